@@ -1,0 +1,25 @@
+"""Numbers that more than one module must agree on."""
+
+import math
+
+import torch
+
+CHUNK_SIZES = (16, 32, 64)
+DEFAULT_CHUNK_SIZE = 64
+
+# Natural-log gates times this are log2 gates, the unit of `g_cumsum`.
+RCP_LN2 = 1.0 / math.log(2.0)
+
+# Inside the square root: x * rsqrt(sum(x^2) + L2NORM_EPS).
+L2NORM_EPS = 1e-6
+
+# Above this, softplus(x) is taken to be x.
+SOFTPLUS_THRESHOLD = 20.0
+
+# Floor of one token's log2 decay. 2^floor is exactly 0 in the dtype (the least subnormals are
+# 2^-149 and 2^-1074), so the floor changes no factor. It only keeps differences of cumulative sums
+# from being (-inf) - (-inf).
+LOG2_DECAY_FLOOR = {torch.float32: -160.0, torch.float64: -1100.0}
+
+# Largest key size of the Triton and CUDA kernels; the reference has no limit.
+MAX_K = 256
