@@ -1,0 +1,333 @@
+"""Judges the arguments of a call before anything is launched, and unpacks them into a `Problem`.
+
+The only place where shapes are judged. Backends rely on a `Problem` without looking again; what
+one of them cannot serve is a refusal of that backend (`gdn_triton.backend`), not an error here.
+
+Nothing here reads a value that lies on an accelerator: that would stop the host until the device
+has caught up, and would break the capture of a CUDA graph. It runs on every call, so messages are
+only built once a check has failed.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from numbers import Real
+from operator import gt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn_triton.constants import CHUNK_SIZES
+from gdn_triton.problem import Problem
+
+_FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_INDEX_DTYPES = frozenset((torch.int32, torch.int64))
+_FLOATS = "float16, bfloat16, float32 or float64"
+_INDICES = "int32 or int64"
+
+
+def validate_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    cp_context: object | None,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    chunk_size: int,
+) -> Problem:
+    """Checks the arguments of `gdn_triton.chunk_gated_delta_rule`, which documents them.
+
+    In this order: types, devices, ranks, head counts, sizes, dtypes, chunk_size, cp_context,
+    cu_seqlens, cu_seqlens_cpu, chunk_indices, initial_state, gate, allow_neg_eigval. Raises
+    TypeError or ValueError with the argument, what was expected and what came; NotImplementedError
+    for cp_context.
+
+    The contents of cu_seqlens are checked where the host can read them: in cu_seqlens_cpu, and in
+    cu_seqlens itself when that is a CPU tensor. On any other device they are not read, and offsets
+    that do not start at 0, decrease or pass T are then undefined behaviour.
+    """
+    # Types.
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        if not isinstance(x, Tensor):
+            raise TypeError(_must(name, "be a torch.Tensor", _type(x)))
+    on_device: list[tuple[str, Tensor]] = [("k", k), ("v", v), ("g", g), ("beta", beta)]
+    for name, maybe in (
+        ("initial_state", initial_state),
+        ("cu_seqlens", cu_seqlens),
+        ("chunk_indices", chunk_indices),
+        ("A_log", A_log),
+        ("dt_bias", dt_bias),
+    ):
+        if maybe is None:
+            continue
+        if not isinstance(maybe, Tensor):
+            raise TypeError(_must(name, "be a torch.Tensor or None", _type(maybe)))
+        on_device.append((name, maybe))
+    if cu_seqlens_cpu is not None and not isinstance(cu_seqlens_cpu, Tensor):
+        raise TypeError(_must("cu_seqlens_cpu", "be a torch.Tensor or None", _type(cu_seqlens_cpu)))
+    for name, flag in (
+        ("output_final_state", output_final_state),
+        ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        ("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel),
+        ("allow_neg_eigval", allow_neg_eigval),
+        ("state_v_first", state_v_first),
+        ("use_gate_in_kernel", use_gate_in_kernel),
+    ):
+        if flag is not True and flag is not False:
+            raise TypeError(_must(name, "be True or False", _value(flag)))
+    if scale is not None and type(scale) is not float:
+        # A tensor is refused too: its value would have to be fetched from the device.
+        if isinstance(scale, bool) or not isinstance(scale, Real):
+            raise TypeError(_must("scale", "be a real number or None", _value(scale)))
+        scale = float(scale)
+    if type(chunk_size) is not int:
+        raise TypeError(_must("chunk_size", f"be an int, one of {CHUNK_SIZES}", _value(chunk_size)))
+
+    # Devices.
+    device = q.device
+    for name, x in on_device:
+        if x.device != device:
+            raise ValueError(_must(name, f"be on the device of q, {device}", str(x.device)))
+    if cu_seqlens_cpu is not None and cu_seqlens_cpu.device.type != "cpu":
+        raise ValueError(_must("cu_seqlens_cpu", "be on the CPU", str(cu_seqlens_cpu.device)))
+
+    # Ranks.
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) != 4:
+        raise ValueError(_must("q", "have 4 dimensions [B, T, H, K]", _shape(q)))
+    if len(k_shape) != 4:
+        raise ValueError(_must("k", "have 4 dimensions [B, T, H, K]", _shape(k)))
+    if len(v_shape) != 4:
+        raise ValueError(_must("v", "have 4 dimensions [B, T, HV, V]", _shape(v)))
+    if g.dim() != 3:
+        raise ValueError(_must("g", "have 3 dimensions [B, T, HV]", _shape(g)))
+    if beta.dim() != 3:
+        raise ValueError(_must("beta", "have 3 dimensions [B, T, HV]", _shape(beta)))
+
+    # Head counts.
+    B, T, H, K = q_shape
+    HV, V = v_shape[2], v_shape[3]
+    if k_shape[2] != H:
+        raise ValueError(_must("k", f"have the heads of q, H={H}", f"{k_shape[2]} heads"))
+    if H < 1:
+        raise ValueError(_must("q", "have at least one head", _shape(q)))
+    if HV < H or HV % H != 0:
+        raise ValueError(_must("v", f"have a positive multiple of H={H} heads", f"HV={HV}"))
+
+    # Sizes.
+    if K < 1:
+        raise ValueError(_must("q", "have a key size K of at least 1", _shape(q)))
+    if V < 1:
+        raise ValueError(_must("v", "have a value size V of at least 1", _shape(v)))
+    if k_shape != q_shape:
+        raise ValueError(_must("k", f"have the shape of q, {_dims(B=B, T=T, H=H, K=K)}", _shape(k)))
+    if v_shape[0] != B or v_shape[1] != T:
+        raise ValueError(_must("v", f"have shape {_dims(B=B, T=T, HV=HV, V=V)}", _shape(v)))
+    if g.shape != (B, T, HV):
+        raise ValueError(_must("g", f"have shape {_dims(B=B, T=T, HV=HV)}", _shape(g)))
+    if beta.shape != (B, T, HV):
+        raise ValueError(_must("beta", f"have shape {_dims(B=B, T=T, HV=HV)}", _shape(beta)))
+
+    # Dtypes.
+    q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
+    if (
+        q_dtype not in _FLOAT_DTYPES
+        or k_dtype not in _FLOAT_DTYPES
+        or v_dtype not in _FLOAT_DTYPES
+        or g.dtype not in _FLOAT_DTYPES
+        or beta.dtype not in _FLOAT_DTYPES
+    ):
+        for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+            _check_dtype(name, x, _FLOAT_DTYPES, _FLOATS)
+    for name, maybe in (("initial_state", initial_state), ("A_log", A_log), ("dt_bias", dt_bias)):
+        if maybe is not None:
+            _check_dtype(name, maybe, _FLOAT_DTYPES, _FLOATS)
+    for name, maybe in (
+        ("cu_seqlens", cu_seqlens),
+        ("cu_seqlens_cpu", cu_seqlens_cpu),
+        ("chunk_indices", chunk_indices),
+    ):
+        if maybe is not None:
+            _check_dtype(name, maybe, _INDEX_DTYPES, _INDICES)
+
+    if chunk_size not in CHUNK_SIZES:
+        raise ValueError(_must("chunk_size", f"be one of {CHUNK_SIZES}", str(chunk_size)))
+    if cp_context is not None:
+        raise NotImplementedError(
+            "cp_context is not served yet: a sequence cannot be split over several devices. "
+            f"Expected None, got {_type(cp_context)}"
+        )
+
+    # Packed sequences.
+    if cu_seqlens is not None:
+        N = _check_packed(B, T, chunk_size, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+    else:
+        N = B
+        if cu_seqlens_cpu is not None:
+            raise ValueError(_must("cu_seqlens_cpu", "come with cu_seqlens", "cu_seqlens=None"))
+        if chunk_indices is not None:
+            raise ValueError(_must("chunk_indices", "come with cu_seqlens", "cu_seqlens=None"))
+
+    if initial_state is not None:
+        layout = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+        if initial_state.shape != layout:
+            expected = _dims(N=N, HV=HV, V=V, K=K) if state_v_first else _dims(N=N, HV=HV, K=K, V=V)
+            raise ValueError(
+                _must(
+                    "initial_state",
+                    f"have shape {expected} (state_v_first={state_v_first}, one state a sequence)",
+                    _shape(initial_state),
+                )
+            )
+
+    # Gate and beta.
+    if use_gate_in_kernel:
+        if A_log is None:
+            raise ValueError(_must("A_log", "be given with use_gate_in_kernel=True", "None"))
+        if A_log.shape != (HV,):
+            raise ValueError(_must("A_log", f"have shape {_dims(HV=HV)}", _shape(A_log)))
+        if dt_bias is not None and dt_bias.shape != (HV,):
+            raise ValueError(_must("dt_bias", f"have shape {_dims(HV=HV)}", _shape(dt_bias)))
+    else:
+        for name, maybe in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if maybe is not None:
+                raise ValueError(_must(name, "be None without use_gate_in_kernel=True", "a tensor"))
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        expected = "come with use_beta_sigmoid_in_kernel=True"
+        raise ValueError(_must("allow_neg_eigval", expected, "False"))
+
+    return Problem(
+        B=B,
+        T=T,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        N=N,
+        q_dtype=q_dtype,
+        k_dtype=k_dtype,
+        v_dtype=v_dtype,
+        device=device,
+        scale=K**-0.5 if scale is None else scale,
+        chunk_size=chunk_size,
+        is_varlen=cu_seqlens is not None,
+        has_initial_state=initial_state is not None,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        use_gate=use_gate_in_kernel,
+        needs_grad=torch.is_grad_enabled()
+        and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or g.requires_grad
+            or beta.requires_grad
+            or (initial_state is not None and initial_state.requires_grad)
+            or (A_log is not None and A_log.requires_grad)
+            or (dt_bias is not None and dt_bias.requires_grad)
+        ),
+    )
+
+
+def _check_packed(
+    B: int,
+    T: int,
+    chunk_size: int,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+) -> int:
+    """Checks the three tensors of a packed call; returns N, the number of sequences."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(_must("cu_seqlens", "have shape [N + 1], N >= 0", _shape(cu_seqlens)))
+    if B != 1:
+        raise ValueError(_must("q", "have batch size B=1 with cu_seqlens", f"B={B}"))
+    N = cu_seqlens.shape[0] - 1
+
+    offsets: list[int] | None = None
+    if cu_seqlens.device.type == "cpu":
+        offsets = cu_seqlens.tolist()
+        _check_offsets("cu_seqlens", offsets, T)
+    if cu_seqlens_cpu is not None:
+        if cu_seqlens_cpu.shape != (N + 1,):
+            expected = f"have the shape of cu_seqlens, [{N + 1}]"
+            raise ValueError(_must("cu_seqlens_cpu", expected, _shape(cu_seqlens_cpu)))
+        host_offsets: list[int] = cu_seqlens_cpu.tolist()
+        _check_offsets("cu_seqlens_cpu", host_offsets, T)
+        if offsets is not None and offsets != host_offsets:
+            i = next(i for i in range(N + 1) if offsets[i] != host_offsets[i])
+            expected = f"equal cu_seqlens, which has {offsets[i]} at index {i}"
+            raise ValueError(_must("cu_seqlens_cpu", expected, str(host_offsets[i])))
+        offsets = host_offsets
+
+    if chunk_indices is not None:
+        if chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2:
+            raise ValueError(_must("chunk_indices", "have shape [NT, 2]", _shape(chunk_indices)))
+        # The rows after the last sequence need no chunk, so only the offsets tell the least NT.
+        least = 0
+        if offsets is not None:
+            least = sum(-((b - e) // chunk_size) for b, e in pairwise(offsets))
+        most = min(T, (T + N * (chunk_size - 1)) // chunk_size)
+        NT = chunk_indices.shape[0]
+        if not least <= NT <= most:
+            expected = (
+                f"have between {least} and {most} rows (N={N} sequences, T={T}, "
+                f"chunk_size={chunk_size})"
+            )
+            raise ValueError(_must("chunk_indices", expected, _shape(chunk_indices)))
+    return N
+
+
+def _check_offsets(name: str, offsets: Sequence[int], T: int) -> None:
+    if offsets[0] != 0:
+        raise ValueError(_must(name, "start at 0", str(offsets[0])))
+    if any(map(gt, offsets, offsets[1:])):
+        i = next(i for i in range(1, len(offsets)) if offsets[i - 1] > offsets[i])
+        raise ValueError(
+            _must(name, "not decrease", f"{offsets[i - 1]} then {offsets[i]} at index {i}")
+        )
+    if offsets[-1] > T:
+        raise ValueError(_must(name, f"end at or before T={T}", str(offsets[-1])))
+
+
+def _check_dtype(name: str, x: Tensor, allowed: frozenset[torch.dtype], expected: str) -> None:
+    if x.dtype not in allowed:
+        raise ValueError(_must(name, f"be {expected}", str(x.dtype)))
+
+
+def _must(name: str, expected: str, given: str) -> str:
+    return f"{name} must {expected}, got {given}"
+
+
+def _dims(**sizes: int) -> str:
+    return "[" + ", ".join(f"{name}={size}" for name, size in sizes.items()) + "]"
+
+
+def _shape(x: Tensor) -> str:
+    return f"shape {list(x.shape)}"
+
+
+def _type(x: Any) -> str:
+    return type(x).__name__
+
+
+def _value(x: Any) -> str:
+    # A tensor is described, never printed: printing it would fetch its contents.
+    return f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"{x!r} ({_type(x)})"

@@ -1,0 +1,71 @@
+"""The public op is a drop-in: parameter names, their order and their defaults are FLA's."""
+
+import inspect
+
+import pytest
+import torch
+
+import gdn_triton
+from gdn_triton.validation import validate_chunk
+
+REQUIRED = inspect.Parameter.empty
+
+# flash-linear-attention 0.6.0, in order. Written down so that the test needs no FLA.
+FLA_POSITIONAL = (
+    ("q", REQUIRED),
+    ("k", REQUIRED),
+    ("v", REQUIRED),
+    ("g", REQUIRED),
+    ("beta", REQUIRED),
+    ("scale", None),
+    ("initial_state", None),
+    ("output_final_state", False),
+    ("use_qk_l2norm_in_kernel", False),
+    ("use_beta_sigmoid_in_kernel", False),
+    ("allow_neg_eigval", False),
+    ("state_v_first", False),
+    ("cu_seqlens", None),
+    ("cu_seqlens_cpu", None),
+    ("chunk_indices", None),
+    ("cp_context", None),
+)
+# What FLA takes out of **kwargs, with the defaults its body applies.
+FLA_KEYWORDS = (
+    ("use_gate_in_kernel", False),
+    ("A_log", None),
+    ("dt_bias", None),
+    ("chunk_size", 64),
+    ("transpose_state_layout", None),
+)
+
+
+def parameters_of(function, kind):
+    parameters = inspect.signature(function).parameters.values()
+    return tuple((p.name, p.default) for p in parameters if p.kind is kind)
+
+
+@pytest.mark.parametrize("function", [gdn_triton.chunk_gated_delta_rule, gdn_triton.explain])
+def test_signature_is_flas(function):
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert parameters_of(function, positional) == FLA_POSITIONAL
+    assert parameters_of(function, inspect.Parameter.KEYWORD_ONLY) == FLA_KEYWORDS
+    count = len(FLA_POSITIONAL) + len(FLA_KEYWORDS)
+    assert len(inspect.signature(function).parameters) == count, "there is a catch-all parameter"
+
+
+def test_explain_and_validation_take_the_same_arguments():
+    op = inspect.signature(gdn_triton.chunk_gated_delta_rule).parameters
+    assert list(inspect.signature(gdn_triton.explain).parameters) == list(op)
+    validated = set(inspect.signature(validate_chunk).parameters)
+    assert validated == set(op) - {"transpose_state_layout"}
+
+
+def test_alias():
+    assert gdn_triton.chunk_gdn is gdn_triton.chunk_gated_delta_rule
+
+
+@pytest.mark.parametrize("name", ["head_first", "cp_rank", "output_final_sate"])
+def test_unknown_keyword(name):
+    x = torch.zeros(1, 2, 1, 4)
+    with pytest.raises(TypeError, match=name):
+        gdn_triton.chunk_gdn(x, x, x, x[..., 0], x[..., 0], **{name: True})
