@@ -1,0 +1,156 @@
+"""Tile configurations: fixed tables, no search. The same call runs the same code every time.
+
+Each function returns the tile of one step from what fixes its cost: the head dimensions, the width
+of the dtype that its products are computed in and, for the serial steps, how many states there are
+to walk. Numbers without another reason were the fastest of those measured on an H200
+(docs/kernels.md).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+
+class Tile(NamedTuple):
+    """Tile widths over K and V, and how the kernel is launched. maxnreg: registers a thread may
+    use, for kernels that gain more from another block on the multiprocessor than they lose."""
+
+    BK: int
+    BV: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        launch = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.maxnreg is not None and target()[0] == "cuda":
+            launch["maxnreg"] = self.maxnreg
+        return launch
+
+
+# KiB of shared memory that one block may use, by what Triton compiles for. A kernel that needs more
+# does not launch; one that assumes less is only slower.
+SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+LEAST_SHARED_MEMORY = 64
+
+
+@functools.cache
+def target() -> tuple[str, int | str]:
+    """What Triton compiles for: ("cuda", 90), ("hip", "gfx942"), ...; ("interpreter", 0) when it
+    does not. The GPUs of one process are taken to be alike."""
+    if triton.knobs.runtime.interpret:
+        return "interpreter", 0
+    found = triton.runtime.driver.active.get_current_target()
+    return found.backend, found.arch
+
+
+@functools.cache
+def multiprocessors() -> int:
+    """Multiprocessors of the current GPU; an H200's where there is none to ask."""
+    if target()[0] == "interpreter" or not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
+@functools.cache
+def dot_precision(dtype: torch.dtype) -> str:
+    """How products of fp32 values are computed. Between 16-bit inputs and outputs tf32 loses
+    nothing that the rounding of the result keeps; fp32 inputs get fp32-accurate products."""
+    if target()[0] != "cuda":
+        return "ieee"
+    return "tf32x3" if dtype.itemsize == 4 else "tf32"
+
+
+def stages(most: int, stage_bytes: int, other_bytes: int) -> int:
+    """The most loads in flight, up to ``most``, whose tiles fit the GPU's shared memory beside the
+    tiles that are there once."""
+    limit = SHARED_MEMORY.get(target()[1], LEAST_SHARED_MEMORY) * 1024  # type: ignore[arg-type]
+    return max(1, min(most, (limit - other_bytes) // stage_bytes))
+
+
+def padded(n: int, most: int) -> int:
+    """The tile width for a dimension of n: a power of two from 16 (the least a matrix
+    instruction takes) to ``most``."""
+    return min(max(triton.next_power_of_2(n), 16), most)
+
+
+@functools.cache
+def wy_config(K: int, V: int, dtype: torch.dtype) -> Tile:
+    """Four-byte inputs take three passes of the tensor cores and a quarter of the width."""
+    if dtype.itemsize == 4:
+        return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=2)
+    BK = padded(K, 256)
+    if BK <= 64:
+        return Tile(BK, padded(V, 64), num_warps=4, num_stages=2)
+    if BK <= 128:
+        maxnreg = 168 if K % 16 == 0 else None
+        return Tile(64, padded(V, 128), num_warps=4, num_stages=1, maxnreg=maxnreg)
+    return Tile(128, padded(V, 128), num_warps=4, num_stages=1)
+
+
+def state_tile(BK: int, BV: int, warps: int, most_stages: int, dtype: torch.dtype) -> Tile:
+    """In flight: w, k [64, BK] and u [64, BV]. Once: the state and v_new as operands."""
+    size = dtype.itemsize
+    stage, other = (128 * BK + 64 * BV) * size, (BK + 128) * BV * size
+    return Tile(BK, BV, warps, stages(most_stages, stage, other))
+
+
+@functools.cache
+def state_config(K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
+    """BK spans K, as the program holds whole columns of the state. The fewer states, the narrower
+    the program, until every multiprocessor has one."""
+    BK = padded(K, 256)
+    columns = states * V / multiprocessors()
+    if columns <= 16:
+        return state_tile(BK, padded(V, 16), 4, 4, dtype)
+    if dtype.itemsize == 4 or columns <= 32 or (BK <= 128 and columns <= 64):
+        return state_tile(BK, padded(V, 32), 4, 4, dtype)
+    return state_tile(BK, padded(V, 64), 8 if BK > 128 else 4, 2, dtype)
+
+
+@functools.cache
+def output_config(K: int, V: int, dtype: torch.dtype) -> Tile:
+    """All of V = 128 in one program, so that q k^T is computed once."""
+    BK, BV = padded(K, 64), padded(V, 128)
+    if dtype.itemsize == 4:
+        return Tile(padded(K, 32), padded(V, 64), num_warps=4, num_stages=1)
+    count = stages(3 if K > 128 else 2, (128 + BV) * BK * 2, (BV + 64) * 128)
+    return Tile(BK, BV, 4, count, maxnreg=168 if 64 < K <= 128 else None)
+
+
+@functools.cache
+def prepare_config(K: int, dtype: torch.dtype) -> Tile:
+    """BK spans K, as a row's norm needs all of it."""
+    BK = padded(K, 256)
+    return Tile(BK, 0, num_warps=4, num_stages=1, maxnreg=128 if BK <= 128 else 168)
+
+
+def fused_tile(BK: int, BV: int, warps: int, most_stages: int) -> Tile:
+    """In flight: q, k [64, BK], A_beta, A_qk [64, 64] and v [64, BV]. Once: the state and three
+    tiles [64, BV] as operands. All of two bytes an element."""
+    stage, other = (128 * BK + 8192 + 64 * BV) * 2, (BK + 192) * BV * 2
+    return Tile(BK, BV, warps, stages(most_stages, stage, other))
+
+
+@functools.cache
+def fused_config(K: int, V: int, states: int, short: bool) -> Tile:
+    """BK spans K, as the program holds whole columns of the state. The fewer states, the narrower
+    the program, until every multiprocessor has one. Walks of a chunk or two (``short``) are bound
+    by reading and writing the states, and want several programs on a multiprocessor.
+
+    Two stages at least wherever Hopper's matrix instructions are used: with one, Triton 3.6 gave a
+    BV = 32 program wrong shared-memory descriptors (compute-sanitizer: an out-of-bounds read)."""
+    BK = padded(K, 256)
+    columns = states * V / multiprocessors()
+    if columns <= (8 if BK <= 64 else 16):
+        return fused_tile(BK, padded(V, 16), 4, 3)
+    if BK > 128:
+        if columns <= 32:
+            return fused_tile(BK, padded(V, 32), 4, 2)
+        return fused_tile(BK, padded(V, 64), 8, 2)
+    if short:
+        return fused_tile(BK, padded(V, 32), 4, 2)
+    return fused_tile(BK, padded(V, 32 if columns <= 32 else 64), 4, 3)

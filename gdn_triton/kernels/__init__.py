@@ -1,0 +1,1 @@
+"""The Triton kernels: one file per mathematical step, each kernel with its launcher below it."""

@@ -1,0 +1,45 @@
+"""Jit helpers shared by the kernels: where a chunk lies, and base-2 decays that cannot overflow."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chunk_span(i_c, chunk_rows, T, NT, BT: tl.constexpr, IS_VARLEN: tl.constexpr):
+    """Where chunk slot ``i_c`` lies: (batch entry, its first row there, its number of rows).
+
+    Padded: slot ``i_c`` is chunk ``i_c % NT`` of batch entry ``i_c // NT``. Packed: the slot's line
+    of ``chunk_rows`` says it (see varlen.py); 0 or fewer rows mean that no sequence fills it.
+    """
+    if IS_VARLEN:
+        i_b = i_c * 0
+        row = tl.load(chunk_rows + i_c * 2).to(tl.int64)
+        n_rows = tl.load(chunk_rows + i_c * 2 + 1)
+    else:
+        i_b = i_c // NT
+        row = (i_c % NT) * BT
+        n_rows = tl.minimum(T - row, BT).to(tl.int32)
+    return i_b, row, n_rows
+
+
+@triton.jit
+def sequence_span(i_n, cu_seqlens, chunk_offsets, T, NT, IS_VARLEN: tl.constexpr):
+    """Where sequence ``i_n`` lies: (batch entry, first row, number of rows, first chunk slot)."""
+    if IS_VARLEN:
+        i_b = i_n * 0
+        row = tl.load(cu_seqlens + i_n).to(tl.int64)
+        n_rows = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(tl.int32)
+        first_slot = tl.load(chunk_offsets + i_n).to(tl.int64)
+    else:
+        i_b = i_n
+        row = i_n * 0
+        n_rows = (row + T).to(tl.int32)
+        first_slot = i_n * NT
+    return i_b, row, n_rows, first_slot
+
+
+@triton.jit
+def decay_between(g_to, g_from, mask):
+    """2^(g_to - g_from) where ``mask``, else exactly 0. The select precedes the exponential:
+    a masked difference may be large and positive, and inf * 0 is NaN."""
+    return tl.exp2(tl.where(mask, g_to - g_from, float("-inf")))

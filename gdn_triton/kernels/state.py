@@ -1,0 +1,193 @@
+"""State passing, the one serial step: from chunk to chunk of a sequence,
+
+    v_new = u - w h
+    h     = 2^g_last h + sum_i 2^(g_last - g_i) k_i (x) v_new_i
+
+A program owns BV columns of the state [K, V] of one sequence and value head, in fp32 registers, and
+walks the sequence's chunks. Every tile is read and written as it lies in memory: with the state
+held the other way round its products need no copy of it in shared memory, but u and v_new have to
+be transposed, which costs more (docs/kernels.md).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gdn_triton.config import dot_precision, state_config
+from gdn_triton.kernels._device import decay_between, sequence_span
+from gdn_triton.kernels._strides import row_strides
+from gdn_triton.varlen import Chunks
+
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def state_fwd_kernel(
+    k,
+    w,
+    u,
+    g_cumsum,
+    h0,
+    h,
+    v_new,
+    ht,
+    cu_seqlens,
+    chunk_offsets,
+    T,
+    NT,
+    H,
+    HV,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_h0n,
+    stride_h0h,
+    stride_h0k,
+    stride_h0v,
+    stride_htk,
+    stride_htv,
+    ALIGN_K: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    STORE_H: tl.constexpr,
+    STORE_HT: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
+):
+    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
+    stride_kh = stride_kh * ALIGN_K
+    pid = tl.program_id(0).to(tl.int64)
+    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_nh = pid % V_BLOCKS, pid // V_BLOCKS
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // (HV // H)
+    i_b, row, n_rows, slot = sequence_span(i_n, cu_seqlens, chunk_offsets, T, NT, IS_VARLEN)
+    dtype: tl.constexpr = w.dtype.element_ty
+    o_t = tl.arange(0, BT)[:, None]
+    o_k = tl.arange(0, BK)
+    o_v = (i_v * BV + tl.arange(0, BV))[None, :]
+    in_k, in_v = o_k < K, o_v < V
+    in_state = in_k[:, None] & in_v
+    if HAS_H0:
+        p_h0 = h0 + i_n * stride_h0n + i_hv * stride_h0h
+        p_h0 += o_k[:, None] * stride_h0k + o_v * stride_h0v
+        b_h = tl.load(p_h0, mask=in_state, other=0).to(tl.float32)
+    else:
+        b_h = tl.zeros([BK, BV], dtype=tl.float32)
+
+    # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (ops/chunk_fwd.py sees to it).
+    base = (i_b * T + row) * HV + i_hv
+    p_k = k + i_b * stride_kb + row * stride_kt + i_h * stride_kh
+    p_w, p_u, p_v_new, p_g = w + base * K, u + base * V, v_new + base * V, g_cumsum + base
+    if STORE_H:
+        p_h = h + (slot * HV + i_hv) * (K * V)
+    step = tl.cast(HV, tl.int64) * BT
+    for start in range(0, n_rows, BT):
+        left = n_rows - start
+        valid = o_t < left
+        in_keys = valid & in_k[None, :]
+        in_values = valid & in_v
+        b_hd = b_h.to(dtype)
+        if STORE_H:
+            tl.store(p_h + (o_k[:, None] * V + o_v), b_hd, mask=in_state)
+            p_h += tl.cast(HV, tl.int64) * (K * V)
+        b_w = tl.load(p_w + (o_t * HV * K + o_k[None, :]), mask=in_keys, other=0)
+        b_v = tl.load(p_u + (o_t * HV * V + o_v), mask=in_values, other=0).to(tl.float32)
+        b_v -= tl.dot(b_w, b_hd, input_precision=PRECISION)
+        tl.store(p_v_new + (o_t * HV * V + o_v), b_v.to(dtype), mask=in_values)
+
+        b_g = tl.load(p_g + o_t * HV, mask=valid, other=0)
+        g_last = tl.load(p_g + (tl.minimum(left, BT) - 1) * HV)
+        b_v = (b_v * decay_between(g_last, b_g, valid)).to(dtype)
+        b_k = tl.load(p_k + (o_t * stride_kt + o_k[None, :]), mask=in_keys, other=0).to(dtype)
+        b_h = tl.dot(tl.trans(b_k), b_v, b_h * tl.exp2(g_last), input_precision=PRECISION)
+        p_w += step * K
+        p_u += step * V
+        p_v_new += step * V
+        p_g += step
+        p_k += tl.cast(stride_kt, tl.int64) * BT
+
+    if STORE_HT:
+        p_ht = ht + i_nh * (K * V) + o_k[:, None] * stride_htk + o_v * stride_htv
+        tl.store(p_ht, b_h, mask=in_state)
+
+
+def state_strides(state: torch.Tensor | None, state_v_first: bool) -> tuple[int, int, int, int]:
+    """(sequence, head, K, V) strides of a state [N, HV, K, V], or [N, HV, V, K] if value-first."""
+    if state is None:
+        return 0, 0, 0, 0
+    n, h, a, b = state.stride()
+    return (n, h, b, a) if state_v_first else (n, h, a, b)
+
+
+def state_fwd(
+    k: torch.Tensor,
+    w: torch.Tensor,
+    u: torch.Tensor,
+    g_cumsum: torch.Tensor,
+    chunks: Chunks,
+    initial_state: torch.Tensor | None = None,
+    *,
+    N: int,
+    store_h: bool = True,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """h [slots, HV, K, V] (each chunk's starting state, in w's dtype; None when not asked for),
+    v_new [B, T, HV, V], and the final state fp32, laid out as ``state_v_first`` says."""
+    T, H, K = k.shape[1:]
+    HV, V = u.shape[2:]
+    dtype = w.dtype
+    h = torch.empty(chunks.slots, HV, K, V, dtype=dtype, device=k.device) if store_h else None
+    v_new = torch.empty_like(u)
+    final_state = None
+    if output_final_state:
+        shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+        final_state = torch.empty(shape, dtype=torch.float32, device=k.device)
+    config = state_config(K, V, dtype, N * HV)
+    grid = triton.cdiv(V, config.BV) * N * HV
+    if grid == 0:
+        return h, v_new, final_state
+    stride_h0n, stride_h0h, stride_h0k, stride_h0v = state_strides(initial_state, state_v_first)
+    _, _, stride_htk, stride_htv = state_strides(final_state, state_v_first)
+    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
+    state_fwd_kernel[(grid,)](
+        k=k,
+        w=w,
+        u=u,
+        g_cumsum=g_cumsum,
+        h0=initial_state,
+        h=h,
+        v_new=v_new,
+        ht=final_state,
+        cu_seqlens=chunks.cu_seqlens,
+        chunk_offsets=chunks.chunk_offsets,
+        T=T,
+        NT=chunks.NT,
+        H=H,
+        HV=HV,
+        stride_kb=stride_kb,
+        stride_kt=stride_kt,
+        stride_kh=stride_kh,
+        ALIGN_K=align_k,
+        stride_h0n=stride_h0n,
+        stride_h0h=stride_h0h,
+        stride_h0k=stride_h0k,
+        stride_h0v=stride_h0v,
+        stride_htk=stride_htk,
+        stride_htv=stride_htv,
+        K=K,
+        V=V,
+        BT=chunks.chunk_size,
+        BK=config.BK,
+        BV=config.BV,
+        PRECISION=dot_precision(dtype),
+        HAS_H0=initial_state is not None,
+        STORE_H=store_h,
+        STORE_HT=output_final_state,
+        IS_VARLEN=chunks.cu_seqlens is not None,
+        **config.options,
+    )
+    return h, v_new, final_state

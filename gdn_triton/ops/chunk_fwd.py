@@ -1,0 +1,162 @@
+"""The Triton forward, in two dataflows that compute the same thing.
+
+`forward_by_steps` runs one kernel a mathematical step and leaves every intermediate in memory,
+where a backward can find it. `forward_fused` runs two kernels: what needs no state, then the walk
+over the chunks with the state and the output in one. ``choose_dataflow`` says which a call takes.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from gdn_triton.kernels.fused import fused_fwd
+from gdn_triton.kernels.gate import beta_sigmoid_fwd, gate_cumsum_fwd
+from gdn_triton.kernels.l2norm import l2norm_fwd
+from gdn_triton.kernels.output import output_fwd
+from gdn_triton.kernels.prepare import prepare_fwd
+from gdn_triton.kernels.state import state_fwd
+from gdn_triton.kernels.wy import wy_fwd
+from gdn_triton.problem import Problem
+from gdn_triton.varlen import make_chunks
+
+# Rows further apart than this make offsets inside a chunk that 32 bits may not hold.
+MAX_ROW_STRIDE = 2**31 // 64
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, heads, D] itself when kernels can read it where it lies (any split or view of a
+    projection), else a contiguous copy: when its last dimension is strided, or its rows lie too far
+    apart."""
+    if (x.stride(3) == 1 or x.shape[3] == 1) and x.stride(1) < MAX_ROW_STRIDE:
+        return x
+    return x.contiguous()
+
+
+def compute_dtype(problem: Problem) -> torch.dtype:
+    """The dtype that enters the tensor cores: the common one of q, k and v."""
+    p = problem
+    return torch.promote_types(torch.promote_types(p.q_dtype, p.k_dtype), p.v_dtype)
+
+
+def forward_by_steps(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """gate and cumsum, norm, sigmoid -> A, its inverse, w, u -> state -> output."""
+    p = problem
+    q, k, v = readable(q), readable(k), readable(v)
+    dtype = compute_dtype(p)
+    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
+    if p.use_qk_l2norm:
+        q, k = l2norm_fwd(q, k)
+    if p.use_beta_sigmoid:
+        beta = beta_sigmoid_fwd(beta, p.allow_neg_eigval)
+    g_cumsum = gate_cumsum_fwd(g, chunks, A_log, dt_bias)
+    w, u, _ = wy_fwd(k, v, g_cumsum, beta, chunks, dtype)
+    h, v_new, final_state = state_fwd(
+        k,
+        w,
+        u,
+        g_cumsum,
+        chunks,
+        initial_state,
+        N=p.N,
+        output_final_state=p.output_final_state,
+        state_v_first=p.state_v_first,
+    )
+    assert h is not None
+    o = output_fwd(q, k, v_new, h, g_cumsum, chunks, p.scale, p.q_dtype)
+    return o, final_state
+
+
+def forward_fused(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """all that needs no state -> state and output."""
+    p = problem
+    q, k, v = readable(q), readable(k), readable(v)
+    dtype = compute_dtype(p)
+    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
+    prepared = prepare_fwd(
+        q,
+        k,
+        g,
+        beta,
+        chunks,
+        p.scale,
+        dtype,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_qk_l2norm=p.use_qk_l2norm,
+        use_beta_sigmoid=p.use_beta_sigmoid,
+        allow_neg_eigval=p.allow_neg_eigval,
+    )
+    return fused_fwd(
+        prepared,
+        v,
+        chunks,
+        p.scale,
+        p.q_dtype,
+        initial_state,
+        N=p.N,
+        K=p.K,
+        output_final_state=p.output_final_state,
+        state_v_first=p.state_v_first,
+    )
+
+
+# Up to this many states the walk over the chunks is what takes the time, and the shorter step wins.
+FEW_STATES = 8
+LONG_WALK = 96
+
+
+def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """Steps for fp32, whose tiles do not fit the fused kernel's shared memory, and for a long walk
+    with few states, where each chunk's part of the output is better computed beside the walk."""
+    p = problem
+    if compute_dtype(p).itemsize == 4:
+        return forward_by_steps
+    if p.N * p.HV <= FEW_STATES and p.T > LONG_WALK * p.chunk_size:
+        return forward_by_steps
+    return forward_fused
+
+
+def forward(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    chunk_indices: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """o [B, T, HV, V] in q's dtype and the final state, or None. ``chunk_indices`` is what the
+    tables of varlen.py hold already; its shape was checked, its values are not needed."""
+    run = choose_dataflow(problem)
+    args = problem, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        # Triton launches on the current device, whatever the tensors' own is.
+        with torch.cuda.device(q.device):
+            return run(*args)
+    return run(*args)
