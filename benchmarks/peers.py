@@ -1,0 +1,198 @@
+"""One adapter for each implementation: what it serves, how it is called, what it gives back.
+
+`prepare` does whatever a caller would do once and ahead of time (another layout, another form of
+the gate), so that the callable it returns is the implementation's own call and nothing else.
+"""
+
+import importlib
+import importlib.metadata
+import os
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.shapes import CHUNK, Case, Inputs
+
+Call = partial[Any]
+
+
+class Peer:
+    """An implementation. Making one imports its package: what that raises is why it is missing."""
+
+    name: str
+    distribution: str
+    module: str
+
+    def __init__(self) -> None:
+        self.package: Any = importlib.import_module(self.module)
+
+    def version(self) -> str:
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            root = importlib.import_module(self.module.partition(".")[0])
+            return str(getattr(root, "__version__", "unknown"))
+
+    def supports(self, case: Case) -> str | None:
+        """Why this case cannot be run, or None."""
+        raise NotImplementedError
+
+    def prepare(self, inputs: Inputs, capture: bool = False) -> Call:
+        """The call to measure. `capture`: it will run inside a CUDA graph, without a host sync."""
+        return partial(
+            self.package.chunk_gated_delta_rule,
+            inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta,
+            initial_state=inputs.initial_state,
+            output_final_state=True,
+            cu_seqlens=inputs.cu_seqlens,
+        )  # fmt: skip
+
+    def unify(self, inputs: Inputs, result: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the call returned as o [B, T, HV, V] and final state [N, HV, K, V]."""
+        return result[0], result[1]
+
+
+def _needs_cuda() -> str | None:
+    return None if torch.cuda.is_available() else "needs a CUDA device"
+
+
+def _needs_128(case: Case) -> str | None:
+    if (case.K, case.V) != (128, 128):
+        return f"serves K = V = 128 only, not K {case.K}, V {case.V}"
+    if case.dtype not in (torch.float16, torch.bfloat16):
+        return f"serves float16 and bfloat16 only, not {case.dtype}"
+    return None
+
+
+def _needs_capability(*majors: int) -> str | None:
+    major, minor = torch.cuda.get_device_capability()
+    if major not in majors:
+        return f"serves compute capability {'.x, '.join(map(str, majors))}.x, not {major}.{minor}"
+    return None
+
+
+class Ours(Peer):
+    name, distribution, module = "gdn_triton", "gdn-triton", "gdn_triton"
+
+    def supports(self, case: Case) -> str | None:
+        return None
+
+    def backend(self, inputs: Inputs) -> str:
+        """The backend that serves these inputs: a quiet fallback would make the row worthless."""
+        call = self.prepare(inputs)
+        return str(self.package.explain(*call.args, **call.keywords).chosen)
+
+
+class Reference(Peer):
+    """Our specification: a baseline where no other package is installed."""
+
+    name, distribution, module = "reference", "gdn-triton", "gdn_triton.reference"
+
+    def supports(self, case: Case) -> str | None:
+        return None
+
+    def prepare(self, inputs: Inputs, capture: bool = False) -> Call:
+        return partial(
+            self.package.chunk_gated_delta_rule,
+            inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta,
+            initial_state=inputs.initial_state,
+            cu_seqlens=inputs.cu_seqlens,
+        )  # fmt: skip
+
+
+class FLA(Peer):
+    """flash-linear-attention's Triton kernels."""
+
+    name, distribution, module = "FLA", "fla-core", "fla.ops.gated_delta_rule"
+
+    def __init__(self) -> None:
+        # Read at import. Without it, FLA hands the call to FlashQLA or another package it finds.
+        os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+        super().__init__()
+
+    def supports(self, case: Case) -> str | None:
+        if case.K > 256:
+            return f"serves K up to 256, not {case.K}"
+        return _needs_cuda()
+
+    def prepare(self, inputs: Inputs, capture: bool = False) -> Call:
+        call = super().prepare(inputs, capture)
+        if not capture or inputs.cu_seqlens is None:
+            return call
+        index = importlib.import_module("fla.ops.utils")
+        # Built from cu_seqlens with a host sync, which a graph cannot hold.
+        return partial(call, chunk_indices=index.prepare_chunk_indices(inputs.cu_seqlens, CHUNK))
+
+
+class FlashQLA(Peer):
+    """TileLang kernels; compiled with nvcc, 15 to 25 s for the first call of a new shape.
+
+    Its packed metadata is read back to the host and kept by the identity of `cu_seqlens`: a call
+    with the same tensor must come before a capture.
+    """
+
+    name, distribution, module = "FlashQLA", "flash-qla", "flash_qla"
+
+    def supports(self, case: Case) -> str | None:
+        return _needs_cuda() or _needs_128(case) or _needs_capability(9, 10, 12)
+
+
+class FlashInfer(Peer):
+    """CuTe DSL kernels. Packed only: padded inputs are viewed as sequences of equal length."""
+
+    name, distribution, module = "FlashInfer", "flashinfer-python", "flashinfer.gdn_prefill"
+    use_cp: str | bool = "auto"  # one sequence over several thread blocks: its choice, or forced
+
+    def supports(self, case: Case) -> str | None:
+        return _needs_cuda() or _needs_128(case) or _needs_capability(9, 10, 12)
+
+    def prepare(self, inputs: Inputs, capture: bool = False) -> Call:
+        case = inputs.case
+        cu_seqlens = inputs.cu_seqlens
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(case.B + 1, device=inputs.q.device) * case.T
+        state = inputs.initial_state
+        return partial(
+            self.package.chunk_gated_delta_rule,
+            inputs.q.flatten(0, 1), inputs.k.flatten(0, 1), inputs.v.flatten(0, 1),
+            g=inputs.g.flatten(0, 1).exp(),  # it takes the decay itself, not its logarithm
+            beta=inputs.beta.flatten(0, 1),
+            initial_state=None if state is None else state.transpose(-1, -2).contiguous(),
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            use_cp=self.use_cp,
+            max_seqlen=case.longest,
+        )  # fmt: skip
+
+    def unify(self, inputs: Inputs, result: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        o, final_state = result  # [B * T, HV, V], [N, HV, V, K]
+        return o.view_as(inputs.v), final_state.transpose(-1, -2)
+
+
+class FlashInferSplit(FlashInfer):
+    name, use_cp = "FlashInfer split", True
+
+
+class FlashInferWhole(FlashInfer):
+    name, use_cp = "FlashInfer whole", False
+
+
+PEERS: dict[str, type[Peer]] = {
+    "fla": FLA,
+    "flashqla": FlashQLA,
+    "flashinfer": FlashInfer,
+    "flashinfer-split": FlashInferSplit,
+    "flashinfer-whole": FlashInferWhole,
+    "reference": Reference,
+}
+DEFAULT_PEERS = ("fla", "flashqla", "flashinfer")
+
+
+def load(key: str) -> Peer | str:
+    """The peer, or why it is not there."""
+    try:
+        return PEERS[key]()
+    except Exception as error:
+        text = str(error).strip() or "no reason given"
+        return f"{PEERS[key].name}: not measured: {type(error).__name__}: {text.splitlines()[0]}"

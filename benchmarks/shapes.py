@@ -1,0 +1,305 @@
+"""What is measured: the shapes, their gates and their random inputs, each list with its reason."""
+
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+ACCURACY, SPEED, HOST = "accuracy", "speed", "host"
+CHUNK = 64  # tokens of a chunk, for the counts below
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the tables. `seqlens` set means packed: B = 1 and T is their sum."""
+
+    name: str
+    group: str
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    seqlens: tuple[int, ...] | None = None
+    gate: str = "norm"  # a key of GATES
+    gate_norm: float = 1.0
+    mask_p: float = 0.0  # fraction of (token, head) pairs whose g is 0
+    initial_state: bool = False
+    measures: tuple[str, ...] = (ACCURACY, SPEED)
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def N(self) -> int:
+        return self.B if self.seqlens is None else len(self.seqlens)
+
+    @property
+    def tokens(self) -> int:
+        return self.B * self.T
+
+    @property
+    def longest(self) -> int:
+        return self.T if self.seqlens is None else max(self.seqlens)
+
+    @property
+    def chunks(self) -> int:
+        lengths = [self.T] * self.B if self.seqlens is None else list(self.seqlens)
+        return sum(-(-length // CHUNK) for length in lengths)
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """What an autotuner or a compiler sees: cases of one family share their kernels."""
+        packed = self.seqlens is not None
+        return (packed, self.H, self.HV, self.K, self.V, self.initial_state, self.dtype)
+
+    @property
+    def flops(self) -> float:
+        """Fewest operations of the chunked form: three K x V products and four of the chunk's."""
+        per_token_head = 6 * self.K * self.V + 4 * CHUNK * (self.K + self.V)
+        return float(self.tokens * self.HV * per_token_head)
+
+    @property
+    def bytes(self) -> float:
+        """Fewest bytes: q, k and v read once, o written once (2 bytes an element)."""
+        return float(self.tokens * 2 * (2 * self.H * self.K + 2 * self.HV * self.V))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors every implementation gets; none is written to."""
+
+    case: Case
+    q: torch.Tensor  # [B, T, H, K], unit length along K
+    k: torch.Tensor  # [B, T, H, K], unit length along K
+    v: torch.Tensor  # [B, T, HV, V]
+    g: torch.Tensor  # [B, T, HV] float32, natural log
+    beta: torch.Tensor  # [B, T, HV] float32
+    initial_state: torch.Tensor | None  # [N, HV, K, V] float32
+    cu_seqlens: torch.Tensor | None  # [N + 1] int64
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.q, self.k, self.v, self.g, self.beta, self.initial_state)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def cut(total: int, parts: int, seed: int = 0) -> tuple[int, ...]:
+    """`total` tokens cut into `parts` sequences of at least one token at random points."""
+    points = sorted(random.Random(seed).sample(range(1, total), parts - 1))
+    return tuple(b - a for a, b in zip([0, *points], [*points, total], strict=True))
+
+
+def _gate_norm(case: Case, rand: "Random") -> torch.Tensor:
+    g = F.logsigmoid(rand.normal(case.B, case.T, case.HV)) / case.gate_norm
+    if case.mask_p > 0:
+        g = g.masked_fill(rand.uniform(case.B, case.T, case.HV) < case.mask_p, 0.0)
+    return g
+
+
+def _gate_mixed(case: Case, rand: "Random") -> torch.Tensor:
+    g = F.logsigmoid(rand.normal(case.B, case.T, case.HV)) / 16
+    g[..., ::4] = 0.0
+    return g
+
+
+def _gate_model(case: Case, rand: "Random") -> torch.Tensor:
+    """The decays of a layer at initialisation: A in (0, 16), time steps of 1e-3 to 1e-1."""
+    A = rand.uniform(case.HV) * 16
+    dt = 1e-3 * 100 ** rand.uniform(case.HV)
+    dt_bias = dt + torch.log(-torch.expm1(-dt))
+    return -A * F.softplus(rand.normal(case.B, case.T, case.HV) + dt_bias)
+
+
+def _gate_strong(case: Case, rand: "Random") -> torch.Tensor:
+    return 10 * F.logsigmoid(rand.normal(case.B, case.T, case.HV))
+
+
+GATES = {
+    "norm": _gate_norm,
+    "mixed": _gate_mixed,
+    "model init": _gate_model,
+    "strong": _gate_strong,
+}
+
+
+class Random:
+    """Seeded float32 draws on one device."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=self.generator, device=self.device)
+
+
+def make_inputs(case: Case, device: torch.device) -> Inputs:
+    """The same tensors for a case's name on a device, whichever other cases are run."""
+    rand = Random(zlib.crc32(case.name.encode()), device)
+    q = F.normalize(rand.normal(case.B, case.T, case.H, case.K), dim=-1).to(case.dtype)
+    k = F.normalize(rand.normal(case.B, case.T, case.H, case.K), dim=-1).to(case.dtype)
+    v = rand.normal(case.B, case.T, case.HV, case.V).to(case.dtype)
+    beta = rand.normal(case.B, case.T, case.HV).sigmoid()
+    g = GATES[case.gate](case, rand)
+    state = rand.normal(case.N, case.HV, case.K, case.V) if case.initial_state else None
+    cu_seqlens = None
+    if case.seqlens is not None:
+        lengths = torch.tensor([0, *case.seqlens], dtype=torch.int64)
+        cu_seqlens = lengths.cumsum(0).to(device)
+    return Inputs(case, q, k, v, g, beta, state, cu_seqlens)
+
+
+# The shapes in which a published CUDA port of this operator was compared with FLA, H = HV and
+# K = V = D: small, odd and many-sequence ones. Padded: B, T, H, D, gate_norm, mask_p.
+PADDED = (
+    (1, 63, 1, 64, 1.0, 0.0),
+    (2, 500, 3, 60, 1.0, 0.0),
+    (2, 1000, 3, 64, 1.0, 0.5),
+    (3, 1024, 4, 100, 0.1, 0.0),
+    (4, 1024, 4, 128, 1.0, 0.0),
+    (2, 1500, 4, 128, 10.0, 0.0),
+    (4, 2048, 8, 64, 1.0, 0.0),
+    (8, 512, 8, 64, 1.0, 0.0),
+    (16, 512, 8, 64, 1.0, 0.0),
+    (32, 256, 8, 64, 1.0, 0.0),
+    (64, 128, 8, 64, 1.0, 0.0),
+    (8, 512, 8, 128, 1.0, 0.0),
+    (16, 256, 8, 128, 1.0, 0.0),
+    (32, 128, 8, 128, 1.0, 0.0),
+    (64, 64, 8, 128, 1.0, 0.0),
+)
+# Packed: sequences, total tokens, H, D, mask_p. Only the totals were published; the cuts are ours.
+PACKED = (
+    (1, 15, 4, 60, 0.0),
+    (3, 1000, 4, 64, 0.0),
+    (3, 1000, 4, 64, 0.5),
+    (5, 2000, 4, 100, 0.0),
+    (1, 8192, 4, 60, 0.0),
+    (8, 4096, 4, 64, 0.0),
+    (16, 8192, 4, 64, 0.0),
+    (32, 8192, 4, 64, 0.0),
+    (64, 8192, 4, 64, 0.0),
+    (32, 4096, 4, 128, 0.0),
+    (64, 6656, 4, 128, 0.0),
+    (128, 4608, 4, 64, 0.5),
+)
+
+# Prefill of models in use: H, HV, sequence lengths; few long, two unequal, many short.
+ONE_32K, ONE_8K, ONE_2K = (32768,), (8192,), (2048,)
+TWO_16K, UNEQUAL_32K, UNEQUAL_8K = (16384,) * 2, (4096, 28672), (1024, 7168)
+FOUR_8K, EIGHT_4K, EIGHT_1K = (8192,) * 4, (4096,) * 8, (1024,) * 8
+EVERY = (ONE_32K, ONE_8K, ONE_2K, TWO_16K, UNEQUAL_32K, UNEQUAL_8K, FOUR_8K, EIGHT_4K, EIGHT_1K)
+PREFILL = (
+    (16, 32, (ONE_32K, ONE_8K, ONE_2K, TWO_16K)),
+    (16, 64, EVERY),
+    (2, 8, EVERY),
+    (4, 16, (ONE_32K, ONE_8K, ONE_2K, FOUR_8K, EIGHT_4K, EIGHT_1K)),
+)
+
+# Lengths around a chunk's edges and far from them, 1 to 1155.
+RAGGED = (1, 15, 63, 64, 65, 127, 128, 300, 577, 1155)
+
+# Head sizes of a layer in common use, K 256 and V 512: H, B, T.
+WIDE_HEADS = ((4, 1, 4096), (4, 4, 2048), (8, 1, 4096), (8, 4, 2048))
+
+# Small cases, in which the time of a call is the time that Python takes.
+HOST_CASES = (
+    "padded B1 T63 H1 D64",
+    "padded B2 T500 H3 D60",
+    "padded B4 T1024 H4 D128",
+    "packed 1 in 15 H4 D60",
+    "packed 3 in 1000 H4 D64",
+    "prefill 2/8 1x2048",
+    "prefill 16/32 1x2048",
+)
+
+# One call of each with an empty compiler cache, and again with a filled one.
+FIRST_CALL_CASES = (
+    "packed 3 in 1000 H4 D64",
+    "prefill 16/32 1x2048",
+    "wide H4 K256 V512 1x4096",
+)
+
+
+def lengths_name(seqlens: tuple[int, ...]) -> str:
+    if len(set(seqlens)) == 1:
+        return f"{len(seqlens)}x{seqlens[0]}"
+    return "+".join(map(str, seqlens))
+
+
+def _padded() -> Iterator[Case]:
+    for B, T, H, D, gate_norm, mask_p in PADDED:
+        name = f"padded B{B} T{T} H{H} D{D}"
+        name += f" norm{gate_norm:g}" if gate_norm != 1.0 else ""
+        name += f" mask{mask_p:g}" if mask_p else ""
+        yield Case(name, "padded", B, T, H, H, D, D, gate_norm=gate_norm, mask_p=mask_p)
+
+
+def _packed() -> Iterator[Case]:
+    for parts, total, H, D, mask_p in PACKED:
+        name = f"packed {parts} in {total} H{H} D{D}" + (f" mask{mask_p:g}" if mask_p else "")
+        seqlens = cut(total, parts)
+        yield Case(name, "packed", 1, total, H, H, D, D, seqlens, mask_p=mask_p)
+
+
+def _prefill() -> Iterator[Case]:
+    for H, HV, lists in PREFILL:
+        for seqlens in lists:
+            name = f"prefill {H}/{HV} {lengths_name(seqlens)}"
+            yield Case(
+                name, "prefill", 1, sum(seqlens), H, HV, 128, 128, seqlens,
+                gate="mixed", initial_state=True,
+            )  # fmt: skip
+
+
+def _gates() -> Iterator[Case]:
+    for gate in ("mixed", "model init", "strong"):
+        for label, seqlens in (("1x2048", ONE_2K), ("ragged 1..1155", RAGGED)):
+            yield Case(
+                f"gates {gate} {label}", "gates", 1, sum(seqlens), 4, 8, 128, 128, seqlens,
+                gate=gate, initial_state=True, measures=(ACCURACY,),
+            )  # fmt: skip
+    odd = "gates mixed 2x500 D60"
+    yield Case(odd, "gates", 2, 500, 3, 3, 60, 60, gate="mixed", measures=(ACCURACY,))
+
+
+def _wide() -> Iterator[Case]:
+    for H, B, T in WIDE_HEADS:
+        name = f"wide H{H} K256 V512 {B}x{T}"
+        yield Case(name, "wide", B, T, H, H, 256, 512, gate="mixed")
+
+
+def all_cases() -> list[Case]:
+    """Every case, the most telling first, those that share an implementation's tuning together."""
+    published = [*_padded(), *_packed()]
+
+    def of_head_size(*sizes: int) -> list[Case]:
+        chosen = [case for case in published if case.K in sizes]
+        return sorted(chosen, key=lambda case: (case.K, case.seqlens is not None, case.H))
+
+    *gates, odd_gates = _gates()
+    cases = [*gates, *_prefill(), *of_head_size(128), *of_head_size(64), *_wide()]
+    cases += [*of_head_size(60, 100), odd_gates]
+    return [
+        replace(case, measures=(*case.measures, HOST)) if case.name in HOST_CASES else case
+        for case in cases
+    ]
+
+
+def tiny(case: Case) -> Case:
+    """A case of the same kind, small enough for a CPU, in float32."""
+    H = min(case.H, 2)
+    small = replace(
+        case, B=min(case.B, 2), T=min(case.T, 70), H=H, HV=H * min(case.HV // case.H, 2),
+        K=min(case.K, 16), V=min(case.V, 32), dtype=torch.float32,
+    )  # fmt: skip
+    if case.seqlens is None:
+        return small
+    seqlens = tuple(min(length, 70) for length in case.seqlens[:3])
+    return replace(small, B=1, T=sum(seqlens), seqlens=seqlens)
