@@ -71,20 +71,25 @@ def stages(most: int, stage_bytes: int, other_bytes: int) -> int:
     return max(1, min(most, (limit - other_bytes) // stage_bytes))
 
 
-def padded(n: int, most: int) -> int:
-    """The tile width for a dimension of n: a power of two from 16 (the least a matrix
-    instruction takes) to ``most``."""
-    return min(max(triton.next_power_of_2(n), 16), most)
+def padded(n: int, most: int, least: int = 16) -> int:
+    """The tile width for a dimension of n: a power of two from ``least`` to ``most``; 16 is the
+    least that a matrix instruction takes."""
+    return min(max(triton.next_power_of_2(n), least), most)
+
+
+# For the kernels that invert A: with a K of one instruction, Triton 3.6's assembler (ptxas 12.8)
+# builds shared-memory descriptors from a register that nothing has written.
+LEAST_INVERTED = 32
 
 
 @functools.cache
 def wy_config(K: int, V: int, dtype: torch.dtype) -> Tile:
     """Four-byte inputs take three passes of the tensor cores and a quarter of the width."""
     if dtype.itemsize == 4:
-        return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=2)
-    BK = padded(K, 256)
+        return Tile(32, 32, num_warps=4, num_stages=2)
+    BK = padded(K, 256, LEAST_INVERTED)
     if BK <= 64:
-        return Tile(BK, padded(V, 64), num_warps=4, num_stages=2)
+        return Tile(BK, padded(V, 64, LEAST_INVERTED), num_warps=4, num_stages=2)
     if BK <= 128:
         maxnreg = 168 if K % 16 == 0 else None
         return Tile(64, padded(V, 128), num_warps=4, num_stages=1, maxnreg=maxnreg)
@@ -124,12 +129,12 @@ def output_config(K: int, V: int, dtype: torch.dtype) -> Tile:
 @functools.cache
 def prepare_config(K: int, dtype: torch.dtype) -> Tile:
     """BK spans K, as a row's norm needs all of it."""
-    BK = padded(K, 256)
+    BK = padded(K, 256, LEAST_INVERTED)
     return Tile(BK, 0, num_warps=4, num_stages=1, maxnreg=128 if BK <= 128 else 168)
 
 
 def fused_tile(BK: int, BV: int, warps: int, most_stages: int) -> Tile:
-    """In flight: q, k [64, BK], A_beta, A_qk [64, 64] and v [64, BV]. Once: the state and three
+    """In flight: q, k [64, BK], A_inv, A_qk [64, 64] and v [64, BV]. Once: the state and three
     tiles [64, BV] as operands. All of two bytes an element."""
     stage, other = (128 * BK + 8192 + 64 * BV) * 2, (BK + 192) * BV * 2
     return Tile(BK, BV, warps, stages(most_stages, stage, other))

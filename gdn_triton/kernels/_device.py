@@ -43,3 +43,17 @@ def decay_between(g_to, g_from, mask):
     """2^(g_to - g_from) where ``mask``, else exactly 0. The select precedes the exponential:
     a masked difference may be large and positive, and inf * 0 is NaN."""
     return tl.exp2(tl.where(mask, g_to - g_from, float("-inf")))
+
+
+@triton.jit
+def decay_cumsum(b_x):
+    """Inclusive sum along axis 0 of log2 decays, fp32. Summed in fixed point, in units of 2^-40:
+    integer addition is associative, so the same tokens give the same bits however the compiler lays
+    out the scan, and only the sum is rounded. From a NaN on (or a growth by more than 2^256, which
+    fp32 does not hold) the sum is NaN: it falls below every sum that decays held above their floor
+    can make."""
+    known = tl.abs(b_x) < 256.0
+    fixed = (tl.where(known, b_x, 0.0) * 1099511627776.0).to(tl.int64)
+    total = tl.cumsum(tl.where(known, fixed, -72057594037927936), 0)
+    b_sum = total.to(tl.float32) * 9.094947017729282e-13
+    return tl.where(total < -36028797018963968, float("nan"), b_sum)

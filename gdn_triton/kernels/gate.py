@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
-from gdn_triton.kernels._device import chunk_span
+from gdn_triton.kernels._device import chunk_span, decay_cumsum
 from gdn_triton.varlen import Chunks
 
 # 64 rows x 8 heads of fp32 are one 32-byte sector a row, and 4 values a thread of 4 warps.
@@ -21,12 +21,14 @@ SIGMOID_BLOCK = 1024
 
 @triton.jit
 def softplus(x, THRESHOLD: tl.constexpr):
-    """log(1 + e^x). Below e^x = 1/16 by its series, since 1 + e^x has already rounded e^x away;
-    above the threshold x itself, as the formula of the models has it."""
+    """log(1 + e^x). Below e^x = 1/16 by its series, where 1 + e^x and a fast logarithm lose e^x;
+    above that with what the rounding of 1 + e^x lost put back; above the threshold x itself, as the
+    formula of the models has it."""
     e = tl.exp(tl.minimum(x, THRESHOLD))
     series = e * (1 - e * (1 / 2 - e * (1 / 3 - e * (1 / 4 - e * (1 / 5 - e / 6)))))
-    small = tl.where(e < 0.0625, series, tl.log(1 + e))
-    return tl.where(x > THRESHOLD, x, small)
+    u = 1 + e
+    log1p = tl.where(e < 0.0625, series, tl.log(u) + (e - (u - 1)) / u)
+    return tl.where(x > THRESHOLD, x, log1p)
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
@@ -49,7 +51,7 @@ def chunk_cumsum_kernel(
     BH: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr,
-    HAS_FLOOR: tl.constexpr,
+    IS_DECAY: tl.constexpr,
     REVERSE: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
@@ -70,12 +72,14 @@ def chunk_cumsum_kernel(
             b_x += tl.load(dt_bias + o_h, mask=o_h < HV, other=0).to(tl.float32)[None, :]
         b_x = -tl.exp(b_A)[None, :] * softplus(b_x, THRESHOLD)
     b_x *= scale
-    if HAS_FLOOR:
+    if IS_DECAY:
         # A comparison, not a maximum: a NaN must stay one.
         b_x = tl.where(b_x < FLOOR, FLOOR, b_x)
-    b_x = tl.where(mask, b_x, 0)
+        b_x = decay_cumsum(tl.where(mask, b_x, 0.0))
+    else:
+        b_x = tl.cumsum(tl.where(mask, b_x, 0.0), axis=0, reverse=REVERSE)
     p_out = out + ((i_b * T + row + o_t[:, None]) * HV + o_h[None, :])
-    tl.store(p_out, tl.cumsum(b_x, axis=0, reverse=REVERSE), mask=mask)
+    tl.store(p_out, b_x, mask=mask)
 
 
 def chunk_local_cumsum(
@@ -90,7 +94,9 @@ def chunk_local_cumsum(
 ) -> torch.Tensor:
     """Sums ``scale * x`` [B, T, HV] over each chunk, inclusive; fp32 [B, T, HV]. ``reverse`` sums
     from the chunk's end. With ``A_log``, x is the raw gate and goes through its activation first.
-    Each scaled term is held above ``floor``, if there is one."""
+    With ``floor`` the terms are log2 decays: each is held above it, and summed forward in fixed
+    point (``decay_cumsum``)."""
+    assert floor is None or not reverse, "only sums of gradients run backward"
     B, T, HV = x.shape
     out = torch.empty(B, T, HV, dtype=torch.float32, device=x.device)
     grid = chunks.slots * triton.cdiv(HV, HEADS_PER_PROGRAM)
@@ -115,7 +121,7 @@ def chunk_local_cumsum(
         BH=HEADS_PER_PROGRAM,
         HAS_GATE=A_log is not None,
         HAS_DT_BIAS=dt_bias is not None,
-        HAS_FLOOR=floor is not None,
+        IS_DECAY=floor is not None,
         REVERSE=reverse,
         IS_VARLEN=chunks.chunk_rows is not None,
     )

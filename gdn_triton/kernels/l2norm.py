@@ -15,6 +15,13 @@ from gdn_triton.kernels._strides import row_strides
 TILE_ELEMENTS = 2048
 
 
+@triton.jit
+def normalized(b_x, EPS: tl.constexpr):
+    """Rows of b_x over their norm, in b_x's dtype."""
+    x = b_x.to(tl.float32)
+    return (x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]).to(b_x.dtype)
+
+
 @triton.jit(do_not_specialize=["n", "T"])
 def l2norm_kernel(
     q,
@@ -50,15 +57,13 @@ def l2norm_kernel(
     i_h = i % H
     o_out = i[:, None] * K + o_k[None, :]
     if tl.program_id(1) == 0:
-        p_x = q + (i_b * stride_qb + i_t * stride_qt + i_h * stride_qh)[:, None] + o_k[None, :]
-        b_x = tl.load(p_x, mask=mask, other=0).to(tl.float32)
-        b_x *= tl.rsqrt(tl.sum(b_x * b_x, 1) + EPS)[:, None]
-        tl.store(q_out + o_out, b_x.to(q_out.dtype.element_ty), mask=mask)
+        p_q = q + (i_b * stride_qb + i_t * stride_qt + i_h * stride_qh)[:, None] + o_k[None, :]
+        b_q = normalized(tl.load(p_q, mask=mask, other=0), EPS)
+        tl.store(q_out + o_out, b_q, mask=mask)
     else:
-        p_x = k + (i_b * stride_kb + i_t * stride_kt + i_h * stride_kh)[:, None] + o_k[None, :]
-        b_x = tl.load(p_x, mask=mask, other=0).to(tl.float32)
-        b_x *= tl.rsqrt(tl.sum(b_x * b_x, 1) + EPS)[:, None]
-        tl.store(k_out + o_out, b_x.to(k_out.dtype.element_ty), mask=mask)
+        p_k = k + (i_b * stride_kb + i_t * stride_kt + i_h * stride_kh)[:, None] + o_k[None, :]
+        b_k = normalized(tl.load(p_k, mask=mask, other=0), EPS)
+        tl.store(k_out + o_out, b_k, mask=mask)
 
 
 def l2norm_fwd(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,18 +18,12 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, prepare_config
 from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
-from gdn_triton.kernels._device import chunk_span, decay_between
+from gdn_triton.kernels._device import chunk_span, decay_between, decay_cumsum
 from gdn_triton.kernels._strides import row_strides
 from gdn_triton.kernels.gate import softplus
+from gdn_triton.kernels.l2norm import normalized
 from gdn_triton.kernels.wy import invert_unit_lower
 from gdn_triton.varlen import Chunks
-
-
-@triton.jit
-def normalized(b_x, EPS: tl.constexpr):
-    """Rows of b_x over their norm, in b_x's dtype (as kernels/l2norm.py)."""
-    x = b_x.to(tl.float32)
-    return (x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]).to(b_x.dtype)
 
 
 @triton.jit(do_not_specialize=["B", "T", "NT"])
@@ -101,16 +95,16 @@ def prepare_fwd_kernel(
     # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (ops/chunk_fwd.py sees to it).
     base = (i_b * T + row) * HV + i_hv
     p_g = g + i_b * stride_gb + row * stride_gt + i_hv * stride_gh
-    b_g = tl.load(p_g + o_t * stride_gt, mask=valid, other=0).to(tl.float32)
+    b_g = tl.load(p_g + o_t.to(tl.int64) * stride_gt, mask=valid, other=0).to(tl.float32)
     if HAS_GATE:
         if HAS_DT_BIAS:
             b_g += tl.load(dt_bias + i_hv).to(tl.float32)
         b_g = -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * softplus(b_g, THRESHOLD)
     b_g *= RCP_LN2
     b_g = tl.where(b_g < FLOOR, FLOOR, b_g)
-    b_g = tl.cumsum(tl.where(valid, b_g, 0.0), 0)
+    b_g = decay_cumsum(tl.where(valid, b_g, 0.0))
     p_beta = beta + i_b * stride_betab + row * stride_betat + i_hv * stride_betah
-    b_beta = tl.load(p_beta + o_t * stride_betat, mask=valid, other=0).to(tl.float32)
+    b_beta = tl.load(p_beta + o_t.to(tl.int64) * stride_betat, mask=valid, other=0).to(tl.float32)
     if USE_SIGMOID:
         b_beta = tl.where(valid, BETA_FACTOR / (1 + tl.exp(-b_beta)), 0.0)
 

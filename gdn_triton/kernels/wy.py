@@ -113,7 +113,7 @@ def wy_fwd_kernel(
     base = (i_b * T + row) * HV + i_hv
     b_g = tl.load(g_cumsum + base + o_t * HV, mask=valid, other=0)
     p_beta = beta + i_b * stride_betab + row * stride_betat + i_hv * stride_betah
-    b_beta = tl.load(p_beta + o_t * stride_betat, mask=valid, other=0).to(tl.float32)
+    b_beta = tl.load(p_beta + o_t.to(tl.int64) * stride_betat, mask=valid, other=0).to(tl.float32)
     p_k = k + i_b * stride_kb + row * stride_kt + i_h * stride_kh
     p_v = v + i_b * stride_vb + row * stride_vt + i_hv * stride_vh
 

@@ -1,0 +1,381 @@
+"""Compiles every kernel of the package for a GPU that is not there, and judges what came out.
+
+    python tests/compile_targets.py cuda 90
+
+The package's own launch code runs on CPU tensors, so each kernel gets exactly the signature, the
+specialisation and the tile of a real call; Triton compiles and launches nothing. What the tensors
+then hold means nothing. Judged: that every kernel of the package was compiled, stack (spills),
+shared memory, the matrix instructions, and the sizes of the grids. Needs no GPU, and must not run
+under TRITON_INTERPRET. Exits with 1 and a list of what is wrong.
+"""
+
+import contextlib
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # Run by its path: the package is beside this folder, installed or not.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import gdn_triton.kernels
+import gdn_triton.varlen
+from gdn_triton.problem import Problem
+
+# --------------------------------------------------------------------------------- what is expected
+
+# Bytes of shared memory (LDS) that a block may have on the target.
+SHARED_MEMORY = {
+    ("cuda", 80): 163 * 1024,
+    ("cuda", 90): 227 * 1024,
+    ("cuda", 100): 227 * 1024,
+    ("hip", "gfx942"): 64 * 1024,
+}
+
+# What the compiled code of a matrix product contains.
+MATRIX_INSTRUCTION = {
+    ("cuda", 80): ("ptx", "mma.sync"),
+    ("cuda", 90): ("ptx", "wgmma.mma_async"),
+    ("cuda", 100): ("ptx", "tcgen05.mma"),
+    ("hip", "gfx942"): ("amdgcn", "v_mfma"),
+}
+# Kernels that must contain it where all inputs are bf16 and K = V = 128.
+MATRIX_KERNELS = ("wy_fwd_kernel", "state_fwd_kernel", "output_fwd_kernel")
+
+# Bytes of stack (spilled registers) that a kernel may use on an NVIDIA target, over all shapes: by
+# (architecture, bytes of an input), then kernel; 0 where nothing is written. A quarter above what
+# was seen, in whole 64, as a compiler's versions differ by that.
+STACK: dict[tuple[int, int], dict[str, int]] = {
+    # Tiles are chosen here. Fewer registers than the code would like leave room for one more block
+    # on a multiprocessor, which gains more than these spills cost.
+    (90, 2): {
+        "wy_fwd_kernel": 192,
+        "output_fwd_kernel": 192,
+        "prepare_fwd_kernel": 256,
+        "fused_fwd_kernel": 128,
+        "state_fwd_kernel": 64,
+    },
+    # Four-byte operands hold twice the registers; accuracy comes first there, not speed.
+    (90, 4): {"wy_fwd_kernel": 448, "state_fwd_kernel": 768, "output_fwd_kernel": 64},
+    # The tiles of 90 on another architecture: they must run, and must not fall off a cliff.
+    (80, 2): {
+        "wy_fwd_kernel": 384,
+        "output_fwd_kernel": 128,
+        "prepare_fwd_kernel": 2112,  # K = 256; 640 at 128
+        "fused_fwd_kernel": 704,
+        "state_fwd_kernel": 128,
+    },
+    (80, 4): {"wy_fwd_kernel": 576, "state_fwd_kernel": 192, "output_fwd_kernel": 704},
+    (100, 2): {
+        "wy_fwd_kernel": 384,
+        "output_fwd_kernel": 64,
+        "prepare_fwd_kernel": 704,
+        "fused_fwd_kernel": 128,
+        "state_fwd_kernel": 64,
+    },
+    (100, 4): {"wy_fwd_kernel": 384, "state_fwd_kernel": 384, "output_fwd_kernel": 64},
+}
+
+# ----------------------------------------------------------------------------------- what is called
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call. HV sets how many states there are, by which tiles are chosen. `full`: packed, every
+    option, strided views; else padded and none."""
+
+    K: int
+    V: int
+    dtype: torch.dtype
+    HV: int
+    full: bool
+    chunk_size: int = 64
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        kind = "packed" if self.full else "padded"
+        return f"K={self.K} V={self.V} {name} HV={self.HV} chunk={self.chunk_size} {kind}"
+
+
+BF16 = torch.bfloat16
+SHAPES = [
+    # The common head, with few states and with many.
+    Shape(128, 128, BF16, HV=4, full=True),
+    Shape(128, 128, BF16, HV=128, full=False),
+    # The small one, at the number of states between; a smaller chunk.
+    Shape(64, 64, BF16, HV=64, full=True, chunk_size=32),
+    # The widest, FLA's own layer.
+    Shape(256, 512, BF16, HV=4, full=False),
+    # The least, whose products take one instruction, at rows of odd strides.
+    Shape(16, 20, BF16, HV=6, full=True),
+    # Products of four-byte inputs.
+    Shape(128, 128, torch.float32, HV=4, full=False),
+]
+# Where the outputs are compiled that no forward asks for.
+EXTRAS = SHAPES[2]
+
+
+def make_call(
+    B: int, T: int, H: int, shape: Shape, cu_seqlens: torch.Tensor | None
+) -> tuple[Problem, list[Any]]:
+    """A problem and the tensors of the backend's forward after it."""
+    K, V, HV, full = shape.K, shape.V, shape.HV, shape.full
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if full:
+        projection = torch.empty(B, T, 2 * H * K + HV * V, dtype=shape.dtype)
+        q, k, v = projection.split([H * K, H * K, HV * V], -1)
+        q, k, v = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
+    else:
+        q, k = torch.empty(2, B, T, H, K, dtype=shape.dtype)
+        v = torch.empty(B, T, HV, V, dtype=shape.dtype)
+    g, beta = torch.empty(B, T, HV), torch.empty(B, T, HV)
+    parameters = torch.empty(2, HV)
+    problem = Problem(
+        B=B,
+        T=T,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        N=N,
+        q_dtype=shape.dtype,
+        k_dtype=shape.dtype,
+        v_dtype=shape.dtype,
+        device=q.device,
+        scale=K**-0.5,
+        chunk_size=shape.chunk_size,
+        is_varlen=cu_seqlens is not None,
+        has_initial_state=full,
+        output_final_state=full,
+        state_v_first=full,
+        use_qk_l2norm=full,
+        use_beta_sigmoid=full,
+        allow_neg_eigval=full,
+        use_gate=full,
+        needs_grad=False,
+    )
+    initial_state = torch.empty(N, HV, V, K) if full else None
+    A_log, dt_bias = parameters if full else (None, None)
+    return problem, [q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias]
+
+
+def run_package(shape: Shape) -> None:
+    """Both dataflows of a call, and the outputs of steps that a forward does not ask for."""
+    from gdn_triton.kernels import gate, state, wy
+    from gdn_triton.ops import chunk_fwd
+    from gdn_triton.varlen import make_chunks
+
+    cu_seqlens = torch.tensor([0, 100, 300], dtype=torch.int32) if shape.full else None
+    H = shape.HV // 2
+    problem, tensors = make_call(1, 300, H, shape, cu_seqlens)
+    chunk_fwd.forward_by_steps(problem, *tensors)
+    if chunk_fwd.compute_dtype(problem).itemsize == 2:
+        chunk_fwd.forward_fused(problem, *tensors)
+    if shape is not EXTRAS:
+        return
+    _, k, v, g, beta, *_ = tensors
+    chunks = make_chunks(1, 300, shape.chunk_size, cu_seqlens)
+    g_cumsum = gate.chunk_local_cumsum(g, chunks, reverse=True)
+    w, u, _ = wy.wy_fwd(k, v, g_cumsum, beta, chunks, shape.dtype, store_A_inv=True)
+    state.state_fwd(k, w, u, g_cumsum, chunks, N=problem.N, store_h=False)
+
+
+def run_wide_grids() -> None:
+    """More than 65,535 heads over a batch, and as many packed sequences."""
+    from gdn_triton.ops import chunk_fwd
+
+    for full in (False, True):
+        shape = Shape(16, 16, BF16, HV=32 if full else 64, full=full)
+        B, T = (1, 70_000) if full else (1100, 1)
+        cu_seqlens = torch.arange(70_001) if full else None
+        problem, tensors = make_call(B, T, shape.HV, shape, cu_seqlens)
+        chunk_fwd.forward_by_steps(problem, *tensors)
+        chunk_fwd.forward_fused(problem, *tensors)
+
+
+# ----------------------------------------------------------------------------------- compiling only
+
+
+class AbsentDevice:
+    """What Triton asks of a driver until a kernel is compiled."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+
+@dataclass
+class Compiled:
+    name: str
+    kernel: Any
+    grid: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def compile_only(target: GPUTarget) -> Iterator[list[Compiled]]:
+    """Launches compile for `target`, are listed, and do nothing else."""
+    compiled: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_one(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(Compiled(self.fn.__name__, kernel, tuple(grid)))
+
+    driver.set_active(AbsentDevice(target))
+    JITFunction.run = compile_one
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+
+
+def kernels_of_package() -> set[str]:
+    """The names of all kernels that are launched (helpers that kernels inline end otherwise)."""
+    modules = [gdn_triton.varlen]
+    for info in pkgutil.iter_modules(gdn_triton.kernels.__path__):
+        modules.append(importlib.import_module(f"gdn_triton.kernels.{info.name}"))
+    return {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel")
+    }
+
+
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """What the disassembler that Triton brings says of a kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def stack_and_registers(cubin: bytes) -> tuple[int, int]:
+    """Bytes of stack and registers of a thread."""
+    text = cuobjdump(cubin, "--dump-resource-usage")
+    found = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return found["STACK"] + found["LOCAL"], found["REG"]
+
+
+# Address, operation without its predicate, operands.
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+
+
+def unwritten_uniform_registers(sass: str) -> list[str]:
+    """The instructions of a Hopper kernel that read a uniform register before any writes it, in the
+    order of the text. ptxas 12.8 makes such code of some kernels (docs/kernels.md): a matrix
+    product then takes its shared-memory address from what an earlier program left there."""
+    written: set[int] = set()
+    found = []
+    for line in sass.splitlines():
+        match = INSTRUCTION.match(line)
+        if match is None:
+            continue
+        address, name, operands = match.groups()
+        parts = [part.strip() for part in operands.split(",")]
+        uniform = name.startswith("U") or name.split(".")[0] in ("R2UR", "S2UR", "VOTEU", "REDUX")
+        read: set[int] = set()
+        for part in parts[1:] if uniform else parts:
+            for text in re.findall(r"gdesc\[UR(\d+)\]", part):
+                # Two registers a descriptor; of the left operand too, unless registers hold that.
+                first = int(text) + (2 if re.match(r"R\d", parts[1]) else 0)
+                read.update(range(first, int(text) + 4))
+            for text in re.findall(r"\bUR(\d+)", re.sub(r"gdesc\[UR\d+\]", "", part)):
+                read.update((int(text), int(text) + (uniform and ".64" in name)))
+        if read - written:
+            found.append(f"{address} {name} {operands}")
+        target = re.match(r"UR(\d+)", parts[0]) if uniform else None
+        if target:
+            width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+            written.update(range(int(target[1]), int(target[1]) + width))
+    return found
+
+
+def judge(one: Compiled, shape: Shape, target: GPUTarget) -> tuple[str, list[str]]:
+    """A line about a kernel, and what is wrong with it."""
+    key = (target.backend, target.arch)
+    wrong = []
+    shared = one.kernel.metadata.shared
+    line = f"{one.name:24} {shape!s:52} shared {shared:7}"
+    if shared > SHARED_MEMORY[key]:
+        wrong.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY[key]}")
+    if target.backend == "cuda":
+        stack, registers = stack_and_registers(one.kernel.asm["cubin"])
+        line += f" stack {stack:5} registers {registers:3}"
+        allowed = STACK[int(target.arch), shape.dtype.itemsize].get(one.name, 0)
+        if stack > allowed:
+            wrong.append(f"{stack} bytes of stack, {allowed} allowed")
+        if target.arch == 90:
+            sass = cuobjdump(one.kernel.asm["cubin"], "--dump-sass")
+            wrong += [f"unwritten register: {text}" for text in unwritten_uniform_registers(sass)]
+    stage, instruction = MATRIX_INSTRUCTION[key]
+    common = (shape.K, shape.V, shape.dtype) == (128, 128, BF16)
+    if common and one.name in MATRIX_KERNELS and instruction not in one.kernel.asm[stage]:
+        wrong.append(f"no {instruction}")
+    return line, [f"{one.name}, {shape}: {text}" for text in wrong]
+
+
+def main(backend: str, arch: str) -> int:
+    assert os.environ.get("TRITON_INTERPRET", "0") == "0", "nothing compiles in the interpreter"
+    target = GPUTarget(
+        backend, int(arch) if arch.isdigit() else arch, 64 if backend == "hip" else 32
+    )
+    wrong: list[str] = []
+    names: set[str] = set()
+    with compile_only(target) as compiled:
+        for shape in SHAPES:
+            compiled.clear()
+            run_package(shape)
+            seen: set[int] = set()
+            for one in compiled:
+                names.add(one.name)
+                if id(one.kernel) not in seen:
+                    seen.add(id(one.kernel))
+                    line, faults = judge(one, shape, target)
+                    print(line, flush=True)
+                    wrong += faults
+        compiled.clear()
+        run_wide_grids()
+        for one in compiled:
+            if one.grid[0] >= 2**31 or any(n > 65_535 for n in one.grid[1:]):
+                wrong.append(f"{one.name}: grid {one.grid} passes the limits of a launch")
+    missing = kernels_of_package() - names
+    wrong += [f"{name}: never compiled" for name in sorted(missing)]
+    for text in wrong:
+        print("WRONG", text)
+    print(f"{len(names)} kernels compiled for {backend} {arch}, {len(wrong)} faults")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

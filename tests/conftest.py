@@ -1,0 +1,91 @@
+"""Where the tests run, from which seed, and on what memory.
+
+Without a CUDA GPU the kernels run in Triton's interpreter, on CPU tensors. It keeps bf16 values as
+integers and multiplies those, so only fp32 and fp16 go through kernels there (`helpers.DTYPES`);
+with a GPU everything also runs in bf16, and at real sizes.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read by triton.jit when a kernel is defined: this has to precede every import of Triton.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# An index or a length of this value is far outside of any test's tensors, and its small multiples
+# still fit 32 bits.
+POISON_INT = -(2**28)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu(why): needs a CUDA GPU, and why")
+    config.addinivalue_line("markers", "two_gpus(why): needs two CUDA GPUs, and why")
+    # NumPy under the interpreter warns of the infinities and NaNs that some tests are about.
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        for name, needed in (("gpu", 1), ("two_gpus", 2)):
+            for marker in item.iter_markers(name):
+                if gpus < needed:
+                    reason = f"needs {needed} CUDA GPU(s), has {gpus}: {marker.args[0]}"
+                    item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def device() -> str:
+    """Where kernels run here."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(params=["steps", "fused"])
+def dataflow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One of the Triton backend's two dataflows, whichever the sizes would choose: "steps" for
+    every call, "fused" for every call that it can take (all but those with fp32 products)."""
+    from gdn_triton.ops import chunk_fwd
+    from gdn_triton.problem import Problem
+
+    def choose(problem: Problem) -> Callable[..., Any]:
+        wide = chunk_fwd.compute_dtype(problem).itemsize == 4
+        by_steps = wide or request.param == "steps"
+        return chunk_fwd.forward_by_steps if by_steps else chunk_fwd.forward_fused
+
+    monkeypatch.setattr(chunk_fwd, "choose_dataflow", choose)
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = allocate(*args, **kwargs)
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("gdn_triton"):
+            return x
+        if x.is_floating_point():
+            return x.fill_(torch.nan)
+        return x.fill_(1 if x.dtype == torch.bool else POISON_INT)
+
+    return wrapped
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the package allocates without filling it holds NaN, or a far-off index: a read of memory
+    that nothing has written cannot pass for a zero."""
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
