@@ -2,6 +2,7 @@
 
 import warnings
 
+import torch
 from torch import Tensor
 
 from gdn_triton.backend import Explanation, choose, explain_choice
@@ -101,6 +102,32 @@ def chunk_gated_delta_rule(
     """
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
+    if torch.compiler.is_compiling():
+        # One opaque operator. Imported in a trace only: nobody else pays for its registration.
+        from gdn_triton.ops.library import traced
+
+        return traced(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            chunk_indices=chunk_indices,
+            cp_context=cp_context,
+            use_gate_in_kernel=use_gate_in_kernel,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            chunk_size=chunk_size,
+        )
     problem = validate_chunk(
         q,
         k,
@@ -202,9 +229,11 @@ def _deprecated_state_layout(state_v_first: bool, transpose_state_layout: bool) 
             "transpose_state_layout must not be given with state_v_first=True, of which it is the "
             f"deprecated name, got {transpose_state_layout}"
         )
-    warnings.warn(
-        "transpose_state_layout is deprecated: use state_v_first",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    message = "transpose_state_layout is deprecated: use state_v_first"
+    if torch.compiler.is_compiling():
+        from gdn_triton.ops.library import warn_deprecated
+
+        warn_deprecated(message)
+    else:
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
     return transpose_state_layout

@@ -1,0 +1,297 @@
+"""The public operation as two operators of torch's library, which is what a compiler sees of it.
+
+`gdn_triton::chunk_gated_delta_rule_fwd` is opaque to torch.compile and torch.export: the arguments
+are judged, `GDN_BACKEND` is read and a backend is chosen in its implementation, at every run. Its
+fake knows shapes, dtypes and strides only, and refuses what does not fit in them with the same
+errors. Its gradient is `gdn_triton::chunk_gated_delta_rule_bwd`, which runs the forward again, in
+the backend that serves calls that need gradients, and differentiates that with autograd: right, and
+as slow as both together. A second derivative is an error.
+
+This module is imported when a call is first traced: outside of a compiler nobody pays for the
+registration or for the dispatcher. A process that only loads an exported program imports it itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, Final, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from gdn_triton.backend import choose
+from gdn_triton.problem import Problem
+from gdn_triton.validation import validate_chunk
+
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? A_log, "
+    "Tensor? dt_bias, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? chunk_indices, "
+    "float? scale, bool output_final_state, bool use_qk_l2norm_in_kernel, "
+    "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, "
+    "bool use_gate_in_kernel, int chunk_size"
+)
+
+
+class _Call(NamedTuple):
+    """The arguments of `_SCHEMA`, in its order; `gdn_triton.chunk_gated_delta_rule` explains them.
+
+    First the tensors that may have a gradient, then the other tensors, then the rest.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_cpu: Tensor | None
+    chunk_indices: Tensor | None
+    scale: float | None
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    use_gate_in_kernel: bool
+    chunk_size: int
+
+    def validate(self) -> Problem:
+        return validate_chunk(**self._asdict(), cp_context=None)
+
+    def run(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
+        return choose(problem).load()(
+            problem,
+            self.q,
+            self.k,
+            self.v,
+            self.g,
+            self.beta,
+            self.initial_state,
+            self.cu_seqlens,
+            self.chunk_indices,
+            self.A_log,
+            self.dt_bias,
+        )
+
+
+# Where the parts of a _Call end.
+_DIFFERENTIABLE: Final = 8
+_TENSORS: Final = 11
+
+
+# ------------------------------------------------------------------------------------------ forward
+
+
+@torch.library.custom_op(
+    "gdn_triton::chunk_gated_delta_rule_fwd",
+    mutates_args=(),
+    # An operator cannot return None: a final state that was not asked for is empty, of shape [0].
+    # Gradients are defined outside of the implementation, which cannot see whether one is needed.
+    schema=f"({_SCHEMA}, bool needs_grad) -> (Tensor o, Tensor final_state)",
+)
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _Call(*args[:-1])
+    problem = dataclasses.replace(call.validate(), needs_grad=args[-1])
+    o, final_state = call.run(problem)
+    return o, call.q.new_empty(0, dtype=_state_dtype(call)) if final_state is None else final_state
+
+
+@_forward.register_fake
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _Call(*args[:-1])
+    p = _without_contents(call).validate()
+    o = call.q.new_empty(p.B, p.T, p.HV, p.V)
+    state = (p.N, p.HV, p.V, p.K) if p.state_v_first else (p.N, p.HV, p.K, p.V)
+    return o, call.q.new_empty(state if p.output_final_state else 0, dtype=_state_dtype(call))
+
+
+def _state_dtype(call: _Call) -> torch.dtype:
+    return torch.float64 if call.q.dtype == torch.float64 else torch.float32
+
+
+def _without_contents(call: _Call) -> _Call:
+    """A call that validation judges by its shapes alone, for fake tensors have nothing else.
+
+    Validation reads offsets that are on the CPU. Symbolic sizes are also why the chunk table is
+    left out: the bounds of its length would become conditions on T, and split one graph into two.
+    """
+    if call.cu_seqlens is None:
+        return call
+    call = call._replace(cu_seqlens_cpu=None, chunk_indices=None)
+    if any(x is not None and x.device.type != "cpu" for x in call[:_TENSORS]):
+        return call
+    on_meta = (None if x is None else torch.empty_like(x, device="meta") for x in call[:_TENSORS])
+    return _Call._make((*on_meta, *call[_TENSORS:]))
+
+
+# ----------------------------------------------------------------------------------------- backward
+
+
+@torch.library.custom_op(
+    "gdn_triton::chunk_gated_delta_rule_bwd",
+    mutates_args=(),
+    # One gradient for each that is wanted, in the order of the differentiable arguments.
+    schema=f"(Tensor? do, Tensor? dht, {_SCHEMA}, bool[] wanted) -> Tensor[]",
+)
+def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
+    call, wanted = _Call(*args[:-1]), args[-1]
+    # The dispatcher turns autograd off around an implementation, which enable_grad does not undo:
+    # leaving inference mode does.
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [
+            None if x is None else x.detach().requires_grad_(want)
+            for x, want in zip(call[:_DIFFERENTIABLE], wanted, strict=True)
+        ]
+        call = _Call._make((*leaves, *call[_DIFFERENTIABLE:]))
+        outputs = zip(call.run(call.validate()), (do, dht), strict=True)
+        given = [(y, dy) for y, dy in outputs if y is not None and dy is not None]
+        gradients = torch.autograd.grad(
+            [y for y, _ in given],
+            [x for x, want in zip(leaves, wanted, strict=True) if want and x is not None],
+            [dy for _, dy in given],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    # Autograd may return views of its inputs, or one tensor for two of them: an operator must not.
+    return [x.clone(memory_format=torch.contiguous_format) for x in gradients]
+
+
+@_backward.register_fake
+def _backward_fake(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
+    call, wanted = _Call(*args[:-1]), args[-1]
+    return [
+        x.new_empty(x.shape)
+        for x, want in zip(call[:_DIFFERENTIABLE], wanted, strict=True)
+        if want and x is not None
+    ]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    call = _Call(*inputs[:-1])
+    ctx.save_for_backward(*call[:_TENSORS])
+    ctx.rest = call[_TENSORS:]
+    ctx.set_materialize_grads(False)
+    # q is what the states do not depend on.
+    if not call.output_final_state or not any(ctx.needs_input_grad[1:_DIFFERENTIABLE]):
+        ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
+    wanted = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
+    gradients = iter(_backward(do, dht, *ctx.saved_tensors, *ctx.rest, wanted))
+    others = [None] * (len(_Call._fields) + 1 - _DIFFERENTIABLE)
+    return (*(next(gradients) if want else None for want in wanted), *others)
+
+
+def _differentiate_twice(ctx: Any, *gradients: Any) -> NoReturn:
+    raise RuntimeError(
+        "gdn_triton.chunk_gated_delta_rule has no second derivative under a compiler: call it "
+        "outside of one, with GDN_BACKEND=reference"
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_differentiate_twice)
+
+
+# ------------------------------------------------------------------------------------ under a trace
+
+
+def _warn_deprecated(message: str) -> bool:
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return True
+
+
+# A warning cannot be part of a graph. This one is given while the call is traced, so that there is
+# one a compilation; a constant has to come back.
+warn_deprecated: Callable[[str], bool] = torch.compiler.assume_constant_result(_warn_deprecated)
+
+
+def traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    cp_context: object | None,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """`gdn_triton.chunk_gated_delta_rule` through the operator: the one function that is traced."""
+    inputs = (q, k, v, g, beta)
+    options = (initial_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+    flags = (
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        use_gate_in_kernel,
+    )
+    # A schema converts what has the wrong type, or has no place for it: the error is validation's.
+    if (
+        not all(isinstance(x, Tensor) for x in inputs)
+        or not all(x is None or isinstance(x, Tensor) for x in options)
+        or not all(flag is True or flag is False for flag in flags)
+        or not (scale is None or (isinstance(scale, Real) and not isinstance(scale, bool)))
+        or type(chunk_size) is not int
+        or cp_context is not None
+    ):
+        validate_chunk(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            chunk_indices=chunk_indices,
+            cp_context=cp_context,
+            use_gate_in_kernel=use_gate_in_kernel,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            chunk_size=chunk_size,
+        )
+    differentiable = (*inputs, initial_state, A_log, dt_bias)
+    o, final_state = torch.ops.gdn_triton.chunk_gated_delta_rule_fwd(
+        *differentiable,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        chunk_indices,
+        None if scale is None else float(scale),
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        use_gate_in_kernel,
+        chunk_size,
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable),
+    )
+    return o, final_state if output_final_state else None
