@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from gdn_triton.constants import MAX_K
+from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
 from gdn_triton.fast import support as fast_support
 from gdn_triton.problem import Problem
 
@@ -114,6 +114,12 @@ def triton_supports(problem: Problem) -> str | None:
         return "The Triton kernels compute in float32 at most; one of q, k, v is float64."
     if problem.K > MAX_K:
         return f"The Triton kernels take keys of up to {MAX_K} channels; K is {problem.K}."
+    row = problem.HV * max(problem.K, problem.V)
+    if row >= MAX_ROW_STRIDE:
+        return (
+            f"The Triton kernels take rows of less than {MAX_ROW_STRIDE} elements; a token's "
+            f"HV * max(K, V) is {row}."
+        )
     if problem.needs_grad:
         return (
             "The Triton backend has no backward yet; an input requires a gradient. Call under "

@@ -23,3 +23,7 @@ LOG2_DECAY_FLOOR = {torch.float32: -160.0, torch.float64: -1100.0}
 
 # Largest key size of the Triton and CUDA kernels; the reference has no limit.
 MAX_K = 256
+
+# Elements from a row (a token's heads) to the next, below which the Triton kernels' offsets inside
+# a chunk of 64 rows fit 32 bits. Offsets to a chunk are 64-bit.
+MAX_ROW_STRIDE = 2**31 // 64

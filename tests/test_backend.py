@@ -114,6 +114,7 @@ TRITON_REFUSALS = [
     (problem(dtype=torch.float64), "float32 at most; one of q, k, v is float64"),
     (problem(v_dtype=torch.float64), "float32 at most; one of q, k, v is float64"),
     (problem(K=257), "keys of up to 256 channels; K is 257"),
+    (problem(HV=2**18, V=128), "less than 33554432 elements; a token's HV * max(K, V) is 33554432"),
     (problem(needs_grad=True), "The Triton backend has no backward yet"),
 ]
 

@@ -112,10 +112,10 @@ def test_alone_among_many(dtype: torch.dtype, dataflow: str, device: str) -> Non
         assert same_bits(state[n], alone_state[0])
 
 
-@pytest.mark.gpu("long sequences, for which another dataflow may be chosen")
+@pytest.mark.gpu("long sequences, and many")
 @pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_alone_by_the_dataflow_that_sizes_choose(dtype: torch.dtype, device: str) -> None:
-    """Without a hand on the choice: a long sequence alone, and with a short neighbour."""
+def test_alone_with_nothing_forced(dtype: torch.dtype, device: str) -> None:
+    """By the dataflow that the package chooses: a long sequence and a short one, then thirty."""
     case = Case("choice", "", lengths=(40, 6200), H=2, HV=4, K=64, V=64, chunk_size=64, spare=8)
     check_alone(case, make_inputs(case, dtype, device))
     case = replace(case, lengths=(300,) * 30)

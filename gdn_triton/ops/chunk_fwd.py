@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from gdn_triton.constants import MAX_ROW_STRIDE
 from gdn_triton.kernels.fused import fused_fwd
 from gdn_triton.kernels.gate import beta_sigmoid_fwd, gate_cumsum_fwd
 from gdn_triton.kernels.l2norm import l2norm_fwd
@@ -19,14 +20,11 @@ from gdn_triton.kernels.wy import wy_fwd
 from gdn_triton.problem import Problem
 from gdn_triton.varlen import make_chunks
 
-# Rows further apart than this make offsets inside a chunk that 32 bits may not hold.
-MAX_ROW_STRIDE = 2**31 // 64
-
 
 def readable(x: torch.Tensor) -> torch.Tensor:
     """x [B, T, heads, D] itself when kernels can read it where it lies (any split or view of a
     projection), else a contiguous copy: when its last dimension is strided, or its rows lie too far
-    apart."""
+    apart for 32-bit offsets inside a chunk."""
     if (x.stride(3) == 1 or x.shape[3] == 1) and x.stride(1) < MAX_ROW_STRIDE:
         return x
     return x.contiguous()
