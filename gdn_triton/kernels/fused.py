@@ -20,7 +20,7 @@ from gdn_triton.config import dot_precision, fused_config
 from gdn_triton.kernels._device import decay_between, sequence_span
 from gdn_triton.kernels._strides import row_strides
 from gdn_triton.kernels.prepare import Prepared
-from gdn_triton.kernels.state import state_strides
+from gdn_triton.kernels.state import empty_state, state_strides
 from gdn_triton.varlen import Chunks
 
 
@@ -184,8 +184,7 @@ def fused_fwd(
     o = torch.empty(B, T, HV, V, dtype=dtype, device=q.device)
     final_state = None
     if output_final_state:
-        shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-        final_state = torch.empty(shape, dtype=torch.float32, device=k.device)
+        final_state = empty_state(N, HV, K, V, state_v_first, k.device)
     assert A_inv.dtype.itemsize == 2, "four-byte tiles do not fit shared memory"
     short = B * T <= 2 * chunks.chunk_size * N
     config = fused_config(K, V, N * HV, short)

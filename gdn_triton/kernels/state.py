@@ -114,6 +114,14 @@ def state_fwd_kernel(
         tl.store(p_ht, b_h, mask=in_state)
 
 
+def empty_state(
+    N: int, HV: int, K: int, V: int, state_v_first: bool, device: torch.device
+) -> torch.Tensor:
+    """Memory for a state [N, HV, K, V], or [N, HV, V, K] if value-first; fp32."""
+    shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
 def state_strides(state: torch.Tensor | None, state_v_first: bool) -> tuple[int, int, int, int]:
     """(sequence, head, K, V) strides of a state [N, HV, K, V], or [N, HV, V, K] if value-first."""
     if state is None:
@@ -144,8 +152,7 @@ def state_fwd(
     v_new = torch.empty_like(u)
     final_state = None
     if output_final_state:
-        shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-        final_state = torch.empty(shape, dtype=torch.float32, device=k.device)
+        final_state = empty_state(N, HV, K, V, state_v_first, k.device)
     config = state_config(K, V, dtype, N * HV)
     grid = triton.cdiv(V, config.BV) * N * HV
     if grid == 0:
