@@ -66,7 +66,10 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 def stages(most: int, stage_bytes: int, other_bytes: int) -> int:
     """The most loads in flight, up to ``most``, whose tiles fit the GPU's shared memory beside the
-    tiles that are there once."""
+    tiles that are there once. Two on AMD: with more, the pipeliner of Triton 3.6 fails there on
+    loops whose loads are narrow ("operation destroyed but still has uses")."""
+    if target()[0] == "hip":
+        most = min(most, 2)
     limit = SHARED_MEMORY.get(target()[1], LEAST_SHARED_MEMORY) * 1024  # type: ignore[arg-type]
     return max(1, min(most, (limit - other_bytes) // stage_bytes))
 
@@ -77,9 +80,10 @@ def padded(n: int, most: int, least: int = 16) -> int:
     return min(max(triton.next_power_of_2(n), least), most)
 
 
-# For the kernels that invert A: with a K of one instruction, Triton 3.6's assembler (ptxas 12.8)
-# builds shared-memory descriptors from a register that nothing has written.
-LEAST_INVERTED = 32
+# For the kernels of single chunks: with tiles as wide as one instruction, or narrow loads into them,
+# Triton 3.6's assembler (ptxas 12.8) builds shared-memory descriptors from a register that nothing
+# has written.
+LEAST_WIDTH = 32
 
 
 @functools.cache
@@ -87,13 +91,13 @@ def wy_config(K: int, V: int, dtype: torch.dtype) -> Tile:
     """Four-byte inputs take three passes of the tensor cores and a quarter of the width."""
     if dtype.itemsize == 4:
         return Tile(32, 32, num_warps=4, num_stages=2)
-    BK = padded(K, 256, LEAST_INVERTED)
+    BK = padded(K, 256, LEAST_WIDTH)
     if BK <= 64:
-        return Tile(BK, padded(V, 64, LEAST_INVERTED), num_warps=4, num_stages=2)
+        return Tile(BK, padded(V, 64, LEAST_WIDTH), num_warps=4, num_stages=2)
     if BK <= 128:
         maxnreg = 168 if K % 16 == 0 else None
-        return Tile(64, padded(V, 128), num_warps=4, num_stages=1, maxnreg=maxnreg)
-    return Tile(128, padded(V, 128), num_warps=4, num_stages=1)
+        return Tile(64, padded(V, 128, LEAST_WIDTH), num_warps=4, num_stages=1, maxnreg=maxnreg)
+    return Tile(128, padded(V, 128, LEAST_WIDTH), num_warps=4, num_stages=1)
 
 
 def state_tile(BK: int, BV: int, warps: int, most_stages: int, dtype: torch.dtype) -> Tile:
@@ -119,7 +123,7 @@ def state_config(K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
 @functools.cache
 def output_config(K: int, V: int, dtype: torch.dtype) -> Tile:
     """All of V = 128 in one program, so that q k^T is computed once."""
-    BK, BV = padded(K, 64), padded(V, 128)
+    BK, BV = padded(K, 64), padded(V, 128, LEAST_WIDTH)
     if dtype.itemsize == 4:
         return Tile(padded(K, 32), padded(V, 64), num_warps=4, num_stages=1)
     count = stages(3 if K > 128 else 2, (128 + BV) * BK * 2, (BV + 64) * 128)
@@ -129,7 +133,7 @@ def output_config(K: int, V: int, dtype: torch.dtype) -> Tile:
 @functools.cache
 def prepare_config(K: int, dtype: torch.dtype) -> Tile:
     """BK spans K, as a row's norm needs all of it."""
-    BK = padded(K, 256, LEAST_INVERTED)
+    BK = padded(K, 256, LEAST_WIDTH)
     return Tile(BK, 0, num_warps=4, num_stages=1, maxnreg=128 if BK <= 128 else 168)
 
 
@@ -159,3 +163,94 @@ def fused_config(K: int, V: int, states: int, short: bool) -> Tile:
     if short:
         return fused_tile(BK, padded(V, 32), 4, 2)
     return fused_tile(BK, padded(V, 32 if columns <= 32 else 64), 4, 3)
+
+
+# Keys of more channels make maps too large for one program to fold.
+MOST_SEGMENT_K = 128
+# Columns of states a multiprocessor, above which segments cost more than they save.
+MOST_SEGMENT_COLUMNS = 16
+# Chunks of the shortest segment: below it, folding the maps costs what walking side by side saves.
+LEAST_SEGMENT_CHUNKS = 8
+
+
+@functools.cache
+def segment_chunks(rows: int, N: int, HV: int, K: int, V: int, BT: int) -> int:
+    """Chunks of a segment, a power of two; 0 to walk whole sequences. Walking in segments is twice
+    the work and more, so it serves only calls whose states leave most of the GPU idle. rows: of all
+    N sequences. By sizes that the host knows: lengths stay on the device."""
+    columns = N * HV * V / multiprocessors()
+    if rows == 0 or N == 0 or K > MOST_SEGMENT_K or columns > MOST_SEGMENT_COLUMNS:
+        return 0
+    chunks = triton.cdiv(rows, BT)
+    # One program of 64 columns a multiprocessor; each step of the fold costs 2 to 4 us.
+    segments = max(8, multiprocessors() * 64 // (HV * V))
+    length = max(triton.next_power_of_2(triton.cdiv(chunks, segments)), LEAST_SEGMENT_CHUNKS)
+    return length if chunks >= max(8, 4 * N) * length else 0
+
+
+@functools.cache
+def maps_config(K: int, V: int) -> Tile:
+    """In flight: k [64, BK], A_inv [64, 64] and v [64, BV]. Once: the state and two tiles
+    [64, BV] as operands. All of two bytes an element."""
+    BK, BV = padded(K, MOST_SEGMENT_K), 64
+    stage, other = (64 * BK + 4096 + 64 * BV) * 2, (BK + 128) * BV * 2
+    return Tile(BK, BV, num_warps=4, num_stages=stages(3, stage, other))
+
+
+@functools.cache
+def starts_config(K: int, V: int) -> Tile:
+    """In flight: a map [BK, BK]. Once: the state [BK, BV] as an operand, in two parts. All fp32."""
+    BK, BV = padded(K, MOST_SEGMENT_K), 16
+    count = stages(2, BK * BK * 4, BK * BV * 8)
+    return Tile(BK, padded(V, BV), num_warps=8 if BK > 64 else 4, num_stages=count)
+
+
+# The tiles of the backward. Of four-byte inputs a quarter: their products take three passes.
+
+
+@functools.cache
+def output_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
+    if dtype.itemsize == 4:
+        return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=1)
+    return Tile(padded(K, 64), padded(V, 128), num_warps=4, num_stages=1)
+
+
+def state_bwd_tile(BK: int, BV: int, most_stages: int, dtype: torch.dtype) -> Tile:
+    """In flight: q, k [64, BK], A_inv [64, 64], do and dv_local [64, BV]. Once: the state and three
+    tiles [64, BV] as operands."""
+    size = dtype.itemsize
+    stage, other = (128 * BK + 4096 + 128 * BV) * size, (BK + 192) * BV * size
+    return Tile(BK, BV, 4, stages(most_stages, stage, other))
+
+
+@functools.cache
+def state_bwd_config(K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
+    """BK spans K, as a program holds whole columns of the state. Every column is walked twice,
+    there and back: above 16 columns a multiprocessor two programs share one, in two stages each."""
+    BK = padded(K, 256)
+    if dtype.itemsize == 4:
+        return state_bwd_tile(BK, padded(V, 16), 2, dtype)
+    if states * V / multiprocessors() <= 16:
+        return state_bwd_tile(BK, padded(V, 16), 3, dtype)
+    return state_bwd_tile(BK, padded(V, 32), 2, dtype)
+
+
+@functools.cache
+def pairs_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
+    if dtype.itemsize == 4:
+        return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=1)
+    return Tile(padded(K, 128), padded(V, 64), num_warps=4, num_stages=2, maxnreg=168)
+
+
+@functools.cache
+def query_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
+    if dtype.itemsize == 4:
+        return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=1)
+    return Tile(padded(K, 64), padded(V, 64), num_warps=4, num_stages=2, maxnreg=168)
+
+
+@functools.cache
+def key_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
+    if dtype.itemsize == 4:
+        return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=1)
+    return Tile(padded(K, 64), padded(V, 64), num_warps=4, num_stages=2)

@@ -6,11 +6,14 @@ all of them and leave the empty ones at once. Nothing is cached: ``cu_seqlens`` 
 between calls, or between two replays of a CUDA graph.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from gdn_triton.launch import Launch
 
 # Sequences or slots handled at a time by one program of the metadata kernel.
 METADATA_BLOCK = 256
@@ -40,7 +43,7 @@ def max_chunks(T: int, N: int, chunk_size: int) -> int:
     return min(T, (T + (N + 1) * (chunk_size - 1)) // chunk_size)
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT"])
+@triton.jit(do_not_specialize=["T", "N", "NT", "BT"])
 def chunk_metadata_kernel(
     cu_seqlens,
     chunk_rows,
@@ -48,7 +51,7 @@ def chunk_metadata_kernel(
     T,
     N,
     NT,
-    BT: tl.constexpr,
+    BT,
     BLOCK: tl.constexpr,
 ):
     """Program ``i_n`` numbers the chunks of sequence ``i_n``; program N those of the rows left over
@@ -85,10 +88,15 @@ def chunk_metadata_kernel(
             tl.store(chunk_rows + slot * 2 + 1, nothing, mask=slot < NT)
 
 
+@functools.cache
+def metadata_launch() -> Launch:
+    return Launch(chunk_metadata_kernel, BLOCK=METADATA_BLOCK)
+
+
 def make_chunks(B: int, T: int, chunk_size: int, cu_seqlens: torch.Tensor | None = None) -> Chunks:
     """Cuts B padded sequences of T rows, or the packed sequences of ``cu_seqlens``, into chunks."""
     if cu_seqlens is None:
-        NT = triton.cdiv(T, chunk_size)
+        NT = -(-T // chunk_size)
         return Chunks(chunk_size, NT, B * NT, None, None, None)
     N = cu_seqlens.shape[0] - 1
     NT = max_chunks(T, N, chunk_size)
@@ -96,7 +104,8 @@ def make_chunks(B: int, T: int, chunk_size: int, cu_seqlens: torch.Tensor | None
     # One allocation for both tables: a call's host time is mostly allocations and launches.
     tables = torch.empty(NT * 2 + N + 1, dtype=torch.int32, device=cu_seqlens.device)
     chunk_rows, chunk_offsets = tables[: NT * 2], tables[NT * 2 :]
-    chunk_metadata_kernel[(N + 1,)](
+    metadata_launch()(
+        (N + 1, 1, 1),
         cu_seqlens=cu_seqlens,
         chunk_rows=chunk_rows,
         chunk_offsets=chunk_offsets,
@@ -104,6 +113,5 @@ def make_chunks(B: int, T: int, chunk_size: int, cu_seqlens: torch.Tensor | None
         N=N,
         NT=NT,
         BT=chunk_size,
-        BLOCK=METADATA_BLOCK,
     )
     return Chunks(chunk_size, NT, NT, cu_seqlens, chunk_rows, chunk_offsets)

@@ -45,10 +45,11 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(params=["steps", "fused"])
+@pytest.fixture(params=["steps", "fused", "segments"])
 def dataflow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One of the Triton backend's two dataflows, whichever the sizes would choose: "steps" for
-    every call, "fused" for every call that it can take (all but those with fp32 products)."""
+    """One of the Triton backend's dataflows, whichever the sizes would choose: "steps" for every
+    call, "fused" for every call that it can take (all but those with fp32 products), "segments" for
+    the fused one in segments of one chunk (where sequences are few, as segments demand)."""
     from gdn_triton.ops import chunk_fwd
     from gdn_triton.problem import Problem
 
@@ -57,7 +58,11 @@ def dataflow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         by_steps = wide or request.param == "steps"
         return chunk_fwd.forward_by_steps if by_steps else chunk_fwd.forward_fused
 
+    def choose_segments(problem: Problem) -> int:
+        return int(request.param == "segments" and problem.N < 128 and problem.K <= 128)
+
     monkeypatch.setattr(chunk_fwd, "choose_dataflow", choose)
+    monkeypatch.setattr(chunk_fwd, "choose_segments", choose_segments)
     return str(request.param)
 
 

@@ -29,13 +29,15 @@ DTYPES = [
     pytest.param(BF16, id="bf16", marks=_BF16_MARK),
 ]
 
-# (dataflow, dtype), for the fixture `dataflow` of conftest.py. The fused one takes 16 bits only.
+# (dataflow, dtype), for the fixture `dataflow` of conftest.py. The fused ones take 16 bits only.
 RUNS = [
     pytest.param("steps", FP32, id="steps-fp32"),
     pytest.param("steps", FP16, id="steps-fp16"),
     pytest.param("steps", BF16, id="steps-bf16", marks=_BF16_MARK),
     pytest.param("fused", FP16, id="fused-fp16"),
     pytest.param("fused", BF16, id="fused-bf16", marks=_BF16_MARK),
+    pytest.param("segments", FP16, id="segments-fp16"),
+    pytest.param("segments", BF16, id="segments-bf16", marks=_BF16_MARK),
 ]
 
 

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn_triton
 from gdn_triton import reference
+from gdn_triton.ops.chunk_fwd import readable
 
 
 @pytest.fixture(autouse=True)
@@ -479,6 +480,47 @@ def test_views_of_other_orders(dataflow: str, device: str) -> None:
     got = call_with_state(x.but(**twice), case)
     for whole, part in zip(got, expected, strict=True):
         assert same_bits(whole[0], part[0]) and same_bits(whole[1], part[0])
+
+
+@pytest.mark.gpu("the code that is compiled for such rows")
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("moved", ["q", "k", "v"])
+def test_rows_off_a_line(
+    moved: str, K: int, dtype: torch.dtype, dataflow: str, device: str
+) -> None:
+    """q, k or v two bytes off a line of 16: the same bits as on it, each time."""
+    case = Case("off", "", T=300, H=2, HV=4, K=K, V=K, chunk_size=64)
+    x = make_inputs(case, dtype, device)
+    x = x.but(**{n: getattr(x, n).contiguous() for n in ("q", "k", "v")})
+    expected = call_with_state(x, case)
+    y = getattr(x, moved)
+    off = y.new_zeros(y.numel() + 1)[1:].view(y.shape).copy_(y)
+    assert off.data_ptr() % 16 == 2
+    for _ in range(5):
+        got = call_with_state(x.but(**{moved: off}), case)
+        assert all(same_bits(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_strided_parameters(dataflow: str, device: str) -> None:
+    """A_log and dt_bias as columns of one tensor."""
+    x = make_inputs(PADDED, FP16, device)
+    both = torch.randn(PADDED.HV, 2, device=device)
+    A_log, dt_bias = both.unbind(-1)
+    assert not A_log.is_contiguous()
+    got = call_with_state(x, PADDED, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias)
+    A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
+    expected = call_with_state(x, PADDED, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias)
+    assert all(same_bits(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_kernels_read_from_whole_lines() -> None:
+    off = torch.arange(97, dtype=FP16)[1:].view(1, 2, 3, 16)
+    assert off.data_ptr() % 16 == 2
+    copy = readable(off)
+    assert copy.data_ptr() % 16 == 0 and torch.equal(copy, off)
+    later = copy[:, 1:]
+    assert readable(copy) is copy and readable(later) is later
 
 
 def test_autocast_changes_nothing(dataflow: str, device: str) -> None:

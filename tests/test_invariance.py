@@ -6,6 +6,7 @@ tile that was chosen by something else than the problem.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from helpers import BF16, FP16, RUNS, Case, Inputs, make_inputs, pieces, same_bi
 from torch import Tensor
 
 import gdn_triton
+from gdn_triton.config import segment_chunks
+from gdn_triton.ops.chunk_fwd import choose_segments
 
 
 @pytest.fixture(autouse=True)
@@ -114,12 +117,31 @@ def test_alone_among_many(dtype: torch.dtype, dataflow: str, device: str) -> Non
 
 @pytest.mark.gpu("long sequences, and many")
 @pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_alone_with_nothing_forced(dtype: torch.dtype, device: str) -> None:
-    """By the dataflow that the package chooses: a long sequence and a short one, then thirty."""
+def test_alone_with_nothing_forced(dtype: torch.dtype, device: str, monkeypatch: Any) -> None:
+    """By what the package chooses in its batch-invariant mode: a long sequence and a short one, then
+    thirty."""
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     case = Case("choice", "", lengths=(40, 6200), H=2, HV=4, K=64, V=64, chunk_size=64, spare=8)
     check_alone(case, make_inputs(case, dtype, device))
     case = replace(case, lengths=(300,) * 30)
     check_alone(case, make_inputs(case, dtype, device))
+
+
+def test_segments_are_for_few_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cut, and that the batch-invariant mode cuts nothing."""
+    few = {"N": 1, "HV": 8, "K": 128, "V": 128, "BT": 64}
+    assert segment_chunks(32768, **few) == 64
+    assert segment_chunks(8192, **few) == 16
+    assert segment_chunks(2048, **few) == 0
+    for name, value in {"N": 64, "HV": 32, "K": 256}.items():
+        assert segment_chunks(32768, **{**few, name: value}) == 0, name
+    problem = SimpleNamespace(B=1, T=32768, N=1, HV=8, K=128, V=128, chunk_size=64)
+    assert choose_segments(problem) == 64
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    assert choose_segments(problem) == 0
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "yes")
+    with pytest.raises(ValueError, match="GDN_BATCH_INVARIANT must be 0 or 1, got 'yes'"):
+        choose_segments(problem)
 
 
 @pytest.mark.parametrize(("dataflow", "dtype"), RUNS, indirect=["dataflow"])

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def chunk_span(i_c, chunk_rows, T, NT, BT: tl.constexpr, IS_VARLEN: tl.constexpr):
+def chunk_span(i_c, chunk_rows, T, NT, BT, IS_VARLEN: tl.constexpr):
     """Where chunk slot ``i_c`` lies: (batch entry, its first row there, its number of rows).
 
     Padded: slot ``i_c`` is chunk ``i_c % NT`` of batch entry ``i_c // NT``. Packed: the slot's line
@@ -19,6 +19,42 @@ def chunk_span(i_c, chunk_rows, T, NT, BT: tl.constexpr, IS_VARLEN: tl.constexpr
         i_b = i_c // NT
         row = (i_c % NT) * BT
         n_rows = tl.minimum(T - row, BT).to(tl.int32)
+    return i_b, row, n_rows
+
+
+@triton.jit
+def segment_place(i_s, chunk_offsets, N, NS, BN: tl.constexpr, IS_VARLEN: tl.constexpr):
+    """Where segment slot ``i_s`` stands: (its sequence, whether it is the first there, the last).
+
+    Padded: ``NS`` segments a batch entry. Packed: the sequence is the one whose first slot is the
+    last at or before ``i_s``, empty ones passed over; N is less than BN, and few.
+    """
+    if IS_VARLEN:
+        o_n = tl.arange(0, BN)
+        ends = tl.load(chunk_offsets + 1 + o_n, mask=o_n < N, other=2147483647)
+        i_n = tl.sum((ends <= i_s).to(tl.int32), 0).to(tl.int64)
+        first = tl.load(chunk_offsets + i_n)
+        end = tl.load(chunk_offsets + tl.minimum(i_n + 1, N))
+    else:
+        i_n = i_s // NS
+        first = i_n * NS
+        end = first + NS
+    return i_n, i_s == first, i_s + 1 == end
+
+
+@triton.jit
+def sequence_rows(i_n, cu_seqlens, N, T, IS_VARLEN: tl.constexpr):
+    """Where sequence ``i_n`` lies: (batch entry, first row, number of rows). Packed sequence N is
+    the rows that belong to none, their number negated."""
+    if IS_VARLEN:
+        i_b = i_n * 0
+        row = tl.load(cu_seqlens + i_n).to(tl.int64)
+        end = tl.load(cu_seqlens + tl.minimum(i_n + 1, N)).to(tl.int64)
+        n_rows = (tl.where(i_n == N, row - T, end - row)).to(tl.int32)
+    else:
+        i_b = i_n
+        row = i_n * 0
+        n_rows = (row + T).to(tl.int32)
     return i_b, row, n_rows
 
 

@@ -12,19 +12,23 @@ done before it. A token's own part (x in v_new, its own v_new in o) is added in 
 are strictly lower.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import dot_precision, fused_config
-from gdn_triton.kernels._device import decay_between, sequence_span
+from gdn_triton.config import Tile, dot_precision, fused_config
+from gdn_triton.kernels._device import chunk_span, decay_between, segment_place, sequence_rows
 from gdn_triton.kernels._strides import row_strides
 from gdn_triton.kernels.prepare import Prepared
+from gdn_triton.kernels.segments import segment_starts
 from gdn_triton.kernels.state import empty_state, state_strides
+from gdn_triton.launch import Launch
 from gdn_triton.varlen import Chunks
 
 
-@triton.jit(do_not_specialize=["B", "T", "N", "NT"])
+@triton.jit(do_not_specialize=["scale", "B", "T", "N", "NW", "segment"])
 def fused_fwd_kernel(
     q,
     k,
@@ -36,12 +40,14 @@ def fused_fwd_kernel(
     o,
     ht,
     cu_seqlens,
-    chunk_offsets,
+    walk_rows,
+    walk_offsets,
     scale,
     B,
     T,
     N,
-    NT,
+    NW,
+    segment,
     H,
     HV,
     stride_qb,
@@ -71,6 +77,8 @@ def fused_fwd_kernel(
     PRECISION: tl.constexpr,
     HAS_H0: tl.constexpr,
     STORE_HT: tl.constexpr,
+    IN_SEGMENTS: tl.constexpr,
+    BN: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
     stride_vb, stride_vt = stride_vb * ALIGN_V, stride_vt * ALIGN_V
@@ -81,8 +89,8 @@ def fused_fwd_kernel(
     stride_qh = stride_qh * ALIGN_Q
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_nh = pid % V_BLOCKS, pid // V_BLOCKS
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_v, i_wh = pid % V_BLOCKS, pid // V_BLOCKS
+    i_w, i_hv = i_wh // HV, i_wh % HV
     i_h = i_hv // (HV // H)
     o_t = tl.arange(0, BT)[:, None]
     o_c = tl.arange(0, BT)[None, :]
@@ -90,20 +98,27 @@ def fused_fwd_kernel(
     o_v = (i_v * BV + tl.arange(0, BV))[None, :]
     in_k, in_v = o_k < K, o_v < V
     in_row = o_k[None, :] < K_ROW
+    # A walk is a sequence, or a segment of one. Rows of no sequence are one of sequence N, with a
+    # negative count.
+    ends = True
+    if IN_SEGMENTS:
+        i_b, row, n_rows = chunk_span(i_w, walk_rows, T, NW, segment, IS_VARLEN)
+        i_n, _, ends = segment_place(i_w, walk_offsets, N, NW, BN, IS_VARLEN)
+    else:
+        i_n = i_w
+        i_b, row, n_rows = sequence_rows(i_n, cu_seqlens, N, T, IS_VARLEN)
     if IS_VARLEN:
         if i_n == N:
-            # Rows that belong to no sequence: o is zero there.
-            first = tl.load(cu_seqlens + N).to(tl.int64)
+            # o is zero there.
             zeros = tl.zeros([BT, BV], dtype=o.dtype.element_ty)
-            for start in range(first, T, BT):
-                p_o = o + (start * HV + i_hv) * V
-                tl.store(p_o + (o_t * HV * V + o_v), zeros, mask=(o_t < T - start) & in_v)
+            for start in range(0, -n_rows, BT):
+                p_o = o + ((row + start) * HV + i_hv) * V
+                tl.store(p_o + (o_t * HV * V + o_v), zeros, mask=(o_t < -n_rows - start) & in_v)
             return
-    i_b, row, n_rows, _ = sequence_span(i_n, cu_seqlens, chunk_offsets, T, NT, IS_VARLEN)
     dtype: tl.constexpr = A_inv.dtype.element_ty
     in_state = in_k[:, None] & in_v
     if HAS_H0:
-        p_h0 = h0 + i_n * stride_h0n + i_hv * stride_h0h
+        p_h0 = h0 + i_w * stride_h0n + i_hv * stride_h0h
         p_h0 += o_k[:, None] * stride_h0k + o_v * stride_h0v
         b_h = tl.load(p_h0, mask=in_state, other=0).to(tl.float32)
     else:
@@ -158,8 +173,70 @@ def fused_fwd_kernel(
         p_s += BT
 
     if STORE_HT:
-        p_ht = ht + i_nh * (K * V) + o_k[:, None] * stride_htk + o_v * stride_htv
-        tl.store(p_ht, b_h, mask=in_state)
+        if ends:
+            p_ht = ht + (i_n * HV + i_hv) * (K * V) + o_k[:, None] * stride_htk + o_v * stride_htv
+            tl.store(p_ht, b_h, mask=in_state)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def fused_launch(
+    config: Tile,
+    q_strides: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    v_strides: tuple[int, ...],
+    h0_strides: tuple[int, ...],
+    ht_strides: tuple[int, ...],
+    H: int,
+    HV: int,
+    K: int,
+    K_row: int,
+    V: int,
+    BT: int,
+    dtype: torch.dtype,
+    has_h0: bool,
+    store_ht: bool,
+    in_segments: bool,
+    BN: int,
+    is_varlen: bool,
+) -> Launch:
+    """The kernel with all that is the same in calls of other lengths. Strides: ``row_strides``,
+    ``state_strides``. BN: a power of two above the number of sequences, if they are cut."""
+    return Launch(
+        fused_fwd_kernel,
+        H=H,
+        HV=HV,
+        ALIGN_Q=q_strides[0],
+        stride_qb=q_strides[1],
+        stride_qt=q_strides[2],
+        stride_qh=q_strides[3],
+        ALIGN_K=k_strides[0],
+        stride_kb=k_strides[1],
+        stride_kt=k_strides[2],
+        stride_kh=k_strides[3],
+        ALIGN_V=v_strides[0],
+        stride_vb=v_strides[1],
+        stride_vt=v_strides[2],
+        stride_vh=v_strides[3],
+        stride_h0n=h0_strides[0],
+        stride_h0h=h0_strides[1],
+        stride_h0k=h0_strides[2],
+        stride_h0v=h0_strides[3],
+        stride_htk=ht_strides[2],
+        stride_htv=ht_strides[3],
+        K=K,
+        K_ROW=K_row,
+        V=V,
+        BT=BT,
+        BK=config.BK,
+        BV=config.BV,
+        PRECISION=dot_precision(dtype),
+        HAS_H0=has_h0,
+        STORE_HT=store_ht,
+        IN_SEGMENTS=in_segments,
+        BN=BN,
+        IS_VARLEN=is_varlen,
+        **config.options,
+    )
 
 
 def fused_fwd(
@@ -174,77 +251,84 @@ def fused_fwd(
     K: int,
     output_final_state: bool = False,
     state_v_first: bool = False,
+    segments: Chunks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o [B, T, HV, V] in ``dtype`` and the final state fp32, laid out as ``state_v_first`` says.
     ``prepared`` is what ``prepare_fwd`` made with the same ``scale``; K is the keys' own width,
-    which its copies may exceed. v: [B, T, HV, V], last stride 1."""
+    which its copies may exceed. v: [B, T, HV, V], last stride 1. segments: the sequences cut into
+    pieces of a whole number of chunks, to be walked side by side (segments.py)."""
     q, k, scalars, A_inv, A_qk = prepared
     B, T, H, K_row = k.shape
     HV, V = v.shape[2:]
+    BT = chunks.chunk_size
+    assert A_inv.dtype.itemsize == 2, "four-byte tiles do not fit shared memory"
     o = torch.empty(B, T, HV, V, dtype=dtype, device=q.device)
     final_state = None
     if output_final_state:
         final_state = empty_state(N, HV, K, V, state_v_first, k.device)
-    assert A_inv.dtype.itemsize == 2, "four-byte tiles do not fit shared memory"
-    short = B * T <= 2 * chunks.chunk_size * N
-    config = fused_config(K, V, N * HV, short)
     is_varlen = chunks.cu_seqlens is not None
-    # One sequence more than there are: the rows that belong to none.
-    grid = triton.cdiv(V, config.BV) * HV * (N + 1 if is_varlen else N)
+    h0, h0_strides = initial_state, state_strides(initial_state, state_v_first)
+    if segments is None:
+        # One sequence more than there are: the rows that belong to none.
+        walks, segment, BN = N + 1 if is_varlen else N, 0, 1
+        config = fused_config(K, V, N * HV, short=B * T <= 2 * BT * N)
+    else:
+        walks, segment, BN = segments.slots, segments.chunk_size, triton.next_power_of_2(N + 1)
+        config = fused_config(K, V, walks * HV, short=False)
+        h0 = segment_starts(
+            prepared,
+            v,
+            chunks,
+            segments,
+            initial_state,
+            final_state,
+            N=N,
+            K=K,
+            state_v_first=state_v_first,
+        )
+        h0_strides = state_strides(h0, False)
+    grid = -(-V // config.BV) * HV * walks
     if grid == 0:
         return o, final_state
-    stride_h0n, stride_h0h, stride_h0k, stride_h0v = state_strides(initial_state, state_v_first)
-    _, _, stride_htk, stride_htv = state_strides(final_state, state_v_first)
-    align_q, stride_qb, stride_qt, stride_qh = row_strides(q)
-    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
-    align_v, stride_vb, stride_vt, stride_vh = row_strides(v)
-    fused_fwd_kernel[(grid,)](
+    launch = fused_launch(
+        config,
+        row_strides(q),
+        row_strides(k),
+        row_strides(v),
+        h0_strides,
+        state_strides(final_state, state_v_first),
+        H,
+        HV,
+        K,
+        K_row,
+        V,
+        BT,
+        A_inv.dtype,
+        h0 is not None,
+        output_final_state,
+        segments is not None,
+        BN,
+        is_varlen,
+    )
+    launch(
+        (grid, 1, 1),
         q=q,
         k=k,
         v=v,
         A_inv=A_inv,
         A_qk=A_qk,
         scalars=scalars,
-        h0=initial_state,
+        h0=h0,
         o=o,
         ht=final_state,
         cu_seqlens=chunks.cu_seqlens,
-        chunk_offsets=chunks.chunk_offsets,
+        walk_rows=None if segments is None else segments.chunk_rows,
+        walk_offsets=None if segments is None else segments.chunk_offsets,
         scale=scale,
         B=B,
         T=T,
         N=N,
-        NT=chunks.NT,
-        H=H,
-        HV=HV,
-        stride_qb=stride_qb,
-        stride_qt=stride_qt,
-        stride_qh=stride_qh,
-        ALIGN_Q=align_q,
-        stride_kb=stride_kb,
-        stride_kt=stride_kt,
-        stride_kh=stride_kh,
-        ALIGN_K=align_k,
-        stride_vb=stride_vb,
-        stride_vt=stride_vt,
-        stride_vh=stride_vh,
-        ALIGN_V=align_v,
-        stride_h0n=stride_h0n,
-        stride_h0h=stride_h0h,
-        stride_h0k=stride_h0k,
-        stride_h0v=stride_h0v,
-        stride_htk=stride_htk,
-        stride_htv=stride_htv,
-        K=K,
-        K_ROW=K_row,
-        V=V,
-        BT=chunks.chunk_size,
-        BK=config.BK,
-        BV=config.BV,
-        PRECISION=dot_precision(A_inv.dtype),
-        HAS_H0=initial_state is not None,
-        STORE_HT=output_final_state,
-        IS_VARLEN=is_varlen,
-        **config.options,
+        NW=0 if segments is None else segments.NT,
+        segment=segment,
     )
     return o, final_state

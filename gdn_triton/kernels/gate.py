@@ -16,6 +16,9 @@ from gdn_triton.varlen import Chunks
 
 # 64 rows x 8 heads of fp32 are one 32-byte sector a row, and 4 values a thread of 4 warps.
 HEADS_PER_PROGRAM = 8
+# Of decays, which are summed in integers and so to the same bits by any threads, wherever there are
+# so many heads: 16 values a thread of 2 warps need fewer exchanges between threads.
+DECAY_HEADS_PER_PROGRAM = 16
 SIGMOID_BLOCK = 1024
 
 
@@ -23,12 +26,24 @@ SIGMOID_BLOCK = 1024
 def softplus(x, THRESHOLD: tl.constexpr):
     """log(1 + e^x). Below e^x = 1/16 by its series, where 1 + e^x and a fast logarithm lose e^x;
     above that with what the rounding of 1 + e^x lost put back; above the threshold x itself, as the
-    formula of the models has it."""
-    e = tl.exp(tl.minimum(x, THRESHOLD))
+    formula of the models has it. NaN of NaN: selects, where a minimum would take the number."""
+    e = tl.exp(tl.where(x > THRESHOLD, THRESHOLD, x))
     series = e * (1 - e * (1 / 2 - e * (1 / 3 - e * (1 / 4 - e * (1 / 5 - e / 6)))))
     u = 1 + e
     log1p = tl.where(e < 0.0625, series, tl.log(u) + (e - (u - 1)) / u)
     return tl.where(x > THRESHOLD, x, log1p)
+
+
+@triton.jit
+def log_decay(b_raw, b_A_log, THRESHOLD: tl.constexpr):
+    """Natural-log decay of a raw gate to which its bias has been added."""
+    return -tl.exp(b_A_log) * softplus(b_raw, THRESHOLD)
+
+
+@triton.jit
+def sigmoid(x, FACTOR: tl.constexpr):
+    """FACTOR times the logistic function."""
+    return FACTOR / (1 + tl.exp(-x))
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
@@ -70,7 +85,7 @@ def chunk_cumsum_kernel(
         b_A = tl.load(A_log + o_h, mask=o_h < HV, other=0).to(tl.float32)
         if HAS_DT_BIAS:
             b_x += tl.load(dt_bias + o_h, mask=o_h < HV, other=0).to(tl.float32)[None, :]
-        b_x = -tl.exp(b_A)[None, :] * softplus(b_x, THRESHOLD)
+        b_x = log_decay(b_x, b_A[None, :], THRESHOLD)
     b_x *= scale
     if IS_DECAY:
         # A comparison, not a maximum: a NaN must stay one.
@@ -99,7 +114,9 @@ def chunk_local_cumsum(
     assert floor is None or not reverse, "only sums of gradients run backward"
     B, T, HV = x.shape
     out = torch.empty(B, T, HV, dtype=torch.float32, device=x.device)
-    grid = chunks.slots * triton.cdiv(HV, HEADS_PER_PROGRAM)
+    many = floor is not None and HV >= DECAY_HEADS_PER_PROGRAM
+    BH = DECAY_HEADS_PER_PROGRAM if many else HEADS_PER_PROGRAM
+    grid = chunks.slots * triton.cdiv(HV, BH)
     if grid == 0:
         return out
     chunk_cumsum_kernel[(grid,)](
@@ -118,12 +135,13 @@ def chunk_local_cumsum(
         FLOOR=0.0 if floor is None else floor,
         THRESHOLD=SOFTPLUS_THRESHOLD,
         BT=chunks.chunk_size,
-        BH=HEADS_PER_PROGRAM,
+        BH=BH,
         HAS_GATE=A_log is not None,
         HAS_DT_BIAS=dt_bias is not None,
         IS_DECAY=floor is not None,
         REVERSE=reverse,
         IS_VARLEN=chunks.chunk_rows is not None,
+        num_warps=2 if many else 4,
     )
     return out
 
@@ -163,7 +181,7 @@ def beta_sigmoid_kernel(
     i_t = i // HV
     p = beta + (i_t // T) * stride_b + (i_t % T) * stride_t + (i % HV) * stride_h
     b_x = tl.load(p, mask=i < n, other=0).to(tl.float32)
-    tl.store(out + i, FACTOR / (1 + tl.exp(-b_x)), mask=i < n)
+    tl.store(out + i, sigmoid(b_x, FACTOR), mask=i < n)
 
 
 def beta_sigmoid_fwd(beta: torch.Tensor, allow_neg_eigval: bool = False) -> torch.Tensor:

@@ -10,6 +10,7 @@ k. The diagonals, a token's own part and often most of the result, stay fp32: A_
 A_qk's is among the scalars.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -20,13 +21,14 @@ from gdn_triton.config import dot_precision, prepare_config
 from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.kernels._device import chunk_span, decay_between, decay_cumsum
 from gdn_triton.kernels._strides import row_strides
-from gdn_triton.kernels.gate import softplus
+from gdn_triton.kernels.gate import log_decay, sigmoid
+from gdn_triton.kernels.inverse import fits_half, invert_unit_lower
 from gdn_triton.kernels.l2norm import normalized
-from gdn_triton.kernels.wy import invert_unit_lower
+from gdn_triton.launch import Launch
 from gdn_triton.varlen import Chunks
 
 
-@triton.jit(do_not_specialize=["B", "T", "NT"])
+@triton.jit(do_not_specialize=["scale", "B", "T", "NT"])
 def prepare_fwd_kernel(
     q,
     k,
@@ -99,14 +101,14 @@ def prepare_fwd_kernel(
     if HAS_GATE:
         if HAS_DT_BIAS:
             b_g += tl.load(dt_bias + i_hv).to(tl.float32)
-        b_g = -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * softplus(b_g, THRESHOLD)
+        b_g = log_decay(b_g, tl.load(A_log + i_hv).to(tl.float32), THRESHOLD)
     b_g *= RCP_LN2
     b_g = tl.where(b_g < FLOOR, FLOOR, b_g)
     b_g = decay_cumsum(tl.where(valid, b_g, 0.0))
     p_beta = beta + i_b * stride_betab + row * stride_betat + i_hv * stride_betah
     b_beta = tl.load(p_beta + o_t.to(tl.int64) * stride_betat, mask=valid, other=0).to(tl.float32)
     if USE_SIGMOID:
-        b_beta = tl.where(valid, BETA_FACTOR / (1 + tl.exp(-b_beta)), 0.0)
+        b_beta = tl.where(valid, sigmoid(b_beta, BETA_FACTOR), 0.0)
 
     p_k = k + i_b * stride_kb + row * stride_kt + i_h * stride_kh
     p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh
@@ -138,10 +140,19 @@ def prepare_fwd_kernel(
     tl.store(p_s, b_g, mask=valid)
     tl.store(p_s + plane, b_beta, mask=valid)
     tl.store(p_s + 2 * plane, b_qk, mask=valid)
-    b_A = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * (decay * b_beta[:, None])
-    b_X = invert_unit_lower(tl.where(below, b_A, 0.0), BT, PRECISION)
-    b_X = tl.where(below, b_X, 0.0)
-    tl.store(A_inv + p_A, b_X.to(dtype), mask=valid[:, None])
+    b_A = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+    IS_16_BIT: tl.constexpr = dtype.primitive_bitwidth == 16
+    half = IS_16_BIT and fits_half(b_A, b_beta, BT)
+    b_A = tl.where(below, b_A * (decay * b_beta[:, None]), 0.0)
+    # Stored in each branch: a tile that leaves one would have to have one layout in both.
+    if half:
+        b_X = invert_unit_lower(b_A, BT, PRECISION, True)
+        b_X = tl.where(below, b_X, 0.0)
+        tl.store(A_inv + p_A, b_X.to(dtype), mask=valid[:, None])
+    else:
+        b_X = invert_unit_lower(b_A, BT, PRECISION, False)
+        b_X = tl.where(below, b_X, 0.0)
+        tl.store(A_inv + p_A, b_X.to(dtype), mask=valid[:, None])
 
 
 class Prepared(NamedTuple):
@@ -161,7 +172,68 @@ LINE = 16
 
 def whole_lines(x: torch.Tensor) -> bool:
     """Whether every row of x [B, T, heads, D] starts and ends on a multiple of LINE elements."""
-    return x.shape[3] % LINE == 0 and x.stride(2) % LINE == 0 and x.stride(1) % LINE == 0
+    return (x.shape[3] | x.stride(2) | x.stride(1)) % LINE == 0
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def prepare_launch(
+    q_strides: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    g_strides: tuple[int, ...],
+    beta_strides: tuple[int, ...],
+    H: int,
+    HV: int,
+    K: int,
+    K_out: int,
+    BT: int,
+    dtype: torch.dtype,
+    has_gate: bool,
+    has_dt_bias: bool,
+    use_sigmoid: bool,
+    beta_factor: float,
+    use_l2norm: bool,
+    copy: bool,
+    is_varlen: bool,
+) -> Launch:
+    """The kernel with all that is the same in calls of other lengths. Strides: ``row_strides`` of q
+    and k, ``stride()`` of g and beta."""
+    config = prepare_config(K, dtype)
+    return Launch(
+        prepare_fwd_kernel,
+        H=H,
+        HV=HV,
+        ALIGN_Q=q_strides[0],
+        stride_qb=q_strides[1],
+        stride_qt=q_strides[2],
+        stride_qh=q_strides[3],
+        ALIGN_K=k_strides[0],
+        stride_kb=k_strides[1],
+        stride_kt=k_strides[2],
+        stride_kh=k_strides[3],
+        stride_gb=g_strides[0],
+        stride_gt=g_strides[1],
+        stride_gh=g_strides[2],
+        stride_betab=beta_strides[0],
+        stride_betat=beta_strides[1],
+        stride_betah=beta_strides[2],
+        RCP_LN2=RCP_LN2,
+        FLOOR=LOG2_DECAY_FLOOR[torch.float32],
+        THRESHOLD=SOFTPLUS_THRESHOLD,
+        EPS=L2NORM_EPS,
+        BETA_FACTOR=beta_factor,
+        K=K,
+        K_OUT=K_out,
+        BT=BT,
+        BK=config.BK,
+        PRECISION=dot_precision(dtype),
+        HAS_GATE=has_gate,
+        HAS_DT_BIAS=has_dt_bias,
+        USE_SIGMOID=use_sigmoid,
+        USE_L2NORM=use_l2norm,
+        COPY_QK=copy,
+        IS_VARLEN=is_varlen,
+        **config.options,
+    )
 
 
 def prepare_fwd(
@@ -184,21 +256,39 @@ def prepare_fwd(
     B, T, H, K = k.shape
     HV = g.shape[2]
     BT = chunks.chunk_size
-    scalars = torch.empty(3, B, HV, T, dtype=torch.float32, device=k.device)
-    A_inv = torch.empty(B, T, HV, BT, dtype=dtype, device=k.device)
+    device = k.device
+    scalars = torch.empty(3, B, HV, T, dtype=torch.float32, device=device)
+    A_inv = torch.empty(B, T, HV, BT, dtype=dtype, device=device)
     A_qk = torch.empty_like(A_inv)
     copy = use_qk_l2norm or not (whole_lines(q) and whole_lines(k))
-    K_out = triton.cdiv(K, LINE) * LINE if copy else K
-    q_out = torch.empty(B, T, H, K_out, dtype=q.dtype, device=q.device) if copy else q
-    k_out = torch.empty(B, T, H, K_out, dtype=k.dtype, device=k.device) if copy else k
+    K_out = -(-K // LINE) * LINE if copy else K
+    q_out = q.new_empty(B, T, H, K_out) if copy else q
+    k_out = k.new_empty(B, T, H, K_out) if copy else k
     prepared = Prepared(q_out, k_out, scalars, A_inv, A_qk)
     grid = chunks.slots * HV
     if grid == 0:
         return prepared
-    config = prepare_config(K, dtype)
-    align_q, stride_qb, stride_qt, stride_qh = row_strides(q)
-    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
-    prepare_fwd_kernel[(grid,)](
+    launch = prepare_launch(
+        row_strides(q),
+        row_strides(k),
+        _strides(g),
+        _strides(beta),
+        H,
+        HV,
+        K,
+        K_out,
+        BT,
+        dtype,
+        A_log is not None,
+        dt_bias is not None,
+        use_sigmoid=use_beta_sigmoid,
+        beta_factor=2.0 if allow_neg_eigval else 1.0,
+        use_l2norm=use_qk_l2norm,
+        copy=copy,
+        is_varlen=chunks.chunk_rows is not None,
+    )
+    launch(
+        (grid, 1, 1),
         q=q,
         k=k,
         g=g,
@@ -215,38 +305,11 @@ def prepare_fwd(
         B=B,
         T=T,
         NT=chunks.NT,
-        H=H,
-        HV=HV,
-        stride_qb=stride_qb,
-        stride_qt=stride_qt,
-        stride_qh=stride_qh,
-        ALIGN_Q=align_q,
-        stride_kb=stride_kb,
-        stride_kt=stride_kt,
-        stride_kh=stride_kh,
-        ALIGN_K=align_k,
-        stride_gb=g.stride(0),
-        stride_gt=g.stride(1),
-        stride_gh=g.stride(2),
-        stride_betab=beta.stride(0),
-        stride_betat=beta.stride(1),
-        stride_betah=beta.stride(2),
-        RCP_LN2=RCP_LN2,
-        FLOOR=LOG2_DECAY_FLOOR[torch.float32],
-        THRESHOLD=SOFTPLUS_THRESHOLD,
-        EPS=L2NORM_EPS,
-        BETA_FACTOR=2.0 if allow_neg_eigval else 1.0,
-        K=K,
-        K_OUT=K_out,
-        BT=BT,
-        BK=config.BK,
-        PRECISION=dot_precision(dtype),
-        HAS_GATE=A_log is not None,
-        HAS_DT_BIAS=dt_bias is not None,
-        USE_SIGMOID=use_beta_sigmoid,
-        USE_L2NORM=use_qk_l2norm,
-        COPY_QK=copy,
-        IS_VARLEN=chunks.chunk_rows is not None,
-        **config.options,
     )
     return prepared
+
+
+def _strides(x: torch.Tensor) -> tuple[int, ...]:
+    """The strides of x [B, T, HV]; a batch of one has none, so that T does not change them."""
+    batch, row, head = x.stride()
+    return (0 if x.shape[0] == 1 else batch, row, head)

@@ -9,10 +9,6 @@ A program owns one chunk of one value head. A lives in registers; only ``A_inv``
 only when training must keep it. The factors beta and 2^g multiply the columns of ``A_inv`` in fp32,
 so that k and v enter the tensor cores as they were loaded, without a rounding of their own, and the
 diagonal, a token's own part and often most of the result, is added in fp32.
-
-The inverse: the 16 x 16 diagonal blocks by substitution in fp32 (each owned by one warp; stable for
-any keys, where a Neumann product would grow binomially), then blocks of 32 and 64 by
-[[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-Y^-1 L X^-1, Y^-1]], all blocks of a level in two full products.
 """
 
 import torch
@@ -22,44 +18,8 @@ import triton.language as tl
 from gdn_triton.config import dot_precision, wy_config
 from gdn_triton.kernels._device import chunk_span, decay_between
 from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels.inverse import invert_unit_lower
 from gdn_triton.varlen import Chunks
-
-
-@triton.jit
-def merge_blocks(b_X, b_A, BT: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """From the inverses of the diagonal blocks of SIZE rows to those of 2 SIZE rows."""
-    o_t = tl.arange(0, BT)
-    o_block, o_pair = o_t // SIZE, o_t // (2 * SIZE)
-    below = (o_pair[:, None] == o_pair[None, :]) & (o_block[:, None] > o_block[None, :])
-    b_L = tl.dot(b_X, tl.where(below, b_A, 0.0), input_precision=PRECISION)
-    return b_X - tl.dot(b_L, b_X, input_precision=PRECISION)
-
-
-@triton.jit
-def invert_unit_lower(b_A, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + b_A)^-1 of a strictly lower triangular [BT, BT] fp32 tile, BT in 16, 32, 64."""
-    BC: tl.constexpr = 16
-    NC: tl.constexpr = BT // BC
-    o_c = tl.arange(0, BC)
-    o_n = tl.arange(0, NC)
-    same_block = (o_n[:, None] == o_n[None, :])[:, None, :, None]
-    # The diagonal blocks [NC, BC, BC].
-    b_D = tl.sum(tl.where(same_block, tl.reshape(b_A, [NC, BC, NC, BC]), 0.0), 2)
-    # Right-looking substitution: once row j of X is final, column j of D takes it out of all rows
-    # below. Column and row broadcast along the tile's own axes, so no step moves data between
-    # warps.
-    b_X = tl.where((o_c[:, None] == o_c[None, :])[None, :, :], 1.0, 0.0) + tl.zeros_like(b_D)
-    for j in tl.static_range(BC - 1):
-        b_col = tl.sum(tl.where((o_c == j)[None, None, :], b_D, 0.0), 2)
-        b_row = tl.sum(tl.where((o_c == j)[None, :, None], b_X, 0.0), 1)
-        b_X -= b_col[:, :, None] * b_row[:, None, :]
-    b_X = tl.where(same_block, b_X[:, :, None, :], 0.0)
-    b_X = tl.reshape(b_X, [BT, BT])
-    if BT > BC:
-        b_X = merge_blocks(b_X, b_A, BT, BC, PRECISION)
-    if BT > 2 * BC:
-        b_X = merge_blocks(b_X, b_A, BT, 2 * BC, PRECISION)
-    return b_X
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
@@ -129,7 +89,7 @@ def wy_fwd_kernel(
     b_A *= b_beta[:, None] * decay_between(b_g[:, None], b_g[None, :], below)
     # 0 * inf or 0 * NaN of a key's product with itself or a later key must not survive the mask.
     b_A = tl.where(below, b_A, 0.0)
-    b_X = invert_unit_lower(b_A, BT, PRECISION)
+    b_X = invert_unit_lower(b_A, BT, PRECISION, False)
 
     if STORE_A_INV:
         p_A = A_inv + base * BT

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import torch
 
+from gdn_triton.config import segment_chunks
 from gdn_triton.constants import MAX_ROW_STRIDE
+from gdn_triton.environment import batch_invariant
 from gdn_triton.kernels.fused import fused_fwd
 from gdn_triton.kernels.gate import beta_sigmoid_fwd, gate_cumsum_fwd
 from gdn_triton.kernels.l2norm import l2norm_fwd
@@ -23,11 +25,19 @@ from gdn_triton.varlen import make_chunks
 
 def readable(x: torch.Tensor) -> torch.Tensor:
     """x [B, T, heads, D] itself when kernels can read it where it lies (any split or view of a
-    projection), else a contiguous copy: when its last dimension is strided, or its rows lie too far
-    apart for 32-bit offsets inside a chunk."""
-    if (x.stride(3) == 1 or x.shape[3] == 1) and x.stride(1) < MAX_ROW_STRIDE:
+    projection), else a contiguous copy: when its last dimension is strided, its rows lie too far
+    apart for 32-bit offsets inside a chunk, or the first does not start on a multiple of 16 bytes.
+    From the narrow loads of that last case, Triton 3.6's assembler makes matrix products that read
+    registers which nothing wrote (docs/kernels.md)."""
+    dense = x.stride(3) == 1 or x.shape[3] == 1
+    if dense and x.stride(1) < MAX_ROW_STRIDE and x.data_ptr() % 16 == 0:
         return x
-    return x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def dense(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """A_log or dt_bias as kernels read it, without a stride."""
+    return None if parameter is None else parameter.contiguous()
 
 
 def compute_dtype(problem: Problem) -> torch.dtype:
@@ -92,6 +102,10 @@ def forward_fused(
     q, k, v = readable(q), readable(k), readable(v)
     dtype = compute_dtype(p)
     chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
+    segments = None
+    length = choose_segments(p)
+    if length > 0:
+        segments = make_chunks(p.B, p.T, length * p.chunk_size, cu_seqlens)
     prepared = prepare_fwd(
         q,
         k,
@@ -117,7 +131,17 @@ def forward_fused(
         K=p.K,
         output_final_state=p.output_final_state,
         state_v_first=p.state_v_first,
+        segments=segments,
     )
+
+
+def choose_segments(problem: Problem) -> int:
+    """Chunks of the segments that sequences are cut into, or 0. By the sizes of the whole call, so
+    never in the batch-invariant mode: a sequence then gives the same bits in any batch."""
+    p = problem
+    if batch_invariant():
+        return 0
+    return segment_chunks(p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size)
 
 
 def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
@@ -142,7 +166,7 @@ def forward(
     """o [B, T, HV, V] in q's dtype and the final state, or None. ``chunk_indices`` is what the
     tables of varlen.py hold already; its shape was checked, its values are not needed."""
     run = choose_dataflow(problem)
-    args = problem, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias
+    args = problem, q, k, v, g, beta, initial_state, cu_seqlens, dense(A_log), dense(dt_bias)
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         # Triton launches on the current device, whatever the tensors' own is.
         with torch.cuda.device(q.device):
