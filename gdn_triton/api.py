@@ -92,13 +92,17 @@ def chunk_gated_delta_rule(
         final_state: laid out like `initial_state`, float32 (float64 if q is float64), a new tensor;
             None unless `output_final_state`.
 
+    Differentiable by every float tensor among the arguments: once in the Triton backend, which
+    keeps nothing but the arguments for it, and any number of times in the reference.
+
     The backend is chosen by `GDN_BACKEND` (`gdn_triton.backend`); `explain` says which and why.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, what was expected and
             what came; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
         NotImplementedError: `cp_context` is given.
-        RuntimeError: the backend asked for by name cannot run this call, with its reason.
+        RuntimeError: the backend asked for by name cannot run this call, with its reason. Also from
+            a second derivative in the Triton backend, or under a compiler.
     """
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)

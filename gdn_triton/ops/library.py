@@ -3,9 +3,9 @@
 `gdn_triton::chunk_gated_delta_rule_fwd` is opaque to torch.compile and torch.export: the arguments
 are judged, `GDN_BACKEND` is read and a backend is chosen in its implementation, at every run. Its
 fake knows shapes, dtypes and strides only, and refuses what does not fit in them with the same
-errors. Its gradient is `gdn_triton::chunk_gated_delta_rule_bwd`, which runs the forward again, in
-the backend that serves calls that need gradients, and differentiates that with autograd: right, and
-as slow as both together. A second derivative is an error.
+errors. Its gradient is `gdn_triton::chunk_gated_delta_rule_bwd`: the Triton backward where that
+backend serves the call; else the forward again, differentiated with autograd, right and as slow as
+both together. A second derivative is an error.
 
 This module is imported when a call is first traced: outside of a compiler nobody pays for the
 registration or for the dispatcher. A process that only loads an exported program imports it itself.
@@ -65,8 +65,10 @@ class _Call(NamedTuple):
         return validate_chunk(**self._asdict(), cp_context=None)
 
     def run(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
+        """In the backend that serves the problem. What keeps tensors for a backward, or not, is
+        outside of an implementation."""
         return choose(problem).load()(
-            problem,
+            dataclasses.replace(problem, needs_grad=False),
             self.q,
             self.k,
             self.v,
@@ -141,6 +143,38 @@ def _without_contents(call: _Call) -> _Call:
 )
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
     call, wanted = _Call(*args[:-1]), args[-1]
+    problem = dataclasses.replace(call.validate(), needs_grad=True)
+    if choose(problem).name == "triton":
+        return _by_kernels(call, problem, do, dht, wanted)
+    return _by_autograd(call, problem, do, dht, wanted)
+
+
+def _by_kernels(
+    call: _Call, problem: Problem, do: Tensor | None, dht: Tensor | None, wanted: list[bool]
+) -> list[Tensor]:
+    from gdn_triton.ops.chunk_bwd import gradients
+
+    found = gradients(
+        problem,
+        do,
+        dht,
+        call.q,
+        call.k,
+        call.v,
+        call.g,
+        call.beta,
+        call.initial_state,
+        call.cu_seqlens,
+        call.A_log,
+        call.dt_bias,
+        store_dh0=wanted[call._fields.index("initial_state")],
+    )
+    return [x for x, want in zip(found, wanted, strict=True) if want and x is not None]
+
+
+def _by_autograd(
+    call: _Call, problem: Problem, do: Tensor | None, dht: Tensor | None, wanted: list[bool]
+) -> list[Tensor]:
     # The dispatcher turns autograd off around an implementation, which enable_grad does not undo:
     # leaving inference mode does.
     with torch.inference_mode(False), torch.enable_grad():
@@ -149,7 +183,7 @@ def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]
             for x, want in zip(call[:_DIFFERENTIABLE], wanted, strict=True)
         ]
         call = _Call._make((*leaves, *call[_DIFFERENTIABLE:]))
-        outputs = zip(call.run(call.validate()), (do, dht), strict=True)
+        outputs = zip(call.run(problem), (do, dht), strict=True)
         given = [(y, dy) for y, dy in outputs if y is not None and dy is not None]
         gradients = torch.autograd.grad(
             [y for y, _ in given],

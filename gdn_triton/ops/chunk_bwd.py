@@ -1,0 +1,222 @@
+"""The Triton backward: gradients of every input from those of the output and the final state.
+
+What the forward computed on the way is computed again, from the inputs alone, so that a training
+step keeps nothing but those between forward and backward. docs/backward.md has the dataflow.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from gdn_triton.kernels.backward_gate import gate_bwd
+from gdn_triton.kernels.backward_key import key_bwd
+from gdn_triton.kernels.backward_norm import l2norm_bwd
+from gdn_triton.kernels.backward_output import output_bwd
+from gdn_triton.kernels.backward_pairs import pairs_bwd
+from gdn_triton.kernels.backward_query import query_bwd
+from gdn_triton.kernels.backward_state import state_bwd
+from gdn_triton.kernels.gate import beta_sigmoid_fwd, gate_cumsum_fwd
+from gdn_triton.kernels.l2norm import l2norm_fwd
+from gdn_triton.kernels.prepare import LINE, prepare_fwd, whole_lines
+from gdn_triton.kernels.wy import wy_fwd
+from gdn_triton.ops.chunk_fwd import compute_dtype, dense, readable
+from gdn_triton.problem import Problem
+from gdn_triton.varlen import Chunks, make_chunks
+
+
+class Gradients(NamedTuple):
+    """Of each input, in its shape and dtype; None where there is no such input."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    initial_state: torch.Tensor | None
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+
+
+class Recomputed(NamedTuple):
+    """What the forward's first steps make. q, k: [B, T, H, K_row], normalised if asked for, zero
+    beyond K. g_cumsum, beta: [B, T, HV]. A_inv: [B, T, HV, chunk_size], without its unit diagonal
+    if ``A_is_strict``."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    g_cumsum: torch.Tensor
+    beta: torch.Tensor
+    A_inv: torch.Tensor
+    A_is_strict: bool
+
+
+def in_lines(x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, heads, D] itself where its rows are whole lines, as its address is; else a copy in
+    rows of whole lines, zero beyond D. So the compiler sees the same alignment for the same D, and
+    the same order of sums, wherever a sequence lies."""
+    D = x.shape[3]
+    if whole_lines(x) and x.data_ptr() % 16 == 0:
+        return x
+    copy = x.new_zeros(*x.shape[:3], -(-D // LINE) * LINE)
+    copy[..., :D] = x
+    return copy
+
+
+def recompute(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    chunks: Chunks,
+) -> Recomputed:
+    """By the kernels that the forward takes for the dtype, so to the same bits."""
+    p = problem
+    dtype = compute_dtype(p)
+    if dtype.itemsize == 2:
+        prepared = prepare_fwd(
+            q,
+            k,
+            g,
+            beta,
+            chunks,
+            p.scale,
+            dtype,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            use_qk_l2norm=p.use_qk_l2norm,
+            use_beta_sigmoid=p.use_beta_sigmoid,
+            allow_neg_eigval=p.allow_neg_eigval,
+        )
+        g_cumsum, write, _ = prepared.scalars.transpose(2, 3)
+        q, k = in_lines(prepared.q), in_lines(prepared.k)
+        return Recomputed(q, k, g_cumsum, write, prepared.A_inv, True)
+    if p.use_qk_l2norm:
+        q, k = l2norm_fwd(q, k)
+    if p.use_beta_sigmoid:
+        beta = beta_sigmoid_fwd(beta, p.allow_neg_eigval)
+    g_cumsum = gate_cumsum_fwd(g, chunks, A_log, dt_bias)
+    _, _, A_inv = wy_fwd(k, v, g_cumsum, beta, chunks, dtype, store_A_inv=True)
+    assert A_inv is not None
+    return Recomputed(in_lines(q), in_lines(k), g_cumsum, beta, A_inv, False)
+
+
+def _gradients(
+    problem: Problem,
+    do: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    store_dh0: bool,
+) -> Gradients:
+    p = problem
+    q, k, v = readable(q), readable(k), readable(v)
+    dtype = compute_dtype(p)
+    do = v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
+    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
+    c = recompute(p, q, k, v, g, beta, A_log, dt_bias, chunks)
+    v = in_lines(v)
+    dv_local = output_bwd(c.q, c.k, do, c.g_cumsum, chunks, p.scale, dtype)
+    states = state_bwd(
+        c.q,
+        c.k,
+        v,
+        do,
+        dv_local,
+        c.A_inv,
+        c.g_cumsum,
+        c.beta,
+        chunks,
+        p.scale,
+        initial_state,
+        dht,
+        N=p.N,
+        K=p.K,
+        A_is_strict=c.A_is_strict,
+        store_dh0=store_dh0,
+        state_v_first=p.state_v_first,
+    )
+    pairs = pairs_bwd(
+        c.q,
+        c.k,
+        v,
+        do,
+        states.v_new,
+        states.dx,
+        c.g_cumsum,
+        c.beta,
+        chunks,
+        p.scale,
+        p.v_dtype,
+    )
+    # Before the norm's own step a rounding would be one more.
+    dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
+    dq, q_shares = query_bwd(
+        c.q, c.k, do, states.h, pairs, c.g_cumsum, chunks, p.scale, dq_dtype, K=p.K
+    )
+    dk, k_shares, across = key_bwd(
+        c.q, c.k, states, pairs, c.g_cumsum, c.beta, chunks, dk_dtype, K=p.K
+    )
+    if p.use_qk_l2norm:
+        dq, dk = l2norm_bwd(q, k, dq, dk)
+    gates = gate_bwd(
+        pairs.scalars,
+        q_shares,
+        k_shares,
+        across,
+        g,
+        beta,
+        chunks,
+        A_log,
+        dt_bias,
+        use_beta_sigmoid=p.use_beta_sigmoid,
+        allow_neg_eigval=p.allow_neg_eigval,
+    )
+    dh0, dA_log, ddt_bias = states.dh0, gates.dA_log, gates.ddt_bias
+    return Gradients(
+        dq,
+        dk,
+        pairs.dv,
+        gates.dg,
+        gates.dbeta,
+        None if dh0 is None or initial_state is None else dh0.to(initial_state.dtype),
+        None if dA_log is None or A_log is None else dA_log.to(A_log.dtype, copy=True),
+        None if ddt_bias is None or dt_bias is None else ddt_bias.to(dt_bias.dtype, copy=True),
+    )
+
+
+def gradients(
+    problem: Problem,
+    do: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    *,
+    store_dh0: bool,
+) -> Gradients:
+    """All gradients; that of the initial state only with ``store_dh0``. do: [B, T, HV, V], or None
+    for zeros; dht: fp32, laid out like the final state, or None for zeros."""
+    A_log, dt_bias = dense(A_log), dense(dt_bias)
+    args = (problem, do, dht, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        # Triton launches on the current device, whatever the tensors' own is.
+        with torch.cuda.device(q.device):
+            return _gradients(*args, store_dh0)
+    return _gradients(*args, store_dh0)
