@@ -2,7 +2,23 @@
 
 from gdn_triton.api import chunk_gated_delta_rule, chunk_gdn, explain
 from gdn_triton.backend import Explanation
+from gdn_triton.post_conv import fused_post_conv_prep
+from gdn_triton.recurrent import (
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn,
+    recurrent_step,
+)
 
 __version__ = "0.1.0"
 
-__all__ = ["Explanation", "__version__", "chunk_gated_delta_rule", "chunk_gdn", "explain"]
+__all__ = [
+    "Explanation",
+    "__version__",
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
+    "explain",
+    "fused_post_conv_prep",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
+    "recurrent_step",
+]

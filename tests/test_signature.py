@@ -39,6 +39,30 @@ FLA_KEYWORDS = (
 )
 
 
+# The same of its fused_recurrent_gated_delta_rule.
+FLA_RECURRENT_POSITIONAL = (
+    ("q", REQUIRED),
+    ("k", REQUIRED),
+    ("v", REQUIRED),
+    ("g", None),
+    ("gk", None),
+    ("gv", None),
+    ("beta", None),
+    ("scale", None),
+    ("initial_state", None),
+    ("output_final_state", False),
+    ("use_qk_l2norm_in_kernel", False),
+    ("use_gate_in_kernel", False),
+    ("A_log", None),
+    ("dt_bias", None),
+    ("use_beta_sigmoid_in_kernel", False),
+    ("allow_neg_eigval", False),
+    ("state_v_first", False),
+    ("cu_seqlens", None),
+)
+FLA_RECURRENT_KEYWORDS = (("transpose_state_layout", None),)
+
+
 def parameters_of(function, kind):
     parameters = inspect.signature(function).parameters.values()
     return tuple((p.name, p.default) for p in parameters if p.kind is kind)
@@ -53,6 +77,15 @@ def test_signature_is_flas(function):
     assert len(inspect.signature(function).parameters) == count, "there is a catch-all parameter"
 
 
+def test_recurrent_signature_is_flas():
+    function = gdn_triton.fused_recurrent_gated_delta_rule
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert parameters_of(function, positional) == FLA_RECURRENT_POSITIONAL
+    assert parameters_of(function, inspect.Parameter.KEYWORD_ONLY) == FLA_RECURRENT_KEYWORDS
+    count = len(FLA_RECURRENT_POSITIONAL) + len(FLA_RECURRENT_KEYWORDS)
+    assert len(inspect.signature(function).parameters) == count, "there is a catch-all parameter"
+
+
 def test_explain_and_validation_take_the_same_arguments():
     op = inspect.signature(gdn_triton.chunk_gated_delta_rule).parameters
     assert list(inspect.signature(gdn_triton.explain).parameters) == list(op)
@@ -62,6 +95,7 @@ def test_explain_and_validation_take_the_same_arguments():
 
 def test_alias():
     assert gdn_triton.chunk_gdn is gdn_triton.chunk_gated_delta_rule
+    assert gdn_triton.fused_recurrent_gdn is gdn_triton.fused_recurrent_gated_delta_rule
 
 
 @pytest.mark.parametrize("name", ["head_first", "cp_rank", "output_final_sate"])

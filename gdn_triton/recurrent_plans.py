@@ -1,0 +1,96 @@
+"""From a call of the recurrence to what runs it, once for all calls that differ in contents only.
+
+A decode step is over in microseconds, and judging its arguments would take as long. So a call is
+judged, its backend chosen and its launch prepared once for its shapes, strides, dtypes and flags;
+what came out, a plan, is kept and found again by these.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_triton.backend import choose_recurrent
+from gdn_triton.recurrent_problem import Operands, RecurrentProblem, Run
+from gdn_triton.validation_recurrent import check_contents, validate_sequences, validate_step
+
+# Once there are as many plans, none is kept and all are made anew.
+MOST_PLANS = 4096
+
+_plans: dict[Hashable, tuple[RecurrentProblem, Run]] = {}
+
+
+class SequenceOptions(NamedTuple):
+    """The arguments of `gdn_triton.fused_recurrent_gated_delta_rule` that are no tensors."""
+
+    scale: float | None
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    use_gate_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+
+
+class StepOptions(NamedTuple):
+    """The arguments of `gdn_triton.recurrent_step` that are no tensors, and which tensors came:
+    is_mixed: mixed_qkv, not q, k, v. is_raw: a and b, not g and beta."""
+
+    is_mixed: bool
+    is_raw: bool
+    scale: float | None
+    use_qk_l2norm_in_kernel: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    skip: str
+
+
+def run_sequences(
+    x: Operands, options: SequenceOptions, needs_grad: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """o and the final states, or None. `needs_grad`: a gradient is needed that autograd's state
+    does not show."""
+
+    def judge() -> RecurrentProblem:
+        problem = validate_sequences(x, **options._asdict())
+        return dataclasses.replace(problem, needs_grad=True) if needs_grad else problem
+
+    return _run(x, (*options, needs_grad), judge)
+
+
+def run_step(x: Operands, options: StepOptions) -> Tensor:
+    """o; the states are written."""
+    return _run(x, options, lambda: validate_step(x, **options._asdict()))[0]
+
+
+def _run(
+    x: Operands, options: tuple[object, ...], judge: Callable[[], RecurrentProblem]
+) -> tuple[Tensor, Tensor | None]:
+    key = (
+        options,
+        # True and 1 are equal, and one of them is an error.
+        *map(type, options),
+        *map(_known, x),
+        torch.is_grad_enabled(),
+        os.environ.get("GDN_BACKEND"),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        problem = judge()
+        check_contents(problem, x)
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = problem, choose_recurrent(problem).load()(problem, x)
+    elif plan[0].device.type == "cpu":
+        check_contents(plan[0], x)
+    return plan[1](x)
+
+
+def _known(x: object) -> object:
+    """What a plan may depend on of a tensor: all but its contents and its address."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.shape, x.stride(), x.device, x.requires_grad
+    return type(x)
