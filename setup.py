@@ -1,12 +1,25 @@
-"""Metadata of the distribution. The default install compiles nothing."""
+"""Metadata of the distribution, and the optional build of the CUDA library.
 
+GDN_BUILD_CUDA unset or "auto" builds the library where a compiler is found, and else installs
+without; "1" builds it or fails with the reason; "0" never builds it. Either way the installed
+`gdn_triton.fast.why_unavailable()` knows what happened: pip hides what a build prints.
+"""
+
+import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+LIBRARY = "gdn_triton/fast/_gdn_fast.so"
+STATUS = "gdn_triton/fast/_build_status.txt"
 
 
 def version() -> str:
@@ -18,19 +31,71 @@ def version() -> str:
     return found.group(1)
 
 
-def refuse_cuda_build() -> None:
-    """Whoever asks for the CUDA library must not get an install without it."""
-    asked = os.environ.get("GDN_BUILD_CUDA", "0")
-    if asked == "1":
-        raise SystemExit(
-            "GDN_BUILD_CUDA=1 cannot be served: this version has no CUDA sources to build. "
-            "Unset GDN_BUILD_CUDA to install the Triton and reference backends."
-        )
-    if asked not in ("", "0"):
-        raise SystemExit(f"GDN_BUILD_CUDA must be 0 or 1, got {asked!r}")
+def load_builder() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gdn_csrc_build", ROOT / "csrc" / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-refuse_cuda_build()
+builder = load_builder()
+
+
+def decide() -> tuple[object, str]:
+    """The toolchain, or None where the library is not built; and what happens, in words."""
+    asked = os.environ.get("GDN_BUILD_CUDA") or "auto"
+    if asked not in ("0", "1", "auto"):
+        raise SystemExit(f"GDN_BUILD_CUDA must be 0, 1 or auto, got {asked!r}")
+    if asked == "0":
+        return None, "it was installed with GDN_BUILD_CUDA=0"
+    try:
+        tools = builder.find_toolchain()
+    except builder.Unbuildable as why:
+        if asked == "1":
+            raise SystemExit(
+                f"GDN_BUILD_CUDA=1, but the CUDA library cannot be built: {why}."
+            ) from why
+        return None, str(why)
+    return tools, "built with CUDA {}.{}".format(*tools.cuda)
+
+
+tools, status = decide()
+
+
+class BuildPy(build_py):
+    """Leaves beside the package why it has no CUDA library, or nothing where it has one."""
+
+    def run(self) -> None:
+        super().run()
+        folder = ROOT if self.editable_mode else Path(self.build_lib)
+        if tools is None:
+            # One of an earlier build must not pass for this one's.
+            (folder / LIBRARY).unlink(missing_ok=True)
+            (folder / STATUS).write_text(status + "\n", encoding="utf-8")
+        else:
+            (folder / STATUS).unlink(missing_ok=True)
+
+
+class BuildExt(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"  # no tag: it has no Python in it
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            builder.build(tools, Path(self.get_ext_fullpath(ext.name)).resolve())
+        except builder.BuildFailed as why:
+            advice = "GDN_BUILD_CUDA=0 installs without it"
+            raise SystemExit(f"The build of the CUDA library failed; {advice}.\n{why}") from why
+
+
+class Wheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        """For every Python; for one platform only with the library."""
+        return "py3", "none", super().get_tag()[2] if tools else "any"
+
+
+print(f"gdn_triton: CUDA library: {status}", file=sys.stderr)
 setup(
     name="gdn_triton",
     version=version(),
@@ -43,6 +108,9 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["gdn_triton", "gdn_triton.*"]),
     package_data={"gdn_triton": ["py.typed"]},
+    # Its sources are the builder's business.
+    ext_modules=[Extension("gdn_triton.fast._gdn_fast", sources=[])] if tools else [],
+    cmdclass={"build_py": BuildPy, "build_ext": BuildExt, "bdist_wheel": Wheel},
     install_requires=[
         "torch>=2.8",
         # There are no Triton wheels elsewhere; the reference runs without.
@@ -51,6 +119,7 @@ setup(
         "packaging",
     ],
     extras_require={
+        "bench": ["matplotlib"],  # the plots of benchmarks/plot.py; without it there are none
         "test": [
             "pytest",
             "pytest-xdist",  # the suite in as many processes as there are cores

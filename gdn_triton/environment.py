@@ -1,4 +1,4 @@
-"""Environment variables that more than one backend reads; their rows are in `docs/environment.md`."""
+"""Environment variables that several backends read; their rows are in `docs/environment.md`."""
 
 import os
 

@@ -1,11 +1,65 @@
-"""The CUDA library: whether it is there, and why not."""
+"""The CUDA library: whether it is there, and why not. Importing this loads nothing.
+
+The library, `_gdn_fast.so` beside this file, is optional: an install without a CUDA compiler goes
+without, and leaves the reason in `_build_status.txt`. Its operators are `torch.ops.gdn_fast.*`
+(`csrc/ops.cpp`); `gdn_triton.fast.chunk` calls them.
+"""
+
+import functools
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).with_name("_gdn_fast.so")
+BUILD_STATUS = Path(__file__).with_name("_build_status.txt")
+
+# Of a GPU: the library has machine code for Hopper and for nothing else.
+COMPUTE_CAPABILITY = (9, 0)
 
 
+@functools.cache
 def why_unavailable() -> str | None:
-    """A sentence why the CUDA library cannot be used, or None if it can."""
-    return "The CUDA library is not there: this version has no CUDA kernels yet."
+    """A sentence why the CUDA library cannot be used in this process, or None if it can.
+
+    The first call loads it and asks for the GPUs; the answer is kept.
+    """
+    if not LIBRARY.exists():
+        return f"The CUDA library is not built: {_build_status()}."
+    if not torch.cuda.is_available():
+        return "The CUDA library needs a GPU; torch finds no CUDA device."
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        # torch's own sentence only names the file.
+        why = error.__cause__ or error
+        return f"The CUDA library does not load with torch {torch.__version__}: {why}."
+    refusal: str = torch.ops.gdn_fast.why_unavailable()
+    if refusal:
+        return refusal
+    reasons = [why_not_on(device) for device in range(torch.cuda.device_count())]
+    return None if None in reasons else reasons[0]
 
 
 def is_available() -> bool:
-    """Whether the CUDA library can be used."""
+    """Whether the CUDA library can be used in this process."""
     return why_unavailable() is None
+
+
+@functools.cache
+def why_not_on(device: int | None) -> str | None:
+    """A sentence why the library's kernels cannot run on this CUDA device, or None if they can."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability == COMPUTE_CAPABILITY:
+        return None
+    needed, found = (".".join(map(str, x)) for x in (COMPUTE_CAPABILITY, capability))
+    return (
+        f"The CUDA library is for GPUs of compute capability {needed}; "
+        f"{torch.cuda.get_device_name(device)} has {found}."
+    )
+
+
+def _build_status() -> str:
+    """Why the last install built no library, without a full stop."""
+    if BUILD_STATUS.exists():
+        return BUILD_STATUS.read_text(encoding="utf-8").strip()
+    return "python csrc/build.py builds it in a checkout"

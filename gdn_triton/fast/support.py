@@ -1,9 +1,50 @@
-"""What the CUDA library serves, judged without a GPU."""
+"""What the CUDA library serves, judged from a `Problem` alone; no GPU is needed to ask.
+
+A `Problem` has no addresses and no strides. Those are never a reason to refuse:
+`gdn_triton.fast.chunk` copies what TMA cannot read where it lies.
+"""
+
+import torch
 
 from gdn_triton import fast
 from gdn_triton.problem import Problem
 
+CHUNK_SIZE = 64
+HEAD_SIZE = 128
+DTYPES = (torch.bfloat16, torch.float16)
+# TMA's coordinates, and the kernels' token numbers, are 32-bit.
+MAX_TOKENS = 2**31
+
 
 def supports(problem: Problem) -> str | None:
     """A sentence why the CUDA library cannot run this problem, or None."""
-    return fast.why_unavailable()
+    p = problem
+    if p.device.type != "cuda":
+        return f"The CUDA library runs on NVIDIA GPUs; the tensors are on {p.device.type}."
+    unavailable = fast.why_unavailable()
+    if unavailable is not None:
+        return unavailable
+    wrong_device = fast.why_not_on(p.device.index)
+    if wrong_device is not None:
+        return wrong_device
+    if p.q_dtype not in DTYPES or not p.q_dtype == p.k_dtype == p.v_dtype:
+        return (
+            "The CUDA library takes q, k and v all in bfloat16 or all in float16; they are "
+            f"{_name(p.q_dtype)}, {_name(p.k_dtype)} and {_name(p.v_dtype)}."
+        )
+    if p.K != HEAD_SIZE or p.V != HEAD_SIZE:
+        return f"The CUDA library takes heads of K = V = {HEAD_SIZE}; K is {p.K}, V is {p.V}."
+    if p.chunk_size != CHUNK_SIZE:
+        return f"The CUDA library computes in chunks of {CHUNK_SIZE}; {p.chunk_size} is asked for."
+    if p.T >= MAX_TOKENS:
+        return f"The CUDA library takes less than {MAX_TOKENS} tokens; T is {p.T}."
+    if p.needs_grad:
+        return (
+            "The CUDA library has no backward; an input requires a gradient. Call under "
+            "torch.no_grad() if none is wanted."
+        )
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,294 @@
+"""Builds the CUDA library, without setuptools and without importing torch.
+
+`python csrc/build.py` builds it in a checkout, where `gdn_triton.fast` finds it; `setup.py` calls
+the same functions for an install. Needs Linux, nvcc 12.8 or newer, g++, and a torch 2.10 or newer
+beside the Python that runs this, CUDA or CPU: its headers and libraries are linked with. No GPU and
+no driver. The environment variables NVCC, CUDA_HOME (or CUDA_PATH) and CXX choose the compilers.
+
+What comes out is one shared library: LibTorch's stable ABI, machine code for sm_90a only, CUDA's
+runtime linked in, nothing of Python. The build fails where ptxas says that a kernel spills, uses
+local memory, or waits after every WGMMA: the last is only a note of ptxas, with exit code 0.
+"""
+
+import argparse
+import concurrent.futures
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE_DIR = ROOT / "csrc"
+LIBRARY = ROOT / "gdn_triton" / "fast" / "_gdn_fast.so"
+OBJECTS = ROOT / "build" / "cuda"
+
+TORCH_TARGET = (2, 10)  # the least torch whose stable ABI has what ops.cpp calls
+CUDA_MIN = (12, 8)
+# sm_90 without the a compiles too, into kernels without WGMMA.
+ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
+
+
+class Unbuildable(Exception):
+    """Something that the build needs is not there: a sentence without its full stop."""
+
+
+class BuildFailed(Exception):
+    """A compiler failed, or made what must not be used."""
+
+
+class Toolchain(NamedTuple):
+    nvcc: str
+    cuda: tuple[int, int]
+    cxx: str
+    torch: Path
+
+
+class Kernel(NamedTuple):
+    """What ptxas reports of one kernel. stack: bytes of local memory, those of spills included."""
+
+    name: str
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+
+# --------------------------------------------------------------------------------------- toolchain
+
+
+def nvcc_candidates() -> list[str]:
+    if "NVCC" in os.environ:
+        return [os.environ["NVCC"]]
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return [f"{home}/bin/nvcc"]
+    # The last ones are of the wheels: pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [f"{d}/cu13/bin/nvcc" for d in (spec.submodule_search_locations or [])] if spec else []
+    return [x for x in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *wheels) if x]
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int] | None:
+    """None if there is no such compiler."""
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def find_toolchain() -> Toolchain:
+    """All that the build needs; Unbuildable names the first thing that is missing."""
+    if sys.platform != "linux":
+        raise Unbuildable(f"it is built on Linux only, this is {sys.platform}")
+    versions = {nvcc: nvcc_version(nvcc) for nvcc in nvcc_candidates()}
+    nvcc = next((nvcc for nvcc, version in versions.items() if version), None)
+    if nvcc is None:
+        tried = f" (tried {', '.join(versions)})" if versions else ""
+        raise Unbuildable(f"there is no CUDA compiler{tried}; set CUDA_HOME or NVCC")
+    cuda = versions[nvcc]
+    assert cuda is not None
+    if cuda < CUDA_MIN:
+        least = ".".join(map(str, CUDA_MIN))
+        raise Unbuildable(f"{nvcc} is CUDA {cuda[0]}.{cuda[1]}; {least} or newer is needed")
+    cxx = os.environ.get("CXX") or shutil.which("g++")
+    if cxx is None:
+        raise Unbuildable("there is no C++ compiler g++; set CXX")
+    # find_spec, not import: importing torch takes seconds and is not needed.
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise Unbuildable(
+            "torch is not installed where the build runs (pip isolates builds: install torch "
+            "first, then use pip install --no-build-isolation)"
+        )
+    torch = Path(spec.origin).parent
+    if not (torch / "include/torch/csrc/stable/c/shim.h").exists():
+        least = ".".join(map(str, TORCH_TARGET))
+        raise Unbuildable(f"torch at {torch} is too old; {least} or newer is needed to build with")
+    return Toolchain(nvcc, cuda, cxx, torch)
+
+
+# ----------------------------------------------------------------------------------------- commands
+
+
+def nvcc_command(tools: Toolchain) -> list[str]:
+    return [
+        tools.nvcc,
+        *("-ccbin", tools.cxx, "-std=c++17", "-O3", ARCHITECTURE, "-DNDEBUG", "-lineinfo"),
+        *("-I", str(SOURCE_DIR), "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"),
+        *("-Xptxas", "-v,-warn-spills,-warn-lmem-usage"),
+    ]
+
+
+def cxx_command(tools: Toolchain) -> list[str]:
+    target = "0x{:02x}{:02x}000000000000".format(*TORCH_TARGET)
+    return [
+        tools.cxx,
+        *("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-DNDEBUG"),
+        *("-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={target}", "-I", str(SOURCE_DIR)),
+        *("-isystem", str(tools.torch / "include"), *cuda_includes(tools)),
+        # Error messages name this file: not by where it was built.
+        f"-ffile-prefix-map={ROOT}/=",
+    ]
+
+
+def cuda_includes(tools: Toolchain) -> list[str]:
+    """Where nvcc finds its own headers: it may be a wrapper, whose path says nothing of that."""
+    dry = subprocess.run(
+        [tools.nvcc, "--dryrun", "-x", "cu", "-c", "-", "-o", "-"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    found = re.search(r"^#\$ INCLUDES=(.*)$", dry.stderr, re.MULTILINE)
+    if found is None:
+        raise Unbuildable(f"{tools.nvcc} --dryrun does not say where CUDA's headers are")
+    folders = (word.removeprefix("-I") for word in shlex.split(found[1]))
+    return [word for folder in folders for word in ("-isystem", folder)]
+
+
+def link_command(tools: Toolchain, objects: list[Path], library: Path) -> list[str]:
+    # In the wheels nvcc.profile points to a lib64 that is called lib.
+    wheel = Path(tools.nvcc).resolve().parent.parent / "lib"
+    own = [f"-L{wheel}"] if (wheel / "libcudart_static.a").exists() else []
+    # libtorch.so must stay although nothing is taken from it here: with a CUDA torch it brings
+    # libtorch_cuda.so into scope, where the weak symbol of the stream is found. libstdc++ comes
+    # first, or the linker takes the parts of it that libtorch_cpu.so happens to export. All in
+    # -Xlinker, for nvcc moves plain -l options behind everything else.
+    libraries = "--push-state,--no-as-needed,-lstdc++,-ltorch,-ltorch_cpu,--pop-state"
+    return [
+        tools.nvcc,
+        *("-ccbin", tools.cxx, "-shared", "-nodlink", "-cudart", "static", "-cudadevrt", "none"),
+        *("-o", str(library), *map(str, objects), *own, f"-L{tools.torch / 'lib'}"),
+        *("-Xlinker", f"{libraries},--exclude-libs,ALL,-z,defs"),
+    ]
+
+
+# -------------------------------------------------------------------------------------------- build
+
+
+def sources() -> list[Path]:
+    return [SOURCE_DIR / "ops.cpp", *sorted(SOURCE_DIR.glob("sm90/**/*.cu"))]
+
+
+def run(command: list[str]) -> str:
+    """What the command said; BuildFailed with that if it failed."""
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise BuildFailed(f"{shlex.join(command)}\n{done.stdout}")
+    return done.stdout
+
+
+def is_current(target: Path, command: list[str]) -> bool:
+    """Whether `target` was made by this command from files that are no newer."""
+    record, listed = target.with_suffix(".command"), target.with_suffix(".d")
+    if not (target.exists() and record.exists() and listed.exists()):
+        return False
+    if record.read_text() != shlex.join(command):
+        return False
+    _, _, files = listed.read_text().replace("\\\n", " ").partition(":")
+    made = target.stat().st_mtime_ns
+    return all(Path(x).exists() and Path(x).stat().st_mtime_ns <= made for x in shlex.split(files))
+
+
+def compile_one(compiler: list[str], source: Path, target: Path) -> None:
+    """Leaves the compiler's words beside the object, in a .log."""
+    outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
+    command = [*compiler, *outputs]
+    if is_current(target, command):
+        return
+    target.unlink(missing_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.with_suffix(".log").write_text(run(command))
+    target.with_suffix(".command").write_text(shlex.join(command))
+
+
+def build(
+    tools: Toolchain, library: Path = LIBRARY, objects: Path = OBJECTS, jobs: int | None = None
+) -> list[Kernel]:
+    """Compiles what changed, judges it, links `library`; returns the kernels that are in it.
+
+    An older library is removed first: after a build that fails there is none.
+    """
+    library.unlink(missing_ok=True)
+    kernel_sources = [source for source in sources() if source.suffix == ".cu"]
+    if not kernel_sources:
+        raise BuildFailed(f"there is no .cu file under {SOURCE_DIR / 'sm90'}")
+    compilers = {".cu": nvcc_command(tools), ".cpp": cxx_command(tools)}
+    targets = {x: objects / x.relative_to(SOURCE_DIR).with_suffix(".o") for x in sources()}
+    with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+        work = [pool.submit(compile_one, compilers[x.suffix], x, targets[x]) for x in targets]
+        for done in work:
+            done.result()
+    logs = {source: targets[source].with_suffix(".log").read_text() for source in kernel_sources}
+    kernels = [kernel for log in logs.values() for kernel in kernels_of(log)]
+    bad = [
+        f"{source.relative_to(ROOT)}: {line}"
+        for source, log in logs.items()
+        for line in faults(log)
+    ]
+    if bad:
+        raise BuildFailed("\n".join(bad))
+    library.parent.mkdir(parents=True, exist_ok=True)
+    run(link_command(tools, list(targets.values()), library))
+    return kernels
+
+
+# --------------------------------------------------------------------------------- what ptxas said
+
+
+def kernels_of(log: str) -> list[Kernel]:
+    """The kernels of an nvcc log written with -Xptxas -v."""
+    pattern = re.compile(
+        r"Function properties for (?P<name>\S+)\n"
+        r"\s*(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+        r"(?P<loads>\d+) bytes spill loads\n"
+        r"(?:.*\n)*?.*Used (?P<registers>\d+) registers"
+    )
+    return [
+        Kernel(x["name"], int(x["registers"]), int(x["stack"]), int(x["stores"]), int(x["loads"]))
+        for x in pattern.finditer(log)
+    ]
+
+
+def faults(log: str) -> list[str]:
+    """Why the machine code that this log is about must not be used."""
+    found = [
+        f"{x.name}: {x.stack} bytes of local memory, {x.spill_stores} bytes of spill stores, "
+        f"{x.spill_loads} of spill loads"
+        for x in kernels_of(log)
+        if x.stack or x.spill_stores or x.spill_loads
+    ]
+    # Serialised WGMMA (C7510 to C7514) and a setmaxnreg that was ignored (C7508).
+    return found + [line for line in log.splitlines() if "Potential Performance Loss" in line]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build the CUDA library in this checkout.")
+    parser.add_argument("--library", type=Path, default=LIBRARY, help="default: %(default)s")
+    parser.add_argument("--objects", type=Path, default=OBJECTS, help="default: %(default)s")
+    parser.add_argument("--jobs", type=int, help="files at a time; default: one a core")
+    options = parser.parse_args()
+    try:
+        tools = find_toolchain()
+        kernels = build(tools, options.library.resolve(), options.objects.resolve(), options.jobs)
+    except Unbuildable as why:
+        sys.exit(f"The CUDA library cannot be built: {why}.")
+    except BuildFailed as why:
+        sys.exit(f"The build of the CUDA library failed.\n{why}")
+    for kernel in kernels:
+        print(f"{kernel.registers:4} registers  {kernel.name}")
+    print(f"built {options.library} with CUDA {tools.cuda[0]}.{tools.cuda[1]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+// torch.ops.gdn_fast.*, by LibTorch's stable ABI only: one library for every Python and for every torch from
+// TORCH_TARGET_VERSION (csrc/build.py) on. The one file here that sees torch; no device code.
+#include <cuda_runtime_api.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <string>
+
+#include "params.h"
+
+// In libtorch_cuda.so, which a torch without CUDA lacks. Weak, so that the library loads there too.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+
+namespace {
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Shape = std::initializer_list<int64_t>;
+
+// What TMA demands of a base address, and of every stride, in bytes.
+constexpr int64_t kTmaAlignment = 16;
+constexpr int64_t kWorkspaceAlignment = 256;
+
+template <class Range>
+std::string list(const Range& numbers) {
+  std::ostringstream out;
+  const char* separator = "[";
+  for (int64_t number : numbers) {
+    out << separator << number;
+    separator = ", ";
+  }
+  out << (numbers.size() == 0 ? "[]" : "]");
+  return out.str();
+}
+
+// ------------------------------------------------------------------------------------------------ judging tensors
+
+gdn::Dtype dtype_of(const Tensor& x, const char* name) {
+  switch (x.scalar_type()) {
+    case ScalarType::BFloat16:
+      return gdn::Dtype::kBFloat16;
+    case ScalarType::Half:
+      return gdn::Dtype::kFloat16;
+    case ScalarType::Float:
+      return gdn::Dtype::kFloat32;
+    default:
+      STD_TORCH_CHECK(false, "gdn_fast: ", name, " must be bfloat16, float16 or float32, got ",
+                      torch::headeronly::toString(x.scalar_type()));
+  }
+}
+
+void check_dtype(const Tensor& x, const char* name, ScalarType expected) {
+  STD_TORCH_CHECK(x.scalar_type() == expected, "gdn_fast: ", name, " must be ", torch::headeronly::toString(expected),
+                  ", got ", torch::headeronly::toString(x.scalar_type()));
+}
+
+void check_place(const Tensor& x, const char* name, int32_t device) {
+  STD_TORCH_CHECK(x.is_cuda(), "gdn_fast: ", name, " must be on a CUDA device, got a tensor elsewhere");
+  STD_TORCH_CHECK(x.get_device_index() == device, "gdn_fast: ", name, " must be on the device of q, cuda:", device,
+                  ", got cuda:", x.get_device_index());
+}
+
+void check_shape(const Tensor& x, const char* name, Shape expected) {
+  const auto sizes = x.sizes();
+  bool equal = sizes.size() == expected.size();
+  for (size_t i = 0; equal && i < sizes.size(); ++i) equal = sizes[i] == expected.begin()[i];
+  STD_TORCH_CHECK(equal, "gdn_fast: ", name, " must have shape ", list(expected), ", got ", list(sizes));
+}
+
+void check_contiguous(const Tensor& x, const char* name) {
+  STD_TORCH_CHECK(x.is_contiguous(), "gdn_fast: ", name, " must be contiguous, got strides ", list(x.strides()));
+}
+
+void check_aligned(const Tensor& x, const char* name, int64_t bytes) {
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0, "gdn_fast: ", name, " must begin at a multiple of ",
+                  bytes, " bytes, got ", x.data_ptr());
+}
+
+// q, k or v [B, T, heads, D], which TMA reads where it lies.
+gdn::Rows tma_rows(const Tensor& x, const char* name, int32_t device, ScalarType dtype, Shape shape) {
+  check_place(x, name, device);
+  check_dtype(x, name, dtype);
+  check_shape(x, name, shape);
+  const auto strides = x.strides();
+  STD_TORCH_CHECK(strides[3] == 1, "gdn_fast: the last dimension of ", name, " must be dense, got strides ", list(strides));
+  const int64_t multiple = kTmaAlignment / 2;  // elements of 2 bytes
+  for (int i = 0; i < 3; ++i)
+    STD_TORCH_CHECK(strides[i] % multiple == 0, "gdn_fast: the strides of ", name, " must be multiples of ", multiple,
+                    ", got strides ", list(strides));
+  check_aligned(x, name, kTmaAlignment);
+  return {x.data_ptr(), strides[0], strides[1], strides[2]};
+}
+
+// g or beta [B, T, HV], at any strides.
+gdn::Rows side_rows(const Tensor& x, const char* name, int32_t device, Shape shape) {
+  check_place(x, name, device);
+  check_shape(x, name, shape);
+  const auto strides = x.strides();
+  return {x.data_ptr(), strides[0], strides[1], strides[2]};
+}
+
+const float* head_vector(const std::optional<Tensor>& x, const char* name, int32_t device, int64_t HV) {
+  if (!x) return nullptr;
+  check_place(*x, name, device);
+  check_dtype(*x, name, ScalarType::Float);
+  check_shape(*x, name, {HV});
+  check_contiguous(*x, name);
+  return static_cast<const float*>(x->data_ptr());
+}
+
+// ------------------------------------------------------------------------------------------------------ operators
+
+int multiprocessors(int32_t device) {
+  int count = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  STD_TORCH_CHECK(error == cudaSuccess, "gdn_fast: ", cudaGetErrorString(error));
+  return count;
+}
+
+int64_t workspace_floats(const gdn::ChunkForward& p) {
+  return static_cast<int64_t>((gdn::chunk_forward_workspace(p) + sizeof(float) - 1) / sizeof(float));
+}
+
+// A sentence why no kernel of this library can run here, or "".
+std::string why_unavailable() {
+  if (aoti_torch_get_current_cuda_stream == nullptr) return "This torch was built without CUDA.";
+  int driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver);  // of CUDA: 13000 for 13.0; 0 without a driver
+  cudaRuntimeGetVersion(&runtime);
+  if (driver / 1000 >= runtime / 1000) return "";
+  std::ostringstream out;
+  out << "The CUDA library was built with CUDA " << runtime / 1000 << '.' << runtime % 1000 / 10
+      << " and needs a driver for CUDA " << runtime / 1000 << ".0 or newer; ";
+  if (driver == 0)
+    out << "there is no driver.";
+  else
+    out << "the driver is for CUDA " << driver / 1000 << '.' << driver % 1000 / 10 << '.';
+  return out.str();
+}
+
+int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V,
+                                int64_t N, bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant) {
+  static const int32_t some_offsets = 0;
+  gdn::ChunkForward p{};
+  p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
+  p.dtype = is_bfloat16 ? gdn::Dtype::kBFloat16 : gdn::Dtype::kFloat16;
+  p.cu_seqlens = is_packed ? &some_offsets : nullptr;
+  p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant;
+  p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
+  return workspace_floats(p);
+}
+
+void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+                   const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
+                   const std::optional<Tensor>& initial_state, const std::optional<Tensor>& cu_seqlens, double scale,
+                   bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval,
+                   bool batch_invariant, const Tensor& o, const std::optional<Tensor>& final_state, const Tensor& workspace) {
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "gdn_fast: this torch was built without CUDA");
+  STD_TORCH_CHECK(q.dim() == 4, "gdn_fast: q must have 4 dimensions [B, T, H, K], got ", list(q.sizes()));
+  STD_TORCH_CHECK(v.dim() == 4, "gdn_fast: v must have 4 dimensions [B, T, HV, V], got ", list(v.sizes()));
+  const int32_t device = q.get_device_index();
+  const ScalarType dtype = q.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half,
+                  "gdn_fast: q must be bfloat16 or float16, got ", torch::headeronly::toString(dtype));
+
+  const int64_t B = q.size(0), T = q.size(1), H = q.size(2), K = q.size(3), HV = v.size(2), V = v.size(3);
+  gdn::ChunkForward p{};
+  p.q = tma_rows(q, "q", device, dtype, {B, T, H, K});
+  p.k = tma_rows(k, "k", device, dtype, {B, T, H, K});
+  p.v = tma_rows(v, "v", device, dtype, {B, T, HV, V});
+  p.g = side_rows(g, "g", device, {B, T, HV});
+  p.beta = side_rows(beta, "beta", device, {B, T, HV});
+  p.dtype = dtype_of(q, "q"), p.g_dtype = dtype_of(g, "g"), p.beta_dtype = dtype_of(beta, "beta");
+  p.A_log = head_vector(A_log, "A_log", device, HV);
+  p.dt_bias = head_vector(dt_bias, "dt_bias", device, HV);
+
+  int64_t N = B;
+  if (cu_seqlens) {
+    check_place(*cu_seqlens, "cu_seqlens", device);
+    STD_TORCH_CHECK(cu_seqlens->dim() == 1 && cu_seqlens->size(0) >= 1, "gdn_fast: cu_seqlens must have shape [N + 1], got ",
+                    list(cu_seqlens->sizes()));
+    STD_TORCH_CHECK(B == 1, "gdn_fast: q must have B = 1 with cu_seqlens, got ", list(q.sizes()));
+    check_contiguous(*cu_seqlens, "cu_seqlens");
+    N = cu_seqlens->size(0) - 1;
+    p.cu_seqlens = cu_seqlens->data_ptr();
+    p.cu_seqlens_64 = cu_seqlens->scalar_type() == ScalarType::Long;
+    if (!p.cu_seqlens_64) check_dtype(*cu_seqlens, "cu_seqlens", ScalarType::Int);
+  }
+
+  const int64_t second = state_v_first ? V : K, third = state_v_first ? K : V;
+  if (initial_state) {
+    check_place(*initial_state, "initial_state", device);
+    check_shape(*initial_state, "initial_state", {N, HV, second, third});
+    const auto strides = initial_state->strides();
+    p.h0 = initial_state->data_ptr();
+    p.h0_dtype = dtype_of(*initial_state, "initial_state");
+    p.h0_n = strides[0], p.h0_h = strides[1];
+    p.h0_k = strides[state_v_first ? 3 : 2], p.h0_v = strides[state_v_first ? 2 : 3];
+  }
+
+  check_place(o, "o", device);
+  check_dtype(o, "o", dtype);
+  check_shape(o, "o", {B, T, HV, V});
+  check_contiguous(o, "o");
+  check_aligned(o, "o", kTmaAlignment);
+  p.o = o.data_ptr();
+  if (final_state) {
+    check_place(*final_state, "final_state", device);
+    check_dtype(*final_state, "final_state", ScalarType::Float);
+    check_shape(*final_state, "final_state", {N, HV, second, third});
+    check_contiguous(*final_state, "final_state");
+    check_aligned(*final_state, "final_state", kTmaAlignment);
+    p.ht = static_cast<float*>(final_state->data_ptr());
+    p.ht_n = HV * K * V, p.ht_h = K * V;
+    p.ht_k = state_v_first ? 1 : V, p.ht_v = state_v_first ? K : 1;
+  }
+
+  p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
+  p.scale = static_cast<float>(scale);
+  p.use_qk_l2norm = use_qk_l2norm, p.use_beta_sigmoid = use_beta_sigmoid;
+  p.allow_neg_eigval = allow_neg_eigval, p.use_gate = A_log.has_value(), p.batch_invariant = batch_invariant;
+  p.multiprocessors = multiprocessors(device);
+
+  check_place(workspace, "workspace", device);
+  check_dtype(workspace, "workspace", ScalarType::Float);  // a float can be NaN: tests poison it
+  check_contiguous(workspace, "workspace");
+  check_aligned(workspace, "workspace", kWorkspaceAlignment);
+  const int64_t floats = workspace_floats(p);
+  STD_TORCH_CHECK(workspace.numel() >= floats, "gdn_fast: workspace must have ", floats, " elements, got ",
+                  workspace.numel());
+  p.workspace = workspace.data_ptr();
+
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  const char* error = gdn::chunk_forward(p, static_cast<cudaStream_t>(stream));
+  STD_TORCH_CHECK(error == nullptr, "gdn_fast::chunk_forward did not run: ", error);
+}
+}  // namespace
+
+STABLE_TORCH_LIBRARY(gdn_fast, m) {
+  m.def("why_unavailable() -> str");
+  m.def(
+      "chunk_forward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, "
+      "bool is_packed, bool use_qk_l2norm, bool batch_invariant) -> int");
+  m.def(
+      "chunk_forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
+      "Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first, bool use_qk_l2norm, "
+      "bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, Tensor(a!) o, Tensor(b!)? final_state, "
+      "Tensor(c!) workspace) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CompositeExplicitAutograd, m) {
+  m.impl("why_unavailable", TORCH_BOX(&why_unavailable));
+  m.impl("chunk_forward_workspace", TORCH_BOX(&chunk_forward_workspace));
+}
+STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CUDA, m) { m.impl("chunk_forward", TORCH_BOX(&chunk_forward)); }
+// The same function for CPU tensors: its checks say what is wrong with them.
+STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CPU, m) { m.impl("chunk_forward", TORCH_BOX(&chunk_forward)); }

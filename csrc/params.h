@@ -1,0 +1,60 @@
+// What the host hands to the kernels, and the functions that launch them: no torch, no tensor-map type.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace gdn {
+
+enum class Dtype : int { kBFloat16, kFloat16, kFloat32 };
+
+// A [B, T, heads, D] or [B, T, heads] tensor. Strides in elements, >= 0 (0: expanded); that of D is 1. What has a D
+// begins at a multiple of 16 bytes, and so do its rows and heads, as TMA wants it.
+struct Rows {
+  const void* data;
+  int64_t batch, row, head;
+};
+
+// Packed sequences: B = 1 and `cu_seqlens` holds N + 1 offsets into T. Padded: N = B.
+struct ChunkForward {
+  Rows q;     // [B, T, H, K], of `dtype`
+  Rows k;     // [B, T, H, K], of `dtype`
+  Rows v;     // [B, T, HV, V], of `dtype`
+  Rows g;     // [B, T, HV], of `g_dtype`
+  Rows beta;  // [B, T, HV], of `beta_dtype`
+
+  const float* A_log;    // [HV] contiguous, null unless `use_gate`
+  const float* dt_bias;  // [HV] contiguous, or null, also with `use_gate`
+
+  const void* h0;  // [N, HV, K, V] at the strides below, in elements; null: zeros
+  int64_t h0_n, h0_h, h0_k, h0_v;
+  Dtype h0_dtype;
+
+  void* o;    // [B, T, HV, V] contiguous, of `dtype`
+  float* ht;  // [N, HV, K, V] at the strides below, in elements; null: not wanted
+  int64_t ht_n, ht_h, ht_k, ht_v;
+
+  const void* cu_seqlens;  // [N + 1] contiguous, on the device; null: padded
+  bool cu_seqlens_64;      // its entries are int64, not int32
+
+  void* workspace;  // chunk_forward_workspace() bytes, 256-byte aligned, contents undefined
+
+  int64_t B, T;
+  int H, HV, K, V, N;
+  float scale;
+  Dtype dtype, g_dtype, beta_dtype;
+  bool use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, use_gate;
+  bool batch_invariant;  // a sequence's bits may not depend on the rest of the batch: none is cut into segments
+  int multiprocessors;  // of the device
+};
+
+// Bytes of scratch memory that chunk_forward needs. Depends on B, T, H, HV, K, V, N, dtype, use_qk_l2norm,
+// batch_invariant, multiprocessors, and on whether cu_seqlens is null; the other fields may be unset.
+size_t chunk_forward_workspace(const ChunkForward&);
+
+// Null, or why it did not run; the words stay valid. The caller has set the device, and B, T, N, H, HV are >= 1.
+// Tokens from cu_seqlens[N] on get o = 0; a sequence without tokens gets ht = h0.
+const char* chunk_forward(const ChunkForward&, cudaStream_t);
+
+}  // namespace gdn

@@ -1,0 +1,264 @@
+// Shapes, roles, budgets and shared memory of the chunked forward on Hopper.
+#pragma once
+#include "../common/ptx.cuh"
+#include "../params.h"
+
+namespace gdn::sm90 {
+
+constexpr int kChunk = 64;    // tokens of a chunk
+constexpr int kDim = 128;     // K and V
+constexpr int kThreads = 512;
+
+// What a block does. kStates = 2: the block owns a (sequence, value head), each state warpgroup
+// half of V. kStates = 1: it owns half of V alone, and two warpgroups make the triangles of every second
+// chunk each; for calls with fewer pairs than multiprocessors.
+//
+// kPass: whole sequences; or sequences in segments that run side by side, which takes a pass for
+// what each segment makes of the state it starts from (an affine map, see segments.cuh), and one for
+// the output.
+enum class Pass { kWhole, kMaps, kSegments };
+
+template <class Type, int kStates_, Pass kPass_ = Pass::kWhole>
+struct Config {
+  using T = Type;
+  static constexpr Pass kPass = kPass_;
+  static constexpr bool kOutput = kPass != Pass::kMaps;  // q, P and o are needed
+  static constexpr int kStates = kStates_;
+  static constexpr int kMakers = 3 - kStates;  // warpgroups that make triangles
+  static constexpr int kBlocksAPair = 3 - kStates;
+  // Tiles in flight.
+  static constexpr int kKStages = 4, kQStages = kStates == 2 ? 3 : 4, kGateStages = 4;
+  // Registers a thread; the sum over warpgroups may not exceed 512.
+  static constexpr int kSinglesRegisters = 32;
+  static constexpr int kStateRegisters = kStates == 2 ? 176 : 208;
+  static constexpr int kMakerRegisters = 128;  // what every thread has at launch
+  static_assert(kSinglesRegisters + kStates * kStateRegisters + kMakers * kMakerRegisters <= 512);
+};
+constexpr int kVStages = 2, kTStages = 2, kPStages = 2;
+
+// Warpgroup 0 is four single warps, the next are states, the last make triangles.
+enum SingleWarp { kLoader, kStore0, kStore1, kGates };
+
+constexpr int kTileBytes = 64 * 64 * 2;  // one swizzled tile of 64 rows x 64 16-bit values
+
+// What the gates make of a chunk's tokens; fast_sm90.md derives it. The state is kept in a frame,
+// S = 2^G S', so that decays cost factors on tokens instead of on matrices.
+struct GateVectors {
+  float4 x[kChunk / 2];  // of tokens 2 i, 2 i + 1: (c0, c1, f0, f1) in x' = c v - f (k S')
+  float r[kChunk];       // o = r (f q S' + P u')
+  float beta[kChunk];
+  float rho[kChunk];     // log2 decay left in the triangles; 0 unless `steep`
+  float pre;             // S' is multiplied by this before the chunk reads it,
+  float post;            // by this before it adds the chunk's u',
+  float end;             // and by this to be the state after the chunk.
+  float exponent;        // steep: f = 2^(exponent + rho)
+  int steep;             // the chunk's decay does not fit the frame
+};
+
+template <class C>
+struct SharedMemory {
+  // Tiles of 64 rows x 64 columns, 128-byte swizzle.
+  alignas(1024) uint8_t k[C::kKStages][2][kTileBytes];
+  uint8_t q[C::kQStages][2][kTileBytes];
+  uint8_t v[kVStages][C::kStates][kTileBytes];
+  uint8_t t[kTStages][kTileBytes];  // strict-lower (I + A)^-1
+  uint8_t p[kPStages][kTileBytes];  // lower q k^T
+  uint8_t o[C::kStates][kTileBytes];
+  // Scratch of the inverse, fp16, same swizzle: A, and its inverse with the unit diagonal.
+  uint8_t a[C::kMakers][kTileBytes];
+  uint8_t inverse[C::kMakers][kTileBytes];
+  GateVectors gates[C::kGateStages];
+  uint64_t k_full[C::kKStages], k_empty[C::kKStages];
+  uint64_t q_full[C::kQStages], q_empty[C::kQStages];
+  uint64_t v_full[kVStages], v_empty[kVStages];
+  uint64_t t_full[kTStages], t_empty[kTStages];
+  uint64_t p_full[kPStages], p_empty[kPStages];
+  uint64_t o_full[C::kStates], o_empty[C::kStates];
+  uint64_t gates_full[C::kGateStages], gates_empty[C::kGateStages];
+#ifdef GDN_PROFILE
+  uint32_t profile[40];
+#endif
+};
+
+// Named barriers; 0 is __syncthreads. One for each warpgroup that makes triangles.
+enum NamedBarrier { kMakerBarrier = 1 };
+
+// A position in a ring of buffers: the phase flips each time round. A reader waits for `phase` on
+// the full barrier, a writer for the opposite on the empty one.
+template <int N>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  GDN_DEVICE void advance() {
+    if (++stage == N) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// Segments of sequences. A slot is a segment; those of sequence 0 come first.
+struct Segments {
+  int chunks;    // of a segment but the last of a sequence
+  int slots;     // at least as many as there are segments
+  float* maps;   // [slots, HV, 2, 128, 128]: b and M, transposed (M's rows: K of what comes in)
+  float* starts; // [slots, HV, 128, 128]: the state that a segment starts from, transposed
+};
+
+struct KernelParams {
+  CUtensorMap q, k, v, o;
+  ChunkForward problem;
+  Segments segments;
+  int tiles;  // of the grid: (sequence or segment, value head, map), or halves of them
+};
+
+// The rows of one sequence or segment, a value head, and a part of its columns.
+struct Tile {
+  int n, hv, batch;
+  int half;     // kStates = 1: which half of V
+  int slot;     // of the segment
+  int map;      // Pass::kMaps: 0 for b, 1 for M
+  bool exists, begins, ends;  // whether it is one; its sequence begins, ends with it
+  int first;    // its first row in the batch entry
+  int length;   // rows
+};
+
+GDN_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
+  return p.cu_seqlens_64 ? static_cast<const int64_t*>(p.cu_seqlens)[n]
+                         : static_cast<const int32_t*>(p.cu_seqlens)[n];
+}
+
+// Segments of a sequence: an empty one has one, too.
+GDN_DEVICE int segment_count(int length, int segment) {
+  return max(1, (length + segment - 1) / segment);
+}
+
+// The sequence of a tile whose tile.n is set.
+GDN_DEVICE void locate_sequence(const ChunkForward& p, Tile& tile) {
+  if (p.cu_seqlens == nullptr) {
+    tile.batch = tile.n;
+    tile.first = 0;
+    tile.length = static_cast<int>(p.T);
+  } else {
+    tile.batch = 0;
+    tile.first = static_cast<int>(sequence_bound(p, tile.n));
+    tile.length = static_cast<int>(sequence_bound(p, tile.n + 1)) - tile.first;
+  }
+}
+
+// The segment of a tile whose tile.slot is set. Few sequences have segments: a loop will do.
+GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile) {
+  const ChunkForward& p = params.problem;
+  const int segment = params.segments.chunks * kChunk;
+  int index = tile.slot;
+  tile.exists = false;
+  for (tile.n = 0; tile.n < p.N; ++tile.n) {
+    locate_sequence(p, tile);
+    const int count = segment_count(tile.length, segment);
+    if (index < count) {
+      tile.exists = true;
+      tile.begins = index == 0;
+      tile.ends = index == count - 1;
+      tile.first += index * segment;
+      tile.length = min(tile.length - index * segment, segment);
+      return;
+    }
+    index -= count;
+  }
+  tile.length = 0;
+}
+
+template <class C>
+GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
+  const ChunkForward& p = params.problem;
+  Tile tile;
+  tile.half = index % C::kBlocksAPair;
+  index /= C::kBlocksAPair;
+  if constexpr (C::kPass == Pass::kMaps) {
+    tile.map = index % 2;
+    index /= 2;
+  }
+  tile.slot = tile.n = index / p.HV;
+  tile.hv = index - tile.n * p.HV;
+  if constexpr (C::kPass == Pass::kWhole) {
+    tile.exists = tile.begins = tile.ends = true;
+    locate_sequence(p, tile);
+  } else {
+    locate_segment(params, tile);
+    // Nothing starts from the end of a last segment, and a first one starts from a known state.
+    if (C::kPass == Pass::kMaps && (tile.ends || (tile.begins && tile.map == 1))) {
+      tile.exists = false;
+      tile.length = 0;
+    }
+  }
+  return tile;
+}
+
+// All chunks of all tiles of this block, in order: for the roles that carry nothing from a chunk to
+// the next.
+template <class C>
+struct Walk {
+  const KernelParams& params;
+  int index;  // of the tile
+  Tile tile;
+  int row = 0;  // of the chunk's first token, in the sequence
+
+  GDN_DEVICE explicit Walk(const KernelParams& p) : params(p), index(blockIdx.x) {}
+  GDN_DEVICE bool begin() {
+    for (; index < params.tiles; index += gridDim.x) {
+      tile = tile_at<C>(params, index);
+      row = 0;
+      if (tile.length > 0) return true;
+    }
+    return false;
+  }
+  GDN_DEVICE bool next() {
+    row += kChunk;
+    if (row < tile.length) return true;
+    index += gridDim.x;
+    return begin();
+  }
+  GDN_DEVICE int rows() const { return min(tile.length - row, kChunk); }
+};
+
+// ---- waiting, with the time spent in it when profiling ----------------------------------------
+
+enum ProfileSlot {
+  kWaitK, kWaitGates, kWaitV, kWaitT, kWaitP, kWaitO, kWaitSk, kWaitU, kWaitKv, kWaitOut,
+  kTotalState,
+  kAuxWaitK, kAuxWaitQ, kAuxWaitGates, kAuxWaitT, kAuxWaitP, kAuxKk, kAuxQk, kAuxInverse,
+  kAuxIssueQk, kAuxIssueKk, kAuxStoreP, kAuxStoreA, kAuxEight, kAuxSixteen, kAuxBarrier, kAuxColumn,
+  kTotalAux, kLoadK, kLoadQ, kLoadV, kGatesEmpty, kTotalGates, kGatesWork
+};
+#ifdef GDN_PROFILE
+GDN_DEVICE uint32_t clock_now() {
+  uint32_t t;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");
+  return t;
+}
+template <class C>
+GDN_DEVICE void charge(SharedMemory<C>& sm, int slot, uint32_t since) {
+  const uint32_t spent = clock_now() - since;
+  const bool lead = slot < kAuxWaitK ? threadIdx.x == 128 : slot < kLoadK ? threadIdx.x == 384
+                    : slot < kGatesEmpty ? threadIdx.x == 0 : threadIdx.x == 96;
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p red.shared.add.u32 [%0], %1;}" ::"r"(
+                   shared_address(&sm.profile[slot])),
+               "r"(spent), "r"(int{lead})
+               : "memory");
+}
+#else
+GDN_DEVICE uint32_t clock_now() { return 0; }
+template <class C>
+GDN_DEVICE void charge(SharedMemory<C>&, int, uint32_t) {}
+#endif
+template <class C>
+GDN_DEVICE void wait(SharedMemory<C>& sm, const uint64_t& bar, uint32_t parity, int slot) {
+  const uint32_t since = clock_now();
+  mbarrier_wait(shared_address(&bar), parity);
+  charge(sm, slot, since);
+}
+GDN_DEVICE void arrive(const uint64_t& bar, bool condition) {
+  mbarrier_arrive_if(shared_address(&bar), condition);
+}
+
+}  // namespace gdn::sm90

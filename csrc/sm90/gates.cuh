@@ -1,0 +1,200 @@
+// The gates warp: from a chunk's gates and betas to the factors that the other roles use.
+//
+// With g_i the chunk-local inclusive sum of log2 decays and a state S = 2^G S' before the chunk,
+// the chunk's equations
+//     u = (I + A)^-1 beta (v - 2^g k S),  A_ij = beta_i (k_i . k_j) 2^(g_i - g_j),  i > j
+//     o = scale (2^g q S + P u),          P_ij = (q_i . k_j) 2^(g_i - g_j),         i >= j
+//     S <- 2^g_last S + k^T 2^(g_last - g) u
+// become, for u' = 2^-(G + g) u,
+//     u' = (I + A')^-1 beta (2^-(G + g) v - k S'),  A'_ij = beta_i (k_i . k_j)
+//     o  = scale 2^(G + g) (q S' + P' u'),          P'_ij = q_i . k_j
+//     S' <- S' + k^T u',                            G <- G + g_last
+// in which no matrix has a decay. This holds exactly as long as G stays in a range that the
+// dtype's exponent bears; S' is brought back to the top of the range when a chunk would leave it.
+// A chunk whose own decay is wider than the range is `steep`: its end is the frame, tokens within
+// the range of the end have their factors as above, and of the others the rest of their decay, a
+// whole number of log2 units, stays in the triangles and in q.
+#pragma once
+#include "config.cuh"
+
+namespace gdn::sm90 {
+
+// G stays in [kTop - kRange, kTop]; a steep chunk's tokens have factors down to 2^-(kSteepRange+1).
+template <class T>
+struct Frame;
+template <>
+struct Frame<__nv_bfloat16> {
+  static constexpr float kTop = 0, kRange = 48, kSteepRange = 48;  // their sum: below 126
+  static constexpr bool kSplitKeyValue = false;  // a factor 2^-48 on what goes to the state is 0
+};
+template <>
+struct Frame<__half> {
+  static constexpr float kTop = 4, kRange = 8, kSteepRange = 0;
+  static constexpr bool kSplitKeyValue = true;
+};
+
+constexpr float kGrowthLimit = 256.f;  // log2 units
+constexpr float kLog2Floor = -160.f;  // LOG2_DECAY_FLOOR of gdn_triton/constants.py
+constexpr float kRcpLn2 = 1.4426950408889634f;
+constexpr float kSoftplusThreshold = 20.f;
+
+GDN_DEVICE float load_as_float(const void* base, int64_t offset, Dtype dtype) {
+  if (dtype == Dtype::kFloat32) return static_cast<const float*>(base)[offset];
+  if (dtype == Dtype::kFloat16) return __half2float(static_cast<const __half*>(base)[offset]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[offset]);
+}
+
+// log(1 + e^x); x itself above the threshold, as the formula of the models has it. Below
+// e^x = 1/16 by its series, above with what the rounding of 1 + e^x lost put back.
+GDN_DEVICE float softplus(float x) {
+  if (x > kSoftplusThreshold) return x;
+  const float e = __expf(x);
+  if (e < 0.0625f)
+    return e * (1 - e * (1 / 2.f - e * (1 / 3.f - e * (1 / 4.f - e * (1 / 5.f - e / 6)))));
+  const float u = 1 + e;
+  return __logf(u) + __fdividef(e - (u - 1), u);
+}
+
+struct GateInputs {  // of tokens 2 lane and 2 lane + 1, as given
+  float g[2], beta[2];
+};
+
+template <class C>
+GDN_DEVICE float load_row(const Rows& x, Dtype dtype, const Walk<C>& walk, int row) {
+  if (walk.row + row >= walk.tile.length) return 0.f;
+  const int64_t at = walk.tile.batch * x.batch + walk.tile.hv * x.head +
+                     int64_t{walk.tile.first + walk.row + row} * x.row;
+  return load_as_float(x.data, at, dtype);
+}
+
+template <class C>
+GDN_DEVICE GateInputs load_gates(const ChunkForward& p, const Walk<C>& walk, int lane) {
+  GateInputs x;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    x.g[i] = load_row(p.g, p.g_dtype, walk, 2 * lane + i);
+    x.beta[i] = load_row(p.beta, p.beta_dtype, walk, 2 * lane + i);
+  }
+  return x;
+}
+
+// The log2 decay of one token, held above the floor; a NaN stays one.
+GDN_DEVICE float log2_decay(const ChunkForward& p, float g, int hv) {
+  if (p.use_gate) {
+    if (p.dt_bias) g += p.dt_bias[hv];
+    g = -__expf(p.A_log[hv]) * softplus(g);
+  }
+  g *= kRcpLn2;
+  return g < kLog2Floor ? kLog2Floor : g;
+}
+
+GDN_DEVICE float activate_beta(const ChunkForward& p, float beta) {
+  if (!p.use_beta_sigmoid) return beta;
+  return (p.allow_neg_eigval ? 2.f : 1.f) / (1.f + __expf(-beta));
+}
+
+template <class T>
+GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)[2], float scale,
+                            float& G, int lane) {
+  using F = Frame<T>;
+  // From a NaN on (or a growth that fp32 does not hold) all is NaN, and nothing before it.
+  const uint32_t bad0 = __ballot_sync(~0u, !(g[0] < kGrowthLimit));
+  const uint32_t bad1 = __ballot_sync(~0u, !(g[1] < kGrowthLimit));
+  const uint32_t up_to_here = ~0u >> (31 - lane);
+  const bool poisoned0 = (bad0 & up_to_here) || (bad1 & up_to_here >> 1);
+  const bool poisoned1 = (bad0 | bad1) & up_to_here;
+  if (poisoned0) g[0] = 0.f;
+  if (poisoned1) g[1] = 0.f;
+  // Inclusive sums over tokens.
+  float sum = g[0] + g[1];
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const float below = __shfl_up_sync(~0u, sum, d);
+    if (lane >= d) sum += below;
+  }
+  float before = __shfl_up_sync(~0u, sum, 1);
+  if (lane == 0) before = 0.f;
+  g[0] += before;
+  g[1] = sum;
+  const float last = __shfl_sync(~0u, sum, 31);
+
+  float c[2], r[2], f[2], rho[2], pre = 1.f, post = 1.f, exponent = 0.f;
+  const bool steep = last < -F::kRange;
+  if (!steep) {
+    if (G + last < F::kTop - F::kRange || G + last > F::kTop + 16.f) {
+      pre = exp2_approx(G - F::kTop);
+      G = F::kTop;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      c[i] = exp2_approx(-(G + g[i]));
+      r[i] = exp2_approx(G + g[i]);
+      f[i] = 1.f;
+      rho[i] = 0.f;
+    }
+    G += last;
+  } else {
+    exponent = floorf(last + F::kSteepRange);
+    pre = exp2_approx(G + (last - exponent));
+    post = exp2_approx(exponent);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float to_end = g[i] - last;
+      const float rest = to_end - F::kSteepRange;
+      rho[i] = rest > 0.f ? floorf(rest) : 0.f;
+      c[i] = exp2_approx(-(to_end - rho[i]));
+      r[i] = exp2_approx(to_end - rho[i]);
+      f[i] = exp2_approx(exponent + rho[i]);
+    }
+    G = 0.f;
+  }
+  if (poisoned0) r[0] = NAN;
+  if (poisoned1) r[1] = NAN;
+  if (bad0 | bad1) G = NAN;
+  out.x[lane] = make_float4(beta[0] * c[0], beta[1] * c[1], beta[0] * f[0], beta[1] * f[1]);
+  reinterpret_cast<float2*>(out.r)[lane] = make_float2(scale * r[0], scale * r[1]);
+  reinterpret_cast<float2*>(out.beta)[lane] = make_float2(beta[0], beta[1]);
+  reinterpret_cast<float2*>(out.rho)[lane] = make_float2(rho[0], rho[1]);
+  if (lane == 0) {
+    out.pre = pre;
+    out.post = post;
+    out.end = exp2_approx(G);
+    out.exponent = exponent;
+    out.steep = steep;
+  }
+}
+
+template <class C>
+GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
+  using T = typename C::T;
+  const ChunkForward& p = params.problem;
+  const int lane = threadIdx.x % 32;
+  const uint32_t start = clock_now();
+  Walk<C> walk(params);
+  Ring<C::kGateStages> ring;
+  float G = Frame<T>::kTop;
+  bool more = walk.begin();
+  GateInputs next;
+  if (more) next = load_gates(p, walk, lane);
+  while (more) {
+    const uint32_t since = clock_now();
+    float g[2], beta[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool inside = 2 * lane + i < walk.rows();
+      g[i] = inside ? log2_decay(p, next.g[i], walk.tile.hv) : 0.f;
+      beta[i] = inside ? activate_beta(p, next.beta[i]) : 0.f;
+    }
+    if (walk.row == 0) G = Frame<T>::kTop;
+    more = walk.next();
+    if (more) next = load_gates(p, walk, lane);
+    charge(sm, kGatesWork, since);
+    wait(sm, sm.gates_empty[ring.stage], ring.phase ^ 1, kGatesEmpty);
+    write_gates<T>(sm.gates[ring.stage], g, beta, p.scale, G, lane);
+    arrive(sm.gates_full[ring.stage], true);  // all lanes, which racecheck can follow
+    ring.advance();
+  }
+  charge(sm, kTotalGates, start);
+}
+
+}  // namespace gdn::sm90

@@ -1,0 +1,164 @@
+// The kernel of the chunked forward: single warps that load, store and make gates, and the roles of
+// the warpgroups.
+#pragma once
+#include "config.cuh"
+#include "gates.cuh"
+#include "state.cuh"
+#include "triangles.cuh"
+
+namespace gdn::sm90 {
+
+template <class C>
+GDN_DEVICE void loader_role(SharedMemory<C>& sm, const KernelParams& params) {
+  Walk<C> walk(params);
+  Ring<C::kKStages> k;
+  Ring<C::kQStages> q;
+  Ring<kVStages> v;
+  const int group = params.problem.HV / params.problem.H;
+  const auto load_rows = [&](const CUtensorMap& map, auto& to, uint64_t& full, int column,
+                             int head) {
+    const uint32_t bar = shared_address(&full);
+    mbarrier_expect(bar, sizeof(to));
+    for (uint32_t i = 0; i < sizeof(to) / kTileBytes; ++i)
+      tma_load(shared_address(to[i]), &map, bar, column + 64 * i, walk.tile.first + walk.row, head,
+               walk.tile.batch);
+  };
+  for (bool more = walk.begin(); more; more = walk.next()) {
+    const int hv = walk.tile.hv, h = hv / group;
+    wait(sm, sm.k_empty[k.stage], k.phase ^ 1, kLoadK);
+    load_rows(params.k, sm.k[k.stage], sm.k_full[k.stage], 0, h);
+    wait(sm, sm.v_empty[v.stage], v.phase ^ 1, kLoadV);
+    load_rows(params.v, sm.v[v.stage], sm.v_full[v.stage], 64 * walk.tile.half, hv);
+    if constexpr (C::kOutput) {
+      wait(sm, sm.q_empty[q.stage], q.phase ^ 1, kLoadQ);
+      load_rows(params.q, sm.q[q.stage], sm.q_full[q.stage], 0, h);
+      q.advance();
+    }
+    k.advance();
+    v.advance();
+  }
+}
+
+// Rows of a sequence's last chunk, from a tile: a TMA store would write into the next sequence.
+template <class C>
+GDN_DEVICE void store_tail(const KernelParams& params, const Walk<C>& walk, const uint8_t* tile,
+                           int half) {
+  const ChunkForward& p = params.problem;
+  const int64_t first = walk.tile.batch * p.T + walk.tile.first + walk.row;
+  uint8_t* const o = static_cast<uint8_t*>(p.o);
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < walk.rows() * 8; i += 32) {
+    const int row = i / 8, column = i % 8;
+    const int64_t at = ((first + row) * p.HV + walk.tile.hv) * kDim + half * 64 + column * 8;
+    *reinterpret_cast<uint4*>(o + at * 2) =
+        *reinterpret_cast<const uint4*>(tile + row * 128 + ((column ^ (row % 8)) * 16));
+  }
+}
+
+template <class C>
+GDN_DEVICE void store_role(SharedMemory<C>& sm, const KernelParams& params, int slot) {
+  Walk<C> walk(params);
+  const bool lead = threadIdx.x % 32 == 0;
+  uint32_t phase = 0;
+  for (bool more = walk.begin(); more; more = walk.next()) {
+    const int half = C::kStates == 2 ? slot : walk.tile.half;
+    mbarrier_wait(shared_address(&sm.o_full[slot]), phase);
+    if (walk.rows() == kChunk) {
+      if (lead) {
+        tma_store(&params.o, shared_address(sm.o[slot]), half * 64, walk.tile.first + walk.row,
+                  walk.tile.hv, walk.tile.batch);
+        tma_store_commit();
+        tma_store_wait_read();
+      }
+    } else {
+      store_tail(params, walk, sm.o[slot], half);
+    }
+    __syncwarp();
+    arrive(sm.o_empty[slot], lead);
+    phase ^= 1;
+  }
+  if (lead) tma_store_wait();
+}
+
+// o of packed tokens that no sequence has, by the threads of the single warps.
+GDN_DEVICE void zero_orphans(const ChunkForward& p) {
+  if (p.cu_seqlens == nullptr) return;
+  const int64_t row_bytes = int64_t{p.HV} * kDim * 2;
+  const int64_t end = p.T * row_bytes;
+  constexpr int kSharing = 128;  // threads of a block
+  const int64_t step = int64_t{gridDim.x} * kSharing * 16;
+  int64_t at = sequence_bound(p, p.N) * row_bytes;
+  at += (int64_t{blockIdx.x} * kSharing + threadIdx.x) * 16;
+  for (; at < end; at += step)
+    *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.o) + at) = make_uint4(0, 0, 0, 0);
+}
+
+template <class C>
+GDN_DEVICE void init_barriers(SharedMemory<C>& sm) {
+  constexpr int kStateWarps = 4 * C::kStates, kMakerWarps = 4;  // a chunk has one maker
+  const auto init = [](auto& full, int writers, auto& empty, int readers) {
+    for (auto& bar : full) mbarrier_init(&bar, writers);
+    for (auto& bar : empty) mbarrier_init(&bar, readers);
+  };
+  init(sm.k_full, 1, sm.k_empty, kStateWarps + kMakerWarps);
+  init(sm.q_full, 1, sm.q_empty, kStateWarps + kMakerWarps);
+  init(sm.v_full, 1, sm.v_empty, kStateWarps);
+  init(sm.t_full, kMakerWarps, sm.t_empty, kStateWarps);
+  init(sm.p_full, kMakerWarps, sm.p_empty, kStateWarps);
+  init(sm.gates_full, 32, sm.gates_empty, kStateWarps + kMakerWarps);
+  init(sm.o_full, 4, sm.o_empty, 1);
+  mbarrier_init_fence();
+}
+
+#ifdef GDN_PROFILE
+__device__ uint32_t profile_out[132][40];
+#endif
+
+template <class C>
+__global__ void __launch_bounds__(kThreads, 1)
+    chunk_forward_kernel(const __grid_constant__ KernelParams params) {
+  static_assert(sizeof(SharedMemory<C>) <= 232448, "shared memory of a block");
+  extern __shared__ __align__(1024) uint8_t raw[];
+  SharedMemory<C>& sm = *reinterpret_cast<SharedMemory<C>*>(raw);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+
+  if (threadIdx.x == 0) init_barriers(sm);
+  // Blocks above the diagonal are read and never written.
+  const auto clear = [](auto& tiles) {
+    for (uint32_t i = threadIdx.x; i < sizeof(tiles) / 16; i += kThreads)
+      reinterpret_cast<uint4*>(tiles)[i] = make_uint4(0, 0, 0, 0);
+  };
+  clear(sm.inverse);
+  clear(sm.t);
+  clear(sm.p);
+#ifdef GDN_PROFILE
+  if (threadIdx.x < 40) sm.profile[threadIdx.x] = 0;
+#endif
+  fence_async_proxy();
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    lower_registers<C::kSinglesRegisters>();
+    if (warp == kLoader) {
+      if (threadIdx.x == 0) loader_role(sm, params);
+    } else if (warp == kGates) {
+      gates_role(sm, params);
+    } else if (C::kOutput && warp - kStore0 < C::kStates) {
+      store_role(sm, params, warp - kStore0);
+    }
+    if constexpr (C::kOutput) zero_orphans(params.problem);
+  } else if (warpgroup <= C::kStates) {
+    raise_registers<C::kStateRegisters>();
+    state_role(sm, params, warpgroup - 1);
+  } else {
+    static_assert(C::kMakerRegisters == 65536 / kThreads, "else change them here");
+    triangles_role(sm, params, warpgroup - 1 - C::kStates, warp % 4);
+  }
+#ifdef GDN_PROFILE
+  __syncthreads();
+  if (threadIdx.x < 40 && blockIdx.x < 132)
+    profile_out[blockIdx.x][threadIdx.x] = sm.profile[threadIdx.x];
+#endif
+}
+
+}  // namespace gdn::sm90

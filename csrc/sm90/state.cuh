@@ -1,0 +1,327 @@
+// A state warpgroup: half of V, all chunks of a sequence, with its part of the state in registers.
+//
+// Everything is transposed: rows are channels of V, columns are channels of K (the state) or tokens
+// (all else). The state [64 x 128] fp32 is the accumulator of its update and, rounded, the register
+// operand of its reads. A thread holds rows 16 warp + lane/4 (+8), and of every 8 columns
+// 2 (lane % 4) (+1).
+#pragma once
+#include "gates.cuh"
+
+namespace gdn::sm90 {
+
+template <class C>
+struct State {
+  using T = typename C::T;
+  SharedMemory<C>& sm;
+  const KernelParams& params;
+  const int lane, slot;  // slot: which state warpgroup of the block
+  const uint32_t tile_line;  // this lane's line in a [64 tokens][64 channels] tile, for ldmatrix
+
+  float S[64];
+
+  GDN_DEVICE State(SharedMemory<C>& s, const KernelParams& p, int slot)
+      : sm(s), params(p), lane(threadIdx.x % 32), slot(slot), tile_line(line(threadIdx.x)) {}
+
+  GDN_DEVICE static uint32_t line(int thread) {
+    const int lane = thread % 32, w = thread / 32 % 4;
+    const int token = lane / 16 * 8 + lane % 8, column = 2 * w + lane / 8 % 2;
+    return token * 128 + ((column ^ (token % 8)) * 16);
+  }
+
+  // Row and column of S[0] in the whole state, transposed.
+  GDN_DEVICE int value_channel(const Tile& tile) const {
+    return (C::kStates == 2 ? slot : tile.half) * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  }
+  GDN_DEVICE int key_channel() const { return lane % 4 * 2; }
+
+  // This tile's map or start in the workspace.
+  GDN_DEVICE float* map_of(const Tile& tile) const {
+    return params.segments.maps +
+           ((int64_t{tile.slot} * params.problem.HV + tile.hv) * 2 + tile.map) * (kDim * kDim);
+  }
+  GDN_DEVICE float* start_of(const Tile& tile) const {
+    return params.segments.starts +
+           (int64_t{tile.slot} * params.problem.HV + tile.hv) * (kDim * kDim);
+  }
+
+  GDN_DEVICE void load(const Tile& tile) {
+    const ChunkForward& p = params.problem;
+    const int64_t base = tile.n * p.h0_n + tile.hv * p.h0_h;
+    if (C::kPass == Pass::kSegments && tile.exists && !tile.begins) {
+      load_from(start_of(tile), 1, kDim, tile);
+    } else if (C::kPass == Pass::kMaps && tile.map == 1) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        const int row = value_channel(tile) + i % 4 / 2 * 8;
+        const int column = key_channel() + i / 4 * 8 + i % 2;
+        S[i] = row == column ? exp2_approx(-Frame<T>::kTop) : 0.f;
+      }
+    } else if (p.h0 == nullptr || !tile.exists || !tile.begins) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) S[i] = 0.f;
+    } else if (p.h0_dtype == Dtype::kFloat32) {
+      load_from(static_cast<const float*>(p.h0) + base, p.h0_k, p.h0_v, tile);
+    } else if (p.h0_dtype == Dtype::kFloat16) {
+      load_from(static_cast<const __half*>(p.h0) + base, p.h0_k, p.h0_v, tile);
+    } else {
+      load_from(static_cast<const __nv_bfloat16*>(p.h0) + base, p.h0_k, p.h0_v, tile);
+    }
+  }
+  template <class From>
+  GDN_DEVICE void load_from(const From* at, int64_t stride_k, int64_t stride_v, const Tile& tile) {
+    const float factor = exp2_approx(-Frame<T>::kTop);
+    at += value_channel(tile) * stride_v + key_channel() * stride_k;
+#pragma unroll
+    for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
+      S[4 * j] = float(at[0]) * factor;
+      S[4 * j + 1] = float(at[stride_k]) * factor;
+      S[4 * j + 2] = float(at[8 * stride_v]) * factor;
+      S[4 * j + 3] = float(at[8 * stride_v + stride_k]) * factor;
+    }
+  }
+
+  GDN_DEVICE void store(const Tile& tile, float factor) const {
+    const ChunkForward& p = params.problem;
+    if (C::kPass == Pass::kMaps) {
+      if (tile.exists) store_to(map_of(tile), 1, kDim, tile, factor);
+    } else if (p.ht != nullptr && tile.exists && tile.ends) {
+      store_to(p.ht + tile.n * p.ht_n + tile.hv * p.ht_h, p.ht_k, p.ht_v, tile, factor);
+    }
+  }
+  GDN_DEVICE void store_to(float* at, int64_t stride_k, int64_t stride_v, const Tile& tile,
+                           float factor) const {
+    at += value_channel(tile) * stride_v + key_channel() * stride_k;
+#pragma unroll
+    for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
+      at[0] = S[4 * j] * factor;
+      at[stride_k] = S[4 * j + 1] * factor;
+      at[8 * stride_v] = S[4 * j + 2] * factor;
+      at[8 * stride_v + stride_k] = S[4 * j + 3] * factor;
+    }
+  }
+
+  // The state as an operand, and in the frame of the chunk's end.
+  GDN_DEVICE void enter(uint32_t (&Sb)[32], const GateVectors& gates) {
+    const float pre = gates.pre, post = gates.post;
+    if (pre != 1.f) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) S[i] *= pre;
+    }
+#pragma unroll
+    for (int i = 0; i < 32; ++i) Sb[i] = pack(T{}, S[2 * i], S[2 * i + 1]);
+    if (post != 1.f) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) S[i] *= post;
+    }
+  }
+
+  // d = S x^T for a tile x of 64 tokens x 128 channels. Before these three: pin what they read and
+  // write, then wgmma_fence().
+  GDN_DEVICE void issue_read(float (&d)[32], const uint32_t (&Sb)[32], uint32_t x) {
+    const Descriptor rows = k_major(x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      wgmma_rs_n64(T{}, d, Sb + 4 * i, rows.at(i / 4 * kTileBytes + i % 4 * 32), i > 0);
+  }
+
+  // d += y m^T for a triangle m. Its blocks above the diagonal are 0; to leave them out, with
+  // N = 48, 32, 16 in the later steps, makes ptxas serialise all WGMMA (operands that overlap).
+  GDN_DEVICE void issue_triangle(float (&d)[32], uint32_t (&y)[16], uint32_t m) {
+    const Descriptor rows = k_major(m);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) wgmma_rs_n64(T{}, d, y + 4 * i, rows.at(i * 32), 1);
+  }
+
+  // S += u k for the chunk's keys.
+  GDN_DEVICE void issue_update(uint32_t (&u)[16], uint32_t k) {
+    const Descriptor columns = mn_major(k);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) wgmma_rs_n128(T{}, S, u + 4 * i, columns.at(i * 2048), 1);
+  }
+
+  // x = c v - f (S k), in fp32 in place of S k and rounded for the product with T.
+  GDN_DEVICE void make_x(float (&x)[32], uint32_t (&rounded)[16], uint32_t v,
+                         const GateVectors& gates, bool without_v, int rows) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t v4[4];
+      ldmatrix_x4_trans(v + j * 2048 + tile_line, v4);
+      if (C::kPass == Pass::kMaps && without_v) v4[0] = v4[1] = v4[2] = v4[3] = 0;
+      if (rows < kChunk) {  // the rest are the next sequence's, perhaps NaN
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int token = 16 * j + i / 2 * 8 + lane % 4 * 2;
+          v4[i] = token + 1 < rows ? v4[i] : token < rows ? v4[i] & 0xffff : 0;
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const float4 cf = gates.x[(2 * j + b) * 4 + lane % 4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float2 pair = unpack(T{}, v4[2 * b + h]);
+          const int at = 4 * (2 * j + b) + 2 * h;
+          x[at] = cf.x * pair.x - cf.z * x[at];
+          x[at + 1] = cf.y * pair.y - cf.w * x[at + 1];
+          rounded[at / 2] = pack(T{}, x[at], x[at + 1]);
+        }
+      }
+    }
+  }
+
+  // What tokens of a steep chunk give to the state: 2^-rho u.
+  GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const GateVectors& gates) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 rho = reinterpret_cast<const float2*>(gates.rho)[j * 4 + lane % 4];
+      const float e0 = exp2_approx(-rho.x), e1 = exp2_approx(-rho.y);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 pair = unpack(T{}, u[2 * j + h]);
+        u[2 * j + h] = pack(T{}, pair.x * e0, pair.y * e1);
+      }
+    }
+  }
+
+  // True in one lane of the warp, and not known before `value` is: an arrival is seen at once, while
+  // loads from shared memory issued before it may still be on their way.
+  GDN_DEVICE bool one_lane_after(uint32_t value) const {
+    const uint32_t equal = __ballot_sync(~0u, value == 0x5eed5eed);
+    return lane == (equal == ~0u ? 1 : 0);
+  }
+
+  // o = r O to its tile, for the store warp.
+  GDN_DEVICE void emit(const float (&O)[32], const GateVectors& gates) {
+    const uint32_t tile = shared_address(sm.o[slot]) + tile_line;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t o4[4];
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const float2 r = reinterpret_cast<const float2*>(gates.r)[(2 * j + b) * 4 + lane % 4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = 4 * (2 * j + b) + 2 * h;
+          o4[2 * b + h] = pack(T{}, O[at] * r.x, O[at + 1] * r.y);
+        }
+      }
+      stmatrix_x4_trans(tile + j * 2048, o4);
+    }
+    fence_async_proxy();
+    __syncwarp();
+  }
+};
+
+template <class C>
+GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int slot) {
+  using T = typename C::T;
+  State<C> state(sm, params, slot);
+  const bool lead = state.lane == 0;
+  const uint32_t start = clock_now();
+  uint32_t it = 0;  // chunks so far
+  uint32_t q = 0;   // stage of the chunk's q
+  static_assert(kVStages == 2 && kTStages == 2 && kPStages == 2);
+
+#pragma unroll 1
+  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    int length;
+    bool without_v;
+    {
+      const Tile tile = tile_at<C>(params, index);
+      state.load(tile);
+      length = tile.length;
+      without_v = C::kPass == Pass::kMaps && tile.map == 1;
+    }
+    float end = exp2_approx(Frame<T>::kTop);
+#pragma unroll 1
+    for (int left = length; left > 0; left -= kChunk, ++it) {
+      const uint32_t pair = it % 2, pair_phase = it / 2 & 1, k = it % C::kKStages;
+      const GateVectors& gates = sm.gates[it % C::kGateStages];
+      const uint32_t k_tile = shared_address(sm.k[k]);
+      float x[32] = {}, o[32] = {};  // defined each turn, or they would live from turn to turn
+      uint32_t Sb[32], u[16];
+
+      wait(sm, sm.gates_full[it % C::kGateStages], it / C::kGateStages & 1, kWaitGates);
+      end = gates.end;
+      state.enter(Sb, gates);
+      if (left < kChunk) wait(sm, sm.t_full[pair], pair_phase, kWaitT);  // the tail is cleared
+      wait(sm, sm.k_full[k], it / C::kKStages & 1, kWaitK);
+      pin(Sb);
+      pin(x);
+      wgmma_fence();
+      state.issue_read(x, Sb, k_tile);
+      wgmma_commit();
+
+      wait(sm, sm.v_full[pair], pair_phase, kWaitV);
+      const uint32_t since_sk = clock_now();
+      wgmma_wait<0>();
+      pin(x);
+      charge(sm, kWaitSk, since_sk);
+      state.make_x(x, u, shared_address(sm.v[pair][slot]), gates, without_v, left);
+      arrive(sm.v_empty[pair], state.one_lane_after(u[3] ^ u[7] ^ u[11] ^ u[15]));
+      wait(sm, sm.t_full[pair], pair_phase, kWaitT);
+      pin(x);
+      pin(u);
+      wgmma_fence();
+      state.issue_triangle(x, u, shared_address(sm.t[pair]));
+      wgmma_commit();
+      const uint32_t since_u = clock_now();
+      wgmma_wait<0>();
+      pin(x);
+      charge(sm, kWaitU, since_u);
+      arrive(sm.t_empty[pair], lead);
+
+#pragma unroll
+      for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
+      if constexpr (C::kOutput) {
+        wait(sm, sm.p_full[pair], pair_phase, kWaitP);  // also: a steep chunk's q has been scaled
+        pin(Sb);
+        pin(o);
+        pin(u);
+        wgmma_fence();
+        state.issue_read(o, Sb, shared_address(sm.q[q]));
+        state.issue_triangle(o, u, shared_address(sm.p[pair]));
+        wgmma_commit();
+      }
+      if constexpr (Frame<T>::kSplitKeyValue) {
+        if constexpr (C::kOutput) {
+          wgmma_wait<0>();
+          pin(o);
+        }
+        if (gates.steep) state.decay_to_end(u, gates);
+      }
+      pin(state.S);
+      pin(u);
+      wgmma_fence();
+      state.issue_update(u, k_tile);
+      wgmma_commit();
+
+      if constexpr (C::kOutput) {
+        wait(sm, sm.o_empty[slot], (it & 1) ^ 1, kWaitO);
+        const uint32_t since_out = clock_now();
+        wgmma_wait<1>();
+        pin(o);
+        charge(sm, kWaitOut, since_out);
+        arrive(sm.p_empty[pair], lead);
+        arrive(sm.q_empty[q], lead);
+        if (++q == C::kQStages) q = 0;
+        state.emit(o, gates);
+        arrive(sm.o_full[slot], lead);
+      }
+      __syncwarp();
+      arrive(sm.gates_empty[it % C::kGateStages], lead);
+      const uint32_t since_kv = clock_now();
+      wgmma_wait<0>();
+      pin(state.S);
+      charge(sm, kWaitKv, since_kv);
+      arrive(sm.k_empty[k], lead);
+    }
+    // Found again: its parts would fill registers all along.
+    int same_index = index;
+    asm volatile("" : "+r"(same_index));
+    state.store(tile_at<C>(params, same_index), end);
+  }
+  charge(sm, kTotalState, start);
+}
+
+}  // namespace gdn::sm90

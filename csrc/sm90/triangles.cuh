@@ -1,0 +1,360 @@
+// The makers: warpgroups that make T = (I + A)^-1 and P = q k^T of a chunk for the states.
+//
+// Warp w owns rows 16 w to 16 w + 15 of q k^T and k k^T, as WGMMA leaves them. The inverse is built
+// from 8 x 8 diagonal blocks by substitution in fp32, those of 16 x 16 by
+//     [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-(Y^-1 L) X^-1, Y^-1]]
+// and then each warp solves for a block column, in fp16 with fp32 sums. Blocks meet in shared
+// memory, in fp16.
+#pragma once
+#include "config.cuh"
+
+namespace gdn::sm90 {
+
+// Where a lane's 16-byte line lies in a swizzled tile, for a 16 x 16 block (rows lane % 16, two
+// lines a row) and for an 8 x 8 block (rows lane % 8). The swizzle is an exclusive or with the row,
+// and so is the step to another column block.
+struct Lines {
+  uint32_t block, small;
+  GDN_DEVICE explicit Lines(int lane)
+      : block(lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16), small(lane % 8 * (128 + 16)) {}
+  // Block (row, column) in units of 16.
+  GDN_DEVICE uint32_t block_at(uint32_t tile, int row, int column) const {
+    return tile + row * 2048 + (block ^ column * 32);
+  }
+  // Block (row, column) in units of 8.
+  GDN_DEVICE uint32_t small_at(uint32_t tile, int row, int column) const {
+    return tile + row * 1024 + (small ^ column * 16);
+  }
+};
+
+// d += a b^T for 16 x 16 blocks, b from shared memory.
+GDN_DEVICE void product_transposed(float (&d)[2][4], const uint32_t (&a)[4], uint32_t b_line) {
+  uint32_t b[4];
+  ldmatrix_x4(b_line, b);
+  mma_16816(d[0], a, b[0], b[2]);
+  mma_16816(d[1], a, b[1], b[3]);
+}
+template <class T>
+GDN_DEVICE void pack_block(const float (&d)[2][4], uint32_t (&r)[4], float sign) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    r[i] = pack(T{}, sign * d[i / 2][i % 2 * 2], sign * d[i / 2][i % 2 * 2 + 1]);
+}
+
+template <class C>
+struct Triangles {
+  using T = typename C::T;
+  SharedMemory<C>& sm;
+  const int maker, lane, w;  // w: warp of the warpgroup
+  const Lines lines;
+  const uint32_t a_tile, inverse_tile;
+
+  GDN_DEVICE Triangles(SharedMemory<C>& s, int maker, int lane, int warp)
+      : sm(s), maker(maker), lane(lane), w(warp), lines(lane), a_tile(shared_address(s.a[maker])),
+        inverse_tile(shared_address(s.inverse[maker])) {}
+
+  GDN_DEVICE void barrier() const { named_barrier(kMakerBarrier + maker, 128); }
+
+  // Zeroes the rows of a chunk's k that belong to the next sequence: their NaN would survive a
+  // product with 0. Those of v are left out where v is read (state.cuh), and those of q only reach
+  // rows of o that are not stored.
+  GDN_DEVICE void clear_tail(int rows, int k_stage) const {
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll 1
+      for (int line = rows * 8 + threadIdx.x % 128; line < 64 * 8; line += 128)
+        reinterpret_cast<uint4*>(sm.k[k_stage][half])[line] = make_uint4(0, 0, 0, 0);
+    }
+    fence_async_proxy();
+    barrier();
+  }
+
+  // d = x y^T over 128 channels, issued and committed.
+  GDN_DEVICE void issue_product(float (&d)[32], uint32_t x, uint32_t y) const {
+    const Descriptor x_rows = k_major(x), y_rows = k_major(y);
+    pin(d);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t bytes = i / 4 * kTileBytes + i % 4 * 32;
+      wgmma_ss_n64(T{}, d, x_rows.at(bytes), y_rows.at(bytes), i > 0);
+    }
+    wgmma_commit();
+  }
+
+  // The decay that a steep chunk leaves in its triangles.
+  GDN_DEVICE void decay(float (&d)[32], const GateVectors& gates) const {
+    const int row = w * 16 + lane / 4;
+    const float rho0 = gates.rho[row], rho1 = gates.rho[row + 8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = 8 * j + lane % 4 * 2 + e;
+        const float rho = gates.rho[column];
+        d[4 * j + e] *= exp2_approx(row >= column ? rho0 - rho : -INFINITY);
+        d[4 * j + 2 + e] *= exp2_approx(row + 8 >= column ? rho1 - rho : -INFINITY);
+      }
+  }
+
+  // Row strip w of A to scratch, in fp16.
+  GDN_DEVICE void store_a(const float (&kk)[32], const GateVectors& gates) const {
+    const float beta0 = gates.beta[w * 16 + lane / 4], beta1 = gates.beta[w * 16 + lane / 4 + 8];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      if (b > w) break;
+      float x[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        x[i] = kk[8 * b + i] * (i % 4 < 2 ? beta0 : beta1);
+        const int row = lane / 4 + i % 4 / 2 * 8, column = lane % 4 * 2 + i % 2 + i / 4 * 8;
+        if (b == w && row <= column) x[i] = 0.f;
+      }
+      uint32_t r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r[i] = pack(__half{}, x[2 * i], x[2 * i + 1]);
+      stmatrix_x4(lines.block_at(a_tile, w, b), r);
+    }
+  }
+
+  // Row strip w of P.
+  GDN_DEVICE void store_p(const float (&qk)[32], uint32_t p_tile) const {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      if (b > w) break;
+      float x[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int row = lane / 4 + i % 4 / 2 * 8, column = lane % 4 * 2 + i % 2 + i / 4 * 8;
+        x[i] = b == w && row < column ? 0.f : qk[8 * b + i];
+      }
+      uint32_t r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
+      stmatrix_x4(lines.block_at(p_tile, w, b), r);
+    }
+  }
+
+  // The two 8 x 8 diagonal blocks of warp w. A lane owns one row x of a block's inverse:
+  // x (I + L) = e, from the last column to the first.
+  GDN_DEVICE void invert_8(uint32_t t_tile) const {
+    const int block = 2 * w + lane / 8 % 2, row = lane % 8;
+    float x[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = j == row ? 1.f : 0.f;
+#pragma unroll
+    for (int k = 7; k > 0; --k) {
+      uint32_t line[4];
+      load_shared_16(a_tile + block * 1024 + k * 128 + (block % 8 ^ k) * 16, line);
+#pragma unroll
+      for (int j = 0; j < k; ++j) {
+        const float2 pair = unpack(__half{}, line[j / 2]);
+        x[j] -= x[k] * (j % 2 ? pair.y : pair.x);
+      }
+    }
+    if (lane < 16) {
+      uint32_t r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r[i] = pack(__half{}, x[2 * i], x[2 * i + 1]);
+      store_shared_16(lines.small_at(inverse_tile, block, block), r);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        r[i] = pack(T{}, 2 * i < row ? x[2 * i] : 0.f, 2 * i + 1 < row ? x[2 * i + 1] : 0.f);
+      store_shared_16(lines.small_at(t_tile, block, block), r);
+    }
+  }
+
+  // From 8 to 16 rows, warp w's own diagonal block.
+  GDN_DEVICE void merge_8(uint32_t t_tile) const {
+    const int low = 2 * w, high = 2 * w + 1;
+    const uint32_t y = ldmatrix_x1(lines.small_at(inverse_tile, high, high));
+    const uint32_t l = ldmatrix_x1_trans(lines.small_at(a_tile, high, low));
+    const uint32_t x = ldmatrix_x1_trans(lines.small_at(inverse_tile, low, low));
+    float d[4];
+    mma_1688(d, 0, y, l);
+    const uint32_t yl = pack(__half{}, -d[2], -d[3]);
+    mma_1688(d, 0, yl, x);
+    stmatrix_x1(lines.small_at(inverse_tile, high, low), pack(__half{}, d[2], d[3]));
+    stmatrix_x1(lines.small_at(t_tile, high, low), pack(T{}, d[2], d[3]));
+  }
+
+  // Block column j of the inverse, from the inverses D of the 16 x 16 diagonal blocks:
+  //     T_jj = D_j,  T_ij = -D_i (sum over j <= k < i of A_ik T_kj)
+  // Transposed, so that a block just made is the register operand of the next product.
+  GDN_DEVICE void solve_column(int j, uint32_t t_tile) const {
+    uint32_t y[3][4];  // -T_kj, transposed, k = j, j + 1, ...; D_j itself with its own sign
+    {
+      uint32_t r[4];
+      ldmatrix_x4_trans(lines.block_at(inverse_tile, j, j), r);
+      y[0][0] = r[0];
+      y[0][1] = r[2];
+      y[0][2] = r[1];
+      y[0][3] = r[3];
+    }
+#pragma unroll
+    for (int n = 1; n < 4; ++n) {  // block row i = j + n
+      const int i = j + n;
+      if (i > 3) break;
+      float d[2][4] = {};
+#pragma unroll
+      for (int k = 0; k < n; ++k) product_transposed(d, y[k], lines.block_at(a_tile, i, j + k));
+      uint32_t sum[4];
+      pack_block<__half>(d, sum, -1.f);
+      float t[2][4] = {};
+      product_transposed(t, sum, lines.block_at(inverse_tile, i, i));
+      if (n < 3) pack_block<__half>(t, y[n], 1.f);
+      uint32_t r[4];
+      pack_block<T>(t, r, 1.f);
+      const uint32_t transposed[4] = {r[0], r[2], r[1], r[3]};
+      stmatrix_x4_trans(lines.block_at(t_tile, i, j), transposed);
+    }
+  }
+
+  GDN_DEVICE void invert(uint32_t t_tile) const {
+    uint32_t since = clock_now();
+    __syncwarp();
+    invert_8(t_tile);
+    charge(sm, kAuxEight, since);
+    since = clock_now();
+    __syncwarp();
+    merge_8(t_tile);
+    charge(sm, kAuxSixteen, since);
+    since = clock_now();
+    barrier();
+    charge(sm, kAuxBarrier, since);
+    since = clock_now();
+    if (w < 3) solve_column(w, t_tile);
+    charge(sm, kAuxColumn, since);
+  }
+
+  // q <- 2^(exponent + rho) q, what a steep chunk's tokens keep of the state.
+  GDN_DEVICE void scale_q(int stage, const GateVectors& gates) const {
+    const int row = threadIdx.x % 128 / 2;
+    const float f = exp2_approx(gates.exponent + gates.rho[row]);
+    const uint32_t line = shared_address(sm.q[stage][threadIdx.x % 2]) + row * 128;
+    for (int i = 0; i < 8; ++i) {
+      uint32_t x[4];
+      load_shared_16(line + i * 16, x);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = unpack(T{}, x[j]);
+        x[j] = pack(T{}, pair.x * f, pair.y * f);
+      }
+      store_shared_16(line + i * 16, x);
+    }
+  }
+};
+
+// Opaque to the compiler, which would otherwise keep every address of the loop in a register.
+GDN_DEVICE int fresh_lane() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane)::"memory");
+  return lane;
+}
+
+template <class C>
+GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, int maker,
+                               int warp) {
+  const bool lead = threadIdx.x % 32 == 0;
+  const uint32_t start = clock_now();
+  Walk<C> walk(params);
+  uint32_t it = 0;  // chunks so far, of all makers
+  Ring<C::kQStages> q;
+  float kk[32];
+
+  // To this maker's next chunk, if there is one.
+  const auto next = [&] {
+    bool more = true;
+#pragma unroll
+    for (int i = 0; i < C::kMakers; ++i) {
+      if (more) {
+        more = walk.next();
+        ++it;
+        q.advance();
+      }
+    }
+    return more;
+  };
+  // Issues k k^T of chunk `it`. After the last chunk its operand is stale and its result unused: a
+  // branch around it would make the compiler wait for it at once.
+  const auto begin_chunk = [&](const Triangles<C>& own, bool exists) {
+    if (exists) {
+      wait(sm, sm.k_full[it % C::kKStages], it / C::kKStages & 1, kAuxWaitK);
+      if (walk.rows() < kChunk) own.clear_tail(walk.rows(), it % C::kKStages);
+    }
+    const uint32_t tile = shared_address(sm.k[it % C::kKStages]);
+    own.issue_product(kk, tile, tile);
+  };
+  const auto finish_kk = [&] {
+    const uint32_t since = clock_now();
+    wgmma_wait<0>();
+    pin(kk);
+    charge(sm, kAuxKk, since);
+  };
+
+  bool more = walk.begin();
+  for (int i = 0; i < maker && more; ++i) {
+    more = walk.next();
+    ++it;
+    q.advance();
+  }
+  begin_chunk(Triangles<C>(sm, maker, fresh_lane(), warp), more);
+  finish_kk();
+#pragma unroll 1
+  while (more) {
+    const Triangles<C> own(sm, maker, fresh_lane(), warp);
+    float qk[32];
+    if constexpr (C::kOutput) {
+      wait(sm, sm.q_full[q.stage], q.phase, kAuxWaitQ);
+      const uint32_t since_issue = clock_now();
+      own.issue_product(qk, shared_address(sm.q[q.stage]), shared_address(sm.k[it % C::kKStages]));
+      charge(sm, kAuxIssueQk, since_issue);
+    }
+
+    wait(sm, sm.gates_full[it % C::kGateStages], it / C::kGateStages & 1, kAuxWaitGates);
+    const GateVectors& gates = sm.gates[it % C::kGateStages];
+    const bool steep = gates.steep;
+    if (steep) own.decay(kk, gates);
+    own.barrier();  // the previous chunk's scratch has been read
+    const uint32_t since = clock_now();
+    own.store_a(kk, gates);
+    charge(sm, kAuxStoreA, since);
+    const uint32_t t = it % kTStages;
+    wait(sm, sm.t_empty[t], it / kTStages & 1 ^ 1, kAuxWaitT);
+    own.invert(shared_address(sm.t[t]));
+    fence_async_proxy();
+    __syncwarp();
+    arrive(sm.t_full[t], lead);
+    charge(sm, kAuxInverse, since);
+
+    const uint32_t since_qk = clock_now();
+    wgmma_wait<0>();
+    pin(qk);
+    charge(sm, kAuxQk, since_qk);
+    arrive(sm.k_empty[it % C::kKStages], lead);
+    const uint32_t now = it, q_now = q.stage, p = now % kPStages;
+    more = next();
+    const uint32_t since_kk = clock_now();
+    begin_chunk(own, more);
+    charge(sm, kAuxIssueKk, since_kk);
+    if constexpr (C::kOutput) {
+      const uint32_t since_p = clock_now();
+      wait(sm, sm.p_empty[p], now / kPStages & 1 ^ 1, kAuxWaitP);
+      if (steep) {
+        own.decay(qk, sm.gates[now % C::kGateStages]);
+        own.barrier();  // q k^T of all warps is done
+        own.scale_q(q_now, sm.gates[now % C::kGateStages]);
+      }
+      own.store_p(qk, shared_address(sm.p[p]));
+      fence_async_proxy();
+      __syncwarp();
+      charge(sm, kAuxStoreP, since_p);
+      arrive(sm.p_full[p], lead);
+      arrive(sm.q_empty[q_now], lead);
+    }
+    arrive(sm.gates_empty[now % C::kGateStages], lead);
+    finish_kk();
+  }
+  charge(sm, kTotalAux, start);
+}
+
+}  // namespace gdn::sm90

@@ -1,0 +1,143 @@
+"""Host code of the CUDA forward: a validated problem and its tensors in, one operator called.
+
+The operator writes into memory that is made here. Under torch.compile the whole op is opaque
+already (`gdn_triton.ops.library`), so this one is never traced and has no fake.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from gdn_triton import fast
+from gdn_triton.environment import batch_invariant
+from gdn_triton.problem import Problem
+
+# What the kernels read g, beta and the initial state in.
+_SIDE_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
+
+
+def tma_readable(x: Tensor) -> Tensor:
+    """x [B, T, heads, D] of 2-byte elements itself where TMA can read it as it lies, else a copy.
+
+    TMA wants a dense last dimension, and a base address and strides that are multiples of 16 bytes.
+    The split of a projection has them if the widths of its parts are multiples of 8.
+    """
+    batch, row, head, last = x.stride()
+    if last == 1 and not (batch | row | head) & 7 and not x.data_ptr() & 15:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def side_readable(x: Tensor) -> Tensor:
+    """g, beta or a state: at any strides, but not in float64."""
+    return x if x.dtype in _SIDE_DTYPES else x.float()
+
+
+def head_vector(x: Tensor | None) -> Tensor | None:
+    """A_log or dt_bias [HV], dense and in float32."""
+    return None if x is None else x.float().contiguous()
+
+
+@functools.lru_cache(1024)
+def workspace_floats(
+    device: int | None,
+    B: int,
+    T: int,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    N: int,
+    is_bfloat16: bool,
+    is_packed: bool,
+    use_qk_l2norm: bool,
+    invariant: bool,
+) -> int:
+    """Scratch memory of a call, in float32 elements. Kept: asking the library takes longer."""
+    index = torch.cuda.current_device() if device is None else device
+    size: int = torch.ops.gdn_fast.chunk_forward_workspace(
+        index, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, invariant
+    )
+    return size
+
+
+@functools.cache
+def _operator() -> torch._ops.OpOverload:
+    unavailable = fast.why_unavailable()
+    if unavailable is not None:
+        raise RuntimeError(unavailable)
+    return torch.ops.gdn_fast.chunk_forward.default
+
+
+def forward(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_indices: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """o [B, T, HV, V] in q's dtype and the final state, or None.
+
+    q, k and v that TMA cannot read where they lie, and side inputs in float64, are copied first.
+    ``chunk_indices`` is not needed. RuntimeError with the reason if the library is not there, or
+    says that it did not run.
+    """
+    p = problem
+    run, device = _operator(), q.device
+    o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=device)
+    final_state = None
+    if p.output_final_state:
+        shape = (p.N, p.HV, p.V, p.K) if p.state_v_first else (p.N, p.HV, p.K, p.V)
+        final_state = torch.empty(shape, dtype=torch.float32, device=device)
+    if p.T == 0 or p.N == 0:
+        return o.zero_(), _untouched(final_state, initial_state)
+    invariant = batch_invariant()
+    size = workspace_floats(
+        device.index,
+        p.B,
+        p.T,
+        p.H,
+        p.HV,
+        p.K,
+        p.V,
+        p.N,
+        p.q_dtype is torch.bfloat16,
+        p.is_varlen,
+        p.use_qk_l2norm,
+        invariant,
+    )
+    run(
+        tma_readable(q),
+        tma_readable(k),
+        tma_readable(v),
+        side_readable(g),
+        side_readable(beta),
+        head_vector(A_log),
+        head_vector(dt_bias),
+        None if initial_state is None else side_readable(initial_state),
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        p.scale,
+        p.state_v_first,
+        p.use_qk_l2norm,
+        p.use_beta_sigmoid,
+        p.allow_neg_eigval,
+        invariant,
+        o,
+        final_state,
+        torch.empty(size, dtype=torch.float32, device=device),
+    )
+    return o, final_state
+
+
+def _untouched(final_state: Tensor | None, initial_state: Tensor | None) -> Tensor | None:
+    """The final states where no sequence has a token."""
+    if final_state is None:
+        return None
+    return final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
