@@ -1,147 +1,331 @@
-"""The page docs/benchmarks.md, from the records of a run of benchmarks.run.
+"""The page docs/benchmarks.md, from the records of runs of benchmarks.run, one file a run.
 
-python -m benchmarks.page benchmarks/results/h200.jsonl > docs/benchmarks.md
+    python -m benchmarks.page benchmarks/results/*.jsonl > docs/benchmarks.md
+    python -m benchmarks.page --numerics benchmarks/results/h200.jsonl
+
+The second gives the table of equal elements for docs/numerics.md. A file is shown as the table
+("main" or "full") whose cases it has.
 """
 
+import argparse
 import json
 import math
+import re
+import statistics
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import all_cases
+from benchmarks.shapes import TABLES, all_cases, floor_us
 
-OURS, BASELINE = "gdn_triton", "FLA"
+OURS = "gdn_triton"
+OTHERS = ("FLA", "FlashQLA", "FlashInfer")
+KNOWN = "FlashQLA and FlashInfer are known to be faster than FLA on long calls with K = V = 128."
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
-INTRODUCTION = """\
+Record = dict[str, Any]
+
+TITLE = """\
 # Benchmarks
+
+This package beside others on the same tensors, in one process a run. Where another one is faster,
+its row comes first. All in bf16 with fp32 g, beta and states. `H/HV` or `H` heads, `D` = K = V;
+"packed 3 in 1000" is three sequences in 1000 tokens, 2x16384 two of that length.
+"""
+
+HEADINGS = {"main": "All kinds of shapes", "full": "Prefill: heads by sequences"}
+
+MADE = """
+## {heading}
 
 Made on {date} by
 
 ```bash
-python -m benchmarks.run --out DIR --peers fla --prewarm 16
-python -m benchmarks.page DIR/results.jsonl > docs/benchmarks.md
+{command}
+python -m benchmarks.page benchmarks/results/*.jsonl > docs/benchmarks.md
 ```
 
-{gpu}, driver {driver}, power limit {power}; Python {python}, torch {torch},
-Triton {triton}; gdn_triton {ours} at {commit}, backend {backend}; fla-core {baseline}, its Triton
-kernels. In the same run a large copy moved {copy:.2f} TB/s (read and written) and a large bf16
-matrix product ran at {product:.0f} TFLOP/s. The records are in `benchmarks/results/h200.jsonl`.
-
-- {gpu_rows} rows were timed. On the GPU FLA takes {graph_mean:.2f} times as long in the geometric
-  mean, and {graph_least:.2f} at the least ({graph_least_case}).
-- Called from Python it takes {call_mean:.2f} times as long, and {call_least:.2f} at the least.
-- Rows slower than FLA: {losses}.
-- The error of o is at most {o_worst:.3f} of FLA's, the median {o_median:.3f}.
-- The error of the final state is at most {state_worst:.3f} of FLA's, the median {state_median:.3f}.
-- The most host time of a call is {host_most:.0f} us.
-
-FlashInfer and FlashQLA were not in this run. Both are known to be faster than FLA on long calls
-with K = V = 128, FlashInfer by more than gdn_triton is here.
-
-## Error and time
-
-`H/HV` or `H` heads, `D` = K = V; "packed 3 in 1000" is three sequences in 1000 tokens. All in bf16.
-The error is `||x - ref|| / ||ref||` of o and of the final state against float64 on the same inputs:
-token by token (r), or in chunks where that takes too long (c); the two differ by {check:.0e}. Fresh
-memory was poisoned before. Times are in microseconds: a replay of the call as a CUDA graph with a
-cold L2, the median; a call from Python in a row of calls; and the host's part of that. "roof" is
-the share of the graph's time that the fewest bytes or operations would take at the rates above.
-
-| {columns} |
-|{rule}|
+{gpu}, driver {driver}, power limit {power limit}; Python {python}, torch {torch},
+Triton {triton}; {implementations}, at {commit}, GDN_BACKEND={GDN_BACKEND}.
+In the same run a large copy moved {copy:.2f} TB/s (read and written) and a large bf16 matrix
+product ran at {product:.0f} TFLOP/s. The records are in `benchmarks/results/{file}`.
 """
 
-COLUMNS = (
-    *("case", "ref", "o", "o FLA", "state", "state FLA", "graph", "graph FLA", "FLA / ours"),
-    *("call", "call FLA", "host", "host FLA", "roof"),
-)
+ERRORS = """
+### Error
+
+`||x - ref|| / ||ref||` of o and of the final state against float64 on the same inputs: token by
+token (r), or in chunks where that takes too long (c); the two differ by {check:.0e}. Fresh memory
+was poisoned before.
+
+"""
+
+GRAPHS = """
+### Time on the GPU
+
+Microseconds of a replay of the call as a CUDA graph with a cold L2, the median. "best / ours" is
+the time of the fastest other implementation over ours. TFLOP/s and GB/s are the fewest operations
+(163,840 per token and value head at K = V = 128) and the fewest bytes (inputs read once, outputs
+written once) over our time. "roof" is the share of our time that they would take at the rates of
+the copy and the matrix product above, whichever takes longer.
+
+"""
+
+CALLS = """
+### Calls from Python
+
+Microseconds of a call in a row of calls, and the host's part of that.
+
+"""
+
+MEMORY = """
+### Memory
+
+What a call takes at its peak beyond its inputs and outputs, over the size of those.
+
+"""
 
 FIRST_CALLS = """
-## First call
+### First call
 
 Seconds of the first call in a new process, without the import of torch; compilation included where
 the Triton cache is empty.
 
-| case | empty cache | filled cache |
-|---|---|---|
 """
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
+class Run:
+    """The records of one file, by kind and case."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        records: list[Record] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        # A run that went on after a stop has several headers; the last names what is there now.
+        self.header: Record = [x for x in records if x["kind"] == "header"][-1]
+        self.kinds: dict[str, dict[str, Record]] = {}
+        for record in records:
+            self.kinds.setdefault(record["kind"], {})[record.get("case", "")] = record
+        names = {case for kind in self.kinds.values() for case in kind}
+        self.table = next(
+            table for table in TABLES if names & {case.name for case in all_cases(table)}
+        )
+
+    def of(self, kind: str) -> dict[str, Record]:
+        """In the order of the table's cases; rows that were refused are not among them."""
+        found = self.kinds.get(kind, {})
+        order = [case.name for case in all_cases(self.table) if case.name in found]
+        return {case: found[case] for case in order if "refused" not in found[case]}
+
+    def refused(self) -> Iterator[str]:
+        for kind, found in self.kinds.items():
+            for case, record in found.items():
+                if "refused" in record:
+                    yield f"{kind} {case}: {record['refused']}"
+
+    def names(self, kind: str, key: str) -> list[str]:
+        """Implementations with at least one number, ours first."""
+        used = [r["results"] for r in self.of(kind).values()]
+        implementations = dict.fromkeys((OURS, *self.header["implementations"]))
+        return [n for n in implementations if any(key in results.get(n, {}) for results in used)]
 
 
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+def row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |\n"
 
 
-def page(records: list[dict[str, Any]]) -> str:
-    of_kind: dict[str, dict[str, Any]] = {}
-    for record in records:
-        of_kind.setdefault(record["kind"], {})[record.get("case", "")] = record
-    header = of_kind["header"][""]
-    errors = {case: record for case, record in of_kind["accuracy"].items()}
-    times = of_kind["speed"]
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return row(columns) + row(["---"] * len(columns)) + "".join(map(row, rows))
 
-    def ratio(record: dict[str, Any], what: str) -> float:
-        return record["results"][BASELINE][what] / record["results"][OURS][what]
 
-    graph = {case: ratio(record, "graph") for case, record in times.items()}
-    call = {case: ratio(record, "call") for case, record in times.items()}
-    o = [1 / ratio(record, "o") for record in errors.values()]
-    state = [1 / ratio(record, "state") for record in errors.values()]
-    losses = [case for case in times if graph[case] < 1 or call[case] < 1]
-    least = min(graph, key=lambda case: graph[case])
-    text = INTRODUCTION.format(
-        date=header["date"],
-        gpu=header["gpu"],
-        driver=header["driver"],
-        power=header["power limit"],
-        python=header["python"],
-        torch=header["torch"],
-        triton=header["triton"],
-        ours=header["implementations"][OURS],
-        baseline=header["implementations"][BASELINE],
-        commit=header["commit"],
-        backend=header["GDN_BACKEND"],
-        copy=header["bytes_per_s"] / 1e12,
-        product=header["flops_per_s"] / 1e12,
-        gpu_rows=len(times),
-        graph_mean=geometric_mean(list(graph.values())),
-        graph_least=graph[least],
-        graph_least_case=least,
-        call_mean=geometric_mean(list(call.values())),
-        call_least=min(call.values()),
-        losses=", ".join(losses) or "none",
-        o_worst=max(o),
-        state_worst=max(state),
-        o_median=median(o),
-        state_median=median(state),
-        host_most=max(record["results"][OURS]["host"] for record in times.values()),
-        check=of_kind["check"][""]["difference"],
-        columns=" | ".join(COLUMNS),
-        rule="---|" * (len(COLUMNS) - 1) + "---",
+def others(record: Record, key: str) -> dict[str, float]:
+    return {n: r[key] for n, r in record["results"].items() if key in r and n != OURS}
+
+
+def best_ratio(record: Record) -> float:
+    """The fastest other implementation's time on the GPU over ours; infinity if there is none."""
+    return (
+        min(others(record, "graph").values(), default=math.inf) / record["results"][OURS]["graph"]
     )
-    for case in (case.name for case in all_cases() if case.name in errors):
-        ours, baseline = (errors[case]["results"][name] for name in (OURS, BASELINE))
-        cells = [case, errors[case]["reference"][0]]
-        cells += [f"{x[what]:.2e}" for what in ("o", "state") for x in (ours, baseline)]
-        if case in times:
-            ours, baseline = (times[case]["results"][name] for name in (OURS, BASELINE))
-            cells += [f"{ours['graph']:.4g}", f"{baseline['graph']:.4g}", f"{graph[case]:.2f}"]
-            cells += [f"{x[what]:.0f}" for what in ("call", "host") for x in (ours, baseline)]
-            cells.append(f"{times[case]['floor'] / ours['graph']:.0%}")
-        else:
-            cells += [""] * 8
-        text += "| " + " | ".join(cells) + " |\n"
-    text += FIRST_CALLS
-    for case, record in of_kind["first_call"].items():
-        empty, filled = record["empty"]["first"], record["filled"]["first"]
-        text += f"| {case} | {empty:.2f} | {filled:.2f} |\n"
+
+
+def losses_first(records: dict[str, Record]) -> list[tuple[str, Record]]:
+    """Rows in which another one is faster, the worst first; then the rest in their order."""
+    lost = [item for item in records.items() if best_ratio(item[1]) < 1]
+    return sorted(lost, key=lambda item: best_ratio(item[1])) + [
+        item for item in records.items() if best_ratio(item[1]) >= 1
+    ]
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def summary(run: Run) -> Iterator[str]:
+    """What the tables say, in a few lines."""
+    speed, accuracy = run.of("speed"), run.of("accuracy")
+    for name in run.names("speed", "graph")[1:]:
+        for key, what in (("graph", "On the GPU"), ("call", "Called from Python")):
+            ratios = {
+                case: record["results"][name][key] / record["results"][OURS][key]
+                for case, record in speed.items()
+                if key in record["results"].get(name, {})
+            }
+            mean, least = (
+                statistics.geometric_mean(ratios.values()),
+                min(ratios, key=ratios.__getitem__),
+            )
+            slower = sum(ratio < 1 for ratio in ratios.values())
+            yield (
+                f"{what} {name} takes {mean:.2f} times as long as {OURS} in the geometric mean of "
+                f"{len(ratios)} rows, {ratios[least]:.2f} at the least ({least}); it is faster in "
+                f"{slower}."
+            )
+    for name in run.names("accuracy", "o")[1:]:
+        for key, what in (("o", "o"), ("state", "the final state")):
+            errors = [
+                record["results"][OURS][key] / record["results"][name][key]
+                for record in accuracy.values()
+                if key in record["results"].get(name, {})
+            ]
+            yield (
+                f"The error of {what} is at most {max(errors):.3f} of {name}'s, the median "
+                f"{statistics.median(errors):.3f}, in {len(errors)} rows."
+            )
+    if speed:
+        hosts = {case: record["results"][OURS]["host"] for case, record in speed.items()}
+        most = max(hosts, key=hosts.__getitem__)
+        yield f"The most host time of a call is {hosts[most]:.0f} us ({most})."
+    yield from (f"Refused: {text}." for text in run.refused())
+    absent = [name for name in OTHERS if name not in run.header["implementations"]]
+    if absent:
+        yield f"Not in this run: {', '.join(absent)}. {KNOWN}"
+
+
+def error_table(run: Run) -> str:
+    names = run.names("accuracy", "o")
+    rows = []
+    for case, record in run.of("accuracy").items():
+        cells = [record["results"].get(name, {}) for name in names]
+        errors = [f"{x['o']:.2e}, {x['state']:.2e}" if "o" in x else "" for x in cells]
+        rows.append([case, record["reference"][0], *errors])
+    return table(["case", "ref", *names], rows)
+
+
+def graph_table(run: Run) -> str:
+    names = run.names("speed", "graph")
+    cases = {case.name: case for case in all_cases(run.table)}
+    rows = []
+    for case, record in losses_first(run.of("speed")):
+        own = record["results"][OURS]["graph"]
+        times = [number(record["results"].get(name, {}).get("graph")) for name in names]
+        ratio = best_ratio(record)
+        rows.append(
+            [
+                case,
+                record["backend"],
+                *times,
+                f"{ratio:.2f}" if math.isfinite(ratio) else "",
+                f"{cases[case].flops / own * 1e-6:.0f}",
+                f"{cases[case].bytes / own * 1e-3:.0f}",
+                f"{floor_us(cases[case], run.header) / own:.0%}",
+            ]
+        )
+    columns = ["case", "backend", *names, "best / ours", "TFLOP/s", "GB/s", "roof"]
+    return table(columns, rows)
+
+
+def call_table(run: Run) -> str:
+    names = run.names("speed", "call")
+    rows = []
+    for case, record in run.of("speed").items():
+        cells = [record["results"].get(name, {}) for name in names]
+        rows.append(
+            [case, *(f"{x['call']:.0f}, {x['host']:.0f}" if "call" in x else "" for x in cells)]
+        )
+    return table(["case", *names], rows)
+
+
+def memory_table(run: Run) -> str:
+    names = run.names("speed", "extra")
+    cases = {case.name: case for case in all_cases(run.table)}
+    rows = []
+    for case, record in run.of("speed").items():
+        cells = [record["results"].get(name, {}) for name in names]
+        rows.append(
+            [
+                case,
+                *(f"{x['extra'] / cases[case].bytes:.0%}" if "extra" in x else "" for x in cells),
+            ]
+        )
+    return table(["case", *names], rows)
+
+
+def numerics_table(run: Run) -> str:
+    """Shares of equal elements: a row a case and implementation."""
+    records = run.of("numerics")
+    tolerances = next(iter(records.values()))["tolerances"] if records else []
+    columns = [f"{name}, {tolerance:g}" for name in ("o", "state") for tolerance in tolerances]
+    rows = [
+        [
+            case,
+            name,
+            *(f"{100 * x:.3f}%" for key in ("o", "state") for x in record["results"][name][key]),
+        ]
+        for case, record in records.items()
+        for name in run.names("numerics", "o")
+        if "o" in record["results"].get(name, {})
+    ]
+    return table(["case", "implementation", *columns], rows)
+
+
+def section(run: Run) -> str:
+    head = run.header
+    # Where it was stopped and what it was told of itself is not how to make it again.
+    asked = re.sub(r" --resume| --(out|commit|budget-seconds) \S+", "", head["command"])
+    named = [f"{name} {version}" for name, version in head["implementations"].items()]
+    made = {
+        "heading": HEADINGS[run.table],
+        "command": asked.replace("benchmarks.run", "benchmarks.run --out DIR", 1),
+        "implementations": ", ".join(named),
+        "copy": head["bytes_per_s"] / 1e12,
+        "product": head["flops_per_s"] / 1e12,
+        "file": run.path.name,
+    }
+    text = MADE.format(**head | made)
+    text += "\n" + "".join(f"- {line}\n" for line in summary(run))
+    plot = f"benchmarks-{run.table}.svg"
+    if (DOCS / plot).exists():
+        text += f"\n![Time of each other implementation over ours, case by case]({plot})\n"
+    if run.of("speed"):
+        text += GRAPHS + graph_table(run)
+    if run.of("accuracy"):
+        text += ERRORS.format(check=run.kinds["check"][""]["difference"]) + error_table(run)
+    if run.of("speed"):
+        text += CALLS + call_table(run)
+    if run.names("speed", "extra"):
+        text += MEMORY + memory_table(run)
+    firsts = run.kinds.get("first_call", {})
+    if firsts:
+        rows = [
+            [case, *(f"{record[cache]['first']:.2f}" for cache in ("empty", "filled"))]
+            for case, record in firsts.items()
+        ]
+        text += FIRST_CALLS + table(["case", "empty cache", "filled cache"], rows)
     return text
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.page", description=__doc__)
+    parser.add_argument("files", type=Path, nargs="+", help="records: results.jsonl of a run")
+    parser.add_argument("--numerics", action="store_true", help="only the table of equal elements")
+    args = parser.parse_args()
+    runs = sorted(map(Run, args.files), key=lambda run: list(TABLES).index(run.table))
+    if args.numerics:
+        sys.stdout.write("".join(map(numerics_table, runs)))
+    else:
+        sys.stdout.write(TITLE + "".join(map(section, runs)))
+
+
 if __name__ == "__main__":
-    lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
-    sys.stdout.write(page([json.loads(line) for line in lines]))
+    main()

@@ -4,9 +4,11 @@
 the gate), so that the callable it returns is the implementation's own call and nothing else.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,7 @@ class Peer:
     name: str
     distribution: str
     module: str
+    backend: str | None = None  # of this package, asked for by name
 
     def __init__(self) -> None:
         self.package: Any = importlib.import_module(self.module)
@@ -33,6 +36,20 @@ class Peer:
         except importlib.metadata.PackageNotFoundError:
             root = importlib.import_module(self.module.partition(".")[0])
             return str(getattr(root, "__version__", "unknown"))
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Around every call: sets `GDN_BACKEND` where the implementation is one backend of ours."""
+        before = os.environ.get("GDN_BACKEND")
+        if self.backend is not None:
+            os.environ["GDN_BACKEND"] = self.backend
+        try:
+            yield
+        finally:
+            if self.backend is not None:
+                os.environ.pop("GDN_BACKEND")
+                if before is not None:
+                    os.environ["GDN_BACKEND"] = before
 
     def supports(self, case: Case) -> str | None:
         """Why this case cannot be run, or None."""
@@ -78,10 +95,35 @@ class Ours(Peer):
     def supports(self, case: Case) -> str | None:
         return None
 
-    def backend(self, inputs: Inputs) -> str:
+    def served_by(self, inputs: Inputs) -> str:
         """The backend that serves these inputs: a quiet fallback would make the row worthless."""
         call = self.prepare(inputs)
         return str(self.package.explain(*call.args, **call.keywords).chosen)
+
+
+class OursTriton(Ours):
+    """Our portable kernels, where a case would otherwise go to the CUDA library."""
+
+    name, backend = "gdn_triton Triton", "triton"
+
+    def __init__(self) -> None:
+        super().__init__()
+        missing = importlib.import_module("gdn_triton.fast").why_unavailable()
+        if missing is not None:
+            raise RuntimeError(f"the same as gdn_triton here, without the CUDA library. {missing}")
+
+
+class OursCuda(Ours):
+    name, backend = "gdn_triton CUDA", "cuda"
+
+    def __init__(self) -> None:
+        super().__init__()
+        missing = importlib.import_module("gdn_triton.fast").why_unavailable()
+        if missing is not None:
+            raise RuntimeError(missing)
+
+    def supports(self, case: Case) -> str | None:
+        return _needs_cuda() or _needs_128(case) or _needs_capability(9)
 
 
 class Reference(Peer):
@@ -179,6 +221,8 @@ class FlashInferWhole(FlashInfer):
 
 
 PEERS: dict[str, type[Peer]] = {
+    "triton": OursTriton,
+    "cuda": OursCuda,
     "fla": FLA,
     "flashqla": FlashQLA,
     "flashinfer": FlashInfer,
@@ -186,7 +230,7 @@ PEERS: dict[str, type[Peer]] = {
     "flashinfer-whole": FlashInferWhole,
     "reference": Reference,
 }
-DEFAULT_PEERS = ("fla", "flashqla", "flashinfer")
+DEFAULT_PEERS = ("fla", "flashqla", "flashinfer", "triton")
 
 
 def load(key: str) -> Peer | str:

@@ -2,13 +2,14 @@
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-ACCURACY, SPEED, HOST = "accuracy", "speed", "host"
+ACCURACY, SPEED, HOST, NUMERICS = "accuracy", "speed", "host", "numerics"
 CHUNK = 64  # tokens of a chunk, for the counts below
 
 
@@ -63,8 +64,18 @@ class Case:
 
     @property
     def bytes(self) -> float:
-        """Fewest bytes: q, k and v read once, o written once (2 bytes an element)."""
-        return float(self.tokens * 2 * (2 * self.H * self.K + 2 * self.HV * self.V))
+        """Fewest bytes: every input read once, o and the final state written once."""
+        size = self.dtype.itemsize
+        token = size * (2 * self.H * self.K + 2 * self.HV * self.V) + 4 * 2 * self.HV
+        states = (2 if self.initial_state else 1) * self.N * self.HV * self.K * self.V
+        return float(self.tokens * token + 4 * states)
+
+
+def floor_us(case: Case, rates: Mapping[str, Any]) -> float | None:
+    """Least time of the case at the rates that this machine was seen to reach, if it was."""
+    if "flops_per_s" not in rates:
+        return None
+    return 1e6 * max(case.flops / rates["flops_per_s"], case.bytes / rates["bytes_per_s"])
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,16 @@ PREFILL = (
     (4, 16, (ONE_32K, ONE_8K, ONE_2K, FOUR_8K, EIGHT_4K, EIGHT_1K)),
 )
 
+# The full table, whose head counts and sequences are those of FlashQLA's own benchmark: H, HV of
+# models in use at one, two, four and eight GPUs, and what a server's batch may hold.
+HEADS = ((2, 8), (4, 16), (8, 32), (16, 64), (16, 32), (8, 24), (16, 48), (16, 16), (32, 32))
+MIXES = (
+    *((32768,), (16384,), (8192,), (4096,), (2048,)),
+    *((28672, 4096), (24576, 8192), (16384, 16384), (8192, 24576), (4096, 28672)),
+    *((12288, 4096), (6144, 2048), (4096, 4096), (2048, 6144), (1024, 7168)),
+    *((8192,) * 4, (4096,) * 8, (2048,) * 4, (1024,) * 8),
+)
+
 # Lengths around a chunk's edges and far from them, 1 to 1155.
 RAGGED = (1, 15, 63, 64, 65, 127, 128, 300, 577, 1155)
 
@@ -217,6 +238,16 @@ HOST_CASES = (
     "packed 3 in 1000 H4 D64",
     "prefill 2/8 1x2048",
     "prefill 16/32 1x2048",
+)
+
+# Where the dataflows are compared element by element: gates of all kinds, long and ragged.
+NUMERICS_CASES = (
+    "gates mixed 1x2048",
+    "gates mixed ragged 1..1155",
+    "gates model init 1x2048",
+    "gates strong 1x2048",
+    "prefill 16/32 1x8192",
+    "padded B2 T500 H3 D60",
 )
 
 # One call of each with an empty compiler cache, and again with a filled one.
@@ -275,8 +306,27 @@ def _wide() -> Iterator[Case]:
         yield Case(name, "wide", B, T, H, H, 256, 512, gate="mixed")
 
 
-def all_cases() -> list[Case]:
-    """Every case, the most telling first, those that share an implementation's tuning together."""
+def _full() -> list[Case]:
+    return [
+        Case(
+            f"full {H}/{HV} {lengths_name(seqlens)}", "full", 1, sum(seqlens), H, HV, 128, 128,
+            seqlens, gate="mixed", initial_state=True, measures=(SPEED,),
+        )
+        for H, HV in HEADS
+        for seqlens in MIXES
+    ]  # fmt: skip
+
+
+def all_cases(table: str = "main") -> list[Case]:
+    """Every case of a table (of `TABLES`), those that share an implementation's tuning together.
+
+    main: all kinds of shapes and everything that is measured, the most telling first. full: every
+    count of heads with every mix of sequences, their times only.
+    """
+    return TABLES[table]()
+
+
+def _main() -> list[Case]:
     published = [*_padded(), *_packed()]
 
     def of_head_size(*sizes: int) -> list[Case]:
@@ -286,10 +336,12 @@ def all_cases() -> list[Case]:
     *gates, odd_gates = _gates()
     cases = [*gates, *_prefill(), *of_head_size(128), *of_head_size(64), *_wide()]
     cases += [*of_head_size(60, 100), odd_gates]
-    return [
-        replace(case, measures=(*case.measures, HOST)) if case.name in HOST_CASES else case
-        for case in cases
-    ]
+    also = {HOST: HOST_CASES, NUMERICS: NUMERICS_CASES}
+    more = {x.name: [kind for kind, names in also.items() if x.name in names] for x in cases}
+    return [replace(x, measures=(*x.measures, *more[x.name])) for x in cases]
+
+
+TABLES: dict[str, Callable[[], list[Case]]] = {"main": _main, "full": _full}
 
 
 def tiny(case: Case) -> Case:

@@ -1,0 +1,208 @@
+"""The benchmark on a CPU at toy sizes, and the page on records whose contents are known."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import page, plot, run
+from benchmarks.measure import TOLERANCES, equal_share
+from benchmarks.peers import PEERS, OursTriton, Peer
+from benchmarks.shapes import ACCURACY, CHUNK, NUMERICS, SPEED, all_cases, floor_us
+
+
+def test_full_table() -> None:
+    """Nine counts of heads with nineteen mixes of sequences, times only."""
+    cases = all_cases("full")
+    assert len({case.name for case in cases}) == len(cases) == 9 * 19
+    assert all(case.measures == (SPEED,) and case.B == 1 for case in cases)
+    assert {case.T for case in cases} == {2**n for n in range(11, 16)}
+    assert all(case.T == sum(case.seqlens or ()) for case in cases)
+    # One head count after the other, so that --select makes pieces that share their tuning.
+    assert len({case.family for case in cases}) == 9
+    assert [case.family for case in cases] == [c.family for c in cases[::19] for _ in range(19)]
+
+
+def test_fewest_operations_and_bytes() -> None:
+    """By hand, for 16/32 heads, K = V = 128, one sequence of 2048 tokens."""
+    case = next(x for x in all_cases("full") if x.name == "full 16/32 1x2048")
+    product = 2 * CHUNK * 128  # operations a token for one [CHUNK, 128] side of a product
+    # k k^T, q k^T, A_inv x, A_qk v_new within a chunk; k h, q h and the update with the state.
+    assert case.flops == 2048 * 32 * (4 * product + 3 * 2 * 128 * 128) == 2048 * 32 * 163_840
+    tokens = 2048 * (2 * (2 * 16 * 128 + 2 * 32 * 128) + 4 * 2 * 32)
+    assert case.bytes == tokens + 2 * 4 * 32 * 128 * 128
+    rates = {"flops_per_s": 8e14, "bytes_per_s": 1e12}
+    assert floor_us(case, rates) == pytest.approx(1e6 * case.bytes / 1e12)
+    assert floor_us(case, {**rates, "bytes_per_s": 1e15}) == pytest.approx(1e6 * case.flops / 8e14)
+    assert floor_us(case, {}) is None
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "results.jsonl").read_text().splitlines()]
+
+
+def test_dry_run_of_the_full_table_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    options = ["--out", str(tmp_path), "--dry-run", "--table", "full"]
+    assert run.main([*options, "--select", "full 2/8 1x2048"]) == 0
+    assert run.main([*options, "--select", "full 2/8 (1x|8x1)", "--resume"]) == 0
+    records = [record for record in read(tmp_path) if record["kind"] == SPEED]
+    names = [record["case"] for record in records]
+    assert len(names) == len(set(names)) == 6 and names[0] == "full 2/8 1x2048"
+    for record in records:
+        assert set(record["results"]) == {"gdn_triton", "reference"}
+        assert all(result["graph"] > 0 for result in record["results"].values())
+    assert {record["kind"] for record in read(tmp_path)} == {"header", SPEED}
+    assert run.main([*options, "--select", "full 4/16 1x", "--budget-seconds", "0"]) == 0
+    assert "out of budget (5)" in (tmp_path / "summary.md").read_text()
+
+
+def test_dry_run_of_equal_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 our kernels run step by step: the same elements. The reference differs."""
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    options = ["--out", str(tmp_path), "--dry-run", "--numerics"]
+    if torch.cuda.is_available():
+        pytest.skip("the dry run is on the CPU, where kernels only run in the interpreter")
+    assert run.main([*options, "--select", "gates mixed ragged"]) == 0
+    (record,) = [record for record in read(tmp_path) if record["kind"] == NUMERICS]
+    assert record["tolerances"] == list(TOLERANCES)
+    assert record["results"]["gdn_triton"] == {"o": [1.0] * 3, "state": [1.0] * 3}
+    assert record["results"]["reference"]["o"][0] < 1 == record["results"]["reference"]["o"][2]
+    assert "100.000% 100.000% 100.000%" in (tmp_path / "numerics.md").read_text()
+
+
+def test_equal_share() -> None:
+    x = torch.tensor([0.0, 1.0, 100.0, float("nan")])
+    y = torch.tensor([0.0, 1.001, 100.5, float("nan")])
+    assert [equal_share(x, y, tolerance) for tolerance in (0, 1e-3, 1e-2)] == [0.25, 0.5, 0.75]
+
+
+def test_backend_of_a_column_is_set_for_its_calls_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    column = object.__new__(OursTriton)
+    for before in (None, "reference"):
+        monkeypatch.delenv("GDN_BACKEND", raising=False)
+        if before is not None:
+            monkeypatch.setenv("GDN_BACKEND", before)
+        with column.chosen():
+            assert os.environ["GDN_BACKEND"] == "triton"
+        assert os.environ.get("GDN_BACKEND") == before
+        with object.__new__(PEERS["fla"]).chosen():
+            assert os.environ.get("GDN_BACKEND") == before
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+HEADER = {
+    "kind": "header",
+    "date": "2026-01-01 00:00 UTC",
+    "command": "python -m benchmarks.run --out DIR --table full --commit x --budget-seconds 9 "
+    "--resume --peers fla,flashinfer",
+    "commit": "abc",
+    "gpu": "a GPU",
+    "driver": "1",
+    "power limit": "2 W",
+    "bytes_per_s": 4e12,
+    "flops_per_s": 8e14,
+    "python": "3",
+    "torch": "2",
+    "triton": "3",
+    "GDN_BACKEND": "auto",
+    "implementations": {"gdn_triton": "0", "FLA": "1", "FlashInfer": "2"},
+    "missing": ["FlashQLA: not measured: ImportError: no"],
+}
+
+
+def speed(case: str, ours: float, fla: float, flashinfer: float | None) -> dict[str, Any]:
+    def cells(graph: float) -> dict[str, Any]:
+        return {"graph": graph, "graph_min": graph, "call": graph + 9, "host": 50.0, "extra": 10**6}
+
+    results: dict[str, Any] = {"gdn_triton": cells(ours), "FLA": cells(fla)}
+    results["FlashInfer"] = {"skipped": "no"} if flashinfer is None else cells(flashinfer)
+    return {"kind": "speed", "case": case, "backend": "triton", "results": results}
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    path = tmp_path / "some.jsonl"
+    numerics = {"gdn_triton": {"o": [0.5, 0.75, 1.0], "state": [0.25, 0.75, 1.0]}}
+    lines = [
+        HEADER,
+        speed("full 2/8 1x32768", 100.0, 200.0, 150.0),
+        speed("full 2/8 1x16384", 100.0, 200.0, 80.0),
+        speed("full 2/8 1x8192", 100.0, 200.0, 50.0),
+        speed("full 2/8 1x4096", 100.0, 120.0, None),
+        {"kind": "speed", "case": "full 4/16 1x2048", "refused": "o differs", "results": {}},
+        {"kind": "numerics", "case": "full 2/8 1x4096", "tolerances": [0.0, 0.001, 0.01],
+         "results": numerics},
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_page_lists_losses_first(records: Path) -> None:
+    text = page.section(page.Run(records))
+    graphs = text[text.index("### Time on the GPU") : text.index("### Calls")]
+    rows = [line.split(" | ") for line in graphs.splitlines() if line.startswith("| full")]
+    assert [row[0] for row in rows] == [
+        "| full 2/8 1x8192",
+        "| full 2/8 1x16384",
+        "| full 2/8 1x32768",
+        "| full 2/8 1x4096",
+    ]
+    assert [row[5] for row in rows] == ["0.50", "0.80", "1.50", "1.20"]
+    # 8192 tokens, 8 heads: 10.7 GFLOP in 100 us, of which 8e14 a second would take 13.4 us.
+    assert rows[0][6] == "107" and rows[0][8] == "13% |"
+    assert rows[3][4] == "", "a number where nothing was measured"
+
+
+def test_page_says_what_was_run_and_what_was_not(records: Path) -> None:
+    text = page.section(page.Run(records))
+    command = "python -m benchmarks.run --out DIR --table full --peers fla,flashinfer\n"
+    assert command in text
+    assert "Refused: speed full 4/16 1x2048: o differs." in text
+    assert "Not in this run: FlashQLA. " in text
+    assert "On the GPU FlashInfer takes 0.84 times as long as gdn_triton in the geometric" in text
+    assert "of 3 rows, 0.50 at the least (full 2/8 1x8192); it is faster in 2." in text
+    # 1 MB beside 42.9 MB of inputs and outputs.
+    assert "| full 2/8 1x8192 | 2% | 2% | 2% |" in text
+
+
+def test_table_of_equal_elements(records: Path) -> None:
+    assert page.numerics_table(page.Run(records)).splitlines()[2] == (
+        "| full 2/8 1x4096 | gdn_triton | 50.000% | 75.000% | 100.000% "
+        "| 25.000% | 75.000% | 100.000% |"
+    )
+
+
+def test_plot_shows_the_ratios(records: Path) -> None:
+    panels = plot.ratios(page.Run(records))
+    assert list(panels) == ["full 2/8"]
+    assert panels["full 2/8"]["1x8192"] == {"FLA": 2.0, "FlashInfer": 0.5}
+    assert panels["full 2/8"]["1x4096"] == {"FLA": 1.2}
+
+
+def test_plot_without_matplotlib(
+    records: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["plot", str(records)])
+    assert plot.main() == 0
+    assert capsys.readouterr().out == plot.MISSING + "\n"
+
+
+def test_plot_with_matplotlib(records: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws the plots and is not installed")
+    for _ in range(2):
+        plot.draw(page.Run(records), tmp_path / "plot.svg")
+        text = (tmp_path / "plot.svg").read_text()
+        assert plot.digest(records) in text and "FlashInfer" in text
+
+
+def test_every_main_case_that_is_timed_is_also_checked() -> None:
+    assert all(ACCURACY in case.measures for case in all_cases() if SPEED in case.measures)
+    assert all(issubclass(peer, Peer) for peer in PEERS.values())
