@@ -1,9 +1,9 @@
 """Which backend runs a call: an ordered list, each entry with its reason to refuse.
 
 `GDN_BACKEND`, read at every call, is `auto` (the default) or the name of a backend. `auto` takes
-the first backend of `BACKENDS` that does not refuse, and logs the choice and the refusals before it
-once. A backend asked for by name never falls back: if it refuses, the call raises RuntimeError with
-the reason. Every refusal is a sentence.
+the first backend of `BACKENDS` that does not refuse and is not held back, and logs the choice and
+the refusals before it once. A backend asked for by name never falls back: if it refuses, the call
+raises RuntimeError with the reason. Every refusal is a sentence.
 """
 
 import functools
@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from packaging.version import Version
@@ -19,6 +20,7 @@ from torch import Tensor
 from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
 from gdn_triton.fast import support as fast_support
 from gdn_triton.problem import Problem
+from gdn_triton.recurrent_problem import Operands, RecurrentProblem, Run
 
 # forward(problem, q, k, v, g, beta, initial_state, cu_seqlens, chunk_indices, A_log, dt_bias)
 Forward = Callable[
@@ -38,20 +40,33 @@ Forward = Callable[
     tuple[Tensor, Tensor | None],
 ]
 
+# plan(problem, operands): what runs that call of the recurrence, and those like it.
+Plan = Callable[[RecurrentProblem, Operands], Run]
+
+P = TypeVar("P", Problem, RecurrentProblem)
+F = TypeVar("F", Forward, Plan)
+
 MIN_TRITON = "3.6"
+
+CUDA_HELD_BACK = (
+    "The CUDA library runs only when it is asked for by name (GDN_BACKEND=cuda): of some float16 "
+    "calls that it cut into segments, o differed between runs."
+)
 
 _logger = logging.getLogger("gdn_triton")
 _logged: set[tuple[str, tuple[tuple[str, str], ...], int]] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class Backend(Generic[P, F]):
     """name: as `GDN_BACKEND` spells it. supports: a sentence why not, or None. load: imports the
-    backend's modules, which may be heavy or absent, and returns its forward."""
+    backend's modules, which may be heavy or absent, and returns its forward or its plan. held_back:
+    a sentence why `auto` passes over it even where it serves a call, or None."""
 
     name: str
-    supports: Callable[[Problem], str | None]
-    load: Callable[[], Forward]
+    supports: Callable[[P], str | None]
+    load: Callable[[], F]
+    held_back: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +108,8 @@ def _interpreting() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def triton_supports(problem: Problem) -> str | None:
-    """A sentence why the Triton kernels cannot run this problem, or None."""
+def _triton_refusal(problem: Problem | RecurrentProblem) -> str | None:
+    """What no Triton kernel of this package can run."""
     missing = _triton_missing()
     if missing is not None:
         return missing
@@ -114,21 +129,51 @@ def triton_supports(problem: Problem) -> str | None:
         return "The Triton kernels compute in float32 at most; one of q, k, v is float64."
     if problem.K > MAX_K:
         return f"The Triton kernels take keys of up to {MAX_K} channels; K is {problem.K}."
+    return None
+
+
+def triton_supports(problem: Problem) -> str | None:
+    """A sentence why the Triton kernels cannot run this problem, or None."""
+    refusal = _triton_refusal(problem)
+    if refusal is not None:
+        return refusal
     row = problem.HV * max(problem.K, problem.V)
     if row >= MAX_ROW_STRIDE:
         return (
             f"The Triton kernels take rows of less than {MAX_ROW_STRIDE} elements; a token's "
             f"HV * max(K, V) is {row}."
         )
+    return None
+
+
+def recurrent_cuda_supports(problem: RecurrentProblem) -> str | None:
+    """A sentence why the CUDA library cannot run this call of the recurrence."""
+    return "The CUDA library has no kernel for the recurrence token by token."
+
+
+def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
+    """A sentence why the Triton kernel cannot run this call of the recurrence, or None."""
+    refusal = _triton_refusal(problem)
+    if refusal is not None:
+        return refusal
+    if problem.state_dtype == torch.float64:
+        return "The Triton kernel computes in float32 at most; the states are float64."
+    if problem.state_dtype == torch.bfloat16 and _interpreting():
+        return "Triton's interpreter is not used with bfloat16; the states are."
+    if problem.tile_span >= 2**31:
+        return (
+            "The Triton kernel takes rows and states of which the last element is less than 2^31 "
+            f"elements from the first; one is {problem.tile_span} from it."
+        )
     if problem.needs_grad:
         return (
-            "The Triton backend has no backward yet; an input requires a gradient. Call under "
-            "torch.no_grad() if none is wanted."
+            "The Triton kernel of the recurrence has no backward; an input requires a gradient. "
+            "Call under torch.no_grad() if none is wanted."
         )
     return None
 
 
-def reference_supports(problem: Problem) -> str | None:
+def reference_supports(problem: Problem | RecurrentProblem) -> str | None:
     """The reference takes every valid problem, on every device."""
     return None
 
@@ -142,9 +187,9 @@ def _load_cuda() -> Forward:
 
 
 def _load_triton() -> Forward:
-    from gdn_triton.ops import chunk_fwd
+    from gdn_triton.ops import chunk
 
-    return chunk_fwd.forward
+    return chunk.forward
 
 
 def _load_reference() -> Forward:
@@ -153,11 +198,34 @@ def _load_reference() -> Forward:
     return reference_chunk.forward
 
 
+def _load_no_plan() -> Plan:
+    raise AssertionError("a backend that refuses every call was chosen")
+
+
+def _load_triton_plan() -> Plan:
+    from gdn_triton.ops import recurrent
+
+    return recurrent.plan
+
+
+def _load_reference_plan() -> Plan:
+    from gdn_triton.ops import reference_recurrent
+
+    return reference_recurrent.plan
+
+
 # In the order in which `auto` tries them.
-BACKENDS: tuple[Backend, ...] = (
-    Backend("cuda", fast_support.supports, _load_cuda),
+BACKENDS: tuple[Backend[Problem, Forward], ...] = (
+    Backend("cuda", fast_support.supports, _load_cuda, CUDA_HELD_BACK),
     Backend("triton", triton_supports, _load_triton),
     Backend("reference", reference_supports, _load_reference),
+)
+
+# The same for the recurrence.
+RECURRENT_BACKENDS: tuple[Backend[RecurrentProblem, Plan], ...] = (
+    Backend("cuda", recurrent_cuda_supports, _load_no_plan),
+    Backend("triton", recurrent_triton_supports, _load_triton_plan),
+    Backend("reference", reference_supports, _load_reference_plan),
 )
 
 
@@ -170,22 +238,31 @@ def requested_backend() -> str:
     return name
 
 
-def choose(problem: Problem) -> Backend:
+def choose(problem: Problem) -> Backend[Problem, Forward]:
     """The backend that runs this problem.
 
     ValueError for an unknown `GDN_BACKEND`; RuntimeError with the reason if a backend is asked for
     by name and refuses.
     """
+    return _choose(BACKENDS, problem)
+
+
+def choose_recurrent(problem: RecurrentProblem) -> Backend[RecurrentProblem, Plan]:
+    """The backend that runs this call of the recurrence. Raises as `choose` does."""
+    return _choose(RECURRENT_BACKENDS, problem)
+
+
+def _choose(backends: tuple[Backend[P, F], ...], problem: P) -> Backend[P, F]:
     requested = requested_backend()
     if requested != "auto":
-        backend = next(backend for backend in BACKENDS if backend.name == requested)
+        backend = next(backend for backend in backends if backend.name == requested)
         reason = backend.supports(problem)
         if reason is not None:
             raise RuntimeError(f"GDN_BACKEND={requested} cannot run this call. {reason}")
         return backend
     refusals: list[tuple[str, str]] = []
-    for backend in BACKENDS:
-        reason = backend.supports(problem)
+    for backend in backends:
+        reason = backend.supports(problem) or backend.held_back
         if reason is None:
             _log_once(backend.name, tuple(refusals), problem.device.type)
             return backend
@@ -199,6 +276,7 @@ def explain_choice(problem: Problem) -> Explanation:
     requested = requested_backend()
     reasons = {backend.name: backend.supports(problem) for backend in BACKENDS}
     if requested == "auto":
+        reasons = {b.name: reasons[b.name] or b.held_back for b in BACKENDS}
         chosen = next((name for name, reason in reasons.items() if reason is None), None)
         passed_over = f"It could run this call, but {chosen} comes before it."
     else:

@@ -5,17 +5,20 @@ one of them cannot serve is a refusal of that backend (`gdn_triton.backend`), no
 
 Nothing here reads a value that lies on an accelerator: that would stop the host until the device
 has caught up, and would break the capture of a CUDA graph. It runs on every call, so messages are
-only built once a check has failed.
+only built once a check has failed, and a call that is like an accepted one in all that is judged is
+not judged again.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from numbers import Real
 from operator import gt
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gdn_triton.constants import CHUNK_SIZES
 from gdn_triton.problem import Problem
@@ -26,6 +29,65 @@ _FLOATS = "float16, bfloat16, float32 or float64"
 _INDICES = "int32 or int64"
 
 
+_Arguments = ParamSpec("_Arguments")
+_Judgement = TypeVar("_Judgement")
+
+# Calls that `remembered` keeps; where lengths never repeat, they would be without end.
+MOST_REMEMBERED = 1024
+_COUNTED = frozenset((bool, int, type(None)))
+_KNOWN_TENSORS = frozenset((Tensor, Parameter))
+
+
+def remembered(judge: Callable[_Arguments, _Judgement]) -> Callable[_Arguments, _Judgement]:
+    """judge, which must not look further than `likeness`, run once for calls that are alike.
+
+    What it raises is not remembered: a bad call is always judged. Once full it starts anew.
+    """
+    accepted: dict[Hashable, _Judgement] = {}
+
+    @functools.wraps(judge)
+    def judged(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Judgement:
+        key = likeness(tuple(kwargs), (*args, *kwargs.values()))
+        if key is None:
+            return judge(*args, **kwargs)
+        judgement = accepted.get(key)
+        if judgement is None:
+            judgement = judge(*args, **kwargs)
+            if len(accepted) >= MOST_REMEMBERED:
+                accepted.clear()
+            accepted[key] = judgement
+        return judgement
+
+    return judged
+
+
+def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None:
+    """All that may be judged of the arguments of a call, in a form that is equal for calls that are
+    alike; None if no such form holds it.
+
+    Of a tensor: shape, dtype, device, and whether it requires a gradient (and whether gradients are
+    on at all). Of a number its type too, as 1 is equal to True, and a float to the last bit, as 0.0
+    is equal to -0.0. No form has the contents of integer tensors that the host can read, what a
+    subclass of Tensor knows (symbolic sizes), or an object of another type.
+    """
+    types = tuple(map(type, values))
+    key: list[Hashable] = [names, types, torch.is_grad_enabled()]
+    for x, kind in zip(values, types, strict=True):
+        if kind in _COUNTED:
+            key.append(x)
+        elif kind in _KNOWN_TENSORS:
+            dtype = x.dtype
+            if x.is_cpu and dtype in _INDEX_DTYPES:
+                return None
+            key.append((x.shape, dtype, x.device, x.requires_grad))
+        elif kind is float:
+            key.append(x.hex())
+        else:
+            return None
+    return tuple(key)
+
+
+@remembered
 def validate_chunk(
     q: Tensor,
     k: Tensor,

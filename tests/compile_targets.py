@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction
 
 import gdn_triton.kernels
 import gdn_triton.varlen
+from gdn_triton.config import MOST_SEGMENT_K
 from gdn_triton.problem import Problem
 
 # --------------------------------------------------------------------------------- what is expected
@@ -68,9 +69,20 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "prepare_fwd_kernel": 256,
         "fused_fwd_kernel": 128,
         "state_fwd_kernel": 64,
+        "pairs_bwd_kernel": 192,
+        "query_bwd_kernel": 192,
+        "key_bwd_kernel": 512,
     },
     # Four-byte operands hold twice the registers; accuracy comes first there, not speed.
-    (90, 4): {"wy_fwd_kernel": 448, "state_fwd_kernel": 768, "output_fwd_kernel": 64},
+    (90, 4): {
+        "wy_fwd_kernel": 448,
+        "state_fwd_kernel": 768,
+        "output_fwd_kernel": 64,
+        "state_bwd_kernel": 3072,
+        "pairs_bwd_kernel": 448,
+        "query_bwd_kernel": 64,
+        "key_bwd_kernel": 960,
+    },
     # The tiles of 90 on another architecture: they must run, and must not fall off a cliff.
     (80, 2): {
         "wy_fwd_kernel": 384,
@@ -78,16 +90,41 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "prepare_fwd_kernel": 2112,  # K = 256; 640 at 128
         "fused_fwd_kernel": 704,
         "state_fwd_kernel": 128,
+        "state_bwd_kernel": 512,
+        "pairs_bwd_kernel": 1344,  # K = 256; 512 at 128
+        "query_bwd_kernel": 128,
+        "key_bwd_kernel": 192,
     },
-    (80, 4): {"wy_fwd_kernel": 576, "state_fwd_kernel": 192, "output_fwd_kernel": 704},
+    (80, 4): {
+        "recurrent_fwd_kernel": 64,
+        "wy_fwd_kernel": 576,
+        "state_fwd_kernel": 192,
+        "output_fwd_kernel": 704,
+        "output_bwd_kernel": 128,
+        "state_bwd_kernel": 1280,
+        "pairs_bwd_kernel": 1024,
+        "query_bwd_kernel": 192,
+        "key_bwd_kernel": 896,
+    },
     (100, 2): {
+        "recurrent_fwd_kernel": 64,
         "wy_fwd_kernel": 384,
         "output_fwd_kernel": 64,
         "prepare_fwd_kernel": 704,
         "fused_fwd_kernel": 128,
         "state_fwd_kernel": 64,
+        "pairs_bwd_kernel": 192,
+        "query_bwd_kernel": 128,
+        "key_bwd_kernel": 640,
     },
-    (100, 4): {"wy_fwd_kernel": 384, "state_fwd_kernel": 384, "output_fwd_kernel": 64},
+    (100, 4): {
+        "wy_fwd_kernel": 384,
+        "state_fwd_kernel": 384,
+        "output_fwd_kernel": 64,
+        "state_bwd_kernel": 1344,
+        "pairs_bwd_kernel": 384,
+        "key_bwd_kernel": 384,
+    },
 }
 
 # ----------------------------------------------------------------------------------- what is called
@@ -174,7 +211,7 @@ def make_call(
 
 
 def run_package(shape: Shape) -> None:
-    """Both dataflows of a call, and the outputs of steps that a forward does not ask for."""
+    """The dataflows of a call, and the outputs of steps that a forward does not ask for."""
     from gdn_triton.kernels import gate, state, wy
     from gdn_triton.ops import chunk_fwd
     from gdn_triton.varlen import make_chunks
@@ -185,6 +222,8 @@ def run_package(shape: Shape) -> None:
     chunk_fwd.forward_by_steps(problem, *tensors)
     if chunk_fwd.compute_dtype(problem).itemsize == 2:
         chunk_fwd.forward_fused(problem, *tensors)
+        run_segments(shape, chunk_fwd)
+    run_backward(problem, tensors)
     if shape is not EXTRAS:
         return
     _, k, v, g, beta, *_ = tensors
@@ -192,6 +231,75 @@ def run_package(shape: Shape) -> None:
     g_cumsum = gate.chunk_local_cumsum(g, chunks, reverse=True)
     w, u, _ = wy.wy_fwd(k, v, g_cumsum, beta, chunks, shape.dtype, store_A_inv=True)
     state.state_fwd(k, w, u, g_cumsum, chunks, N=problem.N, store_h=False)
+
+
+def run_backward(problem: Problem, tensors: list[Any]) -> None:
+    """The gradients of every input, from those of o and, where there is one, of the final state."""
+    from gdn_triton.ops.chunk_bwd import gradients
+
+    do, dht = torch.empty_like(tensors[2], memory_format=torch.contiguous_format), None
+    if problem.output_final_state:
+        dht = torch.empty_like(tensors[5])
+    gradients(problem, do, dht, *tensors, store_dh0=problem.has_initial_state)
+
+
+def run_segments(shape: Shape, chunk_fwd: Any) -> None:
+    """A sequence of such a length, and so few heads, that it is cut into segments."""
+    few = replace(shape, HV=2)
+    T = 64 * shape.chunk_size
+    cu_seqlens = torch.tensor([0, T], dtype=torch.int32) if shape.full else None
+    problem, tensors = make_call(1, T, 1, few, cu_seqlens)
+    if shape.K <= MOST_SEGMENT_K:
+        assert chunk_fwd.choose_segments(problem) > 0
+        chunk_fwd.forward_fused(problem, *tensors)
+
+
+def run_post_conv(shape: Shape) -> None:
+    """The preparation after the convolution, from both layouts, with the norm and without."""
+    from gdn_triton.kernels.post_conv import post_conv_fwd
+
+    L, H, HV, K, V = 300, shape.HV // 2, shape.HV, shape.K, shape.V
+    columns = 2 * H * K + HV * V
+    x = torch.empty(L, columns + 8, dtype=shape.dtype)[:, 8:]
+    by_channel = torch.empty(columns, L, dtype=shape.dtype).t()
+    a, b = torch.empty(L, 2 * HV, dtype=shape.dtype).split(HV, 1)
+    parameters = torch.empty(2, HV)
+    rest = (a, b, *parameters, H, K, V)
+    post_conv_fwd(x, *rest, use_l2norm=shape.full, g_exp=not shape.full)
+    post_conv_fwd(by_channel, *rest, use_l2norm=True, g_exp=False)
+
+
+def run_recurrent(shape: Shape) -> None:
+    """Sequences, and steps of one token and of several from pools of both layouts."""
+    from gdn_triton.ops.recurrent import plan
+    from gdn_triton.recurrent_plans import SequenceOptions, StepOptions
+    from gdn_triton.recurrent_problem import Operands
+    from gdn_triton.validation_recurrent import validate_sequences, validate_step
+
+    N, T, H, HV, K, V = 3, 4, shape.HV // 2, shape.HV, shape.K, shape.V
+    q, k = torch.empty(2, 1, N * T, H, K, dtype=shape.dtype)
+    v = torch.empty(1, N * T, HV, V, dtype=shape.dtype)
+    heads, parameters = torch.empty(1, N * T, HV), torch.empty(2, HV)
+    cu_seqlens = torch.arange(0, N * T + 1, T) if shape.full else None
+    x = Operands(q, k, v, heads, beta=heads, cu_seqlens=cu_seqlens)
+    if shape.full:
+        gates = {"gk": torch.empty(1, N * T, HV, K), "gv": torch.empty_like(v), "beta": v}
+        x = x._replace(**gates, A_log=parameters[0], state=torch.empty(N, HV, V, K))
+    options = SequenceOptions(None, True, True, shape.full, shape.full, False, shape.full)
+    plan(validate_sequences(x, **options._asdict()), x)(x)
+
+    mixed = torch.empty(N, T, 2 * H * K + HV * V + 8, dtype=shape.dtype)[..., 8:]
+    a = torch.empty(N, T, HV, dtype=shape.dtype)
+    slots = torch.arange(N, dtype=torch.int32)
+    for v_first in (False, True):
+        options = StepOptions(True, True, None, True, False, v_first, "negative")
+        for dtype in (torch.float32, torch.bfloat16):
+            pool = torch.empty(N + N * T, HV, *((V, K) if v_first else (K, V)), dtype=dtype)
+            every = N + torch.arange(N * T).view(N, T)
+            for tokens, write in ((0, None), (slice(None), every)):
+                m, b = mixed[:, tokens], a[:, tokens]
+                x = Operands(m, m, m, b, None, None, b, *parameters, pool, slots, write)
+                plan(validate_step(x, **options._asdict()), x)(x)
 
 
 def run_wide_grids() -> None:
@@ -205,6 +313,7 @@ def run_wide_grids() -> None:
         problem, tensors = make_call(B, T, shape.HV, shape, cu_seqlens)
         chunk_fwd.forward_by_steps(problem, *tensors)
         chunk_fwd.forward_fused(problem, *tensors)
+        run_backward(problem, tensors)
 
 
 # ----------------------------------------------------------------------------------- compiling only
@@ -356,6 +465,8 @@ def main(backend: str, arch: str) -> int:
         for shape in SHAPES:
             compiled.clear()
             run_package(shape)
+            run_post_conv(shape)
+            run_recurrent(shape)
             seen: set[int] = set()
             for one in compiled:
                 names.add(one.name)

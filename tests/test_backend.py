@@ -71,6 +71,27 @@ def test_order():
     assert [b.name for b in backend.BACKENDS] == ["cuda", "triton", "reference"]
 
 
+def test_held_back(monkeypatch):
+    """`auto` passes over such a backend where it serves the call, and says so; its name runs it."""
+    held, triton = (Backend(name, lambda _: None, lambda: None) for name in ("cuda", "triton"))
+    held = dataclasses.replace(held, held_back="Held back in this test.")
+    monkeypatch.setattr(backend, "BACKENDS", (held, triton))
+    assert choose(problem()) is triton
+    explained = explain_choice(problem())
+    assert explained.chosen == "triton" and explained.reasons["cuda"] == "Held back in this test."
+    refusing = dataclasses.replace(held, supports=lambda _: "Refused in this test.")
+    monkeypatch.setattr(backend, "BACKENDS", (refusing, triton))
+    assert explain_choice(problem()).reasons["cuda"] == "Refused in this test."
+    monkeypatch.setattr(backend, "BACKENDS", (held, triton))
+    monkeypatch.setenv("GDN_BACKEND", "cuda")
+    assert choose(problem()) is held
+    assert explain_choice(problem()).chosen == "cuda"
+
+
+def test_cuda_is_held_back():
+    assert [b.name for b in backend.BACKENDS if b.held_back] == ["cuda"]
+
+
 @pytest.mark.parametrize("requested", ["auto", "cuda", "triton", "reference"])
 @pytest.mark.parametrize("cuda", [True, False])
 @pytest.mark.parametrize("triton", [True, False])
@@ -115,7 +136,6 @@ TRITON_REFUSALS = [
     (problem(v_dtype=torch.float64), "float32 at most; one of q, k, v is float64"),
     (problem(K=257), "keys of up to 256 channels; K is 257"),
     (problem(HV=2**18, V=128), "less than 33554432 elements; a token's HV * max(K, V) is 33554432"),
-    (problem(needs_grad=True), "The Triton backend has no backward yet"),
 ]
 
 
@@ -134,6 +154,7 @@ def test_triton_refusals(monkeypatch, refused, words):
 @pytest.mark.parametrize(
     "taken",
     [
+        problem(needs_grad=True),
         problem(),
         problem(K=256, V=512),
         problem(K=1, V=1),
@@ -243,9 +264,9 @@ def test_load_reference():
 
 def test_load_triton():
     pytest.importorskip("triton", reason="Triton is not installed")
-    from gdn_triton.ops import chunk_fwd
+    from gdn_triton.ops import chunk
 
-    assert choose(problem()).load() is chunk_fwd.forward
+    assert choose(problem()).load() is chunk.forward
 
 
 def test_explain():
@@ -256,7 +277,7 @@ def test_explain():
     lines = str(explanation).splitlines()
     assert len(lines) == 4
     assert lines[0] == "GDN_BACKEND=auto: reference would run"
-    assert lines[1] == f"  cuda: {NO_CUDA}"
+    assert lines[1].startswith("  cuda: The CUDA library runs on NVIDIA GPUs; the tensors are on")
     assert lines[2].startswith("  triton: The tensors are on the CPU")
     assert lines[3] == "  reference: chosen"
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -291,11 +312,11 @@ def test_automatic_choice_is_logged_once(caplog):
 def test_reference_on_a_gpu_is_a_warning(caplog):
     caplog.set_level(logging.INFO, logger="gdn_triton")
     for _ in range(3):
-        choose(problem(needs_grad=True))
+        choose(problem(dtype=torch.float64))
         choose(problem(device="cpu"))
     assert [r.levelno for r in caplog.records] == [logging.WARNING, logging.INFO]
     assert "chose reference, which is slow on cuda." in caplog.text
-    assert "Not triton: The Triton backend has no backward yet" in caplog.text
+    assert "Not triton: The Triton kernels compute in float32 at most" in caplog.text
 
 
 def test_same_reasons_on_cpu_do_not_hide_the_warning(caplog, monkeypatch):

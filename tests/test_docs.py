@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import pytest
 
-import gdn_triton
-
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
@@ -218,28 +216,6 @@ def test_every_environment_variable_has_a_row() -> None:
     assert not missing, missing
 
 
-@pytest.mark.parametrize(
-    ("value", "status", "shown"),
-    [
-        ("0", 0, gdn_triton.__version__),
-        ("1", 1, "GDN_BUILD_CUDA=1 cannot be served: this version has no CUDA sources"),
-        ("yes", 1, "GDN_BUILD_CUDA must be 0 or 1, got 'yes'"),
-    ],
-)
-def test_cuda_build_is_refused(value: str, status: int, shown: str) -> None:
-    pytest.importorskip("setuptools", reason="setup.py needs setuptools, which is not installed")
-    done = subprocess.run(
-        [sys.executable, "setup.py", "--version"],
-        cwd=ROOT,
-        env={**os.environ, "GDN_BUILD_CUDA": value},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == status
-    assert shown in done.stdout + done.stderr
-
-
 def jit_kernels(path: Path) -> set[str]:
     """The Triton functions of a file that are launched, which by our names end in _kernel."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -266,13 +242,40 @@ def test_readme_links_every_document() -> None:
     assert not missing, missing
 
 
+RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+
+
+def run_benchmark_module(name: str, *arguments: object) -> str:
+    command = [sys.executable, "-m", name, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 def test_benchmark_page_is_made_from_its_records() -> None:
     """`python -m benchmarks.page` on the records of the repository gives the page exactly."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.page", "benchmarks/results/h200.jsonl"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert run_benchmark_module("benchmarks.page", *RECORDS) == page
+    for path in RECORDS:
+        assert f"`benchmarks/results/{path.name}`" in page
+
+
+def test_benchmark_plots_are_made_from_the_records() -> None:
+    """Each plot says which records it was drawn from, and the page shows it."""
+    from benchmarks.page import Run
+    from benchmarks.plot import digest
+
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for path in RECORDS:
+        plot = f"benchmarks-{Run(path).table}.svg"
+        assert f"({plot})" in page
+        text = (ROOT / "docs" / plot).read_text(encoding="utf-8")
+        assert digest(path) in text, f"{plot} is of other records: run benchmarks.plot"
+
+
+def test_table_of_equal_elements_is_made_from_the_records() -> None:
+    """docs/numerics.md shows it where there are such records."""
+    from benchmarks.page import Run
+
+    text = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    for path in RECORDS:
+        if "numerics" in Run(path).kinds:
+            assert run_benchmark_module("benchmarks.page", "--numerics", path) in text

@@ -43,6 +43,8 @@ def dense(parameter: torch.Tensor | None) -> torch.Tensor | None:
 def compute_dtype(problem: Problem) -> torch.dtype:
     """The dtype that enters the tensor cores: the common one of q, k and v."""
     p = problem
+    if p.q_dtype is p.k_dtype is p.v_dtype:
+        return p.q_dtype
     return torch.promote_types(torch.promote_types(p.q_dtype, p.k_dtype), p.v_dtype)
 
 
