@@ -49,8 +49,8 @@ F = TypeVar("F", Forward, Plan)
 MIN_TRITON = "3.6"
 
 CUDA_HELD_BACK = (
-    "The CUDA library runs only when it is asked for by name (GDN_BACKEND=cuda): of some float16 "
-    "calls that it cut into segments, o differed between runs."
+    "The CUDA library runs only when it is asked for by name (GDN_BACKEND=cuda): its kernels have "
+    "not yet passed all of their tests on a GPU."
 )
 
 _logger = logging.getLogger("gdn_triton")

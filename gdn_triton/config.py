@@ -80,9 +80,9 @@ def padded(n: int, most: int, least: int = 16) -> int:
     return min(max(triton.next_power_of_2(n), least), most)
 
 
-# For the kernels of single chunks: with tiles as wide as one instruction, or narrow loads into them,
-# Triton 3.6's assembler (ptxas 12.8) builds shared-memory descriptors from a register that nothing
-# has written.
+# For the kernels of single chunks: with tiles as wide as one instruction, or narrow loads into
+# them, Triton 3.6's assembler (ptxas 12.8) builds shared-memory descriptors from a register that
+# nothing has written.
 LEAST_WIDTH = 32
 
 
