@@ -118,7 +118,7 @@ def test_alone_among_many(dtype: torch.dtype, dataflow: str, device: str) -> Non
 @pytest.mark.gpu("long sequences, and many")
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 def test_alone_with_nothing_forced(dtype: torch.dtype, device: str, monkeypatch: Any) -> None:
-    """In the batch-invariant mode, nothing else forced: a long sequence and a short one, then 30."""
+    """In the batch-invariant mode and no other: a long sequence and a short one, then thirty."""
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     case = Case("choice", "", lengths=(40, 6200), H=2, HV=4, K=64, V=64, chunk_size=64, spare=8)
     check_alone(case, make_inputs(case, dtype, device))
