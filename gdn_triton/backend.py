@@ -108,13 +108,11 @@ def _interpreting() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def _triton_refusal(problem: Problem | RecurrentProblem) -> str | None:
+def _triton_refusal(dtypes: tuple[torch.dtype, ...], device_type: str, K: int) -> str | None:
     """What no Triton kernel of this package can run."""
     missing = _triton_missing()
     if missing is not None:
         return missing
-    dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
-    device_type = problem.device.type
     if _interpreting():
         if torch.bfloat16 in dtypes:
             return (
@@ -127,23 +125,31 @@ def _triton_refusal(problem: Problem | RecurrentProblem) -> str | None:
         return f"Triton runs on cuda and xpu devices; the tensors are on {device_type}."
     if torch.float64 in dtypes:
         return "The Triton kernels compute in float32 at most; one of q, k, v is float64."
-    if problem.K > MAX_K:
-        return f"The Triton kernels take keys of up to {MAX_K} channels; K is {problem.K}."
+    if K > MAX_K:
+        return f"The Triton kernels take keys of up to {MAX_K} channels; K is {K}."
     return None
 
 
-def triton_supports(problem: Problem) -> str | None:
-    """A sentence why the Triton kernels cannot run this problem, or None."""
-    refusal = _triton_refusal(problem)
+def triton_limits(
+    dtypes: tuple[torch.dtype, ...], device_type: str, HV: int, K: int, V: int
+) -> str | None:
+    """A sentence why the Triton kernels cannot take such q, k and v, or None."""
+    refusal = _triton_refusal(dtypes, device_type, K)
     if refusal is not None:
         return refusal
-    row = problem.HV * max(problem.K, problem.V)
+    row = HV * max(K, V)
     if row >= MAX_ROW_STRIDE:
         return (
             f"The Triton kernels take rows of less than {MAX_ROW_STRIDE} elements; a token's "
             f"HV * max(K, V) is {row}."
         )
     return None
+
+
+def triton_supports(problem: Problem) -> str | None:
+    """A sentence why the Triton kernels cannot run this problem, or None."""
+    p = problem
+    return triton_limits((p.q_dtype, p.k_dtype, p.v_dtype), p.device.type, p.HV, p.K, p.V)
 
 
 def recurrent_cuda_supports(problem: RecurrentProblem) -> str | None:
@@ -153,7 +159,8 @@ def recurrent_cuda_supports(problem: RecurrentProblem) -> str | None:
 
 def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
     """A sentence why the Triton kernel cannot run this call of the recurrence, or None."""
-    refusal = _triton_refusal(problem)
+    dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
+    refusal = _triton_refusal(dtypes, problem.device.type, problem.K)
     if refusal is not None:
         return refusal
     if problem.state_dtype == torch.float64:

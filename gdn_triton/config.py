@@ -189,7 +189,7 @@ def segment_chunks(rows: int, N: int, HV: int, K: int, V: int, BT: int) -> int:
 
 
 @functools.cache
-def maps_config(K: int, V: int) -> Tile:
+def maps_config(K: int) -> Tile:
     """In flight: k [64, BK], A_inv [64, 64] and v [64, BV]. Once: the state and two tiles
     [64, BV] as operands. All of two bytes an element."""
     BK, BV = padded(K, MOST_SEGMENT_K), 64
@@ -205,13 +205,18 @@ def starts_config(K: int, V: int) -> Tile:
     return Tile(BK, padded(V, BV), num_warps=8 if BK > 64 else 4, num_stages=count)
 
 
-# The tiles of the backward. Of four-byte inputs a quarter: their products take three passes.
+# The tiles of the backward.
+
+
+def quarter_tile(K: int, V: int) -> Tile:
+    """For single chunks of four-byte inputs, whose products take three passes."""
+    return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=1)
 
 
 @functools.cache
 def output_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize == 4:
-        return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=1)
+        return quarter_tile(K, V)
     return Tile(padded(K, 64), padded(V, 128), num_warps=4, num_stages=1)
 
 
@@ -238,19 +243,19 @@ def state_bwd_config(K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
 @functools.cache
 def pairs_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize == 4:
-        return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=1)
+        return quarter_tile(K, V)
     return Tile(padded(K, 128), padded(V, 64), num_warps=4, num_stages=2, maxnreg=168)
 
 
 @functools.cache
 def query_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize == 4:
-        return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=1)
+        return quarter_tile(K, V)
     return Tile(padded(K, 64), padded(V, 64), num_warps=4, num_stages=2, maxnreg=168)
 
 
 @functools.cache
 def key_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize == 4:
-        return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=1)
+        return quarter_tile(K, V)
     return Tile(padded(K, 64), padded(V, 64), num_warps=4, num_stages=2)

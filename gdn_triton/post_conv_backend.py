@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from gdn_triton.backend import _log_once, requested_backend, triton_supports
-from gdn_triton.constants import DEFAULT_CHUNK_SIZE
-from gdn_triton.problem import Problem
+from gdn_triton.backend import _log_once, requested_backend, triton_limits
+from gdn_triton.device import on_device
 from gdn_triton.validation import (
     _FLOAT_DTYPES,
     _FLOATS,
@@ -137,33 +136,7 @@ def triton_refusal(sizes: Sizes, needs_grad: bool) -> str | None:
             "The Triton kernel of the preparation has no backward; an input requires a gradient. "
             "Call under torch.no_grad() if none is wanted."
         )
-    dtype = sizes.dtype
-    return triton_supports(
-        Problem(
-            B=1,
-            T=0,
-            H=sizes.H,
-            HV=sizes.HV,
-            K=sizes.K,
-            V=sizes.V,
-            N=1,
-            q_dtype=dtype,
-            k_dtype=dtype,
-            v_dtype=dtype,
-            device=sizes.device,
-            scale=1.0,
-            chunk_size=DEFAULT_CHUNK_SIZE,
-            is_varlen=False,
-            has_initial_state=False,
-            output_final_state=False,
-            state_v_first=False,
-            use_qk_l2norm=True,
-            use_beta_sigmoid=True,
-            allow_neg_eigval=False,
-            use_gate=True,
-            needs_grad=False,
-        )
-    )
+    return triton_limits((sizes.dtype,), sizes.device.type, sizes.HV, sizes.K, sizes.V)
 
 
 def choose_post_conv(sizes: Sizes, needs_grad: bool) -> str:
@@ -197,9 +170,5 @@ def load_post_conv(backend: str) -> Callable[..., Prepared]:
 
 def run_post_conv(backend: str, conv_output: Tensor, *args: Any) -> Prepared:
     """Runs a validated call on the backend chosen for it. args: the public function's others."""
-    forward = load_post_conv(backend)
-    if conv_output.is_cuda and conv_output.device.index != torch.cuda.current_device():
-        # Triton launches on the current device, whatever the tensors' own is.
-        with torch.cuda.device(conv_output.device):
-            return forward(conv_output, *args)
-    return forward(conv_output, *args)
+    with on_device(conv_output.device):
+        return load_post_conv(backend)(conv_output, *args)

@@ -17,3 +17,28 @@ def row_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
     either = batch | row | head | 16
     align = either & -either
     return align, batch // align, row // align, head // align
+
+
+def head_strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """(batch, row, head) for x [B, T, HV]; a batch of one has no stride, so that T does not change
+    them."""
+    batch, row, head = x.stride()
+    return 0 if x.shape[0] == 1 else batch, row, head
+
+
+def named(names: str, numbers: tuple[int, ...]) -> dict[str, int]:
+    """The arguments stride_NAME of a kernel, in the order of the names."""
+    return {f"stride_{name}": n for name, n in zip(names.split(), numbers, strict=True)}
+
+
+def row_arguments(name: str, strides: tuple[int, ...]) -> dict[str, int]:
+    """What kernels take of ``row_strides``: ALIGN_Q, stride_qb, stride_qt and stride_qh for "q"."""
+    return {
+        f"ALIGN_{name.upper()}": strides[0],
+        **named(f"{name}b {name}t {name}h", strides[1:]),
+    }
+
+
+def head_arguments(name: str, strides: tuple[int, ...]) -> dict[str, int]:
+    """stride_gb, stride_gt and stride_gh for "g"."""
+    return named(f"{name}b {name}t {name}h", strides)

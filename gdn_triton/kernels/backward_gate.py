@@ -19,6 +19,7 @@ import triton.language as tl
 
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.kernels._device import chunk_span
+from gdn_triton.kernels._strides import head_arguments
 from gdn_triton.kernels.gate import softplus
 from gdn_triton.varlen import Chunks
 
@@ -187,12 +188,8 @@ def gate_bwd(
             NT=chunks.NT,
             SLOTS=chunks.slots,
             HV=HV,
-            stride_gb=g.stride(0),
-            stride_gt=g.stride(1),
-            stride_gh=g.stride(2),
-            stride_betab=beta.stride(0),
-            stride_betat=beta.stride(1),
-            stride_betah=beta.stride(2),
+            **head_arguments("g", g.stride()),
+            **head_arguments("beta", beta.stride()),
             Q_BLOCKS=q_shares.shape[0],
             K_BLOCKS=k_shares.shape[0],
             RCP_LN2=RCP_LN2,

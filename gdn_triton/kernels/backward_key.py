@@ -17,7 +17,7 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, key_bwd_config
 from gdn_triton.kernels._device import chunk_span, decay_between
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import head_arguments, row_arguments, row_strides
 from gdn_triton.kernels.backward_pairs import Pairs
 from gdn_triton.kernels.backward_state import States
 from gdn_triton.varlen import Chunks
@@ -198,8 +198,6 @@ def key_bwd(
     grid = blocks * chunks.slots * H
     if grid == 0:
         return KeyGradients(dk, shares, across)
-    align_q, stride_qb, stride_qt, stride_qh = row_strides(q)
-    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
     key_bwd_kernel[(grid,)](
         q=q,
         k=k,
@@ -222,20 +220,10 @@ def key_bwd(
         SLOTS=chunks.slots,
         H=H,
         HV=HV,
-        stride_qb=stride_qb,
-        stride_qt=stride_qt,
-        stride_qh=stride_qh,
-        ALIGN_Q=align_q,
-        stride_kb=stride_kb,
-        stride_kt=stride_kt,
-        stride_kh=stride_kh,
-        ALIGN_K=align_k,
-        stride_gb=g_cumsum.stride(0),
-        stride_gt=g_cumsum.stride(1),
-        stride_gh=g_cumsum.stride(2),
-        stride_betab=beta.stride(0),
-        stride_betat=beta.stride(1),
-        stride_betah=beta.stride(2),
+        **row_arguments("q", row_strides(q)),
+        **row_arguments("k", row_strides(k)),
+        **head_arguments("g", g_cumsum.stride()),
+        **head_arguments("beta", beta.stride()),
         K_ROW=K_row,
         K=K,
         V=V,

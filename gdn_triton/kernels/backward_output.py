@@ -11,7 +11,7 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, output_bwd_config
 from gdn_triton.kernels._device import chunk_span, decay_between
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import head_arguments, row_arguments, row_strides
 from gdn_triton.varlen import Chunks
 
 
@@ -105,8 +105,6 @@ def output_bwd(
     if grid == 0:
         return dv_local
     config = output_bwd_config(K_row, V, dtype)
-    align_q, stride_qb, stride_qt, stride_qh = row_strides(q)
-    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
     output_bwd_kernel[(grid,)](
         q=q,
         k=k,
@@ -119,17 +117,9 @@ def output_bwd(
         NT=chunks.NT,
         H=H,
         HV=HV,
-        stride_qb=stride_qb,
-        stride_qt=stride_qt,
-        stride_qh=stride_qh,
-        ALIGN_Q=align_q,
-        stride_kb=stride_kb,
-        stride_kt=stride_kt,
-        stride_kh=stride_kh,
-        ALIGN_K=align_k,
-        stride_gb=g_cumsum.stride(0),
-        stride_gt=g_cumsum.stride(1),
-        stride_gh=g_cumsum.stride(2),
+        **row_arguments("q", row_strides(q)),
+        **row_arguments("k", row_strides(k)),
+        **head_arguments("g", g_cumsum.stride()),
         K_ROW=K_row,
         V=V,
         BT=chunks.chunk_size,

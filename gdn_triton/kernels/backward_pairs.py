@@ -16,7 +16,7 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, pairs_bwd_config
 from gdn_triton.kernels._device import chunk_span, decay_between
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import head_arguments, row_arguments, row_strides
 from gdn_triton.varlen import Chunks
 
 
@@ -187,9 +187,6 @@ def pairs_bwd(
     if grid == 0:
         return pairs
     config = pairs_bwd_config(K_row, V, dtype)
-    align_q, stride_qb, stride_qt, stride_qh = row_strides(q)
-    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
-    align_v, stride_vb, stride_vt, stride_vh = row_strides(v)
     pairs_bwd_kernel[(grid,)](
         q=q,
         k=k,
@@ -210,24 +207,11 @@ def pairs_bwd(
         NT=chunks.NT,
         H=H,
         HV=HV,
-        stride_qb=stride_qb,
-        stride_qt=stride_qt,
-        stride_qh=stride_qh,
-        ALIGN_Q=align_q,
-        stride_kb=stride_kb,
-        stride_kt=stride_kt,
-        stride_kh=stride_kh,
-        ALIGN_K=align_k,
-        stride_vb=stride_vb,
-        stride_vt=stride_vt,
-        stride_vh=stride_vh,
-        ALIGN_V=align_v,
-        stride_gb=g_cumsum.stride(0),
-        stride_gt=g_cumsum.stride(1),
-        stride_gh=g_cumsum.stride(2),
-        stride_betab=beta.stride(0),
-        stride_betat=beta.stride(1),
-        stride_betah=beta.stride(2),
+        **row_arguments("q", row_strides(q)),
+        **row_arguments("k", row_strides(k)),
+        **row_arguments("v", row_strides(v)),
+        **head_arguments("g", g_cumsum.stride()),
+        **head_arguments("beta", beta.stride()),
         K_ROW=K_row,
         V=V,
         BT=BT,

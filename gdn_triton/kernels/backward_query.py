@@ -14,7 +14,7 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, query_bwd_config
 from gdn_triton.kernels._device import chunk_span
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import head_arguments, row_arguments, row_strides
 from gdn_triton.kernels.backward_pairs import Pairs
 from gdn_triton.varlen import Chunks
 
@@ -151,8 +151,6 @@ def query_bwd(
     grid = blocks * chunks.slots * H
     if grid == 0:
         return dq, shares
-    align_q, stride_qb, stride_qt, stride_qh = row_strides(q)
-    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
     query_bwd_kernel[(grid,)](
         q=q,
         k=k,
@@ -170,17 +168,9 @@ def query_bwd(
         NT=chunks.NT,
         H=H,
         HV=HV,
-        stride_qb=stride_qb,
-        stride_qt=stride_qt,
-        stride_qh=stride_qh,
-        ALIGN_Q=align_q,
-        stride_kb=stride_kb,
-        stride_kt=stride_kt,
-        stride_kh=stride_kh,
-        ALIGN_K=align_k,
-        stride_gb=g_cumsum.stride(0),
-        stride_gt=g_cumsum.stride(1),
-        stride_gh=g_cumsum.stride(2),
+        **row_arguments("q", row_strides(q)),
+        **row_arguments("k", row_strides(k)),
+        **head_arguments("g", g_cumsum.stride()),
         K_ROW=K_row,
         K=K,
         V=V,

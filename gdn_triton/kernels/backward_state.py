@@ -23,7 +23,7 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, state_bwd_config
 from gdn_triton.kernels._device import decay_between, sequence_span
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import head_arguments, named, row_arguments, row_strides
 from gdn_triton.kernels.state import empty_state, state_strides
 from gdn_triton.varlen import Chunks
 
@@ -404,12 +404,6 @@ def state_bwd(
     grid = 2 * triton.cdiv(V, config.BV) * N * HV
     if grid == 0:
         return states
-    stride_h0n, stride_h0h, stride_h0k, stride_h0v = state_strides(initial_state, state_v_first)
-    stride_dhtn, stride_dhth, stride_dhtk, stride_dhtv = state_strides(dht, state_v_first)
-    _, _, stride_dh0k, stride_dh0v = state_strides(dh0, state_v_first)
-    align_q, stride_qb, stride_qt, stride_qh = row_strides(q)
-    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
-    align_v, stride_vb, stride_vt, stride_vh = row_strides(v)
     state_bwd_kernel[(grid,)](
         q=q,
         k=k,
@@ -433,34 +427,14 @@ def state_bwd(
         NT=chunks.NT,
         H=H,
         HV=HV,
-        stride_qb=stride_qb,
-        stride_qt=stride_qt,
-        stride_qh=stride_qh,
-        ALIGN_Q=align_q,
-        stride_kb=stride_kb,
-        stride_kt=stride_kt,
-        stride_kh=stride_kh,
-        ALIGN_K=align_k,
-        stride_vb=stride_vb,
-        stride_vt=stride_vt,
-        stride_vh=stride_vh,
-        ALIGN_V=align_v,
-        stride_gb=g_cumsum.stride(0),
-        stride_gt=g_cumsum.stride(1),
-        stride_gh=g_cumsum.stride(2),
-        stride_betab=beta.stride(0),
-        stride_betat=beta.stride(1),
-        stride_betah=beta.stride(2),
-        stride_h0n=stride_h0n,
-        stride_h0h=stride_h0h,
-        stride_h0k=stride_h0k,
-        stride_h0v=stride_h0v,
-        stride_dhtn=stride_dhtn,
-        stride_dhth=stride_dhth,
-        stride_dhtk=stride_dhtk,
-        stride_dhtv=stride_dhtv,
-        stride_dh0k=stride_dh0k,
-        stride_dh0v=stride_dh0v,
+        **row_arguments("q", row_strides(q)),
+        **row_arguments("k", row_strides(k)),
+        **row_arguments("v", row_strides(v)),
+        **head_arguments("g", g_cumsum.stride()),
+        **head_arguments("beta", beta.stride()),
+        **named("h0n h0h h0k h0v", state_strides(initial_state, state_v_first)),
+        **named("dhtn dhth dhtk dhtv", state_strides(dht, state_v_first)),
+        **named("dh0k dh0v", state_strides(dh0, state_v_first)[2:]),
         K_ROW=K_row,
         K=K,
         V=V,

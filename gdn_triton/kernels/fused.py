@@ -20,7 +20,7 @@ import triton.language as tl
 
 from gdn_triton.config import Tile, dot_precision, fused_config
 from gdn_triton.kernels._device import chunk_span, decay_between, segment_place, sequence_rows
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import named, row_arguments, row_strides
 from gdn_triton.kernels.prepare import Prepared
 from gdn_triton.kernels.segments import segment_starts
 from gdn_triton.kernels.state import empty_state, state_strides
@@ -205,24 +205,11 @@ def fused_launch(
         fused_fwd_kernel,
         H=H,
         HV=HV,
-        ALIGN_Q=q_strides[0],
-        stride_qb=q_strides[1],
-        stride_qt=q_strides[2],
-        stride_qh=q_strides[3],
-        ALIGN_K=k_strides[0],
-        stride_kb=k_strides[1],
-        stride_kt=k_strides[2],
-        stride_kh=k_strides[3],
-        ALIGN_V=v_strides[0],
-        stride_vb=v_strides[1],
-        stride_vt=v_strides[2],
-        stride_vh=v_strides[3],
-        stride_h0n=h0_strides[0],
-        stride_h0h=h0_strides[1],
-        stride_h0k=h0_strides[2],
-        stride_h0v=h0_strides[3],
-        stride_htk=ht_strides[2],
-        stride_htv=ht_strides[3],
+        **row_arguments("q", q_strides),
+        **row_arguments("k", k_strides),
+        **row_arguments("v", v_strides),
+        **named("h0n h0h h0k h0v", h0_strides),
+        **named("htk htv", ht_strides[2:]),
         K=K,
         K_ROW=K_row,
         V=V,

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.kernels._device import chunk_span, decay_cumsum
+from gdn_triton.kernels._strides import head_arguments
 from gdn_triton.varlen import Chunks
 
 # 64 rows x 8 heads of fp32 are one 32-byte sector a row, and 4 values a thread of 4 warps.
@@ -128,9 +129,7 @@ def chunk_local_cumsum(
         T=T,
         NT=chunks.NT,
         HV=HV,
-        stride_xb=x.stride(0),
-        stride_xt=x.stride(1),
-        stride_xh=x.stride(2),
+        **head_arguments("x", x.stride()),
         scale=scale,
         FLOOR=0.0 if floor is None else floor,
         THRESHOLD=SOFTPLUS_THRESHOLD,

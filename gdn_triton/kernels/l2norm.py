@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from gdn_triton.constants import L2NORM_EPS
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import row_arguments, row_strides
 
 # Elements of a tile: 16 a thread of 4 warps, enough loads in flight to stream.
 TILE_ELEMENTS = 2048
@@ -77,8 +77,6 @@ def l2norm_fwd(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Te
         return q_out, k_out
     BK = triton.next_power_of_2(K)
     BR = max(1, TILE_ELEMENTS // BK)
-    align_q, stride_qb, stride_qt, stride_qh = row_strides(q)
-    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
     l2norm_kernel[(triton.cdiv(n, BR), 2)](
         q=q,
         k=k,
@@ -87,14 +85,8 @@ def l2norm_fwd(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Te
         n=n,
         T=T,
         H=H,
-        stride_qb=stride_qb,
-        stride_qt=stride_qt,
-        stride_qh=stride_qh,
-        ALIGN_Q=align_q,
-        stride_kb=stride_kb,
-        stride_kt=stride_kt,
-        stride_kh=stride_kh,
-        ALIGN_K=align_k,
+        **row_arguments("q", row_strides(q)),
+        **row_arguments("k", row_strides(k)),
         EPS=L2NORM_EPS,
         K=K,
         BK=BK,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, output_config
 from gdn_triton.kernels._device import chunk_span, decay_between
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import row_arguments, row_strides
 from gdn_triton.varlen import Chunks
 
 
@@ -116,8 +116,6 @@ def output_fwd(
     grid = chunks.slots * HV * triton.cdiv(V, config.BV)
     if grid == 0:
         return o
-    align_q, stride_qb, stride_qt, stride_qh = row_strides(q)
-    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
     output_fwd_kernel[(grid,)](
         q=q,
         k=k,
@@ -131,14 +129,8 @@ def output_fwd(
         NT=chunks.NT,
         H=H,
         HV=HV,
-        stride_qb=stride_qb,
-        stride_qt=stride_qt,
-        stride_qh=stride_qh,
-        ALIGN_Q=align_q,
-        stride_kb=stride_kb,
-        stride_kt=stride_kt,
-        stride_kh=stride_kh,
-        ALIGN_K=align_k,
+        **row_arguments("q", row_strides(q)),
+        **row_arguments("k", row_strides(k)),
         K=K,
         V=V,
         BT=chunks.chunk_size,

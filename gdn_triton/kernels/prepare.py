@@ -20,7 +20,7 @@ import triton.language as tl
 from gdn_triton.config import dot_precision, prepare_config
 from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.kernels._device import chunk_span, decay_between, decay_cumsum
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import head_arguments, head_strides, row_arguments, row_strides
 from gdn_triton.kernels.gate import log_decay, sigmoid
 from gdn_triton.kernels.inverse import fits_half, invert_unit_lower
 from gdn_triton.kernels.l2norm import normalized
@@ -196,26 +196,16 @@ def prepare_launch(
     is_varlen: bool,
 ) -> Launch:
     """The kernel with all that is the same in calls of other lengths. Strides: ``row_strides`` of q
-    and k, ``stride()`` of g and beta."""
+    and k, ``head_strides`` of g and beta."""
     config = prepare_config(K, dtype)
     return Launch(
         prepare_fwd_kernel,
         H=H,
         HV=HV,
-        ALIGN_Q=q_strides[0],
-        stride_qb=q_strides[1],
-        stride_qt=q_strides[2],
-        stride_qh=q_strides[3],
-        ALIGN_K=k_strides[0],
-        stride_kb=k_strides[1],
-        stride_kt=k_strides[2],
-        stride_kh=k_strides[3],
-        stride_gb=g_strides[0],
-        stride_gt=g_strides[1],
-        stride_gh=g_strides[2],
-        stride_betab=beta_strides[0],
-        stride_betat=beta_strides[1],
-        stride_betah=beta_strides[2],
+        **row_arguments("q", q_strides),
+        **row_arguments("k", k_strides),
+        **head_arguments("g", g_strides),
+        **head_arguments("beta", beta_strides),
         RCP_LN2=RCP_LN2,
         FLOOR=LOG2_DECAY_FLOOR[torch.float32],
         THRESHOLD=SOFTPLUS_THRESHOLD,
@@ -271,8 +261,8 @@ def prepare_fwd(
     launch = prepare_launch(
         row_strides(q),
         row_strides(k),
-        _strides(g),
-        _strides(beta),
+        head_strides(g),
+        head_strides(beta),
         H,
         HV,
         K,
@@ -307,9 +297,3 @@ def prepare_fwd(
         NT=chunks.NT,
     )
     return prepared
-
-
-def _strides(x: torch.Tensor) -> tuple[int, ...]:
-    """The strides of x [B, T, HV]; a batch of one has none, so that T does not change them."""
-    batch, row, head = x.stride()
-    return (0 if x.shape[0] == 1 else batch, row, head)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, maps_config, starts_config
 from gdn_triton.kernels._device import chunk_span, decay_between, segment_place
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import named, row_arguments, row_strides
 from gdn_triton.kernels.prepare import Prepared
 from gdn_triton.kernels.state import state_strides
 from gdn_triton.launch import Launch
@@ -201,19 +201,13 @@ def maps_launch(
     has_h0: bool,
     is_varlen: bool,
 ) -> Launch:
-    config = maps_config(K, V)
+    config = maps_config(K)
     return Launch(
         segment_maps_kernel,
         H=H,
         HV=HV,
-        ALIGN_K=k_strides[0],
-        stride_kb=k_strides[1],
-        stride_kt=k_strides[2],
-        stride_kh=k_strides[3],
-        ALIGN_V=v_strides[0],
-        stride_vb=v_strides[1],
-        stride_vt=v_strides[2],
-        stride_vh=v_strides[3],
+        **row_arguments("k", k_strides),
+        **row_arguments("v", v_strides),
         K=K,
         K_ROW=K_row,
         V=V,
@@ -243,12 +237,8 @@ def starts_launch(
     return Launch(
         segment_starts_kernel,
         HV=HV,
-        stride_h0n=h0_strides[0],
-        stride_h0h=h0_strides[1],
-        stride_h0k=h0_strides[2],
-        stride_h0v=h0_strides[3],
-        stride_htk=ht_strides[2],
-        stride_htv=ht_strides[3],
+        **named("h0n h0h h0k h0v", h0_strides),
+        **named("htk htv", ht_strides[2:]),
         K=K,
         V=V,
         BK=config.BK,
@@ -283,7 +273,7 @@ def segment_starts(
     shifts = torch.empty(segments.slots, HV, K, K, dtype=torch.float32, device=k.device)
     is_varlen = segments.chunk_rows is not None
     has_h0 = initial_state is not None
-    tile = maps_config(K, V).BV
+    tile = maps_config(K).BV
     columns = -(-V // tile) + -(-K // tile)
     maps = maps_launch(
         row_strides(k),

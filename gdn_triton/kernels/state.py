@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, state_config
 from gdn_triton.kernels._device import decay_between, sequence_span
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import named, row_arguments, row_strides
 from gdn_triton.varlen import Chunks
 
 
@@ -157,9 +157,6 @@ def state_fwd(
     grid = triton.cdiv(V, config.BV) * N * HV
     if grid == 0:
         return h, v_new, final_state
-    stride_h0n, stride_h0h, stride_h0k, stride_h0v = state_strides(initial_state, state_v_first)
-    _, _, stride_htk, stride_htv = state_strides(final_state, state_v_first)
-    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
     state_fwd_kernel[(grid,)](
         k=k,
         w=w,
@@ -175,16 +172,9 @@ def state_fwd(
         NT=chunks.NT,
         H=H,
         HV=HV,
-        stride_kb=stride_kb,
-        stride_kt=stride_kt,
-        stride_kh=stride_kh,
-        ALIGN_K=align_k,
-        stride_h0n=stride_h0n,
-        stride_h0h=stride_h0h,
-        stride_h0k=stride_h0k,
-        stride_h0v=stride_h0v,
-        stride_htk=stride_htk,
-        stride_htv=stride_htv,
+        **row_arguments("k", row_strides(k)),
+        **named("h0n h0h h0k h0v", state_strides(initial_state, state_v_first)),
+        **named("htk htv", state_strides(final_state, state_v_first)[2:]),
         K=K,
         V=V,
         BT=chunks.chunk_size,

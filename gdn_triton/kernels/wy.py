@@ -17,7 +17,7 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, wy_config
 from gdn_triton.kernels._device import chunk_span, decay_between
-from gdn_triton.kernels._strides import row_strides
+from gdn_triton.kernels._strides import head_arguments, row_arguments, row_strides
 from gdn_triton.kernels.inverse import invert_unit_lower
 from gdn_triton.varlen import Chunks
 
@@ -140,8 +140,6 @@ def wy_fwd(
     if grid == 0:
         return w, u, A_inv
     config = wy_config(K, V, dtype)
-    align_k, stride_kb, stride_kt, stride_kh = row_strides(k)
-    align_v, stride_vb, stride_vt, stride_vh = row_strides(v)
     wy_fwd_kernel[(grid,)](
         k=k,
         v=v,
@@ -155,17 +153,9 @@ def wy_fwd(
         NT=chunks.NT,
         H=H,
         HV=HV,
-        stride_kb=stride_kb,
-        stride_kt=stride_kt,
-        stride_kh=stride_kh,
-        ALIGN_K=align_k,
-        stride_vb=stride_vb,
-        stride_vt=stride_vt,
-        stride_vh=stride_vh,
-        ALIGN_V=align_v,
-        stride_betab=beta.stride(0),
-        stride_betat=beta.stride(1),
-        stride_betah=beta.stride(2),
+        **row_arguments("k", row_strides(k)),
+        **row_arguments("v", row_strides(v)),
+        **head_arguments("beta", beta.stride()),
         K=K,
         V=V,
         BT=BT,

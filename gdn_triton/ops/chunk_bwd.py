@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from gdn_triton.device import on_device
 from gdn_triton.kernels.backward_gate import gate_bwd
 from gdn_triton.kernels.backward_key import key_bwd
 from gdn_triton.kernels.backward_norm import l2norm_bwd
@@ -15,11 +16,9 @@ from gdn_triton.kernels.backward_output import output_bwd
 from gdn_triton.kernels.backward_pairs import pairs_bwd
 from gdn_triton.kernels.backward_query import query_bwd
 from gdn_triton.kernels.backward_state import state_bwd
-from gdn_triton.kernels.gate import beta_sigmoid_fwd, gate_cumsum_fwd
-from gdn_triton.kernels.l2norm import l2norm_fwd
-from gdn_triton.kernels.prepare import LINE, prepare_fwd, whole_lines
+from gdn_triton.kernels.prepare import LINE, whole_lines
 from gdn_triton.kernels.wy import wy_fwd
-from gdn_triton.ops.chunk_fwd import compute_dtype, dense, readable
+from gdn_triton.ops.chunk_fwd import activate, compute_dtype, dense, prepare, readable
 from gdn_triton.problem import Problem
 from gdn_triton.varlen import Chunks, make_chunks
 
@@ -51,12 +50,12 @@ class Recomputed(NamedTuple):
 
 
 def in_lines(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, heads, D] itself where its rows are whole lines, as its address is; else a copy in
-    rows of whole lines, zero beyond D. So the compiler sees the same alignment for the same D, and
-    the same order of sums, wherever a sequence lies."""
-    D = x.shape[3]
-    if whole_lines(x) and x.data_ptr() % 16 == 0:
+    """x [B, T, heads, D], as ``readable`` leaves it, itself where its rows are whole lines; else a
+    copy in rows of whole lines, zero beyond D. So the compiler sees the same alignment for the same
+    D, and the same order of sums, wherever a sequence lies."""
+    if whole_lines(x):
         return x
+    D = x.shape[3]
     copy = x.new_zeros(*x.shape[:3], -(-D // LINE) * LINE)
     copy[..., :D] = x
     return copy
@@ -74,31 +73,14 @@ def recompute(
     chunks: Chunks,
 ) -> Recomputed:
     """By the kernels that the forward takes for the dtype, so to the same bits."""
-    p = problem
-    dtype = compute_dtype(p)
+    dtype = compute_dtype(problem)
+    inputs = problem, q, k, g, beta, A_log, dt_bias, chunks
     if dtype.itemsize == 2:
-        prepared = prepare_fwd(
-            q,
-            k,
-            g,
-            beta,
-            chunks,
-            p.scale,
-            dtype,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            use_qk_l2norm=p.use_qk_l2norm,
-            use_beta_sigmoid=p.use_beta_sigmoid,
-            allow_neg_eigval=p.allow_neg_eigval,
-        )
+        prepared = prepare(*inputs)
         g_cumsum, write, _ = prepared.scalars.transpose(2, 3)
         q, k = in_lines(prepared.q), in_lines(prepared.k)
         return Recomputed(q, k, g_cumsum, write, prepared.A_inv, True)
-    if p.use_qk_l2norm:
-        q, k = l2norm_fwd(q, k)
-    if p.use_beta_sigmoid:
-        beta = beta_sigmoid_fwd(beta, p.allow_neg_eigval)
-    g_cumsum = gate_cumsum_fwd(g, chunks, A_log, dt_bias)
+    q, k, g_cumsum, beta = activate(*inputs)
     _, _, A_inv = wy_fwd(k, v, g_cumsum, beta, chunks, dtype, store_A_inv=True)
     assert A_inv is not None
     return Recomputed(in_lines(q), in_lines(k), g_cumsum, beta, A_inv, False)
@@ -215,8 +197,5 @@ def gradients(
     for zeros; dht: fp32, laid out like the final state, or None for zeros."""
     A_log, dt_bias = dense(A_log), dense(dt_bias)
     args = (problem, do, dht, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        # Triton launches on the current device, whatever the tensors' own is.
-        with torch.cuda.device(q.device):
-            return _gradients(*args, store_dh0)
-    return _gradients(*args, store_dh0)
+    with on_device(q.device):
+        return _gradients(*args, store_dh0)

@@ -11,16 +11,17 @@ import torch
 
 from gdn_triton.config import segment_chunks
 from gdn_triton.constants import MAX_ROW_STRIDE
+from gdn_triton.device import on_device
 from gdn_triton.environment import batch_invariant
 from gdn_triton.kernels.fused import fused_fwd
 from gdn_triton.kernels.gate import beta_sigmoid_fwd, gate_cumsum_fwd
 from gdn_triton.kernels.l2norm import l2norm_fwd
 from gdn_triton.kernels.output import output_fwd
-from gdn_triton.kernels.prepare import prepare_fwd
+from gdn_triton.kernels.prepare import Prepared, prepare_fwd
 from gdn_triton.kernels.state import state_fwd
 from gdn_triton.kernels.wy import wy_fwd
 from gdn_triton.problem import Problem
-from gdn_triton.varlen import make_chunks
+from gdn_triton.varlen import Chunks, make_chunks
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
@@ -48,6 +49,54 @@ def compute_dtype(problem: Problem) -> torch.dtype:
     return torch.promote_types(torch.promote_types(p.q_dtype, p.k_dtype), p.v_dtype)
 
 
+def prepare(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    chunks: Chunks,
+) -> Prepared:
+    """The fused dataflow's first kernel."""
+    p = problem
+    return prepare_fwd(
+        q,
+        k,
+        g,
+        beta,
+        chunks,
+        p.scale,
+        compute_dtype(p),
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_qk_l2norm=p.use_qk_l2norm,
+        use_beta_sigmoid=p.use_beta_sigmoid,
+        allow_neg_eigval=p.allow_neg_eigval,
+    )
+
+
+def activate(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    chunks: Chunks,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first steps of the dataflow by steps: q, k, g_cumsum and beta after norm, gate and
+    sigmoid, where they are asked for."""
+    p = problem
+    if p.use_qk_l2norm:
+        q, k = l2norm_fwd(q, k)
+    if p.use_beta_sigmoid:
+        beta = beta_sigmoid_fwd(beta, p.allow_neg_eigval)
+    return q, k, gate_cumsum_fwd(g, chunks, A_log, dt_bias), beta
+
+
 def forward_by_steps(
     problem: Problem,
     q: torch.Tensor,
@@ -65,11 +114,7 @@ def forward_by_steps(
     q, k, v = readable(q), readable(k), readable(v)
     dtype = compute_dtype(p)
     chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
-    if p.use_qk_l2norm:
-        q, k = l2norm_fwd(q, k)
-    if p.use_beta_sigmoid:
-        beta = beta_sigmoid_fwd(beta, p.allow_neg_eigval)
-    g_cumsum = gate_cumsum_fwd(g, chunks, A_log, dt_bias)
+    q, k, g_cumsum, beta = activate(p, q, k, g, beta, A_log, dt_bias, chunks)
     w, u, _ = wy_fwd(k, v, g_cumsum, beta, chunks, dtype)
     h, v_new, final_state = state_fwd(
         k,
@@ -102,26 +147,12 @@ def forward_fused(
     """all that needs no state -> state and output."""
     p = problem
     q, k, v = readable(q), readable(k), readable(v)
-    dtype = compute_dtype(p)
     chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
     segments = None
     length = choose_segments(p)
     if length > 0:
         segments = make_chunks(p.B, p.T, length * p.chunk_size, cu_seqlens)
-    prepared = prepare_fwd(
-        q,
-        k,
-        g,
-        beta,
-        chunks,
-        p.scale,
-        dtype,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        use_qk_l2norm=p.use_qk_l2norm,
-        use_beta_sigmoid=p.use_beta_sigmoid,
-        allow_neg_eigval=p.allow_neg_eigval,
-    )
+    prepared = prepare(p, q, k, g, beta, A_log, dt_bias, chunks)
     return fused_fwd(
         prepared,
         v,
@@ -169,8 +200,5 @@ def forward(
     tables of varlen.py hold already; its shape was checked, its values are not needed."""
     run = choose_dataflow(problem)
     args = problem, q, k, v, g, beta, initial_state, cu_seqlens, dense(A_log), dense(dt_bias)
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        # Triton launches on the current device, whatever the tensors' own is.
-        with torch.cuda.device(q.device):
-            return run(*args)
-    return run(*args)
+    with on_device(q.device):
+        return run(*args)

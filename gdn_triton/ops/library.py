@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton.backend import choose
+from gdn_triton.ops.replay import replayed_gradients
 from gdn_triton.problem import Problem
 from gdn_triton.validation import validate_chunk
 
@@ -175,25 +176,13 @@ def _by_kernels(
 def _by_autograd(
     call: _Call, problem: Problem, do: Tensor | None, dht: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
-    # The dispatcher turns autograd off around an implementation, which enable_grad does not undo:
-    # leaving inference mode does.
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = [
-            None if x is None else x.detach().requires_grad_(want)
-            for x, want in zip(call[:_DIFFERENTIABLE], wanted, strict=True)
-        ]
-        call = _Call._make((*leaves, *call[_DIFFERENTIABLE:]))
-        outputs = zip(call.run(problem), (do, dht), strict=True)
-        given = [(y, dy) for y, dy in outputs if y is not None and dy is not None]
-        gradients = torch.autograd.grad(
-            [y for y, _ in given],
-            [x for x, want in zip(leaves, wanted, strict=True) if want and x is not None],
-            [dy for _, dy in given],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    # Autograd may return views of its inputs, or one tensor for two of them: an operator must not.
-    return [x.clone(memory_format=torch.contiguous_format) for x in gradients]
+    rest = call[_DIFFERENTIABLE:]
+    return replayed_gradients(
+        lambda *leaves: _Call._make((*leaves, *rest)).run(problem),
+        call[:_DIFFERENTIABLE],
+        wanted,
+        (do, dht),
+    )
 
 
 @_backward.register_fake

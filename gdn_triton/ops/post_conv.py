@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton import reference_post_conv
+from gdn_triton.ops.replay import replayed_gradients
 from gdn_triton.post_conv_backend import (
     Prepared,
     choose_post_conv,
@@ -64,27 +65,13 @@ def _backward(
     dbeta: Tensor | None,
     *args: Any,
 ) -> list[Tensor]:
-    tensors, rest, wanted = args[:_TENSORS], args[_TENSORS:-1], args[-1]
-    # The dispatcher turns autograd off around an implementation, which enable_grad does not undo:
-    # leaving inference mode does.
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = [x.detach().requires_grad_(w) for x, w in zip(tensors, wanted, strict=True)]
-        outputs = reference_post_conv.fused_post_conv_prep(*leaves, *rest)
-        # Each output hangs on some of the inputs only.
-        pairs = zip(outputs, (dq, dk, dv, dg, dbeta), strict=True)
-        given = [(y, dy) for y, dy in pairs if y.requires_grad and dy is not None]
-        sources = [x for x, w in zip(leaves, wanted, strict=True) if w]
-        if not given:
-            return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in sources]
-        gradients = torch.autograd.grad(
-            [y for y, _ in given],
-            sources,
-            [dy for _, dy in given],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    # Autograd may return views of its inputs, or one tensor for two of them: an operator must not.
-    return [x.clone(memory_format=torch.contiguous_format) for x in gradients]
+    rest = args[_TENSORS:-1]
+    return replayed_gradients(
+        lambda *leaves: reference_post_conv.fused_post_conv_prep(*leaves, *rest),
+        args[:_TENSORS],
+        args[-1],
+        (dq, dk, dv, dg, dbeta),
+    )
 
 
 @_backward.register_fake

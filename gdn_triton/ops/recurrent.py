@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
+from gdn_triton.device import on_device
+from gdn_triton.kernels._strides import named
 from gdn_triton.kernels.recurrent import (
     eviction_policy,
     recurrent_config,
@@ -21,10 +23,6 @@ def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
         return (0,) * count
     first = 0 if x.shape[0] == 1 else x.stride(0)
     return (first, *x.stride()[1:], *(0,) * (count - x.dim()))
-
-
-def named(names: str, numbers: tuple[int, ...]) -> dict[str, int]:
-    return {f"stride_{name}": n for name, n in zip(names.split(), numbers, strict=True)}
 
 
 def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | None) -> Launch:
@@ -119,16 +117,8 @@ def plan(problem: RecurrentProblem, operands: Operands) -> Run:
         )
         return o, ht
 
-    return on_device(p.device, run) if p.device.type == "cuda" else run
-
-
-def on_device(device: torch.device, run: Run) -> Run:
-    """Triton launches on the current device, whatever the tensors' own is."""
-
     def guarded(y: Operands) -> tuple[Tensor, Tensor | None]:
-        if torch.cuda.current_device() == device.index:
-            return run(y)
-        with torch.cuda.device(device):
+        with on_device(p.device):
             return run(y)
 
     return guarded

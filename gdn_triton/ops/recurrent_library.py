@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
+from gdn_triton.ops.replay import replayed_gradients
 from gdn_triton.recurrent_plans import SequenceOptions, StepOptions, run_sequences, run_step
 from gdn_triton.recurrent_problem import Operands
 from gdn_triton.validation_recurrent import validate_sequences, validate_step
@@ -70,25 +71,12 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     schema=f"(Tensor? do, Tensor? dht, {_SEQUENCES}, bool[] wanted) -> Tensor[]",
 )
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
-    wanted = args[-1]
-    # The dispatcher turns autograd off around an implementation, which enable_grad does not undo:
-    # leaving inference mode does.
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = [
-            None if x is None else x.detach().requires_grad_(want)
-            for x, want in zip(args[:_DIFFERENTIABLE], wanted, strict=True)
-        ]
-        outputs = run_sequences(*_sequences((*leaves, *args[_DIFFERENTIABLE:-1])))
-        given = [(y, dy) for y, dy in zip(outputs, (do, dht), strict=True) if dy is not None]
-        gradients = torch.autograd.grad(
-            [y for y, _ in given if y is not None],
-            [x for x, want in zip(leaves, wanted, strict=True) if want and x is not None],
-            [dy for _, dy in given],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    # Autograd may return views of its inputs, or one tensor for two of them: an operator must not.
-    return [x.clone(memory_format=torch.contiguous_format) for x in gradients]
+    return replayed_gradients(
+        lambda *leaves: run_sequences(*_sequences((*leaves, *args[_DIFFERENTIABLE:-1]))),
+        args[:_DIFFERENTIABLE],
+        args[-1],
+        (do, dht),
+    )
 
 
 @_backward.register_fake

@@ -1,0 +1,41 @@
+"""Gradients inside of an operator's implementation, by running its forward again under autograd."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def replayed_gradients(
+    run: Callable[..., Sequence[Tensor | None]],
+    tensors: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    from_above: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """The gradient of each tensor that is there and wanted, in their order.
+
+    run: takes `tensors` by position; it has one output for each gradient of `from_above`, and
+    None on either side where there is none.
+    """
+    # The dispatcher turns autograd off around an implementation, which enable_grad does not undo:
+    # leaving inference mode does.
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [
+            None if x is None else x.detach().requires_grad_(want)
+            for x, want in zip(tensors, wanted, strict=True)
+        ]
+        sources = [x for x, want in zip(leaves, wanted, strict=True) if want and x is not None]
+        pairs = zip(run(*leaves), from_above, strict=True)
+        # An output may hang on none of the wanted ones.
+        given = [(y, dy) for y, dy in pairs if y is not None and y.requires_grad and dy is not None]
+        if not given:
+            return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in sources]
+        gradients = torch.autograd.grad(
+            [y for y, _ in given],
+            sources,
+            [dy for _, dy in given],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    # Autograd may return views of its inputs, or one tensor for two of them: an operator must not.
+    return [x.clone(memory_format=torch.contiguous_format) for x in gradients]
