@@ -61,6 +61,7 @@ def dataflow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     def choose_segments(problem: Problem) -> int:
         return int(request.param == "segments" and problem.N < 128 and problem.K <= 128)
 
+    monkeypatch.setenv("GDN_BACKEND", "triton")
     monkeypatch.setattr(chunk_fwd, "choose_dataflow", choose)
     monkeypatch.setattr(chunk_fwd, "choose_segments", choose_segments)
     return str(request.param)

@@ -265,8 +265,12 @@ def test_one_key_and_one_beta(dtype: torch.dtype, beta: float, dataflow: str, de
     k[..., 3] = 1
     x = x.but(k=k, beta=torch.full_like(x.beta, beta), g=torch.zeros_like(x.g))
     _, state = check(case, x, device)
-    if beta == 0:
+    if beta == 0 and dataflow != "segments":
         assert same_bits(state, x.initial_state.float())
+    elif beta == 0:
+        # The map of a segment is then the identity, and its product with a state keeps the 22 bits
+        # of two tf32 parts.
+        torch.testing.assert_close(state, x.initial_state.float(), rtol=2**-21, atol=0)
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
