@@ -1,0 +1,261 @@
+"""Error, time and memory of the gradients, beside FLA's and FlashQLA's.
+
+    python -m benchmarks.backward [--peers fla flashqla] [--select TEXT] [--jsonl FILE]
+
+Errors: the norm of the error over that of the gradient, against float64 autograd of the
+specification, in bf16. Times: microseconds of the gradients of q, k, v, g, beta and the initial
+state, from those of o and the final state, between two events, medians; the implementations take
+turns. `call` adds the forward that made the graph. Memory: what a forward keeps until the backward
+beyond its inputs and outputs, and the most that both together take beyond those and the gradients.
+
+FLA's own Triton backward refuses Hopper with Triton 3.4 to 3.7.0, so its TileLang one runs where
+that package is installed; FlashQLA is a peer of its own, and FLA is kept from handing over to it.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Device, attempt, relative
+from benchmarks.shapes import Case, Inputs, make_inputs
+from gdn_triton import reference
+
+NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
+
+Rule = Callable[..., tuple[Tensor, Tensor]]
+
+
+def packed(H: int, HV: int, K: int, V: int, *seqlens: int) -> Case:
+    return Case(
+        f"backward {H}/{HV} K {K} V {V} {'+'.join(map(str, seqlens))}", "backward",
+        1, sum(seqlens), H, HV, K, V, seqlens, gate="mixed", initial_state=True,
+    )  # fmt: skip
+
+
+# Short enough for float64 autograd.
+ERROR_CASES = (
+    packed(2, 4, 128, 128, 700, 1, 64, 331),
+    packed(4, 8, 128, 128, 2048),
+    packed(2, 2, 256, 512, 700, 1, 64, 331),
+    packed(2, 4, 64, 64, 700, 1, 64, 331),
+)
+TIME_CASES = (
+    packed(16, 32, 128, 128, 8192),
+    packed(16, 32, 128, 128, 1000, 4000, 92, 3100),
+    packed(16, 32, 128, 128, 32768),
+    packed(16, 32, 128, 128, 8192, 8192, 8192, 8192),
+    packed(4, 8, 128, 128, 32768),
+    packed(4, 8, 128, 128, 8192, 8192, 8192, 8192),
+    packed(8, 8, 256, 512, 2048, 2048, 2048, 2048),
+)
+
+
+def load(key: str) -> Rule:
+    """An implementation's `chunk_gated_delta_rule`. Raises what importing it raises."""
+    if key == "fla":
+        os.environ["FLA_FLASH_QLA"] = "0"
+        key = "fla.ops.gated_delta_rule"
+    module = {"gdn_triton": "gdn_triton", "flashqla": "flash_qla"}.get(key, key)
+    rule: Rule = importlib.import_module(module).chunk_gated_delta_rule
+    return rule
+
+
+def specification(*x: Tensor, output_final_state: bool, **options: Any) -> tuple[Tensor, Tensor]:
+    """The reference, which always returns the final state."""
+    assert output_final_state
+    result = reference.chunk_gated_delta_rule(*x, **options)
+    return result[0], result[1]
+
+
+def leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """q, k, v, g, beta and the initial state, to differentiate by."""
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state)
+    found = [x.to(dtype) if dtype else x for x in tensors if x is not None]
+    return [x.detach().clone().requires_grad_() for x in found]
+
+
+def run(rule: Rule, x: list[Tensor], inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return rule(*x[:5], initial_state=x[5], output_final_state=True, cu_seqlens=inputs.cu_seqlens)
+
+
+def output_gradients(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Gradients of o [1, T, HV, V] and of the final state [N, HV, K, V]."""
+    assert inputs.initial_state is not None
+    generator = torch.Generator(inputs.q.device).manual_seed(1)
+    like = partial(torch.randn, generator=generator, device=inputs.q.device)
+    return like(inputs.v.shape).to(inputs.v.dtype), like(inputs.initial_state.shape)
+
+
+def gradients(rule: Rule, inputs: Inputs, dtype: torch.dtype | None = None) -> list[Tensor]:
+    x = leaves(inputs, dtype)
+    outputs = run(rule, x, inputs)
+    seeds = [y.to(z.dtype) for y, z in zip(output_gradients(inputs), outputs, strict=True)]
+    return list(torch.autograd.grad(outputs, x, seeds))
+
+
+def measure_errors(case: Case, rules: dict[str, Rule], device: Device) -> dict[str, Any]:
+    inputs = make_inputs(case, device.torch)
+    expected = gradients(specification, inputs, torch.float64)
+    results: dict[str, Any] = {}
+    for name, rule in rules.items():
+        # Compiles, and leaves memory that the second run finds dirty.
+        _, why = attempt(device, partial(gradients, rule, inputs))
+        if why is None:
+            device.poison(8 * inputs.nbytes)
+            found, why = attempt(device, partial(gradients, rule, inputs))
+        if why is not None:
+            results[name] = {"error": why}
+            continue
+        pairs = zip(NAMES, found, expected, strict=True)
+        results[name] = {key: relative(x, y) for key, x, y in pairs}
+    return {"case": case.name, "kind": "errors", "results": results}
+
+
+class Backward:
+    """One implementation's forward, done, and its backward, to be run again and again."""
+
+    def __init__(self, rule: Rule, inputs: Inputs) -> None:
+        self.x = leaves(inputs)
+        self.forward = partial(run, rule, self.x, inputs)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        self.outputs = self.forward()
+        torch.cuda.synchronize()
+        self.kept = torch.cuda.memory_allocated() - before - nbytes(self.outputs)
+        self.seeds = output_gradients(inputs)
+
+    def run(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.outputs, self.x, self.seeds, retain_graph=True)
+
+    def both(self) -> None:
+        torch.autograd.grad(self.forward(), self.x, self.seeds)
+
+    def peak(self) -> int:
+        """Bytes at the worst moment of a forward and a backward, beyond inputs, outputs and
+        gradients."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.both()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before - nbytes(self.outputs) - nbytes(self.x)
+
+
+def nbytes(tensors: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def event_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median us of each call, in turns."""
+    events: dict[str, list[Any]] = {name: [] for name in calls}
+    for round_ in range(rounds + 2):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The launches of a call run ahead of the device only while the device is busy.
+            torch.cuda._sleep(400_000)
+            start.record()
+            call()
+            end.record()
+            if round_ >= 2:
+                events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {
+        name: 1e3 * statistics.median(a.elapsed_time(b) for a, b in pairs)
+        for name, pairs in events.items()
+    }
+
+
+def measure_times(
+    case: Case, rules: dict[str, Rule], device: Device, rounds: int
+) -> dict[str, Any]:
+    inputs = make_inputs(case, device.torch)
+    results: dict[str, Any] = {}
+    made: dict[str, Backward] = {}
+    for name, rule in rules.items():
+        _, why = attempt(device, partial(gradients, rule, inputs))
+        if why is not None:
+            results[name] = {"error": why}
+            continue
+        made[name] = Backward(rule, inputs)
+        results[name] = {"kept": made[name].kept, "peak": made[name].peak()}
+    for key, method in (("backward", "run"), ("call", "both")):
+        times = event_times({name: getattr(b, method) for name, b in made.items()}, rounds)
+        for name, value in times.items():
+            results[name][key] = value
+    return {"case": case.name, "kind": "times", "results": results}
+
+
+def tables(records: list[dict[str, Any]], names: list[str]) -> str:
+    lines = [f"| case | | {' | '.join(NAMES)} |", f"|---|---|{'---|' * len(NAMES)}"]
+    for record in records:
+        if record["kind"] != "errors":
+            continue
+        for name in names:
+            row = record["results"][name]
+            cells = [f"{row[key]:.2e}" if key in row else "-" for key in NAMES]
+            lines.append(f"| {record['case'][9:]} | {name} | {' | '.join(cells)} |")
+    lines += ["", f"| case | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for record in records:
+        if record["kind"] != "times":
+            continue
+        cells = []
+        for name in names:
+            row = record["results"][name]
+            cells.append(
+                "-"
+                if "error" in row
+                else f"{row['backward']:.0f} / {row['call']:.0f}, "
+                f"{row['kept'] / 2**20:.0f} / {row['peak'] / 2**20:.0f} MiB"
+            )
+        lines.append(f"| {record['case'][9:]} | {' | '.join(cells)} |")
+    whys = {
+        f"{record['case']}, {name}: {row['error']}"
+        for record in records
+        for name, row in record["results"].items()
+        if "error" in row
+    }
+    return "\n".join([*lines, "", *sorted(whys)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--peers", nargs="*", default=["fla", "flashqla"])
+    parser.add_argument("--select", default="", help="only cases whose name holds this")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--jsonl", type=Path, help="also append a record a case to this file")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("gradients are timed on a CUDA GPU; torch finds none")
+    device = Device(torch.device("cuda", torch.cuda.current_device()))
+    rules: dict[str, Rule] = {"gdn_triton": load("gdn_triton")}
+    for key in options.peers:
+        try:
+            rules[key] = load(key)
+        except Exception as error:
+            print(f"{key}: not measured: {type(error).__name__}: {error}")
+    records = []
+    jobs = [partial(measure_errors, case) for case in ERROR_CASES]
+    jobs += [partial(measure_times, case, rounds=options.rounds) for case in TIME_CASES]
+    for job in jobs:
+        if options.select not in job.args[0].name:
+            continue
+        record = job(rules=rules, device=device)
+        records.append(record)
+        if options.jsonl is not None:
+            with options.jsonl.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    print(tables(records, list(rules)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""One decode step from a pool of states, beside FlashInfer and FLA, and the roof of the same run.
+
+    python -m benchmarks.decode [--sequences 1 64 256] [--heads 16/32 16/64] [--jsonl FILE]
+
+Each row is one token a sequence, q, k and v in bf16, K = V = 128, with the L2 norm, the gate and
+the sigmoid in the kernel, updated in place: microseconds of a call in a CUDA graph and the share of
+the roof, then microseconds of the host for a call from Python. The roof is the faster of a copy and
+an in-place product of as many bytes as the states are, read and written. Every implementation's o
+is compared with the float64 recurrence first; one that differs is not timed.
+
+FLA's `fused_recurrent_gated_delta_rule` has no pool: it writes its final states to new memory,
+which is as many bytes. FlashInfer keeps its pools value-first; its `gated_delta_rule_decode` takes
+key-first states without slots. A peer that is not installed is named as such.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import GATE, Device, Replay, attempt, relative, replay_times
+from gdn_triton import recurrent_step, reference
+
+K = V = 128
+
+
+class Step(NamedTuple):
+    """One token of N sequences; `slots` leads to every state of the pool once, in random order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    slots: Tensor
+    states: Tensor  # [N, HV, K, V], float32
+
+
+def make_step(N: int, H: int, HV: int, device: torch.device) -> Step:
+    make = partial(torch.randn, device=device)
+    q, k = (make(N, H, K).bfloat16() for _ in range(2))
+    v, a, b = make(N, HV, V).bfloat16(), make(N, HV).bfloat16(), make(N, HV).bfloat16()
+    A_log, dt_bias = torch.rand(HV, device=device), make(HV)
+    slots = torch.randperm(N, device=device).int()
+    return Step(q, k, v, a, b, A_log, dt_bias, slots, make(N, HV, K, V))
+
+
+def exact(step: Step, heads: int) -> Tensor:
+    """o of the first `heads` sequences in float64: [heads, HV, V]."""
+    q, k, v, a, b = (x[:heads, None].double() for x in step[:5])
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    g = -step.A_log.double().exp() * torch.nn.functional.softplus(a + step.dt_bias.double())
+    state = step.states[step.slots[:heads].long()].double()
+    o, _ = reference.recurrent_gated_delta_rule(q, k, v, g, b.sigmoid(), initial_state=state)
+    return o[:, 0]
+
+
+# An implementation: from a step and the pool's dtype to a call that returns o, or a sentence.
+Maker = Callable[[Step, torch.dtype], Callable[[], Any] | str]
+
+
+def ours(step: Step, dtype: torch.dtype, v_first: bool) -> Callable[[], Any] | str:
+    states = step.states.mT if v_first else step.states
+    pool = states.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    mixed = torch.cat([x.flatten(1) for x in step[:3]], 1)
+    return partial(
+        recurrent_step,
+        pool,
+        step.slots,
+        mixed_qkv=mixed,
+        a=step.a,
+        b=step.b,
+        A_log=step.A_log,
+        dt_bias=step.dt_bias,
+        use_qk_l2norm_in_kernel=True,
+        state_v_first=v_first,
+    )
+
+
+def flashinfer_pool(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
+    run = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose
+    return partial(
+        run,
+        *(x.unsqueeze(1) for x in step[:3]),
+        None,
+        step.A_log,
+        step.a.unsqueeze(1),
+        step.dt_bias,
+        step.b.unsqueeze(1),
+        use_qk_l2norm=True,
+        initial_state=step.states.mT.to(dtype).contiguous(),
+        initial_state_indices=step.slots,
+    )
+
+
+def flashinfer_states(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
+    if dtype != torch.float32:
+        return "takes float32 states only"
+    run = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_decode
+    return partial(
+        run,
+        *(x.unsqueeze(1) for x in step[:3]),
+        step.states[step.slots.long()].clone(),
+        step.A_log,
+        step.a.unsqueeze(1),
+        step.dt_bias,
+        step.b.unsqueeze(1),
+        use_qk_l2norm=True,
+    )
+
+
+def fla(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
+    if dtype != torch.float32:
+        return "returns float32 states only"
+    run = importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+    return partial(
+        run,
+        *(x.unsqueeze(1) for x in step[:4]),
+        beta=step.b.unsqueeze(1),
+        initial_state=step.states[step.slots.long()].clone(),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        A_log=step.A_log,
+        dt_bias=step.dt_bias,
+        use_beta_sigmoid_in_kernel=True,
+    )
+
+
+MAKERS: dict[str, Maker] = {
+    "gdn_triton, key-first": partial(ours, v_first=False),
+    "gdn_triton, value-first": partial(ours, v_first=True),
+    "FlashInfer, pool, value-first": flashinfer_pool,
+    "FlashInfer, states, key-first": flashinfer_states,
+    "FLA, states": fla,
+}
+
+
+def output(result: Any) -> Tensor:
+    """o as [N, HV, V], of any of them."""
+    o: Tensor = result[0] if isinstance(result, tuple) else result
+    return o.reshape(o.shape[0], o.shape[-2], o.shape[-1])
+
+
+def roof_time(nbytes: int, device: Device, rounds: int) -> float:
+    """us of the faster of two ways to read and write `nbytes`."""
+    x, y = torch.randn(2, nbytes // 4, device=device.torch)
+    ways = {
+        "copy": Replay(partial(y.copy_, x), device),
+        "scale": Replay(partial(x.mul_, 1), device),
+    }
+    return min(map(statistics.median, replay_times(ways, device, rounds, flush=False).values()))
+
+
+def host_time(call: Callable[[], Any], device: Device, calls: int = 50, repeats: int = 7) -> float:
+    """us until a call from Python returns."""
+    found = []
+    for _ in range(repeats):
+        device.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append(1e6 * (time.perf_counter() - start) / calls)
+    device.synchronize()
+    return statistics.median(found)
+
+
+def measure(N: int, H: int, HV: int, dtype: torch.dtype, device: Device, rounds: int) -> Any:
+    step = make_step(N, H, HV, device.torch)
+    checked = min(N, 8)
+    expected = exact(step, checked)
+    rows: dict[str, dict[str, Any]] = {}
+    replays: dict[str, Replay] = {}
+    for name, maker in MAKERS.items():
+        call, why = attempt(device, partial(maker, step, dtype))
+        if why is None and isinstance(call, str):
+            why = call
+        if why is None:
+            result, why = attempt(device, call)
+        if why is None:
+            difference = relative(output(result)[:checked], expected)
+            rows[name] = {"error": difference}
+            if not difference < GATE:
+                why = f"o differs by {difference:.1e} from float64"
+        if why is None:
+            rows[name]["host"] = host_time(call, device)
+            replays[name], why = attempt(device, partial(Replay, call, device))
+        if why is not None:
+            replays.pop(name, None)
+            rows[name] = {"skipped": why}
+    nbytes = N * HV * K * V * dtype.itemsize
+    roof = roof_time(nbytes, device, rounds)
+    for name, times in replay_times(replays, device, rounds, flush=False).items():
+        rows[name]["time"] = statistics.median(times)
+    return {
+        "sequences": N,
+        "heads": f"{H}/{HV}",
+        "pool": str(dtype).removeprefix("torch."),
+        "roof": roof,
+        "results": rows,
+    }
+
+
+def table(records: list[Any]) -> str:
+    """Markdown: us in a graph, the share of the roof, and the host's us of a call."""
+    lines = [
+        f"| sequences, H / HV, pool | roof | {' | '.join(MAKERS)} |",
+        f"|---|---|{'---|' * len(MAKERS)}",
+    ]
+    for record in records:
+        cells = []
+        for name in MAKERS:
+            row = record["results"][name]
+            if "time" not in row:
+                cells.append("-")
+                continue
+            share = 100 * record["roof"] / row["time"]
+            cells.append(f"{row['time']:.2f}, {share:.0f} %, host {row['host']:.0f}")
+        head = f"{record['sequences']}, {record['heads']}, {record['pool']}"
+        lines.append(f"| {head} | {record['roof']:.2f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--heads", nargs="+", default=["16/32", "16/64"], metavar="H/HV")
+    parser.add_argument("--pools", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("a decode step is timed on a CUDA GPU; torch finds none")
+    device = Device(torch.device("cuda", torch.cuda.current_device()))
+    records, whys = [], set()
+    for heads in options.heads:
+        H, HV = map(int, heads.split("/"))
+        for N in options.sequences:
+            for pool in options.pools:
+                record = measure(N, H, HV, getattr(torch, pool), device, options.rounds)
+                records.append(record)
+                for name, row in record["results"].items():
+                    if "skipped" in row:
+                        whys.add(f"{name}, {pool}: {row['skipped']}")
+                if options.jsonl is not None:
+                    with options.jsonl.open("a") as file:
+                        file.write(json.dumps(record) + "\n")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    print(table(records))
+    print("\n".join(["", *sorted(whys)]))
+
+
+if __name__ == "__main__":
+    main()
