@@ -77,6 +77,10 @@ def _needs_cuda() -> str | None:
 def _needs_128(case: Case) -> str | None:
     if (case.K, case.V) != (128, 128):
         return f"serves K = V = 128 only, not K {case.K}, V {case.V}"
+    return _needs_16_bits(case)
+
+
+def _needs_16_bits(case: Case) -> str | None:
     if case.dtype not in (torch.float16, torch.bfloat16):
         return f"serves float16 and bfloat16 only, not {case.dtype}"
     return None
@@ -123,7 +127,9 @@ class OursCuda(Ours):
             raise RuntimeError(missing)
 
     def supports(self, case: Case) -> str | None:
-        return _needs_cuda() or _needs_128(case) or _needs_capability(9)
+        if case.K > 256 or case.K % 8 or case.V % 8:
+            return f"serves multiples of 8, K up to 256, not K {case.K}, V {case.V}"
+        return _needs_cuda() or _needs_16_bits(case) or _needs_capability(9)
 
 
 class Reference(Peer):

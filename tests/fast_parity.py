@@ -229,17 +229,31 @@ def check_parity(
 LENGTHS = (0, 1, 2, 7, 15, 16, 17, 31, 33, 48, 63, 64, 65, 96, 127, 128, 129, 191, 193, 300)
 
 
+# (K, V), beside 128 and 128, which has kernels of its own: for those of K up to 64, up to 128 and
+# up to 256, whole tiles of 64 channels and less, V below, at and past K.
+SIZES = (
+    *((64, 64), (64, 128), (8, 8), (40, 200), (128, 64), (128, 256), (96, 192), (72, 40)),
+    *((256, 256), (256, 512), (192, 128), (136, 72), (256, 64)),
+)
+
+
 def random_lengths(rng: random.Random, most: int) -> tuple[int, ...]:
     edges = [length for length in LENGTHS if length <= most]
     count = rng.choice((1, 2, 3, 5, 9))
     return tuple(rng.choice((rng.choice(edges), rng.randint(0, most))) for _ in range(count))
 
 
-def random_case(rng: random.Random, small: bool) -> Case:
+def random_sizes(number: int, sizes: str) -> tuple[int, int]:
+    rng = random.Random(-1 - number)  # of its own: the rest of a case is the same at any size
+    other = sizes == "others" or (sizes == "all" and rng.random() < 0.5)
+    return rng.choice(SIZES) if other else (128, 128)
+
+
+def random_case(rng: random.Random, small: bool, K: int, V: int) -> Case:
     most, heads = (130, (1, 2)) if small else (rng.choice((700, 700, 2500)), (1, 2, 3, 4))
     H = rng.choice(heads)
     HV = H * rng.choice((1, 2) if small else (1, 2, 3, 4, 8))
-    sizes: dict[str, Any] = {"H": H, "HV": HV, "K": 128, "V": 128, "chunk_size": 64}
+    sizes: dict[str, Any] = {"H": H, "HV": HV, "K": K, "V": V, "chunk_size": 64}
     # 8: rows that TMA can read; 3: rows aligned to nothing.
     sizes["spare"] = rng.choice((0, 8, 8, 3))
     if rng.random() < 0.6:
@@ -300,9 +314,13 @@ def random_layouts(rng: random.Random, call: Call) -> Call:
     return call._replace(x=call.x.but(**changes))
 
 
-def random_call(number: int, device: str, small: bool) -> tuple[Call, torch.dtype]:
+def random_call(
+    number: int, device: str, small: bool, sizes: str = "all"
+) -> tuple[Call, torch.dtype]:
+    """`sizes`: "128" for K = V = 128, "others" for all but that, or "all"."""
     rng = random.Random(number)
-    case, options = random_case(rng, small), random_options(rng)
+    case = random_case(rng, small, *random_sizes(number, sizes))
+    options = random_options(rng)
     dtype = rng.choice((BF16, FP16))
     index_dtype = rng.choice((torch.int32, torch.int64))
     call = make_call(case, dtype, device, options, seed=number, index_dtype=index_dtype)
@@ -321,7 +339,8 @@ def describe(call: Call) -> str:
     if case.packed:
         tokens = f"{list(case.lengths or ())} + {case.orphans}"
     chosen = [f"{k}={v}" for k, v in asdict(call.options).items() if v not in (False, None)]
-    return f"{dtype}, {tokens} tokens, {case.H}/{case.HV} heads, {' '.join(chosen)}"
+    heads = f"{case.H}/{case.HV} heads of {case.K} and {case.V}"
+    return f"{dtype}, {tokens} tokens, {heads}, {' '.join(chosen)}"
 
 
 def main() -> None:
@@ -329,6 +348,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
     parser.add_argument("--only", type=int, help="this case alone")
+    parser.add_argument("--sizes", choices=("128", "others", "all"), default="all", help="K and V")
     parser.add_argument("--small", action="store_true", help="short, and specified on the CPU")
     parser.add_argument(
         "--copied",
@@ -344,7 +364,8 @@ def main() -> None:
         numbers = range(options.only, options.only + 1)
     failed = []
     for number in numbers:
-        call, _ = random_call(number, "cpu" if options.copied else "cuda", options.small)
+        device = "cpu" if options.copied else "cuda"
+        call, _ = random_call(number, device, options.small, options.sizes)
         call = call.to("cuda") if options.copied else call
         words = f"{number}: {describe(call)}"
         try:

@@ -71,14 +71,15 @@ def test_order():
     assert [b.name for b in backend.BACKENDS] == ["cuda", "triton", "reference"]
 
 
-def test_held_back(monkeypatch):
+def test_passed_over(monkeypatch):
     """`auto` passes over such a backend where it serves the call, and says so; its name runs it."""
     held, triton = (Backend(name, lambda _: None, lambda: None) for name in ("cuda", "triton"))
-    held = dataclasses.replace(held, held_back="Held back in this test.")
+    held = dataclasses.replace(held, passed_over=lambda _: "Passed over in this test.")
     monkeypatch.setattr(backend, "BACKENDS", (held, triton))
     assert choose(problem()) is triton
     explained = explain_choice(problem())
-    assert explained.chosen == "triton" and explained.reasons["cuda"] == "Held back in this test."
+    assert explained.chosen == "triton"
+    assert explained.reasons["cuda"] == "Passed over in this test."
     refusing = dataclasses.replace(held, supports=lambda _: "Refused in this test.")
     monkeypatch.setattr(backend, "BACKENDS", (refusing, triton))
     assert explain_choice(problem()).reasons["cuda"] == "Refused in this test."
@@ -88,8 +89,18 @@ def test_held_back(monkeypatch):
     assert explain_choice(problem()).chosen == "cuda"
 
 
-def test_cuda_is_held_back():
-    assert [b.name for b in backend.BACKENDS if b.held_back] == ["cuda"]
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 64), (64, 128), (256, 512)])
+def test_auto_takes_cuda_for_heads_of_128_only(monkeypatch, K, V):
+    monkeypatch.setattr(fast, "why_unavailable", lambda: None)
+    monkeypatch.setattr(fast, "why_not_on", lambda index: None)
+    explained = explain_choice(problem(K=K, V=V))
+    if K == V == 128:
+        assert explained.chosen == "cuda"
+    else:
+        assert explained.chosen != "cuda"
+        assert "for heads of K = V = 128 only" in explained.reasons["cuda"]
+    monkeypatch.setenv("GDN_BACKEND", "cuda")
+    assert explain_choice(problem(K=K, V=V)).chosen == "cuda"
 
 
 @pytest.mark.parametrize("requested", ["auto", "cuda", "triton", "reference"])

@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,11 +24,14 @@ from typing import Any
 import pytest
 import torch
 from fast_parity import (
+    SIZES,
+    Call,
     Options,
     check_parity,
     independent,
     make_call,
     random_call,
+    requested,
     run,
     specification,
 )
@@ -47,7 +50,7 @@ from helpers import (
 from torch import Tensor
 
 import gdn_triton
-from gdn_triton import fast
+from gdn_triton import backend, fast
 from gdn_triton.fast import chunk, support
 from gdn_triton.problem import Problem
 
@@ -441,6 +444,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
             "use_gate": True,
         },
         {"scale": -3.0},
+        {"K": 8, "V": 8},
+        {"K": 96, "V": 192},
+        {"K": 256, "V": 4096},
+        {"needs_grad": True},
         {"device": torch.device("cuda:1")},
     ],
 )
@@ -457,11 +464,11 @@ def test_takes(changes: dict[str, Any], hopper: None) -> None:
         ({"dtype": FP64}, "they are float64, float64 and float64"),
         ({"k_dtype": FP16}, "they are bfloat16, float16 and bfloat16"),
         ({"v_dtype": FP32}, "they are bfloat16, bfloat16 and float32"),
-        ({"K": 64}, "heads of K = V = 128; K is 64, V is 128"),
-        ({"V": 256}, "heads of K = V = 128; K is 128, V is 256"),
+        ({"K": 264}, "K and V in multiples of 8, K up to 256; K is 264, V is 128"),
+        ({"K": 100}, "K is 100, V is 128"),
+        ({"V": 84}, "K is 128, V is 84"),
         ({"chunk_size": 32}, "in chunks of 64; 32 is asked for"),
         ({"T": 2**31}, "less than 2147483648 tokens; T is 2147483648"),
-        ({"needs_grad": True}, "has no backward; an input requires a gradient"),
     ],
 )
 def test_refuses(changes: dict[str, Any], words: str, hopper: None) -> None:
@@ -474,6 +481,21 @@ def test_refuses_where_it_cannot_run(hopper: None, monkeypatch: pytest.MonkeyPat
     assert support.supports(problem(device=torch.device("cuda:1"))) == "Not on that one."
     monkeypatch.setattr(fast, "why_unavailable", lambda: "Not built.")
     assert support.supports(problem()) == "Not built."
+
+
+def test_gradients_are_served_where_triton_serves_them(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = problem(needs_grad=True)
+    monkeypatch.setattr(backend, "_interpreting", lambda: False)
+    monkeypatch.setattr(backend, "_triton_missing", lambda: None)
+    assert backend.cuda_supports(trained) is None
+    monkeypatch.setattr(backend, "_triton_missing", lambda: "No Triton here.")
+    reason = backend.cuda_supports(trained)
+    assert reason is not None and reason.endswith("the Triton backward cannot run: No Triton here.")
+    assert backend.cuda_supports(problem()) is None
+    refused = backend.cuda_supports(problem(needs_grad=True, chunk_size=32))
+    assert refused == support.supports(problem(chunk_size=32))
 
 
 # ---------------------------------------------------------------------------------- the host code
@@ -609,6 +631,92 @@ def test_operator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         chunk._operator.__wrapped__()
 
 
+# ------------------------------------------------------------------------------------- gradients
+
+
+def gradients(
+    name: str, call: Call, by: Callable[..., Any] = gdn_triton.chunk_gated_delta_rule
+) -> list[Tensor]:
+    """o, the final state, and the gradient of each float input of one backend, for random ones of
+    both outputs."""
+    tensors = {n: getattr(call.x, n) for n in ("q", "k", "v", "g", "beta", "initial_state")}
+    tensors |= {n: x for n in ("A_log", "dt_bias") if (x := getattr(call, n)) is not None}
+    leaves = {n: x.detach().clone().requires_grad_() for n, x in tensors.items()}
+    with requested(name):
+        o, state = by(
+            **leaves,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=call.options.l2norm,
+            use_beta_sigmoid_in_kernel=call.options.sigmoid,
+            use_gate_in_kernel=call.options.gate,
+            cu_seqlens=call.x.cu_seqlens,
+        )
+        generator = torch.Generator().manual_seed(7)
+        above = [torch.randn(y.shape, generator=generator).to(y) for y in (o, state)]
+        found = torch.autograd.grad([o, state], list(leaves.values()), above)
+    return [o.detach(), state.detach(), *found]
+
+
+class Sevens(Operator):
+    """Sevens for o and eights for the final state: no other forward has those."""
+
+    def __call__(self, *arguments: Any) -> None:
+        super().__call__(*arguments)
+        self.calls[-1]["o"].fill_(7)
+        self.calls[-1]["final_state"].fill_(8)
+
+
+@pytest.fixture
+def sevens(operator: Operator, monkeypatch: pytest.MonkeyPatch, device: str) -> Sevens:
+    """The library's operator, by decree there and able."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    noted = Sevens()
+    monkeypatch.setattr(chunk, "_operator", lambda: noted)
+    monkeypatch.setattr(support, "supports", lambda problem: None)
+    return noted
+
+
+TRAINED = Case("trained", "", lengths=(70, 0, 5), orphans=3, K=16, V=24, chunk_size=64)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_librarys_forward_with_tritons_gradients(
+    compiled: bool, sevens: Sevens, device: str
+) -> None:
+    call = make_call(TRAINED, FP16, device, Options(l2norm=True, gate=True, bias=True))
+    op: Callable[..., Any] = gdn_triton.chunk_gated_delta_rule
+    by = torch.compile(op, fullgraph=True, backend="aot_eager") if compiled else op
+    (o, state, *found), (_, _, *expected) = (gradients(n, call, by) for n in ("cuda", "triton"))
+    assert (o == 7).all() and (state == 8).all() and len(sevens.calls) == 1
+    assert len(found) == 8
+    for got, want in zip(found, expected, strict=True):
+        assert want.count_nonzero() > 0 and same_bits(got, want)
+
+
+def test_no_gradient_no_triton(sevens: Sevens, device: str, monkeypatch: Any) -> None:
+    """A forward alone imports no kernel of Triton's."""
+    monkeypatch.setitem(sys.modules, "gdn_triton.ops.chunk", None)
+    call = make_call(TRAINED, FP16, device, Options())
+    o, _ = run("cuda", call)
+    assert (o == 7).all()
+    with pytest.raises(ImportError):
+        gradients("cuda", call)
+
+
+def test_a_second_derivative_is_an_error(sevens: Sevens, device: str) -> None:
+    x = make_call(TRAINED, FP16, device, Options()).x
+    v = x.v.detach().clone().requires_grad_()
+    with requested("cuda"):
+        o, _ = gdn_triton.chunk_gated_delta_rule(
+            *(x.q, x.k, v, x.g, x.beta.requires_grad_()),
+            cu_seqlens=x.cu_seqlens,
+            output_final_state=True,
+        )
+        (dv,) = torch.autograd.grad(o.float().square().sum(), v, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative in the Triton backend, nor in"):
+        torch.autograd.grad(dv.sum(), x.beta)
+
+
 # ----------------------------------------------------------------------------- numbers, on a Hopper
 
 gpu = pytest.mark.gpu("the CUDA library runs on GPUs only")
@@ -624,8 +732,13 @@ def cuda() -> str:
 
 
 def fast_case(name: str, why: str, **sizes: Any) -> Case:
-    """A case of the sizes that the library serves, with rows that TMA can read."""
-    return Case(name, why, **{"H": 2, "HV": 4, "spare": 8, **sizes}, K=128, V=128, chunk_size=64)
+    """A case that the library serves, with rows that TMA can read."""
+    usual = {"H": 2, "HV": 4, "K": 128, "V": 128, "spare": 8}
+    return Case(name, why, **{**usual, **sizes}, chunk_size=64)
+
+
+def sized(case: Case, K: int, V: int) -> Case:
+    return replace(case, name=f"{case.name}-K{K}-V{V}", K=K, V=V)
 
 
 EDGES = (0, 1, 63, 64, 65, 127)
@@ -667,6 +780,8 @@ RAGGED = fast_case("ragged", "", lengths=(65, 0, 1, 127, 64, 63, 200), orphans=7
 PADDED = fast_case("padded", "", T=150, B=2)
 # Few heads and many chunks: long sequences are cut into segments.
 SEGMENTS = fast_case("segments", "", lengths=(2500, 0, 1, 1400), orphans=70, H=1, HV=2)
+# (K, V) for each kind of kernels, in whole tiles of 64 channels and not.
+WHOLE, LESS = ((64, 64), (128, 256), (256, 512)), ((40, 200), (96, 192), (136, 72))
 
 
 @gpu
@@ -678,8 +793,29 @@ def test_parity(case: Case, dtype: torch.dtype, cuda: str) -> None:
 
 @gpu
 @DTYPES
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "K{}-V{}".format(*size))
+@pytest.mark.parametrize("case", [PADDED, RAGGED, SEGMENTS], ids=lambda case: case.name)
+def test_sizes(case: Case, size: tuple[int, int], dtype: torch.dtype, cuda: str) -> None:
+    check_parity(
+        make_call(sized(case, *size), dtype, cuda, Options()), ("reference", "triton", "cuda")
+    )
+
+
+@gpu
+@DTYPES
+@pytest.mark.parametrize("size", LESS, ids=lambda size: "K{}-V{}".format(*size))
+def test_many_tiles(size: tuple[int, int], dtype: torch.dtype, cuda: str) -> None:
+    """More parts of V than multiprocessors: a block has several tiles."""
+    case = sized(fast_case("many", "", lengths=(70, 0, 130, 1), orphans=9, HV=96), *size)
+    check_parity(make_call(case, dtype, cuda, OPTIONS["all"]))
+
+
+@gpu
+@DTYPES
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("case", [PADDED, RAGGED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [PADDED, RAGGED, *(sized(RAGGED, *s) for s in LESS)], ids=lambda case: case.name
+)
 def test_options(case: Case, name: str, dtype: torch.dtype, cuda: str) -> None:
     check_parity(make_call(case, dtype, cuda, OPTIONS[name]))
 
@@ -687,7 +823,14 @@ def test_options(case: Case, name: str, dtype: torch.dtype, cuda: str) -> None:
 @gpu
 @DTYPES
 @pytest.mark.parametrize("g", [0.0, -1e-4, -20.0, -1e30, -math.inf])
-@pytest.mark.parametrize("case", [RAGGED, SEGMENTS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(RAGGED, SEGMENTS),
+        *(sized(case, *s) for case in (RAGGED, SEGMENTS) for s in WHOLE),
+    ],
+    ids=lambda case: case.name,
+)
 def test_one_gate_everywhere(case: Case, g: float, dtype: torch.dtype, cuda: str) -> None:
     """From a state that never forgets to one that keeps nothing, in full and ragged chunks."""
     call = make_call(case, dtype, cuda, Options())
@@ -787,7 +930,11 @@ def batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @gpu
 @DTYPES
-@pytest.mark.parametrize("case", [LARGE, SEGMENTS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [LARGE, SEGMENTS, *(sized(case, *s) for case in (LARGE, SEGMENTS) for s in (*WHOLE, *LESS))],
+    ids=lambda case: case.name,
+)
 def test_fifty_runs_one_result(case: Case, dtype: torch.dtype, cuda: str) -> None:
     call = make_call(case, dtype, cuda, OPTIONS["layer"])
     first = run("cuda", call)
@@ -865,7 +1012,11 @@ def test_later_tokens_of_a_chunk(cut: int, decay: int, dtype: torch.dtype, cuda:
 @DTYPES
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("case", [RAGGED, SEGMENTS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [RAGGED, SEGMENTS, *(sized(RAGGED, *s) for s in LESS)],
+    ids=lambda case: case.name,
+)
 def test_nan_stays_in_its_sequence(
     case: Case, bad: float, name: str, dtype: torch.dtype, cuda: str
 ) -> None:
@@ -927,9 +1078,12 @@ def test_no_tokens(case: Case, v_first: bool, with_state: bool, cuda: str) -> No
 @gpu
 @DTYPES
 @pytest.mark.parametrize("with_state", [False, True])
-def test_empty_sequences_keep_their_state(with_state: bool, dtype: torch.dtype, cuda: str) -> None:
+@pytest.mark.parametrize("size", [(128, 128), *LESS], ids=lambda size: "K{}-V{}".format(*size))
+def test_empty_sequences_keep_their_state(
+    size: tuple[int, int], with_state: bool, dtype: torch.dtype, cuda: str
+) -> None:
     """First, in the middle and last; bit for bit in both layouts."""
-    case = fast_case("empty", "", lengths=(0, 70, 0, 0, 5, 0), orphans=3)
+    case = sized(fast_case("empty", "", lengths=(0, 70, 0, 0, 5, 0), orphans=3), *size)
     for v_first in (False, True):
         call = make_call(case, dtype, cuda, Options(with_state=with_state, v_first=v_first))
         _, state = run("cuda", call)
@@ -974,7 +1128,9 @@ def test_offsets_of_either_dtype_and_stride(cuda: str) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("case", [PADDED, RAGGED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [PADDED, RAGGED, *(sized(RAGGED, *s) for s in LESS)], ids=lambda case: case.name
+)
 def test_writes_nothing_but_its_outputs(
     case: Case, cuda: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1095,8 +1251,9 @@ def test_graph_replay(dtype: torch.dtype, cuda: str) -> None:
 
 @gpu
 @DTYPES
-def test_graph_replay_of_segments(dtype: torch.dtype, cuda: str) -> None:
-    first = SEGMENTS
+@pytest.mark.parametrize("size", [(128, 128), *WHOLE], ids=lambda size: "K{}-V{}".format(*size))
+def test_graph_replay_of_segments(size: tuple[int, int], dtype: torch.dtype, cuda: str) -> None:
+    first = sized(SEGMENTS, *size)
     second = replace(first, lengths=(0, 3901, 0, 0))
     third = replace(first, lengths=(64, 65, 600, 3000), orphans=242)
     check_replay(first, (first, second, third, first), dtype, cuda)
@@ -1147,6 +1304,23 @@ def test_compiled(cuda: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     compiled = torch.compile(layer, fullgraph=True)(*x.tensors)
     assert same(layer(*x.tensors), compiled)
+
+
+@gpu
+@DTYPES
+@pytest.mark.parametrize("options", [Options(), OPTIONS["layer"]], ids=["plain", "layer"])
+@pytest.mark.parametrize(
+    "case", [PADDED, RAGGED, SEGMENTS, sized(RAGGED, 96, 192)], ids=lambda case: case.name
+)
+def test_trained(case: Case, options: Options, dtype: torch.dtype, cuda: str) -> None:
+    """The forward has its own bits and the gradients have Triton's, whose own tests judge them;
+    compiled too."""
+    call = make_call(case, dtype, cuda, options)
+    expected = [*run("cuda", call), *gradients("triton", call)[2:]]
+    op = torch.compile(gdn_triton.chunk_gated_delta_rule, fullgraph=True)
+    for by in (gdn_triton.chunk_gated_delta_rule, op):
+        for got, want in zip(gradients("cuda", call, by), expected, strict=True):
+            assert same_bits(got, want)
 
 
 @gpu

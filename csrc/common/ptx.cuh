@@ -249,8 +249,8 @@ GDN_DEVICE void pin(uint32_t (&d)[N]) {
   "54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
 // d (64 x N) = [d +] a (64 x 16, registers) b (16 x N, shared memory); TRANS 1: b is MN-major.
-#define GDN_WGMMA_RS(N, T, NAME, OUT, REGS, A0, A1, A2, A3, B, P, TRANS)                        \
-  GDN_DEVICE void wgmma_rs_n##N(T, float* d, const uint32_t* a, uint64_t b, int accumulate) {   \
+#define GDN_WGMMA_RS(F, N, T, NAME, OUT, REGS, A0, A1, A2, A3, B, P, TRANS)                     \
+  GDN_DEVICE void F(T, float* d, const uint32_t* a, uint64_t b, int accumulate) {               \
     asm volatile("{.reg .pred p;\n setp.ne.b32 p, " P ", 0;\n"                                  \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" REGS      \
                  "}, {" A0 "," A1 "," A2 "," A3 "}, " B ", p, 1, 1, " TRANS ";}"                \
@@ -267,8 +267,12 @@ GDN_DEVICE void pin(uint32_t (&d)[N]) {
                  : "l"(a), "l"(b), "r"(accumulate));                                            \
   }
 #define GDN_WGMMA(T, NAME)                                                                      \
-  GDN_WGMMA_RS(64, T, NAME, GDN_D64, GDN_R32, "%32", "%33", "%34", "%35", "%36", "%37", "0")    \
-  GDN_WGMMA_RS(128, T, NAME, GDN_D128, GDN_R64, "%64", "%65", "%66", "%67", "%68", "%69", "1")  \
+  GDN_WGMMA_RS(wgmma_rs_n64, 64, T, NAME, GDN_D64, GDN_R32, "%32", "%33", "%34", "%35", "%36",  \
+               "%37", "0")                                                                      \
+  GDN_WGMMA_RS(wgmma_rs_n64_mn, 64, T, NAME, GDN_D64, GDN_R32, "%32", "%33", "%34", "%35",      \
+               "%36", "%37", "1")                                                               \
+  GDN_WGMMA_RS(wgmma_rs_n128_mn, 128, T, NAME, GDN_D128, GDN_R64, "%64", "%65", "%66", "%67",   \
+               "%68", "%69", "1")                                                               \
   GDN_WGMMA_SS(T, NAME)
 GDN_WGMMA(__nv_bfloat16, "bf16")
 GDN_WGMMA(__half, "f16")

@@ -9,10 +9,10 @@
 
 namespace gdn {
 
-// Map of x [B, T, heads, 128] of 16-bit values with boxes of 64 rows x 64 columns, 128-byte
-// swizzle; rows past T read as 0 and are not written. Null or a sentence.
+// Map of x [B, T, heads, channels] of 16-bit values with boxes of 64 rows x 64 columns, 128-byte
+// swizzle; what lies past T or the channels reads as 0 and is not written. Null or a sentence.
 inline const char* make_map(CUtensorMap* map, Dtype dtype, const Rows& x, int64_t B, int64_t T,
-                            int heads) {
+                            int heads, int channels) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* f = nullptr;
@@ -27,7 +27,8 @@ inline const char* make_map(CUtensorMap* map, Dtype dtype, const Rows& x, int64_
   const int64_t row = T > 1 ? x.row : 128;
   const int64_t head = heads > 1 ? x.head : 128;
   const int64_t batch = B > 1 ? x.batch : 128;
-  const cuuint64_t dims[4] = {128, cuuint64_t(T), cuuint64_t(heads), cuuint64_t(B)};
+  const cuuint64_t dims[4] = {cuuint64_t(channels), cuuint64_t(T), cuuint64_t(heads),
+                              cuuint64_t(B)};
   const cuuint64_t strides[3] = {cuuint64_t(row) * 2, cuuint64_t(head) * 2, cuuint64_t(batch) * 2};
   const cuuint32_t box[4] = {64, 64, 1, 1}, ones[4] = {1, 1, 1, 1};
   const auto type = dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16

@@ -2,36 +2,49 @@
 #pragma once
 #include "../common/ptx.cuh"
 #include "../params.h"
+#include "heads.h"
 
 namespace gdn::sm90 {
 
 constexpr int kChunk = 64;    // tokens of a chunk
-constexpr int kDim = 128;     // K and V
-constexpr int kThreads = 512;
 
-// What a block does. kStates = 2: the block owns a (sequence, value head), each state warpgroup
-// half of V. kStates = 1: it owns half of V alone, and two warpgroups make the triangles of every second
-// chunk each; for calls with fewer pairs than multiprocessors.
+// What a block does. It owns 64 kStates channels of V of a (sequence, value head), each state
+// warpgroup 64. kStates = 1: two warpgroups make the triangles of every second chunk each; for calls
+// with fewer pairs than multiprocessors, and where two states do not fit.
 //
 // kPass: whole sequences; or sequences in segments that run side by side, which takes a pass for
 // what each segment makes of the state it starts from (an affine map, see segments.cuh), and one for
 // the output.
 enum class Pass { kWhole, kMaps, kSegments };
 
-template <class Type, int kStates_, Pass kPass_ = Pass::kWhole>
+// Rows of a state and of a map M, transposed, in Segments: whole blocks of them.
+constexpr __host__ GDN_DEVICE int state_rows(int V) { return (V + 127) / 128 * 128; }
+constexpr __host__ GDN_DEVICE int map_rows(int keys) { return state_rows(keys); }
+
+template <class Type, class Heads, int kStates_, Pass kPass_>
 struct Config {
   using T = Type;
+  static constexpr int kKeys = Heads::kKeys;
+  static constexpr bool kExact = Heads::kExact;
   static constexpr Pass kPass = kPass_;
   static constexpr bool kOutput = kPass != Pass::kMaps;  // q, P and o are needed
   static constexpr int kStates = kStates_;
-  static constexpr int kMakers = 3 - kStates;  // warpgroups that make triangles
-  static constexpr int kBlocksAPair = 3 - kStates;
+  // Warpgroups that make triangles; a state of 256 channels leaves registers for one.
+  static constexpr int kMakers = kKeys == 256 ? 1 : 3 - kStates;
+  static constexpr int kThreads = 128 * (1 + kStates + kMakers);
+  static constexpr int kKeyTiles = kKeys / 64;
+  static_assert(kKeys == 64 || kKeys == 128 || (kKeys == 256 && kStates == 1));
+  static constexpr int kMapRows = map_rows(kKeys);
+  // Whether the state, rounded for its reads, has registers beside the state.
+  static constexpr bool kKeepsRounded = kKeys <= 128;
   // Tiles in flight.
-  static constexpr int kKStages = 4, kQStages = kStates == 2 ? 3 : 4, kGateStages = 4;
-  // Registers a thread; the sum over warpgroups may not exceed 512.
-  static constexpr int kSinglesRegisters = 32;
-  static constexpr int kStateRegisters = kStates == 2 ? 176 : 208;
-  static constexpr int kMakerRegisters = 128;  // what every thread has at launch
+  static constexpr int kKStages = kKeys == 256 ? 2 : 4, kGateStages = 4;
+  static constexpr int kQStages = kKeys == 256 ? 2 : kStates == 2 ? 3 : 4;
+  // Registers a thread; the sum over warpgroups may not exceed 512. Makers have what every thread
+  // has at launch.
+  static constexpr int kSinglesRegisters = kExact || kStates == 2 ? 32 : 40;
+  static constexpr int kStateRegisters = kStates == 2 ? 176 : kKeys == 256 ? 248 : 208;
+  static constexpr int kMakerRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kSinglesRegisters + kStates * kStateRegisters + kMakers * kMakerRegisters <= 512);
 };
 constexpr int kVStages = 2, kTStages = 2, kPStages = 2;
@@ -58,8 +71,8 @@ struct GateVectors {
 template <class C>
 struct SharedMemory {
   // Tiles of 64 rows x 64 columns, 128-byte swizzle.
-  alignas(1024) uint8_t k[C::kKStages][2][kTileBytes];
-  uint8_t q[C::kQStages][2][kTileBytes];
+  alignas(1024) uint8_t k[C::kKStages][C::kKeyTiles][kTileBytes];
+  uint8_t q[C::kQStages][C::kKeyTiles][kTileBytes];
   uint8_t v[kVStages][C::kStates][kTileBytes];
   uint8_t t[kTStages][kTileBytes];  // strict-lower (I + A)^-1
   uint8_t p[kPStages][kTileBytes];  // lower q k^T
@@ -97,25 +110,33 @@ struct Ring {
   }
 };
 
-// Segments of sequences. A slot is a segment; those of sequence 0 come first.
+// Segments of sequences. A slot is a segment; those of sequence 0 come first. States and maps are
+// transposed, in rows of kKeys; R = state_rows().
 struct Segments {
   int chunks;    // of a segment but the last of a sequence
   int slots;     // at least as many as there are segments
-  float* maps;   // [slots, HV, 2, 128, 128]: b and M, transposed (M's rows: K of what comes in)
-  float* starts; // [slots, HV, 128, 128]: the state that a segment starts from, transposed
+  float* maps;   // [slots, HV, R + kMapRows, kKeys]: b, then M (its rows: K of what comes in)
+  float* starts; // [slots, HV, R, kKeys]: the state that a segment starts from
 };
 
 struct KernelParams {
   CUtensorMap q, k, v, o;
   ChunkForward problem;
   Segments segments;
-  int tiles;  // of the grid: (sequence or segment, value head, map), or halves of them
+  int tiles;  // of the grid: (sequence or segment, value head, map, part of V)
+  int parts;  // of V, with 64 kStates channels each; unless C::kExact
 };
+
+
+template <class C>
+GDN_DEVICE int values(const ChunkForward& p) {
+  return C::kExact ? C::kKeys : p.V;
+}
 
 // The rows of one sequence or segment, a value head, and a part of its columns.
 struct Tile {
   int n, hv, batch;
-  int half;     // kStates = 1: which half of V
+  int part;     // of V: which 64 kStates channels
   int slot;     // of the segment
   int map;      // Pass::kMaps: 0 for b, 1 for M
   bool exists, begins, ends;  // whether it is one; its sequence begins, ends with it
@@ -172,11 +193,15 @@ template <class C>
 GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
   const ChunkForward& p = params.problem;
   Tile tile;
-  tile.half = index % C::kBlocksAPair;
-  index /= C::kBlocksAPair;
+  // A map's parts are those of b, then those of M, whose rows are channels of K.
+  const int value_parts = C::kExact ? C::kKeys / 64 / C::kStates : params.parts;
+  const int parts =
+      value_parts + (C::kPass == Pass::kMaps ? C::kMapRows / 64 / C::kStates : 0);
+  tile.part = index % parts;
+  index /= parts;
   if constexpr (C::kPass == Pass::kMaps) {
-    tile.map = index % 2;
-    index /= 2;
+    tile.map = tile.part >= value_parts;
+    tile.part -= tile.map * value_parts;
   }
   tile.slot = tile.n = index / p.HV;
   tile.hv = index - tile.n * p.HV;
@@ -192,6 +217,12 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
     }
   }
   return tile;
+}
+
+// Of V: the first of the 64 channels that a state warpgroup of the block owns in this tile.
+template <class C>
+GDN_DEVICE int first_value_channel(const Tile& tile, int slot) {
+  return (C::kStates == 1 ? tile.part : tile.part * C::kStates + slot) * 64;
 }
 
 // All chunks of all tiles of this block, in order: for the roles that carry nothing from a chunk to

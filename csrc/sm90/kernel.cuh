@@ -28,7 +28,8 @@ GDN_DEVICE void loader_role(SharedMemory<C>& sm, const KernelParams& params) {
     wait(sm, sm.k_empty[k.stage], k.phase ^ 1, kLoadK);
     load_rows(params.k, sm.k[k.stage], sm.k_full[k.stage], 0, h);
     wait(sm, sm.v_empty[v.stage], v.phase ^ 1, kLoadV);
-    load_rows(params.v, sm.v[v.stage], sm.v_full[v.stage], 64 * walk.tile.half, hv);
+    load_rows(params.v, sm.v[v.stage], sm.v_full[v.stage],
+              64 * C::kStates * walk.tile.part, hv);
     if constexpr (C::kOutput) {
       wait(sm, sm.q_empty[q.stage], q.phase ^ 1, kLoadQ);
       load_rows(params.q, sm.q[q.stage], sm.q_full[q.stage], 0, h);
@@ -42,14 +43,16 @@ GDN_DEVICE void loader_role(SharedMemory<C>& sm, const KernelParams& params) {
 // Rows of a sequence's last chunk, from a tile: a TMA store would write into the next sequence.
 template <class C>
 GDN_DEVICE void store_tail(const KernelParams& params, const Walk<C>& walk, const uint8_t* tile,
-                           int half) {
+                           int first_column) {
   const ChunkForward& p = params.problem;
   const int64_t first = walk.tile.batch * p.T + walk.tile.first + walk.row;
   uint8_t* const o = static_cast<uint8_t*>(p.o);
 #pragma unroll 1
   for (int i = threadIdx.x % 32; i < walk.rows() * 8; i += 32) {
     const int row = i / 8, column = i % 8;
-    const int64_t at = ((first + row) * p.HV + walk.tile.hv) * kDim + half * 64 + column * 8;
+    const int64_t at =
+        ((first + row) * p.HV + walk.tile.hv) * values<C>(p) + first_column + column * 8;
+    if (!C::kExact && first_column + column * 8 >= p.V) continue;
     *reinterpret_cast<uint4*>(o + at * 2) =
         *reinterpret_cast<const uint4*>(tile + row * 128 + ((column ^ (row % 8)) * 16));
   }
@@ -61,17 +64,17 @@ GDN_DEVICE void store_role(SharedMemory<C>& sm, const KernelParams& params, int 
   const bool lead = threadIdx.x % 32 == 0;
   uint32_t phase = 0;
   for (bool more = walk.begin(); more; more = walk.next()) {
-    const int half = C::kStates == 2 ? slot : walk.tile.half;
+    const int first_column = first_value_channel<C>(walk.tile, slot);
     mbarrier_wait(shared_address(&sm.o_full[slot]), phase);
     if (walk.rows() == kChunk) {
       if (lead) {
-        tma_store(&params.o, shared_address(sm.o[slot]), half * 64, walk.tile.first + walk.row,
-                  walk.tile.hv, walk.tile.batch);
+        tma_store(&params.o, shared_address(sm.o[slot]), first_column,
+                  walk.tile.first + walk.row, walk.tile.hv, walk.tile.batch);
         tma_store_commit();
         tma_store_wait_read();
       }
     } else {
-      store_tail(params, walk, sm.o[slot], half);
+      store_tail(params, walk, sm.o[slot], first_column);
     }
     __syncwarp();
     arrive(sm.o_empty[slot], lead);
@@ -81,9 +84,10 @@ GDN_DEVICE void store_role(SharedMemory<C>& sm, const KernelParams& params, int 
 }
 
 // o of packed tokens that no sequence has, by the threads of the single warps.
+template <class C>
 GDN_DEVICE void zero_orphans(const ChunkForward& p) {
   if (p.cu_seqlens == nullptr) return;
-  const int64_t row_bytes = int64_t{p.HV} * kDim * 2;
+  const int64_t row_bytes = int64_t{p.HV} * values<C>(p) * 2;
   const int64_t end = p.T * row_bytes;
   constexpr int kSharing = 128;  // threads of a block
   const int64_t step = int64_t{gridDim.x} * kSharing * 16;
@@ -115,7 +119,7 @@ __device__ uint32_t profile_out[132][40];
 #endif
 
 template <class C>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(C::kThreads, 1)
     chunk_forward_kernel(const __grid_constant__ KernelParams params) {
   static_assert(sizeof(SharedMemory<C>) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -125,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) init_barriers(sm);
   // Blocks above the diagonal are read and never written.
   const auto clear = [](auto& tiles) {
-    for (uint32_t i = threadIdx.x; i < sizeof(tiles) / 16; i += kThreads)
+    for (uint32_t i = threadIdx.x; i < sizeof(tiles) / 16; i += C::kThreads)
       reinterpret_cast<uint4*>(tiles)[i] = make_uint4(0, 0, 0, 0);
   };
   clear(sm.inverse);
@@ -146,12 +150,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else if (C::kOutput && warp - kStore0 < C::kStates) {
       store_role(sm, params, warp - kStore0);
     }
-    if constexpr (C::kOutput) zero_orphans(params.problem);
+    if constexpr (C::kOutput) zero_orphans<C>(params.problem);
   } else if (warpgroup <= C::kStates) {
     raise_registers<C::kStateRegisters>();
     state_role(sm, params, warpgroup - 1);
   } else {
-    static_assert(C::kMakerRegisters == 65536 / kThreads, "else change them here");
     triangles_role(sm, params, warpgroup - 1 - C::kStates, warp % 4);
   }
 #ifdef GDN_PROFILE

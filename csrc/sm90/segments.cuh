@@ -14,16 +14,19 @@ namespace gdn::sm90 {
 constexpr int kFoldRows = 8, kFoldThreads = 256;
 
 // All is transposed: a block owns kFoldRows rows (channels of V) of one sequence and value head,
-// and computes s <- s M + b in fp32. A thread owns a column and half of the rows.
+// and computes s <- s M + b in fp32. A thread owns a column and some of the rows.
+template <class C>
 __global__ void __launch_bounds__(kFoldThreads, 1)
     fold_kernel(const __grid_constant__ KernelParams params) {
-  constexpr int kRows = kFoldRows / 2;
-  __shared__ float4 state[2][kFoldRows][kDim / 4];
+  constexpr int kKeys = C::kKeys, kRows = kFoldRows * kKeys / kFoldThreads;
+  constexpr int kLine = kKeys < 128 ? kKeys : 128;  // loads in flight
+  __shared__ float4 state[2][kFoldRows][kKeys / 4];
   const ChunkForward& p = params.problem;
-  constexpr int kParts = kDim / kFoldRows;
-  const int part = blockIdx.x % kParts, pair = blockIdx.x / kParts;
-  const int hv = pair % p.HV, column = threadIdx.x % kDim;
-  const int row = threadIdx.x / kDim * kRows;  // of the block's
+  const int state_size = state_rows(values<C>(p)) * kKeys;
+  const int parts = values<C>(p) / kFoldRows;
+  const int part = blockIdx.x % parts, pair = blockIdx.x / parts;
+  const int hv = pair % p.HV, column = threadIdx.x % kKeys;
+  const int row = threadIdx.x / kKeys * kRows;  // of the block's
 
   Tile tile;
   int slot = 0;  // of the sequence's first segment
@@ -33,36 +36,39 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   }
   locate_sequence(p, tile);
   const int count = segment_count(tile.length, params.segments.chunks * kChunk);
-  const int64_t step = int64_t{p.HV} * (kDim * kDim);
-  int64_t at = (int64_t{slot} * p.HV + hv) * (kDim * kDim);
-  const int own = (part * kFoldRows + row) * kDim + column;  // of the first of this thread's rows
+  const int map_size = state_size + C::kMapRows * kKeys;
+  const int64_t first = int64_t{slot} * p.HV + hv;
+  const int own = (part * kFoldRows + row) * kKeys + column;  // of the first of this thread's rows
+  const float* b = params.segments.maps + first * map_size;
+  float* start = params.segments.starts + first * state_size + own;
 
   float s[kRows] = {};
-  for (int i = 0; i + 1 < count; ++i, at += step) {
-    const float* const b = params.segments.maps + 2 * at;
-    const float* const m = b + kDim * kDim + column;
+  for (int i = 0; i + 1 < count; ++i, b += int64_t{p.HV} * map_size) {
+    const float* const m = b + state_size + column;
     float next[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) next[r] = b[own + r * kDim];
+    for (int r = 0; r < kRows; ++r) next[r] = b[own + r * kKeys];
     if (i > 0) {
       auto& now = state[i % 2];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) reinterpret_cast<float*>(now[row + r])[column] = s[r];
-      float line[kDim];  // all in flight before the barrier: a step is bound by their latency
+      for (int above = 0; above < kKeys; above += kLine) {
+        float line[kLine];  // all in flight before the barrier: a step is bound by their latency
 #pragma unroll
-      for (int j = 0; j < kDim; ++j) line[j] = m[j * kDim];
-      __syncthreads();
+        for (int j = 0; j < kLine; ++j) line[j] = m[(above + j) * kKeys];
+        if (above == 0) __syncthreads();
 #pragma unroll
-      for (int j = 0; j < kDim; j += 4)
+        for (int j = 0; j < kLine; j += 4)
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const float4 x = now[row + r][j / 4];
-          next[r] += x.x * line[j] + x.y * line[j + 1] + x.z * line[j + 2] + x.w * line[j + 3];
-        }
+          for (int r = 0; r < kRows; ++r) {
+            const float4 x = now[row + r][(above + j) / 4];
+            next[r] += x.x * line[j] + x.y * line[j + 1] + x.z * line[j + 2] + x.w * line[j + 3];
+          }
+      }
     }
-    float* const start = params.segments.starts + at + step + own;
+    start += int64_t{p.HV} * state_size;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) start[r * kDim] = s[r] = next[r];
+    for (int r = 0; r < kRows; ++r) start[r * kKeys] = s[r] = next[r];
   }
 }
 

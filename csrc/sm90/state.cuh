@@ -1,7 +1,8 @@
-// A state warpgroup: half of V, all chunks of a sequence, with its part of the state in registers.
+// A state warpgroup: 64 channels of V, all chunks of a sequence, with its part of the state in
+// registers.
 //
 // Everything is transposed: rows are channels of V, columns are channels of K (the state) or tokens
-// (all else). The state [64 x 128] fp32 is the accumulator of its update and, rounded, the register
+// (all else). The state [64 x kKeys] fp32 is the accumulator of its update and, rounded, the register
 // operand of its reads. A thread holds rows 16 warp + lane/4 (+8), and of every 8 columns
 // 2 (lane % 4) (+1).
 #pragma once
@@ -17,7 +18,9 @@ struct State {
   const int lane, slot;  // slot: which state warpgroup of the block
   const uint32_t tile_line;  // this lane's line in a [64 tokens][64 channels] tile, for ldmatrix
 
-  float S[64];
+  static constexpr int kSize = C::kKeys / 2;
+  float S[kSize];
+  using Rounded = uint32_t[C::kKeepsRounded ? kSize / 2 : 1];  // S in 16 bits
 
   GDN_DEVICE State(SharedMemory<C>& s, const KernelParams& p, int slot)
       : sm(s), params(p), lane(threadIdx.x % 32), slot(slot), tile_line(line(threadIdx.x)) {}
@@ -30,35 +33,37 @@ struct State {
 
   // Row and column of S[0] in the whole state, transposed.
   GDN_DEVICE int value_channel(const Tile& tile) const {
-    return (C::kStates == 2 ? slot : tile.half) * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    return first_value_channel<C>(tile, slot) + threadIdx.x / 32 % 4 * 16 + lane / 4;
   }
   GDN_DEVICE int key_channel() const { return lane % 4 * 2; }
 
   // This tile's map or start in the workspace.
+  GDN_DEVICE int rows() const { return state_rows(values<C>(params.problem)); }
   GDN_DEVICE float* map_of(const Tile& tile) const {
     return params.segments.maps +
-           ((int64_t{tile.slot} * params.problem.HV + tile.hv) * 2 + tile.map) * (kDim * kDim);
+           ((int64_t{tile.slot} * params.problem.HV + tile.hv) * (rows() + C::kMapRows) +
+            tile.map * rows()) * C::kKeys;
   }
   GDN_DEVICE float* start_of(const Tile& tile) const {
     return params.segments.starts +
-           (int64_t{tile.slot} * params.problem.HV + tile.hv) * (kDim * kDim);
+           (int64_t{tile.slot} * params.problem.HV + tile.hv) * (rows() * C::kKeys);
   }
 
   GDN_DEVICE void load(const Tile& tile) {
     const ChunkForward& p = params.problem;
     const int64_t base = tile.n * p.h0_n + tile.hv * p.h0_h;
     if (C::kPass == Pass::kSegments && tile.exists && !tile.begins) {
-      load_from(start_of(tile), 1, kDim, tile);
+      load_from(start_of(tile), 1, C::kKeys, tile);
     } else if (C::kPass == Pass::kMaps && tile.map == 1) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) {
+      for (int i = 0; i < kSize; ++i) {
         const int row = value_channel(tile) + i % 4 / 2 * 8;
         const int column = key_channel() + i / 4 * 8 + i % 2;
         S[i] = row == column ? exp2_approx(-Frame<T>::kTop) : 0.f;
       }
     } else if (p.h0 == nullptr || !tile.exists || !tile.begins) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) S[i] = 0.f;
+      for (int i = 0; i < kSize; ++i) S[i] = 0.f;
     } else if (p.h0_dtype == Dtype::kFloat32) {
       load_from(static_cast<const float*>(p.h0) + base, p.h0_k, p.h0_v, tile);
     } else if (p.h0_dtype == Dtype::kFloat16) {
@@ -72,56 +77,100 @@ struct State {
     const float factor = exp2_approx(-Frame<T>::kTop);
     at += value_channel(tile) * stride_v + key_channel() * stride_k;
 #pragma unroll
-    for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
-      S[4 * j] = float(at[0]) * factor;
-      S[4 * j + 1] = float(at[stride_k]) * factor;
-      S[4 * j + 2] = float(at[8 * stride_v]) * factor;
-      S[4 * j + 3] = float(at[8 * stride_v + stride_k]) * factor;
+    for (int j = 0; j < kSize / 4; ++j, at += 8 * stride_k) {
+      if constexpr (C::kExact) {
+        S[4 * j] = float(at[0]) * factor;
+        S[4 * j + 1] = float(at[stride_k]) * factor;
+        S[4 * j + 2] = float(at[8 * stride_v]) * factor;
+        S[4 * j + 3] = float(at[8 * stride_v + stride_k]) * factor;
+      } else {
+        const bool low = inside(tile, j, 0), high = inside(tile, j, 8);
+        S[4 * j] = low ? float(at[0]) * factor : 0.f;
+        S[4 * j + 1] = low ? float(at[stride_k]) * factor : 0.f;
+        S[4 * j + 2] = high ? float(at[8 * stride_v]) * factor : 0.f;
+        S[4 * j + 3] = high ? float(at[8 * stride_v + stride_k]) * factor : 0.f;
+      }
     }
+  }
+  // Whether columns 8 j to 8 j + 7 of this thread's first row, or of that so many further on, are
+  // the call's: K and V are multiples of 8.
+  GDN_DEVICE bool inside(const Tile& tile, int j, int rows_on) const {
+    return 8 * j < params.problem.K && value_channel(tile) + rows_on < params.problem.V;
   }
 
   GDN_DEVICE void store(const Tile& tile, float factor) const {
     const ChunkForward& p = params.problem;
     if (C::kPass == Pass::kMaps) {
-      if (tile.exists) store_to(map_of(tile), 1, kDim, tile, factor);
+      if (tile.exists) store_to<true>(map_of(tile), 1, C::kKeys, tile, factor);
     } else if (p.ht != nullptr && tile.exists && tile.ends) {
       store_to(p.ht + tile.n * p.ht_n + tile.hv * p.ht_h, p.ht_k, p.ht_v, tile, factor);
     }
   }
+  // kWhole: there is memory for rows and columns that are not the call's.
+  template <bool kWhole = C::kExact>
   GDN_DEVICE void store_to(float* at, int64_t stride_k, int64_t stride_v, const Tile& tile,
                            float factor) const {
     at += value_channel(tile) * stride_v + key_channel() * stride_k;
 #pragma unroll
-    for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
-      at[0] = S[4 * j] * factor;
-      at[stride_k] = S[4 * j + 1] * factor;
-      at[8 * stride_v] = S[4 * j + 2] * factor;
-      at[8 * stride_v + stride_k] = S[4 * j + 3] * factor;
+    for (int j = 0; j < kSize / 4; ++j, at += 8 * stride_k) {
+      if (kWhole || inside(tile, j, 0)) {
+        at[0] = S[4 * j] * factor;
+        at[stride_k] = S[4 * j + 1] * factor;
+      }
+      if (kWhole || inside(tile, j, 8)) {
+        at[8 * stride_v] = S[4 * j + 2] * factor;
+        at[8 * stride_v + stride_k] = S[4 * j + 3] * factor;
+      }
     }
   }
 
   // The state as an operand, and in the frame of the chunk's end.
-  GDN_DEVICE void enter(uint32_t (&Sb)[32], const GateVectors& gates) {
+  GDN_DEVICE void enter(Rounded& Sb, const GateVectors& gates) {
     const float pre = gates.pre, post = gates.post;
-    if (pre != 1.f) {
+    if (pre != 1.f) scale(pre);
+    if constexpr (C::kKeepsRounded) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) S[i] *= pre;
-    }
-#pragma unroll
-    for (int i = 0; i < 32; ++i) Sb[i] = pack(T{}, S[2 * i], S[2 * i + 1]);
-    if (post != 1.f) {
-#pragma unroll
-      for (int i = 0; i < 64; ++i) S[i] *= post;
+      for (int i = 0; i < kSize / 2; ++i) Sb[i] = pack(T{}, S[2 * i], S[2 * i + 1]);
+      if (post != 1.f) scale(post);
     }
   }
+  GDN_DEVICE void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) S[i] *= factor;
+  }
 
-  // d = S x^T for a tile x of 64 tokens x 128 channels. Before these three: pin what they read and
+  // d = S x^T for tiles x of 64 tokens x kKeys channels. Before these four: pin what they read and
   // write, then wgmma_fence().
-  GDN_DEVICE void issue_read(float (&d)[32], const uint32_t (&Sb)[32], uint32_t x) {
+  GDN_DEVICE void issue_read(float (&d)[32], const Rounded& Sb, uint32_t x) {
     const Descriptor rows = k_major(x);
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < C::kKeys / 16; ++i)
       wgmma_rs_n64(T{}, d, Sb + 4 * i, rows.at(i / 4 * kTileBytes + i % 4 * 32), i > 0);
+  }
+
+  // x = S k^T and, for the output, o = S q^T, from a state that is rounded on the way: 32 columns at
+  // a time, into the registers that the last piece but one has been read from. Both at once: of two
+  // reads the compiler would keep all that it has rounded for the first.
+  GDN_DEVICE void issue_reads(float (&x)[32], float (&o)[32], uint32_t k, uint32_t q) {
+    const Descriptor k_rows = k_major(k), q_rows = k_major(q);
+    uint32_t Sb[2][8];
+#pragma unroll
+    for (int j = 0; j < C::kKeys / 32; ++j) {
+      uint32_t(&piece)[8] = Sb[j % 2];
+      if (j >= 2) wgmma_wait<1>();
+#pragma unroll
+      for (int i = 0; i < 8; ++i) piece[i] = pack(T{}, S[16 * j + 2 * i], S[16 * j + 2 * i + 1]);
+      pin(piece);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t bytes = j / 2 * kTileBytes + (j % 2 * 2 + i) * 32;
+        wgmma_rs_n64(T{}, x, piece + 4 * i, k_rows.at(bytes), j + i > 0);
+        if constexpr (C::kOutput)
+          wgmma_rs_n64(T{}, o, piece + 4 * i, q_rows.at(bytes), j + i > 0);
+      }
+      wgmma_commit();
+    }
   }
 
   // d += y m^T for a triangle m. Its blocks above the diagonal are 0; to leave them out, with
@@ -135,8 +184,17 @@ struct State {
   // S += u k for the chunk's keys.
   GDN_DEVICE void issue_update(uint32_t (&u)[16], uint32_t k) {
     const Descriptor columns = mn_major(k);
+    if constexpr (C::kKeys == 64) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) wgmma_rs_n128(T{}, S, u + 4 * i, columns.at(i * 2048), 1);
+      for (int i = 0; i < 4; ++i) wgmma_rs_n64_mn(T{}, S, u + 4 * i, columns.at(i * 2048), 1);
+    } else {
+#pragma unroll
+      for (int j = 0; j < C::kKeys / 128; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          wgmma_rs_n128_mn(T{}, S + 64 * j, u + 4 * i,
+                           columns.at(j * 2 * kTileBytes + i * 2048), 1);
+    }
   }
 
   // x = c v - f (S k), in fp32 in place of S k and rounded for the product with T.
@@ -239,24 +297,39 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
       const GateVectors& gates = sm.gates[it % C::kGateStages];
       const uint32_t k_tile = shared_address(sm.k[k]);
       float x[32] = {}, o[32] = {};  // defined each turn, or they would live from turn to turn
-      uint32_t Sb[32], u[16];
+      typename State<C>::Rounded Sb;
+      uint32_t u[16];
 
       wait(sm, sm.gates_full[it % C::kGateStages], it / C::kGateStages & 1, kWaitGates);
       end = gates.end;
       state.enter(Sb, gates);
       if (left < kChunk) wait(sm, sm.t_full[pair], pair_phase, kWaitT);  // the tail is cleared
       wait(sm, sm.k_full[k], it / C::kKStages & 1, kWaitK);
-      pin(Sb);
-      pin(x);
-      wgmma_fence();
-      state.issue_read(x, Sb, k_tile);
-      wgmma_commit();
+      if constexpr (C::kKeepsRounded) {
+        pin(Sb);
+        pin(x);
+        wgmma_fence();
+        state.issue_read(x, Sb, k_tile);
+        wgmma_commit();
+      } else {
+        if constexpr (C::kOutput) {
+          wait(sm, sm.q_full[q], it / C::kQStages & 1, kWaitP);
+          if (gates.steep) wait(sm, sm.p_full[pair], pair_phase, kWaitP);  // q has been scaled
+          pin(o);
+        }
+        pin(x);
+        state.issue_reads(x, o, k_tile, shared_address(sm.q[q]));
+      }
 
       wait(sm, sm.v_full[pair], pair_phase, kWaitV);
       const uint32_t since_sk = clock_now();
       wgmma_wait<0>();
       pin(x);
       charge(sm, kWaitSk, since_sk);
+      if constexpr (!C::kKeepsRounded) {
+        if constexpr (C::kOutput) pin(o);
+        if (gates.post != 1.f) state.scale(gates.post);
+      }
       state.make_x(x, u, shared_address(sm.v[pair][slot]), gates, without_v, left);
       arrive(sm.v_empty[pair], state.one_lane_after(u[3] ^ u[7] ^ u[11] ^ u[15]));
       wait(sm, sm.t_full[pair], pair_phase, kWaitT);
@@ -275,11 +348,11 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
       for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
       if constexpr (C::kOutput) {
         wait(sm, sm.p_full[pair], pair_phase, kWaitP);  // also: a steep chunk's q has been scaled
-        pin(Sb);
+        if constexpr (C::kKeepsRounded) pin(Sb);
         pin(o);
         pin(u);
         wgmma_fence();
-        state.issue_read(o, Sb, shared_address(sm.q[q]));
+        if constexpr (C::kKeepsRounded) state.issue_read(o, Sb, shared_address(sm.q[q]));
         state.issue_triangle(o, u, shared_address(sm.p[pair]));
         wgmma_commit();
       }

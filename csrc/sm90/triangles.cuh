@@ -59,22 +59,22 @@ struct Triangles {
   // product with 0. Those of v are left out where v is read (state.cuh), and those of q only reach
   // rows of o that are not stored.
   GDN_DEVICE void clear_tail(int rows, int k_stage) const {
-    for (int half = 0; half < 2; ++half) {
+    for (int tile = 0; tile < C::kKeyTiles; ++tile) {
 #pragma unroll 1
       for (int line = rows * 8 + threadIdx.x % 128; line < 64 * 8; line += 128)
-        reinterpret_cast<uint4*>(sm.k[k_stage][half])[line] = make_uint4(0, 0, 0, 0);
+        reinterpret_cast<uint4*>(sm.k[k_stage][tile])[line] = make_uint4(0, 0, 0, 0);
     }
     fence_async_proxy();
     barrier();
   }
 
-  // d = x y^T over 128 channels, issued and committed.
+  // d = x y^T over all channels, issued and committed.
   GDN_DEVICE void issue_product(float (&d)[32], uint32_t x, uint32_t y) const {
     const Descriptor x_rows = k_major(x), y_rows = k_major(y);
     pin(d);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < C::kKeys / 16; ++i) {
       const uint32_t bytes = i / 4 * kTileBytes + i % 4 * 32;
       wgmma_ss_n64(T{}, d, x_rows.at(bytes), y_rows.at(bytes), i > 0);
     }
@@ -230,16 +230,20 @@ struct Triangles {
   GDN_DEVICE void scale_q(int stage, const GateVectors& gates) const {
     const int row = threadIdx.x % 128 / 2;
     const float f = exp2_approx(gates.exponent + gates.rho[row]);
-    const uint32_t line = shared_address(sm.q[stage][threadIdx.x % 2]) + row * 128;
-    for (int i = 0; i < 8; ++i) {
+    // Two threads a row: each has a half of its tiles, or of its one tile.
+    constexpr int kLines = 4 * C::kKeyTiles;
+    const int first = threadIdx.x % 2 * kLines;
+    const uint32_t line = shared_address(sm.q[stage][0]) + row * 128;
+    for (int i = first; i < first + kLines; ++i) {
+      const uint32_t at = line + i / 8 * kTileBytes + i % 8 * 16;
       uint32_t x[4];
-      load_shared_16(line + i * 16, x);
+      load_shared_16(at, x);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 pair = unpack(T{}, x[j]);
         x[j] = pack(T{}, pair.x * f, pair.y * f);
       }
-      store_shared_16(line + i * 16, x);
+      store_shared_16(at, x);
     }
   }
 };

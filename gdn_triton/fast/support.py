@@ -1,4 +1,4 @@
-"""What the CUDA library serves, judged from a `Problem` alone; no GPU is needed to ask.
+"""What the CUDA library's forward serves, judged from a `Problem` alone; no GPU is needed to ask.
 
 A `Problem` has no addresses and no strides. Those are never a reason to refuse:
 `gdn_triton.fast.chunk` copies what TMA cannot read where it lies.
@@ -10,14 +10,15 @@ from gdn_triton import fast
 from gdn_triton.problem import Problem
 
 CHUNK_SIZE = 64
-HEAD_SIZE = 128
+MAX_K = 256
+HEAD_MULTIPLE = 8  # TMA takes rows of whole multiples of 16 bytes
 DTYPES = (torch.bfloat16, torch.float16)
 # TMA's coordinates, and the kernels' token numbers, are 32-bit.
 MAX_TOKENS = 2**31
 
 
 def supports(problem: Problem) -> str | None:
-    """A sentence why the CUDA library cannot run this problem, or None."""
+    """A sentence why the CUDA library cannot run this problem's forward, or None."""
     p = problem
     if p.device.type != "cuda":
         return f"The CUDA library runs on NVIDIA GPUs; the tensors are on {p.device.type}."
@@ -32,18 +33,28 @@ def supports(problem: Problem) -> str | None:
             "The CUDA library takes q, k and v all in bfloat16 or all in float16; they are "
             f"{_name(p.q_dtype)}, {_name(p.k_dtype)} and {_name(p.v_dtype)}."
         )
-    if p.K != HEAD_SIZE or p.V != HEAD_SIZE:
-        return f"The CUDA library takes heads of K = V = {HEAD_SIZE}; K is {p.K}, V is {p.V}."
+    if p.K > MAX_K or p.K % HEAD_MULTIPLE or p.V % HEAD_MULTIPLE:
+        return (
+            f"The CUDA library takes K and V in multiples of {HEAD_MULTIPLE}, K up to {MAX_K}; "
+            f"K is {p.K}, V is {p.V}."
+        )
     if p.chunk_size != CHUNK_SIZE:
         return f"The CUDA library computes in chunks of {CHUNK_SIZE}; {p.chunk_size} is asked for."
+    if p.pool_dtype is not None:
+        return "The CUDA library does not read or write states in the slots of a pool."
     if p.T >= MAX_TOKENS:
         return f"The CUDA library takes less than {MAX_TOKENS} tokens; T is {p.T}."
-    if p.needs_grad:
-        return (
-            "The CUDA library has no backward; an input requires a gradient. Call under "
-            "torch.no_grad() if none is wanted."
-        )
     return None
+
+
+def passed_over(problem: Problem) -> str | None:
+    """A sentence why `auto` does not take the CUDA library although it could, or None."""
+    if problem.K == problem.V == 128:
+        return None
+    return (
+        "GDN_BACKEND=auto takes the CUDA library for heads of K = V = 128 only: at others the "
+        f"Triton kernels are faster on some shapes; K is {problem.K}, V is {problem.V}."
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,0 +1,42 @@
+// The kinds of heads that there are kernels for, and the function that runs one. Each is compiled in a
+// file of its own.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "../params.h"
+
+namespace gdn::sm90 {
+
+struct KernelParams;
+
+// Channels of a head. kKeys: those of K that there is room for. kExact: K = V = kKeys, known to the
+// compiler. Else K is any multiple of 8 up to kKeys and V any multiple of 8: beyond the call's own
+// channels tiles and states are zero.
+template <int kKeys_, bool kExact_ = false>
+struct Heads {
+  static constexpr int kKeys = kKeys_;
+  static constexpr bool kExact = kExact_;
+};
+
+// How a call is cut up; by what the host knows alone, so that a CUDA graph stays valid when the
+// contents of cu_seqlens change.
+struct Plan {
+  bool halves;   // a block owns 64 channels of V, not 128
+  int segment;   // chunks of a segment; 0: whole sequences
+  int slots;     // segments at most
+};
+
+// Whether there is no kernel whose blocks own 128 channels of V: its state, or what a segment needs
+// to know in more general heads, does not fit the registers.
+template <class Heads>
+constexpr bool only_halves(bool in_segments) {
+  return Heads::kKeys == 256 || (in_segments && !Heads::kExact);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Null, or why it did not run. `params` has all but its tiles and parts.
+template <class T, class Heads>
+const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t stream);
+
+}  // namespace gdn::sm90

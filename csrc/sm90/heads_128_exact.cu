@@ -1,0 +1,8 @@
+// Heads of K = V = 128.
+#include "heads.cuh"
+
+namespace gdn::sm90 {
+using Kind = Heads<128, true>;
+template const char* run_heads<__nv_bfloat16, Kind>(KernelParams&, const Plan&, cudaStream_t);
+template const char* run_heads<__half, Kind>(KernelParams&, const Plan&, cudaStream_t);
+}  // namespace gdn::sm90
