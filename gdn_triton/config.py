@@ -198,6 +198,21 @@ def maps_config(K: int) -> Tile:
 
 
 @functools.cache
+def affine_config(K: int, dtype: torch.dtype) -> Tile:
+    """As ``maps_config``, for any K and dtype."""
+    if dtype.itemsize == 4:
+        return state_bwd_tile(padded(K, 256), 16, 2, dtype)
+    return maps_config(K) if K <= MOST_SEGMENT_K else fused_tile(padded(K, 256), 32, 4, 2)
+
+
+@functools.cache
+def affine_bwd_config(K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
+    """That of the walk back. Of four-byte operands four warps would spill kilobytes on sm_80."""
+    back, _ = state_bwd_config(K, V, dtype, states)
+    return back._replace(num_warps=8) if dtype.itemsize == 4 else back
+
+
+@functools.cache
 def starts_config(K: int, V: int) -> Tile:
     """In flight: a map [BK, BK]. Once: the state [BK, BV] as an operand, in two parts. All fp32."""
     BK, BV = padded(K, MOST_SEGMENT_K), 16
@@ -214,30 +229,36 @@ def quarter_tile(K: int, V: int) -> Tile:
 
 
 @functools.cache
-def output_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
-    if dtype.itemsize == 4:
-        return quarter_tile(K, V)
-    return Tile(padded(K, 64), padded(V, 128), num_warps=4, num_stages=1)
+def scores_config(K: int, dtype: torch.dtype) -> Tile:
+    return quarter_tile(K, K)
 
 
 def state_bwd_tile(BK: int, BV: int, most_stages: int, dtype: torch.dtype) -> Tile:
-    """In flight: q, k [64, BK], A_inv [64, 64], do and dv_local [64, BV]. Once: the state and three
+    """In flight: q, k [64, BK], A_inv, A_qk [64, 64] and do [64, BV]. Once: the state and three
     tiles [64, BV] as operands."""
     size = dtype.itemsize
-    stage, other = (128 * BK + 4096 + 128 * BV) * size, (BK + 192) * BV * size
+    stage, other = (128 * BK + 8192 + 64 * BV) * size, (BK + 192) * BV * size
     return Tile(BK, BV, 4, stages(most_stages, stage, other))
 
 
 @functools.cache
-def state_bwd_config(K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
-    """BK spans K, as a program holds whole columns of the state. Every column is walked twice,
-    there and back: above 16 columns a multiprocessor two programs share one, in two stages each."""
+def state_bwd_config(K: int, V: int, dtype: torch.dtype, states: int) -> tuple[Tile, Tile | None]:
+    """The tiles of the walk back and of the walk forward; no second one where both are one launch,
+    of the same tile. BK spans K, as a program holds whole columns of the state. Every column is
+    walked twice, there and back: above 16 columns a multiprocessor two programs share one, in two
+    stages each. Above 48 there are programs enough for a launch of each, and the walk forward,
+    which holds less, has room for wider tiles up to K = 128. The bits of a column depend on none of
+    it."""
     BK = padded(K, 256)
     if dtype.itemsize == 4:
-        return state_bwd_tile(BK, padded(V, 16), 2, dtype)
-    if states * V / multiprocessors() <= 16:
-        return state_bwd_tile(BK, padded(V, 16), 3, dtype)
-    return state_bwd_tile(BK, padded(V, 32), 2, dtype)
+        return state_bwd_tile(BK, padded(V, 16), 2, dtype), None
+    columns = states * V / multiprocessors()
+    if columns <= 16:
+        return state_bwd_tile(BK, padded(V, 16), 3, dtype), None
+    back = state_bwd_tile(BK, padded(V, 32), 2, dtype)
+    if columns <= 48:
+        return back, None
+    return back, state_bwd_tile(BK, padded(V, 64 if BK <= 128 else 32), 2, dtype)
 
 
 @functools.cache
@@ -248,14 +269,7 @@ def pairs_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
 
 
 @functools.cache
-def query_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
+def query_key_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize == 4:
         return quarter_tile(K, V)
     return Tile(padded(K, 64), padded(V, 64), num_warps=4, num_stages=2, maxnreg=168)
-
-
-@functools.cache
-def key_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
-    if dtype.itemsize == 4:
-        return quarter_tile(K, V)
-    return Tile(padded(K, 64), padded(V, 64), num_warps=4, num_stages=2)

@@ -36,8 +36,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import gdn_triton
-from gdn_triton import reference
+from gdn_triton import config, reference
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2
+from gdn_triton.kernels import backward_state
 
 
 @pytest.fixture(autouse=True)
@@ -335,6 +336,21 @@ def test_shares_of_blocks(dtype: torch.dtype, device: str) -> None:
     check(TWO_BLOCKS, dtype, device, OPTIONS["all"])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_walks_apart(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch for each walk, of tiles that differ, as calls with many states have."""
+    launched = []
+
+    def apart(K: int, V: int, dtype: torch.dtype, states: int) -> tuple[config.Tile, config.Tile]:
+        launched.append(states)
+        BK = config.padded(K, 256)
+        return tuple(config.state_bwd_tile(BK, BV, 2, dtype) for BV in (16, 32))
+
+    monkeypatch.setattr(backward_state, "state_bwd_config", apart)
+    check(Case("apart", "", T=19, HV=2, K=24, V=36), dtype, device)
+    assert launched
+
+
 @pytest.mark.gpu("the product instructions that were wrong exist on Hopper only")
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("K", [64, 128, 256])
@@ -582,6 +598,11 @@ LARGE = Case(
 @pytest.mark.parametrize("K", [128, 100, 256])
 def test_batch_invariance_large(K: int, dtype: torch.dtype, device: str) -> None:
     check_alone(replace(LARGE, K=K), dtype, device)
+
+
+@pytest.mark.gpu("walks in two launches, of other tiles than those of a sequence alone")
+def test_batch_invariance_of_many_states(device: str) -> None:
+    check_alone(replace(LARGE, H=16, HV=32), BF16, device)
 
 
 @pytest.mark.gpu("races do not show in the interpreter")

@@ -30,10 +30,10 @@ SUM_WIDTH = 8
 
 @triton.jit(do_not_specialize=["B", "T", "NT", "SLOTS"])
 def gate_bwd_kernel(
-    scalars,
-    q_shares,
-    k_shares,
+    pair_shares,
+    shares,
     across,
+    beta_used,
     g,
     beta,
     A_log,
@@ -53,7 +53,9 @@ def gate_bwd_kernel(
     stride_betab,
     stride_betat,
     stride_betah,
-    Q_BLOCKS: tl.constexpr,
+    stride_usedb,
+    stride_usedt,
+    stride_usedh,
     K_BLOCKS: tl.constexpr,
     RCP_LN2: tl.constexpr,
     FLOOR: tl.constexpr,
@@ -83,19 +85,21 @@ def gate_bwd_kernel(
     valid = o_t < n_rows
     plane = tl.cast(B, tl.int64) * HV * T
     o_s = (i_b * HV + i_hv) * T + row + o_t
-    b_dbeta = tl.load(scalars + o_s + plane, mask=valid, other=0)
-    b_ahead = tl.load(scalars + o_s + 2 * plane, mask=valid, other=0)
-    b_ahead -= tl.load(scalars + o_s + 3 * plane, mask=valid, other=0)
+    b_dbeta = tl.load(pair_shares + o_s, mask=valid, other=0)
+    b_ahead = tl.load(pair_shares + plane + o_s, mask=valid, other=0)
+    b_ahead += tl.load(pair_shares + 2 * plane + o_s, mask=valid, other=0)
+    b_read = tl.zeros([BT], dtype=tl.float32)
     b_behind = tl.zeros([BT], dtype=tl.float32)
     total = 0.0
-    for i in tl.static_range(Q_BLOCKS):
-        b_ahead += tl.load(q_shares + i * plane + o_s, mask=valid, other=0)
     for i in tl.static_range(K_BLOCKS):
-        p_share = k_shares + 3 * i * plane + o_s
-        b_dbeta -= tl.load(p_share, mask=valid, other=0)
-        b_ahead -= tl.load(p_share + plane, mask=valid, other=0)
+        p_share = shares + 3 * i * plane + o_s
+        b_ahead += tl.load(p_share, mask=valid, other=0)
+        b_read += tl.load(p_share + plane, mask=valid, other=0)
         b_behind += tl.load(p_share + 2 * plane, mask=valid, other=0)
         total += tl.load(across + (tl.cast(SLOTS, tl.int64) * i + i_c) * HV + i_hv)
+    p_used = beta_used + i_b * stride_usedb + (row + o_t) * stride_usedt + i_hv * stride_usedh
+    b_ahead -= b_read * tl.load(p_used, mask=valid, other=0).to(tl.float32)
+    b_dbeta -= b_read
     from_here = o_t[:, None] >= o_t[None, :]
     b_dg = tl.sum(tl.where(from_here, b_ahead[:, None], b_behind[:, None]), 0) + total
 
@@ -146,10 +150,10 @@ class GateGradients(NamedTuple):
 
 
 def gate_bwd(
-    scalars: torch.Tensor,
-    q_shares: torch.Tensor,
-    k_shares: torch.Tensor,
+    pair_shares: torch.Tensor,
+    shares: torch.Tensor,
     across: torch.Tensor,
+    beta_used: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
     chunks: Chunks,
@@ -159,8 +163,8 @@ def gate_bwd(
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
 ) -> GateGradients:
-    """scalars as ``pairs_bwd`` made them, q_shares as ``query_bwd``, k_shares and across as
-    ``key_bwd`` did. g, beta: [B, T, HV], the caller's own."""
+    """pair_shares as ``pairs_bwd`` made them, shares and across as ``query_key_bwd`` did.
+    beta_used: [B, T, HV], after its sigmoid; g, beta: the caller's own."""
     B, T, HV = g.shape
     dg = torch.empty(B, T, HV, dtype=g.dtype, device=g.device)
     dbeta = torch.empty(B, T, HV, dtype=beta.dtype, device=g.device)
@@ -171,10 +175,10 @@ def gate_bwd(
     grid = chunks.slots * HV
     if grid != 0:
         gate_bwd_kernel[(grid,)](
-            scalars=scalars,
-            q_shares=q_shares,
-            k_shares=k_shares,
+            pair_shares=pair_shares,
+            shares=shares,
             across=across,
+            beta_used=beta_used,
             g=g,
             beta=beta,
             A_log=A_log,
@@ -190,8 +194,8 @@ def gate_bwd(
             HV=HV,
             **head_arguments("g", g.stride()),
             **head_arguments("beta", beta.stride()),
-            Q_BLOCKS=q_shares.shape[0],
-            K_BLOCKS=k_shares.shape[0],
+            **head_arguments("used", beta_used.stride()),
+            K_BLOCKS=across.shape[0],
             RCP_LN2=RCP_LN2,
             FLOOR=LOG2_DECAY_FLOOR[torch.float32],
             THRESHOLD=SOFTPLUS_THRESHOLD,

@@ -6,13 +6,14 @@ chunk writes, as the forward had them:
 
 and in reverse, their gradients; dh is that of the state after a chunk, dx that of x:
 
-    dv_new = dv_local + 2^(g_last - g) k dh
+    dv_new = A_qk^T do + own do + 2^(g_last - g) k dh
     dx     = dv_new + A_inv^T dv_new
     dh     = 2^g_last dh + sum_i 2^g_i (scale q_i (x) do_i - beta_i k_i (x) dx_i)
 
-A_inv is strictly lower here, its unit diagonal added in fp32. Neither walk reads what the other
-writes, and both are bound by their latency: even programs walk back, odd ones forward. A program
-owns BV columns of the state [K, V] of one sequence and value head, in fp32 registers.
+A_inv and A_qk are strictly lower here, their diagonals, 1 and own, apart in fp32. Neither walk
+reads what the other writes, and both are bound by their latency: with few states they are one
+launch, in which even programs walk back and odd ones forward. A program owns BV columns of the
+state [K, V] of one sequence and value head, in fp32 registers.
 """
 
 from typing import NamedTuple
@@ -23,8 +24,14 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, state_bwd_config
 from gdn_triton.kernels._device import decay_between, sequence_span
-from gdn_triton.kernels._strides import head_arguments, named, row_arguments, row_strides
-from gdn_triton.kernels.state import empty_state, state_strides
+from gdn_triton.kernels._strides import (
+    head_arguments,
+    named,
+    row_arguments,
+    row_strides,
+    state_strides,
+)
+from gdn_triton.kernels.state import empty_state
 from gdn_triton.varlen import Chunks
 
 
@@ -105,9 +112,10 @@ def walk_back(
     p_q,
     p_k,
     p_do,
-    p_dv_local,
     p_A,
+    p_P,
     p_g,
+    p_own,
     p_beta,
     p_dht,
     p_dh,
@@ -151,11 +159,15 @@ def walk_back(
     p_k += last * BT * stride_kt
     p_g += last * BT * stride_gt
     p_beta += last * BT * stride_betat
+    p_own += last * BT * stride_gt
     p_A += last * step * BT
+    p_P += last * step * BT
     p_do += last * step * V
-    p_dv_local += last * step * V
     p_dx += last * step * V
     p_dh += last * HV * (K * V)
+    # g_last is loaded a chunk ahead by hand: Triton would keep it in shared memory, of which two
+    # programs of 32 columns leave not a byte on a multiprocessor of Hopper.
+    g_next = tl.load(p_g + (n_rows - 1 - (count - 1) * BT) * stride_gt, mask=count > 0, other=0)
     for i_t in range(0, count):
         left = n_rows - (count - 1 - i_t) * BT
         valid = o_t < left
@@ -164,23 +176,29 @@ def walk_back(
         b_dhd = b_dh.to(dtype)
         tl.store(p_dh + o_h, b_dhd, mask=in_state)
         b_g = tl.load(p_g + o_t * stride_gt, mask=valid, other=0)
-        g_last = tl.load(p_g + (tl.minimum(left, BT) - 1) * stride_gt)
+        g_last = g_next
+        g_next = tl.load(p_g - stride_gt, mask=i_t < count - 1, other=0)
         b_beta = tl.load(p_beta + o_t * stride_betat, mask=valid, other=0).to(tl.float32)
         b_k = tl.load(p_k + (o_t * stride_kt + o_k[None, :]), mask=in_keys, other=0).to(dtype)
         b_q = tl.load(p_q + (o_t * stride_qt + o_k[None, :]), mask=in_keys, other=0).to(dtype)
         b_A = tl.load(p_A + (o_t * HV * BT + o_c), mask=valid, other=0)
-        b_do = tl.load(p_do + (o_t * HV * V + o_v), mask=in_values, other=0).to(tl.float32)
-        b_dv = tl.load(p_dv_local + (o_t * HV * V + o_v), mask=in_values, other=0)
+        b_P = tl.load(p_P + (o_t * HV * BT + o_c), mask=valid, other=0)
+        b_own = tl.load(p_own + o_t * stride_gt, mask=valid, other=0)
+        b_do = tl.load(p_do + (o_t * HV * V + o_v), mask=in_values, other=0).to(dtype)
 
         b_kdh = tl.dot(b_k, b_dhd, input_precision=PRECISION)
-        b_dv = b_dv.to(tl.float32) + b_kdh * decay_between(g_last, b_g, valid)
+        b_dv = tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
+        # Not a sum: of that Triton makes a product that starts from own do, and what a product
+        # starts from is not loaded ahead of its chunk, but waited for.
+        b_dv = tl.fma(b_own, b_do.to(tl.float32), b_dv)
+        b_dv += b_kdh * decay_between(g_last, b_g, valid)
         if A_IS_STRICT:
             b_dx = tl.dot(tl.trans(b_A), b_dv.to(dtype), b_dv, input_precision=PRECISION)
         else:
             b_dx = tl.dot(tl.trans(b_A), b_dv.to(dtype), input_precision=PRECISION)
         tl.store(p_dx + (o_t * HV * V + o_v), b_dx.to(dtype), mask=in_values)
         b_decay = tl.exp2(b_g)
-        b_do = (b_do * (b_decay * scale)).to(dtype)
+        b_do = (b_do.to(tl.float32) * (b_decay * scale)).to(dtype)
         b_dh = tl.dot(tl.trans(b_q), b_do, b_dh * tl.exp2(g_last), input_precision=PRECISION)
         b_dx = (b_dx * (-b_beta * b_decay)).to(dtype)
         b_dh = tl.dot(tl.trans(b_k), b_dx, b_dh, input_precision=PRECISION)
@@ -188,9 +206,10 @@ def walk_back(
         p_k -= tl.cast(stride_kt, tl.int64) * BT
         p_g -= tl.cast(stride_gt, tl.int64) * BT
         p_beta -= tl.cast(stride_betat, tl.int64) * BT
+        p_own -= tl.cast(stride_gt, tl.int64) * BT
         p_A -= step * BT
+        p_P -= step * BT
         p_do -= step * V
-        p_dv_local -= step * V
         p_dx -= step * V
         p_dh -= tl.cast(HV, tl.int64) * (K * V)
     if STORE_DH0:
@@ -203,9 +222,10 @@ def state_bwd_kernel(
     k,
     v,
     do,
-    dv_local,
     A_inv,
+    A_qk,
     g_cumsum,
+    own,
     beta,
     h0,
     dht,
@@ -261,7 +281,9 @@ def state_bwd_kernel(
     HAS_DHT: tl.constexpr,
     STORE_DH0: tl.constexpr,
     IS_VARLEN: tl.constexpr,
+    WALKS: tl.constexpr,
 ):
+    """WALKS: "back", "forward" or "both"."""
     stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
     stride_kh = stride_kh * ALIGN_K
     stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
@@ -270,7 +292,12 @@ def state_bwd_kernel(
     stride_vh = stride_vh * ALIGN_V
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_nh = (pid // 2) % V_BLOCKS, pid // (2 * V_BLOCKS)
+    if WALKS == "both":
+        is_back = pid % 2 == 0
+        pid = pid // 2
+    else:
+        is_back = WALKS == "back"
+    i_v, i_nh = pid % V_BLOCKS, pid // V_BLOCKS
     i_n, i_hv = i_nh // HV, i_nh % HV
     i_h = i_hv // (HV // H)
     i_b, row, n_rows, slot = sequence_span(i_n, cu_seqlens, chunk_offsets, T, NT, IS_VARLEN)
@@ -283,7 +310,7 @@ def state_bwd_kernel(
     p_beta = beta + i_b * stride_betab + row * stride_betat + i_hv * stride_betah
     p_A = A_inv + base * BT
     first_state = (slot * HV + i_hv) * (K * V)
-    if pid % 2 == 0:
+    if WALKS != "forward" and is_back:
         p_dht = dht
         if HAS_DHT:
             p_dht = dht + i_n * stride_dhtn + i_hv * stride_dhth
@@ -295,9 +322,10 @@ def state_bwd_kernel(
             q + i_b * stride_qb + row * stride_qt + i_h * stride_qh,
             p_k,
             do + base * V,
-            dv_local + base * V,
             p_A,
+            A_qk + base * BT,
             p_g,
+            own + i_b * stride_gb + row * stride_gt + i_hv * stride_gh,
             p_beta,
             p_dht,
             dh + first_state,
@@ -323,7 +351,7 @@ def state_bwd_kernel(
             HAS_DHT,
             STORE_DH0,
         )
-    else:
+    elif WALKS != "back":
         p_h0 = h0
         if HAS_H0:
             p_h0 = h0 + i_n * stride_h0n + i_hv * stride_h0h
@@ -373,9 +401,10 @@ def state_bwd(
     k: torch.Tensor,
     v: torch.Tensor,
     do: torch.Tensor,
-    dv_local: torch.Tensor,
     A_inv: torch.Tensor,
+    A_qk: torch.Tensor,
     g_cumsum: torch.Tensor,
+    own: torch.Tensor,
     beta: torch.Tensor,
     chunks: Chunks,
     scale: float,
@@ -389,9 +418,10 @@ def state_bwd(
     state_v_first: bool = False,
 ) -> States:
     """q, k: [B, T, H, K_row], zero beyond the keys' own width K, v: [B, T, HV, V], last strides 1;
-    do, dv_local: [B, T, HV, V], contiguous; A_inv: [B, T, HV, chunk_size], contiguous, without its
-    diagonal if ``A_is_strict``; g_cumsum, beta: [B, T, HV]; initial_state and dht as
-    ``state_v_first`` says."""
+    do: [B, T, HV, V], A_inv, A_qk: [B, T, HV, chunk_size], contiguous, A_qk without its diagonal,
+    A_inv too if ``A_is_strict``; g_cumsum, own: [B, T, HV], of the same strides; beta: [B, T, HV];
+    initial_state and dht as ``state_v_first`` says."""
+    assert own.stride() == g_cumsum.stride()
     B, T, H, K_row = k.shape
     HV, V = do.shape[2:]
     dtype, device = A_inv.dtype, k.device
@@ -400,53 +430,57 @@ def state_bwd(
     dh, dx = torch.empty_like(h), torch.empty_like(v_new)
     dh0 = empty_state(N, HV, K, V, state_v_first, device) if store_dh0 else None
     states = States(h, v_new, dh, dx, dh0)
-    config = state_bwd_config(K, V, dtype, N * HV)
-    grid = 2 * triton.cdiv(V, config.BV) * N * HV
-    if grid == 0:
+    if N * HV * V == 0:
         return states
-    state_bwd_kernel[(grid,)](
-        q=q,
-        k=k,
-        v=v,
-        do=do,
-        dv_local=dv_local,
-        A_inv=A_inv,
-        g_cumsum=g_cumsum,
-        beta=beta,
-        h0=initial_state,
-        dht=dht,
-        h=h,
-        v_new=v_new,
-        dh=dh,
-        dx=dx,
-        dh0=dh0,
-        cu_seqlens=chunks.cu_seqlens,
-        chunk_offsets=chunks.chunk_offsets,
-        scale=scale,
-        T=T,
-        NT=chunks.NT,
-        H=H,
-        HV=HV,
-        **row_arguments("q", row_strides(q)),
-        **row_arguments("k", row_strides(k)),
-        **row_arguments("v", row_strides(v)),
-        **head_arguments("g", g_cumsum.stride()),
-        **head_arguments("beta", beta.stride()),
-        **named("h0n h0h h0k h0v", state_strides(initial_state, state_v_first)),
-        **named("dhtn dhth dhtk dhtv", state_strides(dht, state_v_first)),
-        **named("dh0k dh0v", state_strides(dh0, state_v_first)[2:]),
-        K_ROW=K_row,
-        K=K,
-        V=V,
-        BT=chunks.chunk_size,
-        BK=config.BK,
-        BV=config.BV,
-        PRECISION=dot_precision(dtype),
-        A_IS_STRICT=A_is_strict,
-        HAS_H0=initial_state is not None,
-        HAS_DHT=dht is not None,
-        STORE_DH0=store_dh0,
-        IS_VARLEN=chunks.cu_seqlens is not None,
-        **config.options,
-    )
+    back, forward = state_bwd_config(K, V, dtype, N * HV)
+    launches = {"both": back} if forward is None else {"forward": forward, "back": back}
+    for walks, tile in launches.items():
+        grid = (2 if walks == "both" else 1) * triton.cdiv(V, tile.BV) * N * HV
+        state_bwd_kernel[(grid,)](
+            q=q,
+            k=k,
+            v=v,
+            do=do,
+            A_inv=A_inv,
+            A_qk=A_qk,
+            g_cumsum=g_cumsum,
+            own=own,
+            beta=beta,
+            h0=initial_state,
+            dht=dht,
+            h=h,
+            v_new=v_new,
+            dh=dh,
+            dx=dx,
+            dh0=dh0,
+            cu_seqlens=chunks.cu_seqlens,
+            chunk_offsets=chunks.chunk_offsets,
+            scale=scale,
+            T=T,
+            NT=chunks.NT,
+            H=H,
+            HV=HV,
+            **row_arguments("q", row_strides(q)),
+            **row_arguments("k", row_strides(k)),
+            **row_arguments("v", row_strides(v)),
+            **head_arguments("g", g_cumsum.stride()),
+            **head_arguments("beta", beta.stride()),
+            **named("h0n h0h h0k h0v", state_strides(initial_state, state_v_first)),
+            **named("dhtn dhth dhtk dhtv", state_strides(dht, state_v_first)),
+            **named("dh0k dh0v", state_strides(dh0, state_v_first)[2:]),
+            K_ROW=K_row,
+            K=K,
+            V=V,
+            BT=chunks.chunk_size,
+            BK=tile.BK,
+            BV=tile.BV,
+            PRECISION=dot_precision(dtype),
+            A_IS_STRICT=A_is_strict,
+            HAS_H0=initial_state is not None,
+            HAS_DHT=dht is not None,
+            STORE_DH0=store_dh0,
+            IS_VARLEN=chunks.cu_seqlens is not None,
+            WALKS=walks,
+            **tile.options,
+        )
     return states

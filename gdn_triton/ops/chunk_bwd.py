@@ -4,17 +4,17 @@ What the forward computed on the way is computed again, from the inputs alone, s
 step keeps nothing but those between forward and backward. docs/backward.md has the dataflow.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from gdn_triton.device import on_device
 from gdn_triton.kernels.backward_gate import gate_bwd
-from gdn_triton.kernels.backward_key import key_bwd
 from gdn_triton.kernels.backward_norm import l2norm_bwd
-from gdn_triton.kernels.backward_output import output_bwd
 from gdn_triton.kernels.backward_pairs import pairs_bwd
-from gdn_triton.kernels.backward_query import query_bwd
+from gdn_triton.kernels.backward_query_key import query_key_bwd
+from gdn_triton.kernels.backward_scores import scores
 from gdn_triton.kernels.backward_state import state_bwd
 from gdn_triton.kernels.prepare import LINE, whole_lines
 from gdn_triton.kernels.wy import wy_fwd
@@ -39,7 +39,8 @@ class Gradients(NamedTuple):
 class Recomputed(NamedTuple):
     """What the forward's first steps make. q, k: [B, T, H, K_row], normalised if asked for, zero
     beyond K. g_cumsum, beta: [B, T, HV]. A_inv: [B, T, HV, chunk_size], without its unit diagonal
-    if ``A_is_strict``."""
+    if ``A_is_strict``. A_qk: [B, T, HV, chunk_size], strictly lower; own: [B, T, HV], its diagonal,
+    in fp32 and the strides of g_cumsum."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -47,6 +48,12 @@ class Recomputed(NamedTuple):
     beta: torch.Tensor
     A_inv: torch.Tensor
     A_is_strict: bool
+    A_qk: torch.Tensor
+    own: torch.Tensor
+
+
+# find_ends(recomputed, do): dht, from what the walk back starts with.
+FindEnds = Callable[[Recomputed, torch.Tensor], torch.Tensor]
 
 
 def in_lines(x: torch.Tensor) -> torch.Tensor:
@@ -77,13 +84,15 @@ def recompute(
     inputs = problem, q, k, g, beta, A_log, dt_bias, chunks
     if dtype.itemsize == 2:
         prepared = prepare(*inputs)
-        g_cumsum, write, _ = prepared.scalars.transpose(2, 3)
+        g_cumsum, write, own = prepared.scalars.transpose(2, 3)
         q, k = in_lines(prepared.q), in_lines(prepared.k)
-        return Recomputed(q, k, g_cumsum, write, prepared.A_inv, True)
+        return Recomputed(q, k, g_cumsum, write, prepared.A_inv, True, prepared.A_qk, own)
     q, k, g_cumsum, beta = activate(*inputs)
     _, _, A_inv = wy_fwd(k, v, g_cumsum, beta, chunks, dtype, store_A_inv=True)
     assert A_inv is not None
-    return Recomputed(in_lines(q), in_lines(k), g_cumsum, beta, A_inv, False)
+    q, k = in_lines(q), in_lines(k)
+    A_qk, own = scores(q, k, g_cumsum, chunks, problem.scale, dtype)
+    return Recomputed(q, k, g_cumsum, beta, A_inv, False, A_qk, own)
 
 
 def _gradients(
@@ -100,23 +109,25 @@ def _gradients(
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     store_dh0: bool,
+    find_ends: FindEnds | None,
 ) -> Gradients:
     p = problem
     q, k, v = readable(q), readable(k), readable(v)
-    dtype = compute_dtype(p)
     do = v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
     chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
     c = recompute(p, q, k, v, g, beta, A_log, dt_bias, chunks)
     v = in_lines(v)
-    dv_local = output_bwd(c.q, c.k, do, c.g_cumsum, chunks, p.scale, dtype)
+    if find_ends is not None:
+        dht = find_ends(c, do)
     states = state_bwd(
         c.q,
         c.k,
         v,
         do,
-        dv_local,
         c.A_inv,
+        c.A_qk,
         c.g_cumsum,
+        c.own,
         c.beta,
         chunks,
         p.scale,
@@ -143,19 +154,27 @@ def _gradients(
     )
     # Before the norm's own step a rounding would be one more.
     dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
-    dq, q_shares = query_bwd(
-        c.q, c.k, do, states.h, pairs, c.g_cumsum, chunks, p.scale, dq_dtype, K=p.K
-    )
-    dk, k_shares, across = key_bwd(
-        c.q, c.k, states, pairs, c.g_cumsum, c.beta, chunks, dk_dtype, K=p.K
+    dq, dk, shares, across = query_key_bwd(
+        c.q,
+        c.k,
+        do,
+        states,
+        pairs,
+        c.g_cumsum,
+        c.beta,
+        chunks,
+        p.scale,
+        dq_dtype,
+        dk_dtype,
+        K=p.K,
     )
     if p.use_qk_l2norm:
         dq, dk = l2norm_bwd(q, k, dq, dk)
     gates = gate_bwd(
-        pairs.scalars,
-        q_shares,
-        k_shares,
+        pairs.shares,
+        shares,
         across,
+        c.beta,
         g,
         beta,
         chunks,
@@ -192,10 +211,12 @@ def gradients(
     dt_bias: torch.Tensor | None,
     *,
     store_dh0: bool,
+    find_ends: FindEnds | None = None,
 ) -> Gradients:
     """All gradients; that of the initial state only with ``store_dh0``. do: [B, T, HV, V], or None
-    for zeros; dht: fp32, laid out like the final state, or None for zeros."""
+    for zeros; dht: fp32, laid out like the final state, or None for zeros. find_ends: instead of
+    dht, what finds it once there is what it needs for that."""
     A_log, dt_bias = dense(A_log), dense(dt_bias)
     args = (problem, do, dht, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
     with on_device(q.device):
-        return _gradients(*args, store_dh0)
+        return _gradients(*args, store_dh0, find_ends)
