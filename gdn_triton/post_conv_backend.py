@@ -12,23 +12,24 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from gdn_triton.arguments import (
+    FLOAT_DTYPES,
+    FLOATS,
+    check_dtype,
+    must,
+    shape_of,
+    shaped,
+    type_of,
+    value_of,
+)
 from gdn_triton.backend import _log_once, requested_backend, triton_limits
 from gdn_triton.device import on_device
-from gdn_triton.validation import (
-    _FLOAT_DTYPES,
-    _FLOATS,
-    _check_dtype,
-    _dims,
-    _must,
-    _shape,
-    _type,
-    _value,
-)
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 _NO_CUDA = "The CUDA library has no preparation after the convolution."
-_TENSORS = ("conv_output", "a", "b", "A_log", "dt_bias")
+# The tensors but the first, which a call may know by another name.
+_TENSORS = ("a", "b", "A_log", "dt_bias")
 _SIZES = ("num_k_heads", "head_k_dim", "head_v_dim")
 _FLAGS = ("apply_l2norm", "output_g_exp")
 
@@ -46,7 +47,7 @@ class Sizes(NamedTuple):
 
 
 def validate_post_conv(
-    conv_output: Tensor,
+    x: Tensor,
     a: Tensor,
     b: Tensor,
     A_log: Tensor,
@@ -56,17 +57,22 @@ def validate_post_conv(
     head_v_dim: int,
     apply_l2norm: bool,
     output_g_exp: bool,
+    *,
+    first: str = "conv_output",
+    ranks: tuple[int, ...] = (2,),
 ) -> Sizes:
-    """Checks the arguments of `gdn_triton.fused_post_conv_prep`, which documents them.
+    """Checks the arguments of `gdn_triton.fused_post_conv_prep`, which documents them. first: the
+    caller's name of x; ranks: how many dimensions it may have, the last its channels.
 
     In this order: types, devices, ranks, sizes, dtypes. Raises TypeError or ValueError with the
     argument, what was expected and what came. Reads shapes only, nothing on a device.
     """
     H, K, V = num_k_heads, head_k_dim, head_v_dim
-    tensors = (conv_output, a, b, A_log, dt_bias)
+    names = (first, *_TENSORS)
+    tensors = (x, a, b, A_log, dt_bias)
     # One test of all, for it is on every call; the messages are looked for once it has failed.
     if not (
-        isinstance(conv_output, Tensor)
+        isinstance(x, Tensor)
         and isinstance(a, Tensor)
         and isinstance(b, Tensor)
         and isinstance(A_log, Tensor)
@@ -75,54 +81,54 @@ def validate_post_conv(
         and (apply_l2norm is True or apply_l2norm is False)
         and (output_g_exp is True or output_g_exp is False)
     ):
-        _raise_for_types(tensors, (H, K, V), (apply_l2norm, output_g_exp))
+        _raise_for_types(names, tensors, (H, K, V), (apply_l2norm, output_g_exp))
     if H < 1 or K < 1 or V < 1:
         name, size = next((n, s) for n, s in zip(_SIZES, (H, K, V), strict=True) if s < 1)
-        raise ValueError(_must(name, "be at least 1", str(size)))
+        raise ValueError(must(name, "be at least 1", str(size)))
 
-    device = conv_output.device
+    device = x.device
     if not (a.device == device == b.device and A_log.device == device == dt_bias.device):
-        name, x = next((n, x) for n, x in zip(_TENSORS, tensors, strict=True) if x.device != device)
-        raise ValueError(_must(name, f"be on the device of conv_output, {device}", f"{x.device}"))
+        name, y = next((n, y) for n, y in zip(names, tensors, strict=True) if y.device != device)
+        raise ValueError(must(name, f"be on the device of {first}, {device}", f"{y.device}"))
 
-    if conv_output.dim() != 2:
+    if x.dim() not in ranks:
         expected = "have 2 dimensions [L, 2 * H * K + HV * V]"
-        raise ValueError(_must("conv_output", expected, _shape(conv_output)))
+        raise ValueError(must(first, expected, shape_of(x)))
     if A_log.dim() != 1:
-        raise ValueError(_must("A_log", "have 1 dimension [HV]", _shape(A_log)))
-    L, columns = conv_output.shape
+        raise ValueError(must("A_log", "have 1 dimension [HV]", shape_of(A_log)))
+    *lead, columns = x.shape
     HV = A_log.shape[0]
     if HV < H or HV % H != 0:
-        raise ValueError(_must("A_log", f"have a positive multiple of H={H} heads", f"HV={HV}"))
+        raise ValueError(must("A_log", f"have a positive multiple of H={H} heads", f"HV={HV}"))
     if columns != 2 * H * K + HV * V:
         expected = f"have 2 * H * K + HV * V = {2 * H * K + HV * V} columns"
-        sizes = _dims(H=H, K=K, HV=HV, V=V)
-        raise ValueError(_must("conv_output", f"{expected} ({sizes})", _shape(conv_output)))
-    if a.shape != (L, HV):
-        raise ValueError(_must("a", f"have shape {_dims(L=L, HV=HV)}", _shape(a)))
-    if b.shape != (L, HV):
-        raise ValueError(_must("b", f"have shape {_dims(L=L, HV=HV)}", _shape(b)))
+        sizes = shaped(H=H, K=K, HV=HV, V=V)
+        raise ValueError(must(first, f"{expected} ({sizes})", shape_of(x)))
+    for name, y in (("a", a), ("b", b)):
+        if y.shape != (*lead, HV):
+            dims = dict(zip(("B", "T") if len(lead) == 2 else ("L",), lead, strict=True))
+            raise ValueError(must(name, f"have shape {shaped(**dims, HV=HV)}", shape_of(y)))
     if dt_bias.shape != (HV,):
-        raise ValueError(_must("dt_bias", f"have shape {_dims(HV=HV)}", _shape(dt_bias)))
+        raise ValueError(must("dt_bias", f"have shape {shaped(HV=HV)}", shape_of(dt_bias)))
 
-    dtypes = {conv_output.dtype, a.dtype, b.dtype, A_log.dtype, dt_bias.dtype}
-    if not dtypes <= _FLOAT_DTYPES:
-        for name, x in zip(_TENSORS, tensors, strict=True):
-            _check_dtype(name, x, _FLOAT_DTYPES, _FLOATS)
-    return Sizes(H, HV, K, V, device, conv_output.dtype, torch.float64 in dtypes)
+    dtypes = {x.dtype, a.dtype, b.dtype, A_log.dtype, dt_bias.dtype}
+    if not dtypes <= FLOAT_DTYPES:
+        for name, y in zip(names, tensors, strict=True):
+            check_dtype(name, y, FLOAT_DTYPES, FLOATS)
+    return Sizes(H, HV, K, V, device, x.dtype, torch.float64 in dtypes)
 
 
 def _raise_for_types(
-    tensors: Sequence[Any], sizes: Sequence[Any], flags: Sequence[Any]
+    names: Sequence[str], tensors: Sequence[Any], sizes: Sequence[Any], flags: Sequence[Any]
 ) -> NoReturn:
-    for name, x in zip(_TENSORS, tensors, strict=True):
+    for name, x in zip(names, tensors, strict=True):
         if not isinstance(x, Tensor):
-            raise TypeError(_must(name, "be a torch.Tensor", _type(x)))
+            raise TypeError(must(name, "be a torch.Tensor", type_of(x)))
     for name, size in zip(_SIZES, sizes, strict=True):
         if type(size) is not int:
-            raise TypeError(_must(name, "be an int", _value(size)))
+            raise TypeError(must(name, "be an int", value_of(size)))
     name, flag = next((n, f) for n, f in zip(_FLAGS, flags, strict=True) if type(f) is not bool)
-    raise TypeError(_must(name, "be True or False", _value(flag)))
+    raise TypeError(must(name, "be True or False", value_of(flag)))
 
 
 @functools.cache
@@ -139,20 +145,26 @@ def triton_refusal(sizes: Sizes, needs_grad: bool) -> str | None:
     return triton_limits((sizes.dtype,), sizes.device.type, sizes.HV, sizes.K, sizes.V)
 
 
-def choose_post_conv(sizes: Sizes, needs_grad: bool) -> str:
-    """ "triton" or "reference". Raises as `gdn_triton.backend.choose` does."""
+def choose_named(no_cuda: str, refusal: Callable[[], str | None], device_type: str) -> str:
+    """ "triton" or "reference", by `GDN_BACKEND` and the sentence why Triton cannot run the call.
+    Raises as `gdn_triton.backend.choose` does; no_cuda: the reason against "cuda"."""
     requested = requested_backend()
     if requested == "reference":
         return requested
-    reason = _NO_CUDA if requested == "cuda" else triton_refusal(sizes, needs_grad)
+    reason = no_cuda if requested == "cuda" else refusal()
     if requested != "auto":
         if reason is not None:
             raise RuntimeError(f"GDN_BACKEND={requested} cannot run this call. {reason}")
         return requested
     if reason is None:
         return "triton"
-    _log_once("reference", (("cuda", _NO_CUDA), ("triton", reason)), sizes.device.type)
+    _log_once("reference", (("cuda", no_cuda), ("triton", reason)), device_type)
     return "reference"
+
+
+def choose_post_conv(sizes: Sizes, needs_grad: bool) -> str:
+    """ "triton" or "reference"."""
+    return choose_named(_NO_CUDA, lambda: triton_refusal(sizes, needs_grad), sizes.device.type)
 
 
 @functools.cache

@@ -96,6 +96,41 @@ def normalize_heads(
     tl.store(out + ((o_t * H + i_h) * K + o_k), b_x, mask=mask)
 
 
+@triton.jit
+def prepare_gates(
+    a,
+    b,
+    A_log,
+    dt_bias,
+    g,
+    beta,
+    part,
+    n_rows,
+    stride_at,
+    stride_ah,
+    stride_bt,
+    stride_bh,
+    HV: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    BG: tl.constexpr,
+    G_EXP: tl.constexpr,
+):
+    """BG of the gates of n_rows tokens; a, b, g and beta start at the first token."""
+    i = part * BG + tl.arange(0, BG)
+    i_h = i % HV
+    mask = i // HV < n_rows
+    o_t, o_h = (i // HV).to(tl.int64), i_h.to(tl.int64)
+    b_a = tl.load(a + (o_t * stride_at + o_h * stride_ah), mask=mask, other=0).to(tl.float32)
+    b_b = tl.load(b + (o_t * stride_bt + o_h * stride_bh), mask=mask, other=0).to(tl.float32)
+    b_A = tl.load(A_log + i_h).to(tl.float32)
+    b_dt = tl.load(dt_bias + i_h).to(tl.float32)
+    b_g = log_decay(b_a + b_dt, b_A, THRESHOLD)
+    if G_EXP:
+        b_g = tl.exp(b_g)
+    tl.store(g + i, b_g, mask=mask)
+    tl.store(beta + i, sigmoid(b_b, 1.0), mask=mask)
+
+
 @triton.jit(do_not_specialize=["L", "stride_x"])
 def post_conv_kernel(
     x,
@@ -159,19 +194,25 @@ def post_conv_kernel(
         part -= 2 * QK_PARTS
         copy_columns(x, v + row * (HV * V), part, n_rows, stride, HV * V, BT, TILE, CHANNEL_MAJOR)
     else:
-        i = (part - 2 * QK_PARTS - V_PARTS) * BG + tl.arange(0, BG)
-        i_h = i % HV
-        mask = i // HV < n_rows
-        o_t, o_h = row + i // HV, i_h.to(tl.int64)
-        b_a = tl.load(a + (o_t * stride_at + o_h * stride_ah), mask=mask, other=0).to(tl.float32)
-        b_b = tl.load(b + (o_t * stride_bt + o_h * stride_bh), mask=mask, other=0).to(tl.float32)
-        b_A = tl.load(A_log + i_h).to(tl.float32)
-        b_dt = tl.load(dt_bias + i_h).to(tl.float32)
-        b_g = log_decay(b_a + b_dt, b_A, THRESHOLD)
-        if G_EXP:
-            b_g = tl.exp(b_g)
-        tl.store(g + row * HV + i, b_g, mask=mask)
-        tl.store(beta + row * HV + i, sigmoid(b_b, 1.0), mask=mask)
+        part -= 2 * QK_PARTS + V_PARTS
+        prepare_gates(
+            a + row * stride_at,
+            b + row * stride_bt,
+            A_log,
+            dt_bias,
+            g + row * HV,
+            beta + row * HV,
+            part,
+            n_rows,
+            stride_at,
+            stride_ah,
+            stride_bt,
+            stride_bh,
+            HV,
+            THRESHOLD,
+            BG,
+            G_EXP,
+        )
 
 
 @functools.lru_cache(maxsize=256, typed=True)

@@ -1,0 +1,87 @@
+"""The specification of the convolution as a backend: plain torch on any device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_triton import reference_conv
+from gdn_triton.conv_problem import ConvOperands, ConvProblem
+
+
+class Span(NamedTuple):
+    """The tokens of some sequences: rows of x, and of each its tokens from `start` to `end`."""
+
+    sequences: slice
+    rows: slice
+    start: int
+    end: int
+
+
+def spans(p: ConvProblem, given: ConvOperands) -> list[Span]:
+    """All sequences of a padded call, which have one length, or one after the other."""
+    every = slice(None)
+    if given.cu_seqlens is None:
+        return [Span(every, every, 0, p.T)]
+    ends = given.cu_seqlens.tolist()
+    return [Span(slice(n, n + 1), every, ends[n], ends[n + 1]) for n in range(p.N)]
+
+
+def forward(p: ConvProblem, given: ConvOperands) -> Tensor:
+    """[B, T, D], differentiable but for the states, which are written. Reads offsets and slots on
+    the host, and so waits for the device."""
+    x, state = given.x, given.state
+    slots = live = initial = None
+    if state is not None:
+        slots = given.read_slots
+        if slots is None:
+            slots = torch.arange(p.N, device=p.device)
+        live = slots > p.last_skipped
+        known = live if given.has_initial_state is None else live & given.has_initial_state
+        initial = state.new_zeros(p.N, *state.shape[1:])
+        initial[known] = state.detach()[slots[known].long()]
+
+    pieces = []
+    for span in spans(p, given):
+        tokens = x[span.rows, span.start : span.end]
+        before = None if initial is None else initial[span.sequences]
+        y = reference_conv.causal_conv1d(tokens, given.weight, given.bias, p.silu, before)
+        if live is not None:
+            y = torch.where(live[span.sequences, None, None], y, 0)
+        pieces.append(y)
+        if initial is not None:
+            before_and_tokens = reference_conv.with_earlier(
+                tokens.detach().to(initial.dtype), p.W, before
+            )
+            _write(p, given, span, slots, live, before_and_tokens)
+    after = p.T - sum(piece.shape[1] for piece in pieces)
+    return torch.cat([*pieces, x.new_zeros(p.B, after, p.D)], 1)
+
+
+@torch.no_grad()
+def _write(
+    p: ConvProblem,
+    given: ConvOperands,
+    span: Span,
+    slots: Tensor | None,
+    live: Tensor | None,
+    tokens: Tensor,
+) -> None:
+    """tokens: those of the span after their states, as `with_earlier` gives them."""
+    assert given.state is not None and slots is not None and live is not None
+    write = slots if given.write_slots is None else given.write_slots
+    T, last = span.end - span.start, p.last_skipped
+    for n in range(p.N)[span.sequences]:
+        if not live[n]:
+            continue
+        row = tokens[n if given.cu_seqlens is None else 0]
+        if p.every_token:
+            places = write[n if given.cu_seqlens is None else 0, span.start : span.end]
+            kept = [(slot, t + 1) for t, slot in enumerate(places.tolist())]
+        else:
+            kept = [(int(write[n]), T)]
+        for slot, t in kept:
+            if slot > last:
+                given.state[slot] = row[t : t + p.W - 1].mT.to(given.state.dtype)
