@@ -400,9 +400,7 @@ def by_steps(inputs: Inputs) -> Pair:
     """The Triton kernels with every intermediate in memory: one kernel a mathematical step."""
     chunk_fwd = importlib.import_module("gdn_triton.ops.chunk_fwd")
     validation = importlib.import_module("gdn_triton.validation")
-    options = dict.fromkeys(
-        ("scale", "cu_seqlens_cpu", "chunk_indices", "cp_context", "A_log", "dt_bias")
-    )
+    options = dict.fromkeys(("scale", "cu_seqlens_cpu", "chunk_indices", "A_log", "dt_bias"))
     flags = dict.fromkeys(
         (
             "use_qk_l2norm_in_kernel",

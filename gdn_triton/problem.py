@@ -1,8 +1,10 @@
-"""The frozen record of one validated call: sizes, dtypes and flags, unpacked once."""
+"""The frozen record of one validated call: sizes, dtypes and flags, unpacked once. Of a call on a
+pool of states also the tensors that no other call has."""
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +36,31 @@ class Problem:
     allow_neg_eigval: bool
     use_gate: bool
     needs_grad: bool  # grad mode is on and some input requires a gradient
+    pool_dtype: torch.dtype | None = None  # of a pool of states; None: no pool, `Pool` is None too
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What a call on a pool of states has beside q, k, v, g and beta (`gdn_triton.chunk_prefill`).
+
+    Sequence n starts from slot read_slots[n], or from zeros where has_initial_state[n] is False;
+    its final state goes to slot write_slots[n], in the pool's dtype. Slots up to `last_skipped` are
+    padding: one that would be read skips its sequence, whose rows of o are then 0 and of which
+    nothing is written; one that would be written keeps nothing.
+
+    After (j + 1) * `every` tokens of a sequence that starts at token s of all B * T, its state goes
+    to row s // every + j of `checkpoints`, or to row checkpoint_slots[n, j]; a j past the columns
+    of checkpoint_slots is not kept. No row or slot is written twice, but that the state after a
+    sequence's last token may go to one slot as both; none that is written is read by another
+    sequence.
+    """
+
+    state: Tensor  # [slots, HV, K, V] or, as state_v_first says, [slots, HV, V, K]; any strides
+    read_slots: Tensor  # [N], int32 or int64, dense
+    write_slots: Tensor  # [N], int32 or int64, dense
+    has_initial_state: Tensor | None  # [N], bool, dense; None: all have one
+    last_skipped: int  # -1 or 0
+    out: Tensor  # [B, T, HV, V] in q's dtype, where o goes; last stride 1
+    every: int  # tokens, a multiple of the chunk size; 0: no checkpoints
+    checkpoints: Tensor | None  # [rows, HV, K, V], or V first; may be `state`
+    checkpoint_slots: Tensor | None  # [N, M], int32 or int64, dense

@@ -10,31 +10,37 @@ not judged again.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from itertools import pairwise
 from numbers import Real
-from operator import gt
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gdn_triton.arguments import (
+    FLOAT_DTYPES,
+    FLOATS,
+    INDEX_DTYPES,
+    INDICES,
+    check_dtype,
+    check_offsets,
+    must,
+    shape_of,
+    shaped,
+    type_of,
+    value_of,
+)
 from gdn_triton.constants import CHUNK_SIZES
 from gdn_triton.problem import Problem
-
-_FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_INDEX_DTYPES = frozenset((torch.int32, torch.int64))
-_FLOATS = "float16, bfloat16, float32 or float64"
-_INDICES = "int32 or int64"
-
 
 _Arguments = ParamSpec("_Arguments")
 _Judgement = TypeVar("_Judgement")
 
 # Calls that `remembered` keeps; where lengths never repeat, they would be without end.
 MOST_REMEMBERED = 1024
-_COUNTED = frozenset((bool, int, type(None)))
+_COUNTED = frozenset((bool, int, str, type(None)))
 _KNOWN_TENSORS = frozenset((Tensor, Parameter))
 
 
@@ -77,7 +83,7 @@ def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None
             key.append(x)
         elif kind in _KNOWN_TENSORS:
             dtype = x.dtype
-            if x.is_cpu and dtype in _INDEX_DTYPES:
+            if x.is_cpu and dtype in INDEX_DTYPES:
                 return None
             key.append((x.shape, dtype, x.device, x.requires_grad))
         elif kind is float:
@@ -105,7 +111,6 @@ def validate_chunk(
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     chunk_indices: Tensor | None,
-    cp_context: object | None,
     use_gate_in_kernel: bool,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
@@ -113,10 +118,9 @@ def validate_chunk(
 ) -> Problem:
     """Checks the arguments of `gdn_triton.chunk_gated_delta_rule`, which documents them.
 
-    In this order: types, devices, ranks, head counts, sizes, dtypes, chunk_size, cp_context,
-    cu_seqlens, cu_seqlens_cpu, chunk_indices, initial_state, gate, allow_neg_eigval. Raises
-    TypeError or ValueError with the argument, what was expected and what came; NotImplementedError
-    for cp_context.
+    In this order: types, devices, ranks, head counts, sizes, dtypes, chunk_size, cu_seqlens,
+    cu_seqlens_cpu, chunk_indices, initial_state, gate, allow_neg_eigval. Raises TypeError or
+    ValueError with the argument, what was expected and what came.
 
     The contents of cu_seqlens are checked where the host can read them: in cu_seqlens_cpu, and in
     cu_seqlens itself when that is a CPU tensor. On any other device they are not read, and offsets
@@ -125,7 +129,7 @@ def validate_chunk(
     # Types.
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         if not isinstance(x, Tensor):
-            raise TypeError(_must(name, "be a torch.Tensor", _type(x)))
+            raise TypeError(must(name, "be a torch.Tensor", type_of(x)))
     on_device: list[tuple[str, Tensor]] = [("k", k), ("v", v), ("g", g), ("beta", beta)]
     for name, maybe in (
         ("initial_state", initial_state),
@@ -137,10 +141,12 @@ def validate_chunk(
         if maybe is None:
             continue
         if not isinstance(maybe, Tensor):
-            raise TypeError(_must(name, "be a torch.Tensor or None", _type(maybe)))
+            raise TypeError(must(name, "be a torch.Tensor or None", type_of(maybe)))
         on_device.append((name, maybe))
     if cu_seqlens_cpu is not None and not isinstance(cu_seqlens_cpu, Tensor):
-        raise TypeError(_must("cu_seqlens_cpu", "be a torch.Tensor or None", _type(cu_seqlens_cpu)))
+        raise TypeError(
+            must("cu_seqlens_cpu", "be a torch.Tensor or None", type_of(cu_seqlens_cpu))
+        )
     for name, flag in (
         ("output_final_state", output_final_state),
         ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
@@ -150,89 +156,88 @@ def validate_chunk(
         ("use_gate_in_kernel", use_gate_in_kernel),
     ):
         if flag is not True and flag is not False:
-            raise TypeError(_must(name, "be True or False", _value(flag)))
+            raise TypeError(must(name, "be True or False", value_of(flag)))
     if scale is not None and type(scale) is not float:
         # A tensor is refused too: its value would have to be fetched from the device.
         if isinstance(scale, bool) or not isinstance(scale, Real):
-            raise TypeError(_must("scale", "be a real number or None", _value(scale)))
+            raise TypeError(must("scale", "be a real number or None", value_of(scale)))
         scale = float(scale)
     if type(chunk_size) is not int:
-        raise TypeError(_must("chunk_size", f"be an int, one of {CHUNK_SIZES}", _value(chunk_size)))
+        raise TypeError(
+            must("chunk_size", f"be an int, one of {CHUNK_SIZES}", value_of(chunk_size))
+        )
 
     # Devices.
     device = q.device
     for name, x in on_device:
         if x.device != device:
-            raise ValueError(_must(name, f"be on the device of q, {device}", str(x.device)))
+            raise ValueError(must(name, f"be on the device of q, {device}", str(x.device)))
     if cu_seqlens_cpu is not None and cu_seqlens_cpu.device.type != "cpu":
-        raise ValueError(_must("cu_seqlens_cpu", "be on the CPU", str(cu_seqlens_cpu.device)))
+        raise ValueError(must("cu_seqlens_cpu", "be on the CPU", str(cu_seqlens_cpu.device)))
 
     # Ranks.
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if len(q_shape) != 4:
-        raise ValueError(_must("q", "have 4 dimensions [B, T, H, K]", _shape(q)))
+        raise ValueError(must("q", "have 4 dimensions [B, T, H, K]", shape_of(q)))
     if len(k_shape) != 4:
-        raise ValueError(_must("k", "have 4 dimensions [B, T, H, K]", _shape(k)))
+        raise ValueError(must("k", "have 4 dimensions [B, T, H, K]", shape_of(k)))
     if len(v_shape) != 4:
-        raise ValueError(_must("v", "have 4 dimensions [B, T, HV, V]", _shape(v)))
+        raise ValueError(must("v", "have 4 dimensions [B, T, HV, V]", shape_of(v)))
     if g.dim() != 3:
-        raise ValueError(_must("g", "have 3 dimensions [B, T, HV]", _shape(g)))
+        raise ValueError(must("g", "have 3 dimensions [B, T, HV]", shape_of(g)))
     if beta.dim() != 3:
-        raise ValueError(_must("beta", "have 3 dimensions [B, T, HV]", _shape(beta)))
+        raise ValueError(must("beta", "have 3 dimensions [B, T, HV]", shape_of(beta)))
 
     # Head counts.
     B, T, H, K = q_shape
     HV, V = v_shape[2], v_shape[3]
     if k_shape[2] != H:
-        raise ValueError(_must("k", f"have the heads of q, H={H}", f"{k_shape[2]} heads"))
+        raise ValueError(must("k", f"have the heads of q, H={H}", f"{k_shape[2]} heads"))
     if H < 1:
-        raise ValueError(_must("q", "have at least one head", _shape(q)))
+        raise ValueError(must("q", "have at least one head", shape_of(q)))
     if HV < H or HV % H != 0:
-        raise ValueError(_must("v", f"have a positive multiple of H={H} heads", f"HV={HV}"))
+        raise ValueError(must("v", f"have a positive multiple of H={H} heads", f"HV={HV}"))
 
     # Sizes.
     if K < 1:
-        raise ValueError(_must("q", "have a key size K of at least 1", _shape(q)))
+        raise ValueError(must("q", "have a key size K of at least 1", shape_of(q)))
     if V < 1:
-        raise ValueError(_must("v", "have a value size V of at least 1", _shape(v)))
+        raise ValueError(must("v", "have a value size V of at least 1", shape_of(v)))
     if k_shape != q_shape:
-        raise ValueError(_must("k", f"have the shape of q, {_dims(B=B, T=T, H=H, K=K)}", _shape(k)))
+        raise ValueError(
+            must("k", f"have the shape of q, {shaped(B=B, T=T, H=H, K=K)}", shape_of(k))
+        )
     if v_shape[0] != B or v_shape[1] != T:
-        raise ValueError(_must("v", f"have shape {_dims(B=B, T=T, HV=HV, V=V)}", _shape(v)))
+        raise ValueError(must("v", f"have shape {shaped(B=B, T=T, HV=HV, V=V)}", shape_of(v)))
     if g.shape != (B, T, HV):
-        raise ValueError(_must("g", f"have shape {_dims(B=B, T=T, HV=HV)}", _shape(g)))
+        raise ValueError(must("g", f"have shape {shaped(B=B, T=T, HV=HV)}", shape_of(g)))
     if beta.shape != (B, T, HV):
-        raise ValueError(_must("beta", f"have shape {_dims(B=B, T=T, HV=HV)}", _shape(beta)))
+        raise ValueError(must("beta", f"have shape {shaped(B=B, T=T, HV=HV)}", shape_of(beta)))
 
     # Dtypes.
     q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
     if (
-        q_dtype not in _FLOAT_DTYPES
-        or k_dtype not in _FLOAT_DTYPES
-        or v_dtype not in _FLOAT_DTYPES
-        or g.dtype not in _FLOAT_DTYPES
-        or beta.dtype not in _FLOAT_DTYPES
+        q_dtype not in FLOAT_DTYPES
+        or k_dtype not in FLOAT_DTYPES
+        or v_dtype not in FLOAT_DTYPES
+        or g.dtype not in FLOAT_DTYPES
+        or beta.dtype not in FLOAT_DTYPES
     ):
         for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-            _check_dtype(name, x, _FLOAT_DTYPES, _FLOATS)
+            check_dtype(name, x, FLOAT_DTYPES, FLOATS)
     for name, maybe in (("initial_state", initial_state), ("A_log", A_log), ("dt_bias", dt_bias)):
         if maybe is not None:
-            _check_dtype(name, maybe, _FLOAT_DTYPES, _FLOATS)
+            check_dtype(name, maybe, FLOAT_DTYPES, FLOATS)
     for name, maybe in (
         ("cu_seqlens", cu_seqlens),
         ("cu_seqlens_cpu", cu_seqlens_cpu),
         ("chunk_indices", chunk_indices),
     ):
         if maybe is not None:
-            _check_dtype(name, maybe, _INDEX_DTYPES, _INDICES)
+            check_dtype(name, maybe, INDEX_DTYPES, INDICES)
 
     if chunk_size not in CHUNK_SIZES:
-        raise ValueError(_must("chunk_size", f"be one of {CHUNK_SIZES}", str(chunk_size)))
-    if cp_context is not None:
-        raise NotImplementedError(
-            "cp_context is not served yet: a sequence cannot be split over several devices. "
-            f"Expected None, got {_type(cp_context)}"
-        )
+        raise ValueError(must("chunk_size", f"be one of {CHUNK_SIZES}", str(chunk_size)))
 
     # Packed sequences.
     if cu_seqlens is not None:
@@ -240,37 +245,39 @@ def validate_chunk(
     else:
         N = B
         if cu_seqlens_cpu is not None:
-            raise ValueError(_must("cu_seqlens_cpu", "come with cu_seqlens", "cu_seqlens=None"))
+            raise ValueError(must("cu_seqlens_cpu", "come with cu_seqlens", "cu_seqlens=None"))
         if chunk_indices is not None:
-            raise ValueError(_must("chunk_indices", "come with cu_seqlens", "cu_seqlens=None"))
+            raise ValueError(must("chunk_indices", "come with cu_seqlens", "cu_seqlens=None"))
 
     if initial_state is not None:
         layout = (N, HV, V, K) if state_v_first else (N, HV, K, V)
         if initial_state.shape != layout:
-            expected = _dims(N=N, HV=HV, V=V, K=K) if state_v_first else _dims(N=N, HV=HV, K=K, V=V)
+            expected = (
+                shaped(N=N, HV=HV, V=V, K=K) if state_v_first else shaped(N=N, HV=HV, K=K, V=V)
+            )
             raise ValueError(
-                _must(
+                must(
                     "initial_state",
                     f"have shape {expected} (state_v_first={state_v_first}, one state a sequence)",
-                    _shape(initial_state),
+                    shape_of(initial_state),
                 )
             )
 
     # Gate and beta.
     if use_gate_in_kernel:
         if A_log is None:
-            raise ValueError(_must("A_log", "be given with use_gate_in_kernel=True", "None"))
+            raise ValueError(must("A_log", "be given with use_gate_in_kernel=True", "None"))
         if A_log.shape != (HV,):
-            raise ValueError(_must("A_log", f"have shape {_dims(HV=HV)}", _shape(A_log)))
+            raise ValueError(must("A_log", f"have shape {shaped(HV=HV)}", shape_of(A_log)))
         if dt_bias is not None and dt_bias.shape != (HV,):
-            raise ValueError(_must("dt_bias", f"have shape {_dims(HV=HV)}", _shape(dt_bias)))
+            raise ValueError(must("dt_bias", f"have shape {shaped(HV=HV)}", shape_of(dt_bias)))
     else:
         for name, maybe in (("A_log", A_log), ("dt_bias", dt_bias)):
             if maybe is not None:
-                raise ValueError(_must(name, "be None without use_gate_in_kernel=True", "a tensor"))
+                raise ValueError(must(name, "be None without use_gate_in_kernel=True", "a tensor"))
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         expected = "come with use_beta_sigmoid_in_kernel=True"
-        raise ValueError(_must("allow_neg_eigval", expected, "False"))
+        raise ValueError(must("allow_neg_eigval", expected, "False"))
 
     return Problem(
         B=B,
@@ -318,30 +325,30 @@ def _check_packed(
 ) -> int:
     """Checks the three tensors of a packed call; returns N, the number of sequences."""
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(_must("cu_seqlens", "have shape [N + 1], N >= 0", _shape(cu_seqlens)))
+        raise ValueError(must("cu_seqlens", "have shape [N + 1], N >= 0", shape_of(cu_seqlens)))
     if B != 1:
-        raise ValueError(_must("q", "have batch size B=1 with cu_seqlens", f"B={B}"))
+        raise ValueError(must("q", "have batch size B=1 with cu_seqlens", f"B={B}"))
     N = cu_seqlens.shape[0] - 1
 
     offsets: list[int] | None = None
     if cu_seqlens.device.type == "cpu":
         offsets = cu_seqlens.tolist()
-        _check_offsets("cu_seqlens", offsets, T)
+        check_offsets("cu_seqlens", offsets, T)
     if cu_seqlens_cpu is not None:
         if cu_seqlens_cpu.shape != (N + 1,):
             expected = f"have the shape of cu_seqlens, [{N + 1}]"
-            raise ValueError(_must("cu_seqlens_cpu", expected, _shape(cu_seqlens_cpu)))
+            raise ValueError(must("cu_seqlens_cpu", expected, shape_of(cu_seqlens_cpu)))
         host_offsets: list[int] = cu_seqlens_cpu.tolist()
-        _check_offsets("cu_seqlens_cpu", host_offsets, T)
+        check_offsets("cu_seqlens_cpu", host_offsets, T)
         if offsets is not None and offsets != host_offsets:
             i = next(i for i in range(N + 1) if offsets[i] != host_offsets[i])
             expected = f"equal cu_seqlens, which has {offsets[i]} at index {i}"
-            raise ValueError(_must("cu_seqlens_cpu", expected, str(host_offsets[i])))
+            raise ValueError(must("cu_seqlens_cpu", expected, str(host_offsets[i])))
         offsets = host_offsets
 
     if chunk_indices is not None:
         if chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2:
-            raise ValueError(_must("chunk_indices", "have shape [NT, 2]", _shape(chunk_indices)))
+            raise ValueError(must("chunk_indices", "have shape [NT, 2]", shape_of(chunk_indices)))
         # The rows after the last sequence need no chunk, so only the offsets tell the least NT.
         least = 0
         if offsets is not None:
@@ -353,43 +360,5 @@ def _check_packed(
                 f"have between {least} and {most} rows (N={N} sequences, T={T}, "
                 f"chunk_size={chunk_size})"
             )
-            raise ValueError(_must("chunk_indices", expected, _shape(chunk_indices)))
+            raise ValueError(must("chunk_indices", expected, shape_of(chunk_indices)))
     return N
-
-
-def _check_offsets(name: str, offsets: Sequence[int], T: int) -> None:
-    if offsets[0] != 0:
-        raise ValueError(_must(name, "start at 0", str(offsets[0])))
-    if any(map(gt, offsets, offsets[1:])):
-        i = next(i for i in range(1, len(offsets)) if offsets[i - 1] > offsets[i])
-        raise ValueError(
-            _must(name, "not decrease", f"{offsets[i - 1]} then {offsets[i]} at index {i}")
-        )
-    if offsets[-1] > T:
-        raise ValueError(_must(name, f"end at or before T={T}", str(offsets[-1])))
-
-
-def _check_dtype(name: str, x: Tensor, allowed: frozenset[torch.dtype], expected: str) -> None:
-    if x.dtype not in allowed:
-        raise ValueError(_must(name, f"be {expected}", str(x.dtype)))
-
-
-def _must(name: str, expected: str, given: str) -> str:
-    return f"{name} must {expected}, got {given}"
-
-
-def _dims(**sizes: int) -> str:
-    return "[" + ", ".join(f"{name}={size}" for name, size in sizes.items()) + "]"
-
-
-def _shape(x: Tensor) -> str:
-    return f"shape {list(x.shape)}"
-
-
-def _type(x: Any) -> str:
-    return type(x).__name__
-
-
-def _value(x: Any) -> str:
-    # A tensor is described, never printed: printing it would fetch its contents.
-    return f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"{x!r} ({_type(x)})"

@@ -12,20 +12,21 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gdn_triton.recurrent_problem import Operands, RecurrentProblem
-from gdn_triton.validation import (
-    _FLOAT_DTYPES,
-    _FLOATS,
-    _INDEX_DTYPES,
-    _INDICES,
-    _check_dtype,
-    _check_offsets,
-    _dims,
-    _must,
-    _shape,
-    _type,
-    _value,
+from gdn_triton.arguments import (
+    FLOAT_DTYPES,
+    FLOATS,
+    INDEX_DTYPES,
+    INDICES,
+    check_dtype,
+    check_offsets,
+    must,
+    shape_of,
+    shaped,
+    type_of,
+    value_of,
 )
+from gdn_triton.conv_problem import ConvOperands, ConvProblem
+from gdn_triton.recurrent_problem import Operands, RecurrentProblem
 
 # `skip`: the last slot that is padding.
 LAST_SKIPPED: Final = {"negative": -1, "non_positive": 0}
@@ -62,34 +63,34 @@ def validate_sequences(
         ("v", x.v, "[B, T, HV, V]"),
     ):
         if given.dim() != 4:
-            raise ValueError(_must(name, f"have 4 dimensions {dims}", _shape(given)))
+            raise ValueError(must(name, f"have 4 dimensions {dims}", shape_of(given)))
     B, T, H, K, HV, V = _check_qkv(x.q, x.k, x.v)
     for name, maybe, shape, dims in (
-        ("g", x.g, (B, T, HV), _dims(B=B, T=T, HV=HV)),
-        ("gk", x.gk, (B, T, HV, K), _dims(B=B, T=T, HV=HV, K=K)),
-        ("gv", x.gv, (B, T, HV, V), _dims(B=B, T=T, HV=HV, V=V)),
+        ("g", x.g, (B, T, HV), shaped(B=B, T=T, HV=HV)),
+        ("gk", x.gk, (B, T, HV, K), shaped(B=B, T=T, HV=HV, K=K)),
+        ("gv", x.gv, (B, T, HV, V), shaped(B=B, T=T, HV=HV, V=V)),
     ):
         if maybe is not None and maybe.shape != shape:
-            raise ValueError(_must(name, f"have shape {dims}", _shape(maybe)))
+            raise ValueError(must(name, f"have shape {dims}", shape_of(maybe)))
     if x.beta is not None and x.beta.shape not in ((B, T, HV), (B, T, HV, V)):
-        either = f"{_dims(B=B, T=T, HV=HV)} or {_dims(B=B, T=T, HV=HV, V=V)}"
-        raise ValueError(_must("beta", f"have shape {either}", _shape(x.beta)))
+        either = f"{shaped(B=B, T=T, HV=HV)} or {shaped(B=B, T=T, HV=HV, V=V)}"
+        raise ValueError(must("beta", f"have shape {either}", shape_of(x.beta)))
     _check_dtypes(x, "initial_state")
     N = B
     if x.cu_seqlens is not None:
         N = _check_packed(x.cu_seqlens)
         if B != 1:
-            raise ValueError(_must("q", "have batch size B=1 with cu_seqlens", f"B={B}"))
+            raise ValueError(must("q", "have batch size B=1 with cu_seqlens", f"B={B}"))
     if x.state is not None:
         _check_state("initial_state", x.state, "N", N, HV, K, V, state_v_first)
     if use_gate_in_kernel and x.g is None:
-        raise ValueError(_must("g", "be given with use_gate_in_kernel=True", "None"))
+        raise ValueError(must("g", "be given with use_gate_in_kernel=True", "None"))
     _check_gate(x, HV, use_gate_in_kernel, "use_gate_in_kernel=True")
     if use_beta_sigmoid_in_kernel and x.beta is None:
-        raise ValueError(_must("beta", "be given with use_beta_sigmoid_in_kernel=True", "None"))
+        raise ValueError(must("beta", "be given with use_beta_sigmoid_in_kernel=True", "None"))
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         expected = "come with use_beta_sigmoid_in_kernel=True"
-        raise ValueError(_must("allow_neg_eigval", expected, "False"))
+        raise ValueError(must("allow_neg_eigval", expected, "False"))
     double = torch.float64 in (x.q.dtype, x.v.dtype)
     return RecurrentProblem(
         B=B,
@@ -147,7 +148,7 @@ def validate_step(
     )
     scale = _number("scale", scale)
     if type(skip) is not str or skip not in LAST_SKIPPED:
-        raise ValueError(_must("skip", f"be one of {', '.join(LAST_SKIPPED)}", _value(skip)))
+        raise ValueError(must("skip", f"be one of {', '.join(LAST_SKIPPED)}", value_of(skip)))
     assert x.state is not None and x.read_slots is not None
     assert x.g is not None and x.beta is not None
     _check_devices(x, "state", g_name, beta_name)
@@ -155,7 +156,7 @@ def validate_step(
     # The state, from which the sizes of a mixed tensor follow.
     if x.state.dim() != 4:
         layout = "[slots, HV, V, K]" if state_v_first else "[slots, HV, K, V]"
-        raise ValueError(_must("state", f"have 4 dimensions {layout}", _shape(x.state)))
+        raise ValueError(must("state", f"have 4 dimensions {layout}", shape_of(x.state)))
     HV, K, V = x.state.shape[1:]
     if state_v_first:
         K, V = V, K
@@ -173,42 +174,42 @@ def validate_step(
     N = x.read_slots.shape[0] if x.read_slots.dim() == 1 else -1
     if N < 0:
         raise ValueError(
-            _must("read_slots", "have shape [N], a slot a sequence", _shape(x.read_slots))
+            must("read_slots", "have shape [N], a slot a sequence", shape_of(x.read_slots))
         )
     if x.cu_seqlens is None:
         if lead[0] != N:
             name = "mixed_qkv" if is_mixed else "q"
             expected = f"have a row for each of the N={N} read_slots"
-            raise ValueError(_must(name, expected, _shape(x.q)))
+            raise ValueError(must(name, expected, shape_of(x.q)))
         B, T = N, lead[1] if len(lead) == 2 else 1
     else:
         if _check_packed(x.cu_seqlens) != N:
             expected = f"have shape [{N + 1}], with N={N} read_slots"
-            raise ValueError(_must("cu_seqlens", expected, _shape(x.cu_seqlens)))
+            raise ValueError(must("cu_seqlens", expected, shape_of(x.cu_seqlens)))
         B, T = 1, lead[-1]
     for name, given in ((g_name, x.g), (beta_name, x.beta)):
         if given.shape != (*lead, HV):
-            raise ValueError(_must(name, f"have shape {[*lead, HV]}, HV last", _shape(given)))
+            raise ValueError(must(name, f"have shape {[*lead, HV]}, HV last", shape_of(given)))
     every_token = False
     if x.write_slots is not None:
         if x.write_slots.shape not in ((N,), (B, T)):
             expected = f"have shape [{N}], a slot a sequence, or [{B}, {T}], a slot a token"
-            raise ValueError(_must("write_slots", expected, _shape(x.write_slots)))
+            raise ValueError(must("write_slots", expected, shape_of(x.write_slots)))
         every_token = x.write_slots.dim() == 2
     for size, stride in zip(x.state.shape, x.state.stride(), strict=True):
         if stride == 0 and size > 1:
             expected = "have memory of its own for every element"
-            raise ValueError(_must("state", expected, f"strides {list(x.state.stride())}"))
+            raise ValueError(must("state", expected, f"strides {list(x.state.stride())}"))
     _check_gate(x, HV, is_raw, "a and b")
     if allow_neg_eigval and not is_raw:
-        raise ValueError(_must("allow_neg_eigval", "come with b, not with beta", "beta"))
+        raise ValueError(must("allow_neg_eigval", "come with b, not with beta", "beta"))
     if x.out is not None:
         v_dtype = x.v.dtype
         if x.out.shape != (*lead, HV, V):
-            raise ValueError(_must("out", f"have shape {[*lead, HV, V]}", _shape(x.out)))
+            raise ValueError(must("out", f"have shape {[*lead, HV, V]}", shape_of(x.out)))
         if x.out.dtype != v_dtype:
             name = "mixed_qkv" if is_mixed else "v"
-            raise ValueError(_must("out", f"be {v_dtype}, as {name} is", str(x.out.dtype)))
+            raise ValueError(must("out", f"be {v_dtype}, as {name} is", str(x.out.dtype)))
     if _needs_grad(x):
         raise NotImplementedError(
             "gdn_triton.recurrent_step updates states in place and has no gradient; an input "
@@ -242,13 +243,13 @@ def validate_step(
     )
 
 
-def check_contents(problem: RecurrentProblem, x: Operands) -> None:
+def check_contents(problem: RecurrentProblem | ConvProblem, x: Operands | ConvOperands) -> None:
     """What offsets and slots hold, where they are CPU tensors: elsewhere reading them would wait
     for the device, and what is refused here is undefined behaviour there."""
     if problem.device.type != "cpu":
         return
     if x.cu_seqlens is not None:
-        _check_offsets("cu_seqlens", x.cu_seqlens.tolist(), problem.T)
+        check_offsets("cu_seqlens", x.cu_seqlens.tolist(), problem.T)
     if x.read_slots is None or x.state is None:
         return
     last, slots = problem.last_skipped, x.state.shape[0]
@@ -258,18 +259,20 @@ def check_contents(problem: RecurrentProblem, x: Operands) -> None:
         if given and max(given) >= slots:
             expected = f"be less than the {slots} slots of state"
             raise ValueError(
-                _must(name, expected, f"{max(given)} at index {given.index(max(given))}")
+                must(name, expected, f"{max(given)} at index {given.index(max(given))}")
             )
     written = [slot for slot in write if slot > last]
     if len(set(written)) < len(written):
         slot = next(slot for slot in written if written.count(slot) > 1)
         name = "read_slots" if x.write_slots is None else "write_slots"
-        raise ValueError(_must(name, "name no slot twice: each is written", f"{slot} twice"))
+        raise ValueError(must(name, "name no slot twice: each is written", f"{slot} twice"))
     if x.write_slots is not None:
         _check_read_slots(problem, x, read)
 
 
-def _check_read_slots(problem: RecurrentProblem, x: Operands, read: list[int]) -> None:
+def _check_read_slots(
+    problem: RecurrentProblem | ConvProblem, x: Operands | ConvOperands, read: list[int]
+) -> None:
     """No sequence may read what another one writes: they run in any order."""
     assert x.write_slots is not None
     owners: dict[int, int] = {}
@@ -286,7 +289,7 @@ def _check_read_slots(problem: RecurrentProblem, x: Operands, read: list[int]) -
         if slot > problem.last_skipped and owners.get(slot, n) != n:
             expected = "read no slot that another sequence writes"
             found = f"slot {slot}, read by sequence {n} and written by {owners[slot]}"
-            raise ValueError(_must("read_slots", expected, found))
+            raise ValueError(must("read_slots", expected, found))
 
 
 # ---------------------------------------------------------------------------------- shared checks
@@ -294,7 +297,7 @@ def _check_read_slots(problem: RecurrentProblem, x: Operands, read: list[int]) -
 
 def _check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(_must(name, "be a torch.Tensor", _type(x)))
+        raise TypeError(must(name, "be a torch.Tensor", type_of(x)))
 
 
 def _named(x: Operands, state: str, g: str = "g", beta: str = "beta") -> list[tuple[str, object]]:
@@ -308,13 +311,13 @@ def _named(x: Operands, state: str, g: str = "g", beta: str = "beta") -> list[tu
 def _check_tensors(x: Operands, state: str) -> None:
     for name, given in _named(x, state):
         if given is not None and not isinstance(given, Tensor):
-            raise TypeError(_must(name, "be a torch.Tensor or None", _type(given)))
+            raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
 
 
 def _check_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if flag is not True and flag is not False:
-            raise TypeError(_must(name, "be True or False", _value(flag)))
+            raise TypeError(must(name, "be True or False", value_of(flag)))
 
 
 def _number(name: str, x: object) -> float | None:
@@ -322,7 +325,7 @@ def _number(name: str, x: object) -> float | None:
         return None
     # A tensor is refused too: its value would have to be fetched from the device.
     if isinstance(x, bool) or not isinstance(x, Real):
-        raise TypeError(_must(name, "be a real number or None", _value(x)))
+        raise TypeError(must(name, "be a real number or None", value_of(x)))
     return float(x)
 
 
@@ -331,7 +334,7 @@ def _check_devices(x: Operands, state: str, g: str = "g", beta: str = "beta") ->
     for name, given in (("k", x.k), ("v", x.v), *_named(x, state, g, beta)):
         if isinstance(given, Tensor) and given.device != device:
             expected = f"be on the device of the tokens, {device}"
-            raise ValueError(_must(name, expected, str(given.device)))
+            raise ValueError(must(name, expected, str(given.device)))
 
 
 def _check_qkv(
@@ -341,39 +344,39 @@ def _check_qkv(
     lead, (H, K), (HV, V) = list(q.shape[:-2]), q.shape[-2:], v.shape[-2:]
     if sizes is not None:
         if K != sizes[1]:
-            raise ValueError(_must("q", f"have the K={sizes[1]} channels of state", _shape(q)))
+            raise ValueError(must("q", f"have the K={sizes[1]} channels of state", shape_of(q)))
         if (HV, V) != (sizes[0], sizes[2]):
             expected = f"have the HV={sizes[0]} heads of V={sizes[2]} channels of state"
-            raise ValueError(_must("v", expected, _shape(v)))
+            raise ValueError(must("v", expected, shape_of(v)))
     if k.shape[-2] != H:
-        raise ValueError(_must("k", f"have the heads of q, H={H}", f"{k.shape[-2]} heads"))
+        raise ValueError(must("k", f"have the heads of q, H={H}", f"{k.shape[-2]} heads"))
     if sizes is None:
         _check_heads(H, HV, K, V)
     if k.shape != q.shape:
-        raise ValueError(_must("k", f"have the shape of q, {list(q.shape)}", _shape(k)))
+        raise ValueError(must("k", f"have the shape of q, {list(q.shape)}", shape_of(k)))
     if list(v.shape[:-2]) != lead:
-        raise ValueError(_must("v", f"have shape {[*lead, HV, V]}", _shape(v)))
+        raise ValueError(must("v", f"have shape {[*lead, HV, V]}", shape_of(v)))
     return lead[0], lead[1] if len(lead) == 2 else 1, H, K, HV, V
 
 
 def _check_heads(H: int, HV: int, K: int, V: int) -> None:
     if H < 1:
-        raise ValueError(_must("q", "have at least one head", f"H={H}"))
+        raise ValueError(must("q", "have at least one head", f"H={H}"))
     if HV < H or HV % H != 0:
-        raise ValueError(_must("v", f"have a positive multiple of H={H} heads", f"HV={HV}"))
+        raise ValueError(must("v", f"have a positive multiple of H={H} heads", f"HV={HV}"))
     if K < 1:
-        raise ValueError(_must("q", "have a key size K of at least 1", f"K={K}"))
+        raise ValueError(must("q", "have a key size K of at least 1", f"K={K}"))
     if V < 1:
-        raise ValueError(_must("v", "have a value size V of at least 1", f"V={V}"))
+        raise ValueError(must("v", "have a value size V of at least 1", f"V={V}"))
 
 
 def _check_lead(name: str, x: Tensor, dims: int, sizes: str, packed: bool) -> None:
     """One token a sequence or several: one dimension or two before the last `dims`."""
     either = f"[T, {sizes}] or [1, T, {sizes}]" if packed else f"[N, {sizes}] or [N, T, {sizes}]"
     if x.dim() not in (dims + 1, dims + 2):
-        raise ValueError(_must(name, f"have shape {either}", _shape(x)))
+        raise ValueError(must(name, f"have shape {either}", shape_of(x)))
     if packed and x.dim() == dims + 2 and x.shape[0] != 1:
-        raise ValueError(_must(name, f"have shape {either} with cu_seqlens", _shape(x)))
+        raise ValueError(must(name, f"have shape {either} with cu_seqlens", shape_of(x)))
 
 
 def _check_mixed(
@@ -384,10 +387,10 @@ def _check_mixed(
     keys = mixed.shape[-1] - HV * V
     if K < 1 or keys < 2 * K or keys % (2 * K) != 0:
         expected = (
-            f"have 2 * H * K + HV * V channels, where state has {_dims(HV=HV, K=K, V=V)}: {HV * V} "
-            f"more than a multiple of {2 * K}"
+            f"have 2 * H * K + HV * V channels, where state has {shaped(HV=HV, K=K, V=V)}: "
+            f"{HV * V} more than a multiple of {2 * K}"
         )
-        raise ValueError(_must("mixed_qkv", expected, _shape(mixed)))
+        raise ValueError(must("mixed_qkv", expected, shape_of(mixed)))
     return tuple(mixed.shape[:-1]), keys // (2 * K)
 
 
@@ -396,15 +399,15 @@ def _check_dtypes(x: Operands, state: str, g: str = "g", beta: str = "beta") -> 
         if not isinstance(given, Tensor):
             continue
         if name in ("read_slots", "write_slots", "cu_seqlens"):
-            _check_dtype(name, given, _INDEX_DTYPES, _INDICES)
+            check_dtype(name, given, INDEX_DTYPES, INDICES)
         else:
-            _check_dtype(name, given, _FLOAT_DTYPES, _FLOATS)
+            check_dtype(name, given, FLOAT_DTYPES, FLOATS)
 
 
 def _check_packed(cu_seqlens: Tensor) -> int:
     """N, the number of sequences."""
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(_must("cu_seqlens", "have shape [N + 1], N >= 0", _shape(cu_seqlens)))
+        raise ValueError(must("cu_seqlens", "have shape [N + 1], N >= 0", shape_of(cu_seqlens)))
     return int(cu_seqlens.shape[0]) - 1
 
 
@@ -413,24 +416,24 @@ def _check_state(
 ) -> None:
     layout = (N, HV, V, K) if state_v_first else (N, HV, K, V)
     if state.shape != layout:
-        heads = _dims(HV=HV, V=V, K=K) if state_v_first else _dims(HV=HV, K=K, V=V)
+        heads = shaped(HV=HV, V=V, K=K) if state_v_first else shaped(HV=HV, K=K, V=V)
         expected = f"[{count}={N}, {heads[1:]}"
         raise ValueError(
-            _must(name, f"have shape {expected} (state_v_first={state_v_first})", _shape(state))
+            must(name, f"have shape {expected} (state_v_first={state_v_first})", shape_of(state))
         )
 
 
 def _check_gate(x: Operands, HV: int, use_gate: bool, asked: str) -> None:
     if use_gate:
         if x.A_log is None:
-            raise ValueError(_must("A_log", f"be given with {asked}", "None"))
+            raise ValueError(must("A_log", f"be given with {asked}", "None"))
         for name, given in (("A_log", x.A_log), ("dt_bias", x.dt_bias)):
             if given is not None and given.shape != (HV,):
-                raise ValueError(_must(name, f"have shape {_dims(HV=HV)}", _shape(given)))
+                raise ValueError(must(name, f"have shape {shaped(HV=HV)}", shape_of(given)))
         return
     for name, given in (("A_log", x.A_log), ("dt_bias", x.dt_bias)):
         if given is not None:
-            raise ValueError(_must(name, f"be None without {asked}", "a tensor"))
+            raise ValueError(must(name, f"be None without {asked}", "a tensor"))
 
 
 def _resolved(scale: float | None, K: int) -> float:

@@ -25,8 +25,8 @@ class Chunks(NamedTuple):
     NT: chunk slots of a batch entry (padded), or of the whole call (packed).
     slots: chunk slots of the whole call.
     chunk_rows: int32 [NT, 2], (first row, number of rows) of each slot. Rows after the last
-        sequence are listed too, with their number negated, for the output step to write zeros
-        there. An empty slot is (0, 0).
+        sequence, and those of sequences to skip, are listed too, with their number negated, for the
+        output step to write zeros there. An empty slot is (0, 0).
     chunk_offsets: int32 [N + 1], the first slot of each sequence.
     """
 
@@ -48,11 +48,13 @@ def chunk_metadata_kernel(
     cu_seqlens,
     chunk_rows,
     chunk_offsets,
+    read_slots,
     T,
     N,
     NT,
     BT,
     BLOCK: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr,
 ):
     """Program ``i_n`` numbers the chunks of sequence ``i_n``; program N those of the rows left over
     and of the empty slots."""
@@ -70,6 +72,8 @@ def chunk_metadata_kernel(
     eos = T
     if i_n < N:
         eos = tl.load(cu_seqlens + i_n + 1).to(tl.int32)
+        if read_slots is not None:
+            sign = tl.where(tl.load(read_slots + i_n) > LAST_SKIPPED, 1, -1)
     else:
         sign = -1
     count = (eos - bos + BT - 1) // BT
@@ -89,12 +93,20 @@ def chunk_metadata_kernel(
 
 
 @functools.cache
-def metadata_launch() -> Launch:
-    return Launch(chunk_metadata_kernel, BLOCK=METADATA_BLOCK)
+def metadata_launch(last_skipped: int) -> Launch:
+    return Launch(chunk_metadata_kernel, BLOCK=METADATA_BLOCK, LAST_SKIPPED=last_skipped)
 
 
-def make_chunks(B: int, T: int, chunk_size: int, cu_seqlens: torch.Tensor | None = None) -> Chunks:
-    """Cuts B padded sequences of T rows, or the packed sequences of ``cu_seqlens``, into chunks."""
+def make_chunks(
+    B: int,
+    T: int,
+    chunk_size: int,
+    cu_seqlens: torch.Tensor | None = None,
+    read_slots: torch.Tensor | None = None,
+    last_skipped: int = -1,
+) -> Chunks:
+    """Cuts B padded sequences of T rows, or the packed sequences of ``cu_seqlens``, into chunks.
+    Packed sequences whose entry of ``read_slots`` [N] is at most ``last_skipped`` are skipped."""
     if cu_seqlens is None:
         NT = -(-T // chunk_size)
         return Chunks(chunk_size, NT, B * NT, None, None, None)
@@ -104,11 +116,12 @@ def make_chunks(B: int, T: int, chunk_size: int, cu_seqlens: torch.Tensor | None
     # One allocation for both tables: a call's host time is mostly allocations and launches.
     tables = torch.empty(NT * 2 + N + 1, dtype=torch.int32, device=cu_seqlens.device)
     chunk_rows, chunk_offsets = tables[: NT * 2], tables[NT * 2 :]
-    metadata_launch()(
+    metadata_launch(last_skipped)(
         (N + 1, 1, 1),
         cu_seqlens=cu_seqlens,
         chunk_rows=chunk_rows,
         chunk_offsets=chunk_offsets,
+        read_slots=read_slots,
         T=T,
         N=N,
         NT=NT,

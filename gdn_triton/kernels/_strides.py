@@ -26,6 +26,14 @@ def head_strides(x: torch.Tensor) -> tuple[int, int, int]:
     return 0 if x.shape[0] == 1 else batch, row, head
 
 
+def state_strides(state: torch.Tensor | None, state_v_first: bool) -> tuple[int, int, int, int]:
+    """(sequence, head, K, V) strides of a state [N, HV, K, V], or [N, HV, V, K] if value-first."""
+    if state is None:
+        return 0, 0, 0, 0
+    n, h, a, b = state.stride()
+    return (n, h, b, a) if state_v_first else (n, h, a, b)
+
+
 def named(names: str, numbers: tuple[int, ...]) -> dict[str, int]:
     """The arguments stride_NAME of a kernel, in the order of the names."""
     return {f"stride_{name}": n for name, n in zip(names.split(), numbers, strict=True)}

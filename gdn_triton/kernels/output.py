@@ -12,7 +12,9 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, output_config
 from gdn_triton.kernels._device import chunk_span, decay_between
+from gdn_triton.kernels._pool import out_strides
 from gdn_triton.kernels._strides import row_arguments, row_strides
+from gdn_triton.problem import Pool
 from gdn_triton.varlen import Chunks
 
 
@@ -25,6 +27,7 @@ def output_fwd_kernel(
     g_cumsum,
     o,
     chunk_rows,
+    read_slots,
     scale,
     T,
     NT,
@@ -36,16 +39,22 @@ def output_fwd_kernel(
     stride_kb,
     stride_kt,
     stride_kh,
+    stride_ob,
+    stride_ot,
+    stride_oh,
     ALIGN_Q: tl.constexpr,
     ALIGN_K: tl.constexpr,
+    ALIGN_O: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
+    """ALIGN_O: 0 where o is dense and has no strides."""
     stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
     stride_kh = stride_kh * ALIGN_K
     stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
@@ -62,7 +71,16 @@ def output_fwd_kernel(
     # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (ops/chunk_fwd.py sees to it).
     base = (i_b * T + row) * HV + i_hv
     o_o = o_t[:, None] * HV * V + o_v[None, :]
-    p_o = o + base * V + o_o
+    if ALIGN_O == 0:
+        p_o = o + base * V + o_o
+    else:
+        stride_ot = stride_ot * ALIGN_O
+        p_o = o + i_b * (stride_ob * ALIGN_O) + row * stride_ot + i_hv * (stride_oh * ALIGN_O)
+        p_o += o_t[:, None] * stride_ot + o_v[None, :]
+    if not IS_VARLEN:
+        if read_slots is not None:
+            # The rows of a packed sequence to skip have a negative number already.
+            n_rows = tl.where(tl.load(read_slots + i_b) > LAST_SKIPPED, n_rows, -n_rows)
     if n_rows <= 0:
         outside = (o_t < -n_rows)[:, None] & in_v[None, :]
         tl.store(p_o, tl.zeros([BT, BV], dtype=o.dtype.element_ty), mask=outside)
@@ -106,12 +124,13 @@ def output_fwd(
     chunks: Chunks,
     scale: float,
     dtype: torch.dtype,
+    pool: Pool | None = None,
 ) -> torch.Tensor:
     """o [B, T, HV, V] in ``dtype``. q, k: last stride 1; h [slots, HV, K, V] and v_new as
-    ``state_fwd`` made them."""
+    ``state_fwd`` made them. pool: where o goes, and which sequences have been skipped."""
     B, T, H, K = q.shape
     HV, V = v_new.shape[2:]
-    o = torch.empty(B, T, HV, V, dtype=dtype, device=q.device)
+    o = torch.empty(B, T, HV, V, dtype=dtype, device=q.device) if pool is None else pool.out
     config = output_config(K, V, v_new.dtype)
     grid = chunks.slots * HV * triton.cdiv(V, config.BV)
     if grid == 0:
@@ -124,6 +143,7 @@ def output_fwd(
         g_cumsum=g_cumsum,
         o=o,
         chunk_rows=chunks.chunk_rows,
+        read_slots=None if pool is None else pool.read_slots,
         scale=scale,
         T=T,
         NT=chunks.NT,
@@ -131,12 +151,14 @@ def output_fwd(
         HV=HV,
         **row_arguments("q", row_strides(q)),
         **row_arguments("k", row_strides(k)),
+        **row_arguments("o", out_strides(pool)),
         K=K,
         V=V,
         BT=chunks.chunk_size,
         BK=config.BK,
         BV=config.BV,
         PRECISION=dot_precision(v_new.dtype),
+        LAST_SKIPPED=-1 if pool is None else pool.last_skipped,
         IS_VARLEN=chunks.chunk_rows is not None,
         **config.options,
     )

@@ -19,10 +19,10 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, maps_config, starts_config
 from gdn_triton.kernels._device import chunk_span, decay_between, segment_place
-from gdn_triton.kernels._strides import named, row_arguments, row_strides
+from gdn_triton.kernels._strides import named, row_arguments, row_strides, state_strides
 from gdn_triton.kernels.prepare import Prepared
-from gdn_triton.kernels.state import state_strides
 from gdn_triton.launch import Launch
+from gdn_triton.problem import Pool
 from gdn_triton.varlen import Chunks
 
 
@@ -129,6 +129,9 @@ def segment_starts_kernel(
     h0,
     ht,
     chunk_offsets,
+    read_slots,
+    write_slots,
+    has_state,
     N,
     NS,
     HV,
@@ -136,6 +139,8 @@ def segment_starts_kernel(
     stride_h0h,
     stride_h0k,
     stride_h0v,
+    stride_htn,
+    stride_hth,
     stride_htk,
     stride_htv,
     K: tl.constexpr,
@@ -145,6 +150,7 @@ def segment_starts_kernel(
     PRECISION: tl.constexpr,
     HAS_H0: tl.constexpr,
     STORE_HT: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
@@ -161,10 +167,18 @@ def segment_starts_kernel(
     o_v = (i_v * BV + tl.arange(0, BV))[None, :]
     in_state = (o_k[:, None] < K) & (o_v < V)
     in_shift = (o_k[:, None] < K) & (o_k[None, :] < K)
+    i_h0 = i_n
+    in_h0 = in_state
+    if read_slots is not None:
+        i_h0 = tl.load(read_slots + i_n).to(tl.int64)
+        if i_h0 <= LAST_SKIPPED:
+            return
+        if has_state is not None:
+            in_h0 = in_h0 & (o_v < tl.where(tl.load(has_state + i_n), V, 0))
     if HAS_H0:
-        p_h0 = h0 + i_n * stride_h0n + i_hv * stride_h0h
+        p_h0 = h0 + i_h0 * stride_h0n + i_hv * stride_h0h
         p_h0 += o_k[:, None] * stride_h0k + o_v * stride_h0v
-        b_h = tl.load(p_h0, mask=in_state, other=0).to(tl.float32)
+        b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
     else:
         b_h = tl.zeros([BK, BV], dtype=tl.float32)
     base = first * HV + i_hv
@@ -182,8 +196,14 @@ def segment_starts_kernel(
     if count > 0:
         tl.store(p_b, b_h, mask=in_state)
     elif STORE_HT:
-        p_ht = ht + i_nh * (K * V) + o_k[:, None] * stride_htk + o_v * stride_htv
-        tl.store(p_ht, b_h, mask=in_state)
+        if write_slots is None:
+            p_ht = ht + i_nh * (K * V)
+        else:
+            slot = tl.load(write_slots + i_n).to(tl.int64)
+            in_state = in_state & (o_v < tl.where(slot > LAST_SKIPPED, V, 0))
+            p_ht = ht + slot * stride_htn + i_hv * stride_hth
+        p_ht = p_ht + o_k[:, None] * stride_htk + o_v * stride_htv
+        tl.store(p_ht, b_h.to(ht.dtype.element_ty), mask=in_state)
 
 
 @functools.lru_cache(maxsize=256, typed=True)
@@ -226,6 +246,7 @@ def maps_launch(
 def starts_launch(
     h0_strides: tuple[int, ...],
     ht_strides: tuple[int, ...],
+    last_skipped: int,
     HV: int,
     K: int,
     V: int,
@@ -238,7 +259,7 @@ def starts_launch(
         segment_starts_kernel,
         HV=HV,
         **named("h0n h0h h0k h0v", h0_strides),
-        **named("htk htv", ht_strides[2:]),
+        **named("htn hth htk htv", ht_strides),
         K=K,
         V=V,
         BK=config.BK,
@@ -246,6 +267,7 @@ def starts_launch(
         PRECISION=dot_precision(torch.float32),
         HAS_H0=has_h0,
         STORE_HT=store_ht,
+        LAST_SKIPPED=last_skipped,
         IS_VARLEN=is_varlen,
         **config.options,
     )
@@ -262,10 +284,12 @@ def segment_starts(
     N: int,
     K: int,
     state_v_first: bool,
+    pool: Pool | None = None,
 ) -> torch.Tensor:
     """The state that each segment starts from, fp32 [segments.slots, HV, K, V]; undefined in slots
     of no sequence. ``segments`` are of a whole number of chunks each. Of ``final_state`` only the
-    sequences without a token are written: the walk writes the others."""
+    sequences without a token are written: the walk writes the others. With a ``pool`` both are its
+    states."""
     _, k, scalars, A_inv, _ = prepared
     B, T, H, K_row = k.shape
     HV, V = v.shape[2:]
@@ -308,6 +332,7 @@ def segment_starts(
     fold = starts_launch(
         state_strides(initial_state, state_v_first),
         state_strides(final_state, state_v_first),
+        -1 if pool is None else pool.last_skipped,
         HV,
         K,
         V,
@@ -322,6 +347,9 @@ def segment_starts(
         h0=initial_state,
         ht=final_state,
         chunk_offsets=segments.chunk_offsets,
+        read_slots=None if pool is None else pool.read_slots,
+        write_slots=None if pool is None else pool.write_slots,
+        has_state=None if pool is None else pool.has_initial_state,
         N=N,
         NS=segments.NT,
     )

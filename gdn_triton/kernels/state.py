@@ -15,11 +15,19 @@ import triton.language as tl
 
 from gdn_triton.config import dot_precision, state_config
 from gdn_triton.kernels._device import decay_between, sequence_span
-from gdn_triton.kernels._strides import named, row_arguments, row_strides
+from gdn_triton.kernels._pool import (
+    pool_arguments,
+    pool_layout,
+    pool_numbers,
+    pool_pointers,
+    store_checkpoint,
+)
+from gdn_triton.kernels._strides import named, row_arguments, row_strides, state_strides
+from gdn_triton.problem import Pool
 from gdn_triton.varlen import Chunks
 
 
-@triton.jit(do_not_specialize=["T", "NT"])
+@triton.jit(do_not_specialize=["T", "NT", "every", "M"])
 def state_fwd_kernel(
     k,
     w,
@@ -31,8 +39,15 @@ def state_fwd_kernel(
     ht,
     cu_seqlens,
     chunk_offsets,
+    read_slots,
+    write_slots,
+    has_state,
+    checkpoints,
+    checkpoint_slots,
     T,
     NT,
+    every,
+    M,
     H,
     HV,
     stride_kb,
@@ -42,8 +57,14 @@ def state_fwd_kernel(
     stride_h0h,
     stride_h0k,
     stride_h0v,
+    stride_htn,
+    stride_hth,
     stride_htk,
     stride_htv,
+    stride_cn,
+    stride_ch,
+    stride_ck,
+    stride_cv,
     ALIGN_K: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -54,6 +75,7 @@ def state_fwd_kernel(
     HAS_H0: tl.constexpr,
     STORE_H: tl.constexpr,
     STORE_HT: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
     stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
@@ -70,10 +92,18 @@ def state_fwd_kernel(
     o_v = (i_v * BV + tl.arange(0, BV))[None, :]
     in_k, in_v = o_k < K, o_v < V
     in_state = in_k[:, None] & in_v
+    i_h0 = i_n
+    in_h0 = in_state
+    if read_slots is not None:
+        i_h0 = tl.load(read_slots + i_n).to(tl.int64)
+        if i_h0 <= LAST_SKIPPED:
+            return
+        if has_state is not None:
+            in_h0 = in_h0 & (o_v < tl.where(tl.load(has_state + i_n), V, 0))
     if HAS_H0:
-        p_h0 = h0 + i_n * stride_h0n + i_hv * stride_h0h
+        p_h0 = h0 + i_h0 * stride_h0n + i_hv * stride_h0h
         p_h0 += o_k[:, None] * stride_h0k + o_v * stride_h0v
-        b_h = tl.load(p_h0, mask=in_state, other=0).to(tl.float32)
+        b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
     else:
         b_h = tl.zeros([BK, BV], dtype=tl.float32)
 
@@ -84,6 +114,9 @@ def state_fwd_kernel(
     if STORE_H:
         p_h = h + (slot * HV + i_hv) * (K * V)
     step = tl.cast(HV, tl.int64) * BT
+    if checkpoints is not None:
+        # The row of the sequence's first checkpoint.
+        i_c = (i_b * T + row) // every
     for start in range(0, n_rows, BT):
         left = n_rows - start
         valid = o_t < left
@@ -103,6 +136,28 @@ def state_fwd_kernel(
         b_v = (b_v * decay_between(g_last, b_g, valid)).to(dtype)
         b_k = tl.load(p_k + (o_t * stride_kt + o_k[None, :]), mask=in_keys, other=0).to(dtype)
         b_h = tl.dot(tl.trans(b_k), b_v, b_h * tl.exp2(g_last), input_precision=PRECISION)
+        if checkpoints is not None:
+            tokens = start + BT
+            if (left >= BT) & (tokens % every == 0):
+                store_checkpoint(
+                    b_h,
+                    o_k,
+                    o_v,
+                    i_n,
+                    i_hv,
+                    i_c,
+                    tokens // every - 1,
+                    checkpoints,
+                    checkpoint_slots,
+                    M,
+                    stride_cn,
+                    stride_ch,
+                    stride_ck,
+                    stride_cv,
+                    K,
+                    V,
+                    LAST_SKIPPED,
+                )
         p_w += step * K
         p_u += step * V
         p_v_new += step * V
@@ -110,8 +165,14 @@ def state_fwd_kernel(
         p_k += tl.cast(stride_kt, tl.int64) * BT
 
     if STORE_HT:
-        p_ht = ht + i_nh * (K * V) + o_k[:, None] * stride_htk + o_v * stride_htv
-        tl.store(p_ht, b_h, mask=in_state)
+        if write_slots is None:
+            p_ht = ht + i_nh * (K * V)
+        else:
+            slot = tl.load(write_slots + i_n).to(tl.int64)
+            in_state = in_state & (o_v < tl.where(slot > LAST_SKIPPED, V, 0))
+            p_ht = ht + slot * stride_htn + i_hv * stride_hth
+        p_ht = p_ht + o_k[:, None] * stride_htk + o_v * stride_htv
+        tl.store(p_ht, b_h.to(ht.dtype.element_ty), mask=in_state)
 
 
 def empty_state(
@@ -120,14 +181,6 @@ def empty_state(
     """Memory for a state [N, HV, K, V], or [N, HV, V, K] if value-first; fp32."""
     shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
     return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def state_strides(state: torch.Tensor | None, state_v_first: bool) -> tuple[int, int, int, int]:
-    """(sequence, head, K, V) strides of a state [N, HV, K, V], or [N, HV, V, K] if value-first."""
-    if state is None:
-        return 0, 0, 0, 0
-    n, h, a, b = state.stride()
-    return (n, h, b, a) if state_v_first else (n, h, a, b)
 
 
 def state_fwd(
@@ -142,16 +195,21 @@ def state_fwd(
     store_h: bool = True,
     output_final_state: bool = False,
     state_v_first: bool = False,
+    pool: Pool | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """h [slots, HV, K, V] (each chunk's starting state, in w's dtype; None when not asked for),
-    v_new [B, T, HV, V], and the final state fp32, laid out as ``state_v_first`` says."""
+    v_new [B, T, HV, V], and the final state fp32, laid out as ``state_v_first`` says. pool: where
+    the states are read and written, in place of the two; of the sequences that it skips nothing is
+    written, h and v_new included."""
     T, H, K = k.shape[1:]
     HV, V = u.shape[2:]
     dtype = w.dtype
     h = torch.empty(chunks.slots, HV, K, V, dtype=dtype, device=k.device) if store_h else None
     v_new = torch.empty_like(u)
     final_state = None
-    if output_final_state:
+    if pool is not None:
+        initial_state, final_state = pool.state, pool.state
+    elif output_final_state:
         final_state = empty_state(N, HV, K, V, state_v_first, k.device)
     config = state_config(K, V, dtype, N * HV)
     grid = triton.cdiv(V, config.BV) * N * HV
@@ -168,13 +226,16 @@ def state_fwd(
         ht=final_state,
         cu_seqlens=chunks.cu_seqlens,
         chunk_offsets=chunks.chunk_offsets,
+        **pool_pointers(pool),
         T=T,
         NT=chunks.NT,
+        **pool_numbers(pool),
         H=H,
         HV=HV,
         **row_arguments("k", row_strides(k)),
         **named("h0n h0h h0k h0v", state_strides(initial_state, state_v_first)),
         **named("htk htv", state_strides(final_state, state_v_first)[2:]),
+        **pool_arguments(pool_layout(pool, state_v_first)),
         K=K,
         V=V,
         BT=chunks.chunk_size,
@@ -183,7 +244,7 @@ def state_fwd(
         PRECISION=dot_precision(dtype),
         HAS_H0=initial_state is not None,
         STORE_H=store_h,
-        STORE_HT=output_final_state,
+        STORE_HT=final_state is not None,
         IS_VARLEN=chunks.cu_seqlens is not None,
         **config.options,
     )

@@ -20,7 +20,7 @@ from gdn_triton.kernels.output import output_fwd
 from gdn_triton.kernels.prepare import Prepared, prepare_fwd
 from gdn_triton.kernels.state import state_fwd
 from gdn_triton.kernels.wy import wy_fwd
-from gdn_triton.problem import Problem
+from gdn_triton.problem import Pool, Problem
 from gdn_triton.varlen import Chunks, make_chunks
 
 
@@ -47,6 +47,11 @@ def compute_dtype(problem: Problem) -> torch.dtype:
     if p.q_dtype is p.k_dtype is p.v_dtype:
         return p.q_dtype
     return torch.promote_types(torch.promote_types(p.q_dtype, p.k_dtype), p.v_dtype)
+
+
+def skipped(pool: Pool | None) -> tuple[torch.Tensor | None, int]:
+    """The last arguments of ``make_chunks``."""
+    return (None, -1) if pool is None else (pool.read_slots, pool.last_skipped)
 
 
 def prepare(
@@ -108,12 +113,13 @@ def forward_by_steps(
     cu_seqlens: torch.Tensor | None,
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
+    pool: Pool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """gate and cumsum, norm, sigmoid -> A, its inverse, w, u -> state -> output."""
     p = problem
     q, k, v = readable(q), readable(k), readable(v)
     dtype = compute_dtype(p)
-    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
+    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens, *skipped(pool))
     q, k, g_cumsum, beta = activate(p, q, k, g, beta, A_log, dt_bias, chunks)
     w, u, _ = wy_fwd(k, v, g_cumsum, beta, chunks, dtype)
     h, v_new, final_state = state_fwd(
@@ -126,9 +132,10 @@ def forward_by_steps(
         N=p.N,
         output_final_state=p.output_final_state,
         state_v_first=p.state_v_first,
+        pool=pool,
     )
     assert h is not None
-    o = output_fwd(q, k, v_new, h, g_cumsum, chunks, p.scale, p.q_dtype)
+    o = output_fwd(q, k, v_new, h, g_cumsum, chunks, p.scale, p.q_dtype, pool)
     return o, final_state
 
 
@@ -143,15 +150,16 @@ def forward_fused(
     cu_seqlens: torch.Tensor | None,
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
+    pool: Pool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """all that needs no state -> state and output."""
     p = problem
     q, k, v = readable(q), readable(k), readable(v)
-    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
+    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens, *skipped(pool))
     segments = None
     length = choose_segments(p)
     if length > 0:
-        segments = make_chunks(p.B, p.T, length * p.chunk_size, cu_seqlens)
+        segments = make_chunks(p.B, p.T, length * p.chunk_size, cu_seqlens, *skipped(pool))
     prepared = prepare(p, q, k, g, beta, A_log, dt_bias, chunks)
     return fused_fwd(
         prepared,
@@ -165,6 +173,7 @@ def forward_fused(
         output_final_state=p.output_final_state,
         state_v_first=p.state_v_first,
         segments=segments,
+        pool=pool,
     )
 
 
@@ -172,9 +181,9 @@ def choose_segments(problem: Problem) -> int:
     """Chunks of the segments that sequences are cut into, or 0. By the sizes of the whole call, so
     never in the batch-invariant mode: a sequence then gives the same bits in any batch."""
     p = problem
-    if batch_invariant():
-        return 0
-    return segment_chunks(p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size)
+    length = segment_chunks(p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size)
+    # The environment takes longer to read than the sizes.
+    return 0 if length > 0 and batch_invariant() else length
 
 
 def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
@@ -195,10 +204,12 @@ def forward(
     chunk_indices: torch.Tensor | None,
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
+    pool: Pool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None. ``chunk_indices`` is what the
-    tables of varlen.py hold already; its shape was checked, its values are not needed."""
+    tables of varlen.py hold already; its shape was checked, its values are not needed. With a
+    ``pool``, its o and its states, which are written in place."""
     run = choose_dataflow(problem)
-    args = problem, q, k, v, g, beta, initial_state, cu_seqlens, dense(A_log), dense(dt_bias)
+    args = problem, q, k, v, g, beta, initial_state, cu_seqlens, dense(A_log), dense(dt_bias), pool
     with on_device(q.device):
         return run(*args)

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.device import on_device
-from gdn_triton.kernels._strides import named
+from gdn_triton.kernels._strides import named, state_strides
 from gdn_triton.kernels.recurrent import (
     eviction_policy,
     recurrent_config,
     recurrent_fwd_kernel,
 )
-from gdn_triton.kernels.state import empty_state, state_strides
+from gdn_triton.kernels.state import empty_state
 from gdn_triton.launch import Launch
 from gdn_triton.recurrent_problem import Operands, RecurrentProblem, Run, views
 

@@ -1,0 +1,54 @@
+"""What all validations share: the dtypes they allow, the checks they have in common, and how an
+error names an argument, what was expected and what came."""
+
+from collections.abc import Sequence
+from operator import gt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+INDEX_DTYPES = frozenset((torch.int32, torch.int64))
+FLOATS = "float16, bfloat16, float32 or float64"
+INDICES = "int32 or int64"
+
+
+def check_offsets(name: str, offsets: Sequence[int], T: int) -> None:
+    if offsets[0] != 0:
+        raise ValueError(must(name, "start at 0", str(offsets[0])))
+    if any(map(gt, offsets, offsets[1:])):
+        i = next(i for i in range(1, len(offsets)) if offsets[i - 1] > offsets[i])
+        raise ValueError(
+            must(name, "not decrease", f"{offsets[i - 1]} then {offsets[i]} at index {i}")
+        )
+    if offsets[-1] > T:
+        raise ValueError(must(name, f"end at or before T={T}", str(offsets[-1])))
+
+
+def check_dtype(name: str, x: Tensor, allowed: frozenset[torch.dtype], expected: str) -> None:
+    if x.dtype not in allowed:
+        raise ValueError(must(name, f"be {expected}", str(x.dtype)))
+
+
+def must(name: str, expected: str, given: str) -> str:
+    return f"{name} must {expected}, got {given}"
+
+
+def shaped(**sizes: int) -> str:
+    return "[" + ", ".join(f"{name}={size}" for name, size in sizes.items()) + "]"
+
+
+def shape_of(x: Tensor) -> str:
+    return f"shape {list(x.shape)}"
+
+
+def type_of(x: Any) -> str:
+    return type(x).__name__
+
+
+def value_of(x: Any) -> str:
+    # A tensor is described, never printed: printing it would fetch its contents.
+    return (
+        f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"{x!r} ({type_of(x)})"
+    )

@@ -1,0 +1,103 @@
+"""The prefill as an operator of torch's library, which is what a compiler sees of it.
+
+As `gdn_triton.ops.library`, which says why: an operator is opaque, its implementation judges the
+call and chooses the backend at every run, and its fake judges shapes only. Imported when a call is
+first traced. `gdn_triton::chunk_prefill` writes its states and, where they are given, its output
+and its checkpoints.
+"""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from gdn_triton.prefill_call import PrefillCall, run_prefill
+from gdn_triton.validation_prefill import checkpoint_rows, validate_prefill
+
+_TENSORS: Final = 15
+_REQUIRED: Final = ("state", "read_slots", "q", "k", "v", "g", "beta")
+_SCHEMA = (
+    "Tensor(a!) state, Tensor read_slots, Tensor? write_slots, Tensor? has_initial_state, "
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor? cu_seqlens, Tensor(b!)? out, Tensor(c!)? state_checkpoints, Tensor? checkpoint_slots, "
+    "float? scale, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel, "
+    "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, str skip, "
+    "int checkpoint_every_n_tokens, int chunk_size"
+)
+
+
+def _new_checkpoints(x: PrefillCall) -> bool:
+    """Whether they are a new tensor."""
+    given = x.state_checkpoints is not None or x.checkpoint_slots is not None
+    return x.checkpoint_every_n_tokens > 0 and not given
+
+
+@torch.library.custom_op(
+    "gdn_triton::chunk_prefill",
+    mutates_args=("state", "out", "state_checkpoints"),
+    # An operator cannot return None, nor what it was given: both are then empty, of shape [0].
+    schema=f"({_SCHEMA}) -> (Tensor o, Tensor state_checkpoints)",
+)
+def _prefill(*args: Any) -> tuple[Tensor, Tensor]:
+    x = PrefillCall(*args)
+    o, checkpoints = run_prefill(x)
+    nothing = x.q.new_empty(0)
+    kept = checkpoints if _new_checkpoints(x) and checkpoints is not None else x.state.new_empty(0)
+    return o if x.out is None else nothing, kept
+
+
+@_prefill.register_fake
+def _prefill_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    x = PrefillCall(*args)
+    p = validate_prefill(**_without_contents(x)._asdict())
+    kept = x.state.new_empty(0)
+    if _new_checkpoints(x):
+        rows = checkpoint_rows(p, x.checkpoint_every_n_tokens)
+        kept = x.state.new_empty(rows, *x.state.shape[1:])
+    return x.q.new_empty((p.B, p.T, p.HV, p.V) if x.out is None else 0), kept
+
+
+def _without_contents(x: PrefillCall) -> PrefillCall:
+    """A call that validation judges by its shapes alone: it reads offsets that are on the CPU."""
+    if any(y is not None and y.device.type != "cpu" for y in x[:_TENSORS]):
+        return x
+    on_meta = (None if y is None else torch.empty_like(y, device="meta") for y in x[:_TENSORS])
+    return PrefillCall._make((*on_meta, *x[_TENSORS:]))
+
+
+def traced_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
+    """`gdn_triton.chunk_prefill` through its operator."""
+    needs_grad = torch.is_grad_enabled() and any(
+        isinstance(y, Tensor) and y.requires_grad for y in x[:_TENSORS]
+    )
+    if needs_grad or not _fits(x):
+        validate_prefill(**x._asdict())
+    scale = None if x.scale is None else float(x.scale)
+    o, checkpoints = torch.ops.gdn_triton.chunk_prefill(*x._replace(scale=scale))
+    if _new_checkpoints(x):
+        return o if x.out is None else x.out, checkpoints
+    return o if x.out is None else x.out, x.state_checkpoints
+
+
+def _fits(x: PrefillCall) -> bool:
+    """Whether the schema takes the arguments as they are: it converts what has the wrong type, and
+    has no place for other things. Where it does not, validation has the error."""
+    flags = (
+        x.use_qk_l2norm_in_kernel,
+        x.use_gate_in_kernel,
+        x.use_beta_sigmoid_in_kernel,
+        x.allow_neg_eigval,
+        x.state_v_first,
+    )
+    return (
+        all(isinstance(getattr(x, name), Tensor) for name in _REQUIRED)
+        and all(y is None or isinstance(y, Tensor) for y in x[:_TENSORS])
+        and (x.scale is None or (isinstance(x.scale, Real) and not isinstance(x.scale, bool)))
+        and all(flag is True or flag is False for flag in flags)
+        and type(x.skip) is str
+        and type(x.checkpoint_every_n_tokens) is int
+        and type(x.chunk_size) is int
+    )

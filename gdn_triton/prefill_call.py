@@ -1,0 +1,77 @@
+"""From a call of `gdn_triton.chunk_prefill` to the backend that runs it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_triton.backend import choose
+from gdn_triton.problem import Pool
+from gdn_triton.validation_prefill import check_memory, checkpoint_rows, validate_prefill
+from gdn_triton.validation_recurrent import LAST_SKIPPED
+
+
+class PrefillCall(NamedTuple):
+    """The arguments of `gdn_triton.chunk_prefill`: first its tensors, then the rest."""
+
+    state: Tensor
+    read_slots: Tensor
+    write_slots: Tensor | None
+    has_initial_state: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    out: Tensor | None
+    state_checkpoints: Tensor | None
+    checkpoint_slots: Tensor | None
+    scale: float | None
+    use_qk_l2norm_in_kernel: bool
+    use_gate_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    skip: str
+    checkpoint_every_n_tokens: int
+    chunk_size: int
+
+
+def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
+    """o, and the checkpoints where they are in no pool; the states are written."""
+    problem = validate_prefill(**x._asdict())
+    p = problem
+    out, checkpoints, every = x.out, x.state_checkpoints, x.checkpoint_every_n_tokens
+    if out is None:
+        out = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=p.device)
+    if every > 0 and checkpoints is None:
+        if x.checkpoint_slots is not None:
+            checkpoints = x.state
+        else:
+            shape = (checkpoint_rows(p, every), *x.state.shape[1:])
+            checkpoints = torch.empty(shape, dtype=x.state.dtype, device=p.device)
+    read_slots = x.read_slots.contiguous()
+    pool = Pool(
+        state=x.state,
+        read_slots=read_slots,
+        write_slots=read_slots if x.write_slots is None else x.write_slots.contiguous(),
+        has_initial_state=_dense(x.has_initial_state),
+        last_skipped=LAST_SKIPPED[x.skip],
+        out=out,
+        every=every,
+        checkpoints=checkpoints,
+        checkpoint_slots=_dense(x.checkpoint_slots),
+    )
+    inputs = {name: getattr(x, name) for name in ("q", "k", "v", "g", "beta", "state")}
+    inputs["state_checkpoints"] = checkpoints
+    check_memory(problem, pool, inputs, x.cu_seqlens, out_given=x.out is not None)
+    forward = choose(problem).load()
+    forward(problem, x.q, x.k, x.v, x.g, x.beta, None, x.cu_seqlens, None, x.A_log, x.dt_bias, pool)
+    return out, None if checkpoints is x.state else checkpoints
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
