@@ -2,7 +2,9 @@
 
 from gdn_triton.api import chunk_gated_delta_rule, chunk_gdn, explain
 from gdn_triton.backend import Explanation
+from gdn_triton.conv import causal_conv1d, causal_conv1d_update, fused_conv_prep
 from gdn_triton.post_conv import fused_post_conv_prep
+from gdn_triton.prefill import chunk_prefill
 from gdn_triton.recurrent import (
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gdn,
@@ -14,9 +16,13 @@ __version__ = "0.1.0"
 __all__ = [
     "Explanation",
     "__version__",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "chunk_gdn",
+    "chunk_prefill",
     "explain",
+    "fused_conv_prep",
     "fused_post_conv_prep",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",

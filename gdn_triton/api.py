@@ -26,7 +26,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
-    cp_context: None = None,
+    cp_context: object | None = None,
     *,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
@@ -80,7 +80,14 @@ def chunk_gated_delta_rule(
             checked.
         chunk_indices: [NT, 2], int32 or int64: the (sequence, chunk) table some callers compute
             ahead. Never needed; if given, its shape is checked.
-        cp_context: sequences split over several devices are not served yet: must be None.
+        cp_context: the sequences are split over the ranks of a process group, and the arguments
+            are this rank's part: what `gdn_triton.distributed.build_cp_context` returned, or any
+            object like `fla.ops.cp.FLACPContext`. Its offsets are used in place of `cu_seqlens` and
+            `cu_seqlens_cpu`. N are then the local sequences: the state of one that began on an
+            earlier rank comes from there, its row of `initial_state` is not read and has a gradient
+            of 0; each row of the final state is the state after the last local token. Gradients of
+            A_log and dt_bias are of this rank's tokens alone, to be summed over the ranks. Every
+            rank has to make the call, and its backward (docs/context_parallel.md).
         use_gate_in_kernel: the decay is -exp(A_log) * softplus(g + dt_bias), in float32.
         A_log: [HV], float. Needed by, and only allowed with, `use_gate_in_kernel`.
         dt_bias: [HV], float. Only with `use_gate_in_kernel`. None: 0.
@@ -92,20 +99,48 @@ def chunk_gated_delta_rule(
         final_state: laid out like `initial_state`, float32 (float64 if q is float64), a new tensor;
             None unless `output_final_state`.
 
-    Differentiable by every float tensor among the arguments: once in the Triton backend, which
-    keeps nothing but the arguments for it, and any number of times in the reference.
+    Differentiable by every float tensor among the arguments: once in the Triton and CUDA backends,
+    which keep nothing but the arguments for it, and any number of times in the reference.
 
     The backend is chosen by `GDN_BACKEND` (`gdn_triton.backend`); `explain` says which and why.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, what was expected and
             what came; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
-        NotImplementedError: `cp_context` is given.
+        NotImplementedError: a `cp_context` whose numbers of ranks lie on the device.
         RuntimeError: the backend asked for by name cannot run this call, with its reason. Also from
-            a second derivative in the Triton backend, or under a compiler.
+            a second derivative in the Triton or CUDA backend, or under a compiler.
     """
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
+    if cp_context is not None:
+        # Imported by the calls that need it: everybody else has no business with torch.distributed.
+        from gdn_triton.distributed import sharded
+
+        if torch.compiler.is_compiling():
+            from gdn_triton.ops.library import untraced
+
+            sharded = untraced(sharded)
+        return sharded(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            cp_context=cp_context,
+            chunk_indices=chunk_indices,
+            use_gate_in_kernel=use_gate_in_kernel,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            chunk_size=chunk_size,
+        )
     if torch.compiler.is_compiling():
         # One opaque operator. Imported in a trace only: nobody else pays for its registration.
         from gdn_triton.ops.library import traced
@@ -126,7 +161,6 @@ def chunk_gated_delta_rule(
             cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu,
             chunk_indices=chunk_indices,
-            cp_context=cp_context,
             use_gate_in_kernel=use_gate_in_kernel,
             A_log=A_log,
             dt_bias=dt_bias,
@@ -148,7 +182,6 @@ def chunk_gated_delta_rule(
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
         chunk_indices=chunk_indices,
-        cp_context=cp_context,
         use_gate_in_kernel=use_gate_in_kernel,
         A_log=A_log,
         dt_bias=dt_bias,
@@ -179,7 +212,7 @@ def explain(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
-    cp_context: None = None,
+    cp_context: object | None = None,
     *,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
@@ -194,6 +227,30 @@ def explain(
     """
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
+    if cp_context is not None:
+        from gdn_triton.distributed import validate_sharded
+
+        _, problem = validate_sharded(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            cp_context=cp_context,
+            chunk_indices=chunk_indices,
+            use_gate_in_kernel=use_gate_in_kernel,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            chunk_size=chunk_size,
+        )
+        return explain_choice(problem, is_sharded=True)
     return explain_choice(
         validate_chunk(
             q,
@@ -211,7 +268,6 @@ def explain(
             cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu,
             chunk_indices=chunk_indices,
-            cp_context=cp_context,
             use_gate_in_kernel=use_gate_in_kernel,
             A_log=A_log,
             dt_bias=dt_bias,

@@ -1,7 +1,7 @@
 """Which backend runs a call: an ordered list, each entry with its reason to refuse.
 
 `GDN_BACKEND`, read at every call, is `auto` (the default) or the name of a backend. `auto` takes
-the first backend of `BACKENDS` that does not refuse and is not held back, and logs the choice and
+the first backend of `BACKENDS` that does not refuse and is not passed over, and logs the choice and
 the refusals before it once. A backend asked for by name never falls back: if it refuses, the call
 raises RuntimeError with the reason. Every refusal is a sentence.
 """
@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from packaging.version import Version
@@ -19,54 +19,60 @@ from torch import Tensor
 
 from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
 from gdn_triton.fast import support as fast_support
-from gdn_triton.problem import Problem
+from gdn_triton.problem import Pool, Problem
 from gdn_triton.recurrent_problem import Operands, RecurrentProblem, Run
 
-# forward(problem, q, k, v, g, beta, initial_state, cu_seqlens, chunk_indices, A_log, dt_bias)
-Forward = Callable[
-    [
-        Problem,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor | None,
-        Tensor | None,
-        Tensor | None,
-        Tensor | None,
-        Tensor | None,
-    ],
-    tuple[Tensor, Tensor | None],
-]
+
+class Forward(Protocol):
+    """What runs a call of the chunked op: o and the final states, or None. With a `pool`, which is
+    there if and only if the problem has a `pool_dtype`, o and the states are written into it."""
+
+    def __call__(
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        chunk_indices: Tensor | None,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        pool: Pool | None = None,
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+if TYPE_CHECKING:
+    from gdn_triton.ops.context_parallel import ShardOps
 
 # plan(problem, operands): what runs that call of the recurrence, and those like it.
 Plan = Callable[[RecurrentProblem, Operands], Run]
 
 P = TypeVar("P", Problem, RecurrentProblem)
-F = TypeVar("F", Forward, Plan)
+F = TypeVar("F", Forward, Plan, "ShardOps")
 
 MIN_TRITON = "3.6"
-
-CUDA_HELD_BACK = (
-    "The CUDA library runs only when it is asked for by name (GDN_BACKEND=cuda): its kernels have "
-    "not yet passed all of their tests on a GPU."
-)
 
 _logger = logging.getLogger("gdn_triton")
 _logged: set[tuple[str, tuple[tuple[str, str], ...], int]] = set()
 
 
+def _never(problem: Problem | RecurrentProblem) -> str | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Backend(Generic[P, F]):
     """name: as `GDN_BACKEND` spells it. supports: a sentence why not, or None. load: imports the
-    backend's modules, which may be heavy or absent, and returns its forward or its plan. held_back:
-    a sentence why `auto` passes over it even where it serves a call, or None."""
+    backend's modules, which may be heavy or absent, and returns its forward or its plan.
+    passed_over: a sentence why `auto` does not take it although it serves the call, or None."""
 
     name: str
     supports: Callable[[P], str | None]
     load: Callable[[], F]
-    held_back: str | None = None
+    passed_over: Callable[[P], str | None] = _never
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,15 @@ def _triton_refusal(dtypes: tuple[torch.dtype, ...], device_type: str, K: int) -
     return None
 
 
+def _states_refusal(dtype: torch.dtype) -> str | None:
+    """What no Triton kernel of this package can keep states in."""
+    if dtype == torch.float64:
+        return "The Triton kernels compute in float32 at most; the states are float64."
+    if dtype == torch.bfloat16 and _interpreting():
+        return "Triton's interpreter is not used with bfloat16; the states are."
+    return None
+
+
 def triton_limits(
     dtypes: tuple[torch.dtype, ...], device_type: str, HV: int, K: int, V: int
 ) -> str | None:
@@ -149,7 +164,22 @@ def triton_limits(
 def triton_supports(problem: Problem) -> str | None:
     """A sentence why the Triton kernels cannot run this problem, or None."""
     p = problem
-    return triton_limits((p.q_dtype, p.k_dtype, p.v_dtype), p.device.type, p.HV, p.K, p.V)
+    refusal = triton_limits((p.q_dtype, p.k_dtype, p.v_dtype), p.device.type, p.HV, p.K, p.V)
+    return refusal or (None if p.pool_dtype is None else _states_refusal(p.pool_dtype))
+
+
+def cuda_supports(problem: Problem) -> str | None:
+    """A sentence why the CUDA library, or Triton for its gradients, cannot run this, or None."""
+    refusal = fast_support.supports(problem)
+    if refusal is not None or not problem.needs_grad:
+        return refusal
+    refusal = triton_supports(problem)
+    if refusal is None:
+        return None
+    return (
+        "The CUDA library has no backward of its own, an input requires a gradient, and the Triton "
+        f"backward cannot run: {refusal}"
+    )
 
 
 def recurrent_cuda_supports(problem: RecurrentProblem) -> str | None:
@@ -163,10 +193,9 @@ def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
     refusal = _triton_refusal(dtypes, problem.device.type, problem.K)
     if refusal is not None:
         return refusal
-    if problem.state_dtype == torch.float64:
-        return "The Triton kernel computes in float32 at most; the states are float64."
-    if problem.state_dtype == torch.bfloat16 and _interpreting():
-        return "Triton's interpreter is not used with bfloat16; the states are."
+    refusal = _states_refusal(problem.state_dtype)
+    if refusal is not None:
+        return refusal
     if problem.tile_span >= 2**31:
         return (
             "The Triton kernel takes rows and states of which the last element is less than 2^31 "
@@ -186,11 +215,9 @@ def reference_supports(problem: Problem | RecurrentProblem) -> str | None:
 
 
 def _load_cuda() -> Forward:
-    # A name, not a static import: the module is only there in builds that have the CUDA library.
-    import importlib
+    from gdn_triton.ops import cuda_chunk
 
-    forward: Forward = importlib.import_module("gdn_triton.fast.chunk").forward
-    return forward
+    return cuda_chunk.forward
 
 
 def _load_triton() -> Forward:
@@ -203,6 +230,27 @@ def _load_reference() -> Forward:
     from gdn_triton.ops import reference_chunk
 
     return reference_chunk.forward
+
+
+def sharded_cuda_supports(problem: Problem) -> str | None:
+    """A sentence why the CUDA library cannot run a rank's part of a split call."""
+    return "The CUDA library does not serve cp_context."
+
+
+def _load_no_shard() -> "ShardOps":
+    raise AssertionError("a backend that refuses every call was chosen")
+
+
+def _load_triton_shard() -> "ShardOps":
+    from gdn_triton.ops import shard_triton
+
+    return shard_triton
+
+
+def _load_reference_shard() -> "ShardOps":
+    from gdn_triton.ops import shard_reference
+
+    return shard_reference
 
 
 def _load_no_plan() -> Plan:
@@ -223,9 +271,16 @@ def _load_reference_plan() -> Plan:
 
 # In the order in which `auto` tries them.
 BACKENDS: tuple[Backend[Problem, Forward], ...] = (
-    Backend("cuda", fast_support.supports, _load_cuda, CUDA_HELD_BACK),
+    Backend("cuda", cuda_supports, _load_cuda, fast_support.passed_over),
     Backend("triton", triton_supports, _load_triton),
     Backend("reference", reference_supports, _load_reference),
+)
+
+# The same for a call that is split over ranks.
+SHARDED_BACKENDS: tuple[Backend[Problem, "ShardOps"], ...] = (
+    Backend("cuda", sharded_cuda_supports, _load_no_shard),
+    Backend("triton", triton_supports, _load_triton_shard),
+    Backend("reference", reference_supports, _load_reference_shard),
 )
 
 # The same for the recurrence.
@@ -254,6 +309,11 @@ def choose(problem: Problem) -> Backend[Problem, Forward]:
     return _choose(BACKENDS, problem)
 
 
+def choose_sharded(problem: Problem) -> Backend[Problem, "ShardOps"]:
+    """The backend that runs a rank's part of a split call. Raises as `choose` does."""
+    return _choose(SHARDED_BACKENDS, problem)
+
+
 def choose_recurrent(problem: RecurrentProblem) -> Backend[RecurrentProblem, Plan]:
     """The backend that runs this call of the recurrence. Raises as `choose` does."""
     return _choose(RECURRENT_BACKENDS, problem)
@@ -269,7 +329,7 @@ def _choose(backends: tuple[Backend[P, F], ...], problem: P) -> Backend[P, F]:
         return backend
     refusals: list[tuple[str, str]] = []
     for backend in backends:
-        reason = backend.supports(problem) or backend.held_back
+        reason = backend.supports(problem) or backend.passed_over(problem)
         if reason is None:
             _log_once(backend.name, tuple(refusals), problem.device.type)
             return backend
@@ -278,12 +338,14 @@ def _choose(backends: tuple[Backend[P, F], ...], problem: P) -> Backend[P, F]:
     raise AssertionError("no backend took the problem")
 
 
-def explain_choice(problem: Problem) -> Explanation:
-    """What `choose` would do, and why not otherwise. Raises only for an unknown `GDN_BACKEND`."""
+def explain_choice(problem: Problem, is_sharded: bool = False) -> Explanation:
+    """What `choose`, or `choose_sharded`, would do, and why not otherwise. Raises only for an
+    unknown `GDN_BACKEND`."""
     requested = requested_backend()
-    reasons = {backend.name: backend.supports(problem) for backend in BACKENDS}
+    backends = SHARDED_BACKENDS if is_sharded else BACKENDS
+    reasons = {backend.name: backend.supports(problem) for backend in backends}
     if requested == "auto":
-        reasons = {b.name: reasons[b.name] or b.held_back for b in BACKENDS}
+        reasons = {b.name: reasons[b.name] or b.passed_over(problem) for b in backends}
         chosen = next((name for name, reason in reasons.items() if reason is None), None)
         passed_over = f"It could run this call, but {chosen} comes before it."
     else:

@@ -35,7 +35,7 @@ from triton.runtime.jit import JITFunction
 import gdn_triton.kernels
 import gdn_triton.varlen
 from gdn_triton.config import MOST_SEGMENT_K
-from gdn_triton.problem import Problem
+from gdn_triton.problem import Pool, Problem
 
 # --------------------------------------------------------------------------------- what is expected
 
@@ -64,50 +64,54 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
     # Tiles are chosen here. Fewer registers than the code would like leave room for one more block
     # on a multiprocessor, which gains more than these spills cost.
     (90, 2): {
+        "affine_fwd_kernel": 64,  # K = 256
         "wy_fwd_kernel": 192,
         "output_fwd_kernel": 192,
         "prepare_fwd_kernel": 256,
-        "fused_fwd_kernel": 128,
+        "fused_fwd_kernel": 384,  # with checkpoints; 128 without
         "state_fwd_kernel": 64,
         "segment_starts_kernel": 64,
-        "pairs_bwd_kernel": 320,
-        "query_bwd_kernel": 192,
-        "key_bwd_kernel": 512,
+        "pairs_bwd_kernel": 384,
+        "query_key_bwd_kernel": 384,  # K = 256; 192 at 128
+        "conv_bwd_kernel": 64,
     },
     # Four-byte operands hold twice the registers; accuracy comes first there, not speed.
     (90, 4): {
+        "affine_fwd_kernel": 1088,
+        "affine_bwd_kernel": 3136,
         "wy_fwd_kernel": 448,
         "state_fwd_kernel": 768,
         "output_fwd_kernel": 64,
         "state_bwd_kernel": 3072,
         "pairs_bwd_kernel": 960,
-        "query_bwd_kernel": 64,
-        "key_bwd_kernel": 960,
+        "query_key_bwd_kernel": 960,
     },
     # The tiles of 90 on another architecture: they must run, and must not fall off a cliff.
     (80, 2): {
+        "affine_fwd_kernel": 256,
+        "affine_bwd_kernel": 576,  # K = 256; 320 at 128
         "wy_fwd_kernel": 384,
         "output_fwd_kernel": 128,
         "prepare_fwd_kernel": 2112,  # K = 256; 640 at 128
         "fused_fwd_kernel": 704,
-        "state_fwd_kernel": 128,
+        "state_fwd_kernel": 256,  # with checkpoints; 128 without
         "state_bwd_kernel": 512,
         "pairs_bwd_kernel": 1344,  # K = 256; 512 at 128
-        "query_bwd_kernel": 128,
-        "key_bwd_kernel": 192,
+        "query_key_bwd_kernel": 192,
     },
     (80, 4): {
+        "affine_fwd_kernel": 448,
+        "affine_bwd_kernel": 1024,
         "recurrent_fwd_kernel": 64,
         "wy_fwd_kernel": 576,
         "state_fwd_kernel": 192,
         "output_fwd_kernel": 704,
-        "output_bwd_kernel": 128,
         "state_bwd_kernel": 1280,
         "pairs_bwd_kernel": 1024,
-        "query_bwd_kernel": 192,
-        "key_bwd_kernel": 896,
+        "query_key_bwd_kernel": 896,
     },
     (100, 2): {
+        "affine_bwd_kernel": 64,
         "recurrent_fwd_kernel": 64,
         "wy_fwd_kernel": 384,
         "output_fwd_kernel": 64,
@@ -115,16 +119,18 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "fused_fwd_kernel": 128,
         "state_fwd_kernel": 64,
         "pairs_bwd_kernel": 192,
-        "query_bwd_kernel": 128,
-        "key_bwd_kernel": 640,
+        "query_key_bwd_kernel": 640,
+        "conv_bwd_kernel": 64,
     },
     (100, 4): {
+        "affine_fwd_kernel": 832,
+        "affine_bwd_kernel": 384,
         "wy_fwd_kernel": 384,
         "state_fwd_kernel": 384,
         "output_fwd_kernel": 64,
         "state_bwd_kernel": 1344,
         "pairs_bwd_kernel": 384,
-        "key_bwd_kernel": 384,
+        "query_key_bwd_kernel": 384,
     },
 }
 
@@ -224,6 +230,9 @@ def run_package(shape: Shape) -> None:
     if chunk_fwd.compute_dtype(problem).itemsize == 2:
         chunk_fwd.forward_fused(problem, *tensors)
         run_segments(shape, chunk_fwd)
+    if shape.K == shape.V == 128:
+        run_pool(shape, chunk_fwd)
+    run_shards(shape)
     run_backward(problem, tensors)
     if shape is not EXTRAS:
         return
@@ -255,6 +264,57 @@ def run_segments(shape: Shape, chunk_fwd: Any) -> None:
         chunk_fwd.forward_fused(problem, *tensors)
 
 
+def run_pool(shape: Shape, chunk_fwd: Any) -> None:
+    """Prefill on a pool of states, with checkpoints, of whole sequences and of segments."""
+    K, V, full = shape.K, shape.V, shape.full
+    calls = [(shape, 300, chunk_fwd.forward_by_steps)]
+    if shape.dtype.itemsize == 2:
+        segmented = replace(shape, HV=2)
+        calls.append((shape, 300, chunk_fwd.forward_fused))
+        calls.append((segmented, 64 * shape.chunk_size, chunk_fwd.forward_fused))
+    for one, T, forward in calls:
+        HV = one.HV
+        cu_seqlens = torch.tensor([0, T], dtype=torch.int32) if full else None
+        problem, tensors = make_call(1, T, HV // 2, one, cu_seqlens)
+        assert (chunk_fwd.choose_segments(problem) > 0) == (one is not shape)
+        problem = replace(problem, has_initial_state=False, output_final_state=False)
+        state = torch.empty(8, HV, *((V, K) if full else (K, V)), dtype=BF16 if full else None)
+        pool = Pool(
+            state=state,
+            read_slots=torch.arange(1, dtype=torch.int32),
+            write_slots=torch.arange(1),
+            has_initial_state=torch.ones(1, dtype=torch.bool),
+            last_skipped=-1,
+            out=torch.empty(1, T, HV, V + 16, dtype=one.dtype)[..., :V],
+            every=shape.chunk_size,
+            checkpoints=state if full else torch.empty(T, HV, K, V),
+            checkpoint_slots=torch.ones(1, 3, dtype=torch.int32) if full else None,
+        )
+        forward(problem, *tensors[:5], None, *tensors[6:], pool)
+
+
+def run_shards(shape: Shape) -> None:
+    """A rank's part of a sequence that is split over ranks, at its start and in its middle."""
+    from gdn_triton.ops import shard_triton
+    from gdn_triton.ops.context_parallel import Inputs
+    from gdn_triton.shards import Interval, ShardLayout
+
+    T = 300
+    cu_seqlens = torch.tensor([0, T], dtype=torch.int32)
+    problem, tensors = make_call(1, T, shape.HV // 2, shape, cu_seqlens)
+    *first, state, _, A_log, dt_bias = tensors
+    x = Inputs(*first, None if state is None else state.mT, A_log, dt_bias)
+    needed = tuple(y is not None for y in x)
+    for before in ((), (0,)):
+        interval = Interval(1, 0, 0, before, (2,), T * len(before))
+        lengths = (T, T, T)
+        layout = ShardLayout(None, cu_seqlens, (0, T), (interval,), lengths, (0, 1, 2), True)
+        _, ends, kept = shard_triton.forward(problem, layout, x, lambda b, M: [b[0]])
+        do = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+        rest = (x, kept, do, torch.zeros_like(ends), needed, lambda b, M: [b[0]])
+        shard_triton.gradients(problem, layout, *rest)
+
+
 def run_post_conv(shape: Shape) -> None:
     """The preparation after the convolution, from both layouts, with the norm and without."""
     from gdn_triton.kernels.post_conv import post_conv_fwd
@@ -268,6 +328,57 @@ def run_post_conv(shape: Shape) -> None:
     rest = (a, b, *parameters, H, K, V)
     post_conv_fwd(x, *rest, use_l2norm=shape.full, g_exp=not shape.full)
     post_conv_fwd(by_channel, *rest, use_l2norm=True, g_exp=False)
+
+
+def run_conv(shape: Shape) -> None:
+    """The convolution: before the preparation and alone, from both layouts, with states and
+    without; its step; its gradients. Its taps differ from shape to shape."""
+    from gdn_triton.conv_problem import ConvOperands, ConvProblem, PrepOperands
+    from gdn_triton.kernels.conv import conv_fwd, conv_prep_fwd, conv_update_fwd
+    from gdn_triton.kernels.conv_backward import conv_bwd
+
+    N, T, HV, full = 3, 300, shape.HV, shape.full
+    H, W = HV // 2, 4 if shape.K == 128 else 3 if full else 2
+    D = 2 * H * shape.K + HV * shape.V
+    cu_seqlens = torch.arange(0, T + 1, T // N) if full else None
+    x = torch.empty(1 if full else N, T, D + 8, dtype=shape.dtype)[..., 8:]
+    by_channel = torch.empty(x.shape[0], D, T, dtype=shape.dtype).mT
+    weight, bias = torch.empty(D, W, dtype=shape.dtype), torch.empty(D) if full else None
+    a, b = torch.empty(*x.shape[:2], 2 * HV, dtype=shape.dtype).split(HV, -1)
+    prep = PrepOperands(a, b, *torch.empty(2, HV), H, HV, shape.K, shape.V, full, not full)
+    problem = ConvProblem(
+        B=x.shape[0],
+        T=T,
+        N=N,
+        D=D,
+        W=W,
+        dtype=x.dtype,
+        device=x.device,
+        silu=full,
+        last_skipped=-1,
+        every_token=False,
+        has_state=False,
+        wide=False,
+        needs_grad=False,
+    )
+    given = ConvOperands(x, weight, bias, cu_seqlens=cu_seqlens)
+    if full:
+        conv_fwd(problem, given)
+        conv_prep_fwd(problem, given._replace(x=by_channel), prep)
+    else:
+        conv_prep_fwd(problem, given, prep)
+        conv_fwd(problem, given._replace(x=by_channel))
+    conv_bwd(problem, torch.empty_like(x), x, weight, bias, cu_seqlens)
+
+    slots = torch.arange(N, dtype=torch.int32)
+    pool = torch.empty(N + N * T, W - 1, D, dtype=shape.dtype).mT
+    given = given._replace(state=pool, read_slots=slots, write_slots=slots)
+    problem = problem._replace(has_state=True)
+    conv_prep_fwd(problem, given._replace(has_initial_state=slots > 0), prep)
+    conv_update_fwd(problem, given)
+    every = N + torch.arange(N * T).view(N, T)
+    if not full:
+        conv_update_fwd(problem._replace(every_token=True), given._replace(write_slots=every))
 
 
 def run_recurrent(shape: Shape) -> None:
@@ -467,6 +578,7 @@ def main(backend: str, arch: str) -> int:
             compiled.clear()
             run_package(shape)
             run_post_conv(shape)
+            run_conv(shape)
             run_recurrent(shape)
             seen: set[int] = set()
             for one in compiled:

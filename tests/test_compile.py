@@ -483,7 +483,6 @@ def same(args: list[Any]) -> None:
         (same, {"output_final_state": 1}, "output_final_state must be True or False"),
         (same, {"chunk_size": 48}, r"chunk_size must be one of \(16, 32, 64\), got 48"),
         (same, {"chunk_size": 16.0}, "chunk_size must be an int"),
-        (same, {"cp_context": "ring"}, "cp_context is not served yet"),
         (same, {"initial_state": torch.ones(2, 2, 16, 16)}, "initial_state must have shape"),
         (same, {"A_log": torch.ones(2)}, "A_log must be None without use_gate_in_kernel"),
         (same, {"cu_seqlens_cpu": torch.tensor([0])}, "cu_seqlens_cpu must come with cu_seqlens"),
@@ -509,7 +508,7 @@ def test_errors_while_tracing(
     ) as traced:
         compiled("eager")(*args, **options)
     # torch 2.8 does not repeat the words of an error that is raised in what it traces: types, which
-    # a schema would convert, and cp_context.
+    # a schema would convert.
     assert re.search(message, str(traced.value)) or eager.type.__name__ in str(traced.value)
 
 

@@ -1,12 +1,14 @@
-"""The Triton backend under autograd: its forward, and its backward where a gradient is needed."""
+"""The Triton backend under autograd: its forward, and its backward where a gradient is needed. The
+backward takes nothing from a forward but its inputs, so it also serves the CUDA library's."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from gdn_triton.ops import chunk_bwd, chunk_fwd
-from gdn_triton.problem import Problem
+from gdn_triton.problem import Pool, Problem
 
 
 class _Gradients(torch.autograd.Function):
@@ -22,8 +24,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> NoReturn:
         raise RuntimeError(
-            "gdn_triton.chunk_gated_delta_rule has no second derivative in the Triton backend: "
-            "use GDN_BACKEND=reference for one"
+            "gdn_triton.chunk_gated_delta_rule has no second derivative in the Triton backend, nor "
+            "in the CUDA one: use GDN_BACKEND=reference for one"
         )
 
 
@@ -33,6 +35,7 @@ class _Chunk(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        run: Callable[..., tuple[Tensor, Tensor | None]],
         problem: Problem,
         q: Tensor,
         k: Tensor,
@@ -44,28 +47,49 @@ class _Chunk(torch.autograd.Function):
         dt_bias: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        o, final_state = chunk_fwd.forward(
+        o, final_state = run(
             problem, q, k, v, g, beta, initial_state, cu_seqlens, None, A_log, dt_bias
         )
         ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
         # q is what the states do not depend on.
-        if final_state is not None and not any(ctx.needs_input_grad[2:]):
+        if final_state is not None and not any(ctx.needs_input_grad[3:]):
             ctx.mark_non_differentiable(final_state)
         return o, final_state
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
         if do is None and dht is None:
-            return (None,) * 10
-        needed = ctx.needs_input_grad[1:9]
+            return (None,) * 11
+        needed = ctx.needs_input_grad[2:10]
         store_dh0 = needed[5]
         found = _Gradients.apply(  # type: ignore[no-untyped-call]
             ctx.problem, store_dh0, do, dht, *ctx.saved_tensors
         )
         wanted = (x if want else None for x, want in zip(found, needed, strict=True))
-        return (None, *wanted, None)
+        return (None, None, *wanted, None)
+
+
+def differentiable(
+    run: Callable[..., tuple[Tensor, Tensor | None]],
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_indices: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """What the forward `run` returns for these arguments, with the Triton backward as its gradient:
+    for a problem that Triton serves. `chunk_indices` is left out."""
+    return _Chunk.apply(  # type: ignore[no-any-return, no-untyped-call]
+        run, problem, q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens
+    )
 
 
 def forward(
@@ -80,13 +104,11 @@ def forward(
     chunk_indices: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
+    pool: Pool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
-    with and without a gradient."""
+    with and without a gradient. With a `pool`, its o and its states, and no gradient."""
+    tensors = (q, k, v, g, beta, initial_state, cu_seqlens, chunk_indices, A_log, dt_bias)
     if problem.needs_grad:
-        return _Chunk.apply(  # type: ignore[no-any-return, no-untyped-call]
-            problem, q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens
-        )
-    return chunk_fwd.forward(
-        problem, q, k, v, g, beta, initial_state, cu_seqlens, chunk_indices, A_log, dt_bias
-    )
+        return differentiable(chunk_fwd.forward, problem, *tensors)
+    return chunk_fwd.forward(problem, *tensors, pool)

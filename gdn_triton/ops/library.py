@@ -4,8 +4,8 @@
 are judged, `GDN_BACKEND` is read and a backend is chosen in its implementation, at every run. Its
 fake knows shapes, dtypes and strides only, and refuses what does not fit in them with the same
 errors. Its gradient is `gdn_triton::chunk_gated_delta_rule_bwd`: the Triton backward where that
-backend serves the call; else the forward again, differentiated with autograd, right and as slow as
-both together. A second derivative is an error.
+backend or `cuda` serves the call; else the forward again, differentiated with autograd, right and
+as slow as both together. A second derivative is an error.
 
 This module is imported when a call is first traced: outside of a compiler nobody pays for the
 registration or for the dispatcher. A process that only loads an exported program imports it itself.
@@ -14,6 +14,7 @@ registration or for the dispatcher. A process that only loads an exported progra
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from numbers import Real
@@ -63,7 +64,7 @@ class _Call(NamedTuple):
     chunk_size: int
 
     def validate(self) -> Problem:
-        return validate_chunk(**self._asdict(), cp_context=None)
+        return validate_chunk(**self._asdict())
 
     def run(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
         """In the backend that serves the problem. What keeps tensors for a backward, or not, is
@@ -145,9 +146,9 @@ def _without_contents(call: _Call) -> _Call:
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
     call, wanted = _Call(*args[:-1]), args[-1]
     problem = dataclasses.replace(call.validate(), needs_grad=True)
-    if choose(problem).name == "triton":
-        return _by_kernels(call, problem, do, dht, wanted)
-    return _by_autograd(call, problem, do, dht, wanted)
+    if choose(problem).name == "reference":
+        return _by_autograd(call, problem, do, dht, wanted)
+    return _by_kernels(call, problem, do, dht, wanted)
 
 
 def _by_kernels(
@@ -236,6 +237,16 @@ def _warn_deprecated(message: str) -> bool:
 warn_deprecated: Callable[[str], bool] = torch.compiler.assume_constant_result(_warn_deprecated)
 
 
+@torch.compiler.disable(reason="a call with cp_context talks to other ranks")  # type: ignore[untyped-decorator]
+def _run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
+
+
+def untraced(run: Callable[..., Any]) -> Callable[..., Any]:
+    """run, at which a trace breaks."""
+    return functools.partial(_run, run)
+
+
 def traced(
     q: Tensor,
     k: Tensor,
@@ -253,7 +264,6 @@ def traced(
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     chunk_indices: Tensor | None,
-    cp_context: object | None,
     use_gate_in_kernel: bool,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
@@ -277,7 +287,6 @@ def traced(
         or not all(flag is True or flag is False for flag in flags)
         or not (scale is None or (isinstance(scale, Real) and not isinstance(scale, bool)))
         or type(chunk_size) is not int
-        or cp_context is not None
     ):
         validate_chunk(
             q,
@@ -295,7 +304,6 @@ def traced(
             cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu,
             chunk_indices=chunk_indices,
-            cp_context=cp_context,
             use_gate_in_kernel=use_gate_in_kernel,
             A_log=A_log,
             dt_bias=dt_bias,
