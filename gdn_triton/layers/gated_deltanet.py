@@ -1,0 +1,547 @@
+"""The Gated DeltaNet layer: projections, short convolution, the rule, gated norm, projection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gdn_triton.api import chunk_gated_delta_rule
+from gdn_triton.arguments import (
+    FLOAT_DTYPES,
+    FLOATS,
+    INDEX_DTYPES,
+    INDICES,
+    check_dtype,
+    check_offsets,
+    must,
+    shape_of,
+    type_of,
+    value_of,
+)
+from gdn_triton.layers.cache import GatedDeltaNetCache
+from gdn_triton.layers.convolution import causal_conv, packed_causal_conv, sequence_of_tokens
+from gdn_triton.layers.qwen import weights_from_qwen
+from gdn_triton.recurrent import fused_recurrent_gated_delta_rule, recurrent_step
+from gdn_triton.validation_recurrent import LAST_SKIPPED
+
+__all__ = ["GatedDeltaNet"]
+
+# The longest sequence that runs token by token where no gradient is wanted: that of FLA's layer.
+RECURRENT_TOKENS: Final = 64
+
+_MODES: Final = ("chunk", "fused_recurrent")
+_ACTIVATIONS: Final = ("swish", "silu", "sigmoid")
+
+# At the start a time step, softplus(dt_bias), is between these, log-uniform, and a decay's rate,
+# exp(A_log), between 0 and this, uniform.
+_DT_RANGE: Final = (1e-3, 1e-1)
+_MOST_RATE: Final = 16.0
+
+
+class GatedDeltaNet(nn.Module):
+    """A Gated DeltaNet layer (Yang, Kautz and Hatamizadeh, 2024, arXiv:2412.06464, section 3.4).
+
+        q, k, v = silu(conv(W_qkv x))        a, b = W_ab x        z = W_g x
+        g    = -exp(A_log) * softplus(a + dt_bias)        beta = sigmoid(b), or twice that
+        o    = the gated delta rule of q and k over their lengths, v, g and beta
+        y    = W_o (rms_norm(o) * silu(z))
+
+    with one norm for each head of o. The constructor's parameters, their order and their defaults
+    are those of the layer of that name in flash-linear-attention 0.6.0, and so are the names and
+    shapes of its weights: a state dict of one loads into the other.
+
+    Sizes: B batch, T tokens, N sequences, H = num_heads, HV = num_v_heads, K = head_dim,
+    V = expand_v * head_dim.
+
+    Args:
+        hidden_size: channels of x and y.
+        expand_v: V over K; V must be whole.
+        head_dim: K, at most 256 in the Triton backend.
+        num_heads: H, heads of q and k.
+        num_v_heads: HV, heads of v, a multiple of H. None: H.
+        mode: what runs where gradients are off; where they are on, it is always the chunked form.
+            "chunk": the recurrence for sequences of up to 64 tokens, else the chunked form.
+            "fused_recurrent": always the recurrence.
+        use_gate: have the output gate z.
+        use_short_conv: have the convolution. False: q, k, v = silu(W_qkv x).
+        allow_neg_eigval: beta is 2 * sigmoid(b), so that a state's eigenvalues reach -1.
+        conv_size: tokens that the convolution spans.
+        conv_bias: have a bias in it.
+        layer_idx: the number of the layer, kept for the caller and not used.
+        norm_eps: added to the mean square in the norm.
+        output_gate_activation: of z: "swish", of which "silu" is another name, or "sigmoid".
+        device, dtype: of the weights. A_log and dt_bias are float32 whatever the dtype.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 2,
+        head_dim: int = 256,
+        num_heads: int = 6,
+        num_v_heads: int | None = None,
+        mode: str = "chunk",
+        use_gate: bool = True,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+        output_gate_activation: str = "swish",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        sizes = {
+            "hidden_size": hidden_size,
+            "head_dim": head_dim,
+            "num_heads": num_heads,
+            "num_v_heads": num_v_heads,
+            "conv_size": conv_size,
+        }
+        for name, size in sizes.items():
+            if type(size) is not int:
+                raise TypeError(must(name, "be an int", value_of(size)))
+            if size < 1:
+                raise ValueError(must(name, "be at least 1", str(size)))
+        if num_v_heads % num_heads:
+            expected = f"be a multiple of num_heads={num_heads}"
+            raise ValueError(must("num_v_heads", expected, str(num_v_heads)))
+        head_v_dim = round(head_dim * expand_v)
+        if head_v_dim < 1 or not math.isclose(head_dim * expand_v, head_v_dim, rel_tol=1e-5):
+            expected = f"make expand_v * head_dim, with head_dim={head_dim}, whole and positive"
+            raise ValueError(must("expand_v", expected, str(expand_v)))
+        if mode not in _MODES:
+            raise ValueError(must("mode", f"be one of {', '.join(_MODES)}", repr(mode)))
+        if output_gate_activation not in _ACTIVATIONS:
+            expected = f"be one of {', '.join(_ACTIVATIONS)}"
+            given = repr(output_gate_activation)
+            raise ValueError(must("output_gate_activation", expected, given))
+
+        self.hidden_size = hidden_size
+        self.expand_v = expand_v
+        self.head_dim = self.head_k_dim = head_dim
+        self.head_v_dim = head_v_dim
+        self.num_heads = num_heads
+        self.num_v_heads = num_v_heads
+        self.key_dim = num_heads * head_dim
+        self.value_dim = num_v_heads * head_v_dim
+        self.mode = mode
+        self.use_gate = use_gate
+        self.use_short_conv = use_short_conv
+        self.allow_neg_eigval = allow_neg_eigval
+        self.conv_size = conv_size
+        self.conv_bias = conv_bias
+        self.layer_idx = layer_idx
+        self.output_gate_activation = output_gate_activation
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
+
+        def conv(channels: int) -> nn.Conv1d:
+            # Holds the weights; the three are run as one.
+            return nn.Conv1d(
+                channels,
+                channels,
+                conv_size,
+                padding=conv_size - 1,
+                groups=channels,
+                bias=conv_bias,
+                device=device,
+                dtype=dtype,
+            )
+
+        self.q_proj = linear(hidden_size, self.key_dim)
+        self.k_proj = linear(hidden_size, self.key_dim)
+        self.v_proj = linear(hidden_size, self.value_dim)
+        self.a_proj = linear(hidden_size, num_v_heads)
+        self.b_proj = linear(hidden_size, num_v_heads)
+        self.A_log = nn.Parameter(torch.empty(num_v_heads, device=device, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(num_v_heads, device=device, dtype=torch.float32))
+        if use_short_conv:
+            self.q_conv1d = conv(self.key_dim)
+            self.k_conv1d = conv(self.key_dim)
+            self.v_conv1d = conv(self.value_dim)
+        if use_gate:
+            self.g_proj = linear(hidden_size, self.value_dim)
+        self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps, device=device, dtype=dtype)
+        self.o_proj = linear(self.value_dim, hidden_size)
+        self._reset_gate()
+
+    @classmethod
+    def from_qwen(
+        cls,
+        state_dict: Mapping[str, Tensor],
+        num_heads: int,
+        *,
+        prefix: str = "",
+        norm_eps: float = 1e-6,
+    ) -> GatedDeltaNet:
+        """The layer with the linear-attention weights of Qwen3-Next or Qwen3.5.
+
+        All sizes but these two follow from the weights, which keep their dtypes and devices.
+
+        Args:
+            state_dict, num_heads, prefix: as `gdn_triton.layers.weights_from_qwen` takes them.
+            norm_eps: `rms_norm_eps` of the configuration.
+        """
+        weights = weights_from_qwen(state_dict, num_heads, prefix)
+        head_dim = weights["q_proj.weight"].shape[0] // num_heads
+        layer = cls(
+            hidden_size=weights["o_proj.weight"].shape[0],
+            expand_v=weights["o_norm.weight"].shape[0] / head_dim,
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_v_heads=weights["A_log"].shape[0],
+            conv_size=weights["q_conv1d.weight"].shape[2],
+            norm_eps=norm_eps,
+            device="meta",
+        )
+        layer.load_state_dict(weights, assign=True)
+        return layer
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew, as the constructor does: for a layer made on the meta device,
+        after `to_empty`."""
+        for child in self.children():
+            child.reset_parameters()  # type: ignore[operator]
+        self._reset_gate()
+
+    @torch.no_grad()
+    def _reset_gate(self) -> None:
+        # A rate of 0 would have the logarithm -inf: rand is below 1.
+        self.A_log.copy_((_MOST_RATE * (1 - torch.rand_like(self.A_log))).log())
+        least, most = map(math.log, _DT_RANGE)
+        dt = (torch.rand_like(self.dt_bias) * (most - least) + least).exp()
+        self.dt_bias.copy_(dt + (-(-dt).expm1()).log())  # softplus of it is dt
+        for parameter in (self.A_log, self.dt_bias):
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def extra_repr(self) -> str:
+        return (
+            f"H={self.num_heads}, HV={self.num_v_heads}, K={self.head_k_dim}, V={self.head_v_dim}, "
+            f"mode={self.mode}, allow_neg_eigval={self.allow_neg_eigval}"
+        )
+
+    def make_cache(
+        self,
+        slots: int,
+        *,
+        dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        skip: str = "negative",
+    ) -> GatedDeltaNetCache:
+        """A cache for this layer with all slots empty.
+
+        Args:
+            slots: how many sequences there is room for.
+            dtype: of the convolution's states. None: that of the weights; under autocast, its dtype
+                is enough.
+            state_dtype: of the recurrent states, which are rounded to it after every token, or
+                after every call that runs in the chunked form. None: float32, or float64 if the
+                weights are.
+            device: None: that of the weights.
+            skip: which slots are padding: "negative", or "non_positive" where slot 0 is nobody's.
+        """
+        if type(slots) is not int:
+            raise TypeError(must("slots", "be an int", value_of(slots)))
+        if slots < 0:
+            raise ValueError(must("slots", "be at least 0", str(slots)))
+        weight = self.q_proj.weight
+        device = weight.device if device is None else device
+        conv_state = None
+        if self.use_short_conv:
+            shape = (slots + 1, 2 * self.key_dim + self.value_dim, self.conv_size - 1)
+            conv_state = torch.zeros(shape, dtype=dtype or weight.dtype, device=device)
+        heads = (self.num_v_heads, self.head_v_dim, self.head_k_dim)
+        state_dtype = state_dtype or torch.promote_types(weight.dtype, torch.float32)
+        recurrent_state = torch.zeros(slots + 1, *heads, dtype=state_dtype, device=device)
+        return GatedDeltaNetCache(conv_state, recurrent_state, skip)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        cache: GatedDeltaNetCache | None = None,
+        slots: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """The layer over whole sequences, or over the next tokens of sequences that a cache knows.
+
+        Args:
+            hidden_states: [B, T, hidden_size], float.
+            attention_mask: [B, S], S >= T, bool, integer or float: 0 where there is no token, in
+                its last T columns; earlier ones are not read. Tokens that are left out, on either
+                side or between others, change nothing, and their y is 0.
+            cache: of `make_cache`: each sequence goes on from its slot, which is then updated. A
+                gradient does not reach what came before the call. Not for a call that will be
+                repeated, as under gradient checkpointing.
+            slots: [N], int32 or int64, with a cache: the slot of each sequence, none named twice. A
+                slot that is padding (`skip` of the cache) skips its sequence: no state is written,
+                and its y is 0. None: the first N slots, in order.
+            cu_seqlens: [N + 1], int32 or int64: the N sequences are packed in one row (B = 1), as
+                `gdn_triton.chunk_gated_delta_rule` takes them. The y of tokens at or after
+                cu_seqlens[-1] is 0. Not together with attention_mask.
+
+        Returns:
+            y: [B, T, hidden_size].
+
+        No contents of masks, slots or offsets are read by the host where they lie on an
+        accelerator, so they are not checked there, and a call can be captured in a CUDA graph and
+        replayed with others; the reference backend reads them. `torch.compile(fullgraph=True)`
+        works with and without gradients.
+
+        Raises:
+            TypeError, ValueError: an argument that does not fit; no state has changed. Also what
+                `gdn_triton.chunk_gated_delta_rule` and `gdn_triton.recurrent_step` raise.
+        """
+        N = self._check(hidden_states, attention_mask, cache, slots, cu_seqlens)
+        B, T, _ = hidden_states.shape
+        if T == 0:
+            return self.o_proj(hidden_states.new_zeros(B, 0, self.value_dim))
+        skips = slots is not None
+        if cache is not None and slots is None:
+            first = LAST_SKIPPED[cache.skip] + 1
+            slots = torch.arange(first, first + N, device=hidden_states.device)
+        if attention_mask is None:
+            return self._run(hidden_states, cache, slots, cu_seqlens, T, skips)
+
+        # The tokens that count, sequence after sequence, then the others, which belong to none.
+        kept = attention_mask[:, -T:] != 0
+        offsets = F.pad(kept.sum(1).cumsum(0), (1, 0))
+        kept = kept.flatten()
+        place = torch.where(kept, kept.cumsum(0) - 1, offsets[-1] + (~kept).cumsum(0) - 1)
+        x = hidden_states.flatten(0, 1)
+        x = x.new_zeros(x.shape).index_copy(0, place, x)
+        y = self._run(x[None], cache, slots, offsets, T, skips)
+        return y[0].index_select(0, place).unflatten(0, (B, T))
+
+    def _run(
+        self,
+        x: Tensor,
+        cache: GatedDeltaNetCache | None,
+        slots: Tensor | None,
+        cu_seqlens: Tensor | None,
+        longest: int,
+        skips: bool,
+    ) -> Tensor:
+        """The layer. longest: no sequence has more tokens; skips: slots may hold padding."""
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        o = self._mix(qkv, self.a_proj(x), self.b_proj(x), cache, slots, cu_seqlens, longest)
+        wide = torch.promote_types(o.dtype, torch.float32)
+        y = F.rms_norm(o.to(wide), (self.head_v_dim,), self.o_norm.weight.to(wide), self.o_norm.eps)
+        if self.use_gate:
+            z = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim)).to(wide)
+            y = y * (z.sigmoid() if self.output_gate_activation == "sigmoid" else F.silu(z))
+        y = self.o_proj(y.to(o.dtype).flatten(-2))
+
+        # Rows of nobody are 0 by selection: what they hold may be anything.
+        live = None
+        if skips:
+            assert cache is not None and slots is not None
+            live = cache.is_live(slots)
+        if cu_seqlens is not None:
+            N = cu_seqlens.shape[0] - 1
+            owner = sequence_of_tokens(cu_seqlens, x.shape[1])
+            served = owner < N
+            if live is not None:
+                served = torch.cat([live, live.new_zeros(1)])[owner]
+            return torch.where(served[None, :, None], y, 0)
+        return y if live is None else torch.where(live[:, None, None], y, 0)
+
+    def _mix(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        cache: GatedDeltaNetCache | None,
+        slots: Tensor | None,
+        cu_seqlens: Tensor | None,
+        longest: int,
+    ) -> Tensor:
+        """All that joins tokens: convolution and rule. o [B, T, HV, V] of the projections
+        qkv [B, T, 2 H K + HV V] and a, b [B, T, HV]; the slots of the cache go on."""
+        conv_state = None
+        if self.use_short_conv:
+            qkv, conv_state = self._convolve(qkv, cache, slots, cu_seqlens)
+        else:
+            qkv = F.silu(qkv)
+        short = longest <= RECURRENT_TOKENS or self.mode == "fused_recurrent"
+        by_token = short and not torch.is_grad_enabled()
+        if by_token and cache is not None:
+            assert slots is not None
+            o = recurrent_step(
+                cache.recurrent_state,
+                slots,
+                mixed_qkv=qkv,
+                a=a,
+                b=b,
+                A_log=self.A_log,
+                dt_bias=self.dt_bias,
+                allow_neg_eigval=self.allow_neg_eigval,
+                use_qk_l2norm_in_kernel=True,
+                state_v_first=True,
+                skip=cache.skip,
+                cu_seqlens=cu_seqlens,
+            )
+        else:
+            initial_state = None
+            if cache is not None:
+                assert slots is not None
+                initial_state = cache.read(cache.recurrent_state, slots)
+            q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], -1)
+            rule = fused_recurrent_gated_delta_rule if by_token else chunk_gated_delta_rule
+            o, final_state = rule(
+                q=q.unflatten(-1, (self.num_heads, self.head_k_dim)),
+                k=k.unflatten(-1, (self.num_heads, self.head_k_dim)),
+                v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+                g=a,
+                beta=b,
+                initial_state=initial_state,
+                output_final_state=cache is not None,
+                use_qk_l2norm_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True,
+                allow_neg_eigval=self.allow_neg_eigval,
+                state_v_first=True,
+                cu_seqlens=cu_seqlens,
+                use_gate_in_kernel=True,
+                A_log=self.A_log,
+                dt_bias=self.dt_bias,
+            )
+            if cache is not None:
+                assert slots is not None and final_state is not None
+                cache.write(cache.recurrent_state, slots, final_state)
+        # Last, so that a call that raises has changed no state.
+        if cache is not None and conv_state is not None:
+            assert slots is not None and cache.conv_state is not None
+            cache.write(cache.conv_state, slots, conv_state)
+        return o
+
+    def _convolve(
+        self,
+        qkv: Tensor,
+        cache: GatedDeltaNetCache | None,
+        slots: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """qkv after the convolution, and its last rows before it, a state for each sequence."""
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        weight = torch.cat([conv.weight for conv in convs])
+        biases = [conv.bias for conv in convs if conv.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        B, _, D = qkv.shape
+        if cache is None:
+            N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            state = qkv.new_zeros(N, D, self.conv_size - 1)
+        else:
+            assert slots is not None and cache.conv_state is not None
+            state = cache.read(cache.conv_state, slots)
+        if cu_seqlens is None:
+            return causal_conv(qkv, weight, bias, state)
+        return packed_causal_conv(qkv, weight, bias, state, cu_seqlens)
+
+    def _check(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        cache: GatedDeltaNetCache | None,
+        slots: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> int:
+        """Judges the arguments of `forward`; N, the number of sequences."""
+        if not isinstance(x, Tensor):
+            raise TypeError(must("hidden_states", "be a torch.Tensor", type_of(x)))
+        others = {"attention_mask": attention_mask, "slots": slots, "cu_seqlens": cu_seqlens}
+        for name, given in others.items():
+            if given is None:
+                continue
+            if not isinstance(given, Tensor):
+                raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
+            if given.device != x.device:
+                expected = f"be on the device of hidden_states, {x.device}"
+                raise ValueError(must(name, expected, str(given.device)))
+        if x.dim() != 3 or x.shape[2] != self.hidden_size:
+            expected = f"have shape [B, T, hidden_size={self.hidden_size}]"
+            raise ValueError(must("hidden_states", expected, shape_of(x)))
+        check_dtype("hidden_states", x, FLOAT_DTYPES, FLOATS)
+        B, T, _ = x.shape
+        N = B
+        if attention_mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError(must("attention_mask", "be None with cu_seqlens", "a tensor"))
+            mask = attention_mask
+            if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] < T:
+                expected = f"have shape [B={B}, S], S at least T={T}"
+                raise ValueError(must("attention_mask", expected, shape_of(mask)))
+        if cu_seqlens is not None:
+            check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES, INDICES)
+            if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+                expected = "have shape [N + 1], N >= 0"
+                raise ValueError(must("cu_seqlens", expected, shape_of(cu_seqlens)))
+            if B != 1:
+                expected = "have batch size B=1 with cu_seqlens"
+                raise ValueError(must("hidden_states", expected, f"B={B}"))
+            N = cu_seqlens.shape[0] - 1
+            if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+                check_offsets("cu_seqlens", cu_seqlens.tolist(), T)
+        self._check_cache(x, cache, slots, N)
+        return N
+
+    def _check_cache(
+        self, x: Tensor, cache: GatedDeltaNetCache | None, slots: Tensor | None, N: int
+    ) -> None:
+        if cache is None:
+            if slots is not None:
+                raise ValueError(must("slots", "be None without a cache", "a tensor"))
+            return
+        if not isinstance(cache, GatedDeltaNetCache):
+            raise TypeError(must("cache", "be a GatedDeltaNetCache or None", type_of(cache)))
+        heads = (self.num_v_heads, self.head_v_dim, self.head_k_dim)
+        conv = (2 * self.key_dim + self.value_dim, self.conv_size - 1)
+        if (
+            cache.recurrent_state.shape[1:] != heads
+            or (cache.conv_state is not None) != self.use_short_conv
+            or (cache.conv_state is not None and cache.conv_state.shape[1:] != conv)
+        ):
+            expected = (
+                f"have states of this layer's shapes, {list(heads)} and "
+                f"{list(conv) if self.use_short_conv else None}"
+            )
+            found = None if cache.conv_state is None else list(cache.conv_state.shape[1:])
+            raise ValueError(
+                must("cache", expected, f"{list(cache.recurrent_state.shape[1:])} and {found}")
+            )
+        if cache.recurrent_state.device != x.device:
+            expected = f"be on the device of hidden_states, {x.device}"
+            raise ValueError(must("cache", expected, str(cache.recurrent_state.device)))
+        first = LAST_SKIPPED[cache.skip] + 1
+        if slots is None:
+            if cache.slots - first < N:
+                expected = f"have room for N={N} sequences"
+                raise ValueError(must("cache", expected, f"{cache.slots - first} slots"))
+            return
+        if slots.shape != (N,):
+            expected = f"have shape [N={N}], a slot a sequence"
+            raise ValueError(must("slots", expected, shape_of(slots)))
+        check_dtype("slots", slots, INDEX_DTYPES, INDICES)
+        if slots.device.type == "cpu" and not torch.compiler.is_compiling():
+            named = [slot for slot in slots.tolist() if slot >= first]
+            if named and max(named) >= cache.slots:
+                expected = f"be less than the {cache.slots} slots of the cache"
+                raise ValueError(must("slots", expected, str(max(named))))
+            if len(set(named)) < len(named):
+                slot = next(slot for slot in named if named.count(slot) > 1)
+                raise ValueError(must("slots", "name no slot twice", f"{slot} twice"))
