@@ -1,0 +1,282 @@
+"""flash-linear-attention (FLA) on this package's kernels: its ops, and with them its layers and
+models, train and generate through us.
+
+`register()` puts us into FLA's registry of backends, which serves `chunk_gated_delta_rule` whoever
+calls it. That registry does not know `fused_recurrent_gated_delta_rule`: its name is replaced in
+every loaded module that holds it, and modules loaded later find the replacement in FLA's own.
+`unregister()` undoes both, and `with routed():` does it for a block.
+
+What this package does not serve stays FLA's: a call that is refused runs on FLA's own path, as it
+would without us, and the logger `gdn_triton` warns of it once with the reason. With `GDN_BACKEND`
+set to the name of a backend nothing goes back: what it cannot run is an error.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from packaging.version import InvalidVersion, Version
+from torch import Tensor
+
+from gdn_triton.api import chunk_gated_delta_rule, explain
+from gdn_triton.backend import recurrent_triton_supports
+from gdn_triton.recurrent import fused_recurrent_gated_delta_rule
+from gdn_triton.recurrent_plans import SequenceOptions
+from gdn_triton.recurrent_problem import Operands
+from gdn_triton.validation import remembered
+from gdn_triton.validation_recurrent import validate_sequences
+
+# 0.5.2 is the first whose registry covers the op. A later version may mean something else by an
+# argument, so one that nobody has looked at is refused.
+OLDEST_FLA, FIRST_UNKNOWN_FLA = (0, 5, 2), (0, 7)
+
+# FLA asks backends in this order: its own for Ascend has 0, FlashQLA 3.
+PRIORITY = 1
+
+_logger = logging.getLogger("gdn_triton")
+_warned: set[tuple[str, str]] = set()
+
+
+class _Routes:
+    """What `register` did, in attributes: a global of a module would be replaced with the rest."""
+
+    active = False  # asked by FLA's registry at every call
+    backend: object = None  # ours in FLA's registry, which has no way out
+    original: Callable[..., Any] | None = None  # FLA's recurrence
+    replacement: Callable[..., Any] | None = None
+
+
+_routes = _Routes()
+
+
+def register() -> None:
+    """Routes FLA's two ops of the gated delta rule to this package. A second call does nothing.
+
+    FLA may have been imported before or not. It is imported here, with its ops.
+
+    Raises:
+        ImportError: FLA cannot be imported.
+        RuntimeError: its version is not one of 0.5.2 to 0.6.x, or `FLA_DISABLE_BACKEND_DISPATCH=1`
+            was set when it was imported, so that it asks no backend.
+    """
+    if _routes.active:
+        return
+    version = _import_fla()
+    ops = importlib.import_module("fla.ops.gated_delta_rule")
+    # FLA 0.6 keeps its registry in fla.backends, 0.5 in fla.ops.backends.
+    is_new = version.release >= (0, 6)
+    backends = importlib.import_module("fla.backends" if is_new else "fla.ops.backends")
+    if backends._DISPATCH_DISABLED:
+        raise RuntimeError(
+            "FLA_DISABLE_BACKEND_DISPATCH=1 was set when FLA was imported: it asks no backend, so "
+            "none can be registered. Unset it and start anew."
+        )
+    if _routes.backend is None:
+        backend = _backend_class(backends.BaseBackend)
+        if is_new:
+            backends.register("gated_delta_rule")(backend)
+        else:
+            registry = importlib.import_module("fla.ops.gated_delta_rule.backends").gdr_registry
+            registry.register(backend())
+        _routes.backend = backend
+        _routes.original = ops.fused_recurrent_gated_delta_rule
+        _routes.replacement = _recurrence(ops.fused_recurrent_gated_delta_rule)
+    _routes.active = True
+    places = _replace(_routes.original, _routes.replacement)
+    _logger.info(
+        "FLA %s runs on gdn_triton: chunk_gated_delta_rule through its registry, "
+        "fused_recurrent_gated_delta_rule under %d names.",
+        version,
+        places,
+    )
+
+
+def unregister() -> None:
+    """Undoes `register`: FLA's ops are its own again. Without one it does nothing.
+
+    Where the replaced recurrence was kept under no module's name, in a closure or a table, it stays
+    and calls FLA's.
+    """
+    if _routes.active:
+        _routes.active = False
+        _replace(_routes.replacement, _routes.original)
+
+
+@contextlib.contextmanager
+def routed() -> Iterator[None]:
+    """`register()` for a block. What was registered before it stays so after it."""
+    before = _routes.active
+    register()
+    try:
+        yield
+    finally:
+        if not before:
+            unregister()
+
+
+def _import_fla() -> Version:
+    """FLA's version; ImportError or RuntimeError if there is none that is known."""
+    oldest, unknown = (".".join(map(str, v)) for v in (OLDEST_FLA, FIRST_UNKNOWN_FLA))
+    try:
+        found = getattr(importlib.import_module("fla"), "__version__", None)
+    except ImportError as error:
+        raise ImportError(
+            f"gdn_triton.integrations.fla needs flash-linear-attention {oldest} or newer (the "
+            f"distribution fla-core), which cannot be imported: {error}"
+        ) from error
+    try:
+        version = Version(str(found))
+    except InvalidVersion:
+        version = None
+    if version is None or not OLDEST_FLA <= version.release < FIRST_UNKNOWN_FLA:
+        raise RuntimeError(
+            f"gdn_triton.integrations.fla knows flash-linear-attention {oldest} to before "
+            f"{unknown}; found {found}"
+        )
+    return version
+
+
+def _replace(old: object, new: object) -> int:
+    """Puts `new` wherever a loaded module holds `old` under a name; how many names that were."""
+    places = 0
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict):
+            continue
+        for name in [name for name, value in list(names.items()) if value is old]:
+            names[name] = new
+            places += 1
+    return places
+
+
+def _named() -> bool:
+    """Whether `GDN_BACKEND` names a backend (or nothing known, which the op says)."""
+    return os.environ.get("GDN_BACKEND", "auto") != "auto"
+
+
+def _refusal(op: str, judge: Callable[..., bool], args: Any, kwargs: Any) -> str | None:
+    """A sentence why FLA's own path runs this call, which is logged once, or None."""
+    if _named():
+        return None
+    try:
+        judge(*args, **kwargs)
+    except (TypeError, ValueError, NotImplementedError, _Unserved) as why:
+        reason = f"{str(why).rstrip('.')}."
+    else:
+        return None
+    if (op, reason) not in _warned:
+        _warned.add((op, reason))
+        _logger.warning("FLA's own path runs %s, not gdn_triton: %s", op, reason)
+    return reason
+
+
+class _Unserved(Exception):
+    """On an accelerator only the reference could run a call, and FLA's kernels are faster."""
+
+
+@remembered
+def _serves_chunk(q: Tensor, *args: Any, **kwargs: Any) -> bool:
+    inspect.signature(chunk_gated_delta_rule).bind(q, *args, **kwargs)
+    explanation = explain(q, *args, **kwargs)
+    if explanation.chosen == "reference" and not q.is_cpu:
+        raise _Unserved(explanation.reasons["triton"])
+    return True
+
+
+@remembered
+def _serves_recurrent(*args: Any, **kwargs: Any) -> bool:
+    call = inspect.signature(fused_recurrent_gated_delta_rule).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    x = Operands(**{name: given[name] for name in Operands._fields if name in given})
+    options = SequenceOptions(**{name: given[name] for name in SequenceOptions._fields})
+    if given["transpose_state_layout"] is not None:
+        options = options._replace(state_v_first=given["transpose_state_layout"])
+    problem = validate_sequences(x._replace(state=given["initial_state"]), **options._asdict())
+    # Gradients are not asked of the kernel here. Strides are not remembered; the op judges them.
+    problem = dataclasses.replace(problem, needs_grad=False, tile_span=0)
+    reason = recurrent_triton_supports(problem)
+    if reason is not None and problem.device.type != "cpu":
+        raise _Unserved(reason)
+    return True
+
+
+def _backend_class(base: Any) -> Any:
+    """Our entry for FLA's registry, which is asked by method names: the op's, and the op's with
+    `_verifier`, which answers (takes the call, reason why not)."""
+
+    class GdnTritonBackend(base):  # type: ignore[misc]
+        backend_type = "gdn_triton"
+        package_name = None
+        priority = PRIORITY
+
+        @classmethod
+        def is_available(cls) -> bool:
+            return True
+
+        @classmethod
+        def is_enabled(cls) -> bool:
+            return _routes.active
+
+        def chunk_gated_delta_rule_verifier(
+            self, *args: Any, **kwargs: Any
+        ) -> tuple[bool, str | None]:
+            reason = _refusal("chunk_gated_delta_rule", _serves_chunk, args, kwargs)
+            return reason is None, reason
+
+        def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            return chunk_gated_delta_rule(*args, **kwargs)
+
+    return GdnTritonBackend
+
+
+def _recurrence(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What takes the place of FLA's recurrence; `inspect.signature` finds FLA's parameters."""
+
+    @functools.wraps(original)
+    def routed_recurrence(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if not _routes.active:
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        if torch.compiler.is_compiling():  # nothing can be judged in a trace
+            return fused_recurrent_gated_delta_rule(*args, **kwargs)
+        op = "fused_recurrent_gated_delta_rule"
+        if _refusal(op, _serves_recurrent, args, kwargs) is not None:
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        forward_only = (
+            torch.is_grad_enabled()
+            and any(x.requires_grad for x in tensors)
+            and not tensors[0].is_cpu
+            and os.environ.get("GDN_BACKEND") != "reference"
+        )
+        if not forward_only:
+            return fused_recurrent_gated_delta_rule(*args, **kwargs)
+        run = functools.partial(fused_recurrent_gated_delta_rule, *args, **kwargs)
+        return _ForwardOnly.apply(run, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+    return routed_recurrence
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """FLA's recurrence takes inputs that require gradients and fails in the backward. On an
+    accelerator so does this one: our kernel has no backward either, and the reference, which has
+    one, would run there in its stead."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Any], *tensors: Tensor) -> Any:
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "fused_recurrent_gated_delta_rule has no backward on this device. Train with "
+            "chunk_gated_delta_rule."
+        )

@@ -1,0 +1,432 @@
+"""The Gated DeltaNet layers of transformers' models on this package's ops.
+
+    from gdn_triton.integrations.transformers import disable, enable, status
+
+    print(enable())  # before or after the models are imported, made or loaded
+    ...
+    disable()
+
+A modeling file of transformers reaches the two ops, the chunked one and the recurrent one, in one
+of two ways (`docs/integrations_transformers.md` has the versions):
+
+- its layer calls functions of the module, `torch_chunk_gated_delta_rule` and
+  `torch_recurrent_gated_delta_rule`, which a decorator may have turned to FLA. `enable` puts ours
+  in their place in the module.
+- its layer keeps them as attributes, `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`,
+  which its `__init__` sets. `enable` puts a property in front of these on the class. So all
+  instances, earlier and later ones, run ours, and keep what they were given for `disable`.
+
+Modules that are imported later are treated when they are, by a finder on `sys.meta_path`. Nothing
+of transformers is imported here, and importing this module changes nothing.
+
+`enable` and `disable` assign to modules and classes one place after the other, without a lock: call
+them while no other thread imports, enables or disables. A forward pass that runs meanwhile may use
+one implementation in one layer and the other in the next. A model that `torch.compile` has already
+traced keeps what it was traced with until `torch.compiler.reset()`.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from gdn_triton.api import chunk_gated_delta_rule
+from gdn_triton.recurrent import fused_recurrent_gated_delta_rule
+
+__all__ = ["Place", "Status", "disable", "enable", "status"]
+
+Op = Callable[..., tuple[Tensor, Tensor | None]]
+
+# The two ways: names that a layer's methods use, each with the name of our op.
+FUNCTIONS = {
+    "torch_chunk_gated_delta_rule": "chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
+}
+ATTRIBUTES = {
+    "chunk_gated_delta_rule": "chunk_gated_delta_rule",
+    "recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
+}
+PACKAGES = ("transformers", "transformers_modules")  # the second holds a model repository's code
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a modeling module reaches an op: `name`, dotted, and which `op` of ours runs there, or
+    None and the `reason` why none does."""
+
+    name: str
+    op: str | None
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {f'gdn_triton.{self.op}' if self.op else f'not ours: {self.reason}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Whether ours are enabled, transformers' version (None: not installed), and every place found
+    in the modeling modules imported so far. `print` it."""
+
+    enabled: bool
+    version: str | None
+    places: tuple[Place, ...]
+
+    def __str__(self) -> str:
+        state = "enabled" if self.enabled else "disabled"
+        lines = [f"gdn_triton is {state} in transformers {self.version or '(not installed)'}"]
+        lines += [f"  {place}" for place in self.places]
+        if not self.places:
+            lines.append("  no module with a gated delta rule has been imported yet")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Target:
+    """`name` of `owner`, a module or a class of it, where our `op` belongs."""
+
+    owner: Any
+    name: str
+    op: str
+
+    @property
+    def path(self) -> str:
+        if isinstance(self.owner, type):
+            return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+        return f"{self.owner.__name__}.{self.name}"
+
+    @property
+    def now(self) -> Any:
+        return vars(self.owner).get(self.name, _ABSENT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Patch:
+    """What was at a target, and what we put there."""
+
+    target: _Target
+    before: Any
+    ours: Any
+
+    @property
+    def in_place(self) -> bool:
+        return self.target.now is self.ours
+
+
+_ABSENT = object()
+_patches: list[_Patch] = []
+_asked: list[ModuleType] = []  # modules that were named to `enable`
+
+
+# ------------------------------------------------------------------------------------------- public
+
+
+def enable(*modules: ModuleType) -> Status:
+    """Runs the Gated DeltaNet layers of transformers' models on this package, until `disable`.
+
+    Covers every modeling module of transformers that is imported, or will be, and the modeling
+    files of model repositories that are imported by now (`trust_remote_code`: those that come later
+    pass the import system by; call `enable` again). A second call changes nothing that is in place.
+
+    Args:
+        modules: further modules with such layers, of other packages.
+
+    Returns:
+        every place found, whether ours runs there, and if not, why: what `status()` returns.
+
+    Raises:
+        ImportError: transformers is not installed, and no module was given.
+        TypeError: an argument is no module.
+    """
+    for module in modules:
+        if not isinstance(module, ModuleType):
+            raise TypeError(f"enable: expected modules, got a {type(module).__name__}")
+    if not modules and not _is_installed():
+        raise ImportError("transformers is not installed: there is nothing to enable")
+    _asked.extend(module for module in modules if module not in _asked)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+    for module in _modules():
+        _patch(module)
+    return status()
+
+
+def disable() -> Status:
+    """Puts back what `enable` replaced. What has been replaced once more since then is left alone,
+    and named in the returned status."""
+    if _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+    for patch in reversed(_patches):
+        if not patch.in_place:
+            continue
+        if patch.before is _ABSENT:
+            delattr(patch.target.owner, patch.target.name)
+        else:
+            setattr(patch.target.owner, patch.target.name, patch.before)
+    found = status()
+    _patches.clear()
+    _asked.clear()
+    return found
+
+
+def status() -> Status:
+    """What is in place now, in the modules that are imported now. Changes nothing."""
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    enabled = _FINDER in sys.meta_path
+    places = [place for module in _modules() for place in _places(module, enabled)]
+    return Status(enabled, version, tuple(places))
+
+
+# ---------------------------------------------------------------------------------------- the ops
+
+
+def _ops(module: ModuleType) -> dict[str, Op]:
+    """Our ops for the calls of one modeling module.
+
+    The parameters are those of transformers' own torch functions. A layer also hands on whatever
+    keywords its model was called with. The options of our op among them are used; the others, such
+    as `seq_idx` or `max_length_q`, are for the model's other parts, and transformers' own functions
+    drop them too.
+    """
+    convolution = vars(module).get("causal_conv1d_fn", _ABSENT)
+    installed = importlib.util.find_spec("causal_conv1d") is not None
+    in_torch = convolution is None or (inspect.isroutine(convolution) and not installed)
+
+    def mixes() -> bool:
+        """Whether the convolution before these ops is transformers' own, in torch, which runs over
+        the bounds of packed sequences."""
+        if not isinstance(convolution, nn.Module):
+            return in_torch
+        # A function that the package `kernels` has made a module of, to replace its forward.
+        own = getattr(convolution.forward, "__func__", None) is type(convolution).forward
+        return own and not installed
+
+    def options(
+        names: frozenset[str], given: dict[str, Any], cu_seqlens: Tensor | None
+    ) -> dict[str, Any]:
+        if cu_seqlens is not None and cu_seqlens.shape[0] > 2 and mixes():
+            raise ValueError(
+                f"cu_seqlens must be None or hold one sequence in {module.__name__} as long as the "
+                f"package causal_conv1d is not installed, got {cu_seqlens.shape[0] - 1} sequences: "
+                "the convolution before the gated delta rule would mix them"
+            )
+        return {name: value for name, value in given.items() if name in names}
+
+    def chunk(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        return chunk_gated_delta_rule(
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=cu_seqlens,
+            chunk_size=chunk_size,
+            **options(_CHUNK_OPTIONS, kwargs, cu_seqlens),
+        )
+
+    def recurrent(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        return fused_recurrent_gated_delta_rule(
+            query,
+            key,
+            value,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=cu_seqlens,
+            **options(_RECURRENT_OPTIONS, kwargs, cu_seqlens),
+        )
+
+    return {"chunk_gated_delta_rule": chunk, "fused_recurrent_gated_delta_rule": recurrent}
+
+
+# torch.compile traces the calls, and could not trace this.
+_CHUNK_OPTIONS = frozenset(inspect.signature(chunk_gated_delta_rule).parameters)
+_RECURRENT_OPTIONS = frozenset(inspect.signature(fused_recurrent_gated_delta_rule).parameters)
+
+
+# ------------------------------------------------------------------------------------- the modules
+
+
+def _is_installed() -> bool:
+    return "transformers" in sys.modules or importlib.util.find_spec("transformers") is not None
+
+
+def _is_modeling(name: str) -> bool:
+    package, _, rest = name.partition(".")
+    return package in PACKAGES and rest.rpartition(".")[2].startswith("modeling_")
+
+
+def _modules() -> Iterator[ModuleType]:
+    """Modeling modules imported so far, and those that were named."""
+    imported = [module for name, module in sorted(sys.modules.items()) if _is_modeling(name)]
+    # An entry that forbids an import is None.
+    yield from dict.fromkeys(x for x in (*imported, *_asked) if isinstance(x, ModuleType))
+
+
+def _names(function: Any, seen: set[Any]) -> set[str]:
+    """Every name that a function uses, or one that a decorator has put it in: not every decorator
+    leaves a `__wrapped__`, but all hold the function in a closure."""
+    if not inspect.isfunction(function) or function in seen:
+        return set()
+    seen.add(function)
+    names = set(function.__code__.co_names)
+    for cell in function.__closure__ or ():
+        try:
+            names |= _names(cell.cell_contents, seen)
+        except ValueError:  # an empty cell
+            continue
+    return names
+
+
+def _layers(module: ModuleType) -> Iterator[tuple[type, set[str]]]:
+    """The layers that a module defines, with every name that their methods use. What `__init__`
+    uses is no call."""
+    for cls in vars(module).values():
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            continue
+        if cls.__module__ == module.__name__:
+            methods = [method for name, method in vars(cls).items() if name != "__init__"]
+            yield cls, set().union(*(_names(method, set()) for method in methods))
+
+
+def _targets(module: ModuleType) -> tuple[list[_Target], str | None]:
+    """Where our ops belong in a module; or none, and why not if it does have gated delta rules."""
+    if not any("gated_delta_rule" in name for name in vars(module)):
+        return [], None
+    targets, called = [], False
+    for cls, names in _layers(module):
+        called |= names.issuperset(FUNCTIONS)
+        if names.issuperset(ATTRIBUTES):
+            targets += [_Target(cls, name, op) for name, op in ATTRIBUTES.items()]
+    if called:
+        targets += [_Target(module, name, op) for name, op in FUNCTIONS.items()]
+    if targets:
+        return targets, None
+    return [], "no layer calls its gated delta rule in a way that is known here"
+
+
+def _patch(module: ModuleType) -> None:
+    ops: dict[str, Op] | None = None
+    for target in _targets(module)[0]:
+        if any(p.in_place for p in _patches_at(target)):
+            continue
+        ops = ops or _ops(module)
+        ours: Any = ops[target.op]
+        if isinstance(target.owner, type):
+            ours = _attribute(target.name, ours)
+        _patches.append(_Patch(target, target.now, ours))
+        setattr(target.owner, target.name, ours)
+
+
+def _patches_at(target: _Target) -> Iterable[_Patch]:
+    at = (target.owner, target.name)
+    return (p for p in _patches if p.target.owner is at[0] and p.target.name == at[1])
+
+
+def _attribute(name: str, ours: Op) -> Any:
+    """An attribute that reads as `ours`, whatever the instance holds and is given."""
+
+    def get(layer: nn.Module) -> Op:
+        return ours
+
+    def keep(layer: nn.Module, value: Any) -> None:
+        layer.__dict__[name] = value
+
+    def drop(layer: nn.Module) -> None:
+        del layer.__dict__[name]
+
+    return property(get, keep, drop)
+
+
+def _places(module: ModuleType, enabled: bool) -> Iterator[Place]:
+    targets, reason = _targets(module)
+    if reason is not None:
+        yield Place(module.__name__, None, f"{reason}.")
+    for target in targets:
+        patches = list(_patches_at(target))
+        if any(patch.in_place for patch in patches):
+            yield Place(target.path, target.op)
+        elif not enabled and (not patches or patches[0].before is target.now):
+            yield Place(target.path, None, "not enabled.")
+        elif patches:
+            yield Place(target.path, None, "replaced by another since `enable`, and left alone.")
+        else:
+            yield Place(target.path, None, "imported past the import system: call `enable` again.")
+
+
+# -------------------------------------------------------------------------------- later imports
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds modeling modules as the other finders do, and has `_patch` follow their execution."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not _is_modeling(fullname):
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """Stands in for a module's loader until the module is executed, and leaves no trace there."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        _patch(module)
+
+
+_FINDER = _Finder()
