@@ -119,6 +119,7 @@ setup(
         "packaging",
     ],
     extras_require={
+        "examples": ["matplotlib"],  # the loss curve of examples/train_bytes.py
         "bench": ["matplotlib"],  # the plots of benchmarks/plot.py; without it there are none
         "test": [
             "pytest",
@@ -126,6 +127,9 @@ setup(
             "pytest-timeout",  # a kernel that hangs ends its test, not the run
             "ruff",  # lint and format are tests
             "mypy",  # so are the annotations
+            "transformers>=4.57,<6",  # its models on this package; 180 MB
+            "mkdocs",  # the site builds without a warning
+            "mkdocstrings-python",
             # Triton's interpreter computes in numpy; before Triton 3.9 it fails with numpy 2.4.
             "numpy<2.4",
         ],

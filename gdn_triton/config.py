@@ -247,8 +247,8 @@ def state_bwd_config(K: int, V: int, dtype: torch.dtype, states: int) -> tuple[T
     of the same tile. BK spans K, as a program holds whole columns of the state. Every column is
     walked twice, there and back: above 16 columns a multiprocessor two programs share one, in two
     stages each. Above 48 there are programs enough for a launch of each, and the walk forward,
-    which holds less, has room for wider tiles up to K = 128. The bits of a column depend on none of
-    it."""
+    which holds less, has room for wider tiles; not so above K = 128. The bits of a column depend on
+    none of it."""
     BK = padded(K, 256)
     if dtype.itemsize == 4:
         return state_bwd_tile(BK, padded(V, 16), 2, dtype), None
@@ -256,9 +256,9 @@ def state_bwd_config(K: int, V: int, dtype: torch.dtype, states: int) -> tuple[T
     if columns <= 16:
         return state_bwd_tile(BK, padded(V, 16), 3, dtype), None
     back = state_bwd_tile(BK, padded(V, 32), 2, dtype)
-    if columns <= 48:
+    if BK > 128 or columns <= 48:
         return back, None
-    return back, state_bwd_tile(BK, padded(V, 64 if BK <= 128 else 32), 2, dtype)
+    return back, state_bwd_tile(BK, padded(V, 64), 2, dtype)
 
 
 @functools.cache
