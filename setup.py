@@ -124,6 +124,7 @@ setup(
         "test": [
             "pytest",
             "pytest-xdist",  # the suite in as many processes as there are cores
+            "hypothesis",  # how sequences lie on ranks, for any lengths and shards
             "pytest-timeout",  # a kernel that hangs ends its test, not the run
             "ruff",  # lint and format are tests
             "mypy",  # so are the annotations

@@ -95,9 +95,9 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "prepare_fwd_kernel": 2112,  # K = 256; 640 at 128
         "fused_fwd_kernel": 704,
         "state_fwd_kernel": 256,  # with checkpoints; 128 without
-        "state_bwd_kernel": 512,
+        "state_bwd_kernel": 704,  # K = 256
         "pairs_bwd_kernel": 1344,  # K = 256; 512 at 128
-        "query_key_bwd_kernel": 192,
+        "query_key_bwd_kernel": 320,  # K = 256
     },
     (80, 4): {
         "affine_fwd_kernel": 448,
@@ -106,19 +106,20 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "wy_fwd_kernel": 576,
         "state_fwd_kernel": 192,
         "output_fwd_kernel": 704,
-        "state_bwd_kernel": 1280,
+        "state_bwd_kernel": 2112,
         "pairs_bwd_kernel": 1024,
         "query_key_bwd_kernel": 896,
     },
     (100, 2): {
-        "affine_bwd_kernel": 64,
+        "affine_bwd_kernel": 128,
         "recurrent_fwd_kernel": 64,
         "wy_fwd_kernel": 384,
         "output_fwd_kernel": 64,
         "prepare_fwd_kernel": 704,
         "fused_fwd_kernel": 128,
         "state_fwd_kernel": 64,
-        "pairs_bwd_kernel": 192,
+        "pairs_bwd_kernel": 640,
+        "state_bwd_kernel": 128,
         "query_key_bwd_kernel": 640,
         "conv_bwd_kernel": 64,
     },
@@ -129,7 +130,7 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "state_fwd_kernel": 384,
         "output_fwd_kernel": 64,
         "state_bwd_kernel": 1344,
-        "pairs_bwd_kernel": 384,
+        "pairs_bwd_kernel": 640,
         "query_key_bwd_kernel": 384,
     },
 }

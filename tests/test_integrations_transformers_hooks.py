@@ -120,6 +120,9 @@ def modeling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for style, source in SOURCES.items():
         (package / f"modeling_{style}.py").write_text(textwrap.dedent(source), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
+    # Another test of this process may have imported the real one's models.
+    for name in [name for name in sys.modules if name.startswith("transformers.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     monkeypatch.setenv("GDN_BACKEND", "reference")  # on small CPU tensors the quickest
     finders = list(sys.meta_path)
