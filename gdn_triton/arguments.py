@@ -26,6 +26,21 @@ def check_offsets(name: str, offsets: Sequence[int], T: int) -> None:
         raise ValueError(must(name, f"end at or before T={T}", str(offsets[-1])))
 
 
+def count_sequences(cu_seqlens: Tensor) -> int:
+    """N of cu_seqlens [N + 1], judged by its shape alone."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(must("cu_seqlens", "have shape [N + 1], N >= 0", shape_of(cu_seqlens)))
+    return cu_seqlens.shape[0] - 1
+
+
+def check_own_memory(name: str, x: Tensor) -> None:
+    """What is written to has no two elements in one place by a stride of 0."""
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if stride == 0 and size > 1:
+            expected = "have memory of its own for every element"
+            raise ValueError(must(name, expected, f"strides {list(x.stride())}"))
+
+
 def check_dtype(name: str, x: Tensor, allowed: frozenset[torch.dtype], expected: str) -> None:
     if x.dtype not in allowed:
         raise ValueError(must(name, f"be {expected}", str(x.dtype)))

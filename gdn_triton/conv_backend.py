@@ -19,6 +19,8 @@ from gdn_triton.arguments import (
     INDEX_DTYPES,
     INDICES,
     check_dtype,
+    check_own_memory,
+    count_sequences,
     must,
     shape_of,
     shaped,
@@ -103,9 +105,7 @@ def validate_conv(args: ConvArguments, call: Call) -> ConvProblem:
     N = B
     if cu_seqlens is not None:
         check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES, INDICES)
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(must("cu_seqlens", "have shape [N + 1], N >= 0", shape_of(cu_seqlens)))
-        N = cu_seqlens.shape[0] - 1
+        N = count_sequences(cu_seqlens)
     _check_state(args, call, B, T, N, D, W)
     trained = (x, weight) if bias is None else (x, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(y.requires_grad for y in trained)
@@ -176,10 +176,7 @@ def _check_state(args: ConvArguments, call: Call, B: int, T: int, N: int, D: int
     if torch.promote_types(args.x.dtype, state.dtype) != state.dtype:
         expected = f"have a dtype that holds that of {call.name}, {args.x.dtype}"
         raise ValueError(must("state", expected, str(state.dtype)))
-    for size, stride in zip(state.shape, state.stride(), strict=True):
-        if stride == 0 and size > 1:
-            expected = "have memory of its own for every element"
-            raise ValueError(must("state", expected, f"strides {list(state.stride())}"))
+    check_own_memory("state", state)
     if args.read_slots is None:
         if args.write_slots is not None:
             raise ValueError(must("write_slots", "come with read_slots", "read_slots=None"))

@@ -19,7 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gdn_triton.arguments import check_offsets
+from gdn_triton.arguments import (
+    INDEX_DTYPES,
+    INDICES,
+    check_dtype,
+    check_offsets,
+    count_sequences,
+)
 from gdn_triton.backend import choose_sharded
 from gdn_triton.ops import context_parallel
 from gdn_triton.problem import Problem
@@ -176,13 +182,10 @@ def build_cp_context(
     """
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(
-            f"cu_seqlens must have shape [N + 1], N >= 0, got shape {list(cu_seqlens.shape)}"
-        )
+    count_sequences(cu_seqlens)
     for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
-        if x is not None and x.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32 or int64, got {x.dtype}")
+        if x is not None:
+            check_dtype(name, x, INDEX_DTYPES, INDICES)
     if layout not in _LAYOUTS:
         raise ValueError(f"layout must be one of {_LAYOUTS}, got {layout!r}")
     rank, world_size = _place(group, "group")

@@ -26,6 +26,7 @@ from gdn_triton.arguments import (
     INDICES,
     check_dtype,
     check_offsets,
+    count_sequences,
     must,
     shape_of,
     shaped,
@@ -324,11 +325,9 @@ def _check_packed(
     chunk_indices: Tensor | None,
 ) -> int:
     """Checks the three tensors of a packed call; returns N, the number of sequences."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(must("cu_seqlens", "have shape [N + 1], N >= 0", shape_of(cu_seqlens)))
+    N = count_sequences(cu_seqlens)
     if B != 1:
         raise ValueError(must("q", "have batch size B=1 with cu_seqlens", f"B={B}"))
-    N = cu_seqlens.shape[0] - 1
 
     offsets: list[int] | None = None
     if cu_seqlens.device.type == "cpu":

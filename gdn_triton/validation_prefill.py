@@ -18,6 +18,7 @@ from gdn_triton.arguments import (
     INDEX_DTYPES,
     INDICES,
     check_dtype,
+    check_own_memory,
     must,
     shape_of,
     shaped,
@@ -180,14 +181,14 @@ def check_memory(
     for name, x in (("state", pool.state), ("state_checkpoints", pool.checkpoints)):
         if x is None:
             continue
-        _check_own_memory(name, x)
+        check_own_memory(name, x)
         span = _span(x[0]) if x.shape[0] > 0 else 0
         if span > 2**31:
             expected = "have the elements of a slot within 2^31 of each other"
             raise ValueError(must(name, expected, f"strides {list(x.stride())}"))
     if out_given:
         out = pool.out
-        _check_own_memory("out", out)
+        check_own_memory("out", out)
         if out.shape[3] > 1 and out.stride(3) != 1:
             expected = "have a dense last dimension"
             raise ValueError(must("out", expected, f"strides {list(out.stride())}"))
@@ -264,13 +265,6 @@ def _check_states(name: str, x: Tensor, count: str, p: Problem) -> None:
         layout = "HV, V, K" if p.state_v_first else "HV, K, V"
         raise ValueError(must(name, f"have 4 dimensions [{count}, {layout}]", shape_of(x)))
     _check_state(name, x, count, x.shape[0], p.HV, p.K, p.V, p.state_v_first)
-
-
-def _check_own_memory(name: str, x: Tensor) -> None:
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        if stride == 0 and size > 1:
-            expected = "have memory of its own for every element"
-            raise ValueError(must(name, expected, f"strides {list(x.stride())}"))
 
 
 def _span(x: Tensor) -> int:

@@ -19,6 +19,8 @@ from gdn_triton.arguments import (
     INDICES,
     check_dtype,
     check_offsets,
+    check_own_memory,
+    count_sequences,
     must,
     shape_of,
     shaped,
@@ -78,7 +80,7 @@ def validate_sequences(
     _check_dtypes(x, "initial_state")
     N = B
     if x.cu_seqlens is not None:
-        N = _check_packed(x.cu_seqlens)
+        N = int(count_sequences(x.cu_seqlens))
         if B != 1:
             raise ValueError(must("q", "have batch size B=1 with cu_seqlens", f"B={B}"))
     if x.state is not None:
@@ -183,7 +185,7 @@ def validate_step(
             raise ValueError(must(name, expected, shape_of(x.q)))
         B, T = N, lead[1] if len(lead) == 2 else 1
     else:
-        if _check_packed(x.cu_seqlens) != N:
+        if count_sequences(x.cu_seqlens) != N:
             expected = f"have shape [{N + 1}], with N={N} read_slots"
             raise ValueError(must("cu_seqlens", expected, shape_of(x.cu_seqlens)))
         B, T = 1, lead[-1]
@@ -196,10 +198,7 @@ def validate_step(
             expected = f"have shape [{N}], a slot a sequence, or [{B}, {T}], a slot a token"
             raise ValueError(must("write_slots", expected, shape_of(x.write_slots)))
         every_token = x.write_slots.dim() == 2
-    for size, stride in zip(x.state.shape, x.state.stride(), strict=True):
-        if stride == 0 and size > 1:
-            expected = "have memory of its own for every element"
-            raise ValueError(must("state", expected, f"strides {list(x.state.stride())}"))
+    check_own_memory("state", x.state)
     _check_gate(x, HV, is_raw, "a and b")
     if allow_neg_eigval and not is_raw:
         raise ValueError(must("allow_neg_eigval", "come with b, not with beta", "beta"))
@@ -402,13 +401,6 @@ def _check_dtypes(x: Operands, state: str, g: str = "g", beta: str = "beta") -> 
             check_dtype(name, given, INDEX_DTYPES, INDICES)
         else:
             check_dtype(name, given, FLOAT_DTYPES, FLOATS)
-
-
-def _check_packed(cu_seqlens: Tensor) -> int:
-    """N, the number of sequences."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(must("cu_seqlens", "have shape [N + 1], N >= 0", shape_of(cu_seqlens)))
-    return int(cu_seqlens.shape[0]) - 1
 
 
 def _check_state(

@@ -18,6 +18,7 @@ from gdn_triton.arguments import (
     INDICES,
     check_dtype,
     check_offsets,
+    count_sequences,
     must,
     shape_of,
     type_of,
@@ -488,13 +489,10 @@ class GatedDeltaNet(nn.Module):
                 raise ValueError(must("attention_mask", expected, shape_of(mask)))
         if cu_seqlens is not None:
             check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES, INDICES)
-            if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-                expected = "have shape [N + 1], N >= 0"
-                raise ValueError(must("cu_seqlens", expected, shape_of(cu_seqlens)))
+            N = count_sequences(cu_seqlens)
             if B != 1:
                 expected = "have batch size B=1 with cu_seqlens"
                 raise ValueError(must("hidden_states", expected, f"B={B}"))
-            N = cu_seqlens.shape[0] - 1
             if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
                 check_offsets("cu_seqlens", cu_seqlens.tolist(), T)
         self._check_cache(x, cache, slots, N)

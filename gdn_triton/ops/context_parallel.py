@@ -8,6 +8,7 @@ dS_in = M^T dS_out + c. Nothing is truncated, and no rank waits for the walk of 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -78,33 +79,19 @@ def gather_slots(layout: ShardLayout, x: Tensor) -> Tensor:
     return everyone
 
 
-def fold_forward(layout: ShardLayout, b: Tensor, M: Tensor) -> list[Tensor | None]:
-    """The exchange of the forward: states come from the slots before."""
+def fold(layout: ShardLayout, b: Tensor, M: Tensor, *, back: bool) -> list[Tensor | None]:
+    """The exchange: states come from the slots before an interval, in order; with ``back``,
+    gradients from those after it, the last one first, by the transposed M."""
     if not layout.crosses:
         return [None] * len(layout.intervals)
     maps, V = gather_slots(layout, torch.cat([b, M], -1)), b.shape[-1]
     incoming: list[Tensor | None] = []
     for interval in layout.intervals:
         state = None
-        for slot in interval.before:
+        for slot in reversed(interval.after) if back else interval.before:
             # In float64, whatever a product of float32 may be computed in.
             b, M = maps[layout.places[slot]].double().split([V, maps.shape[-1] - V], -1)
-            state = b if state is None else torch.baddbmm(b, M, state)
-        incoming.append(None if state is None else state.to(maps.dtype))
-    return incoming
-
-
-def fold_back(layout: ShardLayout, b: Tensor, M: Tensor) -> list[Tensor | None]:
-    """The exchange of the backward: gradients come from the slots after."""
-    if not layout.crosses:
-        return [None] * len(layout.intervals)
-    maps, V = gather_slots(layout, torch.cat([b, M], -1)), b.shape[-1]
-    incoming: list[Tensor | None] = []
-    for interval in layout.intervals:
-        state = None
-        for slot in reversed(interval.after):
-            b, M = maps[layout.places[slot]].double().split([V, maps.shape[-1] - V], -1)
-            state = b if state is None else torch.baddbmm(b, M.mT, state)
+            state = b if state is None else torch.baddbmm(b, M.mT if back else M, state)
         incoming.append(None if state is None else state.to(maps.dtype))
     return incoming
 
@@ -149,7 +136,7 @@ class _ContextParallel(torch.autograd.Function):
                 do,
                 _key_first(dht, p),
                 needed,
-                lambda b, M: fold_back(ctx.layout, b, M),
+                partial(fold, ctx.layout, back=True),
             )
         )
         found = found._replace(initial_state=_key_first(found.initial_state, p))
@@ -161,7 +148,7 @@ def _forward(
     ops: ShardOps, problem: Problem, layout: ShardLayout, x: Inputs
 ) -> tuple[Tensor, Tensor | None, Kept]:
     x = x._replace(initial_state=_key_first(x.initial_state, problem))
-    o, final_state, kept = ops.forward(problem, layout, x, lambda b, M: fold_forward(layout, b, M))
+    o, final_state, kept = ops.forward(problem, layout, x, partial(fold, layout, back=False))
     if not problem.output_final_state:
         return o, None, kept
     if problem.state_v_first:
