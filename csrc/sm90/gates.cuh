@@ -12,7 +12,7 @@
 // in which no matrix has a decay. This holds exactly as long as G stays in a range that the
 // dtype's exponent bears; S' is brought back to the top of the range when a chunk would leave it.
 // A chunk whose own decay is wider than the range is `steep`: its end is the frame, tokens within
-// the range of the end have their factors as above, and of the others the rest of their decay, a
+// kSteepRange of the end have their factors as above, and of the others the rest of their decay, a
 // whole number of log2 units, stays in the triangles and in q.
 #pragma once
 #include "config.cuh"
@@ -20,11 +20,12 @@
 namespace gdn::sm90 {
 
 // G stays in [kTop - kRange, kTop]; a steep chunk's tokens have factors down to 2^-(kSteepRange+1).
+// Entering a steep chunk takes a factor of 2^(G - kSteepRange - 1), which must be a normal number.
 template <class T>
 struct Frame;
 template <>
 struct Frame<__nv_bfloat16> {
-  static constexpr float kTop = 0, kRange = 48, kSteepRange = 48;  // their sum: below 126
+  static constexpr float kTop = 24, kRange = 96, kSteepRange = 48;
   static constexpr bool kSplitKeyValue = false;  // a factor 2^-48 on what goes to the state is 0
 };
 template <>
@@ -97,6 +98,7 @@ template <class T>
 GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)[2], float scale,
                             float& G, int lane) {
   using F = Frame<T>;
+  static_assert(F::kRange - F::kTop + F::kSteepRange + 1 < 126);
   // From a NaN on (or a growth that fp32 does not hold) all is NaN, and nothing before it.
   const uint32_t bad0 = __ballot_sync(~0u, !(g[0] < kGrowthLimit));
   const uint32_t bad1 = __ballot_sync(~0u, !(g[1] < kGrowthLimit));

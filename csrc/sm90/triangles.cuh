@@ -81,19 +81,19 @@ struct Triangles {
     wgmma_commit();
   }
 
-  // The decay that a steep chunk leaves in its triangles.
+  // The decay that a steep chunk leaves in its triangles. Above the diagonal it means nothing.
   GDN_DEVICE void decay(float (&d)[32], const GateVectors& gates) const {
     const int row = w * 16 + lane / 4;
     const float rho0 = gates.rho[row], rho1 = gates.rho[row + 8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = 8 * j + lane % 4 * 2 + e;
-        const float rho = gates.rho[column];
-        d[4 * j + e] *= exp2_approx(row >= column ? rho0 - rho : -INFINITY);
-        d[4 * j + 2 + e] *= exp2_approx(row + 8 >= column ? rho1 - rho : -INFINITY);
-      }
+    for (int j = 0; j < 8; ++j) {
+      if (j / 2 > w) break;
+      const float2 rho = reinterpret_cast<const float2*>(gates.rho)[4 * j + lane % 4];
+      d[4 * j] *= exp2_approx(rho0 - rho.x);
+      d[4 * j + 1] *= exp2_approx(rho0 - rho.y);
+      d[4 * j + 2] *= exp2_approx(rho1 - rho.x);
+      d[4 * j + 3] *= exp2_approx(rho1 - rho.y);
+    }
   }
 
   // Row strip w of A to scratch, in fp16.
@@ -235,7 +235,8 @@ struct Triangles {
     const int first = threadIdx.x % 2 * kLines;
     const uint32_t line = shared_address(sm.q[stage][0]) + row * 128;
     for (int i = first; i < first + kLines; ++i) {
-      const uint32_t at = line + i / 8 * kTileBytes + i % 8 * 16;
+      // Rows begin at the same bank: each takes its lines in an order of its own.
+      const uint32_t at = line + i / 8 * kTileBytes + (i ^ row % 8) % 8 * 16;
       uint32_t x[4];
       load_shared_16(at, x);
 #pragma unroll

@@ -65,6 +65,9 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         LAST_SKIPPED=p.last_skipped,
         ONE_TOKEN=p.T == 1 and not p.is_varlen,
         POLICY=eviction_policy(p.N * p.HV * p.K * p.V * p.state_dtype.itemsize),
+        # Which sums a compiler fuses with a product differs between variants of one source, and so
+        # would the bits of one token and of several.
+        enable_fp_fusion=False,
         **config.options,
     )
 
