@@ -145,6 +145,14 @@ GDN_DEVICE void stmatrix_x4_trans(uint32_t to, const uint32_t (&r)[4]) {
 GDN_DEVICE void stmatrix_x1(uint32_t to, uint32_t r) {
   asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(to), "r"(r) : "memory");
 }
+GDN_DEVICE void store_shared_4(uint32_t to, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+GDN_DEVICE uint32_t load_shared_4(uint32_t from) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
 GDN_DEVICE void store_shared_16(uint32_t to, const uint32_t (&r)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r[0]), "r"(r[1]),
                "r"(r[2]), "r"(r[3])

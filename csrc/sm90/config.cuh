@@ -32,6 +32,11 @@ struct Config {
   // Warpgroups that make triangles; a state of 256 channels leaves registers for one.
   static constexpr int kMakers = kKeys == 256 ? 1 : 3 - kStates;
   static constexpr int kThreads = 128 * (1 + kStates + kMakers);
+  // Who makes P: makers, or states in turns, which wait for a single maker otherwise.
+  static constexpr bool kStatesMakeP = kOutput && kStates == 2;
+  static constexpr bool kMakersMakeP = kOutput && kStates == 1;
+  // v is loaded by the warp that has no second state's o to store.
+  static constexpr bool kValuesApart = kStates == 1;
   static constexpr int kKeyTiles = kKeys / 64;
   static_assert(kKeys == 64 || kKeys == 128 || (kKeys == 256 && kStates == 1));
   static constexpr int kMapRows = map_rows(kKeys);
@@ -39,15 +44,16 @@ struct Config {
   static constexpr bool kKeepsRounded = kKeys <= 128;
   // Tiles in flight.
   static constexpr int kKStages = kKeys == 256 ? 2 : 4, kGateStages = 4;
-  static constexpr int kQStages = kKeys == 256 ? 2 : kStates == 2 ? 3 : 4;
+  static constexpr int kQStages = kKeys == 256 ? 2 : 3;
+  static constexpr int kVStages = kStates == 2 || kKeys == 256 ? 2 : 4;
   // Registers a thread; the sum over warpgroups may not exceed 512. Makers have what every thread
   // has at launch.
-  static constexpr int kSinglesRegisters = kExact || kStates == 2 ? 32 : 40;
+  static constexpr int kSinglesRegisters = kStates == 2 ? 32 : 40;
   static constexpr int kStateRegisters = kStates == 2 ? 176 : kKeys == 256 ? 248 : 208;
   static constexpr int kMakerRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kSinglesRegisters + kStates * kStateRegisters + kMakers * kMakerRegisters <= 512);
 };
-constexpr int kVStages = 2, kTStages = 2, kPStages = 2;
+constexpr int kTStages = 2, kPStages = 2;
 
 // Warpgroup 0 is four single warps, the next are states, the last make triangles.
 enum SingleWarp { kLoader, kStore0, kStore1, kGates };
@@ -73,7 +79,7 @@ struct SharedMemory {
   // Tiles of 64 rows x 64 columns, 128-byte swizzle.
   alignas(1024) uint8_t k[C::kKStages][C::kKeyTiles][kTileBytes];
   uint8_t q[C::kQStages][C::kKeyTiles][kTileBytes];
-  uint8_t v[kVStages][C::kStates][kTileBytes];
+  uint8_t v[C::kVStages][C::kStates][kTileBytes];
   uint8_t t[kTStages][kTileBytes];  // strict-lower (I + A)^-1
   uint8_t p[kPStages][kTileBytes];  // lower q k^T
   uint8_t o[C::kStates][kTileBytes];
@@ -83,7 +89,7 @@ struct SharedMemory {
   GateVectors gates[C::kGateStages];
   uint64_t k_full[C::kKStages], k_empty[C::kKStages];
   uint64_t q_full[C::kQStages], q_empty[C::kQStages];
-  uint64_t v_full[kVStages], v_empty[kVStages];
+  uint64_t v_full[C::kVStages], v_empty[C::kVStages];
   uint64_t t_full[kTStages], t_empty[kTStages];
   uint64_t p_full[kPStages], p_empty[kPStages];
   uint64_t o_full[C::kStates], o_empty[C::kStates];
@@ -94,7 +100,7 @@ struct SharedMemory {
 };
 
 // Named barriers; 0 is __syncthreads. One for each warpgroup that makes triangles.
-enum NamedBarrier { kMakerBarrier = 1 };
+enum NamedBarrier { kMakerBarrier = 1, kStateBarrier = 3 };
 
 // A position in a ring of buffers: the phase flips each time round. A reader waits for `phase` on
 // the full barrier, a writer for the opposite on the empty one.
@@ -119,14 +125,23 @@ struct Segments {
   float* starts; // [slots, HV, R, kKeys]: the state that a segment starts from
 };
 
+// Division by a number that the host knows, in a few instructions.
+struct Divisor {
+  uint64_t inverse;  // 2^64 / number, rounded up; 0 for 1
+  static Divisor of(int number) { return {number > 1 ? UINT64_MAX / number + 1 : 0}; }
+  GDN_DEVICE int divide(int x) const {
+    return inverse == 0 ? x : int(__umul64hi(uint64_t(x), inverse));
+  }
+};
+
 struct KernelParams {
   CUtensorMap q, k, v, o;
   ChunkForward problem;
   Segments segments;
   int tiles;  // of the grid: (sequence or segment, value head, map, part of V)
   int parts;  // of V, with 64 kStates channels each; unless C::kExact
+  Divisor heads, group;  // HV, and value heads of a key head
 };
-
 
 template <class C>
 GDN_DEVICE int values(const ChunkForward& p) {
@@ -203,7 +218,7 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
     tile.map = tile.part >= value_parts;
     tile.part -= tile.map * value_parts;
   }
-  tile.slot = tile.n = index / p.HV;
+  tile.slot = tile.n = params.heads.divide(index);
   tile.hv = index - tile.n * p.HV;
   if constexpr (C::kPass == Pass::kWhole) {
     tile.exists = tile.begins = tile.ends = true;

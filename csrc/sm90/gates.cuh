@@ -39,10 +39,14 @@ constexpr float kLog2Floor = -160.f;  // LOG2_DECAY_FLOOR of gdn_triton/constant
 constexpr float kRcpLn2 = 1.4426950408889634f;
 constexpr float kSoftplusThreshold = 20.f;
 
-GDN_DEVICE float load_as_float(const void* base, int64_t offset, Dtype dtype) {
-  if (dtype == Dtype::kFloat32) return static_cast<const float*>(base)[offset];
-  if (dtype == Dtype::kFloat16) return __half2float(static_cast<const __half*>(base)[offset]);
-  return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[offset]);
+// A number as it lies in memory: 32 bits, or 16.
+GDN_DEVICE uint32_t load_bits(const void* base, int64_t offset, Dtype dtype) {
+  if (dtype == Dtype::kFloat32) return static_cast<const uint32_t*>(base)[offset];
+  return static_cast<const uint16_t*>(base)[offset];
+}
+GDN_DEVICE float to_float(uint32_t bits, Dtype dtype) {
+  if (dtype == Dtype::kFloat16) return __half2float(__ushort_as_half(uint16_t(bits)));
+  return __uint_as_float(dtype == Dtype::kBFloat16 ? bits << 16 : bits);
 }
 
 // log(1 + e^x); x itself above the threshold, as the formula of the models has it. Below
@@ -57,25 +61,22 @@ GDN_DEVICE float softplus(float x) {
 }
 
 struct GateInputs {  // of tokens 2 lane and 2 lane + 1, as given
-  float g[2], beta[2];
+  uint32_t g[2], beta[2];
 };
 
 template <class C>
-GDN_DEVICE float load_row(const Rows& x, Dtype dtype, const Walk<C>& walk, int row) {
-  if (walk.row + row >= walk.tile.length) return 0.f;
-  const int64_t at = walk.tile.batch * x.batch + walk.tile.hv * x.head +
-                     int64_t{walk.tile.first + walk.row + row} * x.row;
-  return load_as_float(x.data, at, dtype);
-}
-
-template <class C>
 GDN_DEVICE GateInputs load_gates(const ChunkForward& p, const Walk<C>& walk, int lane) {
-  GateInputs x;
+  const int row = walk.row + 2 * lane;
+  const bool inside[2] = {row < walk.tile.length, row + 1 < walk.tile.length};
+  const auto load = [&](uint32_t (&to)[2], const Rows& x, Dtype dtype) {
+    int64_t at = walk.tile.batch * x.batch + walk.tile.hv * x.head;
+    at += int64_t{walk.tile.first + row} * x.row;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    x.g[i] = load_row(p.g, p.g_dtype, walk, 2 * lane + i);
-    x.beta[i] = load_row(p.beta, p.beta_dtype, walk, 2 * lane + i);
-  }
+    for (int i = 0; i < 2; ++i, at += x.row) to[i] = inside[i] ? load_bits(x.data, at, dtype) : 0;
+  };
+  GateInputs x;
+  load(x.g, p.g, p.g_dtype);
+  load(x.beta, p.beta, p.beta_dtype);
   return x;
 }
 
@@ -120,36 +121,26 @@ GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)
   g[1] = sum;
   const float last = __shfl_sync(~0u, sum, 31);
 
-  float c[2], r[2], f[2], rho[2], pre = 1.f, post = 1.f, exponent = 0.f;
+  float pre = 1.f, exponent = 0.f;
   const bool steep = last < -F::kRange;
-  if (!steep) {
-    if (G + last < F::kTop - F::kRange || G + last > F::kTop + 16.f) {
-      pre = exp2_approx(G - F::kTop);
-      G = F::kTop;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      c[i] = exp2_approx(-(G + g[i]));
-      r[i] = exp2_approx(G + g[i]);
-      f[i] = 1.f;
-      rho[i] = 0.f;
-    }
-    G += last;
-  } else {
+  if (steep) {
     exponent = floorf(last + F::kSteepRange);
     pre = exp2_approx(G + (last - exponent));
-    post = exp2_approx(exponent);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float to_end = g[i] - last;
-      const float rest = to_end - F::kSteepRange;
-      rho[i] = rest > 0.f ? floorf(rest) : 0.f;
-      c[i] = exp2_approx(-(to_end - rho[i]));
-      r[i] = exp2_approx(to_end - rho[i]);
-      f[i] = exp2_approx(exponent + rho[i]);
-    }
-    G = 0.f;
+    G = -last;
+  } else if (G + last < F::kTop - F::kRange || G + last > F::kTop + 16.f) {
+    pre = exp2_approx(G - F::kTop);
+    G = F::kTop;
   }
+  float c[2], r[2], f[2], rho[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float in_frame = G + g[i];
+    rho[i] = steep ? fmaxf(floorf(in_frame - F::kSteepRange), 0.f) : 0.f;
+    c[i] = exp2_approx(rho[i] - in_frame);
+    r[i] = exp2_approx(in_frame - rho[i]);
+    f[i] = exp2_approx(exponent + rho[i]);
+  }
+  G += last;
   if (poisoned0) r[0] = NAN;
   if (poisoned1) r[1] = NAN;
   if (bad0 | bad1) G = NAN;
@@ -159,7 +150,7 @@ GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)
   reinterpret_cast<float2*>(out.rho)[lane] = make_float2(rho[0], rho[1]);
   if (lane == 0) {
     out.pre = pre;
-    out.post = post;
+    out.post = exp2_approx(exponent);
     out.end = exp2_approx(G);
     out.exponent = exponent;
     out.steep = steep;
@@ -181,11 +172,16 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
   while (more) {
     const uint32_t since = clock_now();
     float g[2], beta[2];
-#pragma unroll
+    // The instructions of all roles share a small cache, and those of two states leave few registers.
+#pragma unroll(C::kStates)
     for (int i = 0; i < 2; ++i) {
       const bool inside = 2 * lane + i < walk.rows();
-      g[i] = inside ? log2_decay(p, next.g[i], walk.tile.hv) : 0.f;
-      beta[i] = inside ? activate_beta(p, next.beta[i]) : 0.f;
+      const float g_given = to_float(i ? next.g[1] : next.g[0], p.g_dtype);
+      const float beta_given = to_float(i ? next.beta[1] : next.beta[0], p.beta_dtype);
+      const float g_i = inside ? log2_decay(p, g_given, walk.tile.hv) : 0.f;
+      const float beta_i = inside ? activate_beta(p, beta_given) : 0.f;
+      (i ? g[1] : g[0]) = g_i;
+      (i ? beta[1] : beta[0]) = beta_i;
     }
     if (walk.row == 0) G = Frame<T>::kTop;
     more = walk.next();

@@ -8,13 +8,14 @@
 
 namespace gdn::sm90 {
 
-template <class C>
+// k and q, v, or all of a chunk, by one thread. v has fewer stages: a thread that waits for one of
+// them cannot fetch what the makers need next.
+template <class C, bool kKeysQueries, bool kValues>
 GDN_DEVICE void loader_role(SharedMemory<C>& sm, const KernelParams& params) {
   Walk<C> walk(params);
   Ring<C::kKStages> k;
   Ring<C::kQStages> q;
-  Ring<kVStages> v;
-  const int group = params.problem.HV / params.problem.H;
+  Ring<C::kVStages> v;
   const auto load_rows = [&](const CUtensorMap& map, auto& to, uint64_t& full, int column,
                              int head) {
     const uint32_t bar = shared_address(&full);
@@ -24,19 +25,23 @@ GDN_DEVICE void loader_role(SharedMemory<C>& sm, const KernelParams& params) {
                walk.tile.batch);
   };
   for (bool more = walk.begin(); more; more = walk.next()) {
-    const int hv = walk.tile.hv, h = hv / group;
-    wait(sm, sm.k_empty[k.stage], k.phase ^ 1, kLoadK);
-    load_rows(params.k, sm.k[k.stage], sm.k_full[k.stage], 0, h);
-    wait(sm, sm.v_empty[v.stage], v.phase ^ 1, kLoadV);
-    load_rows(params.v, sm.v[v.stage], sm.v_full[v.stage],
-              64 * C::kStates * walk.tile.part, hv);
-    if constexpr (C::kOutput) {
+    const int hv = walk.tile.hv, h = params.group.divide(hv);
+    if constexpr (kKeysQueries) {
+      wait(sm, sm.k_empty[k.stage], k.phase ^ 1, kLoadK);
+      load_rows(params.k, sm.k[k.stage], sm.k_full[k.stage], 0, h);
+      k.advance();
+    }
+    if constexpr (kValues) {
+      wait(sm, sm.v_empty[v.stage], v.phase ^ 1, kLoadV);
+      load_rows(params.v, sm.v[v.stage], sm.v_full[v.stage],
+                64 * C::kStates * walk.tile.part, hv);
+      v.advance();
+    }
+    if constexpr (kKeysQueries && C::kOutput) {
       wait(sm, sm.q_empty[q.stage], q.phase ^ 1, kLoadQ);
       load_rows(params.q, sm.q[q.stage], sm.q_full[q.stage], 0, h);
       q.advance();
     }
-    k.advance();
-    v.advance();
   }
 }
 
@@ -105,7 +110,7 @@ GDN_DEVICE void init_barriers(SharedMemory<C>& sm) {
     for (auto& bar : empty) mbarrier_init(&bar, readers);
   };
   init(sm.k_full, 1, sm.k_empty, kStateWarps + kMakerWarps);
-  init(sm.q_full, 1, sm.q_empty, kStateWarps + kMakerWarps);
+  init(sm.q_full, 1, sm.q_empty, kStateWarps + (C::kMakersMakeP ? kMakerWarps : 0));
   init(sm.v_full, 1, sm.v_empty, kStateWarps);
   init(sm.t_full, kMakerWarps, sm.t_empty, kStateWarps);
   init(sm.p_full, kMakerWarps, sm.p_empty, kStateWarps);
@@ -144,7 +149,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (warpgroup == 0) {
     lower_registers<C::kSinglesRegisters>();
     if (warp == kLoader) {
-      if (threadIdx.x == 0) loader_role(sm, params);
+      if (threadIdx.x == 0) loader_role<C, true, !C::kValuesApart>(sm, params);
+    } else if (C::kValuesApart && warp == kStore1) {
+      if (threadIdx.x % 32 == 0) loader_role<C, false, true>(sm, params);
     } else if (warp == kGates) {
       gates_role(sm, params);
     } else if (C::kOutput && warp - kStore0 < C::kStates) {
@@ -153,7 +160,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if constexpr (C::kOutput) zero_orphans<C>(params.problem);
   } else if (warpgroup <= C::kStates) {
     raise_registers<C::kStateRegisters>();
-    state_role(sm, params, warpgroup - 1);
+    state_role(sm, params, warpgroup - 1, warp % 4);
   } else {
     triangles_role(sm, params, warpgroup - 1 - C::kStates, warp % 4);
   }

@@ -7,6 +7,7 @@
 // 2 (lane % 4) (+1).
 #pragma once
 #include "gates.cuh"
+#include "triangles.cuh"
 
 namespace gdn::sm90 {
 
@@ -126,12 +127,11 @@ struct State {
 
   // The state as an operand, and in the frame of the chunk's end.
   GDN_DEVICE void enter(Rounded& Sb, const GateVectors& gates) {
-    const float pre = gates.pre, post = gates.post;
-    if (pre != 1.f) scale(pre);
+    if (gates.pre != 1.f) scale(gates.pre);
     if constexpr (C::kKeepsRounded) {
 #pragma unroll
       for (int i = 0; i < kSize / 2; ++i) Sb[i] = pack(T{}, S[2 * i], S[2 * i + 1]);
-      if (post != 1.f) scale(post);
+      if (gates.post != 1.f) scale(gates.post);
     }
   }
   GDN_DEVICE void scale(float factor) {
@@ -199,19 +199,12 @@ struct State {
 
   // x = c v - f (S k), in fp32 in place of S k and rounded for the product with T.
   GDN_DEVICE void make_x(float (&x)[32], uint32_t (&rounded)[16], uint32_t v,
-                         const GateVectors& gates, bool without_v, int rows) {
+                         const GateVectors& gates, bool without_v) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       uint32_t v4[4];
       ldmatrix_x4_trans(v + j * 2048 + tile_line, v4);
       if (C::kPass == Pass::kMaps && without_v) v4[0] = v4[1] = v4[2] = v4[3] = 0;
-      if (rows < kChunk) {  // the rest are the next sequence's, perhaps NaN
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int token = 16 * j + i / 2 * 8 + lane % 4 * 2;
-          v4[i] = token + 1 < rows ? v4[i] : token < rows ? v4[i] & 0xffff : 0;
-        }
-      }
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const float4 cf = gates.x[(2 * j + b) * 4 + lane % 4];
@@ -271,14 +264,14 @@ struct State {
 };
 
 template <class C>
-GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int slot) {
+GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int slot, int warp) {
   using T = typename C::T;
   State<C> state(sm, params, slot);
   const bool lead = state.lane == 0;
   const uint32_t start = clock_now();
   uint32_t it = 0;  // chunks so far
   uint32_t q = 0;   // stage of the chunk's q
-  static_assert(kVStages == 2 && kTStages == 2 && kPStages == 2);
+  static_assert(kTStages == 2 && kPStages == 2);
 
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
@@ -293,7 +286,8 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
     float end = exp2_approx(Frame<T>::kTop);
 #pragma unroll 1
     for (int left = length; left > 0; left -= kChunk, ++it) {
-      const uint32_t pair = it % 2, pair_phase = it / 2 & 1, k = it % C::kKStages;
+      const uint32_t pair = it % 2, pair_phase = it / 2 & 1;
+      const uint32_t k = it % C::kKStages, v = it % C::kVStages;
       const GateVectors& gates = sm.gates[it % C::kGateStages];
       const uint32_t k_tile = shared_address(sm.k[k]);
       float x[32] = {}, o[32] = {};  // defined each turn, or they would live from turn to turn
@@ -301,10 +295,24 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
       uint32_t u[16];
 
       wait(sm, sm.gates_full[it % C::kGateStages], it / C::kGateStages & 1, kWaitGates);
-      end = gates.end;
-      state.enter(Sb, gates);
       if (left < kChunk) wait(sm, sm.t_full[pair], pair_phase, kWaitT);  // the tail is cleared
       wait(sm, sm.k_full[k], it / C::kKStages & 1, kWaitK);
+      if constexpr (C::kStatesMakeP) {
+        if (int(it % C::kStates) == slot) {
+          const uint32_t since_p = clock_now();
+          const Triangles<C> own(sm, kStateBarrier + slot, fresh_lane(), warp);
+          wait(sm, sm.q_full[q], it / C::kQStages & 1, kWaitP);
+          own.issue_product(x, shared_address(sm.q[q]), k_tile);
+          wgmma_wait<0>();
+          pin(x);
+          wait(sm, sm.p_empty[pair], pair_phase ^ 1, kWaitP);
+          finish_p(own, x, pair, q, gates);
+          arrive(sm.p_full[pair], lead);
+          charge(sm, kWaitO, since_p);
+        }
+      }
+      end = gates.end;
+      state.enter(Sb, gates);
       if constexpr (C::kKeepsRounded) {
         pin(Sb);
         pin(x);
@@ -321,7 +329,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         state.issue_reads(x, o, k_tile, shared_address(sm.q[q]));
       }
 
-      wait(sm, sm.v_full[pair], pair_phase, kWaitV);
+      wait(sm, sm.v_full[v], it / C::kVStages & 1, kWaitV);
       const uint32_t since_sk = clock_now();
       wgmma_wait<0>();
       pin(x);
@@ -330,8 +338,13 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         if constexpr (C::kOutput) pin(o);
         if (gates.post != 1.f) state.scale(gates.post);
       }
-      state.make_x(x, u, shared_address(sm.v[pair][slot]), gates, without_v, left);
-      arrive(sm.v_empty[pair], state.one_lane_after(u[3] ^ u[7] ^ u[11] ^ u[15]));
+      if (left < kChunk) {  // the rest of v is the next sequence's, perhaps NaN
+        clear_rows(sm.v[v][slot], left);
+        fence_async_proxy();
+        named_barrier(kStateBarrier + slot, 128);
+      }
+      state.make_x(x, u, shared_address(sm.v[v][slot]), gates, without_v);
+      arrive(sm.v_empty[v], state.one_lane_after(u[3] ^ u[7] ^ u[11] ^ u[15]));
       wait(sm, sm.t_full[pair], pair_phase, kWaitT);
       pin(x);
       pin(u);

@@ -1,4 +1,4 @@
-// The makers: warpgroups that make T = (I + A)^-1 and P = q k^T of a chunk for the states.
+// The triangles of a chunk: T = (I + A)^-1 by the makers, P = q k^T by them or by the states.
 //
 // Warp w owns rows 16 w to 16 w + 15 of q k^T and k k^T, as WGMMA leaves them. The inverse is built
 // from 8 x 8 diagonal blocks by substitution in fp32, those of 16 x 16 by
@@ -41,29 +41,33 @@ GDN_DEVICE void pack_block(const float (&d)[2][4], uint32_t (&r)[4], float sign)
     r[i] = pack(T{}, sign * d[i / 2][i % 2 * 2], sign * d[i / 2][i % 2 * 2 + 1]);
 }
 
+// Zeroes rows of a tile from `rows` on, by the 128 threads of a warpgroup.
+GDN_DEVICE void clear_rows(uint8_t* tile, int rows) {
+#pragma unroll 1
+  for (int line = rows * 8 + threadIdx.x % 128; line < 64 * 8; line += 128)
+    reinterpret_cast<uint4*>(tile)[line] = make_uint4(0, 0, 0, 0);
+}
+
 template <class C>
 struct Triangles {
   using T = typename C::T;
   SharedMemory<C>& sm;
-  const int maker, lane, w;  // w: warp of the warpgroup
+  const int named, lane, w;  // the warpgroup's barrier; w: warp of the warpgroup
   const Lines lines;
-  const uint32_t a_tile, inverse_tile;
+  const uint32_t a_tile, inverse_tile;  // of a maker
 
-  GDN_DEVICE Triangles(SharedMemory<C>& s, int maker, int lane, int warp)
-      : sm(s), maker(maker), lane(lane), w(warp), lines(lane), a_tile(shared_address(s.a[maker])),
+  GDN_DEVICE Triangles(SharedMemory<C>& s, int named, int lane, int warp, int maker = 0)
+      : sm(s), named(named), lane(lane), w(warp), lines(lane), a_tile(shared_address(s.a[maker])),
         inverse_tile(shared_address(s.inverse[maker])) {}
 
-  GDN_DEVICE void barrier() const { named_barrier(kMakerBarrier + maker, 128); }
+  GDN_DEVICE void barrier() const { named_barrier(named, 128); }
 
   // Zeroes the rows of a chunk's k that belong to the next sequence: their NaN would survive a
-  // product with 0. Those of v are left out where v is read (state.cuh), and those of q only reach
-  // rows of o that are not stored.
+  // product with 0. Those of v are zeroed where v is read (state.cuh), and those of q only reach rows
+  // of o that are not stored.
   GDN_DEVICE void clear_tail(int rows, int k_stage) const {
-    for (int tile = 0; tile < C::kKeyTiles; ++tile) {
 #pragma unroll 1
-      for (int line = rows * 8 + threadIdx.x % 128; line < 64 * 8; line += 128)
-        reinterpret_cast<uint4*>(sm.k[k_stage][tile])[line] = make_uint4(0, 0, 0, 0);
-    }
+    for (int tile = 0; tile < C::kKeyTiles; ++tile) clear_rows(sm.k[k_stage][tile], rows);
     fence_async_proxy();
     barrier();
   }
@@ -81,55 +85,47 @@ struct Triangles {
     wgmma_commit();
   }
 
-  // The decay that a steep chunk leaves in its triangles. Above the diagonal it means nothing.
-  GDN_DEVICE void decay(float (&d)[32], const GateVectors& gates) const {
-    const int row = w * 16 + lane / 4;
-    const float rho0 = gates.rho[row], rho1 = gates.rho[row + 8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      if (j / 2 > w) break;
-      const float2 rho = reinterpret_cast<const float2*>(gates.rho)[4 * j + lane % 4];
-      d[4 * j] *= exp2_approx(rho0 - rho.x);
-      d[4 * j + 1] *= exp2_approx(rho0 - rho.y);
-      d[4 * j + 2] *= exp2_approx(rho1 - rho.x);
-      d[4 * j + 3] *= exp2_approx(rho1 - rho.y);
-    }
+  // The two halves of a word that lie on (`least` 0) or below (1) the diagonal of an 8 x 8 block.
+  GDN_DEVICE uint32_t lower(int least) const {
+    const int above = lane / 4 - lane % 4 * 2;  // row - column of the first
+    return (above >= least ? 0xffffu : 0u) | (above > least ? 0xffff0000u : 0u);
+  }
+  // A 16 x 16 block, packed, without what is not below its diagonal, or on it.
+  GDN_DEVICE static void keep_lower(uint32_t (&r)[4], uint32_t lower, bool diagonal) {
+    const uint32_t all = diagonal ? 0u : ~0u;
+    r[0] &= lower | all;
+    r[2] &= all;
+    r[3] &= lower | all;
   }
 
   // Row strip w of A to scratch, in fp16.
   GDN_DEVICE void store_a(const float (&kk)[32], const GateVectors& gates) const {
     const float beta0 = gates.beta[w * 16 + lane / 4], beta1 = gates.beta[w * 16 + lane / 4 + 8];
+    const uint32_t below = lower(1);
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       if (b > w) break;
-      float x[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        x[i] = kk[8 * b + i] * (i % 4 < 2 ? beta0 : beta1);
-        const int row = lane / 4 + i % 4 / 2 * 8, column = lane % 4 * 2 + i % 2 + i / 4 * 8;
-        if (b == w && row <= column) x[i] = 0.f;
-      }
       uint32_t r[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) r[i] = pack(__half{}, x[2 * i], x[2 * i + 1]);
+      for (int i = 0; i < 4; ++i) {
+        const float beta = i % 2 == 0 ? beta0 : beta1;
+        r[i] = pack(__half{}, kk[8 * b + 2 * i] * beta, kk[8 * b + 2 * i + 1] * beta);
+      }
+      keep_lower(r, below, b == w);
       stmatrix_x4(lines.block_at(a_tile, w, b), r);
     }
   }
 
   // Row strip w of P.
   GDN_DEVICE void store_p(const float (&qk)[32], uint32_t p_tile) const {
+    const uint32_t not_above = lower(0);
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       if (b > w) break;
-      float x[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int row = lane / 4 + i % 4 / 2 * 8, column = lane % 4 * 2 + i % 2 + i / 4 * 8;
-        x[i] = b == w && row < column ? 0.f : qk[8 * b + i];
-      }
       uint32_t r[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) r[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
+      for (int i = 0; i < 4; ++i) r[i] = pack(T{}, qk[8 * b + 2 * i], qk[8 * b + 2 * i + 1]);
+      keep_lower(r, not_above, b == w);
       stmatrix_x4(lines.block_at(p_tile, w, b), r);
     }
   }
@@ -226,17 +222,38 @@ struct Triangles {
     charge(sm, kAuxColumn, since);
   }
 
-  // q <- 2^(exponent + rho) q, what a steep chunk's tokens keep of the state.
+  // For steep chunks, in loops: the instructions of all roles have to share a small cache, and these
+  // are rarely needed.
+
+  // The decay that is left in a triangle of E, into its row strip w.
+  template <class E>
+  GDN_DEVICE void decay(uint32_t tile, const GateVectors& gates) const {
+    __syncwarp();
+    const int row = w * 16 + lane % 16;
+    const float rho = gates.rho[row];
+#pragma unroll 1
+    for (int column = lane / 16 * 2; column < 16 * w + 16; column += 4) {
+      const uint32_t at = tile + row * 128 + (column * 2 ^ row % 8 * 16);
+      const float2 pair = unpack(E{}, load_shared_4(at));
+      // Above the diagonal are zeros, which must meet no infinity.
+      const float low = row >= column ? rho - gates.rho[column] : 0.f;
+      const float high = row > column ? rho - gates.rho[column + 1] : 0.f;
+      store_shared_4(at, pack(E{}, pair.x * exp2_approx(low), pair.y * exp2_approx(high)));
+    }
+  }
+
+  // q <- 2^(exponent + rho) q, what tokens keep of the state.
   GDN_DEVICE void scale_q(int stage, const GateVectors& gates) const {
     const int row = threadIdx.x % 128 / 2;
     const float f = exp2_approx(gates.exponent + gates.rho[row]);
     // Two threads a row: each has a half of its tiles, or of its one tile.
     constexpr int kLines = 4 * C::kKeyTiles;
     const int first = threadIdx.x % 2 * kLines;
-    const uint32_t line = shared_address(sm.q[stage][0]) + row * 128;
+    const uint32_t tile_row = shared_address(sm.q[stage][0]) + row * 128;
+#pragma unroll 1
     for (int i = first; i < first + kLines; ++i) {
       // Rows begin at the same bank: each takes its lines in an order of its own.
-      const uint32_t at = line + i / 8 * kTileBytes + (i ^ row % 8) % 8 * 16;
+      const uint32_t at = tile_row + i / 8 * kTileBytes + (i ^ row % 8) % 8 * 16;
       uint32_t x[4];
       load_shared_16(at, x);
 #pragma unroll
@@ -256,6 +273,21 @@ GDN_DEVICE int fresh_lane() {
   return lane;
 }
 
+// P of a chunk from its q and k. The product must be done.
+template <class C>
+GDN_DEVICE void finish_p(const Triangles<C>& own, float (&qk)[32], int p_stage, int q_stage,
+                         const GateVectors& gates) {
+  const uint32_t tile = shared_address(own.sm.p[p_stage]);
+  own.store_p(qk, tile);
+  if (gates.steep) {
+    own.template decay<typename C::T>(tile, gates);
+    own.barrier();  // q k^T of all warps is done
+    own.scale_q(q_stage, gates);
+  }
+  fence_async_proxy();
+  __syncwarp();
+}
+
 template <class C>
 GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, int maker,
                                int warp) {
@@ -269,31 +301,34 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
   // To this maker's next chunk, if there is one.
   const auto next = [&] {
     bool more = true;
-#pragma unroll
-    for (int i = 0; i < C::kMakers; ++i) {
-      if (more) {
-        more = walk.next();
-        ++it;
-        q.advance();
-      }
+#pragma unroll 1
+    for (int i = 0; i < C::kMakers && more; ++i) {
+      more = walk.next();
+      ++it;
+      q.advance();
     }
     return more;
   };
   // Issues k k^T of chunk `it`. After the last chunk its operand is stale and its result unused: a
   // branch around it would make the compiler wait for it at once.
   const auto begin_chunk = [&](const Triangles<C>& own, bool exists) {
+    const uint32_t since = clock_now();
     if (exists) {
       wait(sm, sm.k_full[it % C::kKStages], it / C::kKStages & 1, kAuxWaitK);
       if (walk.rows() < kChunk) own.clear_tail(walk.rows(), it % C::kKStages);
     }
     const uint32_t tile = shared_address(sm.k[it % C::kKStages]);
     own.issue_product(kk, tile, tile);
+    charge(sm, kAuxIssueKk, since);
   };
   const auto finish_kk = [&] {
     const uint32_t since = clock_now();
     wgmma_wait<0>();
     pin(kk);
     charge(sm, kAuxKk, since);
+  };
+  const auto here = [&] {
+    return Triangles<C>(sm, kMakerBarrier + maker, fresh_lane(), warp, maker);
   };
 
   bool more = walk.begin();
@@ -302,59 +337,51 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
     ++it;
     q.advance();
   }
-  begin_chunk(Triangles<C>(sm, maker, fresh_lane(), warp), more);
+  begin_chunk(here(), more);
   finish_kk();
 #pragma unroll 1
   while (more) {
-    const Triangles<C> own(sm, maker, fresh_lane(), warp);
+    const Triangles<C> own = here();
+    const uint32_t now = it, q_now = q.stage, t = now % kTStages, p = now % kPStages;
+    const GateVectors& gates = sm.gates[now % C::kGateStages];
     float qk[32];
-    if constexpr (C::kOutput) {
-      wait(sm, sm.q_full[q.stage], q.phase, kAuxWaitQ);
-      const uint32_t since_issue = clock_now();
-      own.issue_product(qk, shared_address(sm.q[q.stage]), shared_address(sm.k[it % C::kKStages]));
-      charge(sm, kAuxIssueQk, since_issue);
-    }
-
-    wait(sm, sm.gates_full[it % C::kGateStages], it / C::kGateStages & 1, kAuxWaitGates);
-    const GateVectors& gates = sm.gates[it % C::kGateStages];
-    const bool steep = gates.steep;
-    if (steep) own.decay(kk, gates);
+    wait(sm, sm.gates_full[now % C::kGateStages], now / C::kGateStages & 1, kAuxWaitGates);
     own.barrier();  // the previous chunk's scratch has been read
     const uint32_t since = clock_now();
     own.store_a(kk, gates);
+    if (gates.steep) own.template decay<__half>(own.a_tile, gates);
     charge(sm, kAuxStoreA, since);
-    const uint32_t t = it % kTStages;
-    wait(sm, sm.t_empty[t], it / kTStages & 1 ^ 1, kAuxWaitT);
+    if constexpr (C::kMakersMakeP) {  // after A is stored: T is what the state waits for
+      wait(sm, sm.q_full[q_now], q.phase, kAuxWaitQ);
+      const uint32_t since_issue = clock_now();
+      own.issue_product(qk, shared_address(sm.q[q_now]), shared_address(sm.k[now % C::kKStages]));
+      charge(sm, kAuxIssueQk, since_issue);
+    } else {
+      arrive(sm.k_empty[now % C::kKStages], lead);
+      more = next();
+      begin_chunk(own, more);
+    }
+    wait(sm, sm.t_empty[t], now / kTStages & 1 ^ 1, kAuxWaitT);
     own.invert(shared_address(sm.t[t]));
     fence_async_proxy();
     __syncwarp();
     arrive(sm.t_full[t], lead);
     charge(sm, kAuxInverse, since);
 
-    const uint32_t since_qk = clock_now();
-    wgmma_wait<0>();
-    pin(qk);
-    charge(sm, kAuxQk, since_qk);
-    arrive(sm.k_empty[it % C::kKStages], lead);
-    const uint32_t now = it, q_now = q.stage, p = now % kPStages;
-    more = next();
-    const uint32_t since_kk = clock_now();
-    begin_chunk(own, more);
-    charge(sm, kAuxIssueKk, since_kk);
-    if constexpr (C::kOutput) {
+    if constexpr (C::kMakersMakeP) {
+      const uint32_t since_qk = clock_now();
+      wgmma_wait<0>();
+      pin(qk);
+      charge(sm, kAuxQk, since_qk);
+      arrive(sm.k_empty[now % C::kKStages], lead);
       const uint32_t since_p = clock_now();
       wait(sm, sm.p_empty[p], now / kPStages & 1 ^ 1, kAuxWaitP);
-      if (steep) {
-        own.decay(qk, sm.gates[now % C::kGateStages]);
-        own.barrier();  // q k^T of all warps is done
-        own.scale_q(q_now, sm.gates[now % C::kGateStages]);
-      }
-      own.store_p(qk, shared_address(sm.p[p]));
-      fence_async_proxy();
-      __syncwarp();
+      finish_p(own, qk, p, q_now, gates);
       charge(sm, kAuxStoreP, since_p);
       arrive(sm.p_full[p], lead);
       arrive(sm.q_empty[q_now], lead);
+      more = next();
+      begin_chunk(own, more);
     }
     arrive(sm.gates_empty[now % C::kGateStages], lead);
     finish_kk();
