@@ -31,6 +31,10 @@ class Tile(NamedTuple):
         return launch
 
 
+# For kernels whose bits another one has to give as well, or another variant of the same source:
+# which of its sums a compiler fuses with a product differs between them. `tl.fma` always is one.
+UNFUSED = {"enable_fp_fusion": False}
+
 # KiB of shared memory that one block may use, by what Triton compiles for. A kernel that needs more
 # does not launch; one that assumes less is only slower.
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}

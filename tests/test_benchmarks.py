@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import page, plot, run
+from benchmarks import conv, page, plot, prefill, run, stranger
 from benchmarks.measure import TOLERANCES, equal_share
 from benchmarks.peers import PEERS, OursTriton, Peer
 from benchmarks.shapes import ACCURACY, CHUNK, NUMERICS, SPEED, all_cases, floor_us
@@ -74,6 +77,46 @@ def test_dry_run_of_equal_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert record["results"]["gdn_triton"] == {"o": [1.0] * 3, "state": [1.0] * 3}
     assert record["results"]["reference"]["o"][0] < 1 == record["results"]["reference"]["o"][2]
     assert "100.000% 100.000% 100.000%" in (tmp_path / "numerics.md").read_text()
+
+
+def test_dry_run_of_the_convolution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record for each row of each table, and all of them in the output."""
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    conv.main(["--dry-run", "--jsonl", str(tmp_path / "results.jsonl")])
+    records = read(tmp_path)
+    titles = [record.pop("table") for record in records]
+    assert [titles.count(title) for title in dict.fromkeys(titles)] == [2, 2, 1, 4, 1]
+    assert [record["sequences"] for record in records[2:4]] == ["10 x 2", "4 x 5"]
+    assert records[0]["same bits"] and records[1]["same bits"]
+    measured = [x for record in records for x in record.values() if isinstance(x, float)]
+    assert len(measured) == 2 * 5 + 2 * 3 + 3 + 4 * 2 + 4 and min(measured) > 0
+    text = capsys.readouterr().out
+    assert all(f"\n{title}\n\n| " in text for title in titles)
+    # By hand: 8192 channels of 16 bits in and out, 32 gates of two kinds, in 16 and out in 32 bits.
+    assert conv.MODEL.bytes(1) == 2 * 16384 + 2 * 32 * (2 + 4) == 33_152
+
+
+def test_dry_run_of_the_prefill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    prefill.main(["--dry-run", "--jsonl", str(tmp_path / "results.jsonl")])
+    first, second = read(tmp_path)
+    assert (first["sequences"], first["states"]) == ("1 x 128", "float32")
+    assert (second["sequences"], second["states"]) == ("3 x 20", "bfloat16")
+    for record in (first, second):
+        assert record["same bits"]
+        assert sum(isinstance(x, float) and x > 0 for x in record.values()) == 4
+    assert "| 3 x 20 | 1/2 | bfloat16 | " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("benchmark", [conv, prefill])
+def test_times_need_a_gpu(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="a CUDA GPU"):
+        benchmark.main([])
 
 
 def test_equal_share() -> None:
@@ -206,3 +249,29 @@ def test_plot_with_matplotlib(records: Path, tmp_path: Path) -> None:
 def test_every_main_case_that_is_timed_is_also_checked() -> None:
     assert all(ACCURACY in case.measures for case in all_cases() if SPEED in case.measures)
     assert all(issubclass(peer, Peer) for peer in PEERS.values())
+
+
+def test_stranger_runs_the_command_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The steps are the README's own; then those of another one, which prints what a run prints."""
+    *setup, last = stranger.main_command(stranger.README.read_text(encoding="utf-8"))
+    assert [step[0] for step in setup] == ["python3", ".venv/bin/pip"]
+    assert last == [".venv/bin/python", "-m", "gdn_triton"]
+
+    def timed(*printed: str) -> str:
+        code = "".join(f"print({line!r});" for line in printed)
+        steps = [[sys.executable, "-c", "open('made', 'w')"], [sys.executable, "-c", code]]
+        text = " && ".join(shlex.join(step) for step in steps)
+        (tmp_path / "README.md").write_text(f"{stranger.MARKER}\n```bash\n{text}\n```\n")
+        monkeypatch.setattr(stranger, "README", tmp_path / "README.md")
+        assert stranger.main([]) == 0
+        return capfd.readouterr().out
+
+    shown = timed("machine: CPU (toy)", "error: o 1e-7: OK", "time: 1 ms")
+    assert re.search(r"^CPU \(toy\); \d+ cores$", shown, re.M)
+    rows = re.findall(r"^\| (.*) \| (\d+) \| (\d+) \|$", shown, re.M)
+    assert len(rows) == 2 and "until its number is right" in rows[1][0]
+    assert not (stranger.ROOT / "made").exists(), "a step ran in the checkout itself"
+    with pytest.raises(SystemExit, match="printed no line"):
+        timed("machine: CPU (toy)", "error: o 1.0: FAILED")

@@ -207,6 +207,27 @@ def test_packed_is_each_sequence_alone(
         assert (got[ends[-1] :] == 0).all()
 
 
+@pytest.mark.parametrize("most", [1, 3, 9])
+def test_sequences_of_few_tokens(most: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many in a block, so that they start at all of its rows, each from its state. Results
+    and states are those of the update, which walks over each sequence by itself."""
+    on("triton", monkeypatch)
+    lengths = torch.full((70,), 1) if most == 1 else torch.randint(0, most + 1, (180 // most,))
+    N = len(lengths)
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(device)
+    x, weight, bias = make(int(cu_seqlens[-1]) + 3, 12, dtype=FP16, device=device)
+    slots = torch.randperm(N).to(device)
+    slots[::7] = -1
+    flags = torch.arange(N, device=device) % 3 != 0
+    options = {"read_slots": slots, "has_initial_state": flags, "cu_seqlens": cu_seqlens}
+    pool = torch.randn(N, 12, 3).to(device, FP16)
+    state, expected_state = pool.clone(), pool.clone()
+    y = causal_conv1d(x, weight, bias, state=state, **options)
+    expected = causal_conv1d_update(x, weight, bias, state=expected_state, **options)
+    assert same_bits(y, expected) and same_bits(state, expected_state)
+    assert (y != 0).any() and not same_bits(state, pool)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_to_do(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on(backend, monkeypatch)
@@ -433,7 +454,8 @@ def test_fused_layouts(layout: str, device: str, monkeypatch: pytest.MonkeyPatch
 def test_fused_with_states(
     backend: str, is_packed: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two, one after the other, leave the same states too."""
+    """The two, one after the other, leave the same states too. A variant's layout may change the
+    order of a norm's sum of 8 squares, and nothing else."""
     on(backend, monkeypatch)
     if is_packed:
         T, cu_seqlens = packed(device)
@@ -450,7 +472,10 @@ def test_fused_with_states(
     ours, theirs = pool.clone(), pool.clone()
     got = fused_conv_prep(*args, state=ours, **options)
     for name, y, z in zip(PREPARED, got, apart(args, state=theirs, **options), strict=True):
-        assert same_bits(y, z), name
+        if name in "qk":
+            assert torch.allclose(y, z, rtol=8 * 2.0**-24, atol=0), name
+        else:
+            assert same_bits(y, z), name
     assert same_bits(ours, theirs)
 
 

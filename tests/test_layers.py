@@ -17,8 +17,10 @@ from helpers import BF16, DTYPES, FP16, FP32, FP64, assert_within_budget, same_b
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gdn_triton import causal_conv1d, reference_conv
 from gdn_triton.layers import GatedDeltaNet, gated_deltanet, weights_from_qwen
-from gdn_triton.layers.gated_deltanet import RECURRENT_TOKENS
+from gdn_triton.layers.convolution import conv_from_states
+from gdn_triton.layers.gated_deltanet import CONV_STEP_TOKENS, RECURRENT_TOKENS
 
 HIDDEN = 20
 # Every option of the constructor that changes the arithmetic.
@@ -181,23 +183,26 @@ def test_no_tokens(shape: tuple[int, int]) -> None:
     y.sum().backward()
 
 
-@pytest.mark.parametrize("mode", ["chunk", "fused_recurrent"])
-def test_which_rule_runs(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the docstring of `mode` says."""
+def watch(names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those of the names that the layer calls, in order."""
     ran = []
 
-    def watch(name: str) -> None:
-        rule = getattr(gated_deltanet, name)
+    def watched(name: str) -> Callable[..., Any]:
+        function = getattr(gated_deltanet, name)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             ran.append(name)
-            return rule(*args, **kwargs)
+            return function(*args, **kwargs)
 
-        monkeypatch.setattr(gated_deltanet, name, watched)
+        return call
 
-    for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "recurrent_step"):
-        watch(name)
-    layer = make_layer(mode=mode)
+    for name in names:
+        monkeypatch.setattr(gated_deltanet, name, watched(name))
+    return ran
+
+
+def run_all(layer: GatedDeltaNet) -> None:
+    """Short with gradients, then without any short, long, and both with a cache."""
     short, long = make_input(1, RECURRENT_TOKENS), make_input(1, RECURRENT_TOKENS + 1)
     layer(short)
     with torch.no_grad():
@@ -205,11 +210,29 @@ def test_which_rule_runs(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
         layer(long)
         layer(short, cache=layer.make_cache(1))
         layer(long, cache=layer.make_cache(1))
+
+
+@pytest.mark.parametrize("mode", ["chunk", "fused_recurrent"])
+def test_which_rule_runs(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the docstring of `mode` says."""
     chunked, by_token = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
+    ran = watch((chunked, by_token, "recurrent_step"), monkeypatch)
+    run_all(make_layer(mode=mode))
     if mode == "chunk":
         assert ran == [chunked, by_token, chunked, "recurrent_step", chunked]
     else:
         assert ran == [chunked, by_token, by_token, "recurrent_step", "recurrent_step"]
+
+
+def test_which_convolution_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, step, from_states = "causal_conv1d", "causal_conv1d_update", "conv_from_states"
+    ran = watch((plain, step, from_states), monkeypatch)
+    layer = make_layer()
+    run_all(layer)
+    layer(make_input(1, 2), cache=layer.make_cache(1))
+    with torch.no_grad():
+        layer(make_input(1, CONV_STEP_TOKENS), cache=layer.make_cache(1))
+    assert ran == [plain, plain, plain, plain, plain, from_states, step]
 
 
 # ---------------------------------------------------------------------------------------- gradients
@@ -276,6 +299,54 @@ def test_no_gradient_through_the_cache() -> None:
     assert not cache.recurrent_state.requires_grad
     layer(x[:, 3:], cache=cache).sum().backward()
     assert layer.q_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("W", [2, 4])
+def test_convolution_from_states(
+    backend: str, packed: bool, W: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the specification from a state, and the states of the call without gradients."""
+    monkeypatch.setenv("GDN_BACKEND", backend)
+    lengths = LENGTHS if packed else (9, 9)
+    N, D, T = len(lengths), 70, sum(lengths)
+    x, weight, bias, state = (
+        torch.randn(shape, device=device) for shape in ((1, T + 2, D), (D, W), (D,), (N, D, W - 1))
+    )
+    if not packed:
+        x = x[:, :T].reshape(N, -1, D)
+    cu_seqlens = offsets_of(lengths, device) if packed else None
+    weights = torch.randn_like(x)
+    weights.view(-1, D)[T:] = 0  # of tokens of no sequence
+    ends = [0, *itertools.accumulate(lengths)]
+    before = state.clone()
+
+    def specified(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        parts = [
+            reference_conv.causal_conv1d(rows[a:b], weight, bias, state=before[n])
+            for n, (a, b) in enumerate(itertools.pairwise(ends))
+        ]
+        return torch.cat([*parts, rows[T:]]).view_as(x)
+
+    def with_gradients(
+        function: Callable[..., Tensor], dtype: torch.dtype = FP32
+    ) -> tuple[Tensor, ...]:
+        leaves = [y.to(dtype).detach().requires_grad_() for y in (x, weight, bias)]
+        y = function(*leaves)
+        rows = y.detach().reshape(-1, D)[:T]
+        return rows, *torch.autograd.grad(y, leaves, weights.to(dtype))
+
+    found = with_gradients(lambda *leaves: conv_from_states(*leaves, state, cu_seqlens)[0])
+    exact, narrow = with_gradients(specified, FP64), with_gradients(specified)
+    names = ("y", "dx", "dweight", "dbias")
+    for name, got, y64, z in zip(names, found, exact, narrow, strict=True):
+        assert_within_budget(name, got, y64, z, dtype=FP32, unit=torch.finfo(FP32).eps / 2)
+    after = conv_from_states(x, weight, bias, state, cu_seqlens)[1]
+    assert same_bits(state, before)
+    causal_conv1d(x, weight, bias, state=state, cu_seqlens=cu_seqlens)
+    assert same_bits(after, state)
 
 
 # -------------------------------------------------------------------------------------------- cache
@@ -447,9 +518,10 @@ def test_autocast(dtype: torch.dtype, device: str) -> None:
 
 
 class Graphs:
-    """A compiler that runs what it is given, and counts."""
+    """A compiler that runs what it is given, and counts. It begins with no code compiled."""
 
     def __init__(self) -> None:
+        torch.compiler.reset()
         self.seen = 0
 
     def __call__(self, module: Any, example_inputs: Any) -> Any:
@@ -493,6 +565,25 @@ def test_compiled_prefill_and_decoding(named: bool, device: str) -> None:
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert graphs.seen == 2  # prefill and one token
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_compiled_gradients_with_a_cache(form: str) -> None:
+    """In one graph, from states that the call before left."""
+    layer, x = make_layer(), make_input(3, 10)
+    given = {"cu_seqlens": offsets_of([7, 0, 3])} if form == "packed" else {}
+    past, x = (y.reshape(1, -1, HIDDEN)[:, :10] if given else y for y in x.split(5, 1))
+    caches = [layer.make_cache(3), layer.make_cache(3)]
+    for cache in caches:
+        layer(past, cache=cache, **given)
+    graphs = Graphs()
+    compiled = torch.compile(layer, fullgraph=True, backend=graphs)
+    expected = gradients(layer, x, lambda x: layer(x, cache=caches[0], **given))
+    found = gradients(layer, x, lambda x: compiled(x, cache=caches[1], **given))
+    assert_gradients(found, expected)
+    close(caches[1].conv_state, caches[0].conv_state)
+    close(caches[1].recurrent_state, caches[0].recurrent_state)
+    assert graphs.seen == 1
 
 
 @pytest.mark.gpu("Inductor needs a C++ compiler here, and minutes")
@@ -868,13 +959,29 @@ def test_wrong_caches() -> None:
     assert not cache.recurrent_state.any()
 
 
-@pytest.mark.parametrize("T", [1, 3])
-def test_a_refused_call_changes_no_state(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GDN_BACKEND", "cuda")
-    layer, x = make_layer(dtype=FP64), make_input(2, T)
+@pytest.mark.parametrize(
+    ("backend", "head_dim", "reason"),
+    [
+        pytest.param("cuda", 8, "The CUDA library has no convolution", id="convolution"),
+        pytest.param("triton", 264, "keys of up to 256 channels; K is 264", id="rule"),
+    ],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_refused_call_changes_no_state(
+    backend: str,
+    head_dim: int,
+    reason: str,
+    grad: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether the convolution refuses it, or the rule after it."""
+    monkeypatch.setenv("GDN_BACKEND", backend)
+    layer = make_layer(dtype=FP32, device=device, head_dim=head_dim, num_heads=1)
     cache = layer.make_cache(2)
-    with pytest.raises(RuntimeError, match="GDN_BACKEND=cuda cannot run this call"):
-        layer(x, cache=cache)
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=reason):
+        layer(make_input(2, 3, FP32, device), cache=cache)
+    assert cache.conv_state is not None
     assert not any(pool.any() for pool in (cache.conv_state, cache.recurrent_state))
 
 

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import target
+from gdn_triton.config import UNFUSED, target
 from gdn_triton.constants import L2NORM_EPS, SOFTPLUS_THRESHOLD
 from gdn_triton.conv_problem import ConvOperands, ConvProblem, PrepOperands
 from gdn_triton.kernels._strides import named
@@ -123,38 +123,34 @@ def state_of(
 
 @triton.jit
 def token(x, row, stride_t, p_c, in_c, first, end):
-    """A row of each lane, as fp32 [lanes, channels]: 0 before its sequence's first and after."""
+    """A row of each lane as it is stored, [lanes, channels]: 0 before `first` and from `end` on."""
     inside = (row >= first) & (row < end)
     p_x = x + (row.to(tl.int64) * stride_t)[:, None] + p_c[None, :]
-    return tl.load(p_x, mask=inside[:, None] & in_c[None, :], other=0).to(tl.float32)
+    return tl.load(p_x, mask=inside[:, None] & in_c[None, :], other=0)
 
 
 @triton.jit
-def earlier(
-    x,
-    row,
-    stride_t,
-    p_c,
-    in_c,
-    first,
-    end,
-    p_state,
-    p_sc,
-    stride_sw,
-    known,
-    near,
-    W: tl.constexpr,
-):
-    """`token`, and before its sequence's first what the state has. near: whether any row may be."""
-    b_x = token(x, row, stride_t, p_c, in_c, first, end)
+def or_before(b_x, row, first, p_state, p_c, stride_w, in_c, known, W: tl.constexpr):
+    """A row of each lane, fp32; before its sequence's `first` what the state has, or 0."""
+    before = row < first
+    old = 0.0
     if p_state is not None:
-        if near:
-            i_w = W - 1 + row - first
-            kept = (row < first) & (i_w >= tl.where(known, 0, W))
-            p = p_state + (i_w.to(tl.int64) * stride_sw)[:, None] + p_sc[None, :]
-            # One of the two is 0.
-            b_x += tl.load(p, mask=kept[:, None] & in_c[None, :], other=0).to(tl.float32)
-    return b_x
+        i_w = W - 1 + row - first
+        kept = before & (i_w >= tl.where(known, 0, W))
+        p = p_state + (i_w.to(tl.int64) * stride_w)[:, None] + p_c[None, :]
+        old = tl.load(p, mask=kept[:, None] & in_c[None, :], other=0).to(tl.float32)
+    return tl.where(before[:, None], old, b_x)
+
+
+@triton.jit
+def all_or_before(x1, x2, x3, row, first, p_state, p_c, stride_w, in_c, known, W: tl.constexpr):
+    """`or_before` of the W - 1 tokens before `row`."""
+    x1 = or_before(x1, row - 1, first, p_state, p_c, stride_w, in_c, known, W)
+    if W > 2:
+        x2 = or_before(x2, row - 2, first, p_state, p_c, stride_w, in_c, known, W)
+    if W > 3:
+        x3 = or_before(x3, row - 3, first, p_state, p_c, stride_w, in_c, known, W)
+    return x1, x2, x3
 
 
 @triton.jit
@@ -169,59 +165,19 @@ def heads_normalized(y, HEAD: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def conv_columns(
-    x,
-    weight,
-    bias,
-    p_state,
-    out,
-    row,
-    o_c,
-    in_c,
-    o_out,
-    first,
-    end,
-    known,
-    near,
-    live,
-    n_rows,
-    stride_xt,
-    stride_xc,
-    stride_wc,
-    stride_ww,
-    stride_bc,
-    stride_sc,
-    stride_sw,
-    OUT_WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    EPS: tl.constexpr,
-    NVIDIA: tl.constexpr,
-    W: tl.constexpr,
-    R: tl.constexpr,
-    SILU: tl.constexpr,
-    SELECT: tl.constexpr,
-):
-    """R rows of each lane, from `row` [lanes] on. o_c: the channels; o_out: their columns in out.
-    HEAD: channels of a head, each of which goes over its norm; 0: no norm. SELECT: rows that are
-    not live are 0."""
-    p_c = o_c.to(tl.int64) * stride_xc
-    p_sc = o_c.to(tl.int64) * stride_sc
-    x1 = earlier(
-        x, row - 1, stride_xt, p_c, in_c, first, end, p_state, p_sc, stride_sw, known, near, W
-    )
-    x2, x3 = x1, x1
-    if W > 2:
-        x2 = earlier(
-            x, row - 2, stride_xt, p_c, in_c, first, end, p_state, p_sc, stride_sw, known, near, W
-        )
-    if W > 3:
-        x3 = earlier(
-            x, row - 3, stride_xt, p_c, in_c, first, end, p_state, p_sc, stride_sw, known, near, W
-        )
-    # All loads of the program before any use, and before the barriers that spread the taps.
-    rows = (token(x, row, stride_xt, p_c, in_c, first, end),)
-    for r in tl.static_range(1, R):
-        rows += (token(x, row + r, stride_xt, p_c, in_c, first, end),)  # type: ignore[assignment]
+def starts_of(i_row, cu_seqlens, N, STEPS, BT: tl.constexpr):
+    """Bit t: row t of a block is the first of a sequence, or of the rows of none."""
+    tl.static_assert(BT <= 64, "a bit for each row of a block")
+    o_t = tl.arange(0, BT)
+    n = sequence_of(i_row + o_t, cu_seqlens, N, STEPS)
+    starts = tl.load(cu_seqlens + n).to(tl.int64) == i_row + o_t
+    return tl.sum(starts.to(tl.int64) << o_t, 0)
+
+
+@triton.jit
+def taps(weight, bias, o_c, in_c, stride_wc, stride_ww, stride_bc, W: tl.constexpr):
+    """What multiplies a token and those before it, and the bias if there is one: fp32
+    [1, channels]."""
     w0 = tap(weight, o_c, in_c, stride_wc, stride_ww, 0, W)[None, :]
     w1 = tap(weight, o_c, in_c, stride_wc, stride_ww, 1, W)[None, :]
     w2, w3, b_bias = w1, w1, w1
@@ -232,23 +188,42 @@ def conv_columns(
     if bias is not None:
         p_b = bias + o_c.to(tl.int64) * stride_bc
         b_bias = tl.load(p_b, mask=in_c, other=0).to(tl.float32)[None, :]
-    for r in tl.static_range(R):
-        x0 = rows[r]
-        y = weighted(x0, x1, x2, x3, w0, w1, w2, w3, b_bias, bias is not None, W)
-        if SILU:
-            y = y * logistic(y, NVIDIA)
-        if SELECT:
-            y = tl.where(live[:, None], y, 0.0)
-        y = y.to(out.dtype.element_ty)
-        if HEAD > 0:
-            y = heads_normalized(y, HEAD, EPS)
-        written = (row + r < n_rows)[:, None] & in_c[None, :]
-        tl.store(out + ((row + r) * OUT_WIDTH)[:, None] + o_out[None, :], y, mask=written)
-        if W > 3:
-            x3 = x2
-        if W > 2:
-            x2 = x1
-        x1 = x0
+    return w0, w1, w2, w3, b_bias
+
+
+@triton.jit
+def convolve(
+    x0,
+    x1,
+    x2,
+    x3,
+    w0,
+    w1,
+    w2,
+    w3,
+    b_bias,
+    live,
+    p_out,
+    written,
+    HAS_BIAS: tl.constexpr,
+    HEAD: tl.constexpr,
+    EPS: tl.constexpr,
+    NVIDIA: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    SELECT: tl.constexpr,
+):
+    """A row of each lane. HEAD: channels of a head, each of which goes over its norm; 0: no norm.
+    SELECT: rows that are not live are 0."""
+    y = weighted(x0, x1, x2, x3, w0, w1, w2, w3, b_bias, HAS_BIAS, W)
+    if SILU:
+        y = y * logistic(y, NVIDIA)
+    if SELECT:
+        y = tl.where(live[:, None], y, 0.0)
+    y = y.to(p_out.dtype.element_ty)
+    if HEAD > 0:
+        y = heads_normalized(y, HEAD, EPS)
+    tl.store(p_out, y, mask=written)
 
 
 @triton.jit
@@ -290,115 +265,135 @@ def conv_block(
     LAST_SKIPPED: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Some columns of a block of LANES * R rows, of which it has n_rows; x and out start at its
-    first, row i_row of batch entry i_b. A block of one sequence that is not skipped, which is all
-    but a few, is done R rows a lane; others a row at a time, each with its own sequence."""
+    """Some columns of a block of LANES * R rows, of which it has n_rows, R of them a lane; x and
+    out start at its first, row i_row of batch entry i_b. o_c: the channels; o_out: their columns in
+    out. A lane walks over its rows with the W - 1 before in registers."""
     BT: tl.constexpr = LANES * R
-    lane = tl.arange(0, LANES)
+    # Bit 0 of each lane's rows.
+    FIRST_ROWS: tl.constexpr = ((1 << BT) - 1) // ((1 << R) - 1) if R > 1 else 0
+    row = tl.arange(0, LANES) * R
+    p_c = o_c.to(tl.int64) * stride_xc
+    p_sc = o_c.to(tl.int64) * stride_sc
+    p_out = out + (row * OUT_WIDTH)[:, None] + o_out[None, :]
+    # All loads of x before any use, before the search for the sequences, and before the barriers
+    # that spread the taps.
+    oldest = tl.maximum(-i_row, -W).to(tl.int32)
+    b1 = token(x, row - 1, stride_xt, p_c, in_c, oldest, n_rows)
+    b2, b3 = b1, b1
+    if W > 2:
+        b2 = token(x, row - 2, stride_xt, p_c, in_c, oldest, n_rows)
+    if W > 3:
+        b3 = token(x, row - 3, stride_xt, p_c, in_c, oldest, n_rows)
+    rows = (token(x, row, stride_xt, p_c, in_c, oldest, n_rows),)
+    for r in tl.static_range(1, R):
+        rows += (token(x, row + r, stride_xt, p_c, in_c, oldest, n_rows),)  # type: ignore[assignment]
+
     if cu_seqlens is None:
         i_n = i_b
         first = -i_row
-        end = T - i_row
         whole = True
         valid = True
     else:
         i_n = sequence_of(i_row, cu_seqlens, N, STEPS)
         first = tl.load(cu_seqlens + i_n).to(tl.int64) - i_row
-        end = tl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=0).to(tl.int64) - i_row
-        whole = end >= n_rows
+        # The rows of no sequence end with the last.
+        whole = tl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=T).to(tl.int64) >= i_row + n_rows
         valid = i_n < N
     slot, live, known = state_of(
         i_n, read_slots, has_initial_state, stride_r, stride_i, valid, LAST_SKIPPED
     )
-    p_state = state
-    if state is not None:
-        p_state += slot * stride_sn
-    # Relative to the block, where only what is near it counts.
-    first = tl.maximum(first, -W).to(tl.int32)
-    end = tl.maximum(tl.minimum(end, BT), -W).to(tl.int32)
+    x1, x2, x3 = b1.to(tl.float32), b2.to(tl.float32), b3.to(tl.float32)
     if whole & live:
-        conv_columns(
-            x,
-            weight,
-            bias,
-            p_state,
-            out,
-            lane * R,
-            o_c,
-            in_c,
-            o_out,
-            first,
-            end,
-            known,
-            first > -W,
-            live,
-            n_rows,
-            stride_xt,
-            stride_xc,
-            stride_wc,
-            stride_ww,
-            stride_bc,
-            stride_sc,
-            stride_sw,
-            OUT_WIDTH,
-            HEAD,
-            EPS,
-            NVIDIA,
-            W,
-            R,
-            SILU,
-            False,
-        )
-    elif (cu_seqlens is not None) | (read_slots is not None):
-        for r in range(R):
-            row = lane * R + r
-            n = tl.zeros([LANES], dtype=tl.int64) + i_n
-            firsts = tl.zeros([LANES], dtype=tl.int32) + first
-            ends = tl.zeros([LANES], dtype=tl.int32) + end
-            if cu_seqlens is not None:
-                n = sequence_of(i_row + row, cu_seqlens, N, STEPS)
-                f = tl.load(cu_seqlens + n).to(tl.int64) - i_row
-                e = tl.load(cu_seqlens + n + 1, mask=n < N, other=0).to(tl.int64) - i_row
-                firsts = tl.maximum(f, -W).to(tl.int32)
-                ends = tl.maximum(tl.minimum(e, BT), -W).to(tl.int32)
-            slots, lives, knowns = state_of(
-                n, read_slots, has_initial_state, stride_r, stride_i, n < N, LAST_SKIPPED
-            )
-            p_states = state
-            if state is not None:
-                p_states += (slots * stride_sn)[:, None]
-            conv_columns(
-                x,
-                weight,
-                bias,
-                p_states,
-                out,
-                row,
-                o_c,
-                in_c,
-                o_out,
-                firsts,
-                ends,
-                knowns,
-                True,
-                lives,
-                n_rows,
-                stride_xt,
-                stride_xc,
-                stride_wc,
-                stride_ww,
-                stride_bc,
-                stride_sc,
-                stride_sw,
-                OUT_WIDTH,
+        if (state is not None) | (cu_seqlens is not None):
+            if first > -W:
+                p_state = state
+                if state is not None:
+                    p_state += slot * stride_sn
+                near = first.to(tl.int32)
+                x1, x2, x3 = all_or_before(
+                    x1, x2, x3, row, near, p_state, p_sc, stride_sw, in_c, known, W
+                )
+        w0, w1, w2, w3, b_bias = taps(weight, bias, o_c, in_c, stride_wc, stride_ww, stride_bc, W)
+        for r in tl.static_range(R):
+            x0 = rows[r].to(tl.float32)
+            convolve(
+                x0,
+                x1,
+                x2,
+                x3,
+                w0,
+                w1,
+                w2,
+                w3,
+                b_bias,
+                live,
+                p_out + r * OUT_WIDTH,
+                (row + r < n_rows)[:, None] & in_c[None, :],
+                bias is not None,
                 HEAD,
                 EPS,
                 NVIDIA,
                 W,
-                1,
                 SILU,
-                True,
+                False,
             )
+            x1, x2, x3 = x0, x1, x2
+    elif (cu_seqlens is not None) | (read_slots is not None):
+        if whole:
+            nothing = tl.zeros([LANES, o_out.shape[0]], dtype=out.dtype.element_ty)
+            for i_r in range(R):
+                written = (row + i_r < n_rows)[:, None] & in_c[None, :]
+                tl.store(p_out + i_r * OUT_WIDTH, nothing, mask=written)
+        elif cu_seqlens is not None:
+            # The block has several sequences, or their end. Its rows are in the L1 cache now.
+            starts = starts_of(i_row, cu_seqlens, N, STEPS, BT)
+            are_live = row < 0
+            w0, w1, w2, w3, b_bias = taps(
+                weight, bias, o_c, in_c, stride_wc, stride_ww, stride_bc, W
+            )
+            for i_r in range(R):
+                o_t = row + i_r
+                if (i_r == 0) | (((starts >> i_r) & FIRST_ROWS) != 0):
+                    # A lane starts, or goes on to another sequence. What a row's sequence starts
+                    # from may be put in its place again.
+                    n = sequence_of(i_row + o_t, cu_seqlens, N, STEPS)
+                    firsts = tl.load(cu_seqlens + n).to(tl.int64) - i_row
+                    firsts = tl.maximum(firsts, -W).to(tl.int32)
+                    slots, are_live, are_known = state_of(
+                        n, read_slots, has_initial_state, stride_r, stride_i, n < N, LAST_SKIPPED
+                    )
+                    p_states = state
+                    if state is not None:
+                        p_states += (slots * stride_sn)[:, None]
+                    x1, x2, x3 = all_or_before(
+                        x1, x2, x3, o_t, firsts, p_states, p_sc, stride_sw, in_c, are_known, W
+                    )
+                if R == 1:
+                    x0 = rows[0].to(tl.float32)
+                else:
+                    x0 = token(x, o_t, stride_xt, p_c, in_c, oldest, n_rows).to(tl.float32)
+                convolve(
+                    x0,
+                    x1,
+                    x2,
+                    x3,
+                    w0,
+                    w1,
+                    w2,
+                    w3,
+                    b_bias,
+                    are_live,
+                    p_out + i_r * OUT_WIDTH,
+                    (o_t < n_rows)[:, None] & in_c[None, :],
+                    bias is not None,
+                    HEAD,
+                    EPS,
+                    NVIDIA,
+                    W,
+                    SILU,
+                    True,
+                )
+                x1, x2, x3 = x0, x1, x2
 
 
 @triton.jit(do_not_specialize=["T", "N", "STEPS", "stride_xb", "stride_xt", "stride_xc"])
@@ -626,6 +621,20 @@ def keep_taps(
         tl.store(p + (W - 4) * stride_sw, x3, mask=mask)
 
 
+@triton.jit
+def left_behind(
+    p_x, p_state, o_c, n_tokens, known, stride_xt, stride_sw, BACK: tl.constexpr, D: tl.constexpr, W
+):
+    """The token that is BACK from the end of a sequence: its own, or of the state that it starts
+    from, in the state's dtype."""
+    own = n_tokens >= BACK
+    p_own = p_x + (n_tokens - BACK) * stride_xt
+    p_old = p_state + (W - 1 - BACK + n_tokens) * stride_sw
+    b_own = tl.load(p_own, mask=o_c < tl.where(own, D, 0), other=0)
+    b_old = tl.load(p_old, mask=o_c < tl.where(known & (own == 0), D, 0), other=0)
+    return tl.where(own, b_own.to(b_old.dtype), b_old)
+
+
 @triton.jit(do_not_specialize=["T", "N"])
 def conv_state_kernel(
     x,
@@ -660,7 +669,8 @@ def conv_state_kernel(
     LAST_SKIPPED: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """y None: no output, so that only the tokens that stay in a state are read."""
+    """y None: no output, so that only the tokens that stay in a state are read, all at once."""
+    WALKS: tl.constexpr = (y is not None) or EVERY_TOKEN
     PARTS: tl.constexpr = (D + BC - 1) // BC
     pid = tl.program_id(0).to(tl.int64)
     i_n = pid // PARTS
@@ -689,13 +699,22 @@ def conv_state_kernel(
     if live:
         kept: tl.constexpr = state.dtype.element_ty
         p_0 = state + slot * stride_sn + o_c * stride_sc
-        in_state = o_c < tl.where(known, D, 0)
-        x1 = tl.load(p_0 + (W - 2) * stride_sw, mask=in_state, other=0)
-        x2, x3 = x1, x1
-        if W > 2:
-            x2 = tl.load(p_0 + (W - 3) * stride_sw, mask=in_state, other=0)
-        if W > 3:
-            x3 = tl.load(p_0 + (W - 4) * stride_sw, mask=in_state, other=0)
+        p_x = x + i_b * stride_xb + i_row * stride_xt + o_c * stride_xc
+        if WALKS:
+            in_state = o_c < tl.where(known, D, 0)
+            x1 = tl.load(p_0 + (W - 2) * stride_sw, mask=in_state, other=0)
+            x2, x3 = x1, x1
+            if W > 2:
+                x2 = tl.load(p_0 + (W - 3) * stride_sw, mask=in_state, other=0)
+            if W > 3:
+                x3 = tl.load(p_0 + (W - 4) * stride_sw, mask=in_state, other=0)
+        else:
+            x1 = left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, 1, D, W)
+            x2, x3 = x1, x1
+            if W > 2:
+                x2 = left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, 2, D, W)
+            if W > 3:
+                x3 = left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, 3, D, W)
         # A thread may write what another one reads.
         tl.debug_barrier()
         if y is not None:
@@ -714,45 +733,40 @@ def conv_state_kernel(
                 p_slot += i_row * stride_wt
             else:
                 slot = tl.load(write_slots + i_n * stride_wb).to(tl.int64)
-
-        start = i_row * 0
-        if y is None:
-            if not EVERY_TOKEN:
-                start = tl.maximum(n_tokens - (W - 1), 0)
-        p_x = x + i_b * stride_xb + (i_row + start) * stride_xt + o_c * stride_xc
-        for i_t in range(start, n_tokens):
-            x0 = tl.load(p_x, mask=in_c, other=0)
-            p_x += stride_xt
-            if y is not None:
-                f1, f2, f3 = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-                b_y = weighted(
-                    x0.to(tl.float32), f1, f2, f3, w0, w1, w2, w3, b_bias, bias is not None, W
-                )
-                if SILU:
-                    b_y = b_y * logistic(b_y, NVIDIA)
-                tl.store(p_y, b_y.to(y.dtype.element_ty), mask=in_c)
-                p_y += D
-            if W > 3:
-                x3 = x2
-            if W > 2:
-                x2 = x1
-            x1 = x0.to(kept)
-            if EVERY_TOKEN:
-                slot = tl.load(p_slot + i_t * stride_wt).to(tl.int64)
-                keep_taps(
-                    state,
-                    slot,
-                    o_c,
-                    x1,
-                    x2,
-                    x3,
-                    stride_sn,
-                    stride_sc,
-                    stride_sw,
-                    D,
-                    W,
-                    LAST_SKIPPED,
-                )
+        if WALKS:
+            for i_t in range(0, n_tokens):
+                x0 = tl.load(p_x, mask=in_c, other=0)
+                p_x += stride_xt
+                if y is not None:
+                    f1, f2, f3 = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+                    b_y = weighted(
+                        x0.to(tl.float32), f1, f2, f3, w0, w1, w2, w3, b_bias, bias is not None, W
+                    )
+                    if SILU:
+                        b_y = b_y * logistic(b_y, NVIDIA)
+                    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=in_c)
+                    p_y += D
+                if W > 3:
+                    x3 = x2
+                if W > 2:
+                    x2 = x1
+                x1 = x0.to(kept)
+                if EVERY_TOKEN:
+                    slot = tl.load(p_slot + i_t * stride_wt).to(tl.int64)
+                    keep_taps(
+                        state,
+                        slot,
+                        o_c,
+                        x1,
+                        x2,
+                        x3,
+                        stride_sn,
+                        stride_sc,
+                        stride_sw,
+                        D,
+                        W,
+                        LAST_SKIPPED,
+                    )
         if not EVERY_TOKEN:
             keep_taps(
                 state, slot, o_c, x1, x2, x3, stride_sn, stride_sc, stride_sw, D, W, LAST_SKIPPED
@@ -862,6 +876,7 @@ def conv_launch(
         USE_L2NORM=use_l2norm,
         G_EXP=g_exp,
         CHANNEL_MAJOR=channel_major,
+        **UNFUSED,
         num_warps=config.num_warps,
     )
     return BT, 2 * qk_parts + v_parts + gate_parts, launch
@@ -984,6 +999,7 @@ def walk_launch(
         EVERY_TOKEN=every_token,
         LAST_SKIPPED=last_skipped,
         SILU=silu,
+        **UNFUSED,
         num_warps=1,
     )
     return triton.cdiv(D, BC), launch

@@ -80,18 +80,18 @@ def gradient_columns(
     if bias is not None:
         p_b = bias + o_c.to(tl.int64) * stride_bc
         b_bias = tl.load(p_b, mask=in_c, other=0).to(tl.float32)[None, :]
-    x1 = token(x, row - 1, stride_xt, p_c, in_c, first, end)
+    x1 = token(x, row - 1, stride_xt, p_c, in_c, first, end).to(tl.float32)
     x2, x3 = x1, x1
     if W > 2:
-        x2 = token(x, row - 2, stride_xt, p_c, in_c, first, end)
+        x2 = token(x, row - 2, stride_xt, p_c, in_c, first, end).to(tl.float32)
     if W > 3:
-        x3 = token(x, row - 3, stride_xt, p_c, in_c, first, end)
+        x3 = token(x, row - 3, stride_xt, p_c, in_c, first, end).to(tl.float32)
     # dz of the tokens before the one at hand.
     z1 = tl.zeros(x1.shape, dtype=tl.float32)
     z2, z3 = z1, z1
     for r in tl.static_range(R + W - 1):
-        x0 = token(x, row + r, stride_xt, p_c, in_c, first, end)
-        z0 = token(dy, row + r, stride_yt, p_y, in_c, first, end)
+        x0 = token(x, row + r, stride_xt, p_c, in_c, first, end).to(tl.float32)
+        z0 = token(dy, row + r, stride_yt, p_y, in_c, first, end).to(tl.float32)
         if SILU:
             z = weighted(x0, x1, x2, x3, w0, w1, w2, w3, b_bias, bias is not None, W)
             s = logistic(z, NVIDIA)

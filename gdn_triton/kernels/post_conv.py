@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gdn_triton.config import UNFUSED
 from gdn_triton.constants import L2NORM_EPS, SOFTPLUS_THRESHOLD
 from gdn_triton.kernels.gate import log_decay, sigmoid
 from gdn_triton.kernels.l2norm import normalized
@@ -267,6 +268,7 @@ def post_conv_launch(
         USE_L2NORM=use_l2norm,
         G_EXP=g_exp,
         CHANNEL_MAJOR=channel_major,
+        **UNFUSED,
         num_warps=config.num_warps,
     )
     return 2 * qk_parts + v_parts + gate_parts, launch

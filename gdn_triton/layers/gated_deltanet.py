@@ -24,8 +24,9 @@ from gdn_triton.arguments import (
     type_of,
     value_of,
 )
+from gdn_triton.conv import causal_conv1d, causal_conv1d_update
 from gdn_triton.layers.cache import GatedDeltaNetCache
-from gdn_triton.layers.convolution import causal_conv, packed_causal_conv, sequence_of_tokens
+from gdn_triton.layers.convolution import conv_from_states, sequence_of_tokens
 from gdn_triton.layers.qwen import weights_from_qwen
 from gdn_triton.recurrent import fused_recurrent_gated_delta_rule, recurrent_step
 from gdn_triton.validation_recurrent import LAST_SKIPPED
@@ -34,6 +35,8 @@ __all__ = ["GatedDeltaNet"]
 
 # The longest sequence that runs token by token where no gradient is wanted: that of FLA's layer.
 RECURRENT_TOKENS: Final = 64
+# The longest that the convolution from a cache takes token by token, in one kernel with the states.
+CONV_STEP_TOKENS: Final = 8
 
 _MODES: Final = ("chunk", "fused_recurrent")
 _ACTIVATIONS: Final = ("swish", "silu", "sigmoid")
@@ -71,7 +74,7 @@ class GatedDeltaNet(nn.Module):
         use_gate: have the output gate z.
         use_short_conv: have the convolution. False: q, k, v = silu(W_qkv x).
         allow_neg_eigval: beta is 2 * sigmoid(b), so that a state's eigenvalues reach -1.
-        conv_size: tokens that the convolution spans.
+        conv_size: tokens that the convolution spans. The Triton backend has kernels for 2 to 4.
         conv_bias: have a bias in it.
         layer_idx: the number of the layer, kept for the caller and not used.
         norm_eps: added to the mean square in the norm.
@@ -306,8 +309,9 @@ class GatedDeltaNet(nn.Module):
         works with and without gradients.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit; no state has changed. Also what
-                `gdn_triton.chunk_gated_delta_rule` and `gdn_triton.recurrent_step` raise.
+            TypeError, ValueError: an argument that does not fit. Also what
+                `gdn_triton.causal_conv1d`, `gdn_triton.chunk_gated_delta_rule` and
+                `gdn_triton.recurrent_step` raise. No state has changed.
         """
         N = self._check(hidden_states, attention_mask, cache, slots, cu_seqlens)
         B, T, _ = hidden_states.shape
@@ -377,7 +381,7 @@ class GatedDeltaNet(nn.Module):
         qkv [B, T, 2 H K + HV V] and a, b [B, T, HV]; the slots of the cache go on."""
         conv_state = None
         if self.use_short_conv:
-            qkv, conv_state = self._convolve(qkv, cache, slots, cu_seqlens)
+            qkv, conv_state = self._convolve(qkv, cache, slots, cu_seqlens, longest)
         else:
             qkv = F.silu(qkv)
         short = longest <= RECURRENT_TOKENS or self.mode == "fused_recurrent"
@@ -437,22 +441,24 @@ class GatedDeltaNet(nn.Module):
         cache: GatedDeltaNetCache | None,
         slots: Tensor | None,
         cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """qkv after the convolution, and its last rows before it, a state for each sequence."""
+        longest: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """qkv after the convolution, and with a cache the states after it, which are not yet in
+        their slots: the rule may still refuse the call."""
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        weight = torch.cat([conv.weight for conv in convs])
+        weight = torch.cat([conv.weight for conv in convs]).squeeze(1)
         biases = [conv.bias for conv in convs if conv.bias is not None]
         bias = torch.cat(biases) if biases else None
-        B, _, D = qkv.shape
         if cache is None:
-            N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            state = qkv.new_zeros(N, D, self.conv_size - 1)
-        else:
-            assert slots is not None and cache.conv_state is not None
-            state = cache.read(cache.conv_state, slots)
-        if cu_seqlens is None:
-            return causal_conv(qkv, weight, bias, state)
-        return packed_causal_conv(qkv, weight, bias, state, cu_seqlens)
+            return causal_conv1d(qkv, weight, bias, cu_seqlens=cu_seqlens), None
+        assert slots is not None and cache.conv_state is not None
+        state = cache.read(cache.conv_state, slots)
+        if torch.is_grad_enabled():
+            return conv_from_states(qkv, weight, bias, state, cu_seqlens)
+        # A cache may be narrower than the tokens, of which only those that stay are rounded to it.
+        state = state.to(torch.promote_types(state.dtype, qkv.dtype))
+        convolve = causal_conv1d_update if longest <= CONV_STEP_TOKENS else causal_conv1d
+        return convolve(qkv, weight, bias, state=state, cu_seqlens=cu_seqlens), state
 
     def _check(
         self,

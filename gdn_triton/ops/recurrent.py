@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from gdn_triton.config import UNFUSED
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.device import on_device
 from gdn_triton.kernels._strides import named, state_strides
@@ -65,9 +66,7 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         LAST_SKIPPED=p.last_skipped,
         ONE_TOKEN=p.T == 1 and not p.is_varlen,
         POLICY=eviction_policy(p.N * p.HV * p.K * p.V * p.state_dtype.itemsize),
-        # Which sums a compiler fuses with a product differs between variants of one source, and so
-        # would the bits of one token and of several.
-        enable_fp_fusion=False,
+        **UNFUSED,
         **config.options,
     )
 
