@@ -59,20 +59,14 @@ _logger = logging.getLogger("gdn_triton")
 _logged: set[tuple[str, tuple[tuple[str, str], ...], int]] = set()
 
 
-def _never(problem: Problem | RecurrentProblem) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Backend(Generic[P, F]):
     """name: as `GDN_BACKEND` spells it. supports: a sentence why not, or None. load: imports the
-    backend's modules, which may be heavy or absent, and returns its forward or its plan.
-    passed_over: a sentence why `auto` does not take it although it serves the call, or None."""
+    backend's modules, which may be heavy or absent, and returns its forward or its plan."""
 
     name: str
     supports: Callable[[P], str | None]
     load: Callable[[], F]
-    passed_over: Callable[[P], str | None] = _never
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +265,7 @@ def _load_reference_plan() -> Plan:
 
 # In the order in which `auto` tries them.
 BACKENDS: tuple[Backend[Problem, Forward], ...] = (
-    Backend("cuda", cuda_supports, _load_cuda, fast_support.passed_over),
+    Backend("cuda", cuda_supports, _load_cuda),
     Backend("triton", triton_supports, _load_triton),
     Backend("reference", reference_supports, _load_reference),
 )
@@ -329,7 +323,7 @@ def _choose(backends: tuple[Backend[P, F], ...], problem: P) -> Backend[P, F]:
         return backend
     refusals: list[tuple[str, str]] = []
     for backend in backends:
-        reason = backend.supports(problem) or backend.passed_over(problem)
+        reason = backend.supports(problem)
         if reason is None:
             _log_once(backend.name, tuple(refusals), problem.device.type)
             return backend
@@ -345,7 +339,6 @@ def explain_choice(problem: Problem, is_sharded: bool = False) -> Explanation:
     backends = SHARDED_BACKENDS if is_sharded else BACKENDS
     reasons = {backend.name: backend.supports(problem) for backend in backends}
     if requested == "auto":
-        reasons = {b.name: reasons[b.name] or b.passed_over(problem) for b in backends}
         chosen = next((name for name, reason in reasons.items() if reason is None), None)
         passed_over = f"It could run this call, but {chosen} comes before it."
     else:

@@ -71,32 +71,11 @@ def test_order():
     assert [b.name for b in backend.BACKENDS] == ["cuda", "triton", "reference"]
 
 
-def test_passed_over(monkeypatch):
-    """`auto` passes over such a backend where it serves the call, and says so; its name runs it."""
-    held, triton = (Backend(name, lambda _: None, lambda: None) for name in ("cuda", "triton"))
-    held = dataclasses.replace(held, passed_over=lambda _: "Passed over in this test.")
-    monkeypatch.setattr(backend, "BACKENDS", (held, triton))
-    assert choose(problem()) is triton
-    explained = explain_choice(problem())
-    assert explained.chosen == "triton"
-    assert explained.reasons["cuda"] == "Passed over in this test."
-    refusing = dataclasses.replace(held, supports=lambda _: "Refused in this test.")
-    monkeypatch.setattr(backend, "BACKENDS", (refusing, triton))
-    assert explain_choice(problem()).reasons["cuda"] == "Refused in this test."
-    monkeypatch.setattr(backend, "BACKENDS", (held, triton))
-    monkeypatch.setenv("GDN_BACKEND", "cuda")
-    assert choose(problem()) is held
-    assert explain_choice(problem()).chosen == "cuda"
-
-
-def test_auto_passes_over_cuda(monkeypatch):
+def test_auto_takes_cuda_where_it_serves(monkeypatch):
     monkeypatch.setattr(fast, "why_unavailable", lambda: None)
     monkeypatch.setattr(fast, "why_not_on", lambda index: None)
-    explained = explain_choice(problem(K=128, V=128))
-    assert explained.chosen == "triton"
-    assert "not all of its tests have been seen to pass" in explained.reasons["cuda"]
-    monkeypatch.setenv("GDN_BACKEND", "cuda")
     assert explain_choice(problem(K=128, V=128)).chosen == "cuda"
+    assert explain_choice(problem(K=128, V=128, chunk_size=32)).chosen == "triton"
 
 
 @pytest.mark.parametrize("requested", ["auto", "cuda", "triton", "reference"])

@@ -265,7 +265,7 @@ def test_benchmark_plots_are_made_from_the_records() -> None:
 
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     for path in RECORDS:
-        plot = f"benchmarks-{Run(path).table}.svg"
+        plot = Run(path).plot
         assert f"({plot})" in page
         text = (ROOT / "docs" / plot).read_text(encoding="utf-8")
         assert digest(path) in text, f"{plot} is of other records: run benchmarks.plot"

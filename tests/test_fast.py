@@ -756,8 +756,8 @@ CASES = [
               orphans=100, H=4, HV=8),
     fast_case("wide", "more heads than multiprocessors", T=130, B=2, H=16, HV=96),
     fast_case("long", "few heads and many chunks: segments side by side", T=8192, H=1, HV=2),
-    fast_case("segments", "cut sequences beside short and empty ones",
-              lengths=(3000, 0, 1, 1600, 64), orphans=70, H=1, HV=2),
+    fast_case("segments", "cut sequences beside a short one",
+              lengths=(9000, 1, 6000), orphans=70, H=1, HV=1),
     fast_case("chunks", "many chunks, no segment", T=900, B=4, H=8, HV=32),
     fast_case("halves", "more chunks than buffers, few heads", T=500, B=2, H=1, HV=3),
 ]  # fmt: skip
@@ -779,9 +779,19 @@ OPTIONS = {
 RAGGED = fast_case("ragged", "", lengths=(65, 0, 1, 127, 64, 63, 200), orphans=70, HV=8)
 PADDED = fast_case("padded", "", T=150, B=2)
 # Few heads and many chunks: long sequences are cut into segments.
-SEGMENTS = fast_case("segments", "", lengths=(2500, 0, 1, 1400), orphans=70, H=1, HV=2)
+SEGMENTS = fast_case("segments", "", lengths=(9000, 0, 6000), orphans=70, H=1, HV=1)
 # (K, V) for each kind of kernels, in whole tiles of 64 channels and not.
 WHOLE, LESS = ((64, 64), (128, 256), (256, 512)), ((40, 200), (96, 192), (136, 72))
+
+
+@gpu
+@pytest.mark.parametrize("size", [(128, 128), *SIZES], ids=lambda size: "K{}-V{}".format(*size))
+def test_segments_are_cut(size: tuple[int, int], cuda: str) -> None:
+    """Without the norm, a call has scratch memory for its segments only."""
+    s = SEGMENTS
+    layout = (None, s.B, s.tokens, s.H, s.HV, *size, s.N)
+    assert chunk.workspace_floats(*layout, True, True, False, invariant=False) > 0
+    assert chunk.workspace_floats(*layout, True, True, False, invariant=True) == 0
 
 
 @gpu
@@ -1254,8 +1264,8 @@ def test_graph_replay(dtype: torch.dtype, cuda: str) -> None:
 @pytest.mark.parametrize("size", [(128, 128), *WHOLE], ids=lambda size: "K{}-V{}".format(*size))
 def test_graph_replay_of_segments(size: tuple[int, int], dtype: torch.dtype, cuda: str) -> None:
     first = sized(SEGMENTS, *size)
-    second = replace(first, lengths=(0, 3901, 0, 0))
-    third = replace(first, lengths=(64, 65, 600, 3000), orphans=242)
+    second = replace(first, lengths=(0, 15000, 0))
+    third = replace(first, lengths=(65, 600, 14163), orphans=242)
     check_replay(first, (first, second, third, first), dtype, cuda)
 
 

@@ -59,7 +59,7 @@ struct Costs {
 template <class Heads>
 constexpr Costs costs() {
   return Heads::kKeys == 64    ? Costs{1.7, 1.25, 1.2, 1.5}
-         : Heads::kKeys == 128 ? Costs{2.4, 1.6, 1.7, 1.6}
+         : Heads::kKeys == 128 ? Costs{2.4, 1.55, 1.7, 1.6}
                                : Costs{0, 2.6, 2.2, 4};
 }
 
@@ -67,7 +67,7 @@ template <class Heads>
 Plan make_plan(const ChunkForward& p) {
   constexpr Costs kCosts = costs<Heads>();
   constexpr double kTile = 9, kLaunches = 30;  // the start and end of a tile; the two more launches
-  constexpr double kWorthIt = 0.9;  // segments must promise so much
+  constexpr double kWorthIt = 0.87;  // segments must promise so much
   const int64_t pairs = int64_t{p.N} * p.HV;
   const auto turns = [&](int64_t tiles, double time) {
     return double(ceil_div(tiles, p.multiprocessors)) * time;

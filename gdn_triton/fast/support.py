@@ -47,13 +47,5 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-def passed_over(problem: Problem) -> str | None:
-    """A sentence why `auto` does not take the CUDA library although it could, or None."""
-    return (
-        "GDN_BACKEND=auto does not take the CUDA library yet: not all of its tests have been seen "
-        "to pass on a GPU. GDN_BACKEND=cuda asks for it."
-    )
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
