@@ -82,9 +82,12 @@ Plan make_plan(const ChunkForward& p) {
   const int64_t b_parts = ceil_div(p.V, kMapChannels), m_parts = ceil_div(Heads::kKeys, kMapChannels);
   const int64_t chunks = ceil_div(p.T, sm90::kChunk);  // of a batch entry
   const int64_t each = p.cu_seqlens ? ceil_div(chunks, p.N > 0 ? p.N : 1) : chunks;
+  // The host does not know the lengths of packed sequences. The longest, which the others wait for, is
+  // taken to be a quarter longer than the average.
+  const int64_t longest = p.cu_seqlens && p.N > 1 ? each + each / 4 : each;
   const int forced = GDN_SEGMENT_CHUNKS;
   Plan best = {};
-  double least = kWorthIt * walk(pairs, each, false, best.halves);
+  double least = kWorthIt * walk(pairs, longest, false, best.halves);
   if (p.batch_invariant || forced == 0) return best;
   for (int segment = forced > 0 ? forced : 8; segment < each; segment *= 2) {
     const int64_t slots =
@@ -92,7 +95,7 @@ Plan make_plan(const ChunkForward& p) {
     const int64_t count = ceil_div(each, segment);
     Plan plan = {false, segment, int(slots)};
     const int64_t maps = (count - 1) * b_parts + (count - 2) * m_parts;
-    const double time = turns(pairs * maps, segment * kCosts.map + kTile) + count * kCosts.fold +
+    const double time = turns(pairs * maps, segment * kCosts.map + kTile) + ceil_div(longest, segment) * kCosts.fold +
                         walk(pairs * count, segment, true, plan.halves) + kLaunches;
     if (time < least || forced > 0) {
       least = time;

@@ -271,7 +271,7 @@ struct Walk {
 
 enum ProfileSlot {
   kWaitK, kWaitGates, kWaitV, kWaitT, kWaitP, kWaitO, kWaitSk, kWaitU, kWaitKv, kWaitOut,
-  kTotalState,
+  kMakeP, kTotalState,
   kAuxWaitK, kAuxWaitQ, kAuxWaitGates, kAuxWaitT, kAuxWaitP, kAuxKk, kAuxQk, kAuxInverse,
   kAuxIssueQk, kAuxIssueKk, kAuxStoreP, kAuxStoreA, kAuxEight, kAuxSixteen, kAuxBarrier, kAuxColumn,
   kTotalAux, kLoadK, kLoadQ, kLoadV, kGatesEmpty, kTotalGates, kGatesWork

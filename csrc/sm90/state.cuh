@@ -308,7 +308,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
           wait(sm, sm.p_empty[pair], pair_phase ^ 1, kWaitP);
           finish_p(own, x, pair, q, gates);
           arrive(sm.p_full[pair], lead);
-          charge(sm, kWaitO, since_p);
+          charge(sm, kMakeP, since_p);
         }
       }
       end = gates.end;
