@@ -4,7 +4,8 @@
     python -m benchmarks.page --numerics benchmarks/results/h200.jsonl
 
 The second gives the table of equal elements for docs/numerics.md. A file is shown as the table
-("main" or "full") whose cases it has.
+("main" or "full") whose cases it has. It may hold several runs of the same cases, one after the
+other, each beside other implementations; and a record {"kind": "note", "heading", "text"}.
 """
 
 import argparse
@@ -29,9 +30,10 @@ Record = dict[str, Any]
 TITLE = """\
 # Benchmarks
 
-This package beside others on the same tensors, in one process a run. Where another one is faster,
-its row comes first. All in bf16 with fp32 g, beta and states. `H/HV` or `H` heads, `D` = K = V;
-"packed 3 in 1000" is three sequences in 1000 tokens, 2x16384 two of that length.
+This package beside others on the same tensors, in one process unless a section says otherwise.
+Where another one is faster, its row comes first. All in bf16 with fp32 g, beta and states. `H/HV`
+or `H` heads, `D` = K = V; "packed 3 in 1000" is three sequences in 1000 tokens, 2x16384 two of that
+length. Each section was made at the commit that it names; the code has changed since.
 """
 
 HEADINGS = {"main": "All kinds of shapes", "full": "Prefill: heads by sequences"}
@@ -42,7 +44,7 @@ MADE = """
 Made on {date} by
 
 ```bash
-{command}
+{commands}
 python -m benchmarks.page benchmarks/results/*.jsonl > docs/benchmarks.md
 ```
 
@@ -50,6 +52,12 @@ python -m benchmarks.page benchmarks/results/*.jsonl > docs/benchmarks.md
 Triton {triton}; {implementations}, at {commit}, GDN_BACKEND={GDN_BACKEND}.
 In the same run a large copy moved {copy:.2f} TB/s (read and written) and a large bf16 matrix
 product ran at {product:.0f} TFLOP/s. The records are in `benchmarks/results/{file}`.
+"""
+
+APART = """
+{runs} runs, each in a process of its own; a ratio is between two times of one process. What is
+shown of gdn_triton is the median of the {runs}, between which its time on the GPU differed by at
+most {spread:.1%} in a row. The rates of the copy and the product are those of the last.
 """
 
 ERRORS = """
@@ -100,34 +108,75 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        records: list[Record] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        self.records: list[Record] = [
+            json.loads(line) for line in path.read_text("utf-8").splitlines()
+        ]
+        headers = [x for x in self.records if x["kind"] == "header"]
+        implementations: dict[str, str] = {}
+        for header in headers:
+            implementations |= header["implementations"]
         # A run that went on after a stop has several headers; the last names what is there now.
-        self.header: Record = [x for x in records if x["kind"] == "header"][-1]
-        self.kinds: dict[str, dict[str, Record]] = {}
-        for record in records:
-            self.kinds.setdefault(record["kind"], {})[record.get("case", "")] = record
-        names = {case for kind in self.kinds.values() for case in kind}
+        self.header: Record = headers[-1] | {"implementations": implementations}
+        self.commands = list(dict.fromkeys(asked(header["command"]) for header in headers))
+        found: dict[str, dict[str, list[Record]]] = {}
+        for record in self.records:
+            if "refused" not in record:
+                cases = found.setdefault(record["kind"], {})
+                cases.setdefault(record.get("case", ""), []).append(record)
+        self.kinds = {
+            kind: {case: joined(records) for case, records in cases.items()}
+            for kind, cases in found.items()
+        }
+        # Our times of a case, one a run.
+        self.own = {
+            case: [record["results"][OURS] for record in records]
+            for case, records in found.get("speed", {}).items()
+        }
+        names = {record.get("case") for record in self.records}
         self.table = next(
             table for table in TABLES if names & {case.name for case in all_cases(table)}
         )
 
+    @property
+    def plot(self) -> str:
+        return f"benchmarks-{self.path.stem}.svg"
+
     def of(self, kind: str) -> dict[str, Record]:
         """In the order of the table's cases; rows that were refused are not among them."""
         found = self.kinds.get(kind, {})
-        order = [case.name for case in all_cases(self.table) if case.name in found]
-        return {case: found[case] for case in order if "refused" not in found[case]}
+        return {case.name: found[case.name] for case in all_cases(self.table) if case.name in found}
 
     def refused(self) -> Iterator[str]:
-        for kind, found in self.kinds.items():
-            for case, record in found.items():
-                if "refused" in record:
-                    yield f"{kind} {case}: {record['refused']}"
+        for record in self.records:
+            if "refused" in record:
+                yield f"{record['kind']} {record['case']}: {record['refused']}"
 
     def names(self, kind: str, key: str) -> list[str]:
         """Implementations with at least one number, ours first."""
         used = [r["results"] for r in self.of(kind).values()]
         implementations = dict.fromkeys((OURS, *self.header["implementations"]))
         return [n for n in implementations if any(key in results.get(n, {}) for results in used)]
+
+
+def asked(command: str) -> str:
+    """Where a run was stopped and what it was told of itself is not how to make it again."""
+    command = re.sub(r" --resume| --(out|commit|budget-seconds) \S+", "", command)
+    return command.replace("benchmarks.run", "benchmarks.run --out DIR", 1)
+
+
+def joined(records: Sequence[Record]) -> Record:
+    """One record of those of a case. Of several, each other implementation keeps ours of its run as
+    "beside"; ours alone is the median."""
+    last = records[-1]
+    if last["kind"] != "speed" or len(records) == 1:
+        return last
+    results: dict[str, Record] = {}
+    own = [record["results"][OURS] for record in records]
+    for beside, record in zip(own, records, strict=True):
+        for name, cells in record["results"].items():
+            results[name] = cells | {"beside": beside}
+    results[OURS] = {key: statistics.median(cells[key] for cells in own) for key in own[0]}
+    return last | {"results": results}
 
 
 def row(cells: Iterable[str]) -> str:
@@ -139,14 +188,18 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def others(record: Record, key: str) -> dict[str, float]:
-    return {n: r[key] for n, r in record["results"].items() if key in r and n != OURS}
+    """Each other implementation's number over ours of the same run."""
+    results = record["results"]
+    return {
+        name: cells[key] / cells.get("beside", results[OURS])[key]
+        for name, cells in results.items()
+        if key in cells and name != OURS
+    }
 
 
 def best_ratio(record: Record) -> float:
     """The fastest other implementation's time on the GPU over ours; infinity if there is none."""
-    return (
-        min(others(record, "graph").values(), default=math.inf) / record["results"][OURS]["graph"]
-    )
+    return min(others(record, "graph").values(), default=math.inf)
 
 
 def losses_first(records: dict[str, Record]) -> list[tuple[str, Record]]:
@@ -166,20 +219,15 @@ def summary(run: Run) -> Iterator[str]:
     speed, accuracy = run.of("speed"), run.of("accuracy")
     for name in run.names("speed", "graph")[1:]:
         for key, what in (("graph", "On the GPU"), ("call", "Called from Python")):
-            ratios = {
-                case: record["results"][name][key] / record["results"][OURS][key]
-                for case, record in speed.items()
-                if key in record["results"].get(name, {})
-            }
-            mean, least = (
-                statistics.geometric_mean(ratios.values()),
-                min(ratios, key=ratios.__getitem__),
-            )
-            slower = sum(ratio < 1 for ratio in ratios.values())
+            found = {case: others(record, key) for case, record in speed.items()}
+            ratios = {case: x[name] for case, x in found.items() if name in x}
+            mean = statistics.geometric_mean(ratios.values())
+            order = sorted(ratios, key=ratios.__getitem__)
+            slower = [f"{case} ({ratios[case]:.2f})" for case in order if ratios[case] < 1]
             yield (
                 f"{what} {name} takes {mean:.2f} times as long as {OURS} in the geometric mean of "
-                f"{len(ratios)} rows, {ratios[least]:.2f} at the least ({least}); it is faster in "
-                f"{slower}."
+                f"{len(ratios)} rows, {ratios[order[0]]:.2f} at the least ({order[0]}); it is "
+                f"faster in {len(slower)}" + (": " if slower else "") + ", ".join(slower) + "."
             )
     for name in run.names("accuracy", "o")[1:]:
         for key, what in (("o", "o"), ("state", "the final state")):
@@ -193,11 +241,12 @@ def summary(run: Run) -> Iterator[str]:
                 f"{statistics.median(errors):.3f}, in {len(errors)} rows."
             )
     if speed:
-        hosts = {case: record["results"][OURS]["host"] for case, record in speed.items()}
+        hosts = {case: max(x["host"] for x in own) for case, own in run.own.items()}
         most = max(hosts, key=hosts.__getitem__)
         yield f"The most host time of a call is {hosts[most]:.0f} us ({most})."
     yield from (f"Refused: {text}." for text in run.refused())
-    absent = [name for name in OTHERS if name not in run.header["implementations"]]
+    implementations = run.header["implementations"]
+    absent = [name for name in OTHERS if not any(x.startswith(name) for x in implementations)]
     if absent:
         yield f"Not in this run: {', '.join(absent)}. {KNOWN}"
 
@@ -281,22 +330,26 @@ def numerics_table(run: Run) -> str:
 
 def section(run: Run) -> str:
     head = run.header
-    # Where it was stopped and what it was told of itself is not how to make it again.
-    asked = re.sub(r" --resume| --(out|commit|budget-seconds) \S+", "", head["command"])
+    note = run.kinds.get("note", {}).get("", {})
     named = [f"{name} {version}" for name, version in head["implementations"].items()]
     made = {
-        "heading": HEADINGS[run.table],
-        "command": asked.replace("benchmarks.run", "benchmarks.run --out DIR", 1),
+        "heading": note.get("heading", HEADINGS[run.table]),
+        "commands": "\n".join(run.commands),
         "implementations": ", ".join(named),
         "copy": head["bytes_per_s"] / 1e12,
         "product": head["flops_per_s"] / 1e12,
         "file": run.path.name,
     }
     text = MADE.format(**head | made)
+    runs = max(map(len, run.own.values()), default=1)
+    if runs > 1:
+        times = [[x["graph"] for x in own] for own in run.own.values()]
+        text += APART.format(runs=runs, spread=max(max(x) / min(x) - 1 for x in times))
+    if note:
+        text += f"\n{note['text']}\n"
     text += "\n" + "".join(f"- {line}\n" for line in summary(run))
-    plot = f"benchmarks-{run.table}.svg"
-    if (DOCS / plot).exists():
-        text += f"\n![Time of each other implementation over ours, case by case]({plot})\n"
+    if (DOCS / run.plot).exists():
+        text += f"\n![Time of each other implementation over ours, case by case]({run.plot})\n"
     if run.of("speed"):
         text += GRAPHS + graph_table(run)
     if run.of("accuracy"):
@@ -320,7 +373,9 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+", help="records: results.jsonl of a run")
     parser.add_argument("--numerics", action="store_true", help="only the table of equal elements")
     args = parser.parse_args()
-    runs = sorted(map(Run, args.files), key=lambda run: list(TABLES).index(run.table))
+    runs = sorted(
+        map(Run, args.files), key=lambda run: (list(TABLES).index(run.table), run.path.stem)
+    )
     if args.numerics:
         sys.stdout.write("".join(map(numerics_table, runs)))
     else:

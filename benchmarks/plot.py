@@ -1,7 +1,7 @@
 """A plot of each table of docs/benchmarks.md, drawn by matplotlib where it is installed.
 
     pip install matplotlib
-    python -m benchmarks.plot benchmarks/results/*.jsonl    writes docs/benchmarks-<table>.svg
+    python -m benchmarks.plot benchmarks/results/*.jsonl    writes docs/benchmarks-<file>.svg
 
 A panel for each group of cases, a point for each other implementation: its time on the GPU over
 ours, so that points below the line are losses. The file says from which records it was drawn.
@@ -38,9 +38,7 @@ def ratios(run: Run) -> dict[str, dict[str, dict[str, float]]]:
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for case, record in run.of("speed").items():
         panel, label = split(run.table, case)
-        own = record["results"][OURS]["graph"]
-        times = others(record, "graph")
-        panels.setdefault(panel, {})[label] = {name: t / own for name, t in times.items()}
+        panels.setdefault(panel, {})[label] = others(record, "graph")
     return panels
 
 
@@ -86,7 +84,7 @@ def main() -> int:
         print(MISSING)
         return 0
     for run in map(Run, args.files):
-        target = args.out / f"benchmarks-{run.table}.svg"
+        target = args.out / run.plot
         draw(run, target)
         print(target)
     return 0

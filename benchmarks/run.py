@@ -19,6 +19,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -223,7 +224,7 @@ def header(peers: Sequence[Peer], missing: Sequence[str], device: Device, name: 
     return {
         "kind": "header",
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "command": "python -m benchmarks.run " + " ".join(sys.argv[1:]),
+        "command": "python -m benchmarks.run " + shlex.join(sys.argv[1:]),
         "commit": name,
         **machine,
         **ceilings(device),

@@ -210,9 +210,57 @@ def test_page_says_what_was_run_and_what_was_not(records: Path) -> None:
     assert "Refused: speed full 4/16 1x2048: o differs." in text
     assert "Not in this run: FlashQLA. " in text
     assert "On the GPU FlashInfer takes 0.84 times as long as gdn_triton in the geometric" in text
-    assert "of 3 rows, 0.50 at the least (full 2/8 1x8192); it is faster in 2." in text
+    assert (
+        "of 3 rows, 0.50 at the least (full 2/8 1x8192); it is faster in 2: "
+        "full 2/8 1x8192 (0.50), full 2/8 1x16384 (0.80)."
+    ) in text
     # 1 MB beside 42.9 MB of inputs and outputs.
     assert "| full 2/8 1x8192 | 2% | 2% | 2% |" in text
+
+
+def alone(name: str, *times: tuple[str, float, float]) -> list[dict[str, Any]]:
+    """A run of ours beside one implementation: case, our time, its time."""
+    command = f"python -m benchmarks.run --out there --table full --peers {name.lower()}"
+    header = HEADER | {"command": command, "implementations": {"gdn_triton": "0", name: "1"}}
+    lines = [header]
+    for case, ours, other in times:
+        lines.append(speed(case, ours, other, None))
+        results = lines[-1]["results"]
+        lines[-1]["results"] = {"gdn_triton": results["gdn_triton"], name: results["FLA"]}
+    return lines
+
+
+def test_page_of_peers_in_processes_of_their_own(tmp_path: Path) -> None:
+    """Ratios are within a process, though the table shows the median of ours."""
+    path = tmp_path / "apart.jsonl"
+    note = {"kind": "note", "heading": "Each alone", "text": "Because of this."}
+    lines = [
+        note,
+        *alone("FLA", ("full 2/8 1x8192", 100.0, 150.0), ("full 2/8 1x4096", 40.0, 80.0)),
+        *alone("FlashInfer split", ("full 2/8 1x8192", 120.0, 108.0)),
+        {"kind": "speed", "case": "full 2/8 1x4096", "refused": "o differs", "results": {}},
+    ]
+    lines[5]["results"]["gdn_triton"]["host"] = 70.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_ = page.Run(path)
+    text = page.section(run_)
+    assert text.startswith("\n## Each alone\n") and "\nBecause of this.\n" in text
+    for peer in ("fla", "flashinfer split"):
+        assert f"python -m benchmarks.run --out DIR --table full --peers {peer}\n" in text
+    assert "FLA 1, FlashInfer split 1, at abc" in text
+    assert "2 runs, each in a process" in text and "most 20.0% in a row" in text
+    assert "GPU FLA takes 1.73 times as long" in text, "of 150 / 100 and 80 / 40"
+    assert "0.90 at the least (full 2/8 1x8192); it is faster in 1: full 2/8 1x8192 (0.90)" in text
+    assert "The most host time of a call is 70 us (full 2/8 1x8192)." in text
+    assert "Refused: speed full 2/8 1x4096: o differs." in text
+    assert "Not in this run: FlashQLA. " in text
+    rows = [line.split(" | ")[:6] for line in text.splitlines() if line.startswith("| full")]
+    assert rows[0] == ["| full 2/8 1x8192", "triton", "110", "150", "108", "0.90"]
+    assert rows[1] == ["| full 2/8 1x4096", "triton", "40", "80", "", "2.00"]
+    assert plot.ratios(run_)["full 2/8"] == {
+        "1x8192": {"FLA": 1.5, "FlashInfer split": 0.9},
+        "1x4096": {"FLA": 2.0},
+    }
 
 
 def test_table_of_equal_elements(records: Path) -> None:
