@@ -50,10 +50,10 @@ def draw(run: Run, target: Path) -> None:
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     panels = ratios(run)
     names = run.names("speed", "graph")[1:]
-    columns = 3
+    columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=(12, 3 * rows), sharey=True, squeeze=False, layout="constrained"
+        rows, columns, figsize=(max(7, 4 * columns), 3 * rows), sharey=True, squeeze=False, layout="constrained"
     )
     for axis in axes.flat[len(panels) :]:
         axis.remove()
