@@ -52,8 +52,9 @@ def draw(run: Run, target: Path) -> None:
     names = run.names("speed", "graph")[1:]
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
+    size = (max(7, 4 * columns), 3 * rows)
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=(max(7, 4 * columns), 3 * rows), sharey=True, squeeze=False, layout="constrained"
+        rows, columns, figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
     for axis in axes.flat[len(panels) :]:
         axis.remove()
