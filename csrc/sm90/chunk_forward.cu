@@ -95,7 +95,8 @@ Plan make_plan(const ChunkForward& p) {
     const int64_t count = ceil_div(each, segment);
     Plan plan = {false, segment, int(slots)};
     const int64_t maps = (count - 1) * b_parts + (count - 2) * m_parts;
-    const double time = turns(pairs * maps, segment * kCosts.map + kTile) + ceil_div(longest, segment) * kCosts.fold +
+    const double time = turns(pairs * maps, segment * kCosts.map + kTile) +
+                        ceil_div(longest, segment) * kCosts.fold +
                         walk(pairs * count, segment, true, plan.halves) + kLaunches;
     if (time < least || forced > 0) {
       least = time;
