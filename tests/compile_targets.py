@@ -534,6 +534,10 @@ def unwritten_uniform_registers(sass: str) -> list[str]:
                 read.update(range(first, int(text) + 4))
             for text in re.findall(r"\bUR(\d+)", re.sub(r"gdesc\[UR\d+\]", "", part)):
                 read.update((int(text), int(text) + (uniform and ".64" in name)))
+        if name == "UPRMT" and parts[2:] == ["0x7632", parts[0]] and parts[1] != parts[0]:
+            # The upper half of a register to the lower one of its target, whose own upper half is
+            # left: the second of two bfloat16.
+            read.discard(int(parts[0].removeprefix("UR")))
         if read - written:
             found.append(f"{address} {name} {operands}")
         target = re.match(r"UR(\d+)", parts[0]) if uniform else None

@@ -33,13 +33,18 @@ def test_every_kernel_compiles(backend: str, arch: str) -> None:
 
 
 def test_unwritten_registers_are_found() -> None:
-    """Lines of two real kernels: one whose second descriptor starts from UR8, which nothing wrote,
-    and the same with UR16, which the lines before did write."""
+    """Lines of real kernels: one whose second descriptor starts from UR8, which nothing wrote, the
+    same with UR16, which the lines before did write, and the upper half of a register, taken into
+    one whose own upper half nobody reads, and into a third."""
     command = [sys.executable, "-c", FIND]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["9960 UIADD3 UR14, UP0, UR8, 0x20, URZ", "-"]
+    assert done.stdout.splitlines() == [
+        "9960 UIADD3 UR14, UP0, UR8, 0x20, URZ",
+        "-",
+        "5030 UPRMT UR36, UR35, 0x7632, UR37",
+    ]
 
 
 FIND = r"""
@@ -56,4 +61,10 @@ kernel = '''
 '''
 print(*unwritten_uniform_registers(kernel), sep="\n")
 print(*unwritten_uniform_registers(kernel.replace("UR8", "UR16")) or "-", sep="\n")
+halves = '''
+        /*5000*/                   ULDC UR8, c[0x0][0x210] ;
+        /*5010*/                   UPRMT UR35, UR8, 0x7632, UR35 ;
+        /*5030*/                   UPRMT UR36, UR35, 0x7632, UR37 ;
+'''
+print(*unwritten_uniform_registers(halves), sep="\n")
 """
