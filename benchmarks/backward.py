@@ -14,7 +14,6 @@ that package is installed; FlashQLA is a peer of its own, and FLA is kept from h
 
 import argparse
 import importlib
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -25,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Device, attempt, relative
+from benchmarks.measure import Device, attempt, cuda_device, relative
+from benchmarks.report import append_record
 from benchmarks.shapes import Case, Inputs, make_inputs
 from gdn_triton import reference
 
@@ -233,9 +233,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--jsonl", type=Path, help="also append a record a case to this file")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("gradients are timed on a CUDA GPU; torch finds none")
-    device = Device(torch.device("cuda", torch.cuda.current_device()))
+    device = cuda_device("gradients are timed on")
     rules: dict[str, Rule] = {"gdn_triton": load("gdn_triton")}
     for key in options.peers:
         try:
@@ -250,9 +248,7 @@ def main() -> None:
             continue
         record = job(rules=rules, device=device)
         records.append(record)
-        if options.jsonl is not None:
-            with options.jsonl.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        append_record(options.jsonl, record)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     print(tables(records, list(rules)))
 

@@ -10,9 +10,7 @@ many bytes as the call reads and writes. The host's time is that until a call fr
 """
 
 import argparse
-import importlib.util
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -23,8 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.decode import host_time
-from benchmarks.measure import Device, Record, Replay, replay_times
+from benchmarks.measure import (
+    Device,
+    Record,
+    Replay,
+    device_for,
+    device_line,
+    host_time,
+    replay_times,
+)
+from benchmarks.report import append_record, table
 from gdn_triton import (
     causal_conv1d,
     causal_conv1d_update,
@@ -223,32 +229,6 @@ class Bench:
         return {"tokens": 64, **times}
 
 
-def device_for(dry_run: bool) -> Device:
-    """The GPU; the CPU for a dry run."""
-    if dry_run:
-        return Device(torch.device("cpu"))
-    if not torch.cuda.is_available():
-        raise SystemExit("times are those of a CUDA GPU; torch finds none")
-    return Device(torch.device("cuda", torch.cuda.current_device()))
-
-
-def device_line(device: Device) -> str:
-    name = torch.cuda.get_device_name() if device.is_cuda else "CPU"
-    version = importlib.util.find_spec("triton") and importlib.import_module("triton").__version__
-    return f"{name}, torch {torch.__version__}, Triton {version}"
-
-
-def table(records: Sequence[Record]) -> str:
-    """Markdown of records of one kind."""
-
-    def cell(value: Any) -> str:
-        return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-    lines = [" | ".join(records[0]), " | ".join("---" for _ in records[0])]
-    lines += [" | ".join(map(cell, record.values())) for record in records]
-    return "\n".join(f"| {line} |" for line in lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
@@ -286,10 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for title, rows in tables.items():
             records = [row() for row in rows]
             print(f"\n{title}\n\n{table(records)}", flush=True)
-            if options.jsonl is not None:
-                with options.jsonl.open("a") as file:
-                    for record in records:
-                        file.write(json.dumps({"table": title, **record}) + "\n")
+            for record in records:
+                append_record(options.jsonl, {"table": title, **record})
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ key-first states without slots. A peer that is not installed is named as such.
 
 import argparse
 import importlib
-import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.measure import GATE, Device, Replay, attempt, relative, replay_times
+from benchmarks.measure import (
+    GATE,
+    Device,
+    Replay,
+    attempt,
+    cuda_device,
+    host_time,
+    relative,
+    replay_times,
+)
+from benchmarks.report import append_record
 from gdn_triton import recurrent_step, reference
 
 K = V = 128
@@ -162,19 +170,6 @@ def roof_time(nbytes: int, device: Device, rounds: int) -> float:
     return min(map(statistics.median, replay_times(ways, device, rounds, flush=False).values()))
 
 
-def host_time(call: Callable[[], Any], device: Device, calls: int = 50, repeats: int = 7) -> float:
-    """us until a call from Python returns."""
-    found = []
-    for _ in range(repeats):
-        device.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        found.append(1e6 * (time.perf_counter() - start) / calls)
-    device.synchronize()
-    return statistics.median(found)
-
-
 def measure(N: int, H: int, HV: int, dtype: torch.dtype, device: Device, rounds: int) -> Any:
     step = make_step(N, H, HV, device.torch)
     checked = min(N, 8)
@@ -239,9 +234,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("a decode step is timed on a CUDA GPU; torch finds none")
-    device = Device(torch.device("cuda", torch.cuda.current_device()))
+    device = cuda_device("a decode step is timed on")
     records, whys = [], set()
     for heads in options.heads:
         H, HV = map(int, heads.split("/"))
@@ -252,9 +245,7 @@ def main() -> None:
                 for name, row in record["results"].items():
                     if "skipped" in row:
                         whys.add(f"{name}, {pool}: {row['skipped']}")
-                if options.jsonl is not None:
-                    with options.jsonl.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
+                append_record(options.jsonl, record)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     print(table(records))
     print("\n".join(["", *sorted(whys)]))

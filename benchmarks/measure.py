@@ -1,7 +1,7 @@
 """What is measured of one case: error, time, memory, equal elements, of each implementation."""
 
 import gc
-import importlib
+import importlib.util
 import math
 import statistics
 import time
@@ -76,6 +76,24 @@ class Device:
             self.synchronize()
         except RuntimeError as error:
             raise DeviceLost(f"the device no longer answers: {first_line(error)}") from error
+
+
+def cuda_device(use: str) -> Device:
+    """The current GPU, or the end of the program: `use` is what there is for it to do."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{use} a CUDA GPU; torch finds none")
+    return Device(torch.device("cuda", torch.cuda.current_device()))
+
+
+def device_for(dry_run: bool) -> Device:
+    """The GPU; the CPU for a dry run."""
+    return Device(torch.device("cpu")) if dry_run else cuda_device("times are those of")
+
+
+def device_line(device: Device) -> str:
+    name = torch.cuda.get_device_name() if device.is_cuda else "CPU"
+    version = importlib.util.find_spec("triton") and importlib.import_module("triton").__version__
+    return f"{name}, torch {torch.__version__}, Triton {version}"
 
 
 def first_line(error: BaseException) -> str:
@@ -244,6 +262,19 @@ def replay_times(
                 events[name].append((start_event, end_event))
     torch.cuda.synchronize()
     return {name: [1e3 * a.elapsed_time(b) for a, b in pairs] for name, pairs in events.items()}
+
+
+def host_time(call: Callable[[], Any], device: Device, calls: int = 50, repeats: int = 7) -> float:
+    """us until a call from Python returns."""
+    found = []
+    for _ in range(repeats):
+        device.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append(1e6 * (time.perf_counter() - start) / calls)
+    device.synchronize()
+    return statistics.median(found)
 
 
 def call_times(

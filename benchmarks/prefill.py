@@ -16,7 +16,6 @@ sizes on the CPU.
 """
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -27,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.conv import device_for, device_line, table
-from benchmarks.measure import Device, Record, Replay, replay_times
+from benchmarks.measure import Device, Record, Replay, device_for, device_line, replay_times
+from benchmarks.report import append_record, table
 from gdn_triton import chunk_gated_delta_rule, chunk_prefill
 
 
@@ -124,9 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch.no_grad():
         for batch in batches:
             records.append(measure(batch, device, rounds))
-            if options.jsonl is not None:
-                with options.jsonl.open("a") as file:
-                    file.write(json.dumps(records[-1]) + "\n")
+            append_record(options.jsonl, records[-1])
     print(f"{device_line(device)}\n\n{table(records)}")
 
 

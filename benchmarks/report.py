@@ -5,8 +5,9 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import Record
 from benchmarks.shapes import ACCURACY, HOST, NUMERICS, SPEED
@@ -28,6 +29,23 @@ def us(value: float) -> str:
 
 def row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def table(records: Sequence[Record]) -> str:
+    """Markdown of records of one kind: their keys, and a row each."""
+
+    def cell(value: Any) -> str:
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    rows = [records[0], ["---"] * len(records[0]), *(map(cell, x.values()) for x in records)]
+    return "\n".join(map(row, rows))
+
+
+def append_record(path: Path | None, record: Record) -> None:
+    """A line of JSON more in the file, if there is to be one."""
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def share(value: float) -> str:
@@ -70,8 +88,7 @@ class Report:
 
     def add(self, record: Record) -> None:
         self.records.append(record)
-        with self.log.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        append_record(self.log, record)
         if record["kind"] in KINDS:
             self.write_tables()
             say(f"[{time.perf_counter() - self.start:5.0f} s] {self.line(record)}")
