@@ -38,6 +38,7 @@ std::string list(const Range& numbers) {
 
 // ------------------------------------------------------------------------------------------------ judging tensors
 
+// Of what kernels read.
 gdn::Dtype dtype_of(const Tensor& x, const char* name) {
   switch (x.scalar_type()) {
     case ScalarType::BFloat16:
@@ -79,7 +80,7 @@ void check_aligned(const Tensor& x, const char* name, int64_t bytes) {
                   bytes, " bytes, got ", x.data_ptr());
 }
 
-// q, k or v [B, T, heads, D], which TMA reads where it lies.
+// q, k, v or a pool's o [B, T, heads, D], which TMA reads or writes where it lies.
 gdn::Rows tma_rows(const Tensor& x, const char* name, int32_t device, ScalarType dtype, Shape shape) {
   check_place(x, name, device);
   check_dtype(x, name, dtype);
@@ -100,6 +101,27 @@ gdn::Rows side_rows(const Tensor& x, const char* name, int32_t device, Shape sha
   check_shape(x, name, shape);
   const auto strides = x.strides();
   return {x.data_ptr(), strides[0], strides[1], strides[2]};
+}
+
+// Numbers of rows.
+gdn::Slots slots_of(const Tensor& x, const char* name, int32_t device, Shape shape) {
+  check_place(x, name, device);
+  check_shape(x, name, shape);
+  check_contiguous(x, name);
+  const bool is_64 = x.scalar_type() == ScalarType::Long;
+  if (!is_64) check_dtype(x, name, ScalarType::Int);
+  return {x.data_ptr(), is_64};
+}
+
+// States [rows, HV, K, V] or, V first, [rows, HV, V, K], at any strides, to write to.
+gdn::States states(const Tensor& x, const char* name, int32_t device, const gdn::ChunkForward& p, bool v_first) {
+  check_place(x, name, device);
+  const int64_t rows = x.dim() > 0 ? x.size(0) : 0;
+  check_shape(x, name, {rows, p.HV, v_first ? p.V : p.K, v_first ? p.K : p.V});
+  const auto strides = x.strides();
+  const bool is_double = x.scalar_type() == ScalarType::Double;
+  return {x.data_ptr(), strides[0], strides[1], strides[v_first ? 3 : 2], strides[v_first ? 2 : 3],
+          is_double ? gdn::Dtype::kFloat64 : dtype_of(x, name)};
 }
 
 const float* head_vector(const std::optional<Tensor>& x, const char* name, int32_t device, int64_t HV) {
@@ -153,11 +175,11 @@ int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H,
   return workspace_floats(p);
 }
 
-void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
-                   const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
-                   const std::optional<Tensor>& initial_state, const std::optional<Tensor>& cu_seqlens, double scale,
-                   bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval,
-                   bool batch_invariant, const Tensor& o, const std::optional<Tensor>& final_state, const Tensor& workspace) {
+// What every call has: q, k, v, g, beta, the gate's parameters and cu_seqlens.
+gdn::ChunkForward describe(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+                           const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
+                           const std::optional<Tensor>& cu_seqlens, double scale, bool use_qk_l2norm,
+                           bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant) {
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "gdn_fast: this torch was built without CUDA");
   STD_TORCH_CHECK(q.dim() == 4, "gdn_fast: q must have 4 dimensions [B, T, H, K], got ", list(q.sizes()));
   STD_TORCH_CHECK(v.dim() == 4, "gdn_fast: v must have 4 dimensions [B, T, HV, V], got ", list(v.sizes()));
@@ -190,40 +212,16 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     if (!p.cu_seqlens_64) check_dtype(*cu_seqlens, "cu_seqlens", ScalarType::Int);
   }
 
-  const int64_t second = state_v_first ? V : K, third = state_v_first ? K : V;
-  if (initial_state) {
-    check_place(*initial_state, "initial_state", device);
-    check_shape(*initial_state, "initial_state", {N, HV, second, third});
-    const auto strides = initial_state->strides();
-    p.h0 = initial_state->data_ptr();
-    p.h0_dtype = dtype_of(*initial_state, "initial_state");
-    p.h0_n = strides[0], p.h0_h = strides[1];
-    p.h0_k = strides[state_v_first ? 3 : 2], p.h0_v = strides[state_v_first ? 2 : 3];
-  }
-
-  check_place(o, "o", device);
-  check_dtype(o, "o", dtype);
-  check_shape(o, "o", {B, T, HV, V});
-  check_contiguous(o, "o");
-  check_aligned(o, "o", kTmaAlignment);
-  p.o = o.data_ptr();
-  if (final_state) {
-    check_place(*final_state, "final_state", device);
-    check_dtype(*final_state, "final_state", ScalarType::Float);
-    check_shape(*final_state, "final_state", {N, HV, second, third});
-    check_contiguous(*final_state, "final_state");
-    check_aligned(*final_state, "final_state", kTmaAlignment);
-    p.ht = static_cast<float*>(final_state->data_ptr());
-    p.ht_n = HV * K * V, p.ht_h = K * V;
-    p.ht_k = state_v_first ? 1 : V, p.ht_v = state_v_first ? K : 1;
-  }
-
   p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
   p.scale = static_cast<float>(scale);
   p.use_qk_l2norm = use_qk_l2norm, p.use_beta_sigmoid = use_beta_sigmoid;
   p.allow_neg_eigval = allow_neg_eigval, p.use_gate = A_log.has_value(), p.batch_invariant = batch_invariant;
   p.multiprocessors = multiprocessors(device);
+  return p;
+}
 
+// Checks `workspace`, and runs what `p` says on the current stream of its device; pool: null without one.
+void run(gdn::ChunkForward p, const gdn::Pool* pool, const Tensor& workspace, int32_t device) {
   check_place(workspace, "workspace", device);
   check_dtype(workspace, "workspace", ScalarType::Float);  // a float can be NaN: tests poison it
   check_contiguous(workspace, "workspace");
@@ -236,8 +234,87 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const char* error = gdn::chunk_forward(p, static_cast<cudaStream_t>(stream));
-  STD_TORCH_CHECK(error == nullptr, "gdn_fast::chunk_forward did not run: ", error);
+  const auto current = static_cast<cudaStream_t>(stream);
+  const char* error = pool ? gdn::chunk_prefill(p, *pool, current) : gdn::chunk_forward(p, current);
+  STD_TORCH_CHECK(error == nullptr, "gdn_fast::", pool ? "chunk_prefill" : "chunk_forward", " did not run: ", error);
+}
+
+void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+                   const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
+                   const std::optional<Tensor>& initial_state, const std::optional<Tensor>& cu_seqlens, double scale,
+                   bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval,
+                   bool batch_invariant, const Tensor& o, const std::optional<Tensor>& final_state, const Tensor& workspace) {
+  gdn::ChunkForward p = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
+                                 allow_neg_eigval, batch_invariant);
+  const int32_t device = q.get_device_index();
+  const int64_t K = p.K, V = p.V, HV = p.HV;
+  const int64_t second = state_v_first ? V : K, third = state_v_first ? K : V;
+  if (initial_state) {
+    check_place(*initial_state, "initial_state", device);
+    check_shape(*initial_state, "initial_state", {p.N, HV, second, third});
+    const auto strides = initial_state->strides();
+    p.h0 = initial_state->data_ptr();
+    p.h0_dtype = dtype_of(*initial_state, "initial_state");
+    p.h0_n = strides[0], p.h0_h = strides[1];
+    p.h0_k = strides[state_v_first ? 3 : 2], p.h0_v = strides[state_v_first ? 2 : 3];
+  }
+
+  check_place(o, "o", device);
+  check_dtype(o, "o", q.scalar_type());
+  check_shape(o, "o", {p.B, p.T, HV, V});
+  check_contiguous(o, "o");
+  check_aligned(o, "o", kTmaAlignment);
+  p.o = o.data_ptr();
+  if (final_state) {
+    check_place(*final_state, "final_state", device);
+    check_dtype(*final_state, "final_state", ScalarType::Float);
+    check_shape(*final_state, "final_state", {p.N, HV, second, third});
+    check_contiguous(*final_state, "final_state");
+    check_aligned(*final_state, "final_state", kTmaAlignment);
+    p.ht = static_cast<float*>(final_state->data_ptr());
+    p.ht_n = HV * K * V, p.ht_h = K * V;
+    p.ht_k = state_v_first ? 1 : V, p.ht_v = state_v_first ? K : 1;
+  }
+  run(p, nullptr, workspace, device);
+}
+
+void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+                   const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias, const Tensor& state,
+                   const Tensor& read_slots, const Tensor& write_slots, const std::optional<Tensor>& has_initial_state,
+                   int64_t last_skipped, const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first,
+                   bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant,
+                   const Tensor& o, int64_t every, const std::optional<Tensor>& checkpoints,
+                   const std::optional<Tensor>& checkpoint_slots, const Tensor& workspace) {
+  const gdn::ChunkForward p = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm,
+                                       use_beta_sigmoid, allow_neg_eigval, batch_invariant);
+  const int32_t device = q.get_device_index();
+  gdn::Pool pool{};
+  pool.o = tma_rows(o, "o", device, q.scalar_type(), {p.B, p.T, p.HV, p.V});
+  pool.states = states(state, "state", device, p, state_v_first);
+  pool.states.dtype = dtype_of(state, "state");
+  pool.read_slots = slots_of(read_slots, "read_slots", device, {p.N});
+  pool.write_slots = slots_of(write_slots, "write_slots", device, {p.N});
+  pool.last_skipped = static_cast<int>(last_skipped);
+  if (has_initial_state) {
+    check_place(*has_initial_state, "has_initial_state", device);
+    check_dtype(*has_initial_state, "has_initial_state", ScalarType::Bool);
+    check_shape(*has_initial_state, "has_initial_state", {p.N});
+    check_contiguous(*has_initial_state, "has_initial_state");
+    pool.has_state = static_cast<const bool*>(has_initial_state->data_ptr());
+  }
+  STD_TORCH_CHECK(every >= 0 && every % 64 == 0, "gdn_fast: every must be 0 or a multiple of 64, got ", every);
+  STD_TORCH_CHECK(every == 0 || checkpoints.has_value(), "gdn_fast: checkpoints must be a tensor where every is not 0");
+  if (every > 0 && every <= p.T) {  // else no sequence is long enough
+    pool.every = static_cast<int>(every);
+    pool.checkpoints = states(*checkpoints, "checkpoints", device, p, state_v_first);
+    if (checkpoint_slots) {
+      STD_TORCH_CHECK(checkpoint_slots->dim() == 2, "gdn_fast: checkpoint_slots must have shape [N, M], got ",
+                      list(checkpoint_slots->sizes()));
+      pool.checkpoint_columns = checkpoint_slots->size(1);
+      pool.checkpoint_slots = slots_of(*checkpoint_slots, "checkpoint_slots", device, {p.N, pool.checkpoint_columns});
+    }
+  }
+  run(p, &pool, workspace, device);
 }
 }  // namespace
 
@@ -251,11 +328,24 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
       "Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first, bool use_qk_l2norm, "
       "bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, Tensor(a!) o, Tensor(b!)? final_state, "
       "Tensor(c!) workspace) -> ()");
+  // checkpoints may be `state`.
+  m.def(
+      "chunk_prefill(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
+      "Tensor(a!) state, Tensor read_slots, Tensor write_slots, Tensor? has_initial_state, int last_skipped, "
+      "Tensor? cu_seqlens, float scale, bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, "
+      "bool allow_neg_eigval, bool batch_invariant, Tensor(b!) o, int every, Tensor(c!)? checkpoints, "
+      "Tensor? checkpoint_slots, Tensor(d!) workspace) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CompositeExplicitAutograd, m) {
   m.impl("why_unavailable", TORCH_BOX(&why_unavailable));
   m.impl("chunk_forward_workspace", TORCH_BOX(&chunk_forward_workspace));
 }
-STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CUDA, m) { m.impl("chunk_forward", TORCH_BOX(&chunk_forward)); }
-// The same function for CPU tensors: its checks say what is wrong with them.
-STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CPU, m) { m.impl("chunk_forward", TORCH_BOX(&chunk_forward)); }
+STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CUDA, m) {
+  m.impl("chunk_forward", TORCH_BOX(&chunk_forward));
+  m.impl("chunk_prefill", TORCH_BOX(&chunk_prefill));
+}
+// The same functions for CPU tensors: their checks say what is wrong with them.
+STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CPU, m) {
+  m.impl("chunk_forward", TORCH_BOX(&chunk_forward));
+  m.impl("chunk_prefill", TORCH_BOX(&chunk_prefill));
+}

@@ -7,7 +7,7 @@
 
 namespace gdn {
 
-enum class Dtype : int { kBFloat16, kFloat16, kFloat32 };
+enum class Dtype : int { kBFloat16, kFloat16, kFloat32, kFloat64 };
 
 // A [B, T, heads, D] or [B, T, heads] tensor. Strides in elements, >= 0 (0: expanded); that of D is 1. What has a D
 // begins at a multiple of 16 bytes, and so do its rows and heads, as TMA wants it.
@@ -49,12 +49,46 @@ struct ChunkForward {
   int multiprocessors;  // of the device
 };
 
-// Bytes of scratch memory that chunk_forward needs. Depends on B, T, H, HV, K, V, N, dtype, use_qk_l2norm,
+// States [rows, HV, K, V], of any dtype to write to and not of float64 to read. Strides in elements.
+struct States {
+  void* data;
+  int64_t row, head, k, v;
+  Dtype dtype;
+};
+
+// Numbers of rows of States, int32 or int64, contiguous.
+struct Slots {
+  const void* data;
+  bool is_64;
+};
+
+// What a call on a pool of states has in place of h0, ht and o. Sequence n starts from row read_slots[n] of `states` and
+// leaves its final state in row write_slots[n]. Rows up to `last_skipped` are none: one to read skips the sequence, with
+// o = 0 and nothing else written; one to write is not written.
+struct Pool {
+  Rows o;  // [B, T, HV, V], of `dtype`: written
+  States states;
+  Slots read_slots, write_slots;  // [N]
+  const bool* has_state;          // [N]: whether sequence n starts from its row, or from zeros; null: all do
+  int last_skipped;               // -1 or 0
+
+  // The state after tokens `every`, 2 `every`, ... of a sequence. Without slots its first has row s / every, s being its
+  // first token of all B T; else checkpoint j has row checkpoint_slots[n, j], and is not kept where there is none.
+  int every;  // tokens, a multiple of 64; 0: no checkpoints
+  States checkpoints;
+  Slots checkpoint_slots;  // [N, checkpoint_columns]; null data: there are none
+  int64_t checkpoint_columns;
+};
+
+// Bytes of scratch memory that chunk_forward and chunk_prefill need. Depends on B, T, H, HV, K, V, N, dtype, use_qk_l2norm,
 // batch_invariant, multiprocessors, and on whether cu_seqlens is null; the other fields may be unset.
 size_t chunk_forward_workspace(const ChunkForward&);
 
 // Null, or why it did not run; the words stay valid. The caller has set the device, and B, T, N, H, HV are >= 1.
 // Tokens from cu_seqlens[N] on get o = 0; a sequence without tokens gets ht = h0.
 const char* chunk_forward(const ChunkForward&, cudaStream_t);
+
+// The same on a pool: h0, ht and o are unset, and T may be 0.
+const char* chunk_prefill(const ChunkForward&, const Pool&, cudaStream_t);
 
 }  // namespace gdn

@@ -121,17 +121,19 @@ size_t start_floats(const ChunkForward& p, const Plan& plan) {
   return segment_floats<Heads>(p, plan, sm90::state_rows(p.V));
 }
 
+// pool: null without one.
 template <class T, class Heads>
-const char* run(const ChunkForward& p, cudaStream_t stream) {
+const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
   sm90::KernelParams params = {};
   params.problem = p;
+  if (pool) params.pool = *pool;
   Rows q = p.q, k = p.k;
   char* workspace = static_cast<char*>(p.workspace);
   if (p.use_qk_l2norm && p.B * p.T > 0) {
     if (const char* error = normalize<T, Heads>(p, q, k, stream)) return error;
     workspace += 2 * normalized_bytes(p);
   }
-  const Rows o = {p.o, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V};
+  const Rows o = pool ? pool->o : Rows{p.o, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V};
   if (p.B * p.T > 0) {  // a map of nothing is refused, and is not needed
     if (const char* error = make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K)) return error;
     if (const char* error = make_map(&params.k, p.dtype, k, p.B, p.T, p.H, p.K)) return error;
@@ -143,7 +145,17 @@ const char* run(const ChunkForward& p, cudaStream_t stream) {
   params.heads = sm90::Divisor::of(p.HV);
   params.group = sm90::Divisor::of(p.HV / p.H);
   params.segments = {plan.segment, plan.slots, maps, maps + map_floats<Heads>(p, plan)};
-  return sm90::run_heads<T, Heads>(params, plan, stream);
+  return pool ? sm90::run_heads<T, Heads, true>(params, plan, stream)
+              : sm90::run_heads<T, Heads, false>(params, plan, stream);
+}
+
+const char* run_supported(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
+  if (const char* reason = unsupported(p)) return reason;
+  if (p.HV == 0 || (p.N == 0 && p.T == 0)) return nullptr;
+  return with_heads(p, [&](auto heads) {
+    return p.dtype == Dtype::kBFloat16 ? run<__nv_bfloat16, decltype(heads)>(p, pool, stream)
+                                       : run<__half, decltype(heads)>(p, pool, stream);
+  });
 }
 
 }  // namespace
@@ -159,12 +171,11 @@ size_t chunk_forward_workspace(const ChunkForward& p) {
 }
 
 const char* chunk_forward(const ChunkForward& p, cudaStream_t stream) {
-  if (const char* reason = unsupported(p)) return reason;
-  if (p.HV == 0 || (p.N == 0 && p.T == 0)) return nullptr;
-  return with_heads(p, [&](auto heads) {
-    return p.dtype == Dtype::kBFloat16 ? run<__nv_bfloat16, decltype(heads)>(p, stream)
-                                       : run<__half, decltype(heads)>(p, stream);
-  });
+  return run_supported(p, nullptr, stream);
+}
+
+const char* chunk_prefill(const ChunkForward& p, const Pool& pool, cudaStream_t stream) {
+  return run_supported(p, &pool, stream);
 }
 
 }  // namespace gdn

@@ -21,12 +21,14 @@ enum class Pass { kWhole, kMaps, kSegments };
 constexpr __host__ GDN_DEVICE int state_rows(int V) { return (V + 127) / 128 * 128; }
 constexpr __host__ GDN_DEVICE int map_rows(int keys) { return state_rows(keys); }
 
-template <class Type, class Heads, int kStates_, Pass kPass_>
+// kPool: the call is on a pool of states, KernelParams::pool.
+template <class Type, class Heads, int kStates_, Pass kPass_, bool kPool_>
 struct Config {
   using T = Type;
   static constexpr int kKeys = Heads::kKeys;
   static constexpr bool kExact = Heads::kExact;
   static constexpr Pass kPass = kPass_;
+  static constexpr bool kPool = kPool_;
   static constexpr bool kOutput = kPass != Pass::kMaps;  // q, P and o are needed
   static constexpr int kStates = kStates_;
   // Warpgroups that make triangles; a state of 256 channels leaves registers for one.
@@ -94,6 +96,7 @@ struct SharedMemory {
   uint64_t p_full[kPStages], p_empty[kPStages];
   uint64_t o_full[C::kStates], o_empty[C::kStates];
   uint64_t gates_full[C::kGateStages], gates_empty[C::kGateStages];
+  int stop[C::kStates][4];  // of a pool, a state's warps: rows left of the tile when the state is stored
 #ifdef GDN_PROFILE
   uint32_t profile[40];
 #endif
@@ -122,7 +125,7 @@ struct Segments {
   int chunks;    // of a segment but the last of a sequence
   int slots;     // at least as many as there are segments
   float* maps;   // [slots, HV, R + kMapRows, kKeys]: b, then M (its rows: K of what comes in)
-  float* starts; // [slots, HV, R, kKeys]: the state that a segment starts from
+  float* starts; // [slots, HV, R, kKeys]: what a segment starts from, if its sequence is cut
 };
 
 // Division by a number that the host knows, in a few instructions.
@@ -141,6 +144,7 @@ struct KernelParams {
   int tiles;  // of the grid: (sequence or segment, value head, map, part of V)
   int parts;  // of V, with 64 kStates channels each; unless C::kExact
   Divisor heads, group;  // HV, and value heads of a key head
+  Pool pool;  // of C::kPool
 };
 
 template <class C>
@@ -169,8 +173,20 @@ GDN_DEVICE int segment_count(int length, int segment) {
   return max(1, (length + segment - 1) / segment);
 }
 
-// The sequence of a tile whose tile.n is set.
-GDN_DEVICE void locate_sequence(const ChunkForward& p, Tile& tile) {
+GDN_DEVICE int64_t slot_at(const Slots& slots, int64_t i) {
+  return slots.is_64 ? static_cast<const int64_t*>(slots.data)[i]
+                     : static_cast<const int32_t*>(slots.data)[i];
+}
+
+// Whether sequence n is skipped: its state to read is padding.
+GDN_DEVICE bool is_skipped(const Pool& pool, int n) {
+  return slot_at(pool.read_slots, n) <= pool.last_skipped;
+}
+
+// The sequence of a tile whose tile.n is set. One that is skipped has no length.
+template <class C>
+GDN_DEVICE void locate_sequence(const KernelParams& params, Tile& tile) {
+  const ChunkForward& p = params.problem;
   if (p.cu_seqlens == nullptr) {
     tile.batch = tile.n;
     tile.first = 0;
@@ -180,16 +196,20 @@ GDN_DEVICE void locate_sequence(const ChunkForward& p, Tile& tile) {
     tile.first = static_cast<int>(sequence_bound(p, tile.n));
     tile.length = static_cast<int>(sequence_bound(p, tile.n + 1)) - tile.first;
   }
+  if constexpr (C::kPool) {
+    if (is_skipped(params.pool, tile.n)) tile.length = 0;
+  }
 }
 
 // The segment of a tile whose tile.slot is set. Few sequences have segments: a loop will do.
+template <class C>
 GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile) {
   const ChunkForward& p = params.problem;
   const int segment = params.segments.chunks * kChunk;
   int index = tile.slot;
   tile.exists = false;
   for (tile.n = 0; tile.n < p.N; ++tile.n) {
-    locate_sequence(p, tile);
+    locate_sequence<C>(params, tile);
     const int count = segment_count(tile.length, segment);
     if (index < count) {
       tile.exists = true;
@@ -201,6 +221,7 @@ GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile) {
     }
     index -= count;
   }
+  if constexpr (C::kPool) tile.begins = tile.ends = false;
   tile.length = 0;
 }
 
@@ -222,9 +243,9 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
   tile.hv = index - tile.n * p.HV;
   if constexpr (C::kPass == Pass::kWhole) {
     tile.exists = tile.begins = tile.ends = true;
-    locate_sequence(p, tile);
+    locate_sequence<C>(params, tile);
   } else {
-    locate_segment(params, tile);
+    locate_segment<C>(params, tile);
     // Nothing starts from the end of a last segment, and a first one starts from a known state.
     if (C::kPass == Pass::kMaps && (tile.ends || (tile.begins && tile.map == 1))) {
       tile.exists = false;
@@ -238,6 +259,13 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
 template <class C>
 GDN_DEVICE int first_value_channel(const Tile& tile, int slot) {
   return (C::kStates == 1 ? tile.part : tile.part * C::kStates + slot) * 64;
+}
+
+// 8 channels of o, which lie together.
+GDN_DEVICE uint4* o_line(const Pool& pool, int batch, int64_t row, int hv, int column) {
+  const Rows& o = pool.o;
+  const int64_t at = batch * o.batch + row * o.row + hv * o.head + column;
+  return reinterpret_cast<uint4*>(static_cast<uint16_t*>(const_cast<void*>(o.data)) + at);
 }
 
 // All chunks of all tiles of this block, in order: for the roles that carry nothing from a chunk to

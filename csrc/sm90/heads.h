@@ -35,8 +35,9 @@ constexpr bool only_halves(bool in_segments) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Null, or why it did not run. `params` has all but its tiles and parts.
-template <class T, class Heads>
+// Null, or why it did not run. `params` has all but its tiles and parts. kPool: on a pool of states, by
+// kernels of their own, since instructions cost time even where they are not executed.
+template <class T, class Heads, bool kPool>
 const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t stream);
 
 }  // namespace gdn::sm90

@@ -58,8 +58,11 @@ GDN_DEVICE void store_tail(const KernelParams& params, const Walk<C>& walk, cons
     const int64_t at =
         ((first + row) * p.HV + walk.tile.hv) * values<C>(p) + first_column + column * 8;
     if (!C::kExact && first_column + column * 8 >= p.V) continue;
-    *reinterpret_cast<uint4*>(o + at * 2) =
-        *reinterpret_cast<const uint4*>(tile + row * 128 + ((column ^ (row % 8)) * 16));
+    uint4* to = reinterpret_cast<uint4*>(o + at * 2);
+    if constexpr (C::kPool)
+      to = o_line(params.pool, walk.tile.batch, walk.tile.first + walk.row + row, walk.tile.hv,
+                  first_column + column * 8);
+    *to = *reinterpret_cast<const uint4*>(tile + row * 128 + ((column ^ (row % 8)) * 16));
   }
 }
 
@@ -90,16 +93,27 @@ GDN_DEVICE void store_role(SharedMemory<C>& sm, const KernelParams& params, int 
 
 // o of packed tokens that no sequence has, by the threads of the single warps.
 template <class C>
-GDN_DEVICE void zero_orphans(const ChunkForward& p) {
+GDN_DEVICE void zero_orphans(const KernelParams& params) {
+  const ChunkForward& p = params.problem;
   if (p.cu_seqlens == nullptr) return;
-  const int64_t row_bytes = int64_t{p.HV} * values<C>(p) * 2;
-  const int64_t end = p.T * row_bytes;
-  constexpr int kSharing = 128;  // threads of a block
-  const int64_t step = int64_t{gridDim.x} * kSharing * 16;
-  int64_t at = sequence_bound(p, p.N) * row_bytes;
-  at += (int64_t{blockIdx.x} * kSharing + threadIdx.x) * 16;
-  for (; at < end; at += step)
-    *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.o) + at) = make_uint4(0, 0, 0, 0);
+  if constexpr (C::kPool) {  // rows may lie apart: one a warp
+    const int lines = values<C>(p) / 8;  // of a row of a head
+    int64_t row = sequence_bound(p, p.N) + blockIdx.x * 4 + threadIdx.x / 32;
+#pragma unroll 1
+    for (; row < p.T; row += gridDim.x * 4)
+#pragma unroll 1
+      for (int i = threadIdx.x % 32; i < p.HV * lines; i += 32)
+        *o_line(params.pool, 0, row, i / lines, i % lines * 8) = make_uint4(0, 0, 0, 0);
+  } else {
+    const int64_t row_bytes = int64_t{p.HV} * values<C>(p) * 2;
+    const int64_t end = p.T * row_bytes;
+    constexpr int kSharing = 128;  // threads of a block
+    const int64_t step = int64_t{gridDim.x} * kSharing * 16;
+    int64_t at = sequence_bound(p, p.N) * row_bytes;
+    at += (int64_t{blockIdx.x} * kSharing + threadIdx.x) * 16;
+    for (; at < end; at += step)
+      *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.o) + at) = make_uint4(0, 0, 0, 0);
+  }
 }
 
 template <class C>
@@ -157,7 +171,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else if (C::kOutput && warp - kStore0 < C::kStates) {
       store_role(sm, params, warp - kStore0);
     }
-    if constexpr (C::kOutput) zero_orphans<C>(params.problem);
+    if constexpr (C::kOutput) zero_orphans<C>(params);
   } else if (warpgroup <= C::kStates) {
     raise_registers<C::kStateRegisters>();
     state_role(sm, params, warpgroup - 1, warp % 4);

@@ -5,7 +5,8 @@
 // identity with values of zero. The kernel here folds the maps of each sequence, in order, into the
 // state that each segment starts from; Pass::kSegments then walks the segments. A sequence's first
 // segment starts from its initial state already when the maps are made, so its b is a state and it
-// needs no M; its last segment needs no map at all.
+// needs no M; its last segment needs no map at all. In a pool that initial state may be overwritten
+// before the first segment is walked: Pass::kMaps leaves it where the others start from, too.
 #pragma once
 #include "config.cuh"
 
@@ -31,10 +32,10 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   Tile tile;
   int slot = 0;  // of the sequence's first segment
   for (tile.n = 0; tile.n < pair / p.HV; ++tile.n) {
-    locate_sequence(p, tile);
+    locate_sequence<C>(params, tile);
     slot += segment_count(tile.length, params.segments.chunks * kChunk);
   }
-  locate_sequence(p, tile);
+  locate_sequence<C>(params, tile);
   const int count = segment_count(tile.length, params.segments.chunks * kChunk);
   const int map_size = state_size + C::kMapRows * kKeys;
   const int64_t first = int64_t{slot} * p.HV + hv;

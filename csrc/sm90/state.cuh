@@ -53,7 +53,10 @@ struct State {
   GDN_DEVICE void load(const Tile& tile) {
     const ChunkForward& p = params.problem;
     const int64_t base = tile.n * p.h0_n + tile.hv * p.h0_h;
-    if (C::kPass == Pass::kSegments && tile.exists && !tile.begins) {
+    // Of a cut sequence in a pool the last segment may be done before the first begins, and have
+    // written to where that begins. What is no segment may start from anything.
+    const bool has_start = C::kPool ? !(tile.begins && tile.ends) : tile.exists && !tile.begins;
+    if (C::kPass == Pass::kSegments && has_start) {
       load_from(start_of(tile), 1, C::kKeys, tile);
     } else if (C::kPass == Pass::kMaps && tile.map == 1) {
 #pragma unroll
@@ -62,19 +65,36 @@ struct State {
         const int column = key_channel() + i / 4 * 8 + i % 2;
         S[i] = row == column ? exp2_approx(-Frame<T>::kTop) : 0.f;
       }
+    } else if constexpr (C::kPool) {
+      const int64_t row = first_row(tile);
+      if (row < 0) {
+        clear();
+      } else {
+        const States& from = params.pool.states;
+        load_row(from, row * from.row + tile.hv * from.head, tile);
+      }
     } else if (p.h0 == nullptr || !tile.exists || !tile.begins) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) S[i] = 0.f;
-    } else if (p.h0_dtype == Dtype::kFloat32) {
-      load_from(static_cast<const float*>(p.h0) + base, p.h0_k, p.h0_v, tile);
-    } else if (p.h0_dtype == Dtype::kFloat16) {
-      load_from(static_cast<const __half*>(p.h0) + base, p.h0_k, p.h0_v, tile);
+      clear();
     } else {
-      load_from(static_cast<const __nv_bfloat16*>(p.h0) + base, p.h0_k, p.h0_v, tile);
+      load_row({const_cast<void*>(p.h0), 0, 0, p.h0_k, p.h0_v, p.h0_dtype}, base, tile);
+    }
+  }
+  GDN_DEVICE void clear() {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) S[i] = 0.f;
+  }
+  GDN_DEVICE void load_row(const States& from, int64_t base, const Tile& tile) {
+    if (from.dtype == Dtype::kFloat32) {
+      load_from(static_cast<const float*>(from.data) + base, from.k, from.v, tile);
+    } else if (from.dtype == Dtype::kFloat16) {
+      load_from(static_cast<const __half*>(from.data) + base, from.k, from.v, tile);
+    } else {
+      load_from(static_cast<const __nv_bfloat16*>(from.data) + base, from.k, from.v, tile);
     }
   }
   template <class From>
   GDN_DEVICE void load_from(const From* at, int64_t stride_k, int64_t stride_v, const Tile& tile) {
+    if constexpr (C::kPool && C::kKeys == 256) return load_in_pieces(at, stride_k, stride_v, tile);
     const float factor = exp2_approx(-Frame<T>::kTop);
     at += value_channel(tile) * stride_v + key_channel() * stride_k;
 #pragma unroll
@@ -101,7 +121,7 @@ struct State {
 
   GDN_DEVICE void store(const Tile& tile, float factor) const {
     const ChunkForward& p = params.problem;
-    if (C::kPass == Pass::kMaps) {
+    if constexpr (C::kPass == Pass::kMaps) {
       if (tile.exists) store_to<true>(map_of(tile), 1, C::kKeys, tile, factor);
     } else if (p.ht != nullptr && tile.exists && tile.ends) {
       store_to(p.ht + tile.n * p.ht_n + tile.hv * p.ht_h, p.ht_k, p.ht_v, tile, factor);
@@ -123,6 +143,156 @@ struct State {
         at[8 * stride_v + stride_k] = S[4 * j + 3] * factor;
       }
     }
+  }
+
+  // ---- of a pool
+
+  GDN_DEVICE int64_t not_skipped(int64_t row) const {
+    return row > params.pool.last_skipped ? row : -1;
+  }
+
+  // at += by, and not as one of many multiples of it, each in registers of its own.
+  template <class At>
+  GDN_DEVICE static void step(At*& at, int64_t by) {
+    at += by;
+    asm volatile("" : "+l"(at));
+  }
+
+  // load_from in four pieces, which come in at the back of S: all loads at once leave too few registers
+  // for their addresses.
+  template <class From>
+  GDN_DEVICE void load_in_pieces(const From* at, int64_t stride_k, int64_t stride_v,
+                                 const Tile& tile) {
+    const float factor = exp2_approx(-Frame<T>::kTop);
+    constexpr int kPiece = kSize / 4, kRest = kSize - kPiece;
+    at += value_channel(tile) * stride_v + key_channel() * stride_k;
+#pragma unroll 1
+    for (int first = 0; first < kSize / 4; first += kPiece / 4) {
+#pragma unroll
+      for (int i = 0; i < kRest; ++i) S[i] = S[i + kPiece];
+#pragma unroll
+      for (int j = 0; j < kPiece / 4; ++j, step(at, 8 * stride_k)) {
+        const bool low = inside(tile, first + j, 0), high = inside(tile, first + j, 8);
+        S[kRest + 4 * j] = low ? float(at[0]) * factor : 0.f;
+        S[kRest + 4 * j + 1] = low ? float(at[stride_k]) * factor : 0.f;
+        S[kRest + 4 * j + 2] = high ? float(at[8 * stride_v]) * factor : 0.f;
+        S[kRest + 4 * j + 3] = high ? float(at[8 * stride_v + stride_k]) * factor : 0.f;
+      }
+    }
+  }
+
+  // What the tile starts from; -1: from zeros.
+  GDN_DEVICE int64_t first_row(const Tile& tile) const {
+    const Pool& pool = params.pool;
+    if (C::kPass == Pass::kMaps && !(tile.exists && tile.begins)) return -1;
+    if (pool.has_state != nullptr && !pool.has_state[tile.n]) return -1;
+    return not_skipped(slot_at(pool.read_slots, tile.n));
+  }
+
+  // What a cut sequence starts from, for its first segment.
+  GDN_DEVICE void store_start(const Tile& tile) const {
+    if (tile.exists && tile.begins)
+      store_to<true>(start_of(tile), 1, C::kKeys, tile, exp2_approx(Frame<T>::kTop));
+  }
+
+  // Tokens of the sequence before the last `left` of its tile.
+  GDN_DEVICE int tokens_before(const Tile& tile, int left) const {
+    const ChunkForward& p = params.problem;
+    int tokens = tile.length - left;
+    if (C::kPass == Pass::kSegments)
+      tokens += tile.first - (p.cu_seqlens ? int(sequence_bound(p, tile.n)) : 0);
+    return tokens;
+  }
+  // How much of the tile is left where a state has to be stored, after `left`.
+  GDN_DEVICE int next_stop(const Tile& tile, int left) const {
+    const int every = params.pool.every;
+    return every == 0 ? 0 : max(0, left - (every - tokens_before(tile, left) % every));
+  }
+  // The state there: as a checkpoint, as the final state, or as both.
+  GDN_DEVICE void store_at_stop(const Tile& tile, int left, float factor) {
+    const Pool& pool = params.pool;
+    if (!tile.exists || is_skipped(pool, tile.n)) return;
+#pragma unroll 1
+    for (int final = 0; final < 2; ++final) {
+      const int64_t row = final ? final_row(tile, left) : checkpoint_row(tile, left);
+      States to = pool.states;
+      if (!final) to = pool.checkpoints;
+      if (row >= 0) store_row(to, row, tile, factor);
+    }
+  }
+  // -1: there is none.
+  GDN_DEVICE int64_t final_row(const Tile& tile, int left) const {
+    return left <= 0 && tile.ends ? not_skipped(slot_at(params.pool.write_slots, tile.n)) : -1;
+  }
+  GDN_DEVICE int64_t checkpoint_row(const Tile& tile, int left) const {
+    const ChunkForward& p = params.problem;
+    const Pool& pool = params.pool;
+    const int tokens = tokens_before(tile, left);
+    if (pool.every == 0 || left < 0 || tokens == 0 || tokens % pool.every != 0) return -1;
+    const int index = tokens / pool.every - 1;
+    if (pool.checkpoint_slots.data == nullptr) {
+      const int64_t first = p.cu_seqlens ? sequence_bound(p, tile.n) : tile.n * p.T;
+      return first / pool.every + index;
+    }
+    if (index >= pool.checkpoint_columns) return -1;
+    return not_skipped(slot_at(pool.checkpoint_slots, tile.n * pool.checkpoint_columns + index));
+  }
+
+  // To a row of states of any dtype. In four pieces, and S goes around for it, as registers have no
+  // index: all in one would be much code that is executed once in a while.
+  GDN_DEVICE void store_row(const States& to, int64_t row, const Tile& tile, float factor) {
+    const int size = to.dtype == Dtype::kFloat64 ? 8 : to.dtype == Dtype::kFloat32 ? 4 : 2;
+    const int64_t next_k = to.k * size, next_8_v = to.v * size * 8;
+    uint8_t* at = static_cast<uint8_t*>(to.data) +
+                  (row * to.row + tile.hv * to.head + value_channel(tile) * to.v) * size +
+                  key_channel() * next_k;
+    constexpr int kPiece = kSize / 4;
+#pragma unroll 1
+    for (int first = 0; first < kSize / 4; first += kPiece / 4) {
+#pragma unroll
+      for (int j = 0; j < kPiece / 4; ++j, step(at, 8 * next_k)) {
+        if (C::kExact || inside(tile, first + j, 0)) {
+          store_as(to.dtype, at, S[4 * j] * factor);
+          store_as(to.dtype, at + next_k, S[4 * j + 1] * factor);
+        }
+        if (C::kExact || inside(tile, first + j, 8)) {
+          store_as(to.dtype, at + next_8_v, S[4 * j + 2] * factor);
+          store_as(to.dtype, at + next_8_v + next_k, S[4 * j + 3] * factor);
+        }
+      }
+      float piece[kPiece];
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) piece[i] = S[i];
+#pragma unroll
+      for (int i = 0; i < kSize - kPiece; ++i) S[i] = S[i + kPiece];
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) S[kSize - kPiece + i] = piece[i];
+    }
+  }
+  GDN_DEVICE static void store_as(Dtype dtype, uint8_t* at, float x) {
+    if (dtype == Dtype::kFloat32) {
+      *reinterpret_cast<float*>(at) = x;
+    } else if (dtype == Dtype::kFloat64) {
+      *reinterpret_cast<double*>(at) = x;
+    } else {
+      *reinterpret_cast<uint16_t*>(at) = dtype == Dtype::kFloat16
+                                             ? __half_as_ushort(__float2half_rn(x))
+                                             : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    }
+  }
+
+  // o of a sequence that is skipped, in this warpgroup's channels.
+  GDN_DEVICE void zero_skipped(const Tile& tile) const {
+    const ChunkForward& p = params.problem;
+    if (!tile.exists || !is_skipped(params.pool, tile.n)) return;
+    const int64_t end = p.cu_seqlens ? sequence_bound(p, tile.n + 1) : p.T;
+    int thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread));  // what is made of it would fill registers all along
+    const int column = first_value_channel<C>(tile, slot) + thread % 8 * 8;
+    if (!C::kExact && column >= p.V) return;
+#pragma unroll 1
+    for (int64_t at = tile.first + thread / 8; at < end; at += 16)
+      *o_line(params.pool, tile.batch, at, tile.hv, column) = make_uint4(0, 0, 0, 0);
   }
 
   // The state as an operand, and in the frame of the chunk's end.
@@ -263,6 +433,13 @@ struct State {
   }
 };
 
+// tile_at, found anew: what is kept of a tile would fill registers all along.
+template <class C>
+GDN_DEVICE Tile tile_again(const KernelParams& params, int index) {
+  asm volatile("" : "+r"(index));
+  return tile_at<C>(params, index);
+}
+
 template <class C>
 GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int slot, int warp) {
   using T = typename C::T;
@@ -272,140 +449,154 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
   uint32_t it = 0;  // chunks so far
   uint32_t q = 0;   // stage of the chunk's q
   static_assert(kTStages == 2 && kPStages == 2);
+  constexpr bool kStops = C::kPool && C::kOutput;
 
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    int length;
+    int left;
     bool without_v;
     {
       const Tile tile = tile_at<C>(params, index);
       state.load(tile);
-      length = tile.length;
+      left = tile.length;
       without_v = C::kPass == Pass::kMaps && tile.map == 1;
     }
+    if constexpr (C::kPool && !C::kOutput) state.store_start(tile_again<C>(params, index));
     float end = exp2_approx(Frame<T>::kTop);
+    do {
+      int stop = 0;  // as far as this the chunks go, before the state is stored
+      if constexpr (kStops) {
+        stop = state.next_stop(tile_again<C>(params, index), left);
+        store_shared_4(shared_address(&sm.stop[slot][warp]), stop);
+      }
 #pragma unroll 1
-    for (int left = length; left > 0; left -= kChunk, ++it) {
-      const uint32_t pair = it % 2, pair_phase = it / 2 & 1;
-      const uint32_t k = it % C::kKStages, v = it % C::kVStages;
-      const GateVectors& gates = sm.gates[it % C::kGateStages];
-      const uint32_t k_tile = shared_address(sm.k[k]);
-      float x[32] = {}, o[32] = {};  // defined each turn, or they would live from turn to turn
-      typename State<C>::Rounded Sb;
-      uint32_t u[16];
+      for (; left > stop; left -= kChunk, ++it) {
+        const uint32_t pair = it % 2, pair_phase = it / 2 & 1;
+        const uint32_t k = it % C::kKStages, v = it % C::kVStages;
+        const GateVectors& gates = sm.gates[it % C::kGateStages];
+        const uint32_t k_tile = shared_address(sm.k[k]);
+        float x[32] = {}, o[32] = {};  // defined each turn, or they would live from turn to turn
+        typename State<C>::Rounded Sb;
+        uint32_t u[16];
 
-      wait(sm, sm.gates_full[it % C::kGateStages], it / C::kGateStages & 1, kWaitGates);
-      if (left < kChunk) wait(sm, sm.t_full[pair], pair_phase, kWaitT);  // the tail is cleared
-      wait(sm, sm.k_full[k], it / C::kKStages & 1, kWaitK);
-      if constexpr (C::kStatesMakeP) {
-        if (int(it % C::kStates) == slot) {
-          const uint32_t since_p = clock_now();
-          const Triangles<C> own(sm, kStateBarrier + slot, fresh_lane(), warp);
-          wait(sm, sm.q_full[q], it / C::kQStages & 1, kWaitP);
-          own.issue_product(x, shared_address(sm.q[q]), k_tile);
-          wgmma_wait<0>();
+        wait(sm, sm.gates_full[it % C::kGateStages], it / C::kGateStages & 1, kWaitGates);
+        if (left < kChunk) wait(sm, sm.t_full[pair], pair_phase, kWaitT);  // the tail is cleared
+        wait(sm, sm.k_full[k], it / C::kKStages & 1, kWaitK);
+        if constexpr (C::kStatesMakeP) {
+          if (int(it % C::kStates) == slot) {
+            const uint32_t since_p = clock_now();
+            const Triangles<C> own(sm, kStateBarrier + slot, fresh_lane(), warp);
+            wait(sm, sm.q_full[q], it / C::kQStages & 1, kWaitP);
+            own.issue_product(x, shared_address(sm.q[q]), k_tile);
+            wgmma_wait<0>();
+            pin(x);
+            wait(sm, sm.p_empty[pair], pair_phase ^ 1, kWaitP);
+            finish_p(own, x, pair, q, gates);
+            arrive(sm.p_full[pair], lead);
+            charge(sm, kMakeP, since_p);
+          }
+        }
+        end = gates.end;
+        state.enter(Sb, gates);
+        if constexpr (C::kKeepsRounded) {
+          pin(Sb);
           pin(x);
-          wait(sm, sm.p_empty[pair], pair_phase ^ 1, kWaitP);
-          finish_p(own, x, pair, q, gates);
-          arrive(sm.p_full[pair], lead);
-          charge(sm, kMakeP, since_p);
+          wgmma_fence();
+          state.issue_read(x, Sb, k_tile);
+          wgmma_commit();
+        } else {
+          if constexpr (C::kOutput) {
+            wait(sm, sm.q_full[q], it / C::kQStages & 1, kWaitP);
+            if (gates.steep) wait(sm, sm.p_full[pair], pair_phase, kWaitP);  // q has been scaled
+            pin(o);
+          }
+          pin(x);
+          state.issue_reads(x, o, k_tile, shared_address(sm.q[q]));
         }
-      }
-      end = gates.end;
-      state.enter(Sb, gates);
-      if constexpr (C::kKeepsRounded) {
-        pin(Sb);
+
+        wait(sm, sm.v_full[v], it / C::kVStages & 1, kWaitV);
+        const uint32_t since_sk = clock_now();
+        wgmma_wait<0>();
         pin(x);
-        wgmma_fence();
-        state.issue_read(x, Sb, k_tile);
-        wgmma_commit();
-      } else {
-        if constexpr (C::kOutput) {
-          wait(sm, sm.q_full[q], it / C::kQStages & 1, kWaitP);
-          if (gates.steep) wait(sm, sm.p_full[pair], pair_phase, kWaitP);  // q has been scaled
-          pin(o);
+        charge(sm, kWaitSk, since_sk);
+        if constexpr (!C::kKeepsRounded) {
+          if constexpr (C::kOutput) pin(o);
+          if (gates.post != 1.f) state.scale(gates.post);
         }
+        if (left < kChunk) {  // the rest of v is the next sequence's, perhaps NaN
+          clear_rows(sm.v[v][slot], left);
+          fence_async_proxy();
+          named_barrier(kStateBarrier + slot, 128);
+        }
+        state.make_x(x, u, shared_address(sm.v[v][slot]), gates, without_v);
+        arrive(sm.v_empty[v], state.one_lane_after(u[3] ^ u[7] ^ u[11] ^ u[15]));
+        wait(sm, sm.t_full[pair], pair_phase, kWaitT);
         pin(x);
-        state.issue_reads(x, o, k_tile, shared_address(sm.q[q]));
-      }
-
-      wait(sm, sm.v_full[v], it / C::kVStages & 1, kWaitV);
-      const uint32_t since_sk = clock_now();
-      wgmma_wait<0>();
-      pin(x);
-      charge(sm, kWaitSk, since_sk);
-      if constexpr (!C::kKeepsRounded) {
-        if constexpr (C::kOutput) pin(o);
-        if (gates.post != 1.f) state.scale(gates.post);
-      }
-      if (left < kChunk) {  // the rest of v is the next sequence's, perhaps NaN
-        clear_rows(sm.v[v][slot], left);
-        fence_async_proxy();
-        named_barrier(kStateBarrier + slot, 128);
-      }
-      state.make_x(x, u, shared_address(sm.v[v][slot]), gates, without_v);
-      arrive(sm.v_empty[v], state.one_lane_after(u[3] ^ u[7] ^ u[11] ^ u[15]));
-      wait(sm, sm.t_full[pair], pair_phase, kWaitT);
-      pin(x);
-      pin(u);
-      wgmma_fence();
-      state.issue_triangle(x, u, shared_address(sm.t[pair]));
-      wgmma_commit();
-      const uint32_t since_u = clock_now();
-      wgmma_wait<0>();
-      pin(x);
-      charge(sm, kWaitU, since_u);
-      arrive(sm.t_empty[pair], lead);
-
-#pragma unroll
-      for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
-      if constexpr (C::kOutput) {
-        wait(sm, sm.p_full[pair], pair_phase, kWaitP);  // also: a steep chunk's q has been scaled
-        if constexpr (C::kKeepsRounded) pin(Sb);
-        pin(o);
         pin(u);
         wgmma_fence();
-        if constexpr (C::kKeepsRounded) state.issue_read(o, Sb, shared_address(sm.q[q]));
-        state.issue_triangle(o, u, shared_address(sm.p[pair]));
+        state.issue_triangle(x, u, shared_address(sm.t[pair]));
         wgmma_commit();
-      }
-      if constexpr (Frame<T>::kSplitKeyValue) {
-        if constexpr (C::kOutput) {
-          wgmma_wait<0>();
-          pin(o);
-        }
-        if (gates.steep) state.decay_to_end(u, gates);
-      }
-      pin(state.S);
-      pin(u);
-      wgmma_fence();
-      state.issue_update(u, k_tile);
-      wgmma_commit();
+        const uint32_t since_u = clock_now();
+        wgmma_wait<0>();
+        pin(x);
+        charge(sm, kWaitU, since_u);
+        arrive(sm.t_empty[pair], lead);
 
-      if constexpr (C::kOutput) {
-        wait(sm, sm.o_empty[slot], (it & 1) ^ 1, kWaitO);
-        const uint32_t since_out = clock_now();
-        wgmma_wait<1>();
-        pin(o);
-        charge(sm, kWaitOut, since_out);
-        arrive(sm.p_empty[pair], lead);
-        arrive(sm.q_empty[q], lead);
-        if (++q == C::kQStages) q = 0;
-        state.emit(o, gates);
-        arrive(sm.o_full[slot], lead);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
+        if constexpr (C::kOutput) {
+          wait(sm, sm.p_full[pair], pair_phase, kWaitP);  // also: a steep chunk's q has been scaled
+          if constexpr (C::kKeepsRounded) pin(Sb);
+          pin(o);
+          pin(u);
+          wgmma_fence();
+          if constexpr (C::kKeepsRounded) state.issue_read(o, Sb, shared_address(sm.q[q]));
+          state.issue_triangle(o, u, shared_address(sm.p[pair]));
+          wgmma_commit();
+        }
+        if constexpr (Frame<T>::kSplitKeyValue) {
+          if constexpr (C::kOutput) {
+            wgmma_wait<0>();
+            pin(o);
+          }
+          if (gates.steep) state.decay_to_end(u, gates);
+        }
+        pin(state.S);
+        pin(u);
+        wgmma_fence();
+        state.issue_update(u, k_tile);
+        wgmma_commit();
+
+        if constexpr (C::kOutput) {
+          wait(sm, sm.o_empty[slot], (it & 1) ^ 1, kWaitO);
+          const uint32_t since_out = clock_now();
+          wgmma_wait<1>();
+          pin(o);
+          charge(sm, kWaitOut, since_out);
+          arrive(sm.p_empty[pair], lead);
+          arrive(sm.q_empty[q], lead);
+          if (++q == C::kQStages) q = 0;
+          state.emit(o, gates);
+          arrive(sm.o_full[slot], lead);
+        }
+        __syncwarp();
+        arrive(sm.gates_empty[it % C::kGateStages], lead);
+        if constexpr (kStops)  // no register has been free for it
+          stop = load_shared_4(shared_address(&sm.stop[slot][warp]));
+        const uint32_t since_kv = clock_now();
+        wgmma_wait<0>();
+        pin(state.S);
+        charge(sm, kWaitKv, since_kv);
+        arrive(sm.k_empty[k], lead);
       }
-      __syncwarp();
-      arrive(sm.gates_empty[it % C::kGateStages], lead);
-      const uint32_t since_kv = clock_now();
-      wgmma_wait<0>();
-      pin(state.S);
-      charge(sm, kWaitKv, since_kv);
-      arrive(sm.k_empty[k], lead);
-    }
-    // Found again: its parts would fill registers all along.
-    int same_index = index;
-    asm volatile("" : "+r"(same_index));
-    state.store(tile_at<C>(params, same_index), end);
+      const Tile tile = tile_again<C>(params, index);
+      if constexpr (kStops) {
+        state.zero_skipped(tile);
+        state.store_at_stop(tile, left, end);
+      } else {
+        state.store(tile, end);
+      }
+    } while (kStops && left > 0);
   }
   charge(sm, kTotalState, start);
 }
