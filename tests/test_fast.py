@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ from torch import Tensor
 import gdn_triton
 from gdn_triton import backend, fast
 from gdn_triton.fast import chunk, support
-from gdn_triton.problem import Problem
+from gdn_triton.problem import Pool, Problem
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -449,6 +449,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         {"K": 256, "V": 4096},
         {"needs_grad": True},
         {"device": torch.device("cuda:1")},
+        {"pool_dtype": FP32},
+        {"pool_dtype": BF16, "dtype": FP16},
+        {"pool_dtype": FP16},
     ],
 )
 def test_takes(changes: dict[str, Any], hopper: None) -> None:
@@ -468,6 +471,7 @@ def test_takes(changes: dict[str, Any], hopper: None) -> None:
         ({"K": 100}, "K is 100, V is 128"),
         ({"V": 84}, "K is 128, V is 84"),
         ({"chunk_size": 32}, "in chunks of 64; 32 is asked for"),
+        ({"pool_dtype": FP64}, "in float32 at most; the states are float64"),
         ({"T": 2**31}, "less than 2147483648 tokens; T is 2147483648"),
     ],
 )
@@ -504,23 +508,36 @@ def test_gradients_are_served_where_triton_serves_them(
 class Operator:
     """Notes its arguments, and writes what a kernel would."""
 
-    NAMES = (
-        *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "scale"),
-        *("state_v_first", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval"),
-        *("batch_invariant", "o", "final_state", "workspace"),
+    INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+    FLAGS = (
+        *("cu_seqlens", "scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid"),
+        *("allow_neg_eigval", "batch_invariant", "o"),
     )
+    NAMES: ClassVar = {
+        "chunk_forward": (*INPUTS, "initial_state", *FLAGS, "final_state", "workspace"),
+        "chunk_prefill": (
+            *(*INPUTS, "state", "read_slots", "write_slots", "has_initial_state", "last_skipped"),
+            *(*FLAGS, "every", "checkpoints", "checkpoint_slots", "workspace"),
+        ),
+    }
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
+        self.name = ""
+
+    def named(self, name: str) -> "Operator":
+        """In place of `chunk._operator`."""
+        self.name = name
+        return self
 
     def __call__(self, *arguments: Any) -> None:
-        self.calls.append(dict(zip(self.NAMES, arguments, strict=True)))
+        self.calls.append(dict(zip(self.NAMES[self.name], arguments, strict=True)))
 
 
 @pytest.fixture
 def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
     noted = Operator()
-    monkeypatch.setattr(chunk, "_operator", lambda: noted)
+    monkeypatch.setattr(chunk, "_operator", noted.named)
     monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: sum(map(int, sizes[1:])))
     return noted
 
@@ -625,10 +642,77 @@ def test_host_launches_nothing_for_nothing(
     assert same_bits(state, expected)
 
 
+def prefill_call(device: str = "cpu", **changes: Any) -> tuple[Problem, dict[str, Any], Pool]:
+    """As `host_call`, from slot 3 and zeros to slots 4 and 0, one checkpoint kept in slot 1."""
+    p, given = host_call(pool_dtype=FP32, output_final_state=False, **changes)
+    p = replace(p, device=torch.device(device))
+    given = {name: None if x is None else x.to(device) for name, x in given.items()}
+    given["initial_state"] = None
+    state = torch.rand(5, 4, p.K, p.V, device=device)
+    pool = Pool(
+        state=state,
+        read_slots=torch.tensor([3, 2], device=device)[: p.N],
+        write_slots=torch.tensor([4, 0], device=device, dtype=torch.int32)[: p.N],
+        has_initial_state=torch.tensor([True, False], device=device)[: p.N],
+        last_skipped=-1,
+        out=torch.full((p.B, p.T, p.HV, p.V), torch.nan, dtype=BF16, device=device),
+        every=64,
+        checkpoints=state,
+        checkpoint_slots=torch.tensor([[1], [-1]], device=device)[: p.N],
+    )
+    return p, given, pool
+
+
+def test_host_passes_a_pool_as_it_is(operator: Operator) -> None:
+    p, given, pool = prefill_call(use_qk_l2norm=True, scale=0.25)
+    o, state = chunk.forward(p, *given.values(), pool)
+    (passed,) = operator.calls
+    assert operator.name == "chunk_prefill" and o is pool.out and state is None
+    for name in ("q", "k", "v", "g", "beta"):
+        assert passed[name] is given[name], name
+    for name in (
+        "state",
+        "read_slots",
+        "write_slots",
+        "has_initial_state",
+        "last_skipped",
+        "every",
+    ):
+        assert passed[name] is getattr(pool, name), name
+    assert passed["checkpoints"] is pool.state
+    assert passed["checkpoint_slots"] is pool.checkpoint_slots
+    assert passed["o"] is pool.out and passed["scale"] == 0.25 and passed["use_qk_l2norm"] is True
+    assert passed["workspace"].numel() == 2 + 100 + 2 + 4 + 128 + 128 + 2 + True + False + True
+    chunk.forward(p, *given.values(), replace(pool, has_initial_state=None, checkpoint_slots=None))
+    assert operator.calls[1]["has_initial_state"] is operator.calls[1]["checkpoint_slots"] is None
+
+
+def test_host_copies_an_o_that_tma_cannot_write(operator: Operator) -> None:
+    """Rows apart are written where they lie; an odd base is not, and gets what was written."""
+    p, given, pool = prefill_call()
+    around = torch.zeros(p.B, p.T, p.HV, p.V + 8, dtype=BF16)
+    for first, lies_right in ((8, True), (3, False)):
+        out = around[..., first : first + p.V]
+        o, _ = chunk.forward(p, *given.values(), replace(pool, out=out))
+        written = operator.calls.pop()["o"]
+        assert o is out and (written is out) == lies_right
+        assert written.is_contiguous() or lies_right
+        assert same_bits(written, out)
+
+
+@pytest.mark.parametrize("changes", [{"T": 0}, {"B": 0, "N": 0}, {"B": 1, "N": 0}], ids=str)
+def test_host_moves_states_without_tokens(changes: dict[str, Any], operator: Operator) -> None:
+    """The kernel is called where there is a sequence, and only there."""
+    p, given, pool = prefill_call(**changes)
+    o, _ = chunk.forward(p, *given.values(), pool)
+    assert o is pool.out and len(operator.calls) == (p.N > 0)
+    assert p.N > 0 or not o.any()
+
+
 def test_operator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "why_unavailable", lambda: "Not built.")
     with pytest.raises(RuntimeError, match=r"Not built\."):
-        chunk._operator.__wrapped__()
+        chunk._operator.__wrapped__("chunk_forward")
 
 
 # ------------------------------------------------------------------------------------- gradients
@@ -671,7 +755,7 @@ def sevens(operator: Operator, monkeypatch: pytest.MonkeyPatch, device: str) -> 
     """The library's operator, by decree there and able."""
     pytest.importorskip("triton", reason="Triton is not installed")
     noted = Sevens()
-    monkeypatch.setattr(chunk, "_operator", lambda: noted)
+    monkeypatch.setattr(chunk, "_operator", noted.named)
     monkeypatch.setattr(support, "supports", lambda problem: None)
     return noted
 
@@ -1380,10 +1464,43 @@ def test_operator_checks_its_arguments(name: str, change: Any, words: str, cuda:
     """For whoever calls it directly: the op's own checks come before it otherwise."""
     noted = Operator()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk, "_operator", lambda: noted)
+        patch.setattr(chunk, "_operator", noted.named)
         run("cuda", make_call(PADDED, BF16, cuda, OPTIONS["l2norm"]))
+    judge(noted, name, change, words)
+
+
+def judge(noted: Operator, name: str, change: Any, words: str) -> None:
+    """The noted call runs, and one argument changed it says `words`."""
     (arguments,) = noted.calls
-    torch.ops.gdn_fast.chunk_forward(*arguments.values())
+    run_operator = getattr(torch.ops.gdn_fast, noted.name)
+    run_operator(*arguments.values())
     arguments[name] = change(arguments[name])
     with pytest.raises(RuntimeError, match=re.escape(words)):
-        torch.ops.gdn_fast.chunk_forward(*arguments.values())
+        run_operator(*arguments.values())
+
+
+BAD_POOLS: list[tuple[str, Any, str]] = [
+    ("state", lambda x: x.double(), "state must be bfloat16, float16 or float32, got Double"),
+    ("state", lambda x: x[:, :1], "state must have shape [5, 4, 128, 128], got [5, 1, 128, 128]"),
+    ("read_slots", lambda x: x[:1], "read_slots must have shape [2], got [1]"),
+    ("write_slots", lambda x: x.float(), "write_slots must be Int, got Float"),
+    ("has_initial_state", lambda x: x.int(), "has_initial_state must be Bool, got Int"),
+    ("every", lambda x: 96, "every must be 0 or a multiple of 64, got 96"),
+    ("checkpoints", lambda x: None, "checkpoints must be a tensor where every is not 0"),
+    ("checkpoint_slots", lambda x: x[:1], "checkpoint_slots must have shape [2, 1], got [1, 1]"),
+    ("o", lambda x: x.cpu(), "o must be on a CUDA device"),
+    ("o", lambda x: x.mT.contiguous().mT, "the last dimension of o must be dense"),
+]
+
+
+@gpu
+@pytest.mark.parametrize(("name", "change", "words"), BAD_POOLS)
+def test_prefill_operator_checks_its_arguments(
+    name: str, change: Any, words: str, cuda: str
+) -> None:
+    noted = Operator()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk, "_operator", noted.named)
+        p, given, pool = prefill_call(device=cuda)
+        chunk.forward(p, *given.values(), pool)
+    judge(noted, name, change, words)

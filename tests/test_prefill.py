@@ -4,6 +4,7 @@ contract of slots, flags, outputs and checkpoints.
 The budget is that of helpers.py. What a checkpoint should hold is computed from its prefix alone.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ from helpers import (
 from torch import Tensor
 
 import gdn_triton
-from gdn_triton import chunk_gated_delta_rule, chunk_prefill, recurrent_step, reference
+from gdn_triton import chunk_gated_delta_rule, chunk_prefill, fast, recurrent_step, reference
+from gdn_triton.fast import chunk as fast_chunk
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -48,6 +50,18 @@ POOLS = [
 def backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels, wherever a test does not choose."""
     monkeypatch.setenv("GDN_BACKEND", "triton")
+
+
+gpu = pytest.mark.gpu("the CUDA library runs on GPUs only")
+LIBRARY = pytest.param("cuda", marks=gpu)
+
+
+def ask_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend; skips where the CUDA library is asked for and not there."""
+    reason = fast.why_unavailable() if name == "cuda" else None
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("GDN_BACKEND", name)
 
 
 # Every dataflow once in the interpreter, and in bf16 on a GPU.
@@ -529,10 +543,10 @@ def test_skipped_tokens_may_be_anything(dataflow: str, device: str) -> None:
         assert_prefilled(call, before, o, initial)
 
 
-@pytest.mark.parametrize("name", ["triton", "reference"])
+@pytest.mark.parametrize("name", ["triton", "reference", LIBRARY])
 def test_empty_calls(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No sequence, no token, no slot: states go from their read to their write slots."""
-    monkeypatch.setenv("GDN_BACKEND", name)
+    ask_for(name, monkeypatch)
     for B, T, N in ((0, 5, 0), (2, 0, 2), (1, 0, 3), (1, 4, 0)):
         q = torch.randn(B, T, 1, 16, device=device).half()
         g = torch.zeros(B, T, 2, device=device)
@@ -563,6 +577,216 @@ def test_empty_calls(name: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
         assert same_bits(state[:4], before[:4])
 
 
+# -------------------------------------------------------------------------------- the CUDA library
+
+large = functools.partial(Case, H=2, HV=4, K=128, V=128, chunk_size=64, spare=8)
+L_PADDED = large("padded", "a checkpoint after the last token", T=192, B=4)
+L_PACKED = large("packed", "chunks' sides", lengths=(0, 130, 65, 0, 64, 193, 300), orphans=70)
+# One head and many chunks: long sequences are cut into segments, at all of these sizes.
+L_SEGMENTS = large("segments", "", lengths=(3000, 1300, 8000), orphans=70, H=1, HV=1)
+# The same in blocks of 128 channels of V, and not of 64.
+L_WIDE = large("wide segments", "", lengths=(7000, 6000, 5000), orphans=70, H=1)
+L_CASES = [
+    *(L_PADDED, L_PACKED, L_SEGMENTS, L_WIDE),
+    *(
+        replace(case, name=f"{case.name}-K{K}-V{V}", K=K, V=V)
+        for K, V in ((40, 200), (96, 192), (256, 512), (136, 72))
+        for case in (L_PACKED, L_SEGMENTS)
+    ),
+]
+over_cases = pytest.mark.parametrize("case", L_CASES, ids=lambda case: case.name)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device, with the CUDA library asked for."""
+    ask_for("cuda", monkeypatch)
+    return "cuda"
+
+
+@gpu
+@over_cases
+def test_library_cuts_long_sequences(case: Case, library: str) -> None:
+    """Without the norm, a call has scratch memory for its segments only."""
+    layout = (None, case.B, case.tokens, case.H, case.HV, case.K, case.V, case.N)
+    size = fast_chunk.workspace_floats(*layout, True, True, False, invariant=False)
+    assert (size > 0) == ("segments" in case.name)
+
+
+def around(call: Call) -> tuple[Tensor, Tensor]:
+    """o and the final states of the chunked op, from states that are gathered before it."""
+    initial = begun(call)
+    o, state = chunk_gated_delta_rule(
+        *call.x.tensors,
+        initial_state=initial.mT if call.v_first else initial,
+        output_final_state=True,
+        state_v_first=call.v_first,
+        cu_seqlens=call.x.cu_seqlens,
+        chunk_size=call.case.chunk_size,
+    )
+    assert state is not None
+    return o, state
+
+
+def assert_same_as(plain: tuple[Tensor, Tensor], call: Call, before: Tensor, o: Tensor) -> None:
+    """The bits of `around`, scattered; what is skipped, and every other slot, left out."""
+    flat, plain_flat = o.flatten(0, 1), plain[0].flatten(0, 1)
+    expected_state = before.clone()
+    for n, (start, length) in enumerate(zip(call.starts, call.lengths, strict=True)):
+        rows = slice(start, start + length)
+        if call.live(n):
+            assert same_bits(flat[rows], plain_flat[rows]), f"o of {n}"
+            if call.write[n] > call.padding:
+                expected_state[call.write[n]] = plain[1][n].to(call.state.dtype)
+        else:
+            assert not flat[rows].any(), "o of a skipped sequence is 0"
+    assert not flat[sum(call.lengths) :].any(), "o of no sequence is 0"
+    assert same_bits(call.state, expected_state)
+
+
+@gpu
+@over_cases
+@pytest.mark.parametrize(
+    "dtype,pool,v_first,skip",
+    [
+        pytest.param(BF16, FP32, False, "negative", id="bf16-fp32"),
+        pytest.param(FP16, FP16, True, "non_positive", id="fp16-fp16-v-first"),
+        pytest.param(BF16, BF16, True, "negative", id="bf16-bf16-v-first"),
+    ],
+)
+def test_library_matches_the_specification(
+    case: Case, dtype: torch.dtype, pool: torch.dtype, v_first: bool, skip: str, library: str
+) -> None:
+    """o, final states and checkpoints, the bits of the chunked op, and no slot but its own."""
+    every = 64 if max(case.lengths or (0,)) < 1000 else 2048
+    call = make_call(case, dtype, library, pool, v_first=v_first, skip=skip)
+    before, initial, plain = call.state.clone(), begun(call), around(call)
+    kept = list(checkpoint_of(call, every))
+    o, checkpoints = call.run(checkpoint_every_n_tokens=every)
+    assert_prefilled(call, before, o, initial)
+    assert_same_as(plain, call, before, o)
+    assert checkpoints is not None and kept
+    assert_checkpoints(call, checkpoints, every, kept)
+    # Without them, in place of other memory for o.
+    call.state.copy_(before)
+    wide = torch.full((case.B, case.tokens, case.HV, 2 * case.V + 8), SENTINEL, dtype=dtype)
+    wide = wide.to(library)
+    for first in (8, 3):  # TMA can write there, or not
+        out = wide.fill_(SENTINEL)[..., first : first + case.V]
+        assert call.run(out=out)[0] is out
+        assert same_bits(out, o)
+        between = torch.cat([wide[..., :first], wide[..., first + case.V :]], -1)
+        assert (between == SENTINEL).all()
+        call.state.copy_(before)
+
+
+@gpu
+@over_cases
+@pytest.mark.parametrize("pool", [FP32, BF16], ids=["pool-fp32", "pool-bf16"])
+def test_library_in_place(case: Case, pool: torch.dtype, library: str) -> None:
+    """Each sequence writes the slot that it reads: a part of it that is done early must not
+    overwrite what another part has still to read. Again and again, with the same bits."""
+    call = make_call(case, BF16, library, pool)
+    before, plain = call.state.clone(), around(call)
+    assert any(call.live(n) and not call.fresh[n] for n in range(case.N))
+    call.write = [slot if call.live(n) else -1 for n, slot in enumerate(call.read)]
+    for _ in range(20):
+        call.state.copy_(before)
+        o, _ = call.run()
+        assert_same_as(plain, call, before, o)
+
+
+@gpu
+def test_library_one_slot_for_several_readers(library: str) -> None:
+    for case in (L_PADDED, L_SEGMENTS):
+        call = make_call(case, BF16, library)
+        shared = call.read[0]
+        call.state[shared] = torch.randn(call.state.shape[1:]).to(library)
+        call.read, call.fresh = [shared] * case.N, [False] * case.N
+        before, plain = call.state.clone(), around(call)
+        for _ in range(5):
+            call.state.copy_(before)
+            o, _ = call.run()
+            assert_same_as(plain, call, before, o)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kept_in", ["rows-fp16", "rows-fp64", "pool"])
+@pytest.mark.parametrize("case", [L_PADDED, L_PACKED, L_SEGMENTS], ids=lambda case: case.name)
+def test_library_checkpoints(case: Case, kept_in: str, dtype: torch.dtype, library: str) -> None:
+    """In rows of a tensor of another dtype, and in slots of the pool, one of which is padding; the
+    last one of the longest sequence has no column. What they are is known from new ones."""
+    every = 64 if case is not L_SEGMENTS else 192
+    N, M = case.N, max(case.lengths or (case.T,)) // every - 1
+    call = make_call(case, dtype, library, spare=N * M)
+    before = call.state.clone()
+    first_o, new = call.run(checkpoint_every_n_tokens=every)
+    assert new is not None
+    places = {
+        (n, j): call.starts[n] // every + j
+        for n, length in enumerate(call.lengths)
+        for j in range(length // every)
+        if call.live(n)
+    }
+    final = call.state.clone()
+    call.state.copy_(before)
+    more: dict[str, Any] = {"checkpoint_every_n_tokens": every}
+    if kept_in == "pool":
+        table = 2 * N + 2 + torch.arange(N * M).view(N, M).flip(0)
+        table[2, 0] = -1
+        o, _ = call.run(**more, checkpoint_slots=table.to(library))
+        for (n, j), row in places.items():
+            if j < M and table[n, j] >= 0:
+                final[table[n, j]] = new[row]
+        assert same_bits(call.state, final)
+    else:
+        rows = torch.full((len(new) + 2, *new.shape[1:]), SENTINEL, device=library)
+        rows = rows.to(FP16 if kept_in == "rows-fp16" else FP64)
+        wanted = rows.clone()
+        for row in places.values():
+            wanted[row] = new[row].to(rows.dtype)
+        o, _ = call.run(**more, state_checkpoints=rows)
+        assert same_bits(rows, wanted) and same_bits(call.state, final)
+    assert same_bits(o, first_o)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_library_checkpoints_are_final_states_of_prefixes(
+    dtype: torch.dtype, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, where no sequence is cut."""
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    call = make_call(L_SEGMENTS, dtype, library)
+    call.write[2] = call.write[1]  # of a sequence that is skipped
+    start = call.state.clone()
+    _, checkpoints = call.run(checkpoint_every_n_tokens=128)
+    assert checkpoints is not None
+    for n, j in ((0, 0), (0, 22), (2, 1), (2, 61)):
+        call.state.copy_(start)
+        before, length = call.starts[n], 128 * (j + 1)
+        tokens = [y[:, before : before + length] for y in call.x.tensors]
+        x = replace_tokens(call.x, tokens).but(cu_seqlens=None)
+        case = replace(call.case, T=length, B=1, lengths=None, orphans=0)
+        one = {name: [getattr(call, name)[n]] for name in ("read", "write", "fresh")}
+        replace(call, case=case, x=x, **one).run()
+        assert same_bits(call.state[call.write[n]], checkpoints[before // 128 + j]), f"{j} of {n}"
+
+
+@gpu
+@pytest.mark.parametrize("case", [L_PADDED, L_PACKED, L_SEGMENTS], ids=lambda case: case.name)
+def test_library_skipped_tokens_may_be_anything(case: Case, library: str) -> None:
+    call = make_call(case, BF16, library)
+    before, plain = call.state.clone(), around(call)
+    first = call.starts[1]
+    for y in call.x.tensors:
+        rows = y[1] if case.lengths is None else y[0, first : first + call.lengths[1]]
+        rows.fill_(torch.nan)
+    o, _ = call.run()
+    assert_same_as(plain, call, before, o)
+
+
 # ------------------------------------------------------------------------------- which backend runs
 
 
@@ -576,7 +800,6 @@ def test_refusals(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cuda_library_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gdn_triton import fast
     from gdn_triton.fast import support
 
     monkeypatch.setattr(fast, "why_unavailable", lambda: None)
@@ -585,8 +808,10 @@ def test_the_cuda_library_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) ->
     from gdn_triton.validation_prefill import validate_prefill
 
     problem = replace(validate_prefill(**validated(x)), device=torch.device("cuda:0"))
-    assert "slots of a pool" in str(support.supports(problem))
-    assert support.supports(replace(problem, pool_dtype=None)) is None
+    for pool in (FP32, FP16, BF16):
+        assert support.supports(replace(problem, pool_dtype=pool)) is None
+    reason = support.supports(replace(problem, pool_dtype=FP64))
+    assert reason == "The CUDA library computes in float32 at most; the states are float64."
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -836,9 +1061,12 @@ def test_operator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu("CUDA graphs")
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-def test_cuda_graph(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("name,dtype", [("triton", FP32), ("triton", BF16), ("cuda", BF16)])
+def test_cuda_graph(
+    name: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slots, flags, offsets and the table of checkpoints change in place between replays."""
+    ask_for(name, monkeypatch)
     T, N, HV, K = 700, 4, 2, 64
     q, k = torch.nn.functional.normalize(torch.randn(2, 1, T, 1, K, device=device), dim=-1)
     v = torch.randn(1, T, HV, K, device=device)
@@ -896,9 +1124,12 @@ def test_cuda_graph(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.gpu("a wait for the device has to be one")
-def test_no_wait_for_the_device(device: str) -> None:
-    x = arguments(device)
-    more = {**KEPT, "has_initial_state": torch.ones(3, dtype=torch.bool, device=device)}
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_no_wait_for_the_device(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_for(name, monkeypatch)
+    x = arguments(device, dtype=BF16)
+    more: dict[str, Any] = {"checkpoint_every_n_tokens": 64}
+    more["has_initial_state"] = torch.ones(3, dtype=torch.bool, device=device)
     chunk_prefill(**x, **more)
     torch.cuda.set_sync_debug_mode("error")
     try:

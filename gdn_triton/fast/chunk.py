@@ -1,7 +1,8 @@
 """Host code of the CUDA forward: a validated problem and its tensors in, one operator called.
 
-The operator writes into memory that is made here. Under torch.compile the whole op is opaque
-already (`gdn_triton.ops.library`), so this one is never traced and has no fake.
+The operator writes into memory that is made here, or into a pool's. Under torch.compile the whole
+op is opaque already (`gdn_triton.ops.library`, `prefill_library`), so this one is never traced and
+has no fake.
 """
 
 import functools
@@ -11,22 +12,25 @@ from torch import Tensor
 
 from gdn_triton import fast
 from gdn_triton.environment import batch_invariant
-from gdn_triton.problem import Problem
+from gdn_triton.problem import Pool, Problem
 
 # What the kernels read g, beta and the initial state in.
 _SIDE_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
 
-def tma_readable(x: Tensor) -> Tensor:
-    """x [B, T, heads, D] of 2-byte elements itself where TMA can read it as it lies, else a copy.
+def tma_reaches(x: Tensor) -> bool:
+    """Whether TMA can read or write x [B, T, heads, D] of 2-byte elements as it lies.
 
     TMA wants a dense last dimension, and a base address and strides that are multiples of 16 bytes.
     The split of a projection has them if the widths of its parts are multiples of 8.
     """
     batch, row, head, last = x.stride()
-    if last == 1 and not (batch | row | head) & 7 and not x.data_ptr() & 15:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return last == 1 and not (batch | row | head) & 7 and not x.data_ptr() & 15
+
+
+def tma_readable(x: Tensor) -> Tensor:
+    """x itself where TMA can read it as it lies, else a copy."""
+    return x if tma_reaches(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def side_readable(x: Tensor) -> Tensor:
@@ -63,11 +67,12 @@ def workspace_floats(
 
 
 @functools.cache
-def _operator() -> torch._ops.OpOverload:
+def _operator(name: str) -> torch._ops.OpOverload:
     unavailable = fast.why_unavailable()
     if unavailable is not None:
         raise RuntimeError(unavailable)
-    return torch.ops.gdn_fast.chunk_forward.default
+    operator: torch._ops.OpOverload = getattr(torch.ops.gdn_fast, name).default
+    return operator
 
 
 def forward(
@@ -82,15 +87,19 @@ def forward(
     chunk_indices: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
+    pool: Pool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """o [B, T, HV, V] in q's dtype and the final state, or None.
+    """o [B, T, HV, V] in q's dtype and the final state, or None. With a ``pool``, its o, and its
+    states and checkpoints, which are written in place.
 
     q, k and v that TMA cannot read where they lie, and side inputs in float64, are copied first.
     ``chunk_indices`` is not needed. RuntimeError with the reason if the library is not there, or
     says that it did not run.
     """
+    if pool is not None:
+        return _prefill(problem, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, pool), None
     p = problem
-    run, device = _operator(), q.device
+    run, device = _operator("chunk_forward"), q.device
     o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=device)
     final_state = None
     if p.output_final_state:
@@ -99,20 +108,6 @@ def forward(
     if p.T == 0 or p.N == 0:
         return o.zero_(), _untouched(final_state, initial_state)
     invariant = batch_invariant()
-    size = workspace_floats(
-        device.index,
-        p.B,
-        p.T,
-        p.H,
-        p.HV,
-        p.K,
-        p.V,
-        p.N,
-        p.q_dtype is torch.bfloat16,
-        p.is_varlen,
-        p.use_qk_l2norm,
-        invariant,
-    )
     run(
         tma_readable(q),
         tma_readable(k),
@@ -131,9 +126,77 @@ def forward(
         invariant,
         o,
         final_state,
-        torch.empty(size, dtype=torch.float32, device=device),
+        _workspace(p, device, invariant),
     )
     return o, final_state
+
+
+def _prefill(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    pool: Pool,
+) -> Tensor:
+    """The pool's o. One that TMA cannot write where it lies is written densely, and copied."""
+    p = problem
+    run, invariant = _operator("chunk_prefill"), batch_invariant()
+    if p.N == 0:  # without a token there are states to move
+        return pool.out.zero_()
+    o = pool.out
+    if not tma_reaches(o):
+        o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=q.device)
+    run(
+        tma_readable(q),
+        tma_readable(k),
+        tma_readable(v),
+        side_readable(g),
+        side_readable(beta),
+        head_vector(A_log),
+        head_vector(dt_bias),
+        pool.state,
+        pool.read_slots,
+        pool.write_slots,
+        pool.has_initial_state,
+        pool.last_skipped,
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        p.scale,
+        p.state_v_first,
+        p.use_qk_l2norm,
+        p.use_beta_sigmoid,
+        p.allow_neg_eigval,
+        invariant,
+        o,
+        pool.every,
+        pool.checkpoints,
+        pool.checkpoint_slots,
+        _workspace(p, q.device, invariant),
+    )
+    return o if o is pool.out else pool.out.copy_(o)
+
+
+def _workspace(problem: Problem, device: torch.device, invariant: bool) -> Tensor:
+    p = problem
+    size = workspace_floats(
+        device.index,
+        p.B,
+        p.T,
+        p.H,
+        p.HV,
+        p.K,
+        p.V,
+        p.N,
+        p.q_dtype is torch.bfloat16,
+        p.is_varlen,
+        p.use_qk_l2norm,
+        invariant,
+    )
+    return torch.empty(size, dtype=torch.float32, device=device)
 
 
 def _untouched(final_state: Tensor | None, initial_state: Tensor | None) -> Tensor | None:

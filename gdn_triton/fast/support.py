@@ -13,6 +13,7 @@ CHUNK_SIZE = 64
 MAX_K = 256
 HEAD_MULTIPLE = 8  # TMA takes rows of whole multiples of 16 bytes
 DTYPES = (torch.bfloat16, torch.float16)
+POOL_DTYPES = (torch.float32, *DTYPES)
 # TMA's coordinates, and the kernels' token numbers, are 32-bit.
 MAX_TOKENS = 2**31
 
@@ -40,8 +41,9 @@ def supports(problem: Problem) -> str | None:
         )
     if p.chunk_size != CHUNK_SIZE:
         return f"The CUDA library computes in chunks of {CHUNK_SIZE}; {p.chunk_size} is asked for."
-    if p.pool_dtype is not None:
-        return "The CUDA library does not read or write states in the slots of a pool."
+    if p.pool_dtype is not None and p.pool_dtype not in POOL_DTYPES:
+        states = _name(p.pool_dtype)
+        return f"The CUDA library computes in float32 at most; the states are {states}."
     if p.T >= MAX_TOKENS:
         return f"The CUDA library takes less than {MAX_TOKENS} tokens; T is {p.T}."
     return None

@@ -22,11 +22,10 @@ def forward(
     pool: Pool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
-    with and without a gradient."""
-    assert pool is None, "fast/support.py refuses it"
+    with and without a gradient. With a `pool`, its o and its states, and no gradient."""
     tensors = (q, k, v, g, beta, initial_state, cu_seqlens, chunk_indices, A_log, dt_bias)
     if not problem.needs_grad:
-        return fast_chunk.forward(problem, *tensors)
+        return fast_chunk.forward(problem, *tensors, pool)
     # Only this needs Triton.
     from gdn_triton.ops.chunk import differentiable
 
