@@ -112,11 +112,11 @@ def test_dry_run_of_the_prefill(
     assert "| 3 x 20 | 1/2 | bfloat16 | " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("benchmark", [conv, prefill])
-def test_times_need_a_gpu(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [conv, prefill])
+def test_times_need_a_gpu(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="a CUDA GPU"):
-        benchmark.main([])
+        module.main([])
 
 
 def test_equal_share() -> None:

@@ -453,8 +453,9 @@ def check_halo(group: Any, device: str) -> None:
     assert not wrong, wrong
 
 
-def work(rank: int, world: int, kind: str, port: int, out: str) -> None:
-    """One process: all cases of a kind, what is wrong with each into a file."""
+def work(rank: int, world: int, kind: str, port: int, out: str, kernels: bool) -> None:
+    """One process: all cases of a kind, what is wrong with each into a file. kernels: on a CPU, in
+    the interpreter too, which a process that sees no GPU would always choose."""
     on_gpu = kind == "nccl"
     torch.set_num_threads(1)
     if on_gpu:
@@ -472,7 +473,7 @@ def work(rank: int, world: int, kind: str, port: int, out: str) -> None:
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world + 1)}
     device = f"cuda:{rank}" if on_gpu else "cpu"
     checks: dict[str, tuple[int, Callable[[], None]]] = {}
-    cases = ON_GPUS if on_gpu else [*REFERENCE, *(TRITON if interpreted() else [])]
+    cases = ON_GPUS if on_gpu else [*REFERENCE, *(TRITON if kernels else [])]
     for case in cases:
         group = groups[case.world]
         checks[case.name] = case.world, lambda c=case, g=group: check_case(c, g, device)
@@ -517,7 +518,7 @@ def start(kind: str, world: int, folder: Path) -> list[dict[str, Any]]:
         for name, value in hidden.items():
             patch.setenv(name, value)
         patch.delenv("GDN_BACKEND", raising=False)
-        mp.spawn(work, (world, kind, port, str(folder)), nprocs=world)
+        mp.spawn(work, (world, kind, port, str(folder), interpreted()), nprocs=world)
     return [json.loads((folder / f"{kind}-{rank}.json").read_text()) for rank in range(world)]
 
 

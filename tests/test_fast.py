@@ -1353,6 +1353,38 @@ def test_graph_replay_of_segments(size: tuple[int, int], dtype: torch.dtype, cud
     check_replay(first, (first, second, third, first), dtype, cuda)
 
 
+@gpu
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("size", [(128, 128), *WHOLE], ids=lambda size: "K{}-V{}".format(*size))
+def test_kernels_before_and_after(size: tuple[int, int], captured: bool, cuda: str) -> None:
+    """Kernels of a call in segments run beside each other: none before its inputs are written, or
+    after the call is over."""
+    call = make_call(sized(SEGMENTS, *size), BF16, cuda, Options())
+    expected = run("cuda", call)
+    given = [x.clone() for x in call.x.tensors]
+    o, state = (torch.empty_like(x) for x in expected)
+
+    def calls() -> None:
+        for _ in range(10):
+            for x, values in zip(call.x.tensors, given, strict=True):
+                x.copy_(values)
+            found = run("cuda", call)
+            for x in call.x.tensors:
+                x.fill_(torch.nan)
+            o.copy_(found[0])
+            state.copy_(found[1])
+
+    calls()
+    if captured:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        o.fill_(torch.nan)
+        graph.replay()
+    assert same(expected, (o, state))
+
+
 def check_replay(first: Case, cases: tuple[Case, ...], dtype: torch.dtype, cuda: str) -> None:
     call = make_call(first, dtype, cuda, OPTIONS["layer"])
     assert call.x.cu_seqlens is not None

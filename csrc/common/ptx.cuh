@@ -66,6 +66,13 @@ GDN_DEVICE void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- a kernel launched beside the one before it ------------------------------------------------
+
+// Lets the next kernel start, if it was launched so, once all blocks of this one have come here.
+GDN_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Until the kernel that this one was launched beside, if so, is done and what it wrote can be read.
+GDN_DEVICE void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- registers of a warpgroup ----------------------------------------------------------------
 
 template <int R>

@@ -1,4 +1,6 @@
 // Host side of the chunked forward on Hopper; params.h says what is asked of it.
+#include <algorithm>
+
 #include "../common/tensor_map.h"
 #include "config.cuh"
 #include "l2norm.cuh"
@@ -51,58 +53,114 @@ const char* normalize(const ChunkForward& p, Rows& q, Rows& k, cudaStream_t stre
 #define GDN_SEGMENT_CHUNKS -1
 #endif
 
-// Microseconds, fitted to the times of all plans of 32 calls on an H200: a chunk with 128 channels of
-// V in a block, with 64, and of a map; a segment of the fold.
+// Microseconds, fitted to the times of 363 plans of 31 calls on an H200.
 struct Costs {
-  double both, half, map, fold;
+  double both, half, map;  // a chunk with 128 channels of V in a block, with 64, and of a map
+  double tile;             // the start and end of a tile
+  double fold, launches;   // a segment of the fold; three more launches
 };
 template <class Heads>
 constexpr Costs costs() {
-  return Heads::kKeys == 64    ? Costs{1.7, 1.25, 1.2, 1.5}
-         : Heads::kKeys == 128 ? Costs{2.4, 1.55, 1.7, 1.6}
-                               : Costs{0, 2.6, 2.2, 4};
+  return Heads::kKeys == 64    ? Costs{1.74, 1.28, 1.4, 3.5, 1.7, 12.5}
+         : Heads::kKeys == 128 ? Costs{2.25, 1.6, 1.87, 10, 0.6, 10}
+                               : Costs{0, 2.55, 2.05, 9, 15.7, 13};
 }
+
+// When the last of some tiles is done, each of which goes to the multiprocessor that is free first: those
+// of one kind, then those of another.
+struct Tiles {
+  int64_t count;
+  double time;
+};
+double makespan(int multiprocessors, Tiles one, Tiles other) {
+  const int64_t late = one.count % multiprocessors, early = multiprocessors - late;
+  double early_free = double(one.count / multiprocessors) * one.time;
+  double late_free = early_free + one.time, end = late > 0 ? late_free : early_free;
+  while (other.count > 0) {
+    double& free = late == 0 || early_free <= late_free ? early_free : late_free;
+    other.count -= &free == &early_free ? early : late;
+    free += other.time;
+    end = std::max(end, free);
+  }
+  return end;
+}
+
+// Chunks of the longest sequence, which the others wait for, and of each other one.
+struct Lengths {
+  int64_t longest, other;
+};
+
+// What plans take, for lengths that are known or guessed.
+template <class Heads>
+struct Estimate {
+  static constexpr Costs kCosts = costs<Heads>();
+  static constexpr int kMapChannels = Heads::kKeys == 256 ? 64 : 128;  // of a block
+  const ChunkForward& p;
+
+  double tile(int64_t chunks, bool halves) const {
+    return double(chunks) * (halves ? kCosts.half : kCosts.both) + kCosts.tile;
+  }
+  int64_t parts(bool halves) const { return ceil_div(p.V, halves ? 64 : 128); }
+
+  double whole(Lengths lengths, bool halves) const {
+    const int64_t turns = ceil_div(p.N * p.HV * parts(halves), p.multiprocessors);
+    return double(turns) * tile(lengths.longest, halves);
+  }
+  double segments(Lengths lengths, int64_t segment) const {
+    const auto later = [&](int64_t length) {
+      return length > segment ? ceil_div(length, segment) - 1 : 0;
+    };
+    const int64_t most = later(lengths.longest), rest = later(lengths.other), others = p.N - 1;
+    const int64_t all = most + others * rest;
+    const int64_t inner = std::max<int64_t>(most - 1, 0) + others * std::max<int64_t>(rest - 1, 0);
+    const int64_t map_parts = ceil_div(p.V, kMapChannels) + ceil_div(Heads::kKeys, kMapChannels);
+    const double time = tile(segment, true);
+    const Tiles maps = {p.HV * inner * map_parts, double(segment) * kCosts.map + kCosts.tile};
+    const Tiles first = {p.N * p.HV * parts(true), time}, last = {p.HV * all * parts(true), time};
+    return makespan(p.multiprocessors, maps, first) + double(std::max<int64_t>(most - 1, 0)) * kCosts.fold +
+           makespan(p.multiprocessors, {}, last) + kCosts.launches;
+  }
+};
 
 template <class Heads>
 Plan make_plan(const ChunkForward& p) {
-  constexpr Costs kCosts = costs<Heads>();
-  constexpr double kTile = 9, kLaunches = 30;  // the start and end of a tile; the two more launches
-  constexpr double kWorthIt = 0.87;  // segments must promise so much
-  const int64_t pairs = int64_t{p.N} * p.HV;
-  const auto turns = [&](int64_t tiles, double time) {
-    return double(ceil_div(tiles, p.multiprocessors)) * time;
-  };
-  const auto walk = [&](int64_t tiles, int64_t chunks, bool in_segments, bool& halves) {
-    const double both = turns(ceil_div(p.V, 128) * tiles, chunks * kCosts.both + kTile);
-    const double half = turns(ceil_div(p.V, 64) * tiles, chunks * kCosts.half + kTile);
-    halves = half < both || sm90::only_halves<Heads>(in_segments);
-    return halves ? half : both;
-  };
-  constexpr int kMapChannels = Heads::kKeys == 256 ? 64 : 128;  // of a block
-  const int64_t b_parts = ceil_div(p.V, kMapChannels), m_parts = ceil_div(Heads::kKeys, kMapChannels);
+  constexpr double kWorthIt = 0.95;  // segments must promise so much
+  constexpr int kMostSegments = 32, kLeastChunks = 4;
+  const Estimate<Heads> estimate = {p};
   const int64_t chunks = ceil_div(p.T, sm90::kChunk);  // of a batch entry
-  const int64_t each = p.cu_seqlens ? ceil_div(chunks, p.N > 0 ? p.N : 1) : chunks;
-  // The host does not know the lengths of packed sequences. The longest, which the others wait for, is
-  // taken to be a quarter longer than the average.
-  const int64_t longest = p.cu_seqlens && p.N > 1 ? each + each / 4 : each;
-  const int forced = GDN_SEGMENT_CHUNKS;
+  // The host does not know the lengths of packed sequences: they may be equal, or one may be half longer.
+  const bool guess = p.cu_seqlens && p.N > 1;
+  const int64_t each = p.cu_seqlens ? ceil_div(chunks, std::max(p.N, 1)) : chunks;
+  const int64_t longer = guess ? each + each / 2 : each;
+  const Lengths lengths[] = {{each, each}, {longer, guess ? (chunks - longer) / (p.N - 1) : each}};
+
   Plan best = {};
-  double least = kWorthIt * walk(pairs, longest, false, best.halves);
+  double least = 0;
+  for (const bool halves : {true, false}) {
+    if (!halves && sm90::only_halves<Heads>()) break;
+    const double time = estimate.whole(lengths[0], halves) + estimate.whole(lengths[1], halves);
+    if (halves || time <= least) best.halves = halves, least = time;
+  }
+  const int forced = GDN_SEGMENT_CHUNKS;
   if (p.batch_invariant || forced == 0) return best;
-  for (int segment = forced > 0 ? forced : 8; segment < each; segment *= 2) {
-    const int64_t slots =
-        p.cu_seqlens ? p.N + p.T / (segment * sm90::kChunk) : p.N * ceil_div(chunks, segment);
-    const int64_t count = ceil_div(each, segment);
-    Plan plan = {false, segment, int(slots)};
-    const int64_t maps = (count - 1) * b_parts + (count - 2) * m_parts;
-    const double time = turns(pairs * maps, segment * kCosts.map + kTile) +
-                        ceil_div(longest, segment) * kCosts.fold +
-                        walk(pairs * count, segment, true, plan.halves) + kLaunches;
-    if (time < least || forced > 0) {
-      least = time;
-      best = plan;
+
+  const auto slots = [&](int64_t segment) {
+    return p.cu_seqlens ? p.T / (segment * sm90::kChunk) : p.N * (ceil_div(chunks, segment) - 1);
+  };
+  if (forced > 0) return chunks > forced ? Plan{true, forced, int(slots(forced))} : best;
+  least *= kWorthIt;
+  for (const Lengths& some : lengths) {
+    for (int count = 3; count <= kMostSegments; ++count) {
+      const int64_t segment = ceil_div(some.longest, count);
+      if (segment < kLeastChunks) break;
+      const double time =
+          estimate.segments(lengths[0], segment) + estimate.segments(lengths[1], segment);
+      if (time < least) {
+        least = time;
+        best = {true, int(segment), int(slots(segment))};
+      }
     }
-    if (forced > 0) break;
+    if (!guess) break;
   }
   return best;
 }
@@ -144,7 +202,7 @@ const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
   float* const maps = reinterpret_cast<float*>(workspace);
   params.heads = sm90::Divisor::of(p.HV);
   params.group = sm90::Divisor::of(p.HV / p.H);
-  params.segments = {plan.segment, plan.slots, maps, maps + map_floats<Heads>(p, plan)};
+  params.segments = {plan.segment, plan.slots, false, maps, maps + map_floats<Heads>(p, plan)};
   return pool ? sm90::run_heads<T, Heads, true>(params, plan, stream)
               : sm90::run_heads<T, Heads, false>(params, plan, stream);
 }

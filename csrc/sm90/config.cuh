@@ -1,5 +1,7 @@
 // Shapes, roles, budgets and shared memory of the chunked forward on Hopper.
 #pragma once
+#include <type_traits>
+
 #include "../common/ptx.cuh"
 #include "../params.h"
 #include "heads.h"
@@ -30,6 +32,8 @@ struct Config {
   static constexpr Pass kPass = kPass_;
   static constexpr bool kPool = kPool_;
   static constexpr bool kOutput = kPass != Pass::kMaps;  // q, P and o are needed
+  // Segments differ in length, and some are none: a block for each, which the hardware hands out.
+  static constexpr bool kOneTile = kPass != Pass::kWhole;
   static constexpr int kStates = kStates_;
   // Warpgroups that make triangles; a state of 256 channels leaves registers for one.
   static constexpr int kMakers = kKeys == 256 ? 1 : 3 - kStates;
@@ -76,6 +80,17 @@ struct GateVectors {
   int steep;             // the chunk's decay does not fit the frame
 };
 
+// The rows of one sequence or segment, a value head, and a part of its columns.
+struct Tile {
+  int n, hv, batch;
+  int part;     // of V: which 64 kStates channels
+  int slot;     // of the segment, unless it is a first one
+  int map;      // Pass::kMaps: 0 for b, 1 for M
+  bool exists, begins, ends;  // whether it is one; its sequence begins, ends with it
+  int first;    // its first row in the batch entry
+  int length;   // rows
+};
+
 template <class C>
 struct SharedMemory {
   // Tiles of 64 rows x 64 columns, 128-byte swizzle.
@@ -96,6 +111,7 @@ struct SharedMemory {
   uint64_t p_full[kPStages], p_empty[kPStages];
   uint64_t o_full[C::kStates], o_empty[C::kStates];
   uint64_t gates_full[C::kGateStages], gates_empty[C::kGateStages];
+  Tile tile;  // of C::kOneTile
   int stop[C::kStates][4];  // of a pool, a state's warps: rows left of the tile when the state is stored
 #ifdef GDN_PROFILE
   uint32_t profile[40];
@@ -119,13 +135,14 @@ struct Ring {
   }
 };
 
-// Segments of sequences. A slot is a segment; those of sequence 0 come first. States and maps are
-// transposed, in rows of kKeys; R = state_rows().
+// Segments of sequences. A slot is a segment that is not the first of its sequence; those of sequence
+// 0 come first. States and maps are transposed, in rows of kKeys; R = state_rows().
 struct Segments {
   int chunks;    // of a segment but the last of a sequence
-  int slots;     // at least as many as there are segments
+  int slots;     // at least as many as there are
+  bool first;    // Pass::kSegments: the tiles are first segments, else the later ones
   float* maps;   // [slots, HV, R + kMapRows, kKeys]: b, then M (its rows: K of what comes in)
-  float* starts; // [slots, HV, R, kKeys]: what a segment starts from, if its sequence is cut
+  float* starts; // [slots, HV, R, kKeys]: what a segment starts from
 };
 
 // Division by a number that the host knows, in a few instructions.
@@ -152,25 +169,14 @@ GDN_DEVICE int values(const ChunkForward& p) {
   return C::kExact ? C::kKeys : p.V;
 }
 
-// The rows of one sequence or segment, a value head, and a part of its columns.
-struct Tile {
-  int n, hv, batch;
-  int part;     // of V: which 64 kStates channels
-  int slot;     // of the segment
-  int map;      // Pass::kMaps: 0 for b, 1 for M
-  bool exists, begins, ends;  // whether it is one; its sequence begins, ends with it
-  int first;    // its first row in the batch entry
-  int length;   // rows
-};
-
 GDN_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
   return p.cu_seqlens_64 ? static_cast<const int64_t*>(p.cu_seqlens)[n]
                          : static_cast<const int32_t*>(p.cu_seqlens)[n];
 }
 
-// Segments of a sequence: an empty one has one, too.
-GDN_DEVICE int segment_count(int length, int segment) {
-  return max(1, (length + segment - 1) / segment);
+// Segments of a sequence behind its first.
+GDN_DEVICE int later_segments(int length, int segment) {
+  return length > segment ? (length - 1) / segment : 0;
 }
 
 GDN_DEVICE int64_t slot_at(const Slots& slots, int64_t i) {
@@ -201,28 +207,39 @@ GDN_DEVICE void locate_sequence(const KernelParams& params, Tile& tile) {
   }
 }
 
-// The segment of a tile whose tile.slot is set. Few sequences have segments: a loop will do.
+// The later segment of a tile whose tile.slot is set. Few sequences have segments: a loop will do.
 template <class C>
 GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile) {
   const ChunkForward& p = params.problem;
   const int segment = params.segments.chunks * kChunk;
   int index = tile.slot;
-  tile.exists = false;
+  tile.exists = tile.begins = tile.ends = false;
   for (tile.n = 0; tile.n < p.N; ++tile.n) {
     locate_sequence<C>(params, tile);
-    const int count = segment_count(tile.length, segment);
+    const int count = later_segments(tile.length, segment);
     if (index < count) {
       tile.exists = true;
-      tile.begins = index == 0;
       tile.ends = index == count - 1;
-      tile.first += index * segment;
-      tile.length = min(tile.length - index * segment, segment);
+      tile.first += (index + 1) * segment;
+      tile.length = min(tile.length - (index + 1) * segment, segment);
       return;
     }
     index -= count;
   }
-  if constexpr (C::kPool) tile.begins = tile.ends = false;
   tile.length = 0;
+}
+
+// The slot of the second segment of sequence n, if it has one.
+template <class C>
+GDN_DEVICE int second_slot(const KernelParams& params, int n) {
+  Tile tile;
+  int slot = 0;
+#pragma unroll 1
+  for (tile.n = 0; tile.n < n; ++tile.n) {
+    locate_sequence<C>(params, tile);
+    slot += later_segments(tile.length, params.segments.chunks * kChunk);
+  }
+  return slot;
 }
 
 template <class C>
@@ -241,13 +258,17 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
   }
   tile.slot = tile.n = params.heads.divide(index);
   tile.hv = index - tile.n * p.HV;
-  if constexpr (C::kPass == Pass::kWhole) {
+  if (C::kPass == Pass::kWhole || (C::kPass == Pass::kSegments && params.segments.first)) {
     tile.exists = tile.begins = tile.ends = true;
     locate_sequence<C>(params, tile);
+    if (C::kPass == Pass::kSegments) {
+      const int segment = params.segments.chunks * kChunk;
+      tile.ends = tile.length <= segment;
+      tile.length = min(tile.length, segment);
+    }
   } else {
     locate_segment<C>(params, tile);
-    // Nothing starts from the end of a last segment, and a first one starts from a known state.
-    if (C::kPass == Pass::kMaps && (tile.ends || (tile.begins && tile.map == 1))) {
+    if (C::kPass == Pass::kMaps && tile.ends) {  // nothing starts from the end of a last segment
       tile.exists = false;
       tile.length = 0;
     }
@@ -274,25 +295,40 @@ template <class C>
 struct Walk {
   const KernelParams& params;
   int index;  // of the tile
-  Tile tile;
+  std::conditional_t<C::kOneTile, const Tile&, Tile> tile;
   int row = 0;  // of the chunk's first token, in the sequence
 
-  GDN_DEVICE explicit Walk(const KernelParams& p) : params(p), index(blockIdx.x) {}
+  GDN_DEVICE Walk(const SharedMemory<C>& sm, const KernelParams& p)
+      : params(p), index(blockIdx.x), tile(first_tile(sm)) {}
   GDN_DEVICE bool begin() {
-    for (; index < params.tiles; index += gridDim.x) {
-      tile = tile_at<C>(params, index);
-      row = 0;
-      if (tile.length > 0) return true;
+    if constexpr (C::kOneTile) {
+      return tile.length > 0;
+    } else {
+      for (; index < params.tiles; index += gridDim.x) {
+        tile = tile_at<C>(params, index);
+        row = 0;
+        if (tile.length > 0) return true;
+      }
+      return false;
     }
-    return false;
   }
   GDN_DEVICE bool next() {
     row += kChunk;
     if (row < tile.length) return true;
+    if constexpr (C::kOneTile) return false;
     index += gridDim.x;
     return begin();
   }
   GDN_DEVICE int rows() const { return min(tile.length - row, kChunk); }
+
+ private:
+  GDN_DEVICE static decltype(auto) first_tile(const SharedMemory<C>& sm) {
+    if constexpr (C::kOneTile) {
+      return (sm.tile);
+    } else {
+      return Tile{};
+    }
+  }
 };
 
 // ---- waiting, with the time spent in it when profiling ----------------------------------------

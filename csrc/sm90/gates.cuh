@@ -163,7 +163,7 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
   const ChunkForward& p = params.problem;
   const int lane = threadIdx.x % 32;
   const uint32_t start = clock_now();
-  Walk<C> walk(params);
+  Walk<C> walk(sm, params);
   Ring<C::kGateStages> ring;
   float G = Frame<T>::kTop;
   bool more = walk.begin();

@@ -21,16 +21,15 @@ struct Heads {
 // How a call is cut up; by what the host knows alone, so that a CUDA graph stays valid when the
 // contents of cu_seqlens change.
 struct Plan {
-  bool halves;   // a block owns 64 channels of V, not 128
+  bool halves;   // a block owns 64 channels of V, not 128; always in segments
   int segment;   // chunks of a segment; 0: whole sequences
-  int slots;     // segments at most
+  int slots;     // segments at most, without the first of each sequence
 };
 
-// Whether there is no kernel whose blocks own 128 channels of V: its state, or what a segment needs
-// to know in more general heads, does not fit the registers.
+// Whether there is no kernel whose blocks own 128 channels of V: their state does not fit the registers.
 template <class Heads>
-constexpr bool only_halves(bool in_segments) {
-  return Heads::kKeys == 256 || (in_segments && !Heads::kExact);
+constexpr bool only_halves() {
+  return Heads::kKeys == 256;
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

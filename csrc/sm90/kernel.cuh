@@ -12,7 +12,7 @@ namespace gdn::sm90 {
 // them cannot fetch what the makers need next.
 template <class C, bool kKeysQueries, bool kValues>
 GDN_DEVICE void loader_role(SharedMemory<C>& sm, const KernelParams& params) {
-  Walk<C> walk(params);
+  Walk<C> walk(sm, params);
   Ring<C::kKStages> k;
   Ring<C::kQStages> q;
   Ring<C::kVStages> v;
@@ -68,7 +68,7 @@ GDN_DEVICE void store_tail(const KernelParams& params, const Walk<C>& walk, cons
 
 template <class C>
 GDN_DEVICE void store_role(SharedMemory<C>& sm, const KernelParams& params, int slot) {
-  Walk<C> walk(params);
+  Walk<C> walk(sm, params);
   const bool lead = threadIdx.x % 32 == 0;
   uint32_t phase = 0;
   for (bool more = walk.begin(); more; more = walk.next()) {
@@ -96,11 +96,12 @@ template <class C>
 GDN_DEVICE void zero_orphans(const KernelParams& params) {
   const ChunkForward& p = params.problem;
   if (p.cu_seqlens == nullptr) return;
+  const int blocks = C::kOneTile ? params.tiles : gridDim.x;  // without one that only makes a pair
   if constexpr (C::kPool) {  // rows may lie apart: one a warp
     const int lines = values<C>(p) / 8;  // of a row of a head
     int64_t row = sequence_bound(p, p.N) + blockIdx.x * 4 + threadIdx.x / 32;
 #pragma unroll 1
-    for (; row < p.T; row += gridDim.x * 4)
+    for (; row < p.T; row += blocks * 4)
 #pragma unroll 1
       for (int i = threadIdx.x % 32; i < p.HV * lines; i += 32)
         *o_line(params.pool, 0, row, i / lines, i % lines * 8) = make_uint4(0, 0, 0, 0);
@@ -108,7 +109,7 @@ GDN_DEVICE void zero_orphans(const KernelParams& params) {
     const int64_t row_bytes = int64_t{p.HV} * values<C>(p) * 2;
     const int64_t end = p.T * row_bytes;
     constexpr int kSharing = 128;  // threads of a block
-    const int64_t step = int64_t{gridDim.x} * kSharing * 16;
+    const int64_t step = int64_t{blocks} * kSharing * 16;
     int64_t at = sequence_bound(p, p.N) * row_bytes;
     at += (int64_t{blockIdx.x} * kSharing + threadIdx.x) * 16;
     for (; at < end; at += step)
@@ -145,6 +146,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   SharedMemory<C>& sm = *reinterpret_cast<SharedMemory<C>*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
 
+  // The walk of first segments, launched next, may begin when all maps have.
+  if constexpr (C::kPass == Pass::kMaps) launch_dependents();
   if (threadIdx.x == 0) init_barriers(sm);
   // Blocks above the diagonal are read and never written.
   const auto clear = [](auto& tiles) {
@@ -157,13 +160,26 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #ifdef GDN_PROFILE
   if (threadIdx.x < 40) sm.profile[threadIdx.x] = 0;
 #endif
+  if constexpr (C::kOneTile) {
+    if (threadIdx.x == 0) {
+      sm.tile.exists = false;
+      if (int(blockIdx.x) < params.tiles) sm.tile = tile_at<C>(params, blockIdx.x);
+    }
+  }
   fence_async_proxy();
   __syncthreads();
+  if constexpr (C::kOneTile) {
+    if (!sm.tile.exists) return;
+  }
 
   if (warpgroup == 0) {
     lower_registers<C::kSinglesRegisters>();
     if (warp == kLoader) {
-      if (threadIdx.x == 0) loader_role<C, true, !C::kValuesApart>(sm, params);
+      if (threadIdx.x == 0) {
+        loader_role<C, true, !C::kValuesApart>(sm, params);
+        // It may not end before the maps are done: what comes next waits for this kernel only.
+        if constexpr (C::kPass == Pass::kSegments) wait_for_prerequisites();
+      }
     } else if (C::kValuesApart && warp == kStore1) {
       if (threadIdx.x % 32 == 0) loader_role<C, false, true>(sm, params);
     } else if (warp == kGates) {
@@ -171,7 +187,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else if (C::kOutput && warp - kStore0 < C::kStates) {
       store_role(sm, params, warp - kStore0);
     }
-    if constexpr (C::kOutput) zero_orphans<C>(params);
+    if (C::kPass == Pass::kWhole || (C::kOutput && params.segments.first)) zero_orphans<C>(params);
   } else if (warpgroup <= C::kStates) {
     raise_registers<C::kStateRegisters>();
     state_role(sm, params, warpgroup - 1, warp % 4);

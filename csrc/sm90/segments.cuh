@@ -2,11 +2,10 @@
 //
 // What a segment does to the state is an affine map, S_out = M S_in + b. Pass::kMaps of the kernel
 // finds the maps of all segments at once: b is the walk from a state of zeros, M the walk from the
-// identity with values of zero. The kernel here folds the maps of each sequence, in order, into the
-// state that each segment starts from; Pass::kSegments then walks the segments. A sequence's first
-// segment starts from its initial state already when the maps are made, so its b is a state and it
-// needs no M; its last segment needs no map at all. In a pool that initial state may be overwritten
-// before the first segment is walked: Pass::kMaps leaves it where the others start from, too.
+// identity with values of zero. At the same time Pass::kSegments walks the first segments of all
+// sequences, which start from known states, and leaves the states that the second ones start from.
+// The kernel here folds the maps of each sequence, in order, into the states that the others start
+// from; Pass::kSegments then walks these. A last segment needs no map.
 #pragma once
 #include "config.cuh"
 
@@ -30,42 +29,40 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   const int row = threadIdx.x / kKeys * kRows;  // of the block's
 
   Tile tile;
-  int slot = 0;  // of the sequence's first segment
-  for (tile.n = 0; tile.n < pair / p.HV; ++tile.n) {
-    locate_sequence<C>(params, tile);
-    slot += segment_count(tile.length, params.segments.chunks * kChunk);
-  }
+  tile.n = pair / p.HV;
   locate_sequence<C>(params, tile);
-  const int count = segment_count(tile.length, params.segments.chunks * kChunk);
+  const int count = later_segments(tile.length, params.segments.chunks * kChunk);
+  if (count < 2) return;
   const int map_size = state_size + C::kMapRows * kKeys;
-  const int64_t first = int64_t{slot} * p.HV + hv;
+  const int64_t first = int64_t{second_slot<C>(params, tile.n)} * p.HV + hv;
   const int own = (part * kFoldRows + row) * kKeys + column;  // of the first of this thread's rows
   const float* b = params.segments.maps + first * map_size;
   float* start = params.segments.starts + first * state_size + own;
 
-  float s[kRows] = {};
+  float s[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)  // of a pool, columns that are not the call's have not been written
+    s[r] = column < p.K ? start[r * kKeys] : 0.f;
   for (int i = 0; i + 1 < count; ++i, b += int64_t{p.HV} * map_size) {
     const float* const m = b + state_size + column;
     float next[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) next[r] = b[own + r * kKeys];
-    if (i > 0) {
-      auto& now = state[i % 2];
+    auto& now = state[i % 2];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) reinterpret_cast<float*>(now[row + r])[column] = s[r];
-      for (int above = 0; above < kKeys; above += kLine) {
-        float line[kLine];  // all in flight before the barrier: a step is bound by their latency
+    for (int r = 0; r < kRows; ++r) reinterpret_cast<float*>(now[row + r])[column] = s[r];
+    for (int above = 0; above < kKeys; above += kLine) {
+      float line[kLine];  // all in flight before the barrier: a step is bound by their latency
 #pragma unroll
-        for (int j = 0; j < kLine; ++j) line[j] = m[(above + j) * kKeys];
-        if (above == 0) __syncthreads();
+      for (int j = 0; j < kLine; ++j) line[j] = m[(above + j) * kKeys];
+      if (above == 0) __syncthreads();
 #pragma unroll
-        for (int j = 0; j < kLine; j += 4)
+      for (int j = 0; j < kLine; j += 4)
 #pragma unroll
-          for (int r = 0; r < kRows; ++r) {
-            const float4 x = now[row + r][(above + j) / 4];
-            next[r] += x.x * line[j] + x.y * line[j + 1] + x.z * line[j + 2] + x.w * line[j + 3];
-          }
-      }
+        for (int r = 0; r < kRows; ++r) {
+          const float4 x = now[row + r][(above + j) / 4];
+          next[r] += x.x * line[j] + x.y * line[j + 1] + x.z * line[j + 2] + x.w * line[j + 3];
+        }
     }
     start += int64_t{p.HV} * state_size;
 #pragma unroll

@@ -38,7 +38,7 @@ struct State {
   }
   GDN_DEVICE int key_channel() const { return lane % 4 * 2; }
 
-  // This tile's map or start in the workspace.
+  // This tile's map or start in the workspace, or where a first segment leaves the second's.
   GDN_DEVICE int rows() const { return state_rows(values<C>(params.problem)); }
   GDN_DEVICE float* map_of(const Tile& tile) const {
     return params.segments.maps +
@@ -46,25 +46,23 @@ struct State {
             tile.map * rows()) * C::kKeys;
   }
   GDN_DEVICE float* start_of(const Tile& tile) const {
+    const int slot = tile.begins ? second_slot<C>(params, tile.n) : tile.slot;
     return params.segments.starts +
-           (int64_t{tile.slot} * params.problem.HV + tile.hv) * (rows() * C::kKeys);
+           (int64_t{slot} * params.problem.HV + tile.hv) * (rows() * C::kKeys);
   }
 
   GDN_DEVICE void load(const Tile& tile) {
     const ChunkForward& p = params.problem;
     const int64_t base = tile.n * p.h0_n + tile.hv * p.h0_h;
-    // Of a cut sequence in a pool the last segment may be done before the first begins, and have
-    // written to where that begins. What is no segment may start from anything.
-    const bool has_start = C::kPool ? !(tile.begins && tile.ends) : tile.exists && !tile.begins;
-    if (C::kPass == Pass::kSegments && has_start) {
-      load_from(start_of(tile), 1, C::kKeys, tile);
-    } else if (C::kPass == Pass::kMaps && tile.map == 1) {
+    if constexpr (C::kPass == Pass::kMaps) {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         const int row = value_channel(tile) + i % 4 / 2 * 8;
         const int column = key_channel() + i / 4 * 8 + i % 2;
-        S[i] = row == column ? exp2_approx(-Frame<T>::kTop) : 0.f;
+        S[i] = tile.map == 1 && row == column ? exp2_approx(-Frame<T>::kTop) : 0.f;
       }
+    } else if (C::kPass == Pass::kSegments && !tile.begins) {
+      load_from(start_of(tile), 1, C::kKeys, tile);
     } else if constexpr (C::kPool) {
       const int64_t row = first_row(tile);
       if (row < 0) {
@@ -73,7 +71,7 @@ struct State {
         const States& from = params.pool.states;
         load_row(from, row * from.row + tile.hv * from.head, tile);
       }
-    } else if (p.h0 == nullptr || !tile.exists || !tile.begins) {
+    } else if (p.h0 == nullptr) {
       clear();
     } else {
       load_row({const_cast<void*>(p.h0), 0, 0, p.h0_k, p.h0_v, p.h0_dtype}, base, tile);
@@ -122,8 +120,10 @@ struct State {
   GDN_DEVICE void store(const Tile& tile, float factor) const {
     const ChunkForward& p = params.problem;
     if constexpr (C::kPass == Pass::kMaps) {
-      if (tile.exists) store_to<true>(map_of(tile), 1, C::kKeys, tile, factor);
-    } else if (p.ht != nullptr && tile.exists && tile.ends) {
+      store_to<true>(map_of(tile), 1, C::kKeys, tile, factor);
+    } else if (C::kPass == Pass::kSegments && tile.begins && !tile.ends) {
+      store_to<true>(start_of(tile), 1, C::kKeys, tile, factor);
+    } else if (p.ht != nullptr && tile.ends) {
       store_to(p.ht + tile.n * p.ht_n + tile.hv * p.ht_h, p.ht_k, p.ht_v, tile, factor);
     }
   }
@@ -184,15 +184,8 @@ struct State {
   // What the tile starts from; -1: from zeros.
   GDN_DEVICE int64_t first_row(const Tile& tile) const {
     const Pool& pool = params.pool;
-    if (C::kPass == Pass::kMaps && !(tile.exists && tile.begins)) return -1;
     if (pool.has_state != nullptr && !pool.has_state[tile.n]) return -1;
     return not_skipped(slot_at(pool.read_slots, tile.n));
-  }
-
-  // What a cut sequence starts from, for its first segment.
-  GDN_DEVICE void store_start(const Tile& tile) const {
-    if (tile.exists && tile.begins)
-      store_to<true>(start_of(tile), 1, C::kKeys, tile, exp2_approx(Frame<T>::kTop));
   }
 
   // Tokens of the sequence before the last `left` of its tile.
@@ -208,15 +201,19 @@ struct State {
     const int every = params.pool.every;
     return every == 0 ? 0 : max(0, left - (every - tokens_before(tile, left) % every));
   }
-  // The state there: as a checkpoint, as the final state, or as both.
+  // The state there: as a checkpoint, as the final state or the start of the second segment, or as both.
   GDN_DEVICE void store_at_stop(const Tile& tile, int left, float factor) {
     const Pool& pool = params.pool;
-    if (!tile.exists || is_skipped(pool, tile.n)) return;
+    if (is_skipped(pool, tile.n)) return;
 #pragma unroll 1
     for (int final = 0; final < 2; ++final) {
-      const int64_t row = final ? final_row(tile, left) : checkpoint_row(tile, left);
+      int64_t row = final ? final_row(tile, left) : checkpoint_row(tile, left);
       States to = pool.states;
       if (!final) to = pool.checkpoints;
+      if (C::kPass == Pass::kSegments && final && left <= 0 && tile.begins && !tile.ends) {
+        to = {start_of(tile), 0, 0, 1, C::kKeys, Dtype::kFloat32};
+        row = 0;
+      }
       if (row >= 0) store_row(to, row, tile, factor);
     }
   }
@@ -284,7 +281,7 @@ struct State {
   // o of a sequence that is skipped, in this warpgroup's channels.
   GDN_DEVICE void zero_skipped(const Tile& tile) const {
     const ChunkForward& p = params.problem;
-    if (!tile.exists || !is_skipped(params.pool, tile.n)) return;
+    if (!is_skipped(params.pool, tile.n)) return;
     const int64_t end = p.cu_seqlens ? sequence_bound(p, tile.n + 1) : p.T;
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));  // what is made of it would fill registers all along
@@ -433,11 +430,16 @@ struct State {
   }
 };
 
-// tile_at, found anew: what is kept of a tile would fill registers all along.
+// The tile, found anew: what is kept of it would fill registers all along.
 template <class C>
-GDN_DEVICE Tile tile_again(const KernelParams& params, int index) {
-  asm volatile("" : "+r"(index));
-  return tile_at<C>(params, index);
+GDN_DEVICE Tile tile_again(const SharedMemory<C>& sm, const KernelParams& params, int index) {
+  if constexpr (C::kOneTile) {
+    asm volatile("" ::: "memory");
+    return sm.tile;
+  } else {
+    asm volatile("" : "+r"(index));
+    return tile_at<C>(params, index);
+  }
 }
 
 template <class C>
@@ -456,17 +458,16 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
     int left;
     bool without_v;
     {
-      const Tile tile = tile_at<C>(params, index);
+      const Tile tile = tile_again(sm, params, index);
       state.load(tile);
       left = tile.length;
       without_v = C::kPass == Pass::kMaps && tile.map == 1;
     }
-    if constexpr (C::kPool && !C::kOutput) state.store_start(tile_again<C>(params, index));
     float end = exp2_approx(Frame<T>::kTop);
     do {
       int stop = 0;  // as far as this the chunks go, before the state is stored
       if constexpr (kStops) {
-        stop = state.next_stop(tile_again<C>(params, index), left);
+        stop = state.next_stop(tile_again(sm, params, index), left);
         store_shared_4(shared_address(&sm.stop[slot][warp]), stop);
       }
 #pragma unroll 1
@@ -589,7 +590,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         charge(sm, kWaitKv, since_kv);
         arrive(sm.k_empty[k], lead);
       }
-      const Tile tile = tile_again<C>(params, index);
+      const Tile tile = tile_again(sm, params, index);
       if constexpr (kStops) {
         state.zero_skipped(tile);
         state.store_at_stop(tile, left, end);

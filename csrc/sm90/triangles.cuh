@@ -293,7 +293,7 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
                                int warp) {
   const bool lead = threadIdx.x % 32 == 0;
   const uint32_t start = clock_now();
-  Walk<C> walk(params);
+  Walk<C> walk(sm, params);
   uint32_t it = 0;  // chunks so far, of all makers
   Ring<C::kQStages> q;
   float kk[32];
