@@ -76,6 +76,10 @@ double makespan(int multiprocessors, Tiles one, Tiles other) {
   const int64_t late = one.count % multiprocessors, early = multiprocessors - late;
   double early_free = double(one.count / multiprocessors) * one.time;
   double late_free = early_free + one.time, end = late > 0 ? late_free : early_free;
+  const int64_t rounds = std::max<int64_t>(other.count / multiprocessors - 1, 0);  // one each
+  other.count -= rounds * multiprocessors;
+  early_free += double(rounds) * other.time;
+  late_free += double(rounds) * other.time;
   while (other.count > 0) {
     double& free = late == 0 || early_free <= late_free ? early_free : late_free;
     other.count -= &free == &early_free ? early : late;

@@ -367,8 +367,15 @@ GDN_DEVICE void wait(SharedMemory<C>& sm, const uint64_t& bar, uint32_t parity, 
   mbarrier_wait(shared_address(&bar), parity);
   charge(sm, slot, since);
 }
+// With GDN_EVERY_LANE each lane of a warp arrives, which racecheck can follow: it does not see that a
+// __syncwarp orders the accesses of all lanes before the arrival of one.
+#ifdef GDN_EVERY_LANE
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
 GDN_DEVICE void arrive(const uint64_t& bar, bool condition) {
-  mbarrier_arrive_if(shared_address(&bar), condition);
+  mbarrier_arrive_if(shared_address(&bar), kWarpArrivals == 32 || condition);
 }
 
 }  // namespace gdn::sm90

@@ -189,7 +189,7 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
     charge(sm, kGatesWork, since);
     wait(sm, sm.gates_empty[ring.stage], ring.phase ^ 1, kGatesEmpty);
     write_gates<T>(sm.gates[ring.stage], g, beta, p.scale, G, lane);
-    arrive(sm.gates_full[ring.stage], true);  // all lanes, which racecheck can follow
+    arrive(sm.gates_full[ring.stage], true);
     ring.advance();
   }
   charge(sm, kTotalGates, start);

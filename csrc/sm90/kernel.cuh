@@ -119,7 +119,8 @@ GDN_DEVICE void zero_orphans(const KernelParams& params) {
 
 template <class C>
 GDN_DEVICE void init_barriers(SharedMemory<C>& sm) {
-  constexpr int kStateWarps = 4 * C::kStates, kMakerWarps = 4;  // a chunk has one maker
+  // Arrivals; a chunk has one maker.
+  constexpr int kStateWarps = 4 * C::kStates * kWarpArrivals, kMakerWarps = 4 * kWarpArrivals;
   const auto init = [](auto& full, int writers, auto& empty, int readers) {
     for (auto& bar : full) mbarrier_init(&bar, writers);
     for (auto& bar : empty) mbarrier_init(&bar, readers);
@@ -130,7 +131,7 @@ GDN_DEVICE void init_barriers(SharedMemory<C>& sm) {
   init(sm.t_full, kMakerWarps, sm.t_empty, kStateWarps);
   init(sm.p_full, kMakerWarps, sm.p_empty, kStateWarps);
   init(sm.gates_full, 32, sm.gates_empty, kStateWarps + kMakerWarps);
-  init(sm.o_full, 4, sm.o_empty, 1);
+  init(sm.o_full, 4 * kWarpArrivals, sm.o_empty, kWarpArrivals);
   mbarrier_init_fence();
 }
 
