@@ -109,21 +109,10 @@ def forward(
         return o.zero_(), _untouched(final_state, initial_state)
     invariant = batch_invariant()
     run(
-        tma_readable(q),
-        tma_readable(k),
-        tma_readable(v),
-        side_readable(g),
-        side_readable(beta),
-        head_vector(A_log),
-        head_vector(dt_bias),
+        *_readable(q, k, v, g, beta, A_log, dt_bias),
         None if initial_state is None else side_readable(initial_state),
         None if cu_seqlens is None else cu_seqlens.contiguous(),
-        p.scale,
-        p.state_v_first,
-        p.use_qk_l2norm,
-        p.use_beta_sigmoid,
-        p.allow_neg_eigval,
-        invariant,
+        *_options(p, invariant),
         o,
         final_state,
         _workspace(p, device, invariant),
@@ -152,25 +141,14 @@ def _prefill(
     if not tma_reaches(o):
         o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=q.device)
     run(
-        tma_readable(q),
-        tma_readable(k),
-        tma_readable(v),
-        side_readable(g),
-        side_readable(beta),
-        head_vector(A_log),
-        head_vector(dt_bias),
+        *_readable(q, k, v, g, beta, A_log, dt_bias),
         pool.state,
         pool.read_slots,
         pool.write_slots,
         pool.has_initial_state,
         pool.last_skipped,
         None if cu_seqlens is None else cu_seqlens.contiguous(),
-        p.scale,
-        p.state_v_first,
-        p.use_qk_l2norm,
-        p.use_beta_sigmoid,
-        p.allow_neg_eigval,
-        invariant,
+        *_options(p, invariant),
         o,
         pool.every,
         pool.checkpoints,
@@ -178,6 +156,25 @@ def _prefill(
         _workspace(p, q.device, invariant),
     )
     return o if o is pool.out else pool.out.copy_(o)
+
+
+def _readable(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The inputs as the operators take them."""
+    rows = tma_readable(q), tma_readable(k), tma_readable(v)
+    return *rows, side_readable(g), side_readable(beta), head_vector(A_log), head_vector(dt_bias)
+
+
+def _options(p: Problem, invariant: bool) -> tuple[float | bool, ...]:
+    states = p.scale, p.state_v_first
+    return *states, p.use_qk_l2norm, p.use_beta_sigmoid, p.allow_neg_eigval, invariant
 
 
 def _workspace(problem: Problem, device: torch.device, invariant: bool) -> Tensor:
