@@ -584,7 +584,7 @@ L_PADDED = large("padded", "a checkpoint after the last token", T=192, B=4)
 L_PACKED = large("packed", "chunks' sides", lengths=(0, 130, 65, 0, 64, 193, 300), orphans=70)
 # One head and many chunks: long sequences are cut into segments, at all of these sizes.
 L_SEGMENTS = large("segments", "", lengths=(3000, 1300, 8000), orphans=70, H=1, HV=1)
-# The same in blocks of 128 channels of V, and not of 64.
+# The same with more heads, and so fewer and longer segments.
 L_WIDE = large("wide segments", "", lengths=(7000, 6000, 5000), orphans=70, H=1)
 L_CASES = [
     *(L_PADDED, L_PACKED, L_SEGMENTS, L_WIDE),

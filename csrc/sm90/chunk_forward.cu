@@ -124,6 +124,11 @@ struct Estimate {
     return makespan(p.multiprocessors, maps, first) + double(std::max<int64_t>(most - 1, 0)) * kCosts.fold +
            makespan(p.multiprocessors, {}, last) + kCosts.launches;
   }
+  // No segments take less: every chunk of o is made once, by a block with half of V.
+  double least_in_segments(Lengths lengths) const {
+    const int64_t chunks = p.HV * parts(true) * (lengths.longest + (p.N - 1) * lengths.other);
+    return double(chunks) * kCosts.half / p.multiprocessors;
+  }
 };
 
 template <class Heads>
@@ -137,12 +142,18 @@ Plan make_plan(const ChunkForward& p) {
   const int64_t each = p.cu_seqlens ? ceil_div(chunks, std::max(p.N, 1)) : chunks;
   const int64_t longer = guess ? each + each / 2 : each;
   const Lengths lengths[] = {{each, each}, {longer, guess ? (chunks - longer) / (p.N - 1) : each}};
+  const int guesses = guess ? 2 : 1;
+  const auto total = [&](const auto& time_of) {
+    double sum = 0;
+    for (int i = 0; i < guesses; ++i) sum += time_of(lengths[i]);
+    return sum;
+  };
 
   Plan best = {};
   double least = 0;
   for (const bool halves : {true, false}) {
     if (!halves && sm90::only_halves<Heads>()) break;
-    const double time = estimate.whole(lengths[0], halves) + estimate.whole(lengths[1], halves);
+    const double time = total([&](Lengths some) { return estimate.whole(some, halves); });
     if (halves || time <= least) best.halves = halves, least = time;
   }
   const int forced = GDN_SEGMENT_CHUNKS;
@@ -153,18 +164,17 @@ Plan make_plan(const ChunkForward& p) {
   };
   if (forced > 0) return chunks > forced ? Plan{true, forced, int(slots(forced))} : best;
   least *= kWorthIt;
-  for (const Lengths& some : lengths) {
+  if (least <= total([&](Lengths some) { return estimate.least_in_segments(some); })) return best;
+  for (int i = 0; i < guesses; ++i) {
     for (int count = 3; count <= kMostSegments; ++count) {
-      const int64_t segment = ceil_div(some.longest, count);
+      const int64_t segment = ceil_div(lengths[i].longest, count);
       if (segment < kLeastChunks) break;
-      const double time =
-          estimate.segments(lengths[0], segment) + estimate.segments(lengths[1], segment);
+      const double time = total([&](Lengths some) { return estimate.segments(some, segment); });
       if (time < least) {
         least = time;
         best = {true, int(segment), int(slots(segment))};
       }
     }
-    if (!guess) break;
   }
   return best;
 }
