@@ -165,17 +165,19 @@ def asked(command: str) -> str:
 
 
 def joined(records: Sequence[Record]) -> Record:
-    """One record of those of a case. Of several, each other implementation keeps ours of its run as
-    "beside"; ours alone is the median."""
+    """One record of those of a case, from runs beside others: each other implementation keeps
+    ours of its run as "beside", and ours alone is the median."""
     last = records[-1]
-    if last["kind"] != "speed" or len(records) == 1:
+    if last["kind"] not in ("speed", "accuracy") or len(records) == 1:
         return last
     results: dict[str, Record] = {}
     own = [record["results"][OURS] for record in records]
     for beside, record in zip(own, records, strict=True):
         for name, cells in record["results"].items():
             results[name] = cells | {"beside": beside}
-    results[OURS] = {key: statistics.median(cells[key] for cells in own) for key in own[0]}
+    results[OURS] = own[-1]
+    if last["kind"] == "speed":
+        results[OURS] = {key: statistics.median(cells[key] for cells in own) for key in own[0]}
     return last | {"results": results}
 
 
@@ -232,7 +234,7 @@ def summary(run: Run) -> Iterator[str]:
     for name in run.names("accuracy", "o")[1:]:
         for key, what in (("o", "o"), ("state", "the final state")):
             errors = [
-                record["results"][OURS][key] / record["results"][name][key]
+                1 / others(record, key)[name]
                 for record in accuracy.values()
                 if key in record["results"].get(name, {})
             ]

@@ -173,23 +173,22 @@ def fused_config(K: int, V: int, states: int, short: bool) -> Tile:
 MOST_SEGMENT_K = 128
 # Columns of states a multiprocessor, above which segments cost more than they save.
 MOST_SEGMENT_COLUMNS = 16
-# Chunks of the shortest segment: below it, folding the maps costs what walking side by side saves.
-LEAST_SEGMENT_CHUNKS = 8
 
 
 @functools.cache
 def segment_chunks(rows: int, N: int, HV: int, K: int, V: int, BT: int) -> int:
-    """Chunks of a segment, a power of two; 0 to walk whole sequences. Walking in segments is twice
-    the work and more, so it serves only calls whose states leave most of the GPU idle. rows: of all
-    N sequences. By sizes that the host knows: lengths stay on the device."""
+    """Chunks of a segment; 0 to walk whole sequences. Walking in segments is twice the work and
+    more, so it serves only calls whose states leave most of the GPU idle. rows: of all N sequences.
+    By sizes that the host knows: lengths stay on the device."""
     columns = N * HV * V / multiprocessors()
     if rows == 0 or N == 0 or K > MOST_SEGMENT_K or columns > MOST_SEGMENT_COLUMNS:
         return 0
     chunks = triton.cdiv(rows, BT)
-    # One program of 64 columns a multiprocessor; each step of the fold costs 2 to 4 us.
-    segments = max(8, multiprocessors() * 64 // (HV * V))
-    length = max(triton.next_power_of_2(triton.cdiv(chunks, segments)), LEAST_SEGMENT_CHUNKS)
-    return length if chunks >= max(8, 4 * N) * length else 0
+    # One program of 64 columns a multiprocessor: four segments of a sequence at the least.
+    segments = multiprocessors() * 64 // (HV * V)
+    # Shorter ones do not pay for the fold, 2 to 4 us a segment, and maps that fill the GPU twice.
+    least = 8 if columns <= MOST_SEGMENT_COLUMNS / 2 else 16
+    return max(triton.cdiv(chunks, segments), least) if chunks >= 4 * N * least else 0
 
 
 @functools.cache

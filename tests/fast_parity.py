@@ -4,21 +4,26 @@ r"""One case through the backends, each held to the float64 specification and to
 gates, layouts, strides and options, and runs them through the CUDA library:
 
     python tests/fast_parity.py --count 1000 --seed 0 --repeat 20
+    python tests/fast_parity.py --count 10000 --workers 15 --on cpu --chunked --longest 400
     compute-sanitizer --kernel-name kernel_substring=gdn --tool memcheck \
         python tests/fast_parity.py --count 8 --small
 
 Each line is a case; one that fails prints its number, which `--only` runs again. `--small` keeps to
 short sequences and computes the specification on the CPU, for a sanitizer, under which kernels take
-a hundred times as long.
+a hundred times as long. `--chunked` takes the specification's form in chunks, which differs in the
+last bits of float64 and takes less time.
 """
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -141,10 +146,11 @@ def run(backend: str, call: Call, **changes: Any) -> tuple[Tensor, Tensor]:
     return o, state.mT if options.v_first else state
 
 
-def specification(call: Call) -> tuple[Tensor, Tensor]:
-    """o and the final state [N, HV, K, V] in float64, token by token."""
+def specification(call: Call, chunked: bool = False) -> tuple[Tensor, Tensor]:
+    """o and the final state [N, HV, K, V] in float64, token by token or in chunks."""
     x, options = call.x, call.options
-    return reference.recurrent_gated_delta_rule(
+    by = reference.chunk_gated_delta_rule if chunked else reference.recurrent_gated_delta_rule
+    o, state, *_ = by(
         *x.exact(),
         scale=options.scale,
         initial_state=x.initial_state.to(FP64) if options.with_state else None,
@@ -156,6 +162,7 @@ def specification(call: Call) -> tuple[Tensor, Tensor]:
         A_log=call.A_log,
         dt_bias=call.dt_bias,
     )
+    return o, state
 
 
 def independent(call: Call) -> tuple[Tensor, Tensor]:
@@ -189,13 +196,17 @@ def assert_near(
 
 
 def check_parity(
-    call: Call, backends: Sequence[str] = ("triton", "cuda"), on: str = "cuda"
+    call: Call,
+    backends: Sequence[str] = ("triton", "cuda"),
+    on: str = "cuda",
+    chunked: bool = False,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Runs the backends; holds each to the specification and all to each other.
 
-    `on` is where the specification is computed. Returns every backend's o and final state."""
+    `on` is where the specification is computed, in chunks if `chunked`. Returns every backend's o
+    and final state."""
     there = call.to(on)
-    exact, narrow = specification(there), independent(there)
+    exact, narrow = specification(there, chunked), independent(there)
     arithmetic = Arithmetic(call.x.q.dtype, "cuda")
     dtypes = (call.x.q.dtype, FP32)
     results = {backend: run(backend, call) for backend in backends}
@@ -249,8 +260,9 @@ def random_sizes(number: int, sizes: str) -> tuple[int, int]:
     return rng.choice(SIZES) if other else (128, 128)
 
 
-def random_case(rng: random.Random, small: bool, K: int, V: int) -> Case:
+def random_case(rng: random.Random, small: bool, longest: int, K: int, V: int) -> Case:
     most, heads = (130, (1, 2)) if small else (rng.choice((700, 700, 2500)), (1, 2, 3, 4))
+    most = min(most, longest)
     H = rng.choice(heads)
     HV = H * rng.choice((1, 2) if small else (1, 2, 3, 4, 8))
     sizes: dict[str, Any] = {"H": H, "HV": HV, "K": K, "V": V, "chunk_size": 64}
@@ -315,11 +327,12 @@ def random_layouts(rng: random.Random, call: Call) -> Call:
 
 
 def random_call(
-    number: int, device: str, small: bool, sizes: str = "all"
+    number: int, device: str, small: bool, sizes: str = "all", longest: int = 2500
 ) -> tuple[Call, torch.dtype]:
-    """`sizes`: "128" for K = V = 128, "others" for all but that, or "all"."""
+    """`sizes`: "128" for K = V = 128, "others" for all but that, or "all". `longest`: tokens of a
+    sequence at the most."""
     rng = random.Random(number)
-    case = random_case(rng, small, *random_sizes(number, sizes))
+    case = random_case(rng, small, longest, *random_sizes(number, sizes))
     options = random_options(rng)
     dtype = rng.choice((BF16, FP16))
     index_dtype = rng.choice((torch.int32, torch.int64))
@@ -343,6 +356,25 @@ def describe(call: Call) -> str:
     return f"{dtype}, {tokens} tokens, {heads}, {' '.join(chosen)}"
 
 
+def check_random(number: int, options: argparse.Namespace) -> str | None:
+    """What is wrong with a random case, or None."""
+    device = "cpu" if options.copied else "cuda"
+    call, _ = random_call(number, device, options.small, options.sizes, options.longest)
+    call = call.to("cuda") if options.copied else call
+    words = f"{number}: {describe(call)}"
+    try:
+        on = "cpu" if options.small else options.on
+        results = check_parity(call, ("cuda",), on=on, chunked=options.chunked)
+        for again in range(options.repeat):
+            same = map(same_bits, run("cuda", call), results["cuda"])
+            assert all(same), f"run {again + 2} has other bits than the first"
+    except AssertionError as why:
+        return f"FAILED {words}\n    {why}"
+    if not options.quiet:
+        print(f"ok {words}", flush=True)
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Random cases through the CUDA library.")
     parser.add_argument("--count", type=int, default=100)
@@ -350,6 +382,9 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="this case alone")
     parser.add_argument("--sizes", choices=("128", "others", "all"), default="all", help="K and V")
     parser.add_argument("--small", action="store_true", help="short, and specified on the CPU")
+    parser.add_argument("--longest", type=int, default=2500, help="tokens of a sequence")
+    parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda", help="the specification")
+    parser.add_argument("--chunked", action="store_true", help="specified in chunks")
     parser.add_argument(
         "--copied",
         action="store_true",
@@ -358,28 +393,27 @@ def main() -> None:
     )
     parser.add_argument("--repeat", type=int, default=0, help="runs more, of the same bits")
     parser.add_argument("--quiet", action="store_true", help="no line for a case that passes")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
     options = parser.parse_args()
     numbers = range(options.seed, options.seed + options.count)
     if options.only is not None:
         numbers = range(options.only, options.only + 1)
-    failed = []
-    for number in numbers:
-        device = "cpu" if options.copied else "cuda"
-        call, _ = random_call(number, device, options.small, options.sizes)
-        call = call.to("cuda") if options.copied else call
-        words = f"{number}: {describe(call)}"
-        try:
-            results = check_parity(call, ("cuda",), on="cpu" if options.small else "cuda")
-            for again in range(options.repeat):
-                same = map(same_bits, run("cuda", call), results["cuda"])
-                assert all(same), f"run {again + 2} has other bits than the first"
-        except AssertionError as why:
-            failed.append(number)
-            print(f"FAILED {words}\n    {why}", flush=True)
+    check = partial(check_random, options=options)
+    with contextlib.ExitStack() as stack:
+        if options.workers == 1:
+            found = map(check, numbers)
         else:
-            if not options.quiet:
-                print(f"ok {words}", flush=True)
-    print(f"{len(numbers)} cases, {len(failed)} failed {failed or ''}")
+            fresh = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(options.workers, mp_context=fresh)
+            found = stack.enter_context(pool).map(check, numbers, chunksize=10)
+        failed = []
+        for done, wrong in enumerate(found, 1):
+            if wrong is not None:
+                failed.append(wrong)
+                print(wrong, flush=True)
+            if done % 500 == 0:
+                print(f"{done} cases, {len(failed)} failed", flush=True)
+    print(f"{len(numbers)} cases, {len(failed)} failed")
     sys.exit(bool(failed))
 
 

@@ -131,7 +131,12 @@ def test_segments_are_for_few_long_sequences(monkeypatch: pytest.MonkeyPatch) ->
     few = {"N": 1, "HV": 8, "K": 128, "V": 128, "BT": 64}
     assert segment_chunks(32768, **few) == 64
     assert segment_chunks(8192, **few) == 16
-    assert segment_chunks(2048, **few) == 0
+    assert segment_chunks(2048, **few) == 8
+    assert segment_chunks(1024, **few) == 0
+    assert segment_chunks(4096, **{**few, "HV": 16}) == 16
+    assert segment_chunks(32768, **{**few, "HV": 16}) == 128
+    assert segment_chunks(20000, **{**few, "HV": 16}) == 79
+    assert segment_chunks(2048, **{**few, "HV": 16}) == 0
     for name, value in {"N": 64, "HV": 32, "K": 256}.items():
         assert segment_chunks(32768, **{**few, name: value}) == 0, name
     problem = SimpleNamespace(B=1, T=32768, N=1, HV=8, K=128, V=128, chunk_size=64)
