@@ -66,6 +66,17 @@ GDN_DEVICE void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- copies to shared memory by the threads themselves -----------------------------------------
+
+GDN_DEVICE void copy_async_16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+GDN_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+GDN_DEVICE void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
 // ---- a kernel launched beside the one before it ------------------------------------------------
 
 // Lets the next kernel start, if it was launched so, once all blocks of this one have come here.

@@ -1,5 +1,7 @@
 // The kernels of one kind of heads, and how a call launches them.
 #pragma once
+#include <algorithm>
+
 #include "heads.h"
 #include "kernel.cuh"
 #include "segments.cuh"
@@ -11,18 +13,16 @@ inline const char* check(cudaError_t error) {
 }
 
 // beside: with the kernel launched before it, as soon as all blocks of that one run.
-template <class C>
-const char* launch(KernelParams& params, int64_t tiles, cudaStream_t stream, bool beside = false) {
-  if (tiles == 0) return nullptr;
-  params.tiles = int(tiles);
-  auto* const kernel = &chunk_forward_kernel<C>;
-  constexpr int kBytes = sizeof(SharedMemory<C>);
-  if (const char* error = check(cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
+template <class Kernel>
+const char* launch_blocks(Kernel* kernel, const KernelParams& params, int64_t blocks, int threads, int bytes,
+                          int cluster, bool beside, cudaStream_t stream) {
+  if (const char* error = check(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))
     return error;
   cudaLaunchConfig_t config = {};
-  config.blockDim = C::kThreads;
-  config.dynamicSmemBytes = kBytes;
+  config.gridDim = unsigned(blocks);
+  config.blockDim = unsigned(threads);
+  config.dynamicSmemBytes = size_t(bytes);
   config.stream = stream;
   cudaLaunchAttribute attributes[2] = {};
   config.attrs = attributes;
@@ -31,17 +31,21 @@ const char* launch(KernelParams& params, int64_t tiles, cudaStream_t stream, boo
     attribute.id = id;
     return attribute.val;
   };
-  if constexpr (C::kOneTile) {
-    // Neighbours share an instruction cache, which does not hold two kernels: in pairs they run one.
-    config.gridDim = unsigned(ceil_div(tiles, 2) * 2);
-    add(cudaLaunchAttributeClusterDimension).clusterDim = {2, 1, 1};
-  } else {
-    const int most = params.problem.multiprocessors;
-    config.gridDim = unsigned(params.tiles < most ? params.tiles : most);
-  }
+  if (cluster > 1) add(cudaLaunchAttributeClusterDimension).clusterDim = {unsigned(cluster), 1, 1};
   if (beside)
     add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
   return check(cudaLaunchKernelEx(&config, kernel, params));
+}
+
+template <class C>
+const char* launch(KernelParams& params, int64_t tiles, cudaStream_t stream, bool beside = false) {
+  if (tiles == 0) return nullptr;
+  params.tiles = int(tiles);
+  // Neighbours share an instruction cache, which does not hold two kernels: in pairs they run one.
+  const int64_t blocks =
+      C::kOneTile ? ceil_div(tiles, 2) * 2 : std::min<int64_t>(tiles, params.problem.multiprocessors);
+  return launch_blocks(&chunk_forward_kernel<C>, params, blocks, C::kThreads, sizeof(SharedMemory<C>),
+                       C::kOneTile ? 2 : 1, beside, stream);
 }
 
 // In the following, `tiles` are pairs of a sequence (or segment) and a value head; each is as many as it
@@ -68,16 +72,16 @@ const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t strea
   params.parts = ceil_div(p.V, 64 * Maps::kStates);
   const int64_t maps = tiles * (params.parts + Maps::kMapRows / 64 / Maps::kStates);
   if (const char* error = launch<Maps>(params, maps, stream)) return error;
-  const auto walk = [&](bool first) {
+  const auto walk = [&](bool first, bool beside) {
     params.segments.first = first;
     return launch_output<Config<T, Heads, 1, Pass::kSegments, kPool>>(
-        params, first ? pairs : tiles, stream, first && maps > 0);
+        params, first ? pairs : tiles, stream, beside);
   };
-  if (const char* error = walk(true)) return error;
-  const unsigned blocks = unsigned(pairs * (p.V / kFoldRows));
-  fold_kernel<Maps><<<blocks, kFoldThreads, 0, stream>>>(params);
-  if (const char* error = check(cudaGetLastError())) return error;
-  return walk(false);
+  if (const char* error = walk(true, maps > 0)) return error;
+  if (const char* error = launch_blocks(&fold_kernel<Maps>, params, pairs * (p.V / kFoldRows),
+                                        kFoldThreads, Fold<Maps>::kBytes, 1, false, stream))
+    return error;
+  return walk(false, true);
 }
 
 }  // namespace gdn::sm90

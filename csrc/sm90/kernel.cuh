@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (warp == kLoader) {
       if (threadIdx.x == 0) {
         loader_role<C, true, !C::kValuesApart>(sm, params);
-        // It may not end before the maps are done: what comes next waits for this kernel only.
+        // It may not end before what it was launched beside: what comes next waits for this kernel only.
         if constexpr (C::kPass == Pass::kSegments) wait_for_prerequisites();
       }
     } else if (C::kValuesApart && warp == kStore1) {

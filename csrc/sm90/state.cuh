@@ -62,6 +62,7 @@ struct State {
         S[i] = tile.map == 1 && row == column ? exp2_approx(-Frame<T>::kTop) : 0.f;
       }
     } else if (C::kPass == Pass::kSegments && !tile.begins) {
+      wait_for_prerequisites();  // the fold
       load_from(start_of(tile), 1, C::kKeys, tile);
     } else if constexpr (C::kPool) {
       const int64_t row = first_row(tile);
