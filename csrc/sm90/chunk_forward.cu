@@ -1,5 +1,7 @@
 // Host side of the chunked forward on Hopper; params.h says what is asked of it.
 #include <algorithm>
+#include <array>
+#include <iterator>
 
 #include "../common/tensor_map.h"
 #include "config.cuh"
@@ -135,14 +137,18 @@ template <class Heads>
 Plan make_plan(const ChunkForward& p) {
   constexpr double kWorthIt = 0.95;  // segments must promise so much
   constexpr int kMostSegments = 32, kLeastChunks = 4;
+  // The host does not know the lengths of packed sequences: one may be so much longer than the average.
+  constexpr double kLonger[] = {0, 0.25, 0.5, 0.75};
   const Estimate<Heads> estimate = {p};
   const int64_t chunks = ceil_div(p.T, sm90::kChunk);  // of a batch entry
-  // The host does not know the lengths of packed sequences: they may be equal, or one may be half longer.
   const bool guess = p.cu_seqlens && p.N > 1;
+  const int guesses = guess ? int(std::size(kLonger)) : 1;
   const int64_t each = p.cu_seqlens ? ceil_div(chunks, std::max(p.N, 1)) : chunks;
-  const int64_t longer = guess ? each + each / 2 : each;
-  const Lengths lengths[] = {{each, each}, {longer, guess ? (chunks - longer) / (p.N - 1) : each}};
-  const int guesses = guess ? 2 : 1;
+  Lengths lengths[std::size(kLonger)];
+  for (int i = 0; i < guesses; ++i) {
+    const int64_t longest = each + int64_t(double(each) * kLonger[i]);
+    lengths[i] = {longest, guess ? (chunks - longest) / (p.N - 1) : each};
+  }
   const auto total = [&](const auto& time_of) {
     double sum = 0;
     for (int i = 0; i < guesses; ++i) sum += time_of(lengths[i]);
@@ -179,6 +185,20 @@ Plan make_plan(const ChunkForward& p) {
   return best;
 }
 
+// The same, kept for the next call of these sizes: the search is the longest part of a call on the host.
+template <class Heads>
+Plan plan_of(const ChunkForward& p) {
+  using Sizes = std::array<int64_t, 7>;
+  const Sizes sizes = {p.N, p.T, p.HV, p.V, p.multiprocessors, p.cu_seqlens != nullptr, p.batch_invariant};
+  thread_local Sizes known = {};
+  thread_local Plan plan = {};
+  if (sizes != known) {
+    plan = make_plan<Heads>(p);
+    known = sizes;
+  }
+  return plan;
+}
+
 // Of the maps, and of the states that segments start from.
 template <class Heads>
 size_t segment_floats(const ChunkForward& p, const Plan& plan, size_t rows) {
@@ -212,7 +232,7 @@ const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
     if (const char* error = make_map(&params.v, p.dtype, p.v, p.B, p.T, p.HV, p.V)) return error;
     if (const char* error = make_map(&params.o, p.dtype, o, p.B, p.T, p.HV, p.V)) return error;
   }
-  const Plan plan = make_plan<Heads>(p);
+  const Plan plan = plan_of<Heads>(p);
   float* const maps = reinterpret_cast<float*>(workspace);
   params.heads = sm90::Divisor::of(p.HV);
   params.group = sm90::Divisor::of(p.HV / p.H);
@@ -236,7 +256,7 @@ size_t chunk_forward_workspace(const ChunkForward& p) {
   if (unsupported(p)) return 0;
   const size_t floats = with_heads(p, [&](auto heads) {
     using Heads = decltype(heads);
-    const Plan plan = make_plan<Heads>(p);
+    const Plan plan = plan_of<Heads>(p);
     return map_floats<Heads>(p, plan) + start_floats<Heads>(p, plan);
   });
   return (p.use_qk_l2norm ? 2 * normalized_bytes(p) : 0) + floats * sizeof(float);
