@@ -210,9 +210,9 @@ def affine_config(K: int, dtype: torch.dtype) -> Tile:
 
 @functools.cache
 def affine_bwd_config(K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
-    """That of the walk back. Of four-byte operands four warps would spill kilobytes on sm_80. On
-    Hopper they spill no more than eight, for which Triton 3.6 lays products of 64 rows out over 128:
-    an illegal memory access."""
+    """That of the walk back. Of four-byte operands four warps would spill kilobytes on sm_80. They
+    spill no more than eight on Hopper, where Triton 3.6 lays the products of eight, 64 rows each,
+    out over 128 rows: an illegal memory access."""
     back, _ = state_bwd_config(K, V, dtype, states)
     eight = dtype.itemsize == 4 and target() != ("cuda", 90)
     return back._replace(num_warps=8) if eight else back

@@ -547,6 +547,24 @@ def unwritten_uniform_registers(sass: str) -> list[str]:
     return found
 
 
+# A layout of Hopper's products, by its name; then its warps along the rows, of 16 rows each.
+LAYOUT = re.compile(
+    r"^(#\w+) = #ttg\.nvidia_mma<\{versionMajor = 3, .*warpsPerCTA = \[(\d+),", re.M
+)
+
+
+def overlong_layouts(ttgir: str) -> list[str]:
+    """Products of fewer rows than their layout has. Triton 3.6 makes such for eight warps, 64 rows
+    and 16 columns; the kernel ended in an illegal memory access on an H200. Tiles of one row are
+    what is broadcast over a product."""
+    found = []
+    for name, warps in LAYOUT.findall(ttgir):
+        for rows in set(re.findall(rf"tensor<(\d+)x\d+x\w+, {name}>", ttgir)):
+            if 1 < int(rows) < 16 * int(warps):
+                found.append(f"{rows} rows in a layout of {16 * int(warps)}")
+    return found
+
+
 def judge(one: Compiled, shape: Shape, target: GPUTarget) -> tuple[str, list[str]]:
     """A line about a kernel, and what is wrong with it."""
     key = (target.backend, target.arch)
@@ -564,6 +582,7 @@ def judge(one: Compiled, shape: Shape, target: GPUTarget) -> tuple[str, list[str
         if target.arch == 90:
             sass = cuobjdump(one.kernel.asm["cubin"], "--dump-sass")
             wrong += [f"unwritten register: {text}" for text in unwritten_uniform_registers(sass)]
+            wrong += overlong_layouts(one.kernel.asm["ttgir"])
     stage, instruction = MATRIX_INSTRUCTION[key]
     common = (shape.K, shape.V, shape.dtype) == (128, 128, BF16)
     if common and one.name in MATRIX_KERNELS and instruction not in one.kernel.asm[stage]:
