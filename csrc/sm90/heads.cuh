@@ -12,7 +12,7 @@ inline const char* check(cudaError_t error) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// beside: with the kernel launched before it, as soon as all blocks of that one run.
+// beside: with the kernel launched before it, once all blocks of that one have let it, or ended.
 template <class Kernel>
 const char* launch_blocks(Kernel* kernel, const KernelParams& params, int64_t blocks, int threads, int bytes,
                           int cluster, bool beside, cudaStream_t stream) {
