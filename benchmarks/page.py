@@ -166,7 +166,7 @@ def asked(command: str) -> str:
 
 def joined(records: Sequence[Record]) -> Record:
     """One record of those of a case, from runs beside others: each other implementation keeps
-    ours of its run as "beside", and ours alone is the median."""
+    ours of its run as "beside". Ours alone is the median of times, and the last run's errors."""
     last = records[-1]
     if last["kind"] not in ("speed", "accuracy") or len(records) == 1:
         return last

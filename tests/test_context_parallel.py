@@ -348,6 +348,15 @@ def expect_shard(
     return part
 
 
+def assert_near_whole(case: Case, name: str, y: Tensor, exact: Tensor, narrow: Tensor) -> None:
+    """y as near to `exact` as the whole call on one rank, `narrow`."""
+    unit = torch.finfo(case.dtype).eps / 2
+    if name in ("dA_log", "ddt_bias"):
+        # A few sums over all tokens, of either sign: as many roundings in a row.
+        unit *= case.tokens**0.5
+    assert_within_budget(name, y, exact.double(), narrow, dtype=narrow.dtype, unit=unit)
+
+
 def check_case(case: Case, group: Any, device: str) -> None:
     """Raises AssertionError only after the last word with the other ranks."""
     os.environ["GDN_BACKEND"] = case.backend
@@ -395,13 +404,7 @@ def check_case(case: Case, group: Any, device: str) -> None:
             assert y.shape == exact[name].shape, f"{name}: {y.shape}, {exact[name].shape}"
             assert error <= 1e-12 * size, f"{name}: {error:.1e} of {size:.1e}"
         else:
-            unit = torch.finfo(case.dtype).eps / 2
-            if name in ("dA_log", "ddt_bias"):
-                # A few sums over all tokens, of either sign: as many roundings in a row.
-                unit *= case.tokens**0.5
-            assert_within_budget(
-                name, y, exact[name].double(), narrow[name], dtype=narrow[name].dtype, unit=unit
-            )
+            assert_near_whole(case, name, y, exact[name], narrow[name])
 
 
 def check_halo(group: Any, device: str) -> None:
@@ -708,13 +711,7 @@ def check_alone(
         again = run_alone(case, x, do, dht, begun=begun, unfinished=unfinished)
     for name, y in got.items():
         assert same_bits(y, again[name]), f"{name} differs between two runs"
-        unit = torch.finfo(case.dtype).eps / 2
-        if name in ("dA_log", "ddt_bias"):
-            # As in `check_case`.
-            unit *= case.tokens**0.5
-        assert_within_budget(
-            name, y, exact[name].double(), narrow[name], dtype=narrow[name].dtype, unit=unit
-        )
+        assert_near_whole(case, name, y, exact[name], narrow[name])
 
 
 @pytest.mark.parametrize("case", alone(ALONE))
