@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from helpers import (
     BF16,
     DTYPES,
@@ -30,6 +29,7 @@ from helpers import (
     narrow_decay,
     same_bits,
 )
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -667,7 +667,6 @@ def make_layer() -> tuple[Layer, Tensor]:
 
 def train_in_parallel(rank: int, directory: str) -> None:
     """One of two processes: its half of the batch, under DDP and under FSDP2."""
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
     )
@@ -682,13 +681,12 @@ def train_in_parallel(rank: int, directory: str) -> None:
         found = {n: y.full_tensor() if wrap == "fsdp" else y for n, y in found.items()}
         if rank == 0:
             torch.save(found, f"{directory}/{wrap}.pt")
-    dist.destroy_process_group()
 
 
 def test_training_in_two_processes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP and FSDP2 average what one process computes from the whole batch."""
     monkeypatch.setenv("GDN_BACKEND", "reference")
-    mp.spawn(train_in_parallel, args=(str(tmp_path),), nprocs=2)
+    run_ranks(2, train_in_parallel, str(tmp_path))
     layer, x = make_layer()
     (layer(x).square().sum() / 2).backward()
     for wrap in ("ddp", "fsdp"):

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from conftest import _poisoned
 from helpers import BF16, FP16, FP32, FP64, assert_within_budget, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
 from torch import Tensor
 
 from gdn_triton import chunk_gated_delta_rule, explain
@@ -463,7 +463,6 @@ def work(rank: int, world: int, kind: str, port: int, out: str, kernels: bool) -
     """One process: all cases of a kind, what is wrong with each into a file. kernels: on a CPU, in
     the interpreter too, which a process that sees no GPU would always choose."""
     on_gpu = kind == "nccl"
-    torch.set_num_threads(1)
     if on_gpu:
         torch.cuda.set_device(rank)
     for owner, name in (
@@ -493,8 +492,6 @@ def work(rank: int, world: int, kind: str, port: int, out: str, kernels: bool) -
         except AssertionError as error:
             report[name] = str(error)
     Path(out, f"{kind}-{rank}.json").write_text(json.dumps({"seen": list(checks), **report}))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def cut_into_chunks(on: bool) -> None:
@@ -524,7 +521,7 @@ def start(kind: str, world: int, folder: Path) -> list[dict[str, Any]]:
         for name, value in hidden.items():
             patch.setenv(name, value)
         patch.delenv("GDN_BACKEND", raising=False)
-        mp.spawn(work, (world, kind, port, str(folder), interpreted()), nprocs=world)
+        run_ranks(world, work, world, kind, port, str(folder), interpreted())
     return [json.loads((folder / f"{kind}-{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -80,7 +80,6 @@ def whole(x: Any) -> Tensor:
 
 def train_in_parallel(rank: int, device_type: str, directory: str) -> None:
     """One of the processes, with its batch, through all plans."""
-    torch.set_num_threads(1)
     device, options = "cpu", {}
     if device_type == "cuda":
         device = f"cuda:{rank}"
@@ -102,12 +101,11 @@ def train_in_parallel(rank: int, device_type: str, directory: str) -> None:
         found = train(run, [batches[rank]])
         found = [{n.removeprefix("module."): x.cpu() for n, x in part.items()} for part in found]
         torch.save(found, f"{directory}/{name}-{rank}.pt")
-    dist.destroy_process_group()
 
 
 def check(device_type: str, tmp_path: Path, tolerance: float) -> None:
     """Every plan's gradients and weights, on every rank, beside those of this process."""
-    mp.spawn(train_in_parallel, args=(device_type, str(tmp_path)), nprocs=WORLD)
+    run_ranks(WORLD, train_in_parallel, device_type, str(tmp_path))
     for name, plan in PLANS.items():
         model, batches = make(plan, device_type)
         expected = train(model, batches)
