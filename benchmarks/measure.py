@@ -431,6 +431,7 @@ def by_steps(inputs: Inputs) -> Pair:
     """The Triton kernels with every intermediate in memory: one kernel a mathematical step."""
     chunk_fwd = importlib.import_module("gdn_triton.ops.chunk_fwd")
     validation = importlib.import_module("gdn_triton.validation")
+    Tensors = importlib.import_module("gdn_triton.problem").Inputs
     options = dict.fromkeys(("scale", "cu_seqlens_cpu", "chunk_indices", "A_log", "dt_bias"))
     flags = dict.fromkeys(
         (
@@ -452,9 +453,8 @@ def by_steps(inputs: Inputs) -> Pair:
         **options,
         **flags,
     )
-    o, state = chunk_fwd.forward_by_steps(
-        problem, *tensors, inputs.initial_state, inputs.cu_seqlens, None, None
-    )
+    x = chunk_fwd.readable_inputs(Tensors(*tensors, inputs.initial_state, None, None))
+    o, state = chunk_fwd.forward_by_steps(problem, x, inputs.cu_seqlens)
     return o, state
 
 

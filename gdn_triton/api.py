@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gdn_triton.backend import Explanation, choose, explain_choice
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
+from gdn_triton.problem import Inputs
 from gdn_triton.validation import validate_chunk
 
 
@@ -187,10 +188,8 @@ def chunk_gated_delta_rule(
         dt_bias=dt_bias,
         chunk_size=chunk_size,
     )
-    forward = choose(problem).load()
-    return forward(
-        problem, q, k, v, g, beta, initial_state, cu_seqlens, chunk_indices, A_log, dt_bias
-    )
+    x = Inputs(q, k, v, g, beta, initial_state, A_log, dt_bias)
+    return choose(problem).load()(problem, x, cu_seqlens)
 
 
 chunk_gdn = chunk_gated_delta_rule

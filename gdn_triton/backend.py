@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
 from gdn_triton.fast import support as fast_support
-from gdn_triton.problem import Pool, Problem
+from gdn_triton.problem import Inputs, Pool, Problem
 from gdn_triton.recurrent_problem import Operands, RecurrentProblem, Run
 
 
@@ -28,19 +28,7 @@ class Forward(Protocol):
     there if and only if the problem has a `pool_dtype`, o and the states are written into it."""
 
     def __call__(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        chunk_indices: Tensor | None,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        pool: Pool | None = None,
+        self, problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
     ) -> tuple[Tensor, Tensor | None]: ...
 
 

@@ -28,7 +28,7 @@ from gdn_triton.arguments import (
 )
 from gdn_triton.backend import choose_sharded
 from gdn_triton.ops import context_parallel
-from gdn_triton.problem import Problem
+from gdn_triton.problem import Inputs, Problem
 from gdn_triton.shards import (
     Interval,
     ShardLayout,
@@ -370,7 +370,7 @@ def sharded(
         **options,
     )
     ops = choose_sharded(problem).load()
-    inputs = context_parallel.Inputs(q, k, v, g, beta, initial_state, A_log, dt_bias)
+    inputs = Inputs(q, k, v, g, beta, initial_state, A_log, dt_bias)
     return context_parallel.forward(ops, problem, layout, inputs)
 
 

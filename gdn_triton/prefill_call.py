@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton.backend import choose
-from gdn_triton.problem import Pool
+from gdn_triton.problem import Inputs, Pool
 from gdn_triton.validation_prefill import check_memory, checkpoint_rows, validate_prefill
 from gdn_triton.validation_recurrent import LAST_SKIPPED
 
@@ -68,8 +68,8 @@ def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
     inputs = {name: getattr(x, name) for name in ("q", "k", "v", "g", "beta", "state")}
     inputs["state_checkpoints"] = checkpoints
     check_memory(problem, pool, inputs, x.cu_seqlens, out_given=x.out is not None)
-    forward = choose(problem).load()
-    forward(problem, x.q, x.k, x.v, x.g, x.beta, None, x.cu_seqlens, None, x.A_log, x.dt_bias, pool)
+    tensors = Inputs(x.q, x.k, x.v, x.g, x.beta, None, x.A_log, x.dt_bias)
+    choose(problem).load()(problem, tensors, x.cu_seqlens, pool)
     return out, None if checkpoints is x.state else checkpoints
 
 

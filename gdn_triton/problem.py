@@ -1,7 +1,8 @@
-"""The frozen record of one validated call: sizes, dtypes and flags, unpacked once. Of a call on a
-pool of states also the tensors that no other call has."""
+"""The frozen record of one validated call: sizes, dtypes and flags, unpacked once; and its tensors,
+with those that only a call on a pool of states has apart."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,20 @@ class Problem:
     use_gate: bool
     needs_grad: bool  # grad mode is on and some input requires a gradient
     pool_dtype: torch.dtype | None = None  # of a pool of states; None: no pool, `Pool` is None too
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call that may have gradients. initial_state: in the caller's layout, or as
+    the module that makes one says."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

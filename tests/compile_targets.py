@@ -35,7 +35,7 @@ from triton.runtime.jit import JITFunction
 import gdn_triton.kernels
 import gdn_triton.varlen
 from gdn_triton.config import MOST_SEGMENT_K
-from gdn_triton.problem import Pool, Problem
+from gdn_triton.problem import Inputs, Pool, Problem
 
 # --------------------------------------------------------------------------------- what is expected
 
@@ -176,8 +176,8 @@ EXTRAS = SHAPES[2]
 
 def make_call(
     B: int, T: int, H: int, shape: Shape, cu_seqlens: torch.Tensor | None
-) -> tuple[Problem, list[Any]]:
-    """A problem and the tensors of the backend's forward after it."""
+) -> tuple[Problem, Inputs]:
+    """A problem and its tensors."""
     K, V, HV, full = shape.K, shape.V, shape.HV, shape.full
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if full:
@@ -215,7 +215,7 @@ def make_call(
     )
     initial_state = torch.empty(N, HV, V, K) if full else None
     A_log, dt_bias = parameters if full else (None, None)
-    return problem, [q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias]
+    return problem, Inputs(q, k, v, g, beta, initial_state, A_log, dt_bias)
 
 
 def run_package(shape: Shape) -> None:
@@ -226,32 +226,31 @@ def run_package(shape: Shape) -> None:
 
     cu_seqlens = torch.tensor([0, 100, 300], dtype=torch.int32) if shape.full else None
     H = shape.HV // 2
-    problem, tensors = make_call(1, 300, H, shape, cu_seqlens)
-    chunk_fwd.forward_by_steps(problem, *tensors)
+    problem, x = make_call(1, 300, H, shape, cu_seqlens)
+    chunk_fwd.forward_by_steps(problem, x, cu_seqlens)
     if chunk_fwd.compute_dtype(problem).itemsize == 2:
-        chunk_fwd.forward_fused(problem, *tensors)
+        chunk_fwd.forward_fused(problem, x, cu_seqlens)
         run_segments(shape, chunk_fwd)
     if shape.K == shape.V == 128:
         run_pool(shape, chunk_fwd)
     run_shards(shape)
-    run_backward(problem, tensors)
+    run_backward(problem, x, cu_seqlens)
     if shape is not EXTRAS:
         return
-    _, k, v, g, beta, *_ = tensors
     chunks = make_chunks(1, 300, shape.chunk_size, cu_seqlens)
-    g_cumsum = gate.chunk_local_cumsum(g, chunks, reverse=True)
-    w, u, _ = wy.wy_fwd(k, v, g_cumsum, beta, chunks, shape.dtype, store_A_inv=True)
-    state.state_fwd(k, w, u, g_cumsum, chunks, N=problem.N, store_h=False)
+    g_cumsum = gate.chunk_local_cumsum(x.g, chunks, reverse=True)
+    w, u, _ = wy.wy_fwd(x.k, x.v, g_cumsum, x.beta, chunks, shape.dtype, store_A_inv=True)
+    state.state_fwd(x.k, w, u, g_cumsum, chunks, N=problem.N, store_h=False)
 
 
-def run_backward(problem: Problem, tensors: list[Any]) -> None:
+def run_backward(problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None) -> None:
     """The gradients of every input, from those of o and, where there is one, of the final state."""
     from gdn_triton.ops.chunk_bwd import gradients
 
-    do, dht = torch.empty_like(tensors[2], memory_format=torch.contiguous_format), None
+    do, dht = torch.empty_like(x.v, memory_format=torch.contiguous_format), None
     if problem.output_final_state:
-        dht = torch.empty_like(tensors[5])
-    gradients(problem, do, dht, *tensors, store_dh0=problem.has_initial_state)
+        dht = torch.empty_like(x.initial_state)
+    gradients(problem, x, cu_seqlens, do, dht, store_dh0=problem.has_initial_state)
 
 
 def run_segments(shape: Shape, chunk_fwd: Any) -> None:
@@ -259,10 +258,10 @@ def run_segments(shape: Shape, chunk_fwd: Any) -> None:
     few = replace(shape, HV=2)
     T = 64 * shape.chunk_size
     cu_seqlens = torch.tensor([0, T], dtype=torch.int32) if shape.full else None
-    problem, tensors = make_call(1, T, 1, few, cu_seqlens)
+    problem, x = make_call(1, T, 1, few, cu_seqlens)
     if shape.K <= MOST_SEGMENT_K:
         assert chunk_fwd.choose_segments(problem) > 0
-        chunk_fwd.forward_fused(problem, *tensors)
+        chunk_fwd.forward_fused(problem, x, cu_seqlens)
 
 
 def run_pool(shape: Shape, chunk_fwd: Any) -> None:
@@ -276,7 +275,7 @@ def run_pool(shape: Shape, chunk_fwd: Any) -> None:
     for one, T, forward in calls:
         HV = one.HV
         cu_seqlens = torch.tensor([0, T], dtype=torch.int32) if full else None
-        problem, tensors = make_call(1, T, HV // 2, one, cu_seqlens)
+        problem, x = make_call(1, T, HV // 2, one, cu_seqlens)
         assert (chunk_fwd.choose_segments(problem) > 0) == (one is not shape)
         problem = replace(problem, has_initial_state=False, output_final_state=False)
         state = torch.empty(8, HV, *((V, K) if full else (K, V)), dtype=BF16 if full else None)
@@ -291,20 +290,19 @@ def run_pool(shape: Shape, chunk_fwd: Any) -> None:
             checkpoints=state if full else torch.empty(T, HV, K, V),
             checkpoint_slots=torch.ones(1, 3, dtype=torch.int32) if full else None,
         )
-        forward(problem, *tensors[:5], None, *tensors[6:], pool)
+        forward(problem, x._replace(initial_state=None), cu_seqlens, pool)
 
 
 def run_shards(shape: Shape) -> None:
     """A rank's part of a sequence that is split over ranks, at its start and in its middle."""
     from gdn_triton.ops import shard_triton
-    from gdn_triton.ops.context_parallel import Inputs
     from gdn_triton.shards import Interval, ShardLayout
 
     T = 300
     cu_seqlens = torch.tensor([0, T], dtype=torch.int32)
-    problem, tensors = make_call(1, T, shape.HV // 2, shape, cu_seqlens)
-    *first, state, _, A_log, dt_bias = tensors
-    x = Inputs(*first, None if state is None else state.mT, A_log, dt_bias)
+    problem, x = make_call(1, T, shape.HV // 2, shape, cu_seqlens)
+    if x.initial_state is not None:
+        x = x._replace(initial_state=x.initial_state.mT)
     needed = tuple(y is not None for y in x)
     for before in ((), (0,)):
         interval = Interval(1, 0, 0, before, (2,), T * len(before))
@@ -423,10 +421,10 @@ def run_wide_grids() -> None:
         shape = Shape(16, 16, BF16, HV=32 if full else 64, full=full)
         B, T = (1, 70_000) if full else (1100, 1)
         cu_seqlens = torch.arange(70_001) if full else None
-        problem, tensors = make_call(B, T, shape.HV, shape, cu_seqlens)
-        chunk_fwd.forward_by_steps(problem, *tensors)
-        chunk_fwd.forward_fused(problem, *tensors)
-        run_backward(problem, tensors)
+        problem, x = make_call(B, T, shape.HV, shape, cu_seqlens)
+        chunk_fwd.forward_by_steps(problem, x, cu_seqlens)
+        chunk_fwd.forward_fused(problem, x, cu_seqlens)
+        run_backward(problem, x, cu_seqlens)
 
 
 # ----------------------------------------------------------------------------------- compiling only

@@ -235,11 +235,11 @@ def test_named_backend_is_the_one_called(monkeypatch):
     for name in ("reference", "triton", "cuda"):
         monkeypatch.setenv("GDN_BACKEND", name)
         gdn_triton.chunk_gated_delta_rule(*args, scale=2, use_qk_l2norm_in_kernel=True)
-        called, given = calls.pop()
+        called, (judged, x, cu_seqlens) = calls.pop()
         assert called == name and not calls
-        assert given[0].scale == 2.0 and given[0].use_qk_l2norm
-        assert all(x is y for x, y in zip(given[1:6], args, strict=True))
-        assert given[6:] == (None,) * 5
+        assert judged.scale == 2.0 and judged.use_qk_l2norm
+        assert all(given is y for given, y in zip(x[:5], args, strict=True))
+        assert x[5:] == (None,) * 3 and cu_seqlens is None
 
 
 def test_load_reference():

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from gdn_triton import chunk_gated_delta_rule, explain
 from gdn_triton.distributed import ContextParallel, build_cp_context, conv_halo, shard_layout
-from gdn_triton.ops.context_parallel import Exchange, Inputs
-from gdn_triton.problem import Problem
+from gdn_triton.ops.context_parallel import Exchange
+from gdn_triton.problem import Inputs, Problem
 from gdn_triton.shards import Interval, ShardLayout, any_crosses, cut_out
 
 # ---------------------------------------------------------------------------------------- the cases

@@ -52,7 +52,7 @@ from torch import Tensor
 import gdn_triton
 from gdn_triton import backend, fast
 from gdn_triton.fast import chunk, support
-from gdn_triton.problem import Pool, Problem
+from gdn_triton.problem import Inputs, Pool, Problem
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -542,24 +542,22 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
     return noted
 
 
-def host_call(**changes: Any) -> tuple[Problem, dict[str, Any]]:
-    """A problem on the CPU and its tensors, by name; the order is `chunk.forward`'s."""
+def host_call(**changes: Any) -> tuple[Problem, Inputs]:
+    """A problem on the CPU and its tensors."""
     p = problem(device=torch.device("cpu"), **changes)
     case = Case("host", "", T=p.T, B=p.B, H=p.H, HV=p.HV, K=p.K, V=p.V, spare=8)
     x = make_inputs(case, BF16, "cpu")
-    names = ("q", "k", "v", "g", "beta", "initial_state")
-    tensors: dict[str, Any] = {name: getattr(x, name) for name in names}
-    return p, {**tensors, "cu_seqlens": None, "chunk_indices": None, "A_log": None, "dt_bias": None}
+    return p, Inputs(x.q, x.k, x.v, x.g, x.beta, x.initial_state, None, None)
 
 
 def test_host_passes_views_as_they_are(operator: Operator) -> None:
     p, given = host_call(use_qk_l2norm=True, scale=0.25)
-    o, state = chunk.forward(p, *given.values())
+    o, state = chunk.forward(p, given, None)
     (passed,) = operator.calls
     for name in ("q", "k", "v", "g", "beta", "initial_state"):
-        assert passed[name] is given[name], name
+        assert passed[name] is getattr(given, name), name
     assert passed["o"] is o and passed["final_state"] is state
-    assert o.shape == given["v"].shape and o.dtype == BF16 and o.is_contiguous()
+    assert o.shape == given.v.shape and o.dtype == BF16 and o.is_contiguous()
     assert state is not None
     assert state.shape == (2, 4, 128, 128) and state.dtype == FP32 and state.is_contiguous()
     assert passed["scale"] == 0.25 and passed["use_qk_l2norm"] is True
@@ -573,20 +571,20 @@ def test_host_batch_invariance(operator: Operator, monkeypatch: pytest.MonkeyPat
     p, given = host_call()
     for asked, expected in (("0", False), ("1", True)):
         monkeypatch.setenv("GDN_BATCH_INVARIANT", asked)
-        chunk.forward(p, *given.values())
+        chunk.forward(p, given, None)
         assert operator.calls[-1]["batch_invariant"] is expected
     sizes = [passed["workspace"].numel() for passed in operator.calls]
     assert sizes[1] == sizes[0] + 1
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "yes")
     with pytest.raises(ValueError, match="GDN_BATCH_INVARIANT must be 0 or 1, got 'yes'"):
-        chunk.forward(p, *given.values())
+        chunk.forward(p, given, None)
 
 
 def test_host_copies_what_tma_cannot_read(operator: Operator) -> None:
     """Copies are dense and equal: of an odd base, of odd rows, of a strided last dimension, and of
     a dense tensor that begins at an odd address."""
     p, given = host_call()
-    q, k, v = given["q"], given["k"], given["v"]
+    q, k, v = given.q, given.k, given.v
     wide = torch.zeros(*q.shape[:3], 136, dtype=BF16)
     odd_base = wide[..., 4:132].copy_(q)
     odd_rows = torch.zeros(2, 100, 2 * 128 + 3, dtype=BF16)[..., :256].unflatten(-1, (2, 128))
@@ -595,7 +593,7 @@ def test_host_copies_what_tma_cannot_read(operator: Operator) -> None:
     flat = torch.zeros(q.numel() + 1, dtype=BF16)[1:].view(q.shape).copy_(q)
     assert flat.is_contiguous()
     for name, x in (("q", odd_base), ("k", odd_rows), ("v", columns), ("q", flat)):
-        chunk.forward(p, *{**given, name: x}.values())
+        chunk.forward(p, given._replace(**{name: x}), None)
         passed = operator.calls.pop()[name]
         assert passed is not x and same_bits(passed, x), name
         assert passed.is_contiguous() and passed.data_ptr() % 16 == 0
@@ -604,9 +602,9 @@ def test_host_copies_what_tma_cannot_read(operator: Operator) -> None:
 def test_host_narrows_side_inputs(operator: Operator) -> None:
     p, given = host_call(use_gate=True, dtype=BF16)
     for dtype in (FP16, BF16, FP32, FP64):
-        sides = {name: given[name].to(dtype) for name in ("g", "beta", "initial_state")}
+        sides = {name: getattr(given, name).to(dtype) for name in ("g", "beta", "initial_state")}
         heads = {"A_log": torch.rand(8, dtype=dtype)[::2], "dt_bias": torch.rand(4, dtype=dtype)}
-        chunk.forward(p, *{**given, **sides, **heads}.values())
+        chunk.forward(p, given._replace(**sides, **heads), None)
         passed = operator.calls.pop()
         for name, x in sides.items():
             assert passed[name].dtype == (FP32 if dtype == FP64 else dtype)
@@ -617,10 +615,10 @@ def test_host_narrows_side_inputs(operator: Operator) -> None:
 
 def test_host_state_layout(operator: Operator) -> None:
     p, given = host_call(V=256, state_v_first=True)
-    _, state = chunk.forward(p, *{**given, "initial_state": given["initial_state"].mT}.values())
+    _, state = chunk.forward(p, given._replace(initial_state=given.initial_state.mT), None)
     assert state is not None and state.shape == (2, 4, 256, 128)
     p, given = host_call(output_final_state=False)
-    _, state = chunk.forward(p, *{**given, "initial_state": None}.values())
+    _, state = chunk.forward(p, given._replace(initial_state=None), None)
     assert state is None and operator.calls[-1]["final_state"] is None
     assert operator.calls[-1]["initial_state"] is None
 
@@ -633,21 +631,22 @@ def test_host_launches_nothing_for_nothing(
     changes: dict[str, Any], with_state: bool, operator: Operator
 ) -> None:
     p, given = host_call(**changes)
-    given["initial_state"] = torch.rand(p.N, 4, 128, 128, dtype=FP16) if with_state else None
-    o, state = chunk.forward(p, *given.values())
+    initial_state = torch.rand(p.N, 4, 128, 128, dtype=FP16) if with_state else None
+    given = given._replace(initial_state=initial_state)
+    o, state = chunk.forward(p, given, None)
     assert not operator.calls
-    assert o.shape == given["v"].shape and (o == 0).all()
+    assert o.shape == given.v.shape and (o == 0).all()
     assert state is not None and state.dtype == FP32
-    expected = given["initial_state"].float() if with_state else torch.zeros(p.N, 4, 128, 128)
+    expected = torch.zeros(p.N, 4, 128, 128) if initial_state is None else initial_state.float()
     assert same_bits(state, expected)
 
 
-def prefill_call(device: str = "cpu", **changes: Any) -> tuple[Problem, dict[str, Any], Pool]:
+def prefill_call(device: str = "cpu", **changes: Any) -> tuple[Problem, Inputs, Pool]:
     """As `host_call`, from slot 3 and zeros to slots 4 and 0, one checkpoint kept in slot 1."""
     p, given = host_call(pool_dtype=FP32, output_final_state=False, **changes)
     p = replace(p, device=torch.device(device))
-    given = {name: None if x is None else x.to(device) for name, x in given.items()}
-    given["initial_state"] = None
+    given = Inputs(*(None if x is None else x.to(device) for x in given))
+    given = given._replace(initial_state=None)
     state = torch.rand(5, 4, p.K, p.V, device=device)
     pool = Pool(
         state=state,
@@ -665,11 +664,11 @@ def prefill_call(device: str = "cpu", **changes: Any) -> tuple[Problem, dict[str
 
 def test_host_passes_a_pool_as_it_is(operator: Operator) -> None:
     p, given, pool = prefill_call(use_qk_l2norm=True, scale=0.25)
-    o, state = chunk.forward(p, *given.values(), pool)
+    o, state = chunk.forward(p, given, None, pool)
     (passed,) = operator.calls
     assert operator.name == "chunk_prefill" and o is pool.out and state is None
     for name in ("q", "k", "v", "g", "beta"):
-        assert passed[name] is given[name], name
+        assert passed[name] is getattr(given, name), name
     for name in (
         "state",
         "read_slots",
@@ -683,7 +682,7 @@ def test_host_passes_a_pool_as_it_is(operator: Operator) -> None:
     assert passed["checkpoint_slots"] is pool.checkpoint_slots
     assert passed["o"] is pool.out and passed["scale"] == 0.25 and passed["use_qk_l2norm"] is True
     assert passed["workspace"].numel() == 2 + 100 + 2 + 4 + 128 + 128 + 2 + True + False + True
-    chunk.forward(p, *given.values(), replace(pool, has_initial_state=None, checkpoint_slots=None))
+    chunk.forward(p, given, None, replace(pool, has_initial_state=None, checkpoint_slots=None))
     assert operator.calls[1]["has_initial_state"] is operator.calls[1]["checkpoint_slots"] is None
 
 
@@ -693,7 +692,7 @@ def test_host_copies_an_o_that_tma_cannot_write(operator: Operator) -> None:
     around = torch.zeros(p.B, p.T, p.HV, p.V + 8, dtype=BF16)
     for first, lies_right in ((8, True), (3, False)):
         out = around[..., first : first + p.V]
-        o, _ = chunk.forward(p, *given.values(), replace(pool, out=out))
+        o, _ = chunk.forward(p, given, None, replace(pool, out=out))
         written = operator.calls.pop()["o"]
         assert o is out and (written is out) == lies_right
         assert written.is_contiguous() or lies_right
@@ -704,7 +703,7 @@ def test_host_copies_an_o_that_tma_cannot_write(operator: Operator) -> None:
 def test_host_moves_states_without_tokens(changes: dict[str, Any], operator: Operator) -> None:
     """The kernel is called where there is a sequence, and only there."""
     p, given, pool = prefill_call(**changes)
-    o, _ = chunk.forward(p, *given.values(), pool)
+    o, _ = chunk.forward(p, given, None, pool)
     assert o is pool.out and len(operator.calls) == (p.N > 0)
     assert p.N > 0 or not o.any()
 
@@ -1534,5 +1533,5 @@ def test_prefill_operator_checks_its_arguments(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk, "_operator", noted.named)
         p, given, pool = prefill_call(device=cuda)
-        chunk.forward(p, *given.values(), pool)
+        chunk.forward(p, given, None, pool)
     judge(noted, name, change, words)

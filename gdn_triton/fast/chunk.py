@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gdn_triton import fast
 from gdn_triton.environment import batch_invariant
-from gdn_triton.problem import Pool, Problem
+from gdn_triton.problem import Inputs, Pool, Problem
 
 # What the kernels read g, beta and the initial state in.
 _SIDE_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
@@ -76,30 +76,18 @@ def _operator(name: str) -> torch._ops.OpOverload:
 
 
 def forward(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_indices: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    pool: Pool | None = None,
+    problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None. With a ``pool``, its o, and its
     states and checkpoints, which are written in place.
 
     q, k and v that TMA cannot read where they lie, and side inputs in float64, are copied first.
-    ``chunk_indices`` is not needed. RuntimeError with the reason if the library is not there, or
-    says that it did not run.
+    RuntimeError with the reason if the library is not there, or says that it did not run.
     """
     if pool is not None:
-        return _prefill(problem, q, k, v, g, beta, cu_seqlens, A_log, dt_bias, pool), None
-    p = problem
-    run, device = _operator("chunk_forward"), q.device
+        return _prefill(problem, x, cu_seqlens, pool), None
+    p, initial_state = problem, x.initial_state
+    run, device = _operator("chunk_forward"), x.q.device
     o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=device)
     final_state = None
     if p.output_final_state:
@@ -109,7 +97,7 @@ def forward(
         return o.zero_(), _untouched(final_state, initial_state)
     invariant = batch_invariant()
     run(
-        *_readable(q, k, v, g, beta, A_log, dt_bias),
+        *_readable(x),
         None if initial_state is None else side_readable(initial_state),
         None if cu_seqlens is None else cu_seqlens.contiguous(),
         *_options(p, invariant),
@@ -120,18 +108,7 @@ def forward(
     return o, final_state
 
 
-def _prefill(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    pool: Pool,
-) -> Tensor:
+def _prefill(problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool) -> Tensor:
     """The pool's o. One that TMA cannot write where it lies is written densely, and copied."""
     p = problem
     run, invariant = _operator("chunk_prefill"), batch_invariant()
@@ -139,9 +116,9 @@ def _prefill(
         return pool.out.zero_()
     o = pool.out
     if not tma_reaches(o):
-        o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=q.device)
+        o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=x.q.device)
     run(
-        *_readable(q, k, v, g, beta, A_log, dt_bias),
+        *_readable(x),
         pool.state,
         pool.read_slots,
         pool.write_slots,
@@ -153,23 +130,22 @@ def _prefill(
         pool.every,
         pool.checkpoints,
         pool.checkpoint_slots,
-        _workspace(p, q.device, invariant),
+        _workspace(p, x.q.device, invariant),
     )
     return o if o is pool.out else pool.out.copy_(o)
 
 
-def _readable(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """The inputs as the operators take them."""
-    rows = tma_readable(q), tma_readable(k), tma_readable(v)
-    return *rows, side_readable(g), side_readable(beta), head_vector(A_log), head_vector(dt_bias)
+def _readable(x: Inputs) -> tuple[Tensor | None, ...]:
+    """All inputs but the state, as the operators take them."""
+    return (
+        tma_readable(x.q),
+        tma_readable(x.k),
+        tma_readable(x.v),
+        side_readable(x.g),
+        side_readable(x.beta),
+        head_vector(x.A_log),
+        head_vector(x.dt_bias),
+    )
 
 
 def _options(p: Problem, invariant: bool) -> tuple[float | bool, ...]:

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from gdn_triton.ops import chunk_bwd, chunk_fwd
-from gdn_triton.problem import Pool, Problem
+from gdn_triton.problem import Inputs, Pool, Problem
+
+# What runs a forward without gradients.
+Run = Callable[[Problem, Inputs, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 class _Gradients(torch.autograd.Function):
@@ -17,9 +20,16 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, store_dh0: bool, *tensors: Tensor | None
+        ctx: Any,
+        problem: Problem,
+        store_dh0: bool,
+        do: Tensor | None,
+        dht: Tensor | None,
+        cu_seqlens: Tensor | None,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        return tuple(chunk_bwd.gradients(problem, *tensors, store_dh0=store_dh0))  # type: ignore[arg-type]
+        x = Inputs(*tensors)  # type: ignore[arg-type]
+        return tuple(chunk_bwd.gradients(problem, x, cu_seqlens, do, dht, store_dh0=store_dh0))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> NoReturn:
@@ -30,85 +40,47 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Chunk(torch.autograd.Function):
-    """Keeps the inputs and nothing else. The first eight tensors may have gradients."""
+    """Keeps the inputs and nothing else."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        run: Callable[..., tuple[Tensor, Tensor | None]],
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        cu_seqlens: Tensor | None,
+        ctx: Any, run: Run, problem: Problem, cu_seqlens: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        o, final_state = run(
-            problem, q, k, v, g, beta, initial_state, cu_seqlens, None, A_log, dt_bias
-        )
-        ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+        o, final_state = run(problem, Inputs(*tensors), cu_seqlens)  # type: ignore[arg-type]
+        ctx.save_for_backward(cu_seqlens, *tensors)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
         # q is what the states do not depend on.
-        if final_state is not None and not any(ctx.needs_input_grad[3:]):
+        if final_state is not None and not any(ctx.needs_input_grad[4:]):
             ctx.mark_non_differentiable(final_state)
         return o, final_state
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[3:]
         if do is None and dht is None:
-            return (None,) * 11
-        needed = ctx.needs_input_grad[2:10]
-        store_dh0 = needed[5]
+            return (None,) * (3 + len(needed))
+        store_dh0 = needed[Inputs._fields.index("initial_state")]
         found = _Gradients.apply(  # type: ignore[no-untyped-call]
             ctx.problem, store_dh0, do, dht, *ctx.saved_tensors
         )
         wanted = (x if want else None for x, want in zip(found, needed, strict=True))
-        return (None, None, *wanted, None)
+        return (None, None, None, *wanted)
 
 
 def differentiable(
-    run: Callable[..., tuple[Tensor, Tensor | None]],
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_indices: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    run: Run, problem: Problem, x: Inputs, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """What the forward `run` returns for these arguments, with the Triton backward as its gradient:
-    for a problem that Triton serves. `chunk_indices` is left out."""
-    return _Chunk.apply(  # type: ignore[no-any-return, no-untyped-call]
-        run, problem, q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens
-    )
+    for a problem that Triton serves."""
+    return _Chunk.apply(run, problem, cu_seqlens, *x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def forward(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_indices: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    pool: Pool | None = None,
+    problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
     with and without a gradient. With a `pool`, its o and its states, and no gradient."""
-    tensors = (q, k, v, g, beta, initial_state, cu_seqlens, chunk_indices, A_log, dt_bias)
     if problem.needs_grad:
-        return differentiable(chunk_fwd.forward, problem, *tensors)
-    return chunk_fwd.forward(problem, *tensors, pool)
+        return differentiable(chunk_fwd.forward, problem, x, cu_seqlens)
+    return chunk_fwd.forward(problem, x, cu_seqlens, pool)

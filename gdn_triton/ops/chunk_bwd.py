@@ -18,13 +18,13 @@ from gdn_triton.kernels.backward_scores import scores
 from gdn_triton.kernels.backward_state import state_bwd
 from gdn_triton.kernels.prepare import LINE, whole_lines
 from gdn_triton.kernels.wy import wy_fwd
-from gdn_triton.ops.chunk_fwd import activate, compute_dtype, dense, prepare, readable
-from gdn_triton.problem import Problem
+from gdn_triton.ops.chunk_fwd import activate, compute_dtype, prepare, readable_inputs
+from gdn_triton.problem import Inputs, Problem
 from gdn_triton.varlen import Chunks, make_chunks
 
 
 class Gradients(NamedTuple):
-    """Of each input, in its shape and dtype; None where there is no such input."""
+    """Of each of `Inputs`, in its shape and dtype; None where there is no such input."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -68,27 +68,16 @@ def in_lines(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def recompute(
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    chunks: Chunks,
-) -> Recomputed:
+def recompute(problem: Problem, x: Inputs, chunks: Chunks) -> Recomputed:
     """By the kernels that the forward takes for the dtype, so to the same bits."""
     dtype = compute_dtype(problem)
-    inputs = problem, q, k, g, beta, A_log, dt_bias, chunks
     if dtype.itemsize == 2:
-        prepared = prepare(*inputs)
+        prepared = prepare(problem, x, chunks)
         g_cumsum, write, own = prepared.scalars.transpose(2, 3)
         q, k = in_lines(prepared.q), in_lines(prepared.k)
         return Recomputed(q, k, g_cumsum, write, prepared.A_inv, True, prepared.A_qk, own)
-    q, k, g_cumsum, beta = activate(*inputs)
-    _, _, A_inv = wy_fwd(k, v, g_cumsum, beta, chunks, dtype, store_A_inv=True)
+    q, k, g_cumsum, beta = activate(problem, x, chunks)
+    _, _, A_inv = wy_fwd(k, x.v, g_cumsum, beta, chunks, dtype, store_A_inv=True)
     assert A_inv is not None
     q, k = in_lines(q), in_lines(k)
     A_qk, own = scores(q, k, g_cumsum, chunks, problem.scale, dtype)
@@ -97,26 +86,18 @@ def recompute(
 
 def _gradients(
     problem: Problem,
+    x: Inputs,
+    cu_seqlens: torch.Tensor | None,
     do: torch.Tensor | None,
     dht: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
     store_dh0: bool,
     find_ends: FindEnds | None,
 ) -> Gradients:
     p = problem
-    q, k, v = readable(q), readable(k), readable(v)
-    do = v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
+    do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
     chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
-    c = recompute(p, q, k, v, g, beta, A_log, dt_bias, chunks)
-    v = in_lines(v)
+    c = recompute(p, x, chunks)
+    v = in_lines(x.v)
     if find_ends is not None:
         dht = find_ends(c, do)
     states = state_bwd(
@@ -131,7 +112,7 @@ def _gradients(
         c.beta,
         chunks,
         p.scale,
-        initial_state,
+        x.initial_state,
         dht,
         N=p.N,
         K=p.K,
@@ -169,17 +150,17 @@ def _gradients(
         K=p.K,
     )
     if p.use_qk_l2norm:
-        dq, dk = l2norm_bwd(q, k, dq, dk)
+        dq, dk = l2norm_bwd(x.q, x.k, dq, dk)
     gates = gate_bwd(
         pairs.shares,
         shares,
         across,
         c.beta,
-        g,
-        beta,
+        x.g,
+        x.beta,
         chunks,
-        A_log,
-        dt_bias,
+        x.A_log,
+        x.dt_bias,
         use_beta_sigmoid=p.use_beta_sigmoid,
         allow_neg_eigval=p.allow_neg_eigval,
     )
@@ -190,25 +171,18 @@ def _gradients(
         pairs.dv,
         gates.dg,
         gates.dbeta,
-        None if dh0 is None or initial_state is None else dh0.to(initial_state.dtype),
-        None if dA_log is None or A_log is None else dA_log.to(A_log.dtype, copy=True),
-        None if ddt_bias is None or dt_bias is None else ddt_bias.to(dt_bias.dtype, copy=True),
+        None if dh0 is None or x.initial_state is None else dh0.to(x.initial_state.dtype),
+        None if dA_log is None or x.A_log is None else dA_log.to(x.A_log.dtype, copy=True),
+        None if ddt_bias is None or x.dt_bias is None else ddt_bias.to(x.dt_bias.dtype, copy=True),
     )
 
 
 def gradients(
     problem: Problem,
+    x: Inputs,
+    cu_seqlens: torch.Tensor | None,
     do: torch.Tensor | None,
     dht: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
     *,
     store_dh0: bool,
     find_ends: FindEnds | None = None,
@@ -216,7 +190,6 @@ def gradients(
     """All gradients; that of the initial state only with ``store_dh0``. do: [B, T, HV, V], or None
     for zeros; dht: fp32, laid out like the final state, or None for zeros. find_ends: instead of
     dht, what finds it once there is what it needs for that."""
-    A_log, dt_bias = dense(A_log), dense(dt_bias)
-    args = (problem, do, dht, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
-    with on_device(q.device):
-        return _gradients(*args, store_dh0, find_ends)
+    with on_device(x.q.device):
+        x = readable_inputs(x)
+        return _gradients(problem, x, cu_seqlens, do, dht, store_dh0, find_ends)

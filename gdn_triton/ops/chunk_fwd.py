@@ -20,7 +20,7 @@ from gdn_triton.kernels.output import output_fwd
 from gdn_triton.kernels.prepare import Prepared, prepare_fwd
 from gdn_triton.kernels.state import state_fwd
 from gdn_triton.kernels.wy import wy_fwd
-from gdn_triton.problem import Pool, Problem
+from gdn_triton.problem import Inputs, Pool, Problem
 from gdn_triton.varlen import Chunks, make_chunks
 
 
@@ -36,9 +36,19 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def dense(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """A_log or dt_bias as kernels read it, without a stride."""
-    return None if parameter is None else parameter.contiguous()
+def readable_inputs(x: Inputs) -> Inputs:
+    """As the kernels read them: q, k and v ``readable``, A_log and dt_bias without a stride."""
+    A_log, dt_bias = (None if y is None else y.contiguous() for y in (x.A_log, x.dt_bias))
+    return Inputs(
+        readable(x.q),
+        readable(x.k),
+        readable(x.v),
+        x.g,
+        x.beta,
+        x.initial_state,
+        A_log,
+        dt_bias,
+    )
 
 
 def compute_dtype(problem: Problem) -> torch.dtype:
@@ -54,28 +64,19 @@ def skipped(pool: Pool | None) -> tuple[torch.Tensor | None, int]:
     return (None, -1) if pool is None else (pool.read_slots, pool.last_skipped)
 
 
-def prepare(
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    chunks: Chunks,
-) -> Prepared:
+def prepare(problem: Problem, x: Inputs, chunks: Chunks) -> Prepared:
     """The fused dataflow's first kernel."""
     p = problem
     return prepare_fwd(
-        q,
-        k,
-        g,
-        beta,
+        x.q,
+        x.k,
+        x.g,
+        x.beta,
         chunks,
         p.scale,
         compute_dtype(p),
-        A_log=A_log,
-        dt_bias=dt_bias,
+        A_log=x.A_log,
+        dt_bias=x.dt_bias,
         use_qk_l2norm=p.use_qk_l2norm,
         use_beta_sigmoid=p.use_beta_sigmoid,
         allow_neg_eigval=p.allow_neg_eigval,
@@ -83,52 +84,32 @@ def prepare(
 
 
 def activate(
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    chunks: Chunks,
+    problem: Problem, x: Inputs, chunks: Chunks
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first steps of the dataflow by steps: q, k, g_cumsum and beta after norm, gate and
     sigmoid, where they are asked for."""
     p = problem
-    if p.use_qk_l2norm:
-        q, k = l2norm_fwd(q, k)
-    if p.use_beta_sigmoid:
-        beta = beta_sigmoid_fwd(beta, p.allow_neg_eigval)
-    return q, k, gate_cumsum_fwd(g, chunks, A_log, dt_bias), beta
+    q, k = l2norm_fwd(x.q, x.k) if p.use_qk_l2norm else (x.q, x.k)
+    beta = beta_sigmoid_fwd(x.beta, p.allow_neg_eigval) if p.use_beta_sigmoid else x.beta
+    return q, k, gate_cumsum_fwd(x.g, chunks, x.A_log, x.dt_bias), beta
 
 
 def forward_by_steps(
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    pool: Pool | None = None,
+    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """gate and cumsum, norm, sigmoid -> A, its inverse, w, u -> state -> output."""
+    """gate and cumsum, norm, sigmoid -> A, its inverse, w, u -> state -> output. x as
+    ``readable_inputs`` leaves it."""
     p = problem
-    q, k, v = readable(q), readable(k), readable(v)
-    dtype = compute_dtype(p)
     chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens, *skipped(pool))
-    q, k, g_cumsum, beta = activate(p, q, k, g, beta, A_log, dt_bias, chunks)
-    w, u, _ = wy_fwd(k, v, g_cumsum, beta, chunks, dtype)
+    q, k, g_cumsum, beta = activate(p, x, chunks)
+    w, u, _ = wy_fwd(k, x.v, g_cumsum, beta, chunks, compute_dtype(p))
     h, v_new, final_state = state_fwd(
         k,
         w,
         u,
         g_cumsum,
         chunks,
-        initial_state,
+        x.initial_state,
         N=p.N,
         output_final_state=p.output_final_state,
         state_v_first=p.state_v_first,
@@ -140,34 +121,22 @@ def forward_by_steps(
 
 
 def forward_fused(
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    pool: Pool | None = None,
+    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """all that needs no state -> state and output."""
+    """all that needs no state -> state and output. x as ``readable_inputs`` leaves it."""
     p = problem
-    q, k, v = readable(q), readable(k), readable(v)
     chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens, *skipped(pool))
     segments = None
     length = choose_segments(p)
     if length > 0:
         segments = make_chunks(p.B, p.T, length * p.chunk_size, cu_seqlens, *skipped(pool))
-    prepared = prepare(p, q, k, g, beta, A_log, dt_bias, chunks)
     return fused_fwd(
-        prepared,
-        v,
+        prepare(p, x, chunks),
+        x.v,
         chunks,
         p.scale,
         p.q_dtype,
-        initial_state,
+        x.initial_state,
         N=p.N,
         K=p.K,
         output_final_state=p.output_final_state,
@@ -193,23 +162,10 @@ def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch
 
 
 def forward(
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    chunk_indices: torch.Tensor | None,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    pool: Pool | None = None,
+    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o [B, T, HV, V] in q's dtype and the final state, or None. ``chunk_indices`` is what the
-    tables of varlen.py hold already; its shape was checked, its values are not needed. With a
-    ``pool``, its o and its states, which are written in place."""
+    """o [B, T, HV, V] in q's dtype and the final state, or None. With a ``pool``, its o and its
+    states, which are written in place."""
     run = choose_dataflow(problem)
-    args = problem, q, k, v, g, beta, initial_state, cu_seqlens, dense(A_log), dense(dt_bias), pool
-    with on_device(q.device):
-        return run(*args)
+    with on_device(x.q.device):
+        return run(problem, readable_inputs(x), cu_seqlens, pool)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gdn_triton.problem import Problem
+from gdn_triton.problem import Inputs, Problem
 from gdn_triton.shards import ShardLayout
 
 # exchange(b, M): from the maps of this rank's intervals, [intervals, HV, K, V] and
@@ -24,19 +24,6 @@ from gdn_triton.shards import ShardLayout
 # of an interval that nothing comes to is what leaves it. Entries that nobody needs are zeros.
 # Every rank has to call it.
 Exchange = Callable[[Tensor, Tensor], list[Tensor | None]]
-
-
-class Inputs(NamedTuple):
-    """The tensors of one rank; initial_state [N, HV, K, V], whatever the caller's layout."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    initial_state: Tensor | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
 
 
 class Kept(NamedTuple):
@@ -49,7 +36,8 @@ class Kept(NamedTuple):
 
 
 class ShardOps(Protocol):
-    """A backend's part: both functions of one rank, states always [K, V]."""
+    """A backend's part: both functions of one rank, on its tensors. States, also that of `Inputs`,
+    are [.., K, V] whatever the caller's layout."""
 
     def forward(
         self, problem: Problem, layout: ShardLayout, x: Inputs, exchange: Exchange

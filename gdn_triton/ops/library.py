@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gdn_triton.backend import choose
 from gdn_triton.ops.replay import replayed_gradients
-from gdn_triton.problem import Problem
+from gdn_triton.problem import Inputs, Problem
 from gdn_triton.validation import validate_chunk
 
 _SCHEMA = (
@@ -40,7 +40,7 @@ _SCHEMA = (
 class _Call(NamedTuple):
     """The arguments of `_SCHEMA`, in its order; `gdn_triton.chunk_gated_delta_rule` explains them.
 
-    First the tensors that may have a gradient, then the other tensors, then the rest.
+    First `Inputs`, then the other tensors, then the rest.
     """
 
     q: Tensor
@@ -69,19 +69,12 @@ class _Call(NamedTuple):
     def run(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
         """In the backend that serves the problem. What keeps tensors for a backward, or not, is
         outside of an implementation."""
-        return choose(problem).load()(
-            dataclasses.replace(problem, needs_grad=False),
-            self.q,
-            self.k,
-            self.v,
-            self.g,
-            self.beta,
-            self.initial_state,
-            self.cu_seqlens,
-            self.chunk_indices,
-            self.A_log,
-            self.dt_bias,
-        )
+        without = dataclasses.replace(problem, needs_grad=False)
+        return choose(problem).load()(without, self.inputs, self.cu_seqlens)
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(*self[:_DIFFERENTIABLE])
 
 
 # Where the parts of a _Call end.
@@ -158,17 +151,10 @@ def _by_kernels(
 
     found = gradients(
         problem,
+        call.inputs,
+        call.cu_seqlens,
         do,
         dht,
-        call.q,
-        call.k,
-        call.v,
-        call.g,
-        call.beta,
-        call.initial_state,
-        call.cu_seqlens,
-        call.A_log,
-        call.dt_bias,
         store_dh0=wanted[call._fields.index("initial_state")],
     )
     return [x for x, want in zip(found, wanted, strict=True) if want and x is not None]

@@ -4,33 +4,22 @@ import torch
 from torch import Tensor
 
 from gdn_triton import reference
-from gdn_triton.problem import Pool, Problem
+from gdn_triton.problem import Inputs, Pool, Problem
 
 
 def forward(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_indices: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    pool: Pool | None = None,
+    problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in the dtype of q, and the final state or None; with a `pool`, its o and its
     states, and no gradient.
 
     The one backend that reads the contents of cu_seqlens, and of slots, on the host, and so waits
-    for the device; chunk_indices is not needed.
+    for the device.
     """
     if pool is not None:
         with torch.no_grad():
-            return _on_pool(problem, pool, q, k, v, g, beta, cu_seqlens, A_log, dt_bias)
-    result = _chunked(problem, q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+            return _on_pool(problem, pool, x, cu_seqlens)
+    result = _chunked(problem, x, cu_seqlens)
     o = result.o.to(problem.q_dtype).contiguous()
     if not problem.output_final_state:
         return o, None
@@ -39,52 +28,32 @@ def forward(
 
 
 def _chunked(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    keep_intermediates: bool = False,
+    problem: Problem, x: Inputs, cu_seqlens: Tensor | None, *, keep_intermediates: bool = False
 ) -> reference.ChunkResult:
     # The reference turns autocast off for itself.
     return reference.chunk_gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
+        x.q,
+        x.k,
+        x.v,
+        x.g,
+        x.beta,
         scale=problem.scale,
-        initial_state=initial_state,
+        initial_state=x.initial_state,
         cu_seqlens=cu_seqlens,
         chunk_size=problem.chunk_size,
         use_qk_l2norm=problem.use_qk_l2norm,
         use_beta_sigmoid=problem.use_beta_sigmoid,
         allow_neg_eigval=problem.allow_neg_eigval,
         use_gate=problem.use_gate,
-        A_log=A_log,
-        dt_bias=dt_bias,
+        A_log=x.A_log,
+        dt_bias=x.dt_bias,
         state_v_first=problem.state_v_first,
         keep_intermediates=keep_intermediates,
     )
 
 
 def _on_pool(
-    problem: Problem,
-    pool: Pool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    problem: Problem, pool: Pool, x: Inputs, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     p, state = problem, pool.state
     live = pool.read_slots > pool.last_skipped
@@ -92,8 +61,8 @@ def _on_pool(
     initial_state = state.new_zeros(p.N, *state.shape[1:])
     initial_state[begun] = state[pool.read_slots[begun].long()]
     keeps = pool.checkpoints is not None
-    x = q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias
-    result = _chunked(p, *x, keep_intermediates=keeps)
+    x = x._replace(initial_state=initial_state)
+    result = _chunked(p, x, cu_seqlens, keep_intermediates=keeps)
 
     bounds = [b * p.T for b in range(p.B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     served = torch.zeros(p.B * p.T, dtype=torch.bool, device=p.device)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from gdn_triton import reference
-from gdn_triton.ops.context_parallel import Exchange, Inputs, Kept
-from gdn_triton.problem import Problem
+from gdn_triton.ops.context_parallel import Exchange, Kept
+from gdn_triton.problem import Inputs, Problem
 from gdn_triton.shards import ShardLayout
 
 

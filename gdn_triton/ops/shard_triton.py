@@ -23,8 +23,8 @@ from gdn_triton.kernels.output import output_fwd
 from gdn_triton.kernels.state import state_fwd
 from gdn_triton.kernels.wy import wy_fwd
 from gdn_triton.ops import chunk_bwd, chunk_fwd
-from gdn_triton.ops.context_parallel import Exchange, Inputs, Kept
-from gdn_triton.problem import Problem
+from gdn_triton.ops.context_parallel import Exchange, Kept
+from gdn_triton.problem import Inputs, Problem
 from gdn_triton.shards import ShardLayout
 from gdn_triton.varlen import make_chunks
 
@@ -231,18 +231,16 @@ def _forward(
     offsets = cut_offsets(layout, chunk_fwd.choose_segments(problem) * problem.chunk_size)
     walks = make_walks(layout, offsets)
     p = _local_problem(problem, len(offsets) - 1)
-    q, k, v = (chunk_fwd.readable(y) for y in (x.q, x.k, x.v))
-    A_log, dt_bias = chunk_fwd.dense(x.A_log), chunk_fwd.dense(x.dt_bias)
-    cu_seqlens = _on_device(offsets, q.device)
-    chunks = make_chunks(1, p.T, p.chunk_size, cu_seqlens)
-    starts = torch.zeros(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=q.device)
+    x = chunk_fwd.readable_inputs(x)
+    v, device = x.v, x.v.device
+    chunks = make_chunks(1, p.T, p.chunk_size, _on_device(offsets, device))
+    starts = torch.zeros(p.N, p.HV, p.K, p.V, dtype=torch.float32, device=device)
     if x.initial_state is not None:
         firsts = tuple(mine[0].number for mine in walks)
-        starts.index_copy_(0, _on_device(firsts, q.device).long(), x.initial_state.float())
+        starts.index_copy_(0, _on_device(firsts, device).long(), x.initial_state.float())
 
-    inputs = p, q, k, x.g, x.beta, A_log, dt_bias, chunks
     if chunk_fwd.choose_dataflow(p) is chunk_fwd.forward_fused:
-        prepared = chunk_fwd.prepare(*inputs)
+        prepared = chunk_fwd.prepare(p, x, chunks)
         g_cumsum, beta, _ = prepared.scalars.transpose(2, 3)
         operands = _Operands(prepared.k, prepared.A_inv, g_cumsum, beta, True)
         maps = _forward_maps(p, operands, v, starts, walks)
@@ -251,7 +249,7 @@ def _forward(
             prepared, v, chunks, p.scale, p.q_dtype, starts, N=p.N, K=p.K, output_final_state=True
         )
     else:
-        q, k, g_cumsum, beta = chunk_fwd.activate(*inputs)
+        q, k, g_cumsum, beta = chunk_fwd.activate(p, x, chunks)
         dtype = chunk_fwd.compute_dtype(p)
         w, u, A_inv = wy_fwd(k, v, g_cumsum, beta, chunks, dtype, store_A_inv=True)
         assert A_inv is not None
@@ -266,7 +264,7 @@ def _forward(
     assert final is not None
     if p.N != problem.N:
         lasts = tuple(mine[-1].number for mine in walks)
-        final = final.index_select(0, _on_device(lasts, q.device))
+        final = final.index_select(0, _on_device(lasts, device))
     return o, final, Kept(starts, maps.shifts, offsets)
 
 
@@ -294,17 +292,10 @@ def gradients(
     wants_dh0 = needed[Inputs._fields.index("initial_state")]
     found = chunk_bwd.gradients(
         p,
+        x._replace(initial_state=kept.starts),
+        _on_device(kept.offsets, x.q.device),
         do,
         None,
-        x.q,
-        x.k,
-        x.v,
-        x.g,
-        x.beta,
-        kept.starts,
-        _on_device(kept.offsets, x.q.device),
-        x.A_log,
-        x.dt_bias,
         store_dh0=wants_dh0,
         find_ends=find_ends,
     )
