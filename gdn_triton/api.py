@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gdn_triton.backend import Explanation, choose, explain_choice
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
-from gdn_triton.problem import Inputs
+from gdn_triton.problem import ChunkCall
 from gdn_triton.validation import validate_chunk
 
 
@@ -114,6 +114,27 @@ def chunk_gated_delta_rule(
     """
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
+    x = ChunkCall(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        chunk_indices,
+        scale,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        use_gate_in_kernel,
+        chunk_size,
+    )
     if cp_context is not None:
         # Imported by the calls that need it: everybody else has no business with torch.distributed.
         from gdn_triton.distributed import sharded
@@ -122,74 +143,14 @@ def chunk_gated_delta_rule(
             from gdn_triton.ops.library import untraced
 
             sharded = untraced(sharded)
-        return sharded(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            state_v_first=state_v_first,
-            cp_context=cp_context,
-            chunk_indices=chunk_indices,
-            use_gate_in_kernel=use_gate_in_kernel,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            chunk_size=chunk_size,
-        )
+        return sharded(x, cp_context)
     if torch.compiler.is_compiling():
         # One opaque operator. Imported in a trace only: nobody else pays for its registration.
         from gdn_triton.ops.library import traced
 
-        return traced(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu,
-            chunk_indices=chunk_indices,
-            use_gate_in_kernel=use_gate_in_kernel,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            chunk_size=chunk_size,
-        )
-    problem = validate_chunk(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        chunk_indices=chunk_indices,
-        use_gate_in_kernel=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        chunk_size=chunk_size,
-    )
-    x = Inputs(q, k, v, g, beta, initial_state, A_log, dt_bias)
-    return choose(problem).load()(problem, x, cu_seqlens)
+        return traced(x)
+    problem = validate_chunk(*x)
+    return choose(problem).load()(problem, x.inputs, cu_seqlens)
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -226,53 +187,33 @@ def explain(
     """
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
+    x = ChunkCall(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        chunk_indices,
+        scale,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        use_gate_in_kernel,
+        chunk_size,
+    )
     if cp_context is not None:
         from gdn_triton.distributed import validate_sharded
 
-        _, problem = validate_sharded(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            state_v_first=state_v_first,
-            cp_context=cp_context,
-            chunk_indices=chunk_indices,
-            use_gate_in_kernel=use_gate_in_kernel,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            chunk_size=chunk_size,
-        )
+        _, problem = validate_sharded(x, cp_context)
         return explain_choice(problem, is_sharded=True)
-    return explain_choice(
-        validate_chunk(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu,
-            chunk_indices=chunk_indices,
-            use_gate_in_kernel=use_gate_in_kernel,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            chunk_size=chunk_size,
-        )
-    )
+    return explain_choice(validate_chunk(*x))
 
 
 def _deprecated_state_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:

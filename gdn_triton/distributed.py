@@ -28,7 +28,7 @@ from gdn_triton.arguments import (
 )
 from gdn_triton.backend import choose_sharded
 from gdn_triton.ops import context_parallel
-from gdn_triton.problem import Inputs, Problem
+from gdn_triton.problem import ChunkCall, Problem
 from gdn_triton.shards import (
     Interval,
     ShardLayout,
@@ -342,53 +342,25 @@ def _number(cp_context: object, name: str, least: int, most: int, at: int | None
 # ---------------------------------------------------------------------------- the operator, sharded
 
 
-def sharded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    initial_state: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    cp_context: object,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`gdn_triton.chunk_gated_delta_rule` with a context: validate, choose a backend, run it.
-    options: the rest that `validate_chunk` takes, but for the offsets."""
-    layout, problem = validate_sharded(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state=initial_state,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        cp_context=cp_context,
-        **options,
-    )
+def sharded(x: ChunkCall, cp_context: object) -> tuple[Tensor, Tensor | None]:
+    """`gdn_triton.chunk_gated_delta_rule` with a context: validate, choose a backend, run it."""
+    layout, problem = validate_sharded(x, cp_context)
     ops = choose_sharded(problem).load()
-    inputs = Inputs(q, k, v, g, beta, initial_state, A_log, dt_bias)
-    return context_parallel.forward(ops, problem, layout, inputs)
+    return context_parallel.forward(ops, problem, layout, x.inputs)
 
 
-def validate_sharded(
-    q: Tensor, *others: Tensor, cp_context: object, **options: Any
-) -> tuple[ShardLayout, Problem]:
-    """Checks the arguments of `sharded`; raises as `validate_chunk` and `shard_layout` do."""
+def validate_sharded(x: ChunkCall, cp_context: object) -> tuple[ShardLayout, Problem]:
+    """Checks a call, whose offsets are the context's; raises as `validate_chunk` and `shard_layout`
+    do."""
     layout = shard_layout(cp_context)
     tokens = sum(layout.lengths[interval.slot] for interval in layout.intervals)
-    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] != tokens:
+    if isinstance(x.q, Tensor) and x.q.dim() == 4 and x.q.shape[1] != tokens:
         raise ValueError(
             f"q must have the T={tokens} tokens of this rank's part of cp_context, got "
-            f"T={q.shape[1]}"
+            f"T={x.q.shape[1]}"
         )
-    problem = validate_chunk(
-        q, *others, cu_seqlens=layout.cu_seqlens, cu_seqlens_cpu=None, **options
-    )
-    return layout, problem
+    x = x._replace(cu_seqlens=layout.cu_seqlens, cu_seqlens_cpu=None)
+    return layout, validate_chunk(*x)
 
 
 # --------------------------------------------------------------------------- the convolution's halo

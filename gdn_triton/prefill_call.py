@@ -42,7 +42,7 @@ class PrefillCall(NamedTuple):
 
 def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """o, and the checkpoints where they are in no pool; the states are written."""
-    problem = validate_prefill(**x._asdict())
+    problem = validate_prefill(*x)
     p = problem
     out, checkpoints, every = x.out, x.state_checkpoints, x.checkpoint_every_n_tokens
     if out is None:

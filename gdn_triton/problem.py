@@ -1,11 +1,54 @@
-"""The frozen record of one validated call: sizes, dtypes and flags, unpacked once; and its tensors,
-with those that only a call on a pool of states has apart."""
+"""The records of a call of the chunked op: its arguments as they came; sizes, dtypes and flags,
+judged and unpacked once; its tensors, and those that only a call on a pool of states has."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call that may have gradients. initial_state: in the caller's layout, or as
+    the module that makes one says."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+
+
+class ChunkCall(NamedTuple):
+    """The arguments of `gdn_triton.chunk_gated_delta_rule`, which explains them: first `Inputs`,
+    then the other tensors, then the rest."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_cpu: Tensor | None
+    chunk_indices: Tensor | None
+    scale: float | None
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    use_gate_in_kernel: bool
+    chunk_size: int
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(*self[:8])
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +81,6 @@ class Problem:
     use_gate: bool
     needs_grad: bool  # grad mode is on and some input requires a gradient
     pool_dtype: torch.dtype | None = None  # of a pool of states; None: no pool, `Pool` is None too
-
-
-class Inputs(NamedTuple):
-    """The tensors of a call that may have gradients. initial_state: in the caller's layout, or as
-    the module that makes one says."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    initial_state: Tensor | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

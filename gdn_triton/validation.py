@@ -101,23 +101,22 @@ def validate_chunk(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    *,
-    scale: float | None,
     initial_state: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    chunk_indices: Tensor | None,
+    scale: float | None,
     output_final_state: bool,
     use_qk_l2norm_in_kernel: bool,
     use_beta_sigmoid_in_kernel: bool,
     allow_neg_eigval: bool,
     state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    chunk_indices: Tensor | None,
     use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
     chunk_size: int,
 ) -> Problem:
-    """Checks the arguments of `gdn_triton.chunk_gated_delta_rule`, which documents them.
+    """Checks a `gdn_triton.problem.ChunkCall`, field by field.
 
     In this order: types, devices, ranks, head counts, sizes, dtypes, chunk_size, cu_seqlens,
     cu_seqlens_cpu, chunk_indices, initial_state, gate, allow_neg_eigval. Raises TypeError or

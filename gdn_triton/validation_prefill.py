@@ -48,7 +48,6 @@ def validate_prefill(
     out: Tensor | None,
     state_checkpoints: Tensor | None,
     checkpoint_slots: Tensor | None,
-    *,
     scale: float | None,
     use_qk_l2norm_in_kernel: bool,
     use_gate_in_kernel: bool,
@@ -59,7 +58,7 @@ def validate_prefill(
     checkpoint_every_n_tokens: int,
     chunk_size: int,
 ) -> Problem:
-    """Checks the arguments of `gdn_triton.chunk_prefill`, which documents them.
+    """Checks a `gdn_triton.prefill_call.PrefillCall`, field by field.
 
     In this order: what the chunked op would check; then types, devices, dtypes, state, slots,
     has_initial_state, out, checkpoints, gradients.

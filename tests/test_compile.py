@@ -19,11 +19,11 @@ import torch
 from helpers import BF16, FP16, FP32, FP64, Case, make_inputs, unit_rows
 from torch import Tensor
 
+# Registers the operators; a traced call does so by itself, as a test below shows.
+import gdn_triton.ops.library  # noqa: F401
 from gdn_triton import chunk_gated_delta_rule
 from gdn_triton.constants import CHUNK_SIZES
-
-# Registers the operators; a traced call does so by itself, as a test below shows.
-from gdn_triton.ops import library
+from gdn_triton.problem import ChunkCall
 
 FORWARD = torch.ops.gdn_triton.chunk_gated_delta_rule_fwd.default
 BACKWARD = torch.ops.gdn_triton.chunk_gated_delta_rule_bwd.default
@@ -400,8 +400,8 @@ def operands(
     if x.cu_seqlens is not None:
         options["cu_seqlens_cpu"] = x.cu_seqlens.cpu()
     given = dict(zip(("q", "k", "v", "g", "beta"), x.tensors, strict=True)) | options
-    flags = dict.fromkeys(library._Call._fields[12:], False)
-    values = [{**flags, **given}.get(name) for name in library._Call._fields]
+    flags = dict.fromkeys(ChunkCall._fields[12:], False)
+    values = [{**flags, **given}.get(name) for name in ChunkCall._fields]
     if grad:
         for i, y in enumerate(values[:8]):
             if y is not None:

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 import gdn_triton
+import gdn_triton.ops.library
+import gdn_triton.ops.prefill_library
+from gdn_triton.prefill_call import PrefillCall
+from gdn_triton.problem import ChunkCall, Inputs
 from gdn_triton.validation import validate_chunk
+from gdn_triton.validation_prefill import validate_prefill
 
 REQUIRED = inspect.Parameter.empty
 
@@ -89,9 +94,23 @@ def test_recurrent_signature_is_flas():
 def test_explain_and_validation_take_the_same_arguments():
     op = inspect.signature(gdn_triton.chunk_gated_delta_rule).parameters
     assert list(inspect.signature(gdn_triton.explain).parameters) == list(op)
-    validated = set(inspect.signature(validate_chunk).parameters)
     # What of a split call is a rank's own, cp_context says before.
-    assert validated == set(op) - {"transpose_state_layout", "cp_context"}
+    assert set(ChunkCall._fields) == set(op) - {"transpose_state_layout", "cp_context"}
+
+
+def test_records_are_passed_by_position():
+    """Validation and the operators take the fields of a record in their order."""
+    chunk, prefill = ChunkCall._fields, PrefillCall._fields
+    assert chunk[:8] == Inputs._fields
+    assert tuple(inspect.signature(validate_chunk).parameters) == chunk
+    assert tuple(inspect.signature(validate_prefill).parameters) == prefill
+    operators = torch.ops.gdn_triton
+    for operator, names in (
+        (operators.chunk_gated_delta_rule_fwd, (*chunk, "needs_grad")),
+        (operators.chunk_gated_delta_rule_bwd, ("do", "dht", *chunk, "wanted")),
+        (operators.chunk_prefill, prefill),
+    ):
+        assert tuple(x.name for x in operator.default._schema.arguments) == names
 
 
 def test_alias():

@@ -18,16 +18,17 @@ import functools
 import warnings
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
 from gdn_triton.backend import choose
 from gdn_triton.ops.replay import replayed_gradients
-from gdn_triton.problem import Inputs, Problem
+from gdn_triton.problem import ChunkCall, Problem
 from gdn_triton.validation import validate_chunk
 
+# The fields of ChunkCall, in their order.
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? A_log, "
     "Tensor? dt_bias, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? chunk_indices, "
@@ -36,50 +37,16 @@ _SCHEMA = (
     "bool use_gate_in_kernel, int chunk_size"
 )
 
-
-class _Call(NamedTuple):
-    """The arguments of `_SCHEMA`, in its order; `gdn_triton.chunk_gated_delta_rule` explains them.
-
-    First `Inputs`, then the other tensors, then the rest.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    initial_state: Tensor | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    cu_seqlens: Tensor | None
-    cu_seqlens_cpu: Tensor | None
-    chunk_indices: Tensor | None
-    scale: float | None
-    output_final_state: bool
-    use_qk_l2norm_in_kernel: bool
-    use_beta_sigmoid_in_kernel: bool
-    allow_neg_eigval: bool
-    state_v_first: bool
-    use_gate_in_kernel: bool
-    chunk_size: int
-
-    def validate(self) -> Problem:
-        return validate_chunk(**self._asdict())
-
-    def run(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
-        """In the backend that serves the problem. What keeps tensors for a backward, or not, is
-        outside of an implementation."""
-        without = dataclasses.replace(problem, needs_grad=False)
-        return choose(problem).load()(without, self.inputs, self.cu_seqlens)
-
-    @property
-    def inputs(self) -> Inputs:
-        return Inputs(*self[:_DIFFERENTIABLE])
-
-
-# Where the parts of a _Call end.
+# Where its parts end.
 _DIFFERENTIABLE: Final = 8
 _TENSORS: Final = 11
+
+
+def _run(x: ChunkCall, problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """In the backend that serves the problem. What keeps tensors for a backward, or not, is outside
+    of an implementation."""
+    without = dataclasses.replace(problem, needs_grad=False)
+    return choose(problem).load()(without, x.inputs, x.cu_seqlens)
 
 
 # ------------------------------------------------------------------------------------------ forward
@@ -93,38 +60,38 @@ _TENSORS: Final = 11
     schema=f"({_SCHEMA}, bool needs_grad) -> (Tensor o, Tensor final_state)",
 )
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _Call(*args[:-1])
-    problem = dataclasses.replace(call.validate(), needs_grad=args[-1])
-    o, final_state = call.run(problem)
-    return o, call.q.new_empty(0, dtype=_state_dtype(call)) if final_state is None else final_state
+    x = ChunkCall(*args[:-1])
+    problem = dataclasses.replace(validate_chunk(*x), needs_grad=args[-1])
+    o, final_state = _run(x, problem)
+    return o, x.q.new_empty(0, dtype=_state_dtype(x)) if final_state is None else final_state
 
 
 @_forward.register_fake
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _Call(*args[:-1])
-    p = _without_contents(call).validate()
-    o = call.q.new_empty(p.B, p.T, p.HV, p.V)
+    x = ChunkCall(*args[:-1])
+    p = validate_chunk(*_without_contents(x))
+    o = x.q.new_empty(p.B, p.T, p.HV, p.V)
     state = (p.N, p.HV, p.V, p.K) if p.state_v_first else (p.N, p.HV, p.K, p.V)
-    return o, call.q.new_empty(state if p.output_final_state else 0, dtype=_state_dtype(call))
+    return o, x.q.new_empty(state if p.output_final_state else 0, dtype=_state_dtype(x))
 
 
-def _state_dtype(call: _Call) -> torch.dtype:
-    return torch.float64 if call.q.dtype == torch.float64 else torch.float32
+def _state_dtype(x: ChunkCall) -> torch.dtype:
+    return torch.float64 if x.q.dtype == torch.float64 else torch.float32
 
 
-def _without_contents(call: _Call) -> _Call:
+def _without_contents(x: ChunkCall) -> ChunkCall:
     """A call that validation judges by its shapes alone, for fake tensors have nothing else.
 
     Validation reads offsets that are on the CPU. Symbolic sizes are also why the chunk table is
     left out: the bounds of its length would become conditions on T, and split one graph into two.
     """
-    if call.cu_seqlens is None:
-        return call
-    call = call._replace(cu_seqlens_cpu=None, chunk_indices=None)
-    if any(x is not None and x.device.type != "cpu" for x in call[:_TENSORS]):
-        return call
-    on_meta = (None if x is None else torch.empty_like(x, device="meta") for x in call[:_TENSORS])
-    return _Call._make((*on_meta, *call[_TENSORS:]))
+    if x.cu_seqlens is None:
+        return x
+    x = x._replace(cu_seqlens_cpu=None, chunk_indices=None)
+    if any(x is not None and x.device.type != "cpu" for x in x[:_TENSORS]):
+        return x
+    on_meta = (None if x is None else torch.empty_like(x, device="meta") for x in x[:_TENSORS])
+    return ChunkCall._make((*on_meta, *x[_TENSORS:]))
 
 
 # ----------------------------------------------------------------------------------------- backward
@@ -137,36 +104,36 @@ def _without_contents(call: _Call) -> _Call:
     schema=f"(Tensor? do, Tensor? dht, {_SCHEMA}, bool[] wanted) -> Tensor[]",
 )
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
-    call, wanted = _Call(*args[:-1]), args[-1]
-    problem = dataclasses.replace(call.validate(), needs_grad=True)
+    x, wanted = ChunkCall(*args[:-1]), args[-1]
+    problem = dataclasses.replace(validate_chunk(*x), needs_grad=True)
     if choose(problem).name == "reference":
-        return _by_autograd(call, problem, do, dht, wanted)
-    return _by_kernels(call, problem, do, dht, wanted)
+        return _by_autograd(x, problem, do, dht, wanted)
+    return _by_kernels(x, problem, do, dht, wanted)
 
 
 def _by_kernels(
-    call: _Call, problem: Problem, do: Tensor | None, dht: Tensor | None, wanted: list[bool]
+    x: ChunkCall, problem: Problem, do: Tensor | None, dht: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
     from gdn_triton.ops.chunk_bwd import gradients
 
     found = gradients(
         problem,
-        call.inputs,
-        call.cu_seqlens,
+        x.inputs,
+        x.cu_seqlens,
         do,
         dht,
-        store_dh0=wanted[call._fields.index("initial_state")],
+        store_dh0=wanted[x._fields.index("initial_state")],
     )
     return [x for x, want in zip(found, wanted, strict=True) if want and x is not None]
 
 
 def _by_autograd(
-    call: _Call, problem: Problem, do: Tensor | None, dht: Tensor | None, wanted: list[bool]
+    x: ChunkCall, problem: Problem, do: Tensor | None, dht: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
-    rest = call[_DIFFERENTIABLE:]
+    rest = x[_DIFFERENTIABLE:]
     return replayed_gradients(
-        lambda *leaves: _Call._make((*leaves, *rest)).run(problem),
-        call[:_DIFFERENTIABLE],
+        lambda *leaves: _run(ChunkCall._make((*leaves, *rest)), problem),
+        x[:_DIFFERENTIABLE],
         wanted,
         (do, dht),
     )
@@ -174,28 +141,28 @@ def _by_autograd(
 
 @_backward.register_fake
 def _backward_fake(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
-    call, wanted = _Call(*args[:-1]), args[-1]
+    x, wanted = ChunkCall(*args[:-1]), args[-1]
     return [
         x.new_empty(x.shape)
-        for x, want in zip(call[:_DIFFERENTIABLE], wanted, strict=True)
+        for x, want in zip(x[:_DIFFERENTIABLE], wanted, strict=True)
         if want and x is not None
     ]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    call = _Call(*inputs[:-1])
-    ctx.save_for_backward(*call[:_TENSORS])
-    ctx.rest = call[_TENSORS:]
+    x = ChunkCall(*inputs[:-1])
+    ctx.save_for_backward(*x[:_TENSORS])
+    ctx.rest = x[_TENSORS:]
     ctx.set_materialize_grads(False)
     # q is what the states do not depend on.
-    if not call.output_final_state or not any(ctx.needs_input_grad[1:_DIFFERENTIABLE]):
+    if not x.output_final_state or not any(ctx.needs_input_grad[1:_DIFFERENTIABLE]):
         ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
     wanted = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
     gradients = iter(_backward(do, dht, *ctx.saved_tensors, *ctx.rest, wanted))
-    others = [None] * (len(_Call._fields) + 1 - _DIFFERENTIABLE)
+    others = [None] * (len(ChunkCall._fields) + 1 - _DIFFERENTIABLE)
     return (*(next(gradients) if want else None for want in wanted), *others)
 
 
@@ -224,91 +191,42 @@ warn_deprecated: Callable[[str], bool] = torch.compiler.assume_constant_result(_
 
 
 @torch.compiler.disable(reason="a call with cp_context talks to other ranks")  # type: ignore[untyped-decorator]
-def _run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run(*args, **kwargs)
+def _untraced(run: Callable[..., Any], *args: Any) -> Any:
+    return run(*args)
 
 
 def untraced(run: Callable[..., Any]) -> Callable[..., Any]:
     """run, at which a trace breaks."""
-    return functools.partial(_run, run)
+    return functools.partial(_untraced, run)
 
 
-def traced(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    chunk_indices: Tensor | None,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor | None]:
+def traced(x: ChunkCall) -> tuple[Tensor, Tensor | None]:
     """`gdn_triton.chunk_gated_delta_rule` through the operator: the one function that is traced."""
-    inputs = (q, k, v, g, beta)
-    options = (initial_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+    if not _fits(x):
+        validate_chunk(*x)
+    needs_grad = torch.is_grad_enabled() and any(
+        y is not None and y.requires_grad for y in x[:_DIFFERENTIABLE]
+    )
+    x = x._replace(scale=None if x.scale is None else float(x.scale))
+    o, final_state = torch.ops.gdn_triton.chunk_gated_delta_rule_fwd(*x, needs_grad)
+    return o, final_state if x.output_final_state else None
+
+
+def _fits(x: ChunkCall) -> bool:
+    """Whether the schema takes the arguments as they are: it converts what has the wrong type, or
+    has no place for it. Where it does not, the error is validation's."""
     flags = (
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
-        use_gate_in_kernel,
+        x.output_final_state,
+        x.use_qk_l2norm_in_kernel,
+        x.use_beta_sigmoid_in_kernel,
+        x.allow_neg_eigval,
+        x.state_v_first,
+        x.use_gate_in_kernel,
     )
-    # A schema converts what has the wrong type, or has no place for it: the error is validation's.
-    if (
-        not all(isinstance(x, Tensor) for x in inputs)
-        or not all(x is None or isinstance(x, Tensor) for x in options)
-        or not all(flag is True or flag is False for flag in flags)
-        or not (scale is None or (isinstance(scale, Real) and not isinstance(scale, bool)))
-        or type(chunk_size) is not int
-    ):
-        validate_chunk(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu,
-            chunk_indices=chunk_indices,
-            use_gate_in_kernel=use_gate_in_kernel,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            chunk_size=chunk_size,
-        )
-    differentiable = (*inputs, initial_state, A_log, dt_bias)
-    o, final_state = torch.ops.gdn_triton.chunk_gated_delta_rule_fwd(
-        *differentiable,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        chunk_indices,
-        None if scale is None else float(scale),
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
-        use_gate_in_kernel,
-        chunk_size,
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable),
+    return (
+        all(isinstance(y, Tensor) for y in x[:5])
+        and all(y is None or isinstance(y, Tensor) for y in x[:_TENSORS])
+        and (x.scale is None or (isinstance(x.scale, Real) and not isinstance(x.scale, bool)))
+        and all(flag is True or flag is False for flag in flags)
+        and type(x.chunk_size) is int
     )
-    return o, final_state if output_final_state else None

@@ -19,6 +19,7 @@ from gdn_triton.validation_prefill import checkpoint_rows, validate_prefill
 
 _TENSORS: Final = 15
 _REQUIRED: Final = ("state", "read_slots", "q", "k", "v", "g", "beta")
+# The fields of PrefillCall, in their order.
 _SCHEMA = (
     "Tensor(a!) state, Tensor read_slots, Tensor? write_slots, Tensor? has_initial_state, "
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
@@ -52,7 +53,7 @@ def _prefill(*args: Any) -> tuple[Tensor, Tensor]:
 @_prefill.register_fake
 def _prefill_fake(*args: Any) -> tuple[Tensor, Tensor]:
     x = PrefillCall(*args)
-    p = validate_prefill(**_without_contents(x)._asdict())
+    p = validate_prefill(*_without_contents(x))
     kept = x.state.new_empty(0)
     if _new_checkpoints(x):
         rows = checkpoint_rows(p, x.checkpoint_every_n_tokens)
@@ -74,7 +75,7 @@ def traced_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
         isinstance(y, Tensor) and y.requires_grad for y in x[:_TENSORS]
     )
     if needs_grad or not _fits(x):
-        validate_prefill(**x._asdict())
+        validate_prefill(*x)
     scale = None if x.scale is None else float(x.scale)
     o, checkpoints = torch.ops.gdn_triton.chunk_prefill(*x._replace(scale=scale))
     if _new_checkpoints(x):
