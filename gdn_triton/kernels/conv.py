@@ -17,7 +17,7 @@ same token has the same bits in each. It is rounded to the input's dtype before 
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -54,6 +54,42 @@ WALK_COLUMNS = 512
 # ------------------------------------------------------------------------------------------ helpers
 
 
+# What kernels hand to their helpers together. In a record Triton makes a value of a compile-time
+# constant: those go apart.
+
+
+class Filter(NamedTuple):
+    """weight [D, W], bias [D] or None."""
+
+    weight: Any
+    bias: Any
+    stride_c: Any
+    stride_w: Any
+    stride_bias: Any
+
+
+class Packed(NamedTuple):
+    """cu_seqlens [N + 1], or None. STEPS: enough to halve N to nothing."""
+
+    cu_seqlens: Any
+    N: Any
+    STEPS: Any
+
+
+class States(NamedTuple):
+    """What sequences start from: state [slots, D, W - 1], read_slots and has_initial_state [N];
+    each may be None."""
+
+    state: Any
+    read_slots: Any
+    has_initial_state: Any
+    stride_n: Any
+    stride_c: Any
+    stride_w: Any
+    stride_r: Any
+    stride_i: Any
+
+
 @triton.jit
 def logistic(x, NVIDIA: tl.constexpr):
     """1 / (1 + e^-x). A division is seven instructions, of which one is the hardware's reciprocal:
@@ -68,34 +104,47 @@ def logistic(x, NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def tap(weight, o_c, in_c, stride_c, stride_w, BACK: tl.constexpr, W: tl.constexpr):
-    """What multiplies the token BACK before: fp32 [channels]."""
-    p_w = weight + o_c.to(tl.int64) * stride_c + (W - 1 - BACK) * stride_w
-    return tl.load(p_w, mask=in_c, other=0).to(tl.float32)
+def tap(f, o_c, in_c, BACK: tl.constexpr, W: tl.constexpr, AS_ROW: tl.constexpr):
+    """What multiplies the token BACK before: fp32 [channels], or [1, channels]."""
+    p_w = f.weight + o_c.to(tl.int64) * f.stride_c + (W - 1 - BACK) * f.stride_w
+    w = tl.load(p_w, mask=in_c, other=0).to(tl.float32)
+    return w[None, :] if AS_ROW else w
 
 
 @triton.jit
-def weighted(x0, x1, x2, x3, w0, w1, w2, w3, b_bias, HAS_BIAS: tl.constexpr, W: tl.constexpr):
-    """The convolution of a token x0 and those before it. All of one shape, or broadcast to it."""
-    acc = b_bias if HAS_BIAS else 0.0
-    if W > 3:
-        acc = tl.fma(x3, w3, acc)
-    if W > 2:
-        acc = tl.fma(x2, w2, acc)
-    acc = tl.fma(x1, w1, acc)
-    return tl.fma(x0, w0, acc)
+def taps(f, o_c, in_c, W: tl.constexpr, AS_ROW: tl.constexpr):
+    """What multiplies a token and each before it, a tuple of W; and the bias, or 0."""
+    w = (tap(f, o_c, in_c, 0, W, AS_ROW),)
+    for back in tl.static_range(1, W):
+        w += (tap(f, o_c, in_c, back, W, AS_ROW),)
+    b_bias = 0.0
+    if f.bias is not None:
+        p_b = f.bias + o_c.to(tl.int64) * f.stride_bias
+        b_bias = tl.load(p_b, mask=in_c, other=0).to(tl.float32)
+        if AS_ROW:
+            b_bias = b_bias[None, :]
+    return w, b_bias
 
 
 @triton.jit
-def sequence_of(row, cu_seqlens, N, STEPS):
-    """The packed sequence of a row, N for the rows of none; empty sequences are passed over. STEPS:
-    enough to halve N to nothing."""
+def weighted(x0, before, w, b_bias, W: tl.constexpr):
+    """The convolution of a token x0 and the W - 1 before it, the latest first. All of one shape, or
+    broadcast to it."""
+    acc = b_bias
+    for i in tl.static_range(1, W):
+        acc = tl.fma(before[W - 1 - i], w[W - i], acc)
+    return tl.fma(x0, w[0], acc)
+
+
+@triton.jit
+def sequence_of(row, packed):
+    """The packed sequence of a row, N for the rows of none; empty sequences are passed over."""
     low = row * 0
-    high = low + N
-    for _ in range(STEPS):
+    high = low + packed.N
+    for _ in range(packed.STEPS):
         middle = (low + high) // 2
         more = low < high
-        end = tl.load(cu_seqlens + middle + 1, mask=more, other=0).to(tl.int64)
+        end = tl.load(packed.cu_seqlens + middle + 1, mask=more, other=0).to(tl.int64)
         after = more & (end <= row)
         low = tl.where(after, middle + 1, low)
         high = tl.where(after, high, middle)
@@ -103,18 +152,18 @@ def sequence_of(row, cu_seqlens, N, STEPS):
 
 
 @triton.jit
-def state_of(
-    i_n, read_slots, has_initial_state, stride_r, stride_i, valid, LAST_SKIPPED: tl.constexpr
-):
+def state_of(i_n, states, valid, LAST_SKIPPED: tl.constexpr):
     """The slot of sequence i_n, whether it is not padding, and whether it starts from its state."""
     slot = i_n
     live = valid
-    if read_slots is not None:
-        slot = tl.load(read_slots + i_n * stride_r, mask=valid, other=LAST_SKIPPED).to(tl.int64)
+    if states.read_slots is not None:
+        p_slot = states.read_slots + i_n * states.stride_r
+        slot = tl.load(p_slot, mask=valid, other=LAST_SKIPPED).to(tl.int64)
         live = live & (slot > LAST_SKIPPED)
     known = live
-    if has_initial_state is not None:
-        known = known & (tl.load(has_initial_state + i_n * stride_i, mask=valid, other=0) != 0)
+    if states.has_initial_state is not None:
+        p_flag = states.has_initial_state + i_n * states.stride_i
+        known = known & (tl.load(p_flag, mask=valid, other=0) != 0)
     return slot, live, known
 
 
@@ -143,14 +192,13 @@ def or_before(b_x, row, first, p_state, p_c, stride_w, in_c, known, W: tl.conste
 
 
 @triton.jit
-def all_or_before(x1, x2, x3, row, first, p_state, p_c, stride_w, in_c, known, W: tl.constexpr):
+def all_or_before(before, row, first, p_state, p_c, stride_w, in_c, known, W: tl.constexpr):
     """`or_before` of the W - 1 tokens before `row`."""
-    x1 = or_before(x1, row - 1, first, p_state, p_c, stride_w, in_c, known, W)
-    if W > 2:
-        x2 = or_before(x2, row - 2, first, p_state, p_c, stride_w, in_c, known, W)
-    if W > 3:
-        x3 = or_before(x3, row - 3, first, p_state, p_c, stride_w, in_c, known, W)
-    return x1, x2, x3
+    found = (or_before(before[0], row - 1, first, p_state, p_c, stride_w, in_c, known, W),)
+    for i in tl.static_range(1, W - 1):
+        x = or_before(before[i], row - (1 + i), first, p_state, p_c, stride_w, in_c, known, W)
+        found += (x,)
+    return found
 
 
 @triton.jit
@@ -165,47 +213,24 @@ def heads_normalized(y, HEAD: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def starts_of(i_row, cu_seqlens, N, STEPS, BT: tl.constexpr):
+def starts_of(i_row, packed, BT: tl.constexpr):
     """Bit t: row t of a block is the first of a sequence, or of the rows of none."""
     tl.static_assert(BT <= 64, "a bit for each row of a block")
     o_t = tl.arange(0, BT)
-    n = sequence_of(i_row + o_t, cu_seqlens, N, STEPS)
-    starts = tl.load(cu_seqlens + n).to(tl.int64) == i_row + o_t
+    n = sequence_of(i_row + o_t, packed)
+    starts = tl.load(packed.cu_seqlens + n).to(tl.int64) == i_row + o_t
     return tl.sum(starts.to(tl.int64) << o_t, 0)
-
-
-@triton.jit
-def taps(weight, bias, o_c, in_c, stride_wc, stride_ww, stride_bc, W: tl.constexpr):
-    """What multiplies a token and those before it, and the bias if there is one: fp32
-    [1, channels]."""
-    w0 = tap(weight, o_c, in_c, stride_wc, stride_ww, 0, W)[None, :]
-    w1 = tap(weight, o_c, in_c, stride_wc, stride_ww, 1, W)[None, :]
-    w2, w3, b_bias = w1, w1, w1
-    if W > 2:
-        w2 = tap(weight, o_c, in_c, stride_wc, stride_ww, 2, W)[None, :]
-    if W > 3:
-        w3 = tap(weight, o_c, in_c, stride_wc, stride_ww, 3, W)[None, :]
-    if bias is not None:
-        p_b = bias + o_c.to(tl.int64) * stride_bc
-        b_bias = tl.load(p_b, mask=in_c, other=0).to(tl.float32)[None, :]
-    return w0, w1, w2, w3, b_bias
 
 
 @triton.jit
 def convolve(
     x0,
-    x1,
-    x2,
-    x3,
-    w0,
-    w1,
-    w2,
-    w3,
+    before,
+    w,
     b_bias,
     live,
     p_out,
     written,
-    HAS_BIAS: tl.constexpr,
     HEAD: tl.constexpr,
     EPS: tl.constexpr,
     NVIDIA: tl.constexpr,
@@ -215,7 +240,7 @@ def convolve(
 ):
     """A row of each lane. HEAD: channels of a head, each of which goes over its norm; 0: no norm.
     SELECT: rows that are not live are 0."""
-    y = weighted(x0, x1, x2, x3, w0, w1, w2, w3, b_bias, HAS_BIAS, W)
+    y = weighted(x0, before, w, b_bias, W)
     if SILU:
         y = y * logistic(y, NVIDIA)
     if SELECT:
@@ -229,12 +254,9 @@ def convolve(
 @triton.jit
 def conv_block(
     x,
-    weight,
-    bias,
-    state,
-    read_slots,
-    has_initial_state,
-    cu_seqlens,
+    f,
+    states,
+    packed,
     out,
     o_c,
     in_c,
@@ -243,18 +265,8 @@ def conv_block(
     i_row,
     n_rows,
     T,
-    N,
-    STEPS,
     stride_xt,
     stride_xc,
-    stride_wc,
-    stride_ww,
-    stride_bc,
-    stride_sn,
-    stride_sc,
-    stride_sw,
-    stride_r,
-    stride_i,
     OUT_WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     EPS: tl.constexpr,
@@ -269,123 +281,96 @@ def conv_block(
     out start at its first, row i_row of batch entry i_b. o_c: the channels; o_out: their columns in
     out. A lane walks over its rows with the W - 1 before in registers."""
     BT: tl.constexpr = LANES * R
+    IS_PACKED: tl.constexpr = packed.cu_seqlens is not None
     # Bit 0 of each lane's rows.
     FIRST_ROWS: tl.constexpr = ((1 << BT) - 1) // ((1 << R) - 1) if R > 1 else 0
     row = tl.arange(0, LANES) * R
     p_c = o_c.to(tl.int64) * stride_xc
-    p_sc = o_c.to(tl.int64) * stride_sc
+    p_sc = o_c.to(tl.int64) * states.stride_c
     p_out = out + (row * OUT_WIDTH)[:, None] + o_out[None, :]
     # All loads of x before any use, before the search for the sequences, and before the barriers
     # that spread the taps.
     oldest = tl.maximum(-i_row, -W).to(tl.int32)
-    b1 = token(x, row - 1, stride_xt, p_c, in_c, oldest, n_rows)
-    b2, b3 = b1, b1
-    if W > 2:
-        b2 = token(x, row - 2, stride_xt, p_c, in_c, oldest, n_rows)
-    if W > 3:
-        b3 = token(x, row - 3, stride_xt, p_c, in_c, oldest, n_rows)
+    stored = (token(x, row - 1, stride_xt, p_c, in_c, oldest, n_rows),)
+    for i in tl.static_range(1, W - 1):
+        stored += (token(x, row - (1 + i), stride_xt, p_c, in_c, oldest, n_rows),)
     rows = (token(x, row, stride_xt, p_c, in_c, oldest, n_rows),)
     for r in tl.static_range(1, R):
-        rows += (token(x, row + r, stride_xt, p_c, in_c, oldest, n_rows),)  # type: ignore[assignment]
+        rows += (token(x, row + r, stride_xt, p_c, in_c, oldest, n_rows),)
 
-    if cu_seqlens is None:
+    if IS_PACKED:
+        i_n = sequence_of(i_row, packed)
+        first = tl.load(packed.cu_seqlens + i_n).to(tl.int64) - i_row
+        # The rows of no sequence end with the last.
+        p_end = packed.cu_seqlens + i_n + 1
+        whole = tl.load(p_end, mask=i_n < packed.N, other=T).to(tl.int64) >= i_row + n_rows
+        valid = i_n < packed.N
+    else:
         i_n = i_b
         first = -i_row
         whole = True
         valid = True
-    else:
-        i_n = sequence_of(i_row, cu_seqlens, N, STEPS)
-        first = tl.load(cu_seqlens + i_n).to(tl.int64) - i_row
-        # The rows of no sequence end with the last.
-        whole = tl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=T).to(tl.int64) >= i_row + n_rows
-        valid = i_n < N
-    slot, live, known = state_of(
-        i_n, read_slots, has_initial_state, stride_r, stride_i, valid, LAST_SKIPPED
-    )
-    x1, x2, x3 = b1.to(tl.float32), b2.to(tl.float32), b3.to(tl.float32)
+    slot, live, known = state_of(i_n, states, valid, LAST_SKIPPED)
+    before = (stored[0].to(tl.float32),)
+    for i in tl.static_range(1, W - 1):
+        before += (stored[i].to(tl.float32),)
     if whole & live:
-        if (state is not None) | (cu_seqlens is not None):
+        if (states.state is not None) | IS_PACKED:
             if first > -W:
-                p_state = state
-                if state is not None:
-                    p_state += slot * stride_sn
+                p_state = states.state
+                if states.state is not None:
+                    p_state += slot * states.stride_n
                 near = first.to(tl.int32)
-                x1, x2, x3 = all_or_before(
-                    x1, x2, x3, row, near, p_state, p_sc, stride_sw, in_c, known, W
+                before = all_or_before(
+                    before, row, near, p_state, p_sc, states.stride_w, in_c, known, W
                 )
-        w0, w1, w2, w3, b_bias = taps(weight, bias, o_c, in_c, stride_wc, stride_ww, stride_bc, W)
+        w, b_bias = taps(f, o_c, in_c, W, True)
         for r in tl.static_range(R):
             x0 = rows[r].to(tl.float32)
-            convolve(
-                x0,
-                x1,
-                x2,
-                x3,
-                w0,
-                w1,
-                w2,
-                w3,
-                b_bias,
-                live,
-                p_out + r * OUT_WIDTH,
-                (row + r < n_rows)[:, None] & in_c[None, :],
-                bias is not None,
-                HEAD,
-                EPS,
-                NVIDIA,
-                W,
-                SILU,
-                False,
-            )
-            x1, x2, x3 = x0, x1, x2
-    elif (cu_seqlens is not None) | (read_slots is not None):
+            p_row = p_out + r * OUT_WIDTH
+            written = (row + r < n_rows)[:, None] & in_c[None, :]
+            convolve(x0, before, w, b_bias, live, p_row, written, HEAD, EPS, NVIDIA, W, SILU, False)
+            before = (x0,) + before[: W - 2]
+    elif IS_PACKED | (states.read_slots is not None):
         if whole:
             nothing = tl.zeros([LANES, o_out.shape[0]], dtype=out.dtype.element_ty)
             for i_r in range(R):
                 written = (row + i_r < n_rows)[:, None] & in_c[None, :]
                 tl.store(p_out + i_r * OUT_WIDTH, nothing, mask=written)
-        elif cu_seqlens is not None:
+        elif IS_PACKED:
             # The block has several sequences, or their end. Its rows are in the L1 cache now.
-            starts = starts_of(i_row, cu_seqlens, N, STEPS, BT)
+            starts = starts_of(i_row, packed, BT)
             are_live = row < 0
-            w0, w1, w2, w3, b_bias = taps(
-                weight, bias, o_c, in_c, stride_wc, stride_ww, stride_bc, W
-            )
+            w, b_bias = taps(f, o_c, in_c, W, True)
             for i_r in range(R):
                 o_t = row + i_r
                 if (i_r == 0) | (((starts >> i_r) & FIRST_ROWS) != 0):
                     # A lane starts, or goes on to another sequence. What a row's sequence starts
                     # from may be put in its place again.
-                    n = sequence_of(i_row + o_t, cu_seqlens, N, STEPS)
-                    firsts = tl.load(cu_seqlens + n).to(tl.int64) - i_row
+                    n = sequence_of(i_row + o_t, packed)
+                    firsts = tl.load(packed.cu_seqlens + n).to(tl.int64) - i_row
                     firsts = tl.maximum(firsts, -W).to(tl.int32)
-                    slots, are_live, are_known = state_of(
-                        n, read_slots, has_initial_state, stride_r, stride_i, n < N, LAST_SKIPPED
-                    )
-                    p_states = state
-                    if state is not None:
-                        p_states += (slots * stride_sn)[:, None]
-                    x1, x2, x3 = all_or_before(
-                        x1, x2, x3, o_t, firsts, p_states, p_sc, stride_sw, in_c, are_known, W
+                    slots, are_live, are_known = state_of(n, states, n < packed.N, LAST_SKIPPED)
+                    p_states = states.state
+                    if states.state is not None:
+                        p_states += (slots * states.stride_n)[:, None]
+                    before = all_or_before(
+                        before, o_t, firsts, p_states, p_sc, states.stride_w, in_c, are_known, W
                     )
                 if R == 1:
                     x0 = rows[0].to(tl.float32)
                 else:
                     x0 = token(x, o_t, stride_xt, p_c, in_c, oldest, n_rows).to(tl.float32)
+                p_row = p_out + i_r * OUT_WIDTH
+                written = (o_t < n_rows)[:, None] & in_c[None, :]
                 convolve(
                     x0,
-                    x1,
-                    x2,
-                    x3,
-                    w0,
-                    w1,
-                    w2,
-                    w3,
+                    before,
+                    w,
                     b_bias,
                     are_live,
-                    p_out + i_r * OUT_WIDTH,
-                    (o_t < n_rows)[:, None] & in_c[None, :],
-                    bias is not None,
+                    p_row,
+                    written,
                     HEAD,
                     EPS,
                     NVIDIA,
@@ -393,7 +378,7 @@ def conv_block(
                     SILU,
                     True,
                 )
-                x1, x2, x3 = x0, x1, x2
+                before = (x0,) + before[: W - 2]
 
 
 @triton.jit(do_not_specialize=["T", "N", "STEPS", "stride_xb", "stride_xt", "stride_xc"])
@@ -496,6 +481,18 @@ def conv_kernel(
         stride_t = stride_xt.to(tl.int64) * ALIGN
         stride_c = 1
     x += i_b * stride_xb.to(tl.int64) * ALIGN + i_row * stride_t
+    f = Filter(weight, bias, stride_wc, stride_ww, stride_bc)
+    states = States(
+        state,
+        read_slots,
+        has_initial_state,
+        stride_sn,
+        stride_sc,
+        stride_sw,
+        stride_r,
+        stride_i,
+    )
+    packed = Packed(cu_seqlens, N, STEPS)
     i_f = tl.arange(0, BC)
     if QK_PARTS > 0:
         if part < 2 * QK_PARTS:
@@ -515,12 +512,9 @@ def conv_kernel(
                 in_c = o_out < H * K
             conv_block(
                 x,
-                weight,
-                bias,
-                state,
-                read_slots,
-                has_initial_state,
-                cu_seqlens,
+                f,
+                states,
+                packed,
                 out + i_out * (H * K),
                 start + o_out,
                 in_c,
@@ -529,18 +523,8 @@ def conv_kernel(
                 i_row,
                 n_rows,
                 T,
-                N,
-                STEPS,
                 stride_t,
                 stride_c,
-                stride_wc,
-                stride_ww,
-                stride_bc,
-                stride_sn,
-                stride_sc,
-                stride_sw,
-                stride_r,
-                stride_i,
                 H * K,
                 BK if USE_L2NORM else 0,
                 EPS,
@@ -555,12 +539,9 @@ def conv_kernel(
     o_v = (part - 2 * QK_PARTS) * BC + i_f
     conv_block(
         x,
-        weight,
-        bias,
-        state,
-        read_slots,
-        has_initial_state,
-        cu_seqlens,
+        f,
+        states,
+        packed,
         v + i_out * V_COLUMNS,
         2 * H * K + o_v,
         o_v < V_COLUMNS,
@@ -569,18 +550,8 @@ def conv_kernel(
         i_row,
         n_rows,
         T,
-        N,
-        STEPS,
         stride_t,
         stride_c,
-        stride_wc,
-        stride_ww,
-        stride_bc,
-        stride_sn,
-        stride_sc,
-        stride_sw,
-        stride_r,
-        stride_i,
         V_COLUMNS,
         0,
         EPS,
@@ -597,28 +568,14 @@ def conv_kernel(
 
 
 @triton.jit
-def keep_taps(
-    state,
-    slot,
-    o_c,
-    x1,
-    x2,
-    x3,
-    stride_sn,
-    stride_sc,
-    stride_sw,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    LAST_SKIPPED: tl.constexpr,
+def keep_tokens(
+    before, states, slot, o_c, D: tl.constexpr, W: tl.constexpr, LAST_SKIPPED: tl.constexpr
 ):
-    """The last W - 1 tokens, x1 the latest, to a slot, unless that is padding."""
+    """The last W - 1 tokens, the latest first, to a slot, unless that is padding."""
     mask = o_c < tl.where(slot > LAST_SKIPPED, D, 0)
-    p = state + slot * stride_sn + o_c * stride_sc
-    tl.store(p + (W - 2) * stride_sw, x1, mask=mask)
-    if W > 2:
-        tl.store(p + (W - 3) * stride_sw, x2, mask=mask)
-    if W > 3:
-        tl.store(p + (W - 4) * stride_sw, x3, mask=mask)
+    p = states.state + slot * states.stride_n + o_c * states.stride_c
+    for i in tl.static_range(W - 1):
+        tl.store(p + (W - 2 - i) * states.stride_w, before[i], mask=mask)
 
 
 @triton.jit
@@ -686,9 +643,18 @@ def conv_state_kernel(
         i_row = tl.load(cu_seqlens + i_n).to(tl.int64)
         end = tl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=T).to(tl.int64)
         n_tokens = end - i_row
-    slot, live, known = state_of(
-        i_n, read_slots, has_initial_state, stride_r, stride_i, i_n < N, LAST_SKIPPED
+    f = Filter(weight, bias, stride_wc, stride_ww, stride_bc)
+    states = States(
+        state,
+        read_slots,
+        has_initial_state,
+        stride_sn,
+        stride_sc,
+        stride_sw,
+        stride_r,
+        stride_i,
     )
+    slot, live, known = state_of(i_n, states, i_n < N, LAST_SKIPPED)
     if y is not None:
         p_y = y + (i_b * T + i_row) * D + o_c
         if not live:
@@ -702,31 +668,19 @@ def conv_state_kernel(
         p_x = x + i_b * stride_xb + i_row * stride_xt + o_c * stride_xc
         if WALKS:
             in_state = o_c < tl.where(known, D, 0)
-            x1 = tl.load(p_0 + (W - 2) * stride_sw, mask=in_state, other=0)
-            x2, x3 = x1, x1
-            if W > 2:
-                x2 = tl.load(p_0 + (W - 3) * stride_sw, mask=in_state, other=0)
-            if W > 3:
-                x3 = tl.load(p_0 + (W - 4) * stride_sw, mask=in_state, other=0)
+            before = (tl.load(p_0 + (W - 2) * stride_sw, mask=in_state, other=0),)
+            for i in tl.static_range(1, W - 1):
+                before += (tl.load(p_0 + (W - 2 - i) * stride_sw, mask=in_state, other=0),)
         else:
-            x1 = left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, 1, D, W)
-            x2, x3 = x1, x1
-            if W > 2:
-                x2 = left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, 2, D, W)
-            if W > 3:
-                x3 = left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, 3, D, W)
+            before = (left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, 1, D, W),)
+            for i in tl.static_range(2, W):
+                before += (
+                    left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, i, D, W),
+                )
         # A thread may write what another one reads.
         tl.debug_barrier()
         if y is not None:
-            w0 = tap(weight, o_c, in_c, stride_wc, stride_ww, 0, W)
-            w1 = tap(weight, o_c, in_c, stride_wc, stride_ww, 1, W)
-            w2, w3, b_bias = w1, w1, w1
-            if W > 2:
-                w2 = tap(weight, o_c, in_c, stride_wc, stride_ww, 2, W)
-            if W > 3:
-                w3 = tap(weight, o_c, in_c, stride_wc, stride_ww, 3, W)
-            if bias is not None:
-                b_bias = tl.load(bias + o_c * stride_bc, mask=in_c, other=0).to(tl.float32)
+            w, b_bias = taps(f, o_c, in_c, W, False)
         if write_slots is not None:
             p_slot = write_slots + i_b * stride_wb
             if EVERY_TOKEN:
@@ -738,39 +692,20 @@ def conv_state_kernel(
                 x0 = tl.load(p_x, mask=in_c, other=0)
                 p_x += stride_xt
                 if y is not None:
-                    f1, f2, f3 = x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-                    b_y = weighted(
-                        x0.to(tl.float32), f1, f2, f3, w0, w1, w2, w3, b_bias, bias is not None, W
-                    )
+                    wide = (before[0].to(tl.float32),)
+                    for i in tl.static_range(1, W - 1):
+                        wide += (before[i].to(tl.float32),)
+                    b_y = weighted(x0.to(tl.float32), wide, w, b_bias, W)
                     if SILU:
                         b_y = b_y * logistic(b_y, NVIDIA)
                     tl.store(p_y, b_y.to(y.dtype.element_ty), mask=in_c)
                     p_y += D
-                if W > 3:
-                    x3 = x2
-                if W > 2:
-                    x2 = x1
-                x1 = x0.to(kept)
+                before = (x0.to(kept),) + before[: W - 2]
                 if EVERY_TOKEN:
                     slot = tl.load(p_slot + i_t * stride_wt).to(tl.int64)
-                    keep_taps(
-                        state,
-                        slot,
-                        o_c,
-                        x1,
-                        x2,
-                        x3,
-                        stride_sn,
-                        stride_sc,
-                        stride_sw,
-                        D,
-                        W,
-                        LAST_SKIPPED,
-                    )
+                    keep_tokens(before, states, slot, o_c, D, W, LAST_SKIPPED)
         if not EVERY_TOKEN:
-            keep_taps(
-                state, slot, o_c, x1, x2, x3, stride_sn, stride_sc, stride_sw, D, W, LAST_SKIPPED
-            )
+            keep_tokens(before, states, slot, o_c, D, W, LAST_SKIPPED)
 
 
 # ------------------------------------------------------------------------------------------- launch

@@ -20,12 +20,14 @@ from gdn_triton.conv_problem import ConvProblem
 from gdn_triton.kernels._strides import named
 from gdn_triton.kernels.conv import (
     TOKEN_MAJOR,
+    Filter,
+    Packed,
     layout_of,
     logistic,
     on_nvidia,
     sequence_of,
     strides,
-    tap,
+    taps,
     token,
     weighted,
 )
@@ -38,8 +40,7 @@ MOST_RUNS = 32
 @triton.jit
 def gradient_columns(
     x,
-    weight,
-    bias,
+    f,
     dy,
     dx,
     row,
@@ -48,16 +49,10 @@ def gradient_columns(
     first,
     end,
     n_rows,
-    s0,
-    s1,
-    s2,
-    s3,
+    sums,
     s_bias,
     stride_xt,
     stride_xc,
-    stride_wc,
-    stride_ww,
-    stride_bc,
     stride_yt,
     stride_yc,
     D: tl.constexpr,
@@ -66,72 +61,47 @@ def gradient_columns(
     R: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """R rows of each lane; returns the sums [lanes, channels] with theirs added. s of j: of the
-    weight that meets the token j before."""
+    """R rows of each lane; returns the sums [lanes, channels] with theirs added. sums: of the
+    weight that meets each token, then of those that meet the W - 1 before."""
     p_c = o_c.to(tl.int64) * stride_xc
     p_y = o_c.to(tl.int64) * stride_yc
-    w0 = tap(weight, o_c, in_c, stride_wc, stride_ww, 0, W)[None, :]
-    w1 = tap(weight, o_c, in_c, stride_wc, stride_ww, 1, W)[None, :]
-    w2, w3, b_bias = w1, w1, w1
-    if W > 2:
-        w2 = tap(weight, o_c, in_c, stride_wc, stride_ww, 2, W)[None, :]
-    if W > 3:
-        w3 = tap(weight, o_c, in_c, stride_wc, stride_ww, 3, W)[None, :]
-    if bias is not None:
-        p_b = bias + o_c.to(tl.int64) * stride_bc
-        b_bias = tl.load(p_b, mask=in_c, other=0).to(tl.float32)[None, :]
-    x1 = token(x, row - 1, stride_xt, p_c, in_c, first, end).to(tl.float32)
-    x2, x3 = x1, x1
-    if W > 2:
-        x2 = token(x, row - 2, stride_xt, p_c, in_c, first, end).to(tl.float32)
-    if W > 3:
-        x3 = token(x, row - 3, stride_xt, p_c, in_c, first, end).to(tl.float32)
+    w, b_bias = taps(f, o_c, in_c, W, True)
+    before = (token(x, row - 1, stride_xt, p_c, in_c, first, end).to(tl.float32),)
+    for i in tl.static_range(1, W - 1):
+        before += (token(x, row - (1 + i), stride_xt, p_c, in_c, first, end).to(tl.float32),)
     # dz of the tokens before the one at hand.
-    z1 = tl.zeros(x1.shape, dtype=tl.float32)
-    z2, z3 = z1, z1
+    zeros = tl.zeros(before[0].shape, dtype=tl.float32)
+    z_before = (zeros,)
+    for _ in tl.static_range(1, W - 1):
+        z_before += (zeros,)
     for r in tl.static_range(R + W - 1):
         x0 = token(x, row + r, stride_xt, p_c, in_c, first, end).to(tl.float32)
         z0 = token(dy, row + r, stride_yt, p_y, in_c, first, end).to(tl.float32)
         if SILU:
-            z = weighted(x0, x1, x2, x3, w0, w1, w2, w3, b_bias, bias is not None, W)
+            z = weighted(x0, before, w, b_bias, W)
             s = logistic(z, NVIDIA)
             z0 = z0 * (s * (1 + z * (1 - s)))
         if r < R:
-            s0 += z0 * x0
-            s1 += z0 * x1
-            if W > 2:
-                s2 += z0 * x2
-            if W > 3:
-                s3 += z0 * x3
-            if bias is not None:
+            added = (sums[0] + z0 * x0,)
+            for i in tl.static_range(1, W):
+                added += (sums[i] + z0 * before[i - 1],)
+            sums = added
+            if f.bias is not None:
                 s_bias += z0
         if r >= W - 1:
             # The token W - 1 before, which all of these hang on.
-            b_dx = z0 * weight_of_last(w1, w2, w3, W)
-            if W > 3:
-                b_dx += z1 * w2 + z2 * w1 + z3 * w0
-            elif W > 2:
-                b_dx += z1 * w1 + z2 * w0
-            else:
-                b_dx += z1 * w0
+            b_dx = z0 * w[W - 1]
+            of_before = z_before[0] * w[W - 2]
+            for i in tl.static_range(1, W - 1):
+                of_before += z_before[i] * w[W - 2 - i]
+            b_dx += of_before
             o_t = row + r - (W - 1)
             written = (o_t < n_rows)[:, None] & in_c[None, :]
             p_dx = dx + (o_t.to(tl.int64) * D)[:, None] + o_c[None, :]
             tl.store(p_dx, b_dx.to(dx.dtype.element_ty), mask=written)
-        x3, x2, x1 = x2, x1, x0
-        z3, z2, z1 = z2, z1, z0
-    return s0, s1, s2, s3, s_bias
-
-
-@triton.jit
-def weight_of_last(w1, w2, w3, W: tl.constexpr):
-    """The weight of the oldest token."""
-    if W > 3:
-        return w3
-    elif W > 2:
-        return w2
-    else:
-        return w1
+        before = (x0,) + before[: W - 2]
+        z_before = (z0,) + z_before[: W - 2]
+    return sums, s_bias
 
 
 @triton.jit(
@@ -183,8 +153,12 @@ def conv_bwd_kernel(
     else:
         stride_t = stride_xt.to(tl.int64) * ALIGN
         stride_c = 1
-    s0 = tl.zeros([LANES, BC], dtype=tl.float32)
-    s1, s2, s3, s_bias = s0, s0, s0, s0
+    f = Filter(weight, bias, stride_wc, stride_ww, stride_bc)
+    packed = Packed(cu_seqlens, N, STEPS)
+    s = (tl.zeros([LANES, BC], dtype=tl.float32),)
+    for _ in tl.static_range(1, W):
+        s += (s[0],)
+    s_bias = s[0]
     in_row = tl.cdiv(T, BT)
     for i_block in range(i_run * run, tl.minimum((i_run + 1) * run, blocks)):
         i_b, i_row = i_block // in_row, (i_block % in_row) * BT
@@ -197,17 +171,16 @@ def conv_bwd_kernel(
             end = T - i_row
             whole = True
         else:
-            i_n = sequence_of(i_row, cu_seqlens, N, STEPS)
+            i_n = sequence_of(i_row, packed)
             first = tl.load(cu_seqlens + i_n).to(tl.int64) - i_row
             end = tl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=0).to(tl.int64) - i_row
             whole = end >= n_rows
         first = tl.maximum(first, -W).to(tl.int32)
         end = tl.maximum(tl.minimum(end, BT + W), -W).to(tl.int32)
         if whole:
-            s0, s1, s2, s3, s_bias = gradient_columns(
+            s, s_bias = gradient_columns(
                 p_x,
-                weight,
-                bias,
+                f,
                 p_dy,
                 p_dx,
                 lane * R,
@@ -216,16 +189,10 @@ def conv_bwd_kernel(
                 first,
                 end,
                 n_rows,
-                s0,
-                s1,
-                s2,
-                s3,
+                s,
                 s_bias,
                 stride_t,
                 stride_c,
-                stride_wc,
-                stride_ww,
-                stride_bc,
                 stride_yt,
                 stride_yc,
                 D,
@@ -237,31 +204,24 @@ def conv_bwd_kernel(
         elif cu_seqlens is not None:
             for r in range(R):
                 row = lane * R + r
-                n = sequence_of(i_row + row, cu_seqlens, N, STEPS)
-                f = tl.load(cu_seqlens + n).to(tl.int64) - i_row
-                e = tl.load(cu_seqlens + n + 1, mask=n < N, other=0).to(tl.int64) - i_row
-                s0, s1, s2, s3, s_bias = gradient_columns(
+                n = sequence_of(i_row + row, packed)
+                bos = tl.load(cu_seqlens + n).to(tl.int64) - i_row
+                eos = tl.load(cu_seqlens + n + 1, mask=n < N, other=0).to(tl.int64) - i_row
+                s, s_bias = gradient_columns(
                     p_x,
-                    weight,
-                    bias,
+                    f,
                     p_dy,
                     p_dx,
                     row,
                     o_c,
                     in_c,
-                    tl.maximum(f, -W).to(tl.int32),
-                    tl.maximum(tl.minimum(e, BT + W), -W).to(tl.int32),
+                    tl.maximum(bos, -W).to(tl.int32),
+                    tl.maximum(tl.minimum(eos, BT + W), -W).to(tl.int32),
                     n_rows,
-                    s0,
-                    s1,
-                    s2,
-                    s3,
+                    s,
                     s_bias,
                     stride_t,
                     stride_c,
-                    stride_wc,
-                    stride_ww,
-                    stride_bc,
                     stride_yt,
                     stride_yc,
                     D,
@@ -272,12 +232,8 @@ def conv_bwd_kernel(
                 )
     # sums: [runs, W + 1, D], in the order of the weight's taps, then the bias.
     p_sums = sums + i_run * ((W + 1) * D) + o_c
-    tl.store(p_sums + (W - 1) * D, tl.sum(s0, 0), mask=in_c)
-    tl.store(p_sums + (W - 2) * D, tl.sum(s1, 0), mask=in_c)
-    if W > 2:
-        tl.store(p_sums + (W - 3) * D, tl.sum(s2, 0), mask=in_c)
-    if W > 3:
-        tl.store(p_sums + (W - 4) * D, tl.sum(s3, 0), mask=in_c)
+    for i in tl.static_range(W):
+        tl.store(p_sums + (W - 1 - i) * D, tl.sum(s[i], 0), mask=in_c)
     if bias is not None:
         tl.store(p_sums + W * D, tl.sum(s_bias, 0), mask=in_c)
 
