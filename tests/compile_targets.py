@@ -333,8 +333,9 @@ def run_conv(shape: Shape) -> None:
     """The convolution: before the preparation and alone, from both layouts, with states and
     without; its step; its gradients. Its taps differ from shape to shape."""
     from gdn_triton.conv_problem import ConvOperands, ConvProblem, PrepOperands
-    from gdn_triton.kernels.conv import conv_fwd, conv_prep_fwd, conv_update_fwd
+    from gdn_triton.kernels.conv import conv_fwd, conv_prep_fwd
     from gdn_triton.kernels.conv_backward import conv_bwd
+    from gdn_triton.kernels.conv_walk import conv_update_fwd
 
     N, T, HV, full = 3, 300, shape.HV, shape.full
     H, W = HV // 2, 4 if shape.K == 128 else 3 if full else 2

@@ -17,9 +17,7 @@ import triton
 import triton.language as tl
 
 from gdn_triton.conv_problem import ConvProblem
-from gdn_triton.kernels._strides import named
-from gdn_triton.kernels.conv import (
-    TOKEN_MAJOR,
+from gdn_triton.kernels._conv import (
     Filter,
     Packed,
     layout_of,
@@ -31,6 +29,8 @@ from gdn_triton.kernels.conv import (
     token,
     weighted,
 )
+from gdn_triton.kernels._strides import named
+from gdn_triton.kernels.conv import TOKEN_MAJOR
 from gdn_triton.launch import Launch
 
 # Runs of tokens that a call is cut into, at most: each has a sum of its own in memory.

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from gdn_triton.conv_problem import ConvOperands, ConvProblem
 from gdn_triton.device import on_device
-from gdn_triton.kernels.conv import conv_fwd, conv_update_fwd
+from gdn_triton.kernels.conv import conv_fwd
 from gdn_triton.kernels.conv_backward import conv_bwd
+from gdn_triton.kernels.conv_walk import conv_update_fwd
 
 
 class _CausalConv1d(torch.autograd.Function):
