@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, Final, NoReturn
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from gdn_triton.backend import choose
 from gdn_triton.ops.replay import replayed_gradients
+from gdn_triton.ops.schema import schema_takes, without_contents
 from gdn_triton.problem import ChunkCall, Problem
 from gdn_triton.validation import validate_chunk
 
@@ -82,16 +82,13 @@ def _state_dtype(x: ChunkCall) -> torch.dtype:
 def _without_contents(x: ChunkCall) -> ChunkCall:
     """A call that validation judges by its shapes alone, for fake tensors have nothing else.
 
-    Validation reads offsets that are on the CPU. Symbolic sizes are also why the chunk table is
-    left out: the bounds of its length would become conditions on T, and split one graph into two.
+    Symbolic sizes are also why the chunk table is left out: the bounds of its length would become
+    conditions on T, and split one graph into two.
     """
     if x.cu_seqlens is None:
         return x
     x = x._replace(cu_seqlens_cpu=None, chunk_indices=None)
-    if any(x is not None and x.device.type != "cpu" for x in x[:_TENSORS]):
-        return x
-    on_meta = (None if x is None else torch.empty_like(x, device="meta") for x in x[:_TENSORS])
-    return ChunkCall._make((*on_meta, *x[_TENSORS:]))
+    return ChunkCall._make((*without_contents(x[:_TENSORS]), *x[_TENSORS:]))
 
 
 # ----------------------------------------------------------------------------------------- backward
@@ -124,7 +121,7 @@ def _by_kernels(
         dht,
         store_dh0=wanted[x._fields.index("initial_state")],
     )
-    return [x for x, want in zip(found, wanted, strict=True) if want and x is not None]
+    return [dy for dy, want in zip(found, wanted, strict=True) if want and dy is not None]
 
 
 def _by_autograd(
@@ -143,9 +140,9 @@ def _by_autograd(
 def _backward_fake(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
     x, wanted = ChunkCall(*args[:-1]), args[-1]
     return [
-        x.new_empty(x.shape)
-        for x, want in zip(x[:_DIFFERENTIABLE], wanted, strict=True)
-        if want and x is not None
+        y.new_empty(y.shape)
+        for y, want in zip(x[:_DIFFERENTIABLE], wanted, strict=True)
+        if want and y is not None
     ]
 
 
@@ -213,8 +210,7 @@ def traced(x: ChunkCall) -> tuple[Tensor, Tensor | None]:
 
 
 def _fits(x: ChunkCall) -> bool:
-    """Whether the schema takes the arguments as they are: it converts what has the wrong type, or
-    has no place for it. Where it does not, the error is validation's."""
+    """Whether the operator takes the arguments as they are."""
     flags = (
         x.output_final_state,
         x.use_qk_l2norm_in_kernel,
@@ -224,9 +220,7 @@ def _fits(x: ChunkCall) -> bool:
         x.use_gate_in_kernel,
     )
     return (
-        all(isinstance(y, Tensor) for y in x[:5])
-        and all(y is None or isinstance(y, Tensor) for y in x[:_TENSORS])
-        and (x.scale is None or (isinstance(x.scale, Real) and not isinstance(x.scale, bool)))
+        schema_takes(x[:_TENSORS], x[:5], x.scale)
         and all(flag is True or flag is False for flag in flags)
         and type(x.chunk_size) is int
     )

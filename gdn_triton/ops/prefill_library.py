@@ -8,12 +8,12 @@ and its checkpoints.
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from gdn_triton.ops.schema import schema_takes, without_contents
 from gdn_triton.prefill_call import PrefillCall, run_prefill
 from gdn_triton.validation_prefill import checkpoint_rows, validate_prefill
 
@@ -62,11 +62,8 @@ def _prefill_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _without_contents(x: PrefillCall) -> PrefillCall:
-    """A call that validation judges by its shapes alone: it reads offsets that are on the CPU."""
-    if any(y is not None and y.device.type != "cpu" for y in x[:_TENSORS]):
-        return x
-    on_meta = (None if y is None else torch.empty_like(y, device="meta") for y in x[:_TENSORS])
-    return PrefillCall._make((*on_meta, *x[_TENSORS:]))
+    """A call that validation judges by its shapes alone."""
+    return PrefillCall._make((*without_contents(x[:_TENSORS]), *x[_TENSORS:]))
 
 
 def traced_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
@@ -84,8 +81,7 @@ def traced_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
 
 
 def _fits(x: PrefillCall) -> bool:
-    """Whether the schema takes the arguments as they are: it converts what has the wrong type, and
-    has no place for other things. Where it does not, validation has the error."""
+    """Whether the operator takes the arguments as they are."""
     flags = (
         x.use_qk_l2norm_in_kernel,
         x.use_gate_in_kernel,
@@ -94,9 +90,7 @@ def _fits(x: PrefillCall) -> bool:
         x.state_v_first,
     )
     return (
-        all(isinstance(getattr(x, name), Tensor) for name in _REQUIRED)
-        and all(y is None or isinstance(y, Tensor) for y in x[:_TENSORS])
-        and (x.scale is None or (isinstance(x.scale, Real) and not isinstance(x.scale, bool)))
+        schema_takes(x[:_TENSORS], [getattr(x, name) for name in _REQUIRED], x.scale)
         and all(flag is True or flag is False for flag in flags)
         and type(x.skip) is str
         and type(x.checkpoint_every_n_tokens) is int

@@ -12,13 +12,13 @@ first traced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
 from gdn_triton.ops.replay import replayed_gradients
+from gdn_triton.ops.schema import schema_takes
 from gdn_triton.recurrent_plans import SequenceOptions, StepOptions, run_sequences, run_step
 from gdn_triton.recurrent_problem import Operands
 from gdn_triton.validation_recurrent import validate_sequences, validate_step
@@ -208,15 +208,10 @@ def traced_step(x: Operands, options: StepOptions) -> Tensor:
 
 
 def _fits(x: Operands, options: SequenceOptions | StepOptions, required: Sequence[str]) -> bool:
-    """Whether a schema takes the arguments as they are: it converts what has the wrong type, and
-    has no place for other things. Where it does not, validation has the error."""
+    """Whether an operator takes the arguments as they are."""
     others = options._replace(scale=None)
-    return (
-        all(isinstance(getattr(x, name), Tensor) for name in required)
-        and all(y is None or isinstance(y, Tensor) for y in x)
-        and not isinstance(options.scale, bool)
-        and (options.scale is None or isinstance(options.scale, Real))
-        and all(y is None or y is True or y is False or type(y) is str for y in others)
+    return schema_takes(x, [getattr(x, name) for name in required], options.scale) and all(
+        y is None or y is True or y is False or type(y) is str for y in others
     )
 
 
