@@ -1,7 +1,10 @@
 // Host side of the chunked forward on Hopper; params.h says what is asked of it.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <iterator>
+#include <limits>
+#include <utility>
 
 #include "../common/tensor_map.h"
 #include "config.cuh"
@@ -9,6 +12,8 @@
 
 namespace gdn {
 namespace {
+using sm90::Cut;
+using sm90::Cuts;
 using sm90::Plan;
 using sm90::ceil_div;
 
@@ -61,6 +66,7 @@ struct Costs {
   double tile;             // the start and end of a tile
   double fold, launches;   // a segment of the fold; three more launches
 };
+constexpr double kSecondLaunch = 2;  // so much later begin the maps, unless they are launched first
 template <class Heads>
 constexpr Costs costs() {
   return Heads::kKeys == 64    ? Costs{1.74, 1.28, 1.4, 3.5, 1.7, 12.5}
@@ -68,30 +74,43 @@ constexpr Costs costs() {
                                : Costs{0, 2.55, 2.05, 9, 15.7, 13};
 }
 
-// When the last of some tiles is done, each of which goes to the multiprocessor that is free first: those
-// of one kind, then those of another.
-struct Tiles {
-  int64_t count;
-  double time;
-};
-double makespan(int multiprocessors, Tiles one, Tiles other) {
-  const int64_t late = one.count % multiprocessors, early = multiprocessors - late;
-  double early_free = double(one.count / multiprocessors) * one.time;
-  double late_free = early_free + one.time, end = late > 0 ? late_free : early_free;
-  const int64_t rounds = std::max<int64_t>(other.count / multiprocessors - 1, 0);  // one each
-  other.count -= rounds * multiprocessors;
-  early_free += double(rounds) * other.time;
-  late_free += double(rounds) * other.time;
-  while (other.count > 0) {
-    double& free = late == 0 || early_free <= late_free ? early_free : late_free;
-    other.count -= &free == &early_free ? early : late;
-    free += other.time;
-    end = std::max(end, free);
+// When tiles are done of which each goes to the multiprocessor that is free first, in their order.
+class Schedule {
+ public:
+  explicit Schedule(int multiprocessors) : multiprocessors_(multiprocessors) {
+    groups_[0] = {0, multiprocessors};
   }
-  return end;
-}
+  // Tiles of one kind. At most kMostKinds may have some.
+  void add(int64_t count, double time) {
+    const int64_t rounds = std::max<int64_t>(count / multiprocessors_ - 1, 0);  // one each
+    for (int i = 0; i < size_; ++i) groups_[i].free += double(rounds) * time;
+    count -= rounds * multiprocessors_;
+    while (count > 0) {
+      Group& first = *std::min_element(
+          groups_, groups_ + size_, [](const Group& a, const Group& b) { return a.free < b.free; });
+      const int64_t taken = std::min(count, first.count);
+      if (taken < first.count) groups_[size_++] = {first.free, first.count - taken};
+      first = {first.free + time, taken};
+      count -= taken;
+    }
+  }
+  double end() const {
+    double last = 0;
+    for (int i = 0; i < size_; ++i) last = std::max(last, groups_[i].free);
+    return last;
+  }
+  static constexpr int kMostKinds = 4;
 
-// Chunks of the longest sequence, which the others wait for, and of each other one.
+ private:
+  struct Group {  // of multiprocessors
+    double free;
+    int64_t count;
+  };
+  int multiprocessors_, size_ = 1;
+  Group groups_[kMostKinds + 1];
+};
+
+// Chunks of the longest sequence and of each other one.
 struct Lengths {
   int64_t longest, other;
 };
@@ -106,83 +125,155 @@ struct Estimate {
   double tile(int64_t chunks, bool halves) const {
     return double(chunks) * (halves ? kCosts.half : kCosts.both) + kCosts.tile;
   }
+  double map(int64_t chunks) const { return double(chunks) * kCosts.map + kCosts.tile; }
   int64_t parts(bool halves) const { return ceil_div(p.V, halves ? 64 : 128); }
+  int64_t map_parts() const {
+    return ceil_div(p.V, kMapChannels) + ceil_div(Heads::kKeys, kMapChannels);
+  }
 
   double whole(Lengths lengths, bool halves) const {
-    const int64_t turns = ceil_div(p.N * p.HV * parts(halves), p.multiprocessors);
-    return double(turns) * tile(lengths.longest, halves);
+    Schedule schedule(p.multiprocessors);
+    schedule.add(p.HV * parts(halves), tile(lengths.longest, halves));
+    schedule.add((p.N - 1) * p.HV * parts(halves), tile(lengths.other, halves));
+    return schedule.end();
   }
-  double segments(Lengths lengths, int64_t segment) const {
-    const auto later = [&](int64_t length) {
-      return length > segment ? ceil_div(length, segment) - 1 : 0;
-    };
-    const int64_t most = later(lengths.longest), rest = later(lengths.other), others = p.N - 1;
-    const int64_t all = most + others * rest;
-    const int64_t inner = std::max<int64_t>(most - 1, 0) + others * std::max<int64_t>(rest - 1, 0);
-    const int64_t map_parts = ceil_div(p.V, kMapChannels) + ceil_div(Heads::kKeys, kMapChannels);
-    const double time = tile(segment, true);
-    const Tiles maps = {p.HV * inner * map_parts, double(segment) * kCosts.map + kCosts.tile};
-    const Tiles first = {p.N * p.HV * parts(true), time}, last = {p.HV * all * parts(true), time};
-    return makespan(p.multiprocessors, maps, first) + double(std::max<int64_t>(most - 1, 0)) * kCosts.fold +
-           makespan(p.multiprocessors, {}, last) + kCosts.launches;
+  Cut cut(Lengths lengths, int64_t first, int64_t rest) const {
+    Cut cut = {int(first), int(rest), int(lengths.longest), 0, 0};
+    const int64_t most = later(lengths.longest, cut), others = later(lengths.other, cut);
+    const auto inner = [](int64_t some) { return std::max<int64_t>(some - 1, 0); };
+    cut.later = int(most + (p.N - 1) * others);
+    cut.inner = int(inner(most) + (p.N - 1) * inner(others));
+    return cut;
   }
-  // No segments take less: every chunk of o is made once, by a block with half of V.
+  // What they take, or `enough` if that is no more than the time that they take at least.
+  double segments(Lengths lengths, const Cut& cut, double enough) const {
+    const int64_t heads = p.HV * parts(true), maps = p.HV * map_parts() * cut.inner;
+    const int64_t inner = heads * cut.inner, others = (p.N - 1) * heads;
+    const double first = tile(std::min<int64_t>(lengths.longest, cut.first), true);
+    const double other_first = tile(std::min<int64_t>(lengths.other, cut.first), true);
+    const double rest = tile(cut.rest, true), a_map = map(cut.rest);
+    const int64_t most = later(lengths.longest, cut), other_most = later(lengths.other, cut);
+    const double last = most > 0 ? tile(left(lengths.longest, cut, most), true) : 0;
+    const double other_last = other_most > 0 ? tile(left(lengths.other, cut, other_most), true) : 0;
+    const double apart = double(std::max<int64_t>(most - 1, 0)) * kCosts.fold + kCosts.launches +
+                         (maps > 0 && first > a_map ? kSecondLaunch : 0);
+
+    const double early_work = double(heads) * first + double(others) * other_first + double(maps) * a_map;
+    const double late_work =
+        double(inner) * rest + double(heads) * last + double(others) * other_last;
+    const double all = p.multiprocessors;
+    const double early_least = std::max({first, maps > 0 ? a_map : 0, early_work / all});
+    const double late_least = std::max({inner > 0 ? rest : 0, last, late_work / all});
+    if (early_least + late_least + apart >= enough) return enough;
+
+    Schedule early(p.multiprocessors), late(p.multiprocessors);
+    early.add(heads, first);
+    early.add(others, other_first);
+    early.add(maps, a_map);
+    late.add(inner, rest);
+    if (most > 0) late.add(heads, last);
+    if (other_most > 0) late.add(others, other_last);
+    return early.end() + late.end() + apart;
+  }
   double least_in_segments(Lengths lengths) const {
     const int64_t chunks = p.HV * parts(true) * (lengths.longest + (p.N - 1) * lengths.other);
     return double(chunks) * kCosts.half / p.multiprocessors;
   }
+
+ private:
+  // Segments behind a sequence's first, and the chunks of the last of these.
+  static int64_t later(int64_t length, const Cut& cut) {
+    return length > cut.first ? ceil_div(length - cut.first, cut.rest) : 0;
+  }
+  static int64_t left(int64_t length, const Cut& cut, int64_t later) {
+    return length - cut.first - (later - 1) * cut.rest;
+  }
 };
+
+// The best of cuts, each with lengths that it serves.
+template <class Heads, class Candidate>
+std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest, const Candidate& candidate) {
+  constexpr int kMostSegments = 32, kLeastChunks = 4;
+  constexpr double kRatios[] = {1, 1.25, 1.5, 2, 3, 4};  // of the first segment's length to the others'
+  auto [best, lengths] = candidate(longest, longest);  // no cut, in segments all the same
+  double least = estimate.segments(lengths, best, std::numeric_limits<double>::infinity());
+  for (int number = 3; number <= kMostSegments; ++number) {
+    for (const double ratio : kRatios) {
+      const int64_t rest = int64_t(std::ceil(double(longest) / (number - 1 + ratio)));
+      if (rest < kLeastChunks) continue;
+      const auto [cut, served] = candidate(int64_t(std::ceil(double(rest) * ratio)), rest);
+      const double time = estimate.segments(served, cut, least);
+      if (time < least) best = cut, least = time;
+    }
+  }
+  return {best, least};
+}
 
 template <class Heads>
 Plan make_plan(const ChunkForward& p) {
-  constexpr double kWorthIt = 0.95;  // segments must promise so much
-  constexpr int kMostSegments = 32, kLeastChunks = 4;
-  // The host does not know the lengths of packed sequences: one may be so much longer than the average.
+  // What segments must promise for all lengths together, and may lose for one.
+  constexpr double kWorthIt = 0.95, kMostLoss = 1.03;
+  // The host does not know the lengths of packed sequences. The longest has so much of what is between an
+  // equal share and all.
   constexpr double kLonger[] = {0, 0.25, 0.5, 0.75};
+  constexpr int kGuesses = int(std::size(kLonger));
+  static_assert(kGuesses < Cuts::kMost);
   const Estimate<Heads> estimate = {p};
   const int64_t chunks = ceil_div(p.T, sm90::kChunk);  // of a batch entry
   const bool guess = p.cu_seqlens && p.N > 1;
-  const int guesses = guess ? int(std::size(kLonger)) : 1;
+  const int guesses = guess ? kGuesses : 1;
   const int64_t each = p.cu_seqlens ? ceil_div(chunks, std::max(p.N, 1)) : chunks;
-  Lengths lengths[std::size(kLonger)];
+  Lengths lengths[kGuesses];
+  double whole[2][kGuesses], both = 0, halves = 0;
   for (int i = 0; i < guesses; ++i) {
-    const int64_t longest = each + int64_t(double(each) * kLonger[i]);
-    lengths[i] = {longest, guess ? (chunks - longest) / (p.N - 1) : each};
+    const int64_t longest = each + int64_t(double(chunks - each) * (guess ? kLonger[i] : 0));
+    lengths[i] = {longest, guess ? ceil_div(chunks - longest, p.N - 1) : each};
+    halves += whole[true][i] = estimate.whole(lengths[i], true);
+    both += whole[false][i] = estimate.whole(lengths[i], false);
   }
-  const auto total = [&](const auto& time_of) {
-    double sum = 0;
-    for (int i = 0; i < guesses; ++i) sum += time_of(lengths[i]);
-    return sum;
-  };
-
-  Plan best = {};
-  double least = 0;
-  for (const bool halves : {true, false}) {
-    if (!halves && sm90::only_halves<Heads>()) break;
-    const double time = total([&](Lengths some) { return estimate.whole(some, halves); });
-    if (halves || time <= least) best.halves = halves, least = time;
-  }
+  const Plan in_whole = {sm90::only_halves<Heads>() || halves < both, {}, 0};
+  const double enough = kWorthIt * (in_whole.halves ? halves : both);
   const int forced = GDN_SEGMENT_CHUNKS;
-  if (p.batch_invariant || forced == 0) return best;
+  if (p.batch_invariant || forced == 0 || p.N == 0) return in_whole;
 
-  const auto slots = [&](int64_t segment) {
-    return p.cu_seqlens ? p.T / (segment * sm90::kChunk) : p.N * (ceil_div(chunks, segment) - 1);
-  };
-  if (forced > 0) return chunks > forced ? Plan{true, forced, int(slots(forced))} : best;
-  least *= kWorthIt;
-  if (least <= total([&](Lengths some) { return estimate.least_in_segments(some); })) return best;
-  for (int i = 0; i < guesses; ++i) {
-    for (int count = 3; count <= kMostSegments; ++count) {
-      const int64_t segment = ceil_div(lengths[i].longest, count);
-      if (segment < kLeastChunks) break;
-      const double time = total([&](Lengths some) { return estimate.segments(some, segment); });
-      if (time < least) {
-        least = time;
-        best = {true, int(segment), int(slots(segment))};
-      }
+  Cuts cuts = {};
+  const auto in_segments = [&] {
+    const Cut& last = cuts.choices[cuts.count - 1];
+    int64_t slots = p.cu_seqlens ? p.T / (int64_t{last.rest} * sm90::kChunk) : last.later;
+    cuts.maps_first = true;
+    for (int i = 0; i < cuts.count; ++i) {
+      const Cut& cut = cuts.choices[i];
+      if (i + 1 < cuts.count) slots = std::max<int64_t>(slots, cut.later);
+      cuts.maps_first &= estimate.map(cut.rest) >= estimate.tile(cut.first, true);
     }
+    return Plan{true, cuts, int(slots)};
+  };
+  if (forced > 0) {
+    cuts = {{estimate.cut(lengths[0], forced, forced)}, 1};
+    return chunks > forced ? in_segments() : in_whole;
   }
-  return best;
+  double least = 0;  // no segments take less: every chunk of o is made once, by a block with half of V
+  for (int i = 0; i < guesses; ++i) least += estimate.least_in_segments(lengths[i]);
+  if (enough <= least) return in_whole;
+  double time = 0;
+  for (int i = 0; i < guesses; ++i) {
+    const auto [cut, of_cut] = best_cut(estimate, lengths[i].longest, [&](int64_t first, int64_t rest) {
+      return std::pair(estimate.cut(lengths[i], first, rest), lengths[i]);
+    });
+    const double of_whole = sm90::only_halves<Heads>() ? whole[true][i] : std::min(whole[0][i], whole[1][i]);
+    if (of_cut > kMostLoss * of_whole) return in_whole;
+    cuts.choices[cuts.count++] = cut;
+    time += of_cut;
+  }
+  if (time >= enough) return in_whole;
+  if (guess) {
+    // For all other lengths one whose number of segments is never more than was reckoned with.
+    cuts.choices[cuts.count++] = best_cut(estimate, chunks, [&](int64_t first, int64_t rest) {
+      const Lengths most = {chunks + (first < chunks ? rest : 0), 1};
+      return std::pair(estimate.cut(most, first, rest), most);
+    }).first;
+  }
+  return in_segments();
 }
 
 // The same, kept for the next call of these sizes: for packed sequences the search takes about 10 us.
@@ -236,7 +327,7 @@ const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
   float* const maps = reinterpret_cast<float*>(workspace);
   params.heads = sm90::Divisor::of(p.HV);
   params.group = sm90::Divisor::of(p.HV / p.H);
-  params.segments = {plan.segment, plan.slots, false, maps, maps + map_floats<Heads>(p, plan)};
+  params.segments = {plan.cuts, false, maps, maps + map_floats<Heads>(p, plan)};
   return pool ? sm90::run_heads<T, Heads, true>(params, plan, stream)
               : sm90::run_heads<T, Heads, false>(params, plan, stream);
 }

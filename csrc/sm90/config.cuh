@@ -84,7 +84,7 @@ struct GateVectors {
 struct Tile {
   int n, hv, batch;
   int part;     // of V: which 64 kStates channels
-  int slot;     // of the segment, unless it is a first one
+  int slot;     // of the segment; of a first one, of that behind it
   int map;      // Pass::kMaps: 0 for b, 1 for M
   bool exists, begins, ends;  // whether it is one; its sequence begins, ends with it
   int first;    // its first row in the batch entry
@@ -138,8 +138,7 @@ struct Ring {
 // Segments of sequences. A slot is a segment that is not the first of its sequence; those of sequence
 // 0 come first. States and maps are transposed, in rows of kKeys; R = state_rows().
 struct Segments {
-  int chunks;    // of a segment but the last of a sequence
-  int slots;     // at least as many as there are
+  Cuts cuts;
   bool first;    // Pass::kSegments: the tiles are first segments, else the later ones
   float* maps;   // [slots, HV, R + kMapRows, kKeys]: b, then M (its rows: K of what comes in)
   float* starts; // [slots, HV, R, kKeys]: what a segment starts from
@@ -174,10 +173,15 @@ GDN_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
                          : static_cast<const int32_t*>(p.cu_seqlens)[n];
 }
 
-// Segments of a sequence behind its first.
-GDN_DEVICE int later_segments(int length, int segment) {
-  return length > segment ? (length - 1) / segment : 0;
-}
+// The lengths of segments, in tokens.
+struct Segment {
+  int first, rest;
+  GDN_DEVICE explicit Segment(const Cut& cut) : first(cut.first * kChunk), rest(cut.rest * kChunk) {}
+  // Of a sequence, behind its first.
+  GDN_DEVICE int later(int length) const {
+    return length > first ? (length - first - 1) / rest + 1 : 0;
+  }
+};
 
 GDN_DEVICE int64_t slot_at(const Slots& slots, int64_t i) {
   return slots.is_64 ? static_cast<const int64_t*>(slots.data)[i]
@@ -189,39 +193,62 @@ GDN_DEVICE bool is_skipped(const Pool& pool, int n) {
   return slot_at(pool.read_slots, n) <= pool.last_skipped;
 }
 
+GDN_DEVICE int sequence_length(const ChunkForward& p, int n) {
+  return static_cast<int>(p.cu_seqlens ? sequence_bound(p, n + 1) - sequence_bound(p, n) : p.T);
+}
+
 // The sequence of a tile whose tile.n is set. One that is skipped has no length.
 template <class C>
 GDN_DEVICE void locate_sequence(const KernelParams& params, Tile& tile) {
   const ChunkForward& p = params.problem;
-  if (p.cu_seqlens == nullptr) {
-    tile.batch = tile.n;
-    tile.first = 0;
-    tile.length = static_cast<int>(p.T);
-  } else {
-    tile.batch = 0;
-    tile.first = static_cast<int>(sequence_bound(p, tile.n));
-    tile.length = static_cast<int>(sequence_bound(p, tile.n + 1)) - tile.first;
-  }
+  tile.batch = p.cu_seqlens ? 0 : tile.n;
+  tile.first = p.cu_seqlens ? static_cast<int>(sequence_bound(p, tile.n)) : 0;
+  tile.length = sequence_length(p, tile.n);
   if constexpr (C::kPool) {
     if (is_skipped(params.pool, tile.n)) tile.length = 0;
   }
 }
 
+// Of the cuts to choose from the first that was chosen for so long a sequence and so many segments.
+// Skipped sequences count, so that which they are changes no bits of another.
+GDN_DEVICE Segment segment_of(const KernelParams& params) {
+  const Cuts& cuts = params.segments.cuts;
+  const int N = cuts.count > 1 ? params.problem.N : 0;
+  int longest = 0, choice = 0;
+#pragma unroll 1
+  for (int n = 0; n < N; ++n) longest = max(longest, sequence_length(params.problem, n));
+#pragma unroll 1
+  for (; choice + 1 < cuts.count; ++choice) {
+    const Cut& cut = cuts.choices[choice];
+    if (longest > cut.longest * kChunk) continue;
+    const Segment segment(cut);
+    int later = 0, inner = 0;
+#pragma unroll 1
+    for (int n = 0; n < N; ++n) {
+      const int count = segment.later(sequence_length(params.problem, n));
+      later += count;
+      inner += max(count - 1, 0);
+    }
+    if (later <= cut.later && inner <= cut.inner) break;
+  }
+  return Segment(cuts.choices[choice]);
+}
+
 // The later segment of a tile whose tile.slot is set. Few sequences have segments: a loop will do.
 template <class C>
-GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile) {
+GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile, Segment segment) {
   const ChunkForward& p = params.problem;
-  const int segment = params.segments.chunks * kChunk;
   int index = tile.slot;
   tile.exists = tile.begins = tile.ends = false;
   for (tile.n = 0; tile.n < p.N; ++tile.n) {
     locate_sequence<C>(params, tile);
-    const int count = later_segments(tile.length, segment);
+    const int count = segment.later(tile.length);
     if (index < count) {
+      const int before = segment.first + index * segment.rest;
       tile.exists = true;
       tile.ends = index == count - 1;
-      tile.first += (index + 1) * segment;
-      tile.length = min(tile.length - (index + 1) * segment, segment);
+      tile.first += before;
+      tile.length = min(tile.length - before, segment.rest);
       return;
     }
     index -= count;
@@ -231,13 +258,13 @@ GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile) {
 
 // The slot of the second segment of sequence n, if it has one.
 template <class C>
-GDN_DEVICE int second_slot(const KernelParams& params, int n) {
+GDN_DEVICE int second_slot(const KernelParams& params, int n, Segment segment) {
   Tile tile;
   int slot = 0;
 #pragma unroll 1
   for (tile.n = 0; tile.n < n; ++tile.n) {
     locate_sequence<C>(params, tile);
-    slot += later_segments(tile.length, params.segments.chunks * kChunk);
+    slot += segment.later(tile.length);
   }
   return slot;
 }
@@ -261,13 +288,14 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
   if (C::kPass == Pass::kWhole || (C::kPass == Pass::kSegments && params.segments.first)) {
     tile.exists = tile.begins = tile.ends = true;
     locate_sequence<C>(params, tile);
-    if (C::kPass == Pass::kSegments) {
-      const int segment = params.segments.chunks * kChunk;
-      tile.ends = tile.length <= segment;
-      tile.length = min(tile.length, segment);
+    if constexpr (C::kPass == Pass::kSegments) {
+      const Segment segment = segment_of(params);
+      tile.ends = tile.length <= segment.first;
+      tile.length = min(tile.length, segment.first);
+      tile.slot = second_slot<C>(params, tile.n, segment);
     }
   } else {
-    locate_segment<C>(params, tile);
+    locate_segment<C>(params, tile, segment_of(params));
     if (C::kPass == Pass::kMaps && tile.ends) {  // nothing starts from the end of a last segment
       tile.exists = false;
       tile.length = 0;

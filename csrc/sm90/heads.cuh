@@ -61,7 +61,7 @@ template <class T, class Heads, bool kPool>
 const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t stream) {
   const ChunkForward& p = params.problem;
   const int64_t pairs = int64_t{p.N} * p.HV;
-  if (plan.segment == 0) {
+  if (plan.cuts.count == 0) {
     if constexpr (!only_halves<Heads>())
       if (!plan.halves)
         return launch_output<Config<T, Heads, 2, Pass::kWhole, kPool>>(params, pairs, stream);
@@ -69,15 +69,19 @@ const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t strea
   }
   const int64_t tiles = int64_t{plan.slots} * p.HV;
   using Maps = Config<T, Heads, Heads::kKeys == 256 ? 1 : 2, Pass::kMaps, kPool>;
-  params.parts = ceil_div(p.V, 64 * Maps::kStates);
-  const int64_t maps = tiles * (params.parts + Maps::kMapRows / 64 / Maps::kStates);
-  if (const char* error = launch<Maps>(params, maps, stream)) return error;
   const auto walk = [&](bool first, bool beside) {
     params.segments.first = first;
     return launch_output<Config<T, Heads, 1, Pass::kSegments, kPool>>(
         params, first ? pairs : tiles, stream, beside);
   };
-  if (const char* error = walk(true, maps > 0)) return error;
+  const auto map = [&](bool beside) {
+    params.parts = ceil_div(p.V, 64 * Maps::kStates);
+    const int64_t parts = params.parts + Maps::kMapRows / 64 / Maps::kStates;
+    return launch<Maps>(params, tiles * parts, stream, beside);
+  };
+  const bool maps_first = plan.cuts.maps_first && tiles > 0;
+  if (const char* error = maps_first ? map(false) : walk(true, false)) return error;
+  if (const char* error = maps_first ? walk(true, true) : map(true)) return error;
   if (const char* error = launch_blocks(&fold_kernel<Maps>, params, pairs * (p.V / kFoldRows),
                                         kFoldThreads, Fold<Maps>::kBytes, 1, false, stream))
     return error;

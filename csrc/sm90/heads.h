@@ -18,11 +18,29 @@ struct Heads {
   static constexpr bool kExact = kExact_;
 };
 
+// Where every sequence is cut into segments, in chunks: the length of its first one, which is the longer,
+// and of each other one but the last.
+struct Cut {
+  int first, rest;
+  // What it was chosen for, at most: the longest sequence; segments, without the first of each sequence;
+  // and without the last of each, too.
+  int longest, later, inner;
+};
+
+// In ascending order of `longest`, for the device to choose from by the contents of cu_seqlens; the last
+// one serves any. None: whole sequences.
+struct Cuts {
+  static constexpr int kMost = 5;
+  Cut choices[kMost];
+  int count;
+  bool maps_first;  // maps take longer than the first segments, beside which they are walked
+};
+
 // How a call is cut up; by what the host knows alone, so that a CUDA graph stays valid when the
 // contents of cu_seqlens change.
 struct Plan {
   bool halves;   // a block owns 64 channels of V, not 128; always in segments
-  int segment;   // chunks of a segment; 0: whole sequences
+  Cuts cuts;
   int slots;     // segments at most, without the first of each sequence
 };
 

@@ -147,8 +147,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   SharedMemory<C>& sm = *reinterpret_cast<SharedMemory<C>*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
 
-  // The walk of first segments, launched next, may begin when all maps have.
-  if constexpr (C::kPass == Pass::kMaps) launch_dependents();
+  // The maps and the walk of the first segments: what is launched second may begin when all of the other
+  // has.
+  if (C::kPass == Pass::kMaps || (C::kPass == Pass::kSegments && params.segments.first))
+    launch_dependents();
   if (threadIdx.x == 0) init_barriers(sm);
   // Blocks above the diagonal are read and never written.
   const auto clear = [](auto& tiles) {
@@ -170,6 +172,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   fence_async_proxy();
   __syncthreads();
   if constexpr (C::kOneTile) {
+    // Nor may the maps, of which there may be none. One block sees to it, the last, as no other could have
+    // its multiprocessor while it waits.
+    if (C::kPass == Pass::kMaps && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
+      wait_for_prerequisites();
     if (!sm.tile.exists) return;
   }
 

@@ -1,9 +1,9 @@
 // Sequences in segments that run side by side, for calls with too few states to fill a GPU.
 //
-// What a segment does to the state is an affine map, S_out = M S_in + b. Pass::kMaps of the kernel
-// finds the maps of all segments at once: b is the walk from a state of zeros, M the walk from the
-// identity with values of zero. At the same time Pass::kSegments walks the first segments of all
-// sequences, which start from known states, and leaves the states that the second ones start from.
+// Pass::kSegments of the kernel walks the first segments of all sequences, which start from known states,
+// and leaves the states that the second ones start from. What a segment does to the state is an affine
+// map, S_out = M S_in + b. At the same time Pass::kMaps finds the maps of all segments between: b is the
+// walk from a state of zeros, M the walk from the identity with values of zero.
 // The kernel here folds the maps of each sequence, in order, into the states that the others start
 // from; Pass::kSegments then walks these. A last segment needs no map.
 #pragma once
@@ -48,10 +48,11 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   Tile tile;
   tile.n = pair / p.HV;
   locate_sequence<C>(params, tile);
-  const int steps = later_segments(tile.length, params.segments.chunks * kChunk) - 1;
+  const Segment segment = segment_of(params);
+  const int steps = segment.later(tile.length) - 1;
   if (steps < 1) return;
   const int map_size = state_size + C::kMapRows * kKeys;
-  const int64_t first = int64_t{second_slot<C>(params, tile.n)} * p.HV + hv;
+  const int64_t first = int64_t{second_slot<C>(params, tile.n, segment)} * p.HV + hv;
   const int64_t next_map = int64_t{p.HV} * map_size;
   const int own = (part * kFoldRows + row) * kKeys + column * 2;
   const float* const maps = params.segments.maps + first * map_size;

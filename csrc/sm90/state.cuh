@@ -46,9 +46,8 @@ struct State {
             tile.map * rows()) * C::kKeys;
   }
   GDN_DEVICE float* start_of(const Tile& tile) const {
-    const int slot = tile.begins ? second_slot<C>(params, tile.n) : tile.slot;
     return params.segments.starts +
-           (int64_t{slot} * params.problem.HV + tile.hv) * (rows() * C::kKeys);
+           (int64_t{tile.slot} * params.problem.HV + tile.hv) * (rows() * C::kKeys);
   }
 
   GDN_DEVICE void load(const Tile& tile) {
