@@ -4,6 +4,7 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "../common/tensor_map.h"
@@ -67,6 +68,7 @@ struct Costs {
   double fold, launches;   // a segment of the fold; three more launches
 };
 constexpr double kSecondLaunch = 2;  // so much later begin the maps, unless they are launched first
+constexpr double kNoSegments = 2;    // the launches, of nothing
 template <class Heads>
 constexpr Costs costs() {
   return Heads::kKeys == 64    ? Costs{1.74, 1.28, 1.4, 3.5, 1.7, 12.5}
@@ -155,7 +157,8 @@ struct Estimate {
     const int64_t most = later(lengths.longest, cut), other_most = later(lengths.other, cut);
     const double last = most > 0 ? tile(left(lengths.longest, cut, most), true) : 0;
     const double other_last = other_most > 0 ? tile(left(lengths.other, cut, other_most), true) : 0;
-    const double apart = double(std::max<int64_t>(most - 1, 0)) * kCosts.fold + kCosts.launches +
+    const double apart = double(std::max<int64_t>(most - 1, 0)) * kCosts.fold +
+                         (cut.later > 0 ? kCosts.launches : kNoSegments) +
                          (maps > 0 && first > a_map ? kSecondLaunch : 0);
 
     const double early_work = double(heads) * first + double(others) * other_first + double(maps) * a_map;
@@ -193,17 +196,18 @@ struct Estimate {
 // The best of cuts, each with lengths that it serves.
 template <class Heads, class Candidate>
 std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest, const Candidate& candidate) {
-  constexpr int kMostSegments = 32, kLeastChunks = 4;
+  constexpr int kMostSegments = 32, kMore = 5, kLeastChunks = 4;
   constexpr double kRatios[] = {1, 1.25, 1.5, 2, 3, 4};  // of the first segment's length to the others'
   auto [best, lengths] = candidate(longest, longest);  // no cut, in segments all the same
   double least = estimate.segments(lengths, best, std::numeric_limits<double>::infinity());
-  for (int number = 3; number <= kMostSegments; ++number) {
+  int last = 3;  // number of segments that was better than fewer
+  for (int number = 3; number <= std::min(last + kMore, kMostSegments); ++number) {
     for (const double ratio : kRatios) {
       const int64_t rest = int64_t(std::ceil(double(longest) / (number - 1 + ratio)));
       if (rest < kLeastChunks) continue;
       const auto [cut, served] = candidate(int64_t(std::ceil(double(rest) * ratio)), rest);
       const double time = estimate.segments(served, cut, least);
-      if (time < least) best = cut, least = time;
+      if (time < least) best = cut, least = time, last = number;
     }
   }
   return {best, least};
@@ -215,7 +219,7 @@ Plan make_plan(const ChunkForward& p) {
   constexpr double kWorthIt = 0.95, kMostLoss = 1.03;
   // The host does not know the lengths of packed sequences. The longest has so much of what is between an
   // equal share and all.
-  constexpr double kLonger[] = {0, 0.25, 0.5, 0.75};
+  constexpr double kLonger[] = {0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75};
   constexpr int kGuesses = int(std::size(kLonger));
   static_assert(kGuesses < Cuts::kMost);
   const Estimate<Heads> estimate = {p};
@@ -224,15 +228,18 @@ Plan make_plan(const ChunkForward& p) {
   const int guesses = guess ? kGuesses : 1;
   const int64_t each = p.cu_seqlens ? ceil_div(chunks, std::max(p.N, 1)) : chunks;
   Lengths lengths[kGuesses];
-  double whole[2][kGuesses], both = 0, halves = 0;
+  double whole[2][kGuesses];
   for (int i = 0; i < guesses; ++i) {
     const int64_t longest = each + int64_t(double(chunks - each) * (guess ? kLonger[i] : 0));
     lengths[i] = {longest, guess ? ceil_div(chunks - longest, p.N - 1) : each};
-    halves += whole[true][i] = estimate.whole(lengths[i], true);
-    both += whole[false][i] = estimate.whole(lengths[i], false);
+    whole[true][i] = estimate.whole(lengths[i], true);
+    whole[false][i] = sm90::only_halves<Heads>() ? whole[true][i] : estimate.whole(lengths[i], false);
   }
-  const Plan in_whole = {sm90::only_halves<Heads>() || halves < both, {}, 0};
-  const double enough = kWorthIt * (in_whole.halves ? halves : both);
+  // Whole sequences are taken for equal ones: with half of V a block is done sooner with a long one, but
+  // four equal ones of 32 heads would take two turns.
+  const bool halves = whole[true][0] <= whole[false][0];
+  const Plan in_whole = {halves, {}, 0};
+  const double enough = kWorthIt * std::accumulate(whole[halves], whole[halves] + guesses, 0.);
   const int forced = GDN_SEGMENT_CHUNKS;
   if (p.batch_invariant || forced == 0 || p.N == 0) return in_whole;
 
@@ -260,8 +267,7 @@ Plan make_plan(const ChunkForward& p) {
     const auto [cut, of_cut] = best_cut(estimate, lengths[i].longest, [&](int64_t first, int64_t rest) {
       return std::pair(estimate.cut(lengths[i], first, rest), lengths[i]);
     });
-    const double of_whole = sm90::only_halves<Heads>() ? whole[true][i] : std::min(whole[0][i], whole[1][i]);
-    if (of_cut > kMostLoss * of_whole) return in_whole;
+    if (of_cut > kMostLoss * whole[halves][i]) return in_whole;
     cuts.choices[cuts.count++] = cut;
     time += of_cut;
   }

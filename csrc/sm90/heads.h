@@ -30,7 +30,7 @@ struct Cut {
 // In ascending order of `longest`, for the device to choose from by the contents of cu_seqlens; the last
 // one serves any. None: whole sequences.
 struct Cuts {
-  static constexpr int kMost = 5;
+  static constexpr int kMost = 8;
   Cut choices[kMost];
   int count;
   bool maps_first;  // maps take longer than the first segments, beside which they are walked
