@@ -1,6 +1,7 @@
 """One decode step from a pool of states, beside FlashInfer and FLA, and the roof of the same run.
 
-    python -m benchmarks.decode [--sequences 1 64 256] [--heads 16/32 16/64] [--jsonl FILE]
+    python -m benchmarks.decode [--sequences 1 64 256] [--heads 16/32 16/64] [--pools float32]
+        [--peers flashinfer] [--jsonl FILE]
 
 Each row is one token a sequence, q, k and v in bf16, K = V = 128, with the L2 norm, the gate and
 the sigmoid in the kernel, updated in place: microseconds of a call in a CUDA graph and the share of
@@ -16,7 +17,7 @@ key-first states without slots. A peer that is not installed is named as such.
 import argparse
 import importlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,6 +153,7 @@ MAKERS: dict[str, Maker] = {
     "FlashInfer, states, key-first": flashinfer_states,
     "FLA, states": fla,
 }
+PEERS = ("flashinfer", "fla")
 
 
 def output(result: Any) -> Tensor:
@@ -170,13 +172,28 @@ def roof_time(nbytes: int, device: Device, rounds: int) -> float:
     return min(map(statistics.median, replay_times(ways, device, rounds, flush=False).values()))
 
 
-def measure(N: int, H: int, HV: int, dtype: torch.dtype, device: Device, rounds: int) -> Any:
+def makers_of(peers: Sequence[str]) -> dict[str, Maker]:
+    """Ours, and those of the peers, by the first word of their names."""
+    wanted = {"gdn_triton", *peers}
+    return {name: maker for name, maker in MAKERS.items() if name.split(",")[0].lower() in wanted}
+
+
+def measure(
+    N: int,
+    H: int,
+    HV: int,
+    dtype: torch.dtype,
+    device: Device,
+    *,
+    makers: Mapping[str, Maker] = MAKERS,
+    rounds: int,
+) -> Any:
     step = make_step(N, H, HV, device.torch)
     checked = min(N, 8)
     expected = exact(step, checked)
     rows: dict[str, dict[str, Any]] = {}
     replays: dict[str, Replay] = {}
-    for name, maker in MAKERS.items():
+    for name, maker in makers.items():
         call, why = attempt(device, partial(maker, step, dtype))
         if why is None and isinstance(call, str):
             why = call
@@ -206,15 +223,15 @@ def measure(N: int, H: int, HV: int, dtype: torch.dtype, device: Device, rounds:
     }
 
 
-def table(records: list[Any]) -> str:
+def table(records: list[Any], names: Collection[str] = MAKERS) -> str:
     """Markdown: us in a graph, the share of the roof, and the host's us of a call."""
     lines = [
-        f"| sequences, H / HV, pool | roof | {' | '.join(MAKERS)} |",
-        f"|---|---|{'---|' * len(MAKERS)}",
+        f"| sequences, H / HV, pool | roof | {' | '.join(names)} |",
+        f"|---|---|{'---|' * len(names)}",
     ]
     for record in records:
         cells = []
-        for name in MAKERS:
+        for name in names:
             row = record["results"][name]
             if "time" not in row:
                 cells.append("-")
@@ -231,23 +248,26 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--heads", nargs="+", default=["16/32", "16/64"], metavar="H/HV")
     parser.add_argument("--pools", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
     options = parser.parse_args()
     device = cuda_device("a decode step is timed on")
+    makers = makers_of(options.peers)
     records, whys = [], set()
     for heads in options.heads:
         H, HV = map(int, heads.split("/"))
         for N in options.sequences:
             for pool in options.pools:
-                record = measure(N, H, HV, getattr(torch, pool), device, options.rounds)
+                dtype = getattr(torch, pool)
+                record = measure(N, H, HV, dtype, device, makers=makers, rounds=options.rounds)
                 records.append(record)
                 for name, row in record["results"].items():
                     if "skipped" in row:
                         whys.add(f"{name}, {pool}: {row['skipped']}")
                 append_record(options.jsonl, record)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    print(table(records))
+    print(table(records, makers))
     print("\n".join(["", *sorted(whys)]))
 
 
