@@ -131,6 +131,19 @@ def test_build_from_clean(tmp_path: Path) -> None:
     assert made == {path: path.stat().st_mtime_ns for path in objects.rglob("*.o")}
 
 
+def test_plans(tmp_path: Path) -> None:
+    """How calls are cut into segments: whatever the lengths are, there is memory for them."""
+    build = builder()
+    try:
+        tools = build.find_toolchain()
+    except build.Unbuildable as why:
+        pytest.skip(f"there is nothing to compile it with: {why}")
+    program, source = tmp_path / "plans", ROOT / "tests" / "plans.cu"
+    command = (tools.nvcc, "-ccbin", tools.cxx, "-std=c++17", "-O1", "-arch=sm_90a", "-o", program)
+    output(*command, source)
+    assert output(program) == "right: 3000 plans\n"
+
+
 def check_machine_code(library: Path, kernels: set[str]) -> None:
     tool = cuobjdump()
     usage = output(tool, "--dump-resource-usage", library)

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #define GDN_DEVICE __device__ __forceinline__
+#define GDN_HOST_DEVICE __host__ GDN_DEVICE  // tests call it
 
 namespace gdn {
 

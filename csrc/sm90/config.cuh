@@ -168,7 +168,7 @@ GDN_DEVICE int values(const ChunkForward& p) {
   return C::kExact ? C::kKeys : p.V;
 }
 
-GDN_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
+GDN_HOST_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
   return p.cu_seqlens_64 ? static_cast<const int64_t*>(p.cu_seqlens)[n]
                          : static_cast<const int32_t*>(p.cu_seqlens)[n];
 }
@@ -176,9 +176,10 @@ GDN_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
 // The lengths of segments, in tokens.
 struct Segment {
   int first, rest;
-  GDN_DEVICE explicit Segment(const Cut& cut) : first(cut.first * kChunk), rest(cut.rest * kChunk) {}
+  GDN_HOST_DEVICE explicit Segment(const Cut& cut)
+      : first(cut.first * kChunk), rest(cut.rest * kChunk) {}
   // Of a sequence, behind its first.
-  GDN_DEVICE int later(int length) const {
+  GDN_HOST_DEVICE int later(int length) const {
     return length > first ? (length - first - 1) / rest + 1 : 0;
   }
 };
@@ -193,7 +194,7 @@ GDN_DEVICE bool is_skipped(const Pool& pool, int n) {
   return slot_at(pool.read_slots, n) <= pool.last_skipped;
 }
 
-GDN_DEVICE int sequence_length(const ChunkForward& p, int n) {
+GDN_HOST_DEVICE int sequence_length(const ChunkForward& p, int n) {
   return static_cast<int>(p.cu_seqlens ? sequence_bound(p, n + 1) - sequence_bound(p, n) : p.T);
 }
 
@@ -211,7 +212,7 @@ GDN_DEVICE void locate_sequence(const KernelParams& params, Tile& tile) {
 
 // Of the cuts to choose from the first that was chosen for so long a sequence and so many segments.
 // Skipped sequences count, so that which they are changes no bits of another.
-GDN_DEVICE Segment segment_of(const KernelParams& params) {
+GDN_HOST_DEVICE Segment segment_of(const KernelParams& params) {
   const Cuts& cuts = params.segments.cuts;
   const int N = cuts.count > 1 ? params.problem.N : 0;
   int longest = 0, choice = 0;

@@ -1,0 +1,117 @@
+// The plans of the CUDA forward, as the host makes them, and what the device makes of them for lengths that
+// the host does not know. Runs on the CPU; prints what is wrong, or "right" and how many plans there were.
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "../csrc/sm90/chunk_forward.cu"
+
+namespace gdn::sm90 {
+template <class T, class Heads, bool kPool>
+const char* run_heads(KernelParams&, const Plan&, cudaStream_t) {
+  return "nothing runs here";
+}
+}  // namespace gdn::sm90
+
+namespace {
+using namespace gdn;
+int faults = 0, plans = 0;
+
+struct Call {
+  int K, V, HV, N;
+  int64_t T;  // of a batch entry
+  bool packed;
+  void say(const char* what) const {
+    std::printf("K %d V %d HV %d N %d T %lld %s: %s\n", K, V, HV, N, (long long)T,
+                packed ? "packed" : "padded", what);
+    ++faults;
+  }
+};
+
+const int some_offsets[2] = {};
+
+ChunkForward problem(const Call& call) {
+  ChunkForward p = {};
+  p.K = call.K, p.V = call.V, p.H = p.HV = call.HV, p.N = call.N;
+  p.B = call.packed ? 1 : call.N, p.T = call.T;
+  p.cu_seqlens = call.packed ? some_offsets : nullptr;
+  p.multiprocessors = 132;
+  return p;
+}
+Plan plan_for(const ChunkForward& p) {
+  return with_heads(p, [&](auto heads) { return make_plan<decltype(heads)>(p); });
+}
+Plan plan_for(const Call& call) { return plan_for(problem(call)); }
+
+// How many segments there are behind the first ones, and that they have slots.
+int check(const Call& call, const Plan& plan, const std::vector<int>& lengths) {
+  std::vector<int> offsets(1, 0);
+  for (const int length : lengths) offsets.push_back(offsets.back() + length);
+  sm90::KernelParams params = {};
+  params.problem = problem(call);
+  if (call.packed) params.problem.cu_seqlens = offsets.data();
+  params.segments.cuts = plan.cuts;
+  const sm90::Segment segment = sm90::segment_of(params);
+  int later = 0;
+  for (const int length : lengths) later += segment.later(length);
+  if (later > plan.slots) call.say("more segments than slots");
+  return later;
+}
+
+void random_calls() {
+  std::mt19937 random(1);
+  const auto up_to = [&](int64_t most) { return int64_t(random() % uint64_t(most)) + 1; };
+  const int sizes[][2] = {{64, 64}, {128, 128}, {96, 192}, {256, 256}, {256, 512}};
+  for (int i = 0; i < 3000; ++i) {
+    const auto [K, V] = sizes[up_to(5) - 1];
+    const bool packed = up_to(4) > 1;
+    const int N = up_to(3) > 1 ? int(up_to(4)) : int(up_to(40));
+    const Call call = {K, V, int(up_to(48)), N, up_to(up_to(2) > 1 ? 3000 : 70000), packed};
+    const Plan plan = plan_for(call);
+    ++plans;
+    for (int c = 0; c < plan.cuts.count; ++c) {
+      const sm90::Cut& cut = plan.cuts.choices[c];
+      if (cut.rest < 1 || cut.first < cut.rest) call.say("a cut without length");
+      if (c > 0 && cut.longest <= plan.cuts.choices[c - 1].longest) call.say("cuts in no order");
+    }
+    if (plan.cuts.count == 0 && plan.slots > 0) call.say("slots of no segments");
+    ChunkForward invariant = problem(call);
+    invariant.batch_invariant = true;
+    if (plan_for(invariant).cuts.count > 0) call.say("cut, though the batch must not matter");
+    if (plan.cuts.count == 0) continue;
+    if (!packed) check(call, plan, std::vector<int>(size_t(N), int(call.T)));
+    for (int draw = 0; packed && draw < 40; ++draw) {  // some of the tokens belong to no sequence
+      std::vector<int> lengths(size_t(N), 0);
+      int64_t left = call.T;
+      for (int n = 0; n < N && left > 0; ++n) {
+        lengths[size_t(n)] = int(draw % 4 == 0 ? left : std::min(left, up_to(1 + 2 * call.T / N)));
+        left -= lengths[size_t(n)];
+      }
+      std::shuffle(lengths.begin(), lengths.end(), random);
+      check(call, plan, lengths);
+    }
+  }
+}
+
+void known_calls() {
+  const Call four = {128, 128, 32, 4, 32768, true}, eight = {128, 128, 16, 8, 32768, true};
+  for (const Call& call : {four, eight}) {  // in blocks with half of V they take two turns
+    const Plan plan = plan_for(call);
+    if (plan.halves || plan.cuts.count > 0) call.say("equal sequences fill the GPU in one turn");
+  }
+  const Call pair = {128, 128, 32, 2, 32768, true};
+  if (check(pair, plan_for(pair), {16384, 16384}) > 0) pair.say("equal ones are cut");
+  if (check(pair, plan_for(pair), {28672, 4096}) == 0) pair.say("unequal ones are not cut");
+  const Call one = {128, 128, 8, 1, 32768, false};
+  if (check(one, plan_for(one), {32768}) < 4) one.say("a long one of few heads is not cut");
+  const Call many = {128, 128, 64, 64, 65536, true};
+  if (plan_for(many).cuts.count > 0) many.say("cut, though the GPU is full");
+}
+}  // namespace
+
+int main() {
+  random_calls();
+  known_calls();
+  if (faults == 0) std::printf("right: %d plans\n", plans);
+  return faults != 0;
+}
