@@ -216,15 +216,15 @@ GDN_HOST_DEVICE Segment segment_of(const KernelParams& params) {
   const Cuts& cuts = params.segments.cuts;
   const int N = cuts.count > 1 ? params.problem.N : 0;
   int longest = 0, choice = 0;
-#pragma unroll 1
+  GDN_ROLLED
   for (int n = 0; n < N; ++n) longest = max(longest, sequence_length(params.problem, n));
-#pragma unroll 1
+  GDN_ROLLED
   for (; choice + 1 < cuts.count; ++choice) {
     const Cut& cut = cuts.choices[choice];
     if (longest > cut.longest * kChunk) continue;
     const Segment segment(cut);
     int later = 0, inner = 0;
-#pragma unroll 1
+    GDN_ROLLED
     for (int n = 0; n < N; ++n) {
       const int count = segment.later(sequence_length(params.problem, n));
       later += count;
