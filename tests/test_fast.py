@@ -105,13 +105,17 @@ def cuobjdump() -> str:
     return found
 
 
-def test_build_from_clean(tmp_path: Path) -> None:
-    """In one test, for the build is the expensive part."""
+def toolchain() -> Any:
     build = builder()
     try:
-        tools = build.find_toolchain()
+        return build.find_toolchain()
     except build.Unbuildable as why:
         pytest.skip(f"the CUDA library cannot be built here: {why}")
+
+
+def test_build_from_clean(tmp_path: Path) -> None:
+    """In one test, for the build is the expensive part."""
+    build, tools = builder(), toolchain()
     library, objects = tmp_path / "library.so", tmp_path / "objects"
     kernels = build.build(tools, library, objects)
     assert kernels, "ptxas reported no kernel"
@@ -133,11 +137,7 @@ def test_build_from_clean(tmp_path: Path) -> None:
 
 def test_plans(tmp_path: Path) -> None:
     """How calls are cut into segments: whatever the lengths are, there is memory for them."""
-    build = builder()
-    try:
-        tools = build.find_toolchain()
-    except build.Unbuildable as why:
-        pytest.skip(f"there is nothing to compile it with: {why}")
+    tools = toolchain()
     program, source = tmp_path / "plans", ROOT / "tests" / "plans.cu"
     command = (tools.nvcc, "-ccbin", tools.cxx, "-std=c++17", "-O1", "-arch=sm_90a", "-o", program)
     output(*command, source)
