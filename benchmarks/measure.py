@@ -218,6 +218,8 @@ class Replay:
     """One call in a CUDA graph; on a CPU, the call itself. `result` is rewritten by each replay."""
 
     def __init__(self, call: Callable[[], Any], device: Device) -> None:
+        # The graph reads and writes the memory of its tensors, which the next capture would free.
+        self.call = call
         if not device.is_cuda:
             self.result = call()
             self.run = call

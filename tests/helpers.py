@@ -265,9 +265,10 @@ def make_inputs(
 
 
 def unit_rows(*shape: int, seed: int = 7) -> Tensor:
-    """Random rows of length 1, fp32, on the CPU."""
+    """Random rows of length 1, fp32, the same on every device; on the default one."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=-1)
+    rows = torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device())
+    return torch.nn.functional.normalize(rows, dim=-1)
 
 
 # --------------------------------------------------------------------- the independent computation

@@ -1,10 +1,13 @@
 """The benchmark on a CPU at toy sizes, and the page on records whose contents are known."""
 
+import gc
 import json
 import os
 import re
 import shlex
 import sys
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import conv, page, plot, prefill, run, stranger
-from benchmarks.measure import TOLERANCES, equal_share
+from benchmarks.measure import TOLERANCES, Device, Replay, equal_share
 from benchmarks.peers import PEERS, OursTriton, Peer
 from benchmarks.shapes import ACCURACY, CHUNK, NUMERICS, SPEED, all_cases, floor_us
 
@@ -117,6 +120,20 @@ def test_times_need_a_gpu(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="a CUDA GPU"):
         module.main([])
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu("a call is captured in a graph"))]
+)
+def test_a_replay_keeps_the_tensors_it_reads(device: str) -> None:
+    """A capture gives unused memory back, so another one after this would leave it nothing."""
+    x = torch.ones(4, device=device)
+    tensor = weakref.ref(x)
+    replay = Replay(partial(torch.neg, x), Device(torch.device(device)))
+    del x
+    gc.collect()
+    assert tensor() is not None
+    replay.run()
 
 
 def test_equal_share() -> None:
