@@ -4,6 +4,7 @@ import importlib
 import inspect
 import itertools
 import math
+import re
 import sys
 from types import ModuleType
 
@@ -18,10 +19,20 @@ from gdn_triton.integrations import flashinfer, sglang
 REQUIRED = inspect.Parameter.empty
 
 
-@pytest.fixture(autouse=True)
-def reference(monkeypatch):
-    """What is tested lies around the op."""
-    monkeypatch.setenv("GDN_BACKEND", "reference")
+GPU = pytest.param(
+    ("cuda", "triton"), id="gpu", marks=pytest.mark.gpu("what an engine calls runs there")
+)
+
+
+@pytest.fixture(autouse=True, params=[pytest.param(("cpu", "reference"), id="cpu"), GPU])
+def place(request, monkeypatch):
+    """What is tested lies around the op: on the CPU on the reference, on a GPU on Triton."""
+    device, backend = request.param
+    if device == "cuda" and re.search("signature|errors|enable|unknown|absent", request.node.name):
+        pytest.skip("nothing of this depends on the device")
+    monkeypatch.setenv("GDN_BACKEND", backend)
+    with torch.device(device):
+        yield
 
 
 # FlashInfer 0.7.2.post1, flashinfer/gdn_prefill.py and flashinfer/gdn_decode.py.
