@@ -1,12 +1,13 @@
 """Error, time and memory of the gradients, beside FLA's and FlashQLA's.
 
-    python -m benchmarks.backward [--peers fla flashqla] [--select TEXT] [--jsonl FILE]
+    python -m benchmarks.backward [--peers fla flashqla] [--select TEXT] [--draws 8] [--jsonl FILE]
 
 Errors: the norm of the error over that of the gradient, against float64 autograd of the
-specification, in bf16. Times: microseconds of the gradients of q, k, v, g, beta and the initial
-state, from those of o and the final state, between two events, medians; the implementations take
-turns. `call` adds the forward that made the graph. Memory: what a forward keeps until the backward
-beyond its inputs and outputs, and the most that both together take beyond those and the gradients.
+specification, in bf16; the root mean square of several draws of the inputs. Times: microseconds of
+the gradients of q, k, v, g, beta and the initial state, from those of o and the final state,
+between two events, medians; the implementations take turns. `call` adds the forward that made the
+graph. Memory: what a forward keeps until the backward beyond its inputs and outputs, and the most
+that both together take beyond those and the gradients.
 
 FLA's own Triton backward refuses Hopper with Triton 3.4 to 3.7.0, so its TileLang one runs where
 that package is installed; FlashQLA is a peer of its own, and FLA is kept from handing over to it.
@@ -14,9 +15,11 @@ that package is installed; FlashQLA is a peer of its own, and FLA is kept from h
 
 import argparse
 import importlib
+import math
 import os
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,22 +105,27 @@ def gradients(rule: Rule, inputs: Inputs, dtype: torch.dtype | None = None) -> l
     return list(torch.autograd.grad(outputs, x, seeds))
 
 
-def measure_errors(case: Case, rules: dict[str, Rule], device: Device) -> dict[str, Any]:
-    inputs = make_inputs(case, device.torch)
-    expected = gradients(specification, inputs, torch.float64)
-    results: dict[str, Any] = {}
-    for name, rule in rules.items():
-        # Compiles, and leaves memory that the second run finds dirty.
-        _, why = attempt(device, partial(gradients, rule, inputs))
-        if why is None:
-            device.poison(8 * inputs.nbytes)
-            found, why = attempt(device, partial(gradients, rule, inputs))
-        if why is not None:
-            results[name] = {"error": why}
-            continue
-        pairs = zip(NAMES, found, expected, strict=True)
-        results[name] = {key: relative(x, y) for key, x, y in pairs}
-    return {"case": case.name, "kind": "errors", "results": results}
+def measure_errors(
+    case: Case, rules: dict[str, Rule], device: Device, draws: int
+) -> dict[str, Any]:
+    results: dict[str, Any] = {name: dict.fromkeys(NAMES, 0.0) for name in rules}
+    for draw in range(draws):
+        inputs = make_inputs(replace(case, name=f"{case.name}, {draw}"), device.torch)
+        expected = gradients(specification, inputs, torch.float64)
+        for name, rule in rules.items():
+            if "error" in results[name]:
+                continue
+            # Compiles, and leaves memory that the second run finds dirty.
+            _, why = attempt(device, partial(gradients, rule, inputs))
+            if why is None:
+                device.poison(8 * inputs.nbytes)
+                found, why = attempt(device, partial(gradients, rule, inputs))
+            if why is not None:
+                results[name] = {"error": why}
+                continue
+            for key, x, y in zip(NAMES, found, expected, strict=True):
+                results[name][key] = math.hypot(results[name][key], relative(x, y) / draws**0.5)
+    return {"case": case.name, "kind": "errors", "draws": draws, "results": results}
 
 
 class Backward:
@@ -230,6 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--peers", nargs="*", default=["fla", "flashqla"])
     parser.add_argument("--select", default="", help="only cases whose name holds this")
+    parser.add_argument("--draws", type=int, default=8, help="of the inputs, for errors")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--jsonl", type=Path, help="also append a record a case to this file")
     options = parser.parse_args()
@@ -241,7 +250,7 @@ def main() -> None:
         except Exception as error:
             print(f"{key}: not measured: {type(error).__name__}: {error}")
     records = []
-    jobs = [partial(measure_errors, case) for case in ERROR_CASES]
+    jobs = [partial(measure_errors, case, draws=options.draws) for case in ERROR_CASES]
     jobs += [partial(measure_times, case, rounds=options.rounds) for case in TIME_CASES]
     for job in jobs:
         if options.select not in job.args[0].name:
