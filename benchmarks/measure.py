@@ -215,14 +215,16 @@ def measure_accuracy(
 
 
 class Replay:
-    """One call in a CUDA graph; on a CPU, the call itself. `result` is rewritten by each replay."""
+    """One call, or several in a row, in a CUDA graph; on a CPU as they are. `result`, of the last,
+    is rewritten by each replay."""
 
-    def __init__(self, call: Callable[[], Any], device: Device) -> None:
+    def __init__(self, call: Callable[[], Any], device: Device, calls: int = 1) -> None:
         # The graph reads and writes the memory of its tensors, which the next capture would free.
         self.call = call
+        self.calls = calls
         if not device.is_cuda:
-            self.result = call()
-            self.run = call
+            self._call()
+            self.run = self._call
             return
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -233,8 +235,12 @@ class Replay:
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.result = call()
+            self._call()
         self.run = self.graph.replay
+
+    def _call(self) -> None:
+        for _ in range(self.calls):
+            self.result = self.call()
 
 
 def replay_times(
