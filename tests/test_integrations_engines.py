@@ -154,7 +154,8 @@ def test_flashinfer_prefill(heads):
     expected, expected_state = expected_of(inputs, state, **options)
     o = flashinfer.chunk_gated_delta_rule(**inputs, initial_state=state, **options)
     assert same_bits(o, expected)
-    output, output_state = torch.zeros(T, 4, V), torch.zeros(N, 4, V, K, dtype=torch.bfloat16)
+    output = torch.full((T, 4, V), math.nan)
+    output_state = torch.full((N, 4, V, K), math.nan, dtype=torch.bfloat16)
     o, final_state = flashinfer.chunk_gated_delta_rule(
         **inputs,
         initial_state=state,
@@ -297,7 +298,7 @@ def test_flashinfer_decode():
     ):
         state = torch.randn(shape)
         expected, expected_state = step_of(inputs, state, rows, state_v_first=v_first, scale=0.25)
-        output = torch.zeros(B, 1, 4, V)
+        output = torch.full((B, 1, 4, V), math.nan)
         o, returned = function(**inputs, state=state, scale=0.25, output=output)
         assert o is output and returned is state
         assert same_bits(o, expected) and same_bits(state, expected_state)
