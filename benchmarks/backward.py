@@ -105,26 +105,35 @@ def gradients(rule: Rule, inputs: Inputs, dtype: torch.dtype | None = None) -> l
     return list(torch.autograd.grad(outputs, x, seeds))
 
 
+def errors_of(rule: Rule, inputs: Inputs, expected: list[Tensor], device: Device) -> list[float]:
+    gradients(rule, inputs)  # compiles, and leaves memory that the second run finds dirty
+    device.poison(8 * inputs.nbytes)
+    return [relative(x, y) for x, y in zip(gradients(rule, inputs), expected, strict=True)]
+
+
 def measure_errors(
     case: Case, rules: dict[str, Rule], device: Device, draws: int
 ) -> dict[str, Any]:
-    results: dict[str, Any] = {name: dict.fromkeys(NAMES, 0.0) for name in rules}
+    errors: dict[str, list[list[float]]] = {name: [] for name in rules}
+    whys: dict[str, str] = {}
     for draw in range(draws):
         inputs = make_inputs(replace(case, name=f"{case.name}, {draw}"), device.torch)
         expected = gradients(specification, inputs, torch.float64)
         for name, rule in rules.items():
-            if "error" in results[name]:
+            if name in whys:
                 continue
-            # Compiles, and leaves memory that the second run finds dirty.
-            _, why = attempt(device, partial(gradients, rule, inputs))
+            found, why = attempt(device, partial(errors_of, rule, inputs, expected, device))
             if why is None:
-                device.poison(8 * inputs.nbytes)
-                found, why = attempt(device, partial(gradients, rule, inputs))
-            if why is not None:
-                results[name] = {"error": why}
-                continue
-            for key, x, y in zip(NAMES, found, expected, strict=True):
-                results[name][key] = math.hypot(results[name][key], relative(x, y) / draws**0.5)
+                errors[name].append(found)
+            else:
+                whys[name] = why
+    results: dict[str, Any] = {}
+    for name, of_draws in errors.items():
+        if name in whys:
+            results[name] = {"error": whys[name]}
+        else:
+            of_keys = zip(NAMES, zip(*of_draws, strict=True), strict=True)
+            results[name] = {key: math.hypot(*found) / draws**0.5 for key, found in of_keys}
     return {"case": case.name, "kind": "errors", "draws": draws, "results": results}
 
 
@@ -242,6 +251,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--jsonl", type=Path, help="also append a record a case to this file")
     options = parser.parse_args()
+    if options.draws < 1:
+        parser.error(f"--draws must be at least 1, got {options.draws}")
     device = cuda_device("gradients are timed on")
     rules: dict[str, Rule] = {"gdn_triton": load("gdn_triton")}
     for key in options.peers:

@@ -28,6 +28,7 @@ from benchmarks.measure import (
     device_for,
     device_line,
     host_time,
+    in_a_row,
     replay_times,
 )
 from benchmarks.report import append_record, table
@@ -86,12 +87,7 @@ class Bench:
 
     def time(self, calls: Sequence[Call]) -> float:
         """us of one of the calls, which are a graph together."""
-
-        def all_calls() -> None:
-            for call in calls:
-                call()
-
-        replays = {"": Replay(all_calls, self.device)}
+        replays = {"": Replay(in_a_row(calls), self.device)}
         once = replay_times(replays, self.device, 1, flush=False)[""][0]
         rounds = max(1, min(self.rounds, int(MOST_TIME / once)))
         times = replay_times(replays, self.device, rounds, flush=False)[""]

@@ -32,6 +32,7 @@ from benchmarks.measure import (
     attempt,
     cuda_device,
     host_time,
+    in_a_row,
     relative,
     replay_times,
 )
@@ -39,8 +40,7 @@ from benchmarks.report import append_record
 from gdn_triton import recurrent_step, reference
 
 K = V = 128
-# Of a graph: the shortest takes less time than it takes to begin a replay.
-CALLS = 16
+CALLS = 16  # of a graph
 
 
 class Step(NamedTuple):
@@ -164,12 +164,17 @@ def output(result: Any) -> Tensor:
     return o.reshape(o.shape[0], o.shape[-2], o.shape[-1])
 
 
+def graph_of(call: Callable[[], Any], device: Device) -> Replay:
+    """CALLS of them."""
+    return Replay(in_a_row([call] * CALLS), device)
+
+
 def roof_time(nbytes: int, device: Device, rounds: int) -> float:
     """us of the faster of two ways to read and write `nbytes`."""
     x, y = torch.randn(2, nbytes // 4, device=device.torch)
     ways = {
-        "copy": Replay(partial(y.copy_, x), device, CALLS),
-        "scale": Replay(partial(x.mul_, 1), device, CALLS),
+        "copy": graph_of(partial(y.copy_, x), device),
+        "scale": graph_of(partial(x.mul_, 1), device),
     }
     times = replay_times(ways, device, rounds, flush=False).values()
     return min(map(statistics.median, times)) / CALLS
@@ -188,7 +193,7 @@ def measure(
     dtype: torch.dtype,
     device: Device,
     *,
-    makers: Mapping[str, Maker] = MAKERS,
+    makers: Mapping[str, Maker],
     rounds: int,
 ) -> Any:
     step = make_step(N, H, HV, device.torch)
@@ -209,7 +214,7 @@ def measure(
                 why = f"o differs by {difference:.1e} from float64"
         if why is None:
             rows[name]["host"] = host_time(call, device)
-            replays[name], why = attempt(device, partial(Replay, call, device, CALLS))
+            replays[name], why = attempt(device, partial(graph_of, call, device))
         if why is not None:
             replays.pop(name, None)
             rows[name] = {"skipped": why}
@@ -226,7 +231,7 @@ def measure(
     }
 
 
-def table(records: list[Any], names: Collection[str] = MAKERS) -> str:
+def table(records: list[Any], names: Collection[str]) -> str:
     """Markdown: us in a graph, the share of the roof, and the host's us of a call."""
     lines = [
         f"| sequences, H / HV, pool | roof | {' | '.join(names)} |",

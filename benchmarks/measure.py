@@ -215,16 +215,14 @@ def measure_accuracy(
 
 
 class Replay:
-    """One call, or several in a row, in a CUDA graph; on a CPU as they are. `result`, of the last,
-    is rewritten by each replay."""
+    """One call in a CUDA graph; on a CPU, the call itself. `result` is rewritten by each replay."""
 
-    def __init__(self, call: Callable[[], Any], device: Device, calls: int = 1) -> None:
+    def __init__(self, call: Callable[[], Any], device: Device) -> None:
         # The graph reads and writes the memory of its tensors, which the next capture would free.
         self.call = call
-        self.calls = calls
         if not device.is_cuda:
-            self._call()
-            self.run = self._call
+            self.result = call()
+            self.run = call
             return
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -235,12 +233,18 @@ class Replay:
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self._call()
+            self.result = call()
         self.run = self.graph.replay
 
-    def _call(self) -> None:
-        for _ in range(self.calls):
-            self.result = self.call()
+
+def in_a_row(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+    """One call of them all: a single short one takes less time than its graph takes to begin."""
+
+    def all_calls() -> None:
+        for call in calls:
+            call()
+
+    return all_calls
 
 
 def replay_times(
