@@ -107,11 +107,36 @@ void known_calls() {
   const Call many = {128, 128, 64, 64, 65536, true};
   if (plan_for(many).cuts.count > 0) many.say("cut, though the GPU is full");
 }
+// Single sequences, whose length the host knows: no cut that is longer or shorter by a chunk is better.
+void near_cuts() {
+  using Heads = sm90::Heads<128, true>;
+  for (const int HV : {8, 16, 24, 32, 48, 64})
+    for (const int64_t T : {1000, 2048, 4096, 8192, 20000, 32768, 100000}) {
+      const Call call = {128, 128, HV, 1, T, true};
+      const ChunkForward p = problem(call);
+      const Plan plan = plan_for(call);
+      ++plans;
+      if (plan.cuts.count == 0) continue;
+      const Estimate<Heads> estimate = {p};
+      const int64_t chunks = ceil_div(T, sm90::kChunk);
+      const auto time = [&](int first, int rest) {
+        return estimate.segments({chunks, chunks}, estimate.cut({chunks, chunks}, first, rest), 1e9);
+      };
+      const Cut& cut = plan.cuts.choices[0];
+      const double chosen = time(cut.first, cut.rest);
+      for (const int longer : {-1, 0, 1})
+        for (const int other : {-1, 0, 1})
+          if (cut.rest + other >= 4 && cut.first + longer >= cut.rest + other &&
+              time(cut.first + longer, cut.rest + other) < chosen)
+            call.say("a cut beside the chosen one is better");
+    }
+}
 }  // namespace
 
 int main() {
   random_calls();
   known_calls();
+  near_cuts();
   if (faults == 0) std::printf("right: %d plans\n", plans);
   return faults != 0;
 }
