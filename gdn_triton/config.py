@@ -271,7 +271,7 @@ def state_bwd_config(K: int, V: int, dtype: torch.dtype, states: int) -> tuple[T
 def pairs_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize == 4:
         return quarter_tile(K, V)
-    return Tile(padded(K, 128), padded(V, 64), num_warps=4, num_stages=2, maxnreg=168)
+    return Tile(padded(K, 128), padded(V, 64), num_warps=4, num_stages=3, maxnreg=168)
 
 
 @functools.cache

@@ -5,8 +5,10 @@
     own_i = scale (do_i . v_new_i)                       which no decay reaches: fp32
 
 and what they leave once they have met q k^T and k k^T: their part of dbeta and of the decays'
-gradient. dv = beta dx comes along, as dx is here. A program owns N, or S and own, of one chunk of
-one key head and adds up its value heads, one after the other, in registers: dq and dk need no more.
+gradient. A program owns N, or S and own, of one chunk of one key head and adds up its value heads,
+one after the other, in registers: dq and dk need no more. All that is loaded is an operand of a
+product and of nothing else, as dbeta's dx . v is the diagonal of one: what registers use too, or
+alone, is not loaded ahead.
 """
 
 from typing import NamedTuple
@@ -92,7 +94,6 @@ def key_pairs(
     p_dx,
     p_g,
     p_beta,
-    p_dv,
     p_share,
     plane,
     valid,
@@ -127,7 +128,7 @@ def key_pairs(
     for _ in range(0, G):
         b_beta = tl.load(p_beta + o_t * stride_betat, mask=valid, other=0).to(tl.float32)
         b_N = tl.zeros([BT, BT], dtype=tl.float32)
-        b_dbeta = tl.zeros([BT], dtype=tl.float32)
+        b_dxv = tl.zeros([BT, BT], dtype=tl.float32)
         for i_v in range(0, V, BV):
             o_v = i_v + tl.arange(0, BV)[None, :]
             in_values = valid[:, None] & (o_v < V)
@@ -136,10 +137,7 @@ def key_pairs(
             b_v_new = tl.load(p_v_new + o_value, mask=in_values, other=0)
             b_N = tl.dot(b_dx, tl.trans(b_v_new), b_N, input_precision=PRECISION)
             b_v = tl.load(p_v + (o_t[:, None] * stride_vt + o_v), mask=in_values, other=0)
-            b_dx = b_dx.to(tl.float32)
-            b_dbeta += tl.sum(b_dx * b_v.to(tl.float32), 1)
-            b_dv = (b_beta[:, None] * b_dx).to(p_dv.dtype.element_ty)
-            tl.store(p_dv + o_value, b_dv, mask=in_values)
+            b_dxv = tl.dot(b_dx, tl.trans(b_v.to(dtype)), b_dxv, input_precision=PRECISION)
         b_g = tl.load(p_g + o_t * stride_gt, mask=valid, other=0)
         # 0 * inf or 0 * NaN of a product above the diagonal must not survive: select.
         between = decay_between(b_g[:, None], b_g[None, :], below)
@@ -147,6 +145,7 @@ def key_pairs(
         sum_N += b_N * b_beta[:, None]
         b_N = tl.where(below, b_N * b_kk, 0.0)
         later = tl.sum(b_N, 1)
+        b_dbeta = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_dxv, 0.0), 1)
         tl.store(p_share + o_t, b_dbeta + later, mask=valid)
         # As in query_pairs.
         earlier = tl.sum(b_N * b_beta[:, None], 0)
@@ -156,7 +155,6 @@ def key_pairs(
         p_v += stride_vh
         p_v_new += V
         p_dx += V
-        p_dv += V
         p_share += T
     return sum_N
 
@@ -174,7 +172,6 @@ def pairs_bwd_kernel(
     S,
     N,
     own,
-    dv,
     shares,
     chunk_rows,
     scale,
@@ -225,13 +222,6 @@ def pairs_bwd_kernel(
     base = ((i_b * T + row) * HV + i_h * G) * V
     o_t = tl.arange(0, BT)
     if n_rows <= 0:
-        # Tokens of no sequence have no gradient.
-        if of_keys:
-            for i_v in range(0, G * V, BV):
-                o_v = i_v + tl.arange(0, BV)[None, :]
-                mask = (o_t < -n_rows)[:, None] & (o_v < G * V)
-                nothing = tl.zeros([BT, BV], dtype=dv.dtype.element_ty)
-                tl.store(dv + base + (o_t[:, None] * HV * V + o_v), nothing, mask=mask)
         return
     dtype: tl.constexpr = S.dtype.element_ty
     valid = o_t < n_rows
@@ -252,7 +242,6 @@ def pairs_bwd_kernel(
             dx + base,
             p_g,
             p_beta,
-            dv + base,
             p_share,
             plane,
             valid,
@@ -307,14 +296,12 @@ def pairs_bwd_kernel(
 
 class Pairs(NamedTuple):
     """Sums over the value heads of a key head: S, N: [B, T, H, chunk_size], strictly lower, in the
-    dtype of products; own: fp32 [B, H, T]. dv: [B, T, HV, V]. shares: fp32 [3, B, HV, T], the
-    pairs' part of dbeta, and two of the gradients of a token's decay and those before it in its
-    chunk."""
+    dtype of products; own: fp32 [B, H, T]. shares: fp32 [3, B, HV, T], the pairs' part of dbeta,
+    and two of the gradients of a token's decay and those before it in its chunk."""
 
     S: torch.Tensor
     N: torch.Tensor
     own: torch.Tensor
-    dv: torch.Tensor
     shares: torch.Tensor
 
 
@@ -329,7 +316,6 @@ def pairs_bwd(
     beta: torch.Tensor,
     chunks: Chunks,
     scale: float,
-    dv_dtype: torch.dtype,
 ) -> Pairs:
     """q, k: [B, T, H, K_row], v: [B, T, HV, V], last strides 1; do, v_new, dx: [B, T, HV, V],
     contiguous; g_cumsum, beta: [B, T, HV]."""
@@ -339,9 +325,8 @@ def pairs_bwd(
     S = torch.empty(B, T, H, BT, dtype=dtype, device=device)
     N = torch.empty_like(S)
     own = torch.empty(B, H, T, dtype=torch.float32, device=device)
-    dv = torch.empty(B, T, HV, V, dtype=dv_dtype, device=device)
     shares = torch.empty(3, B, HV, T, dtype=torch.float32, device=device)
-    pairs = Pairs(S, N, own, dv, shares)
+    pairs = Pairs(S, N, own, shares)
     grid = 2 * chunks.slots * H
     if grid == 0:
         return pairs
@@ -358,7 +343,6 @@ def pairs_bwd(
         S=S,
         N=N,
         own=own,
-        dv=dv,
         shares=shares,
         chunk_rows=chunks.chunk_rows,
         scale=scale,

@@ -1,14 +1,15 @@
-"""The gradients of a chunk's q and k, and the states' part of those of beta and of the decays:
+"""The gradients of a chunk's q, k and v, and the states' part of those of beta and of the decays:
 
     dq = own k + S k + scale 2^g do h^T
     dk = own q + S^T q + (N + N^T) k - beta 2^g dx h^T + 2^(g_last - g) v_new dh^T
+    dv = beta dx
 
 with h the state before the chunk, dh the gradient of the one after it, and S, N and own, summed
 over the value heads of the key head, from backward_pairs.py. A program owns BK columns of dq or of
 dk, of one chunk of one key head, and adds up the value heads, one after the other, in registers.
 Those of one chunk are neighbours in one launch, so that the second to read h finds it in the cache.
 What dbeta and the decays' gradient need are sums over all of K: each block of columns writes its
-share.
+share. The blocks of V of dv are dealt out to the programs of dk.
 """
 
 from typing import NamedTuple
@@ -112,10 +113,12 @@ def key_columns(
     p_beta,
     p_share,
     p_across,
+    p_dv,
     plane,
     n_rows,
     valid,
     o_t,
+    i_k,
     o_k,
     T,
     G,
@@ -134,7 +137,8 @@ def key_columns(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk [BT, BK]. Pointers are to the chunk's first row and the first of G value heads."""
+    """dk [BT, BK], and a share of dv. Pointers are to the chunk's first row and the first of G
+    value heads."""
     dtype: tl.constexpr = p_S.dtype.element_ty
     in_keys = valid[:, None] & (o_k < K_ROW)[None, :]
     o_q, o_key = o_t[:, None] * stride_qt, o_t[:, None] * stride_kt
@@ -149,7 +153,9 @@ def key_columns(
     b_dk = tl.dot(tl.trans(b_N), b_k, b_dk, input_precision=PRECISION)
     b_k = as_product(b_k, PRECISION, BT)
     o_pair = tl.arange(0, 2)[None, :] * plane + o_t[:, None]
+    K_BLOCKS: tl.constexpr = (K + BK - 1) // BK
     for _ in range(0, G):
+        b_beta = tl.load(p_beta + o_t * stride_betat, mask=valid, other=0).to(tl.float32)
         b_dxh = tl.zeros([BT, BK], dtype=tl.float32)
         b_vdh = tl.zeros([BT, BK], dtype=tl.float32)
         b_across = tl.zeros([BK], dtype=tl.float32)
@@ -166,9 +172,11 @@ def key_columns(
             b_dxh = tl.dot(b_dx, tl.trans(b_h), b_dxh, input_precision=PRECISION)
             b_vdh = tl.dot(b_v_new, tl.trans(b_dh), b_vdh, input_precision=PRECISION)
             b_across += tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
+            mine = (o_v // BV % K_BLOCKS == i_k)[None, :]
+            b_dv = (b_beta[:, None] * b_dx.to(tl.float32)).to(p_dv.dtype.element_ty)
+            tl.store(p_dv + o_value, b_dv, mask=in_values & mine)
         b_g = tl.load(p_g + o_t * stride_gt, mask=valid, other=0)
         g_last = tl.load(p_g + (n_rows - 1) * stride_gt)
-        b_beta = tl.load(p_beta + o_t * stride_betat, mask=valid, other=0).to(tl.float32)
         b_dxh *= tl.exp2(b_g)[:, None]
         b_vdh *= decay_between(g_last, b_g, valid)[:, None]
         b_read = tl.sum(b_dxh * b_k.to(tl.float32), 1)
@@ -177,6 +185,7 @@ def key_columns(
         tl.store(p_across, tl.sum(b_across, 0) * tl.exp2(g_last))
         b_dk += b_vdh - b_dxh * b_beta[:, None]
         p_dx += V
+        p_dv += V
         p_v_new += V
         p_h += K * V
         p_dh += K * V
@@ -203,6 +212,7 @@ def query_key_bwd_kernel(
     beta,
     dq,
     dk,
+    dv,
     shares,
     across,
     chunk_rows,
@@ -251,6 +261,7 @@ def query_key_bwd_kernel(
     o_k = (i_k * BK).to(tl.int32) + tl.arange(0, BK)
     in_k = o_k < K
     # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (ops/chunk_fwd.py sees to it).
+    base = ((i_b * T + row) * HV + i_h * G) * V
     o_out = ((i_b * T + row) * H + i_h) * K + (o_t[:, None] * H * K + o_k[None, :])
     if n_rows <= 0:
         # Tokens of no sequence have no gradient.
@@ -258,11 +269,16 @@ def query_key_bwd_kernel(
         nothing = tl.zeros([BT, BK], dtype=tl.float32)
         if of_keys:
             tl.store(dk + o_out, nothing.to(dk.dtype.element_ty), mask=mask)
+            for i_v in range(i_k * BV, G * V, K_BLOCKS * BV):
+                o_v = i_v + tl.arange(0, BV)
+                in_values = (o_t < -n_rows)[:, None] & (o_v < G * V)[None, :]
+                o_value = o_t[:, None] * HV * V + o_v[None, :]
+                no_value = tl.zeros([BT, BV], dtype=dv.dtype.element_ty)
+                tl.store(dv + base + o_value, no_value, mask=in_values)
         else:
             tl.store(dq + o_out, nothing.to(dq.dtype.element_ty), mask=mask)
         return
     valid = o_t < n_rows
-    base = ((i_b * T + row) * HV + i_h * G) * V
     first = i_c * HV + i_h * G
     p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh
     p_k = k + i_b * stride_kb + row * stride_kt + i_h * stride_kh
@@ -289,10 +305,12 @@ def query_key_bwd_kernel(
             p_beta,
             p_share + plane,
             across + SLOTS * HV * i_k + first,
+            dv + base,
             plane,
             n_rows,
             valid,
             o_t,
+            i_k,
             o_k,
             T,
             G,
@@ -345,13 +363,14 @@ def query_key_bwd_kernel(
 
 
 class QueryKeyGradients(NamedTuple):
-    """dq, dk: [B, T, H, K]. The rest is fp32, to be added up over the blocks of K; nothing for
-    tokens of no sequence. shares: [blocks, 3, B, HV, T]: a token's q . (scale 2^g do h^T),
-    2^g k . (dx h^T) and 2^(g_last - g) k . (v_new dh^T). across: [blocks, slots, HV], 2^g_last
-    (h . dh) of a chunk."""
+    """dq, dk: [B, T, H, K]; dv: [B, T, HV, V]. The rest is fp32, to be added up over the blocks of
+    K; nothing for tokens of no sequence. shares: [blocks, 3, B, HV, T]: a token's
+    q . (scale 2^g do h^T), 2^g k . (dx h^T) and 2^(g_last - g) k . (v_new dh^T). across:
+    [blocks, slots, HV], 2^g_last (h . dh) of a chunk."""
 
     dq: torch.Tensor
     dk: torch.Tensor
+    dv: torch.Tensor
     shares: torch.Tensor
     across: torch.Tensor
 
@@ -368,6 +387,7 @@ def query_key_bwd(
     scale: float,
     dq_dtype: torch.dtype,
     dk_dtype: torch.dtype,
+    dv_dtype: torch.dtype,
     *,
     K: int,
 ) -> QueryKeyGradients:
@@ -380,9 +400,10 @@ def query_key_bwd(
     blocks = triton.cdiv(K, config.BK)
     dq = torch.empty(B, T, H, K, dtype=dq_dtype, device=device)
     dk = torch.empty(B, T, H, K, dtype=dk_dtype, device=device)
+    dv = torch.empty(B, T, HV, V, dtype=dv_dtype, device=device)
     shares = torch.empty(blocks, 3, B, HV, T, dtype=torch.float32, device=device)
     across = torch.empty(blocks, chunks.slots, HV, dtype=torch.float32, device=device)
-    found = QueryKeyGradients(dq, dk, shares, across)
+    found = QueryKeyGradients(dq, dk, dv, shares, across)
     grid = 2 * blocks * chunks.slots * H
     if grid == 0:
         return found
@@ -401,6 +422,7 @@ def query_key_bwd(
         beta=beta,
         dq=dq,
         dk=dk,
+        dv=dv,
         shares=shares,
         across=across,
         chunk_rows=chunks.chunk_rows,

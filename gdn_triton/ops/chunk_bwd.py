@@ -131,11 +131,10 @@ def _gradients(
         c.beta,
         chunks,
         p.scale,
-        p.v_dtype,
     )
     # Before the norm's own step a rounding would be one more.
     dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
-    dq, dk, shares, across = query_key_bwd(
+    dq, dk, dv, shares, across = query_key_bwd(
         c.q,
         c.k,
         do,
@@ -147,6 +146,7 @@ def _gradients(
         p.scale,
         dq_dtype,
         dk_dtype,
+        p.v_dtype,
         K=p.K,
     )
     if p.use_qk_l2norm:
@@ -168,7 +168,7 @@ def _gradients(
     return Gradients(
         dq,
         dk,
-        pairs.dv,
+        dv,
         gates.dg,
         gates.dbeta,
         None if dh0 is None or x.initial_state is None else dh0.to(x.initial_state.dtype),
