@@ -25,6 +25,7 @@ POISON_INT = -(2**28)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(why): needs a CUDA GPU, and why")
     config.addinivalue_line("markers", "two_gpus(why): needs two CUDA GPUs, and why")
+    config.addinivalue_line("markers", "of_no_device: the same whatever device there is")
     # NumPy under the interpreter warns of the infinities and NaNs that some tests are about.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
 

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import itertools
 import math
-import re
 import sys
 from types import ModuleType
 
@@ -28,7 +27,7 @@ GPU = pytest.param(
 def place(request, monkeypatch):
     """What is tested lies around the op: on the CPU on the reference, on a GPU on Triton."""
     device, backend = request.param
-    if device == "cuda" and re.search("signature|errors|enable|unknown|absent", request.node.name):
+    if device == "cuda" and request.node.get_closest_marker("of_no_device"):
         pytest.skip("nothing of this depends on the device")
     monkeypatch.setenv("GDN_BACKEND", backend)
     with torch.device(device):
@@ -92,6 +91,7 @@ FLASHINFER = {
 }
 
 
+@pytest.mark.of_no_device
 @pytest.mark.parametrize("name", FLASHINFER)
 def test_flashinfer_signature(name):
     parameters = inspect.signature(getattr(flashinfer, name)).parameters.values()
@@ -234,6 +234,7 @@ def test_flashinfer_checkpoints():
         assert (checkpoints[5:] == 7).all()
 
 
+@pytest.mark.of_no_device
 @pytest.mark.parametrize(
     "changes, error, message",
     [
@@ -348,6 +349,7 @@ def test_flashinfer_verify():
     assert same_bits(kept[slots], pool[slots])
 
 
+@pytest.mark.of_no_device
 @pytest.mark.parametrize(
     "changes, error, message",
     [
@@ -369,6 +371,7 @@ def test_flashinfer_verify_errors(changes, error, message):
         flashinfer.gated_delta_rule_mtp(**{**good, **changes})
 
 
+@pytest.mark.of_no_device
 def test_flashinfer_decode_errors():
     decode, inputs = flashinfer.gated_delta_rule_decode_pretranspose, decoding(1)
     state, slots = torch.zeros(B, 4, V, K), torch.arange(B)
@@ -418,6 +421,7 @@ def vllm():
     return fresh("gdn_triton.integrations.vllm")
 
 
+@pytest.mark.of_no_device
 @pytest.mark.parametrize("signature", VLLM.values(), ids=VLLM)
 def test_vllm_signature(vllm, signature):
     parameters = inspect.signature(vllm.chunk_gated_delta_rule).parameters
@@ -519,6 +523,7 @@ def test_vllm_pool(vllm):
     assert same_bits(o.squeeze(0), expected) and same_bits(pool[slots], expected_state)
 
 
+@pytest.mark.of_no_device
 def test_vllm_errors(vllm, engine):
     _, call = vllm_call()
     state = torch.zeros(N, 4, V, K)
@@ -531,6 +536,7 @@ def test_vllm_errors(vllm, engine):
         vllm.register()
 
 
+@pytest.mark.of_no_device
 def test_vllm_absent(vllm, monkeypatch):
     for name in ("vllm", *vllm.MODULES):
         monkeypatch.setitem(sys.modules, name, None)
@@ -581,6 +587,7 @@ SGLANG = {
 SGLANG_MODULE = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
 
 
+@pytest.mark.of_no_device
 @pytest.mark.parametrize("name", SGLANG)
 def test_sglang_signature(name):
     assert SGLANG.keys() == sglang.FUNCTIONS.keys()
@@ -716,6 +723,7 @@ def test_sglang_prefill_without_update():
     assert same_bits(o, expected)
 
 
+@pytest.mark.of_no_device
 @pytest.mark.parametrize(
     "changes, error, message",
     [
@@ -854,6 +862,7 @@ def test_sglang_verify_ragged():
     assert (buffer[3, 1:] == 7).all() and (buffer[2] == 7).all()
 
 
+@pytest.mark.of_no_device
 @pytest.mark.parametrize(
     "changes, error, message",
     [
@@ -933,6 +942,7 @@ def sglang_module(monkeypatch):
     sglang.disable()
 
 
+@pytest.mark.of_no_device
 def test_sglang_enable(sglang_module):
     theirs = {name: getattr(sglang_module, name) for name in SGLANG}
     sglang.enable()
@@ -960,6 +970,7 @@ def test_sglang_enable(sglang_module):
     assert all(getattr(sglang_module, name) is theirs[name] for name in names)
 
 
+@pytest.mark.of_no_device
 def test_sglang_unknown(sglang_module, monkeypatch):
     def later(*, q, tile):
         raise AssertionError
