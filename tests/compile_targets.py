@@ -71,8 +71,8 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "fused_fwd_kernel": 384,  # with checkpoints; 128 without
         "state_fwd_kernel": 64,
         "segment_starts_kernel": 64,
-        "pairs_bwd_kernel": 384,
-        "query_key_bwd_kernel": 384,  # K = 256; 192 at 128
+        "pairs_bwd_kernel": 448,
+        "query_key_bwd_kernel": 448,  # K = 256; 384 at 128
         "conv_bwd_kernel": 64,
     },
     # Four-byte operands hold twice the registers; accuracy comes first there, not speed.
@@ -96,8 +96,8 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "fused_fwd_kernel": 704,
         "state_fwd_kernel": 256,  # with checkpoints; 128 without
         "state_bwd_kernel": 704,  # K = 256
-        "pairs_bwd_kernel": 1344,  # K = 256; 512 at 128
-        "query_key_bwd_kernel": 320,  # K = 256
+        "pairs_bwd_kernel": 256,
+        "query_key_bwd_kernel": 640,  # K = 256; 448 at 128
     },
     (80, 4): {
         "affine_fwd_kernel": 448,
@@ -118,9 +118,9 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "prepare_fwd_kernel": 704,
         "fused_fwd_kernel": 128,
         "state_fwd_kernel": 64,
-        "pairs_bwd_kernel": 640,
+        "pairs_bwd_kernel": 832,
         "state_bwd_kernel": 128,
-        "query_key_bwd_kernel": 640,
+        "query_key_bwd_kernel": 896,
         "conv_bwd_kernel": 64,
     },
     (100, 4): {

@@ -13,6 +13,8 @@ import pytest
 TESTS = Path(__file__).parent
 
 
+# One process compiles some 250 kernels: five minutes of a fast core, more than ten of a slow one.
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("backend", "arch"), [("cuda", "80"), ("cuda", "90"), ("cuda", "100"), ("hip", "gfx942")]
 )
