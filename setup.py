@@ -123,7 +123,7 @@ setup(
         "bench": ["matplotlib"],  # the plots of benchmarks/plot.py; without it there are none
         "test": [
             "pytest",
-            "pytest-xdist",  # the suite in as many processes as there are cores
+            "pytest-xdist>=3.2",  # the suite in as many processes as there are cores
             "hypothesis",  # how sequences lie on ranks, for any lengths and shards
             "pytest-timeout",  # a kernel that hangs ends its test, not the run
             "ruff",  # lint and format are tests
