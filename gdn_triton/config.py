@@ -269,9 +269,12 @@ def state_bwd_config(K: int, V: int, dtype: torch.dtype, states: int) -> tuple[T
 
 @functools.cache
 def pairs_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
+    """In flight: q, k [64, BK], then v_new, dx, v [64, BV]."""
     if dtype.itemsize == 4:
         return quarter_tile(K, V)
-    return Tile(padded(K, 128), padded(V, 64), num_warps=4, num_stages=3, maxnreg=168)
+    BK, BV = padded(K, 128), padded(V, 64)
+    count = stages(3, 64 * max(2 * BK, 3 * BV) * dtype.itemsize, 0)
+    return Tile(BK, BV, num_warps=4, num_stages=count, maxnreg=168)
 
 
 @functools.cache

@@ -109,7 +109,7 @@ class Schedule {
     int64_t count;
   };
   int multiprocessors_, size_ = 1;
-  Group groups_[kMostKinds + 1];
+  Group groups_[kMostKinds + 1] = {};
 };
 
 // Chunks of the longest sequence and of each other one.
@@ -199,7 +199,8 @@ std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest
   constexpr int kMostSegments = 32, kMore = 5, kLeastChunks = 4;
   constexpr double kRatios[] = {1, 1.25, 1.5, 2, 3, 4};  // of the first segment's length to the others'
   constexpr int kSteps[] = {3, 1};                       // chunks
-  auto [best, lengths] = candidate(longest, longest);  // no cut, in segments all the same
+  const auto [uncut, lengths] = candidate(longest, longest);  // in segments all the same
+  Cut best = uncut;
   double least = estimate.segments(lengths, best, std::numeric_limits<double>::infinity());
   const auto better = [&](int64_t first, int64_t rest) {
     if (rest < kLeastChunks || first < rest) return false;
