@@ -71,8 +71,8 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "fused_fwd_kernel": 384,  # with checkpoints; 128 without
         "state_fwd_kernel": 64,
         "segment_starts_kernel": 64,
-        "pairs_bwd_kernel": 448,
-        "query_key_bwd_kernel": 448,  # K = 256; 384 at 128
+        "pairs_bwd_kernel": 384,
+        "query_key_bwd_kernel": 384,
         "conv_bwd_kernel": 64,
     },
     # Four-byte operands hold twice the registers; accuracy comes first there, not speed.

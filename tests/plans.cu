@@ -107,6 +107,7 @@ void known_calls() {
   const Call many = {128, 128, 64, 64, 65536, true};
   if (plan_for(many).cuts.count > 0) many.say("cut, though the GPU is full");
 }
+
 // Single sequences, whose length the host knows: no cut that is longer or shorter by a chunk is better.
 void near_cuts() {
   using Heads = sm90::Heads<128, true>;

@@ -136,6 +136,7 @@ def key_columns(
     BK: tl.constexpr,
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
+    K_BLOCKS: tl.constexpr,
 ):
     """dk [BT, BK], and a share of dv. Pointers are to the chunk's first row and the first of G
     value heads."""
@@ -153,7 +154,6 @@ def key_columns(
     b_dk = tl.dot(tl.trans(b_N), b_k, b_dk, input_precision=PRECISION)
     b_k = as_product(b_k, PRECISION, BT)
     o_pair = tl.arange(0, 2)[None, :] * plane + o_t[:, None]
-    K_BLOCKS: tl.constexpr = (K + BK - 1) // BK
     for _ in range(0, G):
         b_beta = tl.load(p_beta + o_t * stride_betat, mask=valid, other=0).to(tl.float32)
         b_dxh = tl.zeros([BT, BK], dtype=tl.float32)
@@ -328,6 +328,7 @@ def query_key_bwd_kernel(
             BK,
             BV,
             PRECISION,
+            K_BLOCKS,
         )
         tl.store(dk + o_out, b_dk.to(dk.dtype.element_ty), mask=mask)
     else:
