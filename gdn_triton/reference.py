@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,9 @@ from gdn_triton.constants import (
 __all__ = [
     "ChunkResult",
     "Chunks",
+    "Rows",
     "StatePass",
+    "States",
     "beta_sigmoid",
     "chunk_gated_delta_rule",
     "chunk_local_cumsum",
@@ -56,6 +58,7 @@ __all__ = [
     "kkt",
     "l2norm",
     "output",
+    "product",
     "recurrent_gated_delta_rule",
     "solve",
     "state_pass",
@@ -91,6 +94,100 @@ def _ignores_autocast(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return wrapped
+
+
+# ----------------------------------------------------------------------------------------- products
+# Autocast is a state of the moment: torch's own backward of a product runs in half precision where
+# `backward` is called inside autocast, though the forward ran outside. The gradients here turn
+# autocast off for themselves. They are made of the same two functions, so that this holds for
+# second derivatives too. Where nothing is recorded, the functions are torch's.
+
+
+class _Product(torch.autograd.Function):
+    """a @ b, with leading dimensions that broadcast."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    @_ignores_autocast
+    def backward(ctx: Any, dc: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        wants_a, wants_b = ctx.needs_input_grad
+        return (
+            product(dc, b.mT).sum_to_size(a.shape) if wants_a else None,
+            product(a.mT, dc).sum_to_size(b.shape) if wants_b else None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, da: Tensor, db: Tensor) -> Tensor:
+        a, b = ctx.saved_tensors
+        return product(da, b) + product(a, db)
+
+
+class _TriangularSolve(torch.autograd.Function):
+    """X of (I + A) X = B, of a strictly lower, or strictly upper, A of B's leading dimensions."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(A: Tensor, B: Tensor, upper: bool) -> Tensor:
+        # unitriangular: the diagonal of I + A is taken as 1 without being read, so A serves as it
+        # is.
+        return torch.linalg.solve_triangular(A, B, upper=upper, unitriangular=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        A, _, ctx.upper = inputs
+        ctx.save_for_backward(A, output)
+        ctx.save_for_forward(A, output)
+
+    @staticmethod
+    @_ignores_autocast
+    def backward(ctx: Any, dX: Tensor) -> tuple[Tensor | None, ...]:
+        A, X = ctx.saved_tensors
+        dB = _triangular_solve(A.mT, dX, not ctx.upper)
+        dA = -product(dB, X.mT) if ctx.needs_input_grad[0] else None
+        return None if dA is None else _strict_part(dA, ctx.upper), dB, None
+
+    @staticmethod
+    def jvp(ctx: Any, dA: Tensor, dB: Tensor, _: None) -> Tensor:
+        A, X = ctx.saved_tensors
+        return _triangular_solve(A, dB - product(_strict_part(dA, ctx.upper), X), ctx.upper)
+
+
+def _strict_part(A: Tensor, upper: bool) -> Tensor:
+    """A without its diagonal and what lies on the other side of it."""
+    return A.triu(1) if upper else A.tril(-1)
+
+
+def _records(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, of matrices with leading dimensions that broadcast. Its derivatives ignore autocast;
+    the product itself does where its caller does."""
+    if not _records(a, b):
+        return a @ b
+    c: Tensor = _Product.apply(a, b)  # type: ignore[no-untyped-call]
+    return c
+
+
+def _triangular_solve(A: Tensor, B: Tensor, upper: bool) -> Tensor:
+    """As `_TriangularSolve`. Its derivatives ignore autocast."""
+    if not _records(A, B):
+        return _TriangularSolve.forward(A, B, upper)
+    X: Tensor = _TriangularSolve.apply(A, B, upper)  # type: ignore[no-untyped-call]
+    return X
 
 
 # ----------------------------------------------------------------------------------- the chunk view
@@ -219,7 +316,7 @@ class Chunks:
         return x if self._single else x.index_select(0, self._rank)
 
 
-class _States:
+class States:
     """The running states, longest sequence first; those that have ended are set aside."""
 
     def __init__(self, chunks: Chunks, initial: Tensor) -> None:
@@ -237,6 +334,34 @@ class _States:
     def final(self) -> Tensor:
         """All states in sequence order, as a new tensor."""
         return self.chunks.unsort_sequences(torch.cat([self.now, *reversed(self.ended)]))
+
+
+class Rows:
+    """What the steps of a walk make, one row for each chunk, put together.
+
+    Where nothing is recorded each row is copied at once to its place in one tensor. A list of small
+    tensors that stay, made between states that come and go, would leave holes in the heap that are
+    as large as a state and that no state fits into.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.chunks = chunks
+        self._made: list[Tensor] = []
+        self._places: Iterator[Tensor] | None = None
+
+    def add(self, x: Tensor) -> None:
+        """What the next step made, [counts[t], ...]; either all of it is recorded or none."""
+        if x.requires_grad:
+            self._made.append(x)
+            return
+        if self._places is None:
+            self._made.append(x.new_empty(self.chunks.C, *x.shape[1:]))
+            self._places = iter(self._made[0].split(self.chunks.counts))
+        next(self._places).copy_(x)
+
+    def all(self) -> Tensor:
+        """[C, ...] in the order of the chunks, as a new tensor."""
+        return self.chunks.unsteps(self._made)
 
 
 def _to_heads(x: Tensor, H: int) -> Tensor:
@@ -374,21 +499,20 @@ def _decay(g_cumsum: Tensor, diagonal: int) -> Tensor:
 
 
 def _kkt(k: Tensor, g_cumsum: Tensor, beta: Tensor) -> Tensor:
-    return beta.unsqueeze(-1) * (k @ k.mT) * _decay(g_cumsum, -1)
+    return beta.unsqueeze(-1) * product(k, k.mT) * _decay(g_cumsum, -1)
 
 
 def _solve(A: Tensor) -> Tensor:
     identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-    # unitriangular: the diagonal of I + A is taken as 1 without being read, so A serves as it is.
-    return torch.linalg.solve_triangular(A, identity.expand_as(A), upper=False, unitriangular=True)
+    return _triangular_solve(A, identity.expand_as(A), upper=False)
 
 
 def _wy(
     k: Tensor, v: Tensor, g_cumsum: Tensor, beta: Tensor, A_inv: Tensor
 ) -> tuple[Tensor, Tensor]:
     # Row factors of the right-hand side are column factors of A_inv.
-    w = (A_inv * (beta * g_cumsum.exp2()).unsqueeze(-2)) @ k
-    u = (A_inv * beta.unsqueeze(-2)) @ v
+    w = product(A_inv * (beta * g_cumsum.exp2()).unsqueeze(-2), k)
+    u = product(A_inv * beta.unsqueeze(-2), v)
     return w, u
 
 
@@ -400,14 +524,14 @@ def _state_pass(
     # [C, H, G, BT, K], decayed to the chunk's end
     k_to_end = (g_last - g_cumsum).exp2().unsqueeze(-1) * k
     decay = g_last.exp2().unsqueeze(-1)  # [C, H, G, 1, 1]
-    states = _States(chunks, initial_state)
+    states = States(chunks, initial_state)
     h, v_new = [], []
     for k_t, w_t, u_t, decay_t in zip(
         chunks.steps(k_to_end), chunks.steps(w), chunks.steps(u), chunks.steps(decay), strict=True
     ):
         state = states.running(u_t.shape[0])
-        corrected = u_t - w_t @ state
-        states.now = decay_t * state + k_t.mT @ corrected
+        corrected = u_t - product(w_t, state)
+        states.now = decay_t * state + product(k_t.mT, corrected)
         h.append(state)
         v_new.append(corrected)
     return chunks.unsteps(h), chunks.unsteps(v_new), states.final()
@@ -416,8 +540,8 @@ def _state_pass(
 def _output(
     q: Tensor, k: Tensor, v_new: Tensor, h: Tensor, g_cumsum: Tensor, scale: float
 ) -> Tensor:
-    A_qk = (q @ k.mT) * _decay(g_cumsum, 0)
-    return scale * (g_cumsum.exp2().unsqueeze(-1) * (q @ h) + A_qk @ v_new)
+    A_qk = product(q, k.mT) * _decay(g_cumsum, 0)
+    return scale * (g_cumsum.exp2().unsqueeze(-1) * product(q, h) + product(A_qk, v_new))
 
 
 # ------------------------------------------------------------------- the steps, in the token layout
@@ -729,17 +853,17 @@ def recurrent_gated_delta_rule(
         state_v_first=state_v_first,
     )
     H = q.shape[2]
-    states = _States(tokens, x.initial_state)
+    states = States(tokens, x.initial_state)
     per_token = (_to_heads(tokens.split(y), H) for y in (x.q, x.k, x.v, x.g.exp(), x.beta))
-    out = []
+    out = Rows(tokens)
     # q_t, k_t: [n, H, 1, 1, K]; v_t: [n, H, G, 1, V]; decay_t, beta_t: [n, H, G, 1];
     # the state: [n, H, G, K, V].
     for q_t, k_t, v_t, decay_t, beta_t in zip(*map(tokens.steps, per_token), strict=True):
         state = decay_t.unsqueeze(-1) * states.running(v_t.shape[0])
-        state = state + k_t.mT * (beta_t.unsqueeze(-1) * (v_t - k_t @ state))
-        out.append(x.scale * (q_t @ state))
+        state = state + k_t.mT * (beta_t.unsqueeze(-1) * (v_t - product(k_t, state)))
+        out.add(x.scale * product(q_t, state))
         states.now = state
-    o = tokens.merge(_from_heads(tokens.unsteps(out)))
+    o = tokens.merge(_from_heads(out.all()))
     return o.to(q.dtype), _final_layout(states.final(), state_v_first)
 
 

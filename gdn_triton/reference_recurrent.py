@@ -17,15 +17,13 @@ upcast, which is exact. Differentiable by autograd, leaves its inputs alone, ign
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2
-from gdn_triton.reference import beta_sigmoid, gate
+from gdn_triton.reference import Chunks, Rows, States, beta_sigmoid, gate, product
 
 __all__ = ["RecurrentResult", "recurrent"]
 
@@ -38,17 +36,6 @@ class RecurrentResult(NamedTuple):
     states: Tensor | None  # [B, T, HV, K, V] or V first: after each token; 0 for those of none
 
 
-class _Tokens(NamedTuple):
-    """Some sequences of one length: q, k [n, T, HV, K], v [n, T, HV, V], decay and beta
-    [n, T, HV, K or 1, V or 1]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    decay: Tensor
-    beta: Tensor
-
-
 def _unit(x: Tensor) -> Tensor:
     """x over its length, not rounded."""
     return x * (x.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
@@ -59,41 +46,19 @@ def _exp(g: Tensor) -> Tensor:
     return (g * RCP_LN2).exp2()
 
 
-def _decay(g: Tensor | None, gk: Tensor | None, gv: Tensor | None, like: Tensor) -> Tensor:
-    """exp of the decays' sum, [B, T, HV, K or 1, V or 1]."""
+def _row_decay(g: Tensor | None, gk: Tensor | None, like: Tensor) -> Tensor:
+    """exp(g) and exp(gk) multiplied, of a state's rows: [B, T, HV, K or 1, 1]."""
     decay = like.new_ones(*like.shape[:3], 1, 1)
     if g is not None:
         decay = decay * _exp(g)[..., None, None]
     if gk is not None:
         decay = decay * _exp(gk)[..., :, None]
-    if gv is not None:
-        decay = decay * _exp(gv)[..., None, :]
     return decay
 
 
-def _walk(x: _Tokens, state: Tensor, kept: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
-    """o [n, T, HV, V], the states after each token [n, T, HV, K, V], the final state."""
-    out, states = [], []
-    for t in range(x.q.shape[1]):
-        q, k, v = x.q[:, t, :, :, None], x.k[:, t, :, :, None], x.v[:, t, :, None, :]
-        state = state * x.decay[:, t]
-        v_new = x.beta[:, t] * (v - k.mT @ state)
-        state = state + k * v_new
-        out.append((q.mT @ state).squeeze(-2))
-        if kept is not None:
-            state = state.to(kept).to(state.dtype)
-        states.append(state)
-    if not out:
-        return x.v, state.new_zeros(*x.v.shape[:3], *state.shape[-2:]), state
-    return torch.stack(out, 1), torch.stack(states, 1), state
-
-
-def _spans(T: int, B: int, cu_seqlens: Tensor | None) -> Sequence[tuple[slice, slice, slice]]:
-    """(rows, tokens, sequences) of each walk: all sequences together when padded, else each."""
-    if cu_seqlens is None:
-        return [(slice(0, B), slice(0, T), slice(0, B))]
-    bounds = itertools.pairwise(cu_seqlens.tolist())
-    return [(slice(0, 1), slice(a, b), slice(n, n + 1)) for n, (a, b) in enumerate(bounds)]
+def _column_decay(gv: Tensor | None, like: Tensor) -> Tensor:
+    """exp(gv), of a state's columns: [B, T, HV, 1, V or 1]."""
+    return like.new_ones(*like.shape[:3], 1, 1) if gv is None else _exp(gv)[..., None, :]
 
 
 def recurrent(
@@ -141,40 +106,86 @@ def recurrent(
         dtype = torch.float64 if wide else torch.float32
         B, T, H, K = q.shape
         HV, V = v.shape[2:]
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-        q, k = (x.to(dtype) for x in (q, k))
+        # Chunks of one token. First of all, what tokens of no sequence hold is taken out: a NaN
+        # there would reach A_log's gradient through the gate.
+        chunks = Chunks.of(q, 1, cu_seqlens)
+        q, k, v = (chunks.without_orphans(x).to(dtype) for x in (q, k, v))
+        g, gk, gv, beta = (
+            None if x is None else chunks.without_orphans(x).to(dtype) for x in (g, gk, gv, beta)
+        )
         if use_qk_l2norm:
             q, k = _unit(q), _unit(k)
         q = q * (K**-0.5 if scale is None else scale)
         q, k = (x.repeat_interleave(HV // H, 2) for x in (q, k))
-        g, gk, gv = (None if x is None else x.to(dtype) for x in (g, gk, gv))
         if use_gate:
             assert g is not None and A_log is not None
             g = gate(g, A_log, dt_bias)
-        beta = v.new_ones(B, T, HV, dtype=dtype) if beta is None else beta.to(dtype)
+        beta = v.new_ones(B, T, HV) if beta is None else beta
         if use_beta_sigmoid:
             beta = beta_sigmoid(beta, allow_neg_eigval)
         beta = beta[..., None, :] if beta.dim() == 4 else beta[..., None, None]
-        x = _Tokens(q, k, v.to(dtype), _decay(g, gk, gv, q), beta)
-
         if initial_state is None:
-            state = v.new_zeros(N, HV, K, V, dtype=dtype)
-        else:
-            state = initial_state.to(dtype)
-            state = state.mT if state_v_first else state
-        o = v.new_zeros(B, T, HV, V, dtype=dtype)
-        states = v.new_zeros(B, T, HV, K, V, dtype=dtype) if keep_states else None
-        final = []
-        for rows, tokens, sequences in _spans(T, B, cu_seqlens):
-            part = _Tokens(*(y[rows, tokens] for y in x))
-            o_part, states_part, last = _walk(part, state[sequences], kept)
-            o[rows, tokens] = o_part
-            if states is not None:
-                states[rows, tokens] = states_part
-            final.append(last)
-        final_state = torch.cat(final) if final else state
+            initial_state = v.new_zeros(chunks.N, HV, K, V)
+        elif state_v_first:
+            initial_state = initial_state.mT
+
+        o, states, final_state = _walk(
+            chunks,
+            _Tokens(
+                q[..., None, :],
+                k[..., None, :],
+                v[..., None, :],
+                _row_decay(g, gk, like=q),
+                _column_decay(gv, like=q),
+                beta,
+            ),
+            initial_state.to(dtype),
+            kept,
+            keep_states,
+        )
         if state_v_first:
             final_state = final_state.mT.contiguous()
             states = None if states is None else states.mT.contiguous()
-        return RecurrentResult(o, final_state.clone(), states)
+        return RecurrentResult(o, final_state, states)
+
+
+class _Tokens(NamedTuple):
+    """Of every token, laid out to meet a state [K, V]: all are [B, T, HV, rows, columns]."""
+
+    q: Tensor  # [.., 1, K]
+    k: Tensor  # [.., 1, K]
+    v: Tensor  # [.., 1, V]
+    row_decay: Tensor  # [.., K or 1, 1]
+    column_decay: Tensor  # [.., 1, V or 1]
+    beta: Tensor  # [.., 1, V or 1]
+
+
+def _walk(
+    chunks: Chunks,
+    x: _Tokens,
+    initial_state: Tensor,
+    kept: torch.dtype | None,
+    keep_states: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """o [B, T, HV, V], the states after each token [B, T, HV, K, V] if asked for, and the final
+    state [N, HV, K, V]. chunks: of one token each."""
+    running = States(chunks, initial_state)
+    out, states = Rows(chunks), Rows(chunks)
+    # At each step the next token of all sequences that have one.
+    steps = (chunks.steps(chunks.split(y).squeeze(1)) for y in x)
+    for q, k, v, row_decay, column_decay, beta in zip(*steps, strict=True):
+        # The decays of rows and columns meet here: of all tokens at once they were as many numbers
+        # as all states.
+        state = running.running(v.shape[0]) * (row_decay * column_decay)
+        state = state + k.mT * (beta * (v - product(k, state)))
+        out.add(product(q, state).squeeze(-2))
+        if kept is not None:
+            state = state.to(kept).to(state.dtype)
+        if keep_states:
+            states.add(state)
+        running.now = state
+
+    def merged(rows: Rows) -> Tensor:
+        return chunks.merge(rows.all().unsqueeze(1))
+
+    return merged(out), merged(states) if keep_states else None, running.final()

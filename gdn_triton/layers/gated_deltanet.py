@@ -344,6 +344,11 @@ class GatedDeltaNet(nn.Module):
         skips: bool,
     ) -> Tensor:
         """The layer. longest: no sequence has more tokens; skips: slots may hold padding."""
+        served = self._served(x, cache, slots, cu_seqlens, skips)
+        if served is not None and torch.is_grad_enabled():
+            # Rows of nobody may hold anything. A weight's gradient sums over all rows, and there
+            # 0 * NaN is NaN.
+            x = torch.where(served, x, 0)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         o = self._mix(qkv, self.a_proj(x), self.b_proj(x), cache, slots, cu_seqlens, longest)
         wide = torch.promote_types(o.dtype, torch.float32)
@@ -352,20 +357,31 @@ class GatedDeltaNet(nn.Module):
             z = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim)).to(wide)
             y = y * (z.sigmoid() if self.output_gate_activation == "sigmoid" else F.silu(z))
         y = self.o_proj(y.to(o.dtype).flatten(-2))
+        # By selection, for the same reason.
+        return y if served is None else torch.where(served, y, 0)
 
-        # Rows of nobody are 0 by selection: what they hold may be anything.
+    def _served(
+        self,
+        x: Tensor,
+        cache: GatedDeltaNetCache | None,
+        slots: Tensor | None,
+        cu_seqlens: Tensor | None,
+        skips: bool,
+    ) -> Tensor | None:
+        """[1, T, 1] or [B, 1, 1]: which rows are tokens of a sequence that is not skipped; None:
+        all of them."""
         live = None
         if skips:
             assert cache is not None and slots is not None
             live = cache.is_live(slots)
-        if cu_seqlens is not None:
-            N = cu_seqlens.shape[0] - 1
-            owner = sequence_of_tokens(cu_seqlens, x.shape[1])
-            served = owner < N
-            if live is not None:
-                served = torch.cat([live, live.new_zeros(1)])[owner]
-            return torch.where(served[None, :, None], y, 0)
-        return y if live is None else torch.where(live[:, None, None], y, 0)
+        if cu_seqlens is None:
+            return None if live is None else live[:, None, None]
+        N = cu_seqlens.shape[0] - 1
+        owner = sequence_of_tokens(cu_seqlens, x.shape[1])
+        served = owner < N
+        if live is not None:
+            served = torch.cat([live, live.new_zeros(1)])[owner]
+        return served[None, :, None]
 
     def _mix(
         self,

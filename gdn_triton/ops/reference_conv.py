@@ -12,21 +12,19 @@ from gdn_triton.conv_problem import ConvOperands, ConvProblem
 
 
 class Span(NamedTuple):
-    """The tokens of some sequences: rows of x, and of each its tokens from `start` to `end`."""
+    """The tokens of some sequences: of each row of x those from `start` to `end`."""
 
     sequences: slice
-    rows: slice
     start: int
     end: int
 
 
 def spans(p: ConvProblem, given: ConvOperands) -> list[Span]:
     """All sequences of a padded call, which have one length, or one after the other."""
-    every = slice(None)
     if given.cu_seqlens is None:
-        return [Span(every, every, 0, p.T)]
+        return [Span(slice(None), 0, p.T)]
     ends = given.cu_seqlens.tolist()
-    return [Span(slice(n, n + 1), every, ends[n], ends[n + 1]) for n in range(p.N)]
+    return [Span(slice(n, n + 1), ends[n], ends[n + 1]) for n in range(p.N)]
 
 
 def forward(p: ConvProblem, given: ConvOperands) -> Tensor:
@@ -43,10 +41,17 @@ def forward(p: ConvProblem, given: ConvOperands) -> Tensor:
         initial = state.new_zeros(p.N, *state.shape[1:])
         initial[known] = state.detach()[slots[known].long()]
 
+    walks = spans(p, given)
+    lengths = [span.end - span.start for span in walks]
+    after = p.T - sum(lengths)
+    # One split: in backward a slice for each sequence would cost a gradient of x's size each.
+    *parts, _ = x.split([*lengths, after], 1)
     pieces = []
-    for span in spans(p, given):
-        tokens = x[span.rows, span.start : span.end]
+    for span, tokens in zip(walks, parts, strict=True):
         before = None if initial is None else initial[span.sequences]
+        if live is not None:
+            # A skipped sequence may hold anything, and 0 * NaN is NaN in the weight's gradient.
+            tokens = torch.where(live[span.sequences, None, None], tokens, 0)
         y = reference_conv.causal_conv1d(tokens, given.weight, given.bias, p.silu, before)
         if live is not None:
             y = torch.where(live[span.sequences, None, None], y, 0)
@@ -56,7 +61,8 @@ def forward(p: ConvProblem, given: ConvOperands) -> Tensor:
                 tokens.detach().to(initial.dtype), p.W, before
             )
             _write(p, given, span, slots, live, before_and_tokens)
-    after = p.T - sum(piece.shape[1] for piece in pieces)
+    if not pieces:  # A gradient may be asked for without any sequence: y hangs on its inputs.
+        pieces.append(reference_conv.causal_conv1d(x[:, :0], given.weight, given.bias, p.silu))
     return torch.cat([*pieces, x.new_zeros(p.B, after, p.D)], 1)
 
 
