@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(path for name in ("csrc", "examples") for path in (ROOT / name).rglob("*.md")),
 ]
 TOP = (".ci", "benchmarks", "csrc", "docs", "examples", "gdn_triton", "tests")
