@@ -7,9 +7,9 @@ a tolerance is never a number that happened to pass: it follows the precision an
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -529,3 +529,31 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 def pieces(x: Tensor, offsets: Sequence[int]) -> list[Tensor]:
     """The sequences of a packed tensor [1, T, ...]."""
     return [x[:, a:b] for a, b in itertools.pairwise(offsets)]
+
+
+class Memory(NamedTuple):
+    """What a run took of the CPU's memory for tensors, in bytes and in pieces."""
+
+    made: int  # bytes of all pieces
+    peak: int  # the most bytes at one time, beyond those before the run
+    pieces: int  # the most pieces at one time, in the same way
+
+
+def memory_of(run: Callable[[], Any]) -> Memory:
+    """Every allocation of torch on a CPU is counted, those inside of its operators too."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        kept = run()
+    del kept
+    events = list(profile.kineto_results.experimental_event_tree())
+    for event in events:  # the list grows: each event's children come after it
+        events.extend(event.children)
+    kind = torch._C._profiler._EventType.Allocation
+    found = [event for event in events if event.typed[0] == kind]
+    found.sort(key=lambda event: event.start_time_ns)
+    sizes = [event.typed[1].alloc_size for event in found]
+    assert sizes, "the profiler saw no allocation"
+    return Memory(
+        made=sum(size for size in sizes if size > 0),
+        peak=max(itertools.accumulate(sizes)),
+        pieces=max(itertools.accumulate((size > 0) - (size < 0) for size in sizes)),
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BF16, DTYPES, FP16, FP32, FP64, assert_within_budget, same_bits
+from helpers import BF16, DTYPES, FP16, FP32, FP64, assert_within_budget, memory_of, same_bits
 from torch import Tensor
 
 from gdn_triton import (
@@ -573,6 +573,75 @@ def test_gradients_from_a_state(device: str) -> None:
     for y, z in zip(got, gradients(earlier, x, weight, bias, dy=dy), strict=True):
         assert torch.allclose(y, z, rtol=1e-12, atol=1e-12)
     assert torch.equal(state, x[:, -3:].mT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("T", [0, 5])
+def test_gradients_without_sequences(
+    T: int, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are 0: y hangs on every input."""
+    on(backend, monkeypatch)
+    offsets = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def function(*tensors: Tensor) -> Tensor:
+        return causal_conv1d(*tensors, cu_seqlens=offsets)
+
+    tensors = make(T, 6, device=device, batch=1)
+    for x, dx in zip(
+        tensors, gradients(function, *tensors, dy=torch.ones(1, T, 6, device=device)), strict=True
+    ):
+        assert dx.shape == x.shape and not dx.any()
+
+
+def test_what_skipped_sequences_hold_reaches_no_gradient(device: str) -> None:
+    x, weight, bias = make(5, 6, device=device, batch=3)
+    state = torch.randn(3, 6, 3, device=device)
+    slots = torch.tensor([2, -1, 0], device=device)
+    dy = torch.randn(3, 5, 6, device=device)
+
+    def function(*tensors: Tensor) -> Tensor:
+        return causal_conv1d(*tensors, state=state.clone(), read_slots=slots)
+
+    expected = gradients(function, x, weight, bias, dy=dy)
+    x[1], dy[1] = torch.nan, torch.nan
+    for y, z in zip(gradients(function, x, weight, bias, dy=dy), expected, strict=True):
+        assert same_bits(y, z)
+    assert not expected[0][1].any()
+
+
+def test_the_reference_s_backward_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it writes to memory: twice for twice as many sequences."""
+    on("reference", monkeypatch)
+
+    def made(N: int) -> int:
+        x, weight, bias = (y.requires_grad_() for y in make(4 * N, 32))
+        y = causal_conv1d(x, weight, bias, cu_seqlens=torch.arange(0, 4 * N + 1, 4))
+        return memory_of(y.sum().backward).made
+
+    made(2)  # what is made once in a process
+    assert made(64) < 2.2 * made(32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_changes_no_gradient(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the convolution, and of it and the preparation, wherever backward is called."""
+    on(backend, monkeypatch)
+    x, weight, bias = make(9, 6)
+    args = make_prep((9, 1, 2, 4, 4), dtype=FP32)
+
+    def both(autocast: bool) -> list[Tensor]:
+        leaves = [y.detach().requires_grad_() for y in (x, weight, bias, *args[:6])]
+        y = causal_conv1d(*leaves[:3])
+        monkeypatch.setenv("GDN_BACKEND", "reference")  # the preparation's gradients are its
+        prepared = fused_conv_prep(*leaves[3:], *args[6:])
+        monkeypatch.setenv("GDN_BACKEND", backend)
+        with torch.autocast("cpu", BF16, enabled=autocast):
+            loss = y.square().sum() + sum(z.square().sum() for z in prepared)
+            return list(torch.autograd.grad(loss, leaves))
+
+    for got, expected in zip(both(True), both(False), strict=True):
+        assert same_bits(got, expected)
 
 
 def test_gradients_through_the_preparation(device: str) -> None:

@@ -274,6 +274,45 @@ def test_gradients_packed_and_masked() -> None:
     assert_gradients(gradients(layer, x, lambda x: layer(x, mask)), expected)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("form", ["masked", "packed", "skipped", "packed and skipped"])
+def test_what_padding_holds_reaches_no_gradient(form: str, value: float) -> None:
+    """As if it held zeros, to the last bit: y, all parameters' gradients and those of x, which are
+    0 for the padding."""
+    layer = make_layer()
+    x = make_input(1, 12) if "packed" in form else make_input(3, 4)
+    given: dict[str, Any] = {}
+    padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+    if form == "masked":
+        padding = torch.tensor(MASKS["between"])[:, :4] == 0
+        given["attention_mask"] = ~padding
+    if "packed" in form:
+        padding[:, 9:] = True
+        given["cu_seqlens"] = offsets_of([4, 3, 2])
+    if "skipped" in form:
+        given["slots"] = torch.tensor([1, -1, 0])
+        padding[(0, slice(4, 7)) if "packed" in form else 1] = True
+    assert padding.any() and not padding.all()
+
+    def run(x: Tensor) -> Tensor:
+        if "slots" not in given:
+            return layer(x, **given)
+        cache = layer.make_cache(2)
+        cache.recurrent_state.copy_(torch.ones_like(cache.recurrent_state))
+        return layer(x, cache=cache, **given)
+
+    hollow = x.masked_fill(padding[..., None], 0)
+    expected = gradients(layer, hollow, run)
+    y = run(hollow)
+    hostile = x.masked_fill(padding[..., None], value)
+    found = gradients(layer, hostile, run)
+    assert same_bits_64(run(hostile), y)
+    assert expected.keys() == found.keys()
+    for name, gradient in found.items():
+        assert same_bits_64(gradient, expected[name]), name
+    assert not found["x"][padding].any()
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(use_reentrant: bool) -> None:
     layer, x = make_layer(), make_input(2, 9)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BF16, DTYPES, FP16, FP32, FP64, assert_within_budget, same_bits
+from helpers import BF16, DTYPES, FP16, FP32, FP64, assert_within_budget, memory_of, same_bits
 from torch import Tensor
 
 import gdn_triton
@@ -817,6 +817,118 @@ def test_gradients_go_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         return o, state
 
     assert torch.autograd.gradcheck(call, tuple(x.values()), fast_mode=True)
+
+
+def trained_call() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A call with everything that has a gradient, whose last row belongs to no sequence."""
+    row = {name: values[0] for name, values in SEQUENCES.items()}
+    row |= {"packed": True, "gk": True, "gv": True, "beta": "value sigmoid", "state": FP32}
+    x, options = sequence_call({**row, "g": "gate and bias", "l2norm": True}, "cpu")
+    assert int(x["cu_seqlens"][-1]) < x["q"].shape[1]
+    return x, options
+
+
+def gradients(
+    x: Mapping[str, Tensor], options: Mapping[str, Any], autocast: bool = False
+) -> dict[str, Tensor]:
+    """Of o and the final state, squared and summed, by backward inside or outside of autocast."""
+    leaves = {
+        name: y.clone().requires_grad_() if y.is_floating_point() else y for name, y in x.items()
+    }
+    o, state = fused_recurrent_gated_delta_rule(**leaves, **options)
+    assert state is not None
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        (o.square().sum() + state.square().sum()).backward()
+    return {name: y.grad for name, y in leaves.items() if y.grad is not None}
+
+
+def test_what_tokens_of_no_sequence_hold_reaches_no_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    x, options = trained_call()
+    expected = gradients(x, options)
+    end = int(x["cu_seqlens"][-1])
+    for name in ("q", "k", "v", "g", "gk", "gv", "beta"):
+        x[name] = x[name].clone()
+        x[name][:, end:] = torch.nan
+    found = gradients(x, options)
+    assert found.keys() == expected.keys() == x.keys() - {"cu_seqlens"}
+    for name, gradient in found.items():
+        assert same_bits(gradient, expected[name]), name
+        if name not in ("A_log", "dt_bias", "initial_state"):
+            assert not gradient[:, end:].any(), name
+
+
+def test_autocast_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    x, options = trained_call()
+    expected = gradients(x, options)
+    for name, gradient in gradients(x, options, autocast=True).items():
+        assert same_bits(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("T", [0, 3])
+def test_gradients_without_sequences(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are 0: the results hang on every input."""
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    x, options = trained_call()
+    leaves = {
+        name: (y[:, :T] if name not in ("A_log", "dt_bias") else y).clone().requires_grad_()
+        for name, y in x.items()
+        if name not in ("cu_seqlens", "initial_state")
+    }
+    offsets = torch.zeros(1, dtype=torch.int64)
+    o, _ = fused_recurrent_gated_delta_rule(**leaves, **options, cu_seqlens=offsets)
+    found = torch.autograd.grad(o.sum(), list(leaves.values()))
+    for name, gradient in zip(leaves, found, strict=True):
+        assert gradient.shape == leaves[name].shape and not gradient.any(), name
+
+
+# --------------------------------------------------------------------------------- memory and time
+
+
+def long_call(T: int, packed: bool = False) -> dict[str, Tensor]:
+    """With all kinds of decays. The state is as large as what some fifty tokens hold."""
+    HV, K = 2, 64
+    x = {name: normal(1, T, HV, K) / 8 for name in ("q", "k", "v")}
+    x |= {name: -uniform(1, T, HV, K) for name in ("gk", "gv")}
+    x |= {"g": -uniform(1, T, HV), "beta": uniform(1, T, HV)}
+    if packed:  # one long sequence and many short ones
+        lengths = [T // 2] + [2] * (T // 4)
+        x["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)])
+    return x
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_reference_keeps_one_state(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient: the peak is what all tokens hold and a few states of each sequence, and
+    no token leaves a piece of memory of its own behind."""
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    T = 128
+    x = long_call(T, packed)
+    N = x["cu_seqlens"].shape[0] - 1 if packed else 1
+    state = 2 * 64 * 64 * 4
+    memory = memory_of(lambda: fused_recurrent_gated_delta_rule(**x))
+    tokens = sum(y.nbytes for name, y in x.items() if name != "cu_seqlens")
+    assert memory.peak < 4 * tokens + 5 * N * state
+    assert packed or memory.peak < T * state / 2
+    assert memory.pieces < 64
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_reference_s_backward_is_linear(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it writes to memory, to which its time is bound: twice for twice as many tokens."""
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+
+    def made(T: int) -> int:
+        x = long_call(T, packed)
+        leaves = {name: y.requires_grad_() if y.is_floating_point() else y for name, y in x.items()}
+        o, _ = fused_recurrent_gated_delta_rule(**leaves)
+        return memory_of(o.sum().backward).made
+
+    made(8)  # what is made once in a process
+    assert made(256) < 2.2 * made(128)
 
 
 def test_a_step_has_no_gradient(device: str) -> None:

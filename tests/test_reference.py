@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad as fwAD
 
 from gdn_triton import reference
 from gdn_triton.constants import CHUNK_SIZES, L2NORM_EPS, LOG2_DECAY_FLOOR, SOFTPLUS_THRESHOLD
@@ -859,6 +860,78 @@ def test_autocast_changes_nothing(form: Callable[..., tuple]) -> None:
 
 
 # ---------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("form", [recurrent_gated_delta_rule, chunk_gated_delta_rule])
+def test_autocast_changes_no_gradient(form: Callable[..., tuple]) -> None:
+    """Wherever backward is called, and at second order."""
+    inputs = make(Case()).to(FP32)
+    leaves = [x.requires_grad_() for x in inputs.tokens]
+
+    def both(autocast_forward: bool, autocast_backward: bool) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast_forward):
+            o = form(*leaves)[0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast_backward):
+            first = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)
+            loss = sum(x.square().sum() for x in first)
+            assert isinstance(loss, Tensor)
+            return [*first, *torch.autograd.grad(loss, leaves)]
+
+    expected = both(False, False)
+    for where in ((True, True), (False, True), (True, False)):
+        for x, y in zip(both(*where), expected, strict=True):
+            assert torch.equal(x, y), where
+
+
+FORMS = pytest.mark.parametrize("form", [recurrent_gated_delta_rule, chunk_gated_delta_rule])
+
+
+def small_call(form: Callable[..., tuple]) -> tuple[Callable[..., tuple], list[Tensor]]:
+    """A packed call as a function of its differentiable inputs, and those."""
+    inputs = make(Case(lengths=(2, 0, 1), H=1, HV=2, K=2, V=2, orphans=1))
+    options = {"chunk_size": 2} if form is chunk_gated_delta_rule else {}
+
+    def run(*x: Tensor) -> tuple:
+        return form(*x[:5], initial_state=x[5], cu_seqlens=inputs.cu_seqlens, **options)[:2]
+
+    return run, [x.requires_grad_() for x in (*inputs.tokens, inputs.initial_state)]
+
+
+@FORMS
+def test_derivatives_of_every_kind(form: Callable[..., tuple]) -> None:
+    """Second ones, batched ones, and forward-mode ones of inputs that require no gradient."""
+    run, leaves = small_call(form)
+    kinds = {"check_forward_ad": True, "check_batched_grad": True}
+    assert torch.autograd.gradcheck(run, leaves, **kinds)
+    assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
+
+
+@FORMS
+def test_forward_mode_of_inputs_that_require_a_gradient(form: Callable[..., tuple]) -> None:
+    run, leaves = small_call(form)
+    tangents = [torch.randn_like(x) for x in leaves]
+
+    def directional(inputs: list[Tensor]) -> list[Tensor]:
+        with fwAD.dual_level():
+            results = run(*map(fwAD.make_dual, inputs, tangents))
+            return [fwAD.unpack_dual(y).tangent.detach() for y in results]
+
+    expected = directional([x.detach() for x in leaves])
+    for got, right in zip(directional(leaves), expected, strict=True):
+        assert_close(got, right, 1e-14, at_least=1.0)
+
+
+def test_derivatives_of_solve() -> None:
+    """Of entries at and above the diagonal, which are not read, they are 0."""
+    A = torch.randn(1, 3, 2, 2, dtype=FP64, requires_grad=True)
+    assert torch.autograd.gradcheck(reference.solve, (A,), check_forward_ad=True)
+    with fwAD.dual_level():
+        tangent = torch.randn_like(A)
+        of_leaf, of_other = (
+            fwAD.unpack_dual(reference.solve(fwAD.make_dual(x, tangent))).tangent
+            for x in (A, A.detach())
+        )
+    assert_close(of_leaf.detach(), of_other, 1e-14, at_least=1.0)
 
 
 def gradients(form: Callable[..., tuple], inputs: Inputs, **options: int) -> list[Tensor]:
