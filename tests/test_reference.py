@@ -968,6 +968,24 @@ def test_float32_gradients_are_finite(name: str) -> None:
         assert gradient.any() or name == "forget_all"
 
 
+@pytest.mark.parametrize("n", [0, 1, 8, 32, 56])
+def test_what_gates_of_minus_infinity_cost_in_float32(n: int) -> None:
+    """The rest of their chunk: each adds the floor to sums of which differences are taken, so a
+    decay's logarithm is off by the unit roundoff of the sum. The recurrence takes no differences.
+    """
+    inputs = make(Case(T=64, chunk_size=64))
+    others = -inputs.g[:, n:].sum(1).min().item()
+    inputs.g[:, :n] = -torch.inf
+    exact = recurrent_gated_delta_rule(*inputs.tokens)
+    narrow = inputs.to(FP32).tokens
+    unit = 2.0**-24
+    lost = unit * (math.log(2) * -LOG2_DECAY_FLOOR[FP32] * n + others)
+    for form, allowed in ((recurrent_gated_delta_rule, 0.0), (chunk_gated_delta_rule, lost)):
+        o, final_state = form(*narrow)[:2]
+        assert relative_error(o[:, n:], exact[0][:, n:]) < allowed + 16 * unit
+        assert relative_error(final_state, exact[1]) < allowed + 16 * unit
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -289,7 +289,8 @@ class GatedDeltaNet(nn.Module):
             hidden_states: [B, T, hidden_size], float.
             attention_mask: [B, S], S >= T, bool, integer or float: 0 where there is no token, in
                 its last T columns; earlier ones are not read. Tokens that are left out, on either
-                side or between others, change nothing, and their y is 0.
+                side or between others, change nothing, whatever they hold, and their y and their
+                gradient are 0.
             cache: of `make_cache`: each sequence goes on from its slot, which is then updated. A
                 gradient does not reach what came before the call. Not for a call that will be
                 repeated, as under gradient checkpointing.
@@ -297,8 +298,8 @@ class GatedDeltaNet(nn.Module):
                 slot that is padding (`skip` of the cache) skips its sequence: no state is written,
                 and its y is 0. None: the first N slots, in order.
             cu_seqlens: [N + 1], int32 or int64: the N sequences are packed in one row (B = 1), as
-                `gdn_triton.chunk_gated_delta_rule` takes them. The y of tokens at or after
-                cu_seqlens[-1] is 0. Not together with attention_mask.
+                `gdn_triton.chunk_gated_delta_rule` takes them. Tokens at or after cu_seqlens[-1]
+                are left out in the same way. Not together with attention_mask.
 
         Returns:
             y: [B, T, hidden_size].
