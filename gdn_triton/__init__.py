@@ -3,6 +3,7 @@
 from gdn_triton.api import chunk_gated_delta_rule, chunk_gdn, explain
 from gdn_triton.backend import Explanation
 from gdn_triton.conv import causal_conv1d, causal_conv1d_update, fused_conv_prep
+from gdn_triton.explanations import explain_call
 from gdn_triton.post_conv import fused_post_conv_prep
 from gdn_triton.prefill import chunk_prefill
 from gdn_triton.recurrent import (
@@ -22,6 +23,7 @@ __all__ = [
     "chunk_gdn",
     "chunk_prefill",
     "explain",
+    "explain_call",
     "fused_conv_prep",
     "fused_post_conv_prep",
     "fused_recurrent_gated_delta_rule",

@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from gdn_triton.backend import Explanation, choose, explain_choice
+from gdn_triton.backend import CHUNK, SHARDED, Explanation
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 from gdn_triton.problem import ChunkCall
 from gdn_triton.validation import validate_chunk
@@ -150,7 +150,7 @@ def chunk_gated_delta_rule(
 
         return traced(x)
     problem = validate_chunk(*x)
-    return choose(problem).load()(problem, x.inputs, cu_seqlens)
+    return CHUNK.choose(problem).load()(problem, x.inputs, cu_seqlens)
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -212,8 +212,8 @@ def explain(
         from gdn_triton.distributed import validate_sharded
 
         _, problem = validate_sharded(x, cp_context)
-        return explain_choice(problem, is_sharded=True)
-    return explain_choice(validate_chunk(*x))
+        return SHARDED.explain(problem)
+    return CHUNK.explain(validate_chunk(*x))
 
 
 def _deprecated_state_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:

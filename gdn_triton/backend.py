@@ -1,9 +1,10 @@
-"""Which backend runs a call: an ordered list, each entry with its reason to refuse.
+"""Which backend runs a call: an operator's ordered list, each entry with its reason to refuse.
 
 `GDN_BACKEND`, read at every call, is `auto` (the default) or the name of a backend. `auto` takes
-the first backend of `BACKENDS` that does not refuse and is not passed over, and logs the choice and
-the refusals before it once. A backend asked for by name never falls back: if it refuses, the call
-raises RuntimeError with the reason. Every refusal is a sentence.
+the first backend of the operator that does not refuse, and logs the choice and the refusals before
+it once. A name holds for the operators that have such a backend: if it refuses a call, the call
+raises RuntimeError with the reason. For an operator that has no backend of that name at all, the
+name means `auto`, which is logged once. Every refusal is a sentence.
 """
 
 import functools
@@ -11,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from packaging.version import Version
@@ -38,43 +39,157 @@ if TYPE_CHECKING:
 # plan(problem, operands): what runs that call of the recurrence, and those like it.
 Plan = Callable[[RecurrentProblem, Operands], Run]
 
-P = TypeVar("P", Problem, RecurrentProblem)
-F = TypeVar("F", Forward, Plan, "ShardOps")
+
+class Placed(Protocol):
+    """A validated call, as far as a choice among backends looks at all of them alike."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+P = TypeVar("P", bound=Placed)
+F = TypeVar("F")
+
+# What `GDN_BACKEND` may name, in the order in which `auto` tries them.
+NAMES = ("cuda", "triton", "reference")
 
 MIN_TRITON = "3.6"
 
 _logger = logging.getLogger("gdn_triton")
-_logged: set[tuple[str, tuple[tuple[str, str], ...], int]] = set()
+_logged: set[tuple[str, str, tuple[tuple[str, str], ...], int]] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class Backend(Generic[P, F]):
     """name: as `GDN_BACKEND` spells it. supports: a sentence why not, or None. load: imports the
-    backend's modules, which may be heavy or absent, and returns its forward or its plan."""
+    backend's modules, which may be heavy or absent, and returns what runs a call. exists: False
+    where the operator has no such backend (`missing`)."""
 
     name: str
     supports: Callable[[P], str | None]
     load: Callable[[], F]
+    exists: bool = True
+
+
+def _load_nothing() -> NoReturn:
+    raise AssertionError("a backend that refuses every call was chosen")
+
+
+def missing(name: str, why: str) -> Backend[Any, Any]:
+    """In the place of a backend that an operator does not have. why: a sentence."""
+    return Backend(name, lambda _: why, _load_nothing, exists=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `gdn_triton.explain` found.
+    """Which backend would run a call, and why (`gdn_triton.explain`, `gdn_triton.explain_call`).
 
     requested: the value of `GDN_BACKEND`. chosen: the backend that would run, or None when the one
     asked for by name refuses. reasons: for each backend in order, None if it is the chosen one,
-    else a sentence why it would not run.
+    else a sentence why it would not run. operator: the name of the function that was asked about.
+    as_auto: whether `requested` names a backend that this function does not have, so that the
+    choice is that of `auto`.
     """
 
     requested: str
     chosen: str | None
     reasons: dict[str, str | None]
+    operator: str = "chunk_gated_delta_rule"
+    as_auto: bool = False
 
     def __str__(self) -> str:
         chosen = f"{self.chosen} would run" if self.chosen else "no backend would run"
+        if self.as_auto:
+            chosen = f"{self.operator} has no such backend; as with auto, {chosen}"
         lines = [f"GDN_BACKEND={self.requested}: {chosen}"]
         lines += [f"  {name}: {reason or 'chosen'}" for name, reason in self.reasons.items()]
         return "\n".join(lines)
+
+
+@dataclass(slots=True, eq=False)
+class Operator(Generic[P, F]):
+    """A public function and its backends. name: the function's. backends: one of each of `NAMES`,
+    in that order; the last one refuses nothing."""
+
+    name: str
+    backends: tuple[Backend[P, F], ...]
+
+    def choose(self, problem: P) -> Backend[P, F]:
+        """The backend that runs this problem.
+
+        ValueError for an unknown `GDN_BACKEND`; RuntimeError with the reason if the operator has
+        the backend that is asked for by name and it refuses.
+        """
+        requested = requested_backend()
+        refusals: list[tuple[str, str]] = []
+        if requested != "auto":
+            backend = self._named(requested)
+            if backend.exists:
+                reason = backend.supports(problem)
+                if reason is not None:
+                    raise RuntimeError(f"GDN_BACKEND={requested} cannot run this call. {reason}")
+                return backend
+            # The log says so, whether or not it comes before the one that is chosen.
+            requested = f"{requested}, which {self.name} does not have and so takes for auto,"
+        for backend in self.backends:
+            reason = backend.supports(problem)
+            if reason is None:
+                _log_once(requested, backend.name, tuple(refusals), problem.device.type)
+                return backend
+            refusals.append((backend.name, reason))
+        # The reference is last in the list and refuses nothing.
+        raise AssertionError("no backend took the problem")
+
+    def explain(self, problem: P) -> Explanation:
+        """What `choose` would do, and why not otherwise. Raises only for an unknown
+        `GDN_BACKEND`."""
+        requested = requested_backend()
+        as_auto = requested != "auto" and not self._named(requested).exists
+        reasons = {backend.name: backend.supports(problem) for backend in self.backends}
+        if requested == "auto" or as_auto:
+            chosen = next((name for name, reason in reasons.items() if reason is None), None)
+            passed_over = f"It could run this call, but {chosen} comes before it."
+        else:
+            chosen = requested if reasons[requested] is None else None
+            passed_over = f"It could run this call, but GDN_BACKEND asks for {requested}."
+        for name, reason in reasons.items():
+            if reason is None and name != chosen:
+                reasons[name] = passed_over
+        return Explanation(requested, chosen, reasons, self.name, as_auto)
+
+    def _named(self, name: str) -> Backend[P, F]:
+        return self.backends[NAMES.index(name)]
+
+
+def requested_backend() -> str:
+    """The value of `GDN_BACKEND`; ValueError if it is none of the known ones."""
+    name = os.environ.get("GDN_BACKEND", "auto")
+    if name != "auto" and name not in NAMES:
+        names = ", ".join(["auto", *sorted(NAMES)])
+        raise ValueError(f"GDN_BACKEND must be one of {names}, got {name!r}")
+    return name
+
+
+def _log_once(
+    requested: str, name: str, refusals: tuple[tuple[str, str], ...], device_type: str
+) -> None:
+    # On an accelerator the reference is right but far slower than kernels: worth a warning.
+    slow = name == "reference" and device_type != "cpu"
+    level = logging.WARNING if slow else logging.INFO
+    if (requested, name, refusals, level) in _logged:
+        return
+    _logged.add((requested, name, refusals, level))
+    _logger.log(
+        level,
+        "GDN_BACKEND=%s chose %s%s.%s",
+        requested,
+        name,
+        f", which is slow on {device_type}" if slow else "",
+        "".join(f" Not {refused}: {reason}" for refused, reason in refusals),
+    )
+
+
+# --------------------------------------------------------------------------------- what they refuse
 
 
 @functools.cache
@@ -164,11 +279,6 @@ def cuda_supports(problem: Problem) -> str | None:
     )
 
 
-def recurrent_cuda_supports(problem: RecurrentProblem) -> str | None:
-    """A sentence why the CUDA library cannot run this call of the recurrence."""
-    return "The CUDA library has no kernel for the recurrence token by token."
-
-
 def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
     """A sentence why the Triton kernel cannot run this call of the recurrence, or None."""
     dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
@@ -191,27 +301,9 @@ def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
     return None
 
 
-def reference_supports(problem: Problem | RecurrentProblem) -> str | None:
+def reference_supports(problem: Placed) -> str | None:
     """The reference takes every valid problem, on every device."""
     return None
-
-
-def _load_cuda() -> Forward:
-    from gdn_triton.ops import cuda_chunk
-
-    return cuda_chunk.forward
-
-
-def _load_triton() -> Forward:
-    from gdn_triton.ops import chunk
-
-    return chunk.forward
-
-
-def _load_reference() -> Forward:
-    from gdn_triton.ops import reference_chunk
-
-    return reference_chunk.forward
 
 
 def sharded_cuda_supports(problem: Problem) -> str | None:
@@ -219,136 +311,82 @@ def sharded_cuda_supports(problem: Problem) -> str | None:
     return "The CUDA library does not serve cp_context."
 
 
-def _load_no_shard() -> "ShardOps":
-    raise AssertionError("a backend that refuses every call was chosen")
+# ---------------------------------------------------------------------- the operators of the rule
+
+# What is loaded is kept: an import of what is there already takes longer.
 
 
+@functools.cache
+def _load_cuda() -> Forward:
+    from gdn_triton.ops import cuda_chunk
+
+    return cuda_chunk.forward
+
+
+@functools.cache
+def _load_triton() -> Forward:
+    from gdn_triton.ops import chunk
+
+    return chunk.forward
+
+
+@functools.cache
+def _load_reference() -> Forward:
+    from gdn_triton.ops import reference_chunk
+
+    return reference_chunk.forward
+
+
+@functools.cache
 def _load_triton_shard() -> "ShardOps":
     from gdn_triton.ops import shard_triton
 
     return shard_triton
 
 
+@functools.cache
 def _load_reference_shard() -> "ShardOps":
     from gdn_triton.ops import shard_reference
 
     return shard_reference
 
 
-def _load_no_plan() -> Plan:
-    raise AssertionError("a backend that refuses every call was chosen")
-
-
+@functools.cache
 def _load_triton_plan() -> Plan:
     from gdn_triton.ops import recurrent
 
     return recurrent.plan
 
 
+@functools.cache
 def _load_reference_plan() -> Plan:
     from gdn_triton.ops import reference_recurrent
 
     return reference_recurrent.plan
 
 
-# In the order in which `auto` tries them.
-BACKENDS: tuple[Backend[Problem, Forward], ...] = (
+_CHUNK_BACKENDS: tuple[Backend[Problem, Forward], ...] = (
     Backend("cuda", cuda_supports, _load_cuda),
     Backend("triton", triton_supports, _load_triton),
     Backend("reference", reference_supports, _load_reference),
 )
+CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS)
+PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS)
 
-# The same for a call that is split over ranks.
-SHARDED_BACKENDS: tuple[Backend[Problem, "ShardOps"], ...] = (
-    Backend("cuda", sharded_cuda_supports, _load_no_shard),
-    Backend("triton", triton_supports, _load_triton_shard),
-    Backend("reference", reference_supports, _load_reference_shard),
+# A call of the chunked op that is split over ranks.
+SHARDED: Operator[Problem, "ShardOps"] = Operator(
+    "chunk_gated_delta_rule",
+    (
+        Backend("cuda", sharded_cuda_supports, _load_nothing),
+        Backend("triton", triton_supports, _load_triton_shard),
+        Backend("reference", reference_supports, _load_reference_shard),
+    ),
 )
 
-# The same for the recurrence.
-RECURRENT_BACKENDS: tuple[Backend[RecurrentProblem, Plan], ...] = (
-    Backend("cuda", recurrent_cuda_supports, _load_no_plan),
+_RECURRENT_BACKENDS: tuple[Backend[RecurrentProblem, Plan], ...] = (
+    missing("cuda", "The CUDA library has no kernel for the recurrence token by token."),
     Backend("triton", recurrent_triton_supports, _load_triton_plan),
     Backend("reference", reference_supports, _load_reference_plan),
 )
-
-
-def requested_backend() -> str:
-    """The value of `GDN_BACKEND`; ValueError if it is none of the known ones."""
-    name = os.environ.get("GDN_BACKEND", "auto")
-    if name != "auto" and all(name != backend.name for backend in BACKENDS):
-        names = ", ".join(["auto", *sorted(backend.name for backend in BACKENDS)])
-        raise ValueError(f"GDN_BACKEND must be one of {names}, got {name!r}")
-    return name
-
-
-def choose(problem: Problem) -> Backend[Problem, Forward]:
-    """The backend that runs this problem.
-
-    ValueError for an unknown `GDN_BACKEND`; RuntimeError with the reason if a backend is asked for
-    by name and refuses.
-    """
-    return _choose(BACKENDS, problem)
-
-
-def choose_sharded(problem: Problem) -> Backend[Problem, "ShardOps"]:
-    """The backend that runs a rank's part of a split call. Raises as `choose` does."""
-    return _choose(SHARDED_BACKENDS, problem)
-
-
-def choose_recurrent(problem: RecurrentProblem) -> Backend[RecurrentProblem, Plan]:
-    """The backend that runs this call of the recurrence. Raises as `choose` does."""
-    return _choose(RECURRENT_BACKENDS, problem)
-
-
-def _choose(backends: tuple[Backend[P, F], ...], problem: P) -> Backend[P, F]:
-    requested = requested_backend()
-    if requested != "auto":
-        backend = next(backend for backend in backends if backend.name == requested)
-        reason = backend.supports(problem)
-        if reason is not None:
-            raise RuntimeError(f"GDN_BACKEND={requested} cannot run this call. {reason}")
-        return backend
-    refusals: list[tuple[str, str]] = []
-    for backend in backends:
-        reason = backend.supports(problem)
-        if reason is None:
-            _log_once(backend.name, tuple(refusals), problem.device.type)
-            return backend
-        refusals.append((backend.name, reason))
-    # The reference is last in the list and refuses nothing.
-    raise AssertionError("no backend took the problem")
-
-
-def explain_choice(problem: Problem, is_sharded: bool = False) -> Explanation:
-    """What `choose`, or `choose_sharded`, would do, and why not otherwise. Raises only for an
-    unknown `GDN_BACKEND`."""
-    requested = requested_backend()
-    backends = SHARDED_BACKENDS if is_sharded else BACKENDS
-    reasons = {backend.name: backend.supports(problem) for backend in backends}
-    if requested == "auto":
-        chosen = next((name for name, reason in reasons.items() if reason is None), None)
-        passed_over = f"It could run this call, but {chosen} comes before it."
-    else:
-        chosen = requested if reasons[requested] is None else None
-        passed_over = f"It could run this call, but GDN_BACKEND asks for {requested}."
-    for name, reason in reasons.items():
-        if reason is None and name != chosen:
-            reasons[name] = passed_over
-    return Explanation(requested, chosen, reasons)
-
-
-def _log_once(name: str, refusals: tuple[tuple[str, str], ...], device_type: str) -> None:
-    # On an accelerator the reference is right but far slower than kernels: worth a warning.
-    slow = name == "reference" and device_type != "cpu"
-    level = logging.WARNING if slow else logging.INFO
-    if (name, refusals, level) in _logged:
-        return
-    _logged.add((name, refusals, level))
-    _logger.log(
-        level,
-        "GDN_BACKEND=auto chose %s%s.%s",
-        name,
-        f", which is slow on {device_type}" if slow else "",
-        "".join(f" Not {refused}: {reason}" for refused, reason in refusals),
-    )
+RECURRENT = Operator("fused_recurrent_gated_delta_rule", _RECURRENT_BACKENDS)
+STEP = Operator("recurrent_step", _RECURRENT_BACKENDS)

@@ -27,25 +27,23 @@ from gdn_triton.arguments import (
     type_of,
     value_of,
 )
-from gdn_triton.backend import triton_limits
+from gdn_triton.backend import Backend, Operator, missing, reference_supports, triton_limits
 from gdn_triton.conv_problem import ConvOperands, ConvProblem, PrepOperands
 from gdn_triton.device import on_device
 from gdn_triton.post_conv_backend import (
+    POST_CONV,
     Prepared,
     Sizes,
-    choose_named,
-    choose_post_conv,
     run_post_conv,
     triton_refusal,
     validate_post_conv,
+    with_gradients,
 )
 from gdn_triton.validation_recurrent import LAST_SKIPPED, check_contents
 
 ACTIVATIONS: Final = {"silu": True, None: False}
 # Taps of the Triton kernels; the reference has no limit.
 TRITON_WIDTHS: Final = (2, 3, 4)
-
-_NO_CUDA = "The CUDA library has no convolution."
 
 
 class ConvArguments(NamedTuple):
@@ -260,21 +258,41 @@ def conv_refusal(problem: ConvProblem) -> str | None:
     return _limits(p.dtype, p.device.type, p.D)
 
 
-def choose_conv(problem: ConvProblem) -> str:
-    """ "triton" or "reference". Raises as `gdn_triton.backend.choose` does."""
-    return choose_named(_NO_CUDA, lambda: conv_refusal(problem), problem.device.type)
+ConvRun = Callable[[ConvProblem, ConvOperands], Tensor]
 
 
 @functools.cache
-def load_conv(backend: str, is_step: bool) -> Callable[[ConvProblem, ConvOperands], Tensor]:
-    """Imports the backend's modules, which may be heavy or absent."""
-    if backend == "reference":
-        from gdn_triton.ops import reference_conv
-
-        return reference_conv.forward
+def _load_triton() -> ConvRun:
     from gdn_triton.ops import conv
 
-    return conv.update if is_step else conv.forward
+    return conv.forward
+
+
+@functools.cache
+def _load_triton_update() -> ConvRun:
+    from gdn_triton.ops import conv
+
+    return conv.update
+
+
+@functools.cache
+def _load_reference() -> ConvRun:
+    from gdn_triton.ops import reference_conv
+
+    return reference_conv.forward
+
+
+_NO_CUDA = missing("cuda", "The CUDA library has no convolution.")
+_REFERENCE: Backend[ConvProblem, ConvRun] = Backend(
+    "reference", reference_supports, _load_reference
+)
+CONV: Operator[ConvProblem, ConvRun] = Operator(
+    "causal_conv1d", (_NO_CUDA, Backend("triton", conv_refusal, _load_triton), _REFERENCE)
+)
+CONV_UPDATE: Operator[ConvProblem, ConvRun] = Operator(
+    "causal_conv1d_update",
+    (_NO_CUDA, Backend("triton", conv_refusal, _load_triton_update), _REFERENCE),
+)
 
 
 def run_conv(args: ConvArguments, call: Call = PLAIN) -> Tensor:
@@ -285,8 +303,9 @@ def run_conv(args: ConvArguments, call: Call = PLAIN) -> Tensor:
 
 def run_valid_conv(problem: ConvProblem, args: ConvArguments, call: Call) -> Tensor:
     given = operands(problem, args)
+    run = (CONV_UPDATE if call.is_step else CONV).choose(problem).load()
     with on_device(problem.device):
-        y = load_conv(choose_conv(problem), call.is_step)(problem, given)
+        y = run(problem, given)
     return y.view(args.x.shape)
 
 
@@ -317,29 +336,76 @@ def prep_needs_grad(problem: ConvProblem, prep: PrepArguments) -> bool:
     )
 
 
+class PrepProblem(NamedTuple):
+    """What a validated call of `gdn_triton.fused_conv_prep` is chosen a backend by: what its two
+    parts are."""
+
+    conv: ConvProblem
+    sizes: Sizes
+
+    @property
+    def device(self) -> torch.device:
+        return self.conv.device
+
+
+PrepRun = Callable[[ConvArguments, PrepArguments, PrepProblem], Prepared]
+
+
+def conv_prep_refusal(problem: PrepProblem) -> str | None:
+    """A sentence why the fused kernel cannot run the call, or None."""
+    if problem.sizes.needs_grad:
+        return (
+            "The fused kernel has no backward; an input requires a gradient. Call under "
+            "torch.no_grad() if none is wanted."
+        )
+    return conv_refusal(problem.conv) or triton_refusal(problem.sizes)
+
+
+CONV_PREP: Operator[PrepProblem, PrepRun] = Operator(
+    "fused_conv_prep",
+    (
+        _NO_CUDA,
+        Backend("triton", conv_prep_refusal, lambda: _run_fused),
+        Backend("reference", reference_supports, lambda: _run_parts),
+    ),
+)
+
+
+def prep_problem(args: ConvArguments, prep: PrepArguments) -> PrepProblem:
+    """Raises as `validate_conv_prep`."""
+    conv, sizes = validate_conv_prep(args, prep)
+    return PrepProblem(conv, with_gradients(sizes, prep_needs_grad(conv, prep)))
+
+
 def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
     """q, k, v, g and beta; the states are written.
 
     In one kernel where Triton serves all of it. Else the convolution, then the preparation, each in
     a backend of its own: so with gradients, which the fused kernel has none of.
     """
-    problem, sizes = validate_conv_prep(args, prep)
-    needs_grad = prep_needs_grad(problem, prep)
-    apart = choose_named(
-        _NO_CUDA, lambda: conv_refusal(problem) or triton_refusal(sizes, False), sizes.device.type
-    )
-    lead = args.x.shape[:-1]
-    if needs_grad or apart == "reference":
-        # Chosen first: a refusal leaves the states as they are.
-        second = choose_post_conv(sizes, needs_grad)
-        y = run_valid_conv(problem, args, PREPARED).flatten(0, -2)
-        gates = (x.reshape(-1, sizes.HV) for x in prep[:2])
-        parts = run_post_conv(second, y, *gates, *prep[2:])
-        q, k, v, g, beta = (x.unflatten(0, lead) for x in parts)
-        return q, k, v, g, beta
+    problem = prep_problem(args, prep)
+    if problem.sizes.needs_grad:
+        # Each part says for itself whether it has a gradient.
+        return _run_parts(args, prep, problem)
+    return CONV_PREP.choose(problem).load()(args, prep, problem)
+
+
+def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> Prepared:
+    sizes, lead = problem.sizes, args.x.shape[:-1]
+    # Chosen first: a refusal leaves the states as they are.
+    second = POST_CONV.choose(sizes).load()
+    y = run_valid_conv(problem.conv, args, PREPARED).flatten(0, -2)
+    gates = (x.reshape(-1, sizes.HV) for x in prep[:2])
+    parts = run_post_conv(second, y, *gates, *prep[2:])
+    q, k, v, g, beta = (x.unflatten(0, lead) for x in parts)
+    return q, k, v, g, beta
+
+
+def _run_fused(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> Prepared:
     from gdn_triton.kernels.conv import conv_prep_fwd
 
-    given = operands(problem, args)
+    sizes = problem.sizes
+    given = operands(problem.conv, args)
     a, b = (x if x.dim() == 3 else x.unsqueeze(0) for x in prep[:2])
     others = PrepOperands(
         a,
@@ -354,8 +420,8 @@ def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
         prep.output_g_exp,
     )
     with on_device(problem.device):
-        parts = conv_prep_fwd(problem, given, others)
-    if len(lead) == 2:
+        parts = conv_prep_fwd(problem.conv, given, others)
+    if args.x.dim() == 3:
         return parts
     q, k, v, g, beta = (x.squeeze(0) for x in parts)
     return q, k, v, g, beta

@@ -26,7 +26,7 @@ from gdn_triton.arguments import (
     check_offsets,
     count_sequences,
 )
-from gdn_triton.backend import choose_sharded
+from gdn_triton.backend import SHARDED
 from gdn_triton.ops import context_parallel
 from gdn_triton.problem import ChunkCall, Problem
 from gdn_triton.shards import (
@@ -345,7 +345,7 @@ def _number(cp_context: object, name: str, least: int, most: int, at: int | None
 def sharded(x: ChunkCall, cp_context: object) -> tuple[Tensor, Tensor | None]:
     """`gdn_triton.chunk_gated_delta_rule` with a context: validate, choose a backend, run it."""
     layout, problem = validate_sharded(x, cp_context)
-    ops = choose_sharded(problem).load()
+    ops = SHARDED.choose(problem).load()
     return context_parallel.forward(ops, problem, layout, x.inputs)
 
 

@@ -1,4 +1,5 @@
-"""Environment variables that several backends read; their rows are in `docs/environment.md`."""
+"""Environment variables that a validated call depends on; their rows are in
+`docs/environment.md`."""
 
 import os
 
@@ -6,7 +7,7 @@ import os
 def batch_invariant() -> bool:
     """`GDN_BATCH_INVARIANT`: whether a sequence must give the same bits in any batch.
 
-    Read at every call; ValueError for another value than 0 and 1.
+    Validation reads it at every call; ValueError for another value than 0 and 1.
     """
     asked = os.environ.get("GDN_BATCH_INVARIANT", "0")
     if asked not in ("0", "1"):

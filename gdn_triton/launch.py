@@ -14,7 +14,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from gdn_triton.config import target
+from gdn_triton.config import compiler
 
 # Variants that one Launch remembers. A few are normal: combinations of dtypes, alignments, devices.
 MOST_VARIANTS = 64
@@ -93,7 +93,7 @@ class Launch:
         if variant is None:
             variant = kernel[grid](**given, **self._fixed)
             # None where a test has put something else in the place of Triton's launch.
-            if small and isinstance(variant, CompiledKernel) and target()[0] == "cuda":
+            if small and isinstance(variant, CompiledKernel) and compiler() == "cuda":
                 if len(self._variants) >= MOST_VARIANTS:
                     self._variants.clear()
                 self._variants[key] = variant

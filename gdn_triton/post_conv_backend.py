@@ -22,12 +22,11 @@ from gdn_triton.arguments import (
     type_of,
     value_of,
 )
-from gdn_triton.backend import _log_once, requested_backend, triton_limits
+from gdn_triton.backend import Backend, Operator, missing, reference_supports, triton_limits
 from gdn_triton.device import on_device
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
-_NO_CUDA = "The CUDA library has no preparation after the convolution."
 # The tensors but the first, which a call may know by another name.
 _TENSORS = ("a", "b", "A_log", "dt_bias")
 _SIZES = ("num_k_heads", "head_k_dim", "head_v_dim")
@@ -35,7 +34,8 @@ _FLAGS = ("apply_l2norm", "output_g_exp")
 
 
 class Sizes(NamedTuple):
-    """What a validated call is chosen a backend by. wide: some input is float64."""
+    """What a validated call is chosen a backend by. wide: some input is float64. needs_grad: grad
+    mode is on and some input requires a gradient, which validation does not judge."""
 
     H: int
     HV: int
@@ -44,6 +44,7 @@ class Sizes(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     wide: bool
+    needs_grad: bool = False
 
 
 def validate_post_conv(
@@ -132,12 +133,12 @@ def _raise_for_types(
 
 
 @functools.cache
-def triton_refusal(sizes: Sizes, needs_grad: bool) -> str | None:
+def triton_refusal(sizes: Sizes) -> str | None:
     """A sentence why the Triton kernel cannot run the call, or None: its limits are those of the
     chunked op, whose inputs it makes. Cached, for none of it changes within a process."""
     if sizes.wide:
         return "The Triton kernels compute in float32 at most; one of the inputs is float64."
-    if needs_grad:
+    if sizes.needs_grad:
         return (
             "The Triton kernel of the preparation has no backward; an input requires a gradient. "
             "Call under torch.no_grad() if none is wanted."
@@ -145,42 +146,42 @@ def triton_refusal(sizes: Sizes, needs_grad: bool) -> str | None:
     return triton_limits((sizes.dtype,), sizes.device.type, sizes.HV, sizes.K, sizes.V)
 
 
-def choose_named(no_cuda: str, refusal: Callable[[], str | None], device_type: str) -> str:
-    """ "triton" or "reference", by `GDN_BACKEND` and the sentence why Triton cannot run the call.
-    Raises as `gdn_triton.backend.choose` does; no_cuda: the reason against "cuda"."""
-    requested = requested_backend()
-    if requested == "reference":
-        return requested
-    reason = no_cuda if requested == "cuda" else refusal()
-    if requested != "auto":
-        if reason is not None:
-            raise RuntimeError(f"GDN_BACKEND={requested} cannot run this call. {reason}")
-        return requested
-    if reason is None:
-        return "triton"
-    _log_once("reference", (("cuda", no_cuda), ("triton", reason)), device_type)
-    return "reference"
-
-
-def choose_post_conv(sizes: Sizes, needs_grad: bool) -> str:
-    """ "triton" or "reference"."""
-    return choose_named(_NO_CUDA, lambda: triton_refusal(sizes, needs_grad), sizes.device.type)
-
-
 @functools.cache
-def load_post_conv(backend: str) -> Callable[..., Prepared]:
-    """The function that runs a validated call, which takes the public one's arguments by position.
-    Imports the backend's modules, which may be heavy or absent."""
-    if backend == "reference":
-        from gdn_triton.reference_post_conv import fused_post_conv_prep
-
-        return fused_post_conv_prep
+def _load_triton() -> Callable[..., Prepared]:
     from gdn_triton.kernels.post_conv import post_conv_fwd
 
     return post_conv_fwd
 
 
-def run_post_conv(backend: str, conv_output: Tensor, *args: Any) -> Prepared:
-    """Runs a validated call on the backend chosen for it. args: the public function's others."""
+@functools.cache
+def _load_reference() -> Callable[..., Prepared]:
+    from gdn_triton.reference_post_conv import fused_post_conv_prep
+
+    return fused_post_conv_prep
+
+
+# What is loaded runs a validated call, and takes the public function's arguments by position.
+POST_CONV: Operator[Sizes, Callable[..., Prepared]] = Operator(
+    "fused_post_conv_prep",
+    (
+        missing("cuda", "The CUDA library has no preparation after the convolution."),
+        Backend("triton", triton_refusal, _load_triton),
+        Backend("reference", reference_supports, _load_reference),
+    ),
+)
+
+
+def with_gradients(sizes: Sizes, needs_grad: bool) -> Sizes:
+    # Only a call that needs gradients pays for another record.
+    return sizes._replace(needs_grad=True) if needs_grad else sizes
+
+
+def choose_post_conv(sizes: Sizes, needs_grad: bool) -> Callable[..., Prepared]:
+    """What runs the call, for `run_post_conv`."""
+    return POST_CONV.choose(with_gradients(sizes, needs_grad)).load()
+
+
+def run_post_conv(run: Callable[..., Prepared], conv_output: Tensor, *args: Any) -> Prepared:
+    """Runs a validated call by what was chosen for it. args: the public function's others."""
     with on_device(conv_output.device):
-        return load_post_conv(backend)(conv_output, *args)
+        return run(conv_output, *args)

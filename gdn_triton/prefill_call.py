@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdn_triton.backend import choose
+from gdn_triton.backend import PREFILL
 from gdn_triton.problem import Inputs, Pool
 from gdn_triton.validation_prefill import check_memory, checkpoint_rows, validate_prefill
 from gdn_triton.validation_recurrent import LAST_SKIPPED
@@ -69,7 +69,7 @@ def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
     inputs["state_checkpoints"] = checkpoints
     check_memory(problem, pool, inputs, x.cu_seqlens, out_given=x.out is not None)
     tensors = Inputs(x.q, x.k, x.v, x.g, x.beta, None, x.A_log, x.dt_bias)
-    choose(problem).load()(problem, tensors, x.cu_seqlens, pool)
+    PREFILL.choose(problem).load()(problem, tensors, x.cu_seqlens, pool)
     return out, None if checkpoints is x.state else checkpoints
 
 

@@ -81,6 +81,7 @@ class Problem:
     use_gate: bool
     needs_grad: bool  # grad mode is on and some input requires a gradient
     pool_dtype: torch.dtype | None = None  # of a pool of states; None: no pool, `Pool` is None too
+    batch_invariant: bool = False  # a sequence must give the same bits in any batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,17 +196,62 @@ def recurrent_step(
         NotImplementedError: an input requires a gradient, which a step does not have.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
     """
+    x = _step_operands(
+        state,
+        read_slots,
+        write_slots,
+        q,
+        k,
+        v,
+        mixed_qkv,
+        g,
+        beta,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        out,
+    )
     is_mixed, is_raw = mixed_qkv is not None, a is not None
-    if is_mixed:
+    options = StepOptions(
+        is_mixed, is_raw, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, skip
+    )
+    if torch.compiler.is_compiling():
+        from gdn_triton.ops.recurrent_library import traced_step
+
+        return traced_step(x, options)
+    return run_step(x, options)
+
+
+def _step_operands(
+    state: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    mixed_qkv: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor | None,
+) -> Operands:
+    """The tensors of a `recurrent_step`, those in place of others in their places."""
+    if mixed_qkv is not None:
         _refuse("mixed_qkv", q=q, k=k, v=v)
         q = k = v = mixed_qkv
-    if is_raw:
+    if a is not None:
         _refuse("a", g=g, beta=beta)
         g, beta = a, b
     else:
         _refuse("g", b=b)
     # Validation sees to it that none is missing.
-    x = Operands(
+    return Operands(
         q,  # type: ignore[arg-type]
         k,  # type: ignore[arg-type]
         v,  # type: ignore[arg-type]
@@ -222,14 +267,6 @@ def recurrent_step(
         cu_seqlens,
         out,
     )
-    options = StepOptions(
-        is_mixed, is_raw, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, skip
-    )
-    if torch.compiler.is_compiling():
-        from gdn_triton.ops.recurrent_library import traced_step
-
-        return traced_step(x, options)
-    return run_step(x, options)
 
 
 def _refuse(chosen: str, **others: Tensor | None) -> None:

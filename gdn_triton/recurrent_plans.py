@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdn_triton.backend import choose_recurrent
+from gdn_triton.backend import RECURRENT, STEP, Operator, Plan
 from gdn_triton.recurrent_problem import Operands, RecurrentProblem, Run
 from gdn_triton.validation_recurrent import check_contents, validate_sequences, validate_step
 
@@ -58,16 +58,19 @@ def run_sequences(
         problem = validate_sequences(x, **options._asdict())
         return dataclasses.replace(problem, needs_grad=True) if needs_grad else problem
 
-    return _run(x, (*options, needs_grad), judge)
+    return _run(RECURRENT, x, (*options, needs_grad), judge)
 
 
 def run_step(x: Operands, options: StepOptions) -> Tensor:
     """o; the states are written."""
-    return _run(x, options, lambda: validate_step(x, **options._asdict()))[0]
+    return _run(STEP, x, options, lambda: validate_step(x, **options._asdict()))[0]
 
 
 def _run(
-    x: Operands, options: tuple[object, ...], judge: Callable[[], RecurrentProblem]
+    operator: Operator[RecurrentProblem, Plan],
+    x: Operands,
+    options: tuple[object, ...],
+    judge: Callable[[], RecurrentProblem],
 ) -> tuple[Tensor, Tensor | None]:
     key = (
         options,
@@ -83,7 +86,7 @@ def _run(
         check_contents(problem, x)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = problem, choose_recurrent(problem).load()(problem, x)
+        plan = _plans[key] = problem, operator.choose(problem).load()(problem, x)
     elif plan[0].device.type == "cpu":
         check_contents(plan[0], x)
     return plan[1](x)

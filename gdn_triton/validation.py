@@ -34,6 +34,7 @@ from gdn_triton.arguments import (
     value_of,
 )
 from gdn_triton.constants import CHUNK_SIZES
+from gdn_triton.environment import batch_invariant
 from gdn_triton.problem import Problem
 
 _Arguments = ParamSpec("_Arguments")
@@ -70,15 +71,16 @@ def remembered(judge: Callable[_Arguments, _Judgement]) -> Callable[_Arguments, 
 
 def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None:
     """All that may be judged of the arguments of a call, in a form that is equal for calls that are
-    alike; None if no such form holds it.
+    alike; None if no such form holds it. ValueError for a bad `GDN_BATCH_INVARIANT`.
 
     Of a tensor: shape, dtype, device, and whether it requires a gradient (and whether gradients are
     on at all). Of a number its type too, as 1 is equal to True, and a float to the last bit, as 0.0
-    is equal to -0.0. No form has the contents of integer tensors that the host can read, what a
-    subclass of Tensor knows (symbolic sizes), or an object of another type.
+    is equal to -0.0. Of the environment `GDN_BATCH_INVARIANT`. No form has the contents of integer
+    tensors that the host can read, what a subclass of Tensor knows (symbolic sizes), or an object
+    of another type.
     """
     types = tuple(map(type, values))
-    key: list[Hashable] = [names, types, torch.is_grad_enabled()]
+    key: list[Hashable] = [names, types, torch.is_grad_enabled(), batch_invariant()]
     for x, kind in zip(values, types, strict=True):
         if kind in _COUNTED:
             key.append(x)
@@ -312,6 +314,7 @@ def validate_chunk(
             or (A_log is not None and A_log.requires_grad)
             or (dt_bias is not None and dt_bias.requires_grad)
         ),
+        batch_invariant=batch_invariant(),
     )
 
 

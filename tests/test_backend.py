@@ -1,5 +1,6 @@
 """The choice of a backend: the truth table, every refusal, and what is logged."""
 
+import copy
 import dataclasses
 import itertools
 import logging
@@ -9,7 +10,7 @@ import torch
 
 import gdn_triton
 from gdn_triton import backend, fast
-from gdn_triton.backend import Backend, choose, explain_choice
+from gdn_triton.backend import CHUNK, Backend
 from gdn_triton.problem import Problem
 
 NO_CUDA = "The CUDA library is absent in this test."
@@ -62,20 +63,20 @@ def inputs(dtype=torch.float32, K=8):
 def install(monkeypatch, refusals):
     """Replaces the backends by ones that refuse, or not, by decree; their order stays."""
     fakes = tuple(
-        Backend(b.name, lambda _, reason=refusals[b.name]: reason, b.load) for b in backend.BACKENDS
+        Backend(b.name, lambda _, reason=refusals[b.name]: reason, b.load) for b in CHUNK.backends
     )
-    monkeypatch.setattr(backend, "BACKENDS", fakes)
+    monkeypatch.setattr(CHUNK, "backends", fakes)
 
 
 def test_order():
-    assert [b.name for b in backend.BACKENDS] == ["cuda", "triton", "reference"]
+    assert [b.name for b in CHUNK.backends] == ["cuda", "triton", "reference"]
 
 
 def test_auto_takes_cuda_where_it_serves(monkeypatch):
     monkeypatch.setattr(fast, "why_unavailable", lambda: None)
     monkeypatch.setattr(fast, "why_not_on", lambda index: None)
-    assert explain_choice(problem(K=128, V=128)).chosen == "cuda"
-    assert explain_choice(problem(K=128, V=128, chunk_size=32)).chosen == "triton"
+    assert CHUNK.explain(problem(K=128, V=128)).chosen == "cuda"
+    assert CHUNK.explain(problem(K=128, V=128, chunk_size=32)).chosen == "triton"
 
 
 @pytest.mark.parametrize("requested", ["auto", "cuda", "triton", "reference"])
@@ -94,14 +95,14 @@ def test_truth_table(monkeypatch, requested, cuda, triton):
     else:
         expected = requested if refusals[requested] is None else None
 
-    explanation = explain_choice(problem())
+    explanation = CHUNK.explain(problem())
     assert explanation.requested == requested
     assert explanation.chosen == expected
     if expected is None:
         with pytest.raises(RuntimeError, match=refusals[requested]):
-            choose(problem())
+            CHUNK.choose(problem())
     else:
-        assert choose(problem()).name == expected
+        assert CHUNK.choose(problem()).name == expected
     for name, refusal in refusals.items():
         reason = explanation.reasons[name]
         if name == expected:
@@ -129,12 +130,12 @@ TRITON_REFUSALS = [
 def test_triton_refusals(monkeypatch, refused, words):
     reason = backend.triton_supports(refused)
     assert words in reason and reason.endswith(".")
-    assert choose(refused).name == "reference"
+    assert CHUNK.choose(refused).name == "reference"
     monkeypatch.setenv("GDN_BACKEND", "triton")
     with pytest.raises(RuntimeError, match="GDN_BACKEND=triton cannot run") as error:
-        choose(refused)
+        CHUNK.choose(refused)
     assert str(error.value).endswith(reason)
-    assert explain_choice(refused).chosen is None
+    assert CHUNK.explain(refused).chosen is None
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_triton_refusals(monkeypatch, refused, words):
 )
 def test_triton_takes(taken):
     assert backend.triton_supports(taken) is None
-    assert choose(taken).name == "triton"
+    assert CHUNK.choose(taken).name == "triton"
 
 
 def test_interpreter(monkeypatch):
@@ -185,10 +186,10 @@ def test_triton_absent(monkeypatch):
 
 
 def test_cuda_says_why_it_is_unavailable(monkeypatch):
-    assert explain_choice(problem()).reasons["cuda"] == NO_CUDA
+    assert CHUNK.explain(problem()).reasons["cuda"] == NO_CUDA
     monkeypatch.setenv("GDN_BACKEND", "cuda")
     with pytest.raises(RuntimeError, match=f"GDN_BACKEND=cuda cannot run this call. {NO_CUDA}"):
-        choose(problem())
+        CHUNK.choose(problem())
 
 
 def test_reference_refuses_nothing():
@@ -211,7 +212,7 @@ def test_bad_request(monkeypatch, value):
 def test_request_is_read_at_every_call(monkeypatch):
     for requested in ("reference", "auto", "triton"):
         monkeypatch.setenv("GDN_BACKEND", requested)
-        assert explain_choice(problem()).requested == requested
+        assert CHUNK.explain(problem()).requested == requested
 
 
 def test_named_backend_never_falls_back(monkeypatch):
@@ -228,9 +229,9 @@ def test_named_backend_is_the_one_called(monkeypatch):
     calls = []
     fakes = tuple(
         Backend(b.name, lambda _: None, lambda name=b.name: lambda *a: calls.append((name, a)))
-        for b in backend.BACKENDS
+        for b in CHUNK.backends
     )
-    monkeypatch.setattr(backend, "BACKENDS", fakes)
+    monkeypatch.setattr(CHUNK, "backends", fakes)
     args = inputs()
     for name in ("reference", "triton", "cuda"):
         monkeypatch.setenv("GDN_BACKEND", name)
@@ -245,14 +246,14 @@ def test_named_backend_is_the_one_called(monkeypatch):
 def test_load_reference():
     from gdn_triton.ops import reference_chunk
 
-    assert choose(problem("cpu")).load() is reference_chunk.forward
+    assert CHUNK.choose(problem("cpu")).load() is reference_chunk.forward
 
 
 def test_load_triton():
     pytest.importorskip("triton", reason="Triton is not installed")
     from gdn_triton.ops import chunk
 
-    assert choose(problem()).load() is chunk.forward
+    assert CHUNK.choose(problem()).load() is chunk.forward
 
 
 def test_explain():
@@ -274,8 +275,8 @@ def test_explain_runs_nothing(monkeypatch):
     def load():
         raise AssertionError("explain loaded a backend")
 
-    fakes = tuple(Backend(b.name, b.supports, load) for b in backend.BACKENDS)
-    monkeypatch.setattr(backend, "BACKENDS", fakes)
+    fakes = tuple(Backend(b.name, b.supports, load) for b in CHUNK.backends)
+    monkeypatch.setattr(CHUNK, "backends", fakes)
     assert gdn_triton.explain(*inputs()).chosen == "reference"
 
 
@@ -288,7 +289,7 @@ def test_explain_judges_the_arguments():
 def test_automatic_choice_is_logged_once(caplog):
     caplog.set_level(logging.INFO, logger="gdn_triton")
     for _ in range(3):
-        choose(problem())
+        CHUNK.choose(problem())
     (record,) = caplog.records
     assert record.name == "gdn_triton" and record.levelno == logging.INFO
     message = record.getMessage()
@@ -298,8 +299,8 @@ def test_automatic_choice_is_logged_once(caplog):
 def test_reference_on_a_gpu_is_a_warning(caplog):
     caplog.set_level(logging.INFO, logger="gdn_triton")
     for _ in range(3):
-        choose(problem(dtype=torch.float64))
-        choose(problem(device="cpu"))
+        CHUNK.choose(problem(dtype=torch.float64))
+        CHUNK.choose(problem(device="cpu"))
     assert [r.levelno for r in caplog.records] == [logging.WARNING, logging.INFO]
     assert "chose reference, which is slow on cuda." in caplog.text
     assert "Not triton: The Triton kernels compute in float32 at most" in caplog.text
@@ -308,15 +309,15 @@ def test_reference_on_a_gpu_is_a_warning(caplog):
 def test_same_reasons_on_cpu_do_not_hide_the_warning(caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="gdn_triton")
     install(monkeypatch, {"cuda": "No.", "triton": "No.", "reference": None})
-    choose(problem(device="cpu"))
-    choose(problem())
+    CHUNK.choose(problem(device="cpu"))
+    CHUNK.choose(problem())
     assert [r.levelno for r in caplog.records] == [logging.INFO, logging.WARNING]
 
 
 def test_named_choice_is_not_logged(caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="gdn_triton")
     monkeypatch.setenv("GDN_BACKEND", "reference")
-    choose(problem())
+    CHUNK.choose(problem())
     assert not caplog.records
 
 
@@ -459,3 +460,130 @@ def test_gradients_reach_every_input():
     (o.sum() + state.sum()).backward()
     for name, x in given.items():
         assert x.grad is not None and x.grad.isfinite().all() and x.grad.any(), name
+
+
+# A name that an operator has no backend of.
+
+
+def operator_calls():
+    """A call of each operator, on the CPU: (function, args, kwargs)."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape):
+        return torch.rand(shape, generator=generator)
+
+    q, v, gate = random(1, 5, 1, 4), random(1, 5, 2, 4), random(1, 5, 2)
+    rule = {"q": q, "k": q, "v": v, "g": -gate, "beta": gate}
+    slots = torch.arange(1)
+    weight, mixed, A_log = random(16, 4), random(5, 16), random(2)
+    prep = (random(5, 2), random(5, 2), A_log, A_log, 1, 4, 4)
+    pool, conv_pool = random(1, 2, 4, 4), random(1, 16, 3)
+    tokens = {"mixed_qkv": mixed[:1], "g": -gate[0, :1], "beta": gate[0, :1]}
+    return [
+        (gdn_triton.chunk_gated_delta_rule, (), rule),
+        (gdn_triton.chunk_prefill, (pool, slots), rule),
+        (gdn_triton.fused_recurrent_gated_delta_rule, (), rule),
+        (gdn_triton.recurrent_step, (pool, slots), tokens),
+        (gdn_triton.causal_conv1d, (mixed, weight), {}),
+        (gdn_triton.causal_conv1d_update, (mixed[:1], weight), {"state": conv_pool}),
+        (gdn_triton.fused_conv_prep, (mixed, weight, *prep), {}),
+        (gdn_triton.fused_post_conv_prep, (mixed, *prep), {}),
+    ]
+
+
+def run(function, args, kwargs):
+    """What it returns and what it writes; its arguments stay as they are."""
+    args, kwargs = copy.deepcopy((args, kwargs))
+    found = function(*args, **kwargs)
+    tensors = (*(found if isinstance(found, tuple) else (found,)), *args, *kwargs.values())
+    return [x for x in tensors if isinstance(x, torch.Tensor)]
+
+
+CALLS = operator_calls()
+by_operator = pytest.mark.parametrize("call", CALLS, ids=[call[0].__name__ for call in CALLS])
+ON_THE_LIBRARY = ("chunk_gated_delta_rule", "chunk_prefill")
+
+
+@by_operator
+def test_explain_call(call, monkeypatch):
+    function, args, kwargs = call
+    monkeypatch.setenv("GDN_BACKEND", "auto")
+    explanation = gdn_triton.explain_call(function, *args, **kwargs)
+    assert explanation.operator == function.__name__
+    assert explanation.chosen == "reference" and not explanation.as_auto
+    assert list(explanation.reasons) == ["cuda", "triton", "reference"]
+    assert "The tensors are on the CPU" in explanation.reasons["triton"]
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    assert gdn_triton.explain_call(function, *args, **kwargs).chosen is None
+    with pytest.raises(
+        RuntimeError, match=r"GDN_BACKEND=triton cannot run this call\. The tensors"
+    ):
+        run(*call)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sclae'"):
+        gdn_triton.explain_call(function, *args, **kwargs, sclae=1)
+    bad = [x.double().long() if isinstance(x, torch.Tensor) else x for x in args]
+    worse = {name: x.long() for name, x in kwargs.items()}
+    with pytest.raises((TypeError, ValueError)) as explained:
+        gdn_triton.explain_call(function, *bad, **worse)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        function(*bad, **worse)
+    assert str(explained.value) == str(raised.value)
+
+
+def test_explain_call_knows_its_functions():
+    with pytest.raises(TypeError, match=r"function must be one of .*recurrent_step.*, got sum"):
+        gdn_triton.explain_call(sum, [1])
+
+
+def test_explain_call_writes_nothing():
+    for function, args, kwargs in CALLS:
+        before = copy.deepcopy((args, kwargs))
+        gdn_triton.explain_call(function, *args, **kwargs)
+        for x, y in zip((*before[0], *before[1].values()), (*args, *kwargs.values()), strict=True):
+            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+@by_operator
+def test_a_name_that_the_operator_does_not_have(call, monkeypatch, caplog):
+    """It is auto for that operator: said by explain, logged once; a call of an operator that has
+    such a backend, and does not fit it, is an error all the same."""
+    function, args, kwargs = call
+    caplog.set_level(logging.INFO, logger="gdn_triton")
+    expected = run(*call)
+    caplog.clear()
+    monkeypatch.setenv("GDN_BACKEND", "cuda")
+    explanation = gdn_triton.explain_call(function, *args, **kwargs)
+    name = function.__name__
+    if name in ON_THE_LIBRARY:
+        assert explanation.chosen is None and not explanation.as_auto
+        with pytest.raises(RuntimeError, match="GDN_BACKEND=cuda cannot run this call"):
+            run(*call)
+        return
+    assert (explanation.requested, explanation.chosen) == ("cuda", "reference")
+    assert explanation.as_auto
+    assert explanation.reasons["cuda"].startswith("The CUDA library has no ")
+    has_none = f"GDN_BACKEND=cuda: {name} has no such backend; as with auto, reference would run"
+    assert str(explanation).splitlines()[0] == has_none
+    for _ in range(2):
+        assert all(map(torch.equal, run(*call), expected))
+    messages = [m for m in map(logging.LogRecord.getMessage, caplog.records) if f"{name} " in m]
+    (message,) = messages
+    assert message.startswith(
+        f"GDN_BACKEND=cuda, which {name} does not have and so takes for auto, chose reference."
+    )
+    assert explanation.reasons["cuda"] in message and explanation.reasons["triton"] in message
+
+
+def test_explained_with_gradients():
+    """What has a kernel without a backward; the parts of a fused call choose for themselves."""
+    for function, args, kwargs in CALLS:
+        if function.__name__ not in ("fused_conv_prep", "fused_post_conv_prep"):
+            continue
+        for device_type in ("cpu", "meta"):
+            leaf = args[0].to(device_type).requires_grad_()
+            others = [x.to(device_type) if isinstance(x, torch.Tensor) else x for x in args[1:]]
+            reason = gdn_triton.explain_call(function, leaf, *others, **kwargs).reasons["triton"]
+            assert "has no backward; an input requires a gradient" in reason
+            with torch.no_grad():
+                explanation = gdn_triton.explain_call(function, leaf, *others, **kwargs)
+            assert "gradient" not in explanation.reasons["triton"]

@@ -341,10 +341,12 @@ def test_walks_apart(dtype: torch.dtype, device: str, monkeypatch: pytest.Monkey
     """A launch for each walk, of tiles that differ, as calls with many states have."""
     launched = []
 
-    def apart(K: int, V: int, dtype: torch.dtype, states: int) -> tuple[config.Tile, config.Tile]:
+    def apart(
+        gpu: config.Gpu, K: int, V: int, dtype: torch.dtype, states: int
+    ) -> tuple[config.Tile, config.Tile]:
         launched.append(states)
         BK = config.padded(K, 256)
-        return tuple(config.state_bwd_tile(BK, BV, 2, dtype) for BV in (16, 32))
+        return tuple(config.state_bwd_tile(gpu, BK, BV, 2, dtype) for BV in (16, 32))
 
     monkeypatch.setattr(backward_state, "state_bwd_config", apart)
     check(Case("apart", "", T=19, HV=2, K=24, V=36), dtype, device)

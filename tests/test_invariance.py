@@ -5,18 +5,23 @@ Bit for bit because nothing else is claimed: a result that moves with its neighb
 tile that was chosen by something else than the problem.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import BF16, FP16, RUNS, Case, Inputs, make_inputs, pieces, same_bits
+from helpers import BF16, FP16, FP32, RUNS, Case, Inputs, make_inputs, pieces, same_bits
 from torch import Tensor
 
 import gdn_triton
-from gdn_triton.config import segment_chunks
+from gdn_triton import chunk_prefill, config, explain_call
+from gdn_triton.config import Gpu, segment_chunks
 from gdn_triton.ops.chunk_fwd import choose_segments
+from gdn_triton.problem import ChunkCall
+from gdn_triton.validation import validate_chunk
 
 
 @pytest.fixture(autouse=True)
@@ -128,24 +133,85 @@ def test_alone_with_nothing_forced(dtype: torch.dtype, device: str, monkeypatch:
 
 def test_segments_are_for_few_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is cut, and that the batch-invariant mode cuts nothing."""
+    cut = functools.partial(segment_chunks, Gpu("cuda", 90, 132))
     few = {"N": 1, "HV": 8, "K": 128, "V": 128, "BT": 64}
-    assert segment_chunks(32768, **few) == 64
-    assert segment_chunks(8192, **few) == 16
-    assert segment_chunks(2048, **few) == 8
-    assert segment_chunks(1024, **few) == 0
-    assert segment_chunks(4096, **{**few, "HV": 16}) == 16
-    assert segment_chunks(32768, **{**few, "HV": 16}) == 128
-    assert segment_chunks(20000, **{**few, "HV": 16}) == 79
-    assert segment_chunks(2048, **{**few, "HV": 16}) == 0
+    assert cut(32768, **few) == 64
+    assert cut(8192, **few) == 16
+    assert cut(2048, **few) == 8
+    assert cut(1024, **few) == 0
+    assert cut(4096, **{**few, "HV": 16}) == 16
+    assert cut(32768, **{**few, "HV": 16}) == 128
+    assert cut(20000, **{**few, "HV": 16}) == 79
+    assert cut(2048, **{**few, "HV": 16}) == 0
     for name, value in {"N": 64, "HV": 32, "K": 256}.items():
-        assert segment_chunks(32768, **{**few, name: value}) == 0, name
-    problem = SimpleNamespace(B=1, T=32768, N=1, HV=8, K=128, V=128, chunk_size=64)
-    assert choose_segments(problem) == 64
+        assert cut(32768, **{**few, name: value}) == 0, name
+    monkeypatch.setitem(config._gpus, torch.device("meta"), Gpu("cuda", 90, 132))
+    problem = functools.partial(validate_chunk, *sized_call(T=32768, HV=8, K=128, V=128))
+    assert choose_segments(problem()) == 64
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
-    assert choose_segments(problem) == 0
-    monkeypatch.setenv("GDN_BATCH_INVARIANT", "yes")
-    with pytest.raises(ValueError, match="GDN_BATCH_INVARIANT must be 0 or 1, got 'yes'"):
-        choose_segments(problem)
+    assert choose_segments(problem()) == 0
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "0")
+    assert choose_segments(problem()) == 64
+
+
+def sized_call(T: int, HV: int, K: int, V: int) -> ChunkCall:
+    """A call without memory."""
+    q, v = torch.empty(1, T, HV, K, device="meta"), torch.empty(1, T, HV, V, device="meta")
+    call = inspect.signature(gdn_triton.chunk_gated_delta_rule).bind(q, q, v, v[..., 0], v[..., 0])
+    call.apply_defaults()
+    return ChunkCall(**{name: call.arguments[name] for name in ChunkCall._fields})
+
+
+def small_calls(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Calls of all that GDN_BATCH_INVARIANT may change, too short to be cut."""
+    case = Case("small", "", lengths=(3, 2), H=1, HV=1, K=8, V=8)
+    x = make_inputs(case, dtype, device)
+    given = dict(zip(("q", "k", "v", "g", "beta"), x.tensors, strict=True))
+    given["cu_seqlens"] = x.cu_seqlens
+    pool = torch.zeros(2, 1, 8, 8, device=device)
+    slots = torch.arange(2, device=device)
+    leaf = given["q"].detach().clone().requires_grad_()
+    chunk = gdn_triton.chunk_gated_delta_rule
+    return {
+        "chunk": lambda: chunk(**given),
+        "with a gradient": lambda: chunk(**{**given, "q": leaf}),
+        "prefill": lambda: gdn_triton.chunk_prefill(pool, slots, **given),
+        "explain": lambda: gdn_triton.explain(**given),
+        "explain a prefill": lambda: explain_call(chunk_prefill, pool, slots, **given),
+    }
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_the_mode_is_judged_at_every_call(
+    backend: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of calls that are too short to be cut, that were accepted before, or that run nothing;
+    in every backend. Nothing is written."""
+    monkeypatch.setenv("GDN_BACKEND", backend)
+    calls = small_calls(device, dtype)
+    for call in calls.values():
+        call()
+    for value in ("true", "", "2"):
+        monkeypatch.setenv("GDN_BATCH_INVARIANT", value)
+        for name, call in calls.items():
+            with pytest.raises(ValueError) as error:
+                call()
+            message = f"GDN_BATCH_INVARIANT must be 0 or 1, got {value!r}"
+            assert str(error.value) == message, name
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    for call in calls.values():
+        call()
+
+
+def test_what_is_kept_of_lengths_is_bounded() -> None:
+    """A server never sees one length twice."""
+    gpu = Gpu("cuda", 90, 132)
+    for rows in range(1, 2 * config.MOST_KEPT):
+        segment_chunks(gpu, rows, 1, 8, 128, 128, 64)
+        config.fused_config(gpu, 128, 128, rows, False)
+    for kept in (segment_chunks, config.fused_config):
+        assert kept.cache_info().currsize <= config.MOST_KEPT
 
 
 @pytest.mark.parametrize(("dataflow", "dtype"), RUNS, indirect=["dataflow"])

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import target
+from gdn_triton.config import compiler
 from gdn_triton.launch import MOST_VARIANTS, Launch
 
 
@@ -128,7 +128,7 @@ def recorder() -> Recorder:
     recorder = Recorder()
     driver.set_active(recorder)
     scaled_sum_kernel.device_caches.clear()
-    target.cache_clear()
+    compiler.cache_clear()
     return recorder
 
 

@@ -17,10 +17,12 @@ from helpers import BF16, DTYPES, FP16, FP32, FP64, assert_within_budget, same_b
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gdn_triton import causal_conv1d, reference_conv
+from gdn_triton import backend, causal_conv1d, reference_conv
+from gdn_triton.backend import Backend
 from gdn_triton.layers import GatedDeltaNet, gated_deltanet, weights_from_qwen
 from gdn_triton.layers.convolution import conv_from_states
 from gdn_triton.layers.gated_deltanet import CONV_STEP_TOKENS, RECURRENT_TOKENS
+from gdn_triton.ops import reference_chunk
 
 HIDDEN = 20
 # Every option of the constructor that changes the arithmetic.
@@ -1001,7 +1003,7 @@ def test_wrong_caches() -> None:
 @pytest.mark.parametrize(
     ("backend", "head_dim", "reason"),
     [
-        pytest.param("cuda", 8, "The CUDA library has no convolution", id="convolution"),
+        pytest.param("triton", 8, "take 2, 3 or 4 taps; the weight has 7", id="convolution"),
         pytest.param("triton", 264, "keys of up to 256 channels; K is 264", id="rule"),
     ],
 )
@@ -1016,12 +1018,87 @@ def test_a_refused_call_changes_no_state(
 ) -> None:
     """Whether the convolution refuses it, or the rule after it."""
     monkeypatch.setenv("GDN_BACKEND", backend)
-    layer = make_layer(dtype=FP32, device=device, head_dim=head_dim, num_heads=1)
+    name = "long-convolution" if "taps" in reason else "default"
+    layer = make_layer(name, dtype=FP32, device=device, head_dim=head_dim, num_heads=1)
     cache = layer.make_cache(2)
     with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=reason):
         layer(make_input(2, 3, FP32, device), cache=cache)
     assert cache.conv_state is not None
     assert not any(pool.any() for pool in (cache.conv_state, cache.recurrent_state))
+
+
+def prefill_and_decode(layer: GatedDeltaNet, x: Tensor) -> tuple[Tensor, Tensor]:
+    """y of x: all tokens but three in one call, these one by one; and the states after them."""
+    cache = layer.make_cache(len(x))
+    with torch.no_grad():
+        first = x.shape[1] - 3
+        parts = [layer(x[:, :first], cache=cache)]
+        parts += [layer(x[:, t : t + 1], cache=cache) for t in range(first, x.shape[1])]
+    return torch.cat(parts, 1), cache.recurrent_state
+
+
+def test_a_name_that_only_the_chunked_op_has(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The chunked op runs on the backend that is named; what has no such backend runs as with auto,
+    which is logged once for each of them."""
+    ran = []
+
+    def load() -> Any:
+        def forward(problem: Any, *rest: Any) -> Any:
+            ran.append(problem.T)
+            return reference_chunk.forward(problem, *rest)
+
+        return forward
+
+    named = Backend("cuda", lambda problem: None, load)
+    monkeypatch.setattr(backend.CHUNK, "backends", (named, *backend.CHUNK.backends[1:]))
+    monkeypatch.setattr(backend, "_logged", set())
+    caplog.set_level("INFO", logger="gdn_triton")
+    layer = make_layer(dtype=FP32, device=device)
+    x = make_input(2, RECURRENT_TOKENS + 4, FP32, device)
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    expected = prefill_and_decode(layer, x)
+    monkeypatch.setenv("GDN_BACKEND", "cuda")
+    for _ in range(2):
+        for found, y in zip(prefill_and_decode(layer, x), expected, strict=True):
+            torch.testing.assert_close(found, y, rtol=1e-4, atol=1e-5)
+    assert ran == [RECURRENT_TOKENS + 1] * 2
+    said = [record.getMessage() for record in caplog.records]
+    for name in ("causal_conv1d", "causal_conv1d_update", "recurrent_step"):
+        (message,) = (m for m in said if f"which {name} does not have" in m)
+        assert message.startswith("GDN_BACKEND=cuda, which") and "Not cuda: The CUDA lib" in message
+
+    layer(x).sum().backward()
+    assert layer.q_proj.weight.grad is not None and len(ran) == 3
+
+
+@pytest.mark.gpu("the CUDA library runs there only")
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_on_the_cuda_library(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill, decoding and training under GDN_BACKEND=cuda, beside the same layer in float64."""
+    from gdn_triton import fast
+    from gdn_triton.fast import chunk
+
+    if not fast.is_available():
+        pytest.skip(str(fast.why_unavailable()))
+    calls = []
+    operator = chunk._operator
+    monkeypatch.setattr(chunk, "_operator", lambda name: calls.append(name) or operator(name))
+    layer, x = make_layer(dtype=dtype, device=device), make_input(2, 200, dtype, device)
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    wide = prefill_and_decode(copy.deepcopy(layer).double(), x.double())
+    narrow = prefill_and_decode(layer, x)
+    monkeypatch.setenv("GDN_BACKEND", "cuda")
+    found = prefill_and_decode(layer, x)
+    assert calls == ["chunk_forward"]
+    for name, a, b, c in zip(("y", "states"), found, wide, narrow, strict=True):
+        assert_within_budget(name, a, b, c, dtype=a.dtype)
+    layer(x).sum().backward()
+    assert calls == ["chunk_forward"] * 2
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
 def test_a_bare_process() -> None:

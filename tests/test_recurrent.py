@@ -760,13 +760,6 @@ def test_o_has_the_dtype_of_v(device: str) -> None:
     assert fused_recurrent_gated_delta_rule(q.to(FP16), q, v.to(FP32))[0].dtype == FP32
 
 
-def test_cuda_backend_has_no_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GDN_BACKEND", "cuda")
-    x = torch.zeros(1, 1, 1, 4)
-    with pytest.raises(RuntimeError, match="no kernel for the recurrence"):
-        fused_recurrent_gated_delta_rule(x, x, x)
-
-
 def test_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GDN_BACKEND", "tritn")
     x = torch.zeros(1, 1, 1, 4)

@@ -475,7 +475,7 @@ def test_bad_input(arguments, error, message):
 
 @pytest.mark.parametrize("error, message", [row[1:] for row in BAD], ids=[r[2][:60] for r in BAD])
 def test_bad_input_never_reaches_a_backend(monkeypatch, error, message):
-    monkeypatch.setattr(backend, "BACKENDS", ())
+    monkeypatch.setattr(backend.CHUNK, "backends", ())
     arguments = next(row[0] for row in BAD if row[2] == message)
     for call in (gdn_triton.chunk_gated_delta_rule, gdn_triton.explain):
         with pytest.raises(error, match="must"):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gdn_triton import fast
-from gdn_triton.environment import batch_invariant
 from gdn_triton.problem import Inputs, Pool, Problem
 
 # What the kernels read g, beta and the initial state in.
@@ -95,15 +94,14 @@ def forward(
         final_state = torch.empty(shape, dtype=torch.float32, device=device)
     if p.T == 0 or p.N == 0:
         return o.zero_(), _untouched(final_state, initial_state)
-    invariant = batch_invariant()
     run(
         *_readable(x),
         None if initial_state is None else side_readable(initial_state),
         None if cu_seqlens is None else cu_seqlens.contiguous(),
-        *_options(p, invariant),
+        *_options(p),
         o,
         final_state,
-        _workspace(p, device, invariant),
+        _workspace(p, device),
     )
     return o, final_state
 
@@ -111,7 +109,7 @@ def forward(
 def _prefill(problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool) -> Tensor:
     """The pool's o. One that TMA cannot write where it lies is written densely, and copied."""
     p = problem
-    run, invariant = _operator("chunk_prefill"), batch_invariant()
+    run = _operator("chunk_prefill")
     if p.N == 0:  # without a token there are states to move
         return pool.out.zero_()
     o = pool.out
@@ -125,12 +123,12 @@ def _prefill(problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool)
         pool.has_initial_state,
         pool.last_skipped,
         None if cu_seqlens is None else cu_seqlens.contiguous(),
-        *_options(p, invariant),
+        *_options(p),
         o,
         pool.every,
         pool.checkpoints,
         pool.checkpoint_slots,
-        _workspace(p, x.q.device, invariant),
+        _workspace(p, x.q.device),
     )
     return o if o is pool.out else pool.out.copy_(o)
 
@@ -148,12 +146,12 @@ def _readable(x: Inputs) -> tuple[Tensor | None, ...]:
     )
 
 
-def _options(p: Problem, invariant: bool) -> tuple[float | bool, ...]:
+def _options(p: Problem) -> tuple[float | bool, ...]:
     states = p.scale, p.state_v_first
-    return *states, p.use_qk_l2norm, p.use_beta_sigmoid, p.allow_neg_eigval, invariant
+    return *states, p.use_qk_l2norm, p.use_beta_sigmoid, p.allow_neg_eigval, p.batch_invariant
 
 
-def _workspace(problem: Problem, device: torch.device, invariant: bool) -> Tensor:
+def _workspace(problem: Problem, device: torch.device) -> Tensor:
     p = problem
     size = workspace_floats(
         device.index,
@@ -167,7 +165,7 @@ def _workspace(problem: Problem, device: torch.device, invariant: bool) -> Tenso
         p.q_dtype is torch.bfloat16,
         p.is_varlen,
         p.use_qk_l2norm,
-        invariant,
+        p.batch_invariant,
     )
     return torch.empty(size, dtype=torch.float32, device=device)
 

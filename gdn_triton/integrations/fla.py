@@ -12,10 +12,8 @@ set to the name of a backend nothing goes back: what it cannot run is an error.
 """
 
 import contextlib
-import dataclasses
 import functools
 import importlib
-import inspect
 import logging
 import os
 import sys
@@ -26,13 +24,11 @@ import torch
 from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
-from gdn_triton.api import chunk_gated_delta_rule, explain
-from gdn_triton.backend import recurrent_triton_supports
+from gdn_triton.api import chunk_gated_delta_rule
+from gdn_triton.environment import batch_invariant
+from gdn_triton.explanations import explain_call
 from gdn_triton.recurrent import fused_recurrent_gated_delta_rule
-from gdn_triton.recurrent_plans import SequenceOptions
-from gdn_triton.recurrent_problem import Operands
 from gdn_triton.validation import remembered
-from gdn_triton.validation_recurrent import validate_sequences
 
 # 0.5.2 is the first whose registry covers the op. A later version may mean something else by an
 # argument, so one that nobody has looked at is refused.
@@ -166,6 +162,7 @@ def _refusal(op: str, judge: Callable[..., bool], args: Any, kwargs: Any) -> str
     """A sentence why FLA's own path runs this call, which is logged once, or None."""
     if _named():
         return None
+    batch_invariant()  # no part of the call: what is wrong with it is an error, whoever runs
     try:
         judge(*args, **kwargs)
     except (TypeError, ValueError, NotImplementedError, _Unserved) as why:
@@ -183,29 +180,21 @@ class _Unserved(Exception):
 
 
 @remembered
-def _serves_chunk(q: Tensor, *args: Any, **kwargs: Any) -> bool:
-    inspect.signature(chunk_gated_delta_rule).bind(q, *args, **kwargs)
-    explanation = explain(q, *args, **kwargs)
-    if explanation.chosen == "reference" and not q.is_cpu:
-        raise _Unserved(explanation.reasons["triton"])
-    return True
+def _serves_chunk(*args: Any, **kwargs: Any) -> bool:
+    return _serves(chunk_gated_delta_rule, args, kwargs)
 
 
 @remembered
 def _serves_recurrent(*args: Any, **kwargs: Any) -> bool:
-    call = inspect.signature(fused_recurrent_gated_delta_rule).bind(*args, **kwargs)
-    call.apply_defaults()
-    given = call.arguments
-    x = Operands(**{name: given[name] for name in Operands._fields if name in given})
-    options = SequenceOptions(**{name: given[name] for name in SequenceOptions._fields})
-    if given["transpose_state_layout"] is not None:
-        options = options._replace(state_v_first=given["transpose_state_layout"])
-    problem = validate_sequences(x._replace(state=given["initial_state"]), **options._asdict())
-    # Gradients are not asked of the kernel here. Strides are not remembered; the op judges them.
-    problem = dataclasses.replace(problem, needs_grad=False, tile_span=0)
-    reason = recurrent_triton_supports(problem)
-    if reason is not None and problem.device.type != "cpu":
-        raise _Unserved(reason)
+    with torch.no_grad():  # gradients are not asked of the kernel here
+        return _serves(fused_recurrent_gated_delta_rule, args, kwargs)
+
+
+def _serves(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    explanation = explain_call(function, *args, **kwargs)
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    if explanation.chosen == "reference" and not next(tensors).is_cpu:
+        raise _Unserved(explanation.reasons["triton"])
     return True
 
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import target
+from gdn_triton.config import compiler
 
 # What kernels hand to their helpers together. In a record Triton makes a value of a compile-time
 # constant: those go apart.
@@ -163,4 +163,4 @@ def strides(x: torch.Tensor | None, count: int) -> tuple[int, ...]:
 
 def on_nvidia() -> bool:
     """Whether NVIDIA's instructions are there: not in the interpreter, nor on other GPUs."""
-    return not triton.knobs.runtime.interpret and target()[0] == "cuda"
+    return compiler() == "cuda"

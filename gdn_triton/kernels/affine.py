@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import affine_bwd_config, affine_config, dot_precision
+from gdn_triton.config import affine_bwd_config, affine_config, dot_precision, gpu_of
 from gdn_triton.kernels._device import decay_between
 from gdn_triton.kernels._strides import head_arguments, row_arguments, row_strides
 
@@ -270,7 +270,7 @@ def affine_fwd(
     dtype = A_inv.dtype
     offsets = torch.empty(len(table), HV, K, V, dtype=torch.float32, device=k.device)
     shifts = torch.empty(n_shifts, HV, K, K, dtype=torch.float32, device=k.device)
-    config = affine_config(K, dtype)
+    config = affine_config(gpu_of(v.device), K, dtype)
     columns = triton.cdiv(V, config.BV)
     if n_shifts > 0:
         columns += triton.cdiv(K, config.BV)
@@ -331,7 +331,7 @@ def affine_bwd(
     HV, V = do.shape[2:]
     dtype = A_inv.dtype
     offsets = torch.empty(len(table), HV, K, V, dtype=torch.float32, device=k.device)
-    config = affine_bwd_config(K, V, dtype, len(table) * HV)
+    config = affine_bwd_config(gpu_of(do.device), K, V, dtype, len(table) * HV)
     grid = len(table) * HV * triton.cdiv(V, config.BV)
     if grid == 0:
         return offsets

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import dot_precision, pairs_bwd_config
+from gdn_triton.config import dot_precision, gpu_of, pairs_bwd_config
 from gdn_triton.kernels._device import chunk_span, decay_between
 from gdn_triton.kernels._strides import head_arguments, row_arguments, row_strides
 from gdn_triton.varlen import Chunks
@@ -330,7 +330,7 @@ def pairs_bwd(
     grid = 2 * chunks.slots * H
     if grid == 0:
         return pairs
-    config = pairs_bwd_config(K_row, V, dtype)
+    config = pairs_bwd_config(gpu_of(v.device), K_row, V, dtype)
     pairs_bwd_kernel[(grid,)](
         q=q,
         k=k,

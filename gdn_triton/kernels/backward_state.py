@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import dot_precision, state_bwd_config
+from gdn_triton.config import dot_precision, gpu_of, state_bwd_config
 from gdn_triton.kernels._device import decay_between, sequence_span
 from gdn_triton.kernels._strides import (
     head_arguments,
@@ -432,7 +432,7 @@ def state_bwd(
     states = States(h, v_new, dh, dx, dh0)
     if N * HV * V == 0:
         return states
-    back, forward = state_bwd_config(K, V, dtype, N * HV)
+    back, forward = state_bwd_config(gpu_of(v.device), K, V, dtype, N * HV)
     launches = {"both": back} if forward is None else {"forward": forward, "back": back}
     for walks, tile in launches.items():
         grid = (2 if walks == "both" else 1) * triton.cdiv(V, tile.BV) * N * HV

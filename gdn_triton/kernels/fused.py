@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import Tile, dot_precision, fused_config
+from gdn_triton.config import Tile, dot_precision, fused_config, gpu_of
 from gdn_triton.kernels._device import chunk_span, decay_between, segment_place, sequence_rows
 from gdn_triton.kernels._pool import (
     PoolLayout,
@@ -349,13 +349,14 @@ def fused_fwd(
             final_state = empty_state(N, HV, K, V, state_v_first, k.device)
     is_varlen = chunks.cu_seqlens is not None
     h0, h0_strides = initial_state, state_strides(initial_state, state_v_first)
+    gpu = gpu_of(v.device)
     if segments is None:
         # One sequence more than there are: the rows that belong to none.
         walks, segment, BN = N + 1 if is_varlen else N, 0, 1
-        config = fused_config(K, V, N * HV, short=B * T <= 2 * BT * N)
+        config = fused_config(gpu, K, V, N * HV, short=B * T <= 2 * BT * N)
     else:
         walks, segment, BN = segments.slots, segments.chunk_size, triton.next_power_of_2(N + 1)
-        config = fused_config(K, V, walks * HV, short=False)
+        config = fused_config(gpu, K, V, walks * HV, short=False)
         h0 = segment_starts(
             prepared,
             v,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import dot_precision, output_config
+from gdn_triton.config import dot_precision, gpu_of, output_config
 from gdn_triton.kernels._device import chunk_span, decay_between
 from gdn_triton.kernels._pool import out_strides
 from gdn_triton.kernels._strides import row_arguments, row_strides
@@ -131,7 +131,7 @@ def output_fwd(
     B, T, H, K = q.shape
     HV, V = v_new.shape[2:]
     o = torch.empty(B, T, HV, V, dtype=dtype, device=q.device) if pool is None else pool.out
-    config = output_config(K, V, v_new.dtype)
+    config = output_config(gpu_of(v_new.device), K, V, v_new.dtype)
     grid = chunks.slots * HV * triton.cdiv(V, config.BV)
     if grid == 0:
         return o

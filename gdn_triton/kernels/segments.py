@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import dot_precision, maps_config, starts_config
+from gdn_triton.config import Tile, dot_precision, gpu_of, maps_config, starts_config
 from gdn_triton.kernels._device import chunk_span, decay_between, segment_place
 from gdn_triton.kernels._strides import named, row_arguments, row_strides, state_strides
 from gdn_triton.kernels.prepare import Prepared
@@ -208,6 +208,7 @@ def segment_starts_kernel(
 
 @functools.lru_cache(maxsize=256, typed=True)
 def maps_launch(
+    config: Tile,
     k_strides: tuple[int, ...],
     v_strides: tuple[int, ...],
     H: int,
@@ -221,7 +222,6 @@ def maps_launch(
     has_h0: bool,
     is_varlen: bool,
 ) -> Launch:
-    config = maps_config(K)
     return Launch(
         segment_maps_kernel,
         H=H,
@@ -244,6 +244,7 @@ def maps_launch(
 
 @functools.lru_cache(maxsize=256, typed=True)
 def starts_launch(
+    config: Tile,
     h0_strides: tuple[int, ...],
     ht_strides: tuple[int, ...],
     last_skipped: int,
@@ -254,7 +255,6 @@ def starts_launch(
     store_ht: bool,
     is_varlen: bool,
 ) -> Launch:
-    config = starts_config(K, V)
     return Launch(
         segment_starts_kernel,
         HV=HV,
@@ -297,9 +297,11 @@ def segment_starts(
     shifts = torch.empty(segments.slots, HV, K, K, dtype=torch.float32, device=k.device)
     is_varlen = segments.chunk_rows is not None
     has_h0 = initial_state is not None
-    tile = maps_config(K).BV
-    columns = -(-V // tile) + -(-K // tile)
+    gpu = gpu_of(v.device)
+    tile = maps_config(gpu, K)
+    columns = -(-V // tile.BV) + -(-K // tile.BV)
     maps = maps_launch(
+        tile,
         row_strides(k),
         row_strides(v),
         H,
@@ -329,7 +331,9 @@ def segment_starts(
         NS=segments.NT,
         segment=segments.chunk_size,
     )
+    tile = starts_config(gpu, K, V)
     fold = starts_launch(
+        tile,
         state_strides(initial_state, state_v_first),
         state_strides(final_state, state_v_first),
         -1 if pool is None else pool.last_skipped,
@@ -341,7 +345,7 @@ def segment_starts(
         is_varlen,
     )
     fold(
-        (N * HV * -(-V // starts_config(K, V).BV), 1, 1),
+        (N * HV * -(-V // tile.BV), 1, 1),
         offsets=starts,
         shifts=shifts,
         h0=initial_state,

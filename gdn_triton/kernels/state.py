@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import dot_precision, state_config
+from gdn_triton.config import dot_precision, gpu_of, state_config
 from gdn_triton.kernels._device import decay_between, sequence_span
 from gdn_triton.kernels._pool import (
     pool_arguments,
@@ -211,7 +211,7 @@ def state_fwd(
         initial_state, final_state = pool.state, pool.state
     elif output_final_state:
         final_state = empty_state(N, HV, K, V, state_v_first, k.device)
-    config = state_config(K, V, dtype, N * HV)
+    config = state_config(gpu_of(u.device), K, V, dtype, N * HV)
     grid = triton.cdiv(V, config.BV) * N * HV
     if grid == 0:
         return h, v_new, final_state

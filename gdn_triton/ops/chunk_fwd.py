@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from gdn_triton.config import segment_chunks
+from gdn_triton.config import gpu_of, segment_chunks
 from gdn_triton.constants import MAX_ROW_STRIDE
 from gdn_triton.device import on_device
-from gdn_triton.environment import batch_invariant
 from gdn_triton.kernels.fused import fused_fwd
 from gdn_triton.kernels.gate import beta_sigmoid_fwd, gate_cumsum_fwd
 from gdn_triton.kernels.l2norm import l2norm_fwd
@@ -150,9 +149,9 @@ def choose_segments(problem: Problem) -> int:
     """Chunks of the segments that sequences are cut into, or 0. By the sizes of the whole call, so
     never in the batch-invariant mode: a sequence then gives the same bits in any batch."""
     p = problem
-    length = segment_chunks(p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size)
-    # The environment takes longer to read than the sizes.
-    return 0 if length > 0 and batch_invariant() else length
+    if p.batch_invariant:
+        return 0
+    return segment_chunks(gpu_of(p.device), p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size)
 
 
 def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:

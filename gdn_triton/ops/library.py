@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from gdn_triton.backend import choose
+from gdn_triton.backend import CHUNK
 from gdn_triton.ops.replay import replayed_gradients
 from gdn_triton.ops.schema import schema_takes, without_contents
 from gdn_triton.problem import ChunkCall, Problem
@@ -46,7 +46,7 @@ def _run(x: ChunkCall, problem: Problem) -> tuple[Tensor, Tensor | None]:
     """In the backend that serves the problem. What keeps tensors for a backward, or not, is outside
     of an implementation."""
     without = dataclasses.replace(problem, needs_grad=False)
-    return choose(problem).load()(without, x.inputs, x.cu_seqlens)
+    return CHUNK.choose(problem).load()(without, x.inputs, x.cu_seqlens)
 
 
 # ------------------------------------------------------------------------------------------ forward
@@ -103,7 +103,7 @@ def _without_contents(x: ChunkCall) -> ChunkCall:
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
     x, wanted = ChunkCall(*args[:-1]), args[-1]
     problem = dataclasses.replace(validate_chunk(*x), needs_grad=True)
-    if choose(problem).name == "reference":
+    if CHUNK.choose(problem).name == "reference":
         return _by_autograd(x, problem, do, dht, wanted)
     return _by_kernels(x, problem, do, dht, wanted)
 

@@ -1,0 +1,115 @@
+"""Which backend would run a call of any of the operators, and why: nothing runs, no state is
+written."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gdn_triton.api import _deprecated_state_layout, chunk_gated_delta_rule, explain
+from gdn_triton.backend import PREFILL, RECURRENT, STEP, Explanation
+from gdn_triton.conv import causal_conv1d, causal_conv1d_update, fused_conv_prep
+from gdn_triton.conv_backend import (
+    CONV,
+    CONV_PREP,
+    CONV_UPDATE,
+    PLAIN,
+    ConvArguments,
+    PrepArguments,
+    prep_problem,
+    validate_conv,
+)
+from gdn_triton.conv_backend import STEP as CONV_STEP
+from gdn_triton.post_conv import fused_post_conv_prep
+from gdn_triton.post_conv_backend import POST_CONV, validate_post_conv, with_gradients
+from gdn_triton.prefill import chunk_prefill
+from gdn_triton.prefill_call import PrefillCall
+from gdn_triton.recurrent import _step_operands, fused_recurrent_gated_delta_rule, recurrent_step
+from gdn_triton.recurrent_plans import SequenceOptions, StepOptions
+from gdn_triton.recurrent_problem import Operands
+from gdn_triton.validation_prefill import validate_prefill
+from gdn_triton.validation_recurrent import validate_sequences, validate_step
+
+_Given = dict[str, Any]
+
+
+def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """Which backend `function(*args, **kwargs)` would run, and why no other one.
+
+    function: one of this package's operators: `chunk_gated_delta_rule`, `chunk_prefill`,
+        `fused_recurrent_gated_delta_rule`, `recurrent_step`, `causal_conv1d`,
+        `causal_conv1d_update`, `fused_conv_prep`, `fused_post_conv_prep`.
+    args, kwargs: its arguments.
+
+    Raises the errors of the function for arguments of a wrong type, shape, dtype or device, but
+    runs nothing. What slots hold is not judged. A backend that was asked for by name and refuses is
+    no error here: the result says so. Where `fused_conv_prep` cannot run its one kernel
+    ("reference" is chosen), its two parts are a `causal_conv1d` and a `fused_post_conv_prep`, each
+    in the backend that is chosen for it.
+    """
+    judge = _JUDGES.get(function)
+    if judge is None:
+        names = ", ".join(known.__name__ for known in _JUDGES)
+        name = getattr(function, "__name__", repr(function))
+        raise TypeError(f"function must be one of {names}, got {name}")
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return judge(dict(call.arguments))
+
+
+def _chunk(given: _Given) -> Explanation:
+    return explain(**given)
+
+
+def _prefill(given: _Given) -> Explanation:
+    return PREFILL.explain(validate_prefill(*PrefillCall(**given)))
+
+
+def _sequences(given: _Given) -> Explanation:
+    old_name = given.pop("transpose_state_layout")
+    if old_name is not None:
+        given["state_v_first"] = _deprecated_state_layout(given["state_v_first"], old_name)
+    options = {name: given.pop(name) for name in SequenceOptions._fields}
+    x = Operands(state=given.pop("initial_state"), **given)
+    return RECURRENT.explain(validate_sequences(x, **options))
+
+
+def _step(given: _Given) -> Explanation:
+    is_mixed, is_raw = given["mixed_qkv"] is not None, given["a"] is not None
+    others = {name: given.pop(name) for name in StepOptions._fields if name in given}
+    x = _step_operands(**given)
+    return STEP.explain(validate_step(x, is_mixed=is_mixed, is_raw=is_raw, **others))
+
+
+def _conv(given: _Given) -> Explanation:
+    return CONV.explain(validate_conv(ConvArguments(**given), PLAIN))
+
+
+def _conv_update(given: _Given) -> Explanation:
+    return CONV_UPDATE.explain(validate_conv(ConvArguments(**given), CONV_STEP))
+
+
+def _conv_prep(given: _Given) -> Explanation:
+    prep = PrepArguments(**{name: given.pop(name) for name in PrepArguments._fields})
+    args = ConvArguments(x=given.pop("mixed_qkv"), **given)
+    return CONV_PREP.explain(prep_problem(args, prep))
+
+
+def _post_conv(given: _Given) -> Explanation:
+    sizes = validate_post_conv(*given.values())
+    tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return POST_CONV.explain(with_gradients(sizes, needs_grad))
+
+
+_JUDGES: dict[Callable[..., Any], Callable[[_Given], Explanation]] = {
+    chunk_gated_delta_rule: _chunk,
+    chunk_prefill: _prefill,
+    fused_recurrent_gated_delta_rule: _sequences,
+    recurrent_step: _step,
+    causal_conv1d: _conv,
+    causal_conv1d_update: _conv_update,
+    fused_conv_prep: _conv_prep,
+    fused_post_conv_prep: _post_conv,
+}
