@@ -132,12 +132,60 @@ void near_cuts() {
             call.say("a cut beside the chosen one is better");
     }
 }
+bool same(const Plan& a, const Plan& b) {
+  const auto equal = [](const Cut& x, const Cut& y) {
+    return x.first == y.first && x.rest == y.rest && x.longest == y.longest && x.later == y.later &&
+           x.inner == y.inner;
+  };
+  return a.halves == b.halves && a.slots == b.slots && a.cuts.count == b.cuts.count &&
+         a.cuts.maps_first == b.cuts.maps_first &&
+         std::equal(a.cuts.choices, a.cuts.choices + a.cuts.count, b.cuts.choices, equal);
+}
+
+// Plans are kept by all that they depend on: each is made once for calls in turns, and again once as many
+// others have been made as are kept; and what is found is what would have been made.
+void kept_plans() {
+  using Heads = sm90::Heads<128, true>;
+  const Call first = {128, 128, 8, 3, 32768, true};
+  Kept<PlanSizes, Plan, kMostPlans> known;
+  int made = 0;
+  const auto find = [&](const ChunkForward& p) {
+    const Plan plan = known.find(plan_sizes(p), [&] { return ++made, make_plan<Heads>(p); });
+    if (!same(plan, make_plan<Heads>(p)) || !same(plan, plan_of<Heads>(p)))
+      first.say("what is kept is another call's plan");
+  };
+  std::vector<ChunkForward> others(9, problem(first));
+  others[0].N = 5, others[1].T = 30000, others[2].HV = 16, others[3].V = 256;
+  others[4].multiprocessors = 78, others[5].cu_seqlens = nullptr, others[6].batch_invariant = true;
+  others[7].T += sm90::kChunk, others[8].T -= sm90::kChunk;
+  for (const ChunkForward& other : others) {  // each differs from the first in one of its sizes
+    made = 0, known = {};
+    for (int turn = 0; turn < 20; ++turn) find(problem(first)), find(other);
+    if (made != 2) first.say("two calls in turns are planned again");
+  }
+  made = 0, known = {};
+  for (int64_t T = 32768 - sm90::kChunk + 1; T <= 32768; ++T) {
+    Call call = first;
+    call.T = T;
+    find(problem(call));
+  }
+  if (made != 1) first.say("lengths of as many chunks are planned again");
+  for (int turn = 0; turn < 2; ++turn)
+    for (int N = 1; N <= int(kMostPlans) + 1; ++N) {
+      Call call = first;
+      call.N = N;
+      find(problem(call));
+      if (known.size() > kMostPlans) call.say("more plans are kept than may be");
+    }
+  if (made < int(kMostPlans) + 2) first.say("more plans are known than may be kept");
+}
 }  // namespace
 
 int main() {
   random_calls();
   known_calls();
   near_cuts();
+  kept_plans();
   if (faults == 0) std::printf("right: %d plans\n", plans);
   return faults != 0;
 }

@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 #include <utility>
+#include <vector>
 
 #include "../common/tensor_map.h"
 #include "config.cuh"
@@ -262,7 +263,7 @@ Plan make_plan(const ChunkForward& p) {
   Cuts cuts = {};
   const auto in_segments = [&] {
     const Cut& last = cuts.choices[cuts.count - 1];
-    int64_t slots = p.cu_seqlens ? p.T / (int64_t{last.rest} * sm90::kChunk) : last.later;
+    int64_t slots = p.cu_seqlens ? chunks / last.rest : last.later;
     cuts.maps_first = true;
     for (int i = 0; i < cuts.count; ++i) {
       const Cut& cut = cuts.choices[i];
@@ -298,18 +299,49 @@ Plan make_plan(const ChunkForward& p) {
   return in_segments();
 }
 
-// The same, kept for the next call of these sizes: for packed sequences the search takes up to 100 us.
+// What was made for the last kMost keys.
+template <class Key, class Value, size_t kMost>
+class Kept {
+ public:
+  template <class Make>
+  Value find(const Key& key, const Make& make) {
+    if (last_ < entries_.size() && entries_[last_].key == key) return entries_[last_].value;
+    for (last_ = 0; last_ < entries_.size(); ++last_)
+      if (entries_[last_].key == key) return entries_[last_].value;
+    const Entry entry = {key, make()};
+    if (entries_.size() < kMost) {
+      entries_.push_back(entry);
+    } else {
+      entries_[last_ = oldest_] = entry;
+      oldest_ = (oldest_ + 1) % kMost;
+    }
+    return entry.value;
+  }
+  size_t size() const { return entries_.size(); }
+
+ private:
+  struct Entry {
+    Key key;
+    Value value;
+  };
+  std::vector<Entry> entries_;
+  size_t last_ = 0, oldest_ = 0;  // found or made; to be replaced
+};
+
+// All that a plan depends on, beside the kind of heads. Of T it is the number of chunks: lengths that never
+// repeat are few numbers of chunks. Of the device it is the number of multiprocessors.
+using PlanSizes = std::array<int64_t, 7>;
+PlanSizes plan_sizes(const ChunkForward& p) {
+  return {p.N, ceil_div(p.T, sm90::kChunk), p.HV, p.V, p.multiprocessors, p.cu_seqlens != nullptr,
+          p.batch_invariant};
+}
+constexpr size_t kMostPlans = 64;
+
+// The same, kept for the next calls of these sizes: for packed sequences the search takes up to 100 us.
 template <class Heads>
 Plan plan_of(const ChunkForward& p) {
-  using Sizes = std::array<int64_t, 7>;
-  const Sizes sizes = {p.N, p.T, p.HV, p.V, p.multiprocessors, p.cu_seqlens != nullptr, p.batch_invariant};
-  thread_local Sizes known = {};
-  thread_local Plan plan = {};
-  if (sizes != known) {
-    plan = make_plan<Heads>(p);
-    known = sizes;
-  }
-  return plan;
+  thread_local Kept<PlanSizes, Plan, kMostPlans> known;
+  return known.find(plan_sizes(p), [&] { return make_plan<Heads>(p); });
 }
 
 // Of the maps, and of the states that segments start from.
