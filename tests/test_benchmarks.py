@@ -1,6 +1,7 @@
 """The benchmark on a CPU at toy sizes, and the page on records whose contents are known."""
 
 import gc
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import conv, page, plot, prefill, run, stranger
+from benchmarks import conv, host, page, plot, prefill, run, stranger
 from benchmarks.measure import TOLERANCES, Device, Replay, equal_share
 from benchmarks.peers import PEERS, OursTriton, Peer
 from benchmarks.shapes import ACCURACY, CHUNK, NUMERICS, SPEED, all_cases, floor_us
@@ -115,7 +116,24 @@ def test_dry_run_of_the_prefill(
     assert "| 3 x 20 | 1/2 | bfloat16 | " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", [conv, prefill])
+def test_dry_run_of_host_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GDN_BACKEND", "auto")
+    host.main(["--dry-run", "--calls", "6", "--jsonl", str(tmp_path / "results.jsonl")])
+    records = read(tmp_path)
+    assert [record["calls"] for record in records] == [f"6, {kind}" for kind in host.KINDS]
+    for record in records:
+        assert 0 < record["median us"] <= record["99 % us"]
+    assert "| 6, two shapes in turns | " in capsys.readouterr().out
+    taken = {kind: list(itertools.islice(host.lengths(kind, 5, 24), 20)) for kind in host.KINDS}
+    assert taken["two shapes in turns"] == [24, 12] * 10
+    assert sorted(taken["fresh lengths"]) == list(range(5, 25)) != taken["fresh lengths"]
+    with pytest.raises(SystemExit):
+        host.main(["--dry-run", "--calls", "0"])
+
+
+@pytest.mark.parametrize("module", [conv, host, prefill])
 def test_times_need_a_gpu(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="a CUDA GPU"):

@@ -1,0 +1,123 @@
+"""Host time of calls whose lengths never repeat, and of two shapes in turns, beside one shape.
+
+    python -m benchmarks.host [--calls 10000] [--backend auto] [--dry-run] [--jsonl FILE]
+
+`chunk_gated_delta_rule`, forward, q, k and v in bf16, K = V = 128, 8 heads, three packed sequences:
+what is cut into segments, so that a call has the most to decide on the host. Microseconds until a
+call from Python returns, each call timed alone; the device is waited for between rows of calls, so
+that no launch waits for room in the stream. Then the memory of the process that all calls of a row
+together left behind. --dry-run does it with toy sizes on the CPU.
+"""
+
+import argparse
+import gc
+import itertools
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.measure import Device, Record, device_for, device_line
+from benchmarks.report import append_record, table
+from benchmarks.shapes import Case, make_inputs
+from gdn_triton import chunk_gated_delta_rule
+
+LEAST, MOST = 2048, 32768  # tokens of a call
+TOY = (32, 96)
+IN_A_ROW = 16  # calls between two waits for the device
+WARMUP = 64
+
+
+def lengths(kind: str, least: int, most: int) -> Iterator[int]:
+    """Tokens of one call after the other."""
+    if kind == "one shape":
+        return itertools.repeat(most)
+    if kind == "two shapes in turns":
+        return itertools.cycle((most, most // 2))
+    drawn = list(range(least, most + 1))
+    random.Random(0).shuffle(drawn)
+    return itertools.cycle(drawn)
+
+
+KINDS = ("one shape", "two shapes in turns", "fresh lengths")
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(kind: str, device: Device, calls: int, least: int, most: int) -> Record:
+    size = 128 if device.is_cuda else 8
+    case = Case(
+        "host", "host", 1, most, 4, 8, size, size, (most,),
+        dtype=torch.bfloat16 if device.is_cuda else torch.float32,
+    )  # fmt: skip
+    x = make_inputs(case, device.torch)
+    given = (x.q, x.k, x.v, x.g, x.beta)
+    # The host does not read offsets of a device, so these hold for every length.
+    cu_seqlens = torch.tensor([0, 16, 24, least], dtype=torch.int32, device=device.torch)
+    times: list[float] = []
+    sequence = lengths(kind, least, most)
+
+    def call(T: int) -> float:
+        q, k, v, g, beta = (y[:, :T] for y in given)
+        start = time.perf_counter()
+        chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu_seqlens)
+        return 1e6 * (time.perf_counter() - start)
+
+    for T in itertools.islice(sequence, min(WARMUP, calls)):  # compiles
+        call(T)
+    gc.collect()
+    device.synchronize()
+    before = resident_bytes()
+    gc.disable()
+    try:
+        for number, T in enumerate(itertools.islice(sequence, calls)):
+            if number % IN_A_ROW == 0:
+                device.synchronize()
+            times.append(call(T))
+    finally:
+        gc.enable()
+    device.synchronize()
+    gc.collect()
+    ordered = sorted(times)
+    return {
+        "calls": f"{calls}, {kind}",
+        "median us": statistics.median(times),
+        "mean us": statistics.fmean(times),
+        "99 % us": ordered[int(0.99 * (calls - 1))],
+        "KiB left": (resident_bytes() - before) / 1024,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--calls", type=int, default=10_000)
+    parser.add_argument("--backend", default="auto", choices=("auto", "cuda", "triton"))
+    parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU")
+    options = parser.parse_args(arguments)
+    if options.calls < 1:
+        parser.error(f"--calls must be at least 1, got {options.calls}")
+    device = device_for(options.dry_run)
+    least, most = (LEAST, MOST) if device.is_cuda else TOY
+    os.environ["GDN_BACKEND"] = options.backend if device.is_cuda else "reference"
+    records = []
+    with torch.no_grad():
+        for kind in KINDS:
+            records.append(measure(kind, device, options.calls, least, most))
+            append_record(options.jsonl, records[-1])
+    print(f"{device_line(device)}, GDN_BACKEND={os.environ['GDN_BACKEND']}\n\n{table(records)}")
+
+
+if __name__ == "__main__":
+    main()
