@@ -1,6 +1,7 @@
 """Error, time and memory of the gradients, beside FLA's and FlashQLA's.
 
-    python -m benchmarks.backward [--peers fla flashqla] [--select TEXT] [--draws 8] [--jsonl FILE]
+    python -m benchmarks.backward [--peers fla flashqla] [--select TEXT] [--draws 8]
+        [--gates mild,model] [--jsonl FILE]
 
 Errors: the norm of the error over that of the gradient, against float64 autograd of the
 specification, in bf16; the root mean square of several draws of the inputs. Times: microseconds of
@@ -29,7 +30,14 @@ from torch import Tensor
 
 from benchmarks.measure import Device, attempt, cuda_device, relative
 from benchmarks.report import append_record
-from benchmarks.shapes import Case, Inputs, make_inputs
+from benchmarks.shapes import (
+    Case,
+    Inputs,
+    add_gates_option,
+    label_of,
+    make_inputs,
+    with_gates,
+)
 from gdn_triton import reference
 
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
@@ -40,7 +48,7 @@ Rule = Callable[..., tuple[Tensor, Tensor]]
 def packed(H: int, HV: int, K: int, V: int, *seqlens: int) -> Case:
     return Case(
         f"backward {H}/{HV} K {K} V {V} {'+'.join(map(str, seqlens))}", "backward",
-        1, sum(seqlens), H, HV, K, V, seqlens, gate="mixed", initial_state=True,
+        1, sum(seqlens), H, HV, K, V, seqlens, gate="mild", initial_state=True,
     )  # fmt: skip
 
 
@@ -134,7 +142,13 @@ def measure_errors(
         else:
             of_keys = zip(NAMES, zip(*of_draws, strict=True), strict=True)
             results[name] = {key: math.hypot(*found) / draws**0.5 for key, found in of_keys}
-    return {"case": case.name, "kind": "errors", "draws": draws, "results": results}
+    return {
+        "case": case.name,
+        "gates": case.gates,
+        "kind": "errors",
+        "draws": draws,
+        "results": results,
+    }
 
 
 class Backward:
@@ -208,7 +222,7 @@ def measure_times(
         times = event_times({name: getattr(b, method) for name, b in made.items()}, rounds)
         for name, value in times.items():
             results[name][key] = value
-    return {"case": case.name, "kind": "times", "results": results}
+    return {"case": case.name, "gates": case.gates, "kind": "times", "results": results}
 
 
 def tables(records: list[dict[str, Any]], names: list[str]) -> str:
@@ -219,7 +233,7 @@ def tables(records: list[dict[str, Any]], names: list[str]) -> str:
         for name in names:
             row = record["results"][name]
             cells = [f"{row[key]:.2e}" if key in row else "-" for key in NAMES]
-            lines.append(f"| {record['case'][9:]} | {name} | {' | '.join(cells)} |")
+            lines.append(f"| {label_of(record)[9:]} | {name} | {' | '.join(cells)} |")
     lines += ["", f"| case | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     for record in records:
         if record["kind"] != "times":
@@ -233,9 +247,9 @@ def tables(records: list[dict[str, Any]], names: list[str]) -> str:
                 else f"{row['backward']:.0f} / {row['call']:.0f}, "
                 f"{row['kept'] / 2**20:.0f} / {row['peak'] / 2**20:.0f} MiB"
             )
-        lines.append(f"| {record['case'][9:]} | {' | '.join(cells)} |")
+        lines.append(f"| {label_of(record)[9:]} | {' | '.join(cells)} |")
     whys = {
-        f"{record['case']}, {name}: {row['error']}"
+        f"{label_of(record)}, {name}: {row['error']}"
         for record in records
         for name, row in record["results"].items()
         if "error" in row
@@ -249,6 +263,7 @@ def main() -> None:
     parser.add_argument("--select", default="", help="only cases whose name holds this")
     parser.add_argument("--draws", type=int, default=8, help="of the inputs, for errors")
     parser.add_argument("--rounds", type=int, default=20)
+    add_gates_option(parser)
     parser.add_argument("--jsonl", type=Path, help="also append a record a case to this file")
     options = parser.parse_args()
     if options.draws < 1:
@@ -261,8 +276,11 @@ def main() -> None:
         except Exception as error:
             print(f"{key}: not measured: {type(error).__name__}: {error}")
     records = []
-    jobs = [partial(measure_errors, case, draws=options.draws) for case in ERROR_CASES]
-    jobs += [partial(measure_times, case, rounds=options.rounds) for case in TIME_CASES]
+    jobs = []
+    for gates in options.gates:
+        error_cases, time_cases = (with_gates(x, gates) for x in (ERROR_CASES, TIME_CASES))
+        jobs += [partial(measure_errors, case, draws=options.draws) for case in error_cases]
+        jobs += [partial(measure_times, case, rounds=options.rounds) for case in time_cases]
     for job in jobs:
         if options.select not in job.args[0].name:
             continue

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.shapes import Random, make_gates
 from gdn_triton import chunk_gated_delta_rule
 from gdn_triton.distributed import build_cp_context
 
@@ -56,7 +57,7 @@ def make_inputs(shape: Shape, rows: int, device: torch.device) -> dict[str, torc
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k = torch.randn(2, 1, rows, shape.H, shape.K, device=device, dtype=dtype)
     v = torch.randn(1, rows, shape.HV, shape.V, device=device, dtype=dtype)
-    g = torch.nn.functional.logsigmoid(torch.randn(1, rows, shape.HV, device=device)) / 16
+    g = make_gates("mild", (1, rows, shape.HV), Random(torch.initial_seed(), device))
     beta = torch.rand(1, rows, shape.HV, device=device)
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     return {name: x.requires_grad_() for name, x in tensors.items()}

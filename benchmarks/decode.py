@@ -1,7 +1,7 @@
 """One decode step from a pool of states, beside FlashInfer and FLA, and the roof of the same run.
 
     python -m benchmarks.decode [--sequences 1 64 256] [--heads 16/32 16/64] [--pools float32]
-        [--peers flashinfer] [--jsonl FILE]
+        [--gates mild,model] [--peers flashinfer] [--jsonl FILE]
 
 Each row is one token a sequence, q, k and v in bf16, K = V = 128, with the L2 norm, the gate and
 the sigmoid in the kernel, updated in place: microseconds of one of 16 calls in a CUDA graph and the
@@ -16,6 +16,7 @@ key-first states without slots. A peer that is not installed is named as such.
 
 import argparse
 import importlib
+import itertools
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ from benchmarks.measure import (
     replay_times,
 )
 from benchmarks.report import append_record
+from benchmarks.shapes import Random, add_gates_option, gate_parameters, gates_of, labelled
 from gdn_triton import recurrent_step, reference
 
 K = V = 128
@@ -57,13 +59,13 @@ class Step(NamedTuple):
     states: Tensor  # [N, HV, K, V], float32
 
 
-def make_step(N: int, H: int, HV: int, device: torch.device) -> Step:
+def make_step(N: int, H: int, HV: int, gates: str, device: torch.device) -> Step:
     make = partial(torch.randn, device=device)
     q, k = (make(N, H, K).bfloat16() for _ in range(2))
     v, a, b = make(N, HV, V).bfloat16(), make(N, HV).bfloat16(), make(N, HV).bfloat16()
-    A_log, dt_bias = torch.rand(HV, device=device), make(HV)
+    A, dt_bias = gate_parameters(gates, HV, Random(0, device))
     slots = torch.randperm(N, device=device).int()
-    return Step(q, k, v, a, b, A_log, dt_bias, slots, make(N, HV, K, V))
+    return Step(q, k, v, a, b, A.log(), dt_bias, slots, make(N, HV, K, V))
 
 
 def exact(step: Step, heads: int) -> Tensor:
@@ -191,12 +193,13 @@ def measure(
     H: int,
     HV: int,
     dtype: torch.dtype,
+    gates: str,
     device: Device,
     *,
     makers: Mapping[str, Maker],
     rounds: int,
 ) -> Any:
-    step = make_step(N, H, HV, device.torch)
+    step = make_step(N, H, HV, gates, device.torch)
     checked = min(N, 8)
     expected = exact(step, checked)
     rows: dict[str, dict[str, Any]] = {}
@@ -226,6 +229,7 @@ def measure(
         "sequences": N,
         "heads": f"{H}/{HV}",
         "pool": str(dtype).removeprefix("torch."),
+        "gates": gates,
         "roof": roof,
         "results": rows,
     }
@@ -247,6 +251,7 @@ def table(records: list[Any], names: Collection[str]) -> str:
             share = 100 * record["roof"] / row["time"]
             cells.append(f"{row['time']:.2f}, {share:.0f} %, host {row['host']:.0f}")
         head = f"{record['sequences']}, {record['heads']}, {record['pool']}"
+        head = labelled(head, gates_of(record))
         lines.append(f"| {head} | {record['roof']:.2f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -258,22 +263,22 @@ def main() -> None:
     parser.add_argument("--pools", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--rounds", type=int, default=100)
+    add_gates_option(parser)
     parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
     options = parser.parse_args()
     device = cuda_device("a decode step is timed on")
     makers = makers_of(options.peers)
     records, whys = [], set()
-    for heads in options.heads:
+    rows = itertools.product(options.heads, options.sequences, options.pools, options.gates)
+    for heads, N, pool, gates in rows:
         H, HV = map(int, heads.split("/"))
-        for N in options.sequences:
-            for pool in options.pools:
-                dtype = getattr(torch, pool)
-                record = measure(N, H, HV, dtype, device, makers=makers, rounds=options.rounds)
-                records.append(record)
-                for name, row in record["results"].items():
-                    if "skipped" in row:
-                        whys.add(f"{name}, {pool}: {row['skipped']}")
-                append_record(options.jsonl, record)
+        dtype = getattr(torch, pool)
+        record = measure(N, H, HV, dtype, gates, device, makers=makers, rounds=options.rounds)
+        records.append(record)
+        for name, row in record["results"].items():
+            if "skipped" in row:
+                whys.add(f"{name}, {pool}: {row['skipped']}")
+        append_record(options.jsonl, record)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     print(table(records, makers))
     print("\n".join(["", *sorted(whys)]))

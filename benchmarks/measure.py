@@ -159,7 +159,7 @@ def verify_chunked(device: Device, tokens: int) -> float:
     case = Case(
         "chunked against recurrent", "check", 1, tokens, 2, 4, 128, 128,
         (tokens // 2 + 7, tokens - tokens // 2 - 8, 1),
-        gate="mixed", initial_state=True, dtype=torch.float32,
+        gate="mild", initial_state=True, dtype=torch.float32,
     )  # fmt: skip
     inputs = make_inputs(case, device.torch)
     chunked = exact(inputs, slice(0, case.H), recurrent=False)

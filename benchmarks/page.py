@@ -18,7 +18,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import TABLES, all_cases, floor_us
+from benchmarks.shapes import (
+    GATE_KINDS,
+    TABLES,
+    all_cases,
+    floor_us,
+    gates_of,
+    kinds_among,
+    label_of,
+    labelled,
+)
 
 OURS = "gdn_triton"
 OTHERS = ("FLA", "FlashQLA", "FlashInfer")
@@ -122,7 +131,7 @@ class Run:
         for record in self.records:
             if "refused" not in record:
                 cases = found.setdefault(record["kind"], {})
-                cases.setdefault(record.get("case", ""), []).append(record)
+                cases.setdefault(label_of(record), []).append(record)
         self.kinds = {
             kind: {case: joined(records) for case, records in cases.items()}
             for kind, cases in found.items()
@@ -136,20 +145,26 @@ class Run:
         self.table = next(
             table for table in TABLES if names & {case.name for case in all_cases(table)}
         )
+        self.cases = {
+            labelled(case.name, gates): case
+            for gates in GATE_KINDS
+            for case in all_cases(self.table)
+        }
 
     @property
     def plot(self) -> str:
         return f"benchmarks-{self.path.stem}.svg"
 
     def of(self, kind: str) -> dict[str, Record]:
-        """In the order of the table's cases; rows that were refused are not among them."""
+        """In the order of the kinds of gates, then of the table's cases; rows that were refused are
+        not among them."""
         found = self.kinds.get(kind, {})
-        return {case.name: found[case.name] for case in all_cases(self.table) if case.name in found}
+        return {label: found[label] for label in self.cases if label in found}
 
     def refused(self) -> Iterator[str]:
         for record in self.records:
             if "refused" in record:
-                yield f"{record['kind']} {record['case']}: {record['refused']}"
+                yield f"{record['kind']} {label_of(record)}: {record['refused']}"
 
     def names(self, kind: str, key: str) -> list[str]:
         """Implementations with at least one number, ours first."""
@@ -216,13 +231,14 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def summary(run: Run) -> Iterator[str]:
-    """What the tables say, in a few lines."""
-    speed, accuracy = run.of("speed"), run.of("accuracy")
+def speed_summary(run: Run, speed: dict[str, Record]) -> Iterator[str]:
+    """Of rows of one kind of gates, for each other implementation that has some."""
     for name in run.names("speed", "graph")[1:]:
         for key, what in (("graph", "On the GPU"), ("call", "Called from Python")):
             found = {case: others(record, key) for case, record in speed.items()}
             ratios = {case: x[name] for case, x in found.items() if name in x}
+            if not ratios:
+                continue
             mean = statistics.geometric_mean(ratios.values())
             order = sorted(ratios, key=ratios.__getitem__)
             slower = [f"{case} ({ratios[case]:.2f})" for case in order if ratios[case] < 1]
@@ -231,6 +247,16 @@ def summary(run: Run) -> Iterator[str]:
                 f"{len(ratios)} rows, {ratios[order[0]]:.2f} at the least ({order[0]}); it is "
                 f"faster in {len(slower)}" + (": " if slower else "") + ", ".join(slower) + "."
             )
+
+
+def summary(run: Run) -> Iterator[str]:
+    """What the tables say, in a few lines."""
+    speed, accuracy = run.of("speed"), run.of("accuracy")
+    kinds = kinds_among(speed.values())
+    for gates in kinds:
+        rows = {case: record for case, record in speed.items() if gates_of(record) == gates}
+        where = "" if kinds == ["mild"] else f"With {gates} gates: "
+        yield from (where + line for line in speed_summary(run, rows))
     for name in run.names("accuracy", "o")[1:]:
         for key, what in (("o", "o"), ("state", "the final state")):
             errors = [
@@ -265,7 +291,7 @@ def error_table(run: Run) -> str:
 
 def graph_table(run: Run) -> str:
     names = run.names("speed", "graph")
-    cases = {case.name: case for case in all_cases(run.table)}
+    cases = run.cases
     rows = []
     for case, record in losses_first(run.of("speed")):
         own = record["results"][OURS]["graph"]
@@ -299,7 +325,7 @@ def call_table(run: Run) -> str:
 
 def memory_table(run: Run) -> str:
     names = run.names("speed", "extra")
-    cases = {case.name: case for case in all_cases(run.table)}
+    cases = run.cases
     rows = []
     for case, record in run.of("speed").items():
         cells = [record["results"].get(name, {}) for name in names]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.page import DOCS, OURS, Run, others
+from benchmarks.shapes import gates_of, labelled
 
 MISSING = "Not drawn: matplotlib is not installed (pip install matplotlib)."
 MARKERS = "os^vDPX*"
@@ -37,8 +38,8 @@ def ratios(run: Run) -> dict[str, dict[str, dict[str, float]]]:
     """panel -> label -> implementation -> its time over ours."""
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for case, record in run.of("speed").items():
-        panel, label = split(run.table, case)
-        panels.setdefault(panel, {})[label] = others(record, "graph")
+        panel, label = split(run.table, record.get("case", case))
+        panels.setdefault(labelled(panel, gates_of(record)), {})[label] = others(record, "graph")
     return panels
 
 

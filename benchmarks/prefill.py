@@ -1,6 +1,6 @@
 """Prefill on a pool of states, beside the chunked op between a gather and a scatter of its states.
 
-    python -m benchmarks.prefill [--rounds 30] [--dry-run] [--jsonl FILE]
+    python -m benchmarks.prefill [--rounds 30] [--gates mild,model] [--dry-run] [--jsonl FILE]
 
 q, k and v in bf16, K = V = 128, packed sequences of one length from random slots of a pool, through
 the Triton backend, which is the one that has the pool. Microseconds in a CUDA graph each, medians
@@ -16,6 +16,7 @@ sizes on the CPU.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from benchmarks.measure import Device, Record, Replay, device_for, device_line, replay_times
 from benchmarks.report import append_record, table
+from benchmarks.shapes import Random, add_gates_option, make_gates
 from gdn_triton import chunk_gated_delta_rule, chunk_prefill
 
 
@@ -53,12 +55,13 @@ BATCHES = [
 TOY = [Batch(1, 128, 1, 2, 16, FP32, 64), Batch(3, 20, 1, 2, 16, BF16, 64)]
 
 
-def measure(batch: Batch, device: Device, rounds: int) -> Record:
+def measure(batch: Batch, gates: str, device: Device, rounds: int) -> Record:
     N, T, H, HV, K, dtype, every = batch
     D = device.torch
     q, k = F.normalize(torch.randn(2, 1, N * T, H, K, device=D), dim=-1).bfloat16()
     v = torch.randn(1, N * T, HV, K, device=D).bfloat16()
-    g, beta = -torch.rand(1, N * T, HV, device=D), torch.rand(1, N * T, HV, device=D)
+    g = make_gates(gates, (1, N * T, HV), Random(0, D))
+    beta = torch.rand(1, N * T, HV, device=D)
     cu_seqlens = torch.arange(0, N * T + 1, T, dtype=torch.int32, device=D)
     pool = torch.randn(2 * N + 1, HV, K, K, device=D).to(dtype)
     slots = torch.randperm(2 * N, device=D)[:N] + 1
@@ -106,6 +109,7 @@ def measure(batch: Batch, device: Device, rounds: int) -> Record:
         "states": str(dtype).removeprefix("torch."),
         **{name: statistics.median(found) for name, found in times.items()},
         "same bits": same,
+        "gates": gates,
     }
 
 
@@ -113,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
+    add_gates_option(parser)
     parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU")
     options = parser.parse_args(arguments)
     device = device_for(options.dry_run)
@@ -121,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     batches, rounds = (TOY, 1) if options.dry_run else (BATCHES, options.rounds)
     records = []
     with torch.no_grad():
-        for batch in batches:
-            records.append(measure(batch, device, rounds))
+        for batch, gates in itertools.product(batches, options.gates):
+            records.append(measure(batch, gates, device, rounds))
             append_record(options.jsonl, records[-1])
     print(f"{device_line(device)}\n\n{table(records)}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Record
-from benchmarks.shapes import ACCURACY, HOST, NUMERICS, SPEED
+from benchmarks.shapes import ACCURACY, HOST, NUMERICS, SPEED, gates_of, kinds_among, label_of
 
 FIRST_CALL = "first_call"
 KINDS = (ACCURACY, SPEED, HOST, FIRST_CALL, NUMERICS)
@@ -83,8 +83,9 @@ class Report:
     def of(self, kind: str) -> list[Record]:
         return [record for record in self.records if record["kind"] == kind]
 
-    def has(self, kind: str, case: str) -> bool:
-        return any(record["case"] == case for record in self.of(kind))
+    def has(self, kind: str, label: str) -> bool:
+        """label: as `labelled` makes it of a case and its gates."""
+        return any(label_of(record) == label for record in self.of(kind))
 
     def add(self, record: Record) -> None:
         self.records.append(record)
@@ -202,7 +203,7 @@ class Report:
                 pair = self.pair(record, key)
                 ratios.append(f"{pair[0] / pair[1]:.3f}" if pair and pair[1] else "-")
             reference = record.get("reference", "refused")
-            yield row([record["case"], reference, *cells, ", ".join(ratios)])
+            yield row([label_of(record), reference, *cells, ", ".join(ratios)])
 
     def speed_table(self) -> Iterable[str]:
         names = self.names(SPEED)
@@ -221,7 +222,7 @@ class Report:
         for record in self.of(SPEED):
             if "refused" in record:
                 reason = f"refused: {record['refused']}"
-                yield row([record["case"], reason, *["-"] * (len(names) + 5)])
+                yield row([label_of(record), reason, *["-"] * (len(names) + 5)])
                 continue
             results = record["results"]
             cells = [self.speed_cell(results.get(name)) for name in names]
@@ -229,7 +230,7 @@ class Report:
             ratio = f"{pair[1] / pair[0]:.2f}" if pair else "-"
             floor = record["floor"]
             yield row(
-                [record["case"], record["backend"] or "unknown", *cells, ratio,
+                [label_of(record), record["backend"] or "unknown", *cells, ratio,
                  us(floor) if floor else "-", f"{floor / graph:.0%}" if floor else "-",
                  f"{record['bytes'] / graph * 1e-3:.0f}", f"{record['flops'] / graph * 1e-6:.1f}"]
             )  # fmt: skip
@@ -245,7 +246,7 @@ class Report:
         yield row(["---"] * (len(names) + 1))
         for record in self.of(HOST):
             cells = [self.host_cell(record["results"].get(name)) for name in names]
-            yield row([record["case"], *cells])
+            yield row([label_of(record), *cells])
 
     def numerics_table(self) -> Iterable[str]:
         names = self.names(NUMERICS)
@@ -259,7 +260,7 @@ class Report:
         yield row(["---"] * (len(names) + 1))
         for record in self.of(NUMERICS):
             yield row(
-                [record["case"], *(self.numerics_cell(record["results"].get(n)) for n in names)]
+                [label_of(record), *(self.numerics_cell(record["results"].get(n)) for n in names)]
             )
 
     def first_call_table(self) -> Iterable[str]:
@@ -274,7 +275,7 @@ class Report:
             empty, filled = record["empty"], record["filled"]
             second = f"{1e3 * filled['second']:.2f} ms" if "second" in filled else "-"
             cells = [self.first_call_cell(empty), self.first_call_cell(filled), second]
-            yield row([record["case"], *cells])
+            yield row([label_of(record), *cells])
 
     def summary(self) -> tuple[list[str], bool]:
         """The run in a few lines, the losses among them; and whether every row of ours is there."""
@@ -289,7 +290,7 @@ class Report:
                 lines.append(f"accuracy {record['case']}: {reason}")
         for key in ("o", "state"):
             ratios = [
-                (pair[0] / pair[1], record["case"])
+                (pair[0] / pair[1], label_of(record))
                 for record in self.of(ACCURACY)
                 if (pair := self.pair(record, key)) and pair[1]
             ]
@@ -306,32 +307,13 @@ class Report:
             if "refused" in record:
                 sound = False
                 lines.append(f"speed {record['case']}: refused: {record['refused']}")
-        for key, what in (("graph", "graph replay"), ("call", "call from Python")):
-            ratios = [
-                (pair[1] / pair[0], record["case"])
-                for record in self.of(SPEED)
-                if (pair := self.pair(record, key))
-            ]
-            if ratios:
-                mean = math.exp(statistics.fmean(math.log(x) for x, _ in ratios))
-                losses = [f"{case} ({x:.2f})" for x, case in sorted(ratios) if x < 1]
-                lines.append(
-                    f"{what}, {base} / {ours}: geometric mean {mean:.2f} over {len(ratios)} rows; "
-                    f"slower than {base} on {len(losses)}: {', '.join(losses) or 'none'}"
-                )
-
-        behind = [
-            (best / own, f"{record['case']} ({name} {best / own:.2f})")
-            for record in self.of(SPEED)
-            for best, name, own in [fastest(record, ours)]
-            if best < own
-        ]
-        if self.of(SPEED):
-            named = ", ".join(text for _, text in sorted(behind)) or "none"
-            lines.append(f"graph replay slower than the fastest other on {len(behind)}: {named}")
+        kinds = kinds_among(self.of(SPEED))
+        for gates in kinds:
+            rows = [record for record in self.of(SPEED) if gates_of(record) == gates]
+            lines += self.speed_summary(rows, "" if kinds == ["mild"] else f"{gates} gates, ")
 
         hosts = [
-            (result["host"], record["case"])
+            (result["host"], label_of(record))
             for record in [*self.of(SPEED), *self.of(HOST)]
             if "host" in (result := record["results"].get(ours, {}))
         ]
@@ -349,7 +331,7 @@ class Report:
                     sound = False
                     reason = record[cache]["error"]
                     lines.append(f"first call {record['case']}, {cache} cache: {reason}")
-        slow = [(r["empty"]["first"], r["case"]) for r in firsts if "first" in r["empty"]]
+        slow = [(r["empty"]["first"], label_of(r)) for r in firsts if "first" in r["empty"]]
         if slow:
             most, case = max(slow)
             over = [c for value, c in slow if value > FIRST_CALL_LIMIT]
@@ -371,3 +353,29 @@ class Report:
         )
         lines += [f"error of {what} ({count} times)" for what, count in failures.items()]
         return lines, sound
+
+    def speed_summary(self, records: Sequence[Record], where: str) -> Iterable[str]:
+        """Of rows of one kind of gates; where: names it."""
+        base, ours = self.baseline, self.ours
+        for key, what in (("graph", "graph replay"), ("call", "call from Python")):
+            ratios = [
+                (pair[1] / pair[0], label_of(record))
+                for record in records
+                if (pair := self.pair(record, key))
+            ]
+            if ratios:
+                mean = math.exp(statistics.fmean(math.log(x) for x, _ in ratios))
+                losses = [f"{case} ({x:.2f})" for x, case in sorted(ratios) if x < 1]
+                yield (
+                    f"{where}{what}, {base} / {ours}: geometric mean {mean:.2f} over "
+                    f"{len(ratios)} rows; slower than {base} on {len(losses)}: "
+                    f"{', '.join(losses) or 'none'}"
+                )
+        behind = [
+            (best / own, f"{label_of(record)} ({name} {best / own:.2f})")
+            for record in records
+            for best, name, own in [fastest(record, ours)]
+            if best < own
+        ]
+        named = ", ".join(text for _, text in sorted(behind)) or "none"
+        yield f"{where}graph replay slower than the fastest other on {len(behind)}: {named}"

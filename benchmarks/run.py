@@ -2,11 +2,14 @@
 
     python -m benchmarks.run --out DIR            everything, with whichever peers are installed
     python -m benchmarks.run --out DIR --table full   all heads with all sequences, times only
+    python -m benchmarks.run --out DIR --gates mild,model   every case with gates of both kinds
     python -m benchmarks.run --out DIR --dry-run  the same on a CPU at toy sizes, as a trial
 
 All implementations get the same tensors in one process. Each row is printed and appended to
 DIR/results.jsonl as it is made, and the tables (accuracy.md, speed.md, host.md, first_call.md) are
 rewritten with it, so a run that is stopped loses at most a row; --resume goes on from there.
+With --gates a row carries its kind. "mild", the default, leaves a case its own gates, which are of
+that kind wherever the case is not there for others; with another kind all cases have those.
 """
 
 import argparse
@@ -55,10 +58,13 @@ from benchmarks.shapes import (
     TABLES,
     Case,
     Random,
+    add_gates_option,
     all_cases,
     floor_us,
+    labelled,
     make_inputs,
     tiny,
+    with_gates,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -268,6 +274,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=None, help="graph replays a row (default: 30; full table: 8)"
     )
+    add_gates_option(parser)
     parser.add_argument("--warm-l2", action="store_true", help="do not flush the L2 before replays")
     parser.add_argument(
         "--prewarm", type=int, default=min(16, (os.cpu_count() or 1) // 2),
@@ -319,15 +326,16 @@ def measure_rows(
     peers = [ours, *others]
     left_out = []
     for case in cases:
-        kinds = [k for k in case.measures if k in args.kinds and not report.has(k, case.name)]
+        label = labelled(case.name, case.gates)
+        kinds = [k for k in case.measures if k in args.kinds and not report.has(k, label)]
         if not kinds:
             continue
         if time.perf_counter() - report.start > args.budget_seconds:
-            left_out.append(case.name)
+            left_out.append(label)
             continue
         inputs = make_inputs(case, device.torch)
         for kind in kinds:
-            record: Record = {"kind": kind, "case": case.name}
+            record: Record = {"kind": kind, "case": case.name, "gates": case.gates}
             try:
                 if kind == ACCURACY:
                     record |= measure_accuracy(inputs, peers, device, args.recurrent_steps)
@@ -361,14 +369,15 @@ def measure_rows(
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    cases = [case for case in all_cases(args.table) if re.search(args.select, case.name)]
-    if args.list:
-        say("\n".join(case.name for case in cases))
-        return 0
+    selected = [case for case in all_cases(args.table) if re.search(args.select, case.name)]
     if args.dry_run:
-        cases = [tiny(case) for case in cases]
+        selected = [tiny(case) for case in selected]
+    cases = [case for kind in args.gates for case in with_gates(selected, kind)]
+    if args.list:
+        say("\n".join(labelled(case.name, case.gates) for case in cases))
+        return 0
     device = Device(torch.device("cpu" if args.dry_run else "cuda"))
-    by_name = {case.name: case for case in cases}
+    by_name = {case.name: case for case in selected}
     if args.child_first_call:
         say(ANSWER + json.dumps(first_call_child(by_name[args.child_first_call], device)))
         return 0
@@ -396,7 +405,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 report.add(record | measure_first_call(by_name[name], args))
     wanted = [
         case for case in cases
-        if any(k in args.kinds and not report.has(k, case.name) for k in case.measures)
+        if any(
+            k in args.kinds and not report.has(k, labelled(case.name, case.gates))
+            for k in case.measures
+        )
     ]  # fmt: skip
     if wanted and args.prewarm > 0 and device.is_cuda:
         prewarm(wanted, args)

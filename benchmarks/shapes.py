@@ -1,8 +1,9 @@
 """What is measured: the shapes, their gates and their random inputs, each list with its reason."""
 
+import argparse
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +27,12 @@ class Case:
     K: int
     V: int
     seqlens: tuple[int, ...] | None = None
-    gate: str = "norm"  # a key of GATES
+    gate: str = "norm"  # logsigmoid(x) / gate_norm, masked by mask_p; or one of GATE_KINDS
     gate_norm: float = 1.0
     mask_p: float = 0.0  # fraction of (token, head) pairs whose g is 0
     initial_state: bool = False
     measures: tuple[str, ...] = (ACCURACY, SPEED)
+    gates: str = "mild"  # the kind that its rows are of; "mild" also where a case has its own
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -103,39 +105,6 @@ def cut(total: int, parts: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip([0, *points], [*points, total], strict=True))
 
 
-def _gate_norm(case: Case, rand: "Random") -> torch.Tensor:
-    g = F.logsigmoid(rand.normal(case.B, case.T, case.HV)) / case.gate_norm
-    if case.mask_p > 0:
-        g = g.masked_fill(rand.uniform(case.B, case.T, case.HV) < case.mask_p, 0.0)
-    return g
-
-
-def _gate_mixed(case: Case, rand: "Random") -> torch.Tensor:
-    g = F.logsigmoid(rand.normal(case.B, case.T, case.HV)) / 16
-    g[..., ::4] = 0.0
-    return g
-
-
-def _gate_model(case: Case, rand: "Random") -> torch.Tensor:
-    """The decays of a layer at initialisation: A in (0, 16), time steps of 1e-3 to 1e-1."""
-    A = rand.uniform(case.HV) * 16
-    dt = 1e-3 * 100 ** rand.uniform(case.HV)
-    dt_bias = dt + torch.log(-torch.expm1(-dt))
-    return -A * F.softplus(rand.normal(case.B, case.T, case.HV) + dt_bias)
-
-
-def _gate_strong(case: Case, rand: "Random") -> torch.Tensor:
-    return 10 * F.logsigmoid(rand.normal(case.B, case.T, case.HV))
-
-
-GATES = {
-    "norm": _gate_norm,
-    "mixed": _gate_mixed,
-    "model init": _gate_model,
-    "strong": _gate_strong,
-}
-
-
 class Random:
     """Seeded float32 draws on one device."""
 
@@ -150,6 +119,89 @@ class Random:
         return torch.rand(*shape, generator=self.generator, device=self.device)
 
 
+# Kinds of gates, for any benchmark: "mild" forgets little, with a quarter of the heads nothing;
+# "model" is a layer at initialisation, A in (0, 16) and time steps of 1e-3 to 1e-1; "strong"
+# forgets nearly all from token to token; "none" nothing.
+GATE_KINDS = ("mild", "model", "strong", "none")
+
+
+def gate_parameters(kind: str, HV: int, rand: Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and dt_bias [HV] of gates of a kind: g = -A softplus(x + dt_bias) for normal x."""
+    A, dt_bias = torch.zeros(2, HV, device=rand.device)
+    if kind == "mild":
+        A += 1 / 16
+        A[::4] = 0
+    elif kind == "model":
+        A = rand.uniform(HV) * 16
+        dt = 1e-3 * 100 ** rand.uniform(HV)
+        dt_bias = dt + torch.log(-torch.expm1(-dt))
+    elif kind == "strong":
+        A += 10
+    elif kind != "none":
+        raise ValueError(f"kind must be one of {', '.join(GATE_KINDS)}, got {kind!r}")
+    return A, dt_bias
+
+
+def make_gates(kind: str, shape: tuple[int, ...], rand: Random) -> torch.Tensor:
+    """g [.., HV] of a kind, float32, natural logarithms."""
+    A, dt_bias = gate_parameters(kind, shape[-1], rand)
+    return -A * F.softplus(rand.normal(*shape) + dt_bias)
+
+
+def gate_kinds(text: str) -> tuple[str, ...]:
+    """Of the option `--gates`, whose type it is for argparse."""
+    kinds = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [kind for kind in kinds if kind not in GATE_KINDS]:
+        known = ",".join(GATE_KINDS)
+        raise argparse.ArgumentTypeError(f"expected some of {known}, got {','.join(unknown)}")
+    return kinds
+
+
+def add_gates_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gates", type=gate_kinds, default=("mild",), metavar="KIND,...",
+        help=f"kinds of gates, comma-separated, of {', '.join(GATE_KINDS)} (default: mild)",
+    )  # fmt: skip
+
+
+def gates_of(record: Mapping[str, Any]) -> str:
+    """The kind of gates of a row; mild where it has none."""
+    return str(record.get("gates", "mild"))
+
+
+def labelled(case: str, gates: str) -> str:
+    """What a table calls a row."""
+    return case if gates == "mild" else f"{case}, {gates} gates"
+
+
+def label_of(record: Mapping[str, Any]) -> str:
+    return labelled(record.get("case", ""), gates_of(record))
+
+
+def kinds_among(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The kinds of gates that there are rows of."""
+    found = set(map(gates_of, records))
+    return [kind for kind in GATE_KINDS if kind in found]
+
+
+def _case_gates(case: Case, rand: Random) -> torch.Tensor:
+    shape = case.B, case.T, case.HV
+    if case.gate != "norm":
+        return make_gates(case.gate, shape, rand)
+    g = F.logsigmoid(rand.normal(*shape)) / case.gate_norm
+    if case.mask_p > 0:
+        g = g.masked_fill(rand.uniform(*shape) < case.mask_p, 0.0)
+    return g
+
+
+def with_gates(cases: Iterable[Case], kind: str) -> list[Case]:
+    """The cases with gates of a kind. "mild" leaves a case its own: another kind is not for those
+    that are there for their gates."""
+    if kind == "mild":
+        return list(cases)
+    return [replace(case, gate=kind, gates=kind) for case in cases if case.group != "gates"]
+
+
 def make_inputs(case: Case, device: torch.device) -> Inputs:
     """The same tensors for a case's name on a device, whichever other cases are run."""
     rand = Random(zlib.crc32(case.name.encode()), device)
@@ -157,7 +209,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     k = F.normalize(rand.normal(case.B, case.T, case.H, case.K), dim=-1).to(case.dtype)
     v = rand.normal(case.B, case.T, case.HV, case.V).to(case.dtype)
     beta = rand.normal(case.B, case.T, case.HV).sigmoid()
-    g = GATES[case.gate](case, rand)
+    g = _case_gates(case, rand)
     state = rand.normal(case.N, case.HV, case.K, case.V) if case.initial_state else None
     cu_seqlens = None
     if case.seqlens is not None:
@@ -285,32 +337,32 @@ def _prefill() -> Iterator[Case]:
             name = f"prefill {H}/{HV} {lengths_name(seqlens)}"
             yield Case(
                 name, "prefill", 1, sum(seqlens), H, HV, 128, 128, seqlens,
-                gate="mixed", initial_state=True,
+                gate="mild", initial_state=True,
             )  # fmt: skip
 
 
 def _gates() -> Iterator[Case]:
-    for gate in ("mixed", "model init", "strong"):
+    for name, gate in (("mixed", "mild"), ("model init", "model"), ("strong", "strong")):
         for label, seqlens in (("1x2048", ONE_2K), ("ragged 1..1155", RAGGED)):
             yield Case(
-                f"gates {gate} {label}", "gates", 1, sum(seqlens), 4, 8, 128, 128, seqlens,
+                f"gates {name} {label}", "gates", 1, sum(seqlens), 4, 8, 128, 128, seqlens,
                 gate=gate, initial_state=True, measures=(ACCURACY,),
             )  # fmt: skip
     odd = "gates mixed 2x500 D60"
-    yield Case(odd, "gates", 2, 500, 3, 3, 60, 60, gate="mixed", measures=(ACCURACY,))
+    yield Case(odd, "gates", 2, 500, 3, 3, 60, 60, gate="mild", measures=(ACCURACY,))
 
 
 def _wide() -> Iterator[Case]:
     for H, B, T in WIDE_HEADS:
         name = f"wide H{H} K256 V512 {B}x{T}"
-        yield Case(name, "wide", B, T, H, H, 256, 512, gate="mixed")
+        yield Case(name, "wide", B, T, H, H, 256, 512, gate="mild")
 
 
 def _full() -> list[Case]:
     return [
         Case(
             f"full {H}/{HV} {lengths_name(seqlens)}", "full", 1, sum(seqlens), H, HV, 128, 128,
-            seqlens, gate="mixed", initial_state=True, measures=(SPEED,),
+            seqlens, gate="mild", initial_state=True, measures=(SPEED,),
         )
         for H, HV in HEADS
         for seqlens in MIXES

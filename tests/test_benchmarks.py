@@ -18,7 +18,23 @@ import torch
 from benchmarks import conv, host, page, plot, prefill, run, stranger
 from benchmarks.measure import TOLERANCES, Device, Replay, equal_share
 from benchmarks.peers import PEERS, OursTriton, Peer
-from benchmarks.shapes import ACCURACY, CHUNK, NUMERICS, SPEED, all_cases, floor_us
+from benchmarks.report import Report
+from benchmarks.shapes import (
+    ACCURACY,
+    CHUNK,
+    GATE_KINDS,
+    NUMERICS,
+    SPEED,
+    Random,
+    all_cases,
+    floor_us,
+    gate_kinds,
+    gate_parameters,
+    make_gates,
+    make_inputs,
+    tiny,
+    with_gates,
+)
 
 
 def test_full_table() -> None:
@@ -45,6 +61,66 @@ def test_fewest_operations_and_bytes() -> None:
     assert floor_us(case, rates) == pytest.approx(1e6 * case.bytes / 1e12)
     assert floor_us(case, {**rates, "bytes_per_s": 1e15}) == pytest.approx(1e6 * case.flops / 8e14)
     assert floor_us(case, {}) is None
+
+
+def test_gates_of_every_kind() -> None:
+    """By what they are: decays of a token, and which heads forget nothing."""
+    rand = Random(0, torch.device("cpu"))
+    made = {kind: make_gates(kind, (4, 500, 8), rand) for kind in GATE_KINDS}
+    assert all(g.shape == (4, 500, 8) and g.dtype == torch.float32 for g in made.values())
+    assert all(bool((g <= 0).all() and g.isfinite().all()) for g in made.values())
+    assert not made["none"].any()
+    mild = made["mild"]
+    assert not mild[..., ::4].any() and bool((mild[..., 1:4] < 0).all())
+    # The mean of softplus(x) for normal x is 0.806.
+    assert mild[..., 1::4].mean().item() == pytest.approx(-0.806 / 16, rel=0.1)
+    assert made["strong"].mean().item() == pytest.approx(-8.06, rel=0.05)
+    A, dt_bias = gate_parameters("model", 4096, rand)
+    assert 0 <= A.min() < 0.1 and 15.9 < A.max() < 16
+    dt = torch.nn.functional.softplus(dt_bias.double())
+    assert 1e-3 * 0.99 < dt.min() < 1.1e-3 and 0.09 < dt.max() < 0.1 * 1.01
+    assert dt.log().mean().exp().item() == pytest.approx(1e-2, rel=0.1)
+    with pytest.raises(ValueError, match="kind must be one of mild, model, strong, none, got 'm'"):
+        make_gates("m", (1, 1, 1), rand)
+    assert gate_kinds("model,mild,model") == ("model", "mild")
+
+
+def test_a_case_with_other_gates() -> None:
+    """The same tensors but g; nothing is done to a case whose gates are what it is for."""
+    cases = all_cases()
+    assert with_gates(cases, "mild") == cases
+    strong = with_gates(cases, "strong")
+    assert [x.name for x in strong] == [x.name for x in cases if x.group != "gates"]
+    assert {(x.gate, x.gates) for x in strong} == {("strong", "strong")}
+    (before,) = [tiny(x) for x in cases if x.name == "padded B2 T1000 H3 D64 mask0.5"]
+    x, y = (
+        make_inputs(case, torch.device("cpu")) for case in (before, *with_gates([before], "none"))
+    )
+    assert torch.equal(x.q, y.q) and torch.equal(x.v, y.v) and torch.equal(x.beta, y.beta)
+    assert x.g.any() and not y.g.any()
+
+
+def test_dry_run_of_gates_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row for each kind, which says so; --resume makes those that are missing."""
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    options = ["--out", str(tmp_path), "--dry-run", "--table", "full", "--resume"]
+    options += ["--select", "full 2/8 1x2048"]
+    assert run.main([*options, "--gates", "model"]) == 0
+    assert run.main([*options, "--gates", "mild,model,none"]) == 0
+    records = [record for record in read(tmp_path) if record["kind"] == SPEED]
+    assert [record["gates"] for record in records] == ["model", "mild", "none"]
+    assert {record["case"] for record in records} == {"full 2/8 1x2048"}
+    table = (tmp_path / "speed.md").read_text()
+    for label in ("full 2/8 1x2048", "full 2/8 1x2048, model gates", "full 2/8 1x2048, none gates"):
+        assert f"\n| {label} | reference | " in table
+    capsys.readouterr()
+    assert run.main([*options, "--gates", "strong", "--list"]) == 0
+    assert capsys.readouterr().out == "full 2/8 1x2048, strong gates\n"
+    with pytest.raises(SystemExit):
+        run.parse([*options, "--gates", "mild,weak"])
+    assert "expected some of mild,model,strong,none, got weak" in capsys.readouterr().err
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -106,8 +182,10 @@ def test_dry_run_of_the_prefill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GDN_BACKEND", "reference")
-    prefill.main(["--dry-run", "--jsonl", str(tmp_path / "results.jsonl")])
-    first, second = read(tmp_path)
+    options = ["--dry-run", "--jsonl", str(tmp_path / "results.jsonl"), "--gates", "mild,strong"]
+    prefill.main(options)
+    first, strong, second, _ = read(tmp_path)
+    assert (first["gates"], strong["gates"]) == ("mild", "strong") and strong["same bits"]
     assert (first["sequences"], first["states"]) == ("1 x 128", "float32")
     assert (second["sequences"], second["states"]) == ("3 x 20", "bfloat16")
     for record in (first, second):
@@ -236,6 +314,40 @@ def test_page_lists_losses_first(records: Path) -> None:
     # 8192 tokens, 8 heads: 10.7 GFLOP in 100 us, of which 8e14 a second would take 13.4 us.
     assert rows[0][6] == "107" and rows[0][8] == "13% |"
     assert rows[3][4] == "", "a number where nothing was measured"
+
+
+def test_losses_are_named_for_each_kind_of_gates(tmp_path: Path) -> None:
+    """In the page, in the plot and in the summary of a run. A row without a kind is mild."""
+    path = tmp_path / "results.jsonl"
+    lines = [
+        HEADER,
+        speed("full 2/8 1x8192", 100.0, 200.0, 150.0),
+        {**speed("full 2/8 1x8192", 100.0, 90.0, 150.0), "gates": "model"},
+        {**speed("full 2/8 1x4096", 100.0, 110.0, 80.0), "gates": "model"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = page.section(page.Run(path))
+    graphs = text[text.index("### Time on the GPU") : text.index("### Calls")]
+    rows = [line.split(" | ") for line in graphs.splitlines() if line.startswith("| full")]
+    assert [(row[0], row[5]) for row in rows] == [
+        ("| full 2/8 1x4096, model gates", "0.80"),
+        ("| full 2/8 1x8192, model gates", "0.90"),
+        ("| full 2/8 1x8192", "1.50"),
+    ]
+    assert "- With mild gates: On the GPU FLA takes 2.00 times as long" in text
+    assert (
+        "- With model gates: On the GPU FLA takes 0.99 times as long as gdn_triton in the "
+        "geometric mean of 2 rows, 0.90 at the least (full 2/8 1x8192, model gates); it is faster "
+        "in 1: full 2/8 1x8192, model gates (0.90)."
+    ) in text
+    assert list(plot.ratios(page.Run(path))) == ["full 2/8", "full 2/8, model gates"]
+    report = Report(tmp_path, "gdn_triton", "FLA", True)
+    summary, _ = report.summary()
+    assert "mild gates, graph replay slower than the fastest other on 0: none" in summary
+    assert (
+        "model gates, graph replay slower than the fastest other on 2: full 2/8 1x4096, model "
+        "gates (FlashInfer 0.80), full 2/8 1x8192, model gates (FLA 0.90)"
+    ) in summary
 
 
 def test_page_says_what_was_run_and_what_was_not(records: Path) -> None:

@@ -164,10 +164,9 @@ def sized_call(T: int, HV: int, K: int, V: int) -> ChunkCall:
 
 def small_calls(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """Calls of all that GDN_BATCH_INVARIANT may change, too short to be cut."""
-    case = Case("small", "", lengths=(3, 2), H=1, HV=1, K=8, V=8)
+    case = Case("small", "", T=3, B=2, H=1, HV=1, K=8, V=8)
     x = make_inputs(case, dtype, device)
     given = dict(zip(("q", "k", "v", "g", "beta"), x.tensors, strict=True))
-    given["cu_seqlens"] = x.cu_seqlens
     pool = torch.zeros(2, 1, 8, 8, device=device)
     slots = torch.arange(2, device=device)
     leaf = given["q"].detach().clone().requires_grad_()
