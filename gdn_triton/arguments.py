@@ -33,14 +33,6 @@ def count_sequences(cu_seqlens: Tensor) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_own_memory(name: str, x: Tensor) -> None:
-    """What is written to has no two elements in one place by a stride of 0."""
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        if stride == 0 and size > 1:
-            expected = "have memory of its own for every element"
-            raise ValueError(must(name, expected, f"strides {list(x.stride())}"))
-
-
 def check_dtype(name: str, x: Tensor, allowed: frozenset[torch.dtype], expected: str) -> None:
     if x.dtype not in allowed:
         raise ValueError(must(name, f"be {expected}", str(x.dtype)))

@@ -19,7 +19,6 @@ from gdn_triton.arguments import (
     INDEX_DTYPES,
     INDICES,
     check_dtype,
-    check_own_memory,
     count_sequences,
     must,
     shape_of,
@@ -30,6 +29,7 @@ from gdn_triton.arguments import (
 from gdn_triton.backend import Backend, Operator, missing, reference_supports, triton_limits
 from gdn_triton.conv_problem import ConvOperands, ConvProblem, PrepOperands
 from gdn_triton.device import on_device
+from gdn_triton.memory import Apart, Layout, layout_of
 from gdn_triton.post_conv_backend import (
     POST_CONV,
     Prepared,
@@ -174,7 +174,6 @@ def _check_state(args: ConvArguments, call: Call, B: int, T: int, N: int, D: int
     if torch.promote_types(args.x.dtype, state.dtype) != state.dtype:
         expected = f"have a dtype that holds that of {call.name}, {args.x.dtype}"
         raise ValueError(must("state", expected, str(state.dtype)))
-    check_own_memory("state", state)
     if args.read_slots is None:
         if args.write_slots is not None:
             raise ValueError(must("write_slots", "come with read_slots", "read_slots=None"))
@@ -212,9 +211,11 @@ def _check_gradients(args: ConvArguments, call: Call, needs_grad: bool) -> None:
         )
 
 
-def operands(problem: ConvProblem, args: ConvArguments) -> ConvOperands:
-    """The tensors, with x as [B, T, D], a view. Judges slots and offsets where the host can read
-    them."""
+def operands(
+    problem: ConvProblem, args: ConvArguments, call: Call, prep: PrepArguments | None = None
+) -> ConvOperands:
+    """The tensors, with x as [B, T, D], a view. Judges where they lie, those of a preparation in
+    the same pass too, and slots and offsets where the host can read them."""
     p = problem
     x = args.x.view(p.B, p.T, p.D) if args.x.dim() == 3 else _with_batch(args.x, p)
     given = ConvOperands(
@@ -228,7 +229,17 @@ def operands(problem: ConvProblem, args: ConvArguments) -> ConvOperands:
         args.cu_seqlens,
     )
     check_contents(p, given)
+    if given.state is not None:
+        tensors = given if prep is None else (*given, *prep[:4])
+        _memory(call.name, tuple(map(layout_of, tensors))).check(tensors)
     return given
+
+
+@functools.lru_cache(1024)
+def _memory(x_name: str, layouts: tuple[Layout | None, ...]) -> Apart:
+    """layouts: of the operands, after which those of a preparation may come."""
+    names = (x_name, *ConvOperands._fields[1:], *PrepArguments._fields[:4])
+    return Apart(dict(zip(names, layouts, strict=False)), ("state",))
 
 
 def _with_batch(x: Tensor, p: ConvProblem) -> Tensor:
@@ -301,8 +312,11 @@ def run_conv(args: ConvArguments, call: Call = PLAIN) -> Tensor:
     return run_valid_conv(problem, args, call)
 
 
-def run_valid_conv(problem: ConvProblem, args: ConvArguments, call: Call) -> Tensor:
-    given = operands(problem, args)
+def run_valid_conv(
+    problem: ConvProblem, args: ConvArguments, call: Call, prep: PrepArguments | None = None
+) -> Tensor:
+    """prep: of a preparation that follows."""
+    given = operands(problem, args, call, prep)
     run = (CONV_UPDATE if call.is_step else CONV).choose(problem).load()
     with on_device(problem.device):
         y = run(problem, given)
@@ -394,7 +408,7 @@ def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -
     sizes, lead = problem.sizes, args.x.shape[:-1]
     # Chosen first: a refusal leaves the states as they are.
     second = POST_CONV.choose(sizes).load()
-    y = run_valid_conv(problem.conv, args, PREPARED).flatten(0, -2)
+    y = run_valid_conv(problem.conv, args, PREPARED, prep).flatten(0, -2)
     gates = (x.reshape(-1, sizes.HV) for x in prep[:2])
     parts = run_post_conv(second, y, *gates, *prep[2:])
     q, k, v, g, beta = (x.unflatten(0, lead) for x in parts)
@@ -405,7 +419,7 @@ def _run_fused(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -
     from gdn_triton.kernels.conv import conv_prep_fwd
 
     sizes = problem.sizes
-    given = operands(problem.conv, args)
+    given = operands(problem.conv, args, PREPARED, prep)
     a, b = (x if x.dim() == 3 else x.unsqueeze(0) for x in prep[:2])
     others = PrepOperands(
         a,

@@ -1,14 +1,24 @@
 """From a call of `gdn_triton.chunk_prefill` to the backend that runs it."""
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gdn_triton.arguments import must
 from gdn_triton.backend import PREFILL
+from gdn_triton.memory import is_same_memory
 from gdn_triton.problem import Inputs, Pool
-from gdn_triton.validation_prefill import check_memory, checkpoint_rows, validate_prefill
+from gdn_triton.validation_prefill import (
+    check_memory,
+    check_slots,
+    checkpoint_rows,
+    validate_prefill,
+)
 from gdn_triton.validation_recurrent import LAST_SKIPPED
+
+# How many arguments of a call are tensors, or None.
+TENSORS: Final = 15
 
 
 class PrefillCall(NamedTuple):
@@ -44,6 +54,12 @@ def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """o, and the checkpoints where they are in no pool; the states are written."""
     problem = validate_prefill(*x)
     p = problem
+    if x.state_checkpoints is not None and is_same_memory(x.state_checkpoints, x.state):
+        if x.checkpoint_slots is None:
+            expected = "come with checkpoint_slots where it is state"
+            raise ValueError(must("state_checkpoints", expected, "checkpoint_slots=None"))
+        x = x._replace(state_checkpoints=None)
+    check_memory(x[:TENSORS])
     out, checkpoints, every = x.out, x.state_checkpoints, x.checkpoint_every_n_tokens
     if out is None:
         out = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=p.device)
@@ -65,9 +81,7 @@ def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
         checkpoints=checkpoints,
         checkpoint_slots=_dense(x.checkpoint_slots),
     )
-    inputs = {name: getattr(x, name) for name in ("q", "k", "v", "g", "beta", "state")}
-    inputs["state_checkpoints"] = checkpoints
-    check_memory(problem, pool, inputs, x.cu_seqlens, out_given=x.out is not None)
+    check_slots(problem, pool, x.cu_seqlens)
     tensors = Inputs(x.q, x.k, x.v, x.g, x.beta, None, x.A_log, x.dt_bias)
     PREFILL.choose(problem).load()(problem, tensors, x.cu_seqlens, pool)
     return out, None if checkpoints is x.state else checkpoints

@@ -14,13 +14,28 @@ import torch
 from torch import Tensor
 
 from gdn_triton.backend import RECURRENT, STEP, Operator, Plan
+from gdn_triton.memory import Apart
 from gdn_triton.recurrent_problem import Operands, RecurrentProblem, Run
-from gdn_triton.validation_recurrent import check_contents, validate_sequences, validate_step
+from gdn_triton.validation_recurrent import (
+    check_contents,
+    step_memory,
+    validate_sequences,
+    validate_step,
+)
 
 # Once there are as many plans, none is kept and all are made anew.
 MOST_PLANS = 4096
 
-_plans: dict[Hashable, tuple[RecurrentProblem, Run]] = {}
+
+class _Plan(NamedTuple):
+    """memory: of a step, whose tensors are judged by it at every call."""
+
+    problem: RecurrentProblem
+    memory: Apart | None
+    run: Run
+
+
+_plans: dict[Hashable, _Plan] = {}
 
 
 class SequenceOptions(NamedTuple):
@@ -58,12 +73,19 @@ def run_sequences(
         problem = validate_sequences(x, **options._asdict())
         return dataclasses.replace(problem, needs_grad=True) if needs_grad else problem
 
-    return _run(RECURRENT, x, (*options, needs_grad), judge)
+    return _run(RECURRENT, x, (*options, needs_grad), judge, None)
 
 
 def run_step(x: Operands, options: StepOptions) -> Tensor:
     """o; the states are written."""
-    return _run(STEP, x, options, lambda: validate_step(x, **options._asdict()))[0]
+
+    def judge_memory() -> Apart:
+        return step_memory(x, options.is_mixed, options.is_raw)
+
+    def judge() -> RecurrentProblem:
+        return validate_step(x, **options._asdict())
+
+    return _run(STEP, x, options, judge, judge_memory)[0]
 
 
 def _run(
@@ -71,6 +93,7 @@ def _run(
     x: Operands,
     options: tuple[object, ...],
     judge: Callable[[], RecurrentProblem],
+    judge_memory: Callable[[], Apart] | None,
 ) -> tuple[Tensor, Tensor | None]:
     key = (
         options,
@@ -84,12 +107,19 @@ def _run(
     if plan is None:
         problem = judge()
         check_contents(problem, x)
+        memory = None if judge_memory is None else judge_memory()
+        if memory is not None:
+            memory.check(x)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = problem, operator.choose(problem).load()(problem, x)
-    elif plan[0].device.type == "cpu":
-        check_contents(plan[0], x)
-    return plan[1](x)
+        run = operator.choose(problem).load()(problem, x)
+        plan = _plans[key] = _Plan(problem, memory, run)
+    else:
+        if plan.problem.device.type == "cpu":
+            check_contents(plan.problem, x)
+        if plan.memory is not None:
+            plan.memory.check(x)
+    return plan.run(x)
 
 
 def _known(x: object) -> object:

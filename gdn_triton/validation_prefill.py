@@ -2,12 +2,15 @@
 chunked op: the same order, the same words, nothing read from an accelerator.
 
 What a call shares with the chunked op is judged there. `validate_prefill` judges what it has beside
-by shapes, dtypes, devices and flags; `check_memory`, at every call, strides, addresses and, where
-the host can read them, the contents of slots.
+by shapes, dtypes, devices and flags; at every call `check_memory` judges strides and addresses, and
+`check_slots`, where the host can read them, the contents of slots.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,7 +21,6 @@ from gdn_triton.arguments import (
     INDEX_DTYPES,
     INDICES,
     check_dtype,
-    check_own_memory,
     must,
     shape_of,
     shaped,
@@ -26,8 +28,18 @@ from gdn_triton.arguments import (
     value_of,
 )
 from gdn_triton.constants import MAX_ROW_STRIDE
+from gdn_triton.memory import Apart, Layout, layout_of, span
 from gdn_triton.problem import Pool, Problem
-from gdn_triton.validation import remembered, validate_chunk
+from gdn_triton.slots import (
+    Write,
+    check_once,
+    check_read_in_pool,
+    check_readers,
+    check_written_in_pool,
+    final_writes,
+    readers,
+)
+from gdn_triton.validation import MOST_REMEMBERED, remembered, validate_chunk
 from gdn_triton.validation_recurrent import LAST_SKIPPED, _check_state, _check_tensor
 
 
@@ -167,77 +179,71 @@ def checkpoint_rows(problem: Problem, every: int) -> int:
     return problem.B * problem.T // every
 
 
-def check_memory(
-    problem: Problem,
-    pool: Pool,
-    inputs: dict[str, Tensor | None],
-    cu_seqlens: Tensor | None,
-    *,
-    out_given: bool,
-) -> None:
-    """Raises ValueError if what is written may not be: by its strides, by where it lies, and, on a
-    CPU, by what the slots hold. `inputs`: what `out` must not overlap, by name."""
-    for name, x in (("state", pool.state), ("state_checkpoints", pool.checkpoints)):
-        if x is None:
-            continue
-        check_own_memory(name, x)
-        span = _span(x[0]) if x.shape[0] > 0 else 0
-        if span > 2**31:
+def check_memory(x: Sequence[Tensor | None]) -> None:
+    """Raises ValueError if what is written may not be: by its strides, or by where it lies.
+
+    x: the tensors of a call in the order of `_TENSORS`, without checkpoints that are slots of the
+    pool.
+    """
+    _judged_memory(tuple(map(layout_of, x))).check(x)
+
+
+# The tensors of a `gdn_triton.prefill_call.PrefillCall`, in its order.
+_TENSORS: Final = (
+    *("state", "read_slots", "write_slots", "has_initial_state", "q", "k", "v", "g", "beta"),
+    *("A_log", "dt_bias", "cu_seqlens", "out", "state_checkpoints", "checkpoint_slots"),
+)
+
+
+@functools.lru_cache(MOST_REMEMBERED)
+def _judged_memory(layouts: tuple[Layout | None, ...]) -> Apart:
+    named = dict(zip(_TENSORS, layouts, strict=True))
+    for name in ("state", "state_checkpoints"):
+        layout = named[name]
+        if layout is not None and span(layout[0][1:], layout[1][1:]) > 2**31:
             expected = "have the elements of a slot within 2^31 of each other"
-            raise ValueError(must(name, expected, f"strides {list(x.stride())}"))
-    if out_given:
-        out = pool.out
-        check_own_memory("out", out)
-        if out.shape[3] > 1 and out.stride(3) != 1:
-            expected = "have a dense last dimension"
-            raise ValueError(must("out", expected, f"strides {list(out.stride())}"))
-        if out.stride(1) >= MAX_ROW_STRIDE:
+            raise ValueError(must(name, expected, f"strides {list(layout[1])}"))
+    apart = Apart(named, ("out", "state_checkpoints", "state"))
+    if named["out"] is not None:
+        shape, strides, _ = named["out"]
+        if shape[3] > 1 and strides[3] != 1:
+            raise ValueError(must("out", "have a dense last dimension", f"strides {list(strides)}"))
+        if strides[1] >= MAX_ROW_STRIDE:
             expected = f"have rows of less than {MAX_ROW_STRIDE} elements"
-            raise ValueError(must("out", expected, f"strides {list(out.stride())}"))
-        for name, x in inputs.items():
-            if x is not None and _overlap(out, x):
-                expected = f"lie apart from {name} in memory"
-                raise ValueError(must("out", expected, f"memory that {name} has too"))
-    if problem.device.type == "cpu":
-        _check_slots(problem, pool, cu_seqlens)
+            raise ValueError(must("out", expected, f"strides {list(strides)}"))
+    return apart
 
 
-def _check_slots(p: Problem, pool: Pool, cu_seqlens: Tensor | None) -> None:
-    """What the slots hold: elsewhere reading them would wait for the device, and what is refused
-    here is undefined behaviour there."""
+def check_slots(p: Problem, pool: Pool, cu_seqlens: Tensor | None) -> None:
+    """What the slots hold, where they are CPU tensors."""
+    if p.device.type != "cpu":
+        return
     last, slots = pool.last_skipped, pool.state.shape[0]
     read: list[int] = pool.read_slots.tolist()
-    write: list[int] = pool.write_slots.tolist()
-    for name, given in (("read_slots", read), ("write_slots", write)):
-        if given and max(given) >= slots:
-            found = f"{max(given)} at index {given.index(max(given))}"
-            raise ValueError(must(name, f"be less than the {slots} slots of state", found))
-    # (slot, sequence) of all that is written to the pool.
-    writes = [(w, n) for n, w in enumerate(write) if w > last and read[n] > last]
+    check_read_in_pool(read, slots)
     name = "read_slots" if pool.write_slots is pool.read_slots else "write_slots"
-    _check_once(name, writes)
+    writes = final_writes(read, pool.write_slots.tolist(), last)
+    check_written_in_pool(name, writes, slots)
+    check_once(name, writes)
     if pool.checkpoint_slots is not None and pool.checkpoints is not None:
-        writes_kept = _checkpoint_writes(p, pool, cu_seqlens, read, write)
-        _check_once("checkpoint_slots", writes_kept)
+        kept = _checkpoint_writes(p, pool, cu_seqlens, read)
+        check_once("checkpoint_slots", kept)
         if pool.checkpoints is pool.state:
-            writes += writes_kept
-            _check_once("checkpoint_slots", writes)
-    owners = dict(writes)
-    for n, slot in enumerate(read):
-        if slot > last and owners.get(slot, n) != n:
-            found = f"slot {slot}, read by sequence {n} and written by {owners[slot]}"
-            raise ValueError(must("read_slots", "read no slot that another sequence writes", found))
+            writes += kept
+            check_once("checkpoint_slots", writes)
+    flags = pool.has_initial_state
+    check_readers(readers(read, None if flags is None else flags.tolist(), last), writes)
 
 
 def _checkpoint_writes(
-    p: Problem, pool: Pool, cu_seqlens: Tensor | None, read: list[int], write: list[int]
-) -> list[tuple[int, int]]:
-    """(row, sequence) of the checkpoints that are kept, but for one that is a final state too."""
+    p: Problem, pool: Pool, cu_seqlens: Tensor | None, read: list[int]
+) -> list[Write]:
+    """The checkpoints that are kept, but for one that is a final state too."""
     assert pool.checkpoint_slots is not None and pool.checkpoints is not None
     lengths = [p.T] * p.N
     if cu_seqlens is not None:
         lengths = [end - first for first, end in pairwise(cu_seqlens.tolist())]
-    rows = pool.checkpoints.shape[0]
+    rows, write = pool.checkpoints.shape[0], pool.write_slots.tolist()
     found = []
     for n, (line, length) in enumerate(zip(pool.checkpoint_slots.tolist(), lengths, strict=True)):
         if read[n] <= pool.last_skipped:
@@ -248,15 +254,8 @@ def _checkpoint_writes(
                 raise ValueError(must("checkpoint_slots", expected, f"{row} at [{n}, {j}]"))
             final = (j + 1) * pool.every == length and pool.checkpoints is pool.state
             if row > pool.last_skipped and not (final and row == write[n]):
-                found.append((row, n))
+                found.append(Write(row, n, j))
     return found
-
-
-def _check_once(name: str, writes: list[tuple[int, int]]) -> None:
-    slots = [slot for slot, _ in writes]
-    if len(set(slots)) < len(slots):
-        slot = next(slot for slot in slots if slots.count(slot) > 1)
-        raise ValueError(must(name, "name no slot twice: each is written", f"{slot} twice"))
 
 
 def _check_states(name: str, x: Tensor, count: str, p: Problem) -> None:
@@ -264,17 +263,3 @@ def _check_states(name: str, x: Tensor, count: str, p: Problem) -> None:
         layout = "HV, V, K" if p.state_v_first else "HV, K, V"
         raise ValueError(must(name, f"have 4 dimensions [{count}, {layout}]", shape_of(x)))
     _check_state(name, x, count, x.shape[0], p.HV, p.K, p.V, p.state_v_first)
-
-
-def _span(x: Tensor) -> int:
-    """Elements from the first to the last, both counted."""
-    return 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether there is memory between the first and the last element of both."""
-    if x.numel() == 0 or y.numel() == 0:
-        return False
-    first_x, first_y = x.data_ptr(), y.data_ptr()
-    end_x = first_x + _span(x) * x.element_size()
-    return first_x < first_y + _span(y) * y.element_size() and first_y < end_x

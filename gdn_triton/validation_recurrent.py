@@ -7,7 +7,7 @@ What depends on shapes, strides, dtypes and flags only is judged by `validate_se
 """
 
 from numbers import Real
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from gdn_triton.arguments import (
     INDICES,
     check_dtype,
     check_offsets,
-    check_own_memory,
     count_sequences,
     must,
     shape_of,
@@ -28,7 +27,17 @@ from gdn_triton.arguments import (
     value_of,
 )
 from gdn_triton.conv_problem import ConvOperands, ConvProblem
+from gdn_triton.memory import Apart, layout_of
 from gdn_triton.recurrent_problem import Operands, RecurrentProblem
+from gdn_triton.slots import (
+    check_once,
+    check_read_in_pool,
+    check_readers,
+    check_written_in_pool,
+    final_writes,
+    readers,
+    token_writes,
+)
 
 # `skip`: the last slot that is padding.
 LAST_SKIPPED: Final = {"negative": -1, "non_positive": 0}
@@ -198,7 +207,6 @@ def validate_step(
             expected = f"have shape [{N}], a slot a sequence, or [{B}, {T}], a slot a token"
             raise ValueError(must("write_slots", expected, shape_of(x.write_slots)))
         every_token = x.write_slots.dim() == 2
-    check_own_memory("state", x.state)
     _check_gate(x, HV, is_raw, "a and b")
     if allow_neg_eigval and not is_raw:
         raise ValueError(must("allow_neg_eigval", "come with b, not with beta", "beta"))
@@ -242,6 +250,18 @@ def validate_step(
     )
 
 
+def step_memory(x: Operands, is_mixed: bool, is_raw: bool) -> Apart:
+    """What must lie apart in the memory of steps like this one, whose operands are valid."""
+    g, beta = ("a", "b") if is_raw else ("g", "beta")
+    layouts = {
+        "mixed_qkv" if is_mixed else "q": layout_of(x.q),
+        "k": None if is_mixed else layout_of(x.k),
+        "v": None if is_mixed else layout_of(x.v),
+        **{name: layout_of(y) for name, y in _named(x, "state", g, beta)},
+    }
+    return Apart(layouts, ("out", "state"))
+
+
 def check_contents(problem: RecurrentProblem | ConvProblem, x: Operands | ConvOperands) -> None:
     """What offsets and slots hold, where they are CPU tensors: elsewhere reading them would wait
     for the device, and what is refused here is undefined behaviour there."""
@@ -251,44 +271,21 @@ def check_contents(problem: RecurrentProblem | ConvProblem, x: Operands | ConvOp
         check_offsets("cu_seqlens", x.cu_seqlens.tolist(), problem.T)
     if x.read_slots is None or x.state is None:
         return
-    last, slots = problem.last_skipped, x.state.shape[0]
+    p, last = problem, problem.last_skipped
     read: list[int] = x.read_slots.tolist()
+    check_read_in_pool(read, x.state.shape[0])
+    name = "read_slots" if x.write_slots is None else "write_slots"
     write: list[int] = read if x.write_slots is None else x.write_slots.flatten().tolist()
-    for name, given in (("read_slots", read), ("write_slots", write)):
-        if given and max(given) >= slots:
-            expected = f"be less than the {slots} slots of state"
-            raise ValueError(
-                must(name, expected, f"{max(given)} at index {given.index(max(given))}")
-            )
-    written = [slot for slot in write if slot > last]
-    if len(set(written)) < len(written):
-        slot = next(slot for slot in written if written.count(slot) > 1)
-        name = "read_slots" if x.write_slots is None else "write_slots"
-        raise ValueError(must(name, "name no slot twice: each is written", f"{slot} twice"))
-    if x.write_slots is not None:
-        _check_read_slots(problem, x, read)
-
-
-def _check_read_slots(
-    problem: RecurrentProblem | ConvProblem, x: Operands | ConvOperands, read: list[int]
-) -> None:
-    """No sequence may read what another one writes: they run in any order."""
-    assert x.write_slots is not None
-    owners: dict[int, int] = {}
-    if not problem.every_token:
-        owners = {slot: n for n, slot in enumerate(x.write_slots.tolist())}
+    if not p.every_token:
+        writes = final_writes(read, write, last)
     elif x.cu_seqlens is None:
-        owners = {slot: n for n, row in enumerate(x.write_slots.tolist()) for slot in row}
+        writes = token_writes(read, write, [n * p.T for n in range(p.N + 1)], last)
     else:
-        bounds = x.cu_seqlens.tolist()
-        row = x.write_slots[0].tolist()
-        for n in range(problem.N):
-            owners |= dict.fromkeys(row[bounds[n] : bounds[n + 1]], n)
-    for n, slot in enumerate(read):
-        if slot > problem.last_skipped and owners.get(slot, n) != n:
-            expected = "read no slot that another sequence writes"
-            found = f"slot {slot}, read by sequence {n} and written by {owners[slot]}"
-            raise ValueError(must("read_slots", expected, found))
+        writes = token_writes(read, write, x.cu_seqlens.tolist(), last)
+    check_written_in_pool(name, writes, x.state.shape[0])
+    check_once(name, writes)
+    flags = x.has_initial_state if isinstance(x, ConvOperands) else None
+    check_readers(readers(read, None if flags is None else flags.tolist(), last), writes)
 
 
 # ---------------------------------------------------------------------------------- shared checks
@@ -299,7 +296,7 @@ def _check_tensor(name: str, x: object) -> None:
         raise TypeError(must(name, "be a torch.Tensor", type_of(x)))
 
 
-def _named(x: Operands, state: str, g: str = "g", beta: str = "beta") -> list[tuple[str, object]]:
+def _named(x: Operands, state: str, g: str = "g", beta: str = "beta") -> list[tuple[str, Any]]:
     """The operands that may be None, by the names that callers know."""
     names = {"state": state, "g": g, "beta": beta}
     return [

@@ -26,6 +26,7 @@ from gdn_triton.kernels._conv import (
 )
 from gdn_triton.kernels._strides import named
 from gdn_triton.launch import Launch
+from gdn_triton.memory import count_writes
 
 # Bytes of channels of a program that walks: one warp, 16 bytes a thread.
 WALK_COLUMNS = 512
@@ -234,6 +235,7 @@ def conv_walk(problem: ConvProblem, given: ConvOperands, y: torch.Tensor | None)
     programs = (p.N + (packed and y is not None)) * parts
     if programs == 0:
         return
+    count_writes(given.state)
     launch(
         (programs, 1, 1),
         x=x,

@@ -115,6 +115,7 @@ def recurrent_fwd_kernel(
     stride_r,
     stride_wb,
     stride_wt,
+    stride_c,
     stride_h0k: tl.constexpr,
     stride_h0v: tl.constexpr,
     stride_htk: tl.constexpr,
@@ -162,8 +163,9 @@ def recurrent_fwd_kernel(
     else:
         # Program N of a head writes the zeros of the rows after the last sequence.
         i_b = i_n * 0
-        row = tl.load(cu_seqlens + i_n).to(tl.int64)
-        end = tl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=T).to(tl.int64)
+        p_end = cu_seqlens + (i_n + 1) * stride_c
+        row = tl.load(p_end - stride_c).to(tl.int64)
+        end = tl.load(p_end, mask=i_n < N, other=T).to(tl.int64)
         n_tokens = (end - row).to(tl.int32)
 
     # The first token, in flight before the state is found; the loop loads one token ahead.

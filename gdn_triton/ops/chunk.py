@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from gdn_triton.memory import count_writes
 from gdn_triton.ops import chunk_bwd, chunk_fwd
 from gdn_triton.problem import Inputs, Pool, Problem
 
@@ -83,4 +84,6 @@ def forward(
     with and without a gradient. With a `pool`, its o and its states, and no gradient."""
     if problem.needs_grad:
         return differentiable(chunk_fwd.forward, problem, x, cu_seqlens)
+    if pool is not None:
+        count_writes(pool.state, pool.out, pool.checkpoints)
     return chunk_fwd.forward(problem, x, cu_seqlens, pool)

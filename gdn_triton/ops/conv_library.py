@@ -28,6 +28,7 @@ from gdn_triton.conv_backend import (
     validate_conv,
     validate_conv_prep,
 )
+from gdn_triton.memory import operator_counts_writes
 from gdn_triton.ops.post_conv import traced
 from gdn_triton.ops.replay import replayed_gradients
 from gdn_triton.post_conv_backend import Prepared
@@ -123,7 +124,8 @@ _conv_backward.register_autograd(_differentiate_twice)
     schema=f"({_CONV}, {_STATE}, Tensor? cu_seqlens, bool is_step) -> Tensor",
 )
 def _conv_state(*args: Any) -> Tensor:
-    return run_conv(ConvArguments(*args[:-1]), STEP if args[-1] else PLAIN)
+    with operator_counts_writes():
+        return run_conv(ConvArguments(*args[:-1]), STEP if args[-1] else PLAIN)
 
 
 @_conv_state.register_fake
@@ -166,7 +168,8 @@ def _prep_fake(*args: Any) -> Prepared:
     schema=f"({_CONV}, {_STATE}, Tensor? cu_seqlens, {_PREP}) -> {_PREPARED}",
 )
 def _prep_state(*args: Any) -> Prepared:
-    return run_conv_prep(ConvArguments(*args[:10]), PrepArguments(*args[10:]))
+    with operator_counts_writes():
+        return run_conv_prep(ConvArguments(*args[:10]), PrepArguments(*args[10:]))
 
 
 @_prep_state.register_fake

@@ -4,6 +4,7 @@ backward, which takes nothing from a forward but its inputs."""
 from torch import Tensor
 
 from gdn_triton.fast import chunk as fast_chunk
+from gdn_triton.memory import count_writes
 from gdn_triton.problem import Inputs, Pool, Problem
 
 
@@ -13,6 +14,8 @@ def forward(
     """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
     with and without a gradient. With a `pool`, its o and its states, and no gradient."""
     if not problem.needs_grad:
+        if pool is not None:
+            count_writes(pool.state, pool.out, pool.checkpoints)
         return fast_chunk.forward(problem, x, cu_seqlens, pool)
     # Only this needs Triton.
     from gdn_triton.ops.chunk import differentiable

@@ -13,11 +13,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from gdn_triton.memory import operator_counts_writes
 from gdn_triton.ops.schema import schema_takes, without_contents
-from gdn_triton.prefill_call import PrefillCall, run_prefill
+from gdn_triton.prefill_call import TENSORS, PrefillCall, run_prefill
 from gdn_triton.validation_prefill import checkpoint_rows, validate_prefill
 
-_TENSORS: Final = 15
 _REQUIRED: Final = ("state", "read_slots", "q", "k", "v", "g", "beta")
 # The fields of PrefillCall, in their order.
 _SCHEMA = (
@@ -44,7 +44,8 @@ def _new_checkpoints(x: PrefillCall) -> bool:
 )
 def _prefill(*args: Any) -> tuple[Tensor, Tensor]:
     x = PrefillCall(*args)
-    o, checkpoints = run_prefill(x)
+    with operator_counts_writes():
+        o, checkpoints = run_prefill(x)
     nothing = x.q.new_empty(0)
     kept = checkpoints if _new_checkpoints(x) and checkpoints is not None else x.state.new_empty(0)
     return o if x.out is None else nothing, kept
@@ -63,21 +64,23 @@ def _prefill_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _without_contents(x: PrefillCall) -> PrefillCall:
     """A call that validation judges by its shapes alone."""
-    return PrefillCall._make((*without_contents(x[:_TENSORS]), *x[_TENSORS:]))
+    return PrefillCall._make((*without_contents(x[:TENSORS]), *x[TENSORS:]))
 
 
 def traced_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """`gdn_triton.chunk_prefill` through its operator."""
     needs_grad = torch.is_grad_enabled() and any(
-        isinstance(y, Tensor) and y.requires_grad for y in x[:_TENSORS]
+        isinstance(y, Tensor) and y.requires_grad for y in x[:TENSORS]
     )
     if needs_grad or not _fits(x):
         validate_prefill(*x)
     scale = None if x.scale is None else float(x.scale)
     o, checkpoints = torch.ops.gdn_triton.chunk_prefill(*x._replace(scale=scale))
+    if x.out is not None:
+        o = x.out
     if _new_checkpoints(x):
-        return o if x.out is None else x.out, checkpoints
-    return o if x.out is None else x.out, x.state_checkpoints
+        return o, checkpoints
+    return o, None if x.state_checkpoints is x.state else x.state_checkpoints
 
 
 def _fits(x: PrefillCall) -> bool:
@@ -90,7 +93,7 @@ def _fits(x: PrefillCall) -> bool:
         x.state_v_first,
     )
     return (
-        schema_takes(x[:_TENSORS], [getattr(x, name) for name in _REQUIRED], x.scale)
+        schema_takes(x[:TENSORS], [getattr(x, name) for name in _REQUIRED], x.scale)
         and all(flag is True or flag is False for flag in flags)
         and type(x.skip) is str
         and type(x.checkpoint_every_n_tokens) is int

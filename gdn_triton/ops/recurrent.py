@@ -14,6 +14,7 @@ from gdn_triton.kernels.recurrent import (
 )
 from gdn_triton.kernels.state import empty_state
 from gdn_triton.launch import Launch
+from gdn_triton.memory import count_writes
 from gdn_triton.recurrent_problem import Operands, RecurrentProblem, Run, views
 
 
@@ -48,6 +49,7 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         **named("htn hth htk htv", state_strides(ht, p.state_v_first)),
         **named("r", strides(x.read_slots, 1)),
         **named("wb wt", strides(x.write_slots, 2)),
+        **named("c", strides(x.cu_seqlens, 1)),
         H=p.H,
         HV=p.HV,
         K=p.K,
@@ -97,6 +99,8 @@ def plan(problem: RecurrentProblem, operands: Operands) -> Run:
         ht = final_state()
         if grid[0] == 0:
             return o, ht
+        if p.is_step:
+            count_writes(y.state, y.out)
         launch(
             grid,
             q=y.q,

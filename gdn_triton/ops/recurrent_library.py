@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
+from gdn_triton.memory import operator_counts_writes
 from gdn_triton.ops.replay import replayed_gradients
 from gdn_triton.ops.schema import schema_takes
 from gdn_triton.recurrent_plans import SequenceOptions, StepOptions, run_sequences, run_step
@@ -153,7 +154,8 @@ def _step_call(args: Sequence[Any], out: Tensor | None = None) -> tuple[Operands
     schema=f"({_STEP.format(out='')}) -> Tensor",
 )
 def _step(*args: Any) -> Tensor:
-    return run_step(*_step_call(args))
+    with operator_counts_writes():
+        return run_step(*_step_call(args))
 
 
 @_step.register_fake
@@ -170,7 +172,8 @@ def _step_fake(*args: Any) -> Tensor:
     schema=f"({_STEP.format(out=', Tensor(b!) out')}) -> ()",
 )
 def _step_out(*args: Any) -> None:
-    run_step(*_step_call((*args[:11], *args[12:]), out=args[11]))
+    with operator_counts_writes():
+        run_step(*_step_call((*args[:11], *args[12:]), out=args[11]))
 
 
 @_step_out.register_fake

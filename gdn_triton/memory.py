@@ -1,0 +1,210 @@
+"""The memory that a call writes: each of its elements has a place of its own, and it lies apart
+from what the call reads and from what else it writes.
+
+Kernels write while other programs of them still read, so that memory which is shared makes results
+that depend on who comes first. No contents are read here, and nothing waits for a device. What
+shapes, strides and dtypes decide is decided once for calls that are alike (`Apart`); a call then
+costs one look at the address of each tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gdn_triton.arguments import must
+
+# Shape, strides and dtype: where the elements of a tensor are, seen from the first.
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+# A number d from the first bound to the last, both counted, times a stride above 0.
+Term: TypeAlias = tuple[int, int, int]
+
+# Two layouts that are not told apart within so many steps count as sharing memory. Slices,
+# transposes and splits of dense tensors need a few.
+MOST_STEPS = 20_000
+
+
+def layout_of(x: Tensor | None) -> Layout | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype)
+
+
+class Apart:
+    """What must lie apart in the memory of calls that are alike.
+
+    layouts: of all tensors, by the names that errors give them; None for one that is not there.
+    written: the names of those that the call writes. An error names the earlier one of two first.
+
+    Raises ValueError if a tensor that is written has two elements in one place.
+    """
+
+    __slots__ = ("_indices", "_layouts", "_names", "_pairs")
+
+    def __init__(self, layouts: Mapping[str, Layout | None], written: Sequence[str]) -> None:
+        # A tensor without elements has no memory that could be shared.
+        present = [
+            (i, name, layout)
+            for i, (name, layout) in enumerate(layouts.items())
+            if layout is not None and 0 not in layout[0]
+        ]
+        self._indices = tuple(i for i, _, _ in present)
+        self._names = tuple(name for _, name, _ in present)
+        self._layouts = tuple(layout for _, _, layout in present)
+        sizes = [span(layout[0], layout[1]) * layout[2].itemsize for layout in self._layouts]
+        writes = [self._names.index(name) for name in written if name in self._names]
+        pairs: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
+        for n, w in enumerate(writes):
+            check_own_memory(self._names[w], self._layouts[w])
+            others = tuple((i, size) for i, size in enumerate(sizes) if i not in writes[: n + 1])
+            pairs.append((w, sizes[w], others))
+        self._pairs = tuple(pairs)
+
+    def check(self, tensors: Sequence[Tensor | None]) -> None:
+        """Raises ValueError if memory of `tensors`, which have the layouts and their order, is
+        shared. Tensors that have no memory (of the meta device, or fake) are passed over."""
+        indices = self._indices
+        for w, _, _ in self._pairs:
+            x = tensors[indices[w]]
+            if x is None or x.is_meta or isinstance(x, FakeTensor):
+                return
+        addresses = [tensors[i].data_ptr() for i in indices]  # type: ignore[union-attr]
+        for w, size, others in self._pairs:
+            first = addresses[w]
+            end = first + size
+            for i, other_size in others:
+                address = addresses[i]
+                if address < end and first < address + other_size:
+                    self._check_pair(w, i, address - first)
+
+    def _check_pair(self, w: int, i: int, distance: int) -> None:
+        """Tensors of which one starts between the first and the last element of the other may
+        still share none: columns of one tensor do."""
+        if _share(self._layouts[w], self._layouts[i], distance):
+            name = self._names[i]
+            expected = f"lie apart from {name} in memory"
+            raise ValueError(must(self._names[w], expected, f"memory that {name} has too"))
+
+
+def is_same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether x is y, or a view of the same elements in the same order and of the same dtype."""
+    if x is y:
+        return True
+    if layout_of(x) != layout_of(y) or x.is_meta or isinstance(x, FakeTensor):
+        return False
+    return x.data_ptr() == y.data_ptr()
+
+
+@functools.lru_cache(1024)
+def check_own_memory(name: str, layout: Layout) -> None:
+    """What is written has no two elements in one place."""
+    shape, strides, _ = layout
+    dimensions = sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1)
+    reach = 0
+    for stride, n in dimensions:
+        if stride <= reach:
+            # Elements of this dimension lie between those of the others, or on them.
+            if stride == 0 or _meets_itself(dimensions):
+                expected = "have memory of its own for every element"
+                raise ValueError(must(name, expected, f"strides {list(strides)}"))
+            return
+        reach += (n - 1) * stride
+
+
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last, both counted."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+def _meets_itself(dimensions: Sequence[tuple[int, int]]) -> bool:
+    """Whether two elements that differ in some index are in one place. dimensions: (stride, size),
+    no stride being 0."""
+    for k, (stride, n) in enumerate(dimensions):
+        others = [(s, 1 - m, m - 1) for s, m in dimensions[k + 1 :]]
+        if _reaches([(stride, 1, n - 1), *others], 0, 0):
+            return True
+    return False
+
+
+@functools.lru_cache(1024)
+def _share(x: Layout, y: Layout, distance: int) -> bool:
+    """Whether an element of x and one of y have a byte in common; `distance` bytes lie from the
+    first byte of x to that of y."""
+    terms: list[Term] = []
+    for layout, sign in ((x, -1), (y, 1)):
+        shape, strides, dtype = layout
+        for n, stride in zip(shape, strides, strict=True):
+            if n > 1 and stride > 0:
+                bounds = (0, n - 1) if sign > 0 else (1 - n, 0)
+                terms.append((stride * dtype.itemsize, *bounds))
+    low, high = 1 - y[2].itemsize - distance, x[2].itemsize - 1 - distance
+    return _reaches(terms, low, high)
+
+
+def _reaches(terms: Sequence[Term], low: int, high: int) -> bool:
+    """Whether a sum of all terms can be from low to high; True too if that takes MOST_STEPS to
+    tell. From the largest stride to the smallest, each number is tried that the rest may make up
+    for: of strides that nest these are two or three."""
+    terms = sorted(terms, reverse=True)
+    least, most = [0], [0]  # of the sums of the last terms
+    for stride, first, last in reversed(terms):
+        least.append(least[-1] + stride * first)
+        most.append(most[-1] + stride * last)
+    steps = 0
+    waiting = [(0, low, high)]
+    while waiting:
+        k, low, high = waiting.pop()
+        if k == len(terms):
+            return True
+        steps += 1
+        if steps > MOST_STEPS:
+            return True
+        stride, first, last = terms[k]
+        rest = len(terms) - k - 1
+        start = max(first, -((most[rest] - low) // stride))
+        end = min(last, (high - least[rest]) // stride)
+        if rest == 0:
+            if start <= end:
+                return True
+            continue
+        steps += max(0, end - start)
+        if steps > MOST_STEPS:
+            return True
+        waiting += [(k + 1, low - d * stride, high - d * stride) for d in range(start, end + 1)]
+    return False
+
+
+# ------------------------------------------------------------------------------ versions of tensors
+
+
+class _Operator(threading.local):
+    counts_writes = False
+
+
+_operator = _Operator()
+
+
+def count_writes(*tensors: Tensor | None) -> None:
+    """Tells autograd that a kernel is about to write these tensors in place, as torch's in-place
+    operations tell it: autograd then refuses a backward that needs what they held."""
+    if _operator.counts_writes:
+        return
+    for x in tensors:
+        if x is not None:
+            torch.autograd.graph.increment_version(x)
+
+
+@contextmanager
+def operator_counts_writes() -> Iterator[None]:
+    """Inside of an operator whose schema says what it writes: torch counts that then, once."""
+    before = _operator.counts_writes
+    _operator.counts_writes = True
+    try:
+        yield
+    finally:
+        _operator.counts_writes = before
