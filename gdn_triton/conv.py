@@ -39,8 +39,9 @@ def causal_conv1d(
         bias: [D], float. None: 0.
         activation: "silu", or None.
         state: [slots, D, W - 1], float, wide enough to hold x's dtype exactly: the last tokens of
-            what came before, the latest at W - 2. Written in place with those after the call. Any
-            strides, such as those of a transposed [slots, W - 1, D].
+            what came before, the latest at W - 2. Written in place with those after the call, which
+            autograd sees. Any strides, such as those of a transposed [slots, W - 1, D], that give
+            every element a place of its own; no memory is shared with another argument.
         read_slots: [N], int32 or int64: where each sequence's state is. A slot that is padding
             (`skip`) skips its sequence: no state is written, and its y is 0. None: sequence n has
             slot n of N.
@@ -48,7 +49,8 @@ def causal_conv1d(
             where the state after each token goes. A slot that is padding keeps nothing. None:
             read_slots. A slot is written once at most, and not read by another sequence than the
             one that writes it: on an accelerator this is not checked, and undefined behaviour
-            otherwise, as are slots past the pool.
+            otherwise, as are slots past the pool. Those of sequences that are skipped, and of
+            tokens of no sequence, are not used and may hold anything.
         has_initial_state: [N], bool: False: the sequence starts from zeros, whatever its slot
             holds. None: every sequence starts from its slot.
         skip: which slots are padding: "negative", or "non_positive" where slot 0 is nobody's.

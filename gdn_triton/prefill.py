@@ -42,7 +42,9 @@ def chunk_prefill(
     write_slots[n]. `docs/prefill.md` shows prefix caching and CUDA graphs.
 
     Sizes as there: B batch, T tokens, H and HV heads, K and V channels of a head, N sequences.
-    "Float" is float16, bfloat16, float32 or float64. All tensors are on one device.
+    "Float" is float16, bfloat16, float32 or float64. All tensors are on one device. What is written,
+    `state`, `out` and `state_checkpoints`, has a place of its own for every element and shares
+    memory with no other argument; autograd sees that it is written in place.
 
     Args:
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float. Written in
@@ -53,7 +55,8 @@ def chunk_prefill(
         write_slots: [N], int32 or int64: where each sequence's final state goes. A slot that is
             padding keeps nothing. None: read_slots. A slot is written once at most, and not read by
             another sequence than the one that writes it: on an accelerator this is not checked, and
-            undefined behaviour otherwise, as are slots past the pool.
+            undefined behaviour otherwise, as are slots past the pool. Those of sequences that are
+            skipped are not used and may hold anything.
         q, k: [B, T, H, K], float. v: [B, T, HV, V], float.
         g, beta: [B, T, HV], float: the natural logarithm of the decay, and the write strength; or
             what comes before the gate and the sigmoid, with the flags below.
@@ -73,13 +76,14 @@ def chunk_prefill(
             ends at or before T. A sequence may be empty: its state goes from its read slot to its
             write slot. The o of tokens at or after cu_seqlens[-1] is 0. None: N = B.
         out: [B, T, HV, V], the dtype of q: where o is written. Its last dimension is dense, its
-            other strides are any; it lies apart from all other tensors. None: a new tensor.
+            other strides are any. None: a new tensor.
         checkpoint_every_n_tokens: keep each sequence's state after every so many of its tokens: a
             multiple of `chunk_size`, the same for all sequences. 0: none.
         state_checkpoints: [rows, HV, K, V], or V first; float: where they go. The state after
             (j + 1) * n tokens, n = checkpoint_every_n_tokens, of a sequence whose first token is
             token s of all B * T (packed: s = cu_seqlens[i]; else s = i * T) goes to row s // n + j;
-            so at least B * T // n rows. Rows of no checkpoint are left alone. None, without
+            so at least B * T // n rows. Rows of no checkpoint are left alone. With checkpoint_slots
+            they may be `state` itself, which is what None means there. None, without
             checkpoint_slots: a new tensor of the pool's dtype, whose other rows are undefined.
         checkpoint_slots: [N, M], int32 or int64: which row of state_checkpoints, or, where that is
             None, which slot of the pool a sequence's j-th checkpoint goes to, in place of the

@@ -153,7 +153,9 @@ def recurrent_step(
         [T, ...], [1, T, ...] with cu_seqlens: the tokens of all sequences, packed
 
     Any tensor may be a strided view; none is copied. All tensors are on one device. "Float" is
-    float16, bfloat16, float32 or float64.
+    float16, bfloat16, float32 or float64. What is written, `state` and `out`, has a place of its
+    own for every element and shares memory with no other argument; autograd sees that it is written
+    in place.
 
     Args:
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float. Written in
@@ -164,7 +166,8 @@ def recurrent_step(
             [N, T], or packed [1, T]: where the state after each token goes. A slot that is padding
             keeps nothing. None: read_slots. A slot is written once at most, and not read by another
             sequence than the one that writes it: on an accelerator this is not checked, and
-            undefined behaviour otherwise, as are slots past the pool.
+            undefined behaviour otherwise, as are slots past the pool. Those of sequences that are
+            skipped, and of tokens of no sequence, are not used and may hold anything.
         q, k: [.., H, K], float. v: [.., HV, V], float.
         mixed_qkv: [.., 2 * H * K + HV * V], float: q, k and v side by side, in place of them. H
             follows from the state's sizes.
@@ -181,7 +184,7 @@ def recurrent_step(
             cu_seqlens[n + 1] - 1. Starts at 0, does not decrease, ends at or before T. A sequence
             may be empty: its state goes from its read slot to its write slot. The o of tokens at or
             after cu_seqlens[-1] is 0.
-        out: [.., HV, V], the dtype of v: where o is written. None: a new tensor.
+        out: [.., HV, V], the dtype of v: where o is written, at any strides. None: a new tensor.
 
     Returns:
         o: [.., HV, V], the dtype of v; `out` if that was given.

@@ -18,6 +18,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from gdn_triton.arguments import count_sequences
 from gdn_triton.integrations._prefill import prefill
 from gdn_triton.recurrent import recurrent_step
 
@@ -81,8 +82,11 @@ def chunk_gated_delta_rule(
             checkpoint_cu_starts: [N + 1], int32 or int64.
         state_indices: [N], int32 or int64: the slots of the sequences, no two equal, none negative.
             Where `output_state` is `initial_state` the pool is read and written as it lies.
-        max_seqlen: the length of the longest sequence, or more; an int. Needed by nothing; it
-            shortens the table that is made for checkpoints.
+        max_seqlen: the length of the longest sequence, or more; an int. Nothing needs it here.
+            Less than T / N is an error, as it is in FlashInfer, and so is, where cu_seqlens is on
+            the CPU, less than the longest sequence. On an accelerator cu_seqlens is not read: a
+            max_seqlen that is too small for the longest sequence then changes nothing, since every
+            sequence may have as many checkpoints as T tokens have.
         use_cp, backend: "auto". _cp_chunk_len: None.
 
     Returns:
@@ -98,8 +102,6 @@ def chunk_gated_delta_rule(
             f"from the sizes, or GDN_BATCH_INVARIANT; got {use_cp!r} and {_cp_chunk_len!r}"
         )
     _check_backend(backend)
-    if max_seqlen is not None and (type(max_seqlen) is not int or max_seqlen < 0):
-        raise ValueError(f"max_seqlen must be an int of 0 or more, or None, got {max_seqlen!r}")
     buffers = (state_checkpoints, checkpoint_cu_starts)
     if any((x is None) == (checkpoint_every_n_tokens != 0) for x in buffers):
         raise ValueError(
@@ -114,6 +116,7 @@ def chunk_gated_delta_rule(
         if x.dim() != 3:
             raise ValueError(f"{name} must have 3 dimensions [T, heads, size], got {list(x.shape)}")
     T, H = q.shape[:2]
+    _check_max_seqlen(max_seqlen, T, cu_seqlens)
     HK, HV = k.shape[1], v.shape[1]
     if H > HV:
         if HK != HV or HV < 1 or H % HV != 0:
@@ -152,11 +155,7 @@ def chunk_gated_delta_rule(
         state_checkpoints=state_checkpoints,
         checkpoint_slots=None
         if checkpoint_cu_starts is None
-        else _checkpoint_rows(
-            checkpoint_cu_starts,
-            (T if max_seqlen is None else max_seqlen),
-            checkpoint_every_n_tokens,
-        ),
+        else _checkpoint_rows(checkpoint_cu_starts, T, checkpoint_every_n_tokens),
     )
     o = o.squeeze(0) if output is None else output
     return o if final_state is None else (o, final_state)
@@ -331,6 +330,26 @@ def gated_delta_rule_mtp(
         output_state_indices,
         disable_state_update=disable_state_update,
     )
+
+
+def _check_max_seqlen(max_seqlen: int | None, T: int, cu_seqlens: Tensor) -> None:
+    if max_seqlen is None:
+        return
+    if type(max_seqlen) is not int or max_seqlen < 0:
+        raise ValueError(f"max_seqlen must be an int of 0 or more, or None, got {max_seqlen!r}")
+    N = count_sequences(cu_seqlens)
+    if max_seqlen * N < T and N > 0:
+        raise ValueError(
+            f"max_seqlen must be at least T / N, the mean of N={N} sequences of T={T} tokens, got "
+            f"{max_seqlen}"
+        )
+    if cu_seqlens.device.type == "cpu" and N > 0:
+        longest = int(cu_seqlens.diff().max())
+        if max_seqlen < longest:
+            raise ValueError(
+                f"max_seqlen must be at least {longest}, the length of the longest sequence, got "
+                f"{max_seqlen}"
+            )
 
 
 def _checkpoint_rows(starts: Tensor, longest: int, every: int) -> Tensor:

@@ -17,7 +17,7 @@ __all__ = ["conv_from_states", "sequence_of_tokens"]
 def sequence_of_tokens(cu_seqlens: Tensor, T: int) -> Tensor:
     """[T], int64: the sequence of each token, N for those of none."""
     tokens = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    return torch.searchsorted(cu_seqlens.contiguous(), tokens, right=True) - 1
 
 
 def conv_from_states(
