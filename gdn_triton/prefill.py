@@ -42,9 +42,9 @@ def chunk_prefill(
     write_slots[n]. `docs/prefill.md` shows prefix caching and CUDA graphs.
 
     Sizes as there: B batch, T tokens, H and HV heads, K and V channels of a head, N sequences.
-    "Float" is float16, bfloat16, float32 or float64. All tensors are on one device. What is written,
-    `state`, `out` and `state_checkpoints`, has a place of its own for every element and shares
-    memory with no other argument; autograd sees that it is written in place.
+    "Float" is float16, bfloat16, float32 or float64. All tensors are on one device. What is
+    written, `state`, `out` and `state_checkpoints`, has a place of its own for every element and
+    shares memory with no other argument; autograd sees that it is written in place.
 
     Args:
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float. Written in
