@@ -228,10 +228,10 @@ def operands(
         args.has_initial_state,
         args.cu_seqlens,
     )
-    check_contents(p, given)
     if given.state is not None:
         tensors = given if prep is None else (*given, *prep[:4])
         _memory(call.name, tuple(map(layout_of, tensors))).check(tensors)
+    check_contents(p, given)
     return given
 
 

@@ -103,17 +103,30 @@ def is_same_memory(x: Tensor, y: Tensor) -> bool:
 @functools.lru_cache(1024)
 def check_own_memory(name: str, layout: Layout) -> None:
     """What is written has no two elements in one place."""
-    shape, strides, _ = layout
-    dimensions = sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1)
+    dimensions = _dimensions(layout)
     reach = 0
     for stride, n in dimensions:
         if stride <= reach:
             # Elements of this dimension lie between those of the others, or on them.
             if stride == 0 or _meets_itself(dimensions):
                 expected = "have memory of its own for every element"
-                raise ValueError(must(name, expected, f"strides {list(strides)}"))
+                raise ValueError(must(name, expected, f"strides {list(layout[1])}"))
             return
         reach += (n - 1) * stride
+
+
+def _dimensions(layout: Layout) -> list[tuple[int, int]]:
+    """(stride, size) of the dimensions that have more than one element, by stride; two are one
+    where the second goes on where the first ends."""
+    found: list[tuple[int, int]] = []
+    for stride, n in sorted(zip(layout[1], layout[0], strict=True)):
+        if n == 1:
+            continue
+        if found and stride > 0 and stride == found[-1][0] * found[-1][1]:
+            found[-1] = found[-1][0], found[-1][1] * n
+        else:
+            found.append((stride, n))
+    return found
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -135,24 +148,25 @@ def _meets_itself(dimensions: Sequence[tuple[int, int]]) -> bool:
 def _share(x: Layout, y: Layout, distance: int) -> bool:
     """Whether an element of x and one of y have a byte in common; `distance` bytes lie from the
     first byte of x to that of y."""
-    terms: list[Term] = []
-    for layout, sign in ((x, -1), (y, 1)):
-        shape, strides, dtype = layout
-        for n, stride in zip(shape, strides, strict=True):
-            if n > 1 and stride > 0:
-                bounds = (0, n - 1) if sign > 0 else (1 - n, 0)
-                terms.append((stride * dtype.itemsize, *bounds))
+    terms: list[Term] = [
+        (stride * y[2].itemsize, 0, n - 1) for stride, n in _dimensions(y) if stride > 0
+    ]
+    terms += [(stride * x[2].itemsize, 1 - n, 0) for stride, n in _dimensions(x) if stride > 0]
     low, high = 1 - y[2].itemsize - distance, x[2].itemsize - 1 - distance
     return _reaches(terms, low, high)
 
 
-def _reaches(terms: Sequence[Term], low: int, high: int) -> bool:
+def _reaches(given: Sequence[Term], low: int, high: int) -> bool:
     """Whether a sum of all terms can be from low to high; True too if that takes MOST_STEPS to
     tell. From the largest stride to the smallest, each number is tried that the rest may make up
     for: of strides that nest these are two or three."""
-    terms = sorted(terms, reverse=True)
+    merged: dict[int, tuple[int, int]] = {}
+    for stride, first, last in given:
+        known = merged.get(stride, (0, 0))
+        merged[stride] = known[0] + first, known[1] + last
+    terms = sorted(merged.items(), reverse=True)
     least, most = [0], [0]  # of the sums of the last terms
-    for stride, first, last in reversed(terms):
+    for stride, (first, last) in reversed(terms):
         least.append(least[-1] + stride * first)
         most.append(most[-1] + stride * last)
     steps = 0
@@ -160,19 +174,17 @@ def _reaches(terms: Sequence[Term], low: int, high: int) -> bool:
     while waiting:
         k, low, high = waiting.pop()
         if k == len(terms):
-            return True
-        steps += 1
-        if steps > MOST_STEPS:
-            return True
-        stride, first, last = terms[k]
+            if low <= 0 <= high:
+                return True
+            continue
+        stride, (first, last) = terms[k]
         rest = len(terms) - k - 1
         start = max(first, -((most[rest] - low) // stride))
         end = min(last, (high - least[rest]) // stride)
         if rest == 0:
-            if start <= end:
-                return True
-            continue
-        steps += max(0, end - start)
+            # One number is as good as another.
+            end = min(end, start)
+        steps += 1 + max(0, end - start)
         if steps > MOST_STEPS:
             return True
         waiting += [(k + 1, low - d * stride, high - d * stride) for d in range(start, end + 1)]

@@ -106,19 +106,19 @@ def _run(
     plan = _plans.get(key)
     if plan is None:
         problem = judge()
-        check_contents(problem, x)
         memory = None if judge_memory is None else judge_memory()
         if memory is not None:
             memory.check(x)
+        check_contents(problem, x)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         run = operator.choose(problem).load()(problem, x)
         plan = _plans[key] = _Plan(problem, memory, run)
     else:
-        if plan.problem.device.type == "cpu":
-            check_contents(plan.problem, x)
         if plan.memory is not None:
             plan.memory.check(x)
+        if plan.problem.device.type == "cpu":
+            check_contents(plan.problem, x)
     return plan.run(x)
 
 

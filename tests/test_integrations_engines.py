@@ -5,7 +5,7 @@ import inspect
 import itertools
 import math
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -232,6 +232,40 @@ def test_flashinfer_checkpoints():
                 part["cu_seqlens"] = torch.tensor([0, (j + 1) * every])
                 assert same_bits(checkpoints[row], expected_of(part)[1][0]), (n, j)
         assert (checkpoints[5:] == 7).all()
+
+
+@pytest.mark.parametrize("readable", [True, False], ids=["read", "not read"])
+def test_flashinfer_max_seqlen(readable, monkeypatch):
+    """Less than T / N is an error, as in FlashInfer. Less than the longest sequence is one where the
+    host reads the offsets, and where it does not, no checkpoint is lost."""
+    T, every = 256, 64
+    call = {
+        "q": torch.randn(T, 1, K),
+        "k": unit_rows(T, 1, K),
+        "v": torch.randn(T, 2, V),
+        "cu_seqlens": torch.tensor([0, 200, 200, 256], dtype=torch.int32),
+        "state_checkpoints": torch.zeros(5, 2, V, K),
+        "checkpoint_cu_starts": torch.tensor([0, 3, 3, 3]),
+        "checkpoint_every_n_tokens": every,
+    }
+    with pytest.raises(ValueError, match="max_seqlen must be at least T / N, the mean of N=3"):
+        flashinfer.chunk_gated_delta_rule(**call, max_seqlen=85)
+    if not readable:
+        # What the adapter does where the offsets are on a GPU.
+        there = SimpleNamespace(dim=lambda: 1, shape=(4,), device=torch.device("cuda"))
+        flashinfer._check_max_seqlen(86, T, there)
+        monkeypatch.setattr(flashinfer, "_check_max_seqlen", lambda *_: None)
+    elif call["cu_seqlens"].is_cpu:
+        with pytest.raises(ValueError, match="max_seqlen must be at least 200, the length of the"):
+            flashinfer.chunk_gated_delta_rule(**call, max_seqlen=199)
+        assert not call["state_checkpoints"].any()
+    found = []
+    for longest in (None, 200) if readable else (None, 86):
+        call["state_checkpoints"] = torch.zeros(5, 2, V, K)
+        flashinfer.chunk_gated_delta_rule(**call, max_seqlen=longest)
+        found.append(call["state_checkpoints"])
+    assert found[0][:3].any((1, 2, 3)).all() and not found[0][3:].any()
+    assert same_bits(*found)
 
 
 @pytest.mark.of_no_device
