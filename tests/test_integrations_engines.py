@@ -236,8 +236,8 @@ def test_flashinfer_checkpoints():
 
 @pytest.mark.parametrize("readable", [True, False], ids=["read", "not read"])
 def test_flashinfer_max_seqlen(readable, monkeypatch):
-    """Less than T / N is an error, as in FlashInfer. Less than the longest sequence is one where the
-    host reads the offsets, and where it does not, no checkpoint is lost."""
+    """Less than T / N is an error, as in FlashInfer. Less than the longest sequence is one where
+    the host reads the offsets, and where it does not, no checkpoint is lost."""
     T, every = 256, 64
     call = {
         "q": torch.randn(T, 1, K),
