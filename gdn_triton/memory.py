@@ -13,6 +13,7 @@ import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import TypeAlias
 
 import torch
@@ -44,48 +45,48 @@ class Apart:
     Raises ValueError if a tensor that is written has two elements in one place.
     """
 
-    __slots__ = ("_indices", "_layouts", "_names", "_pairs")
+    __slots__ = ("_chosen", "_first", "_layouts", "_names", "_writes")
 
     def __init__(self, layouts: Mapping[str, Layout | None], written: Sequence[str]) -> None:
         # A tensor without elements has no memory that could be shared.
-        present = [
-            (i, name, layout)
+        present = {
+            name: (i, layout)
             for i, (name, layout) in enumerate(layouts.items())
             if layout is not None and 0 not in layout[0]
-        ]
-        self._indices = tuple(i for i, _, _ in present)
-        self._names = tuple(name for _, name, _ in present)
-        self._layouts = tuple(layout for _, _, layout in present)
-        sizes = [span(layout[0], layout[1]) * layout[2].itemsize for layout in self._layouts]
-        writes = [self._names.index(name) for name in written if name in self._names]
-        pairs: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []
-        for n, w in enumerate(writes):
+        }
+        self._names = tuple(present)
+        self._layouts = tuple(layout for _, layout in present.values())
+        writes = [self._names.index(name) for name in written if name in present]
+        for w in writes:
             check_own_memory(self._names[w], self._layouts[w])
-            others = tuple((i, size) for i, size in enumerate(sizes) if i not in writes[: n + 1])
-            pairs.append((w, sizes[w], others))
-        self._pairs = tuple(pairs)
+        sizes = [span(shape, strides) * dtype.itemsize for shape, strides, dtype in self._layouts]
+        # Of each that is written: which it is, its bytes, the bytes of those that it is compared
+        # with, and for the others a size that meets nothing.
+        self._writes: list[tuple[int, int, tuple[int, ...]]] = []
+        if len(present) > 1 and writes:
+            for n, w in enumerate(writes):
+                others = [-(2**64) if i in writes[: n + 1] else m for i, m in enumerate(sizes)]
+                self._writes.append((w, sizes[w], tuple(others)))
+            self._first = present[self._names[writes[0]]][0]
+            self._chosen = itemgetter(*(i for i, _ in present.values()))
 
     def check(self, tensors: Sequence[Tensor | None]) -> None:
         """Raises ValueError if memory of `tensors`, which have the layouts and their order, is
         shared. Tensors that have no memory (of the meta device, or fake) are passed over."""
-        indices = self._indices
-        for w, _, _ in self._pairs:
-            x = tensors[indices[w]]
-            if x is None or x.is_meta or isinstance(x, FakeTensor):
-                return
-        addresses = [tensors[i].data_ptr() for i in indices]  # type: ignore[union-attr]
-        for w, size, others in self._pairs:
+        if not self._writes or isinstance(tensors[self._first], FakeTensor):
+            return
+        addresses = tuple(map(Tensor.data_ptr, self._chosen(tensors)))
+        for w, size, other_sizes in self._writes:
             first = addresses[w]
             end = first + size
-            for i, other_size in others:
-                address = addresses[i]
-                if address < end and first < address + other_size:
-                    self._check_pair(w, i, address - first)
+            for i, address in enumerate(addresses):
+                if address < end and first < address + other_sizes[i]:
+                    self._check_pair(w, i, address - first if first else None)
 
-    def _check_pair(self, w: int, i: int, distance: int) -> None:
+    def _check_pair(self, w: int, i: int, distance: int | None) -> None:
         """Tensors of which one starts between the first and the last element of the other may
-        still share none: columns of one tensor do."""
-        if _share(self._layouts[w], self._layouts[i], distance):
+        still share no element: columns of one tensor share none. distance: None without memory."""
+        if distance is not None and _share(self._layouts[w], self._layouts[i], distance):
             name = self._names[i]
             expected = f"lie apart from {name} in memory"
             raise ValueError(must(self._names[w], expected, f"memory that {name} has too"))
