@@ -8,6 +8,7 @@ from torch import Tensor
 from gdn_triton.backend import CHUNK, SHARDED, Explanation
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 from gdn_triton.problem import ChunkCall
+from gdn_triton.tensors import is_traced, resolved
 from gdn_triton.validation import validate_chunk
 
 
@@ -104,6 +105,8 @@ def chunk_gated_delta_rule(
     which keep nothing but the arguments for it, and any number of times in the reference.
 
     The backend is chosen by `GDN_BACKEND` (`gdn_triton.backend`); `explain` says which and why.
+    Only the reference serves forward-mode AD, the transforms of torch.func and subclasses of Tensor
+    with operations of their own (docs/design.md).
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, what was expected and
@@ -144,13 +147,13 @@ def chunk_gated_delta_rule(
 
             sharded = untraced(sharded)
         return sharded(x, cp_context)
-    if torch.compiler.is_compiling():
+    if is_traced(q):
         # One opaque operator. Imported in a trace only: nobody else pays for its registration.
         from gdn_triton.ops.library import traced
 
         return traced(x)
     problem = validate_chunk(*x)
-    return CHUNK.choose(problem).load()(problem, x.inputs, cu_seqlens)
+    return CHUNK.choose(problem).load()(problem, resolved(x.inputs), cu_seqlens)
 
 
 chunk_gdn = chunk_gated_delta_rule

@@ -1,13 +1,16 @@
 """What all validations share: the dtypes they allow, the checks they have in common, and how an
 error names an argument, what was expected and what came."""
 
+import sys
 from collections.abc import Sequence
+from numbers import Real
 from operator import gt
 from typing import Any
 
 import torch
 from torch import Tensor
 
+MOST_FLOAT = sys.float_info.max
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 INDEX_DTYPES = frozenset((torch.int32, torch.int64))
 FLOATS = "float16, bfloat16, float32 or float64"
@@ -36,6 +39,26 @@ def count_sequences(cu_seqlens: Tensor) -> int:
 def check_dtype(name: str, x: Tensor, allowed: frozenset[torch.dtype], expected: str) -> None:
     if x.dtype not in allowed:
         raise ValueError(must(name, f"be {expected}", str(x.dtype)))
+
+
+def real_or_none(name: str, x: object) -> float | None:
+    """x as a float. TypeError if it is no real number, ValueError if float64 has no such one."""
+    if x is None or type(x) is float:
+        return x
+    # A tensor is refused too: its value would have to be fetched from the device.
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(must(name, "be a real number or None", value_of(x)))
+    try:
+        return float(x)
+    except OverflowError:
+        expected = f"be within the range of float64, {MOST_FLOAT:.1e}"
+        # Its digits may be too many to print.
+        raise ValueError(must(name, expected, f"one beyond it ({type_of(x)})")) from None
+
+
+def in_float64(x: Any) -> bool:
+    """Whether a real number is finite, and within the range of float64."""
+    return bool(-MOST_FLOAT <= x <= MOST_FLOAT)
 
 
 def must(name: str, expected: str, given: str) -> str:

@@ -261,13 +261,15 @@ def triton_limits(
 def triton_supports(problem: Problem) -> str | None:
     """A sentence why the Triton kernels cannot run this problem, or None."""
     p = problem
+    if p.unreadable is not None:
+        return p.unreadable
     refusal = triton_limits((p.q_dtype, p.k_dtype, p.v_dtype), p.device.type, p.HV, p.K, p.V)
     return refusal or (None if p.pool_dtype is None else _states_refusal(p.pool_dtype))
 
 
 def cuda_supports(problem: Problem) -> str | None:
     """A sentence why the CUDA library, or Triton for its gradients, cannot run this, or None."""
-    refusal = fast_support.supports(problem)
+    refusal = problem.unreadable or fast_support.supports(problem)
     if refusal is not None or not problem.needs_grad:
         return refusal
     refusal = triton_supports(problem)
@@ -281,6 +283,8 @@ def cuda_supports(problem: Problem) -> str | None:
 
 def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
     """A sentence why the Triton kernel cannot run this call of the recurrence, or None."""
+    if problem.unreadable is not None:
+        return problem.unreadable
     dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
     refusal = _triton_refusal(dtypes, problem.device.type, problem.K)
     if refusal is not None:

@@ -1,10 +1,10 @@
 """The public convolution: `causal_conv1d` over sequences, `causal_conv1d_update` for decoding, and
 `fused_conv_prep`, the first of them and the preparation after it in one pass."""
 
-import torch
 from torch import Tensor
 
 from gdn_triton.conv_backend import STEP, ConvArguments, PrepArguments, run_conv, run_conv_prep
+from gdn_triton.tensors import is_traced
 
 
 def causal_conv1d(
@@ -88,7 +88,7 @@ def causal_conv1d(
         skip,
         cu_seqlens,
     )
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         # One opaque operator. Imported in a trace only: nobody else pays for its registration.
         from gdn_triton.ops.conv_library import traced_conv
 
@@ -144,7 +144,7 @@ def causal_conv1d_update(
         skip,
         cu_seqlens,
     )
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         from gdn_triton.ops.conv_library import traced_conv
 
         return traced_conv(args, STEP)
@@ -231,7 +231,7 @@ def fused_conv_prep(
         apply_l2norm,
         output_g_exp,
     )
-    if torch.compiler.is_compiling():
+    if is_traced(mixed_qkv):
         from gdn_triton.ops.conv_library import traced_conv_prep
 
         return traced_conv_prep(args, prep)

@@ -39,6 +39,7 @@ from gdn_triton.post_conv_backend import (
     validate_post_conv,
     with_gradients,
 )
+from gdn_triton.tensors import check_written, resolved, why_unreadable
 from gdn_triton.validation_recurrent import LAST_SKIPPED, check_contents
 
 ACTIVATIONS: Final = {"silu": True, None: False}
@@ -122,7 +123,14 @@ def validate_conv(args: ConvArguments, call: Call) -> ConvProblem:
         has_state=state is not None,
         wide=any(y.dtype == torch.float64 for y in trained),
         needs_grad=needs_grad,
+        unreadable=why_unreadable(_names(call.name), args),
     )
+
+
+@functools.cache
+def _names(first: str) -> tuple[str, ...]:
+    """Of the arguments, as a caller knows them."""
+    return first, *ConvArguments._fields[1:]
 
 
 def _check_types(args: ConvArguments, call: Call) -> None:
@@ -174,6 +182,7 @@ def _check_state(args: ConvArguments, call: Call, B: int, T: int, N: int, D: int
     if torch.promote_types(args.x.dtype, state.dtype) != state.dtype:
         expected = f"have a dtype that holds that of {call.name}, {args.x.dtype}"
         raise ValueError(must("state", expected, str(state.dtype)))
+    check_written("state", state)
     if args.read_slots is None:
         if args.write_slots is not None:
             raise ValueError(must("write_slots", "come with read_slots", "read_slots=None"))
@@ -228,11 +237,11 @@ def operands(
         args.has_initial_state,
         args.cu_seqlens,
     )
-    if given.state is not None:
+    if given.state is not None and p.unreadable is None:  # else there need not be an address
         tensors = given if prep is None else (*given, *prep[:4])
         _memory(call.name, tuple(map(layout_of, tensors))).check(tensors)
     check_contents(p, given)
-    return given
+    return resolved(given)
 
 
 @functools.lru_cache(1024)
@@ -257,6 +266,8 @@ def _limits(dtype: torch.dtype, device_type: str, D: int) -> str | None:
 def conv_refusal(problem: ConvProblem) -> str | None:
     """A sentence why the Triton kernels cannot run the convolution, or None."""
     p = problem
+    if p.unreadable is not None:
+        return p.unreadable
     if p.wide:
         return "The Triton kernels compute in float32 at most; one of the inputs is float64."
     if p.W not in TRITON_WIDTHS:
@@ -340,7 +351,11 @@ class PrepArguments(NamedTuple):
 def validate_conv_prep(args: ConvArguments, prep: PrepArguments) -> tuple[ConvProblem, Sizes]:
     """Checks the arguments of `gdn_triton.fused_conv_prep`: the convolution's, then the others."""
     problem = validate_conv(args, PREPARED)
-    return problem, validate_post_conv(args.x, *prep, first="mixed_qkv", ranks=(2, 3))
+    sizes = validate_post_conv(args.x, *prep, first="mixed_qkv", ranks=(2, 3))
+    # What no kernel can convolve has no result that a kernel could prepare.
+    return problem, sizes if problem.unreadable is None else sizes._replace(
+        unreadable=problem.unreadable
+    )
 
 
 def prep_needs_grad(problem: ConvProblem, prep: PrepArguments) -> bool:
@@ -420,12 +435,12 @@ def _run_fused(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -
 
     sizes = problem.sizes
     given = operands(problem.conv, args, PREPARED, prep)
-    a, b = (x if x.dim() == 3 else x.unsqueeze(0) for x in prep[:2])
+    a, b, A_log, dt_bias = resolved(prep[:4])
     others = PrepOperands(
-        a,
-        b,
-        prep.A_log,
-        prep.dt_bias,
+        a if a.dim() == 3 else a.unsqueeze(0),
+        b if b.dim() == 3 else b.unsqueeze(0),
+        A_log,
+        dt_bias,
         sizes.H,
         sizes.HV,
         sizes.K,

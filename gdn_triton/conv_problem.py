@@ -22,6 +22,7 @@ class ConvProblem(NamedTuple):
     has_state: bool
     wide: bool  # x, the weight or the bias is float64
     needs_grad: bool  # grad mode is on and x, the weight or the bias requires a gradient
+    unreadable: str | None = None  # a sentence why no kernel can take the tensors
 
 
 class ConvOperands(NamedTuple):

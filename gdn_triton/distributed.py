@@ -25,6 +25,8 @@ from gdn_triton.arguments import (
     check_dtype,
     check_offsets,
     count_sequences,
+    must,
+    type_of,
 )
 from gdn_triton.backend import SHARDED
 from gdn_triton.ops import context_parallel
@@ -37,6 +39,7 @@ from gdn_triton.shards import (
     places_of_slots,
     slots_of_rank,
 )
+from gdn_triton.tensors import is_traced, resolved
 from gdn_triton.validation import validate_chunk
 
 if TYPE_CHECKING:
@@ -345,8 +348,10 @@ def _number(cp_context: object, name: str, least: int, most: int, at: int | None
 def sharded(x: ChunkCall, cp_context: object) -> tuple[Tensor, Tensor | None]:
     """`gdn_triton.chunk_gated_delta_rule` with a context: validate, choose a backend, run it."""
     layout, problem = validate_sharded(x, cp_context)
+    if problem.unreadable is not None:
+        raise NotImplementedError(f"cp_context serves no such call. {problem.unreadable}")
     ops = SHARDED.choose(problem).load()
-    return context_parallel.forward(ops, problem, layout, x.inputs)
+    return context_parallel.forward(ops, problem, layout, resolved(x.inputs))
 
 
 def validate_sharded(x: ChunkCall, cp_context: object) -> tuple[ShardLayout, Problem]:
@@ -360,7 +365,11 @@ def validate_sharded(x: ChunkCall, cp_context: object) -> tuple[ShardLayout, Pro
             f"T={x.q.shape[1]}"
         )
     x = x._replace(cu_seqlens=layout.cu_seqlens, cu_seqlens_cpu=None)
-    return layout, validate_chunk(*x)
+    problem = validate_chunk(*x)
+    if is_traced(x.q):
+        expected = "have memory with cp_context, whose ranks exchange what is in it"
+        raise ValueError(must("q", expected, f"a {type_of(x.q)} on {problem.device}"))
+    return layout, problem
 
 
 # --------------------------------------------------------------------------- the convolution's halo

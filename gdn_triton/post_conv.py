@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton.post_conv_backend import choose_post_conv, run_post_conv, validate_post_conv
+from gdn_triton.tensors import is_traced
 
 
 def fused_post_conv_prep(
@@ -83,7 +84,7 @@ def fused_post_conv_prep(
         apply_l2norm,
         output_g_exp,
     )
-    if torch.compiler.is_compiling():
+    if is_traced(conv_output):
         # One opaque operator. Imported in a trace only: nobody else pays for its registration.
         from gdn_triton.ops.post_conv import traced
 

@@ -24,6 +24,7 @@ from gdn_triton.arguments import (
 )
 from gdn_triton.backend import Backend, Operator, missing, reference_supports, triton_limits
 from gdn_triton.device import on_device
+from gdn_triton.tensors import resolved, why_unreadable
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -35,7 +36,8 @@ _FLAGS = ("apply_l2norm", "output_g_exp")
 
 class Sizes(NamedTuple):
     """What a validated call is chosen a backend by. wide: some input is float64. needs_grad: grad
-    mode is on and some input requires a gradient, which validation does not judge."""
+    mode is on and some input requires a gradient, which validation does not judge. unreadable: a
+    sentence why no kernel can take the tensors, or None."""
 
     H: int
     HV: int
@@ -45,6 +47,7 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
     wide: bool
     needs_grad: bool = False
+    unreadable: str | None = None
 
 
 def validate_post_conv(
@@ -116,7 +119,8 @@ def validate_post_conv(
     if not dtypes <= FLOAT_DTYPES:
         for name, y in zip(names, tensors, strict=True):
             check_dtype(name, y, FLOAT_DTYPES, FLOATS)
-    return Sizes(H, HV, K, V, device, x.dtype, torch.float64 in dtypes)
+    unreadable = why_unreadable(names, tensors)
+    return Sizes(H, HV, K, V, device, x.dtype, torch.float64 in dtypes, unreadable=unreadable)
 
 
 def _raise_for_types(
@@ -136,6 +140,8 @@ def _raise_for_types(
 def triton_refusal(sizes: Sizes) -> str | None:
     """A sentence why the Triton kernel cannot run the call, or None: its limits are those of the
     chunked op, whose inputs it makes. Cached, for none of it changes within a process."""
+    if sizes.unreadable is not None:
+        return sizes.unreadable
     if sizes.wide:
         return "The Triton kernels compute in float32 at most; one of the inputs is float64."
     if sizes.needs_grad:
@@ -183,5 +189,6 @@ def choose_post_conv(sizes: Sizes, needs_grad: bool) -> Callable[..., Prepared]:
 
 def run_post_conv(run: Callable[..., Prepared], conv_output: Tensor, *args: Any) -> Prepared:
     """Runs a validated call by what was chosen for it. args: the public function's others."""
+    tensors = resolved((conv_output, *args[: len(_TENSORS)]))
     with on_device(conv_output.device):
-        return run(conv_output, *args)
+        return run(*tensors, *args[len(_TENSORS) :])

@@ -1,10 +1,10 @@
 """The public prefill: `chunk_prefill`, whole sequences from and to a pool of states."""
 
-import torch
 from torch import Tensor
 
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 from gdn_triton.prefill_call import PrefillCall, run_prefill
+from gdn_triton.tensors import is_traced
 
 
 def chunk_prefill(
@@ -133,7 +133,7 @@ def chunk_prefill(
         checkpoint_every_n_tokens,
         chunk_size,
     )
-    if torch.compiler.is_compiling():
+    if is_traced(state):
         # One opaque operator. Imported in a trace only: nobody else pays for its registration.
         from gdn_triton.ops.prefill_library import traced_prefill
 

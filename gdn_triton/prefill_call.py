@@ -9,6 +9,7 @@ from gdn_triton.arguments import must
 from gdn_triton.backend import PREFILL
 from gdn_triton.memory import is_same_memory
 from gdn_triton.problem import Inputs, Pool
+from gdn_triton.tensors import check_written, resolved
 from gdn_triton.validation_prefill import (
     check_memory,
     check_slots,
@@ -53,13 +54,17 @@ class PrefillCall(NamedTuple):
 def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """o, and the checkpoints where they are in no pool; the states are written."""
     problem = validate_prefill(*x)
+    for name in ("state", "out", "state_checkpoints"):
+        check_written(name, getattr(x, name))
+    backend = PREFILL.choose(problem)
     p = problem
     if x.state_checkpoints is not None and is_same_memory(x.state_checkpoints, x.state):
         if x.checkpoint_slots is None:
             expected = "come with checkpoint_slots where it is state"
             raise ValueError(must("state_checkpoints", expected, "checkpoint_slots=None"))
         x = x._replace(state_checkpoints=None)
-    check_memory(x[:TENSORS])
+    if problem.unreadable is None:  # else a tensor need not have an address
+        check_memory(x[:TENSORS])
     out, checkpoints, every = x.out, x.state_checkpoints, x.checkpoint_every_n_tokens
     if out is None:
         out = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=p.device)
@@ -82,8 +87,8 @@ def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
         checkpoint_slots=_dense(x.checkpoint_slots),
     )
     check_slots(problem, pool, x.cu_seqlens)
-    tensors = Inputs(x.q, x.k, x.v, x.g, x.beta, None, x.A_log, x.dt_bias)
-    PREFILL.choose(problem).load()(problem, tensors, x.cu_seqlens, pool)
+    tensors = resolved(Inputs(x.q, x.k, x.v, x.g, x.beta, None, x.A_log, x.dt_bias))
+    backend.load()(problem, tensors, x.cu_seqlens, pool)
     return out, None if checkpoints is x.state else checkpoints
 
 

@@ -82,6 +82,7 @@ class Problem:
     needs_grad: bool  # grad mode is on and some input requires a gradient
     pool_dtype: torch.dtype | None = None  # of a pool of states; None: no pool, `Pool` is None too
     batch_invariant: bool = False  # a sequence must give the same bits in any batch
+    unreadable: str | None = None  # a sentence why no kernel can take the tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """The public recurrence: `fused_recurrent_gated_delta_rule` for sequences, `recurrent_step` for
 decoding from a pool of states."""
 
-import torch
 from torch import Tensor
 
 from gdn_triton.recurrent_plans import SequenceOptions, StepOptions, run_sequences, run_step
 from gdn_triton.recurrent_problem import Operands
+from gdn_triton.tensors import is_traced
 
 
 def fused_recurrent_gated_delta_rule(
@@ -104,7 +104,7 @@ def fused_recurrent_gated_delta_rule(
         allow_neg_eigval,
         state_v_first,
     )
-    if torch.compiler.is_compiling():
+    if is_traced(q):
         # One opaque operator. Imported in a trace only: nobody else pays for its registration.
         from gdn_triton.ops.recurrent_library import traced_sequences
 
@@ -220,7 +220,7 @@ def recurrent_step(
     options = StepOptions(
         is_mixed, is_raw, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, skip
     )
-    if torch.compiler.is_compiling():
+    if is_traced(state):
         from gdn_triton.ops.recurrent_library import traced_step
 
         return traced_step(x, options)

@@ -16,6 +16,7 @@ from torch import Tensor
 from gdn_triton.backend import RECURRENT, STEP, Operator, Plan
 from gdn_triton.memory import Apart
 from gdn_triton.recurrent_problem import Operands, RecurrentProblem, Run
+from gdn_triton.tensors import is_transformed, resolved
 from gdn_triton.validation_recurrent import (
     check_contents,
     step_memory,
@@ -69,7 +70,7 @@ def run_sequences(
     """o and the final states, or None. `needs_grad`: a gradient is needed that autograd's state
     does not show."""
 
-    def judge() -> RecurrentProblem:
+    def judge(x: Operands) -> RecurrentProblem:
         problem = validate_sequences(x, **options._asdict())
         return dataclasses.replace(problem, needs_grad=True) if needs_grad else problem
 
@@ -79,11 +80,11 @@ def run_sequences(
 def run_step(x: Operands, options: StepOptions) -> Tensor:
     """o; the states are written."""
 
-    def judge_memory() -> Apart:
-        return step_memory(x, options.is_mixed, options.is_raw)
-
-    def judge() -> RecurrentProblem:
+    def judge(x: Operands) -> RecurrentProblem:
         return validate_step(x, **options._asdict())
+
+    def judge_memory(x: Operands) -> Apart:
+        return step_memory(x, options.is_mixed, options.is_raw)
 
     return _run(STEP, x, options, judge, judge_memory)[0]
 
@@ -92,8 +93,8 @@ def _run(
     operator: Operator[RecurrentProblem, Plan],
     x: Operands,
     options: tuple[object, ...],
-    judge: Callable[[], RecurrentProblem],
-    judge_memory: Callable[[], Apart] | None,
+    judge: Callable[[Operands], RecurrentProblem],
+    judge_memory: Callable[[Operands], Apart] | None,
 ) -> tuple[Tensor, Tensor | None]:
     key = (
         options,
@@ -103,13 +104,23 @@ def _run(
         torch.is_grad_enabled(),
         os.environ.get("GDN_BACKEND"),
     )
-    plan = _plans.get(key)
+    transformed = is_transformed()
+    plan = None if transformed else _plans.get(key)
     if plan is None:
-        problem = judge()
-        memory = None if judge_memory is None else judge_memory()
-        if memory is not None:
+        problem = judge(x)
+        memory = None
+        # A tensor that no kernel can read need not have an address.
+        if judge_memory is not None and problem.unreadable is None:
+            memory = judge_memory(x)
             memory.check(x)
         check_contents(problem, x)
+        inputs = resolved(x)
+        if inputs is not x:
+            # Of other strides, so by another plan.
+            return _run(operator, inputs, options, judge, judge_memory)
+        if transformed:
+            # What no key shows of a tensor.
+            return operator.choose(problem).load()(problem, x)(x)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         run = operator.choose(problem).load()(problem, x)
@@ -124,6 +135,9 @@ def _run(
 
 def _known(x: object) -> object:
     """What a plan may depend on of a tensor: all but its contents and its address."""
+    if x is None:
+        return None
     if isinstance(x, Tensor):
-        return x.dtype, x.shape, x.stride(), x.device, x.requires_grad
+        layout = x.dtype, x.shape, x.stride(), x.device, x.requires_grad, x.is_neg()
+        return layout if type(x) is Tensor else (type(x), layout)
     return type(x)

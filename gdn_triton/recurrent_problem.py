@@ -38,6 +38,7 @@ class RecurrentProblem:
     use_beta_sigmoid: bool
     allow_neg_eigval: bool
     needs_grad: bool = False  # grad mode is on and some input requires a gradient
+    unreadable: str | None = None  # a sentence why no kernel can take the tensors
     # Sequence calls.
     output_final_state: bool = False
     # Step calls.

@@ -12,12 +12,10 @@ not judged again.
 import functools
 from collections.abc import Callable, Hashable
 from itertools import pairwise
-from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from gdn_triton.arguments import (
     FLOAT_DTYPES,
@@ -28,6 +26,7 @@ from gdn_triton.arguments import (
     check_offsets,
     count_sequences,
     must,
+    real_or_none,
     shape_of,
     shaped,
     type_of,
@@ -35,15 +34,17 @@ from gdn_triton.arguments import (
 )
 from gdn_triton.constants import CHUNK_SIZES
 from gdn_triton.environment import batch_invariant
-from gdn_triton.problem import Problem
+from gdn_triton.problem import ChunkCall, Problem
+from gdn_triton.tensors import PLAIN_TENSORS, is_traced, is_transformed, why_unreadable
 
 _Arguments = ParamSpec("_Arguments")
 _Judgement = TypeVar("_Judgement")
 
 # Calls that `remembered` keeps; where lengths never repeat, they would be without end.
 MOST_REMEMBERED = 1024
+# Of a call's tensors, those that kernels read: up to cu_seqlens.
+_READ = ChunkCall._fields.index("cu_seqlens") + 1
 _COUNTED = frozenset((bool, int, str, type(None)))
-_KNOWN_TENSORS = frozenset((Tensor, Parameter))
 
 
 def remembered(judge: Callable[_Arguments, _Judgement]) -> Callable[_Arguments, _Judgement]:
@@ -76,15 +77,17 @@ def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None
     Of a tensor: shape, dtype, device, and whether it requires a gradient (and whether gradients are
     on at all). Of a number its type too, as 1 is equal to True, and a float to the last bit, as 0.0
     is equal to -0.0. Of the environment `GDN_BATCH_INVARIANT`. No form has the contents of integer
-    tensors that the host can read, what a subclass of Tensor knows (symbolic sizes), or an object
-    of another type.
+    tensors that the host can read, what a subclass of Tensor knows (symbolic sizes), what a tensor
+    is to a transform of torch.func or to forward-mode AD, or an object of another type.
     """
+    if is_transformed():
+        return None
     types = tuple(map(type, values))
     key: list[Hashable] = [names, types, torch.is_grad_enabled(), batch_invariant()]
     for x, kind in zip(values, types, strict=True):
         if kind in _COUNTED:
             key.append(x)
-        elif kind in _KNOWN_TENSORS:
+        elif kind in PLAIN_TENSORS:
             dtype = x.dtype
             if x.is_cpu and dtype in INDEX_DTYPES:
                 return None
@@ -159,11 +162,7 @@ def validate_chunk(
     ):
         if flag is not True and flag is not False:
             raise TypeError(must(name, "be True or False", value_of(flag)))
-    if scale is not None and type(scale) is not float:
-        # A tensor is refused too: its value would have to be fetched from the device.
-        if isinstance(scale, bool) or not isinstance(scale, Real):
-            raise TypeError(must("scale", "be a real number or None", value_of(scale)))
-        scale = float(scale)
+    scale = real_or_none("scale", scale)
     if type(chunk_size) is not int:
         raise TypeError(
             must("chunk_size", f"be an int, one of {CHUNK_SIZES}", value_of(chunk_size))
@@ -315,6 +314,10 @@ def validate_chunk(
             or (dt_bias is not None and dt_bias.requires_grad)
         ),
         batch_invariant=batch_invariant(),
+        unreadable=why_unreadable(
+            ChunkCall._fields[:_READ],
+            (q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens),
+        ),
     )
 
 
@@ -332,20 +335,21 @@ def _check_packed(
         raise ValueError(must("q", "have batch size B=1 with cu_seqlens", f"B={B}"))
 
     offsets: list[int] | None = None
-    if cu_seqlens.device.type == "cpu":
+    if cu_seqlens.device.type == "cpu" and not is_traced(cu_seqlens):
         offsets = cu_seqlens.tolist()
         check_offsets("cu_seqlens", offsets, T)
     if cu_seqlens_cpu is not None:
         if cu_seqlens_cpu.shape != (N + 1,):
             expected = f"have the shape of cu_seqlens, [{N + 1}]"
             raise ValueError(must("cu_seqlens_cpu", expected, shape_of(cu_seqlens_cpu)))
-        host_offsets: list[int] = cu_seqlens_cpu.tolist()
-        check_offsets("cu_seqlens_cpu", host_offsets, T)
-        if offsets is not None and offsets != host_offsets:
-            i = next(i for i in range(N + 1) if offsets[i] != host_offsets[i])
-            expected = f"equal cu_seqlens, which has {offsets[i]} at index {i}"
-            raise ValueError(must("cu_seqlens_cpu", expected, str(host_offsets[i])))
-        offsets = host_offsets
+        if not is_traced(cu_seqlens_cpu):
+            host_offsets: list[int] = cu_seqlens_cpu.tolist()
+            check_offsets("cu_seqlens_cpu", host_offsets, T)
+            if offsets is not None and offsets != host_offsets:
+                i = next(i for i in range(N + 1) if offsets[i] != host_offsets[i])
+                expected = f"equal cu_seqlens, which has {offsets[i]} at index {i}"
+                raise ValueError(must("cu_seqlens_cpu", expected, str(host_offsets[i])))
+            offsets = host_offsets
 
     if chunk_indices is not None:
         if chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2:

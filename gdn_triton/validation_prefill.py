@@ -39,6 +39,7 @@ from gdn_triton.slots import (
     final_writes,
     readers,
 )
+from gdn_triton.tensors import why_unreadable
 from gdn_triton.validation import MOST_REMEMBERED, remembered, validate_chunk
 from gdn_triton.validation_recurrent import LAST_SKIPPED, _check_state, _check_tensor
 
@@ -171,7 +172,8 @@ def validate_prefill(
             "gdn_triton.chunk_prefill updates states in place and has no gradient; an input "
             "requires one. Call under torch.no_grad(), or use chunk_gated_delta_rule"
         )
-    return dataclasses.replace(problem, pool_dtype=state.dtype)
+    unreadable = problem.unreadable or why_unreadable(tuple(given), tuple(given.values()))
+    return dataclasses.replace(problem, pool_dtype=state.dtype, unreadable=unreadable)
 
 
 def checkpoint_rows(problem: Problem, every: int) -> int:

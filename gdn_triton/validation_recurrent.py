@@ -6,7 +6,6 @@ What depends on shapes, strides, dtypes and flags only is judged by `validate_se
 `check_contents` at every call.
 """
 
-from numbers import Real
 from typing import Any, Final
 
 import torch
@@ -21,6 +20,7 @@ from gdn_triton.arguments import (
     check_offsets,
     count_sequences,
     must,
+    real_or_none,
     shape_of,
     shaped,
     type_of,
@@ -38,6 +38,7 @@ from gdn_triton.slots import (
     readers,
     token_writes,
 )
+from gdn_triton.tensors import check_written, why_unreadable
 
 # `skip`: the last slot that is padding.
 LAST_SKIPPED: Final = {"negative": -1, "non_positive": 0}
@@ -66,7 +67,7 @@ def validate_sequences(
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
     )
-    scale = _number("scale", scale)
+    scale = real_or_none("scale", scale)
     _check_devices(x, "initial_state")
     for name, given, dims in (
         ("q", x.q, "[B, T, H, K]"),
@@ -126,6 +127,7 @@ def validate_sequences(
         allow_neg_eigval=allow_neg_eigval,
         output_final_state=output_final_state,
         needs_grad=_needs_grad(x),
+        unreadable=_why_unreadable(x, "q", "initial_state", "g", "beta"),
     )
 
 
@@ -157,7 +159,7 @@ def validate_step(
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
     )
-    scale = _number("scale", scale)
+    scale = real_or_none("scale", scale)
     if type(skip) is not str or skip not in LAST_SKIPPED:
         raise ValueError(must("skip", f"be one of {', '.join(LAST_SKIPPED)}", value_of(skip)))
     assert x.state is not None and x.read_slots is not None
@@ -207,6 +209,8 @@ def validate_step(
             expected = f"have shape [{N}], a slot a sequence, or [{B}, {T}], a slot a token"
             raise ValueError(must("write_slots", expected, shape_of(x.write_slots)))
         every_token = x.write_slots.dim() == 2
+    check_written("state", x.state)
+    check_written("out", x.out)
     _check_gate(x, HV, is_raw, "a and b")
     if allow_neg_eigval and not is_raw:
         raise ValueError(must("allow_neg_eigval", "come with b, not with beta", "beta"))
@@ -247,6 +251,7 @@ def validate_step(
         is_mixed=is_mixed,
         every_token=every_token,
         last_skipped=LAST_SKIPPED[skip],
+        unreadable=_why_unreadable(x, "mixed_qkv" if is_mixed else "q", "state", g_name, beta_name),
     )
 
 
@@ -304,6 +309,12 @@ def _named(x: Operands, state: str, g: str = "g", beta: str = "beta") -> list[tu
     ]
 
 
+def _why_unreadable(x: Operands, q: str, state: str, g: str, beta: str) -> str | None:
+    """Of the operands, by the names that callers know."""
+    names = {"q": q, "state": state, "g": g, "beta": beta}
+    return why_unreadable([names.get(name, name) for name in x._fields], x)
+
+
 def _check_tensors(x: Operands, state: str) -> None:
     for name, given in _named(x, state):
         if given is not None and not isinstance(given, Tensor):
@@ -314,15 +325,6 @@ def _check_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if flag is not True and flag is not False:
             raise TypeError(must(name, "be True or False", value_of(flag)))
-
-
-def _number(name: str, x: object) -> float | None:
-    if x is None:
-        return None
-    # A tensor is refused too: its value would have to be fetched from the device.
-    if isinstance(x, bool) or not isinstance(x, Real):
-        raise TypeError(must(name, "be a real number or None", value_of(x)))
-    return float(x)
 
 
 def _check_devices(x: Operands, state: str, g: str = "g", beta: str = "beta") -> None:

@@ -590,6 +590,39 @@ def test_compiled_training(form: str, device: str) -> None:
     assert graphs.seen == 1
 
 
+def test_masks_of_any_kind_that_are_one_or_zero() -> None:
+    layer, x = make_layer(dtype=FP32), make_input(1, 3, FP32)
+    mask = torch.tensor([[True, False, True]])
+    expected = layer(x, mask)
+    for dtype in (torch.int64, FP16, BF16, FP32, FP64):
+        assert same_bits(layer(x, mask.to(dtype)), expected)
+    # Segments of a packed row have numbers above 1, and columns before the last T are not read.
+    assert same_bits(layer(x, mask.long() * 5), expected)
+    before = torch.tensor([[torch.nan, -1e9]])
+    assert same_bits(layer(x, torch.cat([before, mask.float()], 1)), expected)
+
+
+@pytest.mark.of_no_device
+@pytest.mark.parametrize(("mode", "grad"), [("chunk", True), ("fused_recurrent", False)])
+def test_export_of_any_length(mode: str, grad: bool) -> None:
+    layer, x = make_layer(dtype=FP32, mode=mode), make_input(1, 20, FP32)
+    length = torch.export.Dim("T", min=2, max=200)
+    with torch.set_grad_enabled(grad):
+        shapes = {"hidden_states": {1: length}}
+        exported = torch.export.export(layer, (x,), dynamic_shapes=shapes).module()
+        for T in (3, RECURRENT_TOKENS + 10):
+            y = make_input(1, T, FP32)
+            torch.testing.assert_close(exported(y), layer(y), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.of_no_device
+def test_export_across_the_change_of_function_says_so() -> None:
+    layer, x = make_layer(dtype=FP32), make_input(1, 20, FP32)
+    shapes = {"hidden_states": {1: torch.export.Dim("T", min=2, max=200)}}
+    with torch.no_grad(), pytest.raises(Exception, match="Constraints violated"):
+        torch.export.export(layer, (x,), dynamic_shapes=shapes)
+
+
 @pytest.mark.parametrize("named", [False, True], ids=["all-slots", "named-slots"])
 def test_compiled_prefill_and_decoding(named: bool, device: str) -> None:
     layer, x = make_layer(dtype=FP32, device=device), make_input(2, 70, FP32, device)
@@ -923,6 +956,11 @@ def test_equals_fla(options: dict[str, Any], T: int, device: str) -> None:
         ({"mode": "parallel"}, ValueError, "mode must be one of chunk, fused_recurrent"),
         ({"output_gate_activation": "relu"}, ValueError, "must be one of swish, silu, sigmoid"),
         ({"conv_size": 0}, ValueError, "conv_size must be at least 1"),
+        ({"norm_eps": -1}, ValueError, r"norm_eps must be finite and at least 0, got -1 \(int\)"),
+        ({"norm_eps": math.nan}, ValueError, "norm_eps must be finite and at least 0, got nan"),
+        ({"norm_eps": math.inf}, ValueError, "norm_eps must be finite and at least 0, got inf"),
+        ({"norm_eps": None}, ValueError, "norm_eps must be finite and at least 0, got None"),
+        ({"norm_eps": "1"}, TypeError, "norm_eps must be a real number"),
     ],
 )
 def test_wrong_layers(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -948,6 +986,16 @@ WRONG_CALLS = [
     ({"attention_mask": torch.ones(2, 2)}, ValueError, "attention_mask must have shape"),
     ({"attention_mask": torch.ones(2, 3, 3)}, ValueError, "attention_mask must have shape"),
     ({"attention_mask": [[1]]}, TypeError, "attention_mask must be a torch.Tensor or None"),
+    (
+        {"attention_mask": torch.tensor([[0, -1e9, -1e9], [0, 0, -1e9]])},
+        ValueError,
+        "attention_mask must hold 1 for a token and 0 for none, where it is float, got -1000000000",
+    ),
+    (
+        {"attention_mask": torch.tensor([[1, torch.nan, 1], [1, 1, 1]])},
+        ValueError,
+        "attention_mask must hold 1 for a token and 0 for none, where it is float, got nan",
+    ),
     ({"slots": torch.tensor([0, 1])}, ValueError, "slots must be None without a cache"),
     ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "batch size B=1 with cu_seqlens"),
     ({"cu_seqlens": torch.tensor([0.0, 3])}, ValueError, "cu_seqlens must be int32 or int64"),

@@ -1003,6 +1003,7 @@ ONE_ROW |= {"v": torch.zeros(1, 3, 4, 6), "g": None, "beta": None}
         ({"g": 1.0}, TypeError, "g must be a torch.Tensor or None, got float"),
         ({"state_v_first": 1}, TypeError, "state_v_first must be True or False, got 1"),
         ({"scale": True}, TypeError, "scale must be a real number or None, got True"),
+        ({"scale": 10**400}, ValueError, "scale must be within the range of float64"),
         ({"scale": torch.ones(())}, TypeError, "scale must be a real number or None, got a tensor"),
         ({"k": torch.zeros(2, 3, 2, 8, device="meta")}, ValueError, "k must be on the device"),
         ({"q": torch.zeros(2, 3, 8)}, ValueError, "q must have 4 dimensions"),

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -138,6 +139,17 @@ BAD = [
     ),
     (padded(scale=True), TypeError, "scale must be a real number or None, got True (bool)"),
     (padded(scale="1"), TypeError, "scale must be a real number or None, got '1' (str)"),
+    (
+        padded(scale=10**400),
+        ValueError,
+        "scale must be within the range of float64, 1.8e+308, got one beyond it (int)",
+    ),
+    # Of more digits than Python prints.
+    (
+        padded(scale=Fraction(-(10**5000))),
+        ValueError,
+        "scale must be within the range of float64, 1.8e+308, got one beyond it (Fraction)",
+    ),
     (padded(scale=1j), TypeError, "scale must be a real number or None, got 1j (complex)"),
     (
         padded(scale=torch.tensor(1.0)),

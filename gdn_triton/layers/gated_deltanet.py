@@ -20,6 +20,7 @@ from gdn_triton.arguments import (
     check_offsets,
     count_sequences,
     must,
+    real_or_none,
     shape_of,
     type_of,
     value_of,
@@ -29,6 +30,7 @@ from gdn_triton.layers.cache import GatedDeltaNetCache
 from gdn_triton.layers.convolution import conv_from_states, sequence_of_tokens
 from gdn_triton.layers.qwen import weights_from_qwen
 from gdn_triton.recurrent import fused_recurrent_gated_delta_rule, recurrent_step
+from gdn_triton.tensors import check_local, is_traced, is_transformed
 from gdn_triton.validation_recurrent import LAST_SKIPPED
 
 __all__ = ["GatedDeltaNet"]
@@ -45,6 +47,12 @@ _ACTIVATIONS: Final = ("swish", "silu", "sigmoid")
 # exp(A_log), between 0 and this, uniform.
 _DT_RANGE: Final = (1e-3, 1e-1)
 _MOST_RATE: Final = 16.0
+
+
+def _host_reads(x: Tensor) -> bool:
+    """Whether the host judges the contents of an argument: elsewhere it would wait for the device,
+    or there are none."""
+    return x.device.type == "cpu" and not is_traced(x) and not is_transformed()
 
 
 class GatedDeltaNet(nn.Module):
@@ -77,7 +85,7 @@ class GatedDeltaNet(nn.Module):
         conv_size: tokens that the convolution spans. The Triton backend has kernels for 2 to 4.
         conv_bias: have a bias in it.
         layer_idx: the number of the layer, kept for the caller and not used.
-        norm_eps: added to the mean square in the norm.
+        norm_eps: added to the mean square in the norm, at least 0.
         output_gate_activation: of z: "swish", of which "silu" is another name, or "sigmoid".
         device, dtype: of the weights. A_log and dt_bias are float32 whatever the dtype.
 
@@ -132,6 +140,10 @@ class GatedDeltaNet(nn.Module):
             expected = f"be one of {', '.join(_ACTIVATIONS)}"
             given = repr(output_gate_activation)
             raise ValueError(must("output_gate_activation", expected, given))
+
+        eps = real_or_none("norm_eps", norm_eps)
+        if eps is None or not 0 <= eps < math.inf:
+            raise ValueError(must("norm_eps", "be finite and at least 0", value_of(norm_eps)))
 
         self.hidden_size = hidden_size
         self.expand_v = expand_v
@@ -290,7 +302,9 @@ class GatedDeltaNet(nn.Module):
             attention_mask: [B, S], S >= T, bool, integer or float: 0 where there is no token, in
                 its last T columns; earlier ones are not read. Tokens that are left out, on either
                 side or between others, change nothing, whatever they hold, and their y and their
-                gradient are 0.
+                gradient are 0. A float mask holds 0 and 1 only, which is checked on a CPU: an
+                additive one, 0 where there is a token and -inf or a large negative number where
+                there is none, would be read the other way round.
             cache: of `make_cache`: each sequence goes on from its slot, which is then updated. A
                 gradient does not reach what came before the call. Not for a call that will be
                 repeated, as under gradient checkpointing.
@@ -401,8 +415,10 @@ class GatedDeltaNet(nn.Module):
             qkv, conv_state = self._convolve(qkv, cache, slots, cu_seqlens, longest)
         else:
             qkv = F.silu(qkv)
-        short = longest <= RECURRENT_TOKENS or self.mode == "fused_recurrent"
-        by_token = short and not torch.is_grad_enabled()
+        # The length last: a trace whose length is symbolic depends on it no more than it has to.
+        by_token = not torch.is_grad_enabled() and (
+            self.mode == "fused_recurrent" or longest <= RECURRENT_TOKENS
+        )
         if by_token and cache is not None:
             assert slots is not None
             o = recurrent_step(
@@ -488,12 +504,14 @@ class GatedDeltaNet(nn.Module):
         """Judges the arguments of `forward`; N, the number of sequences."""
         if not isinstance(x, Tensor):
             raise TypeError(must("hidden_states", "be a torch.Tensor", type_of(x)))
+        check_local("hidden_states", x)
         others = {"attention_mask": attention_mask, "slots": slots, "cu_seqlens": cu_seqlens}
         for name, given in others.items():
             if given is None:
                 continue
             if not isinstance(given, Tensor):
                 raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
+            check_local(name, given)
             if given.device != x.device:
                 expected = f"be on the device of hidden_states, {x.device}"
                 raise ValueError(must(name, expected, str(given.device)))
@@ -510,13 +528,19 @@ class GatedDeltaNet(nn.Module):
             if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] < T:
                 expected = f"have shape [B={B}, S], S at least T={T}"
                 raise ValueError(must("attention_mask", expected, shape_of(mask)))
+            if mask.is_floating_point() and _host_reads(mask):
+                read = mask[:, mask.shape[1] - T :]
+                other = read[(read != 0) & (read != 1)]
+                if other.numel() > 0:
+                    expected = "hold 1 for a token and 0 for none, where it is float"
+                    raise ValueError(must("attention_mask", expected, str(other[0].item())))
         if cu_seqlens is not None:
             check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES, INDICES)
             N = count_sequences(cu_seqlens)
             if B != 1:
                 expected = "have batch size B=1 with cu_seqlens"
                 raise ValueError(must("hidden_states", expected, f"B={B}"))
-            if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            if _host_reads(cu_seqlens):
                 check_offsets("cu_seqlens", cu_seqlens.tolist(), T)
         self._check_cache(x, cache, slots, N)
         return N
@@ -558,7 +582,7 @@ class GatedDeltaNet(nn.Module):
             expected = f"have shape [N={N}], a slot a sequence"
             raise ValueError(must("slots", expected, shape_of(slots)))
         check_dtype("slots", slots, INDEX_DTYPES, INDICES)
-        if slots.device.type == "cpu" and not torch.compiler.is_compiling():
+        if _host_reads(slots):
             named = [slot for slot in slots.tolist() if slot >= first]
             if named and max(named) >= cache.slots:
                 expected = f"be less than the {cache.slots} slots of the cache"

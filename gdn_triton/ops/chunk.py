@@ -10,6 +10,7 @@ from torch import Tensor
 from gdn_triton.memory import count_writes
 from gdn_triton.ops import chunk_bwd, chunk_fwd
 from gdn_triton.problem import Inputs, Pool, Problem
+from gdn_triton.tensors import readable_gradient
 
 # What runs a forward without gradients.
 Run = Callable[[Problem, Inputs, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -61,6 +62,7 @@ class _Chunk(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         if do is None and dht is None:
             return (None,) * (3 + len(needed))
+        do, dht = readable_gradient("o", do), readable_gradient("final_state", dht)
         store_dh0 = needed[Inputs._fields.index("initial_state")]
         found = _Gradients.apply(  # type: ignore[no-untyped-call]
             ctx.problem, store_dh0, do, dht, *ctx.saved_tensors

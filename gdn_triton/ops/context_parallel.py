@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from gdn_triton.problem import Inputs, Problem
 from gdn_triton.shards import ShardLayout
+from gdn_triton.tensors import readable_gradient
 
 # exchange(b, M): from the maps of this rank's intervals, [intervals, HV, K, V] and
 # [intervals, HV, K, K], the state that comes to each interval, [HV, K, V]; None where none does. b
@@ -110,6 +111,7 @@ class _ContextParallel(torch.autograd.Function):
     @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
         p: Problem = ctx.problem
+        do, dht = readable_gradient("o", do), readable_gradient("final_state", dht)
         *tensors, _, starts, shifts = ctx.saved_tensors
         x = Inputs(*tensors)
         x = x._replace(initial_state=_key_first(x.initial_state, p))

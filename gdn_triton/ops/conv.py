@@ -12,6 +12,7 @@ from gdn_triton.device import on_device
 from gdn_triton.kernels.conv import conv_fwd
 from gdn_triton.kernels.conv_backward import conv_bwd
 from gdn_triton.kernels.conv_walk import conv_update_fwd
+from gdn_triton.tensors import readable_gradient
 
 
 class _CausalConv1d(torch.autograd.Function):
@@ -29,6 +30,7 @@ class _CausalConv1d(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, cu_seqlens = ctx.saved_tensors
+        dy = readable_gradient("y", dy)
         with on_device(x.device):
             dx, dweight, dbias = conv_bwd(ctx.problem, dy, x, weight, bias, cu_seqlens)
         return None, dx, dweight, dbias, None

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gdn_triton.arguments import in_float64
 
-def schema_takes(tensors: Iterable[object], required: Iterable[object], scale: object) -> bool:
+
+def schema_takes(tensors: Iterable[object], required: Iterable[object], scale: Any) -> bool:
     """Whether a schema takes these arguments as they are: it converts what has the wrong type, or
     has no place for it. Where it does not, the error is validation's. Those of `tensors` that are
     not `required` may be None."""
@@ -15,7 +18,9 @@ def schema_takes(tensors: Iterable[object], required: Iterable[object], scale: o
         all(isinstance(y, Tensor) for y in required)
         and all(y is None or isinstance(y, Tensor) for y in tensors)
         and not isinstance(scale, bool)
-        and (scale is None or isinstance(scale, Real))
+        and (
+            scale is None or type(scale) is float or (isinstance(scale, Real) and in_float64(scale))
+        )
     )
 
 
