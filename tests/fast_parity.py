@@ -16,6 +16,7 @@ last bits of float64 and takes less time.
 
 import argparse
 import contextlib
+import math
 import multiprocessing
 import os
 import random
@@ -46,6 +47,7 @@ from torch import Tensor
 
 import gdn_triton
 from gdn_triton import reference
+from gdn_triton.constants import RCP_LN2
 
 
 @dataclass(frozen=True)
@@ -291,19 +293,59 @@ def random_options(rng: random.Random) -> Options:
     )
 
 
-def random_gates(rng: random.Random, call: Call) -> Call:
-    """Without the gate's activation: mild decays, none, strong ones, and some that forget all."""
-    g = call.x.g.clone()
-    match rng.choice(("mild", "none", "strong", "holes")):
+# Log2 units that a chunk may decay by before the CUDA forward leaves some of it in its triangles.
+FRAME = {BF16: 96.0, FP16: 8.0}
+
+
+def decay_of(kind: str, g: Tensor, rng: random.Random, frame: float) -> Tensor:
+    """The gates [B, T] of one head, of a kind, from mild random ones."""
+    T = g.shape[1]
+    token = torch.arange(T, device=g.device)
+    # A chunk, or the 16 tokens of a block, just inside of the frame or just outside.
+    edge = -(frame + rng.choice((-0.1, 0.1))) / RCP_LN2
+    match kind:
+        case "mild":
+            return g
         case "none":
-            g.zero_()
+            return torch.zeros_like(g)
         case "strong":
-            g.mul_(30)
+            return 30 * g
+        case "model":  # as a layer is initialised: -A softplus(a + dt_bias)
+            dt = math.exp(rng.uniform(math.log(1e-3), math.log(0.1)))
+            bias = dt + math.log(-math.expm1(-dt))
+            return -rng.uniform(0, 16) * torch.nn.functional.softplus(2 * g + 1 + bias)
         case "holes":
-            for _ in range(3):
-                if g.shape[1]:
-                    g[:, rng.randrange(g.shape[1])] = -torch.inf
-    return call._replace(x=call.x.but(g=g))
+            g = g.clone()
+            for _ in range(3 if T else 0):
+                g[:, rng.randrange(T)] = -torch.inf
+            return g
+        case "swing":
+            return g * 60 * (token % 2)
+        case "chunk's edge":
+            return torch.full_like(g, edge / 64)
+        case "block's edge":
+            every, block = rng.choice((1, 2, 3)), rng.randrange(4)
+            steep = (token // 64 % every == 0) & (token // 16 % 4 == block)
+            return torch.where(steep, edge / 16, 0.0).expand_as(g)
+        case "token's edge":
+            return torch.where(token % 64 == rng.randrange(64), edge, 0.0).expand_as(g)
+    raise ValueError(kind)
+
+
+DECAYS = (
+    *("mild", "none", "strong", "model", "holes", "swing"),
+    *("chunk's edge", "block's edge", "token's edge"),
+)
+
+
+def random_gates(rng: random.Random, call: Call) -> Call:
+    """Without the gate's activation: decays of one kind, or of another one for each value head."""
+    g, kind = call.x.g, rng.choice((None, *DECAYS))
+    frame = FRAME[call.x.q.dtype]
+    heads = [
+        decay_of(kind or rng.choice(DECAYS), g[..., hv], rng, frame) for hv in range(g.shape[2])
+    ]
+    return call._replace(x=call.x.but(g=torch.stack(heads, dim=-1)))
 
 
 def random_layouts(rng: random.Random, call: Call) -> Call:

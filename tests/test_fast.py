@@ -135,14 +135,25 @@ def test_build_from_clean(tmp_path: Path) -> None:
     assert made == {path: path.stat().st_mtime_ns for path in objects.rglob("*.o")}
 
 
+def host_program(name: str, folder: Path) -> str:
+    """What a program of tests/ prints that runs functions of csrc on the CPU."""
+    tools = toolchain()
+    program, source = folder / name, ROOT / "tests" / f"{name}.cu"
+    command = (tools.nvcc, "-ccbin", tools.cxx, "-std=c++17", "-O1", "-arch=sm_90a", "-o", program)
+    output(*command, source)
+    return output(program)
+
+
 def test_plans(tmp_path: Path) -> None:
     """How calls are cut into segments: whatever the lengths are, there is memory for them; and no
     cut beside the chosen one promises more."""
-    tools = toolchain()
-    program, source = tmp_path / "plans", ROOT / "tests" / "plans.cu"
-    command = (tools.nvcc, "-ccbin", tools.cxx, "-std=c++17", "-O1", "-arch=sm_90a", "-o", program)
-    output(*command, source)
-    assert output(program) == "right: 3042 plans\n"
+    assert host_program("plans", tmp_path) == "right: 3042 plans\n"
+
+
+def test_frame(tmp_path: Path) -> None:
+    """The powers of two in which a state is held, and what stays in the triangles of a chunk that
+    decays by more: they add up to the gates, and all are in the dtype's range."""
+    assert host_program("frame", tmp_path).startswith("right: ")
 
 
 def check_machine_code(library: Path, kernels: set[str]) -> None:

@@ -66,18 +66,21 @@ enum SingleWarp { kLoader, kStore0, kStore1, kGates };
 
 constexpr int kTileBytes = 64 * 64 * 2;  // one swizzled tile of 64 rows x 64 16-bit values
 
-// What the gates make of a chunk's tokens; fast_sm90.md derives it. The state is kept in a frame,
-// S = 2^G S', so that decays cost factors on tokens instead of on matrices.
+// What the gates make of a chunk's tokens; frame.cuh has the symbols e, d, y, D and G.
 struct GateVectors {
   float4 x[kChunk / 2];  // of tokens 2 i, 2 i + 1: (c0, c1, f0, f1) in x' = c v - f (k S')
-  float r[kChunk];       // o = r (f q S' + P u')
+  float r[kChunk];       // o = r (q S' + P' u')
   float beta[kChunk];
-  float rho[kChunk];     // log2 decay left in the triangles; 0 unless `steep`
-  float pre;             // S' is multiplied by this before the chunk reads it,
-  float post;            // by this before it adds the chunk's u',
-  float end;             // and by this to be the state after the chunk.
-  float exponent;        // steep: f = 2^(exponent + rho)
-  int steep;             // the chunk's decay does not fit the frame
+  // Of a steep chunk, powers of two that stay in the triangles: A'_ij has -left_i + left_j, P'_ij has
+  // score_i + left_j.
+  int16_t left[kChunk];   // -d
+  int16_t score[kChunk];  // y + d, or d where P' u' is lifted
+  float lift[kChunk];     // steep, fp16: 2^y, which multiplies P' u'; 2^d of q S' where that comes first
+  float pre;              // S' is multiplied by this before the chunk reads it,
+  float post;             // by this, 2^D, before it adds the chunk's u',
+  float end;              // and by this, 2^G, to be the state after the chunk.
+  int decay;              // D
+  int steep;              // the chunk's decay does not fit the frame
 };
 
 // The rows of one sequence or segment, a value head, and a part of its columns.

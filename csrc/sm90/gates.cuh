@@ -1,38 +1,9 @@
-// The gates warp: from a chunk's gates and betas to the factors that the other roles use.
-//
-// With g_i the chunk-local inclusive sum of log2 decays and a state S = 2^G S' before the chunk,
-// the chunk's equations
-//     u = (I + A)^-1 beta (v - 2^g k S),  A_ij = beta_i (k_i . k_j) 2^(g_i - g_j),  i > j
-//     o = scale (2^g q S + P u),          P_ij = (q_i . k_j) 2^(g_i - g_j),         i >= j
-//     S <- 2^g_last S + k^T 2^(g_last - g) u
-// become, for u' = 2^-(G + g) u,
-//     u' = (I + A')^-1 beta (2^-(G + g) v - k S'),  A'_ij = beta_i (k_i . k_j)
-//     o  = scale 2^(G + g) (q S' + P' u'),          P'_ij = q_i . k_j
-//     S' <- S' + k^T u',                            G <- G + g_last
-// in which no matrix has a decay. This holds exactly as long as G stays in a range that the
-// dtype's exponent bears; S' is brought back to the top of the range when a chunk would leave it.
-// A chunk whose own decay is wider than the range is `steep`: its end is the frame, tokens within
-// kSteepRange of the end have their factors as above, and of the others the rest of their decay, a
-// whole number of log2 units, stays in the triangles and in q.
+// The gates warp: from a chunk's gates and betas to the factors that the other roles use (frame.cuh).
 #pragma once
 #include "config.cuh"
+#include "frame.cuh"
 
 namespace gdn::sm90 {
-
-// G stays in [kTop - kRange, kTop]; a steep chunk's tokens have factors down to 2^-(kSteepRange+1).
-// Entering a steep chunk takes a factor of 2^(G - kSteepRange - 1), which must be a normal number.
-template <class T>
-struct Frame;
-template <>
-struct Frame<__nv_bfloat16> {
-  static constexpr float kTop = 24, kRange = 96, kSteepRange = 48;
-  static constexpr bool kSplitKeyValue = false;  // a factor 2^-48 on what goes to the state is 0
-};
-template <>
-struct Frame<__half> {
-  static constexpr float kTop = 4, kRange = 8, kSteepRange = 0;
-  static constexpr bool kSplitKeyValue = true;
-};
 
 constexpr float kGrowthLimit = 256.f;  // log2 units
 constexpr float kLog2Floor = -160.f;  // LOG2_DECAY_FLOOR of gdn_triton/constants.py
@@ -95,11 +66,11 @@ GDN_DEVICE float activate_beta(const ChunkForward& p, float beta) {
   return (p.allow_neg_eigval ? 2.f : 1.f) / (1.f + __expf(-beta));
 }
 
-template <class T>
+template <class C>
 GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)[2], float scale,
                             float& G, int lane) {
+  using T = typename C::T;
   using F = Frame<T>;
-  static_assert(F::kRange - F::kTop + F::kSteepRange + 1 < 126);
   // From a NaN on (or a growth that fp32 does not hold) all is NaN, and nothing before it.
   const uint32_t bad0 = __ballot_sync(~0u, !(g[0] < kGrowthLimit));
   const uint32_t bad1 = __ballot_sync(~0u, !(g[1] < kGrowthLimit));
@@ -121,39 +92,43 @@ GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)
   g[1] = sum;
   const float last = __shfl_sync(~0u, sum, 31);
 
-  float pre = 1.f, exponent = 0.f;
-  const bool steep = last < -F::kRange;
-  if (steep) {
-    exponent = floorf(last + F::kSteepRange);
-    pre = exp2_approx(G + (last - exponent));
-    G = -last;
-  } else if (G + last < F::kTop - F::kRange || G + last > F::kTop + 16.f) {
-    pre = exp2_approx(G - F::kTop);
-    G = F::kTop;
-  }
-  float c[2], r[2], f[2], rho[2];
+  const ChunkFrame chunk = chunk_frame<T>(G, last);
+  float c[2], r[2], f[2];
+  int left[2], score[2];
+  float lift[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float in_frame = G + g[i];
-    rho[i] = steep ? fmaxf(floorf(in_frame - F::kSteepRange), 0.f) : 0.f;
-    c[i] = exp2_approx(rho[i] - in_frame);
-    r[i] = exp2_approx(in_frame - rho[i]);
-    f[i] = exp2_approx(exponent + rho[i]);
+    const TokenFrame x = token_frame<T>(chunk, g[i]);
+    c[i] = exp2_approx(-x.e);
+    f[i] = exp2_approx(x.d);
+    left[i] = int(-x.d);
+    if constexpr (F::kLiftsOutput) {
+      // Of P u', or the state's part where that comes first, without y.
+      r[i] = exp2_approx(C::kKeepsRounded ? x.e - x.y : x.e);
+      lift[i] = exp2_approx(C::kKeepsRounded ? x.y : x.d);
+      score[i] = int(x.d);
+    } else {
+      r[i] = exp2_approx(x.e - x.y);
+      score[i] = int(x.y + x.d);
+    }
   }
-  G += last;
+  G = chunk.next;
   if (poisoned0) r[0] = NAN;
   if (poisoned1) r[1] = NAN;
   if (bad0 | bad1) G = NAN;
   out.x[lane] = make_float4(beta[0] * c[0], beta[1] * c[1], beta[0] * f[0], beta[1] * f[1]);
   reinterpret_cast<float2*>(out.r)[lane] = make_float2(scale * r[0], scale * r[1]);
   reinterpret_cast<float2*>(out.beta)[lane] = make_float2(beta[0], beta[1]);
-  reinterpret_cast<float2*>(out.rho)[lane] = make_float2(rho[0], rho[1]);
+  reinterpret_cast<short2*>(out.left)[lane] = make_short2(short(left[0]), short(left[1]));
+  reinterpret_cast<short2*>(out.score)[lane] = make_short2(short(score[0]), short(score[1]));
+  if constexpr (F::kLiftsOutput)
+    reinterpret_cast<float2*>(out.lift)[lane] = make_float2(lift[0], lift[1]);
   if (lane == 0) {
-    out.pre = pre;
-    out.post = exp2_approx(exponent);
+    out.pre = exp2_approx(chunk.enter);
+    out.post = exp2_approx(chunk.D);
     out.end = exp2_approx(G);
-    out.exponent = exponent;
-    out.steep = steep;
+    out.decay = int(chunk.D);
+    out.steep = chunk.steep;
   }
 }
 
@@ -188,7 +163,7 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
     if (more) next = load_gates(p, walk, lane);
     charge(sm, kGatesWork, since);
     wait(sm, sm.gates_empty[ring.stage], ring.phase ^ 1, kGatesEmpty);
-    write_gates<T>(sm.gates[ring.stage], g, beta, p.scale, G, lane);
+    write_gates<C>(sm.gates[ring.stage], g, beta, p.scale, G, lane);
     arrive(sm.gates_full[ring.stage], true);
     ring.advance();
   }

@@ -292,13 +292,12 @@ struct State {
       *o_line(params.pool, tile.batch, at, tile.hv, column) = make_uint4(0, 0, 0, 0);
   }
 
-  // The state as an operand, and in the frame of the chunk's end.
+  // The state in the chunk's frame, and as an operand.
   GDN_DEVICE void enter(Rounded& Sb, const GateVectors& gates) {
     if (gates.pre != 1.f) scale(gates.pre);
     if constexpr (C::kKeepsRounded) {
 #pragma unroll
       for (int i = 0; i < kSize / 2; ++i) Sb[i] = pack(T{}, S[2 * i], S[2 * i + 1]);
-      if (gates.post != 1.f) scale(gates.post);
     }
   }
   GDN_DEVICE void scale(float factor) {
@@ -306,13 +305,13 @@ struct State {
     for (int i = 0; i < kSize; ++i) S[i] *= factor;
   }
 
-  // d = S x^T for tiles x of 64 tokens x kKeys channels. Before these four: pin what they read and
+  // d [+]= S x^T for tiles x of 64 tokens x kKeys channels. Before these four: pin what they read and
   // write, then wgmma_fence().
-  GDN_DEVICE void issue_read(float (&d)[32], const Rounded& Sb, uint32_t x) {
+  GDN_DEVICE void issue_read(float (&d)[32], const Rounded& Sb, uint32_t x, bool onto) {
     const Descriptor rows = k_major(x);
 #pragma unroll
     for (int i = 0; i < C::kKeys / 16; ++i)
-      wgmma_rs_n64(T{}, d, Sb + 4 * i, rows.at(i / 4 * kTileBytes + i % 4 * 32), i > 0);
+      wgmma_rs_n64(T{}, d, Sb + 4 * i, rows.at(i / 4 * kTileBytes + i % 4 * 32), onto || i > 0);
   }
 
   // x = S k^T and, for the output, o = S q^T, from a state that is rounded on the way: 32 columns at
@@ -340,12 +339,12 @@ struct State {
     }
   }
 
-  // d += y m^T for a triangle m. Its blocks above the diagonal are 0; to leave them out, with
+  // d [+]= y m^T for a triangle m. Its blocks above the diagonal are 0; to leave them out, with
   // N = 48, 32, 16 in the later steps, makes ptxas serialise all WGMMA (operands that overlap).
-  GDN_DEVICE void issue_triangle(float (&d)[32], uint32_t (&y)[16], uint32_t m) {
+  GDN_DEVICE void issue_triangle(float (&d)[32], uint32_t (&y)[16], uint32_t m, bool onto) {
     const Descriptor rows = k_major(m);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) wgmma_rs_n64(T{}, d, y + 4 * i, rows.at(i * 32), 1);
+    for (int i = 0; i < 4; ++i) wgmma_rs_n64(T{}, d, y + 4 * i, rows.at(i * 32), onto || i > 0);
   }
 
   // S += u k for the chunk's keys.
@@ -387,16 +386,26 @@ struct State {
     }
   }
 
-  // What tokens of a steep chunk give to the state: 2^-rho u.
+  // What tokens of a steep chunk give to the state: 2^(D - d) u'.
   GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const GateVectors& gates) {
+    const uint32_t decay = biased_power<T>(gates.decay);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 rho = reinterpret_cast<const float2*>(gates.rho)[j * 4 + lane % 4];
-      const float e0 = exp2_approx(-rho.x), e1 = exp2_approx(-rho.y);
+      const uint32_t left = reinterpret_cast<const uint32_t*>(gates.left)[j * 4 + lane % 4];
+      const uint32_t factor = power_of_two<T>(decay, left);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) u[2 * j + h] = multiply(T{}, u[2 * j + h], factor);
+    }
+  }
+  // The part of o that comes first, in the units of the other.
+  GDN_DEVICE void lift(float (&o)[32], const GateVectors& gates) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 factor = reinterpret_cast<const float2*>(gates.lift)[j * 4 + lane % 4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 pair = unpack(T{}, u[2 * j + h]);
-        u[2 * j + h] = pack(T{}, pair.x * e0, pair.y * e1);
+        o[4 * j + 2 * h] *= factor.x;
+        o[4 * j + 2 * h + 1] *= factor.y;
       }
     }
   }
@@ -445,6 +454,7 @@ GDN_DEVICE Tile tile_again(const SharedMemory<C>& sm, const KernelParams& params
 template <class C>
 GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int slot, int warp) {
   using T = typename C::T;
+  using F = Frame<T>;
   State<C> state(sm, params, slot);
   const bool lead = state.lane == 0;
   const uint32_t start = clock_now();
@@ -452,6 +462,10 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
   uint32_t q = 0;   // stage of the chunk's q
   static_assert(kTStages == 2 && kPStages == 2);
   constexpr bool kStops = C::kPool && C::kOutput;
+  // Where P u' cannot have the units of q S', one of them is multiplied in between: P u', or q S' where
+  // that comes first.
+  constexpr bool kLiftsFirst = F::kLiftsOutput && C::kOutput && C::kKeepsRounded;
+  constexpr bool kLiftsStatesPart = F::kLiftsOutput && C::kOutput && !C::kKeepsRounded;
 
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
@@ -492,7 +506,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
             wgmma_wait<0>();
             pin(x);
             wait(sm, sm.p_empty[pair], pair_phase ^ 1, kWaitP);
-            finish_p(own, x, pair, q, gates);
+            finish_p(own, x, pair, gates);
             arrive(sm.p_full[pair], lead);
             charge(sm, kMakeP, since_p);
           }
@@ -503,12 +517,12 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
           pin(Sb);
           pin(x);
           wgmma_fence();
-          state.issue_read(x, Sb, k_tile);
+          state.issue_read(x, Sb, k_tile, false);
           wgmma_commit();
+          if (gates.post != 1.f) state.scale(gates.post);  // beside the product
         } else {
           if constexpr (C::kOutput) {
             wait(sm, sm.q_full[q], it / C::kQStages & 1, kWaitP);
-            if (gates.steep) wait(sm, sm.p_full[pair], pair_phase, kWaitP);  // q has been scaled
             pin(o);
           }
           pin(x);
@@ -535,7 +549,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         pin(x);
         pin(u);
         wgmma_fence();
-        state.issue_triangle(x, u, shared_address(sm.t[pair]));
+        state.issue_triangle(x, u, shared_address(sm.t[pair]), true);
         wgmma_commit();
         const uint32_t since_u = clock_now();
         wgmma_wait<0>();
@@ -546,21 +560,33 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
 #pragma unroll
         for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
         if constexpr (C::kOutput) {
-          wait(sm, sm.p_full[pair], pair_phase, kWaitP);  // also: a steep chunk's q has been scaled
+          wait(sm, sm.p_full[pair], pair_phase, kWaitP);
           if constexpr (C::kKeepsRounded) pin(Sb);
+          if (kLiftsStatesPart && gates.steep) state.lift(o, gates);
           pin(o);
           pin(u);
           wgmma_fence();
-          if constexpr (C::kKeepsRounded) state.issue_read(o, Sb, shared_address(sm.q[q]));
-          state.issue_triangle(o, u, shared_address(sm.p[pair]));
+          if constexpr (C::kKeepsRounded && !F::kLiftsOutput)
+            state.issue_read(o, Sb, shared_address(sm.q[q]), false);
+          state.issue_triangle(o, u, shared_address(sm.p[pair]), !kLiftsFirst);
           wgmma_commit();
         }
-        if constexpr (Frame<T>::kSplitKeyValue) {
+        if constexpr (F::kLiftsOutput) {
           if constexpr (C::kOutput) {
             wgmma_wait<0>();
             pin(o);
           }
-          if (gates.steep) state.decay_to_end(u, gates);
+          if (gates.steep) {
+            if constexpr (kLiftsFirst) state.lift(o, gates);
+            state.decay_to_end(u, gates);
+          }
+          if constexpr (kLiftsFirst) {
+            pin(Sb);
+            pin(o);
+            wgmma_fence();
+            state.issue_read(o, Sb, shared_address(sm.q[q]), true);
+            wgmma_commit();
+          }
         }
         pin(state.S);
         pin(u);

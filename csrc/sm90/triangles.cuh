@@ -98,36 +98,69 @@ struct Triangles {
     r[3] &= lower | all;
   }
 
-  // Row strip w of A to scratch, in fp16.
-  GDN_DEVICE void store_a(const float (&kk)[32], const GateVectors& gates) const {
-    const float beta0 = gates.beta[w * 16 + lane / 4], beta1 = gates.beta[w * 16 + lane / 4 + 8];
-    const uint32_t below = lower(1);
+  // Row strip w of a triangle: word(b, i) is word i of block column b, as WGMMA leaves them.
+  template <class Word>
+  GDN_DEVICE void store_strip(uint32_t tile, uint32_t lower, const Word& word) const {
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       if (b > w) break;
       uint32_t r[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float beta = i % 2 == 0 ? beta0 : beta1;
-        r[i] = pack(__half{}, kk[8 * b + 2 * i] * beta, kk[8 * b + 2 * i + 1] * beta);
+      for (int i = 0; i < 4; ++i) r[i] = word(b, i);
+      keep_lower(r, lower, b == w);
+      stmatrix_x4(lines.block_at(tile, w, b), r);
+    }
+  }
+  // The same for words of E, in a steep chunk times the decay that is left in the triangle; power(row) is
+  // that of a row. What is above the diagonal may become infinite or NaN, and is masked after.
+  template <class E, class Power, class Word>
+  GDN_DEVICE void store_triangle(uint32_t tile, uint32_t lower, const GateVectors& gates,
+                                 const Power& power, const Word& word) const {
+    const auto biased = [&](int i) { return biased_power<E>(power(w * 16 + lane / 4 + 8 * i)); };
+    const auto times_decay = [&](uint32_t x, uint32_t row, int b, int i) {
+      const auto* columns = reinterpret_cast<const uint32_t*>(gates.left);
+      return multiply(E{}, x, power_of_two<E>(row, columns[8 * b + 4 * (i / 2) + lane % 4]));
+    };
+    if constexpr (C::kStates == 2) {  // the instructions of a mild chunk lie together, and fetch no others
+      if (!gates.steep) {
+        store_strip(tile, lower, word);
+      } else {
+        const uint32_t rows[2] = {biased(0), biased(1)};
+        store_strip(tile, lower, [&](int b, int i) {
+          return times_decay(word(b, i), rows[i % 2], b, i);
+        });
       }
-      keep_lower(r, below, b == w);
-      stmatrix_x4(lines.block_at(a_tile, w, b), r);
+    } else {  // fewer instructions: blocks with two makers, one of them in each path, would fetch both
+      uint32_t r[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) r[i] = word(i / 4, i % 4);
+      if (gates.steep) {
+        const uint32_t rows[2] = {biased(0), biased(1)};
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          if (i / 4 > w) break;
+          r[i] = times_decay(r[i], rows[i % 2], i / 4, i % 4);
+        }
+      }
+      store_strip(tile, lower, [&](int b, int i) { return r[4 * b + i]; });
     }
   }
 
+  // Row strip w of A to scratch, in fp16.
+  GDN_DEVICE void store_a(const float (&kk)[32], const GateVectors& gates) const {
+    const float beta[2] = {gates.beta[w * 16 + lane / 4], gates.beta[w * 16 + lane / 4 + 8]};
+    store_triangle<__half>(
+        a_tile, lower(1), gates, [&](int row) { return -gates.left[row]; },
+        [&](int b, int i) {
+          return pack(__half{}, kk[8 * b + 2 * i] * beta[i % 2], kk[8 * b + 2 * i + 1] * beta[i % 2]);
+        });
+  }
+
   // Row strip w of P.
-  GDN_DEVICE void store_p(const float (&qk)[32], uint32_t p_tile) const {
-    const uint32_t not_above = lower(0);
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      if (b > w) break;
-      uint32_t r[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) r[i] = pack(T{}, qk[8 * b + 2 * i], qk[8 * b + 2 * i + 1]);
-      keep_lower(r, not_above, b == w);
-      stmatrix_x4(lines.block_at(p_tile, w, b), r);
-    }
+  GDN_DEVICE void store_p(const float (&qk)[32], uint32_t p_tile, const GateVectors& gates) const {
+    store_triangle<T>(
+        p_tile, lower(0), gates, [&](int row) { return gates.score[row]; },
+        [&](int b, int i) { return pack(T{}, qk[8 * b + 2 * i], qk[8 * b + 2 * i + 1]); });
   }
 
   // The two 8 x 8 diagonal blocks of warp w. A lane owns one row x of a block's inverse:
@@ -221,49 +254,6 @@ struct Triangles {
     if (w < 3) solve_column(w, t_tile);
     charge(sm, kAuxColumn, since);
   }
-
-  // For steep chunks, in loops: the instructions of all roles have to share a small cache, and these
-  // are rarely needed.
-
-  // The decay that is left in a triangle of E, into its row strip w.
-  template <class E>
-  GDN_DEVICE void decay(uint32_t tile, const GateVectors& gates) const {
-    __syncwarp();
-    const int row = w * 16 + lane % 16;
-    const float rho = gates.rho[row];
-#pragma unroll 1
-    for (int column = lane / 16 * 2; column < 16 * w + 16; column += 4) {
-      const uint32_t at = tile + row * 128 + (column * 2 ^ row % 8 * 16);
-      const float2 pair = unpack(E{}, load_shared_4(at));
-      // Above the diagonal are zeros, which must meet no infinity.
-      const float low = row >= column ? rho - gates.rho[column] : 0.f;
-      const float high = row > column ? rho - gates.rho[column + 1] : 0.f;
-      store_shared_4(at, pack(E{}, pair.x * exp2_approx(low), pair.y * exp2_approx(high)));
-    }
-  }
-
-  // q <- 2^(exponent + rho) q, what tokens keep of the state.
-  GDN_DEVICE void scale_q(int stage, const GateVectors& gates) const {
-    const int row = threadIdx.x % 128 / 2;
-    const float f = exp2_approx(gates.exponent + gates.rho[row]);
-    // Two threads a row: each has a half of its tiles, or of its one tile.
-    constexpr int kLines = 4 * C::kKeyTiles;
-    const int first = threadIdx.x % 2 * kLines;
-    const uint32_t tile_row = shared_address(sm.q[stage][0]) + row * 128;
-#pragma unroll 1
-    for (int i = first; i < first + kLines; ++i) {
-      // Rows begin at the same bank: each takes its lines in an order of its own.
-      const uint32_t at = tile_row + i / 8 * kTileBytes + (i ^ row % 8) % 8 * 16;
-      uint32_t x[4];
-      load_shared_16(at, x);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 pair = unpack(T{}, x[j]);
-        x[j] = pack(T{}, pair.x * f, pair.y * f);
-      }
-      store_shared_16(at, x);
-    }
-  }
 };
 
 // Opaque to the compiler, which would otherwise keep every address of the loop in a register.
@@ -273,17 +263,11 @@ GDN_DEVICE int fresh_lane() {
   return lane;
 }
 
-// P of a chunk from its q and k. The product must be done.
+// P of a chunk from q k^T, which must be done.
 template <class C>
-GDN_DEVICE void finish_p(const Triangles<C>& own, float (&qk)[32], int p_stage, int q_stage,
+GDN_DEVICE void finish_p(const Triangles<C>& own, const float (&qk)[32], int p_stage,
                          const GateVectors& gates) {
-  const uint32_t tile = shared_address(own.sm.p[p_stage]);
-  own.store_p(qk, tile);
-  if (gates.steep) {
-    own.template decay<typename C::T>(tile, gates);
-    own.barrier();  // q k^T of all warps is done
-    own.scale_q(q_stage, gates);
-  }
+  own.store_p(qk, shared_address(own.sm.p[p_stage]), gates);
   fence_async_proxy();
   __syncwarp();
 }
@@ -349,7 +333,6 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
     own.barrier();  // the previous chunk's scratch has been read
     const uint32_t since = clock_now();
     own.store_a(kk, gates);
-    if (gates.steep) own.template decay<__half>(own.a_tile, gates);
     charge(sm, kAuxStoreA, since);
     if constexpr (C::kMakersMakeP) {  // after A is stored: T is what the state waits for
       wait(sm, sm.q_full[q_now], q.phase, kAuxWaitQ);
@@ -376,7 +359,7 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
       arrive(sm.k_empty[now % C::kKStages], lead);
       const uint32_t since_p = clock_now();
       wait(sm, sm.p_empty[p], now / kPStages & 1 ^ 1, kAuxWaitP);
-      finish_p(own, qk, p, q_now, gates);
+      finish_p(own, qk, p, gates);
       charge(sm, kAuxStoreP, since_p);
       arrive(sm.p_full[p], lead);
       arrive(sm.q_empty[q_now], lead);
