@@ -503,10 +503,12 @@ def form(x: Tensor) -> tuple[Any, ...]:
 
 @each_backend
 @each_op
-def test_shapes_without_memory(op: Op, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_without_memory(
+    op: Op, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the meta device and among fake tensors, within their mode and outside of it."""
     monkeypatch.setenv("GDN_BACKEND", backend)
-    tensors = op.make("cpu")
+    tensors = op.make(device)
     expected = [form(y) for y in op.run(copied(tensors))]
     on_meta = op.run({name: x.to("meta") for name, x in tensors.items()})
     assert all(y.is_meta for y in on_meta)
