@@ -24,9 +24,9 @@
 
 namespace gdn::sm90 {
 
-// G stays in [kTop - kRange, kTop] from chunk to chunk. Entering a steep chunk it is in [0, kTop], and
-// leaving one in [0, 1). Later tokens than those that decay by more than 2^-(kSteepRange + 1) until the
-// chunk's end have d = D.
+// G stays in [kTop - kRange, kTop] from chunk to chunk. A steep chunk reads a state with G in [0, kTop] and
+// leaves one with G in [0, 1). In a steep chunk, tokens whose decay to the chunk's end is less than
+// kSteepUnits have d = D; the others have e in [kSteepUnits, kSteepUnits + 1).
 template <class T>
 struct Frame;
 template <>
@@ -45,7 +45,7 @@ struct Frame<__half> {
   static constexpr float kMostLift = 96, kMostPower = 96;
 };
 
-// Beyond these many log2 units a token's factor in a steep chunk is a whole power of two in A and P.
+// The frame of one chunk.
 struct ChunkFrame {
   float G;       // of the state that the chunk reads
   float enter;   // log2 of what S' is multiplied by to be in that frame
@@ -70,6 +70,7 @@ GDN_HOST_DEVICE ChunkFrame chunk_frame(float G, float last) {
   return x;
 }
 
+// The exponents of one token, as above.
 struct TokenFrame {
   float e, d, y;  // d and y are whole numbers
 };

@@ -103,7 +103,8 @@ GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)
     f[i] = exp2_approx(x.d);
     left[i] = int(-x.d);
     if constexpr (F::kLiftsOutput) {
-      // Of P u', or the state's part where that comes first, without y.
+      // P' u' comes first and is multiplied by 2^y; where q S' comes first (K over 128), it is multiplied
+      // by 2^d, and y is 0.
       r[i] = exp2_approx(C::kKeepsRounded ? x.e - x.y : x.e);
       lift[i] = exp2_approx(C::kKeepsRounded ? x.y : x.d);
       score[i] = int(x.d);
