@@ -441,9 +441,9 @@ def measure_host(inputs: Inputs, peers: Sequence[Peer], device: Device, effort: 
 
 def by_steps(inputs: Inputs) -> Pair:
     """The Triton kernels with every intermediate in memory: one kernel a mathematical step."""
-    chunk_fwd = importlib.import_module("gdn_triton.ops.chunk_fwd")
-    validation = importlib.import_module("gdn_triton.validation")
-    Tensors = importlib.import_module("gdn_triton.problem").Inputs
+    chunk_fwd = importlib.import_module("gdn_triton.chunk.triton.forward")
+    validation = importlib.import_module("gdn_triton.chunk.validation")
+    Tensors = importlib.import_module("gdn_triton.chunk.problem").Inputs
     options = dict.fromkeys(("scale", "cu_seqlens_cpu", "chunk_indices", "A_log", "dt_bias"))
     flags = dict.fromkeys(
         (

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
-from gdn_triton.api import _deprecated_state_layout, chunk_gated_delta_rule, explain
-from gdn_triton.backend import PREFILL, RECURRENT, STEP, Explanation
-from gdn_triton.conv import causal_conv1d, causal_conv1d_update, fused_conv_prep
-from gdn_triton.conv_backend import (
+from gdn_triton._host.backends import PREFILL, RECURRENT, STEP, Explanation
+from gdn_triton.chunk.api import _deprecated_state_layout, chunk_gated_delta_rule, explain
+from gdn_triton.chunk.prefill import chunk_prefill
+from gdn_triton.chunk.prefill_call import PrefillCall
+from gdn_triton.chunk.validation_prefill import validate_prefill
+from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update, fused_conv_prep
+from gdn_triton.conv.backends import (
     CONV,
     CONV_PREP,
     CONV_UPDATE,
@@ -20,16 +23,17 @@ from gdn_triton.conv_backend import (
     prep_problem,
     validate_conv,
 )
-from gdn_triton.conv_backend import STEP as CONV_STEP
-from gdn_triton.post_conv import fused_post_conv_prep
-from gdn_triton.post_conv_backend import POST_CONV, validate_post_conv, with_gradients
-from gdn_triton.prefill import chunk_prefill
-from gdn_triton.prefill_call import PrefillCall
-from gdn_triton.recurrent import _step_operands, fused_recurrent_gated_delta_rule, recurrent_step
-from gdn_triton.recurrent_plans import SequenceOptions, StepOptions
-from gdn_triton.recurrent_problem import Operands
-from gdn_triton.validation_prefill import validate_prefill
-from gdn_triton.validation_recurrent import validate_sequences, validate_step
+from gdn_triton.conv.backends import STEP as CONV_STEP
+from gdn_triton.prep.api import fused_post_conv_prep
+from gdn_triton.prep.backends import POST_CONV, validate_post_conv, with_gradients
+from gdn_triton.recurrent.api import (
+    _step_operands,
+    fused_recurrent_gated_delta_rule,
+    recurrent_step,
+)
+from gdn_triton.recurrent.plans import SequenceOptions, StepOptions
+from gdn_triton.recurrent.problem import Operands
+from gdn_triton.recurrent.validation import validate_sequences, validate_step
 
 _Given = dict[str, Any]
 

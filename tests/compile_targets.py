@@ -32,10 +32,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-import gdn_triton.kernels
-import gdn_triton.varlen
-from gdn_triton.config import MOST_SEGMENT_K
-from gdn_triton.problem import Inputs, Pool, Problem
+import gdn_triton
+from gdn_triton._triton.tiles import MOST_SEGMENT_K
+from gdn_triton.chunk.problem import Inputs, Pool, Problem
 
 # --------------------------------------------------------------------------------- what is expected
 
@@ -220,9 +219,9 @@ def make_call(
 
 def run_package(shape: Shape) -> None:
     """The dataflows of a call, and the outputs of steps that a forward does not ask for."""
-    from gdn_triton.kernels import gate, state, wy
-    from gdn_triton.ops import chunk_fwd
-    from gdn_triton.varlen import make_chunks
+    from gdn_triton.chunk.triton import forward as chunk_fwd
+    from gdn_triton.chunk.triton import gate, state, wy
+    from gdn_triton.chunk.triton.chunks import make_chunks
 
     cu_seqlens = torch.tensor([0, 100, 300], dtype=torch.int32) if shape.full else None
     H = shape.HV // 2
@@ -245,7 +244,7 @@ def run_package(shape: Shape) -> None:
 
 def run_backward(problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None) -> None:
     """The gradients of every input, from those of o and, where there is one, of the final state."""
-    from gdn_triton.ops.chunk_bwd import gradients
+    from gdn_triton.chunk.triton.backward import gradients
 
     do, dht = torch.empty_like(x.v, memory_format=torch.contiguous_format), None
     if problem.output_final_state:
@@ -295,8 +294,8 @@ def run_pool(shape: Shape, chunk_fwd: Any) -> None:
 
 def run_shards(shape: Shape) -> None:
     """A rank's part of a sequence that is split over ranks, at its start and in its middle."""
-    from gdn_triton.ops import shard_triton
-    from gdn_triton.shards import Interval, ShardLayout
+    from gdn_triton.chunk.triton import sharded as shard_triton
+    from gdn_triton.distributed.layout import Interval, ShardLayout
 
     T = 300
     cu_seqlens = torch.tensor([0, T], dtype=torch.int32)
@@ -316,7 +315,7 @@ def run_shards(shape: Shape) -> None:
 
 def run_post_conv(shape: Shape) -> None:
     """The preparation after the convolution, from both layouts, with the norm and without."""
-    from gdn_triton.kernels.post_conv import post_conv_fwd
+    from gdn_triton.prep.triton import post_conv_fwd
 
     L, H, HV, K, V = 300, shape.HV // 2, shape.HV, shape.K, shape.V
     columns = 2 * H * K + HV * V
@@ -332,10 +331,10 @@ def run_post_conv(shape: Shape) -> None:
 def run_conv(shape: Shape) -> None:
     """The convolution: before the preparation and alone, from both layouts, with states and
     without; its step; its gradients. Its taps differ from shape to shape."""
-    from gdn_triton.conv_problem import ConvOperands, ConvProblem, PrepOperands
-    from gdn_triton.kernels.conv import conv_fwd, conv_prep_fwd
-    from gdn_triton.kernels.conv_backward import conv_bwd
-    from gdn_triton.kernels.conv_walk import conv_update_fwd
+    from gdn_triton.conv.problem import ConvOperands, ConvProblem, PrepOperands
+    from gdn_triton.conv.triton.backward import conv_bwd
+    from gdn_triton.conv.triton.forward import conv_fwd, conv_prep_fwd
+    from gdn_triton.conv.triton.update import conv_update_fwd
 
     N, T, HV, full = 3, 300, shape.HV, shape.full
     H, W = HV // 2, 4 if shape.K == 128 else 3 if full else 2
@@ -383,10 +382,10 @@ def run_conv(shape: Shape) -> None:
 
 def run_recurrent(shape: Shape) -> None:
     """Sequences, and steps of one token and of several from pools of both layouts."""
-    from gdn_triton.ops.recurrent import plan
-    from gdn_triton.recurrent_plans import SequenceOptions, StepOptions
-    from gdn_triton.recurrent_problem import Operands
-    from gdn_triton.validation_recurrent import validate_sequences, validate_step
+    from gdn_triton.recurrent.plans import SequenceOptions, StepOptions
+    from gdn_triton.recurrent.problem import Operands
+    from gdn_triton.recurrent.triton.plan import plan
+    from gdn_triton.recurrent.validation import validate_sequences, validate_step
 
     N, T, H, HV, K, V = 3, 4, shape.HV // 2, shape.HV, shape.K, shape.V
     q, k = torch.empty(2, 1, N * T, H, K, dtype=shape.dtype)
@@ -416,7 +415,7 @@ def run_recurrent(shape: Shape) -> None:
 
 def run_wide_grids() -> None:
     """More than 65,535 heads over a batch, and as many packed sequences."""
-    from gdn_triton.ops import chunk_fwd
+    from gdn_triton.chunk.triton import forward as chunk_fwd
 
     for full in (False, True):
         shape = Shape(16, 16, BF16, HV=32 if full else 64, full=full)
@@ -480,9 +479,8 @@ def compile_only(target: GPUTarget) -> Iterator[list[Compiled]]:
 
 def kernels_of_package() -> set[str]:
     """The names of all kernels that are launched (helpers that kernels inline end otherwise)."""
-    modules = [gdn_triton.varlen]
-    for info in pkgutil.iter_modules(gdn_triton.kernels.__path__):
-        modules.append(importlib.import_module(f"gdn_triton.kernels.{info.name}"))
+    names = [info.name for info in pkgutil.walk_packages(gdn_triton.__path__, "gdn_triton.")]
+    modules = [importlib.import_module(name) for name in names if "triton" in name.split(".")]
     return {
         name
         for module in modules

@@ -51,8 +51,8 @@ def dataflow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """One of the Triton backend's dataflows, whichever the sizes would choose: "steps" for every
     call, "fused" for every call that it can take (all but those with fp32 products), "segments" for
     the fused one in segments of one chunk (where sequences are few, as segments demand)."""
-    from gdn_triton.ops import chunk_fwd
-    from gdn_triton.problem import Problem
+    from gdn_triton.chunk.problem import Problem
+    from gdn_triton.chunk.triton import forward as chunk_fwd
 
     def choose(problem: Problem) -> Callable[..., Any]:
         wide = chunk_fwd.compute_dtype(problem).itemsize == 4

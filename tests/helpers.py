@@ -21,7 +21,8 @@ from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 # bf16 goes through kernels only on a GPU: Triton's interpreter keeps bf16 values as integers and
-# multiplies those, without an error. gdn_triton.backend refuses it there for the same reason.
+# multiplies those, without an error. gdn_triton._host.backends refuses it there for the same
+# reason.
 _BF16_MARK = pytest.mark.gpu("bf16 products are wrong in Triton's interpreter")
 DTYPES = [
     pytest.param(FP32, id="fp32"),

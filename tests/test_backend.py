@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import gdn_triton
-from gdn_triton import backend, fast
-from gdn_triton.backend import CHUNK, Backend
-from gdn_triton.problem import Problem
+from gdn_triton import fast
+from gdn_triton._host import backends as backend
+from gdn_triton._host.backends import CHUNK, Backend
+from gdn_triton.chunk.problem import Problem
 
 NO_CUDA = "The CUDA library is absent in this test."
 
@@ -244,14 +245,14 @@ def test_named_backend_is_the_one_called(monkeypatch):
 
 
 def test_load_reference():
-    from gdn_triton.ops import reference_chunk
+    from gdn_triton.chunk import reference as reference_chunk
 
     assert CHUNK.choose(problem("cpu")).load() is reference_chunk.forward
 
 
 def test_load_triton():
     pytest.importorskip("triton", reason="Triton is not installed")
-    from gdn_triton.ops import chunk
+    from gdn_triton.chunk.triton import autograd as chunk
 
     assert CHUNK.choose(problem()).load() is chunk.forward
 

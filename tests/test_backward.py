@@ -36,9 +36,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import gdn_triton
-from gdn_triton import config, reference
+from gdn_triton import reference
+from gdn_triton._triton import tiles as config
+from gdn_triton.chunk.triton import backward_state
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2
-from gdn_triton.kernels import backward_state
 
 
 @pytest.fixture(autouse=True)

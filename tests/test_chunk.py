@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn_triton
 from gdn_triton import reference
-from gdn_triton.ops.chunk_fwd import readable
+from gdn_triton.chunk.triton.forward import readable
 
 
 @pytest.fixture(autouse=True)

@@ -20,10 +20,10 @@ from helpers import BF16, FP16, FP32, FP64, Case, make_inputs, unit_rows
 from torch import Tensor
 
 # Registers the operators; a traced call does so by itself, as a test below shows.
-import gdn_triton.ops.library  # noqa: F401
+import gdn_triton.chunk.operators  # noqa: F401
 from gdn_triton import chunk_gated_delta_rule
+from gdn_triton.chunk.problem import ChunkCall
 from gdn_triton.constants import CHUNK_SIZES
-from gdn_triton.problem import ChunkCall
 
 FORWARD = torch.ops.gdn_triton.chunk_gated_delta_rule_fwd.default
 BACKWARD = torch.ops.gdn_triton.chunk_gated_delta_rule_bwd.default
@@ -554,12 +554,12 @@ def test_eager_call_knows_nothing_of_it() -> None:
         x = torch.randn(1, 5, 1, 8)
         args = (x, x, x, -torch.rand(1, 5, 1), torch.rand(1, 5, 1))
         expected = gdn_triton.chunk_gated_delta_rule(*args)[0]
-        assert "gdn_triton.ops.library" not in sys.modules
+        assert "gdn_triton.chunk.operators" not in sys.modules
         assert "torch._dynamo" not in sys.modules
         run = torch.compile(gdn_triton.chunk_gated_delta_rule, fullgraph=True, backend="eager")
         assert torch.equal(run(*args)[0], expected)
-        assert "gdn_triton.ops.library" in sys.modules
-        assert "gdn_triton.kernels" not in sys.modules
+        assert "gdn_triton.chunk.operators" in sys.modules
+        assert not [m for m in sys.modules if m[:4] == "gdn_" and "triton" in m.split(".")]
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],

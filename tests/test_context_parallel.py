@@ -27,10 +27,11 @@ from ranks import run_ranks
 from torch import Tensor
 
 from gdn_triton import chunk_gated_delta_rule, explain
-from gdn_triton.distributed import ContextParallel, build_cp_context, conv_halo, shard_layout
-from gdn_triton.ops.context_parallel import Exchange
-from gdn_triton.problem import Inputs, Problem
-from gdn_triton.shards import Interval, ShardLayout, any_crosses, cut_out
+from gdn_triton.chunk.problem import Inputs, Problem
+from gdn_triton.chunk.sharded import Exchange
+from gdn_triton.distributed import ContextParallel, build_cp_context, conv_halo
+from gdn_triton.distributed.context import shard_layout
+from gdn_triton.distributed.layout import Interval, ShardLayout, any_crosses, cut_out
 
 # ---------------------------------------------------------------------------------------- the cases
 
@@ -498,7 +499,7 @@ def cut_into_chunks(on: bool) -> None:
     """Walks of one chunk, wherever a call could be cut."""
     if not interpreted():
         return
-    from gdn_triton.ops import chunk_fwd
+    from gdn_triton.chunk.triton import forward as chunk_fwd
 
     if not hasattr(cut_into_chunks, "before"):
         cut_into_chunks.before = chunk_fwd.choose_segments
@@ -620,7 +621,7 @@ def run_alone(
     state where the sequence has `begun`, and dht where it is `unfinished`. Beside the results and
     gradients, what the maps that this rank sends make of those: the final state (`sent`) and the
     gradient of the initial state (`dsent`)."""
-    from gdn_triton.ops import shard_triton
+    from gdn_triton.chunk.triton import sharded as shard_triton
 
     T, state = case.tokens, x["initial_state"]
     before, after = (0,) * begun, (2,) * unfinished
@@ -690,7 +691,7 @@ def check_alone(
     case: Case, device: str, monkeypatch: pytest.MonkeyPatch, *, begun: bool, unfinished: bool
 ) -> None:
     """One rank's part against the same tokens in one call on one device."""
-    from gdn_triton.ops import chunk_fwd
+    from gdn_triton.chunk.triton import forward as chunk_fwd
 
     x, do, dht = make_lasting_call(case, device)
     monkeypatch.setenv("GDN_BACKEND", "triton")

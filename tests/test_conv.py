@@ -20,8 +20,8 @@ from gdn_triton import (
     fused_conv_prep,
     fused_post_conv_prep,
     recurrent_step,
-    reference_conv,
 )
+from gdn_triton.reference import conv as reference_conv
 
 UNIT32 = 2.0**-24
 BACKENDS = ["triton", "reference"]
@@ -1005,7 +1005,7 @@ def test_no_gradient_from_a_state_under_a_compiler(fresh_compiler: None) -> None
 
 
 def test_operators_pass_the_library_s_checks(device: str) -> None:
-    import gdn_triton.ops.conv_library  # noqa: F401  (registers the operators)
+    import gdn_triton.conv.operators  # noqa: F401  (registers the operators)
 
     x, weight, bias = make(9, 6, device=device)
     cu_seqlens = torch.tensor([0, 4, 9], device=device)

@@ -10,10 +10,10 @@ import triton
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
 
 import gdn_triton
-from gdn_triton import config
-from gdn_triton.config import Gpu, gpu_of
-from gdn_triton.kernels import backward_pairs, backward_state, fused, output, state
-from gdn_triton.ops import chunk_fwd
+from gdn_triton._triton import tiles as config
+from gdn_triton._triton.tiles import Gpu, gpu_of
+from gdn_triton.chunk.triton import backward_pairs, backward_state, fused, output, state
+from gdn_triton.chunk.triton import forward as chunk_fwd
 
 LARGE, SMALL, TINY = Gpu("cuda", 90, 132), Gpu("cuda", 86, 16), Gpu("cuda", 86, 1)
 

@@ -50,9 +50,10 @@ from helpers import (
 from torch import Tensor
 
 import gdn_triton
-from gdn_triton import backend, fast
+from gdn_triton import fast
+from gdn_triton._host import backends as backend
+from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.fast import chunk, support
-from gdn_triton.problem import Inputs, Pool, Problem
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -799,7 +800,7 @@ def test_the_librarys_forward_with_tritons_gradients(
 
 def test_no_gradient_no_triton(sevens: Sevens, device: str, monkeypatch: Any) -> None:
     """A forward alone imports no kernel of Triton's."""
-    monkeypatch.setitem(sys.modules, "gdn_triton.ops.chunk", None)
+    monkeypatch.setitem(sys.modules, "gdn_triton.chunk.triton.autograd", None)
     call = make_call(TRAINED, FP16, device, Options())
     o, _ = run("cuda", call)
     assert (o == 7).all()

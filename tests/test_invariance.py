@@ -17,11 +17,12 @@ from helpers import BF16, FP16, FP32, RUNS, Case, Inputs, make_inputs, pieces, s
 from torch import Tensor
 
 import gdn_triton
-from gdn_triton import chunk_prefill, config, explain_call
-from gdn_triton.config import Gpu, segment_chunks
-from gdn_triton.ops.chunk_fwd import choose_segments
-from gdn_triton.problem import ChunkCall
-from gdn_triton.validation import validate_chunk
+from gdn_triton import chunk_prefill, explain_call
+from gdn_triton._triton import tiles as config
+from gdn_triton._triton.tiles import Gpu, segment_chunks
+from gdn_triton.chunk.problem import ChunkCall
+from gdn_triton.chunk.triton.forward import choose_segments
+from gdn_triton.chunk.validation import validate_chunk
 
 
 @pytest.fixture(autouse=True)

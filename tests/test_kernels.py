@@ -39,20 +39,20 @@ from helpers import (
 from torch import Tensor
 
 from gdn_triton import reference
+from gdn_triton.chunk.triton.chunks import Chunks, make_chunks
+from gdn_triton.chunk.triton.fused import fused_fwd
+from gdn_triton.chunk.triton.gate import beta_sigmoid_fwd, chunk_local_cumsum, gate_cumsum_fwd
+from gdn_triton.chunk.triton.l2norm import l2norm_fwd
+from gdn_triton.chunk.triton.output import output_fwd
+from gdn_triton.chunk.triton.prepare import prepare_fwd
+from gdn_triton.chunk.triton.state import state_fwd
+from gdn_triton.chunk.triton.wy import wy_fwd
 from gdn_triton.constants import (
     CHUNK_SIZES,
     LOG2_DECAY_FLOOR,
     RCP_LN2,
     SOFTPLUS_THRESHOLD,
 )
-from gdn_triton.kernels.fused import fused_fwd
-from gdn_triton.kernels.gate import beta_sigmoid_fwd, chunk_local_cumsum, gate_cumsum_fwd
-from gdn_triton.kernels.l2norm import l2norm_fwd
-from gdn_triton.kernels.output import output_fwd
-from gdn_triton.kernels.prepare import prepare_fwd
-from gdn_triton.kernels.state import state_fwd
-from gdn_triton.kernels.wy import wy_fwd
-from gdn_triton.varlen import Chunks, make_chunks
 
 UNIT32 = 2.0**-24
 FLOOR = LOG2_DECAY_FLOOR[FP32]

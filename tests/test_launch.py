@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton.config import compiler
-from gdn_triton.launch import MOST_VARIANTS, Launch
+from gdn_triton._triton.launch import MOST_VARIANTS, Launch
+from gdn_triton._triton.tiles import compiler
 
 
 @triton.jit(do_not_specialize=["scale", "n"])

@@ -17,12 +17,14 @@ from helpers import BF16, DTYPES, FP16, FP32, FP64, assert_within_budget, same_b
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gdn_triton import backend, causal_conv1d, reference_conv
-from gdn_triton.backend import Backend
+from gdn_triton import causal_conv1d
+from gdn_triton._host import backends as backend
+from gdn_triton._host.backends import Backend
+from gdn_triton.chunk import reference as reference_chunk
 from gdn_triton.layers import GatedDeltaNet, gated_deltanet, weights_from_qwen
 from gdn_triton.layers.convolution import conv_from_states
 from gdn_triton.layers.gated_deltanet import CONV_STEP_TOKENS, RECURRENT_TOKENS
-from gdn_triton.ops import reference_chunk
+from gdn_triton.reference import conv as reference_conv
 
 HIDDEN = 20
 # Every option of the constructor that changes the arithmetic.

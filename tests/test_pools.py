@@ -15,7 +15,7 @@ from helpers import FP32, FP64, assert_within_budget, same_bits
 from torch import Tensor
 
 import gdn_triton
-from gdn_triton import memory
+from gdn_triton._host import memory
 from gdn_triton.layers import GatedDeltaNet
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -344,7 +344,7 @@ def test_in_inference_mode(name: str, backend: str) -> None:
 @pytest.mark.of_no_device
 def test_versions_with_the_cuda_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library is not here; its caller raises the versions before it runs."""
-    from gdn_triton.ops import cuda_chunk
+    from gdn_triton.chunk import cuda as cuda_chunk
 
     seen: list[int] = []
     pool = SimpleNamespace(state=states(2), out=torch.zeros(3), checkpoints=torch.zeros(4))

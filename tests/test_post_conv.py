@@ -12,9 +12,10 @@ import torch
 from helpers import BF16, DTYPES, FP16, FP32, FP64, assert_within_budget, same_bits
 from torch import Tensor
 
-from gdn_triton import fused_post_conv_prep, reference_post_conv
-from gdn_triton.backend import Backend
+from gdn_triton import fused_post_conv_prep
+from gdn_triton._host.backends import Backend
 from gdn_triton.constants import L2NORM_EPS, MAX_K, SOFTPLUS_THRESHOLD
+from gdn_triton.reference import prep as reference_post_conv
 
 UNIT32 = 2.0**-24
 NAMES = ("q", "k", "v", "g", "beta")
@@ -82,7 +83,7 @@ def to_exact(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def check_kernel(args: tuple[Any, ...], **options: bool) -> tuple[Tensor, ...]:
-    from gdn_triton.kernels.post_conv import post_conv_fwd
+    from gdn_triton.prep.triton import post_conv_fwd
 
     flags = {"apply_l2norm": True, "output_g_exp": False, **options}
     use_l2norm, g_exp = flags["apply_l2norm"], flags["output_g_exp"]
@@ -222,7 +223,7 @@ def test_gates_far_out(device: str) -> None:
 
 def test_gates_that_are_not_finite(device: str) -> None:
     """inf forgets all, -inf nothing; a NaN stays in its token and head, in g or in beta."""
-    from gdn_triton.kernels.post_conv import post_conv_fwd
+    from gdn_triton.prep.triton import post_conv_fwd
 
     args = make_args((4, 1, 2, 4, 4), device=device)
     a, b = args[1].clone(), args[2].clone()
@@ -253,7 +254,7 @@ def test_rows_of_zeros_and_of_large_values(device: str) -> None:
 
 
 def test_nan_stays_in_its_row(device: str) -> None:
-    from gdn_triton.kernels.post_conv import post_conv_fwd
+    from gdn_triton.prep.triton import post_conv_fwd
 
     args = make_args((67, 2, 2, 16, 16), device=device)
     args[0][65, 16 + 3] = torch.nan  # q's second head
@@ -266,7 +267,7 @@ def test_nan_stays_in_its_row(device: str) -> None:
 
 @pytest.mark.parametrize("layout", ["dense", "channel-major"])
 def test_a_token_has_the_same_bits_anywhere(layout: str, device: str) -> None:
-    from gdn_triton.kernels.post_conv import post_conv_fwd
+    from gdn_triton.prep.triton import post_conv_fwd
 
     args = make_args((176, 2, 4, 16, 16), layout=layout, dtype=FP16, device=device)
     whole = post_conv_fwd(*args, use_l2norm=True, g_exp=False)
@@ -393,7 +394,7 @@ def test_unknown_keyword() -> None:
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_triton_is_called(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And by auto, where the kernels run at all: on a GPU, or in the interpreter."""
-    from gdn_triton.post_conv_backend import POST_CONV
+    from gdn_triton.prep.backends import POST_CONV
 
     loaded = []
 
@@ -549,7 +550,7 @@ def test_compiled_gradients(wanted: tuple[int, ...], device: str, fresh_compiler
 
 
 def test_operator_passes_the_library_s_checks(device: str) -> None:
-    import gdn_triton.ops.post_conv  # noqa: F401  (registers the operators)
+    import gdn_triton.prep.operators  # noqa: F401  (registers the operators)
 
     args = make_args((9, 2, 4, 6, 8), device=device)
     for x in args[:5]:

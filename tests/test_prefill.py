@@ -805,7 +805,7 @@ def test_the_cuda_library_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fast, "why_unavailable", lambda: None)
     monkeypatch.setattr(fast, "why_not_on", lambda device: None)
     x = arguments("cpu", K=128, V=128, dtype=FP16)
-    from gdn_triton.validation_prefill import validate_prefill
+    from gdn_triton.chunk.validation_prefill import validate_prefill
 
     problem = replace(validate_prefill(**validated(x)), device=torch.device("cuda:0"))
     for pool in (FP32, FP16, BF16):
@@ -835,7 +835,7 @@ def arguments(
 
 
 def validated(x: dict[str, Any]) -> dict[str, Any]:
-    from gdn_triton.prefill_call import PrefillCall
+    from gdn_triton.chunk.prefill_call import PrefillCall
 
     optional = dict.fromkeys(PrefillCall._fields)
     flags = {name: False for name in PrefillCall._fields if name[:4] in ("use_", "allo")}
@@ -1050,8 +1050,8 @@ def test_errors_while_tracing() -> None:
 
 def test_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema, fake and mutations, as torch's own checker sees them."""
-    import gdn_triton.ops.prefill_library  # noqa: F401
-    from gdn_triton.prefill_call import PrefillCall
+    import gdn_triton.chunk.prefill_operators  # noqa: F401
+    from gdn_triton.chunk.prefill_call import PrefillCall
 
     monkeypatch.setenv("GDN_BACKEND", "reference")
     for more in ({}, {"out": torch.empty(1, 64, 2, 16), **KEPT}):

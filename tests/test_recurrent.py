@@ -19,8 +19,8 @@ from torch import Tensor
 
 import gdn_triton
 from gdn_triton import fused_recurrent_gated_delta_rule, recurrent_step, reference
-from gdn_triton import recurrent_plans as plans
-from gdn_triton.reference_recurrent import recurrent
+from gdn_triton.recurrent import plans
+from gdn_triton.reference.recurrent import recurrent
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

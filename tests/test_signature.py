@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import gdn_triton
-import gdn_triton.ops.library
-import gdn_triton.ops.prefill_library
-from gdn_triton.prefill_call import PrefillCall
-from gdn_triton.problem import ChunkCall, Inputs
-from gdn_triton.validation import validate_chunk
-from gdn_triton.validation_prefill import validate_prefill
+import gdn_triton.chunk.operators
+import gdn_triton.chunk.prefill_operators
+from gdn_triton.chunk.prefill_call import PrefillCall
+from gdn_triton.chunk.problem import ChunkCall, Inputs
+from gdn_triton.chunk.validation import validate_chunk
+from gdn_triton.chunk.validation_prefill import validate_prefill
 
 REQUIRED = inspect.Parameter.empty
 

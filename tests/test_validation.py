@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gdn_triton
-from gdn_triton import backend
-from gdn_triton.validation import MOST_REMEMBERED, likeness, remembered, validate_chunk
+from gdn_triton._host import backends as backend
+from gdn_triton.chunk.validation import MOST_REMEMBERED, likeness, remembered, validate_chunk
 
 B, T, H, HV, K, V = 2, 5, 2, 4, 8, 16
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers import same_bits
 
+from gdn_triton.chunk.triton.chunks import make_chunks, max_chunks
 from gdn_triton.constants import CHUNK_SIZES
-from gdn_triton.varlen import make_chunks, max_chunks
 
 
 def offsets_of(lengths: list[int]) -> list[int]:

@@ -1,8 +1,8 @@
 """Host code of the CUDA forward: a validated problem and its tensors in, one operator called.
 
 The operator writes into memory that is made here, or into a pool's. Under torch.compile the whole
-op is opaque already (`gdn_triton.ops.library`, `prefill_library`), so this one is never traced and
-has no fake.
+op is opaque already (`gdn_triton.chunk.operators`, `prefill_operators`), so this one is never
+traced and has no fake.
 """
 
 import functools
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton import fast
-from gdn_triton.problem import Inputs, Pool, Problem
+from gdn_triton.chunk.problem import Inputs, Pool, Problem
 
 # What the kernels read g, beta and the initial state in.
 _SIDE_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))

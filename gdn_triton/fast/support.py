@@ -7,7 +7,7 @@ A `Problem` has no addresses and no strides. Those are never a reason to refuse:
 import torch
 
 from gdn_triton import fast
-from gdn_triton.problem import Problem
+from gdn_triton.chunk.problem import Problem
 
 CHUNK_SIZE = 64
 MAX_K = 256

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gdn_triton.prefill import chunk_prefill
+from gdn_triton.chunk.prefill import chunk_prefill
 
 
 def prefill(

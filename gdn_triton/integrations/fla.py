@@ -24,11 +24,11 @@ import torch
 from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
-from gdn_triton.api import chunk_gated_delta_rule
-from gdn_triton.environment import batch_invariant
+from gdn_triton._host.environment import batch_invariant
+from gdn_triton.chunk.api import chunk_gated_delta_rule
+from gdn_triton.chunk.validation import remembered
 from gdn_triton.explanations import explain_call
-from gdn_triton.recurrent import fused_recurrent_gated_delta_rule
-from gdn_triton.validation import remembered
+from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
 # 0.5.2 is the first whose registry covers the op. A later version may mean something else by an
 # argument, so one that nobody has looked at is refused.

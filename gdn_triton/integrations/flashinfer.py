@@ -18,9 +18,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from gdn_triton.arguments import count_sequences
+from gdn_triton._host.arguments import count_sequences
 from gdn_triton.integrations._prefill import prefill
-from gdn_triton.recurrent import recurrent_step
+from gdn_triton.recurrent.api import recurrent_step
 
 
 def log_decay(alpha: Tensor) -> Tensor:

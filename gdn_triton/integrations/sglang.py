@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn_triton.chunk.prefill import chunk_prefill
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
-from gdn_triton.prefill import chunk_prefill
-from gdn_triton.recurrent import recurrent_step
+from gdn_triton.recurrent.api import recurrent_step
 
 # Where SGLang's kernel for --linear-attn-backend triton looks the functions up.
 MODULE = "sglang.srt.layers.attention.linear.kernels.gdn_triton"

@@ -38,8 +38,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gdn_triton.api import chunk_gated_delta_rule
-from gdn_triton.recurrent import fused_recurrent_gated_delta_rule
+from gdn_triton.chunk.api import chunk_gated_delta_rule
+from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
 __all__ = ["Place", "Status", "disable", "enable", "status"]
 

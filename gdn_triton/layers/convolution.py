@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_triton.conv import causal_conv1d
+from gdn_triton.conv.api import causal_conv1d
 
 __all__ = ["conv_from_states", "sequence_of_tokens"]
 

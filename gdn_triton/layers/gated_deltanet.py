@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gdn_triton.api import chunk_gated_delta_rule
-from gdn_triton.arguments import (
+from gdn_triton._host.arguments import (
     FLOAT_DTYPES,
     FLOATS,
     INDEX_DTYPES,
@@ -25,13 +24,14 @@ from gdn_triton.arguments import (
     type_of,
     value_of,
 )
-from gdn_triton.conv import causal_conv1d, causal_conv1d_update
+from gdn_triton._host.tensors import check_local, is_traced, is_transformed
+from gdn_triton.chunk.api import chunk_gated_delta_rule
+from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update
 from gdn_triton.layers.cache import GatedDeltaNetCache
 from gdn_triton.layers.convolution import conv_from_states, sequence_of_tokens
 from gdn_triton.layers.qwen import weights_from_qwen
-from gdn_triton.recurrent import fused_recurrent_gated_delta_rule, recurrent_step
-from gdn_triton.tensors import check_local, is_traced, is_transformed
-from gdn_triton.validation_recurrent import LAST_SKIPPED
+from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
+from gdn_triton.recurrent.validation import LAST_SKIPPED
 
 __all__ = ["GatedDeltaNet"]
 

@@ -1,0 +1,396 @@
+"""Which backend runs a call: an operator's ordered list, each entry with its reason to refuse.
+
+`GDN_BACKEND`, read at every call, is `auto` (the default) or the name of a backend. `auto` takes
+the first backend of the operator that does not refuse, and logs the choice and the refusals before
+it once. A name holds for the operators that have such a backend: if it refuses a call, the call
+raises RuntimeError with the reason. For an operator that has no backend of that name at all, the
+name means `auto`, which is logged once. Every refusal is a sentence.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from gdn_triton.chunk.problem import Inputs, Pool, Problem
+from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
+from gdn_triton.fast import support as fast_support
+from gdn_triton.recurrent.problem import Operands, RecurrentProblem, Run
+
+
+class Forward(Protocol):
+    """What runs a call of the chunked op: o and the final states, or None. With a `pool`, which is
+    there if and only if the problem has a `pool_dtype`, o and the states are written into it."""
+
+    def __call__(
+        self, problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+if TYPE_CHECKING:
+    from gdn_triton.chunk.sharded import ShardOps
+
+# plan(problem, operands): what runs that call of the recurrence, and those like it.
+Plan = Callable[[RecurrentProblem, Operands], Run]
+
+
+class Placed(Protocol):
+    """A validated call, as far as a choice among backends looks at all of them alike."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+P = TypeVar("P", bound=Placed)
+F = TypeVar("F")
+
+# What `GDN_BACKEND` may name, in the order in which `auto` tries them.
+NAMES = ("cuda", "triton", "reference")
+
+MIN_TRITON = "3.6"
+
+_logger = logging.getLogger("gdn_triton")
+_logged: set[tuple[str, str, tuple[tuple[str, str], ...], int]] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Backend(Generic[P, F]):
+    """name: as `GDN_BACKEND` spells it. supports: a sentence why not, or None. load: imports the
+    backend's modules, which may be heavy or absent, and returns what runs a call. exists: False
+    where the operator has no such backend (`missing`)."""
+
+    name: str
+    supports: Callable[[P], str | None]
+    load: Callable[[], F]
+    exists: bool = True
+
+
+def _load_nothing() -> NoReturn:
+    raise AssertionError("a backend that refuses every call was chosen")
+
+
+def missing(name: str, why: str) -> Backend[Any, Any]:
+    """In the place of a backend that an operator does not have. why: a sentence."""
+    return Backend(name, lambda _: why, _load_nothing, exists=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which backend would run a call, and why (`gdn_triton.explain`, `gdn_triton.explain_call`).
+
+    requested: the value of `GDN_BACKEND`. chosen: the backend that would run, or None when the one
+    asked for by name refuses. reasons: for each backend in order, None if it is the chosen one,
+    else a sentence why it would not run. operator: the name of the function that was asked about.
+    as_auto: whether `requested` names a backend that this function does not have, so that the
+    choice is that of `auto`.
+    """
+
+    requested: str
+    chosen: str | None
+    reasons: dict[str, str | None]
+    operator: str = "chunk_gated_delta_rule"
+    as_auto: bool = False
+
+    def __str__(self) -> str:
+        chosen = f"{self.chosen} would run" if self.chosen else "no backend would run"
+        if self.as_auto:
+            chosen = f"{self.operator} has no such backend; as with auto, {chosen}"
+        lines = [f"GDN_BACKEND={self.requested}: {chosen}"]
+        lines += [f"  {name}: {reason or 'chosen'}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+@dataclass(slots=True, eq=False)
+class Operator(Generic[P, F]):
+    """A public function and its backends. name: the function's. backends: one of each of `NAMES`,
+    in that order; the last one refuses nothing."""
+
+    name: str
+    backends: tuple[Backend[P, F], ...]
+
+    def choose(self, problem: P) -> Backend[P, F]:
+        """The backend that runs this problem.
+
+        ValueError for an unknown `GDN_BACKEND`; RuntimeError with the reason if the operator has
+        the backend that is asked for by name and it refuses.
+        """
+        requested = requested_backend()
+        refusals: list[tuple[str, str]] = []
+        if requested != "auto":
+            backend = self._named(requested)
+            if backend.exists:
+                reason = backend.supports(problem)
+                if reason is not None:
+                    raise RuntimeError(f"GDN_BACKEND={requested} cannot run this call. {reason}")
+                return backend
+            # The log says so, whether or not it comes before the one that is chosen.
+            requested = f"{requested}, which {self.name} does not have and so takes for auto,"
+        for backend in self.backends:
+            reason = backend.supports(problem)
+            if reason is None:
+                _log_once(requested, backend.name, tuple(refusals), problem.device.type)
+                return backend
+            refusals.append((backend.name, reason))
+        # The reference is last in the list and refuses nothing.
+        raise AssertionError("no backend took the problem")
+
+    def explain(self, problem: P) -> Explanation:
+        """What `choose` would do, and why not otherwise. Raises only for an unknown
+        `GDN_BACKEND`."""
+        requested = requested_backend()
+        as_auto = requested != "auto" and not self._named(requested).exists
+        reasons = {backend.name: backend.supports(problem) for backend in self.backends}
+        if requested == "auto" or as_auto:
+            chosen = next((name for name, reason in reasons.items() if reason is None), None)
+            passed_over = f"It could run this call, but {chosen} comes before it."
+        else:
+            chosen = requested if reasons[requested] is None else None
+            passed_over = f"It could run this call, but GDN_BACKEND asks for {requested}."
+        for name, reason in reasons.items():
+            if reason is None and name != chosen:
+                reasons[name] = passed_over
+        return Explanation(requested, chosen, reasons, self.name, as_auto)
+
+    def _named(self, name: str) -> Backend[P, F]:
+        return self.backends[NAMES.index(name)]
+
+
+def requested_backend() -> str:
+    """The value of `GDN_BACKEND`; ValueError if it is none of the known ones."""
+    name = os.environ.get("GDN_BACKEND", "auto")
+    if name != "auto" and name not in NAMES:
+        names = ", ".join(["auto", *sorted(NAMES)])
+        raise ValueError(f"GDN_BACKEND must be one of {names}, got {name!r}")
+    return name
+
+
+def _log_once(
+    requested: str, name: str, refusals: tuple[tuple[str, str], ...], device_type: str
+) -> None:
+    # On an accelerator the reference is right but far slower than kernels: worth a warning.
+    slow = name == "reference" and device_type != "cpu"
+    level = logging.WARNING if slow else logging.INFO
+    if (requested, name, refusals, level) in _logged:
+        return
+    _logged.add((requested, name, refusals, level))
+    _logger.log(
+        level,
+        "GDN_BACKEND=%s chose %s%s.%s",
+        requested,
+        name,
+        f", which is slow on {device_type}" if slow else "",
+        "".join(f" Not {refused}: {reason}" for refused, reason in refusals),
+    )
+
+
+# --------------------------------------------------------------------------------- what they refuse
+
+
+@functools.cache
+def _triton_missing() -> str | None:
+    """A sentence why Triton cannot be used, or None. It cannot change within a process."""
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton {MIN_TRITON} or newer is needed and cannot be imported ({error})."
+    if Version(triton.__version__) < Version(MIN_TRITON):
+        return f"Triton {MIN_TRITON} or newer is needed; {triton.__version__} is installed."
+    return None
+
+
+def _interpreting() -> bool:
+    """Whether Triton kernels run in the interpreter (TRITON_INTERPRET=1), on the CPU."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def _triton_refusal(dtypes: tuple[torch.dtype, ...], device_type: str, K: int) -> str | None:
+    """What no Triton kernel of this package can run."""
+    missing = _triton_missing()
+    if missing is not None:
+        return missing
+    if _interpreting():
+        if torch.bfloat16 in dtypes:
+            return (
+                "Triton's interpreter multiplies bfloat16 matrices wrongly; use float16 or "
+                "float32, or unset TRITON_INTERPRET."
+            )
+    elif device_type == "cpu":
+        return "The tensors are on the CPU, where Triton only runs with TRITON_INTERPRET=1."
+    elif device_type not in ("cuda", "xpu"):
+        return f"Triton runs on cuda and xpu devices; the tensors are on {device_type}."
+    if torch.float64 in dtypes:
+        return "The Triton kernels compute in float32 at most; one of q, k, v is float64."
+    if K > MAX_K:
+        return f"The Triton kernels take keys of up to {MAX_K} channels; K is {K}."
+    return None
+
+
+def _states_refusal(dtype: torch.dtype) -> str | None:
+    """What no Triton kernel of this package can keep states in."""
+    if dtype == torch.float64:
+        return "The Triton kernels compute in float32 at most; the states are float64."
+    if dtype == torch.bfloat16 and _interpreting():
+        return "Triton's interpreter is not used with bfloat16; the states are."
+    return None
+
+
+def triton_limits(
+    dtypes: tuple[torch.dtype, ...], device_type: str, HV: int, K: int, V: int
+) -> str | None:
+    """A sentence why the Triton kernels cannot take such q, k and v, or None."""
+    refusal = _triton_refusal(dtypes, device_type, K)
+    if refusal is not None:
+        return refusal
+    row = HV * max(K, V)
+    if row >= MAX_ROW_STRIDE:
+        return (
+            f"The Triton kernels take rows of less than {MAX_ROW_STRIDE} elements; a token's "
+            f"HV * max(K, V) is {row}."
+        )
+    return None
+
+
+def triton_supports(problem: Problem) -> str | None:
+    """A sentence why the Triton kernels cannot run this problem, or None."""
+    p = problem
+    if p.unreadable is not None:
+        return p.unreadable
+    refusal = triton_limits((p.q_dtype, p.k_dtype, p.v_dtype), p.device.type, p.HV, p.K, p.V)
+    return refusal or (None if p.pool_dtype is None else _states_refusal(p.pool_dtype))
+
+
+def cuda_supports(problem: Problem) -> str | None:
+    """A sentence why the CUDA library, or Triton for its gradients, cannot run this, or None."""
+    refusal = problem.unreadable or fast_support.supports(problem)
+    if refusal is not None or not problem.needs_grad:
+        return refusal
+    refusal = triton_supports(problem)
+    if refusal is None:
+        return None
+    return (
+        "The CUDA library has no backward of its own, an input requires a gradient, and the Triton "
+        f"backward cannot run: {refusal}"
+    )
+
+
+def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
+    """A sentence why the Triton kernel cannot run this call of the recurrence, or None."""
+    if problem.unreadable is not None:
+        return problem.unreadable
+    dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
+    refusal = _triton_refusal(dtypes, problem.device.type, problem.K)
+    if refusal is not None:
+        return refusal
+    refusal = _states_refusal(problem.state_dtype)
+    if refusal is not None:
+        return refusal
+    if problem.tile_span >= 2**31:
+        return (
+            "The Triton kernel takes rows and states of which the last element is less than 2^31 "
+            f"elements from the first; one is {problem.tile_span} from it."
+        )
+    if problem.needs_grad:
+        return (
+            "The Triton kernel of the recurrence has no backward; an input requires a gradient. "
+            "Call under torch.no_grad() if none is wanted."
+        )
+    return None
+
+
+def reference_supports(problem: Placed) -> str | None:
+    """The reference takes every valid problem, on every device."""
+    return None
+
+
+def sharded_cuda_supports(problem: Problem) -> str | None:
+    """A sentence why the CUDA library cannot run a rank's part of a split call."""
+    return "The CUDA library does not serve cp_context."
+
+
+# ---------------------------------------------------------------------- the operators of the rule
+
+# What is loaded is kept: an import of what is there already takes longer.
+
+
+@functools.cache
+def _load_cuda() -> Forward:
+    from gdn_triton.chunk import cuda
+
+    return cuda.forward
+
+
+@functools.cache
+def _load_triton() -> Forward:
+    from gdn_triton.chunk.triton import autograd
+
+    return autograd.forward
+
+
+@functools.cache
+def _load_reference() -> Forward:
+    from gdn_triton.chunk import reference
+
+    return reference.forward
+
+
+@functools.cache
+def _load_triton_shard() -> "ShardOps":
+    from gdn_triton.chunk.triton import sharded
+
+    return sharded
+
+
+@functools.cache
+def _load_reference_shard() -> "ShardOps":
+    from gdn_triton.chunk import reference_sharded
+
+    return reference_sharded
+
+
+@functools.cache
+def _load_triton_plan() -> Plan:
+    from gdn_triton.recurrent.triton import plan
+
+    return plan.plan
+
+
+@functools.cache
+def _load_reference_plan() -> Plan:
+    from gdn_triton.recurrent import reference
+
+    return reference.plan
+
+
+_CHUNK_BACKENDS: tuple[Backend[Problem, Forward], ...] = (
+    Backend("cuda", cuda_supports, _load_cuda),
+    Backend("triton", triton_supports, _load_triton),
+    Backend("reference", reference_supports, _load_reference),
+)
+CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS)
+PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS)
+
+# A call of the chunked op that is split over ranks.
+SHARDED: Operator[Problem, "ShardOps"] = Operator(
+    "chunk_gated_delta_rule",
+    (
+        Backend("cuda", sharded_cuda_supports, _load_nothing),
+        Backend("triton", triton_supports, _load_triton_shard),
+        Backend("reference", reference_supports, _load_reference_shard),
+    ),
+)
+
+_RECURRENT_BACKENDS: tuple[Backend[RecurrentProblem, Plan], ...] = (
+    missing("cuda", "The CUDA library has no kernel for the recurrence token by token."),
+    Backend("triton", recurrent_triton_supports, _load_triton_plan),
+    Backend("reference", reference_supports, _load_reference_plan),
+)
+RECURRENT = Operator("fused_recurrent_gated_delta_rule", _RECURRENT_BACKENDS)
+STEP = Operator("recurrent_step", _RECURRENT_BACKENDS)

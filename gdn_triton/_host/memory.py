@@ -1,0 +1,223 @@
+"""The memory that a call writes: each of its elements has a place of its own, and it lies apart
+from what the call reads and from what else it writes.
+
+Kernels write while other programs of them still read, so that memory which is shared makes results
+that depend on who comes first. No contents are read here, and nothing waits for a device. What
+shapes, strides and dtypes decide is decided once for calls that are alike (`Apart`); a call then
+costs one look at the address of each tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gdn_triton._host.arguments import must
+
+# Shape, strides and dtype: where the elements of a tensor are, seen from the first.
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+# A number d from the first bound to the last, both counted, times a stride above 0.
+Term: TypeAlias = tuple[int, int, int]
+
+# Two layouts that are not told apart within so many steps count as sharing memory. Slices,
+# transposes and splits of dense tensors need a few.
+MOST_STEPS = 20_000
+
+
+def layout_of(x: Tensor | None) -> Layout | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype)
+
+
+class Apart:
+    """What must lie apart in the memory of calls that are alike.
+
+    layouts: of all tensors, by the names that errors give them; None for one that is not there.
+    written: the names of those that the call writes. An error names the earlier one of two first.
+
+    Raises ValueError if a tensor that is written has two elements in one place.
+    """
+
+    __slots__ = ("_chosen", "_first", "_layouts", "_names", "_writes")
+
+    def __init__(self, layouts: Mapping[str, Layout | None], written: Sequence[str]) -> None:
+        # A tensor without elements has no memory that could be shared.
+        present = {
+            name: (i, layout)
+            for i, (name, layout) in enumerate(layouts.items())
+            if layout is not None and 0 not in layout[0]
+        }
+        self._names = tuple(present)
+        self._layouts = tuple(layout for _, layout in present.values())
+        writes = [self._names.index(name) for name in written if name in present]
+        for w in writes:
+            check_own_memory(self._names[w], self._layouts[w])
+        sizes = [span(shape, strides) * dtype.itemsize for shape, strides, dtype in self._layouts]
+        # Of each that is written: which it is, its bytes, the bytes of those that it is compared
+        # with, and for the others a size that meets nothing.
+        self._writes: list[tuple[int, int, tuple[int, ...]]] = []
+        if len(present) > 1 and writes:
+            for n, w in enumerate(writes):
+                others = [-(2**64) if i in writes[: n + 1] else m for i, m in enumerate(sizes)]
+                self._writes.append((w, sizes[w], tuple(others)))
+            self._first = present[self._names[writes[0]]][0]
+            self._chosen = itemgetter(*(i for i, _ in present.values()))
+
+    def check(self, tensors: Sequence[Tensor | None]) -> None:
+        """Raises ValueError if memory of `tensors`, which have the layouts and their order, is
+        shared. Tensors that have no memory (of the meta device, or fake) are passed over."""
+        if not self._writes or isinstance(tensors[self._first], FakeTensor):
+            return
+        addresses = tuple(map(Tensor.data_ptr, self._chosen(tensors)))
+        for w, size, other_sizes in self._writes:
+            first = addresses[w]
+            end = first + size
+            for i, address in enumerate(addresses):
+                if address < end and first < address + other_sizes[i]:
+                    self._check_pair(w, i, address - first if first else None)
+
+    def _check_pair(self, w: int, i: int, distance: int | None) -> None:
+        """Tensors of which one starts between the first and the last element of the other may
+        still share no element: columns of one tensor share none. distance: None without memory."""
+        if distance is not None and _share(self._layouts[w], self._layouts[i], distance):
+            name = self._names[i]
+            expected = f"lie apart from {name} in memory"
+            raise ValueError(must(self._names[w], expected, f"memory that {name} has too"))
+
+
+def is_same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether x is y, or a view of the same elements in the same order and of the same dtype."""
+    if x is y:
+        return True
+    if layout_of(x) != layout_of(y) or x.is_meta or isinstance(x, FakeTensor):
+        return False
+    return x.data_ptr() == y.data_ptr()
+
+
+@functools.lru_cache(1024)
+def check_own_memory(name: str, layout: Layout) -> None:
+    """What is written has no two elements in one place."""
+    dimensions = _dimensions(layout)
+    reach = 0
+    for stride, n in dimensions:
+        if stride <= reach:
+            # Elements of this dimension lie between those of the others, or on them.
+            if stride == 0 or _meets_itself(dimensions):
+                expected = "have memory of its own for every element"
+                raise ValueError(must(name, expected, f"strides {list(layout[1])}"))
+            return
+        reach += (n - 1) * stride
+
+
+def _dimensions(layout: Layout) -> list[tuple[int, int]]:
+    """(stride, size) of the dimensions that have more than one element, by stride; two are one
+    where the second goes on where the first ends."""
+    found: list[tuple[int, int]] = []
+    for stride, n in sorted(zip(layout[1], layout[0], strict=True)):
+        if n == 1:
+            continue
+        if found and stride > 0 and stride == found[-1][0] * found[-1][1]:
+            found[-1] = found[-1][0], found[-1][1] * n
+        else:
+            found.append((stride, n))
+    return found
+
+
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last, both counted."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+def _meets_itself(dimensions: Sequence[tuple[int, int]]) -> bool:
+    """Whether two elements that differ in some index are in one place. dimensions: (stride, size),
+    no stride being 0."""
+    for k, (stride, n) in enumerate(dimensions):
+        others = [(s, 1 - m, m - 1) for s, m in dimensions[k + 1 :]]
+        if _reaches([(stride, 1, n - 1), *others], 0, 0):
+            return True
+    return False
+
+
+@functools.lru_cache(1024)
+def _share(x: Layout, y: Layout, distance: int) -> bool:
+    """Whether an element of x and one of y have a byte in common; `distance` bytes lie from the
+    first byte of x to that of y."""
+    terms: list[Term] = [
+        (stride * y[2].itemsize, 0, n - 1) for stride, n in _dimensions(y) if stride > 0
+    ]
+    terms += [(stride * x[2].itemsize, 1 - n, 0) for stride, n in _dimensions(x) if stride > 0]
+    low, high = 1 - y[2].itemsize - distance, x[2].itemsize - 1 - distance
+    return _reaches(terms, low, high)
+
+
+def _reaches(given: Sequence[Term], low: int, high: int) -> bool:
+    """Whether a sum of all terms can be from low to high; True too if that takes MOST_STEPS to
+    tell. From the largest stride to the smallest, each number is tried that the rest may make up
+    for: of strides that nest these are two or three."""
+    merged: dict[int, tuple[int, int]] = {}
+    for stride, first, last in given:
+        known = merged.get(stride, (0, 0))
+        merged[stride] = known[0] + first, known[1] + last
+    terms = sorted(merged.items(), reverse=True)
+    least, most = [0], [0]  # of the sums of the last terms
+    for stride, (first, last) in reversed(terms):
+        least.append(least[-1] + stride * first)
+        most.append(most[-1] + stride * last)
+    steps = 0
+    waiting = [(0, low, high)]
+    while waiting:
+        k, low, high = waiting.pop()
+        if k == len(terms):
+            if low <= 0 <= high:
+                return True
+            continue
+        stride, (first, last) = terms[k]
+        rest = len(terms) - k - 1
+        start = max(first, -((most[rest] - low) // stride))
+        end = min(last, (high - least[rest]) // stride)
+        if rest == 0:
+            # One number is as good as another.
+            end = min(end, start)
+        steps += 1 + max(0, end - start)
+        if steps > MOST_STEPS:
+            return True
+        waiting += [(k + 1, low - d * stride, high - d * stride) for d in range(start, end + 1)]
+    return False
+
+
+# ------------------------------------------------------------------------------ versions of tensors
+
+
+class _Operator(threading.local):
+    counts_writes = False
+
+
+_operator = _Operator()
+
+
+def count_writes(*tensors: Tensor | None) -> None:
+    """Tells autograd that a kernel is about to write these tensors in place, as torch's in-place
+    operations tell it: autograd then refuses a backward that needs what they held."""
+    if _operator.counts_writes:
+        return
+    for x in tensors:
+        if x is not None:
+            torch.autograd.graph.increment_version(x)
+
+
+@contextmanager
+def operator_counts_writes() -> Iterator[None]:
+    """Inside of an operator whose schema says what it writes: torch counts that then, once."""
+    before = _operator.counts_writes
+    _operator.counts_writes = True
+    try:
+        yield
+    finally:
+        _operator.counts_writes = before

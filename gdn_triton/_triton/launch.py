@@ -1,0 +1,110 @@
+"""Launching a compiled kernel again, for a third of the host time that Triton takes.
+
+At every launch Triton looks at each argument anew to find the compiled variant that fits: 25 us for
+a kernel of 45 arguments, which is more than small inputs keep it running. A `Launch` is a kernel
+together with the arguments that its code is specialised on; it looks at the others only.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from gdn_triton._triton.tiles import compiler
+
+# Variants that one Launch remembers. A few are normal: combinations of dtypes, alignments, devices.
+MOST_VARIANTS = 64
+
+
+class Launch:
+    """``Launch(kernel, **fixed)(grid, **given)`` does what ``kernel[grid](**given, **fixed)`` does.
+
+    given: the kernel's first parameters, in its order: its pointers, each a tensor or None, then
+        the numbers that it lists in ``do_not_specialize``.
+    fixed: all its other parameters and the options (``num_warps``, ...), no tensor among them. Two
+        sets of them are two objects, which the caller keeps.
+
+    The first launch of a variant is Triton's own, which compiles it; later ones run what it
+    returned. Variants differ in all that Triton decides by in what is given: the current device;
+    of a pointer whether it is there, its dtype, and whether it is a multiple of 16 bytes; of a
+    number its type. Sizes beyond 32 bits are always left to Triton. No value is remembered.
+
+    Hooks on launches are called as ever. Options that Triton reads from its environment
+    (TRITON_DEBUG) count when a variant is first launched. In the interpreter, and on GPUs that are
+    not NVIDIA's, where Triton decides by more than this, every launch is Triton's own.
+
+    Raises TypeError if the arguments are not split as said here, or come in another order.
+    """
+
+    __slots__ = ("_compiled", "_fixed", "_given", "_kernel", "_pointers", "_values", "_variants")
+
+    def __init__(self, kernel: Any, **fixed: Any) -> None:
+        given = tuple(name for name in kernel.arg_names if name not in fixed)
+        self._compiled = isinstance(kernel, JITFunction)
+        # The interpreter specialises on nothing.
+        params = kernel.params if self._compiled else ()
+        numbers = tuple(p.name for p in params if p.do_not_specialize)
+        self._kernel = kernel
+        self._fixed = fixed
+        self._given = given
+        self._pointers = len(given) - len(numbers)
+        if given + tuple(kernel.arg_names[len(given) :]) != tuple(kernel.arg_names):
+            raise TypeError(f"{kernel.__name__}: {given}, not fixed, must be its first parameters")
+        if given[self._pointers :] != numbers:
+            raise TypeError(f"{kernel.__name__}: {given}, not fixed, must end with {numbers}")
+        for name, value in fixed.items():
+            if isinstance(value, torch.Tensor):
+                raise TypeError(f"{kernel.__name__}: {name} is a tensor, which cannot be fixed")
+        self._values = tuple(fixed[name] for name in kernel.arg_names[len(given) :])
+        self._variants: dict[Hashable, CompiledKernel] = {}
+
+    def __call__(self, grid: tuple[int, int, int], /, **given: Any) -> None:
+        if tuple(given) != self._given:
+            raise TypeError(
+                f"{self._kernel.__name__}: expected {self._given}, in this order, got "
+                f"{tuple(given)}"
+            )
+        kernel, pointers = self._kernel, self._pointers
+        if not self._compiled or kernel.pre_run_hooks:
+            kernel[grid](**given, **self._fixed)
+            return
+        values = tuple(given.values())
+        tensors, numbers = values[:pointers], values[pointers:]
+        device = driver.active.get_current_device()
+        addresses: list[int | None] = []
+        decisive: list[Hashable] = [device]
+        for x in tensors:
+            if x is None:
+                addresses.append(None)
+                decisive.append(None)
+            else:
+                address = x.data_ptr()
+                addresses.append(address)
+                decisive.append(x.dtype)
+                if address % 16 != 0:
+                    decisive.append("unaligned")
+        key = (*decisive, *map(type, numbers))
+        small = not numbers or (min(numbers) >= -(2**31) and max(numbers) < 2**31)
+        variant = self._variants.get(key) if small else None
+        if variant is None:
+            variant = kernel[grid](**given, **self._fixed)
+            # None where a test has put something else in the place of Triton's launch.
+            if small and isinstance(variant, CompiledKernel) and compiler() == "cuda":
+                if len(self._variants) >= MOST_VARIANTS:
+                    self._variants.clear()
+                self._variants[key] = variant
+            return
+        stream = driver.active.get_current_stream(device)
+        runtime = knobs.runtime
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            variant[grid](*addresses, *numbers, *self._values, stream=stream)
+            return
+        # What the line above does, less the 3 us that it takes to call no hook.
+        variant.run(
+            *(*grid, stream, variant.function, variant.packed_metadata, None, None, None),
+            *(*addresses, *numbers, *self._values),
+        )

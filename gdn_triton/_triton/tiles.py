@@ -1,0 +1,323 @@
+"""Tile configurations: fixed tables, no search. The same call runs the same code every time.
+
+Each function returns the tile of one step from what fixes its cost: the head dimensions, the width
+of the dtype that its products are computed in, the GPU that the tensors are on (`gpu_of`) where its
+limits count and, for the serial steps, how many states there are to walk. Numbers without another
+reason were the fastest of those measured on an H200 (docs/kernels.md).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from gdn_triton._host.device import on_device
+
+# What is found for a set of sizes is kept for the next call of them. Bounded, as the numbers of
+# tokens and of states are among these sizes: a server may never see one of them twice.
+MOST_KEPT = 1024
+_kept = functools.lru_cache(maxsize=MOST_KEPT)
+
+
+class Tile(NamedTuple):
+    """Tile widths over K and V, and how the kernel is launched. maxnreg: registers a thread may
+    use, for kernels that gain more from another block on the multiprocessor than they lose."""
+
+    BK: int
+    BV: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        launch = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.maxnreg is not None and compiler() == "cuda":
+            launch["maxnreg"] = self.maxnreg
+        return launch
+
+
+# For kernels whose bits another one has to give as well, or another variant of the same source:
+# which of its sums a compiler fuses with a product differs between them. `tl.fma` always is one.
+UNFUSED = {"enable_fp_fusion": False}
+
+# KiB of shared memory that one block may use, by what Triton compiles for. A kernel that needs more
+# does not launch; one that assumes less is only slower.
+SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+LEAST_SHARED_MEMORY = 64
+
+
+@functools.cache
+def compiler() -> str:
+    """What Triton compiles for in this process: "cuda", "hip", ...; "interpreter" when it does
+    not. Which GPU of that kind it is, is a matter of each call (`gpu_of`)."""
+    if triton.knobs.runtime.interpret:
+        return "interpreter"
+    return str(triton.runtime.driver.active.get_current_target().backend)
+
+
+class Gpu(NamedTuple):
+    """What tiles depend on of a GPU. arch: as Triton names it: 90, "gfx942", ..."""
+
+    compiler: str
+    arch: int | str
+    multiprocessors: int
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that one block may use, at the least."""
+        return SHARED_MEMORY.get(self.arch, LEAST_SHARED_MEMORY) * 1024  # type: ignore[arg-type]
+
+
+# An H200's, where there is no GPU to ask.
+MULTIPROCESSORS = 132
+
+_gpus: dict[torch.device, Gpu] = {}
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU that tensors are on. Those of one process may differ."""
+    gpu = _gpus.get(device)
+    if gpu is None:
+        gpu = _gpus[device] = _ask(device)
+    return gpu
+
+
+def _ask(device: torch.device) -> Gpu:
+    if compiler() == "interpreter":
+        return Gpu(compiler(), 0, MULTIPROCESSORS)
+    with on_device(device):
+        arch = triton.runtime.driver.active.get_current_target().arch
+    count = MULTIPROCESSORS
+    if device.type == "cuda":
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+    return Gpu(compiler(), arch, count)
+
+
+@functools.cache
+def dot_precision(dtype: torch.dtype) -> str:
+    """How products of fp32 values are computed. Between 16-bit inputs and outputs tf32 loses
+    nothing that the rounding of the result keeps; fp32 inputs get fp32-accurate products."""
+    if compiler() != "cuda":
+        return "ieee"
+    return "tf32x3" if dtype.itemsize == 4 else "tf32"
+
+
+def stages(gpu: Gpu, most: int, stage_bytes: int, other_bytes: int) -> int:
+    """The most loads in flight, up to ``most``, whose tiles fit the GPU's shared memory beside the
+    tiles that are there once. Two on AMD: with more, the pipeliner of Triton 3.6 fails there on
+    loops whose loads are narrow ("operation destroyed but still has uses")."""
+    if gpu.compiler == "hip":
+        most = min(most, 2)
+    return max(1, min(most, (gpu.shared_memory - other_bytes) // stage_bytes))
+
+
+def padded(n: int, most: int, least: int = 16) -> int:
+    """The tile width for a dimension of n: a power of two from ``least`` to ``most``; 16 is the
+    least that a matrix instruction takes."""
+    return min(max(triton.next_power_of_2(n), least), most)
+
+
+# For the kernels of single chunks: with tiles as wide as one instruction, or narrow loads into
+# them, Triton 3.6's assembler (ptxas 12.8) builds shared-memory descriptors from a register that
+# nothing has written.
+LEAST_WIDTH = 32
+
+
+@_kept
+def wy_config(K: int, V: int, dtype: torch.dtype) -> Tile:
+    """Four-byte inputs take three passes of the tensor cores and a quarter of the width."""
+    if dtype.itemsize == 4:
+        return Tile(32, 32, num_warps=4, num_stages=2)
+    BK = padded(K, 256, LEAST_WIDTH)
+    if BK <= 64:
+        return Tile(BK, padded(V, 64, LEAST_WIDTH), num_warps=4, num_stages=2)
+    if BK <= 128:
+        maxnreg = 168 if K % 16 == 0 else None
+        return Tile(64, padded(V, 128, LEAST_WIDTH), num_warps=4, num_stages=1, maxnreg=maxnreg)
+    return Tile(128, padded(V, 128, LEAST_WIDTH), num_warps=4, num_stages=1)
+
+
+def state_tile(
+    gpu: Gpu, BK: int, BV: int, warps: int, most_stages: int, dtype: torch.dtype
+) -> Tile:
+    """In flight: w, k [64, BK] and u [64, BV]. Once: the state and v_new as operands."""
+    size = dtype.itemsize
+    stage, other = (128 * BK + 64 * BV) * size, (BK + 128) * BV * size
+    return Tile(BK, BV, warps, stages(gpu, most_stages, stage, other))
+
+
+@_kept
+def state_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
+    """BK spans K, as the program holds whole columns of the state. The fewer states, the narrower
+    the program, until every multiprocessor has one."""
+    BK = padded(K, 256)
+    columns = states * V / gpu.multiprocessors
+    if columns <= 16:
+        return state_tile(gpu, BK, padded(V, 16), 4, 4, dtype)
+    if dtype.itemsize == 4 or columns <= 32 or (BK <= 128 and columns <= 64):
+        return state_tile(gpu, BK, padded(V, 32), 4, 4, dtype)
+    return state_tile(gpu, BK, padded(V, 64), 8 if BK > 128 else 4, 2, dtype)
+
+
+@_kept
+def output_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype) -> Tile:
+    """All of V = 128 in one program, so that q k^T is computed once."""
+    BK, BV = padded(K, 64), padded(V, 128, LEAST_WIDTH)
+    if dtype.itemsize == 4:
+        return Tile(padded(K, 32), padded(V, 64), num_warps=4, num_stages=1)
+    count = stages(gpu, 3 if K > 128 else 2, (128 + BV) * BK * 2, (BV + 64) * 128)
+    return Tile(BK, BV, 4, count, maxnreg=168 if 64 < K <= 128 else None)
+
+
+@_kept
+def prepare_config(K: int, dtype: torch.dtype) -> Tile:
+    """BK spans K, as a row's norm needs all of it."""
+    BK = padded(K, 256, LEAST_WIDTH)
+    return Tile(BK, 0, num_warps=4, num_stages=1, maxnreg=128 if BK <= 128 else 168)
+
+
+def fused_tile(gpu: Gpu, BK: int, BV: int, warps: int, most_stages: int) -> Tile:
+    """In flight: q, k [64, BK], A_inv, A_qk [64, 64] and v [64, BV]. Once: the state and three
+    tiles [64, BV] as operands. All of two bytes an element."""
+    stage, other = (128 * BK + 8192 + 64 * BV) * 2, (BK + 192) * BV * 2
+    return Tile(BK, BV, warps, stages(gpu, most_stages, stage, other))
+
+
+@_kept
+def fused_config(gpu: Gpu, K: int, V: int, states: int, short: bool) -> Tile:
+    """BK spans K, as the program holds whole columns of the state. The fewer states, the narrower
+    the program, until every multiprocessor has one. Walks of a chunk or two (``short``) are bound
+    by reading and writing the states, and want several programs on a multiprocessor.
+
+    Two stages at least wherever Hopper's matrix instructions are used: with one, Triton 3.6 gave a
+    BV = 32 program wrong shared-memory descriptors (compute-sanitizer: an out-of-bounds read)."""
+    BK = padded(K, 256)
+    columns = states * V / gpu.multiprocessors
+    if columns <= (8 if BK <= 64 else 16):
+        return fused_tile(gpu, BK, padded(V, 16), 4, 3)
+    if BK > 128:
+        if columns <= 32:
+            return fused_tile(gpu, BK, padded(V, 32), 4, 2)
+        return fused_tile(gpu, BK, padded(V, 64), 8, 2)
+    if short:
+        return fused_tile(gpu, BK, padded(V, 32), 4, 2)
+    return fused_tile(gpu, BK, padded(V, 32 if columns <= 32 else 64), 4, 3)
+
+
+# Keys of more channels make maps too large for one program to fold.
+MOST_SEGMENT_K = 128
+# Columns of states a multiprocessor, above which segments cost more than they save.
+MOST_SEGMENT_COLUMNS = 16
+
+
+@_kept
+def segment_chunks(gpu: Gpu, rows: int, N: int, HV: int, K: int, V: int, BT: int) -> int:
+    """Chunks of a segment; 0 to walk whole sequences. Walking in segments is twice the work and
+    more, so it serves only calls whose states leave most of the GPU idle. rows: of all N sequences.
+    By sizes that the host knows: lengths stay on the device."""
+    columns = N * HV * V / gpu.multiprocessors
+    if rows == 0 or N == 0 or K > MOST_SEGMENT_K or columns > MOST_SEGMENT_COLUMNS:
+        return 0
+    chunks = triton.cdiv(rows, BT)
+    # One program of 64 columns a multiprocessor: four segments of a sequence at the least.
+    segments = gpu.multiprocessors * 64 // (HV * V)
+    # Shorter ones do not pay for the fold, 2 to 4 us a segment, and maps that fill the GPU twice.
+    least = 8 if columns <= MOST_SEGMENT_COLUMNS / 2 else 16
+    return max(triton.cdiv(chunks, segments), least) if chunks >= 4 * N * least else 0
+
+
+@_kept
+def maps_config(gpu: Gpu, K: int) -> Tile:
+    """In flight: k [64, BK], A_inv [64, 64] and v [64, BV]. Once: the state and two tiles
+    [64, BV] as operands. All of two bytes an element."""
+    BK, BV = padded(K, MOST_SEGMENT_K), 64
+    stage, other = (64 * BK + 4096 + 64 * BV) * 2, (BK + 128) * BV * 2
+    return Tile(BK, BV, num_warps=4, num_stages=stages(gpu, 3, stage, other))
+
+
+@_kept
+def affine_config(gpu: Gpu, K: int, dtype: torch.dtype) -> Tile:
+    """As ``maps_config``, for any K and dtype."""
+    if dtype.itemsize == 4:
+        return state_bwd_tile(gpu, padded(K, 256), 16, 2, dtype)
+    return maps_config(gpu, K) if K <= MOST_SEGMENT_K else fused_tile(gpu, padded(K, 256), 32, 4, 2)
+
+
+@_kept
+def affine_bwd_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
+    """That of the walk back. Of four-byte operands four warps would spill kilobytes on sm_80. They
+    spill no more than eight on Hopper, where Triton 3.6 lays the products of eight, 64 rows each,
+    out over 128 rows: an illegal memory access."""
+    back, _ = state_bwd_config(gpu, K, V, dtype, states)
+    eight = dtype.itemsize == 4 and (gpu.compiler, gpu.arch) != ("cuda", 90)
+    return back._replace(num_warps=8) if eight else back
+
+
+@_kept
+def starts_config(gpu: Gpu, K: int, V: int) -> Tile:
+    """In flight: a map [BK, BK]. Once: the state [BK, BV] as an operand, in two parts. All fp32."""
+    BK, BV = padded(K, MOST_SEGMENT_K), 16
+    count = stages(gpu, 2, BK * BK * 4, BK * BV * 8)
+    return Tile(BK, padded(V, BV), num_warps=8 if BK > 64 else 4, num_stages=count)
+
+
+# The tiles of the backward.
+
+
+def quarter_tile(K: int, V: int) -> Tile:
+    """For single chunks of four-byte inputs, whose products take three passes."""
+    return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=1)
+
+
+@_kept
+def scores_config(K: int, dtype: torch.dtype) -> Tile:
+    return quarter_tile(K, K)
+
+
+def state_bwd_tile(gpu: Gpu, BK: int, BV: int, most_stages: int, dtype: torch.dtype) -> Tile:
+    """In flight: q, k [64, BK], A_inv, A_qk [64, 64] and do [64, BV]. Once: the state and three
+    tiles [64, BV] as operands."""
+    size = dtype.itemsize
+    stage, other = (128 * BK + 8192 + 64 * BV) * size, (BK + 192) * BV * size
+    return Tile(BK, BV, 4, stages(gpu, most_stages, stage, other))
+
+
+@_kept
+def state_bwd_config(
+    gpu: Gpu, K: int, V: int, dtype: torch.dtype, states: int
+) -> tuple[Tile, Tile | None]:
+    """The tiles of the walk back and of the walk forward; no second one where both are one launch,
+    of the same tile. BK spans K, as a program holds whole columns of the state. Every column is
+    walked twice, there and back: above 16 columns a multiprocessor two programs share one, in two
+    stages each. Above 48 there are programs enough for a launch of each, and the walk forward,
+    which holds less, has room for wider tiles; not so above K = 128. The bits of a column depend on
+    none of it."""
+    BK = padded(K, 256)
+    if dtype.itemsize == 4:
+        return state_bwd_tile(gpu, BK, padded(V, 16), 2, dtype), None
+    columns = states * V / gpu.multiprocessors
+    if columns <= 16:
+        return state_bwd_tile(gpu, BK, padded(V, 16), 3, dtype), None
+    back = state_bwd_tile(gpu, BK, padded(V, 32), 2, dtype)
+    if BK > 128 or columns <= 48:
+        return back, None
+    return back, state_bwd_tile(gpu, BK, padded(V, 64), 2, dtype)
+
+
+@_kept
+def pairs_bwd_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype) -> Tile:
+    """In flight: q, k [64, BK], then v_new, dx, v [64, BV]."""
+    if dtype.itemsize == 4:
+        return quarter_tile(K, V)
+    BK, BV = padded(K, 128), padded(V, 64)
+    count = stages(gpu, 3, 64 * max(2 * BK, 3 * BV) * dtype.itemsize, 0)
+    return Tile(BK, BV, num_warps=4, num_stages=count, maxnreg=168)
+
+
+@_kept
+def query_key_bwd_config(K: int, V: int, dtype: torch.dtype) -> Tile:
+    if dtype.itemsize == 4:
+        return quarter_tile(K, V)
+    return Tile(padded(K, 64), padded(V, 64), num_warps=4, num_stages=2, maxnreg=168)

@@ -1,0 +1,112 @@
+"""The records of a call of the chunked op: its arguments as they came; sizes, dtypes and flags,
+judged and unpacked once; its tensors, and those that only a call on a pool of states has."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call that may have gradients. initial_state: in the caller's layout, or as
+    the module that makes one says."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+
+
+class ChunkCall(NamedTuple):
+    """The arguments of `gdn_triton.chunk_gated_delta_rule`, which explains them: first `Inputs`,
+    then the other tensors, then the rest."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_cpu: Tensor | None
+    chunk_indices: Tensor | None
+    scale: float | None
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    use_gate_in_kernel: bool
+    chunk_size: int
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(*self[:8])
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What every backend may rely on. Built by `gdn_triton.chunk.validation` only.
+
+    q, k are [B, T, H, K], v is [B, T, HV, V]; value head `hv` reads key head `hv // (HV // H)`.
+    """
+
+    B: int
+    T: int  # tokens of a sequence when padded, of the whole packed row otherwise
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int  # sequences: B when padded, len(cu_seqlens) - 1 when packed
+    q_dtype: torch.dtype
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+    device: torch.device
+    scale: float  # resolved: the caller's number, or K ** -0.5
+    chunk_size: int
+    is_varlen: bool
+    has_initial_state: bool
+    output_final_state: bool
+    state_v_first: bool  # states are [N, HV, V, K] instead of [N, HV, K, V]
+    use_qk_l2norm: bool
+    use_beta_sigmoid: bool
+    allow_neg_eigval: bool
+    use_gate: bool
+    needs_grad: bool  # grad mode is on and some input requires a gradient
+    pool_dtype: torch.dtype | None = None  # of a pool of states; None: no pool, `Pool` is None too
+    batch_invariant: bool = False  # a sequence must give the same bits in any batch
+    unreadable: str | None = None  # a sentence why no kernel can take the tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What a call on a pool of states has beside q, k, v, g and beta (`gdn_triton.chunk_prefill`).
+
+    Sequence n starts from slot read_slots[n], or from zeros where has_initial_state[n] is False;
+    its final state goes to slot write_slots[n], in the pool's dtype. Slots up to `last_skipped` are
+    padding: one that would be read skips its sequence, whose rows of o are then 0 and of which
+    nothing is written; one that would be written keeps nothing.
+
+    After (j + 1) * `every` tokens of a sequence that starts at token s of all B * T, its state goes
+    to row s // every + j of `checkpoints`, or to row checkpoint_slots[n, j]; a j past the columns
+    of checkpoint_slots is not kept. No row or slot is written twice, but that the state after a
+    sequence's last token may go to one slot as both; none that is written is read by another
+    sequence.
+    """
+
+    state: Tensor  # [slots, HV, K, V] or, as state_v_first says, [slots, HV, V, K]; any strides
+    read_slots: Tensor  # [N], int32 or int64, dense
+    write_slots: Tensor  # [N], int32 or int64, dense
+    has_initial_state: Tensor | None  # [N], bool, dense; None: all have one
+    last_skipped: int  # -1 or 0
+    out: Tensor  # [B, T, HV, V] in q's dtype, where o goes; last stride 1
+    every: int  # tokens, a multiple of the chunk size; 0: no checkpoints
+    checkpoints: Tensor | None  # [rows, HV, K, V], or V first; may be `state`
+    checkpoint_slots: Tensor | None  # [N, M], int32 or int64, dense

@@ -1,0 +1,195 @@
+"""The Triton backward: gradients of every input from those of the output and the final state.
+
+What the forward computed on the way is computed again, from the inputs alone, so that a training
+step keeps nothing but those between forward and backward. docs/backward.md has the dataflow.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from gdn_triton._host.device import on_device
+from gdn_triton.chunk.problem import Inputs, Problem
+from gdn_triton.chunk.triton.backward_gate import gate_bwd
+from gdn_triton.chunk.triton.backward_norm import l2norm_bwd
+from gdn_triton.chunk.triton.backward_pairs import pairs_bwd
+from gdn_triton.chunk.triton.backward_query_key import query_key_bwd
+from gdn_triton.chunk.triton.backward_scores import scores
+from gdn_triton.chunk.triton.backward_state import state_bwd
+from gdn_triton.chunk.triton.chunks import Chunks, make_chunks
+from gdn_triton.chunk.triton.forward import activate, compute_dtype, prepare, readable_inputs
+from gdn_triton.chunk.triton.prepare import LINE, whole_lines
+from gdn_triton.chunk.triton.wy import wy_fwd
+
+
+class Gradients(NamedTuple):
+    """Of each of `Inputs`, in its shape and dtype; None where there is no such input."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    initial_state: torch.Tensor | None
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+
+
+class Recomputed(NamedTuple):
+    """What the forward's first steps make. q, k: [B, T, H, K_row], normalised if asked for, zero
+    beyond K. g_cumsum, beta: [B, T, HV]. A_inv: [B, T, HV, chunk_size], without its unit diagonal
+    if ``A_is_strict``. A_qk: [B, T, HV, chunk_size], strictly lower; own: [B, T, HV], its diagonal,
+    in fp32 and the strides of g_cumsum."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    g_cumsum: torch.Tensor
+    beta: torch.Tensor
+    A_inv: torch.Tensor
+    A_is_strict: bool
+    A_qk: torch.Tensor
+    own: torch.Tensor
+
+
+# find_ends(recomputed, do): dht, from what the walk back starts with.
+FindEnds = Callable[[Recomputed, torch.Tensor], torch.Tensor]
+
+
+def in_lines(x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, heads, D], as ``readable`` leaves it, itself where its rows are whole lines; else a
+    copy in rows of whole lines, zero beyond D. So the compiler sees the same alignment for the same
+    D, and the same order of sums, wherever a sequence lies."""
+    if whole_lines(x):
+        return x
+    D = x.shape[3]
+    copy = x.new_zeros(*x.shape[:3], -(-D // LINE) * LINE)
+    copy[..., :D] = x
+    return copy
+
+
+def recompute(problem: Problem, x: Inputs, chunks: Chunks) -> Recomputed:
+    """By the kernels that the forward takes for the dtype, so to the same bits."""
+    dtype = compute_dtype(problem)
+    if dtype.itemsize == 2:
+        prepared = prepare(problem, x, chunks)
+        g_cumsum, write, own = prepared.scalars.transpose(2, 3)
+        q, k = in_lines(prepared.q), in_lines(prepared.k)
+        return Recomputed(q, k, g_cumsum, write, prepared.A_inv, True, prepared.A_qk, own)
+    q, k, g_cumsum, beta = activate(problem, x, chunks)
+    _, _, A_inv = wy_fwd(k, x.v, g_cumsum, beta, chunks, dtype, store_A_inv=True)
+    assert A_inv is not None
+    q, k = in_lines(q), in_lines(k)
+    A_qk, own = scores(q, k, g_cumsum, chunks, problem.scale, dtype)
+    return Recomputed(q, k, g_cumsum, beta, A_inv, False, A_qk, own)
+
+
+def _gradients(
+    problem: Problem,
+    x: Inputs,
+    cu_seqlens: torch.Tensor | None,
+    do: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    store_dh0: bool,
+    find_ends: FindEnds | None,
+) -> Gradients:
+    p = problem
+    do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
+    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
+    c = recompute(p, x, chunks)
+    v = in_lines(x.v)
+    if find_ends is not None:
+        dht = find_ends(c, do)
+    states = state_bwd(
+        c.q,
+        c.k,
+        v,
+        do,
+        c.A_inv,
+        c.A_qk,
+        c.g_cumsum,
+        c.own,
+        c.beta,
+        chunks,
+        p.scale,
+        x.initial_state,
+        dht,
+        N=p.N,
+        K=p.K,
+        A_is_strict=c.A_is_strict,
+        store_dh0=store_dh0,
+        state_v_first=p.state_v_first,
+    )
+    pairs = pairs_bwd(
+        c.q,
+        c.k,
+        v,
+        do,
+        states.v_new,
+        states.dx,
+        c.g_cumsum,
+        c.beta,
+        chunks,
+        p.scale,
+    )
+    # Before the norm's own step a rounding would be one more.
+    dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
+    dq, dk, dv, shares, across = query_key_bwd(
+        c.q,
+        c.k,
+        do,
+        states,
+        pairs,
+        c.g_cumsum,
+        c.beta,
+        chunks,
+        p.scale,
+        dq_dtype,
+        dk_dtype,
+        p.v_dtype,
+        K=p.K,
+    )
+    if p.use_qk_l2norm:
+        dq, dk = l2norm_bwd(x.q, x.k, dq, dk)
+    gates = gate_bwd(
+        pairs.shares,
+        shares,
+        across,
+        c.beta,
+        x.g,
+        x.beta,
+        chunks,
+        x.A_log,
+        x.dt_bias,
+        use_beta_sigmoid=p.use_beta_sigmoid,
+        allow_neg_eigval=p.allow_neg_eigval,
+    )
+    dh0, dA_log, ddt_bias = states.dh0, gates.dA_log, gates.ddt_bias
+    return Gradients(
+        dq,
+        dk,
+        dv,
+        gates.dg,
+        gates.dbeta,
+        None if dh0 is None or x.initial_state is None else dh0.to(x.initial_state.dtype),
+        None if dA_log is None or x.A_log is None else dA_log.to(x.A_log.dtype, copy=True),
+        None if ddt_bias is None or x.dt_bias is None else ddt_bias.to(x.dt_bias.dtype, copy=True),
+    )
+
+
+def gradients(
+    problem: Problem,
+    x: Inputs,
+    cu_seqlens: torch.Tensor | None,
+    do: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    *,
+    store_dh0: bool,
+    find_ends: FindEnds | None = None,
+) -> Gradients:
+    """All gradients; that of the initial state only with ``store_dh0``. do: [B, T, HV, V], or None
+    for zeros; dht: fp32, laid out like the final state, or None for zeros. find_ends: instead of
+    dht, what finds it once there is what it needs for that."""
+    with on_device(x.q.device):
+        x = readable_inputs(x)
+        return _gradients(problem, x, cu_seqlens, do, dht, store_dh0, find_ends)

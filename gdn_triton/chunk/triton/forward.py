@@ -1,0 +1,170 @@
+"""The Triton forward, in two dataflows that compute the same thing.
+
+`forward_by_steps` runs one kernel a mathematical step and leaves every intermediate in memory,
+where a backward can find it. `forward_fused` runs two kernels: what needs no state, then the walk
+over the chunks with the state and the output in one. ``choose_dataflow`` says which a call takes.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from gdn_triton._host.device import on_device
+from gdn_triton._triton.tiles import gpu_of, segment_chunks
+from gdn_triton.chunk.problem import Inputs, Pool, Problem
+from gdn_triton.chunk.triton.chunks import Chunks, make_chunks
+from gdn_triton.chunk.triton.fused import fused_fwd
+from gdn_triton.chunk.triton.gate import beta_sigmoid_fwd, gate_cumsum_fwd
+from gdn_triton.chunk.triton.l2norm import l2norm_fwd
+from gdn_triton.chunk.triton.output import output_fwd
+from gdn_triton.chunk.triton.prepare import Prepared, prepare_fwd
+from gdn_triton.chunk.triton.state import state_fwd
+from gdn_triton.chunk.triton.wy import wy_fwd
+from gdn_triton.constants import MAX_ROW_STRIDE
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, heads, D] itself when kernels can read it where it lies (any split or view of a
+    projection), else a contiguous copy: when its last dimension is strided, its rows lie too far
+    apart for 32-bit offsets inside a chunk, or the first does not start on a multiple of 16 bytes.
+    From the narrow loads of that last case, Triton 3.6's assembler makes matrix products that read
+    registers which nothing wrote (docs/kernels.md)."""
+    dense = x.stride(3) == 1 or x.shape[3] == 1
+    if dense and x.stride(1) < MAX_ROW_STRIDE and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def readable_inputs(x: Inputs) -> Inputs:
+    """As the kernels read them: q, k and v ``readable``, A_log and dt_bias without a stride."""
+    A_log, dt_bias = (None if y is None else y.contiguous() for y in (x.A_log, x.dt_bias))
+    return Inputs(
+        readable(x.q),
+        readable(x.k),
+        readable(x.v),
+        x.g,
+        x.beta,
+        x.initial_state,
+        A_log,
+        dt_bias,
+    )
+
+
+def compute_dtype(problem: Problem) -> torch.dtype:
+    """The dtype that enters the tensor cores: the common one of q, k and v."""
+    p = problem
+    if p.q_dtype is p.k_dtype is p.v_dtype:
+        return p.q_dtype
+    return torch.promote_types(torch.promote_types(p.q_dtype, p.k_dtype), p.v_dtype)
+
+
+def skipped(pool: Pool | None) -> tuple[torch.Tensor | None, int]:
+    """The last arguments of ``make_chunks``."""
+    return (None, -1) if pool is None else (pool.read_slots, pool.last_skipped)
+
+
+def prepare(problem: Problem, x: Inputs, chunks: Chunks) -> Prepared:
+    """The fused dataflow's first kernel."""
+    p = problem
+    return prepare_fwd(
+        x.q,
+        x.k,
+        x.g,
+        x.beta,
+        chunks,
+        p.scale,
+        compute_dtype(p),
+        A_log=x.A_log,
+        dt_bias=x.dt_bias,
+        use_qk_l2norm=p.use_qk_l2norm,
+        use_beta_sigmoid=p.use_beta_sigmoid,
+        allow_neg_eigval=p.allow_neg_eigval,
+    )
+
+
+def activate(
+    problem: Problem, x: Inputs, chunks: Chunks
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first steps of the dataflow by steps: q, k, g_cumsum and beta after norm, gate and
+    sigmoid, where they are asked for."""
+    p = problem
+    q, k = l2norm_fwd(x.q, x.k) if p.use_qk_l2norm else (x.q, x.k)
+    beta = beta_sigmoid_fwd(x.beta, p.allow_neg_eigval) if p.use_beta_sigmoid else x.beta
+    return q, k, gate_cumsum_fwd(x.g, chunks, x.A_log, x.dt_bias), beta
+
+
+def forward_by_steps(
+    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """gate and cumsum, norm, sigmoid -> A, its inverse, w, u -> state -> output. x as
+    ``readable_inputs`` leaves it."""
+    p = problem
+    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens, *skipped(pool))
+    q, k, g_cumsum, beta = activate(p, x, chunks)
+    w, u, _ = wy_fwd(k, x.v, g_cumsum, beta, chunks, compute_dtype(p))
+    h, v_new, final_state = state_fwd(
+        k,
+        w,
+        u,
+        g_cumsum,
+        chunks,
+        x.initial_state,
+        N=p.N,
+        output_final_state=p.output_final_state,
+        state_v_first=p.state_v_first,
+        pool=pool,
+    )
+    assert h is not None
+    o = output_fwd(q, k, v_new, h, g_cumsum, chunks, p.scale, p.q_dtype, pool)
+    return o, final_state
+
+
+def forward_fused(
+    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """all that needs no state -> state and output. x as ``readable_inputs`` leaves it."""
+    p = problem
+    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens, *skipped(pool))
+    segments = None
+    length = choose_segments(p)
+    if length > 0:
+        segments = make_chunks(p.B, p.T, length * p.chunk_size, cu_seqlens, *skipped(pool))
+    return fused_fwd(
+        prepare(p, x, chunks),
+        x.v,
+        chunks,
+        p.scale,
+        p.q_dtype,
+        x.initial_state,
+        N=p.N,
+        K=p.K,
+        output_final_state=p.output_final_state,
+        state_v_first=p.state_v_first,
+        segments=segments,
+        pool=pool,
+    )
+
+
+def choose_segments(problem: Problem) -> int:
+    """Chunks of the segments that sequences are cut into, or 0. By the sizes of the whole call, so
+    never in the batch-invariant mode: a sequence then gives the same bits in any batch."""
+    p = problem
+    if p.batch_invariant:
+        return 0
+    return segment_chunks(gpu_of(p.device), p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size)
+
+
+def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """Steps for fp32, whose tiles do not fit the fused kernel's shared memory; else fused. Never by
+    the number or the lengths of the sequences: one gives the same bits alone and in any batch."""
+    return forward_by_steps if compute_dtype(problem).itemsize == 4 else forward_fused
+
+
+def forward(
+    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """o [B, T, HV, V] in q's dtype and the final state, or None. With a ``pool``, its o and its
+    states, which are written in place."""
+    run = choose_dataflow(problem)
+    with on_device(x.q.device):
+        return run(problem, readable_inputs(x), cu_seqlens, pool)

@@ -1,0 +1,95 @@
+"""L2 norm of each query and key: x / sqrt(sum x^2 + eps), in fp32, rounded to the input's dtype.
+
+q and k go through one launch: program (i, 0) owns BR rows of q, program (i, 1) the same rows of k.
+A row is one head of one token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gdn_triton._triton.strides import row_arguments, row_strides
+from gdn_triton.constants import L2NORM_EPS
+
+# Elements of a tile: 16 a thread of 4 warps, enough loads in flight to stream.
+TILE_ELEMENTS = 2048
+
+
+@triton.jit
+def normalized(b_x, EPS: tl.constexpr):
+    """Rows of b_x over their norm, in b_x's dtype."""
+    x = b_x.to(tl.float32)
+    return (x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]).to(b_x.dtype)
+
+
+@triton.jit(do_not_specialize=["n", "T"])
+def l2norm_kernel(
+    q,
+    k,
+    q_out,
+    k_out,
+    n,
+    T,
+    H,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    ALIGN_Q: tl.constexpr,
+    ALIGN_K: tl.constexpr,
+    EPS: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+):
+    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
+    stride_kh = stride_kh * ALIGN_K
+    stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
+    stride_qh = stride_qh * ALIGN_Q
+    i = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_k = tl.arange(0, BK)
+    mask = (i[:, None] < n) & (o_k[None, :] < K)
+    i_t = i // H
+    i_b = i_t // T
+    i_t = i_t - i_b * T
+    i_h = i % H
+    o_out = i[:, None] * K + o_k[None, :]
+    if tl.program_id(1) == 0:
+        p_q = q + (i_b * stride_qb + i_t * stride_qt + i_h * stride_qh)[:, None] + o_k[None, :]
+        b_q = normalized(tl.load(p_q, mask=mask, other=0), EPS)
+        tl.store(q_out + o_out, b_q, mask=mask)
+    else:
+        p_k = k + (i_b * stride_kb + i_t * stride_kt + i_h * stride_kh)[:, None] + o_k[None, :]
+        b_k = normalized(tl.load(p_k, mask=mask, other=0), EPS)
+        tl.store(k_out + o_out, b_k, mask=mask)
+
+
+def l2norm_fwd(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalises q and k [B, T, H, K] over K (last stride 1); each comes back contiguous in its
+    dtype."""
+    B, T, H, K = q.shape
+    q_out = torch.empty(B, T, H, K, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(B, T, H, K, dtype=k.dtype, device=k.device)
+    n = B * T * H
+    if n == 0:
+        return q_out, k_out
+    BK = triton.next_power_of_2(K)
+    BR = max(1, TILE_ELEMENTS // BK)
+    l2norm_kernel[(triton.cdiv(n, BR), 2)](
+        q=q,
+        k=k,
+        q_out=q_out,
+        k_out=k_out,
+        n=n,
+        T=T,
+        H=H,
+        **row_arguments("q", row_strides(q)),
+        **row_arguments("k", row_strides(k)),
+        EPS=L2NORM_EPS,
+        K=K,
+        BK=BK,
+        BR=BR,
+    )
+    return q_out, k_out

@@ -1,0 +1,217 @@
+"""The convolution as operators of torch's library, which is what a compiler sees of it.
+
+As `gdn_triton.chunk.operators`, which says why: an operator is opaque, its implementation judges
+the call and chooses the backend at every run, and its fake judges shapes only. Imported when a call
+is first traced. The operators that write states have no gradient; the others are
+
+- `gdn_triton::causal_conv1d`, with the gradient `gdn_triton::causal_conv1d_bwd`;
+- `gdn_triton::fused_conv_prep`, for calls that need none: with gradients, a trace has the
+  convolution and the preparation as an operator each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from gdn_triton._host.memory import operator_counts_writes
+from gdn_triton._host.replay import replayed_gradients
+from gdn_triton.conv.backends import (
+    PLAIN,
+    STEP,
+    Call,
+    ConvArguments,
+    PrepArguments,
+    prep_needs_grad,
+    run_conv,
+    run_conv_prep,
+    validate_conv,
+    validate_conv_prep,
+)
+from gdn_triton.prep.backends import Prepared
+from gdn_triton.prep.operators import traced
+
+_CONV: Final = "Tensor x, Tensor weight, Tensor? bias, str? activation"
+_STATE: Final = (
+    "Tensor(a!) state, Tensor? read_slots, Tensor? write_slots, Tensor? has_initial_state, str skip"
+)
+_PREP: Final = (
+    "Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, int num_k_heads, int head_k_dim, "
+    "int head_v_dim, bool apply_l2norm, bool output_g_exp"
+)
+_PREPARED: Final = "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta)"
+# x, weight and bias may have gradients.
+_TRAINED: Final = 3
+
+
+def _stateless(*args: Any) -> ConvArguments:
+    """From x, weight, bias, activation, cu_seqlens."""
+    *first, cu_seqlens = args
+    return ConvArguments._make((*first, None, None, None, None, "negative", cu_seqlens))
+
+
+# ------------------------------------------------------------------------------- without a state
+
+
+@torch.library.custom_op(
+    "gdn_triton::causal_conv1d",
+    mutates_args=(),
+    schema=f"({_CONV}, Tensor? cu_seqlens) -> Tensor",
+)
+def _conv(*args: Any) -> Tensor:
+    return run_conv(_stateless(*args))
+
+
+@_conv.register_fake
+def _conv_fake(*args: Any) -> Tensor:
+    validate_conv(_stateless(*args), PLAIN)
+    return args[0].new_empty(args[0].shape)
+
+
+@torch.library.custom_op(
+    "gdn_triton::causal_conv1d_bwd",
+    mutates_args=(),
+    # One gradient for each that is wanted, in the order of x, weight, bias.
+    schema=f"(Tensor dy, {_CONV}, Tensor? cu_seqlens, bool[] wanted) -> Tensor[]",
+)
+def _conv_backward(dy: Tensor, *args: Any) -> list[Tensor]:
+    return replayed_gradients(
+        lambda *leaves: (run_conv(_stateless(*leaves, *args[_TRAINED:-1])),),
+        args[:_TRAINED],
+        args[-1],
+        (dy,),
+    )
+
+
+@_conv_backward.register_fake
+def _conv_backward_fake(dy: Tensor, *args: Any) -> list[Tensor]:
+    trained = zip(args[:_TRAINED], args[-1], strict=True)
+    return [x.new_empty(x.shape) for x, want in trained if want and x is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *trained, activation, cu_seqlens = inputs
+    ctx.save_for_backward(*trained, cu_seqlens)
+    ctx.activation = activation
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    *trained, cu_seqlens = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:_TRAINED])
+    gradients = iter(_conv_backward(dy, *trained, ctx.activation, cu_seqlens, wanted))
+    return (*(next(gradients) if want else None for want in wanted), None, None)
+
+
+def _differentiate_twice(ctx: Any, *gradients: Any) -> NoReturn:
+    raise RuntimeError(
+        "gdn_triton.causal_conv1d has no second derivative under a compiler: call it outside of "
+        "one, with GDN_BACKEND=reference"
+    )
+
+
+_conv.register_autograd(_differentiate, setup_context=_save)
+_conv_backward.register_autograd(_differentiate_twice)
+
+
+# ----------------------------------------------------------------------------------- with a state
+
+
+@torch.library.custom_op(
+    "gdn_triton::causal_conv1d_state",
+    mutates_args=("state",),
+    schema=f"({_CONV}, {_STATE}, Tensor? cu_seqlens, bool is_step) -> Tensor",
+)
+def _conv_state(*args: Any) -> Tensor:
+    with operator_counts_writes():
+        return run_conv(ConvArguments(*args[:-1]), STEP if args[-1] else PLAIN)
+
+
+@_conv_state.register_fake
+def _conv_state_fake(*args: Any) -> Tensor:
+    validate_conv(ConvArguments(*args[:-1]), STEP if args[-1] else PLAIN)
+    return args[0].new_empty(args[0].shape)
+
+
+# ----------------------------------------------------------------------------- and the preparation
+
+
+def _prepared_fake(args: ConvArguments, prep: PrepArguments) -> Prepared:
+    sizes = validate_conv_prep(args, prep)[1]
+    x, lead = args.x, args.x.shape[:-1]
+    keys = (*lead, sizes.H, sizes.K)
+    v = x.new_empty((*lead, sizes.HV, sizes.V))
+    wide = torch.float64 if sizes.wide else torch.float32
+    gates = (*lead, sizes.HV)
+    new = x.new_empty
+    return new(keys), new(keys), v, new(gates, dtype=wide), new(gates, dtype=wide)
+
+
+@torch.library.custom_op(
+    "gdn_triton::fused_conv_prep",
+    mutates_args=(),
+    schema=f"({_CONV}, Tensor? cu_seqlens, {_PREP}) -> {_PREPARED}",
+)
+def _prep(*args: Any) -> Prepared:
+    return run_conv_prep(_stateless(*args[:5]), PrepArguments(*args[5:]))
+
+
+@_prep.register_fake
+def _prep_fake(*args: Any) -> Prepared:
+    return _prepared_fake(_stateless(*args[:5]), PrepArguments(*args[5:]))
+
+
+@torch.library.custom_op(
+    "gdn_triton::fused_conv_prep_state",
+    mutates_args=("state",),
+    schema=f"({_CONV}, {_STATE}, Tensor? cu_seqlens, {_PREP}) -> {_PREPARED}",
+)
+def _prep_state(*args: Any) -> Prepared:
+    with operator_counts_writes():
+        return run_conv_prep(ConvArguments(*args[:10]), PrepArguments(*args[10:]))
+
+
+@_prep_state.register_fake
+def _prep_state_fake(*args: Any) -> Prepared:
+    return _prepared_fake(ConvArguments(*args[:10]), PrepArguments(*args[10:]))
+
+
+# ------------------------------------------------------------------------------------ under a trace
+
+
+def _judged(args: ConvArguments, call: Call) -> bool:
+    """Whether the call has a state. Validates what a schema would convert, and a gradient that an
+    operator with a state does not have."""
+    problem = validate_conv(args, call)
+    if problem.has_state and problem.needs_grad:
+        raise NotImplementedError(
+            "gdn_triton.causal_conv1d with a state has no gradient under a compiler; an input "
+            "requires one. Call under torch.no_grad(), or without a state"
+        )
+    return problem.has_state
+
+
+def traced_conv(args: ConvArguments, call: Call = PLAIN) -> Tensor:
+    """`gdn_triton.causal_conv1d` or `causal_conv1d_update` through its operator."""
+    if _judged(args, call) or call.is_step:
+        y: Tensor = torch.ops.gdn_triton.causal_conv1d_state(*args, call.is_step)
+        return y
+    y = torch.ops.gdn_triton.causal_conv1d(*args[:4], args.cu_seqlens)
+    return y
+
+
+def traced_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
+    """`gdn_triton.fused_conv_prep` through its operator, or, with gradients, the two of its
+    parts."""
+    problem, _ = validate_conv_prep(args, prep)
+    if prep_needs_grad(problem, prep):
+        y = traced_conv(args)
+        gates = (x.flatten(0, -2) for x in (prep.a, prep.b))
+        parts = traced(y.flatten(0, -2), *gates, *prep[2:])
+        q, k, v, g, beta = (x.unflatten(0, args.x.shape[:-1]) for x in parts)
+    elif args.state is None:
+        q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep(*args[:4], args.cu_seqlens, *prep)
+    else:
+        q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep_state(*args, *prep)
+    return q, k, v, g, beta

@@ -1,0 +1,93 @@
+"""The specification of the convolution as a backend: plain torch on any device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_triton.conv.problem import ConvOperands, ConvProblem
+from gdn_triton.reference import conv as reference_conv
+
+
+class Span(NamedTuple):
+    """The tokens of some sequences: of each row of x those from `start` to `end`."""
+
+    sequences: slice
+    start: int
+    end: int
+
+
+def spans(p: ConvProblem, given: ConvOperands) -> list[Span]:
+    """All sequences of a padded call, which have one length, or one after the other."""
+    if given.cu_seqlens is None:
+        return [Span(slice(None), 0, p.T)]
+    ends = given.cu_seqlens.tolist()
+    return [Span(slice(n, n + 1), ends[n], ends[n + 1]) for n in range(p.N)]
+
+
+def forward(p: ConvProblem, given: ConvOperands) -> Tensor:
+    """[B, T, D], differentiable but for the states, which are written. Reads offsets and slots on
+    the host, and so waits for the device."""
+    x, state = given.x, given.state
+    slots = live = initial = None
+    if state is not None:
+        slots = given.read_slots
+        if slots is None:
+            slots = torch.arange(p.N, device=p.device)
+        live = slots > p.last_skipped
+        known = live if given.has_initial_state is None else live & given.has_initial_state
+        initial = state.new_zeros(p.N, *state.shape[1:])
+        initial[known] = state.detach()[slots[known].long()]
+
+    walks = spans(p, given)
+    lengths = [span.end - span.start for span in walks]
+    after = p.T - sum(lengths)
+    # One split: in backward a slice for each sequence would cost a gradient of x's size each.
+    *parts, _ = x.split([*lengths, after], 1)
+    pieces = []
+    for span, tokens in zip(walks, parts, strict=True):
+        before = None if initial is None else initial[span.sequences]
+        if live is not None:
+            # A skipped sequence may hold anything, and 0 * NaN is NaN in the weight's gradient.
+            tokens = torch.where(live[span.sequences, None, None], tokens, 0)
+        y = reference_conv.causal_conv1d(tokens, given.weight, given.bias, p.silu, before)
+        if live is not None:
+            y = torch.where(live[span.sequences, None, None], y, 0)
+        pieces.append(y)
+        if initial is not None:
+            before_and_tokens = reference_conv.with_earlier(
+                tokens.detach().to(initial.dtype), p.W, before
+            )
+            _write(p, given, span, slots, live, before_and_tokens)
+    if not pieces:  # A gradient may be asked for without any sequence: y hangs on its inputs.
+        pieces.append(reference_conv.causal_conv1d(x[:, :0], given.weight, given.bias, p.silu))
+    return torch.cat([*pieces, x.new_zeros(p.B, after, p.D)], 1)
+
+
+@torch.no_grad()
+def _write(
+    p: ConvProblem,
+    given: ConvOperands,
+    span: Span,
+    slots: Tensor | None,
+    live: Tensor | None,
+    tokens: Tensor,
+) -> None:
+    """tokens: those of the span after their states, as `with_earlier` gives them."""
+    assert given.state is not None and slots is not None and live is not None
+    write = slots if given.write_slots is None else given.write_slots
+    T, last = span.end - span.start, p.last_skipped
+    for n in range(p.N)[span.sequences]:
+        if not live[n]:
+            continue
+        row = tokens[n if given.cu_seqlens is None else 0]
+        if p.every_token:
+            places = write[n if given.cu_seqlens is None else 0, span.start : span.end]
+            kept = [(slot, t + 1) for t, slot in enumerate(places.tolist())]
+        else:
+            kept = [(int(write[n]), T)]
+        for slot, t in kept:
+            if slot > last:
+                given.state[slot] = row[t : t + p.W - 1].mT.to(given.state.dtype)

@@ -1,0 +1,1 @@
+"""The Triton backend of the convolution: its autograd function, and its kernels."""

@@ -1,0 +1,259 @@
+"""The convolution one token after the other, and the states that a call leaves behind.
+
+A program has some channels of one sequence and walks over its tokens, the last W - 1 in registers:
+the step of decoding. Without an output it leaves the states of a longer call behind, and reads the
+tokens that stay in them only; it runs after `conv_kernel` then, whose programs read the states in
+any order.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from gdn_triton._host.memory import count_writes
+from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.strides import named
+from gdn_triton._triton.tiles import UNFUSED
+from gdn_triton.conv.problem import ConvOperands, ConvProblem
+from gdn_triton.conv.triton.rows import (
+    Filter,
+    States,
+    logistic,
+    on_nvidia,
+    state_of,
+    strides,
+    taps,
+    weighted,
+)
+
+# Bytes of channels of a program that walks: one warp, 16 bytes a thread.
+WALK_COLUMNS = 512
+
+
+@triton.jit
+def keep_tokens(
+    before, states, slot, o_c, D: tl.constexpr, W: tl.constexpr, LAST_SKIPPED: tl.constexpr
+):
+    """The last W - 1 tokens, the latest first, to a slot, unless that is padding."""
+    mask = o_c < tl.where(slot > LAST_SKIPPED, D, 0)
+    p = states.state + slot * states.stride_n + o_c * states.stride_c
+    for i in tl.static_range(W - 1):
+        tl.store(p + (W - 2 - i) * states.stride_w, before[i], mask=mask)
+
+
+@triton.jit
+def left_behind(
+    p_x, p_state, o_c, n_tokens, known, stride_xt, stride_sw, BACK: tl.constexpr, D: tl.constexpr, W
+):
+    """The token that is BACK from the end of a sequence: its own, or of the state that it starts
+    from, in the state's dtype."""
+    own = n_tokens >= BACK
+    p_own = p_x + (n_tokens - BACK) * stride_xt
+    p_old = p_state + (W - 1 - BACK + n_tokens) * stride_sw
+    b_own = tl.load(p_own, mask=o_c < tl.where(own, D, 0), other=0)
+    b_old = tl.load(p_old, mask=o_c < tl.where(known & (own == 0), D, 0), other=0)
+    return tl.where(own, b_own.to(b_old.dtype), b_old)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def conv_state_kernel(
+    x,
+    weight,
+    bias,
+    y,
+    state,
+    read_slots,
+    write_slots,
+    has_initial_state,
+    cu_seqlens,
+    T,
+    N,
+    stride_xb,
+    stride_xt,
+    stride_xc,
+    stride_bc,
+    stride_sn,
+    stride_sc,
+    stride_sw,
+    stride_r,
+    stride_wb,
+    stride_wt,
+    stride_i,
+    stride_wc: tl.constexpr,
+    stride_ww: tl.constexpr,
+    NVIDIA: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BC: tl.constexpr,
+    EVERY_TOKEN: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """y None: no output, so that only the tokens that stay in a state are read, all at once."""
+    WALKS: tl.constexpr = (y is not None) or EVERY_TOKEN
+    PARTS: tl.constexpr = (D + BC - 1) // BC
+    pid = tl.program_id(0).to(tl.int64)
+    i_n = pid // PARTS
+    o_c = pid % PARTS * BC + tl.arange(0, BC)
+    in_c = o_c < D
+    if cu_seqlens is None:
+        i_b = i_n
+        i_row = i_n * 0
+        n_tokens = i_row + T
+    else:
+        # Program N of a part writes the zeros of the rows after the last sequence.
+        i_b = i_n * 0
+        i_row = tl.load(cu_seqlens + i_n).to(tl.int64)
+        end = tl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=T).to(tl.int64)
+        n_tokens = end - i_row
+    f = Filter(weight, bias, stride_wc, stride_ww, stride_bc)
+    states = States(
+        state,
+        read_slots,
+        has_initial_state,
+        stride_sn,
+        stride_sc,
+        stride_sw,
+        stride_r,
+        stride_i,
+    )
+    slot, live, known = state_of(i_n, states, i_n < N, LAST_SKIPPED)
+    if y is not None:
+        p_y = y + (i_b * T + i_row) * D + o_c
+        if not live:
+            nothing = tl.zeros([BC], dtype=y.dtype.element_ty)
+            for _ in range(0, n_tokens):
+                tl.store(p_y, nothing, mask=in_c)
+                p_y += D
+    if live:
+        kept: tl.constexpr = state.dtype.element_ty
+        p_0 = state + slot * stride_sn + o_c * stride_sc
+        p_x = x + i_b * stride_xb + i_row * stride_xt + o_c * stride_xc
+        if WALKS:
+            in_state = o_c < tl.where(known, D, 0)
+            before = (tl.load(p_0 + (W - 2) * stride_sw, mask=in_state, other=0),)
+            for i in tl.static_range(1, W - 1):
+                before += (tl.load(p_0 + (W - 2 - i) * stride_sw, mask=in_state, other=0),)
+        else:
+            before = (left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, 1, D, W),)
+            for i in tl.static_range(2, W):
+                before += (
+                    left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, i, D, W),
+                )
+        # A thread may write what another one reads.
+        tl.debug_barrier()
+        if y is not None:
+            w, b_bias = taps(f, o_c, in_c, W, False)
+        if write_slots is not None:
+            p_slot = write_slots + i_b * stride_wb
+            if EVERY_TOKEN:
+                p_slot += i_row * stride_wt
+            else:
+                slot = tl.load(write_slots + i_n * stride_wb).to(tl.int64)
+        if WALKS:
+            for i_t in range(0, n_tokens):
+                x0 = tl.load(p_x, mask=in_c, other=0)
+                p_x += stride_xt
+                if y is not None:
+                    wide = (before[0].to(tl.float32),)
+                    for i in tl.static_range(1, W - 1):
+                        wide += (before[i].to(tl.float32),)
+                    b_y = weighted(x0.to(tl.float32), wide, w, b_bias, W)
+                    if SILU:
+                        b_y = b_y * logistic(b_y, NVIDIA)
+                    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=in_c)
+                    p_y += D
+                before = (x0.to(kept),) + before[: W - 2]
+                if EVERY_TOKEN:
+                    slot = tl.load(p_slot + i_t * stride_wt).to(tl.int64)
+                    keep_tokens(before, states, slot, o_c, D, W, LAST_SKIPPED)
+        if not EVERY_TOKEN:
+            keep_tokens(before, states, slot, o_c, D, W, LAST_SKIPPED)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def walk_launch(
+    D: int,
+    W: int,
+    itemsize: int,
+    x_strides: tuple[int, ...],
+    weight_strides: tuple[int, ...],
+    bias_strides: tuple[int, ...],
+    state_strides: tuple[int, ...],
+    read_strides: tuple[int, ...],
+    write_strides: tuple[int, ...],
+    flag_strides: tuple[int, ...],
+    every_token: bool,
+    last_skipped: int,
+    silu: bool,
+) -> tuple[int, Launch]:
+    """The programs of a sequence, and the kernel."""
+    BC = WALK_COLUMNS // itemsize
+    launch = Launch(
+        conv_state_kernel,
+        **named("xb xt xc", x_strides),
+        **named("bc", bias_strides),
+        **named("sn sc sw", state_strides),
+        **named("r", read_strides),
+        **named("wb wt", write_strides),
+        **named("i", flag_strides),
+        **named("wc ww", weight_strides),
+        NVIDIA=on_nvidia(),
+        D=D,
+        W=W,
+        BC=BC,
+        EVERY_TOKEN=every_token,
+        LAST_SKIPPED=last_skipped,
+        SILU=silu,
+        **UNFUSED,
+        num_warps=1,
+    )
+    return triton.cdiv(D, BC), launch
+
+
+def conv_walk(problem: ConvProblem, given: ConvOperands, y: torch.Tensor | None) -> None:
+    """The states after the call, and y [B, T, D], contiguous, if it is given."""
+    p, x = problem, given.x
+    packed = given.cu_seqlens is not None
+    parts, launch = walk_launch(
+        p.D,
+        p.W,
+        x.element_size(),
+        (0 if p.B == 1 else x.stride(0), *x.stride()[1:]),
+        given.weight.stride(),
+        strides(given.bias, 1),
+        strides(given.state, 3),
+        strides(given.read_slots, 1),
+        strides(given.write_slots, 2),
+        strides(given.has_initial_state, 1),
+        p.every_token,
+        p.last_skipped,
+        p.silu,
+    )
+    programs = (p.N + (packed and y is not None)) * parts
+    if programs == 0:
+        return
+    count_writes(given.state)
+    launch(
+        (programs, 1, 1),
+        x=x,
+        weight=given.weight,
+        bias=given.bias,
+        y=y,
+        state=given.state,
+        read_slots=given.read_slots,
+        write_slots=given.write_slots,
+        has_initial_state=given.has_initial_state,
+        cu_seqlens=None if given.cu_seqlens is None else given.cu_seqlens.contiguous(),
+        T=p.T,
+        N=p.N,
+    )
+
+
+def conv_update_fwd(problem: ConvProblem, given: ConvOperands) -> torch.Tensor:
+    """`conv_fwd` token by token, for few tokens a sequence."""
+    y = given.x.new_empty((problem.B, problem.T, problem.D))
+    conv_walk(problem, given, y)
+    return y

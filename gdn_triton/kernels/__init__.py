@@ -1,1 +1,0 @@
-"""The Triton kernels: one file per mathematical step, each kernel with its launcher below it."""

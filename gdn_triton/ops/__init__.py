@@ -1,1 +1,0 @@
-"""Host code of each backend: a validated problem and its tensors in, output and state out."""

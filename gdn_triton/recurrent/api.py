@@ -1,0 +1,278 @@
+"""The public recurrence: `fused_recurrent_gated_delta_rule` for sequences, `recurrent_step` for
+decoding from a pool of states."""
+
+from torch import Tensor
+
+from gdn_triton._host.tensors import is_traced
+from gdn_triton.recurrent.plans import SequenceOptions, StepOptions, run_sequences, run_step
+from gdn_triton.recurrent.problem import Operands
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule token by token: for decoding, and for a few tokens at a time.
+
+    For each sequence and value head `hv`, with key head `hv // (HV // H)` and a state S of [K, V]:
+
+        S_t = diag(exp(gk_t)) exp(g_t) S_{t-1} diag(exp(gv_t))
+        S_t = S_t + k_t (x) beta_t * (v_t - S_t^T k_t)        S_t on the right is the decayed one
+        o_t = scale * S_t^T q_t
+
+    which with g alone is equation 10 of Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024
+    (arXiv:2412.06464). The parameters, their order and their defaults are those of
+    flash-linear-attention 0.6.0. `docs/decode.md` says how it differs from
+    `gdn_triton.chunk_gated_delta_rule`.
+
+    Sizes: B batch, T tokens, H heads of q and k, HV heads of v (a multiple of H), K and V channels
+    of a head, N sequences. "Float" is float16, bfloat16, float32 or float64. Any tensor may be a
+    strided view; none is copied. All tensors are on one device.
+
+    Args:
+        q, k: [B, T, H, K], float; they may differ in dtype. K is at most 256 in the Triton backend
+            and unlimited in the reference.
+        v: [B, T, HV, V], float; any V.
+        g: [B, T, HV], float: the natural logarithm of the decay, <= 0, -inf allowed. None: 0. With
+            `use_gate_in_kernel`, the gate before its activation.
+        gk: [B, T, HV, K], float: natural logarithms of a decay of each row of the state. None: 0.
+        gv: [B, T, HV, V], float: the same of each column. None: 0.
+        beta: [B, T, HV], or [B, T, HV, V] for one a value channel; float, 0 to 1 (to 2 with
+            negative eigenvalues). None: 1. With `use_beta_sigmoid_in_kernel`, its logit.
+        scale: factor of the output; any real number is taken literally. None: K ** -0.5.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`; float. None: zeros.
+        output_final_state: return the states after the last token.
+        use_qk_l2norm_in_kernel: normalise each q and k, x / sqrt(sum(x^2) + 1e-6), in float32. The
+            result stays float32; `chunk_gated_delta_rule` rounds it to the input's dtype.
+        use_gate_in_kernel: the decay is -exp(A_log) * softplus(g + dt_bias), in float32.
+        A_log: [HV], float. Needed by, and only allowed with, `use_gate_in_kernel`.
+        dt_bias: [HV], float. Only with `use_gate_in_kernel`. None: 0.
+        use_beta_sigmoid_in_kernel: beta is a logit; its sigmoid is used.
+        allow_neg_eigval: use 2 * sigmoid(beta). Only with `use_beta_sigmoid_in_kernel`.
+        state_v_first: both states are [N, HV, V, K].
+        cu_seqlens: [N + 1], int32 or int64: the N sequences are packed in one row (B = 1), sequence
+            n in the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Starts at 0, does not decrease,
+            ends at or before T; a sequence may be empty, its final state is its initial one. The o
+            of tokens at or after cu_seqlens[-1] is 0. On an accelerator the contents are not read
+            by the host, so they are not checked and may change in place between calls or replays
+            of a CUDA graph; the reference backend reads them, and waits for the device.
+        transpose_state_layout: deprecated name of `state_v_first`.
+
+    Returns:
+        o: [B, T, HV, V], the dtype of v, contiguous.
+        final_state: laid out like `initial_state`, float32 (float64 if q or v is float64), a new
+            tensor; None unless `output_final_state`.
+
+    The backend is chosen by `GDN_BACKEND` (`gdn_triton._host.backends`). The reference is
+    differentiable; the Triton kernel has no backward and refuses a call that needs one before it
+    launches anything, so that `auto` takes the reference then, which is slow on a GPU and says so.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, with its name, what was expected and
+            what came; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
+        RuntimeError: the backend asked for by name cannot run this call, with its reason.
+    """
+    if transpose_state_layout is not None:
+        from gdn_triton.chunk.api import _deprecated_state_layout
+
+        state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
+    x = Operands(q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, None, None, cu_seqlens)
+    options = SequenceOptions(
+        scale,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+    )
+    if is_traced(q):
+        # One opaque operator. Imported in a trace only: nobody else pays for its registration.
+        from gdn_triton.recurrent.operators import traced_sequences
+
+        return traced_sequences(x, options)
+    return run_sequences(x, options)
+
+
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def recurrent_step(
+    state: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None = None,
+    *,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    mixed_qkv: Tensor | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    allow_neg_eigval: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    scale: float | None = None,
+    state_v_first: bool = False,
+    skip: str = "negative",
+    cu_seqlens: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One decode step, or several tokens, from a pool of states that is updated in place.
+
+    The rule is that of `gdn_triton.fused_recurrent_gated_delta_rule`. Sequence n starts from the
+    state in slot read_slots[n]; its state is written to slot write_slots[n], or the state after
+    each of its tokens to that token's slot. The state is rounded to the pool's dtype after every
+    token, so that a call of several tokens gives, bit for bit, what as many calls of one token
+    give. `docs/decode.md` shows decoding, verifying speculated tokens and CUDA graphs.
+
+    Sizes as there; N sequences. Tokens come as one of
+
+        [N, ...]            one token a sequence
+        [N, T, ...]         T tokens a sequence
+        [T, ...], [1, T, ...] with cu_seqlens: the tokens of all sequences, packed
+
+    Any tensor may be a strided view; none is copied. All tensors are on one device. "Float" is
+    float16, bfloat16, float32 or float64. What is written, `state` and `out`, has a place of its
+    own for every element and shares memory with no other argument; autograd sees that it is written
+    in place.
+
+    Args:
+        state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float. Written in
+            place. Slots may lie any distance apart.
+        read_slots: [N], int32 or int64: where each sequence's state is. A slot that is padding
+            (`skip`) skips its sequence: no state is written, and its o is 0.
+        write_slots: int32 or int64. [N]: where each sequence's state goes after its last token.
+            [N, T], or packed [1, T]: where the state after each token goes. A slot that is padding
+            keeps nothing. None: read_slots. A slot is written once at most, and not read by another
+            sequence than the one that writes it: on an accelerator this is not checked, and
+            undefined behaviour otherwise, as are slots past the pool. Those of sequences that are
+            skipped, and of tokens of no sequence, are not used and may hold anything.
+        q, k: [.., H, K], float. v: [.., HV, V], float.
+        mixed_qkv: [.., 2 * H * K + HV * V], float: q, k and v side by side, in place of them. H
+            follows from the state's sizes.
+        g, beta: [.., HV], float: the natural logarithm of the decay, and the write strength.
+        a, b, A_log, dt_bias: in place of g and beta, what comes before their activations:
+            g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b), in float32. a, b are
+            [.., HV], A_log and dt_bias [HV], float; dt_bias may be None.
+        allow_neg_eigval: beta = 2 * sigmoid(b). Only with b.
+        use_qk_l2norm_in_kernel: normalise each q and k, x / sqrt(sum(x^2) + 1e-6), in float32.
+        scale: factor of the output; any real number is taken literally. None: K ** -0.5.
+        state_v_first: the pool is [slots, HV, V, K].
+        skip: which slots are padding: "negative", or "non_positive" where slot 0 is nobody's.
+        cu_seqlens: [N + 1], int32 or int64: the tokens of sequence n are cu_seqlens[n] to
+            cu_seqlens[n + 1] - 1. Starts at 0, does not decrease, ends at or before T. A sequence
+            may be empty: its state goes from its read slot to its write slot. The o of tokens at or
+            after cu_seqlens[-1] is 0.
+        out: [.., HV, V], the dtype of v: where o is written, at any strides. None: a new tensor.
+
+    Returns:
+        o: [.., HV, V], the dtype of v; `out` if that was given.
+
+    On an accelerator no contents are read by the host: slots and offsets may change in place
+    between replays of a CUDA graph. The reference backend reads them, and waits for the device.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, with its name, what was expected and
+            what came; nothing has been launched or written. The contents of slots and offsets are
+            judged where they are CPU tensors.
+        NotImplementedError: an input requires a gradient, which a step does not have.
+        RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
+    """
+    x = _step_operands(
+        state,
+        read_slots,
+        write_slots,
+        q,
+        k,
+        v,
+        mixed_qkv,
+        g,
+        beta,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        out,
+    )
+    is_mixed, is_raw = mixed_qkv is not None, a is not None
+    options = StepOptions(
+        is_mixed, is_raw, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, skip
+    )
+    if is_traced(state):
+        from gdn_triton.recurrent.operators import traced_step
+
+        return traced_step(x, options)
+    return run_step(x, options)
+
+
+def _step_operands(
+    state: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    mixed_qkv: Tensor | None,
+    g: Tensor | None,
+    beta: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor | None,
+) -> Operands:
+    """The tensors of a `recurrent_step`, those in place of others in their places."""
+    if mixed_qkv is not None:
+        _refuse("mixed_qkv", q=q, k=k, v=v)
+        q = k = v = mixed_qkv
+    if a is not None:
+        _refuse("a", g=g, beta=beta)
+        g, beta = a, b
+    else:
+        _refuse("g", b=b)
+    # Validation sees to it that none is missing.
+    return Operands(
+        q,  # type: ignore[arg-type]
+        k,  # type: ignore[arg-type]
+        v,  # type: ignore[arg-type]
+        g,
+        None,
+        None,
+        beta,
+        A_log,
+        dt_bias,
+        state,
+        read_slots,
+        write_slots,
+        cu_seqlens,
+        out,
+    )
+
+
+def _refuse(chosen: str, **others: Tensor | None) -> None:
+    for name, x in others.items():
+        if x is not None:
+            raise ValueError(f"{name} must be None with {chosen}, got a {type(x).__name__}")

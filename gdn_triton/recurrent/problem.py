@@ -1,0 +1,106 @@
+"""The frozen record of one validated call of the recurrence, and the tensors that come with it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentProblem:
+    """What every backend may rely on. Built by `gdn_triton.recurrent.validation` only.
+
+    Two forms. A *sequence* call returns its final states as new tensors
+    (`gdn_triton.fused_recurrent_gated_delta_rule`). A *step* call has a pool of states, which it
+    updates in place (`gdn_triton.recurrent_step`).
+    """
+
+    B: int  # rows of the token tensors: 1 when packed
+    T: int  # tokens of a row
+    N: int  # sequences: B when padded, len(cu_seqlens) - 1 when packed
+    H: int
+    HV: int
+    K: int
+    V: int
+    q_dtype: torch.dtype
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+    state_dtype: torch.dtype  # of the pool; of the final states otherwise
+    tile_span: int  # elements from the first to the last that a program reads of a tensor at once
+    device: torch.device
+    scale: float  # resolved: the caller's number, or K ** -0.5
+    is_varlen: bool
+    state_v_first: bool  # states are [.., HV, V, K] instead of [.., HV, K, V]
+    use_qk_l2norm: bool
+    use_gate: bool
+    use_beta_sigmoid: bool
+    allow_neg_eigval: bool
+    needs_grad: bool = False  # grad mode is on and some input requires a gradient
+    unreadable: str | None = None  # a sentence why no kernel can take the tensors
+    # Sequence calls.
+    output_final_state: bool = False
+    # Step calls.
+    is_step: bool = False
+    is_mixed: bool = False  # q, k and v are one tensor [.., 2 * H * K + HV * V]
+    every_token: bool = False  # write_slots has a slot for each token
+    last_skipped: int = -1  # slots up to this one are padding
+
+
+class Operands(NamedTuple):
+    """The tensors of a call as the caller gave them. In a mixed call q, k and v are that tensor.
+
+    Token tensors are [B, T, ...], or, in step calls, [N, ...] or (packed) [T, ...].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None = None
+    gk: Tensor | None = None
+    gv: Tensor | None = None
+    beta: Tensor | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    state: Tensor | None = None
+    read_slots: Tensor | None = None
+    write_slots: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    out: Tensor | None = None
+
+
+# What runs calls like a given one: o, and the final states of a sequence call that asks for them.
+Run = Callable[[Operands], tuple[Tensor, Tensor | None]]
+
+
+def tokens_apart(x: Tensor, dims: int, is_varlen: bool) -> Tensor:
+    """x as [B, T, ...], with `dims` dimensions after these two: a view."""
+    if x.dim() == dims + 2:
+        return x
+    return x.unsqueeze(0) if is_varlen else x.unsqueeze(1)
+
+
+def split_mixed(problem: RecurrentProblem, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [.., H, K] and v [.., HV, V] as views of one tensor [.., 2 * H * K + HV * V]."""
+    p = problem
+    q, k, v = mixed.split((p.H * p.K, p.H * p.K, p.HV * p.V), -1)
+    heads = q.unflatten(-1, (p.H, p.K)), k.unflatten(-1, (p.H, p.K)), v.unflatten(-1, (p.HV, p.V))
+    return heads
+
+
+def views(problem: RecurrentProblem, x: Operands) -> Operands:
+    """The operands with every token tensor as [B, T, ...], and q, k, v apart; nothing is copied."""
+    q, k, v = split_mixed(problem, x.q) if problem.is_mixed else (x.q, x.k, x.v)
+    packed = problem.is_varlen
+    beta = x.beta
+    if beta is not None and problem.is_step:
+        beta = tokens_apart(beta, 1, packed)
+    return x._replace(
+        q=tokens_apart(q, 2, packed),
+        k=tokens_apart(k, 2, packed),
+        v=tokens_apart(v, 2, packed),
+        g=None if x.g is None else tokens_apart(x.g, 1, packed),
+        beta=beta,
+        out=None if x.out is None else tokens_apart(x.out, 2, packed),
+    )

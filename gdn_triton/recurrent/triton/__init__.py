@@ -1,0 +1,1 @@
+"""The Triton backend of the recurrence: a call planned once, and its kernel."""

@@ -1,0 +1,343 @@
+"""The recurrence, token by token, for decoding: one kernel for sequences and for pools of states.
+
+    S = exp(g) S,    v_new = beta (v - S^T k),    o = scale (S^T q + (q . k) v_new),
+    S = S + k (x) v_new
+
+with S on the right of a line the one of the line before: both products read the decayed state, so
+that they are independent of each other. A program owns BV columns of the state [K, V] of one
+sequence and value head, in fp32 registers, from the first token to the last. A decode step is
+bound by the state's way from memory and back; all else is a few hundred bytes.
+
+The arithmetic of a token is the same, in the same order, whatever else a call has: a call of
+several tokens gives the bits of that many calls of one.
+"""
+
+import triton
+import triton.language as tl
+
+from gdn_triton._triton.tiles import Tile, padded
+from gdn_triton.chunk.triton.gate import softplus
+
+
+@triton.jit
+def decay_of(b_g, RCP_LN2: tl.constexpr):
+    """exp(b_g) for natural-log decays, fp32."""
+    return tl.exp2(b_g.to(tl.float32) * RCP_LN2)
+
+
+@triton.jit
+def power_of_two(x):
+    """The power of two below x, at least 2^-126, and its inverse; x is not negative."""
+    bits = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fixed_point(x):
+    """x, at most 4, in units of 2^-44."""
+    return (x * 17592186044416.0).to(tl.int64)
+
+
+@triton.jit
+def products(b_q, b_k):
+    """The sums of q q, k k and q k. Summed in fixed point, relative to the largest of q and of k:
+    integer addition is associative, and a maximum has no order, so the same q and k give the same
+    bits however the compiler lays them out, which differs from variant to variant."""
+    top_q, top_k = tl.split(tl.max(tl.join(tl.abs(b_q), tl.abs(b_k)), 0))
+    unit_q, inverse_q = power_of_two(top_q)
+    unit_k, inverse_k = power_of_two(top_k)
+    b_q, b_k = b_q * inverse_q, b_k * inverse_k
+    qk = fixed_point(b_q * b_k)
+    squares = tl.join(fixed_point(b_q * b_q), fixed_point(b_k * b_k))
+    squares, qk = tl.split(tl.sum(tl.join(squares, tl.join(qk, qk)), 0))
+    qq, kk = tl.split(squares.to(tl.float32) * 5.684341886080802e-14)
+    qk, _ = tl.split(qk.to(tl.float32) * 5.684341886080802e-14)
+    return qq * unit_q * unit_q, kk * unit_k * unit_k, qk * unit_q * unit_k
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def recurrent_fwd_kernel(
+    q,
+    k,
+    v,
+    g,
+    gk,
+    gv,
+    beta,
+    A_log,
+    dt_bias,
+    o,
+    h0,
+    ht,
+    read_slots,
+    write_slots,
+    cu_seqlens,
+    N,
+    T,
+    scale,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_qk,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_kk,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_vv,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    stride_gkb,
+    stride_gkt,
+    stride_gkh,
+    stride_gkk,
+    stride_gvb,
+    stride_gvt,
+    stride_gvh,
+    stride_gvv,
+    stride_bb,
+    stride_bt,
+    stride_bh,
+    stride_bv,
+    stride_A,
+    stride_dt,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    stride_ov,
+    stride_h0n,
+    stride_h0h,
+    stride_htn,
+    stride_hth,
+    stride_r,
+    stride_wb,
+    stride_wt,
+    stride_c,
+    stride_h0k: tl.constexpr,
+    stride_h0v: tl.constexpr,
+    stride_htk: tl.constexpr,
+    stride_htv: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    K_OFFSET: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    RCP_LN2: tl.constexpr,
+    EPS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    USE_QK_L2NORM: tl.constexpr,
+    BETA_PER_VALUE: tl.constexpr,
+    BETA_FACTOR: tl.constexpr,
+    EVERY_TOKEN: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """BETA_FACTOR: beta is that times the sigmoid of what is given; 0: beta is given. The strides
+    inside a state are constants, so that its addresses are a base and offsets that the loads and
+    stores contain."""
+    pid = tl.program_id(0).to(tl.int64)
+    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_nh = pid % V_BLOCKS, pid // V_BLOCKS
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // (HV // H)
+    o_k = tl.arange(0, BK)
+    o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
+    in_k, in_v = o_k < K, o_v < V
+    in_state = in_k[:, None] & in_v[None, :]
+
+    i_0 = i_n
+    live = i_n < N
+    if read_slots is not None:
+        i_0 = tl.load(read_slots + i_n * stride_r, mask=live, other=LAST_SKIPPED).to(tl.int64)
+    if cu_seqlens is None:
+        i_b = i_n
+        row = i_n * 0
+        n_tokens = 1 if ONE_TOKEN else T
+    else:
+        # Program N of a head writes the zeros of the rows after the last sequence.
+        i_b = i_n * 0
+        p_end = cu_seqlens + (i_n + 1) * stride_c
+        row = tl.load(p_end - stride_c).to(tl.int64)
+        end = tl.load(p_end, mask=i_n < N, other=T).to(tl.int64)
+        n_tokens = (end - row).to(tl.int32)
+
+    # The first token, in flight before the state is found; the loop loads one token ahead.
+    any_token = n_tokens > 0
+    in_q, in_token = o_k < tl.where(any_token, K, 0), o_v < tl.where(any_token, V, 0)
+    p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh + o_k * stride_qk
+    p_k = (
+        k
+        + K_OFFSET * stride_kk
+        + i_b * stride_kb
+        + row * stride_kt
+        + i_h * stride_kh
+        + o_k * stride_kk
+    )
+    p_v = (
+        v
+        + V_OFFSET * stride_vv
+        + i_b * stride_vb
+        + row * stride_vt
+        + i_hv * stride_vh
+        + o_v * stride_vv
+    )
+    next_q = tl.load(p_q, mask=in_q, other=0)
+    next_k = tl.load(p_k, mask=in_q, other=0)
+    next_v = tl.load(p_v, mask=in_token, other=0)
+    if g is not None:
+        p_g = g + i_b * stride_gb + row * stride_gt + i_hv * stride_gh
+        next_g = tl.load(p_g, mask=any_token, other=0)
+    if beta is not None:
+        p_beta = beta + i_b * stride_bb + row * stride_bt + i_hv * stride_bh
+        if BETA_PER_VALUE:
+            p_beta += o_v * stride_bv
+            next_beta = tl.load(p_beta, mask=in_token, other=0)
+        else:
+            next_beta = tl.load(p_beta, mask=any_token, other=0)
+    if gk is not None:
+        p_gk = gk + i_b * stride_gkb + row * stride_gkt + i_hv * stride_gkh + o_k * stride_gkk
+    if gv is not None:
+        p_gv = gv + i_b * stride_gvb + row * stride_gvt + i_hv * stride_gvh + o_v * stride_gvv
+    if A_log is not None:
+        rate = -tl.exp(tl.load(A_log + i_hv * stride_A).to(tl.float32))
+    if dt_bias is not None:
+        b_bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
+    if EVERY_TOKEN:
+        p_slot = write_slots + i_b * stride_wb + row * stride_wt
+    if ht is not None:
+        p_ht = ht + i_hv * stride_hth
+        p_ht += o_k[:, None] * stride_htk + o_v[None, :] * stride_htv
+
+    p_o = o + i_b * stride_ob + row * stride_ot + i_hv * stride_oh + o_v * stride_ov
+    if read_slots is not None:
+        live = i_0 > LAST_SKIPPED
+    if not live:
+        nothing = tl.zeros([BV], dtype=o.dtype.element_ty)
+        for _ in range(0, n_tokens):
+            tl.store(p_o, nothing, mask=in_v)
+            p_o += stride_ot
+        return
+
+    if h0 is not None:
+        p_h0 = h0 + i_0 * stride_h0n + i_hv * stride_h0h
+        p_h0 += o_k[:, None] * stride_h0k + o_v[None, :] * stride_h0v
+        b_h = tl.load(p_h0, mask=in_state, other=0, eviction_policy=POLICY)
+    else:
+        b_h = tl.zeros([BK, BV], dtype=tl.float32)
+
+    b_h = b_h.to(tl.float32)
+    for i_t in range(0, n_tokens):
+        b_q, b_k, b_v = next_q.to(tl.float32), next_k.to(tl.float32), next_v.to(tl.float32)
+        more = i_t + 1 < n_tokens
+        in_q, in_token = o_k < tl.where(more, K, 0), o_v < tl.where(more, V, 0)
+        p_q += stride_qt
+        p_k += stride_kt
+        p_v += stride_vt
+        next_q = tl.load(p_q, mask=in_q, other=0)
+        next_k = tl.load(p_k, mask=in_q, other=0)
+        next_v = tl.load(p_v, mask=in_token, other=0)
+
+        # A factor of all of q or k is a factor of what they are summed into, so it goes there.
+        of_q, of_k = scale, 1.0
+        qq, kk, qk = products(b_q, b_k)
+        if USE_QK_L2NORM:
+            of_q = tl.div_rn(scale, tl.sqrt_rn(qq + EPS))
+            of_k = tl.div_rn(1.0, tl.sqrt_rn(kk + EPS))
+        qk *= of_q
+        decay = 1.0
+        if g is not None:
+            b_g = next_g.to(tl.float32)
+            p_g += stride_gt
+            next_g = tl.load(p_g, mask=more, other=0)
+            if A_log is not None:
+                if dt_bias is not None:
+                    b_g += b_bias
+                b_g = rate * softplus(b_g, THRESHOLD)
+            decay = decay_of(b_g, RCP_LN2)
+        read_q, read_k = b_q, b_k
+        if gk is not None:
+            row_decay = decay_of(tl.load(p_gk, mask=in_k, other=0), RCP_LN2)
+            p_gk += stride_gkt
+            read_q, read_k = b_q * row_decay, b_k * row_decay
+        b_o = tl.sum(b_h * read_q[:, None], 0) * (of_q * decay)
+        stored = tl.sum(b_h * read_k[:, None], 0) * (of_k * decay)
+        if gv is not None:
+            column_decay = decay_of(tl.load(p_gv, mask=in_v, other=0), RCP_LN2)
+            p_gv += stride_gvt
+            b_o, stored = b_o * column_decay, stored * column_decay
+
+        b_v = (b_v - stored) * of_k
+        if beta is not None:
+            b_beta = next_beta.to(tl.float32)
+            p_beta += stride_bt
+            if BETA_PER_VALUE:
+                next_beta = tl.load(p_beta, mask=in_token, other=0)
+            else:
+                next_beta = tl.load(p_beta, mask=more, other=0)
+            if BETA_FACTOR != 0:
+                b_beta = tl.div_rn(BETA_FACTOR, 1 + tl.exp(-b_beta))
+            b_v *= b_beta
+        tl.store(p_o, tl.fma(b_v, qk, b_o).to(o.dtype.element_ty), mask=in_v)
+        p_o += stride_ot
+
+        if gk is not None:
+            b_h *= row_decay[:, None]
+        if gv is not None:
+            b_h *= column_decay[None, :]
+        b_h = tl.fma(b_h, decay, b_k[:, None] * b_v[None, :])
+        if ht is not None:
+            # What the next token reads is what memory would have kept of the state.
+            kept = b_h.to(ht.dtype.element_ty)
+            b_h = kept.to(tl.float32)
+            if EVERY_TOKEN:
+                slot = tl.load(p_slot).to(tl.int64)
+                p_slot += stride_wt
+                in_kept = in_k[:, None] & (o_v < tl.where(slot > LAST_SKIPPED, V, 0))[None, :]
+                tl.store(p_ht + slot * stride_htn, kept, mask=in_kept, eviction_policy=POLICY)
+
+    if ht is not None:
+        if not EVERY_TOKEN:
+            slot = i_0
+            if write_slots is not None:
+                slot = tl.load(write_slots + i_n * stride_wb).to(tl.int64)
+                in_v = o_v < tl.where(slot > LAST_SKIPPED, V, 0)
+                in_state = in_k[:, None] & in_v[None, :]
+            kept = b_h.to(ht.dtype.element_ty)
+            tl.store(p_ht + slot * stride_htn, kept, mask=in_state, eviction_policy=POLICY)
+
+
+# Elements of the state that a thread holds: enough loads in flight, few enough registers for
+# several programs on a multiprocessor.
+STATE_OF_A_THREAD = 64
+
+
+def recurrent_config(K: int, V: int, state_v_first: bool) -> Tile:
+    """One tile for a head's sizes and the states' layout, whatever the batch: it fixes the order of
+    the sums over K.
+
+    Value-first rows [K] lie in one warp, whose sums need no other one. Key-first, a program takes
+    rows of 256 bytes of the state, and its warps share the sums.
+    """
+    BK = padded(K, 256)
+    if state_v_first:
+        return Tile(BK, padded(V, 32 * STATE_OF_A_THREAD // BK, least=1), 1, 1)
+    BV = padded(V, 64)
+    return Tile(BK, BV, max(1, BK * BV // (32 * STATE_OF_A_THREAD)), 1)
+
+
+# States that do not fit the cache are gone before the next step; those that do may stay.
+STATES_BEYOND_CACHE = 2**26
+
+
+def eviction_policy(state_bytes: int) -> str:
+    """How the cache is to treat all states of a call, read and written. No bit depends on it.
+    Measured: states beyond the cache come and go faster when their lines are the last to leave it,
+    as writes then go out together; smaller ones when they make room for each other."""
+    return "evict_last" if state_bytes >= STATES_BEYOND_CACHE else "evict_first"

@@ -1,0 +1,130 @@
+"""The recurrence on Triton: what a call needs that no tensor's contents or address changes."""
+
+import torch
+from torch import Tensor
+
+from gdn_triton._host.device import on_device
+from gdn_triton._host.memory import count_writes
+from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.strides import named, state_strides
+from gdn_triton._triton.tiles import UNFUSED
+from gdn_triton.chunk.triton.state import empty_state
+from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
+from gdn_triton.recurrent.problem import Operands, RecurrentProblem, Run, views
+from gdn_triton.recurrent.triton.kernel import (
+    eviction_policy,
+    recurrent_config,
+    recurrent_fwd_kernel,
+)
+
+
+def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
+    """`count` strides of x: 0 for those that it does not have, and for a first dimension of length
+    1, which may have any."""
+    if x is None:
+        return (0,) * count
+    first = 0 if x.shape[0] == 1 else x.stride(0)
+    return (first, *x.stride()[1:], *(0,) * (count - x.dim()))
+
+
+def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | None) -> Launch:
+    """x: the operands as `views` returns them; o [B, T, HV, V]; ht: where states are written."""
+    p = problem
+    per_value = x.beta is not None and x.beta.dim() == 4
+    config = recurrent_config(p.K, p.V, p.state_v_first)
+    return Launch(
+        recurrent_fwd_kernel,
+        scale=p.scale,
+        **named("qb qt qh qk", strides(x.q, 4)),
+        **named("kb kt kh kk", strides(x.k, 4)),
+        **named("vb vt vh vv", strides(x.v, 4)),
+        **named("gb gt gh", strides(x.g, 3)),
+        **named("gkb gkt gkh gkk", strides(x.gk, 4)),
+        **named("gvb gvt gvh gvv", strides(x.gv, 4)),
+        **named("bb bt bh bv", strides(x.beta, 4)),
+        **named("A", strides(x.A_log, 1)),
+        **named("dt", strides(x.dt_bias, 1)),
+        **named("ob ot oh ov", strides(o, 4)),
+        **named("h0n h0h h0k h0v", state_strides(x.state, p.state_v_first)),
+        **named("htn hth htk htv", state_strides(ht, p.state_v_first)),
+        **named("r", strides(x.read_slots, 1)),
+        **named("wb wt", strides(x.write_slots, 2)),
+        **named("c", strides(x.cu_seqlens, 1)),
+        H=p.H,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        BK=config.BK,
+        BV=config.BV,
+        K_OFFSET=p.H * p.K if p.is_mixed else 0,
+        V_OFFSET=2 * p.H * p.K if p.is_mixed else 0,
+        RCP_LN2=RCP_LN2,
+        EPS=L2NORM_EPS,
+        THRESHOLD=SOFTPLUS_THRESHOLD,
+        USE_QK_L2NORM=p.use_qk_l2norm,
+        BETA_PER_VALUE=per_value,
+        BETA_FACTOR=(2.0 if p.allow_neg_eigval else 1.0) if p.use_beta_sigmoid else 0.0,
+        EVERY_TOKEN=p.every_token,
+        LAST_SKIPPED=p.last_skipped,
+        ONE_TOKEN=p.T == 1 and not p.is_varlen,
+        POLICY=eviction_policy(p.N * p.HV * p.K * p.V * p.state_dtype.itemsize),
+        **UNFUSED,
+        **config.options,
+    )
+
+
+def plan(problem: RecurrentProblem, operands: Operands) -> Run:
+    """What runs calls that differ from this one in contents and addresses only."""
+    p = problem
+    lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
+    shape = (*lead, p.HV, p.V)
+    layout = p.N, p.HV, p.K, p.V, p.state_v_first, p.device
+    config = recurrent_config(p.K, p.V, p.state_v_first)
+    grid = (-(-p.V // config.BV) * (p.N + p.is_varlen) * p.HV, 1, 1)
+
+    def output(y: Operands) -> Tensor:
+        if y.out is not None:
+            return y.out
+        return torch.empty(shape, dtype=p.v_dtype, device=p.device)
+
+    def final_state() -> Tensor | None:
+        return empty_state(*layout) if p.output_final_state else None
+
+    x = views(p, operands._replace(out=output(operands)))
+    assert x.out is not None
+    launch = make_launch(p, x, x.out, x.state if p.is_step else final_state())
+
+    def run(y: Operands) -> tuple[Tensor, Tensor | None]:
+        o = output(y)
+        ht = final_state()
+        if grid[0] == 0:
+            return o, ht
+        if p.is_step:
+            count_writes(y.state, y.out)
+        launch(
+            grid,
+            q=y.q,
+            k=y.k,
+            v=y.v,
+            g=y.g,
+            gk=y.gk,
+            gv=y.gv,
+            beta=y.beta,
+            A_log=y.A_log,
+            dt_bias=y.dt_bias,
+            o=o,
+            h0=y.state,
+            ht=y.state if p.is_step else ht,
+            read_slots=y.read_slots,
+            write_slots=y.write_slots,
+            cu_seqlens=y.cu_seqlens,
+            N=p.N,
+            T=p.T,
+        )
+        return o, ht
+
+    def guarded(y: Operands) -> tuple[Tensor, Tensor | None]:
+        with on_device(p.device):
+            return run(y)
+
+    return guarded

@@ -1,0 +1,44 @@
+"""The specification of every op in plain torch, which is the CPU backend too. It imports torch and
+the constants only, so that a fault in the rest cannot be in it too."""
+
+from gdn_triton.reference.chunk import (
+    ChunkResult,
+    Chunks,
+    Rows,
+    StatePass,
+    States,
+    beta_sigmoid,
+    chunk_gated_delta_rule,
+    chunk_local_cumsum,
+    gate,
+    gate_cumsum,
+    kkt,
+    l2norm,
+    output,
+    product,
+    recurrent_gated_delta_rule,
+    solve,
+    state_pass,
+    wy,
+)
+
+__all__ = [
+    "ChunkResult",
+    "Chunks",
+    "Rows",
+    "StatePass",
+    "States",
+    "beta_sigmoid",
+    "chunk_gated_delta_rule",
+    "chunk_local_cumsum",
+    "gate",
+    "gate_cumsum",
+    "kkt",
+    "l2norm",
+    "output",
+    "product",
+    "recurrent_gated_delta_rule",
+    "solve",
+    "state_pass",
+    "wy",
+]

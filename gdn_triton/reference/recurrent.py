@@ -1,0 +1,191 @@
+"""The recurrence with everything that decoding adds, in plain torch: its specification.
+
+Per sequence and value head hv, with key head h = hv // (HV // H) and a state S of shape [K, V]:
+
+    S <- exp(g_t) diag(exp(gk_t)) S diag(exp(gv_t))
+    S <- S + k_t (x) beta_t (v_t - S^T k_t)
+    o_t = scale S^T q_t
+
+g [HV] is a decay of the whole state, gk [HV, K] of its rows, gv [HV, V] of its columns, all natural
+logarithms; beta is a number a head, or one a value channel. With g alone this is what
+`gdn_triton.reference.recurrent_gated_delta_rule` computes (arXiv:2412.06464, equation 10), but for
+the normalised q and k, which are not rounded here.
+
+Arithmetic is float64 when any floating-point input is float64, else float32; narrower inputs are
+upcast, which is exact. Differentiable by autograd, leaves its inputs alone, ignores autocast.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_triton.constants import L2NORM_EPS, RCP_LN2
+from gdn_triton.reference.chunk import Chunks, Rows, States, beta_sigmoid, gate, product
+
+__all__ = ["RecurrentResult", "recurrent"]
+
+
+class RecurrentResult(NamedTuple):
+    """What `recurrent` returns, in the arithmetic's dtype."""
+
+    o: Tensor  # [B, T, HV, V]; 0 for tokens of no sequence
+    final_state: Tensor  # [N, HV, K, V], or [N, HV, V, K] if state_v_first
+    states: Tensor | None  # [B, T, HV, K, V] or V first: after each token; 0 for those of none
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x over its length, not rounded."""
+    return x * (x.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
+
+
+def _exp(g: Tensor) -> Tensor:
+    """exp(g), in base 2 as decays are throughout."""
+    return (g * RCP_LN2).exp2()
+
+
+def _row_decay(g: Tensor | None, gk: Tensor | None, like: Tensor) -> Tensor:
+    """exp(g) and exp(gk) multiplied, of a state's rows: [B, T, HV, K or 1, 1]."""
+    decay = like.new_ones(*like.shape[:3], 1, 1)
+    if g is not None:
+        decay = decay * _exp(g)[..., None, None]
+    if gk is not None:
+        decay = decay * _exp(gk)[..., :, None]
+    return decay
+
+
+def _column_decay(gv: Tensor | None, like: Tensor) -> Tensor:
+    """exp(gv), of a state's columns: [B, T, HV, 1, V or 1]."""
+    return like.new_ones(*like.shape[:3], 1, 1) if gv is None else _exp(gv)[..., None, :]
+
+
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm: bool = False,
+    use_beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    use_gate: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    state_v_first: bool = False,
+    kept: torch.dtype | None = None,
+    keep_states: bool = False,
+) -> RecurrentResult:
+    """The recurrence, token by token.
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H. Any float dtypes.
+        g: [B, T, HV], natural-log decay, -inf allowed; None is 0. What `gdn_triton.reference.gate`
+            takes if `use_gate`.
+        gk, gv: [B, T, HV, K] and [B, T, HV, V], natural-log decays of the state's rows and columns.
+        beta: [B, T, HV] or [B, T, HV, V]; None is 1. What `gdn_triton.reference.beta_sigmoid` takes
+            if `use_beta_sigmoid`.
+        scale: None is K**-0.5; any float is taken literally.
+        initial_state: [N, HV, K, V], [N, HV, V, K] if `state_v_first`; None is 0.
+        cu_seqlens: [N + 1], read on the host; None is padded, with N = B.
+        use_qk_l2norm: q and k over their length, x * rsqrt(sum(x^2) + 1e-6), not rounded.
+        A_log, dt_bias: [HV], for `use_gate`.
+        kept: the dtype that the state is rounded to after each token, as when memory keeps it.
+        keep_states: also return the states after each token.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        given = (q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
+        wide = any(x is not None and x.dtype == torch.float64 for x in given)
+        dtype = torch.float64 if wide else torch.float32
+        B, T, H, K = q.shape
+        HV, V = v.shape[2:]
+        # Chunks of one token. First of all, what tokens of no sequence hold is taken out: a NaN
+        # there would reach A_log's gradient through the gate.
+        chunks = Chunks.of(q, 1, cu_seqlens)
+        q, k, v = (chunks.without_orphans(x).to(dtype) for x in (q, k, v))
+        g, gk, gv, beta = (
+            None if x is None else chunks.without_orphans(x).to(dtype) for x in (g, gk, gv, beta)
+        )
+        if use_qk_l2norm:
+            q, k = _unit(q), _unit(k)
+        q = q * (K**-0.5 if scale is None else scale)
+        q, k = (x.repeat_interleave(HV // H, 2) for x in (q, k))
+        if use_gate:
+            assert g is not None and A_log is not None
+            g = gate(g, A_log, dt_bias)
+        beta = v.new_ones(B, T, HV) if beta is None else beta
+        if use_beta_sigmoid:
+            beta = beta_sigmoid(beta, allow_neg_eigval)
+        beta = beta[..., None, :] if beta.dim() == 4 else beta[..., None, None]
+        if initial_state is None:
+            initial_state = v.new_zeros(chunks.N, HV, K, V)
+        elif state_v_first:
+            initial_state = initial_state.mT
+
+        o, states, final_state = _walk(
+            chunks,
+            _Tokens(
+                q[..., None, :],
+                k[..., None, :],
+                v[..., None, :],
+                _row_decay(g, gk, like=q),
+                _column_decay(gv, like=q),
+                beta,
+            ),
+            initial_state.to(dtype),
+            kept,
+            keep_states,
+        )
+        if state_v_first:
+            final_state = final_state.mT.contiguous()
+            states = None if states is None else states.mT.contiguous()
+        return RecurrentResult(o, final_state, states)
+
+
+class _Tokens(NamedTuple):
+    """Of every token, laid out to meet a state [K, V]: all are [B, T, HV, rows, columns]."""
+
+    q: Tensor  # [.., 1, K]
+    k: Tensor  # [.., 1, K]
+    v: Tensor  # [.., 1, V]
+    row_decay: Tensor  # [.., K or 1, 1]
+    column_decay: Tensor  # [.., 1, V or 1]
+    beta: Tensor  # [.., 1, V or 1]
+
+
+def _walk(
+    chunks: Chunks,
+    x: _Tokens,
+    initial_state: Tensor,
+    kept: torch.dtype | None,
+    keep_states: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """o [B, T, HV, V], the states after each token [B, T, HV, K, V] if asked for, and the final
+    state [N, HV, K, V]. chunks: of one token each."""
+    running = States(chunks, initial_state)
+    out, states = Rows(chunks), Rows(chunks)
+    # At each step the next token of all sequences that have one.
+    steps = (chunks.steps(chunks.split(y).squeeze(1)) for y in x)
+    for q, k, v, row_decay, column_decay, beta in zip(*steps, strict=True):
+        # The decays of rows and columns meet here: of all tokens at once they were as many numbers
+        # as all states.
+        state = running.running(v.shape[0]) * (row_decay * column_decay)
+        state = state + k.mT * (beta * (v - product(k, state)))
+        out.add(product(q, state).squeeze(-2))
+        if kept is not None:
+            state = state.to(kept).to(state.dtype)
+        if keep_states:
+            states.add(state)
+        running.now = state
+
+    def merged(rows: Rows) -> Tensor:
+        return chunks.merge(rows.all().unsqueeze(1))
+
+    return merged(out), merged(states) if keep_states else None, running.final()
