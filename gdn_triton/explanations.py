@@ -41,16 +41,23 @@ _Given = dict[str, Any]
 def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     """Which backend `function(*args, **kwargs)` would run, and why no other one.
 
-    function: one of this package's operators: `chunk_gated_delta_rule`, `chunk_prefill`,
-        `fused_recurrent_gated_delta_rule`, `recurrent_step`, `causal_conv1d`,
-        `causal_conv1d_update`, `fused_conv_prep`, `fused_post_conv_prep`.
-    args, kwargs: its arguments.
+    It runs nothing, and what slots hold is not judged.
 
-    Raises the errors of the function for arguments of a wrong type, shape, dtype or device, but
-    runs nothing. What slots hold is not judged. A backend that was asked for by name and refuses is
-    no error here: the result says so. Where `fused_conv_prep` cannot run its one kernel
-    ("reference" is chosen), its two parts are a `causal_conv1d` and a `fused_post_conv_prep`, each
-    in the backend that is chosen for it.
+    Args:
+        function: one of this package's operators: `chunk_gated_delta_rule`, `chunk_prefill`,
+            `fused_recurrent_gated_delta_rule`, `recurrent_step`, `causal_conv1d`,
+            `causal_conv1d_update`, `fused_conv_prep`, `fused_post_conv_prep`.
+        args, kwargs: its arguments.
+
+    Returns:
+        An `Explanation`. A backend that was asked for by name and refuses is no error here: the
+        result says so. Where `fused_conv_prep` cannot run its one kernel ("reference" is chosen),
+        its two parts are a `causal_conv1d` and a `fused_post_conv_prep`, each in the backend that
+        is chosen for it.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the errors of the function for arguments of a wrong
+            type, shape, dtype or device; TypeError too for a function that is not one of these.
     """
     judge = _JUDGES.get(function)
     if judge is None:
