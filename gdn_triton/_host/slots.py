@@ -20,7 +20,7 @@ class Write(NamedTuple):
 
 
 def final_writes(read: Sequence[int], write: Sequence[int], last_skipped: int) -> list[Write]:
-    """Of a slot a sequence."""
+    """The writes of a call that names one slot for each sequence, its final state's."""
     return [
         Write(slot, n, n)
         for n, slot in enumerate(write)
@@ -31,8 +31,8 @@ def final_writes(read: Sequence[int], write: Sequence[int], last_skipped: int) -
 def token_writes(
     read: Sequence[int], write: Sequence[int], bounds: Sequence[int], last_skipped: int
 ) -> list[Write]:
-    """Of a slot a token. bounds: the tokens of sequence n are bounds[n] to bounds[n + 1] - 1 of
-    all."""
+    """The writes of a call that names one slot for each token. bounds: sequence n has the tokens
+    from bounds[n] to bounds[n + 1] - 1 of the call."""
     return [
         Write(write[t], n, t)
         for n, slot in enumerate(read)
