@@ -275,6 +275,13 @@ MIXES = (
     *((8192,) * 4, (4096,) * 8, (2048,) * 4, (1024,) * 8),
 )
 
+# The uneven table: what serving engines send, at the head counts of models in use.
+UNEVEN_HEADS = ((16, 64), (16, 32), (8, 16), (4, 16), (2, 8))
+UNEVEN_SEQUENCES = (16, 32, 48)  # of lengths drawn log-uniformly
+UNEVEN_SHARES = (0.5, 0.75)  # of all tokens, in the longest sequence of nine
+UNEVEN_BUDGETS = (8192, 16384)  # tokens of a batch of chunked prefill
+UNEVEN_BATCHES = 6  # of each budget
+
 # Lengths around a chunk's edges and far from them, 1 to 1155.
 RAGGED = (1, 15, 63, 64, 65, 127, 128, 300, 577, 1155)
 
@@ -369,11 +376,60 @@ def _full() -> list[Case]:
     ]  # fmt: skip
 
 
+def log_uniform(parts: int, least: int, most: int, seed: int) -> tuple[int, ...]:
+    """`parts` lengths, their logarithms drawn uniformly from `least` to `most`."""
+    rng = random.Random(seed)
+    return tuple(round(least * (most / least) ** rng.random()) for _ in range(parts))
+
+
+def scheduled(budget: int, batches: int, seed: int) -> list[tuple[int, ...]]:
+    """Batches of chunked prefill: prompts of 64 to 16384 tokens (log-uniform) in the order of their
+    arrival, each batch filled up to `budget` tokens, the last prompt of it cut there and gone on
+    with in the next."""
+    prompts = iter(log_uniform(1000, 64, 16384, seed))
+    left = 0  # tokens of the prompt that was cut
+    found = []
+    for _ in range(batches):
+        batch: list[int] = []
+        while sum(batch) < budget:
+            length = left or next(prompts)
+            taken = min(length, budget - sum(batch))
+            batch.append(taken)
+            left = length - taken
+        found.append(tuple(batch))
+    return found
+
+
+def uneven_mixes() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and lengths of each mix of the uneven table."""
+    for parts in UNEVEN_SEQUENCES:
+        yield f"log-uniform {parts}", log_uniform(parts, 32, 2048, seed=parts)
+    for share in UNEVEN_SHARES:
+        others = log_uniform(8, 64, 2048, seed=8)
+        longest = round(sum(others) * share / (1 - share))
+        yield f"longest {share:g} of 9", (*others[:4], longest, *others[4:])
+    for budget in UNEVEN_BUDGETS:
+        for number, lengths in enumerate(scheduled(budget, UNEVEN_BATCHES, seed=budget), 1):
+            yield f"batch {budget} no {number}", lengths
+
+
+def _uneven() -> list[Case]:
+    return [
+        Case(
+            f"uneven {H}/{HV} {name}", "uneven", 1, sum(seqlens), H, HV, 128, 128, seqlens,
+            gate="mild", initial_state=True, measures=(SPEED,),
+        )
+        for H, HV in UNEVEN_HEADS
+        for name, seqlens in uneven_mixes()
+    ]  # fmt: skip
+
+
 def all_cases(table: str = "main") -> list[Case]:
     """Every case of a table (of `TABLES`), those that share an implementation's tuning together.
 
     main: all kinds of shapes and everything that is measured, the most telling first. full: every
-    count of heads with every mix of sequences, their times only.
+    count of heads with every mix of sequences, their times only. uneven: lengths that differ as a
+    server's do, their times only.
     """
     return TABLES[table]()
 
@@ -393,7 +449,7 @@ def _main() -> list[Case]:
     return [replace(x, measures=(*x.measures, *more[x.name])) for x in cases]
 
 
-TABLES: dict[str, Callable[[], list[Case]]] = {"main": _main, "full": _full}
+TABLES: dict[str, Callable[[], list[Case]]] = {"main": _main, "full": _full, "uneven": _uneven}
 
 
 def tiny(case: Case) -> Case:

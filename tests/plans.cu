@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../csrc/sm90/chunk_forward.cu"
+#include "../csrc/sm90/dealing.cuh"
 
 namespace gdn::sm90 {
 template <class T, class Heads, bool kPool>
@@ -97,13 +98,19 @@ void known_calls() {
   const Call four = {128, 128, 32, 4, 32768, true}, eight = {128, 128, 16, 8, 32768, true};
   for (const Call& call : {four, eight}) {  // in blocks with half of V they take two turns
     const Plan plan = plan_for(call);
-    if (plan.halves || plan.cuts.count > 0) call.say("equal sequences fill the GPU in one turn");
+    if (plan.shape == Shape::kHalves || plan.cuts.count > 0) call.say("equal sequences fill the GPU in one turn");
   }
   const Call pair = {128, 128, 32, 2, 32768, true};
   if (check(pair, plan_for(pair), {16384, 16384}) > 0) pair.say("equal ones are cut");
   if (check(pair, plan_for(pair), {28672, 4096}) == 0) pair.say("unequal ones are not cut");
   const Call one = {128, 128, 8, 1, 32768, false};
   if (check(one, plan_for(one), {32768}) < 4) one.say("a long one of few heads is not cut");
+  if (plan_for(Call{128, 128, 8, 8, 8192, true}).shape != Shape::kHalves)
+    pair.say("tiles of half of V that fill no turn go in both halves");
+  if (plan_for(Call{128, 128, 32, 8, 8192, true}).shape != Shape::kByLengths)
+    pair.say("the host guesses lengths that the device knows");
+  if (plan_for(Call{128, 128, 32, 8, 1024, false}).shape != Shape::kBoth)
+    pair.say("the device chooses a shape for lengths that the host knows");
   const Call many = {128, 128, 64, 64, 65536, true};
   if (plan_for(many).cuts.count > 0) many.say("cut, though the GPU is full");
 }
@@ -132,12 +139,38 @@ void near_cuts() {
             call.say("a cut beside the chosen one is better");
     }
 }
+// What the device chooses a shape by: never more than a block needs when tiles go, longest first, to the block
+// that is free first; all of it for equal lengths; and not less than two thirds of it.
+void least_times() {
+  std::mt19937 random(2);
+  for (int draw = 0; draw < 2000; ++draw) {
+    const int N = int(random() % 60) + 1, heads = int(random() % 64) + 1, blocks = 132;
+    const bool equal = draw % 4 == 0;
+    std::vector<int> lengths;
+    for (int n = 0; n < N; ++n)
+      lengths.push_back(equal && n > 0 ? lengths[0] : int(std::exp2(random() % 1000 / 100.)));
+    std::sort(lengths.rbegin(), lengths.rend());
+    const sm90::LeastTime least = {1.6f, 10.f, heads, blocks};
+    std::vector<double> free(blocks, 0.);
+    double bound = least.by_work(std::accumulate(lengths.begin(), lengths.end(), 0), N);
+    for (int n = 0; n < N; ++n) {
+      bound = std::max<double>(bound, least.with(lengths[size_t(n)], n));
+      for (int tile = 0; tile < heads; ++tile)
+        *std::min_element(free.begin(), free.end()) += least.of_tile(lengths[size_t(n)]);
+    }
+    const double time = *std::max_element(free.begin(), free.end());
+    const Call call = {128, 128, heads, N, lengths[0], true};
+    if (bound > time * 1.0001) call.say("a least time that is undercut");
+    if (bound < time * (equal ? 0.9999 : 0.66)) call.say("a least time that is far too low");
+  }
+}
+
 bool same(const Plan& a, const Plan& b) {
   const auto equal = [](const Cut& x, const Cut& y) {
     return x.first == y.first && x.rest == y.rest && x.longest == y.longest && x.later == y.later &&
            x.inner == y.inner;
   };
-  return a.halves == b.halves && a.slots == b.slots && a.cuts.count == b.cuts.count &&
+  return a.shape == b.shape && a.slots == b.slots && a.cuts.count == b.cuts.count &&
          a.cuts.maps_first == b.cuts.maps_first &&
          std::equal(a.cuts.choices, a.cuts.choices + a.cuts.count, b.cuts.choices, equal);
 }
@@ -185,6 +218,7 @@ int main() {
   random_calls();
   known_calls();
   near_cuts();
+  least_times();
   kept_plans();
   if (faults == 0) std::printf("right: %d plans\n", plans);
   return faults != 0;

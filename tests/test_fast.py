@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -1372,6 +1373,57 @@ def test_graph_replay_of_segments(size: tuple[int, int], dtype: torch.dtype, cud
     second = replace(first, lengths=(0, 15000, 0))
     third = replace(first, lengths=(65, 600, 14163), orphans=242)
     check_replay(first, (first, second, third, first), dtype, cuda)
+
+
+def draw_lengths(rng: random.Random, parts: int, tokens: int) -> tuple[int, ...]:
+    """`parts` lengths of at most `tokens` together, some of them 0 and often one most of them."""
+
+    def weight() -> float:
+        return rng.choice((0.0, rng.random(), rng.random(), 30 * rng.random()))
+
+    weights = [weight() for _ in range(parts)]
+    whole = sum(weights) or 1.0
+    return tuple(int(tokens * x / whole) for x in weights)
+
+
+@gpu
+@DTYPES
+@pytest.mark.parametrize("size", [(128, 128), (64, 64), (96, 192), (256, 512)], ids=str)
+def test_graph_replay_of_many_tiles(
+    size: tuple[int, int], dtype: torch.dtype, cuda: str, batch_invariant: None
+) -> None:
+    """More tiles than multiprocessors, which go to blocks by the lengths: those of each replay, not
+    those of the capture."""
+    rng, tokens, parts = random.Random(7), 3000, 9
+    first = sized(fast_case("tiles", "", lengths=(tokens // parts,) * parts, H=8, HV=16), *size)
+    orphans = tokens - sum(first.lengths or ())
+    cases = [replace(first, orphans=orphans)]
+    for _ in range(12):
+        lengths = draw_lengths(rng, parts, tokens)
+        cases.append(replace(first, lengths=lengths, orphans=tokens - sum(lengths)))
+    check_replay(cases[0], tuple(cases), dtype, cuda)
+
+
+@gpu
+@pytest.mark.parametrize("parts", [57, 1024, 1025, 3000])
+def test_order_of_sequences(parts: int, cuda: str) -> None:
+    """Given in another order, each sequence has the same bits, up to the number of sequences that
+    blocks take by their lengths and beyond."""
+    rng = random.Random(parts)
+    lengths = [rng.choice((0, 1, 5, 64, 65, rng.randrange(200))) for _ in range(parts)]
+    case = fast_case("order", "", lengths=tuple(lengths), orphans=5, H=2, HV=4)
+    call = make_call(case, BF16, cuda, Options())
+    order = sorted(range(parts), key=lambda n: lengths[n])
+    starts = [0, *itertools.accumulate(lengths)]
+    tokens = [t for n in order for t in range(starts[n], starts[n + 1])]
+    rows = torch.tensor([*tokens, *range(starts[-1], case.tokens)], device=cuda)
+    x = call.x
+    moved = {n: getattr(x, n)[:, rows] for n in ("q", "k", "v", "g", "beta")}
+    bounds = torch.tensor([0, *itertools.accumulate(lengths[n] for n in order)], device=cuda)
+    sorted_x = x.but(**moved, initial_state=x.initial_state[order], cu_seqlens=bounds.int())
+    o, state = run("cuda", call)
+    sorted_o, sorted_state = run("cuda", call._replace(x=sorted_x))
+    assert same_bits(o[:, rows], sorted_o) and same_bits(state[order], sorted_state)
 
 
 @gpu

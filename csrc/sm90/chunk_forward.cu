@@ -17,6 +17,7 @@ namespace {
 using sm90::Cut;
 using sm90::Cuts;
 using sm90::Plan;
+using sm90::Shape;
 using sm90::ceil_div;
 
 size_t normalized_bytes(const ChunkForward& p) { return size_t(p.B) * p.T * p.H * p.K * 2; }
@@ -52,8 +53,7 @@ const char* normalize(const ChunkForward& p, Rows& q, Rows& k, cudaStream_t stre
       <<<grid, sm90::kNormThreads, 0, stream>>>(q, k, q_out, k_out, rows, p.T, p.H, p.K);
   q = {q_out, p.T * p.H * p.K, int64_t{p.H} * p.K, p.K};
   k = {k_out, p.T * p.H * p.K, int64_t{p.H} * p.K, p.K};
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return sm90::check(cudaGetLastError());
 }
 
 // For tests and measurements: sequences longer than this always go in segments of so many chunks; 0
@@ -148,7 +148,7 @@ struct Estimate {
     cut.inner = int(inner(most) + (p.N - 1) * inner(others));
     return cut;
   }
-  // What they take, or `enough` if that is no more than the time that they take at least.
+  // Estimated time of this cut; returns `enough` early if even its lower bound is not below `enough`.
   double segments(Lengths lengths, const Cut& cut, double enough) const {
     const int64_t heads = p.HV * parts(true), maps = p.HV * map_parts() * cut.inner;
     const int64_t inner = heads * cut.inner, others = (p.N - 1) * heads;
@@ -252,11 +252,16 @@ Plan make_plan(const ChunkForward& p) {
     whole[true][i] = estimate.whole(lengths[i], true);
     whole[false][i] = sm90::only_halves<Heads>() ? whole[true][i] : estimate.whole(lengths[i], false);
   }
-  // Whole sequences are taken for equal ones: with half of V a block is done sooner with a long one, but
-  // four equal ones of 32 heads would take two turns.
+  // With half of V a block is done sooner with a long sequence, but four equal ones of 32 heads would take
+  // two turns. What fills no turn goes in halves, whatever its lengths.
   const bool halves = whole[true][0] <= whole[false][0];
-  const Plan in_whole = {halves, {}, 0};
-  const double enough = kWorthIt * std::accumulate(whole[halves], whole[halves] + guesses, 0.);
+  const bool by_lengths = guess && !sm90::only_halves<Heads>() &&
+                          p.N * p.HV * estimate.parts(true) > p.multiprocessors;
+  const Plan in_whole = {by_lengths ? Shape::kByLengths : halves ? Shape::kHalves : Shape::kBoth, {}, 0};
+  double least_whole[kGuesses];
+  for (int i = 0; i < guesses; ++i)
+    least_whole[i] = by_lengths ? std::min(whole[true][i], whole[false][i]) : whole[halves][i];
+  const double enough = kWorthIt * std::accumulate(least_whole, least_whole + guesses, 0.);
   const int forced = GDN_SEGMENT_CHUNKS;
   if (p.batch_invariant || forced == 0 || p.N == 0) return in_whole;
 
@@ -270,7 +275,7 @@ Plan make_plan(const ChunkForward& p) {
       if (i + 1 < cuts.count) slots = std::max<int64_t>(slots, cut.later);
       cuts.maps_first &= estimate.map(cut.rest) >= estimate.tile(cut.first, true);
     }
-    return Plan{true, cuts, int(slots)};
+    return Plan{Shape::kHalves, cuts, int(slots)};
   };
   if (forced > 0) {
     cuts = {{estimate.cut(lengths[0], forced, forced)}, 1};
@@ -284,7 +289,7 @@ Plan make_plan(const ChunkForward& p) {
     const auto [cut, of_cut] = best_cut(estimate, lengths[i].longest, [&](int64_t first, int64_t rest) {
       return std::pair(estimate.cut(lengths[i], first, rest), lengths[i]);
     });
-    if (of_cut > kMostLoss * whole[halves][i]) return in_whole;
+    if (of_cut > kMostLoss * least_whole[i]) return in_whole;
     cuts.choices[cuts.count++] = cut;
     time += of_cut;
   }
@@ -358,6 +363,33 @@ size_t start_floats(const ChunkForward& p, const Plan& plan) {
   return segment_floats<Heads>(p, plan, sm90::state_rows(p.V));
 }
 
+// Tiles of whole sequences whose lengths the host does not know; 0 for other calls.
+template <class Heads>
+int64_t tiles_of_unknown_length(const ChunkForward& p, const Plan& plan, bool halves) {
+  if (!p.cu_seqlens || p.N < 2 || plan.cuts.count > 0) return 0;
+  return p.N * p.HV * Estimate<Heads>{p}.parts(halves);
+}
+// Whether they are taken by the blocks that are free first. A kernel before sets what that takes, which is
+// worth it where the fewest tiles that there may be are more than the blocks.
+template <class Heads>
+bool are_taken(const ChunkForward& p, const Plan& plan) {
+  return tiles_of_unknown_length<Heads>(p, plan, sm90::only_halves<Heads>()) > p.multiprocessors;
+}
+constexpr size_t kDealBytes = 256;  // Dealing::taken, and what keeps the next array aligned
+
+__global__ void __launch_bounds__(32, 1) set_to_zero(int* taken) {
+  launch_dependents();
+  if (threadIdx.x == 0) *taken = 0;
+}
+template <class Heads>
+sm90::Dealing deal(const ChunkForward& p, const Plan& plan, void* memory) {
+  constexpr Costs kCosts = costs<Heads>();
+  const bool ordered = p.N <= sm90::kMostOrdered &&
+                       tiles_of_unknown_length<Heads>(p, plan, true) > p.multiprocessors;
+  int* const taken = are_taken<Heads>(p, plan) ? static_cast<int*>(memory) : nullptr;
+  return {ordered, taken, {float(kCosts.both), float(kCosts.half)}, float(kCosts.tile)};
+}
+
 // pool: null without one.
 template <class T, class Heads>
 const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
@@ -378,6 +410,13 @@ const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
     if (const char* error = make_map(&params.o, p.dtype, o, p.B, p.T, p.HV, p.V)) return error;
   }
   const Plan plan = plan_of<Heads>(p);
+  params.shape = plan.shape;
+  params.dealing = deal<Heads>(p, plan, workspace);
+  if (params.dealing.taken) {
+    set_to_zero<<<1, 32, 0, stream>>>(params.dealing.taken);
+    if (const char* error = sm90::check(cudaGetLastError())) return error;
+    workspace += kDealBytes;
+  }
   float* const maps = reinterpret_cast<float*>(workspace);
   params.heads = sm90::Divisor::of(p.HV);
   params.group = sm90::Divisor::of(p.HV / p.H);
@@ -399,12 +438,13 @@ const char* run_supported(const ChunkForward& p, const Pool* pool, cudaStream_t 
 
 size_t chunk_forward_workspace(const ChunkForward& p) {
   if (unsupported(p)) return 0;
-  const size_t floats = with_heads(p, [&](auto heads) {
+  const size_t of_plan = with_heads(p, [&](auto heads) {
     using Heads = decltype(heads);
     const Plan plan = plan_of<Heads>(p);
-    return map_floats<Heads>(p, plan) + start_floats<Heads>(p, plan);
+    const size_t floats = map_floats<Heads>(p, plan) + start_floats<Heads>(p, plan);
+    return (are_taken<Heads>(p, plan) ? kDealBytes : 0) + floats * sizeof(float);
   });
-  return (p.use_qk_l2norm ? 2 * normalized_bytes(p) : 0) + floats * sizeof(float);
+  return (p.use_qk_l2norm ? 2 * normalized_bytes(p) : 0) + of_plan;
 }
 
 const char* chunk_forward(const ChunkForward& p, cudaStream_t stream) {

@@ -51,6 +51,7 @@ struct Config {
   // Tiles in flight.
   static constexpr int kKStages = kKeys == 256 ? 2 : 4, kGateStages = 4;
   static constexpr int kQStages = kKeys == 256 ? 2 : 3;
+  static constexpr int kTileStages = kOneTile ? 1 : 4;
   static constexpr int kVStages = kStates == 2 || kKeys == 256 ? 2 : 4;
   // Registers a thread; the sum over warpgroups may not exceed 512. Makers have what every thread
   // has at launch.
@@ -87,9 +88,10 @@ struct GateVectors {
 struct Tile {
   int n, hv, batch;
   int part;     // of V: which 64 kStates channels
-  int slot;     // of the segment; of a first one, of that behind it
+  int slot;     // index of this segment among the later ones; of a first segment, of the one after it
   int map;      // Pass::kMaps: 0 for b, 1 for M
-  bool exists, begins, ends;  // whether it is one; its sequence begins, ends with it
+  bool exists;  // not: Pass::kWhole: the block has no more; else the block has none
+  bool begins, ends;  // its sequence begins, ends with it
   int first;    // its first row in the batch entry
   int length;   // rows
 };
@@ -114,7 +116,8 @@ struct SharedMemory {
   uint64_t p_full[kPStages], p_empty[kPStages];
   uint64_t o_full[C::kStates], o_empty[C::kStates];
   uint64_t gates_full[C::kGateStages], gates_empty[C::kGateStages];
-  Tile tile;  // of C::kOneTile
+  uint64_t tile_full[C::kTileStages], tile_empty[C::kTileStages];  // unless C::kOneTile
+  Tile tiles[C::kTileStages];
   int stop[C::kStates][4];  // of a pool, a state's warps: rows left of the tile when the state is stored
 #ifdef GDN_PROFILE
   uint32_t profile[40];
@@ -160,20 +163,53 @@ struct KernelParams {
   CUtensorMap q, k, v, o;
   ChunkForward problem;
   Segments segments;
-  int tiles;  // of the grid: (sequence or segment, value head, map, part of V)
-  int parts;  // of V, with 64 kStates channels each; unless C::kExact
+  Shape shape;     // Pass::kWhole
+  Dealing dealing; // Pass::kWhole
+  int tiles;  // of the grid: (sequence or segment, value head, map, part of V); unless Pass::kWhole
   Divisor heads, group;  // HV, and value heads of a key head
   Pool pool;  // of C::kPool
 };
 
+// What a block of Pass::kWhole knows of the sequences of a packed call, in shared memory behind that of
+// its roles; dealing.cuh fills it.
+struct Lengths {
+  // Of LeastTime::with, in the order of Shape: floats, which order as integers, since none is negative.
+  int least[2];
+  int all_chunks;
+  int halves;  // whether blocks should own 64 channels of V, not 128
+  uint16_t order[kMostOrdered];  // the longest first, and as given among equal ones
+};
+constexpr int kSharedBytes = 232448;  // what a block may have
+constexpr int kLengthsAt = kSharedBytes - int(sizeof(Lengths));
+extern __shared__ __align__(1024) uint8_t raw_shared_memory[];
+GDN_DEVICE Lengths& lengths_of_call() {
+  return *reinterpret_cast<Lengths*>(raw_shared_memory + kLengthsAt);
+}
+
 template <class C>
-GDN_DEVICE int values(const ChunkForward& p) {
+GDN_HOST_DEVICE int values(const ChunkForward& p) {
   return C::kExact ? C::kKeys : p.V;
+}
+// Of V, with 64 kStates channels each.
+template <class C>
+GDN_HOST_DEVICE int value_parts(const ChunkForward& p) {
+  return (values<C>(p) + 64 * C::kStates - 1) / (64 * C::kStates);
 }
 
 GDN_HOST_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
   return p.cu_seqlens_64 ? static_cast<const int64_t*>(p.cu_seqlens)[n]
                          : static_cast<const int32_t*>(p.cu_seqlens)[n];
+}
+
+// A kernel with blocks of two shapes reads threadIdx.x where it is used: one reading for both would be live
+// throughout, and spill. In kernels of one shape ptxas does that by itself, and better.
+template <class C>
+GDN_DEVICE int thread_of() {
+  if constexpr (C::kPass == Pass::kWhole && C::kKeys != 256) {
+    return thread_index();
+  } else {
+    return int(threadIdx.x);
+  }
 }
 
 // The lengths of segments, in tokens.
@@ -278,17 +314,17 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
   const ChunkForward& p = params.problem;
   Tile tile;
   // A map's parts are those of b, then those of M, whose rows are channels of K.
-  const int value_parts = C::kExact ? C::kKeys / 64 / C::kStates : params.parts;
-  const int parts =
-      value_parts + (C::kPass == Pass::kMaps ? C::kMapRows / 64 / C::kStates : 0);
+  const int of_values = value_parts<C>(p);
+  const int parts = of_values + (C::kPass == Pass::kMaps ? C::kMapRows / 64 / C::kStates : 0);
   tile.part = index % parts;
   index /= parts;
   if constexpr (C::kPass == Pass::kMaps) {
-    tile.map = tile.part >= value_parts;
-    tile.part -= tile.map * value_parts;
+    tile.map = tile.part >= of_values;
+    tile.part -= tile.map * of_values;
   }
   tile.slot = tile.n = params.heads.divide(index);
   tile.hv = index - tile.n * p.HV;
+  if (C::kPass == Pass::kWhole && params.dealing.ordered) tile.n = lengths_of_call().order[tile.n];
   if (C::kPass == Pass::kWhole || (C::kPass == Pass::kSegments && params.segments.first)) {
     tile.exists = tile.begins = tile.ends = true;
     locate_sequence<C>(params, tile);
@@ -321,48 +357,6 @@ GDN_DEVICE uint4* o_line(const Pool& pool, int batch, int64_t row, int hv, int c
   return reinterpret_cast<uint4*>(static_cast<uint16_t*>(const_cast<void*>(o.data)) + at);
 }
 
-// All chunks of all tiles of this block, in order: for the roles that carry nothing from a chunk to
-// the next.
-template <class C>
-struct Walk {
-  const KernelParams& params;
-  int index;  // of the tile
-  std::conditional_t<C::kOneTile, const Tile&, Tile> tile;
-  int row = 0;  // of the chunk's first token, in the sequence
-
-  GDN_DEVICE Walk(const SharedMemory<C>& sm, const KernelParams& p)
-      : params(p), index(blockIdx.x), tile(first_tile(sm)) {}
-  GDN_DEVICE bool begin() {
-    if constexpr (C::kOneTile) {
-      return tile.length > 0;
-    } else {
-      for (; index < params.tiles; index += gridDim.x) {
-        tile = tile_at<C>(params, index);
-        row = 0;
-        if (tile.length > 0) return true;
-      }
-      return false;
-    }
-  }
-  GDN_DEVICE bool next() {
-    row += kChunk;
-    if (row < tile.length) return true;
-    if constexpr (C::kOneTile) return false;
-    index += gridDim.x;
-    return begin();
-  }
-  GDN_DEVICE int rows() const { return min(tile.length - row, kChunk); }
-
- private:
-  GDN_DEVICE static decltype(auto) first_tile(const SharedMemory<C>& sm) {
-    if constexpr (C::kOneTile) {
-      return (sm.tile);
-    } else {
-      return Tile{};
-    }
-  }
-};
-
 // ---- waiting, with the time spent in it when profiling ----------------------------------------
 
 enum ProfileSlot {
@@ -381,8 +375,8 @@ GDN_DEVICE uint32_t clock_now() {
 template <class C>
 GDN_DEVICE void charge(SharedMemory<C>& sm, int slot, uint32_t since) {
   const uint32_t spent = clock_now() - since;
-  const bool lead = slot < kAuxWaitK ? threadIdx.x == 128 : slot < kLoadK ? threadIdx.x == 384
-                    : slot < kGatesEmpty ? threadIdx.x == 0 : threadIdx.x == 96;
+  const bool lead = slot < kAuxWaitK ? thread_of<C>() == 128 : slot < kLoadK ? thread_of<C>() == 384
+                    : slot < kGatesEmpty ? thread_of<C>() == 0 : thread_of<C>() == 96;
   asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p red.shared.add.u32 [%0], %1;}" ::"r"(
                    shared_address(&sm.profile[slot])),
                "r"(spent), "r"(int{lead})
@@ -409,5 +403,105 @@ constexpr int kWarpArrivals = 1;
 GDN_DEVICE void arrive(const uint64_t& bar, bool condition) {
   mbarrier_arrive_if(shared_address(&bar), kWarpArrivals == 32 || condition);
 }
+
+// ---- the tiles of a block ------------------------------------------------------------------------
+//
+// The loader finds a block's tiles, one after another, and leaves each in shared memory for the other
+// roles: no other role searches for it, and blocks may be given their tiles while they run.
+
+// The block's tile number `turn`, read anew: kept in registers it would be live through the loop.
+template <class C>
+GDN_DEVICE const Tile& tile_now(const SharedMemory<C>& sm, uint32_t turn) {
+  asm volatile("" ::: "memory");
+  return sm.tiles[C::kOneTile ? 0 : turn % C::kTileStages];
+}
+
+// Waits for it. False: there are no more. Of C::kOneTile, there is one.
+template <class C>
+GDN_DEVICE bool enter_tile(const SharedMemory<C>& sm, uint32_t turn) {
+  if constexpr (C::kOneTile) {
+    return turn == 0;
+  } else {
+    const uint32_t stage = turn % C::kTileStages;
+    mbarrier_wait(shared_address(&sm.tile_full[stage]), turn / C::kTileStages & 1);
+    return sm.tiles[stage].exists;
+  }
+}
+
+enum class Reader { kLoader, kLane, kWarp };  // the loader, another single thread, or a warp
+
+template <class C, Reader kReader = Reader::kWarp>
+GDN_DEVICE void leave_tile(const SharedMemory<C>& sm, uint32_t turn) {
+  const uint64_t& empty = sm.tile_empty[turn % C::kTileStages];
+  if constexpr (!C::kOneTile && kReader == Reader::kLane) mbarrier_arrive_if(shared_address(&empty), true);
+  if constexpr (!C::kOneTile && kReader == Reader::kWarp) {
+    __syncwarp();
+    arrive(empty, thread_of<C>() % 32 == 0);
+  }
+}
+
+// All chunks of all tiles of this block, in order: for the roles that carry nothing from a chunk to
+// the next.
+template <class C, Reader kReader = Reader::kWarp>
+struct Walk {
+  SharedMemory<C>& sm;
+  const KernelParams& params;
+  uint32_t turn = 0;  // tiles so far
+  int index;          // of the tile, in the order in which they are taken; the loader's
+  int row = 0;        // of the chunk's first token, in the sequence
+
+  GDN_DEVICE Walk(SharedMemory<C>& s, const KernelParams& p) : sm(s), params(p), index(blockIdx.x) {}
+  GDN_DEVICE const Tile& tile() const { return sm.tiles[turn % C::kTileStages]; }
+
+  GDN_DEVICE bool begin() {
+    if constexpr (C::kOneTile) {
+      return tile().length > 0;
+    } else {
+      for (;; leave()) {
+        if constexpr (kReader == Reader::kLoader) deal();
+        if (!enter_tile(sm, turn)) return false;
+        if (tile().length > 0) return true;
+      }
+    }
+  }
+  GDN_DEVICE bool next() {
+    row += kChunk;
+    if (row < tile().length) return true;
+    if constexpr (C::kOneTile) {
+      return false;
+    } else {
+      leave();
+      return begin();
+    }
+  }
+  GDN_DEVICE int rows() const { return min(tile().length - row, kChunk); }
+
+ private:
+  GDN_DEVICE void leave() {
+    leave_tile<C, kReader>(sm, turn);
+    ++turn;
+    row = 0;
+    if constexpr (kReader == Reader::kLoader) {
+      // By now the loads of the tile's last chunk are issued, up to kKStages chunks before the states end
+      // with it: that is early enough for what this takes, and late enough for tiles of unlike length.
+      const int blocks = int(gridDim.x), block = int(blockIdx.x);
+      if (params.dealing.taken) {
+        wait_for_prerequisites();  // the kernel that has set it to 0
+        index = blocks + atomicAdd(params.dealing.taken, 1);
+      } else {
+        index = int(turn) * blocks + (turn % 2 ? blocks - 1 - block : block);
+      }
+    }
+  }
+  GDN_DEVICE void deal() {
+    const uint32_t stage = turn % C::kTileStages;
+    mbarrier_wait(shared_address(&sm.tile_empty[stage]), turn / C::kTileStages & 1 ^ 1);
+    Tile found = {};
+    const ChunkForward& p = params.problem;
+    if (index < p.N * p.HV * value_parts<C>(p)) found = tile_at<C>(params, index);
+    sm.tiles[stage] = found;
+    mbarrier_arrive_if(shared_address(&sm.tile_full[stage]), true);
+  }
+};
 
 }  // namespace gdn::sm90

@@ -37,11 +37,12 @@ struct GateInputs {  // of tokens 2 lane and 2 lane + 1, as given
 
 template <class C>
 GDN_DEVICE GateInputs load_gates(const ChunkForward& p, const Walk<C>& walk, int lane) {
+  const Tile& tile = walk.tile();
   const int row = walk.row + 2 * lane;
-  const bool inside[2] = {row < walk.tile.length, row + 1 < walk.tile.length};
+  const bool inside[2] = {row < tile.length, row + 1 < tile.length};
   const auto load = [&](uint32_t (&to)[2], const Rows& x, Dtype dtype) {
-    int64_t at = walk.tile.batch * x.batch + walk.tile.hv * x.head;
-    at += int64_t{walk.tile.first + row} * x.row;
+    int64_t at = tile.batch * x.batch + tile.hv * x.head;
+    at += int64_t{tile.first + row} * x.row;
 #pragma unroll
     for (int i = 0; i < 2; ++i, at += x.row) to[i] = inside[i] ? load_bits(x.data, at, dtype) : 0;
   };
@@ -137,7 +138,7 @@ template <class C>
 GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
   using T = typename C::T;
   const ChunkForward& p = params.problem;
-  const int lane = threadIdx.x % 32;
+  const int lane = thread_of<C>() % 32;
   const uint32_t start = clock_now();
   Walk<C> walk(sm, params);
   Ring<C::kGateStages> ring;
@@ -154,7 +155,7 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
       const bool inside = 2 * lane + i < walk.rows();
       const float g_given = to_float(i ? next.g[1] : next.g[0], p.g_dtype);
       const float beta_given = to_float(i ? next.beta[1] : next.beta[0], p.beta_dtype);
-      const float g_i = inside ? log2_decay(p, g_given, walk.tile.hv) : 0.f;
+      const float g_i = inside ? log2_decay(p, g_given, walk.tile().hv) : 0.f;
       const float beta_i = inside ? activate_beta(p, beta_given) : 0.f;
       (i ? g[1] : g[0]) = g_i;
       (i ? beta[1] : beta[0]) = beta_i;

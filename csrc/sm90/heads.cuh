@@ -8,10 +8,6 @@
 
 namespace gdn::sm90 {
 
-inline const char* check(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
 // beside: with the kernel launched before it, once all blocks of that one have let it, or ended.
 template <class Kernel>
 const char* launch_blocks(Kernel* kernel, const KernelParams& params, int64_t blocks, int threads, int bytes,
@@ -37,46 +33,48 @@ const char* launch_blocks(Kernel* kernel, const KernelParams& params, int64_t bl
   return check(cudaLaunchKernelEx(&config, kernel, params));
 }
 
+// A tile a block.
 template <class C>
-const char* launch(KernelParams& params, int64_t tiles, cudaStream_t stream, bool beside = false) {
+const char* launch(KernelParams& params, int64_t tiles, cudaStream_t stream, bool beside) {
   if (tiles == 0) return nullptr;
   params.tiles = int(tiles);
   // Neighbours share an instruction cache, which does not hold two kernels: in pairs they run one.
-  const int64_t blocks =
-      C::kOneTile ? ceil_div(tiles, 2) * 2 : std::min<int64_t>(tiles, params.problem.multiprocessors);
-  return launch_blocks(&chunk_forward_kernel<C>, params, blocks, C::kThreads, sizeof(SharedMemory<C>),
-                       C::kOneTile ? 2 : 1, beside, stream);
+  return launch_blocks(&chunk_forward_kernel<C>, params, ceil_div(tiles, 2) * 2, C::kThreads,
+                       sizeof(SharedMemory<C>), 2, beside, stream);
 }
 
-// In the following, `tiles` are pairs of a sequence (or segment) and a value head; each is as many as it
-// has parts.
-template <class C>
-const char* launch_output(KernelParams& params, int64_t tiles, cudaStream_t stream,
-                          bool beside = false) {
-  params.parts = ceil_div(params.problem.V, 64 * C::kStates);
-  return launch<C>(params, tiles * params.parts, stream, beside);
+// Beside the kernel that sets Dealing::taken, if there is one.
+template <class T, class Heads, bool kPool>
+const char* launch_whole(KernelParams& params, cudaStream_t stream) {
+  using Halves = Config<T, Heads, 1, Pass::kWhole, kPool>;
+  using Both = Config<T, Heads, only_halves<Heads>() ? 1 : 2, Pass::kWhole, kPool>;
+  const ChunkForward& p = params.problem;
+  const bool both = params.shape == Shape::kBoth;
+  const int64_t parts = both ? value_parts<Both>(p) : value_parts<Halves>(p);
+  const int64_t blocks = std::min<int64_t>(int64_t{p.N} * p.HV * parts, p.multiprocessors);
+  if (blocks == 0) return nullptr;
+  auto* kernel = &whole_sequences_kernel<Both, Halves>;
+#ifdef GDN_SEPARATE
+  if (params.shape == Shape::kHalves) kernel = &whole_sequences_kernel<Halves, Halves>;
+#endif
+  return launch_blocks(kernel, params, blocks, Halves::kThreads, kSharedBytes, 1,
+                       params.dealing.taken != nullptr, stream);
 }
 
 template <class T, class Heads, bool kPool>
 const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t stream) {
+  if (plan.cuts.count == 0) return launch_whole<T, Heads, kPool>(params, stream);
+  // Pairs of a sequence, or of a later segment, and a value head.
   const ChunkForward& p = params.problem;
-  const int64_t pairs = int64_t{p.N} * p.HV;
-  if (plan.cuts.count == 0) {
-    if constexpr (!only_halves<Heads>())
-      if (!plan.halves)
-        return launch_output<Config<T, Heads, 2, Pass::kWhole, kPool>>(params, pairs, stream);
-    return launch_output<Config<T, Heads, 1, Pass::kWhole, kPool>>(params, pairs, stream);
-  }
-  const int64_t tiles = int64_t{plan.slots} * p.HV;
+  const int64_t pairs = int64_t{p.N} * p.HV, tiles = int64_t{plan.slots} * p.HV;
   using Maps = Config<T, Heads, Heads::kKeys == 256 ? 1 : 2, Pass::kMaps, kPool>;
+  using Output = Config<T, Heads, 1, Pass::kSegments, kPool>;
   const auto walk = [&](bool first, bool beside) {
     params.segments.first = first;
-    return launch_output<Config<T, Heads, 1, Pass::kSegments, kPool>>(
-        params, first ? pairs : tiles, stream, beside);
+    return launch<Output>(params, (first ? pairs : tiles) * value_parts<Output>(p), stream, beside);
   };
   const auto map = [&](bool beside) {
-    params.parts = ceil_div(p.V, 64 * Maps::kStates);
-    const int64_t parts = params.parts + Maps::kMapRows / 64 / Maps::kStates;
+    const int64_t parts = value_parts<Maps>(p) + Maps::kMapRows / 64 / Maps::kStates;
     return launch<Maps>(params, tiles * parts, stream, beside);
   };
   const bool maps_first = plan.cuts.maps_first && tiles > 0;

@@ -36,10 +36,25 @@ struct Cuts {
   bool maps_first;  // maps take longer than the first segments, beside which they are walked
 };
 
+// How many channels of V a block owns in a call of whole sequences: 128, 64, or what the device chooses
+// by the contents of cu_seqlens.
+enum class Shape { kBoth, kHalves, kByLengths };
+
+// How blocks come to their tiles in a call of whole sequences.
+struct Dealing {
+  bool ordered;    // those of the longest sequences first; else in the order of the sequences
+  // Tiles that blocks have taken, beside the first of each: a block takes its next when it is free. Null: every
+  // block has its own, in steps of the grid, there and back.
+  int* taken;
+  float chunk[2];  // ordered: microseconds of a chunk in a block of either shape,
+  float tile;      // and of the start and end of a tile
+};
+constexpr int kMostOrdered = 1024;  // sequences; more of them are taken in their own order
+
 // How a call is cut up; by what the host knows alone, so that a CUDA graph stays valid when the
 // contents of cu_seqlens change.
 struct Plan {
-  bool halves;   // a block owns 64 channels of V, not 128; always in segments
+  Shape shape;   // unless in segments, whose blocks own 64 channels of V
   Cuts cuts;
   int slots;     // segments at most, without the first of each sequence
 };
@@ -48,6 +63,10 @@ struct Plan {
 template <class Heads>
 constexpr bool only_halves() {
   return Heads::kKeys == 256;
+}
+
+inline const char* check(cudaError_t error) {
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

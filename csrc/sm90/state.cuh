@@ -24,7 +24,7 @@ struct State {
   using Rounded = uint32_t[C::kKeepsRounded ? kSize / 2 : 1];  // S in 16 bits
 
   GDN_DEVICE State(SharedMemory<C>& s, const KernelParams& p, int slot)
-      : sm(s), params(p), lane(threadIdx.x % 32), slot(slot), tile_line(line(threadIdx.x)) {}
+      : sm(s), params(p), lane(thread_of<C>() % 32), slot(slot), tile_line(line(thread_of<C>())) {}
 
   GDN_DEVICE static uint32_t line(int thread) {
     const int lane = thread % 32, w = thread / 32 % 4;
@@ -34,7 +34,7 @@ struct State {
 
   // Row and column of S[0] in the whole state, transposed.
   GDN_DEVICE int value_channel(const Tile& tile) const {
-    return first_value_channel<C>(tile, slot) + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    return first_value_channel<C>(tile, slot) + thread_of<C>() / 32 % 4 * 16 + lane / 4;
   }
   GDN_DEVICE int key_channel() const { return lane % 4 * 2; }
 
@@ -158,8 +158,8 @@ struct State {
     asm volatile("" : "+l"(at));
   }
 
-  // load_from in four pieces, which come in at the back of S: all loads at once leave too few registers
-  // for their addresses.
+  // Loads S in four quarters, each of which comes in at the back of S: all loads at once would spill their
+  // addresses (K = 256 on a pool).
   template <class From>
   GDN_DEVICE void load_in_pieces(const From* at, int64_t stride_k, int64_t stride_v,
                                  const Tile& tile) {
@@ -283,7 +283,7 @@ struct State {
     const ChunkForward& p = params.problem;
     if (!is_skipped(params.pool, tile.n)) return;
     const int64_t end = p.cu_seqlens ? sequence_bound(p, tile.n + 1) : p.T;
-    int thread = threadIdx.x % 128;
+    int thread = thread_of<C>() % 128;
     asm volatile("" : "+r"(thread));  // what is made of it would fill registers all along
     const int column = first_value_channel<C>(tile, slot) + thread % 8 * 8;
     if (!C::kExact && column >= p.V) return;
@@ -439,18 +439,6 @@ struct State {
   }
 };
 
-// The tile, found anew: what is kept of it would fill registers all along.
-template <class C>
-GDN_DEVICE Tile tile_again(const SharedMemory<C>& sm, const KernelParams& params, int index) {
-  if constexpr (C::kOneTile) {
-    asm volatile("" ::: "memory");
-    return sm.tile;
-  } else {
-    asm volatile("" : "+r"(index));
-    return tile_at<C>(params, index);
-  }
-}
-
 template <class C>
 GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int slot, int warp) {
   using T = typename C::T;
@@ -466,13 +454,23 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
   // that comes first.
   constexpr bool kLiftsFirst = F::kLiftsOutput && C::kOutput && C::kKeepsRounded;
   constexpr bool kLiftsStatesPart = F::kLiftsOutput && C::kOutput && !C::kKeepsRounded;
+  // A block of one tile walks a loop over the grid's tiles all the same: of a body that is known to run once
+  // ptxas allots registers otherwise, and at K = 256 some spill.
+  const uint32_t first = C::kOneTile ? blockIdx.x : 0, step = C::kOneTile ? gridDim.x : 1;
+  const auto more = [&](uint32_t turn) {
+    if constexpr (C::kOneTile) {
+      return int(turn) < params.tiles;
+    } else {
+      return enter_tile(sm, turn);
+    }
+  };
 
 #pragma unroll 1
-  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+  for (uint32_t turn = first; more(turn); leave_tile(sm, turn), turn += step) {
     int left;
     bool without_v;
     {
-      const Tile tile = tile_again(sm, params, index);
+      const Tile tile = tile_now(sm, turn);
       state.load(tile);
       left = tile.length;
       without_v = C::kPass == Pass::kMaps && tile.map == 1;
@@ -481,7 +479,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
     do {
       int stop = 0;  // as far as this the chunks go, before the state is stored
       if constexpr (kStops) {
-        stop = state.next_stop(tile_again(sm, params, index), left);
+        stop = state.next_stop(tile_now(sm, turn), left);
         store_shared_4(shared_address(&sm.stop[slot][warp]), stop);
       }
 #pragma unroll 1
@@ -539,7 +537,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
           if (gates.post != 1.f) state.scale(gates.post);
         }
         if (left < kChunk) {  // the rest of v is the next sequence's, perhaps NaN
-          clear_rows(sm.v[v][slot], left);
+          clear_rows<C>(sm.v[v][slot], left);
           fence_async_proxy();
           named_barrier(kStateBarrier + slot, 128);
         }
@@ -616,7 +614,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         charge(sm, kWaitKv, since_kv);
         arrive(sm.k_empty[k], lead);
       }
-      const Tile tile = tile_again(sm, params, index);
+      const Tile tile = tile_now(sm, turn);
       if constexpr (kStops) {
         state.zero_skipped(tile);
         state.store_at_stop(tile, left, end);

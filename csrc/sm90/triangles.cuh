@@ -42,9 +42,10 @@ GDN_DEVICE void pack_block(const float (&d)[2][4], uint32_t (&r)[4], float sign)
 }
 
 // Zeroes rows of a tile from `rows` on, by the 128 threads of a warpgroup.
+template <class C>
 GDN_DEVICE void clear_rows(uint8_t* tile, int rows) {
 #pragma unroll 1
-  for (int line = rows * 8 + threadIdx.x % 128; line < 64 * 8; line += 128)
+  for (int line = rows * 8 + thread_of<C>() % 128; line < 64 * 8; line += 128)
     reinterpret_cast<uint4*>(tile)[line] = make_uint4(0, 0, 0, 0);
 }
 
@@ -67,7 +68,7 @@ struct Triangles {
   // of o that are not stored.
   GDN_DEVICE void clear_tail(int rows, int k_stage) const {
 #pragma unroll 1
-    for (int tile = 0; tile < C::kKeyTiles; ++tile) clear_rows(sm.k[k_stage][tile], rows);
+    for (int tile = 0; tile < C::kKeyTiles; ++tile) clear_rows<C>(sm.k[k_stage][tile], rows);
     fence_async_proxy();
     barrier();
   }
@@ -275,7 +276,7 @@ GDN_DEVICE void finish_p(const Triangles<C>& own, const float (&qk)[32], int p_s
 template <class C>
 GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, int maker,
                                int warp) {
-  const bool lead = threadIdx.x % 32 == 0;
+  const bool lead = thread_of<C>() % 32 == 0;
   const uint32_t start = clock_now();
   Walk<C> walk(sm, params);
   uint32_t it = 0;  // chunks so far, of all makers
