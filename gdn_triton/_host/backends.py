@@ -272,13 +272,27 @@ def cuda_supports(problem: Problem) -> str | None:
     refusal = problem.unreadable or fast_support.supports(problem)
     if refusal is not None or not problem.needs_grad:
         return refusal
+    own = fast_support.backward_supports(problem)
+    if own is None:
+        return None
     refusal = triton_supports(problem)
     if refusal is None:
         return None
     return (
-        "The CUDA library has no backward of its own, an input requires a gradient, and the Triton "
-        f"backward cannot run: {refusal}"
+        f"An input requires a gradient, and the Triton backward cannot run: {refusal} Nor does the "
+        f"library's own serve the call. {own}"
     )
+
+
+def chunk_gradients(problem: Problem, name: str) -> str | None:
+    """A sentence on what makes the gradients of a call in the backend of that name; None if none are
+    wanted."""
+    if not problem.needs_grad or name != "cuda":
+        return None
+    own = fast_support.backward_supports(problem)
+    if own is None:
+        return "The gradients are by the CUDA library's backward."
+    return f"The gradients are by the Triton backward. {own}"
 
 
 def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
