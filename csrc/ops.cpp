@@ -332,7 +332,7 @@ int64_t backward_floats(const gdn::ChunkForward& p) {
   return static_cast<int64_t>((gdn::chunk_backward_workspace(p) + sizeof(float) - 1) / sizeof(float));
 }
 
-int64_t chunk_backward_workspace(int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N,
+int64_t chunk_backward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N,
                                  bool is_bfloat16, bool is_packed, bool use_qk_l2norm) {
   static const int32_t some_offsets = 0;
   gdn::ChunkForward p{};
@@ -340,6 +340,7 @@ int64_t chunk_backward_workspace(int64_t B, int64_t T, int64_t H, int64_t HV, in
   p.dtype = is_bfloat16 ? gdn::Dtype::kBFloat16 : gdn::Dtype::kFloat16;
   p.cu_seqlens = is_packed ? &some_offsets : nullptr;
   p.use_qk_l2norm = use_qk_l2norm;
+  p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
   return backward_floats(p);
 }
 
@@ -429,7 +430,7 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
       "bool allow_neg_eigval, bool batch_invariant, Tensor(b!) o, int every, Tensor(c!)? checkpoints, "
       "Tensor? checkpoint_slots, Tensor(d!) workspace) -> ()");
   m.def(
-      "chunk_backward_workspace(int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, bool is_packed, "
+      "chunk_backward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, bool is_packed, "
       "bool use_qk_l2norm) -> int");
   m.def(
       "chunk_backward(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, "

@@ -111,8 +111,8 @@ struct ChunkBackward {
   float* gate_sums;  // [2, HV]: of A_log, then of dt_bias; null unless `use_gate`
 };
 
-// Bytes of scratch memory that chunk_backward needs. Depends on B, T, H, HV, K, V, N, use_qk_l2norm, and on whether
-// cu_seqlens is null.
+// Bytes of scratch memory that chunk_backward needs. Depends on B, T, H, HV, K, V, N, use_qk_l2norm,
+// multiprocessors, and on whether cu_seqlens is null.
 size_t chunk_backward_workspace(const ChunkForward&);
 
 // As chunk_forward; T and N are >= 1. A sequence without tokens gets dh0 = dht.

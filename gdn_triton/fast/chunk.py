@@ -136,6 +136,7 @@ def _prefill(problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool)
 
 @functools.lru_cache(1024)
 def backward_floats(
+    device: int | None,
     B: int,
     T: int,
     H: int,
@@ -148,8 +149,9 @@ def backward_floats(
     use_qk_l2norm: bool,
 ) -> int:
     """Scratch memory of a call, in float32 elements. Kept: asking the library takes longer."""
+    index = torch.cuda.current_device() if device is None else device
     size: int = torch.ops.gdn_fast.chunk_backward_workspace(
-        B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm
+        index, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm
     )
     return size
 
@@ -188,6 +190,7 @@ def gradients(
             _ = dh0.zero_() if dht is None else dh0.copy_(dht)
     else:
         floats = backward_floats(
+            device.index,
             p.B,
             p.T,
             p.H,

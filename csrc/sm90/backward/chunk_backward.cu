@@ -1,4 +1,7 @@
 // Host side of the backward on Hopper; params.h says what is asked of it.
+#include <algorithm>
+#include <cmath>
+
 #include "../../common/tensor_map.h"
 #include "../l2norm.cuh"
 #include "common.cuh"
@@ -25,6 +28,26 @@ class Parts {
   int64_t used_ = 0;
 };
 
+int64_t segments_of_batch(const ChunkForward& p) { return ceil_div(ceil_div(p.T, kChunk), sm90::backward::kSegment); }
+
+// Segments of a call at most, or 0: whole sequences take no longer.
+int64_t segments_of(const ChunkForward& p) {
+  // Microseconds of a chunk: with its gradients, and of the state alone with half of V.
+  constexpr double kGradients = 6.7, kState = 1.4, kLaunch = 10;
+  const double all = double(ceil_div(p.B * p.T, kChunk)) * p.HV, each = double(p.multiprocessors);
+  // The longest of packed sequences, whose lengths the host does not know, is taken for half of them.
+  const double chunks = double(ceil_div(p.T, kChunk)), longest = p.cu_seqlens && p.N > 1 ? chunks / 2 : chunks;
+  const auto walk = [&](double tiles, double time) { return std::max(std::ceil(tiles / each) * time, 0.); };
+  const bool guess = p.cu_seqlens && p.N > 1;
+  const double whole = guess ? std::max(longest, all / each) * kGradients
+                             : walk(double(p.N) * p.HV, longest * kGradients);
+  const double states = guess ? std::max(longest, 2 * all / each) * kState
+                              : walk(2. * p.N * p.HV, longest * kState);
+  const double parts = std::max(all / each, double(kSegment)) * kGradients;
+  if (states + parts + kLaunch >= whole) return 0;
+  return p.cu_seqlens ? slots_of(p) / kSegment + p.N : p.B * segments_of_batch(p);
+}
+
 int64_t lay_out(const ChunkForward& p, void* base, Scratch& x) {
   const int64_t slots = slots_of(p), blocks = slots * p.HV, pair = kChunk * kChunk;
   Parts parts(base);
@@ -46,6 +69,7 @@ int64_t lay_out(const ChunkForward& p, void* base, Scratch& x) {
   parts.take(x.parts, blocks * kParts * kChunk);
   parts.take(x.across, blocks * 8);
   parts.take(x.gate_sums, slots * 2 * p.HV);
+  parts.take(x.starts, segments_of(p) * p.HV * kChannels * kChannels);
   return parts.used();
 }
 
@@ -88,6 +112,8 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   lay_out(p, p.workspace, params.scratch);
   params.slots = int(slots_of(p));
   params.slots_of_batch = int(ceil_div(p.T, kChunk));
+  params.segments = int(segments_of(p));
+  params.segments_of_batch = int(segments_of_batch(p));
   params.heads = sm90::Divisor::of(p.HV);
   params.group = sm90::Divisor::of(p.HV / p.H);
   const Scratch& x = params.scratch;
@@ -100,6 +126,7 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
       make_map(&params.k, p.dtype, k, p.B, p.T, p.H, p.K),
       make_map(&params.v, p.dtype, p.v, p.B, p.T, p.HV, p.V),
       make_map(&params.dO, p.dtype, problem.dO, p.B, p.T, p.HV, p.V),
+      make_map(&params.dv, p.dtype, {problem.dv, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V}, p.B, p.T, p.HV, p.V),
       tiles_map(&params.t, p.dtype, x.t, blocks, kChunk, kChunk),
       tiles_map(&params.p, p.dtype, x.p, blocks, kChunk, kChunk),
       tiles_map(&params.qk, p.dtype, x.qk, key_blocks, kChunk, kChunk),
@@ -112,6 +139,8 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   if (const char* error = run_frames(params, stream)) return error;
   if (const char* error = run_triangles(params, stream)) return error;
   if (const char* error = run_walk_back(params, stream)) return error;
+  if (params.segments > 0)
+    if (const char* error = run_walk_states(params, stream)) return error;
   if (const char* error = run_walk_forward(params, stream)) return error;
   return run_sums(params, stream);
 }

@@ -51,14 +51,20 @@ struct Scratch {
   float* parts;     // [slots, HV, kParts, 64]
   float* across;    // [slots, HV, 8]: <S, dS> by warps
   float* gate_sums; // [slots, 2, HV]
+  float* starts;    // [segments, HV, 128 of V, 128 of K]: the state that each segment but the first starts from
 };
 
+// The walk forward goes in segments of so many chunks where whole sequences would leave multiprocessors idle: a walk
+// of the state alone finds what they start from. That changes no bit.
+constexpr int kSegment = 32;
+
 struct Params {
-  CUtensorMap q, k, v, dO, t, p, qk, kk, dx, ds;
+  CUtensorMap q, k, v, dO, dv, t, p, qk, kk, dx, ds;
   ChunkBackward problem;
   Scratch scratch;
   int slots, slots_of_batch;  // of all; of a batch entry, if padded
-  int tiles;                  // of the grid: (sequence, value head, part of V)
+  int segments, segments_of_batch;  // of all; of a batch entry, if padded; 0: whole sequences
+  int tiles;                  // of the grid: (sequence or segment, value head, part of V)
   Divisor heads, group;       // HV, and value heads of a key head
 };
 
@@ -110,8 +116,8 @@ GDN_DEVICE Place place_of(const Params& params, int slot) {
 
 // One sequence, value head and part of V.
 struct BackTile {
-  int n, hv, h, batch, part, first, length, slot;
-  GDN_DEVICE int chunks() const { return (length + kChunk - 1) / kChunk; }
+  int n, hv, h, batch, part, first, length, slot;  // part: of V, or of the sequence
+  GDN_DEVICE int chunks() const { return length > 0 ? (length + kChunk - 1) / kChunk : 0; }
 };
 template <int kTileParts>
 GDN_DEVICE BackTile back_tile(const Params& params, int index) {
@@ -126,6 +132,28 @@ GDN_DEVICE BackTile back_tile(const Params& params, int index) {
   x.first = p.cu_seqlens ? int(sequence_bound(p, x.n)) : 0;
   x.length = sequence_length(p, x.n);
   x.slot = first_slot(params, x.n);
+  return x;
+}
+
+// Of a segment's tile, in the order of first_segment; one that does not exist has no length.
+GDN_DEVICE int first_segment(const Params& params, int n) {
+  return params.problem.forward.cu_seqlens ? first_slot(params, n) / kSegment + n : n * params.segments_of_batch;
+}
+GDN_DEVICE BackTile forward_tile(const Params& params, int index) {
+  if (params.segments == 0) return back_tile<1>(params, index);
+  const ChunkForward& p = params.problem.forward;
+  const int segment = params.heads.divide(index);
+  int n;
+  if (p.cu_seqlens) {
+    n = last_not_above(p.N, segment, [&](int n) { return int64_t{first_segment(params, n)}; });
+  } else {
+    n = segment / params.segments_of_batch;
+  }
+  BackTile x = back_tile<1>(params, n * p.HV + index - segment * p.HV);
+  x.part = segment - first_segment(params, n);
+  x.first += x.part * (kSegment * kChunk);
+  x.slot += x.part * kSegment;
+  x.length = min(x.length - x.part * (kSegment * kChunk), kSegment * kChunk);
   return x;
 }
 
@@ -212,6 +240,7 @@ GDN_DEVICE uint32_t transposed_line(int warp, int lane) {
 const char* run_frames(const Params&, cudaStream_t);
 const char* run_triangles(const Params&, cudaStream_t);
 const char* run_walk_back(Params&, cudaStream_t);
+const char* run_walk_states(Params&, cudaStream_t);
 const char* run_walk_forward(Params&, cudaStream_t);
 const char* run_sums(const Params&, cudaStream_t);
 

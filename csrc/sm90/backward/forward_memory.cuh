@@ -29,7 +29,7 @@ constexpr int kStateWarps = 8, kPairWarps = 4;
 GDN_DEVICE void init_barriers(WalkMemory& sm) {
   for (int i = 0; i < 2; ++i) {
     mbarrier_init(&sm.k_full[i], 1);
-    mbarrier_init(&sm.k_empty[i], kStateWarps + kPairWarps + 1);
+    mbarrier_init(&sm.k_empty[i], kStateWarps + kPairWarps);
     mbarrier_init(&sm.do_full[i], 1);
   }
   const auto init = [](uint64_t& full, uint64_t& empty, int writers, int readers) {
@@ -60,7 +60,7 @@ struct ForwardWalk {
   GDN_DEVICE explicit ForwardWalk(const Params& p) : params(p), index(blockIdx.x) {}
   GDN_DEVICE bool begin() {
     for (; index < params.tiles; index += gridDim.x) {
-      tile = back_tile<1>(params, index);
+      tile = forward_tile(params, index);
       c = 0;
       if (tile.length > 0) return true;
     }
@@ -121,23 +121,26 @@ GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uin
                                uint64_t* full, uint64_t& made, uint64_t& aside, bool of_keys, const CUtensorMap& to) {
   const bool lead = threadIdx.x % 32 == 0;
   uint32_t aside_phase = 0, loaded = 0, it = 0;
-  ForwardWalk in(params), out(params);
-  bool more = in.begin();
+  int oldest = 0, newest = 0;  // blocks of the chunks that are loaded
+  ForwardWalk walk(params);
+  bool more = walk.begin();
   const auto fetch = [&] {
+    oldest = newest;
     if (!more) return;
     const uint32_t stage = loaded++ % kStages;
-    load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, 0, in.row(), of_keys ? in.tile.h : in.tile.hv,
-                 in.tile.batch, in.rows(), 0, Nothing{});
-    more = in.next();
+    load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, 0, walk.row(),
+                 of_keys ? walk.tile.h : walk.tile.hv, walk.tile.batch, walk.rows(), 0, Nothing{});
+    newest = walk.block();
+    more = walk.next();
   };
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) fetch();
 #pragma unroll 1
-  for (bool any = out.begin(); any; any = out.next(), ++it) {
+  for (; it < loaded; ++it) {
+    const int block = kStages == 1 || it + 1 == loaded ? newest : oldest;
     wait_for(made, it);
     if (lead) {
-      for (int i = 0; i < 2; ++i)
-        tma_store(&to, shared_address(tiles[it % kStages][i]), 64 * i, 0, 0, out.block());
+      for (int i = 0; i < 2; ++i) tma_store(&to, shared_address(tiles[it % kStages][i]), 64 * i, 0, 0, block);
       tma_store_commit();
       tma_store_wait_read();
     }
@@ -147,49 +150,45 @@ GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uin
   if (lead) tma_store_wait();
 }
 
-// dv = beta 2^-e dx, and dx v.
+// dx v of every token. A lane has two rows: lines of eight rows that lie in a column have all banks.
 GDN_DEVICE void values(WalkMemory& sm, const Params& params) {
   using T = __nv_bfloat16;
-  const ChunkForward& p = params.problem.forward;
   const int lane = threadIdx.x % 32;
   ForwardWalk walk(params);
   uint32_t it = 0;
 #pragma unroll 1
   for (bool more = walk.begin(); more; more = walk.next(), ++it) {
-    const uint32_t stage = it % 2;
-    const int64_t first = walk.tile.batch * p.T + walk.row();
-    uint4* to = static_cast<uint4*>(params.problem.dv) + ((first + lane / 16) * p.HV + walk.tile.hv) * (kChannels / 8) +
-                lane % 16;
     float* const sums = params.scratch.parts + (int64_t{walk.block()} * kParts + kValuePart) * kChunk;
-    const float* const factors = reinterpret_cast<const float*>(sm.gates[stage].x);
-    wait_for(sm.k_full[stage], it / 2);
     wait_for(sm.v_full, it);
     wait_for(sm.dx_full, it);
-    const uint32_t tile = lane % 16 / 8 * kTileBytes;
-    const int rows = walk.rows();
-#pragma unroll 2
-    for (int row = lane / 16; row < kChunk; row += 2, to += int64_t{2} * p.HV * (kChannels / 8)) {
-      const uint32_t at = tile + row * 128 + ((lane % 8 ^ row % 8) * 16);
-      uint32_t x[4], v[4];
-      load_shared_16(shared_address(sm.dx) + at, x);
-      load_shared_16(shared_address(sm.v) + at, v);
-      const float factor = factors[row / 2 * 4 + row % 2];
-      float sum = 0;
+    float sum[2] = {};
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t dx = shared_address(sm.dx[half]) + lane * 128, v = shared_address(sm.v[half]) + lane * 128;
+#pragma unroll 1
+      for (int column = 0; column < 8; ++column) {
+        const uint32_t at = (column ^ lane % 8) * 16;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 a = unpack(T{}, x[i]), b = unpack(T{}, v[i]);
-        sum += a.x * b.x + a.y * b.y;
-        x[i] = pack(T{}, factor * a.x, factor * a.y);
+        for (int i = 0; i < 2; ++i) {
+          uint32_t x[4], y[4];
+          load_shared_16(dx + at + i * 4096, x);
+          load_shared_16(v + at + i * 4096, y);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float2 a = unpack(T{}, x[j]), b = unpack(T{}, y[j]);
+            sum[i] += a.x * b.x;
+            sum[i] += a.y * b.y;
+          }
+        }
       }
-#pragma unroll
-      for (int d = 8; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-      if (row < rows) *to = make_uint4(x[0], x[1], x[2], x[3]);
-      if (lane % 16 == 0) sums[row] = sum;
     }
-    __syncwarp();
-    mbarrier_arrive_if(shared_address(&sm.v_empty), lane == 0);
-    mbarrier_arrive_if(shared_address(&sm.dx_empty), lane == 0);
-    mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lane == 0);
+    sums[lane] = sum[0];
+    sums[lane + 32] = sum[1];
+    // Not before all sums are known: an arrival does not wait for loads.
+    const uint32_t read = __ballot_sync(~0u, __float_as_uint(sum[0] + sum[1]) == 0x5eed5eed);
+    const bool one = lane == (read == ~0u ? 1 : 0);
+    mbarrier_arrive_if(shared_address(&sm.v_empty), one);
+    mbarrier_arrive_if(shared_address(&sm.dx_empty), one);
   }
 }
 

@@ -3,9 +3,8 @@
 //     dk = u dS^T - beta 2^d (dx S^T) + (N + N^T) k + dP^T q + own q
 // With S before the chunk and dS behind it, both as they lie in their tiles.
 #pragma once
-#include "../triangles.cuh"
 #include "forward_memory.cuh"
-#include "products.cuh"
+#include "state_step.cuh"
 
 namespace gdn::sm90::backward {
 
@@ -52,101 +51,25 @@ GDN_DEVICE void store_gradient(const float (&x)[8 * kBlocks], float own0, float 
   __syncwarp();
 }
 
-GDN_DEVICE void load_initial(float (&S)[64], const Params& params, int index, int half, int warp) {
-  const ChunkForward& p = params.problem.forward;
-  if (p.h0 == nullptr) return clear_state(S);
-  const BackTile tile = back_tile<1>(params, index);
-  const int lane = threadIdx.x % 32;
-  const int64_t at = tile.n * p.h0_n + tile.hv * p.h0_h + (half * 64 + state_row(warp, lane)) * p.h0_v +
-                     state_column(lane) * p.h0_k;
-  const float factor = exp2_approx(-Frame<__nv_bfloat16>::kTop);
-  const auto load = [&](auto* from) { load_state(S, from + at, p.h0_k, p.h0_v, factor); };
-  if (p.h0_dtype == Dtype::kFloat32) {
-    load(static_cast<const float*>(p.h0));
-  } else if (p.h0_dtype == Dtype::kFloat16) {
-    load(static_cast<const __half*>(p.h0));
-  } else {
-    load(static_cast<const __nv_bfloat16*>(p.h0));
-  }
-}
-
 // S after the chunk; its u and the S before it go to their tiles.
 GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int half, int warp) {
-  using T = __nv_bfloat16;
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
   const bool lead = lane == 0;
-  const uint32_t tline = transposed_line(warp, lane), k_tile = shared_address(sm.k[stage]);
   const Gates& gates = sm.gates[stage];
-  float x[32];
+  const uint32_t k_tile = shared_address(sm.k[stage]);
   uint32_t u[16];
   wait_for(sm.k_full[stage], it / 2);
-  if (gates.pre != 1.f) scale_state(S, gates.pre);
-  {
-    const Descriptor rows = k_major(k_tile);
-    uint32_t rounded[2][8];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t(&piece)[8] = rounded[j % 2];
-      if (j >= 2) wgmma_wait<1>();
-#pragma unroll
-      for (int i = 0; i < 8; ++i) piece[i] = pack_again(S[16 * j + 2 * i], S[16 * j + 2 * i + 1]);
-      pin(piece);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint64_t at = rows.at(j / 2 * kTileBytes + (j % 2 * 2 + i) * 32);
-        if (j + i == 0)
-          set_rs_n64(x, piece, at);
-        else
-          wgmma_rs_n64(T{}, x, piece + 4 * i, at, 1);
-      }
-      wgmma_commit();
-    }
-  }
-  wait_for(sm.v_full, it);
-  wgmma_wait<0>();
-  pin(x);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    uint32_t v4[4];
-    ldmatrix_x4_trans(shared_address(sm.v[half]) + j * 2048 + tline, v4);
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const float4 cf = gates.x[(2 * j + b) * 4 + lane % 4];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float2 pair = unpack(T{}, v4[2 * b + h]);
-        const int at = 4 * (2 * j + b) + 2 * h;
-        x[at] = cf.x * pair.x - cf.z * x[at];
-        x[at + 1] = cf.y * pair.y - cf.w * x[at + 1];
-        u[at / 2] = pack(T{}, x[at], x[at + 1]);
-      }
-    }
-  }
-  // By a lane that is not known before all of v has been read, state.cuh.
-  const uint32_t read = __ballot_sync(~0u, (u[3] ^ u[7] ^ u[11] ^ u[15]) == 0x5eed5eed);
-  mbarrier_arrive_if(shared_address(&sm.v_empty), lane == (read == ~0u ? 1 : 0));
-  wait_for(sm.t_full, it);
-  {
-    const Descriptor rows = k_major(shared_address(sm.t));
-    pin(x);
-    pin(u);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) wgmma_rs_n64(T{}, x, u + 4 * i, rows.at(i * 32), 1);
-    wgmma_commit();
-  }
-  wgmma_wait<0>();
-  pin(x);
-  mbarrier_arrive_if(shared_address(&sm.t_empty), lead);
+  make_u(
+      S, u, gates, k_tile, shared_address(sm.v[half]), shared_address(sm.t), warp, lane,
+      [&] { wait_for(sm.v_full, it); }, [&](bool one) { mbarrier_arrive_if(shared_address(&sm.v_empty), one); },
+      [&] { wait_for(sm.t_full, it); }, [&] { mbarrier_arrive_if(shared_address(&sm.t_empty), lead); });
   wait_for(sm.u_empty, it + 1);
+  const uint32_t u_tile = shared_address(sm.u[half]) + transposed_line(warp, lane);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    uint32_t r[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) u[4 * j + i] = r[i] = pack(T{}, x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
-    stmatrix_x4_trans(shared_address(sm.u[half]) + j * 2048 + tline, r);
+    const uint32_t r[4] = {u[4 * j], u[4 * j + 1], u[4 * j + 2], u[4 * j + 3]};
+    stmatrix_x4_trans(u_tile + j * 2048, r);
   }
   fence_async_proxy();
   __syncwarp();
@@ -164,14 +87,7 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
   fence_async_proxy();
   __syncwarp();
   mbarrier_arrive_if(shared_address(&sm.S_full), lead);
-  if (gates.post != 1.f) scale_state(S, gates.post);
-  const Descriptor columns = mn_major(k_tile);
-  pin(S);
-  pin(u);
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) wgmma_rs_n128_mn(T{}, S, u + 4 * i, columns.at(i * 2048), 1);
-  wgmma_commit();
+  update_state(S, u, gates, k_tile);
 }
 
 // This warp's share of <S, dS>, from their tiles.
@@ -288,12 +204,19 @@ GDN_DEVICE void states(WalkMemory& sm, const Params& params, int half, int warp)
   uint32_t it = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    load_initial(S, params, index, half, warp);
     int left, block;
     {
-      const BackTile tile = back_tile<1>(params, index);
+      const BackTile tile = forward_tile(params, index);
       left = tile.chunks();
       block = tile.slot * params.problem.forward.HV + tile.hv;
+      if (left > 0) {
+        if (params.segments > 0 && tile.part > 0) {
+          const int segment = params.heads.divide(index);
+          load_state(S, start_of(params, segment, tile.hv, half, warp), 1, kChannels, 1.f);
+        } else {
+          load_initial(S, params, tile, half, warp);
+        }
+      }
     }
 #pragma unroll 1
     for (; left > 0; --left, ++it, block += params.problem.forward.HV) {

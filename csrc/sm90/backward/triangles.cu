@@ -18,10 +18,16 @@ struct Alone {
 
 template <class T>
 struct SharedMemory<backward::Alone<T>> {
-  alignas(1024) uint8_t k[2][kTileBytes];
-  uint8_t q[2][kTileBytes];
-  uint8_t a[1][kTileBytes], inverse[1][kTileBytes];  // as in the forward
-  uint8_t t[kTileBytes], p[kTileBytes], qk[kTileBytes], kk[kTileBytes];
+  union alignas(1024) {
+    struct {
+      uint8_t k[2][kTileBytes], q[2][kTileBytes];
+    };
+    struct {  // behind the products
+      uint8_t a[1][kTileBytes], inverse[1][kTileBytes];  // as in the forward
+      uint8_t t[kTileBytes], p[kTileBytes];
+    };
+  };
+  uint8_t qk[kTileBytes], kk[kTileBytes];
   GateVectors gates;
   uint64_t full;
 };
@@ -48,8 +54,11 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
     }
   }
   // Blocks above the diagonal are read and never written.
-  for (uint32_t i = thread; i < 5 * kTileBytes / 16; i += kThreads)
-    reinterpret_cast<uint4*>(sm.inverse)[i] = make_uint4(0, 0, 0, 0);
+  const auto clear = [&](uint8_t* from, uint32_t tiles) {
+    for (uint32_t i = thread; i < tiles * kTileBytes / 16; i += kThreads)
+      reinterpret_cast<uint4*>(from)[i] = make_uint4(0, 0, 0, 0);
+  };
+  clear(sm.qk, 2);
   __syncthreads();
   wait_for(sm.full, 0);
   if (place.rows < kChunk) {  // of the next sequence, perhaps NaN
@@ -81,7 +90,8 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
     store(sm.kk, kk);
   }
   fence_async_proxy();
-  __syncthreads();
+  __syncthreads();  // and the products have read k and q
+  clear(sm.inverse[0], 3);
   if (thread == 0) {
     tma_store(&params.qk, shared_address(sm.qk), 0, 0, 0, slot * p.H + h);
     tma_store(&params.kk, shared_address(sm.kk), 0, 0, 0, slot * p.H + h);

@@ -2,7 +2,8 @@
 //
 // Transposed as in state.cuh. With do' = scale 2^e do, and P and T_s decayed where the chunk is steep,
 //     du = P^T do' + k dS    dx = du + T_s^T du    dS <- 2^D dS + q^T 2^d do' - k^T beta 2^d dx
-// dS behind the chunk and dx go to scratch memory.
+//     dv = beta 2^-e dx
+// dS behind the chunk and dx go to scratch memory, dv out.
 #include "common.cuh"
 #include "../triangles.cuh"
 
@@ -23,7 +24,7 @@ struct Memory {
   struct alignas(1024) Stage {
     uint8_t k[2][kTileBytes], q[2][kTileBytes], dO[C::kStates][kTileBytes], t[kTileBytes], p[kTileBytes];
   } stages[C::kStages];
-  uint8_t dx[C::kStates][kTileBytes], ds[C::kStates][2][kTileBytes];
+  uint8_t dx[C::kStates][kTileBytes], dv[C::kStates][kTileBytes], ds[C::kStates][2][kTileBytes];
   Gates gates[C::kStages];
   uint64_t full[C::kStages], empty[C::kStages], aside;
   uint64_t ds_full[C::kStates], ds_empty[C::kStates], dx_full[C::kStates], dx_empty[C::kStates];
@@ -68,6 +69,7 @@ GDN_DEVICE void loader(Memory<C>& sm, const Params& params) {
 template <class C>
 GDN_DEVICE void store(Memory<C>& sm, const Params& params, int slot) {
   const ChunkForward& p = params.problem.forward;
+  const bool lead = threadIdx.x % 32 == 0;
   uint32_t it = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
@@ -77,18 +79,33 @@ GDN_DEVICE void store(Memory<C>& sm, const Params& params, int slot) {
     for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
       const int block = (tile.slot + c) * p.HV + tile.hv;
       wait_for(sm.ds_full[slot], it);
-      for (int i = 0; i < 2; ++i) tma_store(&params.ds, shared_address(sm.ds[slot][i]), 64 * i, part, 0, block);
-      tma_store_commit();
-      tma_store_wait_read();
-      mbarrier_arrive_if(shared_address(&sm.ds_empty[slot]), true);
+      if (lead) {
+        for (int i = 0; i < 2; ++i) tma_store(&params.ds, shared_address(sm.ds[slot][i]), 64 * i, part, 0, block);
+        tma_store_commit();
+        tma_store_wait_read();
+      }
+      mbarrier_arrive_if(shared_address(&sm.ds_empty[slot]), lead);
       wait_for(sm.dx_full[slot], it);
-      tma_store(&params.dx, shared_address(sm.dx[slot]), part, 0, 0, block);
-      tma_store_commit();
-      tma_store_wait_read();
-      mbarrier_arrive_if(shared_address(&sm.dx_empty[slot]), true);
+      const int row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
+      if (lead) {
+        tma_store(&params.dx, shared_address(sm.dx[slot]), part, 0, 0, block);
+        if (rows >= kChunk) tma_store(&params.dv, shared_address(sm.dv[slot]), part, row, tile.hv, tile.batch);
+        tma_store_commit();
+        tma_store_wait_read();
+      }
+      if (rows < kChunk) {  // TMA would write into the next sequence
+#pragma unroll 1
+        for (int i = threadIdx.x % 32; i < rows * 8; i += 32) {
+          const int64_t at = ((tile.batch * p.T + row + i / 8) * p.HV + tile.hv) * kChannels + part + i % 8 * 8;
+          *reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.problem.dv) + at) =
+              *reinterpret_cast<const uint4*>(sm.dv[slot] + i / 8 * 128 + ((i % 8 ^ i / 8 % 8) * 16));
+        }
+      }
+      __syncwarp();
+      mbarrier_arrive_if(shared_address(&sm.dx_empty[slot]), lead);
     }
   }
-  tma_store_wait();
+  if (lead) tma_store_wait();
 }
 
 template <class C>
@@ -202,7 +219,7 @@ GDN_DEVICE void state(Memory<C>& sm, const Params& params, int slot, int warp) {
       pin(x);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        uint32_t d4[4];
+        uint32_t d4[4], v4[4];
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
           const float4 cf = gates.x[(2 * j + b) * 4 + lane % 4];
@@ -210,10 +227,12 @@ GDN_DEVICE void state(Memory<C>& sm, const Params& params, int slot, int warp) {
           for (int h = 0; h < 2; ++h) {
             const int at = 4 * (2 * j + b) + 2 * h;
             d4[2 * b + h] = pack(T{}, x[at], x[at + 1]);
+            v4[2 * b + h] = pack(T{}, cf.x * x[at], cf.y * x[at + 1]);
             u[at / 2] = pack(T{}, -cf.z * x[at], -cf.w * x[at + 1]);
           }
         }
         stmatrix_x4_trans(shared_address(sm.dx[slot]) + j * 2048 + tline, d4);
+        stmatrix_x4_trans(shared_address(sm.dv[slot]) + j * 2048 + tline, v4);
       }
       fence_async_proxy();
       __syncwarp();
@@ -267,7 +286,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
     lower_registers<C::kSinglesRegisters>();
     if (warp == 0) {
       loader(sm, params);
-    } else if (warp <= C::kStates && threadIdx.x % 32 == 0) {
+    } else if (warp <= C::kStates) {
       store(sm, params, warp - 1);
     }
   } else {
