@@ -28,24 +28,36 @@ class Parts {
   int64_t used_ = 0;
 };
 
-int64_t segments_of_batch(const ChunkForward& p) { return ceil_div(ceil_div(p.T, kChunk), sm90::backward::kSegment); }
-
-// Segments of a call at most, or 0: whole sequences take no longer.
-int64_t segments_of(const ChunkForward& p) {
-  // Microseconds of a chunk: with its gradients, and of the state alone with half of V.
-  constexpr double kGradients = 6.7, kState = 1.4, kLaunch = 10;
-  const double all = double(ceil_div(p.B * p.T, kChunk)) * p.HV, each = double(p.multiprocessors);
-  // The longest of packed sequences, whose lengths the host does not know, is taken for half of them.
-  const double chunks = double(ceil_div(p.T, kChunk)), longest = p.cu_seqlens && p.N > 1 ? chunks / 2 : chunks;
-  const auto walk = [&](double tiles, double time) { return std::max(std::ceil(tiles / each) * time, 0.); };
+// The walk forward in segments of `length` chunks; 0: whole sequences.
+struct Segments {
+  int length;
+  int64_t count, of_batch;  // at most; of a batch entry, if padded
+};
+Segments segments_of(const ChunkForward& p) {
+  // Microseconds of a chunk with its gradients; of the state alone, with half of V, how much longer it takes than the
+  // walk back, beside which it goes; and of its launch.
+  constexpr double kGradients = 6.5, kState = 0.5, kLaunch = 8;
+  constexpr int kLengths[] = {4, 8, 16, 32, 64};
   const bool guess = p.cu_seqlens && p.N > 1;
-  const double whole = guess ? std::max(longest, all / each) * kGradients
-                             : walk(double(p.N) * p.HV, longest * kGradients);
-  const double states = guess ? std::max(longest, 2 * all / each) * kState
-                              : walk(2. * p.N * p.HV, longest * kState);
-  const double parts = std::max(all / each, double(kSegment)) * kGradients;
-  if (states + parts + kLaunch >= whole) return 0;
-  return p.cu_seqlens ? slots_of(p) / kSegment + p.N : p.B * segments_of_batch(p);
+  const double chunks = double(ceil_div(p.T, kChunk)), all = double(p.B) * chunks * p.HV;
+  const double each = p.multiprocessors, tiles = double(p.N) * p.HV;
+  // The host does not know the lengths of packed sequences: the longest is taken for half of them.
+  const double longest = guess ? chunks / 2 : chunks;
+  const double whole = guess ? std::max(longest, all / each) : std::ceil(tiles / each) * longest;
+  // Both walks together fill the multiprocessors twice where tiles are many.
+  const double states = kLaunch + kState * longest * std::max(1., 4 * tiles / each - 1);
+  Segments best = {0, 0, 0};
+  double least = whole * kGradients;
+  for (const int length : kLengths) {
+    const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
+    const double parts = guess ? std::max(double(length), all / each)
+                               : std::ceil(double(p.N) * double(of_batch) * p.HV / each) * length;
+    const double time = states + parts * kGradients;
+    if (time >= least) continue;
+    least = time;
+    best = {length, p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch, of_batch};
+  }
+  return best;
 }
 
 int64_t lay_out(const ChunkForward& p, void* base, Scratch& x) {
@@ -69,7 +81,7 @@ int64_t lay_out(const ChunkForward& p, void* base, Scratch& x) {
   parts.take(x.parts, blocks * kParts * kChunk);
   parts.take(x.across, blocks * 8);
   parts.take(x.gate_sums, slots * 2 * p.HV);
-  parts.take(x.starts, segments_of(p) * p.HV * kChannels * kChannels);
+  parts.take(x.starts, segments_of(p).count * p.HV * kChannels * kChannels);
   return parts.used();
 }
 
@@ -112,8 +124,10 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   lay_out(p, p.workspace, params.scratch);
   params.slots = int(slots_of(p));
   params.slots_of_batch = int(ceil_div(p.T, kChunk));
-  params.segments = int(segments_of(p));
-  params.segments_of_batch = int(segments_of_batch(p));
+  const Segments segments = segments_of(p);
+  params.segment = segments.length;
+  params.segments = int(segments.count);
+  params.segments_of_batch = int(segments.of_batch);
   params.heads = sm90::Divisor::of(p.HV);
   params.group = sm90::Divisor::of(p.HV / p.H);
   const Scratch& x = params.scratch;
@@ -139,7 +153,7 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   if (const char* error = run_frames(params, stream)) return error;
   if (const char* error = run_triangles(params, stream)) return error;
   if (const char* error = run_walk_back(params, stream)) return error;
-  if (params.segments > 0)
+  if (params.segment > 0)
     if (const char* error = run_walk_states(params, stream)) return error;
   if (const char* error = run_walk_forward(params, stream)) return error;
   return run_sums(params, stream);

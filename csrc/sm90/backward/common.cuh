@@ -54,16 +54,15 @@ struct Scratch {
   float* starts;    // [segments, HV, 128 of V, 128 of K]: the state that each segment but the first starts from
 };
 
-// The walk forward goes in segments of so many chunks where whole sequences would leave multiprocessors idle: a walk
-// of the state alone finds what they start from. That changes no bit.
-constexpr int kSegment = 32;
-
 struct Params {
   CUtensorMap q, k, v, dO, dv, t, p, qk, kk, dx, ds;
   ChunkBackward problem;
   Scratch scratch;
   int slots, slots_of_batch;  // of all; of a batch entry, if padded
-  int segments, segments_of_batch;  // of all; of a batch entry, if padded; 0: whole sequences
+  // The walk forward goes in segments of so many chunks where whole sequences would leave multiprocessors idle: a walk
+  // of the state alone finds what they start from. That changes no bit.
+  int segment;                      // chunks; 0: whole sequences
+  int segments, segments_of_batch;  // of all; of a batch entry, if padded
   int tiles;                  // of the grid: (sequence or segment, value head, part of V)
   Divisor heads, group;       // HV, and value heads of a key head
 };
@@ -137,10 +136,10 @@ GDN_DEVICE BackTile back_tile(const Params& params, int index) {
 
 // Of a segment's tile, in the order of first_segment; one that does not exist has no length.
 GDN_DEVICE int first_segment(const Params& params, int n) {
-  return params.problem.forward.cu_seqlens ? first_slot(params, n) / kSegment + n : n * params.segments_of_batch;
+  return params.problem.forward.cu_seqlens ? first_slot(params, n) / params.segment + n : n * params.segments_of_batch;
 }
 GDN_DEVICE BackTile forward_tile(const Params& params, int index) {
-  if (params.segments == 0) return back_tile<1>(params, index);
+  if (params.segment == 0) return back_tile<1>(params, index);
   const ChunkForward& p = params.problem.forward;
   const int segment = params.heads.divide(index);
   int n;
@@ -151,9 +150,10 @@ GDN_DEVICE BackTile forward_tile(const Params& params, int index) {
   }
   BackTile x = back_tile<1>(params, n * p.HV + index - segment * p.HV);
   x.part = segment - first_segment(params, n);
-  x.first += x.part * (kSegment * kChunk);
-  x.slot += x.part * kSegment;
-  x.length = min(x.length - x.part * (kSegment * kChunk), kSegment * kChunk);
+  const int rows = params.segment * kChunk;
+  x.first += x.part * rows;
+  x.slot += x.part * params.segment;
+  x.length = min(x.length - x.part * rows, rows);
   return x;
 }
 

@@ -210,7 +210,7 @@ GDN_DEVICE void states(WalkMemory& sm, const Params& params, int half, int warp)
       left = tile.chunks();
       block = tile.slot * params.problem.forward.HV + tile.hv;
       if (left > 0) {
-        if (params.segments > 0 && tile.part > 0) {
+        if (params.segment > 0 && tile.part > 0) {
           const int segment = params.heads.divide(index);
           load_state(S, start_of(params, segment, tile.hv, half, warp), 1, kChannels, 1.f);
         } else {

@@ -267,6 +267,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory<C>& sm = *reinterpret_cast<Memory<C>*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+  launch_dependents();  // the walk of the state, which needs nothing of this one
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
       mbarrier_init(&sm.full[i], 3);  // k and the rest, q, do

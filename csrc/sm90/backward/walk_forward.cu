@@ -264,7 +264,7 @@ const char* run_walk_forward(Params& params, cudaStream_t stream) {
   if (const char* error = checked(
           cudaFuncSetAttribute(walk_forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
     return error;
-  params.tiles = (params.segments > 0 ? params.segments : p.N) * p.HV;
+  params.tiles = (params.segment > 0 ? params.segments : p.N) * p.HV;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
   walk_forward_kernel<<<blocks, kThreads, kBytes, stream>>>(params);
   return checked(cudaGetLastError());

@@ -16,7 +16,9 @@ struct Memory {
 };
 
 // Chunks before the last segment.
-GDN_DEVICE int chunks_before(const BackTile& tile) { return max(tile.chunks() - 1, 0) / kSegment * kSegment; }
+GDN_DEVICE int chunks_before(const Params& params, const BackTile& tile) {
+  return max(tile.chunks() - 1, 0) / params.segment * params.segment;
+}
 
 GDN_DEVICE void loader(Memory& sm, const Params& params) {
   const ChunkForward& p = params.problem.forward;
@@ -24,7 +26,7 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const BackTile tile = back_tile<kTileParts>(params, index);
-    const int count = chunks_before(tile);  // of whole chunks
+    const int count = chunks_before(params, tile);  // of whole chunks
 #pragma unroll 1
     for (int c = 0; c < count; ++c, ++it) {
       const uint32_t s = it % kStages;
@@ -47,12 +49,13 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const BackTile tile = back_tile<kTileParts>(params, index);
-    const int count = chunks_before(tile);
+    const int count = chunks_before(params, tile);
     if (count == 0) continue;
     load_initial(S, params, tile, tile.part, warp);
+    int left = params.segment;  // chunks, to where a segment begins
     float* to = start_of(params, first_segment(params, tile.n), tile.hv, tile.part, warp);
 #pragma unroll 1
-    for (int c = 1; c <= count; ++c, ++it) {
+    for (int c = 0; c < count; ++c, ++it) {
       const uint32_t s = it % kStages;
       const int lane = fresh_lane();
       const auto& stage = sm.stages[s];
@@ -67,7 +70,8 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
       pin(S);
       __syncwarp();
       mbarrier_arrive_if(shared_address(&sm.empty[s]), lane == 0);
-      if (c % kSegment == 0) {
+      if (--left == 0) {
+        left = params.segment;
         to += int64_t{params.problem.forward.HV} * (kChannels * kChannels);
         store_state(S, to, 1, kChannels, 1.f);
       }
@@ -92,6 +96,8 @@ __global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_c
   if (warp < 4) {
     lower_registers<kSinglesRegisters>();
     if (warp == 0) loader(sm, params);
+    // It was launched beside the walk back, and what comes next waits for this kernel only.
+    wait_for_prerequisites();
   } else {
     raise_registers<kStateRegisters>();
     state(sm, params, warp % 4);
@@ -107,8 +113,17 @@ const char* run_walk_states(Params& params, cudaStream_t stream) {
     return error;
   params.tiles = p.N * p.HV * kTileParts;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
-  walk_states_kernel<<<blocks, kThreads, kBytes, stream>>>(params);
-  return checked(cudaGetLastError());
+  cudaLaunchAttribute beside = {};
+  beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  beside.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &beside;
+  config.numAttrs = 1;
+  return checked(cudaLaunchKernelEx(&config, walk_states_kernel, params));
 }
 
 }  // namespace gdn::sm90::backward
