@@ -516,13 +516,16 @@ def test_refuses_where_it_cannot_run(hopper: None, monkeypatch: pytest.MonkeyPat
 def test_gradients_are_served_where_triton_serves_them(
     hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = problem(needs_grad=True)
+    trained = problem(needs_grad=True, K=64)
     monkeypatch.setattr(backend, "_interpreting", lambda: False)
     monkeypatch.setattr(backend, "_triton_missing", lambda: None)
     assert backend.cuda_supports(trained) is None
     monkeypatch.setattr(backend, "_triton_missing", lambda: "No Triton here.")
     reason = backend.cuda_supports(trained)
-    assert reason is not None and reason.endswith("the Triton backward cannot run: No Triton here.")
+    assert reason is not None
+    assert "the Triton backward cannot run: No Triton here. Nor does the library's own" in reason
+    assert reason.endswith(support.backward_supports(trained) or "?")
+    assert backend.cuda_supports(problem(needs_grad=True)) is None
     assert backend.cuda_supports(problem()) is None
     refused = backend.cuda_supports(problem(needs_grad=True, chunk_size=32))
     assert refused == support.supports(problem(chunk_size=32))
@@ -800,7 +803,8 @@ def test_the_librarys_forward_with_tritons_gradients(
 
 def test_no_gradient_no_triton(sevens: Sevens, device: str, monkeypatch: Any) -> None:
     """A forward alone imports no kernel of Triton's."""
-    monkeypatch.setitem(sys.modules, "gdn_triton.chunk.triton.autograd", None)
+    for name in ("autograd", "backward"):
+        monkeypatch.setitem(sys.modules, f"gdn_triton.chunk.triton.{name}", None)
     call = make_call(TRAINED, FP16, device, Options())
     o, _ = run("cuda", call)
     assert (o == 7).all()

@@ -292,8 +292,8 @@ def cuda_supports(problem: Problem) -> str | None:
 
 
 def chunk_gradients(problem: Problem, name: str) -> str | None:
-    """A sentence on what makes the gradients of a call in the backend of that name; None if none are
-    wanted."""
+    """A sentence on what makes the gradients of a call in the backend of that name; None where none
+    are wanted, or where they are the backend's by its name."""
     if not problem.needs_grad or name != "cuda":
         return None
     own = fast_support.backward_supports(problem)

@@ -93,8 +93,8 @@ class _Chunk(torch.autograd.Function):
 def differentiable(
     run: Run, find: Find, problem: Problem, x: Inputs, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What the forward `run` returns for these arguments, with the gradients that `find` finds: for a
-    problem that both serve."""
+    """What the forward `run` returns for these arguments, with the gradients that `find` finds: for
+    a problem that both serve."""
     return _Chunk.apply(  # type: ignore[no-any-return, no-untyped-call]
         run, find, problem, cu_seqlens, *x
     )

@@ -1,5 +1,5 @@
-"""The CUDA backend under autograd: the library's forward, and where a gradient is needed the library's
-backward, or the Triton one for a call that the library's does not serve."""
+"""The CUDA backend under autograd: the library's forward, and where a gradient is needed the
+library's backward, or the Triton one for a call that the library's does not serve."""
 
 from torch import Tensor
 

@@ -3,9 +3,9 @@
 `gdn_triton::chunk_gated_delta_rule_fwd` is opaque to torch.compile and torch.export: the arguments
 are judged, `GDN_BACKEND` is read and a backend is chosen in its implementation, at every run. Its
 fake knows shapes, dtypes and strides only, and refuses what does not fit in them with the same
-errors. Its gradient is `gdn_triton::chunk_gated_delta_rule_bwd`: by kernels where `cuda` or `triton`
-serves the call; else the forward again, differentiated with autograd, right and
-as slow as both together. A second derivative is an error.
+errors. Its gradient is `gdn_triton::chunk_gated_delta_rule_bwd`: by kernels where `cuda` or
+`triton` serves the call; else the forward again, differentiated with autograd, right and as slow as
+both together. A second derivative is an error.
 
 This module is imported when a call is first traced: outside of a compiler nobody pays for the
 registration or for the dispatcher. A process that only loads an exported program imports it itself.

@@ -1,4 +1,5 @@
-"""What the CUDA library serves, forward and backward, judged from a `Problem` alone; no GPU is needed to ask.
+"""What the CUDA library serves, forward and backward, judged from a `Problem` alone; no GPU is
+needed to ask.
 
 A `Problem` has no addresses and no strides. Those are never a reason to refuse:
 `gdn_triton.fast.chunk` copies what TMA cannot read where it lies.
@@ -17,8 +18,6 @@ POOL_DTYPES = (torch.float32, *DTYPES)
 # TMA's coordinates, and the kernels' token numbers, are 32-bit.
 MAX_TOKENS = 2**31
 BACKWARD_CHANNELS = 128
-# A state is walked by one multiprocessor, chunk after chunk.
-BACKWARD_MIN_STATES = 48
 # Blocks of scratch memory have 32-bit numbers.
 BACKWARD_MAX_CHUNKS = 2**28
 
@@ -63,15 +62,11 @@ def backward_supports(problem: Problem) -> str | None:
             f"The CUDA backward takes K = V = {BACKWARD_CHANNELS} in bfloat16; K is {p.K}, V is "
             f"{p.V}, in {_name(p.q_dtype)}."
         )
-    if p.N * p.HV < BACKWARD_MIN_STATES:
+    chunks = (p.B * p.T // CHUNK_SIZE + p.N) * p.HV
+    if chunks >= BACKWARD_MAX_CHUNKS:
         return (
-            f"The CUDA backward is for at least {BACKWARD_MIN_STATES} states, and slower than Triton's "
-            f"for fewer; there are {p.N * p.HV} (N * HV)."
-        )
-    if (p.B * p.T // CHUNK_SIZE + p.N + p.B) * p.HV >= BACKWARD_MAX_CHUNKS:
-        return (
-            f"The CUDA backward takes less than {BACKWARD_MAX_CHUNKS} chunks of value heads; "
-            f"B * T / {CHUNK_SIZE} * HV is {p.B * p.T // CHUNK_SIZE * p.HV}, N is {p.N}."
+            f"The CUDA backward takes less than {BACKWARD_MAX_CHUNKS} chunks of value heads: "
+            f"(B * T / {CHUNK_SIZE} + N) * HV is {chunks}."
         )
     return None
 

@@ -34,28 +34,30 @@ struct Segments {
   int64_t count, of_batch;  // at most; of a batch entry, if padded
 };
 Segments segments_of(const ChunkForward& p) {
-  // Microseconds of a chunk with its gradients; of the state alone, with half of V, how much longer it takes than the
-  // walk back, beside which it goes; and of its launch.
-  constexpr double kGradients = 6.5, kState = 0.5, kLaunch = 8;
-  constexpr int kLengths[] = {4, 8, 16, 32, 64};
+  // Microseconds of a chunk with its gradients; of a tile's start and end; of a chunk of the state alone, as far as
+  // the walk back, beside which it goes, does not hide it; and of its launch.
+  constexpr double kGradients = 6.5, kTile = 5, kState = 0.5, kLaunch = 8;
+  constexpr int kLengths[] = {64, 32, 16, 8, 4};
+  constexpr int kMemory = 3;  // a start is twice as large as a chunk's dS: of many short sequences there are no more
   const bool guess = p.cu_seqlens && p.N > 1;
-  const double chunks = double(ceil_div(p.T, kChunk)), all = double(p.B) * chunks * p.HV;
-  const double each = p.multiprocessors, tiles = double(p.N) * p.HV;
-  // The host does not know the lengths of packed sequences: the longest is taken for half of them.
-  const double longest = guess ? chunks / 2 : chunks;
-  const double whole = guess ? std::max(longest, all / each) : std::ceil(tiles / each) * longest;
-  // Both walks together fill the multiprocessors twice where tiles are many.
-  const double states = kLaunch + kState * longest * std::max(1., 4 * tiles / each - 1);
+  const double chunks = double(ceil_div(p.T, kChunk)), each = p.multiprocessors;
+  // What every multiprocessor has of all chunks. The host does not know the lengths of packed sequences: the longest
+  // is taken for half of all.
+  const double share = double(p.B) * chunks * p.HV / each, longest = guess ? chunks / 2 : chunks;
+  const auto walk = [&](double tiles, double length) {
+    const double turns = guess ? std::max(share / length, 1.) : std::ceil(tiles / each);
+    return turns * (length * kGradients + kTile);
+  };
+  const double states = kLaunch + kState * std::max(longest, 2 * share);
   Segments best = {0, 0, 0};
-  double least = whole * kGradients;
+  double least = walk(double(p.N) * p.HV, longest);
   for (const int length : kLengths) {
     const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
-    const double parts = guess ? std::max(double(length), all / each)
-                               : std::ceil(double(p.N) * double(of_batch) * p.HV / each) * length;
-    const double time = states + parts * kGradients;
-    if (time >= least) continue;
+    const double time = states + walk(double(p.N) * double(of_batch) * p.HV, length);
+    const int64_t count = p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch;
+    if (time >= least || count * kMemory > slots_of(p)) continue;
     least = time;
-    best = {length, p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch, of_batch};
+    best = {length, count, of_batch};
   }
   return best;
 }
