@@ -2,6 +2,8 @@
 Hopper GPU, its numbers: against float64 autograd of the specification, and bits."""
 
 import itertools
+import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -10,7 +12,7 @@ import pytest
 import torch
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
 from test_backward import NAMES, Options, Task, by_op, check_alone, check_task, make_task, run_op
-from test_fast import cuda, hopper, problem  # noqa: F401
+from test_fast import ROOT, cuda, hopper, output, problem  # noqa: F401
 from torch import Tensor
 
 import gdn_triton
@@ -398,3 +400,81 @@ def test_strided_gradients_from_above(own: str) -> None:
     task.do, task.dht = spread(task.do), spread(task.dht)
     for name, x in by_op(task).items():
         assert same_bits(x, expected[name]), name
+
+
+# ------------------------------------------------------------------------- the operator's checks
+
+# Each changes one argument of a right call of the operator; words of what it then says.
+BAD: list[tuple[str, Any, str]] = [
+    ("do", lambda x: x.float(), "do must be BFloat16, got Float"),
+    ("do", lambda x: x[:, 1:], "do must have shape"),
+    ("dht", lambda x: x.bfloat16(), "dht must be Float, got BFloat16"),
+    ("dq", lambda x: x.mT.contiguous().mT, "dq must be contiguous"),
+    ("dk", lambda x: x.float(), "dk must be BFloat16, got Float"),
+    ("dg", lambda x: x[:, :, :1].contiguous(), "dg must have shape"),
+    ("dh0", lambda x: x.half(), "dh0 must be Float, got Half"),
+    ("gate_sums", lambda x: torch.zeros(2, 4, device="cuda"), "gate_sums must be a tensor if and"),
+    ("workspace", lambda x: x[:-1], "workspace must have"),
+]
+
+
+@gpu
+@pytest.mark.parametrize(("name", "change", "words"), BAD, ids=[f"{b[0]}-{b[2][:12]}" for b in BAD])
+def test_operator_checks_its_arguments(
+    name: str,
+    change: Any,
+    words: str,
+    own: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed: list[Any] = []
+    operators = chunk._operator
+    right = operators("chunk_backward")
+
+    def noting(asked: str) -> Callable[..., None]:
+        return (lambda *x: passed.extend(x)) if asked == "chunk_backward" else operators(asked)
+
+    monkeypatch.setattr(chunk, "_operator", noting)
+    by_op(make_task(sized("checked", "", T=70), BF16, own, Options()))
+    right(*passed)
+    at = ARGUMENTS.index(name)
+    passed[at] = change(passed[at])
+    with pytest.raises(RuntimeError, match=words):
+        right(*passed)
+
+
+UNDER_SANITIZER = """
+import torch, gdn_triton
+torch.manual_seed(0)
+def leaf(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
+for lengths in ((70, 0, 400, 64), (330,)):
+    N, T = len(lengths), sum(lengths) + 9
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+    x = (leaf(1, T, 1, 128), leaf(1, T, 1, 128), leaf(1, T, 2, 128), leaf(1, T, 2), leaf(1, T, 2))
+    o, state = gdn_triton.chunk_gated_delta_rule(
+        *x, initial_state=leaf(N, 2, 128, 128, dtype=torch.float32), output_final_state=True,
+        use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_gate_in_kernel=True,
+        A_log=leaf(2, dtype=torch.float32), dt_bias=leaf(2, dtype=torch.float32),
+        cu_seqlens=cu_seqlens)
+    torch.autograd.backward([o, state], [torch.ones_like(o), torch.ones_like(state)])
+torch.cuda.synchronize()
+print("done")
+"""
+
+
+@gpu
+@pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
+def test_sanitizer(tool: str, cuda: str) -> None:  # noqa: F811
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("there is no compute-sanitizer on the PATH")
+    report = output(
+        *(sanitizer, "--tool", tool, "--kernel-name", "kernel_substring=gdn"),
+        *("--error-exitcode", "1", sys.executable, "-c", UNDER_SANITIZER),
+        # Each tensor in an allocation of its own, so that a read past its end is one.
+        PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+        PYTHONPATH=str(ROOT),
+        GDN_BACKEND="cuda",
+    )
+    assert "done" in report
