@@ -220,22 +220,41 @@ gdn::ChunkForward describe(const Tensor& q, const Tensor& k, const Tensor& v, co
   return p;
 }
 
-// Checks `workspace`, and runs what `p` says on the current stream of its device; pool: null without one.
-void run(gdn::ChunkForward p, const gdn::Pool* pool, const Tensor& workspace, int32_t device) {
+// The states that sequences start from.
+void start_from(gdn::ChunkForward& p, const std::optional<Tensor>& initial_state, int32_t device, bool v_first) {
+  if (!initial_state) return;
+  check_place(*initial_state, "initial_state", device);
+  check_shape(*initial_state, "initial_state", {p.N, p.HV, v_first ? p.V : p.K, v_first ? p.K : p.V});
+  const auto strides = initial_state->strides();
+  p.h0 = initial_state->data_ptr();
+  p.h0_dtype = dtype_of(*initial_state, "initial_state");
+  p.h0_n = strides[0], p.h0_h = strides[1];
+  p.h0_k = strides[v_first ? 3 : 2], p.h0_v = strides[v_first ? 2 : 3];
+}
+
+void check_workspace(const Tensor& workspace, int32_t device, int64_t floats) {
   check_place(workspace, "workspace", device);
   check_dtype(workspace, "workspace", ScalarType::Float);  // a float can be NaN: tests poison it
   check_contiguous(workspace, "workspace");
   check_aligned(workspace, "workspace", kWorkspaceAlignment);
-  const int64_t floats = workspace_floats(p);
   STD_TORCH_CHECK(workspace.numel() >= floats, "gdn_fast: workspace must have ", floats, " elements, got ",
                   workspace.numel());
+}
+
+cudaStream_t current_stream(int32_t device) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Checks `workspace`, and runs what `p` says on the current stream of its device; pool: null without one.
+void run(gdn::ChunkForward p, const gdn::Pool* pool, const Tensor& workspace, int32_t device) {
+  check_workspace(workspace, device, workspace_floats(p));
   p.workspace = workspace.data_ptr();
 
   const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const auto current = static_cast<cudaStream_t>(stream);
-  const char* error = pool ? gdn::chunk_prefill(p, *pool, current) : gdn::chunk_forward(p, current);
+  const cudaStream_t stream = current_stream(device);
+  const char* error = pool ? gdn::chunk_prefill(p, *pool, stream) : gdn::chunk_forward(p, stream);
   STD_TORCH_CHECK(error == nullptr, "gdn_fast::", pool ? "chunk_prefill" : "chunk_forward", " did not run: ", error);
 }
 
@@ -249,15 +268,7 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const int32_t device = q.get_device_index();
   const int64_t K = p.K, V = p.V, HV = p.HV;
   const int64_t second = state_v_first ? V : K, third = state_v_first ? K : V;
-  if (initial_state) {
-    check_place(*initial_state, "initial_state", device);
-    check_shape(*initial_state, "initial_state", {p.N, HV, second, third});
-    const auto strides = initial_state->strides();
-    p.h0 = initial_state->data_ptr();
-    p.h0_dtype = dtype_of(*initial_state, "initial_state");
-    p.h0_n = strides[0], p.h0_h = strides[1];
-    p.h0_k = strides[state_v_first ? 3 : 2], p.h0_v = strides[state_v_first ? 2 : 3];
-  }
+  start_from(p, initial_state, device, state_v_first);
 
   check_place(o, "o", device);
   check_dtype(o, "o", q.scalar_type());
@@ -316,6 +327,89 @@ void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   }
   run(p, &pool, workspace, device);
 }
+
+int64_t backward_floats(const gdn::ChunkForward& p) {
+  return static_cast<int64_t>((gdn::chunk_backward_workspace(p) + sizeof(float) - 1) / sizeof(float));
+}
+
+int64_t chunk_backward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N,
+                                 bool is_bfloat16, bool is_packed, bool use_qk_l2norm) {
+  static const int32_t some_offsets = 0;
+  gdn::ChunkForward p{};
+  p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
+  p.dtype = is_bfloat16 ? gdn::Dtype::kBFloat16 : gdn::Dtype::kFloat16;
+  p.cu_seqlens = is_packed ? &some_offsets : nullptr;
+  p.use_qk_l2norm = use_qk_l2norm;
+  p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
+  return backward_floats(p);
+}
+
+// A gradient to write, contiguous.
+void* written(const Tensor& x, const char* name, int32_t device, Shape shape) {
+  check_place(x, name, device);
+  check_shape(x, name, shape);
+  check_contiguous(x, name);
+  check_aligned(x, name, kTmaAlignment);
+  return x.data_ptr();
+}
+
+// The gradient of a gate or beta [B, T, HV], in its dtype.
+gdn::Dtype side_dtype(const Tensor& x, const char* name) {
+  return x.scalar_type() == ScalarType::Double ? gdn::Dtype::kFloat64 : dtype_of(x, name);
+}
+
+void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Tensor& q, const Tensor& k,
+                    const Tensor& v, const Tensor& g, const Tensor& beta, const std::optional<Tensor>& A_log,
+                    const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& initial_state,
+                    const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first, bool use_qk_l2norm,
+                    bool use_beta_sigmoid, bool allow_neg_eigval, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                    const Tensor& dg, const Tensor& dbeta, const std::optional<Tensor>& dh0,
+                    const std::optional<Tensor>& gate_sums, const Tensor& workspace) {
+  gdn::ChunkBackward b{};
+  b.forward = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
+                       allow_neg_eigval, true);
+  gdn::ChunkForward& p = b.forward;
+  const int32_t device = q.get_device_index();
+  const ScalarType dtype = q.scalar_type();
+  const int64_t B = p.B, T = p.T, H = p.H, HV = p.HV, K = p.K, V = p.V;
+  const int64_t second = state_v_first ? V : K, third = state_v_first ? K : V;
+  start_from(p, initial_state, device, state_v_first);
+  b.dO = tma_rows(dO, "do", device, dtype, {B, T, HV, V});
+  if (dht) {
+    check_place(*dht, "dht", device);
+    check_dtype(*dht, "dht", ScalarType::Float);
+    check_shape(*dht, "dht", {p.N, HV, second, third});
+    const auto strides = dht->strides();
+    b.dht = static_cast<const float*>(dht->data_ptr());
+    b.dht_n = strides[0], b.dht_h = strides[1];
+    b.dht_k = strides[state_v_first ? 3 : 2], b.dht_v = strides[state_v_first ? 2 : 3];
+  }
+  check_dtype(dq, "dq", dtype);
+  check_dtype(dk, "dk", dtype);
+  check_dtype(dv, "dv", dtype);
+  b.dq = written(dq, "dq", device, {B, T, H, K});
+  b.dk = written(dk, "dk", device, {B, T, H, K});
+  b.dv = written(dv, "dv", device, {B, T, HV, V});
+  b.dg = written(dg, "dg", device, {B, T, HV}), b.dg_dtype = side_dtype(dg, "dg");
+  b.dbeta = written(dbeta, "dbeta", device, {B, T, HV}), b.dbeta_dtype = side_dtype(dbeta, "dbeta");
+  if (dh0) {
+    check_dtype(*dh0, "dh0", ScalarType::Float);
+    b.dh0 = static_cast<float*>(written(*dh0, "dh0", device, {p.N, HV, second, third}));
+    b.dh0_n = HV * K * V, b.dh0_h = K * V;
+    b.dh0_k = state_v_first ? 1 : V, b.dh0_v = state_v_first ? K : 1;
+  }
+  STD_TORCH_CHECK(gate_sums.has_value() == A_log.has_value(), "gdn_fast: gate_sums must be a tensor if and only if A_log is");
+  if (gate_sums) {
+    check_dtype(*gate_sums, "gate_sums", ScalarType::Float);
+    b.gate_sums = static_cast<float*>(written(*gate_sums, "gate_sums", device, {2, HV}));
+  }
+  check_workspace(workspace, device, backward_floats(p));
+  p.workspace = workspace.data_ptr();
+
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const char* error = gdn::chunk_backward(b, current_stream(device));
+  STD_TORCH_CHECK(error == nullptr, "gdn_fast::chunk_backward did not run: ", error);
+}
 }  // namespace
 
 STABLE_TORCH_LIBRARY(gdn_fast, m) {
@@ -335,17 +429,28 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
       "Tensor? cu_seqlens, float scale, bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, "
       "bool allow_neg_eigval, bool batch_invariant, Tensor(b!) o, int every, Tensor(c!)? checkpoints, "
       "Tensor? checkpoint_slots, Tensor(d!) workspace) -> ()");
+  m.def(
+      "chunk_backward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, bool is_packed, "
+      "bool use_qk_l2norm) -> int");
+  m.def(
+      "chunk_backward(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, "
+      "Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first, "
+      "bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
+      "Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!)? dh0, Tensor(g!)? gate_sums, Tensor(h!) workspace) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CompositeExplicitAutograd, m) {
   m.impl("why_unavailable", TORCH_BOX(&why_unavailable));
   m.impl("chunk_forward_workspace", TORCH_BOX(&chunk_forward_workspace));
+  m.impl("chunk_backward_workspace", TORCH_BOX(&chunk_backward_workspace));
 }
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CUDA, m) {
   m.impl("chunk_forward", TORCH_BOX(&chunk_forward));
   m.impl("chunk_prefill", TORCH_BOX(&chunk_prefill));
+  m.impl("chunk_backward", TORCH_BOX(&chunk_backward));
 }
 // The same functions for CPU tensors: their checks say what is wrong with them.
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CPU, m) {
   m.impl("chunk_forward", TORCH_BOX(&chunk_forward));
   m.impl("chunk_prefill", TORCH_BOX(&chunk_prefill));
+  m.impl("chunk_backward", TORCH_BOX(&chunk_backward));
 }

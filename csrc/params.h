@@ -91,4 +91,31 @@ const char* chunk_forward(const ChunkForward&, cudaStream_t);
 // The same on a pool: h0, ht and o are unset, and T may be 0.
 const char* chunk_prefill(const ChunkForward&, const Pool&, cudaStream_t);
 
+// The gradients of chunk_forward's inputs. `forward` has those inputs, the options and the workspace; its o and ht are
+// unset. K = V = 128, and `dtype` is bfloat16.
+struct ChunkBackward {
+  ChunkForward forward;
+  Rows dO;           // [B, T, HV, V], of `dtype`: the gradient of o
+  const float* dht;  // [N, HV, K, V] at the strides below, in elements; null: zeros
+  int64_t dht_n, dht_h, dht_k, dht_v;
+
+  // Written; all contiguous but dh0. Where tokens belong to no sequence they are 0.
+  void* dq;  // [B, T, H, K], of `dtype`
+  void* dk;
+  void* dv;     // [B, T, HV, V], of `dtype`
+  void* dg;     // [B, T, HV], of `dg_dtype`
+  void* dbeta;  // [B, T, HV], of `dbeta_dtype`
+  Dtype dg_dtype, dbeta_dtype;
+  float* dh0;  // [N, HV, K, V] at the strides below, in elements; null: not wanted
+  int64_t dh0_n, dh0_h, dh0_k, dh0_v;
+  float* gate_sums;  // [2, HV]: of A_log, then of dt_bias; null unless `use_gate`
+};
+
+// Bytes of scratch memory that chunk_backward needs. Depends on B, T, H, HV, K, V, N, use_qk_l2norm,
+// multiprocessors, and on whether cu_seqlens is null.
+size_t chunk_backward_workspace(const ChunkForward&);
+
+// As chunk_forward; T and N are >= 1. A sequence without tokens gets dh0 = dht.
+const char* chunk_backward(const ChunkBackward&, cudaStream_t);
+
 }  // namespace gdn

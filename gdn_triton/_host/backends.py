@@ -88,7 +88,8 @@ class Explanation:
     asked for by name refuses. reasons: for each backend in order, None if it is the chosen one,
     else a sentence why it would not run. operator: the name of the function that was asked about.
     as_auto: whether `requested` names a backend that this function does not have, so that the
-    choice is that of `auto`.
+    choice is that of `auto`. gradients: a sentence on what makes the gradients where that is not
+    the chosen backend's name alone, else None.
     """
 
     requested: str
@@ -96,6 +97,7 @@ class Explanation:
     reasons: dict[str, str | None]
     operator: str = "chunk_gated_delta_rule"
     as_auto: bool = False
+    gradients: str | None = None
 
     def __str__(self) -> str:
         chosen = f"{self.chosen} would run" if self.chosen else "no backend would run"
@@ -103,16 +105,20 @@ class Explanation:
             chosen = f"{self.operator} has no such backend; as with auto, {chosen}"
         lines = [f"GDN_BACKEND={self.requested}: {chosen}"]
         lines += [f"  {name}: {reason or 'chosen'}" for name, reason in self.reasons.items()]
+        if self.gradients is not None:
+            lines.append(f"  {self.gradients}")
         return "\n".join(lines)
 
 
 @dataclass(slots=True, eq=False)
 class Operator(Generic[P, F]):
     """A public function and its backends. name: the function's. backends: one of each of `NAMES`,
-    in that order; the last one refuses nothing."""
+    in that order; the last one refuses nothing. gradients: of a problem and the backend that is
+    chosen for it, `Explanation.gradients`."""
 
     name: str
     backends: tuple[Backend[P, F], ...]
+    gradients: Callable[[P, str], str | None] = lambda problem, name: None
 
     def choose(self, problem: P) -> Backend[P, F]:
         """The backend that runs this problem.
@@ -155,7 +161,8 @@ class Operator(Generic[P, F]):
         for name, reason in reasons.items():
             if reason is None and name != chosen:
                 reasons[name] = passed_over
-        return Explanation(requested, chosen, reasons, self.name, as_auto)
+        gradients = None if chosen is None else self.gradients(problem, chosen)
+        return Explanation(requested, chosen, reasons, self.name, as_auto, gradients)
 
     def _named(self, name: str) -> Backend[P, F]:
         return self.backends[NAMES.index(name)]
@@ -272,13 +279,27 @@ def cuda_supports(problem: Problem) -> str | None:
     refusal = problem.unreadable or fast_support.supports(problem)
     if refusal is not None or not problem.needs_grad:
         return refusal
+    own = fast_support.backward_supports(problem)
+    if own is None:
+        return None
     refusal = triton_supports(problem)
     if refusal is None:
         return None
     return (
-        "The CUDA library has no backward of its own, an input requires a gradient, and the Triton "
-        f"backward cannot run: {refusal}"
+        f"An input requires a gradient, and the Triton backward cannot run: {refusal} Nor does the "
+        f"library's own serve the call. {own}"
     )
+
+
+def chunk_gradients(problem: Problem, name: str) -> str | None:
+    """A sentence on what makes the gradients of a call in the backend of that name; None where none
+    are wanted, or where they are the backend's by its name."""
+    if not problem.needs_grad or name != "cuda":
+        return None
+    own = fast_support.backward_supports(problem)
+    if own is None:
+        return "The gradients are by the CUDA library's backward."
+    return f"The gradients are by the Triton backward. {own}"
 
 
 def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
@@ -374,7 +395,7 @@ _CHUNK_BACKENDS: tuple[Backend[Problem, Forward], ...] = (
     Backend("triton", triton_supports, _load_triton),
     Backend("reference", reference_supports, _load_reference),
 )
-CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS)
+CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS, chunk_gradients)
 PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS)
 
 # A call of the chunked op that is split over ranks.

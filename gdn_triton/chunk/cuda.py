@@ -1,11 +1,23 @@
-"""The CUDA backend under autograd: the library's forward, and where a gradient is needed the Triton
-backward, which takes nothing from a forward but its inputs."""
+"""The CUDA backend under autograd: the library's forward, and where a gradient is needed the
+library's backward, or the Triton one for a call that the library's does not serve."""
 
 from torch import Tensor
 
 from gdn_triton._host.memory import count_writes
+from gdn_triton.chunk.autograd import Find, differentiable
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.fast import chunk as fast_chunk
+from gdn_triton.fast import support as fast_support
+
+
+def gradients_of(problem: Problem) -> Find:
+    """The backward that serves a problem whose forward the library serves."""
+    if fast_support.backward_supports(problem) is None:
+        return fast_chunk.gradients
+    # Only this needs Triton.
+    from gdn_triton.chunk.triton.backward import gradients
+
+    return gradients
 
 
 def forward(
@@ -13,11 +25,9 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
     with and without a gradient. With a `pool`, its o and its states, and no gradient."""
-    if not problem.needs_grad:
-        if pool is not None:
-            count_writes(pool.state, pool.out, pool.checkpoints)
-        return fast_chunk.forward(problem, x, cu_seqlens, pool)
-    # Only this needs Triton.
-    from gdn_triton.chunk.triton.autograd import differentiable
-
-    return differentiable(fast_chunk.forward, problem, x, cu_seqlens)
+    if problem.needs_grad:
+        find = gradients_of(problem)
+        return differentiable(fast_chunk.forward, find, problem, x, cu_seqlens)
+    if pool is not None:
+        count_writes(pool.state, pool.out, pool.checkpoints)
+    return fast_chunk.forward(problem, x, cu_seqlens, pool)

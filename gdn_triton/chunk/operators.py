@@ -3,9 +3,9 @@
 `gdn_triton::chunk_gated_delta_rule_fwd` is opaque to torch.compile and torch.export: the arguments
 are judged, `GDN_BACKEND` is read and a backend is chosen in its implementation, at every run. Its
 fake knows shapes, dtypes and strides only, and refuses what does not fit in them with the same
-errors. Its gradient is `gdn_triton::chunk_gated_delta_rule_bwd`: the Triton backward where that
-backend or `cuda` serves the call; else the forward again, differentiated with autograd, right and
-as slow as both together. A second derivative is an error.
+errors. Its gradient is `gdn_triton::chunk_gated_delta_rule_bwd`: by kernels where `cuda` or
+`triton` serves the call; else the forward again, differentiated with autograd, right and as slow as
+both together. A second derivative is an error.
 
 This module is imported when a call is first traced: outside of a compiler nobody pays for the
 registration or for the dispatcher. A process that only loads an exported program imports it itself.
@@ -25,6 +25,7 @@ from torch import Tensor
 from gdn_triton._host.backends import CHUNK
 from gdn_triton._host.replay import replayed_gradients
 from gdn_triton._host.schema import schema_takes, without_contents
+from gdn_triton.chunk.autograd import Find
 from gdn_triton.chunk.problem import ChunkCall, Problem
 from gdn_triton.chunk.validation import validate_chunk
 
@@ -103,17 +104,31 @@ def _without_contents(x: ChunkCall) -> ChunkCall:
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
     x, wanted = ChunkCall(*args[:-1]), args[-1]
     problem = dataclasses.replace(validate_chunk(*x), needs_grad=True)
-    if CHUNK.choose(problem).name == "reference":
+    name = CHUNK.choose(problem).name
+    if name == "reference":
         return _by_autograd(x, problem, do, dht, wanted)
-    return _by_kernels(x, problem, do, dht, wanted)
+    return _by_kernels(name, x, problem, do, dht, wanted)
+
+
+def _find(name: str, problem: Problem) -> Find:
+    if name == "cuda":
+        from gdn_triton.chunk.cuda import gradients_of
+
+        return gradients_of(problem)
+    from gdn_triton.chunk.triton.backward import gradients
+
+    return gradients
 
 
 def _by_kernels(
-    x: ChunkCall, problem: Problem, do: Tensor | None, dht: Tensor | None, wanted: list[bool]
+    name: str,
+    x: ChunkCall,
+    problem: Problem,
+    do: Tensor | None,
+    dht: Tensor | None,
+    wanted: list[bool],
 ) -> list[Tensor]:
-    from gdn_triton.chunk.triton.backward import gradients
-
-    found = gradients(
+    found = _find(name, problem)(
         problem,
         x.inputs,
         x.cu_seqlens,

@@ -22,6 +22,19 @@ class Inputs(NamedTuple):
     dt_bias: Tensor | None
 
 
+class Gradients(NamedTuple):
+    """Of each of `Inputs`, in its shape and dtype; None where there is no such input."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+
+
 class ChunkCall(NamedTuple):
     """The arguments of `gdn_triton.chunk_gated_delta_rule`, which explains them: first `Inputs`,
     then the other tensors, then the rest."""

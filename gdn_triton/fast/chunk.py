@@ -1,4 +1,5 @@
-"""Host code of the CUDA forward: a validated problem and its tensors in, one operator called.
+"""Host code of the CUDA forward and backward: a validated problem and its tensors in, one operator
+called.
 
 The operator writes into memory that is made here, or into a pool's. Under torch.compile the whole
 op is opaque already (`gdn_triton.chunk.operators`, `prefill_operators`), so this one is never
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton import fast
-from gdn_triton.chunk.problem import Inputs, Pool, Problem
+from gdn_triton.chunk.problem import Gradients, Inputs, Pool, Problem
 
 # What the kernels read g, beta and the initial state in.
 _SIDE_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
@@ -131,6 +132,108 @@ def _prefill(problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool)
         _workspace(p, x.q.device),
     )
     return o if o is pool.out else pool.out.copy_(o)
+
+
+@functools.lru_cache(1024)
+def backward_floats(
+    device: int | None,
+    B: int,
+    T: int,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    N: int,
+    is_bfloat16: bool,
+    is_packed: bool,
+    use_qk_l2norm: bool,
+) -> int:
+    """Scratch memory of a call, in float32 elements. Kept: asking the library takes longer."""
+    index = torch.cuda.current_device() if device is None else device
+    size: int = torch.ops.gdn_fast.chunk_backward_workspace(
+        index, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm
+    )
+    return size
+
+
+def gradients(
+    problem: Problem,
+    x: Inputs,
+    cu_seqlens: Tensor | None,
+    do: Tensor | None,
+    dht: Tensor | None,
+    *,
+    store_dh0: bool,
+) -> Gradients:
+    """All gradients; that of the initial state only with ``store_dh0``. do: [B, T, HV, V], or None
+    for zeros; dht: laid out like the final state, or None for zeros.
+
+    RuntimeError with the reason if the library is not there, or says that it did not run.
+    """
+    p, device = problem, x.q.device
+    run = _operator("chunk_backward")
+    dq, dk = (torch.empty(y.shape, dtype=y.dtype, device=device) for y in (x.q, x.k))
+    dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
+    dg, dbeta = (torch.empty(y.shape, dtype=y.dtype, device=device) for y in (x.g, x.beta))
+    dh0 = None
+    if store_dh0:
+        shape = (p.N, p.HV, p.V, p.K) if p.state_v_first else (p.N, p.HV, p.K, p.V)
+        dh0 = torch.empty(shape, dtype=torch.float32, device=device)
+    gate_sums = None
+    if x.A_log is not None:
+        gate_sums = torch.empty(2, p.HV, dtype=torch.float32, device=device)
+    if p.T == 0 or p.N == 0:
+        for y in (dq, dk, dv, dg, dbeta, gate_sums):
+            if y is not None:
+                y.zero_()
+        if dh0 is not None:
+            _ = dh0.zero_() if dht is None else dh0.copy_(dht)
+    else:
+        floats = backward_floats(
+            device.index,
+            p.B,
+            p.T,
+            p.H,
+            p.HV,
+            p.K,
+            p.V,
+            p.N,
+            p.q_dtype is torch.bfloat16,
+            p.is_varlen,
+            p.use_qk_l2norm,
+        )
+        run(
+            torch.zeros_like(dv) if do is None else tma_readable(do),
+            None if dht is None else dht.float(),
+            *_readable(x),
+            None if x.initial_state is None else side_readable(x.initial_state),
+            None if cu_seqlens is None else cu_seqlens.contiguous(),
+            p.scale,
+            p.state_v_first,
+            p.use_qk_l2norm,
+            p.use_beta_sigmoid,
+            p.allow_neg_eigval,
+            dq,
+            dk,
+            dv,
+            dg,
+            dbeta,
+            dh0,
+            gate_sums,
+            torch.empty(floats, dtype=torch.float32, device=device),
+        )
+    return Gradients(
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        None if dh0 is None or x.initial_state is None else dh0.to(x.initial_state.dtype),
+        None if gate_sums is None or x.A_log is None else gate_sums[0].to(x.A_log.dtype, copy=True),
+        None
+        if gate_sums is None or x.dt_bias is None
+        else gate_sums[1].to(x.dt_bias.dtype, copy=True),
+    )
 
 
 def _readable(x: Inputs) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,5 @@
-"""What the CUDA library's forward serves, judged from a `Problem` alone; no GPU is needed to ask.
+"""What the CUDA library serves, forward and backward, judged from a `Problem` alone; no GPU is
+needed to ask.
 
 A `Problem` has no addresses and no strides. Those are never a reason to refuse:
 `gdn_triton.fast.chunk` copies what TMA cannot read where it lies.
@@ -16,6 +17,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 POOL_DTYPES = (torch.float32, *DTYPES)
 # TMA's coordinates, and the kernels' token numbers, are 32-bit.
 MAX_TOKENS = 2**31
+BACKWARD_CHANNELS = 128
+# Blocks of scratch memory have 32-bit numbers.
+BACKWARD_MAX_CHUNKS = 2**28
 
 
 def supports(problem: Problem) -> str | None:
@@ -46,6 +50,24 @@ def supports(problem: Problem) -> str | None:
         return f"The CUDA library computes in float32 at most; the states are {states}."
     if p.T >= MAX_TOKENS:
         return f"The CUDA library takes less than {MAX_TOKENS} tokens; T is {p.T}."
+    return None
+
+
+def backward_supports(problem: Problem) -> str | None:
+    """A sentence why the CUDA library does not make the gradients of this problem, or None. For a
+    problem whose forward it serves: where it does not, the Triton backward does."""
+    p = problem
+    if (p.K, p.V) != (BACKWARD_CHANNELS,) * 2 or p.q_dtype is not torch.bfloat16:
+        return (
+            f"The CUDA backward takes K = V = {BACKWARD_CHANNELS} in bfloat16; K is {p.K}, V is "
+            f"{p.V}, in {_name(p.q_dtype)}."
+        )
+    chunks = (p.B * p.T // CHUNK_SIZE + p.N) * p.HV
+    if chunks >= BACKWARD_MAX_CHUNKS:
+        return (
+            f"The CUDA backward takes less than {BACKWARD_MAX_CHUNKS} chunks of value heads: "
+            f"(B * T / {CHUNK_SIZE} + N) * HV is {chunks}."
+        )
     return None
 
 

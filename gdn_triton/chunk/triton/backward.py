@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from gdn_triton._host.device import on_device
-from gdn_triton.chunk.problem import Inputs, Problem
+from gdn_triton.chunk.problem import Gradients, Inputs, Problem
 from gdn_triton.chunk.triton.backward_gate import gate_bwd
 from gdn_triton.chunk.triton.backward_norm import l2norm_bwd
 from gdn_triton.chunk.triton.backward_pairs import pairs_bwd
@@ -21,19 +21,6 @@ from gdn_triton.chunk.triton.chunks import Chunks, make_chunks
 from gdn_triton.chunk.triton.forward import activate, compute_dtype, prepare, readable_inputs
 from gdn_triton.chunk.triton.prepare import LINE, whole_lines
 from gdn_triton.chunk.triton.wy import wy_fwd
-
-
-class Gradients(NamedTuple):
-    """Of each of `Inputs`, in its shape and dtype; None where there is no such input."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
-    initial_state: torch.Tensor | None
-    A_log: torch.Tensor | None
-    dt_bias: torch.Tensor | None
 
 
 class Recomputed(NamedTuple):

@@ -1,0 +1,164 @@
+// Host side of the backward on Hopper; params.h says what is asked of it.
+#include <algorithm>
+#include <cmath>
+
+#include "../../common/tensor_map.h"
+#include "../l2norm.cuh"
+#include "common.cuh"
+
+namespace gdn {
+namespace {
+using namespace sm90::backward;
+using sm90::ceil_div;
+using sm90::kChunk;
+
+// The parts of the workspace, one after the other; with a null `base` only their size.
+class Parts {
+ public:
+  explicit Parts(void* base) : base_(static_cast<char*>(base)) {}
+  template <class X>
+  void take(X*& to, int64_t count) {
+    to = reinterpret_cast<X*>(base_ + used_);
+    used_ += ceil_div(count * int64_t{sizeof(X)}, 256) * 256;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+// The walk forward in segments of `length` chunks; 0: whole sequences.
+struct Segments {
+  int length;
+  int64_t count, of_batch;  // at most; of a batch entry, if padded
+};
+Segments segments_of(const ChunkForward& p) {
+  // Microseconds of a chunk with its gradients; of a tile's start and end; of a chunk of the state alone, as far as
+  // the walk back, beside which it goes, does not hide it; and of its launch.
+  constexpr double kGradients = 6.5, kTile = 5, kState = 0.5, kLaunch = 8;
+  constexpr int kLengths[] = {64, 32, 16, 8, 4};
+  constexpr int kMemory = 3;  // a start is twice as large as a chunk's dS: of many short sequences there are no more
+  const bool guess = p.cu_seqlens && p.N > 1;
+  const double chunks = double(ceil_div(p.T, kChunk)), each = p.multiprocessors;
+  // What every multiprocessor has of all chunks. The host does not know the lengths of packed sequences: the longest
+  // is taken for half of all.
+  const double share = double(p.B) * chunks * p.HV / each, longest = guess ? chunks / 2 : chunks;
+  const auto walk = [&](double tiles, double length) {
+    const double turns = guess ? std::max(share / length, 1.) : std::ceil(tiles / each);
+    return turns * (length * kGradients + kTile);
+  };
+  const double states = kLaunch + kState * std::max(longest, 2 * share);
+  Segments best = {0, 0, 0};
+  double least = walk(double(p.N) * p.HV, longest);
+  for (const int length : kLengths) {
+    const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
+    const double time = states + walk(double(p.N) * double(of_batch) * p.HV, length);
+    const int64_t count = p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch;
+    if (time >= least || count * kMemory > slots_of(p)) continue;
+    least = time;
+    best = {length, count, of_batch};
+  }
+  return best;
+}
+
+int64_t lay_out(const ChunkForward& p, void* base, Scratch& x) {
+  const int64_t slots = slots_of(p), blocks = slots * p.HV, pair = kChunk * kChunk;
+  Parts parts(base);
+  if (p.use_qk_l2norm) {
+    uint16_t *q, *k;
+    parts.take(q, p.B * p.T * p.H * kChannels);
+    parts.take(k, p.B * p.T * p.H * kChannels);
+    x.q = q, x.k = k;
+  }
+  parts.take(x.gates, blocks);
+  parts.take(x.last, blocks);
+  parts.take(x.G, blocks);
+  parts.take(x.t, blocks * pair);
+  parts.take(x.p, blocks * pair);
+  parts.take(x.qk, slots * p.H * pair);
+  parts.take(x.kk, slots * p.H * pair);
+  parts.take(x.dx, blocks * kChunk * kChannels);
+  parts.take(x.ds, blocks * kChannels * kChannels);
+  parts.take(x.parts, blocks * kParts * kChunk);
+  parts.take(x.across, blocks * 8);
+  parts.take(x.gate_sums, slots * 2 * p.HV);
+  parts.take(x.starts, segments_of(p).count * p.HV * kChannels * kChannels);
+  return parts.used();
+}
+
+const char* unsupported(const ChunkForward& p) {
+  if (p.K != kChannels || p.V != kChannels) return "the Hopper backward needs K = V = 128";
+  if (p.dtype != Dtype::kBFloat16) return "the Hopper backward needs q, k, v in bfloat16";
+  if (p.T >= int64_t{1} << 31) return "the Hopper kernel needs T below 2^31";
+  if (slots_of(p) * p.HV >= int64_t{1} << 28) return "the Hopper backward needs fewer chunks and value heads";
+  return nullptr;
+}
+
+// Tiles of `rows` x `channels` of 16-bit values, one behind the other.
+const char* tiles_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t count, int64_t rows, int channels) {
+  return make_map(map, dtype, {data, rows * channels, channels, channels}, count, rows, 1, channels);
+}
+
+const char* normalize(const ChunkForward& p, const Scratch& scratch, Rows& q, Rows& k, cudaStream_t stream) {
+  constexpr int kLanes = kChannels / 8;
+  const int64_t rows = p.B * p.T * p.H;
+  const dim3 grid(unsigned(ceil_div(rows * kLanes, sm90::kNormThreads)), 2);
+  sm90::l2norm_kernel<__nv_bfloat16, kLanes, true><<<grid, sm90::kNormThreads, 0, stream>>>(
+      q, k, static_cast<uint4*>(scratch.q), static_cast<uint4*>(scratch.k), rows, p.T, p.H, p.K);
+  const int64_t row = int64_t{p.H} * p.K;
+  q = {scratch.q, p.T * row, row, p.K};
+  k = {scratch.k, p.T * row, row, p.K};
+  return checked(cudaGetLastError());
+}
+}  // namespace
+
+size_t chunk_backward_workspace(const ChunkForward& p) {
+  Scratch scratch = {};
+  return unsupported(p) ? 0 : size_t(lay_out(p, nullptr, scratch));
+}
+
+const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
+  const ChunkForward& p = problem.forward;
+  if (const char* reason = unsupported(p)) return reason;
+  Params params = {};
+  params.problem = problem;
+  lay_out(p, p.workspace, params.scratch);
+  params.slots = int(slots_of(p));
+  params.slots_of_batch = int(ceil_div(p.T, kChunk));
+  const Segments segments = segments_of(p);
+  params.segment = segments.length;
+  params.segments = int(segments.count);
+  params.segments_of_batch = int(segments.of_batch);
+  params.heads = sm90::Divisor::of(p.HV);
+  params.group = sm90::Divisor::of(p.HV / p.H);
+  const Scratch& x = params.scratch;
+  Rows q = p.q, k = p.k;
+  if (p.use_qk_l2norm)
+    if (const char* error = normalize(p, x, q, k, stream)) return error;
+  const int64_t key_blocks = int64_t{params.slots} * p.H, blocks = int64_t{params.slots} * p.HV;
+  const char* errors[] = {
+      make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K),
+      make_map(&params.k, p.dtype, k, p.B, p.T, p.H, p.K),
+      make_map(&params.v, p.dtype, p.v, p.B, p.T, p.HV, p.V),
+      make_map(&params.dO, p.dtype, problem.dO, p.B, p.T, p.HV, p.V),
+      make_map(&params.dv, p.dtype, {problem.dv, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V}, p.B, p.T, p.HV, p.V),
+      tiles_map(&params.t, p.dtype, x.t, blocks, kChunk, kChunk),
+      tiles_map(&params.p, p.dtype, x.p, blocks, kChunk, kChunk),
+      tiles_map(&params.qk, p.dtype, x.qk, key_blocks, kChunk, kChunk),
+      tiles_map(&params.kk, p.dtype, x.kk, key_blocks, kChunk, kChunk),
+      tiles_map(&params.dx, p.dtype, x.dx, blocks, kChunk, kChannels),
+      tiles_map(&params.ds, p.dtype, x.ds, blocks, kChannels, kChannels),
+  };
+  for (const char* error : errors)
+    if (error) return error;
+  if (const char* error = run_frames(params, stream)) return error;
+  if (const char* error = run_triangles(params, stream)) return error;
+  if (const char* error = run_walk_back(params, stream)) return error;
+  if (params.segment > 0)
+    if (const char* error = run_walk_states(params, stream)) return error;
+  if (const char* error = run_walk_forward(params, stream)) return error;
+  return run_sums(params, stream);
+}
+
+}  // namespace gdn

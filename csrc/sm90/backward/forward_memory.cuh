@@ -1,0 +1,195 @@
+// Shared memory and barriers of the walk forward, and its single warps: what comes from memory and goes there.
+#pragma once
+#include "common.cuh"
+
+namespace gdn::sm90::backward {
+
+// Full and empty of each buffer; docs/backward.md has who fills and empties it.
+struct WalkMemory {
+  alignas(1024) uint8_t k[2][2][kTileBytes];
+  uint8_t q[2][kTileBytes];       // then dk
+  uint8_t v[2][kTileBytes];
+  uint8_t dO[2][2][kTileBytes];   // then dq
+  uint8_t dx[2][kTileBytes];
+  uint8_t ds[2][2][kTileBytes];   // halves of V, halves of K
+  uint8_t t[kTileBytes];
+  uint8_t qk[kTileBytes];         // then dP
+  uint8_t kk[kTileBytes];         // then N, then N + N^T
+  uint8_t S[2][2][kTileBytes];
+  uint8_t u[2][kTileBytes];
+  Gates gates[2];                 // come and go with k
+  float column[4][kChunk], row[kChunk], own[kChunk];
+  uint64_t k_full[2], k_empty[2], q_full, q_read, v_full, v_empty, do_full[2], dx_full, dx_empty, ds_full, ds_empty;
+  uint64_t t_full, t_empty, pairs_full, pairs_empty, S_full, S_empty, u_full, u_empty, n_full, dq_full, dk_full;
+  uint64_t aside[3];              // of the loaders
+};
+
+constexpr int kStateWarps = 8, kPairWarps = 4;
+
+GDN_DEVICE void init_barriers(WalkMemory& sm) {
+  for (int i = 0; i < 2; ++i) {
+    mbarrier_init(&sm.k_full[i], 1);
+    mbarrier_init(&sm.k_empty[i], kStateWarps + kPairWarps);
+    mbarrier_init(&sm.do_full[i], 1);
+  }
+  const auto init = [](uint64_t& full, uint64_t& empty, int writers, int readers) {
+    mbarrier_init(&full, writers);
+    mbarrier_init(&empty, readers);
+  };
+  init(sm.v_full, sm.v_empty, 1, kStateWarps + 1);
+  init(sm.dx_full, sm.dx_empty, 1, kStateWarps + kPairWarps + 1);
+  init(sm.ds_full, sm.ds_empty, 1, kStateWarps);
+  init(sm.t_full, sm.t_empty, 1, kStateWarps);
+  init(sm.pairs_full, sm.pairs_empty, 1, kStateWarps + kPairWarps);
+  init(sm.S_full, sm.S_empty, kStateWarps, kStateWarps + kPairWarps);
+  init(sm.u_full, sm.u_empty, kStateWarps, kStateWarps + kPairWarps);
+  mbarrier_init(&sm.q_full, 1);
+  mbarrier_init(&sm.q_read, kPairWarps);
+  mbarrier_init(&sm.n_full, kPairWarps);
+  mbarrier_init(&sm.dq_full, kPairWarps);
+  mbarrier_init(&sm.dk_full, kStateWarps);
+  for (uint64_t& bar : sm.aside) mbarrier_init(&bar, 1);
+  mbarrier_init_fence();
+}
+
+// All chunks of all tiles of this block, forward.
+struct ForwardWalk {
+  const Params& params;
+  int index, c = 0;
+  BackTile tile;
+  GDN_DEVICE explicit ForwardWalk(const Params& p) : params(p), index(blockIdx.x) {}
+  GDN_DEVICE bool begin() {
+    for (; index < params.tiles; index += gridDim.x) {
+      tile = forward_tile(params, index);
+      c = 0;
+      if (tile.length > 0) return true;
+    }
+    return false;
+  }
+  GDN_DEVICE bool next() {
+    if (++c < tile.chunks()) return true;
+    index += gridDim.x;
+    return begin();
+  }
+  GDN_DEVICE int block() const { return (tile.slot + c) * params.problem.forward.HV + tile.hv; }
+  GDN_DEVICE int key_block() const { return (tile.slot + c) * params.problem.forward.H + tile.h; }
+  GDN_DEVICE int row() const { return tile.first + c * kChunk; }
+  GDN_DEVICE int rows() const { return tile.length - c * kChunk; }
+};
+
+GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
+  const bool lead = threadIdx.x % 32 == 0;
+  uint32_t aside_phase = 0;
+  ForwardWalk walk(params);
+  uint32_t it = 0;
+#pragma unroll 1
+  for (bool more = walk.begin(); more; more = walk.next(), ++it) {
+    const uint32_t stage = it % 2, block = walk.block();
+    wait_for(sm.k_empty[stage], it / 2 + 1);
+    load_rows<2>(params.k, sm.k[stage], sm.k_full[stage], sm.aside[0], aside_phase, 0, walk.row(), walk.tile.h,
+                 walk.tile.batch, walk.rows(), sizeof(Gates), [&](uint32_t bar) {
+                   bulk_load(shared_address(&sm.gates[stage]), params.scratch.gates + block, sizeof(Gates), bar);
+                 });
+    wait_for(sm.v_empty, it + 1);
+    load_rows<2>(params.v, sm.v, sm.v_full, sm.aside[0], aside_phase, 0, walk.row(), walk.tile.hv, walk.tile.batch,
+                 walk.rows(), 0, Nothing{});
+    if (lead) {
+      const auto load = [&](const CUtensorMap& map, uint8_t* to, uint64_t& full, int column, int row, int of) {
+        tma_load(shared_address(to), &map, shared_address(&full), column, row, 0, of);
+      };
+      wait_for(sm.t_empty, it + 1);
+      mbarrier_expect(shared_address(&sm.t_full), kTileBytes);
+      load(params.t, sm.t, sm.t_full, 0, 0, block);
+      wait_for(sm.dx_empty, it + 1);
+      mbarrier_expect(shared_address(&sm.dx_full), 2 * kTileBytes);
+      for (int i = 0; i < 2; ++i) load(params.dx, sm.dx[i], sm.dx_full, 64 * i, 0, block);
+      wait_for(sm.ds_empty, it + 1);
+      mbarrier_expect(shared_address(&sm.ds_full), 4 * kTileBytes);
+      for (int i = 0; i < 4; ++i) load(params.ds, sm.ds[i / 2][i % 2], sm.ds_full, i % 2 * 64, i / 2 * 64, block);
+      wait_for(sm.pairs_empty, it + 1);
+      mbarrier_expect(shared_address(&sm.pairs_full), 2 * kTileBytes);
+      load(params.qk, sm.qk, sm.pairs_full, 0, 0, walk.key_block());
+      load(params.kk, sm.kk, sm.pairs_full, 0, 0, walk.key_block());
+    }
+    __syncwarp();
+  }
+}
+
+// do or q, in kStages stages, and dq or dk out of the same tile, which replaces what was read of this chunk in `to`.
+template <int kStages>
+GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uint8_t (*tiles)[2][kTileBytes],
+                               uint64_t* full, uint64_t& made, uint64_t& aside, bool of_keys, const CUtensorMap& to) {
+  const bool lead = threadIdx.x % 32 == 0;
+  uint32_t aside_phase = 0, loaded = 0, it = 0;
+  int oldest = 0, newest = 0;  // blocks of the chunks that are loaded
+  ForwardWalk walk(params);
+  bool more = walk.begin();
+  const auto fetch = [&] {
+    oldest = newest;
+    if (!more) return;
+    const uint32_t stage = loaded++ % kStages;
+    load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, 0, walk.row(),
+                 of_keys ? walk.tile.h : walk.tile.hv, walk.tile.batch, walk.rows(), 0, Nothing{});
+    newest = walk.block();
+    more = walk.next();
+  };
+#pragma unroll 1
+  for (int i = 0; i < kStages; ++i) fetch();
+#pragma unroll 1
+  for (; it < loaded; ++it) {
+    const int block = kStages == 1 || it + 1 == loaded ? newest : oldest;
+    wait_for(made, it);
+    if (lead) {
+      for (int i = 0; i < 2; ++i) tma_store(&to, shared_address(tiles[it % kStages][i]), 64 * i, 0, 0, block);
+      tma_store_commit();
+      tma_store_wait_read();
+    }
+    __syncwarp();
+    fetch();
+  }
+  if (lead) tma_store_wait();
+}
+
+// dx v of every token. A lane has two rows: lines of eight rows that lie in a column have all banks.
+GDN_DEVICE void values(WalkMemory& sm, const Params& params) {
+  using T = __nv_bfloat16;
+  const int lane = threadIdx.x % 32;
+  ForwardWalk walk(params);
+  uint32_t it = 0;
+#pragma unroll 1
+  for (bool more = walk.begin(); more; more = walk.next(), ++it) {
+    float* const sums = params.scratch.parts + (int64_t{walk.block()} * kParts + kValuePart) * kChunk;
+    wait_for(sm.v_full, it);
+    wait_for(sm.dx_full, it);
+    float sum[2] = {};
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t dx = shared_address(sm.dx[half]) + lane * 128, v = shared_address(sm.v[half]) + lane * 128;
+#pragma unroll 1
+      for (int column = 0; column < 8; ++column) {
+        const uint32_t at = (column ^ lane % 8) * 16;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint32_t x[4], y[4];
+          load_shared_16(dx + at + i * 4096, x);
+          load_shared_16(v + at + i * 4096, y);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float2 a = unpack(T{}, x[j]), b = unpack(T{}, y[j]);
+            sum[i] += a.x * b.x;
+            sum[i] += a.y * b.y;
+          }
+        }
+      }
+    }
+    sums[lane] = sum[0];
+    sums[lane + 32] = sum[1];
+    // Not before all sums are known: an arrival does not wait for loads.
+    const uint32_t read = __ballot_sync(~0u, __float_as_uint(sum[0] + sum[1]) == 0x5eed5eed);
+    const bool one = lane == (read == ~0u ? 1 : 0);
+    mbarrier_arrive_if(shared_address(&sm.v_empty), one);
+    mbarrier_arrive_if(shared_address(&sm.dx_empty), one);
+  }
+}
+
+}  // namespace gdn::sm90::backward

@@ -1,0 +1,229 @@
+// The state warpgroups of the walk forward: u and the state, for 64 channels of V, as in state.cuh; then dk, for 64
+// channels of K:
+//     dk = u dS^T - beta 2^d (dx S^T) + (N + N^T) k + dP^T q + own q
+// With S before the chunk and dS behind it, both as they lie in their tiles.
+#pragma once
+#include "forward_memory.cuh"
+#include "state_step.cuh"
+
+namespace gdn::sm90::backward {
+
+// Sums over 64 columns of x * tile, for this thread's two rows, over its four lanes.
+template <int kBlocks>
+GDN_DEVICE float2 row_sums(const float (&x)[8 * kBlocks], uint32_t tile, const Lines& lines, int warp) {
+  float s0 = 0, s1 = 0;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    uint32_t r[4];
+    ldmatrix_x4(lines.block_at(tile + b / 4 * kTileBytes, warp, b % 4), r);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 t = unpack(__nv_bfloat16{}, r[i]);
+      float& s = i % 2 ? s1 : s0;
+      s += t.x * x[8 * b + 2 * i] + t.y * x[8 * b + 2 * i + 1];
+    }
+  }
+#pragma unroll
+  for (int d = 1; d < 4; d *= 2) {
+    s0 += __shfl_xor_sync(~0u, s0, d);
+    s1 += __shfl_xor_sync(~0u, s1, d);
+  }
+  return make_float2(s0, s1);
+}
+
+// x + own * other, rounded, in row blocks: from `other`'s tiles to those of `to`.
+template <int kBlocks>
+GDN_DEVICE void store_gradient(const float (&x)[8 * kBlocks], float own0, float own1, uint32_t other, uint32_t to,
+                               const Lines& lines, int warp) {
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    uint32_t r[4];
+    ldmatrix_x4(lines.block_at(other + b / 4 * kTileBytes, warp, b % 4), r);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 t = unpack(__nv_bfloat16{}, r[i]);
+      const float own = i % 2 ? own1 : own0;
+      r[i] = pack(__nv_bfloat16{}, x[8 * b + 2 * i] + own * t.x, x[8 * b + 2 * i + 1] + own * t.y);
+    }
+    stmatrix_x4(lines.block_at(to + b / 4 * kTileBytes, warp, b % 4), r);
+  }
+  fence_async_proxy();
+  __syncwarp();
+}
+
+// S after the chunk; its u and the S before it go to their tiles.
+GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int half, int warp) {
+  const uint32_t stage = it % 2;
+  const int lane = fresh_lane();
+  const bool lead = lane == 0;
+  const Gates& gates = sm.gates[stage];
+  const uint32_t k_tile = shared_address(sm.k[stage]);
+  uint32_t u[16];
+  wait_for(sm.k_full[stage], it / 2);
+  make_u(
+      S, u, gates, k_tile, shared_address(sm.v[half]), shared_address(sm.t), warp, lane,
+      [&] { wait_for(sm.v_full, it); }, [&](bool one) { mbarrier_arrive_if(shared_address(&sm.v_empty), one); },
+      [&] { wait_for(sm.t_full, it); }, [&] { mbarrier_arrive_if(shared_address(&sm.t_empty), lead); });
+  wait_for(sm.u_empty, it + 1);
+  const uint32_t u_tile = shared_address(sm.u[half]) + transposed_line(warp, lane);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t r[4] = {u[4 * j], u[4 * j + 1], u[4 * j + 2], u[4 * j + 3]};
+    stmatrix_x4_trans(u_tile + j * 2048, r);
+  }
+  fence_async_proxy();
+  __syncwarp();
+  mbarrier_arrive_if(shared_address(&sm.u_full), lead);
+  wait_for(sm.S_empty, it + 1);
+  pin(S);
+  const Lines lines(fresh_lane());
+#pragma unroll
+  for (int b = 0; b < 8; ++b) {
+    uint32_t r[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = pack_again(S[8 * b + 2 * i], S[8 * b + 2 * i + 1]);
+    stmatrix_x4(lines.block_at(shared_address(sm.S[half][b / 4]), warp, b % 4), r);
+  }
+  fence_async_proxy();
+  __syncwarp();
+  mbarrier_arrive_if(shared_address(&sm.S_full), lead);
+  update_state(S, u, gates, k_tile);
+}
+
+// This warp's share of <S, dS>, from their tiles.
+GDN_DEVICE float states_product(const WalkMemory& sm, const Lines& lines, int half, int warp) {
+  float sum = 0;
+#pragma unroll
+  for (int b = 0; b < 8; ++b) {
+    uint32_t x[4], y[4];
+    ldmatrix_x4(lines.block_at(shared_address(sm.S[half][b / 4]), warp, b % 4), x);
+    ldmatrix_x4(lines.block_at(shared_address(sm.ds[half][b / 4]), warp, b % 4), y);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 a = unpack(__nv_bfloat16{}, x[i]), c = unpack(__nv_bfloat16{}, y[i]);
+      sum += a.x * c.x + a.y * c.y;
+    }
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  return sum;
+}
+
+// dk of 64 channels of K. The state's update may be on its way.
+GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& params, int block, uint32_t it, int half,
+                             int warp) {
+  const uint32_t stage = it % 2;
+  const int lane = fresh_lane();
+  const bool lead = lane == 0;
+  const Lines lines(lane);
+  const int row = 16 * warp + lane / 4;
+  float* const parts = params.scratch.parts + int64_t{block} * (kParts * kChunk) + half * kChunk + row;
+  const uint32_t k_half = shared_address(sm.k[stage][half]);
+  float acc[32];
+  wait_for(sm.dx_full, it);
+  wait_for(sm.S_full, it);
+  {
+    const Descriptor dx = k_major(shared_address(sm.dx)), columns = mn_major(shared_address(sm.S[0][half]));
+    wgmma_fence();
+    set_ss_n64_mn(acc, dx.at(0), columns.at(0));
+#pragma unroll
+    for (int i = 1; i < 8; ++i)
+      add_ss_n64_mn(acc, dx.at(i / 4 * kTileBytes + i % 4 * 32), columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048));
+    wgmma_commit();
+  }
+  wait_for(sm.ds_full, it);
+  const float across = states_product(sm, lines, half, warp);
+  if (lead) params.scratch.across[int64_t{block} * 8 + half * 4 + warp] = across;
+  wgmma_wait<0>();
+  pin(S);
+  pin(acc);
+  mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
+  mbarrier_arrive_if(shared_address(&sm.dx_empty), lead);
+  const float2 read = row_sums<4>(acc, k_half, lines, warp);
+  float2 factor;
+  {
+    const float* const x = reinterpret_cast<const float*>(sm.gates[stage].x);
+    factor.x = x[row / 2 * 4 + 2 + row % 2];
+    factor.y = x[row / 2 * 4 + 16 + 2 + row % 2];
+  }
+#pragma unroll
+  for (int i = 0; i < 32; ++i) acc[i] *= i % 4 < 2 ? -factor.x : -factor.y;
+  wait_for(sm.u_full, it);
+  {
+    const Descriptor u = k_major(shared_address(sm.u)), columns = mn_major(shared_address(sm.ds[0][half]));
+    pin(acc);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      add_ss_n64_mn(acc, u.at(i / 4 * kTileBytes + i % 4 * 32), columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048));
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(acc);
+  }
+  mbarrier_arrive_if(shared_address(&sm.u_empty), lead);
+  mbarrier_arrive_if(shared_address(&sm.ds_empty), lead);
+  const float2 total = row_sums<4>(acc, k_half, lines, warp);
+  if (lane % 4 == 0) {
+    parts[kReadPart * kChunk] = read.x;
+    parts[kReadPart * kChunk + 8] = read.y;
+    parts[kBehindPart * kChunk] = total.x + factor.x * read.x;
+    parts[kBehindPart * kChunk + 8] = total.y + factor.y * read.y;
+  }
+  wait_for(sm.n_full, it);
+  {
+    const Descriptor n = k_major(shared_address(sm.kk)), columns = mn_major(k_half);
+    pin(acc);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) add_ss_n64_mn(acc, n.at(i * 32), columns.at(i * 2048));
+    wgmma_commit();
+  }
+  wait_for(sm.q_full, it);
+  {
+    const Descriptor dp = mn_major(shared_address(sm.qk)), columns = mn_major(shared_address(sm.q[half]));
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) add_ss_n64_transposed_mn(acc, dp.at(i * 2048), columns.at(i * 2048));
+    wgmma_commit();
+  }
+  const float own0 = sm.own[row], own1 = sm.own[row + 8];
+  wgmma_wait<0>();
+  pin(acc);
+  __syncwarp();
+  mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
+  mbarrier_arrive_if(shared_address(&sm.pairs_empty), lead);
+  wait_for(sm.q_read, it);
+  named_barrier(2 + half, 128);  // all of this half of q has been read
+  const uint32_t q = shared_address(sm.q[half]);
+  store_gradient<4>(acc, own0, own1, q, q, lines, warp);
+  mbarrier_arrive_if(shared_address(&sm.dk_full), lead);
+}
+
+GDN_DEVICE void states(WalkMemory& sm, const Params& params, int half, int warp) {
+  float S[64];
+  uint32_t it = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    int left, block;
+    {
+      const BackTile tile = forward_tile(params, index);
+      left = tile.chunks();
+      block = tile.slot * params.problem.forward.HV + tile.hv;
+      if (left > 0) {
+        if (params.segment > 0 && tile.part > 0) {
+          const int segment = params.heads.divide(index);
+          load_state(S, start_of(params, segment, tile.hv, half, warp), 1, kChannels, 1.f);
+        } else {
+          load_initial(S, params, tile, half, warp);
+        }
+      }
+    }
+#pragma unroll 1
+    for (; left > 0; --left, ++it, block += params.problem.forward.HV) {
+      advance_state(S, sm, it, half, warp);
+      key_gradient(S, sm, params, block, it, half, warp);
+    }
+  }
+}
+
+}  // namespace gdn::sm90::backward

@@ -1,0 +1,117 @@
+// A step of the state: what both walks forward do to it.
+#pragma once
+#include "../triangles.cuh"
+#include "common.cuh"
+#include "products.cuh"
+
+namespace gdn::sm90::backward {
+
+// The state that a sequence starts from, in the frame: 64 channels of V.
+GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTile& tile, int half, int warp) {
+  const ChunkForward& p = params.problem.forward;
+  if (p.h0 == nullptr) return clear_state(S);
+  const int lane = fresh_lane();
+  const int64_t at = tile.n * p.h0_n + tile.hv * p.h0_h + (half * 64 + state_row(warp, lane)) * p.h0_v +
+                     state_column(lane) * p.h0_k;
+  const float factor = exp2_approx(-Frame<__nv_bfloat16>::kTop);
+  const auto load = [&](auto* from) { load_state(S, from + at, p.h0_k, p.h0_v, factor); };
+  if (p.h0_dtype == Dtype::kFloat32) {
+    load(static_cast<const float*>(p.h0));
+  } else if (p.h0_dtype == Dtype::kFloat16) {
+    load(static_cast<const __half*>(p.h0));
+  } else {
+    load(static_cast<const __nv_bfloat16*>(p.h0));
+  }
+}
+
+// The state that a segment starts from, in the frame.
+GDN_DEVICE float* start_of(const Params& params, int segment, int hv, int half, int warp) {
+  const int lane = fresh_lane();
+  return params.scratch.starts +
+         ((int64_t{segment} * params.problem.forward.HV + hv) * kChannels + half * 64 + state_row(warp, lane)) * kChannels +
+         state_column(lane);
+}
+
+// u of a chunk, rounded, from the state before it. x = c v - f (k S), u = x + T_s x; v_there() and t_there() wait,
+// v_read(lane) and t_read() give back.
+template <class VThere, class VRead, class TThere, class TRead>
+GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, uint32_t k_tile, uint32_t v_tile,
+                       uint32_t t_tile, int warp, int lane, const VThere& v_there, const VRead& v_read,
+                       const TThere& t_there, const TRead& t_read) {
+  using T = __nv_bfloat16;
+  const uint32_t tline = transposed_line(warp, lane);
+  float x[32];
+  if (gates.pre != 1.f) scale_state(S, gates.pre);
+  {
+    const Descriptor rows = k_major(k_tile);
+    uint32_t rounded[2][8];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t(&piece)[8] = rounded[j % 2];
+      if (j >= 2) wgmma_wait<1>();
+#pragma unroll
+      for (int i = 0; i < 8; ++i) piece[i] = pack_again(S[16 * j + 2 * i], S[16 * j + 2 * i + 1]);
+      pin(piece);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint64_t at = rows.at(j / 2 * kTileBytes + (j % 2 * 2 + i) * 32);
+        if (j + i == 0)
+          set_rs_n64(x, piece, at);
+        else
+          wgmma_rs_n64(T{}, x, piece + 4 * i, at, 1);
+      }
+      wgmma_commit();
+    }
+  }
+  v_there();
+  wgmma_wait<0>();
+  pin(x);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    uint32_t v4[4];
+    ldmatrix_x4_trans(v_tile + j * 2048 + tline, v4);
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const float4 cf = gates.x[(2 * j + b) * 4 + lane % 4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 pair = unpack(T{}, v4[2 * b + h]);
+        const int at = 4 * (2 * j + b) + 2 * h;
+        x[at] = cf.x * pair.x - cf.z * x[at];
+        x[at + 1] = cf.y * pair.y - cf.w * x[at + 1];
+        u[at / 2] = pack(T{}, x[at], x[at + 1]);
+      }
+    }
+  }
+  // By a lane that is not known before all of v has been read, state.cuh.
+  const uint32_t read = __ballot_sync(~0u, (u[3] ^ u[7] ^ u[11] ^ u[15]) == 0x5eed5eed);
+  v_read(lane == (read == ~0u ? 1 : 0));
+  t_there();
+  const Descriptor rows = k_major(t_tile);
+  pin(x);
+  pin(u);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) wgmma_rs_n64(T{}, x, u + 4 * i, rows.at(i * 32), 1);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(x);
+  t_read();
+#pragma unroll
+  for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
+}
+
+// S <- 2^D S + k^T u, on its way.
+GDN_DEVICE void update_state(float (&S)[64], uint32_t (&u)[16], const Gates& gates, uint32_t k_tile) {
+  if (gates.post != 1.f) scale_state(S, gates.post);
+  const Descriptor columns = mn_major(k_tile);
+  pin(S);
+  pin(u);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) wgmma_rs_n128_mn(__nv_bfloat16{}, S, u + 4 * i, columns.at(i * 2048), 1);
+  wgmma_commit();
+}
+
+}  // namespace gdn::sm90::backward

@@ -1,0 +1,229 @@
+// What is left when all chunks are done: dq and dk over the value heads of a key head, with the norm's own step; the
+// gradients of gates and betas, through their activations; zeros for the tokens of no sequence.
+#include "common.cuh"
+#include "../l2norm.cuh"
+
+namespace gdn::sm90::backward {
+namespace {
+using T = __nv_bfloat16;
+constexpr int kThreads = 256;
+constexpr int kLanes = kChannels / 8;  // of a row
+
+GDN_DEVICE void store_as(void* base, int64_t at, Dtype dtype, float x) {
+  if (dtype == Dtype::kFloat32) {
+    static_cast<float*>(base)[at] = x;
+  } else if (dtype == Dtype::kFloat64) {
+    static_cast<double*>(base)[at] = x;
+  } else {
+    static_cast<uint16_t*>(base)[at] =
+        dtype == Dtype::kFloat16 ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+  }
+}
+
+GDN_DEVICE float row_sum(float x) {
+#pragma unroll
+  for (int d = kLanes / 2; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d, kLanes);
+  return x;
+}
+
+// A row of a key head by kLanes threads. blockIdx.y: dq, dk, and, packed, zeros of what is of value heads.
+__global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constant__ Params params, int64_t rows) {
+  const ChunkBackward& problem = params.problem;
+  const ChunkForward& p = problem.forward;
+  const int64_t given = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanes;
+  const bool exists = given < rows;
+  const int64_t index = exists ? given : 0;  // all lanes of a warp take part in the sums
+  const int lane = threadIdx.x % kLanes, group = p.HV / p.H;
+  const int64_t token = index / p.H;
+  const int h = int(index % p.H), batch = int(token / p.T), t = int(token % p.T);
+  bool owned = true;
+  int slot, row;
+  if (p.cu_seqlens == nullptr) {
+    slot = batch * params.slots_of_batch + t / kChunk;
+    row = t % kChunk;
+  } else {
+    const int n = last_not_above(p.N, t, [&](int n) { return sequence_bound(p, n); });
+    const int before = t - int(sequence_bound(p, n));
+    owned = t < sequence_bound(p, p.N) && before >= 0;
+    slot = first_slot(params, n) + before / kChunk;
+    row = before % kChunk;
+  }
+  const bool of_keys = blockIdx.y == 1;
+  if (blockIdx.y == 2) {
+    if (owned || !exists) return;
+    for (int i = 0; i < group; ++i) {
+      const int64_t at = token * p.HV + h * group + i;
+      static_cast<uint4*>(problem.dv)[at * kLanes + lane] = make_uint4(0, 0, 0, 0);
+      if (lane == 0) {
+        store_as(problem.dg, at, problem.dg_dtype, 0.f);
+        store_as(problem.dbeta, at, problem.dbeta_dtype, 0.f);
+      }
+    }
+    return;
+  }
+  float sum[8] = {};
+  if (owned && exists) {
+    const int64_t block = int64_t{slot} * p.HV + h * group;
+    const int64_t size = of_keys ? 2 * kChunk : kChunk;  // rows of a value head's block of dS, dx
+    const uint4* from = reinterpret_cast<const uint4*>(of_keys ? params.scratch.ds : params.scratch.dx) +
+                        (block * size + row) * kLanes + lane;
+#pragma unroll 2
+    for (int i = 0; i < group; ++i, from += size * kLanes) {
+      const uint4 line = *from;
+      const uint32_t words[4] = {line.x, line.y, line.z, line.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = unpack(T{}, words[j]);
+        sum[2 * j] += pair.x;
+        sum[2 * j + 1] += pair.y;
+      }
+    }
+  }
+  if (p.use_qk_l2norm) {  // dx = r (dy - y (y dy)), y = r x
+    const Rows& from = of_keys ? p.k : p.q;
+    float x[8] = {};
+    if (owned && exists) {
+      const int64_t at = batch * from.batch + t * from.row + h * from.head + lane * 8;
+      const uint4 line = *reinterpret_cast<const uint4*>(static_cast<const T*>(from.data) + at);
+      const uint32_t words[4] = {line.x, line.y, line.z, line.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = unpack(T{}, words[j]);
+        x[2 * j] = pair.x;
+        x[2 * j + 1] = pair.y;
+      }
+    }
+    float square = 0, dot = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      square += x[j] * x[j];
+      dot += x[j] * sum[j];
+    }
+    const float r = rsqrtf(row_sum(square) + kNormEps), along = r * r * row_sum(dot);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum[j] = r * (sum[j] - x[j] * along);
+  }
+  if (!exists) return;
+  uint32_t words[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) words[j] = pack(T{}, sum[2 * j], sum[2 * j + 1]);
+  static_cast<uint4*>(of_keys ? problem.dk : problem.dq)[index * kLanes + lane] =
+      make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// dg and dbeta of a chunk and value head, by a warp:
+//     dg_t = sum over i >= t of ahead_i + sum over i < t of behind_i + <S, dS>
+// and their activations. Lane l has tokens 2 l and 2 l + 1.
+__global__ void __launch_bounds__(kThreads) gates_kernel(const __grid_constant__ Params params) {
+  const ChunkBackward& problem = params.problem;
+  const ChunkForward& p = problem.forward;
+  const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (index >= params.slots * p.HV) return;
+  const int slot = params.heads.divide(index), hv = index - slot * p.HV;
+  float* const sums = params.scratch.gate_sums + int64_t{slot} * 2 * p.HV + hv;
+  const Place place = place_of(params, slot);
+  if (place.rows <= 0) {
+    if (p.use_gate && lane == 0) sums[0] = sums[p.HV] = 0.f;
+    return;
+  }
+  const Gates& gates = params.scratch.gates[index];
+  const float2* const parts = reinterpret_cast<const float2*>(params.scratch.parts + int64_t{index} * (kParts * kChunk));
+  const auto part = [&](int i) { return parts[i * (kChunk / 2) + lane]; };
+  const auto plus = [](float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); };
+  const float2 read = plus(part(kReadPart), part(kReadPart + 1)), rows_sum = part(kBetaPart), value = part(kValuePart);
+  const float2 behind = plus(part(kBehindPart), part(kBehindPart + 1));
+  const float4 x = gates.x[lane];
+  float2 ahead = plus(part(kPairsPart), part(kQueryPart));
+  ahead.x -= x.z * read.x;
+  ahead.y -= x.w * read.y;
+  const float c[2] = {gates.c[2 * lane], gates.c[2 * lane + 1]};
+  const float dbeta_of[2] = {c[0] * value.x - exp2_approx(gates.power[2 * lane]) * read.x - rows_sum.x,
+                             c[1] * value.y - exp2_approx(gates.power[2 * lane + 1]) * read.y - rows_sum.y};
+  // Sums over the tokens from here on, and over those before.
+  float after = ahead.x + ahead.y, before = behind.x + behind.y;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const float above = __shfl_down_sync(~0u, after, d), below = __shfl_up_sync(~0u, before, d);
+    if (lane + d < 32) after += above;
+    if (lane >= d) before += below;
+  }
+  float next = __shfl_down_sync(~0u, after, 1), past = __shfl_up_sync(~0u, before, 1);
+  if (lane == 31) next = 0.f;
+  if (lane == 0) past = 0.f;
+  float across = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) across += params.scratch.across[int64_t{index} * 8 + i];
+  across *= gates.post;
+  float dg[2] = {after + past + across, next + ahead.y + past + behind.x + across};
+
+  float of_A_log = 0, of_bias = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * lane + i;
+    if (row >= place.rows) continue;
+    const auto load = [&](const Rows& from, Dtype dtype) {
+      const int64_t at = place.batch * from.batch + hv * from.head + (place.first + int64_t{row}) * from.row;
+      return to_float(load_bits(from.data, at, dtype), dtype);
+    };
+    float g = load(p.g, p.g_dtype), dbeta = dbeta_of[i];
+    // A decay below the floor is exactly 0 and has no gradient; a NaN stays one.
+    if (p.use_gate) {
+      if (p.dt_bias) g += p.dt_bias[hv];
+      const float rate = __expf(p.A_log[hv]), slope = g > kSoftplusThreshold ? 1.f : 1.f / (1.f + __expf(-g));
+      g = -rate * softplus(g);
+      const bool closed = g * kRcpLn2 < kLog2Floor;
+      of_A_log += closed ? 0.f : dg[i] * g;
+      dg[i] = closed ? 0.f : -rate * slope * dg[i];
+      of_bias += dg[i];
+    } else if (g * kRcpLn2 < kLog2Floor) {
+      dg[i] = 0.f;
+    }
+    if (p.use_beta_sigmoid) {
+      const float beta = load(p.beta, p.beta_dtype);
+      dbeta *= (p.allow_neg_eigval ? 2.f : 1.f) / (1.f + __expf(-beta)) / (1.f + __expf(beta));
+    }
+    const int64_t at = (place.batch * p.T + place.first + row) * p.HV + hv;
+    store_as(problem.dg, at, problem.dg_dtype, dg[i]);
+    store_as(problem.dbeta, at, problem.dbeta_dtype, dbeta);
+  }
+  if (!p.use_gate) return;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    of_A_log += __shfl_xor_sync(~0u, of_A_log, d);
+    of_bias += __shfl_xor_sync(~0u, of_bias, d);
+  }
+  if (lane == 0) {
+    sums[0] = of_A_log;
+    sums[p.HV] = of_bias;
+  }
+}
+
+// Over the slots, in one order: a block has kWidth of the 2 HV columns.
+constexpr int kWidth = 8;
+__global__ void __launch_bounds__(kThreads) gate_sum_kernel(const __grid_constant__ Params params) {
+  __shared__ float shares[kThreads / kWidth][kWidth];
+  const int columns = 2 * params.problem.forward.HV;
+  const int column = blockIdx.x * kWidth + threadIdx.x % kWidth, first = threadIdx.x / kWidth;
+  float sum = 0;
+  if (column < columns)
+    for (int slot = first; slot < params.slots; slot += kThreads / kWidth)
+      sum += params.scratch.gate_sums[int64_t{slot} * columns + column];
+  shares[first][threadIdx.x % kWidth] = sum;
+  __syncthreads();
+  if (first != 0 || column >= columns) return;
+  for (int i = 1; i < kThreads / kWidth; ++i) sum += shares[i][threadIdx.x % kWidth];
+  params.problem.gate_sums[column] = sum;
+}
+}  // namespace
+
+const char* run_sums(const Params& params, cudaStream_t stream) {
+  const ChunkForward& p = params.problem.forward;
+  const int64_t rows = p.B * p.T * p.H;
+  const dim3 grid(unsigned(ceil_div(rows * kLanes, kThreads)), p.cu_seqlens ? 3 : 2);
+  head_sum_kernel<<<grid, kThreads, 0, stream>>>(params, rows);
+  gates_kernel<<<unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32)), kThreads, 0, stream>>>(params);
+  if (p.use_gate) gate_sum_kernel<<<unsigned(ceil_div(2 * p.HV, kWidth)), kThreads, 0, stream>>>(params);
+  return checked(cudaGetLastError());
+}
+
+}  // namespace gdn::sm90::backward

@@ -1,0 +1,273 @@
+// From a sequence's first chunk to its last: the state again, and with it the gradients of each chunk. A block has a
+// sequence and value head: two warpgroups of states, which also make dk (forward_states.cuh), one of pairs of tokens,
+// which also makes dq, and single warps (forward_memory.cuh).
+#include "forward_states.cuh"
+
+namespace gdn::sm90::backward {
+namespace {
+using T = __nv_bfloat16;
+constexpr int kThreads = 512;
+constexpr int kSinglesRegisters = 32, kStateRegisters = 176, kPairRegisters = 128;
+
+// Sums over a warp's 16 rows of 16 columns, of which a lane has four for its row pair.
+GDN_DEVICE void column_sums(float a0, float a1, float a2, float a3, int lane, uint32_t to) {
+  const bool high = lane & 16, middle = lane & 8;
+  const float x = (high ? a2 : a0) + __shfl_xor_sync(~0u, high ? a0 : a2, 16);
+  const float y = (high ? a3 : a1) + __shfl_xor_sync(~0u, high ? a1 : a3, 16);
+  float z = (middle ? y : x) + __shfl_xor_sync(~0u, middle ? x : y, 8);
+  z += __shfl_xor_sync(~0u, z, 4);
+  if ((lane & 4) == 0) store_float(to + ((lane >> 4) * 8 + lane % 4 * 2 + (lane >> 3 & 1)) * 4, z);
+}
+
+// dP and N of a chunk, over q k^T and k k^T in their tiles, and the sums of M. With P = do u^T and D = dx u^T,
+//     dP = scale 2^e P 2^(d_i - d_j)    N = -beta D 2^(d_i - d_j)    M = dP o q k^T + N o k k^T
+// strictly below the diagonal; own is the diagonal of scale 2^e P.
+GDN_DEVICE void make_pairs(WalkMemory& sm, float* parts, uint32_t it, int warp, float& own0, float& own1) {
+  const uint32_t stage = it % 2;
+  const int lane = fresh_lane();
+  const bool lead = lane == 0;
+  const Lines lines(lane);
+  const int row0 = 16 * warp + lane / 4;
+  const Gates& gates = sm.gates[stage];
+  float P[32], D[32];
+  own0 = own1 = 0;
+  wait_for(sm.do_full[stage], it / 2);
+  wait_for(sm.dx_full, it);
+  wait_for(sm.k_full[stage], it / 2);
+  wait_for(sm.u_full, it);
+  {
+    const Descriptor dO = k_major(shared_address(sm.dO[stage])), dx = k_major(shared_address(sm.dx));
+    const Descriptor u = k_major(shared_address(sm.u));
+    wgmma_fence();
+    set_ss_n64(P, dO.at(0), u.at(0));
+#pragma unroll
+    for (int i = 1; i < 8; ++i) {
+      const uint32_t at = i / 4 * kTileBytes + i % 4 * 32;
+      add_ss_n64(P, dO.at(at), u.at(at));
+    }
+    set_ss_n64(D, dx.at(0), u.at(0));
+#pragma unroll
+    for (int i = 1; i < 8; ++i) {
+      const uint32_t at = i / 4 * kTileBytes + i % 4 * 32;
+      add_ss_n64(D, dx.at(at), u.at(at));
+    }
+    wgmma_commit();
+  }
+  const float f0 = gates.read[row0], f1 = gates.read[row0 + 8];
+  const float beta0 = gates.beta[row0], beta1 = gates.beta[row0 + 8];
+  wait_for(sm.pairs_full, it);
+  wgmma_wait<0>();
+  pin(P);
+  pin(D);
+  mbarrier_arrive_if(shared_address(&sm.u_empty), lead);
+  mbarrier_arrive_if(shared_address(&sm.dx_empty), lead);
+  if (gates.steep) {
+    const int d0 = gates.power[row0], d1 = gates.power[row0 + 8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const short2 c = reinterpret_cast<const short2*>(gates.power)[4 * j + lane % 4];
+      // At most 1 below the diagonal; what is above it is masked.
+      const float x0 = power_of_two_float(min(d0 - c.x, 0)), x1 = power_of_two_float(min(d0 - c.y, 0));
+      const float x2 = power_of_two_float(min(d1 - c.x, 0)), x3 = power_of_two_float(min(d1 - c.y, 0));
+      P[4 * j] *= x0, P[4 * j + 1] *= x1, P[4 * j + 2] *= x2, P[4 * j + 3] *= x3;
+      D[4 * j] *= x0, D[4 * j + 1] *= x1, D[4 * j + 2] *= x2, D[4 * j + 3] *= x3;
+    }
+  }
+  float m0 = 0, m1 = 0, l0 = 0, l1 = 0;
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    uint32_t qk[4], kk[4], n4[4], p4[4];
+    float column[4];
+    ldmatrix_x4(lines.block_at(shared_address(sm.qk), warp, b), qk);
+    ldmatrix_x4(lines.block_at(shared_address(sm.kk), warp, b), kk);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 8 * b + 2 * i, j = 16 * b + i / 2 * 8 + lane % 4 * 2, row = row0 + i % 2 * 8;
+      const float f = i % 2 ? f1 : f0, beta = i % 2 ? beta1 : beta0;
+      const float p0 = f * P[at], p1 = f * P[at + 1];
+      float& own = i % 2 ? own1 : own0;
+      if (j == row) own = p0;
+      if (j + 1 == row) own = p1;
+      const bool below0 = j < row, below1 = j + 1 < row;
+      p4[i] = pack(T{}, below0 ? p0 : 0.f, below1 ? p1 : 0.f);
+      const float d0 = below0 ? D[at] : 0.f, d1 = below1 ? D[at + 1] : 0.f;
+      n4[i] = pack(T{}, -beta * d0, -beta * d1);
+      const float2 q2 = unpack(T{}, qk[i]), k2 = unpack(T{}, kk[i]), r = unpack(T{}, p4[i]);
+      const float l = d0 * k2.x, h = d1 * k2.y;
+      const float M0 = r.x * q2.x - beta * l, M1 = r.y * q2.y - beta * h;
+      (i % 2 ? l1 : l0) += l + h;
+      (i % 2 ? m1 : m0) += M0 + M1;
+      if (i % 2 == 0) {
+        column[i] = M0;
+        column[i + 1] = M1;
+      } else {
+        column[i - 1] += M0;
+        column[i] += M1;
+      }
+    }
+    __syncwarp();
+    stmatrix_x4(lines.block_at(shared_address(sm.qk), warp, b), p4);
+    stmatrix_x4(lines.block_at(shared_address(sm.kk), warp, b), n4);
+    column_sums(column[0], column[1], column[2], column[3], lane, shared_address(sm.column[warp]) + 64 * b);
+  }
+#pragma unroll
+  for (int d = 1; d < 4; d *= 2) {
+    own0 += __shfl_xor_sync(~0u, own0, d);
+    own1 += __shfl_xor_sync(~0u, own1, d);
+    l0 += __shfl_xor_sync(~0u, l0, d);
+    l1 += __shfl_xor_sync(~0u, l1, d);
+    m0 += __shfl_xor_sync(~0u, m0, d);
+    m1 += __shfl_xor_sync(~0u, m1, d);
+  }
+  if (lane % 4 == 0) {
+    store_float(shared_address(sm.own) + row0 * 4, own0);
+    store_float(shared_address(sm.own) + row0 * 4 + 32, own1);
+    store_float(shared_address(sm.row) + row0 * 4, m0);
+    store_float(shared_address(sm.row) + row0 * 4 + 32, m1);
+    parts[kBetaPart * kChunk + row0] = l0;
+    parts[kBetaPart * kChunk + row0 + 8] = l1;
+  }
+}
+
+// N + N^T in the place of N; row strip `warp`.
+GDN_DEVICE void add_transpose(WalkMemory& sm, int warp) {
+  const Lines lines(fresh_lane());
+  const uint32_t tile = shared_address(sm.kk);
+  uint32_t sum[16];
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    uint32_t r[4], mirrored[4];
+    ldmatrix_x4(lines.block_at(tile, warp, b), r);
+    ldmatrix_x4_trans(lines.block_at(tile, b, warp), mirrored);
+    const uint32_t transposed[4] = {mirrored[0], mirrored[2], mirrored[1], mirrored[3]};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpack(T{}, r[i]), y = unpack(T{}, transposed[i]);
+      sum[4 * b + i] = pack(T{}, x.x + y.x, x.y + y.y);
+    }
+  }
+  pin(sum);
+  named_barrier(1, 128);
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    const uint32_t r[4] = {sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]};
+    stmatrix_x4(lines.block_at(tile, warp, b), r);
+  }
+  fence_async_proxy();
+  __syncwarp();
+}
+
+GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
+  uint32_t it = 0;
+  ForwardWalk walk(params);
+#pragma unroll 1
+  for (bool more = walk.begin(); more; more = walk.next(), ++it) {
+    const uint32_t stage = it % 2;
+    float* const parts = params.scratch.parts + int64_t{walk.block()} * (kParts * kChunk);
+    float own0, own1;
+    make_pairs(sm, parts, it, warp, own0, own1);
+    const int lane = fresh_lane();
+    const bool lead = lane == 0;
+    const Lines lines(lane);
+    const int row0 = 16 * warp + lane / 4;
+    float acc[64];
+    wait_for(sm.S_full, it);
+    {
+      const Descriptor dO = k_major(shared_address(sm.dO[stage])), columns = mn_major(shared_address(sm.S));
+      wgmma_fence();
+      set_ss_n128_mn(acc, dO.at(0), columns.at(0));
+#pragma unroll
+      for (int i = 1; i < 8; ++i)
+        add_ss_n128_mn(acc, dO.at(i / 4 * kTileBytes + i % 4 * 32),
+                       columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048));
+      wgmma_commit();
+    }
+    fence_async_proxy();     // dP
+    named_barrier(1, 128);   // N and dP are in their tiles
+    add_transpose(sm, warp);
+    mbarrier_arrive_if(shared_address(&sm.n_full), lead);
+    wait_for(sm.q_full, it);
+    wgmma_wait<0>();
+    pin(acc);
+    mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
+    {
+      const float2 sums = row_sums<8>(acc, shared_address(sm.q), lines, warp);
+      // By a lane that is not known before q has been read, state.cuh.
+      const uint32_t read = __ballot_sync(~0u, __float_as_uint(sums.x + sums.y) == 0x5eed5eed);
+      mbarrier_arrive_if(shared_address(&sm.q_read), lane == (read == ~0u ? 1 : 0));
+      const float a0 = sm.gates[stage].start[row0], a1 = sm.gates[stage].start[row0 + 8];
+      if (lane % 4 == 0) {
+        parts[kQueryPart * kChunk + row0] = a0 * sums.x;
+        parts[kQueryPart * kChunk + row0 + 8] = a1 * sums.y;
+      }
+#pragma unroll
+      for (int i = 0; i < 64; ++i) acc[i] *= i % 4 < 2 ? a0 : a1;
+      const Descriptor dp = k_major(shared_address(sm.qk)), columns = mn_major(shared_address(sm.k[stage]));
+      pin(acc);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) add_ss_n128_mn(acc, dp.at(i * 32), columns.at(i * 2048));
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(acc);
+    }
+    __syncwarp();
+    mbarrier_arrive_if(shared_address(&sm.pairs_empty), lead);
+    named_barrier(1, 128);  // all of do has been read; the sums are in place
+    if (warp == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int t = lane + 32 * i;
+        float m = sm.row[t];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) m -= sm.column[j][t];
+        parts[kPairsPart * kChunk + t] = m;
+      }
+    }
+    store_gradient<8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
+    mbarrier_arrive_if(shared_address(&sm.dq_full), lead);
+    mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_constant__ Params params) {
+  static_assert(sizeof(WalkMemory) <= 232448, "shared memory of a block");
+  extern __shared__ __align__(1024) uint8_t raw[];
+  WalkMemory& sm = *reinterpret_cast<WalkMemory*>(raw);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+  if (threadIdx.x == 0) init_barriers(sm);
+  __syncthreads();
+  if (warpgroup == 0) {
+    lower_registers<kSinglesRegisters>();
+    if (warp == 0) {
+      load_most(sm, params);
+    } else if (warp == 1) {
+      load_and_store<2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dx);
+    } else if (warp == 2) {
+      load_and_store<1>(params, params.q, &sm.q, &sm.q_full, sm.dk_full, sm.aside[2], true, params.ds);
+    } else {
+      values(sm, params);
+    }
+  } else if (warpgroup <= 2) {
+    raise_registers<kStateRegisters>();
+    states(sm, params, warpgroup - 1, warp % 4);
+  } else {
+    raise_registers<kPairRegisters>();
+    pairs(sm, params, warp % 4);
+  }
+}
+}  // namespace
+
+const char* run_walk_forward(Params& params, cudaStream_t stream) {
+  const ChunkForward& p = params.problem.forward;
+  constexpr int kBytes = sizeof(WalkMemory);
+  if (const char* error = checked(
+          cudaFuncSetAttribute(walk_forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
+    return error;
+  params.tiles = (params.segment > 0 ? params.segments : p.N) * p.HV;
+  const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
+  walk_forward_kernel<<<blocks, kThreads, kBytes, stream>>>(params);
+  return checked(cudaGetLastError());
+}
+
+}  // namespace gdn::sm90::backward

@@ -1,0 +1,129 @@
+// The state alone, from a sequence's first chunk to where its last segment begins: what the segments of the walk
+// forward start from. A block has 64 channels of V.
+#include "state_step.cuh"
+
+namespace gdn::sm90::backward {
+namespace {
+constexpr int kThreads = 256, kStages = 4, kTileParts = 2;
+constexpr int kSinglesRegisters = 40, kStateRegisters = 232;
+
+struct Memory {
+  struct alignas(1024) Stage {
+    uint8_t k[2][kTileBytes], v[1][kTileBytes], t[kTileBytes];
+  } stages[kStages];
+  Gates gates[kStages];
+  uint64_t full[kStages], empty[kStages], aside;
+};
+
+// Chunks before the last segment.
+GDN_DEVICE int chunks_before(const Params& params, const BackTile& tile) {
+  return max(tile.chunks() - 1, 0) / params.segment * params.segment;
+}
+
+GDN_DEVICE void loader(Memory& sm, const Params& params) {
+  const ChunkForward& p = params.problem.forward;
+  uint32_t it = 0, aside_phase = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const BackTile tile = back_tile<kTileParts>(params, index);
+    const int count = chunks_before(params, tile);  // of whole chunks
+#pragma unroll 1
+    for (int c = 0; c < count; ++c, ++it) {
+      const uint32_t s = it % kStages;
+      auto& stage = sm.stages[s];
+      const int block = (tile.slot + c) * p.HV + tile.hv, row = tile.first + c * kChunk;
+      wait_for(sm.empty[s], it / kStages + 1);
+      load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h, tile.batch, kChunk,
+                   sizeof(Gates) + 2 * kTileBytes, [&](uint32_t bar) {
+                     bulk_load(shared_address(&sm.gates[s]), params.scratch.gates + block, sizeof(Gates), bar);
+                     tma_load(shared_address(stage.t), &params.t, bar, 0, 0, 0, block);
+                     tma_load(shared_address(stage.v[0]), &params.v, bar, 64 * tile.part, row, tile.hv, tile.batch);
+                   });
+    }
+  }
+}
+
+GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
+  float S[64];
+  uint32_t it = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const BackTile tile = back_tile<kTileParts>(params, index);
+    const int count = chunks_before(params, tile);
+    if (count == 0) continue;
+    load_initial(S, params, tile, tile.part, warp);
+    int left = params.segment;  // chunks, to where a segment begins
+    float* to = start_of(params, first_segment(params, tile.n), tile.hv, tile.part, warp);
+#pragma unroll 1
+    for (int c = 0; c < count; ++c, ++it) {
+      const uint32_t s = it % kStages;
+      const int lane = fresh_lane();
+      const auto& stage = sm.stages[s];
+      const uint32_t k_tile = shared_address(stage.k);
+      uint32_t u[16];
+      wait_for(sm.full[s], it / kStages);
+      make_u(
+          S, u, sm.gates[s], k_tile, shared_address(stage.v[0]), shared_address(stage.t), warp, lane, [] {},
+          [](bool) {}, [] {}, [] {});
+      update_state(S, u, sm.gates[s], k_tile);
+      wgmma_wait<0>();
+      pin(S);
+      __syncwarp();
+      mbarrier_arrive_if(shared_address(&sm.empty[s]), lane == 0);
+      if (--left == 0) {
+        left = params.segment;
+        to += int64_t{params.problem.forward.HV} * (kChannels * kChannels);
+        store_state(S, to, 1, kChannels, 1.f);
+      }
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_constant__ Params params) {
+  static_assert(sizeof(Memory) <= 232448, "shared memory of a block");
+  extern __shared__ __align__(1024) uint8_t raw[];
+  Memory& sm = *reinterpret_cast<Memory*>(raw);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&sm.full[i], 1);
+      mbarrier_init(&sm.empty[i], 4);
+    }
+    mbarrier_init(&sm.aside, 1);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (warp < 4) {
+    lower_registers<kSinglesRegisters>();
+    if (warp == 0) loader(sm, params);
+    // It was launched beside the walk back, and what comes next waits for this kernel only.
+    wait_for_prerequisites();
+  } else {
+    raise_registers<kStateRegisters>();
+    state(sm, params, warp % 4);
+  }
+}
+}  // namespace
+
+const char* run_walk_states(Params& params, cudaStream_t stream) {
+  const ChunkForward& p = params.problem.forward;
+  constexpr int kBytes = sizeof(Memory);
+  if (const char* error = checked(
+          cudaFuncSetAttribute(walk_states_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
+    return error;
+  params.tiles = p.N * p.HV * kTileParts;
+  const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
+  cudaLaunchAttribute beside = {};
+  beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  beside.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &beside;
+  config.numAttrs = 1;
+  return checked(cudaLaunchKernelEx(&config, walk_states_kernel, params));
+}
+
+}  // namespace gdn::sm90::backward
