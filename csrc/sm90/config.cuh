@@ -46,7 +46,7 @@ struct Config {
   static constexpr int kKeyTiles = kKeys / 64;
   static_assert(kKeys == 64 || kKeys == 128 || (kKeys == 256 && kStates == 1));
   static constexpr int kMapRows = map_rows(kKeys);
-  // Whether the state, rounded for its reads, has registers beside the state.
+  // Whether registers suffice for the fp32 state and a rounded copy of it.
   static constexpr bool kKeepsRounded = kKeys <= 128;
   // Tiles in flight.
   static constexpr int kKStages = kKeys == 256 ? 2 : 4, kGateStages = 4;
@@ -87,7 +87,7 @@ struct GateVectors {
 struct Tile {
   int n, hv, batch;
   int part;     // of V: which 64 kStates channels
-  int slot;     // of the segment; of a first one, of that behind it
+  int slot;     // the segment's index among those that are not first; of a first one, its successor's
   int map;      // Pass::kMaps: 0 for b, 1 for M
   bool exists, begins, ends;  // whether it is one; its sequence begins, ends with it
   int first;    // its first row in the batch entry

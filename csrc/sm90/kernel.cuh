@@ -96,7 +96,7 @@ template <class C>
 GDN_DEVICE void zero_orphans(const KernelParams& params) {
   const ChunkForward& p = params.problem;
   if (p.cu_seqlens == nullptr) return;
-  const int blocks = C::kOneTile ? params.tiles : gridDim.x;  // without one that only makes a pair
+  const int blocks = C::kOneTile ? params.tiles : gridDim.x;  // gridDim.x may count a padding block
   if constexpr (C::kPool) {  // rows may lie apart: one a warp
     const int lines = values<C>(p) / 8;  // of a row of a head
     int64_t row = sequence_bound(p, p.N) + blockIdx.x * 4 + threadIdx.x / 32;
@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   fence_async_proxy();
   __syncthreads();
   if constexpr (C::kOneTile) {
-    // Nor may the maps, of which there may be none. One block sees to it, the last, as no other could have
-    // its multiprocessor while it waits.
+    // The maps kernel must not finish before the kernel that it overlaps with, even when all its tiles are
+    // empty. The last block alone waits: it occupies a multiprocessor, which no later block needs.
     if (C::kPass == Pass::kMaps && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
       wait_for_prerequisites();
     if (!sm.tile.exists) return;

@@ -158,8 +158,8 @@ struct State {
     asm volatile("" : "+l"(at));
   }
 
-  // load_from in four pieces, which come in at the back of S: all loads at once leave too few registers
-  // for their addresses.
+  // Loads S in four quarters, each shifted in at the back: issuing every load at once spills the addresses
+  // (K = 256 on a pool).
   template <class From>
   GDN_DEVICE void load_in_pieces(const From* at, int64_t stride_k, int64_t stride_v,
                                  const Tile& tile) {
@@ -439,7 +439,7 @@ struct State {
   }
 };
 
-// The tile, found anew: what is kept of it would fill registers all along.
+// Recomputes the tile: kept, its fields would stay live through the loop and cost registers.
 template <class C>
 GDN_DEVICE Tile tile_again(const SharedMemory<C>& sm, const KernelParams& params, int index) {
   if constexpr (C::kOneTile) {

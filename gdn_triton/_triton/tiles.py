@@ -38,12 +38,12 @@ class Tile(NamedTuple):
         return launch
 
 
-# For kernels whose bits another one has to give as well, or another variant of the same source:
-# which of its sums a compiler fuses with a product differs between them. `tl.fma` always is one.
+# For kernels that must match another kernel, or another specialisation of themselves, bit for bit:
+# no sum is fused with a product, as the compiler would fuse other ones in each. `tl.fma` stays one.
 UNFUSED = {"enable_fp_fusion": False}
 
 # KiB of shared memory that one block may use, by what Triton compiles for. A kernel that needs more
-# does not launch; one that assumes less is only slower.
+# does not launch; a tile chosen for less is only slower.
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 LEAST_SHARED_MEMORY = 64
 
@@ -70,7 +70,7 @@ class Gpu(NamedTuple):
         return SHARED_MEMORY.get(self.arch, LEAST_SHARED_MEMORY) * 1024  # type: ignore[arg-type]
 
 
-# An H200's, where there is no GPU to ask.
+# The multiprocessors of an H200: taken where there is no GPU to ask.
 MULTIPROCESSORS = 132
 
 _gpus: dict[torch.device, Gpu] = {}

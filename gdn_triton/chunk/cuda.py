@@ -17,7 +17,7 @@ def forward(
         if pool is not None:
             count_writes(pool.state, pool.out, pool.checkpoints)
         return fast_chunk.forward(problem, x, cu_seqlens, pool)
-    # Only this needs Triton.
+    # Only the backward needs Triton, so it is imported here.
     from gdn_triton.chunk.triton.autograd import differentiable
 
     return differentiable(fast_chunk.forward, problem, x, cu_seqlens)

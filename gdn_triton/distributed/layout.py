@@ -1,5 +1,4 @@
-"""How the shard of one rank hangs together with the shards of the others: leaf records, no torch
-calls.
+"""How the shard of one rank connects to the shards of the others: leaf records, no torch calls.
 
 All tokens of a call, over all ranks, are one packed row. It is cut into slots, numbered in the
 order of their tokens; a rank holds one of them, or two (`layout="zigzag"`), one after the other in

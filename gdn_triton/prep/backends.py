@@ -29,7 +29,7 @@ from gdn_triton._host.tensors import resolved, why_unreadable
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
-# The tensors but the first, which a call may know by another name.
+# The names of the tensors but the first, whose name differs between callers.
 _TENSORS = ("a", "b", "A_log", "dt_bias")
 _SIZES = ("num_k_heads", "head_k_dim", "head_v_dim")
 _FLAGS = ("apply_l2norm", "output_g_exp")
@@ -75,7 +75,7 @@ def validate_post_conv(
     H, K, V = num_k_heads, head_k_dim, head_v_dim
     names = (first, *_TENSORS)
     tensors = (x, a, b, A_log, dt_bias)
-    # One test of all, for it is on every call; the messages are looked for once it has failed.
+    # One test of everything, as every call pays for it; only its failure looks for the message.
     if not (
         isinstance(x, Tensor)
         and isinstance(a, Tensor)

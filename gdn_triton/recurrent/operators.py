@@ -68,7 +68,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "gdn_triton::fused_recurrent_bwd",
     mutates_args=(),
-    # One gradient for each that is wanted, in the order of the differentiable operands.
+    # One gradient for each operand that wants one, in the order of the differentiable operands.
     schema=f"(Tensor? do, Tensor? dht, {_SEQUENCES}, bool[] wanted) -> Tensor[]",
 )
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
@@ -90,7 +90,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*inputs[:_TENSORS])
     ctx.rest = inputs[_TENSORS:-1]
     ctx.set_materialize_grads(False)
-    # q is what the states do not depend on.
+    # The final state depends on every input but q: it needs no gradient when q alone does.
     asked = SequenceOptions(*ctx.rest).output_final_state
     if not asked or not any(ctx.needs_input_grad[1:_DIFFERENTIABLE]):
         ctx.mark_non_differentiable(output[1])

@@ -40,7 +40,7 @@ from gdn_triton._host.tensors import check_written, why_unreadable
 from gdn_triton.conv.problem import ConvOperands, ConvProblem
 from gdn_triton.recurrent.problem import Operands, RecurrentProblem
 
-# `skip`: the last slot that is padding.
+# `skip` by name: the largest slot number that is padding.
 LAST_SKIPPED: Final = {"negative": -1, "non_positive": 0}
 
 

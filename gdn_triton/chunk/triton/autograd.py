@@ -13,7 +13,7 @@ from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.chunk.triton import backward as chunk_bwd
 from gdn_triton.chunk.triton import forward as chunk_fwd
 
-# What runs a forward without gradients.
+# Runs a forward without gradients.
 Run = Callable[[Problem, Inputs, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
@@ -53,7 +53,7 @@ class _Chunk(torch.autograd.Function):
         ctx.save_for_backward(cu_seqlens, *tensors)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
-        # q is what the states do not depend on.
+        # The final state depends on every input but q: it needs no gradient when q alone does.
         if final_state is not None and not any(ctx.needs_input_grad[4:]):
             ctx.mark_non_differentiable(final_state)
         return o, final_state

@@ -132,7 +132,7 @@ def _gradients(
         chunks,
         p.scale,
     )
-    # Before the norm's own step a rounding would be one more.
+    # dq and dk stay fp32 where the norm's backward follows: rounding them here would add an error.
     dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
     dq, dk, dv, shares, across = query_key_bwd(
         c.q,

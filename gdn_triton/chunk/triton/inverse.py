@@ -82,5 +82,6 @@ def fits_half(b_kk, b_beta, BT: tl.constexpr):
     b_most = b_kk * tl.maximum(b_beta / 2.1, 0.25)[:, None]
     b_most = tl.maximum(b_most, b_beta[:, None] / 4)
     b_most = tl.where(o_t[:, None] == o_t[None, :], b_most, 0.0)
-    # As one vector: for Blackwell, Triton 3.6 cannot compile two reductions of a product in a row.
+    # One reduction of a vector: for Blackwell, Triton 3.6 cannot compile two reductions of a product
+    # in a row.
     return tl.max(tl.reshape(b_most, [BT * BT]), 0) <= 1

@@ -8,10 +8,10 @@ import triton.language as tl
 from gdn_triton._triton.strides import named, row_strides, state_strides
 from gdn_triton.chunk.problem import Pool
 
-# What a compiled kernel may depend on of a pool: strides, and which slots are padding.
+# The properties of a pool that a kernel is compiled for: strides, and which slots are padding.
 PoolLayout = tuple[int, ...]
 
-# Where there is no pool.
+# Stands for the pool of a call that has none.
 _POINTERS = ("read_slots", "write_slots", "has_state", "checkpoints", "checkpoint_slots")
 _NO_POINTERS: dict[str, torch.Tensor | None] = dict.fromkeys(_POINTERS)
 _NO_NUMBERS = {"every": 0, "M": 0}

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from gdn_triton._triton.tiles import compiler
 
-# What kernels hand to their helpers together. In a record Triton makes a value of a compile-time
-# constant: those go apart.
+# Values that kernels hand to their helpers together. Compile-time constants are passed apart:
+# inside a record Triton turns them into run-time values.
 
 
 class Filter(NamedTuple):
