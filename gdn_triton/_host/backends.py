@@ -76,7 +76,7 @@ def _load_nothing() -> NoReturn:
 
 
 def missing(name: str, why: str) -> Backend[Any, Any]:
-    """In the place of a backend that an operator does not have. why: a sentence."""
+    """Stands in the list for a backend that an operator does not have. why: a sentence."""
     return Backend(name, lambda _: why, _load_nothing, exists=False)
 
 

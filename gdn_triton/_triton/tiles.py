@@ -239,7 +239,7 @@ def maps_config(gpu: Gpu, K: int) -> Tile:
 
 @_kept
 def affine_config(gpu: Gpu, K: int, dtype: torch.dtype) -> Tile:
-    """As ``maps_config``, for any K and dtype."""
+    """The tile of the maps between ranks: that of ``maps_config`` where K and dtype allow it."""
     if dtype.itemsize == 4:
         return state_bwd_tile(gpu, padded(K, 256), 16, 2, dtype)
     return maps_config(gpu, K) if K <= MOST_SEGMENT_K else fused_tile(gpu, padded(K, 256), 32, 4, 2)
@@ -247,9 +247,9 @@ def affine_config(gpu: Gpu, K: int, dtype: torch.dtype) -> Tile:
 
 @_kept
 def affine_bwd_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
-    """That of the walk back. Of four-byte operands four warps would spill kilobytes on sm_80. They
-    spill no more than eight on Hopper, where Triton 3.6 lays the products of eight, 64 rows each,
-    out over 128 rows: an illegal memory access."""
+    """The tile of the maps of the walk back. Four-byte operands take eight warps, as four would
+    spill kilobytes on sm_80; not on Hopper, where four spill no more than eight and Triton 3.6 lays
+    the products of eight warps, 64 rows each, out over 128 rows: an illegal memory access."""
     back, _ = state_bwd_config(gpu, K, V, dtype, states)
     eight = dtype.itemsize == 4 and (gpu.compiler, gpu.arch) != ("cuda", 90)
     return back._replace(num_warps=8) if eight else back

@@ -56,7 +56,7 @@ class ShardOps(Protocol):
         needed: tuple[bool, ...],
         exchange: Exchange,
     ) -> tuple[Tensor | None, ...]:
-        """Of each of `Inputs` at least where needed; None where there is no such input."""
+        """The gradient of each of `Inputs` where needed; None where there is no such input."""
 
 
 def _key_first(state: Tensor | None, problem: Problem) -> Tensor | None:

@@ -129,7 +129,7 @@ def validate_conv(args: ConvArguments, call: Call) -> ConvProblem:
 
 @functools.cache
 def _names(first: str) -> tuple[str, ...]:
-    """Of the arguments, as a caller knows them."""
+    """The names of the arguments, as a caller knows them."""
     return first, *ConvArguments._fields[1:]
 
 
@@ -366,8 +366,8 @@ def prep_needs_grad(problem: ConvProblem, prep: PrepArguments) -> bool:
 
 
 class PrepProblem(NamedTuple):
-    """What a validated call of `gdn_triton.fused_conv_prep` is chosen a backend by: what its two
-    parts are."""
+    """A validated call of `gdn_triton.fused_conv_prep`, from which its backend is chosen: its two
+    parts."""
 
     conv: ConvProblem
     sizes: Sizes

@@ -47,7 +47,7 @@ _TRAINED: Final = 3
 
 
 def _stateless(*args: Any) -> ConvArguments:
-    """From x, weight, bias, activation, cu_seqlens."""
+    """The record of a call without states, from x, weight, bias, activation, cu_seqlens."""
     *first, cu_seqlens = args
     return ConvArguments._make((*first, None, None, None, None, "negative", cu_seqlens))
 

@@ -36,9 +36,9 @@ _FLAGS = ("apply_l2norm", "output_g_exp")
 
 
 class Sizes(NamedTuple):
-    """What a validated call is chosen a backend by. wide: some input is float64. needs_grad: grad
-    mode is on and some input requires a gradient, which validation does not judge. unreadable: a
-    sentence why no kernel can take the tensors, or None."""
+    """A validated call, from which its backend is chosen. wide: some input is float64. needs_grad:
+    grad mode is on and some input requires a gradient, which validation does not judge. unreadable:
+    a sentence why no kernel can take the tensors, or None."""
 
     H: int
     HV: int

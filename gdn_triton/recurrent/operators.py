@@ -36,7 +36,7 @@ _SEQUENCES = (
 
 
 def _sequences(args: Sequence[Any]) -> tuple[Operands, SequenceOptions]:
-    """From the arguments of `_SEQUENCES`."""
+    """The records of a sequence call, from the arguments of `_SEQUENCES`."""
     x = Operands._make((*args[:_DIFFERENTIABLE], None, None, args[_DIFFERENTIABLE], None))
     return x, SequenceOptions(*args[_TENSORS:])
 
@@ -139,7 +139,8 @@ _STEP = (
 
 
 def _step_call(args: Sequence[Any], out: Tensor | None = None) -> tuple[Operands, StepOptions]:
-    """From the arguments of `_STEP`, without out. A mixed tensor came as q alone."""
+    """The records of a step, from the arguments of `_STEP` but out. A mixed tensor came as q
+    alone."""
     q, k, v, g, beta, A_log, dt_bias, state, read_slots, write_slots, cu_seqlens = args[:11]
     options = StepOptions(*args[11:])
     if options.is_mixed:

@@ -134,7 +134,7 @@ def _run(
 
 
 def _known(x: object) -> object:
-    """What a plan may depend on of a tensor: all but its contents and its address."""
+    """All that a plan may depend on of an argument: of a tensor, not its contents and address."""
     if x is None:
         return None
     if isinstance(x, Tensor):

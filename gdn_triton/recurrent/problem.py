@@ -70,7 +70,7 @@ class Operands(NamedTuple):
     out: Tensor | None = None
 
 
-# Runs calls like a given one. It returns o, and the final states if a sequence call asks for them.
+# Runs calls like a given one. Returns o, and the final states if a sequence call asks for them.
 Run = Callable[[Operands], tuple[Tensor, Tensor | None]]
 
 

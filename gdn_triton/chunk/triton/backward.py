@@ -24,7 +24,8 @@ from gdn_triton.chunk.triton.wy import wy_fwd
 
 
 class Gradients(NamedTuple):
-    """Of each of `Inputs`, in its shape and dtype; None where there is no such input."""
+    """The gradient of each of `Inputs`, in its shape and dtype; None where there is no such
+    input."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -69,7 +70,7 @@ def in_lines(x: torch.Tensor) -> torch.Tensor:
 
 
 def recompute(problem: Problem, x: Inputs, chunks: Chunks) -> Recomputed:
-    """By the kernels that the forward takes for the dtype, so to the same bits."""
+    """Runs the first kernels of the forward again, those of the same dtype, so to the same bits."""
     dtype = compute_dtype(problem)
     if dtype.itemsize == 2:
         prepared = prepare(problem, x, chunks)

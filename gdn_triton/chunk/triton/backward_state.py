@@ -63,7 +63,8 @@ def walk_forward(
     A_IS_STRICT: tl.constexpr,
     HAS_H0: tl.constexpr,
 ):
-    """From a sequence's first chunk to its last. Pointers are to its first row and chunk slot."""
+    """Walks from a sequence's first chunk to its last. Pointers are to its first row and chunk
+    slot."""
     dtype: tl.constexpr = p_A.dtype.element_ty
     o_t = tl.arange(0, BT)[:, None]
     o_c = tl.arange(0, BT)[None, :]
@@ -141,7 +142,8 @@ def walk_back(
     HAS_DHT: tl.constexpr,
     STORE_DH0: tl.constexpr,
 ):
-    """From a sequence's last chunk to its first. Pointers are to its first row and chunk slot."""
+    """Walks from a sequence's last chunk to its first. Pointers are to its first row and chunk
+    slot."""
     dtype: tl.constexpr = p_A.dtype.element_ty
     o_t = tl.arange(0, BT)[:, None]
     o_c = tl.arange(0, BT)[None, :]

@@ -107,7 +107,7 @@ def _local_problem(problem: Problem, walks: int) -> Problem:
 
 
 class _Maps(NamedTuple):
-    """Of the walks whose maps are needed: b (or c) and M, and where each lies in them."""
+    """b (or c) and M of the walks whose maps are needed, and where each walk lies in them."""
 
     offsets: Tensor
     shifts: Tensor
