@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import conv, host, page, plot, prefill, rows, run, stranger
+from benchmarks import backward, conv, host, page, plot, prefill, rows, run, stranger
 from benchmarks.measure import TOLERANCES, Device, Replay, equal_share
 from benchmarks.peers import PEERS, OursTriton, Peer
 from benchmarks.records import DEFAULT, EITHER, LIBRARY, Ratio, Run
@@ -458,6 +458,19 @@ def files(tmp_path: Path) -> list[Path]:
         write_records(tmp_path / "c.jsonl", [HEADER, *steps]),
         write_records(tmp_path / "d.jsonl", [of_times, gradients]),
     ]
+
+
+def test_the_default_install_is_a_peer_of_the_backward_where_the_library_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the CUDA library it is gdn_triton itself, and no second column."""
+    monkeypatch.setattr(backward.importlib.import_module("gdn_triton.fast"), "why_unavailable",
+                        lambda: "It was not built.")  # fmt: skip
+    with pytest.raises(RuntimeError, match="without the CUDA library. It was not built."):
+        backward.load(backward.TRITON)
+    monkeypatch.setattr("gdn_triton.fast.why_unavailable", lambda: None)
+    assert backward.load(backward.TRITON) is backward.load(backward.OURS)
+    assert backward.BACKENDS == {backward.TRITON: "triton"}
 
 
 def test_ratios_of_each_install(files: list[Path]) -> None:
