@@ -55,7 +55,10 @@ def device_of(head: Record) -> str:
 
 def head_of(records: Iterable[Record]) -> Record:
     """The last header: a file may have several, of runs after one another."""
-    return [record for record in records if record["kind"] == "header"][-1]
+    heads = [record for record in records if record.get("kind") == "header"]
+    if not heads:
+        raise ValueError("a file of records must say what it was made on: no record of kind header")
+    return heads[-1]
 
 
 def family(name: str) -> str:

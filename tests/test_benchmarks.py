@@ -464,9 +464,8 @@ def test_the_default_install_is_a_peer_of_the_backward_where_the_library_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without the CUDA library it is gdn_triton itself, and no second column."""
-    monkeypatch.setattr(backward.importlib.import_module("gdn_triton.fast"), "why_unavailable",
-                        lambda: "It was not built.")  # fmt: skip
-    with pytest.raises(RuntimeError, match="without the CUDA library. It was not built."):
+    monkeypatch.setattr("gdn_triton.fast.why_unavailable", lambda: "It was not built.")
+    with pytest.raises(RuntimeError, match=r"without the CUDA library\. It was not built\."):
         backward.load(backward.TRITON)
     monkeypatch.setattr("gdn_triton.fast.why_unavailable", lambda: None)
     assert backward.load(backward.TRITON) is backward.load(backward.OURS)
@@ -522,6 +521,13 @@ def test_tables_name_every_loss(files: list[Path]) -> None:
         "Decode step, float32 pool, value-first",
     ]
     assert "| FlashInfer | 1 of 1 | 16/32 1x8192: 0.40 |\n" in made["losses"]
+
+
+def test_records_need_a_header(tmp_path: Path) -> None:
+    """Those of benchmarks.conv, host and prefill have none: no page shows them."""
+    path = write_records(tmp_path / "a.jsonl", [{"sequences": "1 x 2"}])
+    with pytest.raises(ValueError, match="no record of kind header"):
+        page.all_ratios([path])
 
 
 def test_marked_places_are_filled() -> None:
