@@ -105,6 +105,21 @@ setup(
     author="The gdn_triton authors",
     license="MIT",
     license_files=["LICENSE"],
+    keywords=["Gated DeltaNet", "linear attention", "Triton", "CUDA", "PyTorch", "Qwen3-Next"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["gdn_triton", "gdn_triton.*"]),
     package_data={"gdn_triton": ["py.typed"]},
@@ -121,6 +136,7 @@ setup(
     extras_require={
         "examples": ["matplotlib"],  # the loss curve of examples/train_bytes.py
         "bench": ["matplotlib"],  # the plots of benchmarks/plot.py; without it there are none
+        "docs": ["mkdocs", "mkdocstrings-python", "ruff"],  # the site; ruff breaks its signatures
         "test": [
             "pytest",
             "pytest-xdist>=3.2",  # the suite in as many processes as there are cores

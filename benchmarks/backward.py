@@ -1,6 +1,6 @@
 """Error, time and memory of the gradients, beside FLA's and FlashQLA's.
 
-    python -m benchmarks.backward [--peers fla flashqla] [--select TEXT] [--draws 8]
+    python -m benchmarks.backward [--peers triton fla flashqla] [--select TEXT] [--draws 8]
         [--gates mild,model] [--jsonl FILE]
 
 Errors: the norm of the error over that of the gradient, against float64 autograd of the
@@ -12,6 +12,7 @@ that both together take beyond those and the gradients.
 
 FLA's own Triton backward refuses Hopper with Triton 3.4 to 3.7.0, so its TileLang one runs where
 that package is installed; FlashQLA is a peer of its own, and FLA is kept from handing over to it.
+The peer `triton` is this package without its CUDA library, where there is one.
 """
 
 import argparse
@@ -28,7 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.machine import commit, header
 from benchmarks.measure import Device, attempt, cuda_device, relative
+from benchmarks.peers import PEERS, Ours, backend_chosen
 from benchmarks.report import append_record
 from benchmarks.shapes import (
     Case,
@@ -41,6 +44,13 @@ from benchmarks.shapes import (
 from gdn_triton import reference
 
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
+LEGEND = (
+    "Errors of the gradients over their norm, against float64; then microseconds of the backward "
+    "/ of a\nforward and a backward, and MiB that a forward keeps / that both take at their peak "
+    "beside inputs,\noutputs and gradients."
+)
+OURS, TRITON = "gdn_triton", "triton"
+BACKENDS = {TRITON: "triton"}  # of implementations that are one backend of this package
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
 
@@ -75,7 +85,11 @@ def load(key: str) -> Rule:
     if key == "fla":
         os.environ["FLA_FLASH_QLA"] = "0"
         key = "fla.ops.gated_delta_rule"
-    module = {"gdn_triton": "gdn_triton", "flashqla": "flash_qla"}.get(key, key)
+    if key == TRITON:
+        missing = importlib.import_module("gdn_triton.fast").why_unavailable()
+        if missing is not None:
+            raise RuntimeError(f"the same as gdn_triton here, without the CUDA library. {missing}")
+    module = {TRITON: OURS, "flashqla": "flash_qla"}.get(key, key)
     rule: Rule = importlib.import_module(module).chunk_gated_delta_rule
     return rule
 
@@ -130,7 +144,8 @@ def measure_errors(
         for name, rule in rules.items():
             if name in whys:
                 continue
-            found, why = attempt(device, partial(errors_of, rule, inputs, expected, device))
+            with backend_chosen(BACKENDS.get(name)):
+                found, why = attempt(device, partial(errors_of, rule, inputs, expected, device))
             if why is None:
                 errors[name].append(found)
             else:
@@ -154,21 +169,25 @@ def measure_errors(
 class Backward:
     """One implementation's forward, done, and its backward, to be run again and again."""
 
-    def __init__(self, rule: Rule, inputs: Inputs) -> None:
+    def __init__(self, rule: Rule, inputs: Inputs, backend: str | None = None) -> None:
+        self.backend = backend  # `GDN_BACKEND` of every call
         self.x = leaves(inputs)
         self.forward = partial(run, rule, self.x, inputs)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        self.outputs = self.forward()
+        with backend_chosen(backend):
+            self.outputs = self.forward()
         torch.cuda.synchronize()
         self.kept = torch.cuda.memory_allocated() - before - nbytes(self.outputs)
         self.seeds = output_gradients(inputs)
 
     def run(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.outputs, self.x, self.seeds, retain_graph=True)
+        with backend_chosen(self.backend):
+            return torch.autograd.grad(self.outputs, self.x, self.seeds, retain_graph=True)
 
     def both(self) -> None:
-        torch.autograd.grad(self.forward(), self.x, self.seeds)
+        with backend_chosen(self.backend):
+            torch.autograd.grad(self.forward(), self.x, self.seeds)
 
     def peak(self) -> int:
         """Bytes at the worst moment of a forward and a backward, beyond inputs, outputs and
@@ -212,11 +231,13 @@ def measure_times(
     results: dict[str, Any] = {}
     made: dict[str, Backward] = {}
     for name, rule in rules.items():
-        _, why = attempt(device, partial(gradients, rule, inputs))
+        backend = BACKENDS.get(name)
+        with backend_chosen(backend):
+            _, why = attempt(device, partial(gradients, rule, inputs))
         if why is not None:
             results[name] = {"error": why}
             continue
-        made[name] = Backward(rule, inputs)
+        made[name] = Backward(rule, inputs, backend)
         results[name] = {"kept": made[name].kept, "peak": made[name].peak()}
     for key, method in (("backward", "run"), ("call", "both")):
         times = event_times({name: getattr(b, method) for name, b in made.items()}, rounds)
@@ -231,7 +252,7 @@ def tables(records: list[dict[str, Any]], names: list[str]) -> str:
         if record["kind"] != "errors":
             continue
         for name in names:
-            row = record["results"][name]
+            row = record["results"].get(name, {})
             cells = [f"{row[key]:.2e}" if key in row else "-" for key in NAMES]
             lines.append(f"| {label_of(record)[9:]} | {name} | {' | '.join(cells)} |")
     lines += ["", f"| case | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
@@ -240,10 +261,10 @@ def tables(records: list[dict[str, Any]], names: list[str]) -> str:
             continue
         cells = []
         for name in names:
-            row = record["results"][name]
+            row = record["results"].get(name, {})
             cells.append(
                 "-"
-                if "error" in row
+                if "backward" not in row
                 else f"{row['backward']:.0f} / {row['call']:.0f}, "
                 f"{row['kept'] / 2**20:.0f} / {row['peak'] / 2**20:.0f} MiB"
             )
@@ -259,22 +280,28 @@ def tables(records: list[dict[str, Any]], names: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--peers", nargs="*", default=["fla", "flashqla"])
+    parser.add_argument("--peers", nargs="*", default=[TRITON, "fla", "flashqla"])
     parser.add_argument("--select", default="", help="only cases whose name holds this")
     parser.add_argument("--draws", type=int, default=8, help="of the inputs, for errors")
     parser.add_argument("--rounds", type=int, default=20)
     add_gates_option(parser)
     parser.add_argument("--jsonl", type=Path, help="also append a record a case to this file")
+    parser.add_argument("--commit", help="what the records say was measured (default: git's)")
     options = parser.parse_args()
     if options.draws < 1:
         parser.error(f"--draws must be at least 1, got {options.draws}")
     device = cuda_device("gradients are timed on")
-    rules: dict[str, Rule] = {"gdn_triton": load("gdn_triton")}
+    rules: dict[str, Rule] = {OURS: load(OURS)}
+    missing = []
     for key in options.peers:
         try:
             rules[key] = load(key)
         except Exception as error:
-            print(f"{key}: not measured: {type(error).__name__}: {error}")
+            missing.append(f"{key}: not measured: {type(error).__name__}: {error}")
+            print(missing[-1])
+    versions = {key: PEERS.get(key, Ours).version() for key in rules}
+    head = header("benchmarks.backward", versions, missing, device, options.commit or commit())
+    append_record(options.jsonl, head)
     records = []
     jobs = []
     for gates in options.gates:

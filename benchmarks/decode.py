@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.machine import commit, header
 from benchmarks.measure import (
     GATE,
     Device,
@@ -37,12 +38,19 @@ from benchmarks.measure import (
     relative,
     replay_times,
 )
+from benchmarks.peers import PEERS as IMPLEMENTATIONS
+from benchmarks.peers import Ours
 from benchmarks.report import append_record
 from benchmarks.shapes import Random, add_gates_option, gate_parameters, gates_of, labelled
 from gdn_triton import recurrent_step, reference
 
 K = V = 128
 CALLS = 16  # of a graph
+LEGEND = (
+    "Microseconds of a step in a CUDA graph, the share of the roof that it reaches, and "
+    "microseconds of\nthe host for a call. The roof is the faster of a copy and an in-place "
+    "product of as many bytes as\nthe states are, read and written."
+)
 
 
 class Step(NamedTuple):
@@ -226,6 +234,7 @@ def measure(
     for name, times in replay_times(replays, device, rounds, flush=False).items():
         rows[name]["time"] = statistics.median(times) / CALLS
     return {
+        "kind": "decode",
         "sequences": N,
         "heads": f"{H}/{HV}",
         "pool": str(dtype).removeprefix("torch."),
@@ -235,8 +244,8 @@ def measure(
     }
 
 
-def table(records: list[Any], names: Collection[str]) -> str:
-    """Markdown: us in a graph, the share of the roof, and the host's us of a call."""
+def tables(records: list[Any], names: Collection[str]) -> str:
+    """Markdown, with the meaning that `LEGEND` tells."""
     lines = [
         f"| sequences, H / HV, pool | roof | {' | '.join(names)} |",
         f"|---|---|{'---|' * len(names)}",
@@ -244,12 +253,13 @@ def table(records: list[Any], names: Collection[str]) -> str:
     for record in records:
         cells = []
         for name in names:
-            row = record["results"][name]
+            row = record["results"].get(name, {})
             if "time" not in row:
                 cells.append("-")
                 continue
             share = 100 * record["roof"] / row["time"]
-            cells.append(f"{row['time']:.2f}, {share:.0f} %, host {row['host']:.0f}")
+            host = f", host {row['host']:.0f}" if "host" in row else ""
+            cells.append(f"{row['time']:.2f}, {share:.0f} %{host}")
         head = f"{record['sequences']}, {record['heads']}, {record['pool']}"
         head = labelled(head, gates_of(record))
         lines.append(f"| {head} | {record['roof']:.2f} | {' | '.join(cells)} |")
@@ -265,9 +275,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     add_gates_option(parser)
     parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
+    parser.add_argument("--commit", help="what the records say was measured (default: git's)")
     options = parser.parse_args()
     device = cuda_device("a decode step is timed on")
     makers = makers_of(options.peers)
+    versions, missing = {"gdn_triton": Ours.version()}, []
+    for key in options.peers:
+        try:
+            versions[key] = IMPLEMENTATIONS[key].version()
+        except ImportError as error:
+            missing.append(f"{key}: not measured: {error}")
+    head = header("benchmarks.decode", versions, missing, device, options.commit or commit())
+    append_record(options.jsonl, head)
     records, whys = [], set()
     rows = itertools.product(options.heads, options.sequences, options.pools, options.gates)
     for heads, N, pool, gates in rows:
@@ -280,7 +299,7 @@ def main() -> None:
                 whys.add(f"{name}, {pool}: {row['skipped']}")
         append_record(options.jsonl, record)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    print(table(records, makers))
+    print(tables(records, makers))
     print("\n".join(["", *sorted(whys)]))
 
 

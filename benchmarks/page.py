@@ -1,413 +1,272 @@
-"""The page docs/benchmarks.md, from the records of runs of benchmarks.run, one file a run.
+"""What documents show of benchmarks, from the records in benchmarks/results: one command makes all.
 
-    python -m benchmarks.page benchmarks/results/*.jsonl > docs/benchmarks.md
-    python -m benchmarks.page --numerics benchmarks/results/h200.jsonl
+    python -m benchmarks.page
 
-The second gives the table of equal elements for docs/numerics.md. A file is shown as the table
-("main" or "full") whose cases it has. It may hold several runs of the same cases, one after the
-other, each beside other implementations; and a record {"kind": "note", "heading", "text"}.
+It writes, of the `.jsonl` files there (a run's results.jsonl, or what `--jsonl` of
+benchmarks.decode and benchmarks.backward wrote): a page of rows beside each file; in the documents,
+what stands between a line `<!-- benchmarks: NAME -->` and a line `<!-- benchmarks end -->`; and,
+where matplotlib is installed, the plots in docs/assets.
+
+A ratio is the time of another implementation over ours of the same run. Of a call that several
+files have, the file with the latest date counts.
 """
 
 import argparse
-import json
-import math
 import re
 import statistics
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from benchmarks.shapes import (
-    GATE_KINDS,
-    TABLES,
-    all_cases,
-    floor_us,
-    gates_of,
-    kinds_among,
-    label_of,
-    labelled,
+from benchmarks import plot, rows
+from benchmarks.backward import TRITON as BACKWARD_TRITON
+from benchmarks.peers import PEERS
+from benchmarks.records import (
+    DEFAULT,
+    EITHER,
+    GATES,
+    LIBRARY,
+    OURS,
+    OURS_TRITON,
+    PREFILL,
+    RESULTS,
+    ROOF,
+    ROOT,
+    TRAINING,
+    Ratio,
+    Record,
+    Run,
+    others,
+    read,
 )
+from benchmarks.shapes import gates_of, labelled, lengths_name
 
-OURS = "gdn_triton"
-OTHERS = ("FLA", "FlashQLA", "FlashInfer")
-KNOWN = "FlashQLA and FlashInfer are known to be faster than FLA on long calls with K = V = 128."
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-
-Record = dict[str, Any]
-
-TITLE = """\
-# Benchmarks
-
-This package beside others on the same tensors, in one process unless a section says otherwise.
-Where another one is faster, its row comes first. All in bf16 with fp32 g, beta and states. `H/HV`
-or `H` heads, `D` = K = V; "packed 3 in 1000" is three sequences in 1000 tokens, 2x16384 two of that
-length. Each section was made at the commit that it names; the code has changed since.
-"""
-
-HEADINGS = {"main": "All kinds of shapes", "full": "Prefill: heads by sequences"}
-
-MADE = """
-## {heading}
-
-Made on {date} by
-
-```bash
-{commands}
-python -m benchmarks.page benchmarks/results/*.jsonl > docs/benchmarks.md
-```
-
-{gpu}, driver {driver}, power limit {power limit}; Python {python}, torch {torch},
-Triton {triton}; {implementations}, at {commit}, GDN_BACKEND={GDN_BACKEND}.
-In the same run a large copy moved {copy:.2f} TB/s (read and written) and a large bf16 matrix
-product ran at {product:.0f} TFLOP/s. The records are in `benchmarks/results/{file}`.
-"""
-
-APART = """
-{runs} runs, each in a process of its own; a ratio is between two times of one process. What is
-shown of gdn_triton is the median of the {runs}, between which its time on the GPU differed by at
-most {spread:.1%} in a row. The rates of the copy and the product are those of the last.
-"""
-
-ERRORS = """
-### Error
-
-`||x - ref|| / ||ref||` of o and of the final state against float64 on the same inputs: token by
-token (r), or in chunks where that takes too long (c); the two differ by {check:.0e}. Fresh memory
-was poisoned before.
-
-"""
-
-GRAPHS = """
-### Time on the GPU
-
-Microseconds of a replay of the call as a CUDA graph with a cold L2, the median. "best / ours" is
-the time of the fastest other implementation over ours. TFLOP/s and GB/s are the fewest operations
-(163,840 per token and value head at K = V = 128) and the fewest bytes (inputs read once, outputs
-written once) over our time. "roof" is the share of our time that they would take at the rates of
-the copy and the matrix product above, whichever takes longer.
-
-"""
-
-CALLS = """
-### Calls from Python
-
-Microseconds of a call in a row of calls, and the host's part of that.
-
-"""
-
-MEMORY = """
-### Memory
-
-What a call takes at its peak beyond its inputs and outputs, over the size of those.
-
-"""
-
-FIRST_CALLS = """
-### First call
-
-Seconds of the first call in a new process, without the import of torch; compilation included where
-the Triton cache is empty.
-
-"""
+DOCUMENTS = ("README.md", "docs/index.md", "docs/benchmarks.md")
+OTHERS = ("FLA", "FlashInfer", "FlashQLA")
+KINDS_OF_CALLS = (PREFILL, "Forward, small and odd shapes too", "Decode step", TRAINING, "Backward")
+# What the tables show, as a regex that it starts with.
+USUAL = f"{PREFILL}, ({GATES['model']}|{GATES['mild']})|{KINDS_OF_CALLS[1]}|Decode|Train|Back"
+SHORT = f"{PREFILL}, ({GATES['model']}|{GATES['mild']})|Decode step, .*value-first|Train"
+MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- benchmarks end -->)", re.S)
 
 
-class Run:
-    """The records of one file, by kind and case."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.records: list[Record] = [
-            json.loads(line) for line in path.read_text("utf-8").splitlines()
-        ]
-        headers = [x for x in self.records if x["kind"] == "header"]
-        implementations: dict[str, str] = {}
-        for header in headers:
-            implementations |= header["implementations"]
-        # A run that went on after a stop has several headers; the last names what is there now.
-        self.header: Record = headers[-1] | {"implementations": implementations}
-        self.commands = list(dict.fromkeys(asked(header["command"]) for header in headers))
-        found: dict[str, dict[str, list[Record]]] = {}
-        for record in self.records:
-            if "refused" not in record:
-                cases = found.setdefault(record["kind"], {})
-                cases.setdefault(label_of(record), []).append(record)
-        self.kinds = {
-            kind: {case: joined(records) for case, records in cases.items()}
-            for kind, cases in found.items()
-        }
-        # Our times of a case, one a run.
-        self.own = {
-            case: [record["results"][OURS] for record in records]
-            for case, records in found.get("speed", {}).items()
-        }
-        names = {record.get("case") for record in self.records}
-        self.table = next(
-            table for table in TABLES if names & {case.name for case in all_cases(table)}
-        )
-        self.cases = {
-            labelled(case.name, gates): case
-            for gates in GATE_KINDS
-            for case in all_cases(self.table)
-        }
-
-    @property
-    def plot(self) -> str:
-        return f"benchmarks-{self.path.stem}.svg"
-
-    def of(self, kind: str) -> dict[str, Record]:
-        """In the order of the kinds of gates, then of the table's cases; rows that were refused are
-        not among them."""
-        found = self.kinds.get(kind, {})
-        return {label: found[label] for label in self.cases if label in found}
-
-    def refused(self) -> Iterator[str]:
-        for record in self.records:
-            if "refused" in record:
-                yield f"{record['kind']} {label_of(record)}: {record['refused']}"
-
-    def names(self, kind: str, key: str) -> list[str]:
-        """Implementations with at least one number, ours first."""
-        used = [r["results"] for r in self.of(kind).values()]
-        implementations = dict.fromkeys((OURS, *self.header["implementations"]))
-        return [n for n in implementations if any(key in results.get(n, {}) for results in used)]
+def device_of(head: Record) -> str:
+    return str(head["gpu"]).removeprefix("NVIDIA ")
 
 
-def asked(command: str) -> str:
-    """Where a run was stopped and what it was told of itself is not how to make it again."""
-    command = re.sub(r" --resume| --(out|commit|budget-seconds) \S+", "", command)
-    return command.replace("benchmarks.run", "benchmarks.run --out DIR", 1)
+def head_of(records: Iterable[Record]) -> Record:
+    """The last header: a file may have several, of runs after one another."""
+    heads = [record for record in records if record.get("kind") == "header"]
+    if not heads:
+        raise ValueError("a file of records must say what it was made on: no record of kind header")
+    return heads[-1]
 
 
-def joined(records: Sequence[Record]) -> Record:
-    """One record of those of a case, from runs beside others: each other implementation keeps
-    ours of its run as "beside". Ours alone is the median of times, and the last run's errors."""
-    last = records[-1]
-    if last["kind"] not in ("speed", "accuracy") or len(records) == 1:
-        return last
-    results: dict[str, Record] = {}
-    own = [record["results"][OURS] for record in records]
-    for beside, record in zip(own, records, strict=True):
-        for name, cells in record["results"].items():
-            results[name] = cells | {"beside": beside}
-    results[OURS] = own[-1]
-    if last["kind"] == "speed":
-        results[OURS] = {key: statistics.median(cells[key] for cells in own) for key in own[0]}
-    return last | {"results": results}
+def family(name: str) -> str:
+    """FlashInfer of its variants: the fastest of them counts, as a caller can choose it."""
+    return OURS_TRITON if name == OURS_TRITON else name.split(",")[0].split(" ")[0]
 
 
-def row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |\n"
+def best(times: dict[str, float]) -> dict[str, float]:
+    """The least of each family."""
+    found: dict[str, float] = {}
+    for name, value in times.items():
+        found[family(name)] = min(value, found.get(family(name), value))
+    return found
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return row(columns) + row(["---"] * len(columns)) + "".join(map(row, rows))
+def forward_ratios(run: Run) -> Iterator[Ratio]:
+    speed = run.of("speed")
+    has_library = any(record["backend"] == "cuda" for record in speed.values())
+    for record in speed.values():
+        gates = gates_of(record)
+        what = f"{PREFILL}, {GATES[gates]}" if run.table == "full" else KINDS_OF_CALLS[1]
+        case = record["case"].removeprefix("full ")
+        if run.table != "full":
+            case = labelled(case, gates)
+        place = device_of(run.header), what
+        time = record["results"][OURS]["graph"]
+        to_ours = best(others(record, "graph"))
+        for name, value in to_ours.items():
+            yield Ratio(*place, LIBRARY if has_library else DEFAULT, name, case, value, time)
+        if OURS_TRITON in to_ours:
+            own = to_ours.pop(OURS_TRITON)
+            for name, value in to_ours.items():
+                yield Ratio(*place, DEFAULT, name, case, value / own, own * time)
 
 
-def others(record: Record, key: str) -> dict[str, float]:
-    """Each other implementation's number over ours of the same run."""
-    results = record["results"]
-    return {
-        name: cells[key] / cells.get("beside", results[OURS])[key]
-        for name, cells in results.items()
-        if key in cells and name != OURS
-    }
-
-
-def best_ratio(record: Record) -> float:
-    """The fastest other implementation's time on the GPU over ours; infinity if there is none."""
-    return min(others(record, "graph").values(), default=math.inf)
-
-
-def losses_first(records: dict[str, Record]) -> list[tuple[str, Record]]:
-    """Rows in which another one is faster, the worst first; then the rest in their order."""
-    lost = [item for item in records.items() if best_ratio(item[1]) < 1]
-    return sorted(lost, key=lambda item: best_ratio(item[1])) + [
-        item for item in records.items() if best_ratio(item[1]) >= 1
-    ]
-
-
-def number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def speed_summary(run: Run, speed: dict[str, Record]) -> Iterator[str]:
-    """Of rows of one kind of gates, for each other implementation that has some."""
-    for name in run.names("speed", "graph")[1:]:
-        for key, what in (("graph", "On the GPU"), ("call", "Called from Python")):
-            found = {case: others(record, key) for case, record in speed.items()}
-            ratios = {case: x[name] for case, x in found.items() if name in x}
-            if not ratios:
+def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
+    """In each of our layouts, beside the fastest that another has for such a pool."""
+    device = device_of(head_of(records))
+    for record in records:
+        if record["kind"] != "decode":
+            continue
+        times = {name: x["time"] for name, x in record["results"].items() if "time" in x}
+        for name, own in times.items():
+            if family(name) != OURS:
                 continue
-            mean = statistics.geometric_mean(ratios.values())
-            order = sorted(ratios, key=ratios.__getitem__)
-            slower = [f"{case} ({ratios[case]:.2f})" for case in order if ratios[case] < 1]
-            yield (
-                f"{what} {name} takes {mean:.2f} times as long as {OURS} in the geometric mean of "
-                f"{len(ratios)} rows, {ratios[order[0]]:.2f} at the least ({order[0]}); it is "
-                f"faster in {len(slower)}" + (": " if slower else "") + ", ".join(slower) + "."
-            )
+            what = f"Decode step, {record['pool']} pool, {name.split(', ')[1]}"
+            case = f"{record['sequences']} sequences, {record['heads']}"
+            case = labelled(case, gates_of(record))
+            for other, value in best(times | {ROOF: record["roof"]}).items():
+                if other != OURS:
+                    yield Ratio(device, what, EITHER, other, case, value / own, own)
 
 
-def summary(run: Run) -> Iterator[str]:
-    """What the tables say, in a few lines."""
-    speed, accuracy = run.of("speed"), run.of("accuracy")
-    kinds = kinds_among(speed.values())
-    for gates in kinds:
-        rows = {case: record for case, record in speed.items() if gates_of(record) == gates}
-        where = "" if kinds == ["mild"] else f"With {gates} gates: "
-        yield from (where + line for line in speed_summary(run, rows))
-    for name in run.names("accuracy", "o")[1:]:
-        for key, what in (("o", "o"), ("state", "the final state")):
-            errors = [
-                1 / others(record, key)[name]
-                for record in accuracy.values()
-                if key in record["results"].get(name, {})
-            ]
-            yield (
-                f"The error of {what} is at most {max(errors):.3f} of {name}'s, the median "
-                f"{statistics.median(errors):.3f}, in {len(errors)} rows."
-            )
-    if speed:
-        hosts = {case: max(x["host"] for x in own) for case, own in run.own.items()}
-        most = max(hosts, key=hosts.__getitem__)
-        yield f"The most host time of a call is {hosts[most]:.0f} us ({most})."
-    yield from (f"Refused: {text}." for text in run.refused())
-    implementations = run.header["implementations"]
-    absent = [name for name in OTHERS if not any(x.startswith(name) for x in implementations)]
-    if absent:
-        yield f"Not in this run: {', '.join(absent)}. {KNOWN}"
+def short_case(name: str) -> str:
+    """ "16/32 1x8192" of "backward 16/32 K 128 V 128 8192"; other sizes of a head stay."""
+    _, heads, _, K, _, V, lengths = name.split(" ")
+    size = "" if K == V == "128" else f" K {K} V {V}"
+    return f"{heads} {lengths_name(tuple(map(int, lengths.split('+'))))}{size}"
 
 
-def error_table(run: Run) -> str:
-    names = run.names("accuracy", "o")
-    rows = []
-    for case, record in run.of("accuracy").items():
-        cells = [record["results"].get(name, {}) for name in names]
-        errors = [f"{x['o']:.2e}, {x['state']:.2e}" if "o" in x else "" for x in cells]
-        rows.append([case, record["reference"][0], *errors])
-    return table(["case", "ref", *names], rows)
+def backward_ratios(records: list[Record]) -> Iterator[Ratio]:
+    head = head_of(records)
+    has_library = BACKWARD_TRITON in head["implementations"] or head["GDN_BACKEND"] == "auto"
+    for record in records:
+        if record["kind"] != "times":
+            continue
+        for what, key in ((TRAINING, "call"), ("Backward alone", "backward")):
+            times = {name: x[key] for name, x in record["results"].items() if key in x}
+            of_ours = {LIBRARY if has_library else DEFAULT: times.pop(OURS)}
+            if BACKWARD_TRITON in times:
+                of_ours[DEFAULT] = times.pop(BACKWARD_TRITON)
+            case = labelled(short_case(record["case"]), gates_of(record))
+            for install, own in of_ours.items():
+                for name, value in times.items():
+                    place = device_of(head), what, install, PEERS[name].name, case
+                    yield Ratio(*place, value / own, own)
+            if DEFAULT in of_ours and LIBRARY in of_ours:
+                own = of_ours[LIBRARY]
+                place = device_of(head), what, LIBRARY, OURS_TRITON, case
+                yield Ratio(*place, of_ours[DEFAULT] / own, own)
 
 
-def graph_table(run: Run) -> str:
-    names = run.names("speed", "graph")
-    cases = run.cases
-    rows = []
-    for case, record in losses_first(run.of("speed")):
-        own = record["results"][OURS]["graph"]
-        times = [number(record["results"].get(name, {}).get("graph")) for name in names]
-        ratio = best_ratio(record)
-        rows.append(
-            [
-                case,
-                record["backend"],
-                *times,
-                f"{ratio:.2f}" if math.isfinite(ratio) else "",
-                f"{cases[case].flops / own * 1e-6:.0f}",
-                f"{cases[case].bytes / own * 1e-3:.0f}",
-                f"{floor_us(cases[case], run.header) / own:.0%}",
-            ]
-        )
-    columns = ["case", "backend", *names, "best / ours", "TFLOP/s", "GB/s", "roof"]
-    return table(columns, rows)
+def kind_of(records: list[Record]) -> str:
+    kinds = {record["kind"] for record in records}
+    return next((kind for kind in ("decode", "times", "errors") if kind in kinds), "run")
 
 
-def call_table(run: Run) -> str:
-    names = run.names("speed", "call")
-    rows = []
-    for case, record in run.of("speed").items():
-        cells = [record["results"].get(name, {}) for name in names]
-        rows.append(
-            [case, *(f"{x['call']:.0f}, {x['host']:.0f}" if "call" in x else "" for x in cells)]
-        )
-    return table(["case", *names], rows)
-
-
-def memory_table(run: Run) -> str:
-    names = run.names("speed", "extra")
-    cases = run.cases
-    rows = []
-    for case, record in run.of("speed").items():
-        cells = [record["results"].get(name, {}) for name in names]
-        rows.append(
-            [
-                case,
-                *(f"{x['extra'] / cases[case].bytes:.0%}" if "extra" in x else "" for x in cells),
-            ]
-        )
-    return table(["case", *names], rows)
-
-
-def numerics_table(run: Run) -> str:
-    """Shares of equal elements: a row a case and implementation."""
-    records = run.of("numerics")
-    tolerances = next(iter(records.values()))["tolerances"] if records else []
-    columns = [f"{name}, {tolerance:g}" for name in ("o", "state") for tolerance in tolerances]
-    rows = [
-        [
-            case,
-            name,
-            *(f"{100 * x:.3f}%" for key in ("o", "state") for x in record["results"][name][key]),
-        ]
-        for case, record in records.items()
-        for name in run.names("numerics", "o")
-        if "o" in record["results"].get(name, {})
-    ]
-    return table(["case", "implementation", *columns], rows)
-
-
-def section(run: Run) -> str:
-    head = run.header
-    note = run.kinds.get("note", {}).get("", {})
-    named = [f"{name} {version}" for name, version in head["implementations"].items()]
-    made = {
-        "heading": note.get("heading", HEADINGS[run.table]),
-        "commands": "\n".join(run.commands),
-        "implementations": ", ".join(named),
-        "copy": head["bytes_per_s"] / 1e12,
-        "product": head["flops_per_s"] / 1e12,
-        "file": run.path.name,
+def all_ratios(files: Iterable[Path]) -> list[Ratio]:
+    readers: dict[str, Callable[[list[Record]], Iterator[Ratio]]] = {
+        "decode": decode_ratios,
+        "times": backward_ratios,
     }
-    text = MADE.format(**head | made)
-    runs = max(map(len, run.own.values()), default=1)
-    if runs > 1:
-        times = [[x["graph"] for x in own] for own in run.own.values()]
-        text += APART.format(runs=runs, spread=max(max(x) / min(x) - 1 for x in times))
-    if note:
-        text += f"\n{note['text']}\n"
-    text += "\n" + "".join(f"- {line}\n" for line in summary(run))
-    if (DOCS / run.plot).exists():
-        text += f"\n![Time of each other implementation over ours, case by case]({run.plot})\n"
-    if run.of("speed"):
-        text += GRAPHS + graph_table(run)
-    if run.of("accuracy"):
-        text += ERRORS.format(check=run.kinds["check"][""]["difference"]) + error_table(run)
-    if run.of("speed"):
-        text += CALLS + call_table(run)
-    if run.names("speed", "extra"):
-        text += MEMORY + memory_table(run)
-    firsts = run.kinds.get("first_call", {})
-    if firsts:
-        rows = [
-            [case, *(f"{record[cache]['first']:.2f}" for cache in ("empty", "filled"))]
-            for case, record in firsts.items()
-        ]
-        text += FIRST_CALLS + table(["case", "empty cache", "filled cache"], rows)
-    return text
+    found: dict[tuple[str, ...], Ratio] = {}
+    for path in sorted(files, key=lambda path: str(head_of(read(path))["date"])):
+        records = read(path)
+        reader = readers.get(kind_of(records))
+        ratios = reader(records) if reader else forward_ratios(Run(path))
+        found |= {ratio[:5]: ratio for ratio in ratios}
+
+    def place(ratio: Ratio) -> tuple[str, int, str, bool]:
+        kind = next(i for i, kind in enumerate(KINDS_OF_CALLS) if ratio.what.startswith(kind))
+        gates = [text for text in GATES.values() if ratio.what.endswith(text)]
+        order = str(list(GATES.values()).index(gates[0])) if gates else ratio.what
+        return ratio.device, kind, order, ratio.install != DEFAULT
+
+    return sorted(found.values(), key=place)
+
+
+def groups(ratios: Iterable[Ratio]) -> dict[tuple[str, str, str], dict[str, dict[str, float]]]:
+    """Device, what and install -> other implementation -> case -> ratio."""
+    found: dict[tuple[str, str, str], dict[str, dict[str, float]]] = {}
+    for x in ratios:
+        if x.other in OTHERS:
+            of_others = found.setdefault((x.device, x.what, x.install), {})
+            of_others.setdefault(x.other, {})[x.case] = x.value
+    return found
+
+
+def cell(values: dict[str, float] | None) -> str:
+    if not values:
+        return "-"
+    mean = f"{statistics.geometric_mean(values.values()):.2f}"
+    faster = sum(value < 1 for value in values.values())
+    shown = f"**{mean}**" if float(mean) < 1 else mean
+    return f"{shown} ({faster} of {len(values)})"
+
+
+def summary_table(ratios: Iterable[Ratio], only: str) -> str:
+    found = {key: x for key, x in groups(ratios).items() if only is None or re.match(only, key[1])}
+    columns = ["device", "what", "install", *OTHERS]
+    return rows.table(
+        columns,
+        (
+            [*key, *(cell(of_others.get(name)) for name in OTHERS)]
+            for key, of_others in found.items()
+        ),
+    )
+
+
+def losses_table(ratios: Iterable[Ratio]) -> str:
+    """A row for each implementation that is faster somewhere, with its three best calls. Gates of
+    other kinds have rows where the install is not the default one."""
+    lines = []
+    for key, of_others in groups(ratios).items():
+        _, what, install = key
+        if install == DEFAULT and not re.match(USUAL, what):
+            continue
+        for name in OTHERS:
+            values = of_others.get(name, {})
+            lost = sorted((value, case) for case, value in values.items() if value < 1)
+            if lost:
+                most = "; ".join(f"{case}: {value:.2f}" for value, case in lost[:3])
+                lines.append([what, install, name, f"{len(lost)} of {len(values)}", most])
+    return rows.table(["what", "install", "faster", "in", "most"], lines)
+
+
+def runs_table(files: Iterable[Path]) -> str:
+    lines = []
+    for path in files:
+        records = read(path)
+        head = head_of(records)
+        commits = list(dict.fromkeys(x["commit"] for x in records if x["kind"] == "header"))
+        versions = f"torch {head['torch']}, Triton {head['triton']}"
+        page = f"`benchmarks/results/{path.stem}.md`"
+        lines.append([page, device_of(head), head["date"], ", ".join(commits), versions])
+    return rows.table(["rows", "device", "made", "at", "with"], lines)
+
+
+def parts(files: list[Path]) -> dict[str, str]:
+    """What each name of a marked place in a document stands for."""
+    ratios = all_ratios(files)
+    return {
+        "summary": summary_table(ratios, USUAL),
+        "short": summary_table(ratios, SHORT),
+        "losses": losses_table(ratios),
+        "runs": runs_table(files),
+    }
+
+
+def filled(text: str, made: dict[str, str]) -> str:
+    """A document with the marked places as the records have them."""
+    return MARKED.sub(lambda m: f"{m[1]}\n{made[m[2]]}\n{m[3]}", text)
+
+
+def rows_page(path: Path) -> str:
+    records = read(path)
+    if kind_of(records) == "run":
+        return rows.section(Run(path))
+    return rows.plain_section(path.name, records)
+
+
+def pages(files: list[Path]) -> dict[Path, str]:
+    """Every file of text that this module writes."""
+    made = parts(files)
+    found = {path.with_suffix(".md"): rows_page(path) for path in files}
+    for name in DOCUMENTS:
+        found[ROOT / name] = filled((ROOT / name).read_text("utf-8"), made)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.page", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="records: results.jsonl of a run")
-    parser.add_argument("--numerics", action="store_true", help="only the table of equal elements")
-    args = parser.parse_args()
-    runs = sorted(
-        map(Run, args.files), key=lambda run: (list(TABLES).index(run.table), run.path.stem)
-    )
-    if args.numerics:
-        sys.stdout.write("".join(map(numerics_table, runs)))
-    else:
-        sys.stdout.write(TITLE + "".join(map(section, runs)))
+    argparse.ArgumentParser("python -m benchmarks.page", description=__doc__).parse_args()
+    files = sorted(RESULTS.glob("*.jsonl"))
+    for path, text in pages(files).items():
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
+    for line in plot.write(plot.plots(all_ratios(files))):
+        print(line)
 
 
 if __name__ == "__main__":

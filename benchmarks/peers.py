@@ -19,6 +19,21 @@ from benchmarks.shapes import CHUNK, Case, Inputs
 Call = partial[Any]
 
 
+@contextlib.contextmanager
+def backend_chosen(name: str | None) -> Iterator[None]:
+    """Sets `GDN_BACKEND` to a backend of this package, or leaves it where there is no name."""
+    before = os.environ.get("GDN_BACKEND")
+    if name is not None:
+        os.environ["GDN_BACKEND"] = name
+    try:
+        yield
+    finally:
+        if name is not None:
+            os.environ.pop("GDN_BACKEND")
+            if before is not None:
+                os.environ["GDN_BACKEND"] = before
+
+
 class Peer:
     """An implementation. Making one imports its package: what that raises is why it is missing."""
 
@@ -30,26 +45,17 @@ class Peer:
     def __init__(self) -> None:
         self.package: Any = importlib.import_module(self.module)
 
-    def version(self) -> str:
+    @classmethod
+    def version(cls) -> str:
         try:
-            return importlib.metadata.version(self.distribution)
+            return importlib.metadata.version(cls.distribution)
         except importlib.metadata.PackageNotFoundError:
-            root = importlib.import_module(self.module.partition(".")[0])
+            root = importlib.import_module(cls.module.partition(".")[0])
             return str(getattr(root, "__version__", "unknown"))
 
-    @contextlib.contextmanager
-    def chosen(self) -> Iterator[None]:
+    def chosen(self) -> contextlib.AbstractContextManager[None]:
         """Around every call: sets `GDN_BACKEND` where the implementation is one backend of ours."""
-        before = os.environ.get("GDN_BACKEND")
-        if self.backend is not None:
-            os.environ["GDN_BACKEND"] = self.backend
-        try:
-            yield
-        finally:
-            if self.backend is not None:
-                os.environ.pop("GDN_BACKEND")
-                if before is not None:
-                    os.environ["GDN_BACKEND"] = before
+        return backend_chosen(self.backend)
 
     def supports(self, case: Case) -> str | None:
         """Why this case cannot be run, or None."""

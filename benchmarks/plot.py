@@ -1,96 +1,158 @@
-"""A plot of each table of docs/benchmarks.md, drawn by matplotlib where it is installed.
+"""The plots of docs/benchmarks.md, which benchmarks.page draws where matplotlib is installed.
 
-    pip install matplotlib
-    python -m benchmarks.plot benchmarks/results/*.jsonl    writes docs/benchmarks-<file>.svg
-
-A panel for each group of cases, a point for each other implementation: its time on the GPU over
-ours, so that points below the line are losses. The file says from which records it was drawn.
+Each is made for the width of a page: 8 inches, so that its letters are as large as the text's. The
+file says from which numbers it was drawn.
 """
 
-import argparse
 import hashlib
 import importlib
 import importlib.util
-import sys
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import DOCS, OURS, Run, others
-from benchmarks.shapes import gates_of, labelled
+from benchmarks.records import GATES, LIBRARY, OURS_TRITON, PREFILL, ROOF, ROOT, TRAINING, Ratio
 
-MISSING = "Not drawn: matplotlib is not installed (pip install matplotlib)."
-MARKERS = "os^vDPX*"
+ASSETS = ROOT / "docs" / "assets"
+MISSING = "Plots not drawn: matplotlib is not installed (pip install matplotlib)."
+# Heads of Qwen3-Next and Qwen3.5 on one GPU, by batches of a server.
+CASES = [
+    f"{heads} {batch}"
+    for heads in ("16/32", "16/48", "16/64")
+    for batch in ("1x2048", "1x8192", "1x32768", "4x8192", "8x1024")
+]
+STYLES = {
+    "FLA": ("tab:blue", "o"),
+    "FlashInfer": ("tab:orange", "s"),
+    "FlashQLA": ("tab:green", "^"),
+    OURS_TRITON: ("tab:red", "D"),
+    "gdn_triton, key-first": ("black", "o"),
+    "gdn_triton, value-first": ("tab:red", "D"),
+}
+NAMES = {OURS_TRITON: "gdn_triton, default install"}
+
+Data = dict[str, Any]
 
 
-def digest(path: Path) -> str:
-    """What a plot says of the records that it was drawn from."""
-    return "records sha256 " + hashlib.sha256(path.read_bytes()).hexdigest()
+def digest(data: Data) -> str:
+    """What a plot says of the numbers that it was drawn from."""
+    return "numbers sha256 " + hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
-def split(table: str, case: str) -> tuple[str, str]:
-    """The panel of a case and its label there."""
-    words = case.split(" ")
-    count = 2 if table == "full" or words[0] == "prefill" else 1
-    return " ".join(words[:count]), " ".join(words[count:])
+def dots(ratios: Iterable[Ratio], what: str, cases: list[str] | None, title: str) -> Data:
+    """Time over ours with the CUDA library: case -> implementation -> ratio."""
+    found: dict[str, dict[str, float]] = {}
+    own: dict[str, float] = {}
+    for x in ratios:
+        if x.what == what and x.install == LIBRARY and (cases is None or x.case in cases):
+            found.setdefault(x.case, {})[x.other] = round(x.value, 3)
+            own[x.case] = x.own
+    order = [case for case in cases or found if case in found]
+    rows = {f"{case}, {own[case]:.0f} us": found[case] for case in order}
+    return {"title": title, "rows": rows}
 
 
-def ratios(run: Run) -> dict[str, dict[str, dict[str, float]]]:
-    """panel -> label -> implementation -> its time over ours."""
+def decode(ratios: Iterable[Ratio], heads: str = "16/32") -> Data:
+    """Share of the roof: pool -> implementation -> sequences -> percent."""
+    roofs: dict[tuple[str, str], float] = {}
+    rest: list[Ratio] = []
+    for x in ratios:
+        if x.what.startswith("Decode") and x.case.endswith(f", {heads}"):
+            if x.other == ROOF:
+                roofs[x.what, x.case] = x.value
+            else:
+                rest.append(x)
     panels: dict[str, dict[str, dict[str, float]]] = {}
-    for case, record in run.of("speed").items():
-        panel, label = split(run.table, record.get("case", case))
-        panels.setdefault(labelled(panel, gates_of(record)), {})[label] = others(record, "graph")
-    return panels
+    for (what, case), value in roofs.items():
+        _, pool, layout = what.split(", ")
+        series = panels.setdefault(pool, {}).setdefault(f"gdn_triton, {layout}", {})
+        series[case.split(" ")[0]] = round(100 * value, 1)
+    for x in rest:
+        series = panels.setdefault(x.what.split(", ")[1], {}).setdefault(x.other, {})
+        share = 100 * roofs[x.what, x.case] / x.value
+        series[x.case.split(" ")[0]] = round(share, 1)
+    return {"title": f"Decode step, {heads} heads: percent of the memory's roof", "panels": panels}
 
 
-def draw(run: Run, target: Path) -> None:
+def plots(ratios: list[Ratio]) -> dict[str, Data]:
+    """File name -> what it shows."""
+    kinds = [f"{PREFILL}, {text}" for text in GATES.values()]
+    there = {ratio.what for ratio in ratios}
+    prefill = next((what for what in kinds if what in there), kinds[0])
+    packed = "heads, sequences x tokens, our time"
+    found = {
+        "prefill.svg": dots(ratios, prefill, CASES, f"{prefill} ({packed})"),
+        "decode.svg": decode(ratios),
+        "training.svg": dots(ratios, TRAINING, None, f"{TRAINING} ({packed})"),
+    }
+    return {name: data for name, data in found.items() if data.get("rows") or data.get("panels")}
+
+
+def draw_dots(pyplot: Any, data: Data) -> Any:
+    rows = data["rows"]
+    figure, axis = pyplot.subplots(figsize=(8, 1.6 + 0.32 * len(rows)), layout="constrained")
+    for name in STYLES:
+        points = [(x[name], i) for i, x in enumerate(rows.values()) if name in x]
+        if points:
+            color, marker = STYLES[name]
+            label = NAMES.get(name, name)
+            axis.plot(*zip(*points, strict=True), marker, color=color, markersize=8, label=label)
+    axis.axvline(1, color="black", linewidth=1.5)
+    axis.set_yticks(range(len(rows)), rows)
+    axis.invert_yaxis()
+    axis.margins(y=0.08)
+    low, high = axis.get_xlim()
+    axis.set_xlim(min(0.9, low), high)
+    axis.set_xlabel("time over that of gdn_triton with the CUDA library")
+    axis.grid(linewidth=0.4)
+    return figure
+
+
+def draw_panels(pyplot: Any, data: Data) -> Any:
+    panels = data["panels"]
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(8, 3.8), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, (pool, series) in zip(axes.flat, panels.items(), strict=True):
+        for name, points in series.items():
+            color, marker = STYLES[name]
+            xs = sorted(points, key=int)
+            ys = [points[x] for x in xs]
+            axis.plot(xs, ys, marker, linestyle="-", color=color, markersize=7, label=name)
+        axis.axhline(100, color="black", linewidth=1)
+        axis.set_title(pool)
+        axis.set_xlabel("sequences")
+        axis.grid(linewidth=0.4)
+    axes[0, 0].set_ylabel("percent of the roof")
+    return figure
+
+
+def draw(data: Data, target: Path) -> None:
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("svg")
-    # Text stays text, and the same records give the same file.
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "gdn_triton", "font.size": 7}
+    # The same numbers give the same file.
+    matplotlib.rcParams |= {"svg.hashsalt": "gdn_triton", "font.size": 11}
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    panels = ratios(run)
-    names = run.names("speed", "graph")[1:]
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    size = (max(7, 4 * columns), 3 * rows)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (panel, cases) in zip(axes.flat, panels.items(), strict=False):
-        for name, marker in zip(names, MARKERS, strict=False):
-            points = [(i, x[name]) for i, x in enumerate(cases.values()) if name in x]
-            axis.plot(*zip(*points, strict=True), marker, markersize=3, label=name)
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_yscale("log", base=2, subs=[1.25, 1.5, 1.75])
-        axis.margins(y=0.08)
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_xticks(range(len(cases)), cases, rotation=90)
-        axis.set_title(panel)
-        axis.grid(axis="y", linewidth=0.3)
-    figure.supylabel(f"time over that of {OURS}")
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside upper right", ncols=8)
-    description = {"Date": None, "Description": digest(run.path)}
+    figure = (draw_dots if "rows" in data else draw_panels)(pyplot, data)
+    figure.suptitle(data["title"], fontsize=11)
+    handles = {
+        label: handle
+        for axis in figure.axes
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+    description = {"Date": None, "Description": digest(data)}
     figure.savefig(target, format="svg", metadata=description)
     pyplot.close(figure)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="records: results.jsonl of a run")
-    parser.add_argument("--out", type=Path, default=DOCS, help="folder (default: docs)")
-    args = parser.parse_args()
+def write(data: dict[str, Data], folder: Path = ASSETS) -> Iterator[str]:
+    """Draws them; says what was done."""
     if importlib.util.find_spec("matplotlib") is None:
-        print(MISSING)
-        return 0
-    for run in map(Run, args.files):
-        target = args.out / run.plot
-        draw(run, target)
-        print(target)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield MISSING
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, of_plot in data.items():
+        draw(of_plot, folder / name)
+        yield str(folder / name)

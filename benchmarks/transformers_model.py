@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.run import ANSWER, ROOT, commit
+from benchmarks.machine import commit
+from benchmarks.run import ANSWER, ROOT
 
 WAYS = ("torch", "fla", "gdn_triton")
 LABELS = {"torch": "torch functions", "fla": "FLA", "gdn_triton": "gdn_triton"}

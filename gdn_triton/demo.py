@@ -220,7 +220,7 @@ def seconds(function: Callable[[], Any], device: torch.device) -> tuple[Any, flo
 
 
 def report(what: str, text: str) -> None:
-    # Flushed, so that an error that ends the run comes after what it is about.
+    # Flush, so that an error message appears after the lines that it is about.
     print(f"{what}: {text}", flush=True)
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import conv, host, page, plot, prefill, run, stranger
+from benchmarks import backward, conv, host, page, plot, prefill, rows, run, stranger
 from benchmarks.measure import TOLERANCES, Device, Replay, equal_share
 from benchmarks.peers import PEERS, OursTriton, Peer
+from benchmarks.records import DEFAULT, EITHER, LIBRARY, Ratio, Run
 from benchmarks.report import Report
 from benchmarks.shapes import (
     ACCURACY,
@@ -301,19 +302,19 @@ def records(tmp_path: Path) -> Path:
 
 
 def test_page_lists_losses_first(records: Path) -> None:
-    text = page.section(page.Run(records))
-    graphs = text[text.index("### Time on the GPU") : text.index("### Calls")]
-    rows = [line.split(" | ") for line in graphs.splitlines() if line.startswith("| full")]
-    assert [row[0] for row in rows] == [
+    text = rows.section(Run(records))
+    graphs = text[text.index("## Time on the GPU") : text.index("## Calls")]
+    found = [line.split(" | ") for line in graphs.splitlines() if line.startswith("| full")]
+    assert [row[0] for row in found] == [
         "| full 2/8 1x8192",
         "| full 2/8 1x16384",
         "| full 2/8 1x32768",
         "| full 2/8 1x4096",
     ]
-    assert [row[5] for row in rows] == ["0.50", "0.80", "1.50", "1.20"]
+    assert [row[5] for row in found] == ["0.50", "0.80", "1.50", "1.20"]
     # 8192 tokens, 8 heads: 10.7 GFLOP in 100 us, of which 8e14 a second would take 13.4 us.
-    assert rows[0][6] == "107" and rows[0][8] == "13% |"
-    assert rows[3][4] == "", "a number where nothing was measured"
+    assert found[0][6] == "107" and found[0][8] == "13% |"
+    assert found[3][4] == "", "a number where nothing was measured"
 
 
 def test_losses_are_named_for_each_kind_of_gates(tmp_path: Path) -> None:
@@ -326,10 +327,10 @@ def test_losses_are_named_for_each_kind_of_gates(tmp_path: Path) -> None:
         {**speed("full 2/8 1x4096", 100.0, 110.0, 80.0), "gates": "model"},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = page.section(page.Run(path))
-    graphs = text[text.index("### Time on the GPU") : text.index("### Calls")]
-    rows = [line.split(" | ") for line in graphs.splitlines() if line.startswith("| full")]
-    assert [(row[0], row[5]) for row in rows] == [
+    text = rows.section(Run(path))
+    graphs = text[text.index("## Time on the GPU") : text.index("## Calls")]
+    found = [line.split(" | ") for line in graphs.splitlines() if line.startswith("| full")]
+    assert [(row[0], row[5]) for row in found] == [
         ("| full 2/8 1x4096, model gates", "0.80"),
         ("| full 2/8 1x8192, model gates", "0.90"),
         ("| full 2/8 1x8192", "1.50"),
@@ -340,7 +341,6 @@ def test_losses_are_named_for_each_kind_of_gates(tmp_path: Path) -> None:
         "geometric mean of 2 rows, 0.90 at the least (full 2/8 1x8192, model gates); it is faster "
         "in 1: full 2/8 1x8192, model gates (0.90)."
     ) in text
-    assert list(plot.ratios(page.Run(path))) == ["full 2/8", "full 2/8, model gates"]
     report = Report(tmp_path, "gdn_triton", "FLA", True)
     summary, _ = report.summary()
     assert "mild gates, graph replay slower than the fastest other on 0: none" in summary
@@ -351,7 +351,7 @@ def test_losses_are_named_for_each_kind_of_gates(tmp_path: Path) -> None:
 
 
 def test_page_says_what_was_run_and_what_was_not(records: Path) -> None:
-    text = page.section(page.Run(records))
+    text = rows.section(Run(records))
     command = "python -m benchmarks.run --out DIR --table full --peers fla,flashinfer\n"
     assert command in text
     assert "Refused: speed full 4/16 1x2048: o differs." in text
@@ -389,9 +389,9 @@ def test_page_of_peers_in_processes_of_their_own(tmp_path: Path) -> None:
     ]
     lines[5]["results"]["gdn_triton"]["host"] = 70.0
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run_ = page.Run(path)
-    text = page.section(run_)
-    assert text.startswith("\n## Each alone\n") and "\nBecause of this.\n" in text
+    run_ = Run(path)
+    text = rows.section(run_)
+    assert text.startswith("# Each alone\n") and "\nBecause of this.\n" in text
     for peer in ("fla", "flashinfer split"):
         assert f"python -m benchmarks.run --out DIR --table full --peers {peer}\n" in text
     assert "FLA 1, FlashInfer split 1, at abc" in text
@@ -401,44 +401,189 @@ def test_page_of_peers_in_processes_of_their_own(tmp_path: Path) -> None:
     assert "The most host time of a call is 70 us (full 2/8 1x8192)." in text
     assert "Refused: speed full 2/8 1x4096: o differs." in text
     assert "Not in this run: FlashQLA. " in text
-    rows = [line.split(" | ")[:6] for line in text.splitlines() if line.startswith("| full")]
-    assert rows[0] == ["| full 2/8 1x8192", "triton", "110", "150", "108", "0.90"]
-    assert rows[1] == ["| full 2/8 1x4096", "triton", "40", "80", "", "2.00"]
-    assert plot.ratios(run_)["full 2/8"] == {
-        "1x8192": {"FLA": 1.5, "FlashInfer split": 0.9},
-        "1x4096": {"FLA": 2.0},
+    found = [line.split(" | ")[:6] for line in text.splitlines() if line.startswith("| full")]
+    assert found[0] == ["| full 2/8 1x8192", "triton", "110", "150", "108", "0.90"]
+    assert found[1] == ["| full 2/8 1x4096", "triton", "40", "80", "", "2.00"]
+    ratios = {(x.other, x.case): x.value for x in page.forward_ratios(run_)}
+    assert ratios == {
+        ("FLA", "2/8 1x8192"): 1.5,
+        ("FLA", "2/8 1x4096"): 2.0,
+        ("FlashInfer", "2/8 1x8192"): 0.9,
     }
 
 
 def test_table_of_equal_elements(records: Path) -> None:
-    assert page.numerics_table(page.Run(records)).splitlines()[2] == (
+    assert rows.numerics_table(Run(records)).splitlines()[2] == (
         "| full 2/8 1x4096 | gdn_triton | 50.000% | 75.000% | 100.000% "
         "| 25.000% | 75.000% | 100.000% |"
     )
 
 
-def test_plot_shows_the_ratios(records: Path) -> None:
-    panels = plot.ratios(page.Run(records))
-    assert list(panels) == ["full 2/8"]
-    assert panels["full 2/8"]["1x8192"] == {"FLA": 2.0, "FlashInfer": 0.5}
-    assert panels["full 2/8"]["1x4096"] == {"FLA": 1.2}
+def write_records(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
 
-def test_plot_without_matplotlib(
-    records: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """A prefill on the CUDA library beside our Triton kernels, decode steps and gradients."""
+    both = speed("full 16/32 1x8192", 100.0, 300.0, 125.0) | {"backend": "cuda", "gates": "model"}
+    both["results"]["gdn_triton Triton"] = both["results"]["FLA"] | {"graph": 200.0}
+    both["results"]["FlashInfer split"] = both["results"]["FLA"] | {"graph": 80.0}
+    older = json.loads(json.dumps(both))
+    older["results"]["FLA"]["graph"] = 900.0
+    kinds = {"float32": 5.0, "bfloat16": 4.0}
+    steps = [
+        {
+            "kind": "decode", "sequences": 8, "heads": "16/32", "pool": pool, "roof": 8.0,
+            "results": {
+                "gdn_triton, key-first": {"time": 10.0},
+                "gdn_triton, value-first": {"time": 16.0},
+                "FlashInfer, pool, value-first": {"time": 2 * time},
+                "FlashInfer, states, key-first": {"time": 40.0},
+                "FLA, states": {"skipped": "no"},
+            },
+        }
+        for pool, time in kinds.items()
+    ]  # fmt: skip
+    names = ("gdn_triton", "triton", "fla", "flashqla")
+    times = {name: {"backward": 10.0 * n, "call": 20.0 * n, "kept": 0, "peak": 2**20}
+             for n, name in enumerate(names, 1)}  # fmt: skip
+    times["flashqla"] = {"error": "no"}
+    gradients = {"kind": "times", "case": "backward 16/32 K 128 V 128 512+512", "results": times}
+    of_times = {**HEADER, "implementations": dict.fromkeys(names, "1")}
+    return [
+        write_records(tmp_path / "a.jsonl", [HEADER, both]),
+        write_records(tmp_path / "b.jsonl", [{**HEADER, "date": "2025-12-31"}, older]),
+        write_records(tmp_path / "c.jsonl", [HEADER, *steps]),
+        write_records(tmp_path / "d.jsonl", [of_times, gradients]),
+    ]
+
+
+def test_the_default_install_is_a_peer_of_the_backward_where_the_library_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the CUDA library it is gdn_triton itself, and no second column."""
+    monkeypatch.setattr("gdn_triton.fast.why_unavailable", lambda: "It was not built.")
+    with pytest.raises(RuntimeError, match=r"without the CUDA library\. It was not built\."):
+        backward.load(backward.TRITON)
+    monkeypatch.setattr("gdn_triton.fast.why_unavailable", lambda: None)
+    assert backward.load(backward.TRITON) is backward.load(backward.OURS)
+    assert backward.BACKENDS == {backward.TRITON: "triton"}
+
+
+def test_ratios_of_each_install(files: list[Path]) -> None:
+    """The default install has the Triton kernels; the fastest variant of a peer counts; of a call
+    in two files that of the later one."""
+    ratios = page.all_ratios(files)
+    assert {x.device for x in ratios} == {"a GPU"}
+    found = {x[1:5]: x.value for x in ratios if x.other in page.OTHERS}
+    prefill_, training = "Prefill, gates of a model", "Training step (forward and backward)"
+    case, step, trained = "16/32 1x8192", "8 sequences, 16/32", "16/32 2x512"
+    expected = {
+        (prefill_, DEFAULT, "FLA", case): 1.5,
+        (prefill_, DEFAULT, "FlashInfer", case): 0.4,
+        (prefill_, LIBRARY, "FLA", case): 3.0,
+        (prefill_, LIBRARY, "FlashInfer", case): 0.8,
+        ("Decode step, float32 pool, key-first", EITHER, "FlashInfer", step): 1.0,
+        ("Decode step, float32 pool, value-first", EITHER, "FlashInfer", step): 0.625,
+        ("Decode step, bfloat16 pool, key-first", EITHER, "FlashInfer", step): 0.8,
+        ("Decode step, bfloat16 pool, value-first", EITHER, "FlashInfer", step): 0.5,
+        (training, DEFAULT, "FLA", trained): 1.5,
+        (training, LIBRARY, "FLA", trained): 3.0,
+        ("Backward alone", DEFAULT, "FLA", trained): 1.5,
+        ("Backward alone", LIBRARY, "FLA", trained): 3.0,
+    }
+    assert found == pytest.approx(expected)
+    # Prefill first, the default install before the other; then decode, training, the backward.
+    assert [x.what.split(" ")[0] for x in ratios if x.other == "FLA"] == (
+        ["Prefill,"] * 2 + ["Training"] * 2 + ["Backward"] * 2
+    )
+
+
+def test_tables_name_every_loss(files: list[Path]) -> None:
+    made = page.parts(files)
+    prefill_ = "| a GPU | Prefill, gates of a model |"
+    assert (
+        f"{prefill_} default (Triton) | 1.50 (0 of 1) | **0.40** (1 of 1) | - |\n"
+        in (made["summary"])
+    )
+    assert (
+        f"{prefill_} with the CUDA library | 3.00 (0 of 1) | **0.80** (1 of 1) | - |\n"
+        in (made["short"])
+    )
+    lost = [line.split(" | ")[:4] for line in made["losses"].splitlines()[2:]]
+    assert [line[0].removeprefix("| ") for line in lost] == [
+        "Prefill, gates of a model",
+        "Prefill, gates of a model",
+        "Decode step, bfloat16 pool, key-first",
+        "Decode step, bfloat16 pool, value-first",
+        "Decode step, float32 pool, value-first",
+    ]
+    assert "| FlashInfer | 1 of 1 | 16/32 1x8192: 0.40 |\n" in made["losses"]
+
+
+def test_records_need_a_header(tmp_path: Path) -> None:
+    """Those of benchmarks.conv, host and prefill have none: no page shows them."""
+    path = write_records(tmp_path / "a.jsonl", [{"sequences": "1 x 2"}])
+    with pytest.raises(ValueError, match="no record of kind header"):
+        page.all_ratios([path])
+
+
+def test_marked_places_are_filled() -> None:
+    text = "a\n<!-- benchmarks: x -->\nold\n<!-- benchmarks end -->\nb\n"
+    once = page.filled(text, {"x": "| 1 |\n"})
+    assert once == "a\n<!-- benchmarks: x -->\n\n| 1 |\n\n<!-- benchmarks end -->\nb\n"
+    assert page.filled(once, {"x": "| 1 |\n"}) == once
+    with pytest.raises(KeyError):
+        page.filled(text, {"y": ""})
+
+
+def test_rows_of_steps_and_gradients(files: list[Path]) -> None:
+    text = page.rows_page(files[2])
+    assert text.startswith("# Decode steps\n") and "The records are in `c.jsonl`." in text
+    assert "| 8, 16/32, float32 | 8.00 | 10.00, 80 % | 16.00, 50 % | 10.00, 80 % |" in text
+    text = page.rows_page(files[3])
+    assert "| 16/32 K 128 V 128 512+512 | 10 / 20, 0 / 1 MiB | 20 / 40, 0 / 1 MiB |" in text
+
+
+def test_plots_show_the_ratios(files: list[Path]) -> None:
+    data = plot.plots(page.all_ratios(files))
+    assert list(data) == ["prefill.svg", "decode.svg", "training.svg"]
+    assert data["prefill.svg"]["rows"] == {
+        "16/32 1x8192, 100 us": {"FLA": 3.0, "gdn_triton Triton": 2.0, "FlashInfer": 0.8}
+    }
+    assert data["decode.svg"]["panels"]["float32 pool"] == {
+        "gdn_triton, key-first": {"8": 80.0},
+        "gdn_triton, value-first": {"8": 50.0},
+        "FlashInfer": {"8": 80.0},
+    }
+    assert data["training.svg"]["rows"] == {
+        "16/32 2x512, 20 us": {"FLA": 3.0, "gdn_triton Triton": 2.0}
+    }
+    mild = Ratio("GPU", "Prefill, mild gates", LIBRARY, "FLA", "2/8 1x2048", 2.0, 1.0)
+    assert plot.plots([mild]) == {}, "a call that is not among those that are plotted"
+
+
+def test_plots_without_matplotlib(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("sys.argv", ["plot", str(records)])
-    assert plot.main() == 0
-    assert capsys.readouterr().out == plot.MISSING + "\n"
+    assert list(plot.write(plot.plots(page.all_ratios(files)), tmp_path / "x")) == [plot.MISSING]
+    assert not (tmp_path / "x").exists()
 
 
-def test_plot_with_matplotlib(records: Path, tmp_path: Path) -> None:
+def test_plots_with_matplotlib(files: list[Path], tmp_path: Path) -> None:
+    """The same numbers give the same file, which says so."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the plots and is not installed")
+    data = plot.plots(page.all_ratios(files))
+    drawn = []
     for _ in range(2):
-        plot.draw(page.Run(records), tmp_path / "plot.svg")
-        text = (tmp_path / "plot.svg").read_text()
-        assert plot.digest(records) in text and "FlashInfer" in text
+        assert len(list(plot.write(data, tmp_path))) == 3
+        drawn.append({name: (tmp_path / name).read_text() for name in data})
+    assert drawn[0] == drawn[1]
+    for name, text in drawn[0].items():
+        assert plot.digest(data[name]) in text and "gdn_triton" in text
 
 
 def test_every_main_case_that_is_timed_is_also_checked() -> None:
@@ -465,8 +610,8 @@ def test_stranger_runs_the_command_of_the_readme(
 
     shown = timed("machine: CPU (toy)", "error: o 1e-7: OK", "time: 1 ms")
     assert re.search(r"^CPU \(toy\); \d+ cores$", shown, re.M)
-    rows = re.findall(r"^\| (.*) \| (\d+) \| (\d+) \|$", shown, re.M)
-    assert len(rows) == 2 and "until its number is right" in rows[1][0]
+    shown_rows = re.findall(r"^\| (.*) \| (\d+) \| (\d+) \|$", shown, re.M)
+    assert len(shown_rows) == 2 and "until its number is right" in shown_rows[1][0]
     assert not (stranger.ROOT / "made").exists(), "a step ran in the checkout itself"
     with pytest.raises(SystemExit, match="printed no line"):
         timed("machine: CPU (toy)", "error: o 1.0: FAILED")

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "CONTRIBUTING.md",
     *sorted(path for name in ("csrc", "examples") for path in (ROOT / name).rglob("*.md")),
 ]
 TOP = (".ci", "benchmarks", "csrc", "docs", "examples", "gdn_triton", "tests")
@@ -235,47 +236,45 @@ def test_kernels_have_one_row_each() -> None:
     assert sorted(rows) == sorted(kernels)
 
 
-def test_readme_links_every_document() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    names = [str(path.relative_to(ROOT)) for path in DOCUMENTS if path.parent == ROOT / "docs"]
+def test_the_index_links_every_document() -> None:
+    index = ROOT / "docs" / "index.md"
+    text = index.read_text(encoding="utf-8")
+    pages = (ROOT / "docs").rglob("*.md")
+    names = [path.relative_to(index.parent).as_posix() for path in pages if path != index]
     missing = [name for name in names if f"({name})" not in text]
     assert not missing, missing
+    assert "(docs/index.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 
 
-def run_benchmark_module(name: str, *arguments: object) -> str:
-    command = [sys.executable, "-m", name, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def test_documents_are_made_from_the_records() -> None:
+    """`python -m benchmarks.page` on the records of the repository changes no page."""
+    from benchmarks.page import DOCUMENTS as MARKED
+    from benchmarks.page import pages
 
-
-def test_benchmark_page_is_made_from_its_records() -> None:
-    """`python -m benchmarks.page` on the records of the repository gives the page exactly."""
+    made = pages(RECORDS)
+    assert {path.with_suffix(".md") for path in RECORDS} <= set(made)
+    changed = [path for path, text in made.items() if path.read_text("utf-8") != text]
+    assert not changed, f"run python -m benchmarks.page: {changed}"
+    marked = {str(path.relative_to(ROOT)) for path in DOCUMENTS if "<!-- benchmarks: " in
+              path.read_text(encoding="utf-8")}  # fmt: skip
+    assert marked == set(MARKED)
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert run_benchmark_module("benchmarks.page", *RECORDS) == page
     for path in RECORDS:
-        assert f"`benchmarks/results/{path.name}`" in page
+        assert f"`benchmarks/results/{path.stem}.md`" in page
 
 
 def test_benchmark_plots_are_made_from_the_records() -> None:
-    """Each plot says which records it was drawn from, and the page shows it."""
-    from benchmarks.page import Run
-    from benchmarks.plot import digest
+    """Each plot says which numbers it was drawn from, and the page shows it."""
+    from benchmarks.page import all_ratios
+    from benchmarks.plot import ASSETS, digest, plots
 
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    for path in RECORDS:
-        plot = Run(path).plot
-        assert f"({plot})" in page
-        text = (ROOT / "docs" / plot).read_text(encoding="utf-8")
-        assert digest(path) in text, f"{plot} is of other records: run benchmarks.plot"
-
-
-def test_table_of_equal_elements_is_made_from_the_records() -> None:
-    """docs/numerics.md shows it where there are such records."""
-    from benchmarks.page import Run
-
-    text = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
-    for path in RECORDS:
-        if "numerics" in Run(path).kinds:
-            assert run_benchmark_module("benchmarks.page", "--numerics", path) in text
+    made = plots(all_ratios(RECORDS))
+    assert len(made) == 3
+    for name, data in made.items():
+        assert f"(assets/{name})" in page
+        text = (ASSETS / name).read_text(encoding="utf-8")
+        assert digest(data) in text, f"{name} is of other records: run benchmarks.page"

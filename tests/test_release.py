@@ -69,13 +69,26 @@ def test_metadata(wheel: Path) -> None:
     }
     assert (metadata["License-Expression"] or metadata["License"]) == "MIT"
     assert metadata["Requires-Python"] == ">=3.10"
+    assert {"docs", "examples", "bench", "test"} == set(metadata.get_all("Provides-Extra", []))
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload().startswith("# gdn_triton")
 
 
-def test_changes_name_the_version() -> None:
+def test_changes_and_citation_name_the_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.findall(r"^## (\S+)", text, re.M)[0] == gdn_triton.__version__
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (\S+)$", text, re.M) == [gdn_triton.__version__]
+
+
+def test_hosted_ci_and_hooks_run_what_the_tests_run() -> None:
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert re.findall(r"^ +- run: (.*)$", text, re.M) == [".ci/run"]
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    quality = (ROOT / "tests" / "test_quality.py").read_text(encoding="utf-8")
+    types = re.findall(r"entry: python -m (mypy .*)$", hooks, re.M)
+    assert types == [" ".join(re.findall(r'"([^"]+)"', quality[quality.index('"mypy"') :]))]
 
 
 RUN = """

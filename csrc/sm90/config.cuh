@@ -35,6 +35,8 @@ struct Config {
   // Segments differ in length, and some are none: a block for each, which the hardware hands out.
   static constexpr bool kOneTile = kPass != Pass::kWhole;
   static constexpr int kStates = kStates_;
+  // Its kernel has blocks of either kStates.
+  static constexpr bool kTwoShapes = kPass == Pass::kWhole && kKeys != 256;
   // Warpgroups that make triangles; a state of 256 channels leaves registers for one.
   static constexpr int kMakers = kKeys == 256 ? 1 : 3 - kStates;
   static constexpr int kThreads = 128 * (1 + kStates + kMakers);
@@ -205,7 +207,7 @@ GDN_HOST_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
 // throughout, and spill. In kernels of one shape ptxas does that by itself, and better.
 template <class C>
 GDN_DEVICE int thread_of() {
-  if constexpr (C::kPass == Pass::kWhole && C::kKeys != 256) {
+  if constexpr (C::kTwoShapes) {
     return thread_index();
   } else {
     return int(threadIdx.x);

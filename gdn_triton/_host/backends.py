@@ -36,7 +36,7 @@ class Forward(Protocol):
 if TYPE_CHECKING:
     from gdn_triton.chunk.sharded import ShardOps
 
-# plan(problem, operands): what runs that call of the recurrence, and those like it.
+# plan(problem, operands) returns a function that runs this call of the recurrence and its like.
 Plan = Callable[[RecurrentProblem, Operands], Run]
 
 
@@ -76,7 +76,7 @@ def _load_nothing() -> NoReturn:
 
 
 def missing(name: str, why: str) -> Backend[Any, Any]:
-    """In the place of a backend that an operator does not have. why: a sentence."""
+    """Stands in the list for a backend that an operator does not have. why: a sentence."""
     return Backend(name, lambda _: why, _load_nothing, exists=False)
 
 
@@ -135,7 +135,7 @@ class Operator(Generic[P, F]):
                 if reason is not None:
                     raise RuntimeError(f"GDN_BACKEND={requested} cannot run this call. {reason}")
                 return backend
-            # The log says so, whether or not it comes before the one that is chosen.
+            # The log names this refusal whether the backend comes before or after the chosen one.
             requested = f"{requested}, which {self.name} does not have and so takes for auto,"
         for backend in self.backends:
             reason = backend.supports(problem)
@@ -338,7 +338,7 @@ def sharded_cuda_supports(problem: Problem) -> str | None:
 
 # ---------------------------------------------------------------------- the operators of the rule
 
-# What is loaded is kept: an import of what is there already takes longer.
+# Loaded modules are cached: even an import statement of a loaded module takes longer.
 
 
 @functools.cache

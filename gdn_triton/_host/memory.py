@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gdn_triton._host.arguments import must
 
-# Shape, strides and dtype: where the elements of a tensor are, seen from the first.
+# Shape, strides and dtype: the places of a tensor's elements relative to the first.
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-# A number d from the first bound to the last, both counted, times a stride above 0.
+# (stride, first, last): any of the numbers d * stride, stride > 0, with first <= d <= last.
 Term: TypeAlias = tuple[int, int, int]
 
 # Two layouts that are not told apart within so many steps count as sharing memory. Slices,
@@ -60,8 +60,8 @@ class Apart:
         for w in writes:
             check_own_memory(self._names[w], self._layouts[w])
         sizes = [span(shape, strides) * dtype.itemsize for shape, strides, dtype in self._layouts]
-        # Of each that is written: which it is, its bytes, the bytes of those that it is compared
-        # with, and for the others a size that meets nothing.
+        # For each written tensor: its index, its bytes, and the bytes of every tensor that it is
+        # compared with; a size that overlaps nothing stands for the others.
         self._writes: list[tuple[int, int, tuple[int, ...]]] = []
         if len(present) > 1 and writes:
             for n, w in enumerate(writes):
@@ -183,7 +183,7 @@ def _reaches(given: Sequence[Term], low: int, high: int) -> bool:
         start = max(first, -((most[rest] - low) // stride))
         end = min(last, (high - least[rest]) // stride)
         if rest == 0:
-            # One number is as good as another.
+            # Any number in the range would do.
             end = min(end, start)
         steps += 1 + max(0, end - start)
         if steps > MOST_STEPS:

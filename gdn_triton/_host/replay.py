@@ -26,7 +26,7 @@ def replayed_gradients(
         ]
         sources = [x for x, want in zip(leaves, wanted, strict=True) if want and x is not None]
         pairs = zip(run(*leaves), from_above, strict=True)
-        # An output may hang on none of the wanted ones.
+        # An output may depend on none of the inputs whose gradients are wanted.
         given = [(y, dy) for y, dy in pairs if y is not None and y.requires_grad and dy is not None]
         if not given:
             return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in sources]

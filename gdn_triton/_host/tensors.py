@@ -30,13 +30,13 @@ _Gradient = TypeVar("_Gradient", Tensor, Tensor | None)
 
 PLAIN_TENSORS: Final = frozenset((Tensor, Parameter))
 _PLAIN: Final = PLAIN_TENSORS | {bool, float, int, str, type(None)}
-# Modes under which an operation is recorded, and its result has no elements or is no constant.
+# Modes that record an operation, whose result then has no elements or is no constant.
 _TRACING_MODES: Final = (
     torch._C._TorchDispatchModeKey.FAKE,
     torch._C._TorchDispatchModeKey.PROXY,
     torch._C._TorchDispatchModeKey.FUNCTIONAL,
 )
-# Set below autograd, as in the implementation of an operator.
+# The key that is excluded below autograd, as inside an operator's implementation.
 _AUTOGRAD: Final = torch._C.DispatchKey.AutogradFunctionality
 
 

@@ -40,7 +40,8 @@ def named(names: str, numbers: tuple[int, ...]) -> dict[str, int]:
 
 
 def row_arguments(name: str, strides: tuple[int, ...]) -> dict[str, int]:
-    """What kernels take of ``row_strides``: ALIGN_Q, stride_qb, stride_qt and stride_qh for "q"."""
+    """The arguments that kernels take of ``row_strides``: ALIGN_Q, stride_qb, stride_qt and
+    stride_qh for "q"."""
     return {
         f"ALIGN_{name.upper()}": strides[0],
         **named(f"{name}b {name}t {name}h", strides[1:]),

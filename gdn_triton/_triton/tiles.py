@@ -38,12 +38,12 @@ class Tile(NamedTuple):
         return launch
 
 
-# For kernels whose bits another one has to give as well, or another variant of the same source:
-# which of its sums a compiler fuses with a product differs between them. `tl.fma` always is one.
+# For kernels that must match another kernel, or another specialisation of themselves, bit for bit:
+# no sum is fused with a product, as the compiler would fuse other ones in each. `tl.fma` stays one.
 UNFUSED = {"enable_fp_fusion": False}
 
 # KiB of shared memory that one block may use, by what Triton compiles for. A kernel that needs more
-# does not launch; one that assumes less is only slower.
+# does not launch; a tile chosen for less is only slower.
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 LEAST_SHARED_MEMORY = 64
 
@@ -70,7 +70,7 @@ class Gpu(NamedTuple):
         return SHARED_MEMORY.get(self.arch, LEAST_SHARED_MEMORY) * 1024  # type: ignore[arg-type]
 
 
-# An H200's, where there is no GPU to ask.
+# The multiprocessors of an H200: taken where there is no GPU to ask.
 MULTIPROCESSORS = 132
 
 _gpus: dict[torch.device, Gpu] = {}
@@ -239,7 +239,7 @@ def maps_config(gpu: Gpu, K: int) -> Tile:
 
 @_kept
 def affine_config(gpu: Gpu, K: int, dtype: torch.dtype) -> Tile:
-    """As ``maps_config``, for any K and dtype."""
+    """The tile of the maps between ranks: that of ``maps_config`` where K and dtype allow it."""
     if dtype.itemsize == 4:
         return state_bwd_tile(gpu, padded(K, 256), 16, 2, dtype)
     return maps_config(gpu, K) if K <= MOST_SEGMENT_K else fused_tile(gpu, padded(K, 256), 32, 4, 2)
@@ -247,9 +247,9 @@ def affine_config(gpu: Gpu, K: int, dtype: torch.dtype) -> Tile:
 
 @_kept
 def affine_bwd_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
-    """That of the walk back. Of four-byte operands four warps would spill kilobytes on sm_80. They
-    spill no more than eight on Hopper, where Triton 3.6 lays the products of eight, 64 rows each,
-    out over 128 rows: an illegal memory access."""
+    """The tile of the maps of the walk back. Four-byte operands take eight warps, as four would
+    spill kilobytes on sm_80; not on Hopper, where four spill no more than eight and Triton 3.6 lays
+    the products of eight warps, 64 rows each, out over 128 rows: an illegal memory access."""
     back, _ = state_bwd_config(gpu, K, V, dtype, states)
     eight = dtype.itemsize == 4 and (gpu.compiler, gpu.arch) != ("cuda", 90)
     return back._replace(num_warps=8) if eight else back

@@ -139,7 +139,7 @@ def chunk_gated_delta_rule(
         chunk_size,
     )
     if cp_context is not None:
-        # Imported by the calls that need it: everybody else has no business with torch.distributed.
+        # Imported here because only calls with cp_context need torch.distributed.
         from gdn_triton.chunk.run_sharded import sharded
 
         if torch.compiler.is_compiling():
@@ -148,7 +148,7 @@ def chunk_gated_delta_rule(
             sharded = untraced(sharded)
         return sharded(x, cp_context)
     if is_traced(q):
-        # One opaque operator. Imported in a trace only: nobody else pays for its registration.
+        # A traced call is one opaque operator, whose registration only traced calls pay for.
         from gdn_triton.chunk.operators import traced
 
         return traced(x)

@@ -38,14 +38,14 @@ _SCHEMA = (
     "bool use_gate_in_kernel, int chunk_size"
 )
 
-# Where its parts end.
+# The number of leading fields that may have a gradient, and that are tensors.
 _DIFFERENTIABLE: Final = 8
 _TENSORS: Final = 11
 
 
 def _run(x: ChunkCall, problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """In the backend that serves the problem. What keeps tensors for a backward, or not, is outside
-    of an implementation."""
+    """Runs the call in the backend that serves it, without a gradient: the operator's autograd
+    formula, not its implementation, keeps tensors for the backward."""
     without = dataclasses.replace(problem, needs_grad=False)
     return CHUNK.choose(problem).load()(without, x.inputs, x.cu_seqlens)
 
@@ -98,7 +98,7 @@ def _without_contents(x: ChunkCall) -> ChunkCall:
 @torch.library.custom_op(
     "gdn_triton::chunk_gated_delta_rule_bwd",
     mutates_args=(),
-    # One gradient for each that is wanted, in the order of the differentiable arguments.
+    # One gradient for each argument that wants one, in the order of the differentiable arguments.
     schema=f"(Tensor? do, Tensor? dht, {_SCHEMA}, bool[] wanted) -> Tensor[]",
 )
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
@@ -166,7 +166,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*x[:_TENSORS])
     ctx.rest = x[_TENSORS:]
     ctx.set_materialize_grads(False)
-    # q is what the states do not depend on.
+    # The final state depends on every input but q: it needs no gradient when q alone does.
     if not x.output_final_state or not any(ctx.needs_input_grad[1:_DIFFERENTIABLE]):
         ctx.mark_non_differentiable(output[1])
 
@@ -197,8 +197,8 @@ def _warn_deprecated(message: str) -> bool:
     return True
 
 
-# A warning cannot be part of a graph. This one is given while the call is traced, so that there is
-# one a compilation; a constant has to come back.
+# A warning cannot be part of a graph. The trace gives this one, once a compilation; the function
+# returns a constant because a traced function must return something.
 warn_deprecated: Callable[[str], bool] = torch.compiler.assume_constant_result(_warn_deprecated)
 
 

@@ -134,7 +134,7 @@ def chunk_prefill(
         chunk_size,
     )
     if is_traced(state):
-        # One opaque operator. Imported in a trace only: nobody else pays for its registration.
+        # A traced call is one opaque operator, whose registration only traced calls pay for.
         from gdn_triton.chunk.prefill_operators import traced_prefill
 
         return traced_prefill(x)

@@ -39,7 +39,7 @@ def _new_checkpoints(x: PrefillCall) -> bool:
 @torch.library.custom_op(
     "gdn_triton::chunk_prefill",
     mutates_args=("state", "out", "state_checkpoints"),
-    # An operator cannot return None, nor what it was given: both are then empty, of shape [0].
+    # An operator can return neither None nor an argument: such an output is empty, of shape [0].
     schema=f"({_SCHEMA}) -> (Tensor o, Tensor state_checkpoints)",
 )
 def _prefill(*args: Any) -> tuple[Tensor, Tensor]:

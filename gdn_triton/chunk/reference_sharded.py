@@ -123,7 +123,7 @@ def gradients(
         found[i] = gradient
     if x.initial_state is not None:
         dstarts = dstarts.clone()
-        # Their state came from another rank, whose it is.
+        # These sequences' initial states came from another rank, which has their gradients.
         for n in layout.begun:
             dstarts[n] = 0
         found[Inputs._fields.index("initial_state")] = dstarts.to(x.initial_state.dtype)

@@ -56,7 +56,7 @@ class ShardOps(Protocol):
         needed: tuple[bool, ...],
         exchange: Exchange,
     ) -> tuple[Tensor | None, ...]:
-        """Of each of `Inputs` at least where needed; None where there is no such input."""
+        """The gradient of each of `Inputs` where needed; None where there is no such input."""
 
 
 def _key_first(state: Tensor | None, problem: Problem) -> Tensor | None:
@@ -76,7 +76,7 @@ class _ContextParallel(torch.autograd.Function):
         ctx.save_for_backward(*x, layout.cu_seqlens, kept.starts, kept.shifts)
         ctx.ops, ctx.problem, ctx.layout, ctx.offsets = ops, problem, layout, kept.offsets
         ctx.set_materialize_grads(False)
-        # q is what the states do not depend on.
+        # The final state depends on every input but q: it needs no gradient when q alone does.
         if final_state is not None and not any(ctx.needs_input_grad[4:]):
             ctx.mark_non_differentiable(final_state)
         return o, final_state
@@ -90,7 +90,7 @@ class _ContextParallel(torch.autograd.Function):
         x = Inputs(*tensors)
         x = x._replace(initial_state=_key_first(x.initial_state, p))
         needed = ctx.needs_input_grad[3:]
-        # Also where no gradient is needed or given here: the other ranks wait in the exchange.
+        # Every rank runs this, with a gradient or without: the other ranks wait in the exchange.
         found = Inputs(
             *ctx.ops.gradients(
                 p,

@@ -40,7 +40,7 @@ from gdn_triton.constants import CHUNK_SIZES
 _Arguments = ParamSpec("_Arguments")
 _Judgement = TypeVar("_Judgement")
 
-# Calls that `remembered` keeps; where lengths never repeat, they would be without end.
+# How many calls `remembered` keeps: a bound, as lengths may never repeat.
 MOST_REMEMBERED = 1024
 # Of a call's tensors, those that kernels read: up to cu_seqlens.
 _READ = ChunkCall._fields.index("cu_seqlens") + 1

@@ -217,7 +217,7 @@ def _judged_memory(layouts: tuple[Layout | None, ...]) -> Apart:
 
 
 def check_slots(p: Problem, pool: Pool, cu_seqlens: Tensor | None) -> None:
-    """What the slots hold, where they are CPU tensors."""
+    """Checks the contents of slots that are CPU tensors."""
     if p.device.type != "cpu":
         return
     last, slots = pool.last_skipped, pool.state.shape[0]

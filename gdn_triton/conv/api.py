@@ -89,7 +89,7 @@ def causal_conv1d(
         cu_seqlens,
     )
     if is_traced(x):
-        # One opaque operator. Imported in a trace only: nobody else pays for its registration.
+        # A traced call is one opaque operator, whose registration only traced calls pay for.
         from gdn_triton.conv.operators import traced_conv
 
         return traced_conv(args)

@@ -129,7 +129,7 @@ def validate_conv(args: ConvArguments, call: Call) -> ConvProblem:
 
 @functools.cache
 def _names(first: str) -> tuple[str, ...]:
-    """Of the arguments, as a caller knows them."""
+    """The names of the arguments, as a caller knows them."""
     return first, *ConvArguments._fields[1:]
 
 
@@ -352,7 +352,7 @@ def validate_conv_prep(args: ConvArguments, prep: PrepArguments) -> tuple[ConvPr
     """Checks the arguments of `gdn_triton.fused_conv_prep`: the convolution's, then the others."""
     problem = validate_conv(args, PREPARED)
     sizes = validate_post_conv(args.x, *prep, first="mixed_qkv", ranks=(2, 3))
-    # What no kernel can convolve has no result that a kernel could prepare.
+    # If no kernel can convolve x, no kernel gets a result to prepare.
     return problem, sizes if problem.unreadable is None else sizes._replace(
         unreadable=problem.unreadable
     )
@@ -366,8 +366,8 @@ def prep_needs_grad(problem: ConvProblem, prep: PrepArguments) -> bool:
 
 
 class PrepProblem(NamedTuple):
-    """What a validated call of `gdn_triton.fused_conv_prep` is chosen a backend by: what its two
-    parts are."""
+    """A validated call of `gdn_triton.fused_conv_prep`, from which its backend is chosen: its two
+    parts."""
 
     conv: ConvProblem
     sizes: Sizes
@@ -421,7 +421,7 @@ def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
 
 def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> Prepared:
     sizes, lead = problem.sizes, args.x.shape[:-1]
-    # Chosen first: a refusal leaves the states as they are.
+    # Choose before anything runs: a refusal then leaves the states as they are.
     second = POST_CONV.choose(sizes).load()
     y = run_valid_conv(problem.conv, args, PREPARED, prep).flatten(0, -2)
     gates = (x.reshape(-1, sizes.HV) for x in prep[:2])

@@ -47,7 +47,7 @@ _TRAINED: Final = 3
 
 
 def _stateless(*args: Any) -> ConvArguments:
-    """From x, weight, bias, activation, cu_seqlens."""
+    """The record of a call without states, from x, weight, bias, activation, cu_seqlens."""
     *first, cu_seqlens = args
     return ConvArguments._make((*first, None, None, None, None, "negative", cu_seqlens))
 
@@ -73,7 +73,7 @@ def _conv_fake(*args: Any) -> Tensor:
 @torch.library.custom_op(
     "gdn_triton::causal_conv1d_bwd",
     mutates_args=(),
-    # One gradient for each that is wanted, in the order of x, weight, bias.
+    # One gradient for each argument that wants one, in the order of x, weight, bias.
     schema=f"(Tensor dy, {_CONV}, Tensor? cu_seqlens, bool[] wanted) -> Tensor[]",
 )
 def _conv_backward(dy: Tensor, *args: Any) -> list[Tensor]:

@@ -40,7 +40,7 @@ class ConvOperands(NamedTuple):
 
 
 class PrepOperands(NamedTuple):
-    """What the preparation has besides, a and b [B, T, HV], and its sizes and flags."""
+    """The other inputs of the preparation: a and b [B, T, HV], and its sizes and flags."""
 
     a: Tensor
     b: Tensor

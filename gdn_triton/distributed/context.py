@@ -303,7 +303,7 @@ def shard_layout(cp_context: object) -> ShardLayout:
         tuple(intervals),
         (length,) * n_slots,
         places_of_slots(world_size, zigzag),
-        # What lies on the other ranks is not known here, and all must answer alike.
+        # This rank does not know what lies on the others, and all ranks must give the same answer.
         n_slots > 1,
     )
 
@@ -379,7 +379,7 @@ def _halo_sources(layout: ShardLayout, slot: int, width: int) -> list[tuple[int,
     for place in range(width):
         token = bounds[slot] - width + place
         if token >= 0:
-            # Not a slot without tokens: the last of those that begin there is filled.
+            # Of the slots that begin there, only the last one has tokens.
             holder = bisect_right(bounds, token) - 1
             sources.append((place, holder, token - bounds[holder + 1] + width))
     return sources
@@ -423,7 +423,7 @@ class _ConvHalo(torch.autograd.Function):
         for interval in layout.intervals:
             end += layout.lengths[interval.slot]
             end_of[interval.slot] = end
-        # In the order of the slots that used them, so that the sum has one order.
+        # Add in the order of the slots that used the tokens, so that the sum has one order.
         for slot in range(len(layout.lengths)):
             for place, holder, row in _halo_sources(layout, slot, width):
                 if holder in end_of:

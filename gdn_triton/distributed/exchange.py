@@ -26,7 +26,7 @@ def fold(layout: ShardLayout, b: Tensor, M: Tensor, *, back: bool) -> list[Tenso
     for interval in layout.intervals:
         state = None
         for slot in reversed(interval.after) if back else interval.before:
-            # In float64, whatever a product of float32 may be computed in.
+            # In float64: torch may compute a product of float32 in tf32.
             b, M = maps[layout.places[slot]].double().split([V, maps.shape[-1] - V], -1)
             state = b if state is None else torch.baddbmm(b, M.mT if back else M, state)
         incoming.append(None if state is None else state.to(maps.dtype))

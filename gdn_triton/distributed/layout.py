@@ -1,5 +1,4 @@
-"""How the shard of one rank hangs together with the shards of the others: leaf records, no torch
-calls.
+"""How the shard of one rank connects to the shards of the others: leaf records, no torch calls.
 
 All tokens of a call, over all ranks, are one packed row. It is cut into slots, numbered in the
 order of their tokens; a rank holds one of them, or two (`layout="zigzag"`), one after the other in
@@ -64,7 +63,7 @@ class ShardLayout:
 
 
 def slots_of_rank(rank: int, world_size: int, zigzag: bool) -> tuple[int, ...]:
-    """In the order in which the rank's row holds them."""
+    """The slots of a rank, in the order in which the rank's row holds them."""
     return (rank, 2 * world_size - 1 - rank) if zigzag else (rank,)
 
 
@@ -76,8 +75,8 @@ def places_of_slots(world_size: int, zigzag: bool) -> tuple[int, ...]:
 
 
 class Part(NamedTuple):
-    """What `cut_out` finds. sequences: which of all sequences the local ones are parts of. lengths:
-    the tokens of each. interval: with `first` and `last` counted from 0."""
+    """The result of `cut_out`. sequences: which of all sequences the local ones are parts of.
+    lengths: the tokens of each. interval: with `first` and `last` counted from 0."""
 
     sequences: tuple[int, ...]
     lengths: tuple[int, ...]

@@ -13,7 +13,7 @@ import torch
 LIBRARY = Path(__file__).with_name("_gdn_fast.so")
 BUILD_STATUS = Path(__file__).with_name("_build_status.txt")
 
-# Of a GPU: the library has machine code for Hopper and for nothing else.
+# The compute capability of a GPU that the library has machine code for: Hopper's alone.
 COMPUTE_CAPABILITY = (9, 0)
 
 
@@ -30,7 +30,7 @@ def why_unavailable() -> str | None:
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
-        # torch's own sentence only names the file.
+        # torch's own message only names the file.
         why = error.__cause__ or error
         return f"The CUDA library does not load with torch {torch.__version__}: {why}."
     refusal: str = torch.ops.gdn_fast.why_unavailable()

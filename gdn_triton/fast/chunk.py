@@ -14,7 +14,7 @@ from torch import Tensor
 from gdn_triton import fast
 from gdn_triton.chunk.problem import Gradients, Inputs, Pool, Problem
 
-# What the kernels read g, beta and the initial state in.
+# The dtypes in which the kernels read g, beta and the initial state.
 _SIDE_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
 

@@ -35,7 +35,7 @@ from gdn_triton.recurrent.validation import LAST_SKIPPED
 
 __all__ = ["GatedDeltaNet"]
 
-# The longest sequence that runs token by token where no gradient is wanted: that of FLA's layer.
+# The longest sequence that runs token by token where no gradient is wanted; FLA's layer has it too.
 RECURRENT_TOKENS: Final = 64
 # The longest that the convolution from a cache takes token by token, in one kernel with the states.
 CONV_STEP_TOKENS: Final = 8
@@ -372,7 +372,7 @@ class GatedDeltaNet(nn.Module):
             z = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim)).to(wide)
             y = y * (z.sigmoid() if self.output_gate_activation == "sigmoid" else F.silu(z))
         y = self.o_proj(y.to(o.dtype).flatten(-2))
-        # By selection, for the same reason.
+        # Select instead of multiplying, as 0 * NaN is NaN.
         return y if served is None else torch.where(served, y, 0)
 
     def _served(
@@ -415,7 +415,7 @@ class GatedDeltaNet(nn.Module):
             qkv, conv_state = self._convolve(qkv, cache, slots, cu_seqlens, longest)
         else:
             qkv = F.silu(qkv)
-        # The length last: a trace whose length is symbolic depends on it no more than it has to.
+        # Test the length last: a trace with a symbolic length gets a guard on it only if needed.
         by_token = not torch.is_grad_enabled() and (
             self.mode == "fused_recurrent" or longest <= RECURRENT_TOKENS
         )
@@ -462,7 +462,7 @@ class GatedDeltaNet(nn.Module):
             if cache is not None:
                 assert slots is not None and final_state is not None
                 cache.write(cache.recurrent_state, slots, final_state)
-        # Last, so that a call that raises has changed no state.
+        # Write the states last, so that a call that raises has changed none.
         if cache is not None and conv_state is not None:
             assert slots is not None and cache.conv_state is not None
             cache.write(cache.conv_state, slots, conv_state)

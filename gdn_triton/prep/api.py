@@ -85,7 +85,7 @@ def fused_post_conv_prep(
         output_g_exp,
     )
     if is_traced(conv_output):
-        # One opaque operator. Imported in a trace only: nobody else pays for its registration.
+        # A traced call is one opaque operator, whose registration only traced calls pay for.
         from gdn_triton.prep.operators import traced
 
         return traced(*args)

@@ -29,16 +29,16 @@ from gdn_triton._host.tensors import resolved, why_unreadable
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
-# The tensors but the first, which a call may know by another name.
+# The names of the tensors but the first, whose name differs between callers.
 _TENSORS = ("a", "b", "A_log", "dt_bias")
 _SIZES = ("num_k_heads", "head_k_dim", "head_v_dim")
 _FLAGS = ("apply_l2norm", "output_g_exp")
 
 
 class Sizes(NamedTuple):
-    """What a validated call is chosen a backend by. wide: some input is float64. needs_grad: grad
-    mode is on and some input requires a gradient, which validation does not judge. unreadable: a
-    sentence why no kernel can take the tensors, or None."""
+    """A validated call, from which its backend is chosen. wide: some input is float64. needs_grad:
+    grad mode is on and some input requires a gradient, which validation does not judge. unreadable:
+    a sentence why no kernel can take the tensors, or None."""
 
     H: int
     HV: int
@@ -75,7 +75,7 @@ def validate_post_conv(
     H, K, V = num_k_heads, head_k_dim, head_v_dim
     names = (first, *_TENSORS)
     tensors = (x, a, b, A_log, dt_bias)
-    # One test of all, for it is on every call; the messages are looked for once it has failed.
+    # One test of everything, as every call pays for it; only its failure looks for the message.
     if not (
         isinstance(x, Tensor)
         and isinstance(a, Tensor)

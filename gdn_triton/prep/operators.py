@@ -54,7 +54,7 @@ def _forward_fake(*args: Any) -> Prepared:
 @torch.library.custom_op(
     "gdn_triton::fused_post_conv_prep_bwd",
     mutates_args=(),
-    # One gradient for each that is wanted, in the order of the tensors.
+    # One gradient for each tensor that wants one, in the order of the tensors.
     schema=f"(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dg, Tensor? dbeta, {_SCHEMA}, "
     "bool[] wanted) -> Tensor[]",
 )

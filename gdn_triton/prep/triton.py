@@ -32,9 +32,9 @@ class Config(NamedTuple):
     num_warps: int
 
 
-# One load of 16 bytes a thread: the more warps there are, the more of them wait for memory at once.
+# One load of 16 bytes a thread: more warps keep more loads in flight than more loads a warp do.
 TOKEN_MAJOR = Config(4096, num_warps=8)
-# Turned over in the program: runs of 64 tokens come in, runs of 128 16-bit channels go out.
+# Transposed in the program: it loads runs of 64 tokens and stores runs of 128 16-bit channels.
 CHANNEL_MAJOR = Config(16384, num_warps=4)
 
 

@@ -105,7 +105,7 @@ def fused_recurrent_gated_delta_rule(
         state_v_first,
     )
     if is_traced(q):
-        # One opaque operator. Imported in a trace only: nobody else pays for its registration.
+        # A traced call is one opaque operator, whose registration only traced calls pay for.
         from gdn_triton.recurrent.operators import traced_sequences
 
         return traced_sequences(x, options)
@@ -253,7 +253,7 @@ def _step_operands(
         g, beta = a, b
     else:
         _refuse("g", b=b)
-    # Validation sees to it that none is missing.
+    # Validation has refused a call that lacks one of them.
     return Operands(
         q,  # type: ignore[arg-type]
         k,  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ _SEQUENCES = (
 
 
 def _sequences(args: Sequence[Any]) -> tuple[Operands, SequenceOptions]:
-    """From the arguments of `_SEQUENCES`."""
+    """The records of a sequence call, from the arguments of `_SEQUENCES`."""
     x = Operands._make((*args[:_DIFFERENTIABLE], None, None, args[_DIFFERENTIABLE], None))
     return x, SequenceOptions(*args[_TENSORS:])
 
@@ -68,7 +68,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "gdn_triton::fused_recurrent_bwd",
     mutates_args=(),
-    # One gradient for each that is wanted, in the order of the differentiable operands.
+    # One gradient for each operand that wants one, in the order of the differentiable operands.
     schema=f"(Tensor? do, Tensor? dht, {_SEQUENCES}, bool[] wanted) -> Tensor[]",
 )
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
@@ -90,7 +90,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*inputs[:_TENSORS])
     ctx.rest = inputs[_TENSORS:-1]
     ctx.set_materialize_grads(False)
-    # q is what the states do not depend on.
+    # The final state depends on every input but q: it needs no gradient when q alone does.
     asked = SequenceOptions(*ctx.rest).output_final_state
     if not asked or not any(ctx.needs_input_grad[1:_DIFFERENTIABLE]):
         ctx.mark_non_differentiable(output[1])
@@ -139,7 +139,8 @@ _STEP = (
 
 
 def _step_call(args: Sequence[Any], out: Tensor | None = None) -> tuple[Operands, StepOptions]:
-    """From the arguments of `_STEP`, without out. A mixed tensor came as q alone."""
+    """The records of a step, from the arguments of `_STEP` but out. A mixed tensor came as q
+    alone."""
     q, k, v, g, beta, A_log, dt_bias, state, read_slots, write_slots, cu_seqlens = args[:11]
     options = StepOptions(*args[11:])
     if options.is_mixed:

@@ -24,7 +24,7 @@ from gdn_triton.recurrent.validation import (
     validate_step,
 )
 
-# Once there are as many plans, none is kept and all are made anew.
+# When there are so many plans, all are dropped and made anew.
 MOST_PLANS = 4096
 
 
@@ -98,7 +98,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     key = (
         options,
-        # True and 1 are equal, and one of them is an error.
+        # The types too: True == 1 as a key, but validation refuses one of the two.
         *map(type, options),
         *map(_known, x),
         torch.is_grad_enabled(),
@@ -116,10 +116,10 @@ def _run(
         check_contents(problem, x)
         inputs = resolved(x)
         if inputs is not x:
-            # Of other strides, so by another plan.
+            # The copy has other strides, so another plan serves it.
             return _run(operator, inputs, options, judge, judge_memory)
         if transformed:
-            # What no key shows of a tensor.
+            # Properties of a tensor that the key does not hold.
             return operator.choose(problem).load()(problem, x)(x)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
@@ -134,7 +134,7 @@ def _run(
 
 
 def _known(x: object) -> object:
-    """What a plan may depend on of a tensor: all but its contents and its address."""
+    """All that a plan may depend on of an argument: of a tensor, not its contents and address."""
     if x is None:
         return None
     if isinstance(x, Tensor):

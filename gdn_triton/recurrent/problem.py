@@ -70,7 +70,7 @@ class Operands(NamedTuple):
     out: Tensor | None = None
 
 
-# What runs calls like a given one: o, and the final states of a sequence call that asks for them.
+# Runs calls like a given one. Returns o, and the final states if a sequence call asks for them.
 Run = Callable[[Operands], tuple[Tensor, Tensor | None]]
 
 

@@ -40,7 +40,7 @@ from gdn_triton._host.tensors import check_written, why_unreadable
 from gdn_triton.conv.problem import ConvOperands, ConvProblem
 from gdn_triton.recurrent.problem import Operands, RecurrentProblem
 
-# `skip`: the last slot that is padding.
+# `skip` by name: the largest slot number that is padding.
 LAST_SKIPPED: Final = {"negative": -1, "non_positive": 0}
 
 
@@ -310,7 +310,7 @@ def _named(x: Operands, state: str, g: str = "g", beta: str = "beta") -> list[tu
 
 
 def _why_unreadable(x: Operands, q: str, state: str, g: str, beta: str) -> str | None:
-    """Of the operands, by the names that callers know."""
+    """A sentence why no kernel can read an operand, by the names that callers know; or None."""
     names = {"q": q, "state": state, "g": g, "beta": beta}
     return why_unreadable([names.get(name, name) for name in x._fields], x)
 
@@ -380,7 +380,7 @@ def _check_lead(name: str, x: Tensor, dims: int, sizes: str, packed: bool) -> No
 def _check_mixed(
     mixed: Tensor, HV: int, K: int, V: int, packed: bool
 ) -> tuple[tuple[int, ...], int]:
-    """Its dimensions before the last, and H."""
+    """Checks mixed_qkv; returns its dimensions before the last, and H."""
     _check_lead("mixed_qkv", mixed, 1, "2 * H * K + HV * V", packed)
     keys = mixed.shape[-1] - HV * V
     if K < 1 or keys < 2 * K or keys % (2 * K) != 0:

@@ -183,7 +183,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _triangular_solve(A: Tensor, B: Tensor, upper: bool) -> Tensor:
-    """As `_TriangularSolve`. Its derivatives ignore autocast."""
+    """Solves as `_TriangularSolve` does; its derivatives ignore autocast."""
     if not _records(A, B):
         return _TriangularSolve.forward(A, B, upper)
     X: Tensor = _TriangularSolve.apply(A, B, upper)  # type: ignore[no-untyped-call]
@@ -337,7 +337,7 @@ class States:
 
 
 class Rows:
-    """What the steps of a walk make, one row for each chunk, put together.
+    """The results of a walk's steps, one row for each chunk, in one tensor.
 
     Where nothing is recorded each row is copied at once to its place in one tensor. A list of small
     tensors that stay, made between states that come and go, would leave holes in the heap that are
@@ -350,7 +350,8 @@ class Rows:
         self._places: Iterator[Tensor] | None = None
 
     def add(self, x: Tensor) -> None:
-        """What the next step made, [counts[t], ...]; either all of it is recorded or none."""
+        """Takes the result of the next step, [counts[t], ...]. Autograd records every step or
+        none."""
         if x.requires_grad:
             self._made.append(x)
             return

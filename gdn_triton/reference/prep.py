@@ -47,7 +47,7 @@ def fused_post_conv_prep(
     g = gate(a.to(wide), A_log, dt_bias)
     g = g.exp() if output_g_exp else g
     beta = beta_sigmoid(b.to(wide))
-    # New tensors, laid out alike, whatever the strides of the arguments.
+    # Return new contiguous tensors, whatever the strides of the arguments.
     return _fresh(q), _fresh(k), _fresh(v), _fresh(g), _fresh(beta)
 
 

@@ -150,7 +150,7 @@ def recurrent(
 
 
 class _Tokens(NamedTuple):
-    """Of every token, laid out to meet a state [K, V]: all are [B, T, HV, rows, columns]."""
+    """The inputs of every token, laid out to meet a state [K, V]: [B, T, HV, rows, columns]."""
 
     q: Tensor  # [.., 1, K]
     k: Tensor  # [.., 1, K]

@@ -12,6 +12,7 @@ template <class Type>
 struct Alone {
   using T = Type;
   static constexpr int kKeys = backward::kChannels, kStates = 1;
+  static constexpr bool kTwoShapes = false;
 };
 }  // namespace
 }  // namespace backward
@@ -63,8 +64,8 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
   wait_for(sm.full, 0);
   if (place.rows < kChunk) {  // of the next sequence, perhaps NaN
     for (int i = 0; i < 2; ++i) {
-      clear_rows(sm.k[i], place.rows);
-      clear_rows(sm.q[i], place.rows);
+      clear_rows<C>(sm.k[i], place.rows);
+      clear_rows<C>(sm.q[i], place.rows);
     }
   }
   fence_async_proxy();

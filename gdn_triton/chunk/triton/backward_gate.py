@@ -111,7 +111,7 @@ def gate_bwd_kernel(
             b_g += tl.load(dt_bias + i_hv).to(tl.float32)
         b_slope = tl.where(b_g > THRESHOLD, 1.0, 1 / (1 + tl.exp(-b_g)))
         b_g = -rate * softplus(b_g, THRESHOLD)
-        # Comparisons that a NaN fails: it must stay one.
+        # A NaN fails both comparisons and so stays a NaN.
         closed = (b_g * RCP_LN2 < FLOOR) | (o_t >= n_rows)
         tl.store(sums + o_sums, tl.sum(tl.where(closed, 0.0, b_dg * b_g), 0))
         b_dg = tl.where(closed, 0.0, -rate * b_slope * b_dg)

@@ -63,7 +63,8 @@ def walk_forward(
     A_IS_STRICT: tl.constexpr,
     HAS_H0: tl.constexpr,
 ):
-    """From a sequence's first chunk to its last. Pointers are to its first row and chunk slot."""
+    """Walks from a sequence's first chunk to its last. Pointers are to its first row and chunk
+    slot."""
     dtype: tl.constexpr = p_A.dtype.element_ty
     o_t = tl.arange(0, BT)[:, None]
     o_c = tl.arange(0, BT)[None, :]
@@ -141,7 +142,8 @@ def walk_back(
     HAS_DHT: tl.constexpr,
     STORE_DH0: tl.constexpr,
 ):
-    """From a sequence's last chunk to its first. Pointers are to its first row and chunk slot."""
+    """Walks from a sequence's last chunk to its first. Pointers are to its first row and chunk
+    slot."""
     dtype: tl.constexpr = p_A.dtype.element_ty
     o_t = tl.arange(0, BT)[:, None]
     o_c = tl.arange(0, BT)[None, :]
@@ -188,8 +190,8 @@ def walk_back(
 
         b_kdh = tl.dot(b_k, b_dhd, input_precision=PRECISION)
         b_dv = tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
-        # Not a sum: of that Triton makes a product that starts from own do, and what a product
-        # starts from is not loaded ahead of its chunk, but waited for.
+        # tl.fma and not a sum: Triton would turn a sum into a product that accumulates onto own do,
+        # and it loads no accumulator ahead of its chunk, so the chunk would wait for own.
         b_dv = tl.fma(b_own, b_do.to(tl.float32), b_dv)
         b_dv += b_kdh * decay_between(g_last, b_g, valid)
         if A_IS_STRICT:

@@ -113,7 +113,7 @@ def make_chunks(
     N = cu_seqlens.shape[0] - 1
     NT = max_chunks(T, N, chunk_size)
     cu_seqlens = cu_seqlens.contiguous()
-    # One allocation for both tables: a call's host time is mostly allocations and launches.
+    # One allocation for both tables: allocations and launches are most of a call's host time.
     tables = torch.empty(NT * 2 + N + 1, dtype=torch.int32, device=cu_seqlens.device)
     chunk_rows, chunk_offsets = tables[: NT * 2], tables[NT * 2 :]
     metadata_launch(last_skipped)(

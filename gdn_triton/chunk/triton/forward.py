@@ -36,7 +36,8 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def readable_inputs(x: Inputs) -> Inputs:
-    """As the kernels read them: q, k and v ``readable``, A_log and dt_bias without a stride."""
+    """The inputs as kernels read them: q, k and v ``readable``, A_log and dt_bias without a
+    stride."""
     A_log, dt_bias = (None if y is None else y.contiguous() for y in (x.A_log, x.dt_bias))
     return Inputs(
         readable(x.q),

@@ -127,8 +127,8 @@ def fused_fwd_kernel(
     o_v = (i_v * BV + tl.arange(0, BV))[None, :]
     in_k, in_v = o_k < K, o_v < V
     in_row = o_k[None, :] < K_ROW
-    # A walk is a sequence, or a segment of one. Rows of no sequence are one of sequence N, with a
-    # negative count.
+    # A walk is a sequence, or a segment of one. The rows after the last sequence form walk number N
+    # of a head, whose count is negative.
     ends = True
     if IN_SEGMENTS:
         i_b, row, n_rows = chunk_span(i_w, walk_rows, T, NW, segment, IS_VARLEN)
@@ -152,7 +152,7 @@ def fused_fwd_kernel(
             i_h0 = slot
     elif IS_VARLEN:
         if i_n == N:
-            # o is zero there.
+            # These rows belong to no sequence: their o is zero.
             zeros = tl.zeros([BT, BV], dtype=o.dtype.element_ty)
             for start in range(0, -n_rows, BT):
                 p_o = o + ((row + start) * HV + i_hv) * V
@@ -351,7 +351,7 @@ def fused_fwd(
     h0, h0_strides = initial_state, state_strides(initial_state, state_v_first)
     gpu = gpu_of(v.device)
     if segments is None:
-        # One sequence more than there are: the rows that belong to none.
+        # One walk more than sequences: it writes the rows that belong to no sequence.
         walks, segment, BN = N + 1 if is_varlen else N, 0, 1
         config = fused_config(gpu, K, V, N * HV, short=B * T <= 2 * BT * N)
     else:

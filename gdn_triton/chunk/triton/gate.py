@@ -17,8 +17,8 @@ from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
 # 64 rows x 8 heads of fp32 are one 32-byte sector a row, and 4 values a thread of 4 warps.
 HEADS_PER_PROGRAM = 8
-# Of decays, which are summed in integers and so to the same bits by any threads, wherever there are
-# so many heads: 16 values a thread of 2 warps need fewer exchanges between threads.
+# Heads of a tile of decays, where there are so many: 16 values a thread of 2 warps need fewer
+# exchanges between threads. Decays are summed in integers, so the tile changes no bit.
 DECAY_HEADS_PER_PROGRAM = 16
 SIGMOID_BLOCK = 1024
 
@@ -89,7 +89,7 @@ def chunk_cumsum_kernel(
         b_x = log_decay(b_x, b_A[None, :], THRESHOLD)
     b_x *= scale
     if IS_DECAY:
-        # A comparison, not a maximum: a NaN must stay one.
+        # A comparison keeps a NaN; a maximum would drop it.
         b_x = tl.where(b_x < FLOOR, FLOOR, b_x)
         b_x = decay_cumsum(tl.where(mask, b_x, 0.0))
     else:

@@ -17,7 +17,7 @@ import triton.language as tl
 def merge_blocks(
     b_X, b_A, BT: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr
 ):
-    """From the inverses of the diagonal blocks of SIZE rows to those of 2 SIZE rows."""
+    """Makes the inverses of the diagonal blocks of 2 SIZE rows from those of SIZE rows."""
     o_t = tl.arange(0, BT)
     o_block, o_pair = o_t // SIZE, o_t // (2 * SIZE)
     below = (o_pair[:, None] == o_pair[None, :]) & (o_block[:, None] > o_block[None, :])
@@ -82,5 +82,6 @@ def fits_half(b_kk, b_beta, BT: tl.constexpr):
     b_most = b_kk * tl.maximum(b_beta / 2.1, 0.25)[:, None]
     b_most = tl.maximum(b_most, b_beta[:, None] / 4)
     b_most = tl.where(o_t[:, None] == o_t[None, :], b_most, 0.0)
-    # As one vector: for Blackwell, Triton 3.6 cannot compile two reductions of a product in a row.
+    # One reduction of a vector: for Blackwell, Triton 3.6 cannot compile two reductions of a
+    # product in a row.
     return tl.max(tl.reshape(b_most, [BT * BT]), 0) <= 1

@@ -8,10 +8,10 @@ import triton.language as tl
 from gdn_triton._triton.strides import named, row_strides, state_strides
 from gdn_triton.chunk.problem import Pool
 
-# What a compiled kernel may depend on of a pool: strides, and which slots are padding.
+# The properties of a pool that a kernel is compiled for: strides, and which slots are padding.
 PoolLayout = tuple[int, ...]
 
-# Where there is no pool.
+# Stands for the pool of a call that has none.
 _POINTERS = ("read_slots", "write_slots", "has_state", "checkpoints", "checkpoint_slots")
 _NO_POINTERS: dict[str, torch.Tensor | None] = dict.fromkeys(_POINTERS)
 _NO_NUMBERS = {"every": 0, "M": 0}
@@ -51,7 +51,8 @@ def store_checkpoint(
 
 
 def pool_pointers(pool: Pool | None) -> dict[str, torch.Tensor | None]:
-    """Where the states of a walk are, in the order of the kernels' parameters."""
+    """The pointers that say where the states of a walk are, in the order of the kernels'
+    parameters."""
     if pool is None:
         return _NO_POINTERS
     flags = pool.has_initial_state
@@ -60,7 +61,7 @@ def pool_pointers(pool: Pool | None) -> dict[str, torch.Tensor | None]:
 
 
 def pool_layout(pool: Pool | None, state_v_first: bool) -> PoolLayout:
-    """For ``pool_arguments``."""
+    """The layout of a pool, from which ``pool_arguments`` makes compile-time arguments."""
     if pool is None:
         return -1, 0, 0, 0, 0, 0, 0
     slot, head, _, _ = state_strides(pool.state, state_v_first)
@@ -69,7 +70,7 @@ def pool_layout(pool: Pool | None, state_v_first: bool) -> PoolLayout:
 
 
 def pool_arguments(layout: PoolLayout) -> dict[str, int]:
-    """What a kernel is compiled with."""
+    """The compile-time arguments of a kernel."""
     last_skipped, *strides = layout
     return {"LAST_SKIPPED": last_skipped, **named("htn hth cn ch ck cv", tuple(strides))}
 

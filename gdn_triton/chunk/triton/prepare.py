@@ -144,7 +144,7 @@ def prepare_fwd_kernel(
     IS_16_BIT: tl.constexpr = dtype.primitive_bitwidth == 16
     half = IS_16_BIT and fits_half(b_A, b_beta, BT)
     b_A = tl.where(below, b_A * (decay * b_beta[:, None]), 0.0)
-    # Stored in each branch: a tile that leaves one would have to have one layout in both.
+    # Each branch stores its own tile: a tile that left the branches would need one layout in both.
     if half:
         b_X = invert_unit_lower(b_A, BT, PRECISION, True)
         b_X = tl.where(below, b_X, 0.0)

@@ -107,7 +107,7 @@ def _local_problem(problem: Problem, walks: int) -> Problem:
 
 
 class _Maps(NamedTuple):
-    """Of the walks whose maps are needed: b (or c) and M, and where each lies in them."""
+    """b (or c) and M of the walks whose maps are needed, and where each walk lies in them."""
 
     offsets: Tensor
     shifts: Tensor
@@ -115,7 +115,7 @@ class _Maps(NamedTuple):
     shift_of: dict[int, int]
 
     def b(self, walk: Walk) -> Tensor:
-        # In float64, whatever a product of float32 may be computed in.
+        # In float64: torch may compute a product of float32 in tf32.
         return self.offsets[self.offset_of[walk.number]].double()
 
     def M(self, walk: Walk) -> Tensor:
@@ -306,7 +306,7 @@ def gradients(
     if p.N != problem.N:
         firsts = tuple(mine[0].number for mine in walks)
         dh0 = dh0.index_select(0, _on_device(firsts, dh0.device))
-    # Their state came from another rank, whose it is.
+    # These sequences' initial states came from another rank, which has their gradients.
     for n in layout.begun:
         dh0[n] = 0
     return tuple(found._replace(initial_state=dh0.to(x.initial_state.dtype)))

@@ -84,7 +84,7 @@ def wy_fwd_kernel(
             p_k + (o_t[:, None] * stride_kt + o_k), mask=valid[:, None] & (o_k < K), other=0
         ).to(dtype)
         b_A = tl.dot(b_k, tl.trans(b_k), b_A, input_precision=PRECISION)
-    # Without the rows past the end: their g is 0, and 2^(0 - g_j) may be inf.
+    # Mask the rows past the end: their g is 0, and 2^(0 - g_j) may be inf.
     below = (o_t[:, None] > o_t[None, :]) & valid[:, None]
     b_A *= b_beta[:, None] * decay_between(b_g[:, None], b_g[None, :], below)
     # 0 * inf or 0 * NaN of a key's product with itself or a later key must not survive the mask.

@@ -69,7 +69,7 @@ def gradient_columns(
     before = (token(x, row - 1, stride_xt, p_c, in_c, first, end).to(tl.float32),)
     for i in tl.static_range(1, W - 1):
         before += (token(x, row - (1 + i), stride_xt, p_c, in_c, first, end).to(tl.float32),)
-    # dz of the tokens before the one at hand.
+    # dz of the tokens before the current one.
     zeros = tl.zeros(before[0].shape, dtype=tl.float32)
     z_before = (zeros,)
     for _ in tl.static_range(1, W - 1):
@@ -89,7 +89,7 @@ def gradient_columns(
             if f.bias is not None:
                 s_bias += z0
         if r >= W - 1:
-            # The token W - 1 before, which all of these hang on.
+            # The token W - 1 before this one, whose gradient depends on all of these tokens.
             b_dx = z0 * w[W - 1]
             of_before = z_before[0] * w[W - 2]
             for i in tl.static_range(1, W - 1):

@@ -182,7 +182,7 @@ def conv_block(
     if IS_PACKED:
         i_n = sequence_of(i_row, packed)
         first = tl.load(packed.cu_seqlens + i_n).to(tl.int64) - i_row
-        # The rows of no sequence end with the last.
+        # The rows of no sequence end with the last row of the call.
         p_end = packed.cu_seqlens + i_n + 1
         whole = tl.load(p_end, mask=i_n < packed.N, other=T).to(tl.int64) >= i_row + n_rows
         valid = i_n < packed.N
@@ -226,8 +226,8 @@ def conv_block(
             for i_r in range(R):
                 o_t = row + i_r
                 if (i_r == 0) | (((starts >> i_r) & FIRST_ROWS) != 0):
-                    # A lane starts, or goes on to another sequence. What a row's sequence starts
-                    # from may be put in its place again.
+                    # A lane starts a sequence or moves on to another one. Setting the rows before a
+                    # sequence's start a second time changes nothing.
                     n = sequence_of(i_row + o_t, packed)
                     firsts = tl.load(packed.cu_seqlens + n).to(tl.int64) - i_row
                     firsts = tl.maximum(firsts, -W).to(tl.int32)

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from gdn_triton._triton.tiles import compiler
 
-# What kernels hand to their helpers together. In a record Triton makes a value of a compile-time
-# constant: those go apart.
+# Values that kernels hand to their helpers together. Compile-time constants are passed apart:
+# inside a record Triton turns them into run-time values.
 
 
 class Filter(NamedTuple):
@@ -60,7 +60,7 @@ def logistic(x, NVIDIA: tl.constexpr):
 
 @triton.jit
 def tap(f, o_c, in_c, BACK: tl.constexpr, W: tl.constexpr, AS_ROW: tl.constexpr):
-    """What multiplies the token BACK before: fp32 [channels], or [1, channels]."""
+    """The weights of the token BACK places before: fp32 [channels], or [1, channels]."""
     p_w = f.weight + o_c.to(tl.int64) * f.stride_c + (W - 1 - BACK) * f.stride_w
     w = tl.load(p_w, mask=in_c, other=0).to(tl.float32)
     return w[None, :] if AS_ROW else w
@@ -68,7 +68,7 @@ def tap(f, o_c, in_c, BACK: tl.constexpr, W: tl.constexpr, AS_ROW: tl.constexpr)
 
 @triton.jit
 def taps(f, o_c, in_c, W: tl.constexpr, AS_ROW: tl.constexpr):
-    """What multiplies a token and each before it, a tuple of W; and the bias, or 0."""
+    """The weights of a token and of each before it, a tuple of W; and the bias, or 0."""
     w = (tap(f, o_c, in_c, 0, W, AS_ROW),)
     for back in tl.static_range(1, W):
         w += (tap(f, o_c, in_c, back, W, AS_ROW),)

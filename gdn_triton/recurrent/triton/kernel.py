@@ -244,7 +244,7 @@ def recurrent_fwd_kernel(
         next_k = tl.load(p_k, mask=in_q, other=0)
         next_v = tl.load(p_v, mask=in_token, other=0)
 
-        # A factor of all of q or k is a factor of what they are summed into, so it goes there.
+        # A factor of all of q or k multiplies the sums that q or k enters, not its elements.
         of_q, of_k = scale, 1.0
         qq, kk, qk = products(b_q, b_k)
         if USE_QK_L2NORM:
@@ -293,7 +293,7 @@ def recurrent_fwd_kernel(
             b_h *= column_decay[None, :]
         b_h = tl.fma(b_h, decay, b_k[:, None] * b_v[None, :])
         if ht is not None:
-            # What the next token reads is what memory would have kept of the state.
+            # Round the state as memory would: the next token reads what a call of its own would.
             kept = b_h.to(ht.dtype.element_ty)
             b_h = kept.to(tl.float32)
             if EVERY_TOKEN:
@@ -332,7 +332,7 @@ def recurrent_config(K: int, V: int, state_v_first: bool) -> Tile:
     return Tile(BK, BV, max(1, BK * BV // (32 * STATE_OF_A_THREAD)), 1)
 
 
-# States that do not fit the cache are gone before the next step; those that do may stay.
+# The cache evicts states that do not fit it before the next step reads them; others may stay.
 STATES_BEYOND_CACHE = 2**26
 
 
