@@ -121,7 +121,8 @@ _conv_backward.register_autograd(_differentiate_twice)
 @torch.library.custom_op(
     "gdn_triton::causal_conv1d_state",
     mutates_args=("state",),
-    schema=f"({_CONV}, {_STATE}, Tensor? cu_seqlens, bool is_step) -> Tensor",
+    schema=f"({_CONV}, {_STATE}, Tensor? cu_seqlens, Tensor? num_accepted_tokens, bool is_step) "
+    "-> Tensor",
 )
 def _conv_state(*args: Any) -> Tensor:
     with operator_counts_writes():
@@ -213,5 +214,6 @@ def traced_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
     elif args.state is None:
         q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep(*args[:4], args.cu_seqlens, *prep)
     else:
-        q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep_state(*args, *prep)
+        # Of a prefill, which has no accepted tokens.
+        q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep_state(*args[:10], *prep)
     return q, k, v, g, beta
