@@ -49,7 +49,7 @@ _TRAINED: Final = 3
 def _stateless(*args: Any) -> ConvArguments:
     """From x, weight, bias, activation, cu_seqlens."""
     *first, cu_seqlens = args
-    return ConvArguments._make((*first, None, None, None, None, "negative", cu_seqlens))
+    return ConvArguments(*first, None, None, None, None, "negative", cu_seqlens)
 
 
 # ------------------------------------------------------------------------------- without a state

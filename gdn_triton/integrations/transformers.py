@@ -31,7 +31,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -39,6 +39,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gdn_triton.chunk.api import chunk_gated_delta_rule
+from gdn_triton.integrations._places import ABSENT, Patches, Place, Target
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
 __all__ = ["Place", "Status", "disable", "enable", "status"]
@@ -55,19 +56,6 @@ ATTRIBUTES = {
     "recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
 }
 PACKAGES = ("transformers", "transformers_modules")  # the second holds a model repository's code
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a modeling module reaches an op: `name`, dotted, and which `op` of ours runs there, or
-    None and the `reason` why none does."""
-
-    name: str
-    op: str | None
-    reason: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name}: {f'gdn_triton.{self.op}' if self.op else f'not ours: {self.reason}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,40 +76,7 @@ class Status:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Target:
-    """`name` of `owner`, a module or a class of it, where our `op` belongs."""
-
-    owner: Any
-    name: str
-    op: str
-
-    @property
-    def path(self) -> str:
-        if isinstance(self.owner, type):
-            return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
-        return f"{self.owner.__name__}.{self.name}"
-
-    @property
-    def now(self) -> Any:
-        return vars(self.owner).get(self.name, _ABSENT)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Patch:
-    """What was at a target, and what we put there."""
-
-    target: _Target
-    before: Any
-    ours: Any
-
-    @property
-    def in_place(self) -> bool:
-        return self.target.now is self.ours
-
-
-_ABSENT = object()
-_patches: list[_Patch] = []
+_patches = Patches()
 _asked: list[ModuleType] = []  # modules that were named to `enable`
 
 
@@ -163,15 +118,9 @@ def disable() -> Status:
     and named in the returned status."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
-    for patch in reversed(_patches):
-        if not patch.in_place:
-            continue
-        if patch.before is _ABSENT:
-            delattr(patch.target.owner, patch.target.name)
-        else:
-            setattr(patch.target.owner, patch.target.name, patch.before)
+    _patches.take_back()
     found = status()
-    _patches.clear()
+    _patches.made.clear()
     _asked.clear()
     return found
 
@@ -198,7 +147,7 @@ def _ops(module: ModuleType) -> dict[str, Op]:
     as `seq_idx` or `max_length_q`, are for the model's other parts, and transformers' own functions
     drop them too.
     """
-    convolution = vars(module).get("causal_conv1d_fn", _ABSENT)
+    convolution = vars(module).get("causal_conv1d_fn", ABSENT)
     installed = importlib.util.find_spec("causal_conv1d") is not None
     in_torch = convolution is None or (inspect.isroutine(convolution) and not installed)
 
@@ -327,7 +276,7 @@ def _layers(module: ModuleType) -> Iterator[tuple[type, set[str]]]:
             yield cls, set().union(*(_names(method, set()) for method in methods))
 
 
-def _targets(module: ModuleType) -> tuple[list[_Target], str | None]:
+def _targets(module: ModuleType) -> tuple[list[Target], str | None]:
     """Where our ops belong in a module; or none, and why not if it does have gated delta rules."""
     if not any("gated_delta_rule" in name for name in vars(module)):
         return [], None
@@ -335,9 +284,9 @@ def _targets(module: ModuleType) -> tuple[list[_Target], str | None]:
     for cls, names in _layers(module):
         called |= names.issuperset(FUNCTIONS)
         if names.issuperset(ATTRIBUTES):
-            targets += [_Target(cls, name, op) for name, op in ATTRIBUTES.items()]
+            targets += [Target(cls, name, op) for name, op in ATTRIBUTES.items()]
     if called:
-        targets += [_Target(module, name, op) for name, op in FUNCTIONS.items()]
+        targets += [Target(module, name, op) for name, op in FUNCTIONS.items()]
     if targets:
         return targets, None
     return [], "no layer calls its gated delta rule in a way that is known here"
@@ -346,19 +295,13 @@ def _targets(module: ModuleType) -> tuple[list[_Target], str | None]:
 def _patch(module: ModuleType) -> None:
     ops: dict[str, Op] | None = None
     for target in _targets(module)[0]:
-        if any(p.in_place for p in _patches_at(target)):
+        if _patches.is_ours(target):
             continue
         ops = ops or _ops(module)
         ours: Any = ops[target.op]
         if isinstance(target.owner, type):
             ours = _attribute(target.name, ours)
-        _patches.append(_Patch(target, target.now, ours))
-        setattr(target.owner, target.name, ours)
-
-
-def _patches_at(target: _Target) -> Iterable[_Patch]:
-    at = (target.owner, target.name)
-    return (p for p in _patches if p.target.owner is at[0] and p.target.name == at[1])
+        _patches.put(target, ours)
 
 
 def _attribute(name: str, ours: Op) -> Any:
@@ -380,16 +323,8 @@ def _places(module: ModuleType, enabled: bool) -> Iterator[Place]:
     targets, reason = _targets(module)
     if reason is not None:
         yield Place(module.__name__, None, f"{reason}.")
-    for target in targets:
-        patches = list(_patches_at(target))
-        if any(patch.in_place for patch in patches):
-            yield Place(target.path, target.op)
-        elif not enabled and (not patches or patches[0].before is target.now):
-            yield Place(target.path, None, "not enabled.")
-        elif patches:
-            yield Place(target.path, None, "replaced by another since `enable`, and left alone.")
-        else:
-            yield Place(target.path, None, "imported past the import system: call `enable` again.")
+    missed = "imported past the import system: call `enable` again."
+    yield from _patches.places(targets, enabled, missed)
 
 
 # -------------------------------------------------------------------------------- later imports
