@@ -29,7 +29,7 @@ PARTS = {
     "conv": "prep reference _host _triton constants",
     "explanations": "chunk recurrent conv prep _host",
     "layers": "chunk recurrent conv _host",
-    "integrations": "explanations chunk recurrent _host constants",
+    "integrations": "explanations chunk recurrent conv prep _host constants",
     TOP: "explanations chunk recurrent conv prep _host",
     "demo": f"{TOP} reference constants",
     "__main__": "demo",

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
+from engine_kernels import GIVEN, be_lenient
 from engine_sources import load
 from helpers import assert_within_budget, same_bits
 from vllm_steps import DRAFTS, HV, SLOTS, D, K, Sequence, Step, V, W, conv_state_of, make_layer
@@ -186,11 +185,6 @@ def test_method():
 # ------------------------------------------------------------------------------ vLLM's own
 
 
-@triton.jit
-def exp(x):
-    return tl.exp(x)
-
-
 def their_module() -> SimpleNamespace:
     """vLLM's method and the kernels that it calls, from the wheel. Its chunked prefill, of a dozen
     tuned kernels, is ours."""
@@ -198,8 +192,8 @@ def their_module() -> SimpleNamespace:
         is_arch_support_pdl=lambda: False, is_cuda=lambda: False, is_cpu=lambda: False
     )
     common = {
-        **{"torch": torch, "triton": triton, "tl": tl, "current_platform": platform},
-        **{"NULL_BLOCK_ID": 0, "PAD_SLOT_ID": -1, "exp": exp},
+        **GIVEN,
+        **{"NULL_BLOCK_ID": 0, "PAD_SLOT_ID": -1, "current_platform": platform},
     }
     fla = "vllm/third_party/flash_linear_attention/ops"
     mamba = "vllm/model_executor/layers/mamba"
@@ -255,17 +249,6 @@ def run_theirs(module: Any, step: Step, layer: Any) -> torch.Tensor:
     return out
 
 
-@pytest.fixture
-def lenient_interpreter(monkeypatch):
-    """vLLM's masks are products of tensors of several types, which compilers take."""
-    from triton.runtime.interpreter import _interpreter
-
-    load_, store = _interpreter.load, _interpreter.store
-    monkeypatch.setattr(_interpreter, "load", lambda p, m, *r: load_(p, m.astype(bool), *r))
-    monkeypatch.setattr(_interpreter, "store", lambda p, v, m: store(p, v, m.astype(bool)))
-
-
-@pytest.mark.usefixtures("lenient_interpreter")
 @pytest.mark.parametrize(
     "counts, drafts, padding",
     [
@@ -276,9 +259,10 @@ def lenient_interpreter(monkeypatch):
         pytest.param([9, 3, 1], [1], 0, id="drafts beside others"),
     ],
 )
-def test_as_vllm(counts, drafts, padding):
+def test_as_vllm(counts, drafts, padding, monkeypatch):
     """On the same pools vLLM's method with its kernels, and ours: the same o and the same states,
     but for the rounding of float32."""
+    be_lenient(monkeypatch)
     module = their_module()
     layer, members = make_layer(), sequences(len(counts))
     begun = [n for n in range(len(counts)) if n in drafts or counts[n] == 1]

@@ -40,11 +40,12 @@ from torch import Tensor, nn
 
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Target
+from gdn_triton.integrations._transformers_conv import step, whole
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
 __all__ = ["Place", "Status", "disable", "enable", "status"]
 
-Op = Callable[..., tuple[Tensor, Tensor | None]]
+Op = Callable[..., Any]
 
 # The two ways: names that a layer's methods use, each with the name of our op.
 FUNCTIONS = {
@@ -54,6 +55,11 @@ FUNCTIONS = {
 ATTRIBUTES = {
     "chunk_gated_delta_rule": "chunk_gated_delta_rule",
     "recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
+}
+# Functions beside those of FUNCTIONS, from 5.15 on.
+CONVOLUTION = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "causal_conv1d_update": "causal_conv1d_update",
 }
 PACKAGES = ("transformers", "transformers_modules")  # the second holds a model repository's code
 
@@ -147,7 +153,7 @@ def _ops(module: ModuleType) -> dict[str, Op]:
     as `seq_idx` or `max_length_q`, are for the model's other parts, and transformers' own functions
     drop them too.
     """
-    convolution = vars(module).get("causal_conv1d_fn", ABSENT)
+    convolution = _before(module, "causal_conv1d_fn")
     installed = importlib.util.find_spec("causal_conv1d") is not None
     in_torch = convolution is None or (inspect.isroutine(convolution) and not installed)
 
@@ -223,7 +229,20 @@ def _ops(module: ModuleType) -> dict[str, Op]:
             **options(_RECURRENT_OPTIONS, kwargs, cu_seqlens),
         )
 
-    return {"chunk_gated_delta_rule": chunk, "fused_recurrent_gated_delta_rule": recurrent}
+    return {
+        "chunk_gated_delta_rule": chunk,
+        "fused_recurrent_gated_delta_rule": recurrent,
+        "causal_conv1d": whole(convolution),
+        "causal_conv1d_update": step(_before(module, "causal_conv1d_update")),
+    }
+
+
+def _before(module: ModuleType, name: str) -> Any:
+    """What a module holds, or held before ours was put there."""
+    for patch in _patches.made:
+        if patch.target.owner is module and patch.target.name == name and patch.in_place:
+            return patch.before
+    return vars(module).get(name, ABSENT)
 
 
 # torch.compile traces the calls, and could not trace this.
@@ -280,13 +299,20 @@ def _targets(module: ModuleType) -> tuple[list[Target], str | None]:
     """Where our ops belong in a module; or none, and why not if it does have gated delta rules."""
     if not any("gated_delta_rule" in name for name in vars(module)):
         return [], None
-    targets, called = [], False
+    targets: list[Target] = []
+    called, used = False, set[str]()
     for cls, names in _layers(module):
-        called |= names.issuperset(FUNCTIONS)
+        if names.issuperset(FUNCTIONS):
+            called, used = True, used | names
         if names.issuperset(ATTRIBUTES):
             targets += [Target(cls, name, op) for name, op in ATTRIBUTES.items()]
     if called:
         targets += [Target(module, name, op) for name, op in FUNCTIONS.items()]
+        targets += [
+            Target(module, name, op)
+            for name, op in CONVOLUTION.items()
+            if name in used and callable(_before(module, name))
+        ]
     if targets:
         return targets, None
     return [], "no layer calls its gated delta rule in a way that is known here"
