@@ -6,7 +6,7 @@ function that an adapter replaces or imitates, its parameters with their default
     python tests/engine_sources.py FOLDER
 
 from a folder of wheels, as `pip download --no-deps` leaves them. Where the environment variable
-GDN_ENGINE_WHEELS names such a folder, tests compare the wheels with the record, and run the
+ENGINE_WHEELS names such a folder, tests compare the wheels with the record, and run the
 engines' own code: `load` executes chosen definitions of a wheel's file, and nothing else of it.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 RECORD = Path(__file__).with_name("engine_signatures.json")
-WHEELS = "GDN_ENGINE_WHEELS"
+WHEELS = "ENGINE_WHEELS"
 
 VERSIONS = {
     "vllm": "0.33.0",

@@ -48,8 +48,9 @@ _TRAINED: Final = 3
 
 def _stateless(*args: Any) -> ConvArguments:
     """From x, weight, bias, activation, cu_seqlens."""
-    *first, cu_seqlens = args
-    return ConvArguments(*first, None, None, None, None, "negative", cu_seqlens)
+    x, weight, bias, activation, cu_seqlens = args
+    state = None, None, None, None
+    return ConvArguments(x, weight, bias, activation, *state, "negative", cu_seqlens)
 
 
 # ------------------------------------------------------------------------------- without a state

@@ -37,8 +37,7 @@ _SEQUENCES = (
 
 def _sequences(args: Sequence[Any]) -> tuple[Operands, SequenceOptions]:
     """From the arguments of `_SEQUENCES`."""
-    *differentiable, cu_seqlens = args[:_TENSORS]
-    x = Operands(*differentiable, cu_seqlens=cu_seqlens)
+    x = Operands(*args[:_DIFFERENTIABLE])._replace(cu_seqlens=args[_DIFFERENTIABLE])
     return x, SequenceOptions(*args[_TENSORS:])
 
 

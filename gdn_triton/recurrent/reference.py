@@ -51,10 +51,10 @@ def _sequences(p: RecurrentProblem, x: Operands) -> tuple[Tensor, Tensor | None]
 def _step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | None]:
     x = views(p, operands)
     if x.num_accepted_tokens is not None:
-        read, write = accepted_slots(p, x)
+        first, kept = accepted_slots(p, x)
         x = x._replace(
-            read_slots=torch.tensor(read, device=p.device),
-            write_slots=torch.tensor(write, device=p.device).view(p.B, p.T),
+            read_slots=torch.tensor(first, device=p.device),
+            write_slots=torch.tensor(kept, device=p.device).view(p.B, p.T),
         )
     state, read = x.state, x.read_slots
     assert state is not None and read is not None

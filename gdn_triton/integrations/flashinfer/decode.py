@@ -68,7 +68,15 @@ def gated_delta_rule_decode_pretranspose(
         if output_state_indices is not None:
             raise ValueError("output_state_indices must be None without initial_state")
         pool, slots = state, _rows(q, state)
-    step = {"q": q, "k": k, "v": v, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
+    step: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "a": a,
+        "b": b,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+    }
     step |= {"use_qk_l2norm_in_kernel": use_qk_l2norm, "scale": check_scale(scale)}
     write_slots = torch.full_like(slots, -1) if disable_state_update else output_state_indices
     if intermediate_states_buffer is None:

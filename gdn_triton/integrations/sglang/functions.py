@@ -7,6 +7,8 @@ share its reserved slot 0, leave in it what nobody may read. (CPU tensors are ch
 an error.)
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -210,7 +212,7 @@ def fused_sigmoid_gating_delta_rule_update(
     refuse("match_cutedsl_decode", match_cutedsl_decode, "it is another kernel's rounding")
     names = ("softplus_beta", "softplus_threshold")
     check_softplus(names, softplus_beta, softplus_threshold)
-    gates = {
+    gates: dict[str, Any] = {
         "a": a.reshape(v.shape[:3]),
         "b": b.reshape(v.shape[:3]),
         "A_log": A_log,
@@ -276,7 +278,7 @@ def fused_recurrent_gated_delta_rule_update(
 
 
 def _step(
-    gates: dict[str, Tensor],
+    gates: dict[str, Any],
     qkv: tuple[Tensor, Tensor, Tensor],
     pool: Tensor,
     slots: Tensor,

@@ -206,7 +206,7 @@ def _log(vllm_config: object, requested_backend: str, active_backend: str) -> No
 def _why_not_core(module: ModuleType) -> str | None:
     """Why `_forward_core` of a module's layer stays vLLM's, or None."""
     owner = getattr(module, LAYERS[module.__name__], None)
-    theirs = ABSENT if owner is None else vars(owner).get(CORE, ABSENT)
+    theirs: Any = ABSENT if owner is None else vars(owner).get(CORE, ABSENT)
     for patch in _patches.made:
         if patch.target.owner is owner and patch.ours is theirs:
             return None
@@ -240,6 +240,8 @@ def _check_known(target: Target, ours: Callable[..., Any]) -> None:
 
 def _subclass(in_tree: Any) -> type[Any]:
     class GdnTritonChunkGatedDeltaRule(in_tree):  # type: ignore[misc,valid-type]
+        gdn_prefill_backend: str
+
         def __init__(self) -> None:
             super().__init__()
             # What vLLM chose from the hardware. Its layer plans checkpoints of a prefill where that

@@ -6,6 +6,8 @@ or the result of its convolution, is 0. (Some kernels of vLLM leave those rows a
 are value-first, g is the logarithm of the decay.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -273,7 +275,7 @@ def fused_recurrent_gated_delta_rule(
 
 
 def _step(
-    gates: dict[str, Tensor],
+    gates: dict[str, Any],
     qkv: tuple[Tensor, Tensor, Tensor],
     scale: float | None,
     pool: Tensor | None,

@@ -56,8 +56,12 @@ class Tokens:
 
     def select(self, rows: Tensor) -> "Tokens":
         """Copies, with an output of their own."""
-        x = [y.index_select(0, rows) for y in (self.mixed_qkv, self.a, self.b)]
-        return Tokens(*x, self.out.new_empty(rows.shape[0], *self.out.shape[1:]))
+        return Tokens(
+            self.mixed_qkv.index_select(0, rows),
+            self.a.index_select(0, rows),
+            self.b.index_select(0, rows),
+            self.out.new_empty(rows.shape[0], *self.out.shape[1:]),
+        )
 
 
 def forward_core(
