@@ -378,6 +378,9 @@ def run_conv(shape: Shape) -> None:
     every = N + torch.arange(N * T).view(N, T)
     if not full:
         conv_update_fwd(problem._replace(every_token=True), given._replace(write_slots=every))
+    state = torch.empty(N, W + 1, D, dtype=shape.dtype).mT
+    given = given._replace(state=state, write_slots=None, num_accepted_tokens=slots + 1)
+    conv_update_fwd(problem._replace(columns=W + 1), given)
 
 
 def run_recurrent(shape: Shape) -> None:
@@ -411,6 +414,9 @@ def run_recurrent(shape: Shape) -> None:
                 m, b = mixed[:, tokens], a[:, tokens]
                 x = Operands(m, m, m, b, None, None, b, *parameters, pool, slots, write)
                 plan(validate_step(x, **options._asdict()), x)(x)
+            accepted = torch.ones(N, dtype=torch.int32)
+            x = x._replace(read_slots=every[:, :3], write_slots=None, num_accepted_tokens=accepted)
+            plan(validate_step(x, **options._asdict()), x)(x)
 
 
 def run_wide_grids() -> None:

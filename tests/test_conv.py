@@ -685,7 +685,8 @@ def test_signatures() -> None:
         ("cu_seqlens", None),
     ]
     update = inspect.signature(causal_conv1d_update).parameters
-    assert list(update) == list(ours) and update["state"].default is required
+    assert list(update) == [*ours, "num_accepted_tokens"]
+    assert update["state"].default is required
     fused = inspect.signature(fused_conv_prep).parameters
     assert [fused[name].default for name in list(ours)[2:]] == [p.default for p in ours.values()][
         2:

@@ -44,6 +44,10 @@ LAYERS = ["linear_attention", "linear_attention", "full_attention"]
 LINEAR = LAYERS.count("linear_attention")
 TWENTY_TWO_BITS = "the kernels' products keep 22 bits on a GPU and torch's 24: see the bf16 case"
 TERMS = 8  # a gradient is a sum of terms that cancel, each with a rounding of its own
+# What runs in a modeling file, in the order of the places.
+OPS = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
+if VERSION >= (5, 15):
+    OPS += ["causal_conv1d", "causal_conv1d_update"]
 FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 ATTRIBUTES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
 
@@ -185,7 +189,7 @@ def ours(model: Any) -> Iterator[Any]:
     status = integration.enable()
     name = type(model).__module__
     used = [place.op for place in status.places if place.name.startswith(f"{name}.")]
-    assert used and set(used) == {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"}
+    assert set(used) == set(OPS)
     yield model
     integration.disable()
 
@@ -460,7 +464,7 @@ def test_training_step_of_families(family: Family, device: str) -> None:
 
 
 def test_no_model_is_missed() -> None:
-    """Every modeling file of this transformers that names a gated delta rule: both ops are ours."""
+    """Every modeling file of this transformers that names a gated delta rule: all ops are ours."""
     models = Path(transformers.__file__).parent / "models"
     files = [
         path
@@ -474,10 +478,7 @@ def test_no_model_is_missed() -> None:
     found = integration.status().places
     for path in files:
         ops = [place.op for place in found if f".{path.stem}." in place.name]
-        assert sorted(map(str, ops)) == [
-            "chunk_gated_delta_rule",
-            "fused_recurrent_gated_delta_rule",
-        ], path.stem
+        assert sorted(map(str, ops)) == sorted(OPS), path.stem
 
 
 def test_in_a_fresh_process() -> None:
@@ -485,19 +486,17 @@ def test_in_a_fresh_process() -> None:
     from tests.test_import import run_python
 
     out = run_python(
-        """
+        f"""
         import sys
         from gdn_triton.integrations.transformers import disable, enable, status
         assert enable().places == ()
         assert "transformers" not in sys.modules
         from transformers import Qwen3NextForCausalLM
-        assert [place.op for place in status().places] == [
-            "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
-        ]
+        assert [place.op for place in status().places] == {OPS}
         print(disable())
         """
     )
-    assert "is disabled in transformers" in out and out.count("not enabled") == 2
+    assert "is disabled in transformers" in out and out.count("not enabled") == len(OPS)
 
 
 def test_dry_run_of_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

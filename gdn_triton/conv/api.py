@@ -108,6 +108,7 @@ def causal_conv1d_update(
     has_initial_state: Tensor | None = None,
     skip: str = "negative",
     cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
 ) -> Tensor:
     """The convolution of one decode step, or of several tokens, on a pool of states.
 
@@ -123,6 +124,15 @@ def causal_conv1d_update(
         weight, bias, activation, state, read_slots, has_initial_state, skip, cu_seqlens: as
             `gdn_triton.causal_conv1d`.
         write_slots: as there; of a slot a token [N, T], [N, 1] for x [N, D], and [1, T] packed.
+        num_accepted_tokens: [N], int32 or int64, for verifying drafts: how many tokens of the call
+            before were accepted. The state is wider then, [slots, D, C] with C >= W - 1 columns, of
+            which sequence n starts from the W - 1 that begin at num_accepted_tokens[n] - 1.
+            Afterwards its slot holds the W - 2 tokens before the call and then those of the call,
+            from column 0 on, so that the number accepted of them leads to the next window in the
+            same way. Tokens past column C - 1 are not kept, columns after the last token stay as
+            they are, and so does the slot of a sequence without tokens. A sequence whose number is
+            not in 1 to C - W + 2 is skipped. write_slots and has_initial_state are None, and W is
+            2 or more. None: the state has W - 1 columns.
 
     Returns:
         y: the shape and dtype of x, contiguous, a new tensor.
@@ -143,6 +153,7 @@ def causal_conv1d_update(
         has_initial_state,
         skip,
         cu_seqlens,
+        num_accepted_tokens,
     )
     if is_traced(x):
         from gdn_triton.conv.operators import traced_conv

@@ -45,6 +45,11 @@ from gdn_triton.recurrent.validation import LAST_SKIPPED, check_contents
 ACTIVATIONS: Final = {"silu": True, None: False}
 # Taps of the Triton kernels; the reference has no limit.
 TRITON_WIDTHS: Final = (2, 3, 4)
+# The arguments that may be None.
+_OPTIONAL: Final = (
+    *("bias", "state", "read_slots", "write_slots", "has_initial_state", "cu_seqlens"),
+    "num_accepted_tokens",
+)
 
 
 class ConvArguments(NamedTuple):
@@ -60,6 +65,7 @@ class ConvArguments(NamedTuple):
     has_initial_state: Tensor | None
     skip: str
     cu_seqlens: Tensor | None
+    num_accepted_tokens: Tensor | None = None
 
 
 class Call(NamedTuple):
@@ -124,6 +130,7 @@ def validate_conv(args: ConvArguments, call: Call) -> ConvProblem:
         wide=any(y.dtype == torch.float64 for y in trained),
         needs_grad=needs_grad,
         unreadable=why_unreadable(_names(call.name), args),
+        columns=0 if state is None or args.num_accepted_tokens is None else state.shape[2],
     )
 
 
@@ -137,7 +144,7 @@ def _check_types(args: ConvArguments, call: Call) -> None:
     for name, required in ((call.name, args.x), ("weight", args.weight)):
         if not isinstance(required, Tensor):
             raise TypeError(must(name, "be a torch.Tensor", type_of(required)))
-    for name in ("bias", "state", "read_slots", "write_slots", "has_initial_state", "cu_seqlens"):
+    for name in _OPTIONAL:
         given = getattr(args, name)
         if given is not None and not isinstance(given, Tensor):
             raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
@@ -172,11 +179,13 @@ def _batch(x: Tensor, call: Call, packed: bool) -> tuple[int, int]:
 def _check_state(args: ConvArguments, call: Call, B: int, T: int, N: int, D: int, W: int) -> None:
     state = args.state
     if state is None:
-        for name in ("read_slots", "write_slots", "has_initial_state"):
+        for name in ("read_slots", "write_slots", "has_initial_state", "num_accepted_tokens"):
             if getattr(args, name) is not None:
                 raise ValueError(must(name, "be None without state", "a tensor"))
         return
-    if state.dim() != 3 or state.shape[1:] != (D, W - 1):
+    if args.num_accepted_tokens is not None:
+        _check_accepted(args, N, D, W)
+    elif state.dim() != 3 or state.shape[1:] != (D, W - 1):
         expected = f"have shape [slots, D={D}, W - 1={W - 1}]"
         raise ValueError(must("state", expected, shape_of(state)))
     if torch.promote_types(args.x.dtype, state.dtype) != state.dtype:
@@ -204,6 +213,24 @@ def _check_state(args: ConvArguments, call: Call, B: int, T: int, N: int, D: int
             check_dtype(name, slots, INDEX_DTYPES, INDICES)
     if flags is not None:
         check_dtype("has_initial_state", flags, frozenset((torch.bool,)), "bool")
+
+
+def _check_accepted(args: ConvArguments, N: int, D: int, W: int) -> None:
+    """What a call with num_accepted_tokens has beside others, which are judged as without."""
+    state, accepted = args.state, args.num_accepted_tokens
+    assert state is not None and accepted is not None
+    if W < 2:
+        raise ValueError(must("weight", "have W >= 2 with num_accepted_tokens", f"W={W}"))
+    if state.dim() != 3 or state.shape[1] != D or state.shape[2] < W - 1:
+        expected = f"have shape [slots, D={D}, at least W - 1={W - 1}] with num_accepted_tokens"
+        raise ValueError(must("state", expected, shape_of(state)))
+    if accepted.shape != (N,):
+        expected = f"have shape [N={N}], one a sequence"
+        raise ValueError(must("num_accepted_tokens", expected, shape_of(accepted)))
+    check_dtype("num_accepted_tokens", accepted, INDEX_DTYPES, INDICES)
+    for name in ("write_slots", "has_initial_state"):
+        if getattr(args, name) is not None:
+            raise ValueError(must(name, "be None with num_accepted_tokens", "a tensor"))
 
 
 def _check_gradients(args: ConvArguments, call: Call, needs_grad: bool) -> None:
@@ -236,6 +263,7 @@ def operands(
         args.write_slots,
         args.has_initial_state,
         args.cu_seqlens,
+        args.num_accepted_tokens,
     )
     if given.state is not None and p.unreadable is None:  # else there need not be an address
         tensors = given if prep is None else (*given, *prep[:4])

@@ -48,8 +48,9 @@ _TRAINED: Final = 3
 
 def _stateless(*args: Any) -> ConvArguments:
     """The record of a call without states, from x, weight, bias, activation, cu_seqlens."""
-    *first, cu_seqlens = args
-    return ConvArguments._make((*first, None, None, None, None, "negative", cu_seqlens))
+    x, weight, bias, activation, cu_seqlens = args
+    state = None, None, None, None
+    return ConvArguments(x, weight, bias, activation, *state, "negative", cu_seqlens)
 
 
 # ------------------------------------------------------------------------------- without a state
@@ -121,7 +122,8 @@ _conv_backward.register_autograd(_differentiate_twice)
 @torch.library.custom_op(
     "gdn_triton::causal_conv1d_state",
     mutates_args=("state",),
-    schema=f"({_CONV}, {_STATE}, Tensor? cu_seqlens, bool is_step) -> Tensor",
+    schema=f"({_CONV}, {_STATE}, Tensor? cu_seqlens, Tensor? num_accepted_tokens, bool is_step) "
+    "-> Tensor",
 )
 def _conv_state(*args: Any) -> Tensor:
     with operator_counts_writes():
@@ -213,5 +215,6 @@ def traced_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
     elif args.state is None:
         q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep(*args[:4], args.cu_seqlens, *prep)
     else:
-        q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep_state(*args, *prep)
+        # Of a prefill, which has no accepted tokens.
+        q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep_state(*args[:10], *prep)
     return q, k, v, g, beta

@@ -23,6 +23,7 @@ class ConvProblem(NamedTuple):
     wide: bool  # x, the weight or the bias is float64
     needs_grad: bool  # grad mode is on and x, the weight or the bias requires a gradient
     unreadable: str | None = None  # a sentence why no kernel can take the tensors
+    columns: int = 0  # of a slot, with num_accepted_tokens; 0: it has W - 1
 
 
 class ConvOperands(NamedTuple):
@@ -37,6 +38,7 @@ class ConvOperands(NamedTuple):
     write_slots: Tensor | None = None
     has_initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
 
 
 class PrepOperands(NamedTuple):

@@ -38,8 +38,15 @@ def forward(p: ConvProblem, given: ConvOperands) -> Tensor:
             slots = torch.arange(p.N, device=p.device)
         live = slots > p.last_skipped
         known = live if given.has_initial_state is None else live & given.has_initial_state
-        initial = state.new_zeros(p.N, *state.shape[1:])
-        initial[known] = state.detach()[slots[known].long()]
+        if given.num_accepted_tokens is not None:
+            first = given.num_accepted_tokens.long() - 1
+            live = known = live & (first >= 0) & (first + p.W - 1 <= p.columns)
+        initial = state.new_zeros(p.N, p.D, p.W - 1)
+        if given.num_accepted_tokens is None:
+            initial[known] = state.detach()[slots[known].long()]
+        else:
+            windows = state.detach().unfold(2, p.W - 1, 1)
+            initial[known] = windows[slots[known].long(), :, first[known]]
 
     walks = spans(p, given)
     lengths = [span.end - span.start for span in walks]
@@ -83,11 +90,16 @@ def _write(
         if not live[n]:
             continue
         row = tokens[n if given.cu_seqlens is None else 0]
+        if p.columns > 0:
+            if T > 0 and write[n] > last:
+                kept = row[1:][: p.columns].mT.to(given.state.dtype)
+                given.state[write[n], :, : kept.shape[1]] = kept
+            continue
         if p.every_token:
             places = write[n if given.cu_seqlens is None else 0, span.start : span.end]
-            kept = [(slot, t + 1) for t, slot in enumerate(places.tolist())]
+            ends = [(slot, t + 1) for t, slot in enumerate(places.tolist())]
         else:
-            kept = [(int(write[n]), T)]
-        for slot, t in kept:
+            ends = [(int(write[n]), T)]
+        for slot, t in ends:
             if slot > last:
                 given.state[slot] = row[t : t + p.W - 1].mT.to(given.state.dtype)

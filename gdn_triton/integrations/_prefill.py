@@ -55,12 +55,15 @@ def prefill(
         if out_state is not None and slots is None:
             _check_shape("final", out_state, shape)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        pool, rows = q.new_zeros(shape, dtype=wide), torch.arange(N, device=q.device)
-        if initial_state is not None:
+        rows = torch.arange(N, device=q.device)
+        if initial_state is None:
+            pool = q.new_zeros(shape, dtype=wide)
+        else:
             if slots is not None:
                 initial_state = initial_state.index_select(0, slots)
             _check_shape("initial", initial_state, shape)
-            pool.copy_(initial_state)
+            # A gathered state is nobody else's; the caller's is copied once, and widened thereby.
+            pool = initial_state.to(wide, copy=slots is None, memory_format=torch.contiguous_format)
     assert pool is not None and rows is not None
     o, _ = chunk_prefill(
         pool,
@@ -87,6 +90,13 @@ def prefill(
     if not output_final_state:
         return o, None
     return o, pool if out_state is None else out_state
+
+
+def checkpoint_rows(starts: Tensor, longest: int, every: int) -> Tensor:
+    """[N, M]: the row of each sequence's j-th checkpoint, of the rows from starts[n] to
+    starts[n + 1] - 1; -1 where it has none. starts: [N + 1]."""
+    rows = starts[:-1, None] + torch.arange(longest // every, device=starts.device)
+    return torch.where(rows < starts[1:, None], rows, -1)
 
 
 def _check_shape(what: str, states: Tensor, shape: tuple[int, ...]) -> None:

@@ -31,7 +31,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -39,11 +39,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from gdn_triton.chunk.api import chunk_gated_delta_rule
+from gdn_triton.integrations._places import ABSENT, Patches, Place, Target
+from gdn_triton.integrations._transformers_conv import step, whole
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
 __all__ = ["Place", "Status", "disable", "enable", "status"]
 
-Op = Callable[..., tuple[Tensor, Tensor | None]]
+Op = Callable[..., Any]
 
 # The two ways: names that a layer's methods use, each with the name of our op.
 FUNCTIONS = {
@@ -54,20 +56,12 @@ ATTRIBUTES = {
     "chunk_gated_delta_rule": "chunk_gated_delta_rule",
     "recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
 }
+# Functions beside those of FUNCTIONS, from 5.15 on.
+CONVOLUTION = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "causal_conv1d_update": "causal_conv1d_update",
+}
 PACKAGES = ("transformers", "transformers_modules")  # the second holds a model repository's code
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a modeling module reaches an op: `name`, dotted, and which `op` of ours runs there, or
-    None and the `reason` why none does."""
-
-    name: str
-    op: str | None
-    reason: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name}: {f'gdn_triton.{self.op}' if self.op else f'not ours: {self.reason}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,40 +82,7 @@ class Status:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Target:
-    """`name` of `owner`, a module or a class of it, where our `op` belongs."""
-
-    owner: Any
-    name: str
-    op: str
-
-    @property
-    def path(self) -> str:
-        if isinstance(self.owner, type):
-            return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
-        return f"{self.owner.__name__}.{self.name}"
-
-    @property
-    def now(self) -> Any:
-        return vars(self.owner).get(self.name, _ABSENT)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Patch:
-    """What was at a target, and what we put there."""
-
-    target: _Target
-    before: Any
-    ours: Any
-
-    @property
-    def in_place(self) -> bool:
-        return self.target.now is self.ours
-
-
-_ABSENT = object()
-_patches: list[_Patch] = []
+_patches = Patches()
 _asked: list[ModuleType] = []  # modules that were named to `enable`
 
 
@@ -163,15 +124,9 @@ def disable() -> Status:
     and named in the returned status."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
-    for patch in reversed(_patches):
-        if not patch.in_place:
-            continue
-        if patch.before is _ABSENT:
-            delattr(patch.target.owner, patch.target.name)
-        else:
-            setattr(patch.target.owner, patch.target.name, patch.before)
+    _patches.take_back()
     found = status()
-    _patches.clear()
+    _patches.made.clear()
     _asked.clear()
     return found
 
@@ -198,7 +153,7 @@ def _ops(module: ModuleType) -> dict[str, Op]:
     as `seq_idx` or `max_length_q`, are for the model's other parts, and transformers' own functions
     drop them too.
     """
-    convolution = vars(module).get("causal_conv1d_fn", _ABSENT)
+    convolution = _before(module, "causal_conv1d_fn")
     installed = importlib.util.find_spec("causal_conv1d") is not None
     in_torch = convolution is None or (inspect.isroutine(convolution) and not installed)
 
@@ -274,7 +229,20 @@ def _ops(module: ModuleType) -> dict[str, Op]:
             **options(_RECURRENT_OPTIONS, kwargs, cu_seqlens),
         )
 
-    return {"chunk_gated_delta_rule": chunk, "fused_recurrent_gated_delta_rule": recurrent}
+    return {
+        "chunk_gated_delta_rule": chunk,
+        "fused_recurrent_gated_delta_rule": recurrent,
+        "causal_conv1d": whole(convolution),
+        "causal_conv1d_update": step(_before(module, "causal_conv1d_update")),
+    }
+
+
+def _before(module: ModuleType, name: str) -> Any:
+    """What a module holds, or held before ours was put there."""
+    for patch in _patches.made:
+        if patch.target.owner is module and patch.target.name == name and patch.in_place:
+            return patch.before
+    return vars(module).get(name, ABSENT)
 
 
 # torch.compile traces the calls, and could not trace this.
@@ -327,17 +295,24 @@ def _layers(module: ModuleType) -> Iterator[tuple[type, set[str]]]:
             yield cls, set().union(*(_names(method, set()) for method in methods))
 
 
-def _targets(module: ModuleType) -> tuple[list[_Target], str | None]:
+def _targets(module: ModuleType) -> tuple[list[Target], str | None]:
     """Where our ops belong in a module; or none, and why not if it does have gated delta rules."""
     if not any("gated_delta_rule" in name for name in vars(module)):
         return [], None
-    targets, called = [], False
+    targets: list[Target] = []
+    called, used = False, set[str]()
     for cls, names in _layers(module):
-        called |= names.issuperset(FUNCTIONS)
+        if names.issuperset(FUNCTIONS):
+            called, used = True, used | names
         if names.issuperset(ATTRIBUTES):
-            targets += [_Target(cls, name, op) for name, op in ATTRIBUTES.items()]
+            targets += [Target(cls, name, op) for name, op in ATTRIBUTES.items()]
     if called:
-        targets += [_Target(module, name, op) for name, op in FUNCTIONS.items()]
+        targets += [Target(module, name, op) for name, op in FUNCTIONS.items()]
+        targets += [
+            Target(module, name, op)
+            for name, op in CONVOLUTION.items()
+            if name in used and callable(_before(module, name))
+        ]
     if targets:
         return targets, None
     return [], "no layer calls its gated delta rule in a way that is known here"
@@ -346,19 +321,13 @@ def _targets(module: ModuleType) -> tuple[list[_Target], str | None]:
 def _patch(module: ModuleType) -> None:
     ops: dict[str, Op] | None = None
     for target in _targets(module)[0]:
-        if any(p.in_place for p in _patches_at(target)):
+        if _patches.is_ours(target):
             continue
         ops = ops or _ops(module)
         ours: Any = ops[target.op]
         if isinstance(target.owner, type):
             ours = _attribute(target.name, ours)
-        _patches.append(_Patch(target, target.now, ours))
-        setattr(target.owner, target.name, ours)
-
-
-def _patches_at(target: _Target) -> Iterable[_Patch]:
-    at = (target.owner, target.name)
-    return (p for p in _patches if p.target.owner is at[0] and p.target.name == at[1])
+        _patches.put(target, ours)
 
 
 def _attribute(name: str, ours: Op) -> Any:
@@ -380,16 +349,8 @@ def _places(module: ModuleType, enabled: bool) -> Iterator[Place]:
     targets, reason = _targets(module)
     if reason is not None:
         yield Place(module.__name__, None, f"{reason}.")
-    for target in targets:
-        patches = list(_patches_at(target))
-        if any(patch.in_place for patch in patches):
-            yield Place(target.path, target.op)
-        elif not enabled and (not patches or patches[0].before is target.now):
-            yield Place(target.path, None, "not enabled.")
-        elif patches:
-            yield Place(target.path, None, "replaced by another since `enable`, and left alone.")
-        else:
-            yield Place(target.path, None, "imported past the import system: call `enable` again.")
+    missed = "imported past the import system: call `enable` again."
+    yield from _patches.places(targets, enabled, missed)
 
 
 # -------------------------------------------------------------------------------- later imports

@@ -120,6 +120,7 @@ def recurrent_step(
     read_slots: Tensor,
     write_slots: Tensor | None = None,
     *,
+    num_accepted_tokens: Tensor | None = None,
     q: Tensor | None = None,
     k: Tensor | None = None,
     v: Tensor | None = None,
@@ -168,6 +169,12 @@ def recurrent_step(
             sequence than the one that writes it: on an accelerator this is not checked, and
             undefined behaviour otherwise, as are slots past the pool. Those of sequences that are
             skipped, and of tokens of no sequence, are not used and may hold anything.
+        num_accepted_tokens: [N], int32 or int64, for verifying drafts: how many tokens of the call
+            before were accepted. read_slots is [N, S] then, of each sequence the slots that the
+            states after the tokens of a call go to, and write_slots is None: sequence n starts from
+            slot read_slots[n, num_accepted_tokens[n] - 1], and the state after its token t is
+            written to slot read_slots[n, t]. That of a token past the S-th is not kept. A sequence
+            whose number is not in 1 to S is skipped. None: read_slots is [N].
         q, k: [.., H, K], float. v: [.., HV, V], float.
         mixed_qkv: [.., 2 * H * K + HV * V], float: q, k and v side by side, in place of them. H
             follows from the state's sizes.
@@ -215,6 +222,7 @@ def recurrent_step(
         dt_bias,
         cu_seqlens,
         out,
+        num_accepted_tokens,
     )
     is_mixed, is_raw = mixed_qkv is not None, a is not None
     options = StepOptions(
@@ -243,6 +251,7 @@ def _step_operands(
     dt_bias: Tensor | None,
     cu_seqlens: Tensor | None,
     out: Tensor | None,
+    num_accepted_tokens: Tensor | None,
 ) -> Operands:
     """The tensors of a `recurrent_step`, those in place of others in their places."""
     if mixed_qkv is not None:
@@ -269,6 +278,7 @@ def _step_operands(
         write_slots,
         cu_seqlens,
         out,
+        num_accepted_tokens,
     )
 
 

@@ -37,7 +37,7 @@ _SEQUENCES = (
 
 def _sequences(args: Sequence[Any]) -> tuple[Operands, SequenceOptions]:
     """The records of a sequence call, from the arguments of `_SEQUENCES`."""
-    x = Operands._make((*args[:_DIFFERENTIABLE], None, None, args[_DIFFERENTIABLE], None))
+    x = Operands(*args[:_DIFFERENTIABLE])._replace(cu_seqlens=args[_DIFFERENTIABLE])
     return x, SequenceOptions(*args[_TENSORS:])
 
 
@@ -132,21 +132,32 @@ def traced_sequences(x: Operands, options: SequenceOptions) -> tuple[Tensor, Ten
 
 _STEP = (
     "Tensor q, Tensor? k, Tensor? v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor(a!) state, Tensor read_slots, Tensor? write_slots, Tensor? cu_seqlens{out}, "
+    "Tensor(a!) state, Tensor read_slots, Tensor? write_slots, Tensor? num_accepted_tokens, "
+    "Tensor? cu_seqlens{out}, "
     "bool is_mixed, bool is_raw, float? scale, bool use_qk_l2norm_in_kernel, "
     "bool allow_neg_eigval, bool state_v_first, str skip"
 )
+# The tensors of it, without out.
+_STEP_TENSORS: Final = 12
 
 
 def _step_call(args: Sequence[Any], out: Tensor | None = None) -> tuple[Operands, StepOptions]:
     """The records of a step, from the arguments of `_STEP` but out. A mixed tensor came as q
     alone."""
-    q, k, v, g, beta, A_log, dt_bias, state, read_slots, write_slots, cu_seqlens = args[:11]
-    options = StepOptions(*args[11:])
+    q, k, v, g, beta, A_log, dt_bias = args[:7]
+    state, read_slots, write_slots, accepted, cu_seqlens = args[7:_STEP_TENSORS]
+    options = StepOptions(*args[_STEP_TENSORS:])
     if options.is_mixed:
         k = v = q
     slots = state, read_slots, write_slots
-    return Operands(q, k, v, g, None, None, beta, A_log, dt_bias, *slots, cu_seqlens, out), options
+    rest = cu_seqlens, out, accepted
+    return Operands(q, k, v, g, None, None, beta, A_log, dt_bias, *slots, *rest), options
+
+
+def _step_out_call(args: Sequence[Any]) -> tuple[Operands, StepOptions]:
+    """From the arguments of `_STEP`, with out."""
+    others = (*args[:_STEP_TENSORS], *args[_STEP_TENSORS + 1 :])
+    return _step_call(others, out=args[_STEP_TENSORS])
 
 
 @torch.library.custom_op(
@@ -174,12 +185,12 @@ def _step_fake(*args: Any) -> Tensor:
 )
 def _step_out(*args: Any) -> None:
     with operator_counts_writes():
-        run_step(*_step_call((*args[:11], *args[12:]), out=args[11]))
+        run_step(*_step_out_call(args))
 
 
 @_step_out.register_fake
 def _step_out_fake(*args: Any) -> None:
-    x, options = _step_call((*args[:11], *args[12:]), out=args[11])
+    x, options = _step_out_call(args)
     validate_step(x, **options._asdict())
 
 
@@ -199,6 +210,7 @@ def traced_step(x: Operands, options: StepOptions) -> Tensor:
         x.state,
         x.read_slots,
         x.write_slots,
+        x.num_accepted_tokens,
         x.cu_seqlens,
     )
     if x.out is None:

@@ -46,6 +46,7 @@ class RecurrentProblem:
     is_mixed: bool = False  # q, k and v are one tensor [.., 2 * H * K + HV * V]
     every_token: bool = False  # write_slots has a slot for each token
     last_skipped: int = -1  # slots up to this one are padding
+    columns: int = 0  # read_slots is [N, columns], with num_accepted_tokens; 0: it is [N]
 
 
 class Operands(NamedTuple):
@@ -68,6 +69,7 @@ class Operands(NamedTuple):
     write_slots: Tensor | None = None
     cu_seqlens: Tensor | None = None
     out: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
 
 
 # Runs calls like a given one. Returns o, and the final states if a sequence call asks for them.

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton.recurrent.problem import Operands, RecurrentProblem, Run, views
+from gdn_triton.recurrent.validation import accepted_slots
 from gdn_triton.reference.recurrent import RecurrentResult, recurrent
 
 
@@ -49,6 +50,12 @@ def _sequences(p: RecurrentProblem, x: Operands) -> tuple[Tensor, Tensor | None]
 @torch.no_grad()
 def _step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | None]:
     x = views(p, operands)
+    if x.num_accepted_tokens is not None:
+        first, kept = accepted_slots(p, x)
+        x = x._replace(
+            read_slots=torch.tensor(first, device=p.device),
+            write_slots=torch.tensor(kept, device=p.device).view(p.B, p.T),
+        )
     state, read = x.state, x.read_slots
     assert state is not None and read is not None
     live = read > p.last_skipped

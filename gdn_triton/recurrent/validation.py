@@ -6,6 +6,7 @@ What depends on shapes, strides, dtypes and flags only is judged by `validate_se
 `check_contents` at every call.
 """
 
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -184,11 +185,7 @@ def validate_step(
     _check_dtypes(x, "state", g_name, beta_name)
 
     # Sequences and slots.
-    N = x.read_slots.shape[0] if x.read_slots.dim() == 1 else -1
-    if N < 0:
-        raise ValueError(
-            must("read_slots", "have shape [N], a slot a sequence", shape_of(x.read_slots))
-        )
+    N, columns = _check_read_slots(x)
     if x.cu_seqlens is None:
         if lead[0] != N:
             name = "mixed_qkv" if is_mixed else "q"
@@ -209,6 +206,7 @@ def validate_step(
             expected = f"have shape [{N}], a slot a sequence, or [{B}, {T}], a slot a token"
             raise ValueError(must("write_slots", expected, shape_of(x.write_slots)))
         every_token = x.write_slots.dim() == 2
+    every_token = every_token or columns > 0
     check_written("state", x.state)
     check_written("out", x.out)
     _check_gate(x, HV, is_raw, "a and b")
@@ -251,8 +249,31 @@ def validate_step(
         is_mixed=is_mixed,
         every_token=every_token,
         last_skipped=LAST_SKIPPED[skip],
+        columns=columns,
         unreadable=_why_unreadable(x, "mixed_qkv" if is_mixed else "q", "state", g_name, beta_name),
     )
+
+
+def _check_read_slots(x: Operands) -> tuple[int, int]:
+    """N, and the columns of read_slots, 0 where it has one slot a sequence."""
+    slots, accepted = x.read_slots, x.num_accepted_tokens
+    assert slots is not None
+    if accepted is None:
+        if slots.dim() != 1:
+            raise ValueError(
+                must("read_slots", "have shape [N], a slot a sequence", shape_of(slots))
+            )
+        return slots.shape[0], 0
+    if slots.dim() != 2 or slots.shape[1] < 1:
+        expected = "have shape [N, S], S >= 1, with num_accepted_tokens"
+        raise ValueError(must("read_slots", expected, shape_of(slots)))
+    N, columns = slots.shape
+    if accepted.shape != (N,):
+        expected = f"have shape [N={N}], one a sequence"
+        raise ValueError(must("num_accepted_tokens", expected, shape_of(accepted)))
+    if x.write_slots is not None:
+        raise ValueError(must("write_slots", "be None with num_accepted_tokens", "a tensor"))
+    return N, columns
 
 
 def step_memory(x: Operands, is_mixed: bool, is_raw: bool) -> Apart:
@@ -277,20 +298,47 @@ def check_contents(problem: RecurrentProblem | ConvProblem, x: Operands | ConvOp
     if x.read_slots is None or x.state is None:
         return
     p, last = problem, problem.last_skipped
-    read: list[int] = x.read_slots.tolist()
+    if isinstance(x, Operands) and x.num_accepted_tokens is not None:
+        read, write = accepted_slots(p, x)
+    else:
+        read = x.read_slots.tolist()
+        write = read if x.write_slots is None else x.write_slots.flatten().tolist()
     check_read_in_pool(read, x.state.shape[0])
     name = "read_slots" if x.write_slots is None else "write_slots"
-    write: list[int] = read if x.write_slots is None else x.write_slots.flatten().tolist()
     if not p.every_token:
         writes = final_writes(read, write, last)
-    elif x.cu_seqlens is None:
-        writes = token_writes(read, write, [n * p.T for n in range(p.N + 1)], last)
     else:
-        writes = token_writes(read, write, x.cu_seqlens.tolist(), last)
+        writes = token_writes(read, write, _bounds(p, x), last)
     check_written_in_pool(name, writes, x.state.shape[0])
     check_once(name, writes)
     flags = x.has_initial_state if isinstance(x, ConvOperands) else None
     check_readers(readers(read, None if flags is None else flags.tolist(), last), writes)
+
+
+def accepted_slots(
+    problem: RecurrentProblem | ConvProblem, x: Operands
+) -> tuple[list[int], list[int]]:
+    """With num_accepted_tokens, read on the host: the slot that each sequence starts from, and
+    those of all tokens."""
+    assert x.read_slots is not None and x.num_accepted_tokens is not None
+    p, rows = problem, x.read_slots.tolist()
+    read = [
+        row[accepted - 1] if 1 <= accepted <= len(row) else p.last_skipped
+        for row, accepted in zip(rows, x.num_accepted_tokens.tolist(), strict=True)
+    ]
+    write = [p.last_skipped] * (p.B * p.T)
+    for row, (start, end) in zip(rows, pairwise(_bounds(p, x)), strict=True):
+        kept = row[: end - start]
+        write[start : start + len(kept)] = kept
+    return read, write
+
+
+def _bounds(p: RecurrentProblem | ConvProblem, x: Operands | ConvOperands) -> list[int]:
+    """Sequence n has the tokens from bounds[n] to bounds[n + 1] - 1 of all."""
+    if x.cu_seqlens is None:
+        return [n * p.T for n in range(p.N + 1)]
+    bounds: list[int] = x.cu_seqlens.tolist()
+    return bounds
 
 
 # ---------------------------------------------------------------------------------- shared checks
@@ -396,7 +444,7 @@ def _check_dtypes(x: Operands, state: str, g: str = "g", beta: str = "beta") -> 
     for name, given in (("q", x.q), ("k", x.k), ("v", x.v), *_named(x, state, g, beta)):
         if not isinstance(given, Tensor):
             continue
-        if name in ("read_slots", "write_slots", "cu_seqlens"):
+        if name in ("read_slots", "write_slots", "cu_seqlens", "num_accepted_tokens"):
             check_dtype(name, given, INDEX_DTYPES, INDICES)
         else:
             check_dtype(name, given, FLOAT_DTYPES, FLOATS)

@@ -68,6 +68,7 @@ def conv_state_kernel(
     write_slots,
     has_initial_state,
     cu_seqlens,
+    num_accepted_tokens,
     T,
     N,
     stride_xb,
@@ -81,6 +82,7 @@ def conv_state_kernel(
     stride_wb,
     stride_wt,
     stride_i,
+    stride_n,
     stride_wc: tl.constexpr,
     stride_ww: tl.constexpr,
     NVIDIA: tl.constexpr,
@@ -88,10 +90,12 @@ def conv_state_kernel(
     W: tl.constexpr,
     BC: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
     LAST_SKIPPED: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """y None: no output, so that only the tokens that stay in a state are read, all at once."""
+    """y None: no output, so that only the tokens that stay in a state are read, all at once.
+    COLUMNS: of a slot, with num_accepted_tokens, which are given with y only."""
     WALKS: tl.constexpr = (y is not None) or EVERY_TOKEN
     PARTS: tl.constexpr = (D + BC - 1) // BC
     pid = tl.program_id(0).to(tl.int64)
@@ -120,6 +124,11 @@ def conv_state_kernel(
         stride_i,
     )
     slot, live, known = state_of(i_n, states, i_n < N, LAST_SKIPPED)
+    first = i_n * 0
+    if num_accepted_tokens is not None:
+        first = tl.load(num_accepted_tokens + i_n * stride_n, mask=live, other=0).to(tl.int64) - 1
+        live = live & (first >= 0) & (first + W - 1 <= COLUMNS)
+        known = live
     if y is not None:
         p_y = y + (i_b * T + i_row) * D + o_c
         if not live:
@@ -133,9 +142,10 @@ def conv_state_kernel(
         p_x = x + i_b * stride_xb + i_row * stride_xt + o_c * stride_xc
         if WALKS:
             in_state = o_c < tl.where(known, D, 0)
-            before = (tl.load(p_0 + (W - 2) * stride_sw, mask=in_state, other=0),)
+            p_last = p_0 + (first + W - 2) * stride_sw
+            before = (tl.load(p_last, mask=in_state, other=0),)
             for i in tl.static_range(1, W - 1):
-                before += (tl.load(p_0 + (W - 2 - i) * stride_sw, mask=in_state, other=0),)
+                before += (tl.load(p_last - i * stride_sw, mask=in_state, other=0),)
         else:
             before = (left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, 1, D, W),)
             for i in tl.static_range(2, W):
@@ -152,6 +162,10 @@ def conv_state_kernel(
                 p_slot += i_row * stride_wt
             else:
                 slot = tl.load(write_slots + i_n * stride_wb).to(tl.int64)
+        if num_accepted_tokens is not None:
+            in_kept = o_c < tl.where(n_tokens > 0, D, 0)
+            for i in tl.static_range(W - 2):
+                tl.store(p_0 + (W - 3 - i) * stride_sw, before[i], mask=in_kept)
         if WALKS:
             for i_t in range(0, n_tokens):
                 x0 = tl.load(p_x, mask=in_c, other=0)
@@ -166,10 +180,13 @@ def conv_state_kernel(
                     tl.store(p_y, b_y.to(y.dtype.element_ty), mask=in_c)
                     p_y += D
                 before = (x0.to(kept),) + before[: W - 2]
+                if num_accepted_tokens is not None:
+                    in_kept = o_c < tl.where(W - 2 + i_t < COLUMNS, D, 0)
+                    tl.store(p_0 + (W - 2 + i_t) * stride_sw, x0.to(kept), mask=in_kept)
                 if EVERY_TOKEN:
                     slot = tl.load(p_slot + i_t * stride_wt).to(tl.int64)
                     keep_tokens(before, states, slot, o_c, D, W, LAST_SKIPPED)
-        if not EVERY_TOKEN:
+        if not EVERY_TOKEN and num_accepted_tokens is None:
             keep_tokens(before, states, slot, o_c, D, W, LAST_SKIPPED)
 
 
@@ -185,7 +202,9 @@ def walk_launch(
     read_strides: tuple[int, ...],
     write_strides: tuple[int, ...],
     flag_strides: tuple[int, ...],
+    accepted_strides: tuple[int, ...],
     every_token: bool,
+    columns: int,
     last_skipped: int,
     silu: bool,
 ) -> tuple[int, Launch]:
@@ -199,12 +218,14 @@ def walk_launch(
         **named("r", read_strides),
         **named("wb wt", write_strides),
         **named("i", flag_strides),
+        **named("n", accepted_strides),
         **named("wc ww", weight_strides),
         NVIDIA=on_nvidia(),
         D=D,
         W=W,
         BC=BC,
         EVERY_TOKEN=every_token,
+        COLUMNS=columns,
         LAST_SKIPPED=last_skipped,
         SILU=silu,
         **UNFUSED,
@@ -228,7 +249,9 @@ def conv_walk(problem: ConvProblem, given: ConvOperands, y: torch.Tensor | None)
         strides(given.read_slots, 1),
         strides(given.write_slots, 2),
         strides(given.has_initial_state, 1),
+        strides(given.num_accepted_tokens, 1),
         p.every_token,
+        p.columns,
         p.last_skipped,
         p.silu,
     )
@@ -247,6 +270,7 @@ def conv_walk(problem: ConvProblem, given: ConvOperands, y: torch.Tensor | None)
         write_slots=given.write_slots,
         has_initial_state=given.has_initial_state,
         cu_seqlens=None if given.cu_seqlens is None else given.cu_seqlens.contiguous(),
+        num_accepted_tokens=given.num_accepted_tokens,
         T=p.T,
         N=p.N,
     )

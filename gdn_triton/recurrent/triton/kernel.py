@@ -72,6 +72,7 @@ def recurrent_fwd_kernel(
     read_slots,
     write_slots,
     cu_seqlens,
+    num_accepted_tokens,
     N,
     T,
     scale,
@@ -113,9 +114,11 @@ def recurrent_fwd_kernel(
     stride_htn,
     stride_hth,
     stride_r,
+    stride_rt,
     stride_wb,
     stride_wt,
     stride_c,
+    stride_n,
     stride_h0k: tl.constexpr,
     stride_h0v: tl.constexpr,
     stride_htk: tl.constexpr,
@@ -135,6 +138,7 @@ def recurrent_fwd_kernel(
     BETA_PER_VALUE: tl.constexpr,
     BETA_FACTOR: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
     LAST_SKIPPED: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     POLICY: tl.constexpr,
@@ -155,7 +159,12 @@ def recurrent_fwd_kernel(
     i_0 = i_n
     live = i_n < N
     if read_slots is not None:
-        i_0 = tl.load(read_slots + i_n * stride_r, mask=live, other=LAST_SKIPPED).to(tl.int64)
+        p_read = read_slots + i_n * stride_r
+        if num_accepted_tokens is not None:
+            accepted = tl.load(num_accepted_tokens + i_n * stride_n, mask=live, other=0)
+            live &= (accepted > 0) & (accepted <= COLUMNS)
+            p_read += (accepted.to(tl.int64) - 1) * stride_rt
+        i_0 = tl.load(p_read, mask=live, other=LAST_SKIPPED).to(tl.int64)
     if cu_seqlens is None:
         i_b = i_n
         row = i_n * 0
@@ -209,7 +218,9 @@ def recurrent_fwd_kernel(
         rate = -tl.exp(tl.load(A_log + i_hv * stride_A).to(tl.float32))
     if dt_bias is not None:
         b_bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
-    if EVERY_TOKEN:
+    if num_accepted_tokens is not None:
+        p_slot = read_slots + i_n * stride_r
+    elif EVERY_TOKEN:
         p_slot = write_slots + i_b * stride_wb + row * stride_wt
     if ht is not None:
         p_ht = ht + i_hv * stride_hth
@@ -297,8 +308,12 @@ def recurrent_fwd_kernel(
             kept = b_h.to(ht.dtype.element_ty)
             b_h = kept.to(tl.float32)
             if EVERY_TOKEN:
-                slot = tl.load(p_slot).to(tl.int64)
-                p_slot += stride_wt
+                if num_accepted_tokens is not None:
+                    slot = tl.load(p_slot, mask=i_t < COLUMNS, other=LAST_SKIPPED).to(tl.int64)
+                    p_slot += stride_rt
+                else:
+                    slot = tl.load(p_slot).to(tl.int64)
+                    p_slot += stride_wt
                 in_kept = in_k[:, None] & (o_v < tl.where(slot > LAST_SKIPPED, V, 0))[None, :]
                 tl.store(p_ht + slot * stride_htn, kept, mask=in_kept, eviction_policy=POLICY)
 

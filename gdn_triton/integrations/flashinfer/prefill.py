@@ -1,0 +1,188 @@
+"""FlashInfer's prefill on this package's op."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn_triton._host.arguments import count_sequences
+from gdn_triton._host.environment import invariant_calls
+from gdn_triton.integrations._prefill import checkpoint_rows, prefill
+from gdn_triton.integrations.flashinfer._checks import (
+    PREFILL_BACKENDS,
+    check_backend,
+    check_scale,
+)
+
+
+def log_decay(alpha: Tensor) -> Tensor:
+    """The natural logarithm of a decay alpha in 0 to 1, in float32 (float64 stays): the `g` of
+    `gdn_triton.chunk_gated_delta_rule`. 0, which forgets the state, gives -inf.
+
+    alpha is rounded once already: near 1 its logarithm has an absolute error of 2^-25, however
+    small it is. Where the logarithm is at hand, pass that. There is no gradient at 0.
+    """
+    return (alpha if alpha.dtype == torch.float64 else alpha.float()).log()
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    output: Tensor | None = None,
+    output_state: Tensor | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_cu_starts: Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
+    use_cp: str | bool = "auto",
+    state_indices: Tensor | None = None,
+    _cp_chunk_len: int | None = None,
+    backend: str = "auto",
+    max_seqlen: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Prefill, as `flashinfer.gdn_prefill.chunk_gated_delta_rule`.
+
+    Sizes: T tokens of N sequences, packed; H heads of q, HK of k, HV of v; HO = max(H, HV).
+    "Float" is float16, bfloat16, float32 or float64.
+
+    Args:
+        q: [T, H, K], k: [T, HK, K], v: [T, HV, V]; float. Either HK = H and HV is a multiple of it,
+            or HK = HV and H is a multiple of that.
+        g: [T, HO], float: the decay alpha, 0 to 1. None: 1.
+        beta: [T, HO], float. None: 1.
+        scale: factor of the output. None: K ** -0.5. 0, which FlashInfer takes for None, is an
+            error.
+        initial_state: [N, HO, V, K], or with `state_indices` a pool [slots, HO, V, K]; float. None:
+            zeros.
+        output_final_state: return the final states too.
+        cu_seqlens: [N + 1], int32 or int64. Needed.
+        use_qk_l2norm_in_kernel: normalise each q and k.
+        output: [T, HO, V], float: where o is written. It is written there directly if it is
+            contiguous and of q's dtype, and copied there otherwise. None: a new tensor.
+        output_state: [N, HO, V, K], or the pool: where the final states are written, in its dtype,
+            whether they are returned or not. None: a new float32 tensor; with `state_indices` and
+            `output_final_state` it is needed. It may be `initial_state`.
+        state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens: the state of sequence n
+            after each so many of its tokens (a multiple of 64) is written to the rows from
+            checkpoint_cu_starts[n] to checkpoint_cu_starts[n + 1] - 1 of [rows, HO, V, K].
+            checkpoint_cu_starts: [N + 1], int32 or int64.
+        state_indices: [N], int32 or int64: the slots of the sequences, no two equal, none negative.
+            Where `output_state` is `initial_state` the pool is read and written as it lies.
+        max_seqlen: the length of the longest sequence, or more; an int. Nothing needs it here.
+            Less than T / N is an error, as it is in FlashInfer, and so is, where cu_seqlens is on
+            the CPU, less than the longest sequence. On an accelerator cu_seqlens is not read: a
+            max_seqlen that is too small for the longest sequence then changes nothing, since every
+            sequence may have as many checkpoints as T tokens have.
+        use_cp: False: no long sequence is cut into parts, so that a sequence has the same bits in
+            any batch, as with `GDN_BATCH_INVARIANT=1`. "auto" and True: sizes decide.
+        backend: one of FlashInfer's names, which choose among its own kernels: not read beside.
+        _cp_chunk_len: None.
+
+    Returns:
+        o [T, HO, V]; with `output_final_state` (o, final states).
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit.
+        NotImplementedError: what is not served, or an input that requires a gradient.
+    """
+    if use_cp != "auto" and type(use_cp) is not bool:
+        raise ValueError(f'use_cp must be "auto", True or False, got {use_cp!r}')
+    if _cp_chunk_len is not None:
+        raise NotImplementedError(
+            f"_cp_chunk_len must be None: parts have a length of their own here, got "
+            f"{_cp_chunk_len!r}"
+        )
+    check_backend(backend, PREFILL_BACKENDS)
+    buffers = (state_checkpoints, checkpoint_cu_starts)
+    if any((x is None) == (checkpoint_every_n_tokens != 0) for x in buffers):
+        raise ValueError(
+            "state_checkpoints and checkpoint_cu_starts must be given with "
+            "checkpoint_every_n_tokens, and not without, got "
+            f"checkpoint_every_n_tokens={checkpoint_every_n_tokens}"
+        )
+    scale = check_scale(scale)
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens must be given: the tokens are packed, got None")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} must have 3 dimensions [T, heads, size], got {list(x.shape)}")
+    T, H = q.shape[:2]
+    _check_max_seqlen(max_seqlen, T, cu_seqlens)
+    HK, HV = k.shape[1], v.shape[1]
+    if H > HV:
+        if HK != HV or HV < 1 or H % HV != 0:
+            raise ValueError(
+                "k must have the heads of v, and q a multiple of them, where q has more heads than "
+                f"v, got {H} heads of q, {HK} of k, {HV} of v"
+            )
+        k, v = k.repeat_interleave(H // HV, 1), v.repeat_interleave(H // HV, 1)
+    HO = max(H, HV)
+    for name, gate in (("g", g), ("beta", beta)):
+        if gate is not None and gate.shape != (T, HO):
+            raise ValueError(f"{name} must have shape [T={T}, heads={HO}], got {list(gate.shape)}")
+    ones = q.new_ones((T, HO), dtype=torch.float32)
+    if output is not None and output.shape != v.shape:
+        raise ValueError(f"output must have shape {list(v.shape)}, got {list(output.shape)}")
+    if state_indices is not None and output_final_state and output_state is None:
+        raise ValueError(
+            "output_state must be given with state_indices and output_final_state: the pool that "
+            "the final states are written to"
+        )
+    is_direct = output is not None and output.dtype == q.dtype and output.is_contiguous()
+    call = prefill if use_cp is not False else _uncut_prefill
+    o, final_state = call(
+        q.unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        log_decay(ones if g is None else g).unsqueeze(0),
+        (ones if beta is None else beta).unsqueeze(0),
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        slots=state_indices,
+        out=output if is_direct else None,
+        out_state=output_state,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+        state_checkpoints=state_checkpoints,
+        checkpoint_slots=None
+        if checkpoint_cu_starts is None
+        else checkpoint_rows(checkpoint_cu_starts, T, checkpoint_every_n_tokens),
+    )
+    o = o.squeeze(0)
+    if output is not None:
+        o = output if is_direct else output.copy_(o)
+    return o if final_state is None else (o, final_state)
+
+
+def _uncut_prefill(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    with invariant_calls():
+        return prefill(*args, **kwargs)
+
+
+def _check_max_seqlen(max_seqlen: int | None, T: int, cu_seqlens: Tensor) -> None:
+    if max_seqlen is None:
+        return
+    if type(max_seqlen) is not int or max_seqlen < 0:
+        raise ValueError(f"max_seqlen must be an int of 0 or more, or None, got {max_seqlen!r}")
+    N = count_sequences(cu_seqlens)
+    if max_seqlen * N < T and N > 0:
+        raise ValueError(
+            f"max_seqlen must be at least T / N, the mean of N={N} sequences of T={T} tokens, got "
+            f"{max_seqlen}"
+        )
+    if cu_seqlens.device.type == "cpu" and N > 0:
+        longest = int(cu_seqlens.diff().max())
+        if max_seqlen < longest:
+            raise ValueError(
+                f"max_seqlen must be at least {longest}, the length of the longest sequence, got "
+                f"{max_seqlen}"
+            )

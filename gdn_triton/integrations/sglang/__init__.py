@@ -1,0 +1,200 @@
+"""SGLang's Gated DeltaNet layers on this package's ops: `enable` puts ours in their places.
+
+    from gdn_triton.integrations.sglang import disable, enable, status
+
+    print(enable())  # before or after a model is built
+    ...
+    disable()
+
+The functions of `gdn_triton.integrations.sglang.functions` and
+`gdn_triton.integrations.sglang.convolution` may also be called by themselves.
+
+SGLang looks its functions up as globals of its modules at every call, so that `enable` needs to run
+only once in a process: from an entry point of the group `sglang.srt.plugins`
+(`docs/integrations.md` shows one).
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Final
+
+from gdn_triton.integrations._places import Patches, Place, Status, Target
+from gdn_triton.integrations.sglang.convolution import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    fused_qkv_split_gdn_prefill,
+)
+from gdn_triton.integrations.sglang.functions import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule_packed_decode,
+    fused_recurrent_gated_delta_rule_update,
+    fused_sigmoid_gating_delta_rule_update,
+)
+
+__all__ = [
+    "FUNCTIONS",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "disable",
+    "enable",
+    "fused_qkv_split_gdn_prefill",
+    "fused_recurrent_gated_delta_rule_packed_decode",
+    "fused_recurrent_gated_delta_rule_update",
+    "fused_sigmoid_gating_delta_rule_update",
+    "status",
+]
+
+_LINEAR: Final = "sglang.srt.layers.attention.linear"
+# Where SGLang's kernel for --linear-attn-backend triton looks its functions up.
+MODULE: Final = f"{_LINEAR}.kernels.gdn_triton"
+# What is ours where, with the op that runs; the modules after the first may lack some.
+PLACES: Final = {
+    MODULE: {
+        "chunk_gated_delta_rule": "chunk_prefill",
+        "fused_recurrent_gated_delta_rule_packed_decode": "recurrent_step",
+        "fused_sigmoid_gating_delta_rule_update": "recurrent_step",
+    },
+    f"{_LINEAR}.gdn_backend": {
+        "causal_conv1d_fn": "causal_conv1d",
+        "causal_conv1d_update": "causal_conv1d_update",
+        "fused_qkv_split_gdn_prefill": "chunk_prefill",
+    },
+    "sglang.srt.models.jet_nemotron": {"fused_recurrent_gated_delta_rule_update": "recurrent_step"},
+}
+# What stays SGLang's, and why.
+OTHERS: Final = {
+    f"{_LINEAR}.gdn_backend": {
+        "fused_gdn_gating": "g and beta of a prefill, in one launch",
+        "fused_qkvzba_causal_conv1d_update_contiguous": "unpacks z, b and a in the same launch",
+    },
+    MODULE: {"fused_recurrent_gdn_replayssm_decode": "ReplaySSM's rings"},
+}
+# Arguments with which a call goes SGLang's own way.
+THEIRS: Final = {
+    "fused_sigmoid_gating_delta_rule_update": ("retrieve_parent_token", "replayssm_rawv"),
+    "fused_recurrent_gated_delta_rule_update": ("retrieve_parent_token",),
+    "causal_conv1d_update": ("intermediate_conv_window", "retrieve_next_token"),
+}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        chunk_gated_delta_rule,
+        fused_recurrent_gated_delta_rule_packed_decode,
+        fused_sigmoid_gating_delta_rule_update,
+        fused_recurrent_gated_delta_rule_update,
+        causal_conv1d_fn,
+        causal_conv1d_update,
+        fused_qkv_split_gdn_prefill,
+    )
+}
+
+_logger = logging.getLogger("gdn_triton")
+_patches = Patches()
+
+
+def enable() -> Status:
+    """Puts our functions in the place of SGLang's, where its layers call them; returns what
+    `status()` returns. A second call changes nothing that is in place.
+
+    Drafts that are trees and the convolution's windows of drafts stay SGLang's, and so does all
+    that its other kernels do.
+
+    Raises:
+        ImportError: SGLang, or one of the functions of its kernel for "triton", is not there.
+        RuntimeError: one takes an argument that is not known here.
+    """
+    targets = list(_targets())
+    for target in targets:
+        _check_known(target)
+    for target in targets:
+        if not _patches.is_ours(target):
+            ours, others = FUNCTIONS[target.name], THEIRS.get(target.name, ())
+            _patches.put(target, _unless(others, ours, target.now) if others else ours)
+    _logger.info("SGLang runs Gated DeltaNet layers with gdn_triton, where it asks for triton.")
+    return status()
+
+
+def disable() -> Status:
+    """Puts back what `enable` replaced. What has been replaced once more since is left alone, and
+    named in the returned status."""
+    _patches.take_back()
+    found = status()
+    _patches.made.clear()
+    return found
+
+
+def status() -> Status:
+    """What runs at every place of SGLang's modules. Changes nothing, but imports them.
+
+    Raises:
+        ImportError: as `enable`.
+    """
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    enabled = bool(_patches.made)
+    missed = "not there when `enable` ran: call it again."
+    places = [*_patches.places(_targets(), enabled, missed)]
+    for name in PLACES:
+        module = _module(name)
+        if isinstance(module, ImportError):
+            places.append(Place(name, None, f"not imported: {module}"))
+            continue
+        for other, reason in OTHERS.get(name, {}).items():
+            if hasattr(module, other):
+                places.append(Place(f"{name}.{other}", None, reason))
+    return Status("SGLang", enabled, version, tuple(places))
+
+
+def _module(name: str) -> ModuleType | ImportError:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        return error
+
+
+def _targets() -> Iterator[Target]:
+    for name, functions in PLACES.items():
+        module = _module(name)
+        if isinstance(module, ImportError):
+            if name == MODULE:
+                raise ImportError(f"gdn_triton.integrations.sglang finds no {name}: {module}")
+            continue
+        for function, op in functions.items():
+            if hasattr(module, function):
+                yield Target(module, function, op)
+            elif name == MODULE:
+                raise ImportError(f"gdn_triton.integrations.sglang finds no {function} in {MODULE}")
+
+
+def _check_known(target: Target) -> None:
+    if _patches.is_ours(target):
+        return
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    theirs = inspect.signature(target.now).parameters
+    named = {name for name, parameter in theirs.items() if parameter.kind not in kinds}
+    unknown = sorted(named - inspect.signature(FUNCTIONS[target.name]).parameters.keys())
+    if unknown:
+        raise RuntimeError(
+            f"SGLang's {target.name} takes {', '.join(unknown)}, which gdn_triton does not know: "
+            "it was written for SGLang 0.5.23"
+        )
+
+
+def _unless(
+    others: tuple[str, ...], ours: Callable[..., Any], theirs: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(ours)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # SGLang passes them by name.
+        is_theirs = any(kwargs.get(name) is not None for name in others)
+        return (theirs if is_theirs else ours)(*args, **kwargs)
+
+    return call

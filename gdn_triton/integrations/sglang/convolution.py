@@ -1,0 +1,126 @@
+"""The convolution of SGLang's Gated DeltaNet layers, and what lies between it and the rule, on this
+package's ops: its functions, with the parameters, their order and their defaults of SGLang 0.5.23.
+A slot of -1 is padding: its state is not touched, and its result is 0."""
+
+from typing import Any
+
+from torch import Tensor
+
+from gdn_triton.conv.api import causal_conv1d
+from gdn_triton.conv.api import causal_conv1d_update as conv_update
+from gdn_triton.integrations._decode import refuse
+
+PAD_SLOT_ID = -1
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    seq_lens_cpu: list[int],
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    activation: str | None = "silu",
+    pad_slot_id: int = PAD_SLOT_ID,
+    validate_data: bool = False,
+    block_table: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Whole sequences. x: [D, T], a transposed [T, D]. conv_states: [slots, D, W - 1 or more], of
+    which the first W - 1 columns are the state. query_start_loc: [N + 1]. cache_indices,
+    has_initial_state: [N]. `seq_lens_cpu` and `block_table` say which blocks of tokens there are,
+    which is found on the device here; they and `validate_data` are not read.
+
+    Returns [D, T], a transposed tensor. The errors are those of `gdn_triton.causal_conv1d`.
+    """
+    if kwargs:
+        raise TypeError(f"causal_conv1d_fn does not know {', '.join(sorted(kwargs))}")
+    _check_padding(pad_slot_id)
+    y = causal_conv1d(
+        x.mT,
+        weight,
+        bias,
+        _activation(activation),
+        state=conv_states[..., : weight.shape[1] - 1],
+        read_slots=cache_indices,
+        has_initial_state=has_initial_state,
+        cu_seqlens=query_start_loc,
+    )
+    return y.mT
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: bool | str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accept_tokens: Tensor | None = None,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    retrieve_next_token: Tensor | None = None,
+    retrieve_next_sibling: Tensor | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    pad_slot_id: int = PAD_SLOT_ID,
+    metadata: object | None = None,
+    validate_data: bool = False,
+) -> Tensor:
+    """Decoding. x: [N, D], or [N, D, T]. conv_state: [slots, D, C], whose first W - 1 columns are
+    the state; with num_accept_tokens [N] the W - 1 + T - 1 columns that
+    `gdn_triton.causal_conv1d_update` describes. `metadata` and `validate_data` are not read.
+
+    Not served: the windows of drafts (`intermediate_conv_window`), drafts that are trees
+    (`retrieve_next_token` and the two beside it), rings (`cache_seqlens`).
+
+    Returns a new tensor in the shape of x, its channels dense.
+    """
+    trees = (retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
+    refuse("cache_seqlens", cache_seqlens is not None, "states are no rings")
+    window = intermediate_conv_window is not None
+    refuse("intermediate_conv_window", window, "there is a state a slot")
+    refuse("retrieve_next_token", any(y is not None for y in trees), "drafts are chains")
+    _check_padding(pad_slot_id)
+    W = weight.shape[1]
+    columns = W - 1 if num_accept_tokens is None else W - 2 + (x.shape[2] if x.dim() == 3 else 1)
+    y = conv_update(
+        x.mT if x.dim() == 3 else x,
+        weight,
+        bias,
+        _activation(activation),
+        state=conv_state[..., :columns],
+        read_slots=conv_state_indices,
+        num_accepted_tokens=num_accept_tokens,
+    )
+    return y.mT if x.dim() == 3 else y
+
+
+def fused_qkv_split_gdn_prefill(
+    mixed_qkv: Tensor,
+    num_q_heads: int,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_q: int,
+    head_k: int,
+    head_v: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [1, T, H, K], k and v [1, T, HV, V] of mixed_qkv [T, channels]: views, where SGLang copies,
+    since the prefill reads them where they lie."""
+    sizes = (num_q_heads, head_q), (num_k_heads, head_k), (num_v_heads, head_v)
+    parts = mixed_qkv.split([heads * size for heads, size in sizes], -1)
+    q, k, v = (x.unflatten(-1, s)[None] for x, s in zip(parts, sizes, strict=True))
+    return q, k, v
+
+
+def _activation(activation: bool | str | None) -> str | None:
+    if isinstance(activation, bool):
+        return "silu" if activation else None
+    return "silu" if activation == "swish" else activation
+
+
+def _check_padding(pad_slot_id: int) -> None:
+    if pad_slot_id != PAD_SLOT_ID:
+        raise NotImplementedError(f"pad_slot_id must be {PAD_SLOT_ID}, got {pad_slot_id!r}")

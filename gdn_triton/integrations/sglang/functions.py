@@ -1,0 +1,318 @@
+"""The rule in SGLang's Gated DeltaNet layers on this package's ops: its functions, with the
+parameters, their order and their defaults of SGLang 0.5.23, which is not needed.
+
+States are value-first, g is the logarithm of the decay, and a negative slot is padding: in decoding
+its o is 0, and its state is not touched. Rows of a batch that share a slot, as SGLang's padded rows
+share its reserved slot 0, leave in it what nobody may read. (CPU tensors are checked, and this is
+an error.)
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn_triton.chunk.prefill import chunk_prefill
+from gdn_triton.constants import DEFAULT_CHUNK_SIZE
+from gdn_triton.integrations._decode import check_softplus, draft_states, packed_decode, refuse
+from gdn_triton.recurrent.api import recurrent_step
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    inplace_update: bool = True,
+) -> tuple[Tensor, None, Tensor]:
+    """Prefill, as `sglang.kernels.ops.attention.fla.chunk`'s of that name.
+
+    q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay.
+    initial_state: the pool [slots, HV, V, K], which final states are written to unless
+    `inplace_update` is False. initial_state_indices: [N], int32 or int64. Both are needed, as they
+    are there. cu_seqlens: [N + 1]. head_first: False.
+
+    Returns o [B, T, HV, V] in the dtype of q, None, and h, the state before each chunk of 64
+    tokens, in the dtype of k: [B, ceil(T / 64), HV, V, K], or packed [1, T // 64 + N, HV, V, K],
+    one sequence's chunks after the other's. Rows past the last chunk, which SGLang does not have
+    since it asks the device for their number, are undefined.
+
+    A sequence whose slot is negative starts from zeros, as there, and its final state is not kept.
+
+    Raises:
+        NotImplementedError: `head_first`, or an input that requires a gradient.
+        TypeError, ValueError, RuntimeError: see `gdn_triton.chunk_prefill`.
+    """
+    if head_first:
+        raise NotImplementedError("head_first must be False: tokens come before heads here")
+    if initial_state is None or initial_state_indices is None:
+        raise ValueError(
+            "initial_state and initial_state_indices must be given: the pool of states, and the "
+            "slot of each sequence"
+        )
+    B, T = v.shape[:2]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state_indices.shape != (N,):
+        raise ValueError(
+            f"initial_state_indices must have shape [N={N}], got "
+            f"{list(initial_state_indices.shape)}"
+        )
+    slots = initial_state_indices
+    h, rows = _chunk_states(k, initial_state, slots, B, T, cu_seqlens)
+    o, _ = chunk_prefill(
+        initial_state,
+        slots.clamp(min=0),
+        slots if inplace_update else torch.full_like(slots, -1),
+        has_initial_state=slots >= 0,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        scale=scale,
+        state_v_first=True,
+        cu_seqlens=cu_seqlens,
+        checkpoint_every_n_tokens=0 if rows is None else DEFAULT_CHUNK_SIZE,
+        state_checkpoints=None if rows is None else h,
+        checkpoint_slots=rows,
+    )
+    h = h[:-1]
+    return o, None, h.unsqueeze(0) if cu_seqlens is not None else h.unflatten(0, (B, -1))
+
+
+def _chunk_states(
+    k: Tensor, pool: Tensor, slots: Tensor, B: int, T: int, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(h, rows): the states before each chunk, those of first chunks filled in from the pool, with
+    one row more for the sequences that have no chunk; and [N, M], the row of h for each sequence's
+    state after 64, 128, ... tokens, -1 where no chunk follows. None if no sequence has a second."""
+    size, device = DEFAULT_CHUNK_SIZE, k.device
+    N = slots.shape[0]
+    if cu_seqlens is None:
+        chunks = torch.full((N,), -(-T // size), dtype=torch.int64, device=device)
+        most = N * -(-T // size)
+    else:
+        chunks = (cu_seqlens.diff() + size - 1) // size
+        most = T // size + N
+    first = chunks.cumsum(0) - chunks
+    h = k.new_empty((most + 1, *pool.shape[1:]))
+    before = pool.index_select(0, slots.clamp(min=0))
+    before = torch.where((slots >= 0)[:, None, None, None], before, 0).to(h.dtype)
+    h.index_copy_(0, torch.where(chunks > 0, first, most), before)
+    if T <= size:
+        return h, None
+    later = torch.arange(1, -(-T // size), device=device)
+    return h, torch.where(later < chunks[:, None], first[:, None] + later, -1)
+
+
+def fused_recurrent_gated_delta_rule_packed_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A token a sequence, as `sglang.kernels.ops.attention.fla.fused_recurrent`'s of that name.
+
+    mixed_qkv: [B, 2 * H * K + HV * V], q, k and v side by side. a, b: [B, HV]. A_log, dt_bias:
+    [HV]. initial_state: the pool [slots, HV, V, K], updated in place at ssm_state_indices [B].
+    out: [B, 1, HV, V], where o is written.
+
+    Returns (out, initial_state). The errors are those of `gdn_triton.recurrent_step`. beta stays
+    float32; SGLang rounds it to the dtype of b here.
+    """
+    return packed_decode(
+        mixed_qkv,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        scale,
+        initial_state,
+        out,
+        ssm_state_indices,
+        use_qk_l2norm_in_kernel,
+        "negative",
+    )
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    is_kda: bool = False,
+    lower_bound: float | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    cache_ring: bool = False,
+    replayssm_rawv: Tensor | None = None,
+    replayssm_rawk: Tensor | None = None,
+    replayssm_g: Tensor | None = None,
+    replayssm_beta: Tensor | None = None,
+    match_cutedsl_decode: bool = False,
+) -> Tensor:
+    """Decoding and the verification of drafted tokens, as the function of that name in
+    `sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent`.
+
+    q, k: [B, T, H, K]. v: [B, T, HV, V]. a, b: [B, T, HV], or [B * T, HV]. A_log, dt_bias: [HV].
+    initial_state_source: the pool [slots, HV, V, K]; sequence n's state is in slot
+    initial_state_indices[n], and updated there unless `disable_state_update`. cu_seqlens: [N + 1].
+    The indices may be more than there are sequences.
+
+    intermediate_states_buffer: [rows, steps, HV, V, K], of the pool's dtype; only with
+    `disable_state_update`. The state after token t of sequence n is written to
+    [intermediate_state_indices[n], t], if there are so many steps; no index is negative, and of
+    sequences that are not padding none comes twice. The states that the sequences start from are
+    copied to their first step before. cache_steps is not read: the buffer has its own.
+
+    The state is rounded to the pool's dtype after every token, as it is when tokens are decoded one
+    by one; SGLang rounds what it writes and goes on in float32.
+
+    Returns o, [B, T, HV, V] in the dtype of v.
+
+    Raises:
+        NotImplementedError: what is not served (key-wise gates, `is_kda` and `lower_bound`; drafts
+            that are trees, `retrieve_parent_token`; ReplaySSM's rings; `match_cutedsl_decode`;
+            another softplus than 1.0 and 20.0; a buffer without `disable_state_update`), or an
+            input that requires a gradient.
+        TypeError, ValueError, RuntimeError: see `gdn_triton.recurrent_step`.
+    """
+    rings = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
+    refuse("is_kda", is_kda, "the gate is one number a head")
+    refuse("lower_bound", lower_bound is not None, "the gate is -exp(A_log) * softplus")
+    refuse("retrieve_parent_token", retrieve_parent_token is not None, "drafts are chains")
+    refuse("cache_ring", cache_ring or any(x is not None for x in rings), "there are no rings")
+    refuse("match_cutedsl_decode", match_cutedsl_decode, "it is another kernel's rounding")
+    names = ("softplus_beta", "softplus_threshold")
+    check_softplus(names, softplus_beta, softplus_threshold)
+    gates: dict[str, Any] = {
+        "a": a.reshape(v.shape[:3]),
+        "b": b.reshape(v.shape[:3]),
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+    }
+    return _step(
+        gates,
+        (q, k, v),
+        initial_state_source,
+        initial_state_indices,
+        scale,
+        use_qk_l2norm_in_kernel,
+        cu_seqlens,
+        disable_state_update,
+        (intermediate_states_buffer, intermediate_state_indices),
+    )
+
+
+def fused_recurrent_gated_delta_rule_update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state_source: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    disable_state_update: bool = False,
+    disable_output_calculation: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: Tensor | None = None,
+) -> Tensor:
+    """The recurrence of jet_nemotron's layer, as the function of that name in
+    `sglang.kernels.ops.attention.fla.fused_recurrent`.
+
+    q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay; beta
+    None: 1. The other arguments and the result are those of
+    `fused_sigmoid_gating_delta_rule_update`. o is computed whatever `disable_output_calculation`
+    says, which leaves it undefined there.
+    """
+    refuse("retrieve_parent_token", retrieve_parent_token is not None, "drafts are chains")
+    if initial_state_source is None or initial_state_indices is None:
+        raise ValueError(
+            "initial_state_source and initial_state_indices must be given: the pool of states, and "
+            "the slot of each sequence"
+        )
+    ones = v.new_ones(()).expand(v.shape[:3])
+    return _step(
+        {"g": g, "beta": ones if beta is None else beta},
+        (q, k, v),
+        initial_state_source,
+        initial_state_indices,
+        scale,
+        use_qk_l2norm_in_kernel,
+        cu_seqlens,
+        disable_state_update,
+        (intermediate_states_buffer, intermediate_state_indices),
+    )
+
+
+def _step(
+    gates: dict[str, Any],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    pool: Tensor,
+    slots: Tensor,
+    scale: float | None,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor | None,
+    disable_state_update: bool,
+    drafts: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    """drafts: the buffer of the states after each token, and the row of each sequence in it."""
+    q, k, v = qkv
+    buffer, rows = drafts
+    N = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    slots = slots[:N]
+    write_slots = torch.full_like(slots, -1) if disable_state_update else None
+    if buffer is not None:
+        if not disable_state_update or rows is None:
+            raise NotImplementedError(
+                "intermediate_states_buffer must come with disable_state_update=True and with "
+                "intermediate_state_indices: a call writes to the buffer or to the pool"
+            )
+        pool, slots, write_slots = draft_states(
+            buffer, rows[:N], pool, slots, v.shape[1], cu_seqlens
+        )
+    return recurrent_step(
+        pool,
+        slots,
+        write_slots,
+        q=q,
+        k=k,
+        v=v,
+        **gates,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        scale=scale,
+        state_v_first=True,
+        cu_seqlens=cu_seqlens,
+    )

@@ -1,0 +1,254 @@
+"""vLLM's Gated DeltaNet layers on this package's ops.
+
+    from gdn_triton.integrations.vllm import disable, register, status
+
+    register()
+    print(status())
+
+`register` has to run in every process of vLLM before a model is built, so call it from an entry
+point of the group `vllm.general_plugins` (`docs/integrations.md` shows one, and what runs where).
+It puts ours
+
+- in place of `_forward_core` of the layers of Qwen and OLMo, where its text is one that is known
+  here (`gdn_triton.integrations.vllm.layer`);
+- in place of the functions that those modules hold (`gdn_triton.integrations.vllm.functions`), for
+  what reaches them past that method;
+- in vLLM's registry of custom ops, in place of its class `ChunkGatedDeltaRule`, which must be done
+  by a subclass: Python would not initialise it otherwise.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Final
+
+from gdn_triton.integrations._places import ABSENT, Patches, Place, Status, Target
+from gdn_triton.integrations.vllm import functions, layer
+from gdn_triton.integrations.vllm.functions import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    chunk_gated_delta_rule,
+    fi_chunk_gated_delta_rule,
+    forward,
+    fused_post_conv_prep,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_gated_delta_rule_packed_decode,
+    fused_sigmoid_gating_delta_rule_update,
+)
+
+__all__ = [
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "disable",
+    "fi_chunk_gated_delta_rule",
+    "forward",
+    "fused_post_conv_prep",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule_packed_decode",
+    "fused_sigmoid_gating_delta_rule_update",
+    "register",
+    "status",
+]
+
+PACKAGE: Final = "vllm.model_executor.layers.mamba"
+QWEN: Final = f"{PACKAGE}.gdn.qwen_gdn_linear_attn"
+OLMO: Final = f"{PACKAGE}.gdn.olmo_gdn_linear_attn"
+# The modules with Gated DeltaNet layers, the class of each; versions before 0.24 had one module.
+LAYERS: Final = {
+    QWEN: "QwenGatedDeltaNetAttention",
+    OLMO: "OlmoHybridGatedDeltaNetAttention",
+    f"{PACKAGE}.gdn_linear_attn": "QwenGatedDeltaNetAttention",
+}
+METADATA: Final = "vllm.v1.attention.backends.gdn_attn"
+NAME: Final = "ChunkGatedDeltaRule"
+LOG: Final = "_log_gdn_backend_decision"
+CORE: Final = "_forward_core"
+
+# Our functions by vLLM's names, each with the op of ours that runs.
+OPS: Final = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "causal_conv1d_update": "causal_conv1d_update",
+    "chunk_gated_delta_rule": "chunk_prefill",
+    "fi_chunk_gated_delta_rule": "chunk_prefill",
+    "fused_post_conv_prep": "fused_post_conv_prep",
+    "fused_recurrent_gated_delta_rule": "recurrent_step",
+    "fused_recurrent_gated_delta_rule_packed_decode": "recurrent_step",
+    "fused_sigmoid_gating_delta_rule_update": "recurrent_step",
+}
+# Those that vLLM's own `_forward_core` calls, by sha256 of its text: what the method does is known.
+KNOWN: Final = {
+    QWEN: ("1c37fd8f806e6c01ee4d8aec92b33ad81a7ab87953669903831306ddba3f0700",),  # 0.33.0
+    OLMO: ("cb7c5d20f4741ea7741080e32d4c2cbce47ea3b65f1b188083ae56a580c38d9d",),  # 0.33.0
+}
+# What stays vLLM's, and why.
+OTHERS: Final = (
+    (QWEN, "fused_mtp_decode_impl", "recurrence and gated norm in one launch, for drafts"),
+    (OLMO, "fused_olmo_hybrid_gdn_gating", "reached past our `_forward_core` only"),
+)
+
+_logger = logging.getLogger("gdn_triton")
+_patches = Patches()
+_registered: dict[Any, type[Any]] = {}  # vLLM's class: ours
+
+
+def register() -> type[Any]:
+    """Puts ours where vLLM's Gated DeltaNet layers reach an op, and registers with vLLM a subclass
+    of its `ChunkGatedDeltaRule`, which is returned.
+
+    A second call changes nothing. Models that exist already keep their `ChunkGatedDeltaRule`; the
+    rest takes effect in them too. What vLLM chose for its prefill stays chosen, so that with
+    FlashInfer on its list it plans the checkpoints of a prefill, which ours then write.
+
+    Raises:
+        ImportError: vLLM, or the class in one of `LAYERS`, is not there.
+        RuntimeError: a function takes an argument that is not known here.
+        AssertionError: vLLM's own, if another package has registered for this class.
+    """
+    modules = _modules()
+    in_tree = getattr(_main(modules), NAME)
+    for target, ours in _targets(modules):
+        _check_known(target, ours)
+        if not _patches.is_ours(target):
+            _patches.put(target, ours)
+    if in_tree not in _registered:
+        ours = _subclass(in_tree)
+        custom_op = importlib.import_module("vllm.model_executor.custom_op").CustomOp
+        custom_op.register_oot(ours, name=NAME)
+        _registered[in_tree] = ours
+    _logger.info("vLLM runs Gated DeltaNet layers with gdn_triton.")
+    return _registered[in_tree]
+
+
+def disable() -> Status:
+    """Puts back what `register` replaced in vLLM's modules. What has been replaced once more since
+    then is left alone, and named in the returned status. The registered class stays: vLLM's
+    registry gives nothing back."""
+    _patches.take_back()
+    found = status()
+    _patches.made.clear()
+    return found
+
+
+def status() -> Status:
+    """What runs at every place of vLLM's modules. Changes nothing, but imports them.
+
+    Raises:
+        ImportError: as `register`.
+    """
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    modules = _modules()
+    enabled = bool(_patches.made)
+    missed = "not there when `register` ran: call it again."
+    places = [*_patches.places([target for target, _ in _targets(modules)], enabled, missed)]
+    main = _main(modules)
+    name, registered = f"{main.__name__}.{NAME}", getattr(main, NAME) in _registered
+    places.append(Place(name, *(("chunk_prefill",) if registered else (None, "not enabled."))))
+    for module in modules:
+        reason = _why_not_core(module)
+        if reason is not None:
+            places.append(
+                Place(f"{module.__name__}.{LAYERS[module.__name__]}.{CORE}", None, reason)
+            )
+        for where, other, why in OTHERS:
+            if module.__name__ == where and hasattr(module, other):
+                places.append(Place(f"{where}.{other}", None, why))
+    return Status("vLLM", enabled, version, tuple(places))
+
+
+def _modules() -> list[ModuleType]:
+    """vLLM's modules with Gated DeltaNet layers."""
+    found, failures = [], []
+    for name in LAYERS:
+        try:
+            found.append(importlib.import_module(name))
+        except ImportError as error:
+            failures.append(f"{name}: {error}")
+    if not any(hasattr(module, NAME) for module in found):
+        failures += [f"{module.__name__} has no {NAME}" for module in found]
+        raise ImportError(
+            f"gdn_triton.integrations.vllm finds no {NAME} in vLLM: {'; '.join(failures)}"
+        )
+    return found
+
+
+def _main(modules: list[ModuleType]) -> ModuleType:
+    return next(module for module in modules if hasattr(module, NAME))
+
+
+def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Callable[..., Any]]]:
+    """Every place that may be ours, with what belongs there."""
+    for module in modules:
+        if _why_not_core(module) is None:
+            owner = getattr(module, LAYERS[module.__name__])
+            op = "integrations.vllm.layer.forward_core"
+            yield Target(owner, CORE, op), layer.method(module)
+        for name, op in OPS.items():
+            if hasattr(module, name):
+                yield Target(module, name, op), getattr(functions, name)
+        if hasattr(module, LOG):
+            yield Target(module, LOG, "integrations.vllm"), _log
+
+
+def _log(vllm_config: object, requested_backend: str, active_backend: str) -> None:
+    """In place of what says which kernel of its own vLLM would run."""
+    _logger.info("Using gdn_triton for GDN prefill (requested=%s).", requested_backend)
+
+
+def _why_not_core(module: ModuleType) -> str | None:
+    """Why `_forward_core` of a module's layer stays vLLM's, or None."""
+    owner = getattr(module, LAYERS[module.__name__], None)
+    theirs: Any = ABSENT if owner is None else vars(owner).get(CORE, ABSENT)
+    for patch in _patches.made:
+        if patch.target.owner is owner and patch.ours is theirs:
+            return None
+    if theirs is ABSENT:
+        return f"there is no {CORE} to replace."
+    digest = hashlib.sha256(inspect.getsource(theirs).encode()).hexdigest()
+    if digest not in KNOWN.get(module.__name__, ()):
+        return (
+            "its text is of no version that is known here, so that only the functions that it "
+            "calls are ours."
+        )
+    fields = {f.name for f in dataclasses.fields(_metadata_class())}
+    missing = sorted(set(layer.METADATA) - fields)
+    return f"its metadata has no {', '.join(missing)}." if missing else None
+
+
+def _metadata_class() -> Any:
+    return importlib.import_module(METADATA).GDNAttentionMetadata
+
+
+def _check_known(target: Target, ours: Callable[..., Any]) -> None:
+    theirs = inspect.signature(target.now).parameters
+    known = inspect.signature(ours).parameters
+    unknown = sorted(theirs.keys() - known.keys())
+    if unknown and not _patches.is_ours(target):
+        raise RuntimeError(
+            f"vLLM's {target.path} takes {', '.join(unknown)}, which gdn_triton does not know: it "
+            "was written for vLLM 0.33.0"
+        )
+
+
+def _subclass(in_tree: Any) -> type[Any]:
+    class GdnTritonChunkGatedDeltaRule(in_tree):  # type: ignore[misc,valid-type]
+        gdn_prefill_backend: str
+
+        def __init__(self) -> None:
+            super().__init__()
+            # What vLLM chose from the hardware. Its layer plans checkpoints of a prefill where that
+            # is FlashInfer; other choices would have it prepare what their kernels need.
+            if self.gdn_prefill_backend != "flashinfer":
+                self.gdn_prefill_backend = "triton"
+            # What forward() calls.
+            self._forward_method = forward
+
+    return GdnTritonChunkGatedDeltaRule

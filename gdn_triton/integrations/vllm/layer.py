@@ -1,0 +1,267 @@
+"""What lies between the projections and the norm of vLLM's Gated DeltaNet layers: the method
+`_forward_core` of its layers for Qwen and OLMo, on this package's ops.
+
+vLLM's own calls its kernels one after the other and moves states and tokens between them: it splits
+and copies q, k and v, gathers the states of a prefill, sets some to zero, and scatters the final
+ones. Here everything is read and written where it lies:
+
+- plain decodes: `causal_conv1d_update` and `recurrent_step`, from the projection into the output;
+- prefills: `fused_conv_prep` and `chunk_prefill`, on the pools of the convolution and of states;
+- drafts: the two of decoding, with `num_accepted_tokens`.
+
+A batch of decodes and prefills runs the first two on its two parts; one with drafts and other
+tokens is selected apart and put together, as by vLLM, which lists its tokens by index.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn_triton.chunk.prefill import chunk_prefill
+from gdn_triton.conv.api import causal_conv1d_update, fused_conv_prep
+from gdn_triton.integrations.vllm.functions import SKIP, silu_or_none
+from gdn_triton.recurrent.api import recurrent_step
+
+# What is read of a layer, of vLLM's metadata of a step, and of the metadata of checkpoints.
+LAYER = (
+    *("A_log", "activation", "conv1d", "dt_bias", "head_k_dim", "head_v_dim", "kv_cache"),
+    *("num_k_heads", "prefix", "tp_size"),
+)
+METADATA = (
+    *("checkpoint", "flashinfer_checkpoint_plan", "non_spec_query_start_loc"),
+    *("non_spec_state_indices_tensor", "non_spec_token_indx", "num_accepted_tokens"),
+    *("num_actual_tokens", "num_decode_tokens", "num_decodes", "num_prefills", "num_spec_decodes"),
+    *("prefill_has_initial_state", "prefill_query_start_loc", "prefill_state_indices"),
+    *("spec_query_start_loc", "spec_sequence_masks", "spec_state_indices_tensor"),
+    "spec_token_indx",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Some tokens of a step: [T, channels] of the convolution's input, a and b [T, HV], and where
+    their o goes, [T, HV, V]."""
+
+    mixed_qkv: Tensor
+    a: Tensor
+    b: Tensor
+    out: Tensor
+
+    def part(self, start: int, end: int | None = None) -> "Tokens":
+        rows = slice(start, end)
+        return Tokens(self.mixed_qkv[rows], self.a[rows], self.b[rows], self.out[rows])
+
+    def select(self, rows: Tensor) -> "Tokens":
+        """Copies, with an output of their own."""
+        return Tokens(
+            self.mixed_qkv.index_select(0, rows),
+            self.a.index_select(0, rows),
+            self.b.index_select(0, rows),
+            self.out.new_empty(rows.shape[0], *self.out.shape[1:]),
+        )
+
+
+def forward_core(
+    layer: Any,
+    metadata: Any,
+    conv_state: Tensor,
+    mixed_qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    core_attn_out: Tensor,
+) -> None:
+    """Runs one step of a layer and writes o to the first rows of core_attn_out.
+
+    layer: one of vLLM's. metadata: its `GDNAttentionMetadata` of the step. conv_state:
+    [slots, channels, W - 1 + drafted tokens], layer.kv_cache[0] with its channels second.
+    mixed_qkv: [T, channels]. a, b: [T, HV]. core_attn_out: [T, HV, V].
+
+    Raises:
+        AttributeError: metadata of prefills or drafts lacks what vLLM gives them.
+        TypeError, ValueError, RuntimeError: as `gdn_triton.fused_conv_prep`,
+            `gdn_triton.chunk_prefill`, `gdn_triton.causal_conv1d_update` and
+            `gdn_triton.recurrent_step`.
+    """
+    m = metadata
+    tokens = Tokens(mixed_qkv, a, b, core_attn_out).part(0, m.num_actual_tokens)
+    if m.spec_sequence_masks is None:
+        if m.num_prefills == 0:
+            # In a graph's padded step: all its tokens, some of which have no slot.
+            if m.num_decodes > 0:
+                _decode(layer, conv_state, tokens, m.non_spec_state_indices_tensor)
+            return
+        decodes = m.num_decode_tokens
+        if m.num_decodes > 0:
+            _decode(layer, conv_state, tokens.part(0, decodes), m.non_spec_state_indices_tensor)
+        _prefill(layer, m, conv_state, tokens.part(decodes))
+        _export(layer, m, conv_state, tokens.mixed_qkv)
+        return
+    if m.num_prefills == 0:
+        _verify(layer, m, conv_state, tokens)
+        return
+    # The one-token sequences without drafts are among the prefills here.
+    drafts, others = tokens.select(m.spec_token_indx), tokens.select(m.non_spec_token_indx)
+    _verify(layer, m, conv_state, drafts)
+    _prefill(layer, m, conv_state, others)
+    _export(layer, m, conv_state, others.mixed_qkv)
+    tokens.out.index_copy_(0, m.spec_token_indx, drafts.out)
+    tokens.out.index_copy_(0, m.non_spec_token_indx, others.out)
+
+
+def _weight(layer: Any) -> Tensor:
+    """[D, W]."""
+    weight: Tensor = layer.conv1d.weight
+    return weight.view(weight.shape[0], weight.shape[-1])
+
+
+def _gates(layer: Any) -> dict[str, Any]:
+    """What `recurrent_step` needs of a layer."""
+    return {
+        "A_log": layer.A_log,
+        "dt_bias": layer.dt_bias,
+        "allow_neg_eigval": _doubles_beta(layer),
+        "use_qk_l2norm_in_kernel": True,
+        "state_v_first": True,
+        "skip": SKIP,
+    }
+
+
+def _doubles_beta(layer: Any) -> bool:
+    # OLMo's layer has it, Qwen's does not.
+    return bool(getattr(layer, "allow_neg_eigval", False))
+
+
+def _decode(layer: Any, conv_state: Tensor, x: Tokens, slots: Tensor) -> None:
+    """A token a sequence."""
+    slots, weight = slots[: x.mixed_qkv.shape[0]], _weight(layer)
+    mixed_qkv = causal_conv1d_update(
+        x.mixed_qkv,
+        weight,
+        layer.conv1d.bias,
+        silu_or_none(layer.activation),
+        state=conv_state[..., : weight.shape[1] - 1],
+        read_slots=slots,
+        skip=SKIP,
+    )
+    recurrent_step(
+        layer.kv_cache[1], slots, mixed_qkv=mixed_qkv, a=x.a, b=x.b, out=x.out, **_gates(layer)
+    )
+
+
+def _verify(layer: Any, m: Any, conv_state: Tensor, x: Tokens) -> None:
+    """Drafted tokens, after those that were accepted of the step before."""
+    N = m.num_spec_decodes
+    slots, accepted = m.spec_state_indices_tensor[:N], m.num_accepted_tokens[:N]
+    cu_seqlens, weight = m.spec_query_start_loc[: N + 1], _weight(layer)
+    columns = weight.shape[1] - 2 + slots.shape[1]
+    mixed_qkv = causal_conv1d_update(
+        x.mixed_qkv,
+        weight,
+        layer.conv1d.bias,
+        silu_or_none(layer.activation),
+        state=conv_state[..., :columns],
+        read_slots=slots[:, 0],
+        skip=SKIP,
+        cu_seqlens=cu_seqlens,
+        num_accepted_tokens=accepted,
+    )
+    recurrent_step(
+        layer.kv_cache[1],
+        slots,
+        num_accepted_tokens=accepted,
+        mixed_qkv=mixed_qkv,
+        a=x.a,
+        b=x.b,
+        cu_seqlens=cu_seqlens,
+        out=x.out,
+        **_gates(layer),
+    )
+
+
+def _prefill(layer: Any, m: Any, conv_state: Tensor, x: Tokens) -> None:
+    slots, cu_seqlens = m.prefill_state_indices, m.prefill_query_start_loc
+    starts = {"has_initial_state": m.prefill_has_initial_state, "skip": SKIP}
+    weight = _weight(layer)
+    q, k, v, g, beta = fused_conv_prep(
+        x.mixed_qkv,
+        weight,
+        x.a,
+        x.b,
+        layer.A_log,
+        layer.dt_bias,
+        layer.num_k_heads // layer.tp_size,
+        layer.head_k_dim,
+        layer.head_v_dim,
+        layer.conv1d.bias,
+        silu_or_none(layer.activation),
+        state=conv_state[..., : weight.shape[1] - 1],
+        read_slots=slots,
+        cu_seqlens=cu_seqlens,
+        **starts,
+    )
+    if _doubles_beta(layer):
+        beta *= 2
+    every, checkpoint_slots = 0, None
+    if m.flashinfer_checkpoint_plan is not None:
+        every = m.flashinfer_checkpoint_plan.every_n_tokens
+        checkpoint_slots = _checkpoint_slots(m.checkpoint, every, slots.shape[0])
+    chunk_prefill(
+        layer.kv_cache[1],
+        slots,
+        q=q[None],
+        k=k[None],
+        v=v[None],
+        g=g[None],
+        beta=beta[None],
+        state_v_first=True,
+        cu_seqlens=cu_seqlens,
+        out=x.out[None],
+        checkpoint_every_n_tokens=every,
+        checkpoint_slots=checkpoint_slots,
+        **starts,
+    )
+
+
+def _checkpoint_slots(checkpoint: Any, every: int, N: int) -> Tensor:
+    """[N, M]: the slot of the state after every so many tokens of each prefill, 0 but for its
+    checkpoint. The last N of vLLM's rows are the prefills'."""
+    most = max(checkpoint.offsets) // every
+    offsets, slots = checkpoint.checkpoint_offsets[-N:], checkpoint.state_indices[-N:]
+    after = torch.arange(every, every * most + 1, every, device=slots.device)
+    return torch.where(offsets[:, None] == after, slots[:, None], 0)
+
+
+def _export(layer: Any, m: Any, conv_state: Tensor, mixed_qkv: Tensor) -> None:
+    """The convolution's states at the checkpoints, by vLLM's exporter; the others are written."""
+    if m.flashinfer_checkpoint_plan is not None:
+        layer._checkpoint_exporter.export(
+            m.checkpoint,
+            raw_qkv=mixed_qkv,
+            conv_state=conv_state,
+            cu_seqlens=m.non_spec_query_start_loc,
+        )
+
+
+def method(module: Any) -> Callable[..., None]:
+    """`_forward_core` for the layer that a module of vLLM's defines."""
+
+    def _forward_core(
+        self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
+    ) -> None:
+        metadata = module.get_forward_context().attn_metadata
+        metadata = metadata.get(self.prefix) if isinstance(metadata, dict) else None
+        if metadata is None:
+            # A run that sizes memory. Qwen's layer compiles what a prefill needs then.
+            warm_up = getattr(self, "_warmup_prefill_kernels", None)
+            if warm_up is not None:
+                warm_up(mixed_qkv, 0)
+            return
+        conv_state = self.kv_cache[0]
+        if not module.is_conv_state_dim_first():
+            conv_state = conv_state.transpose(-1, -2)
+        forward_core(self, metadata, conv_state, mixed_qkv, b, a, core_attn_out)
+
+    return _forward_core

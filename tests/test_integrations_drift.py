@@ -1,0 +1,104 @@
+"""The adapters' functions have the parameters of those that they stand for, as recorded; and the
+record is what the engines' wheels say."""
+
+import pytest
+from engine_sources import IMITATED, VERSIONS, parameters_of, record, recorded, signatures
+
+import gdn_triton
+from gdn_triton.integrations import flashinfer, sglang, vllm
+from gdn_triton.integrations.vllm import layer
+
+VLLM = [
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "fi_chunk_gated_delta_rule",
+    "fused_post_conv_prep",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule_packed_decode",
+    "fused_sigmoid_gating_delta_rule_update",
+]
+PAIRS = [
+    *[("vllm", name, getattr(vllm, name)) for name in VLLM],
+    ("vllm", "ChunkGatedDeltaRule.forward_native", vllm.forward),
+    ("vllm", "ChunkGatedDeltaRule.forward_cuda", vllm.forward),
+    ("vllm", "_log_gdn_backend_decision", vllm._log),
+    *[("sglang", name, ours) for name, ours in sglang.FUNCTIONS.items()],
+    *[
+        ("flashinfer_python", name, getattr(flashinfer, name))
+        for name in IMITATED["flashinfer_python"]["flashinfer/gdn_prefill.py"]
+        + IMITATED["flashinfer_python"]["flashinfer/gdn_decode.py"]
+    ],
+]
+
+
+@pytest.mark.parametrize(
+    "package, name, ours", PAIRS, ids=[f"{package}-{name}" for package, name, _ in PAIRS]
+)
+def test_parameters(package, name, ours):
+    """The names, their order and their defaults."""
+    assert parameters_of(ours) == recorded(package, name)
+
+
+def test_every_function_is_compared():
+    """All that is recorded of an engine has ours beside it, or is named here with its reason."""
+    compared = {(package, name) for package, name, _ in PAIRS}
+    methods = {
+        ("vllm", "QwenGatedDeltaNetAttention._forward_core"),  # below
+        ("vllm", "OlmoHybridGatedDeltaNetAttention._forward_core"),  # below
+        ("vllm", "MambaPrefillCheckpointExporter.export"),  # called, and run in a test
+    }
+    ops = {"transformers", "fla_core"}  # below
+    recorded_ = {
+        (package, name)
+        for package, files in IMITATED.items()
+        for names in files.values()
+        for name in names
+        if package not in ops
+    }
+    assert recorded_ == compared | methods
+
+
+def test_methods():
+    core = layer.method(None)
+    ours = parameters_of(core).removeprefix("self, ")
+    for cls in ("QwenGatedDeltaNetAttention", "OlmoHybridGatedDeltaNetAttention"):
+        assert ours == recorded("vllm", f"{cls}._forward_core")
+
+
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_fla(name):
+    """FLA's arguments are ours: what it takes by keyword too."""
+    import inspect
+
+    ours = inspect.signature(getattr(gdn_triton, name)).parameters
+    theirs = recorded("fla_core", name).split(", ")
+    named = [x for x in theirs if not x.startswith("*")]
+    for text, parameter in zip(named, ours.values(), strict=False):
+        given, _, default = text.partition("=")
+        assert given == parameter.name
+        if default:
+            assert repr(parameter.default) == default
+
+
+@pytest.mark.parametrize("file", IMITATED["transformers"])
+def test_transformers(file):
+    """What the adapter's functions take by position, which the layers of all models share."""
+    for name in IMITATED["transformers"][file]:
+        first = recorded("transformers", name, file).split(", ")
+        assert first[:5] == ["query", "key", "value", "g", "beta"]
+        options = {x.partition("=")[0] for x in first[5:]}
+        assert options <= {
+            *("chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"),
+            "**kwargs",
+        }
+
+
+def test_versions():
+    assert record()["versions"] == VERSIONS
+
+
+@pytest.mark.parametrize("package", VERSIONS)
+def test_wheels(package):
+    """Red when the record is not what the pinned wheel says."""
+    assert signatures(package) == record()["signatures"][package]
