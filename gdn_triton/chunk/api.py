@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gdn_triton._host.backends import CHUNK, SHARDED, Explanation
 from gdn_triton._host.tensors import is_traced, resolved
+from gdn_triton.chunk.operators import traced
 from gdn_triton.chunk.problem import ChunkCall
 from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
@@ -143,14 +144,11 @@ def chunk_gated_delta_rule(
         from gdn_triton.chunk.run_sharded import sharded
 
         if torch.compiler.is_compiling():
-            from gdn_triton.chunk.operators import untraced
+            from gdn_triton._host.traces import untraced
 
             sharded = untraced(sharded)
         return sharded(x, cp_context)
     if is_traced(q):
-        # One opaque operator. Imported in a trace only: nobody else pays for its registration.
-        from gdn_triton.chunk.operators import traced
-
         return traced(x)
     problem = validate_chunk(*x)
     return CHUNK.choose(problem).load()(problem, resolved(x.inputs), cu_seqlens)
@@ -234,7 +232,7 @@ def _deprecated_state_layout(state_v_first: bool, transpose_state_layout: bool) 
         )
     message = "transpose_state_layout is deprecated: use state_v_first"
     if torch.compiler.is_compiling():
-        from gdn_triton.chunk.operators import warn_deprecated
+        from gdn_triton._host.traces import warn_deprecated
 
         warn_deprecated(message)
     else:

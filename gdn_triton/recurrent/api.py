@@ -4,6 +4,7 @@ decoding from a pool of states."""
 from torch import Tensor
 
 from gdn_triton._host.tensors import is_traced
+from gdn_triton.recurrent.operators import traced_sequences, traced_step
 from gdn_triton.recurrent.plans import SequenceOptions, StepOptions, run_sequences, run_step
 from gdn_triton.recurrent.problem import Operands
 
@@ -105,9 +106,6 @@ def fused_recurrent_gated_delta_rule(
         state_v_first,
     )
     if is_traced(q):
-        # One opaque operator. Imported in a trace only: nobody else pays for its registration.
-        from gdn_triton.recurrent.operators import traced_sequences
-
         return traced_sequences(x, options)
     return run_sequences(x, options)
 
@@ -221,8 +219,6 @@ def recurrent_step(
         is_mixed, is_raw, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, skip
     )
     if is_traced(state):
-        from gdn_triton.recurrent.operators import traced_step
-
         return traced_step(x, options)
     return run_step(x, options)
 
