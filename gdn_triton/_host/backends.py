@@ -18,6 +18,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from gdn_triton._host.contents import Contents
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
 from gdn_triton.fast import support as fast_support
@@ -88,7 +89,7 @@ class Explanation:
     asked for by name refuses. reasons: for each backend in order, None if it is the chosen one,
     else a sentence why it would not run. operator: the name of the function that was asked about.
     as_auto: whether `requested` names a backend that this function does not have, so that the
-    choice is that of `auto`.
+    choice is that of `auto`. contents: what the tensors hold, where `explain` was asked to read it.
     """
 
     requested: str
@@ -96,6 +97,7 @@ class Explanation:
     reasons: dict[str, str | None]
     operator: str = "chunk_gated_delta_rule"
     as_auto: bool = False
+    contents: Contents | None = None
 
     def __str__(self) -> str:
         chosen = f"{self.chosen} would run" if self.chosen else "no backend would run"
@@ -103,6 +105,7 @@ class Explanation:
             chosen = f"{self.operator} has no such backend; as with auto, {chosen}"
         lines = [f"GDN_BACKEND={self.requested}: {chosen}"]
         lines += [f"  {name}: {reason or 'chosen'}" for name, reason in self.reasons.items()]
+        lines += [str(self.contents)] if self.contents else []
         return "\n".join(lines)
 
 
