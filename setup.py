@@ -134,7 +134,8 @@ setup(
         "torch>=2.8",
         # There are no Triton wheels elsewhere; the reference runs without.
         "triton>=3.6; platform_system == 'Linux'",
-        "einops",
+        # torch warns where it finds none.
+        "numpy",
         "packaging",
     ],
     extras_require={
