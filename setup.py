@@ -1,13 +1,15 @@
 """Metadata of the distribution, and the optional build of the CUDA library.
 
 GDN_BUILD_CUDA unset or "auto" builds the library where a compiler is found, and else installs
-without; "1" builds it or fails with the reason; "0" never builds it. Either way the installed
+without; "1" builds it or fails with the reason; "0" never builds it; the path of a library that
+`csrc/build.py` has built, ending in .so, takes that one. Either way the installed
 `gdn_triton.fast.why_unavailable()` knows what happened: pip hides what a build prints.
 """
 
 import importlib.util
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -43,10 +45,16 @@ builder = load_builder()
 
 
 def decide() -> tuple[object, str]:
-    """The toolchain, or None where the library is not built; and what happens, in words."""
+    """The toolchain, the library itself, or None where there is to be none; and what happens, in
+    words."""
     asked = os.environ.get("GDN_BUILD_CUDA") or "auto"
+    if asked.endswith(".so") and Path(asked).is_file():
+        return Path(asked).resolve(), f"taken from {asked}"
     if asked not in ("0", "1", "auto"):
-        raise SystemExit(f"GDN_BUILD_CUDA must be 0, 1 or auto, got {asked!r}")
+        raise SystemExit(
+            "GDN_BUILD_CUDA must be 0, 1, auto or the path of a library that is built, got "
+            f"{asked!r}"
+        )
     if asked == "0":
         return None, "it was installed with GDN_BUILD_CUDA=0"
     try:
@@ -82,8 +90,14 @@ class BuildExt(build_ext):
         return str(Path(*fullname.split("."))) + ".so"  # no tag: it has no Python in it
 
     def build_extension(self, ext: Extension) -> None:
+        library = Path(self.get_ext_fullpath(ext.name)).resolve()
+        if isinstance(tools, Path):
+            if library != tools:
+                library.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(tools, library)
+            return
         try:
-            builder.build(tools, Path(self.get_ext_fullpath(ext.name)).resolve())
+            builder.build(tools, library)
         except builder.BuildFailed as why:
             advice = "GDN_BUILD_CUDA=0 installs without it"
             raise SystemExit(f"The build of the CUDA library failed; {advice}.\n{why}") from why
@@ -91,8 +105,13 @@ class BuildExt(build_ext):
 
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """For every Python; for one platform only with the library."""
-        return "py3", "none", super().get_tag()[2] if tools else "any"
+        """For every Python; with the library for one platform, and for a glibc that it runs on."""
+        if not tools:
+            return "py3", "none", "any"
+        built = Path(self.bdist_dir or ".") / LIBRARY
+        if isinstance(tools, Path):
+            built = tools
+        return "py3", "none", builder.manylinux(built) if built.exists() else super().get_tag()[2]
 
 
 print(f"gdn_triton: CUDA library: {status}", file=sys.stderr)
@@ -130,10 +149,17 @@ setup(
         "torch>=2.8",
         # There are no Triton wheels elsewhere; the reference runs without.
         "triton>=3.6; platform_system == 'Linux'",
-        "einops",
+        # torch warns where it finds none.
+        "numpy",
         "packaging",
     ],
     extras_require={
+        # nvcc and what it needs, for `python csrc/build.py`; no toolkit of the system is needed.
+        "cuda": [
+            "cuda-toolkit[nvcc,cudart,cccl]==13.0.*; platform_system == 'Linux'",
+            "setuptools>=77",
+            "torch>=2.10",
+        ],
         "examples": ["matplotlib"],  # the loss curve of examples/train_bytes.py
         "bench": ["matplotlib"],  # the plots of benchmarks/plot.py; without it there are none
         "docs": ["mkdocs", "mkdocstrings-python", "ruff"],  # the site; ruff breaks its signatures

@@ -1,9 +1,11 @@
 """Builds the CUDA library, without setuptools and without importing torch.
 
 `python csrc/build.py` builds it in a checkout, where `gdn_triton.fast` finds it; `setup.py` calls
-the same functions for an install. Needs Linux, nvcc 12.8 or newer, g++, and a torch 2.10 or newer
-beside the Python that runs this, CUDA or CPU: its headers and libraries are linked with. No GPU and
-no driver. The environment variables NVCC, CUDA_HOME (or CUDA_PATH) and CXX choose the compilers.
+the same functions for an install. With `--wheel FOLDER` it makes a wheel that has it, with
+`--install` it installs that wheel beside the Python that runs this. Needs Linux, nvcc 12.8 or
+newer, g++, and a torch 2.10 or newer beside that Python, CUDA or CPU: its headers and libraries are
+linked with. No GPU and no driver. The extra `cuda` of the package brings nvcc. The environment
+variables NVCC, CUDA_HOME (or CUDA_PATH) and CXX choose the compilers.
 
 What comes out is one shared library: LibTorch's stable ABI, machine code for sm_90a only, CUDA's
 runtime linked in, nothing of Python. The build fails where ptxas says that a kernel spills, uses
@@ -14,11 +16,13 @@ import argparse
 import concurrent.futures
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +71,7 @@ def nvcc_candidates() -> list[str]:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         return [f"{home}/bin/nvcc"]
-    # The last ones are of the wheels: pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"
+    # The last ones are of the wheels that the extra `cuda` installs.
     spec = importlib.util.find_spec("nvidia")
     wheels = [f"{d}/cu13/bin/nvcc" for d in (spec.submodule_search_locations or [])] if spec else []
     return [x for x in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *wheels) if x]
@@ -88,10 +92,15 @@ def find_toolchain() -> Toolchain:
     if sys.platform != "linux":
         raise Unbuildable(f"it is built on Linux only, this is {sys.platform}")
     versions = {nvcc: nvcc_version(nvcc) for nvcc in nvcc_candidates()}
-    nvcc = next((nvcc for nvcc, version in versions.items() if version), None)
+    there = [nvcc for nvcc, version in versions.items() if version]
+    new = [nvcc for nvcc in there if (versions[nvcc] or CUDA_MIN) >= CUDA_MIN]
+    nvcc = next(iter(new or there), None)
     if nvcc is None:
         tried = f" (tried {', '.join(versions)})" if versions else ""
-        raise Unbuildable(f"there is no CUDA compiler{tried}; set CUDA_HOME or NVCC")
+        raise Unbuildable(
+            f'there is no CUDA compiler{tried}; pip install ".[cuda]" brings one, or set CUDA_HOME '
+            "or NVCC"
+        )
     cuda = versions[nvcc]
     assert cuda is not None
     if cuda < CUDA_MIN:
@@ -272,14 +281,66 @@ def faults(log: str) -> list[str]:
     return found + [line for line in log.splitlines() if "Potential Performance Loss" in line]
 
 
+# ------------------------------------------------------------------------------------------- wheel
+
+
+def manylinux(library: Path) -> str:
+    """The platform tag of a wheel with this library: of the newest glibc that it asks for, and at
+    the least of the one that torch's own wheels ask for."""
+    asked = {int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)\b", library.read_bytes())}
+    return f"manylinux_2_{max({28, *asked})}_{platform.machine()}"
+
+
+def make_wheel(library: Path, folder: Path) -> Path:
+    """A wheel of this checkout with a library that is built: for every Python. setuptools leaves
+    files where it builds, and takes what it finds there: so it builds a copy."""
+    with tempfile.TemporaryDirectory() as made:
+        source = Path(made) / "source"
+        left = shutil.ignore_patterns("__pycache__", "*.so", "_build_status.txt")
+        for name in ("gdn_triton", "csrc"):
+            shutil.copytree(ROOT / name, source / name, ignore=left)
+        for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, source)
+        command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+        done = subprocess.run(
+            [*command, "-w", made, str(source)],
+            env={**os.environ, "GDN_BUILD_CUDA": str(library)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise BuildFailed(done.stdout)
+        (wheel,) = Path(made).glob("*.whl")
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(wheel, folder))
+
+
+def show(tools: Toolchain, library: Path, objects: Path) -> None:
+    """What a build would run."""
+    compilers = {".cu": nvcc_command(tools), ".cpp": cxx_command(tools)}
+    targets = {x: objects / x.relative_to(SOURCE_DIR).with_suffix(".o") for x in sources()}
+    for source, target in targets.items():
+        print(shlex.join([*compilers[source.suffix], "-c", str(source), "-o", str(target)]))
+    print(shlex.join(link_command(tools, list(targets.values()), library)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the CUDA library in this checkout.")
     parser.add_argument("--library", type=Path, default=LIBRARY, help="default: %(default)s")
     parser.add_argument("--objects", type=Path, default=OBJECTS, help="default: %(default)s")
     parser.add_argument("--jobs", type=int, help="files at a time; default: one a core")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, run none")
+    parser.add_argument("--wheel", type=Path, metavar="FOLDER", help="also a wheel that has it")
+    parser.add_argument(
+        "--install", action="store_true", help="also install such a wheel beside this Python"
+    )
     options = parser.parse_args()
     try:
         tools = find_toolchain()
+        if options.dry_run:
+            return show(tools, options.library.resolve(), options.objects.resolve())
         kernels = build(tools, options.library.resolve(), options.objects.resolve(), options.jobs)
     except Unbuildable as why:
         sys.exit(f"The CUDA library cannot be built: {why}.")
@@ -288,6 +349,20 @@ def main() -> None:
     for kernel in kernels:
         print(f"{kernel.registers:4} registers  {kernel.name}")
     print(f"built {options.library} with CUDA {tools.cuda[0]}.{tools.cuda[1]}")
+    if not (options.wheel or options.install):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            wheel = make_wheel(options.library.resolve(), options.wheel or Path(folder))
+        except BuildFailed as why:
+            sys.exit(f"The wheel could not be made.\n{why}")
+        print(f"made {wheel.name}")
+        if options.install:
+            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
+            done = subprocess.run([*command, "--force-reinstall", str(wheel)], check=False)
+            if done.returncode != 0:
+                sys.exit(done.returncode)
+            print(f"installed {wheel.name}")
 
 
 if __name__ == "__main__":

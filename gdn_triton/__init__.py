@@ -11,6 +11,7 @@ from gdn_triton.recurrent.api import (
     fused_recurrent_gdn,
     recurrent_step,
 )
+from gdn_triton.warming import warmup
 
 __version__ = "0.1.0"
 
@@ -29,4 +30,5 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "recurrent_step",
+    "warmup",
 ]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange, repeat
 from torch import Tensor
 
 import gdn_triton
@@ -138,13 +137,13 @@ def make_layer(
 def project(layer: Layer, tokens: Tensor) -> dict[str, Tensor]:
     """tokens [T], bytes, to the op's q, k, v, g and beta, B = 1. q, k and v are views of one
     projection; g and beta are the raw ones."""
-    x = rearrange(layer.embedding[tokens], "t d -> 1 t d")
+    x = layer.embedding[tokens].unsqueeze(0)
     HK, HVV = layer.heads * layer.dim, 4 * layer.heads * layer.dim
     q, k, v = (x @ layer.qkv).split((HK, HK, HVV), dim=-1)
     return {
-        "q": rearrange(q, "b t (h k) -> b t h k", h=layer.heads),
-        "k": rearrange(k, "b t (h k) -> b t h k", h=layer.heads),
-        "v": rearrange(v, "b t (h v) -> b t h v", h=2 * layer.heads),
+        "q": q.unflatten(-1, (layer.heads, -1)),
+        "k": k.unflatten(-1, (layer.heads, -1)),
+        "v": v.unflatten(-1, (2 * layer.heads, -1)),
         "g": x @ layer.gate,
         "beta": x @ layer.beta,
     }
@@ -186,11 +185,12 @@ def rounded(inputs: dict[str, Tensor], layer: Layer, offsets: Sequence[int]) -> 
         return x.to(dtype).float()
 
     q, k = (reference.l2norm(inputs[name])[0].float() for name in ("q", "k"))
-    q, k = (repeat(x, "t h k -> t (h g) 1 k", g=2) for x in (q * layer.dim**-0.5, k))
-    v = rearrange(inputs["v"].float(), "1 t h v -> t h 1 v")
+    # [T, HV, 1, channels]; decay and beta [T, HV, 1, 1].
+    q, k = (x.repeat_interleave(2, 1).unsqueeze(2) for x in (q * layer.dim**-0.5, k))
+    v = inputs["v"][0].float().unsqueeze(2)
     decay = reference.gate(inputs["g"], layer.A_log, layer.dt_bias).exp()
-    decay = rearrange(decay, "1 t h -> t h 1 1")
-    beta = rearrange(reference.beta_sigmoid(inputs["beta"]), "1 t h -> t h 1 1")
+    decay = decay[0, :, :, None, None]
+    beta = reference.beta_sigmoid(inputs["beta"])[0, :, :, None, None]
     o = torch.empty_like(v)
     final_state = v.new_zeros(len(offsets) - 1, v.shape[1], k.shape[-1], v.shape[-1])
     for n, state in enumerate(final_state):
@@ -198,7 +198,7 @@ def rounded(inputs: dict[str, Tensor], layer: Layer, offsets: Sequence[int]) -> 
             state *= decay[t]
             state += k[t].mT * round_(beta[t] * (v[t] - k[t] @ round_(state)))
             o[t] = round_(q[t] @ round_(state))
-    return Result(rearrange(o, "t h 1 v -> 1 t h v"), final_state)
+    return Result(o.squeeze(2).unsqueeze(0), final_state)
 
 
 def relative_error(x: Tensor, expected: Tensor) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gdn_triton._host.arguments import refuse_head_first
 from gdn_triton._host.backends import PREFILL, RECURRENT, STEP, Explanation
 from gdn_triton.chunk.api import _deprecated_state_layout, chunk_gated_delta_rule, explain
 from gdn_triton.chunk.prefill import chunk_prefill
@@ -78,6 +79,9 @@ def _prefill(given: _Given) -> Explanation:
 
 
 def _sequences(given: _Given) -> Explanation:
+    head_first = given.pop("head_first")
+    if head_first is not None:
+        refuse_head_first(head_first)
     old_name = given.pop("transpose_state_layout")
     if old_name is not None:
         given["state_v_first"] = _deprecated_state_layout(given["state_v_first"], old_name)

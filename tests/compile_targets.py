@@ -43,6 +43,8 @@ SHARED_MEMORY = {
     ("cuda", 80): 163 * 1024,
     ("cuda", 90): 227 * 1024,
     ("cuda", 100): 227 * 1024,
+    ("cuda", 120): 99 * 1024,
+    ("cuda", 121): 99 * 1024,
     ("hip", "gfx942"): 64 * 1024,
 }
 
@@ -51,6 +53,8 @@ MATRIX_INSTRUCTION = {
     ("cuda", 80): ("ptx", "mma.sync"),
     ("cuda", 90): ("ptx", "wgmma.mma_async"),
     ("cuda", 100): ("ptx", "tcgen05.mma"),
+    ("cuda", 120): ("ptx", "mma.sync"),
+    ("cuda", 121): ("ptx", "mma.sync"),
     ("hip", "gfx942"): ("amdgcn", "v_mfma"),
 }
 # Kernels that must contain it where all inputs are bf16 and K = V = 128.
@@ -132,6 +136,20 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "pairs_bwd_kernel": 640,
         "query_key_bwd_kernel": 384,
     },
+    (120, 2): {
+        "prepare_fwd_kernel": 1024,
+        "segment_maps_kernel": 64,
+        "fused_fwd_kernel": 64,
+        "pairs_bwd_kernel": 576,
+        "query_key_bwd_kernel": 640,
+    },
+    (121, 2): {  # K = 256
+        "prepare_fwd_kernel": 1856,
+        "fused_fwd_kernel": 128,
+        "state_bwd_kernel": 576,
+        "pairs_bwd_kernel": 576,
+        "query_key_bwd_kernel": 512,
+    },
 }
 
 # ----------------------------------------------------------------------------------- what is called
@@ -169,6 +187,10 @@ SHAPES = [
     # Products of four-byte inputs.
     Shape(128, 128, torch.float32, HV=4, full=False),
 ]
+# What is compiled, of `run_sample`, for a target that differs from another one in few things; else
+# all of SHAPES and of the package. These have sm_80's instructions and three fifths of its shared
+# memory: the common head, and the widest one.
+SAMPLES = {("cuda", 120): SHAPES[:1], ("cuda", 121): SHAPES[3:4]}
 # Where the outputs are compiled that no forward asks for.
 EXTRAS = SHAPES[2]
 
@@ -240,6 +262,18 @@ def run_package(shape: Shape) -> None:
     g_cumsum = gate.chunk_local_cumsum(x.g, chunks, reverse=True)
     w, u, _ = wy.wy_fwd(x.k, x.v, g_cumsum, x.beta, chunks, shape.dtype, store_A_inv=True)
     state.state_fwd(x.k, w, u, g_cumsum, chunks, N=problem.N, store_h=False)
+
+
+def run_sample(shape: Shape) -> None:
+    """The fused forward, whole and in segments, and the backward: the kernels that fill a
+    multiprocessor's shared memory."""
+    from gdn_triton.chunk.triton import forward as chunk_fwd
+
+    cu_seqlens = torch.tensor([0, 100, 300], dtype=torch.int32) if shape.full else None
+    problem, x = make_call(1, 300, shape.HV // 2, shape, cu_seqlens)
+    chunk_fwd.forward_fused(problem, x, cu_seqlens)
+    run_segments(shape, chunk_fwd)
+    run_backward(problem, x, cu_seqlens)
 
 
 def run_backward(problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None) -> None:
@@ -600,13 +634,17 @@ def main(backend: str, arch: str) -> int:
     )
     wrong: list[str] = []
     names: set[str] = set()
+    sample = SAMPLES.get((backend, target.arch))
     with compile_only(target) as compiled:
-        for shape in SHAPES:
+        for shape in sample or SHAPES:
             compiled.clear()
-            run_package(shape)
-            run_post_conv(shape)
-            run_conv(shape)
-            run_recurrent(shape)
+            if sample is not None:
+                run_sample(shape)
+            else:
+                run_package(shape)
+                run_post_conv(shape)
+                run_conv(shape)
+                run_recurrent(shape)
             seen: set[int] = set()
             for one in compiled:
                 names.add(one.name)
@@ -616,11 +654,12 @@ def main(backend: str, arch: str) -> int:
                     print(line, flush=True)
                     wrong += faults
         compiled.clear()
-        run_wide_grids()
+        if sample is None:
+            run_wide_grids()
         for one in compiled:
             if one.grid[0] >= 2**31 or any(n > 65_535 for n in one.grid[1:]):
                 wrong.append(f"{one.name}: grid {one.grid} passes the limits of a launch")
-    missing = kernels_of_package() - names
+    missing = kernels_of_package() - names if sample is None else set()
     wrong += [f"{name}: never compiled" for name in sorted(missing)]
     for text in wrong:
         print("WRONG", text)

@@ -28,9 +28,10 @@ PARTS = {
     "recurrent": "reference _host _triton constants",
     "conv": "prep reference _host _triton constants",
     "explanations": "chunk recurrent conv prep _host",
+    "warming": "chunk recurrent _host constants",
     "layers": "chunk recurrent conv _host",
     "integrations": "explanations chunk recurrent conv prep _host constants",
-    TOP: "explanations chunk recurrent conv prep _host",
+    TOP: "explanations warming chunk recurrent conv prep _host",
     "demo": f"{TOP} reference constants",
     "__main__": "demo",
 }

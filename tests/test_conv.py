@@ -1006,8 +1006,6 @@ def test_no_gradient_from_a_state_under_a_compiler(fresh_compiler: None) -> None
 
 
 def test_operators_pass_the_library_s_checks(device: str) -> None:
-    import gdn_triton.conv.operators  # noqa: F401  (registers the operators)
-
     x, weight, bias = make(9, 6, device=device)
     cu_seqlens = torch.tensor([0, 4, 9], device=device)
     operators = torch.ops.gdn_triton

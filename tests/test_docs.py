@@ -18,7 +18,7 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     *sorted(path for name in ("csrc", "examples") for path in (ROOT / name).rglob("*.md")),
 ]
-TOP = (".ci", "benchmarks", "csrc", "docs", "examples", "gdn_triton", "tests")
+TOP = (".ci", "benchmarks", "csrc", "docs", "examples", "gdn_triton", "hub", "tests")
 CODE = [
     ROOT / "setup.py",
     *sorted(path for name in ("gdn_triton", "benchmarks") for path in (ROOT / name).rglob("*.py")),

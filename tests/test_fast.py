@@ -48,6 +48,7 @@ from helpers import (
     same_bits,
     unit_rows,
 )
+from library_wheel import check_library_wheel, load_builder
 from torch import Tensor
 
 import gdn_triton
@@ -61,15 +62,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @functools.cache
 def builder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("csrc_build", ROOT / "csrc" / "build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["csrc_build"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_builder()
 
 
 # ------------------------------------------------------------------------------------ the build
+
+NO_COMPILER = (
+    'there is no CUDA compiler (tried /nowhere/nvcc); pip install ".[cuda]" brings one, or set '
+    "CUDA_HOME or NVCC"
+)
 
 # A machine-code instruction, and what goes without it.
 INSTRUCTIONS = {
@@ -131,6 +132,7 @@ def test_build_from_clean(tmp_path: Path) -> None:
     check_machine_code(library, {kernel.name for kernel in kernels})
     check_symbols(library)
     check_loads_without_driver(library)
+    check_library_wheel(library, tmp_path / "wheel")
     # Nothing changed: nothing is compiled again.
     made = {path: path.stat().st_mtime_ns for path in objects.rglob("*.o")}
     build.build(tools, library, objects)
@@ -241,6 +243,38 @@ def fake_nvcc(folder: Path, version: str) -> str:
     return str(path)
 
 
+def test_newest_compiler_that_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old nvcc on the PATH does not hide the one that pip has installed."""
+    build = builder()
+    old, new = fake_nvcc(tmp_path, "12.4"), fake_nvcc(tmp_path, "13.0")
+    monkeypatch.setattr(build, "nvcc_candidates", lambda: ["/nowhere/nvcc", old, new])
+    monkeypatch.setenv("CXX", "g++")
+    tools = build.find_toolchain()
+    assert (tools.nvcc, tools.cuda) == (new, (13, 0))
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    """Every source by its compiler, for Hopper alone, then the link; nothing is made."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(
+        "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.1'\n"
+        "echo '#$ INCLUDES=\"-I/cuda/include\"' >&2\n"
+    )
+    nvcc.chmod(0o755)
+    made = tmp_path / "objects"
+    command = (sys.executable, ROOT / "csrc" / "build.py", "--dry-run", "--objects", made)
+    library = tmp_path / "library.so"
+    said = output(*command, "--library", library, NVCC=str(nvcc), CXX="g++").splitlines()
+    build = builder()
+    assert len(said) == len(build.sources()) + 1
+    for source, line in zip(build.sources(), said, strict=False):
+        assert f"-c {source} " in line
+        assert ("arch=compute_90a,code=sm_90a" in line) == (source.suffix == ".cu")
+        assert line.startswith(str(nvcc) if source.suffix == ".cu" else "g++ ")
+    assert f"-shared -nodlink -cudart static -cudadevrt none -o {library} " in said[-1]
+    assert not made.exists() and not library.exists()
+
+
 def test_what_the_build_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = builder()
 
@@ -251,7 +285,7 @@ def test_what_the_build_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("NVCC", "/nowhere/nvcc")
-    assert missing() == "there is no CUDA compiler (tried /nowhere/nvcc); set CUDA_HOME or NVCC"
+    assert missing() == NO_COMPILER
     monkeypatch.setenv("NVCC", fake_nvcc(tmp_path, "12.4"))
     assert missing().endswith("is CUDA 12.4; 12.8 or newer is needed")
     monkeypatch.setenv("NVCC", fake_nvcc(tmp_path, "13.1"))
@@ -299,8 +333,8 @@ def setup_py(*arguments: str | Path, **environment: str) -> "subprocess.Complete
     ("asked", "reason"),
     [
         ("0", "it was installed with GDN_BUILD_CUDA=0"),
-        ("auto", "there is no CUDA compiler (tried /nowhere/nvcc); set CUDA_HOME or NVCC"),
-        ("", "there is no CUDA compiler (tried /nowhere/nvcc); set CUDA_HOME or NVCC"),
+        ("auto", NO_COMPILER),
+        ("", NO_COMPILER),
     ],
 )
 def test_install_without_the_library_keeps_the_reason(
@@ -321,7 +355,8 @@ def test_install_without_the_library_keeps_the_reason(
     ("asked", "words"),
     [
         ("1", "GDN_BUILD_CUDA=1, but the CUDA library cannot be built: there is no CUDA compiler"),
-        ("yes", "GDN_BUILD_CUDA must be 0, 1 or auto, got 'yes'"),
+        ("yes", "GDN_BUILD_CUDA must be 0, 1, auto or the path of a library that is built, got"),
+        ("/nowhere/library.so", "the path of a library that is built, got '/nowhere/library.so'"),
     ],
 )
 def test_install_that_must_not_go_on(asked: str, words: str, tmp_path: Path) -> None:
@@ -361,6 +396,18 @@ def test_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built_by = "python csrc/build.py builds it in a checkout"
     assert ask_again() == f"The CUDA library is not built: {built_by}."
     fast.BUILD_STATUS.write_text("a reason\n")
+    assert ask_again() == "The CUDA library is not built: a reason."
+    # Where it would serve, how to get it, in the one sentence that `explain`, the log and
+    # `python -m gdn_triton` show.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    monkeypatch.setattr(fast, "why_not_on", lambda device: None if device == 1 else "It is old.")
+    assert ask_again() == (
+        "The CUDA library is not built: a reason. GPU 1 would run faster with it: in a checkout, "
+        '`pip install ".[cuda]"`, then `python csrc/build.py --install`.'
+    )
+    monkeypatch.setattr(fast, "why_not_on", lambda device: "It is old.")
     assert ask_again() == "The CUDA library is not built: a reason."
 
 

@@ -550,8 +550,6 @@ def test_compiled_gradients(wanted: tuple[int, ...], device: str, fresh_compiler
 
 
 def test_operator_passes_the_library_s_checks(device: str) -> None:
-    import gdn_triton.prep.operators  # noqa: F401  (registers the operators)
-
     args = make_args((9, 2, 4, 6, 8), device=device)
     for x in args[:5]:
         x.requires_grad_()

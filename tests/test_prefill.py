@@ -1050,7 +1050,6 @@ def test_errors_while_tracing() -> None:
 
 def test_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema, fake and mutations, as torch's own checker sees them."""
-    import gdn_triton.chunk.prefill_operators  # noqa: F401
     from gdn_triton.chunk.prefill_call import PrefillCall
 
     monkeypatch.setenv("GDN_BACKEND", "reference")

@@ -7,12 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from library_wheel import check_library_wheel, make_environment, run_there
 
 import gdn_triton
 
@@ -64,7 +64,7 @@ def test_metadata(wheel: Path) -> None:
     assert {re.match(r"[\w-]+", need).group() for need in needs} == {  # type: ignore[union-attr]
         "torch",
         "triton",
-        "einops",
+        "numpy",
         "packaging",
     }
     assert (metadata["License-Expression"] or metadata["License"]) == "MIT"
@@ -102,27 +102,31 @@ print(gdn_triton.fast.why_unavailable())
 
 
 def test_wheel_runs_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
-    """The needs come from this environment, the package from the wheel alone."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True)
+    python = make_environment(wheel, tmp_path / "venv")
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    # A plain path: what this environment's own .pth files add, the checkout too, is left out.
-    (site / "needs.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    unset = ("GDN_BACKEND", "TRITON_INTERPRET", "PYTHONPATH")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    done = subprocess.run(
-        [python, "-c", f"import gdn_triton.fast\n{RUN}"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
+    first, second = run_there(python, f"import gdn_triton.fast\n{RUN}").splitlines()
     assert first == f"{site}/gdn_triton/__init__.py True (1, 2, 16, 16)"
     assert second.endswith("it was installed with GDN_BUILD_CUDA=0.")
+
+
+def test_wheel_with_a_library(tmp_path: Path) -> None:
+    """The library of `GDN_TEST_LIBRARY`, which csrc/build.py has built, or one that stands in its
+    place: what a wheel does with it is the same. tests/test_fast.py has what it builds itself in a
+    wheel too."""
+    given = os.environ.get("GDN_TEST_LIBRARY")
+    library = tmp_path / "library.so"
+    if given is not None:
+        library = Path(given)
+    elif shutil.which("g++") is None:
+        pytest.skip("there is no g++ to make a library with, and GDN_TEST_LIBRARY names none")
+    else:
+        command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", library]
+        subprocess.run(command, input="int nothing() { return 0; }", text=True, check=True)
+    python = check_library_wheel(library, tmp_path / "made")
+    if given is not None:
+        (packed,) = python.parent.parent.glob("lib/python*/site-packages/gdn_triton/fast/*.so")
+        load = f"import torch; torch.ops.load_library({str(packed)!r})"
+        assert run_there(python, f"{load}; print(torch.ops.gdn_fast.why_unavailable())").strip()
 
 
 def documented() -> set[str]:

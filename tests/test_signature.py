@@ -1,5 +1,6 @@
 """The public op is a drop-in: parameter names, their order and their defaults are FLA's."""
 
+import functools
 import inspect
 
 import pytest
@@ -41,6 +42,7 @@ FLA_KEYWORDS = (
     ("dt_bias", None),
     ("chunk_size", 64),
     ("transpose_state_layout", None),
+    ("head_first", None),
 )
 
 
@@ -65,7 +67,7 @@ FLA_RECURRENT_POSITIONAL = (
     ("state_v_first", False),
     ("cu_seqlens", None),
 )
-FLA_RECURRENT_KEYWORDS = (("transpose_state_layout", None),)
+FLA_RECURRENT_KEYWORDS = (("transpose_state_layout", None), ("head_first", None))
 
 
 def parameters_of(function, kind):
@@ -77,8 +79,9 @@ def parameters_of(function, kind):
 def test_signature_is_flas(function):
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     assert parameters_of(function, positional) == FLA_POSITIONAL
-    assert parameters_of(function, inspect.Parameter.KEYWORD_ONLY) == FLA_KEYWORDS
-    count = len(FLA_POSITIONAL) + len(FLA_KEYWORDS)
+    own = (("contents", False),) if function is gdn_triton.explain else ()
+    assert parameters_of(function, inspect.Parameter.KEYWORD_ONLY) == FLA_KEYWORDS + own
+    count = len(FLA_POSITIONAL) + len(FLA_KEYWORDS) + len(own)
     assert len(inspect.signature(function).parameters) == count, "there is a catch-all parameter"
 
 
@@ -93,9 +96,13 @@ def test_recurrent_signature_is_flas():
 
 def test_explain_and_validation_take_the_same_arguments():
     op = inspect.signature(gdn_triton.chunk_gated_delta_rule).parameters
-    assert list(inspect.signature(gdn_triton.explain).parameters) == list(op)
+    assert list(inspect.signature(gdn_triton.explain).parameters) == [*op, "contents"]
     # What of a split call is a rank's own, cp_context says before.
-    assert set(ChunkCall._fields) == set(op) - {"transpose_state_layout", "cp_context"}
+    assert set(ChunkCall._fields) == set(op) - {
+        "transpose_state_layout",
+        "head_first",
+        "cp_context",
+    }
 
 
 def test_records_are_passed_by_position():
@@ -118,7 +125,24 @@ def test_alias():
     assert gdn_triton.fused_recurrent_gdn is gdn_triton.fused_recurrent_gated_delta_rule
 
 
-@pytest.mark.parametrize("name", ["head_first", "cp_rank", "output_final_sate"])
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(
+    "function",
+    [
+        gdn_triton.chunk_gated_delta_rule,
+        gdn_triton.explain,
+        gdn_triton.fused_recurrent_gated_delta_rule,
+        functools.partial(gdn_triton.explain_call, gdn_triton.fused_recurrent_gated_delta_rule),
+    ],
+)
+def test_head_first_says_what_to_do(function, given):
+    x = torch.zeros(1, 2, 1, 4)
+    call = {"q": x, "k": x, "v": x, "g": x[..., 0], "beta": x[..., 0]}
+    with pytest.raises(TypeError, match=r"head_first was removed, got .*\[B, T, H, \.\.\.\]"):
+        function(**call, head_first=given)
+
+
+@pytest.mark.parametrize("name", ["cp_rank", "output_final_sate"])
 def test_unknown_keyword(name):
     x = torch.zeros(1, 2, 1, 4)
     with pytest.raises(TypeError, match=name):

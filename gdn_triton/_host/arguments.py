@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from numbers import Real
 from operator import gt
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -54,6 +54,14 @@ def real_or_none(name: str, x: object) -> float | None:
         expected = f"be within the range of float64, {MOST_FLOAT:.1e}"
         # Its digits may be too many to print.
         raise ValueError(must(name, expected, f"one beyond it ({type_of(x)})")) from None
+
+
+def refuse_head_first(head_first: object) -> NoReturn:
+    """TypeError for a keyword that flash-linear-attention once had."""
+    raise TypeError(
+        f"head_first was removed, got {value_of(head_first)}: q, k, v, g and beta are [B, T, H, "
+        "...], tokens before heads, which x.transpose(1, 2) makes of [B, H, T, ...]"
+    )
 
 
 def in_float64(x: Any) -> bool:

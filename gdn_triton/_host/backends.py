@@ -18,6 +18,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from gdn_triton._host.contents import Contents
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
 from gdn_triton.fast import support as fast_support
@@ -89,7 +90,8 @@ class Explanation:
     else a sentence why it would not run. operator: the name of the function that was asked about.
     as_auto: whether `requested` names a backend that this function does not have, so that the
     choice is that of `auto`. gradients: a sentence on what makes the gradients where that is not
-    the chosen backend's name alone, else None.
+    the chosen backend's name alone, else None. contents: what the tensors hold, where `explain` was
+    asked to read it.
     """
 
     requested: str
@@ -98,6 +100,7 @@ class Explanation:
     operator: str = "chunk_gated_delta_rule"
     as_auto: bool = False
     gradients: str | None = None
+    contents: Contents | None = None
 
     def __str__(self) -> str:
         chosen = f"{self.chosen} would run" if self.chosen else "no backend would run"
@@ -107,6 +110,7 @@ class Explanation:
         lines += [f"  {name}: {reason or 'chosen'}" for name, reason in self.reasons.items()]
         if self.gradients is not None:
             lines.append(f"  {self.gradients}")
+        lines += [str(self.contents)] if self.contents else []
         return "\n".join(lines)
 
 

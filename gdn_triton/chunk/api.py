@@ -1,12 +1,16 @@
 """The public operations: validate, choose a backend, run it."""
 
+import dataclasses
 import warnings
 
 import torch
 from torch import Tensor
 
+from gdn_triton._host.arguments import must, refuse_head_first, value_of
 from gdn_triton._host.backends import CHUNK, SHARDED, Explanation
+from gdn_triton._host.contents import read_contents
 from gdn_triton._host.tensors import is_traced, resolved
+from gdn_triton.chunk.operators import traced
 from gdn_triton.chunk.problem import ChunkCall
 from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
@@ -35,6 +39,7 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     transpose_state_layout: bool | None = None,
+    head_first: None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule over whole sequences, in its chunked form.
 
@@ -95,6 +100,7 @@ def chunk_gated_delta_rule(
         dt_bias: [HV], float. Only with `use_gate_in_kernel`. None: 0.
         chunk_size: tokens of a chunk: 16, 32 or 64. Changes the rounding, not the meaning.
         transpose_state_layout: deprecated name of `state_v_first`.
+        head_first: a TypeError, as flash-linear-attention has removed it: tokens come before heads.
 
     Returns:
         o: [B, T, HV, V], the dtype of q, contiguous.
@@ -115,6 +121,8 @@ def chunk_gated_delta_rule(
         RuntimeError: the backend asked for by name cannot run this call, with its reason. Also from
             a second derivative in the Triton or CUDA backend, or under a compiler.
     """
+    if head_first is not None:
+        refuse_head_first(head_first)
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
     x = ChunkCall(
@@ -143,14 +151,11 @@ def chunk_gated_delta_rule(
         from gdn_triton.chunk.run_sharded import sharded
 
         if torch.compiler.is_compiling():
-            from gdn_triton.chunk.operators import untraced
+            from gdn_triton._host.traces import untraced
 
             sharded = untraced(sharded)
         return sharded(x, cp_context)
     if is_traced(q):
-        # A traced call is one opaque operator, whose registration only traced calls pay for.
-        from gdn_triton.chunk.operators import traced
-
         return traced(x)
     problem = validate_chunk(*x)
     return CHUNK.choose(problem).load()(problem, resolved(x.inputs), cu_seqlens)
@@ -182,12 +187,20 @@ def explain(
     dt_bias: Tensor | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     transpose_state_layout: bool | None = None,
+    head_first: None = None,
+    contents: bool = False,
 ) -> Explanation:
     """Which backend `chunk_gated_delta_rule` would run for these arguments, and why no other one.
 
     Takes the same arguments and raises the same errors for bad ones, but runs nothing. A backend
     that was asked for by name and refuses is no error here: the result says so. `print` it.
+
+    With `contents`, which waits for the device, the result's `contents` has what the tensors hold
+    (the largest g, the longest key, the range of beta) and each mistake that shows in it, in words
+    (docs/wrong_numbers.md). ValueError where the tensors have no memory to read.
     """
+    if head_first is not None:
+        refuse_head_first(head_first)
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
     x = ChunkCall(
@@ -214,9 +227,30 @@ def explain(
     if cp_context is not None:
         from gdn_triton.chunk.run_sharded import validate_sharded
 
-        _, problem = validate_sharded(x, cp_context)
-        return SHARDED.explain(problem)
-    return CHUNK.explain(validate_chunk(*x))
+        layout, problem = validate_sharded(x, cp_context)
+        cu_seqlens = layout.cu_seqlens
+        explanation = SHARDED.explain(problem)
+    else:
+        explanation = CHUNK.explain(validate_chunk(*x))
+    if contents is not True and contents is not False:
+        raise TypeError(must("contents", "be True or False", value_of(contents)))
+    if not contents:
+        return explanation
+    if is_traced(q):
+        raise ValueError(must("contents", "be False where tensors have no memory", "True"))
+    found = read_contents(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        normalizes_keys=use_qk_l2norm_in_kernel,
+        activates_gate=use_gate_in_kernel,
+        activates_beta=use_beta_sigmoid_in_kernel,
+    )
+    return dataclasses.replace(explanation, contents=found)
 
 
 def _deprecated_state_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
@@ -234,7 +268,7 @@ def _deprecated_state_layout(state_v_first: bool, transpose_state_layout: bool) 
         )
     message = "transpose_state_layout is deprecated: use state_v_first"
     if torch.compiler.is_compiling():
-        from gdn_triton.chunk.operators import warn_deprecated
+        from gdn_triton._host.traces import warn_deprecated
 
         warn_deprecated(message)
     else:

@@ -7,16 +7,13 @@ errors. Its gradient is `gdn_triton::chunk_gated_delta_rule_bwd`: by kernels whe
 `triton` serves the call; else the forward again, differentiated with autograd, right and as slow as
 both together. A second derivative is an error.
 
-This module is imported when a call is first traced: outside of a compiler nobody pays for the
-registration or for the dispatcher. A process that only loads an exported program imports it itself.
+`import gdn_triton` imports this module, so that a program that torch.export or AOTInductor has
+saved finds its operators. An eager call does not pass through the dispatcher.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import warnings
-from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import torch
@@ -190,26 +187,6 @@ _backward.register_autograd(_differentiate_twice)
 
 
 # ------------------------------------------------------------------------------------ under a trace
-
-
-def _warn_deprecated(message: str) -> bool:
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return True
-
-
-# A warning cannot be part of a graph. The trace gives this one, once a compilation; the function
-# returns a constant because a traced function must return something.
-warn_deprecated: Callable[[str], bool] = torch.compiler.assume_constant_result(_warn_deprecated)
-
-
-@torch.compiler.disable(reason="a call with cp_context talks to other ranks")  # type: ignore[untyped-decorator]
-def _untraced(run: Callable[..., Any], *args: Any) -> Any:
-    return run(*args)
-
-
-def untraced(run: Callable[..., Any]) -> Callable[..., Any]:
-    """run, at which a trace breaks."""
-    return functools.partial(_untraced, run)
 
 
 def traced(x: ChunkCall) -> tuple[Tensor, Tensor | None]:

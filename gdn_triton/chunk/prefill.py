@@ -4,6 +4,7 @@ from torch import Tensor
 
 from gdn_triton._host.tensors import is_traced
 from gdn_triton.chunk.prefill_call import PrefillCall, run_prefill
+from gdn_triton.chunk.prefill_operators import traced_prefill
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 
 
@@ -134,8 +135,5 @@ def chunk_prefill(
         chunk_size,
     )
     if is_traced(state):
-        # A traced call is one opaque operator, whose registration only traced calls pay for.
-        from gdn_triton.chunk.prefill_operators import traced_prefill
-
         return traced_prefill(x)
     return run_prefill(x)

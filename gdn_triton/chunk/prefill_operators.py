@@ -1,9 +1,9 @@
 """The prefill as an operator of torch's library, which is what a compiler sees of it.
 
 As `gdn_triton.chunk.operators`, which says why: an operator is opaque, its implementation judges
-the call and chooses the backend at every run, and its fake judges shapes only. Imported when a call
-is first traced. `gdn_triton::chunk_prefill` writes its states and, where they are given, its output
-and its checkpoints.
+the call and chooses the backend at every run, and its fake judges shapes only. Imported by
+`import gdn_triton`. `gdn_triton::chunk_prefill` writes its states and, where they are given, its
+output and its checkpoints.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton import reference
+from gdn_triton._host.contents import warn_of_contents
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 
 
@@ -19,6 +20,19 @@ def forward(
     if pool is not None:
         with torch.no_grad():
             return _on_pool(problem, pool, x, cu_seqlens)
+    if problem.device.type == "cpu" and problem.unreadable is None:
+        warn_of_contents(
+            q=x.q,
+            k=x.k,
+            v=x.v,
+            g=x.g,
+            beta=x.beta,
+            initial_state=x.initial_state,
+            cu_seqlens=cu_seqlens,
+            normalizes_keys=problem.use_qk_l2norm,
+            activates_gate=problem.use_gate,
+            activates_beta=problem.use_beta_sigmoid,
+        )
     result = _chunked(problem, x, cu_seqlens)
     o = result.o.to(problem.q_dtype).contiguous()
     if not problem.output_final_state:

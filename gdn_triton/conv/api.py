@@ -5,6 +5,7 @@ from torch import Tensor
 
 from gdn_triton._host.tensors import is_traced
 from gdn_triton.conv.backends import STEP, ConvArguments, PrepArguments, run_conv, run_conv_prep
+from gdn_triton.conv.operators import traced_conv, traced_conv_prep
 
 
 def causal_conv1d(
@@ -89,9 +90,6 @@ def causal_conv1d(
         cu_seqlens,
     )
     if is_traced(x):
-        # A traced call is one opaque operator, whose registration only traced calls pay for.
-        from gdn_triton.conv.operators import traced_conv
-
         return traced_conv(args)
     return run_conv(args)
 
@@ -156,8 +154,6 @@ def causal_conv1d_update(
         num_accepted_tokens,
     )
     if is_traced(x):
-        from gdn_triton.conv.operators import traced_conv
-
         return traced_conv(args, STEP)
     return run_conv(args, STEP)
 
@@ -243,7 +239,5 @@ def fused_conv_prep(
         output_g_exp,
     )
     if is_traced(mixed_qkv):
-        from gdn_triton.conv.operators import traced_conv_prep
-
         return traced_conv_prep(args, prep)
     return run_conv_prep(args, prep)

@@ -1,8 +1,8 @@
 """The convolution as operators of torch's library, which is what a compiler sees of it.
 
 As `gdn_triton.chunk.operators`, which says why: an operator is opaque, its implementation judges
-the call and chooses the backend at every run, and its fake judges shapes only. Imported when a call
-is first traced. The operators that write states have no gradient; the others are
+the call and chooses the backend at every run, and its fake judges shapes only. Imported by
+`import gdn_triton`. The operators that write states have no gradient; the others are
 
 - `gdn_triton::causal_conv1d`, with the gradient `gdn_triton::causal_conv1d_bwd`;
 - `gdn_triton::fused_conv_prep`, for calls that need none: with gradients, a trace has the

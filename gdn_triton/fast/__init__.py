@@ -24,7 +24,7 @@ def why_unavailable() -> str | None:
     The first call loads it and asks for the GPUs; the answer is kept.
     """
     if not LIBRARY.exists():
-        return f"The CUDA library is not built: {_build_status()}."
+        return f"The CUDA library is not built: {_build_status()}.{_how_to_get_it()}"
     if not torch.cuda.is_available():
         return "The CUDA library needs a GPU; torch finds no CUDA device."
     try:
@@ -55,6 +55,19 @@ def why_not_on(device: int | None) -> str | None:
     return (
         f"The CUDA library is for GPUs of compute capability {needed}; "
         f"{torch.cuda.get_device_name(device)} has {found}."
+    )
+
+
+def _how_to_get_it() -> str:
+    """A sentence after a space where there is a GPU for the library, else nothing."""
+    if not torch.cuda.is_available():
+        return ""
+    devices = [i for i in range(torch.cuda.device_count()) if why_not_on(i) is None]
+    if not devices:
+        return ""
+    return (
+        f" {torch.cuda.get_device_name(devices[0])} would run faster with it: in a checkout, "
+        '`pip install ".[cuda]"`, then `python csrc/build.py --install`.'
     )
 
 

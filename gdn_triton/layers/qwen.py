@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 __all__ = ["weights_from_qwen"]
@@ -93,11 +92,11 @@ def weights_from_qwen(
 
     if fits == ["Qwen3-Next"]:
         K, G = keys // num_heads, HV // num_heads
-        heads = rearrange(given["in_proj_qkvz.weight"], "(h c) d -> h c d", h=num_heads)
-        q, k, v, z = (
-            rearrange(x, "h c d -> (h c) d") for x in heads.split([K, K, G * V, G * V], 1)
+        heads = given["in_proj_qkvz.weight"].unflatten(0, (num_heads, -1))
+        q, k, v, z = (x.flatten(0, 1) for x in heads.split([K, K, G * V, G * V], 1))
+        b, a = (
+            x.flatten(0, 1) for x in given["in_proj_ba.weight"].unflatten(0, (-1, 2, G)).unbind(1)
         )
-        b, a = rearrange(given["in_proj_ba.weight"], "(h two g) d -> two (h g) d", two=2, g=G)
     else:
         q, k, v = given["in_proj_qkv.weight"].split([keys, keys, values])
         z, b, a = (given[f"in_proj_{name}.weight"] for name in "zba")

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from gdn_triton._host.tensors import is_traced
 from gdn_triton.prep.backends import choose_post_conv, run_post_conv, validate_post_conv
+from gdn_triton.prep.operators import traced
 
 
 def fused_post_conv_prep(
@@ -85,9 +86,6 @@ def fused_post_conv_prep(
         output_g_exp,
     )
     if is_traced(conv_output):
-        # A traced call is one opaque operator, whose registration only traced calls pay for.
-        from gdn_triton.prep.operators import traced
-
         return traced(*args)
     sizes = validate_post_conv(*args)
     needs_grad = torch.is_grad_enabled() and (

@@ -2,9 +2,8 @@
 
 As in `gdn_triton.chunk.operators`: `gdn_triton::fused_post_conv_prep` is opaque, judges its
 arguments and chooses its backend at every run; its gradient is
-`gdn_triton::fused_post_conv_prep_bwd`, which runs the reference again and differentiates that. This
-module is imported when a call is first traced; a process that only loads an exported program
-imports it itself.
+`gdn_triton::fused_post_conv_prep_bwd`, which runs the reference again and differentiates that.
+`import gdn_triton` imports this module.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from gdn_triton.prep.backends import (
     run_post_conv,
     validate_post_conv,
 )
-from gdn_triton.reference import prep as reference_post_conv
 
 _SCHEMA: Final = (
     "Tensor conv_output, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, int num_k_heads, "
@@ -66,6 +64,8 @@ def _backward(
     dbeta: Tensor | None,
     *args: Any,
 ) -> list[Tensor]:
+    from gdn_triton.reference import prep as reference_post_conv
+
     rest = args[_TENSORS:-1]
     return replayed_gradients(
         lambda *leaves: reference_post_conv.fused_post_conv_prep(*leaves, *rest),

@@ -3,7 +3,9 @@ decoding from a pool of states."""
 
 from torch import Tensor
 
+from gdn_triton._host.arguments import refuse_head_first
 from gdn_triton._host.tensors import is_traced
+from gdn_triton.recurrent.operators import traced_sequences, traced_step
 from gdn_triton.recurrent.plans import SequenceOptions, StepOptions, run_sequences, run_step
 from gdn_triton.recurrent.problem import Operands
 
@@ -29,6 +31,7 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     *,
     transpose_state_layout: bool | None = None,
+    head_first: None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule token by token: for decoding, and for a few tokens at a time.
 
@@ -75,6 +78,7 @@ def fused_recurrent_gated_delta_rule(
             by the host, so they are not checked and may change in place between calls or replays
             of a CUDA graph; the reference backend reads them, and waits for the device.
         transpose_state_layout: deprecated name of `state_v_first`.
+        head_first: a TypeError, as flash-linear-attention has removed it: tokens come before heads.
 
     Returns:
         o: [B, T, HV, V], the dtype of v, contiguous.
@@ -90,6 +94,8 @@ def fused_recurrent_gated_delta_rule(
             what came; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
         RuntimeError: the backend asked for by name cannot run this call, with its reason.
     """
+    if head_first is not None:
+        refuse_head_first(head_first)
     if transpose_state_layout is not None:
         from gdn_triton.chunk.api import _deprecated_state_layout
 
@@ -105,9 +111,6 @@ def fused_recurrent_gated_delta_rule(
         state_v_first,
     )
     if is_traced(q):
-        # A traced call is one opaque operator, whose registration only traced calls pay for.
-        from gdn_triton.recurrent.operators import traced_sequences
-
         return traced_sequences(x, options)
     return run_sequences(x, options)
 
@@ -229,8 +232,6 @@ def recurrent_step(
         is_mixed, is_raw, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, skip
     )
     if is_traced(state):
-        from gdn_triton.recurrent.operators import traced_step
-
         return traced_step(x, options)
     return run_step(x, options)
 

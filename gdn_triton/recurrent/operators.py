@@ -1,8 +1,8 @@
 """The recurrence as operators of torch's library, which is what a compiler sees of it.
 
 As `gdn_triton.chunk.operators`, which says why: an operator is opaque, its implementation judges
-the call and chooses the backend at every run, and its fake judges shapes only. Imported when a call
-is first traced.
+the call and chooses the backend at every run, and its fake judges shapes only. Imported by
+`import gdn_triton`.
 
 - `gdn_triton::fused_recurrent_fwd`, with the gradient `gdn_triton::fused_recurrent_bwd`, which runs
   the forward again in the backend that serves calls that need gradients.

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from gdn_triton._host.contents import warn_of_contents
 from gdn_triton.recurrent.problem import Operands, RecurrentProblem, Run, views
 from gdn_triton.recurrent.validation import accepted_slots
 from gdn_triton.reference.recurrent import RecurrentResult, recurrent
@@ -42,6 +43,19 @@ def _recurrent(p: RecurrentProblem, x: Operands, initial_state: Tensor | None) -
 
 def _sequences(p: RecurrentProblem, x: Operands) -> tuple[Tensor, Tensor | None]:
     """Differentiable."""
+    if p.device.type == "cpu" and p.unreadable is None:
+        warn_of_contents(
+            q=x.q,
+            k=x.k,
+            v=x.v,
+            g=x.g,
+            beta=x.beta,
+            initial_state=x.state,
+            cu_seqlens=x.cu_seqlens,
+            normalizes_keys=p.use_qk_l2norm,
+            activates_gate=p.use_gate,
+            activates_beta=p.use_beta_sigmoid,
+        )
     result = _recurrent(p, x, x.state)
     o = result.o.to(p.v_dtype)
     return o, result.final_state.to(p.state_dtype) if p.output_final_state else None

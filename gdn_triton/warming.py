@@ -1,0 +1,229 @@
+"""Calls made ahead of time, so that the first request of a model compiles nothing."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn_triton._host.arguments import must, value_of
+from gdn_triton.chunk.api import chunk_gated_delta_rule
+from gdn_triton.chunk.prefill import chunk_prefill
+from gdn_triton.constants import DEFAULT_CHUNK_SIZE
+from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
+
+# Two neighbours of a series of sizes are no further apart: where a tile is chosen by a product of
+# sizes (`gdn_triton._triton.tiles`), no choice holds for a narrower interval.
+STEP = 1.25
+
+
+def warmup(
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    *,
+    calls: Sequence[Callable[..., Any]] = (chunk_prefill, recurrent_step),
+    max_tokens: int = 8192,
+    max_sequences: int = 256,
+    padded: Iterable[tuple[int, int]] = (),
+    tokens_per_step: Iterable[int] = (1,),
+    backward: bool = False,
+    state_dtype: torch.dtype = torch.float32,
+    gate_dtype: torch.dtype = torch.float32,
+    beta_dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+    raw_gates: bool = False,
+    mixed_qkv: bool = False,
+    state_v_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    skip: str = "negative",
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> int:
+    """Compiles, or loads from Triton's cache, every kernel that a model's calls will need.
+
+    It makes the calls themselves, on tensors of zeros that it frees again: each function for
+    numbers of sequences and tokens up to the largest ones, so close together that every tile, and
+    every cut of a sequence into segments, that sizes can choose is among them. A server does this
+    before it gives memory to a cache: the largest call takes the memory of a request of
+    `max_tokens`. It returns when the device has run all of them.
+
+    A later call compiles nothing if it has these heads, sizes, dtypes and options, and q, k and v
+    that are contiguous or views of one projection. The numbers of sequences and tokens are free for
+    packed calls and for steps; strides of padded calls follow from their sizes, so these are
+    listed. What may compile a variant of its own: tensors of other strides, tensors that start off
+    a multiple of 16 bytes, checkpoints of a prefill, scales and gates that a call of the recurrence
+    gives and this one does not, and the convolution and the preparation, which are not called here.
+
+    Args:
+        H, HV, K, V: heads of q and k, heads of v, channels of a key and of a value.
+        dtype: of q, k and v.
+        device: where the model is.
+        calls: which of `chunk_gated_delta_rule`, `chunk_prefill`,
+            `fused_recurrent_gated_delta_rule` and `recurrent_step` the model makes. The sequences
+            of the first and the third are called with a final state, and both with an initial one
+            and without; prefills with `has_initial_state` and without.
+        max_tokens: the most tokens of a packed call.
+        max_sequences: the most sequences of a packed call, and of a step.
+        padded: the (B, T) of padded calls, where there are such.
+        tokens_per_step: tokens that a sequence has in a `recurrent_step`: 1 for decoding, the
+            number of verified tokens for speculation. With more than one, each has a slot of its
+            own to write.
+        backward: `chunk_gated_delta_rule` without states, and its gradients, too.
+        state_dtype: of the pool; states of sequences are float32.
+        gate_dtype, beta_dtype: of g and of beta, or with `raw_gates` of what is in their places.
+        index_dtype: of `cu_seqlens` and of slots.
+        raw_gates: the model passes gates before their activations, with A_log and dt_bias in
+            float32: `use_gate_in_kernel` and `use_beta_sigmoid_in_kernel`, or a and b in a step.
+        mixed_qkv: steps take q, k and v side by side.
+        state_v_first, use_qk_l2norm_in_kernel, allow_neg_eigval, skip, chunk_size: as the functions
+            take them; `allow_neg_eigval` only with `raw_gates`.
+
+    Returns:
+        The number of calls that were made.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, here or in one of the functions.
+        RuntimeError: the backend that `GDN_BACKEND` asks for cannot run one of the calls.
+    """
+    known = (
+        chunk_gated_delta_rule,
+        chunk_prefill,
+        fused_recurrent_gated_delta_rule,
+        recurrent_step,
+    )
+    for call in calls:
+        if call not in known:
+            names = ", ".join(function.__name__ for function in known)
+            raise TypeError(must("calls", f"be of {names}", value_of(call)))
+    for name, size in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
+        if type(size) is not int or size < 1:
+            raise ValueError(must(name, "be an int of at least 1", value_of(size)))
+    if allow_neg_eigval and not raw_gates:
+        raise ValueError(must("allow_neg_eigval", "come with raw_gates=True", "False"))
+
+    x = _Tensors(H, HV, K, V, dtype, torch.device(device), gate_dtype, beta_dtype, raw_gates)
+    packed = [
+        (N, T) for T in _series(max_tokens) for N in _series(max_sequences) if N == 1 or N <= T
+    ]
+    shapes: list[tuple[int, int, int | None]] = [(1, T, N) for N, T in packed]
+    shapes += [(B, T, None) for B, T in padded]
+    options = {
+        "state_v_first": state_v_first,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+    }
+    activated = {"use_gate_in_kernel": raw_gates, "use_beta_sigmoid_in_kernel": raw_gates}
+    state = (HV, V, K) if state_v_first else (HV, K, V)
+    count = 0
+    for call in calls:
+        if call is recurrent_step:
+            steps = product(_series(max_sequences), tokens_per_step, (False, True))
+            for n, T, split in steps:
+                token = x.step(n, T, split=split, mixed=mixed_qkv)
+                pool = x.zeros(1 + n * T, *state, dtype=state_dtype)
+                slots = 1 + torch.arange(n * T, device=device, dtype=index_dtype).view(n, T)
+                write = None if T == 1 else slots
+                with torch.no_grad():
+                    call(pool, slots[:, 0].contiguous(), write, **token, **options, skip=skip)
+                count += 1
+            continue
+        chunked = {} if call is fused_recurrent_gated_delta_rule else {"chunk_size": chunk_size}
+        for (B, T, N), split in product(shapes, (False, True)):
+            rule: dict[str, Any] = {**x.rule(B, T, split=split), **activated, **options, **chunked}
+            if N is not None:
+                offsets = torch.full((N + 1,), T, device=device, dtype=index_dtype)
+                offsets[0] = 0
+                rule["cu_seqlens"] = offsets
+            n = B if N is None else N
+            with torch.no_grad():
+                for has_state in (False, True):
+                    if call is chunk_prefill:
+                        pool = x.zeros(1 + n, *state, dtype=state_dtype)
+                        slots = 1 + torch.arange(n, device=device, dtype=index_dtype)
+                        flags = slots > 0 if has_state else None
+                        call(pool, slots, **rule, has_initial_state=flags, skip=skip)
+                    else:
+                        h0 = x.zeros(n, *state, dtype=torch.float32) if has_state else None
+                        call(**rule, initial_state=h0, output_final_state=True)
+                    count += 1
+            if backward and call is chunk_gated_delta_rule:
+                _differentiate(rule)
+                count += 1
+    if x.device.type != "cpu":
+        torch.accelerator.synchronize(x.device)
+    return count
+
+
+def _series(most: int) -> Iterator[int]:
+    """From 1 to `most`, each but the last at most a quarter above the one before, or one above."""
+    n = 1
+    while n < most:
+        yield n
+        n = max(n + 1, int(n * STEP))
+    yield most
+
+
+def _differentiate(rule: dict[str, Any]) -> None:
+    """The call without states, and the gradients of all that has one."""
+    leaves = {
+        name: y.detach().requires_grad_()
+        for name, y in rule.items()
+        if isinstance(y, Tensor) and y.is_floating_point()
+    }
+    with torch.inference_mode(False), torch.enable_grad():
+        o, _ = chunk_gated_delta_rule(**{**rule, **leaves})
+        torch.autograd.grad(o, list(leaves.values()), torch.zeros_like(o))
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Arguments of a model's calls, all zeros."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    dtype: torch.dtype
+    device: torch.device
+    gate_dtype: torch.dtype
+    beta_dtype: torch.dtype
+    raw_gates: bool
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def rule(self, *lead: int, split: bool) -> dict[str, Tensor]:
+        """q, k, v, g and beta [*lead, ...], and what raw gates come with. split: q, k and v are
+        views of one projection."""
+        H, HV, K, V = self.H, self.HV, self.K, self.V
+        widths = (H * K, H * K, HV * V)
+        if split:
+            parts = self.zeros(*lead, sum(widths), dtype=self.dtype).split(widths, -1)
+        else:
+            parts = tuple(self.zeros(*lead, width, dtype=self.dtype) for width in widths)
+        q, k, v = (y.unflatten(-1, (heads, -1)) for y, heads in zip(parts, (H, H, HV), strict=True))
+        g = self.zeros(*lead, HV, dtype=self.gate_dtype)
+        beta = self.zeros(*lead, HV, dtype=self.beta_dtype)
+        return {"q": q, "k": k, "v": v, "g": g, "beta": beta, **self.parameters()}
+
+    def step(self, N: int, T: int, *, split: bool, mixed: bool) -> dict[str, Tensor]:
+        """The tokens of a step as `recurrent_step` takes them: [N, ...] for T = 1."""
+        lead = (N,) if T == 1 else (N, T)
+        token = self.rule(*lead, split=split)
+        if mixed:
+            widths = 2 * self.H * self.K + self.HV * self.V
+            token["mixed_qkv"] = self.zeros(*lead, widths, dtype=self.dtype)
+            token = {name: y for name, y in token.items() if name not in ("q", "k", "v")}
+        if self.raw_gates:
+            token["a"], token["b"] = token.pop("g"), token.pop("beta")
+        return token
+
+    def parameters(self) -> dict[str, Tensor]:
+        names = ("A_log", "dt_bias") if self.raw_gates else ()
+        return {name: self.zeros(self.HV, dtype=torch.float32) for name in names}
