@@ -206,11 +206,11 @@ GDN_HOST_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
 // A kernel with blocks of two shapes reads threadIdx.x where it is used: one reading for both would be live
 // throughout, and spill. In kernels of one shape ptxas does that by itself, and better.
 template <class C>
-GDN_DEVICE int thread_of() {
+GDN_DEVICE uint32_t thread_of() {
   if constexpr (C::kTwoShapes) {
     return thread_index();
   } else {
-    return int(threadIdx.x);
+    return threadIdx.x;
   }
 }
 

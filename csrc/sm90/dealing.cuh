@@ -33,7 +33,7 @@ GDN_DEVICE void find_order(const KernelParams& params, int threads) {
   const ChunkForward& p = params.problem;
   const uint32_t chunks = shared_memory_now(), out = chunks + kLengthsAt;
   const uint32_t least = out + offsetof(Lengths, least), all = out + offsetof(Lengths, all_chunks);
-  const int thread = thread_index();
+  const int thread = int(thread_index());
   if (thread == 0) {
     store_shared_4(least, 0);
     store_shared_4(least + 4, 0);
