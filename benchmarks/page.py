@@ -32,6 +32,7 @@ from benchmarks.records import (
     ROOF,
     ROOT,
     TRAINING,
+    UNEVEN,
     Ratio,
     Record,
     Run,
@@ -42,10 +43,12 @@ from benchmarks.shapes import gates_of, labelled, lengths_name
 
 DOCUMENTS = ("README.md", "docs/index.md", "docs/benchmarks.md")
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
-KINDS_OF_CALLS = (PREFILL, "Forward, small and odd shapes too", "Decode step", TRAINING, "Backward")
+SMALL = "Forward, small and odd shapes too"
+KINDS_OF_CALLS = (PREFILL, UNEVEN, SMALL, "Decode step", TRAINING, "Backward")
+OF_TABLES = {"full": PREFILL, "uneven": UNEVEN}
 # What the tables show, as a regex that it starts with.
-USUAL = f"{PREFILL}, ({GATES['model']}|{GATES['mild']})|{KINDS_OF_CALLS[1]}|Decode|Train|Back"
-SHORT = f"{PREFILL}, ({GATES['model']}|{GATES['mild']})|Decode step, .*value-first|Train"
+USUAL = f"({PREFILL}|{UNEVEN}), ({GATES['model']}|{GATES['mild']})|{SMALL}|Decode|Train|Back"
+SHORT = f"({PREFILL}|{UNEVEN}), ({GATES['model']}|{GATES['mild']})|Decode step, .*value-first|Train"
 MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- benchmarks end -->)", re.S)
 
 
@@ -79,10 +82,10 @@ def forward_ratios(run: Run) -> Iterator[Ratio]:
     has_library = any(record["backend"] == "cuda" for record in speed.values())
     for record in speed.values():
         gates = gates_of(record)
-        what = f"{PREFILL}, {GATES[gates]}" if run.table == "full" else KINDS_OF_CALLS[1]
-        case = record["case"].removeprefix("full ")
-        if run.table != "full":
-            case = labelled(case, gates)
+        what, case = SMALL, labelled(record["case"], gates)
+        if run.table in OF_TABLES:
+            what = f"{OF_TABLES[run.table]}, {GATES[gates]}"
+            case = record["case"].removeprefix(f"{run.table} ")
         place = device_of(run.header), what
         time = record["results"][OURS]["graph"]
         to_ours = best(others(record, "graph"))

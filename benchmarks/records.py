@@ -29,6 +29,7 @@ GATES = {
     "none": "no decay",
 }
 PREFILL = "Prefill"
+UNEVEN = "Uneven prefill"
 TRAINING = "Training step (forward and backward)"
 OURS_TRITON = "gdn_triton Triton"
 ROOF = "roof"

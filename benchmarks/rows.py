@@ -16,7 +16,11 @@ from benchmarks.shapes import floor_us, gates_of, kinds_among
 OTHERS = ("FLA", "FlashQLA", "FlashInfer")
 KNOWN = "FlashQLA and FlashInfer are known to be faster than FLA on long calls with K = V = 128."
 
-HEADINGS = {"main": "All kinds of shapes", "full": "Prefill: heads by sequences"}
+HEADINGS = {
+    "main": "All kinds of shapes",
+    "full": "Prefill: heads by sequences",
+    "uneven": "Prefill: uneven lengths",
+}
 
 MADE = """\
 # {heading}

@@ -2,6 +2,7 @@
 
     python -m benchmarks.run --out DIR            everything, with whichever peers are installed
     python -m benchmarks.run --out DIR --table full   all heads with all sequences, times only
+    python -m benchmarks.run --out DIR --table uneven   lengths that differ as a server's do
     python -m benchmarks.run --out DIR --gates mild,model   every case with gates of both kinds
     python -m benchmarks.run --out DIR --dry-run  the same on a CPU at toy sizes, as a trial
 
@@ -190,10 +191,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--table", choices=tuple(TABLES), default="main",
         help="main: shapes of all kinds; full: the heads and sequences of FlashQLA's benchmark, "
-        "times only (default: main)",
+        "times only; uneven: lengths as serving engines send them, times only (default: main)",
     )  # fmt: skip
     parser.add_argument(
-        "--rounds", type=int, default=None, help="graph replays a row (default: 30; full table: 8)"
+        "--rounds", type=int, default=None, help="graph replays a row (default: 30 of main, else 8)"
     )
     add_gates_option(parser)
     parser.add_argument("--warm-l2", action="store_true", help="do not flush the L2 before replays")
@@ -217,7 +218,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.no_fla:
         args.peers = [p for p in args.peers if p != "fla"]
     args.kinds = tuple(dict.fromkeys(args.kinds or KINDS))
-    args.effort = FAST if args.table == "full" else THOROUGH
+    args.effort = THOROUGH if args.table == "main" else FAST
     if args.dry_run:
         args.effort = TRIAL
     if args.rounds is not None:
