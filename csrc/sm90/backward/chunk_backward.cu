@@ -32,24 +32,25 @@ class Parts {
 struct Segments {
   int length;
   int64_t count, of_batch;  // at most; of a batch entry, if padded
+  int whole_up_to;          // chunks: where no sequence has more, the device takes whole ones all the same
 };
 Segments segments_of(const ChunkForward& p) {
-  // Microseconds of a chunk with its gradients; of a tile's start and end; of a chunk of the state alone, as far as
-  // the walk back, beside which it goes, does not hide it; and of its launch.
-  constexpr double kGradients = 6.5, kTile = 5, kState = 0.5, kLaunch = 8;
+  // Microseconds of a chunk with its gradients; of a tile's start and end; of a chunk of the state alone, where the
+  // walk back beside it leaves multiprocessors free, and where it does not; and of its launch.
+  constexpr double kGradients = 6.5, kTile = 5, kState = 0.5, kFullState = 4.4, kLaunch = 8;
   constexpr int kLengths[] = {64, 32, 16, 8, 4};
   constexpr int kMemory = 3;  // a start is twice as large as a chunk's dS: of many short sequences there are no more
   const bool guess = p.cu_seqlens && p.N > 1;
   const double chunks = double(ceil_div(p.T, kChunk)), each = p.multiprocessors;
-  // What every multiprocessor has of all chunks. The host does not know the lengths of packed sequences: the longest
-  // is taken for half of all.
+  // What every multiprocessor has of all chunks. The host does not know the lengths of packed sequences: segments are
+  // chosen for a longest one that has half of all, and the device takes whole sequences where none is that long.
   const double share = double(p.B) * chunks * p.HV / each, longest = guess ? chunks / 2 : chunks;
   const auto walk = [&](double tiles, double length) {
     const double turns = guess ? std::max(share / length, 1.) : std::ceil(tiles / each);
     return turns * (length * kGradients + kTile);
   };
-  const double states = kLaunch + kState * std::max(longest, 2 * share);
-  Segments best = {0, 0, 0};
+  const double states = kLaunch + std::max(kState * longest, kFullState * share);
+  Segments best = {0, 0, 0, 0};
   double least = walk(double(p.N) * p.HV, longest);
   for (const int length : kLengths) {
     const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
@@ -57,8 +58,9 @@ Segments segments_of(const ChunkForward& p) {
     const int64_t count = p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch;
     if (time >= least || count * kMemory > slots_of(p)) continue;
     least = time;
-    best = {length, count, of_batch};
+    best = {length, count, of_batch, 0};
   }
+  if (guess) best.whole_up_to = int((least - kTile) / kGradients);
   return best;
 }
 
@@ -84,6 +86,7 @@ int64_t lay_out(const ChunkForward& p, void* base, Scratch& x) {
   parts.take(x.across, blocks * 8);
   parts.take(x.gate_sums, slots * 2 * p.HV);
   parts.take(x.starts, segments_of(p).count * p.HV * kChannels * kChannels);
+  parts.take(x.segment, 1);
   return parts.used();
 }
 
@@ -129,6 +132,7 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   const Segments segments = segments_of(p);
   params.segment = segments.length;
   params.segments = int(segments.count);
+  params.whole_up_to = segments.whole_up_to;
   params.segments_of_batch = int(segments.of_batch);
   params.heads = sm90::Divisor::of(p.HV);
   params.group = sm90::Divisor::of(p.HV / p.H);

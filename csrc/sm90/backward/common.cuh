@@ -52,6 +52,7 @@ struct Scratch {
   float* across;    // [slots, HV, 8]: <S, dS> by warps
   float* gate_sums; // [slots, 2, HV]
   float* starts;    // [segments, HV, 128 of V, 128 of K]: the state that each segment but the first starts from
+  int* segment;     // chunks of a segment, or kWholeSequences: what the device chose
 };
 
 struct Params {
@@ -62,10 +63,13 @@ struct Params {
   // The walk forward goes in segments of so many chunks where whole sequences would leave multiprocessors idle: a walk
   // of the state alone finds what they start from. That changes no bit.
   int segment;                      // chunks; 0: whole sequences
+  int whole_up_to;                  // whole sequences all the same where none has more chunks
   int segments, segments_of_batch;  // of all; of a batch entry, if padded
   int tiles;                  // of the grid: (sequence or segment, value head, part of V)
   Divisor heads, group;       // HV, and value heads of a key head
 };
+
+constexpr int kWholeSequences = 1 << 30;
 
 // Slots of a call at most. Packed, that of a sequence's first chunk is its first row / 64 + its number.
 inline int64_t slots_of(const ChunkForward& p) {
@@ -136,7 +140,8 @@ GDN_DEVICE BackTile back_tile(const Params& params, int index) {
 
 // Of a segment's tile, in the order of first_segment; one that does not exist has no length.
 GDN_DEVICE int first_segment(const Params& params, int n) {
-  return params.problem.forward.cu_seqlens ? first_slot(params, n) / params.segment + n : n * params.segments_of_batch;
+  if (!params.problem.forward.cu_seqlens) return n * params.segments_of_batch;
+  return first_slot(params, n) / *params.scratch.segment + n;
 }
 GDN_DEVICE BackTile forward_tile(const Params& params, int index) {
   if (params.segment == 0) return back_tile<1>(params, index);
@@ -150,9 +155,14 @@ GDN_DEVICE BackTile forward_tile(const Params& params, int index) {
   }
   BackTile x = back_tile<1>(params, n * p.HV + index - segment * p.HV);
   x.part = segment - first_segment(params, n);
-  const int rows = params.segment * kChunk;
+  const int chunks = *params.scratch.segment;
+  if (chunks == kWholeSequences) {
+    if (x.part > 0) x.length = 0;
+    return x;
+  }
+  const int rows = chunks * kChunk;
   x.first += x.part * rows;
-  x.slot += x.part * params.segment;
+  x.slot += x.part * chunks;
   x.length = min(x.length - x.part * rows, rows);
   return x;
 }

@@ -69,9 +69,21 @@ __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ 
   }
 }
 
+// By a warp: whether the walk forward goes in segments.
+GDN_DEVICE void choose_segment(const Params& params) {
+  const ChunkForward& p = params.problem.forward;
+  int longest = 0;
+#pragma unroll 4
+  for (int n = threadIdx.x % 32; n < p.N; n += 32) longest = max(longest, sequence_length(p, n));
+  longest = __reduce_max_sync(~0u, longest);
+  if (threadIdx.x % 32 == 0)
+    *params.scratch.segment = longest > params.whole_up_to * kChunk ? params.segment : kWholeSequences;
+}
+
 __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant__ Params params) {
   const ChunkForward& p = params.problem.forward;
   const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (index == 0 && params.segment > 0) choose_segment(params);
   if (index >= params.slots * p.HV) return;
   if (place_of(params, params.heads.divide(index)).rows <= 0) return;
   Gates& out = params.scratch.gates[index];

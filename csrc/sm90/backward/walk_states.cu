@@ -17,7 +17,8 @@ struct Memory {
 
 // Chunks before the last segment.
 GDN_DEVICE int chunks_before(const Params& params, const BackTile& tile) {
-  return max(tile.chunks() - 1, 0) / params.segment * params.segment;
+  const int segment = *params.scratch.segment;
+  return max(tile.chunks() - 1, 0) / segment * segment;
 }
 
 GDN_DEVICE void loader(Memory& sm, const Params& params) {
@@ -52,7 +53,7 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
     const int count = chunks_before(params, tile);
     if (count == 0) continue;
     load_initial(S, params, tile, tile.part, warp);
-    int left = params.segment;  // chunks, to where a segment begins
+    int left = *params.scratch.segment;  // chunks, to where a segment begins
     float* to = start_of(params, first_segment(params, tile.n), tile.hv, tile.part, warp);
 #pragma unroll 1
     for (int c = 0; c < count; ++c, ++it) {
@@ -71,7 +72,7 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
       __syncwarp();
       mbarrier_arrive_if(shared_address(&sm.empty[s]), lane == 0);
       if (--left == 0) {
-        left = params.segment;
+        left = *params.scratch.segment;
         to += int64_t{params.problem.forward.HV} * (kChannels * kChannels);
         store_state(S, to, 1, kChannels, 1.f);
       }
