@@ -10,6 +10,7 @@ under TRITON_INTERPRET. Exits with 1 and a list of what is wrong.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import pkgutil
@@ -214,7 +215,17 @@ def make_call(
     )
     initial_state = torch.empty(N, HV, V, K) if full else None
     A_log, dt_bias = parameters if full else (None, None)
-    return problem, Inputs(q, k, v, g, beta, initial_state, A_log, dt_bias)
+    return problem, Inputs(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        cu_seqlens=cu_seqlens,
+    )
 
 
 def run_package(shape: Shape) -> None:
@@ -226,14 +237,14 @@ def run_package(shape: Shape) -> None:
     cu_seqlens = torch.tensor([0, 100, 300], dtype=torch.int32) if shape.full else None
     H = shape.HV // 2
     problem, x = make_call(1, 300, H, shape, cu_seqlens)
-    chunk_fwd.forward_by_steps(problem, x, cu_seqlens)
+    chunk_fwd.forward_by_steps(problem, x)
     if chunk_fwd.compute_dtype(problem).itemsize == 2:
-        chunk_fwd.forward_fused(problem, x, cu_seqlens)
+        chunk_fwd.forward_fused(problem, x)
         run_segments(shape, chunk_fwd)
     if shape.K == shape.V == 128:
         run_pool(shape, chunk_fwd)
     run_shards(shape)
-    run_backward(problem, x, cu_seqlens)
+    run_backward(problem, x)
     if shape is not EXTRAS:
         return
     chunks = make_chunks(1, 300, shape.chunk_size, cu_seqlens)
@@ -242,14 +253,14 @@ def run_package(shape: Shape) -> None:
     state.state_fwd(x.k, w, u, g_cumsum, chunks, N=problem.N, store_h=False)
 
 
-def run_backward(problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None) -> None:
+def run_backward(problem: Problem, x: Inputs) -> None:
     """The gradients of every input, from those of o and, where there is one, of the final state."""
     from gdn_triton.chunk.triton.backward import gradients
 
     do, dht = torch.empty_like(x.v, memory_format=torch.contiguous_format), None
     if problem.output_final_state:
         dht = torch.empty_like(x.initial_state)
-    gradients(problem, x, cu_seqlens, do, dht, store_dh0=problem.has_initial_state)
+    gradients(problem, x, do, dht, store_dh0=problem.has_initial_state)
 
 
 def run_segments(shape: Shape, chunk_fwd: Any) -> None:
@@ -260,7 +271,7 @@ def run_segments(shape: Shape, chunk_fwd: Any) -> None:
     problem, x = make_call(1, T, 1, few, cu_seqlens)
     if shape.K <= MOST_SEGMENT_K:
         assert chunk_fwd.choose_segments(problem) > 0
-        chunk_fwd.forward_fused(problem, x, cu_seqlens)
+        chunk_fwd.forward_fused(problem, x)
 
 
 def run_pool(shape: Shape, chunk_fwd: Any) -> None:
@@ -289,7 +300,7 @@ def run_pool(shape: Shape, chunk_fwd: Any) -> None:
             checkpoints=state if full else torch.empty(T, HV, K, V),
             checkpoint_slots=torch.ones(1, 3, dtype=torch.int32) if full else None,
         )
-        forward(problem, x._replace(initial_state=None), cu_seqlens, pool)
+        forward(problem, x._replace(initial_state=None), pool)
 
 
 def run_shards(shape: Shape) -> None:
@@ -300,9 +311,10 @@ def run_shards(shape: Shape) -> None:
     T = 300
     cu_seqlens = torch.tensor([0, T], dtype=torch.int32)
     problem, x = make_call(1, T, shape.HV // 2, shape, cu_seqlens)
+    problem = dataclasses.replace(problem, state_v_first=False)
     if x.initial_state is not None:
         x = x._replace(initial_state=x.initial_state.mT)
-    needed = tuple(y is not None for y in x)
+    needed = {name: y is not None for name, y in x._asdict().items()}
     for before in ((), (0,)):
         interval = Interval(1, 0, 0, before, (2,), T * len(before))
         lengths = (T, T, T)
@@ -382,8 +394,8 @@ def run_conv(shape: Shape) -> None:
 
 def run_recurrent(shape: Shape) -> None:
     """Sequences, and steps of one token and of several from pools of both layouts."""
-    from gdn_triton.recurrent.plans import SequenceOptions, StepOptions
-    from gdn_triton.recurrent.problem import Operands
+    from gdn_triton._host.records import Options
+    from gdn_triton.recurrent.problem import Operands, SequenceCall, StepCall
     from gdn_triton.recurrent.triton.plan import plan
     from gdn_triton.recurrent.validation import validate_sequences, validate_step
 
@@ -396,21 +408,46 @@ def run_recurrent(shape: Shape) -> None:
     if shape.full:
         gates = {"gk": torch.empty(1, N * T, HV, K), "gv": torch.empty_like(v), "beta": v}
         x = x._replace(**gates, A_log=parameters[0], state=torch.empty(N, HV, V, K))
-    options = SequenceOptions(None, True, True, shape.full, shape.full, False, shape.full)
-    plan(validate_sequences(x, **options._asdict()), x)(x)
+    options = Options(
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=shape.full,
+        allow_neg_eigval=False,
+        state_v_first=shape.full,
+        use_gate_in_kernel=shape.full,
+    )
+    call = SequenceCall(inputs=x, options=options, scale=None, output_final_state=True)
+    plan(validate_sequences(call), x)(x)
 
     mixed = torch.empty(N, T, 2 * H * K + HV * V + 8, dtype=shape.dtype)[..., 8:]
     a = torch.empty(N, T, HV, dtype=shape.dtype)
     slots = torch.arange(N, dtype=torch.int32)
     for v_first in (False, True):
-        options = StepOptions(True, True, None, True, False, v_first, "negative")
+        options = Options(
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=False,
+            state_v_first=v_first,
+            use_gate_in_kernel=True,
+        )
         for dtype in (torch.float32, torch.bfloat16):
             pool = torch.empty(N + N * T, HV, *((V, K) if v_first else (K, V)), dtype=dtype)
             every = N + torch.arange(N * T).view(N, T)
             for tokens, write in ((0, None), (slice(None), every)):
                 m, b = mixed[:, tokens], a[:, tokens]
-                x = Operands(m, m, m, b, None, None, b, *parameters, pool, slots, write)
-                plan(validate_step(x, **options._asdict()), x)(x)
+                x = Operands(
+                    q=m,
+                    k=m,
+                    v=m,
+                    g=b,
+                    beta=b,
+                    A_log=parameters[0],
+                    dt_bias=parameters[1],
+                    state=pool,
+                    read_slots=slots,
+                    write_slots=write,
+                )
+                call = StepCall(x, options, scale=None, skip="negative", is_mixed=True)
+                plan(validate_step(call), x)(x)
 
 
 def run_wide_grids() -> None:
@@ -422,9 +459,9 @@ def run_wide_grids() -> None:
         B, T = (1, 70_000) if full else (1100, 1)
         cu_seqlens = torch.arange(70_001) if full else None
         problem, x = make_call(B, T, shape.HV, shape, cu_seqlens)
-        chunk_fwd.forward_by_steps(problem, x, cu_seqlens)
-        chunk_fwd.forward_fused(problem, x, cu_seqlens)
-        run_backward(problem, x, cu_seqlens)
+        chunk_fwd.forward_by_steps(problem, x)
+        chunk_fwd.forward_fused(problem, x)
+        run_backward(problem, x)
 
 
 # ----------------------------------------------------------------------------------- compiling only

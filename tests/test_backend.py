@@ -11,7 +11,9 @@ import torch
 import gdn_triton
 from gdn_triton import fast
 from gdn_triton._host import backends as backend
-from gdn_triton._host.backends import CHUNK, Backend
+from gdn_triton._host.backends import Backend
+from gdn_triton.chunk import backends as chunk_backends
+from gdn_triton.chunk.backends import CHUNK
 from gdn_triton.chunk.problem import Problem
 
 NO_CUDA = "The CUDA library is absent in this test."
@@ -129,7 +131,7 @@ TRITON_REFUSALS = [
 
 @pytest.mark.parametrize("refused, words", TRITON_REFUSALS)
 def test_triton_refusals(monkeypatch, refused, words):
-    reason = backend.triton_supports(refused)
+    reason = chunk_backends.triton_supports(refused)
     assert words in reason and reason.endswith(".")
     assert CHUNK.choose(refused).name == "reference"
     monkeypatch.setenv("GDN_BACKEND", "triton")
@@ -152,16 +154,16 @@ def test_triton_refusals(monkeypatch, refused, words):
     ],
 )
 def test_triton_takes(taken):
-    assert backend.triton_supports(taken) is None
+    assert chunk_backends.triton_supports(taken) is None
     assert CHUNK.choose(taken).name == "triton"
 
 
 def test_interpreter(monkeypatch):
     monkeypatch.setattr(backend, "_interpreting", lambda: True)
-    assert backend.triton_supports(problem("cpu", torch.float32)) is None
-    assert backend.triton_supports(problem("cpu", torch.float16)) is None
+    assert chunk_backends.triton_supports(problem("cpu", torch.float32)) is None
+    assert chunk_backends.triton_supports(problem("cpu", torch.float16)) is None
     for changes in ({"dtype": torch.bfloat16}, {"dtype": torch.float32, "k_dtype": torch.bfloat16}):
-        reason = backend.triton_supports(problem("cpu", **changes))
+        reason = chunk_backends.triton_supports(problem("cpu", **changes))
         assert "interpreter multiplies bfloat16 matrices wrongly" in reason
 
 
@@ -183,7 +185,7 @@ def test_triton_version(monkeypatch, version, refused):
 def test_triton_absent(monkeypatch):
     sentence = "Triton 3.6 or newer is needed and cannot be imported (no such module)."
     monkeypatch.setattr(backend, "_triton_missing", lambda: sentence)
-    assert backend.triton_supports(problem()) == sentence
+    assert chunk_backends.triton_supports(problem()) == sentence
 
 
 def test_cuda_says_why_it_is_unavailable(monkeypatch):
@@ -237,11 +239,11 @@ def test_named_backend_is_the_one_called(monkeypatch):
     for name in ("reference", "triton", "cuda"):
         monkeypatch.setenv("GDN_BACKEND", name)
         gdn_triton.chunk_gated_delta_rule(*args, scale=2, use_qk_l2norm_in_kernel=True)
-        called, (judged, x, cu_seqlens) = calls.pop()
+        called, (judged, x) = calls.pop()
         assert called == name and not calls
         assert judged.scale == 2.0 and judged.use_qk_l2norm
         assert all(given is y for given, y in zip(x[:5], args, strict=True))
-        assert x[5:] == (None,) * 3 and cu_seqlens is None
+        assert x[5:] == (None,) * 4
 
 
 def test_load_reference():

@@ -22,7 +22,8 @@ from torch import Tensor
 # Registers the operators; a traced call does so by itself, as a test below shows.
 import gdn_triton.chunk.operators  # noqa: F401
 from gdn_triton import chunk_gated_delta_rule
-from gdn_triton.chunk.problem import ChunkCall
+from gdn_triton._host.records import Options
+from gdn_triton.chunk.problem import DIFFERENTIABLE
 from gdn_triton.constants import CHUNK_SIZES
 
 FORWARD = torch.ops.gdn_triton.chunk_gated_delta_rule_fwd.default
@@ -400,13 +401,16 @@ def operands(
     if x.cu_seqlens is not None:
         options["cu_seqlens_cpu"] = x.cu_seqlens.cpu()
     given = dict(zip(("q", "k", "v", "g", "beta"), x.tensors, strict=True)) | options
-    flags = dict.fromkeys(ChunkCall._fields[12:], False)
-    values = [{**flags, **given}.get(name) for name in ChunkCall._fields]
+    names = [
+        argument.name for argument in FORWARD._schema.arguments if argument.name != "needs_grad"
+    ]
+    for name in Options._fields:
+        given.setdefault(name, False)
     if grad:
-        for i, y in enumerate(values[:8]):
-            if y is not None:
-                values[i] = y.detach().clone().requires_grad_()
-    return values
+        for name in DIFFERENTIABLE:
+            if given.get(name) is not None:
+                given[name] = given[name].detach().clone().requires_grad_()
+    return [given.get(name) for name in names]
 
 
 EMPTY = Case("empty", "no token: a state passes through, and must come out as a new tensor", T=0)

@@ -674,7 +674,7 @@ def run_alone(
         kept,
         do,
         torch.zeros_like(dht) if unfinished else dht,
-        tuple(y is not None for y in inputs),
+        {name: y is not None for name, y in inputs._asdict().items()},
         exchange(dht[0] if unfinished else None),
     )
     found = {f"d{n}": y for n, y in zip(Inputs._fields, grads, strict=True) if y is not None}

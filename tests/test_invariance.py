@@ -18,6 +18,7 @@ from torch import Tensor
 
 import gdn_triton
 from gdn_triton import chunk_prefill, explain_call
+from gdn_triton._host.records import made
 from gdn_triton._triton import tiles as config
 from gdn_triton._triton.tiles import Gpu, segment_chunks
 from gdn_triton.chunk.problem import ChunkCall
@@ -147,7 +148,7 @@ def test_segments_are_for_few_long_sequences(monkeypatch: pytest.MonkeyPatch) ->
     for name, value in {"N": 64, "HV": 32, "K": 256}.items():
         assert cut(32768, **{**few, name: value}) == 0, name
     monkeypatch.setitem(config._gpus, torch.device("meta"), Gpu("cuda", 90, 132))
-    problem = functools.partial(validate_chunk, *sized_call(T=32768, HV=8, K=128, V=128))
+    problem = functools.partial(validate_chunk, sized_call(T=32768, HV=8, K=128, V=128))
     assert choose_segments(problem()) == 64
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     assert choose_segments(problem()) == 0
@@ -160,7 +161,7 @@ def sized_call(T: int, HV: int, K: int, V: int) -> ChunkCall:
     q, v = torch.empty(1, T, HV, K, device="meta"), torch.empty(1, T, HV, V, device="meta")
     call = inspect.signature(gdn_triton.chunk_gated_delta_rule).bind(q, q, v, v[..., 0], v[..., 0])
     call.apply_defaults()
-    return ChunkCall(**{name: call.arguments[name] for name in ChunkCall._fields})
+    return made(ChunkCall, call.arguments)
 
 
 def small_calls(device: str, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:

@@ -21,6 +21,7 @@ from gdn_triton import causal_conv1d
 from gdn_triton._host import backends as backend
 from gdn_triton._host.backends import Backend
 from gdn_triton.chunk import reference as reference_chunk
+from gdn_triton.chunk.backends import CHUNK
 from gdn_triton.layers import GatedDeltaNet, gated_deltanet, weights_from_qwen
 from gdn_triton.layers.convolution import conv_from_states
 from gdn_triton.layers.gated_deltanet import CONV_STEP_TOKENS, RECURRENT_TOKENS
@@ -1102,7 +1103,7 @@ def test_a_name_that_only_the_chunked_op_has(
         return forward
 
     named = Backend("cuda", lambda problem: None, load)
-    monkeypatch.setattr(backend.CHUNK, "backends", (named, *backend.CHUNK.backends[1:]))
+    monkeypatch.setattr(CHUNK, "backends", (named, *CHUNK.backends[1:]))
     monkeypatch.setattr(backend, "_logged", set())
     caplog.set_level("INFO", logger="gdn_triton")
     layer = make_layer(dtype=FP32, device=device)

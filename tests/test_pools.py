@@ -356,7 +356,7 @@ def test_versions_with_the_cuda_library(monkeypatch: pytest.MonkeyPatch) -> None
 
     before = [x._version for x in written]
     monkeypatch.setattr(cuda_chunk, "fast_chunk", SimpleNamespace(forward=forward))
-    cuda_chunk.forward(SimpleNamespace(needs_grad=False), None, None, pool)  # type: ignore[arg-type]
+    cuda_chunk.forward(SimpleNamespace(needs_grad=False), None, pool)  # type: ignore[arg-type]
     assert seen == [version + 1 for version in before]
 
 

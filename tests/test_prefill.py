@@ -5,6 +5,7 @@ The budget is that of helpers.py. What a checkpoint should hold is computed from
 """
 
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Iterator
@@ -805,9 +806,10 @@ def test_the_cuda_library_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fast, "why_unavailable", lambda: None)
     monkeypatch.setattr(fast, "why_not_on", lambda device: None)
     x = arguments("cpu", K=128, V=128, dtype=FP16)
+    from gdn_triton.chunk.problem import prefill_call
     from gdn_triton.chunk.validation_prefill import validate_prefill
 
-    problem = replace(validate_prefill(**validated(x)), device=torch.device("cuda:0"))
+    problem = replace(validate_prefill(prefill_call(validated(x))), device=torch.device("cuda:0"))
     for pool in (FP32, FP16, BF16):
         assert support.supports(replace(problem, pool_dtype=pool)) is None
     reason = support.supports(replace(problem, pool_dtype=FP64))
@@ -835,12 +837,8 @@ def arguments(
 
 
 def validated(x: dict[str, Any]) -> dict[str, Any]:
-    from gdn_triton.chunk.prefill_call import PrefillCall
-
-    optional = dict.fromkeys(PrefillCall._fields)
-    flags = {name: False for name in PrefillCall._fields if name[:4] in ("use_", "allo")}
-    rest = {"state_v_first": False, "skip": "negative", "checkpoint_every_n_tokens": 0}
-    return {**optional, **flags, **rest, "chunk_size": 64, **x}
+    defaults = inspect.signature(chunk_prefill).parameters.values()
+    return {p.name: p.default for p in defaults if p.default is not p.empty} | x
 
 
 KEPT = {"checkpoint_every_n_tokens": 16, "chunk_size": 16}
@@ -1051,13 +1049,15 @@ def test_errors_while_tracing() -> None:
 def test_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema, fake and mutations, as torch's own checker sees them."""
     import gdn_triton.chunk.prefill_operators  # noqa: F401
-    from gdn_triton.chunk.prefill_call import PrefillCall
 
+    operator = torch.ops.gdn_triton.chunk_prefill.default
+    names = [argument.name for argument in operator._schema.arguments]
     monkeypatch.setenv("GDN_BACKEND", "reference")
     for more in ({}, {"out": torch.empty(1, 64, 2, 16), **KEPT}):
-        call = PrefillCall(**validated({**arguments(), **more}))
+        given = validated({**arguments(), **more})
         tests = ("test_schema", "test_faketensor")
-        torch.library.opcheck(torch.ops.gdn_triton.chunk_prefill.default, call, test_utils=tests)
+        call = tuple(given[name] for name in names)
+        torch.library.opcheck(operator, call, test_utils=tests)
 
 
 @pytest.mark.gpu("CUDA graphs")

@@ -1,6 +1,7 @@
 """The public op is a drop-in: parameter names, their order and their defaults are FLA's."""
 
 import inspect
+import typing
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch
 import gdn_triton
 import gdn_triton.chunk.operators
 import gdn_triton.chunk.prefill_operators
-from gdn_triton.chunk.prefill_call import PrefillCall
-from gdn_triton.chunk.problem import ChunkCall, Inputs
-from gdn_triton.chunk.validation import validate_chunk
-from gdn_triton.chunk.validation_prefill import validate_prefill
+import gdn_triton.recurrent.operators
+from gdn_triton import fused_recurrent_gated_delta_rule as SEQUENCES
+from gdn_triton._host.records import Options, arguments_of, flat, made
+from gdn_triton.chunk.problem import ChunkCall, PrefillCall
+from gdn_triton.recurrent.problem import SequenceCall, StepCall
 
 REQUIRED = inspect.Parameter.empty
 
@@ -95,22 +97,63 @@ def test_explain_and_validation_take_the_same_arguments():
     op = inspect.signature(gdn_triton.chunk_gated_delta_rule).parameters
     assert list(inspect.signature(gdn_triton.explain).parameters) == list(op)
     # What of a split call is a rank's own, cp_context says before.
-    assert set(ChunkCall._fields) == set(op) - {"transpose_state_layout", "cp_context"}
+    assert fields(ChunkCall) == set(op) - {"transpose_state_layout", "cp_context"}
 
 
-def test_records_are_passed_by_position():
-    """Validation and the operators take the fields of a record in their order."""
-    chunk, prefill = ChunkCall._fields, PrefillCall._fields
-    assert chunk[:8] == Inputs._fields
-    assert tuple(inspect.signature(validate_chunk).parameters) == chunk
-    assert tuple(inspect.signature(validate_prefill).parameters) == prefill
+def fields(record):
+    """The names of a record's fields, those of the records that it holds in their place."""
+    found = set()
+    for name, kind in typing.get_type_hints(record).items():
+        inside = fields(kind) if hasattr(kind, "_fields") else {name}
+        assert not found & inside, f"{record.__name__} has two fields of one name"
+        found |= inside
+    return found
+
+
+def test_records_and_operators_name_arguments_alike():
     operators = torch.ops.gdn_triton
+    chunk, sequences = fields(ChunkCall), set(inspect.signature(SEQUENCES).parameters)
+    prefill, step = fields(PrefillCall) - {"initial_state"}, fields(StepCall) - {"gk", "gv"}
+    assert prefill == set(inspect.signature(gdn_triton.chunk_prefill).parameters)
+    assert fields(SequenceCall) >= sequences - {"initial_state", "transpose_state_layout"}
+    gates = {"use_gate_in_kernel", "use_beta_sigmoid_in_kernel"}
     for operator, names in (
-        (operators.chunk_gated_delta_rule_fwd, (*chunk, "needs_grad")),
-        (operators.chunk_gated_delta_rule_bwd, ("do", "dht", *chunk, "wanted")),
+        (operators.chunk_gated_delta_rule_fwd, chunk | {"needs_grad"}),
+        (operators.chunk_gated_delta_rule_bwd, chunk | {"do", "dht", "wanted"}),
         (operators.chunk_prefill, prefill),
+        (operators.fused_recurrent_fwd, sequences - {"transpose_state_layout"} | {"needs_grad"}),
+        (operators.recurrent_step_out, step - gates | {"is_raw"}),
+        (operators.recurrent_step, step - gates - {"out"} | {"is_raw"}),
     ):
-        assert tuple(x.name for x in operator.default._schema.arguments) == names
+        assert {x.name for x in operator.default._schema.arguments} == names
+
+
+@pytest.mark.parametrize("function", [gdn_triton.chunk_gated_delta_rule, gdn_triton.chunk_prefill])
+def test_flags_are_in_one_order(function):
+    """In the public functions, as in the record of them."""
+    named = [name for name in inspect.signature(function).parameters if name in Options._fields]
+    assert tuple(named) == Options._fields
+
+
+def test_records_come_apart_and_together():
+    given = {name: object() for name in fields(ChunkCall)}
+    call = made(ChunkCall, {**given, "cp_context": None})
+    assert call.inputs.beta is given["beta"]
+    assert call.options.allow_neg_eigval is given["allow_neg_eigval"]
+    assert flat(call) == given
+    with pytest.raises(KeyError, match="allow_neg_eigval"):
+        made(ChunkCall, {name: x for name, x in given.items() if name != "allow_neg_eigval"})
+
+
+def test_arguments_of_a_schema():
+    arguments = arguments_of("Tensor(a!) state, Tensor? out, float? scale, bool[] wanted")
+    assert arguments.names == ("state", "out", "scale", "wanted")
+    assert arguments.tensors == ("state", "out")
+    given = arguments.named((1, 2, 3, 4))
+    assert given == {"state": 1, "out": 2, "scale": 3, "wanted": 4}
+    assert arguments.ordered({**given, "more": 5}) == (1, 2, 3, 4)
+    with pytest.raises(ValueError, match="shorter"):
+        arguments.named((1, 2, 3))
 
 
 def test_alias():

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import gdn_triton
-from gdn_triton._host import backends as backend
+from gdn_triton._host.records import made
+from gdn_triton.chunk.backends import CHUNK
+from gdn_triton.chunk.problem import ChunkCall
 from gdn_triton.chunk.validation import MOST_REMEMBERED, likeness, remembered, validate_chunk
 
 B, T, H, HV, K, V = 2, 5, 2, 4, 8, 16
@@ -69,7 +71,7 @@ def packed(offsets=(0, 2, 5), tokens=T, device=None, **changes):
 
 
 def validate(arguments):
-    return validate_chunk(**{**DEFAULTS, **arguments})
+    return validate_chunk(made(ChunkCall, {**DEFAULTS, **arguments}))
 
 
 def offsets(*values, dtype=torch.int32):
@@ -84,8 +86,8 @@ ROWS = "rows (N=2 sequences, T=5, chunk_size=64), got shape"
 
 def state_message(expected, state_v_first, given):
     return (
-        f"initial_state must have shape {expected} (state_v_first={state_v_first}, one state a "
-        f"sequence), got shape {given}"
+        f"initial_state must have shape {expected} (state_v_first={state_v_first})"
+        f", got shape {given}"
     )
 
 
@@ -245,7 +247,7 @@ BAD = [
     (
         padded(q=zeros(B, T, 0, K), k=zeros(B, T, 0, K)),
         ValueError,
-        "q must have at least one head, got shape [2, 5, 0, 8]",
+        "q must have at least one head, got H=0",
     ),
     (
         padded(v=zeros(B, T, 3, V)),
@@ -266,12 +268,12 @@ BAD = [
     (
         padded(q=zeros(B, T, H, 0), k=zeros(B, T, H, 0)),
         ValueError,
-        "q must have a key size K of at least 1, got shape [2, 5, 2, 0]",
+        "q must have a key size K of at least 1, got K=0",
     ),
     (
         padded(v=zeros(B, T, HV, 0)),
         ValueError,
-        "v must have a value size V of at least 1, got shape [2, 5, 4, 0]",
+        "v must have a value size V of at least 1, got V=0",
     ),
     (
         padded(k=zeros(B, T, H, 7)),
@@ -487,7 +489,7 @@ def test_bad_input(arguments, error, message):
 
 @pytest.mark.parametrize("error, message", [row[1:] for row in BAD], ids=[r[2][:60] for r in BAD])
 def test_bad_input_never_reaches_a_backend(monkeypatch, error, message):
-    monkeypatch.setattr(backend.CHUNK, "backends", ())
+    monkeypatch.setattr(CHUNK, "backends", ())
     arguments = next(row[0] for row in BAD if row[2] == message)
     for call in (gdn_triton.chunk_gated_delta_rule, gdn_triton.explain):
         with pytest.raises(error, match="must"):
@@ -631,7 +633,7 @@ def test_needs_grad(name):
 def judged_anew(arguments):
     """What validation says of a call by itself: a Problem, or the type and words of the error."""
     try:
-        return validate_chunk.__wrapped__(**{**DEFAULTS, **arguments})
+        return validate_chunk.__wrapped__(made(ChunkCall, {**DEFAULTS, **arguments}))
     except Exception as error:
         return type(error), str(error)
 

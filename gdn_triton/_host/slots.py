@@ -6,9 +6,48 @@ that belong to no sequence, may hold anything.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-from gdn_triton._host.arguments import must
+import torch
+from torch import Tensor
+
+from gdn_triton._host.arguments import check_offsets, must, value_of
+
+# `skip`: the last slot that is padding.
+LAST_SKIPPED: Final = {"negative": -1, "non_positive": 0}
+
+
+class OnSlots(Protocol):
+    """A validated call on a pool, as far as its slots are judged."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def T(self) -> int: ...
+    @property
+    def N(self) -> int: ...
+    @property
+    def last_skipped(self) -> int: ...
+    @property
+    def every_token(self) -> bool: ...
+
+
+class SlotTensors(Protocol):
+    """The tensors of such a call."""
+
+    @property
+    def state(self) -> Tensor | None: ...
+    @property
+    def read_slots(self) -> Tensor | None: ...
+    @property
+    def write_slots(self) -> Tensor | None: ...
+    @property
+    def cu_seqlens(self) -> Tensor | None: ...
+
+
+def check_skip(skip: object) -> None:
+    if type(skip) is not str or skip not in LAST_SKIPPED:
+        raise ValueError(must("skip", f"be one of {', '.join(LAST_SKIPPED)}", value_of(skip)))
 
 
 class Write(NamedTuple):
@@ -84,3 +123,28 @@ def readers(
         for n, slot in enumerate(read)
         if slot > last_skipped and (has_initial_state is None or has_initial_state[n])
     ]
+
+
+def check_contents(p: OnSlots, x: SlotTensors, has_initial_state: Tensor | None = None) -> None:
+    """What offsets and slots hold, where they are CPU tensors."""
+    if p.device.type != "cpu":
+        return
+    if x.cu_seqlens is not None:
+        check_offsets("cu_seqlens", x.cu_seqlens.tolist(), p.T)
+    if x.read_slots is None or x.state is None:
+        return
+    last = p.last_skipped
+    read: list[int] = x.read_slots.tolist()
+    check_read_in_pool(read, x.state.shape[0])
+    name = "read_slots" if x.write_slots is None else "write_slots"
+    write: list[int] = read if x.write_slots is None else x.write_slots.flatten().tolist()
+    if not p.every_token:
+        writes = final_writes(read, write, last)
+    elif x.cu_seqlens is None:
+        writes = token_writes(read, write, [n * p.T for n in range(p.N + 1)], last)
+    else:
+        writes = token_writes(read, write, x.cu_seqlens.tolist(), last)
+    check_written_in_pool(name, writes, x.state.shape[0])
+    check_once(name, writes)
+    flags = None if has_initial_state is None else has_initial_state.tolist()
+    check_readers(readers(read, flags, last), writes)

@@ -5,9 +5,11 @@ import warnings
 import torch
 from torch import Tensor
 
-from gdn_triton._host.backends import CHUNK, SHARDED, Explanation
+from gdn_triton._host.backends import Explanation
+from gdn_triton._host.records import Options, made
 from gdn_triton._host.tensors import is_traced, resolved
-from gdn_triton.chunk.problem import ChunkCall
+from gdn_triton.chunk.backends import CHUNK, SHARDED
+from gdn_triton.chunk.problem import ChunkCall, Inputs
 from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 
@@ -118,25 +120,29 @@ def chunk_gated_delta_rule(
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
     x = ChunkCall(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        chunk_indices,
-        scale,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
-        use_gate_in_kernel,
-        chunk_size,
+        inputs=Inputs(
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            cu_seqlens=cu_seqlens,
+        ),
+        options=Options(
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            use_gate_in_kernel=use_gate_in_kernel,
+        ),
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_indices=chunk_indices,
+        scale=scale,
+        output_final_state=output_final_state,
+        chunk_size=chunk_size,
     )
     if cp_context is not None:
         # Imported by the calls that need it: everybody else has no business with torch.distributed.
@@ -152,8 +158,8 @@ def chunk_gated_delta_rule(
         from gdn_triton.chunk.operators import traced
 
         return traced(x)
-    problem = validate_chunk(*x)
-    return CHUNK.choose(problem).load()(problem, resolved(x.inputs), cu_seqlens)
+    problem = validate_chunk(x)
+    return CHUNK.choose(problem).load()(problem, resolved(x.inputs))
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -188,35 +194,16 @@ def explain(
     Takes the same arguments and raises the same errors for bad ones, but runs nothing. A backend
     that was asked for by name and refuses is no error here: the result says so. `print` it.
     """
+    given = dict(locals())
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
-    x = ChunkCall(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        chunk_indices,
-        scale,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
-        use_gate_in_kernel,
-        chunk_size,
-    )
+    x = made(ChunkCall, {**given, "state_v_first": state_v_first})
     if cp_context is not None:
         from gdn_triton.chunk.run_sharded import validate_sharded
 
-        _, problem = validate_sharded(x, cp_context)
+        *_, problem = validate_sharded(x, cp_context)
         return SHARDED.explain(problem)
-    return CHUNK.explain(validate_chunk(*x))
+    return CHUNK.explain(validate_chunk(x))
 
 
 def _deprecated_state_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:

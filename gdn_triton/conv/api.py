@@ -77,16 +77,16 @@ def causal_conv1d(
         RuntimeError: the backend asked for by name cannot run this call, with its reason.
     """
     args = ConvArguments(
-        x,
-        weight,
-        bias,
-        activation,
-        state,
-        read_slots,
-        write_slots,
-        has_initial_state,
-        skip,
-        cu_seqlens,
+        x=x,
+        weight=weight,
+        bias=bias,
+        activation=activation,
+        state=state,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        has_initial_state=has_initial_state,
+        skip=skip,
+        cu_seqlens=cu_seqlens,
     )
     if is_traced(x):
         # One opaque operator. Imported in a trace only: nobody else pays for its registration.
@@ -133,16 +133,16 @@ def causal_conv1d_update(
         NotImplementedError: an input requires a gradient.
     """
     args = ConvArguments(
-        x,
-        weight,
-        bias,
-        activation,
-        state,
-        read_slots,
-        write_slots,
-        has_initial_state,
-        skip,
-        cu_seqlens,
+        x=x,
+        weight=weight,
+        bias=bias,
+        activation=activation,
+        state=state,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        has_initial_state=has_initial_state,
+        skip=skip,
+        cu_seqlens=cu_seqlens,
     )
     if is_traced(x):
         from gdn_triton.conv.operators import traced_conv
@@ -209,27 +209,27 @@ def fused_conv_prep(
             `gdn_triton.fused_post_conv_prep`.
     """
     args = ConvArguments(
-        mixed_qkv,
-        weight,
-        bias,
-        activation,
-        state,
-        read_slots,
-        write_slots,
-        has_initial_state,
-        skip,
-        cu_seqlens,
+        x=mixed_qkv,
+        weight=weight,
+        bias=bias,
+        activation=activation,
+        state=state,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        has_initial_state=has_initial_state,
+        skip=skip,
+        cu_seqlens=cu_seqlens,
     )
     prep = PrepArguments(
-        a,
-        b,
-        A_log,
-        dt_bias,
-        num_k_heads,
-        head_k_dim,
-        head_v_dim,
-        apply_l2norm,
-        output_g_exp,
+        a=a,
+        b=b,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        num_k_heads=num_k_heads,
+        head_k_dim=head_k_dim,
+        head_v_dim=head_v_dim,
+        apply_l2norm=apply_l2norm,
+        output_g_exp=output_g_exp,
     )
     if is_traced(mixed_qkv):
         from gdn_triton.conv.operators import traced_conv_prep

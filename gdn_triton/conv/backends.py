@@ -29,6 +29,7 @@ from gdn_triton._host.arguments import (
 from gdn_triton._host.backends import Backend, Operator, missing, reference_supports, triton_limits
 from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import Apart, Layout, layout_of
+from gdn_triton._host.slots import LAST_SKIPPED, check_contents, check_skip
 from gdn_triton._host.tensors import check_written, resolved, why_unreadable
 from gdn_triton.conv.problem import ConvOperands, ConvProblem, PrepOperands
 from gdn_triton.prep.backends import (
@@ -40,7 +41,6 @@ from gdn_triton.prep.backends import (
     validate_post_conv,
     with_gradients,
 )
-from gdn_triton.recurrent.validation import LAST_SKIPPED, check_contents
 
 ACTIVATIONS: Final = {"silu": True, None: False}
 # Taps of the Triton kernels; the reference has no limit.
@@ -143,8 +143,7 @@ def _check_types(args: ConvArguments, call: Call) -> None:
             raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
     if type(args.activation) not in (str, type(None)) or args.activation not in ACTIVATIONS:
         raise ValueError(must("activation", 'be "silu" or None', value_of(args.activation)))
-    if type(args.skip) is not str or args.skip not in LAST_SKIPPED:
-        raise ValueError(must("skip", f"be one of {', '.join(LAST_SKIPPED)}", value_of(args.skip)))
+    check_skip(args.skip)
     device = args.x.device
     for name, given in zip(args._fields, args, strict=True):
         if isinstance(given, Tensor) and given.device != device:
@@ -228,26 +227,26 @@ def operands(
     p = problem
     x = args.x.view(p.B, p.T, p.D) if args.x.dim() == 3 else _with_batch(args.x, p)
     given = ConvOperands(
-        x,
-        args.weight,
-        args.bias,
-        args.state,
-        args.read_slots,
-        args.write_slots,
-        args.has_initial_state,
-        args.cu_seqlens,
+        x=x,
+        weight=args.weight,
+        bias=args.bias,
+        state=args.state,
+        read_slots=args.read_slots,
+        write_slots=args.write_slots,
+        has_initial_state=args.has_initial_state,
+        cu_seqlens=args.cu_seqlens,
     )
     if given.state is not None and p.unreadable is None:  # else there need not be an address
-        tensors = given if prep is None else (*given, *prep[:4])
+        tensors = given if prep is None else (*given, *prep.tensors)
         _memory(call.name, tuple(map(layout_of, tensors))).check(tensors)
-    check_contents(p, given)
+    check_contents(p, given, given.has_initial_state)
     return resolved(given)
 
 
 @functools.lru_cache(1024)
 def _memory(x_name: str, layouts: tuple[Layout | None, ...]) -> Apart:
     """layouts: of the operands, after which those of a preparation may come."""
-    names = (x_name, *ConvOperands._fields[1:], *PrepArguments._fields[:4])
+    names = (x_name, *ConvOperands._fields[1:], *PREP_TENSORS)
     return Apart(dict(zip(names, layouts, strict=False)), ("state",))
 
 
@@ -347,6 +346,13 @@ class PrepArguments(NamedTuple):
     apply_l2norm: bool
     output_g_exp: bool
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.a, self.b, self.A_log, self.dt_bias
+
+
+PREP_TENSORS: Final = ("a", "b", "A_log", "dt_bias")
+
 
 def validate_conv_prep(args: ConvArguments, prep: PrepArguments) -> tuple[ConvProblem, Sizes]:
     """Checks the arguments of `gdn_triton.fused_conv_prep`: the convolution's, then the others."""
@@ -424,8 +430,8 @@ def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -
     # Chosen first: a refusal leaves the states as they are.
     second = POST_CONV.choose(sizes).load()
     y = run_valid_conv(problem.conv, args, PREPARED, prep).flatten(0, -2)
-    gates = (x.reshape(-1, sizes.HV) for x in prep[:2])
-    parts = run_post_conv(second, y, *gates, *prep[2:])
+    flat = prep._replace(a=prep.a.reshape(-1, sizes.HV), b=prep.b.reshape(-1, sizes.HV))
+    parts = run_post_conv(second, y, *flat)
     q, k, v, g, beta = (x.unflatten(0, lead) for x in parts)
     return q, k, v, g, beta
 
@@ -435,18 +441,18 @@ def _run_fused(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -
 
     sizes = problem.sizes
     given = operands(problem.conv, args, PREPARED, prep)
-    a, b, A_log, dt_bias = resolved(prep[:4])
+    a, b, A_log, dt_bias = resolved(prep.tensors)
     others = PrepOperands(
-        a if a.dim() == 3 else a.unsqueeze(0),
-        b if b.dim() == 3 else b.unsqueeze(0),
-        A_log,
-        dt_bias,
-        sizes.H,
-        sizes.HV,
-        sizes.K,
-        sizes.V,
-        prep.apply_l2norm,
-        prep.output_g_exp,
+        a=a if a.dim() == 3 else a.unsqueeze(0),
+        b=b if b.dim() == 3 else b.unsqueeze(0),
+        A_log=A_log,
+        dt_bias=dt_bias,
+        H=sizes.H,
+        HV=sizes.HV,
+        K=sizes.K,
+        V=sizes.V,
+        use_l2norm=prep.apply_l2norm,
+        g_exp=prep.output_g_exp,
     )
     with on_device(problem.device):
         parts = conv_prep_fwd(problem.conv, given, others)

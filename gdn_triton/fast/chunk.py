@@ -74,9 +74,7 @@ def _operator(name: str) -> torch._ops.OpOverload:
     return operator
 
 
-def forward(
-    problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
-) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None. With a ``pool``, its o, and its
     states and checkpoints, which are written in place.
 
@@ -84,7 +82,7 @@ def forward(
     RuntimeError with the reason if the library is not there, or says that it did not run.
     """
     if pool is not None:
-        return _prefill(problem, x, cu_seqlens, pool), None
+        return _prefill(problem, x, pool), None
     p, initial_state = problem, x.initial_state
     run, device = _operator("chunk_forward"), x.q.device
     o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=device)
@@ -97,7 +95,7 @@ def forward(
     run(
         *_readable(x),
         None if initial_state is None else side_readable(initial_state),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
         *_options(p),
         o,
         final_state,
@@ -106,7 +104,7 @@ def forward(
     return o, final_state
 
 
-def _prefill(problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool) -> Tensor:
+def _prefill(problem: Problem, x: Inputs, pool: Pool) -> Tensor:
     """The pool's o. One that TMA cannot write where it lies is written densely, and copied."""
     p = problem
     run = _operator("chunk_prefill")
@@ -122,7 +120,7 @@ def _prefill(problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool)
         pool.write_slots,
         pool.has_initial_state,
         pool.last_skipped,
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
         *_options(p),
         o,
         pool.every,
@@ -134,7 +132,7 @@ def _prefill(problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool)
 
 
 def _readable(x: Inputs) -> tuple[Tensor | None, ...]:
-    """All inputs but the state, as the operators take them."""
+    """All inputs but the state and the offsets, as the operators take them."""
     return (
         tma_readable(x.q),
         tma_readable(x.k),

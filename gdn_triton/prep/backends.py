@@ -121,7 +121,16 @@ def validate_post_conv(
         for name, y in zip(names, tensors, strict=True):
             check_dtype(name, y, FLOAT_DTYPES, FLOATS)
     unreadable = why_unreadable(names, tensors)
-    return Sizes(H, HV, K, V, device, x.dtype, torch.float64 in dtypes, unreadable=unreadable)
+    return Sizes(
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        device=device,
+        dtype=x.dtype,
+        wide=torch.float64 in dtypes,
+        unreadable=unreadable,
+    )
 
 
 def _raise_for_types(

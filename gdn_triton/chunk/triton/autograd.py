@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.memory import count_writes
+from gdn_triton._host.records import state_needs_grad
 from gdn_triton._host.tensors import readable_gradient
-from gdn_triton.chunk.problem import Inputs, Pool, Problem
+from gdn_triton.chunk.problem import Inputs, Pool, Problem, needed_inputs
 from gdn_triton.chunk.triton import backward as chunk_bwd
 from gdn_triton.chunk.triton import forward as chunk_fwd
 
 # What runs a forward without gradients.
-Run = Callable[[Problem, Inputs, Tensor | None], tuple[Tensor, Tensor | None]]
+Run = Callable[[Problem, Inputs], tuple[Tensor, Tensor | None]]
 
 
 class _Gradients(torch.autograd.Function):
@@ -28,11 +29,10 @@ class _Gradients(torch.autograd.Function):
         store_dh0: bool,
         do: Tensor | None,
         dht: Tensor | None,
-        cu_seqlens: Tensor | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        x = Inputs(*tensors)  # type: ignore[arg-type]
-        return tuple(chunk_bwd.gradients(problem, x, cu_seqlens, do, dht, store_dh0=store_dh0))
+        x = Inputs._make(tensors)
+        return tuple(chunk_bwd.gradients(problem, x, do, dht, store_dh0=store_dh0))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> NoReturn:
@@ -43,50 +43,44 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Chunk(torch.autograd.Function):
-    """Keeps the inputs and nothing else."""
+    """Keeps the inputs, its last arguments, and nothing else."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, problem: Problem, cu_seqlens: Tensor | None, *tensors: Tensor | None
+        ctx: Any, run: Run, problem: Problem, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        o, final_state = run(problem, Inputs(*tensors), cu_seqlens)  # type: ignore[arg-type]
-        ctx.save_for_backward(cu_seqlens, *tensors)
+        o, final_state = run(problem, Inputs._make(tensors))
+        ctx.save_for_backward(*tensors)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
-        # q is what the states do not depend on.
-        if final_state is not None and not any(ctx.needs_input_grad[4:]):
+        if final_state is not None and not state_needs_grad(needed_inputs(ctx.needs_input_grad)):
             ctx.mark_non_differentiable(final_state)
         return o, final_state
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[3:]
+        needed = needed_inputs(ctx.needs_input_grad)
         if do is None and dht is None:
-            return (None,) * (3 + len(needed))
+            return (None,) * len(ctx.needs_input_grad)
         do, dht = readable_gradient("o", do), readable_gradient("final_state", dht)
-        store_dh0 = needed[Inputs._fields.index("initial_state")]
         found = _Gradients.apply(  # type: ignore[no-untyped-call]
-            ctx.problem, store_dh0, do, dht, *ctx.saved_tensors
+            ctx.problem, needed["initial_state"], do, dht, *ctx.saved_tensors
         )
-        wanted = (x if want else None for x, want in zip(found, needed, strict=True))
-        return (None, None, None, *wanted)
+        wanted = (x if want else None for x, want in zip(found, needed.values(), strict=True))
+        return (None, None, *wanted)
 
 
-def differentiable(
-    run: Run, problem: Problem, x: Inputs, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def differentiable(run: Run, problem: Problem, x: Inputs) -> tuple[Tensor, Tensor | None]:
     """What the forward `run` returns for these arguments, with the Triton backward as its gradient:
     for a problem that Triton serves."""
-    return _Chunk.apply(run, problem, cu_seqlens, *x)  # type: ignore[no-any-return, no-untyped-call]
+    return _Chunk.apply(run, problem, *x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def forward(
-    problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
-) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
     with and without a gradient. With a `pool`, its o and its states, and no gradient."""
     if problem.needs_grad:
-        return differentiable(chunk_fwd.forward, problem, x, cu_seqlens)
+        return differentiable(chunk_fwd.forward, problem, x)
     if pool is not None:
         count_writes(pool.state, pool.out, pool.checkpoints)
-    return chunk_fwd.forward(problem, x, cu_seqlens, pool)
+    return chunk_fwd.forward(problem, x, pool)

@@ -109,7 +109,14 @@ def make_chunks(
     Packed sequences whose entry of ``read_slots`` [N] is at most ``last_skipped`` are skipped."""
     if cu_seqlens is None:
         NT = -(-T // chunk_size)
-        return Chunks(chunk_size, NT, B * NT, None, None, None)
+        return Chunks(
+            chunk_size=chunk_size,
+            NT=NT,
+            slots=B * NT,
+            cu_seqlens=None,
+            chunk_rows=None,
+            chunk_offsets=None,
+        )
     N = cu_seqlens.shape[0] - 1
     NT = max_chunks(T, N, chunk_size)
     cu_seqlens = cu_seqlens.contiguous()
@@ -127,4 +134,11 @@ def make_chunks(
         NT=NT,
         BT=chunk_size,
     )
-    return Chunks(chunk_size, NT, NT, cu_seqlens, chunk_rows, chunk_offsets)
+    return Chunks(
+        chunk_size=chunk_size,
+        NT=NT,
+        slots=NT,
+        cu_seqlens=cu_seqlens,
+        chunk_rows=chunk_rows,
+        chunk_offsets=chunk_offsets,
+    )

@@ -39,14 +39,15 @@ def readable_inputs(x: Inputs) -> Inputs:
     """As the kernels read them: q, k and v ``readable``, A_log and dt_bias without a stride."""
     A_log, dt_bias = (None if y is None else y.contiguous() for y in (x.A_log, x.dt_bias))
     return Inputs(
-        readable(x.q),
-        readable(x.k),
-        readable(x.v),
-        x.g,
-        x.beta,
-        x.initial_state,
-        A_log,
-        dt_bias,
+        q=readable(x.q),
+        k=readable(x.k),
+        v=readable(x.v),
+        g=x.g,
+        beta=x.beta,
+        initial_state=x.initial_state,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        cu_seqlens=x.cu_seqlens,
     )
 
 
@@ -94,12 +95,12 @@ def activate(
 
 
 def forward_by_steps(
-    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
+    problem: Problem, x: Inputs, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """gate and cumsum, norm, sigmoid -> A, its inverse, w, u -> state -> output. x as
     ``readable_inputs`` leaves it."""
     p = problem
-    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens, *skipped(pool))
+    chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens, *skipped(pool))
     q, k, g_cumsum, beta = activate(p, x, chunks)
     w, u, _ = wy_fwd(k, x.v, g_cumsum, beta, chunks, compute_dtype(p))
     h, v_new, final_state = state_fwd(
@@ -120,15 +121,15 @@ def forward_by_steps(
 
 
 def forward_fused(
-    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
+    problem: Problem, x: Inputs, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """all that needs no state -> state and output. x as ``readable_inputs`` leaves it."""
     p = problem
-    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens, *skipped(pool))
+    chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens, *skipped(pool))
     segments = None
     length = choose_segments(p)
     if length > 0:
-        segments = make_chunks(p.B, p.T, length * p.chunk_size, cu_seqlens, *skipped(pool))
+        segments = make_chunks(p.B, p.T, length * p.chunk_size, x.cu_seqlens, *skipped(pool))
     return fused_fwd(
         prepare(p, x, chunks),
         x.v,
@@ -161,10 +162,10 @@ def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch
 
 
 def forward(
-    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
+    problem: Problem, x: Inputs, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None. With a ``pool``, its o and its
     states, which are written in place."""
     run = choose_dataflow(problem)
     with on_device(x.q.device):
-        return run(problem, readable_inputs(x), cu_seqlens, pool)
+        return run(problem, readable_inputs(x), pool)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import named, row_arguments, row_strides, state_strides
 from gdn_triton._triton.tiles import Tile, dot_precision, fused_config, gpu_of
 from gdn_triton.chunk.problem import Pool
@@ -35,7 +36,6 @@ from gdn_triton.chunk.triton.pool import (
 )
 from gdn_triton.chunk.triton.prepare import Prepared
 from gdn_triton.chunk.triton.segments import segment_starts
-from gdn_triton.chunk.triton.state import empty_state
 
 
 @triton.jit(do_not_specialize=["scale", "B", "T", "N", "NW", "segment", "every", "M"])

@@ -17,13 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
+from gdn_triton._triton.activations import log_decay, normalized, sigmoid
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import head_arguments, head_strides, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, prepare_config
 from gdn_triton.chunk.triton.chunks import Chunks
-from gdn_triton.chunk.triton.gate import log_decay, sigmoid
 from gdn_triton.chunk.triton.inverse import fits_half, invert_unit_lower
-from gdn_triton.chunk.triton.l2norm import normalized
 from gdn_triton.chunk.triton.places import chunk_span, decay_between, decay_cumsum
 from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 

@@ -6,9 +6,9 @@ from torch import Tensor
 from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import named, state_strides
 from gdn_triton._triton.tiles import UNFUSED
-from gdn_triton.chunk.triton.state import empty_state
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import Operands, RecurrentProblem, Run, views
 from gdn_triton.recurrent.triton.kernel import (
