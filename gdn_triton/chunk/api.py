@@ -119,8 +119,10 @@ def chunk_gated_delta_rule(
     """
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
-    x = ChunkCall(
-        inputs=Inputs(
+    x = ChunkCall.__new__(
+        ChunkCall,
+        inputs=Inputs.__new__(
+            Inputs,
             q=q,
             k=k,
             v=v,
@@ -131,7 +133,8 @@ def chunk_gated_delta_rule(
             dt_bias=dt_bias,
             cu_seqlens=cu_seqlens,
         ),
-        options=Options(
+        options=Options.__new__(
+            Options,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,

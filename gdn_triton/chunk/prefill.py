@@ -109,8 +109,10 @@ def chunk_prefill(
         NotImplementedError: an input requires a gradient, which a prefill does not have.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
     """
-    x = PrefillCall(
-        pool=PoolArguments(
+    x = PrefillCall.__new__(
+        PrefillCall,
+        pool=PoolArguments.__new__(
+            PoolArguments,
             state=state,
             read_slots=read_slots,
             write_slots=write_slots,
@@ -119,10 +121,19 @@ def chunk_prefill(
             state_checkpoints=state_checkpoints,
             checkpoint_slots=checkpoint_slots,
         ),
-        inputs=Inputs(
-            q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens
+        inputs=Inputs.__new__(
+            Inputs,
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            cu_seqlens=cu_seqlens,
         ),
-        options=Options(
+        options=Options.__new__(
+            Options,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,

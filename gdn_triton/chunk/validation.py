@@ -85,16 +85,9 @@ def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None
     """
     if is_transformed():
         return None
-    form = _form(values)
-    if form is None:
-        return None
-    return names, torch.is_grad_enabled(), batch_invariant(), form
-
-
-def _form(values: tuple[Any, ...]) -> Hashable | None:
-    types = tuple(map(type, values))
-    key: list[Hashable] = [types]
-    for x, kind in zip(values, types, strict=True):
+    flat, key = list(values), [names, torch.is_grad_enabled(), batch_invariant()]
+    for x in flat:  # the fields of a record are appended on the way
+        kind = type(x)
         if kind in _COUNTED:
             key.append(x)
         elif kind in PLAIN_TENSORS:
@@ -105,13 +98,10 @@ def _form(values: tuple[Any, ...]) -> Hashable | None:
         elif kind is float:
             key.append(x.hex())
         elif hasattr(kind, "_fields"):
-            form = _form(x)
-            if form is None:
-                return None
-            key.append(form)
+            flat += x
         else:
             return None
-    return tuple(key)
+    return (*key, *map(type, flat))
 
 
 @remembered

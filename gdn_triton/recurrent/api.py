@@ -98,8 +98,10 @@ def fused_recurrent_gated_delta_rule(
         from gdn_triton.chunk.api import _deprecated_state_layout
 
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
-    call = SequenceCall(
-        inputs=Operands(
+    call = SequenceCall.__new__(
+        SequenceCall,
+        inputs=Operands.__new__(
+            Operands,
             q=q,
             k=k,
             v=v,
@@ -112,7 +114,8 @@ def fused_recurrent_gated_delta_rule(
             state=initial_state,
             cu_seqlens=cu_seqlens,
         ),
-        options=Options(
+        options=Options.__new__(
+            Options,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,
@@ -217,7 +220,8 @@ def recurrent_step(
         NotImplementedError: an input requires a gradient, which a step does not have.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
     """
-    call = StepCall(
+    call = StepCall.__new__(
+        StepCall,
         inputs=_step_operands(
             state=state,
             read_slots=read_slots,
@@ -235,7 +239,8 @@ def recurrent_step(
             cu_seqlens=cu_seqlens,
             out=out,
         ),
-        options=Options(
+        options=Options.__new__(
+            Options,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel=a is not None,
             allow_neg_eigval=allow_neg_eigval,
@@ -281,7 +286,8 @@ def _step_operands(
     else:
         _refuse("g", b=b)
     # Validation sees to it that none is missing.
-    return Operands(
+    return Operands.__new__(
+        Operands,
         q=q,  # type: ignore[arg-type]
         k=k,  # type: ignore[arg-type]
         v=v,  # type: ignore[arg-type]
@@ -309,7 +315,8 @@ def step_call(given: Mapping[str, Any]) -> StepCall:
         )
     }
     asked = {"use_beta_sigmoid_in_kernel": is_raw, "use_gate_in_kernel": is_raw}
-    return StepCall(
+    return StepCall.__new__(
+        StepCall,
         inputs=_step_operands(**tensors),
         options=made(Options, {**rest, **asked}),
         scale=rest["scale"],
