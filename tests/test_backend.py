@@ -10,7 +10,7 @@ import torch
 
 import gdn_triton
 from gdn_triton import fast
-from gdn_triton._host import backends as backend
+from gdn_triton._host import backends
 from gdn_triton._host.backends import Backend
 from gdn_triton.chunk import backends as chunk_backends
 from gdn_triton.chunk.backends import CHUNK
@@ -23,9 +23,9 @@ NO_CUDA = "The CUDA library is absent in this test."
 def bare(monkeypatch):
     """Neither the machine nor the shell decides: no request, Triton there, no interpreter."""
     monkeypatch.delenv("GDN_BACKEND", raising=False)
-    monkeypatch.setattr(backend, "_triton_missing", lambda: None)
-    monkeypatch.setattr(backend, "_interpreting", lambda: False)
-    monkeypatch.setattr(backend, "_logged", set())
+    monkeypatch.setattr(backends, "_triton_missing", lambda: None)
+    monkeypatch.setattr(backends, "_interpreting", lambda: False)
+    monkeypatch.setattr(backends, "_logged", set())
     monkeypatch.setattr(fast, "why_unavailable", lambda: NO_CUDA)
 
 
@@ -159,7 +159,7 @@ def test_triton_takes(taken):
 
 
 def test_interpreter(monkeypatch):
-    monkeypatch.setattr(backend, "_interpreting", lambda: True)
+    monkeypatch.setattr(backends, "_interpreting", lambda: True)
     assert chunk_backends.triton_supports(problem("cpu", torch.float32)) is None
     assert chunk_backends.triton_supports(problem("cpu", torch.float16)) is None
     for changes in ({"dtype": torch.bfloat16}, {"dtype": torch.float32, "k_dtype": torch.bfloat16}):
@@ -171,12 +171,12 @@ def test_interpreter(monkeypatch):
 def test_triton_version(monkeypatch, version, refused):
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.undo()
-    backend._triton_missing.cache_clear()
+    backends._triton_missing.cache_clear()
     monkeypatch.setattr(triton, "__version__", version)
     try:
-        reason = backend._triton_missing()
+        reason = backends._triton_missing()
     finally:
-        backend._triton_missing.cache_clear()
+        backends._triton_missing.cache_clear()
     assert (reason is not None) == refused
     if refused:
         assert reason == "Triton 3.6 or newer is needed; 3.5.1 is installed."
@@ -184,7 +184,7 @@ def test_triton_version(monkeypatch, version, refused):
 
 def test_triton_absent(monkeypatch):
     sentence = "Triton 3.6 or newer is needed and cannot be imported (no such module)."
-    monkeypatch.setattr(backend, "_triton_missing", lambda: sentence)
+    monkeypatch.setattr(backends, "_triton_missing", lambda: sentence)
     assert chunk_backends.triton_supports(problem()) == sentence
 
 
@@ -197,7 +197,7 @@ def test_cuda_says_why_it_is_unavailable(monkeypatch):
 
 def test_reference_refuses_nothing():
     for refused, _ in TRITON_REFUSALS:
-        assert backend.reference_supports(refused) is None
+        assert backends.reference_supports(refused) is None
 
 
 @pytest.mark.parametrize("value", ["", "Triton", "fla", "auto,triton"])

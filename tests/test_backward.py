@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gdn_triton
 from gdn_triton import reference
-from gdn_triton._triton import tiles as config
+from gdn_triton._triton import tiles
 from gdn_triton.chunk.triton import backward_state
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2
 
@@ -343,11 +343,11 @@ def test_walks_apart(dtype: torch.dtype, device: str, monkeypatch: pytest.Monkey
     launched = []
 
     def apart(
-        gpu: config.Gpu, K: int, V: int, dtype: torch.dtype, states: int
-    ) -> tuple[config.Tile, config.Tile]:
+        gpu: tiles.Gpu, K: int, V: int, dtype: torch.dtype, states: int
+    ) -> tuple[tiles.Tile, tiles.Tile]:
         launched.append(states)
-        BK = config.padded(K, 256)
-        return tuple(config.state_bwd_tile(gpu, BK, BV, 2, dtype) for BV in (16, 32))
+        BK = tiles.padded(K, 256)
+        return tuple(tiles.state_bwd_tile(gpu, BK, BV, 2, dtype) for BV in (16, 32))
 
     monkeypatch.setattr(backward_state, "state_bwd_config", apart)
     check(Case("apart", "", T=19, HV=2, K=24, V=36), dtype, device)

@@ -10,7 +10,7 @@ import triton
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
 
 import gdn_triton
-from gdn_triton._triton import tiles as config
+from gdn_triton._triton import tiles
 from gdn_triton._triton.tiles import Gpu, gpu_of
 from gdn_triton.chunk.triton import backward_pairs, backward_state, fused, output, state
 from gdn_triton.chunk.triton import forward as chunk_fwd
@@ -48,9 +48,9 @@ def test_each_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever is the current one, and whichever was asked first."""
     for order in ((0, 1), (1, 0)):
         two = TwoGpus()
-        monkeypatch.setattr(config, "_gpus", {})
-        monkeypatch.setattr(config, "compiler", lambda: "cuda")
-        monkeypatch.setattr(config, "on_device", two.on_device)
+        monkeypatch.setattr(tiles, "_gpus", {})
+        monkeypatch.setattr(tiles, "compiler", lambda: "cuda")
+        monkeypatch.setattr(tiles, "on_device", two.on_device)
         monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=two))
         monkeypatch.setattr(torch.cuda, "get_device_properties", two.get_device_properties)
         for current in (0, 1):
@@ -68,17 +68,17 @@ def test_tiles_fit_each_gpu() -> None:
     assert Gpu("hip", "gfx942", 304).shared_memory == 64 * 1024
     stage, other = (128 * 128 + 8192 + 64 * 64) * 2, (128 + 192) * 64 * 2
     for gpu in (LARGE, SMALL):
-        tile = config.fused_config(gpu, 128, 128, 1000, False)
+        tile = tiles.fused_config(gpu, 128, 128, 1000, False)
         assert tile.BV == 64 and tile.num_stages * stage + other <= gpu.shared_memory
-    large, small = (config.fused_config(gpu, 128, 128, 32, False) for gpu in (LARGE, SMALL))
+    large, small = (tiles.fused_config(gpu, 128, 128, 32, False) for gpu in (LARGE, SMALL))
     assert (large.BV, small.BV) == (32, 64)
-    large, small = (config.state_config(gpu, 128, 128, BF16, 16) for gpu in (LARGE, SMALL))
+    large, small = (tiles.state_config(gpu, 128, 128, BF16, 16) for gpu in (LARGE, SMALL))
     assert (large.BV, small.BV) == (16, 64)
-    assert config.state_bwd_config(LARGE, 128, 128, BF16, 32)[1] is None
-    assert config.state_bwd_config(SMALL, 128, 128, BF16, 32)[1] is not None
+    assert tiles.state_bwd_config(LARGE, 128, 128, BF16, 32)[1] is None
+    assert tiles.state_bwd_config(SMALL, 128, 128, BF16, 32)[1] is not None
     sizes = {"N": 1, "HV": 8, "K": 128, "V": 128, "BT": 64}
-    assert config.segment_chunks(LARGE, 32768, **sizes) == 64
-    assert config.segment_chunks(SMALL, 32768, **sizes) == 0
+    assert tiles.segment_chunks(LARGE, 32768, **sizes) == 64
+    assert tiles.segment_chunks(SMALL, 32768, **sizes) == 0
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
@@ -116,7 +116,7 @@ def test_calls_go_by_the_device_of_their_tensors(
     x = make_inputs(case, dtype, device)
     q, *rest = x.tensors
     for gpu in (LARGE, TINY, LARGE):
-        monkeypatch.setitem(config._gpus, q.device, gpu)
+        monkeypatch.setitem(tiles._gpus, q.device, gpu)
         leaf = q.detach().clone().requires_grad_()
         o, _ = gdn_triton.chunk_gated_delta_rule(leaf, *rest, chunk_size=case.chunk_size)
         o.sum().backward()

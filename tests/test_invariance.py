@@ -19,7 +19,7 @@ from torch import Tensor
 import gdn_triton
 from gdn_triton import chunk_prefill, explain_call
 from gdn_triton._host.records import made
-from gdn_triton._triton import tiles as config
+from gdn_triton._triton import tiles
 from gdn_triton._triton.tiles import Gpu, segment_chunks
 from gdn_triton.chunk.problem import ChunkCall
 from gdn_triton.chunk.triton.forward import choose_segments
@@ -147,7 +147,7 @@ def test_segments_are_for_few_long_sequences(monkeypatch: pytest.MonkeyPatch) ->
     assert cut(2048, **{**few, "HV": 16}) == 0
     for name, value in {"N": 64, "HV": 32, "K": 256}.items():
         assert cut(32768, **{**few, name: value}) == 0, name
-    monkeypatch.setitem(config._gpus, torch.device("meta"), Gpu("cuda", 90, 132))
+    monkeypatch.setitem(tiles._gpus, torch.device("meta"), Gpu("cuda", 90, 132))
     problem = functools.partial(validate_chunk, sized_call(T=32768, HV=8, K=128, V=128))
     assert choose_segments(problem()) == 64
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
@@ -208,11 +208,11 @@ def test_the_mode_is_judged_at_every_call(
 def test_what_is_kept_of_lengths_is_bounded() -> None:
     """A server never sees one length twice."""
     gpu = Gpu("cuda", 90, 132)
-    for rows in range(1, 2 * config.MOST_KEPT):
+    for rows in range(1, 2 * tiles.MOST_KEPT):
         segment_chunks(gpu, rows, 1, 8, 128, 128, 64)
-        config.fused_config(gpu, 128, 128, rows, False)
-    for kept in (segment_chunks, config.fused_config):
-        assert kept.cache_info().currsize <= config.MOST_KEPT
+        tiles.fused_config(gpu, 128, 128, rows, False)
+    for kept in (segment_chunks, tiles.fused_config):
+        assert kept.cache_info().currsize <= tiles.MOST_KEPT
 
 
 @pytest.mark.parametrize(("dataflow", "dtype"), RUNS, indirect=["dataflow"])

@@ -39,7 +39,7 @@ from helpers import (
 from torch import Tensor
 
 from gdn_triton import reference
-from gdn_triton.chunk.triton.chunks import Chunks, make_chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.fused import fused_fwd
 from gdn_triton.chunk.triton.gate import beta_sigmoid_fwd, chunk_local_cumsum, gate_cumsum_fwd
 from gdn_triton.chunk.triton.l2norm import l2norm_fwd
@@ -62,7 +62,7 @@ def case_named(name: str) -> Case:
     return next(case for case in SMALL if case.name == name)
 
 
-def chunks_of(case: Case, x: Inputs) -> Chunks:
+def chunks_of(case: Case, x: Inputs) -> ChunkTable:
     return make_chunks(case.B, case.tokens, case.chunk_size, x.cu_seqlens)
 
 

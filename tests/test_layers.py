@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gdn_triton import causal_conv1d
-from gdn_triton._host import backends as backend
+from gdn_triton._host import backends
 from gdn_triton._host.backends import Backend
 from gdn_triton.chunk import reference as reference_chunk
 from gdn_triton.chunk.backends import CHUNK
@@ -1104,7 +1104,7 @@ def test_a_name_that_only_the_chunked_op_has(
 
     named = Backend("cuda", lambda problem: None, load)
     monkeypatch.setattr(CHUNK, "backends", (named, *CHUNK.backends[1:]))
-    monkeypatch.setattr(backend, "_logged", set())
+    monkeypatch.setattr(backends, "_logged", set())
     caplog.set_level("INFO", logger="gdn_triton")
     layer = make_layer(dtype=FP32, device=device)
     x = make_input(2, RECURRENT_TOKENS + 4, FP32, device)

@@ -34,7 +34,7 @@ from gdn_triton._host.tensors import check_written, resolved, why_unreadable
 from gdn_triton.conv.problem import ConvOperands, ConvProblem, PrepOperands
 from gdn_triton.prep.backends import (
     POST_CONV,
-    Prepared,
+    PreparedInputs,
     Sizes,
     run_post_conv,
     triton_refusal,
@@ -62,19 +62,19 @@ class ConvArguments(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-class Call(NamedTuple):
+class Form(NamedTuple):
     """name: of x, in messages. is_step: tokens come as in `gdn_triton.recurrent_step`."""
 
     name: str = "x"
     is_step: bool = False
 
 
-PLAIN: Final = Call()
-STEP: Final = Call(is_step=True)
-PREPARED: Final = Call("mixed_qkv")
+PLAIN: Final = Form()
+STEP: Final = Form(is_step=True)
+PREPARED: Final = Form("mixed_qkv")
 
 
-def validate_conv(args: ConvArguments, call: Call) -> ConvProblem:
+def validate_conv(args: ConvArguments, form: Form) -> ConvProblem:
     """Checks the arguments of `gdn_triton.causal_conv1d`, which documents them.
 
     In this order: types, devices, ranks, sizes, dtypes, sequences, the state and its slots. Raises
@@ -83,32 +83,32 @@ def validate_conv(args: ConvArguments, call: Call) -> ConvProblem:
     `check_contents`, at run time.
     """
     x, weight, bias, state, cu_seqlens = args.x, args.weight, args.bias, args.state, args.cu_seqlens
-    _check_types(args, call)
+    _check_types(args, form)
     packed = cu_seqlens is not None
-    _check_rank(x, call, packed)
+    _check_rank(x, form, packed)
     if weight.dim() != 2:
         raise ValueError(must("weight", "have 2 dimensions [D, W]", shape_of(weight)))
     D, W = x.shape[-1], weight.shape[1]
     if D < 1:
-        raise ValueError(must(call.name, "have at least one channel", shape_of(x)))
+        raise ValueError(must(form.name, "have at least one channel", shape_of(x)))
     if weight.shape[0] != D or W < 1:
         expected = f"have shape {shaped(D=D)[:-1]}, W >= 1]"
         raise ValueError(must("weight", expected, shape_of(weight)))
     if bias is not None and bias.shape != (D,):
         raise ValueError(must("bias", f"have shape {shaped(D=D)}", shape_of(bias)))
-    for name, given in ((call.name, x), ("weight", weight), ("bias", bias), ("state", state)):
+    for name, given in ((form.name, x), ("weight", weight), ("bias", bias), ("state", state)):
         if given is not None:
             check_dtype(name, given, FLOAT_DTYPES, FLOATS)
 
-    B, T = _batch(x, call, packed)
+    B, T = _batch(x, form, packed)
     N = B
     if cu_seqlens is not None:
         check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES, INDICES)
         N = count_sequences(cu_seqlens)
-    _check_state(args, call, B, T, N, D, W)
+    _check_state(args, form, B, T, N, D, W)
     trained = (x, weight) if bias is None else (x, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(y.requires_grad for y in trained)
-    _check_gradients(args, call, needs_grad)
+    _check_gradients(args, form, needs_grad)
     return ConvProblem(
         B=B,
         T=T,
@@ -123,7 +123,7 @@ def validate_conv(args: ConvArguments, call: Call) -> ConvProblem:
         has_state=state is not None,
         wide=any(y.dtype == torch.float64 for y in trained),
         needs_grad=needs_grad,
-        unreadable=why_unreadable(_names(call.name), args),
+        unreadable=why_unreadable(_names(form.name), args),
     )
 
 
@@ -133,8 +133,8 @@ def _names(first: str) -> tuple[str, ...]:
     return first, *ConvArguments._fields[1:]
 
 
-def _check_types(args: ConvArguments, call: Call) -> None:
-    for name, required in ((call.name, args.x), ("weight", args.weight)):
+def _check_types(args: ConvArguments, form: Form) -> None:
+    for name, required in ((form.name, args.x), ("weight", args.weight)):
         if not isinstance(required, Tensor):
             raise TypeError(must(name, "be a torch.Tensor", type_of(required)))
     for name in ("bias", "state", "read_slots", "write_slots", "has_initial_state", "cu_seqlens"):
@@ -147,28 +147,28 @@ def _check_types(args: ConvArguments, call: Call) -> None:
     device = args.x.device
     for name, given in zip(args._fields, args, strict=True):
         if isinstance(given, Tensor) and given.device != device:
-            expected = f"be on the device of {call.name}, {device}"
+            expected = f"be on the device of {form.name}, {device}"
             raise ValueError(must(name, expected, str(given.device)))
 
 
-def _check_rank(x: Tensor, call: Call, packed: bool) -> None:
+def _check_rank(x: Tensor, form: Form, packed: bool) -> None:
     forms = "[T, D] or [B, T, D]"
     if packed:
         forms = "[T, D] or [1, T, D] with cu_seqlens"
-    elif call.is_step:
+    elif form.is_step:
         forms = "[N, D] or [N, T, D]"
     if x.dim() not in (2, 3) or (packed and x.dim() == 3 and x.shape[0] != 1):
-        raise ValueError(must(call.name, f"have shape {forms}", shape_of(x)))
+        raise ValueError(must(form.name, f"have shape {forms}", shape_of(x)))
 
 
-def _batch(x: Tensor, call: Call, packed: bool) -> tuple[int, int]:
+def _batch(x: Tensor, form: Form, packed: bool) -> tuple[int, int]:
     """B and T of x as [B, T, D]."""
     if x.dim() == 3:
         return x.shape[0], x.shape[1]
-    return (x.shape[0], 1) if call.is_step and not packed else (1, x.shape[0])
+    return (x.shape[0], 1) if form.is_step and not packed else (1, x.shape[0])
 
 
-def _check_state(args: ConvArguments, call: Call, B: int, T: int, N: int, D: int, W: int) -> None:
+def _check_state(args: ConvArguments, form: Form, B: int, T: int, N: int, D: int, W: int) -> None:
     state = args.state
     if state is None:
         for name in ("read_slots", "write_slots", "has_initial_state"):
@@ -179,7 +179,7 @@ def _check_state(args: ConvArguments, call: Call, B: int, T: int, N: int, D: int
         expected = f"have shape [slots, D={D}, W - 1={W - 1}]"
         raise ValueError(must("state", expected, shape_of(state)))
     if torch.promote_types(args.x.dtype, state.dtype) != state.dtype:
-        expected = f"have a dtype that holds that of {call.name}, {args.x.dtype}"
+        expected = f"have a dtype that holds that of {form.name}, {args.x.dtype}"
         raise ValueError(must("state", expected, str(state.dtype)))
     check_written("state", state)
     if args.read_slots is None:
@@ -205,14 +205,14 @@ def _check_state(args: ConvArguments, call: Call, B: int, T: int, N: int, D: int
         check_dtype("has_initial_state", flags, frozenset((torch.bool,)), "bool")
 
 
-def _check_gradients(args: ConvArguments, call: Call, needs_grad: bool) -> None:
+def _check_gradients(args: ConvArguments, form: Form, needs_grad: bool) -> None:
     if not torch.is_grad_enabled():
         return
     if args.state is not None and args.state.requires_grad:
         raise NotImplementedError(
             "state is updated in place and has no gradient, and requires one: detach it"
         )
-    if call.is_step and needs_grad:
+    if form.is_step and needs_grad:
         raise NotImplementedError(
             "gdn_triton.causal_conv1d_update has no gradient; an input requires one. Call under "
             "torch.no_grad(), or use causal_conv1d"
@@ -220,7 +220,7 @@ def _check_gradients(args: ConvArguments, call: Call, needs_grad: bool) -> None:
 
 
 def operands(
-    problem: ConvProblem, args: ConvArguments, call: Call, prep: PrepArguments | None = None
+    problem: ConvProblem, args: ConvArguments, form: Form, prep: PrepArguments | None = None
 ) -> ConvOperands:
     """The tensors, with x as [B, T, D], a view. Judges where they lie, those of a preparation in
     the same pass too, and slots and offsets where the host can read them."""
@@ -238,7 +238,7 @@ def operands(
     )
     if given.state is not None and p.unreadable is None:  # else there need not be an address
         tensors = given if prep is None else (*given, *prep.tensors)
-        _memory(call.name, tuple(map(layout_of, tensors))).check(tensors)
+        _memory(form.name, tuple(map(layout_of, tensors))).check(tensors)
     check_contents(p, given, given.has_initial_state)
     return resolved(given)
 
@@ -316,18 +316,18 @@ CONV_UPDATE: Operator[ConvProblem, ConvRun] = Operator(
 )
 
 
-def run_conv(args: ConvArguments, call: Call = PLAIN) -> Tensor:
+def run_conv(args: ConvArguments, form: Form = PLAIN) -> Tensor:
     """The convolution, in the shape of x; the states are written."""
-    problem = validate_conv(args, call)
-    return run_valid_conv(problem, args, call)
+    problem = validate_conv(args, form)
+    return run_valid_conv(problem, args, form)
 
 
 def run_valid_conv(
-    problem: ConvProblem, args: ConvArguments, call: Call, prep: PrepArguments | None = None
+    problem: ConvProblem, args: ConvArguments, form: Form, prep: PrepArguments | None = None
 ) -> Tensor:
     """prep: of a preparation that follows."""
-    given = operands(problem, args, call, prep)
-    run = (CONV_UPDATE if call.is_step else CONV).choose(problem).load()
+    given = operands(problem, args, form, prep)
+    run = (CONV_UPDATE if form.is_step else CONV).choose(problem).load()
     with on_device(problem.device):
         y = run(problem, given)
     return y.view(args.x.shape)
@@ -383,7 +383,7 @@ class PrepProblem(NamedTuple):
         return self.conv.device
 
 
-PrepRun = Callable[[ConvArguments, PrepArguments, PrepProblem], Prepared]
+PrepRun = Callable[[ConvArguments, PrepArguments, PrepProblem], PreparedInputs]
 
 
 def conv_prep_refusal(problem: PrepProblem) -> str | None:
@@ -412,7 +412,7 @@ def prep_problem(args: ConvArguments, prep: PrepArguments) -> PrepProblem:
     return PrepProblem(conv, with_gradients(sizes, prep_needs_grad(conv, prep)))
 
 
-def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
+def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> PreparedInputs:
     """q, k, v, g and beta; the states are written.
 
     In one kernel where Triton serves all of it. Else the convolution, then the preparation, each in
@@ -425,7 +425,7 @@ def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
     return CONV_PREP.choose(problem).load()(args, prep, problem)
 
 
-def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> Prepared:
+def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> PreparedInputs:
     sizes, lead = problem.sizes, args.x.shape[:-1]
     # Chosen first: a refusal leaves the states as they are.
     second = POST_CONV.choose(sizes).load()
@@ -436,7 +436,7 @@ def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -
     return q, k, v, g, beta
 
 
-def _run_fused(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> Prepared:
+def _run_fused(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> PreparedInputs:
     from gdn_triton.conv.triton.forward import conv_prep_fwd
 
     sizes = problem.sizes

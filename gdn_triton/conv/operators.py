@@ -23,8 +23,8 @@ from gdn_triton._host.replay import replayed_gradients
 from gdn_triton.conv.backends import (
     PLAIN,
     STEP,
-    Call,
     ConvArguments,
+    Form,
     PrepArguments,
     prep_needs_grad,
     run_conv,
@@ -32,7 +32,7 @@ from gdn_triton.conv.backends import (
     validate_conv,
     validate_conv_prep,
 )
-from gdn_triton.prep.backends import Prepared
+from gdn_triton.prep.backends import PreparedInputs
 from gdn_triton.prep.operators import traced
 
 _CONV: Final = "Tensor x, Tensor weight, Tensor? bias, str? activation"
@@ -130,7 +130,7 @@ _conv_backward.register_autograd(_differentiate_twice)
 # ----------------------------------------------------------------------------------- with a state
 
 
-def _with_state(args: Sequence[Any]) -> tuple[ConvArguments, Call]:
+def _with_state(args: Sequence[Any]) -> tuple[ConvArguments, Form]:
     given = _STATE_ARGUMENTS.named(args)
     return made(ConvArguments, given), STEP if given["is_step"] else PLAIN
 
@@ -154,7 +154,7 @@ def _conv_state_fake(*args: Any) -> Tensor:
 # ----------------------------------------------------------------------------- and the preparation
 
 
-def _prepared_fake(args: ConvArguments, prep: PrepArguments) -> Prepared:
+def _prepared_fake(args: ConvArguments, prep: PrepArguments) -> PreparedInputs:
     sizes = validate_conv_prep(args, prep)[1]
     x, lead = args.x, args.x.shape[:-1]
     keys = (*lead, sizes.H, sizes.K)
@@ -170,13 +170,13 @@ def _prepared_fake(args: ConvArguments, prep: PrepArguments) -> Prepared:
     mutates_args=(),
     schema=f"({_CONV}, Tensor? cu_seqlens, {_PREP}) -> {_PREPARED}",
 )
-def _prep(*args: Any) -> Prepared:
+def _prep(*args: Any) -> PreparedInputs:
     given = _PREP_ARGUMENTS.named(args)
     return run_conv_prep(_stateless(given), made(PrepArguments, given))
 
 
 @_prep.register_fake
-def _prep_fake(*args: Any) -> Prepared:
+def _prep_fake(*args: Any) -> PreparedInputs:
     given = _PREP_ARGUMENTS.named(args)
     return _prepared_fake(_stateless(given), made(PrepArguments, given))
 
@@ -186,14 +186,14 @@ def _prep_fake(*args: Any) -> Prepared:
     mutates_args=("state",),
     schema=f"({_CONV}, {_STATE}, Tensor? cu_seqlens, {_PREP}) -> {_PREPARED}",
 )
-def _prep_state(*args: Any) -> Prepared:
+def _prep_state(*args: Any) -> PreparedInputs:
     given = _PREP_STATE_ARGUMENTS.named(args)
     with operator_counts_writes():
         return run_conv_prep(made(ConvArguments, given), made(PrepArguments, given))
 
 
 @_prep_state.register_fake
-def _prep_state_fake(*args: Any) -> Prepared:
+def _prep_state_fake(*args: Any) -> PreparedInputs:
     given = _PREP_STATE_ARGUMENTS.named(args)
     return _prepared_fake(made(ConvArguments, given), made(PrepArguments, given))
 
@@ -201,10 +201,10 @@ def _prep_state_fake(*args: Any) -> Prepared:
 # ------------------------------------------------------------------------------------ under a trace
 
 
-def _judged(args: ConvArguments, call: Call) -> bool:
+def _judged(args: ConvArguments, form: Form) -> bool:
     """Whether the call has a state. Validates what a schema would convert, and a gradient that an
     operator with a state does not have."""
-    problem = validate_conv(args, call)
+    problem = validate_conv(args, form)
     if problem.has_state and problem.needs_grad:
         raise NotImplementedError(
             "gdn_triton.causal_conv1d with a state has no gradient under a compiler; an input "
@@ -213,17 +213,17 @@ def _judged(args: ConvArguments, call: Call) -> bool:
     return problem.has_state
 
 
-def traced_conv(args: ConvArguments, call: Call = PLAIN) -> Tensor:
+def traced_conv(args: ConvArguments, form: Form = PLAIN) -> Tensor:
     """`gdn_triton.causal_conv1d` or `causal_conv1d_update` through its operator."""
-    if _judged(args, call) or call.is_step:
-        given = {**args._asdict(), "is_step": call.is_step}
+    if _judged(args, form) or form.is_step:
+        given = {**args._asdict(), "is_step": form.is_step}
         y: Tensor = torch.ops.gdn_triton.causal_conv1d_state(*_STATE_ARGUMENTS.ordered(given))
         return y
     y = torch.ops.gdn_triton.causal_conv1d(*_CONV_ARGUMENTS.ordered(args._asdict()))
     return y
 
 
-def traced_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
+def traced_conv_prep(args: ConvArguments, prep: PrepArguments) -> PreparedInputs:
     """`gdn_triton.fused_conv_prep` through its operator, or, with gradients, the two of its
     parts."""
     problem, _ = validate_conv_prep(args, prep)

@@ -11,10 +11,10 @@ from gdn_triton._host.backends import (
     states_refusal,
     triton_refusal,
 )
-from gdn_triton.recurrent.problem import Operands, RecurrentProblem, Run
+from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem
 
 # plan(problem, operands): what runs that call of the recurrence, and those like it.
-Plan = Callable[[RecurrentProblem, Operands], Run]
+Plan = Callable[[RecurrentProblem, Operands], PlannedCall]
 
 
 def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:

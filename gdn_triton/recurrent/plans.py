@@ -17,7 +17,13 @@ from gdn_triton._host.memory import Apart
 from gdn_triton._host.slots import check_contents
 from gdn_triton._host.tensors import is_transformed, resolved
 from gdn_triton.recurrent.backends import RECURRENT, STEP, Plan
-from gdn_triton.recurrent.problem import Operands, RecurrentProblem, Run, SequenceCall, StepCall
+from gdn_triton.recurrent.problem import (
+    Operands,
+    PlannedCall,
+    RecurrentProblem,
+    SequenceCall,
+    StepCall,
+)
 from gdn_triton.recurrent.validation import step_memory, validate_sequences, validate_step
 
 # Once there are as many plans, none is kept and all are made anew.
@@ -29,7 +35,7 @@ class _Plan(NamedTuple):
 
     problem: RecurrentProblem
     memory: Apart | None
-    run: Run
+    run: PlannedCall
 
 
 _plans: dict[Hashable, _Plan] = {}

@@ -108,7 +108,7 @@ class StepCall(NamedTuple):
 
 
 # What runs calls like a given one: o, and the final states of a sequence call that asks for them.
-Run = Callable[[Operands], tuple[Tensor, Tensor | None]]
+PlannedCall = Callable[[Operands], tuple[Tensor, Tensor | None]]
 
 
 def tokens_apart(x: Tensor, dims: int, is_varlen: bool) -> Tensor:

@@ -15,7 +15,7 @@ from gdn_triton.chunk.triton import backward as chunk_bwd
 from gdn_triton.chunk.triton import forward as chunk_fwd
 
 # What runs a forward without gradients.
-Run = Callable[[Problem, Inputs], tuple[Tensor, Tensor | None]]
+Forward = Callable[[Problem, Inputs], tuple[Tensor, Tensor | None]]
 
 
 class _Gradients(torch.autograd.Function):
@@ -47,7 +47,7 @@ class _Chunk(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, problem: Problem, *tensors: Tensor | None
+        ctx: Any, run: Forward, problem: Problem, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         o, final_state = run(problem, Inputs._make(tensors))
         ctx.save_for_backward(*tensors)
@@ -70,7 +70,7 @@ class _Chunk(torch.autograd.Function):
         return (None, None, *wanted)
 
 
-def differentiable(run: Run, problem: Problem, x: Inputs) -> tuple[Tensor, Tensor | None]:
+def differentiable(run: Forward, problem: Problem, x: Inputs) -> tuple[Tensor, Tensor | None]:
     """What the forward `run` returns for these arguments, with the Triton backward as its gradient:
     for a problem that Triton serves."""
     return _Chunk.apply(run, problem, *x)  # type: ignore[no-any-return, no-untyped-call]

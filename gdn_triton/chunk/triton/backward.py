@@ -17,7 +17,7 @@ from gdn_triton.chunk.triton.backward_pairs import pairs_bwd
 from gdn_triton.chunk.triton.backward_query_key import query_key_bwd
 from gdn_triton.chunk.triton.backward_scores import scores
 from gdn_triton.chunk.triton.backward_state import state_bwd
-from gdn_triton.chunk.triton.chunks import Chunks, make_chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.forward import activate, compute_dtype, prepare, readable_inputs
 from gdn_triton.chunk.triton.prepare import LINE, whole_lines
 from gdn_triton.chunk.triton.wy import wy_fwd
@@ -69,7 +69,7 @@ def in_lines(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def recompute(problem: Problem, x: Inputs, chunks: Chunks) -> Recomputed:
+def recompute(problem: Problem, x: Inputs, chunks: ChunkTable) -> Recomputed:
     """By the kernels that the forward takes for the dtype, so to the same bits."""
     dtype = compute_dtype(problem)
     if dtype.itemsize == 2:

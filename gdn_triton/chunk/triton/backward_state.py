@@ -31,7 +31,7 @@ from gdn_triton._triton.strides import (
     state_strides,
 )
 from gdn_triton._triton.tiles import dot_precision, gpu_of, state_bwd_config
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import decay_between, sequence_span
 
 
@@ -406,7 +406,7 @@ def state_bwd(
     g_cumsum: torch.Tensor,
     own: torch.Tensor,
     beta: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     scale: float,
     initial_state: torch.Tensor | None = None,
     dht: torch.Tensor | None = None,

@@ -19,7 +19,7 @@ from gdn_triton._triton.launch import Launch
 METADATA_BLOCK = 256
 
 
-class Chunks(NamedTuple):
+class ChunkTable(NamedTuple):
     """The chunks of one call. Padded calls have no tables: the host knows everything.
 
     NT: chunk slots of a batch entry (padded), or of the whole call (packed).
@@ -104,12 +104,12 @@ def make_chunks(
     cu_seqlens: torch.Tensor | None = None,
     read_slots: torch.Tensor | None = None,
     last_skipped: int = -1,
-) -> Chunks:
+) -> ChunkTable:
     """Cuts B padded sequences of T rows, or the packed sequences of ``cu_seqlens``, into chunks.
     Packed sequences whose entry of ``read_slots`` [N] is at most ``last_skipped`` are skipped."""
     if cu_seqlens is None:
         NT = -(-T // chunk_size)
-        return Chunks(
+        return ChunkTable(
             chunk_size=chunk_size,
             NT=NT,
             slots=B * NT,
@@ -134,7 +134,7 @@ def make_chunks(
         NT=NT,
         BT=chunk_size,
     )
-    return Chunks(
+    return ChunkTable(
         chunk_size=chunk_size,
         NT=NT,
         slots=NT,

@@ -12,12 +12,12 @@ import torch
 from gdn_triton._host.device import on_device
 from gdn_triton._triton.tiles import gpu_of, segment_chunks
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
-from gdn_triton.chunk.triton.chunks import Chunks, make_chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.fused import fused_fwd
 from gdn_triton.chunk.triton.gate import beta_sigmoid_fwd, gate_cumsum_fwd
 from gdn_triton.chunk.triton.l2norm import l2norm_fwd
 from gdn_triton.chunk.triton.output import output_fwd
-from gdn_triton.chunk.triton.prepare import Prepared, prepare_fwd
+from gdn_triton.chunk.triton.prepare import ChunkFactors, prepare_fwd
 from gdn_triton.chunk.triton.state import state_fwd
 from gdn_triton.chunk.triton.wy import wy_fwd
 from gdn_triton.constants import MAX_ROW_STRIDE
@@ -65,7 +65,7 @@ def skipped(pool: Pool | None) -> tuple[torch.Tensor | None, int]:
     return (None, -1) if pool is None else (pool.read_slots, pool.last_skipped)
 
 
-def prepare(problem: Problem, x: Inputs, chunks: Chunks) -> Prepared:
+def prepare(problem: Problem, x: Inputs, chunks: ChunkTable) -> ChunkFactors:
     """The fused dataflow's first kernel."""
     p = problem
     return prepare_fwd(
@@ -85,7 +85,7 @@ def prepare(problem: Problem, x: Inputs, chunks: Chunks) -> Prepared:
 
 
 def activate(
-    problem: Problem, x: Inputs, chunks: Chunks
+    problem: Problem, x: Inputs, chunks: ChunkTable
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first steps of the dataflow by steps: q, k, g_cumsum and beta after norm, gate and
     sigmoid, where they are asked for."""

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gdn_triton._triton.activations import log_decay, sigmoid
 from gdn_triton._triton.strides import head_arguments
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, decay_cumsum
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
@@ -77,7 +77,7 @@ def chunk_cumsum_kernel(
 
 def chunk_local_cumsum(
     x: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     *,
     scale: float = 1.0,
     reverse: bool = False,
@@ -124,7 +124,7 @@ def chunk_local_cumsum(
 
 def gate_cumsum_fwd(
     g: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:

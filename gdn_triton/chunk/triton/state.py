@@ -17,7 +17,7 @@ from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import named, row_arguments, row_strides, state_strides
 from gdn_triton._triton.tiles import dot_precision, gpu_of, state_config
 from gdn_triton.chunk.problem import Pool
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import decay_between, sequence_span
 from gdn_triton.chunk.triton.pool import (
     pool_arguments,
@@ -181,7 +181,7 @@ def state_fwd(
     w: torch.Tensor,
     u: torch.Tensor,
     g_cumsum: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     initial_state: torch.Tensor | None = None,
     *,
     N: int,
