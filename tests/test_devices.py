@@ -107,10 +107,10 @@ def test_calls_go_by_the_device_of_their_tensors(
     """Forward and backward on a device that is one GPU, then another: none of what the first call
     found is taken for the second."""
     monkeypatch.setenv("GDN_BACKEND", "triton")
-    asked, tiles = noted(monkeypatch), []
+    asked, chosen = noted(monkeypatch), []
     launch = fused.fused_launch
     monkeypatch.setattr(
-        fused, "fused_launch", lambda tile, *rest: tiles.append(tile) or launch(tile, *rest)
+        fused, "fused_launch", lambda tile, *rest: chosen.append(tile) or launch(tile, *rest)
     )
     case = Case("two", "", T=40, H=1, HV=2, K=16, V=64)
     x = make_inputs(case, dtype, device)
@@ -123,7 +123,7 @@ def test_calls_go_by_the_device_of_their_tensors(
         assert set(asked) == {gpu}
         asked.clear()
     if dtype == FP16:  # narrow programs, of which there are more, where there is room for them
-        assert [tile.BV for tile in tiles] == [16, 64, 16]
+        assert [tile.BV for tile in chosen] == [16, 64, 16]
 
 
 @pytest.mark.two_gpus("the devices of the tensors and the current one")
