@@ -286,7 +286,7 @@ def child_remembers_no_more_than_it_says() -> None:
 
 
 def child_nothing_is_kept_of_a_replaced_launch() -> None:
-    """What tests/compile_targets.py does: a run that gives nothing back is asked every time."""
+    """What tests/support/compile_targets.py does: a run that gives nothing back is asked every time."""
     from triton.runtime.jit import JITFunction
 
     here = recorder()
@@ -339,7 +339,7 @@ def child() -> dict[str, str]:
     """What each check said. In a process of their own: Triton decides on import between its
     interpreter and its compiler."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
     )

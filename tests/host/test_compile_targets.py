@@ -1,4 +1,4 @@
-"""Every kernel, compiled for GPUs that need not be there: tests/compile_targets.py, a target each.
+"""Every kernel, compiled for GPUs that need not be there: tests/support/compile_targets.py, a target each.
 
 In processes of their own: Triton decides on import between its interpreter and its compiler.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 # One process compiles some 250 kernels: five minutes of a fast core, more than ten of a slow one.
@@ -23,7 +23,7 @@ def test_every_kernel_compiles(backend: str, arch: str) -> None:
     # The tiles of a machine without a GPU, wherever this runs.
     environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        [sys.executable, TESTS / "compile_targets.py", backend, arch],
+        [sys.executable, SUPPORT / "compile_targets.py", backend, arch],
         env=environment,
         capture_output=True,
         text=True,
@@ -40,7 +40,7 @@ def test_unwritten_registers_are_found() -> None:
     one whose own upper half nobody reads, and into a third."""
     command = [sys.executable, "-c", FIND]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
         "9960 UIADD3 UR14, UP0, UR8, 0x20, URZ",

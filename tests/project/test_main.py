@@ -13,7 +13,7 @@ import torch
 import gdn_triton
 from gdn_triton import demo, fast
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LINES = ("machine", "input", "backend", "error", "time")
 
 

@@ -14,7 +14,7 @@ import torch
 # Read once a process, at its first product on a GPU, which may be another test's.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TINY = {
     "steps": 6,
     "batch": 2,

@@ -1,6 +1,6 @@
 """Compiles every kernel of the package for a GPU that is not there, and judges what came out.
 
-    python tests/compile_targets.py cuda 90
+    python tests/support/compile_targets.py cuda 90
 
 The package's own launch code runs on CPU tensors, so each kernel gets exactly the signature, the
 specialisation and the tile of a real call; Triton compiles and launches nothing. What the tensors
@@ -25,7 +25,7 @@ from typing import Any
 
 if __name__ == "__main__":
     # Run by its path: the package is beside this folder, installed or not.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import triton

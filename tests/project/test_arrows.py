@@ -10,7 +10,7 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "gdn_triton"
 TOP = "gdn_triton"  # the package's own `__init__.py`
 

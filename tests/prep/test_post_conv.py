@@ -207,7 +207,7 @@ def test_decay_in_place_of_its_logarithm(device: str) -> None:
 
 def test_gates_far_out(device: str) -> None:
     """Each gate's own relative error, on both sides of the threshold and far out; the bound is
-    derived in tests/test_kernels.py."""
+    derived in tests/chunk/test_kernels.py."""
     edge = SOFTPLUS_THRESHOLD
     a = torch.cat([torch.linspace(-30, 30, 997), torch.tensor([edge, math.nextafter(edge, 0), 80])])
     a = a.reshape(-1, 1).to(device)
