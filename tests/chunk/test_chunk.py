@@ -535,18 +535,14 @@ def test_autocast_changes_nothing(dataflow: str, device: str) -> None:
     assert all(same_bits(a, b) for a, b in zip(expected, got, strict=True))
 
 
-@pytest.mark.gpu(
-    "70,400 heads; without one, tests/support/compile_targets.py checks the grids' sizes"
-)
+@pytest.mark.gpu("70,400 heads; without one, compile_targets.py checks the grids' sizes")
 def test_more_heads_than_a_grid_dimension(dataflow: str, device: str) -> None:
     """B * HV past 65,535, the most that a grid's second and third dimensions take."""
     case = Case("heads", "", T=3, B=1100, HV=64, K=16, V=16)
     check(case, make_inputs(case, FP16, device), device)
 
 
-@pytest.mark.gpu(
-    "70,000 sequences; without one, tests/support/compile_targets.py checks the grids' sizes"
-)
+@pytest.mark.gpu("70,000 sequences; without one, compile_targets.py checks the grids' sizes")
 def test_more_sequences_than_a_grid_dimension(dataflow: str, device: str) -> None:
     case = Case("sequences", "", lengths=((0,) * 69 + (1,)) * 1000, HV=1, orphans=3)
     check(case, make_inputs(case, FP16, device), device)

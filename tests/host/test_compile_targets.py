@@ -1,4 +1,4 @@
-"""Every kernel, compiled for GPUs that need not be there: tests/support/compile_targets.py, a target each.
+"""Every kernel, compiled for GPUs that need not be there: compile_targets.py, a target each.
 
 In processes of their own: Triton decides on import between its interpreter and its compiler.
 """

@@ -286,7 +286,7 @@ def child_remembers_no_more_than_it_says() -> None:
 
 
 def child_nothing_is_kept_of_a_replaced_launch() -> None:
-    """What tests/support/compile_targets.py does: a run that gives nothing back is asked every time."""
+    """What compile_targets.py does: a run that gives nothing back is asked every time."""
     from triton.runtime.jit import JITFunction
 
     here = recorder()

@@ -1,26 +1,7 @@
 """Importing the package, in a bare process: no Triton, no GPU, no extension, and nothing done."""
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
-
-
-def run_python(code, **environment):
-    """Runs code in a fresh interpreter; returns its output."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("GDN_BACKEND", "TRITON_INTERPRET")}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**kept, "CUDA_VISIBLE_DEVICES": "", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from bare import run_python
 
 
 def test_import_loads_nothing_heavy():
