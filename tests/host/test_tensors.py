@@ -3,179 +3,32 @@ bit, tangents of forward-mode AD, the transforms of torch.func, subclasses of Te
 tensors without memory. Each is served as it should be or refused by name."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import same_bits
+from tensor_cases import (
+    OPS,
+    Op,
+    T,
+    copied,
+    each_backend,
+    each_op,
+    negative,
+    outcome,
+)
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-import gdn_triton
 from gdn_triton.layers import GatedDeltaNet
-
-H, HV, K, V, T, W = 1, 2, 8, 8, 5, 4
-D = 2 * H * K + HV * V
-SLOTS = 3
-
-
-@dataclass(frozen=True)
-class Op:
-    """run(tensors): what the function returns, None left out, with `tensors` by name. Those of
-    `written` are written in place."""
-
-    name: str
-    make: Callable[[str], dict[str, Tensor]]
-    run: Callable[[dict[str, Tensor]], list[Tensor]]
-    written: tuple[str, ...] = ()
-
-    def inputs(self, tensors: dict[str, Tensor]) -> list[str]:
-        """The floats that are not written."""
-        floats = [name for name, x in tensors.items() if x.is_floating_point()]
-        return [name for name in floats if name not in self.written]
-
-
-def listed(result: Any) -> list[Tensor]:
-    results = result if isinstance(result, tuple) else (result,)
-    return [x for x in results if x is not None]
-
-
-def tokens(device: str, *sizes: tuple[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Random tensors by name; a g is at most 0, a beta between 0 and 1."""
-    made = {name: torch.randn(*shape, device=device) for name, shape in sizes}
-    if "g" in made:
-        made["g"] = -made["g"].abs()
-    if "beta" in made:
-        made["beta"] = made["beta"].sigmoid()
-    return made
-
-
-HEADS = [("q", (1, T, H, K)), ("k", (1, T, H, K)), ("v", (1, T, HV, V))]
-GATES = [("g", (1, T, HV)), ("beta", (1, T, HV))]
-RAW = [("A_log", (HV,)), ("dt_bias", (HV,))]
-
-
-def chunk_tensors(device: str) -> dict[str, Tensor]:
-    return tokens(device, *HEADS, *GATES, *RAW, ("initial_state", (1, HV, K, V)))
-
-
-def chunk(x: dict[str, Tensor]) -> list[Tensor]:
-    options = {"use_gate_in_kernel": True, "output_final_state": True}
-    return listed(gdn_triton.chunk_gated_delta_rule(**x, **options, use_qk_l2norm_in_kernel=True))
-
-
-def recurrent_tensors(device: str) -> dict[str, Tensor]:
-    more = [("gk", (1, T, HV, K)), ("gv", (1, T, HV, V)), ("initial_state", (1, HV, K, V))]
-    return tokens(device, *HEADS, *GATES, *RAW, *more)
-
-
-def recurrent(x: dict[str, Tensor]) -> list[Tensor]:
-    options = {"use_gate_in_kernel": True, "output_final_state": True}
-    return listed(
-        gdn_triton.fused_recurrent_gated_delta_rule(**x, **options, use_qk_l2norm_in_kernel=True)
-    )
-
-
-def slots(device: str) -> dict[str, Tensor]:
-    return {"read_slots": torch.tensor([1], device=device)}
-
-
-def step_tensors(device: str) -> dict[str, Tensor]:
-    pool = tokens(device, *HEADS, *GATES, ("state", (SLOTS, HV, K, V)), ("out", (1, T, HV, V)))
-    return pool | slots(device)
-
-
-def step(x: dict[str, Tensor]) -> list[Tensor]:
-    return listed(gdn_triton.recurrent_step(**x))
-
-
-def mixed_tensors(device: str) -> dict[str, Tensor]:
-    gates = [("a", (1, T, HV)), ("b", (1, T, HV)), *RAW]
-    mixed = tokens(device, ("mixed_qkv", (1, T, D)), *gates, ("state", (SLOTS, HV, K, V)))
-    return mixed | slots(device)
-
-
-def prefill_tensors(device: str) -> dict[str, Tensor]:
-    x = tokens(device, *HEADS, *GATES, *RAW, ("state", (SLOTS, HV, K, V)), ("out", (1, T, HV, V)))
-    return x | slots(device)
-
-
-def prefill(x: dict[str, Tensor]) -> list[Tensor]:
-    return listed(gdn_triton.chunk_prefill(**x, use_gate_in_kernel=True))
-
-
-CONV = [("x", (1, T, D)), ("weight", (D, W)), ("bias", (D,))]
-POOL = [("state", (SLOTS, D, W - 1))]
-PREP = [("a", (1, T, HV)), ("b", (1, T, HV)), *RAW]
-
-
-def conv(x: dict[str, Tensor]) -> list[Tensor]:
-    return listed(gdn_triton.causal_conv1d(**x))
-
-
-def conv_update(x: dict[str, Tensor]) -> list[Tensor]:
-    return listed(gdn_triton.causal_conv1d_update(**x))
-
-
-def conv_prep(x: dict[str, Tensor]) -> list[Tensor]:
-    rest = {name: y for name, y in x.items() if name != "x"}
-    sizes = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
-    return listed(gdn_triton.fused_conv_prep(x["x"], **rest, **sizes))
-
-
-def post_conv(x: dict[str, Tensor]) -> list[Tensor]:
-    sizes = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
-    return listed(gdn_triton.fused_post_conv_prep(**x, **sizes))
-
-
-def post_conv_tensors(device: str) -> dict[str, Tensor]:
-    return tokens(device, ("conv_output", (T, D)), ("a", (T, HV)), ("b", (T, HV)), *RAW)
-
-
-STATE = ("state",)
-OPS = [
-    Op("chunk", chunk_tensors, chunk),
-    Op("recurrent", recurrent_tensors, recurrent),
-    Op("step", step_tensors, step, ("state", "out")),
-    Op("step-mixed", mixed_tensors, step, STATE),
-    Op("prefill", prefill_tensors, prefill, ("state", "out")),
-    Op("conv", lambda device: tokens(device, *CONV), conv),
-    Op("conv-state", lambda device: tokens(device, *CONV, *POOL) | slots(device), conv, STATE),
-    Op("update", lambda device: tokens(device, *CONV, *POOL) | slots(device), conv_update, STATE),
-    Op("conv-prep", lambda device: tokens(device, *CONV, *PREP), conv_prep),
-    Op("post-conv", post_conv_tensors, post_conv),
-]
-each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-each_backend = pytest.mark.parametrize("backend", ["triton", "reference"])
 
 
 def argument(op: Op, name: str) -> str:
     """As the function calls it."""
     return "mixed_qkv" if (op.name, name) == ("conv-prep", "x") else name
-
-
-def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in tensors.items()}
-
-
-def outcome(op: Op, tensors: dict[str, Tensor]) -> list[Tensor]:
-    """What is returned, and what was written."""
-    return [*op.run(tensors), *(tensors[name] for name in op.written)]
-
-
-# --------------------------------------------------------------------------------- the negative bit
-
-
-def negative(x: Tensor) -> Tensor:
-    """x, of which memory holds -x."""
-    y = torch.complex(torch.zeros_like(x), -x).conj().imag
-    assert y.is_neg() and torch.equal(y, x)
-    return y
 
 
 @each_backend
@@ -492,126 +345,3 @@ def test_distributed_tensors_are_refused_by_name(
     x = distribute_tensor(torch.randn(1, T, 12), mesh, [Replicate()])
     with pytest.raises(TypeError, match=r"^hidden_states must be a tensor of this process alone"):
         layer(x)
-
-
-# ----------------------------------------------------------------------- tensors without memory
-
-
-def form(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.dtype, x.stride()
-
-
-@each_backend
-@each_op
-def test_shapes_without_memory(
-    op: Op, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the meta device and among fake tensors, within their mode and outside of it."""
-    monkeypatch.setenv("GDN_BACKEND", backend)
-    tensors = op.make(device)
-    expected = [form(y) for y in op.run(copied(tensors))]
-    on_meta = op.run({name: x.to("meta") for name, x in tensors.items()})
-    assert all(y.is_meta for y in on_meta)
-    assert [form(y) for y in on_meta] == expected
-    mode = FakeTensorMode()
-    fakes = {name: mode.from_tensor(x) for name, x in tensors.items()}
-    assert [form(y) for y in op.run(fakes)] == expected
-    with mode:
-        assert [form(y) for y in op.run(fakes)] == expected
-
-
-@pytest.mark.parametrize("device_type", ["meta", "fake"])
-@pytest.mark.parametrize("name", ["chunk", "recurrent", "conv", "conv-prep", "post-conv"])
-def test_gradients_without_memory(
-    name: str, device_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("GDN_BACKEND", raising=False)
-    op = next(op for op in OPS if op.name == name)
-    mode = FakeTensorMode()
-    inputs = [
-        x.to("meta") if device_type == "meta" else mode.from_tensor(x)
-        for x in op.make("cpu").values()
-    ]
-    leaves = {n: x.requires_grad_() for n, x in zip(op.make("cpu"), inputs, strict=True)}
-    sum(y.sum() for y in op.run(leaves)).backward()
-    assert all(x.grad is not None and form(x.grad)[:2] == form(x)[:2] for x in leaves.values())
-
-
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-@each_backend
-@each_op
-def test_make_fx(
-    op: Op, backend: str, mode: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is traced is the call, not its result."""
-    monkeypatch.setenv("GDN_BACKEND", backend)
-    tensors, others = op.make(device), op.make(device)
-    graph = make_fx(op.run, tracing_mode=mode)(copied(tensors))
-    traced = copied(others)
-    found = [*graph(traced), *(traced[name] for name in op.written)]
-    for y, z in zip(found, outcome(op, copied(others)), strict=True):
-        assert same_bits(y, z)
-
-
-def test_offsets_without_memory() -> None:
-    """Sizes are judged, contents are not there."""
-    offsets = torch.tensor([0, 2, T])
-    for name, make in (("chunk", chunk_tensors), ("conv", lambda d: tokens(d, *CONV))):
-        op = next(op for op in OPS if op.name == name)
-        tensors = make("cpu")
-        tensors.pop("initial_state", None)
-        expected = [form(y) for y in op.run({**tensors, "cu_seqlens": offsets})]
-        with FakeTensorMode() as mode:
-            fakes = {n: mode.from_tensor(x) for n, x in {**tensors, "cu_seqlens": offsets}.items()}
-            assert [form(y) for y in op.run(fakes)] == expected
-    meta = {name: x.to("meta") for name, x in chunk_tensors("cpu").items()}
-    del meta["initial_state"]
-    wrong = torch.tensor([0, T + 1])
-    with pytest.raises(ValueError, match="cu_seqlens_cpu must end at or before"):
-        chunk({**meta, "cu_seqlens": wrong.to("meta"), "cu_seqlens_cpu": wrong})
-    with pytest.raises(ValueError, match="v must have shape"):
-        chunk({**meta, "v": meta["v"][:, 1:]})
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("form_of_call", ["padded", "masked", "packed", "cache"])
-def test_the_layer_without_memory(form_of_call: str, grad: bool) -> None:
-    def shapes(device: str) -> list[tuple[Any, ...]]:
-        layer = GatedDeltaNet(hidden_size=12, head_dim=8, num_heads=2, device=device)
-        x = torch.zeros(1, T, 12, device=device)
-        more: dict[str, Any] = {}
-        if form_of_call == "masked":
-            more["attention_mask"] = torch.ones(1, T, device=device)
-        if form_of_call == "packed":
-            more["cu_seqlens"] = torch.arange(3, device=device)
-        if form_of_call == "cache":
-            more["cache"] = layer.make_cache(2)
-            more["slots"] = torch.arange(1, device=device)
-        with torch.set_grad_enabled(grad):
-            y = layer(x, **more)
-        if grad:
-            y.sum().backward()
-        return [form(y), *(form(p.grad) for p in layer.parameters() if p.grad is not None)]
-
-    expected = shapes("cpu")
-    assert shapes("meta") == expected
-    with FakeTensorMode():
-        assert shapes("cpu") == expected
-
-
-def test_a_split_call_has_memory(mesh: Any) -> None:
-    from gdn_triton.distributed import build_cp_context
-
-    context = build_cp_context(torch.tensor([0, T]), dist.group.WORLD)
-    tensors = chunk_tensors("cpu")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with pytest.raises(ValueError, match="q must have memory with cp_context"):
-        chunk({**{n: mode.from_tensor(x) for n, x in tensors.items()}, "cp_context": context})
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(tensors["q"], tensors["q"])
-        with pytest.raises(NotImplementedError, match="q carries a tangent"):
-            chunk({**tensors, "q": dual, "cp_context": context})
-    expected = chunk({**tensors, "cp_context": context})
-    found = chunk({**tensors, "g": negative(tensors["g"]), "cp_context": context})
-    for y, z in zip(found, expected, strict=True):
-        torch.testing.assert_close(y, z, rtol=1e-5, atol=1e-6)
