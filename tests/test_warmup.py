@@ -132,7 +132,7 @@ print(made > 0, before > 0, after - before, len(asked) > after)
 def count(what: str, step: float) -> list[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "GDN_BACKEND": "triton"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS / "support"), str(TESTS.parent)])
     done = subprocess.run(
         [sys.executable, "-c", COUNT, what, str(step)],
         env=environment,
