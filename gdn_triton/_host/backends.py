@@ -146,7 +146,14 @@ class Operator(Generic[P, F]):
             if reason is None and name != chosen:
                 reasons[name] = passed_over
         gradients = None if chosen is None else self.gradients(problem, chosen)
-        return Explanation(requested, chosen, reasons, self.name, as_auto, gradients)
+        return Explanation(
+            requested=requested,
+            chosen=chosen,
+            reasons=reasons,
+            operator=self.name,
+            as_auto=as_auto,
+            gradients=gradients,
+        )
 
     def _named(self, name: str) -> Backend[P, F]:
         return self.backends[NAMES.index(name)]

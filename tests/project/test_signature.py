@@ -116,15 +116,16 @@ def fields(record):
 def test_records_and_operators_name_arguments_alike():
     operators = torch.ops.gdn_triton
     chunk, sequences = fields(ChunkCall), set(inspect.signature(SEQUENCES).parameters)
+    sequences -= {"transpose_state_layout", "head_first"}
     prefill, step = fields(PrefillCall) - {"initial_state"}, fields(StepCall) - {"gk", "gv"}
     assert prefill == set(inspect.signature(gdn_triton.chunk_prefill).parameters)
-    assert fields(SequenceCall) >= sequences - {"initial_state", "transpose_state_layout"}
+    assert fields(SequenceCall) >= sequences - {"initial_state"}
     gates = {"use_gate_in_kernel", "use_beta_sigmoid_in_kernel"}
     for operator, names in (
         (operators.chunk_gated_delta_rule_fwd, chunk | {"needs_grad"}),
         (operators.chunk_gated_delta_rule_bwd, chunk | {"do", "dht", "wanted"}),
         (operators.chunk_prefill, prefill),
-        (operators.fused_recurrent_fwd, sequences - {"transpose_state_layout"} | {"needs_grad"}),
+        (operators.fused_recurrent_fwd, sequences | {"needs_grad"}),
         (operators.recurrent_step_out, step - gates | {"is_raw"}),
         (operators.recurrent_step, step - gates - {"out"} | {"is_raw"}),
     ):
