@@ -50,7 +50,8 @@ def flat(record: Any) -> dict[str, Any]:
     """The fields by name, those of a record inside in its place."""
     found: dict[str, Any] = {}
     for name, value in record._asdict().items():
-        if hasattr(value, "_fields"):
+        # A compiler can ask a number that is symbolic for its type, but not for an attribute.
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
             found.update(flat(value))
         else:
             found[name] = value
