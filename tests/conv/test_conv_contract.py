@@ -362,7 +362,8 @@ def test_operators_pass_the_library_s_checks(device: str) -> None:
     leaves = [y.clone().requires_grad_() for y in (x, weight, bias)]
     torch.library.opcheck(operators.causal_conv1d.default, (*leaves, "silu", cu_seqlens))
     state = torch.randn(2, 6, 3, device=device)
-    stateful = (x, weight, bias, None, state, None, None, None, "negative", cu_seqlens, False)
+    slots = (None, None, None, "negative")
+    stateful = (x, weight, bias, None, state, *slots, cu_seqlens, None, False)
     torch.library.opcheck(operators.causal_conv1d_state.default, stateful)
     prep = make_prep((6, 1, 2, 4, 4), device=device)
     rest = (*prep[2:6], *prep[6:], True, False)
