@@ -443,30 +443,16 @@ def by_steps(inputs: Inputs) -> Pair:
     """The Triton kernels with every intermediate in memory: one kernel a mathematical step."""
     chunk_fwd = importlib.import_module("gdn_triton.chunk.triton.forward")
     validation = importlib.import_module("gdn_triton.chunk.validation")
-    Tensors = importlib.import_module("gdn_triton.chunk.problem").Inputs
-    options = dict.fromkeys(("scale", "cu_seqlens_cpu", "chunk_indices", "A_log", "dt_bias"))
-    flags = dict.fromkeys(
-        (
-            "use_qk_l2norm_in_kernel",
-            "use_beta_sigmoid_in_kernel",
-            "allow_neg_eigval",
-            "state_v_first",
-            "use_gate_in_kernel",
-        ),
-        False,
-    )
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
-    problem = validation.validate_chunk(
-        *tensors,
-        initial_state=inputs.initial_state,
-        cu_seqlens=inputs.cu_seqlens,
-        output_final_state=True,
-        chunk_size=CHUNK,
-        **options,
-        **flags,
-    )
-    x = chunk_fwd.readable_inputs(Tensors(*tensors, inputs.initial_state, None, None))
-    o, state = chunk_fwd.forward_by_steps(problem, x, inputs.cu_seqlens)
+    records = importlib.import_module("gdn_triton._host.records")
+    problem_module = importlib.import_module("gdn_triton.chunk.problem")
+    given = dict.fromkeys(("scale", "cu_seqlens_cpu", "chunk_indices", "A_log", "dt_bias"))
+    for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens"):
+        given[name] = getattr(inputs, name)
+    flags = dict.fromkeys(records.Options._fields, False)
+    sizes = {"output_final_state": True, "chunk_size": CHUNK}
+    call = records.made(problem_module.ChunkCall, {**given, **flags, **sizes})
+    x = chunk_fwd.readable_inputs(call.inputs)
+    o, state = chunk_fwd.forward_by_steps(validation.validate_chunk(call), x)
     return o, state
 
 

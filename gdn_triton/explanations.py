@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from gdn_triton._host.arguments import refuse_head_first
-from gdn_triton._host.backends import PREFILL, RECURRENT, STEP, Explanation
+from gdn_triton._host.backends import Explanation
 from gdn_triton.chunk.api import _deprecated_state_layout, chunk_gated_delta_rule, explain
+from gdn_triton.chunk.backends import PREFILL
 from gdn_triton.chunk.prefill import chunk_prefill
-from gdn_triton.chunk.prefill_call import PrefillCall
+from gdn_triton.chunk.problem import prefill_call
 from gdn_triton.chunk.validation_prefill import validate_prefill
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update, fused_conv_prep
 from gdn_triton.conv.backends import (
@@ -27,13 +28,9 @@ from gdn_triton.conv.backends import (
 from gdn_triton.conv.backends import STEP as CONV_STEP
 from gdn_triton.prep.api import fused_post_conv_prep
 from gdn_triton.prep.backends import POST_CONV, validate_post_conv, with_gradients
-from gdn_triton.recurrent.api import (
-    _step_operands,
-    fused_recurrent_gated_delta_rule,
-    recurrent_step,
-)
-from gdn_triton.recurrent.plans import SequenceOptions, StepOptions
-from gdn_triton.recurrent.problem import Operands
+from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step, step_call
+from gdn_triton.recurrent.backends import RECURRENT, STEP
+from gdn_triton.recurrent.problem import sequence_call
 from gdn_triton.recurrent.validation import validate_sequences, validate_step
 
 _Given = dict[str, Any]
@@ -75,7 +72,7 @@ def _chunk(given: _Given) -> Explanation:
 
 
 def _prefill(given: _Given) -> Explanation:
-    return PREFILL.explain(validate_prefill(*PrefillCall(**given)))
+    return PREFILL.explain(validate_prefill(prefill_call(given)))
 
 
 def _sequences(given: _Given) -> Explanation:
@@ -85,16 +82,11 @@ def _sequences(given: _Given) -> Explanation:
     old_name = given.pop("transpose_state_layout")
     if old_name is not None:
         given["state_v_first"] = _deprecated_state_layout(given["state_v_first"], old_name)
-    options = {name: given.pop(name) for name in SequenceOptions._fields}
-    x = Operands(state=given.pop("initial_state"), **given)
-    return RECURRENT.explain(validate_sequences(x, **options))
+    return RECURRENT.explain(validate_sequences(sequence_call(given)))
 
 
 def _step(given: _Given) -> Explanation:
-    is_mixed, is_raw = given["mixed_qkv"] is not None, given["a"] is not None
-    others = {name: given.pop(name) for name in StepOptions._fields if name in given}
-    x = _step_operands(**given)
-    return STEP.explain(validate_step(x, is_mixed=is_mixed, is_raw=is_raw, **others))
+    return STEP.explain(validate_step(step_call(given)))
 
 
 def _conv(given: _Given) -> Explanation:

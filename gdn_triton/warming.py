@@ -107,7 +107,17 @@ def warmup(
     if allow_neg_eigval and not raw_gates:
         raise ValueError(must("allow_neg_eigval", "come with raw_gates=True", "False"))
 
-    x = _Tensors(H, HV, K, V, dtype, torch.device(device), gate_dtype, beta_dtype, raw_gates)
+    x = _Tensors(
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        dtype=dtype,
+        device=torch.device(device),
+        gate_dtype=gate_dtype,
+        beta_dtype=beta_dtype,
+        raw_gates=raw_gates,
+    )
     packed = [
         (N, T) for T in _series(max_tokens) for N in _series(max_sequences) if N == 1 or N <= T
     ]

@@ -8,6 +8,7 @@ with a GPU everything also runs in bf16, and at real sizes.
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ import torch
 if not torch.cuda.is_available():
     # Read by triton.jit when a kernel is defined: this has to precede every import of Triton.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What tests of an op share: a comparison that fails there says as much as one in a test.
+SUPPORT = Path(__file__).resolve().parent / "support"
+pytest.register_assert_rewrite(*(path.stem for path in sorted(SUPPORT.glob("*_cases.py"))))
 
 # An index or a length of this value is far outside of any test's tensors, and its small multiples
 # still fit 32 bits.

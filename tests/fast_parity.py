@@ -25,7 +25,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    # Run by its path: what tests share is beside it.
+    sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
 import torch
 from helpers import (

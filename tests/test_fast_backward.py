@@ -10,14 +10,24 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from backward_cases import (
+    NAMES,
+    Options,
+    Task,
+    by_op,
+    check_alone,
+    check_task,
+    make_task,
+    run_op,
+)
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
-from test_backward import NAMES, Options, Task, by_op, check_alone, check_task, make_task, run_op
 from test_fast import ROOT, cuda, hopper, output, problem  # noqa: F401
 from torch import Tensor
 
 import gdn_triton
 from gdn_triton._host import backends
-from gdn_triton._host.backends import CHUNK
+from gdn_triton.chunk import backends as chunk_backends
+from gdn_triton.chunk.backends import CHUNK
 from gdn_triton.chunk.problem import Inputs
 from gdn_triton.chunk.triton import backward as triton_backward
 from gdn_triton.fast import chunk, support
@@ -76,8 +86,8 @@ def test_explained(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:  # no
 
 def test_needs_no_triton(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(backends, "_triton_missing", lambda: "No Triton here.")
-    assert backends.cuda_supports(problem(**TRAINED)) is None
-    reason = backends.cuda_supports(problem(**{**TRAINED, "K": 64}))
+    assert chunk_backends.cuda_supports(problem(**TRAINED)) is None
+    reason = chunk_backends.cuda_supports(problem(**{**TRAINED, "K": 64}))
     assert reason is not None and "No Triton here." in reason
 
 
@@ -179,8 +189,8 @@ def test_nothing_to_walk(with_dht: bool, noted: Noted) -> None:
     p = problem(device=torch.device("cpu"), needs_grad=True, T=0, H=1, HV=2)
     x = make_inputs(case, BF16, "cpu")
     dht = torch.randn(2, 2, 128, 128) if with_dht else None
-    inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, x.initial_state, None, None)
-    found = chunk.gradients(p, inputs, None, None, dht, store_dh0=True)
+    inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, x.initial_state)
+    found = chunk.gradients(p, inputs, None, dht, store_dh0=True)
     assert not noted.calls and found.q.shape == x.q.shape and found.initial_state is not None
     assert torch.equal(found.initial_state, torch.zeros(2, 2, 128, 128) if dht is None else dht)
 

@@ -19,11 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from gdn_triton import reference
-from gdn_triton.integrations import transformers as integration
-from tests.helpers import (
+from helpers import (
     BUDGET_RMS,
     BUDGET_WORST,
     DTYPES,
@@ -32,6 +28,10 @@ from tests.helpers import (
     Arithmetic,
     assert_within_budget,
 )
+from torch import Tensor
+
+from gdn_triton import reference
+from gdn_triton.integrations import transformers as integration
 
 transformers = pytest.importorskip(
     "transformers", minversion="4.57", reason="transformers 4.57 or newer is not installed"
@@ -483,7 +483,7 @@ def test_no_model_is_missed() -> None:
 
 def test_in_a_fresh_process() -> None:
     """Enabled before transformers is imported: nothing of it is, and the model is ours."""
-    from tests.test_import import run_python
+    from bare import run_python
 
     out = run_python(
         f"""

@@ -2,13 +2,15 @@
 error names an argument, what was expected and what came."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from operator import gt
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from gdn_triton._host.records import Options
 
 MOST_FLOAT = sys.float_info.max
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -67,6 +69,120 @@ def refuse_head_first(head_first: object) -> NoReturn:
 def in_float64(x: Any) -> bool:
     """Whether a real number is finite, and within the range of float64."""
     return bool(-MOST_FLOAT <= x <= MOST_FLOAT)
+
+
+# -------------------------------------------------------------- checks of tensors, flags and sizes
+
+
+def check_tensors(required: Mapping[str, object], optional: Mapping[str, object]) -> None:
+    for name, x in required.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(must(name, "be a torch.Tensor", type_of(x)))
+    for name, x in optional.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(must(name, "be a torch.Tensor or None", type_of(x)))
+
+
+def check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if flag is not True and flag is not False:
+            raise TypeError(must(name, "be True or False", value_of(flag)))
+
+
+def check_devices(first: str, device: torch.device, others: Mapping[str, Tensor | None]) -> None:
+    """first: the name of the tensor that is on `device`, where the others have to be."""
+    for name, x in others.items():
+        if x is not None and x.device != device:
+            raise ValueError(must(name, f"be on the device of {first}, {device}", str(x.device)))
+
+
+def check_dtypes(tensors: Mapping[str, Tensor | None], indices: Collection[str]) -> None:
+    """indices: the names of those that hold integers; all others hold floats."""
+    for name, x in tensors.items():
+        if x is not None and name in indices:
+            check_dtype(name, x, INDEX_DTYPES, INDICES)
+        elif x is not None:
+            check_dtype(name, x, FLOAT_DTYPES, FLOATS)
+
+
+def check_rank(name: str, x: Tensor, *dimensions: str) -> None:
+    if x.dim() != len(dimensions):
+        expected = f"have {len(dimensions)} dimensions [{', '.join(dimensions)}]"
+        raise ValueError(must(name, expected, shape_of(x)))
+
+
+def check_shape(name: str, x: Tensor | None, **sizes: int) -> None:
+    """None has every shape."""
+    if x is not None and x.shape != tuple(sizes.values()):
+        raise ValueError(must(name, f"have shape {shaped(**sizes)}", shape_of(x)))
+
+
+def check_sizes(H: int, HV: int, K: int, V: int) -> None:
+    if H < 1:
+        raise ValueError(must("q", "have at least one head", f"H={H}"))
+    if HV < H or HV % H != 0:
+        raise ValueError(must("v", f"have a positive multiple of H={H} heads", f"HV={HV}"))
+    if K < 1:
+        raise ValueError(must("q", "have a key size K of at least 1", f"K={K}"))
+    if V < 1:
+        raise ValueError(must("v", "have a value size V of at least 1", f"V={V}"))
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, **lead: int) -> tuple[int, int, int, int]:
+    """H, HV, K, V of q, k [.., H, K] and v [.., HV, V]. lead: the sizes before these in q."""
+    (H, K), (HV, V) = q.shape[-2:], v.shape[-2:]
+    if k.shape[-2] != H:
+        raise ValueError(must("k", f"have the heads of q, H={H}", f"{k.shape[-2]} heads"))
+    check_sizes(H, HV, K, V)
+    if k.shape != q.shape:
+        expected = f"have the shape of q, {shaped(**lead, H=H, K=K)}"
+        raise ValueError(must("k", expected, shape_of(k)))
+    check_shape("v", v, **lead, HV=HV, V=V)
+    return H, HV, K, V
+
+
+def check_state(
+    name: str,
+    x: Tensor,
+    count: str,
+    N: int | None,
+    *,
+    HV: int,
+    K: int,
+    V: int,
+    state_v_first: bool,
+) -> None:
+    """count: what there are N of, or, where N is None, any number."""
+    last = {"V": V, "K": K} if state_v_first else {"K": K, "V": V}
+    check_rank(name, x, count, "HV", *last)
+    sizes = {count: x.shape[0] if N is None else N, "HV": HV, **last}
+    if x.shape != tuple(sizes.values()):
+        expected = f"have shape {shaped(**sizes)} (state_v_first={state_v_first})"
+        raise ValueError(must(name, expected, shape_of(x)))
+
+
+def check_gate(
+    A_log: Tensor | None, dt_bias: Tensor | None, HV: int, *, use_gate: bool, asked: str
+) -> None:
+    """asked: how a caller asks for the gate."""
+    if use_gate:
+        if A_log is None:
+            raise ValueError(must("A_log", f"be given with {asked}", "None"))
+        check_shape("A_log", A_log, HV=HV)
+        check_shape("dt_bias", dt_bias, HV=HV)
+        return
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None:
+            raise ValueError(must(name, f"be None without {asked}", "a tensor"))
+
+
+def check_eigenvalues(options: Options) -> None:
+    if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
+        expected = "come with use_beta_sigmoid_in_kernel=True"
+        raise ValueError(must("allow_neg_eigval", expected, "False"))
+
+
+# --------------------------------------------------------------------------------- words of errors
 
 
 def must(name: str, expected: str, given: str) -> str:

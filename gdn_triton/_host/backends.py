@@ -12,33 +12,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from packaging.version import Version
-from torch import Tensor
 
 from gdn_triton._host.contents import Contents
-from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
-from gdn_triton.fast import support as fast_support
-from gdn_triton.recurrent.problem import Operands, RecurrentProblem, Run
-
-
-class Forward(Protocol):
-    """What runs a call of the chunked op: o and the final states, or None. With a `pool`, which is
-    there if and only if the problem has a `pool_dtype`, o and the states are written into it."""
-
-    def __call__(
-        self, problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-
-if TYPE_CHECKING:
-    from gdn_triton.chunk.sharded import ShardOps
-
-# plan(problem, operands) returns a function that runs this call of the recurrence and its like.
-Plan = Callable[[RecurrentProblem, Operands], Run]
 
 
 class Placed(Protocol):
@@ -72,13 +52,13 @@ class Backend(Generic[P, F]):
     exists: bool = True
 
 
-def _load_nothing() -> NoReturn:
+def load_nothing() -> NoReturn:
     raise AssertionError("a backend that refuses every call was chosen")
 
 
 def missing(name: str, why: str) -> Backend[Any, Any]:
     """Stands in the list for a backend that an operator does not have. why: a sentence."""
-    return Backend(name, lambda _: why, _load_nothing, exists=False)
+    return Backend(name, lambda _: why, load_nothing, exists=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +146,14 @@ class Operator(Generic[P, F]):
             if reason is None and name != chosen:
                 reasons[name] = passed_over
         gradients = None if chosen is None else self.gradients(problem, chosen)
-        return Explanation(requested, chosen, reasons, self.name, as_auto, gradients)
+        return Explanation(
+            requested=requested,
+            chosen=chosen,
+            reasons=reasons,
+            operator=self.name,
+            as_auto=as_auto,
+            gradients=gradients,
+        )
 
     def _named(self, name: str) -> Backend[P, F]:
         return self.backends[NAMES.index(name)]
@@ -200,7 +187,7 @@ def _log_once(
     )
 
 
-# --------------------------------------------------------------------------------- what they refuse
+# --------------------------------------------------------- what backends of several ops refuse
 
 
 @functools.cache
@@ -222,7 +209,7 @@ def _interpreting() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def _triton_refusal(dtypes: tuple[torch.dtype, ...], device_type: str, K: int) -> str | None:
+def triton_refusal(dtypes: tuple[torch.dtype, ...], device_type: str, K: int) -> str | None:
     """What no Triton kernel of this package can run."""
     missing = _triton_missing()
     if missing is not None:
@@ -244,7 +231,7 @@ def _triton_refusal(dtypes: tuple[torch.dtype, ...], device_type: str, K: int) -
     return None
 
 
-def _states_refusal(dtype: torch.dtype) -> str | None:
+def states_refusal(dtype: torch.dtype) -> str | None:
     """What no Triton kernel of this package can keep states in."""
     if dtype == torch.float64:
         return "The Triton kernels compute in float32 at most; the states are float64."
@@ -257,7 +244,7 @@ def triton_limits(
     dtypes: tuple[torch.dtype, ...], device_type: str, HV: int, K: int, V: int
 ) -> str | None:
     """A sentence why the Triton kernels cannot take such q, k and v, or None."""
-    refusal = _triton_refusal(dtypes, device_type, K)
+    refusal = triton_refusal(dtypes, device_type, K)
     if refusal is not None:
         return refusal
     row = HV * max(K, V)
@@ -269,153 +256,6 @@ def triton_limits(
     return None
 
 
-def triton_supports(problem: Problem) -> str | None:
-    """A sentence why the Triton kernels cannot run this problem, or None."""
-    p = problem
-    if p.unreadable is not None:
-        return p.unreadable
-    refusal = triton_limits((p.q_dtype, p.k_dtype, p.v_dtype), p.device.type, p.HV, p.K, p.V)
-    return refusal or (None if p.pool_dtype is None else _states_refusal(p.pool_dtype))
-
-
-def cuda_supports(problem: Problem) -> str | None:
-    """A sentence why the CUDA library, or Triton for its gradients, cannot run this, or None."""
-    refusal = problem.unreadable or fast_support.supports(problem)
-    if refusal is not None or not problem.needs_grad:
-        return refusal
-    own = fast_support.backward_supports(problem)
-    if own is None:
-        return None
-    refusal = triton_supports(problem)
-    if refusal is None:
-        return None
-    return (
-        f"An input requires a gradient, and the Triton backward cannot run: {refusal} Nor does the "
-        f"library's own serve the call. {own}"
-    )
-
-
-def chunk_gradients(problem: Problem, name: str) -> str | None:
-    """A sentence on what makes the gradients of a call in the backend of that name; None where none
-    are wanted, or where they are the backend's by its name."""
-    if not problem.needs_grad or name != "cuda":
-        return None
-    own = fast_support.backward_supports(problem)
-    if own is None:
-        return "The gradients are by the CUDA library's backward."
-    return f"The gradients are by the Triton backward. {own}"
-
-
-def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
-    """A sentence why the Triton kernel cannot run this call of the recurrence, or None."""
-    if problem.unreadable is not None:
-        return problem.unreadable
-    dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
-    refusal = _triton_refusal(dtypes, problem.device.type, problem.K)
-    if refusal is not None:
-        return refusal
-    refusal = _states_refusal(problem.state_dtype)
-    if refusal is not None:
-        return refusal
-    if problem.tile_span >= 2**31:
-        return (
-            "The Triton kernel takes rows and states of which the last element is less than 2^31 "
-            f"elements from the first; one is {problem.tile_span} from it."
-        )
-    if problem.needs_grad:
-        return (
-            "The Triton kernel of the recurrence has no backward; an input requires a gradient. "
-            "Call under torch.no_grad() if none is wanted."
-        )
-    return None
-
-
 def reference_supports(problem: Placed) -> str | None:
     """The reference takes every valid problem, on every device."""
     return None
-
-
-def sharded_cuda_supports(problem: Problem) -> str | None:
-    """A sentence why the CUDA library cannot run a rank's part of a split call."""
-    return "The CUDA library does not serve cp_context."
-
-
-# ---------------------------------------------------------------------- the operators of the rule
-
-# Loaded modules are cached: even an import statement of a loaded module takes longer.
-
-
-@functools.cache
-def _load_cuda() -> Forward:
-    from gdn_triton.chunk import cuda
-
-    return cuda.forward
-
-
-@functools.cache
-def _load_triton() -> Forward:
-    from gdn_triton.chunk.triton import autograd
-
-    return autograd.forward
-
-
-@functools.cache
-def _load_reference() -> Forward:
-    from gdn_triton.chunk import reference
-
-    return reference.forward
-
-
-@functools.cache
-def _load_triton_shard() -> "ShardOps":
-    from gdn_triton.chunk.triton import sharded
-
-    return sharded
-
-
-@functools.cache
-def _load_reference_shard() -> "ShardOps":
-    from gdn_triton.chunk import reference_sharded
-
-    return reference_sharded
-
-
-@functools.cache
-def _load_triton_plan() -> Plan:
-    from gdn_triton.recurrent.triton import plan
-
-    return plan.plan
-
-
-@functools.cache
-def _load_reference_plan() -> Plan:
-    from gdn_triton.recurrent import reference
-
-    return reference.plan
-
-
-_CHUNK_BACKENDS: tuple[Backend[Problem, Forward], ...] = (
-    Backend("cuda", cuda_supports, _load_cuda),
-    Backend("triton", triton_supports, _load_triton),
-    Backend("reference", reference_supports, _load_reference),
-)
-CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS, chunk_gradients)
-PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS)
-
-# A call of the chunked op that is split over ranks.
-SHARDED: Operator[Problem, "ShardOps"] = Operator(
-    "chunk_gated_delta_rule",
-    (
-        Backend("cuda", sharded_cuda_supports, _load_nothing),
-        Backend("triton", triton_supports, _load_triton_shard),
-        Backend("reference", reference_supports, _load_reference_shard),
-    ),
-)
-
-_RECURRENT_BACKENDS: tuple[Backend[RecurrentProblem, Plan], ...] = (
-    missing("cuda", "The CUDA library has no kernel for the recurrence token by token."),
-    Backend("triton", recurrent_triton_supports, _load_triton_plan),
-    Backend("reference", reference_supports, _load_reference_plan),
-)
-RECURRENT = Operator("fused_recurrent_gated_delta_rule", _RECURRENT_BACKENDS)
-STEP = Operator("recurrent_step", _RECURRENT_BACKENDS)

@@ -1,6 +1,6 @@
 """What the calls that are operators of torch's library have in common before they become one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -10,13 +10,14 @@ from torch import Tensor
 from gdn_triton._host.arguments import in_float64
 
 
-def schema_takes(tensors: Iterable[object], required: Iterable[object], scale: Any) -> bool:
+def schema_takes(given: Mapping[str, Any], tensors: Iterable[str], required: Iterable[str]) -> bool:
     """Whether a schema takes these arguments as they are: it converts what has the wrong type, or
-    has no place for it. Where it does not, the error is validation's. Those of `tensors` that are
-    not `required` may be None."""
+    has no place for it. Where it does not, the error is validation's. Judged are the scale and the
+    `tensors`; those of them that are not `required` may be None."""
+    scale = given["scale"]
     return (
-        all(isinstance(y, Tensor) for y in required)
-        and all(y is None or isinstance(y, Tensor) for y in tensors)
+        all(isinstance(given[name], Tensor) for name in required)
+        and all(given[name] is None or isinstance(given[name], Tensor) for name in tensors)
         and not isinstance(scale, bool)
         and (
             scale is None or type(scale) is float or (isinstance(scale, Real) and in_float64(scale))
@@ -24,9 +25,10 @@ def schema_takes(tensors: Iterable[object], required: Iterable[object], scale: A
     )
 
 
-def without_contents(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The tensors of a fake call for validation, which reads offsets that are on the CPU: all on
-    the meta device, unless one is on an accelerator."""
-    if any(y is not None and y.device.type != "cpu" for y in tensors):
-        return tensors
-    return [None if y is None else torch.empty_like(y, device="meta") for y in tensors]
+def without_contents(given: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
+    """The arguments of a fake call for validation, which reads offsets that are on the CPU: all
+    `tensors` on the meta device, unless one is on an accelerator."""
+    there = {name: given[name] for name in tensors if given[name] is not None}
+    if any(y.device.type != "cpu" for y in there.values()):
+        return dict(given)
+    return {**given, **{name: torch.empty_like(y, device="meta") for name, y in there.items()}}

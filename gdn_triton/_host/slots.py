@@ -6,9 +6,54 @@ that belong to no sequence, may hold anything.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Final, NamedTuple, Protocol
 
-from gdn_triton._host.arguments import must
+import torch
+from torch import Tensor
+
+from gdn_triton._host.arguments import check_offsets, must, value_of
+
+# `skip` by name: the largest slot number that is padding.
+LAST_SKIPPED: Final = {"negative": -1, "non_positive": 0}
+
+
+class OnSlots(Protocol):
+    """A validated call on a pool, as far as its slots are judged."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def B(self) -> int: ...
+    @property
+    def T(self) -> int: ...
+    @property
+    def N(self) -> int: ...
+    @property
+    def last_skipped(self) -> int: ...
+    @property
+    def every_token(self) -> bool: ...
+
+
+class SlotTensors(Protocol):
+    """The tensors of such a call. read_slots is [N], or [N, S] in a call of the recurrence with
+    num_accepted_tokens."""
+
+    @property
+    def state(self) -> Tensor | None: ...
+    @property
+    def read_slots(self) -> Tensor | None: ...
+    @property
+    def write_slots(self) -> Tensor | None: ...
+    @property
+    def cu_seqlens(self) -> Tensor | None: ...
+    @property
+    def num_accepted_tokens(self) -> Tensor | None: ...
+
+
+def check_skip(skip: object) -> None:
+    if type(skip) is not str or skip not in LAST_SKIPPED:
+        raise ValueError(must("skip", f"be one of {', '.join(LAST_SKIPPED)}", value_of(skip)))
 
 
 class Write(NamedTuple):
@@ -84,3 +129,53 @@ def readers(
         for n, slot in enumerate(read)
         if slot > last_skipped and (has_initial_state is None or has_initial_state[n])
     ]
+
+
+def check_contents(p: OnSlots, x: SlotTensors, has_initial_state: Tensor | None = None) -> None:
+    """What offsets and slots hold, where they are CPU tensors."""
+    if p.device.type != "cpu":
+        return
+    if x.cu_seqlens is not None:
+        check_offsets("cu_seqlens", x.cu_seqlens.tolist(), p.T)
+    if x.read_slots is None or x.state is None:
+        return
+    last = p.last_skipped
+    if x.read_slots.dim() == 2:
+        read, write = accepted_slots(p, x)
+    else:
+        read = x.read_slots.tolist()
+        write = read if x.write_slots is None else x.write_slots.flatten().tolist()
+    check_read_in_pool(read, x.state.shape[0])
+    name = "read_slots" if x.write_slots is None else "write_slots"
+    if not p.every_token:
+        writes = final_writes(read, write, last)
+    else:
+        writes = token_writes(read, write, _bounds(p, x), last)
+    check_written_in_pool(name, writes, x.state.shape[0])
+    check_once(name, writes)
+    flags = None if has_initial_state is None else has_initial_state.tolist()
+    check_readers(readers(read, flags, last), writes)
+
+
+def accepted_slots(p: OnSlots, x: SlotTensors) -> tuple[list[int], list[int]]:
+    """With read_slots [N, S] and num_accepted_tokens, read on the host: the slot that each sequence
+    starts from, and those of all tokens."""
+    assert x.read_slots is not None and x.num_accepted_tokens is not None
+    rows = x.read_slots.tolist()
+    read = [
+        row[accepted - 1] if 1 <= accepted <= len(row) else p.last_skipped
+        for row, accepted in zip(rows, x.num_accepted_tokens.tolist(), strict=True)
+    ]
+    write = [p.last_skipped] * (p.B * p.T)
+    for row, (start, end) in zip(rows, pairwise(_bounds(p, x)), strict=True):
+        kept = row[: end - start]
+        write[start : start + len(kept)] = kept
+    return read, write
+
+
+def _bounds(p: OnSlots, x: SlotTensors) -> list[int]:
+    """Sequence n has the tokens from bounds[n] to bounds[n + 1] - 1 of all."""
+    if x.cu_seqlens is None:
+        return [n * p.T for n in range(p.N + 1)]
+    bounds: list[int] = x.cu_seqlens.tolist()
+    return bounds

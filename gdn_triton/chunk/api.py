@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.arguments import must, refuse_head_first, value_of
-from gdn_triton._host.backends import CHUNK, SHARDED, Explanation
+from gdn_triton._host.backends import Explanation
 from gdn_triton._host.contents import read_contents
+from gdn_triton._host.records import Options, made
 from gdn_triton._host.tensors import is_traced, resolved
+from gdn_triton.chunk.backends import CHUNK, SHARDED
 from gdn_triton.chunk.operators import traced
-from gdn_triton.chunk.problem import ChunkCall
+from gdn_triton.chunk.problem import ChunkCall, Inputs
 from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 
@@ -125,26 +127,33 @@ def chunk_gated_delta_rule(
         refuse_head_first(head_first)
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
-    x = ChunkCall(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        chunk_indices,
-        scale,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
-        use_gate_in_kernel,
-        chunk_size,
+    x = ChunkCall.__new__(
+        ChunkCall,
+        inputs=Inputs.__new__(
+            Inputs,
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            cu_seqlens=cu_seqlens,
+        ),
+        options=Options.__new__(
+            Options,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            use_gate_in_kernel=use_gate_in_kernel,
+        ),
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_indices=chunk_indices,
+        scale=scale,
+        output_final_state=output_final_state,
+        chunk_size=chunk_size,
     )
     if cp_context is not None:
         # Imported here because only calls with cp_context need torch.distributed.
@@ -157,8 +166,8 @@ def chunk_gated_delta_rule(
         return sharded(x, cp_context)
     if is_traced(q):
         return traced(x)
-    problem = validate_chunk(*x)
-    return CHUNK.choose(problem).load()(problem, resolved(x.inputs), cu_seqlens)
+    problem = validate_chunk(x)
+    return CHUNK.choose(problem).load()(problem, resolved(x.inputs))
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -199,39 +208,20 @@ def explain(
     (the largest g, the longest key, the range of beta) and each mistake that shows in it, in words
     (docs/wrong_numbers.md). ValueError where the tensors have no memory to read.
     """
+    given = dict(locals())
     if head_first is not None:
         refuse_head_first(head_first)
     if transpose_state_layout is not None:
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
-    x = ChunkCall(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        chunk_indices,
-        scale,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
-        use_gate_in_kernel,
-        chunk_size,
-    )
+    x = made(ChunkCall, {**given, "state_v_first": state_v_first})
     if cp_context is not None:
         from gdn_triton.chunk.run_sharded import validate_sharded
 
-        layout, problem = validate_sharded(x, cp_context)
+        layout, _, problem = validate_sharded(x, cp_context)
         cu_seqlens = layout.cu_seqlens
         explanation = SHARDED.explain(problem)
     else:
-        explanation = CHUNK.explain(validate_chunk(*x))
+        explanation = CHUNK.explain(validate_chunk(x))
     if contents is not True and contents is not False:
         raise TypeError(must("contents", "be True or False", value_of(contents)))
     if not contents:

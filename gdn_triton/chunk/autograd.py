@@ -7,11 +7,12 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from gdn_triton._host.records import state_needs_grad
 from gdn_triton._host.tensors import readable_gradient
-from gdn_triton.chunk.problem import Gradients, Inputs, Problem
+from gdn_triton.chunk.problem import Gradients, Inputs, Problem, needed_inputs
 
 # What runs a forward without gradients.
-Run = Callable[[Problem, Inputs, Tensor | None], tuple[Tensor, Tensor | None]]
+Run = Callable[[Problem, Inputs], tuple[Tensor, Tensor | None]]
 
 
 class Find(Protocol):
@@ -21,7 +22,6 @@ class Find(Protocol):
         self,
         problem: Problem,
         x: Inputs,
-        cu_seqlens: Tensor | None,
         do: Tensor | None,
         dht: Tensor | None,
         *,
@@ -41,11 +41,9 @@ class _Gradients(torch.autograd.Function):
         store_dh0: bool,
         do: Tensor | None,
         dht: Tensor | None,
-        cu_seqlens: Tensor | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        x = Inputs(*tensors)  # type: ignore[arg-type]
-        return tuple(find(problem, x, cu_seqlens, do, dht, store_dh0=store_dh0))
+        return tuple(find(problem, Inputs._make(tensors), do, dht, store_dh0=store_dh0))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> NoReturn:
@@ -56,45 +54,38 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Chunk(torch.autograd.Function):
-    """Keeps the inputs and nothing else."""
+    """Keeps the inputs, its last arguments, and nothing else."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        run: Run,
-        find: Find,
-        problem: Problem,
-        cu_seqlens: Tensor | None,
-        *tensors: Tensor | None,
+        ctx: Any, run: Run, find: Find, problem: Problem, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        o, final_state = run(problem, Inputs(*tensors), cu_seqlens)  # type: ignore[arg-type]
-        ctx.save_for_backward(cu_seqlens, *tensors)
+        o, final_state = run(problem, Inputs._make(tensors))
+        ctx.save_for_backward(*tensors)
         ctx.find, ctx.problem = find, problem
         ctx.set_materialize_grads(False)
-        # q is what the states do not depend on.
-        if final_state is not None and not any(ctx.needs_input_grad[5:]):
+        if final_state is not None and not state_needs_grad(needed_inputs(ctx.needs_input_grad)):
             ctx.mark_non_differentiable(final_state)
         return o, final_state
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[4:]
+        needed = needed_inputs(ctx.needs_input_grad)
         if do is None and dht is None:
-            return (None,) * (4 + len(needed))
+            return (None,) * len(ctx.needs_input_grad)
         do, dht = readable_gradient("o", do), readable_gradient("final_state", dht)
-        store_dh0 = needed[Inputs._fields.index("initial_state")]
         found = _Gradients.apply(  # type: ignore[no-untyped-call]
-            ctx.find, ctx.problem, store_dh0, do, dht, *ctx.saved_tensors
+            ctx.find, ctx.problem, needed["initial_state"], do, dht, *ctx.saved_tensors
         )
-        wanted = (x if want else None for x, want in zip(found, needed, strict=True))
-        return (None, None, None, None, *wanted)
+        wanted = (x if want else None for x, want in zip(found, needed.values(), strict=True))
+        return (None, None, None, *wanted)
 
 
 def differentiable(
-    run: Run, find: Find, problem: Problem, x: Inputs, cu_seqlens: Tensor | None
+    run: Run, find: Find, problem: Problem, x: Inputs
 ) -> tuple[Tensor, Tensor | None]:
     """What the forward `run` returns for these arguments, with the gradients that `find` finds: for
     a problem that both serve."""
     return _Chunk.apply(  # type: ignore[no-any-return, no-untyped-call]
-        run, find, problem, cu_seqlens, *x
+        run, find, problem, *x
     )

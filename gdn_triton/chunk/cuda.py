@@ -20,14 +20,11 @@ def gradients_of(problem: Problem) -> Find:
     return gradients
 
 
-def forward(
-    problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
-) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
     with and without a gradient. With a `pool`, its o and its states, and no gradient."""
     if problem.needs_grad:
-        find = gradients_of(problem)
-        return differentiable(fast_chunk.forward, find, problem, x, cu_seqlens)
+        return differentiable(fast_chunk.forward, gradients_of(problem), problem, x)
     if pool is not None:
         count_writes(pool.state, pool.out, pool.checkpoints)
-    return fast_chunk.forward(problem, x, cu_seqlens, pool)
+    return fast_chunk.forward(problem, x, pool)

@@ -14,20 +14,22 @@ saved finds its operators. An eager call does not pass through the dispatcher.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
-from gdn_triton._host.backends import CHUNK
+from gdn_triton._host.records import Options, arguments_of, flat, made, state_needs_grad
 from gdn_triton._host.replay import replayed_gradients
 from gdn_triton._host.schema import schema_takes, without_contents
 from gdn_triton.chunk.autograd import Find
-from gdn_triton.chunk.problem import ChunkCall, Problem
+from gdn_triton.chunk.backends import CHUNK
+from gdn_triton.chunk.problem import DIFFERENTIABLE, ChunkCall, Problem
 from gdn_triton.chunk.validation import validate_chunk
 
-# The fields of ChunkCall, in their order.
-_SCHEMA = (
+# The arguments of a call, by their names in ChunkCall and its parts.
+_SCHEMA: Final = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? A_log, "
     "Tensor? dt_bias, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? chunk_indices, "
     "float? scale, bool output_final_state, bool use_qk_l2norm_in_kernel, "
@@ -35,16 +37,24 @@ _SCHEMA = (
     "bool use_gate_in_kernel, int chunk_size"
 )
 
-# The number of leading fields that may have a gradient, and that are tensors.
-_DIFFERENTIABLE: Final = 8
-_TENSORS: Final = 11
+_ARGUMENTS: Final = arguments_of(_SCHEMA)
+_REQUIRED: Final = ("q", "k", "v", "g", "beta")
+
+
+def _call(values: Sequence[Any]) -> ChunkCall:
+    """From the arguments of `_SCHEMA`."""
+    return made(ChunkCall, _ARGUMENTS.named(values))
+
+
+def _differentiable(given: Mapping[str, Any]) -> list[Any]:
+    return [given[name] for name in DIFFERENTIABLE]
 
 
 def _run(x: ChunkCall, problem: Problem) -> tuple[Tensor, Tensor | None]:
     """Runs the call in the backend that serves it, without a gradient: the operator's autograd
     formula, not its implementation, keeps tensors for the backward."""
     without = dataclasses.replace(problem, needs_grad=False)
-    return CHUNK.choose(problem).load()(without, x.inputs, x.cu_seqlens)
+    return CHUNK.choose(problem).load()(without, x.inputs)
 
 
 # ------------------------------------------------------------------------------------------ forward
@@ -58,35 +68,39 @@ def _run(x: ChunkCall, problem: Problem) -> tuple[Tensor, Tensor | None]:
     schema=f"({_SCHEMA}, bool needs_grad) -> (Tensor o, Tensor final_state)",
 )
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    x = ChunkCall(*args[:-1])
-    problem = dataclasses.replace(validate_chunk(*x), needs_grad=args[-1])
+    *values, needs_grad = args
+    x = _call(values)
+    problem = dataclasses.replace(validate_chunk(x), needs_grad=needs_grad)
     o, final_state = _run(x, problem)
-    return o, x.q.new_empty(0, dtype=_state_dtype(x)) if final_state is None else final_state
+    if final_state is None:
+        final_state = o.new_empty(0, dtype=_state_dtype(o))
+    return o, final_state
 
 
 @_forward.register_fake
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    x = ChunkCall(*args[:-1])
-    p = validate_chunk(*_without_contents(x))
-    o = x.q.new_empty(p.B, p.T, p.HV, p.V)
+    *values, _ = args
+    given = _ARGUMENTS.named(values)
+    p, q = validate_chunk(made(ChunkCall, _without_contents(given))), given["q"]
+    o = q.new_empty(p.B, p.T, p.HV, p.V)
     state = (p.N, p.HV, p.V, p.K) if p.state_v_first else (p.N, p.HV, p.K, p.V)
-    return o, x.q.new_empty(state if p.output_final_state else 0, dtype=_state_dtype(x))
+    return o, q.new_empty(state if p.output_final_state else 0, dtype=_state_dtype(q))
 
 
-def _state_dtype(x: ChunkCall) -> torch.dtype:
-    return torch.float64 if x.q.dtype == torch.float64 else torch.float32
+def _state_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _without_contents(x: ChunkCall) -> ChunkCall:
-    """A call that validation judges by its shapes alone, for fake tensors have nothing else.
+def _without_contents(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that validation judges by their shapes alone, for fake tensors have nothing else.
 
     Symbolic sizes are also why the chunk table is left out: the bounds of its length would become
     conditions on T, and split one graph into two.
     """
-    if x.cu_seqlens is None:
-        return x
-    x = x._replace(cu_seqlens_cpu=None, chunk_indices=None)
-    return ChunkCall._make((*without_contents(x[:_TENSORS]), *x[_TENSORS:]))
+    if given["cu_seqlens"] is None:
+        return given
+    given = {**given, "cu_seqlens_cpu": None, "chunk_indices": None}
+    return without_contents(given, _ARGUMENTS.tensors)
 
 
 # ----------------------------------------------------------------------------------------- backward
@@ -99,12 +113,15 @@ def _without_contents(x: ChunkCall) -> ChunkCall:
     schema=f"(Tensor? do, Tensor? dht, {_SCHEMA}, bool[] wanted) -> Tensor[]",
 )
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
-    x, wanted = ChunkCall(*args[:-1]), args[-1]
-    problem = dataclasses.replace(validate_chunk(*x), needs_grad=True)
+    *values, wanted = args
+    given = _ARGUMENTS.named(values)
+    x = made(ChunkCall, given)
+    problem = dataclasses.replace(validate_chunk(x), needs_grad=True)
     name = CHUNK.choose(problem).name
     if name == "reference":
-        return _by_autograd(x, problem, do, dht, wanted)
-    return _by_kernels(name, x, problem, do, dht, wanted)
+        return _by_autograd(given, problem, do, dht, wanted)
+    by_name = dict(zip(DIFFERENTIABLE, wanted, strict=True))
+    return _by_kernels(_find(name, problem), x, problem, do, dht, by_name)
 
 
 def _find(name: str, problem: Problem) -> Find:
@@ -118,61 +135,62 @@ def _find(name: str, problem: Problem) -> Find:
 
 
 def _by_kernels(
-    name: str,
+    find: Find,
     x: ChunkCall,
+    problem: Problem,
+    do: Tensor | None,
+    dht: Tensor | None,
+    wanted: dict[str, bool],
+) -> list[Tensor]:
+    found = find(problem, x.inputs, do, dht, store_dh0=wanted["initial_state"])
+    of = found._asdict()
+    return [of[name] for name, want in wanted.items() if want and of[name] is not None]
+
+
+def _by_autograd(
+    given: dict[str, Any],
     problem: Problem,
     do: Tensor | None,
     dht: Tensor | None,
     wanted: list[bool],
 ) -> list[Tensor]:
-    found = _find(name, problem)(
-        problem,
-        x.inputs,
-        x.cu_seqlens,
-        do,
-        dht,
-        store_dh0=wanted[x._fields.index("initial_state")],
-    )
-    return [dy for dy, want in zip(found, wanted, strict=True) if want and dy is not None]
+    def run(*leaves: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        named = dict(zip(DIFFERENTIABLE, leaves, strict=True))
+        return _run(made(ChunkCall, {**given, **named}), problem)
 
-
-def _by_autograd(
-    x: ChunkCall, problem: Problem, do: Tensor | None, dht: Tensor | None, wanted: list[bool]
-) -> list[Tensor]:
-    rest = x[_DIFFERENTIABLE:]
-    return replayed_gradients(
-        lambda *leaves: _run(ChunkCall._make((*leaves, *rest)), problem),
-        x[:_DIFFERENTIABLE],
-        wanted,
-        (do, dht),
-    )
+    return replayed_gradients(run, _differentiable(given), wanted, (do, dht))
 
 
 @_backward.register_fake
 def _backward_fake(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
-    x, wanted = ChunkCall(*args[:-1]), args[-1]
-    return [
-        y.new_empty(y.shape)
-        for y, want in zip(x[:_DIFFERENTIABLE], wanted, strict=True)
-        if want and y is not None
-    ]
+    *values, wanted = args
+    tensors = zip(_differentiable(_ARGUMENTS.named(values)), wanted, strict=True)
+    return [y.new_empty(y.shape) for y, want in tensors if want and y is not None]
+
+
+def _needed(ctx: Any) -> dict[str, bool]:
+    """Which arguments need a gradient. After the call's, torch has more."""
+    needed = dict(zip(_ARGUMENTS.names, ctx.needs_input_grad, strict=False))
+    return {name: needed[name] for name in DIFFERENTIABLE}
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x = ChunkCall(*inputs[:-1])
-    ctx.save_for_backward(*x[:_TENSORS])
-    ctx.rest = x[_TENSORS:]
+    *values, _ = inputs
+    given = _ARGUMENTS.named(values)
+    ctx.save_for_backward(*(given.pop(name) for name in _ARGUMENTS.tensors))
+    ctx.rest = given
     ctx.set_materialize_grads(False)
-    # The final state depends on every input but q: it needs no gradient when q alone does.
-    if not x.output_final_state or not any(ctx.needs_input_grad[1:_DIFFERENTIABLE]):
+    if not given["output_final_state"] or not state_needs_grad(_needed(ctx)):
         ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
-    wanted = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
-    gradients = iter(_backward(do, dht, *ctx.saved_tensors, *ctx.rest, wanted))
-    others = [None] * (len(ChunkCall._fields) + 1 - _DIFFERENTIABLE)
-    return (*(next(gradients) if want else None for want in wanted), *others)
+    needed = _needed(ctx)
+    tensors = dict(zip(_ARGUMENTS.tensors, ctx.saved_tensors, strict=True))
+    values = _ARGUMENTS.ordered({**tensors, **ctx.rest})
+    gradients = iter(_backward(do, dht, *values, _differentiable(needed)))
+    found = {name: next(gradients) if want else None for name, want in needed.items()}
+    return (*(found.get(name) for name in _ARGUMENTS.names), None)
 
 
 def _differentiate_twice(ctx: Any, *gradients: Any) -> NoReturn:
@@ -191,29 +209,24 @@ _backward.register_autograd(_differentiate_twice)
 
 def traced(x: ChunkCall) -> tuple[Tensor, Tensor | None]:
     """`gdn_triton.chunk_gated_delta_rule` through the operator: the one function that is traced."""
+    given = flat(x)
     # A fake looks at no contents: those of cu_seqlens_cpu are there even where q has no memory.
-    if not _fits(x) or not torch.compiler.is_compiling():
-        validate_chunk(*x)
+    if not _fits(given) or not torch.compiler.is_compiling():
+        validate_chunk(x)
     needs_grad = torch.is_grad_enabled() and any(
-        y is not None and y.requires_grad for y in x[:_DIFFERENTIABLE]
+        y is not None and y.requires_grad for y in _differentiable(given)
     )
-    x = x._replace(scale=None if x.scale is None else float(x.scale))
-    o, final_state = torch.ops.gdn_triton.chunk_gated_delta_rule_fwd(*x, needs_grad)
+    given["scale"] = None if x.scale is None else float(x.scale)
+    values = _ARGUMENTS.ordered(given)
+    o, final_state = torch.ops.gdn_triton.chunk_gated_delta_rule_fwd(*values, needs_grad)
     return o, final_state if x.output_final_state else None
 
 
-def _fits(x: ChunkCall) -> bool:
+def _fits(given: dict[str, Any]) -> bool:
     """Whether the operator takes the arguments as they are."""
-    flags = (
-        x.output_final_state,
-        x.use_qk_l2norm_in_kernel,
-        x.use_beta_sigmoid_in_kernel,
-        x.allow_neg_eigval,
-        x.state_v_first,
-        x.use_gate_in_kernel,
-    )
+    flags = (given["output_final_state"], *(given[name] for name in Options._fields))
     return (
-        schema_takes(x[:_TENSORS], x[:5], x.scale)
+        schema_takes(given, _ARGUMENTS.tensors, _REQUIRED)
         and all(flag is True or flag is False for flag in flags)
-        and type(x.chunk_size) is int
+        and type(given["chunk_size"]) is int
     )

@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
+from gdn_triton._host.records import Options
 from gdn_triton._host.tensors import is_traced
-from gdn_triton.chunk.prefill_call import PrefillCall, run_prefill
+from gdn_triton.chunk.prefill_call import run_prefill
 from gdn_triton.chunk.prefill_operators import traced_prefill
+from gdn_triton.chunk.problem import Inputs, PoolArguments, PrefillCall
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 
 
@@ -21,12 +23,12 @@ def chunk_prefill(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     has_initial_state: Tensor | None = None,
+    scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    scale: float | None = None,
     state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
     skip: str = "negative",
     cu_seqlens: Tensor | None = None,
     out: Tensor | None = None,
@@ -64,13 +66,13 @@ def chunk_prefill(
         A_log, dt_bias: [HV], float. Only with `use_gate_in_kernel`; dt_bias may be None.
         has_initial_state: [N], bool: where False, the sequence starts from zeros, whatever its read
             slot holds; that memory is not read. None: True for all.
+        scale: factor of the output; any real number is taken literally. None: K ** -0.5.
         use_qk_l2norm_in_kernel: normalise each q and k, x * rsqrt(sum(x^2) + 1e-6), computed in
             float32 and rounded to the dtype of the input.
-        use_gate_in_kernel: the decay is -exp(A_log) * softplus(g + dt_bias), in float32.
         use_beta_sigmoid_in_kernel: beta is a logit; its sigmoid is used.
         allow_neg_eigval: use 2 * sigmoid(beta). Only with `use_beta_sigmoid_in_kernel`.
-        scale: factor of the output; any real number is taken literally. None: K ** -0.5.
         state_v_first: the pool, and checkpoints, are [.., HV, V, K].
+        use_gate_in_kernel: the decay is -exp(A_log) * softplus(g + dt_bias), in float32.
         skip: which slots are padding: "negative", or "non_positive" where slot 0 is nobody's.
         cu_seqlens: [N + 1], int32 or int64: the N sequences are packed in one row (B = 1), sequence
             n in the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Starts at 0, does not decrease,
@@ -108,31 +110,41 @@ def chunk_prefill(
         NotImplementedError: an input requires a gradient, which a prefill does not have.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
     """
-    x = PrefillCall(
-        state,
-        read_slots,
-        write_slots,
-        has_initial_state,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        out,
-        state_checkpoints,
-        checkpoint_slots,
-        scale,
-        use_qk_l2norm_in_kernel,
-        use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
-        skip,
-        checkpoint_every_n_tokens,
-        chunk_size,
+    x = PrefillCall.__new__(
+        PrefillCall,
+        pool=PoolArguments.__new__(
+            PoolArguments,
+            state=state,
+            read_slots=read_slots,
+            write_slots=write_slots,
+            has_initial_state=has_initial_state,
+            out=out,
+            state_checkpoints=state_checkpoints,
+            checkpoint_slots=checkpoint_slots,
+        ),
+        inputs=Inputs.__new__(
+            Inputs,
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            cu_seqlens=cu_seqlens,
+        ),
+        options=Options.__new__(
+            Options,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            use_gate_in_kernel=use_gate_in_kernel,
+        ),
+        scale=scale,
+        skip=skip,
+        checkpoint_every_n_tokens=checkpoint_every_n_tokens,
+        chunk_size=chunk_size,
     )
     if is_traced(state):
         return traced_prefill(x)

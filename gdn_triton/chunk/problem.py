@@ -1,25 +1,39 @@
-"""The records of a call of the chunked op: its arguments as they came; sizes, dtypes and flags,
-judged and unpacked once; its tensors, and those that only a call on a pool of states has."""
+"""The records of a call of the chunked op and of the prefill: its arguments as they came; sizes,
+dtypes and flags, judged and unpacked once; its tensors, and those that only a call on a pool of
+states has."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gdn_triton._host.records import Options, made
+
 
 class Inputs(NamedTuple):
-    """The tensors of a call that may have gradients. initial_state: in the caller's layout, or as
-    the module that makes one says."""
+    """The tensors that every backend takes. initial_state is laid out as `Problem.state_v_first`
+    says, in every module. All but cu_seqlens may have gradients."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     g: Tensor
     beta: Tensor
-    initial_state: Tensor | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
+    initial_state: Tensor | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+DIFFERENTIABLE: Final = tuple(name for name in Inputs._fields if name != "cu_seqlens")
+
+
+def needed_inputs(needs_input_grad: Sequence[bool]) -> dict[str, bool]:
+    """Which of `Inputs` need a gradient, where those are the last arguments of an autograd
+    function."""
+    return dict(zip(Inputs._fields, needs_input_grad[-len(Inputs._fields) :], strict=True))
 
 
 class Gradients(NamedTuple):
@@ -33,38 +47,52 @@ class Gradients(NamedTuple):
     initial_state: Tensor | None
     A_log: Tensor | None
     dt_bias: Tensor | None
+    cu_seqlens: None = None
 
 
 class ChunkCall(NamedTuple):
-    """The arguments of `gdn_triton.chunk_gated_delta_rule`, which explains them: first `Inputs`,
-    then the other tensors, then the rest."""
+    """The arguments of `gdn_triton.chunk_gated_delta_rule`, which explains them."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    initial_state: Tensor | None
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    cu_seqlens: Tensor | None
+    inputs: Inputs
+    options: Options
     cu_seqlens_cpu: Tensor | None
     chunk_indices: Tensor | None
     scale: float | None
     output_final_state: bool
-    use_qk_l2norm_in_kernel: bool
-    use_beta_sigmoid_in_kernel: bool
-    allow_neg_eigval: bool
-    state_v_first: bool
-    use_gate_in_kernel: bool
     chunk_size: int
 
-    @property
-    def inputs(self) -> Inputs:
-        return Inputs(*self[:8])
+
+class PoolArguments(NamedTuple):
+    """The tensors of a `gdn_triton.chunk_prefill` beside `Inputs`, as the caller gave them."""
+
+    state: Tensor
+    read_slots: Tensor
+    write_slots: Tensor | None
+    has_initial_state: Tensor | None
+    out: Tensor | None
+    state_checkpoints: Tensor | None
+    checkpoint_slots: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+class PrefillCall(NamedTuple):
+    """The arguments of `gdn_triton.chunk_prefill`, which explains them. The initial state of the
+    inputs is None: it is in the pool."""
+
+    pool: PoolArguments
+    inputs: Inputs
+    options: Options
+    scale: float | None
+    skip: str
+    checkpoint_every_n_tokens: int
+    chunk_size: int
+
+
+def prefill_call(given: Mapping[str, Any]) -> PrefillCall:
+    """From all arguments of `gdn_triton.chunk_prefill`, by their names."""
+    return made(PrefillCall, {**given, "initial_state": None})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """What every backend may rely on. Built by `gdn_triton.chunk.validation` only.
 
@@ -98,7 +126,7 @@ class Problem:
     unreadable: str | None = None  # a sentence why no kernel can take the tensors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """What a call on a pool of states has beside q, k, v, g and beta (`gdn_triton.chunk_prefill`).
 

@@ -8,9 +8,7 @@ from gdn_triton._host.contents import warn_of_contents
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 
 
-def forward(
-    problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
-) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in the dtype of q, and the final state or None; with a `pool`, its o and its
     states, and no gradient.
 
@@ -19,7 +17,7 @@ def forward(
     """
     if pool is not None:
         with torch.no_grad():
-            return _on_pool(problem, pool, x, cu_seqlens)
+            return _on_pool(problem, pool, x)
     if problem.device.type == "cpu" and problem.unreadable is None:
         warn_of_contents(
             q=x.q,
@@ -28,12 +26,12 @@ def forward(
             g=x.g,
             beta=x.beta,
             initial_state=x.initial_state,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=x.cu_seqlens,
             normalizes_keys=problem.use_qk_l2norm,
             activates_gate=problem.use_gate,
             activates_beta=problem.use_beta_sigmoid,
         )
-    result = _chunked(problem, x, cu_seqlens)
+    result = _chunked(problem, x)
     o = result.o.to(problem.q_dtype).contiguous()
     if not problem.output_final_state:
         return o, None
@@ -42,7 +40,7 @@ def forward(
 
 
 def _chunked(
-    problem: Problem, x: Inputs, cu_seqlens: Tensor | None, *, keep_intermediates: bool = False
+    problem: Problem, x: Inputs, *, keep_intermediates: bool = False
 ) -> reference.ChunkResult:
     # The reference turns autocast off for itself.
     return reference.chunk_gated_delta_rule(
@@ -53,7 +51,7 @@ def _chunked(
         x.beta,
         scale=problem.scale,
         initial_state=x.initial_state,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=x.cu_seqlens,
         chunk_size=problem.chunk_size,
         use_qk_l2norm=problem.use_qk_l2norm,
         use_beta_sigmoid=problem.use_beta_sigmoid,
@@ -66,9 +64,7 @@ def _chunked(
     )
 
 
-def _on_pool(
-    problem: Problem, pool: Pool, x: Inputs, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _on_pool(problem: Problem, pool: Pool, x: Inputs) -> tuple[Tensor, Tensor]:
     p, state = problem, pool.state
     live = pool.read_slots > pool.last_skipped
     begun = live if pool.has_initial_state is None else live & pool.has_initial_state
@@ -76,9 +72,11 @@ def _on_pool(
     initial_state[begun] = state[pool.read_slots[begun].long()]
     keeps = pool.checkpoints is not None
     x = x._replace(initial_state=initial_state)
-    result = _chunked(p, x, cu_seqlens, keep_intermediates=keeps)
+    result = _chunked(p, x, keep_intermediates=keeps)
 
-    bounds = [b * p.T for b in range(p.B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    bounds = [b * p.T for b in range(p.B + 1)]
+    if x.cu_seqlens is not None:
+        bounds = x.cu_seqlens.tolist()
     served = torch.zeros(p.B * p.T, dtype=torch.bool, device=p.device)
     for n in live.nonzero().flatten().tolist():
         served[bounds[n] : bounds[n + 1]] = True

@@ -1,5 +1,6 @@
 """A rank's part of a split call in the specification: plain torch, and autograd within a rank."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,14 +12,16 @@ from gdn_triton.chunk.sharded import Exchange, Kept
 from gdn_triton.distributed.layout import ShardLayout
 
 
-def _run(
-    problem: Problem, x: Inputs, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> reference.ChunkResult:
+def _run(problem: Problem, x: Inputs) -> reference.ChunkResult:
     return reference.chunk_gated_delta_rule(
-        *x[:5],
+        x.q,
+        x.k,
+        x.v,
+        x.g,
+        x.beta,
         scale=problem.scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
+        initial_state=x.initial_state,
+        cu_seqlens=x.cu_seqlens,
         chunk_size=problem.chunk_size,
         use_qk_l2norm=problem.use_qk_l2norm,
         use_beta_sigmoid=problem.use_beta_sigmoid,
@@ -50,19 +53,27 @@ def forward(
             continue
         last = interval.last
         rows = slice(layout.offsets[last], layout.offsets[last + 1])
-        q, k, v, g, beta = (y[:, rows] for y in x[:5])
-        part = Inputs(q, k, v, g, beta, None, x.A_log, x.dt_bias)
         comes = bool(interval.before) and interval.first == last
-        b[i] = _run(p, part, None if comes else starts[last : last + 1], None).final_state[0]
+        part = Inputs(
+            q=x.q[:, rows],
+            k=x.k[:, rows],
+            v=x.v[:, rows],
+            g=x.g[:, rows],
+            beta=x.beta[:, rows],
+            initial_state=None if comes else starts[last : last + 1],
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
+        )
+        b[i] = _run(p, part).final_state[0]
         if comes:
             # The same recurrence from the identity, with values of zero.
-            part = part._replace(v=v.new_zeros(1, v.shape[1], p.HV, p.K))
             identity = torch.eye(p.K, dtype=dtype, device=b.device).expand(1, p.HV, -1, -1)
-            M[i] = _run(p, part, identity, None).final_state[0]
+            zeros = x.v.new_zeros(1, part.v.shape[1], p.HV, p.K)
+            M[i] = _run(p, part._replace(v=zeros, initial_state=identity)).final_state[0]
     for interval, state in zip(layout.intervals, exchange(b, M), strict=True):
         if state is not None:
             starts[interval.first] = state
-    result = _run(p, x, starts, layout.cu_seqlens)
+    result = _run(p, x._replace(initial_state=starts))
     final_dtype = torch.float64 if p.q_dtype == torch.float64 else torch.float32
     final_state = result.final_state.to(final_dtype).contiguous()
     return result.o.to(p.q_dtype).contiguous(), final_state, Kept(starts, M, layout.offsets)
@@ -75,18 +86,16 @@ def gradients(
     kept: Kept,
     do: Tensor | None,
     dht: Tensor | None,
-    needed: tuple[bool, ...],
+    needed: Mapping[str, bool],
     exchange: Exchange,
 ) -> tuple[Tensor | None, ...]:
     starts = kept.starts.detach().requires_grad_()
     with torch.enable_grad():
-        leaves = Inputs(
-            *(
-                None if y is None else y.detach().requires_grad_(want)
-                for y, want in zip(x, needed, strict=True)
-            )  # type: ignore[arg-type]
+        leaves = Inputs._make(
+            None if y is None else y.detach().requires_grad_(needed[name])
+            for name, y in x._asdict().items()
         )
-        result = _run(problem, leaves, starts, layout.cu_seqlens)
+        result = _run(problem, leaves._replace(initial_state=starts))
     outputs = [result.o, result.final_state]
     do = torch.zeros_like(result.o) if do is None else do.to(result.o.dtype)
     ends = torch.zeros_like(starts)
@@ -114,17 +123,14 @@ def gradients(
         if state is not None:
             ends[interval.last] += state
 
-    places = [
-        i for i, want in enumerate(needed) if want and i != Inputs._fields.index("initial_state")
-    ]
-    *of_leaves, dstarts = pull([*(leaves[i] for i in places), starts])  # type: ignore[list-item]
-    found: list[Tensor | None] = [None] * len(Inputs._fields)
-    for i, gradient in zip(places, of_leaves, strict=True):
-        found[i] = gradient
+    names = [name for name, want in needed.items() if want and name != "initial_state"]
+    *of_leaves, dstarts = pull([*(getattr(leaves, name) for name in names), starts])
+    found: dict[str, Tensor | None] = dict.fromkeys(Inputs._fields)
+    found.update(zip(names, of_leaves, strict=True))
     if x.initial_state is not None:
         dstarts = dstarts.clone()
         # These sequences' initial states came from another rank, which has their gradients.
         for n in layout.begun:
             dstarts[n] = 0
-        found[Inputs._fields.index("initial_state")] = dstarts.to(x.initial_state.dtype)
-    return tuple(found)
+        found["initial_state"] = dstarts.to(x.initial_state.dtype)
+    return tuple(found.values())

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from gdn_triton._host.arguments import must, type_of
-from gdn_triton._host.backends import SHARDED
 from gdn_triton._host.tensors import is_traced, resolved
-from gdn_triton.chunk.problem import ChunkCall, Problem
+from gdn_triton.chunk.backends import SHARDED
+from gdn_triton.chunk.problem import ChunkCall, Inputs, Problem
 from gdn_triton.chunk.sharded import forward
 from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.distributed.context import shard_layout
@@ -14,26 +14,27 @@ from gdn_triton.distributed.layout import ShardLayout
 
 def sharded(x: ChunkCall, cp_context: object) -> tuple[Tensor, Tensor | None]:
     """`gdn_triton.chunk_gated_delta_rule` with a context: validate, choose a backend, run it."""
-    layout, problem = validate_sharded(x, cp_context)
+    layout, inputs, problem = validate_sharded(x, cp_context)
     if problem.unreadable is not None:
         raise NotImplementedError(f"cp_context serves no such call. {problem.unreadable}")
     ops = SHARDED.choose(problem).load()
-    return forward(ops, problem, layout, resolved(x.inputs))
+    return forward(ops, problem, layout, resolved(inputs))
 
 
-def validate_sharded(x: ChunkCall, cp_context: object) -> tuple[ShardLayout, Problem]:
-    """Checks a call, whose offsets are the context's; raises as `validate_chunk` and `shard_layout`
-    do."""
+def validate_sharded(x: ChunkCall, cp_context: object) -> tuple[ShardLayout, Inputs, Problem]:
+    """Checks a call, whose offsets are the context's, in the inputs that are returned too. Raises
+    as `validate_chunk` and `shard_layout` do."""
     layout = shard_layout(cp_context)
     tokens = sum(layout.lengths[interval.slot] for interval in layout.intervals)
-    if isinstance(x.q, Tensor) and x.q.dim() == 4 and x.q.shape[1] != tokens:
+    q = x.inputs.q
+    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] != tokens:
         raise ValueError(
             f"q must have the T={tokens} tokens of this rank's part of cp_context, got "
-            f"T={x.q.shape[1]}"
+            f"T={q.shape[1]}"
         )
-    x = x._replace(cu_seqlens=layout.cu_seqlens, cu_seqlens_cpu=None)
-    problem = validate_chunk(*x)
-    if is_traced(x.q):
+    inputs = x.inputs._replace(cu_seqlens=layout.cu_seqlens)
+    problem = validate_chunk(x._replace(inputs=inputs, cu_seqlens_cpu=None))
+    if is_traced(q):
         expected = "have memory with cp_context, whose ranks exchange what is in it"
-        raise ValueError(must("q", expected, f"a {type_of(x.q)} on {problem.device}"))
-    return layout, problem
+        raise ValueError(must("q", expected, f"a {type_of(q)} on {problem.device}"))
+    return layout, inputs, problem

@@ -7,7 +7,8 @@ it starts from. In reverse the gradient of the state takes the transposed maps,
 dS_in = M^T dS_out + c. Nothing is truncated, and no rank waits for the walk of another.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gdn_triton._host.records import state_needs_grad
 from gdn_triton._host.tensors import readable_gradient
-from gdn_triton.chunk.problem import Inputs, Problem
+from gdn_triton.chunk.problem import Inputs, Problem, needed_inputs
 from gdn_triton.distributed.exchange import fold
 from gdn_triton.distributed.layout import ShardLayout
 
@@ -37,8 +39,8 @@ class Kept(NamedTuple):
 
 
 class ShardOps(Protocol):
-    """A backend's part: both functions of one rank, on its tensors. States, also that of `Inputs`,
-    are [.., K, V] whatever the caller's layout."""
+    """A backend's part: both functions of one rank, on its tensors. The problem is one of states
+    [.., K, V], whatever the caller's layout."""
 
     def forward(
         self, problem: Problem, layout: ShardLayout, x: Inputs, exchange: Exchange
@@ -53,10 +55,11 @@ class ShardOps(Protocol):
         kept: Kept,
         do: Tensor | None,
         dht: Tensor | None,
-        needed: tuple[bool, ...],
+        needed: Mapping[str, bool],
         exchange: Exchange,
     ) -> tuple[Tensor | None, ...]:
-        """The gradient of each of `Inputs` where needed; None where there is no such input."""
+        """The gradient of each of `Inputs` where needed; None where there is no such input.
+        needed: by the names of the inputs."""
 
 
 def _key_first(state: Tensor | None, problem: Problem) -> Tensor | None:
@@ -64,20 +67,27 @@ def _key_first(state: Tensor | None, problem: Problem) -> Tensor | None:
     return state if state is None or not problem.state_v_first else state.mT
 
 
+def _key_first_inputs(problem: Problem, x: Inputs) -> Inputs:
+    return x._replace(initial_state=_key_first(x.initial_state, problem))
+
+
+def _key_first_problem(problem: Problem) -> Problem:
+    return dataclasses.replace(problem, state_v_first=False)
+
+
 class _ContextParallel(torch.autograd.Function):
-    """The last eight arguments may have gradients."""
+    """The last arguments are `Inputs`, whose offsets are those of the layout."""
 
     @staticmethod
     def forward(
         ctx: Any, ops: ShardOps, problem: Problem, layout: ShardLayout, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        x = Inputs(*tensors)  # type: ignore[arg-type]
+        x = Inputs._make(tensors)
         o, final_state, kept = _forward(ops, problem, layout, x)
-        ctx.save_for_backward(*x, layout.cu_seqlens, kept.starts, kept.shifts)
+        ctx.save_for_backward(*x, kept.starts, kept.shifts)
         ctx.ops, ctx.problem, ctx.layout, ctx.offsets = ops, problem, layout, kept.offsets
         ctx.set_materialize_grads(False)
-        # The final state depends on every input but q: it needs no gradient when q alone does.
-        if final_state is not None and not any(ctx.needs_input_grad[4:]):
+        if final_state is not None and not state_needs_grad(needed_inputs(ctx.needs_input_grad)):
             ctx.mark_non_differentiable(final_state)
         return o, final_state
 
@@ -86,16 +96,14 @@ class _ContextParallel(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
         p: Problem = ctx.problem
         do, dht = readable_gradient("o", do), readable_gradient("final_state", dht)
-        *tensors, _, starts, shifts = ctx.saved_tensors
-        x = Inputs(*tensors)
-        x = x._replace(initial_state=_key_first(x.initial_state, p))
-        needed = ctx.needs_input_grad[3:]
+        *tensors, starts, shifts = ctx.saved_tensors
+        needed = needed_inputs(ctx.needs_input_grad)
         # Every rank runs this, with a gradient or without: the other ranks wait in the exchange.
-        found = Inputs(
-            *ctx.ops.gradients(
-                p,
+        found = Inputs._make(
+            ctx.ops.gradients(
+                _key_first_problem(p),
                 ctx.layout,
-                x,
+                _key_first_inputs(p, Inputs._make(tensors)),
                 Kept(starts, shifts, ctx.offsets),
                 do,
                 _key_first(dht, p),
@@ -103,16 +111,16 @@ class _ContextParallel(torch.autograd.Function):
                 partial(fold, ctx.layout, back=True),
             )
         )
-        found = found._replace(initial_state=_key_first(found.initial_state, p))
-        wanted = (x if want else None for x, want in zip(found, needed, strict=True))
+        found = _key_first_inputs(p, found)
+        wanted = (x if want else None for x, want in zip(found, needed.values(), strict=True))
         return (None, None, None, *wanted)
 
 
 def _forward(
     ops: ShardOps, problem: Problem, layout: ShardLayout, x: Inputs
 ) -> tuple[Tensor, Tensor | None, Kept]:
-    x = x._replace(initial_state=_key_first(x.initial_state, problem))
-    o, final_state, kept = ops.forward(problem, layout, x, partial(fold, layout, back=False))
+    p, x = _key_first_problem(problem), _key_first_inputs(problem, x)
+    o, final_state, kept = ops.forward(p, layout, x, partial(fold, layout, back=False))
     if not problem.output_final_state:
         return o, None, kept
     if problem.state_v_first:

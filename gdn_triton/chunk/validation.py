@@ -18,23 +18,27 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.arguments import (
-    FLOAT_DTYPES,
-    FLOATS,
     INDEX_DTYPES,
-    INDICES,
-    check_dtype,
+    check_devices,
+    check_dtypes,
+    check_eigenvalues,
+    check_flags,
+    check_gate,
     check_offsets,
+    check_qkv,
+    check_rank,
+    check_shape,
+    check_state,
+    check_tensors,
     count_sequences,
     must,
     real_or_none,
     shape_of,
-    shaped,
-    type_of,
     value_of,
 )
 from gdn_triton._host.environment import batch_invariant
 from gdn_triton._host.tensors import PLAIN_TENSORS, is_traced, is_transformed, why_unreadable
-from gdn_triton.chunk.problem import ChunkCall, Problem
+from gdn_triton.chunk.problem import ChunkCall, Inputs, Problem
 from gdn_triton.constants import CHUNK_SIZES
 
 _Arguments = ParamSpec("_Arguments")
@@ -42,8 +46,6 @@ _Judgement = TypeVar("_Judgement")
 
 # How many calls `remembered` keeps: a bound, as lengths may never repeat.
 MOST_REMEMBERED = 1024
-# Of a call's tensors, those that kernels read: up to cu_seqlens.
-_READ = ChunkCall._fields.index("cu_seqlens") + 1
 _COUNTED = frozenset((bool, int, str, type(None)))
 
 
@@ -78,13 +80,14 @@ def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None
     on at all). Of a number its type too, as 1 is equal to True, and a float to the last bit, as 0.0
     is equal to -0.0. Of the environment `GDN_BATCH_INVARIANT`. No form has the contents of integer
     tensors that the host can read, what a subclass of Tensor knows (symbolic sizes), what a tensor
-    is to a transform of torch.func or to forward-mode AD, or an object of another type.
+    is to a transform of torch.func or to forward-mode AD, or an object of another type. A value may
+    be a record, a NamedTuple of such values.
     """
     if is_transformed():
         return None
-    types = tuple(map(type, values))
-    key: list[Hashable] = [names, types, torch.is_grad_enabled(), batch_invariant()]
-    for x, kind in zip(values, types, strict=True):
+    flat, key = list(values), [names, torch.is_grad_enabled(), batch_invariant()]
+    for x in flat:  # the fields of a record are appended on the way
+        kind = type(x)
         if kind in _COUNTED:
             key.append(x)
         elif kind in PLAIN_TENSORS:
@@ -94,33 +97,15 @@ def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None
             key.append((x.shape, dtype, x.device, x.requires_grad))
         elif kind is float:
             key.append(x.hex())
+        elif hasattr(kind, "_fields"):
+            flat += x
         else:
             return None
-    return tuple(key)
+    return (*key, *map(type, flat))
 
 
 @remembered
-def validate_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    chunk_indices: Tensor | None,
-    scale: float | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    use_gate_in_kernel: bool,
-    chunk_size: int,
-) -> Problem:
+def validate_chunk(call: ChunkCall) -> Problem:
     """Checks a `gdn_triton.chunk.problem.ChunkCall`, field by field.
 
     In this order: types, devices, ranks, head counts, sizes, dtypes, chunk_size, cu_seqlens,
@@ -131,38 +116,18 @@ def validate_chunk(
     cu_seqlens itself when that is a CPU tensor. On any other device they are not read, and offsets
     that do not start at 0, decrease or pass T are then undefined behaviour.
     """
+    q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens = call.inputs
+    cu_seqlens_cpu, chunk_indices = call.cu_seqlens_cpu, call.chunk_indices
+    options, chunk_size = call.options, call.chunk_size
+
     # Types.
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        if not isinstance(x, Tensor):
-            raise TypeError(must(name, "be a torch.Tensor", type_of(x)))
-    on_device: list[tuple[str, Tensor]] = [("k", k), ("v", v), ("g", g), ("beta", beta)]
-    for name, maybe in (
-        ("initial_state", initial_state),
-        ("cu_seqlens", cu_seqlens),
-        ("chunk_indices", chunk_indices),
-        ("A_log", A_log),
-        ("dt_bias", dt_bias),
-    ):
-        if maybe is None:
-            continue
-        if not isinstance(maybe, Tensor):
-            raise TypeError(must(name, "be a torch.Tensor or None", type_of(maybe)))
-        on_device.append((name, maybe))
-    if cu_seqlens_cpu is not None and not isinstance(cu_seqlens_cpu, Tensor):
-        raise TypeError(
-            must("cu_seqlens_cpu", "be a torch.Tensor or None", type_of(cu_seqlens_cpu))
-        )
-    for name, flag in (
-        ("output_final_state", output_final_state),
-        ("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
-        ("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel),
-        ("allow_neg_eigval", allow_neg_eigval),
-        ("state_v_first", state_v_first),
-        ("use_gate_in_kernel", use_gate_in_kernel),
-    ):
-        if flag is not True and flag is not False:
-            raise TypeError(must(name, "be True or False", value_of(flag)))
-    scale = real_or_none("scale", scale)
+    required = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    floats = {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
+    indices = {"cu_seqlens": cu_seqlens, "chunk_indices": chunk_indices}
+    on_host = {"cu_seqlens_cpu": cu_seqlens_cpu}
+    check_tensors(required, {**floats, **indices, **on_host})
+    check_flags(output_final_state=call.output_final_state, **options._asdict())
+    scale = real_or_none("scale", call.scale)
     if type(chunk_size) is not int:
         raise TypeError(
             must("chunk_size", f"be an int, one of {CHUNK_SIZES}", value_of(chunk_size))
@@ -170,73 +135,22 @@ def validate_chunk(
 
     # Devices.
     device = q.device
-    for name, x in on_device:
-        if x.device != device:
-            raise ValueError(must(name, f"be on the device of q, {device}", str(x.device)))
+    check_devices("q", device, {**required, **floats, **indices})
     if cu_seqlens_cpu is not None and cu_seqlens_cpu.device.type != "cpu":
         raise ValueError(must("cu_seqlens_cpu", "be on the CPU", str(cu_seqlens_cpu.device)))
 
-    # Ranks.
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if len(q_shape) != 4:
-        raise ValueError(must("q", "have 4 dimensions [B, T, H, K]", shape_of(q)))
-    if len(k_shape) != 4:
-        raise ValueError(must("k", "have 4 dimensions [B, T, H, K]", shape_of(k)))
-    if len(v_shape) != 4:
-        raise ValueError(must("v", "have 4 dimensions [B, T, HV, V]", shape_of(v)))
-    if g.dim() != 3:
-        raise ValueError(must("g", "have 3 dimensions [B, T, HV]", shape_of(g)))
-    if beta.dim() != 3:
-        raise ValueError(must("beta", "have 3 dimensions [B, T, HV]", shape_of(beta)))
+    # Ranks, head counts, sizes.
+    check_rank("q", q, "B", "T", "H", "K")
+    check_rank("k", k, "B", "T", "H", "K")
+    check_rank("v", v, "B", "T", "HV", "V")
+    check_rank("g", g, "B", "T", "HV")
+    check_rank("beta", beta, "B", "T", "HV")
+    B, T = q.shape[:2]
+    H, HV, K, V = check_qkv(q, k, v, B=B, T=T)
+    check_shape("g", g, B=B, T=T, HV=HV)
+    check_shape("beta", beta, B=B, T=T, HV=HV)
 
-    # Head counts.
-    B, T, H, K = q_shape
-    HV, V = v_shape[2], v_shape[3]
-    if k_shape[2] != H:
-        raise ValueError(must("k", f"have the heads of q, H={H}", f"{k_shape[2]} heads"))
-    if H < 1:
-        raise ValueError(must("q", "have at least one head", shape_of(q)))
-    if HV < H or HV % H != 0:
-        raise ValueError(must("v", f"have a positive multiple of H={H} heads", f"HV={HV}"))
-
-    # Sizes.
-    if K < 1:
-        raise ValueError(must("q", "have a key size K of at least 1", shape_of(q)))
-    if V < 1:
-        raise ValueError(must("v", "have a value size V of at least 1", shape_of(v)))
-    if k_shape != q_shape:
-        raise ValueError(
-            must("k", f"have the shape of q, {shaped(B=B, T=T, H=H, K=K)}", shape_of(k))
-        )
-    if v_shape[0] != B or v_shape[1] != T:
-        raise ValueError(must("v", f"have shape {shaped(B=B, T=T, HV=HV, V=V)}", shape_of(v)))
-    if g.shape != (B, T, HV):
-        raise ValueError(must("g", f"have shape {shaped(B=B, T=T, HV=HV)}", shape_of(g)))
-    if beta.shape != (B, T, HV):
-        raise ValueError(must("beta", f"have shape {shaped(B=B, T=T, HV=HV)}", shape_of(beta)))
-
-    # Dtypes.
-    q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
-    if (
-        q_dtype not in FLOAT_DTYPES
-        or k_dtype not in FLOAT_DTYPES
-        or v_dtype not in FLOAT_DTYPES
-        or g.dtype not in FLOAT_DTYPES
-        or beta.dtype not in FLOAT_DTYPES
-    ):
-        for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-            check_dtype(name, x, FLOAT_DTYPES, FLOATS)
-    for name, maybe in (("initial_state", initial_state), ("A_log", A_log), ("dt_bias", dt_bias)):
-        if maybe is not None:
-            check_dtype(name, maybe, FLOAT_DTYPES, FLOATS)
-    for name, maybe in (
-        ("cu_seqlens", cu_seqlens),
-        ("cu_seqlens_cpu", cu_seqlens_cpu),
-        ("chunk_indices", chunk_indices),
-    ):
-        if maybe is not None:
-            check_dtype(name, maybe, INDEX_DTYPES, INDICES)
-
+    check_dtypes({**required, **floats, **indices, **on_host}, (*indices, *on_host))
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(must("chunk_size", f"be one of {CHUNK_SIZES}", str(chunk_size)))
 
@@ -251,34 +165,11 @@ def validate_chunk(
             raise ValueError(must("chunk_indices", "come with cu_seqlens", "cu_seqlens=None"))
 
     if initial_state is not None:
-        layout = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-        if initial_state.shape != layout:
-            expected = (
-                shaped(N=N, HV=HV, V=V, K=K) if state_v_first else shaped(N=N, HV=HV, K=K, V=V)
-            )
-            raise ValueError(
-                must(
-                    "initial_state",
-                    f"have shape {expected} (state_v_first={state_v_first}, one state a sequence)",
-                    shape_of(initial_state),
-                )
-            )
-
-    # Gate and beta.
-    if use_gate_in_kernel:
-        if A_log is None:
-            raise ValueError(must("A_log", "be given with use_gate_in_kernel=True", "None"))
-        if A_log.shape != (HV,):
-            raise ValueError(must("A_log", f"have shape {shaped(HV=HV)}", shape_of(A_log)))
-        if dt_bias is not None and dt_bias.shape != (HV,):
-            raise ValueError(must("dt_bias", f"have shape {shaped(HV=HV)}", shape_of(dt_bias)))
-    else:
-        for name, maybe in (("A_log", A_log), ("dt_bias", dt_bias)):
-            if maybe is not None:
-                raise ValueError(must(name, "be None without use_gate_in_kernel=True", "a tensor"))
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        expected = "come with use_beta_sigmoid_in_kernel=True"
-        raise ValueError(must("allow_neg_eigval", expected, "False"))
+        v_first = options.state_v_first
+        check_state("initial_state", initial_state, "N", N, HV=HV, K=K, V=V, state_v_first=v_first)
+    gate = options.use_gate_in_kernel
+    check_gate(A_log, dt_bias, HV, use_gate=gate, asked="use_gate_in_kernel=True")
+    check_eigenvalues(options)
 
     return Problem(
         B=B,
@@ -288,36 +179,24 @@ def validate_chunk(
         K=K,
         V=V,
         N=N,
-        q_dtype=q_dtype,
-        k_dtype=k_dtype,
-        v_dtype=v_dtype,
+        q_dtype=q.dtype,
+        k_dtype=k.dtype,
+        v_dtype=v.dtype,
         device=device,
         scale=K**-0.5 if scale is None else scale,
         chunk_size=chunk_size,
         is_varlen=cu_seqlens is not None,
         has_initial_state=initial_state is not None,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        use_gate=use_gate_in_kernel,
+        output_final_state=call.output_final_state,
+        state_v_first=options.state_v_first,
+        use_qk_l2norm=options.use_qk_l2norm_in_kernel,
+        use_beta_sigmoid=options.use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=options.allow_neg_eigval,
+        use_gate=options.use_gate_in_kernel,
         needs_grad=torch.is_grad_enabled()
-        and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or g.requires_grad
-            or beta.requires_grad
-            or (initial_state is not None and initial_state.requires_grad)
-            or (A_log is not None and A_log.requires_grad)
-            or (dt_bias is not None and dt_bias.requires_grad)
-        ),
+        and any(x is not None and x.requires_grad for x in call.inputs),
         batch_invariant=batch_invariant(),
-        unreadable=why_unreadable(
-            ChunkCall._fields[:_READ],
-            (q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens),
-        ),
+        unreadable=why_unreadable(Inputs._fields, call.inputs),
     )
 
 

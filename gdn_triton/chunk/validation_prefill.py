@@ -10,21 +10,18 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from gdn_triton._host.arguments import (
-    FLOAT_DTYPES,
-    FLOATS,
-    INDEX_DTYPES,
-    INDICES,
-    check_dtype,
+    check_devices,
+    check_dtypes,
+    check_shape,
+    check_state,
+    check_tensors,
     must,
     shape_of,
-    shaped,
-    type_of,
     value_of,
 )
 from gdn_triton._host.memory import Apart, Layout, layout_of, span
@@ -33,98 +30,57 @@ from gdn_triton._host.slots import (
     check_once,
     check_read_in_pool,
     check_readers,
+    check_skip,
     check_written_in_pool,
     final_writes,
     readers,
 )
 from gdn_triton._host.tensors import why_unreadable
-from gdn_triton.chunk.problem import Pool, Problem
+from gdn_triton.chunk.problem import ChunkCall, Inputs, Pool, PoolArguments, PrefillCall, Problem
 from gdn_triton.chunk.validation import MOST_REMEMBERED, remembered, validate_chunk
 from gdn_triton.constants import MAX_ROW_STRIDE
-from gdn_triton.recurrent.validation import LAST_SKIPPED, _check_state, _check_tensor
 
 
 @remembered
-def validate_prefill(
-    state: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor | None,
-    has_initial_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-    out: Tensor | None,
-    state_checkpoints: Tensor | None,
-    checkpoint_slots: Tensor | None,
-    scale: float | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    skip: str,
-    checkpoint_every_n_tokens: int,
-    chunk_size: int,
-) -> Problem:
-    """Checks a `gdn_triton.chunk.prefill_call.PrefillCall`, field by field.
+def validate_prefill(call: PrefillCall) -> Problem:
+    """Checks a `gdn_triton.chunk.problem.PrefillCall`, field by field.
 
     In this order: what the chunked op would check; then types, devices, dtypes, state, slots,
     has_initial_state, out, checkpoints, gradients.
     """
     problem = validate_chunk(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=None,
-        chunk_indices=None,
-        use_gate_in_kernel=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        chunk_size=chunk_size,
+        ChunkCall(
+            inputs=call.inputs,
+            options=call.options,
+            cu_seqlens_cpu=None,
+            chunk_indices=None,
+            scale=call.scale,
+            output_final_state=False,
+            chunk_size=call.chunk_size,
+        )
     )
     p = problem
 
+    state, read_slots, out = call.pool.state, call.pool.read_slots, call.pool.out
+    write_slots, has_initial_state = call.pool.write_slots, call.pool.has_initial_state
+    state_checkpoints = call.pool.state_checkpoints
+    checkpoint_slots = call.pool.checkpoint_slots
+
     # Types, devices, dtypes.
-    _check_tensor("state", state)
-    _check_tensor("read_slots", read_slots)
-    indices = {
+    optional = call.pool._asdict()
+    required = {name: optional.pop(name) for name in ("state", "read_slots")}
+    check_tensors(required, optional)
+    check_skip(call.skip)
+    every = call.checkpoint_every_n_tokens
+    if type(every) is not int:
+        raise TypeError(must("checkpoint_every_n_tokens", "be an int", value_of(every)))
+    check_devices("q", p.device, call.pool._asdict())
+    slots = {
         "read_slots": read_slots,
         "write_slots": write_slots,
         "checkpoint_slots": checkpoint_slots,
     }
-    floats = {"state": state, "state_checkpoints": state_checkpoints}
-    others = {"has_initial_state": has_initial_state, "out": out}
-    given = {name: x for name, x in {**floats, **indices, **others}.items() if x is not None}
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(must(name, "be a torch.Tensor or None", type_of(x)))
-    if type(skip) is not str or skip not in LAST_SKIPPED:
-        raise ValueError(must("skip", f"be one of {', '.join(LAST_SKIPPED)}", value_of(skip)))
-    every = checkpoint_every_n_tokens
-    if type(every) is not int:
-        raise TypeError(must("checkpoint_every_n_tokens", "be an int", value_of(every)))
-    for name, x in given.items():
-        if x.device != p.device:
-            raise ValueError(must(name, f"be on the device of q, {p.device}", str(x.device)))
-        if name in floats:
-            check_dtype(name, x, FLOAT_DTYPES, FLOATS)
-        elif name in indices:
-            check_dtype(name, x, INDEX_DTYPES, INDICES)
+    check_dtypes({"state": state, "state_checkpoints": state_checkpoints, **slots}, slots)
     if has_initial_state is not None and has_initial_state.dtype != torch.bool:
         raise ValueError(must("has_initial_state", "be torch.bool", str(has_initial_state.dtype)))
     if out is not None and out.dtype != p.q_dtype:
@@ -139,9 +95,7 @@ def validate_prefill(
     ):
         if maybe is not None and maybe.shape != (p.N,):
             raise ValueError(must(name, f"have shape [N={p.N}], one a sequence", shape_of(maybe)))
-    if out is not None and out.shape != (p.B, p.T, p.HV, p.V):
-        expected = shaped(B=p.B, T=p.T, HV=p.HV, V=p.V)
-        raise ValueError(must("out", f"have shape {expected}", shape_of(out)))
+    check_shape("out", out, B=p.B, T=p.T, HV=p.HV, V=p.V)
 
     # Checkpoints.
     if every < 0 or every % p.chunk_size != 0:
@@ -149,7 +103,7 @@ def validate_prefill(
         raise ValueError(must("checkpoint_every_n_tokens", expected, str(every)))
     if every == 0:
         for name in ("state_checkpoints", "checkpoint_slots"):
-            if name in given:
+            if getattr(call.pool, name) is not None:
                 expected = "be None without checkpoint_every_n_tokens"
                 raise ValueError(must(name, expected, "a tensor"))
     if checkpoint_slots is not None and (
@@ -172,7 +126,7 @@ def validate_prefill(
             "gdn_triton.chunk_prefill updates states in place and has no gradient; an input "
             "requires one. Call under torch.no_grad(), or use chunk_gated_delta_rule"
         )
-    unreadable = problem.unreadable or why_unreadable(tuple(given), tuple(given.values()))
+    unreadable = problem.unreadable or why_unreadable(PoolArguments._fields, call.pool)
     return dataclasses.replace(problem, pool_dtype=state.dtype, unreadable=unreadable)
 
 
@@ -184,22 +138,15 @@ def checkpoint_rows(problem: Problem, every: int) -> int:
 def check_memory(x: Sequence[Tensor | None]) -> None:
     """Raises ValueError if what is written may not be: by its strides, or by where it lies.
 
-    x: the tensors of a call in the order of `_TENSORS`, without checkpoints that are slots of the
-    pool.
+    x: the `PoolArguments` of a call, without checkpoints that are slots of the pool, and its
+    `Inputs`.
     """
     _judged_memory(tuple(map(layout_of, x))).check(x)
 
 
-# The tensors of a `gdn_triton.chunk.prefill_call.PrefillCall`, in its order.
-_TENSORS: Final = (
-    *("state", "read_slots", "write_slots", "has_initial_state", "q", "k", "v", "g", "beta"),
-    *("A_log", "dt_bias", "cu_seqlens", "out", "state_checkpoints", "checkpoint_slots"),
-)
-
-
 @functools.lru_cache(MOST_REMEMBERED)
 def _judged_memory(layouts: tuple[Layout | None, ...]) -> Apart:
-    named = dict(zip(_TENSORS, layouts, strict=True))
+    named = dict(zip((*PoolArguments._fields, *Inputs._fields), layouts, strict=True))
     for name in ("state", "state_checkpoints"):
         layout = named[name]
         if layout is not None and span(layout[0][1:], layout[1][1:]) > 2**31:
@@ -261,7 +208,5 @@ def _checkpoint_writes(
 
 
 def _check_states(name: str, x: Tensor, count: str, p: Problem) -> None:
-    if x.dim() != 4:
-        layout = "HV, V, K" if p.state_v_first else "HV, K, V"
-        raise ValueError(must(name, f"have 4 dimensions [{count}, {layout}]", shape_of(x)))
-    _check_state(name, x, count, x.shape[0], p.HV, p.K, p.V, p.state_v_first)
+    sizes = {"HV": p.HV, "K": p.K, "V": p.V}
+    check_state(name, x, count, None, **sizes, state_v_first=p.state_v_first)

@@ -78,16 +78,16 @@ def causal_conv1d(
         RuntimeError: the backend asked for by name cannot run this call, with its reason.
     """
     args = ConvArguments(
-        x,
-        weight,
-        bias,
-        activation,
-        state,
-        read_slots,
-        write_slots,
-        has_initial_state,
-        skip,
-        cu_seqlens,
+        x=x,
+        weight=weight,
+        bias=bias,
+        activation=activation,
+        state=state,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        has_initial_state=has_initial_state,
+        skip=skip,
+        cu_seqlens=cu_seqlens,
     )
     if is_traced(x):
         return traced_conv(args)
@@ -141,17 +141,17 @@ def causal_conv1d_update(
         NotImplementedError: an input requires a gradient.
     """
     args = ConvArguments(
-        x,
-        weight,
-        bias,
-        activation,
-        state,
-        read_slots,
-        write_slots,
-        has_initial_state,
-        skip,
-        cu_seqlens,
-        num_accepted_tokens,
+        x=x,
+        weight=weight,
+        bias=bias,
+        activation=activation,
+        state=state,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        has_initial_state=has_initial_state,
+        skip=skip,
+        cu_seqlens=cu_seqlens,
+        num_accepted_tokens=num_accepted_tokens,
     )
     if is_traced(x):
         return traced_conv(args, STEP)
@@ -216,27 +216,27 @@ def fused_conv_prep(
             `gdn_triton.fused_post_conv_prep`.
     """
     args = ConvArguments(
-        mixed_qkv,
-        weight,
-        bias,
-        activation,
-        state,
-        read_slots,
-        write_slots,
-        has_initial_state,
-        skip,
-        cu_seqlens,
+        x=mixed_qkv,
+        weight=weight,
+        bias=bias,
+        activation=activation,
+        state=state,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        has_initial_state=has_initial_state,
+        skip=skip,
+        cu_seqlens=cu_seqlens,
     )
     prep = PrepArguments(
-        a,
-        b,
-        A_log,
-        dt_bias,
-        num_k_heads,
-        head_k_dim,
-        head_v_dim,
-        apply_l2norm,
-        output_g_exp,
+        a=a,
+        b=b,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        num_k_heads=num_k_heads,
+        head_k_dim=head_k_dim,
+        head_v_dim=head_v_dim,
+        apply_l2norm=apply_l2norm,
+        output_g_exp=output_g_exp,
     )
     if is_traced(mixed_qkv):
         return traced_conv_prep(args, prep)

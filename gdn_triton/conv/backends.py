@@ -29,18 +29,18 @@ from gdn_triton._host.arguments import (
 from gdn_triton._host.backends import Backend, Operator, missing, reference_supports, triton_limits
 from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import Apart, Layout, layout_of
+from gdn_triton._host.slots import LAST_SKIPPED, check_contents, check_skip
 from gdn_triton._host.tensors import check_written, resolved, why_unreadable
 from gdn_triton.conv.problem import ConvOperands, ConvProblem, PrepOperands
 from gdn_triton.prep.backends import (
     POST_CONV,
-    Prepared,
+    PreparedInputs,
     Sizes,
     run_post_conv,
     triton_refusal,
     validate_post_conv,
     with_gradients,
 )
-from gdn_triton.recurrent.validation import LAST_SKIPPED, check_contents
 
 ACTIVATIONS: Final = {"silu": True, None: False}
 # Taps of the Triton kernels; the reference has no limit.
@@ -68,19 +68,19 @@ class ConvArguments(NamedTuple):
     num_accepted_tokens: Tensor | None = None
 
 
-class Call(NamedTuple):
+class Form(NamedTuple):
     """name: of x, in messages. is_step: tokens come as in `gdn_triton.recurrent_step`."""
 
     name: str = "x"
     is_step: bool = False
 
 
-PLAIN: Final = Call()
-STEP: Final = Call(is_step=True)
-PREPARED: Final = Call("mixed_qkv")
+PLAIN: Final = Form()
+STEP: Final = Form(is_step=True)
+PREPARED: Final = Form("mixed_qkv")
 
 
-def validate_conv(args: ConvArguments, call: Call) -> ConvProblem:
+def validate_conv(args: ConvArguments, form: Form) -> ConvProblem:
     """Checks the arguments of `gdn_triton.causal_conv1d`, which documents them.
 
     In this order: types, devices, ranks, sizes, dtypes, sequences, the state and its slots. Raises
@@ -89,32 +89,32 @@ def validate_conv(args: ConvArguments, call: Call) -> ConvProblem:
     `check_contents`, at run time.
     """
     x, weight, bias, state, cu_seqlens = args.x, args.weight, args.bias, args.state, args.cu_seqlens
-    _check_types(args, call)
+    _check_types(args, form)
     packed = cu_seqlens is not None
-    _check_rank(x, call, packed)
+    _check_rank(x, form, packed)
     if weight.dim() != 2:
         raise ValueError(must("weight", "have 2 dimensions [D, W]", shape_of(weight)))
     D, W = x.shape[-1], weight.shape[1]
     if D < 1:
-        raise ValueError(must(call.name, "have at least one channel", shape_of(x)))
+        raise ValueError(must(form.name, "have at least one channel", shape_of(x)))
     if weight.shape[0] != D or W < 1:
         expected = f"have shape {shaped(D=D)[:-1]}, W >= 1]"
         raise ValueError(must("weight", expected, shape_of(weight)))
     if bias is not None and bias.shape != (D,):
         raise ValueError(must("bias", f"have shape {shaped(D=D)}", shape_of(bias)))
-    for name, given in ((call.name, x), ("weight", weight), ("bias", bias), ("state", state)):
+    for name, given in ((form.name, x), ("weight", weight), ("bias", bias), ("state", state)):
         if given is not None:
             check_dtype(name, given, FLOAT_DTYPES, FLOATS)
 
-    B, T = _batch(x, call, packed)
+    B, T = _batch(x, form, packed)
     N = B
     if cu_seqlens is not None:
         check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES, INDICES)
         N = count_sequences(cu_seqlens)
-    _check_state(args, call, B, T, N, D, W)
+    _check_state(args, form, B, T, N, D, W)
     trained = (x, weight) if bias is None else (x, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(y.requires_grad for y in trained)
-    _check_gradients(args, call, needs_grad)
+    _check_gradients(args, form, needs_grad)
     return ConvProblem(
         B=B,
         T=T,
@@ -129,7 +129,7 @@ def validate_conv(args: ConvArguments, call: Call) -> ConvProblem:
         has_state=state is not None,
         wide=any(y.dtype == torch.float64 for y in trained),
         needs_grad=needs_grad,
-        unreadable=why_unreadable(_names(call.name), args),
+        unreadable=why_unreadable(_names(form.name), args),
         columns=0 if state is None or args.num_accepted_tokens is None else state.shape[2],
     )
 
@@ -140,8 +140,8 @@ def _names(first: str) -> tuple[str, ...]:
     return first, *ConvArguments._fields[1:]
 
 
-def _check_types(args: ConvArguments, call: Call) -> None:
-    for name, required in ((call.name, args.x), ("weight", args.weight)):
+def _check_types(args: ConvArguments, form: Form) -> None:
+    for name, required in ((form.name, args.x), ("weight", args.weight)):
         if not isinstance(required, Tensor):
             raise TypeError(must(name, "be a torch.Tensor", type_of(required)))
     for name in _OPTIONAL:
@@ -150,33 +150,32 @@ def _check_types(args: ConvArguments, call: Call) -> None:
             raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
     if type(args.activation) not in (str, type(None)) or args.activation not in ACTIVATIONS:
         raise ValueError(must("activation", 'be "silu" or None', value_of(args.activation)))
-    if type(args.skip) is not str or args.skip not in LAST_SKIPPED:
-        raise ValueError(must("skip", f"be one of {', '.join(LAST_SKIPPED)}", value_of(args.skip)))
+    check_skip(args.skip)
     device = args.x.device
     for name, given in zip(args._fields, args, strict=True):
         if isinstance(given, Tensor) and given.device != device:
-            expected = f"be on the device of {call.name}, {device}"
+            expected = f"be on the device of {form.name}, {device}"
             raise ValueError(must(name, expected, str(given.device)))
 
 
-def _check_rank(x: Tensor, call: Call, packed: bool) -> None:
+def _check_rank(x: Tensor, form: Form, packed: bool) -> None:
     forms = "[T, D] or [B, T, D]"
     if packed:
         forms = "[T, D] or [1, T, D] with cu_seqlens"
-    elif call.is_step:
+    elif form.is_step:
         forms = "[N, D] or [N, T, D]"
     if x.dim() not in (2, 3) or (packed and x.dim() == 3 and x.shape[0] != 1):
-        raise ValueError(must(call.name, f"have shape {forms}", shape_of(x)))
+        raise ValueError(must(form.name, f"have shape {forms}", shape_of(x)))
 
 
-def _batch(x: Tensor, call: Call, packed: bool) -> tuple[int, int]:
+def _batch(x: Tensor, form: Form, packed: bool) -> tuple[int, int]:
     """B and T of x as [B, T, D]."""
     if x.dim() == 3:
         return x.shape[0], x.shape[1]
-    return (x.shape[0], 1) if call.is_step and not packed else (1, x.shape[0])
+    return (x.shape[0], 1) if form.is_step and not packed else (1, x.shape[0])
 
 
-def _check_state(args: ConvArguments, call: Call, B: int, T: int, N: int, D: int, W: int) -> None:
+def _check_state(args: ConvArguments, form: Form, B: int, T: int, N: int, D: int, W: int) -> None:
     state = args.state
     if state is None:
         for name in ("read_slots", "write_slots", "has_initial_state", "num_accepted_tokens"):
@@ -189,7 +188,7 @@ def _check_state(args: ConvArguments, call: Call, B: int, T: int, N: int, D: int
         expected = f"have shape [slots, D={D}, W - 1={W - 1}]"
         raise ValueError(must("state", expected, shape_of(state)))
     if torch.promote_types(args.x.dtype, state.dtype) != state.dtype:
-        expected = f"have a dtype that holds that of {call.name}, {args.x.dtype}"
+        expected = f"have a dtype that holds that of {form.name}, {args.x.dtype}"
         raise ValueError(must("state", expected, str(state.dtype)))
     check_written("state", state)
     if args.read_slots is None:
@@ -233,14 +232,14 @@ def _check_accepted(args: ConvArguments, N: int, D: int, W: int) -> None:
             raise ValueError(must(name, "be None with num_accepted_tokens", "a tensor"))
 
 
-def _check_gradients(args: ConvArguments, call: Call, needs_grad: bool) -> None:
+def _check_gradients(args: ConvArguments, form: Form, needs_grad: bool) -> None:
     if not torch.is_grad_enabled():
         return
     if args.state is not None and args.state.requires_grad:
         raise NotImplementedError(
             "state is updated in place and has no gradient, and requires one: detach it"
         )
-    if call.is_step and needs_grad:
+    if form.is_step and needs_grad:
         raise NotImplementedError(
             "gdn_triton.causal_conv1d_update has no gradient; an input requires one. Call under "
             "torch.no_grad(), or use causal_conv1d"
@@ -248,34 +247,34 @@ def _check_gradients(args: ConvArguments, call: Call, needs_grad: bool) -> None:
 
 
 def operands(
-    problem: ConvProblem, args: ConvArguments, call: Call, prep: PrepArguments | None = None
+    problem: ConvProblem, args: ConvArguments, form: Form, prep: PrepArguments | None = None
 ) -> ConvOperands:
     """The tensors, with x as [B, T, D], a view. Judges where they lie, those of a preparation in
     the same pass too, and slots and offsets where the host can read them."""
     p = problem
     x = args.x.view(p.B, p.T, p.D) if args.x.dim() == 3 else _with_batch(args.x, p)
     given = ConvOperands(
-        x,
-        args.weight,
-        args.bias,
-        args.state,
-        args.read_slots,
-        args.write_slots,
-        args.has_initial_state,
-        args.cu_seqlens,
-        args.num_accepted_tokens,
+        x=x,
+        weight=args.weight,
+        bias=args.bias,
+        state=args.state,
+        read_slots=args.read_slots,
+        write_slots=args.write_slots,
+        has_initial_state=args.has_initial_state,
+        cu_seqlens=args.cu_seqlens,
+        num_accepted_tokens=args.num_accepted_tokens,
     )
     if given.state is not None and p.unreadable is None:  # else there need not be an address
-        tensors = given if prep is None else (*given, *prep[:4])
-        _memory(call.name, tuple(map(layout_of, tensors))).check(tensors)
-    check_contents(p, given)
+        tensors = given if prep is None else (*given, *prep.tensors)
+        _memory(form.name, tuple(map(layout_of, tensors))).check(tensors)
+    check_contents(p, given, given.has_initial_state)
     return resolved(given)
 
 
 @functools.lru_cache(1024)
 def _memory(x_name: str, layouts: tuple[Layout | None, ...]) -> Apart:
     """layouts: of the operands, after which those of a preparation may come."""
-    names = (x_name, *ConvOperands._fields[1:], *PrepArguments._fields[:4])
+    names = (x_name, *ConvOperands._fields[1:], *PREP_TENSORS)
     return Apart(dict(zip(names, layouts, strict=False)), ("state",))
 
 
@@ -345,18 +344,18 @@ CONV_UPDATE: Operator[ConvProblem, ConvRun] = Operator(
 )
 
 
-def run_conv(args: ConvArguments, call: Call = PLAIN) -> Tensor:
+def run_conv(args: ConvArguments, form: Form = PLAIN) -> Tensor:
     """The convolution, in the shape of x; the states are written."""
-    problem = validate_conv(args, call)
-    return run_valid_conv(problem, args, call)
+    problem = validate_conv(args, form)
+    return run_valid_conv(problem, args, form)
 
 
 def run_valid_conv(
-    problem: ConvProblem, args: ConvArguments, call: Call, prep: PrepArguments | None = None
+    problem: ConvProblem, args: ConvArguments, form: Form, prep: PrepArguments | None = None
 ) -> Tensor:
     """prep: of a preparation that follows."""
-    given = operands(problem, args, call, prep)
-    run = (CONV_UPDATE if call.is_step else CONV).choose(problem).load()
+    given = operands(problem, args, form, prep)
+    run = (CONV_UPDATE if form.is_step else CONV).choose(problem).load()
     with on_device(problem.device):
         y = run(problem, given)
     return y.view(args.x.shape)
@@ -374,6 +373,13 @@ class PrepArguments(NamedTuple):
     head_v_dim: int
     apply_l2norm: bool
     output_g_exp: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.a, self.b, self.A_log, self.dt_bias
+
+
+PREP_TENSORS: Final = ("a", "b", "A_log", "dt_bias")
 
 
 def validate_conv_prep(args: ConvArguments, prep: PrepArguments) -> tuple[ConvProblem, Sizes]:
@@ -405,7 +411,7 @@ class PrepProblem(NamedTuple):
         return self.conv.device
 
 
-PrepRun = Callable[[ConvArguments, PrepArguments, PrepProblem], Prepared]
+PrepRun = Callable[[ConvArguments, PrepArguments, PrepProblem], PreparedInputs]
 
 
 def conv_prep_refusal(problem: PrepProblem) -> str | None:
@@ -434,7 +440,7 @@ def prep_problem(args: ConvArguments, prep: PrepArguments) -> PrepProblem:
     return PrepProblem(conv, with_gradients(sizes, prep_needs_grad(conv, prep)))
 
 
-def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
+def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> PreparedInputs:
     """q, k, v, g and beta; the states are written.
 
     In one kernel where Triton serves all of it. Else the convolution, then the preparation, each in
@@ -447,34 +453,34 @@ def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
     return CONV_PREP.choose(problem).load()(args, prep, problem)
 
 
-def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> Prepared:
+def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> PreparedInputs:
     sizes, lead = problem.sizes, args.x.shape[:-1]
     # Choose before anything runs: a refusal then leaves the states as they are.
     second = POST_CONV.choose(sizes).load()
     y = run_valid_conv(problem.conv, args, PREPARED, prep).flatten(0, -2)
-    gates = (x.reshape(-1, sizes.HV) for x in prep[:2])
-    parts = run_post_conv(second, y, *gates, *prep[2:])
+    flat = prep._replace(a=prep.a.reshape(-1, sizes.HV), b=prep.b.reshape(-1, sizes.HV))
+    parts = run_post_conv(second, y, *flat)
     q, k, v, g, beta = (x.unflatten(0, lead) for x in parts)
     return q, k, v, g, beta
 
 
-def _run_fused(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> Prepared:
+def _run_fused(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> PreparedInputs:
     from gdn_triton.conv.triton.forward import conv_prep_fwd
 
     sizes = problem.sizes
     given = operands(problem.conv, args, PREPARED, prep)
-    a, b, A_log, dt_bias = resolved(prep[:4])
+    a, b, A_log, dt_bias = resolved(prep.tensors)
     others = PrepOperands(
-        a if a.dim() == 3 else a.unsqueeze(0),
-        b if b.dim() == 3 else b.unsqueeze(0),
-        A_log,
-        dt_bias,
-        sizes.H,
-        sizes.HV,
-        sizes.K,
-        sizes.V,
-        prep.apply_l2norm,
-        prep.output_g_exp,
+        a=a if a.dim() == 3 else a.unsqueeze(0),
+        b=b if b.dim() == 3 else b.unsqueeze(0),
+        A_log=A_log,
+        dt_bias=dt_bias,
+        H=sizes.H,
+        HV=sizes.HV,
+        K=sizes.K,
+        V=sizes.V,
+        use_l2norm=prep.apply_l2norm,
+        g_exp=prep.output_g_exp,
     )
     with on_device(problem.device):
         parts = conv_prep_fwd(problem.conv, given, others)

@@ -11,18 +11,20 @@ the call and chooses the backend at every run, and its fake judges shapes only. 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
 from gdn_triton._host.memory import operator_counts_writes
+from gdn_triton._host.records import arguments_of, made
 from gdn_triton._host.replay import replayed_gradients
 from gdn_triton.conv.backends import (
     PLAIN,
     STEP,
-    Call,
     ConvArguments,
+    Form,
     PrepArguments,
     prep_needs_grad,
     run_conv,
@@ -30,7 +32,7 @@ from gdn_triton.conv.backends import (
     validate_conv,
     validate_conv_prep,
 )
-from gdn_triton.prep.backends import Prepared
+from gdn_triton.prep.backends import PreparedInputs
 from gdn_triton.prep.operators import traced
 
 _CONV: Final = "Tensor x, Tensor weight, Tensor? bias, str? activation"
@@ -42,15 +44,24 @@ _PREP: Final = (
     "int head_v_dim, bool apply_l2norm, bool output_g_exp"
 )
 _PREPARED: Final = "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta)"
-# x, weight and bias may have gradients.
-_TRAINED: Final = 3
 
 
-def _stateless(*args: Any) -> ConvArguments:
-    """The record of a call without states, from x, weight, bias, activation, cu_seqlens."""
-    x, weight, bias, activation, cu_seqlens = args
-    state = None, None, None, None
-    return ConvArguments(x, weight, bias, activation, *state, "negative", cu_seqlens)
+_OF_STATES: Final = (
+    *("state", "read_slots", "write_slots", "has_initial_state"),
+    "num_accepted_tokens",
+)
+# The arguments of each operator, by their names in the records of a call.
+_CONV_ARGUMENTS: Final = arguments_of(f"{_CONV}, Tensor? cu_seqlens")
+_STATES: Final = f"{_CONV}, {_STATE}, Tensor? cu_seqlens, Tensor? num_accepted_tokens, bool is_step"
+_STATE_ARGUMENTS: Final = arguments_of(_STATES)
+_PREP_ARGUMENTS: Final = arguments_of(f"{_CONV}, Tensor? cu_seqlens, {_PREP}")
+_PREP_STATE_ARGUMENTS: Final = arguments_of(f"{_CONV}, {_STATE}, Tensor? cu_seqlens, {_PREP}")
+_TRAINED: Final = ("x", "weight", "bias")
+
+
+def _given(given: Mapping[str, Any]) -> ConvArguments:
+    """The record of a call from the arguments of its operator, which may have none of states."""
+    return made(ConvArguments, {**dict.fromkeys(_OF_STATES), "skip": "negative", **given})
 
 
 # ------------------------------------------------------------------------------- without a state
@@ -62,12 +73,12 @@ def _stateless(*args: Any) -> ConvArguments:
     schema=f"({_CONV}, Tensor? cu_seqlens) -> Tensor",
 )
 def _conv(*args: Any) -> Tensor:
-    return run_conv(_stateless(*args))
+    return run_conv(_given(_CONV_ARGUMENTS.named(args)))
 
 
 @_conv.register_fake
 def _conv_fake(*args: Any) -> Tensor:
-    validate_conv(_stateless(*args), PLAIN)
+    validate_conv(_given(_CONV_ARGUMENTS.named(args)), PLAIN)
     return args[0].new_empty(args[0].shape)
 
 
@@ -78,31 +89,36 @@ def _conv_fake(*args: Any) -> Tensor:
     schema=f"(Tensor dy, {_CONV}, Tensor? cu_seqlens, bool[] wanted) -> Tensor[]",
 )
 def _conv_backward(dy: Tensor, *args: Any) -> list[Tensor]:
-    return replayed_gradients(
-        lambda *leaves: (run_conv(_stateless(*leaves, *args[_TRAINED:-1])),),
-        args[:_TRAINED],
-        args[-1],
-        (dy,),
-    )
+    *values, wanted = args
+    given = _CONV_ARGUMENTS.named(values)
+
+    def run(*leaves: Tensor | None) -> tuple[Tensor]:
+        return (run_conv(_given({**given, **dict(zip(_TRAINED, leaves, strict=True))})),)
+
+    return replayed_gradients(run, [given[name] for name in _TRAINED], wanted, (dy,))
 
 
 @_conv_backward.register_fake
 def _conv_backward_fake(dy: Tensor, *args: Any) -> list[Tensor]:
-    trained = zip(args[:_TRAINED], args[-1], strict=True)
+    *values, wanted = args
+    given = _CONV_ARGUMENTS.named(values)
+    trained = zip((given[name] for name in _TRAINED), wanted, strict=True)
     return [x.new_empty(x.shape) for x, want in trained if want and x is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *trained, activation, cu_seqlens = inputs
-    ctx.save_for_backward(*trained, cu_seqlens)
-    ctx.activation = activation
+    given = _CONV_ARGUMENTS.named(inputs)
+    ctx.save_for_backward(*(given.pop(name) for name in _CONV_ARGUMENTS.tensors))
+    ctx.rest = given
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    *trained, cu_seqlens = ctx.saved_tensors
-    wanted = list(ctx.needs_input_grad[:_TRAINED])
-    gradients = iter(_conv_backward(dy, *trained, ctx.activation, cu_seqlens, wanted))
-    return (*(next(gradients) if want else None for want in wanted), None, None)
+    needed = dict(zip(_CONV_ARGUMENTS.names, ctx.needs_input_grad, strict=False))
+    tensors = dict(zip(_CONV_ARGUMENTS.tensors, ctx.saved_tensors, strict=True))
+    values = _CONV_ARGUMENTS.ordered({**tensors, **ctx.rest})
+    gradients = iter(_conv_backward(dy, *values, [needed[name] for name in _TRAINED]))
+    found = {name: next(gradients) for name in _TRAINED if needed[name]}
+    return tuple(found.get(name) for name in _CONV_ARGUMENTS.names)
 
 
 def _differentiate_twice(ctx: Any, *gradients: Any) -> NoReturn:
@@ -119,27 +135,31 @@ _conv_backward.register_autograd(_differentiate_twice)
 # ----------------------------------------------------------------------------------- with a state
 
 
+def _with_state(args: Sequence[Any]) -> tuple[ConvArguments, Form]:
+    given = _STATE_ARGUMENTS.named(args)
+    return _given(given), STEP if given["is_step"] else PLAIN
+
+
 @torch.library.custom_op(
     "gdn_triton::causal_conv1d_state",
     mutates_args=("state",),
-    schema=f"({_CONV}, {_STATE}, Tensor? cu_seqlens, Tensor? num_accepted_tokens, bool is_step) "
-    "-> Tensor",
+    schema=f"({_STATES}) -> Tensor",
 )
 def _conv_state(*args: Any) -> Tensor:
     with operator_counts_writes():
-        return run_conv(ConvArguments(*args[:-1]), STEP if args[-1] else PLAIN)
+        return run_conv(*_with_state(args))
 
 
 @_conv_state.register_fake
 def _conv_state_fake(*args: Any) -> Tensor:
-    validate_conv(ConvArguments(*args[:-1]), STEP if args[-1] else PLAIN)
+    validate_conv(*_with_state(args))
     return args[0].new_empty(args[0].shape)
 
 
 # ----------------------------------------------------------------------------- and the preparation
 
 
-def _prepared_fake(args: ConvArguments, prep: PrepArguments) -> Prepared:
+def _prepared_fake(args: ConvArguments, prep: PrepArguments) -> PreparedInputs:
     sizes = validate_conv_prep(args, prep)[1]
     x, lead = args.x, args.x.shape[:-1]
     keys = (*lead, sizes.H, sizes.K)
@@ -155,13 +175,15 @@ def _prepared_fake(args: ConvArguments, prep: PrepArguments) -> Prepared:
     mutates_args=(),
     schema=f"({_CONV}, Tensor? cu_seqlens, {_PREP}) -> {_PREPARED}",
 )
-def _prep(*args: Any) -> Prepared:
-    return run_conv_prep(_stateless(*args[:5]), PrepArguments(*args[5:]))
+def _prep(*args: Any) -> PreparedInputs:
+    given = _PREP_ARGUMENTS.named(args)
+    return run_conv_prep(_given(given), made(PrepArguments, given))
 
 
 @_prep.register_fake
-def _prep_fake(*args: Any) -> Prepared:
-    return _prepared_fake(_stateless(*args[:5]), PrepArguments(*args[5:]))
+def _prep_fake(*args: Any) -> PreparedInputs:
+    given = _PREP_ARGUMENTS.named(args)
+    return _prepared_fake(_given(given), made(PrepArguments, given))
 
 
 @torch.library.custom_op(
@@ -169,23 +191,25 @@ def _prep_fake(*args: Any) -> Prepared:
     mutates_args=("state",),
     schema=f"({_CONV}, {_STATE}, Tensor? cu_seqlens, {_PREP}) -> {_PREPARED}",
 )
-def _prep_state(*args: Any) -> Prepared:
+def _prep_state(*args: Any) -> PreparedInputs:
+    given = _PREP_STATE_ARGUMENTS.named(args)
     with operator_counts_writes():
-        return run_conv_prep(ConvArguments(*args[:10]), PrepArguments(*args[10:]))
+        return run_conv_prep(_given(given), made(PrepArguments, given))
 
 
 @_prep_state.register_fake
-def _prep_state_fake(*args: Any) -> Prepared:
-    return _prepared_fake(ConvArguments(*args[:10]), PrepArguments(*args[10:]))
+def _prep_state_fake(*args: Any) -> PreparedInputs:
+    given = _PREP_STATE_ARGUMENTS.named(args)
+    return _prepared_fake(_given(given), made(PrepArguments, given))
 
 
 # ------------------------------------------------------------------------------------ under a trace
 
 
-def _judged(args: ConvArguments, call: Call) -> bool:
+def _judged(args: ConvArguments, form: Form) -> bool:
     """Whether the call has a state. Validates what a schema would convert, and a gradient that an
     operator with a state does not have."""
-    problem = validate_conv(args, call)
+    problem = validate_conv(args, form)
     if problem.has_state and problem.needs_grad:
         raise NotImplementedError(
             "gdn_triton.causal_conv1d with a state has no gradient under a compiler; an input "
@@ -194,27 +218,30 @@ def _judged(args: ConvArguments, call: Call) -> bool:
     return problem.has_state
 
 
-def traced_conv(args: ConvArguments, call: Call = PLAIN) -> Tensor:
+def traced_conv(args: ConvArguments, form: Form = PLAIN) -> Tensor:
     """`gdn_triton.causal_conv1d` or `causal_conv1d_update` through its operator."""
-    if _judged(args, call) or call.is_step:
-        y: Tensor = torch.ops.gdn_triton.causal_conv1d_state(*args, call.is_step)
+    if _judged(args, form) or form.is_step:
+        given = {**args._asdict(), "is_step": form.is_step}
+        y: Tensor = torch.ops.gdn_triton.causal_conv1d_state(*_STATE_ARGUMENTS.ordered(given))
         return y
-    y = torch.ops.gdn_triton.causal_conv1d(*args[:4], args.cu_seqlens)
+    y = torch.ops.gdn_triton.causal_conv1d(*_CONV_ARGUMENTS.ordered(args._asdict()))
     return y
 
 
-def traced_conv_prep(args: ConvArguments, prep: PrepArguments) -> Prepared:
+def traced_conv_prep(args: ConvArguments, prep: PrepArguments) -> PreparedInputs:
     """`gdn_triton.fused_conv_prep` through its operator, or, with gradients, the two of its
     parts."""
     problem, _ = validate_conv_prep(args, prep)
+    given = {**args._asdict(), **prep._asdict()}
     if prep_needs_grad(problem, prep):
         y = traced_conv(args)
-        gates = (x.flatten(0, -2) for x in (prep.a, prep.b))
-        parts = traced(y.flatten(0, -2), *gates, *prep[2:])
+        prep = prep._replace(a=prep.a.flatten(0, -2), b=prep.b.flatten(0, -2))
+        parts = traced(y.flatten(0, -2), *prep)
         q, k, v, g, beta = (x.unflatten(0, args.x.shape[:-1]) for x in parts)
     elif args.state is None:
-        q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep(*args[:4], args.cu_seqlens, *prep)
+        q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep(*_PREP_ARGUMENTS.ordered(given))
     else:
-        # Of a prefill, which has no accepted tokens.
-        q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep_state(*args[:10], *prep)
+        q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep_state(
+            *_PREP_STATE_ARGUMENTS.ordered(given)
+        )
     return q, k, v, g, beta

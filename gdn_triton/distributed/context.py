@@ -128,13 +128,13 @@ class ContextParallel:
 
     def _shard_layout(self) -> ShardLayout:
         return ShardLayout(
-            self.group,
-            self.cu_seqlens,
-            tuple(self.cu_seqlens_cpu.tolist()),
-            self.intervals,
-            self.lengths,
-            places_of_slots(self.world_size, self.layout == "zigzag"),
-            self.crosses,
+            group=self.group,
+            cu_seqlens=self.cu_seqlens,
+            offsets=tuple(self.cu_seqlens_cpu.tolist()),
+            intervals=self.intervals,
+            lengths=self.lengths,
+            places=places_of_slots(self.world_size, self.layout == "zigzag"),
+            crosses=self.crosses,
         )
 
 
@@ -288,23 +288,23 @@ def shard_layout(cp_context: object) -> ShardLayout:
             history = _number(cp_context, f"pre_num_conv_tokens{suffix}", 0, slot * length, at)
         intervals.append(
             Interval(
-                slot,
-                first,
-                last,
-                tuple(range(slot - before, slot)),
-                tuple(range(slot + 1, slot + 1 + after)),
-                history,
+                slot=slot,
+                first=first,
+                last=last,
+                before=tuple(range(slot - before, slot)),
+                after=tuple(range(slot + 1, slot + 1 + after)),
+                history=history,
             )
         )
     return ShardLayout(
-        group,
-        cu_seqlens,
-        offsets,
-        tuple(intervals),
-        (length,) * n_slots,
-        places_of_slots(world_size, zigzag),
+        group=group,
+        cu_seqlens=cu_seqlens,
+        offsets=offsets,
+        intervals=tuple(intervals),
+        lengths=(length,) * n_slots,
+        places=places_of_slots(world_size, zigzag),
         # This rank does not know what lies on the others, and all ranks must give the same answer.
-        n_slots > 1,
+        crosses=n_slots > 1,
     )
 
 

@@ -104,12 +104,12 @@ def cut_out(offsets: Sequence[int], lengths: Sequence[int], slot: int) -> Part:
             tokens.append(min(eos, end) - max(bos, start))
     filled = [c for c, length in enumerate(lengths) if length > 0]
     interval = Interval(
-        slot,
-        0,
-        len(sequences) - 1,
-        tuple(c for c in filled if begin < bounds[c + 1] <= start),
-        tuple(c for c in filled if end <= bounds[c] < finish),
-        start - begin,
+        slot=slot,
+        first=0,
+        last=len(sequences) - 1,
+        before=tuple(c for c in filled if begin < bounds[c + 1] <= start),
+        after=tuple(c for c in filled if end <= bounds[c] < finish),
+        history=start - begin,
     )
     return Part(tuple(sequences), tuple(tokens), interval)
 

@@ -75,9 +75,7 @@ def _operator(name: str) -> torch._ops.OpOverload:
     return operator
 
 
-def forward(
-    problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
-) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None. With a ``pool``, its o, and its
     states and checkpoints, which are written in place.
 
@@ -85,7 +83,7 @@ def forward(
     RuntimeError with the reason if the library is not there, or says that it did not run.
     """
     if pool is not None:
-        return _prefill(problem, x, cu_seqlens, pool), None
+        return _prefill(problem, x, pool), None
     p, initial_state = problem, x.initial_state
     run, device = _operator("chunk_forward"), x.q.device
     o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=device)
@@ -98,7 +96,7 @@ def forward(
     run(
         *_readable(x),
         None if initial_state is None else side_readable(initial_state),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
         *_options(p),
         o,
         final_state,
@@ -107,7 +105,7 @@ def forward(
     return o, final_state
 
 
-def _prefill(problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool) -> Tensor:
+def _prefill(problem: Problem, x: Inputs, pool: Pool) -> Tensor:
     """The pool's o. One that TMA cannot write where it lies is written densely, and copied."""
     p = problem
     run = _operator("chunk_prefill")
@@ -123,7 +121,7 @@ def _prefill(problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool)
         pool.write_slots,
         pool.has_initial_state,
         pool.last_skipped,
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
         *_options(p),
         o,
         pool.every,
@@ -159,7 +157,6 @@ def backward_floats(
 def gradients(
     problem: Problem,
     x: Inputs,
-    cu_seqlens: Tensor | None,
     do: Tensor | None,
     dht: Tensor | None,
     *,
@@ -207,7 +204,7 @@ def gradients(
             None if dht is None else dht.float(),
             *_readable(x),
             None if x.initial_state is None else side_readable(x.initial_state),
-            None if cu_seqlens is None else cu_seqlens.contiguous(),
+            None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
             p.scale,
             p.state_v_first,
             p.use_qk_l2norm,
@@ -223,21 +220,25 @@ def gradients(
             torch.empty(floats, dtype=torch.float32, device=device),
         )
     return Gradients(
-        dq,
-        dk,
-        dv,
-        dg,
-        dbeta,
-        None if dh0 is None or x.initial_state is None else dh0.to(x.initial_state.dtype),
-        None if gate_sums is None or x.A_log is None else gate_sums[0].to(x.A_log.dtype, copy=True),
-        None
+        q=dq,
+        k=dk,
+        v=dv,
+        g=dg,
+        beta=dbeta,
+        initial_state=None
+        if dh0 is None or x.initial_state is None
+        else dh0.to(x.initial_state.dtype),
+        A_log=None
+        if gate_sums is None or x.A_log is None
+        else gate_sums[0].to(x.A_log.dtype, copy=True),
+        dt_bias=None
         if gate_sums is None or x.dt_bias is None
         else gate_sums[1].to(x.dt_bias.dtype, copy=True),
     )
 
 
 def _readable(x: Inputs) -> tuple[Tensor | None, ...]:
-    """All inputs but the state, as the operators take them."""
+    """All inputs but the state and the offsets, as the operators take them."""
     return (
         tma_readable(x.q),
         tma_readable(x.k),

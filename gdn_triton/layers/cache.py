@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdn_triton.recurrent.validation import LAST_SKIPPED
+from gdn_triton._host.slots import LAST_SKIPPED
 
 __all__ = ["GatedDeltaNetCache"]
 

@@ -24,6 +24,7 @@ from gdn_triton._host.arguments import (
     type_of,
     value_of,
 )
+from gdn_triton._host.slots import LAST_SKIPPED
 from gdn_triton._host.tensors import check_local, is_traced, is_transformed
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update
@@ -31,7 +32,6 @@ from gdn_triton.layers.cache import GatedDeltaNetCache
 from gdn_triton.layers.convolution import conv_from_states, sequence_of_tokens
 from gdn_triton.layers.qwen import weights_from_qwen
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
-from gdn_triton.recurrent.validation import LAST_SKIPPED
 
 __all__ = ["GatedDeltaNet"]
 

@@ -27,7 +27,7 @@ from gdn_triton._host.backends import Backend, Operator, missing, reference_supp
 from gdn_triton._host.device import on_device
 from gdn_triton._host.tensors import resolved, why_unreadable
 
-Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+PreparedInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 # The names of the tensors but the first, whose name differs between callers.
 _TENSORS = ("a", "b", "A_log", "dt_bias")
@@ -121,7 +121,16 @@ def validate_post_conv(
         for name, y in zip(names, tensors, strict=True):
             check_dtype(name, y, FLOAT_DTYPES, FLOATS)
     unreadable = why_unreadable(names, tensors)
-    return Sizes(H, HV, K, V, device, x.dtype, torch.float64 in dtypes, unreadable=unreadable)
+    return Sizes(
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        device=device,
+        dtype=x.dtype,
+        wide=torch.float64 in dtypes,
+        unreadable=unreadable,
+    )
 
 
 def _raise_for_types(
@@ -154,21 +163,21 @@ def triton_refusal(sizes: Sizes) -> str | None:
 
 
 @functools.cache
-def _load_triton() -> Callable[..., Prepared]:
+def _load_triton() -> Callable[..., PreparedInputs]:
     from gdn_triton.prep.triton import post_conv_fwd
 
     return post_conv_fwd
 
 
 @functools.cache
-def _load_reference() -> Callable[..., Prepared]:
+def _load_reference() -> Callable[..., PreparedInputs]:
     from gdn_triton.reference.prep import fused_post_conv_prep
 
     return fused_post_conv_prep
 
 
 # What is loaded runs a validated call, and takes the public function's arguments by position.
-POST_CONV: Operator[Sizes, Callable[..., Prepared]] = Operator(
+POST_CONV: Operator[Sizes, Callable[..., PreparedInputs]] = Operator(
     "fused_post_conv_prep",
     (
         missing("cuda", "The CUDA library has no preparation after the convolution."),
@@ -183,12 +192,14 @@ def with_gradients(sizes: Sizes, needs_grad: bool) -> Sizes:
     return sizes._replace(needs_grad=True) if needs_grad else sizes
 
 
-def choose_post_conv(sizes: Sizes, needs_grad: bool) -> Callable[..., Prepared]:
+def choose_post_conv(sizes: Sizes, needs_grad: bool) -> Callable[..., PreparedInputs]:
     """What runs the call, for `run_post_conv`."""
     return POST_CONV.choose(with_gradients(sizes, needs_grad)).load()
 
 
-def run_post_conv(run: Callable[..., Prepared], conv_output: Tensor, *args: Any) -> Prepared:
+def run_post_conv(
+    run: Callable[..., PreparedInputs], conv_output: Tensor, *args: Any
+) -> PreparedInputs:
     """Runs a validated call by what was chosen for it. args: the public function's others."""
     tensors = resolved((conv_output, *args[: len(_TENSORS)]))
     with on_device(conv_output.device):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gdn_triton._host.replay import replayed_gradients
 from gdn_triton.prep.backends import (
-    Prepared,
+    PreparedInputs,
     choose_post_conv,
     run_post_conv,
     validate_post_conv,
@@ -34,13 +34,13 @@ _TENSORS: Final = 5
     mutates_args=(),
     schema=f"({_SCHEMA}, bool needs_grad) -> (Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta)",
 )
-def _forward(*args: Any) -> Prepared:
+def _forward(*args: Any) -> PreparedInputs:
     *call, needs_grad = args
     return run_post_conv(choose_post_conv(validate_post_conv(*call), needs_grad), *call)
 
 
 @_forward.register_fake
-def _forward_fake(*args: Any) -> Prepared:
+def _forward_fake(*args: Any) -> PreparedInputs:
     x, a = args[:2]
     sizes = validate_post_conv(*args[:-1])
     L, H, HV, K, V = x.shape[0], sizes.H, sizes.HV, sizes.K, sizes.V
@@ -88,7 +88,7 @@ def _backward_fake(
     return [x.new_empty(x.shape) for x, w in zip(args[:_TENSORS], wanted, strict=True) if w]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Prepared) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: PreparedInputs) -> None:
     ctx.save_for_backward(*inputs[:_TENSORS])
     ctx.rest = inputs[_TENSORS:-1]
     ctx.set_materialize_grads(False)
@@ -112,7 +112,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(_differentiate_twice)
 
 
-def traced(*args: Any) -> Prepared:
+def traced(*args: Any) -> PreparedInputs:
     """`gdn_triton.fused_post_conv_prep` through the operator: the one function that is traced."""
     tensors, sizes, flags = args[:_TENSORS], args[_TENSORS:-2], args[-2:]
     # A schema converts what has the wrong type: the error is validation's.

@@ -15,10 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from gdn_triton._triton.activations import log_decay, normalized, sigmoid
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.tiles import UNFUSED
-from gdn_triton.chunk.triton.gate import log_decay, sigmoid
-from gdn_triton.chunk.triton.l2norm import normalized
 from gdn_triton.constants import L2NORM_EPS, SOFTPLUS_THRESHOLD
 
 BLOCK_TOKENS = 64

@@ -1,13 +1,17 @@
 """The public recurrence: `fused_recurrent_gated_delta_rule` for sequences, `recurrent_step` for
 decoding from a pool of states."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from gdn_triton._host.arguments import refuse_head_first
+from gdn_triton._host.records import Options, made
 from gdn_triton._host.tensors import is_traced
 from gdn_triton.recurrent.operators import traced_sequences, traced_step
-from gdn_triton.recurrent.plans import SequenceOptions, StepOptions, run_sequences, run_step
-from gdn_triton.recurrent.problem import Operands
+from gdn_triton.recurrent.plans import run_sequences, run_step
+from gdn_triton.recurrent.problem import Operands, SequenceCall, StepCall
 
 
 def fused_recurrent_gated_delta_rule(
@@ -100,19 +104,36 @@ def fused_recurrent_gated_delta_rule(
         from gdn_triton.chunk.api import _deprecated_state_layout
 
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
-    x = Operands(q, k, v, g, gk, gv, beta, A_log, dt_bias, initial_state, None, None, cu_seqlens)
-    options = SequenceOptions(
-        scale,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        state_v_first,
+    call = SequenceCall.__new__(
+        SequenceCall,
+        inputs=Operands.__new__(
+            Operands,
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            gk=gk,
+            gv=gv,
+            beta=beta,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            state=initial_state,
+            cu_seqlens=cu_seqlens,
+        ),
+        options=Options.__new__(
+            Options,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            use_gate_in_kernel=use_gate_in_kernel,
+        ),
+        scale=scale,
+        output_final_state=output_final_state,
     )
     if is_traced(q):
-        return traced_sequences(x, options)
-    return run_sequences(x, options)
+        return traced_sequences(call)
+    return run_sequences(call)
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
@@ -209,34 +230,45 @@ def recurrent_step(
         NotImplementedError: an input requires a gradient, which a step does not have.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
     """
-    x = _step_operands(
-        state,
-        read_slots,
-        write_slots,
-        q,
-        k,
-        v,
-        mixed_qkv,
-        g,
-        beta,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        out,
-        num_accepted_tokens,
-    )
-    is_mixed, is_raw = mixed_qkv is not None, a is not None
-    options = StepOptions(
-        is_mixed, is_raw, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, skip
+    call = StepCall.__new__(
+        StepCall,
+        inputs=_step_operands(
+            state=state,
+            read_slots=read_slots,
+            write_slots=write_slots,
+            q=q,
+            k=k,
+            v=v,
+            mixed_qkv=mixed_qkv,
+            g=g,
+            beta=beta,
+            a=a,
+            b=b,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            cu_seqlens=cu_seqlens,
+            out=out,
+            num_accepted_tokens=num_accepted_tokens,
+        ),
+        options=Options.__new__(
+            Options,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=a is not None,
+            allow_neg_eigval=allow_neg_eigval,
+            state_v_first=state_v_first,
+            use_gate_in_kernel=a is not None,
+        ),
+        scale=scale,
+        skip=skip,
+        is_mixed=mixed_qkv is not None,
     )
     if is_traced(state):
-        return traced_step(x, options)
-    return run_step(x, options)
+        return traced_step(call)
+    return run_step(call)
 
 
 def _step_operands(
+    *,
     state: Tensor,
     read_slots: Tensor,
     write_slots: Tensor | None,
@@ -264,22 +296,43 @@ def _step_operands(
     else:
         _refuse("g", b=b)
     # Validation has refused a call that lacks one of them.
-    return Operands(
-        q,  # type: ignore[arg-type]
-        k,  # type: ignore[arg-type]
-        v,  # type: ignore[arg-type]
-        g,
-        None,
-        None,
-        beta,
-        A_log,
-        dt_bias,
-        state,
-        read_slots,
-        write_slots,
-        cu_seqlens,
-        out,
-        num_accepted_tokens,
+    return Operands.__new__(
+        Operands,
+        q=q,  # type: ignore[arg-type]
+        k=k,  # type: ignore[arg-type]
+        v=v,  # type: ignore[arg-type]
+        g=g,
+        beta=beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        state=state,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        cu_seqlens=cu_seqlens,
+        out=out,
+        num_accepted_tokens=num_accepted_tokens,
+    )
+
+
+def step_call(given: Mapping[str, Any]) -> StepCall:
+    """From all arguments of `recurrent_step`, by their names."""
+    is_raw, tensors = given["a"] is not None, {**given}
+    rest = {
+        name: tensors.pop(name)
+        for name in (
+            *("scale", "skip", "use_qk_l2norm_in_kernel"),
+            "allow_neg_eigval",
+            "state_v_first",
+        )
+    }
+    asked = {"use_beta_sigmoid_in_kernel": is_raw, "use_gate_in_kernel": is_raw}
+    return StepCall.__new__(
+        StepCall,
+        inputs=_step_operands(**tensors),
+        options=made(Options, {**rest, **asked}),
+        scale=rest["scale"],
+        skip=rest["skip"],
+        is_mixed=given["mixed_qkv"] is not None,
     )
 
 

@@ -5,24 +5,26 @@ judged, its backend chosen and its launch prepared once for its shapes, strides,
 what came out, a plan, is kept and found again by these.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from gdn_triton._host.backends import RECURRENT, STEP, Operator, Plan
+from gdn_triton._host.backends import Operator
 from gdn_triton._host.memory import Apart
+from gdn_triton._host.slots import check_contents
 from gdn_triton._host.tensors import is_transformed, resolved
-from gdn_triton.recurrent.problem import Operands, RecurrentProblem, Run
-from gdn_triton.recurrent.validation import (
-    check_contents,
-    step_memory,
-    validate_sequences,
-    validate_step,
+from gdn_triton.recurrent.backends import RECURRENT, STEP, Plan
+from gdn_triton.recurrent.problem import (
+    Operands,
+    PlannedCall,
+    RecurrentProblem,
+    SequenceCall,
+    StepCall,
 )
+from gdn_triton.recurrent.validation import step_memory, validate_sequences, validate_step
 
 # When there are so many plans, all are dropped and made anew.
 MOST_PLANS = 4096
@@ -33,91 +35,55 @@ class _Plan(NamedTuple):
 
     problem: RecurrentProblem
     memory: Apart | None
-    run: Run
+    run: PlannedCall
 
 
 _plans: dict[Hashable, _Plan] = {}
+_Call = TypeVar("_Call", SequenceCall, StepCall)
 
 
-class SequenceOptions(NamedTuple):
-    """The arguments of `gdn_triton.fused_recurrent_gated_delta_rule` that are no tensors."""
-
-    scale: float | None
-    output_final_state: bool
-    use_qk_l2norm_in_kernel: bool
-    use_gate_in_kernel: bool
-    use_beta_sigmoid_in_kernel: bool
-    allow_neg_eigval: bool
-    state_v_first: bool
+def run_sequences(call: SequenceCall) -> tuple[Tensor, Tensor | None]:
+    """o and the final states, or None."""
+    return _run(RECURRENT, call, validate_sequences, None)
 
 
-class StepOptions(NamedTuple):
-    """The arguments of `gdn_triton.recurrent_step` that are no tensors, and which tensors came:
-    is_mixed: mixed_qkv, not q, k, v. is_raw: a and b, not g and beta."""
-
-    is_mixed: bool
-    is_raw: bool
-    scale: float | None
-    use_qk_l2norm_in_kernel: bool
-    allow_neg_eigval: bool
-    state_v_first: bool
-    skip: str
-
-
-def run_sequences(
-    x: Operands, options: SequenceOptions, needs_grad: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """o and the final states, or None. `needs_grad`: a gradient is needed that autograd's state
-    does not show."""
-
-    def judge(x: Operands) -> RecurrentProblem:
-        problem = validate_sequences(x, **options._asdict())
-        return dataclasses.replace(problem, needs_grad=True) if needs_grad else problem
-
-    return _run(RECURRENT, x, (*options, needs_grad), judge, None)
-
-
-def run_step(x: Operands, options: StepOptions) -> Tensor:
+def run_step(call: StepCall) -> Tensor:
     """o; the states are written."""
-
-    def judge(x: Operands) -> RecurrentProblem:
-        return validate_step(x, **options._asdict())
-
-    def judge_memory(x: Operands) -> Apart:
-        return step_memory(x, options.is_mixed, options.is_raw)
-
-    return _run(STEP, x, options, judge, judge_memory)[0]
+    return _run(STEP, call, validate_step, step_memory)[0]
 
 
 def _run(
     operator: Operator[RecurrentProblem, Plan],
-    x: Operands,
-    options: tuple[object, ...],
-    judge: Callable[[Operands], RecurrentProblem],
-    judge_memory: Callable[[Operands], Apart] | None,
+    call: _Call,
+    judge: Callable[[_Call], RecurrentProblem],
+    judge_memory: Callable[[_Call], Apart] | None,
 ) -> tuple[Tensor, Tensor | None]:
+    x: Operands = call.inputs
+    _, *rest = call
     key = (
-        options,
+        *rest,
         # The types too: True == 1 as a key, but validation refuses one of the two.
-        *map(type, options),
+        *map(type, rest),
+        *map(type, call.options),
         *map(_known, x),
+        operator.name,
         torch.is_grad_enabled(),
         os.environ.get("GDN_BACKEND"),
     )
     transformed = is_transformed()
     plan = None if transformed else _plans.get(key)
     if plan is None:
-        problem = judge(x)
+        problem = judge(call)
         memory = None
         # A tensor that no kernel can read need not have an address.
         if judge_memory is not None and problem.unreadable is None:
-            memory = judge_memory(x)
+            memory = judge_memory(call)
             memory.check(x)
         check_contents(problem, x)
         inputs = resolved(x)
         if inputs is not x:
             # The copy has other strides, so another plan serves it.
-            return _run(operator, inputs, options, judge, judge_memory)
+            return _run(operator, call._replace(inputs=inputs), judge, judge_memory)
         if transformed:
             # Properties of a tensor that the key does not hold.
             return operator.choose(problem).load()(problem, x)(x)

@@ -1,14 +1,16 @@
 """The frozen record of one validated call of the recurrence, and the tensors that come with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gdn_triton._host.records import Options, made
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentProblem:
     """What every backend may rely on. Built by `gdn_triton.recurrent.validation` only.
 
@@ -72,8 +74,44 @@ class Operands(NamedTuple):
     num_accepted_tokens: Tensor | None = None
 
 
+class SequenceCall(NamedTuple):
+    """The arguments of `gdn_triton.fused_recurrent_gated_delta_rule`, whose initial state is the
+    inputs' state. needs_grad: a gradient is needed that autograd's mode does not show."""
+
+    inputs: Operands
+    options: Options
+    scale: float | None
+    output_final_state: bool
+    needs_grad: bool = False
+
+
+# The tensors that may have gradients, by the names in a call.
+DIFFERENTIABLE: Final = (
+    *("q", "k", "v", "g", "gk", "gv", "beta", "A_log", "dt_bias"),
+    "initial_state",
+)
+
+
+def sequence_call(given: Mapping[str, Any], needs_grad: bool = False) -> SequenceCall:
+    """From all arguments of `gdn_triton.fused_recurrent_gated_delta_rule`, by their names."""
+    of_steps = dict.fromkeys(("read_slots", "write_slots", "out", "num_accepted_tokens"))
+    inputs = {**of_steps, "state": given["initial_state"]}
+    return made(SequenceCall, {**given, **inputs, "needs_grad": needs_grad})
+
+
+class StepCall(NamedTuple):
+    """The arguments of `gdn_triton.recurrent_step`. is_mixed: mixed_qkv came, not q, k and v. That
+    a and b came, not g and beta, is said by the options: they ask for the gate and the sigmoid."""
+
+    inputs: Operands
+    options: Options
+    scale: float | None
+    skip: str
+    is_mixed: bool
+
+
 # Runs calls like a given one. Returns o, and the final states if a sequence call asks for them.
-Run = Callable[[Operands], tuple[Tensor, Tensor | None]]
+PlannedCall = Callable[[Operands], tuple[Tensor, Tensor | None]]
 
 
 def tokens_apart(x: Tensor, dims: int, is_varlen: bool) -> Tensor:

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.contents import warn_of_contents
-from gdn_triton.recurrent.problem import Operands, RecurrentProblem, Run, views
-from gdn_triton.recurrent.validation import accepted_slots
+from gdn_triton._host.slots import accepted_slots
+from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem, views
 from gdn_triton.reference.recurrent import RecurrentResult, recurrent
 
 
-def plan(problem: RecurrentProblem, operands: Operands) -> Run:
+def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     """What runs this call and those like it. Reads offsets and slots on the host, and so waits for
     the device."""
     run = _step if problem.is_step else _sequences

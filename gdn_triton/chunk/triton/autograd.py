@@ -9,13 +9,11 @@ from gdn_triton.chunk.triton import backward as chunk_bwd
 from gdn_triton.chunk.triton import forward as chunk_fwd
 
 
-def forward(
-    problem: Problem, x: Inputs, cu_seqlens: Tensor | None, pool: Pool | None = None
-) -> tuple[Tensor, Tensor | None]:
+def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
     with and without a gradient. With a `pool`, its o and its states, and no gradient."""
     if problem.needs_grad:
-        return differentiable(chunk_fwd.forward, chunk_bwd.gradients, problem, x, cu_seqlens)
+        return differentiable(chunk_fwd.forward, chunk_bwd.gradients, problem, x)
     if pool is not None:
         count_writes(pool.state, pool.out, pool.checkpoints)
-    return chunk_fwd.forward(problem, x, cu_seqlens, pool)
+    return chunk_fwd.forward(problem, x, pool)

@@ -17,7 +17,7 @@ from gdn_triton.chunk.triton.backward_pairs import pairs_bwd
 from gdn_triton.chunk.triton.backward_query_key import query_key_bwd
 from gdn_triton.chunk.triton.backward_scores import scores
 from gdn_triton.chunk.triton.backward_state import state_bwd
-from gdn_triton.chunk.triton.chunks import Chunks, make_chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.forward import activate, compute_dtype, prepare, readable_inputs
 from gdn_triton.chunk.triton.prepare import LINE, whole_lines
 from gdn_triton.chunk.triton.wy import wy_fwd
@@ -55,26 +55,43 @@ def in_lines(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def recompute(problem: Problem, x: Inputs, chunks: Chunks) -> Recomputed:
+def recompute(problem: Problem, x: Inputs, chunks: ChunkTable) -> Recomputed:
     """By the kernels that the forward takes for the dtype, so to the same bits."""
     dtype = compute_dtype(problem)
     if dtype.itemsize == 2:
         prepared = prepare(problem, x, chunks)
         g_cumsum, write, own = prepared.scalars.transpose(2, 3)
         q, k = in_lines(prepared.q), in_lines(prepared.k)
-        return Recomputed(q, k, g_cumsum, write, prepared.A_inv, True, prepared.A_qk, own)
+        return Recomputed(
+            q=q,
+            k=k,
+            g_cumsum=g_cumsum,
+            beta=write,
+            A_inv=prepared.A_inv,
+            A_is_strict=True,
+            A_qk=prepared.A_qk,
+            own=own,
+        )
     q, k, g_cumsum, beta = activate(problem, x, chunks)
     _, _, A_inv = wy_fwd(k, x.v, g_cumsum, beta, chunks, dtype, store_A_inv=True)
     assert A_inv is not None
     q, k = in_lines(q), in_lines(k)
     A_qk, own = scores(q, k, g_cumsum, chunks, problem.scale, dtype)
-    return Recomputed(q, k, g_cumsum, beta, A_inv, False, A_qk, own)
+    return Recomputed(
+        q=q,
+        k=k,
+        g_cumsum=g_cumsum,
+        beta=beta,
+        A_inv=A_inv,
+        A_is_strict=False,
+        A_qk=A_qk,
+        own=own,
+    )
 
 
 def _gradients(
     problem: Problem,
     x: Inputs,
-    cu_seqlens: torch.Tensor | None,
     do: torch.Tensor | None,
     dht: torch.Tensor | None,
     store_dh0: bool,
@@ -82,7 +99,7 @@ def _gradients(
 ) -> Gradients:
     p = problem
     do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
-    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens)
+    chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens)
     c = recompute(p, x, chunks)
     v = in_lines(x.v)
     if find_ends is not None:
@@ -152,22 +169,27 @@ def _gradients(
         allow_neg_eigval=p.allow_neg_eigval,
     )
     dh0, dA_log, ddt_bias = states.dh0, gates.dA_log, gates.ddt_bias
+    if dh0 is not None and x.initial_state is not None:
+        dh0 = dh0.to(x.initial_state.dtype)
+    if dA_log is not None and x.A_log is not None:
+        dA_log = dA_log.to(x.A_log.dtype, copy=True)
+    if ddt_bias is not None and x.dt_bias is not None:
+        ddt_bias = ddt_bias.to(x.dt_bias.dtype, copy=True)
     return Gradients(
-        dq,
-        dk,
-        dv,
-        gates.dg,
-        gates.dbeta,
-        None if dh0 is None or x.initial_state is None else dh0.to(x.initial_state.dtype),
-        None if dA_log is None or x.A_log is None else dA_log.to(x.A_log.dtype, copy=True),
-        None if ddt_bias is None or x.dt_bias is None else ddt_bias.to(x.dt_bias.dtype, copy=True),
+        q=dq,
+        k=dk,
+        v=dv,
+        g=gates.dg,
+        beta=gates.dbeta,
+        initial_state=None if x.initial_state is None else dh0,
+        A_log=None if x.A_log is None else dA_log,
+        dt_bias=None if x.dt_bias is None else ddt_bias,
     )
 
 
 def gradients(
     problem: Problem,
     x: Inputs,
-    cu_seqlens: torch.Tensor | None,
     do: torch.Tensor | None,
     dht: torch.Tensor | None,
     *,
@@ -179,4 +201,4 @@ def gradients(
     dht, what finds it once there is what it needs for that."""
     with on_device(x.q.device):
         x = readable_inputs(x)
-        return _gradients(problem, x, cu_seqlens, do, dht, store_dh0, find_ends)
+        return _gradients(problem, x, do, dht, store_dh0, find_ends)

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from gdn_triton._triton.activations import softplus
 from gdn_triton._triton.strides import head_arguments
-from gdn_triton.chunk.triton.chunks import Chunks
-from gdn_triton.chunk.triton.gate import softplus
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
@@ -156,7 +156,7 @@ def gate_bwd(
     beta_used: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     *,

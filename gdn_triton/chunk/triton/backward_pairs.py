@@ -19,7 +19,7 @@ import triton.language as tl
 
 from gdn_triton._triton.strides import head_arguments, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, gpu_of, pairs_bwd_config
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, decay_between
 
 
@@ -314,7 +314,7 @@ def pairs_bwd(
     dx: torch.Tensor,
     g_cumsum: torch.Tensor,
     beta: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     scale: float,
 ) -> Pairs:
     """q, k: [B, T, H, K_row], v: [B, T, HV, V], last strides 1; do, v_new, dx: [B, T, HV, V],

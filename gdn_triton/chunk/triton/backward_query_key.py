@@ -22,7 +22,7 @@ from gdn_triton._triton.strides import head_arguments, row_arguments, row_stride
 from gdn_triton._triton.tiles import dot_precision, query_key_bwd_config
 from gdn_triton.chunk.triton.backward_pairs import Pairs
 from gdn_triton.chunk.triton.backward_state import States
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, decay_between
 
 
@@ -384,7 +384,7 @@ def query_key_bwd(
     pairs: Pairs,
     g_cumsum: torch.Tensor,
     beta: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     scale: float,
     dq_dtype: torch.dtype,
     dk_dtype: torch.dtype,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gdn_triton._triton.strides import head_arguments, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, scores_config
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, decay_between
 
 
@@ -86,7 +86,7 @@ def scores(
     q: torch.Tensor,
     k: torch.Tensor,
     g_cumsum: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import (
     head_arguments,
     named,
@@ -30,9 +31,8 @@ from gdn_triton._triton.strides import (
     state_strides,
 )
 from gdn_triton._triton.tiles import dot_precision, gpu_of, state_bwd_config
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import decay_between, sequence_span
-from gdn_triton.chunk.triton.state import empty_state
 
 
 @triton.jit
@@ -408,7 +408,7 @@ def state_bwd(
     g_cumsum: torch.Tensor,
     own: torch.Tensor,
     beta: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     scale: float,
     initial_state: torch.Tensor | None = None,
     dht: torch.Tensor | None = None,
@@ -431,7 +431,7 @@ def state_bwd(
     v_new = torch.empty(B, T, HV, V, dtype=dtype, device=device)
     dh, dx = torch.empty_like(h), torch.empty_like(v_new)
     dh0 = empty_state(N, HV, K, V, state_v_first, device) if store_dh0 else None
-    states = States(h, v_new, dh, dx, dh0)
+    states = States(h=h, v_new=v_new, dh=dh, dx=dx, dh0=dh0)
     if N * HV * V == 0:
         return states
     back, forward = state_bwd_config(gpu_of(v.device), K, V, dtype, N * HV)

@@ -19,7 +19,7 @@ from gdn_triton._triton.launch import Launch
 METADATA_BLOCK = 256
 
 
-class Chunks(NamedTuple):
+class ChunkTable(NamedTuple):
     """The chunks of one call. Padded calls have no tables: the host knows everything.
 
     NT: chunk slots of a batch entry (padded), or of the whole call (packed).
@@ -104,12 +104,19 @@ def make_chunks(
     cu_seqlens: torch.Tensor | None = None,
     read_slots: torch.Tensor | None = None,
     last_skipped: int = -1,
-) -> Chunks:
+) -> ChunkTable:
     """Cuts B padded sequences of T rows, or the packed sequences of ``cu_seqlens``, into chunks.
     Packed sequences whose entry of ``read_slots`` [N] is at most ``last_skipped`` are skipped."""
     if cu_seqlens is None:
         NT = -(-T // chunk_size)
-        return Chunks(chunk_size, NT, B * NT, None, None, None)
+        return ChunkTable(
+            chunk_size=chunk_size,
+            NT=NT,
+            slots=B * NT,
+            cu_seqlens=None,
+            chunk_rows=None,
+            chunk_offsets=None,
+        )
     N = cu_seqlens.shape[0] - 1
     NT = max_chunks(T, N, chunk_size)
     cu_seqlens = cu_seqlens.contiguous()
@@ -127,4 +134,11 @@ def make_chunks(
         NT=NT,
         BT=chunk_size,
     )
-    return Chunks(chunk_size, NT, NT, cu_seqlens, chunk_rows, chunk_offsets)
+    return ChunkTable(
+        chunk_size=chunk_size,
+        NT=NT,
+        slots=NT,
+        cu_seqlens=cu_seqlens,
+        chunk_rows=chunk_rows,
+        chunk_offsets=chunk_offsets,
+    )

@@ -12,12 +12,12 @@ import torch
 from gdn_triton._host.device import on_device
 from gdn_triton._triton.tiles import gpu_of, segment_chunks
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
-from gdn_triton.chunk.triton.chunks import Chunks, make_chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.fused import fused_fwd
 from gdn_triton.chunk.triton.gate import beta_sigmoid_fwd, gate_cumsum_fwd
 from gdn_triton.chunk.triton.l2norm import l2norm_fwd
 from gdn_triton.chunk.triton.output import output_fwd
-from gdn_triton.chunk.triton.prepare import Prepared, prepare_fwd
+from gdn_triton.chunk.triton.prepare import ChunkFactors, prepare_fwd
 from gdn_triton.chunk.triton.state import state_fwd
 from gdn_triton.chunk.triton.wy import wy_fwd
 from gdn_triton.constants import MAX_ROW_STRIDE
@@ -39,15 +39,17 @@ def readable_inputs(x: Inputs) -> Inputs:
     """The inputs as kernels read them: q, k and v ``readable``, A_log and dt_bias without a
     stride."""
     A_log, dt_bias = (None if y is None else y.contiguous() for y in (x.A_log, x.dt_bias))
-    return Inputs(
-        readable(x.q),
-        readable(x.k),
-        readable(x.v),
-        x.g,
-        x.beta,
-        x.initial_state,
-        A_log,
-        dt_bias,
+    return Inputs.__new__(
+        Inputs,
+        q=readable(x.q),
+        k=readable(x.k),
+        v=readable(x.v),
+        g=x.g,
+        beta=x.beta,
+        initial_state=x.initial_state,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        cu_seqlens=x.cu_seqlens,
     )
 
 
@@ -64,7 +66,7 @@ def skipped(pool: Pool | None) -> tuple[torch.Tensor | None, int]:
     return (None, -1) if pool is None else (pool.read_slots, pool.last_skipped)
 
 
-def prepare(problem: Problem, x: Inputs, chunks: Chunks) -> Prepared:
+def prepare(problem: Problem, x: Inputs, chunks: ChunkTable) -> ChunkFactors:
     """The fused dataflow's first kernel."""
     p = problem
     return prepare_fwd(
@@ -84,7 +86,7 @@ def prepare(problem: Problem, x: Inputs, chunks: Chunks) -> Prepared:
 
 
 def activate(
-    problem: Problem, x: Inputs, chunks: Chunks
+    problem: Problem, x: Inputs, chunks: ChunkTable
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first steps of the dataflow by steps: q, k, g_cumsum and beta after norm, gate and
     sigmoid, where they are asked for."""
@@ -95,12 +97,12 @@ def activate(
 
 
 def forward_by_steps(
-    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
+    problem: Problem, x: Inputs, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """gate and cumsum, norm, sigmoid -> A, its inverse, w, u -> state -> output. x as
     ``readable_inputs`` leaves it."""
     p = problem
-    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens, *skipped(pool))
+    chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens, *skipped(pool))
     q, k, g_cumsum, beta = activate(p, x, chunks)
     w, u, _ = wy_fwd(k, x.v, g_cumsum, beta, chunks, compute_dtype(p))
     h, v_new, final_state = state_fwd(
@@ -121,15 +123,15 @@ def forward_by_steps(
 
 
 def forward_fused(
-    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
+    problem: Problem, x: Inputs, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """all that needs no state -> state and output. x as ``readable_inputs`` leaves it."""
     p = problem
-    chunks = make_chunks(p.B, p.T, p.chunk_size, cu_seqlens, *skipped(pool))
+    chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens, *skipped(pool))
     segments = None
     length = choose_segments(p)
     if length > 0:
-        segments = make_chunks(p.B, p.T, length * p.chunk_size, cu_seqlens, *skipped(pool))
+        segments = make_chunks(p.B, p.T, length * p.chunk_size, x.cu_seqlens, *skipped(pool))
     return fused_fwd(
         prepare(p, x, chunks),
         x.v,
@@ -162,10 +164,10 @@ def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch
 
 
 def forward(
-    problem: Problem, x: Inputs, cu_seqlens: torch.Tensor | None, pool: Pool | None = None
+    problem: Problem, x: Inputs, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o [B, T, HV, V] in q's dtype and the final state, or None. With a ``pool``, its o and its
     states, which are written in place."""
     run = choose_dataflow(problem)
     with on_device(x.q.device):
-        return run(problem, readable_inputs(x), cu_seqlens, pool)
+        return run(problem, readable_inputs(x), pool)

@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import named, row_arguments, row_strides, state_strides
 from gdn_triton._triton.tiles import Tile, dot_precision, fused_config, gpu_of
 from gdn_triton.chunk.problem import Pool
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, decay_between, segment_place, sequence_rows
 from gdn_triton.chunk.triton.pool import (
     PoolLayout,
@@ -33,9 +34,8 @@ from gdn_triton.chunk.triton.pool import (
     pool_pointers,
     store_checkpoint,
 )
-from gdn_triton.chunk.triton.prepare import Prepared
+from gdn_triton.chunk.triton.prepare import ChunkFactors
 from gdn_triton.chunk.triton.segments import segment_starts
-from gdn_triton.chunk.triton.state import empty_state
 
 
 @triton.jit(do_not_specialize=["scale", "B", "T", "N", "NW", "segment", "every", "M"])
@@ -315,9 +315,9 @@ def fused_launch(
 
 
 def fused_fwd(
-    prepared: Prepared,
+    prepared: ChunkFactors,
     v: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     scale: float,
     dtype: torch.dtype,
     initial_state: torch.Tensor | None = None,
@@ -326,7 +326,7 @@ def fused_fwd(
     K: int,
     output_final_state: bool = False,
     state_v_first: bool = False,
-    segments: Chunks | None = None,
+    segments: ChunkTable | None = None,
     pool: Pool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o [B, T, HV, V] in ``dtype`` and the final state fp32, laid out as ``state_v_first`` says.

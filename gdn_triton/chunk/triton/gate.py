@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from gdn_triton._triton.activations import log_decay, sigmoid
 from gdn_triton._triton.strides import head_arguments
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, decay_cumsum
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
@@ -21,30 +22,6 @@ HEADS_PER_PROGRAM = 8
 # exchanges between threads. Decays are summed in integers, so the tile changes no bit.
 DECAY_HEADS_PER_PROGRAM = 16
 SIGMOID_BLOCK = 1024
-
-
-@triton.jit
-def softplus(x, THRESHOLD: tl.constexpr):
-    """log(1 + e^x). Below e^x = 1/16 by its series, where 1 + e^x and a fast logarithm lose e^x;
-    above that with what the rounding of 1 + e^x lost put back; above the threshold x itself, as the
-    formula of the models has it. NaN of NaN: selects, where a minimum would take the number."""
-    e = tl.exp(tl.where(x > THRESHOLD, THRESHOLD, x))
-    series = e * (1 - e * (1 / 2 - e * (1 / 3 - e * (1 / 4 - e * (1 / 5 - e / 6)))))
-    u = 1 + e
-    log1p = tl.where(e < 0.0625, series, tl.log(u) + (e - (u - 1)) / u)
-    return tl.where(x > THRESHOLD, x, log1p)
-
-
-@triton.jit
-def log_decay(b_raw, b_A_log, THRESHOLD: tl.constexpr):
-    """Natural-log decay of a raw gate to which its bias has been added."""
-    return -tl.exp(b_A_log) * softplus(b_raw, THRESHOLD)
-
-
-@triton.jit
-def sigmoid(x, FACTOR: tl.constexpr):
-    """FACTOR times the logistic function."""
-    return FACTOR / (1 + tl.exp(-x))
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
@@ -100,7 +77,7 @@ def chunk_cumsum_kernel(
 
 def chunk_local_cumsum(
     x: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     *,
     scale: float = 1.0,
     reverse: bool = False,
@@ -147,7 +124,7 @@ def chunk_local_cumsum(
 
 def gate_cumsum_fwd(
     g: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:

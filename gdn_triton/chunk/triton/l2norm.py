@@ -8,18 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from gdn_triton._triton.activations import normalized
 from gdn_triton._triton.strides import row_arguments, row_strides
 from gdn_triton.constants import L2NORM_EPS
 
 # Elements of a tile: 16 a thread of 4 warps, enough loads in flight to stream.
 TILE_ELEMENTS = 2048
-
-
-@triton.jit
-def normalized(b_x, EPS: tl.constexpr):
-    """Rows of b_x over their norm, in b_x's dtype."""
-    x = b_x.to(tl.float32)
-    return (x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]).to(b_x.dtype)
 
 
 @triton.jit(do_not_specialize=["n", "T"])

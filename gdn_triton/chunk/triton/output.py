@@ -13,7 +13,7 @@ import triton.language as tl
 from gdn_triton._triton.strides import row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, gpu_of, output_config
 from gdn_triton.chunk.problem import Pool
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, decay_between
 from gdn_triton.chunk.triton.pool import out_strides
 
@@ -121,7 +121,7 @@ def output_fwd(
     v_new: torch.Tensor,
     h: torch.Tensor,
     g_cumsum: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     scale: float,
     dtype: torch.dtype,
     pool: Pool | None = None,

@@ -17,13 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
+from gdn_triton._triton.activations import log_decay, normalized, sigmoid
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import head_arguments, head_strides, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, prepare_config
-from gdn_triton.chunk.triton.chunks import Chunks
-from gdn_triton.chunk.triton.gate import log_decay, sigmoid
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.inverse import fits_half, invert_unit_lower
-from gdn_triton.chunk.triton.l2norm import normalized
 from gdn_triton.chunk.triton.places import chunk_span, decay_between, decay_cumsum
 from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
@@ -155,7 +154,7 @@ def prepare_fwd_kernel(
         tl.store(A_inv + p_A, b_X.to(dtype), mask=valid[:, None])
 
 
-class Prepared(NamedTuple):
+class ChunkFactors(NamedTuple):
     """q, k: [B, T, H, K] as given, or copies with K rounded up to a multiple of 16, zero beyond.
     scalars: fp32 [3, B, HV, T]. A_inv, A_qk: [B, T, HV, chunk_size]."""
 
@@ -231,7 +230,7 @@ def prepare_fwd(
     k: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     scale: float,
     dtype: torch.dtype,
     *,
@@ -240,7 +239,7 @@ def prepare_fwd(
     use_qk_l2norm: bool = False,
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
-) -> Prepared:
+) -> ChunkFactors:
     """q, k: [B, T, H, K], last stride 1; g, beta: [B, T, HV], natural-log decay and write strength,
     or what their activations take. ``dtype`` is the one that products are computed in."""
     B, T, H, K = k.shape
@@ -254,7 +253,7 @@ def prepare_fwd(
     K_out = -(-K // LINE) * LINE if copy else K
     q_out = q.new_empty(B, T, H, K_out) if copy else q
     k_out = k.new_empty(B, T, H, K_out) if copy else k
-    prepared = Prepared(q_out, k_out, scalars, A_inv, A_qk)
+    prepared = ChunkFactors(q_out, k_out, scalars, A_inv, A_qk)
     grid = chunks.slots * HV
     if grid == 0:
         return prepared

@@ -21,9 +21,9 @@ from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, row_arguments, row_strides, state_strides
 from gdn_triton._triton.tiles import Tile, dot_precision, gpu_of, maps_config, starts_config
 from gdn_triton.chunk.problem import Pool
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, decay_between, segment_place
-from gdn_triton.chunk.triton.prepare import Prepared
+from gdn_triton.chunk.triton.prepare import ChunkFactors
 
 
 @triton.jit(do_not_specialize=["B", "T", "N", "NS", "segment"])
@@ -274,10 +274,10 @@ def starts_launch(
 
 
 def segment_starts(
-    prepared: Prepared,
+    prepared: ChunkFactors,
     v: torch.Tensor,
-    chunks: Chunks,
-    segments: Chunks,
+    chunks: ChunkTable,
+    segments: ChunkTable,
     initial_state: torch.Tensor | None,
     final_state: torch.Tensor | None,
     *,

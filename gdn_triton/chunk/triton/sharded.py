@@ -9,7 +9,7 @@ same in reverse.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -78,7 +78,16 @@ def make_walks(layout: ShardLayout, offsets: tuple[int, ...]) -> list[list[Walk]
         mine: list[Walk] = []
         while not mine or not mine[-1].last:
             i, (bos, eos) = next(spans)
-            walk = Walk(i, bos, eos - bos, n, not mine, eos == end, n in begun, n in unfinished)
+            walk = Walk(
+                number=i,
+                row=bos,
+                n_rows=eos - bos,
+                sequence=n,
+                first=not mine,
+                last=eos == end,
+                begun=n in begun,
+                unfinished=n in unfinished,
+            )
             mine.append(walk)
         walks.append(mine)
     return walks
@@ -276,7 +285,7 @@ def gradients(
     kept: Kept,
     do: Tensor | None,
     dht: Tensor | None,
-    needed: tuple[bool, ...],
+    needed: Mapping[str, bool],
     exchange: Exchange,
 ) -> tuple[Tensor | None, ...]:
     p = _local_problem(problem, len(kept.offsets) - 1)
@@ -290,14 +299,13 @@ def gradients(
         _find_ends(p, layout, c, do, ends, walks, kept.shifts, exchange)
         return ends
 
-    wants_dh0 = needed[Inputs._fields.index("initial_state")]
+    offsets = _on_device(kept.offsets, x.q.device)
     found = chunk_bwd.gradients(
         p,
-        x._replace(initial_state=kept.starts),
-        _on_device(kept.offsets, x.q.device),
+        x._replace(initial_state=kept.starts, cu_seqlens=offsets),
         do,
         None,
-        store_dh0=wants_dh0,
+        store_dh0=needed["initial_state"],
         find_ends=find_ends,
     )
     dh0 = found.initial_state

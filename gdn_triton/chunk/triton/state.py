@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import named, row_arguments, row_strides, state_strides
 from gdn_triton._triton.tiles import dot_precision, gpu_of, state_config
 from gdn_triton.chunk.problem import Pool
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import decay_between, sequence_span
 from gdn_triton.chunk.triton.pool import (
     pool_arguments,
@@ -175,20 +176,12 @@ def state_fwd_kernel(
         tl.store(p_ht, b_h.to(ht.dtype.element_ty), mask=in_state)
 
 
-def empty_state(
-    N: int, HV: int, K: int, V: int, state_v_first: bool, device: torch.device
-) -> torch.Tensor:
-    """Memory for a state [N, HV, K, V], or [N, HV, V, K] if value-first; fp32."""
-    shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-    return torch.empty(shape, dtype=torch.float32, device=device)
-
-
 def state_fwd(
     k: torch.Tensor,
     w: torch.Tensor,
     u: torch.Tensor,
     g_cumsum: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     initial_state: torch.Tensor | None = None,
     *,
     N: int,

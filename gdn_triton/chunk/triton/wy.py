@@ -17,7 +17,7 @@ import triton.language as tl
 
 from gdn_triton._triton.strides import head_arguments, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, wy_config
-from gdn_triton.chunk.triton.chunks import Chunks
+from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.inverse import invert_unit_lower
 from gdn_triton.chunk.triton.places import chunk_span, decay_between
 
@@ -124,7 +124,7 @@ def wy_fwd(
     v: torch.Tensor,
     g_cumsum: torch.Tensor,
     beta: torch.Tensor,
-    chunks: Chunks,
+    chunks: ChunkTable,
     dtype: torch.dtype,
     store_A_inv: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -24,7 +24,7 @@ class _CausalConv1d(torch.autograd.Function):
         assert x is not None and weight is not None
         ctx.problem = problem
         ctx.save_for_backward(*tensors)
-        return conv_fwd(problem, ConvOperands(x, weight, bias, cu_seqlens=cu_seqlens))
+        return conv_fwd(problem, ConvOperands(x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

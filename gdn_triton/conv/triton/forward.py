@@ -20,10 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
+from gdn_triton._triton.activations import normalized
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named
 from gdn_triton._triton.tiles import UNFUSED
-from gdn_triton.chunk.triton.l2norm import normalized
 from gdn_triton.constants import L2NORM_EPS, SOFTPLUS_THRESHOLD
 from gdn_triton.conv.problem import ConvOperands, ConvProblem, PrepOperands
 from gdn_triton.conv.triton.rows import (

@@ -15,8 +15,8 @@ several tokens gives the bits of that many calls of one.
 import triton
 import triton.language as tl
 
+from gdn_triton._triton.activations import softplus
 from gdn_triton._triton.tiles import Tile, padded
-from gdn_triton.chunk.triton.gate import softplus
 
 
 @triton.jit

@@ -6,11 +6,11 @@ from torch import Tensor
 from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import named, state_strides
 from gdn_triton._triton.tiles import UNFUSED
-from gdn_triton.chunk.triton.state import empty_state
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
-from gdn_triton.recurrent.problem import Operands, RecurrentProblem, Run, views
+from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem, views
 from gdn_triton.recurrent.triton.kernel import (
     eviction_policy,
     recurrent_config,
@@ -75,7 +75,7 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
     )
 
 
-def plan(problem: RecurrentProblem, operands: Operands) -> Run:
+def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     """What runs calls that differ from this one in contents and addresses only."""
     p = problem
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]

@@ -1,0 +1,78 @@
+"""Records of calls: the flags that the ops of the rule share, and records made and taken apart by
+the names of their fields.
+
+A record may hold other records; no two of them have a field of the same name. So all arguments of a
+call have one name each, in Python as in the schema of an operator.
+"""
+
+import functools
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+_Record = TypeVar("_Record", bound=tuple[Any, ...])
+
+
+class Options(NamedTuple):
+    """The flags of the rule, which `gdn_triton.chunk_gated_delta_rule` explains, in its order."""
+
+    use_qk_l2norm_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    use_gate_in_kernel: bool
+
+
+def state_needs_grad(needed: Mapping[str, bool]) -> bool:
+    """Whether a final state is differentiable. It depends on every input but q."""
+    return any(want for name, want in needed.items() if name != "q")
+
+
+@functools.cache
+def _parts(cls: type[Any]) -> dict[str, type[Any] | None]:
+    """The fields of a record, each with the record that it holds, or None."""
+    kinds = typing.get_type_hints(cls)
+    return {name: kinds[name] if hasattr(kinds[name], "_fields") else None for name in cls._fields}
+
+
+def made(cls: type[_Record], given: Mapping[str, Any]) -> _Record:
+    """The record from the values of its fields, and of those of the records inside, by name. More
+    may be given."""
+    return cls(
+        **{
+            name: given[name] if part is None else made(part, given)
+            for name, part in _parts(cls).items()
+        }
+    )
+
+
+def flat(record: Any) -> dict[str, Any]:
+    """The fields by name, those of a record inside in its place."""
+    found: dict[str, Any] = {}
+    for name, value in record._asdict().items():
+        # A compiler can ask a number that is symbolic for its type, but not for an attribute.
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            found.update(flat(value))
+        else:
+            found[name] = value
+    return found
+
+
+class Arguments(NamedTuple):
+    """The names in an operator's schema, in order, and which of them are tensors."""
+
+    names: tuple[str, ...]
+    tensors: tuple[str, ...]
+
+    def named(self, values: Iterable[Any]) -> dict[str, Any]:
+        return dict(zip(self.names, values, strict=True))
+
+    def ordered(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(given[name] for name in self.names)
+
+
+def arguments_of(schema: str) -> Arguments:
+    """schema: as in `Tensor(a!) state, Tensor? out, float? scale`."""
+    kinds = {name: kind for kind, name in (part.split(" ") for part in schema.split(", "))}
+    tensors = tuple(name for name, kind in kinds.items() if kind.startswith("Tensor"))
+    return Arguments(tuple(kinds), tensors)

@@ -1,0 +1,129 @@
+"""The backends of the chunked op, of the prefill and of a rank's part of a split call: what each
+refuses, and what runs a call."""
+
+import functools
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from gdn_triton._host.backends import (
+    Backend,
+    Operator,
+    load_nothing,
+    reference_supports,
+    states_refusal,
+    triton_limits,
+)
+from gdn_triton.chunk.problem import Inputs, Pool, Problem
+from gdn_triton.fast import support as fast_support
+
+if TYPE_CHECKING:
+    from gdn_triton.chunk.sharded import ShardOps
+
+
+class Forward(Protocol):
+    """What runs a call of the chunked op: o and the final states, or None. With a `pool`, which is
+    there if and only if the problem has a `pool_dtype`, o and the states are written into it."""
+
+    def __call__(
+        self, problem: Problem, x: Inputs, pool: Pool | None = None
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+def triton_supports(problem: Problem) -> str | None:
+    """A sentence why the Triton kernels cannot run this problem, or None."""
+    p = problem
+    if p.unreadable is not None:
+        return p.unreadable
+    refusal = triton_limits((p.q_dtype, p.k_dtype, p.v_dtype), p.device.type, p.HV, p.K, p.V)
+    return refusal or (None if p.pool_dtype is None else states_refusal(p.pool_dtype))
+
+
+def cuda_supports(problem: Problem) -> str | None:
+    """A sentence why the CUDA library, or Triton for its gradients, cannot run this, or None."""
+    refusal = problem.unreadable or fast_support.supports(problem)
+    if refusal is not None or not problem.needs_grad:
+        return refusal
+    own = fast_support.backward_supports(problem)
+    if own is None:
+        return None
+    refusal = triton_supports(problem)
+    if refusal is None:
+        return None
+    return (
+        f"An input requires a gradient, and the Triton backward cannot run: {refusal} Nor does the "
+        f"library's own serve the call. {own}"
+    )
+
+
+def chunk_gradients(problem: Problem, name: str) -> str | None:
+    """A sentence on what makes the gradients of a call in the backend of that name; None where none
+    are wanted, or where they are the backend's by its name."""
+    if not problem.needs_grad or name != "cuda":
+        return None
+    own = fast_support.backward_supports(problem)
+    if own is None:
+        return "The gradients are by the CUDA library's backward."
+    return f"The gradients are by the Triton backward. {own}"
+
+
+def sharded_cuda_supports(problem: Problem) -> str | None:
+    """A sentence why the CUDA library cannot run a rank's part of a split call."""
+    return "The CUDA library does not serve cp_context."
+
+
+# Loaded modules are cached: even an import statement of a loaded module takes longer.
+
+
+@functools.cache
+def _load_cuda() -> Forward:
+    from gdn_triton.chunk import cuda
+
+    return cuda.forward
+
+
+@functools.cache
+def _load_triton() -> Forward:
+    from gdn_triton.chunk.triton import autograd
+
+    return autograd.forward
+
+
+@functools.cache
+def _load_reference() -> Forward:
+    from gdn_triton.chunk import reference
+
+    return reference.forward
+
+
+@functools.cache
+def _load_triton_shard() -> "ShardOps":
+    from gdn_triton.chunk.triton import sharded
+
+    return sharded
+
+
+@functools.cache
+def _load_reference_shard() -> "ShardOps":
+    from gdn_triton.chunk import reference_sharded
+
+    return reference_sharded
+
+
+_CHUNK_BACKENDS: tuple[Backend[Problem, Forward], ...] = (
+    Backend("cuda", cuda_supports, _load_cuda),
+    Backend("triton", triton_supports, _load_triton),
+    Backend("reference", reference_supports, _load_reference),
+)
+CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS, chunk_gradients)
+PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS)
+
+# A call of the chunked op that is split over ranks.
+SHARDED: Operator[Problem, "ShardOps"] = Operator(
+    "chunk_gated_delta_rule",
+    (
+        Backend("cuda", sharded_cuda_supports, load_nothing),
+        Backend("triton", triton_supports, _load_triton_shard),
+        Backend("reference", reference_supports, _load_reference_shard),
+    ),
+)

@@ -1,0 +1,81 @@
+"""Every kernel, compiled for GPUs that need not be there: compile_targets.py, a target each.
+
+In processes of their own: Triton decides on import between its interpreter and its compiler.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+
+
+# One process compiles some 250 kernels: five minutes of a fast core, more than ten of a slow one.
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(
+    ("backend", "arch"),
+    [
+        ("cuda", "80"),
+        ("cuda", "90"),
+        ("cuda", "100"),
+        # The kernels with the widest tiles alone, for less shared memory.
+        ("cuda", "120"),
+        ("cuda", "121"),
+        ("hip", "gfx942"),
+    ],
+)
+def test_every_kernel_compiles(backend: str, arch: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # The tiles of a machine without a GPU, wherever this runs.
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [sys.executable, SUPPORT / "compile_targets.py", backend, arch],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
+    assert done.returncode == 0, "\n".join([*wrong, done.stderr[-4000:]])
+
+
+def test_unwritten_registers_are_found() -> None:
+    """Lines of real kernels: one whose second descriptor starts from UR8, which nothing wrote, the
+    same with UR16, which the lines before did write, and the upper half of a register, taken into
+    one whose own upper half nobody reads, and into a third."""
+    command = [sys.executable, "-c", FIND]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "9960 UIADD3 UR14, UP0, UR8, 0x20, URZ",
+        "-",
+        "5030 UPRMT UR36, UR35, 0x7632, UR37",
+    ]
+
+
+FIND = r"""
+from compile_targets import unwritten_uniform_registers
+kernel = '''
+        /*1760*/                   USHF.R.U32.HI UR16, URZ, 0x4, URZ ;
+        /*1770*/                   UMOV UR17, 0xc0000010 ;
+        /*9940*/                   UMOV UR6, UR16 ;
+        /*9950*/                   UMOV UR7, UR17 ;
+        /*9960*/                   UIADD3 UR14, UP0, UR8, 0x20, URZ ;
+        /*9970*/                   UMOV UR15, UR7 ;
+        /*9b00*/                   HGMMA.64x16x16.F32 R24, R36, gdesc[UR4].tnspB, R24 ;
+        /*9b40*/                   HGMMA.64x16x16.F32 R24, R40, gdesc[UR12].tnspB, R24 ;
+'''
+print(*unwritten_uniform_registers(kernel), sep="\n")
+print(*unwritten_uniform_registers(kernel.replace("UR8", "UR16")) or "-", sep="\n")
+halves = '''
+        /*5000*/                   ULDC UR8, c[0x0][0x210] ;
+        /*5010*/                   UPRMT UR35, UR8, 0x7632, UR35 ;
+        /*5030*/                   UPRMT UR36, UR35, 0x7632, UR37 ;
+'''
+print(*unwritten_uniform_registers(halves), sep="\n")
+"""

@@ -1,0 +1,139 @@
+"""Importing the package, in a bare process: no Triton, no GPU, no extension, and nothing done."""
+
+import pytest
+from bare import run_python
+
+
+def test_import_loads_nothing_heavy():
+    out = run_python(
+        """
+        import sys, time, warnings
+        import torch
+        before = set(sys.modules)
+        environment = dict(__import__("os").environ)
+        warnings.simplefilter("error")
+        start = time.perf_counter()
+        import gdn_triton
+        seconds = time.perf_counter() - start
+        assert dict(__import__("os").environ) == environment
+        assert not torch.cuda.is_initialized()
+        new = set(sys.modules) - before
+        heavy = sorted(m for m in new if m.split(".")[0] in ("triton", "numpy"))
+        assert not heavy, heavy
+        assert "torch._dynamo" not in new
+        ours = sorted(m for m in new if m.startswith("gdn_triton."))
+        # Kernels, host code of backends, what imports torch's compiler.
+        late = {"triton", "cuda", "sharded", "run_sharded", "reference", "reference_sharded"}
+        late |= {"traces"}
+        early = [m for m in ours if late & set(m.split("."))]
+        assert ours and not early, early
+        assert "gdn_triton.reference" not in new
+        print(f"{seconds * 1e3:.1f} ms")
+        """
+    )
+    # Measured, not asserted: a loaded machine is no fault of the import.
+    print("import gdn_triton, after torch:", out.strip())
+    assert out.count("\n") == 1, "the import printed something"
+
+
+def test_import_registers_every_operator():
+    """What a saved program calls is there, and registering it asks neither Triton nor a device."""
+    out = run_python(
+        """
+        import sys, torch
+        sys.modules["triton"] = None
+        import gdn_triton
+        names = [name for name in torch._C._dispatch_get_all_op_names() if "gdn_triton::" in name]
+        print(*sorted(name.split("::")[1] for name in names))
+        """
+    )
+    assert out.split() == [
+        "causal_conv1d",
+        "causal_conv1d_bwd",
+        "causal_conv1d_state",
+        "chunk_gated_delta_rule_bwd",
+        "chunk_gated_delta_rule_fwd",
+        "chunk_prefill",
+        "fused_conv_prep",
+        "fused_conv_prep_state",
+        "fused_post_conv_prep",
+        "fused_post_conv_prep_bwd",
+        "fused_recurrent_bwd",
+        "fused_recurrent_fwd",
+        "recurrent_step",
+        "recurrent_step_out",
+    ]
+
+
+def test_import_of_every_module_that_needs_no_triton():
+    run_python(
+        """
+        import sys
+        sys.modules["triton"] = None
+        import gdn_triton, gdn_triton.constants, gdn_triton._host.backends, gdn_triton.fast.support
+        import gdn_triton.chunk.api, gdn_triton.chunk.problem, gdn_triton.chunk.validation
+        import gdn_triton.chunk.operators, gdn_triton.chunk.reference, gdn_triton.reference
+        assert gdn_triton.__version__ == "0.1.0"
+        assert not gdn_triton.fast.is_available()
+        assert gdn_triton.fast.why_unavailable().endswith(".")
+        """
+    )
+
+
+CALL = """
+import torch, gdn_triton
+q = torch.randn(1, 5, 1, 8)
+args = (q, q, q, -torch.rand(1, 5, 1), torch.rand(1, 5, 1))
+"""
+
+
+def test_runs_without_triton():
+    out = run_python(
+        f"""
+        import sys
+        sys.modules["triton"] = None
+        exec({CALL!r})
+        o, final_state = gdn_triton.chunk_gated_delta_rule(*args, output_final_state=True)
+        assert o.shape == q.shape and final_state.shape == (1, 1, 8, 8)
+        print(gdn_triton.explain(*args))
+        """
+    )
+    assert "reference would run" in out
+    assert "Triton 3.6 or newer is needed and cannot be imported" in out
+
+
+def test_named_triton_without_triton():
+    run_python(
+        f"""
+        import sys
+        sys.modules["triton"] = None
+        exec({CALL!r})
+        try:
+            gdn_triton.chunk_gated_delta_rule(*args)
+        except RuntimeError as error:
+            assert "cannot be imported" in str(error), error
+        else:
+            raise SystemExit("it fell back")
+        """,
+        GDN_BACKEND="triton",
+    )
+
+
+def test_call_on_cpu_leaves_triton_kernels_alone():
+    run_python(
+        f"""
+        exec({CALL!r})
+        import sys
+        gdn_triton.chunk_gated_delta_rule(*args)
+        assert not [m for m in sys.modules if m[:4] == "gdn_" and "triton" in m.split(".")]
+        """
+    )
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_interpreter_switch_is_read(interpret):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    out = run_python(
+        f"exec({CALL!r}); print(gdn_triton.explain(*args).chosen)", TRITON_INTERPRET=interpret
+    )
+    assert out.strip() == {"0": "reference", "1": "triton"}[interpret]

@@ -1,0 +1,280 @@
+"""What the tests of the gradients share: tasks, their gradients three times, and the comparison.
+
+The budget's independent computation is autograd as well, in float32 through the chunked form, with
+a rounding wherever the kernels round: of a value on the way forward, of its gradient on the way
+back. It shares no line with the kernels.
+"""
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from helpers import (
+    FP32,
+    FP64,
+    Arithmetic,
+    Case,
+    Inputs,
+    assert_within_budget,
+    make_inputs,
+    narrow_decay,
+    same_bits,
+)
+from torch import Tensor
+
+import gdn_triton
+from gdn_triton import reference
+from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2
+
+NAMES = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+
+
+# ------------------------------------------------------------------------- the narrow computation
+
+
+class Rounded(torch.autograd.Function):
+    """What is stored, or enters a product, in the kernels' precision; so does its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic) -> Tensor:
+        ctx.arithmetic = arithmetic
+        return arithmetic.operand(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.arithmetic.operand(dy), None
+
+
+def by_head(x: Tensor, HV: int) -> Tensor:
+    """[t, heads, ...] -> [HV, t, ...] in fp32."""
+    return x.float().repeat_interleave(HV // x.shape[1], 1).movedim(1, 0)
+
+
+def narrow_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    scale: float,
+    case: Case,
+    arithmetic: Arithmetic,
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] and the final states [N, HV, K, V], fp32; g in natural log."""
+
+    def stored(x: Tensor) -> Tensor:
+        return Rounded.apply(x, arithmetic)
+
+    HV, product = v.shape[2], arithmetic.product
+    now = list(states.float().unbind())
+    o = 0 * v.float()
+    for n, b, start, end in case.spans():
+        q_c, k_c, v_c = (stored(by_head(x[b, start:end], HV)) for x in (q, k, v))
+        g_c, beta_c = (by_head(x[b, start:end], HV) for x in (g, beta))
+        # Token by token: torch.cumsum adds up in float64 on a CPU.
+        g_c = (g_c * RCP_LN2).clamp_min(LOG2_DECAY_FLOOR[FP32])
+        g_c = torch.stack(list(itertools.accumulate(g_c.unbind(-1))), -1)
+        decay = narrow_decay(g_c, 0)
+        from_start = g_c.exp2()[:, :, None]
+        A = (beta_c[:, :, None] * product(k_c, k_c.mT) * decay).tril(-1)
+        read = stored(now[n])
+        x_c = stored(beta_c[:, :, None] * (v_c - from_start * product(k_c, read)))
+        v_new = stored(torch.linalg.solve_triangular(A, x_c, upper=False, unitriangular=True))
+        scores = stored(product(q_c, k_c.mT) * decay)
+        o_c = from_start * product(q_c, read) + product(scores, v_new)
+        o[b, start:end] = (scale * o_c).movedim(0, 1)
+        written = stored((g_c[:, -1:] - g_c).exp2()[:, :, None] * v_new)
+        now[n] = g_c[:, -1, None, None].exp2() * now[n] + product(k_c.mT, written)
+    return o, torch.stack(now) if now else states
+
+
+# -------------------------------------------------------------------------------- three gradients
+
+
+@dataclass(frozen=True)
+class Options:
+    l2norm: bool = False
+    sigmoid: bool = False
+    negative: bool = False
+    gate: bool = False
+    dt_bias: bool = True
+    state: bool = True
+    v_first: bool = False
+    dht: bool = True
+    scale: float | None = None
+
+
+@dataclass
+class Task:
+    """Inputs, and the gradients of o and of the final state that come from above."""
+
+    case: Case
+    options: Options
+    leaves: dict[str, Tensor]
+    cu_seqlens: Tensor | None
+    do: Tensor
+    dht: Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.case.K**-0.5 if self.options.scale is None else self.options.scale
+
+    def copies(self, dtype: torch.dtype | None = None) -> dict[str, Tensor | None]:
+        leaves = {x: y.detach().clone().to(dtype or y.dtype) for x, y in self.leaves.items()}
+        return {name: x.requires_grad_() for name, x in leaves.items()}
+
+    def backward(
+        self, leaves: dict[str, Tensor | None], o: Tensor, final_state: Tensor | None
+    ) -> dict[str, Tensor]:
+        results, upstream = [o], [self.do.to(o.dtype)]
+        if self.options.dht and final_state is not None:
+            results.append(final_state)
+            upstream.append(self.dht.to(final_state.dtype))
+        names = [name for name, x in leaves.items() if x is not None]
+        given = [leaves[name] for name in names]
+        found = torch.autograd.grad(
+            results, given, upstream, allow_unused=True, materialize_grads=True
+        )
+        return dict(zip(names, found, strict=True))
+
+
+def make_task(
+    case: Case, dtype: torch.dtype, device: str, options: Options, x: Inputs | None = None
+) -> Task:
+    raw = options.l2norm or options.sigmoid or options.gate
+    if x is None:
+        x = make_inputs(case, dtype, device, raw=raw)
+        if raw and not options.l2norm:
+            x = x.but(k=torch.nn.functional.normalize(x.k.float(), dim=-1).to(dtype))
+        if raw and not options.gate:
+            x = x.but(g=-x.g.abs())
+        if raw and not options.sigmoid:
+            x = x.but(beta=x.beta.sigmoid())
+    generator = torch.Generator().manual_seed(11)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    leaves = dict(zip(NAMES, x.tensors, strict=False))
+    if options.state:
+        leaves["initial_state"] = x.initial_state
+    if options.gate:
+        leaves["A_log"] = normal(case.HV) / 2
+        if options.dt_bias:
+            leaves["dt_bias"] = normal(case.HV)
+    do = normal(*x.v.shape).to(x.q.dtype)
+    dht = normal(case.N, case.HV, case.K, case.V)
+    return Task(case, options, leaves, x.cu_seqlens, do, dht)
+
+
+def run_op(task: Task, leaves: dict[str, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    options, given = task.options, dict(leaves)
+    state = given.pop("initial_state", None)
+    if options.v_first and state is not None:
+        state = state.mT
+    o, final_state = gdn_triton.chunk_gated_delta_rule(
+        **given,
+        scale=options.scale,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=options.l2norm,
+        use_beta_sigmoid_in_kernel=options.sigmoid,
+        allow_neg_eigval=options.negative,
+        state_v_first=options.v_first,
+        use_gate_in_kernel=options.gate,
+        cu_seqlens=task.cu_seqlens,
+        chunk_size=task.case.chunk_size,
+    )
+    assert final_state is not None
+    return o, final_state.mT if options.v_first else final_state
+
+
+def by_op(task: Task) -> dict[str, Tensor]:
+    leaves = task.copies()
+    return task.backward(leaves, *run_op(task, leaves))
+
+
+def exact(task: Task) -> dict[str, Tensor]:
+    leaves, options = task.copies(FP64), task.options
+    result = reference.chunk_gated_delta_rule(
+        **leaves,
+        scale=task.scale,
+        cu_seqlens=task.cu_seqlens,
+        chunk_size=task.case.chunk_size,
+        use_qk_l2norm=options.l2norm,
+        use_beta_sigmoid=options.sigmoid,
+        allow_neg_eigval=options.negative,
+        use_gate=options.gate,
+    )
+    return task.backward(leaves, result.o, result.final_state)
+
+
+def narrow(task: Task, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    leaves, options, case = task.copies(), task.options, task.case
+    q, k, v, g, beta = (leaves[name] for name in NAMES[:5])
+    if options.l2norm:
+        q, k = reference.l2norm(q), reference.l2norm(k)
+    if options.gate:
+        g = reference.gate(g, leaves["A_log"], leaves.get("dt_bias"))
+    if options.sigmoid:
+        beta = reference.beta_sigmoid(beta, options.negative)
+    states = leaves.get("initial_state")
+    if states is None:
+        states = torch.zeros(case.N, case.HV, case.K, case.V, device=q.device)
+    o, final = narrow_chunks(q, k, v, g, beta, states, task.scale, case, arithmetic)
+    return task.backward(leaves, o.to(q.dtype), final)
+
+
+# A gradient is a sum of terms that cancel, each with a rounding of its own: beside the budget,
+# which knows but one order of them, this many units of the result.
+TERMS = 8
+
+
+def check_task(task: Task, dtype: torch.dtype, device: str) -> None:
+    arithmetic = Arithmetic(dtype, device)
+    found, right = by_op(task), exact(task)
+    for name, rounded in narrow(task, arithmetic).items():
+        assert_within_budget(
+            f"d{name}",
+            found[name],
+            right[name],
+            rounded,
+            dtype=task.leaves[name].dtype,
+            unit=TERMS * arithmetic.unit,
+        )
+
+
+def check(case: Case, dtype: torch.dtype, device: str, options: Options | None = None) -> None:
+    check_task(make_task(case, dtype, device, options or Options()), dtype, device)
+
+
+def check_alone(case: Case, dtype: torch.dtype, device: str) -> None:
+    """Every sequence alone, packed and padded, has the gradients that it has in the batch."""
+    task = make_task(case, dtype, device, Options())
+    expected = by_op(task)
+    offsets = case.offsets()
+    for n, (first, end) in enumerate(itertools.pairwise(offsets)):
+        for packed in (True, False):
+            alone = replace(
+                case,
+                T=end - first,
+                lengths=(end - first,) if packed else None,
+                orphans=0,
+            )
+            leaves = {name: task.leaves[name][:, first:end].clone() for name in NAMES[:5]}
+            leaves["initial_state"] = task.leaves["initial_state"][n : n + 1]
+            part = Task(
+                alone,
+                task.options,
+                leaves,
+                alone.cu_seqlens(device),
+                task.do[:, first:end],
+                task.dht[n : n + 1],
+            )
+            for name, x in by_op(part).items():
+                inside = expected[name]
+                state = name == "initial_state"
+                inside = inside[n : n + 1] if state else inside[:, first:end]
+                assert same_bits(inside, x), f"d{name} of sequence {n}, packed: {packed}"

@@ -1,0 +1,82 @@
+"""A wheel with the CUDA library, judged as it would be handed out: contents, tags, size, and what
+it says in an environment that has nothing else of this package."""
+
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import gdn_triton
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIBRARY = "gdn_triton/fast/_gdn_fast.so"
+# What a registry takes of one file without asking.
+MOST_BYTES = 100 * 2**20
+
+
+def load_builder() -> ModuleType:
+    """`csrc/build.py`, which is in no package."""
+    spec = importlib.util.spec_from_file_location("csrc_build", ROOT / "csrc" / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["csrc_build"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_library_wheel(library: Path, folder: Path) -> Path:
+    """The python of an environment in `folder` that has such a wheel."""
+    wheel: Path = load_builder().make_wheel(library, folder)
+    version, machine = gdn_triton.__version__, platform.machine()
+    name = rf"gdn_triton-{version}-(py3-none-manylinux_2_(\d+)_{machine})\.whl"
+    found = re.fullmatch(name, wheel.name)
+    assert found, wheel.name
+    assert int(found[2]) >= 28
+    assert wheel.stat().st_size < MOST_BYTES
+    archive = zipfile.ZipFile(wheel)
+    package = {name for name in archive.namelist() if not name.startswith("gdn_triton-")}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "gdn_triton").rglob("*.py")}
+    # Nothing of a build that made none.
+    assert package == sources | {"gdn_triton/py.typed", LIBRARY}
+    assert archive.read(LIBRARY) == library.read_bytes()
+    tags = archive.read(f"gdn_triton-{version}.dist-info/WHEEL").decode()
+    assert f"Tag: {found[1]}\n" in tags and "Root-Is-Purelib: false\n" in tags
+
+    python = make_environment(wheel, folder / "venv")
+    said = run_there(python, "import gdn_triton.fast as x; print(x.LIBRARY, x.why_unavailable())")
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    assert said == f"{site}/{LIBRARY} The CUDA library needs a GPU; torch finds no CUDA device.\n"
+    return python
+
+
+def make_environment(wheel: Path, folder: Path) -> Path:
+    """Its python. The needs come from this environment, the package from the wheel alone."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    # A plain path: what this environment's own .pth files add, the checkout too, is left out.
+    (site / "needs.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def run_there(python: Path, code: str) -> str:
+    """What the code prints, in a process that sees no GPU and none of this one's settings."""
+    unset = ("GDN_BACKEND", "TRITON_INTERPRET", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(
+        [python, "-c", code],
+        cwd=python.parent,
+        env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
