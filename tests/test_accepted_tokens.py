@@ -90,9 +90,11 @@ def test_step_from_accepted(pool: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[3, 1, 2, 0], [0, 5, 1, 2]], ids=str)
-def test_step_packed(lengths: list[int], device: str) -> None:
+def test_step_packed(lengths: list[int], backend: str, device: str) -> None:
     """Ragged drafts. The states of tokens that have no column are not kept; a sequence without
     tokens keeps nothing, and tokens of no sequence give 0."""
+    if backend == "reference":  # torch's sums on a GPU depend on the number of tokens beside
+        device = "cpu"
     slots = rows(device)
     x = step_inputs(device, tokens=5)
     state = torch.randn(N * S + 1, HV, V, K, device=device)

@@ -299,6 +299,7 @@ def test_flashinfer_decode_errors():
         decode(**inputs, state=state, backend="cudnn")
 
 
+@pytest.mark.of_no_device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_flashinfer_output_dtype(dtype):
     """An output of another dtype, or with gaps, receives o rounded once."""

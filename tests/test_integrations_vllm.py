@@ -220,6 +220,7 @@ def test_conv():
         )
 
 
+@pytest.mark.of_no_device
 @pytest.mark.parametrize("form", ["a token", "tokens", "drafts"])
 def test_conv_update(form):
     weight, x = torch.randn(D, W), torch.randn(3, 2, D)

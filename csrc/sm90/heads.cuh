@@ -53,11 +53,7 @@ const char* launch_whole(KernelParams& params, cudaStream_t stream) {
   const int64_t parts = both ? value_parts<Both>(p) : value_parts<Halves>(p);
   const int64_t blocks = std::min<int64_t>(int64_t{p.N} * p.HV * parts, p.multiprocessors);
   if (blocks == 0) return nullptr;
-  auto* kernel = &whole_sequences_kernel<Both, Halves>;
-#ifdef GDN_SEPARATE
-  if (params.shape == Shape::kHalves) kernel = &whole_sequences_kernel<Halves, Halves>;
-#endif
-  return launch_blocks(kernel, params, blocks, Halves::kThreads, kSharedBytes, 1,
+  return launch_blocks(&whole_sequences_kernel<Both, Halves>, params, blocks, Halves::kThreads, kSharedBytes, 1,
                        params.dealing.taken != nullptr, stream);
 }
 
