@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -1405,6 +1406,21 @@ def test_current_stream(cuda: str) -> None:
         got = run("cuda", call._replace(x=call.x.but(q=late)))
     side.synchronize()
     assert same(expected, got)
+
+
+@gpu
+def test_thread_without_a_context(cuda: str) -> None:
+    """A thread's first call, with memory from torch's cache, so that nothing before has made the
+    device's context current there; autograd's threads are such."""
+    call = make_call(RAGGED, BF16, cuda, Options())
+    expected = run("cuda", call)
+    run("cuda", call)  # leaves memory of every size in the cache
+    torch.cuda.synchronize()
+    found: list[tuple[Tensor, Tensor]] = []
+    thread = threading.Thread(target=lambda: found.append(run("cuda", call)))
+    thread.start()
+    thread.join()
+    assert found and same(expected, found[0])
 
 
 @gpu

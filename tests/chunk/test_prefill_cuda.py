@@ -74,8 +74,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> str:
 @gpu
 @over_cases
 def test_library_cuts_long_sequences(case: Case, library: str) -> None:
-    """Without the norm, a call has scratch memory for its segments, and 256 bytes for a counter where
-    blocks take whole sequences one after another."""
+    """Without the norm, a call has scratch memory for its segments, and 256 bytes for a counter
+    where blocks take whole sequences one after another."""
     layout = (None, case.B, case.tokens, case.H, case.HV, case.K, case.V, case.N)
     size = fast_chunk.workspace_floats(*layout, True, True, False, invariant=False)
     assert size in (0, 64) if "segments" not in case.name else size > 64
