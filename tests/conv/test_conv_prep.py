@@ -260,11 +260,13 @@ def test_the_reference_s_backward_is_linear(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast_changes_no_gradient(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_changes_no_gradient(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the convolution, and of it and the preparation, wherever backward is called."""
     on(backend, monkeypatch)
-    x, weight, bias = make(9, 6)
-    args = make_prep((9, 1, 2, 4, 4), dtype=FP32)
+    x, weight, bias = make(9, 6, device=device)
+    args = make_prep((9, 1, 2, 4, 4), dtype=FP32, device=device)
 
     def both(autocast: bool) -> list[Tensor]:
         leaves = [y.detach().requires_grad_() for y in (x, weight, bias, *args[:6])]
@@ -272,7 +274,7 @@ def test_autocast_changes_no_gradient(backend: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("GDN_BACKEND", "reference")  # the preparation's gradients are its
         prepared = fused_conv_prep(*leaves[3:], *args[6:])
         monkeypatch.setenv("GDN_BACKEND", backend)
-        with torch.autocast("cpu", BF16, enabled=autocast):
+        with torch.autocast(device, BF16, enabled=autocast):
             loss = y.square().sum() + sum(z.square().sum() for z in prepared)
             return list(torch.autograd.grad(loss, leaves))
 
