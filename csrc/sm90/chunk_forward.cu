@@ -367,10 +367,10 @@ size_t start_floats(const ChunkForward& p, const Plan& plan) {
 template <class Heads>
 int64_t tiles_of_unknown_length(const ChunkForward& p, const Plan& plan, bool halves) {
   if (!p.cu_seqlens || p.N < 2 || plan.cuts.count > 0) return 0;
-  return p.N * p.HV * Estimate<Heads>{p}.parts(halves);
+  return int64_t{p.N} * p.HV * Estimate<Heads>{p}.parts(halves);
 }
-// Whether they are taken by the blocks that are free first. A kernel before sets what that takes, which is
-// worth it where the fewest tiles that there may be are more than the blocks.
+// Whether a block takes its next tile by the counter Dealing::taken. A kernel before sets the counter to 0;
+// that kernel is worth its time where even tiles with the most channels of V outnumber the multiprocessors.
 template <class Heads>
 bool are_taken(const ChunkForward& p, const Plan& plan) {
   return tiles_of_unknown_length<Heads>(p, plan, sm90::only_halves<Heads>()) > p.multiprocessors;

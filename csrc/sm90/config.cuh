@@ -92,7 +92,7 @@ struct Tile {
   int part;     // of V: which 64 kStates channels
   int slot;     // index of this segment among the later ones; of a first segment, of the one after it
   int map;      // Pass::kMaps: 0 for b, 1 for M
-  bool exists;  // not: Pass::kWhole: the block has no more; else the block has none
+  bool exists;  // false: the block has no tile, or, of Pass::kWhole, no further one
   bool begins, ends;  // its sequence begins, ends with it
   int first;    // its first row in the batch entry
   int length;   // rows
@@ -192,7 +192,7 @@ template <class C>
 GDN_HOST_DEVICE int values(const ChunkForward& p) {
   return C::kExact ? C::kKeys : p.V;
 }
-// Of V, with 64 kStates channels each.
+// How many parts V has, of 64 kStates channels each.
 template <class C>
 GDN_HOST_DEVICE int value_parts(const ChunkForward& p) {
   return (values<C>(p) + 64 * C::kStates - 1) / (64 * C::kStates);
@@ -418,16 +418,12 @@ GDN_DEVICE const Tile& tile_now(const SharedMemory<C>& sm, uint32_t turn) {
   return sm.tiles[C::kOneTile ? 0 : turn % C::kTileStages];
 }
 
-// Waits for it. False: there are no more. Of C::kOneTile, there is one.
+// Waits for the block's tile number `turn`, unless C::kOneTile. Returns whether there is such a tile.
 template <class C>
 GDN_DEVICE bool enter_tile(const SharedMemory<C>& sm, uint32_t turn) {
-  if constexpr (C::kOneTile) {
-    return turn == 0;
-  } else {
-    const uint32_t stage = turn % C::kTileStages;
-    mbarrier_wait(shared_address(&sm.tile_full[stage]), turn / C::kTileStages & 1);
-    return sm.tiles[stage].exists;
-  }
+  const uint32_t stage = turn % C::kTileStages;
+  mbarrier_wait(shared_address(&sm.tile_full[stage]), turn / C::kTileStages & 1);
+  return sm.tiles[stage].exists;
 }
 
 enum class Reader { kLoader, kLane, kWarp };  // the loader, another single thread, or a warp
