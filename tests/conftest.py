@@ -7,7 +7,7 @@ with a GPU everything also runs in bf16, and at real sizes.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where kernels run here."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Backends are chosen as in a process that does not interpret Triton's kernels. What they
+    refuse is cached, for it never changes outside of tests: it is forgotten before and after."""
+    from gdn_triton._host import backends
+    from gdn_triton.conv import backends as conv
+    from gdn_triton.prep import backends as prep
+
+    def forget() -> None:
+        conv._limits.cache_clear()
+        prep.triton_refusal.cache_clear()
+
+    monkeypatch.setattr(backends, "_interpreting", lambda: False)
+    forget()
+    yield
+    forget()
 
 
 @pytest.fixture(params=["steps", "fused", "segments"])

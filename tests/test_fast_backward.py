@@ -67,9 +67,12 @@ def test_leaves_to_triton(changes: dict[str, Any], words: str) -> None:
     assert reason is not None and words in reason and reason.endswith(".")
 
 
-def test_explained(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_explained(
+    hopper: None,  # noqa: F811
+    no_interpreter: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Who makes the gradients is said where a call has some, and where it is not the name's own."""
-    monkeypatch.setattr(backends, "_interpreting", lambda: False)
     monkeypatch.setattr(backends, "_triton_missing", lambda: None)
     monkeypatch.setenv("GDN_BACKEND", "auto")
     own = CHUNK.explain(problem(**TRAINED))

@@ -90,11 +90,10 @@ def stand_in(version):
 
 
 @pytest.fixture
-def ours(monkeypatch):
+def ours(monkeypatch, no_interpreter):
     """`gdn_triton.integrations.fla` as if nothing had been registered in this process. Calls on the
     CPU go to the reference, which is far quicker than the interpreter."""
     monkeypatch.setenv("GDN_BACKEND", "auto")
-    monkeypatch.setattr("gdn_triton._host.backends._interpreting", lambda: False)
     monkeypatch.setattr("gdn_triton.recurrent.plans._plans", {})  # none of them is for other tests
     name = "gdn_triton.integrations.fla"
     package = importlib.import_module("gdn_triton.integrations")

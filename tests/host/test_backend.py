@@ -20,11 +20,10 @@ NO_CUDA = "The CUDA library is absent in this test."
 
 
 @pytest.fixture(autouse=True)
-def bare(monkeypatch):
+def bare(monkeypatch, no_interpreter):
     """Neither the machine nor the shell decides: no request, Triton there, no interpreter."""
     monkeypatch.delenv("GDN_BACKEND", raising=False)
     monkeypatch.setattr(backends, "_triton_missing", lambda: None)
-    monkeypatch.setattr(backends, "_interpreting", lambda: False)
     monkeypatch.setattr(backends, "_logged", set())
     monkeypatch.setattr(fast, "why_unavailable", lambda: NO_CUDA)
 

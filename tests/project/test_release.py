@@ -69,7 +69,9 @@ def test_metadata(wheel: Path) -> None:
     }
     assert (metadata["License-Expression"] or metadata["License"]) == "MIT"
     assert metadata["Requires-Python"] == ">=3.10"
-    assert {"cuda", "docs", "examples", "bench", "test"} == set(metadata.get_all("Provides-Extra", []))
+    assert {"cuda", "docs", "examples", "bench", "test"} == set(
+        metadata.get_all("Provides-Extra", [])
+    )
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload().startswith("# gdn_triton")

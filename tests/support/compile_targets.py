@@ -102,6 +102,7 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "state_bwd_kernel": 704,  # K = 256
         "pairs_bwd_kernel": 256,
         "query_key_bwd_kernel": 640,  # K = 256; 448 at 128
+        "recurrent_fwd_kernel": 64,  # from accepted drafts; 0 otherwise
     },
     (80, 4): {
         "affine_fwd_kernel": 448,
