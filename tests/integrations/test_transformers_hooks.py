@@ -1,7 +1,7 @@
 """How transformers' modeling modules are patched and put back, on modules that are made up here.
 
 They lie in the package of model repositories' code, which is treated like transformers itself, so
-nothing here needs transformers. tests/test_integrations_transformers.py has the real models.
+nothing here needs transformers. tests/integrations/test_transformers.py has the real models.
 """
 
 import copy

@@ -23,7 +23,7 @@ from gdn_triton import (
     warmup,
 )
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
 
 COUNT = """
 import sys
@@ -133,7 +133,7 @@ print(made > 0, before > 0, after - before, len(asked) > after)
 def count(what: str, step: float) -> list[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "GDN_BACKEND": "triton"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS / "support"), str(TESTS.parent)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-c", COUNT, what, str(step)],
         env=environment,

@@ -1,9 +1,10 @@
 """What the engines' own wheels say, read without importing them.
 
-`tests/engine_signatures.json` has the versions that the adapters were written for and, for every
-function that an adapter replaces or imitates, its parameters with their defaults. It is made by
+`tests/integrations/engine_signatures.json` has the versions that the adapters were written for and,
+for every function that an adapter replaces or imitates, its parameters with their defaults. It is
+made by
 
-    python tests/engine_sources.py FOLDER
+    python tests/integrations/engine_sources.py FOLDER
 
 from a folder of wheels, as `pip download --no-deps` leaves them. Where the environment variable
 ENGINE_WHEELS names such a folder, tests compare the wheels with the record, and run the

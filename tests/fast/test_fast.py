@@ -59,7 +59,8 @@ from gdn_triton.chunk import backends as chunk_backends
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.fast import chunk, support
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+PARITY = ROOT / "tests" / "support" / "fast_parity.py"
 
 
 @functools.cache
@@ -142,9 +143,9 @@ def test_build_from_clean(tmp_path: Path) -> None:
 
 
 def host_program(name: str, folder: Path) -> str:
-    """What a program of tests/ prints that runs functions of csrc on the CPU."""
+    """What a program of tests/fast/ prints that runs functions of csrc on the CPU."""
     tools = toolchain()
-    program, source = folder / name, ROOT / "tests" / f"{name}.cu"
+    program, source = folder / name, Path(__file__).with_name(f"{name}.cu")
     command = (tools.nvcc, "-ccbin", tools.cxx, "-std=c++17", "-O1", "-arch=sm_90a", "-o", program)
     output(*command, source)
     return output(program)
@@ -1071,7 +1072,7 @@ def test_side_inputs_of_any_dtype(side: torch.dtype, state: torch.dtype, cuda: s
 @DTYPES
 @pytest.mark.parametrize("number", range(1000, 1020))
 def test_random(number: int, dtype: torch.dtype, cuda: str) -> None:
-    """`tests/fast_parity.py` makes as many as one likes."""
+    """`tests/support/fast_parity.py` makes as many as one likes."""
     call, own = random_call(number, cuda, small=False)
     if own != dtype:
         call = call._replace(x=call.x.but(**{n: getattr(call.x, n).to(dtype) for n in "qkv"}))
@@ -1594,7 +1595,7 @@ def test_trained(case: Case, options: Options, dtype: torch.dtype, cuda: str) ->
 @gpu
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
 def test_sanitizer(tool: str, cuda: str) -> None:
-    """Random small cases under compute-sanitizer; `tests/fast_parity.py` says how to run more."""
+    """Random small cases under compute-sanitizer; `fast_parity` says how to run more."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("there is no compute-sanitizer on the PATH")
@@ -1608,7 +1609,7 @@ def test_sanitizer(tool: str, cuda: str) -> None:
             "--error-exitcode",
             "1",
         ),
-        *(sys.executable, ROOT / "tests" / "fast_parity.py", "--count", "3", "--small", "--quiet"),
+        *(sys.executable, PARITY, "--count", "3", "--small", "--quiet"),
         # Each tensor in an allocation of its own, so that a read past its end is one.
         PYTORCH_NO_CUDA_MEMORY_CACHING="1",
         PYTHONPATH=str(ROOT),

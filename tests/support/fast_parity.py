@@ -1,12 +1,12 @@
 r"""One case through the backends, each held to the float64 specification and to each other.
 
-`tests/test_fast.py` uses this for its cases. As a script it makes random ones, of lengths, heads,
-gates, layouts, strides and options, and runs them through the CUDA library:
+`tests/fast` uses this for its cases. As a script it makes random ones, of lengths, heads, gates,
+layouts, strides and options, and runs them through the CUDA library:
 
-    python tests/fast_parity.py --count 1000 --seed 0 --repeat 20
-    python tests/fast_parity.py --count 9000 --small --chunked --workers 14 --quiet
+    python tests/support/fast_parity.py --count 1000 --seed 0 --repeat 20
+    python tests/support/fast_parity.py --count 9000 --small --chunked --workers 14 --quiet
     compute-sanitizer --kernel-name kernel_substring=gdn --tool memcheck \
-        python tests/fast_parity.py --count 8 --small
+        python tests/support/fast_parity.py --count 8 --small
 
 Each line is a case; one that fails prints its number, which `--only` runs again. `--small` keeps to
 short sequences and computes the specification on the CPU, for a sanitizer, under which kernels take
@@ -25,12 +25,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
-
-if __name__ == "__main__":
-    # Run by its path: what tests share is beside it.
-    sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
 import torch
 from helpers import (

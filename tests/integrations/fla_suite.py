@@ -1,6 +1,6 @@
 """Runs flash-linear-attention's own tests of the op on this package's kernels.
 
-    python tests/fla_suite.py PATH/tests/ops/test_gdn.py [arguments of pytest]
+    python tests/integrations/fla_suite.py PATH/tests/ops/test_gdn.py [arguments of pytest]
 
 The file is FLA's, unchanged; it is not in this repository. FLA (0.5.2 to 0.6.x), pytest and a GPU
 are needed. The file is collected after `gdn_triton.integrations.fla.register()`, so every call of
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OPS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 
 NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"
@@ -34,9 +34,8 @@ os.environ.pop(NO_DISPATCH, None)
 def main(arguments: list[str]) -> None:
     if not arguments or not Path(arguments[0]).is_file():
         sys.exit(__doc__)
-    path = os.pathsep.join(
-        [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).resolve().parent), *given])
     # Without the settings of this repository, in which FLA's file may lie.
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "fla_suite", "-q"]
     command += ["-p", "no:cacheprovider", "--rootdir", str(Path(arguments[0]).resolve().parent)]

@@ -4,8 +4,8 @@
 #include <random>
 #include <vector>
 
-#include "../csrc/sm90/chunk_forward.cu"
-#include "../csrc/sm90/dealing.cuh"
+#include "../../csrc/sm90/chunk_forward.cu"
+#include "../../csrc/sm90/dealing.cuh"
 
 namespace gdn::sm90 {
 template <class T, class Heads, bool kPool>

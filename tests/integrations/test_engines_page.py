@@ -17,7 +17,7 @@ from vllm_steps import HV, Sequence, Step, make_layer
 import gdn_triton
 from gdn_triton.integrations import sglang
 
-PAGE = Path(__file__).parent.parent / "docs" / "engines.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 
 
 @pytest.fixture(autouse=True)
