@@ -20,8 +20,8 @@ from backward_cases import (
     make_task,
     run_op,
 )
+from fast_cases import EDGES, ROOT, fast_case, gpu, output, problem
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
-from test_fast import ROOT, cuda, hopper, output, problem  # noqa: F401
 from torch import Tensor
 
 import gdn_triton
@@ -68,7 +68,7 @@ def test_leaves_to_triton(changes: dict[str, Any], words: str) -> None:
 
 
 def test_explained(
-    hopper: None,  # noqa: F811
+    hopper: None,
     no_interpreter: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -87,7 +87,7 @@ def test_explained(
     assert CHUNK.explain(problem(**TRAINED)).gradients is None
 
 
-def test_needs_no_triton(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_needs_no_triton(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_triton_missing", lambda: "No Triton here.")
     assert chunk_backends.cuda_supports(problem(**TRAINED)) is None
     reason = chunk_backends.cuda_supports(problem(**{**TRAINED, "K": 64}))
@@ -200,11 +200,9 @@ def test_nothing_to_walk(with_dht: bool, noted: Noted) -> None:
 
 # --------------------------------------------------------------------------- numbers, on a Hopper
 
-gpu = pytest.mark.gpu("the CUDA library runs on GPUs only")
-
 
 @pytest.fixture
-def own(cuda: str, monkeypatch: pytest.MonkeyPatch) -> str:  # noqa: F811
+def own(cuda: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The device, on which no call may have its gradients from Triton."""
 
     def forbidden(*args: Any, **kwargs: Any) -> NoReturn:
@@ -215,24 +213,18 @@ def own(cuda: str, monkeypatch: pytest.MonkeyPatch) -> str:  # noqa: F811
     return cuda
 
 
-def sized(name: str, why: str, **sizes: Any) -> Case:
-    usual = {"H": 2, "HV": 4, "K": 128, "V": 128, "spare": 8}
-    return Case(name, why, **{**usual, **sizes}, chunk_size=64)
-
-
-EDGES = (0, 1, 63, 64, 65, 127)
 CASES = [
-    *(sized(f"padded-{T}", "a side of a chunk", T=T, B=2) for T in (*EDGES[1:], 128, 200)),
-    *(sized(f"packed-{n}", "one sequence, and rows of none", lengths=(n,), orphans=9)
+    *(fast_case(f"padded-{T}", "a side of a chunk", T=T, B=2) for T in (*EDGES[1:], 128, 200)),
+    *(fast_case(f"packed-{n}", "one sequence, and rows of none", lengths=(n,), orphans=9)
       for n in EDGES),
-    *(sized(f"group-{G}", "value heads on a key head", HV=2 * G, lengths=(70, 0, 130))
+    *(fast_case(f"group-{G}", "value heads on a key head", HV=2 * G, lengths=(70, 0, 130))
       for G in (1, 2, 3, 4)),
-    sized("edges", "every length beside every other", lengths=(*EDGES, *EDGES[::-1])),
-    sized("odd-rows", "rows that TMA cannot read, so copies", T=150, B=2, spare=3),
-    sized("orphans", "more rows of no sequence than a chunk", lengths=(5, 80), orphans=200),
-    sized("wide", "more heads than multiprocessors", T=130, B=2, H=16, HV=96),
-    sized("segments", "the walk forward in parts", T=2500, H=1, HV=2),
-    sized("segments-packed", "a long sequence beside short ones",
+    fast_case("edges", "every length beside every other", lengths=(*EDGES, *EDGES[::-1])),
+    fast_case("odd-rows", "rows that TMA cannot read, so copies", T=150, B=2, spare=3),
+    fast_case("orphans", "more rows of no sequence than a chunk", lengths=(5, 80), orphans=200),
+    fast_case("wide", "more heads than multiprocessors", T=130, B=2, H=16, HV=96),
+    fast_case("segments", "the walk forward in parts", T=2500, H=1, HV=2),
+    fast_case("segments-packed", "a long sequence beside short ones",
           lengths=(2100, 1, 0, 300, 1024), orphans=70, H=1, HV=1),
 ]  # fmt: skip
 
@@ -258,7 +250,7 @@ STRENGTHS = {
 @pytest.mark.parametrize("strength", STRENGTHS)
 @pytest.mark.parametrize("seed", range(3))
 def test_gates(strength: str, seed: int, own: str) -> None:
-    case = sized("gates", "", T=450, B=2)
+    case = fast_case("gates", "", T=450, B=2)
     x = make_inputs(case, BF16, own, seed=seed)
     x = x.but(g=STRENGTHS[strength](x.g))
     check_task(make_task(case, BF16, own, Options(), x), BF16, own)
@@ -273,7 +265,7 @@ OPTIONS = {
     "sigmoid": Options(sigmoid=True, negative=True),
     "all": Options(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True),
 }
-RAGGED = sized("ragged", "", lengths=(65, 0, 1, 127, 64, 63, 200), orphans=70)
+RAGGED = fast_case("ragged", "", lengths=(65, 0, 1, 127, 64, 63, 200), orphans=70)
 
 
 @gpu
@@ -293,7 +285,7 @@ def test_side_inputs_of_any_dtype(dtype: torch.dtype, own: str) -> None:
 
 # ------------------------------------------------------------------------------------------- bits
 
-LARGE = sized("large", "", lengths=(700, 1, 64, 129, 0, 3000), orphans=70, H=4, HV=8)
+LARGE = fast_case("large", "", lengths=(700, 1, 64, 129, 0, 3000), orphans=70, H=4, HV=8)
 
 
 def poison() -> None:
@@ -361,7 +353,7 @@ def test_rows_of_no_sequence(own: str) -> None:
 @gpu
 def test_one_head_of_many(own: str) -> None:
     """A value head's own gradients are the same bits whatever the other key heads hold."""
-    case = sized("heads", "", T=300, H=2, HV=4)
+    case = fast_case("heads", "", T=300, H=2, HV=4)
     task = make_task(case, BF16, own, Options())
     expected = by_op(task)
     for name in NAMES[:5]:
@@ -404,7 +396,7 @@ def replace_offsets(task: Task) -> Task:
 
 @gpu
 def test_strided_gradients_from_above(own: str) -> None:
-    task = make_task(sized("strided", "", T=150, B=2), BF16, own, Options())
+    task = make_task(fast_case("strided", "", T=150, B=2), BF16, own, Options())
     expected = by_op(task)
 
     def spread(x: Tensor) -> Tensor:
@@ -448,7 +440,7 @@ def test_operator_checks_its_arguments(
         return (lambda *x: passed.extend(x)) if asked == "chunk_backward" else operators(asked)
 
     monkeypatch.setattr(chunk, "_operator", noting)
-    by_op(make_task(sized("checked", "", T=70), BF16, own, Options()))
+    by_op(make_task(fast_case("checked", "", T=70), BF16, own, Options()))
     right(*passed)
     at = ARGUMENTS.index(name)
     passed[at] = change(passed[at])
@@ -478,7 +470,7 @@ print("done")
 
 @gpu
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
-def test_sanitizer(tool: str, cuda: str) -> None:  # noqa: F811
+def test_sanitizer(tool: str, cuda: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("there is no compute-sanitizer on the PATH")
