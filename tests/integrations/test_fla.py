@@ -10,7 +10,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers import FP64, Arithmetic, assert_within_budget, same_bits
+from helpers import FP64, assert_within_budget, same_bits
+from narrow import Arithmetic
 
 import gdn_triton
 

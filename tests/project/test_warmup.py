@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COUNT = """
 import sys
 import torch
-from compile_targets import AbsentDevice
+from target_code import AbsentDevice
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

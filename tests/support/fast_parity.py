@@ -34,15 +34,14 @@ from helpers import (
     FP16,
     FP32,
     FP64,
-    Arithmetic,
     Case,
     Inputs,
     assert_within_budget,
     make_inputs,
-    narrow_forward,
     same_bits,
     unit_rows,
 )
+from narrow import Arithmetic, narrow_forward
 from torch import Tensor
 
 import gdn_triton
