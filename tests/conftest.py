@@ -49,20 +49,11 @@ def device() -> str:
 
 @pytest.fixture
 def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Backends are chosen as in a process that does not interpret Triton's kernels. What they
-    refuse is cached, for it never changes outside of tests: it is forgotten before and after."""
-    from gdn_triton._host import backends
-    from gdn_triton.conv import backends as conv
-    from gdn_triton.prep import backends as prep
+    """Backends are chosen as in a process that does not interpret Triton's kernels."""
+    from choice_cases import not_interpreted
 
-    def forget() -> None:
-        conv._limits.cache_clear()
-        prep.triton_refusal.cache_clear()
-
-    monkeypatch.setattr(backends, "_interpreting", lambda: False)
-    forget()
-    yield
-    forget()
+    with not_interpreted(monkeypatch):
+        yield
 
 
 @pytest.fixture(params=["steps", "fused", "segments"])

@@ -95,7 +95,6 @@ def ours(monkeypatch, no_interpreter):
     """`gdn_triton.integrations.fla` as if nothing had been registered in this process. Calls on the
     CPU go to the reference, which is far quicker than the interpreter."""
     monkeypatch.setenv("GDN_BACKEND", "auto")
-    monkeypatch.setattr("gdn_triton.recurrent.plans._plans", {})  # none of them is for other tests
     name = "gdn_triton.integrations.fla"
     package = importlib.import_module("gdn_triton.integrations")
     before = sys.modules.pop(name, None)
