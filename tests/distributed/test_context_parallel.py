@@ -144,6 +144,9 @@ ON_GPUS = [
 ]
 
 
+# ---------------------------------------------------------------------------------- in each process
+
+
 def run_slots(
     case: Case, x: dict[str, Tensor], do: Tensor, dht: Tensor, dcuts: list[Tensor]
 ) -> dict[str, Tensor]:
@@ -377,6 +380,9 @@ def cut_into_chunks(on: bool) -> None:
 
 def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# -------------------------------------------------------------------------------- the tests of them
 
 
 def start(kind: str, world: int, folder: Path) -> list[dict[str, Any]]:

@@ -32,6 +32,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
+# ---------------------------------------------------------------------------- memory that is shared
+
+
 PAIRS = [
     (name, written, other)
     for name in WRITING
@@ -171,6 +174,9 @@ def test_layouts_are_judged_once(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         op.call(**moved)
 
 
+# ------------------------------------------------------------------------------------ the predicate
+
+
 def bytes_of(layout: memory.Layout, first: int) -> list[int]:
     shape, strides, dtype = layout
     return [
@@ -226,6 +232,9 @@ def test_layouts_that_take_long_to_tell_apart() -> None:
     # A split of rows takes a few steps however long it is.
     rows = (2**20, 2**15), (2**16, 1), FP32
     assert not memory._share(rows, rows, 2**17) and memory._share(rows, rows, 2**17 - 4)
+
+
+# ------------------------------------------------------------------------------------- slots in use
 
 
 def valid(

@@ -40,6 +40,9 @@ RUNS = [
 ]
 
 
+# ------------------------------------------------------------------------------------------- inputs
+
+
 @dataclass(frozen=True)
 class Case:
     """One regime, and why it is in a list. `lengths` is packed, with `orphans` rows after the last
@@ -265,6 +268,9 @@ def unit_rows(*shape: int, seed: int = 7) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device())
     return torch.nn.functional.normalize(rows, dim=-1)
+
+
+# ------------------------------------------------------------------------------------------- budget
 
 
 # How much larger than the independent computation's a kernel's error may be. Both are sums of many
