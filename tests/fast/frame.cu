@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "../../csrc/sm90/frame.cuh"
+#include "sm90/frame.cuh"
 
 namespace {
 using namespace gdn::sm90;

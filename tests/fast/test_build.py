@@ -91,7 +91,7 @@ def host_program(name: str, folder: Path) -> str:
     tools = toolchain()
     program, source = folder / name, Path(__file__).with_name(f"{name}.cu")
     command = (tools.nvcc, "-ccbin", tools.cxx, "-std=c++17", "-O1", "-arch=sm_90a", "-o", program)
-    output(*command, source)
+    output(*command, "-I", ROOT / "csrc", source)
     return output(program)
 
 

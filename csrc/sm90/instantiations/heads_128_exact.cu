@@ -1,5 +1,5 @@
 // Heads of K = V = 128.
-#include "heads.cuh"
+#include "sm90/launch.cuh"
 
 namespace gdn::sm90 {
 using Kind = Heads<128, true>;

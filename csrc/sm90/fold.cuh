@@ -7,7 +7,7 @@
 // The kernel here folds the maps of each sequence, in order, into the states that the others start
 // from; Pass::kSegments then walks these. A last segment needs no map.
 #pragma once
-#include "config.cuh"
+#include "sm90/tiles.cuh"
 
 namespace gdn::sm90 {
 

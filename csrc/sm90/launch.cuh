@@ -2,9 +2,9 @@
 #pragma once
 #include <algorithm>
 
-#include "heads.h"
-#include "kernel.cuh"
-#include "segments.cuh"
+#include "sm90/fold.cuh"
+#include "sm90/heads.h"
+#include "sm90/kernel.cuh"
 
 namespace gdn::sm90 {
 
