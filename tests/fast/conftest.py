@@ -5,12 +5,14 @@ from fast_cases import Operator
 
 from gdn_triton import fast
 from gdn_triton.fast import chunk
+from gdn_triton.fast.architectures import ARCHITECTURES
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "why_unavailable", lambda: None)
     monkeypatch.setattr(fast, "why_not_on", lambda device: None)
+    monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
 
 
 @pytest.fixture

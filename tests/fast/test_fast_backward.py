@@ -25,12 +25,14 @@ from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
 from torch import Tensor
 
 import gdn_triton
+from gdn_triton import fast
 from gdn_triton._host import backends
 from gdn_triton.chunk import backends as chunk_backends
 from gdn_triton.chunk.backends import CHUNK
 from gdn_triton.chunk.problem import Inputs
 from gdn_triton.chunk.triton import backward as triton_backward
 from gdn_triton.fast import chunk, support
+from gdn_triton.fast.architectures import ARCHITECTURES
 
 # ----------------------------------------------------------------------------- what it serves
 
@@ -49,7 +51,7 @@ TRAINED: dict[str, Any] = {"needs_grad": True, "T": 8192, "H": 16, "HV": 32}
         {"B": 1, "N": 0, "is_varlen": True},
     ],
 )
-def test_takes(changes: dict[str, Any]) -> None:
+def test_takes(changes: dict[str, Any], hopper: None) -> None:
     assert support.backward_supports(problem(**{**TRAINED, **changes})) is None
 
 
@@ -62,7 +64,7 @@ def test_takes(changes: dict[str, Any]) -> None:
         ({"T": 2**31 - 1, "H": 64, "HV": 64}, "less than 268435456 chunks"),
     ],
 )
-def test_leaves_to_triton(changes: dict[str, Any], words: str) -> None:
+def test_leaves_to_triton(changes: dict[str, Any], words: str, hopper: None) -> None:
     reason = support.backward_supports(problem(**{**TRAINED, **changes}))
     assert reason is not None and words in reason and reason.endswith(".")
 
@@ -135,6 +137,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: 1)
     monkeypatch.setattr(chunk, "backward_floats", lambda *sizes: sum(map(int, sizes[1:])))
     monkeypatch.setattr(support, "supports", lambda problem: None)
+    monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
     monkeypatch.setenv("GDN_BACKEND", "cuda")
     return found
 

@@ -13,7 +13,9 @@ from helpers import BF16, FP16, Case, same_bits
 from torch import Tensor
 
 import gdn_triton
+from gdn_triton import fast
 from gdn_triton.fast import chunk, support
+from gdn_triton.fast.architectures import ARCHITECTURES
 
 
 def gradients(
@@ -55,6 +57,7 @@ def sevens(operator: Operator, monkeypatch: pytest.MonkeyPatch, device: str) -> 
     noted = Sevens()
     monkeypatch.setattr(chunk, "_operator", noted.named)
     monkeypatch.setattr(support, "supports", lambda problem: None)
+    monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
     return noted
 
 

@@ -13,6 +13,7 @@ from gdn_triton._host import backends
 from gdn_triton._host.backends import Backend
 from gdn_triton.chunk import backends as chunk_backends
 from gdn_triton.chunk.backends import CHUNK
+from gdn_triton.fast.architectures import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("bare")
 
@@ -37,6 +38,7 @@ def test_order():
 def test_auto_takes_cuda_where_it_serves(monkeypatch):
     monkeypatch.setattr(fast, "why_unavailable", lambda: None)
     monkeypatch.setattr(fast, "why_not_on", lambda index: None)
+    monkeypatch.setattr(fast, "architecture_on", lambda index: ARCHITECTURES[9, 0])
     assert CHUNK.explain(problem(K=128, V=128)).chosen == "cuda"
     assert CHUNK.explain(problem(K=128, V=128, chunk_size=32)).chosen == "triton"
 
