@@ -7,9 +7,10 @@ newer, g++, and a torch 2.10 or newer beside that Python, CUDA or CPU: its heade
 linked with. No GPU and no driver. The extra `cuda` of the package brings nvcc. The environment
 variables NVCC, CUDA_HOME (or CUDA_PATH) and CXX choose the compilers.
 
-What comes out is one shared library: LibTorch's stable ABI, machine code for sm_90a only, CUDA's
-runtime linked in, nothing of Python. The build fails where ptxas says that a kernel spills, uses
-local memory, or waits after every WGMMA: the last is only a note of ptxas, with exit code 0.
+What comes out is one shared library: LibTorch's stable ABI, machine code for the GPUs of
+`ARCHITECTURES` only, CUDA's runtime linked in, nothing of Python. The build fails where ptxas says
+that a kernel spills, uses local memory, or waits after every WGMMA: the last is only a note of
+ptxas, with exit code 0.
 """
 
 import argparse
@@ -33,8 +34,9 @@ OBJECTS = ROOT / "build" / "cuda"
 
 TORCH_TARGET = (2, 10)  # the least torch whose stable ABI has what ops.cpp calls
 CUDA_MIN = (12, 8)
-# sm_90 without the a compiles too, into kernels without WGMMA.
-ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
+# The architectures: a folder of csrc with kernels, and the GPUs that nvcc compiles them for. sm_90
+# without the a compiles too, into kernels without WGMMA.
+ARCHITECTURES = {"sm90": "-gencode=arch=compute_90a,code=sm_90a"}
 
 
 class Unbuildable(Exception):
@@ -126,10 +128,11 @@ def find_toolchain() -> Toolchain:
 # ----------------------------------------------------------------------------------------- commands
 
 
-def nvcc_command(tools: Toolchain) -> list[str]:
+def nvcc_command(tools: Toolchain, architecture: str) -> list[str]:
+    target = ARCHITECTURES[architecture]
     return [
         tools.nvcc,
-        *("-ccbin", tools.cxx, "-std=c++17", "-O3", ARCHITECTURE, "-DNDEBUG", "-lineinfo"),
+        *("-ccbin", tools.cxx, "-std=c++17", "-O3", target, "-DNDEBUG", "-lineinfo"),
         *("-I", str(SOURCE_DIR), "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"),
         *("-Xptxas", "-v,-warn-spills,-warn-lmem-usage"),
     ]
@@ -184,7 +187,19 @@ def link_command(tools: Toolchain, objects: list[Path], library: Path) -> list[s
 
 
 def sources() -> list[Path]:
-    return [SOURCE_DIR / "ops.cpp", *sorted(SOURCE_DIR.glob("sm90/**/*.cu"))]
+    """The host code, then the kernels of each architecture."""
+    kernels = [x for name in ARCHITECTURES for x in sorted(SOURCE_DIR.glob(f"{name}/**/*.cu"))]
+    return [*sorted(SOURCE_DIR.glob("*.cpp")), *kernels]
+
+
+def compilers(tools: Toolchain) -> dict[Path, list[str]]:
+    """The command that compiles each source, without its input and output."""
+    host = cxx_command(tools)
+    device = {name: nvcc_command(tools, name) for name in ARCHITECTURES}
+    return {
+        x: host if x.suffix == ".cpp" else device[x.relative_to(SOURCE_DIR).parts[0]]
+        for x in sources()
+    }
 
 
 def run(command: list[str]) -> str:
@@ -230,12 +245,13 @@ def build(
     """
     library.unlink(missing_ok=True)
     kernel_sources = [source for source in sources() if source.suffix == ".cu"]
-    if not kernel_sources:
-        raise BuildFailed(f"there is no .cu file under {SOURCE_DIR / 'sm90'}")
-    compilers = {".cu": nvcc_command(tools), ".cpp": cxx_command(tools)}
-    targets = {x: objects / x.relative_to(SOURCE_DIR).with_suffix(".o") for x in sources()}
+    for name in ARCHITECTURES:
+        if not any(SOURCE_DIR / name in source.parents for source in kernel_sources):
+            raise BuildFailed(f"there is no .cu file under {SOURCE_DIR / name}")
+    commands = compilers(tools)
+    targets = {x: objects / x.relative_to(SOURCE_DIR).with_suffix(".o") for x in commands}
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        work = [pool.submit(compile_one, compilers[x.suffix], x, targets[x]) for x in targets]
+        work = [pool.submit(compile_one, commands[x], x, targets[x]) for x in targets]
         for done in work:
             done.result()
     logs = {source: targets[source].with_suffix(".log").read_text() for source in kernel_sources}
@@ -319,10 +335,10 @@ def make_wheel(library: Path, folder: Path) -> Path:
 
 def show(tools: Toolchain, library: Path, objects: Path) -> None:
     """What a build would run."""
-    compilers = {".cu": nvcc_command(tools), ".cpp": cxx_command(tools)}
-    targets = {x: objects / x.relative_to(SOURCE_DIR).with_suffix(".o") for x in sources()}
+    commands = compilers(tools)
+    targets = {x: objects / x.relative_to(SOURCE_DIR).with_suffix(".o") for x in commands}
     for source, target in targets.items():
-        print(shlex.join([*compilers[source.suffix], "-c", str(source), "-o", str(target)]))
+        print(shlex.join([*commands[source], "-c", str(source), "-o", str(target)]))
     print(shlex.join(link_command(tools, list(targets.values()), library)))
 
 

@@ -10,6 +10,7 @@
 #include <sstream>
 #include <string>
 
+#include "dispatch.h"
 #include "params.h"
 
 // In libtorch_cuda.so, which a torch without CUDA lacks. Weak, so that the library loads there too.
@@ -142,8 +143,15 @@ int multiprocessors(int32_t device) {
   return count;
 }
 
-int64_t workspace_floats(const gdn::ChunkForward& p) {
-  return static_cast<int64_t>((gdn::chunk_forward_workspace(p) + sizeof(float) - 1) / sizeof(float));
+// The kernels for a device.
+const gdn::Architecture& kernels_on(int32_t device) {
+  const gdn::Architecture* const found = gdn::architecture_on(device);
+  STD_TORCH_CHECK(found != nullptr, "gdn_fast: ", gdn::why_none_on(device));
+  return *found;
+}
+
+int64_t workspace_floats(const gdn::Architecture& kernels, const gdn::ChunkForward& p) {
+  return static_cast<int64_t>((kernels.chunk_forward_workspace(p) + sizeof(float) - 1) / sizeof(float));
 }
 
 // A sentence why no kernel of this library can run here, or "".
@@ -172,7 +180,7 @@ int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H,
   p.cu_seqlens = is_packed ? &some_offsets : nullptr;
   p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant;
   p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
-  return workspace_floats(p);
+  return workspace_floats(kernels_on(static_cast<int32_t>(device)), p);
 }
 
 // What every call has: q, k, v, g, beta, the gate's parameters and cu_seqlens.
@@ -249,12 +257,13 @@ cudaStream_t current_stream(int32_t device) {
 
 // Checks `workspace`, and runs what `p` says on the current stream of its device; pool: null without one.
 void run(gdn::ChunkForward p, const gdn::Pool* pool, const Tensor& workspace, int32_t device) {
-  check_workspace(workspace, device, workspace_floats(p));
+  const gdn::Architecture& kernels = kernels_on(device);
+  check_workspace(workspace, device, workspace_floats(kernels, p));
   p.workspace = workspace.data_ptr();
 
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  const char* error = pool ? gdn::chunk_prefill(p, *pool, stream) : gdn::chunk_forward(p, stream);
+  const char* error = pool ? kernels.chunk_prefill(p, *pool, stream) : kernels.chunk_forward(p, stream);
   STD_TORCH_CHECK(error == nullptr, "gdn_fast::", pool ? "chunk_prefill" : "chunk_forward", " did not run: ", error);
 }
 
@@ -328,8 +337,8 @@ void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   run(p, &pool, workspace, device);
 }
 
-int64_t backward_floats(const gdn::ChunkForward& p) {
-  return static_cast<int64_t>((gdn::chunk_backward_workspace(p) + sizeof(float) - 1) / sizeof(float));
+int64_t backward_floats(const gdn::Architecture& kernels, const gdn::ChunkForward& p) {
+  return static_cast<int64_t>((kernels.chunk_backward_workspace(p) + sizeof(float) - 1) / sizeof(float));
 }
 
 int64_t chunk_backward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N,
@@ -341,7 +350,7 @@ int64_t chunk_backward_workspace(int64_t device, int64_t B, int64_t T, int64_t H
   p.cu_seqlens = is_packed ? &some_offsets : nullptr;
   p.use_qk_l2norm = use_qk_l2norm;
   p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
-  return backward_floats(p);
+  return backward_floats(kernels_on(static_cast<int32_t>(device)), p);
 }
 
 // A gradient to write, contiguous.
@@ -403,11 +412,12 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
     check_dtype(*gate_sums, "gate_sums", ScalarType::Float);
     b.gate_sums = static_cast<float*>(written(*gate_sums, "gate_sums", device, {2, HV}));
   }
-  check_workspace(workspace, device, backward_floats(p));
+  const gdn::Architecture& kernels = kernels_on(device);
+  check_workspace(workspace, device, backward_floats(kernels, p));
   p.workspace = workspace.data_ptr();
 
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const char* error = gdn::chunk_backward(b, current_stream(device));
+  const char* error = kernels.chunk_backward(b, current_stream(device));
   STD_TORCH_CHECK(error == nullptr, "gdn_fast::chunk_backward did not run: ", error);
 }
 }  // namespace

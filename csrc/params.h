@@ -1,4 +1,5 @@
-// What the host hands to the kernels, and the functions that launch them: no torch, no tensor-map type.
+// What the operators hand to an architecture's kernels: no torch, no tensor-map type. dispatch.h has the functions that
+// launch them.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -80,19 +81,8 @@ struct Pool {
   int64_t checkpoint_columns;
 };
 
-// Bytes of scratch memory that chunk_forward and chunk_prefill need. Depends on B, T, H, HV, K, V, N, dtype, use_qk_l2norm,
-// batch_invariant, multiprocessors, and on whether cu_seqlens is null; the other fields may be unset.
-size_t chunk_forward_workspace(const ChunkForward&);
-
-// Null, or why it did not run; the words stay valid. The caller has set the device, and B, T, N, H, HV are >= 1.
-// Tokens from cu_seqlens[N] on get o = 0; a sequence without tokens gets ht = h0.
-const char* chunk_forward(const ChunkForward&, cudaStream_t);
-
-// The same on a pool: h0, ht and o are unset, and T may be 0.
-const char* chunk_prefill(const ChunkForward&, const Pool&, cudaStream_t);
-
 // The gradients of chunk_forward's inputs. `forward` has those inputs, the options and the workspace; its o and ht are
-// unset. K = V = 128, and `dtype` is bfloat16.
+// unset.
 struct ChunkBackward {
   ChunkForward forward;
   Rows dO;           // [B, T, HV, V], of `dtype`: the gradient of o
@@ -110,12 +100,5 @@ struct ChunkBackward {
   int64_t dh0_n, dh0_h, dh0_k, dh0_v;
   float* gate_sums;  // [2, HV]: of A_log, then of dt_bias; null unless `use_gate`
 };
-
-// Bytes of scratch memory that chunk_backward needs. Depends on B, T, H, HV, K, V, N, use_qk_l2norm,
-// multiprocessors, and on whether cu_seqlens is null.
-size_t chunk_backward_workspace(const ChunkForward&);
-
-// As chunk_forward; T and N are >= 1. A sequence without tokens gets dh0 = dht.
-const char* chunk_backward(const ChunkBackward&, cudaStream_t);
 
 }  // namespace gdn

@@ -6,13 +6,13 @@ with a GPU everything also runs in bf16, and at real sizes.
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from poison import ALLOCATING, poisoned
 
 if not torch.cuda.is_available():
     # Read by triton.jit when a kernel is defined: this has to precede every import of Triton.
@@ -21,10 +21,6 @@ if not torch.cuda.is_available():
 # What tests of an op share: a comparison that fails there says as much as one in a test.
 SUPPORT = Path(__file__).resolve().parent / "support"
 pytest.register_assert_rewrite(*(path.stem for path in sorted(SUPPORT.glob("*_cases.py"))))
-
-# An index or a length of this value is far outside of any test's tensors, and its small multiples
-# still fit 32 bits.
-POISON_INT = -(2**28)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,20 +49,11 @@ def device() -> str:
 
 @pytest.fixture
 def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Backends are chosen as in a process that does not interpret Triton's kernels. What they
-    refuse is cached, for it never changes outside of tests: it is forgotten before and after."""
-    from gdn_triton._host import backends
-    from gdn_triton.conv import backends as conv
-    from gdn_triton.prep import backends as prep
+    """Backends are chosen as in a process that does not interpret Triton's kernels."""
+    from choice_cases import not_interpreted
 
-    def forget() -> None:
-        conv._limits.cache_clear()
-        prep.triton_refusal.cache_clear()
-
-    monkeypatch.setattr(backends, "_interpreting", lambda: False)
-    forget()
-    yield
-    forget()
+    with not_interpreted(monkeypatch):
+        yield
 
 
 @pytest.fixture(params=["steps", "fused", "segments"])
@@ -96,26 +83,9 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
-        x = allocate(*args, **kwargs)
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("gdn_triton"):
-            return x
-        if x.is_floating_point():
-            return x.fill_(torch.nan)
-        return x.fill_(1 if x.dtype == torch.bool else POISON_INT)
-
-    return wrapped
-
-
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the package allocates without filling it holds NaN, or a far-off index: a read of memory
     that nothing has written cannot pass for a zero."""
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-    ):
-        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+    for owner, name in ALLOCATING:
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

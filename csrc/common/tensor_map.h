@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../params.h"
+#include "params.h"
 
 namespace gdn {
 

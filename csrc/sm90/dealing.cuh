@@ -1,7 +1,7 @@
 // The order in which the blocks of a packed call of whole sequences take their tiles, and the shape of the
 // blocks: each block finds both from cu_seqlens, so that a CUDA graph stays valid when its contents change.
 #pragma once
-#include "config.cuh"
+#include "sm90/tiles.cuh"
 
 namespace gdn::sm90 {
 

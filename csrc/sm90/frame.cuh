@@ -20,7 +20,7 @@
 #pragma once
 #include <cmath>
 
-#include "../common/ptx.cuh"
+#include "common/ptx.cuh"
 
 namespace gdn::sm90 {
 

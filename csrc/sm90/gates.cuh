@@ -1,7 +1,7 @@
 // The gates warp: from a chunk's gates and betas to the factors that the other roles use (frame.cuh).
 #pragma once
-#include "config.cuh"
-#include "frame.cuh"
+#include "sm90/frame.cuh"
+#include "sm90/walk.cuh"
 
 namespace gdn::sm90 {
 

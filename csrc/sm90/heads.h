@@ -1,9 +1,10 @@
-// The kinds of heads that there are kernels for, and the function that runs one. Each is compiled in a
-// file of its own.
+// The kinds of heads that there are kernels for, and the function that runs one. Each kind is compiled in two
+// files of its own (instantiations/): without and with a pool of states.
 #pragma once
 #include <cuda_runtime.h>
 
-#include "../params.h"
+#include "params.h"
+#include "sm90/cut.h"
 
 namespace gdn::sm90 {
 
@@ -18,58 +19,24 @@ struct Heads {
   static constexpr bool kExact = kExact_;
 };
 
-// Where every sequence is cut into segments, in chunks: the length of its first one, which is the longer,
-// and of each other one but the last.
-struct Cut {
-  int first, rest;
-  // What it was chosen for, at most: the longest sequence; segments, without the first of each sequence;
-  // and without the last of each, too.
-  int longest, later, inner;
-};
-
-// In ascending order of `longest`, for the device to choose from by the contents of cu_seqlens; the last
-// one serves any. None: whole sequences.
-struct Cuts {
-  static constexpr int kMost = 8;
-  Cut choices[kMost];
-  int count;
-  bool maps_first;  // maps take longer than the first segments, beside which they are walked
-};
-
-// How many channels of V a block owns in a call of whole sequences: 128, 64, or what the device chooses
-// by the contents of cu_seqlens.
-enum class Shape { kBoth, kHalves, kByLengths };
-
-// How blocks come to their tiles in a call of whole sequences.
-struct Dealing {
-  bool ordered;    // those of the longest sequences first; else in the order of the sequences
-  // Tiles that blocks have taken, beside the first of each: a block takes its next when it is free. Null: every
-  // block has its own, in steps of the grid, there and back.
-  int* taken;
-  float chunk[2];  // ordered: microseconds of a chunk in a block of either shape,
-  float tile;      // and of the start and end of a tile
-};
-constexpr int kMostOrdered = 1024;  // sequences; more of them are taken in their own order
-
-// How a call is cut up; by what the host knows alone, so that a CUDA graph stays valid when the
-// contents of cu_seqlens change.
-struct Plan {
-  Shape shape;   // unless in segments, whose blocks own 64 channels of V
-  Cuts cuts;
-  int slots;     // segments at most, without the first of each sequence
-};
-
 // Whether there is no kernel whose blocks own 128 channels of V: their state does not fit the registers.
 template <class Heads>
 constexpr bool only_halves() {
   return Heads::kKeys == 256;
 }
 
+// Which kernels: exactly 128 channels, or the least of 64, 128 and 256 that K fits in.
+template <class Kernels>
+auto with_heads(const ChunkForward& p, const Kernels& run) {
+  if (p.K == 128 && p.V == 128) return run(Heads<128, true>{});
+  if (p.K <= 64) return run(Heads<64>{});
+  if (p.K <= 128) return run(Heads<128>{});
+  return run(Heads<256>{});
+}
+
 inline const char* check(cudaError_t error) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Null, or why it did not run. `params` has all but its tiles and parts. kPool: on a pool of states, by
 // kernels of their own, since instructions cost time even where they are not executed.

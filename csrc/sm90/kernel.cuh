@@ -1,11 +1,12 @@
 // The kernel of the chunked forward: single warps that load, store and make gates, and the roles of
 // the warpgroups.
 #pragma once
-#include "config.cuh"
-#include "dealing.cuh"
-#include "gates.cuh"
-#include "state.cuh"
-#include "triangles.cuh"
+#include <type_traits>
+
+#include "sm90/dealing.cuh"
+#include "sm90/gates.cuh"
+#include "sm90/state.cuh"
+#include "sm90/triangles.cuh"
 
 namespace gdn::sm90 {
 

@@ -1,6 +1,7 @@
 // q and k over their norms, into contiguous copies: x rsqrt(sum x^2 + 1e-6), rounded to the dtype.
 #pragma once
-#include "config.cuh"
+#include "common/ptx.cuh"
+#include "params.h"
 
 namespace gdn::sm90 {
 

@@ -6,7 +6,8 @@
 // and then each warp solves for a block column, in fp16 with fp32 sums. Blocks meet in shared
 // memory, in fp16.
 #pragma once
-#include "config.cuh"
+#include "sm90/walk.cuh"
+#include "sm90/wgmma.cuh"
 
 namespace gdn::sm90 {
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
+from gdn_triton.fast.architectures import ARCHITECTURES, Architecture
+
 LIBRARY = Path(__file__).with_name("_gdn_fast.so")
 BUILD_STATUS = Path(__file__).with_name("_build_status.txt")
-
-# The compute capability of a GPU that the library has machine code for: Hopper's alone.
-COMPUTE_CAPABILITY = (9, 0)
 
 
 @functools.cache
@@ -49,13 +48,19 @@ def is_available() -> bool:
 def why_not_on(device: int | None) -> str | None:
     """A sentence why the library's kernels cannot run on this CUDA device, or None if they can."""
     capability = torch.cuda.get_device_capability(device)
-    if capability == COMPUTE_CAPABILITY:
+    if capability in ARCHITECTURES:
         return None
-    needed, found = (".".join(map(str, x)) for x in (COMPUTE_CAPABILITY, capability))
+    needed = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
     return (
         f"The CUDA library is for GPUs of compute capability {needed}; "
-        f"{torch.cuda.get_device_name(device)} has {found}."
+        f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}."
     )
+
+
+@functools.cache
+def architecture_on(device: int | None) -> Architecture:
+    """What the library's kernels for this CUDA device are and take; `why_not_on` is None for it."""
+    return ARCHITECTURES[torch.cuda.get_device_capability(device)]
 
 
 def _how_to_get_it() -> str:

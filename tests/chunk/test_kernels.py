@@ -18,21 +18,23 @@ from helpers import (
     FP64,
     REAL,
     SMALL,
-    Arithmetic,
     Case,
     Inputs,
     assert_within_budget,
     cases,
     make_inputs,
+    same_bits,
+)
+from kernel_cases import UNIT32, case_named, chunks_of, state_inputs
+from narrow import (
+    Arithmetic,
     narrow_cumsum,
     narrow_gate_cumsum,
     narrow_inverse,
     narrow_output,
     narrow_state,
     narrow_wy,
-    same_bits,
 )
-from kernel_cases import UNIT32, case_named, chunks_of, state_inputs
 from torch import Tensor
 
 from gdn_triton import reference

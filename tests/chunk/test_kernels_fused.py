@@ -12,22 +12,24 @@ from helpers import (
     FP64,
     REAL,
     SMALL,
-    Arithmetic,
     Case,
     assert_within_budget,
     cases,
-    keep_bits,
     make_inputs,
+    same_bits,
+    unit_rows,
+)
+from kernel_cases import UNIT32, case_named, chunks_of, state_inputs
+from narrow import (
+    Arithmetic,
+    keep_bits,
     narrow_decay,
     narrow_gate_cumsum,
     narrow_heads,
     narrow_inverse,
     narrow_output,
     narrow_state,
-    same_bits,
-    unit_rows,
 )
-from kernel_cases import UNIT32, case_named, chunks_of, state_inputs
 from torch import Tensor
 
 from gdn_triton import reference

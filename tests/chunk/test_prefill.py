@@ -16,13 +16,13 @@ from helpers import (
     FP64,
     REAL,
     RUNS,
-    Arithmetic,
     Case,
     assert_within_budget,
     cases,
     make_inputs,
     same_bits,
 )
+from narrow import Arithmetic
 from prefill_cases import (
     SENTINEL,
     ask_for,

@@ -254,9 +254,11 @@ def test_refusals(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cuda_library_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     from gdn_triton.fast import support
+    from gdn_triton.fast.architectures import ARCHITECTURES
 
     monkeypatch.setattr(fast, "why_unavailable", lambda: None)
     monkeypatch.setattr(fast, "why_not_on", lambda device: None)
+    monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
     x = arguments("cpu", K=128, V=128, dtype=FP16)
     from gdn_triton.chunk.problem import prefill_call
     from gdn_triton.chunk.validation_prefill import validate_prefill

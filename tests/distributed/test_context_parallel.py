@@ -7,75 +7,34 @@ process reports what is wrong; each case is a test here.
 
 import itertools
 import json
-import math
 import os
 import socket
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import _poisoned
-from helpers import BF16, FP16, FP32, FP64, assert_within_budget, same_bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import BF16, FP16, FP32, FP64, same_bits
+from poison import ALLOCATING, poisoned
 from ranks import run_ranks
+from shard_cases import (
+    GATE,
+    NORM,
+    SIGMOID,
+    Case,
+    assert_near_whole,
+    leaves,
+    like_fla,
+    make_call,
+    run_whole,
+)
 from torch import Tensor
 
-from gdn_triton import chunk_gated_delta_rule, explain
-from gdn_triton.chunk.problem import Inputs, Problem
-from gdn_triton.chunk.sharded import Exchange
+from gdn_triton import chunk_gated_delta_rule
 from gdn_triton.distributed import ContextParallel, build_cp_context, conv_halo
-from gdn_triton.distributed.context import shard_layout
-from gdn_triton.distributed.layout import Interval, ShardLayout, any_crosses, cut_out
-
-# ---------------------------------------------------------------------------------------- the cases
-
-GATE = {"use_gate_in_kernel": True}
-NORM = {"use_qk_l2norm_in_kernel": True}
-SIGMOID = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call. sequences: their lengths. shards: tokens of each slot; None: even. like_fla: by a
-    context that has FLA's attributes only. inner: the states at the cuts get gradients too. pieces:
-    cut every local sequence into walks of one chunk."""
-
-    name: str
-    why: str
-    sequences: tuple[int, ...]
-    world: int = 2
-    shards: tuple[int, ...] | None = None
-    layout: str = "contiguous"
-    like_fla: bool = False
-    dtype: torch.dtype = FP64
-    backend: str = "reference"
-    H: int = 1
-    HV: int = 2
-    K: int = 8
-    V: int = 12
-    chunk_size: int = 16
-    options: dict[str, Any] = field(default_factory=dict)
-    v_first: bool = False
-    with_state: bool = True
-    inner: bool = False
-    pieces: bool = False
-    orphans: int = 0
-    gpu: bool = False
-
-    @property
-    def offsets(self) -> list[int]:
-        return [0, *itertools.accumulate(self.sequences)]
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.sequences) + self.orphans
-
+from gdn_triton.distributed.layout import cut_out
 
 REFERENCE = [
     Case("one", "one sequence, even shards", (64,)),
@@ -188,79 +147,6 @@ ON_GPUS = [
 # ---------------------------------------------------------------------------------- in each process
 
 
-def make_call(case: Case, device: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """All tensors of the whole call, and the gradients of o and of the final states."""
-    generator = torch.Generator().manual_seed(sum(map(ord, case.name)))
-    T, H, HV, K, V, N = case.tokens, case.H, case.HV, case.K, case.V, len(case.sequences)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=FP64)
-
-    raw_gate = "use_gate_in_kernel" in case.options
-    k = normal(1, T, H, K)
-    beta = normal(1, T, HV)
-    x = {
-        "q": normal(1, T, H, K),
-        "k": k if case.options.keys() & NORM else torch.nn.functional.normalize(k, dim=-1),
-        "v": normal(1, T, HV, V),
-        "g": normal(1, T, HV) if raw_gate else -(10 ** (-3 * normal(1, T, HV).sigmoid())),
-        "beta": beta if case.options.keys() & SIGMOID else beta.sigmoid(),
-    }
-    x = {name: y.to(device, case.dtype) for name, y in x.items()}
-    state = (N, HV, V, K) if case.v_first else (N, HV, K, V)
-    wide = FP64 if case.dtype == FP64 or case.name == "mixed" else FP32
-    if case.with_state:
-        x["initial_state"] = normal(*state).to(device, wide)
-    if raw_gate:
-        x["A_log"] = (normal(HV) / 4).to(device, wide)
-        x["dt_bias"] = normal(HV).to(device, wide)
-    out = FP64 if case.dtype == FP64 else FP32
-    return x, normal(1, T, HV, V).to(device, case.dtype), normal(*state).to(device, out)
-
-
-def like_fla(context: ContextParallel) -> SimpleNamespace:
-    """What FLA 0.6.0 would have made of the same arguments, of even shards without empty
-    sequences: from one rank's tokens, counted one by one."""
-    kernel = context.conv1d_kernel_size
-    both = {
-        "group": context.group,
-        "cu_seqlens": context.cu_seqlens,
-        "cu_seqlens_cpu": context.cu_seqlens_cpu,
-        "conv1d_kernel_size": kernel,
-        "layout": context.layout,
-    }
-    slots = context.intervals
-    numbers = [(len(i.before), len(i.after), not i.before, not i.after, i.history) for i in slots]
-    names = ("pre_num_ranks", "post_num_ranks", "is_first", "is_last", "pre_num_conv_tokens")
-    columns = dict(zip(names, zip(*numbers, strict=True), strict=True))
-    if context.layout == "zigzag":
-        by_part = {f"{name}_by_part": column for name, column in columns.items()}
-        first = slots[0].last - slots[0].first + 1
-        part = {"part_len": context.lengths[0], "front_num_seqs": first}
-        return SimpleNamespace(**both, **by_part, **part)
-    return SimpleNamespace(**both, **{name: column[0] for name, column in columns.items()})
-
-
-def leaves(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: y.detach().clone().requires_grad_() for name, y in x.items()}
-
-
-def run_whole(case: Case, x: dict[str, Tensor], do: Tensor, dht: Tensor) -> dict[str, Tensor]:
-    """The call on one rank: its results and gradients by name."""
-    x = leaves(x)
-    offsets = torch.tensor(case.offsets, device=do.device)
-    o, ht = chunk_gated_delta_rule(
-        **x,
-        cu_seqlens=offsets,
-        output_final_state=True,
-        chunk_size=case.chunk_size,
-        state_v_first=case.v_first,
-        **case.options,
-    )
-    grads = torch.autograd.grad([o, ht], list(x.values()), [do.to(o.dtype), dht.to(ht.dtype)])
-    return {"o": o, "ht": ht, **{f"d{name}": y for name, y in zip(x, grads, strict=True)}}
-
-
 def run_slots(
     case: Case, x: dict[str, Tensor], do: Tensor, dht: Tensor, dcuts: list[Tensor]
 ) -> dict[str, Tensor]:
@@ -347,15 +233,6 @@ def expect_shard(
         if i.before and "dinitial_state" in part:
             part["dinitial_state"][i.first] = 0
     return part
-
-
-def assert_near_whole(case: Case, name: str, y: Tensor, exact: Tensor, narrow: Tensor) -> None:
-    """y as near to `exact` as the whole call on one rank, `narrow`."""
-    unit = torch.finfo(case.dtype).eps / 2
-    if name in ("dA_log", "ddt_bias"):
-        # A few sums over all tokens, of either sign: as many roundings in a row.
-        unit *= case.tokens**0.5
-    assert_within_budget(name, y, exact.double(), narrow, dtype=narrow.dtype, unit=unit)
 
 
 def check_case(case: Case, group: Any, device: str) -> None:
@@ -466,13 +343,8 @@ def work(rank: int, world: int, kind: str, port: int, out: str, kernels: bool) -
     on_gpu = kind == "nccl"
     if on_gpu:
         torch.cuda.set_device(rank)
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-    ):
-        setattr(owner, name, _poisoned(getattr(owner, name)))
+    for owner, name in ALLOCATING:
+        setattr(owner, name, poisoned(getattr(owner, name)))
     dist.init_process_group(
         kind, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
@@ -557,376 +429,3 @@ def test_triton_equals_one_rank(on_cpu: list[dict[str, Any]], name: str) -> None
 @pytest.mark.parametrize("name", [*(case.name for case in ON_GPUS), "halo"])
 def test_nccl_equals_one_rank(on_gpus: list[dict[str, Any]], name: str) -> None:
     verdict(on_gpus, name)
-
-
-# ------------------------------------------------------------------------- one rank without others
-
-ALONE = [
-    Case("fp32", "one walk", (50,), dtype=FP32),
-    Case("fp16", "one walk, fused", (50,), dtype=FP16),
-    Case("walks", "the rank composes maps", (50,), dtype=FP16, pieces=True),
-    Case("options", "all in the kernel", (20,), dtype=FP32, options=GATE | NORM | SIGMOID),
-    *(
-        Case(
-            name,
-            "real sizes",
-            (T,),
-            dtype=dtype,
-            H=H,
-            HV=HV,
-            K=K,
-            V=V,
-            chunk_size=64,
-            options=GATE | NORM | SIGMOID if name == "real-options" else {},
-            pieces=pieces,
-            gpu=True,
-        )
-        for name, T, dtype, H, HV, K, V, pieces in [
-            # As many chunks as a call is cut at: several walks, of several chunks, by choice.
-            ("real-bf16", 2085, BF16, 2, 4, 128, 128, False),
-            ("real-fp32", 1100, FP32, 2, 4, 128, 128, False),
-            ("real-fp32-walks", 1100, FP32, 2, 4, 128, 128, True),
-            ("real-64", 1000, BF16, 4, 8, 64, 128, False),
-            ("real-fp16", 1100, FP16, 2, 4, 128, 64, False),
-            ("real-wide", 900, BF16, 1, 2, 256, 512, False),
-            ("real-options", 1100, BF16, 2, 4, 128, 128, False),
-        ]
-    ),
-]
-
-
-def alone(cases: list[Case]) -> list[Any]:
-    """As pytest parameters."""
-    mark = pytest.mark.gpu("real sizes")
-    return [pytest.param(case, id=case.name, marks=[mark] if case.gpu else []) for case in cases]
-
-
-def make_lasting_call(case: Case, device: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """As `make_call`, but the state that comes in is still there after the last token, so an error
-    in the map it takes is no smaller than one in what the tokens add."""
-    x, do, dht = make_call(case, device)
-    if case.options:
-        x["dt_bias"] -= math.log(case.tokens)
-        x["beta"] -= math.log(case.tokens / case.K)
-    else:
-        x["g"] *= 10 / case.tokens
-        x["beta"] *= case.K / case.tokens
-    return x, do, dht
-
-
-def run_alone(
-    case: Case, x: dict[str, Tensor], do: Tensor, dht: Tensor, *, begun: bool, unfinished: bool
-) -> dict[str, Tensor]:
-    """The call as the part of one rank, with the others' part played here: they send the initial
-    state where the sequence has `begun`, and dht where it is `unfinished`. Beside the results and
-    gradients, what the maps that this rank sends make of those: the final state (`sent`) and the
-    gradient of the initial state (`dsent`)."""
-    from gdn_triton.chunk.triton import sharded as shard_triton
-
-    T, state = case.tokens, x["initial_state"]
-    before, after = (0,) * begun, (2,) * unfinished
-    interval = Interval(1, 0, 0, before, after, T * begun)
-    offsets = torch.tensor([0, T], dtype=torch.int32, device=do.device)
-    layout = ShardLayout(None, offsets, (0, T), (interval,), (T, T, T), (0, 1, 2), True)
-    # Where it comes from another rank, that in the arguments is not read.
-    mine = x | {"initial_state": torch.full_like(state, torch.nan)} if begun else x
-    inputs = Inputs(**{name: mine.get(name) for name in Inputs._fields})
-    problem = Problem(
-        B=1,
-        T=T,
-        H=case.H,
-        HV=case.HV,
-        K=case.K,
-        V=case.V,
-        N=1,
-        q_dtype=case.dtype,
-        k_dtype=case.dtype,
-        v_dtype=case.dtype,
-        device=do.device,
-        scale=case.K**-0.5,
-        chunk_size=case.chunk_size,
-        is_varlen=True,
-        has_initial_state=True,
-        output_final_state=True,
-        state_v_first=False,
-        use_qk_l2norm=bool(case.options.keys() & NORM),
-        use_beta_sigmoid=bool(case.options.keys() & SIGMOID),
-        allow_neg_eigval=bool(case.options.keys() & SIGMOID),
-        use_gate=bool(case.options.keys() & GATE),
-        needs_grad=True,
-    )
-    sent: list[tuple[Tensor, Tensor]] = []
-
-    def exchange(coming: Tensor | None) -> Exchange:
-        def call(b: Tensor, M: Tensor) -> list[Tensor | None]:
-            sent.append((b.double(), M.double()))
-            return [coming]
-
-        return call
-
-    o, ht, kept = shard_triton.forward(
-        problem, layout, inputs, exchange(state[0] if begun else None)
-    )
-    grads = shard_triton.gradients(
-        problem,
-        layout,
-        inputs,
-        kept,
-        do,
-        torch.zeros_like(dht) if unfinished else dht,
-        {name: y is not None for name, y in inputs._asdict().items()},
-        exchange(dht[0] if unfinished else None),
-    )
-    found = {f"d{n}": y for n, y in zip(Inputs._fields, grads, strict=True) if y is not None}
-    (b, M), (c, M_back) = sent
-    if unfinished:
-        found["sent"] = (b + M @ state.double()).to(ht.dtype)
-    if begun:
-        found["dsent"] = (c + M_back.mT @ dht.double()).to(dht.dtype)
-        assert not found.pop("dinitial_state").any()
-    return {"o": o, "ht": ht, **found}
-
-
-def check_alone(
-    case: Case, device: str, monkeypatch: pytest.MonkeyPatch, *, begun: bool, unfinished: bool
-) -> None:
-    """One rank's part against the same tokens in one call on one device."""
-    from gdn_triton.chunk.triton import forward as chunk_fwd
-
-    x, do, dht = make_lasting_call(case, device)
-    monkeypatch.setenv("GDN_BACKEND", "triton")
-    narrow = run_whole(case, x, do, dht)
-    monkeypatch.setenv("GDN_BACKEND", "reference")
-    exact = run_whole(case, {name: y.double() for name, y in x.items()}, do, dht)
-    for whole in (narrow, exact):
-        whole |= {"sent": whole["ht"], "dsent": whole["dinitial_state"]}
-        whole |= {name: y.detach() for name, y in whole.items()}
-    if case.pieces:
-        monkeypatch.setattr(chunk_fwd, "choose_segments", lambda problem: 1)
-    got = run_alone(case, x, do, dht, begun=begun, unfinished=unfinished)
-    again = got
-    if case.gpu or case.name == "fp16":
-        again = run_alone(case, x, do, dht, begun=begun, unfinished=unfinished)
-    for name, y in got.items():
-        assert same_bits(y, again[name]), f"{name} differs between two runs"
-        assert_near_whole(case, name, y, exact[name], narrow[name])
-
-
-@pytest.mark.parametrize("case", alone(ALONE))
-def test_middle_rank_alone(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_alone(case, device, monkeypatch, begun=True, unfinished=True)
-
-
-@pytest.mark.parametrize("begun", [False, True], ids=["first", "last"])
-@pytest.mark.parametrize("case", alone([case for case in ALONE if case.pieces or case.gpu]))
-def test_outer_rank_alone(
-    case: Case, begun: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_alone(case, device, monkeypatch, begun=begun, unfinished=not begun)
-
-
-# ------------------------------------------------------------------------------- which tokens whose
-
-
-@given(st.lists(st.integers(0, 5), max_size=6), st.lists(st.integers(0, 6), min_size=1, max_size=5))
-@settings(deadline=None)
-def test_cut_out_token_by_token(sequences: list[int], lengths: list[int]) -> None:
-    offsets = [0, *itertools.accumulate(sequences)]
-    if sum(lengths) < offsets[-1]:
-        lengths = [*lengths[:-1], lengths[-1] + offsets[-1] - sum(lengths)]
-    owner = [n for n, length in enumerate(sequences) for _ in range(length)]
-    slots = [slot for slot, length in enumerate(lengths) for _ in range(length)]
-    held = [
-        {slot for token, slot in enumerate(slots) if token < len(owner) and owner[token] == n}
-        for n in range(len(sequences))
-    ]
-    assert any_crosses(offsets, lengths) == any(len(h) > 1 for h in held)
-    seen = []
-    for slot in range(len(lengths)):
-        part = cut_out(offsets, lengths, slot)
-        tokens = [t for t, s in enumerate(slots) if s == slot and t < len(owner)]
-        counts = [sum(owner[t] == n for t in tokens) for n in part.sequences]
-        assert list(part.lengths) == counts
-        assert sum(counts) == len(tokens)
-        assert list(part.sequences) == sorted(part.sequences)
-        seen += [n for n in part.sequences if sequences[n] == 0]
-        interval = part.interval
-        if not tokens:
-            assert not interval.before and not interval.after and interval.history == 0
-            continue
-        first, last = owner[tokens[0]], owner[tokens[-1]]
-        assert interval.before == tuple(sorted(s for s in held[first] if s < slot))
-        assert interval.after == tuple(sorted(s for s in held[last] if s > slot))
-        assert interval.history == sum(o == first for o in owner[: tokens[0]])
-        if interval.before:
-            assert part.sequences[interval.first] == first
-        if interval.after:
-            assert part.sequences[interval.last] == last
-    # Every sequence without tokens lies on one rank.
-    assert sorted(seen) == [n for n, length in enumerate(sequences) if length == 0]
-
-
-# --------------------------------------------------------------------------------- on a single rank
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[Any]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def small_call(T: int = 20) -> dict[str, Tensor]:
-    q, k, v = torch.randn(3, 1, T, 1, 8, dtype=FP64)
-    return {"q": q, "k": k, "v": v, "g": -torch.rand(1, T, 1), "beta": torch.rand(1, T, 1)}
-
-
-def test_context_of_one_rank(group: Any) -> None:
-    context = build_cp_context(torch.tensor([0, 5, 5, 20]), group, conv1d_kernel_size=4)
-    assert context.cu_seqlens.tolist() == [0, 5, 5, 20] and context.num_seqs == 3
-    assert context.cu_seqlens.dtype == torch.int32
-    assert context.is_first_rank and context.is_last_rank and context.is_cp_enabled
-    assert context.pre_num_ranks == context.post_num_ranks == context.pre_num_conv_tokens == 0
-    assert context.spans == ((0, 20),) and not context.crosses
-    assert conv_halo(torch.randn(1, 20, 3), context).shape == (3, 3, 3)
-    x = small_call()
-    whole = chunk_gated_delta_rule(**x, cu_seqlens=context.cu_seqlens, output_final_state=True)
-    for either in (context, like_fla(context)):
-        # The context's offsets are used, whatever else is given.
-        offsets = torch.tensor([0, 20])
-        found = chunk_gated_delta_rule(
-            **x, cu_seqlens=offsets, cp_context=either, output_final_state=True
-        )
-        assert all(map(torch.equal, found, whole))
-        assert explain(**x, cp_context=either).chosen == "reference"
-    assert chunk_gated_delta_rule(**x, cp_context=context)[1] is None
-    assert "cp_context" in explain(**x, cp_context=context).reasons["cuda"]
-
-
-def test_zigzag_has_no_single_interval(group: Any) -> None:
-    context = build_cp_context(torch.tensor([0, 20]), group, layout="zigzag")
-    assert context.lengths == (10, 10) and context.cu_seqlens.tolist() == [0, 10, 20]
-    with pytest.raises(AttributeError, match="two slots"):
-        _ = context.pre_num_ranks
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "changes"),
-    [
-        (TypeError, "cu_seqlens must be a torch.Tensor, got list", {"cu_seqlens": [0, 4]}),
-        (
-            ValueError,
-            r"cu_seqlens must have shape \[N \+ 1\]",
-            {"cu_seqlens": torch.zeros(1, 2).int()},
-        ),
-        (ValueError, "cu_seqlens must be int32 or int64", {"cu_seqlens": torch.tensor([0.0, 4.0])}),
-        (ValueError, "cu_seqlens must start at 0", {"cu_seqlens": torch.tensor([1, 4])}),
-        (ValueError, "cu_seqlens must not decrease", {"cu_seqlens": torch.tensor([0, 4, 2])}),
-        (ValueError, r"cu_seqlens must end at or before T=3", {"lengths": [3]}),
-        (ValueError, "cu_seqlens_cpu must have the shape", {"cu_seqlens_cpu": torch.tensor([0])}),
-        (ValueError, "lengths must be 1 ints >= 0", {"lengths": [2, 2]}),
-        (ValueError, "lengths must be 1 ints >= 0", {"lengths": [-4]}),
-        (ValueError, "layout must be one of", {"layout": "ring"}),
-        (ValueError, "group must be a torch.distributed.ProcessGroup, got None", {"group": None}),
-        (TypeError, "group must be a torch.distributed.ProcessGroup, got str", {"group": "cp"}),
-    ],
-)
-def test_bad_arguments_of_the_builder(
-    group: Any, error: type[Exception], message: str, changes: dict[str, Any]
-) -> None:
-    arguments = {"cu_seqlens": torch.tensor([0, 4]), "group": group} | changes
-    with pytest.raises(error, match=message):
-        build_cp_context(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "changes"),
-    [
-        (ValueError, "cp_context.group must be a torch.distributed.ProcessGroup", {"group": None}),
-        (ValueError, r"cp_context.cu_seqlens must be a tensor \[N \+ 1\]", {"cu_seqlens": None}),
-        (ValueError, "cp_context.layout must be one of", {"layout": "ring"}),
-        (ValueError, "cp_context.pre_num_ranks must be an int from 0 to 0", {"pre_num_ranks": 1}),
-        (ValueError, "cp_context.post_num_ranks must be an int", {"post_num_ranks": None}),
-        (
-            ValueError,
-            "cp_context.front_num_seqs must be an int",
-            {"layout": "zigzag", "front_num_seqs": 1},
-        ),
-        (
-            NotImplementedError,
-            "cp_context.pre_num_ranks_dev",
-            {"pre_num_ranks_dev": torch.zeros(1)},
-        ),
-    ],
-)
-def test_bad_contexts(
-    group: Any, error: type[Exception], message: str, changes: dict[str, Any]
-) -> None:
-    context = like_fla(build_cp_context(torch.tensor([0, 20]), group))
-    vars(context).update(changes)
-    with pytest.raises(error, match=message):
-        shard_layout(context)
-    with pytest.raises(error, match=message):
-        chunk_gated_delta_rule(**small_call(), cp_context=context)
-
-
-def test_bad_calls(group: Any) -> None:
-    context = build_cp_context(torch.tensor([0, 20]), group)
-    with pytest.raises(TypeError, match="str has no group"):
-        chunk_gated_delta_rule(**small_call(), cp_context="ring")
-    with pytest.raises(ValueError, match=r"q must have the T=20 tokens of this rank's part"):
-        chunk_gated_delta_rule(**small_call(19), cp_context=context)
-    with pytest.raises(ValueError, match=r"initial_state must have shape \[N=1"):
-        chunk_gated_delta_rule(
-            **small_call(), cp_context=context, initial_state=torch.zeros(2, 1, 8, 8)
-        )
-    for wrong, message in ((torch.zeros(1, 19, 3), "T=20"), (torch.zeros(20, 3), "shape")):
-        with pytest.raises(ValueError, match=message):
-            conv_halo(wrong, context, 4)
-    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor"):
-        conv_halo(None, context, 4)  # type: ignore[arg-type]
-    for kernel_size in (None, 0, 4.0):
-        with pytest.raises(ValueError, match="kernel_size must be an int >= 1"):
-            conv_halo(torch.zeros(1, 20, 3), context, kernel_size)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="x must have all 20 tokens in dimension 0"):
-        context.shard(torch.zeros(3, 20), 0)
-
-
-def test_cuda_by_name_refuses(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GDN_BACKEND", "cuda")
-    context = build_cp_context(torch.tensor([0, 20]), group)
-    with pytest.raises(RuntimeError, match="does not serve cp_context"):
-        chunk_gated_delta_rule(**small_call(), cp_context=context)
-
-
-def test_differentiable_once(group: Any) -> None:
-    context = build_cp_context(torch.tensor([0, 20]), group)
-    x = leaves(small_call())
-    o, _ = chunk_gated_delta_rule(**x, cp_context=context)
-    (dv,) = torch.autograd.grad(o.square().sum(), x["v"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dv.sum().backward()
-
-
-def test_final_state_of_q_alone_has_no_gradient(group: Any) -> None:
-    context = build_cp_context(torch.tensor([0, 20]), group)
-    x = small_call()
-    x["q"].requires_grad_()
-    o, ht = chunk_gated_delta_rule(**x, cp_context=context, output_final_state=True)
-    assert o.requires_grad and not ht.requires_grad
-
-
-def test_compiled_with_a_break(group: Any) -> None:
-    context = build_cp_context(torch.tensor([0, 20]), group)
-    x = small_call()
-
-    def call(v: Tensor) -> Tensor:
-        return chunk_gated_delta_rule(**x | {"v": v * 2}, cp_context=context)[0] + 1
-
-    torch.compiler.reset()
-    assert torch.equal(torch.compile(call, backend="eager")(x["v"]), call(x["v"]))
-    torch.compiler.reset()
-    with pytest.raises(Exception, match="talks to other ranks"):
-        torch.compile(call, backend="eager", fullgraph=True)(x["v"])
-    torch.compiler.reset()

@@ -59,7 +59,7 @@ def test_unwritten_registers_are_found() -> None:
 
 
 FIND = r"""
-from compile_targets import unwritten_uniform_registers
+from target_code import unwritten_uniform_registers
 kernel = '''
         /*1760*/                   USHF.R.U32.HI UR16, URZ, 0x4, URZ ;
         /*1770*/                   UMOV UR17, 0xc0000010 ;

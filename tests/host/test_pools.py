@@ -1,366 +1,39 @@
-"""What calls write in place and where tensors may lie: any operand may be a strided view, what is
-written shares memory with nothing else, autograd sees that it is written, and only the slots that
-are used are judged."""
+"""What calls write in place: it shares memory with nothing else, and only the slots that are used
+are judged."""
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import FP32, FP64, assert_within_budget, same_bits
+from helpers import FP32, same_bits
+from pool_cases import (
+    HV,
+    OPS,
+    WRITING,
+    D,
+    H,
+    K,
+    V,
+    W,
+    copied,
+    make_prefill,
+    run,
+    tensors_of,
+    tokens,
+)
 from torch import Tensor
 
 import gdn_triton
 from gdn_triton._host import memory
-from gdn_triton.layers import GatedDeltaNet
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-T, H, HV, K, V = 40, 1, 2, 16, 16
-D, W = 2 * H * K + HV * V, 4
-OFFSETS = (0, 17, 17, 36)  # an empty sequence, and tokens of none
-N = len(OFFSETS) - 1
-
-
-@dataclass(frozen=True)
-class Op:
-    """call: with the tensors and the options of `make`. written: the names of what it writes."""
-
-    call: Callable[..., Any]
-    make: Callable[[], dict[str, Any]]
-    written: tuple[str, ...] = ()
-
-
-def unit(*shape: int) -> Tensor:
-    return torch.nn.functional.normalize(torch.randn(*shape), dim=-1)
-
-
-def tokens(*lead: int) -> dict[str, Tensor]:
-    return {"q": unit(*lead, H, K), "k": unit(*lead, H, K), "v": torch.randn(*lead, HV, V)}
-
-
-def gates(*lead: int) -> dict[str, Tensor]:
-    """What comes before the activations."""
-    return {
-        "A_log": torch.randn(HV) * 0.5,
-        "dt_bias": torch.randn(HV),
-        "a": torch.randn(*lead, HV),
-        "b": torch.randn(*lead, HV),
-    }
-
-
-def raw(*lead: int) -> dict[str, Any]:
-    """The same by the names of the chunked op."""
-    x = gates(*lead)
-    flags = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-    return {"g": x.pop("a"), "beta": x.pop("b"), **x, **flags}
-
-
-def offsets() -> Tensor:
-    return torch.tensor(OFFSETS)
-
-
-def states(count: int) -> Tensor:
-    return torch.randn(count, HV, K, V)
-
-
-def slots() -> dict[str, Tensor]:
-    return {"read_slots": torch.tensor([4, 1, 2]), "write_slots": torch.tensor([4, 0, 5])}
-
-
-def make_chunk() -> dict[str, Any]:
-    chunks = [[0, 0], [0, 1], [2, 0], [2, 1]]
-    return {
-        **tokens(1, T),
-        **raw(1, T),
-        "initial_state": states(N),
-        "output_final_state": True,
-        "cu_seqlens": offsets(),
-        "cu_seqlens_cpu": offsets().cpu(),
-        "chunk_indices": torch.tensor(chunks),
-        "chunk_size": 16,
-    }
-
-
-def make_prefill() -> dict[str, Any]:
-    return {
-        "state": states(9),
-        **slots(),
-        "has_initial_state": torch.tensor([True, False, True]),
-        **tokens(1, T),
-        **raw(1, T),
-        "cu_seqlens": offsets(),
-        "out": torch.zeros(1, T, HV, V),
-        "state_checkpoints": torch.zeros(5, HV, K, V),
-        "checkpoint_slots": torch.tensor([[3, -1], [-1, -1], [1, 0]]),
-        "checkpoint_every_n_tokens": 16,
-        "chunk_size": 16,
-    }
-
-
-def make_sequences() -> dict[str, Any]:
-    x = {**tokens(1, T), **raw(1, T), "beta": torch.randn(1, T, HV, V)}
-    decays = {"gk": -torch.rand(1, T, HV, K), "gv": -torch.rand(1, T, HV, V)}
-    more = {"initial_state": states(N), "output_final_state": True, "cu_seqlens": offsets()}
-    return {**x, **decays, **more}
-
-
-def make_step() -> dict[str, Any]:
-    """Packed, with a slot for each token; those of no sequence have one that is in use."""
-    write = torch.arange(3, 3 + T)
-    write[OFFSETS[-1] :] = 3
-    x = {"state": states(3 + T), "read_slots": torch.arange(3), "write_slots": write[None]}
-    return {
-        **x,
-        **tokens(1, T),
-        **gates(1, T),
-        "cu_seqlens": offsets(),
-        "out": torch.zeros(1, T, HV, V),
-    }
-
-
-def make_mixed_step() -> dict[str, Any]:
-    decays = {"g": -torch.rand(N, HV), "beta": torch.rand(N, HV)}
-    x = {"state": states(6), **slots(), "mixed_qkv": torch.randn(N, D), **decays}
-    return {**x, "use_qk_l2norm_in_kernel": True, "out": torch.zeros(N, HV, V)}
-
-
-def make_conv() -> dict[str, Any]:
-    return {
-        "x": torch.randn(1, T, D),
-        "weight": torch.randn(D, W),
-        "bias": torch.randn(D),
-        "state": torch.randn(6, D, W - 1),
-        **slots(),
-        "has_initial_state": torch.tensor([True, True, False]),
-        "cu_seqlens": offsets(),
-    }
-
-
-def make_prep() -> dict[str, Any]:
-    x = make_conv()
-    sizes = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
-    return {"mixed_qkv": x.pop("x"), **x, **gates(1, T), **sizes}
-
-
-def make_post_conv() -> dict[str, Any]:
-    sizes = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
-    return {"conv_output": torch.randn(T, D), **gates(T), **sizes}
-
-
-OPS = {
-    "chunk": Op(gdn_triton.chunk_gated_delta_rule, make_chunk),
-    "sequences": Op(gdn_triton.fused_recurrent_gated_delta_rule, make_sequences),
-    "post_conv": Op(gdn_triton.fused_post_conv_prep, make_post_conv),
-    "prefill": Op(gdn_triton.chunk_prefill, make_prefill, ("out", "state_checkpoints", "state")),
-    "step": Op(gdn_triton.recurrent_step, make_step, ("out", "state")),
-    "mixed step": Op(gdn_triton.recurrent_step, make_mixed_step, ("out", "state")),
-    "conv": Op(gdn_triton.causal_conv1d, make_conv, ("state",)),
-    "conv update": Op(gdn_triton.causal_conv1d_update, make_conv, ("state",)),
-    "conv prep": Op(gdn_triton.fused_conv_prep, make_prep, ("state",)),
-}
-WRITING = [name for name, op in OPS.items() if op.written]
-
-
-@pytest.fixture(autouse=True)
-def on_device(
-    request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """The reference, wherever a test does not take `backend`: there nothing depends on which."""
-    if device == "cuda" and request.node.get_closest_marker("of_no_device"):
-        pytest.skip("nothing of this depends on the device")
-    monkeypatch.setenv("GDN_BACKEND", "reference")
-    with torch.device(device):
-        yield
-
-
-@pytest.fixture(params=["triton", "reference"])
-def backend(
-    request: pytest.FixtureRequest, on_device: None, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    monkeypatch.setenv("GDN_BACKEND", request.param)
-    return str(request.param)
-
-
-def run(op: Op, x: dict[str, Any]) -> dict[str, Tensor]:
-    """All results by name, with what was written."""
-    found = op.call(**x)
-    results = found if isinstance(found, tuple) else (found,)
-    named = {f"result {i}": y for i, y in enumerate(results) if y is not None}
-    return {**named, **{name: x[name] for name in op.written}}
-
-
-def copied(x: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return {name: y.clone() if isinstance(y, Tensor) else y for name, y in x.items()} | changes
-
-
-def tensors_of(x: dict[str, Any]) -> list[str]:
-    return [name for name, y in x.items() if isinstance(y, Tensor)]
-
-
-# ----------------------------------------------------------------------------------- strided views
-
-
-def viewed(x: Tensor, rng: random.Random, *, dense_last: bool) -> Tensor:
-    """The values of x in memory whose dimensions are in another order and have gaps, all of it
-    poison but for the values."""
-    order = list(range(x.dim()))
-    if dense_last:
-        order = rng.sample(order[:-1], x.dim() - 1) + order[-1:]
-    else:
-        rng.shuffle(order)
-    steps = [rng.choice((1, 2, 3)) for _ in order]
-    if dense_last:
-        steps[-1] = 1
-    elif x.dim() == 1:
-        steps[0] = rng.choice((2, 3))
-    firsts = [rng.randrange(3) for _ in order]
-    shape = [f + x.shape[d] * s for f, d, s in zip(firsts, order, steps, strict=True)]
-    poison = torch.nan if x.is_floating_point() else True if x.dtype == torch.bool else -(2**28)
-    around = torch.full(shape, poison, dtype=x.dtype, device=x.device)
-    cuts = [slice(f, f + x.shape[d] * s, s) for f, d, s in zip(firsts, order, steps, strict=True)]
-    view = around[tuple(cuts)].permute([order.index(d) for d in range(x.dim())])
-    assert view.shape == x.shape
-    return view.copy_(x)
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", OPS)
-def test_strided_operands(
-    name: str, seed: int, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every tensor at random strides, those of integers and flags among them."""
-    op, rng = OPS[name], random.Random(seed)
-    x = op.make()
-    dense = run(op, copied(x))
-    views = copied(x)
-    for given in tensors_of(x):
-        views[given] = viewed(x[given], rng, dense_last=name == "prefill" and given == "out")
-    before = copied(views)
-    got = run(op, views)
-    for given in set(tensors_of(x)) - set(op.written):
-        assert torch.equal(views[given], before[given]), f"{given} was written"
-    monkeypatch.setenv("GDN_BACKEND", "reference")
-    wide = {k: y.to(FP64) if isinstance(y, Tensor) and y.dtype == FP32 else y for k, y in x.items()}
-    exact = run(op, copied(wide))
-    assert got.keys() == dense.keys() == exact.keys()
-    for result, y in got.items():
-        options = {"dtype": FP32, "unit": torch.finfo(FP32).eps / 2}
-        assert_within_budget(result, y, exact[result].to(FP64), dense[result], **options)
-
-
-def test_strided_offsets_of_a_layer(backend: str) -> None:
-    """Few tokens, which a layer without gradients gives to the recurrence."""
-    x, table = torch.randn(1, 9, 32), torch.tensor([[0, 3], [4, 3], [9, 3]])
-    dense, column = table[:, 0].contiguous(), table[:, 0]
-    layer = GatedDeltaNet(hidden_size=32, head_dim=16, num_heads=1).to(x.device)
-    with torch.no_grad():
-        assert same_bits(layer(x, cu_seqlens=column), layer(x, cu_seqlens=dense))
-        caches = layer.make_cache(2), layer.make_cache(2)
-        expected = layer(x, cu_seqlens=dense, cache=caches[0])
-        assert same_bits(layer(x, cu_seqlens=column, cache=caches[1]), expected)
-        assert same_bits(caches[1].recurrent_state, caches[0].recurrent_state)
-
-
-# --------------------------------------------------------------------- versions, as autograd counts
-
-
-@pytest.mark.parametrize("name", WRITING)
-def test_versions_of_what_is_written(name: str, backend: str) -> None:
-    """Raised by a kernel as by torch's own operations, and by nothing for what is only read."""
-    op = OPS[name]
-    x = op.make()
-    op.call(**copied(x))
-    before = {given: x[given]._version for given in tensors_of(x)}
-    op.call(**x)
-    for given, version in before.items():
-        rise = x[given]._version - version
-        if given not in op.written:
-            assert rise == 0, f"{given} was not written"
-        elif backend == "triton":
-            assert rise == 1, given
-        else:
-            assert rise > 0, given
-
-
-@pytest.mark.parametrize("name", WRITING)
-def test_versions_of_views_and_checkpoints_in_the_pool(name: str, backend: str) -> None:
-    """A view has its base's version, and so a saved slot of the pool has."""
-    op = OPS[name]
-    x = op.make()
-    slot, version = x["state"][:1], x["state"]._version
-    if name == "prefill":
-        x["state_checkpoints"], x["checkpoint_slots"] = None, x["checkpoint_slots"] + 5
-    op.call(**x)
-    assert slot._version > version
-
-
-def test_a_saved_state_that_is_overwritten(backend: str) -> None:
-    x = make_step()
-    call = {**tokens(1, T), "g": -torch.rand(1, T, HV), "beta": torch.rand(1, T, HV)}
-    call["k"].requires_grad_()
-    pool = x["state"]
-    o, _ = gdn_triton.chunk_gated_delta_rule(**call, initial_state=pool[3:4])
-    with torch.no_grad():
-        gdn_triton.recurrent_step(**x)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        o.sum().backward()
-
-
-@pytest.mark.parametrize("name", WRITING)
-def test_versions_under_a_compiler(name: str, backend: str) -> None:
-    """The operator's schema says what is written: torch raises the version once, and a kernel's
-    caller does not once more."""
-    op = OPS[name]
-    x = op.make()
-    torch.compiler.reset()
-
-    def call(x: dict[str, Any]) -> Any:
-        return op.call(**x)
-
-    version = {given: x[given]._version for given in op.written}
-    torch.compile(call, fullgraph=True, backend="eager")(x)
-    torch.compiler.reset()
-    for given in op.written:
-        rise = x[given]._version - version[given]
-        assert rise == 1 if backend == "triton" else rise > 0, given
-
-
-@pytest.mark.parametrize("name", WRITING)
-def test_in_inference_mode(name: str, backend: str) -> None:
-    """Tensors of that mode have no version."""
-    op = OPS[name]
-    x = op.make()
-    expected = run(op, copied(x))
-    with torch.inference_mode():
-        found = run(op, copied(x))
-    assert all(same_bits(y, expected[result]) for result, y in found.items())
-
-
-@pytest.mark.of_no_device
-def test_versions_with_the_cuda_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library is not here; its caller raises the versions before it runs."""
-    from gdn_triton.chunk import cuda as cuda_chunk
-
-    seen: list[int] = []
-    pool = SimpleNamespace(state=states(2), out=torch.zeros(3), checkpoints=torch.zeros(4))
-    written = (pool.state, pool.out, pool.checkpoints)
-
-    def forward(*args: Any) -> tuple[Tensor, None]:
-        seen.extend(x._version for x in written)
-        return pool.out, None
-
-    before = [x._version for x in written]
-    monkeypatch.setattr(cuda_chunk, "fast_chunk", SimpleNamespace(forward=forward))
-    cuda_chunk.forward(SimpleNamespace(needs_grad=False), None, pool)  # type: ignore[arg-type]
-    assert seen == [version + 1 for version in before]
-
+pytestmark = pytest.mark.usefixtures("on_device")
 
 # ---------------------------------------------------------------------------- memory that is shared
+
 
 PAIRS = [
     (name, written, other)
@@ -561,7 +234,7 @@ def test_layouts_that_take_long_to_tell_apart() -> None:
     assert not memory._share(rows, rows, 2**17) and memory._share(rows, rows, 2**17 - 4)
 
 
-# ------------------------------------------------------------------------------------ slots in use
+# ------------------------------------------------------------------------------------- slots in use
 
 
 def valid(

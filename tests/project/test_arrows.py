@@ -10,6 +10,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from trees import files_shown
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "gdn_triton"
 TOP = "gdn_triton"  # the package's own `__init__.py`
@@ -201,23 +203,10 @@ def test_records_are_made_by_the_names_of_their_fields() -> None:
 
 
 def test_design_shows_the_tree() -> None:
-    """The first block of docs/design.md: a folder's line, then its files', further in."""
+    """The first block of docs/design.md."""
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     block = re.findall(r"^```text\n(gdn_triton/.*?)^```$", text, re.S | re.M)[0]
-    folders: list[tuple[int, str]] = []
-    shown = []
-    for line in block.splitlines():
-        # A folder, or some files, and then what they are.
-        names = re.match(r"( *)(\w+/|\w+\.py(?: \w+\.py)*)(?: |$)", line)
-        assert names, f"docs/design.md: {line!r}"
-        indent, entries = len(names[1]), names[2].split()
-        while folders and folders[-1][0] >= indent:
-            folders.pop()
-        inside = "".join(name for _, name in folders)
-        if entries[0].endswith("/"):
-            folders.append((indent, entries[0]))
-        else:
-            shown += [inside + entry for entry in entries]
+    shown = files_shown(block)
     files = [f"gdn_triton/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")]
     # A folder's own file is meant by its line.
     assert sorted(shown) == sorted(name for name in files if not name.endswith("/__init__.py"))

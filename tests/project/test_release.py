@@ -113,8 +113,8 @@ def test_wheel_runs_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) ->
 
 def test_wheel_with_a_library(tmp_path: Path) -> None:
     """The library of `GDN_TEST_LIBRARY`, which csrc/build.py has built, or one that stands in its
-    place: what a wheel does with it is the same. tests/test_fast.py has what it builds itself in a
-    wheel too."""
+    place: what a wheel does with it is the same. tests/fast has what csrc/build.py makes there in
+    a wheel too."""
     given = os.environ.get("GDN_TEST_LIBRARY")
     library = tmp_path / "library.so"
     if given is not None:

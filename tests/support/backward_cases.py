@@ -10,17 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from helpers import (
-    FP32,
-    FP64,
-    Arithmetic,
-    Case,
-    Inputs,
-    assert_within_budget,
-    make_inputs,
-    narrow_decay,
-    same_bits,
-)
+from helpers import FP32, FP64, Case, Inputs, assert_within_budget, make_inputs, same_bits
+from narrow import Arithmetic, narrow_decay
 from torch import Tensor
 
 import gdn_triton

@@ -3,16 +3,8 @@
 from typing import Any
 
 import torch
-from helpers import (
-    FP32,
-    FP64,
-    SMALL,
-    Arithmetic,
-    Case,
-    Inputs,
-    assert_within_budget,
-    narrow_forward,
-)
+from helpers import FP32, FP64, SMALL, Case, Inputs, assert_within_budget
+from narrow import Arithmetic, narrow_forward
 from torch import Tensor
 
 import gdn_triton

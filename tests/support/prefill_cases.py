@@ -9,17 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    FP32,
-    FP64,
-    Arithmetic,
-    Case,
-    Inputs,
-    assert_within_budget,
-    make_inputs,
-    narrow_forward,
-    same_bits,
-)
+from helpers import FP32, FP64, Case, Inputs, assert_within_budget, make_inputs, same_bits
+from narrow import Arithmetic, narrow_forward
 from torch import Tensor
 
 from gdn_triton import chunk_gated_delta_rule, chunk_prefill, fast, reference

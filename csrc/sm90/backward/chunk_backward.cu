@@ -1,17 +1,15 @@
-// Host side of the backward on Hopper; params.h says what is asked of it.
+// The launch of the backward on Hopper: its scratch memory, its segments, and its kernels in their order. dispatch.h has
+// what is asked of these functions.
 #include <algorithm>
 #include <cmath>
 
-#include "../../common/tensor_map.h"
-#include "../l2norm.cuh"
-#include "common.cuh"
+#include "common/tensor_map.h"
+#include "sm90/backward/common.cuh"
+#include "sm90/entry.h"
+#include "sm90/l2norm.cuh"
 
-namespace gdn {
+namespace gdn::sm90::backward {
 namespace {
-using namespace sm90::backward;
-using sm90::ceil_div;
-using sm90::kChunk;
-
 // The parts of the workspace, one after the other; with a null `base` only their size.
 class Parts {
  public:
@@ -106,13 +104,13 @@ const char* tiles_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t c
 const char* normalize(const ChunkForward& p, const Scratch& scratch, Rows& q, Rows& k, cudaStream_t stream) {
   constexpr int kLanes = kChannels / 8;
   const int64_t rows = p.B * p.T * p.H;
-  const dim3 grid(unsigned(ceil_div(rows * kLanes, sm90::kNormThreads)), 2);
-  sm90::l2norm_kernel<__nv_bfloat16, kLanes, true><<<grid, sm90::kNormThreads, 0, stream>>>(
+  const dim3 grid(unsigned(ceil_div(rows * kLanes, kNormThreads)), 2);
+  l2norm_kernel<__nv_bfloat16, kLanes, true><<<grid, kNormThreads, 0, stream>>>(
       q, k, static_cast<uint4*>(scratch.q), static_cast<uint4*>(scratch.k), rows, p.T, p.H, p.K);
   const int64_t row = int64_t{p.H} * p.K;
   q = {scratch.q, p.T * row, row, p.K};
   k = {scratch.k, p.T * row, row, p.K};
-  return checked(cudaGetLastError());
+  return check(cudaGetLastError());
 }
 }  // namespace
 
@@ -134,8 +132,8 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   params.segments = int(segments.count);
   params.whole_up_to = segments.whole_up_to;
   params.segments_of_batch = int(segments.of_batch);
-  params.heads = sm90::Divisor::of(p.HV);
-  params.group = sm90::Divisor::of(p.HV / p.H);
+  params.heads = Divisor::of(p.HV);
+  params.group = Divisor::of(p.HV / p.H);
   const Scratch& x = params.scratch;
   Rows q = p.q, k = p.k;
   if (p.use_qk_l2norm)
@@ -165,4 +163,4 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   return run_sums(params, stream);
 }
 
-}  // namespace gdn
+}  // namespace gdn::sm90::backward

@@ -5,7 +5,7 @@
 // head a block of scratch memory at slot HV + hv. Tiles in scratch memory are whole: their rows past a
 // sequence's end are zero.
 #pragma once
-#include "../gates.cuh"
+#include "sm90/gates.cuh"
 
 namespace gdn::sm90::backward {
 
@@ -253,7 +253,5 @@ const char* run_walk_back(Params&, cudaStream_t);
 const char* run_walk_states(Params&, cudaStream_t);
 const char* run_walk_forward(Params&, cudaStream_t);
 const char* run_sums(const Params&, cudaStream_t);
-
-inline const char* checked(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
 
 }  // namespace gdn::sm90::backward

@@ -1,6 +1,6 @@
 // Shared memory and barriers of the walk forward, and its single warps: what comes from memory and goes there.
 #pragma once
-#include "common.cuh"
+#include "sm90/backward/common.cuh"
 
 namespace gdn::sm90::backward {
 

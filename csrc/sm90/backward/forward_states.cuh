@@ -3,8 +3,8 @@
 //     dk = u dS^T - beta 2^d (dx S^T) + (N + N^T) k + dP^T q + own q
 // With S before the chunk and dS behind it, both as they lie in their tiles.
 #pragma once
-#include "forward_memory.cuh"
-#include "state_step.cuh"
+#include "sm90/backward/forward_memory.cuh"
+#include "sm90/backward/state_step.cuh"
 
 namespace gdn::sm90::backward {
 

@@ -1,6 +1,6 @@
 // The frame of every chunk, made once for all kernels of the backward: sums of the decays, the frame from chunk to
 // chunk, then the factors of the tokens.
-#include "common.cuh"
+#include "sm90/backward/common.cuh"
 
 namespace gdn::sm90::backward {
 namespace {
@@ -114,7 +114,7 @@ const char* run_frames(const Params& params, cudaStream_t stream) {
   sum_kernel<<<warps, kThreads, 0, stream>>>(params);
   walk_kernel<<<walks, kThreads, 0, stream>>>(params);
   factor_kernel<<<warps, kThreads, 0, stream>>>(params);
-  return checked(cudaGetLastError());
+  return check(cudaGetLastError());
 }
 
 }  // namespace gdn::sm90::backward

@@ -1,7 +1,7 @@
 // Products of the walk forward: what ptx.cuh has not. Each first product of a sum *defines* its accumulator; one set to
 // zero ahead would be pinned, and spilt.
 #pragma once
-#include "../../common/ptx.cuh"
+#include "sm90/wgmma.cuh"
 
 namespace gdn::sm90::backward {
 

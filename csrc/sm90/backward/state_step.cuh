@@ -1,8 +1,8 @@
 // A step of the state: what both walks forward do to it.
 #pragma once
-#include "../triangles.cuh"
-#include "common.cuh"
-#include "products.cuh"
+#include "sm90/backward/common.cuh"
+#include "sm90/backward/products.cuh"
+#include "sm90/triangles.cuh"
 
 namespace gdn::sm90::backward {
 

@@ -1,7 +1,7 @@
 // What is left when all chunks are done: dq and dk over the value heads of a key head, with the norm's own step; the
 // gradients of gates and betas, through their activations; zeros for the tokens of no sequence.
-#include "common.cuh"
-#include "../l2norm.cuh"
+#include "sm90/backward/common.cuh"
+#include "sm90/l2norm.cuh"
 
 namespace gdn::sm90::backward {
 namespace {
@@ -223,7 +223,7 @@ const char* run_sums(const Params& params, cudaStream_t stream) {
   head_sum_kernel<<<grid, kThreads, 0, stream>>>(params, rows);
   gates_kernel<<<unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32)), kThreads, 0, stream>>>(params);
   if (p.use_gate) gate_sum_kernel<<<unsigned(ceil_div(2 * p.HV, kWidth)), kThreads, 0, stream>>>(params);
-  return checked(cudaGetLastError());
+  return check(cudaGetLastError());
 }
 
 }  // namespace gdn::sm90::backward

@@ -1,7 +1,7 @@
 // What a chunk's tokens have to do with each other, before any state is known: q k^T and k k^T of a key head, T of each
 // of its value heads, and, where the chunk is steep, the decayed q k^T. A block has one chunk and key head.
-#include "common.cuh"
-#include "../triangles.cuh"
+#include "sm90/backward/common.cuh"
+#include "sm90/triangles.cuh"
 
 namespace gdn::sm90 {
 namespace backward {
@@ -148,12 +148,12 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
 const char* run_triangles(const Params& params, cudaStream_t stream) {
   using T = __nv_bfloat16;
   constexpr int kBytes = sizeof(SharedMemory<Alone<T>>);
-  if (const char* error = checked(cudaFuncSetAttribute(
+  if (const char* error = check(cudaFuncSetAttribute(
           triangles_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
     return error;
   const unsigned blocks = unsigned(int64_t{params.slots} * params.problem.forward.H);
   triangles_kernel<T><<<blocks, kThreads, kBytes, stream>>>(params);
-  return checked(cudaGetLastError());
+  return check(cudaGetLastError());
 }
 
 }  // namespace backward

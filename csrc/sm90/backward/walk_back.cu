@@ -4,8 +4,8 @@
 //     du = P^T do' + k dS    dx = du + T_s^T du    dS <- 2^D dS + q^T 2^d do' - k^T beta 2^d dx
 //     dv = beta 2^-e dx
 // dS behind the chunk and dx go to scratch memory, dv out.
-#include "common.cuh"
-#include "../triangles.cuh"
+#include "sm90/backward/common.cuh"
+#include "sm90/triangles.cuh"
 
 namespace gdn::sm90::backward {
 namespace {
@@ -300,13 +300,13 @@ template <class C>
 const char* launch(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   constexpr int kBytes = sizeof(Memory<C>);
-  if (const char* error = checked(cudaFuncSetAttribute(
+  if (const char* error = check(cudaFuncSetAttribute(
           walk_back_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
     return error;
   params.tiles = p.N * p.HV * C::kTileParts;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
   walk_back_kernel<C><<<blocks, C::kThreads, kBytes, stream>>>(params);
-  return checked(cudaGetLastError());
+  return check(cudaGetLastError());
 }
 }  // namespace
 

@@ -1,7 +1,7 @@
 // From a sequence's first chunk to its last: the state again, and with it the gradients of each chunk. A block has a
 // sequence and value head: two warpgroups of states, which also make dk (forward_states.cuh), one of pairs of tokens,
 // which also makes dq, and single warps (forward_memory.cuh).
-#include "forward_states.cuh"
+#include "sm90/backward/forward_states.cuh"
 
 namespace gdn::sm90::backward {
 namespace {
@@ -261,13 +261,13 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
 const char* run_walk_forward(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   constexpr int kBytes = sizeof(WalkMemory);
-  if (const char* error = checked(
+  if (const char* error = check(
           cudaFuncSetAttribute(walk_forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
     return error;
   params.tiles = (params.segment > 0 ? params.segments : p.N) * p.HV;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
   walk_forward_kernel<<<blocks, kThreads, kBytes, stream>>>(params);
-  return checked(cudaGetLastError());
+  return check(cudaGetLastError());
 }
 
 }  // namespace gdn::sm90::backward

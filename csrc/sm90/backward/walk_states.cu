@@ -1,6 +1,6 @@
 // The state alone, from a sequence's first chunk to where its last segment begins: what the segments of the walk
 // forward start from. A block has 64 channels of V.
-#include "state_step.cuh"
+#include "sm90/backward/state_step.cuh"
 
 namespace gdn::sm90::backward {
 namespace {
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_c
 const char* run_walk_states(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   constexpr int kBytes = sizeof(Memory);
-  if (const char* error = checked(
+  if (const char* error = check(
           cudaFuncSetAttribute(walk_states_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
     return error;
   params.tiles = p.N * p.HV * kTileParts;
@@ -124,7 +124,7 @@ const char* run_walk_states(Params& params, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &beside;
   config.numAttrs = 1;
-  return checked(cudaLaunchKernelEx(&config, walk_states_kernel, params));
+  return check(cudaLaunchKernelEx(&config, walk_states_kernel, params));
 }
 
 }  // namespace gdn::sm90::backward

@@ -1,0 +1,60 @@
+// Which architecture a GPU runs. A second architecture is a folder beside sm90, a row of kArchitectures, and the rows in
+// csrc/build.py and gdn_triton/fast/architectures.py.
+#include "dispatch.h"
+
+#include <atomic>
+#include <sstream>
+
+#include "sm90/entry.h"
+
+namespace gdn {
+namespace {
+constexpr Architecture kArchitectures[] = {
+    {"sm90", 9, 0, sm90::chunk_forward_workspace, sm90::chunk_forward, sm90::chunk_prefill,
+     sm90::backward::chunk_backward_workspace, sm90::backward::chunk_backward},
+};
+
+struct Capability {
+  int major, minor;
+  cudaError_t error;  // of the questions
+};
+Capability capability_of(int device) {
+  Capability x = {};
+  x.error = cudaDeviceGetAttribute(&x.major, cudaDevAttrComputeCapabilityMajor, device);
+  if (x.error == cudaSuccess) x.error = cudaDeviceGetAttribute(&x.minor, cudaDevAttrComputeCapabilityMinor, device);
+  return x;
+}
+}  // namespace
+
+const Architecture* architecture_on(int device) {
+  // Each call of an operator asks, and the answer for a device never changes.
+  constexpr int kMostKept = 64;  // devices with a smaller number
+  static std::atomic<const Architecture*> kept[kMostKept];
+  const bool keeps = device >= 0 && device < kMostKept;
+  if (keeps)
+    if (const Architecture* const found = kept[device].load(std::memory_order_relaxed)) return found;
+  const Capability gpu = capability_of(device);
+  if (gpu.error != cudaSuccess) return nullptr;
+  for (const Architecture& x : kArchitectures) {
+    if (x.major != gpu.major || x.minor != gpu.minor) continue;
+    if (keeps) kept[device].store(&x, std::memory_order_relaxed);
+    return &x;
+  }
+  return nullptr;
+}
+
+std::string why_none_on(int device) {
+  const Capability gpu = capability_of(device);
+  if (gpu.error != cudaSuccess) return cudaGetErrorString(gpu.error);
+  std::ostringstream out;
+  out << "the library has kernels for GPUs of compute capability ";
+  const char* separator = "";
+  for (const Architecture& x : kArchitectures) {
+    out << separator << x.major << '.' << x.minor;
+    separator = ", ";
+  }
+  out << "; cuda:" << device << " has " << gpu.major << '.' << gpu.minor;
+  return out.str();
+}
+
+}  // namespace gdn

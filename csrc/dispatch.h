@@ -1,0 +1,44 @@
+// The architectures of this library, and which of them a GPU runs. No torch.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <string>
+
+#include "params.h"
+
+namespace gdn {
+
+// The kernels of one architecture, as the operators call them.
+//
+// A function that launches kernels returns null, or why it did not run; the words stay valid. Its caller has set the device,
+// and B, T, N, H, HV are >= 1.
+struct Architecture {
+  const char* name;  // of its folder in csrc and of its row in csrc/build.py
+  int major, minor;  // the compute capability of the GPUs that run its machine code
+
+  // Bytes of scratch memory that chunk_forward and chunk_prefill need. Depends on B, T, H, HV, K, V, N, dtype, use_qk_l2norm,
+  // batch_invariant, multiprocessors, and on whether cu_seqlens is null; the other fields may be unset.
+  size_t (*chunk_forward_workspace)(const ChunkForward&);
+
+  // Tokens from cu_seqlens[N] on get o = 0; a sequence without tokens gets ht = h0.
+  const char* (*chunk_forward)(const ChunkForward&, cudaStream_t);
+
+  // The same on a pool: h0, ht and o are unset, and T may be 0.
+  const char* (*chunk_prefill)(const ChunkForward&, const Pool&, cudaStream_t);
+
+  // Bytes of scratch memory that chunk_backward needs. Depends on B, T, H, HV, K, V, N, use_qk_l2norm,
+  // multiprocessors, and on whether cu_seqlens is null.
+  size_t (*chunk_backward_workspace)(const ChunkForward&);
+
+  // As chunk_forward. A sequence without tokens gets dh0 = dht.
+  const char* (*chunk_backward)(const ChunkBackward&, cudaStream_t);
+};
+
+// The architecture whose machine code this CUDA device runs; null: why_none_on() says why there is none.
+const Architecture* architecture_on(int device);
+
+// The end of a sentence, for a device that architecture_on() has no architecture for.
+std::string why_none_on(int device);
+
+}  // namespace gdn

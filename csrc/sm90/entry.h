@@ -1,0 +1,20 @@
+// The functions of this architecture that csrc/dispatch.cpp enters in its row; dispatch.h has their contracts.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "params.h"
+
+namespace gdn::sm90 {
+
+size_t chunk_forward_workspace(const ChunkForward&);
+const char* chunk_forward(const ChunkForward&, cudaStream_t);
+const char* chunk_prefill(const ChunkForward&, const Pool&, cudaStream_t);
+
+namespace backward {
+size_t chunk_backward_workspace(const ChunkForward&);
+const char* chunk_backward(const ChunkBackward&, cudaStream_t);
+}  // namespace backward
+
+}  // namespace gdn::sm90

@@ -1,0 +1,334 @@
+// How the host plans a call: into which segments sequences are cut, if any, the shape of the blocks, and how these come
+// to their tiles. A plan follows from the sizes of a call and the costs below. Host code alone: no GPU and no kernel.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <iterator>
+#include <limits>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "params.h"
+#include "sm90/cut.h"
+#include "sm90/heads.h"
+
+namespace gdn::sm90 {
+
+// For tests and measurements: sequences longer than this always go in segments of so many chunks; 0
+// never.
+#ifndef GDN_SEGMENT_CHUNKS
+#define GDN_SEGMENT_CHUNKS -1
+#endif
+
+// Microseconds, fitted to the times of 363 plans of 31 calls on an H200.
+struct Costs {
+  double both, half, map;  // a chunk with 128 channels of V in a block, with 64, and of a map
+  double tile;             // the start and end of a tile
+  double fold, launches;   // a segment of the fold; three more launches
+};
+constexpr double kSecondLaunch = 2;  // so much later begin the maps, unless they are launched first
+constexpr double kNoSegments = 2;    // the launches, of nothing
+template <class Heads>
+constexpr Costs costs() {
+  return Heads::kKeys == 64    ? Costs{1.74, 1.28, 1.4, 3.5, 1.7, 12.5}
+         : Heads::kKeys == 128 ? Costs{2.25, 1.6, 1.87, 10, 0.6, 10}
+                               : Costs{0, 2.55, 2.05, 9, 15.7, 13};
+}
+
+// When tiles are done of which each goes to the multiprocessor that is free first, in their order.
+class Schedule {
+ public:
+  explicit Schedule(int multiprocessors) : multiprocessors_(multiprocessors) {
+    groups_[0] = {0, multiprocessors};
+  }
+  // Tiles of one kind. At most kMostKinds may have some.
+  void add(int64_t count, double time) {
+    const int64_t rounds = std::max<int64_t>(count / multiprocessors_ - 1, 0);  // one each
+    for (int i = 0; i < size_; ++i) groups_[i].free += double(rounds) * time;
+    count -= rounds * multiprocessors_;
+    while (count > 0) {
+      Group& first = *std::min_element(
+          groups_, groups_ + size_, [](const Group& a, const Group& b) { return a.free < b.free; });
+      const int64_t taken = std::min(count, first.count);
+      if (taken < first.count) groups_[size_++] = {first.free, first.count - taken};
+      first = {first.free + time, taken};
+      count -= taken;
+    }
+  }
+  double end() const {
+    double last = 0;
+    for (int i = 0; i < size_; ++i) last = std::max(last, groups_[i].free);
+    return last;
+  }
+  static constexpr int kMostKinds = 4;
+
+ private:
+  struct Group {  // of multiprocessors
+    double free;
+    int64_t count;
+  };
+  int multiprocessors_, size_ = 1;
+  Group groups_[kMostKinds + 1] = {};
+};
+
+// Chunks of the longest sequence and of each other one.
+struct ChunkCounts {
+  int64_t longest, other;
+};
+
+// What plans take, for lengths that are known or guessed.
+template <class Heads>
+struct Estimate {
+  static constexpr Costs kCosts = costs<Heads>();
+  static constexpr int kMapChannels = Heads::kKeys == 256 ? 64 : 128;  // of a block
+  const ChunkForward& p;
+
+  double tile(int64_t chunks, bool halves) const {
+    return double(chunks) * (halves ? kCosts.half : kCosts.both) + kCosts.tile;
+  }
+  double map(int64_t chunks) const { return double(chunks) * kCosts.map + kCosts.tile; }
+  int64_t parts(bool halves) const { return ceil_div(p.V, halves ? 64 : 128); }
+  int64_t map_parts() const {
+    return ceil_div(p.V, kMapChannels) + ceil_div(Heads::kKeys, kMapChannels);
+  }
+
+  double whole(ChunkCounts lengths, bool halves) const {
+    Schedule schedule(p.multiprocessors);
+    schedule.add(p.HV * parts(halves), tile(lengths.longest, halves));
+    schedule.add((p.N - 1) * p.HV * parts(halves), tile(lengths.other, halves));
+    return schedule.end();
+  }
+  Cut cut(ChunkCounts lengths, int64_t first, int64_t rest) const {
+    Cut cut = {int(first), int(rest), int(lengths.longest), 0, 0};
+    const int64_t most = later(lengths.longest, cut), others = later(lengths.other, cut);
+    const auto inner = [](int64_t some) { return std::max<int64_t>(some - 1, 0); };
+    cut.later = int(most + (p.N - 1) * others);
+    cut.inner = int(inner(most) + (p.N - 1) * inner(others));
+    return cut;
+  }
+  // Estimated time of this cut; returns `enough` early if even its lower bound is not below `enough`.
+  double segments(ChunkCounts lengths, const Cut& cut, double enough) const {
+    const int64_t heads = p.HV * parts(true), maps = p.HV * map_parts() * cut.inner;
+    const int64_t inner = heads * cut.inner, others = (p.N - 1) * heads;
+    const double first = tile(std::min<int64_t>(lengths.longest, cut.first), true);
+    const double other_first = tile(std::min<int64_t>(lengths.other, cut.first), true);
+    const double rest = tile(cut.rest, true), a_map = map(cut.rest);
+    const int64_t most = later(lengths.longest, cut), other_most = later(lengths.other, cut);
+    const double last = most > 0 ? tile(left(lengths.longest, cut, most), true) : 0;
+    const double other_last = other_most > 0 ? tile(left(lengths.other, cut, other_most), true) : 0;
+    const double apart = double(std::max<int64_t>(most - 1, 0)) * kCosts.fold +
+                         (cut.later > 0 ? kCosts.launches : kNoSegments) +
+                         (maps > 0 && first > a_map ? kSecondLaunch : 0);
+
+    const double early_work = double(heads) * first + double(others) * other_first + double(maps) * a_map;
+    const double late_work =
+        double(inner) * rest + double(heads) * last + double(others) * other_last;
+    const double all = p.multiprocessors;
+    const double early_least = std::max({first, maps > 0 ? a_map : 0, early_work / all});
+    const double late_least = std::max({inner > 0 ? rest : 0, last, late_work / all});
+    if (early_least + late_least + apart >= enough) return enough;
+
+    Schedule early(p.multiprocessors), late(p.multiprocessors);
+    early.add(heads, first);
+    early.add(others, other_first);
+    early.add(maps, a_map);
+    late.add(inner, rest);
+    if (most > 0) late.add(heads, last);
+    if (other_most > 0) late.add(others, other_last);
+    return early.end() + late.end() + apart;
+  }
+  double least_in_segments(ChunkCounts lengths) const {
+    const int64_t chunks = p.HV * parts(true) * (lengths.longest + (p.N - 1) * lengths.other);
+    return double(chunks) * kCosts.half / p.multiprocessors;
+  }
+
+ private:
+  // Segments behind a sequence's first, and the chunks of the last of these.
+  static int64_t later(int64_t length, const Cut& cut) {
+    return length > cut.first ? ceil_div(length - cut.first, cut.rest) : 0;
+  }
+  static int64_t left(int64_t length, const Cut& cut, int64_t later) {
+    return length - cut.first - (later - 1) * cut.rest;
+  }
+};
+
+// The best of cuts, each with lengths that it serves: of a coarse grid, then of what is near the best.
+template <class Heads, class Candidate>
+std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest, const Candidate& candidate) {
+  constexpr int kMostSegments = 32, kMore = 5, kLeastChunks = 4;
+  constexpr double kRatios[] = {1, 1.25, 1.5, 2, 3, 4};  // of the first segment's length to the others'
+  constexpr int kSteps[] = {3, 1};                       // chunks
+  const auto [uncut, lengths] = candidate(longest, longest);  // in segments all the same
+  Cut best = uncut;
+  double least = estimate.segments(lengths, best, std::numeric_limits<double>::infinity());
+  const auto better = [&](int64_t first, int64_t rest) {
+    if (rest < kLeastChunks || first < rest) return false;
+    const auto [cut, served] = candidate(first, rest);
+    const double time = estimate.segments(served, cut, least);
+    if (time >= least) return false;
+    best = cut, least = time;
+    return true;
+  };
+  int last = 3;  // number of segments that was better than fewer
+  for (int number = 3; number <= std::min(last + kMore, kMostSegments); ++number) {
+    for (const double ratio : kRatios) {
+      const int64_t rest = int64_t(std::ceil(double(longest) / (number - 1 + ratio)));
+      if (better(int64_t(std::ceil(double(rest) * ratio)), rest)) last = number;
+    }
+  }
+  const auto better_near = [&](int step) {
+    const int64_t first = best.first, rest = best.rest;
+    bool any = false;
+    for (int i = -1; i <= 1; ++i)
+      for (int j = -1; j <= 1; ++j) any |= better(first + i * step, rest + j * step);
+    return any;
+  };
+  for (const int step : kSteps)
+    while (best.later > 0 && better_near(step)) continue;
+  return {best, least};
+}
+
+template <class Heads>
+Plan make_plan(const ChunkForward& p) {
+  // What segments must promise for all lengths together, and may lose for one.
+  constexpr double kWorthIt = 0.95, kMostLoss = 1.03;
+  // The host does not know the lengths of packed sequences. The longest has so much of what is between an
+  // equal share and all.
+  constexpr double kLonger[] = {0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75};
+  constexpr int kGuesses = int(std::size(kLonger));
+  static_assert(kGuesses < Cuts::kMost);
+  const Estimate<Heads> estimate = {p};
+  const int64_t chunks = ceil_div(p.T, kChunk);  // of a batch entry
+  const bool guess = p.cu_seqlens && p.N > 1;
+  const int guesses = guess ? kGuesses : 1;
+  const int64_t each = p.cu_seqlens ? ceil_div(chunks, std::max(p.N, 1)) : chunks;
+  ChunkCounts lengths[kGuesses];
+  double whole[2][kGuesses];
+  for (int i = 0; i < guesses; ++i) {
+    const int64_t longest = each + int64_t(double(chunks - each) * (guess ? kLonger[i] : 0));
+    lengths[i] = {longest, guess ? ceil_div(chunks - longest, p.N - 1) : each};
+    whole[true][i] = estimate.whole(lengths[i], true);
+    whole[false][i] = only_halves<Heads>() ? whole[true][i] : estimate.whole(lengths[i], false);
+  }
+  // With half of V a block is done sooner with a long sequence, but four equal ones of 32 heads would take
+  // two turns. What fills no turn goes in halves, whatever its lengths.
+  const bool halves = whole[true][0] <= whole[false][0];
+  const bool by_lengths = guess && !only_halves<Heads>() &&
+                          p.N * p.HV * estimate.parts(true) > p.multiprocessors;
+  const Plan in_whole = {by_lengths ? Shape::kByLengths : halves ? Shape::kHalves : Shape::kBoth, {}, 0};
+  double least_whole[kGuesses];
+  for (int i = 0; i < guesses; ++i)
+    least_whole[i] = by_lengths ? std::min(whole[true][i], whole[false][i]) : whole[halves][i];
+  const double enough = kWorthIt * std::accumulate(least_whole, least_whole + guesses, 0.);
+  const int forced = GDN_SEGMENT_CHUNKS;
+  if (p.batch_invariant || forced == 0 || p.N == 0) return in_whole;
+
+  Cuts cuts = {};
+  const auto in_segments = [&] {
+    const Cut& last = cuts.choices[cuts.count - 1];
+    int64_t slots = p.cu_seqlens ? chunks / last.rest : last.later;
+    cuts.maps_first = true;
+    for (int i = 0; i < cuts.count; ++i) {
+      const Cut& cut = cuts.choices[i];
+      if (i + 1 < cuts.count) slots = std::max<int64_t>(slots, cut.later);
+      cuts.maps_first &= estimate.map(cut.rest) >= estimate.tile(cut.first, true);
+    }
+    return Plan{Shape::kHalves, cuts, int(slots)};
+  };
+  if (forced > 0) {
+    cuts = {{estimate.cut(lengths[0], forced, forced)}, 1};
+    return chunks > forced ? in_segments() : in_whole;
+  }
+  double least = 0;  // no segments take less: every chunk of o is made once, by a block with half of V
+  for (int i = 0; i < guesses; ++i) least += estimate.least_in_segments(lengths[i]);
+  if (enough <= least) return in_whole;
+  double time = 0;
+  for (int i = 0; i < guesses; ++i) {
+    const auto [cut, of_cut] = best_cut(estimate, lengths[i].longest, [&](int64_t first, int64_t rest) {
+      return std::pair(estimate.cut(lengths[i], first, rest), lengths[i]);
+    });
+    if (of_cut > kMostLoss * least_whole[i]) return in_whole;
+    cuts.choices[cuts.count++] = cut;
+    time += of_cut;
+  }
+  if (time >= enough) return in_whole;
+  if (guess) {
+    // For all other lengths one whose number of segments is never more than was reckoned with.
+    cuts.choices[cuts.count++] = best_cut(estimate, chunks, [&](int64_t first, int64_t rest) {
+      const ChunkCounts most = {chunks + (first < chunks ? rest : 0), 1};
+      return std::pair(estimate.cut(most, first, rest), most);
+    }).first;
+  }
+  return in_segments();
+}
+
+// What was made for the last kMost keys.
+template <class Key, class Value, size_t kMost>
+class Kept {
+ public:
+  template <class Make>
+  Value find(const Key& key, const Make& make) {
+    if (last_ < entries_.size() && entries_[last_].key == key) return entries_[last_].value;
+    for (last_ = 0; last_ < entries_.size(); ++last_)
+      if (entries_[last_].key == key) return entries_[last_].value;
+    const Entry entry = {key, make()};
+    if (entries_.size() < kMost) {
+      entries_.push_back(entry);
+    } else {
+      entries_[last_ = oldest_] = entry;
+      oldest_ = (oldest_ + 1) % kMost;
+    }
+    return entry.value;
+  }
+  size_t size() const { return entries_.size(); }
+
+ private:
+  struct Entry {
+    Key key;
+    Value value;
+  };
+  std::vector<Entry> entries_;
+  size_t last_ = 0, oldest_ = 0;  // found or made; to be replaced
+};
+
+// All that a plan depends on, beside the kind of heads. Of T it is the number of chunks: lengths that never
+// repeat are few numbers of chunks. Of the device it is the number of multiprocessors.
+using PlanSizes = std::array<int64_t, 7>;
+inline PlanSizes plan_sizes(const ChunkForward& p) {
+  return {p.N, ceil_div(p.T, kChunk), p.HV, p.V, p.multiprocessors, p.cu_seqlens != nullptr,
+          p.batch_invariant};
+}
+constexpr size_t kMostPlans = 64;
+
+// The same, kept for the next calls of these sizes: for packed sequences the search takes up to 100 us.
+template <class Heads>
+Plan plan_of(const ChunkForward& p) {
+  thread_local Kept<PlanSizes, Plan, kMostPlans> known;
+  return known.find(plan_sizes(p), [&] { return make_plan<Heads>(p); });
+}
+
+// Tiles of whole sequences whose lengths the host does not know; 0 for other calls.
+template <class Heads>
+int64_t tiles_of_unknown_length(const ChunkForward& p, const Plan& plan, bool halves) {
+  if (!p.cu_seqlens || p.N < 2 || plan.cuts.count > 0) return 0;
+  return int64_t{p.N} * p.HV * Estimate<Heads>{p}.parts(halves);
+}
+// Whether a block takes its next tile by the counter Dealing::taken. A kernel before sets the counter to 0;
+// that kernel is worth its time where even tiles with the most channels of V outnumber the multiprocessors.
+template <class Heads>
+bool are_taken(const ChunkForward& p, const Plan& plan) {
+  return tiles_of_unknown_length<Heads>(p, plan, only_halves<Heads>()) > p.multiprocessors;
+}
+
+template <class Heads>
+Dealing deal(const ChunkForward& p, const Plan& plan, void* memory) {
+  constexpr Costs kCosts = costs<Heads>();
+  const bool ordered = p.N <= kMostOrdered &&
+                       tiles_of_unknown_length<Heads>(p, plan, true) > p.multiprocessors;
+  int* const taken = are_taken<Heads>(p, plan) ? static_cast<int*>(memory) : nullptr;
+  return {ordered, taken, {float(kCosts.both), float(kCosts.half)}, float(kCosts.tile)};
+}
+
+}  // namespace gdn::sm90

@@ -1,0 +1,41 @@
+"""The GPUs that the CUDA library has kernels for, and what the kernels of each take.
+
+A row here goes with a folder of kernels in csrc, a row in `csrc/build.py` and one in
+`csrc/dispatch.cpp`; `tests/fast/test_architectures.py` compares them.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Architecture(NamedTuple):
+    """One folder of kernels, and the limits of the calls that it serves."""
+
+    name: str  # of the folder in csrc
+    chunk_size: int  # tokens
+    max_K: int
+    head_multiple: int  # K and V are multiples of it
+    max_tokens: int  # T is less
+    dtypes: tuple[torch.dtype, ...]  # of q, k and v
+    pool_dtypes: tuple[torch.dtype, ...]  # of the states of a pool
+    backward_channels: int  # the backward takes this K and this V alone,
+    backward_dtype: torch.dtype  # in this dtype
+    backward_max_chunks: int  # (B * T / chunk_size + N) * HV is less
+
+
+# By the compute capability of a GPU.
+ARCHITECTURES = {
+    (9, 0): Architecture(
+        name="sm90",
+        chunk_size=64,
+        max_K=256,
+        head_multiple=8,  # TMA takes rows of whole multiples of 16 bytes
+        max_tokens=2**31,  # TMA's coordinates, and the kernels' token numbers, are 32-bit
+        dtypes=(torch.bfloat16, torch.float16),
+        pool_dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        backward_channels=128,
+        backward_dtype=torch.bfloat16,
+        backward_max_chunks=2**28,  # blocks of scratch memory have 32-bit numbers
+    ),
+}

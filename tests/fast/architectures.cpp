@@ -1,0 +1,43 @@
+// Which architecture csrc/dispatch.cpp takes for a GPU, on a machine with GPUs of many kinds that are not there. Runs on the
+// CPU; prints the rows, the answer for each GPU, and how often CUDA was asked.
+#include <cstdio>
+#include <iterator>
+
+#include "dispatch.cpp"
+
+namespace {
+constexpr int kGpus[][2] = {{9, 0}, {8, 0}, {9, 0}, {10, 0}};  // compute capabilities
+int questions = 0;
+}  // namespace
+
+extern "C" cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  ++questions;
+  if (device < 0 || device >= int(std::size(kGpus))) return cudaErrorInvalidDevice;
+  *value = kGpus[device][attribute == cudaDevAttrComputeCapabilityMajor ? 0 : 1];
+  return cudaSuccess;
+}
+extern "C" const char* cudaGetErrorString(cudaError_t) { return "there is no such device"; }
+
+namespace gdn::sm90 {
+size_t chunk_forward_workspace(const ChunkForward&) { return 1; }
+const char* chunk_forward(const ChunkForward&, cudaStream_t) { return "forward"; }
+const char* chunk_prefill(const ChunkForward&, const Pool&, cudaStream_t) { return "prefill"; }
+namespace backward {
+size_t chunk_backward_workspace(const ChunkForward&) { return 2; }
+const char* chunk_backward(const ChunkBackward&, cudaStream_t) { return "backward"; }
+}  // namespace backward
+}  // namespace gdn::sm90
+
+int main() {
+  for (const gdn::Architecture& x : gdn::kArchitectures) std::printf("row %s %d %d\n", x.name, x.major, x.minor);
+  for (int turn = 0; turn < 2; ++turn)
+    for (int device = -1; device < 5; ++device) {
+      questions = 0;
+      const gdn::Architecture* const found = gdn::architecture_on(device);
+      const int asked = questions;
+      std::printf("%d %s, asked %d\n", device, found ? found->name : gdn::why_none_on(device).c_str(), asked);
+    }
+  const gdn::Architecture& x = *gdn::architecture_on(0);
+  std::printf("%s %s %s %d %d\n", x.chunk_forward({}, nullptr), x.chunk_prefill({}, {}, nullptr),
+              x.chunk_backward({}, nullptr), int(x.chunk_forward_workspace({})), int(x.chunk_backward_workspace({})));
+}

@@ -1,0 +1,38 @@
+"""The CUDA library where it is, and what stands in its place where it is not."""
+
+import pytest
+from fast_cases import Operator
+
+from gdn_triton import fast
+from gdn_triton.fast import chunk
+from gdn_triton.fast.architectures import ARCHITECTURES
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "why_unavailable", lambda: None)
+    monkeypatch.setattr(fast, "why_not_on", lambda device: None)
+    monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
+
+
+@pytest.fixture
+def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
+    noted = Operator()
+    monkeypatch.setattr(chunk, "_operator", noted.named)
+    monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: sum(map(int, sizes[1:])))
+    return noted
+
+
+@pytest.fixture
+def cuda() -> str:
+    """The device; skips where the library is not there for it."""
+    reason = fast.why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    return "cuda"
+
+
+@pytest.fixture
+def batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the sizes of a call decide whether its sequences are cut into segments."""
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")

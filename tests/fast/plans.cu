@@ -1,0 +1,219 @@
+// The plans of the CUDA forward, as the host makes them, and what the device makes of them for lengths that
+// the host does not know. Runs on the CPU; prints what is wrong, or "right" and how many plans there were.
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "sm90/dealing.cuh"
+#include "sm90/plan.h"
+
+namespace {
+using namespace gdn;
+using namespace gdn::sm90;
+int faults = 0, plans = 0;
+
+struct Call {
+  int K, V, HV, N;
+  int64_t T;  // of a batch entry
+  bool packed;
+  void say(const char* what) const {
+    std::printf("K %d V %d HV %d N %d T %lld %s: %s\n", K, V, HV, N, (long long)T,
+                packed ? "packed" : "padded", what);
+    ++faults;
+  }
+};
+
+const int some_offsets[2] = {};
+
+ChunkForward problem(const Call& call) {
+  ChunkForward p = {};
+  p.K = call.K, p.V = call.V, p.H = p.HV = call.HV, p.N = call.N;
+  p.B = call.packed ? 1 : call.N, p.T = call.T;
+  p.cu_seqlens = call.packed ? some_offsets : nullptr;
+  p.multiprocessors = 132;
+  return p;
+}
+Plan plan_for(const ChunkForward& p) {
+  return with_heads(p, [&](auto heads) { return make_plan<decltype(heads)>(p); });
+}
+Plan plan_for(const Call& call) { return plan_for(problem(call)); }
+
+// How many segments there are behind the first ones, and that they have slots.
+int check(const Call& call, const Plan& plan, const std::vector<int>& lengths) {
+  std::vector<int> offsets(1, 0);
+  for (const int length : lengths) offsets.push_back(offsets.back() + length);
+  sm90::KernelParams params = {};
+  params.problem = problem(call);
+  if (call.packed) params.problem.cu_seqlens = offsets.data();
+  params.segments.cuts = plan.cuts;
+  const sm90::Segment segment = sm90::segment_of(params);
+  int later = 0;
+  for (const int length : lengths) later += segment.later(length);
+  if (later > plan.slots) call.say("more segments than slots");
+  return later;
+}
+
+void random_calls() {
+  std::mt19937 random(1);
+  const auto up_to = [&](int64_t most) { return int64_t(random() % uint64_t(most)) + 1; };
+  const int sizes[][2] = {{64, 64}, {128, 128}, {96, 192}, {256, 256}, {256, 512}};
+  for (int i = 0; i < 3000; ++i) {
+    const auto [K, V] = sizes[up_to(5) - 1];
+    const bool packed = up_to(4) > 1;
+    const int N = up_to(3) > 1 ? int(up_to(4)) : int(up_to(40));
+    const Call call = {K, V, int(up_to(48)), N, up_to(up_to(2) > 1 ? 3000 : 70000), packed};
+    const Plan plan = plan_for(call);
+    ++plans;
+    for (int c = 0; c < plan.cuts.count; ++c) {
+      const sm90::Cut& cut = plan.cuts.choices[c];
+      if (cut.rest < 1 || cut.first < cut.rest) call.say("a cut without length");
+      if (c > 0 && cut.longest <= plan.cuts.choices[c - 1].longest) call.say("cuts in no order");
+    }
+    if (plan.cuts.count == 0 && plan.slots > 0) call.say("slots of no segments");
+    ChunkForward invariant = problem(call);
+    invariant.batch_invariant = true;
+    if (plan_for(invariant).cuts.count > 0) call.say("cut, though the batch must not matter");
+    if (plan.cuts.count == 0) continue;
+    if (!packed) check(call, plan, std::vector<int>(size_t(N), int(call.T)));
+    for (int draw = 0; packed && draw < 40; ++draw) {  // some of the tokens belong to no sequence
+      std::vector<int> lengths(size_t(N), 0);
+      int64_t left = call.T;
+      for (int n = 0; n < N && left > 0; ++n) {
+        lengths[size_t(n)] = int(draw % 4 == 0 ? left : std::min(left, up_to(1 + 2 * call.T / N)));
+        left -= lengths[size_t(n)];
+      }
+      std::shuffle(lengths.begin(), lengths.end(), random);
+      check(call, plan, lengths);
+    }
+  }
+}
+
+void known_calls() {
+  const Call four = {128, 128, 32, 4, 32768, true}, eight = {128, 128, 16, 8, 32768, true};
+  for (const Call& call : {four, eight}) {  // in blocks with half of V they take two turns
+    const Plan plan = plan_for(call);
+    if (plan.shape == Shape::kHalves || plan.cuts.count > 0) call.say("equal sequences fill the GPU in one turn");
+  }
+  const Call pair = {128, 128, 32, 2, 32768, true};
+  if (check(pair, plan_for(pair), {16384, 16384}) > 0) pair.say("equal ones are cut");
+  if (check(pair, plan_for(pair), {28672, 4096}) == 0) pair.say("unequal ones are not cut");
+  const Call one = {128, 128, 8, 1, 32768, false};
+  if (check(one, plan_for(one), {32768}) < 4) one.say("a long one of few heads is not cut");
+  if (plan_for(Call{128, 128, 8, 8, 8192, true}).shape != Shape::kHalves)
+    pair.say("tiles of half of V that fill no turn go in both halves");
+  if (plan_for(Call{128, 128, 32, 8, 8192, true}).shape != Shape::kByLengths)
+    pair.say("the host guesses lengths that the device knows");
+  if (plan_for(Call{128, 128, 32, 8, 1024, false}).shape != Shape::kBoth)
+    pair.say("the device chooses a shape for lengths that the host knows");
+  const Call many = {128, 128, 64, 64, 65536, true};
+  if (plan_for(many).cuts.count > 0) many.say("cut, though the GPU is full");
+}
+
+// Single sequences, whose length the host knows: no cut that is longer or shorter by a chunk is better.
+void near_cuts() {
+  using Heads = sm90::Heads<128, true>;
+  for (const int HV : {8, 16, 24, 32, 48, 64})
+    for (const int64_t T : {1000, 2048, 4096, 8192, 20000, 32768, 100000}) {
+      const Call call = {128, 128, HV, 1, T, true};
+      const ChunkForward p = problem(call);
+      const Plan plan = plan_for(call);
+      ++plans;
+      if (plan.cuts.count == 0) continue;
+      const Estimate<Heads> estimate = {p};
+      const int64_t chunks = ceil_div(T, sm90::kChunk);
+      const auto time = [&](int first, int rest) {
+        return estimate.segments({chunks, chunks}, estimate.cut({chunks, chunks}, first, rest), 1e9);
+      };
+      const Cut& cut = plan.cuts.choices[0];
+      const double chosen = time(cut.first, cut.rest);
+      for (const int longer : {-1, 0, 1})
+        for (const int other : {-1, 0, 1})
+          if (cut.rest + other >= 4 && cut.first + longer >= cut.rest + other &&
+              time(cut.first + longer, cut.rest + other) < chosen)
+            call.say("a cut beside the chosen one is better");
+    }
+}
+// What the device chooses a shape by: never more than a block needs when tiles go, longest first, to the block
+// that is free first; all of it for equal lengths; and not less than two thirds of it.
+void least_times() {
+  std::mt19937 random(2);
+  for (int draw = 0; draw < 2000; ++draw) {
+    const int N = int(random() % 60) + 1, heads = int(random() % 64) + 1, blocks = 132;
+    const bool equal = draw % 4 == 0;
+    std::vector<int> lengths;
+    for (int n = 0; n < N; ++n)
+      lengths.push_back(equal && n > 0 ? lengths[0] : int(std::exp2(random() % 1000 / 100.)));
+    std::sort(lengths.rbegin(), lengths.rend());
+    const sm90::LeastTime least = {1.6f, 10.f, heads, blocks};
+    std::vector<double> free(blocks, 0.);
+    double bound = least.by_work(std::accumulate(lengths.begin(), lengths.end(), 0), N);
+    for (int n = 0; n < N; ++n) {
+      bound = std::max<double>(bound, least.with(lengths[size_t(n)], n));
+      for (int tile = 0; tile < heads; ++tile)
+        *std::min_element(free.begin(), free.end()) += least.of_tile(lengths[size_t(n)]);
+    }
+    const double time = *std::max_element(free.begin(), free.end());
+    const Call call = {128, 128, heads, N, lengths[0], true};
+    if (bound > time * 1.0001) call.say("a least time that is undercut");
+    if (bound < time * (equal ? 0.9999 : 0.66)) call.say("a least time that is far too low");
+  }
+}
+
+bool same(const Plan& a, const Plan& b) {
+  const auto equal = [](const Cut& x, const Cut& y) {
+    return x.first == y.first && x.rest == y.rest && x.longest == y.longest && x.later == y.later &&
+           x.inner == y.inner;
+  };
+  return a.shape == b.shape && a.slots == b.slots && a.cuts.count == b.cuts.count &&
+         a.cuts.maps_first == b.cuts.maps_first &&
+         std::equal(a.cuts.choices, a.cuts.choices + a.cuts.count, b.cuts.choices, equal);
+}
+
+// Plans are kept by all that they depend on: each is made once for calls in turns, and again once as many
+// others have been made as are kept; and what is found is what would have been made.
+void kept_plans() {
+  using Heads = sm90::Heads<128, true>;
+  const Call first = {128, 128, 8, 3, 32768, true};
+  Kept<PlanSizes, Plan, kMostPlans> known;
+  int made = 0;
+  const auto find = [&](const ChunkForward& p) {
+    const Plan plan = known.find(plan_sizes(p), [&] { return ++made, make_plan<Heads>(p); });
+    if (!same(plan, make_plan<Heads>(p)) || !same(plan, plan_of<Heads>(p)))
+      first.say("what is kept is another call's plan");
+  };
+  std::vector<ChunkForward> others(9, problem(first));
+  others[0].N = 5, others[1].T = 30000, others[2].HV = 16, others[3].V = 256;
+  others[4].multiprocessors = 78, others[5].cu_seqlens = nullptr, others[6].batch_invariant = true;
+  others[7].T += sm90::kChunk, others[8].T -= sm90::kChunk;
+  for (const ChunkForward& other : others) {  // each differs from the first in one of its sizes
+    made = 0, known = {};
+    for (int turn = 0; turn < 20; ++turn) find(problem(first)), find(other);
+    if (made != 2) first.say("two calls in turns are planned again");
+  }
+  made = 0, known = {};
+  for (int64_t T = 32768 - sm90::kChunk + 1; T <= 32768; ++T) {
+    Call call = first;
+    call.T = T;
+    find(problem(call));
+  }
+  if (made != 1) first.say("lengths of as many chunks are planned again");
+  for (int turn = 0; turn < 2; ++turn)
+    for (int N = 1; N <= int(kMostPlans) + 1; ++N) {
+      Call call = first;
+      call.N = N;
+      find(problem(call));
+      if (known.size() > kMostPlans) call.say("more plans are kept than may be");
+    }
+  if (made < int(kMostPlans) + 2) first.say("more plans are known than may be kept");
+}
+}  // namespace
+
+int main() {
+  random_calls();
+  known_calls();
+  near_cuts();
+  least_times();
+  kept_plans();
+  if (faults == 0) std::printf("right: %d plans\n", plans);
+  return faults != 0;
+}

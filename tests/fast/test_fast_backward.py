@@ -1,0 +1,488 @@
+"""The CUDA library's backward: which calls it serves and who says so, its host code, and, on a
+Hopper GPU, its numbers: against float64 autograd of the specification, and bits."""
+
+import itertools
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from backward_cases import (
+    NAMES,
+    Options,
+    Task,
+    by_op,
+    check_alone,
+    check_task,
+    make_task,
+    run_op,
+)
+from fast_cases import EDGES, ROOT, fast_case, gpu, output, problem
+from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
+from torch import Tensor
+
+import gdn_triton
+from gdn_triton import fast
+from gdn_triton._host import backends
+from gdn_triton.chunk import backends as chunk_backends
+from gdn_triton.chunk.backends import CHUNK
+from gdn_triton.chunk.problem import Inputs
+from gdn_triton.chunk.triton import backward as triton_backward
+from gdn_triton.fast import chunk, support
+from gdn_triton.fast.architectures import ARCHITECTURES
+
+# ----------------------------------------------------------------------------- what it serves
+
+TRAINED: dict[str, Any] = {"needs_grad": True, "T": 8192, "H": 16, "HV": 32}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"B": 1, "N": 9, "is_varlen": True},
+        {"H": 3, "HV": 24},
+        {"state_v_first": True, "has_initial_state": False, "use_gate": True},
+        {"T": 1, "B": 1, "N": 1, "H": 1, "HV": 1},
+        {"T": 0},
+        {"B": 1, "N": 0, "is_varlen": True},
+    ],
+)
+def test_takes(changes: dict[str, Any], hopper: None) -> None:
+    assert support.backward_supports(problem(**{**TRAINED, **changes})) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"K": 64}, "K = V = 128 in bfloat16; K is 64, V is 128"),
+        ({"V": 256}, "V is 256, in bfloat16"),
+        ({"dtype": FP16}, "V is 128, in float16"),
+        ({"T": 2**31 - 1, "H": 64, "HV": 64}, "less than 268435456 chunks"),
+    ],
+)
+def test_leaves_to_triton(changes: dict[str, Any], words: str, hopper: None) -> None:
+    reason = support.backward_supports(problem(**{**TRAINED, **changes}))
+    assert reason is not None and words in reason and reason.endswith(".")
+
+
+def test_explained(
+    hopper: None,
+    no_interpreter: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who makes the gradients is said where a call has some, and where it is not the name's own."""
+    monkeypatch.setattr(backends, "_triton_missing", lambda: None)
+    monkeypatch.setenv("GDN_BACKEND", "auto")
+    own = CHUNK.explain(problem(**TRAINED))
+    assert own.chosen == "cuda"
+    assert own.gradients == "The gradients are by the CUDA library's backward."
+    assert str(own).endswith("\n  The gradients are by the CUDA library's backward.")
+    other = CHUNK.explain(problem(**{**TRAINED, "K": 64}))
+    assert other.chosen == "cuda" and other.gradients is not None
+    assert other.gradients.startswith("The gradients are by the Triton backward. The CUDA backward")
+    assert CHUNK.explain(problem()).gradients is None
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    assert CHUNK.explain(problem(**TRAINED)).gradients is None
+
+
+def test_needs_no_triton(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_triton_missing", lambda: "No Triton here.")
+    assert chunk_backends.cuda_supports(problem(**TRAINED)) is None
+    reason = chunk_backends.cuda_supports(problem(**{**TRAINED, "K": 64}))
+    assert reason is not None and "No Triton here." in reason
+
+
+# -------------------------------------------------------------------------------- the host code
+
+ARGUMENTS = (
+    *("do", "dht", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"),
+    *("scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval"),
+    *("dq", "dk", "dv", "dg", "dbeta", "dh0", "gate_sums", "workspace"),
+)
+WRITTEN = ARGUMENTS[16:23]
+
+
+class Noted:
+    """In the place of both operators: notes a backward's arguments, and fills what it writes with
+    numbers of their own."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def named(self, name: str) -> Callable[..., None]:
+        return self.backward if name == "chunk_backward" else self.forward
+
+    def forward(self, *arguments: Any) -> None:
+        for y in arguments[-3:-1]:
+            if y is not None:
+                y.zero_()
+
+    def backward(self, *arguments: Any) -> None:
+        passed = dict(zip(ARGUMENTS, arguments, strict=True))
+        self.calls.append(passed)
+        for number, name in enumerate(WRITTEN):
+            if passed[name] is not None:
+                passed[name].fill_(number + 1)
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
+    """The library, by decree there and able."""
+    found = Noted()
+    monkeypatch.setattr(chunk, "_operator", found.named)
+    monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: 1)
+    monkeypatch.setattr(chunk, "backward_floats", lambda *sizes: sum(map(int, sizes[1:])))
+    monkeypatch.setattr(support, "supports", lambda problem: None)
+    monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
+    monkeypatch.setenv("GDN_BACKEND", "cuda")
+    return found
+
+
+SMALL = Case("small", "", T=70, B=2, H=1, HV=2, K=128, V=128, chunk_size=64, spare=8)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_are_the_operators(compiled: bool, noted: Noted) -> None:
+    """In the shapes, dtypes and places of the inputs; views go in as they are."""
+    x = make_inputs(SMALL, BF16, "cpu", raw=True)
+    given = {n: y.detach().requires_grad_() for n, y in zip(NAMES, x.tensors, strict=False)}
+    given["g"] = x.g.to(BF16).requires_grad_()
+    given["initial_state"] = x.initial_state.to(BF16).requires_grad_()
+    given["A_log"] = torch.zeros(2).requires_grad_()
+    given["dt_bias"] = torch.zeros(2, dtype=BF16).requires_grad_()
+    op: Callable[..., Any] = gdn_triton.chunk_gated_delta_rule
+    by = torch.compile(op, fullgraph=True, backend="aot_eager") if compiled else op
+    o, state = by(
+        **given, output_final_state=True, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True
+    )
+    found = torch.autograd.grad([o, state], list(given.values()), [o + 1, state + 1])
+    (passed,) = noted.calls
+    for number, (y, dy) in enumerate(zip(given.values(), found, strict=True)):
+        assert dy.shape == y.shape and dy.dtype == y.dtype
+        assert (dy == min(number + 1, 7)).all()
+    assert passed["dg"].dtype == BF16 and passed["dbeta"].dtype == FP32
+    assert passed["dh0"].shape == passed["initial_state"].shape and passed["dh0"].dtype == FP32
+    assert passed["gate_sums"].shape == (2, 2)
+    assert passed["use_qk_l2norm"] is True and passed["use_beta_sigmoid"] is False
+    for name in ("q", "k", "v"):
+        assert passed[name].data_ptr() == given[name].data_ptr()
+    sizes = 2 + 70 + 1 + 2 + 128 + 128 + 2
+    assert passed["workspace"].numel() == sizes + True + False + True
+
+
+def test_only_what_is_there(noted: Noted) -> None:
+    """Without a state and a gate there is no gradient of either; one of the state alone leaves that
+    of o zero."""
+    x = make_inputs(SMALL, BF16, "cpu")
+    v = x.v.detach().requires_grad_()
+    _, state = gdn_triton.chunk_gated_delta_rule(
+        *(x.q, x.k, v, x.g, x.beta), output_final_state=True
+    )
+    torch.autograd.grad(state.sum(), v)
+    (passed,) = noted.calls
+    assert passed["dh0"] is passed["gate_sums"] is passed["initial_state"] is None
+    assert not passed["do"].any() and (passed["dht"] == 1).all()
+
+
+@pytest.mark.parametrize("with_dht", [True, False])
+def test_nothing_to_walk(with_dht: bool, noted: Noted) -> None:
+    """Without a token no kernel runs: the state's gradient passes through."""
+    case = replace(SMALL, T=0)
+    p = problem(device=torch.device("cpu"), needs_grad=True, T=0, H=1, HV=2)
+    x = make_inputs(case, BF16, "cpu")
+    dht = torch.randn(2, 2, 128, 128) if with_dht else None
+    inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, x.initial_state)
+    found = chunk.gradients(p, inputs, None, dht, store_dh0=True)
+    assert not noted.calls and found.q.shape == x.q.shape and found.initial_state is not None
+    assert torch.equal(found.initial_state, torch.zeros(2, 2, 128, 128) if dht is None else dht)
+
+
+# --------------------------------------------------------------------------- numbers, on a Hopper
+
+
+@pytest.fixture
+def own(cuda: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device, on which no call may have its gradients from Triton."""
+
+    def forbidden(*args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError("the Triton backward ran")
+
+    monkeypatch.setattr(triton_backward, "gradients", forbidden)
+    monkeypatch.setenv("GDN_BACKEND", "cuda")
+    return cuda
+
+
+CASES = [
+    *(fast_case(f"padded-{T}", "a side of a chunk", T=T, B=2) for T in (*EDGES[1:], 128, 200)),
+    *(fast_case(f"packed-{n}", "one sequence, and rows of none", lengths=(n,), orphans=9)
+      for n in EDGES),
+    *(fast_case(f"group-{G}", "value heads on a key head", HV=2 * G, lengths=(70, 0, 130))
+      for G in (1, 2, 3, 4)),
+    fast_case("edges", "every length beside every other", lengths=(*EDGES, *EDGES[::-1])),
+    fast_case("odd-rows", "rows that TMA cannot read, so copies", T=150, B=2, spare=3),
+    fast_case("orphans", "more rows of no sequence than a chunk", lengths=(5, 80), orphans=200),
+    fast_case("wide", "more heads than multiprocessors", T=130, B=2, H=16, HV=96),
+    fast_case("segments", "the walk forward in parts", T=2500, H=1, HV=2),
+    fast_case("segments-packed", "a long sequence beside short ones",
+          lengths=(2100, 1, 0, 300, 1024), orphans=70, H=1, HV=1),
+]  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases(case: Case, own: str) -> None:
+    check_task(make_task(case, BF16, own, Options()), BF16, own)
+
+
+STRENGTHS = {
+    "mild": lambda g: g / 16,
+    "one": lambda g: g,
+    "model": lambda g: g * torch.linspace(0, 40, g.shape[-1], device=g.device),
+    "strong": lambda g: 20 * g,
+    "none": lambda g: 0 * g,
+    "closed": lambda g: torch.where(g < -0.7, -torch.inf, g / 16),
+    "all-closed": lambda g: torch.full_like(g, -torch.inf),
+}
+
+
+@gpu
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("seed", range(3))
+def test_gates(strength: str, seed: int, own: str) -> None:
+    case = fast_case("gates", "", T=450, B=2)
+    x = make_inputs(case, BF16, own, seed=seed)
+    x = x.but(g=STRENGTHS[strength](x.g))
+    check_task(make_task(case, BF16, own, Options(), x), BF16, own)
+
+
+OPTIONS = {
+    "none": Options(state=False, dht=False),
+    "state": Options(dht=False, v_first=True),
+    "dht": Options(state=False, v_first=True),
+    "norm": Options(l2norm=True, scale=-0.7),
+    "gate": Options(gate=True, dt_bias=False),
+    "sigmoid": Options(sigmoid=True, negative=True),
+    "all": Options(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True),
+}
+RAGGED = fast_case("ragged", "", lengths=(65, 0, 1, 127, 64, 63, 200), orphans=70)
+
+
+@gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, own: str) -> None:
+    check_task(make_task(RAGGED, BF16, own, OPTIONS[name]), BF16, own)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.float64])
+def test_side_inputs_of_any_dtype(dtype: torch.dtype, own: str) -> None:
+    task = make_task(RAGGED, BF16, own, Options())
+    for name in ("g", "beta", "initial_state"):
+        task.leaves[name] = task.leaves[name].to(dtype)
+    check_task(task, BF16, own)
+
+
+# ------------------------------------------------------------------------------------------- bits
+
+LARGE = fast_case("large", "", lengths=(700, 1, 64, 129, 0, 3000), orphans=70, H=4, HV=8)
+
+
+def poison() -> None:
+    """Fresh memory is NaN."""
+    torch.full((1 << 28,), torch.nan, device="cuda")
+
+
+@gpu
+@pytest.mark.parametrize("name", ["mild", "model"])
+def test_one_result_of_many_runs(name: str, own: str) -> None:
+    x = make_inputs(LARGE, BF16, own)
+    x = x.but(g=STRENGTHS[name](x.g))
+    task = make_task(LARGE, BF16, own, Options(), x)
+    expected = by_op(task)
+    for _ in range(20):
+        poison()
+        for name, x in by_op(task).items():
+            assert same_bits(x, expected[name]), name
+
+
+@gpu
+def test_a_sequence_alone(own: str) -> None:
+    """Whole in the batch, in segments alone."""
+    check_alone(LARGE, BF16, own)
+    check_alone(replace(LARGE, H=16, HV=64), BF16, own)
+
+
+@gpu
+def test_nan_stays_in_its_sequence(own: str) -> None:
+    task = make_task(RAGGED, BF16, own, Options())
+    expected = by_op(task)
+    offsets = RAGGED.offsets()
+    n = 3  # from the middle of a chunk to the middle of one
+    for name in NAMES[:5]:
+        x = task.leaves[name].clone()
+        x[:, offsets[n] : offsets[n + 1]] = torch.nan
+        task.leaves[name] = x
+    task.do[:, offsets[n] : offsets[n + 1]] = torch.nan
+    others = [m for m in range(RAGGED.N) if m != n]
+    for name, x in by_op(task).items():
+        if name == "initial_state":
+            assert same_bits(x[others], expected[name][others])
+            continue
+        for m in others:
+            first, end = offsets[m : m + 2]
+            assert same_bits(x[:, first:end], expected[name][:, first:end]), (name, m)
+
+
+@gpu
+def test_rows_of_no_sequence(own: str) -> None:
+    task = make_task(RAGGED, BF16, own, OPTIONS["all"])
+    expected = by_op(task)
+    end = sum(RAGGED.lengths or ())
+    for name in NAMES[:5]:
+        x = task.leaves[name].clone()
+        x[:, end:] = torch.nan
+        task.leaves[name] = x
+    task.do[:, end:] = torch.nan
+    for name, x in by_op(task).items():
+        assert same_bits(x, expected[name]), name
+        if name in NAMES[:5]:
+            assert not x[:, end:].any(), name
+
+
+@gpu
+def test_one_head_of_many(own: str) -> None:
+    """A value head's own gradients are the same bits whatever the other key heads hold."""
+    case = fast_case("heads", "", T=300, H=2, HV=4)
+    task = make_task(case, BF16, own, Options())
+    expected = by_op(task)
+    for name in NAMES[:5]:
+        x = task.leaves[name].clone()
+        x[:, :, x.shape[2] // 2 :] = torch.nan
+        task.leaves[name] = x
+    for name, x in by_op(task).items():
+        half = 2 if name in ("v", "g", "beta") else 1
+        kept = (
+            (x[:, :2], expected[name][:, :2])
+            if name == "initial_state"
+            else (x[:, :, :half], expected[name][:, :, :half])
+        )
+        assert same_bits(*kept), name
+
+
+@gpu
+def test_graph_replay(own: str) -> None:
+    """Nothing waits for the device, and other offsets in the same graph are other sequences."""
+    task = make_task(LARGE, BF16, own, OPTIONS["all"])
+    assert task.cu_seqlens is not None
+    by_op(task)
+    leaves = task.copies()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = task.backward(leaves, *run_op(task, leaves))
+    lengths = (3000, 64, 1, 0, 700, 129)
+    for offsets in (LARGE.offsets(), [0, *itertools.accumulate(lengths)]):
+        task.cu_seqlens.copy_(torch.tensor(offsets))
+        graph.replay()
+        for name, x in by_op(replace_offsets(task)).items():
+            assert same_bits(x, found[name]), name
+
+
+def replace_offsets(task: Task) -> Task:
+    """The same task, its offsets in a tensor of their own."""
+    assert task.cu_seqlens is not None
+    return replace(task, cu_seqlens=task.cu_seqlens.clone())
+
+
+@gpu
+def test_strided_gradients_from_above(own: str) -> None:
+    task = make_task(fast_case("strided", "", T=150, B=2), BF16, own, Options())
+    expected = by_op(task)
+
+    def spread(x: Tensor) -> Tensor:
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+
+    task.do, task.dht = spread(task.do), spread(task.dht)
+    for name, x in by_op(task).items():
+        assert same_bits(x, expected[name]), name
+
+
+# ------------------------------------------------------------------------- the operator's checks
+
+# Each changes one argument of a right call of the operator; words of what it then says.
+BAD: list[tuple[str, Any, str]] = [
+    ("do", lambda x: x.float(), "do must be BFloat16, got Float"),
+    ("do", lambda x: x[:, 1:], "do must have shape"),
+    ("dht", lambda x: x.bfloat16(), "dht must be Float, got BFloat16"),
+    ("dq", lambda x: x.mT.contiguous().mT, "dq must be contiguous"),
+    ("dk", lambda x: x.float(), "dk must be BFloat16, got Float"),
+    ("dg", lambda x: x[:, :, :1].contiguous(), "dg must have shape"),
+    ("dh0", lambda x: x.half(), "dh0 must be Float, got Half"),
+    ("gate_sums", lambda x: torch.zeros(2, 4, device="cuda"), "gate_sums must be a tensor if and"),
+    ("workspace", lambda x: x[:-1], "workspace must have"),
+]
+
+
+@gpu
+@pytest.mark.parametrize(("name", "change", "words"), BAD, ids=[f"{b[0]}-{b[2][:12]}" for b in BAD])
+def test_operator_checks_its_arguments(
+    name: str,
+    change: Any,
+    words: str,
+    own: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed: list[Any] = []
+    operators = chunk._operator
+    right = operators("chunk_backward")
+
+    def noting(asked: str) -> Callable[..., None]:
+        return (lambda *x: passed.extend(x)) if asked == "chunk_backward" else operators(asked)
+
+    monkeypatch.setattr(chunk, "_operator", noting)
+    by_op(make_task(fast_case("checked", "", T=70), BF16, own, Options()))
+    right(*passed)
+    at = ARGUMENTS.index(name)
+    passed[at] = change(passed[at])
+    with pytest.raises(RuntimeError, match=words):
+        right(*passed)
+
+
+UNDER_SANITIZER = """
+import torch, gdn_triton
+torch.manual_seed(0)
+def leaf(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
+for lengths in ((70, 0, 400, 64), (330,)):
+    N, T = len(lengths), sum(lengths) + 9
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+    x = (leaf(1, T, 1, 128), leaf(1, T, 1, 128), leaf(1, T, 2, 128), leaf(1, T, 2), leaf(1, T, 2))
+    o, state = gdn_triton.chunk_gated_delta_rule(
+        *x, initial_state=leaf(N, 2, 128, 128, dtype=torch.float32), output_final_state=True,
+        use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_gate_in_kernel=True,
+        A_log=leaf(2, dtype=torch.float32), dt_bias=leaf(2, dtype=torch.float32),
+        cu_seqlens=cu_seqlens)
+    torch.autograd.backward([o, state], [torch.ones_like(o), torch.ones_like(state)])
+torch.cuda.synchronize()
+print("done")
+"""
+
+
+@gpu
+@pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
+def test_sanitizer(tool: str, cuda: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("there is no compute-sanitizer on the PATH")
+    report = output(
+        *(sanitizer, "--tool", tool, "--kernel-name", "kernel_substring=gdn"),
+        *("--error-exitcode", "1", sys.executable, "-c", UNDER_SANITIZER),
+        # Each tensor in an allocation of its own, so that a read past its end is one.
+        PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+        PYTHONPATH=str(ROOT),
+        GDN_BACKEND="cuda",
+    )
+    assert "done" in report

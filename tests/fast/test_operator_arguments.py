@@ -1,0 +1,74 @@
+"""The checks that the CUDA library's operators make themselves, for whoever calls them directly."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from fast_cases import OPTIONS, PADDED, Operator, gpu, prefill_call
+from fast_parity import make_call, run
+from helpers import BF16
+
+from gdn_triton.fast import chunk
+
+# Each changes one argument of a right call of the operator; words of what it then says.
+BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
+    ("k", lambda x: x.cpu(), "k must be on a CUDA device"),
+    ("k", lambda x: x.half(), "k must be BFloat16, got Half"),
+    ("k", lambda x: x[:, :, :1], "k must have shape [2, 150, 2, 128], got [2, 150, 1, 128]"),
+    ("v", lambda x: x.mT.contiguous().mT, "the last dimension of v must be dense"),
+    ("g", lambda x: x.double(), "g must be bfloat16, float16 or float32, got Double"),
+    ("beta", lambda x: x[:, 1:], "beta must have shape [2, 150, 4]"),
+    ("initial_state", lambda x: x[:1], "initial_state must have shape [2, 4, 128, 128]"),
+    ("o", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "o must be contiguous"),
+    ("final_state", lambda x: x.half(), "final_state must be Float, got Half"),
+    ("workspace", lambda x: x[:8], "workspace must have "),
+]
+
+
+@gpu
+@pytest.mark.parametrize(("name", "change", "words"), BAD_ARGUMENTS)
+def test_operator_checks_its_arguments(name: str, change: Any, words: str, cuda: str) -> None:
+    """For whoever calls it directly: the op's own checks come before it otherwise."""
+    noted = Operator()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk, "_operator", noted.named)
+        run("cuda", make_call(PADDED, BF16, cuda, OPTIONS["l2norm"]))
+    judge(noted, name, change, words)
+
+
+def judge(noted: Operator, name: str, change: Any, words: str) -> None:
+    """The noted call runs, and one argument changed it says `words`."""
+    (arguments,) = noted.calls
+    run_operator = getattr(torch.ops.gdn_fast, noted.name)
+    run_operator(*arguments.values())
+    arguments[name] = change(arguments[name])
+    with pytest.raises(RuntimeError, match=re.escape(words)):
+        run_operator(*arguments.values())
+
+
+BAD_POOLS: list[tuple[str, Any, str]] = [
+    ("state", lambda x: x.double(), "state must be bfloat16, float16 or float32, got Double"),
+    ("state", lambda x: x[:, :1], "state must have shape [5, 4, 128, 128], got [5, 1, 128, 128]"),
+    ("read_slots", lambda x: x[:1], "read_slots must have shape [2], got [1]"),
+    ("write_slots", lambda x: x.float(), "write_slots must be Int, got Float"),
+    ("has_initial_state", lambda x: x.int(), "has_initial_state must be Bool, got Int"),
+    ("every", lambda x: 96, "every must be 0 or a multiple of 64, got 96"),
+    ("checkpoints", lambda x: None, "checkpoints must be a tensor where every is not 0"),
+    ("checkpoint_slots", lambda x: x[:1], "checkpoint_slots must have shape [2, 1], got [1, 1]"),
+    ("o", lambda x: x.cpu(), "o must be on a CUDA device"),
+    ("o", lambda x: x.mT.contiguous().mT, "the last dimension of o must be dense"),
+]
+
+
+@gpu
+@pytest.mark.parametrize(("name", "change", "words"), BAD_POOLS)
+def test_prefill_operator_checks_its_arguments(
+    name: str, change: Any, words: str, cuda: str
+) -> None:
+    noted = Operator()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk, "_operator", noted.named)
+        p, given, pool = prefill_call(device=cuda)
+        chunk.forward(p, given, pool)
+    judge(noted, name, change, words)

@@ -1,0 +1,80 @@
+"""The files of csrc: includes, namespaces and lengths, and the page that lists them."""
+
+import re
+from pathlib import Path
+
+from trees import files_shown
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+ARCHITECTURES = sorted(path.name for path in CSRC.glob("sm*"))
+SOURCES = {
+    path: path.read_text(encoding="utf-8")
+    for ending in ("cpp", "cu", "cuh", "h")
+    for path in sorted(CSRC.rglob(f"*.{ending}"))
+}
+MOST_LINES = 500
+
+
+def included(text: str) -> list[str]:
+    return re.findall(r'^#include "(.*)"$', text, re.M)
+
+
+def test_includes_name_a_file_by_its_path_from_csrc() -> None:
+    """In one order; a .cpp's own header comes first."""
+    for path, text in SOURCES.items():
+        names = included(text)
+        missing = [name for name in names if ".." in name or not (CSRC / name).is_file()]
+        assert not missing, path
+        own = f"{path.stem}.h"
+        assert names == sorted(names, key=lambda name: (name != own, name)), path
+        assert len(set(names)) == len(names), path
+
+
+def test_a_file_says_what_it_is_and_a_header_is_read_once() -> None:
+    for path, text in SOURCES.items():
+        assert text.startswith("// "), path
+        assert ("\n#pragma once\n" in text) == (path.suffix in (".cuh", ".h")), path
+        assert text.count("\n") < MOST_LINES, path
+
+
+def test_an_architecture_is_known_by_its_entry_alone() -> None:
+    """Its folder includes what all share, and of its own; the dispatch alone includes its entry."""
+    for path, text in SOURCES.items():
+        folder = path.relative_to(CSRC).parts[0]
+        names = included(text)
+        of_one = [name for name in names if name.split("/")[0] in ARCHITECTURES]
+        if folder in ARCHITECTURES:
+            assert {name.split("/")[0] for name in of_one} <= {folder}, path
+            assert "dispatch.h" not in names, path
+        elif path.name == "dispatch.cpp":
+            assert of_one == [f"{name}/entry.h" for name in ARCHITECTURES]
+        else:
+            assert of_one == [], path
+
+
+def test_namespaces_are_those_of_the_folders() -> None:
+    """`gdn`, then an architecture's folder, then `backward` of what is in such a folder. The last
+    one may be opened by itself, in a file that has something of the one around it too."""
+    for path, text in SOURCES.items():
+        folders = path.relative_to(CSRC).parts[:-1]
+        names = ["gdn", *(name for name in folders if name in (*ARCHITECTURES, "backward"))]
+        found = set(re.findall(r"^namespace (gdn[\w:]*) \{$", text, re.M))
+        if path.name == "ops.cpp":  # it registers operators, and nothing calls it
+            assert found == set()
+        elif found != {"::".join(names)}:
+            assert found == {"::".join(names[:-1])}, path
+            assert f"\nnamespace {names[-1]} {{\n" in text, path
+
+
+def test_torch_is_seen_by_the_operators_alone() -> None:
+    seen = [path.name for path, text in SOURCES.items() if re.search(r"<torch/|\btorch::", text)]
+    assert seen == ["ops.cpp"]
+
+
+def test_the_page_lists_the_files() -> None:
+    """The first block of docs/fast_sm90.md."""
+    text = (ROOT / "docs" / "fast_sm90.md").read_text(encoding="utf-8")
+    block = re.findall(r"^```text\n(csrc/\n.*?)^```$", text, re.S | re.M)[0]
+    files = [*SOURCES, *CSRC.rglob("*.py")]
+    assert sorted(files_shown(block)) == sorted(f"csrc/{path.relative_to(CSRC)}" for path in files)

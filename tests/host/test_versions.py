@@ -1,0 +1,108 @@
+"""What calls write in place, as autograd counts it: the version of a tensor rises where the tensor
+is written, and nowhere else."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import same_bits
+from pool_cases import HV, OPS, WRITING, T, copied, make_step, run, states, tensors_of, tokens
+from torch import Tensor
+
+import gdn_triton
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_versions_of_what_is_written(name: str, backend: str) -> None:
+    """Raised by a kernel as by torch's own operations, and by nothing for what is only read."""
+    op = OPS[name]
+    x = op.make()
+    op.call(**copied(x))
+    before = {given: x[given]._version for given in tensors_of(x)}
+    op.call(**x)
+    for given, version in before.items():
+        rise = x[given]._version - version
+        if given not in op.written:
+            assert rise == 0, f"{given} was not written"
+        elif backend == "triton":
+            assert rise == 1, given
+        else:
+            assert rise > 0, given
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_versions_of_views_and_checkpoints_in_the_pool(name: str, backend: str) -> None:
+    """A view has its base's version, and so a saved slot of the pool has."""
+    op = OPS[name]
+    x = op.make()
+    slot, version = x["state"][:1], x["state"]._version
+    if name == "prefill":
+        x["state_checkpoints"], x["checkpoint_slots"] = None, x["checkpoint_slots"] + 5
+    op.call(**x)
+    assert slot._version > version
+
+
+def test_a_saved_state_that_is_overwritten(backend: str) -> None:
+    x = make_step()
+    call = {**tokens(1, T), "g": -torch.rand(1, T, HV), "beta": torch.rand(1, T, HV)}
+    call["k"].requires_grad_()
+    pool = x["state"]
+    o, _ = gdn_triton.chunk_gated_delta_rule(**call, initial_state=pool[3:4])
+    with torch.no_grad():
+        gdn_triton.recurrent_step(**x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_versions_under_a_compiler(name: str, backend: str) -> None:
+    """The operator's schema says what is written: torch raises the version once, and a kernel's
+    caller does not once more."""
+    op = OPS[name]
+    x = op.make()
+    torch.compiler.reset()
+
+    def call(x: dict[str, Any]) -> Any:
+        return op.call(**x)
+
+    version = {given: x[given]._version for given in op.written}
+    torch.compile(call, fullgraph=True, backend="eager")(x)
+    torch.compiler.reset()
+    for given in op.written:
+        rise = x[given]._version - version[given]
+        assert rise == 1 if backend == "triton" else rise > 0, given
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_in_inference_mode(name: str, backend: str) -> None:
+    """Tensors of that mode have no version."""
+    op = OPS[name]
+    x = op.make()
+    expected = run(op, copied(x))
+    with torch.inference_mode():
+        found = run(op, copied(x))
+    assert all(same_bits(y, expected[result]) for result, y in found.items())
+
+
+@pytest.mark.of_no_device
+def test_versions_with_the_cuda_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is not here; its caller raises the versions before it runs."""
+    from gdn_triton.chunk import cuda as cuda_chunk
+
+    seen: list[int] = []
+    pool = SimpleNamespace(state=states(2), out=torch.zeros(3), checkpoints=torch.zeros(4))
+    written = (pool.state, pool.out, pool.checkpoints)
+
+    def forward(*args: Any) -> tuple[Tensor, None]:
+        seen.extend(x._version for x in written)
+        return pool.out, None
+
+    before = [x._version for x in written]
+    monkeypatch.setattr(cuda_chunk, "fast_chunk", SimpleNamespace(forward=forward))
+    cuda_chunk.forward(SimpleNamespace(needs_grad=False), None, pool)  # type: ignore[arg-type]
+    assert seen == [version + 1 for version in before]

@@ -1,0 +1,213 @@
+"""What the engines' own wheels say, read without importing them.
+
+`tests/integrations/engine_signatures.json` has the versions that the adapters were written for and,
+for every function that an adapter replaces or imitates, its parameters with their defaults. It is
+made by
+
+    python tests/integrations/engine_sources.py FOLDER
+
+from a folder of wheels, as `pip download --no-deps` leaves them. Where the environment variable
+ENGINE_WHEELS names such a folder, tests compare the wheels with the record, and run the
+engines' own code: `load` executes chosen definitions of a wheel's file, and nothing else of it.
+"""
+
+import ast
+import inspect
+import json
+import linecache
+import os
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORD = Path(__file__).with_name("engine_signatures.json")
+WHEELS = "ENGINE_WHEELS"
+
+VERSIONS = {
+    "vllm": "0.33.0",
+    "sglang": "0.5.23",
+    "flashinfer_python": "0.7.2.post1",
+    "transformers": "5.23.0",
+    "fla_core": "0.6.0",
+}
+_VLLM = "vllm/model_executor/layers/mamba"
+_FLA = "vllm/third_party/flash_linear_attention/ops"
+_SGLANG = "sglang/kernels/ops"
+_QWEN = f"{_VLLM}/gdn/qwen_gdn_linear_attn.py"
+_MODELS = "transformers/models"
+_TORCH_RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+# Which definitions of which files. A method is named Class.method.
+IMITATED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm": {
+        _QWEN: (
+            *("ChunkGatedDeltaRule.forward_native", "ChunkGatedDeltaRule.forward_cuda"),
+            *("fi_chunk_gated_delta_rule", "_log_gdn_backend_decision"),
+            "QwenGatedDeltaNetAttention._forward_core",
+        ),
+        f"{_VLLM}/gdn/olmo_gdn_linear_attn.py": ("OlmoHybridGatedDeltaNetAttention._forward_core",),
+        f"{_VLLM}/ops/causal_conv1d.py": ("causal_conv1d_fn", "causal_conv1d_update"),
+        f"{_VLLM}/checkpoint.py": ("MambaPrefillCheckpointExporter.export",),
+        f"{_FLA}/chunk.py": ("chunk_gated_delta_rule",),
+        f"{_FLA}/fused_gdn_prefill_post_conv.py": ("fused_post_conv_prep",),
+        f"{_FLA}/fused_recurrent.py": (
+            "fused_recurrent_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule_packed_decode",
+        ),
+        f"{_FLA}/fused_sigmoid_gating.py": ("fused_sigmoid_gating_delta_rule_update",),
+    },
+    "sglang": {
+        f"{_SGLANG}/attention/fla/chunk.py": ("chunk_gated_delta_rule",),
+        f"{_SGLANG}/attention/fla/fused_recurrent.py": (
+            "fused_recurrent_gated_delta_rule_packed_decode",
+            "fused_recurrent_gated_delta_rule_update",
+        ),
+        f"{_SGLANG}/attention/linear/fused_sigmoid_gating_recurrent.py": (
+            "fused_sigmoid_gating_delta_rule_update",
+        ),
+        f"{_SGLANG}/attention/triton_gdn_fused_proj.py": ("fused_qkv_split_gdn_prefill",),
+        f"{_SGLANG}/mamba/causal_conv1d_triton.py": ("causal_conv1d_fn", "causal_conv1d_update"),
+    },
+    "flashinfer_python": {
+        "flashinfer/gdn_prefill.py": ("chunk_gated_delta_rule",),
+        "flashinfer/gdn_decode.py": (
+            "gated_delta_rule_decode_pretranspose",
+            "gated_delta_rule_decode",
+            "gated_delta_rule_mtp",
+        ),
+    },
+    "transformers": {
+        f"{_MODELS}/{model}/modeling_{model}.py": _TORCH_RULES
+        for model in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
+    },
+    "fla_core": {
+        "fla/ops/gated_delta_rule/chunk.py": ("chunk_gated_delta_rule",),
+        "fla/ops/gated_delta_rule/fused_recurrent.py": ("fused_recurrent_gated_delta_rule",),
+    },
+}
+Parameters = str  # of a function, in order: "q, k, scale=None"
+
+
+@cache
+def record() -> dict[str, Any]:
+    """{"versions": {package: version}, "signatures": {package: {file: {name: parameters}}}}"""
+    found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    return found
+
+
+def recorded(package: str, name: str, file: str = "") -> Parameters:
+    """The parameters of a function, in the file whose path ends so."""
+    files = record()["signatures"][package].items()
+    found: list[Parameters] = [
+        functions[name] for path, functions in files if path.endswith(file) and name in functions
+    ]
+    assert len(found) == 1, f"{len(found)} records of {name} in {package}/...{file}"
+    return found[0]
+
+
+def parameters_of(function: Any) -> Parameters:
+    """Of a function of ours, as they are recorded."""
+    texts = []
+    for p in inspect.signature(function).parameters.values():
+        text = f"**{p.name}" if p.kind is inspect.Parameter.VAR_KEYWORD else p.name
+        assert p.kind is not inspect.Parameter.KEYWORD_ONLY
+        texts.append(text if p.default is inspect.Parameter.empty else f"{text}={p.default!r}")
+    return ", ".join(texts)
+
+
+def wheel_of(package: str, folder: str | None = None) -> Path:
+    """The wheel of a package, of the recorded version. Skips a test where there is none."""
+    folder = folder or os.environ.get(WHEELS)
+    if folder is None:
+        pytest.skip(f"{WHEELS} names no folder of the engines' wheels")
+    name = f"{package}-{VERSIONS[package]}-*.whl"
+    wheels = sorted(Path(folder).glob(name))
+    if not wheels:
+        pytest.skip(f"{folder} has no {name}")
+    return wheels[0]
+
+
+@cache
+def source(wheel: Path, file: str) -> str:
+    with zipfile.ZipFile(wheel) as files:
+        return files.read(file).decode("utf-8")
+
+
+def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
+    """Functions and classes of a file, and methods as Class.method; the last of a name counts."""
+    found: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{m.name}": m for m in node.body if isinstance(m, ast.FunctionDef)
+            }
+    return found
+
+
+def parameters_in(node: ast.stmt, constants: Mapping[str, str]) -> Parameters:
+    """Of a definition; a default that is a module's constant by its value."""
+    assert isinstance(node, ast.FunctionDef)
+    a = node.args
+    names = [x.arg for x in (*a.posonlyargs, *a.args)]
+    defaults = [None] * (len(names) - len(a.defaults)) + a.defaults
+    found = list(zip(names, defaults, strict=True))
+    if a.vararg:
+        found.append((f"*{a.vararg.arg}", None))
+    elif a.kwonlyargs:
+        found.append(("*", None))
+    found += zip((x.arg for x in a.kwonlyargs), a.kw_defaults, strict=True)
+    if a.kwarg:
+        found.append((f"**{a.kwarg.arg}", None))
+    if found and found[0][0] == "self":
+        del found[0]
+    texts = ((name, d and ast.unparse(d)) for name, d in found)
+    return ", ".join(name if d is None else f"{name}={constants.get(d, d)}" for name, d in texts)
+
+
+# Defaults that a file imports from another one.
+IMPORTED = {"NULL_BLOCK_ID": "0", "PAD_SLOT_ID": "-1"}
+
+
+def signatures(package: str, folder: str | None = None) -> dict[str, dict[str, Parameters]]:
+    """What `IMITATED` names, from the package's wheel."""
+    wheel = wheel_of(package, folder)
+    found: dict[str, dict[str, Parameters]] = {}
+    for file, names in IMITATED[package].items():
+        tree = definitions(ast.parse(source(wheel, file)))
+        missing = [name for name in names if name not in tree]
+        assert not missing, f"{file} of {wheel.name} has no {', '.join(missing)}"
+        found[file] = {name: parameters_in(tree[name], IMPORTED) for name in names}
+    return found
+
+
+def load(package: str, file: str, names: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
+    """Executes definitions of a wheel's file, with what they need `given` by name, and returns
+    them. A Class.method comes as a function. Triton kernels run in the interpreter, which reads
+    their text."""
+    wheel = wheel_of(package)
+    text = source(wheel, file)
+    path = f"{wheel}/{file}"
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    tree = definitions(ast.parse(text))
+    namespace = {"__name__": file.removesuffix(".py").replace("/", "."), **given}
+    for name in names:
+        body = ast.Module([tree[name]], type_ignores=[])
+        exec(compile(body, path, "exec"), namespace)
+    return {name: namespace[name.rpartition(".")[2]] for name in names}
+
+
+def main() -> None:
+    (folder,) = sys.argv[1:]
+    found = {package: signatures(package, folder) for package in VERSIONS}
+    made = {"versions": VERSIONS, "signatures": found}
+    RECORD.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

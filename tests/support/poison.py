@@ -1,0 +1,34 @@
+"""Memory that the package allocates without filling it, filled: a read of what nothing has written
+cannot pass for a zero."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# What allocates: the owner of the function, and its name.
+ALLOCATING = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+)
+
+# An index or a length of this value is far outside of any test's tensors, and its small multiples
+# still fit 32 bits.
+POISON_INT = -(2**28)
+
+
+def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same function; called by the package, it leaves NaN, or a far-off index."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = allocate(*args, **kwargs)
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("gdn_triton"):
+            return x
+        if x.is_floating_point():
+            return x.fill_(torch.nan)
+        return x.fill_(1 if x.dtype == torch.bool else POISON_INT)
+
+    return wrapped

@@ -1,0 +1,136 @@
+"""Kernels compiled for a GPU that is not there, and what is read in their code."""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class AbsentDevice:
+    """What Triton asks of a driver until a kernel is compiled."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+
+@dataclass
+class Compiled:
+    name: str
+    kernel: Any
+    grid: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def compile_only(target: GPUTarget) -> Iterator[list[Compiled]]:
+    """Launches compile for `target`, are listed, and do nothing else."""
+    compiled: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_one(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(Compiled(self.fn.__name__, kernel, tuple(grid)))
+
+    driver.set_active(AbsentDevice(target))
+    JITFunction.run = compile_one
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+
+
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """What the disassembler that Triton brings says of a kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def stack_and_registers(cubin: bytes) -> tuple[int, int]:
+    """Bytes of stack and registers of a thread."""
+    text = cuobjdump(cubin, "--dump-resource-usage")
+    found = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return found["STACK"] + found["LOCAL"], found["REG"]
+
+
+# Address, operation without its predicate, operands.
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+
+
+def unwritten_uniform_registers(sass: str) -> list[str]:
+    """The instructions of a Hopper kernel that read a uniform register before any writes it, in the
+    order of the text. ptxas 12.8 makes such code of some kernels (docs/kernels.md): a matrix
+    product then takes its shared-memory address from what an earlier program left there."""
+    written: set[int] = set()
+    found = []
+    for line in sass.splitlines():
+        match = INSTRUCTION.match(line)
+        if match is None:
+            continue
+        address, name, operands = match.groups()
+        parts = [part.strip() for part in operands.split(",")]
+        uniform = name.startswith("U") or name.split(".")[0] in ("R2UR", "S2UR", "VOTEU", "REDUX")
+        read: set[int] = set()
+        for part in parts[1:] if uniform else parts:
+            for text in re.findall(r"gdesc\[UR(\d+)\]", part):
+                # Two registers a descriptor; of the left operand too, unless registers hold that.
+                first = int(text) + (2 if re.match(r"R\d", parts[1]) else 0)
+                read.update(range(first, int(text) + 4))
+            for text in re.findall(r"\bUR(\d+)", re.sub(r"gdesc\[UR\d+\]", "", part)):
+                read.update((int(text), int(text) + (uniform and ".64" in name)))
+        if name == "UPRMT" and parts[2:] == ["0x7632", parts[0]] and parts[1] != parts[0]:
+            # The upper half of a register to the lower one of its target, whose own upper half is
+            # left: the second of two bfloat16.
+            read.discard(int(parts[0].removeprefix("UR")))
+        if read - written:
+            found.append(f"{address} {name} {operands}")
+        target = re.match(r"UR(\d+)", parts[0]) if uniform else None
+        if target:
+            width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+            written.update(range(int(target[1]), int(target[1]) + width))
+    return found
+
+
+# A layout of Hopper's products, by its name; then its warps along the rows, of 16 rows each.
+LAYOUT = re.compile(
+    r"^(#\w+) = #ttg\.nvidia_mma<\{versionMajor = 3, .*warpsPerCTA = \[(\d+),", re.M
+)
+
+
+def overlong_layouts(ttgir: str) -> list[str]:
+    """Products of fewer rows than their layout has. Triton 3.6 makes such for eight warps, 64 rows
+    and 16 columns; the kernel ended in an illegal memory access on an H200. Tiles of one row are
+    what is broadcast over a product."""
+    found = []
+    for name, warps in LAYOUT.findall(ttgir):
+        for rows in set(re.findall(rf"tensor<(\d+)x\d+x\w+, {name}>", ttgir)):
+            if 1 < int(rows) < 16 * int(warps):
+                found.append(f"{rows} rows in a layout of {16 * int(warps)}")
+    return found
