@@ -1,6 +1,7 @@
 """Strides as kernels take them."""
 
 import torch
+import triton
 
 
 def row_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
@@ -17,6 +18,13 @@ def row_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
     either = batch | row | head | 16
     align = either & -either
     return align, batch // align, row // align, head // align
+
+
+@triton.jit
+def in_elements(stride_b, stride_t, stride_h, ALIGN):
+    """(batch, row, head) strides in elements, of those that ``row_strides`` gave in units of
+    ALIGN, a compile-time constant."""
+    return stride_b * ALIGN, stride_t * ALIGN, stride_h * ALIGN
 
 
 def head_strides(x: torch.Tensor) -> tuple[int, int, int]:

@@ -82,6 +82,19 @@ def decay_between(g_to, g_from, mask):
 
 
 @triton.jit
+def decay_of_pairs(b_g, mask):
+    """2^(g_i - g_j) of the tokens i, j of a chunk where ``mask`` [BT, BT], else exactly 0. b_g:
+    [BT], log2 units."""
+    return decay_between(b_g[:, None], b_g[None, :], mask)
+
+
+@triton.jit
+def diagonal(b_x, o_t):
+    """The diagonal [BT] of b_x [BT, BT], exactly; o_t: the numbers of its rows."""
+    return tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_x, 0.0), 1)
+
+
+@triton.jit
 def decay_cumsum(b_x):
     """Inclusive sum along axis 0 of log2 decays, fp32. Summed in fixed point, in units of 2^-40:
     integer addition is associative, so the same tokens give the same bits however the compiler lays
