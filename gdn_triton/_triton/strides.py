@@ -2,6 +2,7 @@
 
 import torch
 import triton
+import triton.language as tl
 
 
 def row_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
@@ -21,9 +22,9 @@ def row_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 @triton.jit
-def in_elements(stride_b, stride_t, stride_h, ALIGN):
-    """(batch, row, head) strides in elements, of those that ``row_strides`` gave in units of
-    ALIGN, a compile-time constant."""
+def in_elements(stride_b, stride_t, stride_h, ALIGN: tl.constexpr):
+    """(batch, row, head) strides in elements, from those in units of ALIGN that ``row_strides``
+    made."""
     return stride_b * ALIGN, stride_t * ALIGN, stride_h * ALIGN
 
 

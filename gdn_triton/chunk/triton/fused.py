@@ -24,7 +24,7 @@ from gdn_triton._triton.strides import in_elements, named, row_arguments, row_st
 from gdn_triton._triton.tiles import Tile, dot_precision, fused_config, gpu_of
 from gdn_triton.chunk.problem import Pool
 from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, segment_place, sequence_rows
+from gdn_triton.chunk.triton.places import chunk_span, segment_place, sequence_rows, store_zeros
 from gdn_triton.chunk.triton.pool import (
     Checkpoints,
     PoolLayout,
@@ -147,21 +147,20 @@ def fused_fwd_kernel(
             n_rows = tl.abs(n_rows)
             for start in range(0, n_rows, BT):
                 p_o = o + (row + start) * stride_ot + (o_t * stride_ot + o_v)
-                tl.store(p_o, 0.0, mask=(o_t < n_rows - start) & in_v)
+                store_zeros(p_o, (o_t < n_rows - start) & in_v)
             return
         if not IN_SEGMENTS:
             i_h0 = slot
     elif IS_VARLEN:
         if i_n == N:
             # These rows belong to no sequence: their o is zero.
-            zeros = tl.zeros([BT, BV], dtype=o.dtype.element_ty)
             for start in range(0, -n_rows, BT):
-                p_o = o + ((row + start) * HV + i_hv) * V
-                tl.store(p_o + (o_t * HV * V + o_v), zeros, mask=(o_t < -n_rows - start) & in_v)
+                p_o = o + ((row + start) * HV + i_hv) * V + (o_t * HV * V + o_v)
+                store_zeros(p_o, (o_t < -n_rows - start) & in_v)
             return
     dtype: tl.constexpr = A_inv.dtype.element_ty
     in_state = in_k[:, None] & in_v
-    # The states that segments start from are known, whatever the pool has.
+    # A segment has a state to start from in any case: segments.py has looked at the flags.
     flags = None if IN_SEGMENTS else has_state
     states = StateMemory(h0, stride_h0n, stride_h0h, stride_h0k, stride_h0v)
     b_h = load_state(states, i_h0, flags, i_n, i_hv, o_k, o_v, in_state, V)

@@ -14,7 +14,7 @@ from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, gpu_of, output_config
 from gdn_triton.chunk.problem import Pool
 from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs
+from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs, store_zeros
 from gdn_triton.chunk.triton.pool import out_strides
 
 
@@ -80,8 +80,7 @@ def output_fwd_kernel(
             # The rows of a packed sequence to skip have a negative number already.
             n_rows = tl.where(tl.load(read_slots + i_b) > LAST_SKIPPED, n_rows, -n_rows)
     if n_rows <= 0:
-        outside = (o_t < -n_rows)[:, None] & in_v[None, :]
-        tl.store(p_o, tl.zeros([BT, BV], dtype=o.dtype.element_ty), mask=outside)
+        store_zeros(p_o, (o_t < -n_rows)[:, None] & in_v[None, :])
         return
     dtype: tl.constexpr = v_new.dtype.element_ty
     valid = o_t < n_rows

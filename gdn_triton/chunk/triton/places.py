@@ -75,6 +75,12 @@ def sequence_span(i_n, cu_seqlens, chunk_offsets, T, NT, IS_VARLEN: tl.constexpr
 
 
 @triton.jit
+def store_zeros(p, mask):
+    """Stores 0 at those of the pointers p where ``mask``, of their shape."""
+    tl.store(p, tl.zeros(mask.shape, dtype=p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def decay_between(g_to, g_from, mask):
     """2^(g_to - g_from) where ``mask``, else exactly 0. The select precedes the exponential:
     a masked difference may be large and positive, and inf * 0 is NaN."""
