@@ -155,8 +155,9 @@ def fused_fwd_kernel(
         if i_n == N:
             # These rows belong to no sequence: their o is zero.
             for start in range(0, -n_rows, BT):
-                p_o = o + ((row + start) * HV + i_hv) * V + (o_t * HV * V + o_v)
-                store_zeros(p_o, (o_t < -n_rows - start) & in_v)
+                p_o = o + ((row + start) * HV + i_hv) * V
+                outside = (o_t < -n_rows - start) & in_v
+                store_zeros(p_o + (o_t * HV * V + o_v), outside)
             return
     dtype: tl.constexpr = A_inv.dtype.element_ty
     in_state = in_k[:, None] & in_v
