@@ -30,7 +30,7 @@ from gdn_triton.chunk.triton.pool import (
     store_checkpoint,
     store_final_state,
 )
-from gdn_triton.chunk.triton.update import write_values
+from gdn_triton.chunk.triton.update import add_values, decayed_values
 
 
 @triton.jit(do_not_specialize=["T", "NT", "every", "M"])
@@ -132,8 +132,9 @@ def state_fwd_kernel(
 
         b_g = tl.load(p_g + o_t * HV, mask=valid, other=0)
         g_last = tl.load(p_g + (tl.minimum(left, BT) - 1) * HV)
+        b_v = decayed_values(b_v, b_g, g_last, valid).to(dtype)
         b_k = tl.load(p_k + (o_t * stride_kt + o_k[None, :]), mask=in_keys, other=0).to(dtype)
-        b_h = write_values(b_h, b_k, b_v, b_g, g_last, valid, PRECISION)
+        b_h = add_values(b_h, b_k, b_v, g_last, PRECISION)
         if checkpoints is not None:
             store_checkpoint(
                 b_h, kept, start + BT, left >= BT, i_n, i_hv, i_c, o_k, o_v, K, V, LAST_SKIPPED

@@ -31,13 +31,26 @@ def solve_values(b_kh, b_v, b_A, b_g, b_beta, PRECISION: tl.constexpr, A_IS_STRI
 
 
 @triton.jit
-def write_values(b_h, b_k, b_v_new, b_g, g_last, valid, PRECISION: tl.constexpr):
-    """The state after the chunk, equation (3), fp32, from b_v_new [BT, BV] fp32:
+def decayed_values(b_v_new, b_g, g_last, valid):
+    """v_new [BT, BV] fp32 as the chunk leaves it: 2^(g_last - g_i) v_new_i."""
+    return b_v_new * decay_between(g_last, b_g, valid)
+
+
+@triton.jit
+def add_values(b_h, b_k, b_decayed, g_last, PRECISION: tl.constexpr):
+    """The state after the chunk, equation (3), fp32, from ``decayed_values`` in the dtype of
+    products:
 
     h = 2^g_last h + sum_i 2^(g_last - g_i) k_i (x) v_new_i
     """
-    b_v_new = (b_v_new * decay_between(g_last, b_g, valid)).to(b_k.dtype)
-    return tl.dot(tl.trans(b_k), b_v_new, b_h * tl.exp2(g_last), input_precision=PRECISION)
+    return tl.dot(tl.trans(b_k), b_decayed, b_h * tl.exp2(g_last), input_precision=PRECISION)
+
+
+@triton.jit
+def write_values(b_h, b_k, b_v_new, b_g, g_last, valid, PRECISION: tl.constexpr):
+    """The same from b_v_new [BT, BV] fp32."""
+    b_decayed = decayed_values(b_v_new, b_g, g_last, valid).to(b_k.dtype)
+    return add_values(b_h, b_k, b_decayed, g_last, PRECISION)
 
 
 @triton.jit
