@@ -29,12 +29,13 @@ from gdn_triton.chunk.triton.pool import (
     Checkpoints,
     PoolLayout,
     StateMemory,
-    load_state,
     out_strides,
     pool_arguments,
     pool_layout,
     pool_numbers,
     pool_pointers,
+    state_mask,
+    state_pointers,
     store_checkpoint,
     store_final_state,
 )
@@ -164,7 +165,12 @@ def fused_fwd_kernel(
     # A segment has a state to start from in any case: segments.py has looked at the flags.
     flags = None if IN_SEGMENTS else has_state
     states = StateMemory(h0, stride_h0n, stride_h0h, stride_h0k, stride_h0v)
-    b_h = load_state(states, i_h0, flags, i_n, i_hv, o_k, o_v, in_state, V)
+    if h0 is None:
+        b_h = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        in_h0 = state_mask(flags, i_n, o_v, in_state, V)
+        p_h0 = state_pointers(states, i_h0, i_hv, o_k, o_v)
+        b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
 
     # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
     base = (i_b * T + row) * HV + i_hv

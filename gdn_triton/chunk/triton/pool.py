@@ -50,16 +50,11 @@ def state_pointers(x, i_n, i_hv, o_k, o_v):
 
 
 @triton.jit
-def load_state(x, i_x, has_state, i_n, i_hv, o_k, o_v, in_state, V: tl.constexpr):
-    """The columns o_v of the state that sequence ``i_n`` starts from, [BK, BV] fp32: state ``i_x``
-    of the memory x. Zeros without a memory, and where ``has_state`` [N] is there and false."""
-    if x.p is None:
-        return tl.zeros([o_k.shape[0], o_v.shape[1]], dtype=tl.float32)
-    else:
-        if has_state is not None:
-            in_state = in_state & (o_v < tl.where(tl.load(has_state + i_n), V, 0))
-        p_h = state_pointers(x, i_x, i_hv, o_k, o_v)
-        return tl.load(p_h, mask=in_state, other=0).to(tl.float32)
+def state_mask(has_state, i_n, o_v, in_state, V: tl.constexpr):
+    """``in_state``, or nothing where ``has_state`` [N] is there and false for sequence ``i_n``."""
+    if has_state is not None:
+        in_state = in_state & (o_v < tl.where(tl.load(has_state + i_n), V, 0))
+    return in_state
 
 
 @triton.jit

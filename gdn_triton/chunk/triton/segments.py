@@ -23,7 +23,7 @@ from gdn_triton._triton.tiles import Tile, dot_precision, gpu_of, maps_config, s
 from gdn_triton.chunk.problem import Pool
 from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, segment_place
-from gdn_triton.chunk.triton.pool import StateMemory, load_state, store_final_state
+from gdn_triton.chunk.triton.pool import StateMemory, state_mask, state_pointers, store_final_state
 from gdn_triton.chunk.triton.prepare import ChunkFactors
 from gdn_triton.chunk.triton.update import solve_values, write_values
 
@@ -171,7 +171,12 @@ def segment_starts_kernel(
         if i_h0 <= LAST_SKIPPED:
             return
     states = StateMemory(h0, stride_h0n, stride_h0h, stride_h0k, stride_h0v)
-    b_h = load_state(states, i_h0, has_state, i_n, i_hv, o_k, o_v, in_state, V)
+    if h0 is None:
+        b_h = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        in_h0 = state_mask(has_state, i_n, o_v, in_state, V)
+        p_h0 = state_pointers(states, i_h0, i_hv, o_k, o_v)
+        b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
     base = first * HV + i_hv
     p_b = offsets + base * (K * V) + (o_k[:, None] * V + o_v)
     p_M = shifts + base * (K * K) + (o_k[:, None] * K + o_k[None, :])

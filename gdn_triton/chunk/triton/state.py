@@ -22,11 +22,12 @@ from gdn_triton.chunk.triton.places import sequence_span
 from gdn_triton.chunk.triton.pool import (
     Checkpoints,
     StateMemory,
-    load_state,
     pool_arguments,
     pool_layout,
     pool_numbers,
     pool_pointers,
+    state_mask,
+    state_pointers,
     store_checkpoint,
     store_final_state,
 )
@@ -102,7 +103,12 @@ def state_fwd_kernel(
         if i_h0 <= LAST_SKIPPED:
             return
     states = StateMemory(h0, stride_h0n, stride_h0h, stride_h0k, stride_h0v)
-    b_h = load_state(states, i_h0, has_state, i_n, i_hv, o_k, o_v, in_state, V)
+    if h0 is None:
+        b_h = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        in_h0 = state_mask(has_state, i_n, o_v, in_state, V)
+        p_h0 = state_pointers(states, i_h0, i_hv, o_k, o_v)
+        b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
 
     # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
     base = (i_b * T + row) * HV + i_hv
