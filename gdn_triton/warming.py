@@ -91,19 +91,7 @@ def warmup(
         TypeError, ValueError: an argument that does not fit, here or in one of the functions.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run one of the calls.
     """
-    known = (
-        chunk_gated_delta_rule,
-        chunk_prefill,
-        fused_recurrent_gated_delta_rule,
-        recurrent_step,
-    )
-    for call in calls:
-        if call not in known:
-            names = ", ".join(function.__name__ for function in known)
-            raise TypeError(must("calls", f"be of {names}", value_of(call)))
-    for name, size in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
-        if type(size) is not int or size < 1:
-            raise ValueError(must(name, "be an int of at least 1", value_of(size)))
+    _check(calls, max_tokens=max_tokens, max_sequences=max_sequences)
     if allow_neg_eigval and not raw_gates:
         raise ValueError(must("allow_neg_eigval", "come with raw_gates=True", "False"))
 
@@ -117,6 +105,9 @@ def warmup(
         gate_dtype=gate_dtype,
         beta_dtype=beta_dtype,
         raw_gates=raw_gates,
+        state=(HV, V, K) if state_v_first else (HV, K, V),
+        state_dtype=state_dtype,
+        index_dtype=index_dtype,
     )
     packed = [
         (N, T) for T in _series(max_tokens) for N in _series(max_sequences) if N == 1 or N <= T
@@ -129,45 +120,51 @@ def warmup(
         "allow_neg_eigval": allow_neg_eigval,
     }
     activated = {"use_gate_in_kernel": raw_gates, "use_beta_sigmoid_in_kernel": raw_gates}
-    state = (HV, V, K) if state_v_first else (HV, K, V)
     count = 0
     for call in calls:
         if call is recurrent_step:
             steps = product(_series(max_sequences), tokens_per_step, (False, True))
-            for n, T, split in steps:
-                token = x.step(n, T, split=split, mixed=mixed_qkv)
-                pool = x.zeros(1 + n * T, *state, dtype=state_dtype)
-                slots = 1 + torch.arange(n * T, device=device, dtype=index_dtype).view(n, T)
-                write = None if T == 1 else slots
-                with torch.no_grad():
-                    call(pool, slots[:, 0].contiguous(), write, **token, **options, skip=skip)
+            for n, tokens, split in steps:
+                _step(x, n, tokens, split=split, mixed=mixed_qkv, skip=skip, **options)
                 count += 1
             continue
         chunked = {} if call is fused_recurrent_gated_delta_rule else {"chunk_size": chunk_size}
         for (B, T, N), split in product(shapes, (False, True)):
             rule: dict[str, Any] = {**x.rule(B, T, split=split), **activated, **options, **chunked}
             if N is not None:
-                offsets = torch.full((N + 1,), T, device=device, dtype=index_dtype)
-                offsets[0] = 0
-                rule["cu_seqlens"] = offsets
+                rule["cu_seqlens"] = x.offsets(N, T)
             n = B if N is None else N
-            with torch.no_grad():
-                for has_state in (False, True):
-                    if call is chunk_prefill:
-                        pool = x.zeros(1 + n, *state, dtype=state_dtype)
-                        slots = 1 + torch.arange(n, device=device, dtype=index_dtype)
-                        flags = slots > 0 if has_state else None
-                        call(pool, slots, **rule, has_initial_state=flags, skip=skip)
-                    else:
-                        h0 = x.zeros(n, *state, dtype=torch.float32) if has_state else None
+            for has_state in (False, True):
+                if call is chunk_prefill:
+                    _prefill(x, rule, n, has_state=has_state, skip=skip)
+                else:
+                    h0 = x.zeros(n, *x.state, dtype=torch.float32) if has_state else None
+                    with torch.no_grad():
                         call(**rule, initial_state=h0, output_final_state=True)
-                    count += 1
+                count += 1
             if backward and call is chunk_gated_delta_rule:
                 _differentiate(rule)
                 count += 1
     if x.device.type != "cpu":
         torch.accelerator.synchronize(x.device)
     return count
+
+
+def _check(calls: Sequence[Callable[..., Any]], **most: int) -> None:
+    """Raises for functions that are not of this package's four, and for sizes below 1."""
+    known = (
+        chunk_gated_delta_rule,
+        chunk_prefill,
+        fused_recurrent_gated_delta_rule,
+        recurrent_step,
+    )
+    for call in calls:
+        if call not in known:
+            names = ", ".join(function.__name__ for function in known)
+            raise TypeError(must("calls", f"be of {names}", value_of(call)))
+    for name, size in most.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(must(name, "be an int of at least 1", value_of(size)))
 
 
 def _series(most: int) -> Iterator[int]:
@@ -193,7 +190,7 @@ def _differentiate(rule: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Arguments of a model's calls, all zeros."""
+    """Arguments of a model's calls: zeros, and the numbers of slots. state: the shape of one."""
 
     H: int
     HV: int
@@ -204,9 +201,26 @@ class _Tensors:
     gate_dtype: torch.dtype
     beta_dtype: torch.dtype
     raw_gates: bool
+    state: tuple[int, int, int]
+    state_dtype: torch.dtype
+    index_dtype: torch.dtype
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def pool(self, slots: int) -> Tensor:
+        """States for as many slots, and for slot 0, which is no sequence's."""
+        return self.zeros(1 + slots, *self.state, dtype=self.state_dtype)
+
+    def slots(self, n: int) -> Tensor:
+        """The numbers 1 to n."""
+        return 1 + torch.arange(n, device=self.device, dtype=self.index_dtype)
+
+    def offsets(self, N: int, T: int) -> Tensor:
+        """`cu_seqlens` of N sequences, all T tokens in the first."""
+        offsets = torch.full((N + 1,), T, device=self.device, dtype=self.index_dtype)
+        offsets[0] = 0
+        return offsets
 
     def rule(self, *lead: int, split: bool) -> dict[str, Tensor]:
         """q, k, v, g and beta [*lead, ...], and what raw gates come with. split: q, k and v are
@@ -237,3 +251,20 @@ class _Tensors:
     def parameters(self) -> dict[str, Tensor]:
         names = ("A_log", "dt_bias") if self.raw_gates else ()
         return {name: self.zeros(self.HV, dtype=torch.float32) for name in names}
+
+
+@torch.no_grad()
+def _step(x: _Tensors, N: int, T: int, *, split: bool, mixed: bool, **options: Any) -> None:
+    """A step of N sequences of T tokens, with a slot to write for each token if T > 1."""
+    slots = x.slots(N * T).view(N, T)
+    write = None if T == 1 else slots
+    options.update(x.step(N, T, split=split, mixed=mixed))
+    recurrent_step(x.pool(N * T), slots[:, 0].contiguous(), write, **options)
+
+
+@torch.no_grad()
+def _prefill(x: _Tensors, rule: dict[str, Any], N: int, *, has_state: bool, skip: str) -> None:
+    """A prefill of N sequences, with `has_initial_state` or without."""
+    slots = x.slots(N)
+    flags = slots > 0 if has_state else None
+    chunk_prefill(x.pool(N), slots, **rule, has_initial_state=flags, skip=skip)

@@ -1,6 +1,8 @@
 """Strides as kernels take them."""
 
 import torch
+import triton
+import triton.language as tl
 
 
 def row_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
@@ -17,6 +19,13 @@ def row_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
     either = batch | row | head | 16
     align = either & -either
     return align, batch // align, row // align, head // align
+
+
+@triton.jit
+def in_elements(stride_b, stride_t, stride_h, ALIGN: tl.constexpr):
+    """(batch, row, head) strides in elements, from those in units of ALIGN that ``row_strides``
+    made."""
+    return stride_b * ALIGN, stride_t * ALIGN, stride_h * ALIGN
 
 
 def head_strides(x: torch.Tensor) -> tuple[int, int, int]:

@@ -13,9 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import head_arguments, row_arguments, row_strides
+from gdn_triton._triton.strides import head_arguments, in_elements, row_arguments, row_strides
 from gdn_triton._triton.tiles import affine_bwd_config, affine_config, dot_precision, gpu_of
-from gdn_triton.chunk.triton.places import decay_between
+from gdn_triton.chunk.triton.update import (
+    solve_values,
+    solve_values_bwd,
+    write_values,
+    write_values_bwd,
+)
 
 
 class Stretch(NamedTuple):
@@ -67,8 +72,8 @@ def affine_fwd_kernel(
     HAS_SHIFTS: tl.constexpr,
 ):
     """A program owns BC columns of b, or of M, of one stretch and value head."""
-    stride_kt, stride_kh = stride_kt * ALIGN_K, stride_kh * ALIGN_K
-    stride_vt, stride_vh = stride_vt * ALIGN_V, stride_vh * ALIGN_V
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_vb, stride_vt, stride_vh = in_elements(stride_vb, stride_vt, stride_vh, ALIGN_V)
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BC - 1) // BC
     C_BLOCKS: tl.constexpr = V_BLOCKS + HAS_SHIFTS * ((K + BC - 1) // BC)
@@ -113,13 +118,8 @@ def affine_fwd_kernel(
         b_A = tl.load(p_A + (o_t * HV * BT + o_s), mask=valid, other=0)
 
         b_kh = tl.dot(b_k, b_h.to(dtype), input_precision=PRECISION)
-        b_v = b_beta * (b_v - b_kh * tl.exp2(b_g))
-        if A_IS_STRICT:
-            b_v = tl.dot(b_A, b_v.to(dtype), b_v, input_precision=PRECISION)
-        else:
-            b_v = tl.dot(b_A, b_v.to(dtype), input_precision=PRECISION)
-        b_v = (b_v * decay_between(g_last, b_g, valid)).to(dtype)
-        b_h = tl.dot(tl.trans(b_k), b_v, b_h * tl.exp2(g_last), input_precision=PRECISION)
+        b_v = solve_values(b_kh, b_v, b_A, b_g, b_beta, PRECISION, A_IS_STRICT)
+        b_h = write_values(b_h, b_k, b_v, b_g, g_last, valid, PRECISION)
         p_k += tl.cast(stride_kt, tl.int64) * BT
         p_v += tl.cast(stride_vt, tl.int64) * BT
         p_g += tl.cast(stride_gt, tl.int64) * BT
@@ -175,8 +175,8 @@ def affine_bwd_kernel(
     A_IS_STRICT: tl.constexpr,
 ):
     """A program owns BV columns of c of one stretch and value head."""
-    stride_kt, stride_kh = stride_kt * ALIGN_K, stride_kh * ALIGN_K
-    stride_qt, stride_qh = stride_qt * ALIGN_Q, stride_qh * ALIGN_Q
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_v, i_jh = pid % V_BLOCKS, pid // V_BLOCKS
@@ -224,19 +224,10 @@ def affine_bwd_kernel(
         b_do = tl.load(p_do + (o_t * HV * V + o_v), mask=in_values, other=0).to(dtype)
 
         b_kdh = tl.dot(b_k, b_dh.to(dtype), input_precision=PRECISION)
-        # As in backward_state.py.
-        b_dv = tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
-        b_dv = tl.fma(b_own, b_do.to(tl.float32), b_dv)
-        b_dv += b_kdh * decay_between(g_last, b_g, valid)
-        if A_IS_STRICT:
-            b_dx = tl.dot(tl.trans(b_A), b_dv.to(dtype), b_dv, input_precision=PRECISION)
-        else:
-            b_dx = tl.dot(tl.trans(b_A), b_dv.to(dtype), input_precision=PRECISION)
-        b_decay = tl.exp2(b_g)
-        b_do = (b_do.to(tl.float32) * (b_decay * scale)).to(dtype)
-        b_dh = tl.dot(tl.trans(b_q), b_do, b_dh * tl.exp2(g_last), input_precision=PRECISION)
-        b_dx = (b_dx * (-b_beta * b_decay)).to(dtype)
-        b_dh = tl.dot(tl.trans(b_k), b_dx, b_dh, input_precision=PRECISION)
+        b_dx = solve_values_bwd(
+            b_kdh, b_do, b_P, b_A, b_own, b_g, g_last, valid, PRECISION, A_IS_STRICT
+        )
+        b_dh = write_values_bwd(b_dh, b_q, b_k, b_do, b_dx, b_g, g_last, b_beta, scale, PRECISION)
         p_q -= tl.cast(stride_qt, tl.int64) * BT
         p_k -= tl.cast(stride_kt, tl.int64) * BT
         p_g -= tl.cast(stride_gt, tl.int64) * BT

@@ -89,6 +89,13 @@ def recompute(problem: Problem, x: Inputs, chunks: ChunkTable) -> Recomputed:
     )
 
 
+def in_dtype_of(
+    x: torch.Tensor | None, dx: torch.Tensor | None, *, copy: bool = False
+) -> torch.Tensor | None:
+    """The gradient of an input in the input's dtype; None where either is not there."""
+    return None if x is None or dx is None else dx.to(x.dtype, copy=copy)
+
+
 def _gradients(
     problem: Problem,
     x: Inputs,
@@ -168,22 +175,16 @@ def _gradients(
         use_beta_sigmoid=p.use_beta_sigmoid,
         allow_neg_eigval=p.allow_neg_eigval,
     )
-    dh0, dA_log, ddt_bias = states.dh0, gates.dA_log, gates.ddt_bias
-    if dh0 is not None and x.initial_state is not None:
-        dh0 = dh0.to(x.initial_state.dtype)
-    if dA_log is not None and x.A_log is not None:
-        dA_log = dA_log.to(x.A_log.dtype, copy=True)
-    if ddt_bias is not None and x.dt_bias is not None:
-        ddt_bias = ddt_bias.to(x.dt_bias.dtype, copy=True)
     return Gradients(
         q=dq,
         k=dk,
         v=dv,
         g=gates.dg,
         beta=gates.dbeta,
-        initial_state=None if x.initial_state is None else dh0,
-        A_log=None if x.A_log is None else dA_log,
-        dt_bias=None if x.dt_bias is None else ddt_bias,
+        initial_state=in_dtype_of(x.initial_state, states.dh0),
+        # Copies: what gate_bwd made are halves of one tensor.
+        A_log=in_dtype_of(x.A_log, gates.dA_log, copy=True),
+        dt_bias=in_dtype_of(x.dt_bias, gates.ddt_bias, copy=True),
     )
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from gdn_triton._triton.activations import softplus
 from gdn_triton._triton.strides import head_arguments
 from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span
+from gdn_triton.chunk.triton.places import chunk_span, store_zeros
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
 # Chunks whose sums a program of the second stage adds up at a time, and for how many heads.
@@ -75,9 +75,8 @@ def gate_bwd_kernel(
     o_out = (i_b * T + row + o_t) * HV + i_hv
     if n_rows <= 0:
         outside = o_t < -n_rows
-        nothing = tl.zeros([BT], dtype=tl.float32)
-        tl.store(dg + o_out, nothing.to(dg.dtype.element_ty), mask=outside)
-        tl.store(dbeta + o_out, nothing.to(dbeta.dtype.element_ty), mask=outside)
+        store_zeros(dg + o_out, outside)
+        store_zeros(dbeta + o_out, outside)
         if HAS_GATE:
             tl.store(sums + o_sums, 0.0)
             tl.store(sums + o_sums + HV, 0.0)

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import row_arguments, row_strides
-from gdn_triton.chunk.triton.l2norm import TILE_ELEMENTS
+from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
+from gdn_triton.chunk.triton.l2norm import TILE_ELEMENTS, row_place
 from gdn_triton.constants import L2NORM_EPS
 
 
@@ -49,17 +49,12 @@ def l2norm_bwd_kernel(
     BK: tl.constexpr,
     BR: tl.constexpr,
 ):
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
-    stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
-    stride_qh = stride_qh * ALIGN_Q
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
     i = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_k = tl.arange(0, BK)
     mask = (i[:, None] < n) & (o_k[None, :] < K)
-    i_t = i // H
-    i_b = i_t // T
-    i_t = i_t - i_b * T
-    i_h = i % H
+    i_b, i_t, i_h = row_place(i, T, H)
     o_out = i[:, None] * K + o_k[None, :]
     if tl.program_id(1) == 0:
         p_q = q + (i_b * stride_qb + i_t * stride_qt + i_h * stride_qh)[:, None] + o_k[None, :]

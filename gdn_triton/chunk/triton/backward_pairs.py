@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import head_arguments, row_arguments, row_strides
+from gdn_triton._triton.strides import head_arguments, in_elements, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, gpu_of, pairs_bwd_config
 from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_between
+from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs, diagonal
 
 
 @triton.jit
@@ -70,9 +70,9 @@ def query_pairs(
             b_v_new = tl.load(p_v_new + o_value, mask=in_values, other=0)
             b_S = tl.dot(b_do, tl.trans(b_v_new), b_S, input_precision=PRECISION)
         b_g = tl.load(p_g + o_t * stride_gt, mask=valid, other=0)
-        own += tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_S, 0.0), 1) * scale
+        own += diagonal(b_S, o_t) * scale
         # 0 * inf or 0 * NaN of a product above the diagonal must not survive: select.
-        between = decay_between(b_g[:, None], b_g[None, :], below)
+        between = decay_of_pairs(b_g, below)
         b_S = tl.where(below, b_S * (between * scale), 0.0)
         sum_S += b_S
         # A pair counts in the gradients of the decays between its tokens: plus for the later one's
@@ -140,12 +140,12 @@ def key_pairs(
             b_dxv = tl.dot(b_dx, tl.trans(b_v.to(dtype)), b_dxv, input_precision=PRECISION)
         b_g = tl.load(p_g + o_t * stride_gt, mask=valid, other=0)
         # 0 * inf or 0 * NaN of a product above the diagonal must not survive: select.
-        between = decay_between(b_g[:, None], b_g[None, :], below)
+        between = decay_of_pairs(b_g, below)
         b_N = tl.where(below, b_N * -between, 0.0)
         sum_N += b_N * b_beta[:, None]
         b_N = tl.where(below, b_N * b_kk, 0.0)
         later = tl.sum(b_N, 1)
-        b_dbeta = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_dxv, 0.0), 1)
+        b_dbeta = diagonal(b_dxv, o_t)
         tl.store(p_share + o_t, b_dbeta + later, mask=valid)
         # As in query_pairs.
         earlier = tl.sum(b_N * b_beta[:, None], 0)
@@ -206,12 +206,9 @@ def pairs_bwd_kernel(
     PRECISION: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
-    stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
-    stride_qh = stride_qh * ALIGN_Q
-    stride_vb, stride_vt = stride_vb * ALIGN_V, stride_vt * ALIGN_V
-    stride_vh = stride_vh * ALIGN_V
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
+    stride_vb, stride_vt, stride_vh = in_elements(stride_vb, stride_vt, stride_vh, ALIGN_V)
     pid = tl.program_id(0).to(tl.int64)
     of_keys = pid % 2 == 0
     i_ch = pid // 2

@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import head_arguments, row_arguments, row_strides
+from gdn_triton._triton.strides import head_arguments, in_elements, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, query_key_bwd_config
 from gdn_triton.chunk.triton.backward_pairs import Pairs
 from gdn_triton.chunk.triton.backward_state import States
 from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_between
+from gdn_triton.chunk.triton.places import chunk_span, decay_between, store_zeros
 
 
 @triton.jit
@@ -246,10 +246,8 @@ def query_key_bwd_kernel(
     PRECISION: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
-    stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
-    stride_qh = stride_qh * ALIGN_Q
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
     pid = tl.program_id(0).to(tl.int64)
     K_BLOCKS: tl.constexpr = (K + BK - 1) // BK
     of_keys = pid % 2 == 0
@@ -266,17 +264,15 @@ def query_key_bwd_kernel(
     if n_rows <= 0:
         # Tokens of no sequence have no gradient.
         mask = (o_t < -n_rows)[:, None] & in_k[None, :]
-        nothing = tl.zeros([BT, BK], dtype=tl.float32)
         if of_keys:
-            tl.store(dk + o_out, nothing.to(dk.dtype.element_ty), mask=mask)
+            store_zeros(dk + o_out, mask)
             for i_v in range(i_k * BV, G * V, K_BLOCKS * BV):
                 o_v = i_v + tl.arange(0, BV)
                 in_values = (o_t < -n_rows)[:, None] & (o_v < G * V)[None, :]
                 o_value = o_t[:, None] * HV * V + o_v[None, :]
-                no_value = tl.zeros([BT, BV], dtype=dv.dtype.element_ty)
-                tl.store(dv + base + o_value, no_value, mask=in_values)
+                store_zeros(dv + base + o_value, in_values)
         else:
-            tl.store(dq + o_out, nothing.to(dq.dtype.element_ty), mask=mask)
+            store_zeros(dq + o_out, mask)
         return
     valid = o_t < n_rows
     first = i_c * HV + i_h * G

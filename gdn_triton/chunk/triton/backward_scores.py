@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import head_arguments, row_arguments, row_strides
+from gdn_triton._triton.strides import head_arguments, in_elements, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, scores_config
 from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_between
+from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs, diagonal
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NT"])
@@ -46,10 +46,8 @@ def scores_kernel(
     PRECISION: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
-    stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
-    stride_qh = stride_qh * ALIGN_Q
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
@@ -72,11 +70,11 @@ def scores_kernel(
     b_P *= scale
     o_g = i_b * stride_gb + (row + o_t) * stride_gt + i_hv * stride_gh
     b_g = tl.load(g_cumsum + o_g, mask=valid, other=0)
-    b_own = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_P, 0.0), 1)
+    b_own = diagonal(b_P, o_t)
     tl.store(own + o_g, b_own, mask=valid)
     below = o_t[:, None] > o_t[None, :]
     # 0 * inf or 0 * NaN of a product above the diagonal must not survive: select.
-    b_P = tl.where(below, b_P * decay_between(b_g[:, None], b_g[None, :], below), 0.0)
+    b_P = tl.where(below, b_P * decay_of_pairs(b_g, below), 0.0)
     base = ((i_b * T + row) * HV + i_hv) * BT
     p_P = A_qk + base + (o_t[:, None] * HV * BT + o_t[None, :])
     tl.store(p_P, b_P.to(dtype), mask=valid[:, None])

@@ -25,6 +25,7 @@ import triton.language as tl
 from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import (
     head_arguments,
+    in_elements,
     named,
     row_arguments,
     row_strides,
@@ -32,7 +33,14 @@ from gdn_triton._triton.strides import (
 )
 from gdn_triton._triton.tiles import dot_precision, gpu_of, state_bwd_config
 from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import decay_between, sequence_span
+from gdn_triton.chunk.triton.places import sequence_span
+from gdn_triton.chunk.triton.pool import StateMemory, state_pointers
+from gdn_triton.chunk.triton.update import (
+    solve_values,
+    solve_values_bwd,
+    write_values,
+    write_values_bwd,
+)
 
 
 @triton.jit
@@ -91,14 +99,9 @@ def walk_forward(
         b_A = tl.load(p_A + (o_t * HV * BT + o_c), mask=valid, other=0)
 
         b_kh = tl.dot(b_k, b_hd, input_precision=PRECISION)
-        b_v = b_beta * (b_v - b_kh * tl.exp2(b_g))
-        if A_IS_STRICT:
-            b_v = tl.dot(b_A, b_v.to(dtype), b_v, input_precision=PRECISION)
-        else:
-            b_v = tl.dot(b_A, b_v.to(dtype), input_precision=PRECISION)
+        b_v = solve_values(b_kh, b_v, b_A, b_g, b_beta, PRECISION, A_IS_STRICT)
         tl.store(p_v_new + (o_t * HV * V + o_v), b_v.to(dtype), mask=in_values)
-        b_v = (b_v * decay_between(g_last, b_g, valid)).to(dtype)
-        b_h = tl.dot(tl.trans(b_k), b_v, b_h * tl.exp2(g_last), input_precision=PRECISION)
+        b_h = write_values(b_h, b_k, b_v, b_g, g_last, valid, PRECISION)
         p_k += tl.cast(stride_kt, tl.int64) * BT
         p_v += tl.cast(stride_vt, tl.int64) * BT
         p_g += tl.cast(stride_gt, tl.int64) * BT
@@ -189,21 +192,11 @@ def walk_back(
         b_do = tl.load(p_do + (o_t * HV * V + o_v), mask=in_values, other=0).to(dtype)
 
         b_kdh = tl.dot(b_k, b_dhd, input_precision=PRECISION)
-        b_dv = tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
-        # tl.fma and not a sum: Triton would turn a sum into a product that accumulates onto own do,
-        # and it loads no accumulator ahead of its chunk, so the chunk would wait for own.
-        b_dv = tl.fma(b_own, b_do.to(tl.float32), b_dv)
-        b_dv += b_kdh * decay_between(g_last, b_g, valid)
-        if A_IS_STRICT:
-            b_dx = tl.dot(tl.trans(b_A), b_dv.to(dtype), b_dv, input_precision=PRECISION)
-        else:
-            b_dx = tl.dot(tl.trans(b_A), b_dv.to(dtype), input_precision=PRECISION)
+        b_dx = solve_values_bwd(
+            b_kdh, b_do, b_P, b_A, b_own, b_g, g_last, valid, PRECISION, A_IS_STRICT
+        )
         tl.store(p_dx + (o_t * HV * V + o_v), b_dx.to(dtype), mask=in_values)
-        b_decay = tl.exp2(b_g)
-        b_do = (b_do.to(tl.float32) * (b_decay * scale)).to(dtype)
-        b_dh = tl.dot(tl.trans(b_q), b_do, b_dh * tl.exp2(g_last), input_precision=PRECISION)
-        b_dx = (b_dx * (-b_beta * b_decay)).to(dtype)
-        b_dh = tl.dot(tl.trans(b_k), b_dx, b_dh, input_precision=PRECISION)
+        b_dh = write_values_bwd(b_dh, b_q, b_k, b_do, b_dx, b_g, g_last, b_beta, scale, PRECISION)
         p_q -= tl.cast(stride_qt, tl.int64) * BT
         p_k -= tl.cast(stride_kt, tl.int64) * BT
         p_g -= tl.cast(stride_gt, tl.int64) * BT
@@ -286,12 +279,9 @@ def state_bwd_kernel(
     WALKS: tl.constexpr,
 ):
     """WALKS: "back", "forward" or "both"."""
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
-    stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
-    stride_qh = stride_qh * ALIGN_Q
-    stride_vb, stride_vt = stride_vb * ALIGN_V, stride_vt * ALIGN_V
-    stride_vh = stride_vh * ALIGN_V
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
+    stride_vb, stride_vt, stride_vh = in_elements(stride_vb, stride_vt, stride_vh, ALIGN_V)
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     if WALKS == "both":
@@ -315,8 +305,8 @@ def state_bwd_kernel(
     if WALKS != "forward" and is_back:
         p_dht = dht
         if HAS_DHT:
-            p_dht = dht + i_n * stride_dhtn + i_hv * stride_dhth
-            p_dht += o_k[:, None] * stride_dhtk + o_v * stride_dhtv
+            states = StateMemory(dht, stride_dhtn, stride_dhth, stride_dhtk, stride_dhtv)
+            p_dht = state_pointers(states, i_n, i_hv, o_k, o_v)
         p_dh0 = dh0
         if STORE_DH0:
             p_dh0 = dh0 + i_nh * (K * V) + o_k[:, None] * stride_dh0k + o_v * stride_dh0v
@@ -356,8 +346,8 @@ def state_bwd_kernel(
     elif WALKS != "back":
         p_h0 = h0
         if HAS_H0:
-            p_h0 = h0 + i_n * stride_h0n + i_hv * stride_h0h
-            p_h0 += o_k[:, None] * stride_h0k + o_v * stride_h0v
+            states = StateMemory(h0, stride_h0n, stride_h0h, stride_h0k, stride_h0v)
+            p_h0 = state_pointers(states, i_n, i_hv, o_k, o_v)
         walk_forward(
             p_k,
             v + i_b * stride_vb + row * stride_vt + i_hv * stride_vh,

@@ -20,22 +20,28 @@ import triton.language as tl
 
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.states import empty_state
-from gdn_triton._triton.strides import named, row_arguments, row_strides, state_strides
+from gdn_triton._triton.strides import in_elements, named, row_arguments, row_strides, state_strides
 from gdn_triton._triton.tiles import Tile, dot_precision, fused_config, gpu_of
 from gdn_triton.chunk.problem import Pool
 from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_between, segment_place, sequence_rows
+from gdn_triton.chunk.triton.places import chunk_span, segment_place, sequence_rows, store_zeros
 from gdn_triton.chunk.triton.pool import (
+    Checkpoints,
     PoolLayout,
+    StateMemory,
     out_strides,
     pool_arguments,
     pool_layout,
     pool_numbers,
     pool_pointers,
+    state_mask,
+    state_pointers,
     store_checkpoint,
+    store_final_state,
 )
 from gdn_triton.chunk.triton.prepare import ChunkFactors
 from gdn_triton.chunk.triton.segments import segment_starts
+from gdn_triton.chunk.triton.update import solve_values, write_values
 
 
 @triton.jit(do_not_specialize=["scale", "B", "T", "N", "NW", "segment", "every", "M"])
@@ -102,7 +108,6 @@ def fused_fwd_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
-    HAS_H0: tl.constexpr,
     STORE_HT: tl.constexpr,
     IN_SEGMENTS: tl.constexpr,
     BN: tl.constexpr,
@@ -110,12 +115,9 @@ def fused_fwd_kernel(
     IS_VARLEN: tl.constexpr,
 ):
     """ALIGN_O: 0 where o is dense and has no strides."""
-    stride_vb, stride_vt = stride_vb * ALIGN_V, stride_vt * ALIGN_V
-    stride_vh = stride_vh * ALIGN_V
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
-    stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
-    stride_qh = stride_qh * ALIGN_Q
+    stride_vb, stride_vt, stride_vh = in_elements(stride_vb, stride_vt, stride_vh, ALIGN_V)
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_v, i_wh = pid % V_BLOCKS, pid // V_BLOCKS
@@ -146,30 +148,29 @@ def fused_fwd_kernel(
             n_rows = tl.abs(n_rows)
             for start in range(0, n_rows, BT):
                 p_o = o + (row + start) * stride_ot + (o_t * stride_ot + o_v)
-                tl.store(p_o, 0.0, mask=(o_t < n_rows - start) & in_v)
+                store_zeros(p_o, (o_t < n_rows - start) & in_v)
             return
         if not IN_SEGMENTS:
             i_h0 = slot
     elif IS_VARLEN:
         if i_n == N:
             # These rows belong to no sequence: their o is zero.
-            zeros = tl.zeros([BT, BV], dtype=o.dtype.element_ty)
             for start in range(0, -n_rows, BT):
                 p_o = o + ((row + start) * HV + i_hv) * V
-                tl.store(p_o + (o_t * HV * V + o_v), zeros, mask=(o_t < -n_rows - start) & in_v)
+                outside = (o_t < -n_rows - start) & in_v
+                store_zeros(p_o + (o_t * HV * V + o_v), outside)
             return
     dtype: tl.constexpr = A_inv.dtype.element_ty
     in_state = in_k[:, None] & in_v
-    in_h0 = in_state
-    if has_state is not None:
-        if not IN_SEGMENTS:
-            in_h0 = in_h0 & (o_v < tl.where(tl.load(has_state + i_n), V, 0))
-    if HAS_H0:
-        p_h0 = h0 + i_h0 * stride_h0n + i_hv * stride_h0h
-        p_h0 += o_k[:, None] * stride_h0k + o_v * stride_h0v
-        b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
-    else:
+    # A segment has a state to start from in any case: segments.py has looked at the flags.
+    flags = None if IN_SEGMENTS else has_state
+    states = StateMemory(h0, stride_h0n, stride_h0h, stride_h0k, stride_h0v)
+    if h0 is None:
         b_h = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        in_h0 = state_mask(flags, i_n, o_v, in_state, V)
+        p_h0 = state_pointers(states, i_h0, i_hv, o_k, o_v)
+        b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
 
     # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
     base = (i_b * T + row) * HV + i_hv
@@ -189,6 +190,8 @@ def fused_fwd_kernel(
             bos = tl.load(cu_seqlens + i_n).to(tl.int64) if IS_VARLEN else row * 0
         before = (row - bos).to(tl.int32)
         i_c = (i_b * T + bos) // every
+        states = StateMemory(checkpoints, stride_cn, stride_ch, stride_ck, stride_cv)
+        kept = Checkpoints(states, checkpoint_slots, every, M)
     # A token's q.k enters no product, so the compiler would not load it ahead: it is loaded a chunk
     # ahead by hand.
     b_qk_next = tl.load(p_s + 2 * plane + o_t, mask=o_t < n_rows, other=0)
@@ -211,36 +214,17 @@ def fused_fwd_kernel(
         b_hd = b_h.to(dtype)
         b_kh = tl.dot(b_k, b_hd, input_precision=PRECISION)
         b_qh = tl.dot(b_q, b_hd, input_precision=PRECISION)
-        b_v = b_beta * (b_v - b_kh * tl.exp2(b_g))
-        b_v = tl.dot(b_A, b_v.to(dtype), b_v, input_precision=PRECISION)
+        b_v = solve_values(b_kh, b_v, b_A, b_g, b_beta, PRECISION, True)
         b_o = b_qh * (tl.exp2(b_g) * scale) + b_qk * b_v
         b_o = tl.dot(b_P, b_v.to(dtype), b_o, input_precision=PRECISION)
         tl.store(p_o + o_o, b_o.to(o.dtype.element_ty), mask=in_values)
 
-        b_v = (b_v * decay_between(g_last, b_g, valid)).to(dtype)
-        b_h = tl.dot(tl.trans(b_k), b_v, b_h * tl.exp2(g_last), input_precision=PRECISION)
+        b_h = write_values(b_h, b_k, b_v, b_g, g_last, valid, PRECISION)
         if checkpoints is not None:
             tokens = before + start + BT
-            if (left >= BT) & (tokens % every == 0):
-                store_checkpoint(
-                    b_h,
-                    o_k,
-                    o_v,
-                    i_n,
-                    i_hv,
-                    i_c,
-                    tokens // every - 1,
-                    checkpoints,
-                    checkpoint_slots,
-                    M,
-                    stride_cn,
-                    stride_ch,
-                    stride_ck,
-                    stride_cv,
-                    K,
-                    V,
-                    LAST_SKIPPED,
-                )
+            store_checkpoint(
+                b_h, kept, tokens, left >= BT, i_n, i_hv, i_c, o_k, o_v, K, V, LAST_SKIPPED
+            )
         p_q += tl.cast(stride_qt, tl.int64) * BT
         p_k += tl.cast(stride_kt, tl.int64) * BT
         p_v += tl.cast(stride_vt, tl.int64) * BT
@@ -251,14 +235,11 @@ def fused_fwd_kernel(
 
     if STORE_HT:
         if ends:
-            if write_slots is None:
-                p_ht = ht + (i_n * HV + i_hv) * (K * V)
-            else:
-                slot = tl.load(write_slots + i_n).to(tl.int64)
-                in_state = in_state & (o_v < tl.where(slot > LAST_SKIPPED, V, 0))
-                p_ht = ht + slot * stride_htn + i_hv * stride_hth
-            p_ht = p_ht + o_k[:, None] * stride_htk + o_v * stride_htv
-            tl.store(p_ht, b_h.to(ht.dtype.element_ty), mask=in_state)
+            states = StateMemory(ht, stride_htn, stride_hth, stride_htk, stride_htv)
+            i_nh = i_n * HV + i_hv
+            store_final_state(
+                b_h, states, write_slots, i_n, i_nh, i_hv, o_k, o_v, in_state, K, V, LAST_SKIPPED
+            )
 
 
 @functools.lru_cache(maxsize=256, typed=True)
@@ -278,7 +259,6 @@ def fused_launch(
     V: int,
     BT: int,
     dtype: torch.dtype,
-    has_h0: bool,
     store_ht: bool,
     in_segments: bool,
     BN: int,
@@ -305,7 +285,6 @@ def fused_launch(
         BK=config.BK,
         BV=config.BV,
         PRECISION=dot_precision(dtype),
-        HAS_H0=has_h0,
         STORE_HT=store_ht,
         IN_SEGMENTS=in_segments,
         BN=BN,
@@ -389,7 +368,6 @@ def fused_fwd(
         V,
         BT,
         A_inv.dtype,
-        h0 is not None,
         final_state is not None,
         segments is not None,
         BN,

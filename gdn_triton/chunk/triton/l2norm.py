@@ -9,11 +9,21 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.activations import normalized
-from gdn_triton._triton.strides import row_arguments, row_strides
+from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
 from gdn_triton.constants import L2NORM_EPS
 
 # Elements of a tile: 16 a thread of 4 warps, enough loads in flight to stream.
 TILE_ELEMENTS = 2048
+
+
+@triton.jit
+def row_place(i, T, H):
+    """Where row i of [B, T, H] rows lies: (batch entry, token, head)."""
+    i_t = i // H
+    i_b = i_t // T
+    i_t = i_t - i_b * T
+    i_h = i % H
+    return i_b, i_t, i_h
 
 
 @triton.jit(do_not_specialize=["n", "T"])
@@ -38,17 +48,12 @@ def l2norm_kernel(
     BK: tl.constexpr,
     BR: tl.constexpr,
 ):
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
-    stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
-    stride_qh = stride_qh * ALIGN_Q
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
     i = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_k = tl.arange(0, BK)
     mask = (i[:, None] < n) & (o_k[None, :] < K)
-    i_t = i // H
-    i_b = i_t // T
-    i_t = i_t - i_b * T
-    i_h = i % H
+    i_b, i_t, i_h = row_place(i, T, H)
     o_out = i[:, None] * K + o_k[None, :]
     if tl.program_id(1) == 0:
         p_q = q + (i_b * stride_qb + i_t * stride_qt + i_h * stride_qh)[:, None] + o_k[None, :]

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import row_arguments, row_strides
+from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, gpu_of, output_config
 from gdn_triton.chunk.problem import Pool
 from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_between
+from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs, store_zeros
 from gdn_triton.chunk.triton.pool import out_strides
 
 
@@ -55,10 +55,8 @@ def output_fwd_kernel(
     IS_VARLEN: tl.constexpr,
 ):
     """ALIGN_O: 0 where o is dense and has no strides."""
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
-    stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
-    stride_qh = stride_qh * ALIGN_Q
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_v, i_ch = pid % V_BLOCKS, pid // V_BLOCKS
@@ -82,8 +80,7 @@ def output_fwd_kernel(
             # The rows of a packed sequence to skip have a negative number already.
             n_rows = tl.where(tl.load(read_slots + i_b) > LAST_SKIPPED, n_rows, -n_rows)
     if n_rows <= 0:
-        outside = (o_t < -n_rows)[:, None] & in_v[None, :]
-        tl.store(p_o, tl.zeros([BT, BV], dtype=o.dtype.element_ty), mask=outside)
+        store_zeros(p_o, (o_t < -n_rows)[:, None] & in_v[None, :])
         return
     dtype: tl.constexpr = v_new.dtype.element_ty
     valid = o_t < n_rows
@@ -108,7 +105,7 @@ def output_fwd_kernel(
     b_g = tl.load(g_cumsum + base + o_t * HV, mask=valid, other=0)
     b_o *= tl.exp2(b_g)[:, None]
     causal = (o_t[:, None] >= o_t[None, :]) & valid[None, :]
-    b_A = tl.where(causal, b_A * decay_between(b_g[:, None], b_g[None, :], causal), 0.0)
+    b_A = tl.where(causal, b_A * decay_of_pairs(b_g, causal), 0.0)
     mask = valid[:, None] & in_v[None, :]
     b_v = tl.load(v_new + base * V + o_o, mask=mask, other=0)
     b_o = tl.dot(b_A.to(dtype), b_v, b_o, input_precision=PRECISION) * scale

@@ -75,10 +75,29 @@ def sequence_span(i_n, cu_seqlens, chunk_offsets, T, NT, IS_VARLEN: tl.constexpr
 
 
 @triton.jit
+def store_zeros(p, mask):
+    """Stores 0 at those of the pointers p where ``mask``, of their shape."""
+    tl.store(p, tl.zeros(mask.shape, dtype=p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def decay_between(g_to, g_from, mask):
     """2^(g_to - g_from) where ``mask``, else exactly 0. The select precedes the exponential:
     a masked difference may be large and positive, and inf * 0 is NaN."""
     return tl.exp2(tl.where(mask, g_to - g_from, float("-inf")))
+
+
+@triton.jit
+def decay_of_pairs(b_g, mask):
+    """2^(g_i - g_j) of the tokens i, j of a chunk where ``mask`` [BT, BT], else exactly 0. b_g:
+    [BT], log2 units."""
+    return decay_between(b_g[:, None], b_g[None, :], mask)
+
+
+@triton.jit
+def diagonal(b_x, o_t):
+    """The diagonal [BT] of b_x [BT, BT], exactly; o_t: the numbers of its rows."""
+    return tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_x, 0.0), 1)
 
 
 @triton.jit

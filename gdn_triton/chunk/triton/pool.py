@@ -1,5 +1,8 @@
-"""States in the slots of a pool, as kernels take them: `gdn_triton.chunk.problem.Pool` says what is
-read and written. Without a pool the pointers are None, and the code that needs them is left out."""
+"""States in memory, as kernels take them: in tensors of a state a sequence, and in the slots of a
+pool, of which `gdn_triton.chunk.problem.Pool` says what is read and written. Without a pool its
+pointers are None, and the code that needs them is left out."""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,37 +20,100 @@ _NO_POINTERS: dict[str, torch.Tensor | None] = dict.fromkeys(_POINTERS)
 _NO_NUMBERS = {"every": 0, "M": 0}
 
 
+class StateMemory(NamedTuple):
+    """Where states [K, V] of sequences or slots lie, by head: p, a pointer or None where there are
+    none, and the strides between sequences, heads, rows and columns."""
+
+    p: Any
+    stride_n: Any
+    stride_h: Any
+    stride_k: Any
+    stride_v: Any
+
+
+class Checkpoints(NamedTuple):
+    """Where the states after every ``every`` tokens of a sequence go. slots: [N, M], by checkpoint,
+    or None where they follow one another."""
+
+    states: Any
+    slots: Any
+    every: Any
+    M: Any
+
+
 @triton.jit
-def store_checkpoint(
+def state_pointers(x, i_n, i_hv, o_k, o_v):
+    """Pointers [BK, BV] to rows o_k [BK] and columns o_v [1, BV] of a state of the memory x.
+    i_n and i_hv are int64, so that no offset of a state overflows."""
+    p = x.p + i_n * x.stride_n + i_hv * x.stride_h
+    return p + (o_k[:, None] * x.stride_k + o_v * x.stride_v)
+
+
+@triton.jit
+def state_mask(has_state, i_n, o_v, in_state, V: tl.constexpr):
+    """``in_state``, or nothing where ``has_state`` [N] is there and false for sequence ``i_n``."""
+    if has_state is not None:
+        in_state = in_state & (o_v < tl.where(tl.load(has_state + i_n), V, 0))
+    return in_state
+
+
+@triton.jit
+def store_final_state(
     b_h,
+    x,
+    write_slots,
+    i_n,
+    i_nh,
+    i_hv,
     o_k,
     o_v,
-    i_n,
-    i_hv,
-    row,
-    index,
-    checkpoints,
-    checkpoint_slots,
-    M,
-    stride_cn,
-    stride_ch,
-    stride_ck,
-    stride_cv,
+    in_state,
     K: tl.constexpr,
     V: tl.constexpr,
     LAST_SKIPPED: tl.constexpr,
 ):
-    """Stores b_h as checkpoint ``index`` of sequence ``i_n``, whose first one has row ``row``."""
-    in_v = o_v < V
-    if checkpoint_slots is None:
-        row += index
+    """Stores b_h [BK, BV] as the columns o_v of the final state of sequence ``i_n`` in the memory
+    x: in its slot of a pool, unless that is padding; without ``write_slots`` x holds a dense state
+    for each of the sequences and heads, i_nh = i_n HV + i_hv."""
+    if write_slots is None:
+        p_ht = x.p + i_nh * (K * V)
     else:
-        p_slot = checkpoint_slots + i_n * M + index
-        row = tl.load(p_slot, mask=index < M, other=LAST_SKIPPED).to(tl.int64)
-        in_v = o_v < tl.where(row > LAST_SKIPPED, V, 0)
-    p_c = checkpoints + row * stride_cn + i_hv * stride_ch
-    p_c += o_k[:, None] * stride_ck + o_v * stride_cv
-    tl.store(p_c, b_h.to(checkpoints.dtype.element_ty), mask=(o_k < K)[:, None] & in_v)
+        slot = tl.load(write_slots + i_n).to(tl.int64)
+        in_state = in_state & (o_v < tl.where(slot > LAST_SKIPPED, V, 0))
+        p_ht = x.p + slot * x.stride_n + i_hv * x.stride_h
+    p_ht = p_ht + o_k[:, None] * x.stride_k + o_v * x.stride_v
+    tl.store(p_ht, b_h.to(x.p.dtype.element_ty), mask=in_state)
+
+
+@triton.jit
+def store_checkpoint(
+    b_h,
+    x,
+    tokens,
+    is_whole,
+    i_n,
+    i_hv,
+    row,
+    o_k,
+    o_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr,
+):
+    """Stores b_h [BK, BV], the columns o_v of the state after ``tokens`` tokens of sequence
+    ``i_n``, where a checkpoint is due and the last chunk ``is_whole``. row: of the sequence's first
+    checkpoint, where they follow one another."""
+    if is_whole & (tokens % x.every == 0):
+        index = tokens // x.every - 1
+        in_v = o_v < V
+        if x.slots is None:
+            row += index
+        else:
+            p_slot = x.slots + i_n * x.M + index
+            row = tl.load(p_slot, mask=index < x.M, other=LAST_SKIPPED).to(tl.int64)
+            in_v = o_v < tl.where(row > LAST_SKIPPED, V, 0)
+        p_c = state_pointers(x.states, row, i_hv, o_k, o_v)
+        tl.store(p_c, b_h.to(x.states.p.dtype.element_ty), mask=(o_k < K)[:, None] & in_v)
 
 
 def pool_pointers(pool: Pool | None) -> dict[str, torch.Tensor | None]:

@@ -19,11 +19,17 @@ import triton.language as tl
 
 from gdn_triton._triton.activations import log_decay, normalized, sigmoid
 from gdn_triton._triton.launch import Launch
-from gdn_triton._triton.strides import head_arguments, head_strides, row_arguments, row_strides
+from gdn_triton._triton.strides import (
+    head_arguments,
+    head_strides,
+    in_elements,
+    row_arguments,
+    row_strides,
+)
 from gdn_triton._triton.tiles import dot_precision, prepare_config
 from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.inverse import fits_half, invert_unit_lower
-from gdn_triton.chunk.triton.places import chunk_span, decay_between, decay_cumsum
+from gdn_triton.chunk.triton.places import chunk_span, decay_cumsum, decay_of_pairs, diagonal
 from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
 
@@ -78,10 +84,8 @@ def prepare_fwd_kernel(
     COPY_QK: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
-    stride_qb, stride_qt = stride_qb * ALIGN_Q, stride_qt * ALIGN_Q
-    stride_qh = stride_qh * ALIGN_Q
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_hv = pid // HV, pid % HV
     G = HV // H
@@ -127,11 +131,11 @@ def prepare_fwd_kernel(
     b_k = b_k.to(dtype)
     b_q = b_q.to(dtype)
     below = o_t[:, None] > o_t[None, :]
-    decay = decay_between(b_g[:, None], b_g[None, :], below)
+    decay = decay_of_pairs(b_g, below)
     p_A = base * BT + (o_t[:, None] * HV * BT + o_t[None, :])
     # 0 * inf or 0 * NaN of a product above the diagonal must not survive: select, not multiply.
     b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
-    b_qk = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_P, 0.0), 1)
+    b_qk = diagonal(b_P, o_t)
     b_P = tl.where(below, b_P * decay, 0.0)
     tl.store(A_qk + p_A, b_P.to(dtype), mask=valid[:, None])
     p_s = scalars + (i_b * HV + i_hv) * T + row + o_t

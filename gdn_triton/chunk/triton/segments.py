@@ -18,12 +18,14 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.launch import Launch
-from gdn_triton._triton.strides import named, row_arguments, row_strides, state_strides
+from gdn_triton._triton.strides import in_elements, named, row_arguments, row_strides, state_strides
 from gdn_triton._triton.tiles import Tile, dot_precision, gpu_of, maps_config, starts_config
 from gdn_triton.chunk.problem import Pool
 from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_between, segment_place
+from gdn_triton.chunk.triton.places import chunk_span, segment_place
+from gdn_triton.chunk.triton.pool import StateMemory, state_mask, state_pointers, store_final_state
 from gdn_triton.chunk.triton.prepare import ChunkFactors
+from gdn_triton.chunk.triton.update import solve_values, write_values
 
 
 @triton.jit(do_not_specialize=["B", "T", "N", "NS", "segment"])
@@ -62,10 +64,8 @@ def segment_maps_kernel(
     HAS_H0: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
-    stride_vb, stride_vt = stride_vb * ALIGN_V, stride_vt * ALIGN_V
-    stride_vh = stride_vh * ALIGN_V
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
+    stride_vb, stride_vt, stride_vh = in_elements(stride_vb, stride_vt, stride_vh, ALIGN_V)
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BC - 1) // BC
     C_BLOCKS: tl.constexpr = V_BLOCKS + (K + BC - 1) // BC
@@ -106,10 +106,8 @@ def segment_maps_kernel(
         b_v = tl.load(p_v + (o_t * stride_vt + o_c), mask=in_v, other=0).to(tl.float32)
         b_A = tl.load(p_A + (o_t * HV * BT + o_s))
         b_kh = tl.dot(b_k, b_h.to(dtype), input_precision=PRECISION)
-        b_v = b_beta * (b_v - b_kh * tl.exp2(b_g))
-        b_v = tl.dot(b_A, b_v.to(dtype), b_v, input_precision=PRECISION)
-        b_v = (b_v * decay_between(g_last, b_g, o_t >= 0)).to(dtype)
-        b_h = tl.dot(tl.trans(b_k), b_v, b_h * tl.exp2(g_last), input_precision=PRECISION)
+        b_v = solve_values(b_kh, b_v, b_A, b_g, b_beta, PRECISION, True)
+        b_h = write_values(b_h, b_k, b_v, b_g, g_last, o_t >= 0, PRECISION)
         p_k += tl.cast(stride_kt, tl.int64) * BT
         p_v += tl.cast(stride_vt, tl.int64) * BT
         p_A += tl.cast(HV, tl.int64) * BT * BT
@@ -168,19 +166,17 @@ def segment_starts_kernel(
     in_state = (o_k[:, None] < K) & (o_v < V)
     in_shift = (o_k[:, None] < K) & (o_k[None, :] < K)
     i_h0 = i_n
-    in_h0 = in_state
     if read_slots is not None:
         i_h0 = tl.load(read_slots + i_n).to(tl.int64)
         if i_h0 <= LAST_SKIPPED:
             return
-        if has_state is not None:
-            in_h0 = in_h0 & (o_v < tl.where(tl.load(has_state + i_n), V, 0))
-    if HAS_H0:
-        p_h0 = h0 + i_h0 * stride_h0n + i_hv * stride_h0h
-        p_h0 += o_k[:, None] * stride_h0k + o_v * stride_h0v
-        b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
-    else:
+    states = StateMemory(h0, stride_h0n, stride_h0h, stride_h0k, stride_h0v)
+    if h0 is None:
         b_h = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        in_h0 = state_mask(has_state, i_n, o_v, in_state, V)
+        p_h0 = state_pointers(states, i_h0, i_hv, o_k, o_v)
+        b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
     base = first * HV + i_hv
     p_b = offsets + base * (K * V) + (o_k[:, None] * V + o_v)
     p_M = shifts + base * (K * K) + (o_k[:, None] * K + o_k[None, :])
@@ -196,14 +192,10 @@ def segment_starts_kernel(
     if count > 0:
         tl.store(p_b, b_h, mask=in_state)
     elif STORE_HT:
-        if write_slots is None:
-            p_ht = ht + i_nh * (K * V)
-        else:
-            slot = tl.load(write_slots + i_n).to(tl.int64)
-            in_state = in_state & (o_v < tl.where(slot > LAST_SKIPPED, V, 0))
-            p_ht = ht + slot * stride_htn + i_hv * stride_hth
-        p_ht = p_ht + o_k[:, None] * stride_htk + o_v * stride_htv
-        tl.store(p_ht, b_h.to(ht.dtype.element_ty), mask=in_state)
+        states = StateMemory(ht, stride_htn, stride_hth, stride_htk, stride_htv)
+        store_final_state(
+            b_h, states, write_slots, i_n, i_nh, i_hv, o_k, o_v, in_state, K, V, LAST_SKIPPED
+        )
 
 
 @functools.lru_cache(maxsize=256, typed=True)

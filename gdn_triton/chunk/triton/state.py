@@ -14,18 +14,24 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.states import empty_state
-from gdn_triton._triton.strides import named, row_arguments, row_strides, state_strides
+from gdn_triton._triton.strides import in_elements, named, row_arguments, row_strides, state_strides
 from gdn_triton._triton.tiles import dot_precision, gpu_of, state_config
 from gdn_triton.chunk.problem import Pool
 from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import decay_between, sequence_span
+from gdn_triton.chunk.triton.places import sequence_span
 from gdn_triton.chunk.triton.pool import (
+    Checkpoints,
+    StateMemory,
     pool_arguments,
     pool_layout,
     pool_numbers,
     pool_pointers,
+    state_mask,
+    state_pointers,
     store_checkpoint,
+    store_final_state,
 )
+from gdn_triton.chunk.triton.update import add_values, decayed_values
 
 
 @triton.jit(do_not_specialize=["T", "NT", "every", "M"])
@@ -73,14 +79,12 @@ def state_fwd_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
-    HAS_H0: tl.constexpr,
     STORE_H: tl.constexpr,
     STORE_HT: tl.constexpr,
     LAST_SKIPPED: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_v, i_nh = pid % V_BLOCKS, pid // V_BLOCKS
@@ -94,19 +98,17 @@ def state_fwd_kernel(
     in_k, in_v = o_k < K, o_v < V
     in_state = in_k[:, None] & in_v
     i_h0 = i_n
-    in_h0 = in_state
     if read_slots is not None:
         i_h0 = tl.load(read_slots + i_n).to(tl.int64)
         if i_h0 <= LAST_SKIPPED:
             return
-        if has_state is not None:
-            in_h0 = in_h0 & (o_v < tl.where(tl.load(has_state + i_n), V, 0))
-    if HAS_H0:
-        p_h0 = h0 + i_h0 * stride_h0n + i_hv * stride_h0h
-        p_h0 += o_k[:, None] * stride_h0k + o_v * stride_h0v
-        b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
-    else:
+    states = StateMemory(h0, stride_h0n, stride_h0h, stride_h0k, stride_h0v)
+    if h0 is None:
         b_h = tl.zeros([BK, BV], dtype=tl.float32)
+    else:
+        in_h0 = state_mask(has_state, i_n, o_v, in_state, V)
+        p_h0 = state_pointers(states, i_h0, i_hv, o_k, o_v)
+        b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
 
     # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
     base = (i_b * T + row) * HV + i_hv
@@ -118,6 +120,8 @@ def state_fwd_kernel(
     if checkpoints is not None:
         # The row of the sequence's first checkpoint.
         i_c = (i_b * T + row) // every
+        states = StateMemory(checkpoints, stride_cn, stride_ch, stride_ck, stride_cv)
+        kept = Checkpoints(states, checkpoint_slots, every, M)
     for start in range(0, n_rows, BT):
         left = n_rows - start
         valid = o_t < left
@@ -134,31 +138,13 @@ def state_fwd_kernel(
 
         b_g = tl.load(p_g + o_t * HV, mask=valid, other=0)
         g_last = tl.load(p_g + (tl.minimum(left, BT) - 1) * HV)
-        b_v = (b_v * decay_between(g_last, b_g, valid)).to(dtype)
+        b_v = decayed_values(b_v, b_g, g_last, valid).to(dtype)
         b_k = tl.load(p_k + (o_t * stride_kt + o_k[None, :]), mask=in_keys, other=0).to(dtype)
-        b_h = tl.dot(tl.trans(b_k), b_v, b_h * tl.exp2(g_last), input_precision=PRECISION)
+        b_h = add_values(b_h, b_k, b_v, g_last, PRECISION)
         if checkpoints is not None:
-            tokens = start + BT
-            if (left >= BT) & (tokens % every == 0):
-                store_checkpoint(
-                    b_h,
-                    o_k,
-                    o_v,
-                    i_n,
-                    i_hv,
-                    i_c,
-                    tokens // every - 1,
-                    checkpoints,
-                    checkpoint_slots,
-                    M,
-                    stride_cn,
-                    stride_ch,
-                    stride_ck,
-                    stride_cv,
-                    K,
-                    V,
-                    LAST_SKIPPED,
-                )
+            store_checkpoint(
+                b_h, kept, start + BT, left >= BT, i_n, i_hv, i_c, o_k, o_v, K, V, LAST_SKIPPED
+            )
         p_w += step * K
         p_u += step * V
         p_v_new += step * V
@@ -166,14 +152,10 @@ def state_fwd_kernel(
         p_k += tl.cast(stride_kt, tl.int64) * BT
 
     if STORE_HT:
-        if write_slots is None:
-            p_ht = ht + i_nh * (K * V)
-        else:
-            slot = tl.load(write_slots + i_n).to(tl.int64)
-            in_state = in_state & (o_v < tl.where(slot > LAST_SKIPPED, V, 0))
-            p_ht = ht + slot * stride_htn + i_hv * stride_hth
-        p_ht = p_ht + o_k[:, None] * stride_htk + o_v * stride_htv
-        tl.store(p_ht, b_h.to(ht.dtype.element_ty), mask=in_state)
+        states = StateMemory(ht, stride_htn, stride_hth, stride_htk, stride_htv)
+        store_final_state(
+            b_h, states, write_slots, i_n, i_nh, i_hv, o_k, o_v, in_state, K, V, LAST_SKIPPED
+        )
 
 
 def state_fwd(
@@ -235,7 +217,6 @@ def state_fwd(
         BK=config.BK,
         BV=config.BV,
         PRECISION=dot_precision(dtype),
-        HAS_H0=initial_state is not None,
         STORE_H=store_h,
         STORE_HT=final_state is not None,
         IS_VARLEN=chunks.cu_seqlens is not None,

@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import head_arguments, row_arguments, row_strides
+from gdn_triton._triton.strides import head_arguments, in_elements, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, wy_config
 from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.inverse import invert_unit_lower
-from gdn_triton.chunk.triton.places import chunk_span, decay_between
+from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
@@ -56,10 +56,8 @@ def wy_fwd_kernel(
     STORE_A_INV: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    stride_vb, stride_vt = stride_vb * ALIGN_V, stride_vt * ALIGN_V
-    stride_vh = stride_vh * ALIGN_V
-    stride_kb, stride_kt = stride_kb * ALIGN_K, stride_kt * ALIGN_K
-    stride_kh = stride_kh * ALIGN_K
+    stride_vb, stride_vt, stride_vh = in_elements(stride_vb, stride_vt, stride_vh, ALIGN_V)
+    stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_hv = pid // HV, pid % HV
     i_h = i_hv // (HV // H)
@@ -86,7 +84,7 @@ def wy_fwd_kernel(
         b_A = tl.dot(b_k, tl.trans(b_k), b_A, input_precision=PRECISION)
     # Mask the rows past the end: their g is 0, and 2^(0 - g_j) may be inf.
     below = (o_t[:, None] > o_t[None, :]) & valid[:, None]
-    b_A *= b_beta[:, None] * decay_between(b_g[:, None], b_g[None, :], below)
+    b_A *= b_beta[:, None] * decay_of_pairs(b_g, below)
     # 0 * inf or 0 * NaN of a key's product with itself or a later key must not survive the mask.
     b_A = tl.where(below, b_A, 0.0)
     b_X = invert_unit_lower(b_A, BT, PRECISION, False)

@@ -1,0 +1,27 @@
+"""What several kernels must compute to the same bits has one text that all of them call."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+KERNELS = Path(__file__).resolve().parents[2] / "gdn_triton" / "chunk" / "triton"
+
+
+def calls(tree: ast.AST, name: str) -> list[ast.Call]:
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in found if ast.unparse(call.func) == name]
+
+
+def test_update_of_the_state() -> None:
+    """A product that is added to the decayed state, or to its gradient: equations (3) and (8)."""
+    decayed: Counter[str] = Counter()
+    callers = set()
+    for path in sorted(KERNELS.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for dot in calls(tree, "tl.dot"):
+            decayed[path.name] += any(calls(added, "tl.exp2") for added in dot.args[2:])
+        if calls(tree, "write_values") or calls(tree, "add_values"):
+            callers.add(path.name)
+    assert +decayed == {"update.py": 2}
+    walks = {"affine.py", "backward_state.py", "fused.py", "segments.py", "state.py"}
+    assert callers == walks | {"update.py"}
