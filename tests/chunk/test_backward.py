@@ -140,7 +140,7 @@ def test_walks_apart(dtype: torch.dtype, device: str, monkeypatch: pytest.Monkey
 def test_gates_of_every_strength(
     seed: int, strength: float, K: int, dtype: torch.dtype, device: str
 ) -> None:
-    """The gradients that compilers have got wrong (docs/numerics.md): of k, g and beta, where pairs
+    """The gradients that compilers have got wrong (docs/backward.md): of k, g and beta, where pairs
     of tokens of a chunk weigh most, and where they weigh nothing."""
     case = Case("gates", "", T=200, H=2, HV=4, K=K, V=128, chunk_size=64, spare=8)
     x = make_inputs(case, dtype, device, seed=seed)

@@ -143,7 +143,8 @@ def _gradients(
         chunks,
         p.scale,
     )
-    # Before the norm's own step a rounding would be one more.
+    # The gradients of the normalised q and k stay in float32 until the norm's own step has read
+    # them: rounded to the inputs' dtype before it, they would be rounded twice.
     dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
     dq, dk, dv, shares, across = query_key_bwd(
         c.q,
