@@ -119,7 +119,7 @@ def warmup(
         raw_gates=raw_gates,
     )
     packed = [
-        (N, T) for T in _series(max_tokens) for N in _series(max_sequences) if N == 1 or N <= T
+        (N, T) for T in series(max_tokens) for N in series(max_sequences) if N == 1 or N <= T
     ]
     shapes: list[tuple[int, int, int | None]] = [(1, T, N) for N, T in packed]
     shapes += [(B, T, None) for B, T in padded]
@@ -133,7 +133,7 @@ def warmup(
     count = 0
     for call in calls:
         if call is recurrent_step:
-            steps = product(_series(max_sequences), tokens_per_step, (False, True))
+            steps = product(series(max_sequences), tokens_per_step, (False, True))
             for n, T, split in steps:
                 token = x.step(n, T, split=split, mixed=mixed_qkv)
                 pool = x.zeros(1 + n * T, *state, dtype=state_dtype)
@@ -170,8 +170,9 @@ def warmup(
     return count
 
 
-def _series(most: int) -> Iterator[int]:
-    """From 1 to `most`, each but the last at most a quarter above the one before, or one above."""
+def series(most: int) -> Iterator[int]:
+    """From 1 to `most`, each but the last at most a quarter above the one before, or one above:
+    sizes so close together that every tile that a size can choose is among theirs."""
     n = 1
     while n < most:
         yield n

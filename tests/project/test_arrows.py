@@ -30,7 +30,7 @@ PARTS = {
     "explanations": "chunk recurrent conv prep _host",
     "warming": "chunk recurrent _host constants",
     "layers": "chunk recurrent conv _host",
-    "integrations": "explanations chunk recurrent conv prep _host constants",
+    "integrations": "explanations warming chunk recurrent conv prep _host constants",
     TOP: "explanations warming chunk recurrent conv prep _host",
     "demo": f"{TOP} reference constants",
     "__main__": "demo",
