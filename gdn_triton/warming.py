@@ -118,9 +118,7 @@ def warmup(
         beta_dtype=beta_dtype,
         raw_gates=raw_gates,
     )
-    packed = [
-        (N, T) for T in series(max_tokens) for N in series(max_sequences) if N == 1 or N <= T
-    ]
+    packed = [(N, T) for T in series(max_tokens) for N in series(max_sequences) if N == 1 or N <= T]
     shapes: list[tuple[int, int, int | None]] = [(1, T, N) for N, T in packed]
     shapes += [(B, T, None) for B, T in padded]
     options = {
