@@ -216,7 +216,8 @@ def test_kernel_bits_of_a_row(device: str) -> None:
 
 def test_kernel_has_no_second_derivative(device: str) -> None:
     x, gate, weight = (y.requires_grad_() for y in make_args((3, 8), FP32, device))
-    (dx,) = torch.autograd.grad(rms_norm_gated(x, gate, weight).sum(), x, create_graph=True)
+    dy = torch.ones(3, 8, device=device, requires_grad=True)
+    (dx,) = torch.autograd.grad(rms_norm_gated(x, gate, weight), x, dy, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
 
@@ -280,20 +281,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("changes, error, words", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_bad_arguments(
-    is_compiled: bool, changes: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    if is_compiled and changes.keys() & {"gate", "x", "weight"} and "type" in words:
-        pytest.skip("a list of numbers is a graph's input of another kind")
+def test_bad_arguments(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     args: dict[str, Any] = {"x": X, "gate": X, "weight": X[0], **changes}
-    run = rms_norm_gated
-    if is_compiled:
-        with pytest.raises((error, torch._dynamo.exc.Unsupported, RuntimeError), match=words):
-            torch.compile(run, fullgraph=True, backend="eager")(**args)
-    else:
-        with pytest.raises(error, match=words):
-            run(**args)
+    with pytest.raises(error, match=words):
+        rms_norm_gated(**args)
 
 
 # ----------------------------------------------------------------------------------- the operator
