@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -28,28 +28,14 @@ from gdn_triton._host.arguments import (
 from gdn_triton._host.backends import Backend, Operator, missing, reference_supports, triton_refusal
 from gdn_triton._host.device import on_device
 from gdn_triton._host.tensors import resolved, why_unreadable
+from gdn_triton.norm.problem import Norm
 
 ACTIVATIONS: Final = ("silu", "sigmoid")
 # Channels of a row that the Triton kernels hold in registers.
 MAX_D: Final = 8192
 NAMES: Final = ("x", "gate", "weight")
 
-Run = Callable[["Norm", Tensor, Tensor, Tensor], Tensor]
-
-
-class Norm(NamedTuple):
-    """A validated call, from which its backend is chosen. D: channels of a row. dtypes: of x, gate
-    and weight. needs_grad: grad mode is on and some input requires a gradient. unreadable: a
-    sentence why no kernel can take the tensors, or None."""
-
-    D: int
-    eps: float
-    activation: str
-    round_norm: bool
-    device: torch.device
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    needs_grad: bool = False
-    unreadable: str | None = None
+Run = Callable[[Norm, Tensor, Tensor, Tensor], Tensor]
 
 
 def validate_norm(

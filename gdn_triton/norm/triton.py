@@ -25,7 +25,7 @@ from gdn_triton._host.tensors import readable_gradient
 from gdn_triton._triton.activations import sigmoid
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named
-from gdn_triton.norm.backends import Norm
+from gdn_triton.norm.problem import Norm
 
 # Elements of a tile: 16 a thread with four warps. A longer row is a tile by itself.
 TILE: Final = 2048
