@@ -163,13 +163,19 @@ def stubs(name: str) -> dict[str, ModuleType]:
                 is_cpu=_never,
                 is_xpu=_never,
                 cpu_has_amx_support=_never,
+                cdiv=triton.cdiv,
+                next_power_of_2=triton.next_power_of_2,
                 device_context=_nothing_around,
                 get_bool_env_var=lambda name, default="false": default == "true",
             ),
-            _module(
-                "sglang.srt.batch_invariant_ops", is_batch_invariant_mode_enabled=_never
-            ),
+            _module("sglang.srt.batch_invariant_ops", is_batch_invariant_mode_enabled=_never),
             _module("sglang.srt.environ", envs=_Environment()),
+            _module(
+                "sglang.srt.model_executor.cuda_graph_config",
+                Backend=_Environment(),
+                Phase=_Environment(),
+                check_cuda_graph_backend=lambda *args: False,
+            ),
         ]
     return {module.__name__: module for module in found}
 
@@ -198,7 +204,7 @@ def kernels(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
             _package(".".join(parts[:n]), folder.joinpath(*parts[:n]))
         sys.modules[module.__name__] = module
         setattr(sys.modules[".".join(parts[:-1])], parts[-1], module)
-    found = {}
+    found: dict[str, Callable[..., Any]] = {}
     for path, names in FUNCTIONS[name].items():
         module = importlib.import_module(path)
         found |= {function: getattr(module, function) for function in names}
