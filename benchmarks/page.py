@@ -4,8 +4,8 @@
 
 It writes, of the `.jsonl` files there (a run's results.jsonl, or what `--jsonl` of
 benchmarks.decode, benchmarks.layer and benchmarks.backward wrote): a page of rows beside each file;
-in the documents, what stands between a line `<!-- benchmarks: NAME -->` and a line `<!-- benchmarks end -->`; and,
-where matplotlib is installed, the plots in docs/assets.
+in the documents, what stands between a line `<!-- benchmarks: NAME -->` and a line
+`<!-- benchmarks end -->`; and, where matplotlib is installed, the plots in docs/assets.
 
 A ratio is the time of another implementation over ours of the same run. Of a call that several
 files have, the file with the latest date counts.
