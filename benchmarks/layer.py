@@ -423,7 +423,7 @@ def makers_of(folder: Path | None) -> tuple[dict[str, Maker], dict[str, str], li
 
 
 def launches(call: Callable[[], Any], device: Device) -> int | None:
-    """Kernels, copies and fills of one call; None on the CPU."""
+    """Kernels, copies and fills of one call; None on the CPU, and where the profiler sees none."""
     if not device.is_cuda:
         return None
     call()
@@ -431,7 +431,7 @@ def launches(call: Callable[[], Any], device: Device) -> int | None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         device.synchronize()
-    return sum(event.device_type.name == "CUDA" for event in profile.events() or ())
+    return sum(event.device_type.name == "CUDA" for event in profile.events() or ()) or None
 
 
 def measure(

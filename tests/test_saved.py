@@ -37,7 +37,8 @@ class Program(torch.nn.Module):
         filled, _ = gdn_triton.chunk_prefill(pool, slots, q=q, k=k, v=v, g=g, beta=beta)
         token = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         step = gdn_triton.recurrent_step(pool, slots, **{n: y[:, 0] for n, y in token.items()})
-        return y, now, *prepared, *both, *chunked, walked, filled, step, pool, last
+        normed = gdn_triton.rms_norm_gated(walked, v, v[0, 0, 0])
+        return y, now, *prepared, *both, *chunked, walked, filled, step, normed, pool, last
 
 
 LOAD = """
