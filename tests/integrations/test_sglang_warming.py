@@ -16,6 +16,7 @@ from gdn_triton.integrations.sglang import warming
 MODULES = """
 import sys
 from types import ModuleType, SimpleNamespace
+import torch
 from engine_sources import load
 from gdn_triton.integrations import sglang
 from gdn_triton.integrations.sglang import warming
