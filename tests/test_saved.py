@@ -50,7 +50,7 @@ PACKAGE = "program = torch._inductor.aoti_load_package(sys.argv[1])\n"
 COMPARE = """
 args, expected = torch.load(sys.argv[2])
 results = program(*args)
-assert len(results) == len(expected) == 19, len(results)
+assert len(results) == len(expected) == 20, len(results)
 for x, y in zip(results, expected):
     assert y.isfinite().all() and torch.equal(x, y)
 print("same bits")
