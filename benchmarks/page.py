@@ -3,9 +3,9 @@
     python -m benchmarks.page
 
 It writes, of the `.jsonl` files there (a run's results.jsonl, or what `--jsonl` of
-benchmarks.decode and benchmarks.backward wrote): a page of rows beside each file; in the documents,
-what stands between a line `<!-- benchmarks: NAME -->` and a line `<!-- benchmarks end -->`; and,
-where matplotlib is installed, the plots in docs/assets.
+benchmarks.decode, benchmarks.layer and benchmarks.backward wrote): a page of rows beside each file;
+in the documents, what stands between a line `<!-- benchmarks: NAME -->` and a line
+`<!-- benchmarks end -->`; and, where matplotlib is installed, the plots in docs/assets.
 
 A ratio is the time of another implementation over ours of the same run. Of a call that several
 files have, the file with the latest date counts.
@@ -146,12 +146,14 @@ def backward_ratios(records: list[Record]) -> Iterator[Ratio]:
 
 def kind_of(records: list[Record]) -> str:
     kinds = {record["kind"] for record in records}
-    return next((kind for kind in ("decode", "times", "errors") if kind in kinds), "run")
+    return next((kind for kind in ("decode", "layer", "times", "errors") if kind in kinds), "run")
 
 
 def all_ratios(files: Iterable[Path]) -> list[Ratio]:
     readers: dict[str, Callable[[list[Record]], Iterator[Ratio]]] = {
         "decode": decode_ratios,
+        # Its rows are a page of their own, and no ratios of an operator.
+        "layer": lambda records: iter(()),
         "times": backward_ratios,
     }
     found: dict[tuple[str, ...], Ratio] = {}

@@ -8,8 +8,9 @@ implementations; and a record {"kind": "note", "heading", "text"}.
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from benchmarks import backward, decode
+from benchmarks import backward, decode, layer
 from benchmarks.records import OURS, Record, Run, best_ratio, others
 from benchmarks.shapes import floor_us, gates_of, kinds_among
 
@@ -299,22 +300,27 @@ python -m benchmarks.page
 {gpu}, torch {torch}, Triton {triton}; {implementations}, at {commit}. The records are in `{file}`.
 """
 
-HEADINGS_OF_KINDS = {"decode": "Decode steps", "times": "Gradients"}
+# Of each kind of record the heading of its page, and the module whose table it is.
+PLAIN_KINDS: dict[str, tuple[str, Any]] = {
+    "decode": ("Decode steps", decode),
+    "layer": ("The Gated DeltaNet part of a layer", layer),
+    "times": ("Gradients", backward),
+}
 
 
 def plain_section(file: str, records: Sequence[Record]) -> str:
-    """The page of a file of benchmarks.decode or benchmarks.backward, whose tables these are."""
+    """The page of a file of one of the modules of `PLAIN_KINDS`."""
     head = [x for x in records if x["kind"] == "header"][-1]
     rows = [x for x in records if x["kind"] not in ("header", "note")]
-    kind = next(kind for kind in HEADINGS_OF_KINDS if any(x["kind"] == kind for x in rows))
+    kinds = {x["kind"] for x in rows}
+    heading, module = next(of for kind, of in PLAIN_KINDS.items() if kind in kinds)
     named = [f"{name} {version}" for name, version in head["implementations"].items()]
     made = {
-        "heading": HEADINGS_OF_KINDS[kind],
+        "heading": heading,
         "implementations": ", ".join(named),
         "file": file,
     }
     text = PLAIN.format(**head | made)
     text += "".join(f"\n{x['text']}\n" for x in records if x["kind"] == "note")
-    module = decode if kind == "decode" else backward
     names = list(dict.fromkeys(name for x in rows for name in x["results"]))
     return f"{text}\n{module.LEGEND}\n\n{module.tables(rows, names).strip()}\n"

@@ -5,6 +5,7 @@ from gdn_triton.chunk.api import chunk_gated_delta_rule, chunk_gdn, explain
 from gdn_triton.chunk.prefill import chunk_prefill
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update, fused_conv_prep
 from gdn_triton.explanations import explain_call
+from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.prep.api import fused_post_conv_prep
 from gdn_triton.recurrent.api import (
     fused_recurrent_gated_delta_rule,
@@ -30,5 +31,6 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "recurrent_step",
+    "rms_norm_gated",
     "warmup",
 ]

@@ -26,6 +26,8 @@ from gdn_triton.conv.backends import (
     validate_conv,
 )
 from gdn_triton.conv.backends import STEP as CONV_STEP
+from gdn_triton.norm.api import rms_norm_gated
+from gdn_triton.norm.backends import NORM, validate_norm
 from gdn_triton.prep.api import fused_post_conv_prep
 from gdn_triton.prep.backends import POST_CONV, validate_post_conv, with_gradients
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step, step_call
@@ -44,7 +46,7 @@ def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     Args:
         function: one of this package's operators: `chunk_gated_delta_rule`, `chunk_prefill`,
             `fused_recurrent_gated_delta_rule`, `recurrent_step`, `causal_conv1d`,
-            `causal_conv1d_update`, `fused_conv_prep`, `fused_post_conv_prep`.
+            `causal_conv1d_update`, `fused_conv_prep`, `fused_post_conv_prep`, `rms_norm_gated`.
         args, kwargs: its arguments.
 
     Returns:
@@ -110,6 +112,10 @@ def _post_conv(given: _Given) -> Explanation:
     return POST_CONV.explain(with_gradients(sizes, needs_grad))
 
 
+def _norm(given: _Given) -> Explanation:
+    return NORM.explain(validate_norm(**given))
+
+
 _JUDGES: dict[Callable[..., Any], Callable[[_Given], Explanation]] = {
     chunk_gated_delta_rule: _chunk,
     chunk_prefill: _prefill,
@@ -119,4 +125,5 @@ _JUDGES: dict[Callable[..., Any], Callable[[_Given], Explanation]] = {
     causal_conv1d_update: _conv_update,
     fused_conv_prep: _conv_prep,
     fused_post_conv_prep: _post_conv,
+    rms_norm_gated: _norm,
 }

@@ -109,9 +109,7 @@ def warmup(
         state_dtype=state_dtype,
         index_dtype=index_dtype,
     )
-    packed = [
-        (N, T) for T in _series(max_tokens) for N in _series(max_sequences) if N == 1 or N <= T
-    ]
+    packed = [(N, T) for T in series(max_tokens) for N in series(max_sequences) if N == 1 or N <= T]
     shapes: list[tuple[int, int, int | None]] = [(1, T, N) for N, T in packed]
     shapes += [(B, T, None) for B, T in padded]
     options = {
@@ -123,7 +121,7 @@ def warmup(
     count = 0
     for call in calls:
         if call is recurrent_step:
-            steps = product(_series(max_sequences), tokens_per_step, (False, True))
+            steps = product(series(max_sequences), tokens_per_step, (False, True))
             for n, tokens, split in steps:
                 _step(x, n, tokens, split=split, mixed=mixed_qkv, skip=skip, **options)
                 count += 1
@@ -167,8 +165,9 @@ def _check(calls: Sequence[Callable[..., Any]], **most: int) -> None:
             raise ValueError(must(name, "be an int of at least 1", value_of(size)))
 
 
-def _series(most: int) -> Iterator[int]:
-    """From 1 to `most`, each but the last at most a quarter above the one before, or one above."""
+def series(most: int) -> Iterator[int]:
+    """From 1 to `most`, each but the last at most a quarter above the one before, or one above:
+    sizes so close together that every tile that a size can choose is among theirs."""
     n = 1
     while n < most:
         yield n

@@ -16,6 +16,9 @@ of two ways (`docs/integrations_transformers.md` has the versions):
   which its `__init__` sets. `enable` puts a property in front of these on the class. So all
   instances, earlier and later ones, run ours, and keep what they were given for `disable`.
 
+Beside these, `enable` replaces the convolution's functions of the first kind of module, and, in
+both kinds, the method `forward` of the class of the gated norm, where its text is known.
+
 Modules that are imported later are treated when they are, by a finder on `sys.meta_path`. Nothing
 of transformers is imported here, and importing this module changes nothing.
 
@@ -41,6 +44,7 @@ from torch import Tensor, nn
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Target
 from gdn_triton.integrations._transformers_conv import step, whole
+from gdn_triton.integrations._transformers_norm import SUFFIX, gated, is_known
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
 __all__ = ["Place", "Status", "disable", "enable", "status"]
@@ -61,6 +65,7 @@ CONVOLUTION = {
     "causal_conv1d_fn": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d_update",
 }
+NORM = "rms_norm_gated"  # of the classes that `_norms` finds
 PACKAGES = ("transformers", "transformers_modules")  # the second holds a model repository's code
 
 
@@ -237,12 +242,12 @@ def _ops(module: ModuleType) -> dict[str, Op]:
     }
 
 
-def _before(module: ModuleType, name: str) -> Any:
-    """What a module holds, or held before ours was put there."""
+def _before(owner: ModuleType | type, name: str) -> Any:
+    """What a module or a class holds, or held before ours was put there."""
     for patch in _patches.made:
-        if patch.target.owner is module and patch.target.name == name and patch.in_place:
+        if patch.target.owner is owner and patch.target.name == name and patch.in_place:
             return patch.before
-    return vars(module).get(name, ABSENT)
+    return vars(owner).get(name, ABSENT)
 
 
 # torch.compile traces the calls, and could not trace this.
@@ -314,8 +319,17 @@ def _targets(module: ModuleType) -> tuple[list[Target], str | None]:
             if name in used and callable(_before(module, name))
         ]
     if targets:
-        return targets, None
+        return targets + [
+            Target(cls, "forward", NORM) for cls, known in _norms(module) if known
+        ], None
     return [], "no layer calls its gated delta rule in a way that is known here"
+
+
+def _norms(module: ModuleType) -> Iterator[tuple[type, bool]]:
+    """The classes of gated norms that a module defines, and whether ours does what they do."""
+    for name, cls in vars(module).items():
+        if name.endswith(SUFFIX) and isinstance(cls, type) and cls.__module__ == module.__name__:
+            yield cls, is_known(_before(cls, "forward"))
 
 
 def _patch(module: ModuleType) -> None:
@@ -324,9 +338,13 @@ def _patch(module: ModuleType) -> None:
         if _patches.is_ours(target):
             continue
         ops = ops or _ops(module)
-        ours: Any = ops[target.op]
-        if isinstance(target.owner, type):
-            ours = _attribute(target.name, ours)
+        ours: Any
+        if target.op == NORM:
+            ours = gated(target.now)
+        elif isinstance(target.owner, type):
+            ours = _attribute(target.name, ops[target.op])
+        else:
+            ours = ops[target.op]
         _patches.put(target, ours)
 
 
@@ -349,6 +367,10 @@ def _places(module: ModuleType, enabled: bool) -> Iterator[Place]:
     targets, reason = _targets(module)
     if reason is not None:
         yield Place(module.__name__, None, f"{reason}.")
+    for cls, known in _norms(module) if targets else ():
+        if not known:
+            why = "its text is of no version that is known here."
+            yield Place(f"{module.__name__}.{cls.__name__}.forward", None, why)
     missed = "imported past the import system: call `enable` again."
     yield from _patches.places(targets, enabled, missed)
 

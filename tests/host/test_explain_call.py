@@ -34,6 +34,7 @@ def operator_calls():
         (gdn_triton.causal_conv1d_update, (mixed[:1], weight), {"state": conv_pool}),
         (gdn_triton.fused_conv_prep, (mixed, weight, *prep), {}),
         (gdn_triton.fused_post_conv_prep, (mixed, *prep), {}),
+        (gdn_triton.rms_norm_gated, (mixed, mixed, mixed[0]), {}),
     ]
 
 

@@ -6,7 +6,7 @@ from engine_sources import IMITATED, VERSIONS, parameters_of, record, recorded, 
 
 import gdn_triton
 from gdn_triton.integrations import flashinfer, sglang, vllm
-from gdn_triton.integrations.vllm import layer
+from gdn_triton.integrations.vllm import layer, warming
 
 VLLM = [
     "causal_conv1d_fn",
@@ -60,7 +60,7 @@ def test_every_function_is_compared():
 
 
 def test_methods():
-    core = layer.method(None)
+    core = layer.method(None, warming.warm_up)
     ours = parameters_of(core).removeprefix("self, ")
     for cls in ("QwenGatedDeltaNetAttention", "OlmoHybridGatedDeltaNetAttention"):
         assert ours == recorded("vllm", f"{cls}._forward_core")

@@ -161,16 +161,25 @@ def test_method():
     warmed = []
     layer._warmup_prefill_kernels = lambda *args: warmed.append(args)
     context = SimpleNamespace(attn_metadata=None)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=5))
     module = SimpleNamespace(
-        get_forward_context=lambda: context, is_conv_state_dim_first=lambda: False
+        get_forward_context=lambda: context,
+        is_conv_state_dim_first=lambda: False,
+        get_current_vllm_config=lambda: config,
     )
-    method = ours.method(module)
+    made = []
+    method = ours.method(module, lambda *args, **kwargs: made.append((args, kwargs)))
     step = Step(layer, [a], [9], [])
     mixed_qkv, b, a_, out = step.inputs()
     method(layer, mixed_qkv, b, a_, out)
     context.attn_metadata = {"another": None}
     method(layer, mixed_qkv, b, a_, out)
     assert [x.shape for x, _ in warmed] == [mixed_qkv.shape] * 2 and not out.any()
+    for (of, tokens), options in made:
+        assert of is layer and tokens.mixed_qkv is mixed_qkv and tokens.b is b and tokens.a is a_
+        assert tokens.out.shape == out.shape and tokens.out.data_ptr() != out.data_ptr()
+        assert options == {"max_sequences": 5, "is_conv_state_dim_first": False}
+    assert len(made) == 2
     context.attn_metadata = {layer.prefix: step.metadata}
     method(layer, mixed_qkv, b, a_, out)
     assert_specified(step, out[:9])

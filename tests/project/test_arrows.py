@@ -26,18 +26,19 @@ PARTS = {
     "fast": "",
     "distributed": "_host",
     "prep": "reference _host _triton constants",
+    "norm": "reference _host _triton constants",
     "chunk": "distributed reference fast _host _triton constants",
     "recurrent": "reference _host _triton constants",
     "conv": "prep reference _host _triton constants",
-    "explanations": "chunk recurrent conv prep _host",
+    "explanations": "chunk recurrent conv prep norm _host",
     "warming": "chunk recurrent _host constants",
-    "layers": "chunk recurrent conv _host",
-    "integrations": "explanations chunk recurrent conv prep _host constants",
-    TOP: "explanations warming chunk recurrent conv prep _host",
+    "layers": "chunk recurrent conv norm _host",
+    "integrations": "explanations warming chunk recurrent conv prep norm _host constants",
+    TOP: "explanations warming chunk recurrent conv prep norm _host",
     "demo": f"{TOP} reference constants",
     "__main__": "demo",
 }
-OPS = ("chunk", "recurrent", "conv", "prep")
+OPS = ("chunk", "recurrent", "conv", "prep", "norm")
 
 # The arrows that PARTS does not allow, each with its reason. This list may only get shorter.
 JUDGED = "the CUDA library's host code takes the records of the chunked op"

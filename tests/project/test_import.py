@@ -62,6 +62,8 @@ def test_import_registers_every_operator():
         "fused_recurrent_fwd",
         "recurrent_step",
         "recurrent_step_out",
+        "rms_norm_gated",
+        "rms_norm_gated_bwd",
     ]
 
 

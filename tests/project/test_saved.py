@@ -37,7 +37,8 @@ class Program(torch.nn.Module):
         filled, _ = gdn_triton.chunk_prefill(pool, slots, q=q, k=k, v=v, g=g, beta=beta)
         token = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         step = gdn_triton.recurrent_step(pool, slots, **{n: y[:, 0] for n, y in token.items()})
-        return y, now, *prepared, *both, *chunked, walked, filled, step, pool, last
+        normed = gdn_triton.rms_norm_gated(walked, v, v[0, 0, 0])
+        return y, now, *prepared, *both, *chunked, walked, filled, step, normed, pool, last
 
 
 LOAD = """
@@ -49,7 +50,7 @@ PACKAGE = "program = torch._inductor.aoti_load_package(sys.argv[1])\n"
 COMPARE = """
 args, expected = torch.load(sys.argv[2])
 results = program(*args)
-assert len(results) == len(expected) == 19, len(results)
+assert len(results) == len(expected) == 20, len(results)
 for x, y in zip(results, expected):
     assert y.isfinite().all() and torch.equal(x, y)
 print("same bits")
@@ -89,7 +90,7 @@ def check_in_a_fresh_process(load: str, program: Path) -> None:
 
 def test_exported_program(exported: torch.export.ExportedProgram, tmp_path: Path) -> None:
     called = {str(node.target) for node in exported.graph.nodes if "gdn_triton" in str(node.target)}
-    assert len(called) == 8, called
+    assert len(called) == 9, called
     torch.export.save(exported, tmp_path / "program.pt2")
     check_in_a_fresh_process(EXPORTED, tmp_path / "program.pt2")
 

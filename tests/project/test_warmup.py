@@ -4,14 +4,11 @@ Without a GPU in a process of its own, where Triton is asked for every variant o
 an H200, and compiles none: what counts is what it would have compiled.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compilations import run_watched
 from helpers import BF16, FP32
 
 from gdn_triton import (
@@ -23,37 +20,15 @@ from gdn_triton import (
     warmup,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-
 COUNT = """
 import sys
+from compilations import asked, watch
+watch()
 import torch
-from target_code import AbsentDevice
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 from gdn_triton import (
     chunk_gated_delta_rule, chunk_prefill, fused_recurrent_gated_delta_rule, recurrent_step, warmup
 )
 from gdn_triton import warming
-from gdn_triton._host import backends
-from gdn_triton.recurrent import backends as recurrent_backends
-
-asked = []
-
-def compile_nothing(self, key, *args):
-    asked.append(self.fn.__name__)
-    kernel = self.device_caches[0][0][key] = object()
-    return kernel
-
-run = JITFunction.run
-JITFunction._do_compile = compile_nothing
-JITFunction.run = lambda self, *args, grid, warmup, **kwargs: run(
-    self, *args, grid=grid, warmup=True, **kwargs
-)
-driver.set_active(AbsentDevice(GPUTarget("cuda", 90, 32)))
-backends.triton_refusal = recurrent_backends.triton_refusal = lambda *args: None
-torch.zeros = torch.empty  # nothing reads what is in them
 
 H, HV, K, V, BF16 = 2, 4, 64, 128, torch.bfloat16
 TOKENS, SEQUENCES = 2304, 40
@@ -130,32 +105,17 @@ print(made > 0, before > 0, after - before, len(asked) > after)
 """
 
 
-def count(what: str, step: float) -> list[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "GDN_BACKEND": "triton"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT, what, str(step)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 @pytest.mark.parametrize("what", ["prefill", "steps", "sequences", "training"])
 def test_requests_compile_nothing(what: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     # Something was compiled before, nothing by requests, and something by a model of other heads.
-    assert count(what, 1.25) == ["True", "True", "0", "True"]
+    assert run_watched(COUNT, what, "1.25") == ["True", "True", "0", "True"]
 
 
 def test_sizes_further_apart_miss_variants() -> None:
     """The count sees what is missing."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    made, before, new, other = count("prefill", 64.0)
+    made, before, new, other = run_watched(COUNT, "prefill", "64.0")
     assert (made, before, other) == ("True", "True", "True") and int(new) > 0
 
 

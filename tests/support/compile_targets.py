@@ -25,6 +25,7 @@ from target_calls import (
     SHAPES,
     Shape,
     run_conv,
+    run_norm,
     run_package,
     run_post_conv,
     run_recurrent,
@@ -213,6 +214,7 @@ def main(backend: str, arch: str) -> int:
             else:
                 run_package(shape)
                 run_post_conv(shape)
+                run_norm(shape)
                 run_conv(shape)
                 run_recurrent(shape)
             seen: set[int] = set()

@@ -140,6 +140,7 @@ def run_sample(shape: Shape) -> None:
     chunk_fwd.forward_fused(problem, x)
     run_segments(shape, chunk_fwd)
     run_backward(problem, x)
+    run_norm(shape)
 
 
 def run_backward(problem: Problem, x: Inputs) -> None:
@@ -227,6 +228,20 @@ def run_post_conv(shape: Shape) -> None:
     rest = (a, b, *parameters, H, K, V)
     post_conv_fwd(x, *rest, use_l2norm=shape.full, g_exp=not shape.full)
     post_conv_fwd(by_channel, *rest, use_l2norm=True, g_exp=False)
+
+
+def run_norm(shape: Shape) -> None:
+    """The gated norm and its gradients, of rows of V channels and of a row that fills a tile."""
+    from gdn_triton.norm import triton as kernels
+    from gdn_triton.norm.backends import validate_norm
+
+    for D in (shape.V, 8192):
+        x, gate = torch.empty(300, 2 * shape.HV, D, dtype=shape.dtype).split(shape.HV, 1)
+        weight = torch.empty(D, dtype=torch.float32 if shape.full else shape.dtype)
+        activation = "sigmoid" if shape.full else "silu"
+        problem = validate_norm(x, gate, weight, 1e-6, activation, not shape.full)
+        y = kernels.norm_fwd(problem, x, gate, weight)
+        kernels.norm_bwd(problem, y, x, gate, weight)
 
 
 def run_conv(shape: Shape) -> None:

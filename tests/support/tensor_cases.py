@@ -128,6 +128,14 @@ def post_conv_tensors(device: str) -> dict[str, Tensor]:
     return tokens(device, ("conv_output", (T, D)), ("a", (T, HV)), ("b", (T, HV)), *RAW)
 
 
+def norm(x: dict[str, Tensor]) -> list[Tensor]:
+    return listed(gdn_triton.rms_norm_gated(**x))
+
+
+def norm_tensors(device: str) -> dict[str, Tensor]:
+    return tokens(device, ("x", (T, HV, V)), ("gate", (T, HV, V)), ("weight", (V,)))
+
+
 STATE = ("state",)
 OPS = [
     Op("chunk", chunk_tensors, chunk),
@@ -140,6 +148,7 @@ OPS = [
     Op("update", lambda device: tokens(device, *CONV, *POOL) | slots(device), conv_update, STATE),
     Op("conv-prep", lambda device: tokens(device, *CONV, *PREP), conv_prep),
     Op("post-conv", post_conv_tensors, post_conv),
+    Op("norm", norm_tensors, norm),
 ]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 each_backend = pytest.mark.parametrize("backend", ["triton", "reference"])

@@ -35,6 +35,7 @@ from gdn_triton.integrations.sglang.functions import (
     fused_recurrent_gated_delta_rule_update,
     fused_sigmoid_gating_delta_rule_update,
 )
+from gdn_triton.integrations.sglang.warming import before_memory
 
 __all__ = [
     "FUNCTIONS",
@@ -67,6 +68,9 @@ PLACES: Final = {
     },
     "sglang.srt.models.jet_nemotron": {"fused_recurrent_gated_delta_rule_update": "recurrent_step"},
 }
+# What loads the model, and then allocates SGLang's pools.
+RUNNER: Final = "sglang.srt.model_executor.model_runner"
+OWNER, ALLOCATE = "ModelRunner", "alloc_memory_pool"
 # What stays SGLang's, and why.
 OTHERS: Final = {
     f"{_LINEAR}.gdn_backend": {
@@ -103,7 +107,8 @@ def enable() -> Status:
     `status()` returns. A second call changes nothing that is in place.
 
     Drafts that are trees and the convolution's windows of drafts stay SGLang's, and so does all
-    that its other kernels do.
+    that its other kernels do. Before a runner allocates its pools, the calls of its model's layers
+    are made once, so that no request compiles a kernel (`gdn_triton.integrations.sglang.warming`).
 
     Raises:
         ImportError: SGLang, or one of the functions of its kernel for "triton", is not there.
@@ -116,6 +121,9 @@ def enable() -> Status:
         if not _patches.is_ours(target):
             ours, others = FUNCTIONS[target.name], THEIRS.get(target.name, ())
             _patches.put(target, _unless(others, ours, target.now) if others else ours)
+    for target in _allocations():
+        if not _patches.is_ours(target):
+            _patches.put(target, before_memory(target.now))
     _logger.info("SGLang runs Gated DeltaNet layers with gdn_triton, where it asks for triton.")
     return status()
 
@@ -141,8 +149,8 @@ def status() -> Status:
         version = None
     enabled = bool(_patches.made)
     missed = "not there when `enable` ran: call it again."
-    places = [*_patches.places(_targets(), enabled, missed)]
-    for name in PLACES:
+    places = [*_patches.places((*_targets(), *_allocations()), enabled, missed)]
+    for name in (*PLACES, RUNNER):
         module = _module(name)
         if isinstance(module, ImportError):
             places.append(Place(name, None, f"not imported: {module}"))
@@ -172,6 +180,12 @@ def _targets() -> Iterator[Target]:
                 yield Target(module, function, op)
             elif name == MODULE:
                 raise ImportError(f"gdn_triton.integrations.sglang finds no {function} in {MODULE}")
+
+
+def _allocations() -> Iterator[Target]:
+    owner = getattr(_module(RUNNER), OWNER, None)
+    if hasattr(owner, ALLOCATE):
+        yield Target(owner, ALLOCATE, "integrations.sglang.warming")
 
 
 def _check_known(target: Target) -> None:

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Status, Target
-from gdn_triton.integrations.vllm import functions, layer
+from gdn_triton.integrations.vllm import functions, layer, warming
 from gdn_triton.integrations.vllm.functions import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -190,7 +190,7 @@ def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Callable[..., 
         if _why_not_core(module) is None:
             owner = getattr(module, LAYERS[module.__name__])
             op = "integrations.vllm.layer.forward_core"
-            yield Target(owner, CORE, op), layer.method(module)
+            yield Target(owner, CORE, op), layer.method(module, warming.warm_up)
         for name, op in OPS.items():
             if hasattr(module, name):
                 yield Target(module, name, op), getattr(functions, name)

@@ -245,8 +245,9 @@ def _export(layer: Any, m: Any, conv_state: Tensor, mixed_qkv: Tensor) -> None:
         )
 
 
-def method(module: Any) -> Callable[..., None]:
-    """`_forward_core` for the layer that a module of vLLM's defines."""
+def method(module: Any, warm_up: Callable[..., object]) -> Callable[..., None]:
+    """`_forward_core` for the layer that a module of vLLM's defines. warm_up: what runs, with the
+    tokens that there are, where vLLM sizes memory (`gdn_triton.integrations.vllm.warming`)."""
 
     def _forward_core(
         self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
@@ -254,10 +255,16 @@ def method(module: Any) -> Callable[..., None]:
         metadata = module.get_forward_context().attn_metadata
         metadata = metadata.get(self.prefix) if isinstance(metadata, dict) else None
         if metadata is None:
-            # A run that sizes memory. Qwen's layer compiles what a prefill needs then.
-            warm_up = getattr(self, "_warmup_prefill_kernels", None)
-            if warm_up is not None:
-                warm_up(mixed_qkv, 0)
+            # A run that sizes memory. Qwen's layer allocates a workspace for checkpoints then.
+            theirs = getattr(self, "_warmup_prefill_kernels", None)
+            if theirs is not None:
+                theirs(mixed_qkv, 0)
+            warm_up(
+                self,
+                Tokens(mixed_qkv, a, b, torch.empty_like(core_attn_out)),
+                max_sequences=module.get_current_vllm_config().scheduler_config.max_num_seqs,
+                is_conv_state_dim_first=module.is_conv_state_dim_first(),
+            )
             return
         conv_state = self.kv_cache[0]
         if not module.is_conv_state_dim_first():

@@ -1,0 +1,181 @@
+"""The Gated DeltaNet part of a Qwen3-Next layer, beside the kernels of vLLM and SGLang.
+
+    python -m benchmarks.layer [--engines FOLDER] [--heads 16/32 4/8] [--tokens 8192]
+        [--prefills 1 8] [--decodes 64 256] [--jsonl FILE] [--dry-run]
+
+From mixed_qkv, behind the projection, to what goes into the output's projection: convolution,
+preparation, rule, gated norm; K = V = 128, 4 taps, bf16, float32 states, gates of a model; 16/32
+heads are the model's, 4/8 those of one of four ranks. A prefill is of 8192 tokens of 1 or 8 new
+sequences, a decode step of one token of 64 or 256. Each row: microseconds of a replay of the call
+as a CUDA graph with a cold L2, the implementations in turns, and the kernels that it launches.
+
+FOLDER is what `python -m benchmarks.engines` makes. The engines' calls are those of their layers:
+vLLM's gathers, zeroing and scatter of states are among them, and what an engine computes once a
+step for all layers is not. SGLang's prefill takes its Triton convolution; on NVIDIA GPUs its server
+has one in CUDA. Every o is compared with float64 first; one that differs is not timed.
+--dry-run does all of it with toy sizes on the CPU.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import engines
+from benchmarks.layer_calls import Call, Sizes, Step, exact, make_step, ours, sglang, vllm
+from benchmarks.machine import commit, header
+from benchmarks.measure import (
+    GATE,
+    Device,
+    Record,
+    Replay,
+    attempt,
+    device_for,
+    relative,
+    replay_times,
+)
+from benchmarks.peers import Ours
+from benchmarks.report import append_record
+
+OURS = "gdn_triton"
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+LEGEND = (
+    "Microseconds of the Gated DeltaNet part of a layer in a CUDA graph with a cold L2, from "
+    "mixed_qkv to\nthe input of the output's projection, and the kernels that it launches."
+)
+
+Maker = Callable[[Step], Call]
+
+
+def makers_of(folder: Path | None) -> tuple[dict[str, Maker], dict[str, str], list[str]]:
+    """Ours and the engines' that are in the folder; their versions; why others are not."""
+    found: dict[str, Maker] = {OURS: ours}
+    versions, missing = {OURS: Ours.version()}, []
+    for name, make in (("vllm", vllm), ("sglang", sglang)):
+        if folder is None:
+            missing.append(f"{name}: not measured: --engines names no folder")
+            continue
+        try:
+            theirs = engines.kernels(name, folder)
+        except ImportError as error:
+            missing.append(f"{name}: not measured: {error}")
+            continue
+        found[NAMES[name]] = partial(make, theirs=theirs)
+        versions[NAMES[name]] = engines.VERSIONS[name]
+    return found, versions, missing
+
+
+# ---------------------------------------------------------------------------------- measurements
+
+
+def launches(call: Callable[[], Any], device: Device) -> int | None:
+    """Kernels, copies and fills of one call; None on the CPU, and where the profiler sees none."""
+    if not device.is_cuda:
+        return None
+    call()
+    device.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        device.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profile.events() or ()) or None
+
+
+def measure(
+    sizes: Sizes, lengths: Sequence[int], device: Device, makers: dict[str, Maker], rounds: int
+) -> Record:
+    # The interpreter of Triton multiplies bfloat16 wrongly.
+    dtype = torch.bfloat16 if device.is_cuda else torch.float16
+    step = make_step(sizes, lengths, device.torch, dtype)
+    expected = exact(step)
+    rows: dict[str, Record] = {}
+    replays: dict[str, Replay] = {}
+    for name, maker in makers.items():
+        # The first call writes its states, and vLLM's step its input.
+        y, why = attempt(device, lambda: maker(step.copied())())  # noqa: B023
+        if why is None:
+            difference = relative(y[: expected.shape[0]], expected)
+            rows[name] = {"error": difference}
+            if not difference < GATE:
+                why = f"o differs by {difference:.1e} from float64"
+        if why is None:
+            call = maker(step.copied())
+            rows[name]["launches"], why = attempt(device, partial(launches, call, device))
+        if why is None:
+            replays[name], why = attempt(device, partial(Replay, call, device))
+        if why is not None:
+            replays.pop(name, None)
+            rows[name] = {"skipped": why}
+    for name, times in replay_times(replays, device, rounds, flush=True).items():
+        rows[name]["time"] = statistics.median(times)
+    return {
+        "kind": "layer",
+        "what": "decode" if step.is_decode else "prefill",
+        "sequences": len(lengths),
+        "tokens": sum(lengths),
+        "heads": f"{sizes.H}/{sizes.HV}",
+        "gates": "model",
+        "results": rows,
+    }
+
+
+def tables(records: list[Any], names: Collection[str]) -> str:
+    """Markdown, with the meaning that `LEGEND` tells."""
+    lines = [
+        f"| what | sequences | tokens | H / HV | {' | '.join(names)} |",
+        f"|---|---|---|---|{'---|' * len(names)}",
+    ]
+    for record in records:
+        cells = []
+        for name in names:
+            row = record["results"].get(name, {})
+            count = row.get("launches")
+            shown = "" if count is None else f" ({count})"
+            cells.append(f"{row['time']:.1f}{shown}" if "time" in row else "-")
+        head = [str(record[key]) for key in ("what", "sequences", "tokens", "heads")]
+        lines.append(f"| {' | '.join([*head, *cells])} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--engines", type=Path, help="what `python -m benchmarks.engines` made")
+    parser.add_argument("--heads", nargs="+", default=["16/32", "4/8"], metavar="H/HV")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a prefill")
+    parser.add_argument("--prefills", type=int, nargs="*", default=[1, 8], help="sequences")
+    parser.add_argument("--decodes", type=int, nargs="*", default=[64, 256], help="sequences")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
+    parser.add_argument("--commit", help="what the records say was measured (default: git's)")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU")
+    options = parser.parse_args(arguments)
+    device = device_for(options.dry_run)
+    sizes = [Sizes(*map(int, heads.split("/"))) for heads in options.heads]
+    if options.dry_run:
+        sizes = [Sizes(1, 2, 16, 16)]
+        options.tokens, options.prefills, options.decodes, options.rounds = 70, [1, 2], [3], 2
+    makers, versions, missing = makers_of(options.engines)
+    name = options.commit or commit()
+    append_record(options.jsonl, header("benchmarks.layer", versions, missing, device, name))
+    calls = [[options.tokens // N] * N for N in options.prefills]
+    calls += [[1] * N for N in options.decodes]
+    records = []
+    for of in sizes:
+        for lengths in calls:
+            records.append(measure(of, lengths, device, makers, options.rounds))
+            append_record(options.jsonl, records[-1])
+    print(f"{LEGEND}\n\n{tables(records, makers)}\n")
+    whys = [
+        f"{name}, {record['what']}: {row['skipped']}"
+        for record in records
+        for name, row in record["results"].items()
+        if "skipped" in row
+    ]
+    print("\n".join(dict.fromkeys([*missing, *whys])))
+
+
+if __name__ == "__main__":
+    main()

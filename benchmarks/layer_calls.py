@@ -1,0 +1,361 @@
+"""The calls of a layer's part that benchmarks.layer times: ours, those of vLLM and of SGLang, the
+tensors that they take, and their results in float64."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.shapes import Random, gate_parameters
+from gdn_triton import (
+    causal_conv1d_update,
+    chunk_prefill,
+    fused_conv_prep,
+    recurrent_step,
+    rms_norm_gated,
+)
+from gdn_triton.reference.chunk import recurrent_gated_delta_rule
+from gdn_triton.reference.conv import causal_conv1d
+from gdn_triton.reference.norm import rms_norm_gated as exact_norm
+from gdn_triton.reference.prep import fused_post_conv_prep
+
+W = 4
+EPS = 1e-6
+CHECKED = 200  # tokens of a prefill's first sequence, and sequences of a step, that are compared
+
+Call = Callable[[], Tensor]
+
+
+class Sizes(NamedTuple):
+    H: int
+    HV: int
+    K: int = 128
+    V: int = 128
+
+    @property
+    def D(self) -> int:
+        return 2 * self.H * self.K + self.HV * self.V
+
+
+class Step(NamedTuple):
+    """The tensors of a call of one implementation, which it may write. lengths: tokens of each
+    sequence. conv_state: [slots, W - 1, D]; state: [slots, HV, V, K]."""
+
+    sizes: Sizes
+    lengths: Sequence[int]
+    mixed_qkv: Tensor
+    a: Tensor
+    b: Tensor
+    z: Tensor
+    weight: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    conv_state: Tensor
+    state: Tensor
+    slots: Tensor
+    cu_seqlens: Tensor
+    has_initial_state: Tensor
+
+    @property
+    def is_decode(self) -> bool:
+        return max(self.lengths) == 1
+
+    def copied(self) -> "Step":
+        """The same call on tensors of its own."""
+        made: Any = [x.clone() if isinstance(x, Tensor) else x for x in self]
+        return Step(*made)
+
+
+def make_step(
+    sizes: Sizes, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> Step:
+    """Sequences of one token go on from states; longer ones begin."""
+    N, T = len(lengths), sum(lengths)
+    rand = Random(0, device)
+
+    def normal(*shape: int) -> Tensor:
+        return rand.normal(*shape).to(dtype)
+
+    A, dt_bias = gate_parameters("model", sizes.HV, rand)
+    decode = max(lengths) == 1
+    state = rand.normal(N + 1, sizes.HV, sizes.V, sizes.K)
+    conv_state = normal(N + 1, W - 1, sizes.D)
+    offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+    return Step(
+        sizes=sizes,
+        lengths=lengths,
+        mixed_qkv=normal(T, sizes.D),
+        a=normal(T, sizes.HV),
+        b=normal(T, sizes.HV),
+        z=normal(T, sizes.HV, sizes.V),
+        weight=0.5 * normal(sizes.D, W),
+        A_log=A.clamp(min=1e-3).log(),
+        dt_bias=dt_bias,
+        norm=1 + 0.1 * normal(sizes.V),
+        conv_state=conv_state if decode else torch.zeros_like(conv_state),
+        state=state if decode else torch.zeros_like(state),
+        # Slot 0 is nobody's in vLLM.
+        slots=1 + torch.arange(N, device=device).int(),
+        cu_seqlens=offsets.int(),
+        has_initial_state=torch.full((N,), decode, device=device),
+    )
+
+
+def exact(step: Step) -> Tensor:
+    """The result in float64, of the first tokens of a prefill or the first sequences of a step."""
+    H, HV, K, V = step.sizes
+    n = min(CHECKED, step.lengths[0] if not step.is_decode else len(step.lengths))
+    x = step.mixed_qkv[:n, None] if step.is_decode else step.mixed_qkv[None, :n]
+    slots = step.slots[: x.shape[0]].long()
+    earlier = step.conv_state[slots].mT.double()
+    x = causal_conv1d(x.double(), step.weight.double(), None, True, earlier).flatten(0, 1)
+    a, b = step.a[:n].double(), step.b[:n].double()
+    rule = fused_post_conv_prep(x, a, b, step.A_log, step.dt_bias, H, K, V)
+    lead = (n, 1) if step.is_decode else (1, n)
+    q, k, v, g, beta = (y.unflatten(0, lead) for y in rule)
+    state = step.state[slots].mT.double()
+    o, _ = recurrent_gated_delta_rule(q, k, v, g, beta, initial_state=state)
+    return exact_norm(o.reshape(n, HV, V), step.z[:n].double(), step.norm.double(), EPS)
+
+
+# ------------------------------------------------------------------------------ implementations
+
+
+def ours(step: Step) -> Call:
+    H, HV, K, V = step.sizes
+    states: dict[str, Any] = {"read_slots": step.slots, "skip": "non_positive"}
+    begins: dict[str, Any] = {
+        "has_initial_state": step.has_initial_state,
+        "cu_seqlens": step.cu_seqlens,
+    }
+    conv_state = step.conv_state.mT
+    out = step.mixed_qkv.new_empty(sum(step.lengths), HV, V)
+
+    def decode() -> Tensor:
+        x = causal_conv1d_update(
+            step.mixed_qkv, step.weight, None, "silu", state=conv_state, **states
+        )
+        recurrent_step(
+            step.state,
+            step.slots,
+            mixed_qkv=x,
+            a=step.a,
+            b=step.b,
+            A_log=step.A_log,
+            dt_bias=step.dt_bias,
+            use_qk_l2norm_in_kernel=True,
+            state_v_first=True,
+            skip="non_positive",
+            out=out,
+        )
+        return rms_norm_gated(out, step.z, step.norm, EPS)
+
+    def prefill() -> Tensor:
+        q, k, v, g, beta = fused_conv_prep(
+            step.mixed_qkv,
+            step.weight,
+            step.a,
+            step.b,
+            step.A_log,
+            step.dt_bias,
+            H,
+            K,
+            V,
+            None,
+            "silu",
+            state=conv_state,
+            **states,
+            **begins,
+        )
+        chunk_prefill(
+            step.state,
+            step.slots,
+            q=q[None],
+            k=k[None],
+            v=v[None],
+            g=g[None],
+            beta=beta[None],
+            state_v_first=True,
+            out=out[None],
+            skip="non_positive",
+            **begins,
+        )
+        return rms_norm_gated(out, step.z, step.norm, EPS)
+
+    return decode if step.is_decode else prefill
+
+
+def conv_blocks(step: Step) -> SimpleNamespace:
+    """vLLM's metadata of its convolution, which it computes once for all layers: the sequence of
+    each block of 8 tokens, and which of the sequence's blocks it is."""
+    blocks = [(n, i) for n, length in enumerate(step.lengths) for i in range(-(-length // 8))]
+    of, which = torch.tensor(blocks, dtype=torch.int32, device=step.slots.device).unbind(1)
+    pad = of.new_full((max(1024, len(blocks)) * 2,), -1)
+    batch, offset = pad.clone(), pad.clone()
+    batch[: len(blocks)], offset[: len(blocks)] = of, which
+    given = {
+        "tot": len(blocks),
+        "mlist": of,
+        "mlist_len": len(blocks),
+        "offsetlist": which,
+        "batch_ptr": batch,
+        "token_chunk_offset_ptr": offset,
+    }
+    return SimpleNamespace(nums_dict={8: given}, batch_ptr=batch, token_chunk_offset_ptr=offset)
+
+
+def vllm(step: Step, theirs: dict[str, Callable[..., Any]]) -> Call:
+    f = SimpleNamespace(**theirs)
+    H, HV, K, V = step.sizes
+    gates = {"A_log": step.A_log, "dt_bias": step.dt_bias}
+    conv_state = step.conv_state.transpose(-1, -2)
+    out = step.mixed_qkv.new_empty(sum(step.lengths), HV, V)
+    metadata = None if step.is_decode else conv_blocks(step)
+
+    def norm() -> Tensor:
+        y: Tensor = f.rmsnorm_fn(
+            out.reshape(-1, V),
+            step.norm,
+            None,
+            z=step.z.reshape(-1, V),
+            eps=EPS,
+            group_size=None,
+            norm_before_gate=True,
+            activation="silu",
+        )
+        return y.view(out.shape)
+
+    def decode() -> Tensor:
+        x = f.causal_conv1d_update(
+            step.mixed_qkv,
+            conv_state,
+            step.weight,
+            None,
+            "silu",
+            conv_state_indices=step.slots,
+            validate_data=False,
+        )
+        f.fused_recurrent_gated_delta_rule_packed_decode(
+            mixed_qkv=x,
+            a=step.a,
+            b=step.b,
+            **gates,
+            scale=K**-0.5,
+            initial_state=step.state,
+            out=out.unsqueeze(1),
+            ssm_state_indices=step.slots,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return norm()
+
+    def prefill() -> Tensor:
+        x = f.causal_conv1d_fn(
+            step.mixed_qkv.transpose(0, 1),
+            step.weight,
+            None,
+            activation="silu",
+            conv_states=conv_state,
+            has_initial_state=step.has_initial_state,
+            cache_indices=step.slots,
+            query_start_loc=step.cu_seqlens,
+            metadata=metadata,
+        ).transpose(0, 1)
+        prepared = f.fused_post_conv_prep(
+            conv_output=x,
+            a=step.a,
+            b=step.b,
+            **gates,
+            num_k_heads=H,
+            head_k_dim=K,
+            head_v_dim=V,
+            apply_l2norm=True,
+            output_g_exp=False,
+        )
+        q, k, v, g, beta = (y.unsqueeze(0) for y in prepared)
+        state = step.state[step.slots].contiguous()
+        state[~step.has_initial_state, ...] = 0
+        o, state = f.chunk_gated_delta_rule(
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            initial_state=state,
+            output_final_state=True,
+            cu_seqlens=step.cu_seqlens,
+            use_qk_l2norm_in_kernel=False,
+        )
+        step.state[step.slots] = state.to(step.state.dtype)
+        out.copy_(o.squeeze(0))
+        return norm()
+
+    return decode if step.is_decode else prefill
+
+
+def sglang(step: Step, theirs: dict[str, Callable[..., Any]]) -> Call:
+    f = SimpleNamespace(**theirs)
+    H, HV, K, V = step.sizes
+    gates = {"A_log": step.A_log, "dt_bias": step.dt_bias}
+    conv_state = step.conv_state.transpose(-1, -2).contiguous()
+    conv = (conv_state, step.weight, None, "silu")
+
+    def norm(o: Tensor) -> Tensor:
+        y: Tensor = f.rms_norm_gated(
+            x=o.reshape(-1, V),
+            weight=step.norm,
+            bias=None,
+            z=step.z.reshape(-1, V),
+            eps=EPS,
+            norm_before_gate=True,
+            is_rms_norm=True,
+        )
+        return y.view(-1, HV, V)
+
+    def decode() -> Tensor:
+        x = f.causal_conv1d_update(step.mixed_qkv, *conv, conv_state_indices=step.slots)
+        o = x.new_empty(x.shape[0], 1, HV, V)
+        f.fused_recurrent_gated_delta_rule_packed_decode(
+            mixed_qkv=x,
+            a=step.a,
+            b=step.b,
+            **gates,
+            scale=K**-0.5,
+            initial_state=step.state,
+            out=o,
+            ssm_state_indices=step.slots,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return norm(o)
+
+    def prefill() -> Tensor:
+        x = f.causal_conv1d_fn(
+            step.mixed_qkv.transpose(0, 1),
+            step.weight,
+            None,
+            activation="silu",
+            conv_states=conv_state,
+            has_initial_state=step.has_initial_state,
+            cache_indices=step.slots,
+            query_start_loc=step.cu_seqlens,
+            seq_lens_cpu=list(step.lengths),
+        ).transpose(0, 1)
+        q, k, v = f.fused_qkv_split_gdn_prefill(x, H, H, HV, K, K, V)
+        g, beta = f.fused_gdn_gating(step.A_log, step.a, step.b, step.dt_bias)
+        o = f.chunk_gated_delta_rule(
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            initial_state=step.state,
+            initial_state_indices=step.slots,
+            cu_seqlens=step.cu_seqlens,
+            head_first=False,
+            use_qk_l2norm_in_kernel=True,
+        )[0]
+        return norm(o)
+
+    return decode if step.is_decode else prefill

@@ -1,0 +1,201 @@
+"""Every kind of call of SGLang's Gated DeltaNet layers, made ahead of time, so that no request
+compiles a kernel of this package.
+
+SGLang 0.5.23 calls `ModelRunner.alloc_memory_pool` when the model is loaded and before its pools
+take the memory. `enable` puts `before_memory` around that method. `warm_up` runs SGLang's own
+kernel class, and the functions of its backend, as the layers do: with the layers' parameters, the
+dtypes of the pools that will be allocated, and pools of two slots. Every sequence has slot -1,
+which is padding.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from gdn_triton.warming import series
+
+_logger = logging.getLogger("gdn_triton")
+
+LINEAR: Final = "sglang.srt.layers.attention.linear"
+
+
+def before_memory(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """`ModelRunner.alloc_memory_pool`, after a warm-up of the runner's model."""
+
+    @functools.wraps(theirs)
+    def alloc_memory_pool(self: Any, *args: Any, **kwargs: Any) -> Any:
+        warm_up(self)
+        return theirs(self, *args, **kwargs)
+
+    return alloc_memory_pool
+
+
+def warm_up(runner: Any) -> int:
+    """Makes the calls of every kind of Gated DeltaNet layer that a runner's model has: none for
+    other models. runner: SGLang's `ModelRunner`, its model loaded.
+
+    Returns:
+        the number of calls that were made.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as the functions of
+            `gdn_triton.integrations.sglang.functions`.
+    """
+    config = importlib.import_module("sglang.srt.configs.hybrid_arch").hybrid_gdn_config(
+        runner.model_config
+    )
+    if config is None:
+        return 0
+    states = config.mamba2_cache_params
+    radix = importlib.import_module("sglang.srt.layers.radix_linear_attention")
+    kinds: dict[Any, Any] = {}
+    for layer in runner.model.modules():
+        # Layers with a gate a channel are others.
+        if isinstance(layer, radix.RadixLinearAttention) and layer.A_log.dim() == 1:
+            parameters = (layer.conv_weights, layer.bias, layer.A_log, layer.dt_bias)
+            key = [None if x is None else (x.dtype, x.device, x.shape) for x in parameters]
+            kinds.setdefault((*key, layer.num_k_heads, layer.head_k_dim), layer)
+    sizes = _sizes()
+    count = 0
+    for layer in kinds.values():
+        for call in _Layer(layer, states, runner.dtype).calls(*sizes):
+            call()
+            count += 1
+        if layer.A_log.device.type != "cpu":
+            torch.accelerator.synchronize(layer.A_log.device)
+            torch.accelerator.empty_cache()
+    if count:
+        _logger.info("gdn_triton has made %d calls of SGLang's layers to warm up.", count)
+    return count
+
+
+def _sizes() -> tuple[int, int, int]:
+    """Tokens of a prefill, sequences of a step, and tokens of a draft (0: there are none)."""
+    context = importlib.import_module("sglang.srt.runtime_context")
+    schedule = context.get_schedule()
+    tokens = schedule.chunked_prefill_size
+    if tokens is None or tokens < 1:
+        tokens = schedule.max_prefill_tokens
+    sequences = schedule.max_running_requests
+    if sequences is None:
+        # SGLang derives the number from the memory that is left; larger steps than those of its
+        # graphs are rare.
+        sequences = context.get_exec().graph.cuda_graph_config.decode.max_bs or 1
+    return tokens, sequences, context.get_spec().speculative_num_draft_tokens or 0
+
+
+class _Layer:
+    """The calls of one layer of SGLang's, on tokens that are zeros."""
+
+    def __init__(self, layer: Any, states: Any, dtype: torch.dtype) -> None:
+        self.layer = layer
+        self.dtype = dtype
+        self.device = layer.A_log.device
+        self.conv_state = self.zeros(2, *states.shape.conv[0], dtype=states.dtype.conv)
+        self.state = self.zeros(2, *states.shape.temporal, dtype=states.dtype.temporal)
+        self.kernel = importlib.import_module(f"{LINEAR}.kernels.gdn_triton").TritonGDNKernel()
+        self.backend = importlib.import_module(f"{LINEAR}.gdn_backend")
+        self.gates = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def indices(self, n: int, value: int) -> Tensor:
+        return torch.full((n,), value, dtype=torch.int32, device=self.device)
+
+    def calls(self, tokens: int, sequences: int, drafted: int) -> Iterator[Callable[[], None]]:
+        for n in series(sequences):
+            yield functools.partial(self.decode, n)
+            if drafted:
+                yield functools.partial(self.verify, n, drafted)
+        for T in series(tokens):
+            for N in series(min(sequences, T)):
+                yield functools.partial(self.prefill, N, T)
+
+    def tokens(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """mixed_qkv, a and b."""
+        x = self.layer
+        widths = (x.q_dim + x.k_dim + x.v_dim, x.num_v_heads, x.num_v_heads)
+        mixed_qkv, a, b = (self.zeros(n, width, dtype=self.dtype) for width in widths)
+        return mixed_qkv, a, b
+
+    def split(self, mixed_qkv: Tensor) -> dict[str, Tensor]:
+        x = self.layer
+        heads = (x.num_q_heads, x.num_k_heads, x.num_v_heads)
+        parts = self.backend.fused_qkv_split_gdn_prefill(
+            mixed_qkv, *heads, x.head_q_dim, x.head_k_dim, x.head_v_dim
+        )
+        return dict(zip(("q", "k", "v"), parts, strict=True))
+
+    def decode(self, n: int) -> None:
+        x, slots = self.layer, self.indices(n, -1)
+        mixed_qkv, a, b = self.tokens(n)
+        mixed_qkv = self.backend.causal_conv1d_update(
+            mixed_qkv,
+            self.conv_state,
+            x.conv_weights,
+            x.bias,
+            x.activation,
+            conv_state_indices=slots,
+        )
+        self.kernel.packed_decode(
+            mixed_qkv,
+            a,
+            b,
+            **self.gates,
+            scale=x.head_k_dim**-0.5,
+            ssm_states=self.state,
+            cache_indices=slots,
+            num_v_heads=x.num_v_heads,
+            head_v_dim=x.head_v_dim,
+        )
+
+    def verify(self, n: int, drafted: int) -> None:
+        """The convolution of drafts stays SGLang's."""
+        mixed_qkv, a, b = self.tokens(n * drafted)
+        self.kernel.target_verify(
+            **self.gates,
+            **self.split(mixed_qkv),
+            a=a,
+            b=b,
+            ssm_states=self.state,
+            cache_indices=self.indices(n, -1),
+            query_start_loc=drafted * torch.arange(n + 1, dtype=torch.int32, device=self.device),
+            intermediate_states_buffer=self.zeros(
+                2, drafted, *self.state.shape[1:], dtype=self.state.dtype
+            ),
+            intermediate_state_indices=self.indices(n, 0),
+            cache_steps=drafted,
+            retrieve_parent_token=None,
+        )
+
+    def prefill(self, N: int, T: int) -> None:
+        x, slots = self.layer, self.indices(N, -1)
+        mixed_qkv, _, _ = self.tokens(T)
+        cu_seqlens = self.indices(N + 1, T)
+        cu_seqlens[0] = 0
+        mixed_qkv = self.backend.causal_conv1d_fn(
+            mixed_qkv.transpose(0, 1),
+            x.conv_weights,
+            x.bias,
+            activation=x.activation,
+            conv_states=self.conv_state,
+            has_initial_state=slots > 0,
+            cache_indices=slots,
+            query_start_loc=cu_seqlens,
+            seq_lens_cpu=[0] * (N - 1) + [T],
+        ).transpose(0, 1)
+        g, beta = (self.zeros(1, T, x.num_v_heads, dtype=torch.float32) for _ in range(2))
+        self.kernel.extend(
+            **self.split(mixed_qkv),
+            g=g,
+            beta=beta,
+            ssm_states=self.state,
+            cache_indices=slots,
+            query_start_loc=cu_seqlens,
+        )

@@ -1,0 +1,37 @@
+"""The gated norm of a Gated DeltaNet layer, in plain torch: the specification of
+`gdn_triton.rms_norm_gated`, and its CPU backend.
+
+Differentiable by autograd. Arguments are taken as given; `gdn_triton.rms_norm_gated` is where a
+caller's mistakes are named.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["rms_norm_gated"]
+
+
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    activation: str = "silu",
+    round_norm: bool = False,
+) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) * activation(gate), in the dtype and the shape of x.
+
+    In float32, or in float64 if any argument is. round_norm: x / sqrt(..) is rounded to the dtype
+    of x, and its product with weight to the dtype that the two have in torch.
+    """
+    wide = torch.float64 if torch.float64 in (x.dtype, gate.dtype, weight.dtype) else torch.float32
+    y = x.to(wide)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    y = weight * y.to(x.dtype) if round_norm else weight.to(wide) * y
+    z = gate.to(wide)
+    y = y * (F.silu(z) if activation == "silu" else z.sigmoid())
+    # A new contiguous tensor, whatever the strides of the arguments.
+    return y.to(x.dtype).contiguous()

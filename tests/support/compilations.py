@@ -1,0 +1,70 @@
+"""What Triton would compile for a GPU that is not there.
+
+For a process of its own without TRITON_INTERPRET: `watch` changes Triton and the choice of backends
+for good. After it a kernel's launch asks for its variant, as on an H200, and nothing is compiled or
+launched; what the tensors hold then means nothing.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+
+asked: list[str] = []  # the name of a kernel for every variant that would have been compiled
+
+
+def watch() -> None:
+    import torch
+    from target_code import AbsentDevice
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from gdn_triton._host import backends
+    from gdn_triton.recurrent import backends as recurrent_backends
+
+    def compile_nothing(self: Any, key: Any, *args: Any) -> object:
+        asked.append(self.fn.__name__)
+        kernel = self.device_caches[0][0][key] = object()
+        return kernel
+
+    run = JITFunction.run
+    JITFunction._do_compile = compile_nothing
+    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: run(
+        self, *args, grid=grid, warmup=True, **kwargs
+    )
+    driver.set_active(AbsentDevice(GPUTarget("cuda", 90, 32)))
+
+    def nothing(*args: object) -> None:
+        return None
+
+    backends.triton_refusal = recurrent_backends.triton_refusal = nothing
+
+    zeros = torch.zeros
+
+    def unread(*shape: Any, dtype: torch.dtype = torch.float32, **more: Any) -> torch.Tensor:
+        """Contents of numbers are not read; those of slots and offsets are, on the CPU."""
+        make = torch.empty if dtype.is_floating_point else zeros
+        return make(*shape, dtype=dtype, **more)
+
+    torch.zeros = unread
+
+
+def run_watched(script: str, *arguments: str) -> list[str]:
+    """The words that a script prints, in a process where Triton compiles."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "GDN_BACKEND": "triton"}
+    paths = (TESTS / "support", TESTS, TESTS.parent)
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
