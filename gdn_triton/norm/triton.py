@@ -139,7 +139,8 @@ def norm_bwd_kernel(
         p = (i * D)[:, None] + o_d[None, :]
         tl.store(dgate + p, (b_dy * b_y * b_da).to(dgate.dtype.element_ty), mask=mask)
         b_dp = b_dy * b_a
-        b_dw += b_dp * b_m
+        # With eps = 0 a row that is not there has 1 / 0, and its product with 0 is NaN.
+        b_dw += tl.where(mask, b_dp * b_m, 0.0)
         b_dn = b_dp * b_w[None, :]
         b_dx = b_r * (b_dn - b_n * (tl.sum(b_dn * b_n, 1) / D)[:, None])
         tl.store(dx + p, b_dx.to(DTYPE), mask=mask)

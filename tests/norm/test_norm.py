@@ -194,6 +194,11 @@ def test_kernel_of_nothing(shape: tuple[int, ...], device: str) -> None:
     assert not dweight.any() and dweight.shape == shape[-1:]
 
 
+def test_kernel_without_eps(device: str) -> None:
+    """The rows of a tile behind the last one have a mean square of 0, and reach no gradient."""
+    check_kernel(make_args((5, 3, 128), FP32, device), eps=0.0)
+
+
 def test_kernel_bits_of_a_row(device: str) -> None:
     """A row's values do not depend on the others, and dweight has the same bits again: there are
     more tiles than parts of the sum."""
