@@ -1,22 +1,20 @@
 """The specification of every op in plain torch, which is the CPU backend too. It imports torch and
 the constants only, so that a fault in the rest cannot be in it too."""
 
+from gdn_triton.reference.activations import beta_sigmoid, gate, l2norm
+from gdn_triton.reference.arithmetic import product
 from gdn_triton.reference.chunk import (
     ChunkResult,
-    Chunks,
-    Rows,
-    StatePass,
-    States,
-    beta_sigmoid,
     chunk_gated_delta_rule,
+    recurrent_gated_delta_rule,
+)
+from gdn_triton.reference.chunk_view import Chunks, Rows, States
+from gdn_triton.reference.steps import (
+    StatePass,
     chunk_local_cumsum,
-    gate,
     gate_cumsum,
     kkt,
-    l2norm,
     output,
-    product,
-    recurrent_gated_delta_rule,
     solve,
     state_pass,
     wy,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gdn_triton.reference.chunk import beta_sigmoid, gate, l2norm
+from gdn_triton.reference.activations import beta_sigmoid, gate, l2norm
 
 __all__ = ["fused_post_conv_prep"]
 

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2
-from gdn_triton.reference.chunk import Chunks, Rows, States, beta_sigmoid, gate, product
+from gdn_triton.reference.activations import beta_sigmoid, gate
+from gdn_triton.reference.arithmetic import product
+from gdn_triton.reference.chunk_view import Chunks, Rows, States
 
 __all__ = ["RecurrentResult", "recurrent"]
 

@@ -1,0 +1,59 @@
+"""What inputs may go through before the rule: the activations of the gate and of beta, and the
+norm of q and k."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from gdn_triton.constants import L2NORM_EPS, SOFTPLUS_THRESHOLD
+from gdn_triton.reference.arithmetic import compute_dtype
+
+
+def gate(g_raw: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
+    """Natural-log decay g = -exp(A_log) * softplus(g_raw + dt_bias).
+
+    The parametrisation of Mamba-2 (arXiv:2405.21060), as arXiv:2412.06464, section 3.4, takes it.
+
+    Args:
+        g_raw: [B, T, HV], any float dtype. A_log: [HV]. dt_bias: [HV], or None for 0.
+
+    Returns:
+        g [B, T, HV], natural log, at most 0, float32 (float64 if any input is). softplus(x) is x
+        above SOFTPLUS_THRESHOLD.
+    """
+    dtype = compute_dtype(g_raw, A_log, dt_bias)
+    x = g_raw.to(dtype)
+    if dt_bias is not None:
+        x = x + dt_bias.to(dtype)
+    return -A_log.to(dtype).exp() * F.softplus(x, threshold=SOFTPLUS_THRESHOLD)
+
+
+def beta_sigmoid(beta_raw: Tensor, allow_neg_eigval: bool = False) -> Tensor:
+    """Write strength sigmoid(beta_raw), in (0, 1); twice that, in (0, 2), if `allow_neg_eigval`.
+
+    With |k| = 1 the state's transition has the eigenvalue 1 - beta along k, hence the name
+    (arXiv:2411.12537).
+
+    Args:
+        beta_raw: [B, T, HV], any float dtype.
+
+    Returns:
+        beta [B, T, HV], float32 (float64 if beta_raw is).
+    """
+    beta = beta_raw.to(compute_dtype(beta_raw)).sigmoid()
+    return 2 * beta if allow_neg_eigval else beta
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + L2NORM_EPS) over the last dimension, computed wide, rounded to x's dtype.
+
+    Args:
+        x: [..., K], any float dtype.
+
+    Returns:
+        [..., K] in x's dtype. Rounding is part of the meaning: the rule that follows reads the
+        rounded keys.
+    """
+    wide = x.to(compute_dtype(x))
+    return (wide * (wide.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()).to(x.dtype)

@@ -1,0 +1,192 @@
+"""Token tensors by chunks and by heads, of padded and of packed calls: the view that the
+specification computes in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Chunks:
+    """Where each chunk's tokens lie, and in which order chunks depend on each other.
+
+    The chunk view of a token tensor [B, T, ...] is [C, BT, ...]: C chunks over all sequences, those
+    of sequence 0 first. Sequences have ceil(length / BT) chunks, so an empty one has none. Tokens
+    of no sequence are in no chunk.
+
+    Attributes:
+        N: number of sequences (B when padded). C: number of chunks; NT: of each batch row.
+        BT: chunk size, any positive int.
+        lengths [N], num_chunks [N]: tokens and chunks of each sequence.
+        offsets [N + 1]: first chunk of each sequence, and C.
+        counts: counts[t] is the number of sequences with more than t chunks; [0] if there is none.
+        valid: bool [C, BT], false in the tail of a sequence's last chunk.
+    """
+
+    def __init__(
+        self,
+        T: int,
+        B: int,
+        chunk_size: int,
+        cu_seqlens: Tensor | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size: expected a positive int, got {chunk_size}")
+        if cu_seqlens is None:
+            bounds = [b * T for b in range(B + 1)]
+        else:
+            bounds = [int(x) for x in cu_seqlens.tolist()]
+            device = cu_seqlens.device if device is None else device
+        self.B, self.T, self.BT = B, T, chunk_size
+        self.N = len(bounds) - 1
+        self.lengths = [end - start for start, end in itertools.pairwise(bounds)]
+        self.num_chunks = [-(-length // chunk_size) for length in self.lengths]
+        self.offsets = [0]
+        for n in self.num_chunks:
+            self.offsets.append(self.offsets[-1] + n)
+        self.C = self.offsets[-1]
+        self.NT = -(-T // chunk_size) if cu_seqlens is None else self.C
+
+        per_sequence = torch.tensor(self.num_chunks, dtype=torch.int64)
+        sequence = torch.arange(self.N).repeat_interleave(per_sequence)  # [C]
+        # [C], the chunk's position within its sequence
+        step = torch.arange(self.C) - torch.tensor(self.offsets)[sequence]
+        starts, ends = torch.tensor(bounds[:-1]).long(), torch.tensor(bounds[1:]).long()
+        first = starts[sequence] + step * chunk_size
+        token = first[:, None] + torch.arange(chunk_size)  # [C, BT], into B * T
+        end = ends[sequence][:, None]
+        valid = token < end
+        # One chunk after the other covers every token once, in order: the chunk view is a reshape.
+        self._aligned = bool(valid.all()) and self.C * chunk_size == B * T
+        self.valid = valid.to(device)
+        self._held_token = torch.minimum(token, end - 1).flatten().to(device)
+        self._valid_row = valid.flatten().nonzero().flatten().to(device)
+        self._valid_token = token[valid].to(device)
+
+        # Longest first: the sequences still running at a step are then a prefix of those of the
+        # step before.
+        order = per_sequence.argsort(descending=True, stable=True)
+        rank = order.argsort()
+        # Without chunks one step over nothing remains, so that outputs keep shape and gradient.
+        self.counts = torch.bincount(step, minlength=1).tolist()
+        by_step = (step * max(self.N, 1) + rank[sequence]).argsort()
+        self._single = self.N <= 1
+        self._order, self._rank = order.to(device), rank.to(device)
+        self._by_step, self._by_chunk = by_step.to(device), by_step.argsort().to(device)
+
+    @classmethod
+    def of(cls, x: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Chunks:
+        """The chunks of a token tensor [B, T, ...]."""
+        return cls(x.shape[1], x.shape[0], chunk_size, cu_seqlens, device=x.device)
+
+    def without_orphans(self, x: Tensor) -> Tensor:
+        """[B, T, ...] with the tokens of no sequence set to 0."""
+        if self._valid_token.numel() == self.B * self.T:
+            return x
+        orphan = torch.ones(self.B * self.T, dtype=torch.bool, device=x.device)
+        orphan[self._valid_token] = False
+        return x.masked_fill(orphan.reshape(self.B, self.T, *[1] * (x.dim() - 2)), 0)
+
+    def split(self, x: Tensor, *, hold: bool = False) -> Tensor:
+        """[B, T, ...] -> [C, BT, ...]; rows past a sequence's end are 0, or its last if `hold`."""
+        tail = x.shape[2:]
+        if self._aligned:
+            return x.reshape(self.C, self.BT, *tail)
+        rows = x.reshape(self.B * self.T, *tail).index_select(0, self._held_token)
+        rows = rows.reshape(self.C, self.BT, *tail)
+        if hold:
+            return rows
+        # Selected, not multiplied: the held row may be NaN, and 0 * NaN is NaN.
+        return rows.masked_fill(~self.valid.reshape(self.C, self.BT, *[1] * len(tail)), 0)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """[C, BT, ...] -> [B, T, ...]; 0 for the tokens of no sequence."""
+        tail = x.shape[2:]
+        if self._aligned:
+            return x.reshape(self.B, self.T, *tail)
+        rows = x.reshape(self.C * self.BT, *tail).index_select(0, self._valid_row)
+        tokens = x.new_zeros(self.B * self.T, *tail).index_copy(0, self._valid_token, rows)
+        return tokens.reshape(self.B, self.T, *tail)
+
+    def steps(self, x: Tensor) -> Sequence[Tensor]:
+        """[C, ...] -> at each step t [counts[t], ...]: chunk t of all sequences that have one."""
+        # One permutation and one split: a gather at each step would cost a whole gradient per step
+        # in backward.
+        return (x if self._single else x.index_select(0, self._by_step)).split(self.counts)
+
+    def unsteps(self, steps: Sequence[Tensor]) -> Tensor:
+        """The inverse of `steps`, as a new tensor."""
+        x = torch.cat(tuple(steps))
+        return x if self._single else x.index_select(0, self._by_chunk)
+
+    def sort_sequences(self, x: Tensor) -> Tensor:
+        """[N, ...] in sequence order -> longest first, the order of every step."""
+        return x if self._single else x.index_select(0, self._order)
+
+    def unsort_sequences(self, x: Tensor) -> Tensor:
+        """The inverse of `sort_sequences`."""
+        return x if self._single else x.index_select(0, self._rank)
+
+
+class States:
+    """The running states, longest sequence first; those that have ended are set aside."""
+
+    def __init__(self, chunks: Chunks, initial: Tensor) -> None:
+        self.chunks = chunks
+        self.now = chunks.sort_sequences(initial)
+        self.ended: list[Tensor] = []
+
+    def running(self, count: int) -> Tensor:
+        """States of the first `count` sequences, the only ones that go on."""
+        if count < self.now.shape[0]:
+            self.now, ended = self.now.split((count, self.now.shape[0] - count))
+            self.ended.append(ended)
+        return self.now
+
+    def final(self) -> Tensor:
+        """All states in sequence order, as a new tensor."""
+        return self.chunks.unsort_sequences(torch.cat([self.now, *reversed(self.ended)]))
+
+
+class Rows:
+    """The results of a walk's steps, one row for each chunk, in one tensor.
+
+    Where nothing is recorded each row is copied at once to its place in one tensor. A list of small
+    tensors that stay, made between states that come and go, would leave holes in the heap that are
+    as large as a state and that no state fits into.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.chunks = chunks
+        self._made: list[Tensor] = []
+        self._places: Iterator[Tensor] | None = None
+
+    def add(self, x: Tensor) -> None:
+        """Takes the result of the next step, [counts[t], ...]. Autograd records every step or
+        none."""
+        if x.requires_grad:
+            self._made.append(x)
+            return
+        if self._places is None:
+            self._made.append(x.new_empty(self.chunks.C, *x.shape[1:]))
+            self._places = iter(self._made[0].split(self.chunks.counts))
+        next(self._places).copy_(x)
+
+    def all(self) -> Tensor:
+        """[C, ...] in the order of the chunks, as a new tensor."""
+        return self.chunks.unsteps(self._made)
+
+
+def to_heads(x: Tensor, H: int) -> Tensor:
+    """[C, BT, heads, ...] -> [C, H, heads // H, BT, ...]: value heads under their key head."""
+    return x.unflatten(2, (H, x.shape[2] // H)).movedim(1, 3).contiguous()
+
+
+def from_heads(x: Tensor) -> Tensor:
+    """[C, H, G, BT, ...] -> [C, BT, H * G, ...]."""
+    return x.movedim(3, 1).flatten(2, 3).contiguous()

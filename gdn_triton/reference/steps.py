@@ -1,0 +1,323 @@
+"""The steps of the chunked form, in the order in which they run:
+
+    gate_cumsum -> kkt -> solve -> wy -> state_pass -> output
+
+Each is a public function of tensors in the token layout; `..._in_chunks` is its computation in the
+chunk view (`gdn_triton.reference.chunk_view`), which the whole operator uses too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_triton.constants import DEFAULT_CHUNK_SIZE, LOG2_DECAY_FLOOR, RCP_LN2
+from gdn_triton.reference.arithmetic import (
+    compute_dtype,
+    ignores_autocast,
+    product,
+    triangular_solve,
+    upcast,
+)
+from gdn_triton.reference.chunk_view import Chunks, States, from_heads, to_heads
+
+# ------------------------------------------------------------------------------- step: chunk cumsum
+
+
+def chunk_local_cumsum(
+    x: Tensor,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    *,
+    scale: float = 1.0,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """scale * (inclusive prefix sum of x inside each chunk); with `reverse` the suffix sum.
+
+    The reverse form is the transpose of the forward one, which is what a gradient through it needs.
+
+    Args:
+        x: [B, T, HV], any float dtype.
+
+    Returns:
+        [B, T, HV], float32 (float64 if x is), in x's unit times scale; 0 for tokens of no sequence.
+    """
+    chunks = Chunks.of(x, chunk_size, cu_seqlens)
+    x_c = chunks.split(x.to(compute_dtype(x)))
+    if reverse:
+        return chunks.merge(x_c.flip(1).cumsum(1).flip(1) * scale)
+    return chunks.merge(x_c.cumsum(1) * scale)
+
+
+def floored_log2_decay(g: Tensor) -> Tensor:
+    """Natural-log decay in log2 units, with the floor that `gate_cumsum` explains."""
+    return (g * RCP_LN2).clamp_min(LOG2_DECAY_FLOOR[g.dtype])
+
+
+def gate_cumsum(
+    g: Tensor, chunk_size: int = DEFAULT_CHUNK_SIZE, *, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Chunk-local inclusive cumsum of the decay, in log2 units.
+
+        g_cumsum_i = sum over l <= i in the chunk of g_l / ln 2
+
+    It is log2 of the cumulative decay gamma of arXiv:2412.06464, section 3.3. Later steps use
+    differences of it, and -inf - -inf is NaN; so each token's log2 decay is raised to
+    LOG2_DECAY_FLOOR of the arithmetic. At the floor 2^x is already exactly 0, and any difference
+    that spans such a token is at or below the floor, so no factor changes: only the NaN goes. A
+    raised token gets no gradient, as exp has none there.
+
+    Args:
+        g: [B, T, HV], natural log, at most 0, -inf allowed, any float dtype.
+
+    Returns:
+        g_cumsum [B, T, HV], log2, finite, float32 (float64 if g is); 0 for tokens of no sequence.
+    """
+    log2_decay = floored_log2_decay(g.to(compute_dtype(g)))
+    return chunk_local_cumsum(log2_decay, chunk_size, cu_seqlens=cu_seqlens)
+
+
+# ---------------------------------------------------------------------- the steps in the chunk view
+# q, k: [C, H, 1, BT, K]. v, u, v_new: [C, H, G, BT, V]. w: [C, H, G, BT, K].
+# g_cumsum, beta: [C, H, G, BT]. A, A_inv: [C, H, G, BT, BT]. h: [C, H, G, K, V].
+# Rows past a sequence's end are 0, but g_cumsum's hold its last value there: differences stay at
+# most 0, and row BT - 1 is the whole chunk's decay.
+
+
+def _decay(g_cumsum: Tensor, diagonal: int) -> Tensor:
+    """2^(g_cumsum_i - g_cumsum_j) where j <= i + diagonal, else 0: [..., BT] -> [..., BT, BT]."""
+    BT = g_cumsum.shape[-1]
+    kept = torch.ones(BT, BT, dtype=torch.bool, device=g_cumsum.device).tril(diagonal)
+    difference = g_cumsum.unsqueeze(-1) - g_cumsum.unsqueeze(-2)
+    # Masked before exp2: above the diagonal it may be inf, and inf * 0 is NaN, in the gradient too.
+    return difference.masked_fill(~kept, -torch.inf).exp2()
+
+
+def kkt_in_chunks(k: Tensor, g_cumsum: Tensor, beta: Tensor) -> Tensor:
+    return beta.unsqueeze(-1) * product(k, k.mT) * _decay(g_cumsum, -1)
+
+
+def solve_in_chunks(A: Tensor) -> Tensor:
+    identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    return triangular_solve(A, identity.expand_as(A), upper=False)
+
+
+def wy_in_chunks(
+    k: Tensor, v: Tensor, g_cumsum: Tensor, beta: Tensor, A_inv: Tensor
+) -> tuple[Tensor, Tensor]:
+    # Row factors of the right-hand side are column factors of A_inv.
+    w = product(A_inv * (beta * g_cumsum.exp2()).unsqueeze(-2), k)
+    u = product(A_inv * beta.unsqueeze(-2), v)
+    return w, u
+
+
+def state_pass_in_chunks(
+    chunks: Chunks, k: Tensor, w: Tensor, u: Tensor, g_cumsum: Tensor, initial_state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """initial_state and the final state: [N, H, G, K, V]."""
+    g_last = g_cumsum[..., -1:]
+    # [C, H, G, BT, K], decayed to the chunk's end
+    k_to_end = (g_last - g_cumsum).exp2().unsqueeze(-1) * k
+    decay = g_last.exp2().unsqueeze(-1)  # [C, H, G, 1, 1]
+    states = States(chunks, initial_state)
+    h, v_new = [], []
+    for k_t, w_t, u_t, decay_t in zip(
+        chunks.steps(k_to_end), chunks.steps(w), chunks.steps(u), chunks.steps(decay), strict=True
+    ):
+        state = states.running(u_t.shape[0])
+        corrected = u_t - product(w_t, state)
+        states.now = decay_t * state + product(k_t.mT, corrected)
+        h.append(state)
+        v_new.append(corrected)
+    return chunks.unsteps(h), chunks.unsteps(v_new), states.final()
+
+
+def output_in_chunks(
+    q: Tensor, k: Tensor, v_new: Tensor, h: Tensor, g_cumsum: Tensor, scale: float
+) -> Tensor:
+    A_qk = product(q, k.mT) * _decay(g_cumsum, 0)
+    return scale * (g_cumsum.exp2().unsqueeze(-1) * product(q, h) + product(A_qk, v_new))
+
+
+# ------------------------------------------------------------------- the steps, in the token layout
+
+
+@ignores_autocast
+def kkt(
+    k: Tensor,
+    g_cumsum: Tensor,
+    beta: Tensor,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """A_ij = beta_i (k_i . k_j) 2^(g_cumsum_i - g_cumsum_j) for j < i in one chunk, else 0.
+
+    The strictly lower matrix of the UT transform with its decay: arXiv:2406.06484, section 3;
+    arXiv:2412.06464, section 3.3. k_i . k_j is computed once for each key head.
+
+    Args:
+        k: [B, T, H, K]. g_cumsum: [B, T, HV], log2 (`gate_cumsum`). beta: [B, T, HV].
+            Any float dtypes.
+
+    Returns:
+        A [B, T, HV, BT], float32 or float64: a row for each token, whose columns are its chunk.
+    """
+    k, g_cumsum, beta = upcast(k, g_cumsum, beta)
+    chunks, H = Chunks.of(k, chunk_size, cu_seqlens), k.shape[2]
+    A = kkt_in_chunks(
+        to_heads(chunks.split(k), H),
+        to_heads(chunks.split(g_cumsum, hold=True), H),
+        to_heads(chunks.split(beta), H),
+    )
+    return chunks.merge(from_heads(A))
+
+
+def solve(A: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """A_inv = (I + A)^-1 for each chunk, by forward substitution (arXiv:2406.06484, section 3).
+
+    Args:
+        A: [B, T, HV, BT] as `kkt` returns it, any float dtype; its BT is the chunk size. Entries at
+            and above the diagonal are not read.
+
+    Returns:
+        A_inv [B, T, HV, BT], float32 (float64 if A is): unit lower triangular in each chunk, and 0
+        in columns past the sequence's end.
+    """
+    chunks = Chunks.of(A, A.shape[-1], cu_seqlens)
+    A_c = chunks.split(A.to(compute_dtype(A)))
+    return chunks.merge(from_heads(solve_in_chunks(to_heads(A_c, A.shape[2]))))
+
+
+@ignores_autocast
+def wy(
+    k: Tensor,
+    v: Tensor,
+    g_cumsum: Tensor,
+    beta: Tensor,
+    A_inv: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """w = A_inv (beta 2^g_cumsum k) and u = A_inv (beta v), chunk by chunk.
+
+    arXiv:2412.06464, section 3.3; without the decay arXiv:2406.06484, section 3.
+
+    Args:
+        k: [B, T, H, K]. v: [B, T, HV, V]. g_cumsum: [B, T, HV], log2. beta: [B, T, HV].
+        A_inv: [B, T, HV, BT]; its last dimension is the chunk size. Any float dtypes.
+
+    Returns:
+        w [B, T, HV, K] and u [B, T, HV, V], float32 or float64.
+    """
+    k, v, g_cumsum, beta, A_inv = upcast(k, v, g_cumsum, beta, A_inv)
+    chunks, H = Chunks.of(k, A_inv.shape[-1], cu_seqlens), k.shape[2]
+    w, u = wy_in_chunks(
+        to_heads(chunks.split(k), H),
+        to_heads(chunks.split(v), H),
+        to_heads(chunks.split(g_cumsum, hold=True), H),
+        to_heads(chunks.split(beta), H),
+        to_heads(chunks.split(A_inv), H),
+    )
+    return chunks.merge(from_heads(w)), chunks.merge(from_heads(u))
+
+
+class StatePass(NamedTuple):
+    """What `state_pass` returns; shapes as `ChunkResult`'s, the state K-first."""
+
+    h: Tensor
+    v_new: Tensor
+    final_state: Tensor
+
+
+@ignores_autocast
+def state_pass(
+    k: Tensor,
+    w: Tensor,
+    u: Tensor,
+    g_cumsum: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    cu_seqlens: Tensor | None = None,
+) -> StatePass:
+    """The only serial step, chunk after chunk; h is the state that a chunk starts from:
+
+        v_new  = u - w h
+        h_next = 2^g_last h + sum over i of 2^(g_last - g_cumsum_i) k_i (x) v_new_i
+
+    with g_last the chunk's last g_cumsum (arXiv:2412.06464, section 3.3).
+
+    Args:
+        k: [B, T, H, K]. w: [B, T, HV, K]. u: [B, T, HV, V]. g_cumsum: [B, T, HV], log2.
+            Any float dtypes.
+        initial_state: [N, HV, K, V], or None for 0.
+
+    Returns:
+        h [B, NT, HV, K, V] (packed: [1, NT, HV, K, V], the chunks of sequence 0 first),
+        v_new [B, T, HV, V], final_state [N, HV, K, V]; float32 or float64.
+    """
+    dtype = compute_dtype(k, w, u, g_cumsum, initial_state)
+    H, K = k.shape[2:]
+    HV, V = u.shape[2:]
+    chunks = Chunks.of(k, chunk_size, cu_seqlens)
+    if initial_state is None:
+        initial_state = k.new_zeros(chunks.N, HV, K, V, dtype=dtype)
+    h, v_new, final_state = state_pass_in_chunks(
+        chunks,
+        to_heads(chunks.split(k.to(dtype)), H),
+        to_heads(chunks.split(w.to(dtype)), H),
+        to_heads(chunks.split(u.to(dtype)), H),
+        to_heads(chunks.split(g_cumsum.to(dtype), hold=True), H),
+        initial_state.to(dtype).unflatten(1, (H, HV // H)),
+    )
+    return StatePass(
+        states_to_layout(h, chunks), chunks.merge(from_heads(v_new)), final_state.flatten(1, 2)
+    )
+
+
+def states_to_layout(h: Tensor, chunks: Chunks) -> Tensor:
+    """[C, H, G, K, V] -> [B, NT, HV, K, V]."""
+    return h.flatten(1, 2).unflatten(0, (chunks.B, chunks.NT))
+
+
+@ignores_autocast
+def output(
+    q: Tensor,
+    k: Tensor,
+    v_new: Tensor,
+    h: Tensor,
+    g_cumsum: Tensor,
+    scale: float | None = None,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """What each token reads: the state its chunk started from, and the chunk up to itself.
+
+        o_i = scale (2^g_i h^T q_i + sum over j <= i of (q_i . k_j) 2^(g_i - g_j) v_new_j)
+
+    with g for g_cumsum (arXiv:2412.06464, section 3.3). q_i . k_j is computed once for each key
+    head.
+
+    Args:
+        q, k: [B, T, H, K]. v_new: [B, T, HV, V]. h: [B, NT, HV, K, V]. g_cumsum: [B, T, HV], log2.
+            Any float dtypes.
+        scale: None is K**-0.5; any float is taken literally.
+
+    Returns:
+        o [B, T, HV, V], float32 or float64; 0 for tokens of no sequence.
+    """
+    q, k, v_new, h, g_cumsum = upcast(q, k, v_new, h, g_cumsum)
+    chunks, H = Chunks.of(q, chunk_size, cu_seqlens), q.shape[2]
+    o = output_in_chunks(
+        to_heads(chunks.split(q), H),
+        to_heads(chunks.split(k), H),
+        to_heads(chunks.split(v_new), H),
+        h.flatten(0, 1).unflatten(1, (H, h.shape[2] // H)),
+        to_heads(chunks.split(g_cumsum, hold=True), H),
+        q.shape[-1] ** -0.5 if scale is None else scale,
+    )
+    return chunks.merge(from_heads(o))
