@@ -15,17 +15,10 @@ from gdn_triton.chunk.prefill import chunk_prefill
 from gdn_triton.chunk.problem import prefill_call
 from gdn_triton.chunk.validation_prefill import validate_prefill
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update, fused_conv_prep
-from gdn_triton.conv.backends import (
-    CONV,
-    CONV_PREP,
-    CONV_UPDATE,
-    PLAIN,
-    ConvArguments,
-    PrepArguments,
-    prep_problem,
-    validate_conv,
-)
-from gdn_triton.conv.backends import STEP as CONV_STEP
+from gdn_triton.conv.backends import CONV, CONV_UPDATE
+from gdn_triton.conv.prep import CONV_PREP, prep_problem
+from gdn_triton.conv.validation import PLAIN, ConvArguments, PrepArguments, validate_conv
+from gdn_triton.conv.validation import STEP as CONV_STEP
 from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.norm.backends import NORM, validate_norm
 from gdn_triton.prep.api import fused_post_conv_prep

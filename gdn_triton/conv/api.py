@@ -4,8 +4,10 @@
 from torch import Tensor
 
 from gdn_triton._host.tensors import is_traced
-from gdn_triton.conv.backends import STEP, ConvArguments, PrepArguments, run_conv, run_conv_prep
+from gdn_triton.conv.backends import run_conv
 from gdn_triton.conv.operators import traced_conv, traced_conv_prep
+from gdn_triton.conv.prep import run_conv_prep
+from gdn_triton.conv.validation import STEP, ConvArguments, PrepArguments
 
 
 def causal_conv1d(

@@ -1,288 +1,31 @@
-"""Judges the arguments of the convolution, alone and before the preparation, chooses a backend and
-runs it.
+"""The backends of the convolution, and what runs a call of it in one of them.
 
-The backends are those of `gdn_triton._host.backends`; no CUDA kernel is among them.
+They are those of `gdn_triton._host.backends`; no CUDA kernel is among them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from gdn_triton._host.arguments import (
-    FLOAT_DTYPES,
-    FLOATS,
-    INDEX_DTYPES,
-    INDICES,
-    check_dtype,
-    count_sequences,
-    must,
-    shape_of,
-    shaped,
-    type_of,
-    value_of,
-)
 from gdn_triton._host.backends import Backend, Operator, missing, reference_supports, triton_limits
 from gdn_triton._host.device import on_device
-from gdn_triton._host.memory import Apart, Layout, layout_of
-from gdn_triton._host.slots import LAST_SKIPPED, check_contents, check_skip
-from gdn_triton._host.tensors import check_written, resolved, why_unreadable
-from gdn_triton.conv.problem import ConvOperands, ConvProblem, PrepOperands
-from gdn_triton.prep.backends import (
-    POST_CONV,
-    PreparedInputs,
-    Sizes,
-    run_post_conv,
-    triton_refusal,
-    validate_post_conv,
-    with_gradients,
+from gdn_triton.conv.problem import ConvOperands, ConvProblem
+from gdn_triton.conv.validation import (
+    PLAIN,
+    ConvArguments,
+    Form,
+    PrepArguments,
+    operands,
+    validate_conv,
 )
 
-ACTIVATIONS: Final = {"silu": True, None: False}
 # Taps of the Triton kernels; the reference has no limit.
 TRITON_WIDTHS: Final = (2, 3, 4)
-# The arguments that may be None.
-_OPTIONAL: Final = (
-    *("bias", "state", "read_slots", "write_slots", "has_initial_state", "cu_seqlens"),
-    "num_accepted_tokens",
-)
-
-
-class ConvArguments(NamedTuple):
-    """What a caller gave. x may be without its batch, or, in a step, without its tokens."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    activation: str | None
-    state: Tensor | None
-    read_slots: Tensor | None
-    write_slots: Tensor | None
-    has_initial_state: Tensor | None
-    skip: str
-    cu_seqlens: Tensor | None
-    num_accepted_tokens: Tensor | None = None
-
-
-class Form(NamedTuple):
-    """name: of x, in messages. is_step: tokens come as in `gdn_triton.recurrent_step`."""
-
-    name: str = "x"
-    is_step: bool = False
-
-
-PLAIN: Final = Form()
-STEP: Final = Form(is_step=True)
-PREPARED: Final = Form("mixed_qkv")
-
-
-def validate_conv(args: ConvArguments, form: Form) -> ConvProblem:
-    """Checks the arguments of `gdn_triton.causal_conv1d`, which documents them.
-
-    In this order: types, devices, ranks, sizes, dtypes, sequences, the state and its slots. Raises
-    TypeError or ValueError with the argument, what was expected and what came, and
-    NotImplementedError for a gradient that there is not. What slots and offsets hold is judged by
-    `check_contents`, at run time.
-    """
-    x, weight, bias, state, cu_seqlens = args.x, args.weight, args.bias, args.state, args.cu_seqlens
-    _check_types(args, form)
-    packed = cu_seqlens is not None
-    _check_rank(x, form, packed)
-    if weight.dim() != 2:
-        raise ValueError(must("weight", "have 2 dimensions [D, W]", shape_of(weight)))
-    D, W = x.shape[-1], weight.shape[1]
-    if D < 1:
-        raise ValueError(must(form.name, "have at least one channel", shape_of(x)))
-    if weight.shape[0] != D or W < 1:
-        expected = f"have shape {shaped(D=D)[:-1]}, W >= 1]"
-        raise ValueError(must("weight", expected, shape_of(weight)))
-    if bias is not None and bias.shape != (D,):
-        raise ValueError(must("bias", f"have shape {shaped(D=D)}", shape_of(bias)))
-    for name, given in ((form.name, x), ("weight", weight), ("bias", bias), ("state", state)):
-        if given is not None:
-            check_dtype(name, given, FLOAT_DTYPES, FLOATS)
-
-    B, T = _batch(x, form, packed)
-    N = B
-    if cu_seqlens is not None:
-        check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES, INDICES)
-        N = count_sequences(cu_seqlens)
-    _check_state(args, form, B, T, N, D, W)
-    trained = (x, weight) if bias is None else (x, weight, bias)
-    needs_grad = torch.is_grad_enabled() and any(y.requires_grad for y in trained)
-    _check_gradients(args, form, needs_grad)
-    return ConvProblem(
-        B=B,
-        T=T,
-        N=N,
-        D=D,
-        W=W,
-        dtype=x.dtype,
-        device=x.device,
-        silu=ACTIVATIONS[args.activation],
-        last_skipped=LAST_SKIPPED[args.skip],
-        every_token=args.write_slots is not None and args.write_slots.dim() == 2,
-        has_state=state is not None,
-        wide=any(y.dtype == torch.float64 for y in trained),
-        needs_grad=needs_grad,
-        unreadable=why_unreadable(_names(form.name), args),
-        columns=0 if state is None or args.num_accepted_tokens is None else state.shape[2],
-    )
-
-
-@functools.cache
-def _names(first: str) -> tuple[str, ...]:
-    """The names of the arguments, as a caller knows them."""
-    return first, *ConvArguments._fields[1:]
-
-
-def _check_types(args: ConvArguments, form: Form) -> None:
-    for name, required in ((form.name, args.x), ("weight", args.weight)):
-        if not isinstance(required, Tensor):
-            raise TypeError(must(name, "be a torch.Tensor", type_of(required)))
-    for name in _OPTIONAL:
-        given = getattr(args, name)
-        if given is not None and not isinstance(given, Tensor):
-            raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
-    if type(args.activation) not in (str, type(None)) or args.activation not in ACTIVATIONS:
-        raise ValueError(must("activation", 'be "silu" or None', value_of(args.activation)))
-    check_skip(args.skip)
-    device = args.x.device
-    for name, given in zip(args._fields, args, strict=True):
-        if isinstance(given, Tensor) and given.device != device:
-            expected = f"be on the device of {form.name}, {device}"
-            raise ValueError(must(name, expected, str(given.device)))
-
-
-def _check_rank(x: Tensor, form: Form, packed: bool) -> None:
-    forms = "[T, D] or [B, T, D]"
-    if packed:
-        forms = "[T, D] or [1, T, D] with cu_seqlens"
-    elif form.is_step:
-        forms = "[N, D] or [N, T, D]"
-    if x.dim() not in (2, 3) or (packed and x.dim() == 3 and x.shape[0] != 1):
-        raise ValueError(must(form.name, f"have shape {forms}", shape_of(x)))
-
-
-def _batch(x: Tensor, form: Form, packed: bool) -> tuple[int, int]:
-    """B and T of x as [B, T, D]."""
-    if x.dim() == 3:
-        return x.shape[0], x.shape[1]
-    return (x.shape[0], 1) if form.is_step and not packed else (1, x.shape[0])
-
-
-def _check_state(args: ConvArguments, form: Form, B: int, T: int, N: int, D: int, W: int) -> None:
-    state = args.state
-    if state is None:
-        for name in ("read_slots", "write_slots", "has_initial_state", "num_accepted_tokens"):
-            if getattr(args, name) is not None:
-                raise ValueError(must(name, "be None without state", "a tensor"))
-        return
-    if args.num_accepted_tokens is not None:
-        _check_accepted(args, N, D, W)
-    elif state.dim() != 3 or state.shape[1:] != (D, W - 1):
-        expected = f"have shape [slots, D={D}, W - 1={W - 1}]"
-        raise ValueError(must("state", expected, shape_of(state)))
-    if torch.promote_types(args.x.dtype, state.dtype) != state.dtype:
-        expected = f"have a dtype that holds that of {form.name}, {args.x.dtype}"
-        raise ValueError(must("state", expected, str(state.dtype)))
-    check_written("state", state)
-    if args.read_slots is None:
-        if args.write_slots is not None:
-            raise ValueError(must("write_slots", "come with read_slots", "read_slots=None"))
-        if state.shape[0] != N:
-            expected = f"have a slot for each of the N={N} sequences, without read_slots"
-            raise ValueError(must("state", expected, shape_of(state)))
-    elif args.read_slots.shape != (N,):
-        expected = f"have shape [N={N}], a slot a sequence"
-        raise ValueError(must("read_slots", expected, shape_of(args.read_slots)))
-    if args.write_slots is not None and args.write_slots.shape not in ((N,), (B, T)):
-        expected = f"have shape [{N}], a slot a sequence, or [{B}, {T}], a slot a token"
-        raise ValueError(must("write_slots", expected, shape_of(args.write_slots)))
-    flags = args.has_initial_state
-    if flags is not None and flags.shape != (N,):
-        expected = f"have shape [N={N}], a flag a sequence"
-        raise ValueError(must("has_initial_state", expected, shape_of(flags)))
-    for name, slots in (("read_slots", args.read_slots), ("write_slots", args.write_slots)):
-        if slots is not None:
-            check_dtype(name, slots, INDEX_DTYPES, INDICES)
-    if flags is not None:
-        check_dtype("has_initial_state", flags, frozenset((torch.bool,)), "bool")
-
-
-def _check_accepted(args: ConvArguments, N: int, D: int, W: int) -> None:
-    """What a call with num_accepted_tokens has beside others, which are judged as without."""
-    state, accepted = args.state, args.num_accepted_tokens
-    assert state is not None and accepted is not None
-    if W < 2:
-        raise ValueError(must("weight", "have W >= 2 with num_accepted_tokens", f"W={W}"))
-    if state.dim() != 3 or state.shape[1] != D or state.shape[2] < W - 1:
-        expected = f"have shape [slots, D={D}, at least W - 1={W - 1}] with num_accepted_tokens"
-        raise ValueError(must("state", expected, shape_of(state)))
-    if accepted.shape != (N,):
-        expected = f"have shape [N={N}], one a sequence"
-        raise ValueError(must("num_accepted_tokens", expected, shape_of(accepted)))
-    check_dtype("num_accepted_tokens", accepted, INDEX_DTYPES, INDICES)
-    for name in ("write_slots", "has_initial_state"):
-        if getattr(args, name) is not None:
-            raise ValueError(must(name, "be None with num_accepted_tokens", "a tensor"))
-
-
-def _check_gradients(args: ConvArguments, form: Form, needs_grad: bool) -> None:
-    if not torch.is_grad_enabled():
-        return
-    if args.state is not None and args.state.requires_grad:
-        raise NotImplementedError(
-            "state is updated in place and has no gradient, and requires one: detach it"
-        )
-    if form.is_step and needs_grad:
-        raise NotImplementedError(
-            "gdn_triton.causal_conv1d_update has no gradient; an input requires one. Call under "
-            "torch.no_grad(), or use causal_conv1d"
-        )
-
-
-def operands(
-    problem: ConvProblem, args: ConvArguments, form: Form, prep: PrepArguments | None = None
-) -> ConvOperands:
-    """The tensors, with x as [B, T, D], a view. Judges where they lie, those of a preparation in
-    the same pass too, and slots and offsets where the host can read them."""
-    p = problem
-    x = args.x.view(p.B, p.T, p.D) if args.x.dim() == 3 else _with_batch(args.x, p)
-    given = ConvOperands(
-        x=x,
-        weight=args.weight,
-        bias=args.bias,
-        state=args.state,
-        read_slots=args.read_slots,
-        write_slots=args.write_slots,
-        has_initial_state=args.has_initial_state,
-        cu_seqlens=args.cu_seqlens,
-        num_accepted_tokens=args.num_accepted_tokens,
-    )
-    if given.state is not None and p.unreadable is None:  # else there need not be an address
-        tensors = given if prep is None else (*given, *prep.tensors)
-        _memory(form.name, tuple(map(layout_of, tensors))).check(tensors)
-    check_contents(p, given, given.has_initial_state)
-    return resolved(given)
-
-
-@functools.lru_cache(1024)
-def _memory(x_name: str, layouts: tuple[Layout | None, ...]) -> Apart:
-    """layouts: of the operands, after which those of a preparation may come."""
-    names = (x_name, *ConvOperands._fields[1:], *PREP_TENSORS)
-    return Apart(dict(zip(names, layouts, strict=False)), ("state",))
-
-
-def _with_batch(x: Tensor, p: ConvProblem) -> Tensor:
-    return x.unsqueeze(0) if p.B == 1 and p.T == x.shape[0] else x.unsqueeze(1)
-
-
-# ----------------------------------------------------------------------------------------- backends
 
 
 @functools.cache
@@ -331,16 +74,16 @@ def _load_reference() -> ConvRun:
     return reference.forward
 
 
-_NO_CUDA = missing("cuda", "The CUDA library has no convolution.")
+NO_CUDA = missing("cuda", "The CUDA library has no convolution.")
 _REFERENCE: Backend[ConvProblem, ConvRun] = Backend(
     "reference", reference_supports, _load_reference
 )
 CONV: Operator[ConvProblem, ConvRun] = Operator(
-    "causal_conv1d", (_NO_CUDA, Backend("triton", conv_refusal, _load_triton), _REFERENCE)
+    "causal_conv1d", (NO_CUDA, Backend("triton", conv_refusal, _load_triton), _REFERENCE)
 )
 CONV_UPDATE: Operator[ConvProblem, ConvRun] = Operator(
     "causal_conv1d_update",
-    (_NO_CUDA, Backend("triton", conv_refusal, _load_triton_update), _REFERENCE),
+    (NO_CUDA, Backend("triton", conv_refusal, _load_triton_update), _REFERENCE),
 )
 
 
@@ -359,132 +102,3 @@ def run_valid_conv(
     with on_device(problem.device):
         y = run(problem, given)
     return y.view(args.x.shape)
-
-
-class PrepArguments(NamedTuple):
-    """What a caller gave of the preparation."""
-
-    a: Tensor
-    b: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
-    num_k_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    apply_l2norm: bool
-    output_g_exp: bool
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.a, self.b, self.A_log, self.dt_bias
-
-
-PREP_TENSORS: Final = ("a", "b", "A_log", "dt_bias")
-
-
-def validate_conv_prep(args: ConvArguments, prep: PrepArguments) -> tuple[ConvProblem, Sizes]:
-    """Checks the arguments of `gdn_triton.fused_conv_prep`: the convolution's, then the others."""
-    problem = validate_conv(args, PREPARED)
-    sizes = validate_post_conv(args.x, *prep, first="mixed_qkv", ranks=(2, 3))
-    # If no kernel can convolve x, no kernel gets a result to prepare.
-    return problem, sizes if problem.unreadable is None else sizes._replace(
-        unreadable=problem.unreadable
-    )
-
-
-def prep_needs_grad(problem: ConvProblem, prep: PrepArguments) -> bool:
-    return problem.needs_grad or (
-        torch.is_grad_enabled()
-        and any(x.requires_grad for x in (prep.a, prep.b, prep.A_log, prep.dt_bias))
-    )
-
-
-class PrepProblem(NamedTuple):
-    """A validated call of `gdn_triton.fused_conv_prep`, from which its backend is chosen: its two
-    parts."""
-
-    conv: ConvProblem
-    sizes: Sizes
-
-    @property
-    def device(self) -> torch.device:
-        return self.conv.device
-
-
-PrepRun = Callable[[ConvArguments, PrepArguments, PrepProblem], PreparedInputs]
-
-
-def conv_prep_refusal(problem: PrepProblem) -> str | None:
-    """A sentence why the fused kernel cannot run the call, or None."""
-    if problem.sizes.needs_grad:
-        return (
-            "The fused kernel has no backward; an input requires a gradient. Call under "
-            "torch.no_grad() if none is wanted."
-        )
-    return conv_refusal(problem.conv) or triton_refusal(problem.sizes)
-
-
-CONV_PREP: Operator[PrepProblem, PrepRun] = Operator(
-    "fused_conv_prep",
-    (
-        _NO_CUDA,
-        Backend("triton", conv_prep_refusal, lambda: _run_fused),
-        Backend("reference", reference_supports, lambda: _run_parts),
-    ),
-)
-
-
-def prep_problem(args: ConvArguments, prep: PrepArguments) -> PrepProblem:
-    """Raises as `validate_conv_prep`."""
-    conv, sizes = validate_conv_prep(args, prep)
-    return PrepProblem(conv, with_gradients(sizes, prep_needs_grad(conv, prep)))
-
-
-def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> PreparedInputs:
-    """q, k, v, g and beta; the states are written.
-
-    In one kernel where Triton serves all of it. Else the convolution, then the preparation, each in
-    a backend of its own: so with gradients, which the fused kernel has none of.
-    """
-    problem = prep_problem(args, prep)
-    if problem.sizes.needs_grad:
-        # Each part says for itself whether it has a gradient.
-        return _run_parts(args, prep, problem)
-    return CONV_PREP.choose(problem).load()(args, prep, problem)
-
-
-def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> PreparedInputs:
-    sizes, lead = problem.sizes, args.x.shape[:-1]
-    # Choose before anything runs: a refusal then leaves the states as they are.
-    second = POST_CONV.choose(sizes).load()
-    y = run_valid_conv(problem.conv, args, PREPARED, prep).flatten(0, -2)
-    flat = prep._replace(a=prep.a.reshape(-1, sizes.HV), b=prep.b.reshape(-1, sizes.HV))
-    parts = run_post_conv(second, y, *flat)
-    q, k, v, g, beta = (x.unflatten(0, lead) for x in parts)
-    return q, k, v, g, beta
-
-
-def _run_fused(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> PreparedInputs:
-    from gdn_triton.conv.triton.forward import conv_prep_fwd
-
-    sizes = problem.sizes
-    given = operands(problem.conv, args, PREPARED, prep)
-    a, b, A_log, dt_bias = resolved(prep.tensors)
-    others = PrepOperands(
-        a=a if a.dim() == 3 else a.unsqueeze(0),
-        b=b if b.dim() == 3 else b.unsqueeze(0),
-        A_log=A_log,
-        dt_bias=dt_bias,
-        H=sizes.H,
-        HV=sizes.HV,
-        K=sizes.K,
-        V=sizes.V,
-        use_l2norm=prep.apply_l2norm,
-        g_exp=prep.output_g_exp,
-    )
-    with on_device(problem.device):
-        parts = conv_prep_fwd(problem.conv, given, others)
-    if args.x.dim() == 3:
-        return parts
-    q, k, v, g, beta = (x.squeeze(0) for x in parts)
-    return q, k, v, g, beta

@@ -20,15 +20,15 @@ from torch import Tensor
 from gdn_triton._host.memory import operator_counts_writes
 from gdn_triton._host.records import arguments_of, made
 from gdn_triton._host.replay import replayed_gradients
-from gdn_triton.conv.backends import (
+from gdn_triton.conv.backends import run_conv
+from gdn_triton.conv.prep import run_conv_prep
+from gdn_triton.conv.validation import (
     PLAIN,
     STEP,
     ConvArguments,
     Form,
     PrepArguments,
     prep_needs_grad,
-    run_conv,
-    run_conv_prep,
     validate_conv,
     validate_conv_prep,
 )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class ConvProblem(NamedTuple):
-    """What every backend may rely on. Built by `gdn_triton.conv.backends` only."""
+    """What every backend may rely on. Built by `gdn_triton.conv.validation` only."""
 
     B: int  # rows of x: 1 when packed
     T: int  # tokens of a row
