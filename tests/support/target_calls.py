@@ -44,9 +44,12 @@ SHAPES = [
     Shape(128, 128, torch.float32, HV=4, full=False),
 ]
 # What is compiled, of `run_sample`, for a target that differs from another one in few things; else
-# all of SHAPES and of the package. These have sm_80's instructions and three fifths of its shared
+# every kernel of the package. These have sm_80's instructions and three fifths of its shared
 # memory: the common head, and the widest one.
 SAMPLES = {("cuda", 120): SHAPES[:1], ("cuda", 121): SHAPES[3:4]}
+# Tiles are chosen for sm_90, which compiles all of SHAPES. Other targets must run what is chosen:
+# they compile the common head, the widest and the least one, and four-byte products.
+ELSEWHERE = [SHAPES[0], *SHAPES[3:]]
 # Where the outputs are compiled that no forward asks for.
 EXTRAS = SHAPES[2]
 
