@@ -57,7 +57,7 @@ def run_watched(script: str, *arguments: str) -> list[str]:
     """The words that a script prints, in a process where Triton compiles."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "GDN_BACKEND": "triton"}
-    paths = (TESTS / "support", TESTS, TESTS.parent)
+    paths = (TESTS / "support", TESTS / "integrations", TESTS.parent)
     environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],

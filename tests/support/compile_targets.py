@@ -88,6 +88,7 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
     },
     # Four-byte operands hold twice the registers; accuracy comes first there, not speed.
     (90, 4): {
+        "norm_bwd_kernel": 64,  # rows of 8192 channels
         "affine_fwd_kernel": 1088,
         "affine_bwd_kernel": 3136,
         "wy_fwd_kernel": 448,
@@ -136,6 +137,7 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "conv_bwd_kernel": 64,
     },
     (100, 4): {
+        "norm_bwd_kernel": 64,  # rows of 8192 channels
         "affine_fwd_kernel": 832,
         "affine_bwd_kernel": 384,
         "wy_fwd_kernel": 384,
