@@ -207,6 +207,38 @@ def conv_blocks(step: Step) -> SimpleNamespace:
     return SimpleNamespace(nums_dict={8: given}, batch_ptr=batch, token_chunk_offset_ptr=offset)
 
 
+def convolved(step: Step, f: SimpleNamespace, conv_state: Tensor, **more: Any) -> Tensor:
+    """By the function of that name, which both engines have. more: what one of them adds."""
+    y: Tensor = f.causal_conv1d_fn(
+        step.mixed_qkv.transpose(0, 1),
+        step.weight,
+        None,
+        activation="silu",
+        conv_states=conv_state,
+        has_initial_state=step.has_initial_state,
+        cache_indices=step.slots,
+        query_start_loc=step.cu_seqlens,
+        **more,
+    )
+    return y.transpose(0, 1)
+
+
+def decoded(step: Step, f: SimpleNamespace, x: Tensor, out: Tensor) -> None:
+    """Writes out, by the function of that name, which both engines have."""
+    f.fused_recurrent_gated_delta_rule_packed_decode(
+        mixed_qkv=x,
+        a=step.a,
+        b=step.b,
+        A_log=step.A_log,
+        dt_bias=step.dt_bias,
+        scale=step.sizes[2] ** -0.5,
+        initial_state=step.state,
+        out=out,
+        ssm_state_indices=step.slots,
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
 def vllm(step: Step, theirs: dict[str, Callable[..., Any]]) -> Call:
     f = SimpleNamespace(**theirs)
     H, HV, K, V = step.sizes
@@ -238,31 +270,11 @@ def vllm(step: Step, theirs: dict[str, Callable[..., Any]]) -> Call:
             conv_state_indices=step.slots,
             validate_data=False,
         )
-        f.fused_recurrent_gated_delta_rule_packed_decode(
-            mixed_qkv=x,
-            a=step.a,
-            b=step.b,
-            **gates,
-            scale=K**-0.5,
-            initial_state=step.state,
-            out=out.unsqueeze(1),
-            ssm_state_indices=step.slots,
-            use_qk_l2norm_in_kernel=True,
-        )
+        decoded(step, f, x, out.unsqueeze(1))
         return norm()
 
     def prefill() -> Tensor:
-        x = f.causal_conv1d_fn(
-            step.mixed_qkv.transpose(0, 1),
-            step.weight,
-            None,
-            activation="silu",
-            conv_states=conv_state,
-            has_initial_state=step.has_initial_state,
-            cache_indices=step.slots,
-            query_start_loc=step.cu_seqlens,
-            metadata=metadata,
-        ).transpose(0, 1)
+        x = convolved(step, f, conv_state, metadata=metadata)
         prepared = f.fused_post_conv_prep(
             conv_output=x,
             a=step.a,
@@ -298,7 +310,6 @@ def vllm(step: Step, theirs: dict[str, Callable[..., Any]]) -> Call:
 def sglang(step: Step, theirs: dict[str, Callable[..., Any]]) -> Call:
     f = SimpleNamespace(**theirs)
     H, HV, K, V = step.sizes
-    gates = {"A_log": step.A_log, "dt_bias": step.dt_bias}
     conv_state = step.conv_state.transpose(-1, -2).contiguous()
     conv = (conv_state, step.weight, None, "silu")
 
@@ -317,31 +328,11 @@ def sglang(step: Step, theirs: dict[str, Callable[..., Any]]) -> Call:
     def decode() -> Tensor:
         x = f.causal_conv1d_update(step.mixed_qkv, *conv, conv_state_indices=step.slots)
         o = x.new_empty(x.shape[0], 1, HV, V)
-        f.fused_recurrent_gated_delta_rule_packed_decode(
-            mixed_qkv=x,
-            a=step.a,
-            b=step.b,
-            **gates,
-            scale=K**-0.5,
-            initial_state=step.state,
-            out=o,
-            ssm_state_indices=step.slots,
-            use_qk_l2norm_in_kernel=True,
-        )
+        decoded(step, f, x, o)
         return norm(o)
 
     def prefill() -> Tensor:
-        x = f.causal_conv1d_fn(
-            step.mixed_qkv.transpose(0, 1),
-            step.weight,
-            None,
-            activation="silu",
-            conv_states=conv_state,
-            has_initial_state=step.has_initial_state,
-            cache_indices=step.slots,
-            query_start_loc=step.cu_seqlens,
-            seq_lens_cpu=list(step.lengths),
-        ).transpose(0, 1)
+        x = convolved(step, f, conv_state, seq_lens_cpu=list(step.lengths))
         q, k, v = f.fused_qkv_split_gdn_prefill(x, H, H, HV, K, K, V)
         g, beta = f.fused_gdn_gating(step.A_log, step.a, step.b, step.dt_bias)
         o = f.chunk_gated_delta_rule(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fast_cases import ROOT, ask_again, output
-from library_wheel import check_library_wheel, load_builder
+from library_wheel import check_library_wheel, load_builder, load_script
 
 from gdn_triton import fast
 
@@ -43,16 +43,10 @@ UNDEFINED = r"(aoti_torch_|torch_)\w+$|.*@(GLIBC|GLIBCXX|CXXABI|GCC)_"
 
 
 def cuobjdump() -> str:
-    """The toolkit's, or the one that comes in every wheel of Triton."""
-    found = shutil.which("cuobjdump")
-    if found is None:
-        spec = importlib.util.find_spec("triton")
-        if spec is not None and spec.origin is not None:
-            wheel = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-            found = str(wheel) if wheel.exists() else None
+    found = load_script("same_code").find_cuobjdump()
     if found is None:
         pytest.skip("there is no cuobjdump to read machine code with: neither nvcc's nor Triton's")
-    return found
+    return str(found)
 
 
 def toolchain() -> Any:

@@ -1,28 +1,18 @@
 """`csrc/same_code.py`: which kernels of two libraries it takes for equal."""
 
-import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from library_wheel import load_builder
+from library_wheel import load_builder, load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "csrc" / "same_code.py"
 
 
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("csrc_same_code", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = load_script("same_code")
 
 SASS = """\
 Fatbin elf code:

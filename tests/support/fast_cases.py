@@ -1,7 +1,6 @@
 """What the tests of the CUDA library share: its problems, calls of its host code, and the cases of
 its numbers."""
 
-import dataclasses
 import os
 import subprocess
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from choice_cases import problem as triton_problem
 from fast_parity import (
     Options,
 )
@@ -48,32 +48,10 @@ def ask_again() -> str | None:
 
 def problem(**changes: Any) -> Problem:
     """One that the library takes, on a device that need not be there."""
-    dtype = changes.pop("dtype", BF16)
-    base = Problem(
-        B=2,
-        T=100,
-        H=2,
-        HV=4,
-        K=128,
-        V=128,
-        N=2,
-        q_dtype=dtype,
-        k_dtype=dtype,
-        v_dtype=dtype,
-        device=torch.device("cuda:0"),
-        scale=0.1,
-        chunk_size=64,
-        is_varlen=False,
-        has_initial_state=True,
-        output_final_state=True,
-        state_v_first=False,
-        use_qk_l2norm=False,
-        use_beta_sigmoid=False,
-        allow_neg_eigval=False,
-        use_gate=False,
-        needs_grad=False,
-    )
-    return dataclasses.replace(base, **changes)
+    sizes = {"B": 2, "T": 100, "H": 2, "HV": 4, "K": 128, "V": 128, "N": 2}
+    options = {"device": "cuda:0", "scale": 0.1, "has_initial_state": True}
+    given: Problem = triton_problem(**{**sizes, **options, **changes})
+    return given
 
 
 class Operator:

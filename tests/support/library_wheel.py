@@ -20,14 +20,19 @@ LIBRARY = "gdn_triton/fast/_gdn_fast.so"
 MOST_BYTES = 100 * 2**20
 
 
-def load_builder() -> ModuleType:
-    """`csrc/build.py`, which is in no package."""
-    spec = importlib.util.spec_from_file_location("csrc_build", ROOT / "csrc" / "build.py")
+def load_script(stem: str) -> ModuleType:
+    """A script of `csrc`, which is in no package."""
+    name = f"csrc_{stem}"
+    spec = importlib.util.spec_from_file_location(name, ROOT / "csrc" / f"{stem}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["csrc_build"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def load_builder() -> ModuleType:
+    return load_script("build")
 
 
 def check_library_wheel(library: Path, folder: Path) -> Path:
