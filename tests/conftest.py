@@ -18,6 +18,10 @@ if not torch.cuda.is_available():
     # Read by triton.jit when a kernel is defined: this has to precede every import of Triton.
     os.environ["TRITON_INTERPRET"] = "1"
 
+    from interpreting import change_once
+
+    change_once()
+
 # What tests of an op share: a comparison that fails there says as much as one in a test.
 SUPPORT = Path(__file__).resolve().parent / "support"
 pytest.register_assert_rewrite(*(path.stem for path in sorted(SUPPORT.glob("*_cases.py"))))

@@ -1,0 +1,77 @@
+"""Triton's interpreter as the tests run it: `triton.language` is changed once a launch."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from interpreting import CHANGE, changing_once
+from triton.runtime import interpreter
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="where there is a GPU nothing is interpreted"
+)
+
+
+@triton.jit
+def inner(x, n: tl.constexpr):  # type: ignore[no-untyped-def]
+    # tl.sum is a function of a module that sees `triton.language.core` alone.
+    return tl.sum(x, axis=0) + tl.load(n)
+
+
+@triton.jit
+def outer(x, y, n, fails: tl.constexpr):  # type: ignore[no-untyped-def]
+    for i in range(3):
+        row = tl.load(x + 4 * i + tl.arange(0, 4))
+        tl.store(y + i, inner(row, n) + inner(row, n))
+    if fails:
+        tl.static_assert(False)
+
+
+@pytest.fixture
+def changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions for which the languages were changed, of the interpreter as it comes."""
+    seen: list[str] = []
+    assert CHANGE is not None, "the interpreter has other parts: what conftest.py does is no use"
+
+    def noted(function: Any) -> Any:
+        seen.append(function.__name__)
+        return CHANGE(function)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", noted)
+    return seen
+
+
+def launch(fails: bool = False) -> torch.Tensor:
+    x, y = torch.arange(12.0), torch.zeros(3)
+    outer[(1,)](x, y, torch.tensor([0.5]), fails)
+    return y
+
+
+def test_once_a_launch(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    load = tl.load
+    expected = launch()
+    assert expected.tolist() == [13.0, 45.0, 77.0]
+    # Each of six calls, and those of tl.sum inside of them.
+    assert changes.count("outer") == 1 and changes.count("inner") == 6
+    changes.clear()
+    monkeypatch.setattr(interpreter, "_patch_lang", changing_once(interpreter._patch_lang))
+    for _ in range(2):
+        assert launch().equal(expected)
+        assert tl.load is load
+    assert changes.count("outer") == 2 and "inner" not in changes
+    # The second language, which only functions like tl.sum see, once a launch too.
+    assert len(changes) <= 4
+
+
+def test_after_a_failure(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that ends by an error is over: the next one changes the languages again."""
+    load = tl.load
+    monkeypatch.setattr(interpreter, "_patch_lang", changing_once(interpreter._patch_lang))
+    with pytest.raises(interpreter.InterpreterError):
+        launch(fails=True)
+    assert tl.load is load
+    changes.clear()
+    assert launch().tolist() == [13.0, 45.0, 77.0]
+    assert changes.count("outer") == 1 and tl.load is load
