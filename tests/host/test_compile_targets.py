@@ -16,23 +16,23 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 # One process compiles some 250 kernels: five minutes of a fast core, more than ten of a slow one.
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
-    ("backend", "arch"),
+    ("backend", "arch", "options"),
     [
-        ("cuda", "80"),
-        ("cuda", "90"),
-        ("cuda", "100"),
+        ("cuda", "80", ["--common"]),
+        ("cuda", "90", []),
+        ("cuda", "100", ["--common"]),
         # The kernels with the widest tiles alone, for less shared memory.
-        ("cuda", "120"),
-        ("cuda", "121"),
-        ("hip", "gfx942"),
+        ("cuda", "120", []),
+        ("cuda", "121", []),
+        ("hip", "gfx942", ["--common"]),
     ],
 )
-def test_every_kernel_compiles(backend: str, arch: str) -> None:
+def test_every_kernel_compiles(backend: str, arch: str, options: list[str]) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # The tiles of a machine without a GPU, wherever this runs.
     environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        [sys.executable, SUPPORT / "compile_targets.py", backend, arch],
+        [sys.executable, SUPPORT / "compile_targets.py", backend, arch, *options],
         env=environment,
         capture_output=True,
         text=True,
