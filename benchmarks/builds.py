@@ -4,7 +4,8 @@
     (change something)
     python csrc/build.py --library after.so --objects build/after
     python -m benchmarks.builds before.so after.so [--table full uneven backward]
-        [--gates mild,model] [--select REGEX] [--turns 4] [--budget-seconds 200] [--jsonl FILE]
+        [--gates mild,model] [--dtype float16] [--select REGEX] [--turns 4] [--budget-seconds 200]
+        [--jsonl FILE]
 
 A process can load one library, so each build has a process of its own, which stays; the processes
 take turns at each case, one at a time, so that a drift of the clock hits all builds. A table is one
@@ -22,6 +23,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,6 +49,7 @@ from benchmarks.shapes import (
 )
 
 BACKWARD = "backward"
+DTYPES = ("bfloat16", "float16")
 SAMPLES = 5  # of a turn, whose time is their median
 # Odd, so that no word that differs is multiplied to 0 in 64 bits.
 WEIGHT = 0x9E3779B1
@@ -189,6 +192,7 @@ def measure(job: Job, builds: list[Build], turns: int) -> Record:
     return {
         "case": job.case.name,
         "gates": job.case.gates,
+        "dtype": str(job.case.dtype).removeprefix("torch."),
         "is_backward": job.is_backward,
         "us": {name: statistics.median(found) for name, found in times.items()},
         "other_bits": [name for name, found in prints.items() if found != first],
@@ -243,6 +247,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--table", nargs="+", choices=tables, default=["full"])
     parser.add_argument("--select", default="", help="only cases whose name this regex finds")
     add_gates_option(parser)
+    parser.add_argument("--dtype", choices=DTYPES, help="of q, k and v (default: the table's)")
     parser.add_argument("--turns", type=int, default=4, help=f"of {SAMPLES} runs each")
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="start no row after")
     parser.add_argument("--extremes", type=int, default=12, help="rows shown at each end")
@@ -270,6 +275,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
         cases = backward.TIME_CASES if is_backward else all_cases(name)
         for gates in args.gates:
             chosen = [x for x in with_gates(cases, gates) if re.search(args.select, x.name)]
+            if args.dtype is not None:
+                chosen = [replace(x, dtype=getattr(torch, args.dtype)) for x in chosen]
             jobs += [Job(tiny(x) if args.dry_run else x, is_backward) for x in chosen]
     return jobs
 

@@ -101,5 +101,8 @@ def test_every_table_has_jobs() -> None:
     args = builds.parse(["a.so", "b.so", "--dry-run", "--table", *TABLES])
     args.table.append(builds.BACKWARD)
     jobs = builds.jobs_of(args)
+    assert {job.case.dtype for job in jobs} == {torch.float32}  # a dry run's
+    args = builds.parse([__file__, __file__, "--dtype", "float16", "--select", f"^{ROW}$"])
+    assert [(x.case.name, x.case.dtype) for x in builds.jobs_of(args)] == [(ROW, torch.float16)]
     assert {job.case.name.split()[0] for job in jobs if job.is_backward} == {"backward"}
     assert sum(not job.is_backward for job in jobs) == sum(len(all_cases(x)) for x in TABLES)
