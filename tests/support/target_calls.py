@@ -43,13 +43,21 @@ SHAPES = [
     # Products of four-byte inputs.
     Shape(128, 128, torch.float32, HV=4, full=False),
 ]
-# What is compiled, of `run_sample`, for a target that differs from another one in few things; else
-# every kernel of the package. These have sm_80's instructions and three fifths of its shared
-# memory: the common head, and the widest one.
-SAMPLES = {("cuda", 120): SHAPES[:1], ("cuda", 121): SHAPES[3:4]}
-# Tiles are chosen for sm_90, where the tests compile all of SHAPES. Other targets must run what is
-# chosen: before a release all of SHAPES, in every test run the common head.
-COMMON = SHAPES[:1]
+# Targets for which a test compiles `run_sample` of some shapes. Hopper's tiles are chosen; the
+# others must run what is chosen. sm_120 and sm_121 have sm_80's instructions and three fifths of
+# its shared memory, so there the sample is all: the common head, and the widest one.
+SAMPLES = {
+    ("cuda", 80): SHAPES[:1],
+    ("cuda", 100): SHAPES[:1],
+    ("cuda", 120): SHAPES[:1],
+    ("cuda", 121): SHAPES[3:4],
+    ("hip", "gfx942"): SHAPES[:1],
+}
+# For Hopper a test compiles every kernel for these: the common head, the widest one, and products
+# of four-byte inputs.
+TESTED = [SHAPES[0], SHAPES[3], SHAPES[5]]
+# Targets for which every kernel can be compiled for every shape, as before a release.
+WHOLE = (("cuda", 80), ("cuda", 90), ("cuda", 100), ("hip", "gfx942"))
 # Where the outputs are compiled that no forward asks for.
 EXTRAS = SHAPES[2]
 
