@@ -18,7 +18,6 @@ up to a few percent of a row; the same library given twice says how much that is
 import argparse
 import math
 import multiprocessing
-import os
 import re
 import statistics
 import time
@@ -34,7 +33,7 @@ import torch
 from benchmarks import backward
 from benchmarks.machine import commit
 from benchmarks.measure import Device, Record, Replay, device_for, device_line, replay_times
-from benchmarks.peers import Ours
+from benchmarks.peers import Ours, backend_chosen
 from benchmarks.report import append_record
 from benchmarks.rows import table
 from benchmarks.shapes import (
@@ -283,12 +282,13 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    # What the library does not serve is refused, not timed on another backend.
-    os.environ["GDN_BACKEND"] = "reference" if args.dry_run else "cuda"
-    builds = [
-        Build(f"{i} {path.stem}", path.absolute(), args.dry_run)
-        for i, path in enumerate(args.libraries, 1)
-    ]
+    # The processes inherit it: what the library does not serve is refused, not timed on another
+    # backend.
+    with backend_chosen("reference" if args.dry_run else "cuda"):
+        builds = [
+            Build(f"{i} {path.stem}", path.absolute(), args.dry_run)
+            for i, path in enumerate(args.libraries, 1)
+        ]
     names = [build.name for build in builds]
     records: list[Record] = []
     refused = []

@@ -1,6 +1,7 @@
 """Builds of the CUDA library beside each other, without a GPU: `benchmarks.builds`."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,7 +53,9 @@ def test_summary_by_hand() -> None:
 
 
 def test_processes_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes, on the reference: a record of each row, and the same bits."""
+    """Two processes, on the reference: a record of each row, and the same bits. What is set for
+    them is not left behind."""
+    before = dict(os.environ)
     rows = tmp_path / "rows.jsonl"
     options = ["--select", f"^{ROW}$", "--gates", "mild,none", "--turns", "1", "--jsonl", str(rows)]
     assert builds.main(["before.so", "after.so", "--dry-run", *options]) == 0
@@ -62,6 +65,7 @@ def test_processes_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert set(record["us"]) == {"1 before", "2 after"} and min(record["us"].values()) > 0
         assert record["other_bits"] == []
     assert "0 of 2 rows have other bits." in capsys.readouterr().out
+    assert dict(os.environ) == before
 
 
 def test_error_of_a_process() -> None:
