@@ -46,8 +46,10 @@ from benchmarks.shapes import (
     tiny,
     with_gates,
 )
+from gdn_triton import explain
 
 BACKWARD = "backward"
+BY_LIBRARY = "The gradients are by the CUDA library's backward."  # in the words of `explain`
 DTYPES = ("bfloat16", "float16")
 SAMPLES = 5  # of a turn, whose time is their median
 # Odd, so that no word that differs is multiplied to 0 in 64 bits.
@@ -88,6 +90,12 @@ class Timer:
         self.turn: Callable[[], list[float]]
         if job.is_backward:
             timed = backward.Backward(backward.load(backward.OURS), inputs)
+            q, k, v, g, beta, state = timed.x
+            made_by = explain(
+                q, k, v, g, beta, initial_state=state, cu_seqlens=inputs.cu_seqlens
+            ).gradients
+            if made_by != BY_LIBRARY:
+                raise ValueError(f"{job.label}: {made_by}")
             self.fingerprint = fingerprint(timed.run())
             self.turn = partial(_backward_turn, timed)
         else:

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from inspect import getsource
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from benchmarks import builds
 from benchmarks.shapes import TABLES, all_cases, tiny
+from gdn_triton.chunk import backends
 
 ROW = "full 16/32 1x2048"
 
@@ -110,3 +112,8 @@ def test_every_table_has_jobs() -> None:
     assert [(x.case.name, x.case.dtype) for x in builds.jobs_of(args)] == [(ROW, torch.float16)]
     assert {job.case.name.split()[0] for job in jobs if job.is_backward} == {"backward"}
     assert sum(not job.is_backward for job in jobs) == sum(len(all_cases(x)) for x in TABLES)
+
+
+def test_words_of_explain() -> None:
+    """What a build's process takes for its own backward is what `explain` says of one."""
+    assert f'"{builds.BY_LIBRARY}"' in getsource(backends.chunk_gradients)
