@@ -52,8 +52,9 @@ BACKWARD = "backward"
 BY_LIBRARY = "The gradients are by the CUDA library's backward."  # in the words of `explain`
 DTYPES = ("bfloat16", "float16")
 SAMPLES = 5  # of a turn, whose time is their median
-# Odd, so that no word that differs is multiplied to 0 in 64 bits.
-WEIGHT = 0x9E3779B1
+# Between the factors of two words. Even, so that all factors are odd: no difference of two words
+# becomes 0 in 64 bits by its factor.
+STEP = 2 * 0x9E3779B1
 
 
 class Job(NamedTuple):
@@ -72,13 +73,14 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> list[int]:
     found = []
     for x in tensors:
         words = x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32).flatten()
-        places = torch.arange(len(words), device=x.device).mul_(2 * WEIGHT).add_(1)
+        places = torch.arange(len(words), device=x.device).mul_(STEP).add_(1)
         found.append(int(places.mul_(words).sum()))
     return found
 
 
 class Timer:
-    """What the process of a build does with a job: its results at once, its time turn by turn."""
+    """What the process of a build does with a job: the fingerprint of its results when it is made,
+    then at each `turn` its time in microseconds."""
 
     def __init__(self, job: Job, device: Device) -> None:
         inputs = make_inputs(job.case, device.torch)
@@ -87,7 +89,7 @@ class Timer:
         if device.is_cuda and backend != "cuda":
             raise ValueError(f"{job.label}: served by {backend}, expected cuda")
         device.poison(2 * inputs.nbytes)
-        self.turn: Callable[[], list[float]]
+        self.turn: Callable[[], float]
         if job.is_backward:
             timed = backward.Backward(backward.load(backward.OURS), inputs)
             q, k, v, g, beta, state = timed.x
@@ -105,12 +107,12 @@ class Timer:
             self.turn = partial(_replay_turn, replay, device)
 
 
-def _backward_turn(timed: backward.Backward) -> list[float]:
-    return [backward.event_times({"": timed.run}, SAMPLES)[""]]
+def _backward_turn(timed: backward.Backward) -> float:
+    return backward.event_times({"": timed.run}, SAMPLES)[""]
 
 
-def _replay_turn(replay: Replay, device: Device) -> list[float]:
-    return replay_times({"": replay}, device, SAMPLES, flush=True)[""]
+def _replay_turn(replay: Replay, device: Device) -> float:
+    return statistics.median(replay_times({"": replay}, device, SAMPLES, flush=True)[""])
 
 
 def serve(connection: Connection, library: Path, dry_run: bool) -> None:
@@ -129,7 +131,7 @@ def serve(connection: Connection, library: Path, dry_run: bool) -> None:
                 connection.send(timer.fingerprint)
             else:
                 assert timer is not None
-                connection.send(statistics.median(timer.turn()))
+                connection.send(timer.turn())
         except Exception as error:
             connection.send(f"{type(error).__name__}: {error}")
 
@@ -206,41 +208,33 @@ def measure(job: Job, builds: list[Build], turns: int) -> Record:
     }
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(x) for x in values]
-    return math.exp(statistics.fmean(logs))
-
-
 def summary(records: list[Record], names: list[str], extremes: int) -> str:
     """A line for each family of rows, then the rows with the largest and the least ratios."""
-    parts = []
+    first, parts = names[0], []
     for name in names[1:]:
-        ratios = {
-            labelled(x["case"], x["gates"]): x["us"][name] / x["us"][names[0]] for x in records
-        }
+        rows = []
         families: dict[str, list[float]] = {}
-        for label, ratio in ratios.items():
+        for record in records:
+            label, us = labelled(record["case"], record["gates"]), record["us"]
+            ratio = us[name] / us[first]
             families.setdefault(" ".join(label.split()[:2]), []).append(ratio)
-        rows = [
-            (family, str(len(x)), f"{geometric_mean(x):.3f}", f"{max(x):.3f}")
-            for family, x in {**families, "all": list(ratios.values())}.items()
+            bits = "other" if name in record["other_bits"] else "same"
+            cells = (label, f"{us[first]:.1f}", f"{us[name]:.1f}", f"{ratio:.3f}", bits)
+            rows.append((ratio, cells))
+        rows.sort()
+        families["all"] = [ratio for ratio, _ in rows]
+        means = [
+            (family, str(len(x)), f"{statistics.geometric_mean(x):.3f}", f"{max(x):.3f}")
+            for family, x in families.items()
         ]
-        columns = ("rows", "count", f"{name} over {names[0]}", "most")
-        other = sum(name in x["other_bits"] for x in records)
-        parts.append(table(columns, rows) + f"\n{other} of {len(records)} rows have other bits.")
-        order = sorted(records, key=lambda x: x["us"][name] / x["us"][names[0]])
-        shown = order if len(order) <= 2 * extremes else [*order[:extremes], *order[-extremes:]]
-        ends = [
-            (
-                labelled(x["case"], x["gates"]),
-                f"{x['us'][names[0]]:.1f}",
-                f"{x['us'][name]:.1f}",
-                f"{x['us'][name] / x['us'][names[0]]:.3f}",
-                "other" if name in x["other_bits"] else "same",
-            )
-            for x in shown
-        ]
-        parts.append(table(("row", names[0], name, "ratio", "bits"), ends))
+        other = sum(name in record["other_bits"] for record in records)
+        parts.append(
+            table(("rows", "count", f"{name} over {first}", "most"), means)
+            + f"\n{other} of {len(records)} rows have other bits."
+        )
+        shown = rows if len(rows) <= 2 * extremes else [*rows[:extremes], *rows[-extremes:]]
+        columns = ("row", first, name, "ratio", "bits")
+        parts.append(table(columns, [cells for _, cells in shown]))
     return "\n\n".join(parts)
 
 
@@ -316,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
         append_record(args.jsonl, record)
     for build in builds:
         build.stop()
-    print(device_line(Device(torch.device("cpu")) if args.dry_run else device_for(False)), commit())
+    print(device_line(device_for(args.dry_run)), commit())
     if records:
         print(summary(records, names, args.extremes))
     for line in refused:

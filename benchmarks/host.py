@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import Device, Record, device_for, device_line
+from benchmarks.peers import backend_chosen
 from benchmarks.report import append_record, table
 from benchmarks.shapes import Case, make_inputs
 from gdn_triton import chunk_gated_delta_rule
@@ -110,13 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--calls must be at least 1, got {options.calls}")
     device = device_for(options.dry_run)
     least, most = (LEAST, MOST) if device.is_cuda else TOY
-    os.environ["GDN_BACKEND"] = options.backend if device.is_cuda else "reference"
+    backend = options.backend if device.is_cuda else "reference"
     records = []
-    with torch.no_grad():
+    with backend_chosen(backend), torch.no_grad():
         for kind in KINDS:
             records.append(measure(kind, device, options.calls, least, most))
             append_record(options.jsonl, records[-1])
-    print(f"{device_line(device)}, GDN_BACKEND={os.environ['GDN_BACKEND']}\n\n{table(records)}")
+    print(f"{device_line(device)}, GDN_BACKEND={backend}\n\n{table(records)}")
 
 
 if __name__ == "__main__":

@@ -364,7 +364,7 @@ class Report:
                 if (pair := self.pair(record, key))
             ]
             if ratios:
-                mean = math.exp(statistics.fmean(math.log(x) for x, _ in ratios))
+                mean = statistics.geometric_mean(x for x, _ in ratios)
                 losses = [f"{case} ({x:.2f})" for x, case in sorted(ratios) if x < 1]
                 yield (
                     f"{where}{what}, {base} / {ours}: geometric mean {mean:.2f} over "

@@ -187,7 +187,7 @@ def judge(one: Compiled, shape: Shape, target: GPUTarget) -> tuple[str, list[str
         allowed = STACK[int(target.arch), shape.dtype.itemsize].get(one.name, least)
         if stack > allowed:
             wrong.append(f"{stack} bytes of stack, {allowed} allowed")
-        if "wgmma" in one.kernel.asm["ptx"]:
+        if target.arch == 90:
             sass = cuobjdump(one.kernel.asm["cubin"], "--dump-sass")
             wrong += [f"unwritten register: {text}" for text in unwritten_uniform_registers(sass)]
             wrong += overlong_layouts(one.kernel.asm["ttgir"])
