@@ -161,13 +161,18 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
       (i ? beta[1] : beta[0]) = beta_i;
     }
     if (walk.row == 0) G = Frame<T>::kTop;
-    more = walk.next();
-    if (more) next = load_gates(p, walk, lane);
+    more = walk.next_or_empty();
+    const bool at_empty = more && walk.at_empty();
+    if (more && !at_empty) next = load_gates(p, walk, lane);
     charge(sm, kGatesWork, since);
     wait(sm, sm.gates_empty[ring.stage], ring.phase ^ 1, kGatesEmpty);
     write_gates<C>(sm.gates[ring.stage], g, beta, p.scale, G, lane);
     arrive(sm.gates_full[ring.stage], true);
     ring.advance();
+    if (at_empty) {
+      more = walk.begin();
+      if (more) next = load_gates(p, walk, lane);
+    }
   }
   charge(sm, kTotalGates, start);
 }

@@ -330,6 +330,7 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
     const Triangles<C> own = here();
     const uint32_t now = it, q_now = q.stage, t = now % kTStages, p = now % kPStages;
     const GateVectors& gates = sm.gates[now % C::kGateStages];
+    bool at_empty = false;  // a tile without a chunk
     float qk[32];
     wait(sm, sm.gates_full[now % C::kGateStages], now / C::kGateStages & 1, kAuxWaitGates);
     own.barrier();  // the previous chunk's scratch has been read
@@ -342,9 +343,13 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
       own.issue_product(qk, shared_address(sm.q[q_now]), shared_address(sm.k[now % C::kKStages]));
       charge(sm, kAuxIssueQk, since_issue);
     } else {
+      static_assert(C::kMakers == 1);
       arrive(sm.k_empty[now % C::kKStages], lead);
-      more = next();
-      begin_chunk(own, more);
+      more = walk.next_or_empty();
+      ++it;
+      q.advance();
+      at_empty = more && walk.at_empty();
+      begin_chunk(own, more && !at_empty);
     }
     wait(sm, sm.t_empty[t], now / kTStages & 1 ^ 1, kAuxWaitT);
     own.invert(shared_address(sm.t[t]));
@@ -370,6 +375,11 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
     }
     arrive(sm.gates_empty[now % C::kGateStages], lead);
     finish_kk();
+    if (!C::kMakersMakeP && at_empty) {
+      more = walk.begin();
+      begin_chunk(here(), more);
+      finish_kk();
+    }
   }
   charge(sm, kTotalAux, start);
 }

@@ -69,6 +69,20 @@ struct Walk {
       return begin();
     }
   }
+  // As next(), but the tile that it comes to may have no chunk: at_empty(); begin() goes on from that one. It is for
+  // roles that have not given out yet what they make of a chunk when they look for the next one: behind a few tiles
+  // without a chunk the loader waits until all roles have left an older tile, and they wait for that.
+  GDN_DEVICE bool next_or_empty() {
+    row += kChunk;
+    if (row < tile().length) return true;
+    if constexpr (C::kOneTile) {
+      return false;
+    } else {
+      leave();
+      return enter_tile(sm, turn);
+    }
+  }
+  GDN_DEVICE bool at_empty() const { return !C::kOneTile && tile().exists && tile().length == 0; }
   GDN_DEVICE int rows() const { return min(tile().length - row, kChunk); }
 
  private:

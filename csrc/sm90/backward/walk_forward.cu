@@ -211,10 +211,10 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
       wgmma_wait<0>();
       pin(acc);
     }
-    __syncwarp();
-    mbarrier_arrive_if(shared_address(&sm.pairs_empty), lead);
     named_barrier(1, 128);  // all of do has been read; the sums are in place
+    uint32_t read = 0;
     if (warp == 0) {
+      float sums = 0;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int t = lane + 32 * i;
@@ -222,8 +222,12 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) m -= sm.column[j][t];
         parts[kPairsPart * kChunk + t] = m;
+        sums += m;
       }
+      read = __ballot_sync(~0u, __float_as_uint(sums) == 0x5eed5eed);
     }
+    // Behind this the next chunk's sums replace those: not before they are known, as for q_read.
+    mbarrier_arrive_if(shared_address(&sm.pairs_empty), lane == (read == ~0u ? 1 : 0));
     store_gradient<8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
     mbarrier_arrive_if(shared_address(&sm.dq_full), lead);
     mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
