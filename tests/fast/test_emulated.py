@@ -1,0 +1,90 @@
+"""The CUDA library's kernels without a GPU: tests/support/emulator runs their PTX on a CPU. Needs
+nvcc and g++."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from emulator.build import HERE, build, build_program
+from emulator.translate import Untranslatable, translate
+from fast_cases import ROOT
+from library_wheel import load_builder
+
+# What the machine says of each kernel of faults.cu.
+FAULTS = {
+    "none": r"right",
+    "no-wait": "are not ordered",
+    "no-fence": "a write without fence.proxy.async behind it",
+    "no-sync": "are not ordered",
+    "too-many-bytes": "16 bytes to come",
+    "outside": "an access outside of the block's shared memory",
+    "unaligned": "an access to shared memory that is not aligned",
+    "overwritten": "are not ordered",
+    "lanes": "a write by another lane of the warp",
+    "no-store-wait": "a wrong number",
+}
+# Of those that do not need to look for races, one that is found by what it does then.
+WITHOUT_RACES = {
+    "none": "right",
+    "no-wait": "a wrong number",
+    "overwritten": "an operand changed before the product was waited for",
+}
+CASES = "forward-.*-bfloat16|backward-(heads|empties|options|gates-(model|closed))"
+
+
+@pytest.fixture(autouse=True)
+def able() -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip(f"the emulator changes stacks on x86_64 only, this is {platform.machine()}")
+    builder = load_builder()
+    try:
+        builder.find_toolchain()
+    except builder.Unbuildable as why:
+        pytest.skip(f"the CUDA library cannot be built here: {why}")
+
+
+def said(program: Path, fault: str, **settings: str) -> str:
+    environment = {**os.environ, **settings}
+    done = subprocess.run(
+        [program, fault], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_faults_are_found(tmp_path: Path) -> None:
+    """A check that finds nothing in wrong kernels would find nothing in those of the library."""
+    program = build_program(tmp_path, HERE / "faults.cu")
+    for fault, words in FAULTS.items():
+        assert words in said(program, fault, EMULATOR_RACES="1"), fault
+    for fault, words in WITHOUT_RACES.items():
+        assert words in said(program, fault), fault
+    for seed in range(20):
+        assert said(program, "none", EMULATOR_RACES="1", EMULATOR_SEED=str(seed)) == "right\n"
+
+
+@pytest.mark.timeout(1800)  # two minutes of two cores, which may be busy with other tests
+def test_kernels(tmp_path: Path) -> None:
+    """Forward and backward at K = V = 128, in bf16, whole and in segments: within their budgets,
+    with an end, and with no access that races."""
+    build(tmp_path, heads="^heads_128_exact$")
+    command = [sys.executable, "-m", "emulator.run", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--races", "--select", CASES],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(", ok\n") == 9, done.stdout
+
+
+def test_unknown_instructions_are_refused() -> None:
+    text = ".visible .entry k(\n)\n{\n\t.reg .b32 %r<3>;\n\tbarrier.red.popc %r1, %r2;\n\tret;\n}\n"
+    with pytest.raises(Untranslatable, match=r"barrier\.red\.popc"):
+        translate(text, "k.ptx")

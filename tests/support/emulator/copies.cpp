@@ -1,0 +1,256 @@
+// Barriers in shared memory, and copies: by TMA, cp.async and st.async. A copy happens at a random moment between its issue
+// and the moment at which somebody may rely on it.
+#include <cstring>
+
+#include "threads.h"
+
+namespace emulator {
+namespace {
+
+Barrier& barrier_at(Thread& t, Block& block, uint32_t address) {
+  const auto found = block.barriers.find(address);
+  if (found == block.barriers.end()) fail(t, "a barrier that was not initialised");
+  return *found->second;
+}
+
+void finish_phase_if_due(Barrier& barrier) {
+  if (barrier.pending != 0 || barrier.bytes != 0) return;
+  ++barrier.phase;
+  barrier.pending = barrier.arrivals;
+  barrier.done = barrier.clocks;
+  for (Thread* waiter : barrier.waiting) make_ready(state_of(*waiter));
+  barrier.waiting.clear();
+}
+
+// The block of the cluster, and the address there.
+Block& block_at(Thread& t, uint32_t& address) {
+  const uint32_t rank = address >> 24;
+  address &= 0xffffff;
+  if (rank == 0) return *t.block;
+  if (rank > t.block->cluster->blocks.size()) fail(t, "an address in no block of the cluster");
+  return *t.block->cluster->blocks[rank - 1];
+}
+
+uint64_t add_copy(std::function<void()> run) {
+  Cluster& cluster = *machine.cluster;
+  const uint64_t number = cluster.next_copy++;
+  cluster.copies[number] = std::move(run);
+  return number;
+}
+
+// Bytes of a copy have come to the block's barrier.
+void complete(Thread& t, Block& block, uint32_t barrier_address, uint32_t bytes, uint32_t clock) {
+  Barrier& barrier = barrier_at(t, block, barrier_address);
+  barrier.bytes -= bytes;
+  if (t.watched) barrier.clocks[copies_agent(block)] = std::max(barrier.clocks[copies_agent(block)], clock);
+  finish_phase_if_due(barrier);
+}
+
+// A copy into shared memory is about to be issued.
+uint32_t begin_copy(Thread& t, Block& block, const std::vector<Range>& ranges) {
+  if (!t.watched) return 0;
+  const uint32_t clock = ++t.block->cluster->copy_clock;
+  for (const Range& range : ranges) {
+    check_write(t, block, t.warp->clocks, range.address, range.bytes);
+    note_write(t, block, uint32_t(copies_agent(block)), clock, range.address, range.bytes, true);
+  }
+  return clock;
+}
+
+struct Box {
+  const TensorMap* map;
+  int64_t at[4];
+};
+// The bytes of global memory of row `row` of a box, or null where it lies outside; `inside`: the bytes that exist.
+uint8_t* box_row(const Box& box, uint32_t row, uint32_t* inside) {
+  const TensorMap& map = *box.map;
+  const int64_t y = box.at[1] + row;
+  if (y < 0 || y >= map.dims[1] || box.at[2] < 0 || box.at[2] >= map.dims[2] || box.at[3] < 0 ||
+      box.at[3] >= map.dims[3] || box.at[0] < 0 || box.at[0] >= map.dims[0])
+    return nullptr;
+  *inside = uint32_t(std::min<int64_t>(map.box[0], map.dims[0] - box.at[0]) * 2);
+  return static_cast<uint8_t*>(map.base) + box.at[0] * 2 + y * map.strides[0] + box.at[2] * map.strides[1] +
+         box.at[3] * map.strides[2];
+}
+constexpr uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+Box box_of(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t shared) {
+  const auto* const m = reinterpret_cast<const TensorMap*>(map);
+  if (m->magic != TensorMap::kMagic) fail(t, "a tensor map that was not encoded");
+  if (shared % 128) fail(t, "a box that does not begin at 128 bytes");
+  if (m->box[0] * 2 != 128 || m->box[2] != 1 || m->box[3] != 1) fail(t, "a box of another shape than 64 columns");
+  return {m, {int32_t(c0), int32_t(c1), int32_t(c2), int32_t(c3)}};
+}
+
+}  // namespace
+
+void run_copy(uint64_t number) {
+  auto& copies = machine.cluster->copies;
+  const auto found = copies.find(number);
+  if (found == copies.end()) return;
+  const auto run = std::move(found->second);
+  copies.erase(found);
+  run();
+}
+
+void run_some_copy() {
+  auto& copies = machine.cluster->copies;
+  auto it = copies.begin();
+  std::advance(it, machine.random() % std::min<size_t>(copies.size(), 16));
+  try {
+    run_copy(it->first);
+  } catch (const Failure&) {  // machine.error says why
+  }
+}
+
+// ---- machine.h -----------------------------------------------------------------------------------------------------
+
+void barrier_init(Thread& t, uint32_t barrier, uint32_t arrivals) {
+  shared_at(t, barrier, 8);
+  auto& made = t.block->barriers[barrier];
+  made = std::make_unique<Barrier>();
+  made->arrivals = made->pending = arrivals;
+}
+void barrier_arrive(Thread& t, uint32_t address, bool in_cluster) {
+  Block& block = in_cluster ? block_at(t, address) : *t.block;
+  Barrier& barrier = barrier_at(t, block, address);
+  if (barrier.pending == 0) fail(t, "a barrier with more arrivals than expected");
+  publish(t, barrier.clocks);
+  --barrier.pending;
+  finish_phase_if_due(barrier);
+}
+void barrier_expect(Thread& t, uint32_t address, uint32_t bytes) {
+  barrier_at(t, *t.block, address).bytes += bytes;
+  barrier_arrive(t, address, false);
+}
+bool barrier_try_wait(Thread& t, uint32_t address, uint32_t parity) {
+  Barrier& barrier = barrier_at(t, *t.block, address);
+  if ((barrier.phase & 1) == parity) {
+    barrier.waiting.push_back(&t);
+    state_of(t).barrier = address;
+    block_on(state_of(t), Wait::kBarrier);
+  }
+  if ((barrier.phase & 1) == parity) return false;
+  learn(t, barrier.done);
+  return true;
+}
+uint32_t map_to_rank(Thread& t, uint32_t address, uint32_t rank) {
+  if (rank >= t.block->cluster->blocks.size()) fail(t, "a rank that the cluster does not have");
+  return (rank + 1) << 24 | (address & 0xffffff);
+}
+void fence_proxy_async(Thread& t) { ++t.fences; }
+
+void copy_async(Thread& t, uint32_t to, uint64_t from, uint32_t bytes) {
+  uint8_t* const target = shared_at(t, to, bytes);
+  if (t.watched) watch_write(t, to, bytes);
+  std::function<void()> run = [=] { std::memcpy(target, reinterpret_cast<const void*>(from), bytes); };
+  if (chance(2)) {
+    run();
+  } else {
+    state_of(t).group.push_back(std::move(run));
+  }
+}
+void copy_async_commit(Thread& t) {
+  State& s = state_of(t);
+  s.groups.push_back(std::move(s.group));
+  s.group.clear();
+}
+void copy_async_wait(Thread& t, uint32_t groups) {
+  State& s = state_of(t);
+  while (s.groups.size() > groups) {
+    for (const auto& run : s.groups.front()) run();
+    s.groups.pop_front();
+  }
+}
+
+void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
+                 uint32_t barrier) {
+  const Box box = box_of(t, map, c0, c1, c2, c3, to);
+  const uint32_t rows = uint32_t(box.map->box[1]), bytes = rows * 128;
+  shared_at(t, to, 128);
+  shared_at(t, to + bytes - 128, 128);
+  barrier_at(t, *t.block, barrier);
+  const uint32_t clock = begin_copy(t, *t.block, {{to, bytes}});
+  Thread* const thread = &t;
+  add_copy([=] {
+    for (uint32_t row = 0; row < rows; ++row) {
+      uint32_t inside = 0;
+      const uint8_t* const from = box_row(box, row, &inside);
+      for (uint32_t chunk = 0; chunk < 128; chunk += 16) {
+        uint8_t* const target = thread->block->shared + swizzled(to + row * 128 + chunk);
+        const uint32_t length = !from || inside <= chunk ? 0 : std::min(16u, inside - chunk);
+        if (length) std::memcpy(target, from + chunk, length);
+        std::memset(target + length, 0, 16 - length);
+      }
+    }
+    complete(*thread, *thread->block, barrier, bytes, clock);
+  });
+}
+void tensor_store(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t from) {
+  const Box box = box_of(t, map, c0, c1, c2, c3, from);
+  const uint32_t rows = uint32_t(box.map->box[1]);
+  shared_at(t, from, 128);
+  shared_at(t, from + rows * 128 - 128, 128);
+  if (t.watched) {
+    check_read(t, *t.block, t.warp->clocks, from, rows * 128, true);
+    note_read(*t.block, *t.warp, from, rows * 128);
+  }
+  Thread* const thread = &t;
+  const Clocks clocks = t.watched ? t.warp->clocks : Clocks{};
+  const uint64_t number = add_copy([=] {
+    if (thread->watched) {
+      check_read(*thread, *thread->block, clocks, from, rows * 128, false);
+      note_read(*thread->block, *thread->warp, from, rows * 128);
+    }
+    for (uint32_t row = 0; row < rows; ++row) {
+      uint32_t inside = 0;
+      uint8_t* const target = box_row(box, row, &inside);
+      for (uint32_t chunk = 0; target && chunk < inside; chunk += 16)
+        std::memcpy(target + chunk, thread->block->shared + swizzled(from + row * 128 + chunk),
+                    std::min(16u, inside - chunk));
+    }
+  });
+  state_of(t).bulk_group.push_back(number);
+}
+void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier) {
+  if (bytes % 16 || from % 16) fail(t, "a bulk copy that is not of whole multiples of 16 bytes");
+  shared_at(t, to, 16);
+  shared_at(t, to + bytes - 16, 16);
+  barrier_at(t, *t.block, barrier);
+  const uint32_t clock = begin_copy(t, *t.block, {{to, bytes}});
+  Thread* const thread = &t;
+  add_copy([=] {
+    std::memcpy(thread->block->shared + to, reinterpret_cast<const void*>(from), bytes);
+    complete(*thread, *thread->block, barrier, bytes, clock);
+  });
+}
+void bulk_commit(Thread& t) {
+  State& s = state_of(t);
+  s.bulk_groups.push_back(std::move(s.bulk_group));
+  s.bulk_group.clear();
+}
+void bulk_wait(Thread& t, uint32_t groups, bool) {
+  State& s = state_of(t);
+  while (s.bulk_groups.size() > groups) {
+    for (uint64_t number : s.bulk_groups.front()) run_copy(number);
+    s.bulk_groups.pop_front();
+  }
+}
+void store_async_16(Thread& t, uint32_t to, const uint32_t* x, uint32_t barrier) {
+  Block& block = block_at(t, to);
+  Block& there = block_at(t, barrier);
+  if (&block != &there) fail(t, "a store and its barrier in different blocks");
+  if (to % 16) fail(t, "an access to shared memory that is not aligned");
+  if (to < kSharedStart || to + 16 > block.shared_end) fail(t, "an access outside of the block's shared memory");
+  const uint32_t clock = begin_copy(t, block, {{to, 16}});
+  std::array<uint32_t, 4> value;
+  std::copy(x, x + 4, value.begin());
+  Block* const target = &block;
+  Thread* const thread = &t;
+  add_copy([=] {
+    std::memcpy(target->shared + to, value.data(), 16);
+    complete(*thread, *target, barrier, 16, clock);
+  });
+}
+
+}  // namespace emulator

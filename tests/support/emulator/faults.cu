@@ -1,0 +1,125 @@
+// A copy of a tile through shared memory and a product of it, right in one kernel and wrong in one way in each other:
+// each wrong one must be found by the machine. The name of a fault is the argument; the machine's words go to stdout.
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "common/ptx.cuh"
+#include "common/tensor_map.h"
+#include "sm90/wgmma.cuh"
+
+namespace {
+using namespace gdn;
+using namespace gdn::sm90;
+
+enum Fault : int {
+  kNone, kNoWait, kNoFence, kNoSync, kTooManyBytes, kOutside, kUnaligned, kOverwritten, kLanes, kNoStoreWait, kFaults
+};
+const char* const names[kFaults] = {"none",    "no-wait",   "no-fence",    "no-sync", "too-many-bytes",
+                                    "outside", "unaligned", "overwritten", "lanes",   "no-store-wait"};
+
+constexpr int kBytes = 64 * 64 * 2;
+
+// out = x + x^T x, in bf16, of one tile; 128 threads.
+template <int kFault>
+__global__ void kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap out) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  __shared__ uint64_t full;
+  const uint32_t tile = shared_address(raw), result = tile + kBytes, bar = shared_address(&full);
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  if (thread == 0) {
+    mbarrier_init(&full, 1);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (thread == 0) {
+    mbarrier_expect(bar, kBytes + (kFault == kTooManyBytes ? 16 : 0));
+    tma_load(tile, &x, bar, 0, 0, 0, 0);
+  }
+  if (kFault != kNoWait) mbarrier_wait(bar, 0);
+  // A row strip of 16 for a warp: its own x, from the tile.
+  float d[32];
+  for (int b = 0; b < 4; ++b) {
+    uint32_t r[4];
+    const int row = 16 * warp + lane % 16, column = 2 * b + lane / 16;
+    ldmatrix_x4(tile + row * 128 + (column ^ row % 8) * 16, r);
+    for (int i = 0; i < 4; ++i) {
+      const float2 v = unpack(__nv_bfloat16{}, r[i]);
+      d[8 * b + i / 2 * 4 + i % 2 * 2] = v.x;
+      d[8 * b + i / 2 * 4 + i % 2 * 2 + 1] = v.y;
+    }
+  }
+  if (kFault == kOutside) store_shared_4(result + 2 * kBytes, thread);
+  if (kFault == kUnaligned) store_shared_4(result + 2, thread);
+  if (kFault == kLanes && warp == 0) {  // no __syncwarp between the lanes
+    if (lane == 1) store_shared_4(result, 1);
+    if (load_shared_4(result) == 2) d[0] = 0;
+  }
+  pin(d);
+  wgmma_fence();
+  for (int i = 0; i < 4; ++i) {
+    // A (row) and B (column) K-major: x x^T.
+    const uint64_t start = (uint64_t{1} << 62) | (uint64_t{1024 / 16} << 32) | uint64_t((tile + i * 32) >> 4 & 0x3fff);
+    wgmma_ss_n64(__nv_bfloat16{}, d, start, start, 1);
+  }
+  wgmma_commit();
+  if (kFault == kOverwritten && thread == 5) store_shared_4(tile + 4 * thread, 0);
+  wgmma_wait<0>();
+  pin(d);
+  for (int b = 0; b < 4; ++b) {
+    uint32_t r[4];
+    for (int i = 0; i < 4; ++i)
+      r[i] = pack(__nv_bfloat16{}, d[8 * b + i / 2 * 4 + i % 2 * 2], d[8 * b + i / 2 * 4 + i % 2 * 2 + 1]);
+    const int row = 16 * warp + lane % 16, column = 2 * b + lane / 16;
+    stmatrix_x4(result + row * 128 + (column ^ row % 8) * 16, r);
+  }
+  if (kFault != kNoFence) fence_async_proxy();
+  if (kFault != kNoSync) __syncthreads();
+  if (thread == 0) {
+    tma_store(&out, result, 0, 0, 0, 0);
+    tma_store_commit();
+    if (kFault != kNoStoreWait) tma_store_wait_read();
+    if (kFault == kNoStoreWait) store_shared_4(result, 7);
+  }
+}
+
+float bf16(uint16_t x) {
+  const uint32_t y = uint32_t(x) << 16;
+  float z;
+  std::memcpy(&z, &y, 4);
+  return z;
+}
+
+template <int kFault>
+std::string run() {
+  alignas(16) static uint16_t x[64 * 64], out[64 * 64];
+  for (int i = 0; i < 64 * 64; ++i) x[i] = uint16_t(0x3f80 + (i * 37 % 5 << 5)), out[i] = 0xffff;  // 1 to 2
+  CUtensorMap maps[2];
+  const void* const memory[2] = {x, out};
+  for (int i = 0; i < 2; ++i)
+    if (const char* error = make_map(&maps[i], Dtype::kBFloat16, {memory[i], 64 * 64, 64, 64}, 1, 64, 1, 64)) return error;
+  kernel<kFault><<<1, 128, 2 * kBytes>>>(maps[0], maps[1]);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  for (int i = 0; i < 64; ++i)
+    for (int j = 0; j < 64; ++j) {
+      float want = bf16(x[64 * i + j]);
+      for (int k = 0; k < 64; ++k) want += bf16(x[64 * i + k]) * bf16(x[64 * j + k]);
+      const float found = bf16(out[64 * i + j]);
+      if (!(found >= want * 0.995f && found <= want * 1.005f)) return "a wrong number";
+    }
+  return "right";
+}
+
+template <int kFault = 0>
+std::string run_named(const std::string& name) {
+  if constexpr (kFault == kFaults) {
+    return "no such fault";
+  } else {
+    return name == names[kFault] ? run<kFault>() : run_named<kFault + 1>(name);
+  }
+}
+}  // namespace
+
+int main(int, char** arguments) { std::puts(run_named(arguments[1]).c_str()); }

@@ -1,0 +1,36 @@
+// What the CUDA runtime's stand-in asks of the machine.
+#pragma once
+#include <cstdint>
+#include <string>
+
+#include "machine.h"
+
+namespace emulator {
+
+struct Launch {
+  uint32_t grid[3], block[3];
+  uint32_t cluster;         // blocks
+  uint32_t dynamic_shared;  // bytes
+  const void* params;
+};
+
+struct Options {
+  uint64_t seed = 0;
+  bool races = false;     // looks for accesses to shared memory that nothing orders
+  bool in_order = false;  // warps by their numbers, copies at once: for finding a fault again
+};
+
+// What lies in a CUtensorMap.
+struct TensorMap {
+  static constexpr uint64_t kMagic = 0x70616d726f736e65;
+  uint64_t magic;
+  void* base;
+  int64_t dims[4], strides[3];  // elements; bytes
+  int32_t box[4];
+};
+static_assert(sizeof(TensorMap) <= 128, "it lies in a CUtensorMap");
+
+// Runs all blocks; why not, or "".
+std::string run(const Kernel& kernel, const Launch& launch, const Options& how);
+
+}  // namespace emulator

@@ -1,0 +1,372 @@
+// What the C++ that translate.py makes of a kernel's PTX calls: one function an instruction. Registers are bits: a float is
+// a uint32_t here. machine.cpp runs the threads.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace emulator {
+
+struct Block;
+struct Warp;
+
+// A CUDA thread: a stack of its own, left where the thread waits.
+struct Thread {
+  void* stack_pointer;
+  Block* block;
+  Warp* warp;
+  uint32_t index, lane;  // in the block; in the warp
+  uint32_t site;         // the line of PTX that it is at, where it may wait or fail
+  uint8_t* shared;       // of its block: address 0
+  uint32_t shared_end;
+  bool watched;      // whether accesses to shared memory are looked at for races
+  uint32_t fences;   // fence.proxy.async so far
+};
+
+// ---- bits ------------------------------------------------------------------------------------------------------
+
+inline float f(uint32_t x) {
+  float y;
+  std::memcpy(&y, &x, 4);
+  return y;
+}
+inline uint32_t bits(float x) {
+  uint32_t y;
+  std::memcpy(&y, &x, 4);
+  return y;
+}
+inline double d(uint64_t x) {
+  double y;
+  std::memcpy(&y, &x, 8);
+  return y;
+}
+inline uint64_t bits(double x) {
+  uint64_t y;
+  std::memcpy(&y, &x, 8);
+  return y;
+}
+
+float from_half(uint16_t x);
+uint16_t to_half(float x);
+inline float from_bf16(uint16_t x) { return f(uint32_t(x) << 16); }
+inline uint16_t to_bf16(float x) {  // to the nearest, ties to even
+  if (x != x) return 0x7fff;
+  const uint32_t y = bits(x);
+  return uint16_t((y + 0x7fff + (y >> 16 & 1)) >> 16);
+}
+
+// ---- arithmetic ------------------------------------------------------------------------------------------------
+
+#define EMULATOR_OP2(name, type, expression)     \
+  inline type name(type a, type b) {             \
+    return type(expression);                     \
+  }
+#define EMULATOR_FLOAT2(name, expression)                            \
+  inline uint32_t name##_f32(uint32_t x, uint32_t y) {               \
+    const float a = f(x), b = f(y);                                  \
+    return bits(float(expression));                                  \
+  }
+#define EMULATOR_INTEGERS(bits_)                                                                                      \
+  EMULATOR_OP2(add_s##bits_, uint##bits_##_t, a + b)                                                                  \
+  EMULATOR_OP2(sub_s##bits_, uint##bits_##_t, a - b)                                                                  \
+  EMULATOR_OP2(mul_lo_s##bits_, uint##bits_##_t, a * b)                                                               \
+  EMULATOR_OP2(and_b##bits_, uint##bits_##_t, a & b)                                                                  \
+  EMULATOR_OP2(or_b##bits_, uint##bits_##_t, a | b)                                                                   \
+  EMULATOR_OP2(xor_b##bits_, uint##bits_##_t, a ^ b)                                                                  \
+  EMULATOR_OP2(min_s##bits_, uint##bits_##_t, int##bits_##_t(a) < int##bits_##_t(b) ? a : b)                          \
+  EMULATOR_OP2(max_s##bits_, uint##bits_##_t, int##bits_##_t(a) > int##bits_##_t(b) ? a : b)                          \
+  EMULATOR_OP2(min_u##bits_, uint##bits_##_t, a < b ? a : b)                                                          \
+  EMULATOR_OP2(max_u##bits_, uint##bits_##_t, a > b ? a : b)                                                          \
+  inline uint##bits_##_t not_b##bits_(uint##bits_##_t a) { return uint##bits_##_t(~a); }                              \
+  inline uint##bits_##_t neg_s##bits_(uint##bits_##_t a) { return uint##bits_##_t(-a); }                              \
+  inline uint##bits_##_t shl_b##bits_(uint##bits_##_t a, uint32_t b) { return b < bits_ ? uint##bits_##_t(a << b) : 0; } \
+  inline uint##bits_##_t shr_u##bits_(uint##bits_##_t a, uint32_t b) { return b < bits_ ? uint##bits_##_t(a >> b) : 0; } \
+  inline uint##bits_##_t shr_s##bits_(uint##bits_##_t a, uint32_t b) {                                                \
+    return uint##bits_##_t(int##bits_##_t(a) >> (b < bits_ ? b : bits_ - 1));                                         \
+  }
+EMULATOR_INTEGERS(16)
+EMULATOR_INTEGERS(32)
+EMULATOR_INTEGERS(64)
+// What dividing by zero gives is not defined in PTX; all ones on the GPUs of today.
+EMULATOR_OP2(div_u32, uint32_t, b ? a / b : ~0u)
+EMULATOR_OP2(rem_u32, uint32_t, b ? a % b : a)
+EMULATOR_OP2(div_u64, uint64_t, b ? a / b : ~0ull)
+EMULATOR_OP2(rem_u64, uint64_t, b ? a % b : a)
+EMULATOR_OP2(div_s32, uint32_t, b ? int64_t(int32_t(a)) / int32_t(b) : -1)
+EMULATOR_OP2(rem_s32, uint32_t, b ? int64_t(int32_t(a)) % int32_t(b) : a)
+EMULATOR_OP2(div_s64, uint64_t, b + 1 < 2 ? (b ? -a : ~0ull) : uint64_t(int64_t(a) / int64_t(b)))
+EMULATOR_OP2(rem_s64, uint64_t, b + 1 < 2 ? (b ? 0 : a) : uint64_t(int64_t(a) % int64_t(b)))
+EMULATOR_OP2(mul_hi_s32, uint32_t, (int64_t(int32_t(a)) * int32_t(b)) >> 32)
+EMULATOR_OP2(mul_hi_u32, uint32_t, (uint64_t(a) * b) >> 32)
+EMULATOR_OP2(mul_hi_u64, uint64_t, (static_cast<unsigned __int128>(a) * b) >> 64)
+inline uint64_t mul_wide_s32(uint32_t a, uint32_t b) { return uint64_t(int64_t(int32_t(a)) * int32_t(b)); }
+inline uint64_t mul_wide_u32(uint32_t a, uint32_t b) { return uint64_t(a) * b; }
+inline uint32_t mad_lo_s32(uint32_t a, uint32_t b, uint32_t c) { return a * b + c; }
+inline uint64_t mad_wide_s32(uint32_t a, uint32_t b, uint64_t c) { return mul_wide_s32(a, b) + c; }
+inline uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) { return mul_wide_u32(a, b) + c; }
+inline bool and_pred(bool a, bool b) { return a && b; }
+inline bool or_pred(bool a, bool b) { return a || b; }
+inline bool xor_pred(bool a, bool b) { return a != b; }
+inline bool not_pred(bool a) { return !a; }
+inline bool mov_pred(bool a) { return a; }
+inline uint32_t bfi_b32(uint32_t a, uint32_t b, uint32_t at, uint32_t length) {
+  const uint32_t mask = length < 32 ? ((1u << length) - 1) << at : ~0u << at;
+  return (b & ~mask) | (a << at & mask);
+}
+inline uint32_t prmt_b32(uint32_t a, uint32_t b, uint32_t how) {
+  const uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t choice = how >> 4 * i & 15;
+    uint32_t byte = both >> 8 * (choice & 7) & 255;
+    if (choice & 8) byte = byte & 128 ? 255 : 0;  // its sign
+    out |= byte << 8 * i;
+  }
+  return out;
+}
+
+EMULATOR_FLOAT2(add, a + b)
+EMULATOR_FLOAT2(sub, a - b)
+EMULATOR_FLOAT2(mul, a * b)
+EMULATOR_FLOAT2(div_rn, a / b)
+EMULATOR_FLOAT2(div_approx, a / b)
+EMULATOR_FLOAT2(min, std::fmin(a, b))
+EMULATOR_FLOAT2(max, std::fmax(a, b))
+inline uint32_t fma_rn_f32(uint32_t a, uint32_t b, uint32_t c) { return bits(std::fma(f(a), f(b), f(c))); }
+inline uint32_t neg_f32(uint32_t a) { return a ^ 0x80000000u; }
+inline uint32_t abs_f32(uint32_t a) { return a & 0x7fffffffu; }
+inline uint32_t rcp_rn_f32(uint32_t a) { return bits(1 / f(a)); }
+inline uint32_t rsqrt_approx_f32(uint32_t a) { return bits(float(1 / std::sqrt(double(f(a))))); }
+inline uint32_t lg2_approx_f32(uint32_t a) { return bits(std::log2(f(a))); }
+inline uint32_t ex2_approx_f32(uint32_t a) { return bits(std::exp2(f(a))); }
+inline uint32_t flushed(uint32_t a) { return (a & 0x7f800000u) ? a : a & 0x80000000u; }
+inline uint32_t ex2_approx_ftz_f32(uint32_t a) { return flushed(ex2_approx_f32(flushed(a))); }
+
+// Two 16-bit values a word.
+template <class Function>
+inline uint32_t by_halves(uint32_t a, uint32_t b, const Function& function) {
+  return uint32_t(uint16_t(function(uint16_t(a), uint16_t(b)))) |
+         uint32_t(uint16_t(function(uint16_t(a >> 16), uint16_t(b >> 16)))) << 16;
+}
+inline uint32_t add_s16x2(uint32_t a, uint32_t b) {
+  return by_halves(a, b, [](uint16_t x, uint16_t y) { return uint16_t(x + y); });
+}
+inline uint32_t min_s16x2_relu(uint32_t a, uint32_t b) {
+  return by_halves(a, b, [](uint16_t x, uint16_t y) {
+    const int16_t least = int16_t(x) < int16_t(y) ? int16_t(x) : int16_t(y);
+    return uint16_t(least < 0 ? 0 : least);
+  });
+}
+inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  return by_halves(a, b, [](uint16_t x, uint16_t y) { return to_bf16(from_bf16(x) * from_bf16(y)); });
+}
+inline uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  return by_halves(a, b, [](uint16_t x, uint16_t y) { return to_half(from_half(x) * from_half(y)); });
+}
+
+// ---- comparisons and choices -----------------------------------------------------------------------------------
+
+#define EMULATOR_COMPARE(type, unsigned_, signed_)                                                  \
+  inline bool setp_eq_##type(unsigned_ a, unsigned_ b) { return a == b; }                           \
+  inline bool setp_ne_##type(unsigned_ a, unsigned_ b) { return a != b; }                           \
+  inline bool setp_lt_##type(unsigned_ a, unsigned_ b) { return signed_(a) < signed_(b); }          \
+  inline bool setp_le_##type(unsigned_ a, unsigned_ b) { return signed_(a) <= signed_(b); }         \
+  inline bool setp_gt_##type(unsigned_ a, unsigned_ b) { return signed_(a) > signed_(b); }          \
+  inline bool setp_ge_##type(unsigned_ a, unsigned_ b) { return signed_(a) >= signed_(b); }
+EMULATOR_COMPARE(s16, uint16_t, int16_t)
+EMULATOR_COMPARE(u16, uint16_t, uint16_t)
+EMULATOR_COMPARE(b16, uint16_t, uint16_t)
+EMULATOR_COMPARE(s32, uint32_t, int32_t)
+EMULATOR_COMPARE(u32, uint32_t, uint32_t)
+EMULATOR_COMPARE(b32, uint32_t, uint32_t)
+EMULATOR_COMPARE(s64, uint64_t, int64_t)
+EMULATOR_COMPARE(u64, uint64_t, uint64_t)
+EMULATOR_COMPARE(b64, uint64_t, uint64_t)
+// With a u: also where one is NaN.
+inline bool setp_eq_f32(uint32_t a, uint32_t b) { return f(a) == f(b); }
+inline bool setp_ne_f32(uint32_t a, uint32_t b) { return f(a) < f(b) || f(a) > f(b); }
+inline bool setp_lt_f32(uint32_t a, uint32_t b) { return f(a) < f(b); }
+inline bool setp_le_f32(uint32_t a, uint32_t b) { return f(a) <= f(b); }
+inline bool setp_gt_f32(uint32_t a, uint32_t b) { return f(a) > f(b); }
+inline bool setp_ge_f32(uint32_t a, uint32_t b) { return f(a) >= f(b); }
+inline bool setp_equ_f32(uint32_t a, uint32_t b) { return !setp_ne_f32(a, b); }
+inline bool setp_neu_f32(uint32_t a, uint32_t b) { return !setp_eq_f32(a, b); }
+inline bool setp_ltu_f32(uint32_t a, uint32_t b) { return !setp_ge_f32(a, b); }
+inline bool setp_leu_f32(uint32_t a, uint32_t b) { return !setp_gt_f32(a, b); }
+inline bool setp_gtu_f32(uint32_t a, uint32_t b) { return !setp_le_f32(a, b); }
+inline bool setp_geu_f32(uint32_t a, uint32_t b) { return !setp_lt_f32(a, b); }
+inline bool setp_nan_f32(uint32_t a, uint32_t b) { return f(a) != f(a) || f(b) != f(b); }
+
+inline uint16_t selp_b16(uint16_t a, uint16_t b, bool p) { return p ? a : b; }
+inline uint16_t selp_u16(uint16_t a, uint16_t b, bool p) { return p ? a : b; }
+inline uint16_t selp_s16(uint16_t a, uint16_t b, bool p) { return p ? a : b; }
+inline uint32_t selp_b32(uint32_t a, uint32_t b, bool p) { return p ? a : b; }
+inline uint32_t selp_u32(uint32_t a, uint32_t b, bool p) { return p ? a : b; }
+inline uint32_t selp_s32(uint32_t a, uint32_t b, bool p) { return p ? a : b; }
+inline uint32_t selp_f32(uint32_t a, uint32_t b, bool p) { return p ? a : b; }
+inline uint64_t selp_b64(uint64_t a, uint64_t b, bool p) { return p ? a : b; }
+inline uint64_t selp_u64(uint64_t a, uint64_t b, bool p) { return p ? a : b; }
+inline uint64_t selp_s64(uint64_t a, uint64_t b, bool p) { return p ? a : b; }
+
+// ---- conversions -----------------------------------------------------------------------------------------------
+
+inline uint64_t cvt_s64_s32(uint32_t a) { return uint64_t(int64_t(int32_t(a))); }
+inline uint64_t cvt_u64_u32(uint32_t a) { return a; }
+inline uint32_t cvt_u32_u64(uint64_t a) { return uint32_t(a); }
+inline uint32_t cvt_s32_s16(uint16_t a) { return uint32_t(int32_t(int16_t(a))); }
+inline uint32_t cvt_u32_u16(uint16_t a) { return a; }
+inline uint16_t cvt_u16_u32(uint32_t a) { return uint16_t(a); }
+inline uint32_t cvt_rn_f32_s32(uint32_t a) { return bits(float(int32_t(a))); }
+inline uint32_t cvt_rn_f32_u32(uint32_t a) { return bits(float(a)); }
+inline uint32_t cvt_rn_f32_s16(uint16_t a) { return bits(float(int16_t(a))); }
+inline uint64_t cvt_f64_f32(uint32_t a) { return bits(double(f(a))); }
+inline uint32_t cvt_rmi_f32_f32(uint32_t a) { return bits(std::floor(f(a))); }
+inline uint32_t cvt_rpi_f32_f32(uint32_t a) { return bits(std::ceil(f(a))); }
+inline uint32_t cvt_rzi_s32_f32(uint32_t a) {
+  const float x = f(a);
+  if (x != x) return 0;
+  if (x >= 2147483648.f) return 0x7fffffffu;
+  if (x <= -2147483648.f) return 0x80000000u;
+  return uint32_t(int32_t(x));
+}
+inline uint32_t cvt_f32_f16(uint16_t a) { return bits(from_half(a)); }
+inline uint32_t cvt_f32_bf16(uint16_t a) { return bits(from_bf16(a)); }
+inline uint16_t cvt_rn_f16_f32(uint32_t a) { return to_half(f(a)); }
+inline uint16_t cvt_rn_bf16_f32(uint32_t a) { return to_bf16(f(a)); }
+inline uint32_t cvt_rn_bf16x2_f32(uint32_t high, uint32_t low) {
+  return uint32_t(to_bf16(f(high))) << 16 | to_bf16(f(low));
+}
+inline uint32_t cvt_rn_f16x2_f32(uint32_t high, uint32_t low) {
+  return uint32_t(to_half(f(high))) << 16 | to_half(f(low));
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------
+
+template <class T>
+inline T load(uint64_t address) {
+  T x;
+  std::memcpy(&x, reinterpret_cast<const void*>(address), sizeof(T));
+  return x;
+}
+template <class T>
+inline void store(uint64_t address, T x) {
+  std::memcpy(reinterpret_cast<void*>(address), &x, sizeof(T));
+}
+
+[[noreturn]] void fail(Thread& t, const char* what);
+void watch_read(Thread& t, uint32_t address, uint32_t bytes);
+void watch_write(Thread& t, uint32_t address, uint32_t bytes);
+
+// Where shared memory begins: below is what the system keeps.
+constexpr uint32_t kSharedStart = 1024;
+
+inline uint8_t* shared_at(Thread& t, uint32_t address, uint32_t bytes) {
+  if (address < kSharedStart || address > t.shared_end || t.shared_end - address < bytes)
+    fail(t, "an access outside of the block's shared memory");
+  if (address % bytes) fail(t, "an access to shared memory that is not aligned");
+  return t.shared + address;
+}
+// `bytes`: of the whole vector, whose element `i` is meant.
+template <class T>
+inline T load_shared(Thread& t, uint32_t address, uint32_t bytes = sizeof(T), uint32_t i = 0) {
+  const uint8_t* from = shared_at(t, address, bytes);
+  if (t.watched && i == 0) watch_read(t, address, bytes);
+  T x;
+  std::memcpy(&x, from + i * sizeof(T), sizeof(T));
+  return x;
+}
+template <class T>
+inline void store_shared(Thread& t, uint32_t address, T x, uint32_t bytes = sizeof(T), uint32_t i = 0) {
+  uint8_t* to = shared_at(t, address, bytes);
+  if (t.watched && i == 0) watch_write(t, address, bytes);
+  std::memcpy(to + i * sizeof(T), &x, sizeof(T));
+}
+template <class T, class Function>
+inline T change_shared(Thread& t, uint32_t address, const Function& function) {
+  uint8_t* at = shared_at(t, address, sizeof(T));
+  T old;
+  std::memcpy(&old, at, sizeof(T));
+  const T x = function(old);
+  std::memcpy(at, &x, sizeof(T));
+  return old;
+}
+template <class T, class Function>
+inline T change_global(uint64_t address, const Function& function) {
+  const T old = load<T>(address);
+  store<T>(address, function(old));
+  return old;
+}
+
+// ---- what threads do together ----------------------------------------------------------------------------------
+
+uint32_t block_index(Thread& t, int dimension);
+uint32_t block_count(Thread& t, int dimension);
+uint32_t block_threads(Thread& t, int dimension);
+uint32_t cluster_rank(Thread& t);
+
+enum class Shuffle { kUp, kDown, kButterfly, kIndex };
+void sync_warp(Thread& t, uint32_t mask);
+uint32_t shuffle(Thread& t, Shuffle how, uint32_t x, uint32_t b, uint32_t c, uint32_t mask, bool* in_range);
+uint32_t ballot(Thread& t, bool x, uint32_t mask);
+bool vote_all(Thread& t, bool x, uint32_t mask);
+bool vote_any(Thread& t, bool x, uint32_t mask);
+uint32_t redux_max_s32(Thread& t, uint32_t x, uint32_t mask);
+void load_matrices(Thread& t, uint32_t address, uint32_t* out, int count, bool transposed);
+void store_matrices(Thread& t, uint32_t address, const uint32_t* x, int count, bool transposed);
+void mma(Thread& t, uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c, int k);
+
+void named_barrier(Thread& t, uint32_t id, uint32_t threads, bool waits);  // threads 0: all of the block
+void cluster_arrive(Thread& t);
+void cluster_wait(Thread& t);
+
+// ---- barriers in shared memory, and copies ---------------------------------------------------------------------
+
+void barrier_init(Thread& t, uint32_t barrier, uint32_t arrivals);
+void barrier_arrive(Thread& t, uint32_t barrier, bool in_cluster);
+void barrier_expect(Thread& t, uint32_t barrier, uint32_t bytes);
+bool barrier_try_wait(Thread& t, uint32_t barrier, uint32_t parity);
+uint32_t map_to_rank(Thread& t, uint32_t address, uint32_t rank);
+void fence_proxy_async(Thread& t);
+
+void copy_async(Thread& t, uint32_t to, uint64_t from, uint32_t bytes);
+void copy_async_commit(Thread& t);
+void copy_async_wait(Thread& t, uint32_t groups);
+void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
+                 uint32_t barrier);
+void tensor_store(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t from);
+void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier);
+void bulk_commit(Thread& t);
+void bulk_wait(Thread& t, uint32_t groups, bool read);
+void store_async_16(Thread& t, uint32_t to, const uint32_t* x, uint32_t barrier);
+
+// ---- WGMMA -----------------------------------------------------------------------------------------------------
+
+struct Product {
+  int n;
+  bool half;  // fp16, else bf16
+  uint32_t* out;
+  const uint32_t* a;  // four registers, or null: a_shared
+  uint64_t a_shared, b_shared;
+  bool adds, transpose_a, transpose_b;
+};
+void wgmma(Thread& t, const Product& product);
+void wgmma_fence(Thread& t);
+void wgmma_commit(Thread& t);
+void wgmma_wait(Thread& t, uint32_t groups);
+void set_registers(Thread& t, uint32_t count);
+
+// ---- a kernel --------------------------------------------------------------------------------------------------
+
+struct Parameter {
+  uint32_t offset, bytes;
+};
+struct Kernel {
+  void (*run)(Thread& t, uint64_t params);
+  const Parameter* params;
+  uint32_t param_count;
+  uint32_t dynamic_start;  // the address of dynamic shared memory
+  const char* ptx;         // the file that its sites are lines of
+};
+
+}  // namespace emulator

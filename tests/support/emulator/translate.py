@@ -1,0 +1,435 @@
+"""Makes C++ of a kernel's PTX, an instruction a line, for the functions of machine.h.
+
+Each CUDA thread runs the function on a stack of its own. Registers are its local variables, as
+bits. What threads do together, and what may fail, is told the line of PTX that it comes from.
+"""
+
+import re
+from collections.abc import Callable
+
+from emulator.ptx import Entry, Instruction, Label, Registers, Variable, entries, width
+
+_FLOAT = re.compile(r"0[fF]([0-9A-Fa-f]{8})")
+_DOUBLE = re.compile(r"0[dD]([0-9A-Fa-f]{16})")
+_NUMBER = re.compile(r"-?(0x[0-9A-Fa-f]+|\d+)U?")
+_SPACES = {"param", "global", "shared", "local", "const"}
+_SHARED_START = 1024  # kSharedStart of machine.h
+_DYNAMIC_ALIGNMENT = 1024
+
+
+class Untranslatable(Exception):
+    """An instruction that machine.h has no function for."""
+
+
+def _c_type(type_name: str) -> str:
+    signed = "" if type_name[0] == "s" else "u"
+    return f"{signed}int{width(type_name)}_t"
+
+
+def _register(name: str) -> str:
+    return "v_" + name.lstrip("%").replace("$", "_")
+
+
+class _Translation:
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.lines: list[str] = []
+        self.addresses: dict[str, str] = {}
+        self.params: list[str] = []
+        at = 0
+        for param in entry.params:
+            at = -(-at // param.alignment) * param.alignment
+            self.addresses[param.name] = f"(params + {at})"
+            assert param.bytes is not None
+            self.params.append(f"{{{at}, {param.bytes}}}")
+            at += param.bytes
+        self._lay_out_shared(entry.shared)
+
+    def _lay_out_shared(self, variables: tuple[Variable, ...]) -> None:
+        at = _SHARED_START
+        for x in variables:
+            if x.bytes is not None:
+                at = -(-at // x.alignment) * x.alignment
+                self.addresses[x.name] = f"{at}u"
+                at += x.bytes
+        self.dynamic_start = -(-at // _DYNAMIC_ALIGNMENT) * _DYNAMIC_ALIGNMENT
+        for x in variables:
+            if x.bytes is None:
+                self.addresses[x.name] = f"{self.dynamic_start}u"
+
+    # ------------------------------------------------------------------------------------ operands
+
+    def value(self, operand: str) -> str:
+        if found := _FLOAT.fullmatch(operand):
+            return f"0x{found[1]}u"
+        if found := _DOUBLE.fullmatch(operand):
+            return f"0x{found[1]}ull"
+        if _NUMBER.fullmatch(operand):
+            return operand.rstrip("U")
+        if operand.startswith("!"):
+            return f"!{self.value(operand[1:])}"
+        if operand in self.addresses:
+            return self.addresses[operand]
+        if operand.startswith("%") and "." in operand:
+            return self._special(operand)
+        if operand in ("%laneid", "%cluster_ctarank", "%clock"):
+            return self._special(operand)
+        return _register(operand)
+
+    @staticmethod
+    def _special(operand: str) -> str:
+        name, _, dimension = operand[1:].partition(".")
+        at = "xyz".index(dimension) if dimension else 0
+        if name == "tid":
+            return "t.index" if at == 0 else "0u"
+        if name == "laneid":
+            return "t.lane"
+        functions = {"ctaid": "block_index", "nctaid": "block_count", "ntid": "block_threads"}
+        if name in functions:
+            return f"{functions[name]}(t, {at})"
+        if name == "cluster_ctarank":
+            return "cluster_rank(t)"
+        raise Untranslatable(operand)
+
+    def address(self, operand: str) -> str:
+        """Of [register + number], [name] and the like."""
+        base, _, offset = operand.strip("[]").partition("+")
+        base = self.value(base.strip())
+        return f"{base} + ({offset.strip()})" if offset else base
+
+    @staticmethod
+    def vector(operand: str) -> list[str]:
+        return [x.strip() for x in operand.strip("{}").split(",")]
+
+    # -------------------------------------------------------------------------------- instructions
+
+    def instruction(self, x: Instruction) -> None:
+        handler: Callable[[Instruction], str] | None = getattr(self, f"_{x.opcode[0]}", None)
+        text = handler(x) if handler else self._plain(x)
+        if x.guard is not None:
+            condition = self.value(x.guard)
+            text = f"if ({condition}) {{ {text} }}"
+        self.lines.append(text)
+
+    def _plain(self, x: Instruction) -> str:
+        """One result, of operands that are registers and numbers."""
+        to, *operands = x.operands
+        return f"{self.value(to)} = {'_'.join(x.opcode)}({', '.join(map(self.value, operands))});"
+
+    def _call(self, x: Instruction, function: str, *arguments: str) -> str:
+        """Of a function that may wait or fail."""
+        return f"t.site = {x.line}; {function}({', '.join(('t', *arguments))});"
+
+    def _mov(self, x: Instruction) -> str:
+        to, what = x.operands
+        part = width(x.opcode[1]) // 2 if x.opcode[1] != "pred" else 1
+        if what.startswith("{"):
+            low, high = (self.value(y) for y in self.vector(what))
+            kind = f"uint{2 * part}_t"
+            return f"{self.value(to)} = {kind}({low}) | {kind}({high}) << {part};"
+        if to.startswith("{"):
+            source = self.value(what)
+            names = self.vector(to)
+            return " ".join(
+                f"{self.value(name)} = uint{part}_t({source} >> {i * part});"
+                for i, name in enumerate(names)
+                if name != "_"
+            )
+        return f"{self.value(to)} = {self.value(what)};"
+
+    def _cvta(self, x: Instruction) -> str:
+        to, what = x.operands
+        return f"{self.value(to)} = {self.value(what)};"
+
+    def _memory(self, x: Instruction) -> tuple[str, str, int]:
+        """The space, the type in C++ and the count of a load or store."""
+        space = next((y for y in x.opcode if y in _SPACES), "generic")
+        count = next((int(y[1]) for y in x.opcode[1:-1] if re.fullmatch(r"v[24]", y)), 1)
+        return space, _c_type(x.opcode[-1]), count
+
+    def _ld(self, x: Instruction) -> str:
+        space, kind, count = self._memory(x)
+        to, where = x.operands
+        targets = self.vector(to) if count > 1 else [to]
+        at, size = self.address(where), f"sizeof({kind})"
+        lines = [f"t.site = {x.line};"] if space == "shared" else []
+        if len(targets) > 1:  # the address may be one of the targets
+            lines.insert(0, f"const auto at = {at};")
+            at = "at"
+        for i, target in enumerate(targets):
+            if target == "_":
+                continue
+            if space == "shared":
+                part = f"load_shared<{kind}>(t, {at}, {count} * {size}, {i})"
+            else:
+                part = f"load<{kind}>({at} + {i} * {size})"
+            lines.append(f"{self.value(target)} = {part};")
+        return "{ " + " ".join(lines) + " }"
+
+    def _st(self, x: Instruction) -> str:
+        if x.opcode[1] == "async":
+            to, what, barrier = x.operands
+            values = ", ".join(map(self.value, self.vector(what)))
+            call = self._call(x, "store_async_16", self.address(to), "x", self.address(barrier))
+            return f"{{ const uint32_t x[4] = {{{values}}}; {call} }}"
+        space, kind, count = self._memory(x)
+        where, what = x.operands
+        sources = self.vector(what) if count > 1 else [what]
+        at, size = self.address(where), f"sizeof({kind})"
+        lines = [f"t.site = {x.line};"] if space == "shared" else []
+        for i, source in enumerate(sources):
+            content = f"{kind}({self.value(source)})"
+            if space == "shared":
+                part = f"store_shared<{kind}>(t, {at}, {content}, {count} * {size}, {i});"
+            else:
+                part = f"store<{kind}>({at} + {i} * {size}, {content});"
+            lines.append(part)
+        return " ".join(lines)
+
+    def _atom(self, x: Instruction) -> str:
+        to, where, what = x.operands
+        return f"{self.value(to)} = {self._change(x, where, what)}"
+
+    def _red(self, x: Instruction) -> str:
+        where, what = x.operands
+        return self._change(x, where, what)
+
+    def _change(self, x: Instruction, where: str, what: str) -> str:
+        space, kind, _ = self._memory(x)
+        operation = x.opcode[2]
+        changes = {
+            "add": "a + b",
+            "max": "a > b ? a : b",
+            "min": "a < b ? a : b",
+            "or": "a | b",
+            "and": "a & b",
+        }
+        operand = f"const {kind} b = {kind}({self.value(what)});"
+        function = f"[&]({kind} a) {{ {operand} return {kind}({changes[operation]}); }}"
+        if space == "shared":
+            return f"change_shared<{kind}>(t, {self.address(where)}, {function});"
+        return f"change_global<{kind}>({self.address(where)}, {function});"
+
+    def _bra(self, x: Instruction) -> str:
+        return f"goto {x.operands[0].replace('$', 'L')};"
+
+    def _ret(self, x: Instruction) -> str:
+        return "return;"
+
+    def _trap(self, x: Instruction) -> str:
+        return f't.site = {x.line}; fail(t, "a trap");'
+
+    # ------------------------------------------------------------------------- what warps do
+
+    def _bar(self, x: Instruction) -> str:
+        if x.opcode[1] == "warp":
+            return self._call(x, "sync_warp", self.value(x.operands[0]))
+        number = self.value(x.operands[0])
+        threads = self.value(x.operands[1]) if len(x.operands) > 1 else "0"
+        waits = "false" if x.opcode[1] == "arrive" else "true"
+        return self._call(x, "named_barrier", number, threads, waits)
+
+    def _barrier(self, x: Instruction) -> str:
+        if x.opcode[1] != "cluster":
+            raise Untranslatable(".".join(x.opcode))
+        return self._call(x, f"cluster_{x.opcode[2]}")
+
+    def _shfl(self, x: Instruction) -> str:
+        kinds = {"up": "kUp", "down": "kDown", "bfly": "kButterfly", "idx": "kIndex"}
+        to, *operands = x.operands
+        to, _, predicate = to.partition("|")
+        where = f"&{self.value(predicate)}" if predicate else "nullptr"
+        kind = f"Shuffle::{kinds[x.opcode[2]]}"
+        call = self._call(x, "shuffle", kind, *map(self.value, operands), where)
+        return call.replace("shuffle(", f"{self.value(to)} = shuffle(", 1)
+
+    def _vote(self, x: Instruction) -> str:
+        to, what, mask = x.operands
+        function = {"ballot": "ballot", "all": "vote_all", "any": "vote_any"}[x.opcode[2]]
+        call = self._call(x, function, self.value(what), self.value(mask))
+        return call.replace(f"{function}(", f"{self.value(to)} = {function}(", 1)
+
+    def _redux(self, x: Instruction) -> str:
+        function = f"redux_{x.opcode[2]}_{x.opcode[3]}"
+        to, *operands = x.operands
+        call = self._call(x, function, *map(self.value, operands))
+        return call.replace(f"{function}(", f"{self.value(to)} = {function}(", 1)
+
+    def _ldmatrix(self, x: Instruction) -> str:
+        to, where = x.operands
+        names = self.vector(to)
+        transposed = "true" if "trans" in x.opcode else "false"
+        call = self._call(x, "load_matrices", self.address(where), "x", str(len(names)), transposed)
+        out = " ".join(f"{self.value(name)} = x[{i}];" for i, name in enumerate(names))
+        return f"{{ uint32_t x[4]; {call} {out} }}"
+
+    def _stmatrix(self, x: Instruction) -> str:
+        where, what = x.operands
+        values = [self.value(y) for y in self.vector(what)]
+        transposed = "true" if "trans" in x.opcode else "false"
+        call = self._call(
+            x, "store_matrices", self.address(where), "x", str(len(values)), transposed
+        )
+        return f"{{ const uint32_t x[] = {{{', '.join(values)}}}; {call} }}"
+
+    def _mma(self, x: Instruction) -> str:
+        kind = ".".join(x.opcode)
+        found = re.fullmatch(r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.f16\.f16\.f32", kind)
+        if not found:
+            raise Untranslatable(kind)
+        to, a, b, c = (self.vector(y) for y in x.operands)
+        arrays = (
+            f"const uint32_t {name}[] = {{{', '.join(map(self.value, y))}}};"
+            for name, y in zip("abc", (a, b, c), strict=True)
+        )
+        out = " ".join(f"{self.value(name)} = x[{i}];" for i, name in enumerate(to))
+        call = self._call(x, "mma", "x", "a", "b", "c", found[1])
+        return f"{{ uint32_t x[4]; {' '.join(arrays)} {call} {out} }}"
+
+    # ------------------------------------------------------------------ barriers, copies, WGMMA
+
+    def _mbarrier(self, x: Instruction) -> str:
+        operands = [self.address(y) if "[" in y else self.value(y) for y in x.operands]
+        if x.opcode[1] == "init":
+            return self._call(x, "barrier_init", *operands)
+        if x.opcode[1] == "try_wait":
+            to, *rest = operands
+            call = self._call(x, "barrier_try_wait", *rest)
+            return call.replace("barrier_try_wait(", f"{to} = barrier_try_wait(", 1)
+        if x.opcode[1] == "arrive" and x.operands[0] == "_":
+            if x.opcode[2] == "expect_tx":
+                return self._call(x, "barrier_expect", *operands[1:])
+            in_cluster = "true" if "shared::cluster" in x.opcode else "false"
+            return self._call(x, "barrier_arrive", operands[1], in_cluster)
+        raise Untranslatable(".".join(x.opcode))
+
+    def _fence(self, x: Instruction) -> str:
+        if x.opcode[1:3] == ("proxy", "async"):
+            return self._call(x, "fence_proxy_async")
+        if x.opcode[1] == "mbarrier_init":
+            return ";"
+        raise Untranslatable(".".join(x.opcode))
+
+    def _mapa(self, x: Instruction) -> str:
+        to, *rest = map(self.value, x.operands)
+        call = self._call(x, "map_to_rank", *rest)
+        return call.replace("map_to_rank(", f"{to} = map_to_rank(", 1)
+
+    def _griddepcontrol(self, x: Instruction) -> str:
+        return ";"  # kernels run one after the other
+
+    def _setmaxnreg(self, x: Instruction) -> str:
+        return self._call(x, "set_registers", self.value(x.operands[0]))
+
+    def _cp(self, x: Instruction) -> str:
+        kind = ".".join(x.opcode)
+        if kind == "cp.async.cg.shared.global":
+            to, source, size = x.operands
+            return self._call(
+                x, "copy_async", self.address(to), self.address(source), self.value(size)
+            )
+        if kind == "cp.async.commit_group":
+            return self._call(x, "copy_async_commit")
+        if kind == "cp.async.wait_group":
+            return self._call(x, "copy_async_wait", self.value(x.operands[0]))
+        if kind == "cp.async.bulk.commit_group":
+            return self._call(x, "bulk_commit")
+        if kind.startswith("cp.async.bulk.wait_group"):
+            read = "true" if kind.endswith(".read") else "false"
+            return self._call(x, "bulk_wait", self.value(x.operands[0]), read)
+        if kind.startswith("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier"):
+            to, source, barrier = x.operands
+            where = self._tensor(source)
+            return self._call(x, "tensor_load", self.address(to), *where, self.address(barrier))
+        if kind.startswith("cp.async.bulk.tensor.4d.global.shared::cta"):
+            target, source = x.operands
+            return self._call(x, "tensor_store", *self._tensor(target), self.address(source))
+        if kind.startswith("cp.async.bulk.shared::cluster.global.mbarrier"):
+            to, source, size, barrier = x.operands
+            return self._call(
+                x,
+                "bulk_load",
+                self.address(to),
+                self.address(source),
+                self.value(size),
+                self.address(barrier),
+            )
+        raise Untranslatable(kind)
+
+    def _tensor(self, operand: str) -> list[str]:
+        """The map's address and the coordinates of [map, {...}]."""
+        tensor_map, _, coordinates = operand.strip("[]").partition(",")
+        return [
+            self.value(tensor_map.strip()),
+            *map(self.value, self.vector(coordinates.strip())),
+        ]
+
+    def _wgmma(self, x: Instruction) -> str:
+        if x.opcode[1] == "fence":
+            return self._call(x, "wgmma_fence")
+        if x.opcode[1] == "commit_group":
+            return self._call(x, "wgmma_commit")
+        if x.opcode[1] == "wait_group":
+            return self._call(x, "wgmma_wait", self.value(x.operands[0]))
+        shape = re.fullmatch(r"m64n(\d+)k16", x.opcode[4])
+        kinds = x.opcode[5:]
+        if not shape or kinds not in (("f32", "bf16", "bf16"), ("f32", "f16", "f16")):
+            raise Untranslatable(".".join(x.opcode))
+        out, a, b, adds, scale_a, scale_b, *transposed = x.operands
+        if (scale_a, scale_b) != ("1", "1"):
+            raise Untranslatable("wgmma with a negated operand")
+        names = [self.value(y) for y in self.vector(out)]
+        from_registers = a.startswith("{")
+        transpose_a = "0" if from_registers else transposed[0]
+        registers, descriptor = "nullptr", self.value(a) if not from_registers else "0"
+        lines = [f"uint32_t x[] = {{{', '.join(names)}}};"]
+        if from_registers:
+            lines.append(f"const uint32_t a[] = {{{', '.join(map(self.value, self.vector(a)))}}};")
+            registers = "a"
+        product = (
+            f"Product{{{shape[1]}, {'true' if kinds[1] == 'f16' else 'false'}, x, {registers}, "
+            f"{descriptor}, {self.value(b)}, bool({self.value(adds)}), "
+            f"bool({transpose_a}), bool({transposed[-1]})}}"
+        )
+        lines.append(self._call(x, "wgmma", product))
+        lines += (f"{name} = x[{i}];" for i, name in enumerate(names))
+        return "{ " + " ".join(lines) + " }"
+
+    # --------------------------------------------------------------------------------- the whole
+
+    def source(self, ptx_path: str) -> str:
+        declared: dict[int, list[str]] = {}
+        for s in self.entry.statements:
+            if isinstance(s, Registers):
+                declared.setdefault(s.bits, []).extend(s.names)
+            elif isinstance(s, Label):
+                self.lines.append(f"{s.name.replace('$', 'L')}:;")
+            else:
+                self.instruction(s)
+        text = "\n".join(self.lines)
+        used = set(re.findall(r"\bv_\w+", text))
+        declarations: list[str] = []
+        for size, names in declared.items():
+            kind = "bool" if size == 1 else f"uint{size}_t"
+            kept = [name for name in map(_register, names) if name in used]
+            lines = (kept[i : i + 16] for i in range(0, len(kept), 16))
+            declarations += (f"{kind} {', '.join(line)};" for line in lines)
+        return "\n".join(
+            (
+                '#include "machine.h"',
+                "using namespace emulator;",
+                "static void run(Thread& t, uint64_t params) {",
+                *declarations,
+                text,
+                "}",
+                f"static const Parameter parameters[] = {{{', '.join(self.params)}}};",
+                'extern "C" const Kernel kernel = {run, parameters, '
+                f'{len(self.params)}, {self.dynamic_start}, "{ptx_path}"}};',
+                "",
+            )
+        )
+
+
+def translate(module: str, ptx_path: str) -> dict[str, str]:
+    """C++ of each kernel of a module's PTX, by its name."""
+    return {x.name: _Translation(x).source(ptx_path) for x in entries(module)}
