@@ -1,5 +1,9 @@
 // Runs the blocks of a launch, one cluster at a time. A thread runs until it waits for others, on a stack of its own; which
 // warp goes on is drawn at random, so that an order which a kernel does not enforce is not kept by chance.
+//
+// It knows nothing of times, registers and the memory system: shared memory and global memory are seen by all threads as
+// soon as they are written, and two blocks that are not of one cluster never run at the same time. Races are looked for in
+// shared memory alone.
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -124,9 +128,10 @@ namespace {
 
 // ---- running ----------------------------------------------------------------------------------------------------
 
+// What a thread does: the kernel, and then the copies that it has not waited for.
 void thread_main(State* s) {
-  machine.kernel->run(s->thread, uint64_t(machine.launch->params));
   Thread& t = s->thread;
+  machine.kernel->run(t, uint64_t(machine.launch->params));
   for (const auto& group : s->groups)
     for (const auto& run : group) run();
   for (const auto& run : s->group) run();
@@ -183,70 +188,63 @@ std::string where_all_wait(const Cluster& cluster) {
   return out.str();
 }
 
-void run_cluster(const Launch& launch, uint64_t first_block, uint32_t size) {
-  Cluster cluster;
-  machine.cluster = &cluster;
-  const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
-  const uint32_t warps = (threads + 31) / 32;
-  const uint32_t shared_end = machine.kernel->dynamic_start + launch.dynamic_shared;
-  cluster.warp_count = warps * size;
-  cluster.alive = threads * size;
-  size_t stack = 0;
-  for (uint32_t rank = 0; rank < size; ++rank) {
-    auto block = std::make_unique<Block>();
-    block->cluster = &cluster;
-    block->rank = rank;
-    const uint64_t number = first_block + rank;
-    block->index[0] = uint32_t(number % launch.grid[0]);
-    block->index[1] = uint32_t(number / launch.grid[0] % launch.grid[1]);
-    block->index[2] = uint32_t(number / launch.grid[0] / launch.grid[1]);
-    block->alive = threads;
-    block->shared_end = shared_end;
-    block->shared = static_cast<uint8_t*>(std::aligned_alloc(1024, (shared_end + 1023) / 1024 * 1024));
-    std::memset(block->shared, 0xff, shared_end);  // NaN
-    if (options.races) {
-      block->words.assign(shared_end / 4 + 1, {});
-      block->reads.assign(size_t(shared_end / 4 + 1) * cluster.warp_count, 0);
-    }
-    for (uint32_t w = 0; w < warps; ++w) {
-      auto warp = std::make_unique<Warp>();
-      warp->block = block.get();
-      warp->number = w;
-      warp->syncs = 0;
-      warp->agent = rank * kMostWarps + w;
-      warp->clocks = {};
-      warp->clocks[warp->agent] = 1;
-      const uint32_t lanes = std::min(32u, threads - 32 * w);
-      warp->alive = warp->ready = lanes == 32 ? ~0u : (1u << lanes) - 1;
-      for (uint32_t lane = 0; lane < lanes; ++lane) {
-        auto s = std::make_unique<State>();
-        Thread& t = s->thread;
-        t = {nullptr, block.get(), warp.get(), 32 * w + lane, lane, 0, block->shared, shared_end, options.races, 0};
-        s->stack = stack_number(stack++);
-        auto** top = reinterpret_cast<void**>(static_cast<uint8_t*>(s->stack) + kStackBytes - 64);
-        // As emulator_switch leaves a stack: r15, r14, r13, r12, rbx, rbp, where to go.
-        *--top = nullptr;
-        *--top = nullptr;  // calls want multiples of 16 bytes
-        *--top = reinterpret_cast<void*>(&emulator_first);
-        *--top = nullptr;
-        *--top = nullptr;
-        *--top = s.get();
-        *--top = reinterpret_cast<void*>(&thread_main);
-        *--top = nullptr;
-        *--top = nullptr;
-        t.stack_pointer = top;
-        warp->states.push_back(s.get());
-        block->threads.push_back(std::move(s));
-      }
-      block->warps.push_back(std::move(warp));
-    }
-    cluster.blocks.push_back(std::move(block));
-  }
+// A stack on which emulator_switch begins thread_main: r15, r14, r13, r12, rbx, rbp, where to go, and two words so that
+// calls find multiples of 16 bytes.
+void* fresh_stack(size_t number, State* s) {
+  auto** top = reinterpret_cast<void**>(static_cast<uint8_t*>(stack_number(number)) + kStackBytes - 64) - 9;
+  std::fill(top, top + 9, nullptr);
+  top[2] = reinterpret_cast<void*>(&thread_main);
+  top[3] = s;
+  top[6] = reinterpret_cast<void*>(&emulator_first);
+  return top;
+}
 
-  std::vector<Warp*> all;
+std::unique_ptr<Warp> make_warp(Block& block, uint32_t number, uint32_t lanes, uint32_t threads) {
+  auto warp = std::make_unique<Warp>();
+  warp->block = &block;
+  warp->number = number;
+  warp->syncs = 0;
+  warp->agent = block.rank * kMostWarps + number;
+  warp->clocks = {};
+  warp->clocks[warp->agent] = 1;
+  warp->alive = warp->ready = lanes == 32 ? ~0u : (1u << lanes) - 1;
+  for (uint32_t lane = 0; lane < lanes; ++lane) {
+    auto s = std::make_unique<State>();
+    const uint32_t index = 32 * number + lane;
+    s->thread = {nullptr, &block, warp.get(), index, lane, 0, block.shared, block.shared_end, options.races, 0};
+    s->thread.stack_pointer = fresh_stack(block.rank * threads + index, s.get());
+    warp->states.push_back(s.get());
+    block.threads.push_back(std::move(s));
+  }
+  return warp;
+}
+
+std::unique_ptr<Block> make_block(const Launch& launch, Cluster& cluster, uint64_t number, uint32_t rank) {
+  const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
+  auto block = std::make_unique<Block>();
+  block->cluster = &cluster;
+  block->rank = rank;
+  block->index[0] = uint32_t(number % launch.grid[0]);
+  block->index[1] = uint32_t(number / launch.grid[0] % launch.grid[1]);
+  block->index[2] = uint32_t(number / launch.grid[0] / launch.grid[1]);
+  block->alive = threads;
+  block->shared_end = machine.kernel->dynamic_start + launch.dynamic_shared;
+  block->shared = static_cast<uint8_t*>(std::aligned_alloc(1024, (block->shared_end + 1023) / 1024 * 1024));
+  std::memset(block->shared, 0xff, block->shared_end);  // NaN
+  if (options.races) {
+    block->words.assign(block->shared_end / 4 + 1, {});
+    block->reads.assign(block->words.size() * cluster.warp_count, 0);
+  }
+  for (uint32_t first = 0; first < threads; first += 32)
+    block->warps.push_back(make_warp(*block, first / 32, std::min(32u, threads - first), threads));
+  return block;
+}
+
+// Until all threads have ended, or machine.error says why they cannot.
+void run_threads(Cluster& cluster) {
+  std::vector<Warp*> all, ready;
   for (const auto& block : cluster.blocks)
     for (const auto& warp : block->warps) all.push_back(warp.get());
-  std::vector<Warp*> ready;
   uint64_t held_back = 0;  // warps that are not drawn for a while: an unlucky order lasts
   for (uint64_t step = 0; cluster.alive > 0 && machine.error.empty(); ++step) {
     if (step % 512 == 0) held_back = options.in_order ? 0 : machine.random() & machine.random();
@@ -270,10 +268,20 @@ void run_cluster(const Launch& launch, uint64_t first_block, uint32_t size) {
       machine.running = warp.states[lane];
       emulator_switch(&machine.scheduler, warp.states[lane]->thread.stack_pointer);
       machine.running = nullptr;
-      ++machine.steps;
     }
   }
   while (machine.error.empty() && !cluster.copies.empty()) run_some_copy();
+}
+
+void run_cluster(const Launch& launch, uint64_t first_block) {
+  Cluster cluster;
+  machine.cluster = &cluster;
+  const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
+  cluster.warp_count = (threads + 31) / 32 * launch.cluster;
+  cluster.alive = threads * launch.cluster;
+  for (uint32_t rank = 0; rank < launch.cluster; ++rank)
+    cluster.blocks.push_back(make_block(launch, cluster, first_block + rank, rank));
+  run_threads(cluster);
   for (const auto& block : cluster.blocks) std::free(block->shared);
   machine.cluster = nullptr;
 }
@@ -312,10 +320,12 @@ std::string run(const Kernel& kernel, const Launch& launch, const Options& how) 
   machine.kernel = &kernel;
   machine.random.seed(how.seed);
   machine.error.clear();
-  machine.steps = 0;
+  if (launch.cluster > uint32_t(kMostBlocks)) return "a cluster of more than 8 blocks";
+  if (uint64_t(launch.block[0]) * launch.block[1] * launch.block[2] > 32 * kMostWarps)
+    return "a block of more than 1024 threads";
   const uint64_t blocks = uint64_t(launch.grid[0]) * launch.grid[1] * launch.grid[2];
   for (uint64_t first = 0; first < blocks && machine.error.empty(); first += launch.cluster)
-    run_cluster(launch, first, launch.cluster);
+    run_cluster(launch, first);
   return machine.error;
 }
 

@@ -29,7 +29,9 @@ from backward_cases import Options as Gradients
 from backward_cases import check_task, make_task
 from fast_cases import EDGES, fast_case
 from fast_parity import Options, check_parity, make_call, random_call
-from helpers import BF16, FP16, make_inputs
+from helpers import BF16, FP16, FP32, Case, make_inputs
+from prefill_cases import assert_checkpoints, assert_prefilled, begun, checkpoint_of
+from prefill_cases import make_call as make_prefill
 from torch import Tensor
 
 from emulator.build import FOLDER
@@ -52,6 +54,11 @@ FORWARD = [
     fast_case("padded", "", T=200, B=2, H=1, HV=2, spare=3),
     fast_case("segments", "", lengths=(3200,), H=1, HV=1),
 ]
+PREFILL = [
+    fast_case("packed", "", lengths=(70, 0, 65, 130, *(0,) * 6, 1, 200), orphans=70, H=1, HV=2),
+    fast_case("padded", "", T=150, B=4, H=1, HV=1),
+    fast_case("segments", "", lengths=(3200,), H=1, HV=1),
+]
 BACKWARD = [
     fast_case("heads", "", lengths=(70, 0, 130), H=2, HV=4),
     fast_case("orphans", "", lengths=(5, 80), orphans=200, H=1, HV=2),
@@ -66,6 +73,28 @@ def forward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         call = partial(make_call, case, dtype, "cpu", options)
         name = f"forward-{case.name}-{str(dtype).removeprefix('torch.')}"
         yield name, lambda call=call: check_parity(call(), ("cuda",), on="cpu")
+
+
+def prefill_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """On a pool of states, with checkpoints."""
+    pools = ((BF16, FP32, False), (FP16, BF16, True))
+    for case, (dtype, pool, v_first) in itertools.product(PREFILL, pools):
+
+        def check(
+            case: Case = case,
+            dtype: torch.dtype = dtype,
+            pool: torch.dtype = pool,
+            v_first: bool = v_first,
+        ) -> None:
+            call = make_prefill(case, dtype, "cpu", pool, v_first=v_first)
+            kept = list(checkpoint_of(call, 64))
+            before, initial = call.state.clone(), begun(call)
+            o, checkpoints = call.run(checkpoint_every_n_tokens=64)
+            assert_prefilled(call, before, o, initial)
+            assert checkpoints is not None
+            assert_checkpoints(call, checkpoints, 64, kept)
+
+        yield f"prefill-{case.name}-{str(dtype).removeprefix('torch.')}", check
 
 
 def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -115,6 +144,7 @@ def main() -> int:
     use(options.folder.resolve())
     cases = [
         *forward_cases(),
+        *prefill_cases(),
         *backward_cases(),
         *random_cases(options.first, options.random, not options.large),
     ]

@@ -76,13 +76,11 @@ struct Word {
   bool copied = false;  // by TMA and the like: through the asynchronous proxy
 };
 
-
 struct State {  // of a thread, what translated code does not see
   Thread thread;
   Wait wait = Wait::kNone;
-  uint64_t generation = 0;   // of the cluster's barrier, once it has arrived there
-  uint32_t barrier = 0;      // the mbarrier that it waits for
-  void* stack = nullptr;
+  uint64_t generation = 0;  // of the cluster's barrier, once it has arrived there
+  uint32_t barrier = 0;     // the mbarrier that it waits for
   std::vector<std::function<void()>> group;               // cp.async, not committed
   std::deque<std::vector<std::function<void()>>> groups;  // cp.async, committed
   std::vector<uint64_t> bulk_group;                       // numbers of copies
@@ -91,7 +89,7 @@ struct State {  // of a thread, what translated code does not see
 
 struct Warp {
   Block* block;
-  uint32_t number, alive, lanes, ready;
+  uint32_t number, alive, ready;  // the last two: a bit a lane
   std::vector<State*> states;
   std::vector<Meeting> meetings;
   std::vector<Flight> open;                // products, not committed
@@ -136,7 +134,6 @@ struct Machine {
   State* running = nullptr;
   std::string error;
   std::vector<void*> stacks;
-  uint64_t steps = 0;
 };
 extern Machine machine;
 extern Options options;
