@@ -59,6 +59,7 @@ struct Walk {
       }
     }
   }
+  template <bool kPastEmpty = true>
   GDN_DEVICE bool next() {
     row += kChunk;
     if (row < tile().length) return true;
@@ -66,22 +67,13 @@ struct Walk {
       return false;
     } else {
       leave();
-      return begin();
+      return kPastEmpty ? begin() : enter_tile(sm, turn);
     }
   }
-  // As next(), but the tile that it comes to may have no chunk: at_empty(); begin() goes on from that one. It is for
-  // roles that have not given out yet what they make of a chunk when they look for the next one: behind a few tiles
-  // without a chunk the loader waits until all roles have left an older tile, and they wait for that.
-  GDN_DEVICE bool next_or_empty() {
-    row += kChunk;
-    if (row < tile().length) return true;
-    if constexpr (C::kOneTile) {
-      return false;
-    } else {
-      leave();
-      return enter_tile(sm, turn);
-    }
-  }
+  // As next(), but it stops at a tile without a chunk, where at_empty() holds and from which begin() goes on. A role needs it
+  // that looks for its next chunk before it has given out its result of the present one: the loader deals the fourth tile
+  // ahead when all roles have left the present tile, and the other roles leave it when they have that result.
+  GDN_DEVICE bool next_or_empty() { return next<false>(); }
   GDN_DEVICE bool at_empty() const { return !C::kOneTile && tile().exists && tile().length == 0; }
   GDN_DEVICE int rows() const { return min(tile().length - row, kChunk); }
 

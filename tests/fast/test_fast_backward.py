@@ -12,6 +12,7 @@ import pytest
 import torch
 from backward_cases import (
     NAMES,
+    STRENGTHS,
     Options,
     Task,
     by_op,
@@ -236,17 +237,6 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases(case: Case, own: str) -> None:
     check_task(make_task(case, BF16, own, Options()), BF16, own)
-
-
-STRENGTHS = {
-    "mild": lambda g: g / 16,
-    "one": lambda g: g,
-    "model": lambda g: g * torch.linspace(0, 40, g.shape[-1], device=g.device),
-    "strong": lambda g: 20 * g,
-    "none": lambda g: 0 * g,
-    "closed": lambda g: torch.where(g < -0.7, -torch.inf, g / 16),
-    "all-closed": lambda g: torch.full_like(g, -torch.inf),
-}
 
 
 @gpu

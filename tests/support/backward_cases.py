@@ -6,6 +6,7 @@ back. It shares no line with the kernels.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,17 @@ from gdn_triton import reference
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+
+# What is done to gates of logsigmoid(randn).
+STRENGTHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mild": lambda g: g / 16,
+    "one": lambda g: g,
+    "model": lambda g: g * torch.linspace(0, 40, g.shape[-1], device=g.device),
+    "strong": lambda g: 20 * g,
+    "none": lambda g: 0 * g,
+    "closed": lambda g: torch.where(g < -0.7, -torch.inf, g / 16),
+    "all-closed": lambda g: torch.full_like(g, -torch.inf),
+}
 
 
 # ------------------------------------------------------------------------- the narrow computation

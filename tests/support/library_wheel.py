@@ -20,10 +20,10 @@ LIBRARY = "gdn_triton/fast/_gdn_fast.so"
 MOST_BYTES = 100 * 2**20
 
 
-def load_script(stem: str) -> ModuleType:
+def load_script(stem: str, csrc: Path = ROOT / "csrc") -> ModuleType:
     """A script of `csrc`, which is in no package."""
     name = f"csrc_{stem}"
-    spec = importlib.util.spec_from_file_location(name, ROOT / "csrc" / f"{stem}.py")
+    spec = importlib.util.spec_from_file_location(name, csrc / f"{stem}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -31,8 +31,8 @@ def load_script(stem: str) -> ModuleType:
     return module
 
 
-def load_builder() -> ModuleType:
-    return load_script("build")
+def load_builder(csrc: Path = ROOT / "csrc") -> ModuleType:
+    return load_script("build", csrc)
 
 
 def check_library_wheel(library: Path, folder: Path) -> Path:

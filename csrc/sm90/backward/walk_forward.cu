@@ -226,7 +226,8 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
       }
       read = __ballot_sync(~0u, __float_as_uint(sums) == 0x5eed5eed);
     }
-    // Behind this the next chunk's sums replace those: not before they are known, as for q_read.
+    // When all warps have arrived, the next chunk's sums replace these. As for q_read, the lane that arrives is not known
+    // before the sums have been read.
     mbarrier_arrive_if(shared_address(&sm.pairs_empty), lane == (read == ~0u ? 1 : 0));
     store_gradient<8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
     mbarrier_arrive_if(shared_address(&sm.dq_full), lead);

@@ -1,19 +1,20 @@
 """Builds the CUDA library for a CPU: its own host code, and its kernels' PTX made into C++.
 
-`PYTHONPATH=tests/support python -m emulator.build` leaves `_gdn_fast.so` in `build/emulator`, which
-registers the same operators for CPU tensors. Needs nvcc, g++ and torch, as `csrc/build.py` does.
+`PYTHONPATH=.:tests/support python -m emulator.build` leaves `_gdn_fast.so` in `build/emulator`. It
+registers the same operators for CPU tensors. The build needs nvcc, g++ and torch, as
+`csrc/build.py` does.
 """
 
 import argparse
 import concurrent.futures
 import hashlib
-import importlib.util
 import os
 import re
 import shlex
 import subprocess
 from pathlib import Path
-from types import ModuleType
+
+from library_wheel import load_builder
 
 from emulator.translate import translate
 
@@ -46,22 +47,12 @@ extern "C" int32_t aoti_torch_delete_device_guard(void*) { return 0; }
 """
 
 
-def _builder(csrc: Path) -> ModuleType:
-    """csrc/build.py, which knows the compilers."""
-    spec = importlib.util.spec_from_file_location("csrc_build", csrc / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class _Build:
     """What goes into one folder. A file of an earlier build that has not changed stays."""
 
     def __init__(self, folder: Path, csrc: Path, defines: tuple[str, ...] = ()) -> None:
         self.folder, self.csrc = folder, csrc
-        self.builder = builder = _builder(csrc)
+        self.builder = builder = load_builder(csrc)
         self.tools = tools = builder.find_toolchain()
         folder.mkdir(parents=True, exist_ok=True)
         flags = [*_FLAGS, "-I", str(HERE)]

@@ -46,14 +46,12 @@ void complete(Thread& t, Block& block, uint32_t barrier_address, uint32_t bytes,
   finish_phase_if_due(barrier);
 }
 
-// A copy into shared memory is about to be issued.
-uint32_t begin_copy(Thread& t, Block& block, const std::vector<Range>& ranges) {
+// A copy into shared memory is about to be issued; its clock.
+uint32_t begin_copy(Thread& t, Block& block, uint32_t address, uint32_t bytes) {
   if (!t.watched) return 0;
   const uint32_t clock = ++t.block->cluster->copy_clock;
-  for (const Range& range : ranges) {
-    check_write(t, block, t.warp->clocks, range.address, range.bytes);
-    note_write(t, block, uint32_t(copies_agent(block)), clock, range.address, range.bytes, true);
-  }
+  check_write(t, block, t.warp->clocks, address, bytes);
+  note_write(t, block, uint32_t(copies_agent(block)), clock, address, bytes, true);
   return clock;
 }
 
@@ -72,7 +70,6 @@ uint8_t* box_row(const Box& box, uint32_t row, uint32_t* inside) {
   return static_cast<uint8_t*>(map.base) + box.at[0] * 2 + y * map.strides[0] + box.at[2] * map.strides[1] +
          box.at[3] * map.strides[2];
 }
-constexpr uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 Box box_of(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t shared) {
   const auto* const m = reinterpret_cast<const TensorMap*>(map);
@@ -170,7 +167,7 @@ void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1,
   shared_at(t, to, 128);
   shared_at(t, to + bytes - 128, 128);
   barrier_at(t, *t.block, barrier);
-  const uint32_t clock = begin_copy(t, *t.block, {{to, bytes}});
+  const uint32_t clock = begin_copy(t, *t.block, to, bytes);
   Thread* const thread = &t;
   add_copy([=] {
     for (uint32_t row = 0; row < rows; ++row) {
@@ -217,7 +214,7 @@ void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t b
   shared_at(t, to, 16);
   shared_at(t, to + bytes - 16, 16);
   barrier_at(t, *t.block, barrier);
-  const uint32_t clock = begin_copy(t, *t.block, {{to, bytes}});
+  const uint32_t clock = begin_copy(t, *t.block, to, bytes);
   Thread* const thread = &t;
   add_copy([=] {
     std::memcpy(thread->block->shared + to, reinterpret_cast<const void*>(from), bytes);
@@ -229,7 +226,8 @@ void bulk_commit(Thread& t) {
   s.bulk_groups.push_back(std::move(s.bulk_group));
   s.bulk_group.clear();
 }
-void bulk_wait(Thread& t, uint32_t groups, bool) {
+// A copy reads its source and writes its target at once, so that .read is the same.
+void bulk_wait(Thread& t, uint32_t groups) {
   State& s = state_of(t);
   while (s.bulk_groups.size() > groups) {
     for (uint64_t number : s.bulk_groups.front()) run_copy(number);
@@ -242,7 +240,7 @@ void store_async_16(Thread& t, uint32_t to, const uint32_t* x, uint32_t barrier)
   if (&block != &there) fail(t, "a store and its barrier in different blocks");
   if (to % 16) fail(t, "an access to shared memory that is not aligned");
   if (to < kSharedStart || to + 16 > block.shared_end) fail(t, "an access outside of the block's shared memory");
-  const uint32_t clock = begin_copy(t, block, {{to, 16}});
+  const uint32_t clock = begin_copy(t, block, to, 16);
   std::array<uint32_t, 4> value;
   std::copy(x, x + 4, value.begin());
   Block* const target = &block;

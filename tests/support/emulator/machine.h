@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 namespace emulator {
 
@@ -34,11 +33,6 @@ inline float f(uint32_t x) {
 inline uint32_t bits(float x) {
   uint32_t y;
   std::memcpy(&y, &x, 4);
-  return y;
-}
-inline double d(uint64_t x) {
-  double y;
-  std::memcpy(&y, &x, 8);
   return y;
 }
 inline uint64_t bits(double x) {
@@ -109,7 +103,6 @@ inline bool and_pred(bool a, bool b) { return a && b; }
 inline bool or_pred(bool a, bool b) { return a || b; }
 inline bool xor_pred(bool a, bool b) { return a != b; }
 inline bool not_pred(bool a) { return !a; }
-inline bool mov_pred(bool a) { return a; }
 inline uint32_t bfi_b32(uint32_t a, uint32_t b, uint32_t at, uint32_t length) {
   const uint32_t mask = length < 32 ? ((1u << length) - 1) << at : ~0u << at;
   return (b & ~mask) | (a << at & mask);
@@ -337,7 +330,7 @@ void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1,
 void tensor_store(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t from);
 void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier);
 void bulk_commit(Thread& t);
-void bulk_wait(Thread& t, uint32_t groups, bool read);
+void bulk_wait(Thread& t, uint32_t groups);
 void store_async_16(Thread& t, uint32_t to, const uint32_t* x, uint32_t barrier);
 
 // ---- WGMMA -----------------------------------------------------------------------------------------------------

@@ -20,17 +20,17 @@ struct Operand {
   uint32_t at(uint32_t line, uint32_t column) const {
     const uint32_t plain = transposed ? start + line / 64 * leading + column / 8 * stride + column % 8 * 128 + line % 64 * 2
                                       : start + line / 8 * stride + line % 8 * 128 + column * 2;
-    return plain ^ (plain >> 7 & 7) << 4;
+    return swizzled(plain);
   }
   // Elements of `lines` lines of 16 columns from `first` on, a column of B after the other; `ranges`: what was read.
   void read(Thread& t, uint32_t first, uint32_t lines, bool half_type, float* out, bool by_line,
-            std::vector<Range>* ranges) const {
+            std::vector<Range>& ranges) const {
     const uint32_t outer = transposed ? 16 : lines, inner = transposed ? lines : 16;
     for (uint32_t i = 0; i < outer; ++i)
       for (uint32_t j = 0; j < inner; j += 8) {
         const uint32_t address = transposed ? at(first + j, i) : at(first + i, j);
         const uint8_t* from = shared_at(t, address, 16);
-        if (ranges) ranges->push_back({address, 16});
+        ranges.push_back({address, 16});
         for (uint32_t e = 0; e < 8; ++e) {
           uint16_t x;
           std::memcpy(&x, from + 2 * e, 2);
@@ -70,9 +70,9 @@ void make_product(Thread& t, Meeting& m) {
         a[(lane / 4 + i / 2 % 2 * 8) * 16 + lane % 4 * 2 + i % 2 + i / 4 * 8] = part(registers, i, product.half);
     }
   } else {
-    Operand(t, product.a_shared, product.transpose_a).read(t, first, 16, product.half, a, true, &flight.ranges);
+    Operand(t, product.a_shared, product.transpose_a).read(t, first, 16, product.half, a, true, flight.ranges);
   }
-  Operand(t, product.b_shared, product.transpose_b).read(t, 0, n, product.half, b, false, &flight.ranges);
+  Operand(t, product.b_shared, product.transpose_b).read(t, 0, n, product.half, b, false, flight.ranges);
   for (int lane = 0; lane < 32; ++lane) {
     const Product& own = *static_cast<Product*>(m.of[lane]);
     if (own.b_shared != product.b_shared || own.adds != product.adds || (!own.a && own.a_shared != product.a_shared))

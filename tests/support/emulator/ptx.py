@@ -49,7 +49,6 @@ class Entry(NamedTuple):
     """A kernel. Names that a scope of inline assembly declares have its number behind them."""
 
     name: str
-    line: int
     params: tuple[Variable, ...]
     shared: tuple[Variable, ...]
     statements: tuple[Instruction | Label | Registers, ...]
@@ -171,18 +170,13 @@ def entries(text: str) -> list[Entry]:
     """All kernels of a module."""
     text = _COMMENT.sub("", text)
     heads = list(_ENTRY.finditer(text))
-    before = text[: heads[0].start()] if heads else ""
-    outside = tuple(_variable(found) for found in _SHARED.finditer(before))
     result = []
     for head in heads:
         params_end = text.index(")", head.end())
         params = tuple(_variable(x) for x in _PARAM.finditer(text, head.end(), params_end))
         start = text.index("{", params_end) + 1
         body = _Body(text, start, text.count("\n", 0, start) + 1)
-        line = text.count("\n", 0, head.start()) + 1
-        # Variables between two kernels belong to the later ones; unused ones cost nothing here.
-        between = {x.name: x for x in outside}
-        between |= {x.name: x for x in map(_variable, _SHARED.finditer(text, 0, head.start()))}
+        before = {x.name: x for x in map(_variable, _SHARED.finditer(text, 0, head.start()))}
         used = {
             name
             for s in body.statements
@@ -190,6 +184,6 @@ def entries(text: str) -> list[Entry]:
             for operand in s.operands
             for name in re.findall(r"[$\w]+", operand)
         }
-        shared = [x for x in between.values() if x.name in used] + body.shared
-        result.append(Entry(head[1], line, params, tuple(shared), tuple(body.statements)))
+        shared = [x for x in before.values() if x.name in used] + body.shared
+        result.append(Entry(head[1], params, tuple(shared), tuple(body.statements)))
     return result

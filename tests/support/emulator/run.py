@@ -25,8 +25,8 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from backward_cases import STRENGTHS, check_task, make_task
 from backward_cases import Options as Gradients
-from backward_cases import check_task, make_task
 from fast_cases import EDGES, fast_case
 from fast_parity import Options, check_parity, make_call, random_call
 from helpers import BF16, FP16, FP32, Case, make_inputs
@@ -37,13 +37,6 @@ from torch import Tensor
 from emulator.build import FOLDER
 from emulator.library import use
 
-GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "mild": lambda g: g / 16,
-    "model": lambda g: g * torch.linspace(0, 40, g.shape[-1]),
-    "strong": lambda g: 20 * g,
-    "none": lambda g: 0 * g,
-    "closed": lambda g: torch.where(g < -0.7, -torch.inf, g / 16),
-}
 ALL = Options(l2norm=True, sigmoid=True, negative=True, gate=True, bias=True, v_first=True)
 # On four multiprocessors a block has tiles with tokens, and then more empty ones than it can look
 # ahead.
@@ -105,7 +98,7 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     task = partial(make_task, replace(BACKWARD[0], name="options"), BF16, "cpu", everything)
     yield "backward-options", lambda: check_task(task(), BF16, "cpu")
     gated = fast_case("gates", "", T=260, H=1, HV=2)
-    for name, change in GATES.items():
+    for name, change in STRENGTHS.items():
 
         def check(change: Callable[[Tensor], Tensor] = change) -> None:
             x = make_inputs(gated, BF16, "cpu")

@@ -17,6 +17,9 @@
 
 namespace emulator {
 
+// Where the swizzle of 128 bytes puts what would lie at an address.
+constexpr uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
 constexpr int kMostWarps = 32;  // of a block
 constexpr int kMostBlocks = 8;  // of a cluster
 constexpr int kAgents = kMostBlocks * kMostWarps + kMostBlocks;  // warps, and each block's copies

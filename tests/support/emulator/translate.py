@@ -116,9 +116,10 @@ class _Translation:
         to, *operands = x.operands
         return f"{self.value(to)} = {'_'.join(x.opcode)}({', '.join(map(self.value, operands))});"
 
-    def _call(self, x: Instruction, function: str, *arguments: str) -> str:
-        """Of a function that may wait or fail."""
-        return f"t.site = {x.line}; {function}({', '.join(('t', *arguments))});"
+    def _call(self, x: Instruction, function: str, *arguments: str, to: str = "") -> str:
+        """Of a function that may wait or fail; `to`: the operand that its result goes to."""
+        target = f"{self.value(to)} = " if to else ""
+        return f"t.site = {x.line}; {target}{function}({', '.join(('t', *arguments))});"
 
     def _mov(self, x: Instruction) -> str:
         to, what = x.operands
@@ -240,20 +241,17 @@ class _Translation:
         to, _, predicate = to.partition("|")
         where = f"&{self.value(predicate)}" if predicate else "nullptr"
         kind = f"Shuffle::{kinds[x.opcode[2]]}"
-        call = self._call(x, "shuffle", kind, *map(self.value, operands), where)
-        return call.replace("shuffle(", f"{self.value(to)} = shuffle(", 1)
+        return self._call(x, "shuffle", kind, *map(self.value, operands), where, to=to)
 
     def _vote(self, x: Instruction) -> str:
         to, what, mask = x.operands
         function = {"ballot": "ballot", "all": "vote_all", "any": "vote_any"}[x.opcode[2]]
-        call = self._call(x, function, self.value(what), self.value(mask))
-        return call.replace(f"{function}(", f"{self.value(to)} = {function}(", 1)
+        return self._call(x, function, self.value(what), self.value(mask), to=to)
 
     def _redux(self, x: Instruction) -> str:
         function = f"redux_{x.opcode[2]}_{x.opcode[3]}"
         to, *operands = x.operands
-        call = self._call(x, function, *map(self.value, operands))
-        return call.replace(f"{function}(", f"{self.value(to)} = {function}(", 1)
+        return self._call(x, function, *map(self.value, operands), to=to)
 
     def _ldmatrix(self, x: Instruction) -> str:
         to, where = x.operands
@@ -293,9 +291,7 @@ class _Translation:
         if x.opcode[1] == "init":
             return self._call(x, "barrier_init", *operands)
         if x.opcode[1] == "try_wait":
-            to, *rest = operands
-            call = self._call(x, "barrier_try_wait", *rest)
-            return call.replace("barrier_try_wait(", f"{to} = barrier_try_wait(", 1)
+            return self._call(x, "barrier_try_wait", *operands[1:], to=x.operands[0])
         if x.opcode[1] == "arrive" and x.operands[0] == "_":
             if x.opcode[2] == "expect_tx":
                 return self._call(x, "barrier_expect", *operands[1:])
@@ -311,9 +307,8 @@ class _Translation:
         raise Untranslatable(".".join(x.opcode))
 
     def _mapa(self, x: Instruction) -> str:
-        to, *rest = map(self.value, x.operands)
-        call = self._call(x, "map_to_rank", *rest)
-        return call.replace("map_to_rank(", f"{to} = map_to_rank(", 1)
+        to, *operands = x.operands
+        return self._call(x, "map_to_rank", *map(self.value, operands), to=to)
 
     def _griddepcontrol(self, x: Instruction) -> str:
         return ";"  # kernels run one after the other
@@ -335,8 +330,7 @@ class _Translation:
         if kind == "cp.async.bulk.commit_group":
             return self._call(x, "bulk_commit")
         if kind.startswith("cp.async.bulk.wait_group"):
-            read = "true" if kind.endswith(".read") else "false"
-            return self._call(x, "bulk_wait", self.value(x.operands[0]), read)
+            return self._call(x, "bulk_wait", self.value(x.operands[0]))
         if kind.startswith("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier"):
             to, source, barrier = x.operands
             where = self._tensor(source)
