@@ -20,7 +20,8 @@ struct WalkMemory {
   Gates gates[2];                 // come and go with k
   float column[4][kChunk], row[kChunk], own[kChunk];
   uint64_t k_full[2], k_empty[2], q_full, q_read, v_full, v_empty, do_full[2], dx_full, dx_empty, ds_full, ds_empty;
-  uint64_t t_full, t_empty, pairs_full, pairs_empty, S_full, S_empty, u_full, u_empty, n_full, dq_full, dk_full;
+  uint64_t t_full, t_empty, pairs_full, pairs_empty, S_full, S_empty, u_full, u_empty, n_full, dk_full;
+  uint64_t dq_full[2];            // of one, two phases could end before the warp that stores dq has seen the first
   uint64_t aside[3];              // of the loaders
 };
 
@@ -31,6 +32,7 @@ GDN_DEVICE void init_barriers(WalkMemory& sm) {
     mbarrier_init(&sm.k_full[i], 1);
     mbarrier_init(&sm.k_empty[i], kStateWarps + kPairWarps);
     mbarrier_init(&sm.do_full[i], 1);
+    mbarrier_init(&sm.dq_full[i], kPairWarps);
   }
   const auto init = [](uint64_t& full, uint64_t& empty, int writers, int readers) {
     mbarrier_init(&full, writers);
@@ -46,7 +48,6 @@ GDN_DEVICE void init_barriers(WalkMemory& sm) {
   mbarrier_init(&sm.q_full, 1);
   mbarrier_init(&sm.q_read, kPairWarps);
   mbarrier_init(&sm.n_full, kPairWarps);
-  mbarrier_init(&sm.dq_full, kPairWarps);
   mbarrier_init(&sm.dk_full, kStateWarps);
   for (uint64_t& bar : sm.aside) mbarrier_init(&bar, 1);
   mbarrier_init_fence();
@@ -118,7 +119,7 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
 // do or q, in kStages stages, and dq or dk out of the same tile, which replaces what was read of this chunk in `to`.
 template <int kStages>
 GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uint8_t (*tiles)[2][kTileBytes],
-                               uint64_t* full, uint64_t& made, uint64_t& aside, bool of_keys, const CUtensorMap& to) {
+                               uint64_t* full, uint64_t* made, uint64_t& aside, bool of_keys, const CUtensorMap& to) {
   const bool lead = threadIdx.x % 32 == 0;
   uint32_t aside_phase = 0, loaded = 0, it = 0;
   int oldest = 0, newest = 0;  // blocks of the chunks that are loaded
@@ -138,7 +139,7 @@ GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uin
 #pragma unroll 1
   for (; it < loaded; ++it) {
     const int block = kStages == 1 || it + 1 == loaded ? newest : oldest;
-    wait_for(made, it);
+    wait_for(made[it % kStages], it / kStages);
     if (lead) {
       for (int i = 0; i < 2; ++i) tma_store(&to, shared_address(tiles[it % kStages][i]), 64 * i, 0, 0, block);
       tma_store_commit();

@@ -230,7 +230,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     // before the sums have been read.
     mbarrier_arrive_if(shared_address(&sm.pairs_empty), lane == (read == ~0u ? 1 : 0));
     store_gradient<8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
-    mbarrier_arrive_if(shared_address(&sm.dq_full), lead);
+    mbarrier_arrive_if(shared_address(&sm.dq_full[stage]), lead);
     mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
   }
 }
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
     } else if (warp == 1) {
       load_and_store<2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dx);
     } else if (warp == 2) {
-      load_and_store<1>(params, params.q, &sm.q, &sm.q_full, sm.dk_full, sm.aside[2], true, params.ds);
+      load_and_store<1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.ds);
     } else {
       values(sm, params);
     }

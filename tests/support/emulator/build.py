@@ -92,13 +92,14 @@ class _Build:
         self._translate([target for _, source, target in self.jobs if source.suffix == ".cu"])
 
     def _translate(self, objects: list[Path]) -> None:
-        """C++ of every kernel, and which file has which. Files are named by what they contain, so
-        that the machine code that a run makes of them is found again."""
+        """C++ of every kernel, and which file has which. Files are named by what they contain and
+        include, so that the machine code that a run makes of them is found again."""
         index = []
+        included = (HERE / "machine.h").read_bytes()
         for target in objects:
             (ptx,) = target.with_suffix(".keep").glob("*.ptx")
             for name, text in translate(ptx.read_text(), str(ptx)).items():
-                digest = hashlib.sha256(text.encode()).hexdigest()[:20]
+                digest = hashlib.sha256(included + text.encode()).hexdigest()[:20]
                 index.append(f"{name} {self.made(f'kernel_{digest}.cpp', text).name}\n")
         (self.folder / "kernels.txt").write_text("".join(index))
 

@@ -1,6 +1,7 @@
 // Barriers in shared memory, and copies: by TMA, cp.async and st.async. A copy happens at a random moment between its issue
 // and the moment at which somebody may rely on it.
 #include <cstring>
+#include <sstream>
 
 #include "threads.h"
 
@@ -13,8 +14,22 @@ Barrier& barrier_at(Thread& t, Block& block, uint32_t address) {
   return *found->second;
 }
 
-void finish_phase_if_due(Barrier& barrier) {
+// A wait tells phases apart by their parity: once the next phase has ended too, it would not see that the phase which it
+// is for has ended. So the end of a phase must come after what warps do that have seen the end of the one before.
+void check_parity(Thread& t, const Barrier& barrier) {
+  for (const Barrier::Passed& x : barrier.passed)
+    if (barrier.clocks.past[x.agent] < x.clock) {
+      std::ostringstream out;
+      out << "a phase of a barrier may end before warp " << x.agent % kMostWarps
+          << " has seen the end of the one before (" << place(x.site) << ")";
+      fail(t, out.str().c_str());
+    }
+}
+
+void finish_phase_if_due(Thread& t, Barrier& barrier) {
   if (barrier.pending != 0 || barrier.bytes != 0) return;
+  if (t.watched) check_parity(t, barrier);
+  barrier.passed.clear();
   ++barrier.phase;
   barrier.pending = barrier.arrivals;
   barrier.done = barrier.clocks;
@@ -38,21 +53,33 @@ uint64_t add_copy(std::function<void()> run) {
   return number;
 }
 
+// A copy into shared memory, as it was issued.
+struct Issue {
+  uint32_t clock = 0;  // of the agent of copies
+  Times past{};        // of the warp
+};
+
 // Bytes of a copy have come to the block's barrier.
-void complete(Thread& t, Block& block, uint32_t barrier_address, uint32_t bytes, uint32_t clock) {
+void complete(Thread& t, Block& block, uint32_t barrier_address, uint32_t bytes, const Issue& issue) {
   Barrier& barrier = barrier_at(t, block, barrier_address);
   barrier.bytes -= bytes;
-  if (t.watched) barrier.clocks[copies_agent(block)] = std::max(barrier.clocks[copies_agent(block)], clock);
-  finish_phase_if_due(barrier);
+  if (t.watched) {
+    Clocks& clocks = barrier.clocks;
+    const int agent = copies_agent(block);
+    join(clocks.past, issue.past);
+    clocks.seen[agent] = std::max(clocks.seen[agent], issue.clock);
+    clocks.past[agent] = std::max(clocks.past[agent], issue.clock);
+  }
+  finish_phase_if_due(t, barrier);
 }
 
-// A copy into shared memory is about to be issued; its clock.
-uint32_t begin_copy(Thread& t, Block& block, uint32_t address, uint32_t bytes) {
-  if (!t.watched) return 0;
+// A copy into shared memory is about to be issued.
+Issue begin_copy(Thread& t, Block& block, uint32_t address, uint32_t bytes) {
+  if (!t.watched) return {};
   const uint32_t clock = ++t.block->cluster->copy_clock;
   check_write(t, block, t.warp->clocks, address, bytes);
   note_write(t, block, uint32_t(copies_agent(block)), clock, address, bytes, true);
-  return clock;
+  return {clock, t.warp->clocks.past};
 }
 
 struct Box {
@@ -69,6 +96,14 @@ uint8_t* box_row(const Box& box, uint32_t row, uint32_t* inside) {
   *inside = uint32_t(std::min<int64_t>(map.box[0], map.dims[0] - box.at[0]) * 2);
   return static_cast<uint8_t*>(map.base) + box.at[0] * 2 + y * map.strides[0] + box.at[2] * map.strides[1] +
          box.at[3] * map.strides[2];
+}
+
+void watch_box(Thread& t, const Box& box, GlobalAccess how, uint32_t copy) {
+  for (uint32_t row = 0; t.watched && row < uint32_t(box.map->box[1]); ++row) {
+    uint32_t inside = 0;
+    const uint8_t* const at = box_row(box, row, &inside);
+    if (at) watch_global(t, reinterpret_cast<uint64_t>(at), inside, how, copy);
+  }
 }
 
 Box box_of(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t shared) {
@@ -114,7 +149,7 @@ void barrier_arrive(Thread& t, uint32_t address, bool in_cluster) {
   if (barrier.pending == 0) fail(t, "a barrier with more arrivals than expected");
   publish(t, barrier.clocks);
   --barrier.pending;
-  finish_phase_if_due(barrier);
+  finish_phase_if_due(t, barrier);
 }
 void barrier_expect(Thread& t, uint32_t address, uint32_t bytes) {
   barrier_at(t, *t.block, address).bytes += bytes;
@@ -123,12 +158,19 @@ void barrier_expect(Thread& t, uint32_t address, uint32_t bytes) {
 bool barrier_try_wait(Thread& t, uint32_t address, uint32_t parity) {
   Barrier& barrier = barrier_at(t, *t.block, address);
   if ((barrier.phase & 1) == parity) {
+    const uint64_t phase = barrier.phase;
     barrier.waiting.push_back(&t);
     state_of(t).barrier = address;
     block_on(state_of(t), Wait::kBarrier);
+    if (barrier.phase != phase + 1) fail(t, "a wait that comes too late: the next phase has ended too");
   }
-  if ((barrier.phase & 1) == parity) return false;
   learn(t, barrier.done);
+  if (t.watched) {
+    const auto agent = uint16_t(t.warp->agent);
+    const auto is_own = [&](const Barrier::Passed& x) { return x.agent == agent; };
+    if (std::none_of(barrier.passed.begin(), barrier.passed.end(), is_own))
+      barrier.passed.push_back({agent, t.warp->clocks.seen[agent], t.site});
+  }
   return true;
 }
 uint32_t map_to_rank(Thread& t, uint32_t address, uint32_t rank) {
@@ -139,7 +181,11 @@ void fence_proxy_async(Thread& t) { ++t.fences; }
 
 void copy_async(Thread& t, uint32_t to, uint64_t from, uint32_t bytes) {
   uint8_t* const target = shared_at(t, to, bytes);
-  if (t.watched) watch_write(t, to, bytes);
+  if (from % bytes) fail(t, "an access to global memory that is not aligned");
+  if (t.watched) {
+    watch_write(t, to, bytes);
+    watch_global(t, from, bytes, GlobalAccess::kRead);
+  }
   std::function<void()> run = [=] { std::memcpy(target, reinterpret_cast<const void*>(from), bytes); };
   if (chance(2)) {
     run();
@@ -167,7 +213,8 @@ void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1,
   shared_at(t, to, 128);
   shared_at(t, to + bytes - 128, 128);
   barrier_at(t, *t.block, barrier);
-  const uint32_t clock = begin_copy(t, *t.block, to, bytes);
+  const Issue issue = begin_copy(t, *t.block, to, bytes);
+  watch_box(t, box, GlobalAccess::kRead, issue.clock);
   Thread* const thread = &t;
   add_copy([=] {
     for (uint32_t row = 0; row < rows; ++row) {
@@ -180,7 +227,7 @@ void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1,
         std::memset(target + length, 0, 16 - length);
       }
     }
-    complete(*thread, *thread->block, barrier, bytes, clock);
+    complete(*thread, *thread->block, barrier, bytes, issue);
   });
 }
 void tensor_store(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t from) {
@@ -188,6 +235,7 @@ void tensor_store(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2
   const uint32_t rows = uint32_t(box.map->box[1]);
   shared_at(t, from, 128);
   shared_at(t, from + rows * 128 - 128, 128);
+  watch_box(t, box, GlobalAccess::kWrite, 0);
   if (t.watched) {
     check_read(t, *t.block, t.warp->clocks, from, rows * 128, true);
     note_read(*t.block, *t.warp, from, rows * 128);
@@ -214,11 +262,12 @@ void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t b
   shared_at(t, to, 16);
   shared_at(t, to + bytes - 16, 16);
   barrier_at(t, *t.block, barrier);
-  const uint32_t clock = begin_copy(t, *t.block, to, bytes);
+  const Issue issue = begin_copy(t, *t.block, to, bytes);
+  if (t.watched) watch_global(t, from, bytes, GlobalAccess::kRead, issue.clock);
   Thread* const thread = &t;
   add_copy([=] {
     std::memcpy(thread->block->shared + to, reinterpret_cast<const void*>(from), bytes);
-    complete(*thread, *thread->block, barrier, bytes, clock);
+    complete(*thread, *thread->block, barrier, bytes, issue);
   });
 }
 void bulk_commit(Thread& t) {
@@ -240,14 +289,14 @@ void store_async_16(Thread& t, uint32_t to, const uint32_t* x, uint32_t barrier)
   if (&block != &there) fail(t, "a store and its barrier in different blocks");
   if (to % 16) fail(t, "an access to shared memory that is not aligned");
   if (to < kSharedStart || to + 16 > block.shared_end) fail(t, "an access outside of the block's shared memory");
-  const uint32_t clock = begin_copy(t, block, to, 16);
+  const Issue issue = begin_copy(t, block, to, 16);
   std::array<uint32_t, 4> value;
   std::copy(x, x + 4, value.begin());
   Block* const target = &block;
   Thread* const thread = &t;
   add_copy([=] {
     std::memcpy(target->shared + to, value.data(), 16);
-    complete(*thread, *target, barrier, 16, clock);
+    complete(*thread, *target, barrier, 16, issue);
   });
 }
 

@@ -72,7 +72,8 @@ cudaError_t failed(cudaError_t error) {
   return error;
 }
 
-cudaError_t launch(const void* stub, dim3 grid, dim3 block, uint32_t cluster, size_t shared, void** arguments) {
+cudaError_t launch(const void* stub, dim3 grid, dim3 block, uint32_t cluster, bool beside, size_t shared,
+                   void** arguments) {
   const std::lock_guard<std::mutex> guard(mutex);
   const auto name = names.find(stub);
   if (name == names.end()) {
@@ -81,7 +82,7 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, uint32_t cluster, si
   }
   const emulator::Kernel* const kernel = kernel_of(name->second);
   if (!kernel) return failed(cudaErrorInvalidDeviceFunction);
-  std::vector<uint8_t> storage(8192);
+  std::vector<uint8_t> storage(2 * emulator::kMostParameters);
   auto* const params =
       reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(storage.data()) + 127) / 128 * 128);
   for (uint32_t i = 0; i < kernel->param_count; ++i)
@@ -90,7 +91,8 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, uint32_t cluster, si
     message = "a grid that is no whole number of clusters";
     return failed(cudaErrorInvalidConfiguration);
   }
-  const emulator::Launch what{{grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, cluster, uint32_t(shared), params};
+  const emulator::Launch what{name->second,     {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, cluster,
+                              uint32_t(shared), params,                   beside};
   emulator::Options how;
   how.seed = std::strtoull(setting("EMULATOR_SEED", "0"), nullptr, 10) * 1000003 + launches++;
   how.races = std::atoi(setting("EMULATOR_RACES", "0")) != 0;
@@ -157,16 +159,20 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* stub) {
   return cudaSuccess;
 }
 cudaError_t cudaLaunchKernel(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t) {
-  return launch(stub, grid, block, 1, shared, arguments);
+  return launch(stub, grid, block, 1, false, shared, arguments);
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t) {
-  return launch(kernel, grid, block, 1, shared, arguments);
+  return launch(kernel, grid, block, 1, false, shared, arguments);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* stub, void** arguments) {
   uint32_t cluster = 1;
-  for (unsigned i = 0; i < config->numAttrs; ++i)
-    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[i].val.clusterDim.x;
-  return launch(stub, config->gridDim, config->blockDim, cluster, config->dynamicSmemBytes, arguments);
+  bool beside = false;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& x = config->attrs[i];
+    if (x.id == cudaLaunchAttributeClusterDimension) cluster = x.val.clusterDim.x;
+    if (x.id == cudaLaunchAttributeProgrammaticStreamSerialization) beside = x.val.programmaticStreamSerializationAllowed;
+  }
+  return launch(stub, config->gridDim, config->blockDim, cluster, beside, config->dynamicSmemBytes, arguments);
 }
 
 // What the library calls by name.

@@ -1,5 +1,6 @@
-// A copy of a tile through shared memory and a product of it, right in one kernel and wrong in one way in each other:
-// each wrong one must be found by the machine. The name of a fault is the argument; the machine's words go to stdout.
+// A copy of a tile through shared memory and a product of it, and a second kernel beside the first that copies the result:
+// right in one form and wrong in one way in each other. Each wrong one must be found by the machine. The name of a fault is
+// the argument; the machine's words go to stdout.
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -9,27 +10,34 @@
 #include "common/tensor_map.h"
 #include "sm90/wgmma.cuh"
 
+extern "C" void emulator_allow(uint64_t first, uint64_t bytes, int written);
+extern "C" int emulator_end_call();
+
 namespace {
 using namespace gdn;
 using namespace gdn::sm90;
 
 enum Fault : int {
-  kNone, kNoWait, kNoFence, kNoSync, kTooManyBytes, kOutside, kUnaligned, kOverwritten, kLanes, kNoStoreWait, kFaults
+  kNone, kNoWait, kNoFence, kNoSync, kTooManyBytes, kOutside, kUnaligned, kOverwritten, kLanes, kNoStoreWait, kPhases,
+  kLatePhase, kNoTensor, kReadOnly, kBlocks, kEarly, kNobodyWaits, kFaults
 };
-const char* const names[kFaults] = {"none",    "no-wait",   "no-fence",    "no-sync", "too-many-bytes",
-                                    "outside", "unaligned", "overwritten", "lanes",   "no-store-wait"};
+const char* const names[kFaults] = {"none",      "no-wait",     "no-fence",  "no-sync", "too-many-bytes", "outside",
+                                    "unaligned", "overwritten", "lanes",     "no-store-wait", "phases",   "late-phase",
+                                    "no-tensor", "read-only",   "blocks",    "early",   "nobody-waits"};
 
 constexpr int kBytes = 64 * 64 * 2;
 
 // out = x + x^T x, in bf16, of one tile; 128 threads.
 template <int kFault>
-__global__ void kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap out) {
+__global__ void kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap out, uint16_t* elements) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  __shared__ uint64_t full;
+  __shared__ uint64_t full, turns;
+  launch_dependents();
   const uint32_t tile = shared_address(raw), result = tile + kBytes, bar = shared_address(&full);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   if (thread == 0) {
     mbarrier_init(&full, 1);
+    mbarrier_init(&turns, 1);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -50,6 +58,15 @@ __global__ void kernel(const __grid_constant__ CUtensorMap x, const __grid_const
       d[8 * b + i / 2 * 4 + i % 2 * 2 + 1] = v.y;
     }
   }
+  // Two phases, of which warp 0 waits for the first: nothing keeps the second from ending before warp 0 has seen that.
+  if (kFault == kPhases || kFault == kLatePhase) {
+    if (warp == 0) mbarrier_wait(shared_address(&turns), 0);
+    if (warp == 1) mbarrier_arrive_if(shared_address(&turns), lane == 0);
+    if (kFault == kPhases && (warp == 1 || warp == 2)) named_barrier(2, 64);
+    if (warp == 1) mbarrier_arrive_if(shared_address(&turns), lane == 0);
+  }
+  if (kFault == kNoTensor && elements[64 * 64 + thread] == 1) d[0] = 0;
+  if (kFault == kReadOnly) elements[thread] = 1;
   if (kFault == kOutside) store_shared_4(result + 2 * kBytes, thread);
   if (kFault == kUnaligned) store_shared_4(result + 2, thread);
   if (kFault == kLanes && warp == 0) {  // no __syncwarp between the lanes
@@ -84,6 +101,12 @@ __global__ void kernel(const __grid_constant__ CUtensorMap x, const __grid_const
   }
 }
 
+template <int kFault>
+__global__ void copy(const uint16_t* from, uint16_t* to) {
+  if (kFault != kEarly && kFault != kNobodyWaits) wait_for_prerequisites();
+  for (int i = threadIdx.x; i < 64 * 64; i += blockDim.x) to[i] = kFault == kNobodyWaits ? 0 : from[i];
+}
+
 float bf16(uint16_t x) {
   const uint32_t y = uint32_t(x) << 16;
   float z;
@@ -93,20 +116,32 @@ float bf16(uint16_t x) {
 
 template <int kFault>
 std::string run() {
-  alignas(16) static uint16_t x[64 * 64], out[64 * 64];
-  for (int i = 0; i < 64 * 64; ++i) x[i] = uint16_t(0x3f80 + (i * 37 % 5 << 5)), out[i] = 0xffff;  // 1 to 2
+  alignas(16) static uint16_t x[64 * 64], out[64 * 64], copied[64 * 64];
+  for (int i = 0; i < 64 * 64; ++i) x[i] = uint16_t(0x3f80 + (i * 37 % 5 << 5)), out[i] = copied[i] = 0xffff;  // 1 to 2
+  for (const uint16_t* memory : {x, out, copied}) emulator_allow(reinterpret_cast<uint64_t>(memory), kBytes, memory != x);
   CUtensorMap maps[2];
   const void* const memory[2] = {x, out};
   for (int i = 0; i < 2; ++i)
     if (const char* error = make_map(&maps[i], Dtype::kBFloat16, {memory[i], 64 * 64, 64, 64}, 1, 64, 1, 64)) return error;
-  kernel<kFault><<<1, 128, 2 * kBytes>>>(maps[0], maps[1]);
-  const cudaError_t error = cudaGetLastError();
+  kernel<kFault><<<kFault == kBlocks ? 2 : 1, 128, 2 * kBytes>>>(maps[0], maps[1], x);
+  cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return cudaGetErrorString(error);
+  cudaLaunchAttribute beside = {};
+  beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  beside.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = 1;
+  config.blockDim = 128;
+  config.attrs = &beside;
+  config.numAttrs = 1;
+  error = cudaLaunchKernelEx(&config, copy<kFault>, static_cast<const uint16_t*>(out), copied + 0);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  if (!emulator_end_call()) return "a launch outlives the call";
   for (int i = 0; i < 64; ++i)
     for (int j = 0; j < 64; ++j) {
       float want = bf16(x[64 * i + j]);
       for (int k = 0; k < 64; ++k) want += bf16(x[64 * i + k]) * bf16(x[64 * j + k]);
-      const float found = bf16(out[64 * i + j]);
+      const float found = bf16(copied[64 * i + j]);
       if (!(found >= want * 0.995f && found <= want * 1.005f)) return "a wrong number";
     }
   return "right";

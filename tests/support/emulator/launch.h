@@ -7,16 +7,21 @@
 
 namespace emulator {
 
+// Bytes of a kernel's parameters, and more.
+constexpr size_t kMostParameters = 8192;
+
 struct Launch {
+  std::string name;  // of the kernel
   uint32_t grid[3], block[3];
   uint32_t cluster;         // blocks
   uint32_t dynamic_shared;  // bytes
   const void* params;
+  bool beside = false;  // the launch before it: programmatic stream serialization
 };
 
 struct Options {
   uint64_t seed = 0;
-  bool races = false;     // looks for accesses to shared memory that nothing orders
+  bool races = false;     // looks for accesses that nothing orders, and for those outside of a call's tensors
   bool in_order = false;  // warps by their numbers, copies at once: for finding a fault again
 };
 

@@ -4,6 +4,8 @@
 run the kernels here: for a process of its own.
 """
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,31 @@ def use(folder: Path) -> None:
     support.supports = supports
     chunk.torch = _Torch()  # type: ignore[assignment]
     torch.ops.load_library(str(folder / LIBRARY))
+    machine = ctypes.CDLL(str(folder / "libemulator.so"))
+    operator = chunk._operator
+    chunk._operator = lambda name: _bounded(machine, operator(name))  # type: ignore[assignment]
+
+
+def _bounded(machine: ctypes.CDLL, operator: torch._ops.OpOverload) -> Callable[..., None]:
+    """The operator, whose kernels may touch the memory of its arguments alone, and write only what
+    its schema says that it writes."""
+    schema = operator._schema.arguments
+
+    def run(*arguments: Any) -> None:
+        for x, told in zip(arguments, schema, strict=True):
+            if isinstance(x, Tensor) and x.numel() > 0:
+                most = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+                written = told.alias_info is not None and told.alias_info.is_write
+                address, size = ctypes.c_uint64(x.data_ptr()), (most + 1) * x.element_size()
+                machine.emulator_allow(address, ctypes.c_uint64(size), int(written))
+        try:
+            operator(*arguments)
+        finally:
+            ended = machine.emulator_end_call()
+        if not ended:
+            raise RuntimeError("a launch of the call may outlive its last one")
+
+    return run
 
 
 class _Torch:

@@ -2,8 +2,7 @@
 // warp goes on is drawn at random, so that an order which a kernel does not enforce is not kept by chance.
 //
 // It knows nothing of times, registers and the memory system: shared memory and global memory are seen by all threads as
-// soon as they are written, and two blocks that are not of one cluster never run at the same time. Races are looked for in
-// shared memory alone.
+// soon as they are written, and two blocks that are not of one cluster never run at the same time, nor do two launches.
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -206,7 +205,8 @@ std::unique_ptr<Warp> make_warp(Block& block, uint32_t number, uint32_t lanes, u
   warp->syncs = 0;
   warp->agent = block.rank * kMostWarps + number;
   warp->clocks = {};
-  warp->clocks[warp->agent] = 1;
+  warp->clocks.seen[warp->agent] = warp->clocks.past[warp->agent] = 1;
+  warp->clocks.seen[kPrerequisites] = !machine.launch->beside;
   warp->alive = warp->ready = lanes == 32 ? ~0u : (1u << lanes) - 1;
   for (uint32_t lane = 0; lane < lanes; ++lane) {
     auto s = std::make_unique<State>();
@@ -277,12 +277,16 @@ void run_cluster(const Launch& launch, uint64_t first_block) {
   Cluster cluster;
   machine.cluster = &cluster;
   const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
+  cluster.number = uint32_t(first_block / launch.cluster);
   cluster.warp_count = (threads + 31) / 32 * launch.cluster;
   cluster.alive = threads * launch.cluster;
   for (uint32_t rank = 0; rank < launch.cluster; ++rank)
     cluster.blocks.push_back(make_block(launch, cluster, first_block + rank, rank));
   run_threads(cluster);
-  for (const auto& block : cluster.blocks) std::free(block->shared);
+  for (const auto& block : cluster.blocks) {
+    end_block(*block);
+    std::free(block->shared);
+  }
   machine.cluster = nullptr;
 }
 
@@ -319,7 +323,7 @@ std::string run(const Kernel& kernel, const Launch& launch, const Options& how) 
   machine.launch = &launch;
   machine.kernel = &kernel;
   machine.random.seed(how.seed);
-  machine.error.clear();
+  machine.error = begin_launch(launch);
   if (launch.cluster > uint32_t(kMostBlocks)) return "a cluster of more than 8 blocks";
   if (uint64_t(launch.block[0]) * launch.block[1] * launch.block[2] > 32 * kMostWarps)
     return "a block of more than 1024 threads";

@@ -19,7 +19,7 @@ struct Thread {
   uint32_t site;         // the line of PTX that it is at, where it may wait or fail
   uint8_t* shared;       // of its block: address 0
   uint32_t shared_end;
-  bool watched;      // whether accesses to shared memory are looked at for races
+  bool watched;      // whether accesses are looked at for races
   uint32_t fences;   // fence.proxy.async so far
 };
 
@@ -236,18 +236,39 @@ inline uint32_t cvt_rn_f16x2_f32(uint32_t high, uint32_t low) {
 
 // ---- memory ----------------------------------------------------------------------------------------------------
 
+// Of parameters.
 template <class T>
 inline T load(uint64_t address) {
   T x;
   std::memcpy(&x, reinterpret_cast<const void*>(address), sizeof(T));
   return x;
 }
-template <class T>
-inline void store(uint64_t address, T x) {
-  std::memcpy(reinterpret_cast<void*>(address), &x, sizeof(T));
-}
 
 [[noreturn]] void fail(Thread& t, const char* what);
+
+enum class GlobalAccess { kRead, kWrite, kAtomic };
+// copy: the clock of the copy that makes the access, or 0.
+void watch_global(Thread& t, uint64_t address, uint64_t bytes, GlobalAccess how, uint32_t copy = 0);
+void launch_dependents(Thread& t);
+void wait_for_prerequisites(Thread& t);
+
+inline void* global_at(Thread& t, uint64_t address, uint32_t bytes, uint32_t offset, GlobalAccess how) {
+  if (address % bytes) fail(t, "an access to global memory that is not aligned");
+  if (t.watched && offset == 0) watch_global(t, address, bytes, how);
+  return reinterpret_cast<void*>(address + offset);
+}
+// `bytes`: of the whole vector, whose element `i` is meant.
+template <class T>
+inline T load_global(Thread& t, uint64_t address, uint32_t bytes = sizeof(T), uint32_t i = 0) {
+  T x;
+  std::memcpy(&x, global_at(t, address, bytes, i * sizeof(T), GlobalAccess::kRead), sizeof(T));
+  return x;
+}
+template <class T>
+inline void store_global(Thread& t, uint64_t address, T x, uint32_t bytes = sizeof(T), uint32_t i = 0) {
+  std::memcpy(global_at(t, address, bytes, i * sizeof(T), GlobalAccess::kWrite), &x, sizeof(T));
+}
+
 void watch_read(Thread& t, uint32_t address, uint32_t bytes);
 void watch_write(Thread& t, uint32_t address, uint32_t bytes);
 
@@ -285,9 +306,12 @@ inline T change_shared(Thread& t, uint32_t address, const Function& function) {
   return old;
 }
 template <class T, class Function>
-inline T change_global(uint64_t address, const Function& function) {
-  const T old = load<T>(address);
-  store<T>(address, function(old));
+inline T change_global(Thread& t, uint64_t address, const Function& function) {
+  void* const at = global_at(t, address, sizeof(T), 0, GlobalAccess::kAtomic);
+  T old;
+  std::memcpy(&old, at, sizeof(T));
+  const T x = function(old);
+  std::memcpy(at, &x, sizeof(T));
   return old;
 }
 

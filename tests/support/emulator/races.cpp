@@ -21,7 +21,7 @@ constexpr uint32_t word_of(uint32_t address) { return address / 4; }
 }
 
 // Whether `clocks` knows of what the word's last writer did.
-bool knows(const Clocks& clocks, const Word& word) { return clocks[word.writer] >= word.write_clock; }
+bool knows(const Clocks& clocks, const Word& word) { return clocks.seen[word.writer] >= word.write_clock; }
 
 }  // namespace
 
@@ -39,7 +39,7 @@ void note_read(Block& block, const Warp& warp, uint32_t address, uint32_t bytes)
   const uint32_t count = block.cluster->warp_count;
   const uint32_t number = warp.block->rank * uint32_t(warp.block->warps.size()) + warp.number;
   for (uint32_t w = word_of(address); w <= word_of(address + bytes - 1); ++w)
-    block.reads[w * count + number] = warp.clocks[warp.agent];
+    block.reads[w * count + number] = warp.clocks.seen[warp.agent];
 }
 
 void check_write(Thread& t, Block& block, const Clocks& clocks, uint32_t address, uint32_t bytes) {
@@ -49,7 +49,7 @@ void check_write(Thread& t, Block& block, const Clocks& clocks, uint32_t address
     if (word.write_clock != 0 && !knows(clocks, word)) race(t, "a write", w * 4, word, "a write");
     for (uint32_t i = 0; i < count; ++i) {
       const uint32_t per_block = count / uint32_t(block.cluster->blocks.size());
-      if (block.reads[w * count + i] > clocks[i / per_block * kMostWarps + i % per_block]) {
+      if (block.reads[w * count + i] > clocks.past[i / per_block * kMostWarps + i % per_block]) {
         std::ostringstream out;
         out << "a write at shared address " << w * 4 << " and a read by warp " << i % per_block << " of block "
             << i / per_block << " of the cluster are not ordered";
@@ -68,7 +68,7 @@ void publish(Thread& t, Clocks& to) {
   if (!t.watched) return;
   Warp& warp = *t.warp;
   join(to, warp.clocks);
-  ++warp.clocks[warp.agent];
+  warp.clocks.past[warp.agent] = ++warp.clocks.seen[warp.agent];
 }
 void learn(Thread& t, const Clocks& from) {
   if (!t.watched) return;
@@ -88,7 +88,7 @@ void watch_read(Thread& t, uint32_t address, uint32_t bytes) {
 }
 void watch_write(Thread& t, uint32_t address, uint32_t bytes) {
   check_write(t, *t.block, t.warp->clocks, address, bytes);
-  note_write(t, *t.block, t.warp->agent, t.warp->clocks[t.warp->agent], address, bytes, false);
+  note_write(t, *t.block, t.warp->agent, t.warp->clocks.seen[t.warp->agent], address, bytes, false);
 }
 
 }  // namespace emulator

@@ -54,6 +54,8 @@ PREFILL = [
 ]
 BACKWARD = [
     fast_case("heads", "", lengths=(70, 0, 130), H=2, HV=4),
+    fast_case("alone", "", lengths=(130, 70), H=2, HV=2),
+    fast_case("four", "", lengths=(70, 130), H=1, HV=4),
     fast_case("orphans", "", lengths=(5, 80), orphans=200, H=1, HV=2),
     EMPTIES,
     fast_case("segments", "", T=1500, H=1, HV=2),

@@ -24,11 +24,23 @@ constexpr int kMostWarps = 32;  // of a block
 constexpr int kMostBlocks = 8;  // of a cluster
 constexpr int kAgents = kMostBlocks * kMostWarps + kMostBlocks;  // warps, and each block's copies
 
-// What each agent is known to have done: the clock of each, of which accesses carry a mark.
-using Clocks = std::array<uint32_t, kAgents>;
+// Up to which clock each agent is known: accesses carry the clock of who makes them. The last one is 1 where somebody has
+// waited for the launches before.
+constexpr int kPrerequisites = kAgents;
+using Times = std::array<uint32_t, kAgents + 1>;
+
+inline void join(Times& to, const Times& from) {
+  for (int i = 0; i <= kAgents; ++i) to[i] = std::max(to[i], from[i]);
+}
+
+struct Clocks {
+  Times seen{};  // whose writes are there to be read
+  Times past{};  // what is over. The end of a copy says that of all before its issue, and shows the copy's writes alone
+};
 
 inline void join(Clocks& to, const Clocks& from) {
-  for (int i = 0; i < kAgents; ++i) to[i] = std::max(to[i], from[i]);
+  join(to.seen, from.seen);
+  join(to.past, from.past);
 }
 
 enum class Wait { kNone, kWarp, kNamed, kBarrier, kCluster, kDone };
@@ -39,6 +51,11 @@ struct Barrier {  // an mbarrier
   uint64_t phase = 0;
   Clocks clocks{}, done{};
   std::vector<Thread*> waiting;
+  struct Passed {
+    uint16_t agent;
+    uint32_t clock, site;
+  };
+  std::vector<Passed> passed;  // the warps that have seen the end of the last phase, when watched
 };
 
 struct Named {
@@ -106,6 +123,7 @@ struct Block {
   Cluster* cluster;
   uint32_t rank, index[3];
   uint32_t alive;
+  bool lets_next = false;  // it has executed launch_dependents
   uint8_t* shared;
   uint32_t shared_end;
   std::vector<std::unique_ptr<Warp>> warps;
@@ -117,6 +135,7 @@ struct Block {
 };
 
 struct Cluster {
+  uint32_t number;  // of the launch
   std::vector<std::unique_ptr<Block>> blocks;
   std::map<uint64_t, std::function<void()>> copies;  // on their way, by a number of their own
   uint64_t next_copy = 0;
@@ -165,6 +184,11 @@ void note_write(Thread& t, Block& block, uint32_t agent, uint32_t clock, uint32_
 void publish(Thread& t, Clocks& to);
 void learn(Thread& t, const Clocks& from);
 inline int copies_agent(const Block& block) { return kMostBlocks * kMostWarps + int(block.rank); }
+
+// ---- memory.cpp --------------------------------------------------------------------------------------------------
+
+std::string begin_launch(const Launch& launch);  // why it cannot be, or ""
+void end_block(const Block& block);
 
 // ---- warps.cpp ---------------------------------------------------------------------------------------------------
 

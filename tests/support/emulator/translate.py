@@ -148,22 +148,29 @@ class _Translation:
         count = next((int(y[1]) for y in x.opcode[1:-1] if re.fullmatch(r"v[24]", y)), 1)
         return space, _c_type(x.opcode[-1]), count
 
+    @staticmethod
+    def _where(space: str) -> str:
+        """Generic addresses are those of global memory: none of shared memory are taken."""
+        if space not in ("shared", "global", "generic"):
+            raise Untranslatable(f"an access to the space {space}")
+        return "shared" if space == "shared" else "global"
+
     def _ld(self, x: Instruction) -> str:
         space, kind, count = self._memory(x)
         to, where = x.operands
         targets = self.vector(to) if count > 1 else [to]
         at, size = self.address(where), f"sizeof({kind})"
-        lines = [f"t.site = {x.line};"] if space == "shared" else []
+        lines = [] if space == "param" else [f"t.site = {x.line};"]
         if len(targets) > 1:  # the address may be one of the targets
             lines.insert(0, f"const auto at = {at};")
             at = "at"
         for i, target in enumerate(targets):
             if target == "_":
                 continue
-            if space == "shared":
-                part = f"load_shared<{kind}>(t, {at}, {count} * {size}, {i})"
-            else:
+            if space == "param":
                 part = f"load<{kind}>({at} + {i} * {size})"
+            else:
+                part = f"load_{self._where(space)}<{kind}>(t, {at}, {count} * {size}, {i})"
             lines.append(f"{self.value(target)} = {part};")
         return "{ " + " ".join(lines) + " }"
 
@@ -177,25 +184,22 @@ class _Translation:
         where, what = x.operands
         sources = self.vector(what) if count > 1 else [what]
         at, size = self.address(where), f"sizeof({kind})"
-        lines = [f"t.site = {x.line};"] if space == "shared" else []
+        function = f"store_{self._where(space)}<{kind}>"
+        lines = [f"t.site = {x.line};"]
         for i, source in enumerate(sources):
             content = f"{kind}({self.value(source)})"
-            if space == "shared":
-                part = f"store_shared<{kind}>(t, {at}, {content}, {count} * {size}, {i});"
-            else:
-                part = f"store<{kind}>({at} + {i} * {size}, {content});"
-            lines.append(part)
+            lines.append(f"{function}(t, {at}, {content}, {count} * {size}, {i});")
         return " ".join(lines)
 
     def _atom(self, x: Instruction) -> str:
         to, where, what = x.operands
-        return f"{self.value(to)} = {self._change(x, where, what)}"
+        return self._change(x, where, what, to=to)
 
     def _red(self, x: Instruction) -> str:
         where, what = x.operands
         return self._change(x, where, what)
 
-    def _change(self, x: Instruction, where: str, what: str) -> str:
+    def _change(self, x: Instruction, where: str, what: str, *, to: str = "") -> str:
         space, kind, _ = self._memory(x)
         operation = x.opcode[2]
         changes = {
@@ -207,9 +211,8 @@ class _Translation:
         }
         operand = f"const {kind} b = {kind}({self.value(what)});"
         function = f"[&]({kind} a) {{ {operand} return {kind}({changes[operation]}); }}"
-        if space == "shared":
-            return f"change_shared<{kind}>(t, {self.address(where)}, {function});"
-        return f"change_global<{kind}>({self.address(where)}, {function});"
+        name = f"change_{self._where(space)}<{kind}>"
+        return self._call(x, name, self.address(where), function, to=to)
 
     def _bra(self, x: Instruction) -> str:
         return f"goto {x.operands[0].replace('$', 'L')};"
@@ -311,7 +314,8 @@ class _Translation:
         return self._call(x, "map_to_rank", *map(self.value, operands), to=to)
 
     def _griddepcontrol(self, x: Instruction) -> str:
-        return ";"  # kernels run one after the other
+        names = {"wait": "wait_for_prerequisites", "launch_dependents": "launch_dependents"}
+        return self._call(x, names[x.opcode[1]])
 
     def _setmaxnreg(self, x: Instruction) -> str:
         return self._call(x, "set_registers", self.value(x.operands[0]))

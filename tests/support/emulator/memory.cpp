@@ -1,0 +1,196 @@
+// Looks at accesses to global memory: whether they stay inside of the tensors that a call was given, and whether something
+// orders those that conflict.
+//
+// Inside of a launch, blocks of different clusters are not ordered, and the warps of one cluster are as in races.cpp. Of
+// launches, one that was not launched beside another begins when the one before it has ended. One that was begins as soon as
+// each block of the one before has executed launch_dependents or has ended; only behind griddepcontrol.wait, or behind what
+// a thread does that has executed it, has the one before ended. That one may itself run beside an earlier one, for which
+// nobody has waited: `running` keeps account of these.
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <sstream>
+
+#include "threads.h"
+
+namespace emulator {
+namespace {
+
+struct Tensor {
+  uint64_t first, end;
+  bool written;  // by the call
+};
+std::vector<Tensor> tensors;  // none: any address will do
+
+using Launches = std::vector<uint32_t>;  // by their numbers
+
+struct Order {
+  std::string name;
+  Launches at_start, after_wait;   // those that may be running still
+  bool waits = false;              // a thread has waited
+  bool waits_before_next = false;  // before the next launch may begin
+};
+std::map<uint32_t, Order> orders;  // of the launches of a call
+uint32_t number = 0;               // of the launch that runs
+bool first_of_call = true;
+
+constexpr uint32_t kSeveral = ~0u;
+
+struct Access {
+  uint32_t launch = 0, cluster = 0, clock = 0, site = 0;
+  uint16_t agent = 0;
+  bool atomic = false;
+};
+// Two bytes of global memory. Reads are those of the last two launches that have read them.
+struct Unit {
+  Access write, read, earlier_read;
+};
+constexpr uint64_t kUnit = 2, kUnits = 2048;  // bytes; of a page
+using Page = std::array<Unit, kUnits>;
+std::map<uint64_t, std::unique_ptr<Page>> pages;
+Page* last_page = nullptr;
+uint64_t last_index = 0;
+
+Unit& unit_at(uint64_t address) {
+  const uint64_t unit = address / kUnit, index = unit / kUnits;
+  if (!last_page || last_index != index) {
+    auto& found = pages[index];
+    if (!found) found = std::make_unique<Page>();
+    last_page = found.get(), last_index = index;
+  }
+  return (*last_page)[unit % kUnits];
+}
+
+// What may be running still when this launch has ended.
+const Launches& outlive(const Order& x) { return x.waits ? x.after_wait : x.at_start; }
+
+bool contains(const Launches& launches, uint32_t x) {
+  return std::find(launches.begin(), launches.end(), x) != launches.end();
+}
+
+// Whether what this thread does next comes after the access: after a write, so that it is seen; after a read, so that it is
+// over.
+bool comes_after(const Thread& t, const Access& x, bool atomic, bool write) {
+  if (x.launch == 0 || (atomic && x.atomic)) return true;
+  const Clocks& clocks = t.warp->clocks;
+  if (x.launch != number) {
+    const Order& order = orders.at(number);
+    return !contains(clocks.seen[kPrerequisites] ? order.after_wait : order.at_start, x.launch);
+  }
+  return x.cluster == t.block->cluster->number && (write ? clocks.seen : clocks.past)[x.agent] >= x.clock;
+}
+
+[[noreturn]] void unordered(Thread& t, const char* what, uint64_t address, const Access& x, const char* other) {
+  std::ostringstream out;
+  out << what << " of global memory at " << address << " and " << other << " by ";
+  if (x.launch != number) {
+    out << "the kernel " << orders.at(x.launch).name;
+  } else if (x.cluster == kSeveral) {
+    out << "several blocks";
+  } else if (x.cluster != t.block->cluster->number) {
+    out << "another block, " << place(x.site) << ",";
+  } else {
+    const bool copied = x.agent >= kMostBlocks * kMostWarps;
+    out << (copied ? "a copy" : "warp " + std::to_string(x.agent % kMostWarps)) << " of the same cluster, "
+        << place(x.site) << ",";
+  }
+  out << " are not ordered";
+  fail(t, out.str().c_str());
+}
+
+void look_inside(Thread& t, uint64_t address, uint64_t bytes, bool writes) {
+  for (const Tensor& x : tensors)
+    if (address >= x.first && address + bytes <= x.end && (x.written || !writes)) return;
+  std::ostringstream out;
+  out << (writes ? "a write to" : "a read of") << " global memory at " << address << " that is not inside of a tensor"
+      << (writes ? " which the call writes" : " of the call");
+  fail(t, out.str().c_str());
+}
+
+}  // namespace
+
+void watch_global(Thread& t, uint64_t address, uint64_t bytes, GlobalAccess how, uint32_t copy) {
+  const auto params = reinterpret_cast<uint64_t>(machine.launch->params);
+  if (address >= params && address < params + kMostParameters) return;  // by a generic address
+  const bool reads = how != GlobalAccess::kWrite, writes = how != GlobalAccess::kRead;
+  const bool atomic = how == GlobalAccess::kAtomic;
+  if (!tensors.empty()) look_inside(t, address, bytes, writes);
+  const uint32_t cluster = t.block->cluster->number;
+  const int agent = copy ? copies_agent(*t.block) : int(t.warp->agent);
+  const uint32_t clock = copy ? copy : t.warp->clocks.seen[agent];
+  const Access now = {number, cluster, clock, t.site, uint16_t(agent), atomic};
+  for (uint64_t at = address / kUnit * kUnit; at < address + bytes; at += kUnit) {
+    Unit& unit = unit_at(at);
+    if (!comes_after(t, unit.write, atomic, true)) unordered(t, writes ? "a write" : "a read", at, unit.write, "a write");
+    if (writes)
+      for (const Access& x : {unit.read, unit.earlier_read})
+        if (!comes_after(t, x, atomic, false)) unordered(t, "a write", at, x, "a read");
+    if (reads) {
+      if (unit.read.launch != number) {
+        unit.earlier_read = unit.read;
+        unit.read = now;
+      } else {
+        const bool several = unit.read.cluster != cluster;
+        unit.read = now;
+        if (several) unit.read.cluster = kSeveral;
+      }
+    }
+    if (writes) unit.write = now;
+  }
+}
+
+void launch_dependents(Thread& t) {
+  if (!t.watched || t.block->lets_next) return;
+  t.block->lets_next = true;
+  if (t.warp->clocks.seen[kPrerequisites]) orders.at(number).waits_before_next = true;
+}
+void wait_for_prerequisites(Thread& t) {
+  if (!t.watched) return;
+  t.warp->clocks.seen[kPrerequisites] = 1;
+  orders.at(number).waits = true;
+}
+void end_block(const Block& block) {
+  if (!options.races || block.lets_next) return;
+  for (const auto& warp : block.warps)
+    if (warp->clocks.seen[kPrerequisites]) orders.at(number).waits_before_next = true;
+}
+
+std::string begin_launch(const Launch& launch) {
+  if (!options.races) return "";
+  if (launch.beside && first_of_call) return "the first launch of a call runs beside what came before";
+  first_of_call = false;
+  Order order;
+  order.name = launch.name;
+  if (const auto last = orders.find(number); last != orders.end()) {
+    const Order& before = last->second;
+    order.after_wait = outlive(before);
+    order.at_start = order.after_wait;
+    if (launch.beside) {
+      order.at_start = before.waits_before_next ? before.after_wait : before.at_start;
+      order.at_start.push_back(number);
+    }
+  }
+  orders[++number] = std::move(order);
+  return "";
+}
+
+}  // namespace emulator
+
+extern "C" {
+
+// The memory of a tensor of the call that follows, which may touch that of its tensors alone.
+void emulator_allow(uint64_t first, uint64_t bytes, int written) {
+  emulator::tensors.push_back({first, first + bytes, written != 0});
+}
+// A call has ended. Whether its last launch ends behind all others, so that what comes next may rely on them.
+int emulator_end_call() {
+  const auto last = emulator::orders.find(emulator::number);
+  const bool ended = last == emulator::orders.end() || emulator::outlive(last->second).empty();
+  emulator::tensors.clear();
+  emulator::orders.clear();
+  emulator::pages.clear();
+  emulator::last_page = nullptr;
+  emulator::first_of_call = true;
+  return ended;
+}
+}
