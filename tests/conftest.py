@@ -93,3 +93,15 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     that nothing has written cannot pass for a zero."""
     for owner, name in ALLOCATING:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def watched_memory() -> Iterator[None]:
+    """Kernels in the interpreter stay inside of their tensors, and their programs apart."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from watching import watched
+
+    with watched():
+        yield

@@ -25,6 +25,7 @@ FAULTS = {
     "overwritten": "are not ordered",
     "lanes": "a write by another lane of the warp",
     "no-store-wait": "a wrong number",
+    "left": "may end before a copy into its shared memory has",
     "no-tensor": "that is not inside of a tensor of the call",
     "read-only": "that is not inside of a tensor which the call writes",
     "blocks": "a write by another block",

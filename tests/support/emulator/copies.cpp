@@ -77,9 +77,13 @@ void complete(Thread& t, Block& block, uint32_t barrier_address, uint32_t bytes,
 Issue begin_copy(Thread& t, Block& block, uint32_t address, uint32_t bytes) {
   if (!t.watched) return {};
   const uint32_t clock = ++t.block->cluster->copy_clock;
+  block.copied = clock;
+  block.copy_site = t.site;
   check_write(t, block, t.warp->clocks, address, bytes);
   note_write(t, block, uint32_t(copies_agent(block)), clock, address, bytes, true);
-  return {clock, t.warp->clocks.past};
+  const Issue issue = {clock, t.warp->clocks.past};
+  tick(*t.warp);
+  return issue;
 }
 
 struct Box {
@@ -133,6 +137,14 @@ void run_some_copy() {
     run_copy(it->first);
   } catch (const Failure&) {  // machine.error says why
   }
+}
+
+std::string unseen_copies(const Block& block) {
+  if (!options.races || block.copied == 0) return "";
+  for (const auto& warp : block.warps)
+    if (warp->clocks.past[copies_agent(block)] >= block.copied) return "";
+  return "block " + std::to_string(block.index[0]) + " may end before a copy into its shared memory has, which no warp of it has"
+         " waited for (" + place(block.copy_site) + ")";
 }
 
 // ---- machine.h -----------------------------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ using namespace gdn::sm90;
 
 enum Fault : int {
   kNone, kNoWait, kNoFence, kNoSync, kTooManyBytes, kOutside, kUnaligned, kOverwritten, kLanes, kNoStoreWait, kPhases,
-  kLatePhase, kNoTensor, kReadOnly, kBlocks, kEarly, kNobodyWaits, kFaults
+  kLatePhase, kLeft, kNoTensor, kReadOnly, kBlocks, kEarly, kNobodyWaits, kFaults
 };
 const char* const names[kFaults] = {"none",      "no-wait",     "no-fence",  "no-sync", "too-many-bytes", "outside",
                                     "unaligned", "overwritten", "lanes",     "no-store-wait", "phases",   "late-phase",
-                                    "no-tensor", "read-only",   "blocks",    "early",   "nobody-waits"};
+                                    "left",      "no-tensor", "read-only",   "blocks",    "early",   "nobody-waits"};
 
 constexpr int kBytes = 64 * 64 * 2;
 
@@ -44,6 +44,10 @@ __global__ void kernel(const __grid_constant__ CUtensorMap x, const __grid_const
   if (thread == 0) {
     mbarrier_expect(bar, kBytes + (kFault == kTooManyBytes ? 16 : 0));
     tma_load(tile, &x, bar, 0, 0, 0, 0);
+    if (kFault == kLeft) {  // a copy that nobody waits for
+      mbarrier_expect(shared_address(&turns), kBytes);
+      tma_load(result + kBytes, &x, shared_address(&turns), 0, 0, 0, 0);
+    }
   }
   if (kFault != kNoWait) mbarrier_wait(bar, 0);
   // A row strip of 16 for a warp: its own x, from the tile.
@@ -67,7 +71,7 @@ __global__ void kernel(const __grid_constant__ CUtensorMap x, const __grid_const
   }
   if (kFault == kNoTensor && elements[64 * 64 + thread] == 1) d[0] = 0;
   if (kFault == kReadOnly) elements[thread] = 1;
-  if (kFault == kOutside) store_shared_4(result + 2 * kBytes, thread);
+  if (kFault == kOutside) store_shared_4(result + 3 * kBytes, thread);
   if (kFault == kUnaligned) store_shared_4(result + 2, thread);
   if (kFault == kLanes && warp == 0) {  // no __syncwarp between the lanes
     if (lane == 1) store_shared_4(result, 1);
@@ -123,7 +127,7 @@ std::string run() {
   const void* const memory[2] = {x, out};
   for (int i = 0; i < 2; ++i)
     if (const char* error = make_map(&maps[i], Dtype::kBFloat16, {memory[i], 64 * 64, 64, 64}, 1, 64, 1, 64)) return error;
-  kernel<kFault><<<kFault == kBlocks ? 2 : 1, 128, 2 * kBytes>>>(maps[0], maps[1], x);
+  kernel<kFault><<<kFault == kBlocks ? 2 : 1, 128, 3 * kBytes>>>(maps[0], maps[1], x);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return cudaGetErrorString(error);
   cudaLaunchAttribute beside = {};

@@ -284,7 +284,8 @@ void run_cluster(const Launch& launch, uint64_t first_block) {
     cluster.blocks.push_back(make_block(launch, cluster, first_block + rank, rank));
   run_threads(cluster);
   for (const auto& block : cluster.blocks) {
-    end_block(*block);
+    let_next(*block);
+    if (machine.error.empty()) machine.error = unseen_copies(*block);
     std::free(block->shared);
   }
   machine.cluster = nullptr;

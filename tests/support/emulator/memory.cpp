@@ -149,7 +149,7 @@ void wait_for_prerequisites(Thread& t) {
   t.warp->clocks.seen[kPrerequisites] = 1;
   orders.at(number).waits = true;
 }
-void end_block(const Block& block) {
+void let_next(const Block& block) {
   if (!options.races || block.lets_next) return;
   for (const auto& warp : block.warps)
     if (warp->clocks.seen[kPrerequisites]) orders.at(number).waits_before_next = true;

@@ -68,7 +68,7 @@ void publish(Thread& t, Clocks& to) {
   if (!t.watched) return;
   Warp& warp = *t.warp;
   join(to, warp.clocks);
-  warp.clocks.past[warp.agent] = ++warp.clocks.seen[warp.agent];
+  tick(warp);
 }
 void learn(Thread& t, const Clocks& from) {
   if (!t.watched) return;

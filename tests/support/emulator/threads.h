@@ -118,12 +118,17 @@ struct Warp {
   Clocks clocks;
 };
 
+// What the warp does from here on is later than what others have learned of it.
+inline void tick(Warp& warp) { warp.clocks.past[warp.agent] = ++warp.clocks.seen[warp.agent]; }
+
 struct Cluster;
 struct Block {
   Cluster* cluster;
   uint32_t rank, index[3];
   uint32_t alive;
-  bool lets_next = false;  // it has executed launch_dependents
+  bool lets_next = false;   // it has executed launch_dependents
+  uint32_t copied = 0;      // clock of the last copy into its shared memory
+  uint32_t copy_site = 0;   // where that was issued
   uint8_t* shared;
   uint32_t shared_end;
   std::vector<std::unique_ptr<Warp>> warps;
@@ -188,7 +193,7 @@ inline int copies_agent(const Block& block) { return kMostBlocks * kMostWarps + 
 // ---- memory.cpp --------------------------------------------------------------------------------------------------
 
 std::string begin_launch(const Launch& launch);  // why it cannot be, or ""
-void end_block(const Block& block);
+void let_next(const Block& block);               // the block has ended
 
 // ---- warps.cpp ---------------------------------------------------------------------------------------------------
 
@@ -209,5 +214,6 @@ void wait_products(Thread& t, uint32_t left);
 
 void run_copy(uint64_t number);  // if it is on its way still
 void run_some_copy();
+std::string unseen_copies(const Block& block);  // why a block may not end, or ""
 
 }  // namespace emulator
