@@ -1,4 +1,5 @@
-"""Triton's interpreter as the tests run it: `triton.language` is changed once a launch."""
+"""Triton's interpreter as the tests run it: `triton.language` is changed once a launch, and types
+are made once a kind."""
 
 from typing import Any
 
@@ -75,3 +76,33 @@ def test_after_a_failure(changes: list[str], monkeypatch: pytest.MonkeyPatch) ->
     changes.clear()
     assert launch().tolist() == [13.0, 45.0, 77.0]
     assert changes.count("outer") == 1 and tl.load is load
+
+
+@triton.jit
+def kinds(x, y, n: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tensors of three dtypes and four shapes, pointers too."""
+    row = tl.load(x + tl.arange(0, n))
+    square = row[:, None] * row[None, :].to(tl.float16)
+    sums = tl.sum(square.to(tl.float32), axis=1)
+    tl.store(y + tl.arange(0, n), tl.where(row > 1, sums, row).to(tl.float32))
+
+
+def test_types_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As conftest.py has it for all tests: a second launch like the first one makes no type."""
+    made: list[str] = []
+    make = tl.core.validate_block_shape
+
+    def noted(shape: Any) -> int:
+        made.append(str(shape))
+        return int(make(shape))
+
+    monkeypatch.setattr(tl.core, "validate_block_shape", noted)
+    x, y = torch.tensor([0.5, 1.5, 2.0, 0.25]), torch.zeros(4)
+    kinds[(1,)](x, y, 4)
+    made.clear()
+    kinds[(1,)](x, y, 4)
+    assert made == []
+    wide = torch.arange(8.0)
+    kinds[(1,)](wide, torch.zeros(8), 8)
+    assert made
+    assert torch.allclose(y, torch.where(x > 1, x * x.sum(), x))

@@ -194,8 +194,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Every launch in the interpreter, until the end: AssertionError, which the interpreter wraps in
-    its own error, for an access that is wrong."""
+    """Every launch in the interpreter, until the end. An access that is wrong is an AssertionError,
+    which the interpreter wraps in its own error."""
     launches: list[Launch] = []
     executor: Any = interpreter.GridExecutor
     begin: Callable[..., Any] = executor._init_args_hst
