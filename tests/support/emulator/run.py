@@ -5,14 +5,16 @@ r"""Runs the CUDA library's kernels on a CPU, and holds them to the float64 spec
 
 A case of K = V = 128 takes a second or so for each 40 chunks of a value head, and ten seconds more
 the first time that a kernel is needed. `--select` takes the cases whose name a regular expression
-finds; `--random` adds random calls of the forward, of every size, layout and option; `--seeds` runs
-each case in that many orders of its warps and copies. `--multiprocessors` is what the library is
-told: few give a block several sequences, many cut long ones into segments.
+finds; `--random` adds random calls of the forward, of every size, layout and option, and a quarter
+as many each of prefills on a pool and of the backward; `--seeds` runs each case in that many orders
+of its warps and copies. `--multiprocessors` is what the library is told: few give a block several
+sequences, many cut long ones into segments. Half of the random calls are batch-invariant.
 """
 
 import argparse
 import itertools
 import os
+import random
 import re
 import sys
 import time
@@ -28,8 +30,17 @@ import torch
 from backward_cases import STRENGTHS, check_task, make_task
 from backward_cases import Options as Gradients
 from fast_cases import EDGES, fast_case
-from fast_parity import Options, check_parity, make_call, random_call
-from helpers import BF16, FP16, FP32, Case, make_inputs
+from fast_parity import (
+    Options,
+    check_parity,
+    make_call,
+    random_call,
+    random_case,
+    random_lengths,
+    random_sizes,
+)
+from helpers import BF16, FP16, FP32, make_inputs
+from prefill_cases import Call as Prefill
 from prefill_cases import assert_checkpoints, assert_prefilled, begun, checkpoint_of
 from prefill_cases import make_call as make_prefill
 from torch import Tensor
@@ -70,26 +81,24 @@ def forward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield name, lambda call=call: check_parity(call(), ("cuda",), on="cpu")
 
 
+def check_prefill(call: Prefill, every: int) -> None:
+    """every: tokens between checkpoints, or 0 for none."""
+    kept = list(checkpoint_of(call, every)) if every else []
+    before, initial = call.state.clone(), begun(call)
+    o, checkpoints = call.run(checkpoint_every_n_tokens=every)
+    assert_prefilled(call, before, o, initial)
+    if kept:
+        assert checkpoints is not None
+        assert_checkpoints(call, checkpoints, every, kept)
+
+
 def prefill_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """On a pool of states, with checkpoints."""
     pools = ((BF16, FP32, False), (FP16, BF16, True))
     for case, (dtype, pool, v_first) in itertools.product(PREFILL, pools):
-
-        def check(
-            case: Case = case,
-            dtype: torch.dtype = dtype,
-            pool: torch.dtype = pool,
-            v_first: bool = v_first,
-        ) -> None:
-            call = make_prefill(case, dtype, "cpu", pool, v_first=v_first)
-            kept = list(checkpoint_of(call, 64))
-            before, initial = call.state.clone(), begun(call)
-            o, checkpoints = call.run(checkpoint_every_n_tokens=64)
-            assert_prefilled(call, before, o, initial)
-            assert checkpoints is not None
-            assert_checkpoints(call, checkpoints, 64, kept)
-
-        yield f"prefill-{case.name}-{str(dtype).removeprefix('torch.')}", check
+        call = partial(make_prefill, case, dtype, "cpu", pool, v_first=v_first)
+        name = f"prefill-{case.name}-{str(dtype).removeprefix('torch.')}"
+        yield name, lambda call=call: check_prefill(call(), every=64)
 
 
 def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -119,6 +128,52 @@ def random_cases(first: int, count: int, small: bool) -> Iterator[tuple[str, Cal
             check_parity(call, ("cuda",), on="cpu")
 
         yield f"random-{number}", check
+        if number % 4 == 0:
+            yield f"random-prefill-{number}", partial(random_prefill, number, small)
+            yield f"random-backward-{number}", partial(random_backward, number, small)
+
+
+def random_prefill(number: int, small: bool) -> None:
+    rng = random.Random(number)
+    case = random_case(rng, small, *random_sizes(number, "all"))
+    call = make_prefill(
+        case,
+        rng.choice((BF16, FP16)),
+        "cpu",
+        rng.choice((FP32, BF16, FP16)),
+        v_first=rng.random() < 0.5,
+        skip=rng.choice(("negative", "non_positive")),
+    )
+    check_prefill(call, rng.choice((0, 64, 128)))
+
+
+def random_backward(number: int, small: bool) -> None:
+    rng = random.Random(number)
+
+    def coin() -> bool:
+        return rng.random() < 0.5
+
+    H = rng.choice((1, 2))
+    sizes = {"H": H, "HV": H * rng.choice((1, 2, 3, 4)), "orphans": rng.choice((0, 1, 64))}
+    lengths = random_lengths(rng, 130 if small else 700)
+    case = fast_case("random", "", lengths=lengths, **sizes)
+    sigmoid, gate = coin(), coin()
+    options = Gradients(
+        l2norm=coin(),
+        sigmoid=sigmoid,
+        negative=sigmoid and coin(),
+        gate=gate,
+        dt_bias=coin(),
+        state=coin(),
+        v_first=coin(),
+        dht=coin(),
+        scale=rng.choice((None, -0.3)),
+    )
+    task = make_task(case, BF16, "cpu", options)
+    if not gate:
+        change = STRENGTHS[rng.choice(list(STRENGTHS))]
+        task.leaves["g"] = change(task.leaves["g"])
+    check_task(task, BF16, "cpu")
 
 
 def main() -> int:
@@ -147,6 +202,8 @@ def main() -> int:
     for name, check in cases:
         if not re.search(options.select, name):
             continue
+        invariant = name.startswith("random") and int(name.rpartition("-")[2]) % 8 >= 4
+        os.environ["GDN_BATCH_INVARIANT"] = str(int(invariant))
         for seed in range(options.seeds):
             os.environ["EMULATOR_SEED"] = str(seed)
             began = time.monotonic()
