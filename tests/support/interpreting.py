@@ -31,9 +31,14 @@ def change_once() -> None:
 
 
 def keep_types() -> None:
-    """Types and shapes are made once a kind, from here on in this process."""
-    block_type, tensor = tl.core.block_type, tl.core.tensor
-    make_type, make_tensor = block_type.__init__, tensor.__init__
+    """Types and shapes are made once a kind, from here on in this process, and operands of one
+    shape are not broadcast."""
+    block_type, tensor, semantic = tl.core.block_type, tl.core.tensor, tl.semantic.TritonSemantic
+    make_type, make_tensor, broadcast = (
+        block_type.__init__,
+        tensor.__init__,
+        semantic.broadcast_impl_value,
+    )
     types: dict[Any, dict[str, Any]] = {}
     shapes: dict[Any, dict[str, Any]] = {}
 
@@ -43,7 +48,10 @@ def keep_types() -> None:
         kind = element_ty.name
         if pointed is not None:
             kind = pointed.name, element_ty.address_space, element_ty.const
-        key = kind, tuple(x.value if isinstance(x, tl.constexpr) else x for x in shape)
+        sizes = shape.values if isinstance(shape, tl.tuple) else shape
+        if sizes and isinstance(sizes[0], tl.constexpr):
+            sizes = [x.value for x in sizes]
+        key = kind, *sizes
         found = types.get(key)
         if found is None:
             make_type(self, element_ty, shape)
@@ -52,15 +60,28 @@ def keep_types() -> None:
             self.__dict__.update(found)
 
     def tensor_of_kind(self: Any, handle: Any, type: Any) -> None:
-        key = tuple(type.shape) if type.is_block() else ()
+        is_block = isinstance(type, block_type)
+        key = tuple(type.shape.values) if is_block else ()
         found = shapes.get(key)
         if found is None:
             make_tensor(self, handle, type)
             shapes[key] = {"shape": self.shape, "numel": self.numel}
         else:
-            self.__dict__.update(found)
-            self.handle, self.type, self.dtype = handle, type, type.scalar
+            own = self.__dict__
+            own.update(found)
+            own["handle"], own["type"] = handle, type
+            own["dtype"] = type.element_ty if is_block else type.scalar
 
+    def broadcast_others(self: Any, left: Any, right: Any) -> Any:
+        a, b = left.type, right.type
+        if isinstance(a, block_type) and isinstance(b, block_type):
+            if a.shape.values == b.shape.values:
+                return left, right
+        elif not (isinstance(a, block_type) or isinstance(b, block_type)):
+            return left, right
+        return broadcast(self, left, right)
+
+    semantic.broadcast_impl_value = broadcast_others
     np_dtype = interpreter._get_np_dtype
     dtypes: dict[str, Any] = {}
 
