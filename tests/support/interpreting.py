@@ -49,9 +49,7 @@ def keep_types() -> None:
         if pointed is not None:
             kind = pointed.name, element_ty.address_space, element_ty.const
         sizes = shape.values if isinstance(shape, tl.tuple) else shape
-        if sizes and isinstance(sizes[0], tl.constexpr):
-            sizes = [x.value for x in sizes]
-        key = kind, *sizes
+        key = kind, *[x.value if isinstance(x, tl.constexpr) else x for x in sizes]
         found = types.get(key)
         if found is None:
             make_type(self, element_ty, shape)
