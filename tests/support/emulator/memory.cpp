@@ -1,11 +1,12 @@
 // Looks at accesses to global memory: whether they stay inside of the tensors that a call was given, and whether something
 // orders those that conflict.
 //
-// Inside of a launch, blocks of different clusters are not ordered, and the warps of one cluster are as in races.cpp. Of
-// launches, one that was not launched beside another begins when the one before it has ended. One that was begins as soon as
-// each block of the one before has executed launch_dependents or has ended; only behind griddepcontrol.wait, or behind what
-// a thread does that has executed it, has the one before ended. That one may itself run beside an earlier one, for which
-// nobody has waited: `running` keeps account of these.
+// Inside of a launch, blocks of different clusters are not ordered, and the warps of one cluster are as in races.cpp.
+//
+// A launch that is not beside another one begins when the one before it has ended. A launch beside another one begins as
+// soon as each block of the one before has executed launch_dependents or has ended; the one before has ended for a thread
+// that has executed griddepcontrol.wait, and for those that have learned from that thread. A launch that nobody has waited
+// for may be running still when the next one has ended: `Order` has these.
 #include <algorithm>
 #include <map>
 #include <memory>
