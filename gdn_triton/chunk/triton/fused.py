@@ -235,10 +235,11 @@ def fused_fwd_kernel(
 
     if STORE_HT:
         if ends:
-            states = StateMemory(ht, stride_htn, stride_hth, stride_htk, stride_htv)
+            # A name of its own: Triton 3.6 refuses another type of a name behind a branch.
+            final = StateMemory(ht, stride_htn, stride_hth, stride_htk, stride_htv)
             i_nh = i_n * HV + i_hv
             store_final_state(
-                b_h, states, write_slots, i_n, i_nh, i_hv, o_k, o_v, in_state, K, V, LAST_SKIPPED
+                b_h, final, write_slots, i_n, i_nh, i_hv, o_k, o_v, in_state, K, V, LAST_SKIPPED
             )
 
 
