@@ -29,8 +29,8 @@ pytest.register_assert_rewrite(*(path.stem for path in sorted(SUPPORT.glob("*_ca
 
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None):
-        # Before the workers begin: each has a core or so, as have the processes that tests begin,
-        # and threads that wait for each other would take a fifth of the processor's time.
+        # The workers inherit these variables, and so do the processes that tests begin. Each of
+        # them has about one core: threads that waited for each other took a quarter of the time.
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ.setdefault(name, "1")
     config.addinivalue_line("markers", "gpu(why): needs a CUDA GPU, and why")

@@ -26,7 +26,7 @@ from gdn_triton._host.schema import schema_takes, without_contents
 from gdn_triton.chunk.autograd import Find
 from gdn_triton.chunk.backends import CHUNK
 from gdn_triton.chunk.problem import DIFFERENTIABLE, ChunkCall, Problem
-from gdn_triton.chunk.validation import validate_chunk
+from gdn_triton.chunk.validation import judge_chunk, validate_chunk
 
 # The arguments of a call, by their names in ChunkCall and its parts.
 _SCHEMA: Final = (
@@ -212,7 +212,8 @@ def traced(x: ChunkCall) -> tuple[Tensor, Tensor | None]:
     given = flat(x)
     # A fake looks at no contents: those of cu_seqlens_cpu are there even where q has no memory.
     if not _fits(given) or not torch.compiler.is_compiling():
-        validate_chunk(x)
+        # Not by way of what is remembered: a compiler would trace the comparison with other calls.
+        judge_chunk(x)
     needs_grad = torch.is_grad_enabled() and any(
         y is not None and y.requires_grad for y in _differentiable(given)
     )

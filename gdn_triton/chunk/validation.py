@@ -98,14 +98,13 @@ def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None
         elif kind is float:
             key.append(x.hex())
         elif hasattr(kind, "_fields"):
-            flat += x
+            flat.extend(x)
         else:
             return None
     return (*key, *map(type, flat))
 
 
-@remembered
-def validate_chunk(call: ChunkCall) -> Problem:
+def judge_chunk(call: ChunkCall) -> Problem:
     """Checks a `gdn_triton.chunk.problem.ChunkCall`, field by field.
 
     In this order: types, devices, ranks, head counts, sizes, dtypes, chunk_size, cu_seqlens,
@@ -198,6 +197,9 @@ def validate_chunk(call: ChunkCall) -> Problem:
         batch_invariant=batch_invariant(),
         unreadable=why_unreadable(Inputs._fields, call.inputs),
     )
+
+
+validate_chunk = remembered(judge_chunk)
 
 
 def _check_packed(

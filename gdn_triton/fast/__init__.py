@@ -64,8 +64,9 @@ def architecture_on(device: int | None) -> Architecture:
 
 
 def _how_to_get_it() -> str:
-    """A sentence after a space where there is a GPU for the library, else nothing."""
-    if not torch.cuda.is_available():
+    """A sentence after a space where there is a GPU for the library, else nothing; nothing either
+    in a copy of the package under another name (hub/build.py), as no build puts a library there."""
+    if __name__ != "gdn_triton.fast" or not torch.cuda.is_available():
         return ""
     devices = [i for i in range(torch.cuda.device_count()) if why_not_on(i) is None]
     if not devices:

@@ -15,7 +15,7 @@ SUFFIX: Final = "RMSNormGated"
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 # The texts of `forward` whose roundings are those of `round_norm=True`, by their sha256.
 KNOWN: Final = (
-    # 5.23.0: Qwen3-Next, Qwen3.5, Qwen4-Exp, OlmoHybrid
+    # 5.17.0 to 5.23.0: Qwen3-Next, Qwen3.5, Qwen4-Exp, OlmoHybrid
     "5a4bd64da7fd08bd737b2e023db367adc1a60de12c0ec6aba8298741bfb415cf",
 )
 

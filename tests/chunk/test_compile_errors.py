@@ -13,6 +13,7 @@ from compile_cases import assert_same, compiled, dense
 from torch import Tensor
 
 from gdn_triton import chunk_gated_delta_rule
+from gdn_triton.chunk import validation
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +82,21 @@ def test_errors_while_tracing(
     # torch 2.8 does not repeat the words of an error that is raised in what it traces: types, which
     # a schema would convert.
     assert re.search(message, str(traced.value)) or eager.type.__name__ in str(traced.value)
+
+
+def test_a_trace_compares_with_no_other_call(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 cannot trace all that a comparison does, and would show an error of its own."""
+
+    def compared(names: object, values: object) -> None:
+        raise AssertionError("compared")
+
+    monkeypatch.setattr(validation, "likeness", compared)
+    args = dense(device, B=1)
+    with pytest.raises(AssertionError, match="compared"):
+        chunk_gated_delta_rule(*args)
+    with pytest.raises(Exception, match="TypeError") as traced:
+        compiled("eager")(*args, scale="much")
+    assert "compared" not in str(traced.value)
 
 
 def test_contents_are_judged_at_every_run(device: str) -> None:

@@ -30,6 +30,7 @@ def test_available(built: None) -> None:
 def test_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "LIBRARY", tmp_path / "library.so")
     monkeypatch.setattr(fast, "BUILD_STATUS", tmp_path / "status.txt")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     built_by = "python csrc/build.py builds it in a checkout"
     assert ask_again() == f"The CUDA library is not built: {built_by}."
     fast.BUILD_STATUS.write_text("a reason\n")

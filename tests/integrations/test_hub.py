@@ -78,6 +78,24 @@ def test_is_a_module_of_its_own(repository: Path) -> None:
     )
 
 
+def test_advises_no_build(repository: Path) -> None:
+    """With a GPU that the CUDA library is for: a build helps the package, and not a kernel."""
+    said = run(
+        LOAD
+        + """
+    import gdn_triton.fast
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+    torch.cuda.get_device_name = lambda device: "This GPU"
+    torch.cuda.get_device_capability = lambda device: (9, 0)
+    gdn_triton.fast.LIBRARY = path.with_name("no library")
+    for fast in (gdn_triton.fast, kernel.fast):
+        print("This GPU would run faster with it" in fast.why_unavailable())
+    """,
+        repository,
+    )
+    assert said == "True\nFalse\n"
+
+
 def test_layers_are_transformers_functions(repository: Path) -> None:
     """Their keywords, results, and those that belong to other parts of a model."""
     run(

@@ -95,7 +95,7 @@ def test_reference_gradients(activation: str) -> None:
 
 
 class ModelNorm(nn.Module):
-    """The torch code of transformers 5.23.0's Qwen3-Next, Qwen3.5, Qwen4-Exp and OlmoHybrid."""
+    """The torch code of transformers 5.17.0's Qwen3-Next, Qwen3.5, Qwen4-Exp and OlmoHybrid."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()

@@ -34,11 +34,8 @@ def keep_types() -> None:
     """Types and shapes are made once a kind, from here on in this process, and operands of one
     shape are not broadcast."""
     block_type, tensor, semantic = tl.core.block_type, tl.core.tensor, tl.semantic.TritonSemantic
-    make_type, make_tensor, broadcast = (
-        block_type.__init__,
-        tensor.__init__,
-        semantic.broadcast_impl_value,
-    )
+    make_type, make_tensor = block_type.__init__, tensor.__init__
+    broadcast = semantic.broadcast_impl_value
     types: dict[Any, dict[str, Any]] = {}
     shapes: dict[Any, dict[str, Any]] = {}
 

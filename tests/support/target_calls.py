@@ -58,6 +58,7 @@ SAMPLES = {
 TESTED = [SHAPES[0], SHAPES[3], SHAPES[5]]
 # Targets for which every kernel can be compiled for every shape, as before a release.
 WHOLE = (("cuda", 80), ("cuda", 90), ("cuda", 100), ("hip", "gfx942"))
+LEAST = SHAPES[4]
 # Where the outputs are compiled that no forward asks for.
 EXTRAS = SHAPES[2]
 
@@ -162,6 +163,33 @@ def run_backward(problem: Problem, x: Inputs) -> None:
     if problem.output_final_state:
         dht = torch.empty_like(x.initial_state)
     gradients(problem, x, do, dht, store_dh0=problem.has_initial_state)
+
+
+def run_states() -> None:
+    """Calls that differ in which states they have, and in dtypes: a record of a tensor's pointer
+    has another type then, and a branch on the device must not give it to the name of another one.
+    Of the least head, as these are not about tiles."""
+    from gdn_triton.chunk.triton import forward as chunk_fwd
+    from gdn_triton.chunk.triton.backward import gradients
+
+    for dtype, final in ((None, True), (torch.float16, True), (BF16, False)):
+        for T in (300, 64 * LEAST.chunk_size):
+            shape = LEAST if T == 300 else replace(LEAST, HV=2)
+            cu_seqlens = torch.tensor([0, T], dtype=torch.int32)
+            problem, x = make_call(1, T, shape.HV // 2, shape, cu_seqlens)
+            assert (chunk_fwd.choose_segments(problem) > 0) == (shape is not LEAST)
+            initial = None if dtype is None else x.initial_state.to(dtype)
+            x = x._replace(initial_state=initial)
+            problem = replace(
+                problem, has_initial_state=initial is not None, output_final_state=final
+            )
+            chunk_fwd.forward_fused(problem, x)
+            if shape is not LEAST:
+                continue
+            chunk_fwd.forward_by_steps(problem, x)
+            dht = torch.empty(1, shape.HV, shape.V, shape.K) if final else None
+            do = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+            gradients(problem, x, do, dht, store_dh0=initial is not None)
 
 
 def run_segments(shape: Shape, chunk_fwd: Any) -> None:

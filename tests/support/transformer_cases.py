@@ -38,8 +38,8 @@ TERMS = 8  # a gradient is a sum of terms that cancel, each with a rounding of i
 OPS = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 if VERSION >= (5, 15):
     OPS += ["causal_conv1d", "causal_conv1d_update"]
-if VERSION >= (5, 23):
-    # Of versions before, the text of the norm is not known.
+if VERSION >= (5, 17):
+    # Versions before write the norm's method otherwise, which then stays theirs.
     OPS += ["rms_norm_gated"]
 FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 ATTRIBUTES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")

@@ -305,8 +305,9 @@ def state_bwd_kernel(
     if WALKS != "forward" and is_back:
         p_dht = dht
         if HAS_DHT:
-            states = StateMemory(dht, stride_dhtn, stride_dhth, stride_dhtk, stride_dhtv)
-            p_dht = state_pointers(states, i_n, i_hv, o_k, o_v)
+            # Each branch has a name of its own, as the types may differ: see fused_fwd_kernel.
+            final = StateMemory(dht, stride_dhtn, stride_dhth, stride_dhtk, stride_dhtv)
+            p_dht = state_pointers(final, i_n, i_hv, o_k, o_v)
         p_dh0 = dh0
         if STORE_DH0:
             p_dh0 = dh0 + i_nh * (K * V) + o_k[:, None] * stride_dh0k + o_v * stride_dh0v
@@ -346,8 +347,8 @@ def state_bwd_kernel(
     elif WALKS != "back":
         p_h0 = h0
         if HAS_H0:
-            states = StateMemory(h0, stride_h0n, stride_h0h, stride_h0k, stride_h0v)
-            p_h0 = state_pointers(states, i_n, i_hv, o_k, o_v)
+            initial = StateMemory(h0, stride_h0n, stride_h0h, stride_h0k, stride_h0v)
+            p_h0 = state_pointers(initial, i_n, i_hv, o_k, o_v)
         walk_forward(
             p_k,
             v + i_b * stride_vb + row * stride_vt + i_hv * stride_vh,

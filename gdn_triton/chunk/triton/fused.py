@@ -235,7 +235,8 @@ def fused_fwd_kernel(
 
     if STORE_HT:
         if ends:
-            # A name of its own: Triton 3.6 refuses another type of a name behind a branch.
+            # `states` may hold None or a pointer to another dtype, and Triton refuses a branch on a
+            # value of the device that gives a name another type.
             final = StateMemory(ht, stride_htn, stride_hth, stride_htk, stride_htv)
             i_nh = i_n * HV + i_hv
             store_final_state(

@@ -192,7 +192,7 @@ def segment_starts_kernel(
     if count > 0:
         tl.store(p_b, b_h, mask=in_state)
     elif STORE_HT:
-        # A name of its own, as in fused_fwd_kernel.
+        # Not `states`, whose type may be another one: see fused_fwd_kernel.
         final = StateMemory(ht, stride_htn, stride_hth, stride_htk, stride_htv)
         store_final_state(
             b_h, final, write_slots, i_n, i_nh, i_hv, o_k, o_v, in_state, K, V, LAST_SKIPPED
