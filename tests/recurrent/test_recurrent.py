@@ -271,6 +271,7 @@ def one_token(x: Mapping[str, Any], t: int) -> dict[str, Any]:
     "sizes",
     [
         pytest.param(Sizes(B=2, T=3, H=1, HV=2), id="small"),
+        pytest.param(Sizes(B=2, T=3, H=1, HV=1, K=20, V=70), id="tiles"),
         pytest.param(
             Sizes(B=5, T=4, H=16, HV=32, K=128, V=128),
             id="real",

@@ -4,19 +4,22 @@
     S = S + k (x) v_new
 
 with S on the right of a line the one of the line before: both products read the decayed state, so
-that they are independent of each other. A program owns BV columns of the state [K, V] of one
-sequence and value head, in fp32 registers, from the first token to the last. A decode step is
-bound by the state's way from memory and back; all else is a few hundred bytes.
+that they are independent of each other. A program owns PARTS tiles of BV columns of the state
+[K, V] of one sequence and value head, in registers, from the first token to the last. A decode step
+is bound by the state's way from memory and back; all else is a few hundred bytes.
 
 The arithmetic of a token is the same, in the same order, whatever else a call has: a call of
 several tokens gives the bits of that many calls of one.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from gdn_triton._triton.activations import softplus
 from gdn_triton._triton.tiles import Tile, padded
+from gdn_triton.recurrent.triton.sums import column_sums, products
 
 
 @triton.jit
@@ -26,33 +29,26 @@ def decay_of(b_g, RCP_LN2: tl.constexpr):
 
 
 @triton.jit
-def power_of_two(x):
-    """The power of two below x, at least 2^-126, and its inverse; x is not negative."""
-    bits = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000)
-    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+def load_columns(p, stride, o_v, end, BV: tl.constexpr, PARTS: tl.constexpr):
+    """The columns o_v below end of each part; p: of the first, whose columns have that stride."""
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts += (tl.load(p + part * BV * stride, mask=o_v < end - part * BV, other=0),)
+    return parts
 
 
 @triton.jit
-def fixed_point(x):
-    """x, at most 4, in units of 2^-44."""
-    return (x * 17592186044416.0).to(tl.int64)
+def strength(b_beta, FACTOR: tl.constexpr):
+    """FACTOR times the sigmoid of b_beta; 0: b_beta itself. fp32."""
+    b_beta = b_beta.to(tl.float32)
+    if FACTOR != 0:
+        b_beta = tl.div_rn(FACTOR, 1 + tl.exp(-b_beta))
+    return b_beta
 
 
 @triton.jit
-def products(b_q, b_k):
-    """The sums of q q, k k and q k. Summed in fixed point, relative to the largest of q and of k:
-    integer addition is associative, and a maximum has no order, so the same q and k give the same
-    bits however the compiler lays them out, which differs from variant to variant."""
-    top_q, top_k = tl.split(tl.max(tl.join(tl.abs(b_q), tl.abs(b_k)), 0))
-    unit_q, inverse_q = power_of_two(top_q)
-    unit_k, inverse_k = power_of_two(top_k)
-    b_q, b_k = b_q * inverse_q, b_k * inverse_k
-    qk = fixed_point(b_q * b_k)
-    squares = tl.join(fixed_point(b_q * b_q), fixed_point(b_k * b_k))
-    squares, qk = tl.split(tl.sum(tl.join(squares, tl.join(qk, qk)), 0))
-    qq, kk = tl.split(squares.to(tl.float32) * 5.684341886080802e-14)
-    qk, _ = tl.split(qk.to(tl.float32) * 5.684341886080802e-14)
-    return qq * unit_q * unit_q, kk * unit_k * unit_k, qk * unit_q * unit_k
+def store_state(p, kept, in_k, in_v, POLICY: tl.constexpr):
+    tl.store(p, kept, mask=in_k[:, None] & in_v[None, :], eviction_policy=POLICY)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -142,19 +138,24 @@ def recurrent_fwd_kernel(
     LAST_SKIPPED: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     POLICY: tl.constexpr,
+    STATE_V_FIRST: tl.constexpr,
+    PARTS: tl.constexpr,
+    FOLD: tl.constexpr,
+    ORDERED: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """BETA_FACTOR: beta is that times the sigmoid of what is given; 0: beta is given. The strides
     inside a state are constants, so that its addresses are a base and offsets that the loads and
-    stores contain."""
+    stores contain. PARTS, FOLD, ORDERED, WORDS: see `Form`."""
     pid = tl.program_id(0).to(tl.int64)
-    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    V_BLOCKS: tl.constexpr = (V + PARTS * BV - 1) // (PARTS * BV)
     i_v, i_nh = pid % V_BLOCKS, pid // V_BLOCKS
     i_n, i_hv = i_nh // HV, i_nh % HV
     i_h = i_hv // (HV // H)
     o_k = tl.arange(0, BK)
-    o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
-    in_k, in_v = o_k < K, o_v < V
-    in_state = in_k[:, None] & in_v[None, :]
+    # Columns of the first part; those of another are multiples of BV further.
+    o_v = i_v.to(tl.int32) * (PARTS * BV) + tl.arange(0, BV)
+    in_k = o_k < K
 
     i_0 = i_n
     live = i_n < N
@@ -179,7 +180,7 @@ def recurrent_fwd_kernel(
 
     # The first token, in flight before the state is found; the loop loads one token ahead.
     any_token = n_tokens > 0
-    in_q, in_token = o_k < tl.where(any_token, K, 0), o_v < tl.where(any_token, V, 0)
+    in_q, end_v = o_k < tl.where(any_token, K, 0), tl.where(any_token, V, 0)
     p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh + o_k * stride_qk
     p_k = (
         k
@@ -199,7 +200,7 @@ def recurrent_fwd_kernel(
     )
     next_q = tl.load(p_q, mask=in_q, other=0)
     next_k = tl.load(p_k, mask=in_q, other=0)
-    next_v = tl.load(p_v, mask=in_token, other=0)
+    next_v = load_columns(p_v, stride_vv, o_v, end_v, BV, PARTS)
     if g is not None:
         p_g = g + i_b * stride_gb + row * stride_gt + i_hv * stride_gh
         next_g = tl.load(p_g, mask=any_token, other=0)
@@ -207,7 +208,7 @@ def recurrent_fwd_kernel(
         p_beta = beta + i_b * stride_bb + row * stride_bt + i_hv * stride_bh
         if BETA_PER_VALUE:
             p_beta += o_v * stride_bv
-            next_beta = tl.load(p_beta, mask=in_token, other=0)
+            next_beta = load_columns(p_beta, stride_bv, o_v, end_v, BV, PARTS)
         else:
             next_beta = tl.load(p_beta, mask=any_token, other=0)
     if gk is not None:
@@ -222,42 +223,59 @@ def recurrent_fwd_kernel(
         p_slot = read_slots + i_n * stride_r
     elif EVERY_TOKEN:
         p_slot = write_slots + i_b * stride_wb + row * stride_wt
+    slot = i_0
     if ht is not None:
+        if write_slots is not None and not EVERY_TOKEN:
+            p_write = write_slots + i_n * stride_wb
+            slot = tl.load(p_write, mask=i_n < N, other=LAST_SKIPPED).to(tl.int64)
         p_ht = ht + i_hv * stride_hth
         p_ht += o_k[:, None] * stride_htk + o_v[None, :] * stride_htv
 
     p_o = o + i_b * stride_ob + row * stride_ot + i_hv * stride_oh + o_v * stride_ov
+    if ORDERED:
+        tl.debug_barrier()
     if read_slots is not None:
         live = i_0 > LAST_SKIPPED
     if not live:
         nothing = tl.zeros([BV], dtype=o.dtype.element_ty)
         for _ in range(0, n_tokens):
-            tl.store(p_o, nothing, mask=in_v)
+            for part in tl.static_range(PARTS):
+                tl.store(p_o + part * BV * stride_ov, nothing, mask=o_v < V - part * BV)
             p_o += stride_ot
         return
 
+    # Between two tokens the state is what memory would hold: the next token reads what a call of
+    # its own would.
+    KEPT: tl.constexpr = ht.dtype.element_ty if ht is not None else tl.float32
     if h0 is not None:
         p_h0 = h0 + i_0 * stride_h0n + i_hv * stride_h0h
         p_h0 += o_k[:, None] * stride_h0k + o_v[None, :] * stride_h0v
-        b_h = tl.load(p_h0, mask=in_state, other=0, eviction_policy=POLICY)
-    else:
-        b_h = tl.zeros([BK, BV], dtype=tl.float32)
+    tiles = ()
+    for part in tl.static_range(PARTS):
+        if h0 is not None:
+            p_tile = p_h0 + part * BV * stride_h0v
+            in_tile = in_k[:, None] & (o_v < V - part * BV)[None, :]
+            tile = tl.load(p_tile, mask=in_tile, other=0, eviction_policy=POLICY)
+        else:
+            tile = tl.zeros([BK, BV], dtype=KEPT)
+        tiles += (tile.to(KEPT),)
+    if ORDERED:
+        tl.debug_barrier()
 
-    b_h = b_h.to(tl.float32)
     for i_t in range(0, n_tokens):
-        b_q, b_k, b_v = next_q.to(tl.float32), next_k.to(tl.float32), next_v.to(tl.float32)
+        b_q, b_k, token_v = next_q.to(tl.float32), next_k.to(tl.float32), next_v
         more = i_t + 1 < n_tokens
-        in_q, in_token = o_k < tl.where(more, K, 0), o_v < tl.where(more, V, 0)
+        in_q, end_v = o_k < tl.where(more, K, 0), tl.where(more, V, 0)
         p_q += stride_qt
         p_k += stride_kt
         p_v += stride_vt
         next_q = tl.load(p_q, mask=in_q, other=0)
         next_k = tl.load(p_k, mask=in_q, other=0)
-        next_v = tl.load(p_v, mask=in_token, other=0)
+        next_v = load_columns(p_v, stride_vv, o_v, end_v, BV, PARTS)
 
         # A factor of all of q or k multiplies the sums that q or k enters, not its elements.
         of_q, of_k = scale, 1.0
-        qq, kk, qk = products(b_q, b_k)
+        qq, kk, qk = products(b_q, b_k, WORDS)
         if USE_QK_L2NORM:
             of_q = tl.div_rn(scale, tl.sqrt_rn(qq + EPS))
             of_k = tl.div_rn(1.0, tl.sqrt_rn(kk + EPS))
@@ -277,55 +295,64 @@ def recurrent_fwd_kernel(
             row_decay = decay_of(tl.load(p_gk, mask=in_k, other=0), RCP_LN2)
             p_gk += stride_gkt
             read_q, read_k = b_q * row_decay, b_k * row_decay
-        b_o = tl.sum(b_h * read_q[:, None], 0) * (of_q * decay)
-        stored = tl.sum(b_h * read_k[:, None], 0) * (of_k * decay)
-        if gv is not None:
-            column_decay = decay_of(tl.load(p_gv, mask=in_v, other=0), RCP_LN2)
-            p_gv += stride_gvt
-            b_o, stored = b_o * column_decay, stored * column_decay
-
-        b_v = (b_v - stored) * of_k
         if beta is not None:
-            b_beta = next_beta.to(tl.float32)
+            token_beta = next_beta
             p_beta += stride_bt
             if BETA_PER_VALUE:
-                next_beta = tl.load(p_beta, mask=in_token, other=0)
+                next_beta = load_columns(p_beta, stride_bv, o_v, end_v, BV, PARTS)
             else:
                 next_beta = tl.load(p_beta, mask=more, other=0)
-            if BETA_FACTOR != 0:
-                b_beta = tl.div_rn(BETA_FACTOR, 1 + tl.exp(-b_beta))
-            b_v *= b_beta
-        tl.store(p_o, tl.fma(b_v, qk, b_o).to(o.dtype.element_ty), mask=in_v)
+                b_beta = strength(token_beta, BETA_FACTOR)
+        if EVERY_TOKEN:
+            if num_accepted_tokens is not None:
+                slot = tl.load(p_slot, mask=i_t < COLUMNS, other=LAST_SKIPPED).to(tl.int64)
+                p_slot += stride_rt
+            else:
+                slot = tl.load(p_slot).to(tl.int64)
+                p_slot += stride_wt
+
+        kept_tiles = ()
+        for part in tl.static_range(PARTS):
+            in_v = o_v < V - part * BV
+            b_h = tiles[part].to(tl.float32)  # type: ignore[var-annotated]
+            b_o, stored = column_sums(b_h, read_q, read_k, FOLD, STATE_V_FIRST)
+            b_o, stored = b_o * (of_q * decay), stored * (of_k * decay)
+            if gv is not None:
+                p_decay = p_gv + part * BV * stride_gvv
+                column_decay = decay_of(tl.load(p_decay, mask=in_v, other=0), RCP_LN2)
+                b_o, stored = b_o * column_decay, stored * column_decay
+            b_v = (token_v[part].to(tl.float32) - stored) * of_k
+            if beta is not None:
+                if BETA_PER_VALUE:
+                    b_beta = strength(token_beta[part], BETA_FACTOR)
+                b_v *= b_beta
+            b_o = tl.fma(b_v, qk, b_o).to(o.dtype.element_ty)
+            tl.store(p_o + part * BV * stride_ov, b_o, mask=in_v)
+
+            if gk is not None:
+                b_h *= row_decay[:, None]
+            if gv is not None:
+                b_h *= column_decay[None, :]
+            kept = tl.fma(b_h, decay, b_k[:, None] * b_v[None, :]).to(KEPT)
+            kept_tiles += (kept,)
+            if ht is not None and (EVERY_TOKEN or ONE_TOKEN):
+                if EVERY_TOKEN or write_slots is not None:
+                    in_v = o_v < tl.where(slot > LAST_SKIPPED, V - part * BV, 0)
+                p_kept = p_ht + slot * stride_htn + part * BV * stride_htv
+                store_state(p_kept, kept, in_k, in_v, POLICY)
+        tiles = kept_tiles
         p_o += stride_ot
-
-        if gk is not None:
-            b_h *= row_decay[:, None]
         if gv is not None:
-            b_h *= column_decay[None, :]
-        b_h = tl.fma(b_h, decay, b_k[:, None] * b_v[None, :])
-        if ht is not None:
-            # Round the state as memory would: the next token reads what a call of its own would.
-            kept = b_h.to(ht.dtype.element_ty)
-            b_h = kept.to(tl.float32)
-            if EVERY_TOKEN:
-                if num_accepted_tokens is not None:
-                    slot = tl.load(p_slot, mask=i_t < COLUMNS, other=LAST_SKIPPED).to(tl.int64)
-                    p_slot += stride_rt
-                else:
-                    slot = tl.load(p_slot).to(tl.int64)
-                    p_slot += stride_wt
-                in_kept = in_k[:, None] & (o_v < tl.where(slot > LAST_SKIPPED, V, 0))[None, :]
-                tl.store(p_ht + slot * stride_htn, kept, mask=in_kept, eviction_policy=POLICY)
+            p_gv += stride_gvt
 
-    if ht is not None:
-        if not EVERY_TOKEN:
-            slot = i_0
-            if write_slots is not None:
-                slot = tl.load(write_slots + i_n * stride_wb).to(tl.int64)
-                in_v = o_v < tl.where(slot > LAST_SKIPPED, V, 0)
-                in_state = in_k[:, None] & in_v[None, :]
-            kept = b_h.to(ht.dtype.element_ty)
-            tl.store(p_ht + slot * stride_htn, kept, mask=in_state, eviction_policy=POLICY)
+    # One token's state is stored by the loop, before the next part is computed.
+    if ht is not None and not (EVERY_TOKEN or ONE_TOKEN):
+        end_v = V
+        if write_slots is not None:
+            end_v = tl.where(slot > LAST_SKIPPED, V, 0)
+        for part in tl.static_range(PARTS):
+            p_kept = p_ht + slot * stride_htn + part * BV * stride_htv
+            store_state(p_kept, tiles[part], in_k, o_v < end_v - part * BV, POLICY)
 
 
 # Elements of the state that a thread holds: enough loads in flight, few enough registers for
@@ -333,18 +360,51 @@ def recurrent_fwd_kernel(
 STATE_OF_A_THREAD = 64
 
 
-def recurrent_config(K: int, V: int, state_v_first: bool) -> Tile:
-    """One tile for a head's sizes and the states' layout, whatever the batch: it fixes the order of
-    the sums over K.
+class Form(NamedTuple):
+    """How a program goes about its columns. No bit depends on `parts` and `ordered`.
+
+    parts: how many tiles of `tile.BV` columns a program owns; all are loaded before the first is
+        used, and wait in the states' dtype.
+    fold: 2^fold rows of the state that lie in one thread are added up with fused multiplications
+        and additions.
+    ordered: barriers keep the loads of a token before the wait for the slot, and those of the state
+        before the wait for the token; ptxas moves them behind otherwise.
+    words: the sums of q q, k k and q k are of words of 32 bits.
+    """
+
+    tile: Tile
+    parts: int = 1
+    fold: int = 0
+    ordered: bool = False
+    words: bool = False
+
+
+# Elements of 2 bytes that a thread loads at once.
+VECTOR = 8
+
+
+def recurrent_form(K: int, V: int, state_v_first: bool, itemsize: int) -> Form:
+    """One form for a head's sizes, the states' layout and the bytes of their elements, whatever the
+    batch: it fixes the order of the sums over K.
 
     Value-first rows [K] lie in one warp, whose sums need no other one. Key-first, a program takes
-    rows of 256 bytes of the state, and its warps share the sums.
+    rows of 256 bytes of a float32 state, or of 64 bytes of a 16-bit one, and its warps share the
+    sums. Measured (docs/log/decode.md): float32 states move as fast as memory does without the
+    other options, 16-bit ones need them.
     """
     BK = padded(K, 256)
+    narrow = itemsize == 2
     if state_v_first:
-        return Tile(BK, padded(V, 32 * STATE_OF_A_THREAD // BK, least=1), 1, 1)
-    BV = padded(V, 64)
-    return Tile(BK, BV, max(1, BK * BV // (32 * STATE_OF_A_THREAD)), 1)
+        BV = padded(V, 32 * STATE_OF_A_THREAD // BK // (2 if narrow else 1), least=1)
+        tile, rows = Tile(BK, BV, 1, 1), min(VECTOR, BK // 2)
+    else:
+        BV = padded(V, 32 if narrow else 64)
+        warps = max(1, BK * BV // (32 * STATE_OF_A_THREAD))
+        tile, rows = Tile(BK, BV, warps, 1), max(1, BK * BV // (32 * warps * VECTOR))
+    if not narrow:
+        return Form(tile)
+    parts = 2 if state_v_first and V > BV else 1
+    return Form(tile, parts, rows.bit_length() - 1, ordered=True, words=state_v_first)
 
 
 # The cache evicts states that do not fit it before the next step reads them; others may stay.

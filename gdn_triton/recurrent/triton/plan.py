@@ -12,8 +12,9 @@ from gdn_triton._triton.tiles import UNFUSED
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem, views
 from gdn_triton.recurrent.triton.kernel import (
+    Form,
     eviction_policy,
-    recurrent_config,
+    recurrent_form,
     recurrent_fwd_kernel,
 )
 
@@ -27,11 +28,16 @@ def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     return (first, *x.stride()[1:], *(0,) * (count - x.dim()))
 
 
+def form_of(problem: RecurrentProblem) -> Form:
+    p = problem
+    return recurrent_form(p.K, p.V, p.state_v_first, p.state_dtype.itemsize)
+
+
 def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | None) -> Launch:
     """x: the operands as `views` returns them; o [B, T, HV, V]; ht: where states are written."""
     p = problem
     per_value = x.beta is not None and x.beta.dim() == 4
-    config = recurrent_config(p.K, p.V, p.state_v_first)
+    form = form_of(p)
     return Launch(
         recurrent_fwd_kernel,
         scale=p.scale,
@@ -55,8 +61,8 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         HV=p.HV,
         K=p.K,
         V=p.V,
-        BK=config.BK,
-        BV=config.BV,
+        BK=form.tile.BK,
+        BV=form.tile.BV,
         K_OFFSET=p.H * p.K if p.is_mixed else 0,
         V_OFFSET=2 * p.H * p.K if p.is_mixed else 0,
         RCP_LN2=RCP_LN2,
@@ -70,8 +76,13 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         LAST_SKIPPED=p.last_skipped,
         ONE_TOKEN=p.T == 1 and not p.is_varlen,
         POLICY=eviction_policy(p.N * p.HV * p.K * p.V * p.state_dtype.itemsize),
+        STATE_V_FIRST=p.state_v_first,
+        PARTS=form.parts,
+        FOLD=form.fold,
+        ORDERED=form.ordered,
+        WORDS=form.words,
         **UNFUSED,
-        **config.options,
+        **form.tile.options,
     )
 
 
@@ -81,8 +92,8 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)
     layout = p.N, p.HV, p.K, p.V, p.state_v_first, p.device
-    config = recurrent_config(p.K, p.V, p.state_v_first)
-    grid = (-(-p.V // config.BV) * (p.N + p.is_varlen) * p.HV, 1, 1)
+    form = form_of(p)
+    grid = (-(-p.V // (form.parts * form.tile.BV)) * (p.N + p.is_varlen) * p.HV, 1, 1)
 
     def output(y: Operands) -> Tensor:
         if y.out is not None:

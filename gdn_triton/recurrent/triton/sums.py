@@ -1,0 +1,97 @@
+"""The sums of a token over K: of q and k alone, and of a state's columns with them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def power_of_two(x):
+    """The power of two below x, at least 2^-126, and its inverse; x is not negative."""
+    bits = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fixed_point(x):
+    """x, at most 4, in units of 2^-44."""
+    return (x * 17592186044416.0).to(tl.int64)
+
+
+@triton.jit
+def largest(x):
+    """The largest magnitude of x: of two floats that are not negative, the larger one has the
+    larger bits."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sum_of_words(x):
+    """The sum of at most 256 elements, each at most 4, in units of 2^-42: first of the bits of the
+    units from the 23rd on, then of those below, so that neither sum leaves 32 bits."""
+    units = (x * 4398046511104.0).to(tl.int64)
+    high = tl.sum((units >> 23).to(tl.int32), 0).to(tl.float32)
+    low = tl.sum(units.to(tl.int32) & 0x7FFFFF, 0).to(tl.float32)
+    return (high + low * 1.1920928955078125e-07) * 1.9073486328125e-06
+
+
+@triton.jit
+def products(b_q, b_k, WORDS: tl.constexpr):
+    """The sums of q q, k k and q k. Summed in fixed point, relative to the largest of q and of k:
+    integer addition is associative, and a maximum has no order, so the same q and k give the same
+    bits however the compiler lays them out, which differs from variant to variant. WORDS: in words
+    of 32 bits, each of which the lanes of a warp add up in one instruction."""
+    if WORDS:
+        top_q, top_k = largest(b_q), largest(b_k)
+    else:
+        top_q, top_k = tl.split(tl.max(tl.join(tl.abs(b_q), tl.abs(b_k)), 0))
+    unit_q, inverse_q = power_of_two(top_q)
+    unit_k, inverse_k = power_of_two(top_k)
+    b_q, b_k = b_q * inverse_q, b_k * inverse_k
+    if WORDS:
+        qq, kk, qk = sum_of_words(b_q * b_q), sum_of_words(b_k * b_k), sum_of_words(b_q * b_k)
+    else:
+        both = fixed_point(b_q * b_k)
+        squares = tl.join(fixed_point(b_q * b_q), fixed_point(b_k * b_k))
+        squares, both = tl.split(tl.sum(tl.join(squares, tl.join(both, both)), 0))
+        qq, kk = tl.split(squares.to(tl.float32) * 5.684341886080802e-14)
+        qk, _ = tl.split(both.to(tl.float32) * 5.684341886080802e-14)
+    return qq * unit_q * unit_q, kk * unit_k * unit_k, qk * unit_q * unit_k
+
+
+@triton.jit
+def halves(x, STATE_V_FIRST: tl.constexpr):
+    """x [K, V] as two of [K / 2, V]: its even and its odd rows, or the first ones and the last."""
+    if STATE_V_FIRST:
+        return tl.split(tl.permute(tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1]]), (0, 2, 1)))
+    return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
+
+
+@triton.jit
+def pieces_of(x, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr):
+    """x [K, V] as 2^FOLD of [K / 2^FOLD, V]."""
+    pieces = (x,)
+    for level in tl.static_range(FOLD):
+        finer = ()
+        for i in tl.static_range(2**level):
+            first, second = halves(pieces[i], STATE_V_FIRST)
+            finer += (first, second)
+        pieces = finer
+    return pieces
+
+
+@triton.jit
+def partial_sums(h, x, FOLD: tl.constexpr):
+    b_sum = h[0] * x[0]
+    for i in tl.static_range(1, 2**FOLD):
+        b_sum = tl.fma(h[i], x[i], b_sum)
+    return b_sum
+
+
+@triton.jit
+def column_sums(b_h, b_q, b_k, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr):
+    """S^T q and S^T k. Rows that lie in one thread are added up in fused steps, whose order is
+    written here, before threads share their sums."""
+    h = pieces_of(b_h, FOLD, STATE_V_FIRST)
+    q = pieces_of(tl.broadcast_to(b_q[:, None], b_h.shape), FOLD, STATE_V_FIRST)
+    k = pieces_of(tl.broadcast_to(b_k[:, None], b_h.shape), FOLD, STATE_V_FIRST)
+    return tl.sum(partial_sums(h, q, FOLD), 0), tl.sum(partial_sums(h, k, FOLD), 0)

@@ -1,0 +1,138 @@
+"""The sums of a token over K, alone: against float64, and in any order of K; and the forms."""
+
+import pytest
+import torch
+from helpers import FP16, FP32, same_bits
+from recurrent_cases import STEPS, Sizes, step_call
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+import triton.language as tl
+
+from gdn_triton import recurrent_step
+from gdn_triton._triton.tiles import UNFUSED, Tile
+from gdn_triton.recurrent import plans
+from gdn_triton.recurrent.triton import plan
+from gdn_triton.recurrent.triton.kernel import recurrent_form
+from gdn_triton.recurrent.triton.sums import column_sums, products
+
+
+@triton.jit
+def products_kernel(q, k, out, K: tl.constexpr, WORDS: tl.constexpr):
+    i = tl.arange(0, K)
+    qq, kk, qk = products(tl.load(q + i), tl.load(k + i), WORDS)
+    tl.store(out, qq)
+    tl.store(out + 1, kk)
+    tl.store(out + 2, qk)
+
+
+@triton.jit
+def column_sums_kernel(
+    s, q, k, out, K: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, V_FIRST: tl.constexpr
+):
+    i, j = tl.arange(0, K), tl.arange(0, V)
+    b_s = tl.load(s + i[:, None] * V + j[None, :])
+    sq, sk = column_sums(b_s, tl.load(q + i), tl.load(k + i), FOLD, V_FIRST)
+    tl.store(out + j, sq)
+    tl.store(out + V + j, sk)
+
+
+def products_of(q: Tensor, k: Tensor, words: bool) -> Tensor:
+    out = torch.empty(3, device=q.device)
+    products_kernel[(1,)](q, k, out, q.numel(), words, num_warps=1, **UNFUSED)
+    return out
+
+
+@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize("K", [16, 256])
+@pytest.mark.parametrize("kind", ["normal", "one large", "largest", "opposite", "tiny", "zero"])
+def test_products(kind: str, K: int, words: bool, device: str) -> None:
+    """Against float64, and the same bits in any order of K. "largest": elements as large as fixed
+    point holds them, whose sum must not leave its integers."""
+    q, k = torch.randn(2, K)
+    if kind == "one large":
+        q[3] = 1e6
+    elif kind in ("largest", "opposite"):
+        q = torch.full((K,), 2 - 2.0**-23)
+        k = -q if kind == "opposite" else q.clone()
+    elif kind == "tiny":
+        q, k = q * 1e-12, k * 1e-15
+    elif kind == "zero":
+        k = torch.zeros(K)
+    q, k = q.to(device), k.to(device)
+    found = products_of(q, k, words)
+    a, b = q.double(), k.double()
+    qq, kk = (a * a).sum(), (b * b).sum()
+    exact = torch.stack([qq, kk, (a * b).sum()])
+    # Elements round to float32 before they are summed, and sums after; an element loses less than a
+    # unit of fixed point, 2^-42 of a square that is at most the largest one.
+    rounding = 2 * torch.finfo(FP32).eps * torch.stack([qq, kk, (qq * kk).sqrt()])
+    top_q, top_k = a.abs().max(), b.abs().max()
+    lost = K * 2.0**-42 * torch.stack([top_q**2, top_k**2, top_q * top_k])
+    assert ((found.double() - exact).abs() <= rounding + lost).all()
+    order = torch.randperm(K).to(device)
+    assert same_bits(products_of(q[order], k[order], words), found)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("fold", [0, 1, 3])
+def test_column_sums(fold: int, v_first: bool, device: str) -> None:
+    """Every row counts once, whatever is folded."""
+    K, V = 32, 16
+    s, q, k = torch.randn(K, V), torch.randn(K), torch.randn(K)
+    s, q, k = s.to(device), q.to(device), k.to(device)
+    out = torch.empty(2, V, device=device)
+    column_sums_kernel[(1,)](s, q, k, out, K, V, fold, v_first, num_warps=1, **UNFUSED)
+    for x, found in ((q, out[0]), (k, out[1])):
+        exact = x.double() @ s.double()
+        most = x.double().abs() @ s.double().abs()
+        bound = K * torch.finfo(FP32).eps / 2 * most
+        assert ((found.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("K", [1, 3, 16, 64, 128, 200, 256])
+@pytest.mark.parametrize("V", [1, 8, 24, 128, 512])
+def test_forms(V: int, K: int, v_first: bool) -> None:
+    """A thread holds no more than it has registers for, and folds no more rows than it holds; no
+    part lies past V."""
+    for itemsize in (2, 4):
+        form = recurrent_form(K, V, v_first, itemsize)
+        BK, BV, warps = form.tile[:3]
+        assert BK >= K and BK * BV * form.parts <= 64 * 32 * warps
+        assert (form.parts - 1) * BV < V
+        assert 2**form.fold < BK
+        # Value-first a thread holds the rows of its load, key-first one row in each of its loads.
+        assert 2**form.fold <= (8 if v_first else max(1, BK * BV // (32 * warps * 8)))
+        assert form.fold == 0 or itemsize == 2
+        if v_first:
+            assert warps == 1
+
+
+def test_forms_of_the_common_head() -> None:
+    """Those that were the fastest on an H200."""
+    assert recurrent_form(128, 128, False, 2) == (Tile(128, 32, 2, 1), 1, 3, True, False)
+    assert recurrent_form(128, 128, True, 2) == (Tile(128, 8, 1, 1), 2, 3, True, True)
+    assert recurrent_form(128, 128, False, 4) == (Tile(128, 64, 4, 1), 1, 0, False, False)
+    assert recurrent_form(128, 128, True, 4) == (Tile(128, 16, 1, 1), 1, 0, False, False)
+
+
+@pytest.mark.parametrize("tokens", ["one", "several", "packed"])
+def test_parts_change_no_bits(tokens: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column's o and state are the same whether its program owns one tile or two. The last of
+    three programs owns half of a tile, and a tile past V."""
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    row = {name: values[0] for name, values in STEPS.items()}
+    row |= {"dtype": FP16, "pool": FP16, "tokens": tokens, "v_first": True, "l2norm": True}
+    row |= {"sizes": Sizes(B=3, T=2, H=1, HV=2, K=128, V=36), "mixed": True, "raw": True}
+    x = step_call(row, device).arguments
+    state = x["state"].clone()
+    o = recurrent_step(**x)
+    assert recurrent_form(128, 36, True, 2).parts == 2
+    monkeypatch.setattr(plan, "recurrent_form", lambda *a: recurrent_form(*a)._replace(parts=1))
+    # Plans that the first call made must not serve the second one.
+    monkeypatch.setattr(plans, "_plans", {})
+    assert same_bits(recurrent_step(**{**x, "state": state}), o)
+    assert same_bits(state, x["state"])
