@@ -201,7 +201,8 @@ def fused_conv_prep(
         apply_l2norm, output_g_exp: as `gdn_triton.fused_post_conv_prep`.
         state, read_slots, write_slots, has_initial_state, skip, cu_seqlens: as
             `gdn_triton.causal_conv1d`. Of tokens of no sequence, and of skipped ones, q, k and v
-            are 0; g and beta depend on no sequence.
+            are 0; g and beta depend on no sequence. Those of tokens of no sequence pass no
+            gradient.
 
     Returns:
         q, k: [.., H, K], v: [.., HV, V], the dtype of mixed_qkv, where `..` is [T] or [B, T].

@@ -21,7 +21,7 @@ from gdn_triton._host.memory import operator_counts_writes
 from gdn_triton._host.records import arguments_of, made
 from gdn_triton._host.replay import replayed_gradients
 from gdn_triton.conv.backends import run_conv
-from gdn_triton.conv.prep import run_conv_prep
+from gdn_triton.conv.prep import of_sequences, run_conv_prep
 from gdn_triton.conv.validation import (
     PLAIN,
     STEP,
@@ -236,7 +236,8 @@ def traced_conv_prep(args: ConvArguments, prep: PrepArguments) -> PreparedInputs
     if prep_needs_grad(problem, prep):
         y = traced_conv(args)
         prep = prep._replace(a=prep.a.flatten(0, -2), b=prep.b.flatten(0, -2))
-        parts = traced(y.flatten(0, -2), *prep)
+        flat = y.flatten(0, -2)
+        parts = of_sequences(args.cu_seqlens, prep, lambda given: traced(flat, *given))
         q, k, v, g, beta = (x.unflatten(0, args.x.shape[:-1]) for x in parts)
     elif args.state is None:
         q, k, v, g, beta = torch.ops.gdn_triton.fused_conv_prep(*_PREP_ARGUMENTS.ordered(given))

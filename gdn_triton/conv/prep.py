@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from gdn_triton._host.backends import Backend, Operator, reference_supports
 from gdn_triton._host.device import on_device
@@ -90,9 +91,33 @@ def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -
     second = POST_CONV.choose(sizes).load()
     y = run_valid_conv(problem.conv, args, PREPARED, prep).flatten(0, -2)
     flat = prep._replace(a=prep.a.reshape(-1, sizes.HV), b=prep.b.reshape(-1, sizes.HV))
-    parts = run_post_conv(second, y, *flat)
+    bounds = args.cu_seqlens if sizes.needs_grad else None
+    parts = of_sequences(bounds, flat, lambda given: run_post_conv(second, y, *given))
     q, k, v, g, beta = (x.unflatten(0, lead) for x in parts)
     return q, k, v, g, beta
+
+
+def of_sequences(
+    cu_seqlens: Tensor | None,
+    prep: PrepArguments,
+    run: Callable[[PrepArguments], PreparedInputs],
+) -> PreparedInputs:
+    """The results of `run` for prep, whose a and b are [L, HV]. The g and beta of tokens of no
+    sequence pass no gradient: a NaN in them, multiplied by a gradient of 0, would make the
+    gradients of A_log and dt_bias NaN."""
+    from gdn_triton.reference.activations import beta_sigmoid, gate
+
+    if cu_seqlens is None:
+        return run(prep)
+    token = torch.arange(len(prep.a), device=prep.a.device)[:, None]
+    owned = (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
+    clean = prep._replace(a=prep.a.where(owned, 0), b=prep.b.where(owned, 0))
+    q, k, v, g, beta = run(clean)
+    a, b, A_log, dt_bias = (x.detach().to(g.dtype) for x in prep.tensors)
+    others = gate(a, A_log, dt_bias)
+    if prep.output_g_exp:
+        others = others.exp()
+    return q, k, v, g.where(owned, others), beta.where(owned, beta_sigmoid(b))
 
 
 def _run_fused(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> PreparedInputs:

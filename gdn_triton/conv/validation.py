@@ -64,6 +64,10 @@ class Form(NamedTuple):
 PLAIN: Final = Form()
 STEP: Final = Form(is_step=True)
 PREPARED: Final = Form("mixed_qkv")
+# The names of the arguments, as a caller knows them, by that of x.
+_NAMES: Final = {
+    form.name: (form.name, *ConvArguments._fields[1:]) for form in (PLAIN, STEP, PREPARED)
+}
 
 
 def validate_conv(args: ConvArguments, form: Form) -> ConvProblem:
@@ -115,15 +119,9 @@ def validate_conv(args: ConvArguments, form: Form) -> ConvProblem:
         has_state=state is not None,
         wide=any(y.dtype == torch.float64 for y in trained),
         needs_grad=needs_grad,
-        unreadable=why_unreadable(_names(form.name), args),
+        unreadable=why_unreadable(_NAMES[form.name], args),
         columns=0 if state is None or args.num_accepted_tokens is None else state.shape[2],
     )
-
-
-@functools.cache
-def _names(first: str) -> tuple[str, ...]:
-    """The names of the arguments, as a caller knows them."""
-    return first, *ConvArguments._fields[1:]
 
 
 def _check_types(args: ConvArguments, form: Form) -> None:

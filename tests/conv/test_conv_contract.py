@@ -314,6 +314,42 @@ def test_compiled_equals_eager(
         assert same_bits(*pools)
 
 
+def test_compiling_warns_of_nothing(
+    device: str,
+    fresh_compiler: None,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """What the compiler says once of a line of the package is of no use to a caller."""
+    monkeypatch.setattr("torch._dynamo.utils.warn_once_cache", set())
+    args = make_prep((6, 1, 2, 4, 4), device=device)
+    torch.compile(causal_conv1d, fullgraph=True, backend="eager")(*args[:2])
+    assert not [str(one.message) for one in recwarn if "Dynamo" in str(one.message)]
+
+
+@pytest.mark.parametrize("how", [lambda f: f, compiled], ids=["eager", "compiled"])
+def test_nan_of_no_sequence_reaches_no_gradient(
+    how: Callable[..., Any], device: str, fresh_compiler: None
+) -> None:
+    """The rows of no sequence, of which g and beta are what a and b make of them."""
+    T, cu_seqlens = packed(device)
+    args = make_prep((T, 1, 2, 4, 4), device=device)
+    end = int(cu_seqlens[-1])
+    found = []
+    for rest in (0.0, torch.nan):
+        leaves = [x.detach().clone() for x in args[:6]]
+        for x in (leaves[0], *leaves[2:4]):
+            x[end:] = rest
+        for x in leaves:
+            x.requires_grad_()
+        parts = how(fused_conv_prep)(*leaves, *args[6:], cu_seqlens=cu_seqlens)
+        assert all(x[end:].isnan().all() == (rest != 0) for x in parts[3:])
+        loss = sum((x[:end].double().square().sum() for x in parts), torch.zeros((), device=device))
+        found.append(torch.autograd.grad(loss, leaves))
+    for clean, other in zip(*found, strict=True):
+        assert same_bits(clean, other) and clean.isfinite().all()
+
+
 def test_compiled_gradients(device: str, fresh_compiler: None) -> None:
     """Of the convolution, and through the preparation, which are then an operator each."""
     args = make_prep((6, 1, 2, 4, 4), device=device)
