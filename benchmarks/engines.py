@@ -96,6 +96,13 @@ def _has_pdl() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
+def _is_of_family(capability: int, device_id: int = 0) -> bool:
+    """capability: ten times the major one, as vLLM's platform takes it."""
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device_id)[0] * 10 == capability
+
+
 def _multiprocessors(device: int = 0) -> int:
     cuda = torch.cuda.is_available()
     return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
@@ -129,9 +136,7 @@ def stubs(name: str) -> dict[str, ModuleType]:
             is_rocm=_never,
             is_cpu=_never,
             is_xpu=_never,
-            is_device_capability_family=lambda n: (
-                torch.cuda.is_available() and torch.cuda.get_device_capability()[0] * 10 == n
-            ),
+            is_device_capability_family=_is_of_family,
             is_arch_support_pdl=_has_pdl,
             num_compute_units=_multiprocessors,
         )

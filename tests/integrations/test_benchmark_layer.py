@@ -1,6 +1,7 @@
 """The benchmark of a layer's part on a CPU: ours against float64, the calls of the engines against
 their own files where their wheels are given, and the page of its records."""
 
+import ast
 import contextlib
 import inspect
 import json
@@ -131,6 +132,22 @@ OURS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "sglang": {"chunk_gated_delta_rule": sglang.chunk_gated_delta_rule},
 }
+
+
+def test_platform_takes_what_vllm_asks(tmp_path: Path) -> None:
+    """Also where a call is behind a look for a GPU, which the CPU does not reach."""
+    wheel_of("vllm")
+    assert engines.pack(Path(os.environ[WHEELS]), tmp_path) == []
+    platform = engines.stubs("vllm")["vllm.platforms"].current_platform
+    asked = set()
+    for file in tmp_path.rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match call:
+                case ast.Call(ast.Attribute(ast.Name("current_platform"), name), args, keywords):
+                    function = getattr(platform, name)
+                    inspect.signature(function).bind(*args, **{k.arg or "": k for k in keywords})
+                    asked.add(name)
+    assert "is_device_capability_family" in asked
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
