@@ -1,6 +1,7 @@
 // The launch of the chunked forward on Hopper: its scratch memory, and its kernels in their order. plan.h has how a
 // call is cut up, and dispatch.h what is asked of these functions.
 #include "common/tensor_map.h"
+#include "sm90/choose_cut.cuh"
 #include "sm90/config.cuh"
 #include "sm90/entry.h"
 #include "sm90/kernel_params.cuh"
@@ -50,7 +51,16 @@ size_t start_floats(const ChunkForward& p, const Plan& plan) {
   return segment_floats<Heads>(p, plan, state_rows(p.V));
 }
 
-constexpr size_t kDealBytes = 256;  // Dealing::taken, and what keeps the next array aligned
+// Of Segments::windows and ::marks.
+size_t window_ints(const ChunkForward& p, const Plan& plan) {
+  return plan.forgets ? size_t(plan.slots) * p.HV : 0;
+}
+size_t mark_ints(const ChunkForward& p, const Plan& plan) {
+  return plan.forgets ? size_t(p.N) * p.HV * state_rows(p.V) / 64 : 0;
+}
+
+constexpr size_t kDealBytes = 256;  // Dealing::taken, or Segments::choice, and what keeps the next array aligned
+size_t order_bytes(const ChunkForward& p) { return size_t(ceil_div(p.HV, 64)) * 256; }  // Segments::order
 
 __global__ void __launch_bounds__(32, 1) set_to_zero(int* taken) {
   launch_dependents();
@@ -84,10 +94,24 @@ const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
     if (const char* error = check(cudaGetLastError())) return error;
     workspace += kDealBytes;
   }
+  Choice* choice = nullptr;
+  int* order = nullptr;
+  if (plan.chosen) {
+    choice = reinterpret_cast<Choice*>(workspace);
+    order = reinterpret_cast<int*>(workspace + kDealBytes);
+    workspace += kDealBytes + order_bytes(p);
+    const ChoiceCall call = {p, cut_call<Heads>(p, plan), choice, order};
+    choose_cut<<<1, kChoiceThreads, 0, stream>>>(call);
+    if (const char* error = check(cudaGetLastError())) return error;
+  }
   float* const maps = reinterpret_cast<float*>(workspace);
+  float* const starts = maps + map_floats<Heads>(p, plan);
+  int* const windows = reinterpret_cast<int*>(starts + start_floats<Heads>(p, plan));
   params.heads = Divisor::of(p.HV);
   params.group = Divisor::of(p.HV / p.H);
-  params.segments = {plan.cuts, false, maps, maps + map_floats<Heads>(p, plan)};
+  params.segments = {plan.cuts, choice, order, false, Part::kFirst, maps, starts,
+                     plan.forgets ? windows : nullptr,
+                     plan.forgets ? windows + window_ints(p, plan) : nullptr};
   return pool ? run_heads<T, Heads, true>(params, plan, stream)
               : run_heads<T, Heads, false>(params, plan, stream);
 }
@@ -108,8 +132,10 @@ size_t chunk_forward_workspace(const ChunkForward& p) {
   const size_t of_plan = with_heads(p, [&](auto heads) {
     using Heads = decltype(heads);
     const Plan plan = plan_of<Heads>(p);
-    const size_t floats = map_floats<Heads>(p, plan) + start_floats<Heads>(p, plan);
-    return (are_taken<Heads>(p, plan) ? kDealBytes : 0) + floats * sizeof(float);
+    const size_t words = map_floats<Heads>(p, plan) + start_floats<Heads>(p, plan) + window_ints(p, plan) +
+                         mark_ints(p, plan);
+    const size_t of_choice = plan.chosen ? kDealBytes + order_bytes(p) : 0;
+    return (are_taken<Heads>(p, plan) ? kDealBytes : of_choice) + words * sizeof(float);
   });
   return (p.use_qk_l2norm ? 2 * normalized_bytes(p) : 0) + of_plan;
 }

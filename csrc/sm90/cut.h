@@ -41,12 +41,18 @@ struct Dealing {
 };
 constexpr int kMostOrdered = 1024;  // sequences; more of them are taken in their own order
 
-// How a call is cut up; by what the host knows alone, so that a CUDA graph stays valid when the
-// contents of cu_seqlens change.
+// How a call is cut up; by what the host knows alone, so that a CUDA graph stays valid when the contents of
+// cu_seqlens and of the gates change.
 struct Plan {
-  Shape shape;   // unless in segments, whose blocks own 64 channels of V
+  Shape shape;   // of whole sequences, or of later segments
+  Shape first;   // of first segments
   Cuts cuts;
   int slots;     // segments at most, without the first of each sequence
+  bool chosen;   // there are no cuts to choose from: the device makes one, by lengths and gates (choose_cut.cuh)
+  bool forgets;  // maps are walked as far back as gates remember (forgetting.cuh)
+  bool in_segments() const { return cuts.count > 0 || chosen; }
 };
+constexpr int kMostForgetting = 1024;  // segments of Plan::forgets
+constexpr int kMostChosenHeads = 512;  // value heads of Plan::chosen
 
 }  // namespace gdn::sm90

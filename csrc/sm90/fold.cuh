@@ -45,6 +45,9 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   const int column = threadIdx.x % F::kPairs;  // the first of two, in pairs
   const int row = share * kRows;               // of the block's
 
+  constexpr int kUnit = 64;  // channels of V of a mark
+  if (params.segments.marks != nullptr && part == 0 && threadIdx.x < state_rows(values<C>(p)) / kUnit)
+    params.segments.marks[int64_t{pair} * (state_rows(values<C>(p)) / kUnit) + threadIdx.x] = kUnmarked;
   Tile tile;
   tile.n = pair / p.HV;
   locate_sequence<C>(params, tile);
@@ -53,19 +56,35 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   if (steps < 1) return;
   const int map_size = state_size + C::kMapRows * kKeys;
   const int64_t first = int64_t{second_slot<C>(params, tile.n, segment)} * p.HV + hv;
+  // Steps whose map is b alone (forgetting.cuh).
+  __shared__ bool forgotten[kMostForgetting];
+  const bool forgets = params.segments.windows != nullptr;
+  if (forgets) {
+    for (int i = threadIdx.x; i < steps; i += kFoldThreads)
+      forgotten[i] = params.segments.windows[first + int64_t{i} * p.HV] > 0;
+    __syncthreads();
+  }
+  const auto next_with_map = [&](int step) {
+    while (forgets && step < steps && forgotten[step]) ++step;
+    return step;
+  };
   const int64_t next_map = int64_t{p.HV} * map_size;
   const int own = (part * kFoldRows + row) * kKeys + column * 2;
   const float* const maps = params.segments.maps + first * map_size;
   float* start = params.segments.starts + first * state_size + own;
 
-  const auto fetch = [&](int line) {  // of all steps
-    if (line < steps * F::kLines) {
-      const float* const from =
-          maps + line / F::kLines * next_map + state_size + line % F::kLines * (F::kLineBytes / 4);
+  int fetched = next_with_map(0), fetched_line = 0;  // what is fetched next: of which step, and which line
+  const auto fetch = [&](int line) {  // of all steps that have an M
+    if (fetched < steps) {
+      const float* const from = maps + fetched * next_map + state_size + fetched_line * (F::kLineBytes / 4);
       const uint32_t to = shared_address(lines + line % F::kStages * F::kLineBytes);
 #pragma unroll
       for (int at = threadIdx.x * 16; at < F::kLineBytes; at += kFoldThreads * 16)
         copy_async_16(to + at, from + at / 4);
+      if (++fetched_line == F::kLines) {
+        fetched_line = 0;
+        fetched = next_with_map(fetched + 1);
+      }
     }
     copy_async_commit();  // also of none, as groups are counted
   };
@@ -85,9 +104,10 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
     if (i + F::kStepsBeside >= steps) launch_dependents();
+    const bool has_map = !forgets || !forgotten[i];
     float2 sum[kFoldRows] = {};
 #pragma unroll 1
-    for (int above = share * F::kShare; above < kKeys; above += F::kLine, ++line) {
+    for (int above = share * F::kShare; has_map && above < kKeys; above += F::kLine, ++line) {
       copy_async_wait<F::kStages - 2>();
       __syncthreads();  // the line and the state are there; the line before has been read
       fetch(line + F::kStages - 1);
@@ -105,15 +125,18 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
         }
       }
     }
+    if (has_map) {
 #pragma unroll
-    for (int r = 0; r < kFoldRows; ++r) sums[share][r][column] = sum[r];
-    __syncthreads();
+      for (int r = 0; r < kFoldRows; ++r) sums[share][r][column] = sum[r];
+      __syncthreads();
+    }
     start += int64_t{p.HV} * state_size;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       float2 s = b[r];
 #pragma unroll
       for (int other = 0; other < F::kShares; ++other) {
+        if (!has_map) break;
         const float2 x = sums[other][row + r][column];
         s.x += x.x;
         s.y += x.y;

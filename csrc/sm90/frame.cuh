@@ -54,14 +54,15 @@ struct ChunkFrame {
   bool steep;
 };
 
-// G: after the chunk before, or kTop; last: the log2 decay of the whole chunk.
+// G: after the chunk before, or kTop; last: the log2 decay of the whole chunk; anew: the chunk reads a state at
+// the top of the range, whatever G is.
 template <class T>
-GDN_HOST_DEVICE ChunkFrame chunk_frame(float G, float last) {
+GDN_HOST_DEVICE ChunkFrame chunk_frame(float G, float last, bool anew = false) {
   using F = Frame<T>;
   ChunkFrame x = {G, 0, 0, 0, last < -F::kRange};
   const bool outside = x.steep ? G < 0 || G > F::kTop
                                : G + last < F::kTop - F::kRange || G + last > F::kTop + 16.f;
-  if (outside) {
+  if (outside || anew) {
     x.enter = G - F::kTop;
     x.G = F::kTop;
   }

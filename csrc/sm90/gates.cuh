@@ -69,7 +69,7 @@ GDN_DEVICE float activate_beta(const ChunkForward& p, float beta) {
 
 template <class C>
 GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)[2], float scale,
-                            float& G, int lane) {
+                            float& G, bool anew, int lane) {
   using T = typename C::T;
   using F = Frame<T>;
   // From a NaN on (or a growth that fp32 does not hold) all is NaN, and nothing before it.
@@ -93,7 +93,7 @@ GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)
   g[1] = sum;
   const float last = __shfl_sync(~0u, sum, 31);
 
-  const ChunkFrame chunk = chunk_frame<T>(G, last);
+  const ChunkFrame chunk = chunk_frame<T>(G, last, anew);
   float c[2], r[2], f[2];
   int left[2], score[2];
   float lift[2];
@@ -161,12 +161,13 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
       (i ? beta[1] : beta[0]) = beta_i;
     }
     if (walk.row == 0) G = Frame<T>::kTop;
+    const bool anew = C::kPass == Pass::kSegments && walk.row == walk.tile().frame_begins;
     more = walk.next_or_empty();
     const bool at_empty = more && walk.at_empty();
     if (more && !at_empty) next = load_gates(p, walk, lane);
     charge(sm, kGatesWork, since);
     wait(sm, sm.gates_empty[ring.stage], ring.phase ^ 1, kGatesEmpty);
-    write_gates<C>(sm.gates[ring.stage], g, beta, p.scale, G, lane);
+    write_gates<C>(sm.gates[ring.stage], g, beta, p.scale, G, anew, lane);
     arrive(sm.gates_full[ring.stage], true);
     ring.advance();
     if (at_empty) {

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "sm90/dealing.cuh"
+#include "sm90/forgetting.cuh"
 #include "sm90/gates.cuh"
 #include "sm90/state.cuh"
 #include "sm90/triangles.cuh"
@@ -152,10 +153,6 @@ GDN_DEVICE void run_block(const KernelParams& params) {
   SharedMemory<C>& sm = *reinterpret_cast<SharedMemory<C>*>(raw_shared_memory);
   const int warp = __shfl_sync(~0u, thread_of<C>() / 32, 0), warpgroup = warp / 4;
 
-  // The maps and the walk of the first segments: what is launched second may begin when all of the other
-  // has.
-  if (C::kPass == Pass::kMaps || (C::kPass == Pass::kSegments && params.segments.first))
-    launch_dependents();
   if (thread_of<C>() == 0) init_barriers(sm);
   // Blocks above the diagonal are read and never written.
   const auto clear = [](auto& tiles) {
@@ -170,6 +167,12 @@ GDN_DEVICE void run_block(const KernelParams& params) {
 #endif
   if constexpr (C::kOneTile) {
     if (thread_of<C>() == 0) {
+      if (params.segments.leads) wait_for_prerequisites();  // for the choice of a cut
+      // Of the maps and the walk of the first segments, what is launched second may begin when all of the other
+      // has, and with the choice made; and what walks again beside the last of the later segments.
+      const Segments& segments = params.segments;
+      if (segments.part == Part::kFirst || (segments.part == Part::kLater && segments.windows != nullptr))
+        launch_dependents();
       sm.tiles[0].exists = false;
       if (int(blockIdx.x) < params.tiles) sm.tiles[0] = tile_at<C>(params, blockIdx.x);
     }
@@ -177,12 +180,19 @@ GDN_DEVICE void run_block(const KernelParams& params) {
   fence_async_proxy();
   __syncthreads();
   if constexpr (C::kOneTile) {
-    // The maps' kernel must not end before the kernel that it runs beside, even when none of its tiles
-    // exists. Its last block alone waits for that kernel: a waiting block occupies a multiprocessor, and
-    // no later block needs this one.
-    if (C::kPass == Pass::kMaps && blockIdx.x == gridDim.x - 1 && thread_of<C>() == 0)
+    // No kernel may end before the kernel that it runs beside, even when none of its tiles exists: what comes
+    // next waits for this kernel only. Loaders of segments wait when they are done. Of maps, and where there is
+    // no tile, the last block alone waits: a waiting block occupies a multiprocessor, and no later block needs
+    // this one.
+    if ((C::kPass == Pass::kMaps || !sm.tiles[0].exists) && blockIdx.x == gridDim.x - 1 && thread_of<C>() == 0)
       wait_for_prerequisites();
     if (!sm.tiles[0].exists) return;
+    if constexpr (C::kPass == Pass::kMaps) {
+      if (params.segments.windows != nullptr) {
+        shorten_to_window(sm, params);
+        if (!sm.tiles[0].exists) return;
+      }
+    }
   }
 
   if (warpgroup == 0) {
@@ -201,11 +211,13 @@ GDN_DEVICE void run_block(const KernelParams& params) {
     } else if (C::kOutput && warp - kStore0 < C::kStates) {
       store_role(sm, params, warp - kStore0);
     }
-    if (C::kPass == Pass::kWhole || (C::kOutput && params.segments.first)) zero_orphans<C>(params);
+    if (C::kPass == Pass::kWhole || (C::kOutput && params.segments.part == Part::kFirst))
+      zero_orphans<C>(params);
   } else if (warpgroup <= C::kStates) {
     raise_registers<C::kStateRegisters>();
     state_role(sm, params, warpgroup - 1, warp % 4);
   } else {
+    if constexpr (C::kLowersMakers) lower_registers<C::kMakerRegisters>();
     triangles_role(sm, params, warpgroup - 1 - C::kStates, warp % 4);
   }
 #ifdef GDN_PROFILE

@@ -8,12 +8,24 @@ namespace gdn::sm90 {
 
 // Segments of sequences. A slot is a segment that is not the first of its sequence; those of sequence
 // 0 come first. States and maps are transposed, in rows of kKeys; R = state_rows().
+enum class Part { kFirst, kLater, kAgain };  // which segments the tiles of a launch are
+// What choose_cut chose: a cut's lengths in chunks, and the shape of blocks of later segments.
+struct alignas(16) Choice {
+  int first, rest, late_halves;
+};
 struct Segments {
   Cuts cuts;
-  bool first;    // Pass::kSegments: the tiles are first segments, else the later ones
+  const Choice* choice;  // Plan::chosen; else null
+  const int* order;    // with a choice: the value heads, in the order of their maps' tiles
+  bool leads;    // the launch that reads the choice first: its blocks wait for it
+  Part part;     // Pass::kSegments
   float* maps;   // [slots, HV, R + kMapRows, kKeys]: b, then M (its rows: K of what comes in)
   float* starts; // [slots, HV, R, kKeys]: what a segment starts from
+  // Null unless Plan::forgets; forgetting.cuh has what they are for.
+  int* windows;  // [slots, HV]
+  int* marks;    // [N, HV, R / 64]
 };
+constexpr int kUnmarked = INT32_MAX;
 
 // Division by a number that the host knows, in a few instructions.
 struct Divisor {

@@ -12,6 +12,7 @@
 
 #include "params.h"
 #include "sm90/cut.h"
+#include "sm90/cut_time.cuh"
 #include "sm90/heads.h"
 
 namespace gdn::sm90 {
@@ -22,19 +23,16 @@ namespace gdn::sm90 {
 #define GDN_SEGMENT_CHUNKS -1
 #endif
 
-// Microseconds, fitted to the times of 363 plans of 31 calls on an H200.
-struct Costs {
-  double both, half, map;  // a chunk with 128 channels of V in a block, with 64, and of a map
-  double tile;             // the start and end of a tile
-  double fold, launches;   // a segment of the fold; three more launches
-};
-constexpr double kSecondLaunch = 2;  // so much later begin the maps, unless they are launched first
-constexpr double kNoSegments = 2;    // the launches, of nothing
+// With it: whether blocks of later segments own 64 channels of V, not 128.
+#ifndef GDN_LATER_HALVES
+#define GDN_LATER_HALVES 0
+#endif
+
 template <class Heads>
 constexpr Costs costs() {
-  return Heads::kKeys == 64    ? Costs{1.74, 1.28, 1.4, 3.5, 1.7, 12.5}
-         : Heads::kKeys == 128 ? Costs{2.25, 1.6, 1.87, 10, 0.6, 10}
-                               : Costs{0, 2.55, 2.05, 9, 15.7, 13};
+  return Heads::kKeys == 64    ? Costs{1.74f, 1.28f, 1.4f, 3.5f, 1.7f, 12.5f, 1.7f, 0.03f, 0.03f}
+         : Heads::kKeys == 128 ? Costs{2.25f, 1.6f, 1.87f, 10, 0.6f, 10, 2.3f, 0.1f, 0.12f}
+                               : Costs{0, 2.55f, 2.05f, 9, 15.7f, 13, 15.7f, 0.4f, 0.5f};
 }
 
 // When tiles are done of which each goes to the multiprocessor that is free first, in their order.
@@ -108,23 +106,25 @@ struct Estimate {
     cut.inner = int(inner(most) + (p.N - 1) * inner(others));
     return cut;
   }
-  // Estimated time of this cut; returns `enough` early if even its lower bound is not below `enough`.
-  double segments(ChunkCounts lengths, const Cut& cut, double enough) const {
+  // Estimated time of this cut, with later segments in blocks of that shape; returns `enough` early if even its
+  // lower bound is not below `enough`.
+  double segments(ChunkCounts lengths, const Cut& cut, bool late_halves, double enough) const {
     const int64_t heads = p.HV * parts(true), maps = p.HV * map_parts() * cut.inner;
-    const int64_t inner = heads * cut.inner, others = (p.N - 1) * heads;
+    const int64_t late_heads = p.HV * parts(late_halves), inner = late_heads * cut.inner;
+    const int64_t others = (p.N - 1) * heads, late_others = (p.N - 1) * late_heads;
     const double first = tile(std::min<int64_t>(lengths.longest, cut.first), true);
     const double other_first = tile(std::min<int64_t>(lengths.other, cut.first), true);
-    const double rest = tile(cut.rest, true), a_map = map(cut.rest);
+    const double rest = tile(cut.rest, late_halves), a_map = map(cut.rest);
     const int64_t most = later(lengths.longest, cut), other_most = later(lengths.other, cut);
-    const double last = most > 0 ? tile(left(lengths.longest, cut, most), true) : 0;
-    const double other_last = other_most > 0 ? tile(left(lengths.other, cut, other_most), true) : 0;
+    const double last = most > 0 ? tile(left(lengths.longest, cut, most), late_halves) : 0;
+    const double other_last = other_most > 0 ? tile(left(lengths.other, cut, other_most), late_halves) : 0;
     const double apart = double(std::max<int64_t>(most - 1, 0)) * kCosts.fold +
                          (cut.later > 0 ? kCosts.launches : kNoSegments) +
                          (maps > 0 && first > a_map ? kSecondLaunch : 0);
 
     const double early_work = double(heads) * first + double(others) * other_first + double(maps) * a_map;
     const double late_work =
-        double(inner) * rest + double(heads) * last + double(others) * other_last;
+        double(inner) * rest + double(late_heads) * last + double(late_others) * other_last;
     const double all = p.multiprocessors;
     const double early_least = std::max({first, maps > 0 ? a_map : 0, early_work / all});
     const double late_least = std::max({inner > 0 ? rest : 0, last, late_work / all});
@@ -135,8 +135,8 @@ struct Estimate {
     early.add(others, other_first);
     early.add(maps, a_map);
     late.add(inner, rest);
-    if (most > 0) late.add(heads, last);
-    if (other_most > 0) late.add(others, other_last);
+    if (most > 0) late.add(late_heads, last);
+    if (other_most > 0) late.add(late_others, other_last);
     return early.end() + late.end() + apart;
   }
   double least_in_segments(ChunkCounts lengths) const {
@@ -144,29 +144,31 @@ struct Estimate {
     return double(chunks) * kCosts.half / p.multiprocessors;
   }
 
- private:
   // Segments behind a sequence's first, and the chunks of the last of these.
   static int64_t later(int64_t length, const Cut& cut) {
     return length > cut.first ? ceil_div(length - cut.first, cut.rest) : 0;
   }
+
+ private:
   static int64_t left(int64_t length, const Cut& cut, int64_t later) {
     return length - cut.first - (later - 1) * cut.rest;
   }
 };
 
 // The best of cuts, each with lengths that it serves: of a coarse grid, then of what is near the best.
-template <class Heads, class Candidate>
-std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest, const Candidate& candidate) {
-  constexpr int kMostSegments = 32, kMore = 5, kLeastChunks = 4;
+template <class Heads, class Served>
+std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest, bool late_halves,
+                                const Served& candidate) {
+  constexpr int kMostSegments = 32, kMore = 5;
   constexpr double kRatios[] = {1, 1.25, 1.5, 2, 3, 4};  // of the first segment's length to the others'
   constexpr int kSteps[] = {3, 1};                       // chunks
   const auto [uncut, lengths] = candidate(longest, longest);  // in segments all the same
   Cut best = uncut;
-  double least = estimate.segments(lengths, best, std::numeric_limits<double>::infinity());
+  double least = estimate.segments(lengths, best, late_halves, std::numeric_limits<double>::infinity());
   const auto better = [&](int64_t first, int64_t rest) {
-    if (rest < kLeastChunks || first < rest) return false;
+    if (rest < Candidate::kLeastChunks || first < rest) return false;
     const auto [cut, served] = candidate(first, rest);
-    const double time = estimate.segments(served, cut, least);
+    const double time = estimate.segments(served, cut, late_halves, least);
     if (time >= least) return false;
     best = cut, least = time;
     return true;
@@ -191,9 +193,111 @@ std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest
 }
 
 template <class Heads>
+CutCall cut_call(const ChunkForward& p, const Plan& plan) {
+  const Estimate<Heads> estimate = {p};
+  const bool first_halves = plan.first == Shape::kHalves;
+  return {estimate.kCosts,
+          p.HV,
+          p.multiprocessors,
+          int(estimate.parts(first_halves)),
+          only_halves<Heads>() ? 0 : int(estimate.parts(false)),
+          int(estimate.parts(true)),
+          int(ceil_div(p.V, estimate.kMapChannels)),
+          int(estimate.map_parts()),
+          plan.slots,
+          first_halves,
+          plan.forgets};
+}
+
+// A cut nearly as good as the one that choose_cut would take for sequences of two lengths, of fewer candidates: this
+// runs on the host, for each number of chunks that a call may have.
+inline std::pair<Cut, float> chosen_cut(const CutCall& call, const Alike (&lengths)[2], const Candidate& as_planned,
+                                        float share) {
+  constexpr int kMostSegments = 12, kStep = 5;
+  const InKinds length = {lengths};
+  const int longest = std::max(lengths[0].chunks, lengths[1].chunks);
+  std::pair<Cut, float> best = {{as_planned.first, as_planned.rest}, cut_time(call, length, 2, as_planned, share)};
+  const int most = share > 0 ? 2 * Candidate::kRatios * (kMostSegments - 1) : 0;  // else planned as well as can be
+  for (int i = 0; i <= most; i += kStep) {
+    const Candidate x = Candidate::of_grid(i, longest, call);
+    if (!x.is_one(longest)) continue;
+    const float time = cut_time(call, length, 2, x, share);
+    if (time < best.second) best = {{x.first, x.rest}, time};
+  }
+  return best;
+}
+
+// The plan so far, or one whose cut the device chooses and whose maps are walked in windows: where that promises much
+// for all lengths together, and loses next to nothing for any. times: what the plan so far takes for each of the
+// lengths.
+template <class Heads>
+Plan best_chosen(const ChunkForward& p, const Plan& so_far, const std::vector<ChunkCounts>& lengths,
+                 const double* times) {
+  constexpr double kWorthIt = 0.95, kMostLoss = 1.01, kMostUnforgotten = 1.05;
+  constexpr float kLikely = 0.75f;  // so many heads forget; kMostUnforgotten is for none
+  const Estimate<Heads> estimate = {p};
+  constexpr Costs kCosts = costs<Heads>();
+  // What fills the GPU more than twice takes longer than its longest sequence alone. choose_cut has memory for
+  // kMostOrdered sequences and kMostChosenHeads heads.
+  if (p.N * p.HV * estimate.parts(false) > 2 * p.multiprocessors || p.N > kMostOrdered || p.HV > kMostChosenHeads)
+    return so_far;
+  struct Guess {
+    Alike of[2];
+    double time;
+    Candidate as_planned;
+  };
+  std::vector<Guess> guesses;
+  double least = 0, bound = 0;  // no choice takes less: every chunk of o is made once
+  for (size_t i = 0; i < lengths.size(); i += 2) {
+    const int longest = int(lengths[i].longest);
+    Guess x = {{{longest, 1}, {int(lengths[i].other), p.N - 1}}, times[i], {longest, longest, true}};
+    if (so_far.cuts.count > 0) {  // by the measure of what it is compared with
+      Plan plan = so_far;
+      plan.slots = std::numeric_limits<int>::max();
+      const Cut& cut = so_far.cuts.choices[i];
+      x.as_planned = {cut.first, cut.rest, so_far.shape == Shape::kHalves};
+      const float time = cut_time(cut_call<Heads>(p, plan), InKinds{x.of}, 2, x.as_planned, 0);
+      x.time = double(time - kChoice - kOtherShape);
+    }
+    const double chunks = double(p.HV) * double(lengths[i].longest + (p.N - 1) * lengths[i].other);
+    const double each = only_halves<Heads>() ? kCosts.half * double(estimate.parts(true))
+                                             : std::min(kCosts.half * double(estimate.parts(true)),
+                                                        kCosts.both * double(estimate.parts(false)));
+    least += kWorthIt * x.time;
+    bound += chunks * each / p.multiprocessors + kChoice + kAgain;
+    guesses.push_back(x);
+  }
+  if (least <= bound) return so_far;
+  Plan plan = {};
+  plan.shape = Shape::kHalves;
+  // Halves of first segments that outnumber the blocks are done later than blocks of both.
+  const bool many = p.N * p.HV * estimate.parts(true) > p.multiprocessors;
+  plan.first = many && !only_halves<Heads>() ? Shape::kBoth : Shape::kHalves;
+  plan.chosen = plan.forgets = true;
+  plan.slots = kMostForgetting;
+  const CutCall call = cut_call<Heads>(p, plan);
+  int slots = 0;
+  double time = 0;
+  for (const Guess& guess : guesses) {
+    for (const auto& [share, most_loss] : {std::pair(0.f, kMostUnforgotten), std::pair(kLikely, kMostLoss)}) {
+      const auto [cut, taken] = chosen_cut(call, guess.of, guess.as_planned, share);
+      if (taken > most_loss * guess.time) return so_far;
+      int later = 0;
+      for (const Alike& x : guess.of) later += x.count * int(Estimate<Heads>::later(x.chunks, cut));
+      slots = std::max(slots, later);
+      if (share > 0) time += taken;
+    }
+  }
+  if (slots == 0 || time >= least) return so_far;
+  plan.slots = std::min(slots + slots / 2, kMostForgetting);  // the best cut may have more of them
+  return plan;
+}
+
+template <class Heads>
 Plan make_plan(const ChunkForward& p) {
   // What segments must promise for all lengths together, and may lose for one.
   constexpr double kWorthIt = 0.95, kMostLoss = 1.03;
+  constexpr double kLateBoth = 0.97;  // later segments in blocks of both halves take at most so much of the other's
   // The host does not know the lengths of packed sequences. The longest has so much of what is between an
   // equal share and all.
   constexpr double kLonger[] = {0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75};
@@ -217,7 +321,8 @@ Plan make_plan(const ChunkForward& p) {
   const bool halves = whole[true][0] <= whole[false][0];
   const bool by_lengths = guess && !only_halves<Heads>() &&
                           p.N * p.HV * estimate.parts(true) > p.multiprocessors;
-  const Plan in_whole = {by_lengths ? Shape::kByLengths : halves ? Shape::kHalves : Shape::kBoth, {}, 0};
+  Plan in_whole = {};
+  in_whole.shape = by_lengths ? Shape::kByLengths : halves ? Shape::kHalves : Shape::kBoth;
   double least_whole[kGuesses];
   for (int i = 0; i < guesses; ++i)
     least_whole[i] = by_lengths ? std::min(whole[true][i], whole[false][i]) : whole[halves][i];
@@ -226,7 +331,7 @@ Plan make_plan(const ChunkForward& p) {
   if (p.batch_invariant || forced == 0 || p.N == 0) return in_whole;
 
   Cuts cuts = {};
-  const auto in_segments = [&] {
+  const auto in_segments = [&](bool late_halves) {
     const Cut& last = cuts.choices[cuts.count - 1];
     int64_t slots = p.cu_seqlens ? chunks / last.rest : last.later;
     cuts.maps_first = true;
@@ -235,33 +340,54 @@ Plan make_plan(const ChunkForward& p) {
       if (i + 1 < cuts.count) slots = std::max<int64_t>(slots, cut.later);
       cuts.maps_first &= estimate.map(cut.rest) >= estimate.tile(cut.first, true);
     }
-    return Plan{Shape::kHalves, cuts, int(slots)};
+    Plan plan = {};
+    plan.shape = late_halves ? Shape::kHalves : Shape::kBoth;
+    plan.first = Shape::kHalves;
+    plan.cuts = cuts;
+    plan.slots = int(slots);
+    return plan;
   };
   if (forced > 0) {
     cuts = {{estimate.cut(lengths[0], forced, forced)}, 1};
-    return chunks > forced ? in_segments() : in_whole;
+    Plan plan = in_segments(GDN_LATER_HALVES || only_halves<Heads>());
+    plan.forgets = plan.slots <= kMostForgetting;
+    return chunks > forced ? plan : in_whole;
   }
+  const std::vector<ChunkCounts> served(lengths, lengths + guesses);
+  const auto or_chosen = [&](const Plan& plan, const double* times) {
+    return best_chosen<Heads>(p, plan, served, times);
+  };
+  const auto cut_for = [&](ChunkCounts of, bool late_halves) {
+    return best_cut(estimate, of.longest, late_halves, [&](int64_t first, int64_t rest) {
+      return std::pair(estimate.cut(of, first, rest), of);
+    });
+  };
   double least = 0;  // no segments take less: every chunk of o is made once, by a block with half of V
   for (int i = 0; i < guesses; ++i) least += estimate.least_in_segments(lengths[i]);
-  if (enough <= least) return in_whole;
-  double time = 0;
+  if (enough <= least) return or_chosen(in_whole, least_whole);
+  double times[kGuesses], time = 0;
+  bool late_halves = true;
   for (int i = 0; i < guesses; ++i) {
-    const auto [cut, of_cut] = best_cut(estimate, lengths[i].longest, [&](int64_t first, int64_t rest) {
-      return std::pair(estimate.cut(lengths[i], first, rest), lengths[i]);
-    });
-    if (of_cut > kMostLoss * least_whole[i]) return in_whole;
+    auto [cut, of_cut] = cut_for(lengths[i], true);
+    if (!guess && !only_halves<Heads>()) {
+      const auto [other, of_other] = cut_for(lengths[i], false);
+      late_halves = of_other >= kLateBoth * of_cut;
+      if (!late_halves) cut = other, of_cut = of_other;
+    }
+    if (of_cut > kMostLoss * least_whole[i]) return or_chosen(in_whole, least_whole);
     cuts.choices[cuts.count++] = cut;
+    times[i] = of_cut;
     time += of_cut;
   }
-  if (time >= enough) return in_whole;
+  if (time >= enough) return or_chosen(in_whole, least_whole);
   if (guess) {
     // For all other lengths one whose number of segments is never more than was reckoned with.
-    cuts.choices[cuts.count++] = best_cut(estimate, chunks, [&](int64_t first, int64_t rest) {
+    cuts.choices[cuts.count++] = best_cut(estimate, chunks, true, [&](int64_t first, int64_t rest) {
       const ChunkCounts most = {chunks + (first < chunks ? rest : 0), 1};
       return std::pair(estimate.cut(most, first, rest), most);
     }).first;
   }
-  return in_segments();
+  return or_chosen(in_segments(late_halves), times);
 }
 
 // What was made for the last kMost keys.
@@ -293,11 +419,22 @@ class Kept {
   size_t last_ = 0, oldest_ = 0;  // found or made; to be replaced
 };
 
-// All that a plan depends on, beside the kind of heads. Of T it is the number of chunks: lengths that never
-// repeat are few numbers of chunks. Of the device it is the number of multiprocessors.
+// The tokens that a call is planned for. A plan for sequences whose lengths the host does not know rests on guesses,
+// and serves fewer tokens as well: those calls are planned for one of at most 16 numbers of chunks between two
+// powers of two.
+inline int64_t planned_tokens(const ChunkForward& p) {
+  if (!p.cu_seqlens || p.N < 2) return p.T;
+  const int64_t chunks = ceil_div(p.T, kChunk);
+  int64_t step = 1;
+  while (step * 32 <= chunks) step *= 2;
+  return ceil_div(chunks, step) * step * kChunk;
+}
+
+// All that a plan depends on, beside the kind of heads. Of T it is the number of chunks that the call is planned for,
+// so that lengths that never repeat have few plans. Of the device it is the number of multiprocessors.
 using PlanSizes = std::array<int64_t, 7>;
 inline PlanSizes plan_sizes(const ChunkForward& p) {
-  return {p.N, ceil_div(p.T, kChunk), p.HV, p.V, p.multiprocessors, p.cu_seqlens != nullptr,
+  return {p.N, ceil_div(planned_tokens(p), kChunk), p.HV, p.V, p.multiprocessors, p.cu_seqlens != nullptr,
           p.batch_invariant};
 }
 constexpr size_t kMostPlans = 64;
@@ -306,13 +443,17 @@ constexpr size_t kMostPlans = 64;
 template <class Heads>
 Plan plan_of(const ChunkForward& p) {
   thread_local Kept<PlanSizes, Plan, kMostPlans> known;
-  return known.find(plan_sizes(p), [&] { return make_plan<Heads>(p); });
+  return known.find(plan_sizes(p), [&] {
+    ChunkForward planned = p;
+    planned.T = planned_tokens(p);
+    return make_plan<Heads>(planned);
+  });
 }
 
 // Tiles of whole sequences whose lengths the host does not know; 0 for other calls.
 template <class Heads>
 int64_t tiles_of_unknown_length(const ChunkForward& p, const Plan& plan, bool halves) {
-  if (!p.cu_seqlens || p.N < 2 || plan.cuts.count > 0) return 0;
+  if (!p.cu_seqlens || p.N < 2 || plan.in_segments()) return 0;
   return int64_t{p.N} * p.HV * Estimate<Heads>{p}.parts(halves);
 }
 // Whether a block takes its next tile by the counter Dealing::taken. A kernel before sets the counter to 0;

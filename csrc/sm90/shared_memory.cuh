@@ -31,6 +31,7 @@ struct Tile {
   bool begins, ends;  // its sequence begins, ends with it
   int first;    // its first row in the batch entry
   int length;   // rows
+  int frame_begins;  // Pass::kSegments: the row at which the state's frame begins anew; -1, or length: none
 };
 
 template <class C>

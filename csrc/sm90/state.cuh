@@ -348,6 +348,9 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
       } else {
         state.store(tile, end);
       }
+      if constexpr (C::kPass == Pass::kSegments) {
+        if (left <= 0 && state.has_guessed(tile)) state.compare_with_next(tile, end);
+      }
     } while (kStops && left > 0);
   }
   charge(sm, kTotalState, start);

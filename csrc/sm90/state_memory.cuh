@@ -4,6 +4,9 @@
 // Transposed: rows are channels of V, columns are channels of K. A thread holds rows 16 warp + lane/4 (+8), and of every
 // 8 columns 2 (lane % 4) (+1).
 #pragma once
+#include <cfloat>
+
+#include "sm90/forgetting.cuh"
 #include "sm90/frame.cuh"
 #include "sm90/tiles.cuh"
 
@@ -37,14 +40,12 @@ struct StateMemory {
 
   // This tile's map or start in the workspace, or where a first segment leaves the second's.
   GDN_DEVICE int rows() const { return state_rows(values<C>(params.problem)); }
-  GDN_DEVICE float* map_of(const Tile& tile) const {
+  GDN_DEVICE float* map_of(int slot, int hv, int map) const {
     return params.segments.maps +
-           ((int64_t{tile.slot} * params.problem.HV + tile.hv) * (rows() + C::kMapRows) +
-            tile.map * rows()) * C::kKeys;
+           ((int64_t{slot} * params.problem.HV + hv) * (rows() + C::kMapRows) + map * rows()) * C::kKeys;
   }
-  GDN_DEVICE float* start_of(const Tile& tile) const {
-    return params.segments.starts +
-           (int64_t{tile.slot} * params.problem.HV + tile.hv) * (rows() * C::kKeys);
+  GDN_DEVICE float* start_of(int slot, int hv) const {
+    return params.segments.starts + (int64_t{slot} * params.problem.HV + hv) * (rows() * C::kKeys);
   }
 
   GDN_DEVICE void load(const Tile& tile) {
@@ -58,8 +59,9 @@ struct StateMemory {
         S[i] = tile.map == 1 && row == column ? exp2_approx(-Frame<T>::kTop) : 0.f;
       }
     } else if (C::kPass == Pass::kSegments && !tile.begins) {
-      wait_for_prerequisites();  // the fold
-      load_from(start_of(tile), 1, C::kKeys, tile);
+      wait_for_prerequisites();  // the fold, or the later segments
+      const bool again = params.segments.part == Part::kAgain;
+      load_from(again ? map_of(tile.slot - 1, tile.hv, 0) : start_of(tile.slot, tile.hv), 1, C::kKeys, tile);
     } else if constexpr (C::kPool) {
       const int64_t row = first_row(tile);
       if (row < 0) {
@@ -117,9 +119,9 @@ struct StateMemory {
   GDN_DEVICE void store(const Tile& tile, float factor) const {
     const ChunkForward& p = params.problem;
     if constexpr (C::kPass == Pass::kMaps) {
-      store_to<true>(map_of(tile), 1, C::kKeys, tile, factor);
+      store_to<true>(map_of(tile.slot, tile.hv, tile.map), 1, C::kKeys, tile, factor);
     } else if (C::kPass == Pass::kSegments && tile.begins && !tile.ends) {
-      store_to<true>(start_of(tile), 1, C::kKeys, tile, factor);
+      store_to<true>(start_of(tile.slot, tile.hv), 1, C::kKeys, tile, factor);
     } else if (p.ht != nullptr && tile.ends) {
       store_to(p.ht + tile.n * p.ht_n + tile.hv * p.ht_h, p.ht_k, p.ht_v, tile, factor);
     }
@@ -140,6 +142,44 @@ struct StateMemory {
         at[8 * stride_v + stride_k] = S[4 * j + 3] * factor;
       }
     }
+  }
+
+  // Whether the next segment may have started from another state than this one ends with.
+  GDN_DEVICE static bool has_guessed(const Tile& tile) {
+    return unsigned(tile.frame_begins) < unsigned(tile.length);
+  }
+  // Leaves the state that this segment ends with in place of its map, and marks the next segment where it
+  // started from another one. S goes around, as in store_row.
+  GDN_DEVICE void compare_with_next(const Tile& tile, float factor) {
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) most = fmaxf(most, fabsf(S[i]));
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+    const float enough = fminf(most * factor, FLT_MAX) * kSameStart<T>;
+    const int64_t own = int64_t{value_channel(tile)} * C::kKeys + key_channel();
+    float* to = map_of(tile.slot, tile.hv, 0) + own;
+    const float* next = start_of(tile.slot + 1, tile.hv) + own;
+    bool same = true;
+    constexpr int kPiece = kSize / 4;
+#pragma unroll 1
+    for (int first = 0; first < kSize / 4; first += kPiece / 4) {
+#pragma unroll
+      for (int j = 0; j < kPiece / 4; ++j, step(to, 8), step(next, 8)) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (!C::kExact && !inside(tile, first + j, i / 2 * 8)) continue;
+          const int at = i % 2 + i / 2 * 8 * C::kKeys;
+          const float x = S[4 * j + i] * factor;
+          to[at] = x;
+          same &= fabsf(x - next[at]) <= enough;  // false of a NaN
+        }
+      }
+      go_around();
+    }
+    const int64_t pair = int64_t{tile.n} * params.problem.HV + tile.hv;
+    const int64_t mark = pair * (rows() / 64) + first_value_channel<C>(tile, slot) / 64;
+    if (!__all_sync(~0u, same) && lane == 0) atomicMin(params.segments.marks + mark, tile.slot + 1);
   }
 
   // ---- of a pool
@@ -208,7 +248,7 @@ struct StateMemory {
       States to = pool.states;
       if (!final) to = pool.checkpoints;
       if (C::kPass == Pass::kSegments && final && left <= 0 && tile.begins && !tile.ends) {
-        to = {start_of(tile), 0, 0, 1, C::kKeys, Dtype::kFloat32};
+        to = {start_of(tile.slot, tile.hv), 0, 0, 1, C::kKeys, Dtype::kFloat32};
         row = 0;
       }
       if (row >= 0) store_row(to, row, tile, factor);
@@ -254,14 +294,19 @@ struct StateMemory {
           store_as(to.dtype, at + next_8_v + next_k, S[4 * j + 3] * factor);
         }
       }
-      float piece[kPiece];
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) piece[i] = S[i];
-#pragma unroll
-      for (int i = 0; i < kSize - kPiece; ++i) S[i] = S[i + kPiece];
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) S[kSize - kPiece + i] = piece[i];
+      go_around();
     }
+  }
+  // S, a quarter further on.
+  GDN_DEVICE void go_around() {
+    constexpr int kPiece = kSize / 4;
+    float piece[kPiece];
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) piece[i] = S[i];
+#pragma unroll
+    for (int i = 0; i < kSize - kPiece; ++i) S[i] = S[i + kPiece];
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) S[kSize - kPiece + i] = piece[i];
   }
   GDN_DEVICE static void store_as(Dtype dtype, uint8_t* at, float x) {
     if (dtype == Dtype::kFloat32) {

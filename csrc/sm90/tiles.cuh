@@ -24,8 +24,9 @@ GDN_HOST_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
 // The lengths of segments, in tokens.
 struct Segment {
   int first, rest;
-  GDN_HOST_DEVICE explicit Segment(const Cut& cut)
-      : first(cut.first * kChunk), rest(cut.rest * kChunk) {}
+  GDN_HOST_DEVICE Segment(int first_chunks, int rest_chunks)
+      : first(first_chunks * kChunk), rest(rest_chunks * kChunk) {}
+  GDN_HOST_DEVICE explicit Segment(const Cut& cut) : Segment(cut.first, cut.rest) {}
   // Of a sequence, behind its first.
   GDN_HOST_DEVICE int later(int length) const {
     return length > first ? (length - first - 1) / rest + 1 : 0;
@@ -58,9 +59,20 @@ GDN_DEVICE void locate_sequence(const KernelParams& params, Tile& tile) {
   }
 }
 
-// Of the cuts to choose from the first that was chosen for so long a sequence and so many segments.
+// Not read from the cache of the multiprocessor: the kernel that writes it may run beside this one's start.
+GDN_DEVICE Choice choice_of(const KernelParams& params) {
+  const int4 words = __ldcg(reinterpret_cast<const int4*>(params.segments.choice));
+  return {words.x, words.y, words.z};
+}
+// Of the cuts to choose from the first that was chosen for so long a sequence and so many segments, or the choice.
 // Skipped sequences count, so that which they are changes no bits of another.
 GDN_HOST_DEVICE Segment segment_of(const KernelParams& params) {
+#ifdef __CUDA_ARCH__
+  if (params.segments.choice != nullptr) {
+    const Choice chosen = choice_of(params);
+    return Segment(chosen.first, chosen.rest);
+  }
+#endif
   const Cuts& cuts = params.segments.cuts;
   const int N = cuts.count > 1 ? params.problem.N : 0;
   int longest = 0, choice = 0;
@@ -118,6 +130,28 @@ GDN_DEVICE int second_slot(const KernelParams& params, int n, Segment segment) {
   return slot;
 }
 
+// All of a sequence from its first marked segment on, for a tile whose n, hv and part are set.
+template <class C>
+GDN_DEVICE void locate_again(const KernelParams& params, Tile& tile) {
+  wait_for_prerequisites();  // the later segments, which make the marks
+  const int parts = state_rows(values<C>(params.problem)) / 64;
+  const int* const marks = params.segments.marks + (int64_t{tile.n} * params.problem.HV + tile.hv) * parts;
+  tile.slot = kUnmarked;
+#pragma unroll
+  for (int i = 0; i < C::kStates; ++i) tile.slot = min(tile.slot, __ldcg(marks + tile.part * C::kStates + i));
+  tile.exists = tile.slot != kUnmarked;
+  tile.length = 0;
+  if (!tile.exists) return;
+  const Segment segment = segment_of(params);
+  locate_sequence<C>(params, tile);
+  const int index = tile.slot - second_slot<C>(params, tile.n, segment);
+  const int before = segment.first + index * segment.rest;
+  tile.begins = false;
+  tile.ends = true;
+  tile.first += before;
+  tile.length -= before;
+}
+
 template <class C>
 GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
   const ChunkForward& p = params.problem;
@@ -133,8 +167,20 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
   }
   tile.slot = tile.n = params.heads.divide(index);
   tile.hv = index - tile.n * p.HV;
+  if constexpr (C::kPass == Pass::kMaps) {
+    if (params.segments.order != nullptr) {  // all of a head's maps before the next head's
+      const int slots = params.tiles / (parts * p.HV);
+      const int rank = index / slots;
+      tile.slot = index - rank * slots;
+      tile.hv = __ldcg(params.segments.order + rank);
+    }
+  }
+  tile.frame_begins = -1;
   if (C::kPass == Pass::kWhole && params.dealing.ordered) tile.n = lengths_of_call().order[tile.n];
-  if (C::kPass == Pass::kWhole || (C::kPass == Pass::kSegments && params.segments.first)) {
+  if (C::kPass == Pass::kSegments && params.segments.part == Part::kAgain) {
+    locate_again<C>(params, tile);
+  } else if (C::kPass == Pass::kWhole ||
+             (C::kPass == Pass::kSegments && params.segments.part == Part::kFirst)) {
     tile.exists = tile.begins = tile.ends = true;
     locate_sequence<C>(params, tile);
     if constexpr (C::kPass == Pass::kSegments) {
@@ -145,9 +191,17 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
     }
   } else {
     locate_segment<C>(params, tile, segment_of(params));
-    if (C::kPass == Pass::kMaps && tile.ends) {  // nothing starts from the end of a last segment
+    // Nothing starts from the end of a last segment. Of later segments there is a launch for each shape of blocks.
+    const bool is_none = C::kPass == Pass::kMaps ? tile.ends
+                                                 : params.segments.choice != nullptr &&
+                                                       bool(choice_of(params).late_halves) != (C::kStates == 1);
+    if (is_none) {
       tile.exists = false;
       tile.length = 0;
+    }
+    if (C::kPass == Pass::kSegments && params.segments.windows != nullptr && tile.exists && !tile.ends) {
+      const int* const window = params.segments.windows + int64_t{tile.slot} * p.HV + tile.hv;
+      tile.frame_begins = tile.length - __ldcg(window) * kChunk;
     }
   }
   return tile;

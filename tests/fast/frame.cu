@@ -21,12 +21,17 @@ bool whole(float x) { return x == std::floor(x); }
 constexpr double kRounding = 0x1p-19;
 bool adds_up(float x, float y, float sum) { return std::fabs(double(x) + y - sum) <= kRounding; }
 
-// The chunk behind one that left G; g: inclusive sums of log2 decays. Returns what it leaves.
+// The chunk behind one that left G; g: inclusive sums of log2 decays; anew: its frame begins anew. Returns what it
+// leaves.
 template <class T>
-float check(float G, const std::vector<float>& g, bool decays) {
+float check(float G, const std::vector<float>& g, bool decays, bool anew = false) {
   using F = Frame<T>;
   const float last = g.back();
-  const ChunkFrame chunk = chunk_frame<T>(G, last);
+  const ChunkFrame chunk = chunk_frame<T>(G, last, anew);
+  if (anew) {  // as that of a walk that begins with this chunk, whatever came before
+    const ChunkFrame first = chunk_frame<T>(F::kTop, last);
+    expect(chunk.G == first.G && chunk.D == first.D && chunk.next == first.next, "a frame remembers", G, -1);
+  }
   expect(chunk.steep == (last < -F::kRange), "steep chunks are those wider than the range", G, -1);
   expect(chunk.enter == (chunk.G == G ? 0 : G - F::kTop), "the state enters another frame", G, -1);
   expect(adds_up(chunk.next, chunk.D, chunk.G + last), "the state leaves another frame", G, -1);
@@ -70,7 +75,7 @@ void check_many() {
       std::vector<float> g;
       float sum = 0;
       for (int i = 0; i < kTokens; ++i) g.push_back(sum += std::fmax(decay(chunk, i), kFloor));
-      G = check<T>(G, g, decays);
+      G = check<T>(G, g, decays, chunk % 5 == 3);
     }
   };
   for (int round = 0; round < 200; ++round) {

@@ -34,21 +34,53 @@ ChunkForward problem(const Call& call) {
   return p;
 }
 Plan plan_for(const ChunkForward& p) {
-  return with_heads(p, [&](auto heads) { return make_plan<decltype(heads)>(p); });
+  return with_heads(p, [&](auto heads) { return plan_of<decltype(heads)>(p); });
 }
 Plan plan_for(const Call& call) { return plan_for(problem(call)); }
 
-// How many segments there are behind the first ones, and that they have slots.
-int check(const Call& call, const Plan& plan, const std::vector<int>& lengths) {
+// What choose_cut (choose_cut.cuh) takes for so many heads that forget, and the time that it promises.
+std::pair<Cut, float> chosen_by_device(const ChunkForward& p, const Plan& plan, const std::vector<int>& lengths,
+                                       float share) {
+  std::vector<int> chunks;
+  for (const int length : lengths) chunks.push_back(int(ceil_div(length, kChunk)));
+  const int longest = *std::max_element(chunks.begin(), chunks.end());
+  const CutCall call = with_heads(p, [&](auto heads) { return cut_call<decltype(heads)>(p, plan); });
+  Candidate best = {};
+  float least = kNever * 2;
+  const auto offer = [&](const Candidate& x) {
+    const float time = cut_time(call, OneByOne{chunks.data()}, int(chunks.size()), x, share);
+    if (!(time > 0)) std::printf("no time of %d and %d chunks\n", x.first, x.rest), ++faults;
+    if (time < least) best = x, least = time;
+  };
+  for (int i = 0; i < Candidate::kAll; ++i)
+    if (const Candidate x = Candidate::of_grid(i, longest, call); x.is_one(longest)) offer(x);
+  const Candidate coarse = best;
+  for (int i = 0; i < Candidate::kNear && coarse.first < longest; ++i)
+    if (const Candidate x = Candidate::near(i, coarse); x.is_one(longest)) offer(x);
+  return {{std::max(best.first, 1), std::max(best.rest, 1)}, least};
+}
+
+// How many segments there are behind the first ones, that they have slots, and that the first ones and these
+// have every token once; share: of the heads that forget.
+int check(const Call& call, const Plan& plan, const std::vector<int>& lengths, float share = 0) {
+  if (!plan.in_segments()) return 0;
   std::vector<int> offsets(1, 0);
   for (const int length : lengths) offsets.push_back(offsets.back() + length);
   sm90::KernelParams params = {};
   params.problem = problem(call);
   if (call.packed) params.problem.cu_seqlens = offsets.data();
   params.segments.cuts = plan.cuts;
-  const sm90::Segment segment = sm90::segment_of(params);
+  const sm90::Segment segment =
+      plan.chosen ? sm90::Segment(chosen_by_device(params.problem, plan, lengths, share).first)
+                  : sm90::segment_of(params);
   int later = 0;
-  for (const int length : lengths) later += segment.later(length);
+  for (const int length : lengths) {
+    const int count = segment.later(length);
+    const int before_last = segment.first + (count - 1) * segment.rest;  // of what the last of them begins with
+    if (count == 0 ? length > segment.first : length <= before_last || length > before_last + segment.rest)
+      call.say("tokens of no segment, or a segment of no tokens");
+    later += count;
+  }
   if (later > plan.slots) call.say("more segments than slots");
   return later;
 }
@@ -69,11 +101,14 @@ void random_calls() {
       if (cut.rest < 1 || cut.first < cut.rest) call.say("a cut without length");
       if (c > 0 && cut.longest <= plan.cuts.choices[c - 1].longest) call.say("cuts in no order");
     }
-    if (plan.cuts.count == 0 && plan.slots > 0) call.say("slots of no segments");
+    if (!plan.in_segments() && plan.slots + plan.forgets > 0) call.say("slots of no segments");
+    if (plan.chosen && plan.cuts.count > 0) call.say("cuts to choose from, and a chosen one");
+    if (plan.forgets && (!plan.chosen || plan.slots > kMostForgetting)) call.say("forgets what has no place");
+    if (plan.chosen && N > kMostOrdered) call.say("more sequences than the choice has place for");
     ChunkForward invariant = problem(call);
     invariant.batch_invariant = true;
-    if (plan_for(invariant).cuts.count > 0) call.say("cut, though the batch must not matter");
-    if (plan.cuts.count == 0) continue;
+    if (plan_for(invariant).in_segments()) call.say("cut, though the batch must not matter");
+    if (!plan.in_segments()) continue;
     if (!packed) check(call, plan, std::vector<int>(size_t(N), int(call.T)));
     for (int draw = 0; packed && draw < 40; ++draw) {  // some of the tokens belong to no sequence
       std::vector<int> lengths(size_t(N), 0);
@@ -83,7 +118,7 @@ void random_calls() {
         left -= lengths[size_t(n)];
       }
       std::shuffle(lengths.begin(), lengths.end(), random);
-      check(call, plan, lengths);
+      check(call, plan, lengths, float(up_to(5) - 1) / 4);
     }
   }
 }
@@ -92,7 +127,7 @@ void known_calls() {
   const Call four = {128, 128, 32, 4, 32768, true}, eight = {128, 128, 16, 8, 32768, true};
   for (const Call& call : {four, eight}) {  // in blocks with half of V they take two turns
     const Plan plan = plan_for(call);
-    if (plan.shape == Shape::kHalves || plan.cuts.count > 0) call.say("equal sequences fill the GPU in one turn");
+    if (plan.shape == Shape::kHalves || plan.in_segments()) call.say("equal sequences fill the GPU in one turn");
   }
   const Call pair = {128, 128, 32, 2, 32768, true};
   if (check(pair, plan_for(pair), {16384, 16384}) > 0) pair.say("equal ones are cut");
@@ -106,7 +141,7 @@ void known_calls() {
   if (plan_for(Call{128, 128, 32, 8, 1024, false}).shape != Shape::kBoth)
     pair.say("the device chooses a shape for lengths that the host knows");
   const Call many = {128, 128, 64, 64, 65536, true};
-  if (plan_for(many).cuts.count > 0) many.say("cut, though the GPU is full");
+  if (plan_for(many).in_segments()) many.say("cut, though the GPU is full");
 }
 
 // Single sequences, whose length the host knows: no cut that is longer or shorter by a chunk is better.
@@ -118,11 +153,12 @@ void near_cuts() {
       const ChunkForward p = problem(call);
       const Plan plan = plan_for(call);
       ++plans;
-      if (plan.cuts.count == 0) continue;
+      if (plan.cuts.count == 0) continue;  // whole, or chosen by the device
       const Estimate<Heads> estimate = {p};
       const int64_t chunks = ceil_div(T, sm90::kChunk);
       const auto time = [&](int first, int rest) {
-        return estimate.segments({chunks, chunks}, estimate.cut({chunks, chunks}, first, rest), 1e9);
+        return estimate.segments({chunks, chunks}, estimate.cut({chunks, chunks}, first, rest),
+                                 plan.shape == Shape::kHalves, 1e9);
       };
       const Cut& cut = plan.cuts.choices[0];
       const double chosen = time(cut.first, cut.rest);
@@ -132,6 +168,31 @@ void near_cuts() {
               time(cut.first + longer, cut.rest + other) < chosen)
             call.say("a cut beside the chosen one is better");
     }
+}
+
+// A choice by the device costs a kernel, and a look back two: calls that gain nothing by them lose next to
+// nothing. For equal lengths and for heads that all remember, by the times that plans reckon with.
+void what_a_choice_may_cost() {
+  using Heads = sm90::Heads<128, true>;
+  int chosen = 0, forget = 0;
+  for (const int HV : {8, 16, 24, 32, 48, 64})
+    for (const int N : {1, 2, 4, 8})
+      for (const int64_t T : {1024, 2048, 4096, 8192, 16384, 32768, 65536}) {
+        const Call call = {128, 128, HV, N, T, true};
+        const ChunkForward p = problem(call);
+        const Plan plan = plan_for(call);
+        chosen += plan.chosen, forget += plan.forgets;
+        if (!plan.chosen) continue;
+        const int64_t each = ceil_div(ceil_div(T, kChunk), N);
+        const std::vector<int> lengths(size_t(N), int(each) * kChunk);
+        const Estimate<Heads> estimate = {p};
+        const double whole = std::min(estimate.whole({each, each}, true), estimate.whole({each, each}, false));
+        const float none = chosen_by_device(p, plan, lengths, 0).second;
+        const float most = chosen_by_device(p, plan, lengths, 1).second;
+        if (none > 1.0501 * whole) call.say("a choice loses more than it may");
+        if (plan.forgets && most > none) call.say("heads that forget take longer");
+      }
+  if (chosen < 10 || forget < 5) std::printf("%d plans chosen, %d that forget\n", chosen, forget), ++faults;
 }
 // What the device chooses a shape by: never more than a block needs when tiles go, longest first, to the block
 // that is free first; all of it for equal lengths; and not less than two thirds of it.
@@ -164,7 +225,7 @@ bool same(const Plan& a, const Plan& b) {
     return x.first == y.first && x.rest == y.rest && x.longest == y.longest && x.later == y.later &&
            x.inner == y.inner;
   };
-  return a.shape == b.shape && a.slots == b.slots && a.cuts.count == b.cuts.count &&
+  return a.shape == b.shape && a.first == b.first && a.chosen == b.chosen && a.forgets == b.forgets && a.slots == b.slots && a.cuts.count == b.cuts.count &&
          a.cuts.maps_first == b.cuts.maps_first &&
          std::equal(a.cuts.choices, a.cuts.choices + a.cuts.count, b.cuts.choices, equal);
 }
@@ -177,26 +238,37 @@ void kept_plans() {
   Kept<PlanSizes, Plan, kMostPlans> known;
   int made = 0;
   const auto find = [&](const ChunkForward& p) {
-    const Plan plan = known.find(plan_sizes(p), [&] { return ++made, make_plan<Heads>(p); });
-    if (!same(plan, make_plan<Heads>(p)) || !same(plan, plan_of<Heads>(p)))
+    ChunkForward planned = p;
+    planned.T = planned_tokens(p);
+    const Plan plan = known.find(plan_sizes(p), [&] { return ++made, make_plan<Heads>(planned); });
+    if (!same(plan, make_plan<Heads>(planned)) || !same(plan, plan_of<Heads>(p)))
       first.say("what is kept is another call's plan");
   };
   std::vector<ChunkForward> others(9, problem(first));
   others[0].N = 5, others[1].T = 30000, others[2].HV = 16, others[3].V = 256;
   others[4].multiprocessors = 78, others[5].cu_seqlens = nullptr, others[6].batch_invariant = true;
-  others[7].T += sm90::kChunk, others[8].T -= sm90::kChunk;
+  others[7].T += sm90::kChunk, others[8].T -= 16 * sm90::kChunk;
   for (const ChunkForward& other : others) {  // each differs from the first in one of its sizes
     made = 0, known = {};
     for (int turn = 0; turn < 20; ++turn) find(problem(first)), find(other);
     if (made != 2) first.say("two calls in turns are planned again");
   }
   made = 0, known = {};
-  for (int64_t T = 32768 - sm90::kChunk + 1; T <= 32768; ++T) {
+  for (int64_t T = 32768 - 16 * sm90::kChunk + 1; T <= 32768; T += 7) {
     Call call = first;
     call.T = T;
     find(problem(call));
   }
-  if (made != 1) first.say("lengths of as many chunks are planned again");
+  if (made != 1) first.say("lengths of nearly as many chunks are planned again");
+  made = 0, known = {};
+  for (int64_t T = 2048; T <= 32768; T += 61) {  // as `python -m benchmarks.host` draws them
+    Call call = first;
+    call.T = T;
+    if (planned_tokens(problem(call)) < T || planned_tokens(problem(call)) > T + T / 16 + sm90::kChunk)
+      call.say("planned for fewer tokens, or for many more");
+    find(problem(call));
+  }
+  if (made > int(kMostPlans) + 1) first.say("lengths that never repeat are planned again and again");
   for (int turn = 0; turn < 2; ++turn)
     for (int N = 1; N <= int(kMostPlans) + 1; ++N) {
       Call call = first;
@@ -212,6 +284,7 @@ int main() {
   random_calls();
   known_calls();
   near_cuts();
+  what_a_choice_may_cost();
   least_times();
   kept_plans();
   if (faults == 0) std::printf("right: %d plans\n", plans);

@@ -222,7 +222,8 @@ CASES = [
     *(fast_case(f"packed-{n}", "one sequence, and rows of none", lengths=(n,), orphans=9)
       for n in EDGES),
     *(fast_case(f"group-{G}", "value heads on a key head", HV=2 * G, lengths=(70, 0, 130))
-      for G in (1, 2, 3, 4)),
+      for G in (1, 2, 3, 4, 6, 8)),
+    fast_case("groups-padded", "pairs of heads, a part of a chunk", T=200, B=3, H=3, HV=12),
     fast_case("edges", "every length beside every other", lengths=(*EDGES, *EDGES[::-1])),
     fast_case("odd-rows", "rows that TMA cannot read, so copies", T=150, B=2, spare=3),
     fast_case("orphans", "more rows of no sequence than a chunk", lengths=(5, 80), orphans=200),
@@ -242,8 +243,9 @@ def test_cases(case: Case, own: str) -> None:
 @gpu
 @pytest.mark.parametrize("strength", STRENGTHS)
 @pytest.mark.parametrize("seed", range(3))
-def test_gates(strength: str, seed: int, own: str) -> None:
-    case = fast_case("gates", "", T=450, B=2)
+@pytest.mark.parametrize("sizes", [{"T": 450, "B": 2}, {"T": 200, "B": 5, "HV": 16}], ids=str)
+def test_gates(sizes: dict[str, int], strength: str, seed: int, own: str) -> None:
+    case = fast_case("gates", "", **sizes)
     x = make_inputs(case, BF16, own, seed=seed)
     x = x.but(g=STRENGTHS[strength](x.g))
     check_task(make_task(case, BF16, own, Options(), x), BF16, own)
@@ -265,6 +267,13 @@ RAGGED = fast_case("ragged", "", lengths=(65, 0, 1, 127, 64, 63, 200), orphans=7
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, own: str) -> None:
     check_task(make_task(RAGGED, BF16, own, OPTIONS[name]), BF16, own)
+
+
+@gpu
+@pytest.mark.parametrize("HV", [1, 3, 4, 8])
+def test_norm_of_a_group(HV: int, own: str) -> None:
+    """The norm's own step is behind the sum, of which two parts may have been added before."""
+    check_task(make_task(replace(RAGGED, H=1, HV=HV), BF16, own, OPTIONS["norm"]), BF16, own)
 
 
 @gpu
@@ -301,9 +310,10 @@ def test_one_result_of_many_runs(name: str, own: str) -> None:
 
 @gpu
 def test_a_sequence_alone(own: str) -> None:
-    """Whole in the batch, in segments alone."""
+    """Whole in the batch, in segments alone; whole or not by the longest of three."""
     check_alone(LARGE, BF16, own)
-    check_alone(replace(LARGE, H=16, HV=64), BF16, own)
+    for HV, lengths in ((64, LARGE.lengths), (32, (1500, 1400, 1400)), (32, (3000, 1000, 300))):
+        check_alone(replace(LARGE, H=16, HV=HV, lengths=lengths), BF16, own)
 
 
 @gpu
@@ -328,8 +338,9 @@ def test_nan_stays_in_its_sequence(own: str) -> None:
 
 
 @gpu
-def test_rows_of_no_sequence(own: str) -> None:
-    task = make_task(RAGGED, BF16, own, OPTIONS["all"])
+@pytest.mark.parametrize("options", ["all", "none"])
+def test_rows_of_no_sequence(options: str, own: str) -> None:
+    task = make_task(RAGGED, BF16, own, OPTIONS[options])
     expected = by_op(task)
     end = sum(RAGGED.lengths or ())
     for name in NAMES[:5]:

@@ -10,6 +10,14 @@
 
 namespace gdn::sm90::backward {
 namespace {
+#ifndef GDN_BACKWARD_EXCHANGE
+#define GDN_BACKWARD_EXCHANGE 1
+#endif
+#ifndef GDN_BACKWARD_MAKES
+#define GDN_BACKWARD_MAKES 1
+#endif
+constexpr bool kExchanges = GDN_BACKWARD_EXCHANGE, kMakes = GDN_BACKWARD_MAKES;
+
 // The parts of the workspace, one after the other; with a null `base` only their size.
 class Parts {
  public:
@@ -75,7 +83,6 @@ int64_t lay_out(const ChunkForward& p, void* base, Scratch& x) {
   parts.take(x.last, blocks);
   parts.take(x.G, blocks);
   parts.take(x.t, blocks * pair);
-  parts.take(x.p, blocks * pair);
   parts.take(x.qk, slots * p.H * pair);
   parts.take(x.kk, slots * p.H * pair);
   parts.take(x.dx, blocks * kChunk * kChannels);
@@ -132,6 +139,9 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   params.segments = int(segments.count);
   params.whole_up_to = segments.whole_up_to;
   params.segments_of_batch = int(segments.of_batch);
+  params.makes = kMakes && !walks_back_over_halves(p);
+  // With more value heads, or with the norm, a sum over what is left would follow: together they take longer.
+  params.exchange = kExchanges && p.HV / p.H == 2 && !p.use_qk_l2norm && p.multiprocessors > 1;
   params.heads = Divisor::of(p.HV);
   params.group = Divisor::of(p.HV / p.H);
   const Scratch& x = params.scratch;
@@ -146,7 +156,6 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
       make_map(&params.dO, p.dtype, problem.dO, p.B, p.T, p.HV, p.V),
       make_map(&params.dv, p.dtype, {problem.dv, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V}, p.B, p.T, p.HV, p.V),
       tiles_map(&params.t, p.dtype, x.t, blocks, kChunk, kChunk),
-      tiles_map(&params.p, p.dtype, x.p, blocks, kChunk, kChunk),
       tiles_map(&params.qk, p.dtype, x.qk, key_blocks, kChunk, kChunk),
       tiles_map(&params.kk, p.dtype, x.kk, key_blocks, kChunk, kChunk),
       tiles_map(&params.dx, p.dtype, x.dx, blocks, kChunk, kChannels),
@@ -155,7 +164,8 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   for (const char* error : errors)
     if (error) return error;
   if (const char* error = run_frames(params, stream)) return error;
-  if (const char* error = run_triangles(params, stream)) return error;
+  if (!params.makes || params.segment > 0)
+    if (const char* error = run_triangles(params, stream)) return error;
   if (const char* error = run_walk_back(params, stream)) return error;
   if (params.segment > 0)
     if (const char* error = run_walk_states(params, stream)) return error;

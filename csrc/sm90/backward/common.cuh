@@ -43,11 +43,12 @@ struct Scratch {
   float* last;      // [slots, HV]: the chunk's log2 decay
   float* G;         // [slots, HV]: of the state behind the chunk before, frame.cuh
   uint16_t* t;      // [slots, HV, 64, 64]: strict-lower (I + A)^-1
-  uint16_t* p;      // [slots, HV, 64, 64]: lower q k^T of a steep chunk, decayed
   uint16_t* qk;     // [slots, H, 64, 64]: lower q k^T
   uint16_t* kk;     // [slots, H, 64, 64]: lower k k^T
   uint16_t* dx;     // [slots, HV, 64, 128], where dq of the value head replaces it
-  uint16_t* ds;     // [slots, HV, 128 of V, 128 of K]: the gradient of the state behind the chunk; dk replaces it
+  // [slots, HV, 128 of V, 128 of K]: the gradient of the state behind the chunk; dk replaces it. Before, where a chunk is
+  // steep, its lower q k^T, decayed, [64, 64] in a corner of each half of V: who walks back over a half reads it there.
+  uint16_t* ds;
   float* parts;     // [slots, HV, kParts, 64]
   float* across;    // [slots, HV, 8]: <S, dS> by warps
   float* gate_sums; // [slots, 2, HV]
@@ -56,7 +57,7 @@ struct Scratch {
 };
 
 struct Params {
-  CUtensorMap q, k, v, dO, dv, t, p, qk, kk, dx, ds;
+  CUtensorMap q, k, v, dO, dv, t, qk, kk, dx, ds;
   ChunkBackward problem;
   Scratch scratch;
   int slots, slots_of_batch;  // of all; of a batch entry, if padded
@@ -66,10 +67,17 @@ struct Params {
   int whole_up_to;                  // whole sequences all the same where none has more chunks
   int segments, segments_of_batch;  // of all; of a batch entry, if padded
   int tiles;                  // of the grid: (sequence or segment, value head, part of V)
+  bool makes;                 // the walk back makes T of whole sequences, q k^T and k k^T: makes_triangles_walking
+  bool exchange;              // the walk forward adds dq and dk of a key head's two value heads, exchange.cuh
   Divisor heads, group;       // HV, and value heads of a key head
 };
 
 constexpr int kWholeSequences = 1 << 30;
+
+// Whether the walk back makes the triangles, as no kernel needs them before, or a kernel of their own.
+GDN_DEVICE bool makes_triangles_walking(const Params& params) {
+  return params.makes && (params.segment == 0 || *params.scratch.segment == kWholeSequences);
+}
 
 // Slots of a call at most. Packed, that of a sequence's first chunk is its first row / 64 + its number.
 inline int64_t slots_of(const ChunkForward& p) {
@@ -249,6 +257,7 @@ GDN_DEVICE uint32_t transposed_line(int warp, int lane) {
 // The launchers, each in a file of its own.
 const char* run_frames(const Params&, cudaStream_t);
 const char* run_triangles(const Params&, cudaStream_t);
+bool walks_back_over_halves(const ChunkForward&);  // of V, where multiprocessors would be idle else
 const char* run_walk_back(Params&, cudaStream_t);
 const char* run_walk_states(Params&, cudaStream_t);
 const char* run_walk_forward(Params&, cudaStream_t);

@@ -1,8 +1,15 @@
 // Shared memory and barriers of the walk forward, and its single warps: what comes from memory and goes there.
 #pragma once
 #include "sm90/backward/common.cuh"
+#include "sm90/backward/exchange.cuh"
 
 namespace gdn::sm90::backward {
+
+// What the loader says of a chunk to those that wait for its k.
+struct Announced {
+  int block;   // in scratch memory; -1: there are no more chunks
+  int begins;  // the number of the tile that begins here; -1: none does
+};
 
 // Full and empty of each buffer; docs/backward.md has who fills and empties it.
 struct WalkMemory {
@@ -14,19 +21,23 @@ struct WalkMemory {
   uint8_t ds[2][2][kTileBytes];   // halves of V, halves of K
   uint8_t t[kTileBytes];
   uint8_t qk[kTileBytes];         // then dP
-  uint8_t kk[kTileBytes];         // then N, then N + N^T
+  uint8_t kk[kTileBytes];         // then N
   uint8_t S[2][2][kTileBytes];
   uint8_t u[2][kTileBytes];
   Gates gates[2];                 // come and go with k
+  Announced chunk[2];             // so does this
   float column[4][kChunk], row[kChunk], own[kChunk];
   uint64_t k_full[2], k_empty[2], q_full, q_read, v_full, v_empty, do_full[2], dx_full, dx_empty, ds_full, ds_empty;
   uint64_t t_full, t_empty, pairs_full, pairs_empty, S_full, S_empty, u_full, u_empty, n_full, dk_full;
-  uint64_t dq_full[2];            // of one, two phases could end before the warp that stores dq has seen the first
+  uint64_t dq_full[2];            // with one barrier two phases could end before the store sees one
   uint64_t aside[3];              // of the loaders
+  uint64_t landing_free, dq_landed, dk_landed;  // exchange.cuh
 };
 
 constexpr int kStateWarps = 8, kPairWarps = 4;
 
+// With kExchange in clusters of two blocks, exchange.cuh.
+template <bool kExchange>
 GDN_DEVICE void init_barriers(WalkMemory& sm) {
   for (int i = 0; i < 2; ++i) {
     mbarrier_init(&sm.k_full[i], 1);
@@ -43,14 +54,24 @@ GDN_DEVICE void init_barriers(WalkMemory& sm) {
   init(sm.ds_full, sm.ds_empty, 1, kStateWarps);
   init(sm.t_full, sm.t_empty, 1, kStateWarps);
   init(sm.pairs_full, sm.pairs_empty, 1, kStateWarps + kPairWarps);
-  init(sm.S_full, sm.S_empty, kStateWarps, kStateWarps + kPairWarps);
+  init(sm.S_full, sm.S_empty, kStateWarps, kStateWarps + kPairWarps + (kExchange ? 2 : 0));
   init(sm.u_full, sm.u_empty, kStateWarps, kStateWarps + kPairWarps);
   mbarrier_init(&sm.q_full, 1);
   mbarrier_init(&sm.q_read, kPairWarps);
   mbarrier_init(&sm.n_full, kPairWarps);
-  mbarrier_init(&sm.dk_full, kStateWarps);
+  mbarrier_init(&sm.dk_full, kExchange ? kStateWarps / 2 : kStateWarps);
+  mbarrier_init(&sm.landing_free, kStateWarps + kPairWarps);
+  mbarrier_init(&sm.dq_landed, 1);
+  mbarrier_init(&sm.dk_landed, 1);
   for (uint64_t& bar : sm.aside) mbarrier_init(&bar, 1);
   mbarrier_init_fence();
+}
+
+// A warp has read S: the next one may come, or shares.
+template <bool kExchange>
+GDN_DEVICE void give_state_back(WalkMemory& sm, bool lead) {
+  mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
+  if constexpr (kExchange) arrive_there_if(address_in(shared_address(&sm.landing_free), cluster_rank() ^ 1), lead);
 }
 
 // All chunks of all tiles of this block, forward.
@@ -87,6 +108,7 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   for (bool more = walk.begin(); more; more = walk.next(), ++it) {
     const uint32_t stage = it % 2, block = walk.block();
     wait_for(sm.k_empty[stage], it / 2 + 1);
+    if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1};
     load_rows<2>(params.k, sm.k[stage], sm.k_full[stage], sm.aside[0], aside_phase, 0, walk.row(), walk.tile.h,
                  walk.tile.batch, walk.rows(), sizeof(Gates), [&](uint32_t bar) {
                    bulk_load(shared_address(&sm.gates[stage]), params.scratch.gates + block, sizeof(Gates), bar);
@@ -114,6 +136,9 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     }
     __syncwarp();
   }
+  wait_for(sm.k_empty[it % 2], it / 2 + 1);
+  if (lead) sm.chunk[it % 2] = {-1, -1};
+  mbarrier_arrive_if(shared_address(&sm.k_full[it % 2]), lead);
 }
 
 // do or q, in kStages stages, and dq or dk out of the same tile, which replaces what was read of this chunk in `to`.
@@ -149,6 +174,50 @@ GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uin
     fetch();
   }
   if (lead) tma_store_wait();
+}
+
+// The same with the other block's share of dq or dk, which lands in `landing`, added to this one's, which lies in the
+// tile. The sum is the gradient.
+template <int kStages>
+GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtensorMap& map,
+                             uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* made, uint64_t& aside,
+                             bool of_keys, uint64_t& landed, uint8_t (*landing)[kTileBytes]) {
+  const ChunkForward& p = params.problem.forward;
+  const bool lead = threadIdx.x % 32 == 0;
+  void* const sums = of_keys ? params.problem.dk : params.problem.dq;
+  uint32_t aside_phase = 0, loaded = 0, it = 0;
+  // Of the chunks that are loaded: the first row of 128 channels where the sum goes, and how many follow.
+  int oldest = 0, newest = 0, oldest_rows = 0, newest_rows = 0;
+  ForwardWalk walk(params);
+  bool more = walk.begin();
+  const auto fetch = [&] {
+    oldest = newest;
+    oldest_rows = newest_rows;
+    if (!more) return;
+    const uint32_t stage = loaded++ % kStages;
+    load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, 0, walk.row(),
+                 of_keys ? walk.tile.h : walk.tile.hv, walk.tile.batch, walk.rows(), 0, Nothing{});
+    newest = (walk.tile.batch * int(p.T) + walk.row()) * p.H + walk.tile.h;
+    newest_rows = walk.rows();
+    more = walk.next();
+  };
+#pragma unroll 1
+  for (int i = 0; i < kStages; ++i) fetch();
+#pragma unroll 1
+  for (; it < loaded; ++it) {
+    const bool last = kStages == 1 || it + 1 == loaded;
+    const int line = last ? newest : oldest, rows = last ? newest_rows : oldest_rows;
+    if (lead) mbarrier_expect(shared_address(&landed), kShareBytes);
+    wait_for(made[it % kStages], it / kStages);
+    wait_for(landed, it);
+    add_shares(shared_address(tiles[it % kStages]), shared_address(landing),
+               static_cast<uint4*>(sums) + int64_t{line} * (kChannels / 8) + cluster_rank() * 8, p.H, rows,
+               threadIdx.x % 32);
+    fence_async_proxy();  // before TMA writes where ordinary stores have written
+    __syncwarp();
+    mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
+    fetch();
+  }
 }
 
 // dx v of every token. A lane has two rows: lines of eight rows that lie in a column have all banks.

@@ -1,6 +1,6 @@
 // The state warpgroups of the walk forward: u and the state, for 64 channels of V, as in state.cuh; then dk, for 64
 // channels of K:
-//     dk = u dS^T - beta 2^d (dx S^T) + (N + N^T) k + dP^T q + own q
+//     dk = u dS^T - beta 2^d (dx S^T) + N k + N^T k + dP^T q + own q
 // With S before the chunk and dS behind it, both as they lie in their tiles.
 #pragma once
 #include "sm90/backward/forward_memory.cuh"
@@ -59,8 +59,7 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
   const Gates& gates = sm.gates[stage];
   const uint32_t k_tile = shared_address(sm.k[stage]);
   uint32_t u[16];
-  wait_for(sm.k_full[stage], it / 2);
-  make_u(
+  make_u<2>(
       S, u, gates, k_tile, shared_address(sm.v[half]), shared_address(sm.t), warp, lane,
       [&] { wait_for(sm.v_full, it); }, [&](bool one) { mbarrier_arrive_if(shared_address(&sm.v_empty), one); },
       [&] { wait_for(sm.t_full, it); }, [&] { mbarrier_arrive_if(shared_address(&sm.t_empty), lead); });
@@ -109,15 +108,64 @@ GDN_DEVICE float states_product(const WalkMemory& sm, const Lines& lines, int ha
   return sum;
 }
 
+// dk of 64 channels of K, to the tile of q as it is stored, or in shares, exchange.cuh. The rows of q are read from
+// there before.
+template <bool kExchange>
+GDN_DEVICE void give_key_gradient(float (&acc)[32], WalkMemory& sm, uint32_t it, int half, int warp, float own0,
+                                  float own1) {
+  const int lane = fresh_lane();
+  const bool lead = lane == 0;
+  const Lines lines(lane);
+  const uint32_t q = shared_address(sm.q[half]);
+  if constexpr (!kExchange) {
+    wait_for(sm.q_read, it);
+    named_barrier(2 + half, 128);  // all of this half of q has been read
+    store_gradient<4>(acc, own0, own1, q, q, lines, warp);
+    mbarrier_arrive_if(shared_address(&sm.dk_full), lead);
+  } else {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      uint32_t r[4];
+      ldmatrix_x4(lines.block_at(q, warp, b), r);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 t = unpack(__nv_bfloat16{}, r[i]);
+        const float own = i % 2 ? own1 : own0;
+        acc[8 * b + 2 * i] += own * t.x;
+        acc[8 * b + 2 * i + 1] += own * t.y;
+      }
+    }
+    pin(acc);  // q has been read
+    const uint32_t rank = cluster_rank(), line = share_line(warp, lane);
+    if (uint32_t(half) != rank) {
+      named_barrier_arrive(2, 256);
+      const uint32_t to = address_in(shared_address(sm.S[1]), rank ^ 1) + line;
+      const uint32_t bar = address_in(shared_address(&sm.dk_landed), rank ^ 1);
+      wait_for(sm.landing_free, it);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        send_16(to + j * 2048, acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3], bar);
+    } else {
+      wait_for(sm.q_read, it);
+      named_barrier(2, 256);  // all of q has been read
+      const uint32_t to = shared_address(sm.q) + line;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        store_float4(to + j * 2048, acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+      __syncwarp();
+      mbarrier_arrive_if(shared_address(&sm.dk_full), lead);
+    }
+  }
+}
+
 // dk of 64 channels of K. The state's update may be on its way.
-GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& params, int block, uint32_t it, int half,
-                             int warp) {
+template <bool kExchange>
+GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& params, uint32_t it, int half, int warp) {
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
   const bool lead = lane == 0;
   const Lines lines(lane);
   const int row = 16 * warp + lane / 4;
-  float* const parts = params.scratch.parts + int64_t{block} * (kParts * kChunk) + half * kChunk + row;
   const uint32_t k_half = shared_address(sm.k[stage][half]);
   float acc[32];
   wait_for(sm.dx_full, it);
@@ -133,11 +181,11 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   }
   wait_for(sm.ds_full, it);
   const float across = states_product(sm, lines, half, warp);
-  if (lead) params.scratch.across[int64_t{block} * 8 + half * 4 + warp] = across;
+  if (lead) params.scratch.across[int64_t{sm.chunk[stage].block} * 8 + half * 4 + warp] = across;
   wgmma_wait<0>();
   pin(S);
   pin(acc);
-  mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
+  give_state_back<kExchange>(sm, lead);
   mbarrier_arrive_if(shared_address(&sm.dx_empty), lead);
   const float2 read = row_sums<4>(acc, k_half, lines, warp);
   float2 factor;
@@ -164,6 +212,8 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   mbarrier_arrive_if(shared_address(&sm.ds_empty), lead);
   const float2 total = row_sums<4>(acc, k_half, lines, warp);
   if (lane % 4 == 0) {
+    const int64_t at = int64_t{sm.chunk[stage].block} * (kParts * kChunk) + half * kChunk + row;
+    float* const parts = params.scratch.parts + at;
     parts[kReadPart * kChunk] = read.x;
     parts[kReadPart * kChunk + 8] = read.y;
     parts[kBehindPart * kChunk] = total.x + factor.x * read.x;
@@ -171,11 +221,14 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   }
   wait_for(sm.n_full, it);
   {
-    const Descriptor n = k_major(shared_address(sm.kk)), columns = mn_major(k_half);
+    const Descriptor n = k_major(shared_address(sm.kk)), transposed = mn_major(shared_address(sm.kk));
+    const Descriptor columns = mn_major(k_half);
     pin(acc);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) add_ss_n64_mn(acc, n.at(i * 32), columns.at(i * 2048));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) add_ss_n64_transposed_mn(acc, transposed.at(i * 2048), columns.at(i * 2048));
     wgmma_commit();
   }
   wait_for(sm.q_full, it);
@@ -192,37 +245,30 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   __syncwarp();
   mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
   mbarrier_arrive_if(shared_address(&sm.pairs_empty), lead);
-  wait_for(sm.q_read, it);
-  named_barrier(2 + half, 128);  // all of this half of q has been read
-  const uint32_t q = shared_address(sm.q[half]);
-  store_gradient<4>(acc, own0, own1, q, q, lines, warp);
-  mbarrier_arrive_if(shared_address(&sm.dk_full), lead);
+  give_key_gradient<kExchange>(acc, sm, it, half, warp, own0, own1);
 }
 
+// The state that a tile starts from, in the frame.
+GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int half, int warp) {
+  const BackTile tile = forward_tile(params, index);
+  if (params.segment > 0 && tile.part > 0) {
+    load_state(S, start_of(params, params.heads.divide(index), tile.hv, half, warp), 1, kChannels, 1.f);
+  } else {
+    load_initial(S, params, tile, half, warp);
+  }
+}
+
+template <bool kExchange>
 GDN_DEVICE void states(WalkMemory& sm, const Params& params, int half, int warp) {
   float S[64];
-  uint32_t it = 0;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    int left, block;
-    {
-      const BackTile tile = forward_tile(params, index);
-      left = tile.chunks();
-      block = tile.slot * params.problem.forward.HV + tile.hv;
-      if (left > 0) {
-        if (params.segment > 0 && tile.part > 0) {
-          const int segment = params.heads.divide(index);
-          load_state(S, start_of(params, segment, tile.hv, half, warp), 1, kChannels, 1.f);
-        } else {
-          load_initial(S, params, tile, half, warp);
-        }
-      }
-    }
-#pragma unroll 1
-    for (; left > 0; --left, ++it, block += params.problem.forward.HV) {
-      advance_state(S, sm, it, half, warp);
-      key_gradient(S, sm, params, block, it, half, warp);
-    }
+  for (uint32_t it = 0;; ++it) {
+    wait_for(sm.k_full[it % 2], it / 2);
+    const Announced chunk = sm.chunk[it % 2];
+    if (chunk.block < 0) return;
+    if (chunk.begins >= 0) begin_state(S, params, chunk.begins, half, warp);
+    advance_state(S, sm, it, half, warp);
+    key_gradient<kExchange>(S, sm, params, it, half, warp);
   }
 }
 

@@ -53,19 +53,28 @@ __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ 
   if (index >= p.N * p.HV) return;
   const BackTile tile = back_tile<1>(params, index);
   const int count = tile.chunks();
-  int64_t at = int64_t{tile.slot} * p.HV + tile.hv;
+  const int64_t first = int64_t{tile.slot} * p.HV + tile.hv;
+  // The next kAhead are loaded while these are walked.
+  float last[kAhead];
+  const auto load = [&](float (&to)[kAhead], int c) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      to[i] = c + i < count ? params.scratch.last[first + int64_t{c + i} * p.HV] : 0.f;
+  };
   float G = Frame<T>::kTop;
+  load(last, 0);
 #pragma unroll 1
   for (int c = 0; c < count; c += kAhead) {
-    float last[kAhead];
+    float next[kAhead];
+    load(next, c + kAhead);
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) last[i] = c + i < count ? params.scratch.last[at + int64_t{i} * p.HV] : 0.f;
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i, at += p.HV) {
+    for (int i = 0; i < kAhead; ++i) {
       if (c + i >= count) break;
-      params.scratch.G[at] = G;
+      params.scratch.G[first + int64_t{c + i} * p.HV] = G;
       G = chunk_frame<T>(G, last[i]).next;
     }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) last[i] = next[i];
   }
 }
 

@@ -36,6 +36,14 @@ GDN_DEVICE void set_rs_n64(float* d, const uint32_t* a, uint64_t b) {
                : GDN_O32
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+// The same with b (16 x 64) MN-major
+GDN_DEVICE void set_rs_n64_mn(float* d, const uint32_t* a, uint64_t b) {
+  asm volatile("{.reg .pred p;\n setp.eq.b32 p, 1, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" GDN_R32
+               "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;}"
+               : GDN_O32
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 // As pack, but made anew each time: a state is rounded twice a chunk, and the compiler would keep the first.
 GDN_DEVICE uint32_t pack_again(float low, float high) {
   uint32_t r;

@@ -33,8 +33,8 @@ GDN_DEVICE float* start_of(const Params& params, int segment, int hv, int half, 
 }
 
 // u of a chunk, rounded, from the state before it. x = c v - f (k S), u = x + T_s x; v_there() and t_there() wait,
-// v_read(lane) and t_read() give back.
-template <class VThere, class VRead, class TThere, class TRead>
+// v_read(lane) and t_read() give back. The state is rounded in four pieces, of which kPieces have registers.
+template <int kPieces, class VThere, class VRead, class TThere, class TRead>
 GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, uint32_t k_tile, uint32_t v_tile,
                        uint32_t t_tile, int warp, int lane, const VThere& v_there, const VRead& v_read,
                        const TThere& t_there, const TRead& t_read) {
@@ -44,15 +44,15 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, ui
   if (gates.pre != 1.f) scale_state(S, gates.pre);
   {
     const Descriptor rows = k_major(k_tile);
-    uint32_t rounded[2][8];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t(&piece)[8] = rounded[j % 2];
-      if (j >= 2) wgmma_wait<1>();
+    uint32_t rounded[kPieces][8];
+    const auto round = [&](int j) {
+      uint32_t(&piece)[8] = rounded[j % kPieces];
 #pragma unroll
       for (int i = 0; i < 8; ++i) piece[i] = pack_again(S[16 * j + 2 * i], S[16 * j + 2 * i + 1]);
       pin(piece);
-      wgmma_fence();
+    };
+    const auto multiply_by = [&](int j) {
+      uint32_t(&piece)[8] = rounded[j % kPieces];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint64_t at = rows.at(j / 2 * kTileBytes + (j % 2 * 2 + i) * 32);
@@ -61,33 +61,71 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, ui
         else
           wgmma_rs_n64(T{}, x, piece + 4 * i, at, 1);
       }
+    };
+    if constexpr (kPieces == 4) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) round(j);
+      wgmma_fence();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) multiply_by(j);
       wgmma_commit();
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j >= kPieces) wgmma_wait<kPieces - 1>();
+        round(j);
+        wgmma_fence();
+        multiply_by(j);
+        wgmma_commit();
+      }
     }
   }
+  // c v, while the product is on its way.
   v_there();
-  wgmma_wait<0>();
-  pin(x);
+  constexpr int kFactors = kPieces == 4 ? 8 : 1;  // of f, loaded ahead: more are spilt in the walk forward
+  float cv[32];
+  float2 f[8];
+  const auto load_factors = [&](int j) { f[j] = *reinterpret_cast<const float2*>(&gates.x[j * 4 + lane % 4].z); };
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     uint32_t v4[4];
     ldmatrix_x4_trans(v_tile + j * 2048 + tline, v4);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      const float4 cf = gates.x[(2 * j + b) * 4 + lane % 4];
+      const float2 c = *reinterpret_cast<const float2*>(&gates.x[(2 * j + b) * 4 + lane % 4]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 pair = unpack(T{}, v4[2 * b + h]);
         const int at = 4 * (2 * j + b) + 2 * h;
-        x[at] = cf.x * pair.x - cf.z * x[at];
-        x[at + 1] = cf.y * pair.y - cf.w * x[at + 1];
-        u[at / 2] = pack(T{}, x[at], x[at + 1]);
+        cv[at] = c.x * pair.x;
+        cv[at + 1] = c.y * pair.y;
       }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kFactors; ++j) {
+    load_factors(j);
+    asm volatile("" : "+f"(f[j].x), "+f"(f[j].y)::"memory");
+  }
+  pin(cv);
+  t_there();  // here, since the compiler moves no arithmetic across the wait of a barrier
+  wgmma_wait<0>();
+  pin(x);
+#pragma unroll
+  for (int j = kFactors; j < 8; ++j) load_factors(j);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = 4 * j + 2 * h;
+      x[at] = cv[at] - f[j].x * x[at];
+      x[at + 1] = cv[at + 1] - f[j].y * x[at + 1];
+      u[at / 2] = pack(T{}, x[at], x[at + 1]);
     }
   }
   // By a lane that is not known before all of v has been read, state.cuh.
   const uint32_t read = __ballot_sync(~0u, (u[3] ^ u[7] ^ u[11] ^ u[15]) == 0x5eed5eed);
   v_read(lane == (read == ~0u ? 1 : 0));
-  t_there();
   const Descriptor rows = k_major(t_tile);
   pin(x);
   pin(u);

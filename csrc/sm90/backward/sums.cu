@@ -26,7 +26,7 @@ GDN_DEVICE float row_sum(float x) {
   return x;
 }
 
-// A row of a key head by kLanes threads. blockIdx.y: dq, dk, and, packed, zeros of what is of value heads.
+// A row of a key head by kLanes threads. blockIdx.y: dq, dk.
 __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constant__ Params params, int64_t rows) {
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
@@ -49,18 +49,6 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
     row = before % kChunk;
   }
   const bool of_keys = blockIdx.y == 1;
-  if (blockIdx.y == 2) {
-    if (owned || !exists) return;
-    for (int i = 0; i < group; ++i) {
-      const int64_t at = token * p.HV + h * group + i;
-      static_cast<uint4*>(problem.dv)[at * kLanes + lane] = make_uint4(0, 0, 0, 0);
-      if (lane == 0) {
-        store_as(problem.dg, at, problem.dg_dtype, 0.f);
-        store_as(problem.dbeta, at, problem.dbeta_dtype, 0.f);
-      }
-    }
-    return;
-  }
   float sum[8] = {};
   if (owned && exists) {
     const int64_t block = int64_t{slot} * p.HV + h * group;
@@ -109,6 +97,32 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   for (int j = 0; j < 4; ++j) words[j] = pack(T{}, sum[2 * j], sum[2 * j + 1]);
   static_cast<uint4*>(of_keys ? problem.dk : problem.dq)[index * kLanes + lane] =
       make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Zeros where tokens of a packed call belong to no sequence: before the first, and behind the last. A row of a key head
+// by kLanes threads. dq and dk are head_sum_kernel's, where that runs.
+__global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Params params) {
+  const ChunkBackward& problem = params.problem;
+  const ChunkForward& p = problem.forward;
+  const int lane = threadIdx.x % kLanes, group = p.HV / p.H;
+  const int64_t before = sequence_bound(p, 0), end = sequence_bound(p, p.N);
+  const int64_t rows = (before + p.T - end) * p.H, step = int64_t{gridDim.x} * (kThreads / kLanes);
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanes; i < rows; i += step) {
+    const int64_t index = i < before * p.H ? i : i + (end - before) * p.H;
+    if (params.exchange) {
+      static_cast<uint4*>(problem.dq)[index * kLanes + lane] = zero;
+      static_cast<uint4*>(problem.dk)[index * kLanes + lane] = zero;
+    }
+    for (int j = 0; j < group; ++j) {
+      const int64_t at = index * group + j;
+      static_cast<uint4*>(problem.dv)[at * kLanes + lane] = zero;
+      if (lane == 0) {
+        store_as(problem.dg, at, problem.dg_dtype, 0.f);
+        store_as(problem.dbeta, at, problem.dbeta_dtype, 0.f);
+      }
+    }
+  }
 }
 
 // dg and dbeta of a chunk and value head, by a warp:
@@ -219,8 +233,9 @@ __global__ void __launch_bounds__(kThreads) gate_sum_kernel(const __grid_constan
 const char* run_sums(const Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   const int64_t rows = p.B * p.T * p.H;
-  const dim3 grid(unsigned(ceil_div(rows * kLanes, kThreads)), p.cu_seqlens ? 3 : 2);
-  head_sum_kernel<<<grid, kThreads, 0, stream>>>(params, rows);
+  const unsigned blocks = unsigned(ceil_div(rows * kLanes, kThreads));
+  if (!params.exchange) head_sum_kernel<<<dim3(blocks, 2), kThreads, 0, stream>>>(params, rows);
+  if (p.cu_seqlens) zero_kernel<<<unsigned(p.multiprocessors), kThreads, 0, stream>>>(params);
   gates_kernel<<<unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32)), kThreads, 0, stream>>>(params);
   if (p.use_gate) gate_sum_kernel<<<unsigned(ceil_div(2 * p.HV, kWidth)), kThreads, 0, stream>>>(params);
   return check(cudaGetLastError());

@@ -2,27 +2,40 @@
 // sequence and value head: two warpgroups of states, which also make dk (forward_states.cuh), one of pairs of tokens,
 // which also makes dq, and single warps (forward_memory.cuh).
 #include "sm90/backward/forward_states.cuh"
+#include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
 namespace {
 using T = __nv_bfloat16;
 constexpr int kThreads = 512;
+constexpr int kLoadedAhead = 1;  // blocks of q k^T and k k^T, while the products that meet them are made
 constexpr int kSinglesRegisters = 32, kStateRegisters = 176, kPairRegisters = 128;
 
 // Sums over a warp's 16 rows of 16 columns, of which a lane has four for its row pair.
-GDN_DEVICE void column_sums(float a0, float a1, float a2, float a3, int lane, uint32_t to) {
+GDN_DEVICE void column_sums(const float (&a)[4], int lane, uint32_t to) {
   const bool high = lane & 16, middle = lane & 8;
-  const float x = (high ? a2 : a0) + __shfl_xor_sync(~0u, high ? a0 : a2, 16);
-  const float y = (high ? a3 : a1) + __shfl_xor_sync(~0u, high ? a1 : a3, 16);
+  const float x = (high ? a[2] : a[0]) + __shfl_xor_sync(~0u, high ? a[0] : a[2], 16);
+  const float y = (high ? a[3] : a[1]) + __shfl_xor_sync(~0u, high ? a[1] : a[3], 16);
   float z = (middle ? y : x) + __shfl_xor_sync(~0u, middle ? x : y, 8);
   z += __shfl_xor_sync(~0u, z, 4);
   if ((lane & 4) == 0) store_float(to + ((lane >> 4) * 8 + lane % 4 * 2 + (lane >> 3 & 1)) * 4, z);
 }
+// Over four lanes; lane % 2 says which row's sum a lane gets.
+GDN_DEVICE float row_pair_sum(float row0, float row1, int lane) {
+  const bool odd = lane & 1;
+  const float x = (odd ? row1 : row0) + __shfl_xor_sync(~0u, odd ? row0 : row1, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
 
 // dP and N of a chunk, over q k^T and k k^T in their tiles, and the sums of M. With P = do u^T and D = dx u^T,
 //     dP = scale 2^e P 2^(d_i - d_j)    N = -beta D 2^(d_i - d_j)    M = dP o q k^T + N o k k^T
-// strictly below the diagonal; own is the diagonal of scale 2^e P.
-GDN_DEVICE void make_pairs(WalkMemory& sm, float* parts, uint32_t it, int warp, float& own0, float& own1) {
+// strictly below the diagonal; own is the diagonal of scale 2^e P. What is summed later, when no other warpgroup waits
+// for it: the columns of M, the rows of M and of D o k k^T.
+struct LateSums {
+  float column[4][4];
+  float m[2], l[2];
+};
+GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, float& own1, LateSums& late) {
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
   const bool lead = lane == 0;
@@ -33,7 +46,6 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, float* parts, uint32_t it, int warp, 
   own0 = own1 = 0;
   wait_for(sm.do_full[stage], it / 2);
   wait_for(sm.dx_full, it);
-  wait_for(sm.k_full[stage], it / 2);
   wait_for(sm.u_full, it);
   {
     const Descriptor dO = k_major(shared_address(sm.dO[stage])), dx = k_major(shared_address(sm.dx));
@@ -56,6 +68,13 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, float* parts, uint32_t it, int warp, 
   const float f0 = gates.read[row0], f1 = gates.read[row0 + 8];
   const float beta0 = gates.beta[row0], beta1 = gates.beta[row0 + 8];
   wait_for(sm.pairs_full, it);
+  uint32_t qk[4][4], kk[4][4];
+  const auto load = [&](int b) {
+    ldmatrix_x4(lines.block_at(shared_address(sm.qk), warp, b), qk[b]);
+    ldmatrix_x4(lines.block_at(shared_address(sm.kk), warp, b), kk[b]);
+  };
+#pragma unroll
+  for (int b = 0; b < kLoadedAhead; ++b) load(b);
   wgmma_wait<0>();
   pin(P);
   pin(D);
@@ -76,10 +95,9 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, float* parts, uint32_t it, int warp, 
   float m0 = 0, m1 = 0, l0 = 0, l1 = 0;
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
-    uint32_t qk[4], kk[4], n4[4], p4[4];
-    float column[4];
-    ldmatrix_x4(lines.block_at(shared_address(sm.qk), warp, b), qk);
-    ldmatrix_x4(lines.block_at(shared_address(sm.kk), warp, b), kk);
+    uint32_t n4[4], p4[4];
+    float(&column)[4] = late.column[b];
+    if (b + kLoadedAhead < 4) load(b + kLoadedAhead);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = 8 * b + 2 * i, j = 16 * b + i / 2 * 8 + lane % 4 * 2, row = row0 + i % 2 * 8;
@@ -92,7 +110,7 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, float* parts, uint32_t it, int warp, 
       p4[i] = pack(T{}, below0 ? p0 : 0.f, below1 ? p1 : 0.f);
       const float d0 = below0 ? D[at] : 0.f, d1 = below1 ? D[at + 1] : 0.f;
       n4[i] = pack(T{}, -beta * d0, -beta * d1);
-      const float2 q2 = unpack(T{}, qk[i]), k2 = unpack(T{}, kk[i]), r = unpack(T{}, p4[i]);
+      const float2 q2 = unpack(T{}, qk[b][i]), k2 = unpack(T{}, kk[b][i]), r = unpack(T{}, p4[i]);
       const float l = d0 * k2.x, h = d1 * k2.y;
       const float M0 = r.x * q2.x - beta * l, M1 = r.y * q2.y - beta * h;
       (i % 2 ? l1 : l0) += l + h;
@@ -108,68 +126,89 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, float* parts, uint32_t it, int warp, 
     __syncwarp();
     stmatrix_x4(lines.block_at(shared_address(sm.qk), warp, b), p4);
     stmatrix_x4(lines.block_at(shared_address(sm.kk), warp, b), n4);
-    column_sums(column[0], column[1], column[2], column[3], lane, shared_address(sm.column[warp]) + 64 * b);
   }
 #pragma unroll
   for (int d = 1; d < 4; d *= 2) {
     own0 += __shfl_xor_sync(~0u, own0, d);
     own1 += __shfl_xor_sync(~0u, own1, d);
-    l0 += __shfl_xor_sync(~0u, l0, d);
-    l1 += __shfl_xor_sync(~0u, l1, d);
-    m0 += __shfl_xor_sync(~0u, m0, d);
-    m1 += __shfl_xor_sync(~0u, m1, d);
   }
   if (lane % 4 == 0) {
     store_float(shared_address(sm.own) + row0 * 4, own0);
     store_float(shared_address(sm.own) + row0 * 4 + 32, own1);
-    store_float(shared_address(sm.row) + row0 * 4, m0);
-    store_float(shared_address(sm.row) + row0 * 4 + 32, m1);
-    parts[kBetaPart * kChunk + row0] = l0;
-    parts[kBetaPart * kChunk + row0 + 8] = l1;
+  }
+  late.m[0] = m0, late.m[1] = m1, late.l[0] = l0, late.l[1] = l1;
+}
+
+GDN_DEVICE void end_sums(WalkMemory& sm, float* parts, int warp, const LateSums& late) {
+  const int lane = fresh_lane(), row = 16 * warp + lane / 4 + lane % 2 * 8;
+#pragma unroll
+  for (int b = 0; b < 4; ++b) column_sums(late.column[b], lane, shared_address(sm.column[warp]) + 64 * b);
+  const float m = row_pair_sum(late.m[0], late.m[1], lane), l = row_pair_sum(late.l[0], late.l[1], lane);
+  if (lane % 4 < 2) {
+    store_float(shared_address(sm.row) + row * 4, m);
+    parts[kBetaPart * kChunk + row] = l;
   }
 }
 
-// N + N^T in the place of N; row strip `warp`.
-GDN_DEVICE void add_transpose(WalkMemory& sm, int warp) {
-  const Lines lines(fresh_lane());
-  const uint32_t tile = shared_address(sm.kk);
-  uint32_t sum[16];
+// dq in shares, exchange.cuh: of kRank's channels of K to this block's tile of do, of the others to the other block.
+template <int kRank>
+GDN_DEVICE void share_query_gradient(const float (&acc)[64], float own0, float own1, WalkMemory& sm, uint32_t it,
+                                     int warp) {
+  const int lane = fresh_lane();
+  const Lines lines(lane);
+  const uint32_t stage = it % 2, line = share_line(warp, lane), k = shared_address(sm.k[stage]);
+  // Eight channels at `at` in acc: a row and the one eight below, two channels each.
+  const auto sums = [&](const uint32_t (&r)[4], int i, int at, const auto& give) {
+    const float2 t0 = unpack(T{}, r[i]), t1 = unpack(T{}, r[i + 1]);
+    give(acc[at] + own0 * t0.x, acc[at + 1] + own0 * t0.y, acc[at + 2] + own1 * t1.x, acc[at + 3] + own1 * t1.y);
+  };
+  const uint32_t own = shared_address(sm.dO[stage]) + line;
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
-    uint32_t r[4], mirrored[4];
-    ldmatrix_x4(lines.block_at(tile, warp, b), r);
-    ldmatrix_x4_trans(lines.block_at(tile, b, warp), mirrored);
-    const uint32_t transposed[4] = {mirrored[0], mirrored[2], mirrored[1], mirrored[3]};
+    uint32_t r[4];
+    ldmatrix_x4(lines.block_at(k + kRank * kTileBytes, warp, b), r);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 x = unpack(T{}, r[i]), y = unpack(T{}, transposed[i]);
-      sum[4 * b + i] = pack(T{}, x.x + y.x, x.y + y.y);
-    }
+    for (int i = 0; i < 4; i += 2)
+      sums(r, i, 32 * kRank + 8 * b + 2 * i, [&](float x0, float x1, float y0, float y1) {
+        store_float4(own + (2 * b + i / 2) * 2048, x0, x1, y0, y1);
+      });
   }
-  pin(sum);
-  named_barrier(1, 128);
+  const uint32_t to = address_in(shared_address(sm.S[0]), 1 - kRank) + line;
+  const uint32_t bar = address_in(shared_address(&sm.dq_landed), 1 - kRank);
+  wait_for(sm.landing_free, it);
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
-    const uint32_t r[4] = {sum[4 * b], sum[4 * b + 1], sum[4 * b + 2], sum[4 * b + 3]};
-    stmatrix_x4(lines.block_at(tile, warp, b), r);
+    uint32_t r[4];
+    ldmatrix_x4(lines.block_at(k + (1 - kRank) * kTileBytes, warp, b), r);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2)
+      sums(r, i, 32 * (1 - kRank) + 8 * b + 2 * i, [&](float x0, float x1, float y0, float y1) {
+        send_16(to + (2 * b + i / 2) * 2048, x0, x1, y0, y1, bar);
+      });
   }
-  fence_async_proxy();
   __syncwarp();
 }
 
+template <bool kExchange>
 GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
-  uint32_t it = 0;
-  ForwardWalk walk(params);
 #pragma unroll 1
-  for (bool more = walk.begin(); more; more = walk.next(), ++it) {
+  for (uint32_t it = 0;; ++it) {
     const uint32_t stage = it % 2;
-    float* const parts = params.scratch.parts + int64_t{walk.block()} * (kParts * kChunk);
+    wait_for(sm.k_full[stage], it / 2);
+    const int block = sm.chunk[stage].block;
+    if (block < 0) return;
+    float* const parts = params.scratch.parts + int64_t{block} * (kParts * kChunk);
     float own0, own1;
-    make_pairs(sm, parts, it, warp, own0, own1);
+    LateSums late;
+    make_pairs(sm, it, warp, own0, own1, late);
     const int lane = fresh_lane();
     const bool lead = lane == 0;
     const Lines lines(lane);
     const int row0 = 16 * warp + lane / 4;
+    fence_async_proxy();
+    __syncwarp();
+    mbarrier_arrive_if(shared_address(&sm.n_full), lead);
+    named_barrier(1, 128);  // dP is in its tile, and the sums of the chunk before have been read
     float acc[64];
     wait_for(sm.S_full, it);
     {
@@ -182,14 +221,11 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
                        columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048));
       wgmma_commit();
     }
-    fence_async_proxy();     // dP
-    named_barrier(1, 128);   // N and dP are in their tiles
-    add_transpose(sm, warp);
-    mbarrier_arrive_if(shared_address(&sm.n_full), lead);
-    wait_for(sm.q_full, it);
+    wait_for(sm.q_full, it);  // here, or the sums are dealt out between the products, which then wait for them
+    end_sums(sm, parts, warp, late);
     wgmma_wait<0>();
     pin(acc);
-    mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
+    give_state_back<kExchange>(sm, lead);
     {
       const float2 sums = row_sums<8>(acc, shared_address(sm.q), lines, warp);
       // By a lane that is not known before q has been read, state.cuh.
@@ -229,50 +265,68 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     // When all warps have arrived, the next chunk's sums replace these. As for q_read, the lane that arrives is not known
     // before the sums have been read.
     mbarrier_arrive_if(shared_address(&sm.pairs_empty), lane == (read == ~0u ? 1 : 0));
-    store_gradient<8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
+    if constexpr (!kExchange) {
+      store_gradient<8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
+    } else if (cluster_rank() == 0) {
+      share_query_gradient<0>(acc, own0, own1, sm, it, warp);
+    } else {
+      share_query_gradient<1>(acc, own0, own1, sm, it, warp);
+    }
     mbarrier_arrive_if(shared_address(&sm.dq_full[stage]), lead);
     mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
   }
 }
 
+template <bool kExchange>
 __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(WalkMemory) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
   WalkMemory& sm = *reinterpret_cast<WalkMemory*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
-  if (threadIdx.x == 0) init_barriers(sm);
+  if (threadIdx.x == 0) init_barriers<kExchange>(sm);
   __syncthreads();
+  if constexpr (kExchange) cluster_sync();  // the other block's barriers are there
   if (warpgroup == 0) {
     lower_registers<kSinglesRegisters>();
     if (warp == 0) {
       load_most(sm, params);
     } else if (warp == 1) {
-      load_and_store<2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dx);
+      if constexpr (kExchange)
+        load_and_add<2>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, sm.dq_landed,
+                        sm.S[0]);
+      else
+        load_and_store<2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dx);
     } else if (warp == 2) {
-      load_and_store<1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.ds);
+      if constexpr (kExchange)
+        load_and_add<1>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, sm.dk_landed,
+                        sm.S[1]);
+      else
+        load_and_store<1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.ds);
     } else {
       values(sm, params);
     }
   } else if (warpgroup <= 2) {
     raise_registers<kStateRegisters>();
-    states(sm, params, warpgroup - 1, warp % 4);
+    states<kExchange>(sm, params, warpgroup - 1, warp % 4);
   } else {
     raise_registers<kPairRegisters>();
-    pairs(sm, params, warp % 4);
+    pairs<kExchange>(sm, params, warp % 4);
+  }
+  if constexpr (kExchange) {  // a block's shared memory is there until the other has written and arrived
+    __syncwarp();
+    cluster_sync();
   }
 }
 }  // namespace
 
 const char* run_walk_forward(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
-  constexpr int kBytes = sizeof(WalkMemory);
-  if (const char* error = check(
-          cudaFuncSetAttribute(walk_forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
-    return error;
   params.tiles = (params.segment > 0 ? params.segments : p.N) * p.HV;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
-  walk_forward_kernel<<<blocks, kThreads, kBytes, stream>>>(params);
-  return check(cudaGetLastError());
+  constexpr int kBytes = sizeof(WalkMemory);
+  if (params.exchange)
+    return launch_blocks(&walk_forward_kernel<true>, params, blocks & ~1u, kThreads, kBytes, 2, false, stream);
+  return launch_blocks(&walk_forward_kernel<false>, params, blocks, kThreads, kBytes, 1, false, stream);
 }
 
 }  // namespace gdn::sm90::backward

@@ -1,6 +1,7 @@
 // The state alone, from a sequence's first chunk to where its last segment begins: what the segments of the walk
 // forward start from. A block has 64 channels of V.
 #include "sm90/backward/state_step.cuh"
+#include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
 namespace {
@@ -62,10 +63,13 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
       const auto& stage = sm.stages[s];
       const uint32_t k_tile = shared_address(stage.k);
       uint32_t u[16];
-      wait_for(sm.full[s], it / kStages);
-      make_u(
-          S, u, sm.gates[s], k_tile, shared_address(stage.v[0]), shared_address(stage.t), warp, lane, [] {},
-          [](bool) {}, [] {}, [] {});
+      const auto there = [&] { wait_for(sm.full[s], it / kStages); };
+      there();
+      make_u<4>(
+          S, u, sm.gates[s], k_tile, shared_address(stage.v[0]), shared_address(stage.t), warp, lane,
+          // All is there; but the compiler deals c v out between the products, or sinks it behind them, and moves nothing
+          // across the wait of a barrier.
+          there, [](bool) {}, there, [] {});
       update_state(S, u, sm.gates[s], k_tile);
       wgmma_wait<0>();
       pin(S);
@@ -108,23 +112,9 @@ __global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_c
 
 const char* run_walk_states(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
-  constexpr int kBytes = sizeof(Memory);
-  if (const char* error = check(
-          cudaFuncSetAttribute(walk_states_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
-    return error;
   params.tiles = p.N * p.HV * kTileParts;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
-  cudaLaunchAttribute beside = {};
-  beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  beside.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = &beside;
-  config.numAttrs = 1;
-  return check(cudaLaunchKernelEx(&config, walk_states_kernel, params));
+  return launch_blocks(&walk_states_kernel, params, blocks, kThreads, sizeof(Memory), 1, true, stream);
 }
 
 }  // namespace gdn::sm90::backward

@@ -107,6 +107,10 @@ inline uint32_t bfi_b32(uint32_t a, uint32_t b, uint32_t at, uint32_t length) {
   const uint32_t mask = length < 32 ? ((1u << length) - 1) << at : ~0u << at;
   return (b & ~mask) | (a << at & mask);
 }
+inline uint64_t bfi_b64(uint64_t a, uint64_t b, uint32_t at, uint32_t length) {
+  const uint64_t mask = length < 64 ? ((uint64_t{1} << length) - 1) << at : ~uint64_t{0} << at;
+  return (b & ~mask) | (a << at & mask);
+}
 inline uint32_t prmt_b32(uint32_t a, uint32_t b, uint32_t how) {
   const uint64_t both = uint64_t(b) << 32 | a;
   uint32_t out = 0;
@@ -207,6 +211,7 @@ inline uint64_t selp_s64(uint64_t a, uint64_t b, bool p) { return p ? a : b; }
 inline uint64_t cvt_s64_s32(uint32_t a) { return uint64_t(int64_t(int32_t(a))); }
 inline uint64_t cvt_u64_u32(uint32_t a) { return a; }
 inline uint32_t cvt_u32_u64(uint64_t a) { return uint32_t(a); }
+inline uint32_t cvt_s32_s8(uint32_t a) { return uint32_t(int32_t(int8_t(a))); }
 inline uint32_t cvt_s32_s16(uint16_t a) { return uint32_t(int32_t(int16_t(a))); }
 inline uint32_t cvt_u32_u16(uint16_t a) { return a; }
 inline uint16_t cvt_u16_u32(uint32_t a) { return uint16_t(a); }

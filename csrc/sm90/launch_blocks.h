@@ -1,0 +1,34 @@
+// The launch of a kernel of one argument.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "sm90/heads.h"
+
+namespace gdn::sm90 {
+
+// beside: with the kernel launched before it, once all blocks of that one have let it, or ended.
+template <class Params>
+const char* launch_blocks(void (*kernel)(Params), const Params& params, int64_t blocks, int threads, int bytes,
+                          int cluster, bool beside, cudaStream_t stream) {
+  if (const char* error = check(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))
+    return error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = unsigned(blocks);
+  config.blockDim = unsigned(threads);
+  config.dynamicSmemBytes = size_t(bytes);
+  config.stream = stream;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  const auto add = [&](cudaLaunchAttributeID id) -> cudaLaunchAttributeValue& {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = id;
+    return attribute.val;
+  };
+  if (cluster > 1) add(cudaLaunchAttributeClusterDimension).clusterDim = {unsigned(cluster), 1, 1};
+  if (beside)
+    add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
+  return check(cudaLaunchKernelEx(&config, kernel, params));
+}
+
+}  // namespace gdn::sm90
