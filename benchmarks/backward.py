@@ -62,12 +62,20 @@ def packed(H: int, HV: int, K: int, V: int, *seqlens: int) -> Case:
     )  # fmt: skip
 
 
+def in_dtype(case: Case, dtype: str) -> Case:
+    """The same with q, k and v in another dtype, which its name says."""
+    if getattr(torch, dtype) == case.dtype:
+        return case
+    return replace(case, name=f"{case.name} {dtype}", dtype=getattr(torch, dtype))
+
+
 # Short enough for float64 autograd.
 ERROR_CASES = (
     packed(2, 4, 128, 128, 700, 1, 64, 331),
     packed(4, 8, 128, 128, 2048),
     packed(2, 2, 256, 512, 700, 1, 64, 331),
     packed(2, 4, 64, 64, 700, 1, 64, 331),
+    packed(2, 2, 96, 192, 700, 1, 64, 331),
 )
 TIME_CASES = (
     packed(16, 32, 128, 128, 8192),
@@ -80,6 +88,9 @@ TIME_CASES = (
     packed(4, 8, 128, 128, 32768),
     packed(4, 8, 128, 128, 8192, 8192, 8192, 8192),
     packed(8, 8, 256, 512, 2048, 2048, 2048, 2048),
+    packed(16, 16, 96, 192, 8192, 8192, 8192, 8192),
+    packed(8, 8, 128, 256, 8192, 8192, 8192, 8192),
+    packed(16, 16, 64, 64, 8192, 8192, 8192, 8192),
 )
 
 
@@ -288,6 +299,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=8, help="of the inputs, for errors")
     parser.add_argument("--rounds", type=int, default=20)
     add_gates_option(parser)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--jsonl", type=Path, help="also append a record a case to this file")
     parser.add_argument("--commit", help="what the records say was measured (default: git's)")
     options = parser.parse_args()
@@ -308,7 +320,10 @@ def main() -> None:
     records = []
     jobs = []
     for gates in options.gates:
-        error_cases, time_cases = (with_gates(x, gates) for x in (ERROR_CASES, TIME_CASES))
+        error_cases, time_cases = (
+            with_gates([in_dtype(x, options.dtype) for x in cases], gates)
+            for cases in (ERROR_CASES, TIME_CASES)
+        )
         jobs += [partial(measure_errors, case, draws=options.draws) for case in error_cases]
         jobs += [partial(measure_times, case, rounds=options.rounds) for case in time_cases]
     for job in jobs:

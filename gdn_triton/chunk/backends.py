@@ -11,9 +11,8 @@ from gdn_triton._host.backends import (
     Operator,
     load_nothing,
     reference_supports,
-    states_refusal,
-    triton_limits,
 )
+from gdn_triton.chunk.limits import triton_supports, why_triton_gradients
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.fast import support as fast_support
 
@@ -28,15 +27,6 @@ class Forward(Protocol):
     def __call__(
         self, problem: Problem, x: Inputs, pool: Pool | None = None
     ) -> tuple[Tensor, Tensor | None]: ...
-
-
-def triton_supports(problem: Problem) -> str | None:
-    """A sentence why the Triton kernels cannot run this problem, or None."""
-    p = problem
-    if p.unreadable is not None:
-        return p.unreadable
-    refusal = triton_limits((p.q_dtype, p.k_dtype, p.v_dtype), p.device.type, p.HV, p.K, p.V)
-    return refusal or (None if p.pool_dtype is None else states_refusal(p.pool_dtype))
 
 
 def cuda_supports(problem: Problem) -> str | None:
@@ -61,10 +51,10 @@ def chunk_gradients(problem: Problem, name: str) -> str | None:
     are wanted, or where they are the backend's by its name."""
     if not problem.needs_grad or name != "cuda":
         return None
-    own = fast_support.backward_supports(problem)
-    if own is None:
+    why = why_triton_gradients(problem)
+    if why is None:
         return "The gradients are by the CUDA library's backward."
-    return f"The gradients are by the Triton backward. {own}"
+    return f"The gradients are by the Triton backward. {why}"
 
 
 def sharded_cuda_supports(problem: Problem) -> str | None:

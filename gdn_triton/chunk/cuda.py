@@ -5,14 +5,14 @@ from torch import Tensor
 
 from gdn_triton._host.memory import count_writes
 from gdn_triton.chunk.autograd import Find, differentiable
+from gdn_triton.chunk.limits import why_triton_gradients
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.fast import chunk as fast_chunk
-from gdn_triton.fast import support as fast_support
 
 
 def gradients_of(problem: Problem) -> Find:
-    """The backward that serves a problem whose forward the library serves."""
-    if fast_support.backward_supports(problem) is None:
+    """The backward of a problem whose forward the library serves."""
+    if why_triton_gradients(problem) is None:
         return fast_chunk.gradients
     # Only this needs Triton.
     from gdn_triton.chunk.triton.backward import gradients

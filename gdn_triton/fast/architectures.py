@@ -19,9 +19,10 @@ class Architecture(NamedTuple):
     max_tokens: int  # T is less
     dtypes: tuple[torch.dtype, ...]  # of q, k and v
     pool_dtypes: tuple[torch.dtype, ...]  # of the states of a pool
-    backward_channels: int  # the backward takes this K and this V alone,
-    backward_dtype: torch.dtype  # in this dtype
-    backward_max_chunks: int  # (B * T / chunk_size + N) * HV is less
+    backward_max_K: int
+    backward_V: int  # a value head has ceil(V / backward_V) slices
+    backward_timed: tuple[int, int, torch.dtype]  # K, V and dtype: others are Triton's under auto
+    backward_max_chunks: int  # (B * T / chunk_size + N) * HV, times the slices, is less
 
 
 # By the compute capability of a GPU.
@@ -34,8 +35,9 @@ ARCHITECTURES = {
         max_tokens=2**31,  # TMA's coordinates, and the kernels' token numbers, are 32-bit
         dtypes=(torch.bfloat16, torch.float16),
         pool_dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        backward_channels=128,
-        backward_dtype=torch.bfloat16,
+        backward_max_K=128,
+        backward_V=128,
+        backward_timed=(128, 128, torch.bfloat16),
         backward_max_chunks=2**28,  # blocks of scratch memory have 32-bit numbers
     ),
 }

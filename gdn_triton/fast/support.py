@@ -51,18 +51,29 @@ def backward_supports(problem: Problem) -> str | None:
     """A sentence why the CUDA library does not make the gradients of this problem, or None. For a
     problem whose forward it serves: where it does not, the Triton backward does."""
     p, limits = problem, fast.architecture_on(problem.device.index)
-    if not p.K == p.V == limits.backward_channels or p.q_dtype is not limits.backward_dtype:
-        return (
-            f"The CUDA backward takes K = V = {limits.backward_channels} in "
-            f"{_name(limits.backward_dtype)}; K is {p.K}, V is {p.V}, in {_name(p.q_dtype)}."
-        )
-    chunks = (p.B * p.T // limits.chunk_size + p.N) * p.HV
+    if p.K > limits.backward_max_K:
+        return f"The CUDA backward takes K up to {limits.backward_max_K}; K is {p.K}."
+    slices = p.HV * -(-p.V // limits.backward_V)
+    chunks = (p.B * p.T // limits.chunk_size + p.N) * slices
     if chunks >= limits.backward_max_chunks:
         return (
-            f"The CUDA backward takes less than {limits.backward_max_chunks} chunks of value "
-            f"heads: (B * T / {limits.chunk_size} + N) * HV is {chunks}."
+            f"The CUDA backward takes less than {limits.backward_max_chunks} chunks of slices: "
+            f"(B * T / {limits.chunk_size} + N) * HV * ceil(V / {limits.backward_V}) is {chunks}."
         )
     return None
+
+
+def backward_untimed(problem: Problem) -> str | None:
+    """A sentence why `GDN_BACKEND=auto` leaves the gradients of a problem that `backward_supports`
+    takes to Triton, or None."""
+    p, limits = problem, fast.architecture_on(problem.device.index)
+    if (p.K, p.V, p.q_dtype) == limits.backward_timed:
+        return None
+    K, V, dtype = limits.backward_timed
+    return (
+        f"Of the CUDA backward's sizes and dtypes K = {K}, V = {V} in {_name(dtype)} alone was run "
+        "and timed on a GPU; GDN_BACKEND=cuda takes it for this call too."
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -147,18 +147,23 @@ def test_limits_are_those_of_the_gpu(
 
 def test_limits_of_the_backward_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     other = ARCHITECTURES[9, 0]._replace(
-        backward_channels=64, backward_dtype=torch.float16, backward_max_chunks=7, chunk_size=32
+        backward_max_K=64, backward_V=32, backward_max_chunks=7, chunk_size=32
     )
     monkeypatch.setattr(fast, "architecture_on", {0: ARCHITECTURES[9, 0], 1: other}.__getitem__)
     assert support.backward_supports(on(0)) is None
-    assert support.backward_supports(on(1)) == (
-        "The CUDA backward takes K = V = 64 in float16; K is 128, V is 128, in bfloat16."
-    )
-    small = on(1, K=64, V=64, T=31, HV=7, B=1, N=1, dtype=torch.float16)
+    assert support.backward_supports(on(1)) == "The CUDA backward takes K up to 64; K is 128."
+    small = on(1, K=64, V=64, T=31, HV=4, B=1, N=1)
     assert support.backward_supports(small) == (
-        "The CUDA backward takes less than 7 chunks of value heads: (B * T / 32 + N) * HV is 7."
+        "The CUDA backward takes less than 7 chunks of slices: "
+        "(B * T / 32 + N) * HV * ceil(V / 32) is 8."
     )
-    assert support.backward_supports(dataclasses.replace(small, HV=6)) is None
+    for changes in ({"HV": 3}, {"V": 32}):
+        assert support.backward_supports(dataclasses.replace(small, **changes)) is None
+    assert support.backward_untimed(on(0)) is None
+    assert support.backward_untimed(on(0, K=96)) == (
+        "Of the CUDA backward's sizes and dtypes K = 128, V = 128 in bfloat16 alone was run and "
+        "timed on a GPU; GDN_BACKEND=cuda takes it for this call too."
+    )
 
 
 def test_row_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,10 @@ WITHOUT_RACES = {
     "no-wait": "a wrong number",
     "overwritten": "an operand changed before the product was waited for",
 }
-CASES = "forward-.*-bfloat16|backward-(heads|alone|empties|options|gates-(model|closed))"
+CASES = (
+    "forward-.*-bfloat16|backward-(heads|alone|empties|options-(128-128-bfloat16|96-192-float16)|"
+    "gates-(model|closed))"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +83,9 @@ def test_faults_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1800)  # two minutes of two cores, which may be busy with other tests
 def test_kernels(tmp_path: Path) -> None:
-    """Forward and backward at K = V = 128, in bf16, whole and in segments: within their budgets,
-    with an end, and with no access that races."""
-    build(tmp_path, heads="^heads_128_exact$")
+    """The forward in bf16 at K = V = 128, the backward in both dtypes and with a slice and a half,
+    whole and in segments: within their budgets, with an end, and with no access that races."""
+    build(tmp_path, heads="^heads_128(_exact)?$")
     command = [sys.executable, "-m", "emulator.run", "--folder", str(tmp_path)]
     done = subprocess.run(
         [*command, "--races", "--select", CASES],
@@ -94,7 +97,7 @@ def test_kernels(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count(", ok\n") == 10, done.stdout
+    assert done.stdout.count(", ok\n") == 13, done.stdout
 
 
 def test_unknown_instructions_are_refused() -> None:

@@ -1,5 +1,5 @@
-"""The CUDA library's backward: which calls it serves and who says so, its host code, and, on a
-Hopper GPU, its numbers: against float64 autograd of the specification, and bits."""
+"""The CUDA library's backward on a Hopper GPU: its numbers, against float64 autograd of the
+specification, its bits, and the operator's checks."""
 
 import itertools
 import shutil
@@ -21,186 +21,13 @@ from backward_cases import (
     make_task,
     run_op,
 )
-from fast_cases import EDGES, ROOT, fast_case, gpu, output, problem
+from fast_backward_cases import ARGUMENTS, random_task
+from fast_cases import EDGES, ROOT, fast_case, gpu, output
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
 from torch import Tensor
 
-import gdn_triton
-from gdn_triton import fast
-from gdn_triton._host import backends
-from gdn_triton.chunk import backends as chunk_backends
-from gdn_triton.chunk.backends import CHUNK
-from gdn_triton.chunk.problem import Inputs
 from gdn_triton.chunk.triton import backward as triton_backward
-from gdn_triton.fast import chunk, support
-from gdn_triton.fast.architectures import ARCHITECTURES
-
-# ----------------------------------------------------------------------------- what it serves
-
-TRAINED: dict[str, Any] = {"needs_grad": True, "T": 8192, "H": 16, "HV": 32}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"B": 1, "N": 9, "is_varlen": True},
-        {"H": 3, "HV": 24},
-        {"state_v_first": True, "has_initial_state": False, "use_gate": True},
-        {"T": 1, "B": 1, "N": 1, "H": 1, "HV": 1},
-        {"T": 0},
-        {"B": 1, "N": 0, "is_varlen": True},
-    ],
-)
-def test_takes(changes: dict[str, Any], hopper: None) -> None:
-    assert support.backward_supports(problem(**{**TRAINED, **changes})) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"K": 64}, "K = V = 128 in bfloat16; K is 64, V is 128"),
-        ({"V": 256}, "V is 256, in bfloat16"),
-        ({"dtype": FP16}, "V is 128, in float16"),
-        ({"T": 2**31 - 1, "H": 64, "HV": 64}, "less than 268435456 chunks"),
-    ],
-)
-def test_leaves_to_triton(changes: dict[str, Any], words: str, hopper: None) -> None:
-    reason = support.backward_supports(problem(**{**TRAINED, **changes}))
-    assert reason is not None and words in reason and reason.endswith(".")
-
-
-def test_explained(
-    hopper: None,
-    no_interpreter: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Who makes the gradients is said where a call has some, and where it is not the name's own."""
-    monkeypatch.setattr(backends, "_triton_missing", lambda: None)
-    monkeypatch.setenv("GDN_BACKEND", "auto")
-    own = CHUNK.explain(problem(**TRAINED))
-    assert own.chosen == "cuda"
-    assert own.gradients == "The gradients are by the CUDA library's backward."
-    assert str(own).endswith("\n  The gradients are by the CUDA library's backward.")
-    other = CHUNK.explain(problem(**{**TRAINED, "K": 64}))
-    assert other.chosen == "cuda" and other.gradients is not None
-    assert other.gradients.startswith("The gradients are by the Triton backward. The CUDA backward")
-    assert CHUNK.explain(problem()).gradients is None
-    monkeypatch.setenv("GDN_BACKEND", "triton")
-    assert CHUNK.explain(problem(**TRAINED)).gradients is None
-
-
-def test_needs_no_triton(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_triton_missing", lambda: "No Triton here.")
-    assert chunk_backends.cuda_supports(problem(**TRAINED)) is None
-    reason = chunk_backends.cuda_supports(problem(**{**TRAINED, "K": 64}))
-    assert reason is not None and "No Triton here." in reason
-
-
-# -------------------------------------------------------------------------------- the host code
-
-ARGUMENTS = (
-    *("do", "dht", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"),
-    *("scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval"),
-    *("dq", "dk", "dv", "dg", "dbeta", "dh0", "gate_sums", "workspace"),
-)
-WRITTEN = ARGUMENTS[16:23]
-
-
-class Noted:
-    """In the place of both operators: notes a backward's arguments, and fills what it writes with
-    numbers of their own."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def named(self, name: str) -> Callable[..., None]:
-        return self.backward if name == "chunk_backward" else self.forward
-
-    def forward(self, *arguments: Any) -> None:
-        for y in arguments[-3:-1]:
-            if y is not None:
-                y.zero_()
-
-    def backward(self, *arguments: Any) -> None:
-        passed = dict(zip(ARGUMENTS, arguments, strict=True))
-        self.calls.append(passed)
-        for number, name in enumerate(WRITTEN):
-            if passed[name] is not None:
-                passed[name].fill_(number + 1)
-
-
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
-    """The library, by decree there and able."""
-    found = Noted()
-    monkeypatch.setattr(chunk, "_operator", found.named)
-    monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: 1)
-    monkeypatch.setattr(chunk, "backward_floats", lambda *sizes: sum(map(int, sizes[1:])))
-    monkeypatch.setattr(support, "supports", lambda problem: None)
-    monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
-    monkeypatch.setenv("GDN_BACKEND", "cuda")
-    return found
-
-
-SMALL = Case("small", "", T=70, B=2, H=1, HV=2, K=128, V=128, chunk_size=64, spare=8)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_gradients_are_the_operators(compiled: bool, noted: Noted) -> None:
-    """In the shapes, dtypes and places of the inputs; views go in as they are."""
-    x = make_inputs(SMALL, BF16, "cpu", raw=True)
-    given = {n: y.detach().requires_grad_() for n, y in zip(NAMES, x.tensors, strict=False)}
-    given["g"] = x.g.to(BF16).requires_grad_()
-    given["initial_state"] = x.initial_state.to(BF16).requires_grad_()
-    given["A_log"] = torch.zeros(2).requires_grad_()
-    given["dt_bias"] = torch.zeros(2, dtype=BF16).requires_grad_()
-    op: Callable[..., Any] = gdn_triton.chunk_gated_delta_rule
-    by = torch.compile(op, fullgraph=True, backend="aot_eager") if compiled else op
-    o, state = by(
-        **given, output_final_state=True, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True
-    )
-    found = torch.autograd.grad([o, state], list(given.values()), [o + 1, state + 1])
-    (passed,) = noted.calls
-    for number, (y, dy) in enumerate(zip(given.values(), found, strict=True)):
-        assert dy.shape == y.shape and dy.dtype == y.dtype
-        assert (dy == min(number + 1, 7)).all()
-    assert passed["dg"].dtype == BF16 and passed["dbeta"].dtype == FP32
-    assert passed["dh0"].shape == passed["initial_state"].shape and passed["dh0"].dtype == FP32
-    assert passed["gate_sums"].shape == (2, 2)
-    assert passed["use_qk_l2norm"] is True and passed["use_beta_sigmoid"] is False
-    for name in ("q", "k", "v"):
-        assert passed[name].data_ptr() == given[name].data_ptr()
-    sizes = 2 + 70 + 1 + 2 + 128 + 128 + 2
-    assert passed["workspace"].numel() == sizes + True + False + True
-
-
-def test_only_what_is_there(noted: Noted) -> None:
-    """Without a state and a gate there is no gradient of either; one of the state alone leaves that
-    of o zero."""
-    x = make_inputs(SMALL, BF16, "cpu")
-    v = x.v.detach().requires_grad_()
-    _, state = gdn_triton.chunk_gated_delta_rule(
-        *(x.q, x.k, v, x.g, x.beta), output_final_state=True
-    )
-    torch.autograd.grad(state.sum(), v)
-    (passed,) = noted.calls
-    assert passed["dh0"] is passed["gate_sums"] is passed["initial_state"] is None
-    assert not passed["do"].any() and (passed["dht"] == 1).all()
-
-
-@pytest.mark.parametrize("with_dht", [True, False])
-def test_nothing_to_walk(with_dht: bool, noted: Noted) -> None:
-    """Without a token no kernel runs: the state's gradient passes through."""
-    case = replace(SMALL, T=0)
-    p = problem(device=torch.device("cpu"), needs_grad=True, T=0, H=1, HV=2)
-    x = make_inputs(case, BF16, "cpu")
-    dht = torch.randn(2, 2, 128, 128) if with_dht else None
-    inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, x.initial_state)
-    found = chunk.gradients(p, inputs, None, dht, store_dh0=True)
-    assert not noted.calls and found.q.shape == x.q.shape and found.initial_state is not None
-    assert torch.equal(found.initial_state, torch.zeros(2, 2, 128, 128) if dht is None else dht)
-
+from gdn_triton.fast import chunk
 
 # --------------------------------------------------------------------------- numbers, on a Hopper
 
@@ -249,6 +76,37 @@ def test_gates(sizes: dict[str, int], strength: str, seed: int, own: str) -> Non
     x = make_inputs(case, BF16, own, seed=seed)
     x = x.but(g=STRENGTHS[strength](x.g))
     check_task(make_task(case, BF16, own, Options(), x), BF16, own)
+
+
+# One and two slices of V, whole and in part; fewer channels than a tile has, and more.
+SIZES = [(128, 128), (96, 192), (40, 24), (128, 72), (64, 256), (8, 328)]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("K", "V"), SIZES)
+@pytest.mark.parametrize("name", ["none", "all"])
+def test_sizes(name: str, K: int, V: int, dtype: torch.dtype, own: str) -> None:
+    check_task(make_task(replace(RAGGED, K=K, V=V), dtype, own, OPTIONS[name]), dtype, own)
+    segments = fast_case("segments", "", T=2500, H=1, HV=2, K=K, V=V)
+    check_task(make_task(segments, dtype, own, OPTIONS[name]), dtype, own)
+
+
+@gpu
+@pytest.mark.parametrize("number", range(60))
+def test_random(number: int, own: str) -> None:
+    task, dtype = random_task(number, own, longest=130 if number % 2 else 2500)
+    check_task(task, dtype, own)
+
+
+@gpu
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("sizes", [{"T": 450, "B": 2}, {"T": 200, "B": 5, "HV": 16}], ids=str)
+def test_gates_in_float16(sizes: dict[str, int], strength: str, own: str) -> None:
+    case = fast_case("gates", "", **sizes)
+    x = make_inputs(case, FP16, own)
+    x = x.but(g=STRENGTHS[strength](x.g))
+    check_task(make_task(case, FP16, own, Options(), x), FP16, own)
 
 
 OPTIONS = {
@@ -312,6 +170,7 @@ def test_one_result_of_many_runs(name: str, own: str) -> None:
 def test_a_sequence_alone(own: str) -> None:
     """Whole in the batch, in segments alone; whole or not by the longest of three."""
     check_alone(LARGE, BF16, own)
+    check_alone(replace(LARGE, K=96, V=192), FP16, own)
     for HV, lengths in ((64, LARGE.lengths), (32, (1500, 1400, 1400)), (32, (3000, 1000, 300))):
         check_alone(replace(LARGE, H=16, HV=HV, lengths=lengths), BF16, own)
 

@@ -61,7 +61,7 @@ def sevens(operator: Operator, monkeypatch: pytest.MonkeyPatch, device: str) -> 
     return noted
 
 
-TRAINED = Case("trained", "", lengths=(70, 0, 5), orphans=3, K=16, V=24, chunk_size=64)
+TRAINED = Case("trained", "", lengths=(70, 0, 5), orphans=3, K=136, V=24, chunk_size=64)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

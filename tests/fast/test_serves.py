@@ -76,7 +76,7 @@ def test_refuses_where_it_cannot_run(hopper: None, monkeypatch: pytest.MonkeyPat
 def test_gradients_are_served_where_triton_serves_them(
     hopper: None, no_interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = problem(needs_grad=True, K=64)
+    trained = problem(needs_grad=True, K=136)
     monkeypatch.setattr(backend, "_triton_missing", lambda: None)
     assert chunk_backends.cuda_supports(trained) is None
     monkeypatch.setattr(backend, "_triton_missing", lambda: "No Triton here.")

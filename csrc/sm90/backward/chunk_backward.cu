@@ -34,6 +34,8 @@ class Parts {
   int64_t used_ = 0;
 };
 
+int64_t slices_of(const ChunkForward& p) { return p.HV * ceil_div(p.V, kChannels); }
+
 // The walk forward in segments of `length` chunks; 0: whole sequences.
 struct Segments {
   int length;
@@ -41,6 +43,7 @@ struct Segments {
   int whole_up_to;          // chunks: where no sequence has more, the device takes whole ones all the same
 };
 Segments segments_of(const ChunkForward& p) {
+  const double slices = double(slices_of(p));
   // Microseconds of a chunk with its gradients; of a tile's start and end; of a chunk of the state alone, where the
   // walk back beside it leaves multiprocessors free, and where it does not; and of its launch.
   constexpr double kGradients = 6.5, kTile = 5, kState = 0.5, kFullState = 4.4, kLaunch = 8;
@@ -50,17 +53,17 @@ Segments segments_of(const ChunkForward& p) {
   const double chunks = double(ceil_div(p.T, kChunk)), each = p.multiprocessors;
   // What every multiprocessor has of all chunks. The host does not know the lengths of packed sequences: segments are
   // chosen for a longest one that has half of all, and the device takes whole sequences where none is that long.
-  const double share = double(p.B) * chunks * p.HV / each, longest = guess ? chunks / 2 : chunks;
+  const double share = double(p.B) * chunks * slices / each, longest = guess ? chunks / 2 : chunks;
   const auto walk = [&](double tiles, double length) {
     const double turns = guess ? std::max(share / length, 1.) : std::ceil(tiles / each);
     return turns * (length * kGradients + kTile);
   };
   const double states = kLaunch + std::max(kState * longest, kFullState * share);
   Segments best = {0, 0, 0, 0};
-  double least = walk(double(p.N) * p.HV, longest);
+  double least = walk(double(p.N) * slices, longest);
   for (const int length : kLengths) {
     const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
-    const double time = states + walk(double(p.N) * double(of_batch) * p.HV, length);
+    const double time = states + walk(double(p.N) * double(of_batch) * slices, length);
     const int64_t count = p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch;
     if (time >= least || count * kMemory > slots_of(p)) continue;
     least = time;
@@ -71,12 +74,12 @@ Segments segments_of(const ChunkForward& p) {
 }
 
 int64_t lay_out(const ChunkForward& p, void* base, Scratch& x) {
-  const int64_t slots = slots_of(p), blocks = slots * p.HV, pair = kChunk * kChunk;
+  const int64_t slots = slots_of(p), blocks = slots * p.HV, slice_blocks = slots * slices_of(p), pair = kChunk * kChunk;
   Parts parts(base);
   if (p.use_qk_l2norm) {
     uint16_t *q, *k;
-    parts.take(q, p.B * p.T * p.H * kChannels);
-    parts.take(k, p.B * p.T * p.H * kChannels);
+    parts.take(q, p.B * p.T * p.H * p.K);
+    parts.take(k, p.B * p.T * p.H * p.K);
     x.q = q, x.k = k;
   }
   parts.take(x.gates, blocks);
@@ -85,21 +88,22 @@ int64_t lay_out(const ChunkForward& p, void* base, Scratch& x) {
   parts.take(x.t, blocks * pair);
   parts.take(x.qk, slots * p.H * pair);
   parts.take(x.kk, slots * p.H * pair);
-  parts.take(x.dx, blocks * kChunk * kChannels);
-  parts.take(x.ds, blocks * kChannels * kChannels);
-  parts.take(x.parts, blocks * kParts * kChunk);
-  parts.take(x.across, blocks * 8);
+  parts.take(x.dx, slice_blocks * kChunk * kChannels);
+  parts.take(x.ds, slice_blocks * kChannels * kChannels);
+  parts.take(x.parts, slice_blocks * kParts * kChunk);
+  parts.take(x.across, slice_blocks * 8);
   parts.take(x.gate_sums, slots * 2 * p.HV);
-  parts.take(x.starts, segments_of(p).count * p.HV * kChannels * kChannels);
+  parts.take(x.starts, segments_of(p).count * slices_of(p) * kChannels * kChannels);
   parts.take(x.segment, 1);
   return parts.used();
 }
 
 const char* unsupported(const ChunkForward& p) {
-  if (p.K != kChannels || p.V != kChannels) return "the Hopper backward needs K = V = 128";
-  if (p.dtype != Dtype::kBFloat16) return "the Hopper backward needs q, k, v in bfloat16";
+  if (p.K % 8 || p.V % 8 || p.K > kChannels) return "the Hopper backward needs K and V in multiples of 8, K up to 128";
+  if (p.dtype != Dtype::kBFloat16 && p.dtype != Dtype::kFloat16)
+    return "the Hopper backward needs q, k, v in bfloat16 or float16";
   if (p.T >= int64_t{1} << 31) return "the Hopper kernel needs T below 2^31";
-  if (slots_of(p) * p.HV >= int64_t{1} << 28) return "the Hopper backward needs fewer chunks and value heads";
+  if (slots_of(p) * slices_of(p) >= int64_t{1} << 28) return "the Hopper backward needs fewer chunks and value heads";
   return nullptr;
 }
 
@@ -108,16 +112,70 @@ const char* tiles_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t c
   return make_map(map, dtype, {data, rows * channels, channels, channels}, count, rows, 1, channels);
 }
 
+template <class Kind>
 const char* normalize(const ChunkForward& p, const Scratch& scratch, Rows& q, Rows& k, cudaStream_t stream) {
   constexpr int kLanes = kChannels / 8;
   const int64_t rows = p.B * p.T * p.H;
   const dim3 grid(unsigned(ceil_div(rows * kLanes, kNormThreads)), 2);
-  l2norm_kernel<__nv_bfloat16, kLanes, true><<<grid, kNormThreads, 0, stream>>>(
+  l2norm_kernel<typename Kind::T, kLanes, Kind::kExact><<<grid, kNormThreads, 0, stream>>>(
       q, k, static_cast<uint4*>(scratch.q), static_cast<uint4*>(scratch.k), rows, p.T, p.H, p.K);
   const int64_t row = int64_t{p.H} * p.K;
   q = {scratch.q, p.T * row, row, p.K};
   k = {scratch.k, p.T * row, row, p.K};
   return check(cudaGetLastError());
+}
+
+template <class Kind>
+const char* run(const ChunkBackward& problem, cudaStream_t stream) {
+  const ChunkForward& p = problem.forward;
+  Params params = {};
+  params.problem = problem;
+  lay_out(p, p.workspace, params.scratch);
+  params.slots = int(slots_of(p));
+  params.slots_of_batch = int(ceil_div(p.T, kChunk));
+  const Segments segments = segments_of(p);
+  params.segment = segments.length;
+  params.segments = int(segments.count);
+  params.whole_up_to = segments.whole_up_to;
+  params.segments_of_batch = int(segments.of_batch);
+  params.parts = int(ceil_div(p.V, kChannels));
+  params.slices = int(slices_of(p));
+  params.makes = kMakes && !walks_back_over_halves(params);
+  // With more value heads, or with the norm, a sum over what is left would follow: together they take longer. Of other
+  // kinds the warps that add would need more registers than there are.
+  params.exchange = kExchanges && Kind::kExact && p.HV / p.H == 2 && !p.use_qk_l2norm && p.multiprocessors > 1;
+  params.heads = Divisor::of(p.HV);
+  params.group = Divisor::of(p.HV / p.H);
+  params.by_slices = Divisor::of(params.slices);
+  params.by_parts = Divisor::of(params.parts);
+  const Scratch& x = params.scratch;
+  Rows q = p.q, k = p.k;
+  if (p.use_qk_l2norm)
+    if (const char* error = normalize<Kind>(p, x, q, k, stream)) return error;
+  const int64_t key_blocks = int64_t{params.slots} * p.H, blocks = int64_t{params.slots} * p.HV;
+  const int64_t slice_blocks = int64_t{params.slots} * params.slices;
+  const char* errors[] = {
+      make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K),
+      make_map(&params.k, p.dtype, k, p.B, p.T, p.H, p.K),
+      make_map(&params.v, p.dtype, p.v, p.B, p.T, p.HV, p.V),
+      make_map(&params.dO, p.dtype, problem.dO, p.B, p.T, p.HV, p.V),
+      make_map(&params.dv, p.dtype, {problem.dv, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V}, p.B, p.T, p.HV, p.V),
+      tiles_map(&params.t, p.dtype, x.t, blocks, kChunk, kChunk),
+      tiles_map(&params.qk, p.dtype, x.qk, key_blocks, kChunk, kChunk),
+      tiles_map(&params.kk, p.dtype, x.kk, key_blocks, kChunk, kChunk),
+      tiles_map(&params.dx, p.dtype, x.dx, slice_blocks, kChunk, kChannels),
+      tiles_map(&params.ds, p.dtype, x.ds, slice_blocks, kChannels, kChannels),
+  };
+  for (const char* error : errors)
+    if (error) return error;
+  if (const char* error = run_frames<Kind>(params, stream)) return error;
+  if (!params.makes || params.segment > 0)
+    if (const char* error = run_triangles<Kind>(params, stream)) return error;
+  if (const char* error = run_walk_back<Kind>(params, stream)) return error;
+  if (params.segment > 0)
+    if (const char* error = run_walk_states<Kind>(params, stream)) return error;
+  if (const char* error = run_walk_forward<Kind>(params, stream)) return error;
+  return run_sums<Kind>(params, stream);
 }
 }  // namespace
 
@@ -129,48 +187,9 @@ size_t chunk_backward_workspace(const ChunkForward& p) {
 const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   if (const char* reason = unsupported(p)) return reason;
-  Params params = {};
-  params.problem = problem;
-  lay_out(p, p.workspace, params.scratch);
-  params.slots = int(slots_of(p));
-  params.slots_of_batch = int(ceil_div(p.T, kChunk));
-  const Segments segments = segments_of(p);
-  params.segment = segments.length;
-  params.segments = int(segments.count);
-  params.whole_up_to = segments.whole_up_to;
-  params.segments_of_batch = int(segments.of_batch);
-  params.makes = kMakes && !walks_back_over_halves(p);
-  // With more value heads, or with the norm, a sum over what is left would follow: together they take longer.
-  params.exchange = kExchanges && p.HV / p.H == 2 && !p.use_qk_l2norm && p.multiprocessors > 1;
-  params.heads = Divisor::of(p.HV);
-  params.group = Divisor::of(p.HV / p.H);
-  const Scratch& x = params.scratch;
-  Rows q = p.q, k = p.k;
-  if (p.use_qk_l2norm)
-    if (const char* error = normalize(p, x, q, k, stream)) return error;
-  const int64_t key_blocks = int64_t{params.slots} * p.H, blocks = int64_t{params.slots} * p.HV;
-  const char* errors[] = {
-      make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K),
-      make_map(&params.k, p.dtype, k, p.B, p.T, p.H, p.K),
-      make_map(&params.v, p.dtype, p.v, p.B, p.T, p.HV, p.V),
-      make_map(&params.dO, p.dtype, problem.dO, p.B, p.T, p.HV, p.V),
-      make_map(&params.dv, p.dtype, {problem.dv, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V}, p.B, p.T, p.HV, p.V),
-      tiles_map(&params.t, p.dtype, x.t, blocks, kChunk, kChunk),
-      tiles_map(&params.qk, p.dtype, x.qk, key_blocks, kChunk, kChunk),
-      tiles_map(&params.kk, p.dtype, x.kk, key_blocks, kChunk, kChunk),
-      tiles_map(&params.dx, p.dtype, x.dx, blocks, kChunk, kChannels),
-      tiles_map(&params.ds, p.dtype, x.ds, blocks, kChannels, kChannels),
-  };
-  for (const char* error : errors)
-    if (error) return error;
-  if (const char* error = run_frames(params, stream)) return error;
-  if (!params.makes || params.segment > 0)
-    if (const char* error = run_triangles(params, stream)) return error;
-  if (const char* error = run_walk_back(params, stream)) return error;
-  if (params.segment > 0)
-    if (const char* error = run_walk_states(params, stream)) return error;
-  if (const char* error = run_walk_forward(params, stream)) return error;
-  return run_sums(params, stream);
+  if (p.dtype == Dtype::kFloat16) return run<Kind<__half, false>>(problem, stream);
+  if (p.K == kChannels && p.V == kChannels) return run<Kind<__nv_bfloat16, true>>(problem, stream);
+  return run<Kind<__nv_bfloat16, false>>(problem, stream);
 }
 
 }  // namespace gdn::sm90::backward

@@ -1,15 +1,23 @@
 // What the kernels of the backward share: where chunks lie, what they leave for each other, and the
 // factors of a chunk's tokens (frame.cuh has the symbols).
 //
-// A chunk has a *slot*, a number that follows from its sequence and place alone, and a chunk of a value
-// head a block of scratch memory at slot HV + hv. Tiles in scratch memory are whole: their rows past a
-// sequence's end are zero.
+// A chunk has a *slot*, a number that follows from its sequence and place alone. A *slice* is 128 channels of V of a
+// value head; its number is hv parts + part. A chunk of a slice has a block of scratch memory, at slot slices + slice.
+// Tiles in scratch memory are whole: their rows past a sequence's end are zero, and so are channels past K and V.
 #pragma once
 #include "sm90/gates.cuh"
 
 namespace gdn::sm90::backward {
 
-constexpr int kChannels = 128;  // of K and of V
+constexpr int kChannels = 128;  // that there is room for: all of K, and of V those of a slice
+
+// What a kernel is compiled for. kExact: K = V = 128, so that a slice is a value head. Else K is any multiple of 8 up
+// to 128, and V any multiple of 8.
+template <class Type, bool kExact_>
+struct Kind {
+  using T = Type;
+  static constexpr bool kExact = kExact_;
+};
 constexpr int kParts = 8;       // rows of Scratch::parts
 
 // Of a chunk and value head, made once for all kernels.
@@ -21,11 +29,11 @@ struct Gates {
   float c[kChunk];         // 2^-e
   int16_t power[kChunk];   // d
   float pre, post, end;    // as in GateVectors
-  int steep;
+  int steep;               // D, frame.cuh, which is below 0 there; 0: the chunk is mild
 };
 static_assert(sizeof(Gates) % 16 == 0, "copied in lines of 16 bytes");
 
-// A part of a token's gradients of its gate and beta, by chunk and value head.
+// A part of a token's gradients of its gate and beta, by chunk and slice.
 enum Part {
   kPairsPart,   // row sums less column sums of M
   kQueryPart,   // q (do S)
@@ -37,7 +45,7 @@ enum Part {
 static_assert(kValuePart + 1 == kParts);
 
 struct Scratch {
-  void* q;          // [B, T, H, 128], with the norm in the kernel: q and k over their norms
+  void* q;          // [B, T, H, K], with the norm in the kernel: q and k over their norms
   void* k;
   Gates* gates;     // [slots, HV]
   float* last;      // [slots, HV]: the chunk's log2 decay
@@ -45,14 +53,15 @@ struct Scratch {
   uint16_t* t;      // [slots, HV, 64, 64]: strict-lower (I + A)^-1
   uint16_t* qk;     // [slots, H, 64, 64]: lower q k^T
   uint16_t* kk;     // [slots, H, 64, 64]: lower k k^T
-  uint16_t* dx;     // [slots, HV, 64, 128], where dq of the value head replaces it
-  // [slots, HV, 128 of V, 128 of K]: the gradient of the state behind the chunk; dk replaces it. Before, where a chunk is
-  // steep, its lower q k^T, decayed, [64, 64] in a corner of each half of V: who walks back over a half reads it there.
+  uint16_t* dx;     // [slots, slices, 64, 128], where dq of the slice replaces it
+  // [slots, slices, 128 of V, 128 of K]: the gradient of the state behind the chunk; dk replaces it. Before, where a
+  // chunk is steep, its lower q k^T, decayed, [64, 64] in a corner of each half of V: who walks back over a half reads it
+  // there.
   uint16_t* ds;
-  float* parts;     // [slots, HV, kParts, 64]
-  float* across;    // [slots, HV, 8]: <S, dS> by warps
+  float* parts;     // [slots, slices, kParts, 64]
+  float* across;    // [slots, slices, 8]: <S, dS> by warps
   float* gate_sums; // [slots, 2, HV]
-  float* starts;    // [segments, HV, 128 of V, 128 of K]: the state that each segment but the first starts from
+  float* starts;    // [segments, slices, 128 of V, 128 of K]: the state that each segment but the first starts from
   int* segment;     // chunks of a segment, or kWholeSequences: what the device chose
 };
 
@@ -66,13 +75,28 @@ struct Params {
   int segment;                      // chunks; 0: whole sequences
   int whole_up_to;                  // whole sequences all the same where none has more chunks
   int segments, segments_of_batch;  // of all; of a batch entry, if padded
-  int tiles;                  // of the grid: (sequence or segment, value head, part of V)
+  int tiles;                  // of the grid: (sequence or segment, slice), or halves of slices
   bool makes;                 // the walk back makes T of whole sequences, q k^T and k k^T: makes_triangles_walking
   bool exchange;              // the walk forward adds dq and dk of a key head's two value heads, exchange.cuh
+  int parts, slices;          // of V, and HV times those
   Divisor heads, group;       // HV, and value heads of a key head
+  Divisor by_slices, by_parts;
 };
 
 constexpr int kWholeSequences = 1 << 30;
+
+// Whether tokens of a steep chunk may matter at its end and have d > D. Where not, what such a token gives to the state
+// is at most 2^-kSteepUnits of its u, and is added as it is.
+template <class T>
+constexpr bool kDecaysToEnd = Frame<T>::kSteepUnits == 0;
+
+// 2^e for a whole number e <= 127; 0 below the normal numbers.
+GDN_DEVICE float power_of_two_float(int e) { return __int_as_float(max(e + 127, 0) << 23); }
+// 2^(D - d) of tokens 2 i and 2 i + 1 of a steep chunk.
+GDN_DEVICE float2 end_factors(const Gates& gates, int i) {
+  const short2 d = reinterpret_cast<const short2*>(gates.power)[i];
+  return make_float2(power_of_two_float(gates.steep - d.x), power_of_two_float(gates.steep - d.y));
+}
 
 // Whether the walk back makes the triangles, as no kernel needs them before, or a kernel of their own.
 GDN_DEVICE bool makes_triangles_walking(const Params& params) {
@@ -125,20 +149,39 @@ GDN_DEVICE Place place_of(const Params& params, int slot) {
   return x;
 }
 
-// One sequence, value head and part of V.
+// One sequence and slice, or half of a slice.
+template <class Kind>
 struct BackTile {
-  int n, hv, h, batch, part, first, length, slot;  // part: of V, or of the sequence
+  int n, batch, part, first, length, slot;  // part: half of the slice, or part of the sequence
+  int slice, exact_h;
   GDN_DEVICE int chunks() const { return length > 0 ? (length + kChunk - 1) / kChunk : 0; }
+  // The slice's heads and its first channel of V. Not kept, as single warps have no registers for them.
+  GDN_DEVICE int hv(const Params& params) const { return Kind::kExact ? slice : params.by_parts.divide(slice); }
+  GDN_DEVICE int h(const Params& params) const { return Kind::kExact ? exact_h : params.group.divide(hv(params)); }
+  GDN_DEVICE int v(const Params& params) const {
+    return Kind::kExact ? 0 : (slice - hv(params) * params.parts) * kChannels;
+  }
 };
-template <int kTileParts>
-GDN_DEVICE BackTile back_tile(const Params& params, int index) {
+
+template <class Kind>
+GDN_DEVICE int slices_of(const Params& params) {
+  return Kind::kExact ? params.problem.forward.HV : params.slices;
+}
+// The sequence, or segment, of what is numbered by it and its slice.
+template <class Kind>
+GDN_DEVICE int divide_by_slices(const Params& params, int index) {
+  return Kind::kExact ? params.heads.divide(index) : params.by_slices.divide(index);
+}
+
+template <class Kind, int kTileParts>
+GDN_DEVICE BackTile<Kind> back_tile(const Params& params, int index) {
   const ChunkForward& p = params.problem.forward;
-  BackTile x;
+  BackTile<Kind> x;
   x.part = index % kTileParts;
   index /= kTileParts;
-  x.n = params.heads.divide(index);
-  x.hv = index - x.n * p.HV;
-  x.h = params.group.divide(x.hv);
+  x.n = divide_by_slices<Kind>(params, index);
+  x.slice = index - x.n * slices_of<Kind>(params);
+  if constexpr (Kind::kExact) x.exact_h = params.group.divide(x.slice);
   x.batch = p.cu_seqlens ? 0 : x.n;
   x.first = p.cu_seqlens ? int(sequence_bound(p, x.n)) : 0;
   x.length = sequence_length(p, x.n);
@@ -151,17 +194,18 @@ GDN_DEVICE int first_segment(const Params& params, int n) {
   if (!params.problem.forward.cu_seqlens) return n * params.segments_of_batch;
   return first_slot(params, n) / *params.scratch.segment + n;
 }
-GDN_DEVICE BackTile forward_tile(const Params& params, int index) {
-  if (params.segment == 0) return back_tile<1>(params, index);
+template <class Kind>
+GDN_DEVICE BackTile<Kind> forward_tile(const Params& params, int index) {
+  if (params.segment == 0) return back_tile<Kind, 1>(params, index);
   const ChunkForward& p = params.problem.forward;
-  const int segment = params.heads.divide(index);
+  const int segment = divide_by_slices<Kind>(params, index), slices = slices_of<Kind>(params);
   int n;
   if (p.cu_seqlens) {
     n = last_not_above(p.N, segment, [&](int n) { return int64_t{first_segment(params, n)}; });
   } else {
     n = segment / params.segments_of_batch;
   }
-  BackTile x = back_tile<1>(params, n * p.HV + index - segment * p.HV);
+  BackTile<Kind> x = back_tile<Kind, 1>(params, n * slices + index - segment * slices);
   x.part = segment - first_segment(params, n);
   const int chunks = *params.scratch.segment;
   if (chunks == kWholeSequences) {
@@ -215,24 +259,51 @@ struct Nothing {
   GDN_DEVICE void operator()(uint32_t) const {}
 };
 
-// A state [64 of V, 128 of K] of a warpgroup's registers, from and to strided memory.
-template <class From>
-GDN_DEVICE void load_state(float (&S)[64], const From* at, int64_t stride_k, int64_t stride_v, float factor) {
-#pragma unroll
-  for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
-    S[4 * j] = float(at[0]) * factor;
-    S[4 * j + 1] = float(at[stride_k]) * factor;
-    S[4 * j + 2] = float(at[8 * stride_v]) * factor;
-    S[4 * j + 3] = float(at[8 * stride_v + stride_k]) * factor;
+// What a state in memory has of the 64 channels of V and 128 of K of a warpgroup, by this warp's 16 channels of V.
+struct AllChannels {
+  GDN_DEVICE bool rows(int) const { return true; }
+  GDN_DEVICE bool columns(int) const { return true; }
+};
+struct SomeChannels {
+  int V, K;  // from the warp's first channel on; multiples of 8
+  GDN_DEVICE bool rows(int i) const { return 8 * i < V; }
+  GDN_DEVICE bool columns(int j) const { return 8 * j < K; }
+};
+// v: the warpgroup's first channel of V.
+template <class Kind>
+GDN_DEVICE auto channels_of(const Params& params, int v, int warp) {
+  if constexpr (Kind::kExact) {
+    return AllChannels{};
+  } else {
+    return SomeChannels{params.problem.forward.V - v - 16 * warp, params.problem.forward.K};
   }
 }
-GDN_DEVICE void store_state(const float (&S)[64], float* at, int64_t stride_k, int64_t stride_v, float factor) {
+
+// A state [64 of V, 128 of K] of a warpgroup's registers, from and to strided memory.
+template <class From, class Channels>
+GDN_DEVICE void load_state(float (&S)[64], const From* at, int64_t stride_k, int64_t stride_v, float factor,
+                           const Channels& channels) {
 #pragma unroll
   for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
-    at[0] = S[4 * j] * factor;
-    at[stride_k] = S[4 * j + 1] * factor;
-    at[8 * stride_v] = S[4 * j + 2] * factor;
-    at[8 * stride_v + stride_k] = S[4 * j + 3] * factor;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool inside = channels.columns(j) && channels.rows(i);
+      S[4 * j + 2 * i] = inside ? float(at[8 * i * stride_v]) * factor : 0.f;
+      S[4 * j + 2 * i + 1] = inside ? float(at[8 * i * stride_v + stride_k]) * factor : 0.f;
+    }
+  }
+}
+template <class Channels>
+GDN_DEVICE void store_state(const float (&S)[64], float* at, int64_t stride_k, int64_t stride_v, float factor,
+                            const Channels& channels) {
+#pragma unroll
+  for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!channels.columns(j) || !channels.rows(i)) continue;
+      at[8 * i * stride_v] = S[4 * j + 2 * i] * factor;
+      at[8 * i * stride_v + stride_k] = S[4 * j + 2 * i + 1] * factor;
+    }
   }
 }
 GDN_DEVICE void clear_state(float (&S)[64]) {
@@ -254,13 +325,24 @@ GDN_DEVICE uint32_t transposed_line(int warp, int lane) {
   return token * 128 + ((column ^ (token % 8)) * 16);
 }
 
+// Whether blocks of the walk back have half a slice, where multiprocessors would be idle else.
+inline bool walks_back_over_halves(const Params& params) {
+  const ChunkForward& p = params.problem.forward;
+  return 2 * int64_t{p.N} * params.slices <= p.multiprocessors;
+}
+
 // The launchers, each in a file of its own.
+template <class Kind>
 const char* run_frames(const Params&, cudaStream_t);
+template <class Kind>
 const char* run_triangles(const Params&, cudaStream_t);
-bool walks_back_over_halves(const ChunkForward&);  // of V, where multiprocessors would be idle else
+template <class Kind>
 const char* run_walk_back(Params&, cudaStream_t);
+template <class Kind>
 const char* run_walk_states(Params&, cudaStream_t);
+template <class Kind>
 const char* run_walk_forward(Params&, cudaStream_t);
+template <class Kind>
 const char* run_sums(const Params&, cudaStream_t);
 
 }  // namespace gdn::sm90::backward

@@ -75,14 +75,15 @@ GDN_DEVICE void give_state_back(WalkMemory& sm, bool lead) {
 }
 
 // All chunks of all tiles of this block, forward.
+template <class Kind>
 struct ForwardWalk {
   const Params& params;
   int index, c = 0;
-  BackTile tile;
+  BackTile<Kind> tile;
   GDN_DEVICE explicit ForwardWalk(const Params& p) : params(p), index(blockIdx.x) {}
   GDN_DEVICE bool begin() {
     for (; index < params.tiles; index += gridDim.x) {
-      tile = forward_tile(params, index);
+      tile = forward_tile<Kind>(params, index);
       c = 0;
       if (tile.length > 0) return true;
     }
@@ -93,36 +94,38 @@ struct ForwardWalk {
     index += gridDim.x;
     return begin();
   }
-  GDN_DEVICE int block() const { return (tile.slot + c) * params.problem.forward.HV + tile.hv; }
-  GDN_DEVICE int key_block() const { return (tile.slot + c) * params.problem.forward.H + tile.h; }
+  GDN_DEVICE int block() const { return (tile.slot + c) * slices_of<Kind>(params) + tile.slice; }
+  GDN_DEVICE int head_block() const { return (tile.slot + c) * params.problem.forward.HV + tile.hv(params); }
+  GDN_DEVICE int key_block() const { return (tile.slot + c) * params.problem.forward.H + tile.h(params); }
   GDN_DEVICE int row() const { return tile.first + c * kChunk; }
   GDN_DEVICE int rows() const { return tile.length - c * kChunk; }
 };
 
+template <class Kind>
 GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   const bool lead = threadIdx.x % 32 == 0;
   uint32_t aside_phase = 0;
-  ForwardWalk walk(params);
+  ForwardWalk<Kind> walk(params);
   uint32_t it = 0;
 #pragma unroll 1
   for (bool more = walk.begin(); more; more = walk.next(), ++it) {
-    const uint32_t stage = it % 2, block = walk.block();
+    const uint32_t stage = it % 2, block = walk.block(), of_head = walk.head_block();
     wait_for(sm.k_empty[stage], it / 2 + 1);
     if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1};
-    load_rows<2>(params.k, sm.k[stage], sm.k_full[stage], sm.aside[0], aside_phase, 0, walk.row(), walk.tile.h,
+    load_rows<2>(params.k, sm.k[stage], sm.k_full[stage], sm.aside[0], aside_phase, 0, walk.row(), walk.tile.h(params),
                  walk.tile.batch, walk.rows(), sizeof(Gates), [&](uint32_t bar) {
-                   bulk_load(shared_address(&sm.gates[stage]), params.scratch.gates + block, sizeof(Gates), bar);
+                   bulk_load(shared_address(&sm.gates[stage]), params.scratch.gates + of_head, sizeof(Gates), bar);
                  });
     wait_for(sm.v_empty, it + 1);
-    load_rows<2>(params.v, sm.v, sm.v_full, sm.aside[0], aside_phase, 0, walk.row(), walk.tile.hv, walk.tile.batch,
-                 walk.rows(), 0, Nothing{});
+    load_rows<2>(params.v, sm.v, sm.v_full, sm.aside[0], aside_phase, walk.tile.v(params), walk.row(),
+                 walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
     if (lead) {
       const auto load = [&](const CUtensorMap& map, uint8_t* to, uint64_t& full, int column, int row, int of) {
         tma_load(shared_address(to), &map, shared_address(&full), column, row, 0, of);
       };
       wait_for(sm.t_empty, it + 1);
       mbarrier_expect(shared_address(&sm.t_full), kTileBytes);
-      load(params.t, sm.t, sm.t_full, 0, 0, block);
+      load(params.t, sm.t, sm.t_full, 0, 0, of_head);
       wait_for(sm.dx_empty, it + 1);
       mbarrier_expect(shared_address(&sm.dx_full), 2 * kTileBytes);
       for (int i = 0; i < 2; ++i) load(params.dx, sm.dx[i], sm.dx_full, 64 * i, 0, block);
@@ -142,20 +145,20 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
 }
 
 // do or q, in kStages stages, and dq or dk out of the same tile, which replaces what was read of this chunk in `to`.
-template <int kStages>
+template <class Kind, int kStages>
 GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uint8_t (*tiles)[2][kTileBytes],
                                uint64_t* full, uint64_t* made, uint64_t& aside, bool of_keys, const CUtensorMap& to) {
   const bool lead = threadIdx.x % 32 == 0;
   uint32_t aside_phase = 0, loaded = 0, it = 0;
   int oldest = 0, newest = 0;  // blocks of the chunks that are loaded
-  ForwardWalk walk(params);
+  ForwardWalk<Kind> walk(params);
   bool more = walk.begin();
   const auto fetch = [&] {
     oldest = newest;
     if (!more) return;
     const uint32_t stage = loaded++ % kStages;
-    load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, 0, walk.row(),
-                 of_keys ? walk.tile.h : walk.tile.hv, walk.tile.batch, walk.rows(), 0, Nothing{});
+    load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, of_keys ? 0 : walk.tile.v(params), walk.row(),
+                 of_keys ? walk.tile.h(params) : walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
     newest = walk.block();
     more = walk.next();
   };
@@ -178,7 +181,7 @@ GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uin
 
 // The same with the other block's share of dq or dk, which lands in `landing`, added to this one's, which lies in the
 // tile. The sum is the gradient.
-template <int kStages>
+template <class Kind, int kStages>
 GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtensorMap& map,
                              uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* made, uint64_t& aside,
                              bool of_keys, uint64_t& landed, uint8_t (*landing)[kTileBytes]) {
@@ -188,7 +191,7 @@ GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtenso
   uint32_t aside_phase = 0, loaded = 0, it = 0;
   // Of the chunks that are loaded: the first row of 128 channels where the sum goes, and how many follow.
   int oldest = 0, newest = 0, oldest_rows = 0, newest_rows = 0;
-  ForwardWalk walk(params);
+  ForwardWalk<Kind> walk(params);
   bool more = walk.begin();
   const auto fetch = [&] {
     oldest = newest;
@@ -196,8 +199,8 @@ GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtenso
     if (!more) return;
     const uint32_t stage = loaded++ % kStages;
     load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, 0, walk.row(),
-                 of_keys ? walk.tile.h : walk.tile.hv, walk.tile.batch, walk.rows(), 0, Nothing{});
-    newest = (walk.tile.batch * int(p.T) + walk.row()) * p.H + walk.tile.h;
+                 of_keys ? walk.tile.h(params) : walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
+    newest = (walk.tile.batch * int(p.T) + walk.row()) * p.H + walk.tile.h(params);
     newest_rows = walk.rows();
     more = walk.next();
   };
@@ -221,10 +224,11 @@ GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtenso
 }
 
 // dx v of every token. A lane has two rows: lines of eight rows that lie in a column have all banks.
+template <class Kind>
 GDN_DEVICE void values(WalkMemory& sm, const Params& params) {
-  using T = __nv_bfloat16;
+  using T = typename Kind::T;
   const int lane = threadIdx.x % 32;
-  ForwardWalk walk(params);
+  ForwardWalk<Kind> walk(params);
   uint32_t it = 0;
 #pragma unroll 1
   for (bool more = walk.begin(); more; more = walk.next(), ++it) {

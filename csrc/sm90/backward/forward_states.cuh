@@ -1,7 +1,7 @@
 // The state warpgroups of the walk forward: u and the state, for 64 channels of V, as in state.cuh; then dk, for 64
 // channels of K:
-//     dk = u dS^T - beta 2^d (dx S^T) + N k + N^T k + dP^T q + own q
-// With S before the chunk and dS behind it, both as they lie in their tiles.
+//     dk = w u dS^T - beta 2^d (dx S^T) + N k + N^T k + dP^T q + own q
+// With w as in walk_back.cu, and with S before the chunk and dS behind it, both as they lie in their tiles.
 #pragma once
 #include "sm90/backward/forward_memory.cuh"
 #include "sm90/backward/state_step.cuh"
@@ -9,7 +9,7 @@
 namespace gdn::sm90::backward {
 
 // Sums over 64 columns of x * tile, for this thread's two rows, over its four lanes.
-template <int kBlocks>
+template <class T, int kBlocks>
 GDN_DEVICE float2 row_sums(const float (&x)[8 * kBlocks], uint32_t tile, const Lines& lines, int warp) {
   float s0 = 0, s1 = 0;
 #pragma unroll
@@ -18,7 +18,7 @@ GDN_DEVICE float2 row_sums(const float (&x)[8 * kBlocks], uint32_t tile, const L
     ldmatrix_x4(lines.block_at(tile + b / 4 * kTileBytes, warp, b % 4), r);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 t = unpack(__nv_bfloat16{}, r[i]);
+      const float2 t = unpack(T{}, r[i]);
       float& s = i % 2 ? s1 : s0;
       s += t.x * x[8 * b + 2 * i] + t.y * x[8 * b + 2 * i + 1];
     }
@@ -32,7 +32,7 @@ GDN_DEVICE float2 row_sums(const float (&x)[8 * kBlocks], uint32_t tile, const L
 }
 
 // x + own * other, rounded, in row blocks: from `other`'s tiles to those of `to`.
-template <int kBlocks>
+template <class T, int kBlocks>
 GDN_DEVICE void store_gradient(const float (&x)[8 * kBlocks], float own0, float own1, uint32_t other, uint32_t to,
                                const Lines& lines, int warp) {
 #pragma unroll
@@ -41,9 +41,9 @@ GDN_DEVICE void store_gradient(const float (&x)[8 * kBlocks], float own0, float 
     ldmatrix_x4(lines.block_at(other + b / 4 * kTileBytes, warp, b % 4), r);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 t = unpack(__nv_bfloat16{}, r[i]);
+      const float2 t = unpack(T{}, r[i]);
       const float own = i % 2 ? own1 : own0;
-      r[i] = pack(__nv_bfloat16{}, x[8 * b + 2 * i] + own * t.x, x[8 * b + 2 * i + 1] + own * t.y);
+      r[i] = pack(T{}, x[8 * b + 2 * i] + own * t.x, x[8 * b + 2 * i + 1] + own * t.y);
     }
     stmatrix_x4(lines.block_at(to + b / 4 * kTileBytes, warp, b % 4), r);
   }
@@ -52,6 +52,7 @@ GDN_DEVICE void store_gradient(const float (&x)[8 * kBlocks], float own0, float 
 }
 
 // S after the chunk; its u and the S before it go to their tiles.
+template <class T>
 GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int half, int warp) {
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
@@ -59,7 +60,7 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
   const Gates& gates = sm.gates[stage];
   const uint32_t k_tile = shared_address(sm.k[stage]);
   uint32_t u[16];
-  make_u<2>(
+  make_u<T, 2>(
       S, u, gates, k_tile, shared_address(sm.v[half]), shared_address(sm.t), warp, lane,
       [&] { wait_for(sm.v_full, it); }, [&](bool one) { mbarrier_arrive_if(shared_address(&sm.v_empty), one); },
       [&] { wait_for(sm.t_full, it); }, [&] { mbarrier_arrive_if(shared_address(&sm.t_empty), lead); });
@@ -80,16 +81,17 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
   for (int b = 0; b < 8; ++b) {
     uint32_t r[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) r[i] = pack_again(S[8 * b + 2 * i], S[8 * b + 2 * i + 1]);
+    for (int i = 0; i < 4; ++i) r[i] = pack_again(T{}, S[8 * b + 2 * i], S[8 * b + 2 * i + 1]);
     stmatrix_x4(lines.block_at(shared_address(sm.S[half][b / 4]), warp, b % 4), r);
   }
   fence_async_proxy();
   __syncwarp();
   mbarrier_arrive_if(shared_address(&sm.S_full), lead);
-  update_state(S, u, gates, k_tile);
+  update_state<T>(S, u, gates, k_tile);
 }
 
 // This warp's share of <S, dS>, from their tiles.
+template <class T>
 GDN_DEVICE float states_product(const WalkMemory& sm, const Lines& lines, int half, int warp) {
   float sum = 0;
 #pragma unroll
@@ -99,7 +101,7 @@ GDN_DEVICE float states_product(const WalkMemory& sm, const Lines& lines, int ha
     ldmatrix_x4(lines.block_at(shared_address(sm.ds[half][b / 4]), warp, b % 4), y);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 a = unpack(__nv_bfloat16{}, x[i]), c = unpack(__nv_bfloat16{}, y[i]);
+      const float2 a = unpack(T{}, x[i]), c = unpack(T{}, y[i]);
       sum += a.x * c.x + a.y * c.y;
     }
   }
@@ -110,7 +112,7 @@ GDN_DEVICE float states_product(const WalkMemory& sm, const Lines& lines, int ha
 
 // dk of 64 channels of K, to the tile of q as it is stored, or in shares, exchange.cuh. The rows of q are read from
 // there before.
-template <bool kExchange>
+template <class T, bool kExchange>
 GDN_DEVICE void give_key_gradient(float (&acc)[32], WalkMemory& sm, uint32_t it, int half, int warp, float own0,
                                   float own1) {
   const int lane = fresh_lane();
@@ -120,7 +122,7 @@ GDN_DEVICE void give_key_gradient(float (&acc)[32], WalkMemory& sm, uint32_t it,
   if constexpr (!kExchange) {
     wait_for(sm.q_read, it);
     named_barrier(2 + half, 128);  // all of this half of q has been read
-    store_gradient<4>(acc, own0, own1, q, q, lines, warp);
+    store_gradient<T, 4>(acc, own0, own1, q, q, lines, warp);
     mbarrier_arrive_if(shared_address(&sm.dk_full), lead);
   } else {
 #pragma unroll
@@ -129,7 +131,7 @@ GDN_DEVICE void give_key_gradient(float (&acc)[32], WalkMemory& sm, uint32_t it,
       ldmatrix_x4(lines.block_at(q, warp, b), r);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 t = unpack(__nv_bfloat16{}, r[i]);
+        const float2 t = unpack(T{}, r[i]);
         const float own = i % 2 ? own1 : own0;
         acc[8 * b + 2 * i] += own * t.x;
         acc[8 * b + 2 * i + 1] += own * t.y;
@@ -159,7 +161,7 @@ GDN_DEVICE void give_key_gradient(float (&acc)[32], WalkMemory& sm, uint32_t it,
 }
 
 // dk of 64 channels of K. The state's update may be on its way.
-template <bool kExchange>
+template <class T, bool kExchange>
 GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& params, uint32_t it, int half, int warp) {
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
@@ -173,21 +175,22 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   {
     const Descriptor dx = k_major(shared_address(sm.dx)), columns = mn_major(shared_address(sm.S[0][half]));
     wgmma_fence();
-    set_ss_n64_mn(acc, dx.at(0), columns.at(0));
+    set_ss_n64_mn(T{}, acc, dx.at(0), columns.at(0));
 #pragma unroll
     for (int i = 1; i < 8; ++i)
-      add_ss_n64_mn(acc, dx.at(i / 4 * kTileBytes + i % 4 * 32), columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048));
+      add_ss_n64_mn(T{}, acc, dx.at(i / 4 * kTileBytes + i % 4 * 32),
+                    columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048));
     wgmma_commit();
   }
   wait_for(sm.ds_full, it);
-  const float across = states_product(sm, lines, half, warp);
+  const float across = states_product<T>(sm, lines, half, warp);
   if (lead) params.scratch.across[int64_t{sm.chunk[stage].block} * 8 + half * 4 + warp] = across;
   wgmma_wait<0>();
   pin(S);
   pin(acc);
   give_state_back<kExchange>(sm, lead);
   mbarrier_arrive_if(shared_address(&sm.dx_empty), lead);
-  const float2 read = row_sums<4>(acc, k_half, lines, warp);
+  const float2 read = row_sums<T, 4>(acc, k_half, lines, warp);
   float2 factor;
   {
     const float* const x = reinterpret_cast<const float*>(sm.gates[stage].x);
@@ -197,27 +200,53 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
 #pragma unroll
   for (int i = 0; i < 32; ++i) acc[i] *= i % 4 < 2 ? -factor.x : -factor.y;
   wait_for(sm.u_full, it);
-  {
-    const Descriptor u = k_major(shared_address(sm.u)), columns = mn_major(shared_address(sm.ds[0][half]));
+  const Descriptor u = k_major(shared_address(sm.u)), ds_columns = mn_major(shared_address(sm.ds[0][half]));
+  const auto u_at = [&](int i) { return u.at(i / 4 * kTileBytes + i % 4 * 32); };
+  const auto ds_at = [&](int i) { return ds_columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048); };
+  const auto give_back = [&] {
+    mbarrier_arrive_if(shared_address(&sm.u_empty), lead);
+    mbarrier_arrive_if(shared_address(&sm.ds_empty), lead);
+  };
+  float2 behind;
+  if constexpr (kDecaysToEnd<T>) {  // rows of u dS^T have a factor of their own: in registers of their own
+    float given[32];
+    pin(acc);
+    wgmma_fence();
+    set_ss_n64_mn(T{}, given, u_at(0), ds_at(0));
+#pragma unroll
+    for (int i = 1; i < 8; ++i) add_ss_n64_mn(T{}, given, u_at(i), ds_at(i));
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(given);
+    give_back();
+    if (const int D = sm.gates[stage].steep) {
+      const float w0 = power_of_two_float(D - sm.gates[stage].power[row]);
+      const float w1 = power_of_two_float(D - sm.gates[stage].power[row + 8]);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) given[i] *= i % 4 < 2 ? w0 : w1;
+    }
+    behind = row_sums<T, 4>(given, k_half, lines, warp);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) acc[i] += given[i];
+  } else {
     pin(acc);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      add_ss_n64_mn(acc, u.at(i / 4 * kTileBytes + i % 4 * 32), columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048));
+    for (int i = 0; i < 8; ++i) add_ss_n64_mn(T{}, acc, u_at(i), ds_at(i));
     wgmma_commit();
     wgmma_wait<0>();
     pin(acc);
+    give_back();
+    const float2 total = row_sums<T, 4>(acc, k_half, lines, warp);
+    behind = make_float2(total.x + factor.x * read.x, total.y + factor.y * read.y);
   }
-  mbarrier_arrive_if(shared_address(&sm.u_empty), lead);
-  mbarrier_arrive_if(shared_address(&sm.ds_empty), lead);
-  const float2 total = row_sums<4>(acc, k_half, lines, warp);
   if (lane % 4 == 0) {
     const int64_t at = int64_t{sm.chunk[stage].block} * (kParts * kChunk) + half * kChunk + row;
     float* const parts = params.scratch.parts + at;
     parts[kReadPart * kChunk] = read.x;
     parts[kReadPart * kChunk + 8] = read.y;
-    parts[kBehindPart * kChunk] = total.x + factor.x * read.x;
-    parts[kBehindPart * kChunk + 8] = total.y + factor.y * read.y;
+    parts[kBehindPart * kChunk] = behind.x;
+    parts[kBehindPart * kChunk + 8] = behind.y;
   }
   wait_for(sm.n_full, it);
   {
@@ -226,9 +255,9 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
     pin(acc);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) add_ss_n64_mn(acc, n.at(i * 32), columns.at(i * 2048));
+    for (int i = 0; i < 4; ++i) add_ss_n64_mn(T{}, acc, n.at(i * 32), columns.at(i * 2048));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) add_ss_n64_transposed_mn(acc, transposed.at(i * 2048), columns.at(i * 2048));
+    for (int i = 0; i < 4; ++i) add_ss_n64_transposed_mn(T{}, acc, transposed.at(i * 2048), columns.at(i * 2048));
     wgmma_commit();
   }
   wait_for(sm.q_full, it);
@@ -236,7 +265,7 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
     const Descriptor dp = mn_major(shared_address(sm.qk)), columns = mn_major(shared_address(sm.q[half]));
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) add_ss_n64_transposed_mn(acc, dp.at(i * 2048), columns.at(i * 2048));
+    for (int i = 0; i < 4; ++i) add_ss_n64_transposed_mn(T{}, acc, dp.at(i * 2048), columns.at(i * 2048));
     wgmma_commit();
   }
   const float own0 = sm.own[row], own1 = sm.own[row + 8];
@@ -245,30 +274,35 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   __syncwarp();
   mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
   mbarrier_arrive_if(shared_address(&sm.pairs_empty), lead);
-  give_key_gradient<kExchange>(acc, sm, it, half, warp, own0, own1);
+  give_key_gradient<T, kExchange>(acc, sm, it, half, warp, own0, own1);
 }
 
 // The state that a tile starts from, in the frame.
+template <class Kind>
 GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int half, int warp) {
-  const BackTile tile = forward_tile(params, index);
+  // What follows from them would be kept from tile to tile, in registers that there are not.
+  if constexpr (!Kind::kExact) asm volatile("" : "+r"(half), "+r"(warp));
+  const BackTile<Kind> tile = forward_tile<Kind>(params, index);
   if (params.segment > 0 && tile.part > 0) {
-    load_state(S, start_of(params, params.heads.divide(index), tile.hv, half, warp), 1, kChannels, 1.f);
+    const int segment = divide_by_slices<Kind>(params, index);
+    load_state(S, start_of<Kind>(params, segment, tile.slice, half, warp), 1, kChannels, 1.f, AllChannels{});
   } else {
-    load_initial(S, params, tile, half, warp);
+    load_initial<Kind>(S, params, tile, half, warp);
   }
 }
 
-template <bool kExchange>
+template <class Kind, bool kExchange>
 GDN_DEVICE void states(WalkMemory& sm, const Params& params, int half, int warp) {
+  using T = typename Kind::T;
   float S[64];
 #pragma unroll 1
   for (uint32_t it = 0;; ++it) {
     wait_for(sm.k_full[it % 2], it / 2);
     const Announced chunk = sm.chunk[it % 2];
     if (chunk.block < 0) return;
-    if (chunk.begins >= 0) begin_state(S, params, chunk.begins, half, warp);
-    advance_state(S, sm, it, half, warp);
-    key_gradient<kExchange>(S, sm, params, it, half, warp);
+    if (chunk.begins >= 0) begin_state<Kind>(S, params, chunk.begins, half, warp);
+    advance_state<T>(S, sm, it, half, warp);
+    key_gradient<T, kExchange>(S, sm, params, it, half, warp);
   }
 }
 

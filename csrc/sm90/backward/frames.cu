@@ -4,7 +4,6 @@
 
 namespace gdn::sm90::backward {
 namespace {
-using T = __nv_bfloat16;
 constexpr int kThreads = 256;  // a warp a chunk and value head
 
 // Inclusive sums of the log2 decays, to where `start` will be, and beta.
@@ -46,14 +45,15 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ P
 }
 
 // A thread walks a sequence and value head.
+template <class T>
 __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ Params params) {
   constexpr int kAhead = 8;
   const ChunkForward& p = params.problem.forward;
   const int index = blockIdx.x * kThreads + threadIdx.x;
   if (index >= p.N * p.HV) return;
-  const BackTile tile = back_tile<1>(params, index);
+  const auto tile = back_tile<Kind<T, true>, 1>(params, index);  // slices are not asked for
   const int count = tile.chunks();
-  const int64_t first = int64_t{tile.slot} * p.HV + tile.hv;
+  const int64_t first = int64_t{tile.slot} * p.HV + tile.hv(params);
   // The next kAhead are loaded while these are walked.
   float last[kAhead];
   const auto load = [&](float (&to)[kAhead], int c) {
@@ -89,6 +89,7 @@ GDN_DEVICE void choose_segment(const Params& params) {
     *params.scratch.segment = longest > params.whole_up_to * kChunk ? params.segment : kWholeSequences;
 }
 
+template <class T>
 __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant__ Params params) {
   const ChunkForward& p = params.problem.forward;
   const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -111,19 +112,25 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
     out.pre = exp2_approx(chunk.enter);
     out.post = exp2_approx(chunk.D);
     out.end = exp2_approx(chunk.next);
-    out.steep = chunk.steep;
+    out.steep = chunk.steep ? int(chunk.D) : 0;
   }
 }
 }  // namespace
 
+template <class Kind>
 const char* run_frames(const Params& params, cudaStream_t stream) {
+  using T = typename Kind::T;
   const ChunkForward& p = params.problem.forward;
   const unsigned warps = unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32));
   const unsigned walks = unsigned(ceil_div(int64_t{p.N} * p.HV, kThreads));
   sum_kernel<<<warps, kThreads, 0, stream>>>(params);
-  walk_kernel<<<walks, kThreads, 0, stream>>>(params);
-  factor_kernel<<<warps, kThreads, 0, stream>>>(params);
+  walk_kernel<T><<<walks, kThreads, 0, stream>>>(params);
+  factor_kernel<T><<<warps, kThreads, 0, stream>>>(params);
   return check(cudaGetLastError());
 }
+
+template const char* run_frames<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);
+template const char* run_frames<Kind<__nv_bfloat16, false>>(const Params&, cudaStream_t);
+template const char* run_frames<Kind<__half, false>>(const Params&, cudaStream_t);
 
 }  // namespace gdn::sm90::backward

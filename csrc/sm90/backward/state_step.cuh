@@ -7,14 +7,17 @@
 namespace gdn::sm90::backward {
 
 // The state that a sequence starts from, in the frame: 64 channels of V.
-GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTile& tile, int half, int warp) {
+template <class Kind>
+GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTile<Kind>& tile, int half, int warp) {
   const ChunkForward& p = params.problem.forward;
   if (p.h0 == nullptr) return clear_state(S);
-  const int lane = fresh_lane();
-  const int64_t at = tile.n * p.h0_n + tile.hv * p.h0_h + (half * 64 + state_row(warp, lane)) * p.h0_v +
+  const int lane = fresh_lane(), v = tile.v(params) + half * 64;
+  const int64_t at = tile.n * p.h0_n + tile.hv(params) * p.h0_h + (v + state_row(warp, lane)) * p.h0_v +
                      state_column(lane) * p.h0_k;
-  const float factor = exp2_approx(-Frame<__nv_bfloat16>::kTop);
-  const auto load = [&](auto* from) { load_state(S, from + at, p.h0_k, p.h0_v, factor); };
+  const float factor = exp2_approx(-Frame<typename Kind::T>::kTop);
+  const auto load = [&](auto* from) {
+    load_state(S, from + at, p.h0_k, p.h0_v, factor, channels_of<Kind>(params, v, warp));
+  };
   if (p.h0_dtype == Dtype::kFloat32) {
     load(static_cast<const float*>(p.h0));
   } else if (p.h0_dtype == Dtype::kFloat16) {
@@ -25,20 +28,35 @@ GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTil
 }
 
 // The state that a segment starts from, in the frame.
-GDN_DEVICE float* start_of(const Params& params, int segment, int hv, int half, int warp) {
+template <class Kind>
+GDN_DEVICE float* start_of(const Params& params, int segment, int slice, int half, int warp) {
   const int lane = fresh_lane();
-  return params.scratch.starts +
-         ((int64_t{segment} * params.problem.forward.HV + hv) * kChannels + half * 64 + state_row(warp, lane)) * kChannels +
+  const int64_t state = int64_t{segment} * slices_of<Kind>(params) + slice;
+  return params.scratch.starts + (state * kChannels + half * 64 + state_row(warp, lane)) * kChannels +
          state_column(lane);
+}
+
+// What tokens of a steep chunk give to the state: 2^(D - d) u.
+template <class T>
+GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const Gates& gates) {
+  const int lane = fresh_lane();
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 factor = end_factors(gates, j * 4 + lane % 4);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 pair = unpack(T{}, u[2 * j + h]);
+      u[2 * j + h] = pack(T{}, factor.x * pair.x, factor.y * pair.y);
+    }
+  }
 }
 
 // u of a chunk, rounded, from the state before it. x = c v - f (k S), u = x + T_s x; v_there() and t_there() wait,
 // v_read(lane) and t_read() give back. The state is rounded in four pieces, of which kPieces have registers.
-template <int kPieces, class VThere, class VRead, class TThere, class TRead>
+template <class T, int kPieces, class VThere, class VRead, class TThere, class TRead>
 GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, uint32_t k_tile, uint32_t v_tile,
                        uint32_t t_tile, int warp, int lane, const VThere& v_there, const VRead& v_read,
                        const TThere& t_there, const TRead& t_read) {
-  using T = __nv_bfloat16;
   const uint32_t tline = transposed_line(warp, lane);
   float x[32];
   if (gates.pre != 1.f) scale_state(S, gates.pre);
@@ -48,7 +66,7 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, ui
     const auto round = [&](int j) {
       uint32_t(&piece)[8] = rounded[j % kPieces];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) piece[i] = pack_again(S[16 * j + 2 * i], S[16 * j + 2 * i + 1]);
+      for (int i = 0; i < 8; ++i) piece[i] = pack_again(T{}, S[16 * j + 2 * i], S[16 * j + 2 * i + 1]);
       pin(piece);
     };
     const auto multiply_by = [&](int j) {
@@ -57,7 +75,7 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, ui
       for (int i = 0; i < 2; ++i) {
         const uint64_t at = rows.at(j / 2 * kTileBytes + (j % 2 * 2 + i) * 32);
         if (j + i == 0)
-          set_rs_n64(x, piece, at);
+          set_rs_n64(T{}, x, piece, at);
         else
           wgmma_rs_n64(T{}, x, piece + 4 * i, at, 1);
       }
@@ -140,15 +158,18 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, ui
   for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
 }
 
-// S <- 2^D S + k^T u, on its way.
+// S <- 2^D S + k^T u, on its way. u is left decayed to the chunk's end.
+template <class T>
 GDN_DEVICE void update_state(float (&S)[64], uint32_t (&u)[16], const Gates& gates, uint32_t k_tile) {
   if (gates.post != 1.f) scale_state(S, gates.post);
+  if constexpr (kDecaysToEnd<T>)
+    if (gates.steep) decay_to_end<T>(u, gates);
   const Descriptor columns = mn_major(k_tile);
   pin(S);
   pin(u);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < 4; ++i) wgmma_rs_n128_mn(__nv_bfloat16{}, S, u + 4 * i, columns.at(i * 2048), 1);
+  for (int i = 0; i < 4; ++i) wgmma_rs_n128_mn(T{}, S, u + 4 * i, columns.at(i * 2048), 1);
   wgmma_commit();
 }
 

@@ -5,9 +5,8 @@
 
 namespace gdn::sm90::backward {
 namespace {
-using T = __nv_bfloat16;
 constexpr int kThreads = 256;
-constexpr int kLanes = kChannels / 8;  // of a row
+constexpr int kLanes = kChannels / 8;  // of a row of scratch memory
 
 GDN_DEVICE void store_as(void* base, int64_t at, Dtype dtype, float x) {
   if (dtype == Dtype::kFloat32) {
@@ -26,14 +25,23 @@ GDN_DEVICE float row_sum(float x) {
   return x;
 }
 
+// 16-byte lines of a row of K or V.
+template <class Kind>
+GDN_DEVICE int lines_of(int channels) {
+  return Kind::kExact ? kLanes : channels / 8;
+}
+
 // A row of a key head by kLanes threads. blockIdx.y: dq, dk.
+template <class Kind>
 __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constant__ Params params, int64_t rows) {
+  using T = typename Kind::T;
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
   const int64_t given = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanes;
   const bool exists = given < rows;
   const int64_t index = exists ? given : 0;  // all lanes of a warp take part in the sums
-  const int lane = threadIdx.x % kLanes, group = p.HV / p.H;
+  const int lane = threadIdx.x % kLanes, group = slices_of<Kind>(params) / p.H, lines = lines_of<Kind>(p.K);
+  const bool inside = lane < lines;
   const int64_t token = index / p.H;
   const int h = int(index % p.H), batch = int(token / p.T), t = int(token % p.T);
   bool owned = true;
@@ -51,8 +59,8 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   const bool of_keys = blockIdx.y == 1;
   float sum[8] = {};
   if (owned && exists) {
-    const int64_t block = int64_t{slot} * p.HV + h * group;
-    const int64_t size = of_keys ? 2 * kChunk : kChunk;  // rows of a value head's block of dS, dx
+    const int64_t block = int64_t{slot} * slices_of<Kind>(params) + h * group;
+    const int64_t size = of_keys ? 2 * kChunk : kChunk;  // rows of a slice's block of dS, dx
     const uint4* from = reinterpret_cast<const uint4*>(of_keys ? params.scratch.ds : params.scratch.dx) +
                         (block * size + row) * kLanes + lane;
 #pragma unroll 2
@@ -70,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   if (p.use_qk_l2norm) {  // dx = r (dy - y (y dy)), y = r x
     const Rows& from = of_keys ? p.k : p.q;
     float x[8] = {};
-    if (owned && exists) {
+    if (owned && exists && inside) {
       const int64_t at = batch * from.batch + t * from.row + h * from.head + lane * 8;
       const uint4 line = *reinterpret_cast<const uint4*>(static_cast<const T*>(from.data) + at);
       const uint32_t words[4] = {line.x, line.y, line.z, line.w};
@@ -91,21 +99,23 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum[j] = r * (sum[j] - x[j] * along);
   }
-  if (!exists) return;
+  if (!exists || !inside) return;
   uint32_t words[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) words[j] = pack(T{}, sum[2 * j], sum[2 * j + 1]);
-  static_cast<uint4*>(of_keys ? problem.dk : problem.dq)[index * kLanes + lane] =
+  static_cast<uint4*>(of_keys ? problem.dk : problem.dq)[index * lines + lane] =
       make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // Zeros where tokens of a packed call belong to no sequence: before the first, and behind the last. A row of a key head
 // by kLanes threads. dq and dk are head_sum_kernel's, where that runs.
+template <class Kind>
 __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Params params) {
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
   const int lane = threadIdx.x % kLanes, group = p.HV / p.H;
   const int64_t before = sequence_bound(p, 0), end = sequence_bound(p, p.N);
+  const int lines = lines_of<Kind>(p.V);
   const int64_t rows = (before + p.T - end) * p.H, step = int64_t{gridDim.x} * (kThreads / kLanes);
   const uint4 zero = make_uint4(0, 0, 0, 0);
   for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanes; i < rows; i += step) {
@@ -116,7 +126,8 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ 
     }
     for (int j = 0; j < group; ++j) {
       const int64_t at = index * group + j;
-      static_cast<uint4*>(problem.dv)[at * kLanes + lane] = zero;
+      for (int line = lane; line < lines; line += kLanes)
+        static_cast<uint4*>(problem.dv)[at * lines + line] = zero;
       if (lane == 0) {
         store_as(problem.dg, at, problem.dg_dtype, 0.f);
         store_as(problem.dbeta, at, problem.dbeta_dtype, 0.f);
@@ -127,7 +138,8 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ 
 
 // dg and dbeta of a chunk and value head, by a warp:
 //     dg_t = sum over i >= t of ahead_i + sum over i < t of behind_i + <S, dS>
-// and their activations. Lane l has tokens 2 l and 2 l + 1.
+// and their activations. Lane l has tokens 2 l and 2 l + 1. What slices leave is added in their order.
+template <class Kind>
 __global__ void __launch_bounds__(kThreads) gates_kernel(const __grid_constant__ Params params) {
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
@@ -141,9 +153,15 @@ __global__ void __launch_bounds__(kThreads) gates_kernel(const __grid_constant__
     return;
   }
   const Gates& gates = params.scratch.gates[index];
-  const float2* const parts = reinterpret_cast<const float2*>(params.scratch.parts + int64_t{index} * (kParts * kChunk));
-  const auto part = [&](int i) { return parts[i * (kChunk / 2) + lane]; };
+  const int slices = Kind::kExact ? 1 : params.parts;
+  const int64_t block = int64_t{index} * slices;
   const auto plus = [](float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); };
+  const float2* const parts = reinterpret_cast<const float2*>(params.scratch.parts + block * (kParts * kChunk));
+  const auto part = [&](int i) {
+    float2 sum = parts[i * (kChunk / 2) + lane];
+    for (int s = 1; s < slices; ++s) sum = plus(sum, parts[(s * kParts + i) * (kChunk / 2) + lane]);
+    return sum;
+  };
   const float2 read = plus(part(kReadPart), part(kReadPart + 1)), rows_sum = part(kBetaPart), value = part(kValuePart);
   const float2 behind = plus(part(kBehindPart), part(kBehindPart + 1));
   const float4 x = gates.x[lane];
@@ -166,7 +184,8 @@ __global__ void __launch_bounds__(kThreads) gates_kernel(const __grid_constant__
   if (lane == 0) past = 0.f;
   float across = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) across += params.scratch.across[int64_t{index} * 8 + i];
+  for (int i = 0; i < 8; ++i) across += params.scratch.across[block * 8 + i];
+  for (int i = 8; i < 8 * slices; ++i) across += params.scratch.across[block * 8 + i];
   across *= gates.post;
   float dg[2] = {after + past + across, next + ahead.y + past + behind.x + across};
 
@@ -230,15 +249,20 @@ __global__ void __launch_bounds__(kThreads) gate_sum_kernel(const __grid_constan
 }
 }  // namespace
 
+template <class Kind>
 const char* run_sums(const Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   const int64_t rows = p.B * p.T * p.H;
   const unsigned blocks = unsigned(ceil_div(rows * kLanes, kThreads));
-  if (!params.exchange) head_sum_kernel<<<dim3(blocks, 2), kThreads, 0, stream>>>(params, rows);
-  if (p.cu_seqlens) zero_kernel<<<unsigned(p.multiprocessors), kThreads, 0, stream>>>(params);
-  gates_kernel<<<unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32)), kThreads, 0, stream>>>(params);
+  if (!params.exchange) head_sum_kernel<Kind><<<dim3(blocks, 2), kThreads, 0, stream>>>(params, rows);
+  if (p.cu_seqlens) zero_kernel<Kind><<<unsigned(p.multiprocessors), kThreads, 0, stream>>>(params);
+  gates_kernel<Kind><<<unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32)), kThreads, 0, stream>>>(params);
   if (p.use_gate) gate_sum_kernel<<<unsigned(ceil_div(2 * p.HV, kWidth)), kThreads, 0, stream>>>(params);
   return check(cudaGetLastError());
 }
+
+template const char* run_sums<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);
+template const char* run_sums<Kind<__nv_bfloat16, false>>(const Params&, cudaStream_t);
+template const char* run_sums<Kind<__half, false>>(const Params&, cudaStream_t);
 
 }  // namespace gdn::sm90::backward

@@ -23,8 +23,9 @@ struct Memory {
   uint64_t full;
 };
 
-template <class T>
+template <class Kind>
 __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_constant__ Params params) {
+  using T = typename Kind::T;
   using C = Alone<T>;
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& sm = *reinterpret_cast<Memory<T>*>(raw);
@@ -97,8 +98,10 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
     __syncthreads();
     if (thread == 0) {
       tma_store(&params.t, shared_address(sm.t), 0, 0, 0, int(index));
+      const int parts = Kind::kExact ? 1 : params.parts;
       if (steep)
-        for (int half = 0; half < 2; ++half) tma_store(&params.ds, shared_address(sm.p), 0, 64 * half, 0, int(index));
+        for (int half = 0; half < 2 * parts; ++half)
+          tma_store(&params.ds, shared_address(sm.p), 0, 64 * (half % 2), 0, int(index) * parts + half / 2);
       tma_store_commit();
     }
   }
@@ -106,10 +109,15 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
 }
 }  // namespace
 
+template <class Kind>
 const char* run_triangles(const Params& params, cudaStream_t stream) {
-  using T = __nv_bfloat16;
   const int64_t blocks = int64_t{params.slots} * params.problem.forward.H;
-  return launch_blocks(&triangles_kernel<T>, params, blocks, kThreads, sizeof(Memory<T>), 1, false, stream);
+  constexpr int kBytes = sizeof(Memory<typename Kind::T>);
+  return launch_blocks(&triangles_kernel<Kind>, params, blocks, kThreads, kBytes, 1, false, stream);
 }
+
+template const char* run_triangles<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);
+template const char* run_triangles<Kind<__nv_bfloat16, false>>(const Params&, cudaStream_t);
+template const char* run_triangles<Kind<__half, false>>(const Params&, cudaStream_t);
 
 }  // namespace gdn::sm90::backward

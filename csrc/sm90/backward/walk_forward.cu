@@ -1,12 +1,11 @@
 // From a sequence's first chunk to its last: the state again, and with it the gradients of each chunk. A block has a
-// sequence and value head: two warpgroups of states, which also make dk (forward_states.cuh), one of pairs of tokens,
+// sequence and slice: two warpgroups of states, which also make dk (forward_states.cuh), one of pairs of tokens,
 // which also makes dq, and single warps (forward_memory.cuh).
 #include "sm90/backward/forward_states.cuh"
 #include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
 namespace {
-using T = __nv_bfloat16;
 constexpr int kThreads = 512;
 constexpr int kLoadedAhead = 1;  // blocks of q k^T and k k^T, while the products that meet them are made
 constexpr int kSinglesRegisters = 32, kStateRegisters = 176, kPairRegisters = 128;
@@ -35,6 +34,7 @@ struct LateSums {
   float column[4][4];
   float m[2], l[2];
 };
+template <class T>
 GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, float& own1, LateSums& late) {
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
@@ -51,17 +51,17 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
     const Descriptor dO = k_major(shared_address(sm.dO[stage])), dx = k_major(shared_address(sm.dx));
     const Descriptor u = k_major(shared_address(sm.u));
     wgmma_fence();
-    set_ss_n64(P, dO.at(0), u.at(0));
+    set_ss_n64(T{}, P, dO.at(0), u.at(0));
 #pragma unroll
     for (int i = 1; i < 8; ++i) {
       const uint32_t at = i / 4 * kTileBytes + i % 4 * 32;
-      add_ss_n64(P, dO.at(at), u.at(at));
+      add_ss_n64(T{}, P, dO.at(at), u.at(at));
     }
-    set_ss_n64(D, dx.at(0), u.at(0));
+    set_ss_n64(T{}, D, dx.at(0), u.at(0));
 #pragma unroll
     for (int i = 1; i < 8; ++i) {
       const uint32_t at = i / 4 * kTileBytes + i % 4 * 32;
-      add_ss_n64(D, dx.at(at), u.at(at));
+      add_ss_n64(T{}, D, dx.at(at), u.at(at));
     }
     wgmma_commit();
   }
@@ -151,7 +151,7 @@ GDN_DEVICE void end_sums(WalkMemory& sm, float* parts, int warp, const LateSums&
 }
 
 // dq in shares, exchange.cuh: of kRank's channels of K to this block's tile of do, of the others to the other block.
-template <int kRank>
+template <class T, int kRank>
 GDN_DEVICE void share_query_gradient(const float (&acc)[64], float own0, float own1, WalkMemory& sm, uint32_t it,
                                      int warp) {
   const int lane = fresh_lane();
@@ -189,7 +189,7 @@ GDN_DEVICE void share_query_gradient(const float (&acc)[64], float own0, float o
   __syncwarp();
 }
 
-template <bool kExchange>
+template <class T, bool kExchange>
 GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
 #pragma unroll 1
   for (uint32_t it = 0;; ++it) {
@@ -200,7 +200,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     float* const parts = params.scratch.parts + int64_t{block} * (kParts * kChunk);
     float own0, own1;
     LateSums late;
-    make_pairs(sm, it, warp, own0, own1, late);
+    make_pairs<T>(sm, it, warp, own0, own1, late);
     const int lane = fresh_lane();
     const bool lead = lane == 0;
     const Lines lines(lane);
@@ -214,10 +214,10 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     {
       const Descriptor dO = k_major(shared_address(sm.dO[stage])), columns = mn_major(shared_address(sm.S));
       wgmma_fence();
-      set_ss_n128_mn(acc, dO.at(0), columns.at(0));
+      set_ss_n128_mn(T{}, acc, dO.at(0), columns.at(0));
 #pragma unroll
       for (int i = 1; i < 8; ++i)
-        add_ss_n128_mn(acc, dO.at(i / 4 * kTileBytes + i % 4 * 32),
+        add_ss_n128_mn(T{}, acc, dO.at(i / 4 * kTileBytes + i % 4 * 32),
                        columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048));
       wgmma_commit();
     }
@@ -227,7 +227,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     pin(acc);
     give_state_back<kExchange>(sm, lead);
     {
-      const float2 sums = row_sums<8>(acc, shared_address(sm.q), lines, warp);
+      const float2 sums = row_sums<T, 8>(acc, shared_address(sm.q), lines, warp);
       // By a lane that is not known before q has been read, state.cuh.
       const uint32_t read = __ballot_sync(~0u, __float_as_uint(sums.x + sums.y) == 0x5eed5eed);
       mbarrier_arrive_if(shared_address(&sm.q_read), lane == (read == ~0u ? 1 : 0));
@@ -242,7 +242,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
       pin(acc);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) add_ss_n128_mn(acc, dp.at(i * 32), columns.at(i * 2048));
+      for (int i = 0; i < 4; ++i) add_ss_n128_mn(T{}, acc, dp.at(i * 32), columns.at(i * 2048));
       wgmma_commit();
       wgmma_wait<0>();
       pin(acc);
@@ -266,18 +266,18 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     // before the sums have been read.
     mbarrier_arrive_if(shared_address(&sm.pairs_empty), lane == (read == ~0u ? 1 : 0));
     if constexpr (!kExchange) {
-      store_gradient<8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
+      store_gradient<T, 8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
     } else if (cluster_rank() == 0) {
-      share_query_gradient<0>(acc, own0, own1, sm, it, warp);
+      share_query_gradient<T, 0>(acc, own0, own1, sm, it, warp);
     } else {
-      share_query_gradient<1>(acc, own0, own1, sm, it, warp);
+      share_query_gradient<T, 1>(acc, own0, own1, sm, it, warp);
     }
     mbarrier_arrive_if(shared_address(&sm.dq_full[stage]), lead);
     mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
   }
 }
 
-template <bool kExchange>
+template <class Kind, bool kExchange>
 __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(WalkMemory) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -289,28 +289,28 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
   if (warpgroup == 0) {
     lower_registers<kSinglesRegisters>();
     if (warp == 0) {
-      load_most(sm, params);
+      load_most<Kind>(sm, params);
     } else if (warp == 1) {
       if constexpr (kExchange)
-        load_and_add<2>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, sm.dq_landed,
+        load_and_add<Kind, 2>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, sm.dq_landed,
                         sm.S[0]);
       else
-        load_and_store<2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dx);
+        load_and_store<Kind, 2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dx);
     } else if (warp == 2) {
       if constexpr (kExchange)
-        load_and_add<1>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, sm.dk_landed,
+        load_and_add<Kind, 1>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, sm.dk_landed,
                         sm.S[1]);
       else
-        load_and_store<1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.ds);
+        load_and_store<Kind, 1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.ds);
     } else {
-      values(sm, params);
+      values<Kind>(sm, params);
     }
   } else if (warpgroup <= 2) {
     raise_registers<kStateRegisters>();
-    states<kExchange>(sm, params, warpgroup - 1, warp % 4);
+    states<Kind, kExchange>(sm, params, warpgroup - 1, warp % 4);
   } else {
     raise_registers<kPairRegisters>();
-    pairs<kExchange>(sm, params, warp % 4);
+    pairs<typename Kind::T, kExchange>(sm, params, warp % 4);
   }
   if constexpr (kExchange) {  // a block's shared memory is there until the other has written and arrived
     __syncwarp();
@@ -319,14 +319,20 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
 }
 }  // namespace
 
+template <class Kind>
 const char* run_walk_forward(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
-  params.tiles = (params.segment > 0 ? params.segments : p.N) * p.HV;
+  params.tiles = (params.segment > 0 ? params.segments : p.N) * params.slices;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
   constexpr int kBytes = sizeof(WalkMemory);
-  if (params.exchange)
-    return launch_blocks(&walk_forward_kernel<true>, params, blocks & ~1u, kThreads, kBytes, 2, false, stream);
-  return launch_blocks(&walk_forward_kernel<false>, params, blocks, kThreads, kBytes, 1, false, stream);
+  if constexpr (Kind::kExact)
+    if (params.exchange)
+      return launch_blocks(&walk_forward_kernel<Kind, true>, params, blocks & ~1u, kThreads, kBytes, 2, false, stream);
+  return launch_blocks(&walk_forward_kernel<Kind, false>, params, blocks, kThreads, kBytes, 1, false, stream);
 }
+
+template const char* run_walk_forward<Kind<__nv_bfloat16, true>>(Params&, cudaStream_t);
+template const char* run_walk_forward<Kind<__nv_bfloat16, false>>(Params&, cudaStream_t);
+template const char* run_walk_forward<Kind<__half, false>>(Params&, cudaStream_t);
 
 }  // namespace gdn::sm90::backward

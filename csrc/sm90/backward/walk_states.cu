@@ -5,7 +5,7 @@
 
 namespace gdn::sm90::backward {
 namespace {
-constexpr int kThreads = 256, kStages = 4, kTileParts = 2;
+constexpr int kThreads = 256, kStages = 4, kTileParts = 2;  // halves of a slice
 constexpr int kSinglesRegisters = 40, kStateRegisters = 232;
 
 struct Memory {
@@ -17,45 +17,50 @@ struct Memory {
 };
 
 // Chunks before the last segment.
-GDN_DEVICE int chunks_before(const Params& params, const BackTile& tile) {
+template <class Kind>
+GDN_DEVICE int chunks_before(const Params& params, const BackTile<Kind>& tile) {
   const int segment = *params.scratch.segment;
   return max(tile.chunks() - 1, 0) / segment * segment;
 }
 
+template <class Kind>
 GDN_DEVICE void loader(Memory& sm, const Params& params) {
   const ChunkForward& p = params.problem.forward;
   uint32_t it = 0, aside_phase = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const BackTile tile = back_tile<kTileParts>(params, index);
+    const BackTile<Kind> tile = back_tile<Kind, kTileParts>(params, index);
     const int count = chunks_before(params, tile);  // of whole chunks
 #pragma unroll 1
     for (int c = 0; c < count; ++c, ++it) {
       const uint32_t s = it % kStages;
       auto& stage = sm.stages[s];
-      const int block = (tile.slot + c) * p.HV + tile.hv, row = tile.first + c * kChunk;
+      const int block = (tile.slot + c) * p.HV + tile.hv(params), row = tile.first + c * kChunk;
       wait_for(sm.empty[s], it / kStages + 1);
-      load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h, tile.batch, kChunk,
+      load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params), tile.batch, kChunk,
                    sizeof(Gates) + 2 * kTileBytes, [&](uint32_t bar) {
                      bulk_load(shared_address(&sm.gates[s]), params.scratch.gates + block, sizeof(Gates), bar);
                      tma_load(shared_address(stage.t), &params.t, bar, 0, 0, 0, block);
-                     tma_load(shared_address(stage.v[0]), &params.v, bar, 64 * tile.part, row, tile.hv, tile.batch);
+                     tma_load(shared_address(stage.v[0]), &params.v, bar, tile.v(params) + 64 * tile.part,
+                              row, tile.hv(params), tile.batch);
                    });
     }
   }
 }
 
+template <class Kind>
 GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
+  using T = typename Kind::T;
   float S[64];
   uint32_t it = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const BackTile tile = back_tile<kTileParts>(params, index);
+    const BackTile<Kind> tile = back_tile<Kind, kTileParts>(params, index);
     const int count = chunks_before(params, tile);
     if (count == 0) continue;
-    load_initial(S, params, tile, tile.part, warp);
+    load_initial<Kind>(S, params, tile, tile.part, warp);
     int left = *params.scratch.segment;  // chunks, to where a segment begins
-    float* to = start_of(params, first_segment(params, tile.n), tile.hv, tile.part, warp);
+    float* to = start_of<Kind>(params, first_segment(params, tile.n), tile.slice, tile.part, warp);
 #pragma unroll 1
     for (int c = 0; c < count; ++c, ++it) {
       const uint32_t s = it % kStages;
@@ -65,25 +70,26 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
       uint32_t u[16];
       const auto there = [&] { wait_for(sm.full[s], it / kStages); };
       there();
-      make_u<4>(
+      make_u<T, 4>(
           S, u, sm.gates[s], k_tile, shared_address(stage.v[0]), shared_address(stage.t), warp, lane,
           // All is there; but the compiler deals c v out between the products, or sinks it behind them, and moves nothing
           // across the wait of a barrier.
           there, [](bool) {}, there, [] {});
-      update_state(S, u, sm.gates[s], k_tile);
+      update_state<T>(S, u, sm.gates[s], k_tile);
       wgmma_wait<0>();
       pin(S);
       __syncwarp();
       mbarrier_arrive_if(shared_address(&sm.empty[s]), lane == 0);
       if (--left == 0) {
         left = *params.scratch.segment;
-        to += int64_t{params.problem.forward.HV} * (kChannels * kChannels);
-        store_state(S, to, 1, kChannels, 1.f);
+        to += int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);
+        store_state(S, to, 1, kChannels, 1.f, AllChannels{});
       }
     }
   }
 }
 
+template <class Kind>
 __global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(Memory) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -100,21 +106,26 @@ __global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_c
   __syncthreads();
   if (warp < 4) {
     lower_registers<kSinglesRegisters>();
-    if (warp == 0) loader(sm, params);
+    if (warp == 0) loader<Kind>(sm, params);
     // It was launched beside the walk back, and what comes next waits for this kernel only.
     wait_for_prerequisites();
   } else {
     raise_registers<kStateRegisters>();
-    state(sm, params, warp % 4);
+    state<Kind>(sm, params, warp % 4);
   }
 }
 }  // namespace
 
+template <class Kind>
 const char* run_walk_states(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
-  params.tiles = p.N * p.HV * kTileParts;
+  params.tiles = p.N * params.slices * kTileParts;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
-  return launch_blocks(&walk_states_kernel, params, blocks, kThreads, sizeof(Memory), 1, true, stream);
+  return launch_blocks(&walk_states_kernel<Kind>, params, blocks, kThreads, sizeof(Memory), 1, true, stream);
 }
+
+template const char* run_walk_states<Kind<__nv_bfloat16, true>>(Params&, cudaStream_t);
+template const char* run_walk_states<Kind<__nv_bfloat16, false>>(Params&, cudaStream_t);
+template const char* run_walk_states<Kind<__half, false>>(Params&, cudaStream_t);
 
 }  // namespace gdn::sm90::backward

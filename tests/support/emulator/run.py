@@ -29,6 +29,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from backward_cases import STRENGTHS, check_task, make_task
 from backward_cases import Options as Gradients
+from fast_backward_cases import random_task
 from fast_cases import EDGES, fast_case
 from fast_parity import (
     Options,
@@ -36,7 +37,6 @@ from fast_parity import (
     make_call,
     random_call,
     random_case,
-    random_lengths,
     random_sizes,
 )
 from helpers import BF16, FP16, FP32, make_inputs
@@ -73,6 +73,10 @@ BACKWARD = [
 ]
 
 
+# One and two slices of V, whole and in part; fewer channels than a tile has, and more.
+BACKWARD_SIZES = [(128, 128), (96, 192), (40, 24), (128, 72), (64, 256)]
+
+
 def forward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for case, dtype in itertools.product(FORWARD, (BF16, FP16)):
         options = ALL if case.name == "edges" else Options()
@@ -106,18 +110,23 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         task = partial(make_task, case, BF16, "cpu", Gradients())
         yield f"backward-{case.name}", lambda task=task: check_task(task(), BF16, "cpu")
     everything = Gradients(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True)
-    task = partial(make_task, replace(BACKWARD[0], name="options"), BF16, "cpu", everything)
-    yield "backward-options", lambda: check_task(task(), BF16, "cpu")
+    for dtype, (K, V) in itertools.product((BF16, FP16), BACKWARD_SIZES):
+        size = f"{K}-{V}-{str(dtype).removeprefix('torch.')}"
+        case = replace(BACKWARD[0], name="options", K=K, V=V)
+        task = partial(make_task, case, dtype, "cpu", everything)
+        yield (
+            f"backward-options-{size}",
+            lambda task=task, dtype=dtype: check_task(task(), dtype, "cpu"),
+        )
     gated = fast_case("gates", "", T=260, H=1, HV=2)
-    for name, change in STRENGTHS.items():
+    for dtype, (name, change) in itertools.product((BF16, FP16), STRENGTHS.items()):
 
-        def check(change: Callable[[Tensor], Tensor] = change) -> None:
-            x = make_inputs(gated, BF16, "cpu")
-            check_task(
-                make_task(gated, BF16, "cpu", Gradients(), x.but(g=change(x.g))), BF16, "cpu"
-            )
+        def check(change: Callable[[Tensor], Tensor] = change, dtype: torch.dtype = dtype) -> None:
+            x = make_inputs(gated, dtype, "cpu")
+            task = make_task(gated, dtype, "cpu", Gradients(), x.but(g=change(x.g)))
+            check_task(task, dtype, "cpu")
 
-        yield f"backward-gates-{name}", check
+        yield f"backward-gates-{name}-{str(dtype).removeprefix('torch.')}", check
 
 
 def random_cases(first: int, count: int, small: bool) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -148,32 +157,8 @@ def random_prefill(number: int, small: bool) -> None:
 
 
 def random_backward(number: int, small: bool) -> None:
-    rng = random.Random(number)
-
-    def coin() -> bool:
-        return rng.random() < 0.5
-
-    H = rng.choice((1, 2))
-    sizes = {"H": H, "HV": H * rng.choice((1, 2, 3, 4)), "orphans": rng.choice((0, 1, 64))}
-    lengths = random_lengths(rng, 130 if small else 700)
-    case = fast_case("random", "", lengths=lengths, **sizes)
-    sigmoid, gate = coin(), coin()
-    options = Gradients(
-        l2norm=coin(),
-        sigmoid=sigmoid,
-        negative=sigmoid and coin(),
-        gate=gate,
-        dt_bias=coin(),
-        state=coin(),
-        v_first=coin(),
-        dht=coin(),
-        scale=rng.choice((None, -0.3)),
-    )
-    task = make_task(case, BF16, "cpu", options)
-    if not gate:
-        change = STRENGTHS[rng.choice(list(STRENGTHS))]
-        task.leaves["g"] = change(task.leaves["g"])
-    check_task(task, BF16, "cpu")
+    task, dtype = random_task(number, "cpu", longest=130 if small else 700)
+    check_task(task, dtype, "cpu")
 
 
 def main() -> int:

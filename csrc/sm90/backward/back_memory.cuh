@@ -1,0 +1,206 @@
+// Shared memory and barriers of the walk back; the warps that load and store; and the warpgroup that makes triangles.
+#pragma once
+#include <type_traits>
+
+#include "sm90/backward/chunk_triangles.cuh"
+
+namespace gdn::sm90::backward {
+
+template <class Kind_, int kStates_>
+struct Back {
+  using Kind = Kind_;
+  using T = typename Kind::T;
+  static constexpr int kStates = kStates_;
+  static constexpr bool kMaker = kStates == 2;
+  static constexpr int kThreads = 128 * (1 + kStates + kMaker);
+  static constexpr int kStages = kStates == 2 ? 2 : 3;
+  static constexpr int kTileParts = 2 / kStates;
+  // A chunk begins while the one behind it ends: where few blocks wait for their own chain of products. Elsewhere
+  // memory is waited for, and a stage is given back first.
+  static constexpr bool kBeginsAhead = kStates == 1 && !kDecaysToEnd<T>;
+  static constexpr int kSinglesRegisters = kMaker ? 32 : 40, kStateRegisters = kMaker ? 176 : 232;
+};
+
+constexpr int kMakerRegisters = 128;
+template <class C>
+struct MakerMemory {
+  SharedMemory<Alone<typename C::T>> scratch;
+  uint8_t kk[kTileBytes];
+  GateVectors vectors;
+  uint64_t made[C::kStages];  // T and P
+};
+struct NoMaker {};
+
+template <class C>
+struct BackMemory {
+  struct alignas(1024) Stage {
+    uint8_t k[2][kTileBytes], q[2][kTileBytes], dO[C::kStates][kTileBytes], t[kTileBytes], p[kTileBytes];
+  } stages[C::kStages];
+  uint8_t dx[C::kStates][kTileBytes], dv[C::kStates][kTileBytes], ds[C::kStates][2][kTileBytes];
+  std::conditional_t<C::kMaker, MakerMemory<C>, NoMaker> maker;
+  Gates gates[C::kStages];
+  uint64_t full[C::kStages], empty[C::kStages], aside;
+  uint64_t ds_full[C::kStates], ds_empty[C::kStates], dx_full[C::kStates], dx_empty[C::kStates];
+};
+
+template <class C>
+GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
+  const ChunkForward& p = params.problem.forward;
+  using Kind = typename C::Kind;
+  const bool makes = C::kMaker && makes_triangles_walking(params);
+  uint32_t it = 0, aside_phase = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const BackTile<Kind> tile = back_tile<Kind, C::kTileParts>(params, index);
+#pragma unroll 1
+    for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
+      const uint32_t s = it % C::kStages;
+      auto& stage = sm.stages[s];
+      const int slot = tile.slot + c, row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
+      const int of_head = slot * p.HV + tile.hv(params), block = slot * slices_of<Kind>(params) + tile.slice;
+      const bool steep = params.scratch.last[of_head] < -Frame<typename C::T>::kRange;
+      wait_for(sm.empty[s], it / C::kStages + 1);
+      // k, with it all of the stage but q and do, which may have rows to clear as well.
+      const auto rest = [&](uint32_t bar) {
+        bulk_load(shared_address(&sm.gates[s]), params.scratch.gates + of_head, sizeof(Gates), bar);
+        if (makes) return;
+        tma_load(shared_address(stage.t), &params.t, bar, 0, 0, 0, of_head);
+        if (steep) {
+          tma_load(shared_address(stage.p), &params.ds, bar, 0, 64 * tile.part, 0, block);
+        } else {
+          tma_load(shared_address(stage.p), &params.qk, bar, 0, 0, 0, slot * p.H + tile.h(params));
+        }
+      };
+      const int rest_bytes = sizeof(Gates) + (makes ? 0 : 2 * kTileBytes);
+      load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params), tile.batch, rows,
+                   rest_bytes, rest);
+      load_rows<2>(params.q, stage.q, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params), tile.batch, rows, 0,
+                   Nothing{});
+      load_rows<C::kStates>(params.dO, stage.dO, sm.full[s], sm.aside, aside_phase,
+                            tile.v(params) + 64 * tile.part, row, tile.hv(params), tile.batch, rows, 0, Nothing{});
+    }
+  }
+}
+
+// T and P of every chunk to its stage; of a value head's first slice T, and of a key head's first one q k^T and k k^T,
+// to scratch memory.
+template <class C>
+GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp) {
+  using T = typename C::T;
+  using Kind = typename C::Kind;
+  constexpr int kBarrier = 1;
+  const ChunkForward& p = params.problem.forward;
+  const int group = p.HV / p.H, thread = threadIdx.x % 128;
+  // What is above a diagonal is read and never written.
+  for (auto& stage : sm.stages) clear_tiles(stage.t, 2, thread);
+  clear_tiles(sm.maker.scratch.inverse[0], 2, thread);
+  uint32_t it = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const BackTile<Kind> tile = back_tile<Kind, C::kTileParts>(params, index);
+    const bool first_of_head = tile.v(params) == 0, first = tile.hv(params) == tile.h(params) * group && first_of_head;
+#pragma unroll 1
+    for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
+      const uint32_t s = it % C::kStages;
+      auto& stage = sm.stages[s];
+      const int lane = fresh_lane(), slot = tile.slot + c;
+      const Triangles<Alone<T>> own(sm.maker.scratch, kBarrier, lane, warp);
+      float kk[32] = {};
+      wait_for(sm.full[s], it / C::kStages);
+      const bool steep = sm.gates[s].steep;
+      {
+        float qk[32] = {};
+        const uint32_t k = shared_address(stage.k);
+        own.issue_product(qk, shared_address(stage.q), k);
+        own.issue_product(kk, k, k);
+        copy_factors(sm.maker.vectors, sm.gates[s], thread);
+        if (thread == 0) {
+          sm.maker.vectors.steep = steep;
+          tma_store_wait_read();  // of the chunk before; this stage's own are further back
+        }
+        wgmma_wait<0>();
+        pin(qk);
+        pin(kk);
+        named_barrier(kBarrier, 128);
+        own.store_a(kk, sm.maker.vectors);
+        store_lower(own, qk, stage.p);
+      }
+      if (first) store_lower(own, kk, sm.maker.kk);
+      if (steep) {
+        if (first) {  // before it is decayed in its place
+          fence_async_proxy();
+          named_barrier(kBarrier, 128);
+          if (thread == 0) {
+            tma_store(&params.qk, shared_address(stage.p), 0, 0, 0, slot * p.H + tile.h(params));
+            tma_store_commit();
+            tma_store_wait_read();
+          }
+          named_barrier(kBarrier, 128);
+        }
+        decay_pairs(own, sm.maker.vectors, stage.p, stage.p);
+      }
+      own.invert(shared_address(stage.t));
+      fence_async_proxy();
+      __syncwarp();
+      mbarrier_arrive_if(shared_address(&sm.maker.made[s]), lane == 0);
+      named_barrier(kBarrier, 128);
+      if (thread == 0) {
+        if (first_of_head) tma_store(&params.t, shared_address(stage.t), 0, 0, 0, slot * p.HV + tile.hv(params));
+        if (first) {
+          tma_store(&params.kk, shared_address(sm.maker.kk), 0, 0, 0, slot * p.H + tile.h(params));
+          if (!steep) tma_store(&params.qk, shared_address(stage.p), 0, 0, 0, slot * p.H + tile.h(params));
+        }
+        tma_store_commit();
+      }
+    }
+  }
+  if (thread == 0) tma_store_wait();
+}
+
+template <class C>
+GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int slot) {
+  using Kind = typename C::Kind;
+  const ChunkForward& p = params.problem.forward;
+  const bool lead = threadIdx.x % 32 == 0;
+  uint32_t it = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const BackTile<Kind> tile = back_tile<Kind, C::kTileParts>(params, index);
+    const int part = (C::kStates == 2 ? slot : tile.part) * 64;
+    const int v = tile.v(params) + part, V = Kind::kExact ? kChannels : p.V;
+#pragma unroll 1
+    for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
+      const int block = (tile.slot + c) * slices_of<Kind>(params) + tile.slice;
+      wait_for(sm.ds_full[slot], it);
+      if (lead) {
+        for (int i = 0; i < 2; ++i) tma_store(&params.ds, shared_address(sm.ds[slot][i]), 64 * i, part, 0, block);
+        tma_store_commit();
+        tma_store_wait_read();
+      }
+      mbarrier_arrive_if(shared_address(&sm.ds_empty[slot]), lead);
+      wait_for(sm.dx_full[slot], it);
+      const int row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
+      if (lead) {
+        tma_store(&params.dx, shared_address(sm.dx[slot]), part, 0, 0, block);
+        if (rows >= kChunk && v < V)
+          tma_store(&params.dv, shared_address(sm.dv[slot]), v, row, tile.hv(params), tile.batch);
+        tma_store_commit();
+        tma_store_wait_read();
+      }
+      if (rows < kChunk) {  // TMA would write into the next sequence
+#pragma unroll 1
+        for (int i = threadIdx.x % 32; i < rows * 8; i += 32) {
+          if (v + i % 8 * 8 >= V) continue;
+          const int64_t at = ((tile.batch * p.T + row + i / 8) * p.HV + tile.hv(params)) * V + v + i % 8 * 8;
+          *reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.problem.dv) + at) =
+              *reinterpret_cast<const uint4*>(sm.dv[slot] + i / 8 * 128 + ((i % 8 ^ i / 8 % 8) * 16));
+        }
+      }
+      __syncwarp();
+      mbarrier_arrive_if(shared_address(&sm.dx_empty[slot]), lead);
+    }
+  }
+  if (lead) tma_store_wait();
+}
+
+}  // namespace gdn::sm90::backward

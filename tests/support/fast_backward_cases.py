@@ -1,0 +1,51 @@
+"""The arguments of the CUDA library's backward, and random calls."""
+
+import random
+
+import torch
+from backward_cases import STRENGTHS, Options, Task, make_task
+from fast_cases import fast_case
+from fast_parity import random_lengths
+from helpers import BF16, FP16
+
+# Of the operator, in their order, and those of them that it writes.
+ARGUMENTS = (
+    *("do", "dht", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"),
+    *("scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval"),
+    *("dq", "dk", "dv", "dg", "dbeta", "dh0", "gate_sums", "workspace"),
+)
+WRITTEN = ARGUMENTS[16:23]
+
+
+def random_task(number: int, device: str, *, longest: int) -> tuple[Task, torch.dtype]:
+    """The call of that number, of any sizes, options and gates, and the dtype of its q, k and v.
+    longest: tokens of a sequence."""
+    rng = random.Random(number)
+
+    def coin() -> bool:
+        return rng.random() < 0.5
+
+    H = rng.choice((1, 2))
+    sizes = {"H": H, "HV": H * rng.choice((1, 2, 3, 4)), "orphans": rng.choice((0, 1, 64))}
+    lengths = random_lengths(rng, longest)
+    if coin():
+        sizes |= {"K": rng.randrange(8, 136, 8), "V": rng.randrange(8, 328, 8)}
+    dtype = rng.choice((BF16, FP16))
+    case = fast_case("random", "", lengths=lengths, **sizes)
+    sigmoid, gate = coin(), coin()
+    options = Options(
+        l2norm=coin(),
+        sigmoid=sigmoid,
+        negative=sigmoid and coin(),
+        gate=gate,
+        dt_bias=coin(),
+        state=coin(),
+        v_first=coin(),
+        dht=coin(),
+        scale=rng.choice((None, -0.3)),
+    )
+    task = make_task(case, dtype, device, options)
+    if not gate:
+        change = STRENGTHS[rng.choice(list(STRENGTHS))]
+        task.leaves["g"] = change(task.leaves["g"])
+    return task, dtype
