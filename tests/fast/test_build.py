@@ -57,6 +57,7 @@ def toolchain() -> Any:
         pytest.skip(f"the CUDA library cannot be built here: {why}")
 
 
+@pytest.mark.long(150)
 @pytest.mark.timeout(2400)  # five minutes of two cores, which may be busy with other tests
 def test_build_from_clean(tmp_path: Path) -> None:
     """In one test, for the build is the expensive part."""

@@ -19,13 +19,13 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 @pytest.mark.parametrize(
     ("backend", "arch"),
     [
-        ("cuda", "80"),
-        ("cuda", "90"),
-        ("cuda", "100"),
+        pytest.param("cuda", "80", marks=pytest.mark.long(16)),
+        pytest.param("cuda", "90", marks=pytest.mark.long(220)),
+        pytest.param("cuda", "100", marks=pytest.mark.long(20)),
         # The kernels with the widest tiles alone, for less shared memory.
-        ("cuda", "120"),
-        ("cuda", "121"),
-        ("hip", "gfx942"),
+        pytest.param("cuda", "120", marks=pytest.mark.long(16)),
+        pytest.param("cuda", "121", marks=pytest.mark.long(11)),
+        pytest.param("hip", "gfx942", marks=pytest.mark.long(11)),
     ],
 )
 def test_kernels_compile(backend: str, arch: str) -> None:
