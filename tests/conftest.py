@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from poison import ALLOCATING, poisoned
+from runs import longest_first
 
 if not torch.cuda.is_available():
     # Read by triton.jit when a kernel is defined: this has to precede every import of Triton.
@@ -35,11 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ.setdefault(name, "1")
     config.addinivalue_line("markers", "gpu(why): needs a CUDA GPU, and why")
     config.addinivalue_line("markers", "two_gpus(why): needs two CUDA GPUs, and why")
+    config.addinivalue_line("markers", "long(seconds): of one core, about; it starts first")
     config.addinivalue_line("markers", "of_no_device: the same whatever device there is")
     # NumPy under the interpreter warns of the infinities and NaNs that some tests are about.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that are selected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
@@ -48,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 if gpus < needed:
                     reason = f"needs {needed} CUDA GPU(s), has {gpus}: {marker.args[0]}"
                     item.add_marker(pytest.mark.skip(reason=reason))
+    if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+        items[:] = longest_first(items, int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from helpers import BF16, FP16, FP32, FP64, same_bits
 from poison import ALLOCATING, poisoned
 from ranks import run_ranks
+from runs import made_once
 from shard_cases import (
     GATE,
     NORM,
@@ -385,27 +386,30 @@ def interpreted() -> bool:
 # -------------------------------------------------------------------------------- the tests of them
 
 
-def start(kind: str, world: int, folder: Path) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    hidden = {} if kind == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in hidden.items():
-            patch.setenv(name, value)
-        patch.delenv("GDN_BACKEND", raising=False)
-        run_ranks(world, work, world, kind, port, str(folder), interpreted())
+def start(kind: str, world: int, factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    def run(folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        hidden = {} if kind == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in hidden.items():
+                patch.setenv(name, value)
+            patch.delenv("GDN_BACKEND", raising=False)
+            run_ranks(world, work, world, kind, port, str(folder), interpreted())
+
+    folder = made_once(factory, kind, run)
     return [json.loads((folder / f"{kind}-{rank}.json").read_text()) for rank in range(world)]
 
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return start("gloo", 4, tmp_path_factory.mktemp("gloo"))
+    return start("gloo", 4, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return start("nccl", 2, tmp_path_factory.mktemp("nccl"))
+    return start("nccl", 2, tmp_path_factory)
 
 
 def verdict(reports: list[dict[str, Any]], name: str) -> None:

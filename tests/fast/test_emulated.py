@@ -68,6 +68,7 @@ def said(program: Path, fault: str, **settings: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long(12)
 def test_faults_are_found(tmp_path: Path) -> None:
     """A check that finds nothing in wrong kernels would find nothing in those of the library."""
     program = build_program(tmp_path, HERE / "faults.cu")
@@ -81,6 +82,7 @@ def test_faults_are_found(tmp_path: Path) -> None:
         assert said(program, "none", EMULATOR_RACES="1", EMULATOR_SEED=str(seed)) == "right\n"
 
 
+@pytest.mark.long(55)
 @pytest.mark.timeout(1800)  # two minutes of two cores, which may be busy with other tests
 def test_kernels(tmp_path: Path) -> None:
     """The forward in bf16 at K = V = 128, the backward in both dtypes and with a slice and a half,

@@ -104,6 +104,7 @@ def test_in_a_fresh_process() -> None:
     assert "is disabled in transformers" in out and out.count("not enabled") == len(OPS)
 
 
+@pytest.mark.long(11)
 def test_dry_run_of_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     """One way, in a process of its own, at toy sizes on the CPU."""
     from benchmarks import transformers_model

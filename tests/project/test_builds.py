@@ -70,6 +70,7 @@ def test_processes_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert dict(os.environ) == before
 
 
+@pytest.mark.long(9)
 def test_error_of_a_process() -> None:
     """An error is the build's, with its sentence, and the processes serve what comes after it."""
     pair = [builds.Build(name, Path("none.so"), dry_run=True) for name in ("a", "b")]

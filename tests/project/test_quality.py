@@ -30,5 +30,6 @@ def test_format() -> None:
     run_tool("ruff", "format", "--check", ".")
 
 
+@pytest.mark.long(10)
 def test_types() -> None:
     run_tool("mypy", "gdn_triton", "benchmarks")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from library_wheel import check_library_wheel, make_environment, run_there
+from runs import made_once
 
 import gdn_triton
 
@@ -22,7 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel without the CUDA library, of a copy of the sources: a build leaves files in them."""
-    folder = tmp_path_factory.mktemp("release")
+    folder = made_once(tmp_path_factory, "release", make_wheel)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def make_wheel(folder: Path) -> None:
     left = shutil.ignore_patterns("__pycache__", "*.so", "_build_status.txt")
     for name in ("gdn_triton", "csrc"):
         shutil.copytree(ROOT / name, folder / "source" / name, ignore=left)
@@ -34,8 +40,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    (found,) = folder.glob("*.whl")
-    return found
 
 
 def test_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:

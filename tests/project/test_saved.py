@@ -95,6 +95,7 @@ def test_exported_program(exported: torch.export.ExportedProgram, tmp_path: Path
     check_in_a_fresh_process(EXPORTED, tmp_path / "program.pt2")
 
 
+@pytest.mark.long(25)
 def test_package_of_aotinductor(exported: torch.export.ExportedProgram, tmp_path: Path) -> None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:

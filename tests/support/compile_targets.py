@@ -41,7 +41,7 @@ from target_calls import (
 from target_code import (
     Compiled,
     compile_only,
-    cuobjdump,
+    disassembled,
     overlong_layouts,
     stack_and_registers,
     unwritten_uniform_registers,
@@ -190,7 +190,7 @@ def judge(one: Compiled, shape: Shape, target: GPUTarget) -> tuple[str, list[str
         if stack > allowed:
             wrong.append(f"{stack} bytes of stack, {allowed} allowed")
         if target.arch == 90:
-            sass = cuobjdump(one.kernel.asm["cubin"], "--dump-sass")
+            sass = disassembled(one.kernel.asm["cubin"])
             wrong += [f"unwritten register: {text}" for text in unwritten_uniform_registers(sass)]
             wrong += overlong_layouts(one.kernel.asm["ttgir"])
     stage, instruction = MATRIX_INSTRUCTION[key]

@@ -63,19 +63,24 @@ def compile_only(target: GPUTarget) -> Iterator[list[Compiled]]:
         JITFunction.run = run
 
 
-def cuobjdump(cubin: bytes, option: str) -> str:
-    """What the disassembler that Triton brings says of a kernel."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def said_of(cubin: bytes, tool: str, *options: str) -> str:
+    """What one of the tools that Triton brings says of a kernel."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, option, file.name]
+        command = [path, *options, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def disassembled(cubin: bytes) -> str:
+    """The instructions. cuobjdump also prints the bits of each, and takes half as long again."""
+    return said_of(cubin, "nvdisasm", "--print-code", "--no-dataflow")
 
 
 def stack_and_registers(cubin: bytes) -> tuple[int, int]:
     """Bytes of stack and registers of a thread."""
-    text = cuobjdump(cubin, "--dump-resource-usage")
+    text = said_of(cubin, "cuobjdump", "--dump-resource-usage")
     found = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return found["STACK"] + found["LOCAL"], found["REG"]
 
@@ -91,6 +96,8 @@ def unwritten_uniform_registers(sass: str) -> list[str]:
     written: set[int] = set()
     found = []
     for line in sass.splitlines():
+        if "UR" not in line:
+            continue
         match = INSTRUCTION.match(line)
         if match is None:
             continue
