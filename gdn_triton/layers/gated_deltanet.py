@@ -11,26 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gdn_triton._host.arguments import (
-    FLOAT_DTYPES,
-    FLOATS,
-    INDEX_DTYPES,
-    INDICES,
-    check_dtype,
-    check_offsets,
-    count_sequences,
     must,
     real_or_none,
-    shape_of,
-    type_of,
     value_of,
 )
 from gdn_triton._host.slots import LAST_SKIPPED
-from gdn_triton._host.tensors import check_local, is_traced, is_transformed
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update
 from gdn_triton.layers.cache import GatedDeltaNetCache
 from gdn_triton.layers.convolution import conv_from_states, sequence_of_tokens
 from gdn_triton.layers.qwen import weights_from_qwen
+from gdn_triton.layers.validation import check_call
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
 
 __all__ = ["GatedDeltaNet"]
@@ -47,12 +38,6 @@ _ACTIVATIONS: Final = ("swish", "silu", "sigmoid")
 # exp(A_log), between 0 and this, uniform.
 _DT_RANGE: Final = (1e-3, 1e-1)
 _MOST_RATE: Final = 16.0
-
-
-def _host_reads(x: Tensor) -> bool:
-    """Whether the host judges the contents of an argument: elsewhere it would wait for the device,
-    or there are none."""
-    return x.device.type == "cpu" and not is_traced(x) and not is_transformed()
 
 
 class GatedDeltaNet(nn.Module):
@@ -328,7 +313,17 @@ class GatedDeltaNet(nn.Module):
                 `gdn_triton.causal_conv1d`, `gdn_triton.chunk_gated_delta_rule` and
                 `gdn_triton.recurrent_step` raise. No state has changed.
         """
-        N = self._check(hidden_states, attention_mask, cache, slots, cu_seqlens)
+        channels = 2 * self.key_dim + self.value_dim
+        N = check_call(
+            hidden_states,
+            attention_mask,
+            cache,
+            slots,
+            cu_seqlens,
+            hidden_size=self.hidden_size,
+            state_shape=(self.num_v_heads, self.head_v_dim, self.head_k_dim),
+            conv_shape=(channels, self.conv_size - 1) if self.use_short_conv else None,
+        )
         B, T, _ = hidden_states.shape
         if T == 0:
             return self.o_proj(hidden_states.new_zeros(B, 0, self.value_dim))
@@ -492,101 +487,3 @@ class GatedDeltaNet(nn.Module):
         state = state.to(torch.promote_types(state.dtype, qkv.dtype))
         convolve = causal_conv1d_update if longest <= CONV_STEP_TOKENS else causal_conv1d
         return convolve(qkv, weight, bias, state=state, cu_seqlens=cu_seqlens), state
-
-    def _check(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        cache: GatedDeltaNetCache | None,
-        slots: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> int:
-        """Judges the arguments of `forward`; N, the number of sequences."""
-        if not isinstance(x, Tensor):
-            raise TypeError(must("hidden_states", "be a torch.Tensor", type_of(x)))
-        check_local("hidden_states", x)
-        others = {"attention_mask": attention_mask, "slots": slots, "cu_seqlens": cu_seqlens}
-        for name, given in others.items():
-            if given is None:
-                continue
-            if not isinstance(given, Tensor):
-                raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
-            check_local(name, given)
-            if given.device != x.device:
-                expected = f"be on the device of hidden_states, {x.device}"
-                raise ValueError(must(name, expected, str(given.device)))
-        if x.dim() != 3 or x.shape[2] != self.hidden_size:
-            expected = f"have shape [B, T, hidden_size={self.hidden_size}]"
-            raise ValueError(must("hidden_states", expected, shape_of(x)))
-        check_dtype("hidden_states", x, FLOAT_DTYPES, FLOATS)
-        B, T, _ = x.shape
-        N = B
-        if attention_mask is not None:
-            if cu_seqlens is not None:
-                raise ValueError(must("attention_mask", "be None with cu_seqlens", "a tensor"))
-            mask = attention_mask
-            if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] < T:
-                expected = f"have shape [B={B}, S], S at least T={T}"
-                raise ValueError(must("attention_mask", expected, shape_of(mask)))
-            if mask.is_floating_point() and _host_reads(mask):
-                read = mask[:, mask.shape[1] - T :]
-                other = read[(read != 0) & (read != 1)]
-                if other.numel() > 0:
-                    expected = "hold 1 for a token and 0 for none, where it is float"
-                    raise ValueError(must("attention_mask", expected, str(other[0].item())))
-        if cu_seqlens is not None:
-            check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES, INDICES)
-            N = count_sequences(cu_seqlens)
-            if B != 1:
-                expected = "have batch size B=1 with cu_seqlens"
-                raise ValueError(must("hidden_states", expected, f"B={B}"))
-            if _host_reads(cu_seqlens):
-                check_offsets("cu_seqlens", cu_seqlens.tolist(), T)
-        self._check_cache(x, cache, slots, N)
-        return N
-
-    def _check_cache(
-        self, x: Tensor, cache: GatedDeltaNetCache | None, slots: Tensor | None, N: int
-    ) -> None:
-        if cache is None:
-            if slots is not None:
-                raise ValueError(must("slots", "be None without a cache", "a tensor"))
-            return
-        if not isinstance(cache, GatedDeltaNetCache):
-            raise TypeError(must("cache", "be a GatedDeltaNetCache or None", type_of(cache)))
-        heads = (self.num_v_heads, self.head_v_dim, self.head_k_dim)
-        conv = (2 * self.key_dim + self.value_dim, self.conv_size - 1)
-        if (
-            cache.recurrent_state.shape[1:] != heads
-            or (cache.conv_state is not None) != self.use_short_conv
-            or (cache.conv_state is not None and cache.conv_state.shape[1:] != conv)
-        ):
-            expected = (
-                f"have states of this layer's shapes, {list(heads)} and "
-                f"{list(conv) if self.use_short_conv else None}"
-            )
-            found = None if cache.conv_state is None else list(cache.conv_state.shape[1:])
-            raise ValueError(
-                must("cache", expected, f"{list(cache.recurrent_state.shape[1:])} and {found}")
-            )
-        if cache.recurrent_state.device != x.device:
-            expected = f"be on the device of hidden_states, {x.device}"
-            raise ValueError(must("cache", expected, str(cache.recurrent_state.device)))
-        first = LAST_SKIPPED[cache.skip] + 1
-        if slots is None:
-            if cache.slots - first < N:
-                expected = f"have room for N={N} sequences"
-                raise ValueError(must("cache", expected, f"{cache.slots - first} slots"))
-            return
-        if slots.shape != (N,):
-            expected = f"have shape [N={N}], a slot a sequence"
-            raise ValueError(must("slots", expected, shape_of(slots)))
-        check_dtype("slots", slots, INDEX_DTYPES, INDICES)
-        if _host_reads(slots):
-            named = [slot for slot in slots.tolist() if slot >= first]
-            if named and max(named) >= cache.slots:
-                expected = f"be less than the {cache.slots} slots of the cache"
-                raise ValueError(must("slots", expected, str(max(named))))
-            if len(set(named)) < len(named):
-                slot = next(slot for slot in named if named.count(slot) > 1)
-                raise ValueError(must("slots", "name no slot twice", f"{slot} twice"))

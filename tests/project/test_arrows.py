@@ -194,7 +194,7 @@ def test_records_are_made_by_the_names_of_their_fields() -> None:
     kernel records are made by position, and the specification has its own ways."""
     many = records()
     assert {"Inputs", "ChunkCall", "PrefillCall", "Problem", "Operands"} <= many
-    kernels = {"conv.triton.forward", "conv.triton.update"}
+    kernels = {"conv.triton.kernel", "conv.triton.update"}
     for name, path in modules().items():
         if name in kernels or part(name) == "reference":
             continue

@@ -5,7 +5,7 @@
     dweight[c, W - 1 - j] = sum over t of dz_t x_(t - j)         dbias[c] = sum over t of dz_t
 
 with tokens of other sequences left out. A program has some channels and a run of blocks of tokens;
-as in `gdn_triton.conv.triton.forward` a thread has R tokens after one another, whose x it loads
+as in `gdn_triton.conv.triton.kernel` a thread has R tokens after one another, whose x it loads
 with the W - 1 on either side, and dy with those after. Its sums over tokens go to memory, fp32, and
 are added up from there: no atomics, so the same call gives the same bits.
 """

@@ -1,0 +1,129 @@
+"""Judges a call of the layer."""
+
+from torch import Tensor
+
+from gdn_triton._host.arguments import (
+    FLOAT_DTYPES,
+    FLOATS,
+    INDEX_DTYPES,
+    INDICES,
+    check_dtype,
+    check_offsets,
+    count_sequences,
+    must,
+    shape_of,
+    type_of,
+)
+from gdn_triton._host.slots import LAST_SKIPPED
+from gdn_triton._host.tensors import check_local, is_traced, is_transformed
+from gdn_triton.layers.cache import GatedDeltaNetCache
+
+
+def host_reads(x: Tensor) -> bool:
+    """Whether the host judges the contents of an argument: elsewhere it would wait for the device,
+    or there are none."""
+    return x.device.type == "cpu" and not is_traced(x) and not is_transformed()
+
+
+def check_call(
+    x: Tensor,
+    attention_mask: Tensor | None,
+    cache: GatedDeltaNetCache | None,
+    slots: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    hidden_size: int,
+    state_shape: tuple[int, ...],
+    conv_shape: tuple[int, ...] | None,
+) -> int:
+    """Judges the arguments of the layer's `forward`; N, the number of sequences. state_shape,
+    conv_shape: of a slot of the layer's cache; None: the layer has no convolution."""
+    if not isinstance(x, Tensor):
+        raise TypeError(must("hidden_states", "be a torch.Tensor", type_of(x)))
+    check_local("hidden_states", x)
+    others = {"attention_mask": attention_mask, "slots": slots, "cu_seqlens": cu_seqlens}
+    for name, given in others.items():
+        if given is None:
+            continue
+        if not isinstance(given, Tensor):
+            raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
+        check_local(name, given)
+        if given.device != x.device:
+            expected = f"be on the device of hidden_states, {x.device}"
+            raise ValueError(must(name, expected, str(given.device)))
+    if x.dim() != 3 or x.shape[2] != hidden_size:
+        expected = f"have shape [B, T, hidden_size={hidden_size}]"
+        raise ValueError(must("hidden_states", expected, shape_of(x)))
+    check_dtype("hidden_states", x, FLOAT_DTYPES, FLOATS)
+    B, T, _ = x.shape
+    N = B
+    if attention_mask is not None:
+        if cu_seqlens is not None:
+            raise ValueError(must("attention_mask", "be None with cu_seqlens", "a tensor"))
+        mask = attention_mask
+        if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] < T:
+            expected = f"have shape [B={B}, S], S at least T={T}"
+            raise ValueError(must("attention_mask", expected, shape_of(mask)))
+        if mask.is_floating_point() and host_reads(mask):
+            read = mask[:, mask.shape[1] - T :]
+            other = read[(read != 0) & (read != 1)]
+            if other.numel() > 0:
+                expected = "hold 1 for a token and 0 for none, where it is float"
+                raise ValueError(must("attention_mask", expected, str(other[0].item())))
+    if cu_seqlens is not None:
+        check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES, INDICES)
+        N = count_sequences(cu_seqlens)
+        if B != 1:
+            expected = "have batch size B=1 with cu_seqlens"
+            raise ValueError(must("hidden_states", expected, f"B={B}"))
+        if host_reads(cu_seqlens):
+            check_offsets("cu_seqlens", cu_seqlens.tolist(), T)
+    _check_cache(x, cache, slots, N, state_shape=state_shape, conv_shape=conv_shape)
+    return N
+
+
+def _check_cache(
+    x: Tensor,
+    cache: GatedDeltaNetCache | None,
+    slots: Tensor | None,
+    N: int,
+    *,
+    state_shape: tuple[int, ...],
+    conv_shape: tuple[int, ...] | None,
+) -> None:
+    if cache is None:
+        if slots is not None:
+            raise ValueError(must("slots", "be None without a cache", "a tensor"))
+        return
+    if not isinstance(cache, GatedDeltaNetCache):
+        raise TypeError(must("cache", "be a GatedDeltaNetCache or None", type_of(cache)))
+    conv_state = cache.conv_state
+    found = [
+        list(cache.recurrent_state.shape[1:]),
+        None if conv_state is None else list(conv_state.shape[1:]),
+    ]
+    wanted = [list(state_shape), None if conv_shape is None else list(conv_shape)]
+    if found != wanted:
+        expected = f"have states of this layer's shapes, {wanted[0]} and {wanted[1]}"
+        raise ValueError(must("cache", expected, f"{found[0]} and {found[1]}"))
+    if cache.recurrent_state.device != x.device:
+        expected = f"be on the device of hidden_states, {x.device}"
+        raise ValueError(must("cache", expected, str(cache.recurrent_state.device)))
+    first = LAST_SKIPPED[cache.skip] + 1
+    if slots is None:
+        if cache.slots - first < N:
+            expected = f"have room for N={N} sequences"
+            raise ValueError(must("cache", expected, f"{cache.slots - first} slots"))
+        return
+    if slots.shape != (N,):
+        expected = f"have shape [N={N}], a slot a sequence"
+        raise ValueError(must("slots", expected, shape_of(slots)))
+    check_dtype("slots", slots, INDEX_DTYPES, INDICES)
+    if host_reads(slots):
+        named = [slot for slot in slots.tolist() if slot >= first]
+        if named and max(named) >= cache.slots:
+            expected = f"be less than the {cache.slots} slots of the cache"
+            raise ValueError(must("slots", expected, str(max(named))))
+        if len(set(named)) < len(named):
+            slot = next(slot for slot in named if named.count(slot) > 1)
+            raise ValueError(must("slots", "name no slot twice", f"{slot} twice"))
