@@ -18,7 +18,10 @@ def triton_supports(problem: Problem) -> str | None:
 def why_triton_gradients(problem: Problem) -> str | None:
     """A sentence why the Triton backward makes the gradients of a problem whose forward the CUDA
     library serves, or None where the library's own does."""
-    own = fast_support.backward_supports(problem)
-    if own is not None or requested_backend() == "cuda" or triton_supports(problem) is not None:
-        return own
-    return fast_support.backward_untimed(problem)
+    refusal = fast_support.backward_supports(problem)
+    if refusal is not None:
+        return refusal
+    untimed = fast_support.backward_untimed(problem)
+    if untimed is None or requested_backend() == "cuda" or triton_supports(problem) is not None:
+        return None
+    return untimed
