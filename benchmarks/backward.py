@@ -34,6 +34,7 @@ from benchmarks.measure import Device, attempt, cuda_device, relative
 from benchmarks.peers import PEERS, Ours, backend_chosen
 from benchmarks.report import append_record
 from benchmarks.shapes import (
+    DTYPES,
     Case,
     Inputs,
     add_gates_option,
@@ -299,7 +300,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=8, help="of the inputs, for errors")
     parser.add_argument("--rounds", type=int, default=20)
     add_gates_option(parser)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of q, k and v")
     parser.add_argument("--jsonl", type=Path, help="also append a record a case to this file")
     parser.add_argument("--commit", help="what the records say was measured (default: git's)")
     options = parser.parse_args()

@@ -37,6 +37,7 @@ from benchmarks.peers import Ours, backend_chosen
 from benchmarks.report import append_record
 from benchmarks.rows import table
 from benchmarks.shapes import (
+    DTYPES,
     TABLES,
     Case,
     add_gates_option,
@@ -50,7 +51,6 @@ from gdn_triton import explain
 
 BACKWARD = "backward"
 BY_LIBRARY = "The gradients are by the CUDA library's backward."  # in the words of `explain`
-DTYPES = ("bfloat16", "float16")
 SAMPLES = 5  # of a turn, whose time is their median
 # Between the factors of two words. Even, so that all factors are odd: no difference of two words
 # becomes 0 in 64 bits by its factor.

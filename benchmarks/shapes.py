@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 ACCURACY, SPEED, HOST, NUMERICS = "accuracy", "speed", "host", "numerics"
 CHUNK = 64  # tokens of a chunk, for the counts below
+DTYPES = ("bfloat16", "float16")  # that `--dtype` takes, of q, k and v
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ GDN_DEVICE Place place_of(const Params& params, int slot) {
 template <class Kind>
 struct BackTile {
   int n, batch, part, first, length, slot;  // part: half of the slice, or part of the sequence
-  int slice, exact_h;
+  int slice, exact_h;                       // exact_h: h, which only exact kinds keep
   GDN_DEVICE int chunks() const { return length > 0 ? (length + kChunk - 1) / kChunk : 0; }
   // The slice's heads and its first channel of V. Not kept, as single warps have no registers for them.
   GDN_DEVICE int hv(const Params& params) const { return Kind::kExact ? slice : params.by_parts.divide(slice); }
@@ -259,13 +259,14 @@ struct Nothing {
   GDN_DEVICE void operator()(uint32_t) const {}
 };
 
-// What a state in memory has of the 64 channels of V and 128 of K of a warpgroup, by this warp's 16 channels of V.
+// Which channels a state in memory has. A warp holds 16 channels of V and 128 of K: rows(i) is about the i-th eight
+// channels of V, columns(j) about the j-th eight of K.
 struct AllChannels {
   GDN_DEVICE bool rows(int) const { return true; }
   GDN_DEVICE bool columns(int) const { return true; }
 };
 struct SomeChannels {
-  int V, K;  // from the warp's first channel on; multiples of 8
+  int V, K;  // how many there are from the warp's first one on; multiples of 8
   GDN_DEVICE bool rows(int i) const { return 8 * i < V; }
   GDN_DEVICE bool columns(int j) const { return 8 * j < K; }
 };
