@@ -297,6 +297,7 @@ def test_install_without_the_library_keeps_the_reason(
     assert not list(tmp_path.glob("**/*.so"))
     monkeypatch.setattr(fast, "LIBRARY", tmp_path / "none.so")
     monkeypatch.setattr(fast, "BUILD_STATUS", status)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # or how to get it stands behind
     assert ask_again() == f"The CUDA library is not built: {reason}."
 
 

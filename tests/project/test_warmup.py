@@ -30,7 +30,7 @@ from gdn_triton import (
 )
 from gdn_triton import warming
 
-H, HV, K, V, BF16 = 2, 4, 64, 128, torch.bfloat16
+H, HV, K, V, BF16 = 3, 6, 64, 128, torch.bfloat16
 TOKENS, SEQUENCES = 2304, 40
 PADDED, SHARED = [(3, 200)], dict(state_v_first=True, use_qk_l2norm_in_kernel=True)
 warming.STEP = float(sys.argv[2])
@@ -39,7 +39,7 @@ def inputs(*lead, v_size=V):
     widths = (H * K, H * K, HV * v_size)
     parts = torch.empty(*lead, sum(widths), dtype=BF16).split(widths, -1)
     q, k, v = (x.unflatten(-1, (n, -1)) for x, n in zip(parts, (H, H, HV)))
-    g, beta = torch.empty(2, *lead, HV)
+    g, beta = torch.empty(*lead, HV), torch.empty(*lead, HV)
     return dict(q=q, k=k, v=v, g=g, beta=beta)
 
 def offsets(N, T):
@@ -49,6 +49,7 @@ def requests():
     for N in (*range(1, 12), 17, 25, 33, 40):
         for T in (*range(N, 400, 97), *range(400, TOKENS, 419), TOKENS):
             yield N, T
+    yield from ((29, 1208), (17, 904))  # multiples of 8, and not of 16
 
 def prefill(N, T, v_size=V):
     slots = torch.arange(N, dtype=torch.int32)

@@ -235,10 +235,33 @@ def narrow(task: Task, arithmetic: Arithmetic) -> dict[str, Tensor]:
 TERMS = 8
 
 
+# The roundings of a call of few tokens are few draws, and a sum that the independent computation has
+# almost right by luck would be held to that: so many tokens and heads are enough. For fewer, the
+# same gradients times other numbers have other roundings, and a value's largest error counts.
+ENOUGH, DRAWS = 64, (1.3, 0.9, 0.7)
+
+
+def rounded_gradients(
+    task: Task, arithmetic: Arithmetic, right: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The independent computation's gradients; `right` in float64, with the largest error of
+    several draws, where one draw has too few values."""
+    rounded = narrow(task, arithmetic)
+    if sum(end - start for *_, start, end in task.case.spans()) * task.case.HV >= ENOUGH:
+        return rounded
+    for factor in DRAWS:
+        scaled = replace(task, do=(task.do * factor).to(task.do.dtype), dht=task.dht * factor)
+        found, expected = narrow(scaled, arithmetic), exact(scaled)
+        for name, y in right.items():
+            error, other = rounded[name] - y, (found[name] - expected[name]) / factor
+            rounded[name] = y + torch.where(other.abs() > error.abs(), other, error)
+    return rounded
+
+
 def check_task(task: Task, dtype: torch.dtype, device: str) -> None:
     arithmetic = Arithmetic(dtype, device)
     found, right = by_op(task), exact(task)
-    for name, rounded in narrow(task, arithmetic).items():
+    for name, rounded in rounded_gradients(task, arithmetic, right).items():
         assert_within_budget(
             f"d{name}",
             found[name],

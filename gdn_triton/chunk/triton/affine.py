@@ -13,7 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import head_arguments, in_elements, row_arguments, row_strides
+from gdn_triton._triton.strides import (
+    head_arguments,
+    head_strides,
+    in_elements,
+    row_arguments,
+    row_strides,
+)
 from gdn_triton._triton.tiles import affine_bwd_config, affine_config, dot_precision, gpu_of
 from gdn_triton.chunk.triton.update import (
     solve_values,
@@ -282,8 +288,8 @@ def affine_fwd(
         HV=HV,
         **row_arguments("k", row_strides(k)),
         **row_arguments("v", row_strides(v)),
-        **head_arguments("g", g_cumsum.stride()),
-        **head_arguments("beta", beta.stride()),
+        **head_arguments("g", head_strides(g_cumsum)),
+        **head_arguments("beta", head_strides(beta)),
         K=K,
         K_ROW=K_row,
         V=V,
@@ -343,8 +349,8 @@ def affine_bwd(
         HV=HV,
         **row_arguments("q", row_strides(q)),
         **row_arguments("k", row_strides(k)),
-        **head_arguments("g", g_cumsum.stride()),
-        **head_arguments("beta", beta.stride()),
+        **head_arguments("g", head_strides(g_cumsum)),
+        **head_arguments("beta", head_strides(beta)),
         K=K,
         K_ROW=K_row,
         V=V,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.activations import softplus
-from gdn_triton._triton.strides import head_arguments
+from gdn_triton._triton.strides import head_arguments, head_strides
 from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, store_zeros
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
@@ -191,9 +191,9 @@ def gate_bwd(
             NT=chunks.NT,
             SLOTS=chunks.slots,
             HV=HV,
-            **head_arguments("g", g.stride()),
-            **head_arguments("beta", beta.stride()),
-            **head_arguments("used", beta_used.stride()),
+            **head_arguments("g", head_strides(g)),
+            **head_arguments("beta", head_strides(beta)),
+            **head_arguments("used", head_strides(beta_used)),
             K_BLOCKS=across.shape[0],
             RCP_LN2=RCP_LN2,
             FLOOR=LOG2_DECAY_FLOOR[torch.float32],

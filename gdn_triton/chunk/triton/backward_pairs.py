@@ -17,7 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import head_arguments, in_elements, row_arguments, row_strides
+from gdn_triton._triton.strides import (
+    head_arguments,
+    head_strides,
+    in_elements,
+    row_arguments,
+    row_strides,
+)
 from gdn_triton._triton.tiles import dot_precision, gpu_of, pairs_bwd_config
 from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs, diagonal
@@ -351,8 +357,8 @@ def pairs_bwd(
         **row_arguments("q", row_strides(q)),
         **row_arguments("k", row_strides(k)),
         **row_arguments("v", row_strides(v)),
-        **head_arguments("g", g_cumsum.stride()),
-        **head_arguments("beta", beta.stride()),
+        **head_arguments("g", head_strides(g_cumsum)),
+        **head_arguments("beta", head_strides(beta)),
         K_ROW=K_row,
         V=V,
         BT=BT,

@@ -18,7 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import head_arguments, in_elements, row_arguments, row_strides
+from gdn_triton._triton.strides import (
+    head_arguments,
+    head_strides,
+    in_elements,
+    row_arguments,
+    row_strides,
+)
 from gdn_triton._triton.tiles import dot_precision, query_key_bwd_config
 from gdn_triton.chunk.triton.backward_pairs import Pairs
 from gdn_triton.chunk.triton.backward_state import States
@@ -432,8 +438,8 @@ def query_key_bwd(
         HV=HV,
         **row_arguments("q", row_strides(q)),
         **row_arguments("k", row_strides(k)),
-        **head_arguments("g", g_cumsum.stride()),
-        **head_arguments("beta", beta.stride()),
+        **head_arguments("g", head_strides(g_cumsum)),
+        **head_arguments("beta", head_strides(beta)),
         K_ROW=K_row,
         K=K,
         V=V,

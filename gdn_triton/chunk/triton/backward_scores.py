@@ -10,7 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import head_arguments, in_elements, row_arguments, row_strides
+from gdn_triton._triton.strides import (
+    head_arguments,
+    head_strides,
+    in_elements,
+    row_arguments,
+    row_strides,
+)
 from gdn_triton._triton.tiles import dot_precision, scores_config
 from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs, diagonal
@@ -112,7 +118,7 @@ def scores(
         HV=HV,
         **row_arguments("q", row_strides(q)),
         **row_arguments("k", row_strides(k)),
-        **head_arguments("g", g_cumsum.stride()),
+        **head_arguments("g", head_strides(g_cumsum)),
         K_ROW=K_row,
         BT=BT,
         BK=config.BK,

@@ -25,6 +25,7 @@ import triton.language as tl
 from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import (
     head_arguments,
+    head_strides,
     in_elements,
     named,
     row_arguments,
@@ -456,8 +457,8 @@ def state_bwd(
             **row_arguments("q", row_strides(q)),
             **row_arguments("k", row_strides(k)),
             **row_arguments("v", row_strides(v)),
-            **head_arguments("g", g_cumsum.stride()),
-            **head_arguments("beta", beta.stride()),
+            **head_arguments("g", head_strides(g_cumsum)),
+            **head_arguments("beta", head_strides(beta)),
             **named("h0n h0h h0k h0v", state_strides(initial_state, state_v_first)),
             **named("dhtn dhth dhtk dhtv", state_strides(dht, state_v_first)),
             **named("dh0k dh0v", state_strides(dh0, state_v_first)[2:]),

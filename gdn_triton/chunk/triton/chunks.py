@@ -120,9 +120,11 @@ def make_chunks(
     N = cu_seqlens.shape[0] - 1
     NT = max_chunks(T, N, chunk_size)
     cu_seqlens = cu_seqlens.contiguous()
-    # One allocation for both tables: allocations and launches are most of a call's host time.
-    tables = torch.empty(NT * 2 + N + 1, dtype=torch.int32, device=cu_seqlens.device)
-    chunk_rows, chunk_offsets = tables[: NT * 2], tables[NT * 2 :]
+    # One allocation for both tables: allocations and launches are most of a call's host time. Both
+    # begin at a multiple of 16 bytes, or kernels would have a variant for even NT and one for odd.
+    rows_size = -(-NT * 2 // 4) * 4
+    tables = torch.empty(rows_size + N + 1, dtype=torch.int32, device=cu_seqlens.device)
+    chunk_rows, chunk_offsets = tables[: NT * 2], tables[rows_size:]
     metadata_launch(last_skipped)(
         (N + 1, 1, 1),
         cu_seqlens=cu_seqlens,

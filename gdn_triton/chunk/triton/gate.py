@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.activations import log_decay, sigmoid
-from gdn_triton._triton.strides import head_arguments
+from gdn_triton._triton.strides import head_arguments, head_strides
 from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, decay_cumsum
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
@@ -106,7 +106,7 @@ def chunk_local_cumsum(
         T=T,
         NT=chunks.NT,
         HV=HV,
-        **head_arguments("x", x.stride()),
+        **head_arguments("x", head_strides(x)),
         scale=scale,
         FLOOR=0.0 if floor is None else floor,
         THRESHOLD=SOFTPLUS_THRESHOLD,

@@ -15,7 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import head_arguments, in_elements, row_arguments, row_strides
+from gdn_triton._triton.strides import (
+    head_arguments,
+    head_strides,
+    in_elements,
+    row_arguments,
+    row_strides,
+)
 from gdn_triton._triton.tiles import dot_precision, wy_config
 from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.inverse import invert_unit_lower
@@ -153,7 +159,7 @@ def wy_fwd(
         HV=HV,
         **row_arguments("k", row_strides(k)),
         **row_arguments("v", row_strides(v)),
-        **head_arguments("beta", beta.stride()),
+        **head_arguments("beta", head_strides(beta)),
         K=K,
         V=V,
         BT=BT,
