@@ -21,7 +21,7 @@ def why_triton_gradients(problem: Problem) -> str | None:
     refusal = fast_support.backward_supports(problem)
     if refusal is not None:
         return refusal
-    untimed = fast_support.backward_untimed(problem)
-    if untimed is None or requested_backend() == "cuda" or triton_supports(problem) is not None:
+    wasteful = fast_support.backward_wasteful(problem)
+    if wasteful is None or requested_backend() == "cuda" or triton_supports(problem) is not None:
         return None
-    return untimed
+    return wasteful

@@ -63,16 +63,16 @@ def backward_supports(problem: Problem) -> str | None:
     return None
 
 
-def backward_untimed(problem: Problem) -> str | None:
+def backward_wasteful(problem: Problem) -> str | None:
     """A sentence why `GDN_BACKEND=auto` leaves the gradients of a problem that `backward_supports`
     takes to Triton, or None."""
     p, limits = problem, fast.architecture_on(problem.device.index)
-    if (p.K, p.V, p.q_dtype) == limits.backward_timed:
+    K, V = limits.backward_max_K, -(-p.V // limits.backward_V) * limits.backward_V
+    if p.K * p.V >= limits.backward_least_use * K * V:
         return None
-    K, V, dtype = limits.backward_timed
     return (
-        f"Of the CUDA backward's sizes and dtypes K = {K}, V = {V} in {_name(dtype)} alone was run "
-        "and timed on a GPU; GDN_BACKEND=cuda takes it for this call too."
+        f"The CUDA backward computes with K = {K} and V = {V} for this call's K = {p.K} and "
+        f"V = {p.V}, and Triton's takes less time; GDN_BACKEND=cuda takes the CUDA backward."
     )
 
 

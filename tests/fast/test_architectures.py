@@ -159,11 +159,16 @@ def test_limits_of_the_backward_are_those_of_the_gpu(monkeypatch: pytest.MonkeyP
     )
     for changes in ({"HV": 3}, {"V": 32}):
         assert support.backward_supports(dataclasses.replace(small, **changes)) is None
-    assert support.backward_untimed(on(0)) is None
-    assert support.backward_untimed(on(0, K=96)) == (
-        "Of the CUDA backward's sizes and dtypes K = 128, V = 128 in bfloat16 alone was run and "
-        "timed on a GPU; GDN_BACKEND=cuda takes it for this call too."
+    for sizes in ({}, {"K": 96}, {"K": 96, "V": 192}, {"K": 64}, {"V": 64}, {"V": 8 * 41}):
+        assert support.backward_wasteful(on(0, **sizes)) is None
+    for sizes in ({"K": 64, "V": 64}, {"K": 56}, {"K": 72, "V": 136}):
+        assert support.backward_wasteful(on(0, **sizes)) is not None
+    assert support.backward_wasteful(on(0, K=64, V=192)) == (
+        "The CUDA backward computes with K = 128 and V = 256 for this call's K = 64 and V = 192, "
+        "and Triton's takes less time; GDN_BACKEND=cuda takes the CUDA backward."
     )
+    assert support.backward_wasteful(on(1, K=32, V=24)) is not None
+    assert support.backward_wasteful(on(1, K=64, V=24)) is None
 
 
 def test_row_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
