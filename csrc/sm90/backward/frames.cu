@@ -1,32 +1,36 @@
 // The frame of every chunk, made once for all kernels of the backward: sums of the decays, the frame from chunk to
 // chunk, then the factors of the tokens.
-#include "sm90/backward/common.cuh"
+#include "sm90/backward/head_rows.cuh"
 
 namespace gdn::sm90::backward {
 namespace {
-constexpr int kThreads = 256;  // a warp a chunk and value head
-
-// Inclusive sums of the log2 decays, to where `start` will be, and beta.
-__global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Params params) {
+// Inclusive sums of the log2 decays, to where `start` will be, and beta. A warp has a chunk and value head.
+__global__ void __launch_bounds__(kMostHeads * 32) sum_kernel(const __grid_constant__ Params params) {
+  __shared__ HeadRows g_rows, beta_rows;
   const ChunkForward& p = params.problem.forward;
-  const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (index >= params.slots * p.HV) return;
-  const int slot = params.heads.divide(index), hv = index - slot * p.HV;
+  const int slot = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int hv = blockIdx.y * (blockDim.x / 32) + warp;
   const Place place = place_of(params, slot);
   if (place.rows <= 0) return;
+  {
+    const HeadThread own(params);
+    uint32_t g[2], beta[2];
+    own.load(g, p.g, p.g_dtype, place);
+    own.load(beta, p.beta, p.beta_dtype, place);
+    own.give(g_rows, g, p.g_dtype);
+    own.give(beta_rows, beta, p.beta_dtype);
+  }
+  __syncthreads();
+  if (hv >= p.HV) return;
   float g[2], beta[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = 2 * lane + i;
-    const int64_t at = place.first + row;
     g[i] = beta[i] = 0;
     if (row < place.rows) {
-      const auto load = [&](const Rows& x, Dtype dtype) {
-        return to_float(load_bits(x.data, place.batch * x.batch + hv * x.head + at * x.row, dtype), dtype);
-      };
-      g[i] = log2_decay(p, load(p.g, p.g_dtype), hv);
+      g[i] = log2_decay(p, g_rows.x[warp][row], hv);
       if (!(g[i] < kGrowthLimit)) g[i] = NAN;
-      beta[i] = activate_beta(p, load(p.beta, p.beta_dtype));
+      beta[i] = activate_beta(p, beta_rows.x[warp][row]);
     }
   }
   // In the order of write_gates.
@@ -38,18 +42,31 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ P
   }
   float before = __shfl_up_sync(~0u, sum, 1);
   if (lane == 0) before = 0.f;
+  const int index = slot * p.HV + hv;
   Gates& out = params.scratch.gates[index];
   reinterpret_cast<float2*>(out.start)[lane] = make_float2(g[0] + before, sum);
   reinterpret_cast<float2*>(out.beta)[lane] = make_float2(beta[0], beta[1]);
   if (lane == 31) params.scratch.last[index] = sum;
 }
 
-// A thread walks a sequence and value head.
+// chunk_frame(G, last).next. Of a mild chunk both that can follow are made before it is known which does, since a chain
+// of these steps is all that walk_kernel waits for.
 template <class T>
-__global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ Params params) {
-  constexpr int kAhead = 8;
+GDN_DEVICE float next_frame(float G, float last) {
+  using F = Frame<T>;
+  if (last < -F::kRange) return chunk_frame<T>(G, last).next;
+  const float next = G + last, anew = F::kTop + last;
+  return next < F::kTop - F::kRange || next > F::kTop + 16.f ? anew : next;
+}
+
+// A thread walks a sequence and value head. A block has one warp, as the walks of few are to lie on many
+// multiprocessors.
+constexpr int kWalkThreads = 32;
+template <class T>
+__global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constant__ Params params) {
+  constexpr int kAhead = 32;  // chunks: a load takes as long as so many steps
   const ChunkForward& p = params.problem.forward;
-  const int index = blockIdx.x * kThreads + threadIdx.x;
+  const int index = blockIdx.x * kWalkThreads + threadIdx.x;
   if (index >= p.N * p.HV) return;
   const auto tile = back_tile<Kind<T, true>, 1>(params, index);  // slices are not asked for
   const int count = tile.chunks();
@@ -69,9 +86,8 @@ __global__ void __launch_bounds__(kThreads) walk_kernel(const __grid_constant__ 
     load(next, c + kAhead);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (c + i >= count) break;
-      params.scratch.G[first + int64_t{c + i} * p.HV] = G;
-      G = chunk_frame<T>(G, last[i]).next;
+      if (c + i < count) params.scratch.G[first + int64_t{c + i} * p.HV] = G;
+      G = next_frame<T>(G, last[i]);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) last[i] = next[i];
@@ -89,17 +105,21 @@ GDN_DEVICE void choose_segment(const Params& params) {
     *params.scratch.segment = longest > params.whole_up_to * kChunk ? params.segment : kWholeSequences;
 }
 
+// A warp has a chunk and value head.
+constexpr int kThreads = 256;
 template <class T>
 __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant__ Params params) {
   const ChunkForward& p = params.problem.forward;
   const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (index == 0 && params.segment > 0) choose_segment(params);
   if (index >= params.slots * p.HV) return;
-  if (place_of(params, params.heads.divide(index)).rows <= 0) return;
   Gates& out = params.scratch.gates[index];
   const float2 sums = reinterpret_cast<const float2*>(out.start)[lane];
   const float2 beta = reinterpret_cast<const float2*>(out.beta)[lane];
-  const ChunkFrame chunk = chunk_frame<T>(params.scratch.G[index], params.scratch.last[index]);
+  const float G = params.scratch.G[index], last = params.scratch.last[index];
+  // The loads above do not wait for the search for the chunk; where there is none, what they find is not used.
+  if (place_of(params, params.heads.divide(index)).rows <= 0) return;
+  const ChunkFrame chunk = chunk_frame<T>(G, last);
   const TokenFrame x0 = token_frame<T>(chunk, sums.x), x1 = token_frame<T>(chunk, sums.y);
   const float c0 = exp2_approx(-x0.e), c1 = exp2_approx(-x1.e);
   out.x[lane] = make_float4(beta.x * c0, beta.y * c1, beta.x * exp2_approx(x0.d), beta.y * exp2_approx(x1.d));
@@ -121,11 +141,10 @@ template <class Kind>
 const char* run_frames(const Params& params, cudaStream_t stream) {
   using T = typename Kind::T;
   const ChunkForward& p = params.problem.forward;
-  const unsigned warps = unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32));
-  const unsigned walks = unsigned(ceil_div(int64_t{p.N} * p.HV, kThreads));
-  sum_kernel<<<warps, kThreads, 0, stream>>>(params);
-  walk_kernel<T><<<walks, kThreads, 0, stream>>>(params);
-  factor_kernel<T><<<warps, kThreads, 0, stream>>>(params);
+  const HeadBlocks heads(params);
+  sum_kernel<<<heads.grid, heads.threads, 0, stream>>>(params);
+  walk_kernel<T><<<unsigned(ceil_div(int64_t{p.N} * p.HV, kWalkThreads)), kWalkThreads, 0, stream>>>(params);
+  factor_kernel<T><<<unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32)), kThreads, 0, stream>>>(params);
   return check(cudaGetLastError());
 }
 

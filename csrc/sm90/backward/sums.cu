@@ -1,6 +1,6 @@
 // What is left when all chunks are done: dq and dk over the value heads of a key head, with the norm's own step; the
 // gradients of gates and betas, through their activations; zeros for the tokens of no sequence.
-#include "sm90/backward/common.cuh"
+#include "sm90/backward/head_rows.cuh"
 #include "sm90/l2norm.cuh"
 
 namespace gdn::sm90::backward {
@@ -140,18 +140,24 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ 
 //     dg_t = sum over i >= t of ahead_i + sum over i < t of behind_i + <S, dS>
 // and their activations. Lane l has tokens 2 l and 2 l + 1. What slices leave is added in their order.
 template <class Kind>
-__global__ void __launch_bounds__(kThreads) gates_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_constant__ Params params) {
+  __shared__ HeadRows g_rows, beta_rows;  // as given, then their gradients
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
-  const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (index >= params.slots * p.HV) return;
-  const int slot = params.heads.divide(index), hv = index - slot * p.HV;
+  const int slot = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // A warp without a value head of its own does what that of the last one does, and stores nothing.
+  const int own_hv = blockIdx.y * (blockDim.x / 32) + warp, hv = min(own_hv, p.HV - 1), index = slot * p.HV + hv;
+  const bool stores = own_hv < p.HV;
   float* const sums = params.scratch.gate_sums + int64_t{slot} * 2 * p.HV + hv;
   const Place place = place_of(params, slot);
   if (place.rows <= 0) {
-    if (p.use_gate && lane == 0) sums[0] = sums[p.HV] = 0.f;
+    if (p.use_gate && lane == 0 && stores) sums[0] = sums[p.HV] = 0.f;
     return;
   }
+  const HeadThread own(params);
+  uint32_t given_g[2], given_beta[2];
+  own.load(given_g, p.g, p.g_dtype, place);
+  if (p.use_beta_sigmoid) own.load(given_beta, p.beta, p.beta_dtype, place);
   const Gates& gates = params.scratch.gates[index];
   const int slices = Kind::kExact ? 1 : params.parts;
   const int64_t block = int64_t{index} * slices;
@@ -183,22 +189,23 @@ __global__ void __launch_bounds__(kThreads) gates_kernel(const __grid_constant__
   if (lane == 31) next = 0.f;
   if (lane == 0) past = 0.f;
   float across = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) across += params.scratch.across[block * 8 + i];
-  for (int i = 8; i < 8 * slices; ++i) across += params.scratch.across[block * 8 + i];
+  for (int s = 0; s < slices; ++s) {
+    const float4* const of_slice = reinterpret_cast<const float4*>(params.scratch.across) + (block + s) * 2;
+    const float4 low = of_slice[0], high = of_slice[1];
+    for (const float x : {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}) across += x;
+  }
   across *= gates.post;
   float dg[2] = {after + past + across, next + ahead.y + past + behind.x + across};
 
+  own.give(g_rows, given_g, p.g_dtype);
+  if (p.use_beta_sigmoid) own.give(beta_rows, given_beta, p.beta_dtype);
+  __syncthreads();
   float of_A_log = 0, of_bias = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = 2 * lane + i;
     if (row >= place.rows) continue;
-    const auto load = [&](const Rows& from, Dtype dtype) {
-      const int64_t at = place.batch * from.batch + hv * from.head + (place.first + int64_t{row}) * from.row;
-      return to_float(load_bits(from.data, at, dtype), dtype);
-    };
-    float g = load(p.g, p.g_dtype), dbeta = dbeta_of[i];
+    float g = g_rows.x[warp][row], dbeta = dbeta_of[i];
     // A decay below the floor is exactly 0 and has no gradient; a NaN stays one.
     if (p.use_gate) {
       if (p.dt_bias) g += p.dt_bias[hv];
@@ -212,12 +219,20 @@ __global__ void __launch_bounds__(kThreads) gates_kernel(const __grid_constant__
       dg[i] = 0.f;
     }
     if (p.use_beta_sigmoid) {
-      const float beta = load(p.beta, p.beta_dtype);
+      const float beta = beta_rows.x[warp][row];
       dbeta *= (p.allow_neg_eigval ? 2.f : 1.f) / (1.f + __expf(-beta)) / (1.f + __expf(beta));
     }
-    const int64_t at = (place.batch * p.T + place.first + row) * p.HV + hv;
-    store_as(problem.dg, at, problem.dg_dtype, dg[i]);
-    store_as(problem.dbeta, at, problem.dbeta_dtype, dbeta);
+    g_rows.x[warp][row] = dg[i];
+    beta_rows.x[warp][row] = dbeta;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (!own.has(place, i)) continue;
+    const int row = own.row + 32 * i;
+    const int64_t at = (place.batch * p.T + place.first + row) * p.HV + own.hv;
+    store_as(problem.dg, at, problem.dg_dtype, g_rows.x[own.head][row]);
+    store_as(problem.dbeta, at, problem.dbeta_dtype, beta_rows.x[own.head][row]);
   }
   if (!p.use_gate) return;
 #pragma unroll
@@ -225,7 +240,7 @@ __global__ void __launch_bounds__(kThreads) gates_kernel(const __grid_constant__
     of_A_log += __shfl_xor_sync(~0u, of_A_log, d);
     of_bias += __shfl_xor_sync(~0u, of_bias, d);
   }
-  if (lane == 0) {
+  if (lane == 0 && stores) {
     sums[0] = of_A_log;
     sums[p.HV] = of_bias;
   }
@@ -256,7 +271,8 @@ const char* run_sums(const Params& params, cudaStream_t stream) {
   const unsigned blocks = unsigned(ceil_div(rows * kLanes, kThreads));
   if (!params.exchange) head_sum_kernel<Kind><<<dim3(blocks, 2), kThreads, 0, stream>>>(params, rows);
   if (p.cu_seqlens) zero_kernel<Kind><<<unsigned(p.multiprocessors), kThreads, 0, stream>>>(params);
-  gates_kernel<Kind><<<unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32)), kThreads, 0, stream>>>(params);
+  const HeadBlocks heads(params);
+  gates_kernel<Kind><<<heads.grid, heads.threads, 0, stream>>>(params);
   if (p.use_gate) gate_sum_kernel<<<unsigned(ceil_div(2 * p.HV, kWidth)), kThreads, 0, stream>>>(params);
   return check(cudaGetLastError());
 }
