@@ -31,7 +31,7 @@ struct WalkMemory {
   uint64_t t_full, t_empty, pairs_full, pairs_empty, S_full, S_empty, u_full, u_empty, n_full, dk_full;
   uint64_t dq_full[2];            // with one barrier two phases could end before the store sees one
   uint64_t aside[3];              // of the loaders
-  uint64_t landing_free, dq_landed, dk_landed;  // exchange.cuh
+  uint64_t dq_there, dq_taken, dk_there, dk_taken;  // exchange.cuh
 };
 
 constexpr int kStateWarps = 8, kPairWarps = 4;
@@ -54,24 +54,15 @@ GDN_DEVICE void init_barriers(WalkMemory& sm) {
   init(sm.ds_full, sm.ds_empty, 1, kStateWarps);
   init(sm.t_full, sm.t_empty, 1, kStateWarps);
   init(sm.pairs_full, sm.pairs_empty, 1, kStateWarps + kPairWarps);
-  init(sm.S_full, sm.S_empty, kStateWarps, kStateWarps + kPairWarps + (kExchange ? 2 : 0));
+  init(sm.S_full, sm.S_empty, kStateWarps, kStateWarps + kPairWarps);
   init(sm.u_full, sm.u_empty, kStateWarps, kStateWarps + kPairWarps);
   mbarrier_init(&sm.q_full, 1);
   mbarrier_init(&sm.q_read, kPairWarps);
   mbarrier_init(&sm.n_full, kPairWarps);
-  mbarrier_init(&sm.dk_full, kExchange ? kStateWarps / 2 : kStateWarps);
-  mbarrier_init(&sm.landing_free, kStateWarps + kPairWarps);
-  mbarrier_init(&sm.dq_landed, 1);
-  mbarrier_init(&sm.dk_landed, 1);
+  mbarrier_init(&sm.dk_full, kStateWarps);
+  for (uint64_t* bar : {&sm.dq_there, &sm.dq_taken, &sm.dk_there, &sm.dk_taken}) mbarrier_init(bar, 1);
   for (uint64_t& bar : sm.aside) mbarrier_init(&bar, 1);
   mbarrier_init_fence();
-}
-
-// A warp has read S: the next one may come, or shares.
-template <bool kExchange>
-GDN_DEVICE void give_state_back(WalkMemory& sm, bool lead) {
-  mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
-  if constexpr (kExchange) arrive_there_if(address_in(shared_address(&sm.landing_free), cluster_rank() ^ 1), lead);
 }
 
 // All chunks of all tiles of this block, forward.
@@ -179,12 +170,11 @@ GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uin
   if (lead) tma_store_wait();
 }
 
-// The same with the other block's share of dq or dk, which lands in `landing`, added to this one's, which lies in the
-// tile. The sum is the gradient.
+// The same with the other block's dq or dk, exchange.cuh.
 template <class Kind, int kStages>
-GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtensorMap& map,
-                             uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* made, uint64_t& aside,
-                             bool of_keys, uint64_t& landed, uint8_t (*landing)[kTileBytes]) {
+GDN_DEVICE void load_and_add(const Params& params, const CUtensorMap& map, uint8_t (*tiles)[2][kTileBytes],
+                             uint64_t* full, uint64_t* made, uint64_t& aside, bool of_keys, uint64_t& there,
+                             uint64_t& taken) {
   const ChunkForward& p = params.problem.forward;
   const bool lead = threadIdx.x % 32 == 0;
   void* const sums = of_keys ? params.problem.dk : params.problem.dq;
@@ -210,15 +200,15 @@ GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtenso
   for (; it < loaded; ++it) {
     const bool last = kStages == 1 || it + 1 == loaded;
     const int line = last ? newest : oldest, rows = last ? newest_rows : oldest_rows;
-    if (lead) mbarrier_expect(shared_address(&landed), kShareBytes);
     wait_for(made[it % kStages], it / kStages);
-    wait_for(landed, it);
-    add_shares(shared_address(tiles[it % kStages]), shared_address(landing),
-               static_cast<uint4*>(sums) + int64_t{line} * (kChannels / 8) + cluster_rank() * 8, p.H, rows,
+    const uint32_t rank = cluster_rank(), own = shared_address(tiles[it % kStages][rank]);
+    publish_there_if(address_in(shared_address(&there), rank ^ 1), lead);
+    wait_for_there(there, it);
+    add_halves(own, static_cast<uint4*>(sums) + int64_t{line} * (kChannels / 8) + rank * 8, p.H, rows,
                threadIdx.x % 32);
-    fence_async_proxy();  // before TMA writes where ordinary stores have written
     __syncwarp();
-    mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
+    arrive_there_if(address_in(shared_address(&taken), rank ^ 1), lead);
+    wait_for(taken, it);
     fetch();
   }
 }

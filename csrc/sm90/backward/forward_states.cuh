@@ -110,58 +110,8 @@ GDN_DEVICE float states_product(const WalkMemory& sm, const Lines& lines, int ha
   return sum;
 }
 
-// dk of 64 channels of K, to the tile of q as it is stored, or in shares, exchange.cuh. The rows of q are read from
-// there before.
-template <class T, bool kExchange>
-GDN_DEVICE void give_key_gradient(float (&acc)[32], WalkMemory& sm, uint32_t it, int half, int warp, float own0,
-                                  float own1) {
-  const int lane = fresh_lane();
-  const bool lead = lane == 0;
-  const Lines lines(lane);
-  const uint32_t q = shared_address(sm.q[half]);
-  if constexpr (!kExchange) {
-    wait_for(sm.q_read, it);
-    named_barrier(2 + half, 128);  // all of this half of q has been read
-    store_gradient<T, 4>(acc, own0, own1, q, q, lines, warp);
-    mbarrier_arrive_if(shared_address(&sm.dk_full), lead);
-  } else {
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      uint32_t r[4];
-      ldmatrix_x4(lines.block_at(q, warp, b), r);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 t = unpack(T{}, r[i]);
-        const float own = i % 2 ? own1 : own0;
-        acc[8 * b + 2 * i] += own * t.x;
-        acc[8 * b + 2 * i + 1] += own * t.y;
-      }
-    }
-    pin(acc);  // q has been read
-    const uint32_t rank = cluster_rank(), line = share_line(warp, lane);
-    if (uint32_t(half) != rank) {
-      named_barrier_arrive(2, 256);
-      const uint32_t to = address_in(shared_address(sm.S[1]), rank ^ 1) + line;
-      const uint32_t bar = address_in(shared_address(&sm.dk_landed), rank ^ 1);
-      wait_for(sm.landing_free, it);
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        send_16(to + j * 2048, acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3], bar);
-    } else {
-      wait_for(sm.q_read, it);
-      named_barrier(2, 256);  // all of q has been read
-      const uint32_t to = shared_address(sm.q) + line;
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        store_float4(to + j * 2048, acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
-      __syncwarp();
-      mbarrier_arrive_if(shared_address(&sm.dk_full), lead);
-    }
-  }
-}
-
 // dk of 64 channels of K. The state's update may be on its way.
-template <class T, bool kExchange>
+template <class T>
 GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& params, uint32_t it, int half, int warp) {
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
@@ -188,7 +138,7 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   wgmma_wait<0>();
   pin(S);
   pin(acc);
-  give_state_back<kExchange>(sm, lead);
+  mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
   mbarrier_arrive_if(shared_address(&sm.dx_empty), lead);
   const float2 read = row_sums<T, 4>(acc, k_half, lines, warp);
   float2 factor;
@@ -274,7 +224,11 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   __syncwarp();
   mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
   mbarrier_arrive_if(shared_address(&sm.pairs_empty), lead);
-  give_key_gradient<T, kExchange>(acc, sm, it, half, warp, own0, own1);
+  const uint32_t q = shared_address(sm.q[half]);
+  wait_for(sm.q_read, it);
+  named_barrier(2 + half, 128);  // all of this half of q has been read
+  store_gradient<T, 4>(acc, own0, own1, q, q, lines, warp);
+  mbarrier_arrive_if(shared_address(&sm.dk_full), lead);
 }
 
 // The state that a tile starts from, in the frame.
@@ -291,7 +245,7 @@ GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int
   }
 }
 
-template <class Kind, bool kExchange>
+template <class Kind>
 GDN_DEVICE void states(WalkMemory& sm, const Params& params, int half, int warp) {
   using T = typename Kind::T;
   float S[64];
@@ -302,7 +256,7 @@ GDN_DEVICE void states(WalkMemory& sm, const Params& params, int half, int warp)
     if (chunk.block < 0) return;
     if (chunk.begins >= 0) begin_state<Kind>(S, params, chunk.begins, half, warp);
     advance_state<T>(S, sm, it, half, warp);
-    key_gradient<T, kExchange>(S, sm, params, it, half, warp);
+    key_gradient<T>(S, sm, params, it, half, warp);
   }
 }
 

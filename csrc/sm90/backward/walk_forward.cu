@@ -8,7 +8,7 @@ namespace gdn::sm90::backward {
 namespace {
 constexpr int kThreads = 512;
 constexpr int kLoadedAhead = 1;  // blocks of q k^T and k k^T, while the products that meet them are made
-constexpr int kSinglesRegisters = 32, kStateRegisters = 176, kPairRegisters = 128;
+constexpr int kSinglesRegisters = 40, kStateRegisters = 176, kPairRegisters = 120;
 
 // Sums over a warp's 16 rows of 16 columns, of which a lane has four for its row pair.
 GDN_DEVICE void column_sums(const float (&a)[4], int lane, uint32_t to) {
@@ -150,45 +150,6 @@ GDN_DEVICE void end_sums(WalkMemory& sm, float* parts, int warp, const LateSums&
   }
 }
 
-// dq in shares, exchange.cuh: of kRank's channels of K to this block's tile of do, of the others to the other block.
-template <class T, int kRank>
-GDN_DEVICE void share_query_gradient(const float (&acc)[64], float own0, float own1, WalkMemory& sm, uint32_t it,
-                                     int warp) {
-  const int lane = fresh_lane();
-  const Lines lines(lane);
-  const uint32_t stage = it % 2, line = share_line(warp, lane), k = shared_address(sm.k[stage]);
-  // Eight channels at `at` in acc: a row and the one eight below, two channels each.
-  const auto sums = [&](const uint32_t (&r)[4], int i, int at, const auto& give) {
-    const float2 t0 = unpack(T{}, r[i]), t1 = unpack(T{}, r[i + 1]);
-    give(acc[at] + own0 * t0.x, acc[at + 1] + own0 * t0.y, acc[at + 2] + own1 * t1.x, acc[at + 3] + own1 * t1.y);
-  };
-  const uint32_t own = shared_address(sm.dO[stage]) + line;
-#pragma unroll
-  for (int b = 0; b < 4; ++b) {
-    uint32_t r[4];
-    ldmatrix_x4(lines.block_at(k + kRank * kTileBytes, warp, b), r);
-#pragma unroll
-    for (int i = 0; i < 4; i += 2)
-      sums(r, i, 32 * kRank + 8 * b + 2 * i, [&](float x0, float x1, float y0, float y1) {
-        store_float4(own + (2 * b + i / 2) * 2048, x0, x1, y0, y1);
-      });
-  }
-  const uint32_t to = address_in(shared_address(sm.S[0]), 1 - kRank) + line;
-  const uint32_t bar = address_in(shared_address(&sm.dq_landed), 1 - kRank);
-  wait_for(sm.landing_free, it);
-#pragma unroll
-  for (int b = 0; b < 4; ++b) {
-    uint32_t r[4];
-    ldmatrix_x4(lines.block_at(k + (1 - kRank) * kTileBytes, warp, b), r);
-#pragma unroll
-    for (int i = 0; i < 4; i += 2)
-      sums(r, i, 32 * (1 - kRank) + 8 * b + 2 * i, [&](float x0, float x1, float y0, float y1) {
-        send_16(to + (2 * b + i / 2) * 2048, x0, x1, y0, y1, bar);
-      });
-  }
-  __syncwarp();
-}
-
 template <class T, bool kExchange>
 GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
 #pragma unroll 1
@@ -225,7 +186,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     end_sums(sm, parts, warp, late);
     wgmma_wait<0>();
     pin(acc);
-    give_state_back<kExchange>(sm, lead);
+    mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
     {
       const float2 sums = row_sums<T, 8>(acc, shared_address(sm.q), lines, warp);
       // By a lane that is not known before q has been read, state.cuh.
@@ -265,13 +226,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     // When all warps have arrived, the next chunk's sums replace these. As for q_read, the lane that arrives is not known
     // before the sums have been read.
     mbarrier_arrive_if(shared_address(&sm.pairs_empty), lane == (read == ~0u ? 1 : 0));
-    if constexpr (!kExchange) {
-      store_gradient<T, 8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
-    } else if (cluster_rank() == 0) {
-      share_query_gradient<T, 0>(acc, own0, own1, sm, it, warp);
-    } else {
-      share_query_gradient<T, 1>(acc, own0, own1, sm, it, warp);
-    }
+    store_gradient<T, 8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
     mbarrier_arrive_if(shared_address(&sm.dq_full[stage]), lead);
     mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
   }
@@ -292,14 +247,14 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
       load_most<Kind>(sm, params);
     } else if (warp == 1) {
       if constexpr (kExchange)
-        load_and_add<Kind, 2>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, sm.dq_landed,
-                        sm.S[0]);
+        load_and_add<Kind, 2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, sm.dq_there,
+                              sm.dq_taken);
       else
         load_and_store<Kind, 2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dx);
     } else if (warp == 2) {
       if constexpr (kExchange)
-        load_and_add<Kind, 1>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, sm.dk_landed,
-                        sm.S[1]);
+        load_and_add<Kind, 1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, sm.dk_there,
+                              sm.dk_taken);
       else
         load_and_store<Kind, 1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.ds);
     } else {
@@ -307,12 +262,12 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
     }
   } else if (warpgroup <= 2) {
     raise_registers<kStateRegisters>();
-    states<Kind, kExchange>(sm, params, warpgroup - 1, warp % 4);
+    states<Kind>(sm, params, warpgroup - 1, warp % 4);
   } else {
-    raise_registers<kPairRegisters>();
+    lower_registers<kPairRegisters>();
     pairs<typename Kind::T, kExchange>(sm, params, warp % 4);
   }
-  if constexpr (kExchange) {  // a block's shared memory is there until the other has written and arrived
+  if constexpr (kExchange) {  // a block's shared memory is there until the other has read and arrived
     __syncwarp();
     cluster_sync();
   }

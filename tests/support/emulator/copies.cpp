@@ -1,5 +1,5 @@
-// Barriers in shared memory, and copies: by TMA, cp.async and st.async. A copy happens at a random moment between its issue
-// and the moment at which somebody may rely on it.
+// Barriers in shared memory, copies by TMA and cp.async, and what is read of another block. A copy happens at a random
+// moment between its issue and the moment at which somebody may rely on it.
 #include <cstring>
 #include <sstream>
 
@@ -295,21 +295,15 @@ void bulk_wait(Thread& t, uint32_t groups) {
     s.bulk_groups.pop_front();
   }
 }
-void store_async_16(Thread& t, uint32_t to, const uint32_t* x, uint32_t barrier) {
-  Block& block = block_at(t, to);
-  Block& there = block_at(t, barrier);
-  if (&block != &there) fail(t, "a store and its barrier in different blocks");
-  if (to % 16) fail(t, "an access to shared memory that is not aligned");
-  if (to < kSharedStart || to + 16 > block.shared_end) fail(t, "an access outside of the block's shared memory");
-  const Issue issue = begin_copy(t, block, to, 16);
-  std::array<uint32_t, 4> value;
-  std::copy(x, x + 4, value.begin());
-  Block* const target = &block;
-  Thread* const thread = &t;
-  add_copy([=] {
-    std::memcpy(target->shared + to, value.data(), 16);
-    complete(*thread, *target, barrier, 16, issue);
-  });
+void load_cluster_16(Thread& t, uint32_t from, uint32_t* x) {
+  Block& block = block_at(t, from);
+  if (from % 16) fail(t, "an access to shared memory that is not aligned");
+  if (from < kSharedStart || from + 16 > block.shared_end) fail(t, "an access outside of the block's shared memory");
+  if (t.watched) {
+    check_read(t, block, t.warp->clocks, from, 16, false);
+    note_read(block, *t.warp, from, 16);
+  }
+  std::memcpy(x, block.shared + from, 16);
 }
 
 }  // namespace emulator

@@ -360,7 +360,7 @@ void tensor_store(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2
 void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier);
 void bulk_commit(Thread& t);
 void bulk_wait(Thread& t, uint32_t groups);
-void store_async_16(Thread& t, uint32_t to, const uint32_t* x, uint32_t barrier);
+void load_cluster_16(Thread& t, uint32_t from, uint32_t* x);  // of any block of the cluster
 
 // ---- WGMMA -----------------------------------------------------------------------------------------------------
 

@@ -156,6 +156,14 @@ class _Translation:
         return "shared" if space == "shared" else "global"
 
     def _ld(self, x: Instruction) -> str:
+        if x.opcode[1] == "shared::cluster":
+            if x.opcode[2:] != ("v4", "u32"):
+                raise Untranslatable(".".join(x.opcode))
+            to, where = x.operands
+            call = self._call(x, "load_cluster_16", self.address(where), "x")
+            names = enumerate(self.vector(to))
+            out = " ".join(f"{self.value(name)} = x[{i}];" for i, name in names)
+            return f"{{ uint32_t x[4]; {call} {out} }}"
         space, kind, count = self._memory(x)
         to, where = x.operands
         targets = self.vector(to) if count > 1 else [to]
@@ -175,11 +183,6 @@ class _Translation:
         return "{ " + " ".join(lines) + " }"
 
     def _st(self, x: Instruction) -> str:
-        if x.opcode[1] == "async":
-            to, what, barrier = x.operands
-            values = ", ".join(map(self.value, self.vector(what)))
-            call = self._call(x, "store_async_16", self.address(to), "x", self.address(barrier))
-            return f"{{ const uint32_t x[4] = {{{values}}}; {call} }}"
         space, kind, count = self._memory(x)
         where, what = x.operands
         sources = self.vector(what) if count > 1 else [what]
