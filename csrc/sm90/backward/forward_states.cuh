@@ -135,8 +135,21 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   wait_for(sm.ds_full, it);
   const float across = states_product<T>(sm, lines, half, warp);
   if (lead) params.scratch.across[int64_t{sm.chunk[stage].block} * 8 + half * 4 + warp] = across;
-  wgmma_wait<0>();
+  wgmma_wait<1>();  // of the state's update, whose operands have registers that `given` needs
   pin(S);
+  wait_for(sm.u_full, it);
+  float given[32];
+  {
+    const Descriptor u = k_major(shared_address(sm.u)), columns = mn_major(shared_address(sm.ds[0][half]));
+    wgmma_fence();
+    set_ss_n64_mn(T{}, given, u.at(0), columns.at(0));
+#pragma unroll
+    for (int i = 1; i < 8; ++i)
+      add_ss_n64_mn(T{}, given, u.at(i / 4 * kTileBytes + i % 4 * 32),
+                    columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048));
+    wgmma_commit();
+  }
+  wgmma_wait<1>();
   pin(acc);
   mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
   mbarrier_arrive_if(shared_address(&sm.dx_empty), lead);
@@ -147,49 +160,21 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
     factor.x = x[row / 2 * 4 + 2 + row % 2];
     factor.y = x[row / 2 * 4 + 16 + 2 + row % 2];
   }
-#pragma unroll
-  for (int i = 0; i < 32; ++i) acc[i] *= i % 4 < 2 ? -factor.x : -factor.y;
-  wait_for(sm.u_full, it);
-  const Descriptor u = k_major(shared_address(sm.u)), ds_columns = mn_major(shared_address(sm.ds[0][half]));
-  const auto u_at = [&](int i) { return u.at(i / 4 * kTileBytes + i % 4 * 32); };
-  const auto ds_at = [&](int i) { return ds_columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048); };
-  const auto give_back = [&] {
-    mbarrier_arrive_if(shared_address(&sm.u_empty), lead);
-    mbarrier_arrive_if(shared_address(&sm.ds_empty), lead);
-  };
-  float2 behind;
-  if constexpr (kDecaysToEnd<T>) {  // rows of u dS^T have a factor of their own: in registers of their own
-    float given[32];
-    pin(acc);
-    wgmma_fence();
-    set_ss_n64_mn(T{}, given, u_at(0), ds_at(0));
-#pragma unroll
-    for (int i = 1; i < 8; ++i) add_ss_n64_mn(T{}, given, u_at(i), ds_at(i));
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(given);
-    give_back();
+  wgmma_wait<0>();
+  pin(given);
+  mbarrier_arrive_if(shared_address(&sm.u_empty), lead);
+  mbarrier_arrive_if(shared_address(&sm.ds_empty), lead);
+  if constexpr (kDecaysToEnd<T>) {  // rows of u dS^T have a factor of their own
     if (const int D = sm.gates[stage].steep) {
       const float w0 = power_of_two_float(D - sm.gates[stage].power[row]);
       const float w1 = power_of_two_float(D - sm.gates[stage].power[row + 8]);
 #pragma unroll
       for (int i = 0; i < 32; ++i) given[i] *= i % 4 < 2 ? w0 : w1;
     }
-    behind = row_sums<T, 4>(given, k_half, lines, warp);
-#pragma unroll
-    for (int i = 0; i < 32; ++i) acc[i] += given[i];
-  } else {
-    pin(acc);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 8; ++i) add_ss_n64_mn(T{}, acc, u_at(i), ds_at(i));
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(acc);
-    give_back();
-    const float2 total = row_sums<T, 4>(acc, k_half, lines, warp);
-    behind = make_float2(total.x + factor.x * read.x, total.y + factor.y * read.y);
   }
+  const float2 behind = row_sums<T, 4>(given, k_half, lines, warp);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) acc[i] = given[i] - (i % 4 < 2 ? factor.x : factor.y) * acc[i];
   if (lane % 4 == 0) {
     const int64_t at = int64_t{sm.chunk[stage].block} * (kParts * kChunk) + half * kChunk + row;
     float* const parts = params.scratch.parts + at;
