@@ -51,19 +51,44 @@ GDN_DEVICE void store_gradient(const float (&x)[8 * kBlocks], float own0, float 
   __syncwarp();
 }
 
-// S after the chunk; its u and the S before it go to their tiles.
+// The state before a chunk, rounded, to its tile.
 template <class T>
+GDN_DEVICE void give_state(const float (&S)[64], WalkMemory& sm, uint32_t it, int half, int warp) {
+  wait_for(sm.S_empty, it + 1);
+  const int lane = fresh_lane();
+  const Lines lines(lane);
+#pragma unroll
+  for (int b = 0; b < 8; ++b) {
+    uint32_t r[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = pack_again(T{}, S[8 * b + 2 * i], S[8 * b + 2 * i + 1]);
+    stmatrix_x4(lines.block_at(shared_address(sm.S[half][b / 4]), warp, b % 4), r);
+  }
+  fence_async_proxy();
+  __syncwarp();
+  mbarrier_arrive_if(shared_address(&sm.S_full), lane == 0);
+}
+
+// S after the chunk; its u and the S before it go to their tiles.
+template <class Kind>
 GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int half, int warp) {
+  using T = typename Kind::T;
+  constexpr bool kGivesEarly = Kind::kExact;  // other kinds would spill
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
   const bool lead = lane == 0;
   const Gates& gates = sm.gates[stage];
   const uint32_t k_tile = shared_address(sm.k[stage]);
+  const auto give = [&] { give_state<T>(S, sm, it, half, warp); };
   uint32_t u[16];
   make_u<T, 2>(
       S, u, gates, k_tile, shared_address(sm.v[half]), shared_address(sm.t), warp, lane,
       [&] { wait_for(sm.v_full, it); }, [&](bool one) { mbarrier_arrive_if(shared_address(&sm.v_empty), one); },
-      [&] { wait_for(sm.t_full, it); }, [&] { mbarrier_arrive_if(shared_address(&sm.t_empty), lead); });
+      [&] { wait_for(sm.t_full, it); },
+      [&] {
+        if constexpr (kGivesEarly) give();
+      },
+      [&] { mbarrier_arrive_if(shared_address(&sm.t_empty), lead); });
   wait_for(sm.u_empty, it + 1);
   const uint32_t u_tile = shared_address(sm.u[half]) + transposed_line(warp, lane);
 #pragma unroll
@@ -74,19 +99,10 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
   fence_async_proxy();
   __syncwarp();
   mbarrier_arrive_if(shared_address(&sm.u_full), lead);
-  wait_for(sm.S_empty, it + 1);
-  pin(S);
-  const Lines lines(fresh_lane());
-#pragma unroll
-  for (int b = 0; b < 8; ++b) {
-    uint32_t r[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) r[i] = pack_again(T{}, S[8 * b + 2 * i], S[8 * b + 2 * i + 1]);
-    stmatrix_x4(lines.block_at(shared_address(sm.S[half][b / 4]), warp, b % 4), r);
+  if constexpr (!kGivesEarly) {
+    pin(S);
+    give();
   }
-  fence_async_proxy();
-  __syncwarp();
-  mbarrier_arrive_if(shared_address(&sm.S_full), lead);
   update_state<T>(S, u, gates, k_tile);
 }
 
@@ -240,7 +256,7 @@ GDN_DEVICE void states(WalkMemory& sm, const Params& params, int half, int warp)
     const Announced chunk = sm.chunk[it % 2];
     if (chunk.block < 0) return;
     if (chunk.begins >= 0) begin_state<Kind>(S, params, chunk.begins, half, warp);
-    advance_state<T>(S, sm, it, half, warp);
+    advance_state<Kind>(S, sm, it, half, warp);
     key_gradient<T>(S, sm, params, it, half, warp);
   }
 }

@@ -52,11 +52,12 @@ GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const Gates& gates) {
 }
 
 // u of a chunk, rounded, from the state before it. x = c v - f (k S), u = x + T_s x; v_there() and t_there() wait,
-// v_read(lane) and t_read() give back. The state is rounded in four pieces, of which kPieces have registers.
-template <class T, int kPieces, class VThere, class VRead, class TThere, class TRead>
+// v_read(lane) and t_read() give back, and meanwhile() is done under the product T_s x. The state is rounded in four
+// pieces, of which kPieces have registers.
+template <class T, int kPieces, class VThere, class VRead, class TThere, class Meanwhile, class TRead>
 GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, uint32_t k_tile, uint32_t v_tile,
                        uint32_t t_tile, int warp, int lane, const VThere& v_there, const VRead& v_read,
-                       const TThere& t_there, const TRead& t_read) {
+                       const TThere& t_there, const Meanwhile& meanwhile, const TRead& t_read) {
   const uint32_t tline = transposed_line(warp, lane);
   float x[32];
   if (gates.pre != 1.f) scale_state(S, gates.pre);
@@ -151,6 +152,7 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, ui
 #pragma unroll
   for (int i = 0; i < 4; ++i) wgmma_rs_n64(T{}, x, u + 4 * i, rows.at(i * 32), 1);
   wgmma_commit();
+  meanwhile();
   wgmma_wait<0>();
   pin(x);
   t_read();

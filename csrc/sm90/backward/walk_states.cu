@@ -74,7 +74,7 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
           S, u, sm.gates[s], k_tile, shared_address(stage.v[0]), shared_address(stage.t), warp, lane,
           // All is there; but the compiler deals c v out between the products, or sinks it behind them, and moves nothing
           // across the wait of a barrier.
-          there, [](bool) {}, there, [] {});
+          there, [](bool) {}, there, [] {}, [] {});
       update_state<T>(S, u, sm.gates[s], k_tile);
       wgmma_wait<0>();
       pin(S);
