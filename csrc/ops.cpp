@@ -342,13 +342,13 @@ int64_t backward_floats(const gdn::Architecture& kernels, const gdn::ChunkForwar
 }
 
 int64_t chunk_backward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N,
-                                 bool is_bfloat16, bool is_packed, bool use_qk_l2norm) {
+                                 bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant) {
   static const int32_t some_offsets = 0;
   gdn::ChunkForward p{};
   p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
   p.dtype = is_bfloat16 ? gdn::Dtype::kBFloat16 : gdn::Dtype::kFloat16;
   p.cu_seqlens = is_packed ? &some_offsets : nullptr;
-  p.use_qk_l2norm = use_qk_l2norm;
+  p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant;
   p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
   return backward_floats(kernels_on(static_cast<int32_t>(device)), p);
 }
@@ -371,12 +371,12 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
                     const Tensor& v, const Tensor& g, const Tensor& beta, const std::optional<Tensor>& A_log,
                     const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& initial_state,
                     const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first, bool use_qk_l2norm,
-                    bool use_beta_sigmoid, bool allow_neg_eigval, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                    bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, const Tensor& dq, const Tensor& dk, const Tensor& dv,
                     const Tensor& dg, const Tensor& dbeta, const std::optional<Tensor>& dh0,
                     const std::optional<Tensor>& gate_sums, const Tensor& workspace) {
   gdn::ChunkBackward b{};
   b.forward = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
-                       allow_neg_eigval, true);
+                       allow_neg_eigval, batch_invariant);
   gdn::ChunkForward& p = b.forward;
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
@@ -441,11 +441,11 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
       "Tensor? checkpoint_slots, Tensor(d!) workspace) -> ()");
   m.def(
       "chunk_backward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, bool is_packed, "
-      "bool use_qk_l2norm) -> int");
+      "bool use_qk_l2norm, bool batch_invariant) -> int");
   m.def(
       "chunk_backward(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, "
       "Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first, "
-      "bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
+      "bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
       "Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!)? dh0, Tensor(g!)? gate_sums, Tensor(h!) workspace) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CompositeExplicitAutograd, m) {

@@ -145,11 +145,12 @@ def backward_floats(
     is_bfloat16: bool,
     is_packed: bool,
     use_qk_l2norm: bool,
+    invariant: bool,
 ) -> int:
     """Scratch memory of a call, in float32 elements. Kept: asking the library takes longer."""
     index = torch.cuda.current_device() if device is None else device
     size: int = torch.ops.gdn_fast.chunk_backward_workspace(
-        index, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm
+        index, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, invariant
     )
     return size
 
@@ -198,6 +199,7 @@ def gradients(
             p.q_dtype is torch.bfloat16,
             p.is_varlen,
             p.use_qk_l2norm,
+            p.batch_invariant,
         )
         run(
             torch.zeros_like(dv) if do is None else tma_readable(do),
@@ -210,6 +212,7 @@ def gradients(
             p.use_qk_l2norm,
             p.use_beta_sigmoid,
             p.allow_neg_eigval,
+            p.batch_invariant,
             dq,
             dk,
             dv,

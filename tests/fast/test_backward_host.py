@@ -162,7 +162,24 @@ def test_gradients_are_the_operators(compiled: bool, noted: Noted) -> None:
     for name in ("q", "k", "v"):
         assert passed[name].data_ptr() == given[name].data_ptr()
     sizes = 2 + 70 + 1 + 2 + 128 + 128 + 2
-    assert passed["workspace"].numel() == sizes + True + False + True
+    assert passed["workspace"].numel() == sizes + True + False + True + False
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_batch_invariance_is_passed_on(
+    asked: bool, noted: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was at the call, not as it is when the gradients are asked for."""
+    x = make_inputs(SMALL, BF16, "cpu")
+    v = x.v.detach().requires_grad_()
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", str(int(asked)))
+    o, _ = gdn_triton.chunk_gated_delta_rule(*(x.q, x.k, v, x.g, x.beta))
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", str(int(not asked)))
+    torch.autograd.grad(o.float().sum(), v)
+    (passed,) = noted.calls
+    assert passed["batch_invariant"] is asked
+    sizes = 2 + 70 + 1 + 2 + 128 + 128 + 2
+    assert passed["workspace"].numel() == sizes + True + False + False + asked
 
 
 def test_only_what_is_there(noted: Noted) -> None:

@@ -109,6 +109,42 @@ def test_gates_in_float16(sizes: dict[str, int], strength: str, own: str) -> Non
     check_task(make_task(case, FP16, own, Options(), x), FP16, own)
 
 
+# Few long sequences, of which both walks go in segments.
+CUT = fast_case("cut", "", T=8192, H=4, HV=8)
+
+
+@gpu
+@pytest.mark.parametrize("strength", ["none", "mild", "model", "strong"])
+@pytest.mark.parametrize("T", [8192, 32768])
+def test_both_walks_in_segments(T: int, strength: str, own: str) -> None:
+    case = replace(CUT, T=T)
+    x = make_inputs(case, BF16, own)
+    x = x.but(g=STRENGTHS[strength](x.g))
+    task = make_task(case, BF16, own, Options(), x)
+    check_task(task, BF16, own)
+    expected = by_op(task)
+    for _ in range(3):
+        poison()
+        for name, y in by_op(task).items():
+            assert same_bits(y, expected[name]), name
+
+
+@gpu
+@pytest.mark.parametrize("name", ["none", "all"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"T": 8190, "B": 2, "H": 1, "HV": 2},
+        {"lengths": (8100,), "orphans": 92, "H": 1, "HV": 4},
+        {"lengths": (100,), "orphans": 8092, "H": 2, "HV": 2},
+        {"lengths": (0,), "orphans": 8192, "H": 2, "HV": 2},
+    ],
+    ids=str,
+)
+def test_sizes_of_both_walks_in_segments(sizes: dict[str, Any], name: str, own: str) -> None:
+    check_task(make_task(fast_case("cut", "", **sizes), BF16, own, OPTIONS[name]), BF16, own)
+
+
 OPTIONS = {
     "none": Options(state=False, dht=False),
     "state": Options(dht=False, v_first=True),
@@ -167,9 +203,11 @@ def test_one_result_of_many_runs(name: str, own: str) -> None:
 
 
 @gpu
-def test_a_sequence_alone(own: str) -> None:
+def test_a_sequence_alone(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole in the batch, in segments alone; whole or not by the longest of three."""
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     check_alone(LARGE, BF16, own)
+    check_alone(replace(LARGE, lengths=(CUT.T, 300)), BF16, own)
     check_alone(replace(LARGE, K=96, V=192), FP16, own)
     for HV, lengths in ((64, LARGE.lengths), (32, (1500, 1400, 1400)), (32, (3000, 1000, 300))):
         check_alone(replace(LARGE, H=16, HV=HV, lengths=lengths), BF16, own)
@@ -214,9 +252,23 @@ def test_rows_of_no_sequence(options: str, own: str) -> None:
 
 
 @gpu
-def test_one_head_of_many(own: str) -> None:
+@pytest.mark.parametrize("name", NAMES[:5])
+def test_nan_of_a_cut_sequence(name: str, own: str) -> None:
+    case = replace(CUT, B=2, H=1, HV=2)
+    task = make_task(case, BF16, own, Options())
+    expected = by_op(task)
+    x = task.leaves[name].clone()
+    x[0, 3000] = torch.nan
+    task.leaves[name] = x
+    for other, y in by_op(task).items():
+        assert same_bits(y[1], expected[other][1]), other
+
+
+@gpu
+@pytest.mark.parametrize("T", [300, 8192])
+def test_one_head_of_many(T: int, own: str) -> None:
     """A value head's own gradients are the same bits whatever the other key heads hold."""
-    case = fast_case("heads", "", T=300, H=2, HV=4)
+    case = fast_case("heads", "", T=T, H=2, HV=4)
     task = make_task(case, BF16, own, Options())
     expected = by_op(task)
     for name in NAMES[:5]:

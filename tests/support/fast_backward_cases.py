@@ -12,9 +12,10 @@ from helpers import BF16, FP16
 ARGUMENTS = (
     *("do", "dht", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"),
     *("scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval"),
+    "batch_invariant",
     *("dq", "dk", "dv", "dg", "dbeta", "dh0", "gate_sums", "workspace"),
 )
-WRITTEN = ARGUMENTS[16:23]
+WRITTEN = ARGUMENTS[17:24]
 
 
 def random_task(number: int, device: str, *, longest: int) -> tuple[Task, torch.dtype]:

@@ -6,11 +6,13 @@
 
 namespace gdn::sm90::backward {
 
-template <class Kind_, int kStates_>
+// kCut: the walk back over segments, each from what segment_folds.cu left.
+template <class Kind_, int kStates_, bool kCut_ = false>
 struct Back {
   using Kind = Kind_;
   using T = typename Kind::T;
   static constexpr int kStates = kStates_;
+  static constexpr bool kCut = kCut_;
   static constexpr bool kMaker = kStates == 2;
   static constexpr int kThreads = 128 * (1 + kStates + kMaker);
   static constexpr int kStages = kStates == 2 ? 2 : 3;
@@ -20,6 +22,21 @@ struct Back {
   static constexpr bool kBeginsAhead = kStates == 1 && !kDecaysToEnd<T>;
   static constexpr int kSinglesRegisters = kMaker ? 32 : 40, kStateRegisters = kMaker ? 176 : 232;
 };
+
+template <class C>
+GDN_DEVICE auto walk_back_tile(const Params& params, int index) {
+  using Kind = typename C::Kind;
+  if constexpr (C::kCut) {
+    static_assert(C::kTileParts == 2, "halves of slices");
+    const int tile = divide_by_slices<Kind>(params, index / 2), n = tile / params.segments_of_batch;
+    auto x = segment_tile<Kind>(params, n, tile - n * params.segments_of_batch,
+                                index / 2 - tile * slices_of<Kind>(params));
+    x.part = index % 2;
+    return x;
+  } else {
+    return back_tile<Kind, C::kTileParts>(params, index);
+  }
+}
 
 constexpr int kMakerRegisters = 128;
 template <class C>
@@ -51,7 +68,7 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
   uint32_t it = 0, aside_phase = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const BackTile<Kind> tile = back_tile<Kind, C::kTileParts>(params, index);
+    const auto tile = walk_back_tile<C>(params, index);
 #pragma unroll 1
     for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
       const uint32_t s = it % C::kStages;
@@ -97,7 +114,7 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
   uint32_t it = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const BackTile<Kind> tile = back_tile<Kind, C::kTileParts>(params, index);
+    const auto tile = walk_back_tile<C>(params, index);
     const bool first_of_head = tile.v(params) == 0, first = tile.hv(params) == tile.h(params) * group && first_of_head;
 #pragma unroll 1
     for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
@@ -165,7 +182,7 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int slot) 
   uint32_t it = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const BackTile<Kind> tile = back_tile<Kind, C::kTileParts>(params, index);
+    const auto tile = walk_back_tile<C>(params, index);
     const int part = (C::kStates == 2 ? slot : tile.part) * 64;
     const int v = tile.v(params) + part, V = Kind::kExact ? kChannels : p.V;
 #pragma unroll 1

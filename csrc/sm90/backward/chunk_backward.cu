@@ -16,6 +16,11 @@ namespace {
 #ifndef GDN_BACKWARD_MAKES
 #define GDN_BACKWARD_MAKES 1
 #endif
+// Of both walks in segments, segment_maps.cu: chunks of a segment in every call that may be cut so; 0: none is cut; -1: as
+// the host chooses.
+#ifndef GDN_BACKWARD_CUT
+#define GDN_BACKWARD_CUT -1
+#endif
 constexpr bool kExchanges = GDN_BACKWARD_EXCHANGE, kMakes = GDN_BACKWARD_MAKES;
 
 // The parts of the workspace, one after the other; with a null `base` only their size.
@@ -41,12 +46,60 @@ struct Segments {
   int length;
   int64_t count, of_batch;  // at most; of a batch entry, if padded
   int whole_up_to;          // chunks: where no sequence has more, the device takes whole ones all the same
+  bool cuts;                // the walk back goes in the same segments, segment_maps.cu
 };
+// Microseconds of a chunk with its gradients, and of a tile's start and end.
+constexpr double kGradients = 6.5, kTile = 5;
+
+// Microseconds of both walks in segments of `length` chunks, of which a sequence has `of_batch`.
+double time_of_cut(const ChunkForward& p, int length, double of_batch) {
+  // Of a chunk of the maps, of half a slice walked back, of the start and end of their tiles, of a step of the folds; of
+  // all four launches.
+  constexpr double kMaps = 1.25, kBack = 1.2, kShort = 3, kFold = 2.5, kLaunches = 15;
+  constexpr double kMapBytes = 0.026, kBackBytes = 0.027;  // of a chunk and slice, by the bandwidth of memory
+  const double slices = double(p.N) * double(slices_of(p)), each = p.multiprocessors, chunks = of_batch * length;
+  const auto walk = [&](double tiles, double chunk, double tile) {
+    return std::ceil(tiles / each) * (length * chunk + tile);
+  };
+  const double maps = std::max(walk(slices * (3 * of_batch - 4), kMaps, kShort), slices * chunks * kMapBytes);
+  const double folds = std::ceil(slices * 16 / (2 * each)) * (of_batch - 2) * kFold;
+  const double back = std::max(walk(2 * slices * of_batch, kBack, kShort), slices * chunks * kBackBytes);
+  return kLaunches + maps + folds + back + walk(slices * of_batch, kGradients, kTile);
+}
+
+// The cut of both walks where it takes clearly less than `others`, microseconds of the walk forward alone in segments:
+// it changes bits, and so is none of a call that may not be cut, or of whose lengths the host knows no more than a sum.
+Segments cut_of(const ChunkForward& p, const Segments& others, double others_time) {
+  constexpr int kLengths[] = {64, 48, 32, 24, 16, 8}, kForced = GDN_BACKWARD_CUT;
+  constexpr double kBack = 1.2, kMargin = 0.92, kLeast = 10;
+  const bool exact = p.dtype == Dtype::kBFloat16 && p.K == kChannels && p.V == kChannels;
+  const int64_t chunks = ceil_div(p.T, kChunk);
+  if (kForced == 0 || !exact || p.batch_invariant || (p.cu_seqlens && p.N > 1)) return others;
+  const auto in_segments = [&](int length) {
+    const int64_t of_batch = ceil_div(chunks, length);
+    const int64_t count = p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch;
+    return Segments{length, count, of_batch, 0, true};
+  };
+  if (kForced > 0) return chunks > kForced ? in_segments(kForced) : others;
+  if (2 * int64_t{p.N} * slices_of(p) > p.multiprocessors) return others;  // whole slices are walked back
+  double least = kMargin * (others_time + kBack * double(chunks)) - kLeast;
+  Segments best = others;
+  for (const int length : kLengths) {
+    const Segments cut = in_segments(length);
+    if (cut.of_batch < 3) continue;
+    const double time = time_of_cut(p, length, double(cut.of_batch));
+    if (time >= least) continue;
+    least = time;
+    best = cut;
+  }
+  return best;
+}
+
 Segments segments_of(const ChunkForward& p) {
   const double slices = double(slices_of(p));
-  // Microseconds of a chunk with its gradients; of a tile's start and end; of a chunk of the state alone, where the
-  // walk back beside it leaves multiprocessors free, and where it does not; and of its launch.
-  constexpr double kGradients = 6.5, kTile = 5, kState = 0.5, kFullState = 4.4, kLaunch = 8;
+  // Microseconds of a chunk of the state alone, where the walk back beside it leaves multiprocessors free, and where it
+  // does not; and of its launch.
+  constexpr double kState = 0.5, kFullState = 4.4, kLaunch = 8;
   constexpr int kLengths[] = {64, 32, 16, 8, 4};
   constexpr int kMemory = 3;  // a start is twice as large as a chunk's dS: of many short sequences there are no more
   const bool guess = p.cu_seqlens && p.N > 1;
@@ -59,7 +112,7 @@ Segments segments_of(const ChunkForward& p) {
     return turns * (length * kGradients + kTile);
   };
   const double states = kLaunch + std::max(kState * longest, kFullState * share);
-  Segments best = {0, 0, 0, 0};
+  Segments best = {0, 0, 0, 0, false};
   double least = walk(double(p.N) * slices, longest);
   for (const int length : kLengths) {
     const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
@@ -67,13 +120,15 @@ Segments segments_of(const ChunkForward& p) {
     const int64_t count = p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch;
     if (time >= least || count * kMemory > slots_of(p)) continue;
     least = time;
-    best = {length, count, of_batch, 0};
+    best = {length, count, of_batch, 0, false};
   }
   if (guess) best.whole_up_to = int((least - kTile) / kGradients);
-  return best;
+  return cut_of(p, best, best.length ? least - states : least);
 }
 
-int64_t lay_out(const ChunkForward& p, void* base, Scratch& x) {
+int64_t lay_out(const ChunkForward& p, void* base, Scratch& x, Cut& cut) {
+  const Segments segments = segments_of(p);
+  const int64_t matrices = segments.count * slices_of(p) * kChannels * kChannels;
   const int64_t slots = slots_of(p), blocks = slots * p.HV, slice_blocks = slots * slices_of(p), pair = kChunk * kChunk;
   Parts parts(base);
   if (p.use_qk_l2norm) {
@@ -88,13 +143,20 @@ int64_t lay_out(const ChunkForward& p, void* base, Scratch& x) {
   parts.take(x.t, blocks * pair);
   parts.take(x.qk, slots * p.H * pair);
   parts.take(x.kk, slots * p.H * pair);
-  parts.take(x.dx, slice_blocks * kChunk * kChannels);
+  const int64_t dx = slice_blocks * kChunk * kChannels, maps = 2 * matrices;  // of 16 and of 32 bits
+  parts.take(x.dx, segments.cuts ? std::max(dx, 2 * maps) : dx);
   parts.take(x.ds, slice_blocks * kChannels * kChannels);
   parts.take(x.parts, slice_blocks * kParts * kChunk);
   parts.take(x.across, slice_blocks * 8);
   parts.take(x.gate_sums, slots * 2 * p.HV);
-  parts.take(x.starts, segments_of(p).count * slices_of(p) * kChannels * kChannels);
+  parts.take(x.starts, matrices);
   parts.take(x.segment, 1);
+  cut = {};
+  if (segments.cuts) {
+    cut.cuts = true;
+    parts.take(cut.ends, matrices);
+    cut.maps = reinterpret_cast<float*>(x.dx);
+  }
   return parts.used();
 }
 
@@ -130,7 +192,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   Params params = {};
   params.problem = problem;
-  lay_out(p, p.workspace, params.scratch);
+  lay_out(p, p.workspace, params.scratch, params.cut);
   params.slots = int(slots_of(p));
   params.slots_of_batch = int(ceil_div(p.T, kChunk));
   const Segments segments = segments_of(p);
@@ -140,7 +202,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   params.segments_of_batch = int(segments.of_batch);
   params.parts = int(ceil_div(p.V, kChannels));
   params.slices = int(slices_of(p));
-  params.makes = kMakes && !walks_back_over_halves(params);
+  params.makes = kMakes && !params.cut.cuts && !walks_back_over_halves(params);
   // With more value heads, or with the norm, a sum over what is left would follow: together they take longer. Of other
   // kinds the warps that add would need more registers than there are.
   params.exchange = kExchanges && Kind::kExact && p.HV / p.H == 2 && !p.use_qk_l2norm && p.multiprocessors > 1;
@@ -171,8 +233,14 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   if (const char* error = run_frames<Kind>(params, stream)) return error;
   if (!params.makes || params.segment > 0)
     if (const char* error = run_triangles<Kind>(params, stream)) return error;
+  if constexpr (kCuts<Kind>) {
+    if (params.cut.cuts) {
+      if (const char* error = run_segment_maps<Kind>(params, stream)) return error;
+      if (const char* error = run_segment_folds<Kind>(params, stream)) return error;
+    }
+  }
   if (const char* error = run_walk_back<Kind>(params, stream)) return error;
-  if (params.segment > 0)
+  if (params.segment > 0 && !params.cut.cuts)
     if (const char* error = run_walk_states<Kind>(params, stream)) return error;
   if (const char* error = run_walk_forward<Kind>(params, stream)) return error;
   return run_sums<Kind>(params, stream);
@@ -181,7 +249,8 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
 
 size_t chunk_backward_workspace(const ChunkForward& p) {
   Scratch scratch = {};
-  return unsupported(p) ? 0 : size_t(lay_out(p, nullptr, scratch));
+  Cut cut = {};
+  return unsupported(p) ? 0 : size_t(lay_out(p, nullptr, scratch, cut));
 }
 
 const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {

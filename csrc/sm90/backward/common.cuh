@@ -18,6 +18,9 @@ struct Kind {
   using T = Type;
   static constexpr bool kExact = kExact_;
 };
+// Which kinds have the kernels that cut both walks.
+template <class Kind>
+constexpr bool kCuts = Kind::kExact;
 constexpr int kParts = 8;       // rows of Scratch::parts
 
 // Of a chunk and value head, made once for all kernels.
@@ -65,6 +68,15 @@ struct Scratch {
   int* segment;     // chunks of a segment, or kWholeSequences: what the device chose
 };
 
+// Both walks of few long sequences in segments of Params::segment chunks, segment_maps.cu.
+struct Cut {
+  bool cuts;
+  float* ends;  // as Scratch::starts: the gradient of the state behind each segment but the last
+  // [2, segments, slices, 128 of K, 128 of K]: what a segment does to the gradient of the state, M, and to the state, its
+  // transpose. In the memory of dx, which the walk back writes after they have been folded.
+  float* maps;
+};
+
 struct Params {
   CUtensorMap q, k, v, dO, dv, t, qk, kk, dx, ds;
   ChunkBackward problem;
@@ -81,6 +93,7 @@ struct Params {
   int parts, slices;          // of V, and HV times those
   Divisor heads, group;       // HV, and value heads of a key head
   Divisor by_slices, by_parts;
+  Cut cut;
 };
 
 constexpr int kWholeSequences = 1 << 30;
@@ -219,6 +232,29 @@ GDN_DEVICE BackTile<Kind> forward_tile(const Params& params, int index) {
   return x;
 }
 
+// A segment of a sequence where both walks are cut, and a slice.
+template <class Kind>
+struct SegmentTile : BackTile<Kind> {
+  int segment, last;  // of the sequence's segments: this one, and the last; without chunks the sequence has the first
+};
+template <class Kind>
+GDN_DEVICE SegmentTile<Kind> segment_tile(const Params& params, int n, int segment, int slice) {
+  SegmentTile<Kind> x;
+  static_cast<BackTile<Kind>&>(x) = back_tile<Kind, 1>(params, n * slices_of<Kind>(params) + slice);
+  const int rows = params.segment * kChunk;
+  x.segment = segment;
+  x.last = max(x.chunks() - 1, 0) / params.segment;
+  x.first += segment * rows;
+  x.slot += segment * params.segment;
+  x.length = min(x.length - segment * rows, rows);
+  return x;
+}
+// A matrix [128, 128] in one of the arrays of Scratch and Cut that have one for each segment and slice.
+template <class Kind>
+GDN_DEVICE int64_t segment_matrix(const Params& params, int n, int segment, int slice) {
+  return (int64_t{first_segment(params, n) + segment} * slices_of<Kind>(params) + slice) * (kChannels * kChannels);
+}
+
 GDN_DEVICE void wait_for(const uint64_t& bar, uint32_t parity) { mbarrier_wait(shared_address(&bar), parity & 1); }
 
 GDN_DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
@@ -337,6 +373,10 @@ template <class Kind>
 const char* run_frames(const Params&, cudaStream_t);
 template <class Kind>
 const char* run_triangles(const Params&, cudaStream_t);
+template <class Kind>
+const char* run_segment_maps(Params&, cudaStream_t);
+template <class Kind>
+const char* run_segment_folds(const Params&, cudaStream_t);
 template <class Kind>
 const char* run_walk_back(Params&, cudaStream_t);
 template <class Kind>

@@ -63,9 +63,17 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     int left;  // chunks
     {
-      const BackTile<Kind> tile = back_tile<Kind, C::kTileParts>(params, index);
+      const auto tile = walk_back_tile<C>(params, index);
       left = tile.chunks();
-      if (problem.dht == nullptr) {
+      bool ends = true;
+      if constexpr (C::kCut) ends = tile.segment >= tile.last;
+      if (!ends) {
+        if constexpr (C::kCut)
+          load_state(S, params.cut.ends + segment_matrix<Kind>(params, tile.n, tile.segment, tile.slice) +
+                            (tile.part * 64 + state_row(warp, threadIdx.x % 32)) * kChannels +
+                            state_column(threadIdx.x % 32),
+                     1, kChannels, 1.f, AllChannels{});
+      } else if (problem.dht == nullptr) {
         clear_state(S);
       } else {
         float factor = 1;
@@ -247,7 +255,9 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       make_du(it, C::kBeginsAhead);
     }
     if (problem.dh0 != nullptr) {
-      const BackTile<Kind> tile = back_tile<Kind, C::kTileParts>(params, index);
+      const auto tile = walk_back_tile<C>(params, index);
+      if constexpr (C::kCut)
+        if (tile.segment > 0) continue;
       const int lane = threadIdx.x % 32;
       const int v = tile.v(params) + (C::kStates == 2 ? slot : tile.part) * 64;
       store_state(S, problem.dh0 + tile.n * problem.dh0_n + tile.hv(params) * problem.dh0_h +
@@ -264,7 +274,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
   extern __shared__ __align__(1024) uint8_t raw[];
   BackMemory<C>& sm = *reinterpret_cast<BackMemory<C>*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
-  launch_dependents();  // the walk of the state, which needs nothing of this one
+  if constexpr (!C::kCut) launch_dependents();  // the walk of the state, which needs nothing of this one
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
       mbarrier_init(&sm.full[i], 3);  // k and the rest, q, do
@@ -281,6 +291,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
     mbarrier_init_fence();
   }
   __syncthreads();
+  if constexpr (C::kCut) wait_for_prerequisites();
   if (warpgroup == 0) {
     lower_registers<C::kSinglesRegisters>();
     if (warp == 0) {
@@ -300,14 +311,16 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
 template <class C>
 const char* launch(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
-  params.tiles = p.N * params.slices * C::kTileParts;
+  params.tiles = p.N * params.slices * C::kTileParts * (C::kCut ? params.segments_of_batch : 1);
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
-  return launch_blocks(&walk_back_kernel<C>, params, blocks, C::kThreads, sizeof(BackMemory<C>), 1, false, stream);
+  return launch_blocks(&walk_back_kernel<C>, params, blocks, C::kThreads, sizeof(BackMemory<C>), 1, C::kCut, stream);
 }
 }  // namespace
 
 template <class Kind>
 const char* run_walk_back(Params& params, cudaStream_t stream) {
+  if constexpr (kCuts<Kind>)
+    if (params.cut.cuts) return launch<Back<Kind, 1, true>>(params, stream);
   if (walks_back_over_halves(params)) return launch<Back<Kind, 1>>(params, stream);
   return launch<Back<Kind, 2>>(params, stream);
 }

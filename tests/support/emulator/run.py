@@ -70,6 +70,7 @@ BACKWARD = [
     fast_case("orphans", "", lengths=(5, 80), orphans=200, H=1, HV=2),
     EMPTIES,
     fast_case("segments", "", T=1500, H=1, HV=2),
+    fast_case("cut", "both walks in segments, on 132 multiprocessors", T=8191, H=1, HV=1),
 ]
 
 
