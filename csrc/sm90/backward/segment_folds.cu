@@ -7,22 +7,26 @@
 namespace gdn::sm90::backward {
 namespace {
 // As fold.cuh: a block has kRows rows of V, and a matrix comes in lines of its rows, several in flight. With 16 rows a
-// block's products take as long as its matrices; with eight the matrices of all blocks come from L2 twice as often.
-constexpr int kThreads = 256, kRows = 16, kBlocks = kChannels / kRows;
+// block's products take as long as its matrices. With fewer the steps are shorter, but all blocks together load more.
+constexpr int kThreads = 256;
 constexpr int kLine = 32, kLines = kChannels / kLine, kLineBytes = kLine * kChannels * 4, kStages = 4;
-// A thread multiplies a share of a line with two columns of all rows, and adds up the shares of kOwn rows.
-constexpr int kPairs = kChannels / 2, kShares = kThreads / kPairs, kShare = kLine / kShares, kOwn = kRows / kShares;
+// A thread multiplies a share of a line with two columns of all rows, and adds up the shares of kRows / kShares rows.
+constexpr int kPairs = kChannels / 2, kShares = kThreads / kPairs, kShare = kLine / kShares;
+constexpr int kAloneBytes = 116 * 1024;  // of a block that is to have a multiprocessor for itself
 
+template <int kRows>
 struct Memory {
   uint8_t lines[kStages][kLineBytes];
   float4 state[kRows][kChannels / 4];
   float2 sums[kShares][kRows][kPairs];
 };
 
-template <class Kind>
+template <class Kind, int kRows>
 __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid_constant__ Params params) {
+  static_assert(sizeof(Memory<kRows>) <= kAloneBytes, "shared memory of a block");
+  constexpr int kBlocks = kChannels / kRows, kOwn = kRows / kShares;
   extern __shared__ __align__(16) uint8_t raw[];
-  Memory& sm = *reinterpret_cast<Memory*>(raw);
+  Memory<kRows>& sm = *reinterpret_cast<Memory<kRows>*>(raw);
   launch_dependents();
   // By blocks without a step too: else this launch could end, and the next one begin, before the maps' has ended.
   wait_for_prerequisites();
@@ -96,12 +100,24 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
     }
   }
 }
+
+template <class Kind, int kRows>
+const char* launch(const Params& params, cudaStream_t stream) {
+  const ChunkForward& p = params.problem.forward;
+  const int64_t blocks = int64_t{p.N} * params.slices * 2 * (kChannels / kRows);
+  // The first multiprocessors that the maps leave would get two blocks each, and others none.
+  const int bytes = blocks <= p.multiprocessors ? kAloneBytes : int(sizeof(Memory<kRows>));
+  return launch_blocks(&segment_folds_kernel<Kind, kRows>, params, blocks, kThreads, bytes, 1, true, stream);
+}
 }  // namespace
 
 template <class Kind>
 const char* run_segment_folds(const Params& params, cudaStream_t stream) {
-  const int64_t blocks = int64_t{params.problem.forward.N} * params.slices * 2 * kBlocks;
-  return launch_blocks(&segment_folds_kernel<Kind>, params, blocks, kThreads, sizeof(Memory), 1, true, stream);
+  const ChunkForward& p = params.problem.forward;
+  const int rows = fold_rows(int64_t{p.N} * params.slices, p.multiprocessors);
+  if (rows == 4) return launch<Kind, 4>(params, stream);
+  if (rows == 8) return launch<Kind, 8>(params, stream);
+  return launch<Kind, 16>(params, stream);
 }
 
 template const char* run_segment_folds<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);
