@@ -16,12 +16,13 @@ namespace {
 #ifndef GDN_BACKWARD_MAKES
 #define GDN_BACKWARD_MAKES 1
 #endif
-// Of both walks in segments, segment_maps.cu: chunks of a segment in every call that may be cut so; 0: none is cut; -1: as
-// the host chooses.
+// Of both walks in segments, segment_maps.cu: chunks of a segment in every call that may be cut so; 0: none is cut; -1:
+// as the host chooses.
 #ifndef GDN_BACKWARD_CUT
 #define GDN_BACKWARD_CUT -1
 #endif
 constexpr bool kExchanges = GDN_BACKWARD_EXCHANGE, kMakes = GDN_BACKWARD_MAKES;
+constexpr int kForcedCut = GDN_BACKWARD_CUT;
 
 // The parts of the workspace, one after the other; with a null `base` only their size.
 class Parts {
@@ -48,14 +49,15 @@ struct Segments {
   int whole_up_to;          // chunks: where no sequence has more, the device takes whole ones all the same
   bool cuts;                // the walk back goes in the same segments, segment_maps.cu
 };
-// Microseconds of a chunk with its gradients, and of a tile's start and end.
-constexpr double kGradients = 6.5, kTile = 5;
+// Microseconds of a chunk with its gradients, of the start and end of its tile, and of a chunk of half a slice walked
+// back.
+constexpr double kGradients = 6.5, kTile = 5, kBack = 1.2;
 
 // Microseconds of both walks in segments of `length` chunks, of which a sequence has `of_batch`.
 double time_of_cut(const ChunkForward& p, int length, double of_batch) {
-  // Of a chunk of the maps, of half a slice walked back, of the start and end of their tiles; of a step of the folds,
+  // Of a chunk of the maps, of the start and end of a tile of theirs or of the walk back; of a step of the folds,
   // without its rows and for each of them; of all four launches.
-  constexpr double kMaps = 1.25, kBack = 1.2, kShort = 3, kFold = 1.3, kFoldRow = 0.075, kLaunches = 15;
+  constexpr double kMaps = 1.25, kShort = 3, kFold = 1.3, kFoldRow = 0.075, kLaunches = 15;
   constexpr double kMapBytes = 0.026, kBackBytes = 0.027;  // of a chunk and slice, by the bandwidth of memory
   const double slices = double(p.N) * double(slices_of(p)), each = p.multiprocessors, chunks = of_batch * length;
   const auto walk = [&](double tiles, double chunk, double tile) {
@@ -72,17 +74,17 @@ double time_of_cut(const ChunkForward& p, int length, double of_batch) {
 // The cut of both walks where it takes clearly less than `others`, microseconds of the walk forward alone in segments:
 // it changes bits, and so is none of a call that may not be cut, or of whose lengths the host knows no more than a sum.
 Segments cut_of(const ChunkForward& p, const Segments& others, double others_time) {
-  constexpr int kLengths[] = {64, 48, 32, 24, 16, 8}, kForced = GDN_BACKWARD_CUT;
-  constexpr double kBack = 1.2, kMargin = 0.92, kLeast = 10;
+  constexpr int kLengths[] = {64, 48, 32, 24, 16, 8};
+  constexpr double kMargin = 0.92, kLeast = 10;  // of all, and microseconds: what has to be won
   const bool exact = p.dtype == Dtype::kBFloat16 && p.K == kChannels && p.V == kChannels;
   const int64_t chunks = ceil_div(p.T, kChunk);
-  if (kForced == 0 || !exact || p.batch_invariant || (p.cu_seqlens && p.N > 1)) return others;
+  if (kForcedCut == 0 || !exact || p.batch_invariant || (p.cu_seqlens && p.N > 1)) return others;
   const auto in_segments = [&](int length) {
     const int64_t of_batch = ceil_div(chunks, length);
     const int64_t count = p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch;
     return Segments{length, count, of_batch, 0, true};
   };
-  if (kForced > 0) return chunks > kForced ? in_segments(kForced) : others;
+  if (kForcedCut > 0) return chunks > kForcedCut ? in_segments(kForcedCut) : others;
   if (2 * int64_t{p.N} * slices_of(p) > p.multiprocessors) return others;  // whole slices are walked back
   double least = kMargin * (others_time + kBack * double(chunks)) - kLeast;
   Segments best = others;

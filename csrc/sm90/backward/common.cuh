@@ -72,8 +72,8 @@ struct Scratch {
 struct Cut {
   bool cuts;
   float* ends;  // as Scratch::starts: the gradient of the state behind each segment but the last
-  // [2, segments, slices, 128 of K, 128 of K]: what a segment does to the gradient of the state, M, and to the state, its
-  // transpose. In the memory of dx, which the walk back writes after they have been folded.
+  // [2, segments, slices, 128 of K, 128 of K]: what a segment does to the gradient of the state, M, and to the state,
+  // its transpose. In the memory of dx, which the walk back writes after they have been folded.
   float* maps;
 };
 
@@ -368,8 +368,8 @@ inline bool walks_back_over_halves(const Params& params) {
   return 2 * int64_t{p.N} * params.slices <= p.multiprocessors;
 }
 
-// Rows of V of a block of segment_folds.cu, for so many slices of all sequences: 16, or fewer where no multiprocessor has
-// two blocks then.
+// Rows of V of a block of segment_folds.cu, for so many slices of all sequences: 16, or fewer where no multiprocessor
+// has two blocks then.
 inline int fold_rows(int64_t slices, int multiprocessors) {
   const auto fit = [&](int rows) { return slices * 2 * (kChannels / rows) <= multiprocessors; };
   return fit(4) ? 4 : fit(8) ? 8 : 16;

@@ -1,6 +1,6 @@
-// What the segments of both walks start from, out of their maps (segment_maps.cu), in fp32: E_(j-1) = E_j M_j + b_j from
-// the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from the first one to the last but one. The result replaces
-// b.
+// What the segments of both walks start from, out of their maps (segment_maps.cu), in fp32: E_(j-1) = E_j M_j + b_j
+// from the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from the first one to the last but one. The result
+// replaces b.
 #include "sm90/backward/common.cuh"
 #include "sm90/launch_blocks.h"
 
@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   const int64_t matrix = segment_matrix<Kind>(params, n, first, slice);
   const int64_t each = int64_t{slices_of<Kind>(params)} * (kChannels * kChannels), next = back ? -each : each;
   const float* const maps = params.cut.maps + (back ? 0 : params.segments * each) + matrix;
-  float* state = (back ? params.cut.ends : params.scratch.starts) + matrix + (part * kRows + row) * kChannels + column * 2;
+  float* state = (back ? params.cut.ends : params.scratch.starts) + matrix;
+  state += (part * kRows + row) * kChannels + column * 2;
 
   const auto fetch = [&](int line) {
     if (line < steps * kLines) {
@@ -69,7 +70,8 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
       copy_async_wait<kStages - 2>();
       __syncthreads();  // the line and the state are there; the line before has been read
       fetch(line + kStages - 1);
-      const float2* const m = reinterpret_cast<const float2*>(sm.lines[line % kStages]) + share * kShare * kPairs + column;
+      const float2* const m =
+          reinterpret_cast<const float2*>(sm.lines[line % kStages]) + share * kShare * kPairs + column;
 #pragma unroll
       for (int j = 0; j < kShare; j += 4) {
         const float2 m0 = m[j * kPairs], m1 = m[(j + 1) * kPairs], m2 = m[(j + 2) * kPairs], m3 = m[(j + 3) * kPairs];
