@@ -206,7 +206,8 @@ def files(tmp_path: Path) -> list[Path]:
     times = {name: {"backward": 10.0 * n, "call": 20.0 * n, "kept": 0, "peak": 2**20}
              for n, name in enumerate(names, 1)}  # fmt: skip
     times["flashqla"] = {"error": "no"}
-    gradients = {"kind": "times", "case": "backward 16/32 K 128 V 128 512+512", "results": times}
+    case = {"case": "backward 16/32 K 128 V 128 8192", "gates": "model"}
+    gradients = {"kind": "times", **case, "results": times}
     of_times = {**HEADER, "implementations": dict.fromkeys(names, "1")}
     return [
         write_records(tmp_path / "a.jsonl", [HEADER, both]),
@@ -235,7 +236,7 @@ def test_ratios_of_each_install(files: list[Path]) -> None:
     assert {x.device for x in ratios} == {"a GPU"}
     found = {x[1:5]: x.value for x in ratios if x.other in page.OTHERS}
     prefill_, training = "Prefill, gates of a model", "Training step (forward and backward)"
-    case, step, trained = "16/32 1x8192", "8 sequences, 16/32", "16/32 2x512"
+    case, step, trained = "16/32 1x8192", "8 sequences, 16/32", "16/32 1x8192, model gates"
     expected = {
         (prefill_, DEFAULT, "FLA", case): 1.5,
         (prefill_, DEFAULT, "FlashInfer", case): 0.4,
@@ -300,7 +301,9 @@ def test_rows_of_steps_and_gradients(files: list[Path]) -> None:
     assert text.startswith("# Decode steps\n") and "The records are in `c.jsonl`." in text
     assert "| 8, 16/32, float32 | 8.00 | 10.00, 80 % | 16.00, 50 % | 10.00, 80 % |" in text
     text = page.rows_page(files[3])
-    assert "| 16/32 K 128 V 128 512+512 | 10 / 20, 0 / 1 MiB | 20 / 40, 0 / 1 MiB |" in text
+    assert (
+        "| 16/32 K 128 V 128 8192, model gates | 10 / 20, 0 / 1 MiB | 20 / 40, 0 / 1 MiB |" in text
+    )
 
 
 def test_plots_show_the_ratios(files: list[Path]) -> None:
@@ -315,7 +318,7 @@ def test_plots_show_the_ratios(files: list[Path]) -> None:
         "FlashInfer": {"8": 80.0},
     }
     assert data["training.svg"]["rows"] == {
-        "16/32 2x512, 20 us": {"FLA": 3.0, "gdn_triton Triton": 2.0}
+        "16/32 1x8192, 20 us": {"FLA": 3.0, "gdn_triton Triton": 2.0}
     }
     mild = Ratio("GPU", "Prefill, mild gates", LIBRARY, "FLA", "2/8 1x2048", 2.0, 1.0)
     assert plot.plots([mild]) == {}, "a call that is not among those that are plotted"

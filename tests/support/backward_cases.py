@@ -235,9 +235,9 @@ def narrow(task: Task, arithmetic: Arithmetic) -> dict[str, Tensor]:
 TERMS = 8
 
 
-# The roundings of a call of few tokens are few draws, and a sum that the independent computation has
-# almost right by luck would be held to that: so many tokens and heads are enough. For fewer, the
-# same gradients times other numbers have other roundings, and a value's largest error counts.
+# The roundings of a call of few tokens are few draws, and a sum that the independent computation
+# has almost right by luck would be held to that: so many tokens and heads are enough. For fewer,
+# the same gradients times other numbers have other roundings, and a value's largest error counts.
 ENOUGH, DRAWS = 64, (1.3, 0.9, 0.7)
 
 
