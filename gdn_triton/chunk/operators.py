@@ -1,11 +1,15 @@
 """The public operation as two operators of torch's library, which is what a compiler sees of it.
 
 `gdn_triton::chunk_gated_delta_rule_fwd` is opaque to torch.compile and torch.export: the arguments
-are judged, `GDN_BACKEND` is read and a backend is chosen in its implementation, at every run. Its
+are judged, `GDN_BACKEND` is read and a backend is chosen in its implementation, at every run. The
 fake knows shapes, dtypes and strides only, and refuses what does not fit in them with the same
 errors. Its gradient is `gdn_triton::chunk_gated_delta_rule_bwd`: by kernels where `cuda` or
 `triton` serves the call; else the forward again, differentiated with autograd, right and as slow as
 both together. A second derivative is an error.
+
+`batch_invariant` is an argument, which the trace finds, since a backward must have that of its
+forward, in any thread and whatever is set by then. The forward of a program that was saved without
+it looks again.
 
 `import gdn_triton` imports this module, so that a program that torch.export or AOTInductor has
 saved finds its operators. An eager call does not pass through the dispatcher.
@@ -14,12 +18,13 @@ saved finds its operators. An eager call does not pass through the dispatcher.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
+from gdn_triton._host.environment import batch_invariant, traced_batch_invariant
 from gdn_triton._host.records import Options, arguments_of, flat, made, state_needs_grad
 from gdn_triton._host.replay import replayed_gradients
 from gdn_triton._host.schema import schema_takes, without_contents
@@ -28,22 +33,22 @@ from gdn_triton.chunk.backends import CHUNK
 from gdn_triton.chunk.problem import DIFFERENTIABLE, ChunkCall, Problem
 from gdn_triton.chunk.validation import judge_chunk, validate_chunk
 
-# The arguments of a call, by their names in ChunkCall and its parts.
+# The arguments of a call, by their names in ChunkCall and its parts, and what else it depends on.
 _SCHEMA: Final = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? A_log, "
     "Tensor? dt_bias, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? chunk_indices, "
     "float? scale, bool output_final_state, bool use_qk_l2norm_in_kernel, "
     "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, "
-    "bool use_gate_in_kernel, int chunk_size"
+    "bool use_gate_in_kernel, int chunk_size, bool batch_invariant"
 )
 
 _ARGUMENTS: Final = arguments_of(_SCHEMA)
 _REQUIRED: Final = ("q", "k", "v", "g", "beta")
 
 
-def _call(values: Sequence[Any]) -> ChunkCall:
-    """From the arguments of `_SCHEMA`."""
-    return made(ChunkCall, _ARGUMENTS.named(values))
+def _invariant(given: Mapping[str, Any]) -> bool:
+    """Whether a forward of these arguments is batch-invariant."""
+    return given["batch_invariant"] or batch_invariant()
 
 
 def _differentiable(given: Mapping[str, Any]) -> list[Any]:
@@ -69,8 +74,11 @@ def _run(x: ChunkCall, problem: Problem) -> tuple[Tensor, Tensor | None]:
 )
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     *values, needs_grad = args
-    x = _call(values)
-    problem = dataclasses.replace(validate_chunk(x), needs_grad=needs_grad)
+    given = _ARGUMENTS.named(values)
+    x = made(ChunkCall, given)
+    problem = dataclasses.replace(
+        validate_chunk(x), needs_grad=needs_grad, batch_invariant=_invariant(given)
+    )
     o, final_state = _run(x, problem)
     if final_state is None:
         final_state = o.new_empty(0, dtype=_state_dtype(o))
@@ -116,7 +124,9 @@ def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]
     *values, wanted = args
     given = _ARGUMENTS.named(values)
     x = made(ChunkCall, given)
-    problem = dataclasses.replace(validate_chunk(x), needs_grad=True)
+    problem = dataclasses.replace(
+        validate_chunk(x), needs_grad=True, batch_invariant=given["batch_invariant"]
+    )
     name = CHUNK.choose(problem).name
     if name == "reference":
         return _by_autograd(given, problem, do, dht, wanted)
@@ -178,7 +188,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     *values, _ = inputs
     given = _ARGUMENTS.named(values)
     ctx.save_for_backward(*(given.pop(name) for name in _ARGUMENTS.tensors))
-    ctx.rest = given
+    # What the forward has found, in the same call and thread: a backward runs in any.
+    ctx.rest = {**given, "batch_invariant": _invariant(given)}
     ctx.set_materialize_grads(False)
     if not given["output_final_state"] or not state_needs_grad(_needed(ctx)):
         ctx.mark_non_differentiable(output[1])
@@ -218,6 +229,7 @@ def traced(x: ChunkCall) -> tuple[Tensor, Tensor | None]:
         y is not None and y.requires_grad for y in _differentiable(given)
     )
     given["scale"] = None if x.scale is None else float(x.scale)
+    given["batch_invariant"] = traced_batch_invariant()
     values = _ARGUMENTS.ordered(given)
     o, final_state = torch.ops.gdn_triton.chunk_gated_delta_rule_fwd(*values, needs_grad)
     return o, final_state if x.output_final_state else None

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from gdn_triton._host.environment import invariant_calls, traced_batch_invariant
 from gdn_triton._host.memory import operator_counts_writes
 from gdn_triton._host.records import Options, arguments_of, flat
 from gdn_triton._host.schema import schema_takes, without_contents
@@ -21,14 +22,14 @@ from gdn_triton.chunk.problem import PrefillCall, prefill_call
 from gdn_triton.chunk.validation_prefill import checkpoint_rows, validate_prefill
 
 _REQUIRED: Final = ("state", "read_slots", "q", "k", "v", "g", "beta")
-# The arguments of a call, by their names in PrefillCall and its parts.
+# The arguments of a call, by their names in PrefillCall and its parts, and what else it depends on.
 _SCHEMA: Final = (
     "Tensor(a!) state, Tensor read_slots, Tensor? write_slots, Tensor? has_initial_state, "
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
     "Tensor? cu_seqlens, Tensor(b!)? out, Tensor(c!)? state_checkpoints, Tensor? checkpoint_slots, "
     "float? scale, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel, "
     "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, str skip, "
-    "int checkpoint_every_n_tokens, int chunk_size"
+    "int checkpoint_every_n_tokens, int chunk_size, bool batch_invariant"
 )
 
 
@@ -48,9 +49,10 @@ def _new_checkpoints(x: PrefillCall) -> bool:
     schema=f"({_SCHEMA}) -> (Tensor o, Tensor state_checkpoints)",
 )
 def _prefill(*args: Any) -> tuple[Tensor, Tensor]:
-    x = prefill_call(_ARGUMENTS.named(args))
+    given = _ARGUMENTS.named(args)
+    x = prefill_call(given)
     state, nothing = x.pool.state, x.inputs.q.new_empty(0)
-    with operator_counts_writes():
+    with operator_counts_writes(), invariant_calls(given["batch_invariant"]):
         o, checkpoints = run_prefill(x)
     kept = checkpoints if _new_checkpoints(x) and checkpoints is not None else state.new_empty(0)
     return o if x.pool.out is None else nothing, kept
@@ -77,6 +79,7 @@ def traced_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
     if needs_grad or not _fits(given):
         validate_prefill(x)
     given["scale"] = None if x.scale is None else float(x.scale)
+    given["batch_invariant"] = traced_batch_invariant()
     o, checkpoints = torch.ops.gdn_triton.chunk_prefill(*_ARGUMENTS.ordered(given))
     if x.pool.out is not None:
         o = x.pool.out

@@ -15,6 +15,9 @@ from torch import Tensor
 
 import gdn_triton
 from gdn_triton import chunk_prefill
+from gdn_triton._host.environment import invariant_calls
+from gdn_triton.chunk import prefill_call
+from gdn_triton.chunk.validation_prefill import validate_prefill
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -71,6 +74,35 @@ def test_compiled(kept_in: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
         assert same_bits(x["out"], y["out"])
 
 
+@pytest.mark.parametrize("by", ["trace", "caller"])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_batch_invariance_is_passed_on(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is asked for in what is traced, and where it is by the caller of that, who may ask
+    for it at one call and not at the next one."""
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    found = []
+
+    def noted(x: Any) -> Any:
+        problem = validate_prefill(x)
+        found.append(problem.batch_invariant)
+        return problem
+
+    def function(asked: bool, x: dict[str, Any]) -> Any:
+        with invariant_calls(asked):
+            return chunk_prefill(**x)
+
+    monkeypatch.setattr(prefill_call, "validate_prefill", noted)
+    call = chunk_prefill if by == "caller" else function
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for asked in (False, True, False, True):
+        if by == "trace":
+            compiled(asked, arguments())
+        else:
+            with invariant_calls(asked):
+                compiled(**arguments())
+    assert found == [False, True, False, True]
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 def test_errors_while_tracing() -> None:
     x = arguments()
@@ -85,7 +117,7 @@ def test_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [argument.name for argument in operator._schema.arguments]
     monkeypatch.setenv("GDN_BACKEND", "reference")
     for more in ({}, {"out": torch.empty(1, 64, 2, 16), **KEPT}):
-        given = validated({**arguments(), **more})
+        given = validated({**arguments(), **more, "batch_invariant": False})
         tests = ("test_schema", "test_faketensor")
         call = tuple(given[name] for name in names)
         torch.library.opcheck(operator, call, test_utils=tests)

@@ -1,10 +1,11 @@
 """The CUDA library where it is, and what stands in its place where it is not."""
 
 import pytest
+from fast_backward_cases import Noted
 from fast_cases import Operator
 
 from gdn_triton import fast
-from gdn_triton.fast import chunk
+from gdn_triton.fast import chunk, support
 from gdn_triton.fast.architectures import ARCHITECTURES
 
 
@@ -21,6 +22,19 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
     monkeypatch.setattr(chunk, "_operator", noted.named)
     monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: sum(map(int, sizes[1:])))
     return noted
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
+    """The library, by decree there and able."""
+    found = Noted()
+    monkeypatch.setattr(chunk, "_operator", found.named)
+    monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: 1)
+    monkeypatch.setattr(chunk, "backward_floats", lambda *sizes: sum(map(int, sizes[1:])))
+    monkeypatch.setattr(support, "supports", lambda problem: None)
+    monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
+    monkeypatch.setenv("GDN_BACKEND", "cuda")
+    return found
 
 
 @pytest.fixture

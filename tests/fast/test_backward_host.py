@@ -9,18 +9,16 @@ import torch
 from backward_cases import (
     NAMES,
 )
-from fast_backward_cases import ARGUMENTS, WRITTEN
+from fast_backward_cases import SMALL, Noted
 from fast_cases import problem
-from helpers import BF16, FP16, FP32, Case, make_inputs
+from helpers import BF16, FP16, FP32, make_inputs
 
 import gdn_triton
-from gdn_triton import fast
 from gdn_triton._host import backends
 from gdn_triton.chunk import backends as chunk_backends
 from gdn_triton.chunk.backends import CHUNK, chunk_gradients
 from gdn_triton.chunk.problem import Inputs
 from gdn_triton.fast import chunk, support
-from gdn_triton.fast.architectures import ARCHITECTURES
 
 # ----------------------------------------------------------------------------- what it serves
 
@@ -97,45 +95,6 @@ def test_needs_no_triton(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
 # -------------------------------------------------------------------------------- the host code
 
 
-class Noted:
-    """In the place of both operators: notes a backward's arguments, and fills what it writes with
-    numbers of their own."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def named(self, name: str) -> Callable[..., None]:
-        return self.backward if name == "chunk_backward" else self.forward
-
-    def forward(self, *arguments: Any) -> None:
-        for y in arguments[-3:-1]:
-            if y is not None:
-                y.zero_()
-
-    def backward(self, *arguments: Any) -> None:
-        passed = dict(zip(ARGUMENTS, arguments, strict=True))
-        self.calls.append(passed)
-        for number, name in enumerate(WRITTEN):
-            if passed[name] is not None:
-                passed[name].fill_(number + 1)
-
-
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
-    """The library, by decree there and able."""
-    found = Noted()
-    monkeypatch.setattr(chunk, "_operator", found.named)
-    monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: 1)
-    monkeypatch.setattr(chunk, "backward_floats", lambda *sizes: sum(map(int, sizes[1:])))
-    monkeypatch.setattr(support, "supports", lambda problem: None)
-    monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
-    monkeypatch.setenv("GDN_BACKEND", "cuda")
-    return found
-
-
-SMALL = Case("small", "", T=70, B=2, H=1, HV=2, K=128, V=128, chunk_size=64, spare=8)
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_gradients_are_the_operators(compiled: bool, noted: Noted) -> None:
     """In the shapes, dtypes and places of the inputs; views go in as they are."""
@@ -163,23 +122,6 @@ def test_gradients_are_the_operators(compiled: bool, noted: Noted) -> None:
         assert passed[name].data_ptr() == given[name].data_ptr()
     sizes = 2 + 70 + 1 + 2 + 128 + 128 + 2
     assert passed["workspace"].numel() == sizes + True + False + True + False
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_batch_invariance_is_passed_on(
-    asked: bool, noted: Noted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it was at the call, not as it is when the gradients are asked for."""
-    x = make_inputs(SMALL, BF16, "cpu")
-    v = x.v.detach().requires_grad_()
-    monkeypatch.setenv("GDN_BATCH_INVARIANT", str(int(asked)))
-    o, _ = gdn_triton.chunk_gated_delta_rule(*(x.q, x.k, v, x.g, x.beta))
-    monkeypatch.setenv("GDN_BATCH_INVARIANT", str(int(not asked)))
-    torch.autograd.grad(o.float().sum(), v)
-    (passed,) = noted.calls
-    assert passed["batch_invariant"] is asked
-    sizes = 2 + 70 + 1 + 2 + 128 + 128 + 2
-    assert passed["workspace"].numel() == sizes + True + False + False + asked
 
 
 def test_only_what_is_there(noted: Noted) -> None:

@@ -340,6 +340,9 @@ def test_flashinfer_hints(monkeypatch):
     for hints in ({"backend": "flashinfer"}, {"use_cp": True}, {"use_cp": False}):
         assert same_bits(flashinfer.chunk_gated_delta_rule(**inputs, **hints), expected)
     assert asked == [False, False, True] and not batch_invariant()
+    compiled = torch.compile(flashinfer.chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
+    for use_cp in (True, False):
+        assert same_bits(compiled(**inputs, use_cp=use_cp), expected)
     inputs, state = decoding(1), torch.randn(B, 4, V, K)
     expected, _ = step_of(inputs, state, torch.arange(B))
     for backend in ("flashinfer", "rubin"):

@@ -122,9 +122,12 @@ def test_records_and_operators_name_arguments_alike():
     assert fields(SequenceCall) >= sequences - {"initial_state"}
     gates = {"use_gate_in_kernel", "use_beta_sigmoid_in_kernel"}
     for operator, names in (
-        (operators.chunk_gated_delta_rule_fwd, chunk | {"needs_grad"}),
-        (operators.chunk_gated_delta_rule_bwd, chunk | {"do", "dht", "wanted"}),
-        (operators.chunk_prefill, prefill),
+        (operators.chunk_gated_delta_rule_fwd, chunk | {"needs_grad", "batch_invariant"}),
+        (
+            operators.chunk_gated_delta_rule_bwd,
+            chunk | {"do", "dht", "wanted", "batch_invariant"},
+        ),
+        (operators.chunk_prefill, prefill | {"batch_invariant"}),
         (operators.fused_recurrent_fwd, sequences | {"needs_grad"}),
         (operators.recurrent_step_out, step - gates | {"is_raw"}),
         (operators.recurrent_step, step - gates - {"out"} | {"is_raw"}),

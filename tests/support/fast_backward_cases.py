@@ -1,12 +1,14 @@
 """The arguments of the CUDA library's backward, and random calls."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from backward_cases import STRENGTHS, Options, Task, make_task
 from fast_cases import fast_case
 from fast_parity import random_lengths
-from helpers import BF16, FP16
+from helpers import BF16, FP16, Case
 
 # Of the operator, in their order, and those of them that it writes.
 ARGUMENTS = (
@@ -16,6 +18,33 @@ ARGUMENTS = (
     *("dq", "dk", "dv", "dg", "dbeta", "dh0", "gate_sums", "workspace"),
 )
 WRITTEN = ARGUMENTS[17:24]
+
+SMALL = Case("small", "", T=70, B=2, H=1, HV=2, K=128, V=128, chunk_size=64, spare=8)
+
+
+class Noted:
+    """In the place of both operators: notes a backward's arguments, and fills what it writes with
+    numbers of their own."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.invariant_forwards: list[bool] = []
+
+    def named(self, name: str) -> Callable[..., None]:
+        return self.backward if name == "chunk_backward" else self.forward
+
+    def forward(self, *arguments: Any) -> None:
+        self.invariant_forwards.append(arguments[-4])
+        for y in arguments[-3:-1]:
+            if y is not None:
+                y.zero_()
+
+    def backward(self, *arguments: Any) -> None:
+        passed = dict(zip(ARGUMENTS, arguments, strict=True))
+        self.calls.append(passed)
+        for number, name in enumerate(WRITTEN):
+            if passed[name] is not None:
+                passed[name].fill_(number + 1)
 
 
 def random_task(number: int, device: str, *, longest: int) -> tuple[Task, torch.dtype]:
