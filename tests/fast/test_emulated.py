@@ -90,7 +90,7 @@ def test_kernels(tmp_path: Path) -> None:
     build(tmp_path, heads="^heads_128(_exact)?$")
     command = [sys.executable, "-m", "emulator.run", "--folder", str(tmp_path), "--races"]
     # Only where a long sequence leaves multiprocessors idle are both walks of the backward cut.
-    for select, multiprocessors, count in ((CASES, 4, 13), ("backward-cut", 132, 1)):
+    for select, multiprocessors, count in ((CASES, 4, 13), ("backward-cut", 132, 2)):
         done = subprocess.run(
             [*command, "--select", select, "--multiprocessors", str(multiprocessors)],
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"},

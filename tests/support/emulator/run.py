@@ -72,6 +72,7 @@ BACKWARD = [
     fast_case("segments", "", T=1500, H=1, HV=2),
     fast_case("cut", "both walks in segments, on 132 multiprocessors", T=8191, H=1, HV=1),
 ]
+CUT_PACKED = fast_case("cut-packed", "as cut", lengths=(5400,), orphans=130, H=1, HV=1)
 
 
 # One and two slices of V, whole and in part; fewer channels than a tile has, and more.
@@ -110,6 +111,14 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for case in BACKWARD:
         task = partial(make_task, case, BF16, "cpu", Gradients())
         yield f"backward-{case.name}", lambda task=task: check_task(task(), BF16, "cpu")
+
+    def check_cut() -> None:
+        # Gates of 0: others close within a segment, and nothing would depend on its map.
+        x = make_inputs(CUT_PACKED, BF16, "cpu")
+        task = make_task(CUT_PACKED, BF16, "cpu", Gradients(), x.but(g=STRENGTHS["none"](x.g)))
+        check_task(task, BF16, "cpu")
+
+    yield f"backward-{CUT_PACKED.name}", check_cut
     everything = Gradients(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True)
     for dtype, (K, V) in itertools.product((BF16, FP16), BACKWARD_SIZES):
         size = f"{K}-{V}-{str(dtype).removeprefix('torch.')}"
