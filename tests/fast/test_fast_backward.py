@@ -115,9 +115,13 @@ CUT = fast_case("cut", "", T=8192, H=4, HV=8)
 
 @gpu
 @pytest.mark.parametrize("strength", ["none", "mild", "model", "strong"])
-@pytest.mark.parametrize("T", [8192, 32768])
-def test_both_walks_in_segments(T: int, strength: str, own: str) -> None:
-    case = replace(CUT, T=T)
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"T": 32768}, {"lengths": (8100,), "orphans": 92}],
+    ids=["8192", "32768", "packed"],
+)
+def test_both_walks_in_segments(sizes: dict[str, Any], strength: str, own: str) -> None:
+    case = replace(CUT, **sizes)
     x = make_inputs(case, BF16, own)
     x = x.but(g=STRENGTHS[strength](x.g))
     task = make_task(case, BF16, own, Options(), x)
