@@ -50,14 +50,16 @@ struct Config {
   static constexpr int kQStages = kKeys == 256 ? 2 : 3;
   static constexpr int kTileStages = kOneTile ? 1 : 4;
   static constexpr int kVStages = kStates == 2 || kKeys == 256 ? 2 : 4;
-  // Registers a thread; the sum over warpgroups may not exceed 512. Makers have what every thread has at
-  // launch, or less beside two states of segments, whose code for starts and ends needs more.
+  // Registers a thread; the sum over warpgroups may not exceed the sum at launch. Makers have what every thread has
+  // at launch, or less beside two states of segments, whose code for starts and ends needs more.
   static constexpr bool kLowersMakers = kStates == 2 && kPass == Pass::kSegments;
   static constexpr int kSinglesRegisters = kStates == 2 && !kLowersMakers ? 32 : 40;
   static constexpr int kStateRegisters =
       kLowersMakers ? 184 : kStates == 2 ? 176 : kKeys == 256 ? 248 : 208;
-  static constexpr int kMakerRegisters = kLowersMakers ? 104 : 65536 / kThreads / 8 * 8;
-  static_assert(kSinglesRegisters + kStates * kStateRegisters + kMakers * kMakerRegisters <= 512);
+  static constexpr int kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
+  static constexpr int kMakerRegisters = kLowersMakers ? 104 : kLaunchRegisters;
+  static_assert(kSinglesRegisters + kStates * kStateRegisters + kMakers * kMakerRegisters <=
+                kThreads / 128 * kLaunchRegisters);
 };
 constexpr int kTStages = 2, kPStages = 2;
 

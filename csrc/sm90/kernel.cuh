@@ -196,7 +196,7 @@ GDN_DEVICE void run_block(const KernelParams& params) {
   }
 
   if (warpgroup == 0) {
-    lower_registers<C::kSinglesRegisters>();
+    set_registers<C::kSinglesRegisters, C::kLaunchRegisters>();
     if (warp == kLoader) {
       if (thread_of<C>() == 0) {
         loader_role<C, true, !C::kValuesApart>(sm, params);
@@ -214,10 +214,10 @@ GDN_DEVICE void run_block(const KernelParams& params) {
     if (C::kPass == Pass::kWhole || (C::kOutput && params.segments.part == Part::kFirst))
       zero_orphans<C>(params);
   } else if (warpgroup <= C::kStates) {
-    raise_registers<C::kStateRegisters>();
+    set_registers<C::kStateRegisters, C::kLaunchRegisters>();
     state_role(sm, params, warpgroup - 1, warp % 4);
   } else {
-    if constexpr (C::kLowersMakers) lower_registers<C::kMakerRegisters>();
+    if constexpr (C::kLowersMakers) set_registers<C::kMakerRegisters, C::kLaunchRegisters>();
     triangles_role(sm, params, warpgroup - 1 - C::kStates, warp % 4);
   }
 #ifdef GDN_PROFILE

@@ -21,6 +21,9 @@ struct Back {
   // memory is waited for, and a stage is given back first.
   static constexpr bool kBeginsAhead = kStates == 1 && !kDecaysToEnd<T>;
   static constexpr int kSinglesRegisters = kMaker ? 32 : 40, kStateRegisters = kMaker ? 176 : 232;
+  static constexpr int kMakerRegisters = 128, kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
+  static_assert(kSinglesRegisters + kStates * kStateRegisters + kMaker * kMakerRegisters <=
+                kThreads / 128 * kLaunchRegisters);
 };
 
 template <class C>
@@ -38,7 +41,6 @@ GDN_DEVICE auto walk_back_tile(const Params& params, int index) {
   }
 }
 
-constexpr int kMakerRegisters = 128;
 template <class C>
 struct MakerMemory {
   SharedMemory<Alone<typename C::T>> scratch;

@@ -15,6 +15,8 @@ namespace gdn::sm90::backward {
 namespace {
 constexpr int kThreads = 384, kStages = 3, kStates = 2;
 constexpr int kSinglesRegisters = 40, kStateRegisters = 232;
+constexpr int kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
+static_assert(kSinglesRegisters + kStates * kStateRegisters <= (1 + kStates) * kLaunchRegisters);
 
 struct Memory {
   struct alignas(1024) Stage {
@@ -294,10 +296,10 @@ __global__ void __launch_bounds__(kThreads, 1) segment_maps_kernel(const __grid_
   }
   __syncthreads();
   if (warp < 4) {
-    lower_registers<kSinglesRegisters>();
+    set_registers<kSinglesRegisters, kLaunchRegisters>();
     if (warp == 0) loader<Kind>(sm, params);
   } else {
-    raise_registers<kStateRegisters>();
+    set_registers<kStateRegisters, kLaunchRegisters>();
     walk<Kind>(sm, params, warp / 4 - 1, warp % 4);
   }
 }

@@ -293,17 +293,17 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
   __syncthreads();
   if constexpr (C::kCut) wait_for_prerequisites();
   if (warpgroup == 0) {
-    lower_registers<C::kSinglesRegisters>();
+    set_registers<C::kSinglesRegisters, C::kLaunchRegisters>();
     if (warp == 0) {
       load_behind(sm, params);
     } else if (warp <= C::kStates) {
       store_behind(sm, params, warp - 1);
     }
   } else if (warpgroup <= C::kStates) {
-    raise_registers<C::kStateRegisters>();
+    set_registers<C::kStateRegisters, C::kLaunchRegisters>();
     state(sm, params, warpgroup - 1, warp % 4);
   } else if constexpr (C::kMaker) {
-    raise_registers<kMakerRegisters>();
+    set_registers<C::kMakerRegisters, C::kLaunchRegisters>();
     if (makes_triangles_walking(params)) make_triangles(sm, params, warp % 4);
   }
 }

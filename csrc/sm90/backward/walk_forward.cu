@@ -9,6 +9,8 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kLoadedAhead = 1;  // blocks of q k^T and k k^T, while the products that meet them are made
 constexpr int kSinglesRegisters = 40, kStateRegisters = 176, kPairRegisters = 120;
+constexpr int kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
+static_assert(kSinglesRegisters + 2 * kStateRegisters + kPairRegisters <= 4 * kLaunchRegisters);
 
 // Sums over a warp's 16 rows of 16 columns, of which a lane has four for its row pair.
 GDN_DEVICE void column_sums(const float (&a)[4], int lane, uint32_t to) {
@@ -242,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
   __syncthreads();
   if constexpr (kExchange) cluster_sync();  // the other block's barriers are there
   if (warpgroup == 0) {
-    lower_registers<kSinglesRegisters>();
+    set_registers<kSinglesRegisters, kLaunchRegisters>();
     if (warp == 0) {
       load_most<Kind>(sm, params);
     } else if (warp == 1) {
@@ -261,10 +263,10 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
       values<Kind>(sm, params);
     }
   } else if (warpgroup <= 2) {
-    raise_registers<kStateRegisters>();
+    set_registers<kStateRegisters, kLaunchRegisters>();
     states<Kind>(sm, params, warpgroup - 1, warp % 4);
   } else {
-    lower_registers<kPairRegisters>();
+    set_registers<kPairRegisters, kLaunchRegisters>();
     pairs<typename Kind::T, kExchange>(sm, params, warp % 4);
   }
   if constexpr (kExchange) {  // a block's shared memory is there until the other has read and arrived

@@ -7,6 +7,8 @@ namespace gdn::sm90::backward {
 namespace {
 constexpr int kThreads = 256, kStages = 4, kTileParts = 2;  // halves of a slice
 constexpr int kSinglesRegisters = 40, kStateRegisters = 232;
+constexpr int kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
+static_assert(kSinglesRegisters + kStateRegisters <= 2 * kLaunchRegisters);
 
 struct Memory {
   struct alignas(1024) Stage {
@@ -105,12 +107,12 @@ __global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_c
   }
   __syncthreads();
   if (warp < 4) {
-    lower_registers<kSinglesRegisters>();
+    set_registers<kSinglesRegisters, kLaunchRegisters>();
     if (warp == 0) loader<Kind>(sm, params);
     // It was launched beside the walk back, and what comes next waits for this kernel only.
     wait_for_prerequisites();
   } else {
-    raise_registers<kStateRegisters>();
+    set_registers<kStateRegisters, kLaunchRegisters>();
     state<Kind>(sm, params, warp % 4);
   }
 }
