@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from emulator.build import HERE, build, build_program
-from emulator.translate import Untranslatable, translate
+from emulator.ptx import entries
+from emulator.translate import Untranslatable, launch_registers, translate
 from fast_cases import ROOT
 from library_wheel import load_builder
 
@@ -31,11 +32,17 @@ FAULTS = {
     "blocks": "a write by another block",
     "early": "are not ordered",
     "nobody-waits": "a launch outlives the call",
+    "raise-below": "a setmaxnreg.inc to fewer than the 128 registers that a thread has",
+    "lower-above": "a setmaxnreg.dec to more than the 128 registers that a thread has",
+    "registers-never-free": "lanes wait for registers of their block",
+    "one-warp-raises": "a setmaxnreg that not all warps of the warpgroup execute",
 }
 # Of those that are found in one way in one order of the warps, and in others in other orders.
 IN_ORDER = {
     "phases": "a phase of a barrier may end before warp 0 has seen the end of the one before",
     "late-phase": "a wait that comes too late: the next phase has ended too",
+    "ends-before-raise": "a setmaxnreg that not all warps of the warpgroup execute",
+    "two-lowers": "a setmaxnreg before all warps of the warpgroup have executed the one before",
 }
 # Of those that do not need to look for races, one that is found by what it does then.
 WITHOUT_RACES = {
@@ -102,6 +109,46 @@ def test_kernels(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout
         assert done.stdout.count(", ok\n") == count, done.stdout
+
+
+# Launch bounds, and the numbers of setmaxnreg.dec and .inc behind them.
+REGISTERS = (
+    (".maxntid 512, 1, 1 .minnctapersm 1", (40,), (176, 120)),
+    (".maxntid 512, 1, 1 .minnctapersm 1", (40,), (112,)),
+    (".maxntid 512, 1, 1 .minnctapersm 1", (40, 104), ()),
+    (".maxntid 384, 1, 1 .minnctapersm 1", (40,), (232,)),
+    (".maxntid 288, 1, 1 .minnctapersm 1", (40,), (232,)),
+    (".maxntid 256, 1, 1 .minnctapersm 1", (40,), (232,)),
+    (".maxntid 256, 1, 1 .minnctapersm 1", (40,), ()),
+    (".maxntid 256, 1, 1 .minnctapersm 2", (40,), (232,)),
+    (".maxntid 640, 1, 1 .minnctapersm 1", (40,), (200,)),
+    (".maxnreg 120", (40,), (176,)),
+)
+
+
+def test_registers_at_launch_are_those_of_ptxas(tmp_path: Path) -> None:
+    source = ".version 8.0\n.target sm_90a\n.address_size 64\n"
+    for i, (bounds, lowered, raised) in enumerate(REGISTERS):
+        kinds = (*(("dec", x) for x in lowered), *(("inc", x) for x in raised))
+        code = "\n".join(f"setmaxnreg.{kind}.sync.aligned.u32 {x};" for kind, x in kinds)
+        source += f".visible .entry k{i}()\n{bounds}\n{{\n{code}\nret;\n}}\n"
+    path = tmp_path / "registers.ptx"
+    path.write_text(source)
+    builder = load_builder()
+    nvcc = builder.find_toolchain().nvcc
+    made = ["-cubin", "-o", str(tmp_path / "registers.cubin"), str(path)]
+    said = builder.kernels_of(builder.run([nvcc, "-arch=sm_90a", "-Xptxas", "-v", *made]))
+    counts = {x.name: x.registers for x in said}
+    assert len(counts) == len(REGISTERS)
+    for entry in entries(source):  # ptxas says 255 of the 256 that the hardware gives
+        assert min(launch_registers(entry), 255) == counts[entry.name], entry.name
+
+
+def test_registers_at_launch_are_not_known_without_bounds() -> None:
+    """ptxas ignores setmaxnreg there."""
+    for bounds in ("", ".maxntid 512, 1, 1"):
+        (entry,) = entries(f".visible .entry k()\n{bounds}\n{{\nret;\n}}\n")
+        assert launch_registers(entry) == 0
 
 
 def test_unknown_instructions_are_refused() -> None:

@@ -1,6 +1,6 @@
-// A copy of a tile through shared memory and a product of it, and a second kernel beside the first that copies the result:
-// right in one form and wrong in one way in each other. Each wrong one must be found by the machine. The name of a fault is
-// the argument; the machine's words go to stdout.
+// A copy of a tile through shared memory and a product of it, a second kernel beside the first that copies the result,
+// and one whose warpgroups share registers: right in one form and wrong in one way in each other. The machine must find
+// each wrong one. The name of a fault is the argument; the machine's words go to stdout.
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -19,11 +19,14 @@ using namespace gdn::sm90;
 
 enum Fault : int {
   kNone, kNoWait, kNoFence, kNoSync, kTooManyBytes, kOutside, kUnaligned, kOverwritten, kLanes, kNoStoreWait, kPhases,
-  kLatePhase, kLeft, kNoTensor, kReadOnly, kBlocks, kEarly, kNobodyWaits, kFaults
+  kLatePhase, kLeft, kNoTensor, kReadOnly, kBlocks, kEarly, kNobodyWaits, kRaiseBelow,
+  kLowerAbove, kRegistersNeverFree, kOneWarpRaises, kEndsBeforeRaise, kTwoLowers, kFaults
 };
 const char* const names[kFaults] = {"none",      "no-wait",     "no-fence",  "no-sync", "too-many-bytes", "outside",
                                     "unaligned", "overwritten", "lanes",     "no-store-wait", "phases",   "late-phase",
-                                    "left",      "no-tensor", "read-only",   "blocks",    "early",   "nobody-waits"};
+                                    "left",      "no-tensor", "read-only",   "blocks",    "early",   "nobody-waits",
+                                    "raise-below", "lower-above", "registers-never-free",
+                                    "one-warp-raises", "ends-before-raise", "two-lowers"};
 
 constexpr int kBytes = 64 * 64 * 2;
 
@@ -111,6 +114,44 @@ __global__ void copy(const uint16_t* from, uint16_t* to) {
   for (int i = threadIdx.x; i < 64 * 64; i += blockDim.x) to[i] = kFault == kNobodyWaits ? 0 : from[i];
 }
 
+template <int R>
+__device__ void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(R));
+}
+template <int R>
+__device__ void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R));
+}
+
+// 128 registers a thread at launch: what the four warpgroups have may add up to 512.
+template <int kFault>
+__global__ void __launch_bounds__(512, 1) share_registers() {
+  const int warp = threadIdx.x / 32, warpgroup = warp / 4;
+  if (warpgroup == 0) {
+    if (kFault == kLowerAbove) {
+      lower_registers<136>();
+    } else {
+      lower_registers<40>();
+    }
+    if (kFault == kTwoLowers && warp == 0) lower_registers<32>();
+  } else if (warpgroup < 3) {
+    if (kFault == kEndsBeforeRaise && warp == 4) return;
+    raise_registers<168>();
+  } else if (kFault == kRaiseBelow) {
+    raise_registers<120>();
+  } else if (kFault == kRegistersNeverFree) {
+    raise_registers<144>();
+  } else if (kFault == kOneWarpRaises) {
+    if (warp == 12) {
+      raise_registers<128>();
+    } else {
+      lower_registers<128>();
+    }
+  } else {
+    raise_registers<136>();
+  }
+}
+
 float bf16(uint16_t x) {
   const uint32_t y = uint32_t(x) << 16;
   float z;
@@ -148,7 +189,9 @@ std::string run() {
       const float found = bf16(copied[64 * i + j]);
       if (!(found >= want * 0.995f && found <= want * 1.005f)) return "a wrong number";
     }
-  return "right";
+  share_registers<kFault><<<1, 512>>>();
+  error = cudaGetLastError();
+  return error == cudaSuccess ? "right" : cudaGetErrorString(error);
 }
 
 template <int kFault = 0>

@@ -1,8 +1,9 @@
 // Runs the blocks of a launch, one cluster at a time. A thread runs until it waits for others, on a stack of its own; which
 // warp goes on is drawn at random, so that an order which a kernel does not enforce is not kept by chance.
 //
-// It knows nothing of times, registers and the memory system: shared memory and global memory are seen by all threads as
-// soon as they are written, and two blocks that are not of one cluster never run at the same time, nor do two launches.
+// It knows nothing of times and the memory system, and of registers only how many setmaxnreg leaves to a warp: shared
+// memory and global memory are seen by all threads as soon as they are written, and two blocks that are not of one
+// cluster never run at the same time, nor do two launches.
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -145,6 +146,7 @@ void thread_main(State* s) {
   if (t.warp->alive == 0) {
     for (const auto& group : t.warp->groups)
       if (!group.empty()) fail(t, "a warp that ends before its products");
+    check_registers_at_end(t);
   }
   leave();
 }
@@ -173,7 +175,8 @@ std::string where_all_wait(const Cluster& cluster) {
           found.second = s->barrier;
         }
       for (const auto& [where, who] : places) {
-        static const char* const names[] = {"nothing", "their warp", "a named barrier", "an mbarrier", "the cluster", ""};
+        static const char* const names[] = {"nothing", "their warp", "a named barrier", "an mbarrier", "the cluster",
+                                            "registers of their block", ""};
         out << "\n  block " << block->index[0] << ", warp " << warp->number << ": " << who.first << " lanes wait for "
             << names[where.first];
         if (Wait(where.first) == Wait::kBarrier) {
@@ -203,6 +206,7 @@ std::unique_ptr<Warp> make_warp(Block& block, uint32_t number, uint32_t lanes, u
   warp->block = &block;
   warp->number = number;
   warp->syncs = 0;
+  warp->registers = machine.kernel->registers;
   warp->agent = block.rank * kMostWarps + number;
   warp->clocks = {};
   warp->clocks.seen[warp->agent] = warp->clocks.past[warp->agent] = 1;

@@ -376,7 +376,7 @@ void wgmma(Thread& t, const Product& product);
 void wgmma_fence(Thread& t);
 void wgmma_commit(Thread& t);
 void wgmma_wait(Thread& t, uint32_t groups);
-void set_registers(Thread& t, uint32_t count);
+void set_registers(Thread& t, uint32_t count, bool more);  // setmaxnreg.inc, or .dec
 
 // ---- a kernel --------------------------------------------------------------------------------------------------
 
@@ -388,6 +388,7 @@ struct Kernel {
   const Parameter* params;
   uint32_t param_count;
   uint32_t dynamic_start;  // the address of dynamic shared memory
+  uint32_t registers;      // of a thread at launch; 0: not known, and setmaxnreg is a fault
   const char* ptx;         // the file that its sites are lines of
 };
 

@@ -11,6 +11,7 @@ _LABEL = re.compile(r"([$\w]+):")
 _COMMENT = re.compile(r"//[^\n]*")
 _DIRECTIVE_LINE = re.compile(r"\.(loc|file|section|version|target|address_size)\b[^\n]*")
 _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\(")
+_BOUND = re.compile(r"\.(maxntid|minnctapersm|maxnreg)\s+([\d,\s]*\d)")
 _PARAM = re.compile(r"\.param(?:\s+\.align\s+(\d+))?\s+\.(\w+)\s+(\w+)(?:\[(\d+)\])?")
 _SHARED = re.compile(r"\.shared(?:\s+\.align\s+(\d+))?\s+\.(\w+)\s+([$\w]+)(?:\[(\d*)\])?")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
@@ -46,9 +47,11 @@ class Registers(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A kernel. Names that a scope of inline assembly declares have its number behind them."""
+    """A kernel. Names that a scope of inline assembly declares have its number behind them.
+    bounds: the numbers of its .maxntid, .minnctapersm and .maxnreg, of those that it has."""
 
     name: str
+    bounds: dict[str, tuple[int, ...]]
     params: tuple[Variable, ...]
     shared: tuple[Variable, ...]
     statements: tuple[Instruction | Label | Registers, ...]
@@ -175,6 +178,9 @@ def entries(text: str) -> list[Entry]:
         params_end = text.index(")", head.end())
         params = tuple(_variable(x) for x in _PARAM.finditer(text, head.end(), params_end))
         start = text.index("{", params_end) + 1
+        bounds = {
+            x[1]: tuple(map(int, x[2].split(","))) for x in _BOUND.finditer(text, params_end, start)
+        }
         body = _Body(text, start, text.count("\n", 0, start) + 1)
         before = {x.name: x for x in map(_variable, _SHARED.finditer(text, 0, head.start()))}
         used = {
@@ -185,5 +191,5 @@ def entries(text: str) -> list[Entry]:
             for name in re.findall(r"[$\w]+", operand)
         }
         shared = [x for x in before.values() if x.name in used] + body.shared
-        result.append(Entry(head[1], params, tuple(shared), tuple(body.statements)))
+        result.append(Entry(head[1], bounds, params, tuple(shared), tuple(body.statements)))
     return result

@@ -43,7 +43,7 @@ inline void join(Clocks& to, const Clocks& from) {
   join(to.past, from.past);
 }
 
-enum class Wait { kNone, kWarp, kNamed, kBarrier, kCluster, kDone };
+enum class Wait { kNone, kWarp, kNamed, kBarrier, kCluster, kRegisters, kDone };
 
 struct Barrier {  // an mbarrier
   uint32_t arrivals = 0, pending = 0;
@@ -115,6 +115,8 @@ struct Warp {
   std::vector<Flight> open;                // products, not committed
   std::deque<std::vector<Flight>> groups;  // products, committed
   uint32_t agent, syncs;
+  uint32_t registers;                      // of a thread, by the last setmaxnreg that is done
+  std::vector<uint32_t> set_at = {};       // the sites of its setmaxnreg, begun or done
   Clocks clocks;
 };
 
@@ -135,6 +137,12 @@ struct Block {
   std::vector<std::unique_ptr<State>> threads;
   std::unordered_map<uint32_t, std::unique_ptr<Barrier>> barriers;
   std::array<Named, 16> named;
+  uint32_t free_registers = 0;  // of those that the block had at launch; here a warp that ends gives none back
+  struct Raise {
+    Warp* warp;
+    uint32_t registers;  // that a thread will have
+  };
+  std::deque<Raise> raises;  // the warps that wait for registers
   std::vector<Word> words;
   std::vector<uint32_t> reads;  // of a word, by the cluster's warps
 };
@@ -201,6 +209,8 @@ struct GroupArguments {
   uint32_t number, threads;
   bool waits;
 };
+// Fails where other warps of the warpgroup have come to a setmaxnreg that this one, which ends, has not.
+void check_registers_at_end(Thread& t);
 // Until all lanes of the mask are there; the last of them does what they do.
 void meet(Thread& t, Kind kind, uint32_t mask, void* of);
 float part(const uint32_t* registers, int i, bool half_type);  // the 16-bit value number i

@@ -4,6 +4,7 @@ Each CUDA thread runs the function on a stack of its own. Registers are its loca
 bits. What threads do together, and what may fail, is told the line of PTX that it comes from.
 """
 
+import math
 import re
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ _NUMBER = re.compile(r"-?(0x[0-9A-Fa-f]+|\d+)U?")
 _SPACES = {"param", "global", "shared", "local", "const"}
 _SHARED_START = 1024  # kSharedStart of machine.h
 _DYNAMIC_ALIGNMENT = 1024
+_REGISTERS = 65536  # of a multiprocessor
 
 
 class Untranslatable(Exception):
@@ -28,6 +30,30 @@ def _c_type(type_name: str) -> str:
 
 def _register(name: str) -> str:
     return "v_" + name.lstrip("%").replace("$", "_")
+
+
+def launch_registers(entry: Entry) -> int:
+    """Registers that each thread has at launch, in a kernel with setmaxnreg; 0 where the kernel's
+    bounds do not say how many, and ptxas ignores setmaxnreg.
+
+    This is what ptxas of CUDA 13.0 was seen to do for sm_90a: as many as the launch bounds leave,
+    the threads rounded up to warpgroups, and no more than the largest setmaxnreg.inc raises to. The
+    numbers here are those that the hardware gives, which are multiples of 8: ptxas says 255 of 256.
+    """
+    counts = [256]
+    if "maxnreg" in entry.bounds:
+        counts += entry.bounds["maxnreg"]
+    if "maxntid" in entry.bounds and "minnctapersm" in entry.bounds:
+        threads = -(-math.prod(entry.bounds["maxntid"]) // 128) * 128
+        counts.append(_REGISTERS // (threads * entry.bounds["minnctapersm"][0]))
+    if len(counts) == 1:
+        return 0
+    raised = [
+        int(x.operands[0])
+        for x in entry.statements
+        if isinstance(x, Instruction) and x.opcode[:2] == ("setmaxnreg", "inc")
+    ]
+    return min(*counts, max(raised, default=256)) // 8 * 8
 
 
 class _Translation:
@@ -321,7 +347,8 @@ class _Translation:
         return self._call(x, names[x.opcode[1]])
 
     def _setmaxnreg(self, x: Instruction) -> str:
-        return self._call(x, "set_registers", self.value(x.operands[0]))
+        more = "true" if x.opcode[1] == "inc" else "false"
+        return self._call(x, "set_registers", self.value(x.operands[0]), more)
 
     def _cp(self, x: Instruction) -> str:
         kind = ".".join(x.opcode)
@@ -425,7 +452,8 @@ class _Translation:
                 "}",
                 f"static const Parameter parameters[] = {{{', '.join(self.params)}}};",
                 'extern "C" const Kernel kernel = {run, parameters, '
-                f'{len(self.params)}, {self.dynamic_start}, "{ptx_path}"}};',
+                f"{len(self.params)}, {self.dynamic_start}, {launch_registers(self.entry)}, "
+                f'"{ptx_path}"}};',
                 "",
             )
         )

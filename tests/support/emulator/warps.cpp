@@ -27,6 +27,10 @@ struct MatrixArguments {
   int count;
   bool transposed;
 };
+struct RegisterArguments {
+  uint32_t count;
+  bool more;
+};
 struct MmaArguments {
   uint32_t* out;
   const uint32_t *a, *b, *c;
@@ -144,6 +148,69 @@ void named_lanes(Thread& t, Meeting& m) {
   barrier.clocks = {};
 }
 
+// PTX wants the warps of a warpgroup to wait for each other between two setmaxnreg. That they do not is found only
+// where one warp comes to the second before another has come to the first. nvcc refuses counts that are no multiple of
+// 8 from 24 to 256.
+void check_registers(Thread& t, const RegisterArguments& x) {
+  Warp& warp = *t.warp;
+  if (warp.registers == 0) fail(t, "a setmaxnreg in a kernel whose bounds do not say what a thread has at launch");
+  auto fail_of = [&](const char* what) {
+    const std::string text = what + std::to_string(warp.registers) + " registers that a thread has";
+    fail(t, text.c_str());
+  };
+  if (x.more && x.count < warp.registers) fail_of("a setmaxnreg.inc to fewer than the ");
+  if (!x.more && x.count > warp.registers) fail_of("a setmaxnreg.dec to more than the ");
+  const size_t number = warp.set_at.size();  // of setmaxnreg before this one
+  for (const auto& other : t.block->warps) {
+    if (other->number / 4 != warp.number / 4 || other.get() == &warp) continue;
+    if (other->set_at.size() > number ? other->set_at[number] != t.site : !other->alive)
+      fail(t, "a setmaxnreg that not all warps of the warpgroup execute");
+    if (other->set_at.size() < number)
+      fail(t, "a setmaxnreg before all warps of the warpgroup have executed the one before");
+  }
+  if (t.block->warps.size() < 4 * (warp.number / 4 + 1)) fail(t, "a setmaxnreg in less than a warpgroup");
+}
+
+// A warp takes what it lacks at once, when so much is free in the block's pool.
+void set_registers_of_warp(Thread& t, Meeting& m) {
+  const auto& x = *static_cast<RegisterArguments*>(m.of[t.lane]);
+  check_registers(t, x);
+  Warp& warp = *t.warp;
+  Block& block = *t.block;
+  warp.set_at.push_back(t.site);
+  if (!x.more) {
+    block.free_registers += 32 * (warp.registers - x.count);
+    warp.registers = x.count;
+    std::deque<Block::Raise> left;
+    for (const Block::Raise& raise : block.raises) {
+      const uint32_t lacks = 32 * (raise.registers - raise.warp->registers);
+      if (lacks > block.free_registers) {
+        left.push_back(raise);
+        continue;
+      }
+      block.free_registers -= lacks;
+      raise.warp->registers = raise.registers;
+      for (State* s : raise.warp->states)
+        if (s->wait == Wait::kRegisters) make_ready(*s);
+    }
+    block.raises = std::move(left);
+    return;
+  }
+  const uint32_t lacks = 32 * (x.count - warp.registers);
+  if (lacks <= block.free_registers) {
+    block.free_registers -= lacks;
+    warp.registers = x.count;
+    return;
+  }
+  block.raises.push_back({&warp, x.count});
+  for (uint32_t i = 0; i < 32; ++i)
+    if (m.mask >> i & 1) {
+      warp.states[i]->wait = Wait::kRegisters;
+      warp.ready &= ~(1u << i);
+    }
+  yield(state_of(t));
+}
+
 void perform(Thread& t, Meeting& m) {
   switch (m.kind) {
     case Kind::kSync:
@@ -178,7 +245,9 @@ void perform(Thread& t, Meeting& m) {
       make_product(t, m);
       break;
     case Kind::kFence:
+      break;
     case Kind::kRegisters:
+      set_registers_of_warp(t, m);
       break;
     case Kind::kCommit:
       t.warp->groups.push_back(std::move(t.warp->open));
@@ -194,6 +263,14 @@ void perform(Thread& t, Meeting& m) {
 }
 
 }  // namespace
+
+void check_registers_at_end(Thread& t) {
+  for (const auto& other : t.block->warps)
+    if (other->number / 4 == t.warp->number / 4 && other->set_at.size() > t.warp->set_at.size()) {
+      t.site = other->set_at[t.warp->set_at.size()];
+      fail(t, "a warp that ends before a setmaxnreg of its warpgroup");
+    }
+}
 
 void meet(Thread& t, Kind kind, uint32_t mask, void* of) {
   Warp& warp = *t.warp;
@@ -286,6 +363,9 @@ void wgmma_wait(Thread& t, uint32_t groups) {
   GroupArguments arguments{groups, 0, false};
   meet(t, Kind::kWaitGroup, ~0u, &arguments);
 }
-void set_registers(Thread& t, uint32_t) { meet(t, Kind::kRegisters, ~0u, nullptr); }
+void set_registers(Thread& t, uint32_t count, bool more) {
+  RegisterArguments arguments{count, more};
+  meet(t, Kind::kRegisters, ~0u, &arguments);
+}
 
 }  // namespace emulator
