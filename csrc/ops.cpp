@@ -371,9 +371,9 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
                     const Tensor& v, const Tensor& g, const Tensor& beta, const std::optional<Tensor>& A_log,
                     const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& initial_state,
                     const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first, bool use_qk_l2norm,
-                    bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, const Tensor& dq, const Tensor& dk, const Tensor& dv,
-                    const Tensor& dg, const Tensor& dbeta, const std::optional<Tensor>& dh0,
-                    const std::optional<Tensor>& gate_sums, const Tensor& workspace) {
+                    bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, const Tensor& dq,
+                    const Tensor& dk, const Tensor& dv, const Tensor& dg, const Tensor& dbeta,
+                    const std::optional<Tensor>& dh0, const std::optional<Tensor>& gate_sums, const Tensor& workspace) {
   gdn::ChunkBackward b{};
   b.forward = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
                        allow_neg_eigval, batch_invariant);
@@ -440,13 +440,14 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
       "bool allow_neg_eigval, bool batch_invariant, Tensor(b!) o, int every, Tensor(c!)? checkpoints, "
       "Tensor? checkpoint_slots, Tensor(d!) workspace) -> ()");
   m.def(
-      "chunk_backward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, bool is_packed, "
-      "bool use_qk_l2norm, bool batch_invariant) -> int");
+      "chunk_backward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, "
+      "bool is_packed, bool use_qk_l2norm, bool batch_invariant) -> int");
   m.def(
       "chunk_backward(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, "
       "Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first, "
-      "bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
-      "Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!)? dh0, Tensor(g!)? gate_sums, Tensor(h!) workspace) -> ()");
+      "bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, Tensor(a!) dq, "
+      "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!)? dh0, Tensor(g!)? gate_sums, "
+      "Tensor(h!) workspace) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CompositeExplicitAutograd, m) {
   m.impl("why_unavailable", TORCH_BOX(&why_unavailable));

@@ -53,6 +53,11 @@ struct Segments {
 // back.
 constexpr double kGradients = 6.5, kTile = 5, kBack = 1.2;
 
+Segments in_segments(const ChunkForward& p, int length, bool cuts) {
+  const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
+  return {length, p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch, of_batch, 0, cuts};
+}
+
 // Microseconds of both walks in segments of `length` chunks, of which a sequence has `of_batch`.
 double time_of_cut(const ChunkForward& p, int length, double of_batch) {
   // Of a chunk of the maps, of the start and end of a tile of theirs or of the walk back; of a step of the folds,
@@ -79,17 +84,12 @@ Segments cut_of(const ChunkForward& p, const Segments& others, double others_tim
   const bool exact = p.dtype == Dtype::kBFloat16 && p.K == kChannels && p.V == kChannels;
   const int64_t chunks = ceil_div(p.T, kChunk);
   if (kForcedCut == 0 || !exact || p.batch_invariant || (p.cu_seqlens && p.N > 1)) return others;
-  const auto in_segments = [&](int length) {
-    const int64_t of_batch = ceil_div(chunks, length);
-    const int64_t count = p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch;
-    return Segments{length, count, of_batch, 0, true};
-  };
-  if (kForcedCut > 0) return chunks > kForcedCut ? in_segments(kForcedCut) : others;
+  if (kForcedCut > 0) return chunks > kForcedCut ? in_segments(p, kForcedCut, true) : others;
   if (2 * int64_t{p.N} * slices_of(p) > p.multiprocessors) return others;  // whole slices are walked back
   double least = kMargin * (others_time + kBack * double(chunks)) - kLeast;
   Segments best = others;
   for (const int length : kLengths) {
-    const Segments cut = in_segments(length);
+    const Segments cut = in_segments(p, length, true);
     if (cut.of_batch < 3) continue;
     const double time = time_of_cut(p, length, double(cut.of_batch));
     if (time >= least) continue;
@@ -119,19 +119,17 @@ Segments segments_of(const ChunkForward& p) {
   Segments best = {0, 0, 0, 0, false};
   double least = walk(double(p.N) * slices, longest);
   for (const int length : kLengths) {
-    const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
-    const double time = states + walk(double(p.N) * double(of_batch) * slices, length);
-    const int64_t count = p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch;
-    if (time >= least || count * kMemory > slots_of(p)) continue;
+    const Segments segments = in_segments(p, length, false);
+    const double time = states + walk(double(p.N) * double(segments.of_batch) * slices, length);
+    if (time >= least || segments.count * kMemory > slots_of(p)) continue;
     least = time;
-    best = {length, count, of_batch, 0, false};
+    best = segments;
   }
   if (guess) best.whole_up_to = int((least - kTile) / kGradients);
   return cut_of(p, best, best.length ? least - states : least);
 }
 
-int64_t lay_out(const ChunkForward& p, void* base, Scratch& x, Cut& cut) {
-  const Segments segments = segments_of(p);
+int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scratch& x, Cut& cut) {
   const int64_t matrices = segments.count * slices_of(p) * kChannels * kChannels;
   const int64_t slots = slots_of(p), blocks = slots * p.HV, slice_blocks = slots * slices_of(p), pair = kChunk * kChunk;
   Parts parts(base);
@@ -196,10 +194,10 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   Params params = {};
   params.problem = problem;
-  lay_out(p, p.workspace, params.scratch, params.cut);
+  const Segments segments = segments_of(p);
+  lay_out(p, segments, p.workspace, params.scratch, params.cut);
   params.slots = int(slots_of(p));
   params.slots_of_batch = int(ceil_div(p.T, kChunk));
-  const Segments segments = segments_of(p);
   params.segment = segments.length;
   params.segments = int(segments.count);
   params.whole_up_to = segments.whole_up_to;
@@ -254,7 +252,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
 size_t chunk_backward_workspace(const ChunkForward& p) {
   Scratch scratch = {};
   Cut cut = {};
-  return unsupported(p) ? 0 : size_t(lay_out(p, nullptr, scratch, cut));
+  return unsupported(p) ? 0 : size_t(lay_out(p, segments_of(p), nullptr, scratch, cut));
 }
 
 const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {

@@ -118,24 +118,8 @@ GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const Gate
   const int lane = fresh_lane();
   float x[32];
   uint32_t y[16], u[16];
-  if constexpr (kReads) {
-    const uint32_t tline = transposed_line(warp, lane);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t d4[4];
-      ldmatrix_x4_trans(shared_address(stage.values[slot]) + j * 2048 + tline, d4);
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        const float2 f = reinterpret_cast<const float2*>(gates.read)[(2 * j + b) * 4 + lane % 4];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float2 pair = unpack(T{}, d4[2 * b + h]);
-          y[4 * j + 2 * b + h] = pack(T{}, f.x * pair.x, f.y * pair.y);
-        }
-      }
-    }
-    pin(y);
-  }
+  if constexpr (kReads)
+    read_do<T>(y, shared_address(stage.values[slot]), transposed_line(warp, lane), gates, lane);
   {
     uint32_t rounded[32];
 #pragma unroll
@@ -160,15 +144,7 @@ GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const Gate
   pin(x);
   if (gates.post != 1.f) scale_state(S, gates.post);
   if constexpr (kReads) {
-    if (gates.steep) {  // 2^d do'
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const uint32_t powers = reinterpret_cast<const uint32_t*>(gates.power)[j * 4 + lane % 4];
-        const uint32_t factor = power_of_two<T>(biased_power<T>(0), powers);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) y[2 * j + h] = multiply(T{}, y[2 * j + h], factor);
-      }
-    }
+    if (gates.steep) decay_do<T>(y, gates, lane);
     pin(y);
   }
 #pragma unroll

@@ -1,4 +1,4 @@
-// A step of the state: what both walks forward do to it.
+// A step of the state: what all walks forward do to it, and what both walks back make of do.
 #pragma once
 #include "sm90/backward/common.cuh"
 #include "sm90/backward/products.cuh"
@@ -47,6 +47,47 @@ GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const Gates& gates) {
     for (int h = 0; h < 2; ++h) {
       const float2 pair = unpack(T{}, u[2 * j + h]);
       u[2 * j + h] = pack(T{}, factor.x * pair.x, factor.y * pair.y);
+    }
+  }
+}
+
+// do' of a chunk, transposed: scale 2^e do, rounded, from the tile of do. tline: transposed_line.
+template <class T>
+GDN_DEVICE void read_do(uint32_t (&y)[16], uint32_t tile, uint32_t tline, const Gates& gates, int lane) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    uint32_t d4[4];
+    ldmatrix_x4_trans(tile + j * 2048 + tline, d4);
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const float2 f = reinterpret_cast<const float2*>(gates.read)[(2 * j + b) * 4 + lane % 4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 pair = unpack(T{}, d4[2 * b + h]);
+        y[4 * j + 2 * b + h] = pack(T{}, f.x * pair.x, f.y * pair.y);
+      }
+    }
+  }
+  pin(y);
+}
+
+// 2^d do' of a steep chunk.
+template <class T>
+GDN_DEVICE void decay_do(uint32_t (&y)[16], const Gates& gates, int lane) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const uint32_t powers = reinterpret_cast<const uint32_t*>(gates.power)[j * 4 + lane % 4];
+    if constexpr (kDecaysToEnd<T>) {  // the power may be below the dtype's numbers where the product is not
+      const short2 d = reinterpret_cast<const short2&>(powers);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 pair = unpack(T{}, y[2 * j + h]);
+        y[2 * j + h] = pack(T{}, power_of_two_float(d.x) * pair.x, power_of_two_float(d.y) * pair.y);
+      }
+    } else {
+      const uint32_t factor = power_of_two<T>(biased_power<T>(0), powers);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) y[2 * j + h] = multiply(T{}, y[2 * j + h], factor);
     }
   }
 }

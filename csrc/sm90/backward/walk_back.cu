@@ -8,7 +8,7 @@
 // out. Of whole sequences a warpgroup of a block with a whole slice makes q k^T, k k^T and T_s, which go to scratch
 // memory as well.
 #include "sm90/backward/back_memory.cuh"
-#include "sm90/backward/products.cuh"
+#include "sm90/backward/state_step.cuh"
 #include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
@@ -20,24 +20,8 @@ GDN_DEVICE void read_chunk(BackMemory<C>& sm, uint32_t (&y)[16], uint32_t it, in
   const uint32_t s = it % C::kStages;
   const int lane = fresh_lane();
   const uint32_t tline = transposed_line(warp, lane);
-  const Gates& gates = sm.gates[s];
-  const auto& stage = sm.stages[s];
   wait_for(sm.full[s], it / C::kStages);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    uint32_t d4[4];
-    ldmatrix_x4_trans(shared_address(stage.dO[slot]) + j * 2048 + tline, d4);
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const float2 f = reinterpret_cast<const float2*>(gates.read)[(2 * j + b) * 4 + lane % 4];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float2 pair = unpack(T{}, d4[2 * b + h]);
-        y[4 * j + 2 * b + h] = pack(T{}, f.x * pair.x, f.y * pair.y);
-      }
-    }
-  }
-  pin(y);
+  read_do<T>(y, shared_address(sm.stages[s].dO[slot]), tline, sm.gates[s], lane);
 }
 template <bool kAdds, class C>
 GDN_DEVICE void issue_pairs(BackMemory<C>& sm, float (&x)[32], uint32_t (&y)[16], uint32_t it) {
@@ -163,24 +147,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       const auto& stage = sm.stages[s];
       uint32_t u[16], next[16];
       if (post != 1.f) scale_state(S, post);
-      if (steep) {  // 2^d do'
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const uint32_t powers = reinterpret_cast<const uint32_t*>(gates.power)[j * 4 + lane % 4];
-          if constexpr (kDecaysToEnd<T>) {  // the power may be below the dtype's numbers where the product is not
-            const short2 d = reinterpret_cast<const short2&>(powers);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const float2 pair = unpack(T{}, y[2 * j + h]);
-              y[2 * j + h] = pack(T{}, power_of_two_float(d.x) * pair.x, power_of_two_float(d.y) * pair.y);
-            }
-          } else {
-            const uint32_t factor = power_of_two<T>(biased_power<T>(0), powers);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) y[2 * j + h] = multiply(T{}, y[2 * j + h], factor);
-          }
-        }
-      }
+      if (steep) decay_do<T>(y, gates, lane);
 #pragma unroll
       for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
       const Descriptor t_columns = mn_major(shared_address(stage.t)), q_columns = mn_major(shared_address(stage.q));
