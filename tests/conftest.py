@@ -70,6 +70,14 @@ def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile knows no function from before, nor this test's afterwards."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture(params=["steps", "fused", "segments"])
 def dataflow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """One of the Triton backend's dataflows, whichever the sizes would choose: "steps" for every

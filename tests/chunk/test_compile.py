@@ -7,7 +7,7 @@ elsewhere, and compiling is what takes the time.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,11 +28,7 @@ DENSE = Case("dense", "two rows, chunks and a tail", T=40, B=2, V=24)
 PACKED = Case("packed", "an empty sequence, rows of none", lengths=(17, 0, 1, 20), orphans=3, V=24)
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """Compilers, cuda graphs: see test_prefill.py."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,13 +28,6 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -------------------------------------------------------------------------- compilers, CUDA graphs
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kept_in", ["none", "new", "rows", "pool"])

@@ -1,7 +1,7 @@
 """The contract; on the device; the compiler: see test_conv.py."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -277,13 +277,6 @@ def test_on_another_device() -> None:
 
 
 # ------------------------------------------------------------------------------------- the compiler
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,7 +1,7 @@
 """A backward is batch-invariant where its forward was, whatever is asked for by the time that the
 gradients are."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,11 +17,7 @@ from gdn_triton._host.environment import invariant_calls
 Call = Callable[..., Tensor]
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def inputs() -> list[Tensor]:

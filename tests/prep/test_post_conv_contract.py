@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -157,13 +157,6 @@ def test_feeds_the_chunked_op(device: str) -> None:
 
 
 # ------------------------------------------------------------------------------ gradients, compiler
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def test_gradients_of_the_reference() -> None:

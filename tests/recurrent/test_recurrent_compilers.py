@@ -1,7 +1,6 @@
 """Compilers: see test_recurrent.py."""
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,13 +28,6 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -------------------------------------------------------------------------------------- compilers
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def compiled(function: Any) -> Any:
