@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import GATES, LIBRARY, OURS_TRITON, PREFILL, ROOF, ROOT, TRAINING, Ratio
+from benchmarks.shapes import labelled
 
 ASSETS = ROOT / "docs" / "assets"
 MISSING = "Plots not drawn: matplotlib is not installed (pip install matplotlib)."
@@ -33,7 +34,7 @@ STYLES = {
 NAMES = {OURS_TRITON: "gdn_triton, default install"}
 
 # Of the training step. What they have in common stands in the title.
-MODEL = ", model gates"
+MODEL = labelled("", "model")
 TRAINED = [
     f"{heads} {sequences}{MODEL}"
     for heads in ("16/32", "16/64", "4/8")
