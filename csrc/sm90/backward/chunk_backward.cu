@@ -176,6 +176,12 @@ const char* tiles_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t c
   return make_map(map, dtype, {data, rows * channels, channels, channels}, count, rows, 1, channels);
 }
 
+// [B, T, heads, channels] as an output has it.
+Rows whole(const ChunkForward& p, void* data, int heads, int channels) {
+  const int64_t row = int64_t{heads} * channels;
+  return {data, p.T * row, row, channels};
+}
+
 template <class Kind>
 const char* normalize(const ChunkForward& p, const Scratch& scratch, Rows& q, Rows& k, cudaStream_t stream) {
   constexpr int kLanes = kChannels / 8;
@@ -183,9 +189,8 @@ const char* normalize(const ChunkForward& p, const Scratch& scratch, Rows& q, Ro
   const dim3 grid(unsigned(ceil_div(rows * kLanes, kNormThreads)), 2);
   l2norm_kernel<typename Kind::T, kLanes, Kind::kExact><<<grid, kNormThreads, 0, stream>>>(
       q, k, static_cast<uint4*>(scratch.q), static_cast<uint4*>(scratch.k), rows, p.T, p.H, p.K);
-  const int64_t row = int64_t{p.H} * p.K;
-  q = {scratch.q, p.T * row, row, p.K};
-  k = {scratch.k, p.T * row, row, p.K};
+  q = whole(p, scratch.q, p.H, p.K);
+  k = whole(p, scratch.k, p.H, p.K);
   return check(cudaGetLastError());
 }
 
@@ -223,7 +228,9 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
       make_map(&params.k, p.dtype, k, p.B, p.T, p.H, p.K),
       make_map(&params.v, p.dtype, p.v, p.B, p.T, p.HV, p.V),
       make_map(&params.dO, p.dtype, problem.dO, p.B, p.T, p.HV, p.V),
-      make_map(&params.dv, p.dtype, {problem.dv, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V}, p.B, p.T, p.HV, p.V),
+      make_map(&params.dq, p.dtype, whole(p, problem.dq, p.H, p.K), p.B, p.T, p.H, p.K),
+      make_map(&params.dk, p.dtype, whole(p, problem.dk, p.H, p.K), p.B, p.T, p.H, p.K),
+      make_map(&params.dv, p.dtype, whole(p, problem.dv, p.HV, p.V), p.B, p.T, p.HV, p.V),
       tiles_map(&params.t, p.dtype, x.t, blocks, kChunk, kChunk),
       tiles_map(&params.qk, p.dtype, x.qk, key_blocks, kChunk, kChunk),
       tiles_map(&params.kk, p.dtype, x.kk, key_blocks, kChunk, kChunk),

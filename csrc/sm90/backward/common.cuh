@@ -79,6 +79,7 @@ struct Cut {
 
 struct Params {
   CUtensorMap q, k, v, dO, dv, t, qk, kk, dx, ds;
+  CUtensorMap dq, dk;  // where the walk forward adds them
   ChunkBackward problem;
   Scratch scratch;
   int slots, slots_of_batch;  // of all; of a batch entry, if padded

@@ -1,8 +1,10 @@
-// dq and dk of two value heads of a key head, added by the two blocks that make them, a cluster. Each block owns 64
-// channels of K: a single warp reads the other block's dq or dk of them in its tile, adds this block's own, and stores
-// the sum. Both are rounded before, as head_sum_kernel has them, so that the sums have that kernel's bits.
+// dq and dk of two value heads of a key head, added in global memory by the two blocks that make them, a cluster: the
+// first block stores its own, and the second one adds its own to it. Both are rounded before and the sum is rounded, so
+// that the sums have the bits of head_sum_kernel.
 //
-// No warpgroup waits for the other block. A tile is loaded again when the other block has read its half of it: `taken`.
+// No warpgroup waits for the other block, and neither do the loads of the first block: its store is complete before it
+// says so (`there`). The second block falls behind by the time that a store takes. The first one is at most a chunk
+// ahead of what the second one has seen: `taken`.
 #pragma once
 #include "sm90/backward/common.cuh"
 
@@ -53,42 +55,31 @@ GDN_DEVICE void cluster_sync() {
       "barrier.cluster.wait.acquire;" ::
           : "memory");
 }
-// 16 bytes of another block.
-GDN_DEVICE void load_there_16(uint32_t from, uint32_t (&x)[4]) {
-  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(from)
-               : "memory");
-}
 
-// The sum of this block's tile at `own` and of the other one's there, rounded, to rows of 128 channels `stride` rows
-// apart, by a warp.
-GDN_DEVICE void add_halves(uint32_t own, uint4* to, int stride, int rows, int lane) {
+// The rows of a tile of two halves that a sequence has, where 64 would reach into the next one: stored, or added to what
+// is there, by a warp. `to`: the first row, of 128 channels; `stride`: from row to row, in rows.
+template <bool kAdds>
+GDN_DEVICE void store_some_rows(const uint8_t (*tiles)[kTileBytes], uint4* to, int stride, int rows, int lane) {
   using T = __nv_bfloat16;
-  const int row4 = lane / 8, column = lane % 8;
-  own += row4 * 128 + (column ^ row4) * 16;
-  to += column + int64_t{row4} * stride * (kChannels / 8);
-  // Rows that are left from this lane's first of 16 on.
+  constexpr int kLines = kChannels / 8;  // of a row
 #pragma unroll 1
-  for (int left = min(rows, kChunk) - row4; left > 0; left -= 16) {
-    const uint32_t other = address_in(own, cluster_rank() ^ 1);
-    uint32_t x[4][4];
+  for (int i = lane; i < rows * kLines; i += 32) {
+    const int row = i / kLines, half = i / 8 % 2, line = i % 8;
+    uint32_t x[4];
+    load_shared_16(shared_address(tiles[half]) + row * 128 + (line ^ row % 8) * 16, x);
+    uint4* const at = to + int64_t{row} * stride * kLines + i % kLines;
+    if constexpr (kAdds) {
+      const uint4 before = *at;
+      const uint32_t y[4] = {before.x, before.y, before.z, before.w};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) load_there_16((other ^ j % 2 * 64) + j * 512, x[j]);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t y[4];
-      load_shared_16((own ^ j % 2 * 64) + j * 512, y);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 a = unpack(T{}, x[j][i]), b = unpack(T{}, y[i]);
-        y[i] = pack(T{}, a.x + b.x, a.y + b.y);
+      for (int j = 0; j < 4; ++j) {
+        const float2 a = unpack(T{}, x[j]), b = unpack(T{}, y[j]);
+        x[j] = pack(T{}, a.x + b.x, a.y + b.y);
       }
-      if (4 * j < left) to[int64_t{4 * j} * stride * (kChannels / 8)] = make_uint4(y[0], y[1], y[2], y[3]);
     }
-    own += 2048;
-    to += int64_t{16} * stride * (kChannels / 8);
+    *at = make_uint4(x[0], x[1], x[2], x[3]);
   }
+  __syncwarp();
 }
 
 }  // namespace gdn::sm90::backward

@@ -170,47 +170,70 @@ GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uin
   if (lead) tma_store_wait();
 }
 
-// The same with the other block's dq or dk, exchange.cuh.
+// The same, but the sum over a cluster's two value heads goes to dq or dk, exchange.cuh.
 template <class Kind, int kStages>
 GDN_DEVICE void load_and_add(const Params& params, const CUtensorMap& map, uint8_t (*tiles)[2][kTileBytes],
-                             uint64_t* full, uint64_t* made, uint64_t& aside, bool of_keys, uint64_t& there,
-                             uint64_t& taken) {
+                             uint64_t* full, uint64_t* made, uint64_t& aside, bool of_keys, const CUtensorMap& to,
+                             uint64_t& there, uint64_t& taken) {
   const ChunkForward& p = params.problem.forward;
-  const bool lead = threadIdx.x % 32 == 0;
-  void* const sums = of_keys ? params.problem.dk : params.problem.dq;
+  const bool lead = threadIdx.x % 32 == 0, adds = cluster_rank() == 1;
+  uint4* const sums = static_cast<uint4*>(of_keys ? params.problem.dk : params.problem.dq);
   uint32_t aside_phase = 0, loaded = 0, it = 0;
-  // Of the chunks that are loaded: the first row of 128 channels where the sum goes, and how many follow.
-  int oldest = 0, newest = 0, oldest_rows = 0, newest_rows = 0;
+  // Where the sums of the chunks that are loaded go, and rows of the sequence from there on.
+  struct Chunk {
+    int row, rows, h, batch;
+  } oldest = {}, newest = {};
   ForwardWalk<Kind> walk(params);
   bool more = walk.begin();
   const auto fetch = [&] {
     oldest = newest;
-    oldest_rows = newest_rows;
     if (!more) return;
     const uint32_t stage = loaded++ % kStages;
     load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, 0, walk.row(),
                  of_keys ? walk.tile.h(params) : walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
-    newest = (walk.tile.batch * int(p.T) + walk.row()) * p.H + walk.tile.h(params);
-    newest_rows = walk.rows();
+    newest = {walk.row(), walk.rows(), walk.tile.h(params), walk.tile.batch};
     more = walk.next();
   };
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) fetch();
 #pragma unroll 1
   for (; it < loaded; ++it) {
-    const bool last = kStages == 1 || it + 1 == loaded;
-    const int line = last ? newest : oldest, rows = last ? newest_rows : oldest_rows;
+    const Chunk chunk = kStages == 1 || it + 1 == loaded ? newest : oldest;
+    uint8_t(&tile)[2][kTileBytes] = tiles[it % kStages];
     wait_for(made[it % kStages], it / kStages);
-    const uint32_t rank = cluster_rank(), own = shared_address(tiles[it % kStages][rank]);
-    publish_there_if(address_in(shared_address(&there), rank ^ 1), lead);
-    wait_for_there(there, it);
-    add_halves(own, static_cast<uint4*>(sums) + int64_t{line} * (kChannels / 8) + rank * 8, p.H, rows,
-               threadIdx.x % 32);
-    __syncwarp();
-    arrive_there_if(address_in(shared_address(&taken), rank ^ 1), lead);
-    wait_for(taken, it);
+    if (adds) wait_for_there(there, it);
+    if (chunk.rows >= kChunk) {
+      if (lead) {
+        if (adds) fence_async_proxy_of_all();
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t from = shared_address(tile[i]);
+          if (adds)
+            tma_add(&to, from, 64 * i, chunk.row, chunk.h, chunk.batch);
+          else
+            tma_store(&to, from, 64 * i, chunk.row, chunk.h, chunk.batch);
+        }
+        tma_store_commit();
+        tma_store_wait_read();
+      }
+      __syncwarp();
+    } else {  // TMA would write into the next sequence
+      uint4* const rows = sums + (int64_t{chunk.batch * int(p.T) + chunk.row} * p.H + chunk.h) * (kChannels / 8);
+      if (adds)
+        store_some_rows<true>(tile, rows, p.H, chunk.rows, threadIdx.x % 32);
+      else
+        store_some_rows<false>(tile, rows, p.H, chunk.rows, threadIdx.x % 32);
+    }
     fetch();
+    if (adds) {
+      arrive_there_if(address_in(shared_address(&taken), 0), lead);
+    } else {
+      if (lead) tma_store_wait();
+      wait_for(taken, it + 1);
+      __syncwarp();
+      publish_there_if(address_in(shared_address(&there), 1), lead);
+    }
   }
+  if (lead) tma_store_wait();
 }
 
 // dx v of every token. A lane has two rows: lines of eight rows that lie in a column have all banks.

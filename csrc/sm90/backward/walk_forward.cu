@@ -249,14 +249,14 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
       load_most<Kind>(sm, params);
     } else if (warp == 1) {
       if constexpr (kExchange)
-        load_and_add<Kind, 2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, sm.dq_there,
-                              sm.dq_taken);
+        load_and_add<Kind, 2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false,
+                              params.dq, sm.dq_there, sm.dq_taken);
       else
         load_and_store<Kind, 2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dx);
     } else if (warp == 2) {
       if constexpr (kExchange)
-        load_and_add<Kind, 1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, sm.dk_there,
-                              sm.dk_taken);
+        load_and_add<Kind, 1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.dk,
+                              sm.dk_there, sm.dk_taken);
       else
         load_and_store<Kind, 1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.ds);
     } else {
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
     set_registers<kPairRegisters, kLaunchRegisters>();
     pairs<typename Kind::T, kExchange>(sm, params, warp % 4);
   }
-  if constexpr (kExchange) {  // a block's shared memory is there until the other has read and arrived
+  if constexpr (kExchange) {  // a block's barriers are there until the other has arrived
     __syncwarp();
     cluster_sync();
   }

@@ -118,6 +118,49 @@ Box box_of(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint3
   return {m, {int32_t(c0), int32_t(c1), int32_t(c2), int32_t(c3)}};
 }
 
+// A copy out of shared memory reads it, and writes, or adds, some time later.
+void store_box(Thread& t, const Box& box, uint32_t from, bool adds) {
+  const uint32_t rows = uint32_t(box.map->box[1]);
+  shared_at(t, from, 128);
+  shared_at(t, from + rows * 128 - 128, 128);
+  watch_box(t, box, GlobalAccess::kWrite, 0);
+  if (t.watched) {
+    check_read(t, *t.block, t.warp->clocks, from, rows * 128, true);
+    note_read(*t.block, *t.warp, from, rows * 128);
+  }
+  Thread* const thread = &t;
+  const Clocks clocks = t.watched ? t.warp->clocks : Clocks{};
+  const auto values = std::make_shared<std::vector<uint8_t>>();
+  const auto read = [=] {
+    if (!values->empty()) return;
+    if (thread->watched) {
+      check_read(*thread, *thread->block, clocks, from, rows * 128, false);
+      note_read(*thread->block, *thread->warp, from, rows * 128);
+    }
+    values->resize(rows * 128);
+    for (uint32_t at = 0; at < rows * 128; at += 16)
+      std::memcpy(values->data() + at, thread->block->shared + swizzled(from + at), 16);
+  };
+  const uint64_t number = add_copy([=] {
+    read();
+    for (uint32_t row = 0; row < rows; ++row) {
+      uint32_t inside = 0;
+      uint8_t* const target = box_row(box, row, &inside);
+      for (uint32_t at = 0; target && at < inside; at += 2) {
+        uint16_t x, y;
+        std::memcpy(&x, values->data() + row * 128 + at, 2);
+        if (adds) {
+          std::memcpy(&y, target + at, 2);
+          x = to_bf16(from_bf16(x) + from_bf16(y));
+        }
+        std::memcpy(target + at, &x, 2);
+      }
+    }
+  });
+  machine.cluster->reads[number] = read;
+  state_of(t).bulk_group.push_back(number);
+}
+
 }  // namespace
 
 void run_copy(uint64_t number) {
@@ -126,6 +169,7 @@ void run_copy(uint64_t number) {
   if (found == copies.end()) return;
   const auto run = std::move(found->second);
   copies.erase(found);
+  machine.cluster->reads.erase(number);
   run();
 }
 
@@ -243,31 +287,12 @@ void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1,
   });
 }
 void tensor_store(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t from) {
+  store_box(t, box_of(t, map, c0, c1, c2, c3, from), from, false);
+}
+void tensor_add(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t from) {
   const Box box = box_of(t, map, c0, c1, c2, c3, from);
-  const uint32_t rows = uint32_t(box.map->box[1]);
-  shared_at(t, from, 128);
-  shared_at(t, from + rows * 128 - 128, 128);
-  watch_box(t, box, GlobalAccess::kWrite, 0);
-  if (t.watched) {
-    check_read(t, *t.block, t.warp->clocks, from, rows * 128, true);
-    note_read(*t.block, *t.warp, from, rows * 128);
-  }
-  Thread* const thread = &t;
-  const Clocks clocks = t.watched ? t.warp->clocks : Clocks{};
-  const uint64_t number = add_copy([=] {
-    if (thread->watched) {
-      check_read(*thread, *thread->block, clocks, from, rows * 128, false);
-      note_read(*thread->block, *thread->warp, from, rows * 128);
-    }
-    for (uint32_t row = 0; row < rows; ++row) {
-      uint32_t inside = 0;
-      uint8_t* const target = box_row(box, row, &inside);
-      for (uint32_t chunk = 0; target && chunk < inside; chunk += 16)
-        std::memcpy(target + chunk, thread->block->shared + swizzled(from + row * 128 + chunk),
-                    std::min(16u, inside - chunk));
-    }
-  });
-  state_of(t).bulk_group.push_back(number);
+  if (box.map->half) fail(t, "an addition of fp16 values, which the emulator does not know");
+  store_box(t, box, from, true);
 }
 void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier) {
   if (bytes % 16 || from % 16) fail(t, "a bulk copy that is not of whole multiples of 16 bytes");
@@ -287,7 +312,6 @@ void bulk_commit(Thread& t) {
   s.bulk_groups.push_back(std::move(s.bulk_group));
   s.bulk_group.clear();
 }
-// A copy reads its source and writes its target at once, so that .read is the same.
 void bulk_wait(Thread& t, uint32_t groups) {
   State& s = state_of(t);
   while (s.bulk_groups.size() > groups) {
@@ -295,15 +319,17 @@ void bulk_wait(Thread& t, uint32_t groups) {
     s.bulk_groups.pop_front();
   }
 }
-void load_cluster_16(Thread& t, uint32_t from, uint32_t* x) {
-  Block& block = block_at(t, from);
-  if (from % 16) fail(t, "an access to shared memory that is not aligned");
-  if (from < kSharedStart || from + 16 > block.shared_end) fail(t, "an access outside of the block's shared memory");
-  if (t.watched) {
-    check_read(t, block, t.warp->clocks, from, 16, false);
-    note_read(block, *t.warp, from, 16);
-  }
-  std::memcpy(x, block.shared + from, 16);
+void bulk_wait_read(Thread& t, uint32_t groups) {
+  State& s = state_of(t);
+  auto& reads = machine.cluster->reads;
+  for (size_t i = 0; i + groups < s.bulk_groups.size(); ++i)
+    for (uint64_t number : s.bulk_groups[i])
+      if (const auto read = reads.find(number); read != reads.end()) read->second();
+  const auto written = [&](const auto& group) {
+    return std::all_of(group.begin(), group.end(), [&](uint64_t number) { return !reads.count(number); });
+  };
+  while (!s.bulk_groups.empty() && s.bulk_groups.size() > groups && written(s.bulk_groups.front()))
+    s.bulk_groups.pop_front();
 }
 
 }  // namespace emulator

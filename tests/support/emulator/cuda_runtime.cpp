@@ -104,7 +104,7 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, uint32_t cluster, bo
 }
 
 // The driver's function, as far as the library uses it.
-CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* base, const cuuint64_t* dims,
+CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base, const cuuint64_t* dims,
                 const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   if (rank != 4 || swizzle != CU_TENSOR_MAP_SWIZZLE_128B) return CUDA_ERROR_NOT_SUPPORTED;
@@ -112,6 +112,7 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* ba
   emulator::TensorMap made = {};
   made.magic = emulator::TensorMap::kMagic;
   made.base = base;
+  made.half = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   for (int i = 0; i < 4; ++i) made.dims[i] = int64_t(dims[i]), made.box[i] = int32_t(box[i]);
   for (int i = 0; i < 3; ++i) {
     if (strides[i] % 16) return CUDA_ERROR_INVALID_VALUE;

@@ -32,6 +32,7 @@ struct TensorMap {
   void* base;
   int64_t dims[4], strides[3];  // elements; bytes
   int32_t box[4];
+  bool half;  // fp16, else bf16
 };
 static_assert(sizeof(TensorMap) <= 128, "it lies in a CUtensorMap");
 

@@ -357,10 +357,11 @@ void copy_async_wait(Thread& t, uint32_t groups);
 void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
                  uint32_t barrier);
 void tensor_store(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t from);
+void tensor_add(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t from);
 void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier);
 void bulk_commit(Thread& t);
 void bulk_wait(Thread& t, uint32_t groups);
-void load_cluster_16(Thread& t, uint32_t from, uint32_t* x);  // of any block of the cluster
+void bulk_wait_read(Thread& t, uint32_t groups);
 
 // ---- WGMMA -----------------------------------------------------------------------------------------------------
 

@@ -151,6 +151,7 @@ struct Cluster {
   uint32_t number;  // of the launch
   std::vector<std::unique_ptr<Block>> blocks;
   std::map<uint64_t, std::function<void()>> copies;  // on their way, by a number of their own
+  std::map<uint64_t, std::function<void()>> reads;   // of those out of shared memory: the first half of each
   uint64_t next_copy = 0;
   uint32_t warp_count = 0;
   uint32_t arrived = 0, alive = 0;  // at the cluster's barrier

@@ -182,14 +182,6 @@ class _Translation:
         return "shared" if space == "shared" else "global"
 
     def _ld(self, x: Instruction) -> str:
-        if x.opcode[1] == "shared::cluster":
-            if x.opcode[2:] != ("v4", "u32"):
-                raise Untranslatable(".".join(x.opcode))
-            to, where = x.operands
-            call = self._call(x, "load_cluster_16", self.address(where), "x")
-            names = enumerate(self.vector(to))
-            out = " ".join(f"{self.value(name)} = x[{i}];" for i, name in names)
-            return f"{{ uint32_t x[4]; {call} {out} }}"
         space, kind, count = self._memory(x)
         to, where = x.operands
         targets = self.vector(to) if count > 1 else [to]
@@ -363,15 +355,21 @@ class _Translation:
             return self._call(x, "copy_async_wait", self.value(x.operands[0]))
         if kind == "cp.async.bulk.commit_group":
             return self._call(x, "bulk_commit")
-        if kind.startswith("cp.async.bulk.wait_group"):
+        if kind == "cp.async.bulk.wait_group":
             return self._call(x, "bulk_wait", self.value(x.operands[0]))
+        if kind == "cp.async.bulk.wait_group.read":
+            return self._call(x, "bulk_wait_read", self.value(x.operands[0]))
         if kind.startswith("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier"):
             to, source, barrier = x.operands
             where = self._tensor(source)
             return self._call(x, "tensor_load", self.address(to), *where, self.address(barrier))
-        if kind.startswith("cp.async.bulk.tensor.4d.global.shared::cta"):
+        stores = {
+            "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group": "tensor_store",
+            "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group": "tensor_add",
+        }
+        if kind in stores:
             target, source = x.operands
-            return self._call(x, "tensor_store", *self._tensor(target), self.address(source))
+            return self._call(x, stores[kind], *self._tensor(target), self.address(source))
         if kind.startswith("cp.async.bulk.shared::cluster.global.mbarrier"):
             to, source, size, barrier = x.operands
             return self._call(
