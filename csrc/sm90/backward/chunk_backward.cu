@@ -149,7 +149,7 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scr
   parts.take(x.dx, segments.cuts ? std::max(dx, 2 * maps) : dx);
   parts.take(x.ds, slice_blocks * kChannels * kChannels);
   parts.take(x.parts, slice_blocks * kParts * kChunk);
-  parts.take(x.across, slice_blocks * 8);
+  parts.take(x.across, slice_blocks * 2);
   parts.take(x.gate_sums, slots * 2 * p.HV);
   parts.take(x.starts, matrices);
   parts.take(x.segment, 1);

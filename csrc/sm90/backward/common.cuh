@@ -62,7 +62,7 @@ struct Scratch {
   // there.
   uint16_t* ds;
   float* parts;     // [slots, slices, kParts, 64]
-  float* across;    // [slots, slices, 8]: <S, dS> by warps
+  float* across;    // [slots, slices, 2]: <S, dS> by halves of V
   float* gate_sums; // [slots, 2, HV]
   float* starts;    // [segments, slices, 128 of V, 128 of K]: the state that each segment but the first starts from
   int* segment;     // chunks of a segment, or kWholeSequences: what the device chose

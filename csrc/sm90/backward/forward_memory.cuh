@@ -35,6 +35,7 @@ struct WalkMemory {
 };
 
 constexpr int kStateWarps = 8, kPairWarps = 4;
+constexpr int kProductWarps = 2;  // of <S, dS>: those that load q and do
 
 // With kExchange in clusters of two blocks, exchange.cuh.
 template <bool kExchange>
@@ -51,10 +52,10 @@ GDN_DEVICE void init_barriers(WalkMemory& sm) {
   };
   init(sm.v_full, sm.v_empty, 1, kStateWarps + 1);
   init(sm.dx_full, sm.dx_empty, 1, kStateWarps + kPairWarps + 1);
-  init(sm.ds_full, sm.ds_empty, 1, kStateWarps);
+  init(sm.ds_full, sm.ds_empty, 1, kStateWarps + kProductWarps);
   init(sm.t_full, sm.t_empty, 1, kStateWarps);
   init(sm.pairs_full, sm.pairs_empty, 1, kStateWarps + kPairWarps);
-  init(sm.S_full, sm.S_empty, kStateWarps, kStateWarps + kPairWarps);
+  init(sm.S_full, sm.S_empty, kStateWarps, kStateWarps + kPairWarps + kProductWarps);
   init(sm.u_full, sm.u_empty, kStateWarps, kStateWarps + kPairWarps);
   mbarrier_init(&sm.q_full, 1);
   mbarrier_init(&sm.q_read, kPairWarps);
@@ -135,9 +136,48 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   mbarrier_arrive_if(shared_address(&sm.k_full[it % 2]), lead);
 }
 
+// <S, dS> of a chunk over half of V, from their tiles, by a warp that waits else. Both tiles have the same layout.
+template <class T>
+GDN_DEVICE void states_product(WalkMemory& sm, const Params& params, uint32_t it, int half) {
+  const int lane = threadIdx.x % 32;
+  wait_for(sm.k_full[it % 2], it / 2);  // with the chunk's place
+  const int block = sm.chunk[it % 2].block;
+  wait_for(sm.ds_full, it);
+  wait_for(sm.S_full, it);
+  uint32_t ds = shared_address(sm.ds[half]) + lane * 16;
+  constexpr uint32_t kApart = offsetof(WalkMemory, S) - offsetof(WalkMemory, ds);
+  float sum[2] = {};
+#pragma unroll 1
+  for (int i = 0; i < 2 * kTileBytes / 1024; ++i, ds += 1024) {
+    uint32_t x[2][4], y[2][4];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      load_shared_16(ds + j * 512, x[j]);
+      load_shared_16(ds + kApart + j * 512, y[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 a = unpack(T{}, x[j][w]), b = unpack(T{}, y[j][w]);
+        sum[j] += a.x * b.x;
+        sum[j] += a.y * b.y;
+      }
+  }
+  float all = sum[0] + sum[1];
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) all += __shfl_xor_sync(~0u, all, d);
+  if (lane == 0) params.scratch.across[int64_t{block} * 2 + half] = all;
+  // Not before the sum is known: an arrival does not wait for loads.
+  const uint32_t read = __ballot_sync(~0u, __float_as_uint(all) == 0x5eed5eed);
+  const bool one = lane == (read == ~0u ? 1 : 0);
+  mbarrier_arrive_if(shared_address(&sm.S_empty), one);
+  mbarrier_arrive_if(shared_address(&sm.ds_empty), one);
+}
+
 // do or q, in kStages stages, and dq or dk out of the same tile, which replaces what was read of this chunk in `to`.
 template <class Kind, int kStages>
-GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uint8_t (*tiles)[2][kTileBytes],
+GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUtensorMap& map, uint8_t (*tiles)[2][kTileBytes],
                                uint64_t* full, uint64_t* made, uint64_t& aside, bool of_keys, const CUtensorMap& to) {
   const bool lead = threadIdx.x % 32 == 0;
   uint32_t aside_phase = 0, loaded = 0, it = 0;
@@ -157,6 +197,7 @@ GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uin
   for (int i = 0; i < kStages; ++i) fetch();
 #pragma unroll 1
   for (; it < loaded; ++it) {
+    states_product<typename Kind::T>(sm, params, it, of_keys);
     const int block = kStages == 1 || it + 1 == loaded ? newest : oldest;
     wait_for(made[it % kStages], it / kStages);
     if (lead) {
@@ -172,9 +213,9 @@ GDN_DEVICE void load_and_store(const Params& params, const CUtensorMap& map, uin
 
 // The same, but the sum over a cluster's two value heads goes to dq or dk, exchange.cuh.
 template <class Kind, int kStages>
-GDN_DEVICE void load_and_add(const Params& params, const CUtensorMap& map, uint8_t (*tiles)[2][kTileBytes],
-                             uint64_t* full, uint64_t* made, uint64_t& aside, bool of_keys, const CUtensorMap& to,
-                             uint64_t& there, uint64_t& taken) {
+GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtensorMap& map,
+                             uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* made, uint64_t& aside,
+                             bool of_keys, const CUtensorMap& to, uint64_t& there, uint64_t& taken) {
   const ChunkForward& p = params.problem.forward;
   const bool lead = threadIdx.x % 32 == 0, adds = cluster_rank() == 1;
   uint4* const sums = static_cast<uint4*>(of_keys ? params.problem.dk : params.problem.dq);
@@ -198,6 +239,7 @@ GDN_DEVICE void load_and_add(const Params& params, const CUtensorMap& map, uint8
   for (int i = 0; i < kStages; ++i) fetch();
 #pragma unroll 1
   for (; it < loaded; ++it) {
+    states_product<typename Kind::T>(sm, params, it, of_keys);
     const Chunk chunk = kStages == 1 || it + 1 == loaded ? newest : oldest;
     uint8_t(&tile)[2][kTileBytes] = tiles[it % kStages];
     wait_for(made[it % kStages], it / kStages);

@@ -106,26 +106,6 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
   update_state<T>(S, u, gates, k_tile);
 }
 
-// This warp's share of <S, dS>, from their tiles.
-template <class T>
-GDN_DEVICE float states_product(const WalkMemory& sm, const Lines& lines, int half, int warp) {
-  float sum = 0;
-#pragma unroll
-  for (int b = 0; b < 8; ++b) {
-    uint32_t x[4], y[4];
-    ldmatrix_x4(lines.block_at(shared_address(sm.S[half][b / 4]), warp, b % 4), x);
-    ldmatrix_x4(lines.block_at(shared_address(sm.ds[half][b / 4]), warp, b % 4), y);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 a = unpack(T{}, x[i]), c = unpack(T{}, y[i]);
-      sum += a.x * c.x + a.y * c.y;
-    }
-  }
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  return sum;
-}
-
 // dk of 64 channels of K. The state's update may be on its way.
 template <class T>
 GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& params, uint32_t it, int half, int warp) {
@@ -149,8 +129,6 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
     wgmma_commit();
   }
   wait_for(sm.ds_full, it);
-  const float across = states_product<T>(sm, lines, half, warp);
-  if (lead) params.scratch.across[int64_t{sm.chunk[stage].block} * 8 + half * 4 + warp] = across;
   wgmma_wait<1>();  // of the state's update, whose operands have registers that `given` needs
   pin(S);
   wait_for(sm.u_full, it);

@@ -190,9 +190,8 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
   if (lane == 0) past = 0.f;
   float across = 0;
   for (int s = 0; s < slices; ++s) {
-    const float4* const of_slice = reinterpret_cast<const float4*>(params.scratch.across) + (block + s) * 2;
-    const float4 low = of_slice[0], high = of_slice[1];
-    for (const float x : {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}) across += x;
+    const float2 halves = reinterpret_cast<const float2*>(params.scratch.across)[block + s];
+    across += halves.x + halves.y;
   }
   across *= gates.post;
   float dg[2] = {after + past + across, next + ahead.y + past + behind.x + across};

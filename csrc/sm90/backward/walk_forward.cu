@@ -249,16 +249,16 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
       load_most<Kind>(sm, params);
     } else if (warp == 1) {
       if constexpr (kExchange)
-        load_and_add<Kind, 2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false,
+        load_and_add<Kind, 2>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false,
                               params.dq, sm.dq_there, sm.dq_taken);
       else
-        load_and_store<Kind, 2>(params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dx);
+        load_and_store<Kind, 2>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dx);
     } else if (warp == 2) {
       if constexpr (kExchange)
-        load_and_add<Kind, 1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.dk,
+        load_and_add<Kind, 1>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.dk,
                               sm.dk_there, sm.dk_taken);
       else
-        load_and_store<Kind, 1>(params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.ds);
+        load_and_store<Kind, 1>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.ds);
     } else {
       values<Kind>(sm, params);
     }
