@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "sm90/backward/chunk_triangles.cuh"
+#include "sm90/backward/deal.cuh"
 
 namespace gdn::sm90::backward {
 
@@ -69,7 +70,7 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
   const bool makes = C::kMaker && makes_triangles_walking(params);
   uint32_t it = 0, aside_phase = 0;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+  for (int index = first_tile(params); index >= 0; index = next_tile(params, index)) {
     const auto tile = walk_back_tile<C>(params, index);
 #pragma unroll 1
     for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
@@ -115,7 +116,7 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
   clear_tiles(sm.maker.scratch.inverse[0], 2, thread);
   uint32_t it = 0;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+  for (int index = first_tile(params); index >= 0; index = next_tile(params, index)) {
     const auto tile = walk_back_tile<C>(params, index);
     const bool first_of_head = tile.v(params) == 0, first = tile.hv(params) == tile.h(params) * group && first_of_head;
 #pragma unroll 1
@@ -183,7 +184,7 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int slot) 
   const bool lead = threadIdx.x % 32 == 0;
   uint32_t it = 0;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+  for (int index = first_tile(params); index >= 0; index = next_tile(params, index)) {
     const auto tile = walk_back_tile<C>(params, index);
     const int part = (C::kStates == 2 ? slot : tile.part) * 64;
     const int v = tile.v(params) + part, V = Kind::kExact ? kChannels : p.V;

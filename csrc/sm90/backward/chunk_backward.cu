@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "common/tensor_map.h"
-#include "sm90/backward/common.cuh"
+#include "sm90/backward/deal.cuh"
 #include "sm90/entry.h"
 #include "sm90/l2norm.cuh"
 
@@ -46,16 +46,14 @@ int64_t slices_of(const ChunkForward& p) { return p.HV * ceil_div(p.V, kChannels
 struct Segments {
   int length;
   int64_t count, of_batch;  // at most; of a batch entry, if padded
-  int whole_up_to;          // chunks: where no sequence has more, the device takes whole ones all the same
+  bool may_be_whole;        // the device takes whole sequences all the same where they take less
   bool cuts;                // the walk back goes in the same segments, segment_maps.cu
 };
-// Microseconds of a chunk with its gradients, of the start and end of its tile, and of a chunk of half a slice walked
-// back.
-constexpr double kGradients = 6.5, kTile = 5, kBack = 1.2;
+constexpr double kBack = 1.2;  // microseconds of a chunk of half a slice walked back
 
 Segments in_segments(const ChunkForward& p, int length, bool cuts) {
   const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
-  return {length, p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch, of_batch, 0, cuts};
+  return {length, p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch, of_batch, false, cuts};
 }
 
 // Microseconds of both walks in segments of `length` chunks, of which a sequence has `of_batch`.
@@ -101,33 +99,36 @@ Segments cut_of(const ChunkForward& p, const Segments& others, double others_tim
 
 Segments segments_of(const ChunkForward& p) {
   const double slices = double(slices_of(p));
-  // Microseconds of a chunk of the state alone, where the walk back beside it leaves multiprocessors free, and where it
-  // does not; and of its launch.
-  constexpr double kState = 0.5, kFullState = 4.4, kLaunch = 8;
   constexpr int kLengths[] = {64, 32, 16, 8, 4};
   constexpr int kMemory = 3;  // a start is twice as large as a chunk's dS: of many short sequences there are no more
   const bool guess = p.cu_seqlens && p.N > 1;
   const double chunks = double(ceil_div(p.T, kChunk)), each = p.multiprocessors;
   // What every multiprocessor has of all chunks. The host does not know the lengths of packed sequences: segments are
-  // chosen for a longest one that has half of all, and the device takes whole sequences where none is that long.
+  // chosen for a longest one that has half of all, and the device, which knows, may take whole sequences all the same.
   const double share = double(p.B) * chunks * slices / each, longest = guess ? chunks / 2 : chunks;
-  const auto walk = [&](double tiles, double length) {
-    const double turns = guess ? std::max(share / length, 1.) : std::ceil(tiles / each);
-    return turns * (length * kGradients + kTile);
-  };
-  const double states = kLaunch + std::max(kState * longest, kFullState * share);
-  Segments best = {0, 0, 0, 0, false};
-  double least = walk(double(p.N) * slices, longest);
+  const auto walk = [&](double tiles, double length) { return std::ceil(tiles / each) * (length * kGradients + kTile); };
+  const double states = time_of_states(float(share), float(longest));
+  Segments best = {0, 0, 0, false, false};
+  double least = guess ? std::max(share, longest) * kGradients + kTile : walk(double(p.N) * slices, longest);
   for (const int length : kLengths) {
     const Segments segments = in_segments(p, length, false);
-    const double time = states + walk(double(p.N) * double(segments.of_batch) * slices, length);
+    const double time = states + (guess ? time_of_segments(float(share), float(length))
+                                        : walk(double(p.N) * double(segments.of_batch) * slices, length));
     if (time >= least || segments.count * kMemory > slots_of(p)) continue;
     least = time;
     best = segments;
   }
-  if (guess) best.whole_up_to = int((least - kTile) / kGradients);
+  best.may_be_whole = guess;
   return cut_of(p, best, best.length ? least - states : least);
 }
+
+// Whether tiles of so many sequences or segments are dealt to the blocks of a walk, of which there are as many as
+// multiprocessors. Sequences of padded calls are equally long.
+bool is_dealt(const ChunkForward& p, int64_t units) {
+  return p.cu_seqlens && p.N > 1 && units <= kMostUnits && slots_of(p) < kMostUnitChunks &&
+         p.multiprocessors <= kMostBins && units * slices_of(p) > p.multiprocessors;
+}
+int64_t links_of(const ChunkForward& p, int64_t units) { return p.multiprocessors + units * slices_of(p); }
 
 int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scratch& x, Cut& cut) {
   const int64_t matrices = segments.count * slices_of(p) * kChannels * kChannels;
@@ -153,6 +154,13 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scr
   parts.take(x.gate_sums, slots * 2 * p.HV);
   parts.take(x.starts, matrices);
   parts.take(x.segment, 1);
+  x.back_links = x.forward_links = x.order = nullptr;
+  if (is_dealt(p, p.N)) parts.take(x.back_links, links_of(p, p.N));
+  const int64_t units = segments.length > 0 ? segments.count : p.N;
+  if (is_dealt(p, units)) {
+    parts.take(x.forward_links, links_of(p, units));
+    if (segments.length > 0) parts.take(x.order, p.N);
+  }
   cut = {};
   if (segments.cuts) {
     cut.cuts = true;
@@ -205,7 +213,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   params.slots_of_batch = int(ceil_div(p.T, kChunk));
   params.segment = segments.length;
   params.segments = int(segments.count);
-  params.whole_up_to = segments.whole_up_to;
+  params.may_be_whole = segments.may_be_whole;
   params.segments_of_batch = int(segments.of_batch);
   params.parts = int(ceil_div(p.V, kChannels));
   params.slices = int(slices_of(p));

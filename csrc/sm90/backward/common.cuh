@@ -66,6 +66,10 @@ struct Scratch {
   float* gate_sums; // [slots, 2, HV]
   float* starts;    // [segments, slices, 128 of V, 128 of K]: the state that each segment but the first starts from
   int* segment;     // chunks of a segment, or kWholeSequences: what the device chose
+  // Lists of the tiles of the walks' blocks, deal.cuh; null: not dealt.
+  int* back_links;     // [blocks + tiles]
+  int* forward_links;  // [blocks + tiles]
+  int* order;          // [N]: sequences, the longest first, where segments of dealt walks start from walk_states.cu
 };
 
 // Both walks of few long sequences in segments of Params::segment chunks, segment_maps.cu.
@@ -86,9 +90,10 @@ struct Params {
   // The walk forward goes in segments of so many chunks where whole sequences would leave multiprocessors idle: a walk
   // of the state alone finds what they start from. That changes no bit.
   int segment;                      // chunks; 0: whole sequences
-  int whole_up_to;                  // whole sequences all the same where none has more chunks
+  bool may_be_whole;                // the device takes whole sequences all the same where they take less
   int segments, segments_of_batch;  // of all; of a batch entry, if padded
   int tiles;                  // of the grid: (sequence or segment, slice), or halves of slices
+  const int* links;           // of the grid: one of those of Scratch, or null
   bool makes;                 // the walk back makes T of whole sequences, q k^T and k k^T: makes_triangles_walking
   bool exchange;              // the walk forward adds dq and dk of a key head's two value heads, exchange.cuh
   int parts, slices;          // of V, and HV times those

@@ -1,6 +1,6 @@
 // Shared memory and barriers of the walk forward, and its single warps: what comes from memory and goes there.
 #pragma once
-#include "sm90/backward/common.cuh"
+#include "sm90/backward/deal.cuh"
 #include "sm90/backward/exchange.cuh"
 
 namespace gdn::sm90::backward {
@@ -72,9 +72,9 @@ struct ForwardWalk {
   const Params& params;
   int index, c = 0;
   BackTile<Kind> tile;
-  GDN_DEVICE explicit ForwardWalk(const Params& p) : params(p), index(blockIdx.x) {}
+  GDN_DEVICE explicit ForwardWalk(const Params& p) : params(p), index(first_tile(p)) {}
   GDN_DEVICE bool begin() {
-    for (; index < params.tiles; index += gridDim.x) {
+    for (; index >= 0; index = next_tile(params, index)) {
       tile = forward_tile<Kind>(params, index);
       c = 0;
       if (tile.length > 0) return true;
@@ -83,7 +83,7 @@ struct ForwardWalk {
   }
   GDN_DEVICE bool next() {
     if (++c < tile.chunks()) return true;
-    index += gridDim.x;
+    index = next_tile(params, index);
     return begin();
   }
   GDN_DEVICE int block() const { return (tile.slot + c) * slices_of<Kind>(params) + tile.slice; }

@@ -1,5 +1,6 @@
 // The frame of every chunk, made once for all kernels of the backward: sums of the decays, the frame from chunk to
-// chunk, then the factors of the tokens.
+// chunk, then the factors of the tokens. Beside the second step tiles are dealt.
+#include "sm90/backward/deal.cuh"
 #include "sm90/backward/head_rows.cuh"
 
 namespace gdn::sm90::backward {
@@ -59,14 +60,26 @@ GDN_DEVICE float next_frame(float G, float last) {
   return next < F::kTop - F::kRange || next > F::kTop + 16.f ? anew : next;
 }
 
+// The blocks of walk_kernel that deal: the first for the walk forward, the second for the walk back.
+GDN_HOST_DEVICE int dealers_of(const Params& params) {
+  if (params.scratch.back_links != nullptr) return 2;
+  return params.scratch.forward_links != nullptr || params.segment > 0 ? 1 : 0;
+}
+
 // A thread walks a sequence and value head. A block has one warp, as the walks of few are to lie on many
-// multiprocessors.
+// multiprocessors. The first blocks deal instead.
 constexpr int kWalkThreads = 32;
 template <class T>
 __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constant__ Params params) {
   constexpr int kAhead = 32;  // chunks: a load takes as long as so many steps
   const ChunkForward& p = params.problem.forward;
-  const int index = blockIdx.x * kWalkThreads + threadIdx.x;
+  __shared__ uint32_t keys[kMostUnits];
+  const int dealers = dealers_of(params), block = int(blockIdx.x) - dealers;
+  if (block < 0) {
+    deal_walk(params, blockIdx.x == 1, keys);
+    return;
+  }
+  const int index = block * kWalkThreads + threadIdx.x;
   if (index >= p.N * p.HV) return;
   const auto tile = back_tile<Kind<T, true>, 1>(params, index);  // slices are not asked for
   const int count = tile.chunks();
@@ -94,24 +107,12 @@ __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constan
   }
 }
 
-// By a warp: whether the walk forward goes in segments.
-GDN_DEVICE void choose_segment(const Params& params) {
-  const ChunkForward& p = params.problem.forward;
-  int longest = 0;
-#pragma unroll 4
-  for (int n = threadIdx.x % 32; n < p.N; n += 32) longest = max(longest, sequence_length(p, n));
-  longest = __reduce_max_sync(~0u, longest);
-  if (threadIdx.x % 32 == 0)
-    *params.scratch.segment = longest > params.whole_up_to * kChunk ? params.segment : kWholeSequences;
-}
-
 // A warp has a chunk and value head.
 constexpr int kThreads = 256;
 template <class T>
 __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant__ Params params) {
   const ChunkForward& p = params.problem.forward;
   const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (index == 0 && params.segment > 0) choose_segment(params);
   if (index >= params.slots * p.HV) return;
   Gates& out = params.scratch.gates[index];
   const float2 sums = reinterpret_cast<const float2*>(out.start)[lane];
@@ -143,7 +144,8 @@ const char* run_frames(const Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   const HeadBlocks heads(params);
   sum_kernel<<<heads.grid, heads.threads, 0, stream>>>(params);
-  walk_kernel<T><<<unsigned(ceil_div(int64_t{p.N} * p.HV, kWalkThreads)), kWalkThreads, 0, stream>>>(params);
+  const int64_t walks = ceil_div(int64_t{p.N} * p.HV, kWalkThreads);
+  walk_kernel<T><<<unsigned(walks + dealers_of(params)), kWalkThreads, 0, stream>>>(params);
   factor_kernel<T><<<unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32)), kThreads, 0, stream>>>(params);
   return check(cudaGetLastError());
 }

@@ -44,7 +44,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
   float S[64];
   uint32_t it = 0;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+  for (int index = first_tile(params); index >= 0; index = next_tile(params, index)) {
     int left;  // chunks
     {
       const auto tile = walk_back_tile<C>(params, index);
@@ -279,6 +279,7 @@ template <class C>
 const char* launch(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   params.tiles = p.N * params.slices * C::kTileParts * (C::kCut ? params.segments_of_batch : 1);
+  params.links = C::kMaker ? params.scratch.back_links : nullptr;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
   return launch_blocks(&walk_back_kernel<C>, params, blocks, C::kThreads, sizeof(BackMemory<C>), 1, C::kCut, stream);
 }

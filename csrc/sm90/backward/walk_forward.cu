@@ -280,6 +280,7 @@ template <class Kind>
 const char* run_walk_forward(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   params.tiles = (params.segment > 0 ? params.segments : p.N) * params.slices;
+  params.links = params.scratch.forward_links;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
   constexpr int kBytes = sizeof(WalkMemory);
   if constexpr (Kind::kExact)

@@ -1,5 +1,7 @@
 // The state alone, from a sequence's first chunk to where its last segment begins: what the segments of the walk
 // forward start from. A block has 64 channels of V.
+#include <algorithm>
+
 #include "sm90/backward/state_step.cuh"
 #include "sm90/launch_blocks.h"
 
@@ -18,6 +20,16 @@ struct Memory {
   uint64_t full[kStages], empty[kStages], aside;
 };
 
+// Sequences come in the order of the deal, if there is one: the longest first.
+template <class Kind>
+GDN_DEVICE BackTile<Kind> state_tile(const Params& params, int index) {
+  if (const int* const order = params.scratch.order) {
+    const int each = slices_of<Kind>(params) * kTileParts, i = divide_by_slices<Kind>(params, index / kTileParts);
+    index += (order[i] - i) * each;
+  }
+  return back_tile<Kind, kTileParts>(params, index);
+}
+
 // Chunks before the last segment.
 template <class Kind>
 GDN_DEVICE int chunks_before(const Params& params, const BackTile<Kind>& tile) {
@@ -31,7 +43,7 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
   uint32_t it = 0, aside_phase = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const BackTile<Kind> tile = back_tile<Kind, kTileParts>(params, index);
+    const BackTile<Kind> tile = state_tile<Kind>(params, index);
     const int count = chunks_before(params, tile);  // of whole chunks
 #pragma unroll 1
     for (int c = 0; c < count; ++c, ++it) {
@@ -57,7 +69,7 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
   uint32_t it = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const BackTile<Kind> tile = back_tile<Kind, kTileParts>(params, index);
+    const BackTile<Kind> tile = state_tile<Kind>(params, index);
     const int count = chunks_before(params, tile);
     if (count == 0) continue;
     load_initial<Kind>(S, params, tile, tile.part, warp);
@@ -96,6 +108,8 @@ __global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_c
   static_assert(sizeof(Memory) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory& sm = *reinterpret_cast<Memory*>(raw);
+  // It was launched beside the walk back, and what comes next waits for this kernel only: its last block waits for both.
+  const bool waits = blockIdx.x + 1 == gridDim.x;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -109,8 +123,7 @@ __global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_c
   if (warp < 4) {
     set_registers<kSinglesRegisters, kLaunchRegisters>();
     if (warp == 0) loader<Kind>(sm, params);
-    // It was launched beside the walk back, and what comes next waits for this kernel only.
-    wait_for_prerequisites();
+    if (waits) wait_for_prerequisites();
   } else {
     set_registers<kStateRegisters, kLaunchRegisters>();
     state<Kind>(sm, params, warp % 4);
@@ -121,8 +134,15 @@ __global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_c
 template <class Kind>
 const char* run_walk_states(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
-  params.tiles = p.N * params.slices * kTileParts;
-  const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
+  const int each = params.slices * kTileParts;
+  params.tiles = p.N * each;
+  int blocks = std::min(params.tiles, p.multiprocessors);
+  if (params.scratch.order != nullptr) {
+    // A block a tile: the tiles that come first begin first, whenever the walk back leaves a multiprocessor. So many
+    // sequences at most have more than one segment.
+    const int64_t longer = p.T / (int64_t{params.segment} * kChunk + 1);
+    params.tiles = blocks = int(std::min<int64_t>(p.N, std::max<int64_t>(longer, 1))) * each;
+  }
   return launch_blocks(&walk_states_kernel<Kind>, params, blocks, kThreads, sizeof(Memory), 1, true, stream);
 }
 

@@ -1,0 +1,240 @@
+// Which tiles of packed sequences a block of a walk takes. Tiles are dealt on the device, as the host does not know the
+// lengths: those of the longest sequences or segments first, each to the block that has least to walk. The result follows
+// from the lengths alone, and no gradient depends on it.
+//
+// A *unit* is a sequence, or one of its segments where the walk goes in segments. All its tiles, one a slice, are equally
+// long. Blocks that walk two neighbouring slices in a cluster take two tiles at a time, which the deal holds for one.
+#pragma once
+#include <climits>
+
+#include "sm90/backward/common.cuh"
+
+namespace gdn::sm90::backward {
+
+constexpr int kUnitBits = 10, kMostUnits = 1 << kUnitBits;
+constexpr int kMostUnitChunks = 1 << (32 - kUnitBits);  // a unit has fewer: its chunks and number lie in 32 bits
+constexpr int kBinRows = 5, kMostBins = 32 * kBinRows;  // blocks, or clusters: a lane of the warp that deals has kBinRows
+constexpr int kTileStart = 1;                           // chunks, which take as long as a tile's start and end
+
+// The list of a block's tiles is in `links`: of the tile behind tile i at gridDim.x + i, of the block's first tile at
+// its own index, and -1 at the end. Without links, blocks take tiles in turn.
+GDN_DEVICE int first_tile(const Params& params) {
+  return params.links == nullptr ? int(blockIdx.x) : params.links[blockIdx.x];
+}
+GDN_DEVICE int next_tile(const Params& params, int index) {
+  index += int(gridDim.x);
+  if (params.links != nullptr) return params.links[index];
+  return index < params.tiles ? index : -1;
+}
+
+// The greater key is that of the longer unit, or of the first of equally long ones.
+GDN_DEVICE uint32_t unit_key(int unit, int chunks) { return uint32_t(chunks) << kUnitBits | (kMostUnits - 1 - unit); }
+GDN_DEVICE int chunks_of_key(uint32_t key) { return int(key >> kUnitBits); }
+GDN_DEVICE int unit_of_key(uint32_t key) { return kMostUnits - 1 - int(key % kMostUnits); }
+
+// From the greatest to the least, by a warp. `size` is a power of two.
+GDN_DEVICE void sort_keys(uint32_t* keys, int size) {
+  constexpr int kAtOnce = 4;  // pairs of a lane
+  const int lane = int(threadIdx.x) % 32;
+#pragma unroll 1
+  for (int run = 2; run <= size; run *= 2) {
+#pragma unroll 1
+    for (int distance = run / 2; distance > 0; distance /= 2) {
+      __syncwarp();
+#pragma unroll 1
+      for (int first = lane; first < size / 2; first += 32 * kAtOnce) {
+        uint32_t x[kAtOnce], y[kAtOnce];
+        const auto place = [&](int i) {
+          const int pair = first + 32 * i;
+          return 2 * pair - (pair & (distance - 1));
+        };
+        const auto exists = [&](int i) { return first + 32 * i < size / 2; };
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          if (exists(i)) x[i] = keys[place(i)], y[i] = keys[place(i) + distance];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const bool falls = (place(i) & run) == 0;
+          if (!exists(i) || (x[i] > y[i]) == falls) continue;
+          keys[place(i)] = y[i];
+          keys[place(i) + distance] = x[i];
+        }
+      }
+    }
+  }
+  __syncwarp();
+}
+
+// Who takes the tiles that a warp deals.
+struct Bins {
+  int count, width;  // blocks or clusters, and tiles that one takes at a time
+  int* links;
+};
+
+// Deals the tiles of `count` units whose keys are sorted. Returns the chunks of the bin that has most, with kTileStart
+// for each tile. Units without chunks are dealt where `empty` says so.
+GDN_DEVICE int deal(const uint32_t* keys, int count, bool empty, int slices, const Divisor& by_slices,
+                    const Bins& bins) {
+  const int lane = int(threadIdx.x) % 32;
+  const uint32_t lower = (1u << lane) - 1;  // lanes
+  int load[kBinRows], end[kBinRows];        // of bin 32 r + lane: its chunks, and where its list ends in `links`
+#pragma unroll
+  for (int r = 0; r < kBinRows; ++r) {
+    const int bin = 32 * r + lane;
+    load[r] = bin < bins.count ? 0 : INT_MAX;
+    end[r] = bin * bins.width;
+  }
+  const auto below = [&](int level) {  // bins that have less
+    int sum = 0;
+#pragma unroll
+    for (int r = 0; r < kBinRows; ++r) sum += __popc(__ballot_sync(~0u, load[r] < level));
+    return sum;
+  };
+#pragma unroll 1
+  for (int first = 0; first < count;) {
+    const int chunks = chunks_of_key(keys[first]), cost = chunks + kTileStart;
+    if (chunks == 0 && !empty) break;
+    int behind = first;  // the first unit of another length
+    uint32_t same;
+    do {
+      const int at = behind + lane;
+      same = __ballot_sync(~0u, at < count && chunks_of_key(keys[at]) == chunks);
+      behind += __popc(same);
+    } while (same == ~0u);
+    // In turns: all bins that would have a tile before any has two get one. In the last turn those with least do.
+    int left = (behind - first) * (slices / bins.width), next = first * slices;  // in the order of the keys
+#pragma unroll 1
+    while (left > 0) {
+      int least = load[0];
+#pragma unroll
+      for (int r = 1; r < kBinRows; ++r) least = min(least, load[r]);
+      least = -__reduce_max_sync(~0u, -least);
+      int level = least + cost, last = kMostBins;  // bins below it get a tile; of those just below, so many at most
+      if (below(level) > left) {
+        int low = least;
+#pragma unroll 1
+        while (level - low > 1) {
+          const int middle = (low + level) / 2;
+          (below(middle) >= left ? level : low) = middle;
+        }
+        last = left - below(level - 1);
+      }
+#pragma unroll
+      for (int r = 0; r < kBinRows; ++r) {
+        const bool is_last = load[r] == level - 1;
+        const uint32_t all_last = __ballot_sync(~0u, is_last);
+        const bool takes = load[r] < level && (!is_last || __popc(all_last & lower) < last);
+        last -= __popc(all_last);
+        const uint32_t takers = __ballot_sync(~0u, takes);
+        if (takes) {
+          const int at = next + __popc(takers & lower) * bins.width, i = by_slices.divide(at);
+          const int tile = unit_of_key(keys[i]) * slices + at - i * slices;
+          for (int w = 0; w < bins.width; ++w) bins.links[end[r] + w] = tile + w;
+          end[r] = bins.count * bins.width + tile;
+          load[r] += cost;
+        }
+        next += __popc(takers) * bins.width;
+        left -= __popc(takers);
+      }
+    }
+    first = behind;
+  }
+  int most = 0;
+#pragma unroll
+  for (int r = 0; r < kBinRows; ++r) {
+    if (load[r] == INT_MAX) continue;
+    for (int w = 0; w < bins.width; ++w) bins.links[end[r] + w] = -1;
+    most = max(most, load[r]);
+  }
+  return __reduce_max_sync(~0u, most);
+}
+
+// Microseconds of the walk forward: of a chunk with its gradients, and of the start and end of its tile.
+constexpr float kGradients = 6.5f, kTile = 5;
+// What it takes in segments of `length` chunks, which are dealt, where every multiprocessor's share of all chunks is
+// `share`. The block that has most has an eighth of a segment more.
+GDN_HOST_DEVICE float time_of_segments(float share, float length) {
+  return fmaxf(share / length, 1.f) * (length * kGradients + kTile) + length * (kGradients / 8);
+}
+// What it takes to walk to where segments begin.
+GDN_HOST_DEVICE float time_of_states(float share, float longest) {
+  // Of a chunk of the state alone, where the walk back beside it leaves multiprocessors free, and where it does not; and
+  // of the launch.
+  constexpr float kState = 0.5f, kFullState = 4.4f, kLaunch = 8;
+  return kLaunch + fmaxf(kState * longest, kFullState * share);
+}
+
+// Chunks of the longest sequence, and of all.
+struct Chunks {
+  int longest, all;
+};
+GDN_DEVICE int chunks_of_sequence(const ChunkForward& p, int n) {
+  return (max(sequence_length(p, n), 0) + kChunk - 1) / kChunk;
+}
+GDN_DEVICE Chunks count_chunks(const ChunkForward& p) {
+  Chunks x = {0, 0};
+#pragma unroll 4
+  for (int n = int(threadIdx.x) % 32; n < p.N; n += 32) {
+    const int own = chunks_of_sequence(p, n);
+    x.longest = max(x.longest, own);
+    x.all += own;
+  }
+  x.longest = __reduce_max_sync(~0u, x.longest);
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) x.all += __shfl_xor_sync(~0u, x.all, d);
+  return x;
+}
+
+// Whether segments take less than whole sequences, of which a block has `most` chunks.
+GDN_DEVICE bool segments_pay(const Params& params, int most) {
+  const ChunkForward& p = params.problem.forward;
+  const Chunks chunks = count_chunks(p);
+  const float share = float(chunks.all) * float(params.slices) / float(p.multiprocessors);
+  // Without a deal blocks take whole sequences in turn; that they then have equally many chunks is hoped for.
+  const float whole = most > 0 ? float(most) : fmaxf(float(chunks.longest), share) + float(kTileStart);
+  const float segments = time_of_segments(share, float(params.segment)) + time_of_states(share, float(chunks.longest));
+  return segments < whole * kGradients;
+}
+
+// By a warp, of either walk: deals its tiles if they are to be dealt, and chooses whether the walk forward goes in
+// segments where the host has left that to the device.
+GDN_DEVICE void deal_walk(const Params& params, bool back, uint32_t (&keys)[kMostUnits]) {
+  const ChunkForward& p = params.problem.forward;
+  const int lane = int(threadIdx.x) % 32, width = !back && params.exchange ? 2 : 1;
+  const Bins bins = {p.multiprocessors / width, width, back ? params.scratch.back_links : params.scratch.forward_links};
+  const bool cuts = !back && params.segment > 0;
+  int segment = cuts && !params.may_be_whole ? params.segment : kWholeSequences;
+#pragma unroll 1
+  while (true) {
+    int most = 0;
+    if (bins.links != nullptr) {
+      const bool whole = segment == kWholeSequences;
+      const int units = whole ? p.N : params.segments;
+      int size = 2;
+      while (size < units) size *= 2;
+      __syncwarp();
+#pragma unroll 4
+      for (int i = lane; i < size; i += 32) keys[i] = 0;
+      __syncwarp();
+#pragma unroll 1
+      for (int n = lane; n < p.N; n += 32) {
+        const int chunks = chunks_of_sequence(p, n);
+        int unit = first_slot(params, n) / segment + n, left = chunks;  // numbers as of first_segment
+        do {
+          keys[unit] = unit_key(unit, min(left, segment));
+          left -= segment;
+          ++unit;
+        } while (left > 0);
+      }
+      sort_keys(keys, size);
+      if (cuts && whole && params.scratch.order != nullptr)
+        for (int i = lane; i < p.N; i += 32) params.scratch.order[i] = unit_of_key(keys[i]);
+      most = deal(keys, units, back, params.slices, params.by_slices, bins);
+    }
+    if (!cuts || segment != kWholeSequences || !segments_pay(params, most)) break;
+    segment = params.segment;
+  }
+  if (cuts && lane == 0) *params.scratch.segment = segment;
+}
+
+}  // namespace gdn::sm90::backward
