@@ -39,6 +39,7 @@ from benchmarks.shapes import (
     Inputs,
     add_gates_option,
     label_of,
+    log_uniform,
     make_inputs,
     with_gates,
 )
@@ -86,8 +87,20 @@ SEQUENCES = (
     (8192, 8192, 8192, 8192),
     (4000, 16000, 368, 12400),
 )
+# Documents of all lengths in a row: how many, and the bounds that their lengths are drawn between.
+MIXES = ((48, 32, 2048), (16, 64, 8192))
+
+
+def mixed(H: int, HV: int, parts: int, least: int, most: int) -> Case:
+    """`parts` sequences at K = V = 128, of lengths drawn log-uniformly, the same for all heads."""
+    lengths = log_uniform(parts, least, most, seed=parts)
+    name = f"backward {H}/{HV} K 128 V 128 {parts} of {least} to {most}"
+    return replace(packed(H, HV, 128, 128, *lengths), name=name)
+
+
 TIME_CASES = (
     *(packed(*heads, 128, 128, *lengths) for heads in HEADS for lengths in SEQUENCES),
+    *(mixed(*heads, *mix) for heads in HEADS for mix in MIXES),
     packed(8, 8, 256, 512, 2048, 2048, 2048, 2048),
     packed(16, 16, 96, 192, 8192, 8192, 8192, 8192),
     packed(8, 8, 128, 256, 8192, 8192, 8192, 8192),
