@@ -50,14 +50,15 @@ __global__ void __launch_bounds__(kMostHeads * 32) sum_kernel(const __grid_const
   if (lane == 31) params.scratch.last[index] = sum;
 }
 
-// chunk_frame(G, last).next. Of a mild chunk both that can follow are made before it is known which does, since a chain
-// of these steps is all that walk_kernel waits for.
+// chunk_frame(G, last).next, without a branch: a chain of these steps is all that walk_kernel waits for.
 template <class T>
 GDN_DEVICE float next_frame(float G, float last) {
   using F = Frame<T>;
-  if (last < -F::kRange) return chunk_frame<T>(G, last).next;
-  const float next = G + last, anew = F::kTop + last;
-  return next < F::kTop - F::kRange || next > F::kTop + 16.f ? anew : next;
+  const bool steep = last < -F::kRange;
+  const float x = G + last, anew = F::kTop + last;
+  const bool outside = steep ? G < 0 || G > F::kTop : x < F::kTop - F::kRange || x > F::kTop + 16.f;
+  const float y = outside ? anew : x;
+  return steep ? y - floorf(y) : y;
 }
 
 // The blocks of walk_kernel that deal: the first for the walk forward, the second for the walk back.
