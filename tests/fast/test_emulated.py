@@ -51,8 +51,8 @@ WITHOUT_RACES = {
     "overwritten": "an operand changed before the product was waited for",
 }
 CASES = (
-    "forward-.*-bfloat16|backward-(heads|alone|empties|options-(128-128-bfloat16|96-192-float16)|"
-    "gates-(model|closed))"
+    "forward-.*-bfloat16|backward-(heads|alone|empties|uneven|"
+    "options-(128-128-bfloat16|96-192-float16)|gates-(model|closed))"
 )
 
 
@@ -89,6 +89,15 @@ def test_faults_are_found(tmp_path: Path) -> None:
         assert said(program, "none", EMULATOR_RACES="1", EMULATOR_SEED=str(seed)) == "right\n"
 
 
+@pytest.mark.long(10)
+def test_tiles_are_dealt(tmp_path: Path) -> None:
+    """To the blocks of the backward's walks: as a greedy deal does, and each tile once."""
+    program = build_program(tmp_path, ROOT / "tests/fast/deal.cu")
+    settings = {**os.environ, "EMULATOR_RACES": "1"}
+    done = subprocess.run([program], env=settings, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("right: ") and done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.long(80)
 @pytest.mark.timeout(1800)  # two minutes of two cores, which may be busy with other tests
 def test_kernels(tmp_path: Path) -> None:
@@ -96,8 +105,10 @@ def test_kernels(tmp_path: Path) -> None:
     whole and in segments: within their budgets, with an end, and with no access that races."""
     build(tmp_path, heads="^heads_128(_exact)?$")
     command = [sys.executable, "-m", "emulator.run", "--folder", str(tmp_path), "--races"]
-    # Only where a long sequence leaves multiprocessors idle are both walks of the backward cut.
-    for select, multiprocessors, count in ((CASES, 4, 13), ("backward-cut", 132, 2)):
+    # The backward cuts both walks only where a long sequence leaves most multiprocessors idle, and
+    # deals segments of the walk forward only where uneven sequences leave some idle.
+    runs = ((CASES, 4, 15), ("backward-dealt", 16, 2), ("backward-cut", 132, 2))
+    for select, multiprocessors, count in runs:
         done = subprocess.run(
             [*command, "--select", select, "--multiprocessors", str(multiprocessors)],
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"},

@@ -110,7 +110,9 @@ GDN_DEVICE int deal(const uint32_t* keys, int count, bool empty, int slices, con
       for (int r = 1; r < kBinRows; ++r) least = min(least, load[r]);
       least = -__reduce_max_sync(~0u, -least);
       int level = least + cost, last = kMostBins;  // bins below it get a tile; of those just below, so many at most
-      if (below(level) > left) {
+      const int some = below(level), each = min(some, left);  // each: tiles of a turn
+      int turns = 1;
+      if (some > left) {
         int low = least;
 #pragma unroll 1
         while (level - low > 1) {
@@ -118,6 +120,13 @@ GDN_DEVICE int deal(const uint32_t* keys, int count, bool empty, int slices, con
           (below(middle) >= left ? level : low) = middle;
         }
         last = left - below(level - 1);
+      } else {  // and as many turns as the same bins have, at once
+        int other = INT_MAX;
+#pragma unroll
+        for (int r = 0; r < kBinRows; ++r)
+          if (load[r] >= level) other = min(other, load[r]);
+        other = -__reduce_max_sync(~0u, -other);
+        turns = min(left / each, (other - least) / cost);
       }
 #pragma unroll
       for (int r = 0; r < kBinRows; ++r) {
@@ -127,15 +136,19 @@ GDN_DEVICE int deal(const uint32_t* keys, int count, bool empty, int slices, con
         last -= __popc(all_last);
         const uint32_t takers = __ballot_sync(~0u, takes);
         if (takes) {
-          const int at = next + __popc(takers & lower) * bins.width, i = by_slices.divide(at);
-          const int tile = unit_of_key(keys[i]) * slices + at - i * slices;
-          for (int w = 0; w < bins.width; ++w) bins.links[end[r] + w] = tile + w;
-          end[r] = bins.count * bins.width + tile;
-          load[r] += cost;
+          int at = next + __popc(takers & lower) * bins.width;
+#pragma unroll 1
+          for (int turn = 0; turn < turns; ++turn, at += each * bins.width) {
+            const int i = by_slices.divide(at), tile = unit_of_key(keys[i]) * slices + at - i * slices;
+            for (int w = 0; w < bins.width; ++w) bins.links[end[r] + w] = tile + w;
+            end[r] = bins.count * bins.width + tile;
+          }
+          load[r] += turns * cost;
         }
         next += __popc(takers) * bins.width;
-        left -= __popc(takers);
       }
+      next += (turns - 1) * each * bins.width;
+      left -= turns * each;
     }
     first = behind;
   }

@@ -69,6 +69,12 @@ BACKWARD = [
     fast_case("four", "", lengths=(70, 130), H=1, HV=4),
     fast_case("orphans", "", lengths=(5, 80), orphans=200, H=1, HV=2),
     EMPTIES,
+    # Tiles that are dealt, on fewer multiprocessors than tiles.
+    fast_case("uneven", "", lengths=(70, 0, 400, 130, 0, 64, 1, 200), orphans=70, H=2, HV=4),
+    fast_case("uneven-four", "", lengths=(300, 70, 0, 130), H=1, HV=4),
+    # On 16 to 20 multiprocessors the host wants segments for both, and the device for the first.
+    fast_case("dealt-segments", "", lengths=(130, 3900, 0), H=1, HV=2),
+    fast_case("dealt-whole", "", lengths=(*(770,) * 7, 700), H=1, HV=2),
     fast_case("segments", "", T=1500, H=1, HV=2),
     fast_case("cut", "both walks in segments, on 132 multiprocessors", T=8191, H=1, HV=1),
 ]
