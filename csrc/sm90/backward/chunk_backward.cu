@@ -99,27 +99,37 @@ Segments cut_of(const ChunkForward& p, const Segments& others, double others_tim
 
 Segments segments_of(const ChunkForward& p) {
   const double slices = double(slices_of(p));
-  constexpr int kLengths[] = {64, 32, 16, 8, 4};
+  constexpr int kLengths[] = {256, 192, 128, 96, 64, 32, 16, 8, 4}, kMostSegments = 128, kLeastChunks = 4;
   constexpr int kMemory = 3;  // a start is twice as large as a chunk's dS: of many short sequences there are no more
-  const bool guess = p.cu_seqlens && p.N > 1;
+  const bool guess = p.cu_seqlens && p.N > 1, beside = states_go_beside(p, slices_of(p));
   const double chunks = double(ceil_div(p.T, kChunk)), each = p.multiprocessors;
   // What every multiprocessor has of all chunks. The host does not know the lengths of packed sequences: segments are
   // chosen for a longest one that has half of all, and the device, which knows, may take whole sequences all the same.
   const double share = double(p.B) * chunks * slices / each, longest = guess ? chunks / 2 : chunks;
   const auto walk = [&](double tiles, double length) { return std::ceil(tiles / each) * (length * kGradients + kTile); };
-  const double states = time_of_states(float(share), float(longest));
   Segments best = {0, 0, 0, false, false};
   double least = guess ? std::max(share, longest) * kGradients + kTile : walk(double(p.N) * slices, longest);
-  for (const int length : kLengths) {
+  double least_states = 0;
+  const auto consider = [&](int length) {
     const Segments segments = in_segments(p, length, false);
+    if (segments.count * kMemory > slots_of(p)) return;
+    const double walked = guess ? std::max(longest - length, 0.) : double((segments.of_batch - 1) * length);
+    const double states = time_of_states(float(share * walked / longest), float(walked), beside);
     const double time = states + (guess ? time_of_segments(float(share), float(length))
                                         : walk(double(p.N) * double(segments.of_batch) * slices, length));
-    if (time >= least || segments.count * kMemory > slots_of(p)) continue;
+    if (time >= least) return;
     least = time;
+    least_states = states;
     best = segments;
+  };
+  if (guess) {
+    for (const int length : kLengths) consider(length);
+  } else {  // equally long ones
+    for (int number = 2; number <= kMostSegments && ceil_div(int64_t(chunks), number) >= kLeastChunks; ++number)
+      consider(int(ceil_div(int64_t(chunks), number)));
   }
   best.may_be_whole = guess;
-  return cut_of(p, best, best.length ? least - states : least);
+  return cut_of(p, best, least - least_states);
 }
 
 // Whether tiles of so many sequences or segments are dealt to the blocks of a walk, of which there are as many as

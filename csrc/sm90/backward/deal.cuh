@@ -169,43 +169,59 @@ constexpr float kGradients = 6.5f, kTile = 5;
 GDN_HOST_DEVICE float time_of_segments(float share, float length) {
   return fmaxf(share / length, 1.f) * (length * kGradients + kTile) + length * (kGradients / 8);
 }
-// What it takes to walk to where segments begin.
-GDN_HOST_DEVICE float time_of_states(float share, float longest) {
-  // Of a chunk of the state alone, where the walk back beside it leaves multiprocessors free, and where it does not; and
-  // of the launch.
-  constexpr float kState = 0.5f, kFullState = 4.4f, kLaunch = 8;
-  return kLaunch + fmaxf(kState * longest, kFullState * share);
+// What it takes to walk to where the last segments begin, where that is `walked` chunks of the longest sequence and
+// `share` of all that a multiprocessor has.
+GDN_HOST_DEVICE float time_of_states(float share, float walked, bool beside) {
+  // Of a chunk: what the walk back takes longer with this walk beside it, and the walk of the state behind the walk back,
+  // by its chain and by memory; and of its launch.
+  constexpr float kBeside = 0.2f, kChain = 1.2f, kFull = 1.8f, kLaunch = 8, kBehind = 15;
+  return kLaunch + (beside ? kBeside * walked : kBehind + fmaxf(kChain * walked, kFull * share));
 }
 
-// Chunks of the longest sequence, and of all.
+// Whether the walk of the state finds a free multiprocessor for each of its tiles, halves of slices, beside the walk back.
+GDN_HOST_DEVICE bool states_go_beside(const ChunkForward& p, int64_t slices) {
+  const int64_t halves = 2 * int64_t{p.N} * slices, blocks = halves <= p.multiprocessors ? halves : halves / 2;
+  return blocks + halves <= p.multiprocessors;
+}
+
+// Chunks of the longest sequence, and of all; and so many of them before their last segments.
 struct Chunks {
-  int longest, all;
+  int longest, all, longest_walked, all_walked;
 };
 GDN_DEVICE int chunks_of_sequence(const ChunkForward& p, int n) {
   return (max(sequence_length(p, n), 0) + kChunk - 1) / kChunk;
 }
-GDN_DEVICE Chunks count_chunks(const ChunkForward& p) {
-  Chunks x = {0, 0};
+GDN_DEVICE Chunks count_chunks(const ChunkForward& p, int segment) {
+  Chunks x = {};
 #pragma unroll 4
   for (int n = int(threadIdx.x) % 32; n < p.N; n += 32) {
     const int own = chunks_of_sequence(p, n);
+    const int walked = max(own - 1, 0) / segment * segment;
     x.longest = max(x.longest, own);
+    x.longest_walked = max(x.longest_walked, walked);
     x.all += own;
+    x.all_walked += walked;
   }
   x.longest = __reduce_max_sync(~0u, x.longest);
+  x.longest_walked = __reduce_max_sync(~0u, x.longest_walked);
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) x.all += __shfl_xor_sync(~0u, x.all, d);
+  for (int d = 1; d < 32; d *= 2) {
+    x.all += __shfl_xor_sync(~0u, x.all, d);
+    x.all_walked += __shfl_xor_sync(~0u, x.all_walked, d);
+  }
   return x;
 }
 
 // Whether segments take less than whole sequences, of which a block has `most` chunks.
 GDN_DEVICE bool segments_pay(const Params& params, int most) {
   const ChunkForward& p = params.problem.forward;
-  const Chunks chunks = count_chunks(p);
-  const float share = float(chunks.all) * float(params.slices) / float(p.multiprocessors);
+  const Chunks chunks = count_chunks(p, params.segment);
+  const float of_all = float(params.slices) / float(p.multiprocessors), share = float(chunks.all) * of_all;
   // Without a deal blocks take whole sequences in turn; that they then have equally many chunks is hoped for.
   const float whole = most > 0 ? float(most) : fmaxf(float(chunks.longest), share) + float(kTileStart);
-  const float segments = time_of_segments(share, float(params.segment)) + time_of_states(share, float(chunks.longest));
+  const float segments =
+      time_of_segments(share, float(params.segment)) +
+      time_of_states(float(chunks.all_walked) * of_all, float(chunks.longest_walked), states_go_beside(p, params.slices));
   return segments < whole * kGradients;
 }
 
