@@ -14,7 +14,7 @@ struct Back {
   using T = typename Kind::T;
   static constexpr int kStates = kStates_;
   static constexpr bool kCut = kCut_;
-  static constexpr bool kMaker = kStates == 2;
+  static constexpr bool kMaker = kStates == 2 && !kCut;
   static constexpr int kThreads = 128 * (1 + kStates + kMaker);
   static constexpr int kStages = kStates == 2 ? 2 : 3;
   static constexpr int kTileParts = 2 / kStates;
@@ -31,11 +31,10 @@ template <class C>
 GDN_DEVICE auto walk_back_tile(const Params& params, int index) {
   using Kind = typename C::Kind;
   if constexpr (C::kCut) {
-    static_assert(C::kTileParts == 2, "halves of slices");
-    const int tile = divide_by_slices<Kind>(params, index / 2), n = tile / params.segments_of_batch;
-    auto x = segment_tile<Kind>(params, n, tile - n * params.segments_of_batch,
-                                index / 2 - tile * slices_of<Kind>(params));
-    x.part = index % 2;
+    static_assert(C::kTileParts == 1, "whole slices");
+    const int tile = divide_by_slices<Kind>(params, index), n = tile / params.segments_of_batch;
+    auto x = segment_tile<Kind>(params, n, tile - n * params.segments_of_batch, index - tile * slices_of<Kind>(params));
+    x.part = 0;
     return x;
   } else {
     return back_tile<Kind, C::kTileParts>(params, index);

@@ -49,7 +49,8 @@ struct Segments {
   bool may_be_whole;        // the device takes whole sequences all the same where they take less
   bool cuts;                // the walk back goes in the same segments, segment_maps.cu
 };
-constexpr double kBack = 1.2;  // microseconds of a chunk of half a slice walked back
+// Microseconds of a chunk walked back, of half a slice and of a whole one whose triangles are there.
+constexpr double kBack = 1.2, kBackWhole = 2.6;
 
 Segments in_segments(const ChunkForward& p, int length, bool cuts) {
   const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
@@ -70,7 +71,7 @@ double time_of_cut(const ChunkForward& p, int length, double of_batch) {
   const int rows = fold_rows(int64_t(slices), p.multiprocessors);
   const double turns = std::ceil(slices * 2 * (kChannels / rows) / (2 * each));
   const double folds = turns * (of_batch - 2) * (kFold + rows * kFoldRow);
-  const double back = std::max(walk(2 * slices * of_batch, kBack, kShort), slices * chunks * kBackBytes);
+  const double back = std::max(walk(slices * of_batch, kBackWhole, kShort), slices * chunks * kBackBytes);
   return kLaunches + maps + folds + back + walk(slices * of_batch, kGradients, kTile);
 }
 

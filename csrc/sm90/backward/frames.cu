@@ -67,12 +67,11 @@ GDN_HOST_DEVICE int dealers_of(const Params& params) {
   return params.scratch.forward_links != nullptr || params.segment > 0 ? 1 : 0;
 }
 
-// A thread walks a sequence and value head. A block has one warp, as the walks of few are to lie on many
-// multiprocessors. The first blocks deal instead.
+// A block, one warp, walks a sequence and value head: all lanes walk, and a lane loads and stores for one chunk of 32. A
+// thread for each would need the instructions of 32 loads and stores. The first blocks deal instead.
 constexpr int kWalkThreads = 32;
 template <class T>
 __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constant__ Params params) {
-  constexpr int kAhead = 32;  // chunks: a load takes as long as so many steps
   const ChunkForward& p = params.problem.forward;
   __shared__ uint32_t keys[kMostUnits];
   const int dealers = dealers_of(params), block = int(blockIdx.x) - dealers;
@@ -80,31 +79,22 @@ __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constan
     deal_walk(params, blockIdx.x == 1, keys);
     return;
   }
-  const int index = block * kWalkThreads + threadIdx.x;
-  if (index >= p.N * p.HV) return;
-  const auto tile = back_tile<Kind<T, true>, 1>(params, index);  // slices are not asked for
-  const int count = tile.chunks();
+  const auto tile = back_tile<Kind<T, true>, 1>(params, block);  // slices are not asked for
+  const int count = tile.chunks(), lane = threadIdx.x;
   const int64_t first = int64_t{tile.slot} * p.HV + tile.hv(params);
-  // The next kAhead are loaded while these are walked.
-  float last[kAhead];
-  const auto load = [&](float (&to)[kAhead], int c) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      to[i] = c + i < count ? params.scratch.last[first + int64_t{c + i} * p.HV] : 0.f;
-  };
-  float G = Frame<T>::kTop;
-  load(last, 0);
+  const auto load = [&](int c) { return c + lane < count ? params.scratch.last[first + int64_t{c + lane} * p.HV] : 0.f; };
+  float G = Frame<T>::kTop, last = load(0);
 #pragma unroll 1
-  for (int c = 0; c < count; c += kAhead) {
-    float next[kAhead];
-    load(next, c + kAhead);
+  for (int c = 0; c < count; c += 32) {
+    const float next = load(c + 32);
+    float own = G;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (c + i < count) params.scratch.G[first + int64_t{c + i} * p.HV] = G;
-      G = next_frame<T>(G, last[i]);
+    for (int i = 0; i < 32; ++i) {
+      if (lane == i) own = G;
+      G = next_frame<T>(G, __shfl_sync(~0u, last, i));
     }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) last[i] = next[i];
+    if (c + lane < count) params.scratch.G[first + int64_t{c + lane} * p.HV] = own;
+    last = next;
   }
 }
 
@@ -145,8 +135,7 @@ const char* run_frames(const Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   const HeadBlocks heads(params);
   sum_kernel<<<heads.grid, heads.threads, 0, stream>>>(params);
-  const int64_t walks = ceil_div(int64_t{p.N} * p.HV, kWalkThreads);
-  walk_kernel<T><<<unsigned(walks + dealers_of(params)), kWalkThreads, 0, stream>>>(params);
+  walk_kernel<T><<<unsigned(int64_t{p.N} * p.HV + dealers_of(params)), kWalkThreads, 0, stream>>>(params);
   factor_kernel<T><<<unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32)), kThreads, 0, stream>>>(params);
   return check(cudaGetLastError());
 }

@@ -54,7 +54,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       if (!ends) {
         if constexpr (C::kCut)
           load_state(S, params.cut.ends + segment_matrix<Kind>(params, tile.n, tile.segment, tile.slice) +
-                            (tile.part * 64 + state_row(warp, threadIdx.x % 32)) * kChannels +
+                            (slot * 64 + state_row(warp, threadIdx.x % 32)) * kChannels +
                             state_column(threadIdx.x % 32),
                      1, kChannels, 1.f, AllChannels{});
       } else if (problem.dht == nullptr) {
@@ -288,7 +288,7 @@ const char* launch(Params& params, cudaStream_t stream) {
 template <class Kind>
 const char* run_walk_back(Params& params, cudaStream_t stream) {
   if constexpr (kCuts<Kind>)
-    if (params.cut.cuts) return launch<Back<Kind, 1, true>>(params, stream);
+    if (params.cut.cuts) return launch<Back<Kind, 2, true>>(params, stream);
   if (walks_back_over_halves(params)) return launch<Back<Kind, 1>>(params, stream);
   return launch<Back<Kind, 2>>(params, stream);
 }
