@@ -110,6 +110,7 @@ __global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_c
   Memory& sm = *reinterpret_cast<Memory*>(raw);
   // It was launched beside the walk back, and what comes next waits for this kernel only: its last block waits for both.
   const bool waits = blockIdx.x + 1 == gridDim.x;
+  if (!waits && *params.scratch.segment == kWholeSequences) return;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
