@@ -89,7 +89,7 @@ Segments cut_of(const ChunkForward& p, const Segments& others, double others_tim
   Segments best = others;
   for (const int length : kLengths) {
     const Segments cut = in_segments(p, length, true);
-    if (cut.of_batch < 3) continue;
+    if (cut.of_batch < 3 || cut.of_batch > kMostFolds) continue;
     const double time = time_of_cut(p, length, double(cut.of_batch));
     if (time >= least) continue;
     least = time;
@@ -177,6 +177,8 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scr
     cut.cuts = true;
     parts.take(cut.ends, matrices);
     cut.maps = reinterpret_cast<float*>(x.dx);
+    parts.take(cut.forgotten, segments.count * slices_of(p));
+    parts.take(cut.wrong, 1);
   }
   return parts.used();
 }
@@ -271,6 +273,17 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   if (params.segment > 0 && !params.cut.cuts)
     if (const char* error = run_walk_states<Kind>(params, stream)) return error;
   if (const char* error = run_walk_forward<Kind>(params, stream)) return error;
+  if constexpr (kCuts<Kind>) {
+    if (params.cut.cuts) {  // what a segment that forgets has started from may be wrong, windows.cuh
+      Params again = params;
+      again.again = params.cut.wrong;
+      again.cut.cuts = false;
+      again.segment = 0;
+      again.makes = true;  // P of a steep chunk lay where dS is now
+      if (const char* error = run_walk_back<Kind>(again, stream)) return error;
+      if (const char* error = run_walk_forward<Kind>(again, stream)) return error;
+    }
+  }
   return run_sums<Kind>(params, stream);
 }
 }  // namespace

@@ -79,6 +79,8 @@ struct Cut {
   // [2, segments, slices, 128 of K, 128 of K]: what a segment does to the gradient of the state, M, and to the state,
   // its transpose. In the memory of dx, which the walk back writes after they have been folded.
   float* maps;
+  int* forgotten;  // [segments, slices]: not 0 where what a segment starts from is forgotten at its end, windows.cuh
+  int* wrong;      // not 0 where a segment has started from something else: all is walked again, whole
 };
 
 struct Params {
@@ -100,9 +102,11 @@ struct Params {
   Divisor heads, group;       // HV, and value heads of a key head
   Divisor by_slices, by_parts;
   Cut cut;
+  const int* again;  // Cut::wrong, of walks over whole sequences that there are only if it says so; else null
 };
 
 constexpr int kWholeSequences = 1 << 30;
+constexpr int kMostFolds = 4096;  // segments of a sequence where both walks are cut
 
 // Whether tokens of a steep chunk may matter at its end and have d > D. Where not, what such a token gives to the state
 // is at most 2^-kSteepUnits of its u, and is added as it is.

@@ -9,6 +9,7 @@ namespace gdn::sm90::backward {
 struct Announced {
   int block;   // in scratch memory; -1: there are no more chunks
   int begins;  // the number of the tile that begins here; -1: none does
+  int ended;   // where both walks are cut, of the tile that has ended before; -1: none has
 };
 
 // Full and empty of each buffer; docs/backward.md has who fills and empties it.
@@ -99,11 +100,13 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   uint32_t aside_phase = 0;
   ForwardWalk<Kind> walk(params);
   uint32_t it = 0;
+  int before = -1;  // the tile of the chunk before
 #pragma unroll 1
   for (bool more = walk.begin(); more; more = walk.next(), ++it) {
     const uint32_t stage = it % 2, block = walk.block(), of_head = walk.head_block();
     wait_for(sm.k_empty[stage], it / 2 + 1);
-    if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1};
+    if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1, params.cut.cuts && walk.c == 0 ? before : -1};
+    before = walk.index;
     load_rows<2>(params.k, sm.k[stage], sm.k_full[stage], sm.aside[0], aside_phase, 0, walk.row(), walk.tile.h(params),
                  walk.tile.batch, walk.rows(), sizeof(Gates), [&](uint32_t bar) {
                    bulk_load(shared_address(&sm.gates[stage]), params.scratch.gates + of_head, sizeof(Gates), bar);
@@ -132,7 +135,7 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     __syncwarp();
   }
   wait_for(sm.k_empty[it % 2], it / 2 + 1);
-  if (lead) sm.chunk[it % 2] = {-1, -1};
+  if (lead) sm.chunk[it % 2] = {-1, -1, params.cut.cuts ? before : -1};
   mbarrier_arrive_if(shared_address(&sm.k_full[it % 2]), lead);
 }
 

@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constan
   const int count = tile.chunks(), lane = threadIdx.x;
   const int64_t first = int64_t{tile.slot} * p.HV + tile.hv(params);
   const auto load = [&](int c) { return c + lane < count ? params.scratch.last[first + int64_t{c + lane} * p.HV] : 0.f; };
+  if (params.cut.cuts && block == 0 && lane == 0) *params.cut.wrong = 0;
   float G = Frame<T>::kTop, last = load(0);
 #pragma unroll 1
   for (int c = 0; c < count; c += 32) {

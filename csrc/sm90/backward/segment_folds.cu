@@ -1,7 +1,7 @@
 // What the segments of both walks start from, out of their maps (segment_maps.cu), in fp32: E_(j-1) = E_j M_j + b_j
 // from the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from the first one to the last but one. The result
 // replaces b.
-#include "sm90/backward/common.cuh"
+#include "sm90/backward/windows.cuh"
 #include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
@@ -19,6 +19,7 @@ struct Memory {
   uint8_t lines[kStages][kLineBytes];
   float4 state[kRows][kChannels / 4];
   float2 sums[kShares][kRows][kPairs];
+  uint32_t has_map[kMostFolds / 32];  // a bit for each step: behind a segment that forgets, the state is b
 };
 
 template <class Kind, int kRows>
@@ -36,34 +37,52 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   const int last = segment_tile<Kind>(params, n, 0, slice).last, steps = last - 1;
   if (steps < 1) return;
   const int first = back ? last - 1 : 1;
+  for (int i = threadIdx.x; i / 32 * 32 < steps; i += kThreads) {
+    const int segment = back ? first - i : first + i;
+    const bool has = i < steps && params.cut.forgotten[segment_index<Kind>(params, n, segment, slice)] == 0;
+    const uint32_t all = __ballot_sync(~0u, has);
+    if (threadIdx.x % 32 == 0) sm.has_map[i / 32] = all;
+  }
+  __syncthreads();
+  const auto step_from = [&](int i) {  // the first one with a matrix, or `steps`
+    for (; i < steps; i = (i / 32 + 1) * 32) {
+      const uint32_t left = sm.has_map[i / 32] >> (i % 32);
+      if (left != 0) return i + __ffs(left) - 1;
+    }
+    return steps;
+  };
   const int share = threadIdx.x / kPairs, column = threadIdx.x % kPairs, row = share * kOwn;
   const int64_t matrix = segment_matrix<Kind>(params, n, first, slice);
   const int64_t each = int64_t{slices_of<Kind>(params)} * (kChannels * kChannels), next = back ? -each : each;
   const float* const maps = params.cut.maps + (back ? 0 : params.segments * each) + matrix;
-  float* state = (back ? params.cut.ends : params.scratch.starts) + matrix;
-  state += (part * kRows + row) * kChannels + column * 2;
+  float* const state = (back ? params.cut.ends : params.scratch.starts) + matrix +
+                       (part * kRows + row) * kChannels + column * 2;
 
+  int fetched = step_from(0);  // the step of the next line that is fetched
   const auto fetch = [&](int line) {
-    if (line < steps * kLines) {
-      const float* const from = maps + line / kLines * next + line % kLines * (kLineBytes / 4);
+    if (fetched < steps) {
+      const float* const from = maps + fetched * next + line % kLines * (kLineBytes / 4);
       const uint32_t to = shared_address(sm.lines[line % kStages]);
 #pragma unroll
       for (int at = threadIdx.x * 16; at < kLineBytes; at += kThreads * 16) copy_async_16(to + at, from + at / 4);
+      if (line % kLines == kLines - 1) fetched = step_from(fetched + 1);
     }
     copy_async_commit();  // also of none, as groups are counted
   };
 #pragma unroll
   for (int line = 0; line + 1 < kStages; ++line) fetch(line);
 
-  float2 b[kOwn];
-#pragma unroll
-  for (int r = 0; r < kOwn; ++r) {
-    reinterpret_cast<float2*>(sm.state[row + r])[column] = *reinterpret_cast<const float2*>(state + r * kChannels);
-    b[r] = *reinterpret_cast<const float2*>(state + next + r * kChannels);
-  }
-  int line = 0;
+  int line = 0, behind = -1;  // behind: the step whose state is in sm.state
 #pragma unroll 1
-  for (int i = 0; i < steps; ++i) {
+  for (int i = step_from(0); i < steps; i = step_from(i + 1)) {
+    float* const before = state + i * next;
+    float2 b[kOwn];
+#pragma unroll
+    for (int r = 0; r < kOwn; ++r) {
+      if (i != behind)
+        reinterpret_cast<float2*>(sm.state[row + r])[column] = *reinterpret_cast<const float2*>(before + r * kChannels);
+      b[r] = *reinterpret_cast<const float2*>(before + next + r * kChannels);
+    }
     float2 sum[kRows] = {};
 #pragma unroll 1
     for (int above = share * kShare; above < kChannels; above += kLine, ++line) {
@@ -86,7 +105,6 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
 #pragma unroll
     for (int r = 0; r < kRows; ++r) sm.sums[share][r][column] = sum[r];
     __syncthreads();
-    state += next;
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
       float2 s = b[r];
@@ -96,10 +114,10 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
         s.x += x.x;
         s.y += x.y;
       }
-      *reinterpret_cast<float2*>(state + r * kChannels) = s;
+      *reinterpret_cast<float2*>(before + next + r * kChannels) = s;
       reinterpret_cast<float2*>(sm.state[row + r])[column] = s;
-      if (i + 1 < steps) b[r] = *reinterpret_cast<const float2*>(state + next + r * kChannels);
     }
+    behind = i + 1;
   }
 }
 

@@ -9,6 +9,7 @@
 // segment_folds.cu makes of them what the segments start from. All are in the frame of their chunks, which is the
 // sequence's. A block has a tile, each of its two warpgroups 64 rows of it.
 #include "sm90/backward/state_step.cuh"
+#include "sm90/backward/windows.cuh"
 #include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
@@ -31,6 +32,11 @@ enum class Job { kBack, kMap, kForward };
 template <class Kind>
 struct MapTile : SegmentTile<Kind> {
   Job job;
+  bool forgets;  // the walk begins from zeros, windows.cuh
+  // Whether this tile is the one of its segment that says whether it forgets.
+  GDN_DEVICE bool says() const {
+    return this->length > 0 && (job == Job::kForward || (job == Job::kBack && this->segment == this->last));
+  }
 };
 inline int tiles_of(const Params& params) {
   return params.problem.forward.N * params.slices * (3 * params.segments_of_batch - 4);
@@ -57,7 +63,22 @@ GDN_DEVICE MapTile<Kind> map_tile(const Params& params, int index) {
   MapTile<Kind> x;
   static_cast<SegmentTile<Kind>&>(x) = segment_tile<Kind>(params, n, segment, slice);
   x.job = job;
-  if (segment > x.last - (job == Job::kBack ? 0 : 1)) x.length = 0;
+  x.forgets = false;
+  if (segment > x.last - (job == Job::kBack ? 0 : 1)) {
+    x.length = 0;
+    return x;
+  }
+  const int window = window_of<Kind>(params, x, job != Job::kForward);
+  if (window == 0) return x;
+  x.forgets = true;
+  if (job == Job::kForward) {
+    const int left_out = x.chunks() - window;
+    x.first += left_out * kChunk;
+    x.slot += left_out;
+    x.length -= left_out * kChunk;
+  } else {
+    x.length = job == Job::kBack ? min(x.length, window * kChunk) : 0;
+  }
   return x;
 }
 
@@ -197,6 +218,8 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const MapTile<Kind> tile = map_tile<Kind>(params, index);
     const int count = tile.chunks();
+    if (slot == 0 && warp == 0 && fresh_lane() == 0 && tile.says())
+      params.cut.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] = tile.forgets;
     if (count == 0) continue;
     const int row = slot * 64 + state_row(warp, fresh_lane()), column = state_column(fresh_lane());
     const auto chunks = [&](const auto& step) {
@@ -213,7 +236,7 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
     const int64_t next = int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);  // from a segment to the next one
     float* to;
     if (tile.job == Job::kForward) {
-      if (tile.segment == 0) {
+      if (tile.segment == 0 && !tile.forgets) {
         load_initial<Kind>(S, params, tile, slot, warp);
       } else {
         clear_state(S);
@@ -240,7 +263,7 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
       to = params.cut.maps + matrix;
       store_state(S, to + params.segments * next + column * kChannels + row, kChannels, 1, 1.f, AllChannels{});
     } else {
-      if (tile.segment < tile.last || problem.dht == nullptr) {
+      if (tile.segment < tile.last || tile.forgets || problem.dht == nullptr) {
         clear_state(S);
       } else {
         wait_for(sm.full[it % kStages], it / kStages);

@@ -9,6 +9,7 @@
 // memory as well.
 #include "sm90/backward/back_memory.cuh"
 #include "sm90/backward/state_step.cuh"
+#include "sm90/backward/windows.cuh"
 #include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
@@ -221,10 +222,19 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       }
       make_du(it, C::kBeginsAhead);
     }
+    if constexpr (C::kCut) {
+      const auto tile = walk_back_tile<C>(params, index);
+      if (tile.segment > 0) {
+        if (any && params.cut.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] != 0)
+          compare_states(S, params.cut.ends + segment_matrix<Kind>(params, tile.n, tile.segment - 1, tile.slice) +
+                                (slot * 64 + state_row(warp, threadIdx.x % 32)) * kChannels +
+                                state_column(threadIdx.x % 32),
+                         params.cut.wrong);
+        continue;
+      }
+    }
     if (problem.dh0 != nullptr) {
       const auto tile = walk_back_tile<C>(params, index);
-      if constexpr (C::kCut)
-        if (tile.segment > 0) continue;
       const int lane = threadIdx.x % 32;
       const int v = tile.v(params) + (C::kStates == 2 ? slot : tile.part) * 64;
       store_state(S, problem.dh0 + tile.n * problem.dh0_n + tile.hv(params) * problem.dh0_h +
@@ -241,6 +251,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
   extern __shared__ __align__(1024) uint8_t raw[];
   BackMemory<C>& sm = *reinterpret_cast<BackMemory<C>*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+  if (params.again != nullptr && *params.again == 0) return;
   if constexpr (!C::kCut) launch_dependents();  // the walk of the state, which needs nothing of this one
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
@@ -289,7 +300,7 @@ template <class Kind>
 const char* run_walk_back(Params& params, cudaStream_t stream) {
   if constexpr (kCuts<Kind>)
     if (params.cut.cuts) return launch<Back<Kind, 2, true>>(params, stream);
-  if (walks_back_over_halves(params)) return launch<Back<Kind, 1>>(params, stream);
+  if (!params.again && walks_back_over_halves(params)) return launch<Back<Kind, 1>>(params, stream);
   return launch<Back<Kind, 2>>(params, stream);
 }
 

@@ -234,12 +234,13 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
   }
 }
 
-template <class Kind, bool kExchange>
+template <class Kind, bool kExchange, bool kCut>
 __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(WalkMemory) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
   WalkMemory& sm = *reinterpret_cast<WalkMemory*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+  if (params.again != nullptr && *params.again == 0) return;
   if (threadIdx.x == 0) init_barriers<kExchange>(sm);
   __syncthreads();
   if constexpr (kExchange) cluster_sync();  // the other block's barriers are there
@@ -264,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
     }
   } else if (warpgroup <= 2) {
     set_registers<kStateRegisters, kLaunchRegisters>();
-    states<Kind>(sm, params, warpgroup - 1, warp % 4);
+    states<Kind, kCut>(sm, params, warpgroup - 1, warp % 4);
   } else {
     set_registers<kPairRegisters, kLaunchRegisters>();
     pairs<typename Kind::T, kExchange>(sm, params, warp % 4);
@@ -282,11 +283,16 @@ const char* run_walk_forward(Params& params, cudaStream_t stream) {
   params.tiles = (params.segment > 0 ? params.segments : p.N) * params.slices;
   params.links = params.scratch.forward_links;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
-  constexpr int kBytes = sizeof(WalkMemory);
-  if constexpr (Kind::kExact)
-    if (params.exchange)
-      return launch_blocks(&walk_forward_kernel<Kind, true>, params, blocks & ~1u, kThreads, kBytes, 2, false, stream);
-  return launch_blocks(&walk_forward_kernel<Kind, false>, params, blocks, kThreads, kBytes, 1, false, stream);
+  const auto launch = [&](auto* kernel, int cluster) {
+    constexpr int kBytes = sizeof(WalkMemory);
+    return launch_blocks(kernel, params, blocks / cluster * cluster, kThreads, kBytes, cluster, false, stream);
+  };
+  if constexpr (kCuts<Kind>) {
+    if (params.cut.cuts && params.exchange) return launch(&walk_forward_kernel<Kind, true, true>, 2);
+    if (params.cut.cuts) return launch(&walk_forward_kernel<Kind, false, true>, 1);
+    if (params.exchange) return launch(&walk_forward_kernel<Kind, true, false>, 2);
+  }
+  return launch(&walk_forward_kernel<Kind, false, false>, 1);
 }
 
 template const char* run_walk_forward<Kind<__nv_bfloat16, true>>(Params&, cudaStream_t);

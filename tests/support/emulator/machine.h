@@ -91,6 +91,13 @@ EMULATOR_OP2(div_s32, uint32_t, b ? int64_t(int32_t(a)) / int32_t(b) : -1)
 EMULATOR_OP2(rem_s32, uint32_t, b ? int64_t(int32_t(a)) % int32_t(b) : a)
 EMULATOR_OP2(div_s64, uint64_t, b + 1 < 2 ? (b ? -a : ~0ull) : uint64_t(int64_t(a) / int64_t(b)))
 EMULATOR_OP2(rem_s64, uint64_t, b + 1 < 2 ? (b ? 0 : a) : uint64_t(int64_t(a) % int64_t(b)))
+inline uint32_t brev_b32(uint32_t a) {
+  uint32_t x = 0;
+  for (int i = 0; i < 32; ++i) x |= (a >> i & 1) << (31 - i);
+  return x;
+}
+// How far the highest bit that is set would be shifted to become the highest one; all bits set if there is none.
+inline uint32_t bfind_shiftamt_u32(uint32_t a) { return a == 0 ? ~0u : uint32_t(__builtin_clz(a)); }
 inline uint32_t popc_b32(uint32_t x) { return uint32_t(__builtin_popcount(x)); }
 EMULATOR_OP2(mul_hi_s32, uint32_t, (int64_t(int32_t(a)) * int32_t(b)) >> 32)
 EMULATOR_OP2(mul_hi_u32, uint32_t, (uint64_t(a) * b) >> 32)
