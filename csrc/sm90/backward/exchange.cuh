@@ -2,9 +2,9 @@
 // first block stores its own, and the second one adds its own to it. Both are rounded before and the sum is rounded, so
 // that the sums have the bits of head_sum_kernel.
 //
-// No warpgroup waits for the other block, and neither do the loads of the first block: its store is complete before it
-// says so (`there`). The second block falls behind by the time that a store takes. The first one is at most a chunk
-// ahead of what the second one has seen: `taken`.
+// No warpgroup waits for the other block. The second block adds when the first one has said that its store is
+// complete (`there`), and so falls behind by the time that a store takes. The first block loads its next chunk before
+// it waits for what the second one has seen (`taken`), of which it is at most a chunk ahead.
 #pragma once
 #include "sm90/backward/common.cuh"
 
@@ -21,8 +21,8 @@ GDN_DEVICE uint32_t address_in(uint32_t address, uint32_t rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-// At a barrier of another block. It says that this warp has read something, by instructions whose values have been used,
-// and publishes no data: a release at cluster scope would be a MEMBAR of the whole GPU.
+// At a barrier of another block. It says that this warp has seen a phase of a barrier, and publishes no data: a
+// release at cluster scope would be a MEMBAR of the whole GPU.
 GDN_DEVICE void arrive_there_if(uint32_t bar, bool condition) {
   asm volatile(
       "{.reg .pred p;\n"

@@ -1,4 +1,5 @@
-// Shared memory and barriers of the walk forward, and its single warps: what comes from memory and goes there.
+// Shared memory and barriers of the walk forward, and its single warps: what comes from memory and goes there, <S, dS>
+// and dx . v.
 #pragma once
 #include "sm90/backward/deal.cuh"
 #include "sm90/backward/exchange.cuh"

@@ -1,5 +1,6 @@
-// Barriers in shared memory, copies by TMA and cp.async, and what is read of another block. A copy happens at a random
-// moment between its issue and the moment at which somebody may rely on it.
+// Barriers in shared memory, copies by TMA and cp.async, and what is read of another block. A copy happens at a
+// random moment between its issue and the moment at which somebody may rely on it. One out of shared memory has two
+// such moments: it reads, and later it writes, or adds bf16 values to what is there.
 #include <cstring>
 #include <sstream>
 
