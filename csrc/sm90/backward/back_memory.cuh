@@ -162,7 +162,7 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
       own.invert(shared_address(stage.t));
       fence_async_proxy();
       __syncwarp();
-      mbarrier_arrive_if(shared_address(&sm.maker.made[s]), lane == 0);
+      arrive(sm.maker.made[s], lane == 0);
       named_barrier(kBarrier, 128);
       if (thread == 0) {
         if (first_of_head) tma_store(&params.t, shared_address(stage.t), 0, 0, 0, slot * p.HV + tile.hv(params));
@@ -197,7 +197,7 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int slot) 
         tma_store_commit();
         tma_store_wait_read();
       }
-      mbarrier_arrive_if(shared_address(&sm.ds_empty[slot]), lead);
+      arrive(sm.ds_empty[slot], lead);
       wait_for(sm.dx_full[slot], it);
       const int row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
       if (lead) {
@@ -217,7 +217,7 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int slot) 
         }
       }
       __syncwarp();
-      mbarrier_arrive_if(shared_address(&sm.dx_empty[slot]), lead);
+      arrive(sm.dx_empty[slot], lead);
     }
   }
   if (lead) tma_store_wait();

@@ -289,7 +289,10 @@ GDN_DEVICE void load_rows(const CUtensorMap& map, uint8_t (*to)[kTileBytes], uin
     also(bar);
   }
   __syncwarp();
-  if (whole) return;
+  if (whole) {
+    if constexpr (kWarpArrivals == 32) mbarrier_arrive_if(bar, !lead);  // the first lane arrived by mbarrier_expect
+    return;
+  }
   mbarrier_wait(bar, aside_phase);
   aside_phase ^= 1;
 #pragma unroll 1
@@ -299,7 +302,7 @@ GDN_DEVICE void load_rows(const CUtensorMap& map, uint8_t (*to)[kTileBytes], uin
       reinterpret_cast<uint4*>(to[i])[line] = make_uint4(0, 0, 0, 0);
   fence_async_proxy();
   __syncwarp();
-  mbarrier_arrive_if(shared_address(&full), lead);
+  arrive(full, lead);
 }
 struct Nothing {
   GDN_DEVICE void operator()(uint32_t) const {}

@@ -36,33 +36,33 @@ struct WalkMemory {
   uint64_t dq_there, dq_taken, dk_there, dk_taken;  // exchange.cuh
 };
 
-constexpr int kStateWarps = 8, kPairWarps = 4;
-constexpr int kProductWarps = 2;  // of <S, dS>: those that load q and do
-
 // With kExchange in clusters of two blocks, exchange.cuh.
 template <bool kExchange>
 GDN_DEVICE void init_barriers(WalkMemory& sm) {
+  // Arrivals. The loader's first lane alone gives out what has no rows to clear.
+  constexpr int kWarp = kWarpArrivals, kStates = 8 * kWarp, kPairs = 4 * kWarp;
+  constexpr int kProducts = 2 * kWarp;  // <S, dS>: the warps that load q and do
   for (int i = 0; i < 2; ++i) {
-    mbarrier_init(&sm.k_full[i], 1);
-    mbarrier_init(&sm.k_empty[i], kStateWarps + kPairWarps);
-    mbarrier_init(&sm.do_full[i], 1);
-    mbarrier_init(&sm.dq_full[i], kPairWarps);
+    mbarrier_init(&sm.k_full[i], kWarp);
+    mbarrier_init(&sm.k_empty[i], kStates + kPairs);
+    mbarrier_init(&sm.do_full[i], kWarp);
+    mbarrier_init(&sm.dq_full[i], kPairs);
   }
   const auto init = [](uint64_t& full, uint64_t& empty, int writers, int readers) {
     mbarrier_init(&full, writers);
     mbarrier_init(&empty, readers);
   };
-  init(sm.v_full, sm.v_empty, 1, kStateWarps + 1);
-  init(sm.dx_full, sm.dx_empty, 1, kStateWarps + kPairWarps + 1);
-  init(sm.ds_full, sm.ds_empty, 1, kStateWarps + kProductWarps);
-  init(sm.t_full, sm.t_empty, 1, kStateWarps);
-  init(sm.pairs_full, sm.pairs_empty, 1, kStateWarps + kPairWarps);
-  init(sm.S_full, sm.S_empty, kStateWarps, kStateWarps + kPairWarps + kProductWarps);
-  init(sm.u_full, sm.u_empty, kStateWarps, kStateWarps + kPairWarps);
-  mbarrier_init(&sm.q_full, 1);
-  mbarrier_init(&sm.q_read, kPairWarps);
-  mbarrier_init(&sm.n_full, kPairWarps);
-  mbarrier_init(&sm.dk_full, kStateWarps);
+  init(sm.v_full, sm.v_empty, kWarp, kStates + kWarp);
+  init(sm.dx_full, sm.dx_empty, 1, kStates + kPairs + kWarp);
+  init(sm.ds_full, sm.ds_empty, 1, kStates + kProducts);
+  init(sm.t_full, sm.t_empty, 1, kStates);
+  init(sm.pairs_full, sm.pairs_empty, 1, kStates + kPairs);
+  init(sm.S_full, sm.S_empty, kStates, kStates + kPairs + kProducts);
+  init(sm.u_full, sm.u_empty, kStates, kStates + kPairs);
+  mbarrier_init(&sm.q_full, kWarp);
+  mbarrier_init(&sm.q_read, kPairs);
+  mbarrier_init(&sm.n_full, kPairs);
+  mbarrier_init(&sm.dk_full, kStates);
   for (uint64_t* bar : {&sm.dq_there, &sm.dq_taken, &sm.dk_there, &sm.dk_taken}) mbarrier_init(bar, 1);
   for (uint64_t& bar : sm.aside) mbarrier_init(&bar, 1);
   mbarrier_init_fence();
@@ -106,7 +106,7 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   for (bool more = walk.begin(); more; more = walk.next(), ++it) {
     const uint32_t stage = it % 2, block = walk.block(), of_head = walk.head_block();
     wait_for(sm.k_empty[stage], it / 2 + 1);
-    if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1, params.cut.cuts && walk.c == 0 ? before : -1};
+    if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1, walk.c == 0 ? before : -1};
     before = walk.index;
     load_rows<2>(params.k, sm.k[stage], sm.k_full[stage], sm.aside[0], aside_phase, 0, walk.row(), walk.tile.h(params),
                  walk.tile.batch, walk.rows(), sizeof(Gates), [&](uint32_t bar) {
@@ -136,8 +136,8 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     __syncwarp();
   }
   wait_for(sm.k_empty[it % 2], it / 2 + 1);
-  if (lead) sm.chunk[it % 2] = {-1, -1, params.cut.cuts ? before : -1};
-  mbarrier_arrive_if(shared_address(&sm.k_full[it % 2]), lead);
+  if (lead) sm.chunk[it % 2] = {-1, -1, before};
+  arrive(sm.k_full[it % 2], lead);
 }
 
 // <S, dS> of a chunk over half of V, from their tiles, by a warp that waits else. Both tiles have the same layout.
@@ -175,8 +175,8 @@ GDN_DEVICE void states_product(WalkMemory& sm, const Params& params, uint32_t it
   // Not before the sum is known: an arrival does not wait for loads.
   const uint32_t read = __ballot_sync(~0u, __float_as_uint(all) == 0x5eed5eed);
   const bool one = lane == (read == ~0u ? 1 : 0);
-  mbarrier_arrive_if(shared_address(&sm.S_empty), one);
-  mbarrier_arrive_if(shared_address(&sm.ds_empty), one);
+  arrive(sm.S_empty, one);
+  arrive(sm.ds_empty, one);
 }
 
 // do or q, in kStages stages, and dq or dk out of the same tile, which replaces what was read of this chunk in `to`.
@@ -320,8 +320,8 @@ GDN_DEVICE void values(WalkMemory& sm, const Params& params) {
     // Not before all sums are known: an arrival does not wait for loads.
     const uint32_t read = __ballot_sync(~0u, __float_as_uint(sum[0] + sum[1]) == 0x5eed5eed);
     const bool one = lane == (read == ~0u ? 1 : 0);
-    mbarrier_arrive_if(shared_address(&sm.v_empty), one);
-    mbarrier_arrive_if(shared_address(&sm.dx_empty), one);
+    arrive(sm.v_empty, one);
+    arrive(sm.dx_empty, one);
   }
 }
 

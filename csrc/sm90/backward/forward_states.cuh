@@ -67,7 +67,7 @@ GDN_DEVICE void give_state(const float (&S)[64], WalkMemory& sm, uint32_t it, in
   }
   fence_async_proxy();
   __syncwarp();
-  mbarrier_arrive_if(shared_address(&sm.S_full), lane == 0);
+  arrive(sm.S_full, lane == 0);
 }
 
 // S after the chunk; its u and the S before it go to their tiles.
@@ -84,12 +84,12 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
   uint32_t u[16];
   make_u<T, 2>(
       S, u, gates, k_tile, shared_address(sm.v[half]), shared_address(sm.t), warp, lane,
-      [&] { wait_for(sm.v_full, it); }, [&](bool one) { mbarrier_arrive_if(shared_address(&sm.v_empty), one); },
+      [&] { wait_for(sm.v_full, it); }, [&](bool one) { arrive(sm.v_empty, one); },
       [&] { wait_for(sm.t_full, it); },
       [&] {
         if constexpr (kGivesEarly) give();
       },
-      [&] { mbarrier_arrive_if(shared_address(&sm.t_empty), lead); });
+      [&] { arrive(sm.t_empty, lead); });
   wait_for(sm.u_empty, it + 1);
   const uint32_t u_tile = shared_address(sm.u[half]) + transposed_line(warp, lane);
 #pragma unroll
@@ -99,7 +99,7 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
   }
   fence_async_proxy();
   __syncwarp();
-  mbarrier_arrive_if(shared_address(&sm.u_full), lead);
+  arrive(sm.u_full, lead);
   if constexpr (!kGivesEarly) {
     pin(S);
     give();
@@ -146,8 +146,8 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   }
   wgmma_wait<1>();
   pin(acc);
-  mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
-  mbarrier_arrive_if(shared_address(&sm.dx_empty), lead);
+  arrive(sm.S_empty, lead);
+  arrive(sm.dx_empty, lead);
   const float2 read = row_sums<T, 4>(acc, k_half, lines, warp);
   float2 factor;
   {
@@ -157,8 +157,8 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   }
   wgmma_wait<0>();
   pin(given);
-  mbarrier_arrive_if(shared_address(&sm.u_empty), lead);
-  mbarrier_arrive_if(shared_address(&sm.ds_empty), lead);
+  arrive(sm.u_empty, lead);
+  arrive(sm.ds_empty, lead);
   if constexpr (kDecaysToEnd<T>) {  // rows of u dS^T have a factor of their own
     if (const int D = sm.gates[stage].steep) {
       const float w0 = power_of_two_float(D - sm.gates[stage].power[row]);
@@ -202,13 +202,13 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   wgmma_wait<0>();
   pin(acc);
   __syncwarp();
-  mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
-  mbarrier_arrive_if(shared_address(&sm.pairs_empty), lead);
+  arrive(sm.k_empty[stage], lead);
+  arrive(sm.pairs_empty, lead);
   const uint32_t q = shared_address(sm.q[half]);
   wait_for(sm.q_read, it);
   named_barrier(2 + half, 128);  // all of this half of q has been read
   store_gradient<T, 4>(acc, own0, own1, q, q, lines, warp);
-  mbarrier_arrive_if(shared_address(&sm.dk_full), lead);
+  arrive(sm.dk_full, lead);
 }
 
 // The state that a tile starts from, in the frame.

@@ -125,9 +125,9 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
         if (tile.job == Job::kForward) {
           load(params.v, stage.values, tile.hv(params), 0, Nothing{});
         } else {
-          mbarrier_arrive_if(shared_address(&sm.full[s]), lead);
+          arrive(sm.full[s], lead);
         }
-        mbarrier_arrive_if(shared_address(&sm.full[s]), lead);
+        arrive(sm.full[s], lead);
       }
     }
   }
@@ -229,7 +229,7 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
         wait_for(sm.full[s], it / kStages);
         step(s);
         __syncwarp();
-        mbarrier_arrive_if(shared_address(&sm.empty[s]), fresh_lane() == 0);
+        arrive(sm.empty[s], fresh_lane() == 0);
       }
     };
     const int64_t matrix = segment_matrix<Kind>(params, tile.n, tile.segment, tile.slice);
@@ -287,8 +287,8 @@ __global__ void __launch_bounds__(kThreads, 1) segment_maps_kernel(const __grid_
   launch_dependents();  // the folds, which wait for all of this
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&sm.full[i], kArrivals);
-      mbarrier_init(&sm.empty[i], 4 * kStates);
+      mbarrier_init(&sm.full[i], kArrivals * kWarpArrivals);
+      mbarrier_init(&sm.empty[i], 4 * kStates * kWarpArrivals);
     }
     mbarrier_init(&sm.aside, 1);
     mbarrier_init_fence();

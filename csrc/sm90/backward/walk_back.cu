@@ -107,7 +107,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       }
       fence_async_proxy();
       __syncwarp();
-      mbarrier_arrive_if(shared_address(&sm.ds_full[slot]), lane == 0);
+      arrive(sm.ds_full[slot], lane == 0);
       const Gates& gates = sm.gates[at % C::kStages];
       pre = gates.pre, post = gates.post, steep = gates.steep;
       wgmma_wait<0>();
@@ -199,7 +199,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       }
       fence_async_proxy();
       __syncwarp();
-      mbarrier_arrive_if(shared_address(&sm.dx_full[slot]), lead);
+      arrive(sm.dx_full[slot], lead);
       if (C::kBeginsAhead && left > 1) {
         wgmma_fence();
         issue_pairs<false>(sm, x, next, it + 1);
@@ -211,7 +211,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       pin(S);
       if (pre != 1.f) scale_state(S, pre);
       __syncwarp();
-      mbarrier_arrive_if(shared_address(&sm.empty[s]), lead);
+      arrive(sm.empty[s], lead);
       ++it;
       if (--left == 0) break;
       if constexpr (C::kBeginsAhead) {
@@ -255,15 +255,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
   if constexpr (!C::kCut) launch_dependents();  // the walk of the state, which needs nothing of this one
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
-      mbarrier_init(&sm.full[i], 3);  // k and the rest, q, do
-      mbarrier_init(&sm.empty[i], 4 * C::kStates);
-      if constexpr (C::kMaker) mbarrier_init(&sm.maker.made[i], 4);
+      mbarrier_init(&sm.full[i], 3 * kWarpArrivals);  // k and the rest, q, do
+      mbarrier_init(&sm.empty[i], 4 * C::kStates * kWarpArrivals);
+      if constexpr (C::kMaker) mbarrier_init(&sm.maker.made[i], 4 * kWarpArrivals);
     }
     for (int i = 0; i < C::kStates; ++i) {
-      mbarrier_init(&sm.ds_full[i], 4);
-      mbarrier_init(&sm.ds_empty[i], 1);
-      mbarrier_init(&sm.dx_full[i], 4);
-      mbarrier_init(&sm.dx_empty[i], 1);
+      mbarrier_init(&sm.ds_full[i], 4 * kWarpArrivals);
+      mbarrier_init(&sm.ds_empty[i], kWarpArrivals);
+      mbarrier_init(&sm.dx_full[i], 4 * kWarpArrivals);
+      mbarrier_init(&sm.dx_empty[i], kWarpArrivals);
     }
     mbarrier_init(&sm.aside, 1);
     mbarrier_init_fence();

@@ -80,8 +80,8 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
   wgmma_wait<0>();
   pin(P);
   pin(D);
-  mbarrier_arrive_if(shared_address(&sm.u_empty), lead);
-  mbarrier_arrive_if(shared_address(&sm.dx_empty), lead);
+  arrive(sm.u_empty, lead);
+  arrive(sm.dx_empty, lead);
   if (gates.steep) {
     const int d0 = gates.power[row0], d1 = gates.power[row0 + 8];
 #pragma unroll
@@ -170,7 +170,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     const int row0 = 16 * warp + lane / 4;
     fence_async_proxy();
     __syncwarp();
-    mbarrier_arrive_if(shared_address(&sm.n_full), lead);
+    arrive(sm.n_full, lead);
     named_barrier(1, 128);  // dP is in its tile, and the sums of the chunk before have been read
     float acc[64];
     wait_for(sm.S_full, it);
@@ -188,12 +188,12 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     end_sums(sm, parts, warp, late);
     wgmma_wait<0>();
     pin(acc);
-    mbarrier_arrive_if(shared_address(&sm.S_empty), lead);
+    arrive(sm.S_empty, lead);
     {
       const float2 sums = row_sums<T, 8>(acc, shared_address(sm.q), lines, warp);
       // By a lane that is not known before q has been read, state.cuh.
       const uint32_t read = __ballot_sync(~0u, __float_as_uint(sums.x + sums.y) == 0x5eed5eed);
-      mbarrier_arrive_if(shared_address(&sm.q_read), lane == (read == ~0u ? 1 : 0));
+      arrive(sm.q_read, lane == (read == ~0u ? 1 : 0));
       const float a0 = sm.gates[stage].start[row0], a1 = sm.gates[stage].start[row0 + 8];
       if (lane % 4 == 0) {
         parts[kQueryPart * kChunk + row0] = a0 * sums.x;
@@ -227,10 +227,10 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     }
     // When all warps have arrived, the next chunk's sums replace these. As for q_read, the lane that arrives is not known
     // before the sums have been read.
-    mbarrier_arrive_if(shared_address(&sm.pairs_empty), lane == (read == ~0u ? 1 : 0));
+    arrive(sm.pairs_empty, lane == (read == ~0u ? 1 : 0));
     store_gradient<T, 8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
-    mbarrier_arrive_if(shared_address(&sm.dq_full[stage]), lead);
-    mbarrier_arrive_if(shared_address(&sm.k_empty[stage]), lead);
+    arrive(sm.dq_full[stage], lead);
+    arrive(sm.k_empty[stage], lead);
   }
 }
 

@@ -93,7 +93,7 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
       wgmma_wait<0>();
       pin(S);
       __syncwarp();
-      mbarrier_arrive_if(shared_address(&sm.empty[s]), lane == 0);
+      arrive(sm.empty[s], lane == 0);
       if (--left == 0) {
         left = *params.scratch.segment;
         to += int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);
@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_c
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&sm.full[i], 1);
-      mbarrier_init(&sm.empty[i], 4);
+      mbarrier_init(&sm.full[i], kWarpArrivals);
+      mbarrier_init(&sm.empty[i], 4 * kWarpArrivals);
     }
     mbarrier_init(&sm.aside, 1);
     mbarrier_init_fence();
