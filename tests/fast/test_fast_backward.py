@@ -17,6 +17,7 @@ from backward_cases import (
     Task,
     by_op,
     check_alone,
+    check_forgetting,
     check_task,
     make_task,
     run_op,
@@ -131,6 +132,12 @@ def test_both_walks_in_segments(sizes: dict[str, Any], strength: str, own: str) 
         poison()
         for name, y in by_op(task).items():
             assert same_bits(y, expected[name]), name
+
+
+@gpu
+@pytest.mark.parametrize("sizes", [{}, {"lengths": (8100,), "orphans": 92}], ids=["8192", "packed"])
+def test_segments_that_forget(sizes: dict[str, Any], own: str) -> None:
+    check_forgetting(replace(CUT, **sizes), own)
 
 
 @gpu

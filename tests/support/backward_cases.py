@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
-from helpers import FP32, FP64, Case, Inputs, assert_within_budget, make_inputs, same_bits
+from helpers import BF16, FP32, FP64, Case, Inputs, assert_within_budget, make_inputs, same_bits
 from narrow import Arithmetic, narrow_decay
 from torch import Tensor
 
@@ -274,6 +275,35 @@ def check_task(task: Task, dtype: torch.dtype, device: str) -> None:
 
 def check(case: Case, dtype: torch.dtype, device: str, options: Options | None = None) -> None:
     check_task(make_task(case, dtype, device, options or Options()), dtype, device)
+
+
+def check_forgetting(case: Case, device: str) -> None:
+    """Gradients of a call whose walks are cut, with gates that forget in a part of a segment: right,
+    and where that is a wrong guess those of whole walks, by bits. Without gates the cut changes
+    bits, so that there is one."""
+    x = make_inputs(case, BF16, device)
+
+    def gradients(inputs: Inputs, invariant: bool) -> dict[str, Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GDN_BATCH_INVARIANT", str(int(invariant)))
+            return by_op(make_task(case, BF16, device, Options(), inputs))
+
+    def same(inputs: Inputs) -> bool:
+        cut, whole = (gradients(inputs, invariant) for invariant in (False, True))
+        return all(same_bits(cut[name], y) for name, y in whole.items())
+
+    assert not same(x.but(g=torch.zeros_like(x.g)))
+    forgetting = x.but(g=torch.full_like(x.g, -0.2))
+    check_task(make_task(case, BF16, device, Options(), forgetting), BF16, device)
+    late, early = forgetting.v.clone(), forgetting.v.clone()
+    early[:, 70] = torch.nan
+    late[:, 3000] = torch.inf
+    for wrong in (
+        forgetting.but(v=early),
+        forgetting.but(v=late),
+        forgetting.but(k=2 * forgetting.k),
+    ):
+        assert same(wrong)
 
 
 def check_alone(case: Case, dtype: torch.dtype, device: str) -> None:

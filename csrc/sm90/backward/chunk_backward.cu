@@ -275,6 +275,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   if (const char* error = run_walk_forward<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
     if (params.cut.cuts) {  // what a segment that forgets has started from may be wrong, windows.cuh
+      if (const char* error = run_segment_check<Kind>(params, stream)) return error;
       Params again = params;
       again.again = params.cut.wrong;
       again.cut.cuts = false;

@@ -404,6 +404,8 @@ const char* run_walk_states(Params&, cudaStream_t);
 template <class Kind>
 const char* run_walk_forward(Params&, cudaStream_t);
 template <class Kind>
+const char* run_segment_check(const Params&, cudaStream_t);
+template <class Kind>
 const char* run_sums(const Params&, cudaStream_t);
 
 }  // namespace gdn::sm90::backward

@@ -5,7 +5,6 @@
 #pragma once
 #include "sm90/backward/forward_memory.cuh"
 #include "sm90/backward/state_step.cuh"
-#include "sm90/backward/windows.cuh"
 
 namespace gdn::sm90::backward {
 
@@ -71,10 +70,10 @@ GDN_DEVICE void give_state(const float (&S)[64], WalkMemory& sm, uint32_t it, in
 }
 
 // S after the chunk; its u and the S before it go to their tiles.
-template <class Kind, bool kCut>
+template <class Kind>
 GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int half, int warp) {
   using T = typename Kind::T;
-  constexpr bool kGivesEarly = Kind::kExact && !kCut;  // others would spill
+  constexpr bool kGivesEarly = Kind::kExact;  // other kinds would spill
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
   const bool lead = lane == 0;
@@ -218,21 +217,17 @@ GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int
   if constexpr (!Kind::kExact) asm volatile("" : "+r"(half), "+r"(warp));
   const BackTile<Kind> tile = forward_tile<Kind>(params, index);
   if (params.segment > 0 && tile.part > 0) {
-    const int segment = divide_by_slices<Kind>(params, index);
-    load_state(S, start_of<Kind>(params, segment, tile.slice, half, warp), 1, kChannels, 1.f, AllChannels{});
+    load_state(S, start_of<Kind>(params, index, half, warp), 1, kChannels, 1.f, AllChannels{});
   } else {
     load_initial<Kind>(S, params, tile, half, warp);
   }
 }
 
-// Of a segment that has a next one, and forgets.
+// The state that a segment ends with, where both walks are cut: to where its gradient has come from, which has been walked.
 template <class Kind>
-GDN_DEVICE void check_end(const float (&S)[64], const Params& params, int index, int half, int warp) {
-  const BackTile<Kind> tile = forward_tile<Kind>(params, index);
-  const int segment = divide_by_slices<Kind>(params, index);
-  if (segment_tile<Kind>(params, tile.n, 0, tile.slice).last == tile.part) return;
-  if (params.cut.forgotten[int64_t{segment} * slices_of<Kind>(params) + tile.slice] == 0) return;
-  compare_states(S, start_of<Kind>(params, segment + 1, tile.slice, half, warp), params.cut.wrong);
+GDN_DEVICE void store_end(const float (&S)[64], const Params& params, int index, int half, int warp) {
+  float* const to = start_of<Kind>(params, index, half, warp) + (params.cut.ends - params.scratch.starts);
+  store_state(S, to, 1, kChannels, 1.f, AllChannels{});
 }
 
 template <class Kind, bool kCut>
@@ -244,10 +239,10 @@ GDN_DEVICE void states(WalkMemory& sm, const Params& params, int half, int warp)
     wait_for(sm.k_full[it % 2], it / 2);
     const Announced chunk = sm.chunk[it % 2];
     if constexpr (kCut)
-      if (chunk.ended >= 0) check_end<Kind>(S, params, chunk.ended, half, warp);
+      if (chunk.ended >= 0) store_end<Kind>(S, params, chunk.ended, half, warp);
     if (chunk.block < 0) return;
     if (chunk.begins >= 0) begin_state<Kind>(S, params, chunk.begins, half, warp);
-    advance_state<Kind, kCut>(S, sm, it, half, warp);
+    advance_state<Kind>(S, sm, it, half, warp);
     key_gradient<T>(S, sm, params, it, half, warp);
   }
 }

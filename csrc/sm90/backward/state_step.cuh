@@ -27,13 +27,11 @@ GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTil
   }
 }
 
-// The state that a segment starts from, in the frame.
+// The state that a segment and slice starts from, in the frame, by the number of its tile.
 template <class Kind>
-GDN_DEVICE float* start_of(const Params& params, int segment, int slice, int half, int warp) {
+GDN_DEVICE float* start_of(const Params& params, int64_t index, int half, int warp) {
   const int lane = fresh_lane();
-  const int64_t state = int64_t{segment} * slices_of<Kind>(params) + slice;
-  return params.scratch.starts + (state * kChannels + half * 64 + state_row(warp, lane)) * kChannels +
-         state_column(lane);
+  return params.scratch.starts + (index * kChannels + half * 64 + state_row(warp, lane)) * kChannels + state_column(lane);
 }
 
 // What tokens of a steep chunk give to the state: 2^(D - d) u.

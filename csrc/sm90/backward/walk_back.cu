@@ -225,11 +225,16 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
     if constexpr (C::kCut) {
       const auto tile = walk_back_tile<C>(params, index);
       if (tile.segment > 0) {
-        if (any && params.cut.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] != 0)
-          compare_states(S, params.cut.ends + segment_matrix<Kind>(params, tile.n, tile.segment - 1, tile.slice) +
-                                (slot * 64 + state_row(warp, threadIdx.x % 32)) * kChannels +
-                                state_column(threadIdx.x % 32),
-                         params.cut.wrong);
+        if (any && params.cut.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] != 0) {
+          const float* const given = params.cut.ends +
+                                     segment_matrix<Kind>(params, tile.n, tile.segment - 1, tile.slice) +
+                                     (slot * 64 + state_row(warp, threadIdx.x % 32)) * kChannels +
+                                     state_column(threadIdx.x % 32);
+          StateDifference difference;
+#pragma unroll
+          for (int i = 0; i < 64; ++i) difference.add(S[i], given[i / 4 * 8 + i % 4 / 2 * 8 * kChannels + i % 2]);
+          difference.judge(params.cut.wrong);
+        }
         continue;
       }
     }

@@ -42,27 +42,27 @@ GDN_DEVICE int window_of(const Params& params, const SegmentTile<Kind>& tile, bo
   return 0;
 }
 
-// Puts down where the state that a segment ends with, or its gradient, is not what the next segment was given. at: this
-// thread's part of that.
-GDN_DEVICE void compare_states(const float (&S)[64], const float* at, int* wrong) {
-  float most = 0, apart = 0;
-  bool finite = true;
-#pragma unroll
-  for (int j = 0; j < 16; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = S[4 * j + i], difference = fabsf(x - at[8 * j + i / 2 * 8 * kChannels + i % 2]);
-      finite = finite && difference < INFINITY;
-      most = fmaxf(most, fabsf(x));
-      apart = fmaxf(apart, difference);
-    }
-    asm volatile("" : "+f"(most), "+f"(apart)::"memory");  // or more is loaded ahead than there are registers for
+// How far a warp's share of a state, 16 channels of V, is from what the next segment was given.
+class StateDifference {
+ public:
+  GDN_DEVICE void add(float x, float given) {
+    const float difference = fabsf(x - given);
+    finite_ = finite_ && difference < INFINITY;
+    most_ = fmaxf(most_, fabsf(x));
+    apart_ = fmaxf(apart_, difference);
   }
-  // Numbers that are not negative are in the order of their bits.
-  most = __int_as_float(__reduce_max_sync(~0u, __float_as_int(most)));
-  apart = __int_as_float(__reduce_max_sync(~0u, __float_as_int(apart)));
-  const bool same = __all_sync(~0u, finite) && apart <= kSameStart<__nv_bfloat16> * most;
-  if (!same && threadIdx.x % 32 == 0) atomicAdd(wrong, 1);
-}
+  // Puts down that they differ, by a whole warp.
+  GDN_DEVICE void judge(int* wrong) const {
+    // Numbers that are not negative are in the order of their bits.
+    const float most = __int_as_float(__reduce_max_sync(~0u, __float_as_int(most_)));
+    const float apart = __int_as_float(__reduce_max_sync(~0u, __float_as_int(apart_)));
+    const bool same = __all_sync(~0u, finite_) && apart <= kSameStart<__nv_bfloat16> * most;
+    if (!same && threadIdx.x % 32 == 0) atomicAdd(wrong, 1);
+  }
+
+ private:
+  float most_ = 0, apart_ = 0;
+  bool finite_ = true;
+};
 
 }  // namespace gdn::sm90::backward

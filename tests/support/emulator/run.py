@@ -27,7 +27,7 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from backward_cases import STRENGTHS, check_task, make_task
+from backward_cases import STRENGTHS, check_forgetting, check_task, make_task
 from backward_cases import Options as Gradients
 from fast_backward_cases import random_task
 from fast_cases import EDGES, fast_case
@@ -78,7 +78,7 @@ BACKWARD = [
     fast_case("segments", "", T=1500, H=1, HV=2),
     fast_case("cut", "both walks in segments, on 132 multiprocessors", T=8191, H=1, HV=1),
 ]
-CUT_PACKED = fast_case("cut-packed", "as cut", lengths=(5400,), orphans=130, H=1, HV=1)
+CUT_PACKED = fast_case("cut-packed", "as cut", lengths=(8000,), orphans=130, H=1, HV=1)
 
 
 # One and two slices of V, whole and in part; fewer channels than a tile has, and more.
@@ -125,6 +125,7 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         check_task(task, BF16, "cpu")
 
     yield f"backward-{CUT_PACKED.name}", check_cut
+    yield "backward-cut-forgets", partial(check_forgetting, CUT_PACKED, "cpu")
     everything = Gradients(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True)
     for dtype, (K, V) in itertools.product((BF16, FP16), BACKWARD_SIZES):
         size = f"{K}-{V}-{str(dtype).removeprefix('torch.')}"
