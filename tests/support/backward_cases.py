@@ -278,9 +278,9 @@ def check(case: Case, dtype: torch.dtype, device: str, options: Options | None =
 
 
 def check_forgetting(case: Case, device: str) -> None:
-    """Gradients of a call whose walks are cut, with gates that forget in a part of a segment: right,
-    and where that is a wrong guess those of whole walks, by bits. Without gates the cut changes
-    bits, so that there is one."""
+    """Of a call whose walks are cut, with gates that forget within a segment: right gradients, and
+    where that is a wrong guess those of whole walks, by bits. Without gates bits differ from those,
+    or there is no cut."""
     x = make_inputs(case, BF16, device)
 
     def gradients(inputs: Inputs, invariant: bool) -> dict[str, Tensor]:

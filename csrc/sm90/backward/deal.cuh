@@ -165,9 +165,9 @@ GDN_DEVICE int deal(const uint32_t* keys, int count, bool empty, int slices, con
 // Microseconds of the walk forward: of a chunk with its gradients, and of the start and end of its tile.
 constexpr float kGradients = 6.5f, kTile = 5;
 // What it takes in segments of `length` chunks, which are dealt, where every multiprocessor's share of all chunks is
-// `share`. The block that has most has about a quarter of a segment more.
+// `share`. The block that has most has about a sixth of a segment more.
 GDN_HOST_DEVICE float time_of_segments(float share, float length) {
-  return fmaxf(share / length, 1.f) * (length * kGradients + kTile) + length * (kGradients / 4);
+  return fmaxf(share / length, 1.f) * (length * kGradients + kTile) + length * (kGradients / 6);
 }
 // What it takes to walk to where the last segments begin, where that is `walked` chunks of the longest sequence and
 // `share` of all that a multiprocessor has.
