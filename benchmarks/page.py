@@ -116,10 +116,13 @@ def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
 
 
 def short_case(name: str) -> str:
-    """ "16/32 1x8192" of "backward 16/32 K 128 V 128 8192"; other sizes of a head stay."""
-    _, heads, _, K, _, V, lengths = name.split(" ")
+    """ "16/32 1x8192" of "backward 16/32 K 128 V 128 8192"; other sizes of a head stay, and so does
+    what stands for lengths that are drawn."""
+    _, heads, _, K, _, V, lengths = name.split(" ", 6)
     size = "" if K == V == "128" else f" K {K} V {V}"
-    return f"{heads} {lengths_name(tuple(map(int, lengths.split('+'))))}{size}"
+    if " " not in lengths:
+        lengths = lengths_name(tuple(map(int, lengths.split("+"))))
+    return f"{heads} {lengths}{size}"
 
 
 def backward_ratios(records: list[Record]) -> Iterator[Ratio]:
@@ -161,7 +164,9 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         records = read(path)
         reader = readers.get(kind_of(records))
         ratios = reader(records) if reader else forward_ratios(Run(path))
-        found |= {ratio[:5]: ratio for ratio in ratios}
+        for ratio in ratios:
+            found.pop(ratio[:5], None)  # so that those of later dates come last
+            found[ratio[:5]] = ratio
 
     def place(ratio: Ratio) -> tuple[str, int, str, bool]:
         kind = next(i for i, kind in enumerate(KINDS_OF_CALLS) if ratio.what.startswith(kind))

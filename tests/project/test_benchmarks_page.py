@@ -324,6 +324,28 @@ def test_plots_show_the_ratios(files: list[Path]) -> None:
     assert plot.plots([mild]) == {}, "a call that is not among those that are plotted"
 
 
+def test_a_plotted_case_is_of_its_last_run() -> None:
+    """Another run's ratio would stand beside a time of ours that it has nothing to do with."""
+    place = "GPU", "Prefill, gates of a model", LIBRARY
+    case = "16/32 4x8192, model gates"
+    before = Ratio(*place, "FLA", case, 3.0, 200.0)
+    last = Ratio(*place, "FlashQLA", case, 2.0, 100.0)
+    data = plot.dots([before, last], place[1], [case], "")
+    assert data["rows"] == {"16/32 4x8192, 100 us": {"FlashQLA": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "name, short",
+    [
+        ("backward 16/32 K 128 V 128 8192", "16/32 1x8192"),
+        ("backward 8/8 K 128 V 256 64+64", "8/8 2x64 K 128 V 256"),
+        ("backward 4/8 K 128 V 128 48 of 32 to 2048", "4/8 48 of 32 to 2048"),
+    ],
+)
+def test_short_names_of_calls(name: str, short: str) -> None:
+    assert page.short_case(name) == short
+
+
 def test_plots_without_matplotlib(
     files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
