@@ -33,10 +33,7 @@ GDN_DEVICE auto walk_back_tile(const Params& params, int index) {
   using Kind = typename C::Kind;
   if constexpr (C::kCut) {
     static_assert(C::kTileParts == 1, "whole slices");
-    const int tile = divide_by_slices<Kind>(params, index), n = tile / params.segments_of_batch;
-    auto x = segment_tile<Kind>(params, n, tile - n * params.segments_of_batch, index - tile * slices_of<Kind>(params));
-    x.part = 0;
-    return x;
+    return cut_tile<Kind>(params, index);
   } else {
     return back_tile<Kind, C::kTileParts>(params, index);
   }

@@ -115,7 +115,9 @@ Segments segments_of(const ChunkForward& p) {
     const Segments segments = in_segments(p, length, false);
     if (segments.count * kMemory > slots_of(p)) return;
     const double walked = guess ? std::max(longest - length, 0.) : double((segments.of_batch - 1) * length);
-    const auto walk_states = [&](bool with) { return time_of_states(float(share * walked / longest), float(walked), with); };
+    const auto walk_states = [&](bool with) {
+      return time_of_states(float(share * walked / longest), float(walked), with);
+    };
     // Of lengths that the host does not know, short sequences may leave multiprocessors free, and may not.
     const double states = guess ? (walk_states(true) + walk_states(beside)) / 2 : walk_states(beside);
     const double time = states + (guess ? time_of_segments(float(share), float(length))

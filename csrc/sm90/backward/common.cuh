@@ -102,7 +102,7 @@ struct Params {
   Divisor heads, group;       // HV, and value heads of a key head
   Divisor by_slices, by_parts;
   Cut cut;
-  const int* again;  // Cut::wrong, of walks over whole sequences that there are only if it says so; else null
+  const int* again;  // Cut::wrong, of a walk over whole sequences that is made only if that is not 0; else null
 };
 
 constexpr int kWholeSequences = 1 << 30;
@@ -242,6 +242,9 @@ GDN_DEVICE BackTile<Kind> forward_tile(const Params& params, int index) {
   return x;
 }
 
+// Of a sequence in segments of `segment` chunks, of which one without chunks has the first.
+GDN_DEVICE int last_segment(int chunks, int segment) { return max(chunks - 1, 0) / segment; }
+
 // A segment of a sequence where both walks are cut, and a slice.
 template <class Kind>
 struct SegmentTile : BackTile<Kind> {
@@ -253,16 +256,27 @@ GDN_DEVICE SegmentTile<Kind> segment_tile(const Params& params, int n, int segme
   static_cast<BackTile<Kind>&>(x) = back_tile<Kind, 1>(params, n * slices_of<Kind>(params) + slice);
   const int rows = params.segment * kChunk;
   x.segment = segment;
-  x.last = max(x.chunks() - 1, 0) / params.segment;
+  x.last = last_segment(x.chunks(), params.segment);
   x.first += segment * rows;
   x.slot += segment * params.segment;
   x.length = min(x.length - segment * rows, rows);
   return x;
 }
-// A matrix [128, 128] in one of the arrays of Scratch and Cut that have one for each segment and slice.
+// The tile of a grid that has all segments of every sequence, where both walks are cut.
+template <class Kind>
+GDN_DEVICE SegmentTile<Kind> cut_tile(const Params& params, int index) {
+  const int tile = divide_by_slices<Kind>(params, index), n = tile / params.segments_of_batch;
+  return segment_tile<Kind>(params, n, tile - n * params.segments_of_batch, index - tile * slices_of<Kind>(params));
+}
+// The number of a segment and slice in the arrays of Scratch and Cut that have an entry for each, and where its matrix
+// [128, 128] begins in those of matrices.
+template <class Kind>
+GDN_DEVICE int64_t segment_index(const Params& params, int n, int segment, int slice) {
+  return int64_t{first_segment(params, n) + segment} * slices_of<Kind>(params) + slice;
+}
 template <class Kind>
 GDN_DEVICE int64_t segment_matrix(const Params& params, int n, int segment, int slice) {
-  return (int64_t{first_segment(params, n) + segment} * slices_of<Kind>(params) + slice) * (kChannels * kChannels);
+  return segment_index<Kind>(params, n, segment, slice) * (kChannels * kChannels);
 }
 
 GDN_DEVICE void wait_for(const uint64_t& bar, uint32_t parity) { mbarrier_wait(shared_address(&bar), parity & 1); }

@@ -184,9 +184,9 @@ GDN_HOST_DEVICE bool states_go_beside(const ChunkForward& p, int64_t slices) {
   return blocks + halves <= p.multiprocessors;
 }
 
-// Chunks of the longest sequence, and of all; and so many of them before their last segments.
+// Chunks of the longest sequence, of all, and of all before their last segments.
 struct Chunks {
-  int longest, all, longest_walked, all_walked;
+  int longest, all, walked;
 };
 GDN_DEVICE int chunks_of_sequence(const ChunkForward& p, int n) {
   return (max(sequence_length(p, n), 0) + kChunk - 1) / kChunk;
@@ -196,18 +196,15 @@ GDN_DEVICE Chunks count_chunks(const ChunkForward& p, int segment) {
 #pragma unroll 4
   for (int n = int(threadIdx.x) % 32; n < p.N; n += 32) {
     const int own = chunks_of_sequence(p, n);
-    const int walked = max(own - 1, 0) / segment * segment;
     x.longest = max(x.longest, own);
-    x.longest_walked = max(x.longest_walked, walked);
     x.all += own;
-    x.all_walked += walked;
+    x.walked += last_segment(own, segment) * segment;
   }
   x.longest = __reduce_max_sync(~0u, x.longest);
-  x.longest_walked = __reduce_max_sync(~0u, x.longest_walked);
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     x.all += __shfl_xor_sync(~0u, x.all, d);
-    x.all_walked += __shfl_xor_sync(~0u, x.all_walked, d);
+    x.walked += __shfl_xor_sync(~0u, x.walked, d);
   }
   return x;
 }
@@ -217,11 +214,11 @@ GDN_DEVICE bool segments_pay(const Params& params, int most) {
   const ChunkForward& p = params.problem.forward;
   const Chunks chunks = count_chunks(p, params.segment);
   const float of_all = float(params.slices) / float(p.multiprocessors), share = float(chunks.all) * of_all;
-  // Without a deal blocks take whole sequences in turn; that they then have equally many chunks is hoped for.
+  // Without a deal blocks take whole sequences in turn, and are taken to have equally many chunks.
   const float whole = most > 0 ? float(most) : fmaxf(float(chunks.longest), share) + float(kTileStart);
-  const float segments =
-      time_of_segments(share, float(params.segment)) +
-      time_of_states(float(chunks.all_walked) * of_all, float(chunks.longest_walked), states_go_beside(p, params.slices));
+  const int walked = last_segment(chunks.longest, params.segment) * params.segment;
+  const float segments = time_of_segments(share, float(params.segment)) +
+                         time_of_states(float(chunks.walked) * of_all, float(walked), states_go_beside(p, params.slices));
   return segments < whole * kGradients;
 }
 

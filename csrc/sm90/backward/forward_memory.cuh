@@ -181,8 +181,9 @@ GDN_DEVICE void states_product(WalkMemory& sm, const Params& params, uint32_t it
 
 // do or q, in kStages stages, and dq or dk out of the same tile, which replaces what was read of this chunk in `to`.
 template <class Kind, int kStages>
-GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUtensorMap& map, uint8_t (*tiles)[2][kTileBytes],
-                               uint64_t* full, uint64_t* made, uint64_t& aside, bool of_keys, const CUtensorMap& to) {
+GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUtensorMap& map,
+                               uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* made, uint64_t& aside,
+                               bool of_keys, const CUtensorMap& to) {
   const bool lead = threadIdx.x % 32 == 0;
   uint32_t aside_phase = 0, loaded = 0, it = 0;
   int oldest = 0, newest = 0;  // blocks of the chunks that are loaded

@@ -217,17 +217,10 @@ GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int
   if constexpr (!Kind::kExact) asm volatile("" : "+r"(half), "+r"(warp));
   const BackTile<Kind> tile = forward_tile<Kind>(params, index);
   if (params.segment > 0 && tile.part > 0) {
-    load_state(S, start_of<Kind>(params, index, half, warp), 1, kChannels, 1.f, AllChannels{});
+    load_state(S, state_of(params.scratch.starts, index, half, warp), 1, kChannels, 1.f, AllChannels{});
   } else {
     load_initial<Kind>(S, params, tile, half, warp);
   }
-}
-
-// The state that a segment ends with, where both walks are cut: to where its gradient has come from, which has been walked.
-template <class Kind>
-GDN_DEVICE void store_end(const float (&S)[64], const Params& params, int index, int half, int warp) {
-  float* const to = start_of<Kind>(params, index, half, warp) + (params.cut.ends - params.scratch.starts);
-  store_state(S, to, 1, kChannels, 1.f, AllChannels{});
 }
 
 template <class Kind, bool kCut>
@@ -239,7 +232,8 @@ GDN_DEVICE void states(WalkMemory& sm, const Params& params, int half, int warp)
     wait_for(sm.k_full[it % 2], it / 2);
     const Announced chunk = sm.chunk[it % 2];
     if constexpr (kCut)
-      if (chunk.ended >= 0) store_end<Kind>(S, params, chunk.ended, half, warp);
+      if (chunk.ended >= 0)  // for segment_check.cu; the walk back has read what was there
+        store_state(S, state_of(params.cut.ends, chunk.ended, half, warp), 1, kChannels, 1.f, AllChannels{});
     if (chunk.block < 0) return;
     if (chunk.begins >= 0) begin_state<Kind>(S, params, chunk.begins, half, warp);
     advance_state<Kind>(S, sm, it, half, warp);

@@ -4,18 +4,18 @@
 
 namespace gdn::sm90::backward {
 namespace {
-constexpr int kThreads = 256;  // a warp compares 16 channels of V, as in compare_states
+constexpr int kThreads = 256;  // a warp compares its share of a state: StateDifference
 
 // A block has a segment and slice.
 template <class Kind>
 __global__ void __launch_bounds__(kThreads) segment_check_kernel(const __grid_constant__ Params params) {
-  const int tile = divide_by_slices<Kind>(params, blockIdx.x), slice = blockIdx.x - tile * slices_of<Kind>(params);
-  const int n = tile / params.segments_of_batch, segment = tile - n * params.segments_of_batch;
-  if (segment >= segment_tile<Kind>(params, n, segment, slice).last) return;
-  if (params.cut.forgotten[segment_index<Kind>(params, n, segment, slice)] == 0) return;
+  const SegmentTile<Kind> tile = cut_tile<Kind>(params, blockIdx.x);
+  const int64_t index = segment_index<Kind>(params, tile.n, tile.segment, tile.slice);
+  if (tile.segment >= tile.last || params.cut.forgotten[index] == 0) return;
   const int64_t own = int64_t{threadIdx.x / 32} * 16 * kChannels + threadIdx.x % 32 * 4;
-  const float* const ended = params.cut.ends + segment_matrix<Kind>(params, n, segment, slice) + own;
-  const float* const given = params.scratch.starts + segment_matrix<Kind>(params, n, segment + 1, slice) + own;
+  const float* const ended = params.cut.ends + index * (kChannels * kChannels) + own;
+  const float* const given =
+      params.scratch.starts + segment_matrix<Kind>(params, tile.n, tile.segment + 1, tile.slice) + own;
   StateDifference difference;
 #pragma unroll 4
   for (int row = 0; row < 16; ++row) {

@@ -27,11 +27,10 @@ GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTil
   }
 }
 
-// The state that a segment and slice starts from, in the frame, by the number of its tile.
-template <class Kind>
-GDN_DEVICE float* start_of(const Params& params, int64_t index, int half, int warp) {
+// This thread's first element of a state in one of the arrays that have one for each segment and slice.
+GDN_DEVICE float* state_of(float* states, int64_t index, int half, int warp) {
   const int lane = fresh_lane();
-  return params.scratch.starts + (index * kChannels + half * 64 + state_row(warp, lane)) * kChannels + state_column(lane);
+  return states + (index * kChannels + half * 64 + state_row(warp, lane)) * kChannels + state_column(lane);
 }
 
 // What tokens of a steep chunk give to the state: 2^(D - d) u.

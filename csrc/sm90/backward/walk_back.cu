@@ -53,11 +53,10 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       bool ends = true;
       if constexpr (C::kCut) ends = tile.segment >= tile.last;
       if (!ends) {
-        if constexpr (C::kCut)
-          load_state(S, params.cut.ends + segment_matrix<Kind>(params, tile.n, tile.segment, tile.slice) +
-                            (slot * 64 + state_row(warp, threadIdx.x % 32)) * kChannels +
-                            state_column(threadIdx.x % 32),
-                     1, kChannels, 1.f, AllChannels{});
+        if constexpr (C::kCut) {
+          const int64_t index = segment_index<Kind>(params, tile.n, tile.segment, tile.slice);
+          load_state(S, state_of(params.cut.ends, index, slot, warp), 1, kChannels, 1.f, AllChannels{});
+        }
       } else if (problem.dht == nullptr) {
         clear_state(S);
       } else {
@@ -225,11 +224,9 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
     if constexpr (C::kCut) {
       const auto tile = walk_back_tile<C>(params, index);
       if (tile.segment > 0) {
-        if (any && params.cut.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] != 0) {
-          const float* const given = params.cut.ends +
-                                     segment_matrix<Kind>(params, tile.n, tile.segment - 1, tile.slice) +
-                                     (slot * 64 + state_row(warp, threadIdx.x % 32)) * kChannels +
-                                     state_column(threadIdx.x % 32);
+        const int64_t index = segment_index<Kind>(params, tile.n, tile.segment, tile.slice);
+        if (any && params.cut.forgotten[index] != 0) {
+          const float* const given = state_of(params.cut.ends, index - slices_of<Kind>(params), slot, warp);
           StateDifference difference;
 #pragma unroll
           for (int i = 0; i < 64; ++i) difference.add(S[i], given[i / 4 * 8 + i % 4 / 2 * 8 * kChannels + i % 2]);

@@ -34,7 +34,7 @@ GDN_DEVICE BackTile<Kind> state_tile(const Params& params, int index) {
 template <class Kind>
 GDN_DEVICE int chunks_before(const Params& params, const BackTile<Kind>& tile) {
   const int segment = *params.scratch.segment;
-  return max(tile.chunks() - 1, 0) / segment * segment;
+  return last_segment(tile.chunks(), segment) * segment;
 }
 
 template <class Kind>
@@ -74,7 +74,7 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
     if (count == 0) continue;
     load_initial<Kind>(S, params, tile, tile.part, warp);
     int left = *params.scratch.segment;  // chunks, to where a segment begins
-    float* to = start_of<Kind>(params, int64_t{first_segment(params, tile.n)} * slices_of<Kind>(params) + tile.slice, tile.part, warp);
+    float* to = state_of(params.scratch.starts, segment_index<Kind>(params, tile.n, 0, tile.slice), tile.part, warp);
 #pragma unroll 1
     for (int c = 0; c < count; ++c, ++it) {
       const uint32_t s = it % kStages;

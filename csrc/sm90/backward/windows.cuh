@@ -13,12 +13,6 @@
 
 namespace gdn::sm90::backward {
 
-// The number of a segment and slice in Cut::forgotten.
-template <class Kind>
-GDN_DEVICE int64_t segment_index(const Params& params, int n, int segment, int slice) {
-  return segment_matrix<Kind>(params, n, segment, slice) / (kChannels * kChannels);
-}
-
 // How many chunks of a segment a walk forward or back has to begin before its end, for all before to be forgotten; 0: not
 // all is. By a whole warp.
 template <class Kind>
