@@ -8,13 +8,15 @@ namespace gdn::sm90 {
 
 // beside: with the kernel launched before it, once all blocks of that one have let it, or ended.
 template <class Params>
-const char* launch_blocks(void (*kernel)(Params), const Params& params, int64_t blocks, int threads, int bytes,
-                          int cluster, bool beside, cudaStream_t stream) {
-  if (const char* error = check(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))
-    return error;
+const char* launch_grid(void (*kernel)(Params), const Params& params, dim3 grid, int threads, int bytes, int cluster,
+                        bool beside, cudaStream_t stream) {
+  constexpr int kWithoutAsking = 48 * 1024;  // bytes that a block may have
+  if (bytes > kWithoutAsking)
+    if (const char* error = check(
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))
+      return error;
   cudaLaunchConfig_t config = {};
-  config.gridDim = unsigned(blocks);
+  config.gridDim = grid;
   config.blockDim = unsigned(threads);
   config.dynamicSmemBytes = size_t(bytes);
   config.stream = stream;
@@ -29,6 +31,16 @@ const char* launch_blocks(void (*kernel)(Params), const Params& params, int64_t 
   if (beside)
     add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
   return check(cudaLaunchKernelEx(&config, kernel, params));
+}
+template <class Params>
+const char* launch_blocks(void (*kernel)(Params), const Params& params, int64_t blocks, int threads, int bytes,
+                          int cluster, bool beside, cudaStream_t stream) {
+  return launch_grid(kernel, params, dim3(unsigned(blocks)), threads, bytes, cluster, beside, stream);
+}
+// A small kernel whose blocks all begin with wait_for_prerequisites.
+template <class Params>
+const char* launch_small(void (*kernel)(Params), const Params& params, dim3 grid, unsigned threads, cudaStream_t stream) {
+  return launch_grid(kernel, params, grid, int(threads), 0, 1, true, stream);
 }
 
 }  // namespace gdn::sm90

@@ -14,6 +14,7 @@
 #include "sm90/cut.h"
 #include "sm90/cut_time.cuh"
 #include "sm90/heads.h"
+#include "sm90/kept.h"
 
 namespace gdn::sm90 {
 
@@ -389,35 +390,6 @@ Plan make_plan(const ChunkForward& p) {
   }
   return or_chosen(in_segments(late_halves), times);
 }
-
-// What was made for the last kMost keys.
-template <class Key, class Value, size_t kMost>
-class Kept {
- public:
-  template <class Make>
-  Value find(const Key& key, const Make& make) {
-    if (last_ < entries_.size() && entries_[last_].key == key) return entries_[last_].value;
-    for (last_ = 0; last_ < entries_.size(); ++last_)
-      if (entries_[last_].key == key) return entries_[last_].value;
-    const Entry entry = {key, make()};
-    if (entries_.size() < kMost) {
-      entries_.push_back(entry);
-    } else {
-      entries_[last_ = oldest_] = entry;
-      oldest_ = (oldest_ + 1) % kMost;
-    }
-    return entry.value;
-  }
-  size_t size() const { return entries_.size(); }
-
- private:
-  struct Entry {
-    Key key;
-    Value value;
-  };
-  std::vector<Entry> entries_;
-  size_t last_ = 0, oldest_ = 0;  // found or made; to be replaced
-};
 
 // The tokens that a call is planned for. A plan for sequences whose lengths the host does not know rests on guesses,
 // and serves fewer tokens as well: those calls are planned for one of at most 16 numbers of chunks between two

@@ -74,9 +74,13 @@ class _Chunk(torch.autograd.Function):
         if do is None and dht is None:
             return (None,) * len(ctx.needs_input_grad)
         do, dht = readable_gradient("o", do), readable_gradient("final_state", dht)
-        found = _Gradients.apply(  # type: ignore[no-untyped-call]
-            ctx.find, ctx.problem, needed["initial_state"], do, dht, *ctx.saved_tensors
-        )
+        x, store_dh0 = Inputs._make(ctx.saved_tensors), needed["initial_state"]
+        if torch.is_grad_enabled():  # somebody may differentiate what is found
+            found = _Gradients.apply(  # type: ignore[no-untyped-call]
+                ctx.find, ctx.problem, store_dh0, do, dht, *x
+            )
+        else:
+            found = ctx.find(ctx.problem, x, do, dht, store_dh0=store_dh0)
         wanted = (x if want else None for x, want in zip(found, needed.values(), strict=True))
         return (None, None, None, *wanted)
 

@@ -1,11 +1,13 @@
 // The launch of the backward on Hopper: its scratch memory, its segments, and its kernels in their order. dispatch.h has
 // what is asked of these functions.
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "common/tensor_map.h"
 #include "sm90/backward/deal.cuh"
 #include "sm90/entry.h"
+#include "sm90/kept.h"
 #include "sm90/l2norm.cuh"
 
 namespace gdn::sm90::backward {
@@ -39,6 +41,9 @@ class Parts {
   char* base_;
   int64_t used_ = 0;
 };
+
+// Kind::kExact.
+bool is_exact(const ChunkForward& p) { return p.dtype == Dtype::kBFloat16 && p.K == kChannels && p.V == kChannels; }
 
 int64_t slices_of(const ChunkForward& p) { return p.HV * ceil_div(p.V, kChannels); }
 
@@ -80,9 +85,8 @@ double time_of_cut(const ChunkForward& p, int length, double of_batch) {
 Segments cut_of(const ChunkForward& p, const Segments& others, double others_time) {
   constexpr int kLengths[] = {64, 48, 32, 24, 16, 8};
   constexpr double kMargin = 0.92, kLeast = 10;  // of all, and microseconds: what has to be won
-  const bool exact = p.dtype == Dtype::kBFloat16 && p.K == kChannels && p.V == kChannels;
   const int64_t chunks = ceil_div(p.T, kChunk);
-  if (kForcedCut == 0 || !exact || p.batch_invariant || (p.cu_seqlens && p.N > 1)) return others;
+  if (kForcedCut == 0 || !is_exact(p) || p.batch_invariant || (p.cu_seqlens && p.N > 1)) return others;
   if (kForcedCut > 0) return chunks > kForcedCut ? in_segments(p, kForcedCut, true) : others;
   if (2 * int64_t{p.N} * slices_of(p) > p.multiprocessors) return others;  // whole slices are walked back
   double least = kMargin * (others_time + kBack * double(chunks)) - kLeast;
@@ -98,7 +102,7 @@ Segments cut_of(const ChunkForward& p, const Segments& others, double others_tim
   return best;
 }
 
-Segments segments_of(const ChunkForward& p) {
+Segments find_segments(const ChunkForward& p) {
   const double slices = double(slices_of(p));
   constexpr int kLengths[] = {256, 192, 128, 96, 64, 32, 16, 8, 4}, kMostSegments = 128, kLeastChunks = 4;
   constexpr int kMemory = 3;  // a start is twice as large as a chunk's dS: of many short sequences there are no more
@@ -137,6 +141,15 @@ Segments segments_of(const ChunkForward& p) {
   return cut_of(p, best, least - least_states);
 }
 
+// The same, kept: the search takes up to 20 us, and a call asks twice.
+Segments segments_of(const ChunkForward& p) {
+  using Sizes = std::array<int64_t, 11>;  // all that it depends on
+  thread_local Kept<Sizes, Segments, 64> known;
+  const Sizes sizes = {p.B, p.T, p.H, p.HV, p.K, p.V, p.N, int64_t(p.dtype), p.cu_seqlens != nullptr, p.batch_invariant,
+                       p.multiprocessors};
+  return known.find(sizes, [&] { return find_segments(p); });
+}
+
 // Whether tiles of so many sequences or segments are dealt to the blocks of a walk, of which there are as many as
 // multiprocessors. Sequences of padded calls are equally long.
 bool is_dealt(const ChunkForward& p, int64_t units) {
@@ -146,7 +159,10 @@ bool is_dealt(const ChunkForward& p, int64_t units) {
 int64_t links_of(const ChunkForward& p, int64_t units) { return p.multiprocessors + units * slices_of(p); }
 
 int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scratch& x, Cut& cut) {
-  const int64_t matrices = segments.count * slices_of(p) * kChannels * kChannels;
+  const int64_t matrix = slices_of(p) * kChannels * kChannels, matrices = segments.count * matrix;  // of all slices
+  const int64_t later = segments.length == 0 ? 0  // segments that are not the first of a sequence
+                        : p.cu_seqlens       ? slots_of(p) / segments.length
+                                             : p.B * (segments.of_batch - 1);
   const int64_t slots = slots_of(p), blocks = slots * p.HV, slice_blocks = slots * slices_of(p), pair = kChunk * kChunk;
   Parts parts(base);
   if (p.use_qk_l2norm) {
@@ -167,7 +183,7 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scr
   parts.take(x.parts, slice_blocks * kParts * kChunk);
   parts.take(x.across, slice_blocks * 2);
   parts.take(x.gate_sums, slots * 2 * p.HV);
-  parts.take(x.starts, matrices);
+  parts.take(x.starts, later * matrix);
   parts.take(x.segment, 1);
   x.back_links = x.forward_links = x.order = nullptr;
   if (is_dealt(p, p.N)) parts.take(x.back_links, links_of(p, p.N));
@@ -303,7 +319,7 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   if (const char* reason = unsupported(p)) return reason;
   if (p.dtype == Dtype::kFloat16) return run<Kind<__half, false>>(problem, stream);
-  if (p.K == kChannels && p.V == kChannels) return run<Kind<__nv_bfloat16, true>>(problem, stream);
+  if (is_exact(p)) return run<Kind<__nv_bfloat16, true>>(problem, stream);
   return run<Kind<__nv_bfloat16, false>>(problem, stream);
 }
 

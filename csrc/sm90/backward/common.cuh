@@ -64,7 +64,7 @@ struct Scratch {
   float* parts;     // [slots, slices, kParts, 64]
   float* across;    // [slots, slices, 2]: <S, dS> by halves of V
   float* gate_sums; // [slots, 2, HV]
-  float* starts;    // [segments, slices, 128 of V, 128 of K]: the state that each segment but the first starts from
+  float* starts;    // [-, slices, 128 of V, 128 of K]: the state that each segment but a first starts from, starts_of
   int* segment;     // chunks of a segment, or kWholeSequences: what the device chose
   // Lists of the tiles of the walks' blocks, deal.cuh; null: not dealt.
   int* back_links;     // [blocks + tiles]
@@ -75,7 +75,8 @@ struct Scratch {
 // Both walks of few long sequences in segments of Params::segment chunks, segment_maps.cu.
 struct Cut {
   bool cuts;
-  float* ends;  // as Scratch::starts: the gradient of the state behind each segment but the last
+  // [segments, slices, 128 of V, 128 of K]: the gradient of the state behind each segment but the last
+  float* ends;
   // [2, segments, slices, 128 of K, 128 of K]: what a segment does to the gradient of the state, M, and to the state,
   // its transpose. In the memory of dx, which the walk back writes after they have been folded.
   float* maps;
@@ -277,6 +278,13 @@ GDN_DEVICE int64_t segment_index(const Params& params, int n, int segment, int s
 template <class Kind>
 GDN_DEVICE int64_t segment_matrix(const Params& params, int n, int segment, int slice) {
   return segment_index<Kind>(params, n, segment, slice) * (kChannels * kChannels);
+}
+
+// Scratch::starts, less the matrices of the first segments up to that of sequence n, which it has not: to be taken with
+// segment_index or segment_matrix of a later segment.
+template <class Kind>
+GDN_DEVICE float* starts_of(const Params& params, int n) {
+  return params.scratch.starts - (n + 1) * int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);
 }
 
 GDN_DEVICE void wait_for(const uint64_t& bar, uint32_t parity) { mbarrier_wait(shared_address(&bar), parity & 1); }

@@ -217,7 +217,7 @@ GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int
   if constexpr (!Kind::kExact) asm volatile("" : "+r"(half), "+r"(warp));
   const BackTile<Kind> tile = forward_tile<Kind>(params, index);
   if (params.segment > 0 && tile.part > 0) {
-    load_state(S, state_of(params.scratch.starts, index, half, warp), 1, kChannels, 1.f, AllChannels{});
+    load_state(S, state_of(starts_of<Kind>(params, tile.n), index, half, warp), 1, kChannels, 1.f, AllChannels{});
   } else {
     load_initial<Kind>(S, params, tile, half, warp);
   }

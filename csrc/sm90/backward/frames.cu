@@ -2,6 +2,7 @@
 // chunk, then the factors of the tokens. Beside the second step tiles are dealt.
 #include "sm90/backward/deal.cuh"
 #include "sm90/backward/head_rows.cuh"
+#include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
 namespace {
@@ -72,6 +73,7 @@ GDN_HOST_DEVICE int dealers_of(const Params& params) {
 constexpr int kWalkThreads = 32;
 template <class T>
 __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constant__ Params params) {
+  wait_for_prerequisites();
   const ChunkForward& p = params.problem.forward;
   __shared__ uint32_t keys[kMostUnits];
   const int dealers = dealers_of(params), block = int(blockIdx.x) - dealers;
@@ -103,6 +105,7 @@ __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constan
 constexpr int kThreads = 256;
 template <class T>
 __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant__ Params params) {
+  wait_for_prerequisites();
   const ChunkForward& p = params.problem.forward;
   const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (index >= params.slots * p.HV) return;
@@ -136,9 +139,11 @@ const char* run_frames(const Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   const HeadBlocks heads(params);
   sum_kernel<<<heads.grid, heads.threads, 0, stream>>>(params);
-  walk_kernel<T><<<unsigned(int64_t{p.N} * p.HV + dealers_of(params)), kWalkThreads, 0, stream>>>(params);
-  factor_kernel<T><<<unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32)), kThreads, 0, stream>>>(params);
-  return check(cudaGetLastError());
+  if (const char* error = check(cudaGetLastError())) return error;
+  const unsigned walks = unsigned(int64_t{p.N} * p.HV + dealers_of(params));
+  if (const char* error = launch_small(&walk_kernel<T>, params, walks, kWalkThreads, stream)) return error;
+  const unsigned blocks = unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32));
+  return launch_small(&factor_kernel<T>, params, blocks, kThreads, stream);
 }
 
 template const char* run_frames<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);

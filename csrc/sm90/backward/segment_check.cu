@@ -9,13 +9,14 @@ constexpr int kThreads = 256;  // a warp compares its share of a state: StateDif
 // A block has a segment and slice.
 template <class Kind>
 __global__ void __launch_bounds__(kThreads) segment_check_kernel(const __grid_constant__ Params params) {
+  wait_for_prerequisites();
   const SegmentTile<Kind> tile = cut_tile<Kind>(params, blockIdx.x);
   const int64_t index = segment_index<Kind>(params, tile.n, tile.segment, tile.slice);
   if (tile.segment >= tile.last || params.cut.forgotten[index] == 0) return;
   const int64_t own = int64_t{threadIdx.x / 32} * 16 * kChannels + threadIdx.x % 32 * 4;
   const float* const ended = params.cut.ends + index * (kChannels * kChannels) + own;
   const float* const given =
-      params.scratch.starts + segment_matrix<Kind>(params, tile.n, tile.segment + 1, tile.slice) + own;
+      starts_of<Kind>(params, tile.n) + segment_matrix<Kind>(params, tile.n, tile.segment + 1, tile.slice) + own;
   StateDifference difference;
 #pragma unroll 4
   for (int row = 0; row < 16; ++row) {
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) segment_check_kernel(const __grid_co
 template <class Kind>
 const char* run_segment_check(const Params& params, cudaStream_t stream) {
   const int64_t blocks = int64_t{params.problem.forward.N} * params.segments_of_batch * params.slices;
-  return launch_blocks(&segment_check_kernel<Kind>, params, blocks, kThreads, 0, 1, false, stream);
+  return launch_small(&segment_check_kernel<Kind>, params, unsigned(blocks), kThreads, stream);
 }
 
 template const char* run_segment_check<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   const int64_t matrix = segment_matrix<Kind>(params, n, first, slice);
   const int64_t each = int64_t{slices_of<Kind>(params)} * (kChannels * kChannels), next = back ? -each : each;
   const float* const maps = params.cut.maps + (back ? 0 : params.segments * each) + matrix;
-  float* const state = (back ? params.cut.ends : params.scratch.starts) + matrix +
+  float* const state = (back ? params.cut.ends : starts_of<Kind>(params, n)) + matrix +
                        (part * kRows + row) * kChannels + column * 2;
 
   int fetched = step_from(0);  // the step of the next line that is fetched

@@ -253,7 +253,7 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
         wgmma_wait<0>();
         pin(S);
       });
-      to = params.scratch.starts + matrix + next;
+      to = starts_of<Kind>(params, tile.n) + matrix + next;
     } else if (tile.job == Job::kMap) {
 #pragma unroll
       for (int j = 0; j < 16; ++j)
@@ -294,6 +294,7 @@ __global__ void __launch_bounds__(kThreads, 1) segment_maps_kernel(const __grid_
     mbarrier_init_fence();
   }
   __syncthreads();
+  wait_for_prerequisites();
   if (warp < 4) {
     set_registers<kSinglesRegisters, kLaunchRegisters>();
     if (warp == 0) loader<Kind>(sm, params);
@@ -309,7 +310,7 @@ const char* run_segment_maps(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   params.tiles = tiles_of(params);
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
-  return launch_blocks(&segment_maps_kernel<Kind>, params, blocks, kThreads, sizeof(Memory), 1, false, stream);
+  return launch_blocks(&segment_maps_kernel<Kind>, params, blocks, kThreads, sizeof(Memory), 1, true, stream);
 }
 
 template const char* run_segment_maps<Kind<__nv_bfloat16, true>>(Params&, cudaStream_t);

@@ -2,6 +2,7 @@
 // gradients of gates and betas, through their activations; zeros for the tokens of no sequence.
 #include "sm90/backward/head_rows.cuh"
 #include "sm90/l2norm.cuh"
+#include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
 namespace {
@@ -33,12 +34,13 @@ GDN_DEVICE int lines_of(int channels) {
 
 // A row of a key head by kLanes threads. blockIdx.y: dq, dk.
 template <class Kind>
-__global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constant__ Params params, int64_t rows) {
+__global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constant__ Params params) {
+  wait_for_prerequisites();
   using T = typename Kind::T;
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
   const int64_t given = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanes;
-  const bool exists = given < rows;
+  const bool exists = given < p.B * p.T * p.H;
   const int64_t index = exists ? given : 0;  // all lanes of a warp take part in the sums
   const int lane = threadIdx.x % kLanes, group = slices_of<Kind>(params) / p.H, lines = lines_of<Kind>(p.K);
   const bool inside = lane < lines;
@@ -111,6 +113,7 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
 // by kLanes threads. dq and dk are head_sum_kernel's, where that runs.
 template <class Kind>
 __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Params params) {
+  wait_for_prerequisites();
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
   const int lane = threadIdx.x % kLanes, group = p.HV / p.H;
@@ -141,6 +144,7 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ 
 // and their activations. Lane l has tokens 2 l and 2 l + 1. What slices leave is added in their order.
 template <class Kind>
 __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_constant__ Params params) {
+  wait_for_prerequisites();
   __shared__ HeadRows g_rows, beta_rows;  // as given, then their gradients
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
@@ -248,6 +252,7 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
 // Over the slots, in one order: a block has kWidth of the 2 HV columns.
 constexpr int kWidth = 8;
 __global__ void __launch_bounds__(kThreads) gate_sum_kernel(const __grid_constant__ Params params) {
+  wait_for_prerequisites();
   __shared__ float shares[kThreads / kWidth][kWidth];
   const int columns = 2 * params.problem.forward.HV;
   const int column = blockIdx.x * kWidth + threadIdx.x % kWidth, first = threadIdx.x / kWidth;
@@ -268,12 +273,15 @@ const char* run_sums(const Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   const int64_t rows = p.B * p.T * p.H;
   const unsigned blocks = unsigned(ceil_div(rows * kLanes, kThreads));
-  if (!params.exchange) head_sum_kernel<Kind><<<dim3(blocks, 2), kThreads, 0, stream>>>(params, rows);
-  if (p.cu_seqlens) zero_kernel<Kind><<<unsigned(p.multiprocessors), kThreads, 0, stream>>>(params);
+  if (!params.exchange)
+    if (const char* error = launch_small(&head_sum_kernel<Kind>, params, dim3(blocks, 2), kThreads, stream)) return error;
+  if (p.cu_seqlens)
+    if (const char* error = launch_small(&zero_kernel<Kind>, params, unsigned(p.multiprocessors), kThreads, stream))
+      return error;
   const HeadBlocks heads(params);
-  gates_kernel<Kind><<<heads.grid, heads.threads, 0, stream>>>(params);
-  if (p.use_gate) gate_sum_kernel<<<unsigned(ceil_div(2 * p.HV, kWidth)), kThreads, 0, stream>>>(params);
-  return check(cudaGetLastError());
+  if (const char* error = launch_small(&gates_kernel<Kind>, params, heads.grid, heads.threads, stream)) return error;
+  if (!p.use_gate) return nullptr;
+  return launch_small(&gate_sum_kernel, params, unsigned(ceil_div(2 * p.HV, kWidth)), kThreads, stream);
 }
 
 template const char* run_sums<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);

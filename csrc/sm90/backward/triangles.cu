@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
   using C = Alone<T>;
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& sm = *reinterpret_cast<Memory<T>*>(raw);
+  wait_for_prerequisites();
   if (makes_triangles_walking(params)) return;
   const ChunkForward& p = params.problem.forward;
   const int slot = blockIdx.x / p.H, h = blockIdx.x % p.H, thread = threadIdx.x;
@@ -113,7 +114,7 @@ template <class Kind>
 const char* run_triangles(const Params& params, cudaStream_t stream) {
   const int64_t blocks = int64_t{params.slots} * params.problem.forward.H;
   constexpr int kBytes = sizeof(Memory<typename Kind::T>);
-  return launch_blocks(&triangles_kernel<Kind>, params, blocks, kThreads, kBytes, 1, false, stream);
+  return launch_blocks(&triangles_kernel<Kind>, params, blocks, kThreads, kBytes, 1, true, stream);
 }
 
 template const char* run_triangles<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);

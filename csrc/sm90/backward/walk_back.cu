@@ -253,7 +253,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
   extern __shared__ __align__(1024) uint8_t raw[];
   BackMemory<C>& sm = *reinterpret_cast<BackMemory<C>*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
-  if (params.again != nullptr && *params.again == 0) return;
+  if (params.again != nullptr) {
+    wait_for_prerequisites();
+    if (*params.again == 0) return;
+  }
   if constexpr (!C::kCut) launch_dependents();  // the walk of the state, which needs nothing of this one
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
@@ -294,7 +297,8 @@ const char* launch(Params& params, cudaStream_t stream) {
   params.tiles = p.N * params.slices * C::kTileParts * (C::kCut ? params.segments_of_batch : 1);
   params.links = C::kMaker ? params.scratch.back_links : nullptr;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
-  return launch_blocks(&walk_back_kernel<C>, params, blocks, C::kThreads, sizeof(BackMemory<C>), 1, C::kCut, stream);
+  return launch_blocks(&walk_back_kernel<C>, params, blocks, C::kThreads, sizeof(BackMemory<C>), 1,
+                       C::kCut || params.again != nullptr, stream);
 }
 }  // namespace
 

@@ -240,6 +240,7 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
   extern __shared__ __align__(1024) uint8_t raw[];
   WalkMemory& sm = *reinterpret_cast<WalkMemory*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+  if (kCut || params.again != nullptr) wait_for_prerequisites();
   if (params.again != nullptr && *params.again == 0) return;
   if (threadIdx.x == 0) init_barriers<kExchange>(sm);
   __syncthreads();
@@ -285,7 +286,8 @@ const char* run_walk_forward(Params& params, cudaStream_t stream) {
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
   const auto launch = [&](auto* kernel, int cluster) {
     constexpr int kBytes = sizeof(WalkMemory);
-    return launch_blocks(kernel, params, blocks / cluster * cluster, kThreads, kBytes, cluster, false, stream);
+    return launch_blocks(kernel, params, blocks / cluster * cluster, kThreads, kBytes, cluster,
+                         params.cut.cuts || params.again != nullptr, stream);
   };
   if constexpr (kCuts<Kind>) {
     if (params.cut.cuts && params.exchange) return launch(&walk_forward_kernel<Kind, true, true>, 2);

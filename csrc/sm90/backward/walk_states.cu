@@ -74,7 +74,8 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
     if (count == 0) continue;
     load_initial<Kind>(S, params, tile, tile.part, warp);
     int left = *params.scratch.segment;  // chunks, to where a segment begins
-    float* to = state_of(params.scratch.starts, segment_index<Kind>(params, tile.n, 0, tile.slice), tile.part, warp);
+    float* to = state_of(starts_of<Kind>(params, tile.n), segment_index<Kind>(params, tile.n, 0, tile.slice), tile.part,
+                         warp);
 #pragma unroll 1
     for (int c = 0; c < count; ++c, ++it) {
       const uint32_t s = it % kStages;
