@@ -33,6 +33,9 @@ struct Architecture {
 
   // As chunk_forward. A sequence without tokens gets dh0 = dht.
   const char* (*chunk_backward)(const ChunkBackward&, cudaStream_t);
+
+  // What no sequence has a chunk for is not written. A sequence without tokens gets dh0 = dht.
+  const char* (*backward_walks)(const BackwardWalks&, cudaStream_t);
 };
 
 // The architecture whose machine code this CUDA device runs; null: why_none_on() says why there is none.

@@ -1,140 +1,27 @@
 // torch.ops.gdn_fast.*, by LibTorch's stable ABI only: one library for every Python and for every torch from
-// TORCH_TARGET_VERSION (csrc/build.py) on. The one file here that sees torch; no device code.
+// TORCH_TARGET_VERSION (csrc/build.py) on. Only this file and tensors.h see torch; no device code.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <initializer_list>
 #include <optional>
 #include <sstream>
 #include <string>
 
 #include "dispatch.h"
 #include "params.h"
+#include "tensors.h"
 
 // In libtorch_cuda.so, which a torch without CUDA lacks. Weak, so that the library loads there too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 
 namespace {
+using namespace gdn;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using Shape = std::initializer_list<int64_t>;
 
-// What TMA demands of a base address, and of every stride, in bytes.
-constexpr int64_t kTmaAlignment = 16;
 constexpr int64_t kWorkspaceAlignment = 256;
-
-template <class Range>
-std::string list(const Range& numbers) {
-  std::ostringstream out;
-  const char* separator = "[";
-  for (int64_t number : numbers) {
-    out << separator << number;
-    separator = ", ";
-  }
-  out << (numbers.size() == 0 ? "[]" : "]");
-  return out.str();
-}
-
-// ------------------------------------------------------------------------------------------------ judging tensors
-
-// Of what kernels read.
-gdn::Dtype dtype_of(const Tensor& x, const char* name) {
-  switch (x.scalar_type()) {
-    case ScalarType::BFloat16:
-      return gdn::Dtype::kBFloat16;
-    case ScalarType::Half:
-      return gdn::Dtype::kFloat16;
-    case ScalarType::Float:
-      return gdn::Dtype::kFloat32;
-    default:
-      STD_TORCH_CHECK(false, "gdn_fast: ", name, " must be bfloat16, float16 or float32, got ",
-                      torch::headeronly::toString(x.scalar_type()));
-  }
-}
-
-void check_dtype(const Tensor& x, const char* name, ScalarType expected) {
-  STD_TORCH_CHECK(x.scalar_type() == expected, "gdn_fast: ", name, " must be ", torch::headeronly::toString(expected),
-                  ", got ", torch::headeronly::toString(x.scalar_type()));
-}
-
-void check_place(const Tensor& x, const char* name, int32_t device) {
-  STD_TORCH_CHECK(x.is_cuda(), "gdn_fast: ", name, " must be on a CUDA device, got a tensor elsewhere");
-  STD_TORCH_CHECK(x.get_device_index() == device, "gdn_fast: ", name, " must be on the device of q, cuda:", device,
-                  ", got cuda:", x.get_device_index());
-}
-
-void check_shape(const Tensor& x, const char* name, Shape expected) {
-  const auto sizes = x.sizes();
-  bool equal = sizes.size() == expected.size();
-  for (size_t i = 0; equal && i < sizes.size(); ++i) equal = sizes[i] == expected.begin()[i];
-  STD_TORCH_CHECK(equal, "gdn_fast: ", name, " must have shape ", list(expected), ", got ", list(sizes));
-}
-
-void check_contiguous(const Tensor& x, const char* name) {
-  STD_TORCH_CHECK(x.is_contiguous(), "gdn_fast: ", name, " must be contiguous, got strides ", list(x.strides()));
-}
-
-void check_aligned(const Tensor& x, const char* name, int64_t bytes) {
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0, "gdn_fast: ", name, " must begin at a multiple of ",
-                  bytes, " bytes, got ", x.data_ptr());
-}
-
-// q, k, v or a pool's o [B, T, heads, D], which TMA reads or writes where it lies.
-gdn::Rows tma_rows(const Tensor& x, const char* name, int32_t device, ScalarType dtype, Shape shape) {
-  check_place(x, name, device);
-  check_dtype(x, name, dtype);
-  check_shape(x, name, shape);
-  const auto strides = x.strides();
-  STD_TORCH_CHECK(strides[3] == 1, "gdn_fast: the last dimension of ", name, " must be dense, got strides ", list(strides));
-  const int64_t multiple = kTmaAlignment / 2;  // elements of 2 bytes
-  for (int i = 0; i < 3; ++i)
-    STD_TORCH_CHECK(strides[i] % multiple == 0, "gdn_fast: the strides of ", name, " must be multiples of ", multiple,
-                    ", got strides ", list(strides));
-  check_aligned(x, name, kTmaAlignment);
-  return {x.data_ptr(), strides[0], strides[1], strides[2]};
-}
-
-// g or beta [B, T, HV], at any strides.
-gdn::Rows side_rows(const Tensor& x, const char* name, int32_t device, Shape shape) {
-  check_place(x, name, device);
-  check_shape(x, name, shape);
-  const auto strides = x.strides();
-  return {x.data_ptr(), strides[0], strides[1], strides[2]};
-}
-
-// Numbers of rows.
-gdn::Slots slots_of(const Tensor& x, const char* name, int32_t device, Shape shape) {
-  check_place(x, name, device);
-  check_shape(x, name, shape);
-  check_contiguous(x, name);
-  const bool is_64 = x.scalar_type() == ScalarType::Long;
-  if (!is_64) check_dtype(x, name, ScalarType::Int);
-  return {x.data_ptr(), is_64};
-}
-
-// States [rows, HV, K, V] or, V first, [rows, HV, V, K], at any strides, to write to.
-gdn::States states(const Tensor& x, const char* name, int32_t device, const gdn::ChunkForward& p, bool v_first) {
-  check_place(x, name, device);
-  const int64_t rows = x.dim() > 0 ? x.size(0) : 0;
-  check_shape(x, name, {rows, p.HV, v_first ? p.V : p.K, v_first ? p.K : p.V});
-  const auto strides = x.strides();
-  const bool is_double = x.scalar_type() == ScalarType::Double;
-  return {x.data_ptr(), strides[0], strides[1], strides[v_first ? 3 : 2], strides[v_first ? 2 : 3],
-          is_double ? gdn::Dtype::kFloat64 : dtype_of(x, name)};
-}
-
-const float* head_vector(const std::optional<Tensor>& x, const char* name, int32_t device, int64_t HV) {
-  if (!x) return nullptr;
-  check_place(*x, name, device);
-  check_dtype(*x, name, ScalarType::Float);
-  check_shape(*x, name, {HV});
-  check_contiguous(*x, name);
-  return static_cast<const float*>(x->data_ptr());
-}
-
-// ------------------------------------------------------------------------------------------------------ operators
 
 int multiprocessors(int32_t device) {
   int count = 0;
@@ -144,13 +31,13 @@ int multiprocessors(int32_t device) {
 }
 
 // The kernels for a device.
-const gdn::Architecture& kernels_on(int32_t device) {
-  const gdn::Architecture* const found = gdn::architecture_on(device);
-  STD_TORCH_CHECK(found != nullptr, "gdn_fast: ", gdn::why_none_on(device));
+const Architecture& kernels_on(int32_t device) {
+  const Architecture* const found = architecture_on(device);
+  STD_TORCH_CHECK(found != nullptr, "gdn_fast: ", why_none_on(device));
   return *found;
 }
 
-int64_t workspace_floats(const gdn::Architecture& kernels, const gdn::ChunkForward& p) {
+int64_t workspace_floats(const Architecture& kernels, const ChunkForward& p) {
   return static_cast<int64_t>((kernels.chunk_forward_workspace(p) + sizeof(float) - 1) / sizeof(float));
 }
 
@@ -174,9 +61,9 @@ std::string why_unavailable() {
 int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V,
                                 int64_t N, bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant) {
   static const int32_t some_offsets = 0;
-  gdn::ChunkForward p{};
+  ChunkForward p{};
   p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
-  p.dtype = is_bfloat16 ? gdn::Dtype::kBFloat16 : gdn::Dtype::kFloat16;
+  p.dtype = is_bfloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   p.cu_seqlens = is_packed ? &some_offsets : nullptr;
   p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant;
   p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
@@ -184,7 +71,7 @@ int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H,
 }
 
 // What every call has: q, k, v, g, beta, the gate's parameters and cu_seqlens.
-gdn::ChunkForward describe(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+ChunkForward describe(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
                            const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
                            const std::optional<Tensor>& cu_seqlens, double scale, bool use_qk_l2norm,
                            bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant) {
@@ -197,7 +84,7 @@ gdn::ChunkForward describe(const Tensor& q, const Tensor& k, const Tensor& v, co
                   "gdn_fast: q must be bfloat16 or float16, got ", torch::headeronly::toString(dtype));
 
   const int64_t B = q.size(0), T = q.size(1), H = q.size(2), K = q.size(3), HV = v.size(2), V = v.size(3);
-  gdn::ChunkForward p{};
+  ChunkForward p{};
   p.q = tma_rows(q, "q", device, dtype, {B, T, H, K});
   p.k = tma_rows(k, "k", device, dtype, {B, T, H, K});
   p.v = tma_rows(v, "v", device, dtype, {B, T, HV, V});
@@ -229,7 +116,7 @@ gdn::ChunkForward describe(const Tensor& q, const Tensor& k, const Tensor& v, co
 }
 
 // The states that sequences start from.
-void start_from(gdn::ChunkForward& p, const std::optional<Tensor>& initial_state, int32_t device, bool v_first) {
+void start_from(ChunkForward& p, const std::optional<Tensor>& initial_state, int32_t device, bool v_first) {
   if (!initial_state) return;
   check_place(*initial_state, "initial_state", device);
   check_shape(*initial_state, "initial_state", {p.N, p.HV, v_first ? p.V : p.K, v_first ? p.K : p.V});
@@ -256,8 +143,8 @@ cudaStream_t current_stream(int32_t device) {
 }
 
 // Checks `workspace`, and runs what `p` says on the current stream of its device; pool: null without one.
-void run(gdn::ChunkForward p, const gdn::Pool* pool, const Tensor& workspace, int32_t device) {
-  const gdn::Architecture& kernels = kernels_on(device);
+void run(ChunkForward p, const Pool* pool, const Tensor& workspace, int32_t device) {
+  const Architecture& kernels = kernels_on(device);
   check_workspace(workspace, device, workspace_floats(kernels, p));
   p.workspace = workspace.data_ptr();
 
@@ -272,7 +159,7 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const std::optional<Tensor>& initial_state, const std::optional<Tensor>& cu_seqlens, double scale,
                    bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval,
                    bool batch_invariant, const Tensor& o, const std::optional<Tensor>& final_state, const Tensor& workspace) {
-  gdn::ChunkForward p = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
+  ChunkForward p = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
                                  allow_neg_eigval, batch_invariant);
   const int32_t device = q.get_device_index();
   const int64_t K = p.K, V = p.V, HV = p.HV;
@@ -305,10 +192,10 @@ void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant,
                    const Tensor& o, int64_t every, const std::optional<Tensor>& checkpoints,
                    const std::optional<Tensor>& checkpoint_slots, const Tensor& workspace) {
-  const gdn::ChunkForward p = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm,
+  const ChunkForward p = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm,
                                        use_beta_sigmoid, allow_neg_eigval, batch_invariant);
   const int32_t device = q.get_device_index();
-  gdn::Pool pool{};
+  Pool pool{};
   pool.o = tma_rows(o, "o", device, q.scalar_type(), {p.B, p.T, p.HV, p.V});
   pool.states = states(state, "state", device, p, state_v_first);
   pool.states.dtype = dtype_of(state, "state");
@@ -337,34 +224,20 @@ void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   run(p, &pool, workspace, device);
 }
 
-int64_t backward_floats(const gdn::Architecture& kernels, const gdn::ChunkForward& p) {
+int64_t backward_floats(const Architecture& kernels, const ChunkForward& p) {
   return static_cast<int64_t>((kernels.chunk_backward_workspace(p) + sizeof(float) - 1) / sizeof(float));
 }
 
 int64_t chunk_backward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N,
                                  bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant) {
   static const int32_t some_offsets = 0;
-  gdn::ChunkForward p{};
+  ChunkForward p{};
   p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
-  p.dtype = is_bfloat16 ? gdn::Dtype::kBFloat16 : gdn::Dtype::kFloat16;
+  p.dtype = is_bfloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   p.cu_seqlens = is_packed ? &some_offsets : nullptr;
   p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant;
   p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
   return backward_floats(kernels_on(static_cast<int32_t>(device)), p);
-}
-
-// A gradient to write, contiguous.
-void* written(const Tensor& x, const char* name, int32_t device, Shape shape) {
-  check_place(x, name, device);
-  check_shape(x, name, shape);
-  check_contiguous(x, name);
-  check_aligned(x, name, kTmaAlignment);
-  return x.data_ptr();
-}
-
-// The gradient of a gate or beta [B, T, HV], in its dtype.
-gdn::Dtype side_dtype(const Tensor& x, const char* name) {
-  return x.scalar_type() == ScalarType::Double ? gdn::Dtype::kFloat64 : dtype_of(x, name);
 }
 
 void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Tensor& q, const Tensor& k,
@@ -374,25 +247,18 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
                     bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, const Tensor& dq,
                     const Tensor& dk, const Tensor& dv, const Tensor& dg, const Tensor& dbeta,
                     const std::optional<Tensor>& dh0, const std::optional<Tensor>& gate_sums, const Tensor& workspace) {
-  gdn::ChunkBackward b{};
+  ChunkBackward b{};
   b.forward = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
                        allow_neg_eigval, batch_invariant);
-  gdn::ChunkForward& p = b.forward;
+  ChunkForward& p = b.forward;
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
   const int64_t B = p.B, T = p.T, H = p.H, HV = p.HV, K = p.K, V = p.V;
   const int64_t second = state_v_first ? V : K, third = state_v_first ? K : V;
   start_from(p, initial_state, device, state_v_first);
   b.dO = tma_rows(dO, "do", device, dtype, {B, T, HV, V});
-  if (dht) {
-    check_place(*dht, "dht", device);
-    check_dtype(*dht, "dht", ScalarType::Float);
-    check_shape(*dht, "dht", {p.N, HV, second, third});
-    const auto strides = dht->strides();
-    b.dht = static_cast<const float*>(dht->data_ptr());
-    b.dht_n = strides[0], b.dht_h = strides[1];
-    b.dht_k = strides[state_v_first ? 3 : 2], b.dht_v = strides[state_v_first ? 2 : 3];
-  }
+  const StateGradient from = state_gradient(dht, p, device, state_v_first);
+  b.dht = from.data, b.dht_n = from.n, b.dht_h = from.h, b.dht_k = from.k, b.dht_v = from.v;
   check_dtype(dq, "dq", dtype);
   check_dtype(dk, "dk", dtype);
   check_dtype(dv, "dv", dtype);
@@ -412,13 +278,70 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
     check_dtype(*gate_sums, "gate_sums", ScalarType::Float);
     b.gate_sums = static_cast<float*>(written(*gate_sums, "gate_sums", device, {2, HV}));
   }
-  const gdn::Architecture& kernels = kernels_on(device);
+  const Architecture& kernels = kernels_on(device);
   check_workspace(workspace, device, backward_floats(kernels, p));
   p.workspace = workspace.data_ptr();
 
   const torch::stable::accelerator::DeviceGuard guard(device);
   const char* error = kernels.chunk_backward(b, current_stream(device));
   STD_TORCH_CHECK(error == nullptr, "gdn_fast::chunk_backward did not run: ", error);
+}
+
+void backward_walks(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& dO, const Tensor& A_inv,
+                    const Tensor& A_qk, const Tensor& g_cumsum, const Tensor& beta, const Tensor& own,
+                    const std::optional<Tensor>& initial_state, const std::optional<Tensor>& dht,
+                    const std::optional<Tensor>& cu_seqlens, const std::optional<Tensor>& chunk_offsets, double scale,
+                    bool state_v_first, const Tensor& h, const Tensor& v_new, const Tensor& dh, const Tensor& dx,
+                    const std::optional<Tensor>& dh0) {
+  BackwardWalks w{};
+  w.forward = describe(q, k, v, g_cumsum, beta, std::nullopt, std::nullopt, cu_seqlens, scale, false, false, false, false);
+  ChunkForward& p = w.forward;
+  const int32_t device = q.get_device_index();
+  const ScalarType dtype = q.scalar_type();
+  const int64_t B = p.B, T = p.T, HV = p.HV, V = p.V;
+  STD_TORCH_CHECK(h.dim() == 4, "gdn_fast: h must have 4 dimensions [slots, HV, K, V], got ", list(h.sizes()));
+  // q and k may have zeros behind the keys' own width.
+  const int64_t slots = h.size(0), K = h.size(2);
+  STD_TORCH_CHECK(K <= p.K, "gdn_fast: h must have no more channels of K than q, which has ", p.K, ", got ", K);
+  p.K = static_cast<int>(K);
+  w.slots = slots;
+  w.dO = tma_rows(dO, "do", device, dtype, {B, T, HV, V});
+  w.own = side_rows(own, "own", device, {B, T, HV});
+  check_dtype(g_cumsum, "g_cumsum", ScalarType::Float);
+  check_dtype(beta, "beta", ScalarType::Float);
+  check_dtype(own, "own", ScalarType::Float);
+  for (const auto& [x, name] : {std::pair(&A_inv, "A_inv"), std::pair(&A_qk, "A_qk")}) check_dtype(*x, name, dtype);
+  w.A_inv = written(A_inv, "A_inv", device, {B, T, HV, 64});
+  w.A_qk = written(A_qk, "A_qk", device, {B, T, HV, 64});
+  start_from(p, initial_state, device, state_v_first);
+  const StateGradient from = state_gradient(dht, p, device, state_v_first);
+  w.dht = from.data, w.dht_n = from.n, w.dht_h = from.h, w.dht_k = from.k, w.dht_v = from.v;
+  STD_TORCH_CHECK(chunk_offsets.has_value() == cu_seqlens.has_value(),
+                  "gdn_fast: chunk_offsets must be a tensor if and only if cu_seqlens is");
+  if (chunk_offsets) {
+    check_place(*chunk_offsets, "chunk_offsets", device);
+    check_dtype(*chunk_offsets, "chunk_offsets", ScalarType::Int);
+    check_shape(*chunk_offsets, "chunk_offsets", {p.N + 1});
+    check_contiguous(*chunk_offsets, "chunk_offsets");
+    w.chunk_offsets = static_cast<const int*>(chunk_offsets->data_ptr());
+  }
+  const auto made = [&](const Tensor& x, const char* name, Shape shape) {
+    check_dtype(x, name, dtype);
+    return written(x, name, device, shape);
+  };
+  w.h = made(h, "h", {slots, HV, K, V});
+  w.dh = made(dh, "dh", {slots, HV, K, V});
+  w.v_new = made(v_new, "v_new", {B, T, HV, V});
+  w.dx = made(dx, "dx", {B, T, HV, V});
+  if (dh0) {
+    check_dtype(*dh0, "dh0", ScalarType::Float);
+    w.dh0 = static_cast<float*>(written(*dh0, "dh0", device, {p.N, HV, state_v_first ? V : K, state_v_first ? K : V}));
+    w.dh0_n = HV * K * V, w.dh0_h = K * V;
+    w.dh0_k = state_v_first ? 1 : V, w.dh0_v = state_v_first ? K : 1;
+  }
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const char* error = kernels_on(device).backward_walks(w, current_stream(device));
+  STD_TORCH_CHECK(error == nullptr, "gdn_fast::backward_walks did not run: ", error);
 }
 }  // namespace
 
@@ -448,6 +371,10 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
       "bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!)? dh0, Tensor(g!)? gate_sums, "
       "Tensor(h!) workspace) -> ()");
+  m.def(
+      "backward_walks(Tensor q, Tensor k, Tensor v, Tensor do, Tensor A_inv, Tensor A_qk, Tensor g_cumsum, Tensor beta, "
+      "Tensor own, Tensor? initial_state, Tensor? dht, Tensor? cu_seqlens, Tensor? chunk_offsets, float scale, "
+      "bool state_v_first, Tensor(a!) h, Tensor(b!) v_new, Tensor(c!) dh, Tensor(d!) dx, Tensor(e!)? dh0) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CompositeExplicitAutograd, m) {
   m.impl("why_unavailable", TORCH_BOX(&why_unavailable));
@@ -458,10 +385,12 @@ STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CUDA, m) {
   m.impl("chunk_forward", TORCH_BOX(&chunk_forward));
   m.impl("chunk_prefill", TORCH_BOX(&chunk_prefill));
   m.impl("chunk_backward", TORCH_BOX(&chunk_backward));
+  m.impl("backward_walks", TORCH_BOX(&backward_walks));
 }
 // The same functions for CPU tensors: their checks say what is wrong with them.
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CPU, m) {
   m.impl("chunk_forward", TORCH_BOX(&chunk_forward));
   m.impl("chunk_prefill", TORCH_BOX(&chunk_prefill));
   m.impl("chunk_backward", TORCH_BOX(&chunk_backward));
+  m.impl("backward_walks", TORCH_BOX(&backward_walks));
 }

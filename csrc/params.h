@@ -101,4 +101,27 @@ struct ChunkBackward {
   float* gate_sums;  // [2, HV]: of A_log, then of dt_bias; null unless `use_gate`
 };
 
+// Both walks over the states of a backward whose other steps are not this library's, in chunks of 64 tokens. Of `forward`
+// are set q, k, v, h0, cu_seqlens, the sizes, `dtype`, `scale` and `multiprocessors`; and g, the sum of log2 decays from
+// the chunk's first token on, and beta, as it multiplies, both in fp32.
+struct BackwardWalks {
+  ChunkForward forward;
+  Rows dO;              // [B, T, HV, V], of `dtype`: the gradient of o
+  Rows own;             // [B, T, HV], fp32: the diagonal of A_qk
+  const void* A_inv;    // [B, T, HV, 64] contiguous, of `dtype`, strictly lower
+  const void* A_qk;     // the same
+  const int* chunk_offsets;  // [N]: the slot of each packed sequence's first chunk; null: padded
+  int64_t slots;
+  const float* dht;     // [N, HV, K, V] at the strides below, in elements; null: zeros
+  int64_t dht_n, dht_h, dht_k, dht_v;
+
+  // Written; of `dtype` and contiguous but dh0.
+  void* h;      // [slots, HV, K, V]: the state before each chunk
+  void* dh;     // the same: the gradient of the state behind it
+  void* v_new;  // [B, T, HV, V]
+  void* dx;     // the same: the gradient of x, (I + A)^-1 x = v_new
+  float* dh0;   // [N, HV, K, V] at the strides below, in elements; null: not wanted
+  int64_t dh0_n, dh0_h, dh0_k, dh0_v;
+};
+
 }  // namespace gdn

@@ -15,6 +15,7 @@ const char* chunk_prefill(const ChunkForward&, const Pool&, cudaStream_t);
 namespace backward {
 size_t chunk_backward_workspace(const ChunkForward&);
 const char* chunk_backward(const ChunkBackward&, cudaStream_t);
+const char* backward_walks(const BackwardWalks&, cudaStream_t);
 }  // namespace backward
 
 }  // namespace gdn::sm90

@@ -54,6 +54,8 @@ def chunk_gradients(problem: Problem, name: str) -> str | None:
     why = why_triton_gradients(problem)
     if why is None:
         return "The gradients are by the CUDA library's backward."
+    if fast_support.walks_support(problem) is None:
+        return f"The gradients are by the Triton backward, with the CUDA library's walks. {why}"
     return f"The gradients are by the Triton backward. {why}"
 
 

@@ -20,6 +20,7 @@ class Architecture(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # of q, k and v
     pool_dtypes: tuple[torch.dtype, ...]  # of the states of a pool
     backward_max_K: int
+    walks_max_K: int  # of the walks that serve the Triton backward of a larger K
     backward_V: int  # a value head has ceil(V / backward_V) slices
     backward_least_use: float  # of its tiles' channels; with less a call is Triton's under auto
     backward_max_chunks: int  # (B * T / chunk_size + N) * HV, times the slices, is less
@@ -36,6 +37,7 @@ ARCHITECTURES = {
         dtypes=(torch.bfloat16, torch.float16),
         pool_dtypes=(torch.float32, torch.bfloat16, torch.float16),
         backward_max_K=128,
+        walks_max_K=256,
         backward_V=128,
         backward_least_use=0.5,  # times as long as Triton's: 1.18 at 0.25, 0.65 at 0.56
         backward_max_chunks=2**28,  # blocks of scratch memory have 32-bit numbers

@@ -7,6 +7,7 @@ traced and has no fake.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -238,6 +239,84 @@ def gradients(
         if gate_sums is None or x.dt_bias is None
         else gate_sums[1].to(x.dt_bias.dtype, copy=True),
     )
+
+
+class Walks(NamedTuple):
+    """h, dh: [slots, HV, K, V], the state before each chunk and the gradient of the one behind it.
+    v_new, dx: [B, T, HV, V]. All in the dtype of A_inv. dh0: fp32, laid out as asked for."""
+
+    h: Tensor
+    v_new: Tensor
+    dh: Tensor
+    dx: Tensor
+    dh0: Tensor | None
+
+
+def walks(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    A_inv: Tensor,
+    A_qk: Tensor,
+    g_cumsum: Tensor,
+    own: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    dht: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_offsets: Tensor | None,
+    slots: int,
+    scale: float,
+    N: int,
+    K: int,
+    store_dh0: bool,
+    state_v_first: bool,
+) -> Walks:
+    """Both walks of a backward whose other steps are not the library's, in chunks of 64 tokens.
+
+    q, k: [B, T, H, K_row], zero beyond K; v, do: [B, T, HV, V]; A_inv, A_qk: [B, T, HV, 64], dense
+    and strictly lower; g_cumsum (log2), own (A_qk's diagonal), beta: [B, T, HV], fp32;
+    chunk_offsets: [N + 1], int32, the slot of each packed sequence's first chunk. Slots of no chunk
+    are not written. RuntimeError with the reason if the library is not there, or did not run.
+    """
+    B, T, HV, V = do.shape
+    device = do.device
+    h = torch.empty((slots, HV, K, V), dtype=do.dtype, device=device)
+    dh = torch.empty((slots, HV, K, V), dtype=do.dtype, device=device)
+    v_new = torch.empty((B, T, HV, V), dtype=do.dtype, device=device)
+    dx = torch.empty((B, T, HV, V), dtype=do.dtype, device=device)
+    dh0 = None
+    if store_dh0:
+        shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+        dh0 = torch.empty(shape, dtype=torch.float32, device=device)
+    if N > 0 and T > 0:
+        _operator("backward_walks")(
+            tma_readable(q),
+            tma_readable(k),
+            tma_readable(v),
+            tma_readable(do),
+            A_inv,
+            A_qk,
+            g_cumsum,
+            beta,
+            own,
+            None if initial_state is None else side_readable(initial_state),
+            None if dht is None else dht.float(),
+            None if cu_seqlens is None else cu_seqlens.contiguous(),
+            chunk_offsets,
+            scale,
+            state_v_first,
+            h,
+            v_new,
+            dh,
+            dx,
+            dh0,
+        )
+    elif dh0 is not None:
+        _ = dh0.zero_() if dht is None else dh0.copy_(dht)
+    return Walks(h=h, v_new=v_new, dh=dh, dx=dx, dh0=dh0)
 
 
 def _readable(x: Inputs) -> tuple[Tensor | None, ...]:

@@ -76,5 +76,17 @@ def backward_wasteful(problem: Problem) -> str | None:
     )
 
 
+def walks_support(problem: Problem) -> str | None:
+    """A sentence why the Triton backward of a problem whose forward the library serves makes its
+    own walks over the states, or None where the library makes them."""
+    p, limits = problem, fast.architecture_on(problem.device.index)
+    if limits.backward_max_K < p.K <= limits.walks_max_K:
+        return None
+    return (
+        f"The CUDA library makes a backward's walks for K from {limits.backward_max_K + 1} to "
+        f"{limits.walks_max_K}; K is {p.K}."
+    )
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

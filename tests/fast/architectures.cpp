@@ -25,6 +25,7 @@ const char* chunk_prefill(const ChunkForward&, const Pool&, cudaStream_t) { retu
 namespace backward {
 size_t chunk_backward_workspace(const ChunkForward&) { return 2; }
 const char* chunk_backward(const ChunkBackward&, cudaStream_t) { return "backward"; }
+const char* backward_walks(const BackwardWalks&, cudaStream_t) { return "walks"; }
 }  // namespace backward
 }  // namespace gdn::sm90
 
@@ -38,6 +39,6 @@ int main() {
       std::printf("%d %s, asked %d\n", device, found ? found->name : gdn::why_none_on(device).c_str(), asked);
     }
   const gdn::Architecture& x = *gdn::architecture_on(0);
-  std::printf("%s %s %s %d %d\n", x.chunk_forward({}, nullptr), x.chunk_prefill({}, {}, nullptr),
-              x.chunk_backward({}, nullptr), int(x.chunk_forward_workspace({})), int(x.chunk_backward_workspace({})));
+  std::printf("%s %s %s %s %d %d\n", x.chunk_forward({}, nullptr), x.chunk_prefill({}, {}, nullptr),
+              x.chunk_backward({}, nullptr), x.backward_walks({}, nullptr), int(x.chunk_forward_workspace({})), int(x.chunk_backward_workspace({})));
 }

@@ -70,7 +70,7 @@ def test_explained(
     assert str(own).endswith("\n  The gradients are by the CUDA library's backward.")
     other = CHUNK.explain(problem(**{**TRAINED, "K": 136}))
     assert other.chosen == "cuda" and other.gradients is not None
-    assert other.gradients.startswith("The gradients are by the Triton backward. The CUDA backward")
+    assert other.gradients.startswith("The gradients are by the Triton backward, with the CUDA")
     assert CHUNK.explain(problem()).gradients is None
     wasteful = problem(**{**TRAINED, "K": 40})
     said = CHUNK.explain(wasteful).gradients

@@ -16,7 +16,7 @@ from gdn_triton.chunk.triton.backward_norm import l2norm_bwd
 from gdn_triton.chunk.triton.backward_pairs import pairs_bwd
 from gdn_triton.chunk.triton.backward_query_key import query_key_bwd
 from gdn_triton.chunk.triton.backward_scores import scores
-from gdn_triton.chunk.triton.backward_state import state_bwd
+from gdn_triton.chunk.triton.backward_state import States, state_bwd
 from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.forward import activate, compute_dtype, prepare, readable_inputs
 from gdn_triton.chunk.triton.prepare import LINE, whole_lines
@@ -41,6 +41,8 @@ class Recomputed(NamedTuple):
 
 # find_ends(recomputed, do): dht, from what the walk back starts with.
 FindEnds = Callable[[Recomputed, torch.Tensor], torch.Tensor]
+# What makes both walks over the states, with the arguments of state_bwd.
+Walk = Callable[..., States]
 
 
 def in_lines(x: torch.Tensor) -> torch.Tensor:
@@ -103,6 +105,7 @@ def _gradients(
     dht: torch.Tensor | None,
     store_dh0: bool,
     find_ends: FindEnds | None,
+    walk: Walk,
 ) -> Gradients:
     p = problem
     do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
@@ -111,7 +114,7 @@ def _gradients(
     v = in_lines(x.v)
     if find_ends is not None:
         dht = find_ends(c, do)
-    states = state_bwd(
+    states = walk(
         c.q,
         c.k,
         v,
@@ -197,10 +200,11 @@ def gradients(
     *,
     store_dh0: bool,
     find_ends: FindEnds | None = None,
+    walk: Walk = state_bwd,
 ) -> Gradients:
     """All gradients; that of the initial state only with ``store_dh0``. do: [B, T, HV, V], or None
     for zeros; dht: fp32, laid out like the final state, or None for zeros. find_ends: instead of
-    dht, what finds it once there is what it needs for that."""
+    dht, what finds it once there is what it needs for that. walk: makes the states."""
     with on_device(x.q.device):
         x = readable_inputs(x)
-        return _gradients(problem, x, do, dht, store_dh0, find_ends)
+        return _gradients(problem, x, do, dht, store_dh0, find_ends, walk)

@@ -44,6 +44,8 @@ from prefill_cases import Call as Prefill
 from prefill_cases import assert_checkpoints, assert_prefilled, begun, checkpoint_of
 from prefill_cases import make_call as make_prefill
 from torch import Tensor
+from walk_cases import CASES as WALKS
+from walk_cases import check_walks
 
 from emulator.build import FOLDER
 from emulator.library import use
@@ -146,6 +148,13 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"backward-gates-{name}-{str(dtype).removeprefix('torch.')}", check
 
 
+def walk_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Those of wide keys: blocks of two states on few multiprocessors, of one on many."""
+    for case, dtype in itertools.product(WALKS, (BF16, FP16)):
+        name = f"walks-{case.name}-{str(dtype).removeprefix('torch.')}"
+        yield name, partial(check_walks, case, dtype, "cpu", v_first=dtype == FP16)
+
+
 def random_cases(first: int, count: int, small: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     for number in range(first, first + count):
 
@@ -198,6 +207,7 @@ def main() -> int:
         *forward_cases(),
         *prefill_cases(),
         *backward_cases(),
+        *walk_cases(),
         *random_cases(options.first, options.random, not options.large),
     ]
     failed = 0
