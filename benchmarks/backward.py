@@ -6,9 +6,10 @@
 Errors: the norm of the error over that of the gradient, against float64 autograd of the
 specification, in bf16; the root mean square of several draws of the inputs. Times: microseconds of
 the gradients of q, k, v, g, beta and the initial state, from those of o and the final state,
-between two events, medians; the implementations take turns. `call` adds the forward that made the
-graph. Memory: what a forward keeps until the backward beyond its inputs and outputs, and the most
-that both together take beyond those and the gradients.
+medians; the implementations take turns. `call` adds the forward that made the graph. A time is the
+GPU's, between two events, with the host's launches ahead of it; the host's own is apart, since a
+model's other work can hide it. Memory: what a forward keeps until the backward beyond its inputs
+and outputs, and the most that both together take beyond those and the gradients.
 
 FLA's own Triton backward refuses Hopper with Triton 3.4 to 3.7.0, so its TileLang one runs where
 that package is installed; FlashQLA is a peer of its own, and FLA is kept from handing over to it.
@@ -20,11 +21,12 @@ import importlib
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +50,10 @@ from gdn_triton import reference
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dh0")
 LEGEND = (
     "Errors of the gradients over their norm, against float64; then microseconds of the backward "
-    "/ of a\nforward and a backward, and MiB that a forward keeps / that both take at their peak "
-    "beside inputs,\noutputs and gradients."
+    "/ of a\nforward and a backward: on the GPU, whose launches lie ready, and in brackets of the "
+    "host; and MiB\nthat a forward keeps / that both take at their peak beside inputs, outputs and "
+    "gradients. Records\nof before 2026-11-24 have no times of the host: where the GPU waited for "
+    "its launches, theirs are\nthose of the host."
 )
 OURS, TRITON = "gdn_triton", "triton"
 BACKENDS = {TRITON: "triton"}  # of implementations that are one backend of this package
@@ -234,14 +238,38 @@ def nbytes(tensors: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def event_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median us of each call, in turns."""
+class Times(NamedTuple):
+    """Medians, microseconds: between two events of the GPU, with the launches of the call ready
+    before the first; and what the host takes to make them."""
+
+    gpu: float
+    host: float
+
+
+HOST_ROUNDS, CLOCKS_PER_US, AHEAD = 5, 2000, 1.5  # the host is given so much more than it takes
+
+
+def host_time(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def event_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Times]:
+    """Of each call, in turns."""
+    hosts: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(HOST_ROUNDS):
+        for name, call in calls.items():
+            hosts[name].append(host_time(call))
+    host = {name: statistics.median(found) for name, found in hosts.items()}
     events: dict[str, list[Any]] = {name: [] for name in calls}
     for round_ in range(rounds + 2):
         for name, call in calls.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
             # The launches of a call run ahead of the device only while the device is busy.
-            torch.cuda._sleep(400_000)
+            torch.cuda._sleep(int(AHEAD * CLOCKS_PER_US * host[name]))
             start.record()
             call()
             end.record()
@@ -249,7 +277,7 @@ def event_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
                 events[name].append((start, end))
     torch.cuda.synchronize()
     return {
-        name: 1e3 * statistics.median(a.elapsed_time(b) for a, b in pairs)
+        name: Times(1e3 * statistics.median(a.elapsed_time(b) for a, b in pairs), host[name])
         for name, pairs in events.items()
     }
 
@@ -272,7 +300,7 @@ def measure_times(
     for key, method in (("backward", "run"), ("call", "both")):
         times = event_times({name: getattr(b, method) for name, b in made.items()}, rounds)
         for name, value in times.items():
-            results[name][key] = value
+            results[name] |= {key: value.gpu, f"{key}_host": value.host}
     return {"case": case.name, "gates": case.gates, "kind": "times", "results": results}
 
 
@@ -295,8 +323,13 @@ def tables(records: list[dict[str, Any]], names: list[str]) -> str:
             cells.append(
                 "-"
                 if "backward" not in row
-                else f"{row['backward']:.0f} / {row['call']:.0f}, "
-                f"{row['kept'] / 2**20:.0f} / {row['peak'] / 2**20:.0f} MiB"
+                else f"{row['backward']:.0f} / {row['call']:.0f}"
+                + (
+                    f" ({row['backward_host']:.0f} / {row['call_host']:.0f})"
+                    if "call_host" in row
+                    else ""
+                )
+                + f", {row['kept'] / 2**20:.0f} / {row['peak'] / 2**20:.0f} MiB"
             )
         lines.append(f"| {label_of(record)[9:]} | {' | '.join(cells)} |")
     whys = {

@@ -108,7 +108,7 @@ class Timer:
 
 
 def _backward_turn(timed: backward.Backward) -> float:
-    return backward.event_times({"": timed.run}, SAMPLES)[""]
+    return backward.event_times({"": timed.run}, SAMPLES)[""].gpu
 
 
 def _replay_turn(replay: Replay, device: Device) -> float:

@@ -12,66 +12,33 @@ from gdn_triton.chunk.autograd import Find, differentiable
 from gdn_triton.chunk.limits import why_triton_gradients
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.fast import chunk as fast_chunk
-from gdn_triton.fast.support import walks_support
+from gdn_triton.fast import support as fast_support
 
 
 def gradients_of(problem: Problem) -> Find:
     """The backward of a problem whose forward the library serves."""
     if why_triton_gradients(problem) is None:
         return fast_chunk.gradients
-    return _triton_gradients(walks_support(problem) is None)
+    return _triton_gradients(fast_support.walks_support(problem) is None)
 
 
-@functools.cache
 def _triton_gradients(with_walks: bool) -> Find:
     # Only this needs Triton.
     from gdn_triton.chunk.triton.backward import gradients
-    from gdn_triton.chunk.triton.backward_state import States
-    from gdn_triton.chunk.triton.chunks import ChunkTable
 
-    if not with_walks:
-        return gradients
+    return functools.partial(gradients, walk=_walk) if with_walks else gradients
 
-    def walk(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        A_inv: Tensor,
-        A_qk: Tensor,
-        g_cumsum: Tensor,
-        own: Tensor,
-        beta: Tensor,
-        chunks: ChunkTable,
-        scale: float,
-        initial_state: Tensor | None,
-        dht: Tensor | None,
-        *,
-        A_is_strict: bool,
-        **options: Any,
-    ) -> States:
-        assert A_is_strict  # of 16-bit inputs, the only ones of the library
-        found = fast_chunk.walks(
-            q=q,
-            k=k,
-            v=v[..., : do.shape[3]],
-            do=do,
-            A_inv=A_inv,
-            A_qk=A_qk,
-            g_cumsum=g_cumsum,
-            own=own,
-            beta=beta,
-            initial_state=initial_state,
-            dht=dht,
-            cu_seqlens=chunks.cu_seqlens,
-            chunk_offsets=chunks.chunk_offsets,
-            slots=chunks.slots,
-            scale=scale,
-            **options,
-        )
-        return States(**found._asdict())
 
-    return functools.partial(gradients, walk=walk)
+def _walk(*, v: Tensor, chunks: Any, A_is_strict: bool, **given: Any) -> fast_chunk.Walks:
+    """What `state_bwd` of the Triton backward is, by the library."""
+    assert A_is_strict  # of 16-bit inputs, the only ones that the library takes
+    return fast_chunk.walks(
+        v=v[..., : given["do"].shape[3]],
+        cu_seqlens=chunks.cu_seqlens,
+        chunk_offsets=chunks.chunk_offsets,
+        slots=chunks.slots,
+        **given,
+    )
 
 
 def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:

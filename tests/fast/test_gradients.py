@@ -57,6 +57,7 @@ def sevens(operator: Operator, monkeypatch: pytest.MonkeyPatch, device: str) -> 
     noted = Sevens()
     monkeypatch.setattr(chunk, "_operator", noted.named)
     monkeypatch.setattr(support, "supports", lambda problem: None)
+    monkeypatch.setattr(support, "walks_support", lambda problem: "Not here.")
     monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
     return noted
 

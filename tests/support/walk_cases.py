@@ -37,7 +37,7 @@ def make_arguments(case: Case, dtype: torch.dtype, device: str, v_first: bool) -
     q, k = (torch.nn.functional.normalize(draw(B, T, H, K), dim=-1) for _ in range(2))
     given = {"q": q, "k": k, "v": draw(B, T, HV, V), "do": draw(B, T, HV, V)}
     given |= {"A_inv": A_inv, "A_qk": A_qk}
-    sides = {"own": draw(B, HV, T).transpose(1, 2), "beta": torch.rand(B, T, HV)}
+    sides = {"own": draw(B, HV, T).transpose(1, 2), "beta": draw(B, T, HV).sigmoid()}
     sides |= {"g_cumsum": g_cumsum, "initial_state": draw(*states), "dht": draw(*states)}
     counts = [sum(n == i for n, *_ in case.spans()) for i in range(case.N)]
     offsets = None

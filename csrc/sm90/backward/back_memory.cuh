@@ -85,7 +85,8 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
         if (steep) {
           tma_load(shared_address(stage.p), &params.ds, bar, 0, 64 * tile.part, 0, block);
         } else {
-          tma_load(shared_address(stage.p), &params.qk, bar, 0, 0, 0, slot * p.H + tile.h(params));
+          tma_load(shared_address(stage.p),
+                   pairs_at<Kind>(params, Pairs::kQueries, slot, tile.h(params), tile.n, tile.batch, row, rows), bar);
         }
       };
       const int rest_bytes = sizeof(Gates) + (makes ? 0 : 2 * kTileBytes);
@@ -121,6 +122,10 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
       const uint32_t s = it % C::kStages;
       auto& stage = sm.stages[s];
       const int lane = fresh_lane(), slot = tile.slot + c;
+      const auto place = [&](Pairs which) {
+        return pairs_at<Kind>(params, which, slot, tile.h(params), tile.n, tile.batch, tile.first + c * kChunk,
+                              tile.length - c * kChunk);
+      };
       const Triangles<Alone<T>> own(sm.maker.scratch, kBarrier, lane, warp);
       float kk[32] = {};
       wait_for(sm.full[s], it / C::kStages);
@@ -148,7 +153,7 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
           fence_async_proxy();
           named_barrier(kBarrier, 128);
           if (thread == 0) {
-            tma_store(&params.qk, shared_address(stage.p), 0, 0, 0, slot * p.H + tile.h(params));
+            tma_store(place(Pairs::kQueries), shared_address(stage.p));
             tma_store_commit();
             tma_store_wait_read();
           }
@@ -164,8 +169,8 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
       if (thread == 0) {
         if (first_of_head) tma_store(&params.t, shared_address(stage.t), 0, 0, 0, slot * p.HV + tile.hv(params));
         if (first) {
-          tma_store(&params.kk, shared_address(sm.maker.kk), 0, 0, 0, slot * p.H + tile.h(params));
-          if (!steep) tma_store(&params.qk, shared_address(stage.p), 0, 0, 0, slot * p.H + tile.h(params));
+          tma_store(place(Pairs::kKeys), shared_address(sm.maker.kk));
+          if (!steep) tma_store(place(Pairs::kQueries), shared_address(stage.p));
         }
         tma_store_commit();
       }

@@ -158,6 +158,12 @@ bool is_dealt(const ChunkForward& p, int64_t units) {
 }
 int64_t links_of(const ChunkForward& p, int64_t units) { return p.multiprocessors + units * slices_of(p); }
 
+// Tiles of q k^T in scratch memory: pairs_at.
+int64_t pairs_of(const ChunkForward& p) {
+  if (!is_exact(p)) return slots_of(p) * p.H;
+  return p.cu_seqlens ? int64_t{p.N} * p.H : 0;
+}
+
 int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scratch& x, Cut& cut) {
   const int64_t matrix = slices_of(p) * kChannels * kChannels, matrices = segments.count * matrix;  // of all slices
   const int64_t later = segments.length == 0 ? 0  // segments that are not the first of a sequence
@@ -175,8 +181,8 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scr
   parts.take(x.last, blocks);
   parts.take(x.G, blocks);
   parts.take(x.t, blocks * pair);
-  parts.take(x.qk, slots * p.H * pair);
-  parts.take(x.kk, slots * p.H * pair);
+  parts.take(x.qk, pairs_of(p) * pair);
+  parts.take(x.kk, pairs_of(p) * pair);
   const int64_t dx = slice_blocks * kChunk * kChannels, maps = 2 * matrices;  // of 16 and of 32 bits
   parts.take(x.dx, segments.cuts ? std::max(dx, 2 * maps) : dx);
   parts.take(x.ds, slice_blocks * kChannels * kChannels);
@@ -262,7 +268,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   Rows q = p.q, k = p.k;
   if (p.use_qk_l2norm)
     if (const char* error = normalize<Kind>(p, x, q, k, stream)) return error;
-  const int64_t key_blocks = int64_t{params.slots} * p.H, blocks = int64_t{params.slots} * p.HV;
+  const int64_t pairs = std::max<int64_t>(pairs_of(p), 1), blocks = int64_t{params.slots} * p.HV;  // a map has a tile
   const int64_t slice_blocks = int64_t{params.slots} * params.slices;
   const char* errors[] = {
       make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K),
@@ -273,8 +279,8 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
       make_map(&params.dk, p.dtype, whole(p, problem.dk, p.H, p.K), p.B, p.T, p.H, p.K),
       make_map(&params.dv, p.dtype, whole(p, problem.dv, p.HV, p.V), p.B, p.T, p.HV, p.V),
       tiles_map(&params.t, p.dtype, x.t, blocks, kChunk, kChunk),
-      tiles_map(&params.qk, p.dtype, x.qk, key_blocks, kChunk, kChunk),
-      tiles_map(&params.kk, p.dtype, x.kk, key_blocks, kChunk, kChunk),
+      tiles_map(&params.qk, p.dtype, x.qk, pairs, kChunk, kChunk),
+      tiles_map(&params.kk, p.dtype, x.kk, pairs, kChunk, kChunk),
       tiles_map(&params.dx, p.dtype, x.dx, slice_blocks, kChunk, kChannels),
       tiles_map(&params.ds, p.dtype, x.ds, slice_blocks, kChannels, kChannels),
   };

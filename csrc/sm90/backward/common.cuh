@@ -54,8 +54,8 @@ struct Scratch {
   float* last;      // [slots, HV]: the chunk's log2 decay
   float* G;         // [slots, HV]: of the state behind the chunk before, frame.cuh
   uint16_t* t;      // [slots, HV, 64, 64]: strict-lower (I + A)^-1
-  uint16_t* qk;     // [slots, H, 64, 64]: lower q k^T
-  uint16_t* kk;     // [slots, H, 64, 64]: lower k k^T
+  uint16_t* qk;     // [slots, H, 64, 64]: lower q k^T; of exact kinds [N, H, 64, 64], pairs_at
+  uint16_t* kk;     // the same: lower k k^T
   uint16_t* dx;     // [slots, slices, 64, 128], where dq of the slice replaces it
   // [slots, slices, 128 of V, 128 of K]: the gradient of the state behind the chunk; dk replaces it. Before, where a
   // chunk is steep, its lower q k^T, decayed, [64, 64] in a corner of each half of V: who walks back over a half reads it
@@ -86,7 +86,7 @@ struct Cut {
 
 struct Params {
   CUtensorMap q, k, v, dO, dv, t, qk, kk, dx, ds;
-  CUtensorMap dq, dk;  // where the walk forward adds them
+  CUtensorMap dq, dk;  // where the walk forward adds them; dq: pairs_at
   ChunkBackward problem;
   Scratch scratch;
   int slots, slots_of_batch;  // of all; of a batch entry, if padded
@@ -136,6 +136,32 @@ GDN_DEVICE int first_slot(const Params& params, int n) {
   const ChunkForward& p = params.problem.forward;
   return p.cu_seqlens ? int(sequence_bound(p, n) / kChunk) + n : n * params.slots_of_batch;
 }
+
+// Where q k^T of a chunk and key head lies, or k k^T: as tensor maps have it. Of exact kinds it lies in the memory of dq,
+// which is written when no one reads q k^T and k k^T of the chunk any more: in the first and in the other 64 channels.
+// There TMA would write the next sequence's rows behind a packed sequence's last ones: such a chunk has tiles in scratch
+// memory.
+enum class Pairs { kQueries, kKeys };
+struct MapPlace {
+  const CUtensorMap* map;
+  int column, row, head, batch;
+};
+template <class Kind>
+GDN_DEVICE MapPlace pairs_at(const Params& params, Pairs which, int slot, int h, int n, int batch, int row, int rows) {
+  const ChunkForward& p = params.problem.forward;
+  const CUtensorMap* const apart = which == Pairs::kQueries ? &params.qk : &params.kk;
+  if constexpr (!Kind::kExact) return {apart, 0, 0, 0, slot * p.H + h};
+  if (p.cu_seqlens != nullptr && rows < kChunk) return {apart, 0, 0, 0, n * p.H + h};
+  return {&params.dq, which == Pairs::kQueries ? 0 : 64, row, h, batch};
+}
+GDN_DEVICE void tma_load(uint32_t to, const MapPlace& from, uint32_t bar) {
+  gdn::tma_load(to, from.map, bar, from.column, from.row, from.head, from.batch);
+}
+GDN_DEVICE void tma_store(const MapPlace& to, uint32_t from) {
+  gdn::tma_store(to.map, from, to.column, to.row, to.head, to.batch);
+}
+using gdn::tma_load;
+using gdn::tma_store;
 
 // Where a chunk lies.
 struct Place {

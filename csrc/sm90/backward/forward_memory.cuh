@@ -33,7 +33,7 @@ struct WalkMemory {
   uint64_t t_full, t_empty, pairs_full, pairs_empty, S_full, S_empty, u_full, u_empty, n_full, dk_full;
   uint64_t dq_full[2];            // with one barrier two phases could end before the store sees one
   uint64_t aside[3];              // of the loaders
-  uint64_t dq_there, dq_taken, dk_there, dk_taken;  // exchange.cuh
+  uint64_t dq_there, dq_taken, dk_there, dk_taken, pairs_read[2];  // exchange.cuh
 };
 
 // With kExchange in clusters of two blocks, exchange.cuh.
@@ -63,7 +63,8 @@ GDN_DEVICE void init_barriers(WalkMemory& sm) {
   mbarrier_init(&sm.q_read, kPairs);
   mbarrier_init(&sm.n_full, kPairs);
   mbarrier_init(&sm.dk_full, kStates);
-  for (uint64_t* bar : {&sm.dq_there, &sm.dq_taken, &sm.dk_there, &sm.dk_taken}) mbarrier_init(bar, 1);
+  for (uint64_t* bar : {&sm.dq_there, &sm.dq_taken, &sm.dk_there, &sm.dk_taken, &sm.pairs_read[0], &sm.pairs_read[1]})
+    mbarrier_init(bar, 1);
   for (uint64_t& bar : sm.aside) mbarrier_init(&bar, 1);
   mbarrier_init_fence();
 }
@@ -90,7 +91,6 @@ struct ForwardWalk {
   }
   GDN_DEVICE int block() const { return (tile.slot + c) * slices_of<Kind>(params) + tile.slice; }
   GDN_DEVICE int head_block() const { return (tile.slot + c) * params.problem.forward.HV + tile.hv(params); }
-  GDN_DEVICE int key_block() const { return (tile.slot + c) * params.problem.forward.H + tile.h(params); }
   GDN_DEVICE int row() const { return tile.first + c * kChunk; }
   GDN_DEVICE int rows() const { return tile.length - c * kChunk; }
 };
@@ -130,8 +130,12 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
       for (int i = 0; i < 4; ++i) load(params.ds, sm.ds[i / 2][i % 2], sm.ds_full, i % 2 * 64, i / 2 * 64, block);
       wait_for(sm.pairs_empty, it + 1);
       mbarrier_expect(shared_address(&sm.pairs_full), 2 * kTileBytes);
-      load(params.qk, sm.qk, sm.pairs_full, 0, 0, walk.key_block());
-      load(params.kk, sm.kk, sm.pairs_full, 0, 0, walk.key_block());
+      const auto place = [&](Pairs which) {
+        return pairs_at<Kind>(params, which, walk.tile.slot + walk.c, walk.tile.h(params), walk.tile.n, walk.tile.batch,
+                              walk.row(), walk.rows());
+      };
+      tma_load(shared_address(sm.qk), place(Pairs::kQueries), shared_address(&sm.pairs_full));
+      tma_load(shared_address(sm.kk), place(Pairs::kKeys), shared_address(&sm.pairs_full));
     }
     __syncwarp();
   }
@@ -248,7 +252,11 @@ GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtenso
     const Chunk chunk = kStages == 1 || it + 1 == loaded ? newest : oldest;
     uint8_t(&tile)[2][kTileBytes] = tiles[it % kStages];
     wait_for(made[it % kStages], it / kStages);
-    if (adds) wait_for_there(there, it);
+    if (adds) {
+      wait_for_there(there, it);
+    } else if (!of_keys) {
+      wait_for(sm.pairs_read[it % 2], it / 2);
+    }
     if (chunk.rows >= kChunk) {
       if (lead) {
         if (adds) fence_async_proxy_of_all();

@@ -75,8 +75,11 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
   __syncthreads();  // and the products have read k and q
   clear_tiles(sm.scratch.inverse[0], 3, thread);
   if (thread == 0) {
-    tma_store(&params.qk, shared_address(sm.qk), 0, 0, 0, slot * p.H + h);
-    tma_store(&params.kk, shared_address(sm.kk), 0, 0, 0, slot * p.H + h);
+    const auto at = [&](Pairs which) {
+      return pairs_at<Kind>(params, which, slot, h, place.n, place.batch, place.first, place.rows);
+    };
+    tma_store(at(Pairs::kQueries), shared_address(sm.qk));
+    tma_store(at(Pairs::kKeys), shared_address(sm.kk));
     tma_store_commit();
   }
 

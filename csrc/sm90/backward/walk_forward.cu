@@ -36,7 +36,7 @@ struct LateSums {
   float column[4][4];
   float m[2], l[2];
 };
-template <class T>
+template <class T, bool kExchange>
 GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, float& own1, LateSums& late) {
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
@@ -70,6 +70,8 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
   const float f0 = gates.read[row0], f1 = gates.read[row0 + 8];
   const float beta0 = gates.beta[row0], beta1 = gates.beta[row0 + 8];
   wait_for(sm.pairs_full, it);
+  if constexpr (kExchange)  // their memory may have dq now
+    arrive_there_if(address_in(shared_address(&sm.pairs_read[it % 2]), 0), warp == 0 && lead && cluster_rank() == 1);
   uint32_t qk[4][4], kk[4][4];
   const auto load = [&](int b) {
     ldmatrix_x4(lines.block_at(shared_address(sm.qk), warp, b), qk[b]);
@@ -163,7 +165,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     float* const parts = params.scratch.parts + int64_t{block} * (kParts * kChunk);
     float own0, own1;
     LateSums late;
-    make_pairs<T>(sm, it, warp, own0, own1, late);
+    make_pairs<T, kExchange>(sm, it, warp, own0, own1, late);
     const int lane = fresh_lane();
     const bool lead = lane == 0;
     const Lines lines(lane);

@@ -5,7 +5,7 @@ step keeps nothing but those between forward and backward. docs/backward.md has 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from gdn_triton.chunk.triton.backward_norm import l2norm_bwd
 from gdn_triton.chunk.triton.backward_pairs import pairs_bwd
 from gdn_triton.chunk.triton.backward_query_key import query_key_bwd
 from gdn_triton.chunk.triton.backward_scores import scores
-from gdn_triton.chunk.triton.backward_state import States, state_bwd
+from gdn_triton.chunk.triton.backward_state import state_bwd
 from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.forward import activate, compute_dtype, prepare, readable_inputs
 from gdn_triton.chunk.triton.prepare import LINE, whole_lines
@@ -41,8 +41,9 @@ class Recomputed(NamedTuple):
 
 # find_ends(recomputed, do): dht, from what the walk back starts with.
 FindEnds = Callable[[Recomputed, torch.Tensor], torch.Tensor]
-# What makes both walks over the states, with the arguments of state_bwd.
-Walk = Callable[..., States]
+# What makes both walks over the states, from the arguments of state_bwd by name: States, or a
+# record of the same fields.
+Walk = Callable[..., Any]
 
 
 def in_lines(x: torch.Tensor) -> torch.Tensor:
@@ -115,19 +116,19 @@ def _gradients(
     if find_ends is not None:
         dht = find_ends(c, do)
     states = walk(
-        c.q,
-        c.k,
-        v,
-        do,
-        c.A_inv,
-        c.A_qk,
-        c.g_cumsum,
-        c.own,
-        c.beta,
-        chunks,
-        p.scale,
-        x.initial_state,
-        dht,
+        q=c.q,
+        k=c.k,
+        v=v,
+        do=do,
+        A_inv=c.A_inv,
+        A_qk=c.A_qk,
+        g_cumsum=c.g_cumsum,
+        own=c.own,
+        beta=c.beta,
+        chunks=chunks,
+        scale=p.scale,
+        initial_state=x.initial_state,
+        dht=dht,
         N=p.N,
         K=p.K,
         A_is_strict=c.A_is_strict,
