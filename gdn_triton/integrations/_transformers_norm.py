@@ -13,30 +13,33 @@ from gdn_triton.norm.api import rms_norm_gated
 # The ends of the names of these classes.
 SUFFIX: Final = "RMSNormGated"
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
-# The texts of `forward` whose roundings are those of `round_norm=True`, by their sha256.
-KNOWN: Final = (
-    # 5.17.0 to 5.23.0: Qwen3-Next, Qwen3.5, Qwen4-Exp, OlmoHybrid
-    "5a4bd64da7fd08bd737b2e023db367adc1a60de12c0ec6aba8298741bfb415cf",
-)
+# The texts of `forward` that are known, by their sha256, each with the `round_norm` that rounds as
+# it does.
+KNOWN: Final = {
+    # 5.17.0 to 5.24.0: Qwen3-Next, Qwen3.5, Qwen4-Exp, OlmoHybrid
+    "5a4bd64da7fd08bd737b2e023db367adc1a60de12c0ec6aba8298741bfb415cf": True,
+    # 5.24.0: Lara Mini
+    "536ae00bbdc7d8e7670b319fb653b19b7d4bc4f65b1155ba6f80546d71b10658": False,
+}
 
 
-def is_known(forward: object) -> bool:
-    """Whether a method `forward` is one of those texts."""
+def rounds(forward: object) -> bool | None:
+    """The `round_norm` of a method `forward`, or None where its text is not known."""
     try:
         text = inspect.getsource(forward)  # type: ignore[arg-type]
     except (OSError, TypeError):  # of a class that no file has, or no function
-        return False
-    return hashlib.sha256(text.encode()).hexdigest() in KNOWN
+        return None
+    return KNOWN.get(hashlib.sha256(text.encode()).hexdigest())
 
 
-def gated(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def gated(theirs: Callable[..., Tensor], round_norm: bool) -> Callable[..., Tensor]:
     """`forward` of such a class. theirs: what was there."""
 
-    def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         activation = ACTIVATIONS.get(self.activation)
-        if activation is None:
+        if activation is None or gate is None:
             return theirs(self, hidden_states, gate)
         eps = self.variance_epsilon
-        return rms_norm_gated(hidden_states, gate, self.weight, eps, activation, round_norm=True)
+        return rms_norm_gated(hidden_states, gate, self.weight, eps, activation, round_norm)
 
     return forward

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Target
 from gdn_triton.integrations._transformers_conv import step, whole
-from gdn_triton.integrations._transformers_norm import SUFFIX, gated, is_known
+from gdn_triton.integrations._transformers_norm import SUFFIX, gated, rounds
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
 __all__ = ["Place", "Status", "disable", "enable", "status"]
@@ -329,7 +329,7 @@ def _norms(module: ModuleType) -> Iterator[tuple[type, bool]]:
     """The classes of gated norms that a module defines, and whether ours does what they do."""
     for name, cls in vars(module).items():
         if name.endswith(SUFFIX) and isinstance(cls, type) and cls.__module__ == module.__name__:
-            yield cls, is_known(_before(cls, "forward"))
+            yield cls, rounds(_before(cls, "forward")) is not None
 
 
 def _patch(module: ModuleType) -> None:
@@ -340,7 +340,7 @@ def _patch(module: ModuleType) -> None:
         ops = ops or _ops(module)
         ours: Any
         if target.op == NORM:
-            ours = gated(target.now)
+            ours = gated(target.now, bool(rounds(target.now)))
         elif isinstance(target.owner, type):
             ours = _attribute(target.name, ops[target.op])
         else:

@@ -36,6 +36,7 @@ FAMILIES = [
     ),
     Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", MIXTURE),
     Family("olmo_hybrid", "OlmoHybridForCausalLM", "OlmoHybridConfig", {"intermediate_size": 64}),
+    Family("lara_mini", "LaraMiniForCausalLM", "LaraMiniConfig", MIXTURE),
 ]
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
