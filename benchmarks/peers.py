@@ -100,7 +100,15 @@ def _needs_capability(*majors: int) -> str | None:
 
 
 class Ours(Peer):
+    """Told the lengths of packed sequences on the host, as every peer is by what it prepares."""
+
     name, distribution, module = "gdn_triton", "gdn-triton", "gdn_triton"
+
+    def prepare(self, inputs: Inputs, capture: bool = False) -> Call:
+        call = super().prepare(inputs, capture)
+        if inputs.cu_seqlens is None:
+            return call
+        return partial(call, cu_seqlens_cpu=inputs.cu_seqlens.cpu())
 
     def supports(self, case: Case) -> str | None:
         return None
@@ -136,6 +144,15 @@ class OursCuda(Ours):
         if case.K > 256 or case.K % 8 or case.V % 8:
             return f"serves multiples of 8, K up to 256, not K {case.K}, V {case.V}"
         return _needs_cuda() or _needs_16_bits(case) or _needs_capability(9)
+
+
+class OursUntold(Ours):
+    """Without the lengths on the host, which then plans for guesses."""
+
+    name = "gdn_triton untold"
+
+    def prepare(self, inputs: Inputs, capture: bool = False) -> Call:
+        return partial(super().prepare(inputs, capture), cu_seqlens_cpu=None)
 
 
 class Reference(Peer):
@@ -235,6 +252,7 @@ class FlashInferWhole(FlashInfer):
 PEERS: dict[str, type[Peer]] = {
     "triton": OursTriton,
     "cuda": OursCuda,
+    "untold": OursUntold,
     "fla": FLA,
     "flashqla": FlashQLA,
     "flashinfer": FlashInfer,

@@ -59,13 +59,14 @@ std::string why_unavailable() {
 }
 
 int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V,
-                                int64_t N, bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant) {
+                                int64_t N, bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant,
+                                int64_t longest) {
   static const int32_t some_offsets = 0;
   ChunkForward p{};
   p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
   p.dtype = is_bfloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   p.cu_seqlens = is_packed ? &some_offsets : nullptr;
-  p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant;
+  p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant, p.longest = longest;
   p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
   return workspace_floats(kernels_on(static_cast<int32_t>(device)), p);
 }
@@ -74,7 +75,7 @@ int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H,
 ChunkForward describe(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
                            const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
                            const std::optional<Tensor>& cu_seqlens, double scale, bool use_qk_l2norm,
-                           bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant) {
+                           bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int64_t longest) {
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "gdn_fast: this torch was built without CUDA");
   STD_TORCH_CHECK(q.dim() == 4, "gdn_fast: q must have 4 dimensions [B, T, H, K], got ", list(q.sizes()));
   STD_TORCH_CHECK(v.dim() == 4, "gdn_fast: v must have 4 dimensions [B, T, HV, V], got ", list(v.sizes()));
@@ -111,6 +112,7 @@ ChunkForward describe(const Tensor& q, const Tensor& k, const Tensor& v, const T
   p.scale = static_cast<float>(scale);
   p.use_qk_l2norm = use_qk_l2norm, p.use_beta_sigmoid = use_beta_sigmoid;
   p.allow_neg_eigval = allow_neg_eigval, p.use_gate = A_log.has_value(), p.batch_invariant = batch_invariant;
+  p.longest = longest;
   p.multiprocessors = multiprocessors(device);
   return p;
 }
@@ -158,9 +160,10 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
                    const std::optional<Tensor>& initial_state, const std::optional<Tensor>& cu_seqlens, double scale,
                    bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval,
-                   bool batch_invariant, const Tensor& o, const std::optional<Tensor>& final_state, const Tensor& workspace) {
+                   bool batch_invariant, int64_t longest, const Tensor& o,
+                   const std::optional<Tensor>& final_state, const Tensor& workspace) {
   ChunkForward p = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
-                                 allow_neg_eigval, batch_invariant);
+                                 allow_neg_eigval, batch_invariant, longest);
   const int32_t device = q.get_device_index();
   const int64_t K = p.K, V = p.V, HV = p.HV;
   const int64_t second = state_v_first ? V : K, third = state_v_first ? K : V;
@@ -189,11 +192,11 @@ void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias, const Tensor& state,
                    const Tensor& read_slots, const Tensor& write_slots, const std::optional<Tensor>& has_initial_state,
                    int64_t last_skipped, const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first,
-                   bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant,
+                   bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int64_t longest,
                    const Tensor& o, int64_t every, const std::optional<Tensor>& checkpoints,
                    const std::optional<Tensor>& checkpoint_slots, const Tensor& workspace) {
   const ChunkForward p = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm,
-                                       use_beta_sigmoid, allow_neg_eigval, batch_invariant);
+                                       use_beta_sigmoid, allow_neg_eigval, batch_invariant, longest);
   const int32_t device = q.get_device_index();
   Pool pool{};
   pool.o = tma_rows(o, "o", device, q.scalar_type(), {p.B, p.T, p.HV, p.V});
@@ -229,13 +232,14 @@ int64_t backward_floats(const Architecture& kernels, const ChunkForward& p) {
 }
 
 int64_t chunk_backward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N,
-                                 bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant) {
+                                 bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant,
+                                 int64_t longest) {
   static const int32_t some_offsets = 0;
   ChunkForward p{};
   p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
   p.dtype = is_bfloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   p.cu_seqlens = is_packed ? &some_offsets : nullptr;
-  p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant;
+  p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant, p.longest = longest;
   p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
   return backward_floats(kernels_on(static_cast<int32_t>(device)), p);
 }
@@ -244,12 +248,12 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
                     const Tensor& v, const Tensor& g, const Tensor& beta, const std::optional<Tensor>& A_log,
                     const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& initial_state,
                     const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first, bool use_qk_l2norm,
-                    bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, const Tensor& dq,
+                    bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int64_t longest, const Tensor& dq,
                     const Tensor& dk, const Tensor& dv, const Tensor& dg, const Tensor& dbeta,
                     const std::optional<Tensor>& dh0, const std::optional<Tensor>& gate_sums, const Tensor& workspace) {
   ChunkBackward b{};
   b.forward = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
-                       allow_neg_eigval, batch_invariant);
+                       allow_neg_eigval, batch_invariant, longest);
   ChunkForward& p = b.forward;
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
@@ -294,7 +298,7 @@ void backward_walks(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     bool state_v_first, const Tensor& h, const Tensor& v_new, const Tensor& dh, const Tensor& dx,
                     const std::optional<Tensor>& dh0) {
   BackwardWalks w{};
-  w.forward = describe(q, k, v, g_cumsum, beta, std::nullopt, std::nullopt, cu_seqlens, scale, false, false, false, false);
+  w.forward = describe(q, k, v, g_cumsum, beta, std::nullopt, std::nullopt, cu_seqlens, scale, false, false, false, false, 0);
   ChunkForward& p = w.forward;
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
@@ -349,26 +353,26 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
   m.def("why_unavailable() -> str");
   m.def(
       "chunk_forward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, "
-      "bool is_packed, bool use_qk_l2norm, bool batch_invariant) -> int");
+      "bool is_packed, bool use_qk_l2norm, bool batch_invariant, int longest) -> int");
   m.def(
       "chunk_forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
       "Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first, bool use_qk_l2norm, "
-      "bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, Tensor(a!) o, Tensor(b!)? final_state, "
+      "bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int longest, Tensor(a!) o, Tensor(b!)? final_state, "
       "Tensor(c!) workspace) -> ()");
   // checkpoints may be `state`.
   m.def(
       "chunk_prefill(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
       "Tensor(a!) state, Tensor read_slots, Tensor write_slots, Tensor? has_initial_state, int last_skipped, "
       "Tensor? cu_seqlens, float scale, bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, "
-      "bool allow_neg_eigval, bool batch_invariant, Tensor(b!) o, int every, Tensor(c!)? checkpoints, "
+      "bool allow_neg_eigval, bool batch_invariant, int longest, Tensor(b!) o, int every, Tensor(c!)? checkpoints, "
       "Tensor? checkpoint_slots, Tensor(d!) workspace) -> ()");
   m.def(
       "chunk_backward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, "
-      "bool is_packed, bool use_qk_l2norm, bool batch_invariant) -> int");
+      "bool is_packed, bool use_qk_l2norm, bool batch_invariant, int longest) -> int");
   m.def(
       "chunk_backward(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, "
       "Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first, "
-      "bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, Tensor(a!) dq, "
+      "bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int longest, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!)? dh0, Tensor(g!)? gate_sums, "
       "Tensor(h!) workspace) -> ()");
   m.def(

@@ -299,20 +299,21 @@ Plan make_plan(const ChunkForward& p) {
   // What segments must promise for all lengths together, and may lose for one.
   constexpr double kWorthIt = 0.95, kMostLoss = 1.03;
   constexpr double kLateBoth = 0.97;  // later segments in blocks of both halves take at most so much of the other's
-  // The host does not know the lengths of packed sequences. The longest has so much of what is between an
-  // equal share and all.
+  // The host does not know the lengths of packed sequences, unless it is told the longest. This has so much of what is
+  // between an equal share and all.
   constexpr double kLonger[] = {0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75};
   constexpr int kGuesses = int(std::size(kLonger));
   static_assert(kGuesses < Cuts::kMost);
   const Estimate<Heads> estimate = {p};
   const int64_t chunks = ceil_div(p.T, kChunk);  // of a batch entry
-  const bool guess = p.cu_seqlens && p.N > 1;
-  const int guesses = guess ? kGuesses : 1;
+  const bool guess = p.cu_seqlens && p.N > 1, told = guess && p.longest > 0;
+  const int guesses = guess && !told ? kGuesses : 1;
   const int64_t each = p.cu_seqlens ? ceil_div(chunks, std::max(p.N, 1)) : chunks;
   ChunkCounts lengths[kGuesses];
   double whole[2][kGuesses];
   for (int i = 0; i < guesses; ++i) {
-    const int64_t longest = each + int64_t(double(chunks - each) * (guess ? kLonger[i] : 0));
+    const int64_t longest = told ? std::clamp(ceil_div(p.longest, kChunk), each, chunks)
+                                 : each + int64_t(double(chunks - each) * (guess ? kLonger[i] : 0));
     lengths[i] = {longest, guess ? ceil_div(chunks - longest, p.N - 1) : each};
     whole[true][i] = estimate.whole(lengths[i], true);
     whole[false][i] = only_halves<Heads>() ? whole[true][i] : estimate.whole(lengths[i], false);
@@ -370,7 +371,7 @@ Plan make_plan(const ChunkForward& p) {
   bool late_halves = true;
   for (int i = 0; i < guesses; ++i) {
     auto [cut, of_cut] = cut_for(lengths[i], true);
-    if (!guess && !only_halves<Heads>()) {
+    if (guesses == 1 && !only_halves<Heads>()) {
       const auto [other, of_other] = cut_for(lengths[i], false);
       late_halves = of_other >= kLateBoth * of_cut;
       if (!late_halves) cut = other, of_cut = of_other;
@@ -394,20 +395,29 @@ Plan make_plan(const ChunkForward& p) {
 // The tokens that a call is planned for. A plan for sequences whose lengths the host does not know rests on guesses,
 // and serves fewer tokens as well: those calls are planned for one of at most 16 numbers of chunks between two
 // powers of two.
-inline int64_t planned_tokens(const ChunkForward& p) {
-  if (!p.cu_seqlens || p.N < 2) return p.T;
-  const int64_t chunks = ceil_div(p.T, kChunk);
+inline int64_t planned_tokens(int64_t tokens) {
+  const int64_t chunks = ceil_div(tokens, kChunk);
   int64_t step = 1;
   while (step * 32 <= chunks) step *= 2;
   return ceil_div(chunks, step) * step * kChunk;
 }
+inline ChunkForward planned(const ChunkForward& p) {
+  ChunkForward x = p;
+  if (p.cu_seqlens && p.N > 1) {
+    x.T = planned_tokens(p.T);
+    x.longest = planned_tokens(p.longest);
+  }
+  return x;
+}
 
-// All that a plan depends on, beside the kind of heads. Of T it is the number of chunks that the call is planned for,
-// so that lengths that never repeat have few plans. Of the device it is the number of multiprocessors.
-using PlanSizes = std::array<int64_t, 7>;
+// All that a plan depends on, beside the kind of heads. Of lengths it is the numbers of chunks that the call is planned
+// for, so that lengths that never repeat have few plans. Of the device it is the number of multiprocessors.
+using PlanSizes = std::array<int64_t, 8>;
 inline PlanSizes plan_sizes(const ChunkForward& p) {
-  return {p.N, ceil_div(planned_tokens(p), kChunk), p.HV, p.V, p.multiprocessors, p.cu_seqlens != nullptr,
-          p.batch_invariant};
+  const ChunkForward x = planned(p);
+  const bool told = p.cu_seqlens && p.N > 1;
+  return {p.N, ceil_div(x.T, kChunk), told ? ceil_div(x.longest, kChunk) : 0, p.HV, p.V, p.multiprocessors,
+          p.cu_seqlens != nullptr, p.batch_invariant};
 }
 constexpr size_t kMostPlans = 64;
 
@@ -415,11 +425,7 @@ constexpr size_t kMostPlans = 64;
 template <class Heads>
 Plan plan_of(const ChunkForward& p) {
   thread_local Kept<PlanSizes, Plan, kMostPlans> known;
-  return known.find(plan_sizes(p), [&] {
-    ChunkForward planned = p;
-    planned.T = planned_tokens(p);
-    return make_plan<Heads>(planned);
-  });
+  return known.find(plan_sizes(p), [&] { return make_plan<Heads>(planned(p)); });
 }
 
 // Tiles of whole sequences whose lengths the host does not know; 0 for other calls.

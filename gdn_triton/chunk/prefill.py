@@ -31,6 +31,7 @@ def chunk_prefill(
     use_gate_in_kernel: bool = False,
     skip: str = "negative",
     cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     out: Tensor | None = None,
     checkpoint_every_n_tokens: int = 0,
     state_checkpoints: Tensor | None = None,
@@ -78,6 +79,9 @@ def chunk_prefill(
             n in the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Starts at 0, does not decrease,
             ends at or before T. A sequence may be empty: its state goes from its read slot to its
             write slot. The o of tokens at or after cu_seqlens[-1] is 0. None: N = B.
+        max_seqlen: tokens of the longest sequence of cu_seqlens, if the host knows. The CUDA
+            kernels plan for it, which is faster where one sequence is much longer than the others.
+            Another number than the true one, as in a replay of a CUDA graph, costs time alone.
         out: [B, T, HV, V], the dtype of q: where o is written. Its last dimension is dense, its
             other strides are any. None: a new tensor.
         checkpoint_every_n_tokens: keep each sequence's state after every so many of its tokens: a
@@ -145,6 +149,7 @@ def chunk_prefill(
         skip=skip,
         checkpoint_every_n_tokens=checkpoint_every_n_tokens,
         chunk_size=chunk_size,
+        max_seqlen=max_seqlen,
     )
     if is_traced(state):
         return traced_prefill(x)

@@ -46,6 +46,7 @@ _Judgement = TypeVar("_Judgement")
 
 # How many calls `remembered` keeps: a bound, as lengths may never repeat.
 MOST_REMEMBERED = 1024
+MOST_COMPARED = 512  # integers of a tensor that the host can read
 _COUNTED = frozenset((bool, int, str, type(None)))
 
 
@@ -77,10 +78,11 @@ def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None
     alike; None if no such form holds it. ValueError for a bad `GDN_BATCH_INVARIANT`.
 
     Of a tensor: shape, dtype, device, and whether it requires a gradient (and whether gradients are
-    on at all). Of a number its type too, as 1 is equal to True, and a float to the last bit, as 0.0
-    is equal to -0.0. Of the environment `GDN_BATCH_INVARIANT`. No form has the contents of integer
-    tensors that the host can read, what a subclass of Tensor knows (symbolic sizes), what a tensor
-    is to a transform of torch.func or to forward-mode AD, or an object of another type. A value may
+    on at all); of integers that the host can read, their values, if they are few. Of a number its
+    type too, as 1 is equal to True, and a float to the last bit, as 0.0 is equal to -0.0. Of the
+    environment `GDN_BATCH_INVARIANT`. No form has the contents of longer integer tensors that the
+    host can read, what a subclass of Tensor knows (symbolic sizes), what a tensor is to a transform
+    of torch.func or to forward-mode AD, or an object of another type. A value may
     be a record, a NamedTuple of such values.
     """
     if is_transformed():
@@ -93,7 +95,9 @@ def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None
         elif kind in PLAIN_TENSORS:
             dtype = x.dtype
             if x.is_cpu and dtype in INDEX_DTYPES:
-                return None
+                if x.numel() > MOST_COMPARED:
+                    return None
+                key.append(tuple(x.flatten().tolist()))
             key.append((x.shape, dtype, x.device, x.requires_grad))
         elif kind is float:
             key.append(x.hex())
@@ -154,8 +158,9 @@ def judge_chunk(call: ChunkCall) -> Problem:
         raise ValueError(must("chunk_size", f"be one of {CHUNK_SIZES}", str(chunk_size)))
 
     # Packed sequences.
+    longest = 0
     if cu_seqlens is not None:
-        N = _check_packed(B, T, chunk_size, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+        N, longest = _check_packed(B, T, chunk_size, cu_seqlens, cu_seqlens_cpu, chunk_indices)
     else:
         N = B
         if cu_seqlens_cpu is not None:
@@ -195,6 +200,7 @@ def judge_chunk(call: ChunkCall) -> Problem:
         needs_grad=torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in call.inputs),
         batch_invariant=batch_invariant(),
+        longest=longest,
         unreadable=why_unreadable(Inputs._fields, call.inputs),
     )
 
@@ -209,12 +215,14 @@ def _check_packed(
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor | None,
     chunk_indices: Tensor | None,
-) -> int:
-    """Checks the three tensors of a packed call; returns N, the number of sequences."""
+) -> tuple[int, int]:
+    """Checks the three tensors of a packed call; returns N, the number of sequences, and the tokens
+    of the longest by cu_seqlens_cpu, or 0."""
     N = count_sequences(cu_seqlens)
     if B != 1:
         raise ValueError(must("q", "have batch size B=1 with cu_seqlens", f"B={B}"))
 
+    longest = 0
     offsets: list[int] | None = None
     if cu_seqlens.device.type == "cpu" and not is_traced(cu_seqlens):
         offsets = cu_seqlens.tolist()
@@ -231,6 +239,7 @@ def _check_packed(
                 expected = f"equal cu_seqlens, which has {offsets[i]} at index {i}"
                 raise ValueError(must("cu_seqlens_cpu", expected, str(host_offsets[i])))
             offsets = host_offsets
+            longest = max((b - a for a, b in pairwise(host_offsets)), default=0)
 
     if chunk_indices is not None:
         if chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2:
@@ -247,4 +256,4 @@ def _check_packed(
                 f"chunk_size={chunk_size})"
             )
             raise ValueError(must("chunk_indices", expected, shape_of(chunk_indices)))
-    return N
+    return N, longest

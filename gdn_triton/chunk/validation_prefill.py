@@ -74,6 +74,7 @@ def validate_prefill(call: PrefillCall) -> Problem:
     every = call.checkpoint_every_n_tokens
     if type(every) is not int:
         raise TypeError(must("checkpoint_every_n_tokens", "be an int", value_of(every)))
+    longest = _check_longest(call, p)
     check_devices("q", p.device, call.pool._asdict())
     slots = {
         "read_slots": read_slots,
@@ -127,7 +128,23 @@ def validate_prefill(call: PrefillCall) -> Problem:
             "requires one. Call under torch.no_grad(), or use chunk_gated_delta_rule"
         )
     unreadable = problem.unreadable or why_unreadable(PoolArguments._fields, call.pool)
-    return dataclasses.replace(problem, pool_dtype=state.dtype, unreadable=unreadable)
+    return dataclasses.replace(
+        problem, pool_dtype=state.dtype, longest=longest, unreadable=unreadable
+    )
+
+
+def _check_longest(call: PrefillCall, problem: Problem) -> int:
+    """max_seqlen, or 0 for None."""
+    longest = call.max_seqlen
+    if longest is None:
+        return 0
+    if type(longest) is not int:
+        raise TypeError(must("max_seqlen", "be an int or None", value_of(longest)))
+    if not problem.is_varlen:
+        raise ValueError(must("max_seqlen", "come with cu_seqlens", "cu_seqlens=None"))
+    if not 0 <= longest <= problem.T:
+        raise ValueError(must("max_seqlen", f"be from 0 to T={problem.T}", str(longest)))
+    return longest
 
 
 def checkpoint_rows(problem: Problem, every: int) -> int:

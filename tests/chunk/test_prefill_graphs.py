@@ -96,6 +96,30 @@ def test_batch_invariance_is_passed_on(by: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+def test_max_seqlen_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no number of it is compiled for, once there were two."""
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    found, graphs = [], []
+
+    def noted(x: Any) -> Any:
+        problem = validate_prefill(x)
+        found.append(problem.longest)
+        return problem
+
+    def compiler(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(prefill_call, "validate_prefill", noted)
+    compiled = torch.compile(chunk_prefill, fullgraph=True, backend=compiler)
+    for longest in (30, 31, 40, 50):
+        compiled(**arguments(), max_seqlen=longest)
+    compiled(**arguments())
+    assert found == [30, 31, 40, 50, 0]
+    assert len(graphs) == 3
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 def test_errors_while_tracing() -> None:
     x = arguments()
     x["read_slots"] = x["read_slots"][:2]

@@ -24,7 +24,13 @@ from validation_cases import (
 
 from gdn_triton._host.records import made
 from gdn_triton.chunk.problem import ChunkCall
-from gdn_triton.chunk.validation import MOST_REMEMBERED, likeness, remembered, validate_chunk
+from gdn_triton.chunk.validation import (
+    MOST_COMPARED,
+    MOST_REMEMBERED,
+    likeness,
+    remembered,
+    validate_chunk,
+)
 
 
 def judged_anew(arguments):
@@ -151,7 +157,12 @@ def test_likeness():
     assert likeness(("a", "b"), (1, 2)) != likeness(("b", "a"), (1, 2))
     assert likeness(("a",), ("x",)) != likeness(("a",), ("y",))
     subclass = zeros(1).as_subclass(type("Subclass", (torch.Tensor,), {}))
-    for x in (offsets(0, 5), b"text", [], np.float32(1), object(), subclass):
+    assert likeness(("a",), (offsets(0, 5),)) == likeness(("a",), (offsets(0, 5),))
+    assert likeness(("a",), (offsets(0, 5),)) != likeness(("a",), (offsets(0, 4),))
+    assert likeness(("a",), (offsets(0, 5),)) != likeness(("a",), (offsets(0, 5).long(),))
+    many = torch.zeros(MOST_COMPARED + 1, dtype=torch.int32)
+    assert likeness(("a",), (many[1:],)) is not None
+    for x in (many, b"text", [], np.float32(1), object(), subclass):
         assert likeness(("a",), (x,)) is None, x
     with torch._subclasses.FakeTensorMode():
         assert likeness(("a",), (torch.empty(3),)) is None

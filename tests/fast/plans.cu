@@ -16,9 +16,10 @@ struct Call {
   int K, V, HV, N;
   int64_t T;  // of a batch entry
   bool packed;
+  int64_t longest = 0;  // as the host is told
   void say(const char* what) const {
-    std::printf("K %d V %d HV %d N %d T %lld %s: %s\n", K, V, HV, N, (long long)T,
-                packed ? "packed" : "padded", what);
+    std::printf("K %d V %d HV %d N %d T %lld %s, longest %lld: %s\n", K, V, HV, N, (long long)T,
+                packed ? "packed" : "padded", (long long)longest, what);
     ++faults;
   }
 };
@@ -30,6 +31,7 @@ ChunkForward problem(const Call& call) {
   p.K = call.K, p.V = call.V, p.H = p.HV = call.HV, p.N = call.N;
   p.B = call.packed ? 1 : call.N, p.T = call.T;
   p.cu_seqlens = call.packed ? some_offsets : nullptr;
+  p.longest = call.longest;
   p.multiprocessors = 132;
   return p;
 }
@@ -93,13 +95,14 @@ void random_calls() {
     const auto [K, V] = sizes[up_to(5) - 1];
     const bool packed = up_to(4) > 1;
     const int N = up_to(3) > 1 ? int(up_to(4)) : int(up_to(40));
-    const Call call = {K, V, int(up_to(48)), N, up_to(up_to(2) > 1 ? 3000 : 70000), packed};
+    Call call = {K, V, int(up_to(48)), N, up_to(up_to(2) > 1 ? 3000 : 70000), packed};
+    if (packed && i % 2) call.longest = up_to(call.T);  // the lengths that are drawn below may be others
     const Plan plan = plan_for(call);
     ++plans;
     for (int c = 0; c < plan.cuts.count; ++c) {
       const sm90::Cut& cut = plan.cuts.choices[c];
       if (cut.rest < 1 || cut.first < cut.rest) call.say("a cut without length");
-      if (c > 0 && cut.longest <= plan.cuts.choices[c - 1].longest) call.say("cuts in no order");
+      if (c > 0 && cut.longest < plan.cuts.choices[c - 1].longest) call.say("cuts in no order");
     }
     if (!plan.in_segments() && plan.slots + plan.forgets > 0) call.say("slots of no segments");
     if (plan.chosen && plan.cuts.count > 0) call.say("cuts to choose from, and a chosen one");
@@ -132,6 +135,13 @@ void known_calls() {
   const Call pair = {128, 128, 32, 2, 32768, true};
   if (check(pair, plan_for(pair), {16384, 16384}) > 0) pair.say("equal ones are cut");
   if (check(pair, plan_for(pair), {28672, 4096}) == 0) pair.say("unequal ones are not cut");
+  Call uneven = {128, 128, 8, 9, 20732, true};
+  const std::vector<int> lengths = {300, 600, 900, 700, 15549, 800, 500, 683, 700};
+  if (check(uneven, plan_for(uneven), lengths) > 0) uneven.say("cut, though equal ones would lose much");
+  uneven.longest = 15549;
+  if (check(uneven, plan_for(uneven), lengths) == 0) uneven.say("not cut, though the longest is known");
+  uneven.longest = 2400;
+  if (plan_for(uneven).in_segments()) uneven.say("cut, though the longest is known to be short");
   const Call one = {128, 128, 8, 1, 32768, false};
   if (check(one, plan_for(one), {32768}) < 4) one.say("a long one of few heads is not cut");
   if (plan_for(Call{128, 128, 8, 8, 8192, true}).shape != Shape::kHalves)
@@ -238,16 +248,14 @@ void kept_plans() {
   Kept<PlanSizes, Plan, kMostPlans> known;
   int made = 0;
   const auto find = [&](const ChunkForward& p) {
-    ChunkForward planned = p;
-    planned.T = planned_tokens(p);
-    const Plan plan = known.find(plan_sizes(p), [&] { return ++made, make_plan<Heads>(planned); });
-    if (!same(plan, make_plan<Heads>(planned)) || !same(plan, plan_of<Heads>(p)))
+    const Plan plan = known.find(plan_sizes(p), [&] { return ++made, make_plan<Heads>(planned(p)); });
+    if (!same(plan, make_plan<Heads>(planned(p))) || !same(plan, plan_of<Heads>(p)))
       first.say("what is kept is another call's plan");
   };
-  std::vector<ChunkForward> others(9, problem(first));
+  std::vector<ChunkForward> others(10, problem(first));
   others[0].N = 5, others[1].T = 30000, others[2].HV = 16, others[3].V = 256;
   others[4].multiprocessors = 78, others[5].cu_seqlens = nullptr, others[6].batch_invariant = true;
-  others[7].T += sm90::kChunk, others[8].T -= 16 * sm90::kChunk;
+  others[7].T += sm90::kChunk, others[8].T -= 16 * sm90::kChunk, others[9].longest = 30000;
   for (const ChunkForward& other : others) {  // each differs from the first in one of its sizes
     made = 0, known = {};
     for (int turn = 0; turn < 20; ++turn) find(problem(first)), find(other);
@@ -264,7 +272,7 @@ void kept_plans() {
   for (int64_t T = 2048; T <= 32768; T += 61) {  // as `python -m benchmarks.host` draws them
     Call call = first;
     call.T = T;
-    if (planned_tokens(problem(call)) < T || planned_tokens(problem(call)) > T + T / 16 + sm90::kChunk)
+    if (planned_tokens(T) < T || planned_tokens(T) > T + T / 16 + sm90::kChunk)
       call.say("planned for fewer tokens, or for many more");
     find(problem(call));
   }

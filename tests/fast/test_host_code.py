@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from fast_cases import Operator, host_call, prefill_call
-from helpers import BF16, FP16, FP32, FP64, same_bits
+from helpers import BF16, FP16, FP32, FP64, Case, make_inputs, same_bits
 
 from gdn_triton import fast
+from gdn_triton._host.records import Options
+from gdn_triton.chunk.problem import ChunkCall, Inputs
+from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.fast import chunk
 
 
@@ -37,6 +40,32 @@ def test_host_batch_invariance(operator: Operator) -> None:
         assert operator.calls[-1]["batch_invariant"] is asked
     sizes = [passed["workspace"].numel() for passed in operator.calls]
     assert sizes[1] == sizes[0] + 1
+
+
+def test_host_passes_the_longest_sequence(operator: Operator) -> None:
+    """As the caller says it, to the prefill too."""
+    for longest in (0, 70):
+        p, given = host_call(longest=longest)
+        chunk.forward(p, given)
+        p, given, pool = prefill_call(longest=longest)
+        chunk.forward(p, given, pool)
+        assert [passed["longest"] for passed in operator.calls[-2:]] == [longest] * 2
+
+
+def test_the_longest_sequence_is_that_of_the_offsets_on_the_cpu() -> None:
+    x = make_inputs(Case("longest", "", lengths=(5, 0, 31, 4)), FP32, "cpu")
+    assert x.cu_seqlens is not None
+    for told, longest in ((None, 0), (x.cu_seqlens.clone(), 31)):
+        call = ChunkCall(
+            inputs=Inputs(x.q, x.k, x.v, x.g, x.beta, cu_seqlens=x.cu_seqlens),
+            options=Options(False, False, False, False, False),
+            cu_seqlens_cpu=told,
+            chunk_indices=None,
+            scale=None,
+            output_final_state=False,
+            chunk_size=16,
+        )
+        assert validate_chunk(call).longest == longest
 
 
 def test_host_copies_what_tma_cannot_read(operator: Operator) -> None:

@@ -50,8 +50,8 @@ def test_segments_are_cut(size: tuple[int, int], cuda: str) -> None:
     """Without the norm, a call has scratch memory for its segments only."""
     s = SEGMENTS
     layout = (None, s.B, s.tokens, s.H, s.HV, *size, s.N)
-    assert chunk.workspace_floats(*layout, True, True, False, invariant=False) > 0
-    assert chunk.workspace_floats(*layout, True, True, False, invariant=True) == 0
+    assert chunk.workspace_floats(*layout, True, True, False, invariant=False, longest=0) > 0
+    assert chunk.workspace_floats(*layout, True, True, False, invariant=True, longest=0) == 0
 
 
 @gpu
@@ -59,6 +59,23 @@ def test_segments_are_cut(size: tuple[int, int], cuda: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_parity(case: Case, dtype: torch.dtype, cuda: str) -> None:
     check_parity(make_call(case, dtype, cuda, Options()), ("reference", "triton", "cuda"))
+
+
+ONE_OF_NINE = (700, 12000, 300, 0, 650, 70, 500, 900, 680)
+LONGEST = fast_case("longest", "one is long", lengths=ONE_OF_NINE, orphans=9, H=2, HV=8)
+
+
+@gpu
+@DTYPES
+@pytest.mark.parametrize("size", [(128, 128), (64, 64)], ids=lambda size: "K{}-V{}".format(*size))
+def test_told_the_longest(size: tuple[int, int], dtype: torch.dtype, cuda: str) -> None:
+    """It is cut then, and not else; and whatever is told, the results are right."""
+    s = sized(LONGEST, *size)
+    layout = (None, s.B, s.tokens, s.H, s.HV, *size, s.N, True, True, False, False)
+    assert chunk.workspace_floats(*layout, 12000) > chunk.workspace_floats(*layout, 0)
+    call = make_call(s, dtype, cuda, Options())
+    for told in (s.offsets(), [0, *[s.tokens] * s.N], [n * 1700 for n in range(s.N + 1)]):
+        check_parity(call._replace(told=tuple(told)), ("triton", "cuda"), chunked=True)
 
 
 @gpu

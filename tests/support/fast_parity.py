@@ -71,6 +71,7 @@ class Call(NamedTuple):
     x: Inputs
     A_log: Tensor | None
     dt_bias: Tensor | None
+    told: tuple[int, ...] | None = None  # cu_seqlens_cpu
 
     def to(self, device: str) -> "Call":
         """Values only: strides and what lies between them may change."""
@@ -135,6 +136,7 @@ def run(backend: str, call: Call, **changes: Any) -> tuple[Tensor, Tensor]:
         "allow_neg_eigval": options.negative,
         "state_v_first": options.v_first,
         "cu_seqlens": x.cu_seqlens,
+        "cu_seqlens_cpu": None if call.told is None else torch.tensor(call.told).int(),
         "use_gate_in_kernel": call.A_log is not None,
         "A_log": call.A_log,
         "dt_bias": call.dt_bias,
@@ -382,7 +384,8 @@ def random_call(
         # One key for all tokens: the inverse at its worst.
         key = unit_rows(case.H, case.K, seed=number).to(device, dtype)
         call = call._replace(x=call.x.but(k=key.expand_as(call.x.k).contiguous()))
-    return random_layouts(rng, call), dtype
+    told = tuple(case.offsets()) if case.packed and number % 3 == 0 else None
+    return random_layouts(rng, call)._replace(told=told), dtype
 
 
 def describe(call: Call) -> str:

@@ -84,13 +84,15 @@ class Shape(NamedTuple):
     forgets: bool  # gates of a layer when its training begins, else gates that forget little
     norm: bool = True  # of q and k, in the kernels
     backward: bool = False
+    told: bool = False  # on the host, that the longest sequence has three quarters of the tokens
 
     @property
     def words(self) -> str:
         what = "backward" if self.backward else "forward"
         gates = "a model's gates" if self.forgets else "mild gates"
         norm = "" if self.norm else ", no norm"
-        return f"{what} {self.H}/{self.HV}, {self.N} in {self.T} tokens, {gates}{norm}"
+        told = ", told" if self.told else ""
+        return f"{what} {self.H}/{self.HV}, {self.N} in {self.T} tokens, {gates}{norm}{told}"
 
 
 HEADS = ((16, 32), (16, 64), (4, 16), (2, 8))
@@ -105,6 +107,9 @@ FORWARD = (
     Shape(4, 16, 32768, 2, forgets=True),
     Shape(4, 16, 32768, 2, forgets=False),
     Shape(16, 32, 16384, 1, forgets=True),
+    # Cut for one long sequence, which most of the lengths have not.
+    Shape(2, 8, 16384, 9, forgets=True, told=True),
+    Shape(4, 16, 8192, 7, forgets=False, told=True),
 )
 BACKWARD = (
     *(
@@ -116,6 +121,7 @@ BACKWARD = (
     # Both walks go in segments.
     Shape(4, 8, 8192, 1, forgets=True, norm=False, backward=True),
     Shape(4, 8, 8192, 1, forgets=False, backward=True),
+    Shape(4, 8, 8192, 7, forgets=True, backward=True, told=True),
 )
 
 
@@ -157,12 +163,16 @@ class Call:
             for x in self.leaves.values():
                 x.requires_grad_()
         self.cu_seqlens = torch.zeros(N + 1, dtype=torch.int32, device=device)
+        self.on_host = None
+        if shape.told:
+            self.on_host = torch.tensor([0, *[3 * T // 4] * N], dtype=torch.int32)
 
     def __call__(self, cu_seqlens: Tensor) -> dict[str, Tensor]:
         """o and the final state; of a backward also the gradients of every input."""
         o, state = gdn_triton.chunk_gated_delta_rule(
             **self.leaves,
             cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=self.on_host,
             output_final_state=True,
             use_qk_l2norm_in_kernel=self.shape.norm,
             use_beta_sigmoid_in_kernel=True,

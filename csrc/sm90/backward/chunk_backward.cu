@@ -109,8 +109,10 @@ Segments find_segments(const ChunkForward& p) {
   const bool guess = p.cu_seqlens && p.N > 1, beside = states_go_beside(p, slices_of(p));
   const double chunks = double(ceil_div(p.T, kChunk)), each = p.multiprocessors;
   // What every multiprocessor has of all chunks. The host does not know the lengths of packed sequences: segments are
-  // chosen for a longest one that has half of all, and the device, which knows, may take whole sequences all the same.
-  const double share = double(p.B) * chunks * slices / each, longest = guess ? chunks / 2 : chunks;
+  // chosen for the longest that it is told, or for one that has half of all, and the device, which knows, may take whole
+  // sequences all the same.
+  const double told = std::min(double(ceil_div(p.longest, kChunk)), chunks);
+  const double share = double(p.B) * chunks * slices / each, longest = !guess ? chunks : told > 0 ? told : chunks / 2;
   const auto walk = [&](double tiles, double length) { return std::ceil(tiles / each) * (length * kGradients + kTile); };
   Segments best = {0, 0, 0, false, false};
   double least = guess ? std::max(share, longest) * kGradients + kTile : walk(double(p.N) * slices, longest);
@@ -143,10 +145,10 @@ Segments find_segments(const ChunkForward& p) {
 
 // The same, kept: the search takes up to 20 us, and a call asks twice.
 Segments segments_of(const ChunkForward& p) {
-  using Sizes = std::array<int64_t, 11>;  // all that it depends on
+  using Sizes = std::array<int64_t, 12>;  // all that it depends on
   thread_local Kept<Sizes, Segments, 64> known;
   const Sizes sizes = {p.B, p.T, p.H, p.HV, p.K, p.V, p.N, int64_t(p.dtype), p.cu_seqlens != nullptr, p.batch_invariant,
-                       p.multiprocessors};
+                       p.multiprocessors, p.longest};
   return known.find(sizes, [&] { return find_segments(p); });
 }
 
