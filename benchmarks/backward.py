@@ -18,6 +18,8 @@ The peer `triton` is this package without its CUDA library, where there is one.
 
 import argparse
 import importlib
+import inspect
+import itertools
 import math
 import os
 import statistics
@@ -143,7 +145,19 @@ def leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> list[Tensor]:
 
 
 def run(rule: Rule, x: list[Tensor], inputs: Inputs) -> tuple[Tensor, Tensor]:
-    return rule(*x[:5], initial_state=x[5], output_final_state=True, cu_seqlens=inputs.cu_seqlens)
+    """With the lengths on the host too, where the implementation takes them."""
+    options: dict[str, Any] = {"cu_seqlens": inputs.cu_seqlens}
+    if inputs.cu_seqlens is not None and "cu_seqlens_cpu" in inspect.signature(rule).parameters:
+        options["cu_seqlens_cpu"] = on_host(inputs)
+    return rule(*x[:5], initial_state=x[5], output_final_state=True, **options)
+
+
+def on_host(inputs: Inputs) -> Tensor:
+    """The offsets, without a wait for the device."""
+    lengths = inputs.case.seqlens
+    assert lengths is not None and inputs.cu_seqlens is not None
+    offsets = [0, *itertools.accumulate(lengths)]
+    return torch.tensor(offsets, dtype=inputs.cu_seqlens.dtype)
 
 
 def output_gradients(inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -89,6 +89,7 @@ def forward_ratios(run: Run) -> Iterator[Ratio]:
         place = device_of(run.header), what
         time = record["results"][OURS]["graph"]
         to_ours = best(others(record, "graph"))
+        to_ours.pop(OURS, None)  # the same call without its lengths on the host
         for name, value in to_ours.items():
             yield Ratio(*place, LIBRARY if has_library else DEFAULT, name, case, value, time)
         if OURS_TRITON in to_ours:

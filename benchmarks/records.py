@@ -32,6 +32,8 @@ PREFILL = "Prefill"
 UNEVEN = "Uneven prefill"
 TRAINING = "Training step (forward and backward)"
 OURS_TRITON = "gdn_triton Triton"
+# Without the lengths on the host: shown beside the others, and no rival.
+OURS_UNTOLD = "gdn_triton untold"
 ROOF = "roof"
 
 Record = dict[str, Any]
@@ -143,4 +145,6 @@ def others(record: Record, key: str) -> dict[str, float]:
 
 def best_ratio(record: Record) -> float:
     """The fastest other implementation's time on the GPU over ours; infinity if there is none."""
-    return min(others(record, "graph").values(), default=math.inf)
+    ratios = others(record, "graph")
+    ratios.pop(OURS_UNTOLD, None)
+    return min(ratios.values(), default=math.inf)

@@ -60,13 +60,14 @@ std::string why_unavailable() {
 
 int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V,
                                 int64_t N, bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant,
-                                int64_t longest) {
+                                int64_t longest, int64_t second, int64_t third) {
   static const int32_t some_offsets = 0;
   ChunkForward p{};
   p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
   p.dtype = is_bfloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   p.cu_seqlens = is_packed ? &some_offsets : nullptr;
-  p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant, p.longest = longest;
+  p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant;
+  p.longest[0] = longest, p.longest[1] = second, p.longest[2] = third;
   p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
   return workspace_floats(kernels_on(static_cast<int32_t>(device)), p);
 }
@@ -75,7 +76,8 @@ int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H,
 ChunkForward describe(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
                            const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
                            const std::optional<Tensor>& cu_seqlens, double scale, bool use_qk_l2norm,
-                           bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int64_t longest) {
+                           bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int64_t longest,
+                           int64_t second, int64_t third) {
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "gdn_fast: this torch was built without CUDA");
   STD_TORCH_CHECK(q.dim() == 4, "gdn_fast: q must have 4 dimensions [B, T, H, K], got ", list(q.sizes()));
   STD_TORCH_CHECK(v.dim() == 4, "gdn_fast: v must have 4 dimensions [B, T, HV, V], got ", list(v.sizes()));
@@ -112,7 +114,7 @@ ChunkForward describe(const Tensor& q, const Tensor& k, const Tensor& v, const T
   p.scale = static_cast<float>(scale);
   p.use_qk_l2norm = use_qk_l2norm, p.use_beta_sigmoid = use_beta_sigmoid;
   p.allow_neg_eigval = allow_neg_eigval, p.use_gate = A_log.has_value(), p.batch_invariant = batch_invariant;
-  p.longest = longest;
+  p.longest[0] = longest, p.longest[1] = second, p.longest[2] = third;
   p.multiprocessors = multiprocessors(device);
   return p;
 }
@@ -160,13 +162,13 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
                    const std::optional<Tensor>& initial_state, const std::optional<Tensor>& cu_seqlens, double scale,
                    bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval,
-                   bool batch_invariant, int64_t longest, const Tensor& o,
+                   bool batch_invariant, int64_t longest, int64_t second, int64_t third, const Tensor& o,
                    const std::optional<Tensor>& final_state, const Tensor& workspace) {
   ChunkForward p = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
-                                 allow_neg_eigval, batch_invariant, longest);
+                                 allow_neg_eigval, batch_invariant, longest, second, third);
   const int32_t device = q.get_device_index();
   const int64_t K = p.K, V = p.V, HV = p.HV;
-  const int64_t second = state_v_first ? V : K, third = state_v_first ? K : V;
+  const int64_t rows = state_v_first ? V : K, columns = state_v_first ? K : V;
   start_from(p, initial_state, device, state_v_first);
 
   check_place(o, "o", device);
@@ -178,7 +180,7 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   if (final_state) {
     check_place(*final_state, "final_state", device);
     check_dtype(*final_state, "final_state", ScalarType::Float);
-    check_shape(*final_state, "final_state", {p.N, HV, second, third});
+    check_shape(*final_state, "final_state", {p.N, HV, rows, columns});
     check_contiguous(*final_state, "final_state");
     check_aligned(*final_state, "final_state", kTmaAlignment);
     p.ht = static_cast<float*>(final_state->data_ptr());
@@ -192,11 +194,12 @@ void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias, const Tensor& state,
                    const Tensor& read_slots, const Tensor& write_slots, const std::optional<Tensor>& has_initial_state,
                    int64_t last_skipped, const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first,
-                   bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int64_t longest,
+                   bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant,
+                   int64_t longest, int64_t second, int64_t third,
                    const Tensor& o, int64_t every, const std::optional<Tensor>& checkpoints,
                    const std::optional<Tensor>& checkpoint_slots, const Tensor& workspace) {
   const ChunkForward p = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm,
-                                       use_beta_sigmoid, allow_neg_eigval, batch_invariant, longest);
+                                       use_beta_sigmoid, allow_neg_eigval, batch_invariant, longest, second, third);
   const int32_t device = q.get_device_index();
   Pool pool{};
   pool.o = tma_rows(o, "o", device, q.scalar_type(), {p.B, p.T, p.HV, p.V});
@@ -233,13 +236,14 @@ int64_t backward_floats(const Architecture& kernels, const ChunkForward& p) {
 
 int64_t chunk_backward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N,
                                  bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant,
-                                 int64_t longest) {
+                                 int64_t longest, int64_t second, int64_t third) {
   static const int32_t some_offsets = 0;
   ChunkForward p{};
   p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
   p.dtype = is_bfloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   p.cu_seqlens = is_packed ? &some_offsets : nullptr;
-  p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant, p.longest = longest;
+  p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant;
+  p.longest[0] = longest, p.longest[1] = second, p.longest[2] = third;
   p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
   return backward_floats(kernels_on(static_cast<int32_t>(device)), p);
 }
@@ -248,17 +252,18 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
                     const Tensor& v, const Tensor& g, const Tensor& beta, const std::optional<Tensor>& A_log,
                     const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& initial_state,
                     const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first, bool use_qk_l2norm,
-                    bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int64_t longest, const Tensor& dq,
+                    bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int64_t longest,
+                    int64_t second, int64_t third, const Tensor& dq,
                     const Tensor& dk, const Tensor& dv, const Tensor& dg, const Tensor& dbeta,
                     const std::optional<Tensor>& dh0, const std::optional<Tensor>& gate_sums, const Tensor& workspace) {
   ChunkBackward b{};
   b.forward = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
-                       allow_neg_eigval, batch_invariant, longest);
+                       allow_neg_eigval, batch_invariant, longest, second, third);
   ChunkForward& p = b.forward;
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
   const int64_t B = p.B, T = p.T, H = p.H, HV = p.HV, K = p.K, V = p.V;
-  const int64_t second = state_v_first ? V : K, third = state_v_first ? K : V;
+  const int64_t rows = state_v_first ? V : K, columns = state_v_first ? K : V;
   start_from(p, initial_state, device, state_v_first);
   b.dO = tma_rows(dO, "do", device, dtype, {B, T, HV, V});
   const StateGradient from = state_gradient(dht, p, device, state_v_first);
@@ -273,7 +278,7 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
   b.dbeta = written(dbeta, "dbeta", device, {B, T, HV}), b.dbeta_dtype = side_dtype(dbeta, "dbeta");
   if (dh0) {
     check_dtype(*dh0, "dh0", ScalarType::Float);
-    b.dh0 = static_cast<float*>(written(*dh0, "dh0", device, {p.N, HV, second, third}));
+    b.dh0 = static_cast<float*>(written(*dh0, "dh0", device, {p.N, HV, rows, columns}));
     b.dh0_n = HV * K * V, b.dh0_h = K * V;
     b.dh0_k = state_v_first ? 1 : V, b.dh0_v = state_v_first ? K : 1;
   }
@@ -298,7 +303,7 @@ void backward_walks(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     bool state_v_first, const Tensor& h, const Tensor& v_new, const Tensor& dh, const Tensor& dx,
                     const std::optional<Tensor>& dh0) {
   BackwardWalks w{};
-  w.forward = describe(q, k, v, g_cumsum, beta, std::nullopt, std::nullopt, cu_seqlens, scale, false, false, false, false, 0);
+  w.forward = describe(q, k, v, g_cumsum, beta, std::nullopt, std::nullopt, cu_seqlens, scale, false, false, false, false, 0, 0, 0);
   ChunkForward& p = w.forward;
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
@@ -353,26 +358,29 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
   m.def("why_unavailable() -> str");
   m.def(
       "chunk_forward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, "
-      "bool is_packed, bool use_qk_l2norm, bool batch_invariant, int longest) -> int");
+      "bool is_packed, bool use_qk_l2norm, bool batch_invariant, int longest, int second, int third) -> int");
   m.def(
       "chunk_forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
       "Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first, bool use_qk_l2norm, "
-      "bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int longest, Tensor(a!) o, Tensor(b!)? final_state, "
+      "bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int longest, int second, int third, "
+      "Tensor(a!) o, Tensor(b!)? final_state, "
       "Tensor(c!) workspace) -> ()");
   // checkpoints may be `state`.
   m.def(
       "chunk_prefill(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
       "Tensor(a!) state, Tensor read_slots, Tensor write_slots, Tensor? has_initial_state, int last_skipped, "
       "Tensor? cu_seqlens, float scale, bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, "
-      "bool allow_neg_eigval, bool batch_invariant, int longest, Tensor(b!) o, int every, Tensor(c!)? checkpoints, "
+      "bool allow_neg_eigval, bool batch_invariant, int longest, int second, int third, Tensor(b!) o, int every, "
+      "Tensor(c!)? checkpoints, "
       "Tensor? checkpoint_slots, Tensor(d!) workspace) -> ()");
   m.def(
       "chunk_backward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, "
-      "bool is_packed, bool use_qk_l2norm, bool batch_invariant, int longest) -> int");
+      "bool is_packed, bool use_qk_l2norm, bool batch_invariant, int longest, int second, int third) -> int");
   m.def(
       "chunk_backward(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, "
       "Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first, "
-      "bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int longest, Tensor(a!) dq, "
+      "bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int longest, "
+      "int second, int third, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!)? dh0, Tensor(g!)? gate_sums, "
       "Tensor(h!) workspace) -> ()");
   m.def(

@@ -46,7 +46,8 @@ struct ChunkForward {
   float scale;
   Dtype dtype, g_dtype, beta_dtype;
   bool use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, use_gate;
-  int64_t longest;  // tokens of the longest packed sequence, for which a call is planned; a plan serves any. 0: not known
+  int64_t longest[3];  // tokens of the longest packed sequences, in descending order, for which a call is planned; a plan
+                       // serves any. 0: not known, or no such sequence
   bool batch_invariant;  // a sequence's bits may not depend on the rest of the batch: none is cut into segments
   int multiprocessors;  // of the device
 };

@@ -13,6 +13,7 @@
 #include "params.h"
 #include "sm90/cut.h"
 #include "sm90/cut_time.cuh"
+#include "sm90/estimate.h"
 #include "sm90/heads.h"
 #include "sm90/kept.h"
 
@@ -28,133 +29,6 @@ namespace gdn::sm90 {
 #ifndef GDN_LATER_HALVES
 #define GDN_LATER_HALVES 0
 #endif
-
-template <class Heads>
-constexpr Costs costs() {
-  return Heads::kKeys == 64    ? Costs{1.74f, 1.28f, 1.4f, 3.5f, 1.7f, 12.5f, 1.7f, 0.03f, 0.03f}
-         : Heads::kKeys == 128 ? Costs{2.25f, 1.6f, 1.87f, 10, 0.6f, 10, 2.3f, 0.1f, 0.12f}
-                               : Costs{0, 2.55f, 2.05f, 9, 15.7f, 13, 15.7f, 0.4f, 0.5f};
-}
-
-// When tiles are done of which each goes to the multiprocessor that is free first, in their order.
-class Schedule {
- public:
-  explicit Schedule(int multiprocessors) : multiprocessors_(multiprocessors) {
-    groups_[0] = {0, multiprocessors};
-  }
-  // Tiles of one kind. At most kMostKinds may have some.
-  void add(int64_t count, double time) {
-    const int64_t rounds = std::max<int64_t>(count / multiprocessors_ - 1, 0);  // one each
-    for (int i = 0; i < size_; ++i) groups_[i].free += double(rounds) * time;
-    count -= rounds * multiprocessors_;
-    while (count > 0) {
-      Group& first = *std::min_element(
-          groups_, groups_ + size_, [](const Group& a, const Group& b) { return a.free < b.free; });
-      const int64_t taken = std::min(count, first.count);
-      if (taken < first.count) groups_[size_++] = {first.free, first.count - taken};
-      first = {first.free + time, taken};
-      count -= taken;
-    }
-  }
-  double end() const {
-    double last = 0;
-    for (int i = 0; i < size_; ++i) last = std::max(last, groups_[i].free);
-    return last;
-  }
-  static constexpr int kMostKinds = 4;
-
- private:
-  struct Group {  // of multiprocessors
-    double free;
-    int64_t count;
-  };
-  int multiprocessors_, size_ = 1;
-  Group groups_[kMostKinds + 1] = {};
-};
-
-// Chunks of the longest sequence and of each other one.
-struct ChunkCounts {
-  int64_t longest, other;
-};
-
-// What plans take, for lengths that are known or guessed.
-template <class Heads>
-struct Estimate {
-  static constexpr Costs kCosts = costs<Heads>();
-  static constexpr int kMapChannels = Heads::kKeys == 256 ? 64 : 128;  // of a block
-  const ChunkForward& p;
-
-  double tile(int64_t chunks, bool halves) const {
-    return double(chunks) * (halves ? kCosts.half : kCosts.both) + kCosts.tile;
-  }
-  double map(int64_t chunks) const { return double(chunks) * kCosts.map + kCosts.tile; }
-  int64_t parts(bool halves) const { return ceil_div(p.V, halves ? 64 : 128); }
-  int64_t map_parts() const {
-    return ceil_div(p.V, kMapChannels) + ceil_div(Heads::kKeys, kMapChannels);
-  }
-
-  double whole(ChunkCounts lengths, bool halves) const {
-    Schedule schedule(p.multiprocessors);
-    schedule.add(p.HV * parts(halves), tile(lengths.longest, halves));
-    schedule.add((p.N - 1) * p.HV * parts(halves), tile(lengths.other, halves));
-    return schedule.end();
-  }
-  Cut cut(ChunkCounts lengths, int64_t first, int64_t rest) const {
-    Cut cut = {int(first), int(rest), int(lengths.longest), 0, 0};
-    const int64_t most = later(lengths.longest, cut), others = later(lengths.other, cut);
-    const auto inner = [](int64_t some) { return std::max<int64_t>(some - 1, 0); };
-    cut.later = int(most + (p.N - 1) * others);
-    cut.inner = int(inner(most) + (p.N - 1) * inner(others));
-    return cut;
-  }
-  // Estimated time of this cut, with later segments in blocks of that shape; returns `enough` early if even its
-  // lower bound is not below `enough`.
-  double segments(ChunkCounts lengths, const Cut& cut, bool late_halves, double enough) const {
-    const int64_t heads = p.HV * parts(true), maps = p.HV * map_parts() * cut.inner;
-    const int64_t late_heads = p.HV * parts(late_halves), inner = late_heads * cut.inner;
-    const int64_t others = (p.N - 1) * heads, late_others = (p.N - 1) * late_heads;
-    const double first = tile(std::min<int64_t>(lengths.longest, cut.first), true);
-    const double other_first = tile(std::min<int64_t>(lengths.other, cut.first), true);
-    const double rest = tile(cut.rest, late_halves), a_map = map(cut.rest);
-    const int64_t most = later(lengths.longest, cut), other_most = later(lengths.other, cut);
-    const double last = most > 0 ? tile(left(lengths.longest, cut, most), late_halves) : 0;
-    const double other_last = other_most > 0 ? tile(left(lengths.other, cut, other_most), late_halves) : 0;
-    const double apart = double(std::max<int64_t>(most - 1, 0)) * kCosts.fold +
-                         (cut.later > 0 ? kCosts.launches : kNoSegments) +
-                         (maps > 0 && first > a_map ? kSecondLaunch : 0);
-
-    const double early_work = double(heads) * first + double(others) * other_first + double(maps) * a_map;
-    const double late_work =
-        double(inner) * rest + double(late_heads) * last + double(late_others) * other_last;
-    const double all = p.multiprocessors;
-    const double early_least = std::max({first, maps > 0 ? a_map : 0, early_work / all});
-    const double late_least = std::max({inner > 0 ? rest : 0, last, late_work / all});
-    if (early_least + late_least + apart >= enough) return enough;
-
-    Schedule early(p.multiprocessors), late(p.multiprocessors);
-    early.add(heads, first);
-    early.add(others, other_first);
-    early.add(maps, a_map);
-    late.add(inner, rest);
-    if (most > 0) late.add(late_heads, last);
-    if (other_most > 0) late.add(late_others, other_last);
-    return early.end() + late.end() + apart;
-  }
-  double least_in_segments(ChunkCounts lengths) const {
-    const int64_t chunks = p.HV * parts(true) * (lengths.longest + (p.N - 1) * lengths.other);
-    return double(chunks) * kCosts.half / p.multiprocessors;
-  }
-
-  // Segments behind a sequence's first, and the chunks of the last of these.
-  static int64_t later(int64_t length, const Cut& cut) {
-    return length > cut.first ? ceil_div(length - cut.first, cut.rest) : 0;
-  }
-
- private:
-  static int64_t left(int64_t length, const Cut& cut, int64_t later) {
-    return length - cut.first - (later - 1) * cut.rest;
-  }
-};
 
 // The best of cuts, each with lengths that it serves: of a coarse grid, then of what is near the best.
 template <class Heads, class Served>
@@ -210,19 +84,20 @@ CutCall cut_call(const ChunkForward& p, const Plan& plan) {
           plan.forgets};
 }
 
-// A cut nearly as good as the one that choose_cut would take for sequences of two lengths, of fewer candidates: this
-// runs on the host, for each number of chunks that a call may have.
-inline std::pair<Cut, float> chosen_cut(const CutCall& call, const Alike (&lengths)[2], const Candidate& as_planned,
+// A cut nearly as good as the one that choose_cut would take for these lengths, of fewer candidates: this runs on the
+// host, for each number of chunks that a call may have.
+inline std::pair<Cut, float> chosen_cut(const CutCall& call, const KnownLengths& lengths, const Candidate& as_planned,
                                         float share) {
   constexpr int kMostSegments = 12, kStep = 5;
-  const InKinds length = {lengths};
-  const int longest = std::max(lengths[0].chunks, lengths[1].chunks);
-  std::pair<Cut, float> best = {{as_planned.first, as_planned.rest}, cut_time(call, length, 2, as_planned, share)};
+  const InKinds length = {lengths.of};
+  const int longest = lengths.longest();
+  std::pair<Cut, float> best = {{as_planned.first, as_planned.rest},
+                                cut_time(call, length, lengths.kinds, as_planned, share)};
   const int most = share > 0 ? 2 * Candidate::kRatios * (kMostSegments - 1) : 0;  // else planned as well as can be
   for (int i = 0; i <= most; i += kStep) {
     const Candidate x = Candidate::of_grid(i, longest, call);
     if (!x.is_one(longest)) continue;
-    const float time = cut_time(call, length, 2, x, share);
+    const float time = cut_time(call, length, lengths.kinds, x, share);
     if (time < best.second) best = {{x.first, x.rest}, time};
   }
   return best;
@@ -232,8 +107,7 @@ inline std::pair<Cut, float> chosen_cut(const CutCall& call, const Alike (&lengt
 // for all lengths together, and loses next to nothing for any. times: what the plan so far takes for each of the
 // lengths.
 template <class Heads>
-Plan best_chosen(const ChunkForward& p, const Plan& so_far, const std::vector<ChunkCounts>& lengths,
-                 const double* times) {
+Plan best_chosen(const ChunkForward& p, const Plan& so_far, const std::vector<KnownLengths>& lengths, const double* times) {
   constexpr double kWorthIt = 0.95, kMostLoss = 1.01, kMostUnforgotten = 1.05;
   constexpr float kLikely = 0.75f;  // so many heads forget; kMostUnforgotten is for none
   const Estimate<Heads> estimate = {p};
@@ -243,24 +117,25 @@ Plan best_chosen(const ChunkForward& p, const Plan& so_far, const std::vector<Ch
   if (p.N * p.HV * estimate.parts(false) > 2 * p.multiprocessors || p.N > kMostOrdered || p.HV > kMostChosenHeads)
     return so_far;
   struct Guess {
-    Alike of[2];
+    KnownLengths of;
     double time;
     Candidate as_planned;
   };
   std::vector<Guess> guesses;
   double least = 0, bound = 0;  // no choice takes less: every chunk of o is made once
   for (size_t i = 0; i < lengths.size(); i += 2) {
-    const int longest = int(lengths[i].longest);
-    Guess x = {{{longest, 1}, {int(lengths[i].other), p.N - 1}}, times[i], {longest, longest, true}};
+    const int longest = lengths[i].longest();
+    Guess x = {lengths[i], times[i], {longest, longest, true}};
     if (so_far.cuts.count > 0) {  // by the measure of what it is compared with
       Plan plan = so_far;
       plan.slots = std::numeric_limits<int>::max();
       const Cut& cut = so_far.cuts.choices[i];
       x.as_planned = {cut.first, cut.rest, so_far.shape == Shape::kHalves};
-      const float time = cut_time(cut_call<Heads>(p, plan), InKinds{x.of}, 2, x.as_planned, 0);
+      const float time = cut_time(cut_call<Heads>(p, plan), InKinds{x.of.of}, x.of.kinds, x.as_planned, 0);
       x.time = double(time - kChoice - kOtherShape);
     }
-    const double chunks = double(p.HV) * double(lengths[i].longest + (p.N - 1) * lengths[i].other);
+    double chunks = 0;
+    for (const Alike& kind : x.of.of) chunks += double(p.HV) * double(kind.chunks) * kind.count;
     const double each = only_halves<Heads>() ? kCosts.half * double(estimate.parts(true))
                                              : std::min(kCosts.half * double(estimate.parts(true)),
                                                         kCosts.both * double(estimate.parts(false)));
@@ -283,9 +158,7 @@ Plan best_chosen(const ChunkForward& p, const Plan& so_far, const std::vector<Ch
     for (const auto& [share, most_loss] : {std::pair(0.f, kMostUnforgotten), std::pair(kLikely, kMostLoss)}) {
       const auto [cut, taken] = chosen_cut(call, guess.of, guess.as_planned, share);
       if (taken > most_loss * guess.time) return so_far;
-      int later = 0;
-      for (const Alike& x : guess.of) later += x.count * int(Estimate<Heads>::later(x.chunks, cut));
-      slots = std::max(slots, later);
+      slots = std::max(slots, guess.of.most_later(cut));
       if (share > 0) time += taken;
     }
   }
@@ -294,29 +167,53 @@ Plan best_chosen(const ChunkForward& p, const Plan& so_far, const std::vector<Ch
   return plan;
 }
 
+// The cut of a packed call whose longest sequences the host was told, and its time.
+template <class Heads>
+std::pair<Candidate, double> told_cut(const ChunkForward& p, const KnownLengths& lengths) {
+  constexpr int kMostSegments = 16;
+  Plan plan = {};
+  plan.first = Shape::kHalves;
+  plan.slots = std::numeric_limits<int>::max();
+  const CutCall call = cut_call<Heads>(p, plan);
+  std::pair<Candidate, double> best = {{}, std::numeric_limits<double>::infinity()};
+  const auto offer = [&](const Candidate& x) {
+    if (x.first >= lengths.longest() || !x.is_one(lengths.longest())) return;
+    const double time = cut_time(call, InKinds{lengths.of}, lengths.kinds, x, 0) - kChoice - kOtherShape;
+    if (time < best.second) best = {x, time};
+  };
+  for (int i = 1; i <= 2 * Candidate::kRatios * (kMostSegments - 1); ++i)
+    offer(Candidate::of_grid(i, lengths.longest(), call));
+  const Candidate coarse = best.first;
+  if (coarse.first > 0)
+    for (int i = 0; i < Candidate::kNear; ++i) offer(Candidate::near(i, coarse));
+  return best;
+}
+
 template <class Heads>
 Plan make_plan(const ChunkForward& p) {
   // What segments must promise for all lengths together, and may lose for one.
   constexpr double kWorthIt = 0.95, kMostLoss = 1.03;
+  constexpr double kToldWorthIt = 0.9;  // cuts of uneven lengths take a little longer than is reckoned
   constexpr double kLateBoth = 0.97;  // later segments in blocks of both halves take at most so much of the other's
-  // The host does not know the lengths of packed sequences, unless it is told the longest. This has so much of what is
-  // between an equal share and all.
+  // The host does not know the lengths of packed sequences, unless it was told the longest: the longest has so much of
+  // what is between an equal share and all.
   constexpr double kLonger[] = {0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75};
   constexpr int kGuesses = int(std::size(kLonger));
   static_assert(kGuesses < Cuts::kMost);
   const Estimate<Heads> estimate = {p};
   const int64_t chunks = ceil_div(p.T, kChunk);  // of a batch entry
-  const bool guess = p.cu_seqlens && p.N > 1, told = guess && p.longest > 0;
+  const bool guess = p.cu_seqlens && p.N > 1, told = guess && p.longest[0] > 0;
   const int guesses = guess && !told ? kGuesses : 1;
   const int64_t each = p.cu_seqlens ? ceil_div(chunks, std::max(p.N, 1)) : chunks;
   ChunkCounts lengths[kGuesses];
+  std::vector<KnownLengths> served;
   double whole[2][kGuesses];
   for (int i = 0; i < guesses; ++i) {
-    const int64_t longest = told ? std::clamp(ceil_div(p.longest, kChunk), each, chunks)
-                                 : each + int64_t(double(chunks - each) * (guess ? kLonger[i] : 0));
+    const int64_t longest = each + int64_t(double(chunks - each) * (guess ? kLonger[i] : 0));
     lengths[i] = {longest, guess ? ceil_div(chunks - longest, p.N - 1) : each};
-    whole[true][i] = estimate.whole(lengths[i], true);
-    whole[false][i] = only_halves<Heads>() ? whole[true][i] : estimate.whole(lengths[i], false);
+    served.push_back(told ? told_lengths(p) : two_lengths(lengths[i], p.N));
+    whole[true][i] = estimate.whole(served[i], true);
+    whole[false][i] = only_halves<Heads>() ? whole[true][i] : estimate.whole(served[i], false);
   }
   // With half of V a block is done sooner with a long sequence, but four equal ones of 32 heads would take
   // two turns. What fills no turn goes in halves, whatever its lengths.
@@ -355,7 +252,6 @@ Plan make_plan(const ChunkForward& p) {
     plan.forgets = plan.slots <= kMostForgetting;
     return chunks > forced ? plan : in_whole;
   }
-  const std::vector<ChunkCounts> served(lengths, lengths + guesses);
   const auto or_chosen = [&](const Plan& plan, const double* times) {
     return best_chosen<Heads>(p, plan, served, times);
   };
@@ -364,6 +260,22 @@ Plan make_plan(const ChunkForward& p) {
       return std::pair(estimate.cut(of, first, rest), of);
     });
   };
+  // For all other lengths one whose number of segments is never more than was reckoned with.
+  const auto add_any = [&] {
+    cuts.choices[cuts.count++] = best_cut(estimate, chunks, true, [&](int64_t first, int64_t rest) {
+      const ChunkCounts most = {chunks + (first < chunks ? rest : 0), 1};
+      return std::pair(estimate.cut(most, first, rest), most);
+    }).first;
+  };
+  if (told) {
+    const auto [best, taken] = told_cut<Heads>(p, served[0]);
+    if (taken >= kToldWorthIt * least_whole[0]) return or_chosen(in_whole, least_whole);
+    Cut cut = {best.first, best.rest, served[0].longest(), 0, 0};
+    cut.later = served[0].most_later(cut), cut.inner = served[0].most_later(cut, true);
+    cuts.choices[cuts.count++] = cut;
+    add_any();
+    return or_chosen(in_segments(best.late_halves), &taken);
+  }
   double least = 0;  // no segments take less: every chunk of o is made once, by a block with half of V
   for (int i = 0; i < guesses; ++i) least += estimate.least_in_segments(lengths[i]);
   if (enough <= least) return or_chosen(in_whole, least_whole);
@@ -371,7 +283,7 @@ Plan make_plan(const ChunkForward& p) {
   bool late_halves = true;
   for (int i = 0; i < guesses; ++i) {
     auto [cut, of_cut] = cut_for(lengths[i], true);
-    if (guesses == 1 && !only_halves<Heads>()) {
+    if (!guess && !only_halves<Heads>()) {
       const auto [other, of_other] = cut_for(lengths[i], false);
       late_halves = of_other >= kLateBoth * of_cut;
       if (!late_halves) cut = other, of_cut = of_other;
@@ -382,13 +294,7 @@ Plan make_plan(const ChunkForward& p) {
     time += of_cut;
   }
   if (time >= enough) return or_chosen(in_whole, least_whole);
-  if (guess) {
-    // For all other lengths one whose number of segments is never more than was reckoned with.
-    cuts.choices[cuts.count++] = best_cut(estimate, chunks, true, [&](int64_t first, int64_t rest) {
-      const ChunkCounts most = {chunks + (first < chunks ? rest : 0), 1};
-      return std::pair(estimate.cut(most, first, rest), most);
-    }).first;
-  }
+  if (guess) add_any();
   return or_chosen(in_segments(late_halves), times);
 }
 
@@ -403,21 +309,20 @@ inline int64_t planned_tokens(int64_t tokens) {
 }
 inline ChunkForward planned(const ChunkForward& p) {
   ChunkForward x = p;
-  if (p.cu_seqlens && p.N > 1) {
-    x.T = planned_tokens(p.T);
-    x.longest = planned_tokens(p.longest);
-  }
+  const bool guess = p.cu_seqlens && p.N > 1;
+  if (guess) x.T = planned_tokens(p.T);
+  for (int64_t& tokens : x.longest) tokens = guess ? planned_tokens(tokens) : 0;
   return x;
 }
 
 // All that a plan depends on, beside the kind of heads. Of lengths it is the numbers of chunks that the call is planned
 // for, so that lengths that never repeat have few plans. Of the device it is the number of multiprocessors.
-using PlanSizes = std::array<int64_t, 8>;
+using PlanSizes = std::array<int64_t, 10>;
 inline PlanSizes plan_sizes(const ChunkForward& p) {
   const ChunkForward x = planned(p);
-  const bool told = p.cu_seqlens && p.N > 1;
-  return {p.N, ceil_div(x.T, kChunk), told ? ceil_div(x.longest, kChunk) : 0, p.HV, p.V, p.multiprocessors,
-          p.cu_seqlens != nullptr, p.batch_invariant};
+  const auto& most = x.longest;
+  return {p.N, ceil_div(x.T, kChunk), most[0], most[1], most[2], p.HV, p.V, p.multiprocessors, p.cu_seqlens != nullptr,
+          p.batch_invariant};
 }
 constexpr size_t kMostPlans = 64;
 

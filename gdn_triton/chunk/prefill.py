@@ -31,7 +31,7 @@ def chunk_prefill(
     use_gate_in_kernel: bool = False,
     skip: str = "negative",
     cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
     out: Tensor | None = None,
     checkpoint_every_n_tokens: int = 0,
     state_checkpoints: Tensor | None = None,
@@ -46,9 +46,10 @@ def chunk_prefill(
     write_slots[n]. `docs/prefill.md` shows prefix caching and CUDA graphs.
 
     Sizes as there: B batch, T tokens, H and HV heads, K and V channels of a head, N sequences.
-    "Float" is float16, bfloat16, float32 or float64. All tensors are on one device. What is
-    written, `state`, `out` and `state_checkpoints`, has a place of its own for every element and
-    shares memory with no other argument; autograd sees that it is written in place.
+    "Float" is float16, bfloat16, float32 or float64. All tensors are on one device, except
+    `cu_seqlens_cpu`. What is written, `state`, `out` and `state_checkpoints`, has a place of its
+    own for every element and shares memory with no other argument; autograd sees that it is written
+    in place.
 
     Args:
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float. Written in
@@ -79,9 +80,9 @@ def chunk_prefill(
             n in the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Starts at 0, does not decrease,
             ends at or before T. A sequence may be empty: its state goes from its read slot to its
             write slot. The o of tokens at or after cu_seqlens[-1] is 0. None: N = B.
-        max_seqlen: tokens of the longest sequence of cu_seqlens, if the host knows. The CUDA
-            kernels plan for it, which is faster where one sequence is much longer than the others.
-            Another number than the true one, as in a replay of a CUDA graph, costs time alone.
+        cu_seqlens_cpu: the same offsets on the CPU, if the host knows them: the CUDA kernels plan
+            for its longest sequences, which is faster where one is much longer than the others.
+            Where those of cu_seqlens have changed since, results stay right.
         out: [B, T, HV, V], the dtype of q: where o is written. Its last dimension is dense, its
             other strides are any. None: a new tensor.
         checkpoint_every_n_tokens: keep each sequence's state after every so many of its tokens: a
@@ -149,7 +150,7 @@ def chunk_prefill(
         skip=skip,
         checkpoint_every_n_tokens=checkpoint_every_n_tokens,
         chunk_size=chunk_size,
-        max_seqlen=max_seqlen,
+        cu_seqlens_cpu=cu_seqlens_cpu,
     )
     if is_traced(state):
         return traced_prefill(x)

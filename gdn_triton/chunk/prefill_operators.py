@@ -26,10 +26,11 @@ _REQUIRED: Final = ("state", "read_slots", "q", "k", "v", "g", "beta")
 _SCHEMA: Final = (
     "Tensor(a!) state, Tensor read_slots, Tensor? write_slots, Tensor? has_initial_state, "
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor? cu_seqlens, Tensor(b!)? out, Tensor(c!)? state_checkpoints, Tensor? checkpoint_slots, "
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor(b!)? out, Tensor(c!)? state_checkpoints, "
+    "Tensor? checkpoint_slots, "
     "float? scale, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel, "
     "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, str skip, "
-    "int checkpoint_every_n_tokens, int chunk_size, SymInt? max_seqlen, bool batch_invariant"
+    "int checkpoint_every_n_tokens, int chunk_size, bool batch_invariant"
 )
 
 
@@ -62,8 +63,7 @@ def _prefill(*args: Any) -> tuple[Tensor, Tensor]:
 def _prefill_fake(*args: Any) -> tuple[Tensor, Tensor]:
     given = _ARGUMENTS.named(args)
     x, state = prefill_call(given), given["state"]
-    # Of max_seqlen a fake has a symbol, which is not to become a condition.
-    shapes = {**without_contents(given, _ARGUMENTS.tensors), "max_seqlen": None}
+    shapes = without_contents({**given, "cu_seqlens_cpu": None}, _ARGUMENTS.tensors)
     p = validate_prefill(prefill_call(shapes))
     kept = state.new_empty(0)
     if _new_checkpoints(x):
@@ -99,6 +99,4 @@ def _fits(given: dict[str, Any]) -> bool:
         and type(given["skip"]) is str
         and type(given["checkpoint_every_n_tokens"]) is int
         and type(given["chunk_size"]) is int
-        and isinstance(given["max_seqlen"], (int, torch.SymInt, type(None)))
-        and not isinstance(given["max_seqlen"], bool)
     )

@@ -85,7 +85,7 @@ class PrefillCall(NamedTuple):
     skip: str
     checkpoint_every_n_tokens: int
     chunk_size: int
-    max_seqlen: int | None
+    cu_seqlens_cpu: Tensor | None
 
 
 def prefill_call(given: Mapping[str, Any]) -> PrefillCall:
@@ -124,7 +124,8 @@ class Problem:
     needs_grad: bool  # grad mode is on and some input requires a gradient
     pool_dtype: torch.dtype | None = None  # of a pool of states; None: no pool, `Pool` is None too
     batch_invariant: bool = False  # a sequence must give the same bits in any batch
-    longest: int = 0  # tokens of the longest packed sequence, if the caller says; a hint, else 0
+    # Tokens of the longest packed sequences, as the caller says them, then 0: a hint.
+    longest: tuple[int, int, int] = (0, 0, 0)
     unreadable: str | None = None  # a sentence why no kernel can take the tensors
 
 

@@ -10,6 +10,7 @@ not judged again.
 """
 
 import functools
+import heapq
 from collections.abc import Callable, Hashable
 from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
@@ -158,7 +159,7 @@ def judge_chunk(call: ChunkCall) -> Problem:
         raise ValueError(must("chunk_size", f"be one of {CHUNK_SIZES}", str(chunk_size)))
 
     # Packed sequences.
-    longest = 0
+    longest = (0, 0, 0)
     if cu_seqlens is not None:
         N, longest = _check_packed(B, T, chunk_size, cu_seqlens, cu_seqlens_cpu, chunk_indices)
     else:
@@ -215,14 +216,14 @@ def _check_packed(
     cu_seqlens: Tensor,
     cu_seqlens_cpu: Tensor | None,
     chunk_indices: Tensor | None,
-) -> tuple[int, int]:
+) -> tuple[int, tuple[int, int, int]]:
     """Checks the three tensors of a packed call; returns N, the number of sequences, and the tokens
-    of the longest by cu_seqlens_cpu, or 0."""
+    of the longest three by cu_seqlens_cpu, or zeros."""
     N = count_sequences(cu_seqlens)
     if B != 1:
         raise ValueError(must("q", "have batch size B=1 with cu_seqlens", f"B={B}"))
 
-    longest = 0
+    longest = (0, 0, 0)
     offsets: list[int] | None = None
     if cu_seqlens.device.type == "cpu" and not is_traced(cu_seqlens):
         offsets = cu_seqlens.tolist()
@@ -239,7 +240,9 @@ def _check_packed(
                 expected = f"equal cu_seqlens, which has {offsets[i]} at index {i}"
                 raise ValueError(must("cu_seqlens_cpu", expected, str(host_offsets[i])))
             offsets = host_offsets
-            longest = max((b - a for a, b in pairwise(host_offsets)), default=0)
+            lengths = (b - a for a, b in pairwise(host_offsets))
+            first, second, third, *_ = *heapq.nlargest(3, lengths), 0, 0, 0
+            longest = first, second, third
 
     if chunk_indices is not None:
         if chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2:

@@ -52,7 +52,7 @@ def validate_prefill(call: PrefillCall) -> Problem:
         ChunkCall(
             inputs=call.inputs,
             options=call.options,
-            cu_seqlens_cpu=None,
+            cu_seqlens_cpu=call.cu_seqlens_cpu,
             chunk_indices=None,
             scale=call.scale,
             output_final_state=False,
@@ -74,7 +74,6 @@ def validate_prefill(call: PrefillCall) -> Problem:
     every = call.checkpoint_every_n_tokens
     if type(every) is not int:
         raise TypeError(must("checkpoint_every_n_tokens", "be an int", value_of(every)))
-    longest = _check_longest(call, p)
     check_devices("q", p.device, call.pool._asdict())
     slots = {
         "read_slots": read_slots,
@@ -128,23 +127,7 @@ def validate_prefill(call: PrefillCall) -> Problem:
             "requires one. Call under torch.no_grad(), or use chunk_gated_delta_rule"
         )
     unreadable = problem.unreadable or why_unreadable(PoolArguments._fields, call.pool)
-    return dataclasses.replace(
-        problem, pool_dtype=state.dtype, longest=longest, unreadable=unreadable
-    )
-
-
-def _check_longest(call: PrefillCall, problem: Problem) -> int:
-    """max_seqlen, or 0 for None."""
-    longest = call.max_seqlen
-    if longest is None:
-        return 0
-    if type(longest) is not int:
-        raise TypeError(must("max_seqlen", "be an int or None", value_of(longest)))
-    if not problem.is_varlen:
-        raise ValueError(must("max_seqlen", "come with cu_seqlens", "cu_seqlens=None"))
-    if not 0 <= longest <= problem.T:
-        raise ValueError(must("max_seqlen", f"be from 0 to T={problem.T}", str(longest)))
-    return longest
+    return dataclasses.replace(problem, pool_dtype=state.dtype, unreadable=unreadable)
 
 
 def checkpoint_rows(problem: Problem, every: int) -> int:

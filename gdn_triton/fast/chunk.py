@@ -58,12 +58,12 @@ def workspace_floats(
     is_packed: bool,
     use_qk_l2norm: bool,
     invariant: bool,
-    longest: int,
+    *longest: int,
 ) -> int:
     """Scratch memory of a call, in float32 elements. Kept: asking the library takes longer."""
     index = torch.cuda.current_device() if device is None else device
     size: int = torch.ops.gdn_fast.chunk_forward_workspace(
-        index, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, invariant, longest
+        index, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, invariant, *longest
     )
     return size
 
@@ -148,12 +148,12 @@ def backward_floats(
     is_packed: bool,
     use_qk_l2norm: bool,
     invariant: bool,
-    longest: int,
+    *longest: int,
 ) -> int:
     """Scratch memory of a call, in float32 elements. Kept: asking the library takes longer."""
     index = torch.cuda.current_device() if device is None else device
     size: int = torch.ops.gdn_fast.chunk_backward_workspace(
-        index, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, invariant, longest
+        index, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, invariant, *longest
     )
     return size
 
@@ -203,7 +203,7 @@ def gradients(
             p.is_varlen,
             p.use_qk_l2norm,
             p.batch_invariant,
-            p.longest,
+            *p.longest,
         )
         run(
             torch.zeros_like(dv) if do is None else tma_readable(do),
@@ -217,7 +217,7 @@ def gradients(
             p.use_beta_sigmoid,
             p.allow_neg_eigval,
             p.batch_invariant,
-            p.longest,
+            *p.longest,
             dq,
             dk,
             dv,
@@ -337,7 +337,7 @@ def _readable(x: Inputs) -> tuple[Tensor | None, ...]:
 
 
 def _options(p: Problem) -> tuple[float | bool | int, ...]:
-    states, plan = (p.scale, p.state_v_first), (p.batch_invariant, p.longest)
+    states, plan = (p.scale, p.state_v_first), (p.batch_invariant, *p.longest)
     return *states, p.use_qk_l2norm, p.use_beta_sigmoid, p.allow_neg_eigval, *plan
 
 
@@ -356,7 +356,7 @@ def _workspace(problem: Problem, device: torch.device) -> Tensor:
         p.is_varlen,
         p.use_qk_l2norm,
         p.batch_invariant,
-        p.longest,
+        *p.longest,
     )
     return torch.empty(size, dtype=torch.float32, device=device)
 

@@ -77,7 +77,7 @@ def test_library_cuts_long_sequences(case: Case, library: str) -> None:
     """Without the norm, a call has scratch memory for its segments, and 256 bytes for a counter
     where blocks take whole sequences one after another."""
     layout = (None, case.B, case.tokens, case.H, case.HV, case.K, case.V, case.N)
-    size = fast_chunk.workspace_floats(*layout, True, True, False, invariant=False, longest=0)
+    size = fast_chunk.workspace_floats(*layout, True, True, False, False, 0, 0, 0)
     assert size in (0, 64) if "segments" not in case.name else size > 64
 
 
@@ -355,11 +355,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         "got slot 0, read by sequence 0 and written by 1",
     ),
     ({"cu_seqlens": torch.tensor([0, 30, 20, 64])}, ValueError, "cu_seqlens must not decrease"),
-    ({"max_seqlen": 3.0}, TypeError, "max_seqlen must be an int or None, got 3.0"),
-    ({"max_seqlen": True}, TypeError, "max_seqlen must be an int or None, got True"),
-    ({"max_seqlen": -1}, ValueError, "max_seqlen must be from 0 to T=64, got -1"),
-    ({"max_seqlen": 65}, ValueError, "max_seqlen must be from 0 to T=64, got 65"),
-    ({"max_seqlen": 3, "cu_seqlens": None}, ValueError, "max_seqlen must come with cu_seqlens"),
+    ({"cu_seqlens_cpu": [0, 64]}, TypeError, "cu_seqlens_cpu must be a torch.Tensor or None"),
+    ({"cu_seqlens_cpu": torch.tensor([0, 30])}, ValueError, "cu_seqlens_cpu must have the shape"),
+    (
+        {"cu_seqlens_cpu": torch.tensor([0, 30, 60, 65])},
+        ValueError,
+        "cu_seqlens_cpu must end at or before T=64, got 65",
+    ),
 ]
 
 

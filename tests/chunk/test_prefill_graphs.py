@@ -96,8 +96,8 @@ def test_batch_invariance_is_passed_on(by: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_max_seqlen_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no number of it is compiled for, once there were two."""
+def test_offsets_on_the_host_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their contents, at each call of what was compiled once."""
     monkeypatch.setenv("GDN_BACKEND", "reference")
     found, graphs = [], []
 
@@ -112,11 +112,11 @@ def test_max_seqlen_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(prefill_call, "validate_prefill", noted)
     compiled = torch.compile(chunk_prefill, fullgraph=True, backend=compiler)
-    for longest in (30, 31, 40, 50):
-        compiled(**arguments(), max_seqlen=longest)
-    compiled(**arguments())
-    assert found == [30, 31, 40, 50, 0]
-    assert len(graphs) == 3
+    for offsets in ([0, 30, 60, 64], [0, 1, 2, 64]):
+        told = {name: torch.tensor(offsets) for name in ("cu_seqlens", "cu_seqlens_cpu")}
+        compiled(**{**arguments(), **told})
+    assert found == [(30, 30, 4), (62, 1, 1)]
+    assert len(graphs) == 1
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -16,7 +16,7 @@ struct Call {
   int K, V, HV, N;
   int64_t T;  // of a batch entry
   bool packed;
-  int64_t longest = 0;  // as the host is told
+  int64_t longest = 0, second = 0, third = 0;  // as the host is told
   void say(const char* what) const {
     std::printf("K %d V %d HV %d N %d T %lld %s, longest %lld: %s\n", K, V, HV, N, (long long)T,
                 packed ? "packed" : "padded", (long long)longest, what);
@@ -31,7 +31,7 @@ ChunkForward problem(const Call& call) {
   p.K = call.K, p.V = call.V, p.H = p.HV = call.HV, p.N = call.N;
   p.B = call.packed ? 1 : call.N, p.T = call.T;
   p.cu_seqlens = call.packed ? some_offsets : nullptr;
-  p.longest = call.longest;
+  p.longest[0] = call.longest, p.longest[1] = call.second, p.longest[2] = call.third;
   p.multiprocessors = 132;
   return p;
 }
@@ -96,7 +96,11 @@ void random_calls() {
     const bool packed = up_to(4) > 1;
     const int N = up_to(3) > 1 ? int(up_to(4)) : int(up_to(40));
     Call call = {K, V, int(up_to(48)), N, up_to(up_to(2) > 1 ? 3000 : 70000), packed};
-    if (packed && i % 2) call.longest = up_to(call.T);  // the lengths that are drawn below may be others
+    if (packed && i % 2) {  // the lengths that are drawn below may be others
+      call.longest = up_to(call.T);
+      if (N > 1 && i % 4 == 1) call.second = std::min(call.longest, up_to(call.T));
+      if (N > 2 && call.second && i % 8 == 1) call.third = std::min(call.second, up_to(call.T));
+    }
     const Plan plan = plan_for(call);
     ++plans;
     for (int c = 0; c < plan.cuts.count; ++c) {
@@ -138,9 +142,9 @@ void known_calls() {
   Call uneven = {128, 128, 8, 9, 20732, true};
   const std::vector<int> lengths = {300, 600, 900, 700, 15549, 800, 500, 683, 700};
   if (check(uneven, plan_for(uneven), lengths) > 0) uneven.say("cut, though equal ones would lose much");
-  uneven.longest = 15549;
+  uneven.longest = 15549, uneven.second = 900, uneven.third = 800;
   if (check(uneven, plan_for(uneven), lengths) == 0) uneven.say("not cut, though the longest is known");
-  uneven.longest = 2400;
+  uneven.longest = 2400, uneven.second = 2400, uneven.third = 2300;
   if (plan_for(uneven).in_segments()) uneven.say("cut, though the longest is known to be short");
   const Call one = {128, 128, 8, 1, 32768, false};
   if (check(one, plan_for(one), {32768}) < 4) one.say("a long one of few heads is not cut");
@@ -196,7 +200,8 @@ void what_a_choice_may_cost() {
         const int64_t each = ceil_div(ceil_div(T, kChunk), N);
         const std::vector<int> lengths(size_t(N), int(each) * kChunk);
         const Estimate<Heads> estimate = {p};
-        const double whole = std::min(estimate.whole({each, each}, true), estimate.whole({each, each}, false));
+        const double whole = std::min(estimate.whole(two_lengths({each, each}, N), true),
+                                      estimate.whole(two_lengths({each, each}, N), false));
         const float none = chosen_by_device(p, plan, lengths, 0).second;
         const float most = chosen_by_device(p, plan, lengths, 1).second;
         if (none > 1.0501 * whole) call.say("a choice loses more than it may");
@@ -255,7 +260,7 @@ void kept_plans() {
   std::vector<ChunkForward> others(10, problem(first));
   others[0].N = 5, others[1].T = 30000, others[2].HV = 16, others[3].V = 256;
   others[4].multiprocessors = 78, others[5].cu_seqlens = nullptr, others[6].batch_invariant = true;
-  others[7].T += sm90::kChunk, others[8].T -= 16 * sm90::kChunk, others[9].longest = 30000;
+  others[7].T += sm90::kChunk, others[8].T -= 16 * sm90::kChunk, others[9].longest[0] = 30000;
   for (const ChunkForward& other : others) {  // each differs from the first in one of its sizes
     made = 0, known = {};
     for (int turn = 0; turn < 20; ++turn) find(problem(first)), find(other);

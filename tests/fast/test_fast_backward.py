@@ -57,6 +57,10 @@ CASES = [
     fast_case("orphans", "more rows of no sequence than a chunk", lengths=(5, 80), orphans=200),
     fast_case("wide", "more heads than multiprocessors", T=130, B=2, H=16, HV=96),
     fast_case("segments", "the walk forward in parts", T=2500, H=1, HV=2),
+    fast_case("pairs-with-dq", "q k^T and k k^T in the memory of dq", T=4150, B=2, H=1, HV=2),
+    fast_case("pairs-with-dq-packed", "the same, and last chunks that are apart",
+              lengths=(4200, 0, 8000, 4190), orphans=10, H=2, HV=4),
+    fast_case("pairs-with-dq-three", "the same, without clusters", lengths=(5000, 4097), HV=6),
     fast_case("segments-packed", "a long sequence beside short ones",
           lengths=(2100, 1, 0, 300, 1024), orphans=70, H=1, HV=1),
 ]  # fmt: skip

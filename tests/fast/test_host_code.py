@@ -42,20 +42,28 @@ def test_host_batch_invariance(operator: Operator) -> None:
     assert sizes[1] == sizes[0] + 1
 
 
-def test_host_passes_the_longest_sequence(operator: Operator) -> None:
-    """As the caller says it, to the prefill too."""
-    for longest in (0, 70):
+def test_host_passes_the_longest_sequences(operator: Operator) -> None:
+    """As the caller says them, to the prefill too."""
+    for longest in ((0, 0, 0), (70, 20, 10)):
         p, given = host_call(longest=longest)
         chunk.forward(p, given)
         p, given, pool = prefill_call(longest=longest)
         chunk.forward(p, given, pool)
-        assert [passed["longest"] for passed in operator.calls[-2:]] == [longest] * 2
+        for passed in operator.calls[-2:]:
+            assert (passed["longest"], passed["second"], passed["third"]) == longest
 
 
-def test_the_longest_sequence_is_that_of_the_offsets_on_the_cpu() -> None:
-    x = make_inputs(Case("longest", "", lengths=(5, 0, 31, 4)), FP32, "cpu")
+@pytest.mark.parametrize(
+    ("lengths", "longest"),
+    [((5, 0, 31, 4), (31, 5, 4)), ((0, 7), (7, 0, 0)), ((), (0, 0, 0))],
+    ids=str,
+)
+def test_the_longest_sequences_are_those_of_the_offsets_on_the_cpu(
+    lengths: tuple[int, ...], longest: tuple[int, int, int]
+) -> None:
+    x = make_inputs(Case("longest", "", lengths=lengths, orphans=3), FP32, "cpu")
     assert x.cu_seqlens is not None
-    for told, longest in ((None, 0), (x.cu_seqlens.clone(), 31)):
+    for told, expected in ((None, (0, 0, 0)), (x.cu_seqlens.clone(), longest)):
         call = ChunkCall(
             inputs=Inputs(x.q, x.k, x.v, x.g, x.beta, cu_seqlens=x.cu_seqlens),
             options=Options(False, False, False, False, False),
@@ -65,7 +73,7 @@ def test_the_longest_sequence_is_that_of_the_offsets_on_the_cpu() -> None:
             output_final_state=False,
             chunk_size=16,
         )
-        assert validate_chunk(call).longest == longest
+        assert validate_chunk(call).longest == expected
 
 
 def test_host_copies_what_tma_cannot_read(operator: Operator) -> None:

@@ -50,8 +50,8 @@ def test_segments_are_cut(size: tuple[int, int], cuda: str) -> None:
     """Without the norm, a call has scratch memory for its segments only."""
     s = SEGMENTS
     layout = (None, s.B, s.tokens, s.H, s.HV, *size, s.N)
-    assert chunk.workspace_floats(*layout, True, True, False, invariant=False, longest=0) > 0
-    assert chunk.workspace_floats(*layout, True, True, False, invariant=True, longest=0) == 0
+    assert chunk.workspace_floats(*layout, True, True, False, False, 0, 0, 0) > 0
+    assert chunk.workspace_floats(*layout, True, True, False, True, 0, 0, 0) == 0
 
 
 @gpu
@@ -72,7 +72,9 @@ def test_told_the_longest(size: tuple[int, int], dtype: torch.dtype, cuda: str) 
     """It is cut then, and not else; and whatever is told, the results are right."""
     s = sized(LONGEST, *size)
     layout = (None, s.B, s.tokens, s.H, s.HV, *size, s.N, True, True, False, False)
-    assert chunk.workspace_floats(*layout, 12000) > chunk.workspace_floats(*layout, 0)
+    assert chunk.workspace_floats(*layout, 12000, 900, 700) > chunk.workspace_floats(
+        *layout, 0, 0, 0
+    )
     call = make_call(s, dtype, cuda, Options())
     for told in (s.offsets(), [0, *[s.tokens] * s.N], [n * 1700 for n in range(s.N + 1)]):
         check_parity(call._replace(told=tuple(told)), ("triton", "cuda"), chunked=True)

@@ -14,10 +14,10 @@ from helpers import BF16, FP16, Case
 ARGUMENTS = (
     *("do", "dht", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"),
     *("scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval"),
-    *("batch_invariant", "longest"),
+    *("batch_invariant", "longest", "second", "third"),
     *("dq", "dk", "dv", "dg", "dbeta", "dh0", "gate_sums", "workspace"),
 )
-WRITTEN = ARGUMENTS[18:25]
+WRITTEN = ARGUMENTS[20:27]
 
 SMALL = Case("small", "", T=70, B=2, H=1, HV=2, K=128, V=128, chunk_size=64, spare=8)
 
@@ -34,7 +34,7 @@ class Noted:
         return self.backward if name == "chunk_backward" else self.forward
 
     def forward(self, *arguments: Any) -> None:
-        self.invariant_forwards.append(arguments[-5])
+        self.invariant_forwards.append(arguments[-7])
         for y in arguments[-3:-1]:
             if y is not None:
                 y.zero_()

@@ -60,7 +60,7 @@ class Operator:
     INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
     FLAGS = (
         *("cu_seqlens", "scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid"),
-        *("allow_neg_eigval", "batch_invariant", "longest", "o"),
+        *("allow_neg_eigval", "batch_invariant", "longest", "second", "third", "o"),
     )
     NAMES: ClassVar = {
         "chunk_forward": (*INPUTS, "initial_state", *FLAGS, "final_state", "workspace"),

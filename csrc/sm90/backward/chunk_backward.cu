@@ -23,6 +23,10 @@ namespace {
 #ifndef GDN_BACKWARD_CUT
 #define GDN_BACKWARD_CUT -1
 #endif
+// Of a sequence, in the mean: with so many tokens q k^T and k k^T lie with dq.
+#ifndef GDN_BACKWARD_PAIRS_TOKENS
+#define GDN_BACKWARD_PAIRS_TOKENS 4096
+#endif
 constexpr bool kExchanges = GDN_BACKWARD_EXCHANGE, kMakes = GDN_BACKWARD_MAKES;
 constexpr int kForcedCut = GDN_BACKWARD_CUT;
 
@@ -111,7 +115,7 @@ Segments find_segments(const ChunkForward& p) {
   // What every multiprocessor has of all chunks. The host does not know the lengths of packed sequences: segments are
   // chosen for the longest that it is told, or for one that has half of all, and the device, which knows, may take whole
   // sequences all the same.
-  const double told = std::min(double(ceil_div(p.longest, kChunk)), chunks);
+  const double told = std::min(double(ceil_div(p.longest[0], kChunk)), chunks);
   const double share = double(p.B) * chunks * slices / each, longest = !guess ? chunks : told > 0 ? told : chunks / 2;
   const auto walk = [&](double tiles, double length) { return std::ceil(tiles / each) * (length * kGradients + kTile); };
   Segments best = {0, 0, 0, false, false};
@@ -148,7 +152,7 @@ Segments segments_of(const ChunkForward& p) {
   using Sizes = std::array<int64_t, 12>;  // all that it depends on
   thread_local Kept<Sizes, Segments, 64> known;
   const Sizes sizes = {p.B, p.T, p.H, p.HV, p.K, p.V, p.N, int64_t(p.dtype), p.cu_seqlens != nullptr, p.batch_invariant,
-                       p.multiprocessors, p.longest};
+                       p.multiprocessors, p.longest[0]};
   return known.find(sizes, [&] { return find_segments(p); });
 }
 
@@ -160,9 +164,14 @@ bool is_dealt(const ChunkForward& p, int64_t units) {
 }
 int64_t links_of(const ChunkForward& p, int64_t units) { return p.multiprocessors + units * slices_of(p); }
 
+// Params::pairs_with_dq: 128 bytes a token and value head less, but of many short sequences step 5 takes 1 to 4 percent
+// longer, as blocks that are at different chunks read rows that lie far apart.
+bool keeps_pairs_with_dq(const ChunkForward& p) {
+  return is_exact(p) && p.B * p.T >= int64_t{p.N} * GDN_BACKWARD_PAIRS_TOKENS;
+}
 // Tiles of q k^T in scratch memory: pairs_at.
 int64_t pairs_of(const ChunkForward& p) {
-  if (!is_exact(p)) return slots_of(p) * p.H;
+  if (!keeps_pairs_with_dq(p)) return slots_of(p) * p.H;
   return p.cu_seqlens ? int64_t{p.N} * p.H : 0;
 }
 
@@ -259,6 +268,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   params.parts = int(ceil_div(p.V, kChannels));
   params.slices = int(slices_of(p));
   params.makes = kMakes && !params.cut.cuts && !walks_back_over_halves(params);
+  params.pairs_with_dq = keeps_pairs_with_dq(p);
   // With more value heads, or with the norm, a sum over what is left would follow: together they take longer. Of other
   // kinds the warps that add would need more registers than there are.
   params.exchange = kExchanges && Kind::kExact && p.HV / p.H == 2 && !p.use_qk_l2norm && p.multiprocessors > 1;

@@ -54,7 +54,7 @@ struct Scratch {
   float* last;      // [slots, HV]: the chunk's log2 decay
   float* G;         // [slots, HV]: of the state behind the chunk before, frame.cuh
   uint16_t* t;      // [slots, HV, 64, 64]: strict-lower (I + A)^-1
-  uint16_t* qk;     // [slots, H, 64, 64]: lower q k^T; of exact kinds [N, H, 64, 64], pairs_at
+  uint16_t* qk;     // [slots, H, 64, 64]: lower q k^T; with Params::pairs_with_dq [N, H, 64, 64], pairs_at
   uint16_t* kk;     // the same: lower k k^T
   uint16_t* dx;     // [slots, slices, 64, 128], where dq of the slice replaces it
   // [slots, slices, 128 of V, 128 of K]: the gradient of the state behind the chunk; dk replaces it. Before, where a
@@ -98,6 +98,7 @@ struct Params {
   int tiles;                  // of the grid: (sequence or segment, slice), or halves of slices
   const int* links;           // of the grid: one of those of Scratch, or null
   bool makes;                 // the walk back makes T of whole sequences, q k^T and k k^T: makes_triangles_walking
+  bool pairs_with_dq;         // of exact kinds, pairs_at
   bool exchange;              // the walk forward adds dq and dk of a key head's two value heads, exchange.cuh
   int parts, slices;          // of V, and HV times those
   Divisor heads, group;       // HV, and value heads of a key head
@@ -137,10 +138,10 @@ GDN_DEVICE int first_slot(const Params& params, int n) {
   return p.cu_seqlens ? int(sequence_bound(p, n) / kChunk) + n : n * params.slots_of_batch;
 }
 
-// Where q k^T of a chunk and key head lies, or k k^T: as tensor maps have it. Of exact kinds it lies in the memory of dq,
-// which is written when no one reads q k^T and k k^T of the chunk any more: in the first and in the other 64 channels.
-// There TMA would write the next sequence's rows behind a packed sequence's last ones: such a chunk has tiles in scratch
-// memory.
+// Where q k^T of a chunk and key head lies, or k k^T: as tensor maps have it. With Params::pairs_with_dq it lies in the
+// memory of dq, which is written when no one reads q k^T and k k^T of the chunk any more: in the first and in the other 64
+// channels. There TMA would write the next sequence's rows behind a packed sequence's last ones: such a chunk has tiles in
+// scratch memory.
 enum class Pairs { kQueries, kKeys };
 struct MapPlace {
   const CUtensorMap* map;
@@ -151,6 +152,7 @@ GDN_DEVICE MapPlace pairs_at(const Params& params, Pairs which, int slot, int h,
   const ChunkForward& p = params.problem.forward;
   const CUtensorMap* const apart = which == Pairs::kQueries ? &params.qk : &params.kk;
   if constexpr (!Kind::kExact) return {apart, 0, 0, 0, slot * p.H + h};
+  if (!params.pairs_with_dq) return {apart, 0, 0, 0, slot * p.H + h};
   if (p.cu_seqlens != nullptr && rows < kChunk) return {apart, 0, 0, 0, n * p.H + h};
   return {&params.dq, which == Pairs::kQueries ? 0 : 64, row, h, batch};
 }

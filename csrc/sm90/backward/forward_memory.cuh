@@ -254,7 +254,7 @@ GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtenso
     wait_for(made[it % kStages], it / kStages);
     if (adds) {
       wait_for_there(there, it);
-    } else if (!of_keys) {
+    } else if (!of_keys) {  // Params::pairs_with_dq
       wait_for(sm.pairs_read[it % 2], it / 2);
     }
     if (chunk.rows >= kChunk) {
