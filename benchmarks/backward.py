@@ -54,8 +54,8 @@ LEGEND = (
     "Errors of the gradients over their norm, against float64; then microseconds of the backward "
     "/ of a\nforward and a backward: on the GPU, whose launches lie ready, and in brackets of the "
     "host; and MiB\nthat a forward keeps / that both take at their peak beside inputs, outputs and "
-    "gradients. Records\nof before 2026-11-24 have no times of the host: where the GPU waited for "
-    "its launches, theirs are\nthose of the host."
+    "gradients. In\nrecords without times of the host, which are older, the host's launches count "
+    "where the GPU waited for\nthem."
 )
 OURS, TRITON = "gdn_triton", "triton"
 BACKENDS = {TRITON: "triton"}  # of implementations that are one backend of this package
