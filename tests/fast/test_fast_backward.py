@@ -22,7 +22,7 @@ from backward_cases import (
     make_task,
     run_op,
 )
-from fast_backward_cases import ARGUMENTS, random_task
+from fast_backward_cases import ARGUMENTS, check_repeats, random_task
 from fast_cases import EDGES, ROOT, fast_case, gpu, output
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
 from torch import Tensor
@@ -131,11 +131,7 @@ def test_both_walks_in_segments(sizes: dict[str, Any], strength: str, own: str) 
     x = x.but(g=STRENGTHS[strength](x.g))
     task = make_task(case, BF16, own, Options(), x)
     check_task(task, BF16, own)
-    expected = by_op(task)
-    for _ in range(3):
-        poison()
-        for name, y in by_op(task).items():
-            assert same_bits(y, expected[name]), name
+    check_repeats(task)
 
 
 @gpu
@@ -199,22 +195,12 @@ def test_side_inputs_of_any_dtype(dtype: torch.dtype, own: str) -> None:
 LARGE = fast_case("large", "", lengths=(700, 1, 64, 129, 0, 3000), orphans=70, H=4, HV=8)
 
 
-def poison() -> None:
-    """Fresh memory is NaN."""
-    torch.full((1 << 28,), torch.nan, device="cuda")
-
-
 @gpu
 @pytest.mark.parametrize("name", ["mild", "model"])
 def test_one_result_of_many_runs(name: str, own: str) -> None:
     x = make_inputs(LARGE, BF16, own)
     x = x.but(g=STRENGTHS[name](x.g))
-    task = make_task(LARGE, BF16, own, Options(), x)
-    expected = by_op(task)
-    for _ in range(20):
-        poison()
-        for name, x in by_op(task).items():
-            assert same_bits(x, expected[name]), name
+    check_repeats(make_task(LARGE, BF16, own, Options(), x), times=20)
 
 
 @gpu

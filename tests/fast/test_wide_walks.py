@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from backward_cases import STRENGTHS, Options, by_op, check_alone, check_task, make_task, run_op
+from fast_backward_cases import check_repeats, poison
 from fast_cases import fast_case, gpu, problem
 from helpers import BF16, FP16, Case, make_inputs, same_bits
 from torch import Tensor
@@ -43,11 +44,6 @@ def test_explained(hopper: None, no_interpreter: None, monkeypatch: pytest.Monke
         "The gradients are by the Triton backward, with the CUDA library's walks. The CUDA "
         "backward takes K up to 128; K is 256."
     )
-
-
-def poison() -> None:
-    """Fresh memory is NaN."""
-    torch.full((1 << 28,), torch.nan, device="cuda")
 
 
 @gpu
@@ -87,11 +83,7 @@ def own(cuda: str, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_gradients(case: Case, options: Options, dtype: torch.dtype, own: str) -> None:
     task = make_task(case, dtype, own, options)
     check_task(task, dtype, own)
-    expected = by_op(task)
-    for _ in range(3):
-        poison()
-        for name, y in by_op(task).items():
-            assert same_bits(y, expected[name]), name
+    check_repeats(task)
 
 
 @gpu

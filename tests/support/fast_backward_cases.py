@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from backward_cases import STRENGTHS, Options, Task, make_task
+from backward_cases import STRENGTHS, Options, Task, by_op, make_task
 from fast_cases import fast_case
 from fast_parity import random_lengths
-from helpers import BF16, FP16, Case
+from helpers import BF16, FP16, Case, same_bits
 
 # Of the operator, in their order, and those of them that it writes.
 ARGUMENTS = (
@@ -45,6 +45,20 @@ class Noted:
         for number, name in enumerate(WRITTEN):
             if passed[name] is not None:
                 passed[name].fill_(number + 1)
+
+
+def poison() -> None:
+    """Fresh memory of the GPU is NaN."""
+    torch.full((1 << 28,), torch.nan, device="cuda")
+
+
+def check_repeats(task: Task, times: int = 3) -> None:
+    """The gradients have the same bits again, whatever fresh memory holds."""
+    expected = by_op(task)
+    for _ in range(times):
+        poison()
+        for name, x in by_op(task).items():
+            assert same_bits(x, expected[name]), name
 
 
 def random_task(number: int, device: str, *, longest: int) -> tuple[Task, torch.dtype]:
