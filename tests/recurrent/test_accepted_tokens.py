@@ -1,5 +1,5 @@
 """`num_accepted_tokens` of `recurrent_step` and `causal_conv1d_update`: verifying drafts call after
-call leaves what decoding the accepted tokens one by one leaves, to the bit."""
+call leaves what decoding the accepted tokens one by one leaves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -64,8 +64,20 @@ def packed(x: dict[str, Any], lengths: list[int], *names: str) -> dict[str, Any]
     return {**x, **parts, "cu_seqlens": offsets.to(x[names[0]].device)}
 
 
+def assert_same(found: Tensor, expected: Tensor, backend: str, pool: torch.dtype) -> None:
+    """The kernels give the same bits. In the reference, torch on a CPU may give an activation
+    another last bit in a full vector than in the rest of a tensor, so it depends on how many tokens
+    the call has: states then differ by about a unit in the last place of the pool's dtype."""
+    if backend == "triton":
+        assert same_bits(found, expected)
+        return
+    x, y = found.double(), expected.double()
+    assert x.isfinite().all()
+    assert (x - y).abs().max() <= 4 * torch.finfo(pool).eps * y.abs().max()
+
+
 @pytest.mark.parametrize("pool", DTYPES, ids=str)
-def test_step_from_accepted(pool: torch.dtype, device: str) -> None:
+def test_step_from_accepted(pool: torch.dtype, backend: str, device: str) -> None:
     """Sequences accept 1, 2, 3 and 3 of the first call's tokens: the second goes on from there."""
     slots = rows(device)
     first, second = step_inputs(device), step_inputs(device)
@@ -83,9 +95,9 @@ def test_step_from_accepted(pool: torch.dtype, device: str) -> None:
     o = recurrent_step(state, slots, **second, num_accepted_tokens=accepted)
     for t in range(T):
         o_t = recurrent_step(decoded, slots[:, 0], **tokens_of(second, t))
-        assert same_bits(o[:, t], o_t)
+        assert_same(o[:, t], o_t, backend, pool)
         for n in (0, 1, 3):
-            assert same_bits(state[slots[n, t]], decoded[slots[n, 0]]), (n, t)
+            assert_same(state[slots[n, t]], decoded[slots[n, 0]], backend, pool)
     assert not o[PADDED].any() and same_bits(state[0], before[0])
 
 
@@ -109,10 +121,10 @@ def test_step_packed(lengths: list[int], backend: str, device: str) -> None:
         for t in range(length):
             one = {name: x[name][n : n + 1, t] for name in ("mixed_qkv", "a", "b")}
             o_t = recurrent_step(alone, start, **{**x, **one})
-            assert same_bits(o[row + t], o_t[0])
+            assert_same(o[row + t], o_t[0], backend, state.dtype)
             if t < S and n != PADDED:
                 touched.add(int(slots[n, t]))
-                assert same_bits(state[slots[n, t]], alone[start[0]])
+                assert_same(state[slots[n, t]], alone[start[0]], backend, state.dtype)
         row += length
     assert not o[row:].any()
     others = [slot for slot in range(N * S + 1) if slot not in touched]
