@@ -1,4 +1,5 @@
-"""`gdn_triton.causal_conv1d` from states, with the gradients that it has without.
+"""`gdn_triton.causal_conv1d` from states, with the gradients that it has without; which rows of
+packed sequences are tokens.
 
 No contents are read by the host here and no shape depends on them, so that a call can be compiled
 whole and, but for the reference backend, captured in a CUDA graph.
@@ -11,13 +12,25 @@ from torch import Tensor
 
 from gdn_triton.conv.api import causal_conv1d
 
-__all__ = ["conv_from_states", "sequence_of_tokens"]
+__all__ = ["conv_from_states", "served_rows"]
 
 
 def sequence_of_tokens(cu_seqlens: Tensor, T: int) -> Tensor:
     """[T], int64: the sequence of each token, N for those of none."""
     tokens = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens.contiguous(), tokens, right=True) - 1
+
+
+def served_rows(T: int, live: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+    """[1, T, 1] or [B, 1, 1]: which rows are tokens of a sequence that is not skipped; None: all of
+    them. live: [N], bool, the sequences that are not; None: all."""
+    if cu_seqlens is None:
+        return None if live is None else live[:, None, None]
+    owner = sequence_of_tokens(cu_seqlens, T)
+    served = owner < cu_seqlens.shape[0] - 1
+    if live is not None:
+        served = torch.cat([live, live.new_zeros(1)])[owner]
+    return served[None, :, None]
 
 
 def conv_from_states(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -19,7 +20,7 @@ from gdn_triton._host.slots import LAST_SKIPPED
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update
 from gdn_triton.layers.cache import GatedDeltaNetCache
-from gdn_triton.layers.convolution import conv_from_states, sequence_of_tokens
+from gdn_triton.layers.convolution import conv_from_states, served_rows
 from gdn_triton.layers.qwen import weights_from_qwen
 from gdn_triton.layers.validation import check_call
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
@@ -279,6 +280,7 @@ class GatedDeltaNet(nn.Module):
         cache: GatedDeltaNetCache | None = None,
         slots: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
     ) -> Tensor:
         """The layer over whole sequences, or over the next tokens of sequences that a cache knows.
 
@@ -299,6 +301,8 @@ class GatedDeltaNet(nn.Module):
             cu_seqlens: [N + 1], int32 or int64: the N sequences are packed in one row (B = 1), as
                 `gdn_triton.chunk_gated_delta_rule` takes them. Tokens at or after cu_seqlens[-1]
                 are left out in the same way. Not together with attention_mask.
+            cu_seqlens_cpu: the same offsets on the CPU, if the host knows them: what
+                `gdn_triton.chunk_gated_delta_rule` makes of them, where that runs.
 
         Returns:
             y: [B, T, hidden_size].
@@ -320,6 +324,7 @@ class GatedDeltaNet(nn.Module):
             cache,
             slots,
             cu_seqlens,
+            cu_seqlens_cpu,
             hidden_size=self.hidden_size,
             state_shape=(self.num_v_heads, self.head_v_dim, self.head_k_dim),
             conv_shape=(channels, self.conv_size - 1) if self.use_short_conv else None,
@@ -332,7 +337,7 @@ class GatedDeltaNet(nn.Module):
             first = LAST_SKIPPED[cache.skip] + 1
             slots = torch.arange(first, first + N, device=hidden_states.device)
         if attention_mask is None:
-            return self._run(hidden_states, cache, slots, cu_seqlens, T, skips)
+            return self._run(hidden_states, cache, slots, cu_seqlens, T, skips, cu_seqlens_cpu)
 
         # The tokens that count, sequence after sequence, then the others, which belong to none.
         kept = attention_mask[:, -T:] != 0
@@ -352,15 +357,21 @@ class GatedDeltaNet(nn.Module):
         cu_seqlens: Tensor | None,
         longest: int,
         skips: bool,
+        cu_seqlens_cpu: Tensor | None = None,
     ) -> Tensor:
         """The layer. longest: no sequence has more tokens; skips: slots may hold padding."""
-        served = self._served(x, cache, slots, cu_seqlens, skips)
+        live = None
+        if skips:
+            assert cache is not None and slots is not None
+            live = cache.is_live(slots)
+        served = served_rows(x.shape[1], live, cu_seqlens)
         if served is not None and torch.is_grad_enabled():
             # Rows of nobody may hold anything. A weight's gradient sums over all rows, and there
             # 0 * NaN is NaN.
             x = torch.where(served, x, 0)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        o = self._mix(qkv, self.a_proj(x), self.b_proj(x), cache, slots, cu_seqlens, longest)
+        a, b = self.a_proj(x), self.b_proj(x)
+        o = self._mix(qkv, a, b, cache, slots, cu_seqlens, cu_seqlens_cpu, longest)
         wide = torch.promote_types(o.dtype, torch.float32)
         y = F.rms_norm(o.to(wide), (self.head_v_dim,), self.o_norm.weight.to(wide), self.o_norm.eps)
         if self.use_gate:
@@ -370,29 +381,6 @@ class GatedDeltaNet(nn.Module):
         # Select instead of multiplying, as 0 * NaN is NaN.
         return y if served is None else torch.where(served, y, 0)
 
-    def _served(
-        self,
-        x: Tensor,
-        cache: GatedDeltaNetCache | None,
-        slots: Tensor | None,
-        cu_seqlens: Tensor | None,
-        skips: bool,
-    ) -> Tensor | None:
-        """[1, T, 1] or [B, 1, 1]: which rows are tokens of a sequence that is not skipped; None:
-        all of them."""
-        live = None
-        if skips:
-            assert cache is not None and slots is not None
-            live = cache.is_live(slots)
-        if cu_seqlens is None:
-            return None if live is None else live[:, None, None]
-        N = cu_seqlens.shape[0] - 1
-        owner = sequence_of_tokens(cu_seqlens, x.shape[1])
-        served = owner < N
-        if live is not None:
-            served = torch.cat([live, live.new_zeros(1)])[owner]
-        return served[None, :, None]
-
     def _mix(
         self,
         qkv: Tensor,
@@ -401,6 +389,7 @@ class GatedDeltaNet(nn.Module):
         cache: GatedDeltaNetCache | None,
         slots: Tensor | None,
         cu_seqlens: Tensor | None,
+        cu_seqlens_cpu: Tensor | None,
         longest: int,
     ) -> Tensor:
         """All that joins tokens: convolution and rule. o [B, T, HV, V] of the projections
@@ -436,7 +425,11 @@ class GatedDeltaNet(nn.Module):
                 assert slots is not None
                 initial_state = cache.read(cache.recurrent_state, slots)
             q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], -1)
-            rule = fused_recurrent_gated_delta_rule if by_token else chunk_gated_delta_rule
+            rule: Callable[..., tuple[Tensor, Tensor | None]]
+            if by_token:
+                rule = fused_recurrent_gated_delta_rule
+            else:
+                rule = functools.partial(chunk_gated_delta_rule, cu_seqlens_cpu=cu_seqlens_cpu)
             o, final_state = rule(
                 q=q.unflatten(-1, (self.num_heads, self.head_k_dim)),
                 k=k.unflatten(-1, (self.num_heads, self.head_k_dim)),

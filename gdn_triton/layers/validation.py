@@ -31,6 +31,7 @@ def check_call(
     cache: GatedDeltaNetCache | None,
     slots: Tensor | None,
     cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
     *,
     hidden_size: int,
     state_shape: tuple[int, ...],
@@ -78,8 +79,27 @@ def check_call(
             raise ValueError(must("hidden_states", expected, f"B={B}"))
         if host_reads(cu_seqlens):
             check_offsets("cu_seqlens", cu_seqlens.tolist(), T)
+    if cu_seqlens_cpu is not None:
+        _check_on_host(cu_seqlens_cpu, cu_seqlens, T)
     _check_cache(x, cache, slots, N, state_shape=state_shape, conv_shape=conv_shape)
     return N
+
+
+def _check_on_host(given: Tensor, cu_seqlens: Tensor | None, T: int) -> None:
+    name = "cu_seqlens_cpu"
+    if not isinstance(given, Tensor):
+        raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
+    check_local(name, given)
+    if cu_seqlens is None:
+        raise ValueError(must(name, "come with cu_seqlens", "cu_seqlens=None"))
+    if given.device.type != "cpu":
+        raise ValueError(must(name, "be on the CPU", str(given.device)))
+    check_dtype(name, given, INDEX_DTYPES, INDICES)
+    if given.shape != cu_seqlens.shape:
+        expected = f"have shape {list(cu_seqlens.shape)}, that of cu_seqlens"
+        raise ValueError(must(name, expected, shape_of(given)))
+    if host_reads(given):
+        check_offsets(name, given.tolist(), T)
 
 
 def _check_cache(

@@ -25,7 +25,7 @@ from layer_cases import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gdn_triton import causal_conv1d
+from gdn_triton import causal_conv1d, chunk_gated_delta_rule
 from gdn_triton.layers import GatedDeltaNet, gated_deltanet
 from gdn_triton.layers.convolution import conv_from_states
 from gdn_triton.layers.gated_deltanet import CONV_STEP_TOKENS, RECURRENT_TOKENS
@@ -74,6 +74,30 @@ def test_packed(name: str) -> None:
     close(layer(x, cu_seqlens=cu_seqlens), expected)
     with torch.no_grad():
         close(layer(x, cu_seqlens=cu_seqlens), expected)
+
+
+def test_the_rule_is_told_the_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By themselves and in a compiled graph; the rule of single tokens takes none."""
+    told: list[Tensor | None] = []
+
+    def rule(*, cu_seqlens_cpu: Tensor | None, **given: Any) -> tuple[Tensor, Tensor | None]:
+        told.append(cu_seqlens_cpu)
+        return chunk_gated_delta_rule(**given, cu_seqlens_cpu=cu_seqlens_cpu)
+
+    monkeypatch.setattr(gated_deltanet, "chunk_gated_delta_rule", rule)
+    layer, x = make_layer(), make_input(1, 70)
+    cu_seqlens = offsets_of([66, 4])
+    expected = layer(x, cu_seqlens=cu_seqlens)
+    on_host = cu_seqlens.clone()
+    close(layer(x, cu_seqlens=cu_seqlens, cu_seqlens_cpu=on_host), expected)
+    assert told[0] is None and told[1] is on_host
+    monkeypatch.undo()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    close(compiled(x, cu_seqlens=cu_seqlens, cu_seqlens_cpu=on_host), expected)
+    with torch.no_grad():
+        few = offsets_of([3, 1])
+        y = layer(x[:, :4], cu_seqlens=few, cu_seqlens_cpu=few)
+        close(y, layer(x[:, :4], cu_seqlens=few))
 
 
 def test_packed_without_sequences() -> None:

@@ -178,6 +178,8 @@ WRONG_CALLS = [
     ({"slots": torch.tensor([0, 1])}, ValueError, "slots must be None without a cache"),
     ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "batch size B=1 with cu_seqlens"),
     ({"cu_seqlens": torch.tensor([0.0, 3])}, ValueError, "cu_seqlens must be int32 or int64"),
+    ({"cu_seqlens_cpu": torch.tensor([0, 3])}, ValueError, "must come with cu_seqlens, got"),
+    ({"cu_seqlens_cpu": [0, 3]}, TypeError, "cu_seqlens_cpu must be a torch.Tensor or None"),
     ({"cu_seqlens": torch.zeros(2, 1).long()}, ValueError, "cu_seqlens must have shape"),
     ({"cache": 4, "slots": 3}, TypeError, "slots must be a torch.Tensor or None"),
     ({"cache": {}}, TypeError, "cache must be a GatedDeltaNetCache or None"),
@@ -198,6 +200,14 @@ def test_wrong_offsets() -> None:
             layer(x, cu_seqlens=torch.tensor(offsets))
     with pytest.raises(ValueError, match="attention_mask must be None with cu_seqlens"):
         layer(x, torch.ones(1, 3), cu_seqlens=torch.tensor([0, 3]))
+    for on_host, message in (
+        (torch.tensor([0, 2, 3]), r"cu_seqlens_cpu must have shape \[2\], that of cu_seqlens"),
+        (torch.tensor([0.0, 3]), "cu_seqlens_cpu must be int32 or int64"),
+        (torch.tensor([0, 4]), "cu_seqlens_cpu must end at or before T=3"),
+        (torch.tensor([0, 3], device="meta"), "cu_seqlens_cpu must be on the CPU, got meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x, cu_seqlens=torch.tensor([0, 3]), cu_seqlens_cpu=on_host)
 
 
 def test_wrong_caches() -> None:
