@@ -68,18 +68,16 @@ Segments in_segments(const ChunkForward& p, int length, bool cuts) {
 
 // Microseconds of both walks in segments of `length` chunks, of which a sequence has `of_batch`.
 double time_of_cut(const ChunkForward& p, int length, double of_batch) {
-  // Of a chunk of the maps, of the start and end of a tile of theirs or of the walk back; of a step of the folds,
-  // without its rows and for each of them; of all four launches.
-  constexpr double kMaps = 1.25, kShort = 3, kFold = 1.3, kFoldRow = 0.075, kLaunches = 15;
+  // Of a chunk of the maps, of the start and end of a tile of theirs or of the walk back; of a step of the folds; of all
+  // four launches. Of the folds, two blocks of 16 rows have a multiprocessor.
+  constexpr double kMaps = 1.25, kShort = 3, kFold = 2.6, kFoldBlocks = 16, kLaunches = 15;
   constexpr double kMapBytes = 0.026, kBackBytes = 0.027;  // of a chunk and slice, by the bandwidth of memory
   const double slices = double(p.N) * double(slices_of(p)), each = p.multiprocessors, chunks = of_batch * length;
   const auto walk = [&](double tiles, double chunk, double tile) {
     return std::ceil(tiles / each) * (length * chunk + tile);
   };
   const double maps = std::max(walk(slices * (3 * of_batch - 4), kMaps, kShort), slices * chunks * kMapBytes);
-  const int rows = fold_rows(int64_t(slices), p.multiprocessors);
-  const double turns = std::ceil(slices * 2 * (kChannels / rows) / (2 * each));
-  const double folds = turns * (of_batch - 2) * (kFold + rows * kFoldRow);
+  const double folds = std::ceil(slices * kFoldBlocks / (2 * each)) * (of_batch - 2) * kFold;
   const double back = std::max(walk(slices * of_batch, kBackWhole, kShort), slices * chunks * kBackBytes);
   return kLaunches + maps + folds + back + walk(slices * of_batch, kGradients, kTile);
 }

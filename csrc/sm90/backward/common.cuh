@@ -431,13 +431,6 @@ inline bool walks_back_over_halves(const Params& params) {
   return 2 * int64_t{p.N} * params.slices <= p.multiprocessors;
 }
 
-// Rows of V of a block of segment_folds.cu, for so many slices of all sequences: 16, or fewer where no multiprocessor
-// has two blocks then.
-inline int fold_rows(int64_t slices, int multiprocessors) {
-  const auto fit = [&](int rows) { return slices * 2 * (kChannels / rows) <= multiprocessors; };
-  return fit(4) ? 4 : fit(8) ? 8 : 16;
-}
-
 // The launchers, each in a file of its own.
 template <class Kind>
 const char* run_frames(const Params&, cudaStream_t);

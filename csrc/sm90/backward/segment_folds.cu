@@ -6,28 +6,35 @@
 
 namespace gdn::sm90::backward {
 namespace {
-// As fold.cuh: a block has kRows rows of V, and a matrix comes in lines of its rows, several in flight. With 16 rows a
-// block's products take as long as its matrices. With fewer the steps are shorter, but all blocks together load more.
-constexpr int kThreads = 256;
-constexpr int kLine = 32, kLines = kChannels / kLine, kLineBytes = kLine * kChannels * 4, kStages = 4;
-// A thread multiplies a share of a line with two columns of all rows, and adds up the shares of kRows / kShares rows.
-constexpr int kPairs = kChannels / 2, kShares = kThreads / kPairs, kShare = kLine / kShares;
+// A block has kRows rows of V, and a matrix comes in lines of its rows, several in flight. A warp makes 16 columns of the
+// product by tensor cores, each factor as two bf16 values: high high + high low + low high.
+constexpr int kThreads = 256, kRows = 16, kBlocks = kChannels / kRows;
+constexpr int kLine = 32, kLines = kChannels / kLine, kStages = 5;
+// Floats from row to row in shared memory: of a matrix and of the state, so that each warp's loads have all banks.
+constexpr int kMapPitch = kChannels + 4, kStatePitch = kChannels + 8;
 constexpr int kAloneBytes = 116 * 1024;  // of a block that is to have a multiprocessor for itself
 
-template <int kRows>
 struct Memory {
-  uint8_t lines[kStages][kLineBytes];
-  float4 state[kRows][kChannels / 4];
-  float2 sums[kShares][kRows][kPairs];
-  uint32_t has_map[kMostFolds / 32];  // a bit for each step: behind a segment that forgets, the state is b
+  float lines[kStages][kLine][kMapPitch];
+  float state[2][kRows][kStatePitch];  // before a step, and behind it
+  uint32_t has_map[kMostFolds / 32];   // a bit for each step: behind a segment that forgets, the state is b
 };
+static_assert(sizeof(Memory) <= kAloneBytes && 2 * sizeof(Memory) <= 227 * 1024, "shared memory of a block");
 
-template <class Kind, int kRows>
+// Two fp32 values as sums of two bf16 values, which lose 2^-17 of them.
+struct Split {
+  uint32_t high, low;
+};
+GDN_DEVICE Split split(float x, float y) {
+  const uint32_t high = pack(__nv_bfloat16{}, x, y);
+  const float2 rounded = unpack(__nv_bfloat16{}, high);
+  return {high, pack(__nv_bfloat16{}, x - rounded.x, y - rounded.y)};
+}
+
+template <class Kind>
 __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid_constant__ Params params) {
-  static_assert(sizeof(Memory<kRows>) <= kAloneBytes, "shared memory of a block");
-  constexpr int kBlocks = kChannels / kRows, kOwn = kRows / kShares;
   extern __shared__ __align__(16) uint8_t raw[];
-  Memory<kRows>& sm = *reinterpret_cast<Memory<kRows>*>(raw);
+  Memory& sm = *reinterpret_cast<Memory*>(raw);
   launch_dependents();
   // By blocks without a step too: else this launch could end, and the next one begin, before the maps' has ended.
   wait_for_prerequisites();
@@ -51,20 +58,20 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
     }
     return steps;
   };
-  const int share = threadIdx.x / kPairs, column = threadIdx.x % kPairs, row = share * kOwn;
   const int64_t matrix = segment_matrix<Kind>(params, n, first, slice);
   const int64_t each = int64_t{slices_of<Kind>(params)} * (kChannels * kChannels), next = back ? -each : each;
   const float* const maps = params.cut.maps + (back ? 0 : params.segments * each) + matrix;
-  float* const state = (back ? params.cut.ends : starts_of<Kind>(params, n)) + matrix +
-                       (part * kRows + row) * kChannels + column * 2;
 
   int fetched = step_from(0);  // the step of the next line that is fetched
   const auto fetch = [&](int line) {
     if (fetched < steps) {
-      const float* const from = maps + fetched * next + line % kLines * (kLineBytes / 4);
-      const uint32_t to = shared_address(sm.lines[line % kStages]);
+      constexpr int kLoads = kLine * kChannels / (kThreads * 4);  // of 16 bytes, a thread
+      const int at = int(threadIdx.x) * 4, row = at / kChannels, column = at % kChannels;
+      const float* const from = maps + fetched * next + line % kLines * (kLine * kChannels) + at;
+      const uint32_t to = shared_address(&sm.lines[line % kStages][row][column]);
 #pragma unroll
-      for (int at = threadIdx.x * 16; at < kLineBytes; at += kThreads * 16) copy_async_16(to + at, from + at / 4);
+      for (int i = 0; i < kLoads; ++i)
+        copy_async_16(to + i * (kLine / kLoads * kMapPitch * 4), from + i * (kThreads * 4));
       if (line % kLines == kLines - 1) fetched = step_from(fetched + 1);
     }
     copy_async_commit();  // also of none, as groups are counted
@@ -72,72 +79,88 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
 #pragma unroll
   for (int line = 0; line + 1 < kStages; ++line) fetch(line);
 
-  int line = 0, behind = -1;  // behind: the step whose state is in sm.state
-#pragma unroll 1
-  for (int i = step_from(0); i < steps; i = step_from(i + 1)) {
-    float* const before = state + i * next;
-    float2 b[kOwn];
+  // A thread has rows `row` and `row` + 8 of four columns: of the products with columns of even and of odd number.
+  const int lane = threadIdx.x % 32, row = lane / 4, columns = threadIdx.x / 32 * 16;
+  const int own = row * kChannels + columns + lane % 4 * 4;
+  float* const state = (back ? params.cut.ends : starts_of<Kind>(params, n)) + matrix + part * (kRows * kChannels) + own;
+  const auto keep = [&](int at, int r, float4 x) {
+    *reinterpret_cast<float4*>(&sm.state[at][row + 8 * r][columns + lane % 4 * 4]) = x;
+  };
+  int line = 0, behind = -1, now = 0;  // behind: the step whose state is in sm.state[now]
+  float4 b[2];                          // of the next step with a matrix
+  const auto load_b = [&](int i) {
+    if (i >= steps) return;
 #pragma unroll
-    for (int r = 0; r < kOwn; ++r) {
-      if (i != behind)
-        reinterpret_cast<float2*>(sm.state[row + r])[column] = *reinterpret_cast<const float2*>(before + r * kChannels);
-      b[r] = *reinterpret_cast<const float2*>(before + next + r * kChannels);
-    }
-    float2 sum[kRows] = {};
+    for (int r = 0; r < 2; ++r)
+      b[r] = *reinterpret_cast<const float4*>(state + (i + 1) * next + r * (8 * kChannels));
+  };
+  load_b(step_from(0));
 #pragma unroll 1
-    for (int above = share * kShare; above < kChannels; above += kLine, ++line) {
+  for (int i = step_from(0); i < steps;) {
+    float* const before = state + i * next;
+    const int following = step_from(i + 1);
+    float sum[2][4], low[2][4] = {};  // low: of what high values lack, a chain of additions of its own
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (i != behind) keep(now, r, *reinterpret_cast<const float4*>(before + r * (8 * kChannels)));
+      sum[0][2 * r] = b[r].x, sum[1][2 * r] = b[r].y, sum[0][2 * r + 1] = b[r].z, sum[1][2 * r + 1] = b[r].w;
+    }
+    load_b(following);
+#pragma unroll 1
+    for (int above = 0; above < kChannels; above += kLine, ++line) {
       copy_async_wait<kStages - 2>();
       __syncthreads();  // the line and the state are there; the line before has been read
       fetch(line + kStages - 1);
-      const float2* const m =
-          reinterpret_cast<const float2*>(sm.lines[line % kStages]) + share * kShare * kPairs + column;
+      const auto& map = sm.lines[line % kStages];
 #pragma unroll
-      for (int j = 0; j < kShare; j += 4) {
-        const float2 m0 = m[j * kPairs], m1 = m[(j + 1) * kPairs], m2 = m[(j + 2) * kPairs], m3 = m[(j + 3) * kPairs];
+      for (int k = 0; k < kLine; k += 16) {
+        const int channel = k + lane % 4 * 2;
+        Split x[4], m[2][2];  // of two rows, of an even and an odd column; two channels, then the two that are 8 on
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const float4 x = sm.state[r][(above + j) / 4];
-          sum[r].x += x.x * m0.x + x.y * m1.x + x.z * m2.x + x.w * m3.x;
-          sum[r].y += x.x * m0.y + x.y * m1.y + x.z * m2.y + x.w * m3.y;
+        for (int i = 0; i < 4; ++i) {
+          const float2 pair =
+              *reinterpret_cast<const float2*>(&sm.state[now][row + i % 2 * 8][above + channel + i / 2 * 8]);
+          x[i] = split(pair.x, pair.y);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 first = *reinterpret_cast<const float2*>(&map[channel + 8 * i][columns + row * 2]);
+          const float2 second = *reinterpret_cast<const float2*>(&map[channel + 8 * i + 1][columns + row * 2]);
+          m[0][i] = split(first.x, second.x);
+          m[1][i] = split(first.y, second.y);
+        }
+        const uint32_t x_high[4] = {x[0].high, x[1].high, x[2].high, x[3].high};
+        const uint32_t x_low[4] = {x[0].low, x[1].low, x[2].low, x[3].low};
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint32_t high[2] = {m[j][0].high, m[j][1].high}, low_of_map[2] = {m[j][0].low, m[j][1].low};
+          mma_16816_bf16(low[j], x_low, high);
+          mma_16816_bf16(low[j], x_high, low_of_map);
+          mma_16816_bf16(sum[j], x_high, high);
         }
       }
     }
+    now ^= 1;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) sm.sums[share][r][column] = sum[r];
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < kOwn; ++r) {
-      float2 s = b[r];
-#pragma unroll
-      for (int other = 0; other < kShares; ++other) {
-        const float2 x = sm.sums[other][row + r][column];
-        s.x += x.x;
-        s.y += x.y;
-      }
-      *reinterpret_cast<float2*>(before + next + r * kChannels) = s;
-      reinterpret_cast<float2*>(sm.state[row + r])[column] = s;
+    for (int r = 0; r < 2; ++r) {
+      const auto all = [&](int j, int i) { return sum[j][2 * r + i] + low[j][2 * r + i]; };
+      const float4 s = {all(0, 0), all(1, 0), all(0, 1), all(1, 1)};
+      *reinterpret_cast<float4*>(before + next + r * (8 * kChannels)) = s;
+      keep(now, r, s);
     }
     behind = i + 1;
+    i = following;
   }
-}
-
-template <class Kind, int kRows>
-const char* launch(const Params& params, cudaStream_t stream) {
-  const ChunkForward& p = params.problem.forward;
-  const int64_t blocks = int64_t{p.N} * params.slices * 2 * (kChannels / kRows);
-  // The first multiprocessors that the maps leave would get two blocks each, and others none.
-  const int bytes = blocks <= p.multiprocessors ? kAloneBytes : int(sizeof(Memory<kRows>));
-  return launch_blocks(&segment_folds_kernel<Kind, kRows>, params, blocks, kThreads, bytes, 1, true, stream);
 }
 }  // namespace
 
 template <class Kind>
 const char* run_segment_folds(const Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
-  const int rows = fold_rows(int64_t{p.N} * params.slices, p.multiprocessors);
-  if (rows == 4) return launch<Kind, 4>(params, stream);
-  if (rows == 8) return launch<Kind, 8>(params, stream);
-  return launch<Kind, 16>(params, stream);
+  const int64_t blocks = int64_t{p.N} * params.slices * 2 * kBlocks;
+  // The first multiprocessors that the maps leave would get two blocks each, and others none.
+  const int bytes = blocks <= p.multiprocessors ? kAloneBytes : int(sizeof(Memory));
+  return launch_blocks(&segment_folds_kernel<Kind>, params, blocks, kThreads, bytes, 1, true, stream);
 }
 
 template const char* run_segment_folds<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);

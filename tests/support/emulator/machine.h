@@ -344,7 +344,7 @@ bool vote_any(Thread& t, bool x, uint32_t mask);
 uint32_t redux_max_s32(Thread& t, uint32_t x, uint32_t mask);
 void load_matrices(Thread& t, uint32_t address, uint32_t* out, int count, bool transposed);
 void store_matrices(Thread& t, uint32_t address, const uint32_t* x, int count, bool transposed);
-void mma(Thread& t, uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c, int k);
+void mma(Thread& t, uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c, int k, bool half);
 
 void named_barrier(Thread& t, uint32_t id, uint32_t threads, bool waits);  // threads 0: all of the block
 void cluster_arrive(Thread& t);

@@ -296,7 +296,9 @@ class _Translation:
 
     def _mma(self, x: Instruction) -> str:
         kind = ".".join(x.opcode)
-        found = re.fullmatch(r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.f16\.f16\.f32", kind)
+        found = re.fullmatch(
+            r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(f16|bf16)\.\2\.f32", kind
+        )
         if not found:
             raise Untranslatable(kind)
         to, a, b, c = (self.vector(y) for y in x.operands)
@@ -305,7 +307,8 @@ class _Translation:
             for name, y in zip("abc", (a, b, c), strict=True)
         )
         out = " ".join(f"{self.value(name)} = x[{i}];" for i, name in enumerate(to))
-        call = self._call(x, "mma", "x", "a", "b", "c", found[1])
+        half = "true" if found[2] == "f16" else "false"
+        call = self._call(x, "mma", "x", "a", "b", "c", found[1], half)
         return f"{{ uint32_t x[4]; {' '.join(arrays)} {call} {out} }}"
 
     # ------------------------------------------------------------------ barriers, copies, WGMMA
