@@ -32,8 +32,8 @@ struct Lines {
 GDN_DEVICE void product_transposed(float (&d)[2][4], const uint32_t (&a)[4], uint32_t b_line) {
   uint32_t b[4];
   ldmatrix_x4(b_line, b);
-  mma_16816(d[0], a, b[0], b[2]);
-  mma_16816(d[1], a, b[1], b[3]);
+  mma_16816(__half{}, d[0], a, b[0], b[2]);
+  mma_16816(__half{}, d[1], a, b[1], b[3]);
 }
 template <class T>
 GDN_DEVICE void pack_block(const float (&d)[2][4], uint32_t (&r)[4], float sign) {

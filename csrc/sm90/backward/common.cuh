@@ -431,6 +431,8 @@ inline bool walks_back_over_halves(const Params& params) {
   return 2 * int64_t{p.N} * params.slices <= p.multiprocessors;
 }
 
+constexpr int kFoldRows = 16;  // of V, of a block of segment_folds.cu
+
 // The launchers, each in a file of its own.
 template <class Kind>
 const char* run_frames(const Params&, cudaStream_t);

@@ -1,4 +1,4 @@
-// What the segments of both walks start from, out of their maps (segment_maps.cu), in fp32: E_(j-1) = E_j M_j + b_j
+// What the segments of both walks start from, out of their maps (segment_maps.cu): E_(j-1) = E_j M_j + b_j
 // from the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from the first one to the last but one. The result
 // replaces b.
 #include "sm90/backward/windows.cuh"
@@ -6,22 +6,23 @@
 
 namespace gdn::sm90::backward {
 namespace {
-// A block has kRows rows of V, and a matrix comes in lines of its rows, several in flight. A warp makes 16 columns of the
-// product by tensor cores, each factor as two bf16 values: high high + high low + low high.
-constexpr int kThreads = 256, kRows = 16, kBlocks = kChannels / kRows;
+// A block has kFoldRows rows of V, and a matrix comes in lines of its rows, several in flight. A warp makes 16 columns
+// of the product by tensor cores. Each fp32 factor is split into two bf16 values, and the product of both low ones is
+// left out; all sums are in fp32.
+constexpr int kThreads = 256, kBlocks = kChannels / kFoldRows;
 constexpr int kLine = 32, kLines = kChannels / kLine, kStages = 5;
-// Floats from row to row in shared memory: of a matrix and of the state, so that each warp's loads have all banks.
+// Floats from row to row in shared memory, of a matrix and of the state: a load of half a warp falls into all banks.
 constexpr int kMapPitch = kChannels + 4, kStatePitch = kChannels + 8;
 constexpr int kAloneBytes = 116 * 1024;  // of a block that is to have a multiprocessor for itself
 
 struct Memory {
   float lines[kStages][kLine][kMapPitch];
-  float state[2][kRows][kStatePitch];  // before a step, and behind it
-  uint32_t has_map[kMostFolds / 32];   // a bit for each step: behind a segment that forgets, the state is b
+  float state[2][kFoldRows][kStatePitch];  // before a step, and behind it
+  uint32_t has_map[kMostFolds / 32];       // a bit for each step: behind a segment that forgets, the state is b
 };
-static_assert(sizeof(Memory) <= kAloneBytes && 2 * sizeof(Memory) <= 227 * 1024, "shared memory of a block");
+static_assert(sizeof(Memory) <= kAloneBytes && 2 * sizeof(Memory) <= kSharedBytes, "shared memory of a block");
 
-// Two fp32 values as sums of two bf16 values, which lose 2^-17 of them.
+// Two fp32 values, each the sum of a high and a low bf16 value but for 2^-17 of it.
 struct Split {
   uint32_t high, low;
 };
@@ -79,10 +80,12 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
 #pragma unroll
   for (int line = 0; line + 1 < kStages; ++line) fetch(line);
 
-  // A thread has rows `row` and `row` + 8 of four columns: of the products with columns of even and of odd number.
+  // A thread has rows `row` and `row` + 8 of four columns. The warp multiplies its columns of even number apart from
+  // those of odd number, and so two of the four are of either product.
   const int lane = threadIdx.x % 32, row = lane / 4, columns = threadIdx.x / 32 * 16;
   const int own = row * kChannels + columns + lane % 4 * 4;
-  float* const state = (back ? params.cut.ends : starts_of<Kind>(params, n)) + matrix + part * (kRows * kChannels) + own;
+  float* const state =
+      (back ? params.cut.ends : starts_of<Kind>(params, n)) + matrix + part * (kFoldRows * kChannels) + own;
   const auto keep = [&](int at, int r, float4 x) {
     *reinterpret_cast<float4*>(&sm.state[at][row + 8 * r][columns + lane % 4 * 4]) = x;
   };
@@ -99,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   for (int i = step_from(0); i < steps;) {
     float* const before = state + i * next;
     const int following = step_from(i + 1);
-    float sum[2][4], low[2][4] = {};  // low: of what high values lack, a chain of additions of its own
+    float sum[2][4], low[2][4] = {};  // low: the products with a low value
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (i != behind) keep(now, r, *reinterpret_cast<const float4*>(before + r * (8 * kChannels)));
@@ -115,7 +118,9 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
 #pragma unroll
       for (int k = 0; k < kLine; k += 16) {
         const int channel = k + lane % 4 * 2;
-        Split x[4], m[2][2];  // of two rows, of an even and an odd column; two channels, then the two that are 8 on
+        // x[i]: the state in row `row` + i % 2 * 8, m[j][i]: the matrix in column j of two; of two channels of K, those
+        // of m[j][1], x[2] and x[3] eight further on.
+        Split x[4], m[2][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 pair =
@@ -133,10 +138,9 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
         const uint32_t x_low[4] = {x[0].low, x[1].low, x[2].low, x[3].low};
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const uint32_t high[2] = {m[j][0].high, m[j][1].high}, low_of_map[2] = {m[j][0].low, m[j][1].low};
-          mma_16816_bf16(low[j], x_low, high);
-          mma_16816_bf16(low[j], x_high, low_of_map);
-          mma_16816_bf16(sum[j], x_high, high);
+          mma_16816(__nv_bfloat16{}, low[j], x_low, m[j][0].high, m[j][1].high);
+          mma_16816(__nv_bfloat16{}, low[j], x_high, m[j][0].low, m[j][1].low);
+          mma_16816(__nv_bfloat16{}, sum[j], x_high, m[j][0].high, m[j][1].high);
         }
       }
     }
