@@ -144,11 +144,16 @@ def leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> list[Tensor]:
     return [x.detach().clone().requires_grad_() for x in found]
 
 
-def run(rule: Rule, x: list[Tensor], inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """With the lengths on the host too, where the implementation takes them."""
+def options_of(rule: Rule, inputs: Inputs) -> dict[str, Any]:
+    """The lengths, on the host too where the implementation takes them. To be made once for all
+    calls: FLA keeps what it makes of them for the tensors that it was given last."""
     options: dict[str, Any] = {"cu_seqlens": inputs.cu_seqlens}
     if inputs.cu_seqlens is not None and "cu_seqlens_cpu" in inspect.signature(rule).parameters:
         options["cu_seqlens_cpu"] = on_host(inputs)
+    return options
+
+
+def run(rule: Rule, x: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return rule(*x[:5], initial_state=x[5], output_final_state=True, **options)
 
 
@@ -170,7 +175,7 @@ def output_gradients(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def gradients(rule: Rule, inputs: Inputs, dtype: torch.dtype | None = None) -> list[Tensor]:
     x = leaves(inputs, dtype)
-    outputs = run(rule, x, inputs)
+    outputs = run(rule, x, options_of(rule, inputs))
     seeds = [y.to(z.dtype) for y, z in zip(output_gradients(inputs), outputs, strict=True)]
     return list(torch.autograd.grad(outputs, x, seeds))
 
@@ -220,7 +225,7 @@ class Backward:
     def __init__(self, rule: Rule, inputs: Inputs, backend: str | None = None) -> None:
         self.backend = backend  # `GDN_BACKEND` of every call
         self.x = leaves(inputs)
-        self.forward = partial(run, rule, self.x, inputs)
+        self.forward = partial(run, rule, self.x, options_of(rule, inputs))
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         with backend_chosen(backend):
@@ -334,17 +339,16 @@ def tables(records: list[dict[str, Any]], names: list[str]) -> str:
         cells = []
         for name in names:
             row = record["results"].get(name, {})
-            cells.append(
-                "-"
-                if "backward" not in row
-                else f"{row['backward']:.0f} / {row['call']:.0f}"
-                + (
-                    f" ({row['backward_host']:.0f} / {row['call_host']:.0f})"
-                    if "call_host" in row
-                    else ""
-                )
-                + f", {row['kept'] / 2**20:.0f} / {row['peak'] / 2**20:.0f} MiB"
-            )
+            if "backward" not in row:
+                cells.append("-")
+                continue
+            call = f"{row['call']:.0f}" if "call" in row else "-"
+            host = ""
+            if "backward_host" in row:
+                of_call = f"{row['call_host']:.0f}" if "call_host" in row else "-"
+                host = f" ({row['backward_host']:.0f} / {of_call})"
+            memory = f"{row['kept'] / 2**20:.0f} / {row['peak'] / 2**20:.0f} MiB"
+            cells.append(f"{row['backward']:.0f} / {call}{host}, {memory}")
         lines.append(f"| {label_of(record)[9:]} | {' | '.join(cells)} |")
     whys = {
         f"{label_of(record)}, {name}: {row['error']}"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import conv, host, prefill, run, stranger
+from benchmarks import backward, conv, host, prefill, run, stranger
 from benchmarks.measure import TOLERANCES, Device, Replay, equal_share
 from benchmarks.peers import PEERS, OursTriton, Peer
 from benchmarks.shapes import (
@@ -280,3 +280,25 @@ def test_stranger_runs_the_command_of_the_readme(
     assert not (stranger.ROOT / "made").exists(), "a step ran in the checkout itself"
     with pytest.raises(SystemExit, match="printed no line"):
         timed("machine: CPU (toy)", "error: o 1.0: FAILED")
+
+
+def test_gradients_are_of_calls_with_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An implementation may keep what it makes of tensors of lengths: all calls get the same."""
+    for name in ("synchronize", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    given = []
+
+    def rule(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+        *, initial_state: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor,
+        output_final_state: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        assert cu_seqlens_cpu.tolist() == cu_seqlens.tolist() == [0, 3, 8]
+        given.append((cu_seqlens, cu_seqlens_cpu))
+        return v * 1, initial_state * 1
+
+    inputs = make_inputs(backward.packed(1, 2, 4, 4, 3, 5), torch.device("cpu"))
+    timed = backward.Backward(rule, inputs)
+    timed.forward()
+    assert len(given) == 2
+    assert all(a is b for a, b in zip(*given, strict=True))

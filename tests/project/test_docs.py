@@ -2,8 +2,10 @@
 
 import ast
 import importlib.util
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -264,6 +266,15 @@ def test_documents_are_made_from_the_records() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     for path in RECORDS:
         assert f"`benchmarks/results/{path.stem}.md`" in page
+
+
+def test_commands_of_records_are_of_no_machine() -> None:
+    """Whoever runs one again has other folders."""
+    for path in RECORDS:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            command = json.loads(line).get("command", "")
+            absolute = [word for word in shlex.split(command) if word.startswith(("/", "~"))]
+            assert not absolute, f"{path.name}: {command}"
 
 
 def test_benchmark_plots_are_made_from_the_records() -> None:
