@@ -38,6 +38,18 @@ def count_sequences(cu_seqlens: Tensor) -> int:
     return cu_seqlens.shape[0] - 1
 
 
+def check_on_host(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Judges cu_seqlens_cpu beside cu_seqlens, by place and shape alone."""
+    name = "cu_seqlens_cpu"
+    if cu_seqlens is None:
+        raise ValueError(must(name, "come with cu_seqlens", "cu_seqlens=None"))
+    if cu_seqlens_cpu.device.type != "cpu":
+        raise ValueError(must(name, "be on the CPU", str(cu_seqlens_cpu.device)))
+    if cu_seqlens_cpu.shape != cu_seqlens.shape:
+        expected = f"have the shape of cu_seqlens, {list(cu_seqlens.shape)}"
+        raise ValueError(must(name, expected, shape_of(cu_seqlens_cpu)))
+
+
 def check_dtype(name: str, x: Tensor, allowed: frozenset[torch.dtype], expected: str) -> None:
     if x.dtype not in allowed:
         raise ValueError(must(name, f"be {expected}", str(x.dtype)))

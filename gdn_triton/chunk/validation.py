@@ -26,6 +26,7 @@ from gdn_triton._host.arguments import (
     check_flags,
     check_gate,
     check_offsets,
+    check_on_host,
     check_qkv,
     check_rank,
     check_shape,
@@ -140,8 +141,6 @@ def judge_chunk(call: ChunkCall) -> Problem:
     # Devices.
     device = q.device
     check_devices("q", device, {**required, **floats, **indices})
-    if cu_seqlens_cpu is not None and cu_seqlens_cpu.device.type != "cpu":
-        raise ValueError(must("cu_seqlens_cpu", "be on the CPU", str(cu_seqlens_cpu.device)))
 
     # Ranks, head counts, sizes.
     check_rank("q", q, "B", "T", "H", "K")
@@ -160,12 +159,12 @@ def judge_chunk(call: ChunkCall) -> Problem:
 
     # Packed sequences.
     longest = (0, 0, 0)
+    if cu_seqlens_cpu is not None:
+        check_on_host(cu_seqlens_cpu, cu_seqlens)
     if cu_seqlens is not None:
         N, longest = _check_packed(B, T, chunk_size, cu_seqlens, cu_seqlens_cpu, chunk_indices)
     else:
         N = B
-        if cu_seqlens_cpu is not None:
-            raise ValueError(must("cu_seqlens_cpu", "come with cu_seqlens", "cu_seqlens=None"))
         if chunk_indices is not None:
             raise ValueError(must("chunk_indices", "come with cu_seqlens", "cu_seqlens=None"))
 
@@ -228,21 +227,17 @@ def _check_packed(
     if cu_seqlens.device.type == "cpu" and not is_traced(cu_seqlens):
         offsets = cu_seqlens.tolist()
         check_offsets("cu_seqlens", offsets, T)
-    if cu_seqlens_cpu is not None:
-        if cu_seqlens_cpu.shape != (N + 1,):
-            expected = f"have the shape of cu_seqlens, [{N + 1}]"
-            raise ValueError(must("cu_seqlens_cpu", expected, shape_of(cu_seqlens_cpu)))
-        if not is_traced(cu_seqlens_cpu):
-            host_offsets: list[int] = cu_seqlens_cpu.tolist()
-            check_offsets("cu_seqlens_cpu", host_offsets, T)
-            if offsets is not None and offsets != host_offsets:
-                i = next(i for i in range(N + 1) if offsets[i] != host_offsets[i])
-                expected = f"equal cu_seqlens, which has {offsets[i]} at index {i}"
-                raise ValueError(must("cu_seqlens_cpu", expected, str(host_offsets[i])))
-            offsets = host_offsets
-            lengths = (b - a for a, b in pairwise(host_offsets))
-            first, second, third, *_ = *heapq.nlargest(3, lengths), 0, 0, 0
-            longest = first, second, third
+    if cu_seqlens_cpu is not None and not is_traced(cu_seqlens_cpu):
+        host_offsets: list[int] = cu_seqlens_cpu.tolist()
+        check_offsets("cu_seqlens_cpu", host_offsets, T)
+        if offsets is not None and offsets != host_offsets:
+            i = next(i for i in range(N + 1) if offsets[i] != host_offsets[i])
+            expected = f"equal cu_seqlens, which has {offsets[i]} at index {i}"
+            raise ValueError(must("cu_seqlens_cpu", expected, str(host_offsets[i])))
+        offsets = host_offsets
+        lengths = (b - a for a, b in pairwise(host_offsets))
+        first, second, third, *_ = *heapq.nlargest(3, lengths), 0, 0, 0
+        longest = first, second, third
 
     if chunk_indices is not None:
         if chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2:

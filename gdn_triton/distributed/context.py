@@ -16,6 +16,7 @@ from gdn_triton._host.arguments import (
     INDICES,
     check_dtype,
     check_offsets,
+    check_on_host,
     count_sequences,
 )
 from gdn_triton.distributed.exchange import gather_slots
@@ -180,13 +181,8 @@ def build_cp_context(
     rank, world_size = _place(group, "group")
     if cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()
-    elif cu_seqlens_cpu.device.type != "cpu":
-        raise ValueError(f"cu_seqlens_cpu must be on the CPU, got {cu_seqlens_cpu.device}")
-    elif cu_seqlens_cpu.shape != cu_seqlens.shape:
-        raise ValueError(
-            f"cu_seqlens_cpu must have the shape of cu_seqlens, {list(cu_seqlens.shape)}, got "
-            f"shape {list(cu_seqlens_cpu.shape)}"
-        )
+    else:
+        check_on_host(cu_seqlens_cpu, cu_seqlens)
     offsets: list[int] = cu_seqlens_cpu.tolist()
     slots = world_size * (2 if layout == "zigzag" else 1)
     if lengths is None:

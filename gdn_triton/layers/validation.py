@@ -9,6 +9,7 @@ from gdn_triton._host.arguments import (
     INDICES,
     check_dtype,
     check_offsets,
+    check_on_host,
     count_sequences,
     must,
     shape_of,
@@ -90,14 +91,8 @@ def _check_on_host(given: Tensor, cu_seqlens: Tensor | None, T: int) -> None:
     if not isinstance(given, Tensor):
         raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
     check_local(name, given)
-    if cu_seqlens is None:
-        raise ValueError(must(name, "come with cu_seqlens", "cu_seqlens=None"))
-    if given.device.type != "cpu":
-        raise ValueError(must(name, "be on the CPU", str(given.device)))
+    check_on_host(given, cu_seqlens)
     check_dtype(name, given, INDEX_DTYPES, INDICES)
-    if given.shape != cu_seqlens.shape:
-        expected = f"have shape {list(cu_seqlens.shape)}, that of cu_seqlens"
-        raise ValueError(must(name, expected, shape_of(given)))
     if host_reads(given):
         check_offsets(name, given.tolist(), T)
 

@@ -201,7 +201,7 @@ def test_wrong_offsets() -> None:
     with pytest.raises(ValueError, match="attention_mask must be None with cu_seqlens"):
         layer(x, torch.ones(1, 3), cu_seqlens=torch.tensor([0, 3]))
     for on_host, message in (
-        (torch.tensor([0, 2, 3]), r"cu_seqlens_cpu must have shape \[2\], that of cu_seqlens"),
+        (torch.tensor([0, 2, 3]), r"cu_seqlens_cpu must have the shape of cu_seqlens, \[2\]"),
         (torch.tensor([0.0, 3]), "cu_seqlens_cpu must be int32 or int64"),
         (torch.tensor([0, 4]), "cu_seqlens_cpu must end at or before T=3"),
         (torch.tensor([0, 3], device="meta"), "cu_seqlens_cpu must be on the CPU, got meta"),
