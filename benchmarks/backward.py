@@ -145,8 +145,8 @@ def leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> list[Tensor]:
 
 
 def options_of(rule: Rule, inputs: Inputs) -> dict[str, Any]:
-    """The lengths, on the host too where the implementation takes them. To be made once for all
-    calls: FLA keeps what it makes of them for the tensors that it was given last."""
+    """The lengths, on the host too where the implementation takes them. All timed calls share them,
+    as FLA keeps its chunk indices for the tensors of lengths that it was given last."""
     options: dict[str, Any] = {"cu_seqlens": inputs.cu_seqlens}
     if inputs.cu_seqlens is not None and "cu_seqlens_cpu" in inspect.signature(rule).parameters:
         options["cu_seqlens_cpu"] = on_host(inputs)
@@ -323,6 +323,18 @@ def measure_times(
     return {"case": case.name, "gates": case.gates, "kind": "times", "results": results}
 
 
+def times_cell(row: dict[str, Any]) -> str:
+    """Of one implementation. A record may lack the host's times, and those of a call."""
+
+    def both(suffix: str) -> str:
+        call = f"call{suffix}"
+        of_call = f"{row[call]:.0f}" if call in row else "-"
+        return f"{row[f'backward{suffix}']:.0f} / {of_call}"
+
+    host = f" ({both('_host')})" if "backward_host" in row else ""
+    return f"{both('')}{host}, {row['kept'] / 2**20:.0f} / {row['peak'] / 2**20:.0f} MiB"
+
+
 def tables(records: list[dict[str, Any]], names: list[str]) -> str:
     lines = [f"| case | | {' | '.join(NAMES)} |", f"|---|---|{'---|' * len(NAMES)}"]
     for record in records:
@@ -339,16 +351,7 @@ def tables(records: list[dict[str, Any]], names: list[str]) -> str:
         cells = []
         for name in names:
             row = record["results"].get(name, {})
-            if "backward" not in row:
-                cells.append("-")
-                continue
-            call = f"{row['call']:.0f}" if "call" in row else "-"
-            host = ""
-            if "backward_host" in row:
-                of_call = f"{row['call_host']:.0f}" if "call_host" in row else "-"
-                host = f" ({row['backward_host']:.0f} / {of_call})"
-            memory = f"{row['kept'] / 2**20:.0f} / {row['peak'] / 2**20:.0f} MiB"
-            cells.append(f"{row['backward']:.0f} / {call}{host}, {memory}")
+            cells.append(times_cell(row) if "backward" in row else "-")
         lines.append(f"| {label_of(record)[9:]} | {' | '.join(cells)} |")
     whys = {
         f"{label_of(record)}, {name}: {row['error']}"

@@ -81,12 +81,12 @@ def check_call(
         if host_reads(cu_seqlens):
             check_offsets("cu_seqlens", cu_seqlens.tolist(), T)
     if cu_seqlens_cpu is not None:
-        _check_on_host(cu_seqlens_cpu, cu_seqlens, T)
+        _check_host_offsets(cu_seqlens_cpu, cu_seqlens, T)
     _check_cache(x, cache, slots, N, state_shape=state_shape, conv_shape=conv_shape)
     return N
 
 
-def _check_on_host(given: Tensor, cu_seqlens: Tensor | None, T: int) -> None:
+def _check_host_offsets(given: Tensor, cu_seqlens: Tensor | None, T: int) -> None:
     name = "cu_seqlens_cpu"
     if not isinstance(given, Tensor):
         raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))

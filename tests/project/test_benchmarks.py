@@ -283,7 +283,7 @@ def test_stranger_runs_the_command_of_the_readme(
 
 
 def test_gradients_are_of_calls_with_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An implementation may keep what it makes of tensors of lengths: all calls get the same."""
+    """FLA keeps its chunk indices for the tensors of lengths: all calls get the same tensors."""
     for name in ("synchronize", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     given = []

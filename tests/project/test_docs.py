@@ -269,7 +269,7 @@ def test_documents_are_made_from_the_records() -> None:
 
 
 def test_commands_of_records_are_of_no_machine() -> None:
-    """Whoever runs one again has other folders."""
+    """A command names no folder of the machine that ran it: who runs it again has others."""
     for path in RECORDS:
         for line in path.read_text(encoding="utf-8").splitlines():
             command = json.loads(line).get("command", "")
