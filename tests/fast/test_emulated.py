@@ -109,7 +109,7 @@ def test_kernels(tmp_path: Path) -> None:
     # The backward cuts both walks only where a long sequence leaves most multiprocessors idle, and
     # deals segments of the walk forward only where uneven sequences leave some idle.
     runs = (
-        *((CASES, 4, 15), ("backward-dealt", 16, 2), ("backward-cut", 132, 3)),
+        *((CASES, 4, 15), ("backward-dealt", 16, 3), ("backward-cut", 132, 3)),
         *(("^walks", 4, 6), ("^walks", 132, 6)),
     )
     for select, multiprocessors, count in runs:

@@ -157,11 +157,23 @@ Segments segments_of(const ChunkForward& p) {
 
 // Whether tiles of so many sequences or segments are dealt to the blocks of a walk, of which there are as many as
 // multiprocessors. Sequences of padded calls are equally long.
-bool is_dealt(const ChunkForward& p, int64_t units) {
+bool is_dealt(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
   return p.cu_seqlens && p.N > 1 && units <= kMostUnits && slots_of(p) < kMostUnitChunks &&
-         p.multiprocessors <= kMostBins && units * slices_of(p) > p.multiprocessors;
+         p.multiprocessors <= kMostBins && units * tiles_of_unit > p.multiprocessors;
 }
-int64_t links_of(const ChunkForward& p, int64_t units) { return p.multiprocessors + units * slices_of(p); }
+int64_t links_of(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
+  return p.multiprocessors + units * tiles_of_unit;
+}
+// Halves of slices, where multiprocessors would be idle else. Of many uneven sequences they may be idle too, when all
+// but the longest one's tiles have been walked: there the device chooses, unless the longest that there can be is too
+// short. `makes`: over slices the walk makes the triangles.
+BackShape back_shape_of(const ChunkForward& p, bool makes) {
+  if (2 * int64_t{p.N} * slices_of(p) <= p.multiprocessors) return BackShape::kHalves;
+  const double chunks = double(ceil_div(p.T, kChunk)), told = double(ceil_div(p.longest[0], kChunk));
+  const double share = chunks * double(slices_of(p)) / p.multiprocessors;
+  const bool may_pay = halves_pay(float(told > 0 ? told : chunks), float(share), makes);
+  return may_pay && is_dealt(p, p.N, 2 * slices_of(p)) ? BackShape::kByLengths : BackShape::kSlices;
+}
 
 // Params::pairs_with_dq: 128 bytes a token and value head less, but of many short sequences step 5 takes 1 to 4 percent
 // longer, as blocks that are at different chunks read rows that lie far apart.
@@ -174,7 +186,7 @@ int64_t pairs_of(const ChunkForward& p) {
   return p.cu_seqlens ? int64_t{p.N} * p.H : 0;
 }
 
-int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scratch& x, Cut& cut) {
+int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scratch& x, Cut& cut, BackBlocks& back) {
   const int64_t matrix = slices_of(p) * kChannels * kChannels, matrices = segments.count * matrix;  // of all slices
   const int64_t later = segments.length == 0 ? 0  // segments that are not the first of a sequence
                         : p.cu_seqlens       ? slots_of(p) / segments.length
@@ -193,8 +205,8 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scr
   parts.take(x.t, blocks * pair);
   parts.take(x.qk, pairs_of(p) * pair);
   parts.take(x.kk, pairs_of(p) * pair);
-  const int64_t dx = slice_blocks * kChunk * kChannels, maps = 2 * matrices;  // of 16 and of 32 bits
-  parts.take(x.dx, segments.cuts ? std::max(dx, 2 * maps) : dx);
+  const int64_t dx = slice_blocks * kChunk * kChannels, maps = 2 * segments.count * slices_of(p) * kMapValues;
+  parts.take(x.dx, segments.cuts ? std::max(dx, maps) : dx);
   parts.take(x.ds, slice_blocks * kChannels * kChannels);
   parts.take(x.parts, slice_blocks * kParts * kChunk);
   parts.take(x.across, slice_blocks * 2);
@@ -202,17 +214,20 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scr
   parts.take(x.starts, later * matrix);
   parts.take(x.segment, 1);
   x.back_links = x.forward_links = x.order = nullptr;
-  if (is_dealt(p, p.N)) parts.take(x.back_links, links_of(p, p.N));
+  back.shape = segments.cuts ? BackShape::kSlices : back_shape_of(p, segments.length == 0);
+  const int64_t back_tiles = back.shape == BackShape::kByLengths ? 2 * slices_of(p) : slices_of(p);
+  if (is_dealt(p, p.N, back_tiles)) parts.take(x.back_links, links_of(p, p.N, back_tiles));
+  parts.take(back.over_halves, 1);
   const int64_t units = segments.length > 0 ? segments.count : p.N;
-  if (is_dealt(p, units)) {
-    parts.take(x.forward_links, links_of(p, units));
+  if (is_dealt(p, units, slices_of(p))) {
+    parts.take(x.forward_links, links_of(p, units, slices_of(p)));
     if (segments.length > 0) parts.take(x.order, p.N);
   }
   cut = {};
   if (segments.cuts) {
     cut.cuts = true;
     parts.take(cut.ends, matrices);
-    cut.maps = reinterpret_cast<float*>(x.dx);
+    cut.maps = x.dx;
     parts.take(cut.forgotten, segments.count * slices_of(p));
     parts.take(cut.wrong, 1);
   }
@@ -257,7 +272,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   Params params = {};
   params.problem = problem;
   const Segments segments = segments_of(p);
-  lay_out(p, segments, p.workspace, params.scratch, params.cut);
+  lay_out(p, segments, p.workspace, params.scratch, params.cut, params.back);
   params.slots = int(slots_of(p));
   params.slots_of_batch = int(ceil_div(p.T, kChunk));
   params.segment = segments.length;
@@ -266,7 +281,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   params.segments_of_batch = int(segments.of_batch);
   params.parts = int(ceil_div(p.V, kChannels));
   params.slices = int(slices_of(p));
-  params.makes = kMakes && !params.cut.cuts && !walks_back_over_halves(params);
+  params.makes = kMakes && !params.cut.cuts && params.back.shape != BackShape::kHalves;
   params.pairs_with_dq = keeps_pairs_with_dq(p);
   // With more value heads, or with the norm, a sum over what is left would follow: together they take longer. Of other
   // kinds the warps that add would need more registers than there are.
@@ -274,6 +289,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   params.heads = Divisor::of(p.HV);
   params.group = Divisor::of(p.HV / p.H);
   params.by_slices = Divisor::of(params.slices);
+  params.back.by_halves = Divisor::of(2 * params.slices);
   params.by_parts = Divisor::of(params.parts);
   const Scratch& x = params.scratch;
   Rows q = p.q, k = p.k;
@@ -298,7 +314,9 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   for (const char* error : errors)
     if (error) return error;
   if (const char* error = run_frames<Kind>(params, stream)) return error;
-  if (!params.makes || params.segment > 0)
+  const bool makes_triangles = !params.makes || params.segment > 0 || params.back.shape == BackShape::kByLengths;
+  if (const char* error = run_deals(params, stream)) return error;
+  if (makes_triangles)
     if (const char* error = run_triangles<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
     if (params.cut.cuts) {
@@ -329,7 +347,8 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
 size_t chunk_backward_workspace(const ChunkForward& p) {
   Scratch scratch = {};
   Cut cut = {};
-  return unsupported(p) ? 0 : size_t(lay_out(p, segments_of(p), nullptr, scratch, cut));
+  BackBlocks back = {};
+  return unsupported(p) ? 0 : size_t(lay_out(p, segments_of(p), nullptr, scratch, cut, back));
 }
 
 const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {

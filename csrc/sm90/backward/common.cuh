@@ -77,11 +77,20 @@ struct Cut {
   bool cuts;
   // [segments, slices, 128 of V, 128 of K]: the gradient of the state behind each segment but the last
   float* ends;
-  // [2, segments, slices, 128 of K, 128 of K]: what a segment does to the gradient of the state, M, and to the state,
-  // its transpose. In the memory of dx, which the walk back writes after they have been folded.
-  float* maps;
+  // [2, segments, slices, kMapValues]: what a segment does to the gradient of the state, M, and to the state, its
+  // transpose, [128 of K, 128 of K], map_halves.cuh. In the memory of dx, which the walk back writes after they have been
+  // folded.
+  uint16_t* maps;
   int* forgotten;  // [segments, slices]: not 0 where what a segment starts from is forgotten at its end, windows.cuh
   int* wrong;      // not 0 where a segment has started from something else: all is walked again, whole
+};
+
+// What a block of the walk back has: a slice, or half of one.
+enum class BackShape { kSlices, kHalves, kByLengths };
+struct BackBlocks {
+  BackShape shape;
+  int* over_halves;   // where the device chooses by the lengths, deal.cuh: not 0: halves
+  Divisor by_halves;  // twice the slices
 };
 
 struct Params {
@@ -97,7 +106,7 @@ struct Params {
   int segments, segments_of_batch;  // of all; of a batch entry, if padded
   int tiles;                  // of the grid: (sequence or segment, slice), or halves of slices
   const int* links;           // of the grid: one of those of Scratch, or null
-  bool makes;                 // the walk back makes T of whole sequences, q k^T and k k^T: makes_triangles_walking
+  bool makes;                 // over slices the walk back makes T of whole sequences, q k^T and k k^T
   bool pairs_with_dq;         // of exact kinds, pairs_at
   bool exchange;              // the walk forward adds dq and dk of a key head's two value heads, exchange.cuh
   int parts, slices;          // of V, and HV times those
@@ -105,6 +114,7 @@ struct Params {
   Divisor by_slices, by_parts;
   Cut cut;
   const int* again;  // Cut::wrong, of a walk over whole sequences that is made only if that is not 0; else null
+  BackBlocks back;
 };
 
 constexpr int kWholeSequences = 1 << 30;
@@ -123,9 +133,18 @@ GDN_DEVICE float2 end_factors(const Gates& gates, int i) {
   return make_float2(power_of_two_float(gates.steep - d.x), power_of_two_float(gates.steep - d.y));
 }
 
-// Whether the walk back makes the triangles, as no kernel needs them before, or a kernel of their own.
+GDN_DEVICE bool walks_back_over_halves(const Params& params) {
+  return params.back.shape == BackShape::kHalves ||
+         (params.back.shape == BackShape::kByLengths && *params.back.over_halves != 0);
+}
+// Whether the walk back over slices makes the triangles, as no kernel needs them before, or a kernel of their own.
 GDN_DEVICE bool makes_triangles_walking(const Params& params) {
   return params.makes && (params.segment == 0 || *params.scratch.segment == kWholeSequences);
+}
+
+// Whether a kernel deals the tiles of a walk.
+GDN_HOST_DEVICE bool are_dealt(const Params& params) {
+  return params.scratch.back_links != nullptr || params.scratch.forward_links != nullptr;
 }
 
 // Slots of a call at most. Packed, that of a sequence's first chunk is its first row / 64 + its number.
@@ -324,6 +343,15 @@ GDN_DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_
       : "memory");
 }
 
+// The same, to the same place of every block of the cluster whose bit is set in `blocks`, and to its barrier.
+GDN_DEVICE void bulk_load_to(uint32_t blocks, uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+          to),
+      "l"(from), "r"(bytes), "r"(bar), "h"(uint16_t(blocks))
+      : "memory");
+}
+
 // Tiles of kTiles * 64 columns of a chunk's rows, by a whole warp; `bytes` more come by what `also` issues. What lies
 // past the sequence's end belongs to others, and may be NaN: it is zeroed before the tiles are given out. The first
 // lane alone knows when: `aside` is a barrier of this warp.
@@ -425,17 +453,15 @@ GDN_DEVICE uint32_t transposed_line(int warp, int lane) {
   return token * 128 + ((column ^ (token % 8)) * 16);
 }
 
-// Whether blocks of the walk back have half a slice, where multiprocessors would be idle else.
-inline bool walks_back_over_halves(const Params& params) {
-  const ChunkForward& p = params.problem.forward;
-  return 2 * int64_t{p.N} * params.slices <= p.multiprocessors;
-}
-
-constexpr int kFoldRows = 16;  // of V, of a block of segment_folds.cu
+constexpr int kFoldRows = 32;  // of V, of a block of segment_folds.cu
+// A map in scratch memory has lines of so many rows, and rows of so many values, with which ldmatrix falls into all banks
+// where a line has been copied to shared memory as it is.
+constexpr int kMapLine = 32, kMapPitch = kChannels + 8, kMapValues = 2 * kChannels * kMapPitch;
 
 // The launchers, each in a file of its own.
 template <class Kind>
 const char* run_frames(const Params&, cudaStream_t);
+const char* run_deals(const Params&, cudaStream_t);
 template <class Kind>
 const char* run_triangles(const Params&, cudaStream_t);
 template <class Kind>

@@ -11,6 +11,11 @@
 
 namespace gdn::sm90::backward {
 
+// What the device chooses of the walk back, BackShape::kByLengths: 1: halves of slices; 0: slices; -1: by the lengths.
+#ifndef GDN_BACKWARD_HALVES
+#define GDN_BACKWARD_HALVES -1
+#endif
+constexpr int kForcedHalves = GDN_BACKWARD_HALVES;
 constexpr int kUnitBits = 10, kMostUnits = 1 << kUnitBits;
 constexpr int kMostUnitChunks = 1 << (32 - kUnitBits);  // a unit has fewer: its chunks and number lie in 32 bits
 constexpr int kBinRows = 5, kMostBins = 32 * kBinRows;  // blocks, or clusters: a lane of the warp that deals has kBinRows
@@ -71,9 +76,8 @@ struct Bins {
   int* links;
 };
 
-// Deals the tiles of `count` units whose keys are sorted. Returns the chunks of the bin that has most, with kTileStart
-// for each tile. Units without chunks are dealt where `empty` says so.
-GDN_DEVICE int deal(const uint32_t* keys, int count, bool empty, int slices, const Divisor& by_slices,
+// Deals the tiles of `count` units whose keys are sorted. Units without chunks are dealt where `empty` says so.
+GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices, const Divisor& by_slices,
                     const Bins& bins) {
   const int lane = int(threadIdx.x) % 32;
   const uint32_t lower = (1u << lane) - 1;  // lanes
@@ -152,14 +156,11 @@ GDN_DEVICE int deal(const uint32_t* keys, int count, bool empty, int slices, con
     }
     first = behind;
   }
-  int most = 0;
 #pragma unroll
   for (int r = 0; r < kBinRows; ++r) {
     if (load[r] == INT_MAX) continue;
     for (int w = 0; w < bins.width; ++w) bins.links[end[r] + w] = -1;
-    most = max(most, load[r]);
   }
-  return __reduce_max_sync(~0u, most);
 }
 
 // Microseconds of the walk forward: of a chunk with its gradients, and of the start and end of its tile.
@@ -209,58 +210,98 @@ GDN_DEVICE Chunks count_chunks(const ChunkForward& p, int segment) {
   return x;
 }
 
-// Whether segments take less than whole sequences, of which a block has `most` chunks.
-GDN_DEVICE bool segments_pay(const Params& params, int most) {
+// Whether the walk forward takes less in segments than over whole sequences, of which a block has `most` chunks.
+GDN_DEVICE bool segments_pay(const Params& params, const Chunks& chunks, float most) {
   const ChunkForward& p = params.problem.forward;
-  const Chunks chunks = count_chunks(p, params.segment);
-  const float of_all = float(params.slices) / float(p.multiprocessors), share = float(chunks.all) * of_all;
-  // Without a deal blocks take whole sequences in turn, and are taken to have equally many chunks.
-  const float whole = most > 0 ? float(most) : fmaxf(float(chunks.longest), share) + float(kTileStart);
+  const float of_all = float(params.slices) / float(p.multiprocessors);
   const int walked = last_segment(chunks.longest, params.segment) * params.segment;
-  const float segments = time_of_segments(share, float(params.segment)) +
+  const float segments = time_of_segments(float(chunks.all) * of_all, float(params.segment)) +
                          time_of_states(float(chunks.walked) * of_all, float(walked), states_go_beside(p, params.slices));
-  return segments < whole * kGradients;
+  return segments < most * kGradients;
 }
 
-// By a warp, of either walk: deals its tiles if they are to be dealt, and chooses whether the walk forward goes in
-// segments where the host has left that to the device.
+// Whether the walk back takes clearly less over halves of slices: their chain of products is shorter, and the longest
+// sequence bounds the walk where lengths are uneven. `share`: of all chunks a multiprocessor's; makes: over slices the walk
+// makes the triangles, for which halves need a kernel of their own.
+GDN_HOST_DEVICE bool halves_pay(float longest, float share, bool makes) {
+  if (kForcedHalves >= 0) return kForcedHalves != 0;
+  // Microseconds of a chunk, by a block's chain, and with a block on every multiprocessor, by memory; of the triangles.
+  constexpr float kSlice = 2.5f, kSliceFull = 5, kHalf = 1.55f, kHalfFull = 2.4f, kTriangles = 1.35f, kMargin = 0.95f;
+  return fmaxf(longest * kHalf, share * 2 * kHalfFull) + (makes ? share * kTriangles : 0) <
+         kMargin * fmaxf(longest * kSlice, share * kSliceFull);
+}
+
+// The units of a walk, sorted by their keys; returns how many there may be.
+GDN_DEVICE int sort_units(const Params& params, int segment, uint32_t (&keys)[kMostUnits]) {
+  const ChunkForward& p = params.problem.forward;
+  const int lane = int(threadIdx.x) % 32, units = segment == kWholeSequences ? p.N : params.segments;
+  int size = 2;
+  while (size < units) size *= 2;
+  __syncwarp();
+#pragma unroll 4
+  for (int i = lane; i < size; i += 32) keys[i] = 0;
+  __syncwarp();
+#pragma unroll 1
+  for (int n = lane; n < p.N; n += 32) {
+    const int chunks = chunks_of_sequence(p, n);
+    int unit = first_slot(params, n) / segment + n, left = chunks;  // numbers as of first_segment
+    do {
+      keys[unit] = unit_key(unit, min(left, segment));
+      left -= segment;
+      ++unit;
+    } while (left > 0);
+  }
+  sort_keys(keys, size);
+  return units;
+}
+
+// Chunks that the fullest block has at least, of whole sequences whose keys are sorted: of the longest i blocks + 1 tiles
+// some block has i + 1. Greedy deals have more, by 4 percent in the median of random lengths. By a warp, which looks at i
+// up to 31.
+GDN_DEVICE float chunks_of_fullest(const Params& params, const uint32_t (&keys)[kMostUnits]) {
+  const ChunkForward& p = params.problem.forward;
+  const int i = int(threadIdx.x) % 32, sequence = params.by_slices.divide(i * p.multiprocessors);
+  return float(__reduce_max_sync(~0u, sequence < p.N ? (i + 1) * chunks_of_key(keys[sequence]) : 0));
+}
+
+// By a warp, before any tile is dealt: whether the walk forward goes in segments, and the walk back over halves, where
+// the host has left that to the device.
+GDN_DEVICE void choose_walks(const Params& params, uint32_t (&keys)[kMostUnits]) {
+  const ChunkForward& p = params.problem.forward;
+  const int lane = int(threadIdx.x) % 32;
+  const Chunks chunks = count_chunks(p, params.segment > 0 ? params.segment : kWholeSequences);
+  const float share = float(chunks.all) * float(params.slices) / float(p.multiprocessors);
+  bool makes = params.makes;
+  if (params.segment > 0) {
+    float most = fmaxf(float(chunks.longest), share);
+    if (params.scratch.order != nullptr) {
+      sort_units(params, kWholeSequences, keys);
+      for (int i = lane; i < p.N; i += 32) params.scratch.order[i] = unit_of_key(keys[i]);
+      most = fmaxf(most, chunks_of_fullest(params, keys));
+    }
+    const bool whole = params.may_be_whole && !segments_pay(params, chunks, most + kTileStart);
+    if (lane == 0) *params.scratch.segment = whole ? kWholeSequences : params.segment;
+    makes = makes && whole;
+  }
+  if (params.back.shape == BackShape::kByLengths) {
+    const bool halves = halves_pay(float(chunks.longest), share, makes);
+    if (lane == 0) *params.back.over_halves = halves;
+  }
+}
+
+// By a warp, of either walk, if its tiles are to be dealt.
 GDN_DEVICE void deal_walk(const Params& params, bool back, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
-  const int lane = int(threadIdx.x) % 32, width = !back && params.exchange ? 2 : 1;
+  const int width = !back && params.exchange ? 2 : 1;
   const Bins bins = {p.multiprocessors / width, width, back ? params.scratch.back_links : params.scratch.forward_links};
-  const bool cuts = !back && params.segment > 0;
-  int segment = cuts && !params.may_be_whole ? params.segment : kWholeSequences;
-#pragma unroll 1
-  while (true) {
-    int most = 0;
-    if (bins.links != nullptr) {
-      const bool whole = segment == kWholeSequences;
-      const int units = whole ? p.N : params.segments;
-      int size = 2;
-      while (size < units) size *= 2;
-      __syncwarp();
-#pragma unroll 4
-      for (int i = lane; i < size; i += 32) keys[i] = 0;
-      __syncwarp();
-#pragma unroll 1
-      for (int n = lane; n < p.N; n += 32) {
-        const int chunks = chunks_of_sequence(p, n);
-        int unit = first_slot(params, n) / segment + n, left = chunks;  // numbers as of first_segment
-        do {
-          keys[unit] = unit_key(unit, min(left, segment));
-          left -= segment;
-          ++unit;
-        } while (left > 0);
-      }
-      sort_keys(keys, size);
-      if (cuts && whole && params.scratch.order != nullptr)
-        for (int i = lane; i < p.N; i += 32) params.scratch.order[i] = unit_of_key(keys[i]);
-      most = deal(keys, units, back, params.slices, params.by_slices, bins);
-    }
-    if (!cuts || segment != kWholeSequences || !segments_pay(params, most)) break;
-    segment = params.segment;
+  if (bins.links == nullptr) return;
+  const int segment = back || params.segment == 0 ? kWholeSequences : *params.scratch.segment;
+  const int units = sort_units(params, segment, keys);
+  if (back && walks_back_over_halves(params)) {
+    deal(keys, units, back, 2 * params.slices, params.back.by_halves, bins);
+  } else {
+    deal(keys, units, back, params.slices, params.by_slices, bins);
   }
-  if (cuts && lane == 0) *params.scratch.segment = segment;
 }
 
 }  // namespace gdn::sm90::backward

@@ -1,5 +1,5 @@
 // The frame of every chunk, made once for all kernels of the backward: sums of the decays, the frame from chunk to
-// chunk, then the factors of the tokens. Beside the second step tiles are dealt.
+// chunk, then the factors of the tokens. Beside the second step the walks are chosen; behind all, tiles are dealt.
 #include "sm90/backward/deal.cuh"
 #include "sm90/backward/head_rows.cuh"
 #include "sm90/launch_blocks.h"
@@ -62,24 +62,22 @@ GDN_DEVICE float next_frame(float G, float last) {
   return steep ? y - floorf(y) : y;
 }
 
-// The blocks of walk_kernel that deal: the first for the walk forward, the second for the walk back.
-GDN_HOST_DEVICE int dealers_of(const Params& params) {
-  if (params.scratch.back_links != nullptr) return 2;
-  return params.scratch.forward_links != nullptr || params.segment > 0 ? 1 : 0;
+// Whether the first block of walk_kernel chooses.
+GDN_HOST_DEVICE bool has_choice(const Params& params) {
+  return params.segment > 0 || params.back.shape == BackShape::kByLengths;
 }
 
 // A block, one warp, walks a sequence and value head: all lanes walk, and a lane loads and stores for one chunk of 32. A
-// thread for each would need the instructions of 32 loads and stores. The first blocks deal instead.
+// thread for each would need the instructions of 32 loads and stores.
 constexpr int kWalkThreads = 32;
 template <class T>
 __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
   const ChunkForward& p = params.problem.forward;
-  __shared__ uint32_t keys[kMostUnits];
-  const int dealers = dealers_of(params), block = int(blockIdx.x) - dealers;
+  const int block = int(blockIdx.x) - has_choice(params);
   if (block < 0) {
-    deal_walk(params, blockIdx.x == 1, keys);
-    return;
+    __shared__ uint32_t keys[kMostUnits];
+    return choose_walks(params, keys);
   }
   const auto tile = back_tile<Kind<T, true>, 1>(params, block);  // slices are not asked for
   const int count = tile.chunks(), lane = threadIdx.x;
@@ -131,6 +129,14 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
     out.steep = chunk.steep ? int(chunk.D) : 0;
   }
 }
+
+// By a warp for the walk forward, and one for the walk back. The triangles are made beside it, and so it waits first.
+__global__ void __launch_bounds__(32) deal_kernel(const __grid_constant__ Params params) {
+  __shared__ uint32_t keys[kMostUnits];
+  wait_for_prerequisites();
+  launch_dependents();
+  deal_walk(params, blockIdx.x == 1, keys);
+}
 }  // namespace
 
 template <class Kind>
@@ -140,10 +146,14 @@ const char* run_frames(const Params& params, cudaStream_t stream) {
   const HeadBlocks heads(params);
   sum_kernel<<<heads.grid, heads.threads, 0, stream>>>(params);
   if (const char* error = check(cudaGetLastError())) return error;
-  const unsigned walks = unsigned(int64_t{p.N} * p.HV + dealers_of(params));
+  const unsigned walks = unsigned(int64_t{p.N} * p.HV + has_choice(params));
   if (const char* error = launch_small(&walk_kernel<T>, params, walks, kWalkThreads, stream)) return error;
   const unsigned blocks = unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32));
   return launch_small(&factor_kernel<T>, params, blocks, kThreads, stream);
+}
+
+const char* run_deals(const Params& params, cudaStream_t stream) {
+  return are_dealt(params) ? launch_small(&deal_kernel, params, 2, 32, stream) : nullptr;
 }
 
 template const char* run_frames<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);

@@ -1,46 +1,162 @@
 // What the segments of both walks start from, out of their maps (segment_maps.cu): E_(j-1) = E_j M_j + b_j
 // from the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from the first one to the last but one. The result
 // replaces b.
+#include "sm90/backward/exchange.cuh"
+#include "sm90/backward/map_halves.cuh"
 #include "sm90/backward/windows.cuh"
 #include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
 namespace {
-// A block has kFoldRows rows of V, and a matrix comes in lines of its rows, several in flight. A warp makes 16 columns
-// of the product by tensor cores. Each fp32 factor is split into two bf16 values, and the product of both low ones is
-// left out; all sums are in fp32.
-constexpr int kThreads = 256, kBlocks = kChannels / kFoldRows;
-constexpr int kLine = 32, kLines = kChannels / kLine, kStages = 5;
-// Floats from row to row in shared memory, of a matrix and of the state: a load of half a warp falls into all banks.
-constexpr int kMapPitch = kChannels + 4, kStatePitch = kChannels + 8;
-constexpr int kAloneBytes = 116 * 1024;  // of a block that is to have a multiprocessor for itself
+// A block has kFoldRows rows of V, and the blocks of a slice are a cluster: of each line of a matrix a block copies its
+// share to all of them, so that the matrix is read once. A warp makes 16 columns of the product by tensor cores, and one
+// more copies. Of the products of two bf16 halves each, that of both low ones is left out; all sums are in fp32.
+constexpr int kBlocks = kChannels / kFoldRows, kWarps = 8, kThreads = (kWarps + 1) * 32;
+constexpr int kTiles = kFoldRows / 16, kLineValues = 2 * kMapLine * kMapPitch, kShare = kLineValues / kBlocks;
+constexpr int kBarrier = 1;  // of the warps that make products
+// Lines on their way: of a block that has a multiprocessor for itself, and of two that share one.
+constexpr int kStagesAlone = 11, kStagesOfTwo = 4;
 
+template <int kStages>
 struct Memory {
-  float lines[kStages][kLine][kMapPitch];
-  float state[2][kFoldRows][kStatePitch];  // before a step, and behind it
+  uint16_t lines[kStages][2][kMapLine][kMapPitch];  // high and low values
+  uint16_t state[2][2][kFoldRows][kMapPitch];       // before a step, and behind it
   uint32_t has_map[kMostFolds / 32];       // a bit for each step: behind a segment that forgets, the state is b
+  uint64_t full[kStages], empty[kStages];  // empty: of all blocks
 };
-static_assert(sizeof(Memory) <= kAloneBytes && 2 * sizeof(Memory) <= kSharedBytes, "shared memory of a block");
+constexpr int kMultiprocessorBytes = 228 * 1024, kReservedBytes = 1024;  // of which each block has so many more
+static_assert(sizeof(Memory<kStagesAlone>) <= kSharedBytes, "shared memory of a block");
+static_assert(2 * (sizeof(Memory<kStagesOfTwo>) + kReservedBytes) <= kMultiprocessorBytes, "of two blocks");
 
-// Two fp32 values, each the sum of a high and a low bf16 value but for 2^-17 of it.
-struct Split {
-  uint32_t high, low;
-};
-GDN_DEVICE Split split(float x, float y) {
-  const uint32_t high = pack(__nv_bfloat16{}, x, y);
-  const float2 rounded = unpack(__nv_bfloat16{}, high);
-  return {high, pack(__nv_bfloat16{}, x - rounded.x, y - rounded.y)};
+// The first step from i on with a matrix, or `steps`.
+template <int kStages>
+GDN_DEVICE int step_from(const Memory<kStages>& sm, int steps, int i) {
+  for (; i < steps; i = (i / 32 + 1) * 32) {
+    const uint32_t left = sm.has_map[i / 32] >> (i % 32);
+    if (left != 0) return i + __ffs(left) - 1;
+  }
+  return steps;
 }
 
-template <class Kind>
+// By one thread: this block's share of all lines, to all blocks of the cluster.
+template <int kStages>
+GDN_DEVICE void copy_lines(Memory<kStages>& sm, const uint16_t* maps, int64_t next, int steps, uint32_t rank) {
+  int line = 0;
+#pragma unroll 1
+  for (int i = step_from(sm, steps, 0); i < steps; i = step_from(sm, steps, i + 1)) {
+#pragma unroll 1
+    for (int first = 0; first < kMapValues; first += kLineValues, ++line) {
+      const int stage = line % kStages, share = int(rank) * kShare;
+      const uint32_t bar = shared_address(&sm.full[stage]);
+      if (line >= kStages) wait_for(sm.empty[stage], line / kStages - 1);
+      mbarrier_expect(bar, sizeof(sm.lines[0]));
+      bulk_load_to((1 << kBlocks) - 1, shared_address(sm.lines[stage]) + share * 2, maps + i * next + first + share,
+                   kShare * 2, bar);
+    }
+  }
+}
+
+// `state`: this thread's part of the state before the first step. A thread has `row` and every eighth row behind it, and of
+// 8 columns two from `column` on, of the next 8 two more.
+template <int kStages>
+GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps, int row, int column, int warp,
+                     int lane) {
+  const auto place = [](int r, int j) { return r * (8 * kChannels) + 8 * j; };
+  const auto keep = [&](int at, int r, int j, float2 x) {
+    const Split halves = split(x.x, x.y);
+    *reinterpret_cast<uint32_t*>(&sm.state[at][0][row + 8 * r][column + 8 * j]) = halves.high;
+    *reinterpret_cast<uint32_t*>(&sm.state[at][1][row + 8 * r][column + 8 * j]) = halves.low;
+  };
+  // This lane's rows of 16 bytes for ldmatrix: of the state from the first channel of K, of a line from its first row.
+  const uint32_t own_state = (lane % 16 * kMapPitch + lane / 16 * 8) * 2;
+  const uint32_t own_map = (lane % 16 * kMapPitch + warp * 16 + lane / 16 * 8) * 2;
+  int line = 0, behind = -1, now = 0;  // behind: the step whose state is in sm.state[now]
+  float2 b[2 * kTiles][2];              // of the next step with a matrix
+  const auto load_b = [&](int i) {
+    if (i >= steps) return;
+#pragma unroll
+    for (int r = 0; r < 2 * kTiles; ++r)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) b[r][j] = *reinterpret_cast<const float2*>(state + (i + 1) * next + place(r, j));
+  };
+  load_b(step_from(sm, steps, 0));
+#pragma unroll 1
+  for (int i = step_from(sm, steps, 0); i < steps;) {
+    float* const before = state + i * next;
+    const int following = step_from(sm, steps, i + 1);
+    float sum[kTiles][2][4], low[kTiles][2][4] = {};  // of 16 rows and 8 columns; low: the products with a low value
+#pragma unroll
+    for (int r = 0; r < 2 * kTiles; ++r) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (i != behind) keep(now, r, j, *reinterpret_cast<const float2*>(before + place(r, j)));
+        sum[r / 2][j][r % 2 * 2] = b[r][j].x, sum[r / 2][j][r % 2 * 2 + 1] = b[r][j].y;
+      }
+    }
+    load_b(following);
+    named_barrier(kBarrier, kWarps * 32);  // the state is there
+#pragma unroll 1
+    for (int above = 0; above < kChannels; above += kMapLine, ++line) {
+      const int stage = line % kStages;
+      wait_for(sm.full[stage], line / kStages);
+#pragma unroll
+      for (int k = 0; k < kMapLine; k += 16) {
+        uint32_t m[2][4];
+#pragma unroll
+        for (int part = 0; part < 2; ++part)
+          ldmatrix_x4_trans(shared_address(sm.lines[stage][part][k]) + own_map, m[part]);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          uint32_t x[2][4];
+#pragma unroll
+          for (int part = 0; part < 2; ++part)
+            ldmatrix_x4(shared_address(sm.state[now][part][16 * tile]) + own_state + (above + k) * 2, x[part]);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            mma_16816(__nv_bfloat16{}, low[tile][j], x[1], m[0][2 * j], m[0][2 * j + 1]);
+            mma_16816(__nv_bfloat16{}, low[tile][j], x[0], m[1][2 * j], m[1][2 * j + 1]);
+            mma_16816(__nv_bfloat16{}, sum[tile][j], x[0], m[0][2 * j], m[0][2 * j + 1]);
+          }
+        }
+      }
+      __syncwarp();
+      arrive_there_if(address_in(shared_address(&sm.empty[stage]), lane % kBlocks), lane < kBlocks);
+    }
+    now ^= 1;
+#pragma unroll
+    for (int r = 0; r < 2 * kTiles; ++r) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const auto all = [&](int i) { return sum[r / 2][j][r % 2 * 2 + i] + low[r / 2][j][r % 2 * 2 + i]; };
+        const float2 s = {all(0), all(1)};
+        *reinterpret_cast<float2*>(before + next + place(r, j)) = s;
+        keep(now, r, j, s);
+      }
+    }
+    behind = i + 1;
+    i = following;
+  }
+}
+
+template <class Kind, int kStages>
 __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid_constant__ Params params) {
-  extern __shared__ __align__(16) uint8_t raw[];
-  Memory& sm = *reinterpret_cast<Memory*>(raw);
+  extern __shared__ __align__(128) uint8_t raw[];
+  auto& sm = *reinterpret_cast<Memory<kStages>*>(raw);
   launch_dependents();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&sm.full[i], 1);
+      mbarrier_init(&sm.empty[i], kBlocks * kWarps);
+    }
+    mbarrier_init_fence();
+  }
+  cluster_sync();
   // By blocks without a step too: else this launch could end, and the next one begin, before the maps' has ended.
   wait_for_prerequisites();
-  const bool back = blockIdx.x & 1;
-  const int index = blockIdx.x / 2 / kBlocks, part = blockIdx.x / 2 % kBlocks;
+  const uint32_t rank = cluster_rank();
+  const bool back = blockIdx.x / kBlocks & 1;
+  const int index = blockIdx.x / (2 * kBlocks);
   const int n = divide_by_slices<Kind>(params, index), slice = index - n * slices_of<Kind>(params);
   const int last = segment_tile<Kind>(params, n, 0, slice).last, steps = last - 1;
   if (steps < 1) return;
@@ -49,112 +165,22 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
     const int segment = back ? first - i : first + i;
     const bool has = i < steps && params.cut.forgotten[segment_index<Kind>(params, n, segment, slice)] == 0;
     const uint32_t all = __ballot_sync(~0u, has);
-    if (threadIdx.x % 32 == 0) sm.has_map[i / 32] = all;
+    if (lane == 0) sm.has_map[i / 32] = all;
   }
   __syncthreads();
-  const auto step_from = [&](int i) {  // the first one with a matrix, or `steps`
-    for (; i < steps; i = (i / 32 + 1) * 32) {
-      const uint32_t left = sm.has_map[i / 32] >> (i % 32);
-      if (left != 0) return i + __ffs(left) - 1;
-    }
-    return steps;
-  };
-  const int64_t matrix = segment_matrix<Kind>(params, n, first, slice);
-  const int64_t each = int64_t{slices_of<Kind>(params)} * (kChannels * kChannels), next = back ? -each : each;
-  const float* const maps = params.cut.maps + (back ? 0 : params.segments * each) + matrix;
-
-  int fetched = step_from(0);  // the step of the next line that is fetched
-  const auto fetch = [&](int line) {
-    if (fetched < steps) {
-      constexpr int kLoads = kLine * kChannels / (kThreads * 4);  // of 16 bytes, a thread
-      const int at = int(threadIdx.x) * 4, row = at / kChannels, column = at % kChannels;
-      const float* const from = maps + fetched * next + line % kLines * (kLine * kChannels) + at;
-      const uint32_t to = shared_address(&sm.lines[line % kStages][row][column]);
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i)
-        copy_async_16(to + i * (kLine / kLoads * kMapPitch * 4), from + i * (kThreads * 4));
-      if (line % kLines == kLines - 1) fetched = step_from(fetched + 1);
-    }
-    copy_async_commit();  // also of none, as groups are counted
-  };
-#pragma unroll
-  for (int line = 0; line + 1 < kStages; ++line) fetch(line);
-
-  // A thread has rows `row` and `row` + 8 of four columns. The warp multiplies its columns of even number apart from
-  // those of odd number, and so two of the four are of either product.
-  const int lane = threadIdx.x % 32, row = lane / 4, columns = threadIdx.x / 32 * 16;
-  const int own = row * kChannels + columns + lane % 4 * 4;
-  float* const state =
-      (back ? params.cut.ends : starts_of<Kind>(params, n)) + matrix + part * (kFoldRows * kChannels) + own;
-  const auto keep = [&](int at, int r, float4 x) {
-    *reinterpret_cast<float4*>(&sm.state[at][row + 8 * r][columns + lane % 4 * 4]) = x;
-  };
-  int line = 0, behind = -1, now = 0;  // behind: the step whose state is in sm.state[now]
-  float4 b[2];                          // of the next step with a matrix
-  const auto load_b = [&](int i) {
-    if (i >= steps) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      b[r] = *reinterpret_cast<const float4*>(state + (i + 1) * next + r * (8 * kChannels));
-  };
-  load_b(step_from(0));
-#pragma unroll 1
-  for (int i = step_from(0); i < steps;) {
-    float* const before = state + i * next;
-    const int following = step_from(i + 1);
-    float sum[2][4], low[2][4] = {};  // low: the products with a low value
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (i != behind) keep(now, r, *reinterpret_cast<const float4*>(before + r * (8 * kChannels)));
-      sum[0][2 * r] = b[r].x, sum[1][2 * r] = b[r].y, sum[0][2 * r + 1] = b[r].z, sum[1][2 * r + 1] = b[r].w;
-    }
-    load_b(following);
-#pragma unroll 1
-    for (int above = 0; above < kChannels; above += kLine, ++line) {
-      copy_async_wait<kStages - 2>();
-      __syncthreads();  // the line and the state are there; the line before has been read
-      fetch(line + kStages - 1);
-      const auto& map = sm.lines[line % kStages];
-#pragma unroll
-      for (int k = 0; k < kLine; k += 16) {
-        const int channel = k + lane % 4 * 2;
-        // x[i]: the state in row `row` + i % 2 * 8, m[j][i]: the matrix in column j of two; of two channels of K, those
-        // of m[j][1], x[2] and x[3] eight further on.
-        Split x[4], m[2][2];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 pair =
-              *reinterpret_cast<const float2*>(&sm.state[now][row + i % 2 * 8][above + channel + i / 2 * 8]);
-          x[i] = split(pair.x, pair.y);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float2 first = *reinterpret_cast<const float2*>(&map[channel + 8 * i][columns + row * 2]);
-          const float2 second = *reinterpret_cast<const float2*>(&map[channel + 8 * i + 1][columns + row * 2]);
-          m[0][i] = split(first.x, second.x);
-          m[1][i] = split(first.y, second.y);
-        }
-        const uint32_t x_high[4] = {x[0].high, x[1].high, x[2].high, x[3].high};
-        const uint32_t x_low[4] = {x[0].low, x[1].low, x[2].low, x[3].low};
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          mma_16816(__nv_bfloat16{}, low[j], x_low, m[j][0].high, m[j][1].high);
-          mma_16816(__nv_bfloat16{}, low[j], x_high, m[j][0].low, m[j][1].low);
-          mma_16816(__nv_bfloat16{}, sum[j], x_high, m[j][0].high, m[j][1].high);
-        }
-      }
-    }
-    now ^= 1;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const auto all = [&](int j, int i) { return sum[j][2 * r + i] + low[j][2 * r + i]; };
-      const float4 s = {all(0, 0), all(1, 0), all(0, 1), all(1, 1)};
-      *reinterpret_cast<float4*>(before + next + r * (8 * kChannels)) = s;
-      keep(now, r, s);
-    }
-    behind = i + 1;
-    i = following;
+  const int64_t slices = slices_of<Kind>(params), from = segment_index<Kind>(params, n, first, slice);
+  const int64_t each = back ? -slices : slices;
+  if (warp == kWarps) {
+    const int64_t maps = from + (back ? 0 : params.segments * slices);
+    if (lane == 0) copy_lines(sm, params.cut.maps + maps * kMapValues, each * kMapValues, steps, rank);
+    __syncwarp();
+  } else {
+    const int row = lane / 4, column = warp * 16 + lane % 4 * 2;
+    float* const states = (back ? params.cut.ends : starts_of<Kind>(params, n)) + from * (kChannels * kChannels);
+    fold(sm, states + (rank * kFoldRows + row) * kChannels + column, each * (kChannels * kChannels), steps, row, column,
+         warp, lane);
   }
+  cluster_sync();  // no block ends while another one copies to it, or arrives at its barriers
 }
 }  // namespace
 
@@ -162,9 +188,13 @@ template <class Kind>
 const char* run_segment_folds(const Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   const int64_t blocks = int64_t{p.N} * params.slices * 2 * kBlocks;
-  // The first multiprocessors that the maps leave would get two blocks each, and others none.
-  const int bytes = blocks <= p.multiprocessors ? kAloneBytes : int(sizeof(Memory));
-  return launch_blocks(&segment_folds_kernel<Kind>, params, blocks, kThreads, bytes, 1, true, stream);
+  const auto launch = [&](auto* kernel, size_t bytes) {
+    return launch_blocks(kernel, params, blocks, kThreads, int(bytes), kBlocks, true, stream);
+  };
+  // Alone where all clusters find room, each in one of the groups that multiprocessors lie in.
+  if (2 * blocks <= p.multiprocessors)
+    return launch(&segment_folds_kernel<Kind, kStagesAlone>, sizeof(Memory<kStagesAlone>));
+  return launch(&segment_folds_kernel<Kind, kStagesOfTwo>, sizeof(Memory<kStagesOfTwo>));
 }
 
 template const char* run_segment_folds<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);

@@ -8,6 +8,7 @@
 //     kForward   segments but the last: b of the state, from h0 in the first one
 // segment_folds.cu makes of them what the segments start from. All are in the frame of their chunks, which is the
 // sequence's. A block has a tile, each of its two warpgroups 64 rows of it.
+#include "sm90/backward/map_halves.cuh"
 #include "sm90/backward/state_step.cuh"
 #include "sm90/backward/windows.cuh"
 #include "sm90/launch_blocks.h"
@@ -233,7 +234,8 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
         arrive(sm.empty[s], fresh_lane() == 0);
       }
     };
-    const int64_t matrix = segment_matrix<Kind>(params, tile.n, tile.segment, tile.slice);
+    const int64_t number = segment_index<Kind>(params, tile.n, tile.segment, tile.slice);
+    const int64_t matrix = number * (kChannels * kChannels);
     const int64_t next = int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);  // from a segment to the next one
     float* to;
     if (tile.job == Job::kForward) {
@@ -261,8 +263,10 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) S[4 * j + i] = row + i / 2 * 8 == column + j * 8 + i % 2 ? 1.f : 0.f;
       chunks([&](uint32_t s) { step_back<false, T>(S, sm.stages[s], sm.gates[s], slot, warp); });
-      to = params.cut.maps + matrix;
-      store_state(S, to + params.segments * next + column * kChannels + row, kChannels, 1, 1.f, AllChannels{});
+      uint16_t* const map = params.cut.maps + number * kMapValues;
+      uint16_t* const transposed = map + int64_t{params.segments} * slices_of<Kind>(params) * kMapValues;
+      store_map(S, map, transposed, slot * 64 + warp * 16, fresh_lane());
+      continue;
     } else {
       if (tile.segment < tile.last || tile.forgets || problem.dht == nullptr) {
         clear_state(S);

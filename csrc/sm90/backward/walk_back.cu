@@ -257,7 +257,14 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
     wait_for_prerequisites();
     if (*params.again == 0) return;
   }
-  if constexpr (!C::kCut) launch_dependents();  // the walk of the state, which needs nothing of this one
+  if constexpr (!C::kCut) {
+    launch_dependents();  // the walk of the state, which needs nothing of this one
+    if (params.back.shape == BackShape::kByLengths) {  // over halves, then over slices, which may not end before it
+      const bool walks = walks_back_over_halves(params) == (C::kStates == 1);
+      if (C::kStates == 2 && (walks || blockIdx.x + 1 == gridDim.x)) wait_for_prerequisites();
+      if (!walks) return;
+    }
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
       mbarrier_init(&sm.full[i], 3 * kWarpArrivals);  // k and the rest, q, do
@@ -295,10 +302,11 @@ template <class C>
 const char* launch(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   params.tiles = p.N * params.slices * C::kTileParts * (C::kCut ? params.segments_of_batch : 1);
-  params.links = C::kMaker ? params.scratch.back_links : nullptr;
-  const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
+  params.links = params.scratch.back_links;
+  const unsigned blocks = unsigned(params.links || params.tiles > p.multiprocessors ? p.multiprocessors : params.tiles);
+  const bool second = params.back.shape == BackShape::kByLengths && C::kStates == 2;
   return launch_blocks(&walk_back_kernel<C>, params, blocks, C::kThreads, sizeof(BackMemory<C>), 1,
-                       C::kCut || params.again != nullptr, stream);
+                       C::kCut || params.again != nullptr || second, stream);
 }
 }  // namespace
 
@@ -306,8 +314,9 @@ template <class Kind>
 const char* run_walk_back(Params& params, cudaStream_t stream) {
   if constexpr (kCuts<Kind>)
     if (params.cut.cuts) return launch<Back<Kind, 2, true>>(params, stream);
-  if (!params.again && walks_back_over_halves(params)) return launch<Back<Kind, 1>>(params, stream);
-  return launch<Back<Kind, 2>>(params, stream);
+  if (params.back.shape != BackShape::kSlices)
+    if (const char* error = launch<Back<Kind, 1>>(params, stream)) return error;
+  return params.back.shape != BackShape::kHalves ? launch<Back<Kind, 2>>(params, stream) : nullptr;
 }
 
 template const char* run_walk_back<Kind<__nv_bfloat16, true>>(Params&, cudaStream_t);

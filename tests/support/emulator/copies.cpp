@@ -295,18 +295,24 @@ void tensor_add(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, 
   if (box.map->half) fail(t, "an addition of fp16 values, which the emulator does not know");
   store_box(t, box, from, true);
 }
-void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier) {
+void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier, uint32_t blocks) {
   if (bytes % 16 || from % 16) fail(t, "a bulk copy that is not of whole multiples of 16 bytes");
   shared_at(t, to, 16);
   shared_at(t, to + bytes - 16, 16);
-  barrier_at(t, *t.block, barrier);
-  const Issue issue = begin_copy(t, *t.block, to, bytes);
-  if (t.watched) watch_global(t, from, bytes, GlobalAccess::kRead, issue.clock);
   Thread* const thread = &t;
-  add_copy([=] {
-    std::memcpy(thread->block->shared + to, reinterpret_cast<const void*>(from), bytes);
-    complete(*thread, *thread->block, barrier, bytes, issue);
-  });
+  const auto& all = t.block->cluster->blocks;
+  for (uint32_t rank = 0; rank < 32; ++rank) {
+    if (blocks == kOwnBlock ? rank != t.block->rank : (blocks >> rank & 1) == 0) continue;
+    if (rank >= all.size()) fail(t, "a copy to no block of the cluster");
+    Block* const block = all[rank].get();
+    barrier_at(t, *block, barrier);
+    const Issue issue = begin_copy(t, *block, to, bytes);
+    if (t.watched) watch_global(t, from, bytes, GlobalAccess::kRead, issue.clock);
+    add_copy([=] {
+      std::memcpy(block->shared + to, reinterpret_cast<const void*>(from), bytes);
+      complete(*thread, *block, barrier, bytes, issue);
+    });
+  }
 }
 void bulk_commit(Thread& t) {
   State& s = state_of(t);

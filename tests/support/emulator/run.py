@@ -76,6 +76,8 @@ BACKWARD = [
     fast_case("uneven-four", "", lengths=(300, 70, 0, 130), H=1, HV=4),
     # On 16 to 20 multiprocessors the host wants segments for both, and the device for the first.
     fast_case("dealt-segments", "", lengths=(130, 3900, 0), H=1, HV=2),
+    # The walk back goes over halves of slices where one sequence is long.
+    fast_case("dealt-halves", "", lengths=(20, 700, 64, 0, 130), H=1, HV=2),
     fast_case("dealt-whole", "", lengths=(*(770,) * 7, 700), H=1, HV=2),
     fast_case("segments", "", T=1500, H=1, HV=2),
     fast_case("cut", "both walks in segments, on 132 multiprocessors", T=8191, H=1, HV=1),

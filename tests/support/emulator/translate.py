@@ -374,7 +374,7 @@ class _Translation:
             target, source = x.operands
             return self._call(x, stores[kind], *self._tensor(target), self.address(source))
         if kind.startswith("cp.async.bulk.shared::cluster.global.mbarrier"):
-            to, source, size, barrier = x.operands
+            to, source, size, barrier, *blocks = x.operands  # blocks: of a multicast
             return self._call(
                 x,
                 "bulk_load",
@@ -382,6 +382,7 @@ class _Translation:
                 self.address(source),
                 self.value(size),
                 self.address(barrier),
+                self.value(blocks[0]) if blocks else "kOwnBlock",
             )
         raise Untranslatable(kind)
 
