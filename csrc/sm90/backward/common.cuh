@@ -453,7 +453,7 @@ GDN_DEVICE uint32_t transposed_line(int warp, int lane) {
   return token * 128 + ((column ^ (token % 8)) * 16);
 }
 
-constexpr int kFoldRows = 32;  // of V, of a block of segment_folds.cu
+constexpr int kFoldRows = 16;  // of V, of a block of segment_folds.cu
 // A map in scratch memory has lines of so many rows, and rows of so many values, with which ldmatrix falls into all banks
 // where a line has been copied to shared memory as it is.
 constexpr int kMapLine = 32, kMapPitch = kChannels + 8, kMapValues = 2 * kChannels * kMapPitch;

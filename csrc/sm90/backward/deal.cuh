@@ -226,7 +226,7 @@ GDN_DEVICE bool segments_pay(const Params& params, const Chunks& chunks, float m
 GDN_HOST_DEVICE bool halves_pay(float longest, float share, bool makes) {
   if (kForcedHalves >= 0) return kForcedHalves != 0;
   // Microseconds of a chunk, by a block's chain, and with a block on every multiprocessor, by memory; of the triangles.
-  constexpr float kSlice = 2.5f, kSliceFull = 5, kHalf = 1.55f, kHalfFull = 2.4f, kTriangles = 1.35f, kMargin = 0.95f;
+  constexpr float kSlice = 2.5f, kSliceFull = 5, kHalf = 1.55f, kHalfFull = 2.3f, kTriangles = 1.35f, kMargin = 0.95f;
   return fmaxf(longest * kHalf, share * 2 * kHalfFull) + (makes ? share * kTriangles : 0) <
          kMargin * fmaxf(longest * kSlice, share * kSliceFull);
 }

@@ -8,11 +8,12 @@
 
 namespace gdn::sm90::backward {
 namespace {
-// A block has kFoldRows rows of V, and the blocks of a slice are a cluster: of each line of a matrix a block copies its
-// share to all of them, so that the matrix is read once. A warp makes 16 columns of the product by tensor cores, and one
+// A block has kFoldRows rows of V, and of a slice's blocks each kCluster are a cluster: of each line of a matrix a block
+// copies its share to all of them. A warp makes 16 columns of the product by tensor cores, and one
 // more copies. Of the products of two bf16 halves each, that of both low ones is left out; all sums are in fp32.
+constexpr int kCluster = 2;
 constexpr int kBlocks = kChannels / kFoldRows, kWarps = 8, kThreads = (kWarps + 1) * 32;
-constexpr int kTiles = kFoldRows / 16, kLineValues = 2 * kMapLine * kMapPitch, kShare = kLineValues / kBlocks;
+constexpr int kTiles = kFoldRows / 16, kLineValues = 2 * kMapLine * kMapPitch, kShare = kLineValues / kCluster;
 constexpr int kBarrier = 1;  // of the warps that make products
 // Lines on their way: of a block that has a multiprocessor for itself, and of two that share one.
 constexpr int kStagesAlone = 11, kStagesOfTwo = 4;
@@ -50,7 +51,7 @@ GDN_DEVICE void copy_lines(Memory<kStages>& sm, const uint16_t* maps, int64_t ne
       const uint32_t bar = shared_address(&sm.full[stage]);
       if (line >= kStages) wait_for(sm.empty[stage], line / kStages - 1);
       mbarrier_expect(bar, sizeof(sm.lines[0]));
-      bulk_load_to((1 << kBlocks) - 1, shared_address(sm.lines[stage]) + share * 2, maps + i * next + first + share,
+      bulk_load_to((1 << kCluster) - 1, shared_address(sm.lines[stage]) + share * 2, maps + i * next + first + share,
                    kShare * 2, bar);
     }
   }
@@ -120,7 +121,7 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
         }
       }
       __syncwarp();
-      arrive_there_if(address_in(shared_address(&sm.empty[stage]), lane % kBlocks), lane < kBlocks);
+      arrive_there_if(address_in(shared_address(&sm.empty[stage]), lane % kCluster), lane < kCluster);
     }
     now ^= 1;
 #pragma unroll
@@ -147,15 +148,15 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&sm.full[i], 1);
-      mbarrier_init(&sm.empty[i], kBlocks * kWarps);
+      mbarrier_init(&sm.empty[i], kCluster * kWarps);
     }
     mbarrier_init_fence();
   }
   cluster_sync();
   // By blocks without a step too: else this launch could end, and the next one begin, before the maps' has ended.
   wait_for_prerequisites();
-  const uint32_t rank = cluster_rank();
   const bool back = blockIdx.x / kBlocks & 1;
+  const int part = blockIdx.x % kBlocks;
   const int index = blockIdx.x / (2 * kBlocks);
   const int n = divide_by_slices<Kind>(params, index), slice = index - n * slices_of<Kind>(params);
   const int last = segment_tile<Kind>(params, n, 0, slice).last, steps = last - 1;
@@ -172,12 +173,12 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   const int64_t each = back ? -slices : slices;
   if (warp == kWarps) {
     const int64_t maps = from + (back ? 0 : params.segments * slices);
-    if (lane == 0) copy_lines(sm, params.cut.maps + maps * kMapValues, each * kMapValues, steps, rank);
+    if (lane == 0) copy_lines(sm, params.cut.maps + maps * kMapValues, each * kMapValues, steps, cluster_rank());
     __syncwarp();
   } else {
     const int row = lane / 4, column = warp * 16 + lane % 4 * 2;
     float* const states = (back ? params.cut.ends : starts_of<Kind>(params, n)) + from * (kChannels * kChannels);
-    fold(sm, states + (rank * kFoldRows + row) * kChannels + column, each * (kChannels * kChannels), steps, row, column,
+    fold(sm, states + (part * kFoldRows + row) * kChannels + column, each * (kChannels * kChannels), steps, row, column,
          warp, lane);
   }
   cluster_sync();  // no block ends while another one copies to it, or arrives at its barriers
@@ -189,10 +190,9 @@ const char* run_segment_folds(const Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   const int64_t blocks = int64_t{p.N} * params.slices * 2 * kBlocks;
   const auto launch = [&](auto* kernel, size_t bytes) {
-    return launch_blocks(kernel, params, blocks, kThreads, int(bytes), kBlocks, true, stream);
+    return launch_blocks(kernel, params, blocks, kThreads, int(bytes), kCluster, true, stream);
   };
-  // Alone where all clusters find room, each in one of the groups that multiprocessors lie in.
-  if (2 * blocks <= p.multiprocessors)
+  if (blocks <= p.multiprocessors)
     return launch(&segment_folds_kernel<Kind, kStagesAlone>, sizeof(Memory<kStagesAlone>));
   return launch(&segment_folds_kernel<Kind, kStagesOfTwo>, sizeof(Memory<kStagesOfTwo>));
 }
