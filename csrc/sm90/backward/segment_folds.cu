@@ -8,12 +8,14 @@
 
 namespace gdn::sm90::backward {
 namespace {
-// A block has kFoldRows rows of V, and of a slice's blocks each kCluster are a cluster: of each line of a matrix a block
-// copies its share to all of them. A warp makes 16 columns of the product by tensor cores, and one
-// more copies. Of the products of two bf16 halves each, that of both low ones is left out; all sums are in fp32.
-constexpr int kCluster = 2;
-constexpr int kBlocks = kChannels / kFoldRows, kWarps = 8, kThreads = (kWarps + 1) * 32;
-constexpr int kTiles = kFoldRows / 16, kLineValues = 2 * kMapLine * kMapPitch, kShare = kLineValues / kCluster;
+// A block has kFoldRows rows of V, and of a slice's blocks each kCluster are a cluster: of each line, some of a matrix's
+// rows, a block copies its share to all of them. A warp makes 16 columns of the product by tensor cores, and one more
+// copies. Of the products of two bf16 halves each, that of both low ones is left out; all sums are in fp32.
+// Larger clusters that are alone on their multiprocessors would not all fit at once: a cluster lies in one group of
+// multiprocessors.
+constexpr int kCluster = 2, kBlocks = kChannels / kFoldRows, kWarps = 8, kThreads = (kWarps + 1) * 32;
+constexpr int kLineValues = 2 * kMapLine * kMapPitch, kShare = kLineValues / kCluster;
+static_assert(kFoldRows == 16, "the rows of a product by tensor cores");
 constexpr int kBarrier = 1;  // of the warps that make products
 // Lines on their way: of a block that has a multiprocessor for itself, and of two that share one.
 constexpr int kStagesAlone = 11, kStagesOfTwo = 4;
@@ -57,8 +59,8 @@ GDN_DEVICE void copy_lines(Memory<kStages>& sm, const uint16_t* maps, int64_t ne
   }
 }
 
-// `state`: this thread's part of the state before the first step. A thread has `row` and every eighth row behind it, and of
-// 8 columns two from `column` on, of the next 8 two more.
+// `state`: this thread's part of the state before the first step. A thread has rows `row` and `row` + 8, and of 8 columns
+// two from `column` on, of the next 8 two more.
 template <int kStages>
 GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps, int row, int column, int warp,
                      int lane) {
@@ -72,11 +74,11 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
   const uint32_t own_state = (lane % 16 * kMapPitch + lane / 16 * 8) * 2;
   const uint32_t own_map = (lane % 16 * kMapPitch + warp * 16 + lane / 16 * 8) * 2;
   int line = 0, behind = -1, now = 0;  // behind: the step whose state is in sm.state[now]
-  float2 b[2 * kTiles][2];              // of the next step with a matrix
+  float2 b[2][2];                       // of the next step with a matrix
   const auto load_b = [&](int i) {
     if (i >= steps) return;
 #pragma unroll
-    for (int r = 0; r < 2 * kTiles; ++r)
+    for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int j = 0; j < 2; ++j) b[r][j] = *reinterpret_cast<const float2*>(state + (i + 1) * next + place(r, j));
   };
@@ -85,13 +87,13 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
   for (int i = step_from(sm, steps, 0); i < steps;) {
     float* const before = state + i * next;
     const int following = step_from(sm, steps, i + 1);
-    float sum[kTiles][2][4], low[kTiles][2][4] = {};  // of 16 rows and 8 columns; low: the products with a low value
+    float sum[2][4], low[2][4] = {};  // low: the products with a low value
 #pragma unroll
-    for (int r = 0; r < 2 * kTiles; ++r) {
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         if (i != behind) keep(now, r, j, *reinterpret_cast<const float2*>(before + place(r, j)));
-        sum[r / 2][j][r % 2 * 2] = b[r][j].x, sum[r / 2][j][r % 2 * 2 + 1] = b[r][j].y;
+        sum[j][2 * r] = b[r][j].x, sum[j][2 * r + 1] = b[r][j].y;
       }
     }
     load_b(following);
@@ -102,33 +104,34 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
       wait_for(sm.full[stage], line / kStages);
 #pragma unroll
       for (int k = 0; k < kMapLine; k += 16) {
-        uint32_t m[2][4];
+        uint32_t x[2][4], m[2][4];
 #pragma unroll
         for (int part = 0; part < 2; ++part)
           ldmatrix_x4_trans(shared_address(sm.lines[stage][part][k]) + own_map, m[part]);
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          uint32_t x[2][4];
+        for (int part = 0; part < 2; ++part)
+          ldmatrix_x4(shared_address(sm.state[now][part]) + own_state + (above + k) * 2, x[part]);
 #pragma unroll
-          for (int part = 0; part < 2; ++part)
-            ldmatrix_x4(shared_address(sm.state[now][part][16 * tile]) + own_state + (above + k) * 2, x[part]);
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            mma_16816(__nv_bfloat16{}, low[tile][j], x[1], m[0][2 * j], m[0][2 * j + 1]);
-            mma_16816(__nv_bfloat16{}, low[tile][j], x[0], m[1][2 * j], m[1][2 * j + 1]);
-            mma_16816(__nv_bfloat16{}, sum[tile][j], x[0], m[0][2 * j], m[0][2 * j + 1]);
-          }
+        for (int j = 0; j < 2; ++j) {
+          mma_16816(__nv_bfloat16{}, low[j], x[1], m[0][2 * j], m[0][2 * j + 1]);
+          mma_16816(__nv_bfloat16{}, low[j], x[0], m[1][2 * j], m[1][2 * j + 1]);
+          mma_16816(__nv_bfloat16{}, sum[j], x[0], m[0][2 * j], m[0][2 * j + 1]);
         }
       }
       __syncwarp();
-      arrive_there_if(address_in(shared_address(&sm.empty[stage]), lane % kCluster), lane < kCluster);
+      const uint32_t bar = shared_address(&sm.empty[stage]);
+      if constexpr (kWarpArrivals == 1) {
+        arrive_there_if(address_in(bar, lane % kCluster), lane < kCluster);
+      } else {
+        for (int rank = 0; rank < kCluster; ++rank) arrive_there_if(address_in(bar, rank), true);
+      }
     }
     now ^= 1;
 #pragma unroll
-    for (int r = 0; r < 2 * kTiles; ++r) {
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const auto all = [&](int i) { return sum[r / 2][j][r % 2 * 2 + i] + low[r / 2][j][r % 2 * 2 + i]; };
+        const auto all = [&](int i) { return sum[j][2 * r + i] + low[j][2 * r + i]; };
         const float2 s = {all(0), all(1)};
         *reinterpret_cast<float2*>(before + next + place(r, j)) = s;
         keep(now, r, j, s);
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&sm.full[i], 1);
-      mbarrier_init(&sm.empty[i], kCluster * kWarps);
+      mbarrier_init(&sm.empty[i], kCluster * kWarps * kWarpArrivals);
     }
     mbarrier_init_fence();
   }
@@ -192,6 +195,7 @@ const char* run_segment_folds(const Params& params, cudaStream_t stream) {
   const auto launch = [&](auto* kernel, size_t bytes) {
     return launch_blocks(kernel, params, blocks, kThreads, int(bytes), kCluster, true, stream);
   };
+  // Else the first multiprocessors that the maps leave would get two blocks each, and others none.
   if (blocks <= p.multiprocessors)
     return launch(&segment_folds_kernel<Kind, kStagesAlone>, sizeof(Memory<kStagesAlone>));
   return launch(&segment_folds_kernel<Kind, kStagesOfTwo>, sizeof(Memory<kStagesOfTwo>));
