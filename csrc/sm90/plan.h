@@ -30,6 +30,8 @@ namespace gdn::sm90 {
 #define GDN_LATER_HALVES 0
 #endif
 
+constexpr double kUnbounded = std::numeric_limits<double>::infinity();
+
 // The best of cuts, each with lengths that it serves: of a coarse grid, then of what is near the best.
 template <class Heads, class Served>
 std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest, bool late_halves,
@@ -39,7 +41,7 @@ std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest
   constexpr int kSteps[] = {3, 1};                       // chunks
   const auto [uncut, lengths] = candidate(longest, longest);  // in segments all the same
   Cut best = uncut;
-  double least = estimate.segments(lengths, best, late_halves, std::numeric_limits<double>::infinity());
+  double least = estimate.segments(lengths, best, late_halves, kUnbounded);
   const auto better = [&](int64_t first, int64_t rest) {
     if (rest < Candidate::kLeastChunks || first < rest) return false;
     const auto [cut, served] = candidate(first, rest);
@@ -105,9 +107,10 @@ inline std::pair<Cut, float> chosen_cut(const CutCall& call, const KnownLengths&
 
 // The plan so far, or one whose cut the device chooses and whose maps are walked in windows: where that promises much
 // for all lengths together, and loses next to nothing for any. times: what the plan so far takes for each of the
-// lengths.
+// lengths; most: what the other one may take.
 template <class Heads>
-Plan best_chosen(const ChunkForward& p, const Plan& so_far, const std::vector<KnownLengths>& lengths, const double* times) {
+Plan best_chosen(const ChunkForward& p, const Plan& so_far, const std::vector<KnownLengths>& lengths, const double* times,
+                 double most) {
   constexpr double kWorthIt = 0.95, kMostLoss = 1.01, kMostUnforgotten = 1.05;
   constexpr float kLikely = 0.75f;  // so many heads forget; kMostUnforgotten is for none
   const Estimate<Heads> estimate = {p};
@@ -162,7 +165,7 @@ Plan best_chosen(const ChunkForward& p, const Plan& so_far, const std::vector<Kn
       if (share > 0) time += taken;
     }
   }
-  if (slots == 0 || time >= least) return so_far;
+  if (slots == 0 || time >= least || time >= most) return so_far;
   plan.slots = std::min(slots + slots / 2, kMostForgetting);  // the best cut may have more of them
   return plan;
 }
@@ -175,7 +178,7 @@ std::pair<Candidate, double> told_cut(const ChunkForward& p, const KnownLengths&
   plan.first = Shape::kHalves;
   plan.slots = std::numeric_limits<int>::max();
   const CutCall call = cut_call<Heads>(p, plan);
-  std::pair<Candidate, double> best = {{}, std::numeric_limits<double>::infinity()};
+  std::pair<Candidate, double> best = {{}, kUnbounded};
   const auto offer = [&](const Candidate& x) {
     if (x.first >= lengths.longest() || !x.is_one(lengths.longest())) return;
     const double time = cut_time(call, InKinds{lengths.of}, lengths.kinds, x, 0) - kChoice - kOtherShape;
@@ -252,8 +255,8 @@ Plan make_plan(const ChunkForward& p) {
     plan.forgets = plan.slots <= kMostForgetting;
     return chunks > forced ? plan : in_whole;
   }
-  const auto or_chosen = [&](const Plan& plan, const double* times) {
-    return best_chosen<Heads>(p, plan, served, times);
+  const auto or_chosen = [&](const Plan& plan, const double* times, double most = kUnbounded) {
+    return best_chosen<Heads>(p, plan, served, times, most);
   };
   const auto cut_for = [&](ChunkCounts of, bool late_halves) {
     return best_cut(estimate, of.longest, late_halves, [&](int64_t first, int64_t rest) {
@@ -268,13 +271,23 @@ Plan make_plan(const ChunkForward& p) {
     }).first;
   };
   if (told) {
-    const auto [best, taken] = told_cut<Heads>(p, served[0]);
-    if (taken >= kToldWorthIt * least_whole[0]) return or_chosen(in_whole, least_whole);
+    auto [best, taken] = told_cut<Heads>(p, served[0]);
+    double worth_it = kToldWorthIt, most = kUnbounded;
+    if (p.N == 2) {  // all lengths are known, and with them when each block is done
+      const ChunkCounts both = {served[0].of[0].chunks, chunks - served[0].of[0].chunks};
+      const auto [cut, time] = cut_for(both, true);
+      taken = kUnbounded;
+      if (best.first > 0)
+        taken = estimate.segments(both, estimate.cut(both, best.first, best.rest), best.late_halves, kUnbounded);
+      if (time < taken) best = {cut.first, cut.rest, true}, taken = time;
+      worth_it = kWorthIt, most = taken;
+    }
+    if (best.first >= served[0].longest() || taken >= worth_it * least_whole[0]) return or_chosen(in_whole, least_whole);
     Cut cut = {best.first, best.rest, served[0].longest(), 0, 0};
     cut.later = served[0].most_later(cut), cut.inner = served[0].most_later(cut, true);
     cuts.choices[cuts.count++] = cut;
     add_any();
-    return or_chosen(in_segments(best.late_halves), &taken);
+    return or_chosen(in_segments(best.late_halves), &taken, most);
   }
   double least = 0;  // no segments take less: every chunk of o is made once, by a block with half of V
   for (int i = 0; i < guesses; ++i) least += estimate.least_in_segments(lengths[i]);

@@ -146,6 +146,13 @@ void known_calls() {
   if (check(uneven, plan_for(uneven), lengths) == 0) uneven.say("not cut, though the longest is known");
   uneven.longest = 2400, uneven.second = 2400, uneven.third = 2300;
   if (plan_for(uneven).in_segments()) uneven.say("cut, though the longest is known to be short");
+  // Two sequences that are told, with times of an H200.
+  const Call equal = {128, 128, 16, 2, 8192, true, 4096, 4096}, more = {128, 128, 24, 2, 8192, true, 4096, 4096};
+  if (check(equal, plan_for(equal), {4096, 4096}) == 0) equal.say("not cut: 118 us, not 108");
+  if (plan_for(more).in_segments()) more.say("cut: 128 us, not 119");
+  const Call longer = {128, 128, 32, 2, 16384, true, 12288, 4096}, longest = {128, 128, 32, 2, 32768, true, 28672, 4096};
+  if (plan_for(longer).chosen) longer.say("cut by the device: 314 us, not 300");
+  if (!plan_for(longest).chosen) longest.say("not cut by the device: 593 us, not 552");
   const Call one = {128, 128, 8, 1, 32768, false};
   if (check(one, plan_for(one), {32768}) < 4) one.say("a long one of few heads is not cut");
   if (plan_for(Call{128, 128, 8, 8, 8192, true}).shape != Shape::kHalves)
