@@ -107,7 +107,7 @@ inline std::pair<Cut, float> chosen_cut(const CutCall& call, const KnownLengths&
 
 // The plan so far, or one whose cut the device chooses and whose maps are walked in windows: where that promises much
 // for all lengths together, and loses next to nothing for any. times: what the plan so far takes for each of the
-// lengths; most: what the other one may take.
+// lengths; most: what the plan with the device's cut may take.
 template <class Heads>
 Plan best_chosen(const ChunkForward& p, const Plan& so_far, const std::vector<KnownLengths>& lengths, const double* times,
                  double most) {
@@ -273,7 +273,7 @@ Plan make_plan(const ChunkForward& p) {
   if (told) {
     auto [best, taken] = told_cut<Heads>(p, served[0]);
     double worth_it = kToldWorthIt, most = kUnbounded;
-    if (p.N == 2) {  // all lengths are known, and with them when each block is done
+    if (p.N == 2) {  // all lengths are known: cuts are compared by the schedule of their tiles
       const ChunkCounts both = {served[0].of[0].chunks, chunks - served[0].of[0].chunks};
       const auto [cut, time] = cut_for(both, true);
       taken = kUnbounded;

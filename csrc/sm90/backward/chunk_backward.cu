@@ -186,7 +186,11 @@ int64_t pairs_of(const ChunkForward& p) {
   return p.cu_seqlens ? int64_t{p.N} * p.H : 0;
 }
 
-int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Scratch& x, Cut& cut, BackBlocks& back) {
+// The scratch memory of `params`; returns its bytes.
+int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Params& params) {
+  Scratch& x = params.scratch;
+  Cut& cut = params.cut;
+  BackBlocks& back = params.back;
   const int64_t matrix = slices_of(p) * kChannels * kChannels, matrices = segments.count * matrix;  // of all slices
   const int64_t later = segments.length == 0 ? 0  // segments that are not the first of a sequence
                         : p.cu_seqlens       ? slots_of(p) / segments.length
@@ -272,7 +276,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   Params params = {};
   params.problem = problem;
   const Segments segments = segments_of(p);
-  lay_out(p, segments, p.workspace, params.scratch, params.cut, params.back);
+  lay_out(p, segments, p.workspace, params);
   params.slots = int(slots_of(p));
   params.slots_of_batch = int(ceil_div(p.T, kChunk));
   params.segment = segments.length;
@@ -314,9 +318,8 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   for (const char* error : errors)
     if (error) return error;
   if (const char* error = run_frames<Kind>(params, stream)) return error;
-  const bool makes_triangles = !params.makes || params.segment > 0 || params.back.shape == BackShape::kByLengths;
   if (const char* error = run_deals(params, stream)) return error;
-  if (makes_triangles)
+  if (!params.makes || params.segment > 0 || params.back.shape == BackShape::kByLengths)
     if (const char* error = run_triangles<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
     if (params.cut.cuts) {
@@ -345,10 +348,8 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
 }  // namespace
 
 size_t chunk_backward_workspace(const ChunkForward& p) {
-  Scratch scratch = {};
-  Cut cut = {};
-  BackBlocks back = {};
-  return unsupported(p) ? 0 : size_t(lay_out(p, segments_of(p), nullptr, scratch, cut, back));
+  Params params = {};
+  return unsupported(p) ? 0 : size_t(lay_out(p, segments_of(p), nullptr, params));
 }
 
 const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {

@@ -343,11 +343,11 @@ GDN_DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_
       : "memory");
 }
 
-// The same, to the same place of every block of the cluster whose bit is set in `blocks`, and to its barrier.
+// bulk_load to the same place of every block of the cluster whose bit is set in `blocks`, and to the same barrier there.
 GDN_DEVICE void bulk_load_to(uint32_t blocks, uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
-          to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(bar), "h"(uint16_t(blocks))
       : "memory");
 }

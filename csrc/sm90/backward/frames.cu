@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
   }
 }
 
-// By a warp for the walk forward, and one for the walk back. The triangles are made beside it, and so it waits first.
+// One block deals for the walk forward, the other one for the walk back. The triangles are made beside this kernel, and
+// begin when it has waited for the factors, which they read.
 __global__ void __launch_bounds__(32) deal_kernel(const __grid_constant__ Params params) {
   __shared__ uint32_t keys[kMostUnits];
   wait_for_prerequisites();

@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
   using C = Alone<T>;
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& sm = *reinterpret_cast<Memory<T>*>(raw);
-  // The deal, beside which this runs, has waited for all that is read here. What comes next waits for this kernel only:
-  // its last block waits for the deal.
+  // deal_kernel, beside which this kernel runs, has waited for all that is read here. What comes next waits for this
+  // kernel only, and so the last block waits for deal_kernel.
   if (!are_dealt(params) || blockIdx.x + 1 == gridDim.x) wait_for_prerequisites();
   if (makes_triangles_walking(params) && !walks_back_over_halves(params)) return;
   const ChunkForward& p = params.problem.forward;

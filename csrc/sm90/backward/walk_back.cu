@@ -259,7 +259,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
   }
   if constexpr (!C::kCut) {
     launch_dependents();  // the walk of the state, which needs nothing of this one
-    if (params.back.shape == BackShape::kByLengths) {  // over halves, then over slices, which may not end before it
+    if (params.back.shape == BackShape::kByLengths) {
+      // The kernel over slices was launched beside the one over halves, and one of the two walks. What comes next waits
+      // for the kernel over slices alone, so that this one waits for the other.
       const bool walks = walks_back_over_halves(params) == (C::kStates == 1);
       if (C::kStates == 2 && (walks || blockIdx.x + 1 == gridDim.x)) wait_for_prerequisites();
       if (!walks) return;

@@ -366,7 +366,7 @@ void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1,
                  uint32_t barrier);
 void tensor_store(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t from);
 void tensor_add(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t from);
-// blocks: a bit for each rank of the cluster, to which the same bytes go.
+// blocks: a bit for each block of the cluster to which the bytes go, by its rank; kOwnBlock: to the thread's own alone.
 constexpr uint32_t kOwnBlock = 0;
 void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier, uint32_t blocks);
 void bulk_commit(Thread& t);
