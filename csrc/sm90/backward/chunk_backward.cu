@@ -209,7 +209,7 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Par
   parts.take(x.t, blocks * pair);
   parts.take(x.qk, pairs_of(p) * pair);
   parts.take(x.kk, pairs_of(p) * pair);
-  const int64_t dx = slice_blocks * kChunk * kChannels, maps = 2 * segments.count * slices_of(p) * kMapValues;
+  const int64_t dx = slice_blocks * kChunk * kChannels, maps = segments.count * slices_of(p) * kMapValues;
   parts.take(x.dx, segments.cuts ? std::max(dx, maps) : dx);
   parts.take(x.ds, slice_blocks * kChannels * kChannels);
   parts.take(x.parts, slice_blocks * kParts * kChunk);
@@ -333,7 +333,6 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   if (const char* error = run_walk_forward<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
     if (params.cut.cuts) {  // what a segment that forgets has started from may be wrong, windows.cuh
-      if (const char* error = run_segment_check<Kind>(params, stream)) return error;
       Params again = params;
       again.again = params.cut.wrong;
       again.cut.cuts = false;

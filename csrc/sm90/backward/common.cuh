@@ -72,16 +72,18 @@ struct Scratch {
   int* order;          // [N]: sequences, the longest first, where segments of dealt walks start from walk_states.cu
 };
 
+constexpr int kForgetsState = 1, kForgetsGradient = 2;  // of Cut::forgotten
 // Both walks of few long sequences in segments of Params::segment chunks, segment_maps.cu.
 struct Cut {
   bool cuts;
   // [segments, slices, 128 of V, 128 of K]: the gradient of the state behind each segment but the last
   float* ends;
-  // [2, segments, slices, kMapValues]: what a segment does to the gradient of the state, M, and to the state, its
-  // transpose, [128 of K, 128 of K], map_halves.cuh. In the memory of dx, which the walk back writes after they have been
-  // folded.
+  // [segments, slices, kMapValues]: M, [128 of K, 128 of K], map_halves.cuh. In the memory of dx, which the walk back
+  // writes after they have been folded.
   uint16_t* maps;
-  int* forgotten;  // [segments, slices]: not 0 where what a segment starts from is forgotten at its end, windows.cuh
+  // [segments, slices]: 0, or that what a segment starts from is forgotten at its end, windows.cuh. Of the last segment the
+  // gradient of the state is meant, of the others both.
+  int* forgotten;
   int* wrong;      // not 0 where a segment has started from something else: all is walked again, whole
 };
 
@@ -434,6 +436,19 @@ GDN_DEVICE void store_state(const float (&S)[64], float* at, int64_t stride_k, i
     }
   }
 }
+// The same, from and to a matrix [128 of V, 128 of K].
+GDN_DEVICE void load_matrix(float (&S)[64], const float* at) {
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    const float2 x = *reinterpret_cast<const float2*>(at + j / 2 * 8 + j % 2 * 8 * kChannels);
+    S[2 * j] = x.x, S[2 * j + 1] = x.y;
+  }
+}
+GDN_DEVICE void store_matrix(const float (&S)[64], float* at) {
+#pragma unroll
+  for (int j = 0; j < 32; ++j)
+    *reinterpret_cast<float2*>(at + j / 2 * 8 + j % 2 * 8 * kChannels) = make_float2(S[2 * j], S[2 * j + 1]);
+}
 GDN_DEVICE void clear_state(float (&S)[64]) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) S[i] = 0;
@@ -474,8 +489,6 @@ template <class Kind>
 const char* run_walk_states(Params&, cudaStream_t);
 template <class Kind>
 const char* run_walk_forward(Params&, cudaStream_t);
-template <class Kind>
-const char* run_segment_check(const Params&, cudaStream_t);
 template <class Kind>
 const char* run_sums(const Params&, cudaStream_t);
 

@@ -10,7 +10,9 @@ namespace gdn::sm90::backward {
 struct Announced {
   int block;   // in scratch memory; -1: there are no more chunks
   int begins;  // the number of the tile that begins here; -1: none does
-  int ended;   // where both walks are cut, of the tile that has ended before; -1: none has
+  // Where both walks are cut and the tile before forgets what it started from: the matrix of Scratch::starts that it is to
+  // have ended with; else -1.
+  int ended;
 };
 
 // Full and empty of each buffer; docs/backward.md has who fills and empties it.
@@ -101,13 +103,16 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   uint32_t aside_phase = 0;
   ForwardWalk<Kind> walk(params);
   uint32_t it = 0;
-  int before = -1;  // the tile of the chunk before
+  int ended = -1;  // of the tile that is walked
 #pragma unroll 1
   for (bool more = walk.begin(); more; more = walk.next(), ++it) {
     const uint32_t stage = it % 2, block = walk.block(), of_head = walk.head_block();
     wait_for(sm.k_empty[stage], it / 2 + 1);
-    if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1, walk.c == 0 ? before : -1};
-    before = walk.index;
+    if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1, walk.c == 0 ? ended : -1};
+    if (walk.c == 0 && params.cut.cuts) {
+      const bool forgets = params.cut.forgotten[walk.index] == kForgetsState;
+      ended = forgets ? walk.index - walk.tile.n * slices_of<Kind>(params) : -1;
+    }
     load_rows<2>(params.k, sm.k[stage], sm.k_full[stage], sm.aside[0], aside_phase, 0, walk.row(), walk.tile.h(params),
                  walk.tile.batch, walk.rows(), sizeof(Gates), [&](uint32_t bar) {
                    bulk_load(shared_address(&sm.gates[stage]), params.scratch.gates + of_head, sizeof(Gates), bar);
@@ -140,7 +145,7 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     __syncwarp();
   }
   wait_for(sm.k_empty[it % 2], it / 2 + 1);
-  if (lead) sm.chunk[it % 2] = {-1, -1, before};
+  if (lead) sm.chunk[it % 2] = {-1, -1, ended};
   arrive(sm.k_full[it % 2], lead);
 }
 

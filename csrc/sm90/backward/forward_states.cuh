@@ -5,6 +5,7 @@
 #pragma once
 #include "sm90/backward/forward_memory.cuh"
 #include "sm90/backward/state_step.cuh"
+#include "sm90/backward/windows.cuh"
 
 namespace gdn::sm90::backward {
 
@@ -217,10 +218,17 @@ GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int
   if constexpr (!Kind::kExact) asm volatile("" : "+r"(half), "+r"(warp));
   const BackTile<Kind> tile = forward_tile<Kind>(params, index);
   if (params.segment > 0 && tile.part > 0) {
-    load_state(S, state_of(starts_of<Kind>(params, tile.n), index, half, warp), 1, kChannels, 1.f, AllChannels{});
+    load_matrix(S, state_of(starts_of<Kind>(params, tile.n), index, half, warp));
   } else {
     load_initial<Kind>(S, params, tile, half, warp);
   }
+}
+
+// Whether a segment that forgets has ended with the state that the next one has started from.
+GDN_DEVICE void check_end(const float (&S)[64], const Params& params, int ended, int half, int warp) {
+  StateDifference difference;
+  difference.add(S, state_of(params.scratch.starts, ended, half, warp));
+  difference.judge(params.cut.wrong);
 }
 
 template <class Kind, bool kCut>
@@ -232,8 +240,7 @@ GDN_DEVICE void states(WalkMemory& sm, const Params& params, int half, int warp)
     wait_for(sm.k_full[it % 2], it / 2);
     const Announced chunk = sm.chunk[it % 2];
     if constexpr (kCut)
-      if (chunk.ended >= 0)  // for segment_check.cu; the walk back has read what was there
-        store_state(S, state_of(params.cut.ends, chunk.ended, half, warp), 1, kChannels, 1.f, AllChannels{});
+      if (chunk.ended >= 0) check_end(S, params, chunk.ended, half, warp);
     if (chunk.block < 0) return;
     if (chunk.begins >= 0) begin_state<Kind>(S, params, chunk.begins, half, warp);
     advance_state<Kind>(S, sm, it, half, warp);

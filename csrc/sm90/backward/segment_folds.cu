@@ -16,6 +16,10 @@ namespace {
 constexpr int kCluster = 2, kBlocks = kChannels / kFoldRows, kWarps = 8, kThreads = (kWarps + 1) * 32;
 constexpr int kLineValues = 2 * kMapLine * kMapPitch, kShare = kLineValues / kCluster;
 static_assert(kFoldRows == 16, "the rows of a product by tensor cores");
+constexpr int kColumns = 16;  // of a product, by a warp
+// Warps that read a line. Of the fold back it has rows of the products' right factor, M, and all warps read it. Of the
+// fold forward that factor is M^T: the line has columns of it.
+GDN_DEVICE constexpr int readers(bool back) { return back ? kWarps : kMapLine / kColumns; }
 constexpr int kBarrier = 1;  // of the warps that make products
 // Lines on their way: of a block that has a multiprocessor for itself, and of two that share one.
 constexpr int kStagesAlone = 11, kStagesOfTwo = 4;
@@ -61,9 +65,10 @@ GDN_DEVICE void copy_lines(Memory<kStages>& sm, const uint16_t* maps, int64_t ne
 
 // `state`: this thread's part of the state before the first step. A thread has rows `row` and `row` + 8, and of 8 columns
 // two from `column` on, of the next 8 two more.
-template <int kStages>
+template <bool kBack, int kStages>
 GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps, int row, int column, int warp,
                      int lane) {
+  constexpr int kDepth = kBack ? kMapLine : kChannels;  // of the products with a line
   const auto place = [](int r, int j) { return r * (8 * kChannels) + 8 * j; };
   const auto keep = [&](int at, int r, int j, float2 x) {
     const Split halves = split(x.x, x.y);
@@ -72,9 +77,12 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
   };
   // This lane's rows of 16 bytes for ldmatrix: of the state from the first channel of K, of a line from its first row.
   const uint32_t own_state = (lane % 16 * kMapPitch + lane / 16 * 8) * 2;
-  const uint32_t own_map = (lane % 16 * kMapPitch + warp * 16 + lane / 16 * 8) * 2;
-  int line = 0, behind = -1, now = 0;  // behind: the step whose state is in sm.state[now]
-  float2 b[2][2];                       // of the next step with a matrix
+  const int map_row = kBack ? lane % 16 : warp * kColumns % kMapLine + lane / 16 * 8 + lane % 8;
+  const int map_column = kBack ? warp * kColumns + lane / 16 * 8 : lane / 8 % 2 * 8;
+  const uint32_t own_map = (map_row * kMapPitch + map_column) * 2;
+  int line = kBack ? 0 : warp * kColumns / kMapLine;
+  int behind = -1, now = 0;  // behind: the step whose state is in sm.state[now]
+  float2 b[2][2];            // of the next step with a matrix
   const auto load_b = [&](int i) {
     if (i >= steps) return;
 #pragma unroll
@@ -99,15 +107,20 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
     load_b(following);
     named_barrier(kBarrier, kWarps * 32);  // the state is there
 #pragma unroll 1
-    for (int above = 0; above < kChannels; above += kMapLine, ++line) {
+    for (int above = 0; above < kChannels; above += kDepth) {
       const int stage = line % kStages;
       wait_for(sm.full[stage], line / kStages);
 #pragma unroll
-      for (int k = 0; k < kMapLine; k += 16) {
+      for (int k = 0; k < kDepth; k += 16) {
         uint32_t x[2][4], m[2][4];
 #pragma unroll
-        for (int part = 0; part < 2; ++part)
-          ldmatrix_x4_trans(shared_address(sm.lines[stage][part][k]) + own_map, m[part]);
+        for (int part = 0; part < 2; ++part) {
+          if constexpr (kBack) {
+            ldmatrix_x4_trans(shared_address(sm.lines[stage][part][k]) + own_map, m[part]);
+          } else {
+            ldmatrix_x4(shared_address(sm.lines[stage][part]) + own_map + k * 2, m[part]);
+          }
+        }
 #pragma unroll
         for (int part = 0; part < 2; ++part)
           ldmatrix_x4(shared_address(sm.state[now][part]) + own_state + (above + k) * 2, x[part]);
@@ -125,6 +138,7 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
       } else {
         for (int rank = 0; rank < kCluster; ++rank) arrive_there_if(address_in(bar, rank), true);
       }
+      line += kBack ? 1 : kChannels / kMapLine;
     }
     now ^= 1;
 #pragma unroll
@@ -148,17 +162,17 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   auto& sm = *reinterpret_cast<Memory<kStages>*>(raw);
   launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool back = blockIdx.x / kBlocks & 1;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&sm.full[i], 1);
-      mbarrier_init(&sm.empty[i], kCluster * kWarps * kWarpArrivals);
+      mbarrier_init(&sm.empty[i], kCluster * readers(back) * kWarpArrivals);
     }
     mbarrier_init_fence();
   }
   cluster_sync();
   // By blocks without a step too: else this launch could end, and the next one begin, before the maps' has ended.
   wait_for_prerequisites();
-  const bool back = blockIdx.x / kBlocks & 1;
   const int part = blockIdx.x % kBlocks;
   const int index = blockIdx.x / (2 * kBlocks);
   const int n = divide_by_slices<Kind>(params, index), slice = index - n * slices_of<Kind>(params);
@@ -175,14 +189,17 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   const int64_t slices = slices_of<Kind>(params), from = segment_index<Kind>(params, n, first, slice);
   const int64_t each = back ? -slices : slices;
   if (warp == kWarps) {
-    const int64_t maps = from + (back ? 0 : params.segments * slices);
-    if (lane == 0) copy_lines(sm, params.cut.maps + maps * kMapValues, each * kMapValues, steps, cluster_rank());
+    if (lane == 0) copy_lines(sm, params.cut.maps + from * kMapValues, each * kMapValues, steps, cluster_rank());
     __syncwarp();
   } else {
     const int row = lane / 4, column = warp * 16 + lane % 4 * 2;
     float* const states = (back ? params.cut.ends : starts_of<Kind>(params, n)) + from * (kChannels * kChannels);
-    fold(sm, states + (part * kFoldRows + row) * kChannels + column, each * (kChannels * kChannels), steps, row, column,
-         warp, lane);
+    float* const state = states + (part * kFoldRows + row) * kChannels + column;
+    if (back) {
+      fold<true>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane);
+    } else {
+      fold<false>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane);
+    }
   }
   cluster_sync();  // no block ends while another one copies to it, or arrives at its barriers
 }

@@ -221,7 +221,8 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
     const MapTile<Kind> tile = map_tile<Kind>(params, index);
     const int count = tile.chunks();
     if (slot == 0 && warp == 0 && fresh_lane() == 0 && tile.says())
-      params.cut.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] = tile.forgets;
+      params.cut.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] =
+          !tile.forgets ? 0 : tile.job == Job::kForward ? kForgetsState : kForgetsGradient;
     if (count == 0) continue;
     const int row = slot * 64 + state_row(warp, fresh_lane()), column = state_column(fresh_lane());
     const auto chunks = [&](const auto& step) {
@@ -263,9 +264,7 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) S[4 * j + i] = row + i / 2 * 8 == column + j * 8 + i % 2 ? 1.f : 0.f;
       chunks([&](uint32_t s) { step_back<false, T>(S, sm.stages[s], sm.gates[s], slot, warp); });
-      uint16_t* const map = params.cut.maps + number * kMapValues;
-      uint16_t* const transposed = map + int64_t{params.segments} * slices_of<Kind>(params) * kMapValues;
-      store_map(S, map, transposed, slot * 64 + warp * 16, fresh_lane());
+      store_map(S, params.cut.maps + number * kMapValues, slot * 64 + warp * 16, fresh_lane());
       continue;
     } else {
       if (tile.segment < tile.last || tile.forgets || problem.dht == nullptr) {
@@ -279,7 +278,7 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
       chunks([&](uint32_t s) { step_back<true, T>(S, sm.stages[s], sm.gates[s], slot, warp); });
       to = params.cut.ends + matrix - next;
     }
-    store_state(S, to + row * kChannels + column, 1, kChannels, 1.f, AllChannels{});
+    store_matrix(S, to + row * kChannels + column);
   }
 }
 

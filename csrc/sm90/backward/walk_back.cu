@@ -55,7 +55,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       if (!ends) {
         if constexpr (C::kCut) {
           const int64_t index = segment_index<Kind>(params, tile.n, tile.segment, tile.slice);
-          load_state(S, state_of(params.cut.ends, index, slot, warp), 1, kChannels, 1.f, AllChannels{});
+          load_matrix(S, state_of(params.cut.ends, index, slot, warp));
         }
       } else if (problem.dht == nullptr) {
         clear_state(S);
@@ -228,8 +228,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
         if (any && params.cut.forgotten[index] != 0) {
           const float* const given = state_of(params.cut.ends, index - slices_of<Kind>(params), slot, warp);
           StateDifference difference;
-#pragma unroll
-          for (int i = 0; i < 64; ++i) difference.add(S[i], given[i / 4 * 8 + i % 4 / 2 * 8 * kChannels + i % 2]);
+          difference.add(S, given);
           difference.judge(params.cut.wrong);
         }
         continue;

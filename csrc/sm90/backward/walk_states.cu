@@ -98,7 +98,7 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
       if (--left == 0) {
         left = *params.scratch.segment;
         to += int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);
-        store_state(S, to, 1, kChannels, 1.f, AllChannels{});
+        store_matrix(S, to);
       }
     }
   }

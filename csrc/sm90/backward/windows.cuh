@@ -39,11 +39,14 @@ GDN_DEVICE int window_of(const Params& params, const SegmentTile<Kind>& tile, bo
 // How far a warp's share of a state, 16 channels of V, is from what the next segment was given.
 class StateDifference {
  public:
-  GDN_DEVICE void add(float x, float given) {
-    const float difference = fabsf(x - given);
-    finite_ = finite_ && difference < INFINITY;
-    most_ = fmaxf(most_, fabsf(x));
-    apart_ = fmaxf(apart_, difference);
+  // given: this thread's first element, state_of.
+  GDN_DEVICE void add(const float (&S)[64], const float* given) {
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      const float2 x = *reinterpret_cast<const float2*>(given + j / 2 * 8 + j % 2 * 8 * kChannels);
+      add(S[2 * j], x.x);
+      add(S[2 * j + 1], x.y);
+    }
   }
   // Puts down that they differ, by a whole warp.
   GDN_DEVICE void judge(int* wrong) const {
@@ -51,10 +54,17 @@ class StateDifference {
     const float most = __int_as_float(__reduce_max_sync(~0u, __float_as_int(most_)));
     const float apart = __int_as_float(__reduce_max_sync(~0u, __float_as_int(apart_)));
     const bool same = __all_sync(~0u, finite_) && apart <= kSameStart<__nv_bfloat16> * most;
-    if (!same && threadIdx.x % 32 == 0) atomicAdd(wrong, 1);
+    if (!same) *wrong = 1;
   }
 
  private:
+  GDN_DEVICE void add(float x, float given) {
+    const float difference = fabsf(x - given);
+    finite_ = finite_ && difference < INFINITY;
+    most_ = fmaxf(most_, fabsf(x));
+    apart_ = fmaxf(apart_, difference);
+  }
+
   float most_ = 0, apart_ = 0;
   bool finite_ = true;
 };
