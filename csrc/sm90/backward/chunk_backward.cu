@@ -69,7 +69,7 @@ Segments in_segments(const ChunkForward& p, int length, bool cuts) {
 // Microseconds of both walks in segments of `length` chunks, of which a sequence has `of_batch`.
 double time_of_cut(const ChunkForward& p, int length, double of_batch) {
   // Of a chunk of the maps, of the start and end of a tile of theirs or of the walk back; of a step of the folds, of
-  // which a multiprocessor has two blocks at a time; of all launches but one.
+  // which a multiprocessor has two blocks at a time; of the launches that are a cut's alone.
   constexpr double kMaps = 1.25, kShort = 3, kFold = 1.4, kLaunches = 12;
   constexpr double kFoldBlocks = 2 * (kChannels / kFoldRows);  // of a slice: of the state and of its gradient
   constexpr double kMapBytes = 0.026, kBackBytes = 0.027;  // of a chunk and slice, by the bandwidth of memory

@@ -318,19 +318,14 @@ GDN_DEVICE SegmentTile<Kind> cut_tile(const Params& params, int index) {
   const int tile = divide_by_slices<Kind>(params, index), n = tile / params.segments_of_batch;
   return segment_tile<Kind>(params, n, tile - n * params.segments_of_batch, index - tile * slices_of<Kind>(params));
 }
-// The number of a segment and slice in the arrays of Scratch and Cut that have an entry for each, and where its matrix
-// [128, 128] begins in those of matrices.
+// The number of a segment and slice in the arrays of Scratch and Cut that have an entry or a matrix [128, 128] for each.
 template <class Kind>
 GDN_DEVICE int64_t segment_index(const Params& params, int n, int segment, int slice) {
   return int64_t{first_segment(params, n) + segment} * slices_of<Kind>(params) + slice;
 }
-template <class Kind>
-GDN_DEVICE int64_t segment_matrix(const Params& params, int n, int segment, int slice) {
-  return segment_index<Kind>(params, n, segment, slice) * (kChannels * kChannels);
-}
 
 // Scratch::starts, less the matrices of the first segments up to that of sequence n, which it has not: to be taken with
-// segment_index or segment_matrix of a later segment.
+// segment_index of a later segment.
 template <class Kind>
 GDN_DEVICE float* starts_of(const Params& params, int n) {
   return params.scratch.starts - (n + 1) * int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);
