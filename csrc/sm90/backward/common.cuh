@@ -72,18 +72,19 @@ struct Scratch {
   int* order;          // [N]: sequences, the longest first, where segments of dealt walks start from walk_states.cu
 };
 
-constexpr int kForgetsState = 1, kForgetsGradient = 2;  // of Cut::forgotten
+// Of Cut::forgotten, where not 0. A segment but the last forgets the state and the gradient of the state, the last one the
+// gradient alone.
+constexpr int kForgetsState = 1, kForgetsGradient = 2;
 // Both walks of few long sequences in segments of Params::segment chunks, segment_maps.cu.
 struct Cut {
   bool cuts;
   // [segments, slices, 128 of V, 128 of K]: the gradient of the state behind each segment but the last
   float* ends;
-  // [segments, slices, kMapValues]: M, [128 of K, 128 of K], map_halves.cuh. In the memory of dx, which the walk back
-  // writes after they have been folded.
+  // [segments, slices, kMapValues]: what a segment does to the gradient of the state, M, [128 of K, 128 of K],
+  // map_halves.cuh; the transpose of M is what it does to the state. The maps lie in the memory of dx, which the walk back
+  // writes after the folds.
   uint16_t* maps;
-  // [segments, slices]: 0, or that what a segment starts from is forgotten at its end, windows.cuh. Of the last segment the
-  // gradient of the state is meant, of the others both.
-  int* forgotten;
+  int* forgotten;  // [segments, slices]: not 0 where what a segment starts from is forgotten at its end, windows.cuh
   int* wrong;      // not 0 where a segment has started from something else: all is walked again, whole
 };
 

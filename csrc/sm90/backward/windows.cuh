@@ -54,7 +54,7 @@ class StateDifference {
     const float most = __int_as_float(__reduce_max_sync(~0u, __float_as_int(most_)));
     const float apart = __int_as_float(__reduce_max_sync(~0u, __float_as_int(apart_)));
     const bool same = __all_sync(~0u, finite_) && apart <= kSameStart<__nv_bfloat16> * most;
-    if (!same) atomicAdd(wrong, 1);
+    if (!same) atomicAdd(wrong, 1);  // by all lanes: with one lane chosen, the walk forward spills a register
   }
 
  private:
