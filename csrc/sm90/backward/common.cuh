@@ -72,8 +72,8 @@ struct Scratch {
   int* order;          // [N]: sequences, the longest first, where segments of dealt walks start from walk_states.cu
 };
 
-// Of Cut::forgotten, where not 0. A segment but the last forgets the state and the gradient of the state, the last one the
-// gradient alone.
+// What Cut::forgotten has where it is not 0: a segment but the last forgets the state and the gradient of the state, the last
+// one forgets the gradient alone.
 constexpr int kForgetsState = 1, kForgetsGradient = 2;
 // Both walks of few long sequences in segments of Params::segment chunks, segment_maps.cu.
 struct Cut {
