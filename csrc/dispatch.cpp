@@ -11,7 +11,7 @@ namespace gdn {
 namespace {
 constexpr Architecture kArchitectures[] = {
     {"sm90", 9, 0, sm90::chunk_forward_workspace, sm90::chunk_forward, sm90::chunk_prefill,
-     sm90::backward::chunk_backward_workspace, sm90::backward::chunk_backward, sm90::backward::backward_walks},
+     sm90::backward::chunk_backward_every, sm90::backward::chunk_backward_workspace, sm90::backward::chunk_backward, sm90::backward::backward_walks},
 };
 
 struct Capability {

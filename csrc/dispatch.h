@@ -24,12 +24,16 @@ struct Architecture {
   // Tokens from cu_seqlens[N] on get o = 0; a sequence without tokens gets ht = h0.
   const char* (*chunk_forward)(const ChunkForward&, cudaStream_t);
 
-  // The same on a pool: h0, ht and o are unset, and T may be 0.
+  // The same on a pool, or with states that are left on its way: h0, ht and o are not read, and T may be 0.
   const char* (*chunk_prefill)(const ChunkForward&, const Pool&, cudaStream_t);
 
-  // Bytes of scratch memory that chunk_backward needs. Depends on B, T, H, HV, K, V, N, use_qk_l2norm,
-  // multiprocessors, and on whether cu_seqlens is null.
-  size_t (*chunk_backward_workspace)(const ChunkForward&);
+  // After how many tokens of a sequence each a forward is to leave the state for chunk_backward, which takes less time with
+  // them; 0: none is to be left. Depends on what chunk_backward_workspace depends on.
+  int (*chunk_backward_every)(const ChunkForward&);
+
+  // Bytes of scratch memory that chunk_backward needs, with states after each `every` tokens or without, 0. Depends on B, T,
+  // H, HV, K, V, N, dtype, use_qk_l2norm, batch_invariant, longest, multiprocessors, and on whether cu_seqlens is null.
+  size_t (*chunk_backward_workspace)(const ChunkForward&, int every);
 
   // As chunk_forward. A sequence without tokens gets dh0 = dht.
   const char* (*chunk_backward)(const ChunkBackward&, cudaStream_t);

@@ -58,9 +58,10 @@ std::string why_unavailable() {
   return out.str();
 }
 
-int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V,
-                                int64_t N, bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant,
-                                int64_t longest, int64_t second, int64_t third) {
+// A call of these sizes, without its tensors.
+ChunkForward sized(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N,
+                   bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant, int64_t longest,
+                   int64_t second, int64_t third) {
   static const int32_t some_offsets = 0;
   ChunkForward p{};
   p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
@@ -69,7 +70,15 @@ int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H,
   p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant;
   p.longest[0] = longest, p.longest[1] = second, p.longest[2] = third;
   p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
-  return workspace_floats(kernels_on(static_cast<int32_t>(device)), p);
+  return p;
+}
+
+int64_t chunk_forward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V,
+                                int64_t N, bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant,
+                                int64_t longest, int64_t second, int64_t third) {
+  return workspace_floats(kernels_on(static_cast<int32_t>(device)),
+                          sized(device, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, batch_invariant,
+                                longest, second, third));
 }
 
 // What every call has: q, k, v, g, beta, the gate's parameters and cu_seqlens.
@@ -146,8 +155,28 @@ cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Checks `workspace`, and runs what `p` says on the current stream of its device; pool: null without one.
-void run(ChunkForward p, const Pool* pool, const Tensor& workspace, int32_t device) {
+// Tokens from one state that is kept to the next; 0: none is.
+int checked_every(int64_t every) {
+  STD_TORCH_CHECK(every >= 0 && every % 64 == 0 && every < int64_t{1} << 31,
+                  "gdn_fast: every must be 0 or a multiple of 64 below 2^31, got ", every);
+  return static_cast<int>(every);
+}
+
+int check_every(int64_t every, const std::optional<Tensor>& states) {
+  const int checked = checked_every(every);
+  STD_TORCH_CHECK(states.has_value() == (every > 0),
+                  "gdn_fast: states must be a tensor if and only if every is not 0, got every = ", every);
+  return checked;
+}
+// ChunkBackward::states.
+float* kept_states(const Tensor& x, int32_t device, const ChunkForward& p, int64_t every) {
+  check_dtype(x, "states", ScalarType::Float);
+  return static_cast<float*>(written(x, "states", device, {p.B * p.T / every, p.HV, p.V, p.K}));
+}
+
+// Checks `workspace`, and runs what `p` says on the current stream of its device; pool: null without one. name: of the
+// operator.
+void run(const char* name, ChunkForward p, const Pool* pool, const Tensor& workspace, int32_t device) {
   const Architecture& kernels = kernels_on(device);
   check_workspace(workspace, device, workspace_floats(kernels, p));
   p.workspace = workspace.data_ptr();
@@ -155,7 +184,7 @@ void run(ChunkForward p, const Pool* pool, const Tensor& workspace, int32_t devi
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   const char* error = pool ? kernels.chunk_prefill(p, *pool, stream) : kernels.chunk_forward(p, stream);
-  STD_TORCH_CHECK(error == nullptr, "gdn_fast::", pool ? "chunk_prefill" : "chunk_forward", " did not run: ", error);
+  STD_TORCH_CHECK(error == nullptr, "gdn_fast::", name, " did not run: ", error);
 }
 
 void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
@@ -163,7 +192,8 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const std::optional<Tensor>& initial_state, const std::optional<Tensor>& cu_seqlens, double scale,
                    bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval,
                    bool batch_invariant, int64_t longest, int64_t second, int64_t third, const Tensor& o,
-                   const std::optional<Tensor>& final_state, const Tensor& workspace) {
+                   const std::optional<Tensor>& final_state, const std::optional<Tensor>& states, int64_t every,
+                   const Tensor& workspace) {
   ChunkForward p = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
                                  allow_neg_eigval, batch_invariant, longest, second, third);
   const int32_t device = q.get_device_index();
@@ -187,7 +217,17 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     p.ht_n = HV * K * V, p.ht_h = K * V;
     p.ht_k = state_v_first ? 1 : V, p.ht_v = state_v_first ? K : 1;
   }
-  run(p, nullptr, workspace, device);
+  check_every(every, states);
+  if (!states) return run("chunk_forward", p, nullptr, workspace, device);
+  const int64_t state = K * V;
+  Pool pool{};
+  pool.o = {p.o, p.T * HV * V, HV * V, V};
+  pool.from = {const_cast<void*>(p.h0), p.h0_n, p.h0_h, p.h0_k, p.h0_v, p.h0_dtype};
+  pool.to = {p.ht, p.ht_n, p.ht_h, p.ht_k, p.ht_v, Dtype::kFloat32};
+  pool.last_skipped = -1;
+  pool.every = every <= p.T ? static_cast<int>(every) : 0;  // else no sequence is long enough
+  pool.checkpoints = {kept_states(*states, device, p, every), HV * state, state, 1, K, Dtype::kFloat32};
+  run("chunk_forward", p, &pool, workspace, device);
 }
 
 void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
@@ -203,8 +243,9 @@ void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const int32_t device = q.get_device_index();
   Pool pool{};
   pool.o = tma_rows(o, "o", device, q.scalar_type(), {p.B, p.T, p.HV, p.V});
-  pool.states = states(state, "state", device, p, state_v_first);
-  pool.states.dtype = dtype_of(state, "state");
+  pool.from = states(state, "state", device, p, state_v_first);
+  pool.from.dtype = dtype_of(state, "state");
+  pool.to = pool.from;
   pool.read_slots = slots_of(read_slots, "read_slots", device, {p.N});
   pool.write_slots = slots_of(write_slots, "write_slots", device, {p.N});
   pool.last_skipped = static_cast<int>(last_skipped);
@@ -215,7 +256,7 @@ void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     check_contiguous(*has_initial_state, "has_initial_state");
     pool.has_state = static_cast<const bool*>(has_initial_state->data_ptr());
   }
-  STD_TORCH_CHECK(every >= 0 && every % 64 == 0, "gdn_fast: every must be 0 or a multiple of 64, got ", every);
+  checked_every(every);
   STD_TORCH_CHECK(every == 0 || checkpoints.has_value(), "gdn_fast: checkpoints must be a tensor where every is not 0");
   if (every > 0 && every <= p.T) {  // else no sequence is long enough
     pool.every = static_cast<int>(every);
@@ -227,25 +268,28 @@ void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
       pool.checkpoint_slots = slots_of(*checkpoint_slots, "checkpoint_slots", device, {p.N, pool.checkpoint_columns});
     }
   }
-  run(p, &pool, workspace, device);
+  run("chunk_prefill", p, &pool, workspace, device);
 }
 
-int64_t backward_floats(const Architecture& kernels, const ChunkForward& p) {
-  return static_cast<int64_t>((kernels.chunk_backward_workspace(p) + sizeof(float) - 1) / sizeof(float));
+int64_t backward_floats(const Architecture& kernels, const ChunkForward& p, int every) {
+  return static_cast<int64_t>((kernels.chunk_backward_workspace(p, every) + sizeof(float) - 1) / sizeof(float));
+}
+
+int64_t chunk_backward_every(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N,
+                             bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant,
+                             int64_t longest, int64_t second, int64_t third) {
+  return kernels_on(static_cast<int32_t>(device))
+      .chunk_backward_every(sized(device, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, batch_invariant,
+                                  longest, second, third));
 }
 
 int64_t chunk_backward_workspace(int64_t device, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t N,
                                  bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant,
-                                 int64_t longest, int64_t second, int64_t third) {
-  static const int32_t some_offsets = 0;
-  ChunkForward p{};
-  p.B = B, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.N = N;
-  p.dtype = is_bfloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
-  p.cu_seqlens = is_packed ? &some_offsets : nullptr;
-  p.use_qk_l2norm = use_qk_l2norm, p.batch_invariant = batch_invariant;
-  p.longest[0] = longest, p.longest[1] = second, p.longest[2] = third;
-  p.multiprocessors = multiprocessors(static_cast<int32_t>(device));
-  return backward_floats(kernels_on(static_cast<int32_t>(device)), p);
+                                 int64_t longest, int64_t second, int64_t third, int64_t every) {
+  return backward_floats(kernels_on(static_cast<int32_t>(device)),
+                         sized(device, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, batch_invariant,
+                               longest, second, third),
+                         checked_every(every));
 }
 
 void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Tensor& q, const Tensor& k,
@@ -253,8 +297,8 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
                     const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& initial_state,
                     const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first, bool use_qk_l2norm,
                     bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int64_t longest,
-                    int64_t second, int64_t third, const Tensor& dq,
-                    const Tensor& dk, const Tensor& dv, const Tensor& dg, const Tensor& dbeta,
+                    int64_t second, int64_t third, const std::optional<Tensor>& states, int64_t every,
+                    const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& dg, const Tensor& dbeta,
                     const std::optional<Tensor>& dh0, const std::optional<Tensor>& gate_sums, const Tensor& workspace) {
   ChunkBackward b{};
   b.forward = describe(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
@@ -268,6 +312,8 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
   b.dO = tma_rows(dO, "do", device, dtype, {B, T, HV, V});
   const StateGradient from = state_gradient(dht, p, device, state_v_first);
   b.dht = from.data, b.dht_n = from.n, b.dht_h = from.h, b.dht_k = from.k, b.dht_v = from.v;
+  b.every = check_every(every, states);
+  if (states) b.states = kept_states(*states, device, p, every);
   check_dtype(dq, "dq", dtype);
   check_dtype(dk, "dk", dtype);
   check_dtype(dv, "dv", dtype);
@@ -288,7 +334,7 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
     b.gate_sums = static_cast<float*>(written(*gate_sums, "gate_sums", device, {2, HV}));
   }
   const Architecture& kernels = kernels_on(device);
-  check_workspace(workspace, device, backward_floats(kernels, p));
+  check_workspace(workspace, device, backward_floats(kernels, p, b.every));
   p.workspace = workspace.data_ptr();
 
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -363,8 +409,8 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
       "chunk_forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
       "Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first, bool use_qk_l2norm, "
       "bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int longest, int second, int third, "
-      "Tensor(a!) o, Tensor(b!)? final_state, "
-      "Tensor(c!) workspace) -> ()");
+      "Tensor(a!) o, Tensor(b!)? final_state, Tensor(c!)? states, int every, "
+      "Tensor(d!) workspace) -> ()");
   // checkpoints may be `state`.
   m.def(
       "chunk_prefill(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
@@ -374,13 +420,16 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
       "Tensor(c!)? checkpoints, "
       "Tensor? checkpoint_slots, Tensor(d!) workspace) -> ()");
   m.def(
-      "chunk_backward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, "
+      "chunk_backward_every(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, "
       "bool is_packed, bool use_qk_l2norm, bool batch_invariant, int longest, int second, int third) -> int");
+  m.def(
+      "chunk_backward_workspace(int device, int B, int T, int H, int HV, int K, int V, int N, bool is_bfloat16, "
+      "bool is_packed, bool use_qk_l2norm, bool batch_invariant, int longest, int second, int third, int every) -> int");
   m.def(
       "chunk_backward(Tensor do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, "
       "Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first, "
       "bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, int longest, "
-      "int second, int third, Tensor(a!) dq, "
+      "int second, int third, Tensor? states, int every, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!)? dh0, Tensor(g!)? gate_sums, "
       "Tensor(h!) workspace) -> ()");
   m.def(
@@ -391,6 +440,7 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CompositeExplicitAutograd, m) {
   m.impl("why_unavailable", TORCH_BOX(&why_unavailable));
   m.impl("chunk_forward_workspace", TORCH_BOX(&chunk_forward_workspace));
+  m.impl("chunk_backward_every", TORCH_BOX(&chunk_backward_every));
   m.impl("chunk_backward_workspace", TORCH_BOX(&chunk_backward_workspace));
 }
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CUDA, m) {

@@ -65,13 +65,13 @@ struct Slots {
   bool is_64;
 };
 
-// What a call on a pool of states has in place of h0, ht and o. Sequence n starts from row read_slots[n] of `states` and
-// leaves its final state in row write_slots[n]. Rows up to `last_skipped` are none: one to read skips the sequence, with
-// o = 0 and nothing else written; one to write is not written.
+// What a call on a pool of states, or one that leaves states on its way, has in place of h0, ht and o. Sequence n starts from
+// row read_slots[n] of `from` and leaves its final state in row write_slots[n] of `to`. Rows up to `last_skipped` are none:
+// one to read skips the sequence, with o = 0 and nothing else written; one to write is not written.
 struct Pool {
   Rows o;  // [B, T, HV, V], of `dtype`: written
-  States states;
-  Slots read_slots, write_slots;  // [N]
+  States from, to;                // null data: all start from zeros; no final state is wanted
+  Slots read_slots, write_slots;  // [N]; null data: n itself
   const bool* has_state;          // [N]: whether sequence n starts from its row, or from zeros; null: all do
   int last_skipped;               // -1 or 0
 
@@ -90,6 +90,11 @@ struct ChunkBackward {
   Rows dO;           // [B, T, HV, V], of `dtype`: the gradient of o
   const float* dht;  // [N, HV, K, V] at the strides below, in elements; null: zeros
   int64_t dht_n, dht_h, dht_k, dht_v;
+
+  // What the forward left: [B T / every, HV, V, K] contiguous, the state behind tokens `every`, 2 `every`, ... of a sequence,
+  // of which the first is in row s / every, s being the sequence's first token of all B T. Null: nothing.
+  const float* states;
+  int every;  // tokens, a multiple of 64; 0 without states
 
   // Written; all contiguous but dh0. Where tokens belong to no sequence they are 0.
   void* dq;  // [B, T, H, K], of `dtype`

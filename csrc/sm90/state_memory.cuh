@@ -67,7 +67,7 @@ struct StateMemory {
       if (row < 0) {
         clear();
       } else {
-        const States& from = params.pool.states;
+        const States& from = params.pool.from;
         load_row(from, row * from.row + tile.hv * from.head, tile);
       }
     } else if (p.h0 == nullptr) {
@@ -221,6 +221,7 @@ struct StateMemory {
   // What the tile starts from; -1: from zeros.
   GDN_DEVICE int64_t first_row(const Tile& tile) const {
     const Pool& pool = params.pool;
+    if (pool.from.data == nullptr) return -1;
     if (pool.has_state != nullptr && !pool.has_state[tile.n]) return -1;
     return not_skipped(slot_at(pool.read_slots, tile.n));
   }
@@ -245,7 +246,7 @@ struct StateMemory {
 #pragma unroll 1
     for (int final = 0; final < 2; ++final) {
       int64_t row = final ? final_row(tile, left) : checkpoint_row(tile, left);
-      States to = pool.states;
+      States to = pool.to;
       if (!final) to = pool.checkpoints;
       if (C::kPass == Pass::kSegments && final && left <= 0 && tile.begins && !tile.ends) {
         to = {start_of(tile.slot, tile.hv), 0, 0, 1, C::kKeys, Dtype::kFloat32};
@@ -256,6 +257,7 @@ struct StateMemory {
   }
   // -1: there is none.
   GDN_DEVICE int64_t final_row(const Tile& tile, int left) const {
+    if (params.pool.to.data == nullptr) return -1;
     return left <= 0 && tile.ends ? not_skipped(slot_at(params.pool.write_slots, tile.n)) : -1;
   }
   GDN_DEVICE int64_t checkpoint_row(const Tile& tile, int left) const {
@@ -280,11 +282,18 @@ struct StateMemory {
     uint8_t* at = static_cast<uint8_t*>(to.data) +
                   (row * to.row + tile.hv * to.head + value_channel(tile) * to.v) * size +
                   key_channel() * next_k;
+    // Two channels of K at once, which fill sectors of 32 bytes: a sector that is written in part, twice, takes as long as two.
+    const bool in_pairs = C::kExact && to.dtype == Dtype::kFloat32 && to.k == 1 && reinterpret_cast<uintptr_t>(at) % 8 == 0;
     constexpr int kPiece = kSize / 4;
 #pragma unroll 1
     for (int first = 0; first < kSize / 4; first += kPiece / 4) {
 #pragma unroll
       for (int j = 0; j < kPiece / 4; ++j, step(at, 8 * next_k)) {
+        if (in_pairs) {
+          *reinterpret_cast<float2*>(at) = make_float2(S[4 * j] * factor, S[4 * j + 1] * factor);
+          *reinterpret_cast<float2*>(at + next_8_v) = make_float2(S[4 * j + 2] * factor, S[4 * j + 3] * factor);
+          continue;
+        }
         if (C::kExact || inside(tile, first + j, 0)) {
           store_as(to.dtype, at, S[4 * j] * factor);
           store_as(to.dtype, at + next_k, S[4 * j + 1] * factor);

@@ -34,6 +34,7 @@ struct Segment {
 };
 
 GDN_DEVICE int64_t slot_at(const Slots& slots, int64_t i) {
+  if (slots.data == nullptr) return i;
   return slots.is_64 ? static_cast<const int64_t*>(slots.data)[i]
                      : static_cast<const int32_t*>(slots.data)[i];
 }

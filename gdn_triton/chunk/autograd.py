@@ -1,5 +1,6 @@
 """Backends by kernels under autograd: a forward that runs without gradients, and what finds them. A
-backward takes nothing from a forward but its inputs, so that each serves any of them."""
+backward needs nothing of a forward but its inputs, so that each serves any of them. What a forward
+leaves beside makes its own backend's backward take less time."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
@@ -11,12 +12,22 @@ from gdn_triton._host.records import state_needs_grad
 from gdn_triton._host.tensors import readable_gradient
 from gdn_triton.chunk.problem import Gradients, Inputs, Problem, needed_inputs
 
-# What runs a forward without gradients.
-Run = Callable[[Problem, Inputs], tuple[Tensor, Tensor | None]]
+# What runs a forward without gradients: o, the final state, and what it leaves for the backward.
+Run = Callable[[Problem, Inputs], tuple[Tensor, Tensor | None, Tensor | None]]
+
+
+def leaves_nothing(forward: Callable[[Problem, Inputs], tuple[Tensor, Tensor | None]]) -> Run:
+    """What runs a forward that gives o and the final state alone."""
+
+    def run(problem: Problem, x: Inputs) -> tuple[Tensor, Tensor | None, None]:
+        return *forward(problem, x), None
+
+    return run
 
 
 class Find(Protocol):
-    """What finds the gradients of all inputs; that of the initial state only with ``store_dh0``."""
+    """What finds the gradients of all inputs; that of the initial state only with ``store_dh0``. Of
+    a `Run` that leaves something, it takes that as ``states`` too."""
 
     def __call__(
         self,
@@ -36,14 +47,16 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        find: Find,
+        find: Callable[..., Gradients],
         problem: Problem,
         store_dh0: bool,
+        states: Tensor | None,
         do: Tensor | None,
         dht: Tensor | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        return tuple(find(problem, Inputs._make(tensors), do, dht, store_dh0=store_dh0))
+        x = Inputs._make(tensors)
+        return tuple(find(problem, x, do, dht, store_dh0=store_dh0, **_left(states)))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> NoReturn:
@@ -53,15 +66,19 @@ class _Gradients(torch.autograd.Function):
         )
 
 
+def _left(states: Tensor | None) -> dict[str, Tensor]:
+    return {} if states is None else {"states": states}
+
+
 class _Chunk(torch.autograd.Function):
-    """Keeps the inputs, its last arguments, and nothing else."""
+    """Keeps the inputs, its last arguments, and what the forward leaves."""
 
     @staticmethod
     def forward(
         ctx: Any, run: Run, find: Find, problem: Problem, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        o, final_state = run(problem, Inputs._make(tensors))
-        ctx.save_for_backward(*tensors)
+        o, final_state, states = run(problem, Inputs._make(tensors))
+        ctx.save_for_backward(states, *tensors)
         ctx.find, ctx.problem = find, problem
         ctx.set_materialize_grads(False)
         if final_state is not None and not state_needs_grad(needed_inputs(ctx.needs_input_grad)):
@@ -74,13 +91,14 @@ class _Chunk(torch.autograd.Function):
         if do is None and dht is None:
             return (None,) * len(ctx.needs_input_grad)
         do, dht = readable_gradient("o", do), readable_gradient("final_state", dht)
-        x, store_dh0 = Inputs._make(ctx.saved_tensors), needed["initial_state"]
+        states, *tensors = ctx.saved_tensors
+        x, store_dh0 = Inputs._make(tensors), needed["initial_state"]
         if torch.is_grad_enabled():  # somebody may differentiate what is found
             found = _Gradients.apply(  # type: ignore[no-untyped-call]
-                ctx.find, ctx.problem, store_dh0, do, dht, *x
+                ctx.find, ctx.problem, store_dh0, states, do, dht, *x
             )
         else:
-            found = ctx.find(ctx.problem, x, do, dht, store_dh0=store_dh0)
+            found = ctx.find(ctx.problem, x, do, dht, store_dh0=store_dh0, **_left(states))
         wanted = (x if want else None for x, want in zip(found, needed.values(), strict=True))
         return (None, None, None, *wanted)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gdn_triton._host.memory import count_writes
-from gdn_triton.chunk.autograd import Find, differentiable
+from gdn_triton.chunk.autograd import Find, differentiable, leaves_nothing
 from gdn_triton.chunk.limits import why_triton_gradients
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.fast import chunk as fast_chunk
@@ -45,7 +45,9 @@ def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tens
     """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
     with and without a gradient. With a `pool`, its o and its states, and no gradient."""
     if problem.needs_grad:
-        return differentiable(fast_chunk.forward, gradients_of(problem), problem, x)
+        own = why_triton_gradients(problem) is None
+        run = fast_chunk.forward_for_gradients if own else leaves_nothing(fast_chunk.forward)
+        return differentiable(run, gradients_of(problem), problem, x)
     if pool is not None:
         count_writes(pool.state, pool.out, pool.checkpoints)
     return fast_chunk.forward(problem, x, pool)

@@ -15,6 +15,9 @@ from torch import Tensor
 from gdn_triton import fast
 from gdn_triton.chunk.problem import Gradients, Inputs, Pool, Problem
 
+# What a forward leaves for its backward, if it leaves something.
+States = Tensor | None
+
 # The dtypes in which the kernels read g, beta and the initial state.
 _SIDE_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
@@ -44,28 +47,40 @@ def head_vector(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
 
 
+# What the library says of a call's sizes (`_sizes`) is kept: asking takes longer.
+
+
 @functools.lru_cache(1024)
-def workspace_floats(
-    device: int | None,
-    B: int,
-    T: int,
-    H: int,
-    HV: int,
-    K: int,
-    V: int,
-    N: int,
-    is_bfloat16: bool,
-    is_packed: bool,
-    use_qk_l2norm: bool,
-    invariant: bool,
-    *longest: int,
-) -> int:
-    """Scratch memory of a call, in float32 elements. Kept: asking the library takes longer."""
+def workspace_floats(*sizes: int | None) -> int:
+    """Scratch memory of a forward, in float32 elements."""
+    return _asked("chunk_forward_workspace", *sizes)
+
+
+@functools.lru_cache(1024)
+def backward_floats(*sizes: int | None, every: int) -> int:
+    """Scratch memory of a backward, in float32 elements; every: 0 without states."""
+    return _asked("chunk_backward_workspace", *sizes, every)
+
+
+@functools.lru_cache(1024)
+def kept_every(*sizes: int | None) -> int:
+    """After how many tokens of a sequence each a forward is to leave the state, with which the
+    backward takes less time; 0: none."""
+    return _asked("chunk_backward_every", *sizes)
+
+
+def _asked(name: str, device: int | None, *sizes: int | None) -> int:
     index = torch.cuda.current_device() if device is None else device
-    size: int = torch.ops.gdn_fast.chunk_forward_workspace(
-        index, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, invariant, *longest
+    answer: int = getattr(torch.ops.gdn_fast, name)(index, *sizes)
+    return answer
+
+
+def _sizes(p: Problem, device: torch.device) -> tuple[int | None, ...]:
+    """All that the library plans a call by."""
+    return (
+        *(device.index, p.B, p.T, p.H, p.HV, p.K, p.V, p.N, p.q_dtype is torch.bfloat16),
+        *(p.is_varlen, p.use_qk_l2norm, p.batch_invariant, *p.longest),
     )
-    return size
 
 
 @functools.cache
@@ -86,6 +101,18 @@ def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tens
     """
     if pool is not None:
         return _prefill(problem, x, pool), None
+    o, final_state, _ = _forward(problem, x, keeps=False)
+    return o, final_state
+
+
+def forward_for_gradients(problem: Problem, x: Inputs) -> tuple[Tensor, Tensor | None, States]:
+    """`forward`, with the same bits, and what it leaves for `gradients`: states [rows, HV, V, K] in
+    fp32 of at most 32 bytes a token and value head, or None where the library's backward takes no
+    less time with them."""
+    return _forward(problem, x, keeps=True)
+
+
+def _forward(problem: Problem, x: Inputs, *, keeps: bool) -> tuple[Tensor, Tensor | None, States]:
     p, initial_state = problem, x.initial_state
     run, device = _operator("chunk_forward"), x.q.device
     o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=device)
@@ -94,7 +121,11 @@ def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tens
         shape = (p.N, p.HV, p.V, p.K) if p.state_v_first else (p.N, p.HV, p.K, p.V)
         final_state = torch.empty(shape, dtype=torch.float32, device=device)
     if p.T == 0 or p.N == 0:
-        return o.zero_(), _untouched(final_state, initial_state)
+        return o.zero_(), _untouched(final_state, initial_state), None
+    states, every = None, kept_every(*_sizes(p, device)) if keeps else 0
+    if every > 0:
+        shape = (p.B * p.T // every, p.HV, p.V, p.K)
+        states = torch.empty(shape, dtype=torch.float32, device=device)
     run(
         *_readable(x),
         None if initial_state is None else side_readable(initial_state),
@@ -102,9 +133,11 @@ def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tens
         *_options(p),
         o,
         final_state,
+        states,
+        every,
         _workspace(p, device),
     )
-    return o, final_state
+    return o, final_state, states
 
 
 def _prefill(problem: Problem, x: Inputs, pool: Pool) -> Tensor:
@@ -134,30 +167,6 @@ def _prefill(problem: Problem, x: Inputs, pool: Pool) -> Tensor:
     return o if o is pool.out else pool.out.copy_(o)
 
 
-@functools.lru_cache(1024)
-def backward_floats(
-    device: int | None,
-    B: int,
-    T: int,
-    H: int,
-    HV: int,
-    K: int,
-    V: int,
-    N: int,
-    is_bfloat16: bool,
-    is_packed: bool,
-    use_qk_l2norm: bool,
-    invariant: bool,
-    *longest: int,
-) -> int:
-    """Scratch memory of a call, in float32 elements. Kept: asking the library takes longer."""
-    index = torch.cuda.current_device() if device is None else device
-    size: int = torch.ops.gdn_fast.chunk_backward_workspace(
-        index, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, invariant, *longest
-    )
-    return size
-
-
 def gradients(
     problem: Problem,
     x: Inputs,
@@ -165,9 +174,11 @@ def gradients(
     dht: Tensor | None,
     *,
     store_dh0: bool,
+    states: States = None,
 ) -> Gradients:
     """All gradients; that of the initial state only with ``store_dh0``. do: [B, T, HV, V], or None
-    for zeros; dht: laid out like the final state, or None for zeros.
+    for zeros; dht: laid out like the final state, or None for zeros; states: of the
+    `forward_for_gradients` of the same problem.
 
     RuntimeError with the reason if the library is not there, or says that it did not run.
     """
@@ -190,21 +201,8 @@ def gradients(
         if dh0 is not None:
             _ = dh0.zero_() if dht is None else dh0.copy_(dht)
     else:
-        floats = backward_floats(
-            device.index,
-            p.B,
-            p.T,
-            p.H,
-            p.HV,
-            p.K,
-            p.V,
-            p.N,
-            p.q_dtype is torch.bfloat16,
-            p.is_varlen,
-            p.use_qk_l2norm,
-            p.batch_invariant,
-            *p.longest,
-        )
+        sizes = _sizes(p, device)
+        every = 0 if states is None else kept_every(*sizes)
         run(
             torch.zeros_like(dv) if do is None else tma_readable(do),
             None if dht is None else dht.float(),
@@ -218,6 +216,8 @@ def gradients(
             p.allow_neg_eigval,
             p.batch_invariant,
             *p.longest,
+            states,
+            every,
             dq,
             dk,
             dv,
@@ -225,7 +225,7 @@ def gradients(
             dbeta,
             dh0,
             gate_sums,
-            torch.empty(floats, dtype=torch.float32, device=device),
+            torch.empty(backward_floats(*sizes, every=every), dtype=torch.float32, device=device),
         )
     return Gradients(
         q=dq,
@@ -342,22 +342,7 @@ def _options(p: Problem) -> tuple[float | bool | int, ...]:
 
 
 def _workspace(problem: Problem, device: torch.device) -> Tensor:
-    p = problem
-    size = workspace_floats(
-        device.index,
-        p.B,
-        p.T,
-        p.H,
-        p.HV,
-        p.K,
-        p.V,
-        p.N,
-        p.q_dtype is torch.bfloat16,
-        p.is_varlen,
-        p.use_qk_l2norm,
-        p.batch_invariant,
-        *p.longest,
-    )
+    size = workspace_floats(*_sizes(problem, device))
     return torch.empty(size, dtype=torch.float32, device=device)
 
 

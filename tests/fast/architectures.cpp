@@ -23,7 +23,8 @@ size_t chunk_forward_workspace(const ChunkForward&) { return 1; }
 const char* chunk_forward(const ChunkForward&, cudaStream_t) { return "forward"; }
 const char* chunk_prefill(const ChunkForward&, const Pool&, cudaStream_t) { return "prefill"; }
 namespace backward {
-size_t chunk_backward_workspace(const ChunkForward&) { return 2; }
+int chunk_backward_every(const ChunkForward&) { return 3; }
+size_t chunk_backward_workspace(const ChunkForward&, int) { return 2; }
 const char* chunk_backward(const ChunkBackward&, cudaStream_t) { return "backward"; }
 const char* backward_walks(const BackwardWalks&, cudaStream_t) { return "walks"; }
 }  // namespace backward
@@ -39,6 +40,7 @@ int main() {
       std::printf("%d %s, asked %d\n", device, found ? found->name : gdn::why_none_on(device).c_str(), asked);
     }
   const gdn::Architecture& x = *gdn::architecture_on(0);
-  std::printf("%s %s %s %s %d %d\n", x.chunk_forward({}, nullptr), x.chunk_prefill({}, {}, nullptr),
-              x.chunk_backward({}, nullptr), x.backward_walks({}, nullptr), int(x.chunk_forward_workspace({})), int(x.chunk_backward_workspace({})));
+  std::printf("%s %s %s %s %d %d %d\n", x.chunk_forward({}, nullptr), x.chunk_prefill({}, {}, nullptr),
+              x.chunk_backward({}, nullptr), x.backward_walks({}, nullptr), int(x.chunk_forward_workspace({})),
+              int(x.chunk_backward_workspace({}, 0)), x.chunk_backward_every({}));
 }

@@ -30,7 +30,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     found = Noted()
     monkeypatch.setattr(chunk, "_operator", found.named)
     monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: 1)
-    monkeypatch.setattr(chunk, "backward_floats", lambda *sizes: sum(map(int, sizes[1:])))
+    monkeypatch.setattr(
+        chunk, "backward_floats", lambda *sizes, every: sum(map(int, sizes[1:])) + 1000 * every
+    )
+    monkeypatch.setattr(chunk, "kept_every", lambda *sizes: found.every)
     monkeypatch.setattr(support, "supports", lambda problem: None)
     monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
     monkeypatch.setenv("GDN_BACKEND", "cuda")

@@ -149,3 +149,36 @@ def test_nothing_to_walk(with_dht: bool, noted: Noted) -> None:
     found = chunk.gradients(p, inputs, None, dht, store_dh0=True)
     assert not noted.calls and found.q.shape == x.q.shape and found.initial_state is not None
     assert torch.equal(found.initial_state, torch.zeros(2, 2, 128, 128) if dht is None else dht)
+
+
+@pytest.mark.parametrize("every", [0, 64])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_what_a_forward_leaves(every: int, v_first: bool, noted: Noted) -> None:
+    """Is what its backward is given: nothing, or a state after so many tokens each."""
+    noted.every = every
+    case = replace(SMALL, T=200)
+    x = make_inputs(case, BF16, "cpu")
+    given = [y.detach().requires_grad_() for y in (x.q, x.k, x.v, x.g, x.beta)]
+    o, _ = gdn_triton.chunk_gated_delta_rule(*given, state_v_first=v_first)
+    (states,) = noted.left
+    torch.autograd.grad(o.sum(), given)
+    (passed,) = noted.calls
+    assert passed["states"] is states and passed["every"] == every
+    if every == 0:
+        assert states is None
+    else:
+        assert states is not None and states.shape == (400 // every, 2, 128, 128)
+    sizes = 2 + 200 + 1 + 2 + 128 + 128 + 2 + True
+    assert passed["workspace"].numel() == sizes + 1000 * every
+
+
+def test_without_a_gradient_nothing_is_left(noted: Noted) -> None:
+    noted.every = 64
+    x = make_inputs(replace(SMALL, T=200), BF16, "cpu")
+    gdn_triton.chunk_gated_delta_rule(x.q, x.k, x.v, x.g, x.beta)
+    v = x.v.detach().requires_grad_()
+    run = torch.compile(gdn_triton.chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
+    o, _ = run(x.q, x.k, v, x.g, x.beta)
+    torch.autograd.grad(o.sum(), v)
+    assert noted.left == [None, None]
+    assert noted.calls[0]["states"] is None and noted.calls[0]["every"] == 0

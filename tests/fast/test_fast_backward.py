@@ -22,12 +22,13 @@ from backward_cases import (
     make_task,
     run_op,
 )
-from fast_backward_cases import ARGUMENTS, check_repeats, random_task
+from fast_backward_cases import ARGUMENTS, check_repeats, poison, random_task
 from fast_cases import EDGES, ROOT, fast_case, gpu, output
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
 from torch import Tensor
 
 from gdn_triton.chunk.triton import backward as triton_backward
+from gdn_triton.constants import RCP_LN2
 from gdn_triton.fast import chunk
 
 # --------------------------------------------------------------------------- numbers, on a Hopper
@@ -138,6 +139,32 @@ def test_both_walks_in_segments(sizes: dict[str, Any], strength: str, own: str) 
 @pytest.mark.parametrize("sizes", [{}, {"lengths": (8100,), "orphans": 92}], ids=["8192", "packed"])
 def test_segments_that_forget(sizes: dict[str, Any], own: str) -> None:
     check_forgetting(replace(CUT, **sizes), own)
+
+
+@gpu
+def test_one_answer_whether_a_segment_forgets(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 24 chunks a segment: sums of their decays from the first to the last are 2^-18 beyond the
+    limit of 64, and from the last to the first they are not. If the walks of a segment took either,
+    the fold would read a map that none has made, here NaN."""
+    case = replace(CUT, T=280 * 64)
+    unit = 2.0**-18  # of a number below 64
+    log2 = torch.zeros(case.T // 64)
+    log2[0::24] = -(64 - unit)
+    for i in range(8, 24):
+        log2[i::24] = -0.05 * unit
+    # By two tokens: not every number is one token's decay in log2 units.
+    most = torch.where(log2 < -1, -40.0, 0.0)
+    g = torch.zeros(1, case.T, case.HV)
+    g[:, ::64] = most[:, None]
+    g[:, 1::64] = ((log2 - most * torch.tensor(RCP_LN2)) / torch.tensor(RCP_LN2))[:, None]
+    assert torch.equal((g * torch.tensor(RCP_LN2)).view(-1, 64, case.HV).sum(1)[:24, 0], log2[:24])
+    x = make_inputs(case, BF16, own)
+    task = make_task(case, BF16, own, Options(), x.but(g=g.to(own)))
+    poison()
+    found = by_op(task)
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    for name, y in by_op(task).items():
+        assert (found[name] - y).double().norm() < 2e-2 * y.double().norm(), name
 
 
 @gpu
@@ -335,6 +362,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("dg", lambda x: x[:, :, :1].contiguous(), "dg must have shape"),
     ("dh0", lambda x: x.half(), "dh0 must be Float, got Half"),
     ("gate_sums", lambda x: torch.zeros(2, 4, device="cuda"), "gate_sums must be a tensor if and"),
+    ("states", lambda x: torch.zeros(1, 2, 128, 128, device="cuda"), "states must be a tensor if"),
+    ("every", lambda x: 64, "states must be a tensor if and only if"),
+    ("every", lambda x: 65, "every must be 0 or a multiple of 64"),
     ("workspace", lambda x: x[:-1], "workspace must have"),
 ]
 

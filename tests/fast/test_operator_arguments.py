@@ -22,6 +22,12 @@ BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
     ("initial_state", lambda x: x[:1], "initial_state must have shape [2, 4, 128, 128]"),
     ("o", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "o must be contiguous"),
     ("final_state", lambda x: x.half(), "final_state must be Float, got Half"),
+    ("states", lambda x: torch.zeros(4, 4, 128, 128, device="cuda"), "states must be a tensor if"),
+    (
+        "every",
+        lambda x: 64,
+        "states must be a tensor if and only if every is not 0, got every = 64",
+    ),
     ("workspace", lambda x: x[:8], "workspace must have "),
 ]
 
@@ -53,7 +59,7 @@ BAD_POOLS: list[tuple[str, Any, str]] = [
     ("read_slots", lambda x: x[:1], "read_slots must have shape [2], got [1]"),
     ("write_slots", lambda x: x.float(), "write_slots must be Int, got Float"),
     ("has_initial_state", lambda x: x.int(), "has_initial_state must be Bool, got Int"),
-    ("every", lambda x: 96, "every must be 0 or a multiple of 64, got 96"),
+    ("every", lambda x: 96, "every must be 0 or a multiple of 64 below 2^31, got 96"),
     ("checkpoints", lambda x: None, "checkpoints must be a tensor where every is not 0"),
     ("checkpoint_slots", lambda x: x[:1], "checkpoint_slots must have shape [2, 1], got [1, 1]"),
     ("o", lambda x: x.cpu(), "o must be on a CUDA device"),

@@ -9,33 +9,56 @@ from backward_cases import STRENGTHS, Options, Task, by_op, make_task
 from fast_cases import fast_case
 from fast_parity import random_lengths
 from helpers import BF16, FP16, Case, same_bits
+from torch import Tensor
 
 # Of the operator, in their order, and those of them that it writes.
 ARGUMENTS = (
     *("do", "dht", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"),
     *("scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval"),
-    *("batch_invariant", "longest", "second", "third"),
+    *("batch_invariant", "longest", "second", "third", "states", "every"),
     *("dq", "dk", "dv", "dg", "dbeta", "dh0", "gate_sums", "workspace"),
 )
-WRITTEN = ARGUMENTS[20:27]
+WRITTEN = ARGUMENTS[22:29]
 
 SMALL = Case("small", "", T=70, B=2, H=1, HV=2, K=128, V=128, chunk_size=64, spare=8)
 
+# Calls whose forwards leave states, each with the tokens from one to the next.
+KEPT = [
+    (128, fast_case("padded", "the last segment in part", T=1000, B=2)),
+    (64, fast_case("chunks", "a segment a chunk", T=200, B=3, HV=4)),
+    (256, fast_case("multiples", "states that are final too", lengths=(256, 512, 64, 768))),
+    (128, fast_case("uneven", "most sequences without a state", orphans=70,
+                    lengths=(2100, 1, 0, 300, 1024, 127, 128, 129))),
+    (192, fast_case("dealt", "more tiles than multiprocessors", H=8, HV=32,
+                    lengths=(1500, 64, 700, 0, 400, 90, 2000))),
+    (128, fast_case("three", "without clusters", T=700, B=2, HV=6)),
+    # By the model of times both walks go in segments.
+    (256, fast_case("cut", "both walks in segments", T=2560, H=1, HV=2)),
+    (256, fast_case("cut-two", "the last segment in part", T=2500, B=2, H=1, HV=1)),
+    (256, fast_case("cut-packed", "and rows of none", lengths=(2500,), orphans=80, H=1, HV=4)),
+]  # fmt: skip
+
 
 class Noted:
-    """In the place of both operators: notes a backward's arguments, and fills what it writes with
-    numbers of their own."""
+    """In the place of the operators: notes a backward's arguments, and fills what it writes with
+    numbers of their own. A forward whose gradients are wanted leaves states where `every` is not 0.
+    """
 
     def __init__(self) -> None:
+        self.every = 0
         self.calls: list[dict[str, Any]] = []
+        self.left: list[Tensor | None] = []  # of each forward
         self.invariant_forwards: list[bool] = []
 
     def named(self, name: str) -> Callable[..., None]:
         return self.backward if name == "chunk_backward" else self.forward
 
     def forward(self, *arguments: Any) -> None:
-        self.invariant_forwards.append(arguments[-7])
-        for y in arguments[-3:-1]:
+        *_, invariant, _, _, _, o, final_state, states, every, _ = arguments
+        assert every == (0 if states is None else self.every)
+        self.invariant_forwards.append(invariant)
+        self.left.append(states)
+        for y in (o, final_state, states):
             if y is not None:
                 y.zero_()
 

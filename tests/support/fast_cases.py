@@ -63,7 +63,9 @@ class Operator:
         *("allow_neg_eigval", "batch_invariant", "longest", "second", "third", "o"),
     )
     NAMES: ClassVar = {
-        "chunk_forward": (*INPUTS, "initial_state", *FLAGS, "final_state", "workspace"),
+        "chunk_forward": (
+            *(*INPUTS, "initial_state", *FLAGS, "final_state", "states", "every", "workspace"),
+        ),
         "chunk_prefill": (
             *(*INPUTS, "state", "read_slots", "write_slots", "has_initial_state", "last_skipped"),
             *(*FLAGS, "every", "checkpoints", "checkpoint_slots", "workspace"),

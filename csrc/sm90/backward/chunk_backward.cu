@@ -58,6 +58,11 @@ struct Segments {
   bool may_be_whole;        // the device takes whole sequences all the same where they take less
   bool cuts;                // the walk back goes in the same segments, segment_maps.cu
 };
+// What was chosen, and microseconds of both walks, less what all choices for the same sizes have in common.
+struct Choice {
+  Segments segments;
+  double time;
+};
 // Microseconds of a chunk walked back, of half a slice and of a whole one whose triangles are there.
 constexpr double kBack = 1.2, kBackWhole = 2.6;
 
@@ -66,93 +71,187 @@ Segments in_segments(const ChunkForward& p, int length, bool cuts) {
   return {length, p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch, of_batch, false, cuts};
 }
 
-// Microseconds of both walks in segments of `length` chunks, of which a sequence has `of_batch`.
-double time_of_cut(const ChunkForward& p, int length, double of_batch) {
+// Whether the walk back has halves of slices, and finds a multiprocessor for each.
+bool has_room_for_halves(const ChunkForward& p) { return 2 * int64_t{p.N} * slices_of(p) <= p.multiprocessors; }
+bool may_be_cut(const ChunkForward& p) {
+  return kForcedCut != 0 && is_exact(p) && !p.batch_invariant && (p.cu_seqlens == nullptr || p.N == 1);
+}
+// Of a walk back that is not cut, where other walks are.
+double time_of_back(const ChunkForward& p) {
+  return has_room_for_halves(p) ? kBack * double(ceil_div(p.T, kChunk)) : 0;
+}
+
+// Microseconds of both walks in segments of `length` chunks, of which a sequence has `of_batch`. keeps: the forward has left
+// the states, and there are neither maps nor folds of them.
+double time_of_cut(const ChunkForward& p, int length, double of_batch, bool keeps) {
   // Of a chunk of the maps, of the start and end of a tile of theirs or of the walk back; of a step of the folds, of
   // which a multiprocessor has two blocks at a time; of the launches that are a cut's alone.
   constexpr double kMaps = 1.25, kShort = 3, kFold = 1.4, kLaunches = 12;
-  constexpr double kFoldBlocks = 2 * (kChannels / kFoldRows);  // of a slice: of the state and of its gradient
   constexpr double kMapBytes = 0.026, kBackBytes = 0.027;  // of a chunk and slice, by the bandwidth of memory
   const double slices = double(p.N) * double(slices_of(p)), each = p.multiprocessors, chunks = of_batch * length;
+  const double fold_blocks = slices * (kChannels / kFoldRows) * (keeps ? 1 : 2);
   const auto walk = [&](double tiles, double chunk, double tile) {
     return std::ceil(tiles / each) * (length * chunk + tile);
   };
-  const double maps = std::max(walk(slices * (3 * of_batch - 4), kMaps, kShort), slices * chunks * kMapBytes);
-  const double folds = std::ceil(slices * kFoldBlocks / (2 * each)) * (of_batch - 2) * kFold;
+  const double jobs = (of_batch - 1) * (keeps ? 1 : 2) + of_batch - 2;  // of a slice
+  const double bytes = slices * chunks * kMapBytes * (keeps ? 2. / 3 : 1);
+  const double maps = std::max(walk(slices * jobs, kMaps, kShort), bytes);
+  const double folds = std::ceil(fold_blocks / (2 * each)) * (of_batch - 2) * kFold;
   const double back = std::max(walk(slices * of_batch, kBackWhole, kShort), slices * chunks * kBackBytes);
   return kLaunches + maps + folds + back + walk(slices * of_batch, kGradients, kTile);
 }
 
 // The cut of both walks where it takes clearly less than `others`, microseconds of the walk forward alone in segments:
 // it changes bits, and so is none of a call that may not be cut, or of whose lengths the host knows no more than a sum.
-Segments cut_of(const ChunkForward& p, const Segments& others, double others_time) {
+Choice cut_of(const ChunkForward& p, const Choice& others, double others_time) {
   constexpr int kLengths[] = {64, 48, 32, 24, 16, 8};
   constexpr double kMargin = 0.92, kLeast = 10;  // of all, and microseconds: what has to be won
   const int64_t chunks = ceil_div(p.T, kChunk);
-  if (kForcedCut == 0 || !is_exact(p) || p.batch_invariant || (p.cu_seqlens && p.N > 1)) return others;
-  if (kForcedCut > 0) return chunks > kForcedCut ? in_segments(p, kForcedCut, true) : others;
-  if (2 * int64_t{p.N} * slices_of(p) > p.multiprocessors) return others;  // whole slices are walked back
-  double least = kMargin * (others_time + kBack * double(chunks)) - kLeast;
-  Segments best = others;
+  if (!may_be_cut(p)) return others;
+  if (kForcedCut > 0) return chunks > kForcedCut ? Choice{in_segments(p, kForcedCut, true), 0} : others;
+  if (!has_room_for_halves(p)) return others;  // whole slices are walked back
+  double least = kMargin * (others_time + time_of_back(p)) - kLeast;
+  Choice best = others;
   for (const int length : kLengths) {
     const Segments cut = in_segments(p, length, true);
     if (cut.of_batch < 3 || cut.of_batch > kMostFolds) continue;
-    const double time = time_of_cut(p, length, double(cut.of_batch));
+    const double time = time_of_cut(p, length, double(cut.of_batch), false);
     if (time >= least) continue;
     least = time;
-    best = cut;
+    best = {cut, time};
   }
   return best;
 }
 
-Segments find_segments(const ChunkForward& p) {
-  const double slices = double(slices_of(p));
-  constexpr int kLengths[] = {256, 192, 128, 96, 64, 32, 16, 8, 4}, kMostSegments = 128, kLeastChunks = 4;
+// Segments of the walk forward: what they take, without what finds the states that they start from.
+class Walks {
+ public:
+  explicit Walks(const ChunkForward& p) : p_(p), slices_(double(slices_of(p))), each_(p.multiprocessors) {
+    const double chunks = double(ceil_div(p.T, kChunk)), told = std::min(double(ceil_div(p.longest[0], kChunk)), chunks);
+    const bool equal = p.cu_seqlens == nullptr || p.N == 1 || p.longest[0] * p.N == p.T;
+    guess_ = !equal;
+    share_ = double(p.B) * chunks * slices_ / each_;
+    longest_ = told > 0 ? told : guess_ ? chunks / 2 : chunks;
+  }
+  // Several packed sequences, of which the host knows the longest or nothing: segments are chosen for that one, or for one
+  // that has half of all, and the device, which knows all, may take whole sequences all the same.
+  bool guess() const { return guess_; }
+  double longest() const { return longest_; }  // chunks
+  double share() const { return share_; }      // what every multiprocessor has of all chunks
+  double whole() const {
+    return guess_ ? std::max(share_, longest_) * kGradients + kTile : walk(double(p_.N) * slices_, longest_);
+  }
+  double in(int length) const {
+    return guess_ ? time_of_segments(float(share_), float(length))
+                  : walk(double(p_.N) * std::ceil(longest_ / length) * slices_, length);
+  }
+  // Of step 4.
+  double states(int length) const {
+    const double walked = guess_ ? std::max(longest_ - length, 0.) : (std::ceil(longest_ / length) - 1) * length;
+    const auto time = [&](bool beside) {
+      return double(time_of_states(float(share_ * walked / longest_), float(walked), beside));
+    };
+    const bool beside = states_go_beside(p_, slices_of(p_));
+    // Of lengths that the host does not know, short sequences may leave multiprocessors free, and may not.
+    return guess_ ? (time(true) + time(beside)) / 2 : time(beside);
+  }
+  // Calls consider() with each length that segments may have.
+  template <class Consider>
+  void lengths(const Consider& consider) const {
+    constexpr int kLengths[] = {256, 192, 128, 96, 64, 32, 16, 8, 4}, kMostSegments = 128, kLeastChunks = 4;
+    if (guess_) {
+      for (const int length : kLengths) consider(length);
+    } else {  // equally long ones
+      const int64_t chunks = int64_t(longest_);
+      for (int number = 2; number <= kMostSegments && ceil_div(chunks, number) >= kLeastChunks; ++number)
+        consider(int(ceil_div(chunks, number)));
+    }
+  }
+
+ private:
+  double walk(double tiles, double length) const { return std::ceil(tiles / each_) * (length * kGradients + kTile); }
+
+  const ChunkForward& p_;
+  bool guess_;
+  double slices_, each_, share_, longest_;
+};
+
+// Where step 2 makes the triangles, and the walk back would make them else.
+double time_of_triangles(const ChunkForward& p, const Walks& walks);
+
+// Without states that the forward has left.
+Choice find_segments(const ChunkForward& p) {
   constexpr int kMemory = 3;  // a start is twice as large as a chunk's dS: of many short sequences there are no more
-  const bool guess = p.cu_seqlens && p.N > 1, beside = states_go_beside(p, slices_of(p));
-  const double chunks = double(ceil_div(p.T, kChunk)), each = p.multiprocessors;
-  // What every multiprocessor has of all chunks. The host does not know the lengths of packed sequences: segments are
-  // chosen for the longest that it is told, or for one that has half of all, and the device, which knows, may take whole
-  // sequences all the same.
-  const double told = std::min(double(ceil_div(p.longest[0], kChunk)), chunks);
-  const double share = double(p.B) * chunks * slices / each, longest = !guess ? chunks : told > 0 ? told : chunks / 2;
-  const auto walk = [&](double tiles, double length) { return std::ceil(tiles / each) * (length * kGradients + kTile); };
+  const Walks walks(p);
   Segments best = {0, 0, 0, false, false};
-  double least = guess ? std::max(share, longest) * kGradients + kTile : walk(double(p.N) * slices, longest);
-  double least_states = 0;
-  const auto consider = [&](int length) {
+  double least = walks.whole(), least_states = 0;
+  walks.lengths([&](int length) {
     const Segments segments = in_segments(p, length, false);
     if (segments.count * kMemory > slots_of(p)) return;
-    const double walked = guess ? std::max(longest - length, 0.) : double((segments.of_batch - 1) * length);
-    const auto walk_states = [&](bool with) {
-      return time_of_states(float(share * walked / longest), float(walked), with);
-    };
-    // Of lengths that the host does not know, short sequences may leave multiprocessors free, and may not.
-    const double states = guess ? (walk_states(true) + walk_states(beside)) / 2 : walk_states(beside);
-    const double time = states + (guess ? time_of_segments(float(share), float(length))
-                                        : walk(double(p.N) * double(segments.of_batch) * slices, length));
+    const double states = walks.states(length), time = states + walks.in(length);
     if (time >= least) return;
     least = time;
     least_states = states;
     best = segments;
-  };
-  if (guess) {
-    for (const int length : kLengths) consider(length);
-  } else {  // equally long ones
-    for (int number = 2; number <= kMostSegments && ceil_div(int64_t(chunks), number) >= kLeastChunks; ++number)
-      consider(int(ceil_div(int64_t(chunks), number)));
-  }
-  best.may_be_whole = guess;
-  return cut_of(p, best, least - least_states);
+  });
+  best.may_be_whole = p.cu_seqlens != nullptr && p.N > 1;
+  const double triangles = best.length > 0 ? time_of_triangles(p, walks) : 0;
+  return cut_of(p, {best, least + time_of_back(p) + triangles}, least - least_states);
 }
 
-// The same, kept: the search takes up to 20 us, and a call asks twice.
-Segments segments_of(const ChunkForward& p) {
-  using Sizes = std::array<int64_t, 12>;  // all that it depends on
+// With states that the forward has left, `length` chunks apart.
+Choice segments_from_states(const ChunkForward& p, int length) {
+  const Walks walks(p);
+  Choice best = {in_segments(p, length, false), 0};
+  best.segments.may_be_whole = p.cu_seqlens != nullptr && p.N > 1;
+  best.time = walks.in(length) + time_of_back(p);
+  const Segments cut = in_segments(p, length, true);
+  const bool forced = kForcedCut > 0 && cut.of_batch > 1;
+  if (!may_be_cut(p) || !(forced || has_room_for_halves(p)) || cut.of_batch > kMostFolds) return best;
+  if (!forced && cut.of_batch < 3) return best;
+  const double time = time_of_cut(p, length, double(cut.of_batch), true);
+  return forced || time < best.time ? Choice{cut, time} : best;
+}
+
+// How many chunks apart the forward is to leave states; 0: it leaves none.
+int find_kept(const ChunkForward& p) {
+  constexpr int kLeastChunks = 32;  // 32 bytes a token and value head
+  // Microseconds that a forward takes longer: for each state of a value head that it leaves, and at all.
+  constexpr double kState = 0.044, kCall = 10;
+  // The bits of a sequence would depend on what its batch makes the forward leave.
+  if (!is_exact(p) || p.batch_invariant) return 0;
+  const Walks walks(p);
+  double least = find_segments(p).time - kCall;
+  int best = 0;
+  const auto consider = [&](int length) {
+    if (length < kLeastChunks || length >= walks.longest()) return;
+    const double states = double(p.B) * double(p.T) / (kChunk * length) * p.HV;
+    const double time = segments_from_states(p, length).time + kState * states;
+    if (time >= least) return;
+    least = time;
+    best = length;
+  };
+  walks.lengths(consider);
+  for (const int length : {64, 48, 32}) consider(length);  // of both walks in segments
+  return best;
+}
+
+// What a call depends on when it is planned, and how many tokens apart the forward has left states, or 0.
+using Sizes = std::array<int64_t, 13>;
+Sizes sizes_of(const ChunkForward& p, int every) {
+  return {p.B, p.T, p.H, p.HV, p.K, p.V, p.N, int64_t(p.dtype), p.cu_seqlens != nullptr, p.batch_invariant,
+          p.multiprocessors, p.longest[0], every};
+}
+// What was found is kept: a search takes up to 20 us, and a call asks twice.
+Segments segments_of(const ChunkForward& p, int every) {
   thread_local Kept<Sizes, Segments, 64> known;
-  const Sizes sizes = {p.B, p.T, p.H, p.HV, p.K, p.V, p.N, int64_t(p.dtype), p.cu_seqlens != nullptr, p.batch_invariant,
-                       p.multiprocessors, p.longest[0]};
-  return known.find(sizes, [&] { return find_segments(p); });
+  return known.find(sizes_of(p, every), [&] {
+    return (every > 0 ? segments_from_states(p, every / kChunk) : find_segments(p)).segments;
+  });
+}
+int kept_of(const ChunkForward& p) {
+  thread_local Kept<Sizes, int, 64> known;
+  return known.find(sizes_of(p, 0), [&] { return find_kept(p); });
 }
 
 // Whether tiles of so many sequences or segments are dealt to the blocks of a walk, of which there are as many as
@@ -168,11 +267,15 @@ int64_t links_of(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
 // but the longest one's tiles have been walked: there the device chooses, unless the longest that there can be is too
 // short. `makes`: over slices the walk makes the triangles.
 BackShape back_shape_of(const ChunkForward& p, bool makes) {
-  if (2 * int64_t{p.N} * slices_of(p) <= p.multiprocessors) return BackShape::kHalves;
+  if (has_room_for_halves(p)) return BackShape::kHalves;
   const double chunks = double(ceil_div(p.T, kChunk)), told = double(ceil_div(p.longest[0], kChunk));
   const double share = chunks * double(slices_of(p)) / p.multiprocessors;
   const bool may_pay = halves_pay(float(told > 0 ? told : chunks), float(share), makes);
   return may_pay && is_dealt(p, p.N, 2 * slices_of(p)) ? BackShape::kByLengths : BackShape::kSlices;
+}
+
+double time_of_triangles(const ChunkForward& p, const Walks& walks) {
+  return back_shape_of(p, true) == BackShape::kSlices ? walks.share() * kTriangles : 0;
 }
 
 // Params::pairs_with_dq: 128 bytes a token and value head less, but of many short sequences step 5 takes 1 to 4 percent
@@ -186,15 +289,15 @@ int64_t pairs_of(const ChunkForward& p) {
   return p.cu_seqlens ? int64_t{p.N} * p.H : 0;
 }
 
-// The scratch memory of `params`; returns its bytes.
-int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Params& params) {
+// The scratch memory of `params`; returns its bytes. keeps: the forward has left the states that segments start from.
+int64_t lay_out(const ChunkForward& p, const Segments& segments, bool keeps, void* base, Params& params) {
   Scratch& x = params.scratch;
   Cut& cut = params.cut;
   BackBlocks& back = params.back;
   const int64_t matrix = slices_of(p) * kChannels * kChannels, matrices = segments.count * matrix;  // of all slices
-  const int64_t later = segments.length == 0 ? 0  // segments that are not the first of a sequence
-                        : p.cu_seqlens       ? slots_of(p) / segments.length
-                                             : p.B * (segments.of_batch - 1);
+  const int64_t later = segments.length == 0 || keeps ? 0  // segments that start from what step 4 or a fold has found
+                        : p.cu_seqlens                ? slots_of(p) / segments.length
+                                                      : p.B * (segments.of_batch - 1);
   const int64_t slots = slots_of(p), blocks = slots * p.HV, slice_blocks = slots * slices_of(p), pair = kChunk * kChunk;
   Parts parts(base);
   if (p.use_qk_l2norm) {
@@ -218,14 +321,14 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, void* base, Par
   parts.take(x.starts, later * matrix);
   parts.take(x.segment, 1);
   x.back_links = x.forward_links = x.order = nullptr;
-  back.shape = segments.cuts ? BackShape::kSlices : back_shape_of(p, segments.length == 0);
+  back.shape = segments.cuts ? BackShape::kSlices : back_shape_of(p, segments.length == 0 || keeps);
   const int64_t back_tiles = back.shape == BackShape::kByLengths ? 2 * slices_of(p) : slices_of(p);
   if (is_dealt(p, p.N, back_tiles)) parts.take(x.back_links, links_of(p, p.N, back_tiles));
   parts.take(back.over_halves, 1);
   const int64_t units = segments.length > 0 ? segments.count : p.N;
   if (is_dealt(p, units, slices_of(p))) {
     parts.take(x.forward_links, links_of(p, units, slices_of(p)));
-    if (segments.length > 0) parts.take(x.order, p.N);
+    if (segments.length > 0 && !keeps) parts.take(x.order, p.N);
   }
   cut = {};
   if (segments.cuts) {
@@ -275,8 +378,9 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   Params params = {};
   params.problem = problem;
-  const Segments segments = segments_of(p);
-  lay_out(p, segments, p.workspace, params);
+  const bool keeps = problem.states != nullptr;
+  const Segments segments = segments_of(p, keeps ? problem.every : 0);
+  lay_out(p, segments, keeps, p.workspace, params);
   params.slots = int(slots_of(p));
   params.slots_of_batch = int(ceil_div(p.T, kChunk));
   params.segment = segments.length;
@@ -319,7 +423,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
     if (error) return error;
   if (const char* error = run_frames<Kind>(params, stream)) return error;
   if (const char* error = run_deals(params, stream)) return error;
-  if (!params.makes || params.segment > 0 || params.back.shape == BackShape::kByLengths)
+  if (!params.makes || (params.segment > 0 && !keeps) || params.back.shape == BackShape::kByLengths)
     if (const char* error = run_triangles<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
     if (params.cut.cuts) {
@@ -328,7 +432,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
     }
   }
   if (const char* error = run_walk_back<Kind>(params, stream)) return error;
-  if (params.segment > 0 && !params.cut.cuts)
+  if (params.segment > 0 && !params.cut.cuts && !keeps)
     if (const char* error = run_walk_states<Kind>(params, stream)) return error;
   if (const char* error = run_walk_forward<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
@@ -346,14 +450,18 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
 }
 }  // namespace
 
-size_t chunk_backward_workspace(const ChunkForward& p) {
+int chunk_backward_every(const ChunkForward& p) { return unsupported(p) ? 0 : kept_of(p) * kChunk; }
+
+size_t chunk_backward_workspace(const ChunkForward& p, int every) {
   Params params = {};
-  return unsupported(p) ? 0 : size_t(lay_out(p, segments_of(p), nullptr, params));
+  return unsupported(p) ? 0 : size_t(lay_out(p, segments_of(p, every), every > 0, nullptr, params));
 }
 
 const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   if (const char* reason = unsupported(p)) return reason;
+  if (problem.states != nullptr && !is_exact(p))
+    return "the Hopper backward takes states that the forward has left only with K = V = 128 in bfloat16";
   if (p.dtype == Dtype::kFloat16) return run<Kind<__half, false>>(problem, stream);
   if (is_exact(p)) return run<Kind<__nv_bfloat16, true>>(problem, stream);
   return run<Kind<__nv_bfloat16, false>>(problem, stream);

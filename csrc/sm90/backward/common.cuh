@@ -72,8 +72,8 @@ struct Scratch {
   int* order;          // [N]: sequences, the longest first, where segments of dealt walks start from walk_states.cu
 };
 
-// What Cut::forgotten has where it is not 0: a segment but the last forgets the state and the gradient of the state, the last
-// one forgets the gradient alone.
+// What Cut::forgotten has where it is not 0: a segment but the last forgets the state and the gradient of the state. The last
+// one, and each whose state the forward has left, forgets the gradient alone.
 constexpr int kForgetsState = 1, kForgetsGradient = 2;
 // Both walks of few long sequences in segments of Params::segment chunks, segment_maps.cu.
 struct Cut {
@@ -102,8 +102,8 @@ struct Params {
   ChunkBackward problem;
   Scratch scratch;
   int slots, slots_of_batch;  // of all; of a batch entry, if padded
-  // The walk forward goes in segments of so many chunks where whole sequences would leave multiprocessors idle: a walk
-  // of the state alone finds what they start from. That changes no bit.
+  // The walk forward goes in segments of so many chunks where whole sequences would leave multiprocessors idle. What they
+  // start from the forward has left, ChunkBackward::states, or a walk of the state alone finds it, which changes no bit.
   int segment;                      // chunks; 0: whole sequences
   bool may_be_whole;                // the device takes whole sequences all the same where they take less
   int segments, segments_of_batch;  // of all; of a batch entry, if padded
@@ -140,9 +140,11 @@ GDN_DEVICE bool walks_back_over_halves(const Params& params) {
   return params.back.shape == BackShape::kHalves ||
          (params.back.shape == BackShape::kByLengths && *params.back.over_halves != 0);
 }
+// Whether the forward has left the states that segments of the walk forward start from.
+GDN_HOST_DEVICE bool has_states(const Params& params) { return params.problem.states != nullptr; }
 // Whether the walk back over slices makes the triangles, as no kernel needs them before, or a kernel of their own.
 GDN_DEVICE bool makes_triangles_walking(const Params& params) {
-  return params.makes && (params.segment == 0 || *params.scratch.segment == kWholeSequences);
+  return params.makes && (params.segment == 0 || has_states(params) || *params.scratch.segment == kWholeSequences);
 }
 
 // Whether a kernel deals the tiles of a walk.

@@ -216,18 +216,21 @@ GDN_DEVICE bool segments_pay(const Params& params, const Chunks& chunks, float m
   const ChunkForward& p = params.problem.forward;
   const float of_all = float(params.slices) / float(p.multiprocessors);
   const int walked = last_segment(chunks.longest, params.segment) * params.segment;
-  const float segments = time_of_segments(float(chunks.all) * of_all, float(params.segment)) +
-                         time_of_states(float(chunks.walked) * of_all, float(walked), states_go_beside(p, params.slices));
+  float segments = time_of_segments(float(chunks.all) * of_all, float(params.segment));
+  if (!has_states(params))
+    segments += time_of_states(float(chunks.walked) * of_all, float(walked), states_go_beside(p, params.slices));
   return segments < most * kGradients;
 }
 
+// Microseconds of step 2, of a chunk that a multiprocessor has.
+constexpr float kTriangles = 1.35f;
 // Whether the walk back takes clearly less over halves of slices: their chain of products is shorter, and the longest
 // sequence bounds the walk where lengths are uneven. `share`: of all chunks a multiprocessor's; makes: over slices the walk
 // makes the triangles, for which halves need a kernel of their own.
 GDN_HOST_DEVICE bool halves_pay(float longest, float share, bool makes) {
   if (kForcedHalves >= 0) return kForcedHalves != 0;
-  // Microseconds of a chunk, by a block's chain, and with a block on every multiprocessor, by memory; of the triangles.
-  constexpr float kSlice = 2.5f, kSliceFull = 5, kHalf = 1.55f, kHalfFull = 2.3f, kTriangles = 1.35f, kMargin = 0.95f;
+  // Microseconds of a chunk, by a block's chain, and with a block on every multiprocessor, by memory.
+  constexpr float kSlice = 2.5f, kSliceFull = 5, kHalf = 1.55f, kHalfFull = 2.3f, kMargin = 0.95f;
   return fmaxf(longest * kHalf, share * 2 * kHalfFull) + (makes ? share * kTriangles : 0) <
          kMargin * fmaxf(longest * kSlice, share * kSliceFull);
 }
@@ -282,7 +285,7 @@ GDN_DEVICE void choose_walks(const Params& params, uint32_t (&keys)[kMostUnits])
     }
     const bool whole = params.may_be_whole && !segments_pay(params, chunks, most + kTileStart);
     if (lane == 0) *params.scratch.segment = whole ? kWholeSequences : params.segment;
-    makes = makes && whole;
+    makes = makes && (whole || has_states(params));
   }
   if (params.back.shape == BackShape::kByLengths) {
     const bool halves = halves_pay(float(chunks.longest), share, makes);

@@ -211,16 +211,28 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   arrive(sm.dk_full, lead);
 }
 
+// The state that a segment but the first starts from, which the forward has left, in the frame.
+template <class Kind>
+GDN_DEVICE void load_kept(float (&S)[64], const Params& params, const BackTile<Kind>& tile, int half, int warp) {
+  const ChunkForward& p = params.problem.forward;
+  const int64_t first = p.cu_seqlens ? sequence_bound(p, tile.n) : tile.n * p.T;  // token of all
+  const int64_t row = first / params.problem.every + tile.part - 1;
+  load_matrix(S, state_of(params.problem.states, row * p.HV + tile.slice, half, warp));
+  scale_state(S, exp2_approx(-params.scratch.G[int64_t{tile.slot} * p.HV + tile.slice]));
+}
+
 // The state that a tile starts from, in the frame.
 template <class Kind>
 GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int half, int warp) {
   // What follows from them would be kept from tile to tile, in registers that there are not.
   if constexpr (!Kind::kExact) asm volatile("" : "+r"(half), "+r"(warp));
   const BackTile<Kind> tile = forward_tile<Kind>(params, index);
-  if (params.segment > 0 && tile.part > 0) {
-    load_matrix(S, state_of(starts_of<Kind>(params, tile.n), index, half, warp));
-  } else {
+  if (params.segment == 0 || tile.part == 0) {
     load_initial<Kind>(S, params, tile, half, warp);
+  } else if (Kind::kExact && has_states(params)) {
+    load_kept<Kind>(S, params, tile, half, warp);
+  } else {
+    load_matrix(S, state_of(starts_of<Kind>(params, tile.n), index, half, warp));
   }
 }
 

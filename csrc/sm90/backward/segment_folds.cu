@@ -156,13 +156,17 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
   }
 }
 
+// Folds of a slice: that of the gradient alone where the forward has left the states.
+GDN_HOST_DEVICE int folds_of(const Params& params) { return has_states(params) ? 1 : 2; }
+
 template <class Kind, int kStages>
 __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t raw[];
   auto& sm = *reinterpret_cast<Memory<kStages>*>(raw);
   launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool back = blockIdx.x / kBlocks & 1;
+  const int ways = folds_of(params);
+  const bool back = ways == 1 || blockIdx.x / kBlocks % 2 != 0;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&sm.full[i], 1);
@@ -174,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   // By blocks without a step too: else this launch could end, and the next one begin, before the maps' has ended.
   wait_for_prerequisites();
   const int part = blockIdx.x % kBlocks;
-  const int index = blockIdx.x / (2 * kBlocks);
+  const int index = blockIdx.x / (ways * kBlocks);
   const int n = divide_by_slices<Kind>(params, index), slice = index - n * slices_of<Kind>(params);
   const int last = segment_tile<Kind>(params, n, 0, slice).last, steps = last - 1;
   if (steps < 1) return;
@@ -208,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
 template <class Kind>
 const char* run_segment_folds(const Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
-  const int64_t blocks = int64_t{p.N} * params.slices * 2 * kBlocks;
+  const int64_t blocks = int64_t{p.N} * params.slices * folds_of(params) * kBlocks;
   const auto launch = [&](auto* kernel, size_t bytes) {
     return launch_blocks(kernel, params, blocks, kThreads, int(bytes), kCluster, true, stream);
   };

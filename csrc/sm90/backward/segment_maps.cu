@@ -5,7 +5,7 @@
 // affine too, and there M is transposed. This kernel walks, for every slice,
 //     kBack      segments but the first: b, from dht in the last one
 //     kMap       segments but the first and the last: M
-//     kForward   segments but the last: b of the state, from h0 in the first one
+//     kForward   segments but the last: b of the state, from h0 in the first one; not where the forward has left the states
 // segment_folds.cu makes of them what the segments start from. All are in the frame of their chunks, which is the
 // sequence's. A block has a tile, each of its two warpgroups 64 rows of it.
 #include "sm90/backward/map_halves.cuh"
@@ -34,13 +34,14 @@ template <class Kind>
 struct MapTile : SegmentTile<Kind> {
   Job job;
   bool forgets;  // the walk begins from zeros, windows.cuh
-  // Whether this tile is the one of its segment that says whether it forgets.
-  GDN_DEVICE bool says() const {
-    return this->length > 0 && (job == Job::kForward || (job == Job::kBack && this->segment == this->last));
-  }
+  // What it forgets, Cut::forgotten.
+  int what;
+  // Whether this tile is the one of its segment that says what it forgets.
+  GDN_DEVICE bool says() const { return this->length > 0 && job != Job::kMap && (job == Job::kBack) == (what == kForgetsGradient); }
 };
 inline int tiles_of(const Params& params) {
-  return params.problem.forward.N * params.slices * (3 * params.segments_of_batch - 4);
+  const int most = params.segments_of_batch, of_state = has_states(params) ? 0 : most - 1;
+  return params.problem.forward.N * params.slices * (most - 1 + most - 2 + of_state);
 }
 template <class Kind>
 GDN_DEVICE MapTile<Kind> map_tile(const Params& params, int index) {
@@ -64,16 +65,19 @@ GDN_DEVICE MapTile<Kind> map_tile(const Params& params, int index) {
   MapTile<Kind> x;
   static_cast<SegmentTile<Kind>&>(x) = segment_tile<Kind>(params, n, segment, slice);
   x.job = job;
+  x.what = segment == x.last || has_states(params) ? kForgetsGradient : kForgetsState;
   x.forgets = false;
   if (segment > x.last - (job == Job::kBack ? 0 : 1)) {
     x.length = 0;
     return x;
   }
-  const int window = window_of<Kind>(params, x, job != Job::kForward);
+  // All jobs of a segment add its decays in the same order: whether sums in two orders reach the limit may differ by the
+  // rounding of these sums, and a map would be read that no job has made.
+  const int window = window_of<Kind>(params, x, true);
   if (window == 0) return x;
   x.forgets = true;
   if (job == Job::kForward) {
-    const int left_out = x.chunks() - window;
+    const int own = window_of<Kind>(params, x, false), left_out = own == 0 ? 0 : x.chunks() - own;
     x.first += left_out * kChunk;
     x.slot += left_out;
     x.length -= left_out * kChunk;
@@ -222,7 +226,7 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
     const int count = tile.chunks();
     if (slot == 0 && warp == 0 && fresh_lane() == 0 && tile.says())
       params.cut.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] =
-          !tile.forgets ? 0 : tile.job == Job::kForward ? kForgetsState : kForgetsGradient;
+          tile.forgets ? tile.what : 0;
     if (count == 0) continue;
     const int row = slot * 64 + state_row(warp, fresh_lane()), column = state_column(fresh_lane());
     const auto chunks = [&](const auto& step) {

@@ -28,7 +28,8 @@ GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTil
 }
 
 // This thread's first element of a state in one of the arrays that have one for each segment and slice.
-GDN_DEVICE float* state_of(float* states, int64_t index, int half, int warp) {
+template <class Float>
+GDN_DEVICE Float* state_of(Float* states, int64_t index, int half, int warp) {
   const int lane = fresh_lane();
   return states + (index * kChannels + half * 64 + state_row(warp, lane)) * kChannels + state_column(lane);
 }

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from gdn_triton._host.memory import count_writes
-from gdn_triton.chunk.autograd import differentiable
+from gdn_triton.chunk.autograd import differentiable, leaves_nothing
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.chunk.triton import backward as chunk_bwd
 from gdn_triton.chunk.triton import forward as chunk_fwd
@@ -13,7 +13,7 @@ def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tens
     """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
     with and without a gradient. With a `pool`, its o and its states, and no gradient."""
     if problem.needs_grad:
-        return differentiable(chunk_fwd.forward, chunk_bwd.gradients, problem, x)
+        return differentiable(leaves_nothing(chunk_fwd.forward), chunk_bwd.gradients, problem, x)
     if pool is not None:
         count_writes(pool.state, pool.out, pool.checkpoints)
     return chunk_fwd.forward(problem, x, pool)

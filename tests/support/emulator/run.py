@@ -26,10 +26,11 @@ from pathlib import Path
 # Before Triton is imported: only the CUDA library is of interest here.
 os.environ["TRITON_INTERPRET"] = "1"
 
+import pytest
 import torch
-from backward_cases import STRENGTHS, check_forgetting, check_task, make_task
+from backward_cases import STRENGTHS, Task, check_forgetting, check_task, make_task
 from backward_cases import Options as Gradients
-from fast_backward_cases import random_task
+from fast_backward_cases import KEPT, random_task
 from fast_cases import EDGES, fast_case
 from fast_parity import (
     Options,
@@ -49,6 +50,7 @@ from walk_cases import check_walks
 
 from emulator.build import FOLDER
 from emulator.library import use
+from gdn_triton.fast import chunk
 
 ALL = Options(l2norm=True, sigmoid=True, negative=True, gate=True, bias=True, v_first=True)
 # On four multiprocessors a block has tiles with tokens, and then more empty ones than it can look
@@ -130,6 +132,10 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
     yield f"backward-{CUT_PACKED.name}", check_cut
     yield "backward-cut-forgets", partial(check_forgetting, CUT_PACKED, "cpu")
+    for every, case in KEPT:
+        if case.HV <= 2:
+            task = partial(make_task, case, BF16, "cpu", Gradients())
+            yield f"backward-kept-{case.name}", partial(check_kept, every, task)
     everything = Gradients(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True)
     for dtype, (K, V) in itertools.product((BF16, FP16), BACKWARD_SIZES):
         size = f"{K}-{V}-{str(dtype).removeprefix('torch.')}"
@@ -148,6 +154,13 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
             check_task(task, dtype, "cpu")
 
         yield f"backward-gates-{name}-{str(dtype).removeprefix('torch.')}", check
+
+
+def check_kept(every: int, task: Callable[[], Task]) -> None:
+    """With a state that the forward leaves after each `every` tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk, "kept_every", lambda *sizes: every)
+        check_task(task(), BF16, "cpu")
 
 
 def walk_cases() -> Iterator[tuple[str, Callable[[], object]]]:
