@@ -396,10 +396,13 @@ def test_operator_checks_its_arguments(
 
 UNDER_SANITIZER = """
 import torch, gdn_triton
+from gdn_triton.fast import chunk
 torch.manual_seed(0)
 def leaf(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
-for lengths in ((70, 0, 400, 64), (330,)):
+# Without states that the forward leaves, and with one after so many tokens each.
+for lengths, every in (((70, 0, 400, 64), 0), ((330,), 0), ((70, 0, 400, 128), 64), ((330,), 128)):
+    chunk.kept_every = lambda *sizes, every=every: every
     N, T = len(lengths), sum(lengths) + 9
     cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
     x = (leaf(1, T, 1, 128), leaf(1, T, 1, 128), leaf(1, T, 2, 128), leaf(1, T, 2), leaf(1, T, 2))

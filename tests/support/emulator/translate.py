@@ -366,6 +366,8 @@ class _Translation:
             to, source, barrier = x.operands
             where = self._tensor(source)
             return self._call(x, "tensor_load", self.address(to), *where, self.address(barrier))
+        if kind == "cp.async.bulk.prefetch.tensor.4d.L2.global":
+            return ";"  # there is no L2
         stores = {
             "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group": "tensor_store",
             "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group": "tensor_add",
