@@ -282,8 +282,10 @@ struct StateMemory {
     uint8_t* at = static_cast<uint8_t*>(to.data) +
                   (row * to.row + tile.hv * to.head + value_channel(tile) * to.v) * size +
                   key_channel() * next_k;
-    // Two channels of K at once, which fill sectors of 32 bytes: a sector that is written in part, twice, takes as long as two.
-    const bool in_pairs = C::kExact && to.dtype == Dtype::kFloat32 && to.k == 1 && reinterpret_cast<uintptr_t>(at) % 8 == 0;
+    // Two channels of K at once, where they lie beside each other: half as many stores, each of which fills the sectors that
+    // it writes to.
+    const bool in_pairs =
+        C::kExact && to.dtype == Dtype::kFloat32 && to.k == 1 && reinterpret_cast<uintptr_t>(at) % 8 == 0;
     constexpr int kPiece = kSize / 4;
 #pragma unroll 1
     for (int first = 0; first < kSize / 4; first += kPiece / 4) {

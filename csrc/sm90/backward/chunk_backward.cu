@@ -123,6 +123,26 @@ Choice cut_of(const ChunkForward& p, const Choice& others, double others_time) {
   return best;
 }
 
+// Whether tiles of so many sequences or segments are dealt to the blocks of a walk, of which there are as many as
+// multiprocessors. Sequences of padded calls are equally long.
+bool is_dealt(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
+  return p.cu_seqlens && p.N > 1 && units <= kMostUnits && slots_of(p) < kMostUnitChunks &&
+         p.multiprocessors <= kMostBins && units * tiles_of_unit > p.multiprocessors;
+}
+int64_t links_of(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
+  return p.multiprocessors + units * tiles_of_unit;
+}
+// Halves of slices, where multiprocessors would be idle else. Of many uneven sequences they may be idle too, when all
+// but the longest one's tiles have been walked: there the device chooses, unless the longest that there can be is too
+// short. `makes`: over slices the walk makes the triangles.
+BackShape back_shape_of(const ChunkForward& p, bool makes) {
+  if (has_room_for_halves(p)) return BackShape::kHalves;
+  const double chunks = double(ceil_div(p.T, kChunk)), told = double(ceil_div(p.longest[0], kChunk));
+  const double share = chunks * double(slices_of(p)) / p.multiprocessors;
+  const bool may_pay = halves_pay(float(told > 0 ? told : chunks), float(share), makes);
+  return may_pay && is_dealt(p, p.N, 2 * slices_of(p)) ? BackShape::kByLengths : BackShape::kSlices;
+}
+
 // Segments of the walk forward: what they take, without what finds the states that they start from.
 class Walks {
  public:
@@ -136,8 +156,7 @@ class Walks {
   // Several packed sequences, of which the host knows the longest or nothing: segments are chosen for that one, or for one
   // that has half of all, and the device, which knows all, may take whole sequences all the same.
   bool guess() const { return guess_; }
-  double longest() const { return longest_; }  // chunks
-  double share() const { return share_; }      // what every multiprocessor has of all chunks
+  double longest() const { return longest_; }
   double whole() const {
     return guess_ ? std::max(share_, longest_) * kGradients + kTile : walk(double(p_.N) * slices_, longest_);
   }
@@ -155,6 +174,8 @@ class Walks {
     // Of lengths that the host does not know, short sequences may leave multiprocessors free, and may not.
     return guess_ ? (time(true) + time(beside)) / 2 : time(beside);
   }
+  // Of step 2, where without it the walk back would make the triangles.
+  double triangles() const { return back_shape_of(p_, true) == BackShape::kSlices ? share_ * kTriangles : 0; }
   // Calls consider() with each length that segments may have.
   template <class Consider>
   void lengths(const Consider& consider) const {
@@ -173,11 +194,10 @@ class Walks {
 
   const ChunkForward& p_;
   bool guess_;
-  double slices_, each_, share_, longest_;
+  double slices_, each_;
+  double share_;    // of all chunks a multiprocessor's
+  double longest_;  // chunks
 };
-
-// Where step 2 makes the triangles, and the walk back would make them else.
-double time_of_triangles(const ChunkForward& p, const Walks& walks);
 
 // Without states that the forward has left.
 Choice find_segments(const ChunkForward& p) {
@@ -195,7 +215,7 @@ Choice find_segments(const ChunkForward& p) {
     best = segments;
   });
   best.may_be_whole = p.cu_seqlens != nullptr && p.N > 1;
-  const double triangles = best.length > 0 ? time_of_triangles(p, walks) : 0;
+  const double triangles = best.length > 0 ? walks.triangles() : 0;
   return cut_of(p, {best, least + time_of_back(p) + triangles}, least - least_states);
 }
 
@@ -252,30 +272,6 @@ Segments segments_of(const ChunkForward& p, int every) {
 int kept_of(const ChunkForward& p) {
   thread_local Kept<Sizes, int, 64> known;
   return known.find(sizes_of(p, 0), [&] { return find_kept(p); });
-}
-
-// Whether tiles of so many sequences or segments are dealt to the blocks of a walk, of which there are as many as
-// multiprocessors. Sequences of padded calls are equally long.
-bool is_dealt(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
-  return p.cu_seqlens && p.N > 1 && units <= kMostUnits && slots_of(p) < kMostUnitChunks &&
-         p.multiprocessors <= kMostBins && units * tiles_of_unit > p.multiprocessors;
-}
-int64_t links_of(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
-  return p.multiprocessors + units * tiles_of_unit;
-}
-// Halves of slices, where multiprocessors would be idle else. Of many uneven sequences they may be idle too, when all
-// but the longest one's tiles have been walked: there the device chooses, unless the longest that there can be is too
-// short. `makes`: over slices the walk makes the triangles.
-BackShape back_shape_of(const ChunkForward& p, bool makes) {
-  if (has_room_for_halves(p)) return BackShape::kHalves;
-  const double chunks = double(ceil_div(p.T, kChunk)), told = double(ceil_div(p.longest[0], kChunk));
-  const double share = chunks * double(slices_of(p)) / p.multiprocessors;
-  const bool may_pay = halves_pay(float(told > 0 ? told : chunks), float(share), makes);
-  return may_pay && is_dealt(p, p.N, 2 * slices_of(p)) ? BackShape::kByLengths : BackShape::kSlices;
-}
-
-double time_of_triangles(const ChunkForward& p, const Walks& walks) {
-  return back_shape_of(p, true) == BackShape::kSlices ? walks.share() * kTriangles : 0;
 }
 
 // Params::pairs_with_dq: 128 bytes a token and value head less, but of many short sequences step 5 takes 1 to 4 percent

@@ -34,10 +34,11 @@ template <class Kind>
 struct MapTile : SegmentTile<Kind> {
   Job job;
   bool forgets;  // the walk begins from zeros, windows.cuh
-  // What it forgets, Cut::forgotten.
-  int what;
-  // Whether this tile is the one of its segment that says what it forgets.
-  GDN_DEVICE bool says() const { return this->length > 0 && job != Job::kMap && (job == Job::kBack) == (what == kForgetsGradient); }
+  int what;      // it would forget, as Cut::forgotten has it
+  // Whether this tile is the one of its segment that says what is forgotten.
+  GDN_DEVICE bool says() const {
+    return this->length > 0 && job != Job::kMap && (job == Job::kBack) == (what == kForgetsGradient);
+  }
 };
 inline int tiles_of(const Params& params) {
   const int most = params.segments_of_batch, of_state = has_states(params) ? 0 : most - 1;

@@ -14,7 +14,7 @@
 namespace gdn::sm90::backward {
 
 // How many chunks of a segment a walk forward or back has to begin before its end, for all before to be forgotten; 0: not
-// all is. The two walks add the decays in opposite orders. By a whole warp.
+// all is. Forward and back the decays are added in opposite orders. By a whole warp.
 template <class Kind>
 GDN_DEVICE int window_of(const Params& params, const SegmentTile<Kind>& tile, bool back) {
   const int lane = threadIdx.x % 32, count = tile.chunks(), HV = params.problem.forward.HV;
