@@ -102,14 +102,15 @@ def test_tiles_are_dealt(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)  # three minutes of two cores, which may be busy with other tests
 def test_kernels(tmp_path: Path) -> None:
     """The forward in bf16 at K = V = 128, the backward in both dtypes and with a slice and a half,
-    whole and in segments, and the walks of wide keys: within their budgets, with an end, and with
-    no access that races."""
-    build(tmp_path, heads="^heads_128(_exact)?$")
+    whole and in segments, from states of the forward too, and the walks of wide keys: within their
+    budgets, with an end, and with no access that races."""
+    build(tmp_path, heads="^heads_128(_exact(_pool)?)?$")
     command = [sys.executable, "-m", "emulator.run", "--folder", str(tmp_path), "--races"]
     # The backward cuts both walks only where a long sequence leaves most multiprocessors idle, and
     # deals segments of the walk forward only where uneven sequences leave some idle.
     runs = (
         *((CASES, 4, 15), ("backward-dealt", 16, 3), ("backward-cut", 132, 3)),
+        ("backward-kept-(chunks|multiples|cut-packed)", 132, 3),
         *(("^walks", 4, 6), ("^walks", 132, 6)),
     )
     for select, multiprocessors, count in runs:
