@@ -153,9 +153,6 @@ class Walks {
     share_ = double(p.B) * chunks * slices_ / each_;
     longest_ = told > 0 ? told : guess_ ? chunks / 2 : chunks;
   }
-  // Several packed sequences, of which the host knows the longest or nothing: segments are chosen for that one, or for one
-  // that has half of all, and the device, which knows all, may take whole sequences all the same.
-  bool guess() const { return guess_; }
   double longest() const { return longest_; }
   double whole() const {
     return guess_ ? std::max(share_, longest_) * kGradients + kTile : walk(double(p_.N) * slices_, longest_);
@@ -193,6 +190,8 @@ class Walks {
   double walk(double tiles, double length) const { return std::ceil(tiles / each_) * (length * kGradients + kTile); }
 
   const ChunkForward& p_;
+  // Several packed sequences, of which the host knows the longest or nothing: segments are chosen for that one, or for one
+  // that has half of all, and the device, which knows all, may take whole sequences all the same.
   bool guess_;
   double slices_, each_;
   double share_;    // of all chunks a multiprocessor's
