@@ -155,23 +155,22 @@ cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Tokens from one state that is kept to the next; 0: none is.
+// Tokens from one state that is kept to the next; 0: none is kept.
 int checked_every(int64_t every) {
   STD_TORCH_CHECK(every >= 0 && every % 64 == 0 && every < int64_t{1} << 31,
                   "gdn_fast: every must be 0 or a multiple of 64 below 2^31, got ", every);
   return static_cast<int>(every);
 }
 
-int check_every(int64_t every, const std::optional<Tensor>& states) {
-  const int checked = checked_every(every);
-  STD_TORCH_CHECK(states.has_value() == (every > 0),
+// The memory of ChunkBackward::states; null without any.
+float* kept_states(const std::optional<Tensor>& x, int32_t device, const ChunkForward& p, int every) {
+  STD_TORCH_CHECK(x.has_value() == (every > 0),
                   "gdn_fast: states must be a tensor if and only if every is not 0, got every = ", every);
-  return checked;
-}
-// ChunkBackward::states.
-float* kept_states(const Tensor& x, int32_t device, const ChunkForward& p, int64_t every) {
-  check_dtype(x, "states", ScalarType::Float);
-  return static_cast<float*>(written(x, "states", device, {p.B * p.T / every, p.HV, p.V, p.K}));
+  if (!x) return nullptr;
+  const int64_t rows = p.B * p.T / every;
+  STD_TORCH_CHECK(rows > 0, "gdn_fast: every must be at most the ", p.B * p.T, " tokens of the call, got ", every);
+  check_dtype(*x, "states", ScalarType::Float);
+  return static_cast<float*>(written(*x, "states", device, {rows, p.HV, p.V, p.K}));
 }
 
 // Checks `workspace`, and runs what `p` says on the current stream of its device; pool: null without one. name: of the
@@ -217,8 +216,8 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     p.ht_n = HV * K * V, p.ht_h = K * V;
     p.ht_k = state_v_first ? 1 : V, p.ht_v = state_v_first ? K : 1;
   }
-  check_every(every, states);
-  if (!states) return run("chunk_forward", p, nullptr, workspace, device);
+  float* const left = kept_states(states, device, p, checked_every(every));
+  if (left == nullptr) return run("chunk_forward", p, nullptr, workspace, device);
   const int64_t state = K * V;
   Pool pool{};
   pool.o = {p.o, p.T * HV * V, HV * V, V};
@@ -226,7 +225,7 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   pool.to = {p.ht, p.ht_n, p.ht_h, p.ht_k, p.ht_v, Dtype::kFloat32};
   pool.last_skipped = -1;
   pool.every = every <= p.T ? static_cast<int>(every) : 0;  // else no sequence is long enough
-  pool.checkpoints = {kept_states(*states, device, p, every), HV * state, state, 1, K, Dtype::kFloat32};
+  pool.checkpoints = {left, HV * state, state, 1, K, Dtype::kFloat32};
   run("chunk_forward", p, &pool, workspace, device);
 }
 
@@ -312,8 +311,8 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
   b.dO = tma_rows(dO, "do", device, dtype, {B, T, HV, V});
   const StateGradient from = state_gradient(dht, p, device, state_v_first);
   b.dht = from.data, b.dht_n = from.n, b.dht_h = from.h, b.dht_k = from.k, b.dht_v = from.v;
-  b.every = check_every(every, states);
-  if (states) b.states = kept_states(*states, device, p, every);
+  b.every = checked_every(every);
+  b.states = kept_states(states, device, p, b.every);
   check_dtype(dq, "dq", dtype);
   check_dtype(dk, "dk", dtype);
   check_dtype(dv, "dv", dtype);

@@ -282,8 +282,8 @@ struct StateMemory {
     uint8_t* at = static_cast<uint8_t*>(to.data) +
                   (row * to.row + tile.hv * to.head + value_channel(tile) * to.v) * size +
                   key_channel() * next_k;
-    // Two channels of K at once, where they lie beside each other: half as many stores, each of which fills the sectors that
-    // it writes to.
+    // Two channels of K that lie beside each other are stored at once: there are half as many stores, and each fills the
+    // sectors that it writes to.
     const bool in_pairs =
         C::kExact && to.dtype == Dtype::kFloat32 && to.k == 1 && reinterpret_cast<uintptr_t>(at) % 8 == 0;
     constexpr int kPiece = kSize / 4;

@@ -1,7 +1,6 @@
 """The CUDA library's backward on a Hopper GPU: its numbers, against float64 autograd of the
 specification, its bits, and the operator's checks."""
 
-import itertools
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,15 +13,20 @@ from backward_cases import (
     NAMES,
     STRENGTHS,
     Options,
-    Task,
     by_op,
     check_alone,
     check_forgetting,
     check_task,
     make_task,
-    run_op,
 )
-from fast_backward_cases import ARGUMENTS, check_repeats, poison, random_task
+from fast_backward_cases import (
+    ARGUMENTS,
+    check_nan_stays,
+    check_repeats,
+    check_replays,
+    poison,
+    random_task,
+)
 from fast_cases import EDGES, ROOT, fast_case, gpu, output
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
 from torch import Tensor
@@ -243,23 +247,7 @@ def test_a_sequence_alone(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @gpu
 def test_nan_stays_in_its_sequence(own: str) -> None:
-    task = make_task(RAGGED, BF16, own, Options())
-    expected = by_op(task)
-    offsets = RAGGED.offsets()
-    n = 3  # from the middle of a chunk to the middle of one
-    for name in NAMES[:5]:
-        x = task.leaves[name].clone()
-        x[:, offsets[n] : offsets[n + 1]] = torch.nan
-        task.leaves[name] = x
-    task.do[:, offsets[n] : offsets[n + 1]] = torch.nan
-    others = [m for m in range(RAGGED.N) if m != n]
-    for name, x in by_op(task).items():
-        if name == "initial_state":
-            assert same_bits(x[others], expected[name][others])
-            continue
-        for m in others:
-            first, end = offsets[m : m + 2]
-            assert same_bits(x[:, first:end], expected[name][:, first:end]), (name, m)
+    check_nan_stays(make_task(RAGGED, BF16, own, Options()))
 
 
 @gpu
@@ -317,24 +305,7 @@ def test_one_head_of_many(T: int, own: str) -> None:
 def test_graph_replay(own: str) -> None:
     """Nothing waits for the device, and other offsets in the same graph are other sequences."""
     task = make_task(LARGE, BF16, own, OPTIONS["all"])
-    assert task.cu_seqlens is not None
-    by_op(task)
-    leaves = task.copies()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = task.backward(leaves, *run_op(task, leaves))
-    lengths = (3000, 64, 1, 0, 700, 129)
-    for offsets in (LARGE.offsets(), [0, *itertools.accumulate(lengths)]):
-        task.cu_seqlens.copy_(torch.tensor(offsets))
-        graph.replay()
-        for name, x in by_op(replace_offsets(task)).items():
-            assert same_bits(x, found[name]), name
-
-
-def replace_offsets(task: Task) -> Task:
-    """The same task, its offsets in a tensor of their own."""
-    assert task.cu_seqlens is not None
-    return replace(task, cu_seqlens=task.cu_seqlens.clone())
+    check_replays(task, (3000, 64, 1, 0, 700, 129))
 
 
 @gpu

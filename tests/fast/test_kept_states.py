@@ -1,7 +1,6 @@
 """States that a forward leaves for the library's backward on a Hopper GPU: which, with which bits,
 and the gradients found with them."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backward_cases import NAMES, STRENGTHS, Options, Task, by_op, check_task, make_task, run_op
-from fast_backward_cases import ARGUMENTS, KEPT, check_repeats
+from fast_backward_cases import ARGUMENTS, KEPT, check_nan_stays, check_repeats, check_replays
 from fast_cases import fast_case, gpu
 from helpers import BF16, Case, make_inputs, same_bits
 from torch import Tensor
@@ -48,6 +47,10 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
+def kept(name: str) -> tuple[int, Case]:
+    return next((every, case) for every, case in KEPT if case.name == name)
+
+
 OPTIONS = {
     "none": Options(state=False, dht=False),
     "state": Options(v_first=True),
@@ -65,16 +68,15 @@ def test_gradients(
     task = make_task(case, BF16, "cuda", OPTIONS[name])
     check_task(task, BF16, "cuda")
     check_repeats(task)
-    rows = case.B * case.T if case.lengths is None else sum(case.lengths) + case.orphans
     for call in passed:
-        assert call["every"] == every and len(call["states"]) == rows // every
+        assert call["every"] == every and len(call["states"]) == case.B * case.tokens // every
 
 
 @gpu
 @pytest.mark.parametrize("strength", STRENGTHS)
 @pytest.mark.parametrize("name", ["padded", "uneven", "cut", "cut-packed"])
 def test_gates(name: str, strength: str, keep: Keep) -> None:
-    every, case = next(x for x in KEPT if x[1].name == name)
+    every, case = kept(name)
     keep(every)
     x = make_inputs(case, BF16, "cuda")
     x = x.but(g=STRENGTHS[strength](x.g))
@@ -85,7 +87,7 @@ def test_gates(name: str, strength: str, keep: Keep) -> None:
 @pytest.mark.parametrize("name", ["uneven", "cut"])
 def test_states_are_read(name: str, cuda: str, keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of others give other gradients of what is behind them."""
-    every, case = next(x for x in KEPT if x[1].name == name)
+    every, case = kept(name)
     keep(every)
     task = make_task(case, BF16, cuda, Options())
     expected = by_op(task)
@@ -118,7 +120,7 @@ def test_what_is_left(
 ) -> None:
     """The forward has the bits that it has without a gradient, and each state those of the final
     state of as many tokens."""
-    every, case = next(x for x in KEPT if x[1].name == name)
+    every, case = kept(name)
     keep(every)
     task = make_task(case, BF16, "cuda", Options(state=state, v_first=v_first))
     left: list[Tensor] = []
@@ -158,41 +160,17 @@ def test_what_is_left(
 
 @gpu
 def test_nan_stays_in_its_sequence(keep: Keep) -> None:
-    every, case = next(x for x in KEPT if x[1].name == "uneven")
+    every, case = kept("uneven")
     keep(every)
-    task = make_task(case, BF16, "cuda", Options())
-    expected = by_op(task)
-    offsets, n = case.offsets(), 3
-    for name in NAMES[:5]:
-        x = task.leaves[name].clone()
-        x[:, offsets[n] : offsets[n + 1]] = torch.nan
-        task.leaves[name] = x
-    found = by_op(task)
-    for name, m in itertools.product(NAMES[:5], range(case.N)):
-        if m != n:
-            part = slice(offsets[m], offsets[m + 1])
-            assert same_bits(found[name][:, part], expected[name][:, part]), (name, m)
+    check_nan_stays(make_task(case, BF16, "cuda", Options()))
 
 
 @gpu
 def test_graph_replay(keep: Keep) -> None:
-    """Other offsets in the same graph are other sequences."""
-    every, case = next(x for x in KEPT if x[1].name == "dealt")
+    every, case = kept("dealt")
     keep(every)
-    task = make_task(case, BF16, "cuda", Options())
-    assert task.cu_seqlens is not None and case.lengths is not None
-    by_op(task)
-    leaves = task.copies()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = task.backward(leaves, *run_op(task, leaves))
-    for lengths in (case.lengths, case.lengths[::-1]):
-        offsets = torch.tensor([0, *itertools.accumulate(lengths)])
-        task.cu_seqlens.copy_(offsets)
-        graph.replay()
-        alone = replace(task, cu_seqlens=task.cu_seqlens.clone())
-        for name, x in by_op(alone).items():
-            assert same_bits(x, found[name]), name
+    assert case.lengths is not None
+    check_replays(make_task(case, BF16, "cuda", Options()), case.lengths[::-1])
 
 
 # Sizes of which some leave states: B, T, H, HV, N, and whether they are packed.
@@ -247,22 +225,23 @@ def test_other_kinds_take_none(
 
 @gpu
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("name", "change", "words"),
     [
-        (lambda x: x.half(), "states must be Float, got Half"),
-        (lambda x: x[1:], "states must have shape"),
-        (lambda x: x.mT, "states must be contiguous"),
-        (lambda x: x.cpu(), "states must be on a CUDA device"),
+        ("states", lambda x: x.half(), "states must be Float, got Half"),
+        ("states", lambda x: x[1:], "states must have shape"),
+        ("states", lambda x: x.mT, "states must be contiguous"),
+        ("states", lambda x: x.cpu(), "states must be on a CUDA device"),
+        ("every", lambda x: 256, "every must be at most the 200 tokens of the call, got 256"),
     ],
 )
 def test_checks_the_states(
-    change: Callable[[Tensor], Tensor], words: str, keep: Keep, passed: list[dict[str, Any]]
+    name: str, change: Any, words: str, keep: Keep, passed: list[dict[str, Any]]
 ) -> None:
     keep(64)
     by_op(make_task(fast_case("checked", "", T=200), BF16, "cuda", Options()))
     (call,) = passed
     with pytest.raises(RuntimeError, match=words):
-        chunk._operator("chunk_backward")(*{**call, "states": change(call["states"])}.values())
+        chunk._operator("chunk_backward")(*{**call, name: change(call[name])}.values())
 
 
 @gpu

@@ -1,11 +1,13 @@
 """The arguments of the CUDA library's backward, and random calls."""
 
+import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from backward_cases import STRENGTHS, Options, Task, by_op, make_task
+from backward_cases import NAMES, STRENGTHS, Options, Task, by_op, make_task, run_op
 from fast_cases import fast_case
 from fast_parity import random_lengths
 from helpers import BF16, FP16, Case, same_bits
@@ -82,6 +84,43 @@ def check_repeats(task: Task, times: int = 3) -> None:
         poison()
         for name, x in by_op(task).items():
             assert same_bits(x, expected[name]), name
+
+
+def check_nan_stays(task: Task) -> None:
+    """NaN in one packed sequence is in no gradient of another one."""
+    case, expected = task.case, by_op(task)
+    offsets = case.offsets()
+    n = 3
+    assert all(end % 64 for end in offsets[n : n + 2])  # neither end is that of 64 rows
+    for name in NAMES[:5]:
+        x = task.leaves[name].clone()
+        x[:, offsets[n] : offsets[n + 1]] = torch.nan
+        task.leaves[name] = x
+    task.do[:, offsets[n] : offsets[n + 1]] = torch.nan
+    others = [m for m in range(case.N) if m != n]
+    for name, x in by_op(task).items():
+        if name == "initial_state":
+            assert same_bits(x[others], expected[name][others])
+            continue
+        for m in others:
+            first, end = offsets[m : m + 2]
+            assert same_bits(x[:, first:end], expected[name][:, first:end]), (name, m)
+
+
+def check_replays(task: Task, lengths: tuple[int, ...]) -> None:
+    """Nothing waits for the device, and other lengths in the same graph are other sequences."""
+    assert task.cu_seqlens is not None
+    by_op(task)
+    leaves = task.copies()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = task.backward(leaves, *run_op(task, leaves))
+    for offsets in (task.case.offsets(), [0, *itertools.accumulate(lengths)]):
+        task.cu_seqlens.copy_(torch.tensor(offsets))
+        graph.replay()
+        alone = replace(task, cu_seqlens=task.cu_seqlens.clone())
+        for name, x in by_op(alone).items():
+            assert same_bits(x, found[name]), name
 
 
 def random_task(number: int, device: str, *, longest: int) -> tuple[Task, torch.dtype]:

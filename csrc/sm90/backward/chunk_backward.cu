@@ -66,23 +66,26 @@ struct Choice {
 // Microseconds of a chunk walked back, of half a slice and of a whole one whose triangles are there.
 constexpr double kBack = 1.2, kBackWhole = 2.6;
 
+// Whether the lengths of the sequences, of which there are several, are known on the device alone.
+bool is_uneven(const ChunkForward& p) { return p.cu_seqlens != nullptr && p.N > 1; }
+
 Segments in_segments(const ChunkForward& p, int length, bool cuts) {
   const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
-  return {length, p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch, of_batch, false, cuts};
+  return {length, p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch, of_batch, is_uneven(p), cuts};
 }
 
-// Whether the walk back has halves of slices, and finds a multiprocessor for each.
+// Whether there is a multiprocessor for each half of a slice, so that the walk back goes over halves.
 bool has_room_for_halves(const ChunkForward& p) { return 2 * int64_t{p.N} * slices_of(p) <= p.multiprocessors; }
 bool may_be_cut(const ChunkForward& p) {
-  return kForcedCut != 0 && is_exact(p) && !p.batch_invariant && (p.cu_seqlens == nullptr || p.N == 1);
+  return kForcedCut != 0 && is_exact(p) && !p.batch_invariant && !is_uneven(p);
 }
-// Of a walk back that is not cut, where other walks are.
+// Microseconds of a walk back that is not cut; 0 where no choice has a walk back that is.
 double time_of_back(const ChunkForward& p) {
   return has_room_for_halves(p) ? kBack * double(ceil_div(p.T, kChunk)) : 0;
 }
 
 // Microseconds of both walks in segments of `length` chunks, of which a sequence has `of_batch`. keeps: the forward has left
-// the states, and there are neither maps nor folds of them.
+// the states, and their maps and folds are left out.
 double time_of_cut(const ChunkForward& p, int length, double of_batch, bool keeps) {
   // Of a chunk of the maps, of the start and end of a tile of theirs or of the walk back; of a step of the folds, of
   // which a multiprocessor has two blocks at a time; of the launches that are a cut's alone.
@@ -126,7 +129,7 @@ Choice cut_of(const ChunkForward& p, const Choice& others, double others_time) {
 // Whether tiles of so many sequences or segments are dealt to the blocks of a walk, of which there are as many as
 // multiprocessors. Sequences of padded calls are equally long.
 bool is_dealt(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
-  return p.cu_seqlens && p.N > 1 && units <= kMostUnits && slots_of(p) < kMostUnitChunks &&
+  return is_uneven(p) && units <= kMostUnits && slots_of(p) < kMostUnitChunks &&
          p.multiprocessors <= kMostBins && units * tiles_of_unit > p.multiprocessors;
 }
 int64_t links_of(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
@@ -143,13 +146,12 @@ BackShape back_shape_of(const ChunkForward& p, bool makes) {
   return may_pay && is_dealt(p, p.N, 2 * slices_of(p)) ? BackShape::kByLengths : BackShape::kSlices;
 }
 
-// Segments of the walk forward: what they take, without what finds the states that they start from.
+// Microseconds of the walk forward, whole and in segments, and of what may come with segments.
 class Walks {
  public:
   explicit Walks(const ChunkForward& p) : p_(p), slices_(double(slices_of(p))), each_(p.multiprocessors) {
     const double chunks = double(ceil_div(p.T, kChunk)), told = std::min(double(ceil_div(p.longest[0], kChunk)), chunks);
-    const bool equal = p.cu_seqlens == nullptr || p.N == 1 || p.longest[0] * p.N == p.T;
-    guess_ = !equal;
+    guess_ = is_uneven(p) && p.longest[0] * p.N != p.T;  // else all are equally long
     share_ = double(p.B) * chunks * slices_ / each_;
     longest_ = told > 0 ? told : guess_ ? chunks / 2 : chunks;
   }
@@ -157,11 +159,12 @@ class Walks {
   double whole() const {
     return guess_ ? std::max(share_, longest_) * kGradients + kTile : walk(double(p_.N) * slices_, longest_);
   }
+  // In segments of `length` chunks, without what finds the states that they start from.
   double in(int length) const {
     return guess_ ? time_of_segments(float(share_), float(length))
                   : walk(double(p_.N) * std::ceil(longest_ / length) * slices_, length);
   }
-  // Of step 4.
+  // What step 4 takes then.
   double states(int length) const {
     const double walked = guess_ ? std::max(longest_ - length, 0.) : (std::ceil(longest_ / length) - 1) * length;
     const auto time = [&](bool beside) {
@@ -171,7 +174,7 @@ class Walks {
     // Of lengths that the host does not know, short sequences may leave multiprocessors free, and may not.
     return guess_ ? (time(true) + time(beside)) / 2 : time(beside);
   }
-  // Of step 2, where without it the walk back would make the triangles.
+  // What step 2 takes, if without it the walk back would make the triangles; else 0.
   double triangles() const { return back_shape_of(p_, true) == BackShape::kSlices ? share_ * kTriangles : 0; }
   // Calls consider() with each length that segments may have.
   template <class Consider>
@@ -190,15 +193,15 @@ class Walks {
   double walk(double tiles, double length) const { return std::ceil(tiles / each_) * (length * kGradients + kTile); }
 
   const ChunkForward& p_;
-  // Several packed sequences, of which the host knows the longest or nothing: segments are chosen for that one, or for one
-  // that has half of all, and the device, which knows all, may take whole sequences all the same.
+  // Whether the host knows no more of several lengths than the longest, or nothing: segments are chosen for that one, or
+  // for one that has half of all, and the device, which knows all, may take whole sequences all the same.
   bool guess_;
   double slices_, each_;
-  double share_;    // of all chunks a multiprocessor's
+  double share_;    // what every multiprocessor has of all chunks
   double longest_;  // chunks
 };
 
-// Without states that the forward has left.
+// The choice where the forward has left no states.
 Choice find_segments(const ChunkForward& p) {
   constexpr int kMemory = 3;  // a start is twice as large as a chunk's dS: of many short sequences there are no more
   const Walks walks(p);
@@ -213,23 +216,18 @@ Choice find_segments(const ChunkForward& p) {
     least_states = states;
     best = segments;
   });
-  best.may_be_whole = p.cu_seqlens != nullptr && p.N > 1;
   const double triangles = best.length > 0 ? walks.triangles() : 0;
   return cut_of(p, {best, least + time_of_back(p) + triangles}, least - least_states);
 }
 
-// With states that the forward has left, `length` chunks apart.
+// The choice where the forward has left states, `length` chunks apart.
 Choice segments_from_states(const ChunkForward& p, int length) {
-  const Walks walks(p);
-  Choice best = {in_segments(p, length, false), 0};
-  best.segments.may_be_whole = p.cu_seqlens != nullptr && p.N > 1;
-  best.time = walks.in(length) + time_of_back(p);
-  const Segments cut = in_segments(p, length, true);
-  const bool forced = kForcedCut > 0 && cut.of_batch > 1;
-  if (!may_be_cut(p) || !(forced || has_room_for_halves(p)) || cut.of_batch > kMostFolds) return best;
-  if (!forced && cut.of_batch < 3) return best;
-  const double time = time_of_cut(p, length, double(cut.of_batch), true);
-  return forced || time < best.time ? Choice{cut, time} : best;
+  const Choice others = {in_segments(p, length, false), Walks(p).in(length) + time_of_back(p)};
+  const Segments segments = in_segments(p, length, true);
+  if (!may_be_cut(p) || segments.of_batch > kMostFolds) return others;
+  const Choice cut = {segments, time_of_cut(p, length, double(segments.of_batch), true)};
+  if (kForcedCut > 0) return segments.of_batch > 1 ? cut : others;
+  return has_room_for_halves(p) && segments.of_batch >= 3 && cut.time < others.time ? cut : others;
 }
 
 // How many chunks apart the forward is to leave states; 0: it leaves none.
@@ -237,7 +235,7 @@ int find_kept(const ChunkForward& p) {
   constexpr int kLeastChunks = 32;  // 32 bytes a token and value head
   // Microseconds that a forward takes longer: for each state of a value head that it leaves, and at all.
   constexpr double kState = 0.044, kCall = 10;
-  // The bits of a sequence would depend on what its batch makes the forward leave.
+  // Of a batch-invariant call the bits of a sequence may not depend on what its batch makes the forward leave.
   if (!is_exact(p) || p.batch_invariant) return 0;
   const Walks walks(p);
   double least = find_segments(p).time - kCall;
@@ -251,7 +249,7 @@ int find_kept(const ChunkForward& p) {
     best = length;
   };
   walks.lengths(consider);
-  for (const int length : {64, 48, 32}) consider(length);  // of both walks in segments
+  for (const int length : {64, 48, 32}) consider(length);  // where both walks are cut
   return best;
 }
 
