@@ -26,6 +26,7 @@ from fast_backward_cases import (
     check_replays,
     poison,
     random_task,
+    small_betas,
 )
 from fast_cases import EDGES, ROOT, fast_case, gpu, output
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
@@ -117,6 +118,15 @@ def test_gates_in_float16(sizes: dict[str, int], strength: str, own: str) -> Non
     x = make_inputs(case, FP16, own)
     x = x.but(g=STRENGTHS[strength](x.g))
     check_task(make_task(case, FP16, own, Options(), x), FP16, own)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("strength", ["mild", "strong", "closed"])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (96, 192)])
+def test_small_betas(K: int, V: int, strength: str, dtype: torch.dtype, own: str) -> None:
+    case = replace(RAGGED, K=K, V=V)
+    check_task(small_betas(case, dtype, own, strength), dtype, own)
 
 
 # Few long sequences, of which both walks go in segments.

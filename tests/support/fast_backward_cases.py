@@ -10,7 +10,7 @@ import torch
 from backward_cases import NAMES, STRENGTHS, Options, Task, by_op, make_task, run_op
 from fast_cases import fast_case
 from fast_parity import random_lengths
-from helpers import BF16, FP16, Case, same_bits
+from helpers import BF16, FP16, Case, make_inputs, same_bits
 from torch import Tensor
 
 # Of the operator, in their order, and those of them that it writes.
@@ -70,6 +70,17 @@ class Noted:
         for number, name in enumerate(WRITTEN):
             if passed[name] is not None:
                 passed[name].fill_(number + 1)
+
+
+def small_betas(case: Case, dtype: torch.dtype, device: str, strength: str) -> Task:
+    """A call with betas among others that are 0, and that are so small that a row of dv would be 0
+    or lose its precision where that of dx has it."""
+    x = make_inputs(case, dtype, device)
+    beta = x.beta.clone()
+    for place, value in enumerate((0.0, 1e-38, -1e-30, 0.0, 1e-19, 8e-19, 1e-18)):
+        beta[:, place::11] = value
+    x = x.but(g=STRENGTHS[strength](x.g), beta=beta)
+    return make_task(case, dtype, device, Options(), x)
 
 
 def poison() -> None:

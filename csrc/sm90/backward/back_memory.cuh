@@ -47,17 +47,21 @@ struct MakerMemory {
   uint64_t made[C::kStages];  // T and P
 };
 struct NoMaker {};
+// Tiles of a chunk that go out together: dv, and without kReadsDv dx.
+template <class T>
+constexpr int kOuts = kReadsDv<T> ? 1 : 2;
 
 template <class C>
 struct BackMemory {
   struct alignas(1024) Stage {
     uint8_t k[2][kTileBytes], q[2][kTileBytes], dO[C::kStates][kTileBytes], t[kTileBytes], p[kTileBytes];
   } stages[C::kStages];
-  uint8_t dx[C::kStates][kTileBytes], dv[C::kStates][kTileBytes], ds[C::kStates][2][kTileBytes];
+  uint8_t dv[C::kStates][kOuts<typename C::T>][kTileBytes], ds[C::kStates][2][kTileBytes];
   std::conditional_t<C::kMaker, MakerMemory<C>, NoMaker> maker;
   Gates gates[C::kStages];
   uint64_t full[C::kStages], empty[C::kStages], aside;
-  uint64_t ds_full[C::kStates], ds_empty[C::kStates], dx_full[C::kStates], dx_empty[C::kStates];
+  uint64_t ds_full[C::kStates], ds_empty[C::kStates];
+  uint64_t dv_full[C::kStates], dv_empty[C::kStates];
 };
 
 template <class C>
@@ -211,12 +215,13 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int slot) 
         tma_store_wait_read();
       }
       arrive(sm.ds_empty[slot], lead);
-      wait_for(sm.dx_full[slot], it);
+      wait_for(sm.dv_full[slot], it);
       const int row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
       if (lead) {
-        tma_store(&params.dx, shared_address(sm.dx[slot]), part, 0, 0, block);
+        if constexpr (!kReadsDv<typename C::T>)
+          tma_store(&params.dx, shared_address(sm.dv[slot][1]), part, 0, 0, block);
         if (rows >= kChunk && v < V)
-          tma_store(&params.dv, shared_address(sm.dv[slot]), v, row, tile.hv(params), tile.batch);
+          tma_store(&params.dv, shared_address(sm.dv[slot][0]), v, row, tile.hv(params), tile.batch);
         tma_store_commit();
         tma_store_wait_read();
       }
@@ -226,11 +231,11 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int slot) 
           if (v + i % 8 * 8 >= V) continue;
           const int64_t at = ((tile.batch * p.T + row + i / 8) * p.HV + tile.hv(params)) * V + v + i % 8 * 8;
           *reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.problem.dv) + at) =
-              *reinterpret_cast<const uint4*>(sm.dv[slot] + i / 8 * 128 + ((i % 8 ^ i / 8 % 8) * 16));
+              *reinterpret_cast<const uint4*>(sm.dv[slot][0] + i / 8 * 128 + ((i % 8 ^ i / 8 % 8) * 16));
         }
       }
       __syncwarp();
-      arrive(sm.dx_empty[slot], lead);
+      arrive(sm.dv_empty[slot], lead);
     }
   }
   if (lead) tma_store_wait();

@@ -305,8 +305,8 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, bool keeps, voi
   parts.take(x.t, blocks * pair);
   parts.take(x.qk, pairs_of(p) * pair);
   parts.take(x.kk, pairs_of(p) * pair);
-  const int64_t dx = slice_blocks * kChunk * kChannels, maps = segments.count * slices_of(p) * kMapValues;
-  parts.take(x.dx, segments.cuts ? std::max(dx, maps) : dx);
+  x.dx = nullptr;
+  if (p.dtype == Dtype::kFloat16) parts.take(x.dx, slice_blocks * kChunk * kChannels);
   parts.take(x.ds, slice_blocks * kChannels * kChannels);
   parts.take(x.parts, slice_blocks * kParts * kChunk);
   parts.take(x.across, slice_blocks * 2);
@@ -327,7 +327,7 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, bool keeps, voi
   if (segments.cuts) {
     cut.cuts = true;
     parts.take(cut.ends, matrices);
-    cut.maps = x.dx;
+    parts.take(cut.maps, segments.count * slices_of(p) * kMapValues);
     parts.take(cut.forgotten, segments.count * slices_of(p));
     parts.take(cut.wrong, 1);
   }
@@ -409,7 +409,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
       tiles_map(&params.t, p.dtype, x.t, blocks, kChunk, kChunk),
       tiles_map(&params.qk, p.dtype, x.qk, pairs, kChunk, kChunk),
       tiles_map(&params.kk, p.dtype, x.kk, pairs, kChunk, kChunk),
-      tiles_map(&params.dx, p.dtype, x.dx, slice_blocks, kChunk, kChannels),
+      kReadsDv<typename Kind::T> ? nullptr : tiles_map(&params.dx, p.dtype, x.dx, slice_blocks, kChunk, kChannels),
       tiles_map(&params.ds, p.dtype, x.ds, slice_blocks, kChannels, kChannels),
   };
   for (const char* error : errors)

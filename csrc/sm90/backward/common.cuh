@@ -23,6 +23,14 @@ template <class Kind>
 constexpr bool kCuts = Kind::kExact;
 constexpr int kParts = 8;       // rows of Scratch::parts
 
+// The walk forward needs dx. A row of dv is a row of dx times beta 2^-e, so that it may take dv, and divide what it makes of
+// each row. In fp16 a row of dv may lie below the normal numbers where one of dx does not: there dx is stored as well.
+template <class T>
+constexpr bool kReadsDv = Frame<T>::kSteepUnits > 0;
+// With a smaller beta a row of dv could not bear dx: the walks have dx there, and sums.cu replaces it by dv.
+constexpr float kLeastBeta = 0x1p-60f;
+GDN_DEVICE bool is_beta_small(float beta) { return fabsf(beta) < kLeastBeta; }
+
 // Of a chunk and value head, made once for all kernels.
 struct Gates {
   float4 x[kChunk / 2];  // of tokens 2 i, 2 i + 1: (c0, c1, f0, f1) in x = c v - f (k S): beta 2^-e, beta 2^d
@@ -30,6 +38,7 @@ struct Gates {
   float start[kChunk];   // scale 2^(d + e): what q S has in o
   float beta[kChunk];
   float c[kChunk];         // 2^-e
+  float dv[kChunk];        // what rows of dx are multiplied by to be those of dv: beta 2^-e; but kReadsDv
   int16_t power[kChunk];   // d
   float pre, post, end;    // as in GateVectors
   int steep;               // D, frame.cuh, which is below 0 there; 0: the chunk is mild
@@ -56,10 +65,10 @@ struct Scratch {
   uint16_t* t;      // [slots, HV, 64, 64]: strict-lower (I + A)^-1
   uint16_t* qk;     // [slots, H, 64, 64]: lower q k^T; with Params::pairs_with_dq [N, H, 64, 64], pairs_at
   uint16_t* kk;     // the same: lower k k^T
-  uint16_t* dx;     // [slots, slices, 64, 128], where dq of the slice replaces it
-  // [slots, slices, 128 of V, 128 of K]: the gradient of the state behind the chunk; dk replaces it. Before, where a
-  // chunk is steep, its lower q k^T, decayed, [64, 64] in a corner of each half of V: who walks back over a half reads it
-  // there.
+  uint16_t* dx;     // [slots, slices, 64, 128]; null with kReadsDv
+  // [slots, slices, 128 of V, 128 of K]: the gradient of the state behind the chunk; dk of the slice replaces the first 64
+  // rows, and dq the others. Before, where a chunk is steep, its lower q k^T, decayed, [64, 64] in a corner of each half of
+  // V: who walks back over a half reads it there.
   uint16_t* ds;
   float* parts;     // [slots, slices, kParts, 64]
   float* across;    // [slots, slices, 2]: <S, dS> by halves of V
@@ -81,8 +90,7 @@ struct Cut {
   // [segments, slices, 128 of V, 128 of K]: the gradient of the state behind each segment but the last
   float* ends;
   // [segments, slices, kMapValues]: what a segment does to the gradient of the state, M, [128 of K, 128 of K],
-  // map_halves.cuh; the transpose of M is what it does to the state. The maps lie in the memory of dx, which the walk back
-  // writes after the folds.
+  // map_halves.cuh; the transpose of M is what it does to the state.
   uint16_t* maps;
   int* forgotten;  // [segments, slices]: not 0 where what a segment starts from is forgotten at its end, windows.cuh
   int* wrong;      // not 0 where a segment has started from something else: all is walked again, whole
@@ -134,6 +142,12 @@ GDN_DEVICE float power_of_two_float(int e) { return __int_as_float(max(e + 127, 
 GDN_DEVICE float2 end_factors(const Gates& gates, int i) {
   const short2 d = reinterpret_cast<const short2*>(gates.power)[i];
   return make_float2(power_of_two_float(gates.steep - d.x), power_of_two_float(gates.steep - d.y));
+}
+
+// What a row of what the walk forward has in the place of dx is multiplied by to be one of dx.
+template <class T>
+GDN_DEVICE float of_dx(const Gates& gates, int row) {
+  return kReadsDv<T> ? __fdividef(1.f, gates.dv[row]) : 1.f;
 }
 
 GDN_DEVICE bool walks_back_over_halves(const Params& params) {

@@ -21,7 +21,7 @@ struct WalkMemory {
   uint8_t q[2][kTileBytes];       // then dk
   uint8_t v[2][kTileBytes];
   uint8_t dO[2][2][kTileBytes];   // then dq
-  uint8_t dx[2][kTileBytes];
+  uint8_t dx[2][kTileBytes];      // dv in its place: kReadsDv
   uint8_t ds[2][2][kTileBytes];   // halves of V, halves of K
   uint8_t t[kTileBytes];
   uint8_t qk[kTileBytes];         // then dP
@@ -39,7 +39,7 @@ struct WalkMemory {
 };
 
 // With kExchange in clusters of two blocks, exchange.cuh.
-template <bool kExchange>
+template <class T, bool kExchange>
 GDN_DEVICE void init_barriers(WalkMemory& sm) {
   // Arrivals. The loader's first lane alone gives out what has no rows to clear.
   constexpr int kWarp = kWarpArrivals, kStates = 8 * kWarp, kPairs = 4 * kWarp;
@@ -55,7 +55,7 @@ GDN_DEVICE void init_barriers(WalkMemory& sm) {
     mbarrier_init(&empty, readers);
   };
   init(sm.v_full, sm.v_empty, kWarp, kStates + kWarp);
-  init(sm.dx_full, sm.dx_empty, 1, kStates + kPairs + kWarp);
+  init(sm.dx_full, sm.dx_empty, kReadsDv<T> ? kWarp : 1, kStates + kPairs + kWarp);
   init(sm.ds_full, sm.ds_empty, 1, kStates + kProducts);
   init(sm.t_full, sm.t_empty, 1, kStates);
   init(sm.pairs_full, sm.pairs_empty, 1, kStates + kPairs);
@@ -120,16 +120,25 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     wait_for(sm.v_empty, it + 1);
     load_rows<2>(params.v, sm.v, sm.v_full, sm.aside[0], aside_phase, walk.tile.v(params), walk.row(),
                  walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
+    const auto load = [&](const CUtensorMap& map, uint8_t* to, uint64_t& full, int column, int row, int of) {
+      tma_load(shared_address(to), &map, shared_address(&full), column, row, 0, of);
+    };
     if (lead) {
-      const auto load = [&](const CUtensorMap& map, uint8_t* to, uint64_t& full, int column, int row, int of) {
-        tma_load(shared_address(to), &map, shared_address(&full), column, row, 0, of);
-      };
       wait_for(sm.t_empty, it + 1);
       mbarrier_expect(shared_address(&sm.t_full), kTileBytes);
       load(params.t, sm.t, sm.t_full, 0, 0, of_head);
+    }
+    if constexpr (kReadsDv<typename Kind::T>) {
       wait_for(sm.dx_empty, it + 1);
-      mbarrier_expect(shared_address(&sm.dx_full), 2 * kTileBytes);
-      for (int i = 0; i < 2; ++i) load(params.dx, sm.dx[i], sm.dx_full, 64 * i, 0, block);
+      load_rows<2>(params.dv, sm.dx, sm.dx_full, sm.aside[0], aside_phase, walk.tile.v(params), walk.row(),
+                   walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
+    }
+    if (lead) {
+      if constexpr (!kReadsDv<typename Kind::T>) {
+        wait_for(sm.dx_empty, it + 1);
+        mbarrier_expect(shared_address(&sm.dx_full), 2 * kTileBytes);
+        for (int i = 0; i < 2; ++i) load(params.dx, sm.dx[i], sm.dx_full, 64 * i, 0, block);
+      }
       wait_for(sm.ds_empty, it + 1);
       mbarrier_expect(shared_address(&sm.ds_full), 4 * kTileBytes);
       for (int i = 0; i < 4; ++i) load(params.ds, sm.ds[i / 2][i % 2], sm.ds_full, i % 2 * 64, i / 2 * 64, block);
@@ -188,11 +197,11 @@ GDN_DEVICE void states_product(WalkMemory& sm, const Params& params, uint32_t it
   arrive(sm.ds_empty, one);
 }
 
-// do or q, in kStages stages, and dq or dk out of the same tile, which replaces what was read of this chunk in `to`.
+// do or q, in kStages stages, and dq or dk out of the same tile, which replaces what was read of the chunk's dS.
 template <class Kind, int kStages>
 GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUtensorMap& map,
                                uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* made, uint64_t& aside,
-                               bool of_keys, const CUtensorMap& to) {
+                               bool of_keys) {
   const bool lead = threadIdx.x % 32 == 0;
   uint32_t aside_phase = 0, loaded = 0, it = 0;
   int oldest = 0, newest = 0;  // blocks of the chunks that are loaded
@@ -215,7 +224,7 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
     const int block = kStages == 1 || it + 1 == loaded ? newest : oldest;
     wait_for(made[it % kStages], it / kStages);
     if (lead) {
-      for (int i = 0; i < 2; ++i) tma_store(&to, shared_address(tiles[it % kStages][i]), 64 * i, 0, 0, block);
+      for (int i = 0; i < 2; ++i) tma_store(&params.ds, shared_address(tiles[it % kStages][i]), 64 * i, of_keys ? 0 : kChunk, 0, block);
       tma_store_commit();
       tma_store_wait_read();
     }
@@ -296,7 +305,7 @@ GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtenso
   if (lead) tma_store_wait();
 }
 
-// dx v of every token. A lane has two rows: lines of eight rows that lie in a column have all banks.
+// Of every token dx v, or dv v. A lane has two rows: lines of eight rows that lie in a column have all banks.
 template <class Kind>
 GDN_DEVICE void values(WalkMemory& sm, const Params& params) {
   using T = typename Kind::T;

@@ -152,8 +152,8 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   float2 factor;
   {
     const float* const x = reinterpret_cast<const float*>(sm.gates[stage].x);
-    factor.x = x[row / 2 * 4 + 2 + row % 2];
-    factor.y = x[row / 2 * 4 + 16 + 2 + row % 2];
+    factor.x = x[row / 2 * 4 + 2 + row % 2] * of_dx<T>(sm.gates[stage], row);
+    factor.y = x[row / 2 * 4 + 16 + 2 + row % 2] * of_dx<T>(sm.gates[stage], row + 8);
   }
   wgmma_wait<0>();
   pin(given);

@@ -121,6 +121,8 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
   reinterpret_cast<float2*>(out.start)[lane] =
       make_float2(p.scale * exp2_approx(chunk.G + sums.x), p.scale * exp2_approx(chunk.G + sums.y));
   reinterpret_cast<float2*>(out.c)[lane] = make_float2(c0, c1);
+  const auto of_dv = [](float beta, float c) { return kReadsDv<T> && is_beta_small(beta) ? 1.f : beta * c; };
+  reinterpret_cast<float2*>(out.dv)[lane] = make_float2(of_dv(beta.x, c0), of_dv(beta.y, c1));
   reinterpret_cast<short2*>(out.power)[lane] = make_short2(short(x0.d), short(x1.d));
   if (lane == 0) {
     out.pre = exp2_approx(chunk.enter);

@@ -62,9 +62,9 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   float sum[8] = {};
   if (owned && exists) {
     const int64_t block = int64_t{slot} * slices_of<Kind>(params) + h * group;
-    const int64_t size = of_keys ? 2 * kChunk : kChunk;  // rows of a slice's block of dS, dx
-    const uint4* from = reinterpret_cast<const uint4*>(of_keys ? params.scratch.ds : params.scratch.dx) +
-                        (block * size + row) * kLanes + lane;
+    constexpr int64_t size = 2 * kChunk;  // rows of a slice's block of dS
+    const uint4* from = reinterpret_cast<const uint4*>(params.scratch.ds) +
+                        (block * size + (of_keys ? 0 : kChunk) + row) * kLanes + lane;
 #pragma unroll 2
     for (int i = 0; i < group; ++i, from += size * kLanes) {
       const uint4 line = *from;
@@ -139,12 +139,43 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ 
   }
 }
 
+// dv of the tokens of a chunk and value head whose beta is small: what they have is dx. x: Gates::x of this lane's tokens,
+// 2 l and 2 l + 1. By a warp.
+template <class Kind>
+GDN_DEVICE void end_small_rows(const Params& params, const Gates& gates, const float4& x, const Place& place, int hv) {
+  using T = typename Kind::T;
+  const ChunkForward& p = params.problem.forward;
+  const int lane = threadIdx.x % 32, lines = lines_of<Kind>(p.V);
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const int own = 2 * lane + i;
+    uint32_t small = __ballot_sync(~0u, own < place.rows && is_beta_small(gates.beta[own]));
+    for (; small != 0; small &= small - 1) {
+      const int source = __ffs(int(small)) - 1;
+      const float c = __shfl_sync(~0u, i == 0 ? x.x : x.y, source);
+      const int64_t token = place.batch * p.T + place.first + 2 * source + i;
+      uint4* const row = static_cast<uint4*>(params.problem.dv) + (token * p.HV + hv) * lines;
+      for (int line = lane; line < lines; line += 32) {
+        const uint4 before = row[line];
+        uint32_t words[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+        for (uint32_t& word : words) {
+          const float2 pair = unpack(T{}, word);
+          word = pack(T{}, c * pair.x, c * pair.y);
+        }
+        row[line] = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+}
+
 // dg and dbeta of a chunk and value head, by a warp:
 //     dg_t = sum over i >= t of ahead_i + sum over i < t of behind_i + <S, dS>
 // and their activations. Lane l has tokens 2 l and 2 l + 1. What slices leave is added in their order.
 template <class Kind>
 __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
+  using T = typename Kind::T;
   __shared__ HeadRows g_rows, beta_rows;  // as given, then their gradients
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
@@ -175,12 +206,15 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
   const float2 read = plus(part(kReadPart), part(kReadPart + 1)), rows_sum = part(kBetaPart), value = part(kValuePart);
   const float2 behind = plus(part(kBehindPart), part(kBehindPart + 1));
   const float4 x = gates.x[lane];
+  const float per_dx[2] = {of_dx<T>(gates, 2 * lane), of_dx<T>(gates, 2 * lane + 1)};
+  if (kReadsDv<T> && stores) end_small_rows<Kind>(params, gates, x, place, hv);
   float2 ahead = plus(part(kPairsPart), part(kQueryPart));
-  ahead.x -= x.z * read.x;
-  ahead.y -= x.w * read.y;
+  ahead.x -= x.z * per_dx[0] * read.x;
+  ahead.y -= x.w * per_dx[1] * read.y;
   const float c[2] = {gates.c[2 * lane], gates.c[2 * lane + 1]};
-  const float dbeta_of[2] = {c[0] * value.x - exp2_approx(gates.power[2 * lane]) * read.x - rows_sum.x,
-                             c[1] * value.y - exp2_approx(gates.power[2 * lane + 1]) * read.y - rows_sum.y};
+  const float2 f = make_float2(exp2_approx(gates.power[2 * lane]), exp2_approx(gates.power[2 * lane + 1]));
+  const float dbeta_of[2] = {per_dx[0] * (c[0] * value.x - f.x * read.x - rows_sum.x),
+                             per_dx[1] * (c[1] * value.y - f.y * read.y - rows_sum.y)};
   // Sums over the tokens from here on, and over those before.
   float after = ahead.x + ahead.y, before = behind.x + behind.y;
 #pragma unroll

@@ -4,9 +4,9 @@
 // Transposed as in state.cuh. With do' = scale 2^e do, and P and T_s decayed where the chunk is steep,
 //     du = P^T do' + w k dS    dx = du + T_s^T du    dS <- 2^D dS + q^T 2^d do' - k^T beta 2^d dx
 //     dv = beta 2^-e dx
-// where w = 2^(D - d), or 1 where that does not matter: kDecaysToEnd. dS behind the chunk and dx go to scratch memory, dv
-// out. Of whole sequences a warpgroup of a block with a whole slice makes q k^T, k k^T and T_s, which go to scratch
-// memory as well.
+// where w = 2^(D - d), or 1 where that does not matter: kDecaysToEnd. dS behind the chunk goes to scratch memory, and
+// without kReadsDv dx as well; dv goes out. Of whole sequences a warpgroup of a block with a whole slice makes q k^T,
+// k k^T and T_s, which go to scratch memory too.
 #include "sm90/backward/back_memory.cuh"
 #include "sm90/backward/state_step.cuh"
 #include "sm90/backward/windows.cuh"
@@ -181,24 +181,24 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_rs_n128_mn(T{}, S, u + 4 * i, k_columns.at(i * 2048), 1);
       wgmma_commit();
-      // dx and dv, under the products of the state.
-      wait_for(sm.dx_empty[slot], it + 1);
+      // dv and dx, under the products of the state.
+      wait_for(sm.dv_empty[slot], it + 1);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t d4[4], v4[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = 8 * j + 2 * i;
-          const float4 cf = gates.x[at / 4 * 4 + lane % 4];
+          const float2 of_dv = reinterpret_cast<const float2*>(gates.dv)[at / 4 * 4 + lane % 4];
           d4[i] = pack(T{}, x[at], x[at + 1]);
-          v4[i] = pack(T{}, cf.x * x[at], cf.y * x[at + 1]);
+          v4[i] = pack(T{}, of_dv.x * x[at], of_dv.y * x[at + 1]);
         }
-        stmatrix_x4_trans(shared_address(sm.dx[slot]) + j * 2048 + tline, d4);
-        stmatrix_x4_trans(shared_address(sm.dv[slot]) + j * 2048 + tline, v4);
+        if constexpr (!kReadsDv<T>) stmatrix_x4_trans(shared_address(sm.dv[slot][1]) + j * 2048 + tline, d4);
+        stmatrix_x4_trans(shared_address(sm.dv[slot][0]) + j * 2048 + tline, v4);
       }
       fence_async_proxy();
       __syncwarp();
-      arrive(sm.dx_full[slot], lead);
+      arrive(sm.dv_full[slot], lead);
       if (C::kBeginsAhead && left > 1) {
         wgmma_fence();
         issue_pairs<false>(sm, x, next, it + 1);
@@ -275,8 +275,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
     for (int i = 0; i < C::kStates; ++i) {
       mbarrier_init(&sm.ds_full[i], 4 * kWarpArrivals);
       mbarrier_init(&sm.ds_empty[i], kWarpArrivals);
-      mbarrier_init(&sm.dx_full[i], 4 * kWarpArrivals);
-      mbarrier_init(&sm.dx_empty[i], kWarpArrivals);
+      mbarrier_init(&sm.dv_full[i], 4 * kWarpArrivals);
+      mbarrier_init(&sm.dv_empty[i], kWarpArrivals);
     }
     mbarrier_init(&sm.aside, 1);
     mbarrier_init_fence();

@@ -68,7 +68,8 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
     wgmma_commit();
   }
   const float f0 = gates.read[row0], f1 = gates.read[row0 + 8];
-  const float beta0 = gates.beta[row0], beta1 = gates.beta[row0 + 8];
+  const float beta0 = gates.beta[row0] * of_dx<T>(gates, row0);
+  const float beta1 = gates.beta[row0 + 8] * of_dx<T>(gates, row0 + 8);
   wait_for(sm.pairs_full, it);
   if constexpr (kExchange)  // their memory may have dq now
     arrive_there_if(address_in(shared_address(&sm.pairs_read[it % 2]), 0), warp == 0 && lead && cluster_rank() == 1);
@@ -244,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
   if (kCut || params.again != nullptr) wait_for_prerequisites();
   if (params.again != nullptr && *params.again == 0) return;
-  if (threadIdx.x == 0) init_barriers<kExchange>(sm);
+  if (threadIdx.x == 0) init_barriers<typename Kind::T, kExchange>(sm);
   __syncthreads();
   if constexpr (kExchange) cluster_sync();  // the other block's barriers are there
   if (warpgroup == 0) {
@@ -256,13 +257,13 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
         load_and_add<Kind, 2>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false,
                               params.dq, sm.dq_there, sm.dq_taken);
       else
-        load_and_store<Kind, 2>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dx);
+        load_and_store<Kind, 2>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false);
     } else if (warp == 2) {
       if constexpr (kExchange)
         load_and_add<Kind, 1>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.dk,
                               sm.dk_there, sm.dk_taken);
       else
-        load_and_store<Kind, 1>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.ds);
+        load_and_store<Kind, 1>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true);
     } else {
       values<Kind>(sm, params);
     }

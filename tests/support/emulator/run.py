@@ -30,7 +30,7 @@ import pytest
 import torch
 from backward_cases import STRENGTHS, Task, check_forgetting, check_task, make_task
 from backward_cases import Options as Gradients
-from fast_backward_cases import KEPT, random_task
+from fast_backward_cases import KEPT, random_task, small_betas
 from fast_cases import EDGES, fast_case
 from fast_parity import (
     Options,
@@ -89,6 +89,7 @@ CUT_PACKED = fast_case("cut-packed", "as cut", lengths=(8000,), orphans=130, H=1
 
 # One and two slices of V, whole and in part; fewer channels than a tile has, and more.
 BACKWARD_SIZES = [(128, 128), (96, 192), (40, 24), (128, 72), (64, 256)]
+SOME_STRENGTHS = ("mild", "strong")
 
 
 def forward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -136,6 +137,13 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         if case.tokens * case.B * case.HV <= 20_000:
             task = partial(make_task, case, BF16, "cpu", Gradients())
             yield f"backward-kept-{case.name}", partial(check_kept, every, task)
+    for dtype, (K, V), strength in itertools.product((BF16, FP16), BACKWARD_SIZES, SOME_STRENGTHS):
+        case = replace(BACKWARD[0], name="small-betas", K=K, V=V)
+        task = partial(small_betas, case, dtype, "cpu", strength)
+        yield (
+            f"backward-small-betas-{K}-{V}-{strength}-{str(dtype).removeprefix('torch.')}",
+            lambda task=task, dtype=dtype: check_task(task(), dtype, "cpu"),
+        )
     everything = Gradients(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True)
     for dtype, (K, V) in itertools.product((BF16, FP16), BACKWARD_SIZES):
         size = f"{K}-{V}-{str(dtype).removeprefix('torch.')}"
