@@ -76,6 +76,7 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
 #pragma unroll 1
   for (int index = first_tile(params); index >= 0; index = next_tile(params, index)) {
     const auto tile = walk_back_tile<C>(params, index);
+    int made = 0;  // chunks from here on whose triangles are there
 #pragma unroll 1
     for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
       const uint32_t s = it % C::kStages;
@@ -83,6 +84,10 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
       const int slot = tile.slot + c, row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
       const int of_head = slot * p.HV + tile.hv(params), block = slot * slices_of<Kind>(params) + tile.slice;
       const bool steep = params.scratch.last[of_head] < -Frame<typename C::T>::kRange;
+      if constexpr (C::kStates == 1) {
+        if (made == 0) made = wait_until_made(params, slot, -1, c + 1, tile.h(params));
+        --made;
+      }
       if (prefetches && c >= kAhead && threadIdx.x % 32 == 0) {
         const int before = row - kAhead * kChunk;
         for (int i = 0; i < 2; ++i) {

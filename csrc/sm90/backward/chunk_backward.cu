@@ -69,6 +69,9 @@ constexpr double kBack = 1.2, kBackWhole = 2.6;
 // Whether the lengths of the sequences, of which there are several, are known on the device alone.
 bool is_uneven(const ChunkForward& p) { return p.cu_seqlens != nullptr && p.N > 1; }
 
+// Whether the host knows no more of several lengths than the longest, or nothing. Else all are equally long.
+bool knows_no_lengths(const ChunkForward& p) { return is_uneven(p) && p.longest[0] * p.N != p.T; }
+
 Segments in_segments(const ChunkForward& p, int length, bool cuts) {
   const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
   return {length, p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch, of_batch, is_uneven(p), cuts};
@@ -151,7 +154,7 @@ class Walks {
  public:
   explicit Walks(const ChunkForward& p) : p_(p), slices_(double(slices_of(p))), each_(p.multiprocessors) {
     const double chunks = double(ceil_div(p.T, kChunk)), told = std::min(double(ceil_div(p.longest[0], kChunk)), chunks);
-    guess_ = is_uneven(p) && p.longest[0] * p.N != p.T;  // else all are equally long
+    guess_ = knows_no_lengths(p);
     share_ = double(p.B) * chunks * slices_ / each_;
     longest_ = told > 0 ? told : guess_ ? chunks / 2 : chunks;
   }
@@ -193,8 +196,8 @@ class Walks {
   double walk(double tiles, double length) const { return std::ceil(tiles / each_) * (length * kGradients + kTile); }
 
   const ChunkForward& p_;
-  // Whether the host knows no more of several lengths than the longest, or nothing: segments are chosen for that one, or
-  // for one that has half of all, and the device, which knows all, may take whole sequences all the same.
+  // knows_no_lengths: segments are chosen for the longest sequence, or for one that has half of all, and the device, which
+  // knows all, may take whole sequences all the same.
   bool guess_;
   double slices_, each_;
   double share_;    // what every multiprocessor has of all chunks
@@ -282,6 +285,17 @@ int64_t pairs_of(const ChunkForward& p) {
   return p.cu_seqlens ? int64_t{p.N} * p.H : 0;
 }
 
+// Blocks that make the triangles beside the walk back over halves, on the multiprocessors that this walk and that of the
+// state leave; 0: the triangles are made before. A walk back that has half of the multiprocessors to its end gains
+// nothing: it reads as much from L2 as all can, and takes longer with others beside it. Of uneven sequences the longest
+// alone has blocks to the end.
+int triangle_blocks_of(const ChunkForward& p, const Segments& segments, bool keeps) {
+  const int64_t halves = 2 * int64_t{p.N} * slices_of(p);
+  const int64_t left = p.multiprocessors - (segments.length > 0 && !keeps ? 2 : 1) * halves;
+  const bool pays = 3 * left >= p.multiprocessors && (knows_no_lengths(p) || 4 * halves <= p.multiprocessors);
+  return pays && !segments.cuts && has_room_for_halves(p) ? int(left) : 0;
+}
+
 // The scratch memory of `params`; returns its bytes. keeps: the forward has left the states that segments start from.
 int64_t lay_out(const ChunkForward& p, const Segments& segments, bool keeps, void* base, Params& params) {
   Scratch& x = params.scratch;
@@ -305,6 +319,9 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, bool keeps, voi
   parts.take(x.t, blocks * pair);
   parts.take(x.qk, pairs_of(p) * pair);
   parts.take(x.kk, pairs_of(p) * pair);
+  params.triangle_blocks = triangle_blocks_of(p, segments, keeps);
+  x.made = nullptr;
+  if (params.triangle_blocks > 0) parts.take(x.made, slots * p.H);
   x.dx = nullptr;
   if (p.dtype == Dtype::kFloat16) parts.take(x.dx, slice_blocks * kChunk * kChannels);
   parts.take(x.ds, slice_blocks * kChannels * kChannels);

@@ -23,8 +23,8 @@ template <class Kind>
 constexpr bool kCuts = Kind::kExact;
 constexpr int kParts = 8;       // rows of Scratch::parts
 
-// The walk forward needs dx. A row of dv is a row of dx times beta 2^-e, so that it may take dv, and divide what it makes of
-// each row. In fp16 a row of dv may lie below the normal numbers where one of dx does not: there dx is stored as well.
+// The walk forward needs dx. A row of dv is a row of dx times beta 2^-e, so that it may take dv, and divide what it makes
+// of each row. In fp16 a row of dv may lie below the normal numbers where one of dx does not: there dx is stored as well.
 template <class T>
 constexpr bool kReadsDv = Frame<T>::kSteepUnits > 0;
 // With a smaller beta a row of dv could not bear dx: the walks have dx there, and sums.cu replaces it by dv.
@@ -65,6 +65,7 @@ struct Scratch {
   uint16_t* t;      // [slots, HV, 64, 64]: strict-lower (I + A)^-1
   uint16_t* qk;     // [slots, H, 64, 64]: lower q k^T; with Params::pairs_with_dq [N, H, 64, 64], pairs_at
   uint16_t* kk;     // the same: lower k k^T
+  int* made;        // [slots, H]: 0 until what triangles.cu makes is there, if it is made beside the walk back; else null
   uint16_t* dx;     // [slots, slices, 64, 128]; null with kReadsDv
   // [slots, slices, 128 of V, 128 of K]: the gradient of the state behind the chunk; dk of the slice replaces the first 64
   // rows, and dq the others. Before, where a chunk is steep, its lower q k^T, decayed, [64, 64] in a corner of each half of
@@ -119,6 +120,7 @@ struct Params {
   const int* links;           // of the grid: one of those of Scratch, or null
   bool makes;                 // over slices the walk back makes T of whole sequences, q k^T and k k^T
   bool pairs_with_dq;         // of exact kinds, pairs_at
+  int triangle_blocks;        // that make triangles beside the walk back; 0: they are made before
   bool exchange;              // the walk forward adds dq and dk of a key head's two value heads, exchange.cuh
   int parts, slices;          // of V, and HV times those
   Divisor heads, group;       // HV, and value heads of a key head
@@ -350,6 +352,21 @@ GDN_DEVICE float* starts_of(const Params& params, int n) {
 
 GDN_DEVICE void wait_for(const uint64_t& bar, uint32_t parity) { mbarrier_wait(shared_address(&bar), parity & 1); }
 
+// Of `count` chunks of a key head, from `slot` on and `step` apart: how many at their start have what triangles.cu makes.
+// The first one is waited for. By a warp, which looks at 32 chunks at once, as a look takes as long as a chunk.
+GDN_DEVICE int wait_until_made(const Params& params, int slot, int step, int count, int h) {
+  const int* const made = params.scratch.made;
+  if (made == nullptr) return count;
+  const int lane = threadIdx.x % 32;
+  uint32_t there;
+  do {
+    const int* const of_chunk = made + (slot + lane * step) * params.problem.forward.H + h;
+    there = __ballot_sync(~0u, lane >= count || load_published(of_chunk) != 0);
+  } while ((there & 1) == 0);
+  fence_async_proxy_of_all();
+  return there == ~0u ? 32 : __ffs(int(~there)) - 1;
+}
+
 GDN_DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -399,86 +416,6 @@ GDN_DEVICE void load_rows(const CUtensorMap& map, uint8_t (*to)[kTileBytes], uin
 struct Nothing {
   GDN_DEVICE void operator()(uint32_t) const {}
 };
-
-// Which channels a state in memory has. A warp holds 16 channels of V and 128 of K: rows(i) is about the i-th eight
-// channels of V, columns(j) about the j-th eight of K.
-struct AllChannels {
-  GDN_DEVICE bool rows(int) const { return true; }
-  GDN_DEVICE bool columns(int) const { return true; }
-};
-struct SomeChannels {
-  int V, K;  // how many there are from the warp's first one on; multiples of 8
-  GDN_DEVICE bool rows(int i) const { return 8 * i < V; }
-  GDN_DEVICE bool columns(int j) const { return 8 * j < K; }
-};
-// v: the warpgroup's first channel of V.
-template <class Kind>
-GDN_DEVICE auto channels_of(const Params& params, int v, int warp) {
-  if constexpr (Kind::kExact) {
-    return AllChannels{};
-  } else {
-    return SomeChannels{params.problem.forward.V - v - 16 * warp, params.problem.forward.K};
-  }
-}
-
-// A state [64 of V, 128 of K] of a warpgroup's registers, from and to strided memory.
-template <class From, class Channels>
-GDN_DEVICE void load_state(float (&S)[64], const From* at, int64_t stride_k, int64_t stride_v, float factor,
-                           const Channels& channels) {
-#pragma unroll
-  for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool inside = channels.columns(j) && channels.rows(i);
-      S[4 * j + 2 * i] = inside ? float(at[8 * i * stride_v]) * factor : 0.f;
-      S[4 * j + 2 * i + 1] = inside ? float(at[8 * i * stride_v + stride_k]) * factor : 0.f;
-    }
-  }
-}
-template <class Channels>
-GDN_DEVICE void store_state(const float (&S)[64], float* at, int64_t stride_k, int64_t stride_v, float factor,
-                            const Channels& channels) {
-#pragma unroll
-  for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (!channels.columns(j) || !channels.rows(i)) continue;
-      at[8 * i * stride_v] = S[4 * j + 2 * i] * factor;
-      at[8 * i * stride_v + stride_k] = S[4 * j + 2 * i + 1] * factor;
-    }
-  }
-}
-// The same, from and to a matrix [128 of V, 128 of K].
-GDN_DEVICE void load_matrix(float (&S)[64], const float* at) {
-#pragma unroll
-  for (int j = 0; j < 32; ++j) {
-    const float2 x = *reinterpret_cast<const float2*>(at + j / 2 * 8 + j % 2 * 8 * kChannels);
-    S[2 * j] = x.x, S[2 * j + 1] = x.y;
-  }
-}
-GDN_DEVICE void store_matrix(const float (&S)[64], float* at) {
-#pragma unroll
-  for (int j = 0; j < 32; ++j)
-    *reinterpret_cast<float2*>(at + j / 2 * 8 + j % 2 * 8 * kChannels) = make_float2(S[2 * j], S[2 * j + 1]);
-}
-GDN_DEVICE void clear_state(float (&S)[64]) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) S[i] = 0;
-}
-GDN_DEVICE void scale_state(float (&S)[64], float factor) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) S[i] *= factor;
-}
-
-// This thread's first channels of V and K in a state warpgroup's part.
-GDN_DEVICE int state_row(int warp, int lane) { return warp * 16 + lane / 4; }
-GDN_DEVICE int state_column(int lane) { return lane % 4 * 2; }
-
-// A lane's line in a [64 tokens][64 channels of V] tile whose transpose it holds.
-GDN_DEVICE uint32_t transposed_line(int warp, int lane) {
-  const int token = lane / 16 * 8 + lane % 8, column = 2 * warp + lane / 8 % 2;
-  return token * 128 + ((column ^ (token % 8)) * 16);
-}
 
 constexpr int kFoldRows = 16;  // of V, of a block of segment_folds.cu
 // A map in scratch memory has lines of so many rows, and rows of so many values, with which ldmatrix falls into all banks

@@ -224,7 +224,8 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
     const int block = kStages == 1 || it + 1 == loaded ? newest : oldest;
     wait_for(made[it % kStages], it / kStages);
     if (lead) {
-      for (int i = 0; i < 2; ++i) tma_store(&params.ds, shared_address(tiles[it % kStages][i]), 64 * i, of_keys ? 0 : kChunk, 0, block);
+      for (int i = 0; i < 2; ++i)
+        tma_store(&params.ds, shared_address(tiles[it % kStages][i]), 64 * i, of_keys ? 0 : kChunk, 0, block);
       tma_store_commit();
       tma_store_wait_read();
     }

@@ -12,6 +12,8 @@ __global__ void __launch_bounds__(kMostHeads * 32) sum_kernel(const __grid_const
   const ChunkForward& p = params.problem.forward;
   const int slot = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int hv = blockIdx.y * (blockDim.x / 32) + warp;
+  if (params.scratch.made != nullptr && blockIdx.y == 0)
+    for (int h = threadIdx.x; h < p.H; h += blockDim.x) params.scratch.made[slot * p.H + h] = 0;
   const Place place = place_of(params, slot);
   if (place.rows <= 0) return;
   {

@@ -1,6 +1,6 @@
 // A step of the state: what all walks forward do to it, and what both walks back make of do.
 #pragma once
-#include "sm90/backward/common.cuh"
+#include "sm90/backward/matrices.cuh"
 #include "sm90/backward/products.cuh"
 #include "sm90/triangles.cuh"
 

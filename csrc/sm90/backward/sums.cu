@@ -110,18 +110,17 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
 }
 
 // Zeros where tokens of a packed call belong to no sequence: before the first, and behind the last. A row of a key head
-// by kLanes threads. dq and dk are head_sum_kernel's, where that runs.
+// by kLanes threads; `block` of `blocks`. dq and dk are head_sum_kernel's, where that runs.
 template <class Kind>
-__global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Params params) {
-  wait_for_prerequisites();
+GDN_DEVICE void zero_rows(const Params& params, int64_t block, int64_t blocks) {
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
   const int lane = threadIdx.x % kLanes, group = p.HV / p.H;
   const int64_t before = sequence_bound(p, 0), end = sequence_bound(p, p.N);
   const int lines = lines_of<Kind>(p.V);
-  const int64_t rows = (before + p.T - end) * p.H, step = int64_t{gridDim.x} * (kThreads / kLanes);
+  const int64_t rows = (before + p.T - end) * p.H, each = blockDim.x / kLanes;
   const uint4 zero = make_uint4(0, 0, 0, 0);
-  for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanes; i < rows; i += step) {
+  for (int64_t i = block * each + threadIdx.x / kLanes; i < rows; i += blocks * each) {
     const int64_t index = i < before * p.H ? i : i + (end - before) * p.H;
     if (params.exchange) {
       static_cast<uint4*>(problem.dq)[index * kLanes + lane] = zero;
@@ -169,13 +168,15 @@ GDN_DEVICE void end_small_rows(const Params& params, const Gates& gates, const f
   }
 }
 
-// dg and dbeta of a chunk and value head, by a warp:
+// dg and dbeta of a chunk and value head, by a warp, and the zeros of rows of no sequence:
 //     dg_t = sum over i >= t of ahead_i + sum over i < t of behind_i + <S, dS>
 // and their activations. Lane l has tokens 2 l and 2 l + 1. What slices leave is added in their order.
 template <class Kind>
 __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
   using T = typename Kind::T;
+  if (params.problem.forward.cu_seqlens != nullptr)
+    zero_rows<Kind>(params, int64_t{blockIdx.y} * gridDim.x + blockIdx.x, int64_t{gridDim.x} * gridDim.y);
   __shared__ HeadRows g_rows, beta_rows;  // as given, then their gradients
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
@@ -309,9 +310,6 @@ const char* run_sums(const Params& params, cudaStream_t stream) {
   const unsigned blocks = unsigned(ceil_div(rows * kLanes, kThreads));
   if (!params.exchange)
     if (const char* error = launch_small(&head_sum_kernel<Kind>, params, dim3(blocks, 2), kThreads, stream)) return error;
-  if (p.cu_seqlens)
-    if (const char* error = launch_small(&zero_kernel<Kind>, params, unsigned(p.multiprocessors), kThreads, stream))
-      return error;
   const HeadBlocks heads(params);
   if (const char* error = launch_small(&gates_kernel<Kind>, params, heads.grid, heads.threads, stream)) return error;
   if (!p.use_gate) return nullptr;

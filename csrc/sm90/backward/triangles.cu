@@ -1,5 +1,5 @@
 // What a chunk's tokens have to do with each other, before any state is known: q k^T and k k^T of a key head, T of each
-// of its value heads, and, where the chunk is steep, the decayed q k^T. A block has one chunk and key head.
+// of its value heads, and, where the chunk is steep, the decayed q k^T.
 #include "sm90/backward/chunk_triangles.cuh"
 #include "sm90/launch_blocks.h"
 
@@ -23,23 +23,15 @@ struct Memory {
   uint64_t full;
 };
 
+// What there is to make of a chunk and key head. By 128 threads; `barrier` is theirs. phase: of sm.full.
 template <class Kind>
-__global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_constant__ Params params) {
+GDN_DEVICE void make_chunk(Memory<typename Kind::T>& sm, const Params& params, const Place& place, int slot, int h,
+                           int thread, int barrier, uint32_t phase) {
   using T = typename Kind::T;
   using C = Alone<T>;
-  extern __shared__ __align__(1024) uint8_t raw[];
-  auto& sm = *reinterpret_cast<Memory<T>*>(raw);
-  // deal_kernel, beside which this kernel runs, has waited for all that is read here. What comes next waits for this
-  // kernel only, and so the last block waits for deal_kernel.
-  if (!are_dealt(params) || blockIdx.x + 1 == gridDim.x) wait_for_prerequisites();
-  if (makes_triangles_walking(params) && !walks_back_over_halves(params)) return;
   const ChunkForward& p = params.problem.forward;
-  const int slot = blockIdx.x / p.H, h = blockIdx.x % p.H, thread = threadIdx.x;
-  const Place place = place_of(params, slot);
-  if (place.rows <= 0) return;
+  const auto sync = [&] { named_barrier(barrier, kThreads); };
   if (thread == 0) {
-    mbarrier_init(&sm.full, 1);
-    mbarrier_init_fence();
     const uint32_t bar = shared_address(&sm.full);
     mbarrier_expect(bar, 4 * kTileBytes);
     for (int i = 0; i < 2; ++i) {
@@ -48,8 +40,7 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
     }
   }
   clear_tiles(sm.qk, 2, thread);
-  __syncthreads();
-  wait_for(sm.full, 0);
+  wait_for(sm.full, phase);
   if (place.rows < kChunk) {  // of the next sequence, perhaps NaN
     for (int i = 0; i < 2; ++i) {
       clear_rows<C>(sm.k[i], place.rows);
@@ -57,10 +48,10 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
     }
   }
   fence_async_proxy();
-  __syncthreads();
+  sync();
 
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const Triangles<C> own(sm.scratch, 1, thread % 32, warp);
+  const Triangles<C> own(sm.scratch, barrier, thread % 32, warp);
   float kk[32] = {};
   {
     float qk[32] = {};
@@ -74,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
     store_lower(own, kk, sm.kk);
   }
   fence_async_proxy();
-  __syncthreads();  // and the products have read k and q
+  sync();  // and the products have read k and q
   clear_tiles(sm.scratch.inverse[0], 3, thread);
   if (thread == 0) {
     const auto at = [&](Pairs which) {
@@ -95,13 +86,13 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
       sm.gates.steep = gates.steep;
       tma_store_wait_read();
     }
-    __syncthreads();
+    sync();
     own.store_a(kk, sm.gates);
     const bool steep = sm.gates.steep;
     if (steep) decay_pairs(own, sm.gates, sm.qk, sm.p);
     own.invert(shared_address(sm.t));
     fence_async_proxy();
-    __syncthreads();
+    sync();
     if (thread == 0) {
       tma_store(&params.t, shared_address(sm.t), 0, 0, 0, int(index));
       const int parts = Kind::kExact ? 1 : params.parts;
@@ -113,12 +104,73 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
   }
   if (thread == 0) tma_store_wait();
 }
+
+template <class T>
+GDN_DEVICE void init(Memory<T>& sm) {
+  mbarrier_init(&sm.full, 1);
+  mbarrier_init_fence();
+}
+
+template <class Kind>
+__global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& sm = *reinterpret_cast<Memory<typename Kind::T>*>(raw);
+  // deal_kernel, beside which this kernel runs, has waited for all that is read here. What comes next waits for this
+  // kernel only, and so the last block waits for deal_kernel.
+  if (!are_dealt(params) || blockIdx.x + 1 == gridDim.x) wait_for_prerequisites();
+  if (makes_triangles_walking(params) && !walks_back_over_halves(params)) return;
+  const int H = params.problem.forward.H, slot = blockIdx.x / H, h = blockIdx.x % H, thread = threadIdx.x;
+  const Place place = place_of(params, slot);
+  if (place.rows <= 0) return;
+  if (thread == 0) init(sm);
+  __syncthreads();
+  make_chunk<Kind>(sm, params, place, slot, h, thread, 1, 0);
+}
+
+// The same beside the walk back, which waits for each chunk's (Scratch::made), on the multiprocessors that the walk leaves:
+// its blocks are alone on theirs, and are launched before those of the walk. Chunks come in the order in which the walk
+// back needs them, or, where the walk of the state runs as well, from both ends of a sequence by turns.
+constexpr int kTeams = 4;
+template <class Kind>
+__global__ void __launch_bounds__(kTeams * kThreads, 1) triangles_beside_kernel(const __grid_constant__ Params params) {
+  using T = typename Kind::T;
+  static_assert(kTeams * sizeof(Memory<T>) <= 232448, "shared memory of a block");
+  extern __shared__ __align__(1024) uint8_t raw[];
+  const int team = __shfl_sync(~0u, threadIdx.x / kThreads, 0), thread = threadIdx.x % kThreads, barrier = 1 + team;
+  auto& sm = reinterpret_cast<Memory<T>*>(raw)[team];
+  const bool last = blockIdx.x + 1 == gridDim.x;
+  if (!are_dealt(params)) wait_for_prerequisites();  // else as in triangles_kernel
+  launch_dependents();
+  if (thread == 0) init(sm);
+  __syncthreads();
+  const ChunkForward& p = params.problem.forward;
+  const bool both_ends = params.segment > 0 && !has_states(params);
+  const int rounds = int((p.T + kChunk - 1) / kChunk), jobs = rounds * p.N * p.H;
+  uint32_t phase = 0;
+#pragma unroll 1
+  for (int job = blockIdx.x * kTeams + team; job < jobs; job += gridDim.x * kTeams) {
+    const int h = job % p.H, n = job / p.H % p.N, round = job / (p.H * p.N), length = sequence_length(p, n);
+    const int chunks = length > 0 ? (length + kChunk - 1) / kChunk : 0;
+    if (round >= chunks) continue;
+    const int from_end = both_ends ? round / 2 : round;
+    const int c = both_ends && round % 2 ? round / 2 : chunks - 1 - from_end;
+    const int slot = first_slot(params, n) + c, before = c * kChunk;
+    const Place place = {n, p.cu_seqlens ? 0 : n, (p.cu_seqlens ? int(sequence_bound(p, n)) : 0) + before, length - before};
+    make_chunk<Kind>(sm, params, place, slot, h, thread, barrier, phase++);
+    if (thread == 0) publish(params.scratch.made + slot * p.H + h, 1);
+    named_barrier(barrier, kThreads);  // what the next chunk replaces has been stored
+  }
+  if (last && are_dealt(params)) wait_for_prerequisites();
+}
 }  // namespace
 
 template <class Kind>
 const char* run_triangles(const Params& params, cudaStream_t stream) {
   const int64_t blocks = int64_t{params.slots} * params.problem.forward.H;
   constexpr int kBytes = sizeof(Memory<typename Kind::T>);
+  if (params.triangle_blocks > 0)
+    return launch_blocks(&triangles_beside_kernel<Kind>, params, params.triangle_blocks, kTeams * kThreads,
+                         kTeams * kBytes, 1, true, stream);
   return launch_blocks(&triangles_kernel<Kind>, params, blocks, kThreads, kBytes, 1, true, stream);
 }
 

@@ -289,6 +289,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
       load_behind(sm, params);
     } else if (warp <= C::kStates) {
       store_behind(sm, params, warp - 1);
+    } else if (blockIdx.x + 1 == gridDim.x) {
+      // Where triangles are made beside this kernel. What comes next waits for this kernel alone.
+      wait_for_prerequisites();
     }
   } else if (warpgroup <= C::kStates) {
     set_registers<C::kStateRegisters, C::kLaunchRegisters>();
@@ -307,7 +310,7 @@ const char* launch(Params& params, cudaStream_t stream) {
   const unsigned blocks = unsigned(params.links || params.tiles > p.multiprocessors ? p.multiprocessors : params.tiles);
   const bool second = params.back.shape == BackShape::kByLengths && C::kStates == 2;
   return launch_blocks(&walk_back_kernel<C>, params, blocks, C::kThreads, sizeof(BackMemory<C>), 1,
-                       C::kCut || params.again != nullptr || second, stream);
+                       C::kCut || params.again != nullptr || second || params.scratch.made != nullptr, stream);
 }
 }  // namespace
 

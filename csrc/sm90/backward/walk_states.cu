@@ -45,11 +45,14 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const BackTile<Kind> tile = state_tile<Kind>(params, index);
     const int count = chunks_before(params, tile);  // of whole chunks
+    int made = 0;                                   // chunks from here on whose triangles are there
 #pragma unroll 1
     for (int c = 0; c < count; ++c, ++it) {
       const uint32_t s = it % kStages;
       auto& stage = sm.stages[s];
       const int block = (tile.slot + c) * p.HV + tile.hv(params), row = tile.first + c * kChunk;
+      if (made == 0) made = wait_until_made(params, tile.slot + c, 1, count - c, tile.h(params));
+      --made;
       wait_for(sm.empty[s], it / kStages + 1);
       load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params), tile.batch, kChunk,
                    sizeof(Gates) + 2 * kTileBytes, [&](uint32_t bar) {

@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "common/tensor_map.h"
+#include "sm90/backward/matrices.cuh"
 #include "sm90/backward/products.cuh"
 #include "sm90/backward/wide_memory.cuh"
 #include "sm90/entry.h"

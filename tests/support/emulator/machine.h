@@ -262,6 +262,9 @@ inline T load(uint64_t address) {
 enum class GlobalAccess { kRead, kWrite, kAtomic };
 // copy: the clock of the copy that makes the access, or 0.
 void watch_global(Thread& t, uint64_t address, uint64_t bytes, GlobalAccess how, uint32_t copy = 0);
+// st.release and ld.acquire of a number in global memory that is 0 until something can be read.
+void publish_global(Thread& t, uint64_t address, uint32_t x);
+uint32_t load_published(Thread& t, uint64_t address);
 void launch_dependents(Thread& t);
 void wait_for_prerequisites(Thread& t);
 

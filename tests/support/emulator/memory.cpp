@@ -6,7 +6,8 @@
 // A launch that is not beside another one begins when the one before it has ended. A launch beside another one begins as
 // soon as each block of the one before has executed launch_dependents or has ended; the one before has ended for a thread
 // that has executed griddepcontrol.wait, and for those that have learned from that thread. A launch that nobody has waited
-// for may be running still when the next one has ended: `Order` has these.
+// for may be running still when the next one has ended: `Order` has these. A warp that has read what a warp of such a
+// launch has published comes after all that the other one knew of.
 #include <algorithm>
 #include <map>
 #include <memory>
@@ -36,6 +37,7 @@ uint32_t number = 0;               // of the launch that runs
 bool first_of_call = true;
 
 constexpr uint32_t kSeveral = ~0u;
+std::map<uint64_t, std::shared_ptr<const Publication>> published;  // by address
 
 struct Access {
   uint32_t launch = 0, cluster = 0, clock = 0, site = 0;
@@ -76,7 +78,11 @@ bool comes_after(const Thread& t, const Access& x, bool atomic, bool write) {
   const Clocks& clocks = t.warp->clocks;
   if (x.launch != number) {
     const Order& order = orders.at(number);
-    return !contains(clocks.seen[kPrerequisites] ? order.after_wait : order.at_start, x.launch);
+    if (!contains(clocks.seen[kPrerequisites] ? order.after_wait : order.at_start, x.launch)) return true;
+    const auto end = t.block->cluster->learned.begin() + clocks.seen[kLearned];
+    return std::any_of(t.block->cluster->learned.begin(), end, [&](const auto& from) {
+      return from->launch == x.launch && from->cluster == x.cluster && from->seen[x.agent] >= x.clock;
+    });
   }
   return x.cluster == t.block->cluster->number && (write ? clocks.seen : clocks.past)[x.agent] >= x.clock;
 }
@@ -140,6 +146,32 @@ void watch_global(Thread& t, uint64_t address, uint64_t bytes, GlobalAccess how,
   }
 }
 
+void publish_global(Thread& t, uint64_t address, uint32_t x) {
+  const State& state = state_of(t);
+  if (!state.bulk_group.empty() || !state.bulk_groups.empty()) fail(t, "a number is published before a store has ended");
+  if (t.watched) {
+    watch_global(t, address, sizeof x, GlobalAccess::kAtomic);
+    const Publication all = {number, t.block->cluster->number, t.warp->clocks.seen};
+    published[address] = std::make_shared<const Publication>(all);
+    tick(*t.warp);
+  }
+  std::memcpy(reinterpret_cast<void*>(address), &x, sizeof x);
+}
+uint32_t load_published(Thread& t, uint64_t address) {
+  uint32_t x;
+  std::memcpy(&x, reinterpret_cast<const void*>(address), sizeof x);
+  if (t.watched) {
+    watch_global(t, address, sizeof x, GlobalAccess::kAtomic);
+    const auto found = published.find(address);
+    auto& learned = t.block->cluster->learned;
+    if (x != 0 && found != published.end() && found->second->launch != number) {
+      learned.push_back(found->second);
+      t.warp->clocks.seen[kLearned] = uint32_t(learned.size());
+    }
+  }
+  return x;
+}
+
 void launch_dependents(Thread& t) {
   if (!t.watched || t.block->lets_next) return;
   t.block->lets_next = true;
@@ -190,6 +222,7 @@ int emulator_end_call() {
   emulator::tensors.clear();
   emulator::orders.clear();
   emulator::pages.clear();
+  emulator::published.clear();
   emulator::last_page = nullptr;
   emulator::first_of_call = true;
   return ended;

@@ -24,13 +24,13 @@ constexpr int kMostWarps = 32;  // of a block
 constexpr int kMostBlocks = 8;  // of a cluster
 constexpr int kAgents = kMostBlocks * kMostWarps + kMostBlocks;  // warps, and each block's copies
 
-// Up to which clock each agent is known: accesses carry the clock of who makes them. The last one is 1 where somebody has
-// waited for the launches before.
-constexpr int kPrerequisites = kAgents;
-using Times = std::array<uint32_t, kAgents + 1>;
+// Up to which clock each agent is known: accesses carry the clock of who makes them. Of the last two one is 1 where somebody
+// has waited for the launches before, and one says how many of Cluster::learned are known.
+constexpr int kPrerequisites = kAgents, kLearned = kAgents + 1;
+using Times = std::array<uint32_t, kAgents + 2>;
 
 inline void join(Times& to, const Times& from) {
-  for (int i = 0; i <= kAgents; ++i) to[i] = std::max(to[i], from[i]);
+  for (size_t i = 0; i < to.size(); ++i) to[i] = std::max(to[i], from[i]);
 }
 
 struct Clocks {
@@ -42,6 +42,12 @@ inline void join(Clocks& to, const Clocks& from) {
   join(to.seen, from.seen);
   join(to.past, from.past);
 }
+
+// What a warp knew when it published a number in global memory.
+struct Publication {
+  uint32_t launch, cluster;
+  Times seen;
+};
 
 enum class Wait { kNone, kWarp, kNamed, kBarrier, kCluster, kRegisters, kDone };
 
@@ -159,6 +165,7 @@ struct Cluster {
   Clocks clocks{}, done{};
   std::vector<State*> waiting;
   uint32_t copy_clock = 0;
+  std::vector<std::shared_ptr<const Publication>> learned;  // of other launches, by warps of this cluster
 };
 
 struct Machine {

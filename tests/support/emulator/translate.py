@@ -182,6 +182,9 @@ class _Translation:
         return "shared" if space == "shared" else "global"
 
     def _ld(self, x: Instruction) -> str:
+        if "acquire" in x.opcode:
+            to, where = x.operands
+            return self._call(x, "load_published", self.address(where), to=to)
         space, kind, count = self._memory(x)
         to, where = x.operands
         targets = self.vector(to) if count > 1 else [to]
@@ -201,6 +204,9 @@ class _Translation:
         return "{ " + " ".join(lines) + " }"
 
     def _st(self, x: Instruction) -> str:
+        if "release" in x.opcode:
+            where, what = x.operands
+            return self._call(x, "publish_global", self.address(where), self.value(what))
         space, kind, count = self._memory(x)
         where, what = x.operands
         sources = self.vector(what) if count > 1 else [what]
