@@ -27,7 +27,8 @@ constexpr int kParts = 8;       // rows of Scratch::parts
 // of each row. In fp16 a row of dv may lie below the normal numbers where one of dx does not: there dx is stored as well.
 template <class T>
 constexpr bool kReadsDv = Frame<T>::kSteepUnits > 0;
-// With a smaller beta a row of dv could not bear dx: the walks have dx there, and sums.cu replaces it by dv.
+// A smaller beta is small: a row of dv would be 0 or lose digits where that of dx does not. The walks have dx there, in the
+// memory of dv, and sums.cu replaces it by dv.
 constexpr float kLeastBeta = 0x1p-60f;
 GDN_DEVICE bool is_beta_small(float beta) { return fabsf(beta) < kLeastBeta; }
 
@@ -38,7 +39,7 @@ struct Gates {
   float start[kChunk];   // scale 2^(d + e): what q S has in o
   float beta[kChunk];
   float c[kChunk];         // 2^-e
-  float dv[kChunk];        // what rows of dx are multiplied by to be those of dv: beta 2^-e; but kReadsDv
+  float dv[kChunk];        // what the walk back stores as dv, over dx: beta 2^-e, or with kReadsDv 1 where beta is small
   int16_t power[kChunk];   // d
   float pre, post, end;    // as in GateVectors
   int steep;               // D, frame.cuh, which is below 0 there; 0: the chunk is mild
@@ -146,7 +147,7 @@ GDN_DEVICE float2 end_factors(const Gates& gates, int i) {
   return make_float2(power_of_two_float(gates.steep - d.x), power_of_two_float(gates.steep - d.y));
 }
 
-// What a row of what the walk forward has in the place of dx is multiplied by to be one of dx.
+// The walk forward has rows of dv, or of dx: a row times this is a row of dx.
 template <class T>
 GDN_DEVICE float of_dx(const Gates& gates, int row) {
   return kReadsDv<T> ? __fdividef(1.f, gates.dv[row]) : 1.f;
