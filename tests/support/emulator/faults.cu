@@ -1,6 +1,6 @@
 // A copy of a tile through shared memory and a product of it, a second kernel beside the first that copies the result,
-// and one whose warpgroups share registers: right in one form and wrong in one way in each other. The machine must find
-// each wrong one. The name of a fault is the argument; the machine's words go to stdout.
+// one whose warpgroups share registers, and two of which one reads what the other has published: right in one form and
+// wrong in one way in each other. The machine must find each wrong one. The name of a fault is the argument; the machine's words go to stdout.
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -20,13 +20,15 @@ using namespace gdn::sm90;
 enum Fault : int {
   kNone, kNoWait, kNoFence, kNoSync, kTooManyBytes, kOutside, kUnaligned, kOverwritten, kLanes, kNoStoreWait, kPhases,
   kLatePhase, kLeft, kNoTensor, kReadOnly, kBlocks, kEarly, kNobodyWaits, kRaiseBelow,
-  kLowerAbove, kRegistersNeverFree, kOneWarpRaises, kEndsBeforeRaise, kTwoLowers, kFaults
+  kLowerAbove, kRegistersNeverFree, kOneWarpRaises, kEndsBeforeRaise, kTwoLowers, kUnread, kUntold, kPublishedEarly,
+  kStoreGoesOn, kFaults
 };
 const char* const names[kFaults] = {"none",      "no-wait",     "no-fence",  "no-sync", "too-many-bytes", "outside",
                                     "unaligned", "overwritten", "lanes",     "no-store-wait", "phases",   "late-phase",
                                     "left",      "no-tensor", "read-only",   "blocks",    "early",   "nobody-waits",
                                     "raise-below", "lower-above", "registers-never-free",
-                                    "one-warp-raises", "ends-before-raise", "two-lowers"};
+                                    "one-warp-raises", "ends-before-raise", "two-lowers",
+                                    "unread", "untold", "published-early", "store-goes-on"};
 
 constexpr int kBytes = 64 * 64 * 2;
 
@@ -152,11 +154,67 @@ __global__ void __launch_bounds__(512, 1) share_registers() {
   }
 }
 
+// A tile of ones by TMA, and a number that says that it is there.
+template <int kFault>
+__global__ void give(const __grid_constant__ CUtensorMap out, int* there) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  launch_dependents();
+  const uint32_t tile = shared_address(raw);
+  for (int i = threadIdx.x; i < kBytes / 4; i += blockDim.x) store_shared_4(tile + 4 * i, 0x3f803f80);
+  fence_async_proxy();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (kFault == kPublishedEarly) publish(there, 1);
+  tma_store(&out, tile, 0, 0, 0, 0);
+  tma_store_commit();
+  if (kFault != kStoreGoesOn) tma_store_wait();
+  if (kFault != kPublishedEarly) publish(there, 1);
+}
+// Beside it.
+template <int kFault>
+__global__ void take(const uint16_t* from, const int* there, uint16_t* to) {
+  if (kFault != kUnread && threadIdx.x == 0)
+    while (load_published(there) == 0) {
+    }
+  if (kFault != kUntold) __syncthreads();
+  for (int i = threadIdx.x; i < 64 * 64; i += blockDim.x) to[i] = from[i];
+  wait_for_prerequisites();
+}
+
 float bf16(uint16_t x) {
   const uint32_t y = uint32_t(x) << 16;
   float z;
   std::memcpy(&z, &y, 4);
   return z;
+}
+
+// One block beside the launch before.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_beside(void (*kernel)(Parameters...), unsigned threads, const Arguments&... arguments) {
+  cudaLaunchAttribute beside = {};
+  beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  beside.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = 1;
+  config.blockDim = threads;
+  config.attrs = &beside;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+template <int kFault>
+std::string run_published(const CUtensorMap& map, uint16_t (&out)[64 * 64], uint16_t (&copied)[64 * 64]) {
+  static int there = 0;
+  emulator_allow(reinterpret_cast<uint64_t>(&there), sizeof there, 1);
+  for (const uint16_t* memory : {out, copied}) emulator_allow(reinterpret_cast<uint64_t>(memory), kBytes, 1);
+  give<kFault><<<1, 64, 2 * kBytes>>>(map, &there);
+  cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) error = launch_beside(take<kFault>, 64, out + 0, &there, copied + 0);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  if (!emulator_end_call()) return "a launch outlives the call";
+  for (const uint16_t x : copied)
+    if (x != 0x3f80) return "a wrong number";
+  return "right";
 }
 
 template <int kFault>
@@ -171,15 +229,7 @@ std::string run() {
   kernel<kFault><<<kFault == kBlocks ? 2 : 1, 128, 3 * kBytes>>>(maps[0], maps[1], x);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  cudaLaunchAttribute beside = {};
-  beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  beside.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = 1;
-  config.blockDim = 128;
-  config.attrs = &beside;
-  config.numAttrs = 1;
-  error = cudaLaunchKernelEx(&config, copy<kFault>, static_cast<const uint16_t*>(out), copied + 0);
+  error = launch_beside(copy<kFault>, 128, out + 0, copied + 0);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   if (!emulator_end_call()) return "a launch outlives the call";
   for (int i = 0; i < 64; ++i)
@@ -191,7 +241,8 @@ std::string run() {
     }
   share_registers<kFault><<<1, 512>>>();
   error = cudaGetLastError();
-  return error == cudaSuccess ? "right" : cudaGetErrorString(error);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  return run_published<kFault>(maps[1], out, copied);
 }
 
 template <int kFault = 0>
