@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from backward_cases import STRENGTHS, Options, by_op, check_alone, check_task, make_task, run_op
-from fast_backward_cases import check_repeats, poison
+from backward_cases import STRENGTHS, Options, check_alone, check_task, make_task
+from fast_backward_cases import check_repeats, check_replays, poison
 from fast_cases import fast_case, gpu, problem
 from helpers import BF16, FP16, Case, make_inputs, same_bits
 from torch import Tensor
@@ -104,21 +104,7 @@ def test_a_sequence_alone(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @gpu
 def test_graph_replay(own: str) -> None:
-    task = make_task(RAGGED, BF16, own, ALL)
-    assert task.cu_seqlens is not None
-    by_op(task)
-    leaves = task.copies()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = task.backward(leaves, *run_op(task, leaves))
-    for lengths in (RAGGED.lengths, (200, 63, 64, 127, 1, 0, 65)):
-        assert lengths is not None
-        offsets = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)])
-        task.cu_seqlens.copy_(offsets)
-        graph.replay()
-        eager = replace(task, cu_seqlens=task.cu_seqlens.clone())
-        for name, x in by_op(eager).items():
-            assert same_bits(x, found[name]), name
+    check_replays(make_task(RAGGED, BF16, own, ALL), (200, 63, 64, 127, 1, 0, 65))
 
 
 BAD_ARGUMENTS: list[tuple[str, Callable[[Any], Any], str]] = [

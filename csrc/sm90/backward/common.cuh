@@ -27,8 +27,8 @@ constexpr int kParts = 8;       // rows of Scratch::parts
 // of each row. In fp16 a row of dv may lie below the normal numbers where one of dx does not: there dx is stored as well.
 template <class T>
 constexpr bool kReadsDv = Frame<T>::kSteepUnits > 0;
-// A smaller beta is small: a row of dv would be 0 or lose digits where that of dx does not. The walks have dx there, in the
-// memory of dv, and sums.cu replaces it by dv.
+// Where |beta| is below kLeastBeta, a row of dv would be 0, or lose digits that the row of dx has. The walk back stores the
+// row of dx in the memory of dv there, and sums.cu replaces that row by the one of dv.
 constexpr float kLeastBeta = 0x1p-60f;
 GDN_DEVICE bool is_beta_small(float beta) { return fabsf(beta) < kLeastBeta; }
 
@@ -39,7 +39,7 @@ struct Gates {
   float start[kChunk];   // scale 2^(d + e): what q S has in o
   float beta[kChunk];
   float c[kChunk];         // 2^-e
-  float dv[kChunk];        // what the walk back stores as dv, over dx: beta 2^-e, or with kReadsDv 1 where beta is small
+  float dv[kChunk];        // rows of dx times this go to dv: beta 2^-e; with kReadsDv 1 where beta is small
   int16_t power[kChunk];   // d
   float pre, post, end;    // as in GateVectors
   int steep;               // D, frame.cuh, which is below 0 there; 0: the chunk is mild
@@ -147,7 +147,7 @@ GDN_DEVICE float2 end_factors(const Gates& gates, int i) {
   return make_float2(power_of_two_float(gates.steep - d.x), power_of_two_float(gates.steep - d.y));
 }
 
-// The walk forward has rows of dv, or of dx: a row times this is a row of dx.
+// The factor from a row that the walk forward reads, of dv or of dx, to the row of dx.
 template <class T>
 GDN_DEVICE float of_dx(const Gates& gates, int row) {
   return kReadsDv<T> ? __fdividef(1.f, gates.dv[row]) : 1.f;
@@ -353,8 +353,9 @@ GDN_DEVICE float* starts_of(const Params& params, int n) {
 
 GDN_DEVICE void wait_for(const uint64_t& bar, uint32_t parity) { mbarrier_wait(shared_address(&bar), parity & 1); }
 
-// Of `count` chunks of a key head, from `slot` on and `step` apart: how many at their start have what triangles.cu makes.
-// The first one is waited for. By a warp, which looks at 32 chunks at once, as a look takes as long as a chunk.
+// Of the `count` chunks of a key head that begin at `slot` and lie `step` slots apart, returns how many have their
+// triangles without a gap from the first one on; the first one is waited for. All lanes of a warp call it: the loads of 32
+// words take as long as the load of one word, which with the fence takes as long as a chunk of the walk.
 GDN_DEVICE int wait_until_made(const Params& params, int slot, int step, int count, int h) {
   const int* const made = params.scratch.made;
   if (made == nullptr) return count;

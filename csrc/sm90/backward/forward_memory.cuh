@@ -21,7 +21,7 @@ struct WalkMemory {
   uint8_t q[2][kTileBytes];       // then dk
   uint8_t v[2][kTileBytes];
   uint8_t dO[2][2][kTileBytes];   // then dq
-  uint8_t dx[2][kTileBytes];      // dv in its place: kReadsDv
+  uint8_t dx[2][kTileBytes];      // with kReadsDv dv
   uint8_t ds[2][2][kTileBytes];   // halves of V, halves of K
   uint8_t t[kTileBytes];
   uint8_t qk[kTileBytes];         // then dP
@@ -197,7 +197,8 @@ GDN_DEVICE void states_product(WalkMemory& sm, const Params& params, uint32_t it
   arrive(sm.ds_empty, one);
 }
 
-// do or q, in kStages stages, and dq or dk out of the same tile, which replaces what was read of the chunk's dS.
+// Loads do or q, in kStages stages, and stores dq or dk out of the same tile, into the memory of the chunk's dS, which has
+// been read before.
 template <class Kind, int kStages>
 GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUtensorMap& map,
                                uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* made, uint64_t& aside,

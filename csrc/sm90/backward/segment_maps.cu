@@ -34,7 +34,7 @@ template <class Kind>
 struct MapTile : SegmentTile<Kind> {
   Job job;
   bool forgets;  // the walk begins from zeros, windows.cuh
-  int what;      // it would forget, as Cut::forgotten has it
+  int what;      // what the segment would forget, as in Cut::forgotten
   // Whether this tile is the one of its segment that says what is forgotten.
   GDN_DEVICE bool says() const {
     return this->length > 0 && job != Job::kMap && (job == Job::kBack) == (what == kForgetsGradient);

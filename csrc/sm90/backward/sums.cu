@@ -138,8 +138,8 @@ GDN_DEVICE void zero_rows(const Params& params, int64_t block, int64_t blocks) {
   }
 }
 
-// dv of the tokens of a chunk and value head whose beta is small: what they have is dx. x: Gates::x of this lane's tokens,
-// 2 l and 2 l + 1. By a warp.
+// Multiplies the rows of dv that have dx, those of tokens whose beta is small (kReadsDv), of a chunk and value head. All
+// lanes of a warp call it; x: Gates::x of the tokens 2 l and 2 l + 1 of lane l.
 template <class Kind>
 GDN_DEVICE void end_small_rows(const Params& params, const Gates& gates, const float4& x, const Place& place, int hv) {
   using T = typename Kind::T;

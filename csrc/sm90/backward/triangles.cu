@@ -23,7 +23,8 @@ struct Memory {
   uint64_t full;
 };
 
-// What there is to make of a chunk and key head. By 128 threads; `barrier` is theirs. phase: of sm.full.
+// Makes and stores all that this file makes of a chunk and key head. 128 threads call it, which use the named barrier
+// `barrier`, and wait for the phase `phase` of sm.full.
 template <class Kind>
 GDN_DEVICE void make_chunk(Memory<typename Kind::T>& sm, const Params& params, const Place& place, int slot, int h,
                            int thread, int barrier, uint32_t phase) {
@@ -127,9 +128,10 @@ __global__ void __launch_bounds__(kThreads) triangles_kernel(const __grid_consta
   make_chunk<Kind>(sm, params, place, slot, h, thread, 1, 0);
 }
 
-// The same beside the walk back, which waits for each chunk's (Scratch::made), on the multiprocessors that the walk leaves:
-// its blocks are alone on theirs, and are launched before those of the walk. Chunks come in the order in which the walk
-// back needs them, or, where the walk of the state runs as well, from both ends of a sequence by turns.
+// Makes the triangles while the walk back runs, on the multiprocessors that the walk back leaves idle. A block of this
+// kernel has the shared memory of a whole multiprocessor, and is launched before the blocks of the walk back, which wait
+// for the triangles of each chunk (Scratch::made). The teams of a block take chunks in the order in which the walk back
+// needs them, or, where the walk of the state runs as well, from both ends of a sequence by turns.
 constexpr int kTeams = 4;
 template <class Kind>
 __global__ void __launch_bounds__(kTeams * kThreads, 1) triangles_beside_kernel(const __grid_constant__ Params params) {

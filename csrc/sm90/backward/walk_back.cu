@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
     } else if (warp <= C::kStates) {
       store_behind(sm, params, warp - 1);
     } else if (blockIdx.x + 1 == gridDim.x) {
-      // Where triangles are made beside this kernel. What comes next waits for this kernel alone.
+      // The next kernel waits for this one alone: where another kernel makes triangles beside this one, this one ends last.
       wait_for_prerequisites();
     }
   } else if (warpgroup <= C::kStates) {
