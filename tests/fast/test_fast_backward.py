@@ -241,7 +241,7 @@ LARGE = fast_case("large", "", lengths=(700, 1, 64, 129, 0, 3000), orphans=70, H
 def test_one_result_of_many_runs(name: str, own: str) -> None:
     x = make_inputs(LARGE, BF16, own)
     x = x.but(g=STRENGTHS[name](x.g))
-    check_repeats(make_task(LARGE, BF16, own, Options(), x), times=20)
+    check_repeats(make_task(LARGE, BF16, own, Options(), x), rounds=5)
 
 
 @gpu

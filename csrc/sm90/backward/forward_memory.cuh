@@ -109,7 +109,7 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     const uint32_t stage = it % 2, block = walk.block(), of_head = walk.head_block();
     wait_for(sm.k_empty[stage], it / 2 + 1);
     if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1, walk.c == 0 ? ended : -1};
-    if (walk.c == 0 && params.cut.cuts) {
+    if (walk.c == 0 && params.cut.cuts && !has_states(params)) {  // else what it starts from is no guess
       const bool forgets = params.cut.forgotten[walk.index] == kForgetsState;
       ended = forgets ? walk.index - walk.tile.n * slices_of<Kind>(params) : -1;
     }
