@@ -98,7 +98,7 @@ Chosen run(const Call& call) {
   params.by_slices = params.heads = Divisor::of(call.slices);
   params.back.by_halves = Divisor::of(2 * call.slices);
   params.back.shape = call.by_lengths ? BackShape::kByLengths : BackShape::kSlices;
-  params.exchange = call.exchange;
+  params.sums = call.exchange ? Sums::kCluster : Sums::kLater;
   params.segment = call.segment;
   params.may_be_whole = call.may_be_whole;
   params.makes = true;

@@ -42,7 +42,7 @@ GDN_DEVICE auto walk_back_tile(const Params& params, int index) {
 template <class C>
 struct MakerMemory {
   SharedMemory<Alone<typename C::T>> scratch;
-  uint8_t kk[kTileBytes];
+  uint8_t qk[kTileBytes];  // of a steep chunk, whose stage has the decayed one
   GateVectors vectors;
   uint64_t made[C::kStages];  // T and P
 };
@@ -106,7 +106,7 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
           tma_load(shared_address(stage.p), &params.ds, bar, 0, 64 * tile.part, 0, block);
         } else {
           tma_load(shared_address(stage.p),
-                   pairs_at<Kind>(params, Pairs::kQueries, slot, tile.h(params), tile.n, tile.batch, row, rows), bar);
+                   pairs_at<Kind>(params, slot, tile.h(params), tile.n, tile.batch, row, rows), bar);
         }
       };
       const int rest_bytes = sizeof(Gates) + (makes ? 0 : 2 * kTileBytes);
@@ -120,8 +120,8 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
   }
 }
 
-// T and P of every chunk to its stage; of a value head's first slice T, and of a key head's first one q k^T and k k^T,
-// to scratch memory.
+// T and P of every chunk to its stage; of a value head's first slice T, and of a key head's first one q k^T, to scratch
+// memory.
 template <class C>
 GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp) {
   using T = typename C::T;
@@ -142,16 +142,12 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
       const uint32_t s = it % C::kStages;
       auto& stage = sm.stages[s];
       const int lane = fresh_lane(), slot = tile.slot + c;
-      const auto place = [&](Pairs which) {
-        return pairs_at<Kind>(params, which, slot, tile.h(params), tile.n, tile.batch, tile.first + c * kChunk,
-                              tile.length - c * kChunk);
-      };
       const Triangles<Alone<T>> own(sm.maker.scratch, kBarrier, lane, warp);
-      float kk[32] = {};
       wait_for(sm.full[s], it / C::kStages);
       const bool steep = sm.gates[s].steep;
+      const uint8_t* const pairs = steep && first ? sm.maker.qk : stage.p;
       {
-        float qk[32] = {};
+        float qk[32] = {}, kk[32] = {};
         const uint32_t k = shared_address(stage.k);
         own.issue_product(qk, shared_address(stage.q), k);
         own.issue_product(kk, k, k);
@@ -165,22 +161,9 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
         pin(kk);
         named_barrier(kBarrier, 128);
         own.store_a(kk, sm.maker.vectors);
-        store_lower(own, qk, stage.p);
+        store_lower(own, qk, pairs);
       }
-      if (first) store_lower(own, kk, sm.maker.kk);
-      if (steep) {
-        if (first) {  // before it is decayed in its place
-          fence_async_proxy();
-          named_barrier(kBarrier, 128);
-          if (thread == 0) {
-            tma_store(place(Pairs::kQueries), shared_address(stage.p));
-            tma_store_commit();
-            tma_store_wait_read();
-          }
-          named_barrier(kBarrier, 128);
-        }
-        decay_pairs(own, sm.maker.vectors, stage.p, stage.p);
-      }
+      if (steep) decay_pairs(own, sm.maker.vectors, pairs, stage.p);
       own.invert(shared_address(stage.t));
       fence_async_proxy();
       __syncwarp();
@@ -188,10 +171,10 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
       named_barrier(kBarrier, 128);
       if (thread == 0) {
         if (first_of_head) tma_store(&params.t, shared_address(stage.t), 0, 0, 0, slot * p.HV + tile.hv(params));
-        if (first) {
-          tma_store(place(Pairs::kKeys), shared_address(sm.maker.kk));
-          if (!steep) tma_store(place(Pairs::kQueries), shared_address(stage.p));
-        }
+        if (first)
+          tma_store(pairs_at<Kind>(params, slot, tile.h(params), tile.n, tile.batch, tile.first + c * kChunk,
+                                   tile.length - c * kChunk),
+                    shared_address(pairs));
         tma_store_commit();
       }
     }

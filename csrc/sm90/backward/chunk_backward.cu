@@ -23,7 +23,7 @@ namespace {
 #ifndef GDN_BACKWARD_CUT
 #define GDN_BACKWARD_CUT -1
 #endif
-// Of a sequence, in the mean: with so many tokens q k^T and k k^T lie with dq.
+// Of a sequence, in the mean: with so many tokens q k^T lies with dq.
 #ifndef GDN_BACKWARD_PAIRS_TOKENS
 #define GDN_BACKWARD_PAIRS_TOKENS 4096
 #endif
@@ -318,7 +318,6 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, bool keeps, voi
   parts.take(x.G, blocks);
   parts.take(x.t, blocks * pair);
   parts.take(x.qk, pairs_of(p) * pair);
-  parts.take(x.kk, pairs_of(p) * pair);
   params.triangle_blocks = triangle_blocks_of(p, segments, keeps);
   x.made = nullptr;
   if (params.triangle_blocks > 0) parts.take(x.made, slots * p.H);
@@ -371,6 +370,14 @@ Rows whole(const ChunkForward& p, void* data, int heads, int channels) {
   return {data, p.T * row, row, channels};
 }
 
+// With more than two value heads a sum over what is left would follow, and both together take longer. Of kinds that are not
+// exact the warps that add would need more registers than there are.
+Sums sums_of(const ChunkForward& p) {
+  const int64_t slices = slices_of(p) / p.H;
+  if (slices == 1) return Sums::kNone;
+  return kExchanges && is_exact(p) && slices == 2 && p.multiprocessors > 1 ? Sums::kCluster : Sums::kLater;
+}
+
 template <class Kind>
 const char* normalize(const ChunkForward& p, const Scratch& scratch, Rows& q, Rows& k, cudaStream_t stream) {
   constexpr int kLanes = kChannels / 8;
@@ -401,9 +408,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   params.slices = int(slices_of(p));
   params.makes = kMakes && !params.cut.cuts && params.back.shape != BackShape::kHalves;
   params.pairs_with_dq = keeps_pairs_with_dq(p);
-  // With more value heads, or with the norm, a sum over what is left would follow: together they take longer. Of other
-  // kinds the warps that add would need more registers than there are.
-  params.exchange = kExchanges && Kind::kExact && p.HV / p.H == 2 && !p.use_qk_l2norm && p.multiprocessors > 1;
+  params.sums = sums_of(p);
   params.heads = Divisor::of(p.HV);
   params.group = Divisor::of(p.HV / p.H);
   params.by_slices = Divisor::of(params.slices);
@@ -425,7 +430,6 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
       make_map(&params.dv, p.dtype, whole(p, problem.dv, p.HV, p.V), p.B, p.T, p.HV, p.V),
       tiles_map(&params.t, p.dtype, x.t, blocks, kChunk, kChunk),
       tiles_map(&params.qk, p.dtype, x.qk, pairs, kChunk, kChunk),
-      tiles_map(&params.kk, p.dtype, x.kk, pairs, kChunk, kChunk),
       kReadsDv<typename Kind::T> ? nullptr : tiles_map(&params.dx, p.dtype, x.dx, slice_blocks, kChunk, kChannels),
       tiles_map(&params.ds, p.dtype, x.ds, slice_blocks, kChannels, kChannels),
   };

@@ -65,7 +65,6 @@ struct Scratch {
   float* G;         // [slots, HV]: of the state behind the chunk before, frame.cuh
   uint16_t* t;      // [slots, HV, 64, 64]: strict-lower (I + A)^-1
   uint16_t* qk;     // [slots, H, 64, 64]: lower q k^T; with Params::pairs_with_dq [N, H, 64, 64], pairs_at
-  uint16_t* kk;     // the same: lower k k^T
   int* made;        // [slots, H]: 0 until what triangles.cu makes is there, if it is made beside the walk back; else null
   uint16_t* dx;     // [slots, slices, 64, 128]; null with kReadsDv
   // [slots, slices, 128 of V, 128 of K]: the gradient of the state behind the chunk; dk of the slice replaces the first 64
@@ -106,9 +105,14 @@ struct BackBlocks {
   Divisor by_halves;  // twice the slices
 };
 
+// How dq and dk of a key head follow from those of its slices. kLater: the walk forward stores them in the memory of the
+// chunk's dS, and sums.cu adds them. kCluster: two value heads, whose blocks add them in global memory, exchange.cuh. kNone:
+// there is one slice, and nothing is added.
+enum class Sums { kLater, kCluster, kNone };
+
 struct Params {
-  CUtensorMap q, k, v, dO, dv, t, qk, kk, dx, ds;
-  CUtensorMap dq, dk;  // where the walk forward adds them; dq: pairs_at
+  CUtensorMap q, k, v, dO, dv, t, qk, dx, ds;
+  CUtensorMap dq, dk;  // where the walk forward stores them; dq: pairs_at
   ChunkBackward problem;
   Scratch scratch;
   int slots, slots_of_batch;  // of all; of a batch entry, if padded
@@ -119,10 +123,10 @@ struct Params {
   int segments, segments_of_batch;  // of all; of a batch entry, if padded
   int tiles;                  // of the grid: (sequence or segment, slice), or halves of slices
   const int* links;           // of the grid: one of those of Scratch, or null
-  bool makes;                 // over slices the walk back makes T of whole sequences, q k^T and k k^T
+  bool makes;                 // over slices the walk back makes T of whole sequences and q k^T
   bool pairs_with_dq;         // of exact kinds, pairs_at
   int triangle_blocks;        // that make triangles beside the walk back; 0: they are made before
-  bool exchange;              // the walk forward adds dq and dk of a key head's two value heads, exchange.cuh
+  Sums sums;
   int parts, slices;          // of V, and HV times those
   Divisor heads, group;       // HV, and value heads of a key head
   Divisor by_slices, by_parts;
@@ -179,23 +183,20 @@ GDN_DEVICE int first_slot(const Params& params, int n) {
   return p.cu_seqlens ? int(sequence_bound(p, n) / kChunk) + n : n * params.slots_of_batch;
 }
 
-// Where q k^T of a chunk and key head lies, or k k^T: as tensor maps have it. With Params::pairs_with_dq it lies in the
-// memory of dq, which is written when no one reads q k^T and k k^T of the chunk any more: in the first and in the other 64
-// channels. There TMA would write the next sequence's rows behind a packed sequence's last ones: such a chunk has tiles in
-// scratch memory.
-enum class Pairs { kQueries, kKeys };
+// Where q k^T of a chunk and key head lies, as tensor maps have it. With Params::pairs_with_dq it lies in the first 64
+// channels of the chunk's dq, which is written when no one reads q k^T of the chunk any more. There TMA would write the next
+// sequence's rows behind a packed sequence's last ones: such a chunk has a tile in scratch memory.
 struct MapPlace {
   const CUtensorMap* map;
   int column, row, head, batch;
 };
 template <class Kind>
-GDN_DEVICE MapPlace pairs_at(const Params& params, Pairs which, int slot, int h, int n, int batch, int row, int rows) {
+GDN_DEVICE MapPlace pairs_at(const Params& params, int slot, int h, int n, int batch, int row, int rows) {
   const ChunkForward& p = params.problem.forward;
-  const CUtensorMap* const apart = which == Pairs::kQueries ? &params.qk : &params.kk;
-  if constexpr (!Kind::kExact) return {apart, 0, 0, 0, slot * p.H + h};
-  if (!params.pairs_with_dq) return {apart, 0, 0, 0, slot * p.H + h};
-  if (p.cu_seqlens != nullptr && rows < kChunk) return {apart, 0, 0, 0, n * p.H + h};
-  return {&params.dq, which == Pairs::kQueries ? 0 : 64, row, h, batch};
+  if constexpr (!Kind::kExact) return {&params.qk, 0, 0, 0, slot * p.H + h};
+  if (!params.pairs_with_dq) return {&params.qk, 0, 0, 0, slot * p.H + h};
+  if (p.cu_seqlens != nullptr && rows < kChunk) return {&params.qk, 0, 0, 0, n * p.H + h};
+  return {&params.dq, 0, row, h, batch};
 }
 GDN_DEVICE void tma_load(uint32_t to, const MapPlace& from, uint32_t bar) {
   gdn::tma_load(to, from.map, bar, from.column, from.row, from.head, from.batch);
@@ -255,6 +256,12 @@ struct BackTile {
     return Kind::kExact ? 0 : (slice - hv(params) * params.parts) * kChannels;
   }
 };
+
+// 16-byte lines of a row of K or V.
+template <class Kind>
+GDN_DEVICE int lines_of(int channels) {
+  return Kind::kExact ? kChannels / 8 : channels / 8;
+}
 
 template <class Kind>
 GDN_DEVICE int slices_of(const Params& params) {

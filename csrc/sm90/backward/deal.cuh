@@ -296,7 +296,7 @@ GDN_DEVICE void choose_walks(const Params& params, uint32_t (&keys)[kMostUnits])
 // By a warp, of either walk, if its tiles are to be dealt.
 GDN_DEVICE void deal_walk(const Params& params, bool back, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
-  const int width = !back && params.exchange ? 2 : 1;
+  const int width = !back && params.sums == Sums::kCluster ? 2 : 1;
   const Bins bins = {p.multiprocessors / width, width, back ? params.scratch.back_links : params.scratch.forward_links};
   if (bins.links == nullptr) return;
   const int segment = back || params.segment == 0 ? kWholeSequences : *params.scratch.segment;

@@ -15,6 +15,9 @@ struct Announced {
   int ended;
 };
 
+// Blocks of 16 x 16 of a lower triangle of four strips, each four matrices of stmatrix one behind the other.
+GDN_DEVICE int key_block(int strip, int column) { return strip * (strip + 1) / 2 + column; }
+
 // Full and empty of each buffer; docs/backward.md has who fills and empties it.
 struct WalkMemory {
   alignas(1024) uint8_t k[2][2][kTileBytes];
@@ -25,9 +28,10 @@ struct WalkMemory {
   uint8_t ds[2][2][kTileBytes];   // halves of V, halves of K
   uint8_t t[kTileBytes];
   uint8_t qk[kTileBytes];         // then dP
-  uint8_t kk[kTileBytes];         // then N
+  uint8_t n[kTileBytes];
   uint8_t S[2][2][kTileBytes];
   uint8_t u[2][kTileBytes];
+  uint8_t kk[10][512];            // lower k k^T, key_block
   Gates gates[2];                 // come and go with k
   Announced chunk[2];             // so does this
   float column[4][kChunk], row[kChunk], own[kChunk];
@@ -38,8 +42,7 @@ struct WalkMemory {
   uint64_t dq_there, dq_taken, dk_there, dk_taken, pairs_read[2];  // exchange.cuh
 };
 
-// With kExchange in clusters of two blocks, exchange.cuh.
-template <class T, bool kExchange>
+template <class T>
 GDN_DEVICE void init_barriers(WalkMemory& sm) {
   // Arrivals. The loader's first lane alone gives out what has no rows to clear.
   constexpr int kWarp = kWarpArrivals, kStates = 8 * kWarp, kPairs = 4 * kWarp;
@@ -143,13 +146,11 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
       mbarrier_expect(shared_address(&sm.ds_full), 4 * kTileBytes);
       for (int i = 0; i < 4; ++i) load(params.ds, sm.ds[i / 2][i % 2], sm.ds_full, i % 2 * 64, i / 2 * 64, block);
       wait_for(sm.pairs_empty, it + 1);
-      mbarrier_expect(shared_address(&sm.pairs_full), 2 * kTileBytes);
-      const auto place = [&](Pairs which) {
-        return pairs_at<Kind>(params, which, walk.tile.slot + walk.c, walk.tile.h(params), walk.tile.n, walk.tile.batch,
-                              walk.row(), walk.rows());
-      };
-      tma_load(shared_address(sm.qk), place(Pairs::kQueries), shared_address(&sm.pairs_full));
-      tma_load(shared_address(sm.kk), place(Pairs::kKeys), shared_address(&sm.pairs_full));
+      mbarrier_expect(shared_address(&sm.pairs_full), kTileBytes);
+      tma_load(shared_address(sm.qk),
+               pairs_at<Kind>(params, walk.tile.slot + walk.c, walk.tile.h(params), walk.tile.n, walk.tile.batch,
+                              walk.row(), walk.rows()),
+               shared_address(&sm.pairs_full));
     }
     __syncwarp();
   }
@@ -158,9 +159,10 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   arrive(sm.k_full[it % 2], lead);
 }
 
-// <S, dS> of a chunk over half of V, from their tiles, by a warp that waits else. Both tiles have the same layout.
+// <S, dS> of a chunk over half of V, from their tiles, by a warp that waits else. Both tiles have the same layout. Returns
+// the chunk's block of scratch memory.
 template <class T>
-GDN_DEVICE void states_product(WalkMemory& sm, const Params& params, uint32_t it, int half) {
+GDN_DEVICE int states_product(WalkMemory& sm, const Params& params, uint32_t it, int half) {
   const int lane = threadIdx.x % 32;
   wait_for(sm.k_full[it % 2], it / 2);  // with the chunk's place
   const int block = sm.chunk[it % 2].block;
@@ -195,57 +197,21 @@ GDN_DEVICE void states_product(WalkMemory& sm, const Params& params, uint32_t it
   const bool one = lane == (read == ~0u ? 1 : 0);
   arrive(sm.S_empty, one);
   arrive(sm.ds_empty, one);
+  return block;
 }
 
-// Loads do or q, in kStages stages, and stores dq or dk out of the same tile, into the memory of the chunk's dS, which has
-// been read before.
-template <class Kind, int kStages>
+// Loads do or q, in kStages stages, and stores dq or dk out of the same tile: with Sums::kLater into the memory of the chunk's
+// dS, which has been read before, else to `to`, where the second block of a cluster adds.
+template <class Kind, int kStages, Sums kSums>
 GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUtensorMap& map,
                                uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* made, uint64_t& aside,
-                               bool of_keys) {
-  const bool lead = threadIdx.x % 32 == 0;
-  uint32_t aside_phase = 0, loaded = 0, it = 0;
-  int oldest = 0, newest = 0;  // blocks of the chunks that are loaded
-  ForwardWalk<Kind> walk(params);
-  bool more = walk.begin();
-  const auto fetch = [&] {
-    oldest = newest;
-    if (!more) return;
-    const uint32_t stage = loaded++ % kStages;
-    load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, of_keys ? 0 : walk.tile.v(params), walk.row(),
-                 of_keys ? walk.tile.h(params) : walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
-    newest = walk.block();
-    more = walk.next();
-  };
-#pragma unroll 1
-  for (int i = 0; i < kStages; ++i) fetch();
-#pragma unroll 1
-  for (; it < loaded; ++it) {
-    states_product<typename Kind::T>(sm, params, it, of_keys);
-    const int block = kStages == 1 || it + 1 == loaded ? newest : oldest;
-    wait_for(made[it % kStages], it / kStages);
-    if (lead) {
-      for (int i = 0; i < 2; ++i)
-        tma_store(&params.ds, shared_address(tiles[it % kStages][i]), 64 * i, of_keys ? 0 : kChunk, 0, block);
-      tma_store_commit();
-      tma_store_wait_read();
-    }
-    __syncwarp();
-    fetch();
-  }
-  if (lead) tma_store_wait();
-}
-
-// The same, but the sum over a cluster's two value heads goes to dq or dk, exchange.cuh.
-template <class Kind, int kStages>
-GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtensorMap& map,
-                             uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* made, uint64_t& aside,
-                             bool of_keys, const CUtensorMap& to, uint64_t& there, uint64_t& taken) {
+                               bool of_keys, const CUtensorMap& to, uint64_t& there, uint64_t& taken) {
   const ChunkForward& p = params.problem.forward;
-  const bool lead = threadIdx.x % 32 == 0, adds = cluster_rank() == 1;
+  constexpr bool kCluster = kSums == Sums::kCluster;
+  const bool lead = threadIdx.x % 32 == 0, adds = kCluster && cluster_rank() == 1;
   uint4* const sums = static_cast<uint4*>(of_keys ? params.problem.dk : params.problem.dq);
   uint32_t aside_phase = 0, loaded = 0, it = 0;
-  // Where the sums of the chunks that are loaded go, and rows of the sequence from there on.
+  // Of the chunks that are loaded: where they lie in `to`, and rows of the sequence from there on.
   struct Chunk {
     int row, rows, h, batch;
   } oldest = {}, newest = {};
@@ -255,7 +221,7 @@ GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtenso
     oldest = newest;
     if (!more) return;
     const uint32_t stage = loaded++ % kStages;
-    load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, 0, walk.row(),
+    load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, of_keys ? 0 : walk.tile.v(params), walk.row(),
                  of_keys ? walk.tile.h(params) : walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
     newest = {walk.row(), walk.rows(), walk.tile.h(params), walk.tile.batch};
     more = walk.next();
@@ -264,21 +230,25 @@ GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtenso
   for (int i = 0; i < kStages; ++i) fetch();
 #pragma unroll 1
   for (; it < loaded; ++it) {
-    states_product<typename Kind::T>(sm, params, it, of_keys);
-    const Chunk chunk = kStages == 1 || it + 1 == loaded ? newest : oldest;
+    const int block = states_product<typename Kind::T>(sm, params, it, of_keys);
+    const Chunk chunk = kStages == 1 || it + 1 == loaded ? newest : oldest;  // with Sums::kLater not asked for
     uint8_t(&tile)[2][kTileBytes] = tiles[it % kStages];
     wait_for(made[it % kStages], it / kStages);
-    if (adds) {
-      wait_for_there(there, it);
-    } else if (!of_keys) {  // Params::pairs_with_dq
-      wait_for(sm.pairs_read[it % 2], it / 2);
+    if constexpr (kCluster) {
+      if (adds) {
+        wait_for_there(there, it);
+      } else if (!of_keys) {  // Params::pairs_with_dq
+        wait_for(sm.pairs_read[it % 2], it / 2);
+      }
     }
-    if (chunk.rows >= kChunk) {
+    if (kSums == Sums::kLater || chunk.rows >= kChunk) {
       if (lead) {
         if (adds) fence_async_proxy_of_all();
         for (int i = 0; i < 2; ++i) {
           const uint32_t from = shared_address(tile[i]);
-          if (adds)
+          if (kSums == Sums::kLater)
+            tma_store(&params.ds, from, 64 * i, of_keys ? 0 : kChunk, 0, block);
+          else if (adds)
             tma_add(&to, from, 64 * i, chunk.row, chunk.h, chunk.batch);
           else
             tma_store(&to, from, 64 * i, chunk.row, chunk.h, chunk.batch);
@@ -288,20 +258,23 @@ GDN_DEVICE void load_and_add(WalkMemory& sm, const Params& params, const CUtenso
       }
       __syncwarp();
     } else {  // TMA would write into the next sequence
-      uint4* const rows = sums + (int64_t{chunk.batch * int(p.T) + chunk.row} * p.H + chunk.h) * (kChannels / 8);
+      const int lines = lines_of<Kind>(p.K);
+      uint4* const rows = sums + (int64_t{chunk.batch * int(p.T) + chunk.row} * p.H + chunk.h) * lines;
       if (adds)
-        store_some_rows<true>(tile, rows, p.H, chunk.rows, threadIdx.x % 32);
+        store_some_rows<true>(tile, rows, lines, p.H, chunk.rows, threadIdx.x % 32);
       else
-        store_some_rows<false>(tile, rows, p.H, chunk.rows, threadIdx.x % 32);
+        store_some_rows<false>(tile, rows, lines, p.H, chunk.rows, threadIdx.x % 32);
     }
     fetch();
-    if (adds) {
-      arrive_there_if(address_in(shared_address(&taken), 0), lead);
-    } else {
-      if (lead) tma_store_wait();
-      wait_for(taken, it + 1);
-      __syncwarp();
-      publish_there_if(address_in(shared_address(&there), 1), lead);
+    if constexpr (kCluster) {
+      if (adds) {
+        arrive_there_if(address_in(shared_address(&taken), 0), lead);
+      } else {
+        if (lead) tma_store_wait();
+        wait_for(taken, it + 1);
+        __syncwarp();
+        publish_there_if(address_in(shared_address(&there), 1), lead);
+      }
     }
   }
   if (lead) tma_store_wait();

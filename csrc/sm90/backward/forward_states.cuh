@@ -180,7 +180,7 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   }
   wait_for(sm.n_full, it);
   {
-    const Descriptor n = k_major(shared_address(sm.kk)), transposed = mn_major(shared_address(sm.kk));
+    const Descriptor n = k_major(shared_address(sm.n)), transposed = mn_major(shared_address(sm.n));
     const Descriptor columns = mn_major(k_half);
     pin(acc);
     wgmma_fence();

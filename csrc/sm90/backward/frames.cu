@@ -1,5 +1,7 @@
 // The frame of every chunk, made once for all kernels of the backward: sums of the decays, the frame from chunk to
 // chunk, then the factors of the tokens. Beside the second step the walks are chosen; behind all, tiles are dealt.
+#include <algorithm>
+
 #include "sm90/backward/deal.cuh"
 #include "sm90/backward/head_rows.cuh"
 #include "sm90/launch_blocks.h"
@@ -69,9 +71,10 @@ GDN_HOST_DEVICE bool has_choice(const Params& params) {
   return params.segment > 0 || params.back.shape == BackShape::kByLengths;
 }
 
-// A block, one warp, walks a sequence and value head: all lanes walk, and a lane loads and stores for one chunk of 32. A
-// thread for each would need the instructions of 32 loads and stores.
-constexpr int kWalkThreads = 32;
+// A block, one warp, walks over every gridDim.y-th group of 32 chunks of a sequence and value head. A group begins at the top
+// of the range, so that it does not wait for the group before. All lanes walk, and a lane loads and stores for one chunk: a
+// thread for each chunk would need the instructions of 32 loads and stores.
+constexpr int kWalkThreads = 32, kGroup = 32;
 template <class T>
 __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
@@ -79,24 +82,29 @@ __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constan
   const int block = int(blockIdx.x) - has_choice(params);
   if (block < 0) {
     __shared__ uint32_t keys[kMostUnits];
-    return choose_walks(params, keys);
+    if (blockIdx.y == 0) choose_walks(params, keys);
+    return;
   }
   const auto tile = back_tile<Kind<T, true>, 1>(params, block);  // slices are not asked for
-  const int count = tile.chunks(), lane = threadIdx.x;
+  const int count = tile.chunks(), lane = threadIdx.x, each = kGroup * gridDim.y;
   const int64_t first = int64_t{tile.slot} * p.HV + tile.hv(params);
   const auto load = [&](int c) { return c + lane < count ? params.scratch.last[first + int64_t{c + lane} * p.HV] : 0.f; };
-  if (params.cut.cuts && block == 0 && lane == 0) *params.cut.wrong = 0;
-  float G = Frame<T>::kTop, last = load(0);
+  const auto store = [&](int c, float G) { params.scratch.G[first + int64_t{c} * p.HV] = G; };
+  if (params.cut.cuts && block == 0 && blockIdx.y == 0 && lane == 0) *params.cut.wrong = 0;
+  int c = kGroup * blockIdx.y;
+  float last = load(c);
 #pragma unroll 1
-  for (int c = 0; c < count; c += 32) {
-    const float next = load(c + 32);
-    float own = G;
+  for (; c < count; c += each) {
+    const float next = load(c + each);
+    float G = Frame<T>::kTop, own = G;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < kGroup; ++i) {
       if (lane == i) own = G;
       G = next_frame<T>(G, __shfl_sync(~0u, last, i));
     }
-    if (c + lane < count) params.scratch.G[first + int64_t{c + lane} * p.HV] = own;
+    // G of a group's first chunk is what the group before has left, chunk_frame.
+    if (c + lane < count && (lane > 0 || c == 0)) store(c + lane, own);
+    if (lane == 0 && c + kGroup < count) store(c + kGroup, G);
     last = next;
   }
 }
@@ -114,8 +122,11 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
   const float2 beta = reinterpret_cast<const float2*>(out.beta)[lane];
   const float G = params.scratch.G[index], last = params.scratch.last[index];
   // The loads above do not wait for the search for the chunk; where there is none, what they find is not used.
-  if (place_of(params, params.heads.divide(index)).rows <= 0) return;
-  const ChunkFrame chunk = chunk_frame<T>(G, last);
+  const int slot = params.heads.divide(index);
+  const Place place = place_of(params, slot);
+  if (place.rows <= 0) return;
+  const int c = slot - first_slot(params, place.n);
+  const ChunkFrame chunk = chunk_frame<T>(G, last, c > 0 && c % kGroup == 0);
   const TokenFrame x0 = token_frame<T>(chunk, sums.x), x1 = token_frame<T>(chunk, sums.y);
   const float c0 = exp2_approx(-x0.e), c1 = exp2_approx(-x1.e);
   out.x[lane] = make_float4(beta.x * c0, beta.y * c1, beta.x * exp2_approx(x0.d), beta.y * exp2_approx(x1.d));
@@ -152,7 +163,10 @@ const char* run_frames(const Params& params, cudaStream_t stream) {
   sum_kernel<<<heads.grid, heads.threads, 0, stream>>>(params);
   if (const char* error = check(cudaGetLastError())) return error;
   const unsigned walks = unsigned(int64_t{p.N} * p.HV + has_choice(params));
-  if (const char* error = launch_small(&walk_kernel<T>, params, walks, kWalkThreads, stream)) return error;
+  // Of a packed sequence in the mean; one that has more groups walks some of them one behind the other.
+  const int64_t of_sequence = ceil_div(ceil_div(p.T, kChunk), p.cu_seqlens ? int64_t{p.N} * kGroup : kGroup);
+  const unsigned groups = unsigned(std::clamp<int64_t>(of_sequence, 1, 64));
+  if (const char* error = launch_small(&walk_kernel<T>, params, dim3(walks, groups), kWalkThreads, stream)) return error;
   const unsigned blocks = unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32));
   return launch_small(&factor_kernel<T>, params, blocks, kThreads, stream);
 }

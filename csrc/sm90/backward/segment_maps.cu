@@ -122,7 +122,7 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
             tma_load(shared_address(stage.p), &params.ds, bar, 0, 0, 0, slot * slices_of<Kind>(params) + tile.slice);
           } else {
             tma_load(shared_address(stage.p),
-                     pairs_at<Kind>(params, Pairs::kQueries, slot, tile.h(params), tile.n, tile.batch, row, rows), bar);
+                     pairs_at<Kind>(params, slot, tile.h(params), tile.n, tile.batch, row, rows), bar);
           }
         });
         load(params.q, stage.q, tile.h(params), 0, Nothing{});

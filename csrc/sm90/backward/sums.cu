@@ -1,5 +1,5 @@
-// What is left when all chunks are done: dq and dk over the value heads of a key head, with the norm's own step; the
-// gradients of gates and betas, through their activations; zeros for the tokens of no sequence.
+// What is left when all chunks are done: dq and dk over the slices of a key head, where the walk forward has not added them;
+// the norm's own step; the gradients of gates and betas, through their activations; zeros for the tokens of no sequence.
 #include "sm90/backward/head_rows.cuh"
 #include "sm90/l2norm.cuh"
 #include "sm90/launch_blocks.h"
@@ -20,19 +20,25 @@ GDN_DEVICE void store_as(void* base, int64_t at, Dtype dtype, float x) {
   }
 }
 
+template <class T>
+GDN_DEVICE void unpack_line(const uint4& line, float (&x)[8]) {
+  const uint32_t words[4] = {line.x, line.y, line.z, line.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 pair = unpack(T{}, words[j]);
+    x[2 * j] = pair.x;
+    x[2 * j + 1] = pair.y;
+  }
+}
+
 GDN_DEVICE float row_sum(float x) {
 #pragma unroll
   for (int d = kLanes / 2; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d, kLanes);
   return x;
 }
 
-// 16-byte lines of a row of K or V.
-template <class Kind>
-GDN_DEVICE int lines_of(int channels) {
-  return Kind::kExact ? kLanes : channels / 8;
-}
-
-// A row of a key head by kLanes threads. blockIdx.y: dq, dk.
+// A row of a key head by kLanes threads, from its slices, or, if the walk forward has stored all that there is, from
+// itself, for the norm. blockIdx.y: dq, dk.
 template <class Kind>
 __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
@@ -60,21 +66,20 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   }
   const bool of_keys = blockIdx.y == 1;
   float sum[8] = {};
-  if (owned && exists) {
+  uint4* const own = static_cast<uint4*>(of_keys ? problem.dk : problem.dq) + index * lines + lane;
+  if (params.sums != Sums::kLater) {
+    if (owned && exists && inside) unpack_line<T>(*own, sum);
+  } else if (owned && exists) {
     const int64_t block = int64_t{slot} * slices_of<Kind>(params) + h * group;
     constexpr int64_t size = 2 * kChunk;  // rows of a slice's block of dS
     const uint4* from = reinterpret_cast<const uint4*>(params.scratch.ds) +
                         (block * size + (of_keys ? 0 : kChunk) + row) * kLanes + lane;
 #pragma unroll 2
     for (int i = 0; i < group; ++i, from += size * kLanes) {
-      const uint4 line = *from;
-      const uint32_t words[4] = {line.x, line.y, line.z, line.w};
+      float x[8];
+      unpack_line<T>(*from, x);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 pair = unpack(T{}, words[j]);
-        sum[2 * j] += pair.x;
-        sum[2 * j + 1] += pair.y;
-      }
+      for (int j = 0; j < 8; ++j) sum[j] += x[j];
     }
   }
   if (p.use_qk_l2norm) {  // dx = r (dy - y (y dy)), y = r x
@@ -82,14 +87,7 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
     float x[8] = {};
     if (owned && exists && inside) {
       const int64_t at = batch * from.batch + t * from.row + h * from.head + lane * 8;
-      const uint4 line = *reinterpret_cast<const uint4*>(static_cast<const T*>(from.data) + at);
-      const uint32_t words[4] = {line.x, line.y, line.z, line.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 pair = unpack(T{}, words[j]);
-        x[2 * j] = pair.x;
-        x[2 * j + 1] = pair.y;
-      }
+      unpack_line<T>(*reinterpret_cast<const uint4*>(static_cast<const T*>(from.data) + at), x);
     }
     float square = 0, dot = 0;
 #pragma unroll
@@ -105,8 +103,7 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   uint32_t words[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) words[j] = pack(T{}, sum[2 * j], sum[2 * j + 1]);
-  static_cast<uint4*>(of_keys ? problem.dk : problem.dq)[index * lines + lane] =
-      make_uint4(words[0], words[1], words[2], words[3]);
+  *own = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // Zeros where tokens of a packed call belong to no sequence: before the first, and behind the last. A row of a key head
@@ -117,14 +114,14 @@ GDN_DEVICE void zero_rows(const Params& params, int64_t block, int64_t blocks) {
   const ChunkForward& p = problem.forward;
   const int lane = threadIdx.x % kLanes, group = p.HV / p.H;
   const int64_t before = sequence_bound(p, 0), end = sequence_bound(p, p.N);
-  const int lines = lines_of<Kind>(p.V);
+  const int lines = lines_of<Kind>(p.V), key_lines = lines_of<Kind>(p.K);
   const int64_t rows = (before + p.T - end) * p.H, each = blockDim.x / kLanes;
   const uint4 zero = make_uint4(0, 0, 0, 0);
   for (int64_t i = block * each + threadIdx.x / kLanes; i < rows; i += blocks * each) {
     const int64_t index = i < before * p.H ? i : i + (end - before) * p.H;
-    if (params.exchange) {
-      static_cast<uint4*>(problem.dq)[index * kLanes + lane] = zero;
-      static_cast<uint4*>(problem.dk)[index * kLanes + lane] = zero;
+    if (params.sums != Sums::kLater && lane < key_lines) {
+      static_cast<uint4*>(problem.dq)[index * key_lines + lane] = zero;
+      static_cast<uint4*>(problem.dk)[index * key_lines + lane] = zero;
     }
     for (int j = 0; j < group; ++j) {
       const int64_t at = index * group + j;
@@ -308,7 +305,7 @@ const char* run_sums(const Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   const int64_t rows = p.B * p.T * p.H;
   const unsigned blocks = unsigned(ceil_div(rows * kLanes, kThreads));
-  if (!params.exchange)
+  if (params.sums == Sums::kLater || p.use_qk_l2norm)
     if (const char* error = launch_small(&head_sum_kernel<Kind>, params, dim3(blocks, 2), kThreads, stream)) return error;
   const HeadBlocks heads(params);
   if (const char* error = launch_small(&gates_kernel<Kind>, params, heads.grid, heads.threads, stream)) return error;

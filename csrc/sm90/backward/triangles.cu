@@ -1,5 +1,5 @@
-// What a chunk's tokens have to do with each other, before any state is known: q k^T and k k^T of a key head, T of each
-// of its value heads, and, where the chunk is steep, the decayed q k^T.
+// What a chunk's tokens have to do with each other, before any state is known: q k^T of a key head, T of each of its value
+// heads, and, where the chunk is steep, the decayed q k^T.
 #include "sm90/backward/chunk_triangles.cuh"
 #include "sm90/launch_blocks.h"
 
@@ -18,7 +18,7 @@ struct Memory {
       uint8_t t[kTileBytes], p[kTileBytes];
     };
   };
-  uint8_t qk[kTileBytes], kk[kTileBytes];
+  uint8_t qk[kTileBytes];
   GateVectors gates;
   uint64_t full;
 };
@@ -40,7 +40,7 @@ GDN_DEVICE void make_chunk(Memory<typename Kind::T>& sm, const Params& params, c
       tma_load(shared_address(sm.q[i]), &params.q, bar, 64 * i, place.first, h, place.batch);
     }
   }
-  clear_tiles(sm.qk, 2, thread);
+  clear_tiles(sm.qk, 1, thread);
   wait_for(sm.full, phase);
   if (place.rows < kChunk) {  // of the next sequence, perhaps NaN
     for (int i = 0; i < 2; ++i) {
@@ -63,17 +63,12 @@ GDN_DEVICE void make_chunk(Memory<typename Kind::T>& sm, const Params& params, c
     pin(qk);
     pin(kk);
     store_lower(own, qk, sm.qk);
-    store_lower(own, kk, sm.kk);
   }
   fence_async_proxy();
   sync();  // and the products have read k and q
   clear_tiles(sm.scratch.inverse[0], 3, thread);
   if (thread == 0) {
-    const auto at = [&](Pairs which) {
-      return pairs_at<Kind>(params, which, slot, h, place.n, place.batch, place.first, place.rows);
-    };
-    tma_store(at(Pairs::kQueries), shared_address(sm.qk));
-    tma_store(at(Pairs::kKeys), shared_address(sm.kk));
+    tma_store(pairs_at<Kind>(params, slot, h, place.n, place.batch, place.first, place.rows), shared_address(sm.qk));
     tma_store_commit();
   }
 

@@ -5,8 +5,8 @@
 //     du = P^T do' + w k dS    dx = du + T_s^T du    dS <- 2^D dS + q^T 2^d do' - k^T beta 2^d dx
 //     dv = beta 2^-e dx
 // where w = 2^(D - d), or 1 where that does not matter: kDecaysToEnd. dS behind the chunk goes to scratch memory, and
-// without kReadsDv dx as well; dv goes out. Of whole sequences a warpgroup of a block with a whole slice makes q k^T,
-// k k^T and T_s, which go to scratch memory too.
+// without kReadsDv dx as well; dv goes out. Of whole sequences a warpgroup of a block with a whole slice makes q k^T and
+// T_s, which go to scratch memory too.
 #include "sm90/backward/back_memory.cuh"
 #include "sm90/backward/state_step.cuh"
 #include "sm90/backward/windows.cuh"

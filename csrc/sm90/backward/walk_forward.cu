@@ -7,7 +7,9 @@
 namespace gdn::sm90::backward {
 namespace {
 constexpr int kThreads = 512;
-constexpr int kLoadedAhead = 1;  // blocks of q k^T and k k^T, while the products that meet them are made
+// Blocks of q k^T and k k^T that are loaded while the products that meet them are made.
+template <class Kind>
+constexpr int kBlocksAhead = Kind::kExact || std::is_same_v<typename Kind::T, __half> ? 1 : 0;  // 1 would spill elsewhere
 constexpr int kSinglesRegisters = 40, kStateRegisters = 176, kPairRegisters = 120;
 constexpr int kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
 static_assert(kSinglesRegisters + 2 * kStateRegisters + kPairRegisters <= 4 * kLaunchRegisters);
@@ -28,6 +30,39 @@ GDN_DEVICE float row_pair_sum(float row0, float row1, int lane) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// Row strip `warp` of lower k k^T of a chunk, rounded: to make it again takes less time than to store and load it.
+template <class T>
+GDN_DEVICE void make_key_pairs(WalkMemory& sm, uint32_t stage, int warp) {
+  asm volatile("" : "+r"(stage), "+r"(warp));  // or addresses that follow would stay in registers until dq is made
+  const int lane = fresh_lane();
+  float x[32];
+  {
+    const Descriptor k = k_major(shared_address(sm.k[stage]));
+    wgmma_fence();
+    set_ss_n64(T{}, x, k.at(0), k.at(0));
+#pragma unroll
+    for (int i = 1; i < 8; ++i) {
+      const uint32_t at = i / 4 * kTileBytes + i % 4 * 32;
+      add_ss_n64(T{}, x, k.at(at), k.at(at));
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(x);
+  }
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    if (b > warp) break;
+    uint32_t r[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 8 * b + 2 * i, column = i / 2 * 8 + lane % 4 * 2, row = lane / 4 + i % 2 * 8;  // of the block
+      r[i] = pack(T{}, b < warp || column <= row ? x[at] : 0.f, b < warp || column < row ? x[at + 1] : 0.f);
+    }
+    stmatrix_x4(shared_address(sm.kk[key_block(warp, b)]) + lane * 16, r);
+  }
+  __syncwarp();
+}
+
 // dP and N of a chunk, over q k^T and k k^T in their tiles, and the sums of M. With P = do u^T and D = dx u^T,
 //     dP = scale 2^e P 2^(d_i - d_j)    N = -beta D 2^(d_i - d_j)    M = dP o q k^T + N o k k^T
 // strictly below the diagonal; own is the diagonal of scale 2^e P. What is summed later, when no other warpgroup waits
@@ -36,14 +71,17 @@ struct LateSums {
   float column[4][4];
   float m[2], l[2];
 };
-template <class T, bool kExchange>
+template <class Kind, bool kCluster>
 GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, float& own1, LateSums& late) {
+  using T = typename Kind::T;
+  constexpr int kLoadedAhead = kBlocksAhead<Kind>;
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
   const bool lead = lane == 0;
   const Lines lines(lane);
   const int row0 = 16 * warp + lane / 4;
   const Gates& gates = sm.gates[stage];
+  make_key_pairs<T>(sm, stage, warp);
   float P[32], D[32];
   own0 = own1 = 0;
   wait_for(sm.do_full[stage], it / 2);
@@ -71,12 +109,12 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
   const float beta0 = gates.beta[row0] * of_dx<T>(gates, row0);
   const float beta1 = gates.beta[row0 + 8] * of_dx<T>(gates, row0 + 8);
   wait_for(sm.pairs_full, it);
-  if constexpr (kExchange)  // their memory may have dq now
+  if constexpr (kCluster)  // their memory may have dq now
     arrive_there_if(address_in(shared_address(&sm.pairs_read[it % 2]), 0), warp == 0 && lead && cluster_rank() == 1);
   uint32_t qk[4][4], kk[4][4];
   const auto load = [&](int b) {
     ldmatrix_x4(lines.block_at(shared_address(sm.qk), warp, b), qk[b]);
-    ldmatrix_x4(lines.block_at(shared_address(sm.kk), warp, b), kk[b]);
+    ldmatrix_x4(shared_address(sm.kk[key_block(warp, min(b, warp))]) + lane * 16, kk[b]);  // above it nothing is read
   };
 #pragma unroll
   for (int b = 0; b < kLoadedAhead; ++b) load(b);
@@ -130,7 +168,7 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
     }
     __syncwarp();
     stmatrix_x4(lines.block_at(shared_address(sm.qk), warp, b), p4);
-    stmatrix_x4(lines.block_at(shared_address(sm.kk), warp, b), n4);
+    stmatrix_x4(lines.block_at(shared_address(sm.n), warp, b), n4);
   }
 #pragma unroll
   for (int d = 1; d < 4; d *= 2) {
@@ -155,8 +193,9 @@ GDN_DEVICE void end_sums(WalkMemory& sm, float* parts, int warp, const LateSums&
   }
 }
 
-template <class T, bool kExchange>
+template <class Kind, bool kCluster>
 GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
+  using T = typename Kind::T;
 #pragma unroll 1
   for (uint32_t it = 0;; ++it) {
     const uint32_t stage = it % 2;
@@ -166,7 +205,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     float* const parts = params.scratch.parts + int64_t{block} * (kParts * kChunk);
     float own0, own1;
     LateSums late;
-    make_pairs<T, kExchange>(sm, it, warp, own0, own1, late);
+    make_pairs<Kind, kCluster>(sm, it, warp, own0, own1, late);
     const int lane = fresh_lane();
     const bool lead = lane == 0;
     const Lines lines(lane);
@@ -237,33 +276,28 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
   }
 }
 
-template <class Kind, bool kExchange, bool kCut>
+template <class Kind, Sums kSums, bool kCut>
 __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(WalkMemory) <= 232448, "shared memory of a block");
+  constexpr bool kCluster = kSums == Sums::kCluster;
   extern __shared__ __align__(1024) uint8_t raw[];
   WalkMemory& sm = *reinterpret_cast<WalkMemory*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
   if (kCut || params.again != nullptr) wait_for_prerequisites();
   if (params.again != nullptr && *params.again == 0) return;
-  if (threadIdx.x == 0) init_barriers<typename Kind::T, kExchange>(sm);
+  if (threadIdx.x == 0) init_barriers<typename Kind::T>(sm);
   __syncthreads();
-  if constexpr (kExchange) cluster_sync();  // the other block's barriers are there
+  if constexpr (kCluster) cluster_sync();  // the other block's barriers are there
   if (warpgroup == 0) {
     set_registers<kSinglesRegisters, kLaunchRegisters>();
     if (warp == 0) {
       load_most<Kind>(sm, params);
     } else if (warp == 1) {
-      if constexpr (kExchange)
-        load_and_add<Kind, 2>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false,
-                              params.dq, sm.dq_there, sm.dq_taken);
-      else
-        load_and_store<Kind, 2>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false);
+      load_and_store<Kind, 2, kSums>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dq,
+                                     sm.dq_there, sm.dq_taken);
     } else if (warp == 2) {
-      if constexpr (kExchange)
-        load_and_add<Kind, 1>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.dk,
-                              sm.dk_there, sm.dk_taken);
-      else
-        load_and_store<Kind, 1>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true);
+      load_and_store<Kind, 1, kSums>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.dk,
+                                     sm.dk_there, sm.dk_taken);
     } else {
       values<Kind>(sm, params);
     }
@@ -272,9 +306,9 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
     states<Kind, kCut>(sm, params, warpgroup - 1, warp % 4);
   } else {
     set_registers<kPairRegisters, kLaunchRegisters>();
-    pairs<typename Kind::T, kExchange>(sm, params, warp % 4);
+    pairs<Kind, kCluster>(sm, params, warp % 4);
   }
-  if constexpr (kExchange) {  // a block's barriers are there until the other has arrived
+  if constexpr (kCluster) {  // a block's barriers are there until the other has arrived
     __syncwarp();
     cluster_sync();
   }
@@ -287,17 +321,18 @@ const char* run_walk_forward(Params& params, cudaStream_t stream) {
   params.tiles = (params.segment > 0 ? params.segments : p.N) * params.slices;
   params.links = params.scratch.forward_links;
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
-  const auto launch = [&](auto* kernel, int cluster) {
+  const auto launch = [&](auto* whole, auto* cut, int cluster) {
     constexpr int kBytes = sizeof(WalkMemory);
-    return launch_blocks(kernel, params, blocks / cluster * cluster, kThreads, kBytes, cluster,
+    return launch_blocks(params.cut.cuts ? cut : whole, params, blocks / cluster * cluster, kThreads, kBytes, cluster,
                          params.cut.cuts || params.again != nullptr, stream);
   };
-  if constexpr (kCuts<Kind>) {
-    if (params.cut.cuts && params.exchange) return launch(&walk_forward_kernel<Kind, true, true>, 2);
-    if (params.cut.cuts) return launch(&walk_forward_kernel<Kind, false, true>, 1);
-    if (params.exchange) return launch(&walk_forward_kernel<Kind, true, false>, 2);
-  }
-  return launch(&walk_forward_kernel<Kind, false, false>, 1);
+  constexpr bool kCut = kCuts<Kind>;
+  if constexpr (Kind::kExact)
+    if (params.sums == Sums::kCluster)
+      return launch(&walk_forward_kernel<Kind, Sums::kCluster, false>, &walk_forward_kernel<Kind, Sums::kCluster, kCut>, 2);
+  if (params.sums == Sums::kNone)
+    return launch(&walk_forward_kernel<Kind, Sums::kNone, false>, &walk_forward_kernel<Kind, Sums::kNone, kCut>, 1);
+  return launch(&walk_forward_kernel<Kind, Sums::kLater, false>, &walk_forward_kernel<Kind, Sums::kLater, kCut>, 1);
 }
 
 template const char* run_walk_forward<Kind<__nv_bfloat16, true>>(Params&, cudaStream_t);
