@@ -7,9 +7,10 @@
 namespace gdn::sm90::backward {
 namespace {
 constexpr int kThreads = 512;
-// Blocks of q k^T and k k^T that are loaded while the products that meet them are made.
+// Blocks of q k^T and k k^T that are loaded while the products that meet them are made. With one, bf16 of other sizes than
+// K = V = 128 would spill registers.
 template <class Kind>
-constexpr int kBlocksAhead = Kind::kExact || std::is_same_v<typename Kind::T, __half> ? 1 : 0;  // 1 would spill elsewhere
+constexpr int kBlocksAhead = Kind::kExact || std::is_same_v<typename Kind::T, __half> ? 1 : 0;
 constexpr int kSinglesRegisters = 40, kStateRegisters = 176, kPairRegisters = 120;
 constexpr int kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
 static_assert(kSinglesRegisters + 2 * kStateRegisters + kPairRegisters <= 4 * kLaunchRegisters);
@@ -30,21 +31,28 @@ GDN_DEVICE float row_pair_sum(float row0, float row1, int lane) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// x = a b^T over 128 channels, of two tiles each.
+template <class T>
+GDN_DEVICE void issue_pairs(float (&x)[32], const Descriptor& a, const Descriptor& b) {
+  set_ss_n64(T{}, x, a.at(0), b.at(0));
+#pragma unroll
+  for (int i = 1; i < 8; ++i) {
+    const uint32_t at = i / 4 * kTileBytes + i % 4 * 32;
+    add_ss_n64(T{}, x, a.at(at), b.at(at));
+  }
+}
+
 // Row strip `warp` of lower k k^T of a chunk, rounded: to make it again takes less time than to store and load it.
 template <class T>
 GDN_DEVICE void make_key_pairs(WalkMemory& sm, uint32_t stage, int warp) {
-  asm volatile("" : "+r"(stage), "+r"(warp));  // or addresses that follow would stay in registers until dq is made
+  // Without this line addresses that follow from both would stay in registers until dq is made.
+  asm volatile("" : "+r"(stage), "+r"(warp));
   const int lane = fresh_lane();
   float x[32];
   {
     const Descriptor k = k_major(shared_address(sm.k[stage]));
     wgmma_fence();
-    set_ss_n64(T{}, x, k.at(0), k.at(0));
-#pragma unroll
-    for (int i = 1; i < 8; ++i) {
-      const uint32_t at = i / 4 * kTileBytes + i % 4 * 32;
-      add_ss_n64(T{}, x, k.at(at), k.at(at));
-    }
+    issue_pairs<T>(x, k, k);
     wgmma_commit();
     wgmma_wait<0>();
     pin(x);
@@ -91,18 +99,8 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
     const Descriptor dO = k_major(shared_address(sm.dO[stage])), dx = k_major(shared_address(sm.dx));
     const Descriptor u = k_major(shared_address(sm.u));
     wgmma_fence();
-    set_ss_n64(T{}, P, dO.at(0), u.at(0));
-#pragma unroll
-    for (int i = 1; i < 8; ++i) {
-      const uint32_t at = i / 4 * kTileBytes + i % 4 * 32;
-      add_ss_n64(T{}, P, dO.at(at), u.at(at));
-    }
-    set_ss_n64(T{}, D, dx.at(0), u.at(0));
-#pragma unroll
-    for (int i = 1; i < 8; ++i) {
-      const uint32_t at = i / 4 * kTileBytes + i % 4 * 32;
-      add_ss_n64(T{}, D, dx.at(at), u.at(at));
-    }
+    issue_pairs<T>(P, dO, u);
+    issue_pairs<T>(D, dx, u);
     wgmma_commit();
   }
   const float f0 = gates.read[row0], f1 = gates.read[row0 + 8];
