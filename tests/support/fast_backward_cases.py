@@ -84,7 +84,7 @@ def small_betas(case: Case, dtype: torch.dtype, device: str, strength: str) -> T
 
 
 def poison(word: float = torch.nan) -> None:
-    """All words of fresh memory of the GPU are NaN, or the integer."""
+    """All words of fresh memory of the GPU are `word`: an integer, or NaN as a float."""
     dtype = torch.int32 if isinstance(word, int) else torch.float32
     torch.full((1 << 28,), word, dtype=dtype, device="cuda")
 

@@ -42,7 +42,7 @@ GDN_DEVICE auto walk_back_tile(const Params& params, int index) {
 template <class C>
 struct MakerMemory {
   SharedMemory<Alone<typename C::T>> scratch;
-  uint8_t qk[kTileBytes];  // of a steep chunk, whose stage has the decayed one
+  uint8_t qk[kTileBytes];  // q k^T of a steep chunk as it goes out; the stage has the decayed one
   GateVectors vectors;
   uint64_t made[C::kStages];  // T and P
 };

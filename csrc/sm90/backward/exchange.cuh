@@ -56,31 +56,4 @@ GDN_DEVICE void cluster_sync() {
           : "memory");
 }
 
-// The rows of a tile of two halves that a sequence has, where 64 would reach into the next one: stored, or added to what
-// is there, by a warp. `to`: the first row, of `lines` lines of 16 bytes; `stride`: from row to row, in rows.
-template <bool kAdds>
-GDN_DEVICE void store_some_rows(const uint8_t (*tiles)[kTileBytes], uint4* to, int lines, int stride, int rows, int lane) {
-  using T = __nv_bfloat16;
-  constexpr int kLines = kChannels / 8;  // of a row of the tile
-#pragma unroll 1
-  for (int i = lane; i < rows * kLines; i += 32) {
-    const int row = i / kLines, half = i / 8 % 2, line = i % 8;
-    if (i % kLines >= lines) continue;
-    uint32_t x[4];
-    load_shared_16(shared_address(tiles[half]) + row * 128 + (line ^ row % 8) * 16, x);
-    uint4* const at = to + int64_t{row} * stride * lines + i % kLines;
-    if constexpr (kAdds) {
-      const uint4 before = *at;
-      const uint32_t y[4] = {before.x, before.y, before.z, before.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 a = unpack(T{}, x[j]), b = unpack(T{}, y[j]);
-        x[j] = pack(T{}, a.x + b.x, a.y + b.y);
-      }
-    }
-    *at = make_uint4(x[0], x[1], x[2], x[3]);
-  }
-  __syncwarp();
-}
-
 }  // namespace gdn::sm90::backward

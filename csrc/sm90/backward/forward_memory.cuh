@@ -15,7 +15,8 @@ struct Announced {
   int ended;
 };
 
-// Blocks of 16 x 16 of a lower triangle of four strips, each four matrices of stmatrix one behind the other.
+// The number of a 16 x 16 block of a lower triangle that has four strips of rows. In a block the four matrices of stmatrix lie
+// one behind the other.
 GDN_DEVICE int key_block(int strip, int column) { return strip * (strip + 1) / 2 + column; }
 
 // Full and empty of each buffer; docs/backward.md has who fills and empties it.
@@ -112,7 +113,8 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     const uint32_t stage = it % 2, block = walk.block(), of_head = walk.head_block();
     wait_for(sm.k_empty[stage], it / 2 + 1);
     if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1, walk.c == 0 ? ended : -1};
-    if (walk.c == 0 && params.cut.cuts && !has_states(params)) {  // else what it starts from is no guess
+    // A state that the forward has left is no guess, and then no job writes Cut::forgotten of a first segment.
+    if (walk.c == 0 && params.cut.cuts && !has_states(params)) {
       const bool forgets = params.cut.forgotten[walk.index] == kForgetsState;
       ended = forgets ? walk.index - walk.tile.n * slices_of<Kind>(params) : -1;
     }
@@ -200,6 +202,33 @@ GDN_DEVICE int states_product(WalkMemory& sm, const Params& params, uint32_t it,
   return block;
 }
 
+// The rows of a tile of two halves that a sequence has, where 64 would reach into the next one: stored, or added to what
+// is there, by a warp. `to`: the first row, of `lines` lines of 16 bytes; `stride`: from row to row, in rows.
+template <bool kAdds>
+GDN_DEVICE void store_some_rows(const uint8_t (*tiles)[kTileBytes], uint4* to, int lines, int stride, int rows, int lane) {
+  using T = __nv_bfloat16;
+  constexpr int kLines = kChannels / 8;  // of a row of the tile
+#pragma unroll 1
+  for (int i = lane; i < rows * kLines; i += 32) {
+    const int row = i / kLines, half = i / 8 % 2, line = i % 8;
+    if (i % kLines >= lines) continue;
+    uint32_t x[4];
+    load_shared_16(shared_address(tiles[half]) + row * 128 + (line ^ row % 8) * 16, x);
+    uint4* const at = to + int64_t{row} * stride * lines + i % kLines;
+    if constexpr (kAdds) {
+      const uint4 before = *at;
+      const uint32_t y[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 a = unpack(T{}, x[j]), b = unpack(T{}, y[j]);
+        x[j] = pack(T{}, a.x + b.x, a.y + b.y);
+      }
+    }
+    *at = make_uint4(x[0], x[1], x[2], x[3]);
+  }
+  __syncwarp();
+}
+
 // Loads do or q, in kStages stages, and stores dq or dk out of the same tile: with Sums::kLater into the memory of the chunk's
 // dS, which has been read before, else to `to`, where the second block of a cluster adds.
 template <class Kind, int kStages, Sums kSums>
@@ -231,7 +260,7 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
 #pragma unroll 1
   for (; it < loaded; ++it) {
     const int block = states_product<typename Kind::T>(sm, params, it, of_keys);
-    const Chunk chunk = kStages == 1 || it + 1 == loaded ? newest : oldest;  // with Sums::kLater not asked for
+    const Chunk chunk = kStages == 1 || it + 1 == loaded ? newest : oldest;  // unused with Sums::kLater
     uint8_t(&tile)[2][kTileBytes] = tiles[it % kStages];
     wait_for(made[it % kStages], it / kStages);
     if constexpr (kCluster) {

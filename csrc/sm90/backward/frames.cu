@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constan
       if (lane == i) own = G;
       G = next_frame<T>(G, __shfl_sync(~0u, last, i));
     }
-    // G of a group's first chunk is what the group before has left, chunk_frame.
+    // The first chunk of a group has the G that the group before leaves: chunk_frame brings the state to the top from there.
     if (c + lane < count && (lane > 0 || c == 0)) store(c + lane, own);
     if (lane == 0 && c + kGroup < count) store(c + kGroup, G);
     last = next;
@@ -163,7 +163,7 @@ const char* run_frames(const Params& params, cudaStream_t stream) {
   sum_kernel<<<heads.grid, heads.threads, 0, stream>>>(params);
   if (const char* error = check(cudaGetLastError())) return error;
   const unsigned walks = unsigned(int64_t{p.N} * p.HV + has_choice(params));
-  // Of a packed sequence in the mean; one that has more groups walks some of them one behind the other.
+  // A packed sequence has as many blocks as a sequence of the mean length has groups. A block of a longer one walks several.
   const int64_t of_sequence = ceil_div(ceil_div(p.T, kChunk), p.cu_seqlens ? int64_t{p.N} * kGroup : kGroup);
   const unsigned groups = unsigned(std::clamp<int64_t>(of_sequence, 1, 64));
   if (const char* error = launch_small(&walk_kernel<T>, params, dim3(walks, groups), kWalkThreads, stream)) return error;

@@ -37,8 +37,8 @@ GDN_DEVICE float row_sum(float x) {
   return x;
 }
 
-// A row of a key head by kLanes threads, from its slices, or, if the walk forward has stored all that there is, from
-// itself, for the norm. blockIdx.y: dq, dk.
+// kLanes threads make a row of a key head: they add the rows of its slices, or read the row that the walk forward has
+// stored, and then make the norm's own step. blockIdx.y: dq, dk.
 template <class Kind>
 __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();

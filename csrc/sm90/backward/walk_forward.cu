@@ -31,9 +31,9 @@ GDN_DEVICE float row_pair_sum(float row0, float row1, int lane) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// x = a b^T over 128 channels, of two tiles each.
+// Issues x = a b^T over 128 channels: a and b have two tiles of 64 channels each.
 template <class T>
-GDN_DEVICE void issue_pairs(float (&x)[32], const Descriptor& a, const Descriptor& b) {
+GDN_DEVICE void issue_row_products(float (&x)[32], const Descriptor& a, const Descriptor& b) {
   set_ss_n64(T{}, x, a.at(0), b.at(0));
 #pragma unroll
   for (int i = 1; i < 8; ++i) {
@@ -42,17 +42,18 @@ GDN_DEVICE void issue_pairs(float (&x)[32], const Descriptor& a, const Descripto
   }
 }
 
-// Row strip `warp` of lower k k^T of a chunk, rounded: to make it again takes less time than to store and load it.
+// Makes row strip `warp` of lower k k^T of a chunk, rounded. The triangles were made of k k^T too, but to store and load it
+// takes longer than to make it again.
 template <class T>
 GDN_DEVICE void make_key_pairs(WalkMemory& sm, uint32_t stage, int warp) {
-  // Without this line addresses that follow from both would stay in registers until dq is made.
+  // Without this line the compiler would keep addresses that it computes of stage and warp in registers until dq is made.
   asm volatile("" : "+r"(stage), "+r"(warp));
   const int lane = fresh_lane();
   float x[32];
   {
     const Descriptor k = k_major(shared_address(sm.k[stage]));
     wgmma_fence();
-    issue_pairs<T>(x, k, k);
+    issue_row_products<T>(x, k, k);
     wgmma_commit();
     wgmma_wait<0>();
     pin(x);
@@ -99,20 +100,20 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
     const Descriptor dO = k_major(shared_address(sm.dO[stage])), dx = k_major(shared_address(sm.dx));
     const Descriptor u = k_major(shared_address(sm.u));
     wgmma_fence();
-    issue_pairs<T>(P, dO, u);
-    issue_pairs<T>(D, dx, u);
+    issue_row_products<T>(P, dO, u);
+    issue_row_products<T>(D, dx, u);
     wgmma_commit();
   }
   const float f0 = gates.read[row0], f1 = gates.read[row0 + 8];
   const float beta0 = gates.beta[row0] * of_dx<T>(gates, row0);
   const float beta1 = gates.beta[row0 + 8] * of_dx<T>(gates, row0 + 8);
   wait_for(sm.pairs_full, it);
-  if constexpr (kCluster)  // their memory may have dq now
+  if constexpr (kCluster)  // q k^T is in shared memory, and its place in global memory may take dq now
     arrive_there_if(address_in(shared_address(&sm.pairs_read[it % 2]), 0), warp == 0 && lead && cluster_rank() == 1);
   uint32_t qk[4][4], kk[4][4];
   const auto load = [&](int b) {
     ldmatrix_x4(lines.block_at(shared_address(sm.qk), warp, b), qk[b]);
-    ldmatrix_x4(shared_address(sm.kk[key_block(warp, min(b, warp))]) + lane * 16, kk[b]);  // above it nothing is read
+    ldmatrix_x4(shared_address(sm.kk[key_block(warp, min(b, warp))]) + lane * 16, kk[b]);  // blocks above the diagonal are masked
   };
 #pragma unroll
   for (int b = 0; b < kLoadedAhead; ++b) load(b);

@@ -6,9 +6,8 @@
 // A launch that is not beside another one begins when the one before it has ended. A launch beside another one begins as
 // soon as each block of the one before has executed launch_dependents or has ended; the one before has ended for a thread
 // that has executed griddepcontrol.wait, and for those that have learned from that thread. A launch that nobody has waited
-// for may be running still when the next one has ended: `Order` has these. Where a
-// warp of such a launch has published a number and a warp of a later one has read it, what the reader does next comes after
-// what the publisher knew of.
+// for may be running still when the next one has ended: `Order` has these. Where a warp of such a launch has published a
+// number and a warp of a later launch has read it, what the reader does next comes after what the publisher knew of.
 #include <algorithm>
 #include <map>
 #include <memory>
