@@ -101,9 +101,9 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
       const auto rest = [&](uint32_t bar) {
         bulk_load(shared_address(&sm.gates[s]), params.scratch.gates + of_head, sizeof(Gates), bar);
         if (makes) return;
-        tma_load(shared_address(stage.t), &params.t, bar, 0, 0, 0, of_head);
+        bulk_load(shared_address(stage.t), t_at(params, of_head), kTileBytes, bar);
         if (steep) {
-          tma_load(shared_address(stage.p), &params.ds, bar, 0, 64 * tile.part, 0, block);
+          bulk_load(shared_address(stage.p), ds_at(params, block, tile.part), kTileBytes, bar);
         } else {
           tma_load(shared_address(stage.p),
                    pairs_at<Kind>(params, slot, tile.h(params), tile.n, tile.batch, row, rows), bar);
@@ -170,7 +170,8 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
       arrive(sm.maker.made[s], lane == 0);
       named_barrier(kBarrier, 128);
       if (thread == 0) {
-        if (first_of_head) tma_store(&params.t, shared_address(stage.t), 0, 0, 0, slot * p.HV + tile.hv(params));
+        if (first_of_head)
+          bulk_store(t_at(params, slot * p.HV + tile.hv(params)), shared_address(stage.t), kTileBytes);
         if (first)
           tma_store(pairs_at<Kind>(params, slot, tile.h(params), tile.n, tile.batch, tile.first + c * kChunk,
                                    tile.length - c * kChunk),
@@ -198,7 +199,7 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int slot) 
       const int block = (tile.slot + c) * slices_of<Kind>(params) + tile.slice;
       wait_for(sm.ds_full[slot], it);
       if (lead) {
-        for (int i = 0; i < 2; ++i) tma_store(&params.ds, shared_address(sm.ds[slot][i]), 64 * i, part, 0, block);
+        bulk_store(ds_at(params, block, part / 64), shared_address(sm.ds[slot]), sizeof(sm.ds[slot]));
         tma_store_commit();
         tma_store_wait_read();
       }

@@ -418,7 +418,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   Rows q = p.q, k = p.k;
   if (p.use_qk_l2norm)
     if (const char* error = normalize<Kind>(p, x, q, k, stream)) return error;
-  const int64_t pairs = std::max<int64_t>(pairs_of(p), 1), blocks = int64_t{params.slots} * p.HV;  // a map has a tile
+  const int64_t pairs = std::max<int64_t>(pairs_of(p), 1);  // a map has a tile
   const int64_t slice_blocks = int64_t{params.slots} * params.slices;
   const char* errors[] = {
       make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K),
@@ -428,10 +428,8 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
       make_map(&params.dq, p.dtype, whole(p, problem.dq, p.H, p.K), p.B, p.T, p.H, p.K),
       make_map(&params.dk, p.dtype, whole(p, problem.dk, p.H, p.K), p.B, p.T, p.H, p.K),
       make_map(&params.dv, p.dtype, whole(p, problem.dv, p.HV, p.V), p.B, p.T, p.HV, p.V),
-      tiles_map(&params.t, p.dtype, x.t, blocks, kChunk, kChunk),
       tiles_map(&params.qk, p.dtype, x.qk, pairs, kChunk, kChunk),
       kReadsDv<typename Kind::T> ? nullptr : tiles_map(&params.dx, p.dtype, x.dx, slice_blocks, kChunk, kChannels),
-      tiles_map(&params.ds, p.dtype, x.ds, slice_blocks, kChannels, kChannels),
   };
   for (const char* error : errors)
     if (error) return error;

@@ -63,13 +63,13 @@ struct Scratch {
   Gates* gates;     // [slots, HV]
   float* last;      // [slots, HV]: the chunk's log2 decay
   float* G;         // [slots, HV]: of the state behind the chunk before, frame.cuh
-  uint16_t* t;      // [slots, HV, 64, 64]: strict-lower (I + A)^-1
+  uint16_t* t;      // [slots, HV, 64, 64]: strict-lower (I + A)^-1, as it lies in shared memory
   uint16_t* qk;     // [slots, H, 64, 64]: lower q k^T; with Params::pairs_with_dq [N, H, 64, 64], pairs_at
   int* made;        // [slots, H]: 0 until what triangles.cu makes is there, if it is made beside the walk back; else null
   uint16_t* dx;     // [slots, slices, 64, 128]; null with kReadsDv
-  // [slots, slices, 128 of V, 128 of K]: the gradient of the state behind the chunk; dk of the slice replaces the first 64
-  // rows, and dq the others. Before, where a chunk is steep, its lower q k^T, decayed, [64, 64] in a corner of each half of
-  // V: who walks back over a half reads it there.
+  // [slots, slices, 2 halves of V, 2 of K, 64, 64]: the gradient of the state behind the chunk, in tiles as they lie in shared
+  // memory; with Sums::kLater dk of the slice replaces the first half of V, and dq the other one. Before, where a chunk is
+  // steep, its lower q k^T, decayed, in the first tile of each half of V: who walks back over a half reads it there.
   uint16_t* ds;
   float* parts;     // [slots, slices, kParts, 64]
   float* across;    // [slots, slices, 2]: <S, dS> by halves of V
@@ -111,7 +111,7 @@ struct BackBlocks {
 enum class Sums { kLater, kCluster, kNone };
 
 struct Params {
-  CUtensorMap q, k, v, dO, dv, t, qk, dx, ds;
+  CUtensorMap q, k, v, dO, dv, qk, dx;
   CUtensorMap dq, dk;  // where the walk forward stores them; dq: pairs_at
   ChunkBackward problem;
   Scratch scratch;
@@ -381,6 +381,19 @@ GDN_DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
       "l"(from), "r"(bytes), "r"(bar)
       : "memory");
+}
+
+// Bytes as they lie in shared memory, out of it.
+GDN_DEVICE void bulk_store(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+
+// Where T of a chunk and value head lies, and half of V of a slice's block of dS, Scratch.
+GDN_DEVICE uint16_t* t_at(const Params& params, int of_head) {
+  return params.scratch.t + int64_t{of_head} * (kChunk * kChunk);
+}
+GDN_DEVICE uint16_t* ds_at(const Params& params, int block, int half) {
+  return params.scratch.ds + (int64_t{block} * 2 + half) * (kChannels / 2 * kChannels);
 }
 
 // bulk_load to the same place of every block of the cluster whose bit is set in `blocks`, and to the same barrier there.

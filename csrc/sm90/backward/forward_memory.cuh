@@ -125,13 +125,10 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     wait_for(sm.v_empty, it + 1);
     load_rows<2>(params.v, sm.v, sm.v_full, sm.aside[0], aside_phase, walk.tile.v(params), walk.row(),
                  walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
-    const auto load = [&](const CUtensorMap& map, uint8_t* to, uint64_t& full, int column, int row, int of) {
-      tma_load(shared_address(to), &map, shared_address(&full), column, row, 0, of);
-    };
     if (lead) {
       wait_for(sm.t_empty, it + 1);
       mbarrier_expect(shared_address(&sm.t_full), kTileBytes);
-      load(params.t, sm.t, sm.t_full, 0, 0, of_head);
+      bulk_load(shared_address(sm.t), t_at(params, of_head), kTileBytes, shared_address(&sm.t_full));
     }
     if constexpr (kReadsDv<typename Kind::T>) {
       wait_for(sm.dx_empty, it + 1);
@@ -142,11 +139,12 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
       if constexpr (!kReadsDv<typename Kind::T>) {
         wait_for(sm.dx_empty, it + 1);
         mbarrier_expect(shared_address(&sm.dx_full), 2 * kTileBytes);
-        for (int i = 0; i < 2; ++i) load(params.dx, sm.dx[i], sm.dx_full, 64 * i, 0, block);
+        for (int i = 0; i < 2; ++i)
+          tma_load(shared_address(sm.dx[i]), &params.dx, shared_address(&sm.dx_full), 64 * i, 0, 0, block);
       }
       wait_for(sm.ds_empty, it + 1);
-      mbarrier_expect(shared_address(&sm.ds_full), 4 * kTileBytes);
-      for (int i = 0; i < 4; ++i) load(params.ds, sm.ds[i / 2][i % 2], sm.ds_full, i % 2 * 64, i / 2 * 64, block);
+      mbarrier_expect(shared_address(&sm.ds_full), sizeof sm.ds);
+      bulk_load(shared_address(sm.ds), ds_at(params, block, 0), sizeof sm.ds, shared_address(&sm.ds_full));
       wait_for(sm.pairs_empty, it + 1);
       mbarrier_expect(shared_address(&sm.pairs_full), kTileBytes);
       tma_load(shared_address(sm.qk),
@@ -273,11 +271,10 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
     if (kSums == Sums::kLater || chunk.rows >= kChunk) {
       if (lead) {
         if (adds) fence_async_proxy_of_all();
-        for (int i = 0; i < 2; ++i) {
+        if (kSums == Sums::kLater) bulk_store(ds_at(params, block, of_keys ? 0 : 1), shared_address(tile), sizeof tile);
+        for (int i = 0; kSums != Sums::kLater && i < 2; ++i) {
           const uint32_t from = shared_address(tile[i]);
-          if (kSums == Sums::kLater)
-            tma_store(&params.ds, from, 64 * i, of_keys ? 0 : kChunk, 0, block);
-          else if (adds)
+          if (adds)
             tma_add(&to, from, 64 * i, chunk.row, chunk.h, chunk.batch);
           else
             tma_store(&to, from, 64 * i, chunk.row, chunk.h, chunk.batch);

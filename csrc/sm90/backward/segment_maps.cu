@@ -108,7 +108,7 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
       wait_for(sm.empty[s], it / kStages + 1);
       const auto factors = [&](uint32_t bar) {
         bulk_load(shared_address(&sm.gates[s]), params.scratch.gates + of_head, sizeof(Gates), bar);
-        tma_load(shared_address(stage.t), &params.t, bar, 0, 0, 0, of_head);
+        bulk_load(shared_address(stage.t), t_at(params, of_head), kTileBytes, bar);
       };
       const auto load = [&](const CUtensorMap& map, uint8_t(*to)[kTileBytes], int head, int bytes, const auto& also) {
         load_rows<2>(map, to, sm.full[s], sm.aside, aside_phase, 0, row, head, tile.batch, rows, bytes, also);
@@ -119,7 +119,7 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
         load(params.k, stage.k, tile.h(params), kBytes + kTileBytes, [&](uint32_t bar) {
           factors(bar);
           if (steep) {
-            tma_load(shared_address(stage.p), &params.ds, bar, 0, 0, 0, slot * slices_of<Kind>(params) + tile.slice);
+            bulk_load(shared_address(stage.p), ds_at(params, slot * slices_of<Kind>(params) + tile.slice, 0), kTileBytes, bar);
           } else {
             tma_load(shared_address(stage.p),
                      pairs_at<Kind>(params, slot, tile.h(params), tile.n, tile.batch, row, rows), bar);

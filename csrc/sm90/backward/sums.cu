@@ -71,9 +71,10 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
     if (owned && exists && inside) unpack_line<T>(*own, sum);
   } else if (owned && exists) {
     const int64_t block = int64_t{slot} * slices_of<Kind>(params) + h * group;
-    constexpr int64_t size = 2 * kChunk;  // rows of a slice's block of dS
+    constexpr int64_t size = 2 * kChunk;  // rows of a slice's block of dS, half of a row in each of two tiles
+    const int line = (lane / 8 * kChunk + row) * 8 + (lane % 8 ^ row % 8);
     const uint4* from = reinterpret_cast<const uint4*>(params.scratch.ds) +
-                        (block * size + (of_keys ? 0 : kChunk) + row) * kLanes + lane;
+                        (block * size + (of_keys ? 0 : kChunk)) * kLanes + line;
 #pragma unroll 2
     for (int i = 0; i < group; ++i, from += size * kLanes) {
       float x[8];

@@ -90,11 +90,11 @@ GDN_DEVICE void make_chunk(Memory<typename Kind::T>& sm, const Params& params, c
     fence_async_proxy();
     sync();
     if (thread == 0) {
-      tma_store(&params.t, shared_address(sm.t), 0, 0, 0, int(index));
+      bulk_store(t_at(params, int(index)), shared_address(sm.t), kTileBytes);
       const int parts = Kind::kExact ? 1 : params.parts;
       if (steep)
         for (int half = 0; half < 2 * parts; ++half)
-          tma_store(&params.ds, shared_address(sm.p), 0, 64 * (half % 2), 0, int(index) * parts + half / 2);
+          bulk_store(ds_at(params, int(index) * parts + half / 2, half % 2), shared_address(sm.p), kTileBytes);
       tma_store_commit();
     }
   }

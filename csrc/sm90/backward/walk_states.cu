@@ -57,7 +57,7 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
       load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params), tile.batch, kChunk,
                    sizeof(Gates) + 2 * kTileBytes, [&](uint32_t bar) {
                      bulk_load(shared_address(&sm.gates[s]), params.scratch.gates + block, sizeof(Gates), bar);
-                     tma_load(shared_address(stage.t), &params.t, bar, 0, 0, 0, block);
+                     bulk_load(shared_address(stage.t), t_at(params, block), kTileBytes, bar);
                      tma_load(shared_address(stage.v[0]), &params.v, bar, tile.v(params) + 64 * tile.part,
                               row, tile.hv(params), tile.batch);
                    });

@@ -119,15 +119,13 @@ Box box_of(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint3
   return {m, {int32_t(c0), int32_t(c1), int32_t(c2), int32_t(c3)}};
 }
 
-// A copy out of shared memory reads it, and writes, or adds, some time later.
-void store_box(Thread& t, const Box& box, uint32_t from, bool adds) {
-  const uint32_t rows = uint32_t(box.map->box[1]);
-  shared_at(t, from, 128);
-  shared_at(t, from + rows * 128 - 128, 128);
-  watch_box(t, box, GlobalAccess::kWrite, 0);
+// A copy out of shared memory reads it, and writes some time later what it has read: write(bytes).
+void store_later(Thread& t, uint32_t from, uint32_t bytes, bool swizzles, std::function<void(const uint8_t*)> write) {
+  shared_at(t, from, 16);
+  shared_at(t, from + bytes - 16, 16);
   if (t.watched) {
-    check_read(t, *t.block, t.warp->clocks, from, rows * 128, true);
-    note_read(*t.block, *t.warp, from, rows * 128);
+    check_read(t, *t.block, t.warp->clocks, from, bytes, true);
+    note_read(*t.block, *t.warp, from, bytes);
   }
   Thread* const thread = &t;
   const Clocks clocks = t.watched ? t.warp->clocks : Clocks{};
@@ -135,21 +133,31 @@ void store_box(Thread& t, const Box& box, uint32_t from, bool adds) {
   const auto read = [=] {
     if (!values->empty()) return;
     if (thread->watched) {
-      check_read(*thread, *thread->block, clocks, from, rows * 128, false);
-      note_read(*thread->block, *thread->warp, from, rows * 128);
+      check_read(*thread, *thread->block, clocks, from, bytes, false);
+      note_read(*thread->block, *thread->warp, from, bytes);
     }
-    values->resize(rows * 128);
-    for (uint32_t at = 0; at < rows * 128; at += 16)
-      std::memcpy(values->data() + at, thread->block->shared + swizzled(from + at), 16);
+    values->resize(bytes);
+    for (uint32_t at = 0; at < bytes; at += 16)
+      std::memcpy(values->data() + at, thread->block->shared + (swizzles ? swizzled(from + at) : from + at), 16);
   };
   const uint64_t number = add_copy([=] {
     read();
+    write(values->data());
+  });
+  machine.cluster->reads[number] = read;
+  state_of(t).bulk_group.push_back(number);
+}
+
+void store_box(Thread& t, const Box& box, uint32_t from, bool adds) {
+  const uint32_t rows = uint32_t(box.map->box[1]);
+  watch_box(t, box, GlobalAccess::kWrite, 0);
+  store_later(t, from, rows * 128, true, [=](const uint8_t* values) {
     for (uint32_t row = 0; row < rows; ++row) {
       uint32_t inside = 0;
       uint8_t* const target = box_row(box, row, &inside);
       for (uint32_t at = 0; target && at < inside; at += 2) {
         uint16_t x, y;
-        std::memcpy(&x, values->data() + row * 128 + at, 2);
+        std::memcpy(&x, values + row * 128 + at, 2);
         if (adds) {
           std::memcpy(&y, target + at, 2);
           x = to_bf16(from_bf16(x) + from_bf16(y));
@@ -158,8 +166,6 @@ void store_box(Thread& t, const Box& box, uint32_t from, bool adds) {
       }
     }
   });
-  machine.cluster->reads[number] = read;
-  state_of(t).bulk_group.push_back(number);
 }
 
 }  // namespace
@@ -313,6 +319,12 @@ void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t b
       complete(*thread, *block, barrier, bytes, issue);
     });
   }
+}
+void bulk_store(Thread& t, uint64_t to, uint32_t from, uint32_t bytes) {
+  if (bytes % 16 || to % 16) fail(t, "a bulk copy that is not of whole multiples of 16 bytes");
+  if (t.watched) watch_global(t, to, bytes, GlobalAccess::kWrite, 0);
+  store_later(t, from, bytes, false,
+              [=](const uint8_t* values) { std::memcpy(reinterpret_cast<void*>(to), values, bytes); });
 }
 void bulk_commit(Thread& t) {
   State& s = state_of(t);

@@ -372,6 +372,7 @@ void tensor_add(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, 
 // blocks: a bit for each block of the cluster to which the bytes go, by its rank; kOwnBlock: to the thread's own alone.
 constexpr uint32_t kOwnBlock = 0;
 void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier, uint32_t blocks);
+void bulk_store(Thread& t, uint64_t to, uint32_t from, uint32_t bytes);
 void bulk_commit(Thread& t);
 void bulk_wait(Thread& t, uint32_t groups);
 void bulk_wait_read(Thread& t, uint32_t groups);

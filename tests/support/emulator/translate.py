@@ -392,6 +392,11 @@ class _Translation:
                 self.address(barrier),
                 self.value(blocks[0]) if blocks else "kOwnBlock",
             )
+        if kind == "cp.async.bulk.global.shared::cta.bulk_group":
+            to, source, size = x.operands
+            return self._call(
+                x, "bulk_store", self.address(to), self.address(source), self.value(size)
+            )
         raise Untranslatable(kind)
 
     def _tensor(self, operand: str) -> list[str]:
