@@ -129,16 +129,19 @@ def test_small_betas(K: int, V: int, strength: str, dtype: torch.dtype, own: str
     check_task(small_betas(case, dtype, own, strength), dtype, own)
 
 
-# Few long sequences, of which both walks go in segments.
+# Few long sequences, of which both walks go in segments. From as many tokens as the last has the
+# forward leaves states.
 CUT = fast_case("cut", "", T=8192, H=4, HV=8)
+SEVERAL = {"lengths": (2000, 0, 14000, 64, 300), "orphans": 92, "told": True}
+SEVERAL_KEPT = {"lengths": (4000, 16000, 368, 0, 12400), "told": True}
 
 
 @gpu
 @pytest.mark.parametrize("strength", ["none", "mild", "model", "strong"])
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"T": 32768}, {"lengths": (8100,), "orphans": 92}],
-    ids=["8192", "32768", "packed"],
+    [{}, {"T": 32768}, {"lengths": (8100,), "orphans": 92}, SEVERAL, SEVERAL_KEPT],
+    ids=["8192", "32768", "packed", "several", "several-kept"],
 )
 def test_both_walks_in_segments(sizes: dict[str, Any], strength: str, own: str) -> None:
     case = replace(CUT, **sizes)
@@ -146,11 +149,15 @@ def test_both_walks_in_segments(sizes: dict[str, Any], strength: str, own: str) 
     x = x.but(g=STRENGTHS[strength](x.g))
     task = make_task(case, BF16, own, Options(), x)
     check_task(task, BF16, own)
-    check_repeats(task)
+    check_repeats(task, rounds=3)
 
 
 @gpu
-@pytest.mark.parametrize("sizes", [{}, {"lengths": (8100,), "orphans": 92}], ids=["8192", "packed"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"lengths": (8100,), "orphans": 92}, {**SEVERAL, "lengths": (14000, 0, 2000, 64, 300)}],
+    ids=["8192", "packed", "several"],
+)
 def test_segments_that_forget(sizes: dict[str, Any], own: str) -> None:
     check_forgetting(replace(CUT, **sizes), own)
 
@@ -190,11 +197,16 @@ def test_one_answer_whether_a_segment_forgets(own: str, monkeypatch: pytest.Monk
         {"lengths": (8100,), "orphans": 92, "H": 1, "HV": 4},
         {"lengths": (100,), "orphans": 8092, "H": 2, "HV": 2},
         {"lengths": (0,), "orphans": 8192, "H": 2, "HV": 2},
+        {"lengths": (900, 0, 8000, 130), "orphans": 92, "H": 1, "HV": 1, "told": True},
+        {"lengths": (8192, 1), "H": 1, "HV": 3, "told": True},
+        {"lengths": (*(64,) * 28, 0, 9000), "H": 2, "HV": 2, "told": True},
     ],
     ids=str,
 )
 def test_sizes_of_both_walks_in_segments(sizes: dict[str, Any], name: str, own: str) -> None:
-    check_task(make_task(fast_case("cut", "", **sizes), BF16, own, OPTIONS[name]), BF16, own)
+    task = make_task(fast_case("cut", "", **sizes), BF16, own, OPTIONS[name])
+    check_task(task, BF16, own)
+    check_repeats(task)
 
 
 OPTIONS = {

@@ -189,6 +189,7 @@ def run_op(task: Task, leaves: dict[str, Tensor | None]) -> tuple[Tensor, Tensor
         state_v_first=options.v_first,
         use_gate_in_kernel=options.gate,
         cu_seqlens=task.cu_seqlens,
+        cu_seqlens_cpu=task.case.cu_seqlens("cpu") if task.case.told else None,
         chunk_size=task.case.chunk_size,
     )
     assert final_state is not None

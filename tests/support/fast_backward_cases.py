@@ -38,6 +38,8 @@ KEPT = [
     (256, fast_case("cut", "both walks in segments", T=2560, H=1, HV=2)),
     (256, fast_case("cut-two", "the last segment in part", T=2500, B=2, H=1, HV=1)),
     (256, fast_case("cut-packed", "and rows of none", lengths=(2500,), orphans=80, H=1, HV=4)),
+    (256, fast_case("cut-several", "and others that are not cut", H=1, HV=2, told=True,
+                    lengths=(300, 4100, 0, 64, 900), orphans=80)),
 ]  # fmt: skip
 
 

@@ -122,6 +122,8 @@ BACKWARD = (
     Shape(4, 8, 8192, 1, forgets=True, norm=False, backward=True),
     Shape(4, 8, 8192, 1, forgets=False, backward=True),
     Shape(4, 8, 8192, 7, forgets=True, backward=True, told=True),
+    Shape(2, 4, 16384, 5, forgets=False, backward=True, told=True),
+    Shape(4, 8, 16384, 5, forgets=True, norm=False, backward=True, told=True),
 )
 
 

@@ -46,7 +46,8 @@ RUNS = [
 @dataclass(frozen=True)
 class Case:
     """One regime, and why it is in a list. `lengths` is packed, with `orphans` rows after the last
-    sequence; None is padded, B sequences of T tokens. `gpu`: too large for the interpreter."""
+    sequence; None is padded, B sequences of T tokens. `told`: cu_seqlens is on the host too.
+    `gpu`: too large for the interpreter."""
 
     name: str
     why: str
@@ -54,6 +55,7 @@ class Case:
     B: int = 1
     lengths: tuple[int, ...] | None = None
     orphans: int = 0
+    told: bool = False
     H: int = 1
     HV: int = 2
     K: int = 16

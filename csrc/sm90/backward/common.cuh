@@ -137,6 +137,7 @@ struct Params {
 
 constexpr int kWholeSequences = 1 << 30;
 constexpr int kMostFolds = 4096;  // segments of a sequence where both walks are cut
+constexpr int kMostCut = 32;      // sequences there: a lane of a warp has one
 
 // Whether tokens of a steep chunk may matter at its end and have d > D. Where not, what such a token gives to the state
 // is at most 2^-kSteepUnits of its u, and is added as it is.
@@ -294,17 +295,17 @@ GDN_DEVICE int first_segment(const Params& params, int n) {
   if (!params.problem.forward.cu_seqlens) return n * params.segments_of_batch;
   return first_slot(params, n) / *params.scratch.segment + n;
 }
+// The sequence of a segment with that number.
+GDN_DEVICE int sequence_of_segment(const Params& params, int segment) {
+  const ChunkForward& p = params.problem.forward;
+  if (!p.cu_seqlens) return segment / params.segments_of_batch;
+  return last_not_above(p.N, segment, [&](int n) { return int64_t{first_segment(params, n)}; });
+}
 template <class Kind>
 GDN_DEVICE BackTile<Kind> forward_tile(const Params& params, int index) {
   if (params.segment == 0) return back_tile<Kind, 1>(params, index);
-  const ChunkForward& p = params.problem.forward;
   const int segment = divide_by_slices<Kind>(params, index), slices = slices_of<Kind>(params);
-  int n;
-  if (p.cu_seqlens) {
-    n = last_not_above(p.N, segment, [&](int n) { return int64_t{first_segment(params, n)}; });
-  } else {
-    n = segment / params.segments_of_batch;
-  }
+  const int n = sequence_of_segment(params, segment);
   BackTile<Kind> x = back_tile<Kind, 1>(params, n * slices + index - segment * slices);
   x.part = segment - first_segment(params, n);
   const int chunks = *params.scratch.segment;
@@ -319,6 +320,9 @@ GDN_DEVICE BackTile<Kind> forward_tile(const Params& params, int index) {
   return x;
 }
 
+GDN_DEVICE int chunks_of_sequence(const ChunkForward& p, int n) {
+  return (max(sequence_length(p, n), 0) + kChunk - 1) / kChunk;
+}
 // Of a sequence in segments of `segment` chunks, of which one without chunks has the first.
 GDN_DEVICE int last_segment(int chunks, int segment) { return max(chunks - 1, 0) / segment; }
 
@@ -339,11 +343,12 @@ GDN_DEVICE SegmentTile<Kind> segment_tile(const Params& params, int n, int segme
   x.length = min(x.length - segment * rows, rows);
   return x;
 }
-// The tile of a grid that has all segments of every sequence, where both walks are cut.
+// The tile of a grid that has all segments of every sequence, where both walks are cut. One that does not exist lies behind
+// the last of its sequence.
 template <class Kind>
 GDN_DEVICE SegmentTile<Kind> cut_tile(const Params& params, int index) {
-  const int tile = divide_by_slices<Kind>(params, index), n = tile / params.segments_of_batch;
-  return segment_tile<Kind>(params, n, tile - n * params.segments_of_batch, index - tile * slices_of<Kind>(params));
+  const int segment = divide_by_slices<Kind>(params, index), n = sequence_of_segment(params, segment);
+  return segment_tile<Kind>(params, n, segment - first_segment(params, n), index - segment * slices_of<Kind>(params));
 }
 // The number of a segment and slice in the arrays of Scratch and Cut that have an entry or a matrix [128, 128] for each.
 template <class Kind>

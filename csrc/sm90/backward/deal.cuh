@@ -168,8 +168,8 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices, co
 constexpr float kGradients = 6.5f, kTile = 5;
 // What it takes in segments of `length` chunks, which are dealt, where every multiprocessor's share of all chunks is
 // `share`. The block that has most has about a sixth of a segment more.
-GDN_HOST_DEVICE float time_of_segments(float share, float length) {
-  return fmaxf(share / length, 1.f) * (length * kGradients + kTile) + length * (kGradients / 6);
+GDN_HOST_DEVICE float time_of_segments(float share, float length, float chunk = kGradients, float tile = kTile) {
+  return fmaxf(share / length, 1.f) * (length * chunk + tile) + length * (chunk / 6);
 }
 // What it takes to walk to where the last segments begin, where that is `walked` chunks of the longest sequence and
 // `share` of all that a multiprocessor has.
@@ -190,9 +190,6 @@ GDN_HOST_DEVICE bool states_go_beside(const ChunkForward& p, int64_t slices) {
 struct Chunks {
   int longest, all, walked;
 };
-GDN_DEVICE int chunks_of_sequence(const ChunkForward& p, int n) {
-  return (max(sequence_length(p, n), 0) + kChunk - 1) / kChunk;
-}
 GDN_DEVICE Chunks count_chunks(const ChunkForward& p, int segment) {
   Chunks x = {};
 #pragma unroll 4
@@ -235,12 +232,12 @@ GDN_HOST_DEVICE bool halves_pay(float longest, float share, bool makes) {
          kMargin * fmaxf(longest * kSlice, share * kSliceFull);
 }
 
-// The units of a walk, sorted by their keys; returns how many there may be.
+// The units of a walk, sorted by their keys; returns how many there are.
 GDN_DEVICE int sort_units(const Params& params, int segment, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
-  const int lane = int(threadIdx.x) % 32, units = segment == kWholeSequences ? p.N : params.segments;
-  int size = 2;
-  while (size < units) size *= 2;
+  const int lane = int(threadIdx.x) % 32, most = segment == kWholeSequences ? p.N : params.segments;
+  int size = 2, units = 0;
+  while (size < most) size *= 2;
   __syncwarp();
 #pragma unroll 4
   for (int i = lane; i < size; i += 32) keys[i] = 0;
@@ -253,9 +250,12 @@ GDN_DEVICE int sort_units(const Params& params, int segment, uint32_t (&keys)[kM
       keys[unit] = unit_key(unit, min(left, segment));
       left -= segment;
       ++unit;
+      ++units;
     } while (left > 0);
   }
   sort_keys(keys, size);
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) units += __shfl_xor_sync(~0u, units, d);
   return units;
 }
 
@@ -299,7 +299,8 @@ GDN_DEVICE void deal_walk(const Params& params, bool back, uint32_t (&keys)[kMos
   const int width = !back && params.sums == Sums::kCluster ? 2 : 1;
   const Bins bins = {p.multiprocessors / width, width, back ? params.scratch.back_links : params.scratch.forward_links};
   if (bins.links == nullptr) return;
-  const int segment = back || params.segment == 0 ? kWholeSequences : *params.scratch.segment;
+  const bool whole = params.segment == 0 || (back && !params.cut.cuts);
+  const int segment = whole ? kWholeSequences : *params.scratch.segment;
   const int units = sort_units(params, segment, keys);
   if (back && walks_back_over_halves(params)) {
     deal(keys, units, back, 2 * params.slices, params.back.by_halves, bins);

@@ -40,38 +40,51 @@ struct MapTile : SegmentTile<Kind> {
     return this->length > 0 && job != Job::kMap && (job == Job::kBack) == (what == kForgetsGradient);
   }
 };
-inline int tiles_of(const Params& params) {
-  const int most = params.segments_of_batch, of_state = has_states(params) ? 0 : most - 1;
-  return params.problem.forward.N * params.slices * (most - 1 + most - 2 + of_state);
+inline int tiles_of(const Params& params) {  // at most
+  return (params.segments - params.problem.forward.N) * params.slices * (has_states(params) ? 2 : 3);
 }
-template <class Kind>
-GDN_DEVICE MapTile<Kind> map_tile(const Params& params, int index) {
-  const int slices = slices_of<Kind>(params), most = params.segments_of_batch;
-  int number = divide_by_slices<Kind>(params, index);  // of the tile, without the slice
-  const int slice = index - number * slices, N = params.problem.forward.N;
-  // The longest jobs come first.
-  Job job = Job::kBack;
-  int each = most - 1;
-  if (number >= N * each) {
-    number -= N * each;
-    job = Job::kMap;
-    each = most - 2;
-    if (number >= N * each) {
-      number -= N * each;
-      job = Job::kForward;
-      each = most - 1;
+
+// The jobs of all sequences, by their kinds: lane n has how many of a kind sequences up to n have. By a whole warp.
+struct Jobs {
+  int later, maps;  // kBack, and as many kForward; kMap
+  GDN_DEVICE explicit Jobs(const Params& params) {
+    const ChunkForward& p = params.problem.forward;
+    const int lane = threadIdx.x % 32;
+    later = lane < p.N ? last_segment(chunks_of_sequence(p, lane), params.segment) : 0;
+    maps = max(later - 1, 0);
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int x = __shfl_up_sync(~0u, later, d), y = __shfl_up_sync(~0u, maps, d);
+      if (lane >= d) later += x, maps += y;
     }
   }
-  const int n = number / each, segment = number - n * each + (job == Job::kForward ? 0 : 1);
-  MapTile<Kind> x;
+};
+template <class Kind>
+GDN_DEVICE MapTile<Kind> map_tile(const Params& params, const Jobs& jobs, int index) {
+  const int slices = slices_of<Kind>(params), all_later = __shfl_sync(~0u, jobs.later, 31);
+  int number = divide_by_slices<Kind>(params, index);  // of the tile, without the slice
+  const int slice = index - number * slices;
+  // The longest jobs come first.
+  Job job = Job::kBack;
+  int up_to = jobs.later;
+  if (number >= all_later) {
+    number -= all_later;
+    job = Job::kMap;
+    up_to = jobs.maps;
+    const int all_maps = __shfl_sync(~0u, jobs.maps, 31);
+    if (number >= all_maps) {
+      number -= all_maps;
+      job = Job::kForward;
+      up_to = has_states(params) ? 0 : jobs.later;
+    }
+  }
+  const int n = __popc(__ballot_sync(~0u, up_to <= number)), before = __shfl_sync(~0u, up_to, max(n - 1, 0));
+  MapTile<Kind> x = {};
+  if (n == 32) return x;
+  const int segment = number - (n > 0 ? before : 0) + (job == Job::kForward ? 0 : 1);
   static_cast<SegmentTile<Kind>&>(x) = segment_tile<Kind>(params, n, segment, slice);
   x.job = job;
   x.what = segment == x.last || has_states(params) ? kForgetsGradient : kForgetsState;
-  x.forgets = false;
-  if (segment > x.last - (job == Job::kBack ? 0 : 1)) {
-    x.length = 0;
-    return x;
-  }
   // All jobs of a segment add its decays in the same order: whether sums in two orders reach the limit may differ by the
   // rounding of these sums, and a map would be read that no job has made.
   const int window = window_of<Kind>(params, x, true);
@@ -93,10 +106,11 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
   using T = typename Kind::T;
   const ChunkForward& p = params.problem.forward;
   const bool lead = threadIdx.x % 32 == 0;
+  const Jobs jobs(params);
   uint32_t it = 0, aside_phase = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const MapTile<Kind> tile = map_tile<Kind>(params, index);
+    const MapTile<Kind> tile = map_tile<Kind>(params, jobs, index);
     const int count = tile.chunks();
 #pragma unroll 1
     for (int i = 0; i < count; ++i, ++it) {
@@ -219,11 +233,12 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
   using T = typename Kind::T;
   static_assert(!kDecaysToEnd<T>, "w = 1, walk_back.cu");
   const ChunkBackward& problem = params.problem;
+  const Jobs jobs(params);
   float S[64];
   uint32_t it = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const MapTile<Kind> tile = map_tile<Kind>(params, index);
+    const MapTile<Kind> tile = map_tile<Kind>(params, jobs, index);
     const int count = tile.chunks();
     if (slot == 0 && warp == 0 && fresh_lane() == 0 && tile.says())
       params.cut.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] =
@@ -287,6 +302,19 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
   }
 }
 
+// A sequence of one segment has no job that says that nothing is forgotten. By a warp.
+template <class Kind>
+GDN_DEVICE void say_of_short_ones(const Params& params) {
+  const ChunkForward& p = params.problem.forward;
+  const int slices = slices_of<Kind>(params);
+#pragma unroll 1
+  for (int n = 0; n < p.N; ++n) {
+    if (last_segment(chunks_of_sequence(p, n), params.segment) > 0) continue;
+    for (int slice = threadIdx.x % 32; slice < slices; slice += 32)
+      params.cut.forgotten[segment_index<Kind>(params, n, 0, slice)] = 0;
+  }
+}
+
 template <class Kind>
 __global__ void __launch_bounds__(kThreads, 1) segment_maps_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(Memory) <= 232448, "shared memory of a block");
@@ -307,6 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1) segment_maps_kernel(const __grid_
   if (warp < 4) {
     set_registers<kSinglesRegisters, kLaunchRegisters>();
     if (warp == 0) loader<Kind>(sm, params);
+    if (warp == 1 && blockIdx.x == 0) say_of_short_ones<Kind>(params);
   } else {
     set_registers<kStateRegisters, kLaunchRegisters>();
     walk<Kind>(sm, params, warp / 4 - 1, warp % 4);

@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
 template <class C>
 const char* launch(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
-  params.tiles = p.N * params.slices * C::kTileParts * (C::kCut ? params.segments_of_batch : 1);
+  params.tiles = (C::kCut ? params.segments : p.N) * params.slices * C::kTileParts;
   params.links = params.scratch.back_links;
   const unsigned blocks = unsigned(params.links || params.tiles > p.multiprocessors ? p.multiprocessors : params.tiles);
   const bool second = params.back.shape == BackShape::kByLengths && C::kStates == 2;

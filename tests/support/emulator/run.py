@@ -40,7 +40,7 @@ from fast_parity import (
     random_case,
     random_sizes,
 )
-from helpers import BF16, FP16, FP32, make_inputs
+from helpers import BF16, FP16, FP32, Case, make_inputs
 from prefill_cases import Call as Prefill
 from prefill_cases import assert_checkpoints, assert_prefilled, begun, checkpoint_of
 from prefill_cases import make_call as make_prefill
@@ -85,6 +85,9 @@ BACKWARD = [
     fast_case("cut", "both walks in segments, on 132 multiprocessors", T=8191, H=1, HV=1),
 ]
 CUT_PACKED = fast_case("cut-packed", "as cut", lengths=(8000,), orphans=130, H=1, HV=1)
+CUT_SEVERAL = fast_case(
+    "cut-several", "as cut", lengths=(900, 0, 8000, 130), orphans=130, H=1, HV=1, told=True
+)
 
 
 # One and two slices of V, whole and in part; fewer channels than a tile has, and more.
@@ -125,14 +128,15 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         task = partial(make_task, case, BF16, "cpu", Gradients())
         yield f"backward-{case.name}", lambda task=task: check_task(task(), BF16, "cpu")
 
-    def check_cut() -> None:
+    def check_cut(case: Case) -> None:
         # Gates of 0: others close within a segment, and nothing would depend on its map.
-        x = make_inputs(CUT_PACKED, BF16, "cpu")
-        task = make_task(CUT_PACKED, BF16, "cpu", Gradients(), x.but(g=STRENGTHS["none"](x.g)))
+        x = make_inputs(case, BF16, "cpu")
+        task = make_task(case, BF16, "cpu", Gradients(), x.but(g=STRENGTHS["none"](x.g)))
         check_task(task, BF16, "cpu")
 
-    yield f"backward-{CUT_PACKED.name}", check_cut
-    yield "backward-cut-forgets", partial(check_forgetting, CUT_PACKED, "cpu")
+    for case in (CUT_PACKED, CUT_SEVERAL):
+        yield f"backward-{case.name}", partial(check_cut, case)
+        yield f"backward-{case.name}-forgets", partial(check_forgetting, case, "cpu")
     for every, case in KEPT:
         if case.tokens * case.B * case.HV <= 20_000:
             task = partial(make_task, case, BF16, "cpu", Gradients())
