@@ -184,22 +184,22 @@ GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const Gate
     wgmma_wait<0>();
   }
   pin(x);
-  if (gates.post != 1.f) scale_state(S, gates.post);
-  if constexpr (kReads) {
-    if (gates.steep) decay_do<T>(y, gates, lane);
-    pin(y);
-  }
 #pragma unroll
   for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
   const Descriptor t_columns = mn_major(shared_address(stage.t));
   pin(x);
   pin(u);
-  pin(S);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < 4; ++i) wgmma_rs_n64_mn(T{}, x, u + 4 * i, t_columns.at(i * 2048), 1);
   wgmma_commit();
+  // Under the product with T_s.
+  if (gates.post != 1.f) scale_state(S, gates.post);
   if constexpr (kReads) {
+    if (gates.steep) decay_do<T>(y, gates, lane);
+    pin(y);
+    pin(S);
+    wgmma_fence();
     const Descriptor q_columns = mn_major(shared_address(stage.q));
 #pragma unroll
     for (int i = 0; i < 4; ++i) wgmma_rs_n128_mn(T{}, S, y + 4 * i, q_columns.at(i * 2048), 1);

@@ -146,19 +146,21 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       const Gates& gates = sm.gates[s];
       const auto& stage = sm.stages[s];
       uint32_t u[16], next[16];
-      if (post != 1.f) scale_state(S, post);
-      if (steep) decay_do<T>(y, gates, lane);
 #pragma unroll
       for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
       const Descriptor t_columns = mn_major(shared_address(stage.t)), q_columns = mn_major(shared_address(stage.q));
       pin(x);
       pin(u);
-      pin(y);
-      pin(S);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_rs_n64_mn(T{}, x, u + 4 * i, t_columns.at(i * 2048), 1);
       wgmma_commit();
+      // Under the product with T_s.
+      if (post != 1.f) scale_state(S, post);
+      if (steep) decay_do<T>(y, gates, lane);
+      pin(y);
+      pin(S);
+      wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_rs_n128_mn(T{}, S, y + 4 * i, q_columns.at(i * 2048), 1);
       wgmma_commit();
