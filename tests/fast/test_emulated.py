@@ -113,8 +113,9 @@ def test_kernels(tmp_path: Path) -> None:
     # The backward cuts both walks only where a long sequence leaves most multiprocessors idle, and
     # deals segments of the walk forward only where uneven sequences leave some idle.
     runs = (
-        *((CASES, 4, 15), ("backward-dealt", 16, 3), ("backward-cut", 132, 3)),
-        ("backward-kept-(chunks|multiples|cut-packed)", 132, 3),
+        *((CASES, 4, 15), ("backward-dealt", 16, 3)),
+        ("backward-cut(-packed-forgets|-several)?$", 132, 3),
+        ("backward-kept-(chunks|multiples|cut-several)", 132, 3),
         # Triangles beside the walk back, of steep chunks too.
         ("backward-(uneven|small-betas-128-128-strong-bfloat16)$", 132, 2),
         *(("^walks", 4, 6), ("^walks", 132, 6)),

@@ -101,7 +101,8 @@ struct ForwardWalk {
   GDN_DEVICE int rows() const { return tile.length - c * kChunk; }
 };
 
-template <class Kind>
+// kCut: this kernel begins while the walk back of other segments goes on, and waits before it reads what that walk leaves.
+template <class Kind, bool kCut>
 GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   const bool lead = threadIdx.x % 32 == 0;
   uint32_t aside_phase = 0;
@@ -130,6 +131,7 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
       mbarrier_expect(shared_address(&sm.t_full), kTileBytes);
       bulk_load(shared_address(sm.t), t_at(params, of_head), kTileBytes, shared_address(&sm.t_full));
     }
+    if (kCut && it == 0) wait_for_prerequisites();
     if constexpr (kReadsDv<typename Kind::T>) {
       wait_for(sm.dx_empty, it + 1);
       load_rows<2>(params.dv, sm.dx, sm.dx_full, sm.aside[0], aside_phase, walk.tile.v(params), walk.row(),

@@ -284,7 +284,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
     mbarrier_init_fence();
   }
   __syncthreads();
-  if constexpr (C::kCut) wait_for_prerequisites();
+  if constexpr (C::kCut) {
+    wait_for_prerequisites();
+    // The walk forward, which reads what the folds have left before it waits for this walk. Clusters that begin while this
+    // walk ends lie on multiprocessors far from each other, which costs long segments more than the early start is worth.
+    if (params.segment <= kShortSegment) launch_dependents();
+  }
   if (warpgroup == 0) {
     set_registers<C::kSinglesRegisters, C::kLaunchRegisters>();
     if (warp == 0) {

@@ -282,15 +282,17 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
   extern __shared__ __align__(1024) uint8_t raw[];
   WalkMemory& sm = *reinterpret_cast<WalkMemory*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
-  if (kCut || params.again != nullptr) wait_for_prerequisites();
-  if (params.again != nullptr && *params.again == 0) return;
+  if (params.again != nullptr) {
+    wait_for_prerequisites();
+    if (*params.again == 0) return;
+  }
   if (threadIdx.x == 0) init_barriers<typename Kind::T>(sm);
   __syncthreads();
   if constexpr (kCluster) cluster_sync();  // the other block's barriers are there
   if (warpgroup == 0) {
     set_registers<kSinglesRegisters, kLaunchRegisters>();
     if (warp == 0) {
-      load_most<Kind>(sm, params);
+      load_most<Kind, kCut>(sm, params);
     } else if (warp == 1) {
       load_and_store<Kind, 2, kSums>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dq,
                                      sm.dq_there, sm.dq_taken);
