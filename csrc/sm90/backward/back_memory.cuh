@@ -7,9 +7,10 @@
 
 namespace gdn::sm90::backward {
 
+constexpr int kShortSegment = 16;  // chunks of a segment beside whose walk back the walk forward begins
+
 // kCut: the walk back over segments, each from what segment_folds.cu left, with the triangles that segment_maps.cu has
 // needed before.
-constexpr int kShortSegment = 16;  // chunks
 template <class Kind_, int kStates_, bool kCut_ = false>
 struct Back {
   using Kind = Kind_;
