@@ -156,6 +156,7 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     }
     __syncwarp();
   }
+  if (kCut && it == 0) wait_for_prerequisites();  // a launch without a chunk would end before the walk back, and the next begin
   wait_for(sm.k_empty[it % 2], it / 2 + 1);
   if (lead) sm.chunk[it % 2] = {-1, -1, ended};
   arrive(sm.k_full[it % 2], lead);
