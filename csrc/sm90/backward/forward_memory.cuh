@@ -156,7 +156,8 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     }
     __syncwarp();
   }
-  if (kCut && it == 0) wait_for_prerequisites();  // a launch without a chunk would end before the walk back, and the next begin
+  // Else a launch without a chunk would end before the walk back, and the kernel behind it begin.
+  if (kCut && it == 0) wait_for_prerequisites();
   wait_for(sm.k_empty[it % 2], it / 2 + 1);
   if (lead) sm.chunk[it % 2] = {-1, -1, ended};
   arrive(sm.k_full[it % 2], lead);
