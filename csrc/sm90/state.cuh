@@ -137,13 +137,6 @@ struct State : StateMemory<C> {
     }
   }
 
-  // True in one lane of the warp, and not known before `value` is: an arrival is seen at once, while
-  // loads from shared memory issued before it may still be on their way.
-  GDN_DEVICE bool one_lane_after(uint32_t value) const {
-    const uint32_t equal = __ballot_sync(~0u, value == 0x5eed5eed);
-    return lane == (equal == ~0u ? 1 : 0);
-  }
-
   // o = r O to its tile, for the store warp.
   GDN_DEVICE void emit(const float (&O)[32], const GateVectors& gates) {
     const uint32_t tile = shared_address(sm.o[slot]) + tile_line;
@@ -269,7 +262,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
           named_barrier(kStateBarrier + slot, 128);
         }
         state.make_x(x, u, shared_address(sm.v[v][slot]), gates, without_v);
-        arrive(sm.v_empty[v], state.one_lane_after(u[3] ^ u[7] ^ u[11] ^ u[15]));
+        arrive(sm.v_empty[v], state.lane == lane_after(u[3] ^ u[7] ^ u[11] ^ u[15]));
         wait(sm, sm.t_full[pair], pair_phase, kWaitT);
         pin(x);
         pin(u);

@@ -129,8 +129,8 @@ def test_small_betas(K: int, V: int, strength: str, dtype: torch.dtype, own: str
     check_task(small_betas(case, dtype, own, strength), dtype, own)
 
 
-# Few long sequences, of which both walks go in segments. From as many tokens as the last has the
-# forward leaves states.
+# Few long sequences, of which both walks go in segments. With as many tokens as SEVERAL_KEPT has,
+# the forward leaves states.
 CUT = fast_case("cut", "", T=8192, H=4, HV=8)
 SEVERAL = {"lengths": (2000, 0, 14000, 64, 300), "orphans": 92, "told": True}
 SEVERAL_KEPT = {"lengths": (4000, 16000, 368, 0, 12400), "told": True}

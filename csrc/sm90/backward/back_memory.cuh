@@ -7,8 +7,6 @@
 
 namespace gdn::sm90::backward {
 
-constexpr int kShortSegment = 16;  // chunks of a segment beside whose walk back the walk forward begins
-
 // kCut: the walk back over segments, each from what segment_folds.cu left, with the triangles that segment_maps.cu has
 // needed before.
 template <class Kind_, int kStates_, bool kCut_ = false>

@@ -51,6 +51,7 @@ inline Segments in_segments(const ChunkForward& p, int length, bool cuts) {
 
 // Whether there is a multiprocessor for each half of a slice, so that the walk back goes over halves.
 inline bool has_room_for_halves(const ChunkForward& p) { return 2 * int64_t{p.N} * slices_of(p) <= p.multiprocessors; }
+
 // Blocks that make the triangles beside the walk back over halves, on the multiprocessors that this walk and that of the
 // state leave; 0: the triangles are made before. A walk back that has half of the multiprocessors to its end gains
 // nothing: it reads as much from L2 as all can, and takes longer with others beside it. Of uneven sequences the longest
@@ -74,7 +75,7 @@ inline double time_of_back(const ChunkForward& p) {
 }
 
 // Segments of `length` chunks of all sequences, of a slice. Of several packed sequences the host may be told the three
-// longest, and holds the others for equally long.
+// longest, and takes the others to be equally long.
 struct SegmentCounts {
   double all = 0, later = 0, inner = 0;  // later: but the first of each sequence; inner: but the first and the last
   double steps = 0;                      // of the folds of the longest sequence
@@ -86,27 +87,28 @@ struct SegmentCounts {
       inner += sequences * std::max(own - 2, 0.);
       steps = std::max(steps, own - 2);
     };
-    // Equally long ones, or one, have T each.
     int others = p.N;
-    double left = is_uneven(p) ? double(p.T) : double(p.T) * p.N;
-    for (const int64_t tokens : p.longest) {
-      if (!is_uneven(p) || tokens == 0 || others == 0) break;
-      add(1, double(tokens));
-      left -= double(tokens);
-      --others;
+    double left = double(p.B) * double(p.T);
+    if (is_uneven(p)) {
+      for (const int64_t tokens : p.longest) {
+        if (tokens == 0 || others == 0) break;
+        add(1, double(tokens));
+        left -= double(tokens);
+        --others;
+      }
     }
     if (others > 0) add(others, std::max(left, 0.) / others);
   }
 };
 
-// Microseconds of both walks in segments of `length` chunks. keeps: the forward has left the states, and their maps and
+// Microseconds of both walks in `segments` of `length` chunks. keeps: the forward has left the states, and their maps and
 // folds are left out. others: the choice that is not cut.
-inline double time_of_cut(const ChunkForward& p, int length, bool keeps, const Segments& others) {
+inline double time_of_cut(const ChunkForward& p, int length, const SegmentCounts& segments, bool keeps,
+                          const Segments& others) {
   // Of a chunk of the maps, of the start and end of a tile of theirs or of the walk back; of a step of the folds, of
   // which a multiprocessor has two blocks at a time; of the launches that are a cut's alone.
   constexpr double kMaps = 1.25, kShort = 3, kFold = 1.4, kLaunches = 12;
   constexpr double kMapBytes = 0.026, kBackBytes = 0.027;  // of a chunk and slice, by the bandwidth of memory
-  const SegmentCounts segments(p, length);
   const double slices = double(slices_of(p)), each = p.multiprocessors;
   const double fold_blocks = p.N * slices * (kChannels / kFoldRows) * (keeps ? 1 : 2);
   const auto walk = [&](double tiles, double chunk, double tile) {
@@ -123,8 +125,8 @@ inline double time_of_cut(const ChunkForward& p, int length, bool keeps, const S
   const double maps = std::max(walk(slices * jobs, kMaps, kShort), bytes);
   const double folds = std::ceil(fold_blocks / (2 * each)) * segments.steps * kFold;
   const double back = std::max(walk_all(kBackWhole, kShort), slices * chunks * kBackBytes);
-  // A walk back that is not cut may have the triangles made beside it. The times above were fitted to single sequences,
-  // with what that is worth.
+  // A walk back that is not cut may have the triangles made beside it. For single sequences the times above allow for that:
+  // they were fitted to the fastest choices.
   const bool hides = is_uneven(p) && triangle_blocks_of(p, others, keeps) > 0;
   const double triangles = hides ? chunks * slices / each * kTriangles : 0;
   return kLaunches + triangles + maps + folds + back + walk_all(kGradients, kTile);
@@ -143,8 +145,9 @@ inline Choice cut_of(const ChunkForward& p, const Choice& others, double others_
   Choice best = others;
   for (const int length : kLengths) {
     const Segments cut = in_segments(p, length, true);
-    if (SegmentCounts(p, length).steps < 1 || cut.of_batch > kMostFolds) continue;
-    const double time = time_of_cut(p, length, false, others.segments);
+    const SegmentCounts counts(p, length);
+    if (counts.steps < 1 || cut.of_batch > kMostFolds) continue;
+    const double time = time_of_cut(p, length, counts, false, others.segments);
     if (time >= least) continue;
     least = time;
     best = {cut, time};
@@ -251,9 +254,10 @@ inline Choice segments_from_states(const ChunkForward& p, int length) {
   const Choice others = {in_segments(p, length, false), Walks(p).in(length) + time_of_back(p)};
   const Segments segments = in_segments(p, length, true);
   if (!may_be_cut(p) || segments.of_batch > kMostFolds) return others;
-  const Choice cut = {segments, time_of_cut(p, length, true, others.segments)};
+  const SegmentCounts counts(p, length);
+  const Choice cut = {segments, time_of_cut(p, length, counts, true, others.segments)};
   if (kForcedCut > 0) return segments.of_batch > 1 ? cut : others;
-  return has_room_for_halves(p) && SegmentCounts(p, length).steps >= 1 && cut.time < others.time ? cut : others;
+  return has_room_for_halves(p) && counts.steps >= 1 && cut.time < others.time ? cut : others;
 }
 
 // How many chunks apart the forward is to leave states; 0: it leaves none.

@@ -207,7 +207,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
       again.cut.cuts = false;
       again.segment = 0;
       again.makes = true;  // P of a steep chunk lay where dS is now
-      again.scratch.back_links = again.scratch.forward_links = nullptr;  // of segments
+      again.scratch.back_links = again.scratch.forward_links = nullptr;  // those are lists of segments
       if (const char* error = run_walk_back<Kind>(again, stream)) return error;
       if (const char* error = run_walk_forward<Kind>(again, stream)) return error;
     }

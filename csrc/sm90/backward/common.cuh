@@ -388,7 +388,7 @@ GDN_DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_
       : "memory");
 }
 
-// Bytes as they lie in shared memory, out of it.
+// Copies bytes out of shared memory, as they lie there.
 GDN_DEVICE void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }

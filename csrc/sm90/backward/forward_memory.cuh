@@ -101,7 +101,7 @@ struct ForwardWalk {
   GDN_DEVICE int rows() const { return tile.length - c * kChunk; }
 };
 
-// kCut: this kernel begins while the walk back of other segments goes on, and waits before it reads what that walk leaves.
+// kCut: this kernel may begin while the walk back goes on, and waits before it reads what the walk back leaves.
 template <class Kind, bool kCut>
 GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   const bool lead = threadIdx.x % 32 == 0;
@@ -196,9 +196,7 @@ GDN_DEVICE int states_product(WalkMemory& sm, const Params& params, uint32_t it,
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) all += __shfl_xor_sync(~0u, all, d);
   if (lane == 0) params.scratch.across[int64_t{block} * 2 + half] = all;
-  // Not before the sum is known: an arrival does not wait for loads.
-  const uint32_t read = __ballot_sync(~0u, __float_as_uint(all) == 0x5eed5eed);
-  const bool one = lane == (read == ~0u ? 1 : 0);
+  const bool one = lane == lane_after(__float_as_uint(all));
   arrive(sm.S_empty, one);
   arrive(sm.ds_empty, one);
   return block;
@@ -275,13 +273,16 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
     if (kSums == Sums::kLater || chunk.rows >= kChunk) {
       if (lead) {
         if (adds) fence_async_proxy_of_all();
-        if (kSums == Sums::kLater) bulk_store(ds_at(params, block, of_keys ? 0 : 1), shared_address(tile), sizeof tile);
-        for (int i = 0; kSums != Sums::kLater && i < 2; ++i) {
-          const uint32_t from = shared_address(tile[i]);
-          if (adds)
-            tma_add(&to, from, 64 * i, chunk.row, chunk.h, chunk.batch);
-          else
-            tma_store(&to, from, 64 * i, chunk.row, chunk.h, chunk.batch);
+        if constexpr (kSums == Sums::kLater) {
+          bulk_store(ds_at(params, block, of_keys ? 0 : 1), shared_address(tile), sizeof tile);
+        } else {
+          for (int i = 0; i < 2; ++i) {
+            const uint32_t from = shared_address(tile[i]);
+            if (adds)
+              tma_add(&to, from, 64 * i, chunk.row, chunk.h, chunk.batch);
+            else
+              tma_store(&to, from, 64 * i, chunk.row, chunk.h, chunk.batch);
+          }
         }
         tma_store_commit();
         tma_store_wait_read();
@@ -345,9 +346,7 @@ GDN_DEVICE void values(WalkMemory& sm, const Params& params) {
     }
     sums[lane] = sum[0];
     sums[lane + 32] = sum[1];
-    // Not before all sums are known: an arrival does not wait for loads.
-    const uint32_t read = __ballot_sync(~0u, __float_as_uint(sum[0] + sum[1]) == 0x5eed5eed);
-    const bool one = lane == (read == ~0u ? 1 : 0);
+    const bool one = lane == lane_after(__float_as_uint(sum[0] + sum[1]));
     arrive(sm.v_empty, one);
     arrive(sm.dx_empty, one);
   }

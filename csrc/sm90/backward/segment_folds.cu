@@ -132,11 +132,10 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
         }
       }
       __syncwarp();
-      // By lanes that are not known before a sum of products with all of the line is: an arrival does not wait for loads.
-      const uint32_t read = __ballot_sync(~0u, __float_as_uint(low[0][0]) == 0x5eed5eed);
+      const uint32_t vote = vote_on(__float_as_uint(low[0][0]));  // a sum of products with all of the line
       const uint32_t bar = shared_address(&sm.empty[stage]);
       if constexpr (kWarpArrivals == 1) {
-        const int first = read == ~0u ? kCluster : 0;  // of the lanes that arrive, one at each block
+        const int first = lane_of_vote(vote) == 1 ? kCluster : 0;  // of the lanes that arrive, one at each block
         arrive_there_if(address_in(bar, lane % kCluster), lane / kCluster * kCluster == first);
       } else {
         for (int rank = 0; rank < kCluster; ++rank) arrive_there_if(address_in(bar, rank), true);

@@ -193,7 +193,7 @@ GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const Gate
 #pragma unroll
   for (int i = 0; i < 4; ++i) wgmma_rs_n64_mn(T{}, x, u + 4 * i, t_columns.at(i * 2048), 1);
   wgmma_commit();
-  // Under the product with T_s.
+  // This takes no time of its own: the product with T_s is being made.
   if (gates.post != 1.f) scale_state(S, gates.post);
   if constexpr (kReads) {
     if (gates.steep) decay_do<T>(y, gates, lane);

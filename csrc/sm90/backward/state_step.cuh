@@ -181,9 +181,7 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, ui
       u[at / 2] = pack(T{}, x[at], x[at + 1]);
     }
   }
-  // By a lane that is not known before all of v has been read, state.cuh.
-  const uint32_t read = __ballot_sync(~0u, (u[3] ^ u[7] ^ u[11] ^ u[15]) == 0x5eed5eed);
-  v_read(lane == (read == ~0u ? 1 : 0));
+  v_read(lane == lane_after(u[3] ^ u[7] ^ u[11] ^ u[15]));
   const Descriptor rows = k_major(t_tile);
   pin(x);
   pin(u);

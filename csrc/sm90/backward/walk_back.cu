@@ -155,7 +155,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_rs_n64_mn(T{}, x, u + 4 * i, t_columns.at(i * 2048), 1);
       wgmma_commit();
-      // Under the product with T_s.
+      // This takes no time of its own: the product with T_s is being made.
       if (post != 1.f) scale_state(S, post);
       if (steep) decay_do<T>(y, gates, lane);
       pin(y);
@@ -286,8 +286,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
   __syncthreads();
   if constexpr (C::kCut) {
     wait_for_prerequisites();
-    // The walk forward, which reads what the folds have left before it waits for this walk. Clusters that begin while this
-    // walk ends lie on multiprocessors far from each other, which costs long segments more than the early start is worth.
+    // The walk forward may begin now: it reads what the folds have left, and then waits for this walk. Clusters that begin
+    // while this walk ends lie on multiprocessors far from each other. That costs long segments more than they gain.
+    constexpr int kShortSegment = 16;  // chunks
     if (params.segment <= kShortSegment) launch_dependents();
   }
   if (warpgroup == 0) {

@@ -232,9 +232,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     arrive(sm.S_empty, lead);
     {
       const float2 sums = row_sums<T, 8>(acc, shared_address(sm.q), lines, warp);
-      // By a lane that is not known before q has been read, state.cuh.
-      const uint32_t read = __ballot_sync(~0u, __float_as_uint(sums.x + sums.y) == 0x5eed5eed);
-      arrive(sm.q_read, lane == (read == ~0u ? 1 : 0));
+      arrive(sm.q_read, lane == lane_after(__float_as_uint(sums.x + sums.y)));
       const float a0 = sm.gates[stage].start[row0], a1 = sm.gates[stage].start[row0 + 8];
       if (lane % 4 == 0) {
         parts[kQueryPart * kChunk + row0] = a0 * sums.x;
@@ -252,7 +250,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
       pin(acc);
     }
     named_barrier(1, 128);  // all of do has been read; the sums are in place
-    uint32_t read = 0;
+    uint32_t vote = 0;
     if (warp == 0) {
       float sums = 0;
 #pragma unroll
@@ -264,11 +262,10 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
         parts[kPairsPart * kChunk + t] = m;
         sums += m;
       }
-      read = __ballot_sync(~0u, __float_as_uint(sums) == 0x5eed5eed);
+      vote = vote_on(__float_as_uint(sums));
     }
-    // When all warps have arrived, the next chunk's sums replace these. As for q_read, the lane that arrives is not known
-    // before the sums have been read.
-    arrive(sm.pairs_empty, lane == (read == ~0u ? 1 : 0));
+    // When all warps have arrived, the next chunk's sums replace these.
+    arrive(sm.pairs_empty, lane == lane_of_vote(vote));
     store_gradient<T, 8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
     arrive(sm.dq_full[stage], lead);
     arrive(sm.k_empty[stage], lead);

@@ -19,11 +19,6 @@
 
 namespace gdn::sm90::backward {
 namespace {
-// By a lane that is not known before `value` is: an arrival does not wait for loads (state.cuh).
-GDN_DEVICE bool one_lane_after(uint32_t value) {
-  const uint32_t equal = __ballot_sync(~0u, value == 0x5eed5eed);
-  return fresh_lane() == (equal == ~0u ? 1 : 0);
-}
 // A lane's values [64 of V, 64 tokens], transposed, in 16 bits.
 GDN_DEVICE void read_values(uint32_t (&y)[16], uint32_t tile, uint32_t line) {
 #pragma unroll
@@ -163,7 +158,7 @@ struct WideState {
     read(x, S, it, line);
     wait_for(sm.of_values.full, it);
     read_values(v, shared_address(sm.values[slot]), line);
-    arrive(sm.of_values.empty, one_lane_after(v[3] ^ v[7] ^ v[11] ^ v[15]));
+    arrive(sm.of_values.empty, fresh_lane() == lane_after(v[3] ^ v[7] ^ v[11] ^ v[15]));
     wait_for(sm.of_gates[s].full, it / 2);
     wgmma_wait<0>();
     pin(x);
@@ -225,7 +220,7 @@ struct WideState {
     read(x, S, it, line);
     wait_for(sm.of_values.full, it);
     read_values(y, shared_address(sm.values[slot]), line);
-    arrive(sm.of_values.empty, one_lane_after(y[3] ^ y[7] ^ y[11] ^ y[15]));
+    arrive(sm.of_values.empty, fresh_lane() == lane_after(y[3] ^ y[7] ^ y[11] ^ y[15]));
     wait_for(sm.of_gates[s].full, it / 2);
     wgmma_wait<0>();
     pin(x);

@@ -168,6 +168,11 @@ void store_box(Thread& t, const Box& box, uint32_t from, bool adds) {
   });
 }
 
+// Of a copy without a tensor map; address: in global memory.
+void check_bulk(Thread& t, uint64_t address, uint32_t bytes) {
+  if (bytes % 16 || address % 16) fail(t, "a bulk copy that is not of whole multiples of 16 bytes");
+}
+
 }  // namespace
 
 void run_copy(uint64_t number) {
@@ -302,7 +307,7 @@ void tensor_add(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, 
   store_box(t, box, from, true);
 }
 void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier, uint32_t blocks) {
-  if (bytes % 16 || from % 16) fail(t, "a bulk copy that is not of whole multiples of 16 bytes");
+  check_bulk(t, from, bytes);
   shared_at(t, to, 16);
   shared_at(t, to + bytes - 16, 16);
   Thread* const thread = &t;
@@ -321,7 +326,7 @@ void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t b
   }
 }
 void bulk_store(Thread& t, uint64_t to, uint32_t from, uint32_t bytes) {
-  if (bytes % 16 || to % 16) fail(t, "a bulk copy that is not of whole multiples of 16 bytes");
+  check_bulk(t, to, bytes);
   if (t.watched) watch_global(t, to, bytes, GlobalAccess::kWrite, 0);
   store_later(t, from, bytes, false,
               [=](const uint8_t* values) { std::memcpy(reinterpret_cast<void*>(to), values, bytes); });
