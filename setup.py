@@ -162,7 +162,13 @@ setup(
         ],
         "examples": ["matplotlib"],  # the loss curve of examples/train_bytes.py
         "bench": ["matplotlib"],  # the plots of benchmarks/plot.py; without it there are none
-        "docs": ["mkdocs", "mkdocstrings-python", "ruff"],  # the site; ruff breaks its signatures
+        "docs": [
+            "mkdocs",  # the site
+            "mkdocs-material",  # its theme, which works without a network
+            "mkdocstrings-python",  # the reference, from the docstrings
+            "ruff",  # breaks the signatures of the reference into lines
+            "latex2mathml",  # formulas at build time, so pages need no script of another host
+        ],
         "test": [
             "pytest",
             "pytest-xdist>=3.2",  # the suite in as many processes as there are cores
@@ -171,8 +177,10 @@ setup(
             "ruff",  # lint and format are tests
             "mypy",  # so are the annotations
             "transformers>=4.57,<6",  # its models on this package; 180 MB
-            "mkdocs",  # the site builds without a warning
+            "mkdocs",  # the site builds without a warning; it needs what the extra docs has
+            "mkdocs-material",
             "mkdocstrings-python",
+            "latex2mathml",
             # Triton's interpreter computes in numpy; before Triton 3.9 it fails with numpy 2.4.
             "numpy<2.4",
         ],

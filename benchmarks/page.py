@@ -1,11 +1,12 @@
-"""What documents show of benchmarks, from the records in benchmarks/results: one command makes all.
+"""Tables and plots of the documents, from the records in benchmarks/results: one command makes all.
 
     python -m benchmarks.page
 
-It writes, of the `.jsonl` files there (a run's results.jsonl, or what `--jsonl` of
-benchmarks.decode, benchmarks.layer and benchmarks.backward wrote): a page of rows beside each file;
-in the documents, what stands between a line `<!-- benchmarks: NAME -->` and a line
-`<!-- benchmarks end -->`; and, where matplotlib is installed, the plots in docs/assets.
+The records are `.jsonl` files: a run's results.jsonl, or the file that `--jsonl` of
+benchmarks.decode, benchmarks.layer and benchmarks.backward wrote. The command writes the text
+between a line `<!-- benchmarks: NAME -->` and a line `<!-- benchmarks end -->` of the documents,
+the plots in docs/assets if matplotlib is installed, and a page of rows for each file in build/rows,
+which git ignores.
 
 A ratio is the time of another implementation over ours of the same run. Of a call that several
 files have, the file with the latest date counts.
@@ -41,14 +42,16 @@ from benchmarks.records import (
 )
 from benchmarks.shapes import gates_of, labelled, lengths_name
 
-DOCUMENTS = ("README.md", "docs/index.md", "docs/benchmarks.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md")
+ROWS = ROOT / "build" / "rows"
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
 SMALL = "Forward, small and odd shapes too"
 KINDS_OF_CALLS = (PREFILL, UNEVEN, SMALL, "Decode step", TRAINING, "Backward")
 OF_TABLES = {"full": PREFILL, "uneven": UNEVEN}
 # What the tables show, as a regex that it starts with.
 USUAL = f"({PREFILL}|{UNEVEN}), ({GATES['model']}|{GATES['mild']})|{SMALL}|Decode|Train|Back"
-SHORT = f"({PREFILL}|{UNEVEN}), ({GATES['model']}|{GATES['mild']})|Decode step, .*value-first|Train"
+# Four rows of the README, on one card.
+SHORT = f"({PREFILL}|{UNEVEN}), {GATES['model']}|Decode step, float32 pool, value-first|Train"
 MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- benchmarks end -->)", re.S)
 
 
@@ -165,9 +168,10 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         records = read(path)
         reader = readers.get(kind_of(records))
         ratios = reader(records) if reader else forward_ratios(Run(path))
+        date = str(head_of(records)["date"]).split(" ")[0]
         for ratio in ratios:
-            found.pop(ratio[:5], None)  # so that those of later dates come last
-            found[ratio[:5]] = ratio
+            found.pop(ratio[:5], None)  # those of later dates come last
+            found[ratio[:5]] = ratio._replace(date=date)
 
     def place(ratio: Ratio) -> tuple[str, int, str, bool]:
         kind = next(i for i, kind in enumerate(KINDS_OF_CALLS) if ratio.what.startswith(kind))
@@ -209,6 +213,30 @@ def summary_table(ratios: Iterable[Ratio], only: str) -> str:
     )
 
 
+def short_table(ratios: Iterable[Ratio]) -> str:
+    """Of the card that has most calls: its name, the dates of the runs, a row for each kind of call
+    with the CUDA library, and a sentence with the means of the default install."""
+    shown = [x for x in ratios if re.match(SHORT, x.what) and x.other in OTHERS]
+    card = statistics.mode(x.device for x in shown)
+    shown = [x for x in shown if x.device == card]
+    dates = sorted({x.date for x in shown if x.install != DEFAULT})
+    made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    lines: list[list[str]] = []
+    default: list[str] = []
+    for (_, what, install), of_others in groups(shown).items():
+        cells = {name: cell(of_others.get(name)) for name in OTHERS}
+        if install != DEFAULT:
+            lines.append([what, *cells.values()])
+        else:
+            found = [f"{name} {x.split(' ')[0]}" for name, x in cells.items() if x != "-"]
+            default.append(f"{what}: {', '.join(found)}")
+    text = f"One {card}, runs of {made}:\n\n" + rows.table(["call", *OTHERS], lines)
+    if default:
+        means = "; ".join(default)
+        text += f"\nWithout the CUDA library, on Triton kernels, the means are: {means}.\n"
+    return text
+
+
 def losses_table(ratios: Iterable[Ratio]) -> str:
     """A row for each implementation that is faster somewhere, with its three best calls. Gates of
     other kinds have rows where the install is not the default one."""
@@ -233,9 +261,9 @@ def runs_table(files: Iterable[Path]) -> str:
         head = head_of(records)
         commits = list(dict.fromkeys(x["commit"] for x in records if x["kind"] == "header"))
         versions = f"torch {head['torch']}, Triton {head['triton']}"
-        page = f"`benchmarks/results/{path.stem}.md`"
-        lines.append([page, device_of(head), head["date"], ", ".join(commits), versions])
-    return rows.table(["rows", "device", "made", "at", "with"], lines)
+        name = f"`benchmarks/results/{path.name}`"
+        lines.append([name, device_of(head), head["date"], ", ".join(commits), versions])
+    return rows.table(["records", "device", "date", "commit", "versions"], lines)
 
 
 def parts(files: list[Path]) -> dict[str, str]:
@@ -243,7 +271,7 @@ def parts(files: list[Path]) -> dict[str, str]:
     ratios = all_ratios(files)
     return {
         "summary": summary_table(ratios, USUAL),
-        "short": summary_table(ratios, SHORT),
+        "short": short_table(ratios),
         "losses": losses_table(ratios),
         "runs": runs_table(files),
     }
@@ -261,19 +289,18 @@ def rows_page(path: Path) -> str:
     return rows.plain_section(path.name, records)
 
 
-def pages(files: list[Path]) -> dict[Path, str]:
-    """Every file of text that this module writes."""
+def documents(files: list[Path]) -> dict[Path, str]:
+    """The documents of the repository, with the tables that these records give."""
     made = parts(files)
-    found = {path.with_suffix(".md"): rows_page(path) for path in files}
-    for name in DOCUMENTS:
-        found[ROOT / name] = filled((ROOT / name).read_text("utf-8"), made)
-    return found
+    return {ROOT / name: filled((ROOT / name).read_text("utf-8"), made) for name in DOCUMENTS}
 
 
 def main() -> None:
     argparse.ArgumentParser("python -m benchmarks.page", description=__doc__).parse_args()
     files = sorted(RESULTS.glob("*.jsonl"))
-    for path, text in pages(files).items():
+    ROWS.mkdir(parents=True, exist_ok=True)
+    made = documents(files) | {ROWS / f"{path.stem}.md": rows_page(path) for path in files}
+    for path, text in made.items():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
     for line in plot.write(plot.plots(all_ratios(files))):

@@ -49,6 +49,7 @@ class Ratio(NamedTuple):
     case: str
     value: float
     own: float  # microseconds of ours
+    date: str = ""  # of the run
 
 
 def read(path: Path) -> list[Record]:

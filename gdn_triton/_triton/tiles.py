@@ -3,7 +3,7 @@
 Each function returns the tile of one step from what fixes its cost: the head dimensions, the width
 of the dtype that its products are computed in, the GPU that the tensors are on (`gpu_of`) where its
 limits count and, for the serial steps, how many states there are to walk. Numbers without another
-reason were the fastest of those measured on an H200 (docs/log/triton.md).
+reason were the fastest of those measured on an H200 (docs/tried.md).
 """
 
 import functools

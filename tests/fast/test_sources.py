@@ -72,9 +72,13 @@ def test_torch_is_seen_by_the_operators_alone() -> None:
     assert sorted(seen) == ["ops.cpp", "tensors.h"]
 
 
-def test_the_page_lists_the_files() -> None:
-    """The first block of docs/fast_sm90.md."""
-    text = (ROOT / "docs" / "fast_sm90.md").read_text(encoding="utf-8")
+def test_the_pages_list_the_files() -> None:
+    """The first block of csrc/sm90/README.md, and for what is not in that folder csrc/README.md."""
+    text = (CSRC / "sm90" / "README.md").read_text(encoding="utf-8")
     block = re.findall(r"^```text\n(csrc/\n.*?)^```$", text, re.S | re.M)[0]
-    files = [*SOURCES, *CSRC.rglob("*.py")]
-    assert sorted(files_shown(block)) == sorted(f"csrc/{path.relative_to(CSRC)}" for path in files)
+    files = [f"csrc/{path.relative_to(CSRC)}" for path in (*SOURCES, *CSRC.rglob("*.py"))]
+    of_sm90 = [name for name in files if name.startswith("csrc/sm90/")]
+    assert sorted(files_shown(block)) == sorted(of_sm90)
+    table = (CSRC / "README.md").read_text(encoding="utf-8")
+    others = set(files) - set(of_sm90)
+    assert not sorted(name for name in others if f"`{name}`" not in table)

@@ -267,7 +267,16 @@ def test_tables_name_every_loss(files: list[Path]) -> None:
     )
     assert (
         f"{prefill_} with the CUDA library | 3.00 (0 of 1) | **0.80** (1 of 1) | - |\n"
-        in (made["short"])
+        in (made["summary"])
+    )
+    assert made["short"] == (
+        "One a GPU, runs of 2026-01-01:\n\n"
+        "| call | FLA | FlashInfer | FlashQLA |\n| --- | --- | --- | --- |\n"
+        "| Prefill, gates of a model | 3.00 (0 of 1) | **0.80** (1 of 1) | - |\n"
+        "| Decode step, float32 pool, value-first | - | **0.62** (1 of 1) | - |\n"
+        "| Training step (forward and backward) | 3.00 (0 of 1) | - | - |\n"
+        "\nWithout the CUDA library, on Triton kernels, the means are: Prefill, gates of a model: "
+        "FLA 1.50, FlashInfer **0.40**; Training step (forward and backward): FLA 1.50.\n"
     )
     lost = [line.split(" | ")[:4] for line in made["losses"].splitlines()[2:]]
     assert [line[0].removeprefix("| ") for line in lost] == [

@@ -254,10 +254,9 @@ RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 def test_documents_are_made_from_the_records() -> None:
     """`python -m benchmarks.page` on the records of the repository changes no page."""
     from benchmarks.page import DOCUMENTS as MARKED
-    from benchmarks.page import pages
+    from benchmarks.page import documents, rows_page
 
-    made = pages(RECORDS)
-    assert {path.with_suffix(".md") for path in RECORDS} <= set(made)
+    made = documents(RECORDS)
     changed = [path for path, text in made.items() if path.read_text("utf-8") != text]
     assert not changed, f"run python -m benchmarks.page: {changed}"
     marked = {str(path.relative_to(ROOT)) for path in DOCUMENTS if "<!-- benchmarks: " in
@@ -265,7 +264,20 @@ def test_documents_are_made_from_the_records() -> None:
     assert marked == set(MARKED)
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     for path in RECORDS:
-        assert f"`benchmarks/results/{path.stem}.md`" in page
+        assert f"`benchmarks/results/{path.name}`" in page
+        assert f"The records are in `{path.name}`" in rows_page(path)
+
+
+def test_every_record_is_shown() -> None:
+    """A file whose rows a later run has replaced, and that no page names, says nothing."""
+    from benchmarks.page import all_ratios
+
+    ratios = all_ratios(RECORDS)
+    cited = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    for path in RECORDS:
+        rest = all_ratios(other for other in RECORDS if other != path)
+        name = f"benchmarks/results/{path.name}"
+        assert rest != ratios or cited.count(name) > 1, f"{path.name} is shown nowhere"
 
 
 def test_commands_of_records_are_of_no_machine() -> None:

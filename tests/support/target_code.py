@@ -91,7 +91,7 @@ INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w
 
 def unwritten_uniform_registers(sass: str) -> list[str]:
     """The instructions of a Hopper kernel that read a uniform register before any writes it, in the
-    order of the text. ptxas 12.8 makes such code of some kernels (docs/log/triton.md): a matrix
+    order of the text. ptxas 12.8 makes such code of some kernels (docs/tried.md): a matrix
     product then takes its shared-memory address from what an earlier program left there."""
     written: set[int] = set()
     found = []

@@ -28,7 +28,7 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     projection), else a contiguous copy: when its last dimension is strided, its rows lie too far
     apart for 32-bit offsets inside a chunk, or the first does not start on a multiple of 16 bytes.
     From the narrow loads of that last case, Triton 3.6's assembler makes matrix products that read
-    registers which nothing wrote (docs/log/triton.md)."""
+    registers which nothing wrote (docs/tried.md)."""
     dense = x.stride(3) == 1 or x.shape[3] == 1
     if dense and x.stride(1) < MAX_ROW_STRIDE and x.data_ptr() % 16 == 0:
         return x

@@ -6,7 +6,7 @@
 A program owns BV columns of the state [K, V] of one sequence and value head, in fp32 registers, and
 walks the sequence's chunks. Every tile is read and written as it lies in memory: with the state
 held the other way round its products need no copy of it in shared memory, but u and v_new have to
-be transposed, which costs more (docs/log/triton.md).
+be transposed, which costs more (docs/tried.md).
 """
 
 import torch

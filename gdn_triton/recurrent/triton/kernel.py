@@ -389,7 +389,7 @@ def recurrent_form(K: int, V: int, state_v_first: bool, itemsize: int) -> Form:
 
     Value-first rows [K] lie in one warp, whose sums need no other one. Key-first, a program takes
     rows of 256 bytes of a float32 state, or of 64 bytes of a 16-bit one, and its warps share the
-    sums. Measured (docs/log/decode.md): float32 states move as fast as memory does without the
+    sums. Measured (docs/tried.md): float32 states move as fast as memory does without the
     other options, 16-bit ones need them.
     """
     BK = padded(K, 256)
