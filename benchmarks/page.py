@@ -203,7 +203,7 @@ def cell(values: dict[str, float] | None) -> str:
 
 def summary_table(ratios: Iterable[Ratio], only: str) -> str:
     found = {key: x for key, x in groups(ratios).items() if only is None or re.match(only, key[1])}
-    columns = ["device", "what", "install", *OTHERS]
+    columns = ["device", "call", "install", *OTHERS]
     return rows.table(
         columns,
         (
@@ -251,7 +251,7 @@ def losses_table(ratios: Iterable[Ratio]) -> str:
             if lost:
                 most = "; ".join(f"{case}: {value:.2f}" for value, case in lost[:3])
                 lines.append([what, install, name, f"{len(lost)} of {len(values)}", most])
-    return rows.table(["what", "install", "faster", "in", "most"], lines)
+    return rows.table(["call", "install", "faster", "calls it wins", "largest losses"], lines)
 
 
 def runs_table(files: Iterable[Path]) -> str:

@@ -1,8 +1,8 @@
 """The rows of each file of records, as a page in build/rows.
 
 benchmarks.page writes these pages. A file of benchmarks.run is shown as the table ("main" or
-"full") whose cases it has. It may hold several runs of the same cases, one after the other, each beside other
-implementations; and a record {"kind": "note", "heading", "text"}.
+"full") whose cases it has. It may hold several runs of the same cases, one after the other, each
+beside other implementations; and a record {"kind": "note", "heading", "text"}.
 """
 
 import math

@@ -1,11 +1,11 @@
-"""Trains a small Gated DeltaNet language model on text, byte by byte, and lets it write some.
+"""Trains a small Gated DeltaNet language model on text, byte by byte, and samples from it.
 
     python examples/train_bytes.py [paths...] --out run
 
-Without paths it reads the sources of Python's own library. The directory named by --out gets the
+Without paths the text is the source code of Python's own library. The directory --out gets the
 losses (losses.csv), their curve (loss.png), a text by the model (sample.txt) and a checkpoint, from
-which --resume goes on with the very losses of a run that was never interrupted.
-docs/training.md says what to expect.
+which --resume continues with the losses of an uninterrupted run. docs/training.md has the losses of
+such runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ VALIDATION_SHARE = 16  # every so manieth document
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run's losses follow from, beside the text. The defaults take one core a minute."""
+    """The settings that, with the text, decide a run's losses. The defaults take one core a
+    minute."""
 
     steps: int = 160
     batch: int = 8
@@ -76,15 +77,15 @@ ON_GPU = {
 
 
 def library_sources() -> list[Path]:
-    """Python's own library, without its tests and what was installed beside it."""
+    """Python's own library, without its tests and without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = sorted(root.rglob("*.py"))
     return [p for p in found if not LEFT_OUT & set(p.relative_to(root).parts) and p.stat().st_size]
 
 
 def load_text(paths: Sequence[Path], length: int) -> tuple[Tensor, Tensor]:
-    """Bytes to train on and bytes to validate on, uint8: of every sixteenth document, or the last
-    sixteenth of a single one."""
+    """Bytes to train on and bytes to validate on, uint8. For validation: every sixteenth document,
+    or the last sixteenth of a single one."""
     documents = read_documents(paths or library_sources())
     if len(documents) == 1:
         cut = len(documents[0]) * (VALIDATION_SHARE - 1) // VALIDATION_SHARE
@@ -137,7 +138,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next byte. One matrix embeds bytes and reads them out."""
+    """Logits of the next byte. One matrix is both the embedding and the output projection."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -204,7 +205,8 @@ def make_optimizer(model: LanguageModel, settings: Settings) -> torch.optim.Adam
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """Of step 0, 1, ...: rises for `warmup` steps, then falls along a cosine to a tenth."""
+    """The rate of step 0, 1, ...: it rises for `warmup` steps, then falls along a cosine to a
+    tenth."""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
     done = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
@@ -213,7 +215,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 @torch.no_grad()
 def validation_loss(model: LanguageModel, text: Tensor, settings: Settings) -> float:
-    """Over the same pieces whenever it is asked."""
+    """The mean loss of pieces of the text that are the same at every call."""
     device = model.embedding.weight.device
     losses = [
         mean_loss(model, draw(text, settings, -1 - n).to(device))
@@ -233,7 +235,7 @@ class Run:
     losses: list[tuple[int, float, float | None]]
 
     def save(self, path: Path) -> None:
-        """Whole or not at all: an interruption leaves the checkpoint before."""
+        """Writes a whole checkpoint or none: an interruption leaves the previous one."""
         new = path.with_suffix(".new")
         torch.save(
             {
@@ -293,7 +295,7 @@ class Bar:
 def train(
     run: Run, train_text: Tensor, validation_text: Tensor, out: Path, seconds: float | None
 ) -> None:
-    """From where the run is to its last step, or for so many seconds."""
+    """Trains from the run's present step to its last one, or for so many seconds."""
     settings, model, optimizer = run.settings, run.model, run.optimizer
     device = model.embedding.weight.device
     first = run.losses[-1][0] if run.losses else 0

@@ -2,11 +2,11 @@
 
     python hub/build.py FOLDER
 
-FOLDER/build/torch-universal then holds the package's operators under names of their own: a kernel
-is imported by its path and beside other versions of itself, and beside an installed gdn_triton. So
-its imports are relative, and its operators in torch's library have a namespace that is made of the
-sources. `hub/layers.py` is what transformers maps. There is no machine code in it: a universal
-kernel is Triton's, and on the CPU the reference. Needs nothing but Python.
+FOLDER/build/torch-universal then holds the package's operators. The package `kernels` imports a
+kernel by its path, possibly together with other versions of it and with an installed gdn_triton.
+Therefore the imports are relative, and the operators have a namespace in torch's library that is a
+digest of the sources. `hub/layers.py` has the layers that transformers maps. A universal kernel has
+no machine code: it runs on Triton, and on the CPU in the reference. The script needs only Python.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def rewritten(path: Path, text: str, namespace: str) -> str:
 
 
 def build(folder: Path) -> Path:
-    """The kernel's variant under `folder`, in the place of an older one."""
+    """Writes the kernel's variant under `folder`, which replaces an older one."""
     texts = {path: (PACKAGE / path).read_text(encoding="utf-8") for path in sources()}
     texts[Path("layers.py")] = (ROOT / "hub" / "layers.py").read_text(encoding="utf-8")
     contents = "".join(f"{path}\n{text}" for path, text in texts.items())

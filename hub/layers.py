@@ -1,9 +1,9 @@
-"""The layers of the kernel: what the package `kernels` puts in the place of functions of
-transformers' models.
+"""The layers of the kernel, by which the package `kernels` replaces functions of transformers'
+models.
 
-The parameters are those of transformers' own torch functions. A model's layer also hands on
-whatever keywords the model was called with: the options of the op among them are used, the others
-are for the model's other parts, and transformers' own functions drop them too.
+The parameters are those of transformers' own torch functions. A model's layer also passes on every
+keyword of the model's call. The options of the op are used; the others belong to other parts of the
+model, and are ignored, as transformers' own functions ignore them.
 """
 
 import inspect

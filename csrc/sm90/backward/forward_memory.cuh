@@ -19,7 +19,7 @@ struct Announced {
 // one behind the other.
 GDN_DEVICE int key_block(int strip, int column) { return strip * (strip + 1) / 2 + column; }
 
-// Full and empty of each buffer; docs/backward.md has who fills and empties it.
+// Full and empty of each buffer; csrc/sm90/backward/README.md lists who fills and empties it.
 struct WalkMemory {
   alignas(1024) uint8_t k[2][2][kTileBytes];
   uint8_t q[2][kTileBytes];       // then dk
