@@ -248,6 +248,27 @@ def test_the_index_links_every_document() -> None:
     assert "(docs/index.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+# Words of a page without code blocks and generated tables. A longer page has several subjects.
+MOST_WORDS = {
+    "README.md": 600,
+    "csrc/sm90/README.md": 1000,
+    "csrc/sm90/backward/README.md": 1000,
+    "docs/backward.md": 1600,
+    "docs/hopper.md": 1400,
+    "docs/planning.md": 720,
+    "docs/tried.md": 2000,
+}
+
+
+@pytest.mark.parametrize("name", MOST_WORDS)
+def test_pages_are_short(name: str) -> None:
+    text = re.sub(
+        r"<!-- benchmarks: \w+ -->.*?<!-- benchmarks end -->", "", prose(ROOT / name), flags=re.S
+    )
+    words = [word for word in text.split() if re.search(r"\w", word)]
+    assert len(words) <= MOST_WORDS[name]
+
+
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 
 
