@@ -192,7 +192,8 @@ class GatedDeltaNet(nn.Module):
     ) -> GatedDeltaNet:
         """The layer with the linear-attention weights of Qwen3-Next or Qwen3.5.
 
-        All sizes but these two follow from the weights, which keep their dtypes and devices.
+        All sizes but these two follow from the weights, which are copied and keep their dtypes and
+        devices.
 
         Args:
             state_dict, num_heads, prefix: as `gdn_triton.layers.weights_from_qwen` takes them.

@@ -15,9 +15,10 @@ from layer_cases import (
     make_input,
     make_layer,
     offsets_of,
+    qwen_weights,
     rows_written_out,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from gdn_triton.layers import GatedDeltaNet, weights_from_qwen
 from gdn_triton.layers.gated_deltanet import RECURRENT_TOKENS
@@ -251,26 +252,6 @@ def test_names_and_shapes_of_the_weights() -> None:
         "o_norm.weight": (6,),
         "o_proj.weight": (12, 24),
     }
-
-
-def qwen_weights(model: str, H: int, HV: int, K: int, V: int) -> dict[str, Tensor]:
-    """Random ones, in the model's shapes."""
-    torch.manual_seed(6)
-    shapes: dict[str, tuple[int, ...]] = {
-        "A_log": (HV,),
-        "dt_bias": (HV,),
-        "conv1d.weight": (2 * H * K + HV * V, 1, 4),
-        "norm.weight": (V,),
-        "out_proj.weight": (HIDDEN, HV * V),
-    }
-    if model == "Qwen3-Next":
-        shapes["in_proj_qkvz.weight"] = (2 * H * K + 2 * HV * V, HIDDEN)
-        shapes["in_proj_ba.weight"] = (2 * HV, HIDDEN)
-    else:
-        shapes["in_proj_qkv.weight"] = (2 * H * K + HV * V, HIDDEN)
-        shapes["in_proj_z.weight"] = (HV * V, HIDDEN)
-        shapes["in_proj_b.weight"] = shapes["in_proj_a.weight"] = (HV, HIDDEN)
-    return {name: torch.randn(*shape, dtype=FP64) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("model", ["Qwen3-Next", "Qwen3.5"])
