@@ -23,6 +23,7 @@ from gdn_triton.layers.cache import GatedDeltaNetCache
 from gdn_triton.layers.convolution import conv_from_states, served_rows
 from gdn_triton.layers.qwen import weights_from_qwen
 from gdn_triton.layers.validation import check_call
+from gdn_triton.layers.weight_decay import MarksUndecayed
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
 
 __all__ = ["GatedDeltaNet"]
@@ -41,7 +42,7 @@ _DT_RANGE: Final = (1e-3, 1e-1)
 _MOST_RATE: Final = 16.0
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(MarksUndecayed):
     """A Gated DeltaNet layer (Yang, Kautz and Hatamizadeh, 2024, arXiv:2412.06464, section 3.4).
 
         q, k, v = silu(conv(W_qkv x))        a, b = W_ab x        z = W_g x
@@ -228,8 +229,12 @@ class GatedDeltaNet(nn.Module):
         least, most = map(math.log, _DT_RANGE)
         dt = (torch.rand_like(self.dt_bias) * (most - least) + least).exp()
         self.dt_bias.copy_(dt + (-(-dt).expm1()).log())  # softplus of it is dt
-        for parameter in (self.A_log, self.dt_bias):
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        self._mark_undecayed()
+
+    def no_weight_decay(self) -> set[str]:
+        """The names of the weights that an optimizer does not decay: A_log and dt_bias.
+        `gdn_triton.layers.parameter_groups` makes an optimizer's groups of a whole model."""
+        return {"A_log", "dt_bias"}
 
     def extra_repr(self) -> str:
         return (
