@@ -24,6 +24,7 @@ from gdn_triton.layers.convolution import conv_from_states, served_rows
 from gdn_triton.layers.qwen import weights_from_qwen
 from gdn_triton.layers.validation import check_call
 from gdn_triton.layers.weight_decay import MarksUndecayed
+from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
 
 __all__ = ["GatedDeltaNet"]
@@ -378,12 +379,16 @@ class GatedDeltaNet(MarksUndecayed):
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         a, b = self.a_proj(x), self.b_proj(x)
         o = self._mix(qkv, a, b, cache, slots, cu_seqlens, cu_seqlens_cpu, longest)
-        wide = torch.promote_types(o.dtype, torch.float32)
-        y = F.rms_norm(o.to(wide), (self.head_v_dim,), self.o_norm.weight.to(wide), self.o_norm.eps)
+        eps, weight = self.o_norm.eps, self.o_norm.weight
         if self.use_gate:
-            z = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim)).to(wide)
-            y = y * (z.sigmoid() if self.output_gate_activation == "sigmoid" else F.silu(z))
-        y = self.o_proj(y.to(o.dtype).flatten(-2))
+            assert eps is not None
+            z = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
+            gate = "sigmoid" if self.output_gate_activation == "sigmoid" else "silu"
+            y = rms_norm_gated(o, z, weight, eps, gate)
+        else:
+            wide = torch.promote_types(o.dtype, torch.float32)
+            y = F.rms_norm(o.to(wide), (self.head_v_dim,), weight.to(wide), eps).to(o.dtype)
+        y = self.o_proj(y.flatten(-2))
         # Select instead of multiplying, as 0 * NaN is NaN.
         return y if served is None else torch.where(served, y, 0)
 
