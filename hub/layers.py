@@ -3,7 +3,8 @@ models.
 
 The parameters are those of transformers' own torch functions. A model's layer also passes on every
 keyword of the model's call. The options of the op are used; the others belong to other parts of the
-model, and are ignored, as transformers' own functions ignore them.
+model, and are ignored, as transformers' own functions ignore them. Only `seq_idx`, the numbers of
+packed sequences, is refused without their offsets: the op would mix the sequences.
 """
 
 import inspect
@@ -22,6 +23,12 @@ __all__ = [
 
 _CHUNK = frozenset(inspect.signature(chunk).parameters)
 _RECURRENT = frozenset(inspect.signature(recurrent).parameters)
+
+
+def _options(names: frozenset[str], given: dict[str, Any], T: int) -> dict[str, Any]:
+    if given.get("seq_idx") is not None and given.get("cu_seqlens") is None and T > 1:
+        raise ValueError("cu_seqlens must be given with seq_idx, got seq_idx alone")
+    return {name: x for name, x in given.items() if name in names}
 
 
 class chunk_gated_delta_rule(nn.Module):
@@ -51,7 +58,7 @@ class chunk_gated_delta_rule(nn.Module):
             initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **{name: x for name, x in kwargs.items() if name in _CHUNK},
+            **_options(_CHUNK, kwargs, query.shape[1]),
         )
 
 
@@ -80,7 +87,7 @@ class fused_recurrent_gated_delta_rule(nn.Module):
             initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **{name: x for name, x in kwargs.items() if name in _RECURRENT},
+            **_options(_RECURRENT, kwargs, query.shape[1]),
         )
 
 

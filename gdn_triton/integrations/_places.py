@@ -85,6 +85,10 @@ class Patches:
     def is_ours(self, target: Target) -> bool:
         return any(patch.in_place for patch in self.at(target))
 
+    def put_at(self, owner: Any, name: str) -> list[Any]:
+        """All that has been put at one place, whether it is still there or not."""
+        return [p.ours for p in self.made if p.target.owner is owner and p.target.name == name]
+
     def put(self, target: Target, ours: Any) -> None:
         self.made.append(Patch(target, target.now, ours))
         setattr(target.owner, target.name, ours)

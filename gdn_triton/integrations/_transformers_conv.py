@@ -7,30 +7,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn_triton._host.arguments import must, shape_of
+from gdn_triton._host.tensors import is_traced
 from gdn_triton.conv.api import causal_conv1d
 from gdn_triton.conv.api import causal_conv1d_update as conv_update
 
 ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
-# What a layer hands on of packed sequences. Their bounds may be meant for the tokens without the
-# cached ones before them, so transformers' own function judges them.
-PACKED = ("cu_seq_lens_q", "seq_idx")
+
+
+def refuse_numbers_alone(seq_idx: Tensor | None, cu_seqlens: Tensor | None, T: int) -> None:
+    """ValueError where packed sequences are told by `seq_idx` alone: the gated delta rule is told
+    of them by `cu_seq_lens_q` only, and would mix them."""
+    if seq_idx is not None and cu_seqlens is None and T > 1:
+        raise ValueError(must("cu_seq_lens_q", "be given with seq_idx", "seq_idx alone"))
+
+
+def _judge_bounds(seq_idx: Tensor | None, cu_seqlens: Tensor, x: Tensor, W: int) -> None:
+    """ValueError where the offsets may be of other tokens than x [B, D, T] has, or `seq_idx` [B, T]
+    of other sequences. A layer puts cached tokens before the new ones, or zeros where there are
+    fewer than the W of a state. Contents are compared on a CPU only: elsewhere the host would wait
+    for the device."""
+    B, _, T = x.shape
+    N = cu_seqlens.shape[0] - 1
+    if seq_idx is None:
+        if N > 1 and T == W:
+            expected = f"be given where packed sequences have up to {W} tokens in all"
+            raise ValueError(must("seq_idx", expected, "None"))
+        return
+    if seq_idx.shape != (B, T):
+        if N > 1:
+            expected = f"have shape [B={B}, T={T}] with packed sequences, and no cache before them"
+            raise ValueError(must("seq_idx", expected, shape_of(seq_idx)))
+        return
+    if seq_idx.device.type != "cpu" or cu_seqlens.device.type != "cpu" or is_traced(seq_idx):
+        return
+    offsets = cu_seqlens.long().clamp(0, T)
+    end = int(offsets[-1])
+    starts = torch.zeros(T + 1, dtype=torch.bool).index_fill(0, offsets, True)[1:end]
+    wrong = (seq_idx[:, 1:end] != seq_idx[:, : max(end - 1, 0)]) != starts
+    if wrong.any():
+        expected = "change where a sequence of cu_seq_lens_q starts, and nowhere else"
+        t = int(wrong.any(0).nonzero()[0]) + 1
+        raise ValueError(must("seq_idx", expected, f"the opposite at token {t}"))
 
 
 def whole(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`causal_conv1d_fn` of a modeling file. theirs: what was there."""
+    """`causal_conv1d_fn` of a modeling file, which keeps packed sequences apart. theirs: what was
+    there."""
 
     def causal_conv1d_fn(
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
         activation: str | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        packed = any(kwargs.get(name) is not None for name in PACKED)
-        if packed or activation not in ACTIVATIONS:
+        refuse_numbers_alone(seq_idx, cu_seq_lens_q, hidden_states.shape[-1])
+        if cu_seq_lens_q is not None:
+            _judge_bounds(seq_idx, cu_seq_lens_q, hidden_states, weight.shape[-1])
+        # A single sequence has no bounds to keep, and its offsets leave out the cached tokens.
+        packed = cu_seq_lens_q if cu_seq_lens_q is not None and cu_seq_lens_q.shape[0] > 2 else None
+        if activation not in ACTIVATIONS:
+            if packed is not None:
+                expected = "be silu, swish or None with packed sequences"
+                raise ValueError(must("activation", expected, repr(activation)))
             return theirs(hidden_states, weight, bias, activation=activation, **kwargs)
         # [B, D, T], which is a transposed [B, T, D].
-        return causal_conv1d(hidden_states.mT, weight, bias, ACTIVATIONS[activation]).mT
+        x, activation = hidden_states.mT, ACTIVATIONS[activation]
+        return causal_conv1d(x, weight, bias, activation, cu_seqlens=packed).mT
 
     return causal_conv1d_fn
 

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Target
-from gdn_triton.integrations._transformers_conv import step, whole
+from gdn_triton.integrations._transformers_conv import refuse_numbers_alone, step, whole
 from gdn_triton.integrations._transformers_norm import SUFFIX, gated, rounds
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
@@ -156,15 +156,21 @@ def _ops(module: ModuleType) -> dict[str, Op]:
     The parameters are those of transformers' own torch functions. A layer also hands on whatever
     keywords its model was called with. The options of our op among them are used; the others, such
     as `seq_idx` or `max_length_q`, are for the model's other parts, and transformers' own functions
-    drop them too.
+    drop them too. Only `seq_idx` without offsets is refused.
     """
     convolution = _before(module, "causal_conv1d_fn")
+    convolve = whole(convolution)
+    # Ours of an earlier call of `enable` may be in place.
+    packing = [convolve, *_patches.put_at(module, "causal_conv1d_fn")]
     installed = importlib.util.find_spec("causal_conv1d") is not None
     in_torch = convolution is None or (inspect.isroutine(convolution) and not installed)
 
     def mixes() -> bool:
         """Whether the convolution before these ops is transformers' own, in torch, which runs over
         the bounds of packed sequences."""
+        now = getattr(module, "causal_conv1d_fn", None)
+        if any(now is ours for ours in packing):
+            return False
         if not isinstance(convolution, nn.Module):
             return in_torch
         # A function that the package `kernels` has made a module of, to replace its forward.
@@ -172,14 +178,27 @@ def _ops(module: ModuleType) -> dict[str, Op]:
         return own and not installed
 
     def options(
-        names: frozenset[str], given: dict[str, Any], cu_seqlens: Tensor | None
+        names: frozenset[str],
+        given: dict[str, Any],
+        cu_seqlens: Tensor | None,
+        initial_state: Tensor | None,
+        T: int,
     ) -> dict[str, Any]:
-        if cu_seqlens is not None and cu_seqlens.shape[0] > 2 and mixes():
-            raise ValueError(
-                f"cu_seqlens must be None or hold one sequence in {module.__name__} as long as the "
-                f"package causal_conv1d is not installed, got {cu_seqlens.shape[0] - 1} sequences: "
-                "the convolution before the gated delta rule would mix them"
-            )
+        refuse_numbers_alone(given.get("seq_idx"), cu_seqlens, T)
+        if cu_seqlens is not None and cu_seqlens.shape[0] > 2:
+            found = f"got {cu_seqlens.shape[0] - 1} sequences"
+            if mixes():
+                raise ValueError(
+                    f"cu_seqlens must be None or hold one sequence in {module.__name__} as long as "
+                    f"the package causal_conv1d is not installed, {found}: the "
+                    "convolution before the gated delta rule would mix them"
+                )
+            if initial_state is not None:
+                raise ValueError(
+                    f"cu_seqlens must be None or hold one sequence in {module.__name__} where a "
+                    f"cache has tokens before them, {found}: the cache has the convolution's state "
+                    "of one sequence for each row"
+                )
         return {name: value for name, value in given.items() if name in names}
 
     def chunk(
@@ -206,7 +225,7 @@ def _ops(module: ModuleType) -> dict[str, Op]:
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=cu_seqlens,
             chunk_size=chunk_size,
-            **options(_CHUNK_OPTIONS, kwargs, cu_seqlens),
+            **options(_CHUNK_OPTIONS, kwargs, cu_seqlens, initial_state, query.shape[1]),
         )
 
     def recurrent(
@@ -231,13 +250,13 @@ def _ops(module: ModuleType) -> dict[str, Op]:
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=cu_seqlens,
-            **options(_RECURRENT_OPTIONS, kwargs, cu_seqlens),
+            **options(_RECURRENT_OPTIONS, kwargs, cu_seqlens, initial_state, query.shape[1]),
         )
 
     return {
         "chunk_gated_delta_rule": chunk,
         "fused_recurrent_gated_delta_rule": recurrent,
-        "causal_conv1d": whole(convolution),
+        "causal_conv1d": convolve,
         "causal_conv1d_update": step(_before(module, "causal_conv1d_update")),
     }
 

@@ -23,6 +23,8 @@ from gdn_triton.layers.cache import GatedDeltaNetCache
 from gdn_triton.layers.convolution import conv_from_states, served_rows
 from gdn_triton.layers.qwen import weights_from_qwen
 from gdn_triton.layers.validation import check_call
+from gdn_triton.layers.weight_decay import MarksUndecayed
+from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
 
 __all__ = ["GatedDeltaNet"]
@@ -41,7 +43,7 @@ _DT_RANGE: Final = (1e-3, 1e-1)
 _MOST_RATE: Final = 16.0
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(MarksUndecayed):
     """A Gated DeltaNet layer (Yang, Kautz and Hatamizadeh, 2024, arXiv:2412.06464, section 3.4).
 
         q, k, v = silu(conv(W_qkv x))        a, b = W_ab x        z = W_g x
@@ -192,7 +194,8 @@ class GatedDeltaNet(nn.Module):
     ) -> GatedDeltaNet:
         """The layer with the linear-attention weights of Qwen3-Next or Qwen3.5.
 
-        All sizes but these two follow from the weights, which keep their dtypes and devices.
+        All sizes but these two follow from the weights, which are copied and keep their dtypes and
+        devices.
 
         Args:
             state_dict, num_heads, prefix: as `gdn_triton.layers.weights_from_qwen` takes them.
@@ -227,8 +230,12 @@ class GatedDeltaNet(nn.Module):
         least, most = map(math.log, _DT_RANGE)
         dt = (torch.rand_like(self.dt_bias) * (most - least) + least).exp()
         self.dt_bias.copy_(dt + (-(-dt).expm1()).log())  # softplus of it is dt
-        for parameter in (self.A_log, self.dt_bias):
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+        self._mark_undecayed()
+
+    def no_weight_decay(self) -> set[str]:
+        """The names of the weights that an optimizer does not decay: A_log and dt_bias.
+        `gdn_triton.layers.parameter_groups` makes an optimizer's groups of a whole model."""
+        return {"A_log", "dt_bias"}
 
     def extra_repr(self) -> str:
         return (
@@ -372,12 +379,16 @@ class GatedDeltaNet(nn.Module):
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         a, b = self.a_proj(x), self.b_proj(x)
         o = self._mix(qkv, a, b, cache, slots, cu_seqlens, cu_seqlens_cpu, longest)
-        wide = torch.promote_types(o.dtype, torch.float32)
-        y = F.rms_norm(o.to(wide), (self.head_v_dim,), self.o_norm.weight.to(wide), self.o_norm.eps)
+        eps, weight = self.o_norm.eps, self.o_norm.weight
         if self.use_gate:
-            z = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim)).to(wide)
-            y = y * (z.sigmoid() if self.output_gate_activation == "sigmoid" else F.silu(z))
-        y = self.o_proj(y.to(o.dtype).flatten(-2))
+            assert eps is not None
+            z = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
+            gate = "sigmoid" if self.output_gate_activation == "sigmoid" else "silu"
+            y = rms_norm_gated(o, z, weight, eps, gate)
+        else:
+            wide = torch.promote_types(o.dtype, torch.float32)
+            y = F.rms_norm(o.to(wide), (self.head_v_dim,), weight.to(wide), eps).to(o.dtype)
+        y = self.o_proj(y.flatten(-2))
         # Select instead of multiplying, as 0 * NaN is NaN.
         return y if served is None else torch.where(served, y, 0)
 

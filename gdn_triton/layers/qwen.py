@@ -11,6 +11,7 @@ Both models have the layer of this package; what differs is how its projections 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -41,12 +42,17 @@ def weights_from_qwen(
     Args:
         state_dict: the tensors of one layer's linear attention, among any others.
         num_heads: H, the number of key heads (`linear_num_key_heads` of the configuration), which
-            no shape tells.
+            no shape tells. A wrong one that divides gives a layer with other numbers.
         prefix: what those tensors' names begin with, as "model.layers.0.linear_attn.". Other names
             are not looked at.
 
     Returns:
-        New tensors or views, in the dtypes and on the devices of the given ones.
+        New tensors, which share no memory with the given ones or with each other, in the dtypes and
+        on the devices of the given ones.
+
+    Warns:
+        UserWarning: num_heads makes K and V differ, where another number of heads would make them
+            equal, as they are in the published models.
 
     Raises:
         ValueError: the tensors under the prefix are those of neither model, or their shapes do not
@@ -90,6 +96,14 @@ def weights_from_qwen(
                 f"{prefix}{name} must have shape {list(shape)}, got {list(given[name].shape)}"
             )
 
+    other, rest = divmod(keys, V)
+    if not rest and other != num_heads and HV % other == 0:
+        warnings.warn(
+            f"num_heads={num_heads} makes keys of K={keys // num_heads} channels beside values of "
+            f"V={V}; num_heads={other} makes K equal to V, as in the published models. The right "
+            "one is linear_num_key_heads of the configuration",
+            stacklevel=2,
+        )
     if fits == ["Qwen3-Next"]:
         K, G = keys // num_heads, HV // num_heads
         heads = given["in_proj_qkvz.weight"].unflatten(0, (num_heads, -1))
@@ -101,7 +115,7 @@ def weights_from_qwen(
         q, k, v = given["in_proj_qkv.weight"].split([keys, keys, values])
         z, b, a = (given[f"in_proj_{name}.weight"] for name in "zba")
     q_conv, k_conv, v_conv = torch.split(given["conv1d.weight"], [keys, keys, values])
-    return {
+    weights = {
         "A_log": given["A_log"],
         "dt_bias": given["dt_bias"],
         "q_proj.weight": q,
@@ -116,3 +130,5 @@ def weights_from_qwen(
         "o_norm.weight": given["norm.weight"],
         "o_proj.weight": given["out_proj.weight"],
     }
+    # A layer that trained views would change the model whose weights these are.
+    return {name: x.clone(memory_format=torch.contiguous_format) for name, x in weights.items()}

@@ -111,6 +111,14 @@ def test_layers_are_transformers_functions(repository: Path) -> None:
         packed = dict(cu_seqlens=torch.tensor([0, 30, 70]))
         apart = layer(q, k, v, g=g, beta=beta, **packed)[0]
         assert not torch.equal(apart, o)
+        numbers = torch.arange(70)[None] // 30
+        assert torch.equal(layer(q, k, v, g=g, beta=beta, **packed, seq_idx=numbers)[0], apart)
+        try:
+            layer(q, k, v, g=g, beta=beta, seq_idx=numbers)
+        except ValueError as error:
+            assert "cu_seqlens must be given with seq_idx" in str(error)
+        else:
+            raise AssertionError("not refused")
     assert kernel.layers.recurrent_gated_delta_rule is type(layer)
     """,
         repository,

@@ -1,10 +1,6 @@
 """A model of Qwen3-Next of transformers, made small and random, on this package's ops: its logits
 and gradients, padded, packed, generating and compiled."""
 
-import importlib
-import importlib.machinery
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,8 +22,6 @@ from transformer_cases import (
     theirs,
     tokens,
 )
-
-from gdn_triton.integrations import transformers as integration
 
 pytestmark = pytest.mark.usefixtures("undone")
 
@@ -133,65 +127,89 @@ def state_of(cache: Any, layer: int) -> Tensor:
     return found
 
 
-def packed_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    seq_idx: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """What the package causal_conv1d computes: x [B, D, T], weight [D, W], seq_idx [B, T]."""
-    T, W = x.shape[-1], weight.shape[-1]
-    assert bias is None and activation == "silu"
-    out = torch.zeros_like(x)
-    for back in range(min(W, T)):
-        term = weight[:, W - 1 - back, None] * x[..., : T - back]
-        if seq_idx is not None:
-            term = term * (seq_idx[:, None, back:] == seq_idx[:, None, : T - back])
-        out[..., back:] += term
-    return torch.nn.functional.silu(out)
+LENGTHS = (11, 1, 17)
 
 
-@pytest.mark.usefixtures("quick")
-def test_packed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three sequences in one row: the logits of each alone; refused where they would be mixed."""
-    if VERSION < (5, 15):
-        pytest.skip("before 5.15 the layer hands on no bounds of sequences, or to FLA only")
-    if importlib.util.find_spec("causal_conv1d") is not None:
-        pytest.skip("the package causal_conv1d is installed")
-    lengths = (11, 1, 17)
-    ids = tokens(1, sum(lengths), device)
+def packing(device: str) -> dict[str, Any]:
+    """What transformers' collator gives to a model for sequences in one row."""
     offsets = torch.tensor([0, 11, 12, 29], dtype=torch.int32, device=device)
-    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).to(device)
-    packing = {
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(device),
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS)).to(device)
+    return {
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None].to(device),
         "seq_idx": numbers[None].int(),
         "cu_seq_lens_q": offsets,
         "cu_seq_lens_k": offsets,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
+        "max_length_q": max(LENGTHS),
+        "max_length_k": max(LENGTHS),
         "use_cache": False,
     }
+
+
+before_5_15 = pytest.mark.skipif(
+    VERSION < (5, 15),
+    reason="before 5.15 the layer hands on no bounds of sequences, or to FLA only",
+)
+
+
+@before_5_15
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("numbered", [True, False], ids=["and-numbers", "offsets"])
+def test_packed(numbered: bool, device: str) -> None:
+    """Three sequences in one row, without the package causal_conv1d: the logits of each alone, and
+    the gradients of all."""
+    ids = tokens(1, sum(LENGTHS), device)
+    given = packing(device)
+    if not numbered:
+        del given["seq_idx"]
+    model = QWEN3_NEXT.make(FP32, device)
+    weights = torch.randn(1, sum(LENGTHS), model.config.vocab_size, device=device)
+    with ours(model):
+        packed = model(ids, **given).logits
+        packed.mul(weights).sum().backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        alone = [model(part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
+        torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+        torch.cat(alone, 1).mul(weights).sum().backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-3, atol=1e-4, msg=name)
+    assert any("conv1d" in name for name in found)
+
+
+@before_5_15
+@pytest.mark.usefixtures("quick")
+def test_packed_that_cannot_be_kept_apart(device: str) -> None:
+    """Numbers without offsets, and sequences that would go on from one sequence's cache."""
+    ids, given = tokens(1, sum(LENGTHS), device), packing(device)
     model = QWEN3_NEXT.make(FP32, device)
     with ours(model), torch.no_grad():
-        # Ours, or, since 5.23, the model's own refusal, which comes first.
-        with pytest.raises(ValueError, match="causal_conv1d"):
-            model(ids, **packing)
-        package = ModuleType("causal_conv1d")
-        package.__spec__ = importlib.machinery.ModuleSpec("causal_conv1d", None)
-        monkeypatch.setitem(sys.modules, "causal_conv1d", package)
-        integration.disable()  # before the function is replaced, which what undoes that puts back
-        monkeypatch.setattr(QWEN3_NEXT.modeling, "causal_conv1d_fn", packed_conv1d)
-        integration.enable()
-        packed = model(ids, **packing).logits
-        first = 0
-        for length in lengths:
-            alone = model(ids[:, first : first + length], use_cache=False).logits
-            torch.testing.assert_close(
-                packed[:, first : first + length], alone, rtol=1e-4, atol=1e-5
-            )
-            first += length
+        del given["cu_seq_lens_q"]
+        with pytest.raises(ValueError, match="cu_seq_lens_q must be given with seq_idx"):
+            model(ids, **given)
+        cache = model(ids[:, :9], use_cache=True).past_key_values
+        given = packing(device) | {"use_cache": True, "past_key_values": cache}
+        given["position_ids"] = given["position_ids"] + 9
+        with pytest.raises(ValueError, match="and no cache before them"):
+            model(ids, **given)
+        del given["seq_idx"]
+        with pytest.raises(ValueError, match="a cache has tokens before them, got 3 sequences"):
+            model(ids, **given)
+
+
+@before_5_15
+@pytest.mark.usefixtures("quick")
+def test_compiled_packed_layer(device: str) -> None:
+    """No graph break where sequences are packed."""
+    model = QWEN3_NEXT.make(FP32, device)
+    layer = next(x for x in model.modules() if type(x).__name__.endswith("GatedDeltaNet"))
+    x = torch.randn(1, sum(LENGTHS), model.config.hidden_size, device=device)
+    given = {name: packing(device)[name] for name in ("seq_idx", "cu_seq_lens_q")}
+    with ours(model):
+        torch.compiler.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x, **given), layer(x, **given))
+        torch.compiler.reset()
 
 
 @pytest.mark.usefixtures("quick")

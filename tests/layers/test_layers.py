@@ -25,7 +25,7 @@ from layer_cases import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gdn_triton import causal_conv1d, chunk_gated_delta_rule
+from gdn_triton import causal_conv1d, chunk_gated_delta_rule, rms_norm_gated
 from gdn_triton.layers import GatedDeltaNet, gated_deltanet
 from gdn_triton.layers.convolution import conv_from_states
 from gdn_triton.layers.gated_deltanet import CONV_STEP_TOKENS, RECURRENT_TOKENS
@@ -74,6 +74,28 @@ def test_packed(name: str) -> None:
     close(layer(x, cu_seqlens=cu_seqlens), expected)
     with torch.no_grad():
         close(layer(x, cu_seqlens=cu_seqlens), expected)
+
+
+@each_option
+def test_the_gated_norm_is_the_package_s(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is an output gate, with its activation; once a call, in a compiled graph too."""
+    seen = []
+
+    def note(*args: Any) -> Tensor:
+        seen.append(args[3:])
+        return rms_norm_gated(*args)
+
+    layer, x = make_layer(name), make_input(2, 5)
+    expected = rows_written_out(layer, x)
+    monkeypatch.setattr(gated_deltanet, "rms_norm_gated", note)
+    gate = "sigmoid" if name == "sigmoid-gate" else "silu"
+    once = [(layer.o_norm.eps, gate)] if layer.use_gate else []
+    close(layer(x), expected)
+    assert seen == once
+    torch.compiler.reset()
+    close(torch.compile(layer, fullgraph=True, backend="eager")(x), expected)
+    assert seen == once * 2
+    torch.compiler.reset()
 
 
 def test_the_rule_is_told_the_offsets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,10 @@ from layer_cases import (
     make_input,
     make_layer,
     offsets_of,
+    qwen_weights,
     rows_written_out,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from gdn_triton.layers import GatedDeltaNet, weights_from_qwen
 from gdn_triton.layers.gated_deltanet import RECURRENT_TOKENS
@@ -37,6 +38,23 @@ def test_budget(dtype: torch.dtype, grad: bool, device: str) -> None:
         exact = rows_written_out(copy.deepcopy(layer).double(), x.double())
     unit = torch.finfo(dtype).eps / 2
     assert_within_budget("y", y.detach(), exact, narrow, dtype=dtype, unit=unit)
+
+
+@pytest.mark.parametrize("name", ["default", "sigmoid-gate", "no-output-gate"])
+def test_gradients_of_kernels(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Triton's kernels alone, beside the reference in float64."""
+    if device != "cpu":
+        pytest.skip("the kernels' products keep 22 bits on a GPU and torch's 24")
+    layer, x = make_layer(name, FP32, device), make_input(1, 20, FP32, device)
+    wide = copy.deepcopy(layer).double()
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    expected, narrow = gradients(wide, x.double(), wide), gradients(layer, x, layer)
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    found = gradients(layer, x, layer)
+    for weight, grad in expected.items():
+        # Sums of terms that cancel, each with a rounding of its own.
+        unit = 8 * torch.finfo(FP32).eps
+        assert_within_budget(weight, found[weight], grad, narrow[weight], dtype=FP32, unit=unit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -251,26 +269,6 @@ def test_names_and_shapes_of_the_weights() -> None:
         "o_norm.weight": (6,),
         "o_proj.weight": (12, 24),
     }
-
-
-def qwen_weights(model: str, H: int, HV: int, K: int, V: int) -> dict[str, Tensor]:
-    """Random ones, in the model's shapes."""
-    torch.manual_seed(6)
-    shapes: dict[str, tuple[int, ...]] = {
-        "A_log": (HV,),
-        "dt_bias": (HV,),
-        "conv1d.weight": (2 * H * K + HV * V, 1, 4),
-        "norm.weight": (V,),
-        "out_proj.weight": (HIDDEN, HV * V),
-    }
-    if model == "Qwen3-Next":
-        shapes["in_proj_qkvz.weight"] = (2 * H * K + 2 * HV * V, HIDDEN)
-        shapes["in_proj_ba.weight"] = (2 * HV, HIDDEN)
-    else:
-        shapes["in_proj_qkv.weight"] = (2 * H * K + HV * V, HIDDEN)
-        shapes["in_proj_z.weight"] = (HV * V, HIDDEN)
-        shapes["in_proj_b.weight"] = shapes["in_proj_a.weight"] = (HV, HIDDEN)
-    return {name: torch.randn(*shape, dtype=FP64) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("model", ["Qwen3-Next", "Qwen3.5"])

@@ -120,3 +120,23 @@ def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
     for name, grad in expected.items():
         assert grad.any(), f"{name}: nothing to compare"
         torch.testing.assert_close(found[name], grad, rtol=1e-7, atol=1e-9, msg=name)
+
+
+def qwen_weights(model: str, H: int, HV: int, K: int, V: int) -> dict[str, Tensor]:
+    """Random ones, in the model's shapes."""
+    torch.manual_seed(6)
+    shapes: dict[str, tuple[int, ...]] = {
+        "A_log": (HV,),
+        "dt_bias": (HV,),
+        "conv1d.weight": (2 * H * K + HV * V, 1, 4),
+        "norm.weight": (V,),
+        "out_proj.weight": (HIDDEN, HV * V),
+    }
+    if model == "Qwen3-Next":
+        shapes["in_proj_qkvz.weight"] = (2 * H * K + 2 * HV * V, HIDDEN)
+        shapes["in_proj_ba.weight"] = (2 * HV, HIDDEN)
+    else:
+        shapes["in_proj_qkv.weight"] = (2 * H * K + HV * V, HIDDEN)
+        shapes["in_proj_z.weight"] = (HV * V, HIDDEN)
+        shapes["in_proj_b.weight"] = shapes["in_proj_a.weight"] = (HV, HIDDEN)
+    return {name: torch.randn(*shape, dtype=FP64) for name, shape in shapes.items()}
