@@ -123,7 +123,8 @@ def chunk_gated_delta_rule(
             what came; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
         NotImplementedError: a `cp_context` whose numbers of ranks lie on the device.
         RuntimeError: the backend asked for by name cannot run this call, with its reason. Also from
-            a second derivative in the Triton or CUDA backend, or under a compiler.
+            a second derivative in the Triton or CUDA backend, with `cp_context`, or under a
+            compiler.
     """
     if head_first is not None:
         refuse_head_first(head_first)
