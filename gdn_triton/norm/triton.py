@@ -133,7 +133,8 @@ def norm_bwd_kernel(
         b_s = sigmoid(b_z, 1.0)
         if SIGMOID:
             b_a = b_s
-            b_da = b_s * (1 - b_s)
+            # 1 - b_s would have lost e^-z to the rounding of b_s.
+            b_da = b_s * sigmoid(-b_z, 1.0)
         else:
             b_a = b_z * b_s
             b_da = b_s * (1 + b_z * (1 - b_s))

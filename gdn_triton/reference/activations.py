@@ -3,6 +3,7 @@ norm of q and k."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -41,8 +42,16 @@ def beta_sigmoid(beta_raw: Tensor, allow_neg_eigval: bool = False) -> Tensor:
     Returns:
         beta [B, T, HV], float32 (float64 if beta_raw is).
     """
-    beta = beta_raw.to(compute_dtype(beta_raw)).sigmoid()
+    beta = sigmoid(beta_raw.to(compute_dtype(beta_raw)))
     return 2 * beta if allow_neg_eigval else beta
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x), in x's dtype, whose derivative is right for large x too: torch's own is
+    s (1 - s), where 1 - s has lost e^-x to the rounding of s."""
+    negative = x < 0
+    e = torch.where(negative, x, -x).exp()
+    return torch.where(negative, e, 1) / (1 + e)
 
 
 def l2norm(x: Tensor) -> Tensor:
