@@ -239,6 +239,8 @@ def explain(
         beta=beta,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        A_log=A_log,
+        dt_bias=dt_bias,
         normalizes_keys=use_qk_l2norm_in_kernel,
         activates_gate=use_gate_in_kernel,
         activates_beta=use_beta_sigmoid_in_kernel,
