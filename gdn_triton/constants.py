@@ -13,7 +13,8 @@ RCP_LN2 = 1.0 / math.log(2.0)
 # Inside the square root: x * rsqrt(sum(x^2) + L2NORM_EPS).
 L2NORM_EPS = 1e-6
 
-# Above this, softplus(x) is taken to be x.
+# Above this, softplus(x) is taken to be x. Below -2 times this it is e^x to the last bit of
+# float64, as e^-40 is less than 2^-57.
 SOFTPLUS_THRESHOLD = 20.0
 
 # Floor of one token's log2 decay. 2^floor is exactly 0 in the dtype (the least subnormals are

@@ -31,6 +31,23 @@ GDN_DEVICE float softplus(float x) {
   return __logf(u) + __fdividef(e - (u - 1), u);
 }
 
+// Below this softplus(x) is e^x to the last bit.
+constexpr float kSoftplusIsExp = -2 * kSoftplusThreshold;
+
+// -exp(A_log) softplus(x). Two exponentials are one of the sum: exp(A_log) may overflow where e^x
+// underflows, and inf * 0 is NaN.
+GDN_DEVICE float log_decay(float x, float A_log) {
+  const bool is_exp = x < kSoftplusIsExp;
+  const float g = -__expf(is_exp ? A_log + x : A_log);
+  return is_exp ? g : g * softplus(x);
+}
+
+// Its derivative by x. g: itself, which where softplus is an exponential is its own derivative.
+GDN_DEVICE float log_decay_slope(float x, float A_log, float g) {
+  if (x < kSoftplusIsExp) return g;
+  return -__expf(A_log) * (x > kSoftplusThreshold ? 1.f : 1.f / (1.f + __expf(-x)));
+}
+
 struct GateInputs {  // of tokens 2 lane and 2 lane + 1, as given
   uint32_t g[2], beta[2];
 };
@@ -56,7 +73,7 @@ GDN_DEVICE GateInputs load_gates(const ChunkForward& p, const Walk<C>& walk, int
 GDN_DEVICE float log2_decay(const ChunkForward& p, float g, int hv) {
   if (p.use_gate) {
     if (p.dt_bias) g += p.dt_bias[hv];
-    g = -__expf(p.A_log[hv]) * softplus(g);
+    g = log_decay(g, p.A_log[hv]);
   }
   g *= kRcpLn2;
   return g < kLog2Floor ? kLog2Floor : g;

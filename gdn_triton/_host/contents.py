@@ -5,17 +5,21 @@ than the caller thinks. Reading them waits for the device. So `gdn_triton.explai
 it is asked to, and a call of the reference on CPU tensors, where nothing waits, warns.
 """
 
+import math
 import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # Keys and beta are judged with what a rounding to bfloat16 adds to either.
 SLACK = 1.02
 # Models have 64 heads at most: more of them than tokens are tokens in the heads' place.
 MOST_HEADS = 64
+# Its exponential is the largest number of float32.
+MOST_A_LOG = math.log(torch.finfo(torch.float32).max)
 
 _warned: set[str] = set()
 
@@ -68,6 +72,8 @@ def read_contents(
     beta: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     normalizes_keys: bool,
     activates_gate: bool,
     activates_beta: bool,
@@ -75,13 +81,15 @@ def read_contents(
     """The contents of a valid call of sequences; what belongs to no sequence is not read. Waits for
     the device.
 
-    q, k, v: [B, T, H or HV, channels]. g: [B, T, HV]. beta: [B, T, HV, ...]. normalizes_keys,
-    activates_gate, activates_beta: the call does so, to what is here.
+    q, k, v: [B, T, H or HV, channels]. g: [B, T, HV]. beta: [B, T, HV, ...]. A_log, dt_bias: [HV],
+    if the call activates its gate. normalizes_keys, activates_gate, activates_beta: the call does
+    so, to what is here.
     """
     T, H = k.shape[1:3]
     end = T if cu_seqlens is None else int(cu_seqlens[-1].item())
     q, k, v = (x.detach()[:, :end] for x in (q, k, v))
     g, beta = (None if x is None else x.detach()[:, :end] for x in (g, beta))
+    A_log, dt_bias = (None if x is None else x.detach() for x in (A_log, dt_bias))
     lengths = k.float().norm(dim=-1)  # [B, end, H]
     largest_g = None if activates_gate else _extremes(g)[1]
     longest_key = None if normalizes_keys else _extremes(lengths)[1]
@@ -90,7 +98,11 @@ def read_contents(
     mistakes: dict[str, str] = {}
     state = None if initial_state is None else initial_state.detach()
     bad = [
-        *(name for name, x in (("g", g), ("beta", beta)) if x is not None and _any(x.isnan())),
+        *(
+            name
+            for name, x in (("g", g), ("beta", beta), ("A_log", A_log), ("dt_bias", dt_bias))
+            if x is not None and _any(x.isnan())
+        ),
         *(
             name
             for name, x in (("q", q), ("k", k), ("v", v), ("initial_state", state))
@@ -104,6 +116,13 @@ def read_contents(
         )
     if g is not None and largest_g is not None and largest_g > 0:
         mistakes["gate"] = _about_gate(g, largest_g)
+    largest_rate = _extremes(A_log)[1]
+    if largest_rate is not None and largest_rate > MOST_A_LOG:
+        mistakes["A_log"] = (
+            f"A_log is up to {largest_rate:.3g}, and exp(A_log) is more than float32 holds: such a "
+            "head forgets everything at every token whose gate is not as far below 0. A_log is the "
+            "logarithm of a rate, 3 at most in models; it looks like the rate itself."
+        )
     if least is not None and most is not None and (most > 2 * SLACK or least < 0):
         mistakes["beta"] = (
             f"beta is {least:.3g} to {most:.3g}, outside of 0 to 2, so the state grows: it looks "

@@ -123,7 +123,8 @@ def chunk_gated_delta_rule(
             what came; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
         NotImplementedError: a `cp_context` whose numbers of ranks lie on the device.
         RuntimeError: the backend asked for by name cannot run this call, with its reason. Also from
-            a second derivative in the Triton or CUDA backend, or under a compiler.
+            a second derivative in the Triton or CUDA backend, with `cp_context`, or under a
+            compiler.
     """
     if head_first is not None:
         refuse_head_first(head_first)
@@ -238,6 +239,8 @@ def explain(
         beta=beta,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        A_log=A_log,
+        dt_bias=dt_bias,
         normalizes_keys=use_qk_l2norm_in_kernel,
         activates_gate=use_gate_in_kernel,
         activates_beta=use_beta_sigmoid_in_kernel,

@@ -3,11 +3,12 @@ backward needs nothing of a forward but its inputs, so that each serves any of t
 leaves beside makes its own backend's backward take less time."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from gdn_triton._host.derivatives import IN_KERNELS, found_once
 from gdn_triton._host.records import state_needs_grad
 from gdn_triton._host.tensors import readable_gradient
 from gdn_triton.chunk.problem import Gradients, Inputs, Problem, needed_inputs
@@ -40,36 +41,6 @@ class Find(Protocol):
     ) -> Gradients: ...
 
 
-class _Gradients(torch.autograd.Function):
-    """The backward as a function of its own, so that differentiating it is an error. Without this
-    the kernels' results would be taken for constants, and second derivatives would be wrong."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        find: Callable[..., Gradients],
-        problem: Problem,
-        store_dh0: bool,
-        states: Tensor | None,
-        do: Tensor | None,
-        dht: Tensor | None,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        x = Inputs._make(tensors)
-        return tuple(find(problem, x, do, dht, store_dh0=store_dh0, **_left(states)))
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> NoReturn:
-        raise RuntimeError(
-            "gdn_triton.chunk_gated_delta_rule has no second derivative in the Triton backend, nor "
-            "in the CUDA one: use GDN_BACKEND=reference for one"
-        )
-
-
-def _left(states: Tensor | None) -> dict[str, Tensor]:
-    return {} if states is None else {"states": states}
-
-
 class _Chunk(torch.autograd.Function):
     """Keeps the inputs, its last arguments, and what the forward leaves."""
 
@@ -91,14 +62,23 @@ class _Chunk(torch.autograd.Function):
         if do is None and dht is None:
             return (None,) * len(ctx.needs_input_grad)
         do, dht = readable_gradient("o", do), readable_gradient("final_state", dht)
-        states, *tensors = ctx.saved_tensors
-        x, store_dh0 = Inputs._make(tensors), needed["initial_state"]
-        if torch.is_grad_enabled():  # somebody may differentiate what is found
-            found = _Gradients.apply(  # type: ignore[no-untyped-call]
-                ctx.find, ctx.problem, store_dh0, states, do, dht, *x
-            )
-        else:
-            found = ctx.find(ctx.problem, x, do, dht, store_dh0=store_dh0, **_left(states))
+        find, problem, store_dh0 = ctx.find, ctx.problem, needed["initial_state"]
+
+        def find_all(
+            do: Tensor | None, dht: Tensor | None, states: Tensor | None, *tensors: Tensor | None
+        ) -> Gradients:
+            x, left = Inputs._make(tensors), {} if states is None else {"states": states}
+            found: Gradients = find(problem, x, do, dht, store_dh0=store_dh0, **left)
+            return found
+
+        found = found_once(
+            find_all,
+            do,
+            dht,
+            *ctx.saved_tensors,
+            operator="gdn_triton.chunk_gated_delta_rule",
+            backends=IN_KERNELS,
+        )
         wanted = (x if want else None for x, want in zip(found, needed.values(), strict=True))
         return (None, None, None, *wanted)
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from gdn_triton._host.derivatives import IN_NONE, found_once
 from gdn_triton._host.records import state_needs_grad
 from gdn_triton._host.tensors import readable_gradient
 from gdn_triton.chunk.problem import Inputs, Problem, needed_inputs
@@ -92,26 +92,36 @@ class _ContextParallel(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
         p: Problem = ctx.problem
         do, dht = readable_gradient("o", do), readable_gradient("final_state", dht)
-        *tensors, starts, shifts = ctx.saved_tensors
+        ops, layout, offsets = ctx.ops, ctx.layout, ctx.offsets
         needed = needed_inputs(ctx.needs_input_grad)
-        # Every rank runs this, with a gradient or without: the other ranks wait in the exchange.
-        found = Inputs._make(
-            ctx.ops.gradients(
+
+        def find(do: Tensor | None, dht: Tensor | None, *saved: Tensor | None) -> Inputs:
+            *tensors, starts, shifts = saved
+            assert starts is not None and shifts is not None
+            found = ops.gradients(
                 _key_first_problem(p),
-                ctx.layout,
+                layout,
                 _key_first_inputs(p, Inputs._make(tensors)),
-                Kept(starts, shifts, ctx.offsets),
+                Kept(starts, shifts, offsets),
                 do,
                 _key_first(dht, p),
                 needed,
-                partial(fold, ctx.layout, back=True),
+                partial(fold, layout, back=True),
             )
+            return _key_first_inputs(p, Inputs._make(found))
+
+        # Every rank runs this, with a gradient or without: the other ranks wait in the exchange.
+        found = found_once(
+            find,
+            do,
+            dht,
+            *ctx.saved_tensors,
+            operator="gdn_triton.chunk_gated_delta_rule with cp_context",
+            backends=IN_NONE,
         )
-        found = _key_first_inputs(p, found)
         wanted = (x if want else None for x, want in zip(found, needed.values(), strict=True))
         return (None, None, None, *wanted)
 

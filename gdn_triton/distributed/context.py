@@ -3,13 +3,13 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gdn_triton._host.arguments import (
     INDEX_DTYPES,
@@ -19,6 +19,7 @@ from gdn_triton._host.arguments import (
     check_on_host,
     count_sequences,
 )
+from gdn_triton._host.derivatives import IN_NONE, found_once
 from gdn_triton.distributed.exchange import gather_slots
 from gdn_triton.distributed.layout import (
     Interval,
@@ -402,26 +403,38 @@ class _ConvHalo(torch.autograd.Function):
         return halo
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
-    def backward(ctx: Any, dhalo: Tensor) -> tuple[Tensor, None, None]:
-        layout, width = ctx.layout, ctx.width
-        dx = dhalo.new_zeros(ctx.shape)
-        if width == 0 or not layout.crosses:
-            return dx, None, None
-        heads = dhalo.new_zeros(len(layout.intervals), width, dhalo.shape[2])
-        for head, interval in zip(heads, layout.intervals, strict=True):
-            n = min(width, interval.history)
-            if n > 0:
-                head[width - n :] = dhalo[interval.first, width - n :]
-        everyone = gather_slots(layout, heads)
-        end_of = {}
-        end = 0
-        for interval in layout.intervals:
-            end += layout.lengths[interval.slot]
-            end_of[interval.slot] = end
-        # Add in the order of the slots that used the tokens, so that the sum has one order.
-        for slot in range(len(layout.lengths)):
-            for place, holder, row in _halo_sources(layout, slot, width):
-                if holder in end_of:
-                    dx[0, end_of[holder] - width + row] += everyone[layout.places[slot], place]
+    def backward(ctx: Any, dhalo: Tensor) -> tuple[Tensor | None, None, None]:
+        find = partial(_of_tokens, layout=ctx.layout, width=ctx.width, shape=ctx.shape)
+        (dx,) = found_once(
+            find,
+            dhalo,
+            operator="gdn_triton.distributed.conv_halo",
+            backends=IN_NONE,
+        )
         return dx, None, None
+
+
+def _of_tokens(
+    dhalo: Tensor, *, layout: ShardLayout, width: int, shape: torch.Size
+) -> tuple[Tensor]:
+    """The gradient of this rank's tokens, [1, T, D], from those of all ranks' halos."""
+    dx = dhalo.new_zeros(shape)
+    if width == 0 or not layout.crosses:
+        return (dx,)
+    heads = dhalo.new_zeros(len(layout.intervals), width, dhalo.shape[2])
+    for head, interval in zip(heads, layout.intervals, strict=True):
+        n = min(width, interval.history)
+        if n > 0:
+            head[width - n :] = dhalo[interval.first, width - n :]
+    everyone = gather_slots(layout, heads)
+    end_of = {}
+    end = 0
+    for interval in layout.intervals:
+        end += layout.lengths[interval.slot]
+        end_of[interval.slot] = end
+    # Add in the order of the slots that used the tokens, so that the sum has one order.
+    for slot in range(len(layout.lengths)):
+        for place, holder, row in _halo_sources(layout, slot, width):
+            if holder in end_of:
+                dx[0, end_of[holder] - width + row] += everyone[layout.places[slot], place]
+    return (dx,)

@@ -379,6 +379,9 @@ class GatedDeltaNet(MarksUndecayed):
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         a, b = self.a_proj(x), self.b_proj(x)
         o = self._mix(qkv, a, b, cache, slots, cu_seqlens, cu_seqlens_cpu, longest)
+        if served is not None and torch.is_grad_enabled():
+            # Rows of nobody are 0 in o, and there the norm's derivative is infinite if norm_eps=0.
+            o = torch.where(served[..., None], o, 1)
         eps, weight = self.o_norm.eps, self.o_norm.weight
         if self.use_gate:
             assert eps is not None

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn_triton._host.derivatives import IN_TRITON, found_once
 from gdn_triton._host.device import on_device
 from gdn_triton._host.tensors import readable_gradient
 from gdn_triton._triton.activations import sigmoid
@@ -132,7 +133,8 @@ def norm_bwd_kernel(
         b_s = sigmoid(b_z, 1.0)
         if SIGMOID:
             b_a = b_s
-            b_da = b_s * (1 - b_s)
+            # 1 - b_s would have lost e^-z to the rounding of b_s.
+            b_da = b_s * sigmoid(-b_z, 1.0)
         else:
             b_a = b_z * b_s
             b_da = b_s * (1 + b_z * (1 - b_s))
@@ -249,11 +251,13 @@ class _RMSNormGated(torch.autograd.Function):
         return norm_fwd(problem, x, gate, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dy = readable_gradient("y", dy)
+        find = functools.partial(norm_bwd, ctx.problem)
+        name = "gdn_triton.rms_norm_gated"
         with on_device(dy.device):
-            return None, *norm_bwd(ctx.problem, dy, *ctx.saved_tensors)
+            found = found_once(find, dy, *ctx.saved_tensors, operator=name, backends=IN_TRITON)
+        return None, *found
 
 
 def forward(problem: Norm, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:

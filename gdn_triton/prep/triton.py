@@ -124,7 +124,7 @@ def prepare_gates(
     b_b = tl.load(b + (o_t * stride_bt + o_h * stride_bh), mask=mask, other=0).to(tl.float32)
     b_A = tl.load(A_log + i_h).to(tl.float32)
     b_dt = tl.load(dt_bias + i_h).to(tl.float32)
-    b_g = log_decay(b_a + b_dt, b_A, THRESHOLD)
+    b_g = log_decay(b_a + b_dt, b_A, tl.exp(b_A), THRESHOLD)
     if G_EXP:
         b_g = tl.exp(b_g)
     tl.store(g + i, b_g, mask=mask)

@@ -52,6 +52,8 @@ def _sequences(p: RecurrentProblem, x: Operands) -> tuple[Tensor, Tensor | None]
             beta=x.beta,
             initial_state=x.state,
             cu_seqlens=x.cu_seqlens,
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
             normalizes_keys=p.use_qk_l2norm,
             activates_gate=p.use_gate,
             activates_beta=p.use_beta_sigmoid,

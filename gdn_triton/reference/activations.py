@@ -3,6 +3,7 @@ norm of q and k."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,13 +21,26 @@ def gate(g_raw: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
 
     Returns:
         g [B, T, HV], natural log, at most 0, float32 (float64 if any input is). softplus(x) is x
-        above SOFTPLUS_THRESHOLD.
+        above SOFTPLUS_THRESHOLD. Where the product is too large for the dtype g is -inf, and has no
+        gradient: such a decay is 0, and exp has no gradient there.
     """
     dtype = compute_dtype(g_raw, A_log, dt_bias)
-    x = g_raw.to(dtype)
+    x, log_rate = g_raw.to(dtype), A_log.to(dtype)
     if dt_bias is not None:
         x = x + dt_bias.to(dtype)
-    return -A_log.to(dtype).exp() * F.softplus(x, threshold=SOFTPLUS_THRESHOLD)
+    with torch.no_grad():
+        overflows = _log_decay(x, log_rate).isinf()
+    # Selected first: the derivatives of inf, multiplied by a gradient of 0, would be NaN.
+    x, log_rate = x.masked_fill(overflows, 0), torch.where(overflows, 0, log_rate)
+    return _log_decay(x, log_rate).masked_fill(overflows, -torch.inf)
+
+
+def _log_decay(x: Tensor, log_rate: Tensor) -> Tensor:
+    # Far below 0 softplus is an exponential, and two exponentials are one of the sum: exp(log_rate)
+    # may overflow where e^x underflows, and inf * 0 is NaN.
+    is_exp = x < -2 * SOFTPLUS_THRESHOLD
+    softplus = torch.where(is_exp, 1, F.softplus(x, threshold=SOFTPLUS_THRESHOLD))
+    return -torch.where(is_exp, log_rate + x, log_rate).exp() * softplus
 
 
 def beta_sigmoid(beta_raw: Tensor, allow_neg_eigval: bool = False) -> Tensor:
@@ -41,8 +55,16 @@ def beta_sigmoid(beta_raw: Tensor, allow_neg_eigval: bool = False) -> Tensor:
     Returns:
         beta [B, T, HV], float32 (float64 if beta_raw is).
     """
-    beta = beta_raw.to(compute_dtype(beta_raw)).sigmoid()
+    beta = sigmoid(beta_raw.to(compute_dtype(beta_raw)))
     return 2 * beta if allow_neg_eigval else beta
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x), in x's dtype, whose derivative is right for large x too: torch's own is
+    s (1 - s), where 1 - s has lost e^-x to the rounding of s."""
+    negative = x < 0
+    e = torch.where(negative, x, -x).exp()
+    return torch.where(negative, e, 1) / (1 + e)
 
 
 def l2norm(x: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gdn_triton.reference.activations import sigmoid
+
 __all__ = ["rms_norm_gated"]
 
 
@@ -32,6 +34,6 @@ def rms_norm_gated(
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     y = weight * y.to(x.dtype) if round_norm else weight.to(wide) * y
     z = gate.to(wide)
-    y = y * (F.silu(z) if activation == "silu" else z.sigmoid())
+    y = y * (F.silu(z) if activation == "silu" else sigmoid(z))
     # A new contiguous tensor, whatever the strides of the arguments.
     return y.to(x.dtype).contiguous()

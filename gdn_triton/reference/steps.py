@@ -84,19 +84,29 @@ def gate_cumsum(
 # g_cumsum, beta: [C, H, G, BT]. A, A_inv: [C, H, G, BT, BT]. h: [C, H, G, K, V].
 # Rows past a sequence's end are 0, but g_cumsum's hold its last value there: differences stay at
 # most 0, and row BT - 1 is the whole chunk's decay.
+#
+# A difference of g_cumsum with itself is left out, not computed. Autograd would send x and -x back
+# to one gate, where x is of the size of the output. Where gates are strong all true gradients of
+# gates are many orders smaller, and the rounding of such a sum is larger than they are.
 
 
-def _decay(g_cumsum: Tensor, diagonal: int) -> Tensor:
-    """2^(g_cumsum_i - g_cumsum_j) where j <= i + diagonal, else 0: [..., BT] -> [..., BT, BT]."""
+def _strict_decay(g_cumsum: Tensor) -> Tensor:
+    """2^(g_cumsum_i - g_cumsum_j) where j < i, else 0: [..., BT] -> [..., BT, BT]."""
     BT = g_cumsum.shape[-1]
-    kept = torch.ones(BT, BT, dtype=torch.bool, device=g_cumsum.device).tril(diagonal)
+    below = torch.ones(BT, BT, dtype=torch.bool, device=g_cumsum.device).tril(-1)
     difference = g_cumsum.unsqueeze(-1) - g_cumsum.unsqueeze(-2)
     # Masked before exp2: above the diagonal it may be inf, and inf * 0 is NaN, in the gradient too.
-    return difference.masked_fill(~kept, -torch.inf).exp2()
+    return difference.masked_fill(~below, -torch.inf).exp2()
+
+
+def _decay_to_end(chunks: Chunks, g_cumsum: Tensor) -> Tensor:
+    """2^(g_last - g_cumsum_i), [C, H, G, BT]: 1 from a chunk's last token on."""
+    has_next = torch.nn.functional.pad(chunks.valid[:, 1:], (0, 1))[:, None, None]
+    return (g_cumsum[..., -1:] - g_cumsum).masked_fill(~has_next, 0).exp2()
 
 
 def kkt_in_chunks(k: Tensor, g_cumsum: Tensor, beta: Tensor) -> Tensor:
-    return beta.unsqueeze(-1) * product(k, k.mT) * _decay(g_cumsum, -1)
+    return beta.unsqueeze(-1) * product(k, k.mT) * _strict_decay(g_cumsum)
 
 
 def solve_in_chunks(A: Tensor) -> Tensor:
@@ -117,10 +127,9 @@ def state_pass_in_chunks(
     chunks: Chunks, k: Tensor, w: Tensor, u: Tensor, g_cumsum: Tensor, initial_state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """initial_state and the final state: [N, H, G, K, V]."""
-    g_last = g_cumsum[..., -1:]
     # [C, H, G, BT, K], decayed to the chunk's end
-    k_to_end = (g_last - g_cumsum).exp2().unsqueeze(-1) * k
-    decay = g_last.exp2().unsqueeze(-1)  # [C, H, G, 1, 1]
+    k_to_end = _decay_to_end(chunks, g_cumsum).unsqueeze(-1) * k
+    decay = g_cumsum[..., -1:].exp2().unsqueeze(-1)  # [C, H, G, 1, 1]
     states = States(chunks, initial_state)
     h, v_new = [], []
     for k_t, w_t, u_t, decay_t in zip(
@@ -137,7 +146,8 @@ def state_pass_in_chunks(
 def output_in_chunks(
     q: Tensor, k: Tensor, v_new: Tensor, h: Tensor, g_cumsum: Tensor, scale: float
 ) -> Tensor:
-    A_qk = product(q, k.mT) * _decay(g_cumsum, 0)
+    identity = torch.eye(g_cumsum.shape[-1], dtype=g_cumsum.dtype, device=g_cumsum.device)
+    A_qk = product(q, k.mT) * (_strict_decay(g_cumsum) + identity)
     return scale * (g_cumsum.exp2().unsqueeze(-1) * product(q, h) + product(A_qk, v_new))
 
 

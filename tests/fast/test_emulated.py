@@ -102,6 +102,14 @@ def test_tiles_are_dealt(tmp_path: Path) -> None:
     assert done.stdout.startswith("right: ") and done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long(10)
+def test_gates_of_any_size(tmp_path: Path) -> None:
+    """Where exp(A_log) overflows and softplus underflows too, with their derivatives."""
+    program = build_program(tmp_path, ROOT / "tests/fast/gates.cu")
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("right: ") and done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.long(160)
 @pytest.mark.timeout(1800)  # three minutes of two cores, which may be busy with other tests
 def test_kernels(tmp_path: Path) -> None:

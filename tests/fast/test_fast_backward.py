@@ -29,6 +29,7 @@ from fast_backward_cases import (
     small_betas,
 )
 from fast_cases import EDGES, ROOT, fast_case, gpu, output
+from gate_cases import GateCall, Gates, far_gates, strong_gates
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
 from torch import Tensor
 
@@ -70,6 +71,15 @@ CASES = [
     fast_case("segments-packed", "a long sequence beside short ones",
           lengths=(2100, 1, 0, 300, 1024), orphans=70, H=1, HV=1),
 ]  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("make", [far_gates, strong_gates], ids=["far", "strong"])
+def test_gates_in_the_kernel(make: Callable[[], Gates], dtype: torch.dtype, own: str) -> None:
+    """The forward too. Factors that leave float32, and decays of up to e^-20 a token."""
+    call = GateCall(make(), dtype, own)
+    call.check(call.by_op())
 
 
 @gpu

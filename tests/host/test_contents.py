@@ -113,6 +113,21 @@ def test_what_the_call_computes_itself_is_not_judged() -> None:
     assert list(contents_of(logits).mistakes) == ["keys"]
 
 
+def test_rates_in_the_place_of_their_logarithms(device: str) -> None:
+    """Only where no gate can be right any more: float32 has exp(88), and not exp(89)."""
+    call = {**right(device), "use_gate_in_kernel": True}
+    for largest, mistakes in ((88.0, []), (89.0, ["A_log"]), (math.inf, ["A_log"])):
+        A_log = torch.tensor([0.0, 2.8, largest, -math.inf], device=device)
+        found = contents_of({**call, "A_log": A_log})
+        assert list(found.mistakes) == mistakes
+        for sentence in found.mistakes.values():
+            assert re.search(rf"A_log is up to {largest:.3g}, .* looks like the rate", sentence)
+    A_log = torch.full((4,), math.nan, device=device)
+    found = contents_of({**call, "A_log": A_log, "dt_bias": A_log})
+    assert list(found.mistakes) == ["not finite"]
+    assert found.mistakes["not finite"].startswith("A_log and dt_bias already have NaN")
+
+
 def test_tokens_of_no_sequence_are_not_judged() -> None:
     call = right(case=Case("packed", "", lengths=(17, 0, 20), orphans=3))
     call["g"][:, 37:] = math.nan

@@ -220,10 +220,13 @@ def test_gradients_packed_and_masked() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("form", ["masked", "packed", "skipped", "packed and skipped"])
-def test_what_padding_holds_reaches_no_gradient(form: str, value: float) -> None:
+@pytest.mark.parametrize("norm_eps", [1e-5, 0.0])
+def test_what_padding_holds_reaches_no_gradient(norm_eps: float, form: str, value: float) -> None:
     """As if it held zeros, to the last bit: y, all parameters' gradients and those of x, which are
-    0 for the padding."""
+    0 for the padding. Without an epsilon the norm divides the zeros of the padding by 0; one of
+    1e-30 does not change a float64 row of any token."""
     layer = make_layer()
+    layer.o_norm.eps = norm_eps or 1e-30
     x = make_input(1, 12) if "packed" in form else make_input(3, 4)
     given: dict[str, Any] = {}
     padding = torch.zeros(x.shape[:2], dtype=torch.bool)
@@ -248,6 +251,8 @@ def test_what_padding_holds_reaches_no_gradient(form: str, value: float) -> None
     hollow = x.masked_fill(padding[..., None], 0)
     expected = gradients(layer, hollow, run)
     y = run(hollow)
+    assert all(gradient.isfinite().all() for gradient in expected.values())
+    layer.o_norm.eps = norm_eps
     hostile = x.masked_fill(padding[..., None], value)
     found = gradients(layer, hostile, run)
     assert same_bits_64(run(hostile), y)

@@ -245,11 +245,11 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
     // A decay below the floor is exactly 0 and has no gradient; a NaN stays one.
     if (p.use_gate) {
       if (p.dt_bias) g += p.dt_bias[hv];
-      const float rate = __expf(p.A_log[hv]), slope = g > kSoftplusThreshold ? 1.f : 1.f / (1.f + __expf(-g));
-      g = -rate * softplus(g);
+      const float x = g, A_log = p.A_log[hv];
+      g = log_decay(x, A_log);
       const bool closed = g * kRcpLn2 < kLog2Floor;
       of_A_log += closed ? 0.f : dg[i] * g;
-      dg[i] = closed ? 0.f : -rate * slope * dg[i];
+      dg[i] = closed ? 0.f : log_decay_slope(x, A_log, g) * dg[i];
       of_bias += dg[i];
     } else if (g * kRcpLn2 < kLog2Floor) {
       dg[i] = 0.f;

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.activations import softplus
+from gdn_triton._triton.activations import log_decay
 from gdn_triton._triton.strides import head_arguments, head_strides
 from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.places import chunk_span, store_zeros
@@ -105,15 +105,19 @@ def gate_bwd_kernel(
     p_g = g + i_b * stride_gb + (row + o_t) * stride_gt + i_hv * stride_gh
     b_g = tl.load(p_g, mask=valid, other=0).to(tl.float32)
     if HAS_GATE:
-        rate = tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+        b_A = tl.load(A_log + i_hv).to(tl.float32)
+        rate = tl.exp(b_A)
         if HAS_DT_BIAS:
             b_g += tl.load(dt_bias + i_hv).to(tl.float32)
-        b_slope = tl.where(b_g > THRESHOLD, 1.0, 1 / (1 + tl.exp(-b_g)))
-        b_g = -rate * softplus(b_g, THRESHOLD)
+        is_exp = b_g < -2 * THRESHOLD
+        b_slope = -rate * tl.where(b_g > THRESHOLD, 1.0, 1 / (1 + tl.exp(-b_g)))
+        b_g = log_decay(b_g, b_A, rate, THRESHOLD)
+        # Where softplus is an exponential, the decay is its own derivative.
+        b_slope = tl.where(is_exp, b_g, b_slope)
         # A NaN fails both comparisons and so stays a NaN.
         closed = (b_g * RCP_LN2 < FLOOR) | (o_t >= n_rows)
         tl.store(sums + o_sums, tl.sum(tl.where(closed, 0.0, b_dg * b_g), 0))
-        b_dg = tl.where(closed, 0.0, -rate * b_slope * b_dg)
+        b_dg = tl.where(closed, 0.0, b_slope * b_dg)
         tl.store(sums + o_sums + HV, tl.sum(b_dg, 0))
     else:
         b_dg = tl.where(b_g * RCP_LN2 < FLOOR, 0.0, b_dg)

@@ -63,7 +63,7 @@ def chunk_cumsum_kernel(
         b_A = tl.load(A_log + o_h, mask=o_h < HV, other=0).to(tl.float32)
         if HAS_DT_BIAS:
             b_x += tl.load(dt_bias + o_h, mask=o_h < HV, other=0).to(tl.float32)[None, :]
-        b_x = log_decay(b_x, b_A[None, :], THRESHOLD)
+        b_x = log_decay(b_x, b_A[None, :], tl.exp(b_A)[None, :], THRESHOLD)
     b_x *= scale
     if IS_DECAY:
         # A comparison keeps a NaN; a maximum would drop it.

@@ -104,7 +104,8 @@ def prepare_fwd_kernel(
     if HAS_GATE:
         if HAS_DT_BIAS:
             b_g += tl.load(dt_bias + i_hv).to(tl.float32)
-        b_g = log_decay(b_g, tl.load(A_log + i_hv).to(tl.float32), THRESHOLD)
+        b_A = tl.load(A_log + i_hv).to(tl.float32)
+        b_g = log_decay(b_g, b_A, tl.exp(b_A), THRESHOLD)
     b_g *= RCP_LN2
     b_g = tl.where(b_g < FLOOR, FLOOR, b_g)
     b_g = decay_cumsum(tl.where(valid, b_g, 0.0))

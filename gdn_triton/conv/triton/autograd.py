@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gdn_triton._host.derivatives import IN_TRITON, found_once
 from gdn_triton._host.device import on_device
 from gdn_triton._host.tensors import readable_gradient
 from gdn_triton.conv.problem import ConvOperands, ConvProblem
@@ -27,13 +29,13 @@ class _CausalConv1d(torch.autograd.Function):
         return conv_fwd(problem, ConvOperands(x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, cu_seqlens = ctx.saved_tensors
         dy = readable_gradient("y", dy)
-        with on_device(x.device):
-            dx, dweight, dbias = conv_bwd(ctx.problem, dy, x, weight, bias, cu_seqlens)
-        return None, dx, dweight, dbias, None
+        find = functools.partial(conv_bwd, ctx.problem)
+        name = "gdn_triton.causal_conv1d"
+        with on_device(dy.device):
+            found = found_once(find, dy, *ctx.saved_tensors, operator=name, backends=IN_TRITON)
+        return None, *found, None
 
 
 def forward(problem: ConvProblem, given: ConvOperands) -> Tensor:

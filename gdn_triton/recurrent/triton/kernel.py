@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.activations import softplus
+from gdn_triton._triton.activations import log_decay
 from gdn_triton._triton.tiles import Tile, padded
 from gdn_triton.recurrent.triton.sums import column_sums, products
 
@@ -216,7 +216,8 @@ def recurrent_fwd_kernel(
     if gv is not None:
         p_gv = gv + i_b * stride_gvb + row * stride_gvt + i_hv * stride_gvh + o_v * stride_gvv
     if A_log is not None:
-        rate = -tl.exp(tl.load(A_log + i_hv * stride_A).to(tl.float32))
+        b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
+        rate = tl.exp(b_A)
     if dt_bias is not None:
         b_bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
     if num_accepted_tokens is not None:
@@ -288,7 +289,7 @@ def recurrent_fwd_kernel(
             if A_log is not None:
                 if dt_bias is not None:
                     b_g += b_bias
-                b_g = rate * softplus(b_g, THRESHOLD)
+                b_g = log_decay(b_g, b_A, rate, THRESHOLD)
             decay = decay_of(b_g, RCP_LN2)
         read_q, read_k = b_q, b_k
         if gk is not None:
