@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn_triton._host.arguments import check_tensors
+from gdn_triton._host.tensors import writing
 from gdn_triton.conv.api import causal_conv1d
 from gdn_triton.conv.api import causal_conv1d_update as conv_update
 
@@ -27,7 +29,7 @@ def whole(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         packed = any(kwargs.get(name) is not None for name in PACKED)
-        if packed or activation not in ACTIVATIONS:
+        if packed or not isinstance(activation, str | None) or activation not in ACTIVATIONS:
             return theirs(hidden_states, weight, bias, activation=activation, **kwargs)
         # [B, D, T], which is a transposed [B, T, D].
         return causal_conv1d(hidden_states.mT, weight, bias, ACTIVATIONS[activation]).mT
@@ -46,6 +48,12 @@ def step(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
+        required = {
+            "hidden_states": hidden_states,
+            "conv_state": conv_state,
+            "weight": weight,
+        }
+        check_tensors(required, {"bias": bias})
         needed, T = weight.shape[-1] - 1, hidden_states.shape[-1]
         older = conv_state.shape[-1] - needed
         trained = any(x is not None and x.requires_grad for x in (hidden_states, weight, bias))
@@ -53,16 +61,19 @@ def step(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
             older < 0
             or T != 1
             or needed < 1
+            or not isinstance(activation, str | None)
             or activation not in ACTIVATIONS
             or torch.promote_types(hidden_states.dtype, conv_state.dtype) != conv_state.dtype
             or (trained and torch.is_grad_enabled())
         ):
             return theirs(hidden_states, conv_state, weight, bias, activation)
-        if older > 0:
-            # Columns that no convolution reads any more move along.
-            conv_state[..., :older] = conv_state[..., 1 : older + 1].clone()
+        # Columns that no convolution reads any more move along, once the call has been judged.
+        moved = conv_state[..., 1 : older + 1].clone()
         state = conv_state[..., older:]
         y = conv_update(hidden_states.mT, weight, bias, ACTIVATIONS[activation], state=state)
+        if older > 0:
+            with writing(conv_state):
+                conv_state[..., :older] = moved
         return y.mT
 
     return causal_conv1d_update
