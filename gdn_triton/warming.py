@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn_triton._host.arguments import must, value_of
+from gdn_triton._host.arguments import (
+    INDEX_DTYPES,
+    INDICES,
+    check_flags,
+    check_float_dtype,
+    must,
+    value_of,
+)
+from gdn_triton._host.slots import check_skip
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.chunk.prefill import chunk_prefill
-from gdn_triton.constants import DEFAULT_CHUNK_SIZE
+from gdn_triton.constants import CHUNK_SIZES, DEFAULT_CHUNK_SIZE
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
 
 # Two neighbours of a series of sizes are no further apart: where a tile is chosen by a product of
@@ -91,7 +99,33 @@ def warmup(
         TypeError, ValueError: an argument that does not fit, here or in one of the functions.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run one of the calls.
     """
-    _check(calls, max_tokens=max_tokens, max_sequences=max_sequences)
+    # An iterable may be read only once.
+    calls = _known_calls(calls)
+    padded, tokens_per_step = _pairs(padded), _numbers(tokens_per_step)
+    _check_sizes(H=H, HV=HV, K=K, V=V, max_tokens=max_tokens, max_sequences=max_sequences)
+    if HV % H != 0:
+        raise ValueError(must("HV", f"be a multiple of H={H}", str(HV)))
+    dtypes = {
+        "dtype": dtype,
+        "state_dtype": state_dtype,
+        "gate_dtype": gate_dtype,
+        "beta_dtype": beta_dtype,
+    }
+    for name, asked in dtypes.items():
+        check_float_dtype(name, asked)
+    if index_dtype not in INDEX_DTYPES:
+        raise ValueError(must("index_dtype", f"be {INDICES}", value_of(index_dtype)))
+    check_flags(
+        backward=backward,
+        raw_gates=raw_gates,
+        mixed_qkv=mixed_qkv,
+        state_v_first=state_v_first,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+    )
+    check_skip(skip)
+    if type(chunk_size) is not int or chunk_size not in CHUNK_SIZES:
+        raise ValueError(must("chunk_size", f"be one of {CHUNK_SIZES}", value_of(chunk_size)))
     if allow_neg_eigval and not raw_gates:
         raise ValueError(must("allow_neg_eigval", "come with raw_gates=True", "False"))
 
@@ -101,7 +135,7 @@ def warmup(
         K=K,
         V=V,
         dtype=dtype,
-        device=torch.device(device),
+        device=_usable(device),
         gate_dtype=gate_dtype,
         beta_dtype=beta_dtype,
         raw_gates=raw_gates,
@@ -148,21 +182,68 @@ def warmup(
     return count
 
 
-def _check(calls: Sequence[Callable[..., Any]], **most: int) -> None:
-    """Raises for functions that are not of this package's four, and for sizes below 1."""
+def _known_calls(calls: Sequence[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
+    """Raises for functions that are not of this package's four."""
     known = (
         chunk_gated_delta_rule,
         chunk_prefill,
         fused_recurrent_gated_delta_rule,
         recurrent_step,
     )
-    for call in calls:
+    expected = "be of " + ", ".join(function.__name__ for function in known)
+    if not isinstance(calls, Iterable):
+        raise TypeError(must("calls", expected, value_of(calls)))
+    asked = tuple(calls)
+    for call in asked:
         if call not in known:
-            names = ", ".join(function.__name__ for function in known)
-            raise TypeError(must("calls", f"be of {names}", value_of(call)))
-    for name, size in most.items():
-        if type(size) is not int or size < 1:
-            raise ValueError(must(name, "be an int of at least 1", value_of(size)))
+            raise TypeError(must("calls", expected, value_of(call)))
+    return asked
+
+
+def _check_sizes(**sizes: object) -> None:
+    for name, size in sizes.items():
+        if type(size) is not int or not 1 <= size < 2**31:
+            raise ValueError(must(name, "be an int of at least 1, below 2^31", value_of(size)))
+
+
+def _numbers(tokens_per_step: Iterable[int]) -> tuple[int, ...]:
+    name = "tokens_per_step"
+    if not isinstance(tokens_per_step, Iterable):
+        raise TypeError(must(name, "be ints", value_of(tokens_per_step)))
+    numbers = tuple(tokens_per_step)
+    for tokens in numbers:
+        _check_sizes(**{name: tokens})
+    return numbers
+
+
+def _pairs(padded: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    expected = "be pairs (B, T) of ints of at least 1, below 2^31"
+    if not isinstance(padded, Iterable):
+        raise TypeError(must("padded", expected, value_of(padded)))
+    pairs = tuple(padded)
+    for pair in pairs:
+        if (
+            not isinstance(pair, Sequence)
+            or len(pair) != 2
+            or any(type(size) is not int or not 1 <= size < 2**31 for size in pair)
+        ):
+            raise ValueError(must("padded", expected, value_of(pair)))
+    return pairs
+
+
+def _usable(device: object) -> torch.device:
+    """ValueError for a device that torch does not know, or has no memory on."""
+    if not isinstance(device, str | torch.device):
+        raise TypeError(must("device", "be a torch.device or its name", value_of(device)))
+    try:
+        usable = torch.device(device)
+        torch.empty(0, device=usable)
+    # Torch raises an AssertionError where it was built without the device's library.
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        expected = "be a device that torch has memory on"
+        raise ValueError(must("device", expected, f"{str(device)!r}: {why}")) from error
+    return usable
 
 
 def series(most: int) -> Iterator[int]:

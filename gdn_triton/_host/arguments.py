@@ -55,6 +55,14 @@ def check_dtype(name: str, x: Tensor, allowed: frozenset[torch.dtype], expected:
         raise ValueError(must(name, f"be {expected}", str(x.dtype)))
 
 
+def check_float_dtype(name: str, dtype: object) -> None:
+    """Judges a dtype that a caller asks for."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(must(name, "be a torch.dtype", value_of(dtype)))
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(must(name, f"be {FLOATS}", str(dtype)))
+
+
 def real_or_none(name: str, x: object) -> float | None:
     """x as a float. TypeError if it is no real number, ValueError if float64 has no such one."""
     if x is None or type(x) is float:
@@ -90,9 +98,26 @@ def check_tensors(required: Mapping[str, object], optional: Mapping[str, object]
     for name, x in required.items():
         if not isinstance(x, Tensor):
             raise TypeError(must(name, "be a torch.Tensor", type_of(x)))
+        if not is_strided(x):
+            refuse_layout(name, x)
     for name, x in optional.items():
-        if x is not None and not isinstance(x, Tensor):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
             raise TypeError(must(name, "be a torch.Tensor or None", type_of(x)))
+        if not is_strided(x):
+            refuse_layout(name, x)
+
+
+def is_strided(x: Tensor) -> bool:
+    """Whether the elements lie in memory by strides: a sparse tensor, one of MKL-DNN and a nested
+    one have no strides, and some have no shape."""
+    return x.layout is torch.strided and not x.is_nested
+
+
+def refuse_layout(name: str, x: Tensor) -> NoReturn:
+    """ValueError for a tensor that is not strided."""
+    raise ValueError(must(name, "be a strided tensor", _layout_of(x)))
 
 
 def check_flags(**flags: object) -> None:
@@ -209,12 +234,16 @@ def shape_of(x: Tensor) -> str:
     return f"shape {list(x.shape)}"
 
 
+def _layout_of(x: Tensor) -> str:
+    return "a nested one" if x.is_nested else f"one of layout {x.layout}"
+
+
 def type_of(x: Any) -> str:
     return type(x).__name__
 
 
 def value_of(x: Any) -> str:
     # A tensor is described, never printed: printing it would fetch its contents.
-    return (
-        f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"{x!r} ({type_of(x)})"
-    )
+    if not isinstance(x, Tensor):
+        return f"{x!r} ({type_of(x)})"
+    return "a nested tensor" if x.is_nested else f"a tensor of shape {list(x.shape)}"

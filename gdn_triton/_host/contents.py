@@ -9,7 +9,7 @@ import math
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,25 @@ class Contents:
         return "\n".join(lines + [f"  {sentence}" for sentence in self.unseen])
 
 
+class Words(NamedTuple):
+    """How a call names its gate g, its beta and its states, and what activates g and beta."""
+
+    g: str
+    beta: str
+    state: str
+    gate: str
+    sigmoid: str
+
+
+_FLAGS: Final = "use_gate_in_kernel=True", "use_beta_sigmoid_in_kernel=True"
+OF_SEQUENCES: Final = Words("g", "beta", "initial_state", *_FLAGS)
+OF_PREFILL: Final = Words("g", "beta", "state", *_FLAGS)
+# Of `gdn_triton.recurrent_step`, and of it with a and b.
+_INSTEAD: Final = "the argument a, in place of g,", "the argument b, in place of beta,"
+OF_STEP: Final = Words("g", "beta", "state", *_INSTEAD)
+OF_RAW_STEP: Final = Words("a", "b", "state", *_INSTEAD)
+
+
 def read_contents(
     *,
     q: Tensor,
@@ -77,18 +96,25 @@ def read_contents(
     normalizes_keys: bool,
     activates_gate: bool,
     activates_beta: bool,
+    served: Tensor | None = None,
+    words: Words = OF_SEQUENCES,
 ) -> Contents:
-    """The contents of a valid call of sequences; what belongs to no sequence is not read. Waits for
-    the device.
+    """The contents of a valid call; what belongs to no sequence is not read. Waits for the device.
 
     q, k, v: [B, T, H or HV, channels]. g: [B, T, HV]. beta: [B, T, HV, ...]. A_log, dt_bias: [HV],
     if the call activates its gate. normalizes_keys, activates_gate, activates_beta: the call does
-    so, to what is here.
+    so, to what is here. served: of a call on a pool, [B, T], bool: the tokens that count; its
+    initial_state has the states of these alone, and the order of T and H is not judged, since the
+    pool says what HV is. words: the call's names.
     """
     T, H = k.shape[1:3]
-    end = T if cu_seqlens is None else int(cu_seqlens[-1].item())
-    q, k, v = (x.detach()[:, :end] for x in (q, k, v))
-    g, beta = (None if x is None else x.detach()[:, :end] for x in (g, beta))
+    if served is None:
+        end = T if cu_seqlens is None else int(cu_seqlens[-1].item())
+        q, k, v = (x.detach()[:, :end] for x in (q, k, v))
+        g, beta = (None if x is None else x.detach()[:, :end] for x in (g, beta))
+    else:
+        q, k, v = (x.detach()[served][None] for x in (q, k, v))
+        g, beta = (None if x is None else x.detach()[served][None] for x in (g, beta))
     A_log, dt_bias = (None if x is None else x.detach() for x in (A_log, dt_bias))
     lengths = k.float().norm(dim=-1)  # [B, end, H]
     largest_g = None if activates_gate else _extremes(g)[1]
@@ -100,12 +126,17 @@ def read_contents(
     bad = [
         *(
             name
-            for name, x in (("g", g), ("beta", beta), ("A_log", A_log), ("dt_bias", dt_bias))
+            for name, x in (
+                (words.g, g),
+                (words.beta, beta),
+                ("A_log", A_log),
+                ("dt_bias", dt_bias),
+            )
             if x is not None and _any(x.isnan())
         ),
         *(
             name
-            for name, x in (("q", q), ("k", k), ("v", v), ("initial_state", state))
+            for name, x in (("q", q), ("k", k), ("v", v), (words.state, state))
             if x is not None and _any(~x.isfinite())
         ),
     ]
@@ -115,7 +146,7 @@ def read_contents(
             "which reach every later token."
         )
     if g is not None and largest_g is not None and largest_g > 0:
-        mistakes["gate"] = _about_gate(g, largest_g)
+        mistakes["gate"] = _about_gate(g, largest_g, words)
     largest_rate = _extremes(A_log)[1]
     if largest_rate is not None and largest_rate > MOST_A_LOG:
         mistakes["A_log"] = (
@@ -126,7 +157,7 @@ def read_contents(
     if least is not None and most is not None and (most > 2 * SLACK or least < 0):
         mistakes["beta"] = (
             f"beta is {least:.3g} to {most:.3g}, outside of 0 to 2, so the state grows: it looks "
-            "like logits, of which use_beta_sigmoid_in_kernel=True takes the sigmoid."
+            f"like logits, of which {words.sigmoid} takes the sigmoid."
         )
     elif longest_key is not None and _largest_step(lengths, beta, activates_beta) > 2 * SLACK:
         mistakes["keys"] = (
@@ -134,7 +165,7 @@ def read_contents(
             "above 2, so the state grows with such tokens: the keys look as if they were not "
             "normalised, which use_qk_l2norm_in_kernel=True does."
         )
-    if cu_seqlens is None and 1 < T < H:
+    if cu_seqlens is None and served is None and 1 < T < H:
         mistakes["layout"] = (
             f"T={T} is less than H={H}: the tensors look like [B, H, T, ...], and are read as "
             "[B, T, H, ...], tokens before heads. If the sequence is as short as that, it is right."
@@ -190,7 +221,7 @@ def _largest_step(lengths: Tensor, beta: Tensor | None, activates_beta: bool) ->
     return _extremes(steps)[1] or 0.0
 
 
-def _about_gate(g: Tensor, largest: float) -> str:
+def _about_gate(g: Tensor, largest: float, words: Words) -> str:
     if largest <= 1 and g.amin().item() >= 0:
         return (
             f"g is between 0 and 1, {largest:.3g} at most: it looks like alpha, the decay itself. "
@@ -199,7 +230,7 @@ def _about_gate(g: Tensor, largest: float) -> str:
     return (
         f"g is up to {largest:.3g}, and a positive g makes the state grow: g is the natural "
         "logarithm of the decay, 0 at most. It looks like a gate of the wrong sign, or like one "
-        "before its activation, which use_gate_in_kernel=True applies."
+        f"before its activation, which {words.gate} applies."
     )
 
 

@@ -15,6 +15,7 @@ which see all of this:
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
 import torch
@@ -130,6 +131,21 @@ def check_written(name: str, x: Tensor | None) -> None:
     if x is not None and not torch.compiler.is_dynamo_compiling() and x.is_neg():
         expected = "be written where it lies"
         raise ValueError(must(name, expected, "a tensor with a negative bit: see resolve_neg()"))
+
+
+def writing(x: Tensor) -> AbstractContextManager[object]:
+    """In which torch's operations write x in place. A tensor that was made in inference mode is
+    written in that mode only, as it has no version: no graph of autograd can hold it, so that no
+    backward can miss the write."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        return torch.inference_mode()
+    return nullcontext()
+
+
+def host_reads(x: Tensor) -> bool:
+    """Whether the host judges the contents of an argument: elsewhere it would wait for the device,
+    or there are none."""
+    return x.device.type == "cpu" and not is_traced(x) and not is_transformed()
 
 
 def readable_gradient(name: str, gradient: _Gradient) -> _Gradient:

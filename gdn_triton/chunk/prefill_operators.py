@@ -78,7 +78,10 @@ def traced_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(y, Tensor) and y.requires_grad for y in given.values()
     )
-    if needs_grad or not _fits(given):
+    # Torch counts the writes of an operator before it finds that a tensor is elsewhere.
+    tensors = [y for y in given.values() if isinstance(y, Tensor)]
+    together = len({y.device for y in tensors if y is not x.cu_seqlens_cpu}) == 1
+    if needs_grad or not together or not _fits(given):
         validate_prefill(x)
     given["scale"] = None if x.scale is None else float(x.scale)
     given["batch_invariant"] = traced_batch_invariant()
@@ -98,5 +101,6 @@ def _fits(given: dict[str, Any]) -> bool:
         and all(given[name] is True or given[name] is False for name in Options._fields)
         and type(given["skip"]) is str
         and type(given["checkpoint_every_n_tokens"]) is int
+        and given["checkpoint_every_n_tokens"] < 2**31
         and type(given["chunk_size"]) is int
     )

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from gdn_triton import reference
-from gdn_triton._host.contents import warn_of_contents
+from gdn_triton._host.contents import OF_PREFILL, warn_of_contents
+from gdn_triton._host.tensors import writing
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 
 
@@ -82,10 +83,30 @@ def _on_pool(problem: Problem, pool: Pool, x: Inputs) -> tuple[Tensor, Tensor]:
     served = torch.zeros(p.B * p.T, dtype=torch.bool, device=p.device)
     for n in live.nonzero().flatten().tolist():
         served[bounds[n] : bounds[n + 1]] = True
-    served = served.view(p.B, p.T, 1, 1)
-    pool.out.copy_(torch.where(served, result.o.to(p.q_dtype), 0))
+    served = served.view(p.B, p.T)
+    if p.device.type == "cpu" and p.unreadable is None:
+        warn_of_contents(
+            q=x.q,
+            k=x.k,
+            v=x.v,
+            g=x.g,
+            beta=x.beta,
+            initial_state=initial_state[begun],
+            cu_seqlens=x.cu_seqlens,
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
+            normalizes_keys=p.use_qk_l2norm,
+            activates_gate=p.use_gate,
+            activates_beta=p.use_beta_sigmoid,
+            served=served,
+            words=OF_PREFILL,
+        )
+    served = served[..., None, None]
+    with writing(pool.out):
+        pool.out.copy_(torch.where(served, result.o.to(p.q_dtype), 0))
     written = live & (pool.write_slots > pool.last_skipped)
-    state[pool.write_slots[written].long()] = result.final_state[written].to(state.dtype)
+    with writing(state):
+        state[pool.write_slots[written].long()] = result.final_state[written].to(state.dtype)
     if keeps:
         _keep_checkpoints(p, pool, bounds, live.tolist(), result)
     return pool.out, state
@@ -111,5 +132,6 @@ def _keep_checkpoints(
                 row = slots[n][j] if j < len(slots[n]) else pool.last_skipped
                 if row <= pool.last_skipped:
                     continue
-            pool.checkpoints[row] = after.to(pool.checkpoints.dtype)
+            with writing(pool.checkpoints):
+                pool.checkpoints[row] = after.to(pool.checkpoints.dtype)
         first += -(-length // p.chunk_size)

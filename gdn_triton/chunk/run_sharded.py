@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gdn_triton._host.arguments import must, type_of
+from gdn_triton._host.arguments import is_strided, must, type_of
 from gdn_triton._host.tensors import is_traced, resolved
 from gdn_triton.chunk.backends import SHARDED
 from gdn_triton.chunk.problem import ChunkCall, Inputs, Problem
@@ -27,7 +27,8 @@ def validate_sharded(x: ChunkCall, cp_context: object) -> tuple[ShardLayout, Inp
     layout = shard_layout(cp_context)
     tokens = sum(layout.lengths[interval.slot] for interval in layout.intervals)
     q = x.inputs.q
-    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] != tokens:
+    # What else q may be is judged with the call.
+    if isinstance(q, Tensor) and is_strided(q) and q.dim() == 4 and q.shape[1] != tokens:
         raise ValueError(
             f"q must have the T={tokens} tokens of this rank's part of cp_context, got "
             f"T={q.shape[1]}"

@@ -61,7 +61,10 @@ def remembered(judge: Callable[_Arguments, _Judgement]) -> Callable[_Arguments, 
 
     @functools.wraps(judge)
     def judged(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Judgement:
-        key = likeness(tuple(kwargs), (*args, *kwargs.values()))
+        try:
+            key = likeness(tuple(kwargs), (*args, *kwargs.values()))
+        except RuntimeError:  # a tensor that is not strided, which need not have a shape
+            key = None
         if key is None:
             return judge(*args, **kwargs)
         judgement = accepted.get(key)
@@ -79,12 +82,12 @@ def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None
     """All that may be judged of the arguments of a call, in a form that is equal for calls that are
     alike; None if no such form holds it. ValueError for a bad `GDN_BATCH_INVARIANT`.
 
-    Of a tensor: shape, dtype, device, and whether it requires a gradient (and whether gradients are
-    on at all); of integers that the host can read, their values, if they are few. Of a number its
-    type too, as 1 is equal to True, and a float to the last bit, as 0.0 is equal to -0.0. Of the
-    environment `GDN_BATCH_INVARIANT`. No form has the contents of longer integer tensors that the
-    host can read, what a subclass of Tensor knows (symbolic sizes), what a tensor is to a transform
-    of torch.func or to forward-mode AD, or an object of another type. A value may
+    Of a tensor: shape, dtype, layout, device, and whether it requires a gradient (and whether
+    gradients are on at all); of integers that the host can read, their values, if they are few. Of
+    a number its type too, as 1 is equal to True, and a float to the last bit, as 0.0 is equal to
+    -0.0. Of the environment `GDN_BATCH_INVARIANT`. No form has the contents of longer integer
+    tensors that the host can read, what a subclass of Tensor knows (symbolic sizes), what a tensor
+    is to a transform of torch.func or to forward-mode AD, or an object of another type. A value may
     be a record, a NamedTuple of such values.
     """
     if is_transformed():
@@ -100,7 +103,7 @@ def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None
                 if x.numel() > MOST_COMPARED:
                     return None
                 key.append(tuple(x.flatten().tolist()))
-            key.append((x.shape, dtype, x.device, x.requires_grad))
+            key.append((x.shape, dtype, x.layout, x.device, x.requires_grad))
         elif kind is float:
             key.append(x.hex())
         elif hasattr(kind, "_fields"):

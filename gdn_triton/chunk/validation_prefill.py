@@ -98,8 +98,9 @@ def validate_prefill(call: PrefillCall) -> Problem:
     check_shape("out", out, B=p.B, T=p.T, HV=p.HV, V=p.V)
 
     # Checkpoints.
-    if every < 0 or every % p.chunk_size != 0:
-        expected = f"be 0 or a multiple of chunk_size={p.chunk_size}"
+    # Kernels take it as a number of 32 bits.
+    if not 0 <= every < 2**31 or every % p.chunk_size != 0:
+        expected = f"be 0 or a multiple of chunk_size={p.chunk_size} below 2^31"
         raise ValueError(must("checkpoint_every_n_tokens", expected, str(every)))
     if every == 0:
         for name in ("state_checkpoints", "checkpoint_slots"):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gdn_triton._host.tensors import writing
 from gdn_triton.conv.problem import ConvOperands, ConvProblem
 from gdn_triton.reference import conv as reference_conv
 
@@ -83,7 +84,8 @@ def _write(
     tokens: Tensor,
 ) -> None:
     """tokens: those of the span after their states, as `with_earlier` gives them."""
-    assert given.state is not None and slots is not None and live is not None
+    state = given.state
+    assert state is not None and slots is not None and live is not None
     write = slots if given.write_slots is None else given.write_slots
     T, last = span.end - span.start, p.last_skipped
     for n in range(p.N)[span.sequences]:
@@ -92,14 +94,16 @@ def _write(
         row = tokens[n if given.cu_seqlens is None else 0]
         if p.columns > 0:
             if T > 0 and write[n] > last:
-                kept = row[1:][: p.columns].mT.to(given.state.dtype)
-                given.state[write[n], :, : kept.shape[1]] = kept
+                kept = row[1:][: p.columns].mT.to(state.dtype)
+                with writing(state):
+                    state[write[n], :, : kept.shape[1]] = kept
             continue
         if p.every_token:
             places = write[n if given.cu_seqlens is None else 0, span.start : span.end]
             ends = [(slot, t + 1) for t, slot in enumerate(places.tolist())]
         else:
             ends = [(int(write[n]), T)]
-        for slot, t in ends:
-            if slot > last:
-                given.state[slot] = row[t : t + p.W - 1].mT.to(given.state.dtype)
+        with writing(state):
+            for slot, t in ends:
+                if slot > last:
+                    state[slot] = row[t : t + p.W - 1].mT.to(state.dtype)

@@ -14,11 +14,11 @@ from gdn_triton._host.arguments import (
     INDEX_DTYPES,
     INDICES,
     check_dtype,
+    check_tensors,
     count_sequences,
     must,
     shape_of,
     shaped,
-    type_of,
     value_of,
 )
 from gdn_triton._host.memory import Apart, Layout, layout_of
@@ -125,13 +125,8 @@ def validate_conv(args: ConvArguments, form: Form) -> ConvProblem:
 
 
 def _check_types(args: ConvArguments, form: Form) -> None:
-    for name, required in ((form.name, args.x), ("weight", args.weight)):
-        if not isinstance(required, Tensor):
-            raise TypeError(must(name, "be a torch.Tensor", type_of(required)))
-    for name in _OPTIONAL:
-        given = getattr(args, name)
-        if given is not None and not isinstance(given, Tensor):
-            raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
+    optional = {name: getattr(args, name) for name in _OPTIONAL}
+    check_tensors({form.name: args.x, "weight": args.weight}, optional)
     if type(args.activation) not in (str, type(None)) or args.activation not in ACTIVATIONS:
         raise ValueError(must("activation", 'be "silu" or None', value_of(args.activation)))
     check_skip(args.skip)

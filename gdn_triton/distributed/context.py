@@ -17,7 +17,10 @@ from gdn_triton._host.arguments import (
     check_dtype,
     check_offsets,
     check_on_host,
+    check_tensors,
     count_sequences,
+    must,
+    value_of,
 )
 from gdn_triton._host.derivatives import IN_NONE, found_once
 from gdn_triton.distributed.exchange import gather_slots
@@ -171,14 +174,16 @@ def build_cp_context(
         TypeError, ValueError: an argument that does not fit; also if this process is no rank of
             `group`.
     """
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")
+    check_tensors({"cu_seqlens": cu_seqlens}, {"cu_seqlens_cpu": cu_seqlens_cpu})
     count_sequences(cu_seqlens)
     for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
         if x is not None:
             check_dtype(name, x, INDEX_DTYPES, INDICES)
     if layout not in _LAYOUTS:
         raise ValueError(f"layout must be one of {_LAYOUTS}, got {layout!r}")
+    if lengths is not None and not isinstance(lengths, Sequence):
+        expected = "be a sequence of ints, one for each slot, or None"
+        raise TypeError(must("lengths", expected, value_of(lengths)))
     rank, world_size = _place(group, "group")
     if cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()
@@ -358,8 +363,7 @@ def conv_halo(x: Tensor, cp_context: object, kernel_size: int | None = None) -> 
             f"{kernel_size!r}"
         )
     tokens = sum(layout.lengths[interval.slot] for interval in layout.intervals)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    check_tensors({"x": x}, {})
     if x.dim() != 3 or x.shape[0] != 1 or x.shape[1] != tokens:
         raise ValueError(
             f"x must have shape [1, T, D] with the T={tokens} tokens of this rank's part of "

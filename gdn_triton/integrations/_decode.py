@@ -1,9 +1,23 @@
 """The decode steps that serving engines ask for: value-first states in a pool, and what their
 kernels take beside."""
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from gdn_triton._host.arguments import (
+    check_devices,
+    check_dtypes,
+    check_rank,
+    check_tensors,
+    count_sequences,
+    must,
+    shape_of,
+)
+from gdn_triton._host.tensors import writing
+from gdn_triton.integrations._results import check_apart, check_below, check_indices
 from gdn_triton.recurrent.api import recurrent_step
 
 
@@ -21,6 +35,7 @@ def packed_decode(
     skip: str,
 ) -> tuple[Tensor, Tensor]:
     """A token a sequence, from one mixed_qkv; o is written to out [B, 1, HV, V]. (out, the pool)"""
+    check_tensors({"out": out}, {})
     if out.dim() != 4 or out.shape[1] != 1:
         raise ValueError(f"out must have shape [B, 1, HV, V], got {list(out.shape)}")
     recurrent_step(
@@ -52,6 +67,57 @@ def refuse(name: str, is_given: bool, reason: str) -> None:
         raise NotImplementedError(f"{name} is not served: {reason}")
 
 
+def check_convolved(x: Tensor, weight: Tensor, name: str, state: Tensor) -> None:
+    """Judges what is read of the convolution's arguments before its op judges all of them. name:
+    that of the state."""
+    check_tensors({"x": x, "weight": weight, name: state}, {})
+    check_rank("weight", weight, "D", "W")
+    check_rank(name, state, "slots", "D", "columns")
+    check_dtypes({"x": x, name: state}, ())
+    if x.dim() not in (2, 3):
+        raise ValueError(must("x", "have 2 or 3 dimensions", shape_of(x)))
+
+
+def check_tokens(v: Tensor, slots: Tensor, name: str, cu_seqlens: Tensor | None) -> int:
+    """Judges what a step of tokens [B, T, HV, V] is cut by; N, the number of sequences. name: that
+    of slots."""
+    check_tensors({"v": v, name: slots}, {"cu_seqlens": cu_seqlens})
+    check_rank("v", v, "B", "T", "HV", "V")
+    return v.shape[0] if cu_seqlens is None else count_sequences(cu_seqlens)
+
+
+def gates_of_tokens(v: Tensor, **gates: Tensor) -> dict[str, Tensor]:
+    """a and b as [B, T, HV], which may come as [B * T, HV]. v: [B, T, HV, V]."""
+    check_tensors({"v": v, **gates}, {})
+    check_rank("v", v, "B", "T", "HV", "V")
+    B, T, HV = v.shape[:3]
+    for name, x in gates.items():
+        if x.dim() < 2 or x.shape[-1] != HV or x.numel() != B * T * HV:
+            expected = f"have shape [B={B}, T={T}, HV={HV}] or [{B * T}, {HV}]"
+            raise ValueError(must(name, expected, shape_of(x)))
+    return {name: x.reshape(B, T, HV) for name, x in gates.items()}
+
+
+class Drafts(NamedTuple):
+    """A buffer of the states after drafted tokens as one pool `rows` [states, HV, V, K], which
+    holds the states that the sequences start from once `begin` was called.
+
+    read_slots, write_slots: where these are, and where the state after each token goes. first,
+    states: which rows `begin` writes, and what to.
+    """
+
+    rows: Tensor
+    read_slots: Tensor
+    write_slots: Tensor
+    first: Tensor
+    states: Tensor
+
+    def begin(self) -> None:
+        if self.first.shape[0] > 0:
+            with writing(self.rows):
+                self.rows.index_copy_(0, self.first, self.states)
+
+
 def draft_states(
     buffer: Tensor,
     indices: Tensor,
@@ -59,37 +125,66 @@ def draft_states(
     slots: Tensor,
     T: int,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, read_slots, write_slots): a buffer [rows, steps, HV, V, K] of the states after drafted
-    tokens as one pool, which holds the states that the sequences start from; where these are, and
-    where the state after each token goes. indices: the row of each sequence.
+    *,
+    names: Mapping[str, str],
+    others: Mapping[str, Tensor | None],
+) -> Drafts:
+    """A buffer [rows, steps, HV, V, K] for the states after drafted tokens. indices: [N], the row
+    of each sequence; those of sequences that are padding are not used.
 
     A step reads and writes one pool, so these states are copied first: a state read and one written
-    more, beside the one that is read and the T that are written.
+    more, beside the one that is read and the T that are written. Nothing is written here.
+
+    names: of indices, pool and slots, as a caller knows them. others: what the buffer may not share
+    memory with, beside the pool.
     """
+    name = "intermediate_states_buffer"
+    check_tensors({name: buffer, names["pool"]: pool}, {})
+    for given, x in (("indices", indices), ("slots", slots)):
+        check_indices(names[given], x, names["pool"], pool.device)
+    check_devices(names["pool"], pool.device, {name: buffer})
+    check_rank(names["pool"], pool, "slots", "HV", "V", "K")
+    check_dtypes({names["pool"]: pool}, ())
+    if torch.is_grad_enabled() and pool.requires_grad:
+        raise NotImplementedError(
+            f"{names['pool']} is a pool of states, which have no gradient, and requires one: "
+            "detach it"
+        )
     if buffer.dim() != 5 or buffer.shape[2:] != pool.shape[1:] or buffer.dtype != pool.dtype:
         raise ValueError(
-            "intermediate_states_buffer must have shape [rows, steps, HV, V, K] and dtype with "
+            f"{name} must have shape [rows, steps, HV, V, K] and dtype with "
             f"[HV, V, K] = {list(pool.shape[1:])} and {pool.dtype} of the pool, got "
             f"{list(buffer.shape)} and {buffer.dtype}"
         )
+    if 0 in (*buffer.shape[:2], pool.shape[0]):
+        raise ValueError(
+            f"{name} and {names['pool']} must have a row, a step and a slot at least, got "
+            f"{list(buffer.shape)} and {list(pool.shape)}"
+        )
+    if indices.shape != slots.shape:
+        expected = f"have shape {list(slots.shape)}, one a sequence"
+        raise ValueError(must(names["indices"], expected, shape_of(indices)))
+    check_below(names["slots"], slots, pool.shape[0], f"slots of {names['pool']}")
+    check_apart({name: buffer}, {names["pool"]: pool, **others})
     steps = buffer.shape[1]
     # Fewer steps may be in use than there is room for: of a row, or of what its stride says.
-    unit = buffer.stride(1) if steps > 1 else buffer.stride(0)
-    pitch, rest = divmod(buffer.stride(0), unit)
+    unit = buffer.stride(1) if steps > 1 else buffer.stride(0) or 1
+    pitch, rest = divmod(buffer.stride(0), unit) if buffer.shape[0] > 1 else (steps, 0)
     if rest or pitch < steps:
         raise ValueError(
-            "intermediate_states_buffer must have rows a whole number of steps apart, got strides "
+            f"{name} must have rows a whole number of steps apart, got strides "
             f"{list(buffer.stride())}"
         )
     count = (buffer.shape[0] - 1) * pitch + steps
     rows = buffer.as_strided((count, *buffer.shape[2:]), (unit, *buffer.stride()[2:]))
+    live = slots >= 0
     first = indices.long() * pitch
-    rows.index_copy_(0, first, pool.index_select(0, slots.clamp(min=0)))
-    read_slots = torch.where(slots < 0, -1, first)
+    read_slots = torch.where(live, first, -1)
     step = torch.arange(T, device=buffer.device)
     if cu_seqlens is None:
         start, kept = read_slots[:, None], step < steps
+    elif slots.shape[0] == 0:
+        start, kept = step[None], torch.zeros_like(step, dtype=torch.bool)
     else:
         step = step.to(cu_seqlens.dtype)
         # Tokens after the last sequence belong to none.
@@ -98,4 +193,27 @@ def draft_states(
         sequence = sequence.clamp(max=slots.shape[0] - 1)
         step = (step - cu_seqlens[sequence])[None]
         start, kept = read_slots[sequence][None], is_token & (step < steps)
-    return rows, read_slots, torch.where(kept & (start >= 0), start + step, -1)
+    write_slots = torch.where(kept & (start >= 0), start + step, -1)
+    written, states = _first_states(rows, first, pool, slots, live)
+    return Drafts(rows, read_slots, write_slots, written, states)
+
+
+def _first_states(
+    rows: Tensor, first: Tensor, pool: Tensor, slots: Tensor, live: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(which of `rows`, [N]; what is written to each, [N, HV, V, K]): the states of the sequences
+    that are `live`, whose rows are `first`.
+
+    A sequence that is padding may name the row of another one. The number of writes is that of all
+    sequences, since the host does not know which are padding: those repeat the write of one that is
+    not, or, where all are padding, the first row with what it holds.
+    """
+    N = slots.shape[0]
+    if N == 0:
+        return first, rows[:0]
+    order = torch.arange(N, device=slots.device)
+    source = torch.where(live, order, live.int().argmax())
+    any_live = live.index_select(0, source)
+    written = torch.where(any_live, first.index_select(0, source), 0)
+    states = pool.index_select(0, slots.index_select(0, source).clamp(min=0))
+    return written, torch.where(any_live[:, None, None, None], states, rows[:1])

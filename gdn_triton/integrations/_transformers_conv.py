@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn_triton._host.arguments import must, shape_of
-from gdn_triton._host.tensors import is_traced
+from gdn_triton._host.arguments import check_tensors, must, shape_of
+from gdn_triton._host.tensors import is_traced, writing
 from gdn_triton.conv.api import causal_conv1d
 from gdn_triton.conv.api import causal_conv1d_update as conv_update
 
@@ -69,7 +69,7 @@ def whole(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
             _judge_bounds(seq_idx, cu_seq_lens_q, hidden_states, weight.shape[-1])
         # A single sequence has no bounds to keep, and its offsets leave out the cached tokens.
         packed = cu_seq_lens_q if cu_seq_lens_q is not None and cu_seq_lens_q.shape[0] > 2 else None
-        if activation not in ACTIVATIONS:
+        if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
             if packed is not None:
                 expected = "be silu, swish or None with packed sequences"
                 raise ValueError(must("activation", expected, repr(activation)))
@@ -92,6 +92,12 @@ def step(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
         bias: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
+        required = {
+            "hidden_states": hidden_states,
+            "conv_state": conv_state,
+            "weight": weight,
+        }
+        check_tensors(required, {"bias": bias})
         needed, T = weight.shape[-1] - 1, hidden_states.shape[-1]
         older = conv_state.shape[-1] - needed
         trained = any(x is not None and x.requires_grad for x in (hidden_states, weight, bias))
@@ -99,16 +105,19 @@ def step(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
             older < 0
             or T != 1
             or needed < 1
+            or not isinstance(activation, str | None)
             or activation not in ACTIVATIONS
             or torch.promote_types(hidden_states.dtype, conv_state.dtype) != conv_state.dtype
             or (trained and torch.is_grad_enabled())
         ):
             return theirs(hidden_states, conv_state, weight, bias, activation)
-        if older > 0:
-            # Columns that no convolution reads any more move along.
-            conv_state[..., :older] = conv_state[..., 1 : older + 1].clone()
+        # Columns that no convolution reads any more move along, once the call has been judged.
+        moved = conv_state[..., 1 : older + 1].clone()
         state = conv_state[..., older:]
         y = conv_update(hidden_states.mT, weight, bias, ACTIVATIONS[activation], state=state)
+        if older > 0:
+            with writing(conv_state):
+                conv_state[..., :older] = moved
         return y.mT
 
     return causal_conv1d_update

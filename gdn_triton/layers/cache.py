@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdn_triton._host.slots import LAST_SKIPPED
+from gdn_triton._host.arguments import (
+    check_devices,
+    check_dtypes,
+    check_rank,
+    check_tensors,
+    must,
+    shape_of,
+)
+from gdn_triton._host.memory import check_own_memory
+from gdn_triton._host.slots import LAST_SKIPPED, check_skip
+from gdn_triton._host.tensors import host_reads, writing
 
 __all__ = ["GatedDeltaNetCache"]
 
@@ -33,8 +43,19 @@ class GatedDeltaNetCache:
     skip: str = "negative"
 
     def __post_init__(self) -> None:
-        if self.skip not in LAST_SKIPPED:
-            raise ValueError(f"skip must be one of {', '.join(LAST_SKIPPED)}, got {self.skip!r}")
+        check_skip(self.skip)
+        pools = {"recurrent_state": self.recurrent_state, "conv_state": self.conv_state}
+        check_tensors({"recurrent_state": self.recurrent_state}, pools)
+        check_dtypes(pools, ())
+        check_devices("recurrent_state", self.recurrent_state.device, pools)
+        conv_state, rows = self.conv_state, self.recurrent_state.shape[:1]
+        if conv_state is not None and conv_state.shape[:1] != rows:
+            expected = "have as many rows as recurrent_state, [slots + 1, ...]"
+            given = f"{shape_of(conv_state)} and {shape_of(self.recurrent_state)}"
+            raise ValueError(must("conv_state", expected, given))
+        for name, pool in pools.items():
+            if pool is not None and 0 not in pool.shape:
+                check_own_memory(name, (pool.shape, pool.stride(), pool.dtype))
 
     @property
     def slots(self) -> int:
@@ -44,14 +65,22 @@ class GatedDeltaNetCache:
     @torch.no_grad()
     def reset(self, slots: Tensor | None = None) -> None:
         """Forgets the sequences in these slots, int32 or int64 [n]; None: all. Slots that are
-        padding are passed over; other slots are as they were."""
+        padding are passed over; other slots are as they were.
+
+        Raises:
+            TypeError, ValueError: slots that do not fit, their contents where they are on the CPU.
+                No state has changed.
+        """
+        if slots is not None:
+            self._check_slots(slots)
         for pool in (self.conv_state, self.recurrent_state):
             if pool is None:
                 continue
-            if slots is None:
-                pool.zero_()
-            else:
-                pool.index_fill_(0, self.rows(slots), 0)
+            with writing(pool):
+                if slots is None:
+                    pool.zero_()
+                else:
+                    pool.index_fill_(0, self.rows(slots), 0)
 
     def is_live(self, slots: Tensor) -> Tensor:
         """[n], bool: which slots are not padding."""
@@ -68,4 +97,15 @@ class GatedDeltaNetCache:
 
     def write(self, pool: Tensor, slots: Tensor, states: Tensor) -> None:
         """Puts states [n, ...] into these slots; no gradient goes that way."""
-        pool.index_copy_(0, self.rows(slots), states.detach().to(pool.dtype))
+        with writing(pool):
+            pool.index_copy_(0, self.rows(slots), states.detach().to(pool.dtype))
+
+    def _check_slots(self, slots: Tensor) -> None:
+        check_tensors({"slots": slots}, {})
+        check_devices("the cache", self.recurrent_state.device, {"slots": slots})
+        check_rank("slots", slots, "n")
+        check_dtypes({"slots": slots}, ("slots",))
+        # The row after the last slot is what skipped sequences write to.
+        if host_reads(slots) and slots.numel() > 0 and int(slots.max()) >= self.slots:
+            expected = f"be less than the {self.slots} slots of the cache"
+            raise ValueError(must("slots", expected, str(int(slots.max()))))

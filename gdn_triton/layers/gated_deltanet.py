@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gdn_triton._host.arguments import (
+    check_float_dtype,
     must,
     real_or_none,
     value_of,
@@ -263,11 +264,17 @@ class GatedDeltaNet(MarksUndecayed):
                 weights are.
             device: None: that of the weights.
             skip: which slots are padding: "negative", or "non_positive" where slot 0 is nobody's.
+
+        Raises:
+            TypeError, ValueError: an argument that does not fit.
         """
         if type(slots) is not int:
             raise TypeError(must("slots", "be an int", value_of(slots)))
         if slots < 0:
             raise ValueError(must("slots", "be at least 0", str(slots)))
+        for name, asked in (("dtype", dtype), ("state_dtype", state_dtype)):
+            if asked is not None:
+                check_float_dtype(name, asked)
         weight = self.q_proj.weight
         device = weight.device if device is None else device
         conv_state = None

@@ -10,20 +10,15 @@ from gdn_triton._host.arguments import (
     check_dtype,
     check_offsets,
     check_on_host,
+    check_tensors,
     count_sequences,
     must,
     shape_of,
     type_of,
 )
 from gdn_triton._host.slots import LAST_SKIPPED
-from gdn_triton._host.tensors import check_local, is_traced, is_transformed
+from gdn_triton._host.tensors import check_local, host_reads
 from gdn_triton.layers.cache import GatedDeltaNetCache
-
-
-def host_reads(x: Tensor) -> bool:
-    """Whether the host judges the contents of an argument: elsewhere it would wait for the device,
-    or there are none."""
-    return x.device.type == "cpu" and not is_traced(x) and not is_transformed()
 
 
 def check_call(
@@ -40,15 +35,13 @@ def check_call(
 ) -> int:
     """Judges the arguments of the layer's `forward`; N, the number of sequences. state_shape,
     conv_shape: of a slot of the layer's cache; None: the layer has no convolution."""
-    if not isinstance(x, Tensor):
-        raise TypeError(must("hidden_states", "be a torch.Tensor", type_of(x)))
+    check_tensors({"hidden_states": x}, {})
     check_local("hidden_states", x)
     others = {"attention_mask": attention_mask, "slots": slots, "cu_seqlens": cu_seqlens}
+    check_tensors({}, others)
     for name, given in others.items():
         if given is None:
             continue
-        if not isinstance(given, Tensor):
-            raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
         check_local(name, given)
         if given.device != x.device:
             expected = f"be on the device of hidden_states, {x.device}"
@@ -88,8 +81,7 @@ def check_call(
 
 def _check_host_offsets(given: Tensor, cu_seqlens: Tensor | None, T: int) -> None:
     name = "cu_seqlens_cpu"
-    if not isinstance(given, Tensor):
-        raise TypeError(must(name, "be a torch.Tensor or None", type_of(given)))
+    check_tensors({}, {name: given})
     check_local(name, given)
     check_on_host(given, cu_seqlens)
     check_dtype(name, given, INDEX_DTYPES, INDICES)

@@ -20,6 +20,7 @@ from gdn_triton._host.arguments import (
     check_dtype,
     check_flags,
     check_tensors,
+    is_strided,
     must,
     real_or_none,
     shape_of,
@@ -46,7 +47,14 @@ def validate_norm(
     In this order: types, devices, ranks, sizes, dtypes. Raises TypeError or ValueError with the
     argument, what was expected and what came. Reads shapes only, nothing on a device.
     """
-    if not (isinstance(x, Tensor) and isinstance(gate, Tensor) and isinstance(weight, Tensor)):
+    if not (
+        isinstance(x, Tensor)
+        and isinstance(gate, Tensor)
+        and isinstance(weight, Tensor)
+        and is_strided(x)
+        and is_strided(gate)
+        and is_strided(weight)
+    ):
         check_tensors({"x": x, "gate": gate, "weight": weight}, {})
     if type(eps) is not float:
         number = real_or_none("eps", eps)
@@ -55,7 +63,7 @@ def validate_norm(
         eps = number
     if not 0.0 <= eps < math.inf:
         raise ValueError(must("eps", "be finite and at least 0", value_of(eps)))
-    if activation not in ACTIVATIONS:
+    if type(activation) is not str or activation not in ACTIVATIONS:
         names = " or ".join(map(repr, ACTIVATIONS))
         raise ValueError(must("activation", f"be {names}", value_of(activation)))
     if round_norm is not True and round_norm is not False:

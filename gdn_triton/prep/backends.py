@@ -17,10 +17,11 @@ from gdn_triton._host.arguments import (
     FLOAT_DTYPES,
     FLOATS,
     check_dtype,
+    check_tensors,
+    is_strided,
     must,
     shape_of,
     shaped,
-    type_of,
     value_of,
 )
 from gdn_triton._host.backends import Backend, Operator, missing, reference_supports, triton_limits
@@ -82,6 +83,7 @@ def validate_post_conv(
         and isinstance(b, Tensor)
         and isinstance(A_log, Tensor)
         and isinstance(dt_bias, Tensor)
+        and all(map(is_strided, tensors))
         and type(H) is type(K) is type(V) is int
         and (apply_l2norm is True or apply_l2norm is False)
         and (output_g_exp is True or output_g_exp is False)
@@ -136,9 +138,7 @@ def validate_post_conv(
 def _raise_for_types(
     names: Sequence[str], tensors: Sequence[Any], sizes: Sequence[Any], flags: Sequence[Any]
 ) -> NoReturn:
-    for name, x in zip(names, tensors, strict=True):
-        if not isinstance(x, Tensor):
-            raise TypeError(must(name, "be a torch.Tensor", type_of(x)))
+    check_tensors(dict(zip(names, tensors, strict=True)), {})
     for name, size in zip(_SIZES, sizes, strict=True):
         if type(size) is not int:
             raise TypeError(must(name, "be an int", value_of(size)))

@@ -1,8 +1,9 @@
 """The public recurrence: `fused_recurrent_gated_delta_rule` for sequences, `recurrent_step` for
 decoding from a pool of states."""
 
+import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -10,8 +11,9 @@ from gdn_triton._host.arguments import refuse_head_first
 from gdn_triton._host.records import Options, made
 from gdn_triton._host.tensors import is_traced
 from gdn_triton.recurrent.operators import traced_sequences, traced_step
-from gdn_triton.recurrent.plans import run_sequences, run_step
+from gdn_triton.recurrent.plans import judge_step, run_sequences, run_step
 from gdn_triton.recurrent.problem import Operands, SequenceCall, StepCall
+from gdn_triton.recurrent.validation import validate_step
 
 
 def fused_recurrent_gated_delta_rule(
@@ -334,6 +336,22 @@ def step_call(given: Mapping[str, Any]) -> StepCall:
         skip=rest["skip"],
         is_mixed=given["mixed_qkv"] is not None,
     )
+
+
+_DEFAULTS: Final = {
+    name: parameter.default
+    for name, parameter in inspect.signature(recurrent_step).parameters.items()
+}
+
+
+def check_step(*args: Tensor | None, **options: Any) -> None:
+    """Raises what `recurrent_step` of these arguments would raise, and writes nothing: for a caller
+    that writes something itself before the step, or that makes two of them."""
+    call = step_call({**_DEFAULTS, **dict(zip(_DEFAULTS, args, strict=False)), **options})
+    if is_traced(call.inputs.state):
+        validate_step(call)
+    else:
+        judge_step(call)
 
 
 def _refuse(chosen: str, **others: Tensor | None) -> None:

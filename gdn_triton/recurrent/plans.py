@@ -44,34 +44,51 @@ _Call = TypeVar("_Call", SequenceCall, StepCall)
 
 def run_sequences(call: SequenceCall) -> tuple[Tensor, Tensor | None]:
     """o and the final states, or None."""
-    return _run(RECURRENT, call, validate_sequences, None)
+    run, x = _planned(RECURRENT, call, validate_sequences, None)
+    try:
+        return run(x)
+    except RuntimeError:
+        _raise_refusal(validate_sequences, call)
+        raise
 
 
 def run_step(call: StepCall) -> Tensor:
     """o; the states are written."""
-    return _run(STEP, call, validate_step, step_memory)[0]
+    run, x = _planned(STEP, call, validate_step, step_memory)
+    return run(x)[0]
 
 
-def _run(
+def judge_step(call: StepCall) -> None:
+    """Raises what `run_step` of this call would raise before it runs, and writes nothing."""
+    _planned(STEP, call, validate_step, step_memory)
+
+
+def _planned(
     operator: Operator[RecurrentProblem, Plan],
     call: _Call,
     judge: Callable[[_Call], RecurrentProblem],
     judge_memory: Callable[[_Call], Apart] | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[PlannedCall, Operands]:
+    """What runs a call, which has been judged, and the operands that it takes."""
     x: Operands = call.inputs
     _, *rest = call
-    key = (
-        *rest,
-        # The types too: True == 1 as a key, but validation refuses one of the two.
-        *map(type, rest),
-        *map(type, call.options),
-        *map(_known, x),
-        operator.name,
-        torch.is_grad_enabled(),
-        os.environ.get("GDN_BACKEND"),
-    )
     transformed = is_transformed()
-    plan = None if transformed else _plans.get(key)
+    try:
+        key = (
+            *rest,
+            # The types too: True == 1 as a key, but validation refuses one of the two.
+            *map(type, rest),
+            *map(type, call.options),
+            *map(_known, x),
+            operator.name,
+            torch.is_grad_enabled(),
+            os.environ.get("GDN_BACKEND"),
+        )
+        plan = None if transformed else _plans.get(key)
+    except (TypeError, RuntimeError):
+        # An option that has no hash, or a tensor that has no shape or no strides.
+        _raise_refusal(judge, call)
+        raise
     if plan is None:
         problem = judge(call)
         memory = None
@@ -83,20 +100,34 @@ def _run(
         inputs = resolved(x)
         if inputs is not x:
             # The copy has other strides, so another plan serves it.
-            return _run(operator, call._replace(inputs=inputs), judge, judge_memory)
+            return _planned(operator, call._replace(inputs=inputs), judge, judge_memory)
         if transformed:
             # Properties of a tensor that the key does not hold.
-            return operator.choose(problem).load()(problem, x)(x)
+            return operator.choose(problem).load()(problem, x), x
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         run = operator.choose(problem).load()(problem, x)
         plan = _plans[key] = _Plan(problem, memory, run)
     else:
         if plan.memory is not None:
-            plan.memory.check(x)
+            try:
+                plan.memory.check(x)
+            except RuntimeError:
+                _raise_refusal(judge, call)
+                raise
         if plan.problem.device.type == "cpu":
             check_contents(plan.problem, x)
-    return plan.run(x)
+    return plan.run, x
+
+
+def _raise_refusal(judge: Callable[[_Call], object], call: _Call) -> None:
+    """Raises what validation says of a call that failed, if it is refused: a sparse tensor
+    may have the strides of a dense one, so that the call finds that one's plan, and has no address.
+    """
+    try:
+        judge(call)
+    except (TypeError, ValueError, NotImplementedError) as refusal:
+        raise refusal from None
 
 
 def _known(x: object) -> object:

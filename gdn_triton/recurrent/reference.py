@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from gdn_triton._host.contents import warn_of_contents
+from gdn_triton._host.contents import OF_RAW_STEP, OF_STEP, warn_of_contents
 from gdn_triton._host.slots import accepted_slots
+from gdn_triton._host.tensors import writing
 from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem, views
 from gdn_triton.reference.recurrent import RecurrentResult, recurrent
 
@@ -63,8 +64,13 @@ def _sequences(p: RecurrentProblem, x: Operands) -> tuple[Tensor, Tensor | None]
     return o, result.final_state.to(p.state_dtype) if p.output_final_state else None
 
 
-@torch.no_grad()
 def _step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | None]:
+    # No decorator: a warning names the first frame outside of this package.
+    with torch.no_grad():
+        return _on_pool(p, operands)
+
+
+def _on_pool(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | None]:
     x = views(p, operands)
     if x.num_accepted_tokens is not None:
         first, kept = accepted_slots(p, x)
@@ -81,18 +87,38 @@ def _step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | Non
 
     owner = _owners(p, x)  # the sequence of each token
     served = (owner >= 0) & torch.cat([live, live.new_zeros(1)])[owner]
+    if p.device.type == "cpu" and p.unreadable is None:
+        warn_of_contents(
+            q=x.q,
+            k=x.k,
+            v=x.v,
+            g=x.g,
+            beta=x.beta,
+            initial_state=initial_state[live],
+            cu_seqlens=x.cu_seqlens,
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
+            normalizes_keys=p.use_qk_l2norm,
+            activates_gate=p.use_gate,
+            activates_beta=p.use_beta_sigmoid,
+            served=served,
+            words=OF_RAW_STEP if p.use_gate else OF_STEP,
+        )
     o = torch.where(served[..., None, None], result.o, 0).to(p.v_dtype)
     write = read if x.write_slots is None else x.write_slots
     if p.every_token:
         assert result.states is not None
         written = served & (write > p.last_skipped)
-        state[write[written].long()] = result.states[written].to(state.dtype)
+        states = result.states[written]
     else:
         written = live & (write > p.last_skipped)
-        state[write[written].long()] = result.final_state[written].to(state.dtype)
+        states = result.final_state[written]
+    with writing(state):
+        state[write[written].long()] = states.to(state.dtype)
 
     if x.out is not None:
-        x.out.copy_(o)
+        with writing(x.out):
+            x.out.copy_(o)
         assert operands.out is not None
         return operands.out, None
     shape = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]

@@ -294,7 +294,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"out": torch.zeros(1, 64, 2, 16, device="meta")}, ValueError, "out must be on the device"),
     ({"state": torch.zeros(1, 2, 16, 16).expand(8, -1, -1, -1)}, ValueError, "state must have mem"),
     ({"checkpoint_every_n_tokens": -64}, ValueError, "be 0 or a multiple of chunk_size=64"),
-    ({"checkpoint_every_n_tokens": 96}, ValueError, "be 0 or a multiple of chunk_size=64, got 96"),
+    ({"checkpoint_every_n_tokens": 2**31}, ValueError, "chunk_size=64 below 2.31, got 2147483648"),
+    ({"checkpoint_every_n_tokens": 2**70}, ValueError, "chunk_size=64 below 2.31, got 11805916207"),
+    (
+        {"checkpoint_every_n_tokens": 96},
+        ValueError,
+        "be 0 or a multiple of chunk_size=64 below 2.31, got 96",
+    ),
     (
         {"state_checkpoints": torch.zeros(4, 2, 16, 16)},
         ValueError,

@@ -75,6 +75,8 @@ def test_zigzag_has_no_single_interval(group: Any) -> None:
         (ValueError, "cu_seqlens_cpu must have the shape", {"cu_seqlens_cpu": torch.tensor([0])}),
         (ValueError, "lengths must be 1 ints >= 0", {"lengths": [2, 2]}),
         (ValueError, "lengths must be 1 ints >= 0", {"lengths": [-4]}),
+        (TypeError, r"lengths must be a sequence of ints, .* got 5 \(int\)", {"lengths": 5}),
+        (ValueError, "cu_seqlens must be a strided", {"cu_seqlens": torch.arange(2).to_sparse()}),
         (ValueError, "layout must be one of", {"layout": "ring"}),
         (ValueError, "group must be a torch.distributed.ProcessGroup, got None", {"group": None}),
         (TypeError, "group must be a torch.distributed.ProcessGroup, got str", {"group": "cp"}),

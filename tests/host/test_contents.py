@@ -14,7 +14,13 @@ import pytest
 import torch
 from helpers import FP32, Case, make_inputs, unit_rows
 
-from gdn_triton import chunk_gated_delta_rule, explain, fused_recurrent_gated_delta_rule
+from gdn_triton import (
+    chunk_gated_delta_rule,
+    chunk_prefill,
+    explain,
+    fused_recurrent_gated_delta_rule,
+    recurrent_step,
+)
 from gdn_triton._host import contents as module
 from gdn_triton._host.contents import Contents
 
@@ -244,3 +250,80 @@ def test_compiled_call_warns_too() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("gdn_triton: g is between 0 and 1") == 1, done.stdout
+
+
+# ---------------------------------------------------------------------- warnings of calls on a pool
+
+
+def on_pool(function: Callable[..., Any], call: dict[str, Any]) -> None:
+    """`function` on the sequences of a call, and on one before them that is skipped, which holds
+    anything, as the states of nobody do."""
+    given = {
+        name: torch.cat([torch.full_like(x[:1], math.nan), x])
+        for name, x in call.items()
+        if x is not None
+    }
+    pool = torch.zeros(4, CASE.HV, CASE.K, CASE.V)
+    pool[3] = math.inf
+    function(pool, torch.tensor([-1, 2, 0]), **given)
+
+
+POOLED = {
+    "alpha": r"looks like alpha.*alpha\.log\(\)",
+    "keys": "longest key is 8,.*use_qk_l2norm_in_kernel=True",
+    "infinity": "v already has NaN or infinities",
+    "nan": "g and q already have NaN",
+}
+INSTEAD = {
+    chunk_prefill: {"sign": "which use_gate_in_kernel=True", "logits": "use_beta_sigmoid_in_ke"},
+    recurrent_step: {"sign": "which the argument a, in", "logits": "of which the argument b, in"},
+}
+
+
+@pytest.mark.parametrize("mistake", [*POOLED, "sign", "logits"])
+@pytest.mark.parametrize("function", INSTEAD)
+def test_call_on_a_pool_warns_once(function: Callable[..., Any], mistake: str) -> None:
+    words = {**POOLED, **INSTEAD[function]}[mistake]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_pool(function, right())
+    with pytest.warns(UserWarning, match="docs/wrong_numbers.md") as caught:
+        on_pool(function, wrong(MISTAKES[mistake][0]))
+    (warning,) = caught
+    assert re.search(words, str(warning.message))
+    assert warning.filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_pool(function, wrong(MISTAKES[mistake][0]))
+
+
+@pytest.mark.parametrize("function", INSTEAD)
+def test_states_of_a_pool(function: Callable[..., Any]) -> None:
+    """Those that are read, and no others; an error in a warning's place has written nothing."""
+    call = {name: x[:1] for name, x in right().items() if x is not None}
+    pool, slots = torch.zeros(3, CASE.HV, CASE.K, CASE.V), torch.tensor([1])
+    pool[0] = pool[2] = math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function(pool, slots, **call)
+        pool[1] = math.nan
+        before = pool.clone()
+        with pytest.raises(UserWarning, match="state already has NaN or infinities"):
+            function(pool, slots, **call)
+    torch.testing.assert_close(pool, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_step_of_one_token_from_raw_gates() -> None:
+    heads = {
+        "A_log": torch.zeros(CASE.HV),
+        "a": torch.randn(2, CASE.HV),
+        "b": torch.randn(2, CASE.HV),
+    }
+    mixed = torch.nn.functional.normalize(torch.randn(2, 2 * CASE.H * CASE.K + CASE.HV * CASE.V))
+    pool, slots = torch.zeros(2, CASE.HV, CASE.K, CASE.V), torch.arange(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recurrent_step(pool, slots, mixed_qkv=mixed, **heads)
+        heads["b"][0] = math.nan
+        with pytest.raises(UserWarning, match="b already has NaN or infinities"):
+            recurrent_step(pool, slots, mixed_qkv=mixed, **heads)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import same_bits
-from pool_cases import HV, OPS, WRITING, T, copied, make_step, run, states, tensors_of, tokens
+from pool_cases import HV, OPS, WRITING, Op, T, copied, make_step, run, states, tensors_of, tokens
 from torch import Tensor
 
 import gdn_triton
@@ -87,6 +87,29 @@ def test_in_inference_mode(name: str, backend: str) -> None:
     with torch.inference_mode():
         found = run(op, copied(x))
     assert all(same_bits(y, expected[result]) for result, y in found.items())
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("name", WRITING)
+def test_what_was_made_in_inference_mode(name: str, how: str, backend: str) -> None:
+    """A server makes its pools in that mode, and may make steps outside of it: they are written as
+    others are. What is new is a tensor of the mode that the call is made in."""
+    op = OPS[name]
+    x = op.make()
+    expected = run(op, copied(x))
+    with torch.inference_mode():
+        made = {given: x[given].clone() for given in op.written}
+    call: Op = op
+    if how == "compiled":
+        torch.compiler.reset()
+        compiled = torch.compile(lambda y: op.call(**y), fullgraph=True, backend="eager")
+        call = Op(lambda **y: compiled(y), op.make, op.written)
+    found = run(call, {**copied(x), **made})
+    torch.compiler.reset()
+    assert all(same_bits(y, expected[result]) for result, y in found.items())
+    for result, y in found.items():
+        if result.startswith("result") and not any(y is made[given] for given in made):
+            assert not y.is_inference(), result
 
 
 @pytest.mark.of_no_device

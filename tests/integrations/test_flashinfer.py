@@ -168,14 +168,40 @@ def test_flashinfer_max_seqlen(readable, monkeypatch):
         ({"q": torch.ones(1, T, 2, K)}, ValueError, "q must have 3 dimensions"),
         ({"q": torch.ones(T, 6, K)}, ValueError, "k must have the heads of v"),
         ({"output": torch.ones(T, 4, K)}, ValueError, "output must have shape"),
-        ({"output_state": torch.ones(N, 4, K, V)}, ValueError, "the final states must have shape"),
+        ({"output_state": torch.ones(N, 4, K, V)}, ValueError, "output_state must have shape"),
         (
             {"state_indices": torch.arange(N), "output_final_state": True},
             ValueError,
             "output_state",
         ),
-        ({"initial_state": torch.ones(1, 4, V, K)}, ValueError, "the initial states must have"),
+        ({"initial_state": torch.ones(1, 4, V, K)}, ValueError, "initial_state must have shape"),
         ({"v": torch.ones(T, 4, V, requires_grad=True)}, NotImplementedError, "gradient"),
+        ({"output": torch.ones(T, 4, V).int()}, ValueError, "output must be float16, bfloat16"),
+        ({"output_state": torch.ones(N, 4, V, K).int()}, ValueError, "output_state must be float"),
+        ({"initial_state": torch.ones(N, 4, V, K).int()}, ValueError, "initial_state must be flo"),
+        ({"g": torch.ones(T, 4).int()}, ValueError, "g must be float16, bfloat16"),
+        *(
+            (
+                {"output_state": torch.ones(N, 4, V, K), "state_indices": torch.tensor(slots)},
+                ValueError,
+                f"state_indices must {words}",
+            )
+            for slots, words in {
+                (0, 1, 1, 2): "name no slot twice, got 1 twice",
+                (0, 1, -1, 2): "be 0 or more, got -1",
+                (0, 1, 4, 2): "be less than the 4 slots of output_state, got 4",
+                (0, 1, 2): r"have shape \[N=4\]",
+            }.items()
+        ),
+        (
+            {
+                "checkpoint_every_n_tokens": 64,
+                "state_checkpoints": torch.ones(1, 4, V, K),
+                "checkpoint_cu_starts": torch.ones(N + 1),
+            },
+            ValueError,
+            "checkpoint_cu_starts must be int32 or int64",
+        ),
     ],
 )
 def test_flashinfer_prefill_errors(changes, error, message):
@@ -375,5 +401,5 @@ def test_flashinfer_buffer(kept, steps):
         assert same_bits(buffer[n, :3], scratch[per_token[n]])
         assert (buffer[n, 3:] == 7).all()
         assert same_bits(pool[slots[n]], scratch[per_token[n, 2]] if kept else before[slots[n]])
-    assert (buffer[1, 1:] == 7).all() and (buffer[B] == 7).all()
+    assert (buffer[1] == 7).all() and (buffer[B] == 7).all()
     assert same_bits(pool[[0, 1, 3, 5]], before[[0, 1, 3, 5]])

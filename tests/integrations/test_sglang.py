@@ -260,7 +260,35 @@ def test_sglang_verify(room, is_packed):
     for n in (0, 2):
         assert same_bits(buffer[rows[n]], scratch[per_token[n]])
     assert (buffer[[2, 3, 4, 6]] == 7).all(), "a row of nobody is written"
-    assert (buffer[1, 1:] == 7).all(), "a padded sequence has states"
+    assert (buffer[1] == 7).all(), "a padded sequence has states"
+
+
+@pytest.mark.parametrize("padding", [(0,), (0, 1, 3), (0, 1, 2, 3)])
+def test_sglang_rows_of_padding(padding):
+    """Padded rows of a batch that name the row of another sequence, or none, write no row."""
+    inputs = {name: x if x.dim() == 1 else torch.cat([x, x[:1]]) for name, x in decoding(2).items()}
+    pool = torch.randn(6, 4, V, K)
+    rows, slots = torch.tensor([3, 1, 2, 0]), torch.tensor([4, 1, 2, 5])
+    found = []
+    for others in (None, 2, -9, 99):
+        asked = rows.clone()
+        if others is not None:
+            asked[list(padding)] = others
+        buffer = torch.full((4, 2, 4, V, K), 7.0)
+        o = sglang.fused_sigmoid_gating_delta_rule_update(
+            **inputs,
+            **SOFTPLUS,
+            initial_state_source=pool,
+            initial_state_indices=slots.index_fill(0, torch.tensor(padding), -1),
+            disable_state_update=True,
+            intermediate_states_buffer=buffer,
+            intermediate_state_indices=asked,
+        )
+        live = [n for n in range(4) if n not in padding]
+        assert (buffer[rows[list(padding)]] == 7).all() and (buffer[rows[live]] != 7).all()
+        found.append((o, buffer))
+    for o, buffer in found[1:]:
+        assert same_bits(o, found[0][0]) and same_bits(buffer, found[0][1])
 
 
 def test_sglang_verify_ragged():

@@ -185,10 +185,28 @@ def test_runs_in_any_backend(raw: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "call": ({"calls": [causal_conv1d]}, TypeError, "calls must be of chunk_gated_delta_rule, "),
-    "tokens": ({"max_tokens": 0}, ValueError, "max_tokens must be an int of at least 1, got 0"),
+    "tokens": ({"max_tokens": 0}, ValueError, "max_tokens must be an int of at least 1, "),
     "sequences": ({"max_sequences": 1.5}, ValueError, "max_sequences must be an int"),
     "negative": ({"allow_neg_eigval": True}, ValueError, "allow_neg_eigval must come with raw"),
-    "heads": ({"HV": 3}, ValueError, "HV=3"),
+    "heads": ({"HV": 3}, ValueError, "HV must be a multiple of H=2, got 3"),
+    "no heads": ({"H": 0, "HV": 0}, ValueError, "H must be an int of at least 1"),
+    "half a head": ({"H": 2.0}, ValueError, r"H must be an int of .* got 2.0 \(float\)"),
+    "channels": ({"K": 2**70}, ValueError, "K must be an int of at least 1, below 2"),
+    "no function": ({"calls": 5}, TypeError, "calls must be of chunk_gated_delta_rule"),
+    "no token": ({"tokens_per_step": (1, 0)}, ValueError, "tokens_per_step must be an int of"),
+    "less": ({"tokens_per_step": (-1,)}, ValueError, "tokens_per_step must be an int of"),
+    "a number": ({"tokens_per_step": 4}, TypeError, r"tokens_per_step must be ints, got 4"),
+    "pair": ({"padded": [(-1, 3)]}, ValueError, r"padded must be pairs .* got \(-1, 3\)"),
+    "no pair": ({"padded": [3]}, ValueError, r"padded must be pairs .* got 3"),
+    "no pairs": ({"padded": 3}, TypeError, r"padded must be pairs .* got 3"),
+    "device": ({"device": "nope"}, ValueError, "device must be a device .* got 'nope'"),
+    "no device": ({"device": None}, TypeError, "device must be a torch.device or its name"),
+    "dtype": ({"dtype": torch.int32}, ValueError, "dtype must be float16, .* got torch.int32"),
+    "no dtype": ({"state_dtype": "f"}, TypeError, "state_dtype must be a torch.dtype"),
+    "indices": ({"index_dtype": FP32}, ValueError, "index_dtype must be int32 or int64"),
+    "flag": ({"mixed_qkv": 1}, TypeError, "mixed_qkv must be True or False"),
+    "skip": ({"skip": ["negative"]}, ValueError, "skip must be one of negative"),
+    "chunk": ({"chunk_size": 48}, ValueError, "chunk_size must be one of"),
 }
 
 
@@ -197,3 +215,12 @@ def test_bad_arguments(changes: dict[str, Any], error: type[Exception], words: s
     model = {"H": 2, "HV": 4, "K": 8, "V": 8, "dtype": FP32, "device": "cpu"}
     with pytest.raises(error, match=words):
         warmup(**{**model, **changes})
+
+
+def test_iterables_that_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDN_BACKEND", "reference")
+    sizes: dict[str, Any] = {"max_tokens": 1, "max_sequences": 1}
+    lists: dict[str, Any] = {"calls": EVERY, "padded": [(2, 3)], "tokens_per_step": (1, 3)}
+    made = warmup(1, 2, 8, 4, FP32, "cpu", **sizes, **lists)
+    again = {name: iter(values) for name, values in lists.items()}
+    assert warmup(1, 2, 8, 4, FP32, "cpu", **sizes, **again) == made > 0

@@ -1,17 +1,25 @@
 """FlashInfer's decode steps on this package's op."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gdn_triton._host.arguments import check_flags, check_rank, check_tensors, must, shape_of
 from gdn_triton.integrations._decode import draft_states
+from gdn_triton.integrations._results import (
+    check_apart,
+    check_result,
+    check_same_shape,
+    fill,
+)
 from gdn_triton.integrations.flashinfer._checks import (
     DECODE_BACKENDS,
     check_backend,
     check_scale,
 )
-from gdn_triton.recurrent.api import recurrent_step
+from gdn_triton.recurrent.api import check_step, recurrent_step
 
 
 def gated_delta_rule_decode_pretranspose(
@@ -58,6 +66,15 @@ def gated_delta_rule_decode_pretranspose(
         TypeError, ValueError, NotImplementedError: see `gdn_triton.recurrent_step`.
     """
     check_backend(backend, DECODE_BACKENDS)
+    optional = {
+        "state": state,
+        "output": output,
+        "initial_state": initial_state,
+        "initial_state_indices": initial_state_indices,
+        "output_state_indices": output_state_indices,
+    }
+    check_tensors({"q": q, "v": v}, optional)
+    check_flags(use_qk_l2norm=use_qk_l2norm, disable_state_update=disable_state_update)
     if (initial_state is None) != (initial_state_indices is None):
         raise ValueError("initial_state and initial_state_indices must be given together")
     if (initial_state is None) == (state is None):
@@ -81,16 +98,43 @@ def gated_delta_rule_decode_pretranspose(
     write_slots = torch.full_like(slots, -1) if disable_state_update else output_state_indices
     if intermediate_states_buffer is None:
         return _step(pool, slots, write_slots, output, state_v_first=True, **step), pool
+    name = "intermediate_states_buffer"
+    check_tensors({name: intermediate_states_buffer}, {})
+    check_rank("q", q, "B", "T", "H", "K")
+    check_rank(name, intermediate_states_buffer, "rows", "steps", "HV", "V", "K")
     B, T = q.shape[:2]
     if intermediate_states_buffer.shape[0] < B or intermediate_states_buffer.shape[1] < T:
         raise ValueError(
-            f"intermediate_states_buffer must have at least {B} rows of {T} steps, got "
+            f"{name} must have at least {B} rows of {T} steps, got "
             f"{list(intermediate_states_buffer.shape)}"
         )
-    drafts = draft_states(intermediate_states_buffer, _order(q), pool, slots, T, None)
-    o = _step(*drafts, output, state_v_first=True, **step)
+    step["state_v_first"] = True
+    pool_name = "state" if initial_state is None else "initial_state"
+    slots_name = "initial_state_indices"
+    if slots.shape != (B,):
+        raise ValueError(must(slots_name, f"have shape [B={B}], one a sequence", shape_of(slots)))
+    drafts = draft_states(
+        intermediate_states_buffer,
+        _order(q),
+        pool,
+        slots,
+        T,
+        None,
+        names={"indices": "q", "pool": pool_name, "slots": slots_name},
+        others={"output": output},
+    )
+    # Judge both steps before either is made.
+    direct = _direct(output, pool, slots, step)
+    check_step(drafts.rows, drafts.read_slots, drafts.write_slots, out=direct, **step)
     if not disable_state_update:
-        recurrent_step(pool, slots, write_slots, state_v_first=True, **step)
+        check_step(pool, slots, write_slots, **step)
+        check_apart({"output": output}, {pool_name: pool})
+    drafts.begin()
+    o = recurrent_step(drafts.rows, drafts.read_slots, drafts.write_slots, out=direct, **step)
+    if output is not None and direct is None:
+        o = fill(output, o)
+    if not disable_state_update:
+        recurrent_step(pool, slots, write_slots, **step)
     return o, pool
 
 
@@ -114,6 +158,8 @@ def gated_delta_rule_decode(
     `gated_delta_rule_decode_pretranspose`.
     """
     check_backend(backend, DECODE_BACKENDS)
+    check_tensors({"q": q, "v": v, "state": state}, {"output": output})
+    check_flags(use_qk_l2norm=use_qk_l2norm)
     o = _step(
         state,
         _rows(q, state),
@@ -208,12 +254,24 @@ def _step(
     **step: Any,
 ) -> Tensor:
     """o: output, if that is given."""
-    if output is None or output.dtype == step["v"].dtype:
-        return recurrent_step(pool, slots, write_slots, out=output, **step)
-    o = recurrent_step(pool, slots, write_slots, **step)
-    if output.shape != o.shape:
-        raise ValueError(f"output must have shape {list(o.shape)}, got {list(output.shape)}")
-    return output.copy_(o)
+    direct = _direct(output, pool, slots, step)
+    o = recurrent_step(pool, slots, write_slots, out=direct, **step)
+    return o if output is None or direct is not None else fill(output, o)
+
+
+def _direct(
+    output: Tensor | None, pool: Tensor, slots: Tensor, step: Mapping[str, Any]
+) -> Tensor | None:
+    """output, if a step may write to it directly: the step judges it then. None: it is judged here,
+    and gets a copy."""
+    v = step["v"]
+    if output is None or output.dtype == v.dtype:
+        return output
+    check_result("output", output, "v", v.device)
+    check_same_shape("output", output, v.shape)
+    tensors = {name: x for name, x in step.items() if isinstance(x, Tensor)}
+    check_apart({"output": output}, {"state": pool, "slots": slots, **tensors})
+    return None
 
 
 def _order(q: Tensor) -> Tensor:
@@ -222,6 +280,7 @@ def _order(q: Tensor) -> Tensor:
 
 def _rows(q: Tensor, state: Tensor) -> Tensor:
     """The slots of states that lie in the order of their sequences."""
-    if state.shape[0] != q.shape[0]:
-        raise ValueError(f"state must have one row a sequence, {q.shape[0]}, got {state.shape[0]}")
+    rows, B = (x.shape[0] if x.dim() > 0 else 0 for x in (state, q))
+    if rows != B:
+        raise ValueError(f"state must have one row a sequence, {B}, got {rows}")
     return _order(q)

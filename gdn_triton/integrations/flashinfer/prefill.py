@@ -5,9 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn_triton._host.arguments import count_sequences
+from gdn_triton._host.arguments import (
+    check_devices,
+    check_dtypes,
+    check_flags,
+    check_tensors,
+    count_sequences,
+)
 from gdn_triton._host.environment import invariant_calls
 from gdn_triton.integrations._prefill import checkpoint_rows, prefill
+from gdn_triton.integrations._results import (
+    check_apart,
+    check_result,
+    check_same_shape,
+    fill,
+)
 from gdn_triton.integrations.flashinfer._checks import (
     PREFILL_BACKENDS,
     check_backend,
@@ -100,19 +112,18 @@ def chunk_gated_delta_rule(
             f"{_cp_chunk_len!r}"
         )
     check_backend(backend, PREFILL_BACKENDS)
-    buffers = (state_checkpoints, checkpoint_cu_starts)
-    if any((x is None) == (checkpoint_every_n_tokens != 0) for x in buffers):
-        raise ValueError(
-            "state_checkpoints and checkpoint_cu_starts must be given with "
-            "checkpoint_every_n_tokens, and not without, got "
-            f"checkpoint_every_n_tokens={checkpoint_every_n_tokens}"
-        )
     scale = check_scale(scale)
     if cu_seqlens is None:
         raise ValueError("cu_seqlens must be given: the tokens are packed, got None")
+    check_tensors({"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens}, {"g": g, "beta": beta})
+    check_flags(
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+    )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name} must have 3 dimensions [T, heads, size], got {list(x.shape)}")
+    check_dtypes({"q": q, "k": k, "v": v, "g": g, "beta": beta}, ())
+    check_devices("q", q.device, {"k": k, "v": v, "g": g, "beta": beta})
     T, H = q.shape[:2]
     _check_max_seqlen(max_seqlen, T, cu_seqlens)
     HK, HV = k.shape[1], v.shape[1]
@@ -128,14 +139,25 @@ def chunk_gated_delta_rule(
         if gate is not None and gate.shape != (T, HO):
             raise ValueError(f"{name} must have shape [T={T}, heads={HO}], got {list(gate.shape)}")
     ones = q.new_ones((T, HO), dtype=torch.float32)
-    if output is not None and output.shape != v.shape:
-        raise ValueError(f"output must have shape {list(v.shape)}, got {list(output.shape)}")
+    if output is not None:
+        check_result("output", output, "q", q.device)
+        check_same_shape("output", output, v.shape)
     if state_indices is not None and output_final_state and output_state is None:
         raise ValueError(
             "output_state must be given with state_indices and output_final_state: the pool that "
             "the final states are written to"
         )
     is_direct = output is not None and output.dtype == q.dtype and output.is_contiguous()
+    if not is_direct:
+        states = {
+            "initial_state": initial_state,
+            "output_state": output_state,
+            "state_checkpoints": state_checkpoints,
+            "state_indices": state_indices,
+        }
+        tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": cu_seqlens}
+        check_tensors({}, states)
+        check_apart({"output": output}, {**tokens, **states})
     call = prefill if use_cp is not False else _uncut_prefill
     o, final_state = call(
         q.unsqueeze(0),
@@ -153,13 +175,17 @@ def chunk_gated_delta_rule(
         out_state=output_state,
         checkpoint_every_n_tokens=checkpoint_every_n_tokens,
         state_checkpoints=state_checkpoints,
-        checkpoint_slots=None
-        if checkpoint_cu_starts is None
-        else checkpoint_rows(checkpoint_cu_starts, T, checkpoint_every_n_tokens),
+        checkpoint_slots=checkpoint_rows(
+            state_checkpoints,
+            checkpoint_cu_starts,
+            checkpoint_every_n_tokens,
+            v.unsqueeze(0),
+            cu_seqlens,
+        ),
     )
     o = o.squeeze(0)
     if output is not None:
-        o = output if is_direct else output.copy_(o)
+        o = output if is_direct else fill(output, o)
     return o if final_state is None else (o, final_state)
 
 

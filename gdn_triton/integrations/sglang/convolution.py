@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from gdn_triton._host.arguments import check_rank, check_tensors, must, shape_of
 from gdn_triton.conv.api import causal_conv1d
 from gdn_triton.conv.api import causal_conv1d_update as conv_update
-from gdn_triton.integrations._decode import refuse
+from gdn_triton.integrations._decode import check_convolved, refuse
 
 PAD_SLOT_ID = -1
 
@@ -38,6 +39,8 @@ def causal_conv1d_fn(
     if kwargs:
         raise TypeError(f"causal_conv1d_fn does not know {', '.join(sorted(kwargs))}")
     _check_padding(pad_slot_id)
+    check_convolved(x, weight, "conv_states", conv_states)
+    check_rank("x", x, "D", "T")
     y = causal_conv1d(
         x.mT,
         weight,
@@ -84,6 +87,7 @@ def causal_conv1d_update(
     refuse("intermediate_conv_window", window, "there is a state a slot")
     refuse("retrieve_next_token", any(y is not None for y in trees), "drafts are chains")
     _check_padding(pad_slot_id)
+    check_convolved(x, weight, "conv_state", conv_state)
     W = weight.shape[1]
     columns = W - 1 if num_accept_tokens is None else W - 2 + (x.shape[2] if x.dim() == 3 else 1)
     y = conv_update(
@@ -109,8 +113,14 @@ def fused_qkv_split_gdn_prefill(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [1, T, H, K], k and v [1, T, HV, V] of mixed_qkv [T, channels]: views, where SGLang copies,
     since the prefill reads them where they lie."""
+    check_tensors({"mixed_qkv": mixed_qkv}, {})
+    check_rank("mixed_qkv", mixed_qkv, "T", "channels")
     sizes = (num_q_heads, head_q), (num_k_heads, head_k), (num_v_heads, head_v)
-    parts = mixed_qkv.split([heads * size for heads, size in sizes], -1)
+    widths = [heads * size for heads, size in sizes]
+    if mixed_qkv.shape[1] != sum(widths):
+        expected = f"have {sum(widths)} channels, {widths} of q, k and v"
+        raise ValueError(must("mixed_qkv", expected, shape_of(mixed_qkv)))
+    parts = mixed_qkv.split(widths, -1)
     q, k, v = (x.unflatten(-1, s)[None] for x, s in zip(parts, sizes, strict=True))
     return q, k, v
 

@@ -12,10 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn_triton._host.arguments import (
+    check_devices,
+    check_dtypes,
+    check_flags,
+    check_rank,
+    check_tensors,
+    must,
+    shape_of,
+)
 from gdn_triton.chunk.prefill import chunk_prefill
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
-from gdn_triton.integrations._decode import check_softplus, draft_states, packed_decode, refuse
-from gdn_triton.recurrent.api import recurrent_step
+from gdn_triton.integrations._decode import (
+    check_softplus,
+    check_tokens,
+    draft_states,
+    gates_of_tokens,
+    packed_decode,
+    refuse,
+)
+from gdn_triton.integrations._results import check_below, check_indices
+from gdn_triton.recurrent.api import check_step, recurrent_step
 
 
 def chunk_gated_delta_rule(
@@ -57,14 +74,22 @@ def chunk_gated_delta_rule(
             "initial_state and initial_state_indices must be given: the pool of states, and the "
             "slot of each sequence"
         )
+    slots, name = initial_state_indices, "initial_state_indices"
+    N = check_tokens(v, slots, name, cu_seqlens)
+    check_tensors({"k": k, "initial_state": initial_state}, {})
+    device = initial_state.device
+    check_devices("initial_state", device, {"k": k, "v": v, "cu_seqlens": cu_seqlens})
+    check_flags(inplace_update=inplace_update)
+    check_rank("initial_state", initial_state, "slots", "HV", "V", "K")
+    floats = {"k": k, "initial_state": initial_state}
+    check_dtypes({**floats, "cu_seqlens": cu_seqlens}, ("cu_seqlens",))
+    check_indices(name, slots, "initial_state", device)
+    if slots.shape != (N,):
+        raise ValueError(f"{name} must have shape [N={N}], got {list(slots.shape)}")
+    if initial_state.shape[0] == 0:
+        raise ValueError(must("initial_state", "have a slot at least", shape_of(initial_state)))
+    check_below(name, slots, initial_state.shape[0], "slots of initial_state")
     B, T = v.shape[:2]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if initial_state_indices.shape != (N,):
-        raise ValueError(
-            f"initial_state_indices must have shape [N={N}], got "
-            f"{list(initial_state_indices.shape)}"
-        )
-    slots = initial_state_indices
     h, rows = _chunk_states(k, initial_state, slots, B, T, cu_seqlens)
     o, _ = chunk_prefill(
         initial_state,
@@ -188,9 +213,10 @@ def fused_sigmoid_gating_delta_rule_update(
 
     intermediate_states_buffer: [rows, steps, HV, V, K], of the pool's dtype; only with
     `disable_state_update`. The state after token t of sequence n is written to
-    [intermediate_state_indices[n], t], if there are so many steps; no index is negative, and of
-    sequences that are not padding none comes twice. The states that the sequences start from are
-    copied to their first step before. cache_steps is not read: the buffer has its own.
+    [intermediate_state_indices[n], t], if there are so many steps. Of sequences that are not
+    padding no index is negative and none comes twice; those of padding are not used. The states
+    that the sequences start from are copied to their first step before. cache_steps is not read:
+    the buffer has its own.
 
     The state is rounded to the pool's dtype after every token, as it is when tokens are decoded one
     by one; SGLang rounds what it writes and goes on in float32.
@@ -212,14 +238,8 @@ def fused_sigmoid_gating_delta_rule_update(
     refuse("match_cutedsl_decode", match_cutedsl_decode, "it is another kernel's rounding")
     names = ("softplus_beta", "softplus_threshold")
     check_softplus(names, softplus_beta, softplus_threshold)
-    gates: dict[str, Any] = {
-        "a": a.reshape(v.shape[:3]),
-        "b": b.reshape(v.shape[:3]),
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-    }
     return _step(
-        gates,
+        {**gates_of_tokens(v, a=a, b=b), "A_log": A_log, "dt_bias": dt_bias},
         (q, k, v),
         initial_state_source,
         initial_state_indices,
@@ -263,9 +283,11 @@ def fused_recurrent_gated_delta_rule_update(
             "initial_state_source and initial_state_indices must be given: the pool of states, and "
             "the slot of each sequence"
         )
-    ones = v.new_ones(()).expand(v.shape[:3])
+    if beta is None:
+        check_tensors({"v": v}, {})
+        beta = v.new_ones(()).expand(v.shape[:3])
     return _step(
-        {"g": g, "beta": ones if beta is None else beta},
+        {"g": g, "beta": beta},
         (q, k, v),
         initial_state_source,
         initial_state_indices,
@@ -286,33 +308,43 @@ def _step(
     use_qk_l2norm_in_kernel: bool,
     cu_seqlens: Tensor | None,
     disable_state_update: bool,
-    drafts: tuple[Tensor | None, Tensor | None],
+    drafted: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """drafts: the buffer of the states after each token, and the row of each sequence in it."""
+    """drafted: the buffer of the states after each token, and the row of each sequence in it."""
     q, k, v = qkv
-    buffer, rows = drafts
-    N = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    buffer, rows = drafted
+    names = {
+        "indices": "intermediate_state_indices",
+        "pool": "initial_state_source",
+        "slots": "initial_state_indices",
+    }
+    N = check_tokens(v, slots, names["slots"], cu_seqlens)
+    check_flags(disable_state_update=disable_state_update)
+    check_rank(names["slots"], slots, "N")
     slots = slots[:N]
-    write_slots = torch.full_like(slots, -1) if disable_state_update else None
-    if buffer is not None:
-        if not disable_state_update or rows is None:
-            raise NotImplementedError(
-                "intermediate_states_buffer must come with disable_state_update=True and with "
-                "intermediate_state_indices: a call writes to the buffer or to the pool"
-            )
-        pool, slots, write_slots = draft_states(
-            buffer, rows[:N], pool, slots, v.shape[1], cu_seqlens
-        )
-    return recurrent_step(
-        pool,
-        slots,
-        write_slots,
-        q=q,
-        k=k,
-        v=v,
+    step: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
         **gates,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        scale=scale,
-        state_v_first=True,
-        cu_seqlens=cu_seqlens,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "scale": scale,
+        "state_v_first": True,
+        "cu_seqlens": cu_seqlens,
+    }
+    if buffer is None:
+        write_slots = torch.full_like(slots, -1) if disable_state_update else None
+        return recurrent_step(pool, slots, write_slots, **step)
+    if not disable_state_update or rows is None:
+        raise NotImplementedError(
+            "intermediate_states_buffer must come with disable_state_update=True and with "
+            "intermediate_state_indices: a call writes to the buffer or to the pool"
+        )
+    check_tensors({names["indices"]: rows}, {})
+    check_rank(names["indices"], rows, "N")
+    drafts = draft_states(
+        buffer, rows[:N], pool, slots, v.shape[1], cu_seqlens, names=names, others={}
     )
+    check_step(drafts.rows, drafts.read_slots, drafts.write_slots, **step)
+    drafts.begin()
+    return recurrent_step(drafts.rows, drafts.read_slots, drafts.write_slots, **step)

@@ -11,10 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn_triton._host.arguments import check_rank, check_tensors, must, shape_of
 from gdn_triton.conv.api import causal_conv1d
 from gdn_triton.conv.api import causal_conv1d_update as conv_update
-from gdn_triton.integrations._decode import check_softplus, packed_decode, refuse
+from gdn_triton.integrations._decode import (
+    check_convolved,
+    check_softplus,
+    check_tokens,
+    gates_of_tokens,
+    packed_decode,
+    refuse,
+)
 from gdn_triton.integrations._prefill import checkpoint_rows, prefill
+from gdn_triton.integrations._results import check_apart, check_result, fill
 from gdn_triton.prep.api import fused_post_conv_prep as post_conv_prep
 from gdn_triton.recurrent.api import recurrent_step
 
@@ -82,6 +91,8 @@ def causal_conv1d_fn(
     if has_initial_state is None:
         raise ValueError("has_initial_state must be given, one flag a sequence, got None")
     _check_padding(pad_slot_id, null_block_id)
+    check_convolved(x, weight, "conv_states", conv_states)
+    check_rank("x", x, "D", "T")
     y = causal_conv1d(
         x.mT.to(conv_states.dtype),
         weight,
@@ -119,6 +130,26 @@ def causal_conv1d_update(
     without out; this one leaves x alone.
     """
     _check_padding(PAD_SLOT_ID, null_block_id)
+    check_convolved(x, weight, "conv_state", conv_state)
+    optional = {
+        "conv_state_indices": conv_state_indices,
+        "num_accepted_tokens": num_accepted_tokens,
+        "query_start_loc": query_start_loc,
+    }
+    check_tensors({}, optional)
+    for name, given in optional.items():
+        if given is not None:
+            check_rank(name, given, "N + 1" if name == "query_start_loc" else "N")
+    if out is not None:
+        check_result("out", out, "x", x.device)
+        if out.shape != x.shape or out.dtype != x.dtype:
+            raise ValueError(
+                f"out must have the shape and dtype of x, {list(x.shape)} and {x.dtype}, got "
+                f"{list(out.shape)} and {out.dtype}"
+            )
+        # vLLM's callers pass x itself.
+        others = {"weight": weight, "bias": bias, "conv_state": conv_state, **optional}
+        check_apart({"out": out}, others)
     W = weight.shape[1]
     tokens = 1 if x.dim() == 2 and query_start_loc is None else x.shape[-1]
     if query_start_loc is not None:
@@ -145,14 +176,7 @@ def causal_conv1d_update(
         num_accepted_tokens=None if num_accepted_tokens is None else num_accepted_tokens[:N],
     )
     y = (y.mT if x.dim() == 3 else y).to(x.dtype)
-    if out is None:
-        return y
-    if out.shape != x.shape or out.dtype != x.dtype:
-        raise ValueError(
-            f"out must have the shape and dtype of x, {list(x.shape)} and {x.dtype}, got "
-            f"{list(out.shape)} and {out.dtype}"
-        )
-    return out.copy_(y)
+    return y if out is None else fill(out, y)
 
 
 def fused_recurrent_gated_delta_rule_packed_decode(
@@ -212,12 +236,7 @@ def fused_sigmoid_gating_delta_rule_update(
     check_softplus(("beta", "threshold"), beta, threshold)
     refuse("is_kda", is_kda, "the gate is one number a head")
     return _step(
-        {
-            "a": a.reshape(v.shape[:3]),
-            "b": b.reshape(v.shape[:3]),
-            "A_log": A_log,
-            "dt_bias": dt_bias,
-        },
+        {**gates_of_tokens(v, a=a, b=b), "A_log": A_log, "dt_bias": dt_bias},
         (q, k, v),
         scale,
         initial_state,
@@ -260,9 +279,11 @@ def fused_recurrent_gated_delta_rule(
             input that requires a gradient.
         TypeError, ValueError, RuntimeError: see `gdn_triton.recurrent_step`.
     """
-    ones = v.new_ones(()).expand(v.shape[:3])
+    if beta is None:
+        check_tensors({"v": v}, {})
+        beta = v.new_ones(()).expand(v.shape[:3])
     return _step(
-        {"g": g, "beta": ones if beta is None else beta},
+        {"g": g, "beta": beta},
         (q, k, v),
         scale,
         initial_state,
@@ -291,7 +312,13 @@ def _step(
             "states are updated in a pool"
         )
     q, k, v = qkv
-    N = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = check_tokens(v, slots, "ssm_state_indices", cu_seqlens)
+    check_tensors({}, {"num_accepted_tokens": accepted})
+    if slots.dim() not in (1, 2):
+        expected = "have shape [N], a slot a sequence, or [N, S]"
+        raise ValueError(must("ssm_state_indices", expected, shape_of(slots)))
+    if accepted is not None:
+        check_rank("num_accepted_tokens", accepted, "N")
     slots = slots[:N]
     if slots.dim() == 2 and accepted is None:
         accepted = torch.ones(N, dtype=torch.int32, device=slots.device)
@@ -350,6 +377,7 @@ def chunk_gated_delta_rule(
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         out=core_attn_out,
+        out_name="core_attn_out",
     )
 
 
@@ -404,9 +432,9 @@ def fi_chunk_gated_delta_rule(
     checkpoint_cu_starts[n] to checkpoint_cu_starts[n + 1] - 1 of state_checkpoints
     [rows, HV, V, K]. g is the logarithm of the decay here too. `use_cp` chooses among FlashInfer's
     kernels, and is not read."""
-    rows = None
-    if checkpoint_cu_starts is not None:
-        rows = checkpoint_rows(checkpoint_cu_starts, v.shape[1], checkpoint_every_n_tokens)
+    rows = checkpoint_rows(
+        state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, v, cu_seqlens
+    )
     return prefill(
         q,
         k,

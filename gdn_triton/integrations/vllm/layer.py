@@ -20,6 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn_triton._host.arguments import (
+    check_devices,
+    check_dtypes,
+    check_rank,
+    check_shape,
+    check_state,
+    check_tensors,
+    must,
+    shape_of,
+)
+from gdn_triton._host.memory import check_own_memory
 from gdn_triton.chunk.prefill import chunk_prefill
 from gdn_triton.conv.api import causal_conv1d_update, fused_conv_prep
 from gdn_triton.integrations.vllm.functions import SKIP, silu_or_none
@@ -86,7 +97,10 @@ def forward_core(
             `gdn_triton.recurrent_step`.
     """
     m = metadata
+    given = {"mixed_qkv": mixed_qkv, "b": b, "a": a, "core_attn_out": core_attn_out}
+    check_tensors(given, {})
     tokens = Tokens(mixed_qkv, a, b, core_attn_out).part(0, m.num_actual_tokens)
+    _check(layer, conv_state, tokens)
     if m.spec_sequence_masks is None:
         if m.num_prefills == 0:
             # In a graph's padded step: all its tokens, some of which have no slot.
@@ -109,6 +123,46 @@ def forward_core(
     _export(layer, m, conv_state, others.mixed_qkv)
     tokens.out.index_copy_(0, m.spec_token_indx, drafts.out)
     tokens.out.index_copy_(0, m.non_spec_token_indx, others.out)
+
+
+def _check(layer: Any, conv_state: Tensor, x: Tokens) -> None:
+    """Judges what the second op of a step reads and writes, before the first one writes the
+    convolution's states."""
+    state, A_log = layer.kv_cache[1], layer.A_log
+    tokens = {"mixed_qkv": x.mixed_qkv, "a": x.a, "b": x.b, "core_attn_out": x.out}
+    others = {"A_log": A_log, "dt_bias": layer.dt_bias, "conv1d.weight": layer.conv1d.weight}
+    pools = {"kv_cache[0]": conv_state, "kv_cache[1]": state}
+    named = {**tokens, **others, **pools}
+    check_tensors(named, {})
+    check_devices("mixed_qkv", x.mixed_qkv.device, named)
+    check_dtypes(named, ())
+    check_rank("A_log", A_log, "HV")
+    H, HV = layer.num_k_heads // layer.tp_size, A_log.shape[0]
+    K, V = layer.head_k_dim, layer.head_v_dim
+    check_rank("mixed_qkv", x.mixed_qkv, "T", "channels")
+    T = x.mixed_qkv.shape[0]
+    D, weight = 2 * H * K + HV * V, layer.conv1d.weight
+    check_shape("mixed_qkv", x.mixed_qkv, T=T, channels=D)
+    if weight.dim() < 2 or weight.shape[0] != D or weight.numel() != D * weight.shape[-1]:
+        expected = f"have shape [channels={D}, 1, W]"
+        raise ValueError(must("conv1d.weight", expected, shape_of(weight)))
+    check_shape("a", x.a, T=T, HV=HV)
+    check_shape("b", x.b, T=T, HV=HV)
+    check_shape("core_attn_out", x.out, T=T, HV=HV, V=V)
+    check_shape("dt_bias", layer.dt_bias, HV=HV)
+    sizes = {"HV": HV, "K": K, "V": V}
+    check_state("kv_cache[1]", state, "slots", None, **sizes, state_v_first=True)
+    if x.out.dtype != x.mixed_qkv.dtype:
+        expected = f"be {x.mixed_qkv.dtype}, as mixed_qkv is"
+        raise ValueError(must("core_attn_out", expected, str(x.out.dtype)))
+    for name, written in (("core_attn_out", x.out), ("kv_cache[1]", state)):
+        if 0 not in written.shape:
+            check_own_memory(name, (written.shape, written.stride(), written.dtype))
+    if torch.is_grad_enabled() and any(y.requires_grad for y in named.values()):
+        raise NotImplementedError(
+            "a step of vLLM's layer writes states in place and has no gradient; an input requires "
+            "one. Call under torch.no_grad()"
+        )
 
 
 def _weight(layer: Any) -> Tensor:
