@@ -10,6 +10,9 @@ namespace gdn {
 
 enum class Dtype : int { kBFloat16, kFloat16, kFloat32, kFloat64 };
 
+// T is less: tokens have 32-bit numbers, with room for a chunk or a segment that the last token does not fill.
+constexpr int64_t kTokenLimit = int64_t{1} << 30;
+
 // A [B, T, heads, D] or [B, T, heads] tensor. Strides in elements, >= 0 (0: expanded); that of D is 1. What has a D
 // begins at a multiple of 16 bytes, and so do its rows and heads, as TMA wants it.
 struct Rows {

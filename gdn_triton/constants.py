@@ -28,3 +28,14 @@ MAX_K = 256
 # Elements from a row (a token's heads) to the next, below which the Triton kernels' offsets inside
 # a chunk of 64 rows fit 32 bits. Offsets to a chunk are 64-bit.
 MAX_ROW_STRIDE = 2**31 // 64
+
+# The Triton kernels' copies of q, k and v have rows of whole multiples of this many elements: what
+# Triton needs for its widest loads.
+LINE = 16
+
+# Elements between the first and the last of a state, below which offsets inside it fit 32 bits.
+MAX_STATE_SPAN = 2**31
+
+# Tokens of a padded sequence, or of the row of a packed call, below which the numbers of tokens fit
+# 32 bits in the kernels, with room for a chunk or a segment that the last token does not fill.
+MAX_TOKENS = 2**30

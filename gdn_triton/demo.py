@@ -9,6 +9,7 @@ status is 0 when the error is within its budget, 1 when it is not, 2 when there 
 """
 
 import argparse
+import itertools
 import platform
 import sys
 import time
@@ -114,14 +115,15 @@ def make_layer(
     generator = torch.Generator().manual_seed(seed)
 
     def normal(rows: int, columns: int, std: float) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator) * std).to(device, dtype)
+        x = torch.randn(rows, columns, generator=generator, device="cpu")
+        return (x * std).to(device, dtype)
 
     H, HV, K, V = heads, 2 * heads, dim, 2 * dim
     std = MODEL_WIDTH**-0.5
     # Decays as a model starts with them: exp(A_log) from 1 to 16, and time steps, the softplus of
     # dt_bias, from 0.001 to 0.1 on a logarithmic scale.
-    A = torch.rand(HV, generator=generator) * 15 + 1
-    dt = 10 ** (torch.rand(HV, generator=generator) * 2 - 3)
+    A = torch.rand(HV, generator=generator, device="cpu") * 15 + 1
+    dt = 10 ** (torch.rand(HV, generator=generator, device="cpu") * 2 - 3)
     return Layer(
         heads=H,
         dim=K,
@@ -255,7 +257,7 @@ def run(arguments: argparse.Namespace) -> bool:
     report("machine", describe_machine(device))
 
     lengths = [len(text) for text in documents]
-    offsets = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    offsets = [0, *itertools.accumulate(lengths)]
     report(
         "input",
         f"{len(lengths)} documents, {offsets[-1]} tokens, "

@@ -18,7 +18,7 @@ const char* unsupported(const ChunkForward& p) {
   if (p.V < 8 || p.V % 8 != 0) return "the Hopper kernel needs V to be a multiple of 8";
   if (p.dtype != Dtype::kBFloat16 && p.dtype != Dtype::kFloat16)
     return "the Hopper kernel needs q, k, v in bfloat16 or float16";
-  if (p.T >= int64_t{1} << 31) return "the Hopper kernel needs T below 2^31";
+  if (p.T >= kTokenLimit) return "the Hopper kernel needs T below 2^30";
   return nullptr;
 }
 

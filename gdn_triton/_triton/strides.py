@@ -24,8 +24,13 @@ def row_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
 @triton.jit
 def in_elements(stride_b, stride_t, stride_h, ALIGN: tl.constexpr):
     """(batch, row, head) strides in elements, from those in units of ALIGN that ``row_strides``
-    made."""
-    return stride_b * ALIGN, stride_t * ALIGN, stride_h * ALIGN
+    made. Batch entries and heads may lie any distance apart, and a stride that fits 32 bits in
+    units of ALIGN need not fit them in elements. The host keeps rows within MAX_ROW_STRIDE."""
+    return (
+        tl.cast(stride_b, tl.int64) * ALIGN,
+        stride_t * ALIGN,
+        tl.cast(stride_h, tl.int64) * ALIGN,
+    )
 
 
 def head_strides(x: torch.Tensor) -> tuple[int, int, int]:

@@ -38,7 +38,7 @@ from gdn_triton._host.slots import (
 from gdn_triton._host.tensors import why_unreadable
 from gdn_triton.chunk.problem import ChunkCall, Inputs, Pool, PoolArguments, PrefillCall, Problem
 from gdn_triton.chunk.validation import MOST_REMEMBERED, remembered, validate_chunk
-from gdn_triton.constants import MAX_ROW_STRIDE
+from gdn_triton.constants import MAX_ROW_STRIDE, MAX_STATE_SPAN
 
 
 @remembered
@@ -150,7 +150,7 @@ def _judged_memory(layouts: tuple[Layout | None, ...]) -> Apart:
     named = dict(zip((*PoolArguments._fields, *Inputs._fields), layouts, strict=True))
     for name in ("state", "state_checkpoints"):
         layout = named[name]
-        if layout is not None and span(layout[0][1:], layout[1][1:]) > 2**31:
+        if layout is not None and span(layout[0][1:], layout[1][1:]) > MAX_STATE_SPAN:
             expected = "have the elements of a slot within 2^31 of each other"
             raise ValueError(must(name, expected, f"strides {list(layout[1])}"))
     apart = Apart(named, ("out", "state_checkpoints", "state"))

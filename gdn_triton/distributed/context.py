@@ -215,7 +215,7 @@ def build_cp_context(
         sequences += part.sequences
         for n in part.lengths:
             local.append(local[-1] + n)
-    cu_local = torch.tensor(local, dtype=torch.int32)
+    cu_local = torch.tensor(local, dtype=torch.int32, device="cpu")
     return ContextParallel(
         group=group,
         cu_seqlens=cu_local.to(cu_seqlens.device),

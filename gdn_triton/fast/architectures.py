@@ -24,6 +24,7 @@ class Architecture(NamedTuple):
     backward_V: int  # a value head has ceil(V / backward_V) slices
     backward_least_use: float  # of its tiles' channels; with less a call is Triton's under auto
     backward_max_chunks: int  # (B * T / chunk_size + N) * HV, times the slices, is less
+    backward_max_tokens: int  # B * T is less
 
 
 # By the compute capability of a GPU.
@@ -33,7 +34,9 @@ ARCHITECTURES = {
         chunk_size=64,
         max_K=256,
         head_multiple=8,  # TMA takes rows of whole multiples of 16 bytes
-        max_tokens=2**31,  # TMA's coordinates, and the kernels' token numbers, are 32-bit
+        # TMA's coordinates, and the kernels' token numbers, are 32-bit, with room for a chunk or a
+        # segment that the last token does not fill.
+        max_tokens=2**30,
         dtypes=(torch.bfloat16, torch.float16),
         pool_dtypes=(torch.float32, torch.bfloat16, torch.float16),
         backward_max_K=128,
@@ -41,5 +44,6 @@ ARCHITECTURES = {
         backward_V=128,
         backward_least_use=0.5,  # times as long as Triton's: 1.18 at 0.25, 0.65 at 0.56
         backward_max_chunks=2**28,  # blocks of scratch memory have 32-bit numbers
+        backward_max_tokens=2**31,  # rows of sums have 32-bit numbers
     ),
 }

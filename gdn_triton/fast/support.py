@@ -60,6 +60,11 @@ def backward_supports(problem: Problem) -> str | None:
             f"The CUDA backward takes less than {limits.backward_max_chunks} chunks of slices: "
             f"(B * T / {limits.chunk_size} + N) * HV * ceil(V / {limits.backward_V}) is {chunks}."
         )
+    if p.B * p.T >= limits.backward_max_tokens:
+        return (
+            f"The CUDA backward takes less than {limits.backward_max_tokens} tokens; B * T is "
+            f"{p.B * p.T}."
+        )
     return None
 
 

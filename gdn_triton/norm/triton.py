@@ -79,7 +79,7 @@ def norm_fwd_kernel(
     mask = (i < M)[:, None] & (o_d < D)[None, :]
     b_x = rows_of(x, i, o_d, HEADS, stride_xt, stride_xh, mask)
     b_z = rows_of(gate, i, o_d, HEADS, stride_zt, stride_zh, mask)
-    b_w = tl.load(weight + o_d * stride_w, mask=o_d < D, other=0).to(tl.float32)
+    b_w = tl.load(weight + o_d.to(tl.int64) * stride_w, mask=o_d < D, other=0).to(tl.float32)
     b_r = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + EPS)
     _, b_y = weighted(b_x * b_r[:, None], b_w, DTYPE, ROUND, ROUND_PRODUCT)
     b_s = sigmoid(b_z, 1.0)
@@ -119,10 +119,11 @@ def norm_bwd_kernel(
     DTYPE: tl.constexpr = x.dtype.element_ty
     i_run = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
-    b_w = tl.load(weight + o_d * stride_w, mask=o_d < D, other=0).to(tl.float32)
+    b_w = tl.load(weight + o_d.to(tl.int64) * stride_w, mask=o_d < D, other=0).to(tl.float32)
     b_dw = tl.zeros([R, BD], dtype=tl.float32)
     for i_tile in range(i_run * run, tl.minimum((i_run + 1) * run, tiles)):
-        i = i_tile * R + tl.arange(0, R)
+        # The interpreter counts loops in 32 bits.
+        i = tl.cast(i_tile, tl.int64) * R + tl.arange(0, R)
         mask = (i < M)[:, None] & (o_d < D)[None, :]
         b_x = rows_of(x, i, o_d, HEADS, stride_xt, stride_xh, mask)
         b_z = rows_of(gate, i, o_d, HEADS, stride_zt, stride_zh, mask)

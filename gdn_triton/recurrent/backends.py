@@ -11,6 +11,7 @@ from gdn_triton._host.backends import (
     states_refusal,
     triton_refusal,
 )
+from gdn_triton.constants import MAX_STATE_SPAN, MAX_TOKENS
 from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem
 
 # plan(problem, operands) returns a function that runs this call of the recurrence and its like.
@@ -28,11 +29,13 @@ def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
     refusal = states_refusal(problem.state_dtype)
     if refusal is not None:
         return refusal
-    if problem.tile_span >= 2**31:
+    if problem.tile_span >= MAX_STATE_SPAN:
         return (
             "The Triton kernel takes rows and states of which the last element is less than 2^31 "
             f"elements from the first; one is {problem.tile_span} from it."
         )
+    if problem.T >= MAX_TOKENS:
+        return f"The Triton kernel takes less than {MAX_TOKENS} tokens; T is {problem.T}."
     if problem.needs_grad:
         return (
             "The Triton kernel of the recurrence has no backward; an input requires a gradient. "

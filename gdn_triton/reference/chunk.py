@@ -27,14 +27,18 @@ mistakes are named.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 from gdn_triton.reference.activations import beta_sigmoid, gate, l2norm
 from gdn_triton.reference.arithmetic import compute_dtype, ignores_autocast, product
 from gdn_triton.reference.chunk_view import Chunks, Rows, States, from_heads, to_heads
+from gdn_triton.reference.lengths import Group, bounds_of, group_by_length
 from gdn_triton.reference.steps import (
     floored_log2_decay,
     kkt_in_chunks,
@@ -232,7 +236,106 @@ def chunk_gated_delta_rule(
         chunk_size: any positive int; the kernels take gdn_triton.constants.CHUNK_SIZES.
         keep_intermediates: also return every step's result in the token layout. Without it each is
             dropped after its last use (autograd keeps what it needs).
+
+    Where many sequences are shorter than a chunk, the chunks of those have fewer rows
+    (`gdn_triton.reference.lengths`), which changes the order of sums and no more.
     """
+    inputs = _Given(q, k, v, g, beta, initial_state)
+    run = functools.partial(
+        _chunked,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
+        use_beta_sigmoid=use_beta_sigmoid,
+        allow_neg_eigval=allow_neg_eigval,
+        use_gate=use_gate,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        state_v_first=state_v_first,
+        keep_intermediates=keep_intermediates,
+    )
+    groups = group_by_length(bounds_of(q.shape[0], q.shape[1], cu_seqlens), chunk_size)
+    if not groups:
+        return run(inputs, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
+    if len(groups) == 1:
+        result = run(inputs, cu_seqlens=cu_seqlens, chunk_size=groups[0].rows)
+        return _with_columns(result, chunk_size)
+    results = []
+    for group in groups:
+        result = run(inputs.of(group), cu_seqlens=group.cu_seqlens, chunk_size=group.rows)
+        results.append(_with_columns(result, chunk_size))
+    return _joined(results, groups, q.shape[1])
+
+
+class _Given(NamedTuple):
+    """The tensors of a call that have a part for each token, or sequence."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+
+    def of(self, group: Group) -> _Given:
+        """Those of some of the packed sequences, packed."""
+        tokens, state = group.tokens.to(self.q.device), self.initial_state
+        q, k, v, g, beta = (x.index_select(1, tokens) for x in self[:5])
+        if state is not None:
+            state = state.index_select(0, group.sequences.to(state.device))
+        return _Given(q, k, v, g, beta, state)
+
+
+def _with_columns(result: ChunkResult, chunk_size: int) -> ChunkResult:
+    """A and A_inv with a column for each of chunk_size tokens: 0 past those that a chunk has."""
+    wide = {
+        name: F.pad(x, (0, chunk_size - x.shape[-1]))
+        for name, x in (("A", result.A), ("A_inv", result.A_inv))
+        if x is not None
+    }
+    return result._replace(**wide)
+
+
+def _joined(results: list[ChunkResult], groups: list[Group], T: int) -> ChunkResult:
+    """The results of groups of packed sequences as those of the whole call, of T tokens."""
+
+    def places(name: str) -> Tensor:
+        parts = {"final_state": "sequences", "h": "chunks"}
+        every = torch.cat([getattr(group, parts.get(name, "tokens")) for group in groups])
+        return every.to(results[0].o.device)
+
+    joined: dict[str, Tensor | None] = {}
+    for name in ChunkResult._fields:
+        found = [getattr(result, name) for result in results]
+        if found[0] is None:
+            joined[name] = None
+        elif name == "final_state":
+            joined[name] = torch.cat(found).index_select(0, places(name).argsort())
+        elif name == "h":
+            joined[name] = torch.cat(found, 1).index_select(1, places(name).argsort())
+        else:
+            rows = torch.cat(found, 1)
+            zeros = rows.new_zeros(1, T, *rows.shape[2:])
+            joined[name] = zeros.index_copy(1, places(name), rows)
+    return ChunkResult(**joined)  # type: ignore[arg-type]
+
+
+def _chunked(
+    inputs: _Given,
+    *,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+    scale: float | None,
+    use_qk_l2norm: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    use_gate: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    state_v_first: bool,
+    keep_intermediates: bool,
+) -> ChunkResult:
+    """All sequences in chunks of chunk_size rows."""
+    q, k, v, g, beta, initial_state = inputs
     chunks = Chunks.of(q, chunk_size, cu_seqlens)
     x = _prepare(
         q,

@@ -3,11 +3,12 @@ specification computes in."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from gdn_triton.reference.lengths import bounds_of, count_chunks
 
 
 class Chunks:
@@ -35,30 +36,28 @@ class Chunks:
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size: expected a positive int, got {chunk_size}")
-        if cu_seqlens is None:
-            bounds = [b * T for b in range(B + 1)]
-        else:
-            bounds = [int(x) for x in cu_seqlens.tolist()]
-            device = cu_seqlens.device if device is None else device
+        bounds = bounds_of(B, T, cu_seqlens)
+        if cu_seqlens is not None and device is None:
+            device = cu_seqlens.device
         self.B, self.T, self.BT = B, T, chunk_size
         self.N = len(bounds) - 1
-        self.lengths = [end - start for start, end in itertools.pairwise(bounds)]
-        self.num_chunks = [-(-length // chunk_size) for length in self.lengths]
+        self.lengths, self.num_chunks = count_chunks(bounds, chunk_size)
         self.offsets = [0]
         for n in self.num_chunks:
             self.offsets.append(self.offsets[-1] + n)
         self.C = self.offsets[-1]
         self.NT = -(-T // chunk_size) if cu_seqlens is None else self.C
 
-        per_sequence = torch.tensor(self.num_chunks, dtype=torch.int64)
-        sequence = torch.arange(self.N).repeat_interleave(per_sequence)  # [C]
+        def on_host(numbers: Sequence[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+        per_sequence = on_host(self.num_chunks)
+        sequence = torch.arange(self.N, device="cpu").repeat_interleave(per_sequence)  # [C]
         # [C], the chunk's position within its sequence
-        step = torch.arange(self.C) - torch.tensor(self.offsets)[sequence]
-        starts, ends = torch.tensor(bounds[:-1]).long(), torch.tensor(bounds[1:]).long()
+        step = torch.arange(self.C, device="cpu") - on_host(self.offsets)[sequence]
+        starts, ends = on_host(bounds[:-1]), on_host(bounds[1:])
         first = starts[sequence] + step * chunk_size
-        token = first[:, None] + torch.arange(chunk_size)  # [C, BT], into B * T
+        token = first[:, None] + torch.arange(chunk_size, device="cpu")  # [C, BT], into B * T
         end = ends[sequence][:, None]
         valid = token < end
         # One chunk after the other covers every token once, in order: the chunk view is a reshape.
@@ -75,7 +74,9 @@ class Chunks:
         # Without chunks one step over nothing remains, so that outputs keep shape and gradient.
         self.counts = torch.bincount(step, minlength=1).tolist()
         by_step = (step * max(self.N, 1) + rank[sequence]).argsort()
-        self._single = self.N <= 1
+        # One sequence, or a chunk of each: nothing is to be moved.
+        in_order = [torch.equal(x, torch.arange(len(x), device="cpu")) for x in (order, by_step)]
+        self._in_order = all(in_order)
         self._order, self._rank = order.to(device), rank.to(device)
         self._by_step, self._by_chunk = by_step.to(device), by_step.argsort().to(device)
 
@@ -117,20 +118,20 @@ class Chunks:
         """[C, ...] -> at each step t [counts[t], ...]: chunk t of all sequences that have one."""
         # One permutation and one split: a gather at each step would cost a whole gradient per step
         # in backward.
-        return (x if self._single else x.index_select(0, self._by_step)).split(self.counts)
+        return (x if self._in_order else x.index_select(0, self._by_step)).split(self.counts)
 
     def unsteps(self, steps: Sequence[Tensor]) -> Tensor:
         """The inverse of `steps`, as a new tensor."""
         x = torch.cat(tuple(steps))
-        return x if self._single else x.index_select(0, self._by_chunk)
+        return x if self._in_order else x.index_select(0, self._by_chunk)
 
     def sort_sequences(self, x: Tensor) -> Tensor:
         """[N, ...] in sequence order -> longest first, the order of every step."""
-        return x if self._single else x.index_select(0, self._order)
+        return x if self._in_order else x.index_select(0, self._order)
 
     def unsort_sequences(self, x: Tensor) -> Tensor:
         """The inverse of `sort_sequences`."""
-        return x if self._single else x.index_select(0, self._rank)
+        return x if self._in_order else x.index_select(0, self._rank)
 
 
 class States:

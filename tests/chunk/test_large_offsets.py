@@ -3,12 +3,18 @@
 The pages between the rows are never touched. On a CPU they cost nothing; on a GPU they are real.
 """
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from helpers import FP16, Case, Inputs, make_inputs, same_bits
 from torch import Tensor
 
 import gdn_triton
+from gdn_triton.chunk.triton.chunks import make_chunks
+from gdn_triton.constants import MAX_TOKENS
 
 GIB = 2**30
 
@@ -105,3 +111,73 @@ def test_large_results(dataflow: str, device: str) -> None:
     assert state is not None and tail_state is not None
     assert o.numel() > 2**31
     assert same_bits(o[:, cut:], tail) and same_bits(state, tail_state)
+
+
+def sized(T: int = 64, HV: int = 1, K: int = 1, V: int = 1, packed: bool = False) -> dict[str, Any]:
+    """A call of such sizes whose elements are all one."""
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.zeros((), dtype=FP16).expand(1, T, HV, *shape)
+
+    cu_seqlens = torch.tensor([0, T]) if packed else None
+    x = {"q": tensor(K), "k": tensor(K), "v": tensor(V), "g": tensor(), "beta": tensor()}
+    return {**x, "cu_seqlens": cu_seqlens}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_more_tokens_than_are_numbered(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused by Triton before anything is launched or written; by `auto` left to the reference."""
+    T = 2**31 + 64
+    x = sized(T, packed=packed)
+    message = f"less than {MAX_TOKENS} tokens; T is {T}"
+    state, slots = torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)
+    calls: list[Callable[[], Any]] = [
+        lambda: gdn_triton.chunk_gated_delta_rule(**x),
+        lambda: gdn_triton.chunk_prefill(state, slots, **x),
+        lambda: gdn_triton.fused_recurrent_gated_delta_rule(**x),
+        lambda: gdn_triton.recurrent_step(state, slots, **x),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    assert state._version == 0
+    monkeypatch.setenv("GDN_BACKEND", "auto")
+    told = gdn_triton.explain(**x)
+    assert told.chosen == "reference" and message in str(told.reasons["triton"])
+    told = gdn_triton.explain_call(gdn_triton.fused_recurrent_gated_delta_rule, **x)
+    assert told.chosen == "reference" and message in str(told.reasons["triton"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"T": MAX_TOKENS - 1}, None),
+        ({"T": MAX_TOKENS}, f"T is {MAX_TOKENS}"),
+        ({"HV": 2**19 - 1}, None),
+        # The triangles of a chunk have 64 columns for each token and head.
+        ({"HV": 2**19}, f"HV \\* max.* is {2**25}"),
+        # Copies of q and k have rows of whole multiples of 16.
+        ({"HV": 2**25 // 65, "K": 65}, f"HV \\* max.* is {80 * (2**25 // 65)}"),
+        ({"K": 256, "V": 2**23 - 1}, None),
+        ({"K": 256, "V": 2**23}, f"K \\* V is {2**31}"),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_numbered(sizes: dict[str, int], message: str | None) -> None:
+    told = gdn_triton.explain(**sized(**sizes)).reasons["triton"]
+    if message is None:
+        assert told is None
+    else:
+        assert told is not None and re.search(message, told)
+
+
+def test_numbers_of_tokens_fit(device: str) -> None:
+    """The table of chunks at the largest T, whose last chunk is not full."""
+    T = MAX_TOKENS - 1
+    table = make_chunks(1, T, 2**28, torch.tensor([0, 5, T - 3], device=device))
+    assert table.chunk_rows is not None and table.chunk_offsets is not None
+    size, rows = 2**28, table.chunk_rows.view(-1, 2).tolist()
+    parts = [[5 + i * size, min(size, T - 8 - i * size)] for i in range(4)]
+    expected = [[0, 5], *parts, [T - 3, -3]]
+    assert rows[:6] == expected and not any(map(any, rows[6:]))
+    assert table.chunk_offsets.tolist() == [0, 1, 5]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from far import far, far_strides
 from helpers import BF16, FP16, FP32, same_bits
 from shard_cases import GATE, NORM, SIGMOID, Case, assert_near_whole, make_call, run_whole
 from torch import Tensor
@@ -176,3 +177,27 @@ def test_outer_rank_alone(
     case: Case, begun: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_alone(case, device, monkeypatch, begun=begun, unfinished=not begun)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only a CPU lends memory never touched")
+@pytest.mark.parametrize("case", [case for case in ALONE if not case.gpu], ids=lambda c: c.name)
+def test_far_operands(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements 2^31 apart, in each dimension in turn, give the bits of dense ones."""
+    from gdn_triton.chunk.triton import forward as chunk_fwd
+
+    if case.pieces:
+        monkeypatch.setattr(chunk_fwd, "choose_segments", lambda problem: 1)
+    x, do, dht = make_lasting_call(case, "cpu")
+    given = {**x, "do": do, "dht": dht}
+
+    def run(y: dict[str, Tensor]) -> dict[str, Tensor]:
+        inputs = {n: z for n, z in y.items() if n not in ("do", "dht")}
+        return run_alone(case, inputs, y["do"], y["dht"], begun=False, unfinished=True)
+
+    dense = run(given)
+    places = {name: list(far_strides(y)) for name, y in given.items()}
+    for i in range(max(map(len, places.values()))):
+        turn = {name: some[i % len(some)] for name, some in places.items() if some}
+        got = run(given | {name: far(given[name], *place) for name, place in turn.items()})
+        wrong = [name for name, y in dense.items() if not same_bits(y, got[name])]
+        assert not wrong, f"{wrong} differ where (dimension, stride) are {turn}"

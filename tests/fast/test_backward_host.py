@@ -49,6 +49,7 @@ def test_takes(changes: dict[str, Any], hopper: None) -> None:
         ({"K": 136}, "K up to 128; K is 136"),
         ({"T": 2**31 - 1, "H": 64, "HV": 64}, "less than 268435456 chunks of slices"),
         ({"T": 2**26, "V": 1024}, "less than 268435456 chunks of slices"),
+        ({"T": 2**20, "B": 2**11, "H": 1, "HV": 1}, "tokens; B * T is 2147483648"),
     ],
 )
 def test_leaves_to_triton(changes: dict[str, Any], words: str, hopper: None) -> None:

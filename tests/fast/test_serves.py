@@ -58,7 +58,7 @@ def test_takes(changes: dict[str, Any], hopper: None) -> None:
         ({"V": 84}, "K is 128, V is 84"),
         ({"chunk_size": 32}, "in chunks of 64; 32 is asked for"),
         ({"pool_dtype": FP64}, "in float32 at most; the states are float64"),
-        ({"T": 2**31}, "less than 2147483648 tokens; T is 2147483648"),
+        ({"T": 2**30}, "less than 1073741824 tokens; T is 1073741824"),
     ],
 )
 def test_refuses(changes: dict[str, Any], words: str, hopper: None) -> None:

@@ -42,6 +42,7 @@ from target_code import (
     Compiled,
     compile_only,
     disassembled,
+    narrow_strides,
     overlong_layouts,
     stack_and_registers,
     unwritten_uniform_registers,
@@ -193,6 +194,7 @@ def judge(one: Compiled, shape: Shape, target: GPUTarget) -> tuple[str, list[str
             sass = disassembled(one.kernel.asm["cubin"])
             wrong += [f"unwritten register: {text}" for text in unwritten_uniform_registers(sass)]
             wrong += overlong_layouts(one.kernel.asm["ttgir"])
+    wrong += narrow_strides(one.kernel.asm["ttir"])
     stage, instruction = MATRIX_INSTRUCTION[key]
     common = (shape.K, shape.V, shape.dtype) == (128, 128, BF16)
     if common and one.name in MATRIX_KERNELS and instruction not in one.kernel.asm[stage]:

@@ -141,3 +141,41 @@ def overlong_layouts(ttgir: str) -> list[str]:
             if 1 < int(rows) < 16 * int(warps):
                 found.append(f"{rows} rows in a layout of {16 * int(warps)}")
     return found
+
+
+# Strides that kernels multiply in 32 bits, as the host keeps them small (gdn_triton/constants.py):
+# MAX_ROW_STRIDE: from row to row of q, k, v and beta, and of what the package makes, a copy where a
+#   caller's is larger; of a pool's o, which is refused.
+# MAX_STATE_SPAN: inside a state of the chunked op, its gradient, or a checkpoint, likewise; inside
+#   what a program of the recurrence reads at once, which is refused.
+NARROW_STRIDES = (
+    *("stride_qt", "stride_kt", "stride_vt", "stride_ot", "stride_betat", "stride_gt"),
+    *(f"stride_{name}{i}" for name in ("h0", "ht", "dht", "dh0", "c") for i in ("k", "v")),
+    *(f"stride_{name}" for name in ("qk", "kk", "vv", "gkk", "gvv", "bv", "ov")),
+)
+# What gives back numbers that it was given.
+_PASSED_ON = ("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "arith.select")
+_NARROWED = ("arith.muli", "arith.addi", "arith.subi", "arith.shli")
+_OPERATION = re.compile(r"^\s*(%\w+)(?::\d+)? = ([\w.]+)\s+(.*?) : (.*?)(?: loc\(.*)?$")
+_STRIDE = re.compile(r"(%stride_\w+): i32")
+
+
+def narrow_strides(ttir: str) -> list[str]:
+    """Sums and products in 32 bits of a stride that no host code keeps small. ttir: a kernel's
+    code with everything inlined."""
+    strides = {x for x in _STRIDE.findall(ttir) if x[1:] not in NARROW_STRIDES}
+    origin = {x: x[1:] for x in strides}
+    found = []
+    for line in ttir.splitlines():
+        match = _OPERATION.match(line)
+        if match is None:
+            continue
+        result, operation, operands, kind = match.groups()
+        used = [origin[x] for x in re.findall(r"%[\w#]+", operands) if x in origin]
+        if not used:
+            continue
+        if operation in _PASSED_ON:
+            origin[result] = used[0]
+        elif operation in _NARROWED and "i32" in kind:
+            found.append(f"{used[0]} in 32 bits: {line.strip().split(' loc(')[0]}")
+    return found

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from far import untouched
 from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime import interpreter
@@ -77,8 +78,9 @@ class _Storage:
 
     def begin_writing(self) -> None:
         if self.readers is None:
-            self.writers = np.zeros(self.bytes, np.int32)
-            self.readers = np.zeros(self.bytes, np.int32)
+            # A storage may be larger than the machine's memory, most of it never touched.
+            self.writers = np.frombuffer(untouched(4 * self.bytes), np.int32)
+            self.readers = np.frombuffer(untouched(4 * self.bytes), np.int32)
             for program, at in self.early:
                 self.note_read(program, at)
 

@@ -107,7 +107,8 @@ const char* unsupported(const ChunkForward& p) {
   if (p.K % 8 || p.V % 8 || p.K > kChannels) return "the Hopper backward needs K and V in multiples of 8, K up to 128";
   if (p.dtype != Dtype::kBFloat16 && p.dtype != Dtype::kFloat16)
     return "the Hopper backward needs q, k, v in bfloat16 or float16";
-  if (p.T >= int64_t{1} << 31) return "the Hopper kernel needs T below 2^31";
+  if (p.T >= kTokenLimit) return "the Hopper kernel needs T below 2^30";
+  if (p.B * p.T >= int64_t{1} << 31) return "the Hopper backward needs B * T below 2^31";
   if (slots_of(p) * slices_of(p) >= int64_t{1} << 28) return "the Hopper backward needs fewer chunks and value heads";
   return nullptr;
 }

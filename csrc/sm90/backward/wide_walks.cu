@@ -388,7 +388,7 @@ const char* run(WideParams& params, cudaStream_t stream) {
 const char* backward_walks(const BackwardWalks& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   if (p.K % 8 || p.V % 8 || p.K > 256) return "the Hopper walks need K and V in multiples of 8, K up to 256";
-  if (p.T >= int64_t{1} << 31) return "the Hopper kernel needs T below 2^31";
+  if (p.T >= kTokenLimit) return "the Hopper kernel needs T below 2^30";
   const int64_t slots = problem.slots, blocks = slots * p.HV;
   if (blocks >= int64_t{1} << 31) return "the Hopper walks need fewer chunks and value heads";
   WideParams params = {};

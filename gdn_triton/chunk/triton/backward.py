@@ -18,9 +18,16 @@ from gdn_triton.chunk.triton.backward_query_key import query_key_bwd
 from gdn_triton.chunk.triton.backward_scores import scores
 from gdn_triton.chunk.triton.backward_state import state_bwd
 from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
-from gdn_triton.chunk.triton.forward import activate, compute_dtype, prepare, readable_inputs
-from gdn_triton.chunk.triton.prepare import LINE, whole_lines
+from gdn_triton.chunk.triton.forward import (
+    activate,
+    compute_dtype,
+    prepare,
+    readable_inputs,
+    readable_state,
+)
+from gdn_triton.chunk.triton.prepare import whole_lines
 from gdn_triton.chunk.triton.wy import wy_fwd
+from gdn_triton.constants import LINE
 
 
 class Recomputed(NamedTuple):
@@ -113,8 +120,7 @@ def _gradients(
     chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens)
     c = recompute(p, x, chunks)
     v = in_lines(x.v)
-    if find_ends is not None:
-        dht = find_ends(c, do)
+    dht = readable_state(dht) if find_ends is None else find_ends(c, do)
     states = walk(
         q=c.q,
         k=c.k,

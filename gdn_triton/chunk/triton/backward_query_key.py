@@ -306,7 +306,7 @@ def query_key_bwd_kernel(
             p_g,
             p_beta,
             p_share + plane,
-            across + SLOTS * HV * i_k + first,
+            across + i_k * SLOTS * HV + first,
             dv + base,
             plane,
             n_rows,

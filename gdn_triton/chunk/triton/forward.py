@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from gdn_triton._host.device import on_device
+from gdn_triton._host.memory import span
 from gdn_triton._triton.tiles import gpu_of, segment_chunks
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
@@ -20,7 +21,7 @@ from gdn_triton.chunk.triton.output import output_fwd
 from gdn_triton.chunk.triton.prepare import ChunkFactors, prepare_fwd
 from gdn_triton.chunk.triton.state import state_fwd
 from gdn_triton.chunk.triton.wy import wy_fwd
-from gdn_triton.constants import MAX_ROW_STRIDE
+from gdn_triton.constants import MAX_ROW_STRIDE, MAX_STATE_SPAN
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
@@ -35,9 +36,26 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def readable_state(x: torch.Tensor | None) -> torch.Tensor | None:
+    """States, or their gradients, [N, HV, ...], themselves or, where the elements of one lie too
+    far apart for 32-bit offsets, a contiguous copy."""
+    if x is None or span(x.shape[2:], x.stride()[2:]) <= MAX_STATE_SPAN:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def readable_heads(x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, HV] itself or, where its tokens lie too far apart for 32-bit offsets inside a chunk,
+    a contiguous copy."""
+    if x.stride(1) < MAX_ROW_STRIDE:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def readable_inputs(x: Inputs) -> Inputs:
-    """The inputs as kernels read them: q, k and v ``readable``, A_log and dt_bias without a
-    stride."""
+    """The inputs as kernels read them: q, k and v ``readable``, beta ``readable_heads``, the
+    initial state ``readable_state``, A_log and dt_bias without a stride. g is read at 64-bit
+    offsets, and once."""
     A_log, dt_bias = (None if y is None else y.contiguous() for y in (x.A_log, x.dt_bias))
     return Inputs.__new__(
         Inputs,
@@ -45,8 +63,8 @@ def readable_inputs(x: Inputs) -> Inputs:
         k=readable(x.k),
         v=readable(x.v),
         g=x.g,
-        beta=x.beta,
-        initial_state=x.initial_state,
+        beta=readable_heads(x.beta),
+        initial_state=readable_state(x.initial_state),
         A_log=A_log,
         dt_bias=dt_bias,
         cu_seqlens=x.cu_seqlens,

@@ -139,8 +139,8 @@ def fused_fwd_kernel(
         i_n = i_w
         i_b, row, n_rows = sequence_rows(i_n, cu_seqlens, N, T, IS_VARLEN)
     if ALIGN_O > 0:
-        stride_ot = stride_ot * ALIGN_O
-        o += i_b * (stride_ob * ALIGN_O) + i_hv * (stride_oh * ALIGN_O)
+        stride_ob, stride_ot, stride_oh = in_elements(stride_ob, stride_ot, stride_oh, ALIGN_O)
+        o += i_b * stride_ob + i_hv * stride_oh
     i_h0 = i_w
     if read_slots is not None:
         slot = tl.load(read_slots + i_n, mask=i_n < N, other=LAST_SKIPPED).to(tl.int64)

@@ -72,8 +72,8 @@ def output_fwd_kernel(
     if ALIGN_O == 0:
         p_o = o + base * V + o_o
     else:
-        stride_ot = stride_ot * ALIGN_O
-        p_o = o + i_b * (stride_ob * ALIGN_O) + row * stride_ot + i_hv * (stride_oh * ALIGN_O)
+        stride_ob, stride_ot, stride_oh = in_elements(stride_ob, stride_ot, stride_oh, ALIGN_O)
+        p_o = o + i_b * stride_ob + row * stride_ot + i_hv * stride_oh
         p_o += o_t[:, None] * stride_ot + o_v[None, :]
     if not IS_VARLEN:
         if read_slots is not None:

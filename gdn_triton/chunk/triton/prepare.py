@@ -30,7 +30,13 @@ from gdn_triton._triton.tiles import dot_precision, prepare_config
 from gdn_triton.chunk.triton.chunks import ChunkTable
 from gdn_triton.chunk.triton.inverse import fits_half, invert_unit_lower
 from gdn_triton.chunk.triton.places import chunk_span, decay_cumsum, decay_of_pairs, diagonal
-from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
+from gdn_triton.constants import (
+    L2NORM_EPS,
+    LINE,
+    LOG2_DECAY_FLOOR,
+    RCP_LN2,
+    SOFTPLUS_THRESHOLD,
+)
 
 
 @triton.jit(do_not_specialize=["scale", "B", "T", "NT"])
@@ -168,10 +174,6 @@ class ChunkFactors(NamedTuple):
     scalars: torch.Tensor
     A_inv: torch.Tensor
     A_qk: torch.Tensor
-
-
-# Copies of q and k have rows of whole multiples of this: what Triton needs for its widest loads.
-LINE = 16
 
 
 def whole_lines(x: torch.Tensor) -> bool:

@@ -159,7 +159,7 @@ def conv_bwd_kernel(
     for _ in tl.static_range(1, W):
         s += (s[0],)
     s_bias = s[0]
-    in_row = tl.cdiv(T, BT)
+    in_row = tl.cdiv(tl.cast(T, tl.int64), BT)
     for i_block in range(i_run * run, tl.minimum((i_run + 1) * run, blocks)):
         i_b, i_row = i_block // in_row, (i_block % in_row) * BT
         n_rows = tl.minimum(T - i_row, BT).to(tl.int32)

@@ -303,7 +303,7 @@ def conv_kernel(
     pid = tl.program_id(0).to(tl.int64)
     part = (pid % PARTS).to(tl.int32)
     i_block = pid // PARTS
-    blocks = tl.cdiv(T, BT)
+    blocks = tl.cdiv(tl.cast(T, tl.int64), BT)
     i_b, i_row = i_block // blocks, (i_block % blocks) * BT
     n_rows = tl.minimum(T - i_row, BT).to(tl.int32)
     i_out = i_b * T + i_row

@@ -61,7 +61,7 @@ def logistic(x, NVIDIA: tl.constexpr):
 @triton.jit
 def tap(f, o_c, in_c, BACK: tl.constexpr, W: tl.constexpr, AS_ROW: tl.constexpr):
     """The weights of the token BACK places before: fp32 [channels], or [1, channels]."""
-    p_w = f.weight + o_c.to(tl.int64) * f.stride_c + (W - 1 - BACK) * f.stride_w
+    p_w = f.weight + o_c.to(tl.int64) * f.stride_c + tl.cast(f.stride_w, tl.int64) * (W - 1 - BACK)
     w = tl.load(p_w, mask=in_c, other=0).to(tl.float32)
     return w[None, :] if AS_ROW else w
 

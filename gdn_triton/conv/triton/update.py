@@ -39,8 +39,9 @@ def keep_tokens(
     """The last W - 1 tokens, the latest first, to a slot, unless that is padding."""
     mask = o_c < tl.where(slot > LAST_SKIPPED, D, 0)
     p = states.state + slot * states.stride_n + o_c * states.stride_c
+    stride_w = tl.cast(states.stride_w, tl.int64)
     for i in tl.static_range(W - 1):
-        tl.store(p + (W - 2 - i) * states.stride_w, before[i], mask=mask)
+        tl.store(p + stride_w * (W - 2 - i), before[i], mask=mask)
 
 
 @triton.jit
@@ -102,6 +103,8 @@ def conv_state_kernel(
     i_n = pid // PARTS
     o_c = pid % PARTS * BC + tl.arange(0, BC)
     in_c = o_c < D
+    # Several of these steps together may not fit the 32 bits that one fits.
+    stride_sw = tl.cast(stride_sw, tl.int64)
     if cu_seqlens is None:
         i_b = i_n
         i_row = i_n * 0
