@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import same_bits
-from pool_cases import HV, OPS, WRITING, T, copied, make_step, run, states, tensors_of, tokens
+from pool_cases import HV, OPS, WRITING, T, copied, make_step, states, tensors_of, tokens
 from torch import Tensor
 
 import gdn_triton
@@ -76,17 +75,6 @@ def test_versions_under_a_compiler(name: str, backend: str) -> None:
     for given in op.written:
         rise = x[given]._version - version[given]
         assert rise == 1 if backend == "triton" else rise > 0, given
-
-
-@pytest.mark.parametrize("name", WRITING)
-def test_in_inference_mode(name: str, backend: str) -> None:
-    """Tensors of that mode have no version."""
-    op = OPS[name]
-    x = op.make()
-    expected = run(op, copied(x))
-    with torch.inference_mode():
-        found = run(op, copied(x))
-    assert all(same_bits(y, expected[result]) for result, y in found.items())
 
 
 @pytest.mark.of_no_device
