@@ -9,12 +9,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gdn_triton._host.records import Options
 
 MOST_FLOAT = sys.float_info.max
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 INDEX_DTYPES = frozenset((torch.int32, torch.int64))
+FLAG_DTYPES = frozenset((torch.bool,))
 FLOATS = "float16, bfloat16, float32 or float64"
 INDICES = "int32 or int64"
 
@@ -53,6 +56,21 @@ def check_on_host(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None) -> None:
 def check_dtype(name: str, x: Tensor, allowed: frozenset[torch.dtype], expected: str) -> None:
     if x.dtype not in allowed:
         raise ValueError(must(name, f"be {expected}", str(x.dtype)))
+    if allowed is not FLOAT_DTYPES:
+        _check_contents_are_readable(name, x)
+
+
+def _check_contents_are_readable(name: str, x: Tensor) -> None:
+    """TypeError for integers or flags whose type has operations of its own: neither the host nor a
+    kernel can read what such a tensor holds, and no backend runs without them."""
+    if type(x) is Tensor or isinstance(x, FakeTensor | FunctionalTensor):
+        return
+    if torch.compiler.is_compiling():
+        return  # judged again in the operator
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        expected = "be a tensor whose contents lie in memory"
+        given = f"a {type_of(x)}, a subclass of torch.Tensor with operations of its own"
+        raise TypeError(must(name, expected, given))
 
 
 def check_float_dtype(name: str, dtype: object) -> None:

@@ -13,11 +13,14 @@ from gdn_triton._host.arguments import in_float64
 def schema_takes(given: Mapping[str, Any], tensors: Iterable[str], required: Iterable[str]) -> bool:
     """Whether a schema takes these arguments as they are: it converts what has the wrong type, or
     has no place for it. Where it does not, the error is validation's. Judged are the scale and the
-    `tensors`; those of them that are not `required` may be None."""
-    scale = given["scale"]
+    `tensors`; those of them that are not `required` may be None. Nor does it take tensors with
+    memory beside those of the meta device: before an operator refuses them, torch has raised the
+    version of what it writes."""
+    scale, optional = given["scale"], [given[name] for name in tensors]
     return (
         all(isinstance(given[name], Tensor) for name in required)
-        and all(given[name] is None or isinstance(given[name], Tensor) for name in tensors)
+        and all(y is None or isinstance(y, Tensor) for y in optional)
+        and len({y.is_meta for y in optional if y is not None}) <= 1
         and not isinstance(scale, bool)
         and (
             scale is None or type(scale) is float or (isinstance(scale, Real) and in_float64(scale))

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.arguments import (
+    FLAG_DTYPES,
     check_devices,
+    check_dtype,
     check_dtypes,
     check_shape,
     check_state,
@@ -81,8 +83,8 @@ def validate_prefill(call: PrefillCall) -> Problem:
         "checkpoint_slots": checkpoint_slots,
     }
     check_dtypes({"state": state, "state_checkpoints": state_checkpoints, **slots}, slots)
-    if has_initial_state is not None and has_initial_state.dtype != torch.bool:
-        raise ValueError(must("has_initial_state", "be torch.bool", str(has_initial_state.dtype)))
+    if has_initial_state is not None:
+        check_dtype("has_initial_state", has_initial_state, FLAG_DTYPES, "torch.bool")
     if out is not None and out.dtype != p.q_dtype:
         raise ValueError(must("out", f"be {p.q_dtype}, as q is", str(out.dtype)))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.arguments import (
+    FLAG_DTYPES,
     FLOAT_DTYPES,
     FLOATS,
     INDEX_DTYPES,
@@ -190,7 +191,7 @@ def _check_state(args: ConvArguments, form: Form, B: int, T: int, N: int, D: int
         if slots is not None:
             check_dtype(name, slots, INDEX_DTYPES, INDICES)
     if flags is not None:
-        check_dtype("has_initial_state", flags, frozenset((torch.bool,)), "bool")
+        check_dtype("has_initial_state", flags, FLAG_DTYPES, "bool")
 
 
 def _check_accepted(args: ConvArguments, N: int, D: int, W: int) -> None:

@@ -330,6 +330,7 @@ class GatedDeltaNet(MarksUndecayed):
             TypeError, ValueError: an argument that does not fit. Also what
                 `gdn_triton.causal_conv1d`, `gdn_triton.chunk_gated_delta_rule` and
                 `gdn_triton.recurrent_step` raise. No state has changed.
+            NotImplementedError: a state of the cache requires a gradient.
         """
         channels = 2 * self.key_dim + self.value_dim
         N = check_call(

@@ -1,5 +1,6 @@
 """Judges a call of the layer."""
 
+import torch
 from torch import Tensor
 
 from gdn_triton._host.arguments import (
@@ -56,6 +57,8 @@ def check_call(
         if cu_seqlens is not None:
             raise ValueError(must("attention_mask", "be None with cu_seqlens", "a tensor"))
         mask = attention_mask
+        if mask.dtype.is_complex:
+            raise ValueError(must("attention_mask", "be bool, integer or float", str(mask.dtype)))
         if mask.dim() != 2 or mask.shape[0] != B or mask.shape[1] < T:
             expected = f"have shape [B={B}, S], S at least T={T}"
             raise ValueError(must("attention_mask", expected, shape_of(mask)))
@@ -113,9 +116,17 @@ def _check_cache(
     if found != wanted:
         expected = f"have states of this layer's shapes, {wanted[0]} and {wanted[1]}"
         raise ValueError(must("cache", expected, f"{found[0]} and {found[1]}"))
-    if cache.recurrent_state.device != x.device:
-        expected = f"be on the device of hidden_states, {x.device}"
-        raise ValueError(must("cache", expected, str(cache.recurrent_state.device)))
+    for pool in (cache.recurrent_state, conv_state):
+        if pool is None:
+            continue
+        if pool.device != x.device:
+            expected = f"be on the device of hidden_states, {x.device}"
+            raise ValueError(must("cache", expected, str(pool.device)))
+        if torch.is_grad_enabled() and pool.requires_grad:
+            raise NotImplementedError(
+                "cache is updated in place and has no gradient, and one of its states requires "
+                "one: detach it"
+            )
     first = LAST_SKIPPED[cache.skip] + 1
     if slots is None:
         if cache.slots - first < N:

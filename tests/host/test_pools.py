@@ -1,5 +1,5 @@
-"""What calls write in place: it shares memory with nothing else, and only the slots that are used
-are judged."""
+"""What calls write in place: it may lie next to what they read, and only the slots that are used
+are judged. What shares memory is refused (tests/functions/test_refusals.py)."""
 
 import itertools
 import random
@@ -17,13 +17,14 @@ from pool_cases import (
     K,
     V,
     W,
+    arena,
     copied,
     make_prefill,
     run,
     tensors_of,
     tokens,
+    up,
 )
-from torch import Tensor
 
 import gdn_triton
 from gdn_triton._host import memory
@@ -33,49 +34,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.usefixtures("on_device")
 
 # ---------------------------------------------------------------------------- memory that is shared
-
-
-PAIRS = [
-    (name, written, other)
-    for name in WRITING
-    for written, other in itertools.product(OPS[name].written, tensors_of(OPS[name].make()))
-    if written != other
-]
-
-
-def arena(x: dict[str, Any], starts: dict[str, int]) -> tuple[dict[str, Any], Tensor]:
-    """The tensors of `starts` in one memory, each from that byte on; its bytes."""
-    ends = [start + x[name].nbytes for name, start in starts.items()]
-    memory = torch.zeros(max(ends), dtype=torch.uint8)
-    moved = dict(x)
-    for name, start in starts.items():
-        place = memory[start : start + x[name].nbytes].view(x[name].dtype)
-        moved[name] = place.view(x[name].shape).copy_(x[name])
-    return moved, memory
-
-
-def up(size: int) -> int:
-    """The next multiple of 16 bytes."""
-    return -(-size // 16) * 16
-
-
-@pytest.mark.parametrize("name,written,other", PAIRS)
-def test_what_is_written_lies_apart(name: str, written: str, other: str) -> None:
-    """One starts in the last bytes of the other, either way. Nothing has been written then."""
-    op = OPS[name]
-    x = op.make()
-    first, second = (up(x[given].nbytes) - 16 for given in (written, other))
-    for starts in ({written: 0, other: first}, {other: 0, written: second}):
-        moved, memory = arena(copied(x), starts)
-        # Offsets are read before memory is judged: they have to be whole.
-        moved[other].copy_(x[other])
-        before = memory.clone()
-        first_named, second_named = f"{written} must lie apart from {other}", ""
-        if other in op.written:
-            second_named = f"|{other} must lie apart from {written}"
-        with pytest.raises(ValueError, match=f"({first_named}{second_named}) in memory"):
-            op.call(**moved)
-        assert torch.equal(memory, before)
 
 
 @pytest.mark.parametrize("name", WRITING)
@@ -115,22 +73,6 @@ def test_columns_of_one_tensor(name: str, backend: str) -> None:
         else:
             found = run(op, moved)
             assert all(same_bits(y, expected[result]) for result, y in found.items())
-
-
-@pytest.mark.parametrize("name", WRITING)
-def test_elements_in_one_place(name: str) -> None:
-    """A stride of 0, and one that is half of what it has to be."""
-    op = OPS[name]
-    for written in op.written:
-        x = op.make()
-        y = x[written]
-        dim = next(dim for dim, size in enumerate(y.shape) if size > 1)
-        strides = list(y.stride())
-        for stride in (0, strides[dim] // 2):
-            strides[dim] = stride
-            wrong = torch.zeros(y.numel()).as_strided(y.shape, strides)
-            with pytest.raises(ValueError, match=f"{written} must have memory of its own for ever"):
-                op.call(**{**x, written: wrong})
 
 
 def test_checkpoints_in_the_pool() -> None:

@@ -1,6 +1,6 @@
-"""Tensors that are more, or less, than elements in memory, in every public function: the negative
-bit, tangents of forward-mode AD, the transforms of torch.func, subclasses of Tensor, DTensors, and
-tensors without memory. Each is served as it should be or refused by name."""
+"""Tensors that are more, or less, than elements in memory, in every public function: tangents of
+forward-mode AD, the transforms of torch.func, DTensors, and tensors without memory. Each is served
+as it should be or refused by name. More of the kind is in tests/functions/test_views.py."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,15 +13,14 @@ from tensor_cases import (
     OPS,
     Op,
     T,
+    Wrapped,
     copied,
     each_backend,
     each_op,
-    negative,
     outcome,
 )
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_map
 
 from gdn_triton.layers import GatedDeltaNet
 
@@ -29,39 +28,6 @@ from gdn_triton.layers import GatedDeltaNet
 def argument(op: Op, name: str) -> str:
     """As the function calls it."""
     return "mixed_qkv" if (op.name, name) == ("conv-prep", "x") else name
-
-
-@each_backend
-@each_op
-def test_a_negative_bit_is_seen(
-    op: Op, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GDN_BACKEND", backend)
-    tensors = op.make(device)
-    expected = outcome(op, copied(tensors))
-    for name in op.inputs(tensors):
-        given = copied(tensors)
-        given[name] = negative(given[name])
-        # The plan of a call without the bit, made above, is no other's.
-        for y, z in zip(outcome(op, given), expected, strict=True):
-            torch.testing.assert_close(
-                y, z, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
-
-
-@each_backend
-@pytest.mark.parametrize("op", [op for op in OPS if op.written], ids=lambda op: op.name)
-def test_what_is_written_has_no_negative_bit(
-    op: Op, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GDN_BACKEND", backend)
-    tensors = op.make(device)
-    op.run(copied(tensors))  # a plan of the same shapes is known
-    for name in op.written:
-        given = copied(tensors)
-        given[name] = torch._neg_view(given[name])
-        with pytest.raises(ValueError, match=f"^{name} must be written where it lies, got .*neg"):
-            op.run(given)
 
 
 @each_backend
@@ -244,53 +210,6 @@ def test_transforms_by_default(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
 # --------------------------------------------------------------------------- subclasses of Tensor
 
 
-class Wrapped(torch.Tensor):
-    """A tensor in another one, with no memory of its own."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> "Wrapped":
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
-        )
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map(unwrapped, (args, kwargs or {}))
-        return tree_map(
-            lambda y: Wrapped(y) if isinstance(y, Tensor) else y, operation(*args, **kwargs)
-        )
-
-
-def unwrapped(x: Any) -> Any:
-    return x.inner if isinstance(x, Wrapped) else x
-
-
-class Named(torch.Tensor):
-    """A tensor of another type, with memory like any other."""
-
-
-@each_op
-def test_kernels_refuse_tensors_without_memory_of_their_own(
-    op: Op, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GDN_BACKEND", "triton")
-    tensors = op.make(device)
-    op.run(copied(tensors))
-    for name in op.inputs(tensors):
-        given = copied(tensors)
-        given[name] = Wrapped(given[name])
-        message = f"{argument(op, name)} is a Wrapped, a subclass of torch.Tensor with operations"
-        with pytest.raises(RuntimeError, match=message):
-            op.run(given)
-
-
 @pytest.mark.parametrize("op", PURE, ids=lambda op: op.name)
 def test_the_reference_takes_what_torch_takes(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GDN_BACKEND", raising=False)
@@ -300,18 +219,6 @@ def test_the_reference_takes_what_torch_takes(op: Op, monkeypatch: pytest.Monkey
     for y, z in zip(found, expected, strict=True):
         assert isinstance(y, Wrapped)
         torch.testing.assert_close(y.inner, z, rtol=1e-4, atol=1e-4)
-
-
-@each_op
-def test_a_subclass_with_memory_runs_on_kernels(
-    op: Op, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GDN_BACKEND", "triton")
-    tensors = op.make(device)
-    expected = outcome(op, copied(tensors))
-    given = {name: x.as_subclass(Named) for name, x in copied(tensors).items()}
-    for y, z in zip(outcome(op, given), expected, strict=True):
-        assert same_bits(y.as_subclass(Tensor), z)
 
 
 @pytest.fixture

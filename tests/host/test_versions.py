@@ -78,17 +78,6 @@ def test_versions_under_a_compiler(name: str, backend: str) -> None:
         assert rise == 1 if backend == "triton" else rise > 0, given
 
 
-@pytest.mark.parametrize("name", WRITING)
-def test_in_inference_mode(name: str, backend: str) -> None:
-    """Tensors of that mode have no version."""
-    op = OPS[name]
-    x = op.make()
-    expected = run(op, copied(x))
-    with torch.inference_mode():
-        found = run(op, copied(x))
-    assert all(same_bits(y, expected[result]) for result, y in found.items())
-
-
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("name", WRITING)
 def test_what_was_made_in_inference_mode(name: str, how: str, backend: str) -> None:

@@ -170,3 +170,20 @@ def copied(x: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def tensors_of(x: dict[str, Any]) -> list[str]:
     return [name for name, y in x.items() if isinstance(y, Tensor)]
+
+
+def arena(x: dict[str, Any], starts: dict[str, int]) -> tuple[dict[str, Any], Tensor]:
+    """The tensors of `starts` in one memory, each from that byte on; its bytes."""
+    ends = [start + x[name].nbytes for name, start in starts.items()]
+    device = x[next(iter(starts))].device
+    memory = torch.zeros(max(ends), dtype=torch.uint8, device=device)
+    moved = dict(x)
+    for name, start in starts.items():
+        place = memory[start : start + x[name].nbytes].view(x[name].dtype)
+        moved[name] = place.view(x[name].shape).copy_(x[name])
+    return moved, memory
+
+
+def up(size: int) -> int:
+    """The next multiple of 16 bytes."""
+    return -(-size // 16) * 16

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import gdn_triton
 
@@ -168,3 +169,35 @@ def negative(x: Tensor) -> Tensor:
     y = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert y.is_neg() and torch.equal(y, x)
     return y
+
+
+class Wrapped(torch.Tensor):
+    """A tensor in another one, with no memory of its own."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapped":
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(unwrapped, (args, kwargs or {}))
+        return tree_map(
+            lambda y: Wrapped(y) if isinstance(y, Tensor) else y, operation(*args, **kwargs)
+        )
+
+
+def unwrapped(x: Any) -> Any:
+    return x.inner if isinstance(x, Wrapped) else x
+
+
+class Named(torch.Tensor):
+    """A tensor of another type, with memory like any other."""
