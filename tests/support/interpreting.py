@@ -102,13 +102,13 @@ def keep_types() -> None:
         if x.type._sizes == sizes:
             return x
         handle = self.builder.create_broadcast(x.handle, sizes)
-        return self.make_tensor(handle, block_type(x.type.element_ty, list(sizes)))
+        return tensor(handle, block_type(x.type.element_ty, list(sizes)))
 
     def fill(self: Any, x: Any, like: Any) -> Any:
         """A block of one number."""
         data = np.full(like._sizes, x.handle.data, dtype=interpreter._get_np_dtype(x.handle.dtype))
         handle = interpreter.TensorHandle(data, x.handle.dtype.scalar)
-        return self.make_tensor(handle, like.with_element_ty(x.type.scalar))
+        return tensor(handle, like.with_element_ty(x.type.scalar))
 
     def broadcast_others(self: Any, left: Any, right: Any) -> Any:
         a, b = left.type, right.type
