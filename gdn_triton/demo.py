@@ -235,8 +235,8 @@ def describe_machine(device: torch.device) -> str:
         import triton
 
         triton_version = f"Triton {triton.__version__}"
-    except ImportError:
-        triton_version = "no Triton"
+    except Exception:  # which the line on the backend names
+        triton_version = "no Triton that can be imported"
     python = platform.python_version()
     return f"{name}; Python {python}, torch {torch.__version__}, {triton_version}"
 

@@ -7,6 +7,7 @@ with a GPU everything also runs in bf16, and at real sizes.
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "of_no_device: the same whatever device there is")
     # NumPy under the interpreter warns of the infinities and NaNs that some tests are about.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+def pytest_report_header() -> str:
+    """The versions that are tested, of which CONTRIBUTING.md has a table."""
+    names = ("torch", "triton", "numpy", "transformers")
+    found = {x.name: x.version for x in reversed(list(distributions()))}
+    return ", ".join(f"{name} {found.get(name, 'is not there')}" for name in names)
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that are selected

@@ -8,8 +8,10 @@ name means `auto`, which is logged once. Every refusal is a sentence.
 """
 
 import functools
+import importlib
 import logging
 import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
@@ -193,12 +195,17 @@ def _log_once(
 @functools.cache
 def _triton_missing() -> str | None:
     """A sentence why Triton cannot be used, or None. It cannot change within a process."""
+    needed = f"Triton {MIN_TRITON} or newer is needed"
     try:
         import triton
-    except ImportError as error:
-        return f"Triton {MIN_TRITON} or newer is needed and cannot be imported ({error})."
-    if Version(triton.__version__) < Version(MIN_TRITON):
-        return f"Triton {MIN_TRITON} or newer is needed; {triton.__version__} is installed."
+
+        if Version(triton.__version__) < Version(MIN_TRITON):
+            return f"{needed}; {triton.__version__} is installed."
+        importlib.import_module("triton.knobs")
+    except Exception as error:
+        # A broken Triton raises any exception. A folder of that name imports and has no version.
+        why = " ".join(traceback.format_exception_only(error)[-1].split())
+        return f"{needed} and cannot be imported ({why})."
     return None
 
 

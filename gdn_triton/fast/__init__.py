@@ -28,11 +28,11 @@ def why_unavailable() -> str | None:
         return "The CUDA library needs a GPU; torch finds no CUDA device."
     try:
         torch.ops.load_library(str(LIBRARY))
-    except OSError as error:
-        # torch's own message only names the file.
+        refusal: str = torch.ops.gdn_fast.why_unavailable()
+    except Exception as error:
+        # torch's own message only names the file. Another package's library has no such operator.
         why = error.__cause__ or error
         return f"The CUDA library does not load with torch {torch.__version__}: {why}."
-    refusal: str = torch.ops.gdn_fast.why_unavailable()
     if refusal:
         return refusal
     reasons = [why_not_on(device) for device in range(torch.cuda.device_count())]

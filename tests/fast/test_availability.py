@@ -62,6 +62,18 @@ def test_library_that_does_not_load(built: None, monkeypatch: pytest.MonkeyPatch
     assert "library.so" in reason
 
 
+@pytest.mark.parametrize("error", [AttributeError("no such operator"), RuntimeError("no driver")])
+def test_library_that_cannot_be_asked(
+    built: None, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def ask() -> str:
+        raise error
+
+    monkeypatch.setattr(torch.ops, "gdn_fast", SimpleNamespace(why_unavailable=ask))
+    reason = ask_again()
+    assert reason is not None and reason.endswith(f": {error}.")
+
+
 def test_driver_too_old(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "gdn_fast", SimpleNamespace(why_unavailable=lambda: "Too old."))
     assert ask_again() == "Too old."

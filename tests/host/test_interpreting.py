@@ -1,19 +1,61 @@
 """Triton's interpreter as the tests run it: `triton.language` is changed once a launch, types are
 made once a kind, and the numbers are those of the interpreter as it comes."""
 
+import ast
 import dataclasses
+import inspect
 from typing import Any
 
+import interpreting
 import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreting import CHANGE, REPLACED, changing_once
+from interpreting import CHANGE, MISSING, PARTS, REPLACED, changing_once
 from triton.runtime import interpreter
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="where there is a GPU nothing is interpreted"
 )
+
+
+# Other names of a part in interpreting.py, and `self` where it replaces a semantic's function.
+NAMES = {
+    "core": "tl.core",
+    "semantic": "tl.semantic.TritonSemantic",
+    "block_type": "tl.core.block_type",
+    "tensor": "tl.core.tensor",
+    "self.builder": "interpreter.interpreter_builder",
+    "self": "tl.semantic.TritonSemantic",
+}
+# Attributes of a tensor or of a type that interpreting.py sets itself, and a semantic's builder.
+SET_THERE = {"__dict__", "_sizes", "builder", "numel", "shape"}
+
+
+def dotted(node: ast.expr) -> str:
+    """a.b.c of an expression that reads so; of another one its last names, after a dot."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_parts_of_triton_are_named() -> None:
+    """Those that interpreting.py uses: a Triton from the oldest supported one on lacks none of
+    `PARTS`, so that one which only a newer Triton has shows here, whatever Triton there is."""
+    assert not MISSING
+    used = set()
+    for node in ast.walk(ast.parse(inspect.getsource(interpreting))):
+        name = dotted(node) if isinstance(node, ast.Attribute) else ""
+        owner = next((x for x in NAMES if name.startswith(f"{x}.")), None)
+        if owner == "self" and name.split(".")[1] in SET_THERE:
+            continue
+        if owner is not None:
+            name = NAMES[owner] + name.removeprefix(owner)
+        if name.startswith(("tl.", "interpreter.")):
+            used.add(name)
+    assert "tl.semantic.TritonSemantic.broadcast_impl_value" in used
+    unnamed = {name for name in used if not any(f"{x}.".startswith(f"{name}.") for x in PARTS)}
+    assert not unnamed
 
 
 @triton.jit
@@ -35,7 +77,7 @@ def outer(x, y, n, fails: tl.constexpr):  # type: ignore[no-untyped-def]
 def changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The functions for which the languages were changed, of the interpreter as it comes."""
     seen: list[str] = []
-    assert CHANGE is not None, "the interpreter has other parts: what conftest.py does is no use"
+    assert CHANGE is not None, f"what conftest.py does is no use: Triton lacks {MISSING}"
 
     def noted(function: Any) -> Any:
         seen.append(function.__name__)
@@ -138,7 +180,7 @@ def test_numbers_of_the_interpreter_as_it_comes(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = results(fails)
-    assert REPLACED, "the interpreter has other parts: what conftest.py does is no use"
+    assert REPLACED, f"what conftest.py does is no use: Triton lacks {MISSING}"
     for owner, name, own in REPLACED:
         monkeypatch.setattr(owner, name, own)
     for x, expected in zip(ours, results(fails), strict=True):

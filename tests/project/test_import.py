@@ -1,5 +1,7 @@
 """Importing the package, in a bare process: no Triton, no GPU, no extension, and nothing done."""
 
+import os
+
 import pytest
 from bare import run_python
 
@@ -119,6 +121,67 @@ def test_named_triton_without_triton():
         """,
         GDN_BACKEND="triton",
     )
+
+
+# Files of a package triton, and the error that its import ends with.
+BROKEN = {
+    "raises": ({"__init__": "raise RuntimeError('0 active drivers')"}, "RuntimeError: 0 active"),
+    "library": ({"__init__": "import ctypes; ctypes.CDLL('/no/libtriton.so')"}, "OSError: /no/lib"),
+    "syntax": ({"__init__": "print 3"}, "SyntaxError: Missing parentheses"),
+    "empty": ({"__init__": ""}, "AttributeError: module 'triton' has no attribute '__version__'"),
+    "version": ({"__init__": "__version__ = 'unknown'"}, "packaging.version.InvalidVersion: Inv"),
+    "knobs": ({"__init__": "__version__ = '9.0'", "knobs": "1 / 0"}, "ZeroDivisionError: division"),
+}
+
+
+def test_broken_triton(tmp_path):
+    """A Triton whose import raises is one that is not there, by a reason that names the error."""
+    for kind, (files, _) in BROKEN.items():
+        (tmp_path / kind / "triton").mkdir(parents=True)
+        for name, text in files.items():
+            (tmp_path / kind / "triton" / f"{name}.py").write_text(text)
+    out = run_python(
+        f"""
+        import os, sys
+        exec({CALL!r})
+        from gdn_triton._host.backends import _triton_missing
+        for kind in {list(BROKEN)}:
+            sys.path.insert(0, {str(tmp_path)!r} + "/" + kind)
+            for name in [x for x in sys.modules if x.split(".")[0] == "triton"]:
+                del sys.modules[name]
+            _triton_missing.cache_clear()
+            os.environ["GDN_BACKEND"] = "auto"
+            inputs = [x.clone().requires_grad_() for x in args]
+            o, _ = gdn_triton.chunk_gated_delta_rule(*inputs)
+            o.sum().backward()
+            assert all(x.grad.isfinite().all() for x in inputs)
+            gdn_triton.fused_recurrent_gated_delta_rule(*args[:4], beta=args[4])
+            explanation = gdn_triton.explain(*args)
+            print(explanation.chosen, explanation.reasons["triton"])
+            os.environ["GDN_BACKEND"] = "triton"
+            try:
+                gdn_triton.chunk_gated_delta_rule(*args)
+            except RuntimeError as error:
+                print(error)
+        """
+    )
+    lines = iter(out.splitlines())
+    for _, error in BROKEN.values():
+        start = "Triton 3.6 or newer is needed and cannot be imported ("
+        explained = next(lines)
+        assert explained.startswith(f"reference {start}{error}") and explained.endswith(").")
+        reason = explained.removeprefix("reference ")
+        assert next(lines) == f"GDN_BACKEND=triton cannot run this call. {reason}"
+
+
+def test_job_with_a_broken_triton(tmp_path):
+    """As it is installed: every module of torch that asks for Triton finds this one too."""
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise RuntimeError('0 active drivers')")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    out = run_python("from gdn_triton.demo import main; main(['LICENSE'])", PYTHONPATH=path)
+    assert "no Triton that can be imported" in out
+    assert "reference (GDN_BACKEND=auto)" in out and "(RuntimeError: 0 active drivers)" in out
 
 
 def test_call_on_cpu_leaves_triton_kernels_alone():

@@ -15,17 +15,55 @@ for an assertion that it did not overflow. The interpreter drops that assertion 
 """
 
 from collections.abc import Callable
-from types import ModuleType
+from operator import attrgetter
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-# The interpreter's own, None where this Triton's has other parts.
-CHANGE: Callable[[Any], Any] | None = None
-if hasattr(interpreter, "_LangPatchScope"):
-    CHANGE = getattr(interpreter, "_patch_lang", None)
+# What this module uses of Triton. The oldest supported Triton has all of it.
+PARTS = (
+    "interpreter.TensorHandle",
+    "interpreter._LangPatchScope",
+    "interpreter._get_np_dtype",
+    "interpreter._patch_lang",
+    "interpreter.interpreter_builder.create_broadcast",
+    "interpreter.interpreter_builder.options.debug",
+    "interpreter.tl.core",
+    "tl.constexpr",
+    "tl.core._unwrap_if_constexpr",
+    "tl.core.block_type.__init__",
+    "tl.core.tensor.__init__",
+    "tl.dtype",
+    "tl.float32",
+    "tl.int1",
+    "tl.int32",
+    "tl.int64",
+    "tl.pointer_type",
+    "tl.semantic.TritonSemantic.binary_op_sanitize_overflow_impl",
+    "tl.semantic.TritonSemantic.binary_op_type_checking_impl",
+    "tl.semantic.TritonSemantic.broadcast_impl_value",
+    "tl.semantic.TritonSemantic.cast",
+    "tl.semantic.TritonSemantic.computation_type_impl",
+    "tl.tuple",
+    "tl.uint32",
+    "tl.uint64",
+)
+
+
+def is_there(part: str) -> bool:
+    try:
+        attrgetter(part)(SimpleNamespace(interpreter=interpreter, tl=tl))
+    except AttributeError:
+        return False
+    return True
+
+
+MISSING = [part for part in PARTS if not is_there(part)]
+# The interpreter's own, None where this Triton's has other parts: then it runs as it comes.
+CHANGE: Callable[[Any], Any] | None = None if MISSING else interpreter._patch_lang
 
 # What is replaced here: its owner, its name, and the function as it comes.
 REPLACED: list[tuple[Any, str, Any]] = []
@@ -102,13 +140,13 @@ def keep_types() -> None:
         if x.type._sizes == sizes:
             return x
         handle = self.builder.create_broadcast(x.handle, sizes)
-        return self.make_tensor(handle, block_type(x.type.element_ty, list(sizes)))
+        return tensor(handle, block_type(x.type.element_ty, list(sizes)))
 
     def fill(self: Any, x: Any, like: Any) -> Any:
         """A block of one number."""
         data = np.full(like._sizes, x.handle.data, dtype=interpreter._get_np_dtype(x.handle.dtype))
         handle = interpreter.TensorHandle(data, x.handle.dtype.scalar)
-        return self.make_tensor(handle, like.with_element_ty(x.type.scalar))
+        return tensor(handle, like.with_element_ty(x.type.scalar))
 
     def broadcast_others(self: Any, left: Any, right: Any) -> Any:
         a, b = left.type, right.type
