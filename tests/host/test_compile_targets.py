@@ -82,3 +82,33 @@ halves = '''
 '''
 print(*unwritten_uniform_registers(halves), sep="\n")
 """
+
+
+NARROW = """
+  tt.func public @kernel(%x: !tt.ptr<f32>, %stride_xh: i32, %stride_qt: i32) {
+    %head = arith.extsi %stride_xh : i32 to i64 loc(#loc1)
+    %far = arith.muli %pid, %head : i64 loc(#loc1)
+    %rows = tt.splat %stride_qt : i32 -> tensor<64xi32> loc(#loc2)
+    %row = arith.muli %o_t, %rows : tensor<64xi32> loc(#loc2)
+    %next = tt.addptr %x, %stride_xh : !tt.ptr<f32>, i32 loc(#loc3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("", []),
+        ("    %y = arith.muli %stride_xh, %c16_i32 : i32 loc(#loc4)", ["stride_xh"]),
+        ("    %y = arith.muli %stride_xh_far, %c16_i32 : i32", []),
+        (
+            "    %a = tt.splat %stride_xh : i32 -> tensor<64xi32> loc(#loc4)\n"
+            "    %b = tt.expand_dims %a {axis = 1 : i32} : tensor<64xi32> -> tensor<64x1xi32>\n"
+            "    %c = arith.muli %o_t, %b : tensor<64x1xi32> loc(#loc5)",
+            ["stride_xh"],
+        ),
+    ],
+)
+def test_narrow_strides_are_found(line: str, found: list[str]) -> None:
+    from target_code import narrow_strides
+
+    assert [text.split()[0] for text in narrow_strides(NARROW + line)] == found
