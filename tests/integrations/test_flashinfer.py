@@ -26,6 +26,8 @@ def test_log_decay():
     torch.testing.assert_close(g, torch.tensor(expected), rtol=2**-23, atol=0)
     assert flashinfer.log_decay(alpha.to(torch.bfloat16)).dtype == torch.float32
     assert flashinfer.log_decay(alpha.double()).dtype == torch.float64
+    with pytest.raises(ValueError, match=r"alpha must be float16, .* got torch.int64"):
+        flashinfer.log_decay(torch.ones(3).long())
 
 
 @pytest.mark.parametrize("heads", [(2, 2, 4), (4, 4, 4), (4, 2, 2)], ids=["GVA", "MHA", "GQA"])
