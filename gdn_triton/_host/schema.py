@@ -20,7 +20,7 @@ def schema_takes(given: Mapping[str, Any], tensors: Iterable[str], required: Ite
     return (
         all(isinstance(given[name], Tensor) for name in required)
         and all(y is None or isinstance(y, Tensor) for y in optional)
-        and len({y.is_meta for y in optional if y is not None}) <= 1
+        and len({y.device.type == "meta" for y in optional if y is not None}) <= 1
         and not isinstance(scale, bool)
         and (
             scale is None or type(scale) is float or (isinstance(scale, Real) and in_float64(scale))

@@ -114,12 +114,13 @@ def test_large_results(dataflow: str, device: str) -> None:
 
 
 def sized(T: int = 64, HV: int = 1, K: int = 1, V: int = 1, packed: bool = False) -> dict[str, Any]:
-    """A call of such sizes whose elements are all one."""
+    """A call of such sizes whose elements are all one, where Triton's kernels run here."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def tensor(*shape: int) -> Tensor:
-        return torch.zeros((), dtype=FP16).expand(1, T, HV, *shape)
+        return torch.zeros((), dtype=FP16, device=device).expand(1, T, HV, *shape)
 
-    cu_seqlens = torch.tensor([0, T]) if packed else None
+    cu_seqlens = torch.tensor([0, T], device=device) if packed else None
     x = {"q": tensor(K), "k": tensor(K), "v": tensor(V), "g": tensor(), "beta": tensor()}
     return {**x, "cu_seqlens": cu_seqlens}
 
@@ -130,7 +131,8 @@ def test_more_tokens_than_are_numbered(packed: bool, monkeypatch: pytest.MonkeyP
     T = 2**31 + 64
     x = sized(T, packed=packed)
     message = f"less than {MAX_TOKENS} tokens; T is {T}"
-    state, slots = torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)
+    on = {"device": x["q"].device}
+    state, slots = torch.zeros(1, 1, 1, 1, **on), torch.zeros(1, dtype=torch.int64, **on)
     calls: list[Callable[[], Any]] = [
         lambda: gdn_triton.chunk_gated_delta_rule(**x),
         lambda: gdn_triton.chunk_prefill(state, slots, **x),

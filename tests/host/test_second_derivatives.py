@@ -358,10 +358,9 @@ def test_no_first_derivative(
 
 
 @pytest.fixture
-def group(device: str, tmp_path: Path) -> Iterator[Any]:
+def group(tmp_path: Path) -> Iterator[Any]:
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    kind = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(kind, store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -370,8 +369,10 @@ def group(device: str, tmp_path: Path) -> Iterator[Any]:
 def test_split_calls_refuse(
     backend: str, device: str, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if backend == "triton" and device != "cpu":
+        pytest.skip("gloo's tensors are on the CPU, where Triton's kernels are not interpreted here")
     monkeypatch.setenv("GDN_BACKEND", backend)
-    leaves = leaves_of(Differentiable(rule, rule_inputs, None), device, FP32)
+    leaves = {name: x.float().requires_grad_() for name, x in rule_inputs().items()}
     context = build_cp_context(torch.tensor([0, T]), group)
     results = flat(rule(**leaves, cp_context=context))
     assert functions_of(results) == names("_ContextParallel")

@@ -162,7 +162,7 @@ class GateCall:
             # Products that are stored in float16 lose what is below its smallest number; others
             # may lose what is below the normal numbers of float32.
             least = 2.0**-24 if self.dtype == FP16 else TINY
-            limit = allowed * size + least * len(got)
+            limit = allowed * size + least * len(self.gates.raw)
             assert (error <= limit).all(), f"{name}: {error / size}, allowed {allowed}"
 
         def by_head(x: Tensor, at: int) -> Tensor:
