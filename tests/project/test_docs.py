@@ -310,6 +310,16 @@ def test_commands_of_records_are_of_no_machine() -> None:
             assert not absolute, f"{path.name}: {command}"
 
 
+def test_pictures_are_drawn_by_their_script() -> None:
+    """`python docs/pictures.py` changes no file, and a page shows each picture."""
+    from docs.pictures import ASSETS, PICTURES
+
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    for name, draw in PICTURES.items():
+        assert (ASSETS / name).read_text(encoding="utf-8") == draw(), name
+        assert f"(assets/{name})" in pages
+
+
 def test_benchmark_plots_are_made_from_the_records() -> None:
     """Each plot says which numbers it was drawn from, and the page shows it."""
     from benchmarks.page import all_ratios
