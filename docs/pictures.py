@@ -17,10 +17,10 @@ COLORS = {
     "c": ("#d2efd4", "#36873f", "#1c4a27", "#6cc077"),
     "later": ("#eef0f3", "#8b95a1", "#2a3038", "#76818d"),
     "frame": ("none", "#8b95a1", "none", "#76818d"),
-    "some": ("#ffffff", "#57606a", "#1b1f25", "#aab4be"),
+    "some": ("#ffffff", "#57606a", "#1e2129", "#aab4be"),
 }
 INK = ("#1f2328", "#e4e9ee")
-PAGE = ("#ffffff", "#1b1f25")
+PAGE = ("#ffffff", "#1e2129")
 
 
 def style() -> str:

@@ -103,6 +103,13 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not missing, missing
 
 
+@each_document
+def test_no_text_reads_as_a_tag(document: Path) -> None:
+    """The site leaves out words in angle brackets as an unknown tag; in a code span they stay."""
+    text = re.sub(r"`[^`\n]+`", "", prose(document))
+    assert not re.findall(r"<[A-Za-z][^>]*>", text)
+
+
 def resolves(dotted: str) -> bool:
     """Whether a dotted name of the package is a module, or an attribute of one."""
     parts = dotted.split(".")
