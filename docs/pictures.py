@@ -137,7 +137,7 @@ def hopper_block() -> str:
     picture.line([(412, states[1]), (412, 265), (484, 265), (484, states[0] + 30)])
     picture.line([(386, bottom), (386, 336), (404, 336), (404, stores)])
     picture.line([(570, bottom), (570, 336), (588, 336), (588, stores)])
-    # Barriers *empty* that a warp waits for here.
+    # Barriers *empty* that delay a warp here.
     for x, to in ((310, 340), (498, 576)):
         picture.line([(x, top), (x, 202), (to, 202), (to, loader + 30)], "empty")
     picture.line([(526, top), (526, maker + 44)], "empty")
@@ -182,7 +182,7 @@ def hopper_block() -> str:
 
 
 def segments() -> str:
-    """A sequence in five segments. Lengths are to scale but for the fold's."""
+    """A sequence in five segments. Only the length of the fold is not to scale."""
     picture = Picture(330)
     left, first, later, row = 104, 120, 110, 44
     ends = [left, *(left + first + later * i for i in range(5))]
