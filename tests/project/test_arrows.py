@@ -125,6 +125,23 @@ def test_arrows_between_parts() -> None:
     assert set(AGAINST) - against == set(), "these are gone: take them off the list"
 
 
+def test_the_picture_shows_the_arrows() -> None:
+    """docs/assets/layers.svg has allowed arrows only, and the others of PARTS follow from them."""
+    from docs.pictures import LAYERS, OPERATORS
+
+    groups = {**{name: (name,) for name in PARTS}, "operators": OPERATORS}
+    assert sorted(OPERATORS) == sorted(OPS)
+    below: dict[str, set[str]] = {name: set() for name in PARTS}
+    for a, b in LAYERS:
+        pairs = [(x, y) for x in groups[a] for y in groups[b]]
+        assert any(y in PARTS[x].split() for x, y in pairs), f"{a} does not import {b}"
+        for x, y in pairs:
+            below[x].add(y)
+    for name, others in PARTS.items():  # a part comes after the parts that it imports
+        below[name] |= {part for other in below[name] for part in below[other]}
+        assert set(others.split()) <= below[name], f"the picture lacks imports of {name}"
+
+
 def test_no_circle_of_files() -> None:
     graph: dict[str, set[str]] = {module: set() for module in modules()}
     for a, b in arrows():

@@ -103,6 +103,13 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not missing, missing
 
 
+@each_document
+def test_no_text_reads_as_a_tag(document: Path) -> None:
+    """The site leaves out words in angle brackets as an unknown tag; in a code span they stay."""
+    text = re.sub(r"`[^`\n]+`", "", prose(document))
+    assert not re.findall(r"<[A-Za-z][^>]*>", text)
+
+
 def resolves(dotted: str) -> bool:
     """Whether a dotted name of the package is a module, or an attribute of one."""
     parts = dotted.split(".")
@@ -308,6 +315,16 @@ def test_commands_of_records_are_of_no_machine() -> None:
             command = json.loads(line).get("command", "")
             absolute = [word for word in shlex.split(command) if word.startswith(("/", "~"))]
             assert not absolute, f"{path.name}: {command}"
+
+
+def test_pictures_are_drawn_by_their_script() -> None:
+    """`python docs/pictures.py` changes no file, and a page shows each picture."""
+    from docs.pictures import ASSETS, PICTURES
+
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    for name, draw in PICTURES.items():
+        assert (ASSETS / name).read_text(encoding="utf-8") == draw(), name
+        assert f"(assets/{name})" in pages
 
 
 def test_benchmark_plots_are_made_from_the_records() -> None:
