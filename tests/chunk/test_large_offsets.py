@@ -131,7 +131,7 @@ def test_more_tokens_than_are_numbered(packed: bool, monkeypatch: pytest.MonkeyP
     T = 2**31 + 64
     x = sized(T, packed=packed)
     message = f"less than {MAX_TOKENS} tokens; T is {T}"
-    on = {"device": x["q"].device}
+    on: dict[str, Any] = {"device": x["q"].device}
     state, slots = torch.zeros(1, 1, 1, 1, **on), torch.zeros(1, dtype=torch.int64, **on)
     calls: list[Callable[[], Any]] = [
         lambda: gdn_triton.chunk_gated_delta_rule(**x),

@@ -370,7 +370,7 @@ def test_split_calls_refuse(
     backend: str, device: str, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "triton" and device != "cpu":
-        pytest.skip("gloo's tensors are on the CPU, where Triton's kernels are not interpreted here")
+        pytest.skip("gloo takes CPU tensors, and Triton interprets no kernel where a GPU is")
     monkeypatch.setenv("GDN_BACKEND", backend)
     leaves = {name: x.float().requires_grad_() for name, x in rule_inputs().items()}
     context = build_cp_context(torch.tensor([0, T]), group)
