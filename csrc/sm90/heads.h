@@ -4,7 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "params.h"
-#include "sm90/cut.h"
+#include "sm90/plan/cut.h"
 
 namespace gdn::sm90 {
 

@@ -4,8 +4,8 @@
 #include <random>
 #include <vector>
 
-#include "sm90/dealing.cuh"
-#include "sm90/plan.h"
+#include "sm90/plan/forward_plan.h"
+#include "sm90/plan/tile_order.cuh"
 
 namespace {
 using namespace gdn;

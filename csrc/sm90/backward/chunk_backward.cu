@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "common/tensor_map.h"
-#include "sm90/backward/choice.cuh"
 #include "sm90/entry.h"
-#include "sm90/l2norm.cuh"
+#include "sm90/plan/backward/choice.cuh"
+#include "sm90/tile/l2norm.cuh"
 
 namespace gdn::sm90::backward {
 namespace {

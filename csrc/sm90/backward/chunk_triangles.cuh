@@ -1,8 +1,8 @@
 // T of a chunk and value head, and the decayed q k^T of a steep one, from k k^T and q k^T: by a block that has nothing else
 // to do (triangles.cu), or by a warpgroup of the walk back.
 #pragma once
-#include "sm90/backward/common.cuh"
-#include "sm90/triangles.cuh"
+#include "sm90/backward/layout.cuh"
+#include "sm90/tile/triangles.cuh"
 
 namespace gdn::sm90 {
 namespace backward {

@@ -7,7 +7,7 @@
 #pragma once
 #include <climits>
 
-#include "sm90/backward/common.cuh"
+#include "sm90/backward/layout.cuh"
 
 namespace gdn::sm90::backward {
 

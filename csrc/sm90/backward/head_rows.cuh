@@ -2,7 +2,7 @@
 // and several neighbouring value heads, a warp each. A warp alone would touch 2 or 4 bytes of each row; together the
 // warps read and write rows as they lie in memory, and transpose them through shared memory.
 #pragma once
-#include "sm90/backward/common.cuh"
+#include "sm90/backward/layout.cuh"
 
 namespace gdn::sm90::backward {
 

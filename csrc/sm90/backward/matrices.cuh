@@ -1,6 +1,6 @@
 // States in the registers of a warpgroup, and where a thread's part of one lies in memory.
 #pragma once
-#include "sm90/backward/common.cuh"
+#include "sm90/backward/layout.cuh"
 
 namespace gdn::sm90::backward {
 

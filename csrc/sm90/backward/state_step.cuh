@@ -1,8 +1,8 @@
 // A step of the state: what all walks forward do to it, and what both walks back make of do.
 #pragma once
 #include "sm90/backward/matrices.cuh"
-#include "sm90/backward/products.cuh"
-#include "sm90/triangles.cuh"
+#include "sm90/tile/products.cuh"
+#include "sm90/tile/triangles.cuh"
 
 namespace gdn::sm90::backward {
 

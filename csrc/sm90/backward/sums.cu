@@ -1,8 +1,8 @@
 // What is left when all chunks are done: dq and dk over the slices of a key head, where the walk forward has not added them;
 // the norm's own step; the gradients of gates and betas, through their activations; zeros for the tokens of no sequence.
 #include "sm90/backward/head_rows.cuh"
-#include "sm90/l2norm.cuh"
 #include "sm90/launch_blocks.h"
+#include "sm90/tile/l2norm.cuh"
 
 namespace gdn::sm90::backward {
 namespace {

@@ -7,9 +7,9 @@
 // where w = 2^(D - d), or 1 where that does not matter: kDecaysToEnd. dS behind the chunk goes to scratch memory, and
 // without kReadsDv dx as well; dv goes out. Of whole sequences a warpgroup of a block with a whole slice makes q k^T and
 // T_s, which go to scratch memory too.
-#include "sm90/backward/back_memory.cuh"
+#include "sm90/backward/segments/windows.cuh"
 #include "sm90/backward/state_step.cuh"
-#include "sm90/backward/windows.cuh"
+#include "sm90/backward/walk_back_memory.cuh"
 #include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {

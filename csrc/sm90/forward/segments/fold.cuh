@@ -1,0 +1,152 @@
+// Sequences in segments that run side by side, for calls with too few states to fill a GPU.
+//
+// Pass::kSegments of the kernel walks the first segments of all sequences, which start from known states,
+// and leaves the states that the second ones start from. What a segment does to the state is an affine
+// map, S_out = M S_in + b. At the same time Pass::kMaps finds the maps of all segments between: b is the
+// walk from a state of zeros, M the walk from the identity with values of zero.
+// The kernel here folds the maps of each sequence, in order, into the states that the others start
+// from; Pass::kSegments then walks these. A last segment needs no map.
+#pragma once
+#include "sm90/forward/tiles.cuh"
+
+namespace gdn::sm90 {
+
+constexpr int kFoldRows = 8, kFoldThreads = 256;
+
+// M comes in lines of kLine of its rows, several in flight: a step would else be bound by their latency.
+template <class C>
+struct Fold {
+  static constexpr int kKeys = C::kKeys, kLine = 4096 / kKeys, kLines = kKeys / kLine;
+  static constexpr int kLineBytes = kLine * kKeys * 4, kStages = 5;  // two blocks a multiprocessor
+  static constexpr int kBytes = kStages * kLineBytes;
+  // A thread multiplies a share of a line with two columns of all rows, so that a block reads M once,
+  // and adds up the shares of kRows rows.
+  static constexpr int kPairs = kKeys / 2, kShares = kFoldThreads / kPairs;
+  static constexpr int kShare = kLine / kShares, kRows = kFoldRows / kShares;
+  // The next kernel takes as long to start as this many steps; before them it would be in their way.
+  static constexpr int kStepsBeside = 3;
+};
+
+// All is transposed: a block owns kFoldRows rows (channels of V) of one sequence and value head, and
+// computes s <- s M + b in fp32.
+template <class C>
+__global__ void __launch_bounds__(kFoldThreads, 1)
+    fold_kernel(const __grid_constant__ KernelParams params) {
+  using F = Fold<C>;
+  constexpr int kKeys = F::kKeys, kRows = F::kRows;
+  extern __shared__ __align__(16) uint8_t lines[];
+  __shared__ float4 state[kFoldRows][kKeys / 4];
+  __shared__ float2 sums[F::kShares][kFoldRows][F::kPairs];
+  const ChunkForward& p = params.problem;
+  const int state_size = state_rows(values<C>(p)) * kKeys;
+  const int parts = values<C>(p) / kFoldRows;
+  const int part = blockIdx.x % parts, pair = blockIdx.x / parts;
+  const int hv = pair % p.HV, share = threadIdx.x / F::kPairs;
+  const int column = threadIdx.x % F::kPairs;  // the first of two, in pairs
+  const int row = share * kRows;               // of the block's
+
+  constexpr int kUnit = 64;  // channels of V of a mark
+  if (params.segments.marks != nullptr && part == 0 && threadIdx.x < state_rows(values<C>(p)) / kUnit)
+    params.segments.marks[int64_t{pair} * (state_rows(values<C>(p)) / kUnit) + threadIdx.x] = kUnmarked;
+  Tile tile;
+  tile.n = pair / p.HV;
+  locate_sequence<C>(params, tile);
+  const Segment segment = segment_of(params);
+  const int steps = segment.later(tile.length) - 1;
+  if (steps < 1) return;
+  const int map_size = state_size + C::kMapRows * kKeys;
+  const int64_t first = int64_t{second_slot<C>(params, tile.n, segment)} * p.HV + hv;
+  // Steps whose map is b alone (forgetting.cuh).
+  __shared__ bool forgotten[kMostForgetting];
+  const bool forgets = params.segments.windows != nullptr;
+  if (forgets) {
+    for (int i = threadIdx.x; i < steps; i += kFoldThreads)
+      forgotten[i] = params.segments.windows[first + int64_t{i} * p.HV] > 0;
+    __syncthreads();
+  }
+  const auto next_with_map = [&](int step) {
+    while (forgets && step < steps && forgotten[step]) ++step;
+    return step;
+  };
+  const int64_t next_map = int64_t{p.HV} * map_size;
+  const int own = (part * kFoldRows + row) * kKeys + column * 2;
+  const float* const maps = params.segments.maps + first * map_size;
+  float* start = params.segments.starts + first * state_size + own;
+
+  int fetched = next_with_map(0), fetched_line = 0;  // what is fetched next: of which step, and which line
+  const auto fetch = [&](int line) {  // of all steps that have an M
+    if (fetched < steps) {
+      const float* const from = maps + fetched * next_map + state_size + fetched_line * (F::kLineBytes / 4);
+      const uint32_t to = shared_address(lines + line % F::kStages * F::kLineBytes);
+#pragma unroll
+      for (int at = threadIdx.x * 16; at < F::kLineBytes; at += kFoldThreads * 16)
+        copy_async_16(to + at, from + at / 4);
+      if (++fetched_line == F::kLines) {
+        fetched_line = 0;
+        fetched = next_with_map(fetched + 1);
+      }
+    }
+    copy_async_commit();  // also of none, as groups are counted
+  };
+#pragma unroll
+  for (int line = 0; line + 1 < F::kStages; ++line) fetch(line);
+
+  float2 b[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    // Of a pool, columns that are not the call's have not been written.
+    const bool known = column * 2 < p.K;
+    reinterpret_cast<float2*>(state[row + r])[column] =
+        known ? *reinterpret_cast<const float2*>(start + r * kKeys) : float2{};
+    b[r] = *reinterpret_cast<const float2*>(maps + own + r * kKeys);
+  }
+  int line = 0;
+#pragma unroll 1
+  for (int i = 0; i < steps; ++i) {
+    if (i + F::kStepsBeside >= steps) launch_dependents();
+    const bool has_map = !forgets || !forgotten[i];
+    float2 sum[kFoldRows] = {};
+#pragma unroll 1
+    for (int above = share * F::kShare; has_map && above < kKeys; above += F::kLine, ++line) {
+      copy_async_wait<F::kStages - 2>();
+      __syncthreads();  // the line and the state are there; the line before has been read
+      fetch(line + F::kStages - 1);
+      const float2* const m = reinterpret_cast<const float2*>(lines + line % F::kStages * F::kLineBytes) +
+                              share * F::kShare * F::kPairs + column;
+#pragma unroll
+      for (int j = 0; j < F::kShare; j += 4) {
+        const float2 m0 = m[j * F::kPairs], m1 = m[(j + 1) * F::kPairs];
+        const float2 m2 = m[(j + 2) * F::kPairs], m3 = m[(j + 3) * F::kPairs];
+#pragma unroll
+        for (int r = 0; r < kFoldRows; ++r) {
+          const float4 x = state[r][(above + j) / 4];
+          sum[r].x += x.x * m0.x + x.y * m1.x + x.z * m2.x + x.w * m3.x;
+          sum[r].y += x.x * m0.y + x.y * m1.y + x.z * m2.y + x.w * m3.y;
+        }
+      }
+    }
+    if (has_map) {
+#pragma unroll
+      for (int r = 0; r < kFoldRows; ++r) sums[share][r][column] = sum[r];
+      __syncthreads();
+    }
+    start += int64_t{p.HV} * state_size;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float2 s = b[r];
+#pragma unroll
+      for (int other = 0; other < F::kShares; ++other) {
+        if (!has_map) break;
+        const float2 x = sums[other][row + r][column];
+        s.x += x.x;
+        s.y += x.y;
+      }
+      *reinterpret_cast<float2*>(start + r * kKeys) = s;
+      reinterpret_cast<float2*>(state[row + r])[column] = s;
+      if (i + 1 < steps)
+        b[r] = *reinterpret_cast<const float2*>(maps + (i + 1) * next_map + own + r * kKeys);
+    }
+  }
+}
+
+}  // namespace gdn::sm90

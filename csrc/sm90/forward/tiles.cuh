@@ -1,0 +1,224 @@
+// Where the tiles of a call lie: which sequence or segment, value head and channels of V a tile has, and which rows.
+#pragma once
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/params.cuh"
+#include "sm90/forward/shared_memory.cuh"
+
+namespace gdn::sm90 {
+
+template <class C>
+GDN_HOST_DEVICE int values(const ChunkForward& p) {
+  return C::kExact ? C::kKeys : p.V;
+}
+// How many parts V has, of 64 kStates channels each.
+template <class C>
+GDN_HOST_DEVICE int value_parts(const ChunkForward& p) {
+  return (values<C>(p) + 64 * C::kStates - 1) / (64 * C::kStates);
+}
+
+GDN_HOST_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
+  return p.cu_seqlens_64 ? static_cast<const int64_t*>(p.cu_seqlens)[n]
+                         : static_cast<const int32_t*>(p.cu_seqlens)[n];
+}
+
+// The lengths of segments, in tokens.
+struct Segment {
+  int first, rest;
+  GDN_HOST_DEVICE Segment(int first_chunks, int rest_chunks)
+      : first(first_chunks * kChunk), rest(rest_chunks * kChunk) {}
+  GDN_HOST_DEVICE explicit Segment(const Cut& cut) : Segment(cut.first, cut.rest) {}
+  // Of a sequence, behind its first.
+  GDN_HOST_DEVICE int later(int length) const {
+    return length > first ? (length - first - 1) / rest + 1 : 0;
+  }
+};
+
+GDN_DEVICE int64_t slot_at(const Slots& slots, int64_t i) {
+  if (slots.data == nullptr) return i;
+  return slots.is_64 ? static_cast<const int64_t*>(slots.data)[i]
+                     : static_cast<const int32_t*>(slots.data)[i];
+}
+
+// Whether sequence n is skipped: its state to read is padding.
+GDN_DEVICE bool is_skipped(const Pool& pool, int n) {
+  return slot_at(pool.read_slots, n) <= pool.last_skipped;
+}
+
+GDN_HOST_DEVICE int sequence_length(const ChunkForward& p, int n) {
+  return static_cast<int>(p.cu_seqlens ? sequence_bound(p, n + 1) - sequence_bound(p, n) : p.T);
+}
+
+// The sequence of a tile whose tile.n is set. One that is skipped has no length.
+template <class C>
+GDN_DEVICE void locate_sequence(const KernelParams& params, Tile& tile) {
+  const ChunkForward& p = params.problem;
+  tile.batch = p.cu_seqlens ? 0 : tile.n;
+  tile.first = p.cu_seqlens ? static_cast<int>(sequence_bound(p, tile.n)) : 0;
+  tile.length = sequence_length(p, tile.n);
+  if constexpr (C::kPool) {
+    if (is_skipped(params.pool, tile.n)) tile.length = 0;
+  }
+}
+
+// Not read from the cache of the multiprocessor: the kernel that writes it may run beside this one's start.
+GDN_DEVICE Choice choice_of(const KernelParams& params) {
+  const int4 words = __ldcg(reinterpret_cast<const int4*>(params.segments.choice));
+  return {words.x, words.y, words.z};
+}
+// Of the cuts to choose from the first that was chosen for so long a sequence and so many segments, or the choice.
+// Skipped sequences count, so that which they are changes no bits of another.
+GDN_HOST_DEVICE Segment segment_of(const KernelParams& params) {
+#ifdef __CUDA_ARCH__
+  if (params.segments.choice != nullptr) {
+    const Choice chosen = choice_of(params);
+    return Segment(chosen.first, chosen.rest);
+  }
+#endif
+  const Cuts& cuts = params.segments.cuts;
+  const int N = cuts.count > 1 ? params.problem.N : 0;
+  int longest = 0, choice = 0;
+  GDN_ROLLED
+  for (int n = 0; n < N; ++n) longest = max(longest, sequence_length(params.problem, n));
+  GDN_ROLLED
+  for (; choice + 1 < cuts.count; ++choice) {
+    const Cut& cut = cuts.choices[choice];
+    if (longest > cut.longest * kChunk) continue;
+    const Segment segment(cut);
+    int later = 0, inner = 0;
+    GDN_ROLLED
+    for (int n = 0; n < N; ++n) {
+      const int count = segment.later(sequence_length(params.problem, n));
+      later += count;
+      inner += max(count - 1, 0);
+    }
+    if (later <= cut.later && inner <= cut.inner) break;
+  }
+  return Segment(cuts.choices[choice]);
+}
+
+// The later segment of a tile whose tile.slot is set. Few sequences have segments: a loop will do.
+template <class C>
+GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile, Segment segment) {
+  const ChunkForward& p = params.problem;
+  int index = tile.slot;
+  tile.exists = tile.begins = tile.ends = false;
+  for (tile.n = 0; tile.n < p.N; ++tile.n) {
+    locate_sequence<C>(params, tile);
+    const int count = segment.later(tile.length);
+    if (index < count) {
+      const int before = segment.first + index * segment.rest;
+      tile.exists = true;
+      tile.ends = index == count - 1;
+      tile.first += before;
+      tile.length = min(tile.length - before, segment.rest);
+      return;
+    }
+    index -= count;
+  }
+  tile.length = 0;
+}
+
+// The slot of the second segment of sequence n, if it has one.
+template <class C>
+GDN_DEVICE int second_slot(const KernelParams& params, int n, Segment segment) {
+  Tile tile;
+  int slot = 0;
+#pragma unroll 1
+  for (tile.n = 0; tile.n < n; ++tile.n) {
+    locate_sequence<C>(params, tile);
+    slot += segment.later(tile.length);
+  }
+  return slot;
+}
+
+// All of a sequence from its first marked segment on, for a tile whose n, hv and part are set.
+template <class C>
+GDN_DEVICE void locate_again(const KernelParams& params, Tile& tile) {
+  wait_for_prerequisites();  // the later segments, which make the marks
+  const int parts = state_rows(values<C>(params.problem)) / 64;
+  const int* const marks = params.segments.marks + (int64_t{tile.n} * params.problem.HV + tile.hv) * parts;
+  tile.slot = kUnmarked;
+#pragma unroll
+  for (int i = 0; i < C::kStates; ++i) tile.slot = min(tile.slot, __ldcg(marks + tile.part * C::kStates + i));
+  tile.exists = tile.slot != kUnmarked;
+  tile.length = 0;
+  if (!tile.exists) return;
+  const Segment segment = segment_of(params);
+  locate_sequence<C>(params, tile);
+  const int index = tile.slot - second_slot<C>(params, tile.n, segment);
+  const int before = segment.first + index * segment.rest;
+  tile.begins = false;
+  tile.ends = true;
+  tile.first += before;
+  tile.length -= before;
+}
+
+template <class C>
+GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
+  const ChunkForward& p = params.problem;
+  Tile tile;
+  // A map's parts are those of b, then those of M, whose rows are channels of K.
+  const int of_values = value_parts<C>(p);
+  const int parts = of_values + (C::kPass == Pass::kMaps ? C::kMapRows / 64 / C::kStates : 0);
+  tile.part = index % parts;
+  index /= parts;
+  if constexpr (C::kPass == Pass::kMaps) {
+    tile.map = tile.part >= of_values;
+    tile.part -= tile.map * of_values;
+  }
+  tile.slot = tile.n = params.heads.divide(index);
+  tile.hv = index - tile.n * p.HV;
+  if constexpr (C::kPass == Pass::kMaps) {
+    if (params.segments.order != nullptr) {  // all of a head's maps before the next head's
+      const int slots = params.tiles / (parts * p.HV);
+      const int rank = index / slots;
+      tile.slot = index - rank * slots;
+      tile.hv = __ldcg(params.segments.order + rank);
+    }
+  }
+  tile.frame_begins = -1;
+  if (C::kPass == Pass::kWhole && params.dealing.ordered) tile.n = lengths_of_call().order[tile.n];
+  if (C::kPass == Pass::kSegments && params.segments.part == Part::kAgain) {
+    locate_again<C>(params, tile);
+  } else if (C::kPass == Pass::kWhole ||
+             (C::kPass == Pass::kSegments && params.segments.part == Part::kFirst)) {
+    tile.exists = tile.begins = tile.ends = true;
+    locate_sequence<C>(params, tile);
+    if constexpr (C::kPass == Pass::kSegments) {
+      const Segment segment = segment_of(params);
+      tile.ends = tile.length <= segment.first;
+      tile.length = min(tile.length, segment.first);
+      tile.slot = second_slot<C>(params, tile.n, segment);
+    }
+  } else {
+    locate_segment<C>(params, tile, segment_of(params));
+    // Nothing starts from the end of a last segment. Of later segments there is a launch for each shape of blocks.
+    const bool is_none = C::kPass == Pass::kMaps ? tile.ends
+                                                 : params.segments.choice != nullptr &&
+                                                       bool(choice_of(params).late_halves) != (C::kStates == 1);
+    if (is_none) {
+      tile.exists = false;
+      tile.length = 0;
+    }
+    if (C::kPass == Pass::kSegments && params.segments.windows != nullptr && tile.exists && !tile.ends) {
+      const int* const window = params.segments.windows + int64_t{tile.slot} * p.HV + tile.hv;
+      tile.frame_begins = tile.length - __ldcg(window) * kChunk;
+    }
+  }
+  return tile;
+}
+
+// Of V: the first of the 64 channels that a state warpgroup of the block owns in this tile.
+template <class C>
+GDN_DEVICE int first_value_channel(const Tile& tile, int slot) {
+  return (C::kStates == 1 ? tile.part : tile.part * C::kStates + slot) * 64;
+}
+
+// 8 channels of o, which lie together.
+GDN_DEVICE uint4* o_line(const Pool& pool, int batch, int64_t row, int hv, int column) {
+  const Rows& o = pool.o;
+  const int64_t at = batch * o.batch + row * o.row + hv * o.head + column;
+  return reinterpret_cast<uint4*>(static_cast<uint16_t*>(const_cast<void*>(o.data)) + at);
+}
+
+}  // namespace gdn::sm90

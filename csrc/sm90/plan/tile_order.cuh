@@ -1,0 +1,71 @@
+// The order in which the blocks of a packed call of whole sequences take their tiles, and the shape of the
+// blocks: each block finds both from cu_seqlens, so that a CUDA graph stays valid when its contents change.
+#pragma once
+#include "sm90/forward/tiles.cuh"
+
+namespace gdn::sm90 {
+
+// Least time in which blocks that take the longest tiles first can be done, by its bounds: the work over the
+// blocks; and, as j + 1 of the first j * blocks + 1 tiles are one block's, j + 1 times the last of these.
+struct LeastTime {
+  float chunk, tile;  // microseconds, of Costs
+  int tiles, blocks;  // of a sequence; that run at once
+  GDN_HOST_DEVICE float of_tile(int chunks) const { return float(chunks) * chunk + tile; }
+  // By the sequence that `rank` others come before.
+  GDN_HOST_DEVICE float with(int chunks, int rank) const {
+    return float(((rank + 1) * tiles - 1) / blocks + 1) * of_tile(chunks);
+  }
+  GDN_HOST_DEVICE float by_work(int chunks, int N) const {
+    return (float(chunks) * chunk + float(N) * tile) * float(tiles) / float(blocks);
+  }
+};
+
+// The address of the block's shared memory, read anew: one reading for find_order and for the roles would
+// be live throughout, and make the state's registers spill.
+GDN_DEVICE uint32_t shared_memory_now() {
+  uint32_t address = shared_address(raw_shared_memory);
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
+// Fills Lengths, by all threads of the block; the memory of its roles is not in use yet.
+GDN_DEVICE void find_order(const KernelParams& params, int threads) {
+  const ChunkForward& p = params.problem;
+  const uint32_t chunks = shared_memory_now(), out = chunks + kLengthsAt;
+  const uint32_t least = out + offsetof(Lengths, least), all = out + offsetof(Lengths, all_chunks);
+  const int thread = int(thread_index());
+  if (thread == 0) {
+    store_shared_4(least, 0);
+    store_shared_4(least + 4, 0);
+    store_shared_4(all, 0);
+  }
+  for (int n = thread; n < p.N; n += threads)
+    store_shared_4(chunks + 4 * n, (sequence_length(p, n) + kChunk - 1) / kChunk);
+  __syncthreads();
+  const LeastTime both = {params.dealing.chunk[0], params.dealing.tile, p.HV * ((p.V + 127) / 128),
+                          int(gridDim.x)};
+  const LeastTime halves = {params.dealing.chunk[1], both.tile, p.HV * ((p.V + 63) / 64), int(gridDim.x)};
+  for (int n = thread; n < p.N; n += threads) {
+    const int own = int(load_shared_4(chunks + 4 * n));
+    int rank = 0;
+#pragma unroll 4
+    for (int i = 0; i < p.N; ++i) {
+      const int other = int(load_shared_4(chunks + 4 * i));
+      rank += other > own || (other == own && i < n);
+    }
+    store_shared_2(out + offsetof(Lengths, order) + 2 * rank, uint16_t(n));
+    add_shared(all, own);
+    max_shared(least, __float_as_int(both.with(own, rank)));
+    max_shared(least + 4, __float_as_int(halves.with(own, rank)));
+  }
+  __syncthreads();
+  const int all_chunks = int(load_shared_4(all));
+  const auto time = [&](const LeastTime& of, uint32_t at) {
+    return fmaxf(__uint_as_float(load_shared_4(at)), of.by_work(all_chunks, p.N));
+  };
+  if (thread == 0)
+    store_shared_4(out + offsetof(Lengths, halves), time(halves, least + 4) <= time(both, least));
+  __syncthreads();
+}
+
+}  // namespace gdn::sm90

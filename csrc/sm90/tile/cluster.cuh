@@ -1,0 +1,59 @@
+// dq and dk of two value heads of a key head, added in global memory by the two blocks that make them, a cluster: the
+// first block stores its own, and the second one adds its own to it. Both are rounded before and the sum is rounded, so
+// that the sums have the bits of head_sum_kernel.
+//
+// No warpgroup waits for the other block. The second block adds when the first one has said that its store is
+// complete (`there`), and so falls behind by the time that a store takes. The first block loads its next chunk before
+// it waits for what the second one has seen (`taken`), of which it is at most a chunk ahead.
+#pragma once
+#include "sm90/backward/layout.cuh"
+
+namespace gdn::sm90 {
+
+GDN_DEVICE uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));  // read again where it is used
+  return rank;
+}
+// The same place in the shared memory of the block with that rank.
+GDN_DEVICE uint32_t address_in(uint32_t address, uint32_t rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// At a barrier of another block. It says that this warp has seen a phase of a barrier, and publishes no data: a
+// release at cluster scope would be a MEMBAR of the whole GPU.
+GDN_DEVICE void arrive_there_if(uint32_t bar, bool condition) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cluster.b64 _, [%0];}" ::"r"(bar),
+      "r"(int{condition})
+      : "memory");
+}
+// The same where the other block will read what this one has written.
+GDN_DEVICE void publish_there_if(uint32_t bar, bool condition) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];}" ::"r"(bar),
+      "r"(int{condition})
+      : "memory");
+}
+// For what the other block has published.
+GDN_DEVICE void wait_for_there(const uint64_t& bar, uint32_t parity) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "WAIT_%=: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra WAIT_%=;}" ::"r"(shared_address(&bar)),
+      "r"(parity & 1)
+      : "memory");
+}
+GDN_DEVICE void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
+}  // namespace gdn::sm90

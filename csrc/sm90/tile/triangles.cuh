@@ -1,0 +1,387 @@
+// The triangles of a chunk: T = (I + A)^-1 by the makers, P = q k^T by them or by the states.
+//
+// Warp w owns rows 16 w to 16 w + 15 of q k^T and k k^T, as WGMMA leaves them. The inverse is built
+// from 8 x 8 diagonal blocks by substitution in fp32, those of 16 x 16 by
+//     [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-(Y^-1 L) X^-1, Y^-1]]
+// and then each warp solves for a block column, in fp16 with fp32 sums. Blocks meet in shared
+// memory, in fp16.
+#pragma once
+#include "sm90/forward/walk.cuh"
+#include "sm90/tile/wgmma.cuh"
+
+namespace gdn::sm90 {
+
+// Where a lane's 16-byte line lies in a swizzled tile, for a 16 x 16 block (rows lane % 16, two
+// lines a row) and for an 8 x 8 block (rows lane % 8). The swizzle is an exclusive or with the row,
+// and so is the step to another column block.
+struct Lines {
+  uint32_t block, small;
+  GDN_DEVICE explicit Lines(int lane)
+      : block(lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16), small(lane % 8 * (128 + 16)) {}
+  // Block (row, column) in units of 16.
+  GDN_DEVICE uint32_t block_at(uint32_t tile, int row, int column) const {
+    return tile + row * 2048 + (block ^ column * 32);
+  }
+  // Block (row, column) in units of 8.
+  GDN_DEVICE uint32_t small_at(uint32_t tile, int row, int column) const {
+    return tile + row * 1024 + (small ^ column * 16);
+  }
+};
+
+// d += a b^T for 16 x 16 blocks, b from shared memory.
+GDN_DEVICE void product_transposed(float (&d)[2][4], const uint32_t (&a)[4], uint32_t b_line) {
+  uint32_t b[4];
+  ldmatrix_x4(b_line, b);
+  mma_16816(__half{}, d[0], a, b[0], b[2]);
+  mma_16816(__half{}, d[1], a, b[1], b[3]);
+}
+template <class T>
+GDN_DEVICE void pack_block(const float (&d)[2][4], uint32_t (&r)[4], float sign) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    r[i] = pack(T{}, sign * d[i / 2][i % 2 * 2], sign * d[i / 2][i % 2 * 2 + 1]);
+}
+
+// Zeroes rows of a tile from `rows` on, by the 128 threads of a warpgroup.
+template <class C>
+GDN_DEVICE void clear_rows(uint8_t* tile, int rows) {
+#pragma unroll 1
+  for (int line = rows * 8 + thread_of<C>() % 128; line < 64 * 8; line += 128)
+    reinterpret_cast<uint4*>(tile)[line] = make_uint4(0, 0, 0, 0);
+}
+
+template <class C>
+struct Triangles {
+  using T = typename C::T;
+  SharedMemory<C>& sm;
+  const int named, lane, w;  // the warpgroup's barrier; w: warp of the warpgroup
+  const Lines lines;
+  const uint32_t a_tile, inverse_tile;  // of a maker
+
+  GDN_DEVICE Triangles(SharedMemory<C>& s, int named, int lane, int warp, int maker = 0)
+      : sm(s), named(named), lane(lane), w(warp), lines(lane), a_tile(shared_address(s.a[maker])),
+        inverse_tile(shared_address(s.inverse[maker])) {}
+
+  GDN_DEVICE void barrier() const { named_barrier(named, 128); }
+
+  // Zeroes the rows of a chunk's k that belong to the next sequence: their NaN would survive a
+  // product with 0. Those of v are zeroed where v is read (state.cuh), and those of q only reach rows
+  // of o that are not stored.
+  GDN_DEVICE void clear_tail(int rows, int k_stage) const {
+#pragma unroll 1
+    for (int tile = 0; tile < C::kKeyTiles; ++tile) clear_rows<C>(sm.k[k_stage][tile], rows);
+    fence_async_proxy();
+    barrier();
+  }
+
+  // d = x y^T over all channels, issued and committed.
+  GDN_DEVICE void issue_product(float (&d)[32], uint32_t x, uint32_t y) const {
+    const Descriptor x_rows = k_major(x), y_rows = k_major(y);
+    pin(d);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < C::kKeys / 16; ++i) {
+      const uint32_t bytes = i / 4 * kTileBytes + i % 4 * 32;
+      wgmma_ss_n64(T{}, d, x_rows.at(bytes), y_rows.at(bytes), i > 0);
+    }
+    wgmma_commit();
+  }
+
+  // The two halves of a word that lie on (`least` 0) or below (1) the diagonal of an 8 x 8 block.
+  GDN_DEVICE uint32_t lower(int least) const {
+    const int above = lane / 4 - lane % 4 * 2;  // row - column of the first
+    return (above >= least ? 0xffffu : 0u) | (above > least ? 0xffff0000u : 0u);
+  }
+  // A 16 x 16 block, packed, without what is not below its diagonal, or on it.
+  GDN_DEVICE static void keep_lower(uint32_t (&r)[4], uint32_t lower, bool diagonal) {
+    const uint32_t all = diagonal ? 0u : ~0u;
+    r[0] &= lower | all;
+    r[2] &= all;
+    r[3] &= lower | all;
+  }
+
+  // Row strip w of a triangle: word(b, i) is word i of block column b, as WGMMA leaves them.
+  template <class Word>
+  GDN_DEVICE void store_strip(uint32_t tile, uint32_t lower, const Word& word) const {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      if (b > w) break;
+      uint32_t r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r[i] = word(b, i);
+      keep_lower(r, lower, b == w);
+      stmatrix_x4(lines.block_at(tile, w, b), r);
+    }
+  }
+  // The same for words of E, in a steep chunk times the decay that is left in the triangle; power(row) is
+  // that of a row. What is above the diagonal may become infinite or NaN, and is masked after.
+  template <class E, class Power, class Word>
+  GDN_DEVICE void store_triangle(uint32_t tile, uint32_t lower, const GateVectors& gates,
+                                 const Power& power, const Word& word) const {
+    const auto biased = [&](int i) { return biased_power<E>(power(w * 16 + lane / 4 + 8 * i)); };
+    const auto times_decay = [&](uint32_t x, uint32_t row, int b, int i) {
+      const auto* columns = reinterpret_cast<const uint32_t*>(gates.left);
+      return multiply(E{}, x, power_of_two<E>(row, columns[8 * b + 4 * (i / 2) + lane % 4]));
+    };
+    if constexpr (C::kStates == 2) {  // the instructions of a mild chunk lie together, and fetch no others
+      if (!gates.steep) {
+        store_strip(tile, lower, word);
+      } else {
+        const uint32_t rows[2] = {biased(0), biased(1)};
+        store_strip(tile, lower, [&](int b, int i) {
+          return times_decay(word(b, i), rows[i % 2], b, i);
+        });
+      }
+    } else {  // fewer instructions: blocks with two makers, one of them in each path, would fetch both
+      uint32_t r[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) r[i] = word(i / 4, i % 4);
+      if (gates.steep) {
+        const uint32_t rows[2] = {biased(0), biased(1)};
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          if (i / 4 > w) break;
+          r[i] = times_decay(r[i], rows[i % 2], i / 4, i % 4);
+        }
+      }
+      store_strip(tile, lower, [&](int b, int i) { return r[4 * b + i]; });
+    }
+  }
+
+  // Row strip w of A to scratch, in fp16.
+  GDN_DEVICE void store_a(const float (&kk)[32], const GateVectors& gates) const {
+    const float beta[2] = {gates.beta[w * 16 + lane / 4], gates.beta[w * 16 + lane / 4 + 8]};
+    store_triangle<__half>(
+        a_tile, lower(1), gates, [&](int row) { return -gates.left[row]; },
+        [&](int b, int i) {
+          return pack(__half{}, kk[8 * b + 2 * i] * beta[i % 2], kk[8 * b + 2 * i + 1] * beta[i % 2]);
+        });
+  }
+
+  // Row strip w of P.
+  GDN_DEVICE void store_p(const float (&qk)[32], uint32_t p_tile, const GateVectors& gates) const {
+    store_triangle<T>(
+        p_tile, lower(0), gates, [&](int row) { return gates.score[row]; },
+        [&](int b, int i) { return pack(T{}, qk[8 * b + 2 * i], qk[8 * b + 2 * i + 1]); });
+  }
+
+  // The two 8 x 8 diagonal blocks of warp w. A lane owns one row x of a block's inverse:
+  // x (I + L) = e, from the last column to the first.
+  GDN_DEVICE void invert_8(uint32_t t_tile) const {
+    const int block = 2 * w + lane / 8 % 2, row = lane % 8;
+    float x[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = j == row ? 1.f : 0.f;
+#pragma unroll
+    for (int k = 7; k > 0; --k) {
+      uint32_t line[4];
+      load_shared_16(a_tile + block * 1024 + k * 128 + (block % 8 ^ k) * 16, line);
+#pragma unroll
+      for (int j = 0; j < k; ++j) {
+        const float2 pair = unpack(__half{}, line[j / 2]);
+        x[j] -= x[k] * (j % 2 ? pair.y : pair.x);
+      }
+    }
+    if (lane < 16) {
+      uint32_t r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r[i] = pack(__half{}, x[2 * i], x[2 * i + 1]);
+      store_shared_16(lines.small_at(inverse_tile, block, block), r);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        r[i] = pack(T{}, 2 * i < row ? x[2 * i] : 0.f, 2 * i + 1 < row ? x[2 * i + 1] : 0.f);
+      store_shared_16(lines.small_at(t_tile, block, block), r);
+    }
+  }
+
+  // From 8 to 16 rows, warp w's own diagonal block.
+  GDN_DEVICE void merge_8(uint32_t t_tile) const {
+    const int low = 2 * w, high = 2 * w + 1;
+    const uint32_t y = ldmatrix_x1(lines.small_at(inverse_tile, high, high));
+    const uint32_t l = ldmatrix_x1_trans(lines.small_at(a_tile, high, low));
+    const uint32_t x = ldmatrix_x1_trans(lines.small_at(inverse_tile, low, low));
+    float d[4];
+    mma_1688(d, 0, y, l);
+    const uint32_t yl = pack(__half{}, -d[2], -d[3]);
+    mma_1688(d, 0, yl, x);
+    stmatrix_x1(lines.small_at(inverse_tile, high, low), pack(__half{}, d[2], d[3]));
+    stmatrix_x1(lines.small_at(t_tile, high, low), pack(T{}, d[2], d[3]));
+  }
+
+  // Block column j of the inverse, from the inverses D of the 16 x 16 diagonal blocks:
+  //     T_jj = D_j,  T_ij = -D_i (sum over j <= k < i of A_ik T_kj)
+  // Transposed, so that a block just made is the register operand of the next product.
+  GDN_DEVICE void solve_column(int j, uint32_t t_tile) const {
+    uint32_t y[3][4];  // -T_kj, transposed, k = j, j + 1, ...; D_j itself with its own sign
+    {
+      uint32_t r[4];
+      ldmatrix_x4_trans(lines.block_at(inverse_tile, j, j), r);
+      y[0][0] = r[0];
+      y[0][1] = r[2];
+      y[0][2] = r[1];
+      y[0][3] = r[3];
+    }
+#pragma unroll
+    for (int n = 1; n < 4; ++n) {  // block row i = j + n
+      const int i = j + n;
+      if (i > 3) break;
+      float d[2][4] = {};
+#pragma unroll
+      for (int k = 0; k < n; ++k) product_transposed(d, y[k], lines.block_at(a_tile, i, j + k));
+      uint32_t sum[4];
+      pack_block<__half>(d, sum, -1.f);
+      float t[2][4] = {};
+      product_transposed(t, sum, lines.block_at(inverse_tile, i, i));
+      if (n < 3) pack_block<__half>(t, y[n], 1.f);
+      uint32_t r[4];
+      pack_block<T>(t, r, 1.f);
+      const uint32_t transposed[4] = {r[0], r[2], r[1], r[3]};
+      stmatrix_x4_trans(lines.block_at(t_tile, i, j), transposed);
+    }
+  }
+
+  GDN_DEVICE void invert(uint32_t t_tile) const {
+    uint32_t since = clock_now();
+    __syncwarp();
+    invert_8(t_tile);
+    charge(sm, kAuxEight, since);
+    since = clock_now();
+    __syncwarp();
+    merge_8(t_tile);
+    charge(sm, kAuxSixteen, since);
+    since = clock_now();
+    barrier();
+    charge(sm, kAuxBarrier, since);
+    since = clock_now();
+    if (w < 3) solve_column(w, t_tile);
+    charge(sm, kAuxColumn, since);
+  }
+};
+
+// Opaque to the compiler, which would otherwise keep every address of the loop in a register.
+GDN_DEVICE int fresh_lane() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane)::"memory");
+  return lane;
+}
+
+// P of a chunk from q k^T, which must be done.
+template <class C>
+GDN_DEVICE void finish_p(const Triangles<C>& own, const float (&qk)[32], int p_stage,
+                         const GateVectors& gates) {
+  own.store_p(qk, shared_address(own.sm.p[p_stage]), gates);
+  fence_async_proxy();
+  __syncwarp();
+}
+
+template <class C>
+GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, int maker,
+                               int warp) {
+  const bool lead = thread_of<C>() % 32 == 0;
+  const uint32_t start = clock_now();
+  Walk<C> walk(sm, params);
+  uint32_t it = 0;  // chunks so far, of all makers
+  Ring<C::kQStages> q;
+  float kk[32];
+
+  // To this maker's next chunk, if there is one.
+  const auto next = [&] {
+    bool more = true;
+#pragma unroll 1
+    for (int i = 0; i < C::kMakers && more; ++i) {
+      more = walk.next();
+      ++it;
+      q.advance();
+    }
+    return more;
+  };
+  // Issues k k^T of chunk `it`. After the last chunk its operand is stale and its result unused: a
+  // branch around it would make the compiler wait for it at once.
+  const auto begin_chunk = [&](const Triangles<C>& own, bool exists) {
+    const uint32_t since = clock_now();
+    if (exists) {
+      wait(sm, sm.k_full[it % C::kKStages], it / C::kKStages & 1, kAuxWaitK);
+      if (walk.rows() < kChunk) own.clear_tail(walk.rows(), it % C::kKStages);
+    }
+    const uint32_t tile = shared_address(sm.k[it % C::kKStages]);
+    own.issue_product(kk, tile, tile);
+    charge(sm, kAuxIssueKk, since);
+  };
+  const auto finish_kk = [&] {
+    const uint32_t since = clock_now();
+    wgmma_wait<0>();
+    pin(kk);
+    charge(sm, kAuxKk, since);
+  };
+  const auto here = [&] {
+    return Triangles<C>(sm, kMakerBarrier + maker, fresh_lane(), warp, maker);
+  };
+
+  bool more = walk.begin();
+  for (int i = 0; i < maker && more; ++i) {
+    more = walk.next();
+    ++it;
+    q.advance();
+  }
+  begin_chunk(here(), more);
+  finish_kk();
+#pragma unroll 1
+  while (more) {
+    const Triangles<C> own = here();
+    const uint32_t now = it, q_now = q.stage, t = now % kTStages, p = now % kPStages;
+    const GateVectors& gates = sm.gates[now % C::kGateStages];
+    bool at_empty = false;  // a tile without a chunk
+    float qk[32];
+    wait(sm, sm.gates_full[now % C::kGateStages], now / C::kGateStages & 1, kAuxWaitGates);
+    own.barrier();  // the previous chunk's scratch has been read
+    const uint32_t since = clock_now();
+    own.store_a(kk, gates);
+    charge(sm, kAuxStoreA, since);
+    if constexpr (C::kMakersMakeP) {  // after A is stored: T is what the state waits for
+      wait(sm, sm.q_full[q_now], q.phase, kAuxWaitQ);
+      const uint32_t since_issue = clock_now();
+      own.issue_product(qk, shared_address(sm.q[q_now]), shared_address(sm.k[now % C::kKStages]));
+      charge(sm, kAuxIssueQk, since_issue);
+    } else {
+      static_assert(C::kMakers == 1);
+      arrive(sm.k_empty[now % C::kKStages], lead);
+      more = walk.next_or_empty();
+      ++it;
+      q.advance();
+      at_empty = more && walk.at_empty();
+      begin_chunk(own, more && !at_empty);
+    }
+    wait(sm, sm.t_empty[t], now / kTStages & 1 ^ 1, kAuxWaitT);
+    own.invert(shared_address(sm.t[t]));
+    fence_async_proxy();
+    __syncwarp();
+    arrive(sm.t_full[t], lead);
+    charge(sm, kAuxInverse, since);
+
+    if constexpr (C::kMakersMakeP) {
+      const uint32_t since_qk = clock_now();
+      wgmma_wait<0>();
+      pin(qk);
+      charge(sm, kAuxQk, since_qk);
+      arrive(sm.k_empty[now % C::kKStages], lead);
+      const uint32_t since_p = clock_now();
+      wait(sm, sm.p_empty[p], now / kPStages & 1 ^ 1, kAuxWaitP);
+      finish_p(own, qk, p, gates);
+      charge(sm, kAuxStoreP, since_p);
+      arrive(sm.p_full[p], lead);
+      arrive(sm.q_empty[q_now], lead);
+      more = next();
+      begin_chunk(own, more);
+    }
+    arrive(sm.gates_empty[now % C::kGateStages], lead);
+    finish_kk();
+    if (!C::kMakersMakeP && at_empty) {
+      more = walk.begin();
+      begin_chunk(here(), more);
+      finish_kk();
+    }
+  }
+  charge(sm, kTotalAux, start);
+}
+
+}  // namespace gdn::sm90
