@@ -1,14 +1,8 @@
-// The kinds of heads that there are kernels for, and the function that runs one. Each kind is compiled in two
-// files of its own (instantiations/): without and with a pool of states.
+// The kinds of heads that there are kernels for.
 #pragma once
-#include <cuda_runtime.h>
-
 #include "params.h"
-#include "sm90/plan/cut.h"
 
 namespace gdn::sm90 {
-
-struct KernelParams;
 
 // Channels of a head. kKeys: those of K that there is room for. kExact: K = V = kKeys, known to the
 // compiler. Else K is any multiple of 8 up to kKeys and V any multiple of 8: beyond the call's own
@@ -33,14 +27,5 @@ auto with_heads(const ChunkForward& p, const Kernels& run) {
   if (p.K <= 128) return run(Heads<128>{});
   return run(Heads<256>{});
 }
-
-inline const char* check(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-// Null, or why it did not run. `params` has all but its tiles and parts. kPool: on a pool of states, by
-// kernels of their own, since instructions cost time even where they are not executed.
-template <class T, class Heads, bool kPool>
-const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t stream);
 
 }  // namespace gdn::sm90

@@ -2,9 +2,14 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "sm90/heads.h"
+#include <cstdint>
 
 namespace gdn::sm90 {
+
+// Null, or what CUDA says.
+inline const char* check(cudaError_t error) {
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
 
 // beside: with the kernel launched before it, once all blocks of that one have let it, or ended.
 template <class Params>

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "sm90/plan/forward_plan.h"
+#include "sm90/plan/segment_lengths.cuh"
 #include "sm90/plan/tile_order.cuh"
 
 namespace {
@@ -68,13 +69,10 @@ int check(const Call& call, const Plan& plan, const std::vector<int>& lengths, f
   if (!plan.in_segments()) return 0;
   std::vector<int> offsets(1, 0);
   for (const int length : lengths) offsets.push_back(offsets.back() + length);
-  sm90::KernelParams params = {};
-  params.problem = problem(call);
-  if (call.packed) params.problem.cu_seqlens = offsets.data();
-  params.segments.cuts = plan.cuts;
-  const sm90::Segment segment =
-      plan.chosen ? sm90::Segment(chosen_by_device(params.problem, plan, lengths, share).first)
-                  : sm90::segment_of(params);
+  ChunkForward p = problem(call);
+  if (call.packed) p.cu_seqlens = offsets.data();
+  const SegmentLengths segment = plan.chosen ? SegmentLengths(chosen_by_device(p, plan, lengths, share).first)
+                                             : planned_lengths(p, plan.cuts);
   int later = 0;
   for (const int length : lengths) {
     const int count = segment.later(length);

@@ -3,8 +3,10 @@
 #include <algorithm>
 
 #include "common/tensor_map.h"
+#include "sm90/backward/layout.cuh"
 #include "sm90/entry.h"
-#include "sm90/plan/backward/choice.cuh"
+#include "sm90/launch_blocks.h"
+#include "sm90/plan/backward/plan.h"
 #include "sm90/tile/l2norm.cuh"
 
 namespace gdn::sm90::backward {

@@ -4,8 +4,8 @@
 #include "sm90/backward/layout.cuh"
 #include "sm90/tile/triangles.cuh"
 
-namespace gdn::sm90 {
-namespace backward {
+namespace gdn::sm90::backward {
+
 // What Triangles has to know: one path for steep chunks and mild ones.
 template <class Type>
 struct Alone {
@@ -13,14 +13,11 @@ struct Alone {
   static constexpr int kKeys = kChannels, kStates = 1;
   static constexpr bool kTwoShapes = false;
 };
-}  // namespace backward
-
-template <class T>
-struct SharedMemory<backward::Alone<T>> {
-  uint8_t a[1][kTileBytes], inverse[1][kTileBytes];  // as in the forward
+// Tiles in which T is made, as those of the forward's inverse warpgroups.
+struct InverseScratch {
+  uint8_t a[kTileBytes], inverse[kTileBytes];
 };
 
-namespace backward {
 // 16-byte lines of whole tiles, by 128 threads. What is above a triangle's diagonal is read and never written.
 GDN_DEVICE void clear_tiles(uint8_t* from, uint32_t tiles, uint32_t thread) {
 #pragma unroll 1
@@ -61,5 +58,5 @@ GDN_DEVICE void decay_pairs(const Triangles<Alone<T>>& own, const GateVectors& g
     stmatrix_x4(own.lines.block_at(shared_address(to), own.w, b), r);
   }
 }
-}  // namespace backward
-}  // namespace gdn::sm90
+
+}  // namespace gdn::sm90::backward

@@ -8,18 +8,10 @@
 #include <climits>
 
 #include "sm90/backward/layout.cuh"
+#include "sm90/plan/backward/times.cuh"
 
 namespace gdn::sm90::backward {
 
-// What the device chooses of the walk back, BackShape::kByLengths: 1: halves of slices; 0: slices; -1: by the lengths.
-#ifndef GDN_BACKWARD_HALVES
-#define GDN_BACKWARD_HALVES -1
-#endif
-constexpr int kForcedHalves = GDN_BACKWARD_HALVES;
-
-constexpr int kUnitBits = 10, kMostUnits = 1 << kUnitBits;
-constexpr int kMostUnitChunks = 1 << (32 - kUnitBits);  // a unit has fewer: its chunks and number lie in 32 bits
-constexpr int kBinRows = 5, kMostBins = 32 * kBinRows;  // blocks, or clusters: a lane of the warp that deals has kBinRows
 constexpr int kTileStart = 1;                           // chunks, which take as long as a tile's start and end
 
 // The list of a block's tiles is in `links`: of the tile behind tile i at gridDim.x + i, of the block's first tile at
@@ -164,28 +156,6 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices, co
   }
 }
 
-// Microseconds of the walk forward: of a chunk with its gradients, and of the start and end of its tile.
-constexpr float kGradients = 6.5f, kTile = 5;
-// What it takes in segments of `length` chunks, which are dealt, where every multiprocessor's share of all chunks is
-// `share`. The block that has most has about a sixth of a segment more.
-GDN_HOST_DEVICE float time_of_segments(float share, float length, float chunk = kGradients, float tile = kTile) {
-  return fmaxf(share / length, 1.f) * (length * chunk + tile) + length * (chunk / 6);
-}
-// What it takes to walk to where the last segments begin, where that is `walked` chunks of the longest sequence and
-// `share` of all that a multiprocessor has.
-GDN_HOST_DEVICE float time_of_states(float share, float walked, bool beside) {
-  // Of a chunk: what the walk back takes longer with this walk beside it, and the walk of the state behind the walk back,
-  // by its chain and by memory; and of its launch.
-  constexpr float kBeside = 0.2f, kChain = 1.2f, kFull = 1.8f, kLaunch = 8, kBehind = 15;
-  return kLaunch + (beside ? kBeside * walked : kBehind + fmaxf(kChain * walked, kFull * share));
-}
-
-// Whether the walk of the state finds a free multiprocessor for each of its tiles, halves of slices, beside the walk back.
-GDN_HOST_DEVICE bool states_go_beside(const ChunkForward& p, int64_t slices) {
-  const int64_t halves = 2 * int64_t{p.N} * slices, blocks = halves <= p.multiprocessors ? halves : halves / 2;
-  return blocks + halves <= p.multiprocessors;
-}
-
 // Chunks of the longest sequence, of all, and of all before their last segments.
 struct Chunks {
   int longest, all, walked;
@@ -217,19 +187,6 @@ GDN_DEVICE bool segments_pay(const Params& params, const Chunks& chunks, float m
   if (!has_states(params))
     segments += time_of_states(float(chunks.walked) * of_all, float(walked), states_go_beside(p, params.slices));
   return segments < most * kGradients;
-}
-
-// Microseconds of step 2, of a chunk that a multiprocessor has.
-constexpr float kTriangles = 1.35f;
-// Whether the walk back takes clearly less over halves of slices: their chain of products is shorter, and the longest
-// sequence bounds the walk where lengths are uneven. `share`: of all chunks a multiprocessor's; makes: over slices the walk
-// makes the triangles, for which halves need a kernel of their own.
-GDN_HOST_DEVICE bool halves_pay(float longest, float share, bool makes) {
-  if (kForcedHalves >= 0) return kForcedHalves != 0;
-  // Microseconds of a chunk, by a block's chain, and with a block on every multiprocessor, by memory.
-  constexpr float kSlice = 2.5f, kSliceFull = 5, kHalf = 1.55f, kHalfFull = 2.3f, kMargin = 0.95f;
-  return fmaxf(longest * kHalf, share * 2 * kHalfFull) + (makes ? share * kTriangles : 0) <
-         kMargin * fmaxf(longest * kSlice, share * kSliceFull);
 }
 
 // The units of a walk, sorted by their keys; returns how many there are.

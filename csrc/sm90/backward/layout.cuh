@@ -5,11 +5,15 @@
 // value head; its number is hv parts + part. A chunk of a slice has a block of scratch memory, at slot slices + slice.
 // Tiles in scratch memory are whole: their rows past a sequence's end are zero, and so are channels past K and V.
 #pragma once
-#include "sm90/forward/gates.cuh"
+#include "params.h"
+#include "sm90/plan/backward/sizes.h"
+#include "sm90/tile/block.cuh"
+#include "sm90/tile/chunk.h"
+#include "sm90/tile/frame.cuh"
+#include "sm90/tile/gates.cuh"
+#include "sm90/tile/sequences.cuh"
 
 namespace gdn::sm90::backward {
-
-constexpr int kChannels = 128;  // that there is room for: all of K, and of V those of a slice
 
 // What a kernel is compiled for. kExact: K = V = 128, so that a slice is a value head. Else K is any multiple of 8 up
 // to 128, and V any multiple of 8.
@@ -85,7 +89,7 @@ struct Scratch {
 // What Cut::forgotten has where it is not 0: a segment but the last forgets the state and the gradient of the state. The last
 // one, and each whose state the forward has left, forgets the gradient alone.
 constexpr int kForgetsState = 1, kForgetsGradient = 2;
-// Both walks of few long sequences in segments of Params::segment chunks, segment_maps.cu.
+// Both walks of few long sequences in segments of Params::segment chunks, segments/maps.cu.
 struct Cut {
   bool cuts;
   // [segments, slices, 128 of V, 128 of K]: the gradient of the state behind each segment but the last
@@ -97,8 +101,6 @@ struct Cut {
   int* wrong;      // not 0 where a segment has started from something else: all is walked again, whole
 };
 
-// What a block of the walk back has: a slice, or half of one.
-enum class BackShape { kSlices, kHalves, kByLengths };
 struct BackBlocks {
   BackShape shape;
   int* over_halves;   // where the device chooses by the lengths, deal.cuh: not 0: halves
@@ -106,7 +108,7 @@ struct BackBlocks {
 };
 
 // How dq and dk of a key head follow from those of its slices. kLater: the walk forward stores them in the memory of the
-// chunk's dS, and sums.cu adds them. kCluster: two value heads, whose blocks add them in global memory, exchange.cuh. kNone:
+// chunk's dS, and sums.cu adds them. kCluster: two value heads, whose blocks add them in global memory, walk_forward_memory.cuh. kNone:
 // there is one slice, and nothing is added.
 enum class Sums { kLater, kCluster, kNone };
 
@@ -134,10 +136,6 @@ struct Params {
   const int* again;  // Cut::wrong, of a walk over whole sequences that is made only if that is not 0; else null
   BackBlocks back;
 };
-
-constexpr int kWholeSequences = 1 << 30;
-constexpr int kMostFolds = 4096;  // segments of a sequence where both walks are cut
-constexpr int kMostCut = 32;      // sequences there: a lane of a warp has one
 
 // Whether tokens of a steep chunk may matter at its end and have d > D. Where not, what such a token gives to the state
 // is at most 2^-kSteepUnits of its u, and is added as it is.
@@ -172,11 +170,6 @@ GDN_DEVICE bool makes_triangles_walking(const Params& params) {
 // Whether a kernel deals the tiles of a walk.
 GDN_HOST_DEVICE bool are_dealt(const Params& params) {
   return params.scratch.back_links != nullptr || params.scratch.forward_links != nullptr;
-}
-
-// Slots of a call at most. Packed, that of a sequence's first chunk is its first row / 64 + its number.
-inline int64_t slots_of(const ChunkForward& p) {
-  return p.cu_seqlens ? p.T / kChunk + p.N : int64_t{p.B} * ((p.T + kChunk - 1) / kChunk);
 }
 
 GDN_DEVICE int first_slot(const Params& params, int n) {
@@ -363,8 +356,6 @@ GDN_DEVICE float* starts_of(const Params& params, int n) {
   return params.scratch.starts - (n + 1) * int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);
 }
 
-GDN_DEVICE void wait_for(const uint64_t& bar, uint32_t parity) { mbarrier_wait(shared_address(&bar), parity & 1); }
-
 // Of the `count` chunks of a key head that begin at `slot` and lie `step` slots apart, returns how many have their
 // triangles without a gap from the first one on; the first one is waited for. All lanes of a warp call it: the loads of 32
 // words take as long as the load of one word, which with the fence takes as long as a chunk of the walk.
@@ -444,7 +435,6 @@ struct Nothing {
   GDN_DEVICE void operator()(uint32_t) const {}
 };
 
-constexpr int kFoldRows = 16;  // of V, of a block of segment_folds.cu
 // A map in scratch memory has lines of so many rows, and rows of so many values, with which ldmatrix falls into all banks
 // where a line has been copied to shared memory as it is.
 constexpr int kMapLine = 32, kMapPitch = kChannels + 8, kMapValues = 2 * kChannels * kMapPitch;

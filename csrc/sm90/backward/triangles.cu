@@ -14,7 +14,7 @@ struct Memory {
       uint8_t k[2][kTileBytes], q[2][kTileBytes];
     };
     struct {  // behind the products
-      SharedMemory<Alone<T>> scratch;
+      InverseScratch scratch;
       uint8_t t[kTileBytes], p[kTileBytes];
     };
   };
@@ -52,7 +52,7 @@ GDN_DEVICE void make_chunk(Memory<typename Kind::T>& sm, const Params& params, c
   sync();
 
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const Triangles<C> own(sm.scratch, barrier, thread % 32, warp);
+  const Triangles<C> own(barrier, thread % 32, warp, sm.scratch.a, sm.scratch.inverse);
   float kk[32] = {};
   {
     float qk[32] = {};
@@ -66,7 +66,7 @@ GDN_DEVICE void make_chunk(Memory<typename Kind::T>& sm, const Params& params, c
   }
   fence_async_proxy();
   sync();  // and the products have read k and q
-  clear_tiles(sm.scratch.inverse[0], 3, thread);
+  clear_tiles(sm.scratch.inverse, 3, thread);
   if (thread == 0) {
     tma_store(pairs_at<Kind>(params, slot, h, place.n, place.batch, place.first, place.rows), shared_address(sm.qk));
     tma_store_commit();

@@ -7,7 +7,7 @@
 
 namespace gdn::sm90::backward {
 
-// kCut: the walk back over segments, each from what segment_folds.cu left, with the triangles that segment_maps.cu has
+// kCut: the walk back over segments, each from what segments/folds.cu left, with the triangles that segments/maps.cu has
 // needed before.
 template <class Kind_, int kStates_, bool kCut_ = false>
 struct Back {
@@ -41,7 +41,7 @@ GDN_DEVICE auto walk_back_tile(const Params& params, int index) {
 
 template <class C>
 struct MakerMemory {
-  SharedMemory<Alone<typename C::T>> scratch;
+  InverseScratch scratch;
   uint8_t qk[kTileBytes];  // q k^T of a steep chunk as it goes out; the stage has the decayed one
   GateVectors vectors;
   uint64_t made[C::kStages];  // T and P
@@ -131,7 +131,7 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
   const int group = p.HV / p.H, thread = threadIdx.x % 128;
   // What is above a diagonal is read and never written.
   for (auto& stage : sm.stages) clear_tiles(stage.t, 2, thread);
-  clear_tiles(sm.maker.scratch.inverse[0], 2, thread);
+  clear_tiles(sm.maker.scratch.inverse, 2, thread);
   uint32_t it = 0;
 #pragma unroll 1
   for (int index = first_tile(params); index >= 0; index = next_tile(params, index)) {
@@ -142,7 +142,7 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
       const uint32_t s = it % C::kStages;
       auto& stage = sm.stages[s];
       const int lane = fresh_lane(), slot = tile.slot + c;
-      const Triangles<Alone<T>> own(sm.maker.scratch, kBarrier, lane, warp);
+      const Triangles<Alone<T>> own(kBarrier, lane, warp, sm.maker.scratch.a, sm.maker.scratch.inverse);
       wait_for(sm.full[s], it / C::kStages);
       const bool steep = sm.gates[s].steep;
       const uint8_t* const pairs = steep && first ? sm.maker.qk : stage.p;

@@ -1,6 +1,6 @@
 // From a sequence's first chunk to its last: the state again, and with it the gradients of each chunk. A block has a
-// sequence and slice: two warpgroups of states, which also make dk (forward_states.cuh), one of pairs of tokens,
-// which also makes dq, and single warps (forward_memory.cuh).
+// sequence and slice: two warpgroups of states, which also make dk (walk_forward_states.cuh), one of pairs of tokens,
+// which also makes dq, and single warps (walk_forward_memory.cuh).
 #include "sm90/backward/walk_forward_states.cuh"
 #include "sm90/launch_blocks.h"
 

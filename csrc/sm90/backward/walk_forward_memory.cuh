@@ -40,7 +40,7 @@ struct WalkMemory {
   uint64_t t_full, t_empty, pairs_full, pairs_empty, S_full, S_empty, u_full, u_empty, n_full, dk_full;
   uint64_t dq_full[2];            // with one barrier two phases could end before the store sees one
   uint64_t aside[3];              // of the loaders
-  uint64_t dq_there, dq_taken, dk_there, dk_taken, pairs_read[2];  // exchange.cuh
+  uint64_t dq_there, dq_taken, dk_there, dk_taken, pairs_read[2];  // load_and_store
 };
 
 template <class T>
@@ -231,6 +231,13 @@ GDN_DEVICE void store_some_rows(const uint8_t (*tiles)[kTileBytes], uint4* to, i
 
 // Loads do or q, in kStages stages, and stores dq or dk out of the same tile: with Sums::kLater into the memory of the chunk's
 // dS, which has been read before, else to `to`, where the second block of a cluster adds.
+//
+// With Sums::kCluster dq and dk of two value heads of a key head are added in global memory by the two blocks that make
+// them, a cluster: the first block stores its own, and the second one adds its own to it. Both are rounded before and the
+// sum is rounded, so that the sums have the bits of head_sum_kernel. No warpgroup waits for the other block. The second
+// block adds when the first one has said that its store is complete (`there`), and so falls behind by the time that a
+// store takes. The first block loads its next chunk before it waits for what the second one has seen (`taken`), of which
+// it is at most a chunk ahead.
 template <class Kind, int kStages, Sums kSums>
 GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUtensorMap& map,
                                uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* made, uint64_t& aside,

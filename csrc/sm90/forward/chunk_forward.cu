@@ -1,9 +1,11 @@
-// The launch of the chunked forward on Hopper: its scratch memory, and its kernels in their order. plan.h has how a
+// The launch of the chunked forward on Hopper: its scratch memory, and its kernels in their order. forward_plan.h has how a
 // call is cut up, and dispatch.h what is asked of these functions.
 #include "common/tensor_map.h"
 #include "sm90/entry.h"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/params.cuh"
+#include "sm90/forward/run_heads.h"
+#include "sm90/launch_blocks.h"
 #include "sm90/plan/choose_cut.cuh"
 #include "sm90/plan/forward_plan.h"
 #include "sm90/tile/l2norm.cuh"

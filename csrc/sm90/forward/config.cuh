@@ -1,7 +1,7 @@
 // Shapes, roles and budgets of the chunked forward on Hopper.
 #pragma once
-#include "common/ptx.cuh"
 #include "sm90/heads.h"
+#include "sm90/tile/block.cuh"
 
 namespace gdn::sm90 {
 
@@ -66,22 +66,7 @@ constexpr int kTStages = 2, kPStages = 2;
 // Warpgroup 0 is four single warps, the next are states, the last make triangles.
 enum SingleWarp { kLoader, kStore0, kStore1, kGates };
 
-constexpr int kTileBytes = 64 * 64 * 2;  // one swizzled tile of 64 rows x 64 16-bit values
-
 // Named barriers; 0 is __syncthreads. One for each warpgroup that makes triangles.
 enum NamedBarrier { kMakerBarrier = 1, kStateBarrier = 3 };
-
-constexpr int kSharedBytes = 232448;  // what a block may have
-
-// A kernel with blocks of two shapes reads threadIdx.x where it is used: one reading for both would be live
-// throughout, and spill. In kernels of one shape ptxas does that by itself, and better.
-template <class C>
-GDN_DEVICE uint32_t thread_of() {
-  if constexpr (C::kTwoShapes) {
-    return thread_index();
-  } else {
-    return threadIdx.x;
-  }
-}
 
 }  // namespace gdn::sm90

@@ -2,34 +2,9 @@
 #pragma once
 #include "sm90/forward/walk.cuh"
 #include "sm90/tile/frame.cuh"
+#include "sm90/tile/gates.cuh"
 
 namespace gdn::sm90 {
-
-constexpr float kGrowthLimit = 256.f;  // log2 units
-constexpr float kLog2Floor = -160.f;  // LOG2_DECAY_FLOOR of gdn_triton/constants.py
-constexpr float kRcpLn2 = 1.4426950408889634f;
-constexpr float kSoftplusThreshold = 20.f;
-
-// A number as it lies in memory: 32 bits, or 16.
-GDN_DEVICE uint32_t load_bits(const void* base, int64_t offset, Dtype dtype) {
-  if (dtype == Dtype::kFloat32) return static_cast<const uint32_t*>(base)[offset];
-  return static_cast<const uint16_t*>(base)[offset];
-}
-GDN_DEVICE float to_float(uint32_t bits, Dtype dtype) {
-  if (dtype == Dtype::kFloat16) return __half2float(__ushort_as_half(uint16_t(bits)));
-  return __uint_as_float(dtype == Dtype::kBFloat16 ? bits << 16 : bits);
-}
-
-// log(1 + e^x); x itself above the threshold, as the formula of the models has it. Below
-// e^x = 1/16 by its series, above with what the rounding of 1 + e^x lost put back.
-GDN_DEVICE float softplus(float x) {
-  if (x > kSoftplusThreshold) return x;
-  const float e = __expf(x);
-  if (e < 0.0625f)
-    return e * (1 - e * (1 / 2.f - e * (1 / 3.f - e * (1 / 4.f - e * (1 / 5.f - e / 6)))));
-  const float u = 1 + e;
-  return __logf(u) + __fdividef(e - (u - 1), u);
-}
 
 struct GateInputs {  // of tokens 2 lane and 2 lane + 1, as given
   uint32_t g[2], beta[2];
@@ -50,21 +25,6 @@ GDN_DEVICE GateInputs load_gates(const ChunkForward& p, const Walk<C>& walk, int
   load(x.g, p.g, p.g_dtype);
   load(x.beta, p.beta, p.beta_dtype);
   return x;
-}
-
-// The log2 decay of one token, held above the floor; a NaN stays one.
-GDN_DEVICE float log2_decay(const ChunkForward& p, float g, int hv) {
-  if (p.use_gate) {
-    if (p.dt_bias) g += p.dt_bias[hv];
-    g = -__expf(p.A_log[hv]) * softplus(g);
-  }
-  g *= kRcpLn2;
-  return g < kLog2Floor ? kLog2Floor : g;
-}
-
-GDN_DEVICE float activate_beta(const ChunkForward& p, float beta) {
-  if (!p.use_beta_sigmoid) return beta;
-  return (p.allow_neg_eigval ? 2.f : 1.f) / (1.f + __expf(-beta));
 }
 
 template <class C>
@@ -139,7 +99,6 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
   using T = typename C::T;
   const ChunkForward& p = params.problem;
   const int lane = thread_of<C>() % 32;
-  const uint32_t start = clock_now();
   Walk<C> walk(sm, params);
   Ring<C::kGateStages> ring;
   float G = Frame<T>::kTop;
@@ -147,7 +106,6 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
   GateInputs next;
   if (more) next = load_gates(p, walk, lane);
   while (more) {
-    const uint32_t since = clock_now();
     float g[2], beta[2];
     // The instructions of all roles share a small cache, and those of two states leave few registers.
 #pragma unroll(C::kStates)
@@ -165,8 +123,7 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
     more = walk.next_or_empty();
     const bool at_empty = more && walk.at_empty();
     if (more && !at_empty) next = load_gates(p, walk, lane);
-    charge(sm, kGatesWork, since);
-    wait(sm, sm.gates_empty[ring.stage], ring.phase ^ 1, kGatesEmpty);
+    wait(sm.gates_empty[ring.stage], ring.phase ^ 1);
     write_gates<C>(sm.gates[ring.stage], g, beta, p.scale, G, anew, lane);
     arrive(sm.gates_full[ring.stage], true);
     ring.advance();
@@ -175,7 +132,6 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
       if (more) next = load_gates(p, walk, lane);
     }
   }
-  charge(sm, kTotalGates, start);
 }
 
 }  // namespace gdn::sm90

@@ -1,126 +1,15 @@
-// The kernel of the chunked forward: single warps that load, store and make gates, and the roles of
-// the warpgroups.
+// The kernels of the chunked forward: barriers, and which warps have which roles.
 #pragma once
 #include <type_traits>
 
 #include "sm90/forward/gates.cuh"
-#include "sm90/forward/segments/forgetting.cuh"
+#include "sm90/forward/inverses.cuh"
+#include "sm90/forward/loader.cuh"
+#include "sm90/forward/segments/windows.cuh"
 #include "sm90/forward/state.cuh"
-#include "sm90/plan/tile_order.cuh"
-#include "sm90/tile/triangles.cuh"
+#include "sm90/forward/store.cuh"
 
 namespace gdn::sm90 {
-
-// k and q, v, or all of a chunk, by one thread. v has fewer stages: a thread that waits for one of
-// them cannot fetch what the makers need next.
-template <class C, bool kKeysQueries, bool kValues>
-GDN_DEVICE void loader_role(SharedMemory<C>& sm, const KernelParams& params) {
-  Walk<C, kKeysQueries ? Reader::kLoader : Reader::kLane> walk(sm, params);
-  Ring<C::kKStages> k;
-  Ring<C::kQStages> q;
-  Ring<C::kVStages> v;
-  const auto load_rows = [&](const CUtensorMap& map, auto& to, uint64_t& full, int column,
-                             int head) {
-    const uint32_t bar = shared_address(&full);
-    mbarrier_expect(bar, sizeof(to));
-    for (uint32_t i = 0; i < sizeof(to) / kTileBytes; ++i)
-      tma_load(shared_address(to[i]), &map, bar, column + 64 * i, walk.tile().first + walk.row, head,
-               walk.tile().batch);
-  };
-  for (bool more = walk.begin(); more; more = walk.next()) {
-    const int hv = walk.tile().hv, h = params.group.divide(hv);
-    if constexpr (kKeysQueries) {
-      wait(sm, sm.k_empty[k.stage], k.phase ^ 1, kLoadK);
-      load_rows(params.k, sm.k[k.stage], sm.k_full[k.stage], 0, h);
-      k.advance();
-    }
-    if constexpr (kValues) {
-      wait(sm, sm.v_empty[v.stage], v.phase ^ 1, kLoadV);
-      load_rows(params.v, sm.v[v.stage], sm.v_full[v.stage],
-                64 * C::kStates * walk.tile().part, hv);
-      v.advance();
-    }
-    if constexpr (kKeysQueries && C::kOutput) {
-      wait(sm, sm.q_empty[q.stage], q.phase ^ 1, kLoadQ);
-      load_rows(params.q, sm.q[q.stage], sm.q_full[q.stage], 0, h);
-      q.advance();
-    }
-  }
-}
-
-// Rows of a sequence's last chunk, from a tile: a TMA store would write into the next sequence.
-template <class C>
-GDN_DEVICE void store_tail(const KernelParams& params, const Walk<C>& walk, const uint8_t* tile,
-                           int first_column) {
-  const ChunkForward& p = params.problem;
-  const int64_t first = walk.tile().batch * p.T + walk.tile().first + walk.row;
-  uint8_t* const o = static_cast<uint8_t*>(p.o);
-#pragma unroll 1
-  for (int i = thread_of<C>() % 32; i < walk.rows() * 8; i += 32) {
-    const int row = i / 8, column = i % 8;
-    const int64_t at =
-        ((first + row) * p.HV + walk.tile().hv) * values<C>(p) + first_column + column * 8;
-    if (!C::kExact && first_column + column * 8 >= p.V) continue;
-    uint4* to = reinterpret_cast<uint4*>(o + at * 2);
-    if constexpr (C::kPool)
-      to = o_line(params.pool, walk.tile().batch, walk.tile().first + walk.row + row, walk.tile().hv,
-                  first_column + column * 8);
-    *to = *reinterpret_cast<const uint4*>(tile + row * 128 + ((column ^ (row % 8)) * 16));
-  }
-}
-
-template <class C>
-GDN_DEVICE void store_role(SharedMemory<C>& sm, const KernelParams& params, int slot) {
-  Walk<C> walk(sm, params);
-  const bool lead = thread_of<C>() % 32 == 0;
-  uint32_t phase = 0;
-  for (bool more = walk.begin(); more; more = walk.next()) {
-    const int first_column = first_value_channel<C>(walk.tile(), slot);
-    mbarrier_wait(shared_address(&sm.o_full[slot]), phase);
-    if (walk.rows() == kChunk) {
-      if (lead) {
-        tma_store(&params.o, shared_address(sm.o[slot]), first_column,
-                  walk.tile().first + walk.row, walk.tile().hv, walk.tile().batch);
-        tma_store_commit();
-        tma_store_wait_read();
-      }
-    } else {
-      store_tail(params, walk, sm.o[slot], first_column);
-    }
-    __syncwarp();
-    arrive(sm.o_empty[slot], lead);
-    phase ^= 1;
-  }
-  if (lead) tma_store_wait();
-}
-
-// o of packed tokens that no sequence has, by the threads of the single warps.
-template <class C>
-GDN_DEVICE void zero_orphans(const KernelParams& params) {
-  const ChunkForward& p = params.problem;
-  if (p.cu_seqlens == nullptr) return;
-  // Of C::kOneTile not gridDim.x: launch() rounds the grid up to pairs, and the last block, which has no
-  // tile, takes no share.
-  const int blocks = C::kOneTile ? params.tiles : gridDim.x;
-  if constexpr (C::kPool) {  // rows may lie apart: one a warp
-    const int lines = values<C>(p) / 8;  // of a row of a head
-    int64_t row = sequence_bound(p, p.N) + blockIdx.x * 4 + thread_of<C>() / 32;
-#pragma unroll 1
-    for (; row < p.T; row += blocks * 4)
-#pragma unroll 1
-      for (int i = thread_of<C>() % 32; i < p.HV * lines; i += 32)
-        *o_line(params.pool, 0, row, i / lines, i % lines * 8) = make_uint4(0, 0, 0, 0);
-  } else {
-    const int64_t row_bytes = int64_t{p.HV} * values<C>(p) * 2;
-    const int64_t end = p.T * row_bytes;
-    constexpr int kSharing = 128;  // threads of a block
-    const int64_t step = int64_t{blocks} * kSharing * 16;
-    int64_t at = sequence_bound(p, p.N) * row_bytes;
-    at += (int64_t{blockIdx.x} * kSharing + thread_of<C>()) * 16;
-    for (; at < end; at += step)
-      *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.o) + at) = make_uint4(0, 0, 0, 0);
-  }
-}
 
 template <class C>
 GDN_DEVICE void init_barriers(SharedMemory<C>& sm) {
@@ -143,10 +32,6 @@ GDN_DEVICE void init_barriers(SharedMemory<C>& sm) {
   mbarrier_init_fence();
 }
 
-#ifdef GDN_PROFILE
-__device__ uint32_t profile_out[132][40];
-#endif
-
 template <class C>
 GDN_DEVICE void run_block(const KernelParams& params) {
   static_assert(sizeof(SharedMemory<C>) <= (C::kPass == Pass::kWhole ? kLengthsAt : kSharedBytes));
@@ -162,9 +47,6 @@ GDN_DEVICE void run_block(const KernelParams& params) {
   clear(sm.inverse);
   clear(sm.t);
   clear(sm.p);
-#ifdef GDN_PROFILE
-  if (thread_of<C>() < 40) sm.profile[thread_of<C>()] = 0;
-#endif
   if constexpr (C::kOneTile) {
     if (thread_of<C>() == 0) {
       if (params.segments.leads) wait_for_prerequisites();  // for the choice of a cut
@@ -220,11 +102,6 @@ GDN_DEVICE void run_block(const KernelParams& params) {
     if constexpr (C::kLowersMakers) set_registers<C::kMakerRegisters, C::kLaunchRegisters>();
     triangles_role(sm, params, warpgroup - 1 - C::kStates, warp % 4);
   }
-#ifdef GDN_PROFILE
-  __syncthreads();
-  if (thread_of<C>() < 40 && blockIdx.x < 132)
-    profile_out[blockIdx.x][thread_of<C>()] = sm.profile[thread_of<C>()];
-#endif
 }
 
 // A tile a block.
@@ -241,7 +118,7 @@ __global__ void __launch_bounds__(Halves::kThreads, 1)
   static_assert(Both::kThreads == Halves::kThreads);
   bool halves = params.shape == Shape::kHalves;
   if (params.dealing.ordered) {
-    find_order(params, Halves::kThreads);
+    find_order(params.problem, params.dealing, Halves::kThreads);
     // A load whose address is the same in all threads: behind a branch that the compiler thinks threads may
     // take apart it has no uniform registers, and the state's registers spill.
     if (params.shape == Shape::kByLengths) halves = lengths_of_call().halves != 0;

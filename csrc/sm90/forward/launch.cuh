@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "sm90/forward/kernel.cuh"
+#include "sm90/forward/run_heads.h"
 #include "sm90/forward/segments/fold.cuh"
-#include "sm90/heads.h"
 #include "sm90/launch_blocks.h"
 
 namespace gdn::sm90 {

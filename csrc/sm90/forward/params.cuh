@@ -9,10 +9,6 @@ namespace gdn::sm90 {
 // Segments of sequences. A slot is a segment that is not the first of its sequence; those of sequence
 // 0 come first. States and maps are transposed, in rows of kKeys; R = state_rows().
 enum class Part { kFirst, kLater, kAgain };  // which segments the tiles of a launch are
-// What choose_cut chose: a cut's lengths in chunks, and the shape of blocks of later segments.
-struct alignas(16) Choice {
-  int first, rest, late_halves;
-};
 struct Segments {
   Cuts cuts;
   const Choice* choice;  // Plan::chosen; else null
@@ -26,15 +22,6 @@ struct Segments {
   int* marks;    // [N, HV, R / 64]
 };
 constexpr int kUnmarked = INT32_MAX;
-
-// Division by a number that the host knows, in a few instructions.
-struct Divisor {
-  uint64_t inverse;  // 2^64 / number, rounded up; 0 for 1
-  static Divisor of(int number) { return {number > 1 ? UINT64_MAX / number + 1 : 0}; }
-  GDN_DEVICE int divide(int x) const {
-    return inverse == 0 ? x : int(__umul64hi(uint64_t(x), inverse));
-  }
-};
 
 struct KernelParams {
   CUtensorMap q, k, v, o;

@@ -1,25 +1,9 @@
 // Shared memory of the chunked forward: what the roles of a block leave there for each other, and how they wait for it.
 #pragma once
 #include "sm90/forward/config.cuh"
+#include "sm90/tile/gates.cuh"
 
 namespace gdn::sm90 {
-
-// What the gates make of a chunk's tokens; frame.cuh has the symbols e, d, y, D and G.
-struct GateVectors {
-  float4 x[kChunk / 2];  // of tokens 2 i, 2 i + 1: (c0, c1, f0, f1) in x' = c v - f (k S')
-  float r[kChunk];       // o = r (q S' + P' u')
-  float beta[kChunk];
-  // Of a steep chunk, powers of two that stay in the triangles: A'_ij has -left_i + left_j, P'_ij has
-  // score_i + left_j.
-  int16_t left[kChunk];   // -d
-  int16_t score[kChunk];  // y + d, or d where P' u' is lifted
-  float lift[kChunk];     // steep, fp16: 2^y, which multiplies P' u'; 2^d of q S' where that comes first
-  float pre;              // S' is multiplied by this before the chunk reads it,
-  float post;             // by this, 2^D, before it adds the chunk's u',
-  float end;              // and by this, 2^G, to be the state after the chunk.
-  int decay;              // D
-  int steep;              // the chunk's decay does not fit the frame
-};
 
 // The rows of one sequence or segment, a value head, and a part of its columns.
 struct Tile {
@@ -57,9 +41,6 @@ struct SharedMemory {
   uint64_t tile_full[C::kTileStages], tile_empty[C::kTileStages];  // unless C::kOneTile
   Tile tiles[C::kTileStages];
   int stop[C::kStates][4];  // of a pool, a state's warps: rows left of the tile when the state is stored
-#ifdef GDN_PROFILE
-  uint32_t profile[40];
-#endif
 };
 
 // A position in a ring of buffers: the phase flips each time round. A reader waits for `phase` on
@@ -75,68 +56,5 @@ struct Ring {
     }
   }
 };
-
-// What a block of Pass::kWhole knows of the sequences of a packed call, in shared memory behind that of
-// its roles; dealing.cuh fills it.
-struct Lengths {
-  // Of LeastTime::with, in the order of Shape: floats, which order as integers, since none is negative.
-  int least[2];
-  int all_chunks;
-  int halves;  // whether blocks should own 64 channels of V, not 128
-  uint16_t order[kMostOrdered];  // the longest first, and as given among equal ones
-};
-
-constexpr int kLengthsAt = kSharedBytes - int(sizeof(Lengths));
-extern __shared__ __align__(1024) uint8_t raw_shared_memory[];
-GDN_DEVICE Lengths& lengths_of_call() {
-  return *reinterpret_cast<Lengths*>(raw_shared_memory + kLengthsAt);
-}
-
-// ---- waiting, with the time spent in it when profiling ----------------------------------------
-
-enum ProfileSlot {
-  kWaitK, kWaitGates, kWaitV, kWaitT, kWaitP, kWaitO, kWaitSk, kWaitU, kWaitKv, kWaitOut,
-  kMakeP, kTotalState,
-  kAuxWaitK, kAuxWaitQ, kAuxWaitGates, kAuxWaitT, kAuxWaitP, kAuxKk, kAuxQk, kAuxInverse,
-  kAuxIssueQk, kAuxIssueKk, kAuxStoreP, kAuxStoreA, kAuxEight, kAuxSixteen, kAuxBarrier, kAuxColumn,
-  kTotalAux, kLoadK, kLoadQ, kLoadV, kGatesEmpty, kTotalGates, kGatesWork
-};
-#ifdef GDN_PROFILE
-GDN_DEVICE uint32_t clock_now() {
-  uint32_t t;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");
-  return t;
-}
-template <class C>
-GDN_DEVICE void charge(SharedMemory<C>& sm, int slot, uint32_t since) {
-  const uint32_t spent = clock_now() - since;
-  const bool lead = slot < kAuxWaitK ? thread_of<C>() == 128 : slot < kLoadK ? thread_of<C>() == 384
-                    : slot < kGatesEmpty ? thread_of<C>() == 0 : thread_of<C>() == 96;
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p red.shared.add.u32 [%0], %1;}" ::"r"(
-                   shared_address(&sm.profile[slot])),
-               "r"(spent), "r"(int{lead})
-               : "memory");
-}
-#else
-GDN_DEVICE uint32_t clock_now() { return 0; }
-template <class C>
-GDN_DEVICE void charge(SharedMemory<C>&, int, uint32_t) {}
-#endif
-template <class C>
-GDN_DEVICE void wait(SharedMemory<C>& sm, const uint64_t& bar, uint32_t parity, int slot) {
-  const uint32_t since = clock_now();
-  mbarrier_wait(shared_address(&bar), parity);
-  charge(sm, slot, since);
-}
-// With GDN_EVERY_LANE each lane of a warp arrives, which racecheck can follow: it does not see that a
-// __syncwarp orders the accesses of all lanes before the arrival of one.
-#ifdef GDN_EVERY_LANE
-constexpr int kWarpArrivals = 32;
-#else
-constexpr int kWarpArrivals = 1;
-#endif
-GDN_DEVICE void arrive(const uint64_t& bar, bool condition) {
-  mbarrier_arrive_if(shared_address(&bar), kWarpArrivals == 32 || condition);
-}
 
 }  // namespace gdn::sm90

@@ -6,8 +6,8 @@
 // operand of its reads. A thread holds rows 16 warp + lane/4 (+8), and of every 8 columns
 // 2 (lane % 4) (+1).
 #pragma once
-#include "sm90/forward/gates.cuh"
 #include "sm90/forward/state_memory.cuh"
+#include "sm90/forward/walk.cuh"
 #include "sm90/tile/triangles.cuh"
 
 namespace gdn::sm90 {
@@ -165,7 +165,9 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
   using F = Frame<T>;
   State<C> state(sm, params, slot);
   const bool lead = state.lane == 0;
-  const uint32_t start = clock_now();
+  // A block of one tile walks a loop over the grid's tiles all the same: of a body that is known to run once
+  // ptxas allots registers otherwise, and at K = 256 some spill.
+  const uint32_t first = C::kOneTile ? blockIdx.x : 0, step = C::kOneTile ? gridDim.x : 1;
   uint32_t it = 0;  // chunks so far
   uint32_t q = 0;   // stage of the chunk's q
   static_assert(kTStages == 2 && kPStages == 2);
@@ -174,9 +176,6 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
   // that comes first.
   constexpr bool kLiftsFirst = F::kLiftsOutput && C::kOutput && C::kKeepsRounded;
   constexpr bool kLiftsStatesPart = F::kLiftsOutput && C::kOutput && !C::kKeepsRounded;
-  // A block of one tile walks a loop over the grid's tiles all the same: of a body that is known to run once
-  // ptxas allots registers otherwise, and at K = 256 some spill.
-  const uint32_t first = C::kOneTile ? blockIdx.x : 0, step = C::kOneTile ? gridDim.x : 1;
   const auto more = [&](uint32_t turn) {
     if constexpr (C::kOneTile) {
       return int(turn) < params.tiles;
@@ -212,21 +211,19 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         typename State<C>::Rounded Sb;
         uint32_t u[16];
 
-        wait(sm, sm.gates_full[it % C::kGateStages], it / C::kGateStages & 1, kWaitGates);
-        if (left < kChunk) wait(sm, sm.t_full[pair], pair_phase, kWaitT);  // the tail is cleared
-        wait(sm, sm.k_full[k], it / C::kKStages & 1, kWaitK);
+        wait(sm.gates_full[it % C::kGateStages], it / C::kGateStages & 1);
+        if (left < kChunk) wait(sm.t_full[pair], pair_phase);  // the tail is cleared
+        wait(sm.k_full[k], it / C::kKStages & 1);
         if constexpr (C::kStatesMakeP) {
           if (int(it % C::kStates) == slot) {
-            const uint32_t since_p = clock_now();
-            const Triangles<C> own(sm, kStateBarrier + slot, fresh_lane(), warp);
-            wait(sm, sm.q_full[q], it / C::kQStages & 1, kWaitP);
+            const Triangles<C> own(kStateBarrier + slot, fresh_lane(), warp);
+            wait(sm.q_full[q], it / C::kQStages & 1);
             own.issue_product(x, shared_address(sm.q[q]), k_tile);
             wgmma_wait<0>();
             pin(x);
-            wait(sm, sm.p_empty[pair], pair_phase ^ 1, kWaitP);
-            finish_p(own, x, pair, gates);
+            wait(sm.p_empty[pair], pair_phase ^ 1);
+            own.finish_p(x, sm.p[pair], gates);
             arrive(sm.p_full[pair], lead);
-            charge(sm, kMakeP, since_p);
           }
         }
         end = gates.end;
@@ -240,18 +237,16 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
           if (gates.post != 1.f) state.scale(gates.post);  // beside the product
         } else {
           if constexpr (C::kOutput) {
-            wait(sm, sm.q_full[q], it / C::kQStages & 1, kWaitP);
+            wait(sm.q_full[q], it / C::kQStages & 1);
             pin(o);
           }
           pin(x);
           state.issue_reads(x, o, k_tile, shared_address(sm.q[q]));
         }
 
-        wait(sm, sm.v_full[v], it / C::kVStages & 1, kWaitV);
-        const uint32_t since_sk = clock_now();
+        wait(sm.v_full[v], it / C::kVStages & 1);
         wgmma_wait<0>();
         pin(x);
-        charge(sm, kWaitSk, since_sk);
         if constexpr (!C::kKeepsRounded) {
           if constexpr (C::kOutput) pin(o);
           if (gates.post != 1.f) state.scale(gates.post);
@@ -263,22 +258,20 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         }
         state.make_x(x, u, shared_address(sm.v[v][slot]), gates, without_v);
         arrive(sm.v_empty[v], state.lane == lane_after(u[3] ^ u[7] ^ u[11] ^ u[15]));
-        wait(sm, sm.t_full[pair], pair_phase, kWaitT);
+        wait(sm.t_full[pair], pair_phase);
         pin(x);
         pin(u);
         wgmma_fence();
         state.issue_triangle(x, u, shared_address(sm.t[pair]), true);
         wgmma_commit();
-        const uint32_t since_u = clock_now();
         wgmma_wait<0>();
         pin(x);
-        charge(sm, kWaitU, since_u);
         arrive(sm.t_empty[pair], lead);
 
 #pragma unroll
         for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
         if constexpr (C::kOutput) {
-          wait(sm, sm.p_full[pair], pair_phase, kWaitP);
+          wait(sm.p_full[pair], pair_phase);
           if constexpr (C::kKeepsRounded) pin(Sb);
           if (kLiftsStatesPart && gates.steep) state.lift(o, gates);
           pin(o);
@@ -313,11 +306,9 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         wgmma_commit();
 
         if constexpr (C::kOutput) {
-          wait(sm, sm.o_empty[slot], (it & 1) ^ 1, kWaitO);
-          const uint32_t since_out = clock_now();
+          wait(sm.o_empty[slot], (it & 1) ^ 1);
           wgmma_wait<1>();
           pin(o);
-          charge(sm, kWaitOut, since_out);
           arrive(sm.p_empty[pair], lead);
           arrive(sm.q_empty[q], lead);
           if (++q == C::kQStages) q = 0;
@@ -328,10 +319,8 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         arrive(sm.gates_empty[it % C::kGateStages], lead);
         if constexpr (kStops)  // no register has been free for it
           stop = load_shared_4(shared_address(&sm.stop[slot][warp]));
-        const uint32_t since_kv = clock_now();
         wgmma_wait<0>();
         pin(state.S);
-        charge(sm, kWaitKv, since_kv);
         arrive(sm.k_empty[k], lead);
       }
       const Tile tile = tile_now(sm, turn);
@@ -346,7 +335,6 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
       }
     } while (kStops && left > 0);
   }
-  charge(sm, kTotalState, start);
 }
 
 }  // namespace gdn::sm90

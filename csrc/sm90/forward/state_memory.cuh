@@ -6,8 +6,8 @@
 #pragma once
 #include <cfloat>
 
-#include "sm90/forward/segments/forgetting.cuh"
 #include "sm90/forward/tiles.cuh"
+#include "sm90/plan/forgetting.cuh"
 #include "sm90/tile/frame.cuh"
 
 namespace gdn::sm90 {

@@ -3,6 +3,9 @@
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/params.cuh"
 #include "sm90/forward/shared_memory.cuh"
+#include "sm90/plan/segment_lengths.cuh"
+#include "sm90/plan/tile_order.cuh"
+#include "sm90/tile/sequences.cuh"
 
 namespace gdn::sm90 {
 
@@ -16,23 +19,6 @@ GDN_HOST_DEVICE int value_parts(const ChunkForward& p) {
   return (values<C>(p) + 64 * C::kStates - 1) / (64 * C::kStates);
 }
 
-GDN_HOST_DEVICE int64_t sequence_bound(const ChunkForward& p, int n) {
-  return p.cu_seqlens_64 ? static_cast<const int64_t*>(p.cu_seqlens)[n]
-                         : static_cast<const int32_t*>(p.cu_seqlens)[n];
-}
-
-// The lengths of segments, in tokens.
-struct Segment {
-  int first, rest;
-  GDN_HOST_DEVICE Segment(int first_chunks, int rest_chunks)
-      : first(first_chunks * kChunk), rest(rest_chunks * kChunk) {}
-  GDN_HOST_DEVICE explicit Segment(const Cut& cut) : Segment(cut.first, cut.rest) {}
-  // Of a sequence, behind its first.
-  GDN_HOST_DEVICE int later(int length) const {
-    return length > first ? (length - first - 1) / rest + 1 : 0;
-  }
-};
-
 GDN_DEVICE int64_t slot_at(const Slots& slots, int64_t i) {
   if (slots.data == nullptr) return i;
   return slots.is_64 ? static_cast<const int64_t*>(slots.data)[i]
@@ -42,10 +28,6 @@ GDN_DEVICE int64_t slot_at(const Slots& slots, int64_t i) {
 // Whether sequence n is skipped: its state to read is padding.
 GDN_DEVICE bool is_skipped(const Pool& pool, int n) {
   return slot_at(pool.read_slots, n) <= pool.last_skipped;
-}
-
-GDN_HOST_DEVICE int sequence_length(const ChunkForward& p, int n) {
-  return static_cast<int>(p.cu_seqlens ? sequence_bound(p, n + 1) - sequence_bound(p, n) : p.T);
 }
 
 // The sequence of a tile whose tile.n is set. One that is skipped has no length.
@@ -65,52 +47,30 @@ GDN_DEVICE Choice choice_of(const KernelParams& params) {
   const int4 words = __ldcg(reinterpret_cast<const int4*>(params.segments.choice));
   return {words.x, words.y, words.z};
 }
-// Of the cuts to choose from the first that was chosen for so long a sequence and so many segments, or the choice.
-// Skipped sequences count, so that which they are changes no bits of another.
-GDN_HOST_DEVICE Segment segment_of(const KernelParams& params) {
-#ifdef __CUDA_ARCH__
+// By the choice of choose_cut, or by the plan.
+GDN_DEVICE SegmentLengths lengths_of_segments(const KernelParams& params) {
   if (params.segments.choice != nullptr) {
     const Choice chosen = choice_of(params);
-    return Segment(chosen.first, chosen.rest);
+    return SegmentLengths(chosen.first, chosen.rest);
   }
-#endif
-  const Cuts& cuts = params.segments.cuts;
-  const int N = cuts.count > 1 ? params.problem.N : 0;
-  int longest = 0, choice = 0;
-  GDN_ROLLED
-  for (int n = 0; n < N; ++n) longest = max(longest, sequence_length(params.problem, n));
-  GDN_ROLLED
-  for (; choice + 1 < cuts.count; ++choice) {
-    const Cut& cut = cuts.choices[choice];
-    if (longest > cut.longest * kChunk) continue;
-    const Segment segment(cut);
-    int later = 0, inner = 0;
-    GDN_ROLLED
-    for (int n = 0; n < N; ++n) {
-      const int count = segment.later(sequence_length(params.problem, n));
-      later += count;
-      inner += max(count - 1, 0);
-    }
-    if (later <= cut.later && inner <= cut.inner) break;
-  }
-  return Segment(cuts.choices[choice]);
+  return planned_lengths(params.problem, params.segments.cuts);
 }
 
 // The later segment of a tile whose tile.slot is set. Few sequences have segments: a loop will do.
 template <class C>
-GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile, Segment segment) {
+GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile, SegmentLengths lengths) {
   const ChunkForward& p = params.problem;
   int index = tile.slot;
   tile.exists = tile.begins = tile.ends = false;
   for (tile.n = 0; tile.n < p.N; ++tile.n) {
     locate_sequence<C>(params, tile);
-    const int count = segment.later(tile.length);
+    const int count = lengths.later(tile.length);
     if (index < count) {
-      const int before = segment.first + index * segment.rest;
+      const int before = lengths.first + index * lengths.rest;
       tile.exists = true;
       tile.ends = index == count - 1;
       tile.first += before;
-      tile.length = min(tile.length - before, segment.rest);
+      tile.length = min(tile.length - before, lengths.rest);
       return;
     }
     index -= count;
@@ -120,13 +80,13 @@ GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile, Segment s
 
 // The slot of the second segment of sequence n, if it has one.
 template <class C>
-GDN_DEVICE int second_slot(const KernelParams& params, int n, Segment segment) {
+GDN_DEVICE int second_slot(const KernelParams& params, int n, SegmentLengths lengths) {
   Tile tile;
   int slot = 0;
 #pragma unroll 1
   for (tile.n = 0; tile.n < n; ++tile.n) {
     locate_sequence<C>(params, tile);
-    slot += segment.later(tile.length);
+    slot += lengths.later(tile.length);
   }
   return slot;
 }
@@ -143,10 +103,10 @@ GDN_DEVICE void locate_again(const KernelParams& params, Tile& tile) {
   tile.exists = tile.slot != kUnmarked;
   tile.length = 0;
   if (!tile.exists) return;
-  const Segment segment = segment_of(params);
+  const SegmentLengths lengths = lengths_of_segments(params);
   locate_sequence<C>(params, tile);
-  const int index = tile.slot - second_slot<C>(params, tile.n, segment);
-  const int before = segment.first + index * segment.rest;
+  const int index = tile.slot - second_slot<C>(params, tile.n, lengths);
+  const int before = lengths.first + index * lengths.rest;
   tile.begins = false;
   tile.ends = true;
   tile.first += before;
@@ -185,13 +145,13 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
     tile.exists = tile.begins = tile.ends = true;
     locate_sequence<C>(params, tile);
     if constexpr (C::kPass == Pass::kSegments) {
-      const Segment segment = segment_of(params);
-      tile.ends = tile.length <= segment.first;
-      tile.length = min(tile.length, segment.first);
-      tile.slot = second_slot<C>(params, tile.n, segment);
+      const SegmentLengths lengths = lengths_of_segments(params);
+      tile.ends = tile.length <= lengths.first;
+      tile.length = min(tile.length, lengths.first);
+      tile.slot = second_slot<C>(params, tile.n, lengths);
     }
   } else {
-    locate_segment<C>(params, tile, segment_of(params));
+    locate_segment<C>(params, tile, lengths_of_segments(params));
     // Nothing starts from the end of a last segment. Of later segments there is a launch for each shape of blocks.
     const bool is_none = C::kPass == Pass::kMaps ? tile.ends
                                                  : params.segments.choice != nullptr &&

@@ -1,9 +1,10 @@
 // The kernel that chooses where a call's sequences are cut into segments, for the lengths and the gates that the
 // call has, so that a CUDA graph stays valid when these change; and the order of the heads of its maps.
 #pragma once
-#include "sm90/forward/params.cuh"
-#include "sm90/forward/segments/forgetting.cuh"
 #include "sm90/plan/cut_time.cuh"
+#include "sm90/plan/forgetting.cuh"
+#include "sm90/tile/gates.cuh"
+#include "sm90/tile/sequences.cuh"
 
 namespace gdn::sm90 {
 

@@ -1,12 +1,8 @@
-// How a call is cut up into tiles: what the host chooses (plan.h) and the device reads. No CUDA.
+// How a call is cut up into tiles: what the host chooses (forward_plan.h) and the device reads. No CUDA.
 #pragma once
-#include <cstdint>
+#include "sm90/tile/chunk.h"
 
 namespace gdn::sm90 {
-
-constexpr int kChunk = 64;  // tokens of a chunk
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Where every sequence is cut into segments, in chunks: the length of its first one, which is the longer,
 // and of each other one but the last.
@@ -54,5 +50,10 @@ struct Plan {
 };
 constexpr int kMostForgetting = 1024;  // segments of Plan::forgets
 constexpr int kMostChosenHeads = 512;  // value heads of Plan::chosen
+
+// What choose_cut chose: a cut's lengths in chunks, and the shape of blocks of later segments.
+struct alignas(16) Choice {
+  int first, rest, late_halves;
+};
 
 }  // namespace gdn::sm90

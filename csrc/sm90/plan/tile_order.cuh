@@ -1,9 +1,26 @@
 // The order in which the blocks of a packed call of whole sequences take their tiles, and the shape of the
 // blocks: each block finds both from cu_seqlens, so that a CUDA graph stays valid when its contents change.
 #pragma once
-#include "sm90/forward/tiles.cuh"
+#include "sm90/plan/cut.h"
+#include "sm90/tile/block.cuh"
+#include "sm90/tile/sequences.cuh"
 
 namespace gdn::sm90 {
+
+// What a block knows of the sequences of a packed call, in shared memory behind that of its roles.
+struct Lengths {
+  // Of LeastTime::with, in the order of Shape: floats, which order as integers, since none is negative.
+  int least[2];
+  int all_chunks;
+  int halves;  // whether blocks should own 64 channels of V, not 128
+  uint16_t order[kMostOrdered];  // the longest first, and as given among equal ones
+};
+
+constexpr int kLengthsAt = kSharedBytes - int(sizeof(Lengths));
+extern __shared__ __align__(1024) uint8_t raw_shared_memory[];
+GDN_DEVICE Lengths& lengths_of_call() {
+  return *reinterpret_cast<Lengths*>(raw_shared_memory + kLengthsAt);
+}
 
 // Least time in which blocks that take the longest tiles first can be done, by its bounds: the work over the
 // blocks; and, as j + 1 of the first j * blocks + 1 tiles are one block's, j + 1 times the last of these.
@@ -29,8 +46,7 @@ GDN_DEVICE uint32_t shared_memory_now() {
 }
 
 // Fills Lengths, by all threads of the block; the memory of its roles is not in use yet.
-GDN_DEVICE void find_order(const KernelParams& params, int threads) {
-  const ChunkForward& p = params.problem;
+GDN_DEVICE void find_order(const ChunkForward& p, const Dealing& dealing, int threads) {
   const uint32_t chunks = shared_memory_now(), out = chunks + kLengthsAt;
   const uint32_t least = out + offsetof(Lengths, least), all = out + offsetof(Lengths, all_chunks);
   const int thread = int(thread_index());
@@ -42,9 +58,9 @@ GDN_DEVICE void find_order(const KernelParams& params, int threads) {
   for (int n = thread; n < p.N; n += threads)
     store_shared_4(chunks + 4 * n, (sequence_length(p, n) + kChunk - 1) / kChunk);
   __syncthreads();
-  const LeastTime both = {params.dealing.chunk[0], params.dealing.tile, p.HV * ((p.V + 127) / 128),
+  const LeastTime both = {dealing.chunk[0], dealing.tile, p.HV * ((p.V + 127) / 128),
                           int(gridDim.x)};
-  const LeastTime halves = {params.dealing.chunk[1], both.tile, p.HV * ((p.V + 63) / 64), int(gridDim.x)};
+  const LeastTime halves = {dealing.chunk[1], both.tile, p.HV * ((p.V + 63) / 64), int(gridDim.x)};
   for (int n = thread; n < p.N; n += threads) {
     const int own = int(load_shared_4(chunks + 4 * n));
     int rank = 0;

@@ -1,12 +1,6 @@
-// dq and dk of two value heads of a key head, added in global memory by the two blocks that make them, a cluster: the
-// first block stores its own, and the second one adds its own to it. Both are rounded before and the sum is rounded, so
-// that the sums have the bits of head_sum_kernel.
-//
-// No warpgroup waits for the other block. The second block adds when the first one has said that its store is
-// complete (`there`), and so falls behind by the time that a store takes. The first block loads its next chunk before
-// it waits for what the second one has seen (`taken`), of which it is at most a chunk ahead.
+// Barriers in the shared memory of another block of the cluster.
 #pragma once
-#include "sm90/backward/layout.cuh"
+#include "common/ptx.cuh"
 
 namespace gdn::sm90 {
 

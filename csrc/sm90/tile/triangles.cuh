@@ -6,7 +6,8 @@
 // and then each warp solves for a block column, in fp16 with fp32 sums. Blocks meet in shared
 // memory, in fp16.
 #pragma once
-#include "sm90/forward/walk.cuh"
+#include "sm90/tile/block.cuh"
+#include "sm90/tile/gates.cuh"
 #include "sm90/tile/wgmma.cuh"
 
 namespace gdn::sm90 {
@@ -53,26 +54,14 @@ GDN_DEVICE void clear_rows(uint8_t* tile, int rows) {
 template <class C>
 struct Triangles {
   using T = typename C::T;
-  SharedMemory<C>& sm;
   const int named, lane, w;  // the warpgroup's barrier; w: warp of the warpgroup
   const Lines lines;
   const uint32_t a_tile, inverse_tile;  // of a maker
 
-  GDN_DEVICE Triangles(SharedMemory<C>& s, int named, int lane, int warp, int maker = 0)
-      : sm(s), named(named), lane(lane), w(warp), lines(lane), a_tile(shared_address(s.a[maker])),
-        inverse_tile(shared_address(s.inverse[maker])) {}
+  GDN_DEVICE Triangles(int named, int lane, int warp, const uint8_t* a = nullptr, const uint8_t* inverse = nullptr)
+      : named(named), lane(lane), w(warp), lines(lane), a_tile(shared_address(a)), inverse_tile(shared_address(inverse)) {}
 
   GDN_DEVICE void barrier() const { named_barrier(named, 128); }
-
-  // Zeroes the rows of a chunk's k that belong to the next sequence: their NaN would survive a
-  // product with 0. Those of v are zeroed where v is read (state.cuh), and those of q only reach rows
-  // of o that are not stored.
-  GDN_DEVICE void clear_tail(int rows, int k_stage) const {
-#pragma unroll 1
-    for (int tile = 0; tile < C::kKeyTiles; ++tile) clear_rows<C>(sm.k[k_stage][tile], rows);
-    fence_async_proxy();
-    barrier();
-  }
 
   // d = x y^T over all channels, issued and committed.
   GDN_DEVICE void issue_product(float (&d)[32], uint32_t x, uint32_t y) const {
@@ -164,6 +153,12 @@ struct Triangles {
         p_tile, lower(0), gates, [&](int row) { return gates.score[row]; },
         [&](int b, int i) { return pack(T{}, qk[8 * b + 2 * i], qk[8 * b + 2 * i + 1]); });
   }
+  // P from q k^T, which must be done, to its tile.
+  GDN_DEVICE void finish_p(const float (&qk)[32], const uint8_t* p_tile, const GateVectors& gates) const {
+    store_p(qk, shared_address(p_tile), gates);
+    fence_async_proxy();
+    __syncwarp();
+  }
 
   // The two 8 x 8 diagonal blocks of warp w. A lane owns one row x of a block's inverse:
   // x (I + L) = e, from the last column to the first.
@@ -241,147 +236,13 @@ struct Triangles {
   }
 
   GDN_DEVICE void invert(uint32_t t_tile) const {
-    uint32_t since = clock_now();
     __syncwarp();
     invert_8(t_tile);
-    charge(sm, kAuxEight, since);
-    since = clock_now();
     __syncwarp();
     merge_8(t_tile);
-    charge(sm, kAuxSixteen, since);
-    since = clock_now();
     barrier();
-    charge(sm, kAuxBarrier, since);
-    since = clock_now();
     if (w < 3) solve_column(w, t_tile);
-    charge(sm, kAuxColumn, since);
   }
 };
-
-// Opaque to the compiler, which would otherwise keep every address of the loop in a register.
-GDN_DEVICE int fresh_lane() {
-  uint32_t lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane)::"memory");
-  return lane;
-}
-
-// P of a chunk from q k^T, which must be done.
-template <class C>
-GDN_DEVICE void finish_p(const Triangles<C>& own, const float (&qk)[32], int p_stage,
-                         const GateVectors& gates) {
-  own.store_p(qk, shared_address(own.sm.p[p_stage]), gates);
-  fence_async_proxy();
-  __syncwarp();
-}
-
-template <class C>
-GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, int maker,
-                               int warp) {
-  const bool lead = thread_of<C>() % 32 == 0;
-  const uint32_t start = clock_now();
-  Walk<C> walk(sm, params);
-  uint32_t it = 0;  // chunks so far, of all makers
-  Ring<C::kQStages> q;
-  float kk[32];
-
-  // To this maker's next chunk, if there is one.
-  const auto next = [&] {
-    bool more = true;
-#pragma unroll 1
-    for (int i = 0; i < C::kMakers && more; ++i) {
-      more = walk.next();
-      ++it;
-      q.advance();
-    }
-    return more;
-  };
-  // Issues k k^T of chunk `it`. After the last chunk its operand is stale and its result unused: a
-  // branch around it would make the compiler wait for it at once.
-  const auto begin_chunk = [&](const Triangles<C>& own, bool exists) {
-    const uint32_t since = clock_now();
-    if (exists) {
-      wait(sm, sm.k_full[it % C::kKStages], it / C::kKStages & 1, kAuxWaitK);
-      if (walk.rows() < kChunk) own.clear_tail(walk.rows(), it % C::kKStages);
-    }
-    const uint32_t tile = shared_address(sm.k[it % C::kKStages]);
-    own.issue_product(kk, tile, tile);
-    charge(sm, kAuxIssueKk, since);
-  };
-  const auto finish_kk = [&] {
-    const uint32_t since = clock_now();
-    wgmma_wait<0>();
-    pin(kk);
-    charge(sm, kAuxKk, since);
-  };
-  const auto here = [&] {
-    return Triangles<C>(sm, kMakerBarrier + maker, fresh_lane(), warp, maker);
-  };
-
-  bool more = walk.begin();
-  for (int i = 0; i < maker && more; ++i) {
-    more = walk.next();
-    ++it;
-    q.advance();
-  }
-  begin_chunk(here(), more);
-  finish_kk();
-#pragma unroll 1
-  while (more) {
-    const Triangles<C> own = here();
-    const uint32_t now = it, q_now = q.stage, t = now % kTStages, p = now % kPStages;
-    const GateVectors& gates = sm.gates[now % C::kGateStages];
-    bool at_empty = false;  // a tile without a chunk
-    float qk[32];
-    wait(sm, sm.gates_full[now % C::kGateStages], now / C::kGateStages & 1, kAuxWaitGates);
-    own.barrier();  // the previous chunk's scratch has been read
-    const uint32_t since = clock_now();
-    own.store_a(kk, gates);
-    charge(sm, kAuxStoreA, since);
-    if constexpr (C::kMakersMakeP) {  // after A is stored: T is what the state waits for
-      wait(sm, sm.q_full[q_now], q.phase, kAuxWaitQ);
-      const uint32_t since_issue = clock_now();
-      own.issue_product(qk, shared_address(sm.q[q_now]), shared_address(sm.k[now % C::kKStages]));
-      charge(sm, kAuxIssueQk, since_issue);
-    } else {
-      static_assert(C::kMakers == 1);
-      arrive(sm.k_empty[now % C::kKStages], lead);
-      more = walk.next_or_empty();
-      ++it;
-      q.advance();
-      at_empty = more && walk.at_empty();
-      begin_chunk(own, more && !at_empty);
-    }
-    wait(sm, sm.t_empty[t], now / kTStages & 1 ^ 1, kAuxWaitT);
-    own.invert(shared_address(sm.t[t]));
-    fence_async_proxy();
-    __syncwarp();
-    arrive(sm.t_full[t], lead);
-    charge(sm, kAuxInverse, since);
-
-    if constexpr (C::kMakersMakeP) {
-      const uint32_t since_qk = clock_now();
-      wgmma_wait<0>();
-      pin(qk);
-      charge(sm, kAuxQk, since_qk);
-      arrive(sm.k_empty[now % C::kKStages], lead);
-      const uint32_t since_p = clock_now();
-      wait(sm, sm.p_empty[p], now / kPStages & 1 ^ 1, kAuxWaitP);
-      finish_p(own, qk, p, gates);
-      charge(sm, kAuxStoreP, since_p);
-      arrive(sm.p_full[p], lead);
-      arrive(sm.q_empty[q_now], lead);
-      more = next();
-      begin_chunk(own, more);
-    }
-    arrive(sm.gates_empty[now % C::kGateStages], lead);
-    finish_kk();
-    if (!C::kMakersMakeP && at_empty) {
-      more = walk.begin();
-      begin_chunk(here(), more);
-      finish_kk();
-    }
-  }
-  charge(sm, kTotalAux, start);
-}
 
 }  // namespace gdn::sm90

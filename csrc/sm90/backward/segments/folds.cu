@@ -1,4 +1,4 @@
-// What the segments of both walks start from, out of their maps (segment_maps.cu): E_(j-1) = E_j M_j + b_j
+// What the segments of both walks start from, out of their maps (segments/maps.cu): E_(j-1) = E_j M_j + b_j
 // from the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from the first one to the last but one. The result
 // replaces b.
 #include "sm90/backward/segments/map_halves.cuh"

@@ -6,7 +6,7 @@
 //     kBack      segments but the first: b, from dht in the last one
 //     kMap       segments but the first and the last: M
 //     kForward   segments but the last: b of the state, from h0 in the first one; not where the forward has left the states
-// segment_folds.cu makes of them what the segments start from. All are in the frame of their chunks, which is the
+// segments/folds.cu makes of them what the segments start from. All are in the frame of their chunks, which is the
 // sequence's. A block has a tile, each of its two warpgroups 64 rows of it.
 #include "sm90/backward/segments/map_halves.cuh"
 #include "sm90/backward/segments/windows.cuh"

@@ -1,15 +1,15 @@
-// Segments of both walks (segment_maps.cu) that forget what they start from.
+// Segments of both walks (segments/maps.cu) that forget what they start from.
 //
 // What a segment does to the state and to its gradient is M x + b, and |M| is at most the product of its decays where no
 // key is longer than its beta allows. So where a segment decays by more than 2^kForgotten, M is left out: the walk that
 // finds b begins where what is left of the segment decays by as much, from zeros, and b is what the next segment starts
 // from. That is a guess, wrong where keys are long, where a window adds next to nothing to the state, and where a NaN or
-// an infinity lies before the window, as in sm90/forgetting.cuh. So each segment compares what it ends with and what
+// an infinity lies before the window, as in sm90/plan/forgetting.cuh. So each segment compares what it ends with and what
 // the next one has started from, and where they differ anywhere all sequences are walked again, whole, both ways. All
 // walks of a sequence have the same frames, so that they differ by no more than the rounding of what is forgotten.
 #pragma once
 #include "sm90/backward/layout.cuh"
-#include "sm90/forward/segments/forgetting.cuh"
+#include "sm90/plan/forgetting.cuh"
 
 namespace gdn::sm90::backward {
 

@@ -51,11 +51,11 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   Tile tile;
   tile.n = pair / p.HV;
   locate_sequence<C>(params, tile);
-  const Segment segment = segment_of(params);
-  const int steps = segment.later(tile.length) - 1;
+  const SegmentLengths lengths = lengths_of_segments(params);
+  const int steps = lengths.later(tile.length) - 1;
   if (steps < 1) return;
   const int map_size = state_size + C::kMapRows * kKeys;
-  const int64_t first = int64_t{second_slot<C>(params, tile.n, segment)} * p.HV + hv;
+  const int64_t first = int64_t{second_slot<C>(params, tile.n, lengths)} * p.HV + hv;
   // Steps whose map is b alone (forgetting.cuh).
   __shared__ bool forgotten[kMostForgetting];
   const bool forgets = params.segments.windows != nullptr;

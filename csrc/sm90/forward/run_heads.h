@@ -1,0 +1,18 @@
+// The function that runs one kind of heads. Each kind is compiled in two files of its own (instantiations/): without and
+// with a pool of states.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "sm90/heads.h"
+#include "sm90/plan/cut.h"
+
+namespace gdn::sm90 {
+
+struct KernelParams;
+
+// Null, or why it did not run. `params` has all but its tiles and parts. kPool: on a pool of states, by
+// kernels of their own, since instructions cost time even where they are not executed.
+template <class T, class Heads, bool kPool>
+const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t stream);
+
+}  // namespace gdn::sm90
