@@ -11,7 +11,7 @@ namespace gdn {
 namespace {
 constexpr Architecture kArchitectures[] = {
     {"sm90", 9, 0, sm90::chunk_forward_workspace, sm90::chunk_forward, sm90::chunk_prefill,
-     sm90::backward::chunk_backward_every, sm90::backward::chunk_backward_workspace, sm90::backward::chunk_backward, sm90::backward::backward_walks},
+     sm90::backward::chunk_backward_checkpoint_interval, sm90::backward::chunk_backward_workspace, sm90::backward::chunk_backward, sm90::backward::backward_walks},
 };
 
 struct Capability {
@@ -28,16 +28,16 @@ Capability capability_of(int device) {
 
 const Architecture* architecture_on(int device) {
   // Each call of an operator asks, and the answer for a device never changes.
-  constexpr int kMostKept = 64;  // devices with a smaller number
-  static std::atomic<const Architecture*> kept[kMostKept];
-  const bool keeps = device >= 0 && device < kMostKept;
-  if (keeps)
-    if (const Architecture* const found = kept[device].load(std::memory_order_relaxed)) return found;
+  constexpr int kMostCached = 64;  // devices with a smaller number
+  static std::atomic<const Architecture*> cache[kMostCached];
+  const bool is_cached = device >= 0 && device < kMostCached;
+  if (is_cached)
+    if (const Architecture* const found = cache[device].load(std::memory_order_relaxed)) return found;
   const Capability gpu = capability_of(device);
   if (gpu.error != cudaSuccess) return nullptr;
   for (const Architecture& x : kArchitectures) {
     if (x.major != gpu.major || x.minor != gpu.minor) continue;
-    if (keeps) kept[device].store(&x, std::memory_order_relaxed);
+    if (is_cached) cache[device].store(&x, std::memory_order_relaxed);
     return &x;
   }
   return nullptr;

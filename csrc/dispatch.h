@@ -18,7 +18,7 @@ struct Architecture {
   int major, minor;  // the compute capability of the GPUs that run its machine code
 
   // Bytes of scratch memory that chunk_forward and chunk_prefill need. Depends on B, T, H, HV, K, V, N, dtype, use_qk_l2norm,
-  // batch_invariant, multiprocessors, and on whether cu_seqlens is null; the other fields may be unset.
+  // batch_invariant, longest, multiprocessors, and on whether cu_seqlens is null; the other fields may be unset.
   size_t (*chunk_forward_workspace)(const ChunkForward&);
 
   // Tokens from cu_seqlens[N] on get o = 0; a sequence without tokens gets ht = h0.
@@ -29,11 +29,11 @@ struct Architecture {
 
   // After how many tokens of a sequence each a forward is to leave the state for chunk_backward, which takes less time with
   // them; 0: none is to be left. Depends on what chunk_backward_workspace depends on.
-  int (*chunk_backward_every)(const ChunkForward&);
+  int (*chunk_backward_checkpoint_interval)(const ChunkForward&);
 
-  // Bytes of scratch memory that chunk_backward needs, with states after each `every` tokens or without, 0. Depends on B, T,
+  // Bytes of scratch memory that chunk_backward needs, with states after each `checkpoint_interval` tokens, or without, 0. Depends on B, T,
   // H, HV, K, V, N, dtype, use_qk_l2norm, batch_invariant, longest, multiprocessors, and on whether cu_seqlens is null.
-  size_t (*chunk_backward_workspace)(const ChunkForward&, int every);
+  size_t (*chunk_backward_workspace)(const ChunkForward&, int checkpoint_interval);
 
   // As chunk_forward. A sequence without tokens gets dh0 = dht.
   const char* (*chunk_backward)(const ChunkBackward&, cudaStream_t);

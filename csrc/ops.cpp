@@ -224,7 +224,7 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   pool.from = {const_cast<void*>(p.h0), p.h0_n, p.h0_h, p.h0_k, p.h0_v, p.h0_dtype};
   pool.to = {p.ht, p.ht_n, p.ht_h, p.ht_k, p.ht_v, Dtype::kFloat32};
   pool.last_skipped = -1;
-  pool.every = every <= p.T ? static_cast<int>(every) : 0;  // else no sequence is long enough
+  pool.checkpoint_interval = every <= p.T ? static_cast<int>(every) : 0;  // else no sequence is long enough
   pool.checkpoints = {left, HV * state, state, 1, K, Dtype::kFloat32};
   run("chunk_forward", p, &pool, workspace, device);
 }
@@ -258,7 +258,7 @@ void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   checked_every(every);
   STD_TORCH_CHECK(every == 0 || checkpoints.has_value(), "gdn_fast: checkpoints must be a tensor where every is not 0");
   if (every > 0 && every <= p.T) {  // else no sequence is long enough
-    pool.every = static_cast<int>(every);
+    pool.checkpoint_interval = static_cast<int>(every);
     pool.checkpoints = states(*checkpoints, "checkpoints", device, p, state_v_first);
     if (checkpoint_slots) {
       STD_TORCH_CHECK(checkpoint_slots->dim() == 2, "gdn_fast: checkpoint_slots must have shape [N, M], got ",
@@ -278,7 +278,7 @@ int64_t chunk_backward_every(int64_t device, int64_t B, int64_t T, int64_t H, in
                              bool is_bfloat16, bool is_packed, bool use_qk_l2norm, bool batch_invariant,
                              int64_t longest, int64_t second, int64_t third) {
   return kernels_on(static_cast<int32_t>(device))
-      .chunk_backward_every(sized(device, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, batch_invariant,
+      .chunk_backward_checkpoint_interval(sized(device, B, T, H, HV, K, V, N, is_bfloat16, is_packed, use_qk_l2norm, batch_invariant,
                                   longest, second, third));
 }
 
@@ -311,8 +311,8 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
   b.dO = tma_rows(dO, "do", device, dtype, {B, T, HV, V});
   const StateGradient from = state_gradient(dht, p, device, state_v_first);
   b.dht = from.data, b.dht_n = from.n, b.dht_h = from.h, b.dht_k = from.k, b.dht_v = from.v;
-  b.every = checked_every(every);
-  b.states = kept_states(states, device, p, b.every);
+  b.checkpoint_interval = checked_every(every);
+  b.states = kept_states(states, device, p, b.checkpoint_interval);
   check_dtype(dq, "dq", dtype);
   check_dtype(dk, "dk", dtype);
   check_dtype(dv, "dv", dtype);
@@ -333,7 +333,7 @@ void chunk_backward(const Tensor& dO, const std::optional<Tensor>& dht, const Te
     b.gate_sums = static_cast<float*>(written(*gate_sums, "gate_sums", device, {2, HV}));
   }
   const Architecture& kernels = kernels_on(device);
-  check_workspace(workspace, device, backward_floats(kernels, p, b.every));
+  check_workspace(workspace, device, backward_floats(kernels, p, b.checkpoint_interval));
   p.workspace = workspace.data_ptr();
 
   const torch::stable::accelerator::DeviceGuard guard(device);

@@ -75,9 +75,9 @@ struct Pool {
   const bool* has_state;          // [N]: whether sequence n starts from its row, or from zeros; null: all do
   int last_skipped;               // -1 or 0
 
-  // The state after tokens `every`, 2 `every`, ... of a sequence. Without slots its first has row s / every, s being its
+  // The state after tokens n, 2 n, ... of a sequence, n = checkpoint_interval. Without slots its first has row s / n, s being its
   // first token of all B T; else checkpoint j has row checkpoint_slots[n, j], and is not kept where there is none.
-  int every;  // tokens, a multiple of 64; 0: no checkpoints
+  int checkpoint_interval;  // tokens, a multiple of 64; 0: no checkpoints
   States checkpoints;
   Slots checkpoint_slots;  // [N, checkpoint_columns]; null data: there are none
   int64_t checkpoint_columns;
@@ -91,10 +91,10 @@ struct ChunkBackward {
   const float* dht;  // [N, HV, K, V] at the strides below, in elements; null: zeros
   int64_t dht_n, dht_h, dht_k, dht_v;
 
-  // What the forward left: [B T / every, HV, V, K] contiguous, the state behind tokens `every`, 2 `every`, ... of a sequence,
-  // of which the first is in row s / every, s being the sequence's first token of all B T. Null: nothing.
+  // What the forward left: [B T / n, HV, V, K] contiguous, the state behind tokens n, 2 n, ... of a sequence, n =
+  // checkpoint_interval, of which the first is in row s / n, s being the sequence's first token of all B T. Null: nothing.
   const float* states;
-  int every;  // tokens, a multiple of 64; 0 without states
+  int checkpoint_interval;  // tokens, a multiple of 64; 0 without states
 
   // Written; all contiguous but dh0. Where tokens belong to no sequence they are 0.
   void* dq;  // [B, T, H, K], of `dtype`
@@ -117,13 +117,13 @@ struct BackwardWalks {
   Rows own;             // [B, T, HV], fp32: the diagonal of A_qk
   const void* A_inv;    // [B, T, HV, 64] contiguous, of `dtype`, strictly lower
   const void* A_qk;     // the same
-  const int* chunk_offsets;  // [N]: the slot of each packed sequence's first chunk; null: padded
-  int64_t slots;
+  const int* chunk_offsets;  // [N]: the index of each packed sequence's first chunk; null: padded
+  int64_t chunks;             // of all, those of no tokens included
   const float* dht;     // [N, HV, K, V] at the strides below, in elements; null: zeros
   int64_t dht_n, dht_h, dht_k, dht_v;
 
   // Written; of `dtype` and contiguous but dh0.
-  void* h;      // [slots, HV, K, V]: the state before each chunk
+  void* h;      // [chunks, HV, K, V]: the state before each chunk
   void* dh;     // the same: the gradient of the state behind it
   void* v_new;  // [B, T, HV, V]
   void* dx;     // the same: the gradient of x, (I + A)^-1 x = v_new

@@ -46,20 +46,20 @@ bool keeps_pairs_with_dq(const ChunkForward& p) {
 }
 // Tiles of q k^T in scratch memory: pairs_at.
 int64_t pairs_of(const ChunkForward& p) {
-  if (!keeps_pairs_with_dq(p)) return slots_of(p) * p.H;
+  if (!keeps_pairs_with_dq(p)) return most_chunks_of(p) * p.H;
   return p.cu_seqlens ? int64_t{p.N} * p.H : 0;
 }
 
-// The scratch memory of `params`; returns its bytes. keeps: the forward has left the states that segments start from.
-int64_t lay_out(const ChunkForward& p, const Segments& segments, bool keeps, void* base, Params& params) {
+// The scratch memory of `params`; returns its bytes. has_states: the forward has left the states that segments start from.
+int64_t lay_out(const ChunkForward& p, const SegmentPlan& segments, bool has_states, void* base, Params& params) {
   Scratch& x = params.scratch;
-  Cut& cut = params.cut;
+  SegmentMaps& maps = params.maps;
   BackBlocks& back = params.back;
   const int64_t matrix = slices_of(p) * kChannels * kChannels, matrices = segments.count * matrix;  // of all slices
-  const int64_t later = segments.length == 0 || keeps ? 0  // segments that start from what step 4 or a fold has found
-                        : p.cu_seqlens                ? slots_of(p) / segments.length
+  const int64_t later = segments.length == 0 || has_states ? 0  // segments that start from what step 4 or a fold has found
+                        : p.cu_seqlens                ? most_chunks_of(p) / segments.length
                                                       : p.B * (segments.of_batch - 1);
-  const int64_t slots = slots_of(p), blocks = slots * p.HV, slice_blocks = slots * slices_of(p), pair = kChunk * kChunk;
+  const int64_t chunks = most_chunks_of(p), blocks = chunks * p.HV, slice_blocks = chunks * slices_of(p), pair = kChunk * kChunk;
   Parts parts(base);
   if (p.use_qk_l2norm) {
     uint16_t *q, *k;
@@ -67,40 +67,40 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, bool keeps, voi
     parts.take(k, p.B * p.T * p.H * p.K);
     x.q = q, x.k = k;
   }
-  parts.take(x.gates, blocks);
+  parts.take(x.factors, blocks);
   parts.take(x.last, blocks);
   parts.take(x.G, blocks);
   parts.take(x.t, blocks * pair);
   parts.take(x.qk, pairs_of(p) * pair);
-  params.triangle_blocks = triangle_blocks_of(p, segments, keeps);
-  x.made = nullptr;
-  if (params.triangle_blocks > 0) parts.take(x.made, slots * p.H);
+  params.triangle_blocks = triangle_blocks_of(p, segments, has_states);
+  x.triangles_ready = nullptr;
+  if (params.triangle_blocks > 0) parts.take(x.triangles_ready, chunks * p.H);
   x.dx = nullptr;
   if (p.dtype == Dtype::kFloat16) parts.take(x.dx, slice_blocks * kChunk * kChannels);
   parts.take(x.ds, slice_blocks * kChannels * kChannels);
   parts.take(x.parts, slice_blocks * kParts * kChunk);
   parts.take(x.across, slice_blocks * 2);
-  parts.take(x.gate_sums, slots * 2 * p.HV);
+  parts.take(x.gate_sums, chunks * 2 * p.HV);
   parts.take(x.starts, later * matrix);
   parts.take(x.segment, 1);
   x.back_links = x.forward_links = x.order = nullptr;
-  back.shape = segments.cuts ? BackShape::kSlices : back_shape_of(p, segments.length == 0 || keeps);
+  back.shape = segments.both_walks ? BackShape::kSlices : back_shape_of(p, segments.length == 0 || has_states);
   const int64_t back_tiles = back.shape == BackShape::kByLengths ? 2 * slices_of(p) : slices_of(p);
-  const int64_t back_units = segments.cuts ? segments.count : p.N;
+  const int64_t back_units = segments.both_walks ? segments.count : p.N;
   if (is_dealt(p, back_units, back_tiles)) parts.take(x.back_links, links_of(p, back_units, back_tiles));
   parts.take(back.over_halves, 1);
   const int64_t units = segments.length > 0 ? segments.count : p.N;
   if (is_dealt(p, units, slices_of(p))) {
     parts.take(x.forward_links, links_of(p, units, slices_of(p)));
-    if (segments.length > 0 && !keeps && !segments.cuts) parts.take(x.order, p.N);
+    if (segments.length > 0 && !has_states && !segments.both_walks) parts.take(x.order, p.N);
   }
-  cut = {};
-  if (segments.cuts) {
-    cut.cuts = true;
-    parts.take(cut.ends, matrices);
-    parts.take(cut.maps, segments.count * slices_of(p) * kMapValues);
-    parts.take(cut.forgotten, segments.count * slices_of(p));
-    parts.take(cut.wrong, 1);
+  maps = {};
+  if (segments.both_walks) {
+    maps.exist = true;
+    parts.take(maps.ends, matrices);
+    parts.take(maps.values, segments.count * slices_of(p) * kMapValues);
+    parts.take(maps.forgotten, segments.count * slices_of(p));
+    parts.take(maps.wrong, 1);
   }
   return parts.used();
 }
@@ -110,7 +110,7 @@ const char* unsupported(const ChunkForward& p) {
   if (p.dtype != Dtype::kBFloat16 && p.dtype != Dtype::kFloat16)
     return "the Hopper backward needs q, k, v in bfloat16 or float16";
   if (p.T >= int64_t{1} << 31) return "the Hopper kernel needs T below 2^31";
-  if (slots_of(p) * slices_of(p) >= int64_t{1} << 28) return "the Hopper backward needs fewer chunks and value heads";
+  if (most_chunks_of(p) * slices_of(p) >= int64_t{1} << 28) return "the Hopper backward needs fewer chunks and value heads";
   return nullptr;
 }
 
@@ -150,18 +150,18 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   Params params = {};
   params.problem = problem;
-  const bool keeps = problem.states != nullptr;
-  const Segments segments = segments_of(p, keeps ? problem.every : 0);
-  lay_out(p, segments, keeps, p.workspace, params);
-  params.slots = int(slots_of(p));
-  params.slots_of_batch = int(ceil_div(p.T, kChunk));
+  const bool has_states = problem.states != nullptr;
+  const SegmentPlan segments = segments_of(p, has_states ? problem.checkpoint_interval : 0);
+  lay_out(p, segments, has_states, p.workspace, params);
+  params.chunks = int(most_chunks_of(p));
+  params.chunks_of_batch = int(ceil_div(p.T, kChunk));
   params.segment = segments.length;
   params.segments = int(segments.count);
   params.may_be_whole = segments.may_be_whole;
   params.segments_of_batch = int(segments.of_batch);
   params.parts = int(ceil_div(p.V, kChannels));
   params.slices = int(slices_of(p));
-  params.makes = kMakes && !params.cut.cuts && params.back.shape != BackShape::kHalves;
+  params.makes_triangles = kMakes && !params.maps.exist && params.back.shape != BackShape::kHalves;
   params.pairs_with_dq = keeps_pairs_with_dq(p);
   params.sums = sums_of(p);
   params.heads = Divisor::of(p.HV);
@@ -174,7 +174,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   if (p.use_qk_l2norm)
     if (const char* error = normalize<Kind>(p, x, q, k, stream)) return error;
   const int64_t pairs = std::max<int64_t>(pairs_of(p), 1);  // a map has a tile
-  const int64_t slice_blocks = int64_t{params.slots} * params.slices;
+  const int64_t slice_blocks = int64_t{params.chunks} * params.slices;
   const char* errors[] = {
       make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K),
       make_map(&params.k, p.dtype, k, p.B, p.T, p.H, p.K),
@@ -190,25 +190,25 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
     if (error) return error;
   if (const char* error = run_frames<Kind>(params, stream)) return error;
   if (const char* error = run_deals(params, stream)) return error;
-  if (!params.makes || (params.segment > 0 && !keeps) || params.back.shape == BackShape::kByLengths)
+  if (!params.makes_triangles || (params.segment > 0 && !has_states) || params.back.shape == BackShape::kByLengths)
     if (const char* error = run_triangles<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
-    if (params.cut.cuts) {
+    if (params.maps.exist) {
       if (const char* error = run_segment_maps<Kind>(params, stream)) return error;
       if (const char* error = run_segment_folds<Kind>(params, stream)) return error;
     }
   }
   if (const char* error = run_walk_back<Kind>(params, stream)) return error;
-  if (params.segment > 0 && !params.cut.cuts && !keeps)
+  if (params.segment > 0 && !params.maps.exist && !has_states)
     if (const char* error = run_walk_states<Kind>(params, stream)) return error;
   if (const char* error = run_walk_forward<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
-    if (params.cut.cuts) {  // what a segment that forgets has started from may be wrong, windows.cuh
+    if (params.maps.exist) {  // what a segment that forgets has started from may be wrong, windows.cuh
       Params again = params;
-      again.again = params.cut.wrong;
-      again.cut.cuts = false;
+      again.again = params.maps.wrong;
+      again.maps.exist = false;
       again.segment = 0;
-      again.makes = true;  // P of a steep chunk lay where dS is now
+      again.makes_triangles = true;  // P of a steep chunk lay where dS is now
       again.scratch.back_links = again.scratch.forward_links = nullptr;  // those are lists of segments
       if (const char* error = run_walk_back<Kind>(again, stream)) return error;
       if (const char* error = run_walk_forward<Kind>(again, stream)) return error;
@@ -218,11 +218,11 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
 }
 }  // namespace
 
-int chunk_backward_every(const ChunkForward& p) { return unsupported(p) ? 0 : kept_of(p) * kChunk; }
+int chunk_backward_checkpoint_interval(const ChunkForward& p) { return unsupported(p) ? 0 : checkpoint_interval_of(p) * kChunk; }
 
-size_t chunk_backward_workspace(const ChunkForward& p, int every) {
+size_t chunk_backward_workspace(const ChunkForward& p, int checkpoint_interval) {
   Params params = {};
-  return unsupported(p) ? 0 : size_t(lay_out(p, segments_of(p, every), every > 0, nullptr, params));
+  return unsupported(p) ? 0 : size_t(lay_out(p, segments_of(p, checkpoint_interval), checkpoint_interval > 0, nullptr, params));
 }
 
 const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {

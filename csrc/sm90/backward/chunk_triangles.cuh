@@ -26,7 +26,7 @@ GDN_DEVICE void clear_tiles(uint8_t* from, uint32_t tiles, uint32_t thread) {
 }
 
 // What Triangles reads of a chunk's factors, by 128 threads.
-GDN_DEVICE void copy_factors(GateVectors& to, const Gates& from, uint32_t thread) {
+GDN_DEVICE void copy_factors(GateVectors& to, const ChunkFactors& from, uint32_t thread) {
   if (thread < kChunk) {
     to.beta[thread] = from.beta[thread];
     to.left[thread] = int16_t(-from.power[thread]);
@@ -43,10 +43,10 @@ GDN_DEVICE void store_lower(const Triangles<Alone<T>>& own, const float (&x)[32]
 
 // Row strip `own.w` of a steep chunk's q k^T, decayed. From the rounded one: the factors are powers of two.
 template <class T>
-GDN_DEVICE void decay_pairs(const Triangles<Alone<T>>& own, const GateVectors& gates, const uint8_t* from, uint8_t* to) {
-  const uint32_t rows[2] = {biased_power<T>(gates.score[own.w * 16 + own.lane / 4]),
-                            biased_power<T>(gates.score[own.w * 16 + own.lane / 4 + 8])};
-  const auto* left = reinterpret_cast<const uint32_t*>(gates.left);
+GDN_DEVICE void decay_pairs(const Triangles<Alone<T>>& own, const GateVectors& factors, const uint8_t* from, uint8_t* to) {
+  const uint32_t rows[2] = {biased_power<T>(factors.score[own.w * 16 + own.lane / 4]),
+                            biased_power<T>(factors.score[own.w * 16 + own.lane / 4 + 8])};
+  const auto* left = reinterpret_cast<const uint32_t*>(factors.left);
 #pragma unroll 1
   for (int b = 0; b <= own.w; ++b) {
     uint32_t r[4];

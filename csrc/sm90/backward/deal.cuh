@@ -202,7 +202,7 @@ GDN_DEVICE int sort_units(const Params& params, int segment, uint32_t (&keys)[kM
 #pragma unroll 1
   for (int n = lane; n < p.N; n += 32) {
     const int chunks = chunks_of_sequence(p, n);
-    int unit = first_slot(params, n) / segment + n, left = chunks;  // numbers as of first_segment
+    int unit = first_chunk(params, n) / segment + n, left = chunks;  // numbers as of first_segment
     do {
       keys[unit] = unit_key(unit, min(left, segment));
       left -= segment;
@@ -232,7 +232,7 @@ GDN_DEVICE void choose_walks(const Params& params, uint32_t (&keys)[kMostUnits])
   const int lane = int(threadIdx.x) % 32;
   const Chunks chunks = count_chunks(p, params.segment > 0 ? params.segment : kWholeSequences);
   const float share = float(chunks.all) * float(params.slices) / float(p.multiprocessors);
-  bool makes = params.makes;
+  bool makes = params.makes_triangles;
   if (params.segment > 0) {
     float most = fmaxf(float(chunks.longest), share);
     if (params.scratch.order != nullptr) {
@@ -256,7 +256,7 @@ GDN_DEVICE void deal_walk(const Params& params, bool back, uint32_t (&keys)[kMos
   const int width = !back && params.sums == Sums::kCluster ? 2 : 1;
   const Bins bins = {p.multiprocessors / width, width, back ? params.scratch.back_links : params.scratch.forward_links};
   if (bins.links == nullptr) return;
-  const bool whole = params.segment == 0 || (back && !params.cut.cuts);
+  const bool whole = params.segment == 0 || (back && !params.maps.exist);
   const int segment = whole ? kWholeSequences : *params.scratch.segment;
   const int units = sort_units(params, segment, keys);
   if (back && walks_back_over_halves(params)) {

@@ -12,11 +12,11 @@ namespace {
 __global__ void __launch_bounds__(kMostHeads * 32) sum_kernel(const __grid_constant__ Params params) {
   __shared__ HeadRows g_rows, beta_rows;
   const ChunkForward& p = params.problem.forward;
-  const int slot = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int chunk_index = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int hv = blockIdx.y * (blockDim.x / 32) + warp;
-  if (params.scratch.made != nullptr && blockIdx.y == 0)
-    for (int h = threadIdx.x; h < p.H; h += blockDim.x) params.scratch.made[slot * p.H + h] = 0;
-  const Place place = place_of(params, slot);
+  if (params.scratch.triangles_ready != nullptr && blockIdx.y == 0)
+    for (int h = threadIdx.x; h < p.H; h += blockDim.x) params.scratch.triangles_ready[chunk_index * p.H + h] = 0;
+  const Place place = place_of(params, chunk_index);
   if (place.rows <= 0) return;
   {
     const HeadThread own(params);
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kMostHeads * 32) sum_kernel(const __grid_const
   }
   float before = __shfl_up_sync(~0u, sum, 1);
   if (lane == 0) before = 0.f;
-  const int index = slot * p.HV + hv;
-  Gates& out = params.scratch.gates[index];
+  const int index = chunk_index * p.HV + hv;
+  ChunkFactors& out = params.scratch.factors[index];
   reinterpret_cast<float2*>(out.start)[lane] = make_float2(g[0] + before, sum);
   reinterpret_cast<float2*>(out.beta)[lane] = make_float2(beta[0], beta[1]);
   if (lane == 31) params.scratch.last[index] = sum;
@@ -87,10 +87,10 @@ __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constan
   }
   const auto tile = back_tile<Kind<T, true>, 1>(params, block);  // slices are not asked for
   const int count = tile.chunks(), lane = threadIdx.x, each = kGroup * gridDim.y;
-  const int64_t first = int64_t{tile.slot} * p.HV + tile.hv(params);
+  const int64_t first = int64_t{tile.chunk_index} * p.HV + tile.hv(params);
   const auto load = [&](int c) { return c + lane < count ? params.scratch.last[first + int64_t{c + lane} * p.HV] : 0.f; };
   const auto store = [&](int c, float G) { params.scratch.G[first + int64_t{c} * p.HV] = G; };
-  if (params.cut.cuts && block == 0 && blockIdx.y == 0 && lane == 0) *params.cut.wrong = 0;
+  if (params.maps.exist && block == 0 && blockIdx.y == 0 && lane == 0) *params.maps.wrong = 0;
   int c = kGroup * blockIdx.y;
   float last = load(c);
 #pragma unroll 1
@@ -116,16 +116,16 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
   wait_for_prerequisites();
   const ChunkForward& p = params.problem.forward;
   const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (index >= params.slots * p.HV) return;
-  Gates& out = params.scratch.gates[index];
+  if (index >= params.chunks * p.HV) return;
+  ChunkFactors& out = params.scratch.factors[index];
   const float2 sums = reinterpret_cast<const float2*>(out.start)[lane];
   const float2 beta = reinterpret_cast<const float2*>(out.beta)[lane];
   const float G = params.scratch.G[index], last = params.scratch.last[index];
   // The loads above do not wait for the search for the chunk; where there is none, what they find is not used.
-  const int slot = params.heads.divide(index);
-  const Place place = place_of(params, slot);
+  const int chunk_index = params.heads.divide(index);
+  const Place place = place_of(params, chunk_index);
   if (place.rows <= 0) return;
-  const int c = slot - first_slot(params, place.n);
+  const int c = chunk_index - first_chunk(params, place.n);
   const ChunkFrame chunk = chunk_frame<T>(G, last, c > 0 && c % kGroup == 0);
   const TokenFrame x0 = token_frame<T>(chunk, sums.x), x1 = token_frame<T>(chunk, sums.y);
   const float c0 = exp2_approx(-x0.e), c1 = exp2_approx(-x1.e);
@@ -167,7 +167,7 @@ const char* run_frames(const Params& params, cudaStream_t stream) {
   const int64_t of_sequence = ceil_div(ceil_div(p.T, kChunk), p.cu_seqlens ? int64_t{p.N} * kGroup : kGroup);
   const unsigned groups = unsigned(std::clamp<int64_t>(of_sequence, 1, 64));
   if (const char* error = launch_small(&walk_kernel<T>, params, dim3(walks, groups), kWalkThreads, stream)) return error;
-  const unsigned blocks = unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32));
+  const unsigned blocks = unsigned(ceil_div(int64_t{params.chunks} * p.HV, kThreads / 32));
   return launch_small(&factor_kernel<T>, params, blocks, kThreads, stream);
 }
 

@@ -1,4 +1,4 @@
-// Numbers of a chunk's tokens, one a value head ([B, T, HV]: g, beta, dg, dbeta), for kernels in which a block has a slot
+// Numbers of a chunk's tokens, one a value head ([B, T, HV]: g, beta, dg, dbeta), for kernels in which a block has a chunk_index
 // and several neighbouring value heads, a warp each. A warp alone would touch 2 or 4 bytes of each row; together the
 // warps read and write rows as they lie in memory, and transpose them through shared memory.
 #pragma once
@@ -8,13 +8,13 @@ namespace gdn::sm90::backward {
 
 constexpr int kMostHeads = 16;  // of a block
 
-// A grid of (slots, blocks of heads) with 32 threads a head.
+// A grid of (chunks, blocks of heads) with 32 threads a head.
 struct HeadBlocks {
   dim3 grid;
   unsigned threads;
   explicit HeadBlocks(const Params& params) {
     const int HV = params.problem.forward.HV, blocks = int(ceil_div(HV, kMostHeads));
-    grid = dim3(unsigned(params.slots), unsigned(blocks));
+    grid = dim3(unsigned(params.chunks), unsigned(blocks));
     threads = unsigned(ceil_div(HV, blocks)) * 32;
   }
 };

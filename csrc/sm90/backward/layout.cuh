@@ -1,11 +1,11 @@
-// What the kernels of the backward share: where chunks lie, what they leave for each other, and the
-// factors of a chunk's tokens (frame.cuh has the symbols).
+// What the kernels of the backward share: where chunks lie, and what they leave for each other.
 //
-// A chunk has a *slot*, a number that follows from its sequence and place alone. A *slice* is 128 channels of V of a
-// value head; its number is hv parts + part. A chunk of a slice has a block of scratch memory, at slot slices + slice.
+// A chunk has a *chunk index*, a number that follows from its sequence and place alone. A *slice* is 128 channels of V of a
+// value head; its number is hv parts + part. A chunk of a slice has a block of scratch memory, at chunk_index slices + slice.
 // Tiles in scratch memory are whole: their rows past a sequence's end are zero, and so are channels past K and V.
 #pragma once
 #include "params.h"
+#include "sm90/backward/factors.cuh"
 #include "sm90/plan/backward/sizes.h"
 #include "sm90/tile/block.cuh"
 #include "sm90/tile/chunk.h"
@@ -27,31 +27,8 @@ template <class Kind>
 constexpr bool kCuts = Kind::kExact;
 constexpr int kParts = 8;       // rows of Scratch::parts
 
-// The walk forward needs dx. A row of dv is a row of dx times beta 2^-e, so that it may take dv, and divide what it makes
-// of each row. In fp16 a row of dv may lie below the normal numbers where one of dx does not: there dx is stored as well.
-template <class T>
-constexpr bool kReadsDv = Frame<T>::kSteepUnits > 0;
-// Where |beta| is below kLeastBeta, a row of dv would be 0, or lose digits that the row of dx has. The walk back stores the
-// row of dx in the memory of dv there, and sums.cu replaces that row by the one of dv.
-constexpr float kLeastBeta = 0x1p-60f;
-GDN_DEVICE bool is_beta_small(float beta) { return fabsf(beta) < kLeastBeta; }
-
-// Of a chunk and value head, made once for all kernels.
-struct Gates {
-  float4 x[kChunk / 2];  // of tokens 2 i, 2 i + 1: (c0, c1, f0, f1) in x = c v - f (k S): beta 2^-e, beta 2^d
-  float read[kChunk];    // scale 2^e: do in the frame
-  float start[kChunk];   // scale 2^(d + e): what q S has in o
-  float beta[kChunk];
-  float c[kChunk];         // 2^-e
-  float dv[kChunk];        // rows of dx times this go to dv: beta 2^-e; with kReadsDv 1 where beta is small
-  int16_t power[kChunk];   // d
-  float pre, post, end;    // as in GateVectors
-  int steep;               // D, frame.cuh, which is below 0 there; 0: the chunk is mild
-};
-static_assert(sizeof(Gates) % 16 == 0, "copied in lines of 16 bytes");
-
 // A part of a token's gradients of its gate and beta, by chunk and slice.
-enum Part {
+enum GradientPart {
   kPairsPart,   // row sums less column sums of M
   kQueryPart,   // q (do S)
   kReadPart,    // k (dx S), by halves of K
@@ -64,20 +41,20 @@ static_assert(kValuePart + 1 == kParts);
 struct Scratch {
   void* q;          // [B, T, H, K], with the norm in the kernel: q and k over their norms
   void* k;
-  Gates* gates;     // [slots, HV]
-  float* last;      // [slots, HV]: the chunk's log2 decay
-  float* G;         // [slots, HV]: of the state behind the chunk before, frame.cuh
-  uint16_t* t;      // [slots, HV, 64, 64]: strict-lower (I + A)^-1, as it lies in shared memory
-  uint16_t* qk;     // [slots, H, 64, 64]: lower q k^T; with Params::pairs_with_dq [N, H, 64, 64], pairs_at
-  int* made;        // [slots, H]: 0 until what triangles.cu makes is there, if it is made beside the walk back; else null
-  uint16_t* dx;     // [slots, slices, 64, 128]; null with kReadsDv
-  // [slots, slices, 2 halves of V, 2 of K, 64, 64]: the gradient of the state behind the chunk, in tiles as they lie in shared
+  ChunkFactors* factors;     // [chunks, HV]
+  float* last;      // [chunks, HV]: the chunk's log2 decay
+  float* G;         // [chunks, HV]: of the state behind the chunk before, frame.cuh
+  uint16_t* t;      // [chunks, HV, 64, 64]: strict-lower (I + A)^-1, as it lies in shared memory
+  uint16_t* qk;     // [chunks, H, 64, 64]: lower q k^T; with Params::pairs_with_dq [N, H, 64, 64], pairs_at
+  int* triangles_ready;    // [chunks, H]: 0 until what triangles.cu makes is there, if it is made beside the walk back; else null
+  uint16_t* dx;     // [chunks, slices, 64, 128]; null with kReadsDv
+  // [chunks, slices, 2 halves of V, 2 of K, 64, 64]: the gradient of the state behind the chunk, in tiles as they lie in shared
   // memory; with Sums::kLater dk of the slice replaces the first half of V, and dq the other one. Before, where a chunk is
   // steep, its lower q k^T, decayed, in the first tile of each half of V: who walks back over a half reads it there.
   uint16_t* ds;
-  float* parts;     // [slots, slices, kParts, 64]
-  float* across;    // [slots, slices, 2]: <S, dS> by halves of V
-  float* gate_sums; // [slots, 2, HV]
+  float* parts;     // [chunks, slices, kParts, 64]
+  float* across;    // [chunks, slices, 2]: <S, dS> by halves of V
+  float* gate_sums; // [chunks, 2, HV]
   float* starts;    // [-, slices, 128 of V, 128 of K]: the state that each segment but a first starts from, starts_of
   int* segment;     // chunks of a segment, or kWholeSequences: what the device chose
   // Lists of the tiles of the walks' blocks, deal.cuh; null: not dealt.
@@ -86,17 +63,17 @@ struct Scratch {
   int* order;          // [N]: sequences, the longest first, where segments of dealt walks start from walk_states.cu
 };
 
-// What Cut::forgotten has where it is not 0: a segment but the last forgets the state and the gradient of the state. The last
+// What SegmentMaps::forgotten has where it is not 0: a segment but the last forgets the state and the gradient of the state. The last
 // one, and each whose state the forward has left, forgets the gradient alone.
 constexpr int kForgetsState = 1, kForgetsGradient = 2;
 // Both walks of few long sequences in segments of Params::segment chunks, segments/maps.cu.
-struct Cut {
-  bool cuts;
+struct SegmentMaps {
+  bool exist;  // both walks are cut
   // [segments, slices, 128 of V, 128 of K]: the gradient of the state behind each segment but the last
   float* ends;
   // [segments, slices, kMapValues]: what a segment does to the gradient of the state, M, [128 of K, 128 of K],
   // map_halves.cuh; the transpose of M is what it does to the state.
-  uint16_t* maps;
+  uint16_t* values;
   int* forgotten;  // [segments, slices]: not 0 where what a segment starts from is forgotten at its end, windows.cuh
   int* wrong;      // not 0 where a segment has started from something else: all is walked again, whole
 };
@@ -117,7 +94,7 @@ struct Params {
   CUtensorMap dq, dk;  // where the walk forward stores them; dq: pairs_at
   ChunkBackward problem;
   Scratch scratch;
-  int slots, slots_of_batch;  // of all; of a batch entry, if padded
+  int chunks, chunks_of_batch;  // of all; of a batch entry, if padded
   // The walk forward goes in segments of so many chunks where whole sequences would leave multiprocessors idle. What they
   // start from the forward has left, ChunkBackward::states, or a walk of the state alone finds it, which changes no bit.
   int segment;                      // chunks; 0: whole sequences
@@ -125,36 +102,17 @@ struct Params {
   int segments, segments_of_batch;  // of all; of a batch entry, if padded
   int tiles;                  // of the grid: (sequence or segment, slice), or halves of slices
   const int* links;           // of the grid: one of those of Scratch, or null
-  bool makes;                 // over slices the walk back makes T of whole sequences and q k^T
+  bool makes_triangles;            // over slices the walk back makes T of whole sequences and q k^T
   bool pairs_with_dq;         // of exact kinds, pairs_at
   int triangle_blocks;        // that make triangles beside the walk back; 0: they are made before
   Sums sums;
   int parts, slices;          // of V, and HV times those
   Divisor heads, group;       // HV, and value heads of a key head
   Divisor by_slices, by_parts;
-  Cut cut;
-  const int* again;  // Cut::wrong, of a walk over whole sequences that is made only if that is not 0; else null
+  SegmentMaps maps;
+  const int* again;  // SegmentMaps::wrong, of a walk over whole sequences that is made only if that is not 0; else null
   BackBlocks back;
 };
-
-// Whether tokens of a steep chunk may matter at its end and have d > D. Where not, what such a token gives to the state
-// is at most 2^-kSteepUnits of its u, and is added as it is.
-template <class T>
-constexpr bool kDecaysToEnd = Frame<T>::kSteepUnits == 0;
-
-// 2^e for a whole number e <= 127; 0 below the normal numbers.
-GDN_DEVICE float power_of_two_float(int e) { return __int_as_float(max(e + 127, 0) << 23); }
-// 2^(D - d) of tokens 2 i and 2 i + 1 of a steep chunk.
-GDN_DEVICE float2 end_factors(const Gates& gates, int i) {
-  const short2 d = reinterpret_cast<const short2*>(gates.power)[i];
-  return make_float2(power_of_two_float(gates.steep - d.x), power_of_two_float(gates.steep - d.y));
-}
-
-// The factor from a row that the walk forward reads, of dv or of dx, to the row of dx.
-template <class T>
-GDN_DEVICE float of_dx(const Gates& gates, int row) {
-  return kReadsDv<T> ? __fdividef(1.f, gates.dv[row]) : 1.f;
-}
 
 GDN_DEVICE bool walks_back_over_halves(const Params& params) {
   return params.back.shape == BackShape::kHalves ||
@@ -164,7 +122,7 @@ GDN_DEVICE bool walks_back_over_halves(const Params& params) {
 GDN_HOST_DEVICE bool has_states(const Params& params) { return params.problem.states != nullptr; }
 // Whether the walk back over slices makes the triangles, as no kernel needs them before, or a kernel of their own.
 GDN_DEVICE bool makes_triangles_walking(const Params& params) {
-  return params.makes && (params.segment == 0 || has_states(params) || *params.scratch.segment == kWholeSequences);
+  return params.makes_triangles && (params.segment == 0 || has_states(params) || *params.scratch.segment == kWholeSequences);
 }
 
 // Whether a kernel deals the tiles of a walk.
@@ -172,9 +130,9 @@ GDN_HOST_DEVICE bool are_dealt(const Params& params) {
   return params.scratch.back_links != nullptr || params.scratch.forward_links != nullptr;
 }
 
-GDN_DEVICE int first_slot(const Params& params, int n) {
+GDN_DEVICE int first_chunk(const Params& params, int n) {
   const ChunkForward& p = params.problem.forward;
-  return p.cu_seqlens ? int(sequence_bound(p, n) / kChunk) + n : n * params.slots_of_batch;
+  return p.cu_seqlens ? int(sequence_bound(p, n) / kChunk) + n : n * params.chunks_of_batch;
 }
 
 // Where q k^T of a chunk and key head lies, as tensor maps have it. With Params::pairs_with_dq it lies in the first 64
@@ -185,10 +143,10 @@ struct MapPlace {
   int column, row, head, batch;
 };
 template <class Kind>
-GDN_DEVICE MapPlace pairs_at(const Params& params, int slot, int h, int n, int batch, int row, int rows) {
+GDN_DEVICE MapPlace pairs_at(const Params& params, int chunk_index, int h, int n, int batch, int row, int rows) {
   const ChunkForward& p = params.problem.forward;
-  if constexpr (!Kind::kExact) return {&params.qk, 0, 0, 0, slot * p.H + h};
-  if (!params.pairs_with_dq) return {&params.qk, 0, 0, 0, slot * p.H + h};
+  if constexpr (!Kind::kExact) return {&params.qk, 0, 0, 0, chunk_index * p.H + h};
+  if (!params.pairs_with_dq) return {&params.qk, 0, 0, 0, chunk_index * p.H + h};
   if (p.cu_seqlens != nullptr && rows < kChunk) return {&params.qk, 0, 0, 0, n * p.H + h};
   return {&params.dq, 0, row, h, batch};
 }
@@ -220,17 +178,17 @@ GDN_DEVICE int last_not_above(int count, int64_t x, const Key& key) {
   return low;
 }
 
-GDN_DEVICE Place place_of(const Params& params, int slot) {
+GDN_DEVICE Place place_of(const Params& params, int chunk_index) {
   const ChunkForward& p = params.problem.forward;
   Place x;
   if (p.cu_seqlens == nullptr) {
-    x.n = x.batch = slot / params.slots_of_batch;
-    x.first = (slot - x.n * params.slots_of_batch) * kChunk;
+    x.n = x.batch = chunk_index / params.chunks_of_batch;
+    x.first = (chunk_index - x.n * params.chunks_of_batch) * kChunk;
     x.rows = int(p.T) - x.first;
   } else {
-    x.n = last_not_above(p.N, slot, [&](int n) { return int64_t{first_slot(params, n)}; });
+    x.n = last_not_above(p.N, chunk_index, [&](int n) { return int64_t{first_chunk(params, n)}; });
     x.batch = 0;
-    const int before = (slot - first_slot(params, x.n)) * kChunk;
+    const int before = (chunk_index - first_chunk(params, x.n)) * kChunk;
     x.first = int(sequence_bound(p, x.n)) + before;
     x.rows = sequence_length(p, x.n) - before;
   }
@@ -240,7 +198,7 @@ GDN_DEVICE Place place_of(const Params& params, int slot) {
 // One sequence and slice, or half of a slice.
 template <class Kind>
 struct BackTile {
-  int n, batch, part, first, length, slot;  // part: half of the slice, or part of the sequence
+  int n, batch, part, first, length, chunk_index;  // part: half of the slice, or part of the sequence
   int slice, exact_h;                       // exact_h: h, which only exact kinds keep
   GDN_DEVICE int chunks() const { return length > 0 ? (length + kChunk - 1) / kChunk : 0; }
   // The slice's heads and its first channel of V. Not kept, as single warps have no registers for them.
@@ -279,14 +237,14 @@ GDN_DEVICE BackTile<Kind> back_tile(const Params& params, int index) {
   x.batch = p.cu_seqlens ? 0 : x.n;
   x.first = p.cu_seqlens ? int(sequence_bound(p, x.n)) : 0;
   x.length = sequence_length(p, x.n);
-  x.slot = first_slot(params, x.n);
+  x.chunk_index = first_chunk(params, x.n);
   return x;
 }
 
 // Of a segment's tile, in the order of first_segment; one that does not exist has no length.
 GDN_DEVICE int first_segment(const Params& params, int n) {
   if (!params.problem.forward.cu_seqlens) return n * params.segments_of_batch;
-  return first_slot(params, n) / *params.scratch.segment + n;
+  return first_chunk(params, n) / *params.scratch.segment + n;
 }
 // The sequence of a segment with that number.
 GDN_DEVICE int sequence_of_segment(const Params& params, int segment) {
@@ -308,7 +266,7 @@ GDN_DEVICE BackTile<Kind> forward_tile(const Params& params, int index) {
   }
   const int rows = chunks * kChunk;
   x.first += x.part * rows;
-  x.slot += x.part * chunks;
+  x.chunk_index += x.part * chunks;
   x.length = min(x.length - x.part * rows, rows);
   return x;
 }
@@ -332,7 +290,7 @@ GDN_DEVICE SegmentTile<Kind> segment_tile(const Params& params, int n, int segme
   x.segment = segment;
   x.last = last_segment(x.chunks(), params.segment);
   x.first += segment * rows;
-  x.slot += segment * params.segment;
+  x.chunk_index += segment * params.segment;
   x.length = min(x.length - segment * rows, rows);
   return x;
 }
@@ -343,7 +301,7 @@ GDN_DEVICE SegmentTile<Kind> cut_tile(const Params& params, int index) {
   const int segment = divide_by_slices<Kind>(params, index), n = sequence_of_segment(params, segment);
   return segment_tile<Kind>(params, n, segment - first_segment(params, n), index - segment * slices_of<Kind>(params));
 }
-// The number of a segment and slice in the arrays of Scratch and Cut that have an entry or a matrix [128, 128] for each.
+// The number of a segment and slice in the arrays of Scratch and SegmentMaps that have an entry or a matrix [128, 128] for each.
 template <class Kind>
 GDN_DEVICE int64_t segment_index(const Params& params, int n, int segment, int slice) {
   return int64_t{first_segment(params, n) + segment} * slices_of<Kind>(params) + slice;
@@ -356,34 +314,6 @@ GDN_DEVICE float* starts_of(const Params& params, int n) {
   return params.scratch.starts - (n + 1) * int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);
 }
 
-// Of the `count` chunks of a key head that begin at `slot` and lie `step` slots apart, returns how many have their
-// triangles without a gap from the first one on; the first one is waited for. All lanes of a warp call it: the loads of 32
-// words take as long as the load of one word, which with the fence takes as long as a chunk of the walk.
-GDN_DEVICE int wait_until_made(const Params& params, int slot, int step, int count, int h) {
-  const int* const made = params.scratch.made;
-  if (made == nullptr) return count;
-  const int lane = threadIdx.x % 32;
-  uint32_t there;
-  do {
-    const int* const of_chunk = made + (slot + lane * step) * params.problem.forward.H + h;
-    there = __ballot_sync(~0u, lane >= count || load_published(of_chunk) != 0);
-  } while ((there & 1) == 0);
-  fence_async_proxy_of_all();
-  return there == ~0u ? 32 : __ffs(int(~there)) - 1;
-}
-
-GDN_DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(bar)
-      : "memory");
-}
-
-// Copies bytes out of shared memory, as they lie there.
-GDN_DEVICE void bulk_store(void* to, uint32_t from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
-}
-
 // Where T of a chunk and value head lies, and half of V of a slice's block of dS, Scratch.
 GDN_DEVICE uint16_t* t_at(const Params& params, int of_head) {
   return params.scratch.t + int64_t{of_head} * (kChunk * kChunk);
@@ -391,49 +321,6 @@ GDN_DEVICE uint16_t* t_at(const Params& params, int of_head) {
 GDN_DEVICE uint16_t* ds_at(const Params& params, int block, int half) {
   return params.scratch.ds + (int64_t{block} * 2 + half) * (kChannels / 2 * kChannels);
 }
-
-// bulk_load to the same place of every block of the cluster whose bit is set in `blocks`, and to the same barrier there.
-GDN_DEVICE void bulk_load_to(uint32_t blocks, uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(bar), "h"(uint16_t(blocks))
-      : "memory");
-}
-
-// Tiles of kTiles * 64 columns of a chunk's rows, by a whole warp; `bytes` more come by what `also` issues. What lies
-// past the sequence's end belongs to others, and may be NaN: it is zeroed before the tiles are given out. The first
-// lane alone knows when: `aside` is a barrier of this warp.
-template <int kTiles, class Also>
-GDN_DEVICE void load_rows(const CUtensorMap& map, uint8_t (*to)[kTileBytes], uint64_t& full, uint64_t& aside,
-                          uint32_t& aside_phase, int column, int row, int head, int batch, int rows, int bytes,
-                          const Also& also) {
-  const bool lead = threadIdx.x % 32 == 0, whole = rows >= kChunk;
-  const uint32_t bar = shared_address(whole ? &full : &aside);
-  if (lead) {
-    mbarrier_expect(bar, kTiles * kTileBytes + bytes);
-    for (int i = 0; i < kTiles; ++i) tma_load(shared_address(to[i]), &map, bar, column + 64 * i, row, head, batch);
-    also(bar);
-  }
-  __syncwarp();
-  if (whole) {
-    if constexpr (kWarpArrivals == 32) mbarrier_arrive_if(bar, !lead);  // the first lane arrived by mbarrier_expect
-    return;
-  }
-  mbarrier_wait(bar, aside_phase);
-  aside_phase ^= 1;
-#pragma unroll 1
-  for (int i = 0; i < kTiles; ++i)
-#pragma unroll 1
-    for (int line = rows * 8 + threadIdx.x % 32; line < kChunk * 8; line += 32)
-      reinterpret_cast<uint4*>(to[i])[line] = make_uint4(0, 0, 0, 0);
-  fence_async_proxy();
-  __syncwarp();
-  arrive(full, lead);
-}
-struct Nothing {
-  GDN_DEVICE void operator()(uint32_t) const {}
-};
 
 // A map in scratch memory has lines of so many rows, and rows of so many values, with which ldmatrix falls into all banks
 // where a line has been copied to shared memory as it is.

@@ -36,11 +36,11 @@ GDN_DEVICE Float* state_of(Float* states, int64_t index, int half, int warp) {
 
 // What tokens of a steep chunk give to the state: 2^(D - d) u.
 template <class T>
-GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const Gates& gates) {
+GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const ChunkFactors& factors) {
   const int lane = fresh_lane();
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const float2 factor = end_factors(gates, j * 4 + lane % 4);
+    const float2 factor = end_factors(factors, j * 4 + lane % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float2 pair = unpack(T{}, u[2 * j + h]);
@@ -51,14 +51,14 @@ GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const Gates& gates) {
 
 // do' of a chunk, transposed: scale 2^e do, rounded, from the tile of do. tline: transposed_line.
 template <class T>
-GDN_DEVICE void read_do(uint32_t (&y)[16], uint32_t tile, uint32_t tline, const Gates& gates, int lane) {
+GDN_DEVICE void read_do(uint32_t (&y)[16], uint32_t tile, uint32_t tline, const ChunkFactors& factors, int lane) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     uint32_t d4[4];
     ldmatrix_x4_trans(tile + j * 2048 + tline, d4);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      const float2 f = reinterpret_cast<const float2*>(gates.read)[(2 * j + b) * 4 + lane % 4];
+      const float2 f = reinterpret_cast<const float2*>(factors.read)[(2 * j + b) * 4 + lane % 4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 pair = unpack(T{}, d4[2 * b + h]);
@@ -71,10 +71,10 @@ GDN_DEVICE void read_do(uint32_t (&y)[16], uint32_t tile, uint32_t tline, const 
 
 // 2^d do' of a steep chunk.
 template <class T>
-GDN_DEVICE void decay_do(uint32_t (&y)[16], const Gates& gates, int lane) {
+GDN_DEVICE void decay_do(uint32_t (&y)[16], const ChunkFactors& factors, int lane) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const uint32_t powers = reinterpret_cast<const uint32_t*>(gates.power)[j * 4 + lane % 4];
+    const uint32_t powers = reinterpret_cast<const uint32_t*>(factors.power)[j * 4 + lane % 4];
     if constexpr (kDecaysToEnd<T>) {  // the power may be below the dtype's numbers where the product is not
       const short2 d = reinterpret_cast<const short2&>(powers);
 #pragma unroll
@@ -94,12 +94,12 @@ GDN_DEVICE void decay_do(uint32_t (&y)[16], const Gates& gates, int lane) {
 // v_read(lane) and t_read() give back, and meanwhile() is done under the product T_s x. The state is rounded in four
 // pieces, of which kPieces have registers.
 template <class T, int kPieces, class VThere, class VRead, class TThere, class Meanwhile, class TRead>
-GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, uint32_t k_tile, uint32_t v_tile,
+GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& factors, uint32_t k_tile, uint32_t v_tile,
                        uint32_t t_tile, int warp, int lane, const VThere& v_there, const VRead& v_read,
                        const TThere& t_there, const Meanwhile& meanwhile, const TRead& t_read) {
   const uint32_t tline = transposed_line(warp, lane);
   float x[32];
-  if (gates.pre != 1.f) scale_state(S, gates.pre);
+  if (factors.pre != 1.f) scale_state(S, factors.pre);
   {
     const Descriptor rows = k_major(k_tile);
     uint32_t rounded[kPieces][8];
@@ -143,14 +143,14 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, ui
   constexpr int kFactors = kPieces == 4 ? 8 : 1;  // of f, loaded ahead: more are spilt in the walk forward
   float cv[32];
   float2 f[8];
-  const auto load_factors = [&](int j) { f[j] = *reinterpret_cast<const float2*>(&gates.x[j * 4 + lane % 4].z); };
+  const auto load_factors = [&](int j) { f[j] = *reinterpret_cast<const float2*>(&factors.x[j * 4 + lane % 4].z); };
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     uint32_t v4[4];
     ldmatrix_x4_trans(v_tile + j * 2048 + tline, v4);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      const float2 c = *reinterpret_cast<const float2*>(&gates.x[(2 * j + b) * 4 + lane % 4]);
+      const float2 c = *reinterpret_cast<const float2*>(&factors.x[(2 * j + b) * 4 + lane % 4]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 pair = unpack(T{}, v4[2 * b + h]);
@@ -199,10 +199,10 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const Gates& gates, ui
 
 // S <- 2^D S + k^T u, on its way. u is left decayed to the chunk's end.
 template <class T>
-GDN_DEVICE void update_state(float (&S)[64], uint32_t (&u)[16], const Gates& gates, uint32_t k_tile) {
-  if (gates.post != 1.f) scale_state(S, gates.post);
+GDN_DEVICE void update_state(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& factors, uint32_t k_tile) {
+  if (factors.post != 1.f) scale_state(S, factors.post);
   if constexpr (kDecaysToEnd<T>)
-    if (gates.steep) decay_to_end<T>(u, gates);
+    if (factors.steep) decay_to_end<T>(u, factors);
   const Descriptor columns = mn_major(k_tile);
   pin(S);
   pin(u);

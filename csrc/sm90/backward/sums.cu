@@ -53,15 +53,15 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   const int64_t token = index / p.H;
   const int h = int(index % p.H), batch = int(token / p.T), t = int(token % p.T);
   bool owned = true;
-  int slot, row;
+  int chunk_index, row;
   if (p.cu_seqlens == nullptr) {
-    slot = batch * params.slots_of_batch + t / kChunk;
+    chunk_index = batch * params.chunks_of_batch + t / kChunk;
     row = t % kChunk;
   } else {
     const int n = last_not_above(p.N, t, [&](int n) { return sequence_bound(p, n); });
     const int before = t - int(sequence_bound(p, n));
     owned = t < sequence_bound(p, p.N) && before >= 0;
-    slot = first_slot(params, n) + before / kChunk;
+    chunk_index = first_chunk(params, n) + before / kChunk;
     row = before % kChunk;
   }
   const bool of_keys = blockIdx.y == 1;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   if (params.sums != Sums::kLater) {
     if (owned && exists && inside) unpack_line<T>(*own, sum);
   } else if (owned && exists) {
-    const int64_t block = int64_t{slot} * slices_of<Kind>(params) + h * group;
+    const int64_t block = int64_t{chunk_index} * slices_of<Kind>(params) + h * group;
     constexpr int64_t size = 2 * kChunk;  // rows of a slice's block of dS, half of a row in each of two tiles
     const int line = (lane / 8 * kChunk + row) * 8 + (lane % 8 ^ row % 8);
     const uint4* from = reinterpret_cast<const uint4*>(params.scratch.ds) +
@@ -137,16 +137,16 @@ GDN_DEVICE void zero_rows(const Params& params, int64_t block, int64_t blocks) {
 }
 
 // Multiplies the rows of dv that have dx, those of tokens whose beta is small (kReadsDv), of a chunk and value head. All
-// lanes of a warp call it; x: Gates::x of the tokens 2 l and 2 l + 1 of lane l.
+// lanes of a warp call it; x: ChunkFactors::x of the tokens 2 l and 2 l + 1 of lane l.
 template <class Kind>
-GDN_DEVICE void end_small_rows(const Params& params, const Gates& gates, const float4& x, const Place& place, int hv) {
+GDN_DEVICE void end_small_rows(const Params& params, const ChunkFactors& factors, const float4& x, const Place& place, int hv) {
   using T = typename Kind::T;
   const ChunkForward& p = params.problem.forward;
   const int lane = threadIdx.x % 32, lines = lines_of<Kind>(p.V);
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const int own = 2 * lane + i;
-    uint32_t small = __ballot_sync(~0u, own < place.rows && is_beta_small(gates.beta[own]));
+    uint32_t small = __ballot_sync(~0u, own < place.rows && is_beta_small(factors.beta[own]));
     for (; small != 0; small &= small - 1) {
       const int source = __ffs(int(small)) - 1;
       const float c = __shfl_sync(~0u, i == 0 ? x.x : x.y, source);
@@ -178,12 +178,12 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
   __shared__ HeadRows g_rows, beta_rows;  // as given, then their gradients
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
-  const int slot = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int chunk_index = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // A warp without a value head of its own does what that of the last one does, and stores nothing.
-  const int own_hv = blockIdx.y * (blockDim.x / 32) + warp, hv = min(own_hv, p.HV - 1), index = slot * p.HV + hv;
+  const int own_hv = blockIdx.y * (blockDim.x / 32) + warp, hv = min(own_hv, p.HV - 1), index = chunk_index * p.HV + hv;
   const bool stores = own_hv < p.HV;
-  float* const sums = params.scratch.gate_sums + int64_t{slot} * 2 * p.HV + hv;
-  const Place place = place_of(params, slot);
+  float* const sums = params.scratch.gate_sums + int64_t{chunk_index} * 2 * p.HV + hv;
+  const Place place = place_of(params, chunk_index);
   if (place.rows <= 0) {
     if (p.use_gate && lane == 0 && stores) sums[0] = sums[p.HV] = 0.f;
     return;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
   uint32_t given_g[2], given_beta[2];
   own.load(given_g, p.g, p.g_dtype, place);
   if (p.use_beta_sigmoid) own.load(given_beta, p.beta, p.beta_dtype, place);
-  const Gates& gates = params.scratch.gates[index];
+  const ChunkFactors& factors = params.scratch.factors[index];
   const int slices = Kind::kExact ? 1 : params.parts;
   const int64_t block = int64_t{index} * slices;
   const auto plus = [](float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); };
@@ -204,14 +204,14 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
   };
   const float2 read = plus(part(kReadPart), part(kReadPart + 1)), rows_sum = part(kBetaPart), value = part(kValuePart);
   const float2 behind = plus(part(kBehindPart), part(kBehindPart + 1));
-  const float4 x = gates.x[lane];
-  const float per_dx[2] = {of_dx<T>(gates, 2 * lane), of_dx<T>(gates, 2 * lane + 1)};
-  if (kReadsDv<T> && stores) end_small_rows<Kind>(params, gates, x, place, hv);
+  const float4 x = factors.x[lane];
+  const float per_dx[2] = {of_dx<T>(factors, 2 * lane), of_dx<T>(factors, 2 * lane + 1)};
+  if (kReadsDv<T> && stores) end_small_rows<Kind>(params, factors, x, place, hv);
   float2 ahead = plus(part(kPairsPart), part(kQueryPart));
   ahead.x -= x.z * per_dx[0] * read.x;
   ahead.y -= x.w * per_dx[1] * read.y;
-  const float c[2] = {gates.c[2 * lane], gates.c[2 * lane + 1]};
-  const float2 f = make_float2(exp2_approx(gates.power[2 * lane]), exp2_approx(gates.power[2 * lane + 1]));
+  const float c[2] = {factors.c[2 * lane], factors.c[2 * lane + 1]};
+  const float2 f = make_float2(exp2_approx(factors.power[2 * lane]), exp2_approx(factors.power[2 * lane + 1]));
   const float dbeta_of[2] = {per_dx[0] * (c[0] * value.x - f.x * read.x - rows_sum.x),
                              per_dx[1] * (c[1] * value.y - f.y * read.y - rows_sum.y)};
   // Sums over the tokens from here on, and over those before.
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
     const float2 halves = reinterpret_cast<const float2*>(params.scratch.across)[block + s];
     across += halves.x + halves.y;
   }
-  across *= gates.post;
+  across *= factors.post;
   float dg[2] = {after + past + across, next + ahead.y + past + behind.x + across};
 
   own.give(g_rows, given_g, p.g_dtype);
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
   }
 }
 
-// Over the slots, in one order: a block has kWidth of the 2 HV columns.
+// Over the chunks, in one order: a block has kWidth of the 2 HV columns.
 constexpr int kWidth = 8;
 __global__ void __launch_bounds__(kThreads) gate_sum_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
@@ -291,8 +291,8 @@ __global__ void __launch_bounds__(kThreads) gate_sum_kernel(const __grid_constan
   const int column = blockIdx.x * kWidth + threadIdx.x % kWidth, first = threadIdx.x / kWidth;
   float sum = 0;
   if (column < columns)
-    for (int slot = first; slot < params.slots; slot += kThreads / kWidth)
-      sum += params.scratch.gate_sums[int64_t{slot} * columns + column];
+    for (int chunk_index = first; chunk_index < params.chunks; chunk_index += kThreads / kWidth)
+      sum += params.scratch.gate_sums[int64_t{chunk_index} * columns + column];
   shares[first][threadIdx.x % kWidth] = sum;
   __syncthreads();
   if (first != 0 || column >= columns) return;

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "sm90/backward/chunk_triangles.cuh"
+#include "sm90/backward/copies.cuh"
 #include "sm90/backward/deal.cuh"
 
 namespace gdn::sm90::backward {
@@ -15,16 +16,16 @@ struct Back {
   using T = typename Kind::T;
   static constexpr int kStates = kStates_;
   static constexpr bool kCut = kCut_;
-  static constexpr bool kMaker = kStates == 2 && !kCut;
-  static constexpr int kThreads = 128 * (1 + kStates + kMaker);
+  static constexpr bool kInverses = kStates == 2 && !kCut;
+  static constexpr int kThreads = 128 * (1 + kStates + kInverses);
   static constexpr int kStages = kStates == 2 ? 2 : 3;
   static constexpr int kTileParts = 2 / kStates;
   // A chunk begins while the one behind it ends: where few blocks wait for their own chain of products. Elsewhere
   // memory is waited for, and a stage is given back first.
   static constexpr bool kBeginsAhead = kStates == 1 && !kDecaysToEnd<T>;
-  static constexpr int kSinglesRegisters = kMaker ? 32 : 40, kStateRegisters = kMaker ? 176 : 232;
-  static constexpr int kMakerRegisters = 128, kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
-  static_assert(kSinglesRegisters + kStates * kStateRegisters + kMaker * kMakerRegisters <=
+  static constexpr int kSinglesRegisters = kInverses ? 32 : 40, kStateRegisters = kInverses ? 176 : 232;
+  static constexpr int kInverseRegisters = 128, kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
+  static_assert(kSinglesRegisters + kStates * kStateRegisters + kInverses * kInverseRegisters <=
                 kThreads / 128 * kLaunchRegisters);
 };
 
@@ -40,13 +41,13 @@ GDN_DEVICE auto walk_back_tile(const Params& params, int index) {
 }
 
 template <class C>
-struct MakerMemory {
+struct InverseMemory {
   InverseScratch scratch;
   uint8_t qk[kTileBytes];  // q k^T of a steep chunk as it goes out; the stage has the decayed one
   GateVectors vectors;
-  uint64_t made[C::kStages];  // T and P
+  uint64_t full[C::kStages];  // T and P
 };
-struct NoMaker {};
+struct NoInverses {};
 // Tiles of a chunk that go out together: dv, and without kReadsDv dx.
 template <class T>
 constexpr int kOuts = kReadsDv<T> ? 1 : 2;
@@ -57,8 +58,8 @@ struct BackMemory {
     uint8_t k[2][kTileBytes], q[2][kTileBytes], dO[C::kStates][kTileBytes], t[kTileBytes], p[kTileBytes];
   } stages[C::kStages];
   uint8_t dv[C::kStates][kOuts<typename C::T>][kTileBytes], ds[C::kStates][2][kTileBytes];
-  std::conditional_t<C::kMaker, MakerMemory<C>, NoMaker> maker;
-  Gates gates[C::kStages];
+  std::conditional_t<C::kInverses, InverseMemory<C>, NoInverses> inverses;
+  ChunkFactors factors[C::kStages];
   uint64_t full[C::kStages], empty[C::kStages], aside;
   uint64_t ds_full[C::kStates], ds_empty[C::kStates];
   uint64_t dv_full[C::kStates], dv_empty[C::kStates];
@@ -68,7 +69,7 @@ template <class C>
 GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
   const ChunkForward& p = params.problem.forward;
   using Kind = typename C::Kind;
-  const bool makes = C::kMaker && makes_triangles_walking(params);
+  const bool makes_triangles = C::kInverses && makes_triangles_walking(params);
   // Only a walk of few blocks prefetches: with a block on each multiprocessor the walk would take 5 percent longer.
   const bool prefetches = C::kStates == 1 && 2 * params.tiles <= p.multiprocessors;
   constexpr int kAhead = 2;  // chunks
@@ -76,17 +77,17 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
 #pragma unroll 1
   for (int index = first_tile(params); index >= 0; index = next_tile(params, index)) {
     const auto tile = walk_back_tile<C>(params, index);
-    int made = 0;  // chunks from here on whose triangles are there
+    int ready = 0;  // chunks from here on whose triangles are there
 #pragma unroll 1
     for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
       const uint32_t s = it % C::kStages;
       auto& stage = sm.stages[s];
-      const int slot = tile.slot + c, row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
-      const int of_head = slot * p.HV + tile.hv(params), block = slot * slices_of<Kind>(params) + tile.slice;
+      const int chunk_index = tile.chunk_index + c, row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
+      const int of_head = chunk_index * p.HV + tile.hv(params), block = chunk_index * slices_of<Kind>(params) + tile.slice;
       const bool steep = params.scratch.last[of_head] < -Frame<typename C::T>::kRange;
       if constexpr (C::kStates == 1) {
-        if (made == 0) made = wait_until_made(params, slot, -1, c + 1, tile.h(params));
-        --made;
+        if (ready == 0) ready = wait_for_triangles(params, chunk_index, -1, c + 1, tile.h(params));
+        --ready;
       }
       if (prefetches && c >= kAhead && threadIdx.x % 32 == 0) {
         const int before = row - kAhead * kChunk;
@@ -99,17 +100,17 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
       wait_for(sm.empty[s], it / C::kStages + 1);
       // k, with it all of the stage but q and do, which may have rows to clear as well.
       const auto rest = [&](uint32_t bar) {
-        bulk_load(shared_address(&sm.gates[s]), params.scratch.gates + of_head, sizeof(Gates), bar);
-        if (makes) return;
+        bulk_load(shared_address(&sm.factors[s]), params.scratch.factors + of_head, sizeof(ChunkFactors), bar);
+        if (makes_triangles) return;
         bulk_load(shared_address(stage.t), t_at(params, of_head), kTileBytes, bar);
         if (steep) {
           bulk_load(shared_address(stage.p), ds_at(params, block, tile.part), kTileBytes, bar);
         } else {
           tma_load(shared_address(stage.p),
-                   pairs_at<Kind>(params, slot, tile.h(params), tile.n, tile.batch, row, rows), bar);
+                   pairs_at<Kind>(params, chunk_index, tile.h(params), tile.n, tile.batch, row, rows), bar);
         }
       };
-      const int rest_bytes = sizeof(Gates) + (makes ? 0 : 2 * kTileBytes);
+      const int rest_bytes = sizeof(ChunkFactors) + (makes_triangles ? 0 : 2 * kTileBytes);
       load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params), tile.batch, rows,
                    rest_bytes, rest);
       load_rows<2>(params.q, stage.q, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params), tile.batch, rows, 0,
@@ -131,7 +132,7 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
   const int group = p.HV / p.H, thread = threadIdx.x % 128;
   // What is above a diagonal is read and never written.
   for (auto& stage : sm.stages) clear_tiles(stage.t, 2, thread);
-  clear_tiles(sm.maker.scratch.inverse, 2, thread);
+  clear_tiles(sm.inverses.scratch.inverse, 2, thread);
   uint32_t it = 0;
 #pragma unroll 1
   for (int index = first_tile(params); index >= 0; index = next_tile(params, index)) {
@@ -141,39 +142,39 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
     for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
       const uint32_t s = it % C::kStages;
       auto& stage = sm.stages[s];
-      const int lane = fresh_lane(), slot = tile.slot + c;
-      const Triangles<Alone<T>> own(kBarrier, lane, warp, sm.maker.scratch.a, sm.maker.scratch.inverse);
+      const int lane = fresh_lane(), chunk_index = tile.chunk_index + c;
+      const Triangles<Alone<T>> own(kBarrier, lane, warp, sm.inverses.scratch.a, sm.inverses.scratch.inverse);
       wait_for(sm.full[s], it / C::kStages);
-      const bool steep = sm.gates[s].steep;
-      const uint8_t* const pairs = steep && first ? sm.maker.qk : stage.p;
+      const bool steep = sm.factors[s].steep;
+      const uint8_t* const pairs = steep && first ? sm.inverses.qk : stage.p;
       {
         float qk[32] = {}, kk[32] = {};
         const uint32_t k = shared_address(stage.k);
         own.issue_product(qk, shared_address(stage.q), k);
         own.issue_product(kk, k, k);
-        copy_factors(sm.maker.vectors, sm.gates[s], thread);
+        copy_factors(sm.inverses.vectors, sm.factors[s], thread);
         if (thread == 0) {
-          sm.maker.vectors.steep = steep;
+          sm.inverses.vectors.steep = steep;
           tma_store_wait_read();  // of the chunk before; this stage's own are further back
         }
         wgmma_wait<0>();
         pin(qk);
         pin(kk);
         named_barrier(kBarrier, 128);
-        own.store_a(kk, sm.maker.vectors);
+        own.store_a(kk, sm.inverses.vectors);
         store_lower(own, qk, pairs);
       }
-      if (steep) decay_pairs(own, sm.maker.vectors, pairs, stage.p);
+      if (steep) decay_pairs(own, sm.inverses.vectors, pairs, stage.p);
       own.invert(shared_address(stage.t));
       fence_async_proxy();
       __syncwarp();
-      arrive(sm.maker.made[s], lane == 0);
+      arrive(sm.inverses.full[s], lane == 0);
       named_barrier(kBarrier, 128);
       if (thread == 0) {
         if (first_of_head)
-          bulk_store(t_at(params, slot * p.HV + tile.hv(params)), shared_address(stage.t), kTileBytes);
+          bulk_store(t_at(params, chunk_index * p.HV + tile.hv(params)), shared_address(stage.t), kTileBytes);
         if (first)
-          tma_store(pairs_at<Kind>(params, slot, tile.h(params), tile.n, tile.batch, tile.first + c * kChunk,
+          tma_store(pairs_at<Kind>(params, chunk_index, tile.h(params), tile.n, tile.batch, tile.first + c * kChunk,
                                    tile.length - c * kChunk),
                     shared_address(pairs));
         tma_store_commit();
@@ -184,7 +185,7 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
 }
 
 template <class C>
-GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int slot) {
+GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int warpgroup) {
   using Kind = typename C::Kind;
   const ChunkForward& p = params.problem.forward;
   const bool lead = threadIdx.x % 32 == 0;
@@ -192,25 +193,25 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int slot) 
 #pragma unroll 1
   for (int index = first_tile(params); index >= 0; index = next_tile(params, index)) {
     const auto tile = walk_back_tile<C>(params, index);
-    const int part = (C::kStates == 2 ? slot : tile.part) * 64;
+    const int part = (C::kStates == 2 ? warpgroup : tile.part) * 64;
     const int v = tile.v(params) + part, V = Kind::kExact ? kChannels : p.V;
 #pragma unroll 1
     for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
-      const int block = (tile.slot + c) * slices_of<Kind>(params) + tile.slice;
-      wait_for(sm.ds_full[slot], it);
+      const int block = (tile.chunk_index + c) * slices_of<Kind>(params) + tile.slice;
+      wait_for(sm.ds_full[warpgroup], it);
       if (lead) {
-        bulk_store(ds_at(params, block, part / 64), shared_address(sm.ds[slot]), sizeof(sm.ds[slot]));
+        bulk_store(ds_at(params, block, part / 64), shared_address(sm.ds[warpgroup]), sizeof(sm.ds[warpgroup]));
         tma_store_commit();
         tma_store_wait_read();
       }
-      arrive(sm.ds_empty[slot], lead);
-      wait_for(sm.dv_full[slot], it);
+      arrive(sm.ds_empty[warpgroup], lead);
+      wait_for(sm.dv_full[warpgroup], it);
       const int row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
       if (lead) {
         if constexpr (!kReadsDv<typename C::T>)
-          tma_store(&params.dx, shared_address(sm.dv[slot][1]), part, 0, 0, block);
+          tma_store(&params.dx, shared_address(sm.dv[warpgroup][1]), part, 0, 0, block);
         if (rows >= kChunk && v < V)
-          tma_store(&params.dv, shared_address(sm.dv[slot][0]), v, row, tile.hv(params), tile.batch);
+          tma_store(&params.dv, shared_address(sm.dv[warpgroup][0]), v, row, tile.hv(params), tile.batch);
         tma_store_commit();
         tma_store_wait_read();
       }
@@ -220,11 +221,11 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int slot) 
           if (v + i % 8 * 8 >= V) continue;
           const int64_t at = ((tile.batch * p.T + row + i / 8) * p.HV + tile.hv(params)) * V + v + i % 8 * 8;
           *reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.problem.dv) + at) =
-              *reinterpret_cast<const uint4*>(sm.dv[slot][0] + i / 8 * 128 + ((i % 8 ^ i / 8 % 8) * 16));
+              *reinterpret_cast<const uint4*>(sm.dv[warpgroup][0] + i / 8 * 128 + ((i % 8 ^ i / 8 % 8) * 16));
         }
       }
       __syncwarp();
-      arrive(sm.dv_empty[slot], lead);
+      arrive(sm.dv_empty[warpgroup], lead);
     }
   }
   if (lead) tma_store_wait();

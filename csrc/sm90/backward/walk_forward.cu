@@ -89,7 +89,7 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
   const bool lead = lane == 0;
   const Lines lines(lane);
   const int row0 = 16 * warp + lane / 4;
-  const Gates& gates = sm.gates[stage];
+  const ChunkFactors& factors = sm.factors[stage];
   make_key_pairs<T>(sm, stage, warp);
   float P[32], D[32];
   own0 = own1 = 0;
@@ -104,9 +104,9 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
     issue_row_products<T>(D, dx, u);
     wgmma_commit();
   }
-  const float f0 = gates.read[row0], f1 = gates.read[row0 + 8];
-  const float beta0 = gates.beta[row0] * of_dx<T>(gates, row0);
-  const float beta1 = gates.beta[row0 + 8] * of_dx<T>(gates, row0 + 8);
+  const float f0 = factors.read[row0], f1 = factors.read[row0 + 8];
+  const float beta0 = factors.beta[row0] * of_dx<T>(factors, row0);
+  const float beta1 = factors.beta[row0 + 8] * of_dx<T>(factors, row0 + 8);
   wait_for(sm.pairs_full, it);
   if constexpr (kCluster)  // q k^T is in shared memory, and its place in global memory may take dq now
     arrive_there_if(address_in(shared_address(&sm.pairs_read[it % 2]), 0), warp == 0 && lead && cluster_rank() == 1);
@@ -122,11 +122,11 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
   pin(D);
   arrive(sm.u_empty, lead);
   arrive(sm.dx_empty, lead);
-  if (gates.steep) {
-    const int d0 = gates.power[row0], d1 = gates.power[row0 + 8];
+  if (factors.steep) {
+    const int d0 = factors.power[row0], d1 = factors.power[row0 + 8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const short2 c = reinterpret_cast<const short2*>(gates.power)[4 * j + lane % 4];
+      const short2 c = reinterpret_cast<const short2*>(factors.power)[4 * j + lane % 4];
       // At most 1 below the diagonal; what is above it is masked.
       const float x0 = power_of_two_float(min(d0 - c.x, 0)), x1 = power_of_two_float(min(d0 - c.y, 0));
       const float x2 = power_of_two_float(min(d1 - c.x, 0)), x3 = power_of_two_float(min(d1 - c.y, 0));
@@ -233,7 +233,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     {
       const float2 sums = row_sums<T, 8>(acc, shared_address(sm.q), lines, warp);
       arrive(sm.q_read, lane == lane_after(__float_as_uint(sums.x + sums.y)));
-      const float a0 = sm.gates[stage].start[row0], a1 = sm.gates[stage].start[row0 + 8];
+      const float a0 = sm.factors[stage].start[row0], a1 = sm.factors[stage].start[row0 + 8];
       if (lane % 4 == 0) {
         parts[kQueryPart * kChunk + row0] = a0 * sums.x;
         parts[kQueryPart * kChunk + row0 + 8] = a1 * sums.y;
@@ -321,8 +321,8 @@ const char* run_walk_forward(Params& params, cudaStream_t stream) {
   const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
   const auto launch = [&](auto* whole, auto* cut, int cluster) {
     constexpr int kBytes = sizeof(WalkMemory);
-    return launch_blocks(params.cut.cuts ? cut : whole, params, blocks / cluster * cluster, kThreads, kBytes, cluster,
-                         params.cut.cuts || params.again != nullptr, stream);
+    return launch_blocks(params.maps.exist ? cut : whole, params, blocks / cluster * cluster, kThreads, kBytes, cluster,
+                         params.maps.exist || params.again != nullptr, stream);
   };
   constexpr bool kCut = kCuts<Kind>;
   if constexpr (Kind::kExact)

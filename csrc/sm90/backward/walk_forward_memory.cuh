@@ -1,6 +1,7 @@
 // Shared memory and barriers of the walk forward, and its single warps: what comes from memory and goes there, <S, dS>
 // and dx . v.
 #pragma once
+#include "sm90/backward/copies.cuh"
 #include "sm90/backward/deal.cuh"
 #include "sm90/tile/cluster.cuh"
 
@@ -33,7 +34,7 @@ struct WalkMemory {
   uint8_t S[2][2][kTileBytes];
   uint8_t u[2][kTileBytes];
   uint8_t kk[10][512];            // lower k k^T, key_block
-  Gates gates[2];                 // come and go with k
+  ChunkFactors factors[2];                 // come and go with k
   Announced chunk[2];             // so does this
   float column[4][kChunk], row[kChunk], own[kChunk];
   uint64_t k_full[2], k_empty[2], q_full, q_read, v_full, v_empty, do_full[2], dx_full, dx_empty, ds_full, ds_empty;
@@ -95,8 +96,8 @@ struct ForwardWalk {
     index = next_tile(params, index);
     return begin();
   }
-  GDN_DEVICE int block() const { return (tile.slot + c) * slices_of<Kind>(params) + tile.slice; }
-  GDN_DEVICE int head_block() const { return (tile.slot + c) * params.problem.forward.HV + tile.hv(params); }
+  GDN_DEVICE int block() const { return (tile.chunk_index + c) * slices_of<Kind>(params) + tile.slice; }
+  GDN_DEVICE int head_block() const { return (tile.chunk_index + c) * params.problem.forward.HV + tile.hv(params); }
   GDN_DEVICE int row() const { return tile.first + c * kChunk; }
   GDN_DEVICE int rows() const { return tile.length - c * kChunk; }
 };
@@ -114,14 +115,14 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     const uint32_t stage = it % 2, block = walk.block(), of_head = walk.head_block();
     wait_for(sm.k_empty[stage], it / 2 + 1);
     if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1, walk.c == 0 ? ended : -1};
-    // A state that the forward has left is no guess, and then no job writes Cut::forgotten of a first segment.
-    if (walk.c == 0 && params.cut.cuts && !has_states(params)) {
-      const bool forgets = params.cut.forgotten[walk.index] == kForgetsState;
+    // A state that the forward has left is no guess, and then no job writes SegmentMaps::forgotten of a first segment.
+    if (walk.c == 0 && params.maps.exist && !has_states(params)) {
+      const bool forgets = params.maps.forgotten[walk.index] == kForgetsState;
       ended = forgets ? walk.index - walk.tile.n * slices_of<Kind>(params) : -1;
     }
     load_rows<2>(params.k, sm.k[stage], sm.k_full[stage], sm.aside[0], aside_phase, 0, walk.row(), walk.tile.h(params),
-                 walk.tile.batch, walk.rows(), sizeof(Gates), [&](uint32_t bar) {
-                   bulk_load(shared_address(&sm.gates[stage]), params.scratch.gates + of_head, sizeof(Gates), bar);
+                 walk.tile.batch, walk.rows(), sizeof(ChunkFactors), [&](uint32_t bar) {
+                   bulk_load(shared_address(&sm.factors[stage]), params.scratch.factors + of_head, sizeof(ChunkFactors), bar);
                  });
     wait_for(sm.v_empty, it + 1);
     load_rows<2>(params.v, sm.v, sm.v_full, sm.aside[0], aside_phase, walk.tile.v(params), walk.row(),
@@ -150,7 +151,7 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
       wait_for(sm.pairs_empty, it + 1);
       mbarrier_expect(shared_address(&sm.pairs_full), kTileBytes);
       tma_load(shared_address(sm.qk),
-               pairs_at<Kind>(params, walk.tile.slot + walk.c, walk.tile.h(params), walk.tile.n, walk.tile.batch,
+               pairs_at<Kind>(params, walk.tile.chunk_index + walk.c, walk.tile.h(params), walk.tile.n, walk.tile.batch,
                               walk.row(), walk.rows()),
                shared_address(&sm.pairs_full));
     }
@@ -240,7 +241,7 @@ GDN_DEVICE void store_some_rows(const uint8_t (*tiles)[kTileBytes], uint4* to, i
 // it is at most a chunk ahead.
 template <class Kind, int kStages, Sums kSums>
 GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUtensorMap& map,
-                               uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* made, uint64_t& aside,
+                               uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* result_full, uint64_t& aside,
                                bool of_keys, const CUtensorMap& to, uint64_t& there, uint64_t& taken) {
   const ChunkForward& p = params.problem.forward;
   constexpr bool kCluster = kSums == Sums::kCluster;
@@ -269,7 +270,7 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
     const int block = states_product<typename Kind::T>(sm, params, it, of_keys);
     const Chunk chunk = kStages == 1 || it + 1 == loaded ? newest : oldest;  // unused with Sums::kLater
     uint8_t(&tile)[2][kTileBytes] = tiles[it % kStages];
-    wait_for(made[it % kStages], it / kStages);
+    wait_for(result_full[it % kStages], it / kStages);
     if constexpr (kCluster) {
       if (adds) {
         wait_for_there(there, it);

@@ -78,12 +78,12 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
   const bool lead = lane == 0;
-  const Gates& gates = sm.gates[stage];
+  const ChunkFactors& factors = sm.factors[stage];
   const uint32_t k_tile = shared_address(sm.k[stage]);
   const auto give = [&] { give_state<T>(S, sm, it, half, warp); };
   uint32_t u[16];
   make_u<T, 2>(
-      S, u, gates, k_tile, shared_address(sm.v[half]), shared_address(sm.t), warp, lane,
+      S, u, factors, k_tile, shared_address(sm.v[half]), shared_address(sm.t), warp, lane,
       [&] { wait_for(sm.v_full, it); }, [&](bool one) { arrive(sm.v_empty, one); },
       [&] { wait_for(sm.t_full, it); },
       [&] {
@@ -104,7 +104,7 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
     pin(S);
     give();
   }
-  update_state<T>(S, u, gates, k_tile);
+  update_state<T>(S, u, factors, k_tile);
 }
 
 // dk of 64 channels of K. The state's update may be on its way.
@@ -151,18 +151,18 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   const float2 read = row_sums<T, 4>(acc, k_half, lines, warp);
   float2 factor;
   {
-    const float* const x = reinterpret_cast<const float*>(sm.gates[stage].x);
-    factor.x = x[row / 2 * 4 + 2 + row % 2] * of_dx<T>(sm.gates[stage], row);
-    factor.y = x[row / 2 * 4 + 16 + 2 + row % 2] * of_dx<T>(sm.gates[stage], row + 8);
+    const float* const x = reinterpret_cast<const float*>(sm.factors[stage].x);
+    factor.x = x[row / 2 * 4 + 2 + row % 2] * of_dx<T>(sm.factors[stage], row);
+    factor.y = x[row / 2 * 4 + 16 + 2 + row % 2] * of_dx<T>(sm.factors[stage], row + 8);
   }
   wgmma_wait<0>();
   pin(given);
   arrive(sm.u_empty, lead);
   arrive(sm.ds_empty, lead);
   if constexpr (kDecaysToEnd<T>) {  // rows of u dS^T have a factor of their own
-    if (const int D = sm.gates[stage].steep) {
-      const float w0 = power_of_two_float(D - sm.gates[stage].power[row]);
-      const float w1 = power_of_two_float(D - sm.gates[stage].power[row + 8]);
+    if (const int D = sm.factors[stage].steep) {
+      const float w0 = power_of_two_float(D - sm.factors[stage].power[row]);
+      const float w1 = power_of_two_float(D - sm.factors[stage].power[row + 8]);
 #pragma unroll
       for (int i = 0; i < 32; ++i) given[i] *= i % 4 < 2 ? w0 : w1;
     }
@@ -213,12 +213,12 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
 
 // The state that a segment but the first starts from, which the forward has left, in the frame.
 template <class Kind>
-GDN_DEVICE void load_kept(float (&S)[64], const Params& params, const BackTile<Kind>& tile, int half, int warp) {
+GDN_DEVICE void load_checkpoint(float (&S)[64], const Params& params, const BackTile<Kind>& tile, int half, int warp) {
   const ChunkForward& p = params.problem.forward;
   const int64_t first = p.cu_seqlens ? sequence_bound(p, tile.n) : tile.n * p.T;  // token of all
-  const int64_t row = first / params.problem.every + tile.part - 1;
+  const int64_t row = first / params.problem.checkpoint_interval + tile.part - 1;
   load_matrix(S, state_of(params.problem.states, row * p.HV + tile.slice, half, warp));
-  scale_state(S, exp2_approx(-params.scratch.G[int64_t{tile.slot} * p.HV + tile.slice]));
+  scale_state(S, exp2_approx(-params.scratch.G[int64_t{tile.chunk_index} * p.HV + tile.slice]));
 }
 
 // The state that a tile starts from, in the frame.
@@ -230,7 +230,7 @@ GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int
   if (params.segment == 0 || tile.part == 0) {
     load_initial<Kind>(S, params, tile, half, warp);
   } else if (Kind::kExact && has_states(params)) {
-    load_kept<Kind>(S, params, tile, half, warp);
+    load_checkpoint<Kind>(S, params, tile, half, warp);
   } else {
     load_matrix(S, state_of(starts_of<Kind>(params, tile.n), index, half, warp));
   }
@@ -240,7 +240,7 @@ GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int
 GDN_DEVICE void check_end(const float (&S)[64], const Params& params, int ended, int half, int warp) {
   StateDifference difference;
   difference.add(S, state_of(params.scratch.starts, ended, half, warp));
-  difference.judge(params.cut.wrong);
+  difference.judge(params.maps.wrong);
 }
 
 template <class Kind, bool kCut>

@@ -2,6 +2,7 @@
 // forward start from. A block has 64 channels of V.
 #include <algorithm>
 
+#include "sm90/backward/copies.cuh"
 #include "sm90/backward/state_step.cuh"
 #include "sm90/launch_blocks.h"
 
@@ -16,7 +17,7 @@ struct Memory {
   struct alignas(1024) Stage {
     uint8_t k[2][kTileBytes], v[1][kTileBytes], t[kTileBytes];
   } stages[kStages];
-  Gates gates[kStages];
+  ChunkFactors factors[kStages];
   uint64_t full[kStages], empty[kStages], aside;
 };
 
@@ -45,18 +46,18 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const BackTile<Kind> tile = state_tile<Kind>(params, index);
     const int count = chunks_before(params, tile);  // of whole chunks
-    int made = 0;                                   // chunks from here on whose triangles are there
+    int ready = 0;                                   // chunks from here on whose triangles are there
 #pragma unroll 1
     for (int c = 0; c < count; ++c, ++it) {
       const uint32_t s = it % kStages;
       auto& stage = sm.stages[s];
-      const int block = (tile.slot + c) * p.HV + tile.hv(params), row = tile.first + c * kChunk;
-      if (made == 0) made = wait_until_made(params, tile.slot + c, 1, count - c, tile.h(params));
-      --made;
+      const int block = (tile.chunk_index + c) * p.HV + tile.hv(params), row = tile.first + c * kChunk;
+      if (ready == 0) ready = wait_for_triangles(params, tile.chunk_index + c, 1, count - c, tile.h(params));
+      --ready;
       wait_for(sm.empty[s], it / kStages + 1);
       load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params), tile.batch, kChunk,
-                   sizeof(Gates) + 2 * kTileBytes, [&](uint32_t bar) {
-                     bulk_load(shared_address(&sm.gates[s]), params.scratch.gates + block, sizeof(Gates), bar);
+                   sizeof(ChunkFactors) + 2 * kTileBytes, [&](uint32_t bar) {
+                     bulk_load(shared_address(&sm.factors[s]), params.scratch.factors + block, sizeof(ChunkFactors), bar);
                      bulk_load(shared_address(stage.t), t_at(params, block), kTileBytes, bar);
                      tma_load(shared_address(stage.v[0]), &params.v, bar, tile.v(params) + 64 * tile.part,
                               row, tile.hv(params), tile.batch);
@@ -89,11 +90,11 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
       const auto there = [&] { wait_for(sm.full[s], it / kStages); };
       there();
       make_u<T, 4>(
-          S, u, sm.gates[s], k_tile, shared_address(stage.v[0]), shared_address(stage.t), warp, lane,
+          S, u, sm.factors[s], k_tile, shared_address(stage.v[0]), shared_address(stage.t), warp, lane,
           // All is there; but the compiler deals c v out between the products, or sinks it behind them, and moves nothing
           // across the wait of a barrier.
           there, [](bool) {}, there, [] {}, [] {});
-      update_state<T>(S, u, sm.gates[s], k_tile);
+      update_state<T>(S, u, sm.factors[s], k_tile);
       wgmma_wait<0>();
       pin(S);
       __syncwarp();

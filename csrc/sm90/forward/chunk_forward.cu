@@ -3,7 +3,7 @@
 #include "common/tensor_map.h"
 #include "sm90/entry.h"
 #include "sm90/forward/config.cuh"
-#include "sm90/forward/params.cuh"
+#include "sm90/forward/kernel_params.cuh"
 #include "sm90/forward/run_heads.h"
 #include "sm90/launch_blocks.h"
 #include "sm90/plan/choose_cut.cuh"
@@ -41,28 +41,28 @@ const char* normalize(const ChunkForward& p, Rows& q, Rows& k, cudaStream_t stre
 
 // Of the maps, and of the states that segments start from.
 template <class Heads>
-size_t segment_floats(const ChunkForward& p, const Plan& plan, size_t rows) {
-  return size_t(plan.slots) * p.HV * rows * Heads::kKeys;
+size_t segment_floats(const ChunkForward& p, const ForwardPlan& plan, size_t rows) {
+  return size_t(plan.later_segments) * p.HV * rows * Heads::kKeys;
 }
 template <class Heads>
-size_t map_floats(const ChunkForward& p, const Plan& plan) {
+size_t map_floats(const ChunkForward& p, const ForwardPlan& plan) {
   return segment_floats<Heads>(p, plan, state_rows(p.V) + map_rows(Heads::kKeys));
 }
 template <class Heads>
-size_t start_floats(const ChunkForward& p, const Plan& plan) {
+size_t start_floats(const ChunkForward& p, const ForwardPlan& plan) {
   return segment_floats<Heads>(p, plan, state_rows(p.V));
 }
 
-// Of Segments::windows and ::marks.
-size_t window_ints(const ChunkForward& p, const Plan& plan) {
-  return plan.forgets ? size_t(plan.slots) * p.HV : 0;
+// Of SegmentBuffers::windows and ::marks.
+size_t window_ints(const ChunkForward& p, const ForwardPlan& plan) {
+  return plan.forgets ? size_t(plan.later_segments) * p.HV : 0;
 }
-size_t mark_ints(const ChunkForward& p, const Plan& plan) {
+size_t mark_ints(const ChunkForward& p, const ForwardPlan& plan) {
   return plan.forgets ? size_t(p.N) * p.HV * state_rows(p.V) / 64 : 0;
 }
 
-constexpr size_t kDealBytes = 256;  // Dealing::taken, or Segments::choice, and what keeps the next array aligned
-size_t order_bytes(const ChunkForward& p) { return size_t(ceil_div(p.HV, 64)) * 256; }  // Segments::order
+constexpr size_t kDealBytes = 256;  // Dealing::taken, or SegmentBuffers::choice, and what keeps the next array aligned
+size_t order_bytes(const ChunkForward& p) { return size_t(ceil_div(p.HV, 64)) * 256; }  // SegmentBuffers::order
 
 __global__ void __launch_bounds__(32, 1) set_to_zero(int* taken) {
   launch_dependents();
@@ -88,7 +88,7 @@ const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
     if (const char* error = make_map(&params.v, p.dtype, p.v, p.B, p.T, p.HV, p.V)) return error;
     if (const char* error = make_map(&params.o, p.dtype, o, p.B, p.T, p.HV, p.V)) return error;
   }
-  const Plan plan = plan_of<Heads>(p);
+  const ForwardPlan plan = plan_of<Heads>(p);
   params.shape = plan.shape;
   params.dealing = deal<Heads>(p, plan, workspace);
   if (params.dealing.taken) {
@@ -96,13 +96,13 @@ const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
     if (const char* error = check(cudaGetLastError())) return error;
     workspace += kDealBytes;
   }
-  Choice* choice = nullptr;
+  DeviceCut* choice = nullptr;
   int* order = nullptr;
-  if (plan.chosen) {
-    choice = reinterpret_cast<Choice*>(workspace);
+  if (plan.cut_by_device) {
+    choice = reinterpret_cast<DeviceCut*>(workspace);
     order = reinterpret_cast<int*>(workspace + kDealBytes);
     workspace += kDealBytes + order_bytes(p);
-    const ChoiceCall call = {p, cut_call<Heads>(p, plan), choice, order};
+    const ChooseCutParams call = {p, cut_call<Heads>(p, plan), choice, order};
     choose_cut<<<1, kChoiceThreads, 0, stream>>>(call);
     if (const char* error = check(cudaGetLastError())) return error;
   }
@@ -111,7 +111,7 @@ const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
   int* const windows = reinterpret_cast<int*>(starts + start_floats<Heads>(p, plan));
   params.heads = Divisor::of(p.HV);
   params.group = Divisor::of(p.HV / p.H);
-  params.segments = {plan.cuts, choice, order, false, Part::kFirst, maps, starts,
+  params.segments = {plan.cuts, choice, order, false, SegmentGroup::kFirst, maps, starts,
                      plan.forgets ? windows : nullptr,
                      plan.forgets ? windows + window_ints(p, plan) : nullptr};
   return pool ? run_heads<T, Heads, true>(params, plan, stream)
@@ -133,10 +133,10 @@ size_t chunk_forward_workspace(const ChunkForward& p) {
   if (unsupported(p)) return 0;
   const size_t of_plan = with_heads(p, [&](auto heads) {
     using Heads = decltype(heads);
-    const Plan plan = plan_of<Heads>(p);
+    const ForwardPlan plan = plan_of<Heads>(p);
     const size_t words = map_floats<Heads>(p, plan) + start_floats<Heads>(p, plan) + window_ints(p, plan) +
                          mark_ints(p, plan);
-    const size_t of_choice = plan.chosen ? kDealBytes + order_bytes(p) : 0;
+    const size_t of_choice = plan.cut_by_device ? kDealBytes + order_bytes(p) : 0;
     return (are_taken<Heads>(p, plan) ? kDealBytes : of_choice) + words * sizeof(float);
   });
   return (p.use_qk_l2norm ? 2 * normalized_bytes(p) : 0) + of_plan;

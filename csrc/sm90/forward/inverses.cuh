@@ -17,19 +17,19 @@ GDN_DEVICE void clear_tail(SharedMemory<C>& sm, const Triangles<C>& own, int row
 }
 
 template <class C>
-GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, int maker,
+GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, int warpgroup,
                                int warp) {
   const bool lead = thread_of<C>() % 32 == 0;
   Walk<C> walk(sm, params);
-  uint32_t it = 0;  // chunks so far, of all makers
+  uint32_t it = 0;  // chunks so far, of all inverse warpgroups
   Ring<C::kQStages> q;
   float kk[32];
 
-  // To this maker's next chunk, if there is one.
+  // To this warpgroup's next chunk, if there is one.
   const auto next = [&] {
     bool more = true;
 #pragma unroll 1
-    for (int i = 0; i < C::kMakers && more; ++i) {
+    for (int i = 0; i < C::kInverses && more; ++i) {
       more = walk.next();
       ++it;
       q.advance();
@@ -51,11 +51,11 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
     pin(kk);
   };
   const auto here = [&] {
-    return Triangles<C>(kMakerBarrier + maker, fresh_lane(), warp, sm.a[maker], sm.inverse[maker]);
+    return Triangles<C>(kInverseBarrier + warpgroup, fresh_lane(), warp, sm.a[warpgroup], sm.inverse[warpgroup]);
   };
 
   bool more = walk.begin();
-  for (int i = 0; i < maker && more; ++i) {
+  for (int i = 0; i < warpgroup && more; ++i) {
     more = walk.next();
     ++it;
     q.advance();
@@ -72,11 +72,11 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
     wait(sm.gates_full[now % C::kGateStages], now / C::kGateStages & 1);
     own.barrier();  // the previous chunk's scratch has been read
     own.store_a(kk, gates);
-    if constexpr (C::kMakersMakeP) {  // after A is stored: T is what the state waits for
+    if constexpr (C::kInversesMakeP) {  // after A is stored: T is what the state waits for
       wait(sm.q_full[q_now], q.phase);
       own.issue_product(qk, shared_address(sm.q[q_now]), shared_address(sm.k[now % C::kKStages]));
     } else {
-      static_assert(C::kMakers == 1);
+      static_assert(C::kInverses == 1);
       arrive(sm.k_empty[now % C::kKStages], lead);
       more = walk.next_or_empty();
       ++it;
@@ -90,7 +90,7 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
     __syncwarp();
     arrive(sm.t_full[t], lead);
 
-    if constexpr (C::kMakersMakeP) {
+    if constexpr (C::kInversesMakeP) {
       wgmma_wait<0>();
       pin(qk);
       arrive(sm.k_empty[now % C::kKStages], lead);
@@ -103,7 +103,7 @@ GDN_DEVICE void triangles_role(SharedMemory<C>& sm, const KernelParams& params, 
     }
     arrive(sm.gates_empty[now % C::kGateStages], lead);
     finish_kk();
-    if (!C::kMakersMakeP && at_empty) {
+    if (!C::kInversesMakeP && at_empty) {
       more = walk.begin();
       begin_chunk(here(), more);
       finish_kk();

@@ -13,22 +13,22 @@ namespace gdn::sm90 {
 
 template <class C>
 GDN_DEVICE void init_barriers(SharedMemory<C>& sm) {
-  // Arrivals; a chunk has one maker.
-  constexpr int kStateWarps = 4 * C::kStates * kWarpArrivals, kMakerWarps = 4 * kWarpArrivals;
+  // Arrivals; T of a chunk is made by one inverse warpgroup.
+  constexpr int kStateWarps = 4 * C::kStates * kWarpArrivals, kInverseWarps = 4 * kWarpArrivals;
   const auto init = [](auto& full, int writers, auto& empty, int readers) {
     for (auto& bar : full) mbarrier_init(&bar, writers);
     for (auto& bar : empty) mbarrier_init(&bar, readers);
   };
-  init(sm.k_full, 1, sm.k_empty, kStateWarps + kMakerWarps);
-  init(sm.q_full, 1, sm.q_empty, kStateWarps + (C::kMakersMakeP ? kMakerWarps : 0));
+  init(sm.k_full, 1, sm.k_empty, kStateWarps + kInverseWarps);
+  init(sm.q_full, 1, sm.q_empty, kStateWarps + (C::kInversesMakeP ? kInverseWarps : 0));
   init(sm.v_full, 1, sm.v_empty, kStateWarps);
-  init(sm.t_full, kMakerWarps, sm.t_empty, kStateWarps);
-  init(sm.p_full, kMakerWarps, sm.p_empty, kStateWarps);
-  init(sm.gates_full, 32, sm.gates_empty, kStateWarps + kMakerWarps);
+  init(sm.t_full, kInverseWarps, sm.t_empty, kStateWarps);
+  init(sm.p_full, kInverseWarps, sm.p_empty, kStateWarps);
+  init(sm.gates_full, 32, sm.gates_empty, kStateWarps + kInverseWarps);
   init(sm.o_full, 4 * kWarpArrivals, sm.o_empty, kWarpArrivals);
   // The gates' warp and those that store o; a single thread that loads v.
   constexpr int kOtherReaders = (1 + C::kStates) * kWarpArrivals + C::kValuesApart;
-  init(sm.tile_full, 1, sm.tile_empty, kStateWarps + C::kMakers * kMakerWarps + kOtherReaders);
+  init(sm.tile_full, 1, sm.tile_empty, kStateWarps + C::kInverses * kInverseWarps + kOtherReaders);
   mbarrier_init_fence();
 }
 
@@ -52,8 +52,8 @@ GDN_DEVICE void run_block(const KernelParams& params) {
       if (params.segments.leads) wait_for_prerequisites();  // for the choice of a cut
       // Of the maps and the walk of the first segments, what is launched second may begin when all of the other
       // has, and with the choice made; and what walks again beside the last of the later segments.
-      const Segments& segments = params.segments;
-      if (segments.part == Part::kFirst || (segments.part == Part::kLater && segments.windows != nullptr))
+      const SegmentBuffers& segments = params.segments;
+      if (segments.group == SegmentGroup::kFirst || (segments.group == SegmentGroup::kLater && segments.windows != nullptr))
         launch_dependents();
       sm.tiles[0].exists = false;
       if (int(blockIdx.x) < params.tiles) sm.tiles[0] = tile_at<C>(params, blockIdx.x);
@@ -93,14 +93,14 @@ GDN_DEVICE void run_block(const KernelParams& params) {
     } else if (C::kOutput && warp - kStore0 < C::kStates) {
       store_role(sm, params, warp - kStore0);
     }
-    if (C::kPass == Pass::kWhole || (C::kOutput && params.segments.part == Part::kFirst))
+    if (C::kPass == Pass::kWhole || (C::kOutput && params.segments.group == SegmentGroup::kFirst))
       zero_orphans<C>(params);
   } else if (warpgroup <= C::kStates) {
     set_registers<C::kStateRegisters, C::kLaunchRegisters>();
     state_role(sm, params, warpgroup - 1, warp % 4);
   } else {
-    if constexpr (C::kLowersMakers) set_registers<C::kMakerRegisters, C::kLaunchRegisters>();
-    triangles_role(sm, params, warpgroup - 1 - C::kStates, warp % 4);
+    if constexpr (C::kLowersInverses) set_registers<C::kInverseRegisters, C::kLaunchRegisters>();
+    inverse_role(sm, params, warpgroup - 1 - C::kStates, warp % 4);
   }
 }
 
@@ -116,12 +116,12 @@ template <class Both, class Halves>
 __global__ void __launch_bounds__(Halves::kThreads, 1)
     whole_sequences_kernel(const __grid_constant__ KernelParams params) {
   static_assert(Both::kThreads == Halves::kThreads);
-  bool halves = params.shape == Shape::kHalves;
+  bool halves = params.shape == BlockShape::kHalves;
   if (params.dealing.ordered) {
     find_order(params.problem, params.dealing, Halves::kThreads);
     // A load whose address is the same in all threads: behind a branch that the compiler thinks threads may
     // take apart it has no uniform registers, and the state's registers spill.
-    if (params.shape == Shape::kByLengths) halves = lengths_of_call().halves != 0;
+    if (params.shape == BlockShape::kByLengths) halves = lengths_of_call().halves != 0;
   }
   if constexpr (!std::is_same_v<Both, Halves>) {
     if (!halves) return run_block<Both>(params);

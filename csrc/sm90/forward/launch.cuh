@@ -25,7 +25,7 @@ const char* launch_whole(KernelParams& params, cudaStream_t stream) {
   using Halves = Config<T, Heads, 1, Pass::kWhole, kPool>;
   using Both = Config<T, Heads, only_halves<Heads>() ? 1 : 2, Pass::kWhole, kPool>;
   const ChunkForward& p = params.problem;
-  const bool both = params.shape == Shape::kBoth;
+  const bool both = params.shape == BlockShape::kBoth;
   const int64_t parts = both ? value_parts<Both>(p) : value_parts<Halves>(p);
   const int64_t blocks = std::min<int64_t>(int64_t{p.N} * p.HV * parts, p.multiprocessors);
   if (blocks == 0) return nullptr;
@@ -34,18 +34,18 @@ const char* launch_whole(KernelParams& params, cudaStream_t stream) {
 }
 
 template <class T, class Heads, bool kPool>
-const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t stream) {
+const char* run_heads(KernelParams& params, const ForwardPlan& plan, cudaStream_t stream) {
   if (!plan.in_segments()) return launch_whole<T, Heads, kPool>(params, stream);
   // Pairs of a sequence, or of a later segment, and a value head.
   const ChunkForward& p = params.problem;
-  const int64_t pairs = int64_t{p.N} * p.HV, tiles = int64_t{plan.slots} * p.HV;
+  const int64_t pairs = int64_t{p.N} * p.HV, tiles = int64_t{plan.later_segments} * p.HV;
   using Maps = Config<T, Heads, Heads::kKeys == 256 ? 1 : 2, Pass::kMaps, kPool>;
   using Halves = Config<T, Heads, 1, Pass::kSegments, kPool>;
   using Both = Config<T, Heads, only_halves<Heads>() ? 1 : 2, Pass::kSegments, kPool>;
-  const auto walk = [&](Part part, Shape shape, bool beside) {
-    params.segments.part = part;
-    const int64_t some = part == Part::kLater ? tiles : pairs;
-    if (shape == Shape::kBoth) return launch<Both>(params, some * value_parts<Both>(p), stream, beside);
+  const auto walk = [&](SegmentGroup group, BlockShape shape, bool beside) {
+    params.segments.group = group;
+    const int64_t some = group == SegmentGroup::kLater ? tiles : pairs;
+    if (shape == BlockShape::kBoth) return launch<Both>(params, some * value_parts<Both>(p), stream, beside);
     return launch<Halves>(params, some * value_parts<Halves>(p), stream, beside);
   };
   const auto map = [&](bool beside) {
@@ -53,19 +53,19 @@ const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t strea
     return launch<Maps>(params, tiles * parts, stream, beside);
   };
   const bool maps_first = plan.cuts.maps_first && tiles > 0;
-  params.segments.leads = plan.chosen;
-  if (const char* error = maps_first ? map(plan.chosen) : walk(Part::kFirst, plan.first, plan.chosen))
+  params.segments.leads = plan.cut_by_device;
+  if (const char* error = maps_first ? map(plan.cut_by_device) : walk(SegmentGroup::kFirst, plan.first, plan.cut_by_device))
     return error;
   params.segments.leads = false;
-  if (const char* error = maps_first ? walk(Part::kFirst, plan.first, true) : map(true)) return error;
+  if (const char* error = maps_first ? walk(SegmentGroup::kFirst, plan.first, true) : map(true)) return error;
   if (const char* error = launch_blocks(&fold_kernel<Maps>, params, pairs * (p.V / kFoldRows),
                                         kFoldThreads, Fold<Maps>::kBytes, 1, false, stream))
     return error;
   // Where the device chooses the shape, blocks of the other one find no tile.
-  if (plan.chosen && !only_halves<Heads>())
-    if (const char* error = walk(Part::kLater, Shape::kBoth, true)) return error;
-  if (const char* error = walk(Part::kLater, plan.shape, true)) return error;
-  return plan.forgets ? walk(Part::kAgain, Shape::kHalves, true) : nullptr;
+  if (plan.cut_by_device && !only_halves<Heads>())
+    if (const char* error = walk(SegmentGroup::kLater, BlockShape::kBoth, true)) return error;
+  if (const char* error = walk(SegmentGroup::kLater, plan.shape, true)) return error;
+  return plan.forgets ? walk(SegmentGroup::kAgain, BlockShape::kHalves, true) : nullptr;
 }
 
 }  // namespace gdn::sm90

@@ -13,6 +13,6 @@ struct KernelParams;
 // Null, or why it did not run. `params` has all but its tiles and parts. kPool: on a pool of states, by
 // kernels of their own, since instructions cost time even where they are not executed.
 template <class T, class Heads, bool kPool>
-const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t stream);
+const char* run_heads(KernelParams& params, const ForwardPlan& plan, cudaStream_t stream);
 
 }  // namespace gdn::sm90

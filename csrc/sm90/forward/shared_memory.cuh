@@ -9,7 +9,7 @@ namespace gdn::sm90 {
 struct Tile {
   int n, hv, batch;
   int part;     // of V: which 64 kStates channels
-  int slot;     // index of this segment among the later ones; of a first segment, of the one after it
+  int segment;  // index of this segment among the later ones; of a first segment, of the one after it
   int map;      // Pass::kMaps: 0 for b, 1 for M
   bool exists;  // false: the block has no tile, or, of Pass::kWhole, no further one
   bool begins, ends;  // its sequence begins, ends with it
@@ -28,8 +28,8 @@ struct SharedMemory {
   uint8_t p[kPStages][kTileBytes];  // lower q k^T
   uint8_t o[C::kStates][kTileBytes];
   // Scratch of the inverse, fp16, same swizzle: A, and its inverse with the unit diagonal.
-  uint8_t a[C::kMakers][kTileBytes];
-  uint8_t inverse[C::kMakers][kTileBytes];
+  uint8_t a[C::kInverses][kTileBytes];
+  uint8_t inverse[C::kInverses][kTileBytes];
   GateVectors gates[C::kGateStages];
   uint64_t k_full[C::kKStages], k_empty[C::kKStages];
   uint64_t q_full[C::kQStages], q_empty[C::kQStages];

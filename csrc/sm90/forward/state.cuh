@@ -16,7 +16,7 @@ template <class C>
 struct State : StateMemory<C> {
   using T = typename C::T;
   using Memory = StateMemory<C>;
-  using Memory::Memory, Memory::sm, Memory::lane, Memory::slot, Memory::tile_line, Memory::kSize, Memory::S;
+  using Memory::Memory, Memory::sm, Memory::lane, Memory::warpgroup, Memory::tile_line, Memory::kSize, Memory::S;
   using Rounded = uint32_t[C::kKeepsRounded ? kSize / 2 : 1];  // S in 16 bits
 
   // The state in the chunk's frame, and as an operand.
@@ -139,7 +139,7 @@ struct State : StateMemory<C> {
 
   // o = r O to its tile, for the store warp.
   GDN_DEVICE void emit(const float (&O)[32], const GateVectors& gates) {
-    const uint32_t tile = shared_address(sm.o[slot]) + tile_line;
+    const uint32_t tile = shared_address(sm.o[warpgroup]) + tile_line;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       uint32_t o4[4];
@@ -160,10 +160,10 @@ struct State : StateMemory<C> {
 };
 
 template <class C>
-GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int slot, int warp) {
+GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int warpgroup, int warp) {
   using T = typename C::T;
   using F = Frame<T>;
-  State<C> state(sm, params, slot);
+  State<C> state(sm, params, warpgroup);
   const bool lead = state.lane == 0;
   // A block of one tile walks a loop over the grid's tiles all the same: of a body that is known to run once
   // ptxas allots registers otherwise, and at K = 256 some spill.
@@ -199,7 +199,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
       int stop = 0;  // as far as this the chunks go, before the state is stored
       if constexpr (kStops) {
         stop = state.next_stop(tile_now(sm, turn), left);
-        store_shared_4(shared_address(&sm.stop[slot][warp]), stop);
+        store_shared_4(shared_address(&sm.stop[warpgroup][warp]), stop);
       }
 #pragma unroll 1
       for (; left > stop; left -= kChunk, ++it) {
@@ -215,8 +215,8 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         if (left < kChunk) wait(sm.t_full[pair], pair_phase);  // the tail is cleared
         wait(sm.k_full[k], it / C::kKStages & 1);
         if constexpr (C::kStatesMakeP) {
-          if (int(it % C::kStates) == slot) {
-            const Triangles<C> own(kStateBarrier + slot, fresh_lane(), warp);
+          if (int(it % C::kStates) == warpgroup) {
+            const Triangles<C> own(kStateBarrier + warpgroup, fresh_lane(), warp);
             wait(sm.q_full[q], it / C::kQStages & 1);
             own.issue_product(x, shared_address(sm.q[q]), k_tile);
             wgmma_wait<0>();
@@ -252,11 +252,11 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
           if (gates.post != 1.f) state.scale(gates.post);
         }
         if (left < kChunk) {  // the rest of v is the next sequence's, perhaps NaN
-          clear_rows<C>(sm.v[v][slot], left);
+          clear_rows<C>(sm.v[v][warpgroup], left);
           fence_async_proxy();
-          named_barrier(kStateBarrier + slot, 128);
+          named_barrier(kStateBarrier + warpgroup, 128);
         }
-        state.make_x(x, u, shared_address(sm.v[v][slot]), gates, without_v);
+        state.make_x(x, u, shared_address(sm.v[v][warpgroup]), gates, without_v);
         arrive(sm.v_empty[v], state.lane == lane_after(u[3] ^ u[7] ^ u[11] ^ u[15]));
         wait(sm.t_full[pair], pair_phase);
         pin(x);
@@ -306,19 +306,19 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         wgmma_commit();
 
         if constexpr (C::kOutput) {
-          wait(sm.o_empty[slot], (it & 1) ^ 1);
+          wait(sm.o_empty[warpgroup], (it & 1) ^ 1);
           wgmma_wait<1>();
           pin(o);
           arrive(sm.p_empty[pair], lead);
           arrive(sm.q_empty[q], lead);
           if (++q == C::kQStages) q = 0;
           state.emit(o, gates);
-          arrive(sm.o_full[slot], lead);
+          arrive(sm.o_full[warpgroup], lead);
         }
         __syncwarp();
         arrive(sm.gates_empty[it % C::kGateStages], lead);
         if constexpr (kStops)  // no register has been free for it
-          stop = load_shared_4(shared_address(&sm.stop[slot][warp]));
+          stop = load_shared_4(shared_address(&sm.stop[warpgroup][warp]));
         wgmma_wait<0>();
         pin(state.S);
         arrive(sm.k_empty[k], lead);

@@ -17,14 +17,14 @@ struct StateMemory {
   using T = typename C::T;
   SharedMemory<C>& sm;
   const KernelParams& params;
-  const int lane, slot;  // slot: which state warpgroup of the block
+  const int lane, warpgroup;  // warpgroup: which state warpgroup of the block
   const uint32_t tile_line;  // this lane's line in a [64 tokens][64 channels] tile, for ldmatrix
 
   static constexpr int kSize = C::kKeys / 2;
   float S[kSize];
 
-  GDN_DEVICE StateMemory(SharedMemory<C>& s, const KernelParams& p, int slot)
-      : sm(s), params(p), lane(thread_of<C>() % 32), slot(slot), tile_line(line(thread_of<C>())) {}
+  GDN_DEVICE StateMemory(SharedMemory<C>& s, const KernelParams& p, int warpgroup)
+      : sm(s), params(p), lane(thread_of<C>() % 32), warpgroup(warpgroup), tile_line(line(thread_of<C>())) {}
 
   GDN_DEVICE static uint32_t line(int thread) {
     const int lane = thread % 32, w = thread / 32 % 4;
@@ -34,18 +34,18 @@ struct StateMemory {
 
   // Row and column of S[0] in the whole state, transposed.
   GDN_DEVICE int value_channel(const Tile& tile) const {
-    return first_value_channel<C>(tile, slot) + thread_of<C>() / 32 % 4 * 16 + lane / 4;
+    return first_value_channel<C>(tile, warpgroup) + thread_of<C>() / 32 % 4 * 16 + lane / 4;
   }
   GDN_DEVICE int key_channel() const { return lane % 4 * 2; }
 
   // This tile's map or start in the workspace, or where a first segment leaves the second's.
   GDN_DEVICE int rows() const { return state_rows(values<C>(params.problem)); }
-  GDN_DEVICE float* map_of(int slot, int hv, int map) const {
+  GDN_DEVICE float* map_of(int segment, int hv, int map) const {
     return params.segments.maps +
-           ((int64_t{slot} * params.problem.HV + hv) * (rows() + C::kMapRows) + map * rows()) * C::kKeys;
+           ((int64_t{segment} * params.problem.HV + hv) * (rows() + C::kMapRows) + map * rows()) * C::kKeys;
   }
-  GDN_DEVICE float* start_of(int slot, int hv) const {
-    return params.segments.starts + (int64_t{slot} * params.problem.HV + hv) * (rows() * C::kKeys);
+  GDN_DEVICE float* start_of(int segment, int hv) const {
+    return params.segments.starts + (int64_t{segment} * params.problem.HV + hv) * (rows() * C::kKeys);
   }
 
   GDN_DEVICE void load(const Tile& tile) {
@@ -60,8 +60,8 @@ struct StateMemory {
       }
     } else if (C::kPass == Pass::kSegments && !tile.begins) {
       wait_for_prerequisites();  // the fold, or the later segments
-      const bool again = params.segments.part == Part::kAgain;
-      load_from(again ? map_of(tile.slot - 1, tile.hv, 0) : start_of(tile.slot, tile.hv), 1, C::kKeys, tile);
+      const bool again = params.segments.group == SegmentGroup::kAgain;
+      load_from(again ? map_of(tile.segment - 1, tile.hv, 0) : start_of(tile.segment, tile.hv), 1, C::kKeys, tile);
     } else if constexpr (C::kPool) {
       const int64_t row = first_row(tile);
       if (row < 0) {
@@ -119,9 +119,9 @@ struct StateMemory {
   GDN_DEVICE void store(const Tile& tile, float factor) const {
     const ChunkForward& p = params.problem;
     if constexpr (C::kPass == Pass::kMaps) {
-      store_to<true>(map_of(tile.slot, tile.hv, tile.map), 1, C::kKeys, tile, factor);
+      store_to<true>(map_of(tile.segment, tile.hv, tile.map), 1, C::kKeys, tile, factor);
     } else if (C::kPass == Pass::kSegments && tile.begins && !tile.ends) {
-      store_to<true>(start_of(tile.slot, tile.hv), 1, C::kKeys, tile, factor);
+      store_to<true>(start_of(tile.segment, tile.hv), 1, C::kKeys, tile, factor);
     } else if (p.ht != nullptr && tile.ends) {
       store_to(p.ht + tile.n * p.ht_n + tile.hv * p.ht_h, p.ht_k, p.ht_v, tile, factor);
     }
@@ -158,8 +158,8 @@ struct StateMemory {
     for (int d = 16; d > 0; d /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
     const float enough = fminf(most * factor, FLT_MAX) * kSameStart<T>;
     const int64_t own = int64_t{value_channel(tile)} * C::kKeys + key_channel();
-    float* to = map_of(tile.slot, tile.hv, 0) + own;
-    const float* next = start_of(tile.slot + 1, tile.hv) + own;
+    float* to = map_of(tile.segment, tile.hv, 0) + own;
+    const float* next = start_of(tile.segment + 1, tile.hv) + own;
     bool same = true;
     constexpr int kPiece = kSize / 4;
 #pragma unroll 1
@@ -178,8 +178,8 @@ struct StateMemory {
       go_around();
     }
     const int64_t pair = int64_t{tile.n} * params.problem.HV + tile.hv;
-    const int64_t mark = pair * (rows() / 64) + first_value_channel<C>(tile, slot) / 64;
-    if (!__all_sync(~0u, same) && lane == 0) atomicMin(params.segments.marks + mark, tile.slot + 1);
+    const int64_t mark = pair * (rows() / 64) + first_value_channel<C>(tile, warpgroup) / 64;
+    if (!__all_sync(~0u, same) && lane == 0) atomicMin(params.segments.marks + mark, tile.segment + 1);
   }
 
   // ---- of a pool
@@ -236,8 +236,8 @@ struct StateMemory {
   }
   // How much of the tile is left where a state has to be stored, after `left`.
   GDN_DEVICE int next_stop(const Tile& tile, int left) const {
-    const int every = params.pool.every;
-    return every == 0 ? 0 : max(0, left - (every - tokens_before(tile, left) % every));
+    const int interval = params.pool.checkpoint_interval;
+    return interval == 0 ? 0 : max(0, left - (interval - tokens_before(tile, left) % interval));
   }
   // The state there: as a checkpoint, as the final state or the start of the second segment, or as both.
   GDN_DEVICE void store_at_stop(const Tile& tile, int left, float factor) {
@@ -249,7 +249,7 @@ struct StateMemory {
       States to = pool.to;
       if (!final) to = pool.checkpoints;
       if (C::kPass == Pass::kSegments && final && left <= 0 && tile.begins && !tile.ends) {
-        to = {start_of(tile.slot, tile.hv), 0, 0, 1, C::kKeys, Dtype::kFloat32};
+        to = {start_of(tile.segment, tile.hv), 0, 0, 1, C::kKeys, Dtype::kFloat32};
         row = 0;
       }
       if (row >= 0) store_row(to, row, tile, factor);
@@ -264,11 +264,11 @@ struct StateMemory {
     const ChunkForward& p = params.problem;
     const Pool& pool = params.pool;
     const int tokens = tokens_before(tile, left);
-    if (pool.every == 0 || left < 0 || tokens == 0 || tokens % pool.every != 0) return -1;
-    const int index = tokens / pool.every - 1;
+    if (pool.checkpoint_interval == 0 || left < 0 || tokens == 0 || tokens % pool.checkpoint_interval != 0) return -1;
+    const int index = tokens / pool.checkpoint_interval - 1;
     if (pool.checkpoint_slots.data == nullptr) {
       const int64_t first = p.cu_seqlens ? sequence_bound(p, tile.n) : tile.n * p.T;
-      return first / pool.every + index;
+      return first / pool.checkpoint_interval + index;
     }
     if (index >= pool.checkpoint_columns) return -1;
     return not_skipped(slot_at(pool.checkpoint_slots, tile.n * pool.checkpoint_columns + index));
@@ -338,7 +338,7 @@ struct StateMemory {
     const int64_t end = p.cu_seqlens ? sequence_bound(p, tile.n + 1) : p.T;
     int thread = thread_of<C>() % 128;
     asm volatile("" : "+r"(thread));  // what is made of it would fill registers all along
-    const int column = first_value_channel<C>(tile, slot) + thread % 8 * 8;
+    const int column = first_value_channel<C>(tile, warpgroup) + thread % 8 * 8;
     if (!C::kExact && column >= p.V) return;
 #pragma unroll 1
     for (int64_t at = tile.first + thread / 8; at < end; at += 16)

@@ -26,25 +26,25 @@ GDN_DEVICE void store_tail(const KernelParams& params, const Walk<C>& walk, cons
 }
 
 template <class C>
-GDN_DEVICE void store_role(SharedMemory<C>& sm, const KernelParams& params, int slot) {
+GDN_DEVICE void store_role(SharedMemory<C>& sm, const KernelParams& params, int warpgroup) {
   Walk<C> walk(sm, params);
   const bool lead = thread_of<C>() % 32 == 0;
   uint32_t phase = 0;
   for (bool more = walk.begin(); more; more = walk.next()) {
-    const int first_column = first_value_channel<C>(walk.tile(), slot);
-    mbarrier_wait(shared_address(&sm.o_full[slot]), phase);
+    const int first_column = first_value_channel<C>(walk.tile(), warpgroup);
+    mbarrier_wait(shared_address(&sm.o_full[warpgroup]), phase);
     if (walk.rows() == kChunk) {
       if (lead) {
-        tma_store(&params.o, shared_address(sm.o[slot]), first_column,
+        tma_store(&params.o, shared_address(sm.o[warpgroup]), first_column,
                   walk.tile().first + walk.row, walk.tile().hv, walk.tile().batch);
         tma_store_commit();
         tma_store_wait_read();
       }
     } else {
-      store_tail(params, walk, sm.o[slot], first_column);
+      store_tail(params, walk, sm.o[warpgroup], first_column);
     }
     __syncwarp();
-    arrive(sm.o_empty[slot], lead);
+    arrive(sm.o_empty[warpgroup], lead);
     phase ^= 1;
   }
   if (lead) tma_store_wait();

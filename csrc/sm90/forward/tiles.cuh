@@ -1,7 +1,7 @@
 // Where the tiles of a call lie: which sequence or segment, value head and channels of V a tile has, and which rows.
 #pragma once
 #include "sm90/forward/config.cuh"
-#include "sm90/forward/params.cuh"
+#include "sm90/forward/kernel_params.cuh"
 #include "sm90/forward/shared_memory.cuh"
 #include "sm90/plan/segment_lengths.cuh"
 #include "sm90/plan/tile_order.cuh"
@@ -43,24 +43,24 @@ GDN_DEVICE void locate_sequence(const KernelParams& params, Tile& tile) {
 }
 
 // Not read from the cache of the multiprocessor: the kernel that writes it may run beside this one's start.
-GDN_DEVICE Choice choice_of(const KernelParams& params) {
-  const int4 words = __ldcg(reinterpret_cast<const int4*>(params.segments.choice));
+GDN_DEVICE DeviceCut device_cut(const KernelParams& params) {
+  const int4 words = __ldcg(reinterpret_cast<const int4*>(params.segments.device_cut));
   return {words.x, words.y, words.z};
 }
 // By the choice of choose_cut, or by the plan.
 GDN_DEVICE SegmentLengths lengths_of_segments(const KernelParams& params) {
-  if (params.segments.choice != nullptr) {
-    const Choice chosen = choice_of(params);
+  if (params.segments.device_cut != nullptr) {
+    const DeviceCut chosen = device_cut(params);
     return SegmentLengths(chosen.first, chosen.rest);
   }
   return planned_lengths(params.problem, params.segments.cuts);
 }
 
-// The later segment of a tile whose tile.slot is set. Few sequences have segments: a loop will do.
+// The later segment of a tile whose tile.segment is set. Few sequences have segments: a loop will do.
 template <class C>
 GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile, SegmentLengths lengths) {
   const ChunkForward& p = params.problem;
-  int index = tile.slot;
+  int index = tile.segment;
   tile.exists = tile.begins = tile.ends = false;
   for (tile.n = 0; tile.n < p.N; ++tile.n) {
     locate_sequence<C>(params, tile);
@@ -78,17 +78,17 @@ GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile, SegmentLe
   tile.length = 0;
 }
 
-// The slot of the second segment of sequence n, if it has one.
+// The number of the second segment of sequence n, if it has one.
 template <class C>
-GDN_DEVICE int second_slot(const KernelParams& params, int n, SegmentLengths lengths) {
+GDN_DEVICE int second_segment(const KernelParams& params, int n, SegmentLengths lengths) {
   Tile tile;
-  int slot = 0;
+  int segment = 0;
 #pragma unroll 1
   for (tile.n = 0; tile.n < n; ++tile.n) {
     locate_sequence<C>(params, tile);
-    slot += lengths.later(tile.length);
+    segment += lengths.later(tile.length);
   }
-  return slot;
+  return segment;
 }
 
 // All of a sequence from its first marked segment on, for a tile whose n, hv and part are set.
@@ -97,15 +97,15 @@ GDN_DEVICE void locate_again(const KernelParams& params, Tile& tile) {
   wait_for_prerequisites();  // the later segments, which make the marks
   const int parts = state_rows(values<C>(params.problem)) / 64;
   const int* const marks = params.segments.marks + (int64_t{tile.n} * params.problem.HV + tile.hv) * parts;
-  tile.slot = kUnmarked;
+  tile.segment = kUnmarked;
 #pragma unroll
-  for (int i = 0; i < C::kStates; ++i) tile.slot = min(tile.slot, __ldcg(marks + tile.part * C::kStates + i));
-  tile.exists = tile.slot != kUnmarked;
+  for (int i = 0; i < C::kStates; ++i) tile.segment = min(tile.segment, __ldcg(marks + tile.part * C::kStates + i));
+  tile.exists = tile.segment != kUnmarked;
   tile.length = 0;
   if (!tile.exists) return;
   const SegmentLengths lengths = lengths_of_segments(params);
   locate_sequence<C>(params, tile);
-  const int index = tile.slot - second_slot<C>(params, tile.n, lengths);
+  const int index = tile.segment - second_segment<C>(params, tile.n, lengths);
   const int before = lengths.first + index * lengths.rest;
   tile.begins = false;
   tile.ends = true;
@@ -126,42 +126,42 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
     tile.map = tile.part >= of_values;
     tile.part -= tile.map * of_values;
   }
-  tile.slot = tile.n = params.heads.divide(index);
+  tile.segment = tile.n = params.heads.divide(index);
   tile.hv = index - tile.n * p.HV;
   if constexpr (C::kPass == Pass::kMaps) {
     if (params.segments.order != nullptr) {  // all of a head's maps before the next head's
-      const int slots = params.tiles / (parts * p.HV);
-      const int rank = index / slots;
-      tile.slot = index - rank * slots;
+      const int segments = params.tiles / (parts * p.HV);
+      const int rank = index / segments;
+      tile.segment = index - rank * segments;
       tile.hv = __ldcg(params.segments.order + rank);
     }
   }
   tile.frame_begins = -1;
   if (C::kPass == Pass::kWhole && params.dealing.ordered) tile.n = lengths_of_call().order[tile.n];
-  if (C::kPass == Pass::kSegments && params.segments.part == Part::kAgain) {
+  if (C::kPass == Pass::kSegments && params.segments.group == SegmentGroup::kAgain) {
     locate_again<C>(params, tile);
   } else if (C::kPass == Pass::kWhole ||
-             (C::kPass == Pass::kSegments && params.segments.part == Part::kFirst)) {
+             (C::kPass == Pass::kSegments && params.segments.group == SegmentGroup::kFirst)) {
     tile.exists = tile.begins = tile.ends = true;
     locate_sequence<C>(params, tile);
     if constexpr (C::kPass == Pass::kSegments) {
       const SegmentLengths lengths = lengths_of_segments(params);
       tile.ends = tile.length <= lengths.first;
       tile.length = min(tile.length, lengths.first);
-      tile.slot = second_slot<C>(params, tile.n, lengths);
+      tile.segment = second_segment<C>(params, tile.n, lengths);
     }
   } else {
     locate_segment<C>(params, tile, lengths_of_segments(params));
     // Nothing starts from the end of a last segment. Of later segments there is a launch for each shape of blocks.
     const bool is_none = C::kPass == Pass::kMaps ? tile.ends
-                                                 : params.segments.choice != nullptr &&
-                                                       bool(choice_of(params).late_halves) != (C::kStates == 1);
+                                                 : params.segments.device_cut != nullptr &&
+                                                       bool(device_cut(params).late_halves) != (C::kStates == 1);
     if (is_none) {
       tile.exists = false;
       tile.length = 0;
     }
     if (C::kPass == Pass::kSegments && params.segments.windows != nullptr && tile.exists && !tile.ends) {
-      const int* const window = params.segments.windows + int64_t{tile.slot} * p.HV + tile.hv;
+      const int* const window = params.segments.windows + int64_t{tile.segment} * p.HV + tile.hv;
       tile.frame_begins = tile.length - __ldcg(window) * kChunk;
     }
   }
@@ -170,8 +170,8 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
 
 // Of V: the first of the 64 channels that a state warpgroup of the block owns in this tile.
 template <class C>
-GDN_DEVICE int first_value_channel(const Tile& tile, int slot) {
-  return (C::kStates == 1 ? tile.part : tile.part * C::kStates + slot) * 64;
+GDN_DEVICE int first_value_channel(const Tile& tile, int warpgroup) {
+  return (C::kStates == 1 ? tile.part : tile.part * C::kStates + warpgroup) * 64;
 }
 
 // 8 channels of o, which lie together.

@@ -8,15 +8,15 @@
 
 namespace gdn::sm90 {
 
-struct ChoiceCall {
+struct ChooseCutParams {
   ChunkForward problem;
   CutCall cut;
-  Choice* choice;  // written
+  DeviceCut* choice;  // written
   int* order;      // written: all value heads, those first that do not forget soon, whose maps take longest
 };
 // Threads of a head, each with its share of the samples: more samples a thread wait for memory one after the other.
 constexpr int kChoiceThreads = 576, kSamples = 64, kSamplers = 16;
-static_assert(kChoiceThreads >= kMostChosenHeads && kChoiceThreads >= Candidate::kAll && kChoiceThreads % 32 == 0 &&
+static_assert(kChoiceThreads >= kMostDeviceCutHeads && kChoiceThreads >= Candidate::kAll && kChoiceThreads % 32 == 0 &&
               32 % kSamplers == 0);
 
 // Whether a head's gates remember not much longer than plans reckon with: by the mean of kSamples of them, spread
@@ -37,9 +37,9 @@ GDN_DEVICE bool forgets_soon(const ChunkForward& p, int hv, int lane) {
 }
 
 // One block. Ties go to the lower candidate, so that the choice is the same on every run.
-__global__ void __launch_bounds__(kChoiceThreads, 1) choose_cut(const __grid_constant__ ChoiceCall call) {
+__global__ void __launch_bounds__(kChoiceThreads, 1) choose_cut(const __grid_constant__ ChooseCutParams call) {
   __shared__ int chunks[kMostOrdered];
-  __shared__ int forgets[kMostChosenHeads];
+  __shared__ int forgets[kMostDeviceCutHeads];
   __shared__ int longest, forgetting;
   __shared__ unsigned long long best[2];
   const ChunkForward& p = call.problem;

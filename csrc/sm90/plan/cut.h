@@ -4,17 +4,17 @@
 
 namespace gdn::sm90 {
 
-// Where every sequence is cut into segments, in chunks: the length of its first one, which is the longer,
-// and of each other one but the last.
+// Where every sequence is cut into segments, in chunks: the length of its first segment, which is the longest, and of each
+// other one but the last.
 struct Cut {
   int first, rest;
-  // What it was chosen for, at most: the longest sequence; segments, without the first of each sequence;
-  // and without the last of each, too.
+  // Upper bounds that this cut was planned for: chunks of the longest sequence; segments that are not the first of their
+  // sequence; segments that are neither the first nor the last.
   int longest, later, inner;
 };
 
-// In ascending order of `longest`, for the device to choose from by the contents of cu_seqlens; the last
-// one serves any. None: whole sequences.
+// Cuts in ascending order of `longest`. The device takes the first that was planned for lengths like those in cu_seqlens;
+// the last one serves all lengths. Without any, sequences are whole.
 struct Cuts {
   static constexpr int kMost = 8;
   Cut choices[kMost];
@@ -22,37 +22,37 @@ struct Cuts {
   bool maps_first;  // maps take longer than the first segments, beside which they are walked
 };
 
-// How many channels of V a block owns in a call of whole sequences: 128, 64, or what the device chooses
-// by the contents of cu_seqlens.
-enum class Shape { kBoth, kHalves, kByLengths };
+// How many channels of V a block has in a call of whole sequences: 128, 64, or as the device chooses by the contents of
+// cu_seqlens.
+enum class BlockShape { kBoth, kHalves, kByLengths };
 
 // How blocks come to their tiles in a call of whole sequences.
 struct Dealing {
-  bool ordered;    // those of the longest sequences first; else in the order of the sequences
-  // Tiles that blocks have taken, beside the first of each: a block takes its next when it is free. Null: every
-  // block has its own, in steps of the grid, there and back.
+  bool ordered;  // tiles of the longest sequences come first; else tiles are in the order of the sequences
+  // The number of tiles that blocks have taken after their first one: a block takes the next tile when it is free. Null:
+  // every block has its own tiles, in steps of the grid, forward and backward by turns.
   int* taken;
-  float chunk[2];  // ordered: microseconds of a chunk in a block of either shape,
-  float tile;      // and of the start and end of a tile
+  float chunk[2];  // with `ordered`, microseconds: a chunk in a block of either shape,
+  float tile;      // and the start and end of a tile
 };
 constexpr int kMostOrdered = 1024;  // sequences; more of them are taken in their own order
 
-// How a call is cut up; by what the host knows alone, so that a CUDA graph stays valid when the contents of
-// cu_seqlens and of the gates change.
-struct Plan {
-  Shape shape;   // of whole sequences, or of later segments
-  Shape first;   // of first segments
+// How a call is cut up. A plan follows from what the host knows alone, and a CUDA graph therefore stays valid when the
+// contents of cu_seqlens and of the gates change.
+struct ForwardPlan {
+  BlockShape shape;   // of whole sequences, or of later segments
+  BlockShape first;   // of first segments
   Cuts cuts;
-  int slots;     // segments at most, without the first of each sequence
-  bool chosen;   // there are no cuts to choose from: the device makes one, by lengths and gates (choose_cut.cuh)
-  bool forgets;  // maps are walked as far back as gates remember (forgetting.cuh)
-  bool in_segments() const { return cuts.count > 0 || chosen; }
+  int later_segments;  // an upper bound on segments that are not the first of their sequence
+  bool cut_by_device;  // there are no cuts to choose from: choose_cut.cuh makes one, by lengths and gates
+  bool forgets;        // maps are walked only as far back as gates remember, forgetting.cuh
+  bool in_segments() const { return cuts.count > 0 || cut_by_device; }
 };
-constexpr int kMostForgetting = 1024;  // segments of Plan::forgets
-constexpr int kMostChosenHeads = 512;  // value heads of Plan::chosen
+constexpr int kMostForgetting = 1024;  // segments of ForwardPlan::forgets
+constexpr int kMostDeviceCutHeads = 512;  // value heads of ForwardPlan::cut_by_device
 
-// What choose_cut chose: a cut's lengths in chunks, and the shape of blocks of later segments.
-struct alignas(16) Choice {
+// The choice of choose_cut: a cut's lengths in chunks, and the shape of blocks of later segments.
+struct alignas(16) DeviceCut {
   int first, rest, late_halves;
 };
 

@@ -2,28 +2,11 @@
 // the kernel that chooses a cut; and the cuts that are looked at.
 #pragma once
 #include "common/ptx.cuh"
+#include "sm90/plan/costs.h"
 #include "sm90/plan/cut.h"
+#include "sm90/plan/lengths.h"
 
 namespace gdn::sm90 {
-
-// Microseconds, fitted to the times of 363 plans of 31 calls on an H200.
-struct Costs {
-  float both, half, map;  // a chunk with 128 channels of V in a block, with 64, and of a map
-  float tile;             // the start and end of a tile
-  float fold, launches;   // a segment of the fold, in plans of the host; three more launches
-  // In cut_time a segment of the fold takes fold_head for each head and fold_map for each head that has an M, and
-  // fold_least at the least.
-  float fold_least, fold_head, fold_map;
-};
-constexpr float kSecondLaunch = 2;  // so much later begin the maps, unless they are launched first
-constexpr float kNoSegments = 2;    // the launches, of nothing
-// Of maps that are walked in windows (forgetting.cuh): the search for a window, and the launch that walks
-// again; chunks that a window has, as far as plans know.
-constexpr float kVerdict = 2, kAgain = 3;
-constexpr float kOtherShape = 2;  // the launch of later segments in blocks of the shape that is not chosen
-constexpr int kWindow = 15;
-constexpr float kChoice = 6;  // choose_cut
-constexpr float kNever = 1e9f;
 
 // All that a cut's time depends on, beside the lengths and the cut.
 struct CutCall {
@@ -32,7 +15,7 @@ struct CutCall {
   int first_parts;                // blocks of a first segment and head
   int both_parts, half_parts;     // of a later one in blocks of either shape; no blocks of both: 0
   int value_map_parts, map_parts; // of b; of b and M
-  int slots;                      // segments at most, without the first of each sequence
+  int later_segments;             // ForwardPlan::later_segments
   bool first_halves, forgets;
 };
 
@@ -60,17 +43,14 @@ struct Candidate {
   }
 };
 
-// So many sequences of so many chunks.
-struct Alike {
-  int chunks, count;
-};
+// The lengths of sequences, by the number of a kind or of a sequence.
 struct InKinds {
-  const Alike* kinds;
-  GDN_HOST_DEVICE Alike operator()(int i) const { return kinds[i]; }
+  const EqualSequences* kinds;
+  GDN_HOST_DEVICE EqualSequences operator()(int i) const { return kinds[i]; }
 };
 struct OneByOne {
   const int* chunks;
-  GDN_HOST_DEVICE Alike operator()(int n) const { return {chunks[n], 1}; }
+  GDN_HOST_DEVICE EqualSequences operator()(int n) const { return {chunks[n], 1}; }
 };
 
 // The time of tiles that go, the longest first, to the block that is free first: its lower bounds, and half of
@@ -107,7 +87,7 @@ GDN_HOST_DEVICE float cut_time(const CutCall& call, const Lengths& lengths, int 
   int long_ones = 0, short_ones = 0, inner = 0, most_later = 0, most_short = 0, most_last = 0;
   float short_chunks = 0, last_chunks = 0;
   for (int i = 0; i < n; ++i) {
-    const Alike x = lengths(i);
+    const EqualSequences x = lengths(i);
     if (x.chunks <= first) {
       short_ones += x.count;
       short_chunks += float(x.count) * float(x.chunks);
@@ -121,7 +101,7 @@ GDN_HOST_DEVICE float cut_time(const CutCall& call, const Lengths& lengths, int 
     most_later = max(most_later, later);
     most_last = max(most_last, last);
   }
-  if (inner + long_ones > call.slots) return kNever;
+  if (inner + long_ones > call.later_segments) return kNever;
   const float heads = float(call.heads), verdict = call.forgets ? kVerdict : 0;
   const float in_windows = call.forgets ? floorf(share * heads) * float(inner) : 0;
   const float first_tiles = heads * float(call.first_parts);

@@ -7,7 +7,7 @@
 // That is a guess. It is wrong where keys are long, where a window adds next to nothing to the state (what
 // came before is then all of it, however small), and where a NaN or an infinity lies before the window. So a
 // segment that ends where the next one started from such a b compares the two. Where they differ, the rest of
-// the sequence is walked again from the state that the segment ended with (Part::kAgain); a launch finds
+// the sequence is walked again from the state that the segment ended with (SegmentGroup::kAgain); a launch finds
 // nothing to do otherwise. The verdict on a window and on a start are functions of the call's contents,
 // summed in a fixed order: the bits are the same on every run.
 //

@@ -1,13 +1,13 @@
-// What a search on the host has found, kept for the next calls of the same sizes.
+// Results of searches on the host, for later calls of the same sizes.
 #pragma once
 #include <cstddef>
 #include <vector>
 
 namespace gdn::sm90 {
 
-// What was made for the last kMost keys.
+// The results for the last kMost keys.
 template <class Key, class Value, size_t kMost>
-class Kept {
+class Memo {
  public:
   template <class Make>
   Value find(const Key& key, const Make& make) {
@@ -31,7 +31,7 @@ class Kept {
     Value value;
   };
   std::vector<Entry> entries_;
-  size_t last_ = 0, oldest_ = 0;  // found or made; to be replaced
+  size_t last_ = 0, oldest_ = 0;  // the entry of the last call; the one to replace next
 };
 
 }  // namespace gdn::sm90

@@ -9,7 +9,7 @@ namespace gdn::sm90 {
 
 // What a block knows of the sequences of a packed call, in shared memory behind that of its roles.
 struct Lengths {
-  // Of LeastTime::with, in the order of Shape: floats, which order as integers, since none is negative.
+  // Of LeastTime::with, in the order of BlockShape: floats, which order as integers, since none is negative.
   int least[2];
   int all_chunks;
   int halves;  // whether blocks should own 64 channels of V, not 128

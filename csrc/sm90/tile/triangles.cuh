@@ -1,4 +1,4 @@
-// The triangles of a chunk: T = (I + A)^-1 by the makers, P = q k^T by them or by the states.
+// The triangles of a chunk: T = (I + A)^-1 by the inverse warpgroups, P = q k^T by them or by the states.
 //
 // Warp w owns rows 16 w to 16 w + 15 of q k^T and k k^T, as WGMMA leaves them. The inverse is built
 // from 8 x 8 diagonal blocks by substitution in fp32, those of 16 x 16 by
@@ -56,7 +56,7 @@ struct Triangles {
   using T = typename C::T;
   const int named, lane, w;  // the warpgroup's barrier; w: warp of the warpgroup
   const Lines lines;
-  const uint32_t a_tile, inverse_tile;  // of a maker
+  const uint32_t a_tile, inverse_tile;  // of an inverse warpgroup
 
   GDN_DEVICE Triangles(int named, int lane, int warp, const uint8_t* a = nullptr, const uint8_t* inverse = nullptr)
       : named(named), lane(lane), w(warp), lines(lane), a_tile(shared_address(a)), inverse_tile(shared_address(inverse)) {}
@@ -121,7 +121,7 @@ struct Triangles {
           return times_decay(word(b, i), rows[i % 2], b, i);
         });
       }
-    } else {  // fewer instructions: blocks with two makers, one of them in each path, would fetch both
+    } else {  // fewer instructions: blocks with two inverse warpgroups, one of them in each path, would fetch both
       uint32_t r[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) r[i] = word(i / 4, i % 4);

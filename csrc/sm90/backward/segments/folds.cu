@@ -1,6 +1,7 @@
 // What the segments of both walks start from, out of their maps (segments/maps.cu): E_(j-1) = E_j M_j + b_j
 // from the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from the first one to the last but one. The result
 // replaces b.
+#include "sm90/backward/copies.cuh"
 #include "sm90/backward/segments/map_halves.cuh"
 #include "sm90/backward/segments/windows.cuh"
 #include "sm90/launch_blocks.h"
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   const int first = back ? last - 1 : 1;
   for (int i = threadIdx.x; i / 32 * 32 < steps; i += kThreads) {
     const int segment = back ? first - i : first + i;
-    const bool has = i < steps && params.cut.forgotten[segment_index<Kind>(params, n, segment, slice)] == 0;
+    const bool has = i < steps && params.maps.forgotten[segment_index<Kind>(params, n, segment, slice)] == 0;
     const uint32_t all = __ballot_sync(~0u, has);
     if (lane == 0) sm.has_map[i / 32] = all;
   }
@@ -195,11 +196,11 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   const int64_t slices = slices_of<Kind>(params), from = segment_index<Kind>(params, n, first, slice);
   const int64_t each = back ? -slices : slices;
   if (warp == kWarps) {
-    if (lane == 0) copy_lines(sm, params.cut.maps + from * kMapValues, each * kMapValues, steps, cluster_rank());
+    if (lane == 0) copy_lines(sm, params.maps.values + from * kMapValues, each * kMapValues, steps, cluster_rank());
     __syncwarp();
   } else {
     const int row = lane / 4, column = warp * 16 + lane % 4 * 2;
-    float* const states = (back ? params.cut.ends : starts_of<Kind>(params, n)) + from * (kChannels * kChannels);
+    float* const states = (back ? params.maps.ends : starts_of<Kind>(params, n)) + from * (kChannels * kChannels);
     float* const state = states + (part * kFoldRows + row) * kChannels + column;
     if (back) {
       fold<true>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane);

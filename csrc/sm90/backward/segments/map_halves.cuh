@@ -1,4 +1,4 @@
-// How a map lies in Cut::maps: each fp32 value as the sum of a high and a low bf16 value, which tensor cores take.
+// How a map lies in SegmentMaps::values: each fp32 value as the sum of a high and a low bf16 value, which tensor cores take.
 #pragma once
 #include "sm90/backward/layout.cuh"
 

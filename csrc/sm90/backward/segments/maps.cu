@@ -8,6 +8,7 @@
 //     kForward   segments but the last: b of the state, from h0 in the first one; not where the forward has left the states
 // segments/folds.cu makes of them what the segments start from. All are in the frame of their chunks, which is the
 // sequence's. A block has a tile, each of its two warpgroups 64 rows of it.
+#include "sm90/backward/copies.cuh"
 #include "sm90/backward/segments/map_halves.cuh"
 #include "sm90/backward/segments/windows.cuh"
 #include "sm90/backward/state_step.cuh"
@@ -24,7 +25,7 @@ struct Memory {
   struct alignas(1024) Stage {
     uint8_t k[2][kTileBytes], q[2][kTileBytes], values[2][kTileBytes], t[kTileBytes], p[kTileBytes];  // values: do or v
   } stages[kStages];
-  Gates gates[kStages];
+  ChunkFactors factors[kStages];
   uint64_t full[kStages], empty[kStages], aside;
 };
 constexpr int kArrivals = 3;  // of the loader at `full`: for k, q and do
@@ -34,7 +35,7 @@ template <class Kind>
 struct MapTile : SegmentTile<Kind> {
   Job job;
   bool forgets;  // the walk begins from zeros, windows.cuh
-  int what;      // what the segment would forget, as in Cut::forgotten
+  int what;      // what the segment would forget, as in SegmentMaps::forgotten
   // Whether this tile is the one of its segment that says what is forgotten.
   GDN_DEVICE bool says() const {
     return this->length > 0 && job != Job::kMap && (job == Job::kBack) == (what == kForgetsGradient);
@@ -93,7 +94,7 @@ GDN_DEVICE MapTile<Kind> map_tile(const Params& params, const Jobs& jobs, int in
   if (job == Job::kForward) {
     const int own = window_of<Kind>(params, x, false), left_out = own == 0 ? 0 : x.chunks() - own;
     x.first += left_out * kChunk;
-    x.slot += left_out;
+    x.chunk_index += left_out;
     x.length -= left_out * kChunk;
   } else {
     x.length = job == Job::kBack ? min(x.length, window * kChunk) : 0;
@@ -117,32 +118,32 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
       const int c = tile.job == Job::kForward ? i : count - 1 - i;
       const uint32_t s = it % kStages;
       auto& stage = sm.stages[s];
-      const int slot = tile.slot + c, row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
-      const int of_head = slot * p.HV + tile.hv(params);
+      const int chunk_index = tile.chunk_index + c, row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
+      const int of_head = chunk_index * p.HV + tile.hv(params);
       wait_for(sm.empty[s], it / kStages + 1);
-      const auto factors = [&](uint32_t bar) {
-        bulk_load(shared_address(&sm.gates[s]), params.scratch.gates + of_head, sizeof(Gates), bar);
+      const auto load_factors = [&](uint32_t bar) {
+        bulk_load(shared_address(&sm.factors[s]), params.scratch.factors + of_head, sizeof(ChunkFactors), bar);
         bulk_load(shared_address(stage.t), t_at(params, of_head), kTileBytes, bar);
       };
       const auto load = [&](const CUtensorMap& map, uint8_t(*to)[kTileBytes], int head, int bytes, const auto& also) {
         load_rows<2>(map, to, sm.full[s], sm.aside, aside_phase, 0, row, head, tile.batch, rows, bytes, also);
       };
-      constexpr int kBytes = sizeof(Gates) + kTileBytes;
+      constexpr int kBytes = sizeof(ChunkFactors) + kTileBytes;
       if (tile.job == Job::kBack) {
         const bool steep = params.scratch.last[of_head] < -Frame<T>::kRange;
         load(params.k, stage.k, tile.h(params), kBytes + kTileBytes, [&](uint32_t bar) {
-          factors(bar);
+          load_factors(bar);
           if (steep) {
-            bulk_load(shared_address(stage.p), ds_at(params, slot * slices_of<Kind>(params) + tile.slice, 0), kTileBytes, bar);
+            bulk_load(shared_address(stage.p), ds_at(params, chunk_index * slices_of<Kind>(params) + tile.slice, 0), kTileBytes, bar);
           } else {
             tma_load(shared_address(stage.p),
-                     pairs_at<Kind>(params, slot, tile.h(params), tile.n, tile.batch, row, rows), bar);
+                     pairs_at<Kind>(params, chunk_index, tile.h(params), tile.n, tile.batch, row, rows), bar);
           }
         });
         load(params.q, stage.q, tile.h(params), 0, Nothing{});
         load(params.dO, stage.values, tile.hv(params), 0, Nothing{});
       } else {  // of whole chunks, as a segment follows
-        load(params.k, stage.k, tile.h(params), kBytes, factors);
+        load(params.k, stage.k, tile.h(params), kBytes, load_factors);
         if (tile.job == Job::kForward) {
           load(params.v, stage.values, tile.hv(params), 0, Nothing{});
         } else {
@@ -156,12 +157,12 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
 
 // dS through a chunk, walk_back.cu; kReads: with do.
 template <bool kReads, class T>
-GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const Gates& gates, int slot, int warp) {
+GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const ChunkFactors& factors, int warpgroup, int warp) {
   const int lane = fresh_lane();
   float x[32];
   uint32_t y[16], u[16];
   if constexpr (kReads)
-    read_do<T>(y, shared_address(stage.values[slot]), transposed_line(warp, lane), gates, lane);
+    read_do<T>(y, shared_address(stage.values[warpgroup]), transposed_line(warp, lane), factors, lane);
   {
     uint32_t rounded[32];
 #pragma unroll
@@ -194,9 +195,9 @@ GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const Gate
   for (int i = 0; i < 4; ++i) wgmma_rs_n64_mn(T{}, x, u + 4 * i, t_columns.at(i * 2048), 1);
   wgmma_commit();
   // This takes no time of its own: the product with T_s is being made.
-  if (gates.post != 1.f) scale_state(S, gates.post);
+  if (factors.post != 1.f) scale_state(S, factors.post);
   if constexpr (kReads) {
-    if (gates.steep) decay_do<T>(y, gates, lane);
+    if (factors.steep) decay_do<T>(y, factors, lane);
     pin(y);
     pin(S);
     wgmma_fence();
@@ -208,8 +209,8 @@ GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const Gate
   float f[16];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const float2 factors = *reinterpret_cast<const float2*>(&gates.x[j * 4 + lane % 4].z);
-    f[2 * j] = factors.x, f[2 * j + 1] = factors.y;
+    const float2 pair = *reinterpret_cast<const float2*>(&factors.x[j * 4 + lane % 4].z);
+    f[2 * j] = pair.x, f[2 * j + 1] = pair.y;
   }
   pin(f);
   wgmma_wait<kReads ? 1 : 0>();
@@ -225,11 +226,11 @@ GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const Gate
   wgmma_commit();
   wgmma_wait<0>();
   pin(S);
-  if (gates.pre != 1.f) scale_state(S, gates.pre);
+  if (factors.pre != 1.f) scale_state(S, factors.pre);
 }
 
 template <class Kind>
-GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
+GDN_DEVICE void walk(Memory& sm, const Params& params, int warpgroup, int warp) {
   using T = typename Kind::T;
   static_assert(!kDecaysToEnd<T>, "w = 1, walk_back.cu");
   const ChunkBackward& problem = params.problem;
@@ -240,11 +241,11 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const MapTile<Kind> tile = map_tile<Kind>(params, jobs, index);
     const int count = tile.chunks();
-    if (slot == 0 && warp == 0 && fresh_lane() == 0 && tile.says())
-      params.cut.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] =
+    if (warpgroup == 0 && warp == 0 && fresh_lane() == 0 && tile.says())
+      params.maps.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] =
           tile.forgets ? tile.what : 0;
     if (count == 0) continue;
-    const int row = slot * 64 + state_row(warp, fresh_lane()), column = state_column(fresh_lane());
+    const int row = warpgroup * 64 + state_row(warp, fresh_lane()), column = state_column(fresh_lane());
     const auto chunks = [&](const auto& step) {
 #pragma unroll 1
       for (int c = 0; c < count; ++c, ++it) {
@@ -261,7 +262,7 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
     float* to;
     if (tile.job == Job::kForward) {
       if (tile.segment == 0 && !tile.forgets) {
-        load_initial<Kind>(S, params, tile, slot, warp);
+        load_initial<Kind>(S, params, tile, warpgroup, warp);
       } else {
         clear_state(S);
       }
@@ -271,9 +272,9 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
         const auto there = [&] { wait_for(sm.full[s], it / kStages); };  // again: walk_states.cu
         uint32_t u[16];
         make_u<T, 4>(
-            S, u, sm.gates[s], k_tile, shared_address(stage.values[slot]), shared_address(stage.t), warp, fresh_lane(),
+            S, u, sm.factors[s], k_tile, shared_address(stage.values[warpgroup]), shared_address(stage.t), warp, fresh_lane(),
             there, [](bool) {}, there, [] {}, [] {});
-        update_state<T>(S, u, sm.gates[s], k_tile);
+        update_state<T>(S, u, sm.factors[s], k_tile);
         wgmma_wait<0>();
         pin(S);
       });
@@ -283,8 +284,8 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
       for (int j = 0; j < 16; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) S[4 * j + i] = row + i / 2 * 8 == column + j * 8 + i % 2 ? 1.f : 0.f;
-      chunks([&](uint32_t s) { step_back<false, T>(S, sm.stages[s], sm.gates[s], slot, warp); });
-      store_map(S, params.cut.maps + number * kMapValues, slot * 64 + warp * 16, fresh_lane());
+      chunks([&](uint32_t s) { step_back<false, T>(S, sm.stages[s], sm.factors[s], warpgroup, warp); });
+      store_map(S, params.maps.values + number * kMapValues, warpgroup * 64 + warp * 16, fresh_lane());
       continue;
     } else {
       if (tile.segment < tile.last || tile.forgets || problem.dht == nullptr) {
@@ -293,10 +294,10 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int slot, int warp) {
         wait_for(sm.full[it % kStages], it / kStages);
         load_state(S, problem.dht + tile.n * problem.dht_n + tile.hv(params) * problem.dht_h + row * problem.dht_v +
                           column * problem.dht_k,
-                   problem.dht_k, problem.dht_v, sm.gates[it % kStages].end, AllChannels{});
+                   problem.dht_k, problem.dht_v, sm.factors[it % kStages].end, AllChannels{});
       }
-      chunks([&](uint32_t s) { step_back<true, T>(S, sm.stages[s], sm.gates[s], slot, warp); });
-      to = params.cut.ends + matrix - next;
+      chunks([&](uint32_t s) { step_back<true, T>(S, sm.stages[s], sm.factors[s], warpgroup, warp); });
+      to = params.maps.ends + matrix - next;
     }
     store_matrix(S, to + row * kChannels + column);
   }
@@ -311,7 +312,7 @@ GDN_DEVICE void say_of_short_ones(const Params& params) {
   for (int n = 0; n < p.N; ++n) {
     if (last_segment(chunks_of_sequence(p, n), params.segment) > 0) continue;
     for (int slice = threadIdx.x % 32; slice < slices; slice += 32)
-      params.cut.forgotten[segment_index<Kind>(params, n, 0, slice)] = 0;
+      params.maps.forgotten[segment_index<Kind>(params, n, 0, slice)] = 0;
   }
 }
 

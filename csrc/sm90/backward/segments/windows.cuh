@@ -18,7 +18,7 @@ namespace gdn::sm90::backward {
 template <class Kind>
 GDN_DEVICE int window_of(const Params& params, const SegmentTile<Kind>& tile, bool back) {
   const int lane = threadIdx.x % 32, count = tile.chunks(), HV = params.problem.forward.HV;
-  const float* const last = params.scratch.last + int64_t{tile.slot} * HV + tile.hv(params);
+  const float* const last = params.scratch.last + int64_t{tile.chunk_index} * HV + tile.hv(params);
   float before = 0;
 #pragma unroll 1
   for (int first = 0; first < count; first += 32) {

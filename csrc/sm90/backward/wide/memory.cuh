@@ -1,6 +1,7 @@
 // Of the walks of wide keys: shared memory and barriers, and the single warps, which load, make the factors of tokens and
 // store.
 #pragma once
+#include "sm90/backward/copies.cuh"
 #include "sm90/backward/layout.cuh"
 
 namespace gdn::sm90::backward {
@@ -20,12 +21,12 @@ struct Wide {
 struct WideParams {
   CUtensorMap q, k, v, dO, A_inv, A_qk, h, dh, v_new, dx;
   BackwardWalks problem;
-  int tiles, parts, slots_of_batch;  // of one way; of V; of a batch entry, if padded
+  int tiles, parts, chunks_of_batch;  // of one way; of V; of a batch entry, if padded
   Divisor heads, group, by_parts;    // HV, value heads of a key head, parts
 };
 
 // Of a chunk's tokens; those past the sequence's end have zeros.
-struct WideGates {
+struct WideFactors {
   float4 x[kChunk / 2];  // of tokens 2 i, 2 i + 1: beta, beta, beta 2^g, beta 2^g
   float end[kChunk];     // 2^(g_last - g)
   float read[kChunk];    // scale 2^g
@@ -43,9 +44,9 @@ struct WideMemory {
   uint8_t values[C::kStates][kTileBytes];       // v, or do
   uint8_t A_inv[1][kTileBytes], A_qk[1][kTileBytes];  // A_qk: back
   uint8_t state[C::kStates][kKeyTiles][kTileBytes];  // h or dh: rows are channels of K
-  uint8_t made[C::kStates][kTileBytes];              // v_new or dx
-  WideGates gates[2];
-  Buffer of_k[2], of_gates[2], of_q, of_values, of_A_inv, of_A_qk, of_state[C::kStates], of_made[C::kStates];
+  uint8_t result[C::kStates][kTileBytes];              // v_new or dx
+  WideFactors factors[2];
+  Buffer of_k[2], of_factors[2], of_q, of_values, of_A_inv, of_A_qk, of_state[C::kStates], of_result[C::kStates];
   uint64_t aside;  // of the loader
 };
 
@@ -53,7 +54,7 @@ struct WideMemory {
 template <bool kBack>
 struct WideTile {
   int n, hv, h, batch, first, length, v;  // v: the first channel of V
-  int64_t slot;                           // of the first chunk
+  int64_t chunk_index;                        // of the first chunk
   GDN_DEVICE int chunks() const { return length > 0 ? (length + kChunk - 1) / kChunk : 0; }
   GDN_DEVICE int chunk(int i) const { return kBack ? chunks() - 1 - i : i; }
 };
@@ -70,7 +71,7 @@ GDN_DEVICE WideTile<kBack> wide_tile(const WideParams& params) {
   x.batch = p.cu_seqlens ? 0 : x.n;
   x.first = p.cu_seqlens ? int(sequence_bound(p, x.n)) : 0;
   x.length = sequence_length(p, x.n);
-  x.slot = p.cu_seqlens ? int64_t{params.problem.chunk_offsets[x.n]} : int64_t{x.n} * params.slots_of_batch;
+  x.chunk_index = p.cu_seqlens ? int64_t{params.problem.chunk_offsets[x.n]} : int64_t{x.n} * params.chunks_of_batch;
   return x;
 }
 
@@ -123,48 +124,48 @@ GDN_DEVICE void make_factors(WideMemory<C>& sm, const WideParams& params) {
   for (int it = 0; it < tile.chunks(); ++it) {
     const Given given = next;
     if (it + 1 < tile.chunks()) read(it + 1);
-    wait_for(sm.of_gates[it % 2].empty, it / 2 + 1);
-    WideGates& gates = sm.gates[it % 2];
+    wait_for(sm.of_factors[it % 2].empty, it / 2 + 1);
+    WideFactors& factors = sm.factors[it % 2];
     float decay[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool inside = given.g[i] != INFINITY;
       decay[i] = inside ? exp2_approx(given.g[i]) : 0.f;
-      gates.end[2 * lane + i] = inside ? exp2_approx(given.last - given.g[i]) : 0.f;
-      gates.read[2 * lane + i] = p.scale * decay[i];
-      gates.own[2 * lane + i] = given.own[i];
+      factors.end[2 * lane + i] = inside ? exp2_approx(given.last - given.g[i]) : 0.f;
+      factors.read[2 * lane + i] = p.scale * decay[i];
+      factors.own[2 * lane + i] = given.own[i];
     }
-    gates.x[lane] =
+    factors.x[lane] =
         make_float4(given.beta[0], given.beta[1], given.beta[0] * decay[0], given.beta[1] * decay[1]);
-    if (lane == 0) gates.last = exp2_approx(given.last);
+    if (lane == 0) factors.last = exp2_approx(given.last);
     __syncwarp();
-    arrive(sm.of_gates[it % 2].full, lane == 0);
+    arrive(sm.of_factors[it % 2].full, lane == 0);
   }
 }
 
 template <class C, bool kBack>
-GDN_DEVICE void store(WideMemory<C>& sm, const WideParams& params, int slot) {
+GDN_DEVICE void store(WideMemory<C>& sm, const WideParams& params, int warpgroup) {
   const ChunkForward& p = params.problem.forward;
   const auto tile = wide_tile<C, kBack>(params);
-  const int v = tile.v + 64 * slot, lane = threadIdx.x % 32;
+  const int v = tile.v + 64 * warpgroup, lane = threadIdx.x % 32;
   const CUtensorMap &states = kBack ? params.dh : params.h, &values = kBack ? params.dx : params.v_new;
   uint16_t* const rows_to = static_cast<uint16_t*>(kBack ? params.problem.dx : params.problem.v_new);
 #pragma unroll 1
   for (int it = 0; it < tile.chunks(); ++it) {
     const int c = tile.chunk(it), row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
-    wait_for(sm.of_state[slot].full, it);
+    wait_for(sm.of_state[warpgroup].full, it);
     if (lane == 0 && v < p.V) {
       for (int i = 0; 64 * i < p.K; ++i)
-        tma_store(&states, shared_address(sm.state[slot][i]), v, 64 * i, 0, int((tile.slot + c) * p.HV + tile.hv));
+        tma_store(&states, shared_address(sm.state[warpgroup][i]), v, 64 * i, 0, int((tile.chunk_index + c) * p.HV + tile.hv));
       tma_store_commit();
       tma_store_wait_read();
     }
     __syncwarp();
-    arrive(sm.of_state[slot].empty, lane == 0);
-    wait_for(sm.of_made[slot].full, it);
+    arrive(sm.of_state[warpgroup].empty, lane == 0);
+    wait_for(sm.of_result[warpgroup].full, it);
     if (rows >= kChunk) {
       if (lane == 0 && v < p.V) {
-        tma_store(&values, shared_address(sm.made[slot]), v, row, tile.hv, tile.batch);
+        tma_store(&values, shared_address(sm.result[warpgroup]), v, row, tile.hv, tile.batch);
         tma_store_commit();
         tma_store_wait_read();
       }
@@ -173,13 +174,13 @@ GDN_DEVICE void store(WideMemory<C>& sm, const WideParams& params, int slot) {
       for (int i = lane; i < rows * 8; i += 32) {
         if (v + i % 8 * 8 >= p.V) continue;
         uint32_t line[4];
-        load_shared_16(shared_address(sm.made[slot]) + i / 8 * 128 + (i % 8 ^ i / 8 % 8) * 16, line);
+        load_shared_16(shared_address(sm.result[warpgroup]) + i / 8 * 128 + (i % 8 ^ i / 8 % 8) * 16, line);
         const int64_t at = ((tile.batch * p.T + row + i / 8) * p.HV + tile.hv) * p.V + v + i % 8 * 8;
         *reinterpret_cast<uint4*>(rows_to + at) = make_uint4(line[0], line[1], line[2], line[3]);
       }
     }
     __syncwarp();
-    arrive(sm.of_made[slot].empty, lane == 0);
+    arrive(sm.of_result[warpgroup].empty, lane == 0);
   }
   if (lane == 0) tma_store_wait();
 }

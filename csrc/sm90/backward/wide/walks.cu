@@ -82,13 +82,13 @@ struct WideState {
   using T = typename C::T;
   WideMemory<C>& sm;
   const WideParams& params;
-  const int slot, warp;
+  const int warpgroup, warp;
 
   // What begins, or ends, at a sequence's end: 128 channels of K at a time.
   template <class Do>
   GDN_DEVICE void in_halves(float (&S)[kHalves][64], const WideTile<kBack>& tile, const Do& run) const {
     const ChunkForward& p = params.problem.forward;
-    const int lane = fresh_lane(), v = tile.v + 64 * slot;
+    const int lane = fresh_lane(), v = tile.v + 64 * warpgroup;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
       run(S[half], tile.n, tile.hv, v + state_row(warp, lane), half * 128 + state_column(lane),
@@ -128,22 +128,22 @@ struct WideState {
 
   // The state to its tile, and x = S k^T on its way.
   GDN_DEVICE void read(float (&x)[32], float (&S)[kHalves][64], uint32_t it, uint32_t line) const {
-    wait_for(sm.of_state[slot].empty, it + 1);
-    read_state<T>(x, S, shared_address(sm.k[it % 2]), shared_address(sm.state[slot]), line);
+    wait_for(sm.of_state[warpgroup].empty, it + 1);
+    read_state<T>(x, S, shared_address(sm.k[it % 2]), shared_address(sm.state[warpgroup]), line);
     fence_async_proxy();
     __syncwarp();
-    arrive(sm.of_state[slot].full, fresh_lane() == 0);
+    arrive(sm.of_state[warpgroup].full, fresh_lane() == 0);
   }
   GDN_DEVICE void give(const uint32_t (&y)[16], uint32_t it, uint32_t line) const {
-    wait_for(sm.of_made[slot].empty, it + 1);
+    wait_for(sm.of_result[warpgroup].empty, it + 1);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t r[4] = {y[4 * j], y[4 * j + 1], y[4 * j + 2], y[4 * j + 3]};
-      stmatrix_x4_trans(shared_address(sm.made[slot]) + j * 2048 + line, r);
+      stmatrix_x4_trans(shared_address(sm.result[warpgroup]) + j * 2048 + line, r);
     }
     fence_async_proxy();
     __syncwarp();
-    arrive(sm.of_made[slot].full, fresh_lane() == 0);
+    arrive(sm.of_result[warpgroup].full, fresh_lane() == 0);
   }
 
   GDN_DEVICE void forward(float (&S)[kHalves][64], uint32_t it) const {
@@ -151,20 +151,20 @@ struct WideState {
     const int lane = fresh_lane();
     const bool lead = lane == 0;
     const uint32_t line = transposed_line(warp, lane);
-    const WideGates& gates = sm.gates[s];
+    const WideFactors& factors = sm.factors[s];
     float x[32];
     uint32_t v[16], u[16];
     wait_for(sm.of_k[s].full, it / 2);
     read(x, S, it, line);
     wait_for(sm.of_values.full, it);
-    read_values(v, shared_address(sm.values[slot]), line);
+    read_values(v, shared_address(sm.values[warpgroup]), line);
     arrive(sm.of_values.empty, fresh_lane() == lane_after(v[3] ^ v[7] ^ v[11] ^ v[15]));
-    wait_for(sm.of_gates[s].full, it / 2);
+    wait_for(sm.of_factors[s].full, it / 2);
     wgmma_wait<0>();
     pin(x);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float4 f = gates.x[j * 4 + lane % 4];
+      const float4 f = factors.x[j * 4 + lane % 4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 pair = unpack(T{}, v[2 * j + h]);
@@ -184,14 +184,14 @@ struct WideState {
       for (int i = 0; i < 4; ++i) wgmma_rs_n64(T{}, x, u + 4 * i, rows.at(i * 32), 1);
       wgmma_commit();
     }
-    for (auto& half : S) scale_state(half, gates.last);
+    for (auto& half : S) scale_state(half, factors.last);
     wgmma_wait<0>();
     pin(x);
     arrive(sm.of_A_inv.empty, lead);
     round_values<T>(v, x);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 f = reinterpret_cast<const float2*>(gates.end)[j * 4 + lane % 4];
+      const float2 f = reinterpret_cast<const float2*>(factors.end)[j * 4 + lane % 4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) u[2 * j + h] = pack(T{}, f.x * x[4 * j + 2 * h], f.y * x[4 * j + 2 * h + 1]);
     }
@@ -205,7 +205,7 @@ struct WideState {
     for (auto& half : S) pin(half);
     __syncwarp();
     arrive(sm.of_k[s].empty, lead);
-    arrive(sm.of_gates[s].empty, lead);
+    arrive(sm.of_factors[s].empty, lead);
   }
 
   GDN_DEVICE void back(float (&S)[kHalves][64], uint32_t it) const {
@@ -213,21 +213,21 @@ struct WideState {
     const int lane = fresh_lane();
     const bool lead = lane == 0;
     const uint32_t line = transposed_line(warp, lane);
-    const WideGates& gates = sm.gates[s];
+    const WideFactors& factors = sm.factors[s];
     float x[32];
     uint32_t y[16], u[16];
     wait_for(sm.of_k[s].full, it / 2);
     read(x, S, it, line);
     wait_for(sm.of_values.full, it);
-    read_values(y, shared_address(sm.values[slot]), line);
+    read_values(y, shared_address(sm.values[warpgroup]), line);
     arrive(sm.of_values.empty, fresh_lane() == lane_after(y[3] ^ y[7] ^ y[11] ^ y[15]));
-    wait_for(sm.of_gates[s].full, it / 2);
+    wait_for(sm.of_factors[s].full, it / 2);
     wgmma_wait<0>();
     pin(x);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 end = reinterpret_cast<const float2*>(gates.end)[j * 4 + lane % 4];
-      const float2 own = reinterpret_cast<const float2*>(gates.own)[j * 4 + lane % 4];
+      const float2 end = reinterpret_cast<const float2*>(factors.end)[j * 4 + lane % 4];
+      const float2 own = reinterpret_cast<const float2*>(factors.own)[j * 4 + lane % 4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 pair = unpack(T{}, y[2 * j + h]);
@@ -246,7 +246,7 @@ struct WideState {
       for (int i = 0; i < 4; ++i) wgmma_rs_n64_mn(T{}, x, y + 4 * i, columns.at(i * 2048), 1);
       wgmma_commit();
     }
-    for (auto& half : S) scale_state(half, gates.last);
+    for (auto& half : S) scale_state(half, factors.last);
     wgmma_wait<0>();
     pin(x);
     pin(y);
@@ -254,7 +254,7 @@ struct WideState {
     round_values<T>(u, x);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 f = reinterpret_cast<const float2*>(gates.read)[j * 4 + lane % 4];
+      const float2 f = reinterpret_cast<const float2*>(factors.read)[j * 4 + lane % 4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 pair = unpack(T{}, y[2 * j + h]);
@@ -281,7 +281,7 @@ struct WideState {
     arrive(sm.of_A_inv.empty, lead);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float4 f = gates.x[j * 4 + lane % 4];
+      const float4 f = factors.x[j * 4 + lane % 4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) u[2 * j + h] = pack(T{}, -f.z * x[4 * j + 2 * h], -f.w * x[4 * j + 2 * h + 1]);
     }
@@ -297,7 +297,7 @@ struct WideState {
     for (auto& half : S) pin(half);
     __syncwarp();
     arrive(sm.of_k[s].empty, lead);
-    arrive(sm.of_gates[s].empty, lead);
+    arrive(sm.of_factors[s].empty, lead);
   }
 
   GDN_DEVICE void walk() const {
@@ -346,12 +346,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) wide_walks_kernel(const __grid
     };
     for (int i = 0; i < 2; ++i) {
       init(sm.of_k[i], 1, 4 * C::kStates);
-      init(sm.of_gates[i], 1, 4 * C::kStates);
+      init(sm.of_factors[i], 1, 4 * C::kStates);
     }
     for (Buffer* buffer : {&sm.of_q, &sm.of_values, &sm.of_A_inv, &sm.of_A_qk}) init(*buffer, 1, 4 * C::kStates);
     for (int i = 0; i < C::kStates; ++i) {
       init(sm.of_state[i], 4, 1);
-      init(sm.of_made[i], 4, 1);
+      init(sm.of_result[i], 4, 1);
     }
     mbarrier_init(&sm.aside, 1);
     mbarrier_init_fence();
@@ -389,11 +389,11 @@ const char* backward_walks(const BackwardWalks& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   if (p.K % 8 || p.V % 8 || p.K > 256) return "the Hopper walks need K and V in multiples of 8, K up to 256";
   if (p.T >= int64_t{1} << 31) return "the Hopper kernel needs T below 2^31";
-  const int64_t slots = problem.slots, blocks = slots * p.HV;
+  const int64_t chunks = problem.chunks, blocks = chunks * p.HV;
   if (blocks >= int64_t{1} << 31) return "the Hopper walks need fewer chunks and value heads";
   WideParams params = {};
   params.problem = problem;
-  params.slots_of_batch = int(ceil_div(p.T, kChunk));
+  params.chunks_of_batch = int(ceil_div(p.T, kChunk));
   params.heads = Divisor::of(p.HV);
   params.group = Divisor::of(p.HV / p.H);
   const auto values = [&](const void* x) { return Rows{x, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V}; };

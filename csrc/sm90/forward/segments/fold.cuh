@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   const int steps = lengths.later(tile.length) - 1;
   if (steps < 1) return;
   const int map_size = state_size + C::kMapRows * kKeys;
-  const int64_t first = int64_t{second_slot<C>(params, tile.n, lengths)} * p.HV + hv;
+  const int64_t first = int64_t{second_segment<C>(params, tile.n, lengths)} * p.HV + hv;
   // Steps whose map is b alone (forgetting.cuh).
   __shared__ bool forgotten[kMostForgetting];
   const bool forgets = params.segments.windows != nullptr;

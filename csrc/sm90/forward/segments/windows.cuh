@@ -37,7 +37,7 @@ GDN_DEVICE void shorten_to_window(SharedMemory<C>& sm, const KernelParams& param
     }
     Tile& shortened = sm.tiles[0];
     if (tile.map == 0 && tile.part == 0)
-      params.segments.windows[int64_t{tile.slot} * p.HV + tile.hv] = window;
+      params.segments.windows[int64_t{tile.segment} * p.HV + tile.hv] = window;
     if (window > 0) {
       if (tile.map == 1) shortened.exists = false;
       shortened.first += (chunks - window) * kChunk;

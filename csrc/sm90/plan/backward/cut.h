@@ -18,15 +18,15 @@ constexpr int kForcedCut = GDN_BACKWARD_CUT;
 inline bool is_exact(const ChunkForward& p) { return p.dtype == Dtype::kBFloat16 && p.K == kChannels && p.V == kChannels; }
 
 // The walk forward in segments of `length` chunks; 0: whole sequences.
-struct Segments {
+struct SegmentPlan {
   int length;
   int64_t count, of_batch;  // at most; of a batch entry, if padded
   bool may_be_whole;        // the device takes whole sequences all the same where they take less
-  bool cuts;                // the walk back goes in the same segments, segments/maps.cu
+  bool both_walks;                // the walk back goes in the same segments, segments/maps.cu
 };
 // What was chosen, and microseconds of both walks, less what all choices for the same sizes have in common.
-struct Choice {
-  Segments segments;
+struct TimedPlan {
+  SegmentPlan segments;
   double time;
 };
 // Whether the lengths of the sequences, of which there are several, are known on the device alone.
@@ -35,9 +35,9 @@ inline bool is_uneven(const ChunkForward& p) { return p.cu_seqlens != nullptr &&
 // Whether the host knows no more of several lengths than the longest, or nothing. Else all are equally long.
 inline bool knows_no_lengths(const ChunkForward& p) { return is_uneven(p) && p.longest[0] * p.N != p.T; }
 
-inline Segments in_segments(const ChunkForward& p, int length, bool cuts) {
+inline SegmentPlan in_segments(const ChunkForward& p, int length, bool both_walks) {
   const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
-  return {length, p.cu_seqlens ? slots_of(p) / length + p.N : p.B * of_batch, of_batch, is_uneven(p) && !cuts, cuts};
+  return {length, p.cu_seqlens ? most_chunks_of(p) / length + p.N : p.B * of_batch, of_batch, is_uneven(p) && !both_walks, both_walks};
 }
 
 // Whether there is a multiprocessor for each half of a slice, so that the walk back goes over halves.
@@ -47,11 +47,11 @@ inline bool has_room_for_halves(const ChunkForward& p) { return 2 * int64_t{p.N}
 // state leave; 0: the triangles are made before. A walk back that has half of the multiprocessors to its end gains
 // nothing: it reads as much from L2 as all can, and takes longer with others beside it. Of uneven sequences the longest
 // alone has blocks to the end.
-inline int triangle_blocks_of(const ChunkForward& p, const Segments& segments, bool keeps) {
+inline int triangle_blocks_of(const ChunkForward& p, const SegmentPlan& segments, bool has_states) {
   const int64_t halves = 2 * int64_t{p.N} * slices_of(p);
-  const int64_t left = p.multiprocessors - (segments.length > 0 && !keeps ? 2 : 1) * halves;
+  const int64_t left = p.multiprocessors - (segments.length > 0 && !has_states ? 2 : 1) * halves;
   const bool pays = 3 * left >= p.multiprocessors && (knows_no_lengths(p) || 4 * halves <= p.multiprocessors);
-  return pays && !segments.cuts && has_room_for_halves(p) ? int(left) : 0;
+  return pays && !segments.both_walks && has_room_for_halves(p) ? int(left) : 0;
 }
 
 // Of several packed sequences the host has to be told the longest.
@@ -92,16 +92,16 @@ struct SegmentCounts {
   }
 };
 
-// Microseconds of both walks in `segments` of `length` chunks. keeps: the forward has left the states, and their maps and
+// Microseconds of both walks in `segments` of `length` chunks. has_states: the forward has left the states, and their maps and
 // folds are left out. others: the choice that is not cut.
-inline double time_of_cut(const ChunkForward& p, int length, const SegmentCounts& segments, bool keeps,
-                          const Segments& others) {
+inline double time_of_cut(const ChunkForward& p, int length, const SegmentCounts& segments, bool has_states,
+                          const SegmentPlan& others) {
   // Of a chunk of the maps, of the start and end of a tile of theirs or of the walk back; of a step of the folds, of
   // which a multiprocessor has two blocks at a time; of the launches that are a cut's alone.
   constexpr double kMaps = 1.25, kShort = 3, kFold = 1.4, kLaunches = 12;
   constexpr double kMapBytes = 0.026, kBackBytes = 0.027;  // of a chunk and slice, by the bandwidth of memory
   const double slices = double(slices_of(p)), each = p.multiprocessors;
-  const double fold_blocks = p.N * slices * (kChannels / kFoldRows) * (keeps ? 1 : 2);
+  const double fold_blocks = p.N * slices * (kChannels / kFoldRows) * (has_states ? 1 : 2);
   const auto walk = [&](double tiles, double chunk, double tile) {
     return std::ceil(tiles / each) * (length * chunk + tile);
   };
@@ -111,31 +111,31 @@ inline double time_of_cut(const ChunkForward& p, int length, const SegmentCounts
     return is_uneven(p) ? time_of_segments(chunks * slices / each, length, chunk, tile)
                         : walk(slices * segments.all, chunk, tile);
   };
-  const double jobs = segments.later * (keeps ? 1 : 2) + segments.inner;
-  const double bytes = slices * chunks * kMapBytes * (keeps ? 2. / 3 : 1);
+  const double jobs = segments.later * (has_states ? 1 : 2) + segments.inner;
+  const double bytes = slices * chunks * kMapBytes * (has_states ? 2. / 3 : 1);
   const double maps = std::max(walk(slices * jobs, kMaps, kShort), bytes);
   const double folds = std::ceil(fold_blocks / (2 * each)) * segments.steps * kFold;
   const double back = std::max(walk_all(kBackWhole, kShort), slices * chunks * kBackBytes);
   // A walk back that is not cut may have the triangles made beside it. For single sequences the times above allow for that:
   // they were fitted to the fastest choices.
-  const bool hides = is_uneven(p) && triangle_blocks_of(p, others, keeps) > 0;
+  const bool hides = is_uneven(p) && triangle_blocks_of(p, others, has_states) > 0;
   const double triangles = hides ? chunks * slices / each * kTriangles : 0;
   return kLaunches + triangles + maps + folds + back + walk_all(kGradients, kTile);
 }
 
 // The cut of both walks where it takes clearly less than `others`, microseconds of the walk forward alone in segments:
 // it changes bits, and so is none of a call that may not be cut, or of whose lengths the host knows no more than a sum.
-inline Choice cut_of(const ChunkForward& p, const Choice& others, double others_time) {
+inline TimedPlan cut_of(const ChunkForward& p, const TimedPlan& others, double others_time) {
   constexpr int kLengths[] = {64, 48, 32, 24, 16, 8};
   constexpr double kMargin = 0.92, kLeast = 10;  // of all, and microseconds: what has to be won
   const int64_t chunks = ceil_div(p.T, kChunk);
   if (!may_be_cut(p)) return others;
-  if (kForcedCut > 0) return chunks > kForcedCut ? Choice{in_segments(p, kForcedCut, true), 0} : others;
+  if (kForcedCut > 0) return chunks > kForcedCut ? TimedPlan{in_segments(p, kForcedCut, true), 0} : others;
   if (!has_room_for_halves(p)) return others;  // whole slices are walked back
   double least = kMargin * (others_time + time_of_back(p)) - kLeast;
-  Choice best = others;
+  TimedPlan best = others;
   for (const int length : kLengths) {
-    const Segments cut = in_segments(p, length, true);
+    const SegmentPlan cut = in_segments(p, length, true);
     const SegmentCounts counts(p, length);
     if (counts.steps < 1 || cut.of_batch > kMostFolds) continue;
     const double time = time_of_cut(p, length, counts, false, others.segments);

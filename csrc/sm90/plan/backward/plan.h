@@ -14,7 +14,7 @@ namespace gdn::sm90::backward {
 // Whether tiles of so many sequences or segments are dealt to the blocks of a walk, of which there are as many as
 // multiprocessors. Sequences of padded calls are equally long.
 inline bool is_dealt(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
-  return is_uneven(p) && units <= kMostUnits && slots_of(p) < kMostUnitChunks &&
+  return is_uneven(p) && units <= kMostUnits && most_chunks_of(p) < kMostUnitChunks &&
          p.multiprocessors <= kMostBins && units * tiles_of_unit > p.multiprocessors;
 }
 inline int64_t links_of(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
@@ -25,20 +25,20 @@ inline int64_t links_of(const ChunkForward& p, int64_t units, int64_t tiles_of_u
 // short. `makes`: over slices the walk makes the triangles.
 inline BackShape back_shape_of(const ChunkForward& p, bool makes) {
   if (has_room_for_halves(p)) return BackShape::kHalves;
-  const double chunks = double(ceil_div(p.T, kChunk)), told = double(ceil_div(p.longest[0], kChunk));
+  const double chunks = double(ceil_div(p.T, kChunk)), longest = double(ceil_div(p.longest[0], kChunk));
   const double share = chunks * double(slices_of(p)) / p.multiprocessors;
-  const bool may_pay = halves_pay(float(told > 0 ? told : chunks), float(share), makes);
+  const bool may_pay = halves_pay(float(longest > 0 ? longest : chunks), float(share), makes);
   return may_pay && is_dealt(p, p.N, 2 * slices_of(p)) ? BackShape::kByLengths : BackShape::kSlices;
 }
 
 // Microseconds of the walk forward, whole and in segments, and of what may come with segments.
-class Walks {
+class WalkTimes {
  public:
-  explicit Walks(const ChunkForward& p) : p_(p), slices_(double(slices_of(p))), each_(p.multiprocessors) {
-    const double chunks = double(ceil_div(p.T, kChunk)), told = std::min(double(ceil_div(p.longest[0], kChunk)), chunks);
+  explicit WalkTimes(const ChunkForward& p) : p_(p), slices_(double(slices_of(p))), each_(p.multiprocessors) {
+    const double chunks = double(ceil_div(p.T, kChunk)), longest = std::min(double(ceil_div(p.longest[0], kChunk)), chunks);
     guess_ = knows_no_lengths(p);
     share_ = double(p.B) * chunks * slices_ / each_;
-    longest_ = told > 0 ? told : guess_ ? chunks / 2 : chunks;
+    longest_ = longest > 0 ? longest : guess_ ? chunks / 2 : chunks;
   }
   double longest() const { return longest_; }
   double whole() const {
@@ -82,19 +82,19 @@ class Walks {
   // knows all, may take whole sequences all the same.
   bool guess_;
   double slices_, each_;
-  double share_;    // what every multiprocessor has of all chunks
+  double share_;    // what checkpoint_interval multiprocessor has of all chunks
   double longest_;  // chunks
 };
 
 // The choice where the forward has left no states.
-inline Choice find_segments(const ChunkForward& p) {
+inline TimedPlan find_segments(const ChunkForward& p) {
   constexpr int kMemory = 3;  // a start is twice as large as a chunk's dS: of many short sequences there are no more
-  const Walks walks(p);
-  Segments best = {0, 0, 0, false, false};
+  const WalkTimes walks(p);
+  SegmentPlan best = {0, 0, 0, false, false};
   double least = walks.whole(), least_states = 0;
   walks.lengths([&](int length) {
-    const Segments segments = in_segments(p, length, false);
-    if (segments.count * kMemory > slots_of(p)) return;
+    const SegmentPlan segments = in_segments(p, length, false);
+    if (segments.count * kMemory > most_chunks_of(p)) return;
     const double states = walks.states(length), time = states + walks.in(length);
     if (time >= least) return;
     least = time;
@@ -106,24 +106,24 @@ inline Choice find_segments(const ChunkForward& p) {
 }
 
 // The choice where the forward has left states, `length` chunks apart.
-inline Choice segments_from_states(const ChunkForward& p, int length) {
-  const Choice others = {in_segments(p, length, false), Walks(p).in(length) + time_of_back(p)};
-  const Segments segments = in_segments(p, length, true);
+inline TimedPlan segments_from_states(const ChunkForward& p, int length) {
+  const TimedPlan others = {in_segments(p, length, false), WalkTimes(p).in(length) + time_of_back(p)};
+  const SegmentPlan segments = in_segments(p, length, true);
   if (!may_be_cut(p) || segments.of_batch > kMostFolds) return others;
   const SegmentCounts counts(p, length);
-  const Choice cut = {segments, time_of_cut(p, length, counts, true, others.segments)};
+  const TimedPlan cut = {segments, time_of_cut(p, length, counts, true, others.segments)};
   if (kForcedCut > 0) return segments.of_batch > 1 ? cut : others;
   return has_room_for_halves(p) && counts.steps >= 1 && cut.time < others.time ? cut : others;
 }
 
 // How many chunks apart the forward is to leave states; 0: it leaves none.
-inline int find_kept(const ChunkForward& p) {
+inline int find_checkpoint_interval(const ChunkForward& p) {
   constexpr int kLeastChunks = 32;  // 32 bytes a token and value head
   // Microseconds that a forward takes longer: for each state of a value head that it leaves, and at all.
   constexpr double kState = 0.044, kCall = 10;
   // Of a batch-invariant call the bits of a sequence may not depend on what its batch makes the forward leave.
   if (!is_exact(p) || p.batch_invariant) return 0;
-  const Walks walks(p);
+  const WalkTimes walks(p);
   double least = find_segments(p).time - kCall;
   int best = 0;
   const auto consider = [&](int length) {
@@ -140,21 +140,21 @@ inline int find_kept(const ChunkForward& p) {
 }
 
 // What a call depends on when it is planned, and how many tokens apart the forward has left states, or 0.
-using Sizes = std::array<int64_t, 15>;
-inline Sizes sizes_of(const ChunkForward& p, int every) {
+using BackwardSizes = std::array<int64_t, 15>;
+inline BackwardSizes sizes_of(const ChunkForward& p, int checkpoint_interval) {
   return {p.B, p.T, p.H, p.HV, p.K, p.V, p.N, int64_t(p.dtype), p.cu_seqlens != nullptr, p.batch_invariant,
-          p.multiprocessors, p.longest[0], p.longest[1], p.longest[2], every};
+          p.multiprocessors, p.longest[0], p.longest[1], p.longest[2], checkpoint_interval};
 }
 // What was found is kept: a search takes up to 20 us, and a call asks twice.
-inline Segments segments_of(const ChunkForward& p, int every) {
-  thread_local Kept<Sizes, Segments, 64> known;
-  return known.find(sizes_of(p, every), [&] {
-    return (every > 0 ? segments_from_states(p, every / kChunk) : find_segments(p)).segments;
+inline SegmentPlan segments_of(const ChunkForward& p, int checkpoint_interval) {
+  thread_local Memo<BackwardSizes, SegmentPlan, 64> memo;
+  return memo.find(sizes_of(p, checkpoint_interval), [&] {
+    return (checkpoint_interval > 0 ? segments_from_states(p, checkpoint_interval / kChunk) : find_segments(p)).segments;
   });
 }
-inline int kept_of(const ChunkForward& p) {
-  thread_local Kept<Sizes, int, 64> known;
-  return known.find(sizes_of(p, 0), [&] { return find_kept(p); });
+inline int checkpoint_interval_of(const ChunkForward& p) {
+  thread_local Memo<BackwardSizes, int, 64> memo;
+  return memo.find(sizes_of(p, 0), [&] { return find_checkpoint_interval(p); });
 }
 
 }  // namespace gdn::sm90::backward

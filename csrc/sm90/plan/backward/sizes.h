@@ -12,7 +12,7 @@ constexpr int kChannels = 128;  // that there is room for: all of K, and of V th
 inline int64_t slices_of(const ChunkForward& p) { return p.HV * ceil_div(p.V, kChannels); }
 
 // Slots of a call at most. Packed, that of a sequence's first chunk is its first row / 64 + its number.
-inline int64_t slots_of(const ChunkForward& p) {
+inline int64_t most_chunks_of(const ChunkForward& p) {
   return p.cu_seqlens ? p.T / kChunk + p.N : int64_t{p.B} * (ceil_div(p.T, kChunk));
 }
 
