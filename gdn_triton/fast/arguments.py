@@ -11,29 +11,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class CallInputs(NamedTuple):
-    """What every call reads, as the kernels can read it."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    cu_seqlens: Tensor | None
-
-
-class CallOptions(NamedTuple):
-    """The options of every call. longest: tokens of the longest packed sequences, or zeros."""
-
-    scale: float
-    state_v_first: bool
-    use_qk_l2norm: bool
-    use_beta_sigmoid: bool
-    allow_neg_eigval: bool
-    batch_invariant: bool
-    longest: tuple[int, int, int]
+# What every call has first: its inputs, as the kernels can read them, and its options. longest:
+# tokens of the longest packed sequences, or zeros.
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
+OPTIONS = (
+    *("scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval"),
+    *("batch_invariant", "longest"),
+)
 
 
 class ForwardArguments(NamedTuple):
@@ -113,8 +97,8 @@ PLAN_SIZES = (
 
 # The names of each operator's arguments, in their order.
 ARGUMENTS = {
-    "chunk_forward": CallInputs._fields + CallOptions._fields + ForwardArguments._fields,
-    "chunk_prefill": CallInputs._fields + CallOptions._fields + PoolArguments._fields,
-    "chunk_backward": CallInputs._fields + CallOptions._fields + BackwardArguments._fields,
+    "chunk_forward": INPUTS + OPTIONS + ForwardArguments._fields,
+    "chunk_prefill": INPUTS + OPTIONS + PoolArguments._fields,
+    "chunk_backward": INPUTS + OPTIONS + BackwardArguments._fields,
     "backward_walks": WalkArguments._fields,
 }

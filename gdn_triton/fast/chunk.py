@@ -16,8 +16,6 @@ from gdn_triton import fast
 from gdn_triton.chunk.problem import Gradients, Inputs, Pool, Problem
 from gdn_triton.fast.arguments import (
     BackwardArguments,
-    CallInputs,
-    CallOptions,
     ForwardArguments,
     PoolArguments,
     WalkArguments,
@@ -322,20 +320,24 @@ def walks(
     return Walks(h=h, v_new=v_new, dh=dh, dx=dx, dh0=dh0)
 
 
-# By position, which takes half as long as by keyword: each list of values is in one place alone.
+def _readable(x: Inputs) -> tuple[Tensor | None, ...]:
+    """`INPUTS`: all but the state, as the operators take them."""
+    return (
+        tma_readable(x.q),
+        tma_readable(x.k),
+        tma_readable(x.v),
+        side_readable(x.g),
+        side_readable(x.beta),
+        head_vector(x.A_log),
+        head_vector(x.dt_bias),
+        None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
+    )
 
 
-def _readable(x: Inputs) -> CallInputs:
-    """All inputs but the state, as the operators take them."""
-    cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens.contiguous()
-    q, k, v = tma_readable(x.q), tma_readable(x.k), tma_readable(x.v)
-    g, beta = side_readable(x.g), side_readable(x.beta)
-    return CallInputs(q, k, v, g, beta, head_vector(x.A_log), head_vector(x.dt_bias), cu_seqlens)
-
-
-def _options(p: Problem) -> CallOptions:
+def _options(p: Problem) -> tuple[float | bool | tuple[int, int, int], ...]:
+    """`OPTIONS`."""
     activations = p.use_qk_l2norm, p.use_beta_sigmoid, p.allow_neg_eigval
-    return CallOptions(p.scale, p.state_v_first, *activations, p.batch_invariant, p.longest)
+    return p.scale, p.state_v_first, *activations, p.batch_invariant, p.longest
 
 
 def _workspace(problem: Problem, device: torch.device) -> Tensor:
