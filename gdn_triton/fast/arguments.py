@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-
 # What every call has first: its inputs, as the kernels can read them, and its options. longest:
 # tokens of the longest packed sequences, or zeros.
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
