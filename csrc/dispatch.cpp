@@ -1,5 +1,5 @@
-// Which architecture a GPU runs. A second architecture is a folder beside sm90, a row of kArchitectures, and the rows in
-// csrc/build.py and gdn_triton/fast/architectures.py.
+// Which architecture a GPU runs. A second architecture is a folder beside sm90, a row of
+// kArchitectures, and the rows in csrc/build.py and gdn_triton/fast/architectures.py.
 #include "dispatch.h"
 
 #include <atomic>
@@ -11,7 +11,8 @@ namespace gdn {
 namespace {
 constexpr Architecture kArchitectures[] = {
     {"sm90", 9, 0, sm90::chunk_forward_workspace, sm90::chunk_forward, sm90::chunk_prefill,
-     sm90::backward::chunk_backward_checkpoint_interval, sm90::backward::chunk_backward_workspace, sm90::backward::chunk_backward, sm90::backward::backward_walks},
+     sm90::backward::chunk_backward_checkpoint_interval, sm90::backward::chunk_backward_workspace,
+     sm90::backward::chunk_backward, sm90::backward::backward_walks},
 };
 
 struct Capability {
@@ -21,7 +22,8 @@ struct Capability {
 Capability capability_of(int device) {
   Capability x = {};
   x.error = cudaDeviceGetAttribute(&x.major, cudaDevAttrComputeCapabilityMajor, device);
-  if (x.error == cudaSuccess) x.error = cudaDeviceGetAttribute(&x.minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (x.error == cudaSuccess)
+    x.error = cudaDeviceGetAttribute(&x.minor, cudaDevAttrComputeCapabilityMinor, device);
   return x;
 }
 }  // namespace
@@ -32,7 +34,8 @@ const Architecture* architecture_on(int device) {
   static std::atomic<const Architecture*> cache[kMostCached];
   const bool is_cached = device >= 0 && device < kMostCached;
   if (is_cached)
-    if (const Architecture* const found = cache[device].load(std::memory_order_relaxed)) return found;
+    if (const Architecture* const found = cache[device].load(std::memory_order_relaxed))
+      return found;
   const Capability gpu = capability_of(device);
   if (gpu.error != cudaSuccess) return nullptr;
   for (const Architecture& x : kArchitectures) {

@@ -1,5 +1,6 @@
-// torch.ops.gdn_fast.*, by LibTorch's stable ABI only: one library for every Python and for every torch from
-// TORCH_TARGET_VERSION (csrc/build.py) on. Only this file, arguments.h and tensors.h see torch; no device code.
+// torch.ops.gdn_fast.*, by LibTorch's stable ABI only: one library for every Python and for every
+// torch from TORCH_TARGET_VERSION (csrc/build.py) on. Only this file, arguments.h and tensors.h see
+// torch; no device code.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -16,7 +17,8 @@
 #include "tensors.h"
 
 // In libtorch_cuda.so, which a torch without CUDA lacks. Weak, so that the library loads there too.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
+                                                                                   void** stream);
 
 namespace {
 using namespace gdn;
@@ -40,11 +42,14 @@ const Architecture& kernels_on(int32_t device) {
 }
 
 // Elements of a workspace that has so many bytes.
-int64_t floats(size_t bytes) { return static_cast<int64_t>((bytes + sizeof(float) - 1) / sizeof(float)); }
+int64_t floats(size_t bytes) {
+  return static_cast<int64_t>((bytes + sizeof(float) - 1) / sizeof(float));
+}
 int64_t forward_floats(const Architecture& kernels, const ChunkForward& p) {
   return floats(kernels.chunk_forward_workspace(p));
 }
-int64_t backward_floats(const Architecture& kernels, const ChunkForward& p, int checkpoint_interval) {
+int64_t backward_floats(const Architecture& kernels, const ChunkForward& p,
+                        int checkpoint_interval) {
   return floats(kernels.chunk_backward_workspace(p, checkpoint_interval));
 }
 
@@ -72,7 +77,8 @@ int64_t chunk_forward_workspace(int64_t device, std::vector<int64_t> sizes) {
   return forward_floats(kernels_on(index), parse_sizes(sizes, multiprocessors(index)));
 }
 
-int64_t chunk_backward_workspace(int64_t device, std::vector<int64_t> sizes, int64_t checkpoint_interval) {
+int64_t chunk_backward_workspace(int64_t device, std::vector<int64_t> sizes,
+                                 int64_t checkpoint_interval) {
   const int32_t index = static_cast<int32_t>(device);
   return backward_floats(kernels_on(index), parse_sizes(sizes, multiprocessors(index)),
                          parse_checkpoint_interval(checkpoint_interval));
@@ -80,14 +86,16 @@ int64_t chunk_backward_workspace(int64_t device, std::vector<int64_t> sizes, int
 
 int64_t chunk_backward_checkpoint_interval(int64_t device, std::vector<int64_t> sizes) {
   const int32_t index = static_cast<int32_t>(device);
-  return kernels_on(index).chunk_backward_checkpoint_interval(parse_sizes(sizes, multiprocessors(index)));
+  return kernels_on(index).chunk_backward_checkpoint_interval(
+      parse_sizes(sizes, multiprocessors(index)));
 }
 
 // ---- calls
 
 // The inputs and options of a call, checked.
 ChunkForward parse_call(const Inputs& inputs, const Options& options) {
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "gdn_fast: this torch was built without CUDA");
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
+                  "gdn_fast: this torch was built without CUDA");
   ChunkForward p = parse_inputs(inputs, options);
   p.multiprocessors = multiprocessors(inputs.q.get_device_index());
   return p;
@@ -98,8 +106,8 @@ void check_workspace(const Tensor& workspace, int32_t device, int64_t floats) {
   check_dtype(workspace, "workspace", ScalarType::Float);  // a float can be NaN: tests poison it
   check_contiguous(workspace, "workspace");
   check_aligned(workspace, "workspace", kWorkspaceAlignment);
-  STD_TORCH_CHECK(workspace.numel() >= floats, "gdn_fast: workspace must have ", floats, " elements, got ",
-                  workspace.numel());
+  STD_TORCH_CHECK(workspace.numel() >= floats, "gdn_fast: workspace must have ", floats,
+                  " elements, got ", workspace.numel());
 }
 
 cudaStream_t current_stream(int32_t device) {
@@ -108,28 +116,32 @@ cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Checks `workspace`, and runs `p` on the current stream of its device. name: of the operator; pool: null without one.
-void run(const char* name, ChunkForward p, const Pool* pool, const Tensor& workspace, int32_t device) {
+// Checks `workspace`, and runs `p` on the current stream of its device. name: of the operator;
+// pool: null without one.
+void run(const char* name, ChunkForward p, const Pool* pool, const Tensor& workspace,
+         int32_t device) {
   const Architecture& kernels = kernels_on(device);
   check_workspace(workspace, device, forward_floats(kernels, p));
   p.workspace = workspace.data_ptr();
 
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  const char* error = pool ? kernels.chunk_prefill(p, *pool, stream) : kernels.chunk_forward(p, stream);
+  const char* error =
+      pool ? kernels.chunk_prefill(p, *pool, stream) : kernels.chunk_forward(p, stream);
   STD_TORCH_CHECK(error == nullptr, "gdn_fast::", name, " did not run: ", error);
 }
 
-void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
-                   const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
-                   const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first, bool use_qk_l2norm,
-                   bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, std::vector<int64_t> longest,
+void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                   const Tensor& beta, const std::optional<Tensor>& A_log,
+                   const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& cu_seqlens,
+                   double scale, bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid,
+                   bool allow_neg_eigval, bool batch_invariant, std::vector<int64_t> longest,
                    const std::optional<Tensor>& initial_state, const Tensor& o,
                    const std::optional<Tensor>& final_state, const std::optional<Tensor>& states,
                    int64_t checkpoint_interval, const Tensor& workspace) {
   ChunkForward p = parse_call({q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
-                              parse_options(scale, state_v_first, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval,
-                                            batch_invariant, longest));
+                              parse_options(scale, state_v_first, use_qk_l2norm, use_beta_sigmoid,
+                                            allow_neg_eigval, batch_invariant, longest));
   const int32_t device = q.get_device_index();
   start_from(p, initial_state, device, state_v_first);
 
@@ -151,17 +163,20 @@ void chunk_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   run("chunk_forward", p, &pool, workspace, device);
 }
 
-void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
-                   const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
-                   const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first, bool use_qk_l2norm,
-                   bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, std::vector<int64_t> longest,
+void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                   const Tensor& beta, const std::optional<Tensor>& A_log,
+                   const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& cu_seqlens,
+                   double scale, bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid,
+                   bool allow_neg_eigval, bool batch_invariant, std::vector<int64_t> longest,
                    const Tensor& state, const Tensor& read_slots, const Tensor& write_slots,
-                   const std::optional<Tensor>& has_initial_state, int64_t last_skipped, const Tensor& o,
-                   int64_t checkpoint_interval, const std::optional<Tensor>& checkpoints,
+                   const std::optional<Tensor>& has_initial_state, int64_t last_skipped,
+                   const Tensor& o, int64_t checkpoint_interval,
+                   const std::optional<Tensor>& checkpoints,
                    const std::optional<Tensor>& checkpoint_slots, const Tensor& workspace) {
-  const ChunkForward p = parse_call({q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
-                                    parse_options(scale, state_v_first, use_qk_l2norm, use_beta_sigmoid,
-                                                  allow_neg_eigval, batch_invariant, longest));
+  const ChunkForward p =
+      parse_call({q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
+                 parse_options(scale, state_v_first, use_qk_l2norm, use_beta_sigmoid,
+                               allow_neg_eigval, batch_invariant, longest));
   const int32_t device = q.get_device_index();
   Pool pool{};
   pool.o = tma_rows(o, "o", device, q.scalar_type(), {p.B, p.T, p.HV, p.V});
@@ -185,28 +200,32 @@ void chunk_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     pool.checkpoint_interval = interval;
     pool.checkpoints = states(*checkpoints, "checkpoints", device, p, state_v_first);
     if (checkpoint_slots) {
-      STD_TORCH_CHECK(checkpoint_slots->dim() == 2, "gdn_fast: checkpoint_slots must have shape [N, M], got ",
+      STD_TORCH_CHECK(checkpoint_slots->dim() == 2,
+                      "gdn_fast: checkpoint_slots must have shape [N, M], got ",
                       list(checkpoint_slots->sizes()));
       pool.checkpoint_columns = checkpoint_slots->size(1);
-      pool.checkpoint_slots = slots_of(*checkpoint_slots, "checkpoint_slots", device, {p.N, pool.checkpoint_columns});
+      pool.checkpoint_slots =
+          slots_of(*checkpoint_slots, "checkpoint_slots", device, {p.N, pool.checkpoint_columns});
     }
   }
   run("chunk_prefill", p, &pool, workspace, device);
 }
 
-void chunk_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
-                    const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
-                    const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first, bool use_qk_l2norm,
-                    bool use_beta_sigmoid, bool allow_neg_eigval, bool batch_invariant, std::vector<int64_t> longest,
-                    const std::optional<Tensor>& initial_state, const Tensor& dO, const std::optional<Tensor>& dht,
-                    const std::optional<Tensor>& states, int64_t checkpoint_interval, const Tensor& dq,
-                    const Tensor& dk, const Tensor& dv, const Tensor& dg, const Tensor& dbeta,
+void chunk_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                    const Tensor& beta, const std::optional<Tensor>& A_log,
+                    const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& cu_seqlens,
+                    double scale, bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid,
+                    bool allow_neg_eigval, bool batch_invariant, std::vector<int64_t> longest,
+                    const std::optional<Tensor>& initial_state, const Tensor& dO,
+                    const std::optional<Tensor>& dht, const std::optional<Tensor>& states,
+                    int64_t checkpoint_interval, const Tensor& dq, const Tensor& dk,
+                    const Tensor& dv, const Tensor& dg, const Tensor& dbeta,
                     const std::optional<Tensor>& dh0, const std::optional<Tensor>& gate_sums,
                     const Tensor& workspace) {
   ChunkBackward b{};
   b.forward = parse_call({q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
-                         parse_options(scale, state_v_first, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval,
-                                       batch_invariant, longest));
+                         parse_options(scale, state_v_first, use_qk_l2norm, use_beta_sigmoid,
+                                       allow_neg_eigval, batch_invariant, longest));
   ChunkForward& p = b.forward;
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
@@ -242,23 +261,28 @@ void chunk_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   STD_TORCH_CHECK(error == nullptr, "gdn_fast::chunk_backward did not run: ", error);
 }
 
-void backward_walks(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& dO, const Tensor& A_inv,
-                    const Tensor& A_qk, const Tensor& g_cumsum, const Tensor& beta, const Tensor& own,
+void backward_walks(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& dO,
+                    const Tensor& A_inv, const Tensor& A_qk, const Tensor& g_cumsum,
+                    const Tensor& beta, const Tensor& own,
                     const std::optional<Tensor>& initial_state, const std::optional<Tensor>& dht,
-                    const std::optional<Tensor>& cu_seqlens, const std::optional<Tensor>& chunk_offsets, double scale,
-                    bool state_v_first, const Tensor& h, const Tensor& v_new, const Tensor& dh, const Tensor& dx,
+                    const std::optional<Tensor>& cu_seqlens,
+                    const std::optional<Tensor>& chunk_offsets, double scale, bool state_v_first,
+                    const Tensor& h, const Tensor& v_new, const Tensor& dh, const Tensor& dx,
                     const std::optional<Tensor>& dh0) {
   BackwardWalks w{};
   const std::optional<Tensor> none;
-  w.forward = parse_call({q, k, v, g_cumsum, beta, none, none, cu_seqlens}, Options{scale, state_v_first, false, false, false, false, {}});
+  w.forward = parse_call({q, k, v, g_cumsum, beta, none, none, cu_seqlens},
+                         Options{scale, state_v_first, false, false, false, false, {}});
   ChunkForward& p = w.forward;
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
   const int64_t B = p.B, T = p.T, HV = p.HV, V = p.V;
-  STD_TORCH_CHECK(h.dim() == 4, "gdn_fast: h must have 4 dimensions [chunks, HV, K, V], got ", list(h.sizes()));
+  STD_TORCH_CHECK(h.dim() == 4, "gdn_fast: h must have 4 dimensions [chunks, HV, K, V], got ",
+                  list(h.sizes()));
   // q and k may have zeros behind the keys' own width.
   const int64_t chunks = h.size(0), K = h.size(2);
-  STD_TORCH_CHECK(K <= p.K, "gdn_fast: h must have no more channels of K than q, which has ", p.K, ", got ", K);
+  STD_TORCH_CHECK(K <= p.K, "gdn_fast: h must have no more channels of K than q, which has ", p.K,
+                  ", got ", K);
   p.K = static_cast<int>(K);
   w.chunks = chunks;
   w.dO = tma_rows(dO, "do", device, dtype, {B, T, HV, V});
@@ -266,7 +290,8 @@ void backward_walks(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   check_dtype(g_cumsum, "g_cumsum", ScalarType::Float);
   check_dtype(beta, "beta", ScalarType::Float);
   check_dtype(own, "own", ScalarType::Float);
-  for (const auto& [x, name] : {std::pair(&A_inv, "A_inv"), std::pair(&A_qk, "A_qk")}) check_dtype(*x, name, dtype);
+  for (const auto& [x, name] : {std::pair(&A_inv, "A_inv"), std::pair(&A_qk, "A_qk")})
+    check_dtype(*x, name, dtype);
   w.A_inv = written(A_inv, "A_inv", device, {B, T, HV, 64});
   w.A_qk = written(A_qk, "A_qk", device, {B, T, HV, 64});
   start_from(p, initial_state, device, state_v_first);
@@ -308,18 +333,25 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
          ", Tensor? initial_state, Tensor(a!) o, Tensor(b!)? final_state, Tensor(c!)? states, "
          "int checkpoint_interval, Tensor(d!) workspace) -> ()");
   // checkpoints may be `state`.
-  define("chunk_prefill(" + call +
-         ", Tensor(a!) state, Tensor read_slots, Tensor write_slots, Tensor? has_initial_state, int last_skipped, "
-         "Tensor(b!) o, int checkpoint_interval, Tensor(c!)? checkpoints, Tensor? checkpoint_slots, "
-         "Tensor(d!) workspace) -> ()");
+  define(
+      "chunk_prefill(" + call +
+      ", Tensor(a!) state, Tensor read_slots, Tensor write_slots, Tensor? has_initial_state, int "
+      "last_skipped, "
+      "Tensor(b!) o, int checkpoint_interval, Tensor(c!)? checkpoints, Tensor? checkpoint_slots, "
+      "Tensor(d!) workspace) -> ()");
   define("chunk_backward(" + call +
-         ", Tensor? initial_state, Tensor do, Tensor? dht, Tensor? states, int checkpoint_interval, Tensor(a!) dq, "
-         "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!)? dh0, Tensor(g!)? gate_sums, "
+         ", Tensor? initial_state, Tensor do, Tensor? dht, Tensor? states, int "
+         "checkpoint_interval, Tensor(a!) dq, "
+         "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!)? dh0, "
+         "Tensor(g!)? gate_sums, "
          "Tensor(h!) workspace) -> ()");
   define(
-      "backward_walks(Tensor q, Tensor k, Tensor v, Tensor do, Tensor A_inv, Tensor A_qk, Tensor g_cumsum, "
-      "Tensor beta, Tensor own, Tensor? initial_state, Tensor? dht, Tensor? cu_seqlens, Tensor? chunk_offsets, "
-      "float scale, bool state_v_first, Tensor(a!) h, Tensor(b!) v_new, Tensor(c!) dh, Tensor(d!) dx, "
+      "backward_walks(Tensor q, Tensor k, Tensor v, Tensor do, Tensor A_inv, Tensor A_qk, Tensor "
+      "g_cumsum, "
+      "Tensor beta, Tensor own, Tensor? initial_state, Tensor? dht, Tensor? cu_seqlens, Tensor? "
+      "chunk_offsets, "
+      "float scale, bool state_v_first, Tensor(a!) h, Tensor(b!) v_new, Tensor(c!) dh, Tensor(d!) "
+      "dx, "
       "Tensor(e!)? dh0) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CompositeExplicitAutograd, m) {

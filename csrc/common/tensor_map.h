@@ -23,8 +23,9 @@ inline const char* make_map(CUtensorMap* map, Dtype dtype, const Rows& x, int64_
     return ok ? reinterpret_cast<Encode>(f) : nullptr;
   }();
   if (!encode) return "no CUDA driver, or one older than 12.0 (cuTensorMapEncodeTiled not found)";
-  // The driver's function needs a current context. A thread has none before its first call of the runtime that makes
-  // one, and memory from a cache needs no such call: autograd's threads come here without.
+  // The driver's function needs a current context. A thread has none before its first call of the
+  // runtime that makes one, and memory from a cache needs no such call: autograd's threads come
+  // here without.
   thread_local const bool has_context = [] {
     int device = 0;
     return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
@@ -44,7 +45,8 @@ inline const char* make_map(CUtensorMap* map, Dtype dtype, const Rows& x, int64_
                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (rc == CUDA_SUCCESS) return nullptr;
-  if (rc == CUDA_ERROR_INVALID_CONTEXT) return "the thread has no CUDA context (cuTensorMapEncodeTiled)";
+  if (rc == CUDA_ERROR_INVALID_CONTEXT)
+    return "the thread has no CUDA context (cuTensorMapEncodeTiled)";
   return "a tensor's address or strides are not multiples of 16 bytes, as TMA needs";
 }
 

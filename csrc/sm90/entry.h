@@ -1,4 +1,5 @@
-// The functions of this architecture that csrc/dispatch.cpp enters in its row; dispatch.h has their contracts.
+// The functions of this architecture that csrc/dispatch.cpp enters in its row; dispatch.h has their
+// contracts.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -13,7 +13,8 @@ struct Heads {
   static constexpr bool kExact = kExact_;
 };
 
-// Whether there is no kernel whose blocks own 128 channels of V: their state does not fit the registers.
+// Whether there is no kernel whose blocks own 128 channels of V: their state does not fit the
+// registers.
 template <class Heads>
 constexpr bool only_halves() {
   return Heads::kKeys == 256;

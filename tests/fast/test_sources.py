@@ -90,6 +90,17 @@ def test_namespaces_are_those_of_the_folders() -> None:
             assert f"\nnamespace {names[-1]} {{\n" in text, path
 
 
+def test_the_table_lists_the_build_macros() -> None:
+    """Those that a build may define; `csrc/README.md` says what each sets."""
+    asked = {
+        name
+        for text in SOURCES.values()
+        for name in re.findall(r"^#if(?:n?def| defined\() ?(GDN_\w+)", text, re.M)
+    }
+    table = (CSRC / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(GDN_\w+)` \|", table, re.M)) == asked
+
+
 def test_torch_is_seen_by_the_operators_alone() -> None:
     seen = [path.name for path, text in SOURCES.items() if re.search(r"<torch/|\btorch::", text)]
     assert sorted(seen) == ["arguments.h", "ops.cpp", "tensors.h"]

@@ -1,5 +1,5 @@
-// The launch of the backward on Hopper: its scratch memory, and its kernels in their order. dispatch.h has
-// what is asked of these functions.
+// The launch of the backward on Hopper: its scratch memory, and its kernels in their order.
+// dispatch.h has what is asked of these functions.
 #include <algorithm>
 
 #include "common/tensor_map.h"
@@ -39,8 +39,8 @@ class Parts {
   int64_t used_ = 0;
 };
 
-// Params::pairs_with_dq: 128 bytes a token and value head less, but of many short sequences step 5 takes 1 to 4 percent
-// longer, as blocks that are at different chunks read rows that lie far apart.
+// Params::pairs_with_dq: 128 bytes a token and value head less, but of many short sequences step 5
+// takes 1 to 4 percent longer, as blocks that are at different chunks read rows that lie far apart.
 bool keeps_pairs_with_dq(const ChunkForward& p) {
   return is_exact(p) && p.B * p.T >= int64_t{p.N} * GDN_BACKWARD_PAIRS_TOKENS;
 }
@@ -50,16 +50,21 @@ int64_t pairs_of(const ChunkForward& p) {
   return p.cu_seqlens ? int64_t{p.N} * p.H : 0;
 }
 
-// The scratch memory of `params`; returns its bytes. has_states: the forward has left the states that segments start from.
-int64_t lay_out(const ChunkForward& p, const SegmentPlan& segments, bool has_states, void* base, Params& params) {
+// The scratch memory of `params`; returns its bytes. has_states: the forward has left the states
+// that segments start from.
+int64_t lay_out(const ChunkForward& p, const SegmentPlan& segments, bool has_states, void* base,
+                Params& params) {
   Scratch& x = params.scratch;
   SegmentMaps& maps = params.maps;
   BackBlocks& back = params.back;
-  const int64_t matrix = slices_of(p) * kChannels * kChannels, matrices = segments.count * matrix;  // of all slices
-  const int64_t later = segments.length == 0 || has_states ? 0  // segments that start from what step 4 or a fold has found
-                        : p.cu_seqlens                ? most_chunks_of(p) / segments.length
-                                                      : p.B * (segments.of_batch - 1);
-  const int64_t chunks = most_chunks_of(p), blocks = chunks * p.HV, slice_blocks = chunks * slices_of(p), pair = kChunk * kChunk;
+  const int64_t matrix = slices_of(p) * kChannels * kChannels,
+                matrices = segments.count * matrix;  // of all slices
+  const int64_t later = segments.length == 0 || has_states
+                            ? 0  // segments that start from what step 4 or a fold has found
+                        : p.cu_seqlens ? most_chunks_of(p) / segments.length
+                                       : p.B * (segments.of_batch - 1);
+  const int64_t chunks = most_chunks_of(p), blocks = chunks * p.HV,
+                slice_blocks = chunks * slices_of(p), pair = kChunk * kChunk;
   Parts parts(base);
   if (p.use_qk_l2norm) {
     uint16_t *q, *k;
@@ -84,10 +89,12 @@ int64_t lay_out(const ChunkForward& p, const SegmentPlan& segments, bool has_sta
   parts.take(x.starts, later * matrix);
   parts.take(x.segment, 1);
   x.back_links = x.forward_links = x.order = nullptr;
-  back.shape = segments.both_walks ? BackShape::kSlices : back_shape_of(p, segments.length == 0 || has_states);
+  back.shape = segments.both_walks ? BackShape::kSlices
+                                   : back_shape_of(p, segments.length == 0 || has_states);
   const int64_t back_tiles = back.shape == BackShape::kByLengths ? 2 * slices_of(p) : slices_of(p);
   const int64_t back_units = segments.both_walks ? segments.count : p.N;
-  if (is_dealt(p, back_units, back_tiles)) parts.take(x.back_links, links_of(p, back_units, back_tiles));
+  if (is_dealt(p, back_units, back_tiles))
+    parts.take(x.back_links, links_of(p, back_units, back_tiles));
   parts.take(back.over_halves, 1);
   const int64_t units = segments.length > 0 ? segments.count : p.N;
   if (is_dealt(p, units, slices_of(p))) {
@@ -106,17 +113,21 @@ int64_t lay_out(const ChunkForward& p, const SegmentPlan& segments, bool has_sta
 }
 
 const char* unsupported(const ChunkForward& p) {
-  if (p.K % 8 || p.V % 8 || p.K > kChannels) return "the Hopper backward needs K and V in multiples of 8, K up to 128";
+  if (p.K % 8 || p.V % 8 || p.K > kChannels)
+    return "the Hopper backward needs K and V in multiples of 8, K up to 128";
   if (p.dtype != Dtype::kBFloat16 && p.dtype != Dtype::kFloat16)
     return "the Hopper backward needs q, k, v in bfloat16 or float16";
   if (p.T >= int64_t{1} << 31) return "the Hopper kernel needs T below 2^31";
-  if (most_chunks_of(p) * slices_of(p) >= int64_t{1} << 28) return "the Hopper backward needs fewer chunks and value heads";
+  if (most_chunks_of(p) * slices_of(p) >= int64_t{1} << 28)
+    return "the Hopper backward needs fewer chunks and value heads";
   return nullptr;
 }
 
 // Tiles of `rows` x `channels` of 16-bit values, one behind the other.
-const char* tiles_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t count, int64_t rows, int channels) {
-  return make_map(map, dtype, {data, rows * channels, channels, channels}, count, rows, 1, channels);
+const char* tiles_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t count, int64_t rows,
+                      int channels) {
+  return make_map(map, dtype, {data, rows * channels, channels, channels}, count, rows, 1,
+                  channels);
 }
 
 // [B, T, heads, channels] as an output has it.
@@ -125,16 +136,18 @@ Rows whole(const ChunkForward& p, void* data, int heads, int channels) {
   return {data, p.T * row, row, channels};
 }
 
-// With more than two value heads a sum over what is left would follow, and both together take longer. Of kinds that are not
-// exact the warps that add would need more registers than there are.
+// With more than two value heads a sum over what is left would follow, and both together take
+// longer. Of kinds that are not exact the warps that add would need more registers than there are.
 Sums sums_of(const ChunkForward& p) {
   const int64_t slices = slices_of(p) / p.H;
   if (slices == 1) return Sums::kNone;
-  return kExchanges && is_exact(p) && slices == 2 && p.multiprocessors > 1 ? Sums::kCluster : Sums::kLater;
+  return kExchanges && is_exact(p) && slices == 2 && p.multiprocessors > 1 ? Sums::kCluster
+                                                                           : Sums::kLater;
 }
 
 template <class Kind>
-const char* normalize(const ChunkForward& p, const Scratch& scratch, Rows& q, Rows& k, cudaStream_t stream) {
+const char* normalize(const ChunkForward& p, const Scratch& scratch, Rows& q, Rows& k,
+                      cudaStream_t stream) {
   constexpr int kLanes = kChannels / 8;
   const int64_t rows = p.B * p.T * p.H;
   const dim3 grid(unsigned(ceil_div(rows * kLanes, kNormThreads)), 2);
@@ -184,13 +197,16 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
       make_map(&params.dk, p.dtype, whole(p, problem.dk, p.H, p.K), p.B, p.T, p.H, p.K),
       make_map(&params.dv, p.dtype, whole(p, problem.dv, p.HV, p.V), p.B, p.T, p.HV, p.V),
       tiles_map(&params.qk, p.dtype, x.qk, pairs, kChunk, kChunk),
-      kReadsDv<typename Kind::T> ? nullptr : tiles_map(&params.dx, p.dtype, x.dx, slice_blocks, kChunk, kChannels),
+      kReadsDv<typename Kind::T>
+          ? nullptr
+          : tiles_map(&params.dx, p.dtype, x.dx, slice_blocks, kChunk, kChannels),
   };
   for (const char* error : errors)
     if (error) return error;
   if (const char* error = run_frames<Kind>(params, stream)) return error;
   if (const char* error = run_deals(params, stream)) return error;
-  if (!params.makes_triangles || (params.segment > 0 && !has_states) || params.back.shape == BackShape::kByLengths)
+  if (!params.makes_triangles || (params.segment > 0 && !has_states) ||
+      params.back.shape == BackShape::kByLengths)
     if (const char* error = run_triangles<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
     if (params.maps.exist) {
@@ -203,13 +219,15 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
     if (const char* error = run_walk_states<Kind>(params, stream)) return error;
   if (const char* error = run_walk_forward<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
-    if (params.maps.exist) {  // what a segment that forgets has started from may be wrong, windows.cuh
+    if (params.maps
+            .exist) {  // what a segment that forgets has started from may be wrong, windows.cuh
       Params again = params;
       again.again = params.maps.wrong;
       again.maps.exist = false;
       again.segment = 0;
       again.makes_triangles = true;  // P of a steep chunk lay where dS is now
-      again.scratch.back_links = again.scratch.forward_links = nullptr;  // those are lists of segments
+      again.scratch.back_links = again.scratch.forward_links =
+          nullptr;  // those are lists of segments
       if (const char* error = run_walk_back<Kind>(again, stream)) return error;
       if (const char* error = run_walk_forward<Kind>(again, stream)) return error;
     }
@@ -218,18 +236,23 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
 }
 }  // namespace
 
-int chunk_backward_checkpoint_interval(const ChunkForward& p) { return unsupported(p) ? 0 : checkpoint_interval_of(p) * kChunk; }
+int chunk_backward_checkpoint_interval(const ChunkForward& p) {
+  return unsupported(p) ? 0 : checkpoint_interval_of(p) * kChunk;
+}
 
 size_t chunk_backward_workspace(const ChunkForward& p, int checkpoint_interval) {
   Params params = {};
-  return unsupported(p) ? 0 : size_t(lay_out(p, segments_of(p, checkpoint_interval), checkpoint_interval > 0, nullptr, params));
+  return unsupported(p) ? 0
+                        : size_t(lay_out(p, segments_of(p, checkpoint_interval),
+                                         checkpoint_interval > 0, nullptr, params));
 }
 
 const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   if (const char* reason = unsupported(p)) return reason;
   if (problem.states != nullptr && !is_exact(p))
-    return "the Hopper backward takes states that the forward has left only with K = V = 128 in bfloat16";
+    return "the Hopper backward takes states that the forward has left only with K = V = 128 in "
+           "bfloat16";
   if (p.dtype == Dtype::kFloat16) return run<Kind<__half, false>>(problem, stream);
   if (is_exact(p)) return run<Kind<__nv_bfloat16, true>>(problem, stream);
   return run<Kind<__nv_bfloat16, false>>(problem, stream);

@@ -1,5 +1,5 @@
-// T of a chunk and value head, and the decayed q k^T of a steep one, from k k^T and q k^T: by a block that has nothing else
-// to do (triangles.cu), or by a warpgroup of the walk back.
+// T of a chunk and value head, and the decayed q k^T of a steep one, from k k^T and q k^T: by a
+// block that has nothing else to do (triangles.cu), or by a warpgroup of the walk back.
 #pragma once
 #include "sm90/backward/layout.cuh"
 #include "sm90/tile/triangles.cuh"
@@ -18,7 +18,8 @@ struct InverseScratch {
   uint8_t a[kTileBytes], inverse[kTileBytes];
 };
 
-// 16-byte lines of whole tiles, by 128 threads. What is above a triangle's diagonal is read and never written.
+// 16-byte lines of whole tiles, by 128 threads. What is above a triangle's diagonal is read and
+// never written.
 GDN_DEVICE void clear_tiles(uint8_t* from, uint32_t tiles, uint32_t thread) {
 #pragma unroll 1
   for (uint32_t i = thread; i < tiles * kTileBytes / 16; i += 128)
@@ -36,14 +37,17 @@ GDN_DEVICE void copy_factors(GateVectors& to, const ChunkFactors& from, uint32_t
 
 // Row strip `own.w` of a lower triangle, rounded.
 template <class T>
-GDN_DEVICE void store_lower(const Triangles<Alone<T>>& own, const float (&x)[32], const uint8_t* tile) {
+GDN_DEVICE void store_lower(const Triangles<Alone<T>>& own, const float (&x)[32],
+                            const uint8_t* tile) {
   own.store_strip(shared_address(tile), own.lower(0),
                   [&](int b, int i) { return pack(T{}, x[8 * b + 2 * i], x[8 * b + 2 * i + 1]); });
 }
 
-// Row strip `own.w` of a steep chunk's q k^T, decayed. From the rounded one: the factors are powers of two.
+// Row strip `own.w` of a steep chunk's q k^T, decayed. From the rounded one: the factors are powers
+// of two.
 template <class T>
-GDN_DEVICE void decay_pairs(const Triangles<Alone<T>>& own, const GateVectors& factors, const uint8_t* from, uint8_t* to) {
+GDN_DEVICE void decay_pairs(const Triangles<Alone<T>>& own, const GateVectors& factors,
+                            const uint8_t* from, uint8_t* to) {
   const uint32_t rows[2] = {biased_power<T>(factors.score[own.w * 16 + own.lane / 4]),
                             biased_power<T>(factors.score[own.w * 16 + own.lane / 4 + 8])};
   const auto* left = reinterpret_cast<const uint32_t*>(factors.left);
@@ -53,7 +57,8 @@ GDN_DEVICE void decay_pairs(const Triangles<Alone<T>>& own, const GateVectors& f
     ldmatrix_x4(own.lines.block_at(shared_address(from), own.w, b), r);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      r[j] = multiply(T{}, r[j], power_of_two<T>(rows[j % 2], left[8 * b + 4 * (j / 2) + own.lane % 4]));
+      r[j] = multiply(T{}, r[j],
+                      power_of_two<T>(rows[j % 2], left[8 * b + 4 * (j / 2) + own.lane % 4]));
     own.keep_lower(r, own.lower(0), b == own.w);
     stmatrix_x4(own.lines.block_at(shared_address(to), own.w, b), r);
   }

@@ -4,10 +4,12 @@
 
 namespace gdn::sm90::backward {
 
-// Of the `count` chunks of a key head that begin at `chunk_index` and lie `step` chunks apart, returns how many have their
-// triangles without a gap from the first one on; the first one is waited for. All lanes of a warp call it: the loads of 32
-// words take as long as the load of one word, which with the fence takes as long as a chunk of the walk.
-GDN_DEVICE int wait_for_triangles(const Params& params, int chunk_index, int step, int count, int h) {
+// Of the `count` chunks of a key head that begin at `chunk_index` and lie `step` chunks apart,
+// returns how many have their triangles without a gap from the first one on; the first one is
+// waited for. All lanes of a warp call it: the loads of 32 words take as long as the load of one
+// word, which with the fence takes as long as a chunk of the walk.
+GDN_DEVICE int wait_for_triangles(const Params& params, int chunk_index, int step, int count,
+                                  int h) {
   const int* const ready = params.scratch.triangles_ready;
   if (ready == nullptr) return count;
   const int lane = threadIdx.x % 32;
@@ -22,18 +24,23 @@ GDN_DEVICE int wait_for_triangles(const Params& params, int chunk_index, int ste
 
 GDN_DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
       "l"(from), "r"(bytes), "r"(bar)
       : "memory");
 }
 
 // Copies bytes out of shared memory, as they lie there.
 GDN_DEVICE void bulk_store(void* to, uint32_t from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
 }
 
-// bulk_load to the same place of every block of the cluster whose bit is set in `blocks`, and to the same barrier there.
-GDN_DEVICE void bulk_load_to(uint32_t blocks, uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
+// bulk_load to the same place of every block of the cluster whose bit is set in `blocks`, and to
+// the same barrier there.
+GDN_DEVICE void bulk_load_to(uint32_t blocks, uint32_t to, const void* from, uint32_t bytes,
+                             uint32_t bar) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1], %2, [%3], %4;" ::"r"(to),
@@ -41,23 +48,25 @@ GDN_DEVICE void bulk_load_to(uint32_t blocks, uint32_t to, const void* from, uin
       : "memory");
 }
 
-// Tiles of kTiles * 64 columns of a chunk's rows, by a whole warp; `bytes` more come by what `also` issues. What lies
-// past the sequence's end belongs to others, and may be NaN: it is zeroed before the tiles are given out. The first
-// lane alone knows when: `aside` is a barrier of this warp.
+// Tiles of kTiles * 64 columns of a chunk's rows, by a whole warp; `bytes` more come by what `also`
+// issues. What lies past the sequence's end belongs to others, and may be NaN: it is zeroed before
+// the tiles are given out. The first lane alone knows when: `aside` is a barrier of this warp.
 template <int kTiles, class Also>
-GDN_DEVICE void load_rows(const CUtensorMap& map, uint8_t (*to)[kTileBytes], uint64_t& full, uint64_t& aside,
-                          uint32_t& aside_phase, int column, int row, int head, int batch, int rows, int bytes,
-                          const Also& also) {
+GDN_DEVICE void load_rows(const CUtensorMap& map, uint8_t (*to)[kTileBytes], uint64_t& full,
+                          uint64_t& aside, uint32_t& aside_phase, int column, int row, int head,
+                          int batch, int rows, int bytes, const Also& also) {
   const bool lead = threadIdx.x % 32 == 0, whole = rows >= kChunk;
   const uint32_t bar = shared_address(whole ? &full : &aside);
   if (lead) {
     mbarrier_expect(bar, kTiles * kTileBytes + bytes);
-    for (int i = 0; i < kTiles; ++i) tma_load(shared_address(to[i]), &map, bar, column + 64 * i, row, head, batch);
+    for (int i = 0; i < kTiles; ++i)
+      tma_load(shared_address(to[i]), &map, bar, column + 64 * i, row, head, batch);
     also(bar);
   }
   __syncwarp();
   if (whole) {
-    if constexpr (kWarpArrivals == 32) mbarrier_arrive_if(bar, !lead);  // the first lane arrived by mbarrier_expect
+    if constexpr (kWarpArrivals == 32)
+      mbarrier_arrive_if(bar, !lead);  // the first lane arrived by mbarrier_expect
     return;
   }
   mbarrier_wait(bar, aside_phase);

@@ -1,9 +1,11 @@
-// Which tiles of packed sequences a block of a walk takes. Tiles are dealt on the device, as the host does not know the
-// lengths: those of the longest sequences or segments first, each to the block that has least to walk. The result follows
-// from the lengths alone, and no gradient depends on it.
+// Which tiles of packed sequences a block of a walk takes. Tiles are dealt on the device, as the
+// host does not know the lengths: those of the longest sequences or segments first, each to the
+// block that has least to walk. The result follows from the lengths alone, and no gradient depends
+// on it.
 //
-// A *unit* is a sequence, or one of its segments where the walk goes in segments. All its tiles, one a slice, are equally
-// long. Blocks that walk two neighbouring slices in a cluster take two tiles at a time, which the deal holds for one.
+// A *unit* is a sequence, or one of its segments where the walk goes in segments. All its tiles,
+// one a slice, are equally long. Blocks that walk two neighbouring slices in a cluster take two
+// tiles at a time, which the deal holds for one.
 #pragma once
 #include <climits>
 
@@ -12,10 +14,10 @@
 
 namespace gdn::sm90::backward {
 
-constexpr int kTileStart = 1;                           // chunks, which take as long as a tile's start and end
+constexpr int kTileStart = 1;  // chunks, which take as long as a tile's start and end
 
-// The list of a block's tiles is in `links`: of the tile behind tile i at gridDim.x + i, of the block's first tile at
-// its own index, and -1 at the end. Without links, blocks take tiles in turn.
+// The list of a block's tiles is in `links`: of the tile behind tile i at gridDim.x + i, of the
+// block's first tile at its own index, and -1 at the end. Without links, blocks take tiles in turn.
 GDN_DEVICE int first_tile(const Params& params) {
   return params.links == nullptr ? int(blockIdx.x) : params.links[blockIdx.x];
 }
@@ -26,7 +28,9 @@ GDN_DEVICE int next_tile(const Params& params, int index) {
 }
 
 // The greater key is that of the longer unit, or of the first of equally long ones.
-GDN_DEVICE uint32_t unit_key(int unit, int chunks) { return uint32_t(chunks) << kUnitBits | (kMostUnits - 1 - unit); }
+GDN_DEVICE uint32_t unit_key(int unit, int chunks) {
+  return uint32_t(chunks) << kUnitBits | (kMostUnits - 1 - unit);
+}
 GDN_DEVICE int chunks_of_key(uint32_t key) { return int(key >> kUnitBits); }
 GDN_DEVICE int unit_of_key(uint32_t key) { return kMostUnits - 1 - int(key % kMostUnits); }
 
@@ -69,12 +73,14 @@ struct Bins {
   int* links;
 };
 
-// Deals the tiles of `count` units whose keys are sorted. Units without chunks are dealt where `empty` says so.
-GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices, const Divisor& by_slices,
-                    const Bins& bins) {
+// Deals the tiles of `count` units whose keys are sorted. Units without chunks are dealt where
+// `empty` says so.
+GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices,
+                     const Divisor& by_slices, const Bins& bins) {
   const int lane = int(threadIdx.x) % 32;
   const uint32_t lower = (1u << lane) - 1;  // lanes
-  int load[kBinRows], end[kBinRows];        // of bin 32 r + lane: its chunks, and where its list ends in `links`
+  int load[kBinRows],
+      end[kBinRows];  // of bin 32 r + lane: its chunks, and where its list ends in `links`
 #pragma unroll
   for (int r = 0; r < kBinRows; ++r) {
     const int bin = 32 * r + lane;
@@ -98,15 +104,18 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices, co
       same = __ballot_sync(~0u, at < count && chunks_of_key(keys[at]) == chunks);
       behind += __popc(same);
     } while (same == ~0u);
-    // In turns: all bins that would have a tile before any has two get one. In the last turn those with least do.
-    int left = (behind - first) * (slices / bins.width), next = first * slices;  // in the order of the keys
+    // In turns: all bins that would have a tile before any has two get one. In the last turn those
+    // with least do.
+    int left = (behind - first) * (slices / bins.width),
+        next = first * slices;  // in the order of the keys
 #pragma unroll 1
     while (left > 0) {
       int least = load[0];
 #pragma unroll
       for (int r = 1; r < kBinRows; ++r) least = min(least, load[r]);
       least = -__reduce_max_sync(~0u, -least);
-      int level = least + cost, last = kMostBins;  // bins below it get a tile; of those just below, so many at most
+      int level = least + cost,
+          last = kMostBins;  // bins below it get a tile; of those just below, so many at most
       const int some = below(level), each = min(some, left);  // each: tiles of a turn
       int turns = 1;
       if (some > left) {
@@ -136,7 +145,8 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices, co
           int at = next + __popc(takers & lower) * bins.width;
 #pragma unroll 1
           for (int turn = 0; turn < turns; ++turn, at += each * bins.width) {
-            const int i = by_slices.divide(at), tile = unit_of_key(keys[i]) * slices + at - i * slices;
+            const int i = by_slices.divide(at),
+                      tile = unit_of_key(keys[i]) * slices + at - i * slices;
             for (int w = 0; w < bins.width; ++w) bins.links[end[r] + w] = tile + w;
             end[r] = bins.count * bins.width + tile;
           }
@@ -178,14 +188,16 @@ GDN_DEVICE Chunks count_chunks(const ChunkForward& p, int segment) {
   return x;
 }
 
-// Whether the walk forward takes less in segments than over whole sequences, of which a block has `most` chunks.
+// Whether the walk forward takes less in segments than over whole sequences, of which a block has
+// `most` chunks.
 GDN_DEVICE bool segments_pay(const Params& params, const Chunks& chunks, float most) {
   const ChunkForward& p = params.problem.forward;
   const float of_all = float(params.slices) / float(p.multiprocessors);
   const int walked = last_segment(chunks.longest, params.segment) * params.segment;
   float segments = time_of_segments(float(chunks.all) * of_all, float(params.segment));
   if (!has_states(params))
-    segments += time_of_states(float(chunks.walked) * of_all, float(walked), states_go_beside(p, params.slices));
+    segments += time_of_states(float(chunks.walked) * of_all, float(walked),
+                               states_go_beside(p, params.slices));
   return segments < most * kGradients;
 }
 
@@ -216,17 +228,18 @@ GDN_DEVICE int sort_units(const Params& params, int segment, uint32_t (&keys)[kM
   return units;
 }
 
-// Chunks that the fullest block has at least, of whole sequences whose keys are sorted: with b blocks, one of them has
-// i + 1 or more of the i b + 1 longest tiles. Greedy deals give the fullest block up to 6 percent more in the median of
-// random lengths. By a warp, which looks at i up to 31.
+// Chunks that the fullest block has at least, of whole sequences whose keys are sorted: with b
+// blocks, one of them has i + 1 or more of the i b + 1 longest tiles. Greedy deals give the fullest
+// block up to 6 percent more in the median of random lengths. By a warp, which looks at i up to 31.
 GDN_DEVICE float chunks_of_fullest(const Params& params, const uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int i = int(threadIdx.x) % 32, sequence = params.by_slices.divide(i * p.multiprocessors);
-  return float(__reduce_max_sync(~0u, sequence < p.N ? (i + 1) * chunks_of_key(keys[sequence]) : 0));
+  return float(
+      __reduce_max_sync(~0u, sequence < p.N ? (i + 1) * chunks_of_key(keys[sequence]) : 0));
 }
 
-// By a warp, before any tile is dealt: whether the walk forward goes in segments, and the walk back over halves, where
-// the host has left that to the device.
+// By a warp, before any tile is dealt: whether the walk forward goes in segments, and the walk back
+// over halves, where the host has left that to the device.
 GDN_DEVICE void choose_walks(const Params& params, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int lane = int(threadIdx.x) % 32;
@@ -254,7 +267,8 @@ GDN_DEVICE void choose_walks(const Params& params, uint32_t (&keys)[kMostUnits])
 GDN_DEVICE void deal_walk(const Params& params, bool back, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int width = !back && params.sums == Sums::kCluster ? 2 : 1;
-  const Bins bins = {p.multiprocessors / width, width, back ? params.scratch.back_links : params.scratch.forward_links};
+  const Bins bins = {p.multiprocessors / width, width,
+                     back ? params.scratch.back_links : params.scratch.forward_links};
   if (bins.links == nullptr) return;
   const bool whole = params.segment == 0 || (back && !params.maps.exist);
   const int segment = whole ? kWholeSequences : *params.scratch.segment;

@@ -1,4 +1,5 @@
-// The factors of a chunk's tokens, made once for all kernels (frame.cuh has the symbols), and what kernels make of them.
+// The factors of a chunk's tokens, made once for all kernels (frame.cuh has the symbols), and what
+// kernels make of them.
 #pragma once
 #include "common/ptx.cuh"
 #include "sm90/tile/chunk.h"
@@ -6,31 +7,35 @@
 
 namespace gdn::sm90::backward {
 
-// The walk forward needs dx. A row of dv is a row of dx times beta 2^-e, so that it may take dv, and divide what it makes
-// of each row. In fp16 a row of dv may lie below the normal numbers where one of dx does not: there dx is stored as well.
+// The walk forward needs dx. A row of dv is a row of dx times beta 2^-e, so that it may take dv,
+// and divide what it makes of each row. In fp16 a row of dv may lie below the normal numbers where
+// one of dx does not: there dx is stored as well.
 template <class T>
 constexpr bool kReadsDv = Frame<T>::kSteepUnits > 0;
-// Where |beta| is below kLeastBeta, a row of dv would be 0, or lose digits that the row of dx has. The walk back stores the
-// row of dx in the memory of dv there, and sums.cu replaces that row by the one of dv.
+// Where |beta| is below kLeastBeta, a row of dv would be 0, or lose digits that the row of dx has.
+// The walk back stores the row of dx in the memory of dv there, and sums.cu replaces that row by
+// the one of dv.
 constexpr float kLeastBeta = 0x1p-60f;
 GDN_DEVICE bool is_beta_small(float beta) { return fabsf(beta) < kLeastBeta; }
 
 // Of a chunk and value head, made once for all kernels.
 struct ChunkFactors {
-  float4 x[kChunk / 2];  // of tokens 2 i, 2 i + 1: (c0, c1, f0, f1) in x = c v - f (k S): beta 2^-e, beta 2^d
+  float4 x[kChunk / 2];  // of tokens 2 i, 2 i + 1: (c0, c1, f0, f1) in x = c v - f (k S): beta
+                         // 2^-e, beta 2^d
   float read[kChunk];    // scale 2^e: do in the frame
   float start[kChunk];   // scale 2^(d + e): what q S has in o
   float beta[kChunk];
-  float c[kChunk];         // 2^-e
-  float dv[kChunk];        // rows of dx times this go to dv: beta 2^-e; with kReadsDv 1 where beta is small
-  int16_t power[kChunk];   // d
-  float pre, post, end;    // as in GateVectors
-  int steep;               // D, frame.cuh, which is below 0 there; 0: the chunk is mild
+  float c[kChunk];  // 2^-e
+  float
+      dv[kChunk];  // rows of dx times this go to dv: beta 2^-e; with kReadsDv 1 where beta is small
+  int16_t power[kChunk];  // d
+  float pre, post, end;   // as in GateVectors
+  int steep;              // D, frame.cuh, which is below 0 there; 0: the chunk is mild
 };
 static_assert(sizeof(ChunkFactors) % 16 == 0, "copied in lines of 16 bytes");
 
-// Whether tokens of a steep chunk may matter at its end and have d > D. Where not, what such a token gives to the state
-// is at most 2^-kSteepUnits of its u, and is added as it is.
+// Whether tokens of a steep chunk may matter at its end and have d > D. Where not, what such a
+// token gives to the state is at most 2^-kSteepUnits of its u, and is added as it is.
 template <class T>
 constexpr bool kDecaysToEnd = Frame<T>::kSteepUnits == 0;
 
@@ -39,7 +44,8 @@ GDN_DEVICE float power_of_two_float(int e) { return __int_as_float(max(e + 127, 
 // 2^(D - d) of tokens 2 i and 2 i + 1 of a steep chunk.
 GDN_DEVICE float2 end_factors(const ChunkFactors& factors, int i) {
   const short2 d = reinterpret_cast<const short2*>(factors.power)[i];
-  return make_float2(power_of_two_float(factors.steep - d.x), power_of_two_float(factors.steep - d.y));
+  return make_float2(power_of_two_float(factors.steep - d.x),
+                     power_of_two_float(factors.steep - d.y));
 }
 
 // The factor from a row that the walk forward reads, of dv or of dx, to the row of dx.

@@ -1,6 +1,7 @@
-// Numbers of a chunk's tokens, one a value head ([B, T, HV]: g, beta, dg, dbeta), for kernels in which a block has a chunk_index
-// and several neighbouring value heads, a warp each. A warp alone would touch 2 or 4 bytes of each row; together the
-// warps read and write rows as they lie in memory, and transpose them through shared memory.
+// Numbers of a chunk's tokens, one a value head ([B, T, HV]: g, beta, dg, dbeta), for kernels in
+// which a block has a chunk_index and several neighbouring value heads, a warp each. A warp alone
+// would touch 2 or 4 bytes of each row; together the warps read and write rows as they lie in
+// memory, and transpose them through shared memory.
 #pragma once
 #include "sm90/backward/layout.cuh"
 
@@ -35,12 +36,16 @@ struct HeadThread {
     hv = blockIdx.y * heads + head;
     exists = hv < params.problem.forward.HV;
   }
-  GDN_DEVICE bool has(const Place& place, int i) const { return exists && row + 32 * i < place.rows; }
+  GDN_DEVICE bool has(const Place& place, int i) const {
+    return exists && row + 32 * i < place.rows;
+  }
   // Zeros behind the sequence's end.
-  GDN_DEVICE void load(uint32_t (&bits)[2], const Rows& from, Dtype dtype, const Place& place) const {
+  GDN_DEVICE void load(uint32_t (&bits)[2], const Rows& from, Dtype dtype,
+                       const Place& place) const {
     int64_t at = place.batch * from.batch + hv * from.head + int64_t{place.first + row} * from.row;
 #pragma unroll
-    for (int i = 0; i < 2; ++i, at += 32 * from.row) bits[i] = has(place, i) ? load_bits(from.data, at, dtype) : 0;
+    for (int i = 0; i < 2; ++i, at += 32 * from.row)
+      bits[i] = has(place, i) ? load_bits(from.data, at, dtype) : 0;
   }
   GDN_DEVICE void give(HeadRows& to, const uint32_t (&bits)[2], Dtype dtype) const {
 #pragma unroll

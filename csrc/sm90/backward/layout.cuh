@@ -1,8 +1,9 @@
 // What the kernels of the backward share: where chunks lie, and what they leave for each other.
 //
-// A chunk has a *chunk index*, a number that follows from its sequence and place alone. A *slice* is 128 channels of V of a
-// value head; its number is hv parts + part. A chunk of a slice has a block of scratch memory, at chunk_index slices + slice.
-// Tiles in scratch memory are whole: their rows past a sequence's end are zero, and so are channels past K and V.
+// A chunk has a *chunk index*, a number that follows from its sequence and place alone. A *slice*
+// is 128 channels of V of a value head; its number is hv parts + part. A chunk of a slice has a
+// block of scratch memory, at chunk_index slices + slice. Tiles in scratch memory are whole: their
+// rows past a sequence's end are zero, and so are channels past K and V.
 #pragma once
 #include "params.h"
 #include "sm90/backward/factors.cuh"
@@ -15,8 +16,8 @@
 
 namespace gdn::sm90::backward {
 
-// What a kernel is compiled for. kExact: K = V = 128, so that a slice is a value head. Else K is any multiple of 8 up
-// to 128, and V any multiple of 8.
+// What a kernel is compiled for. kExact: K = V = 128, so that a slice is a value head. Else K is
+// any multiple of 8 up to 128, and V any multiple of 8.
 template <class Type, bool kExact_>
 struct Kind {
   using T = Type;
@@ -25,13 +26,13 @@ struct Kind {
 // Which kinds have the kernels that cut both walks.
 template <class Kind>
 constexpr bool kCuts = Kind::kExact;
-constexpr int kParts = 8;       // rows of Scratch::parts
+constexpr int kParts = 8;  // rows of Scratch::parts
 
 // A part of a token's gradients of its gate and beta, by chunk and slice.
 enum GradientPart {
-  kPairsPart,   // row sums less column sums of M
-  kQueryPart,   // q (do S)
-  kReadPart,    // k (dx S), by halves of K
+  kPairsPart,                   // row sums less column sums of M
+  kQueryPart,                   // q (do S)
+  kReadPart,                    // k (dx S), by halves of K
   kBehindPart = kReadPart + 2,  // k (u dS), by halves of K
   kBetaPart = kBehindPart + 2,  // row sums of the decayed k k^T o dx u^T
   kValuePart,                   // dx v
@@ -39,43 +40,51 @@ enum GradientPart {
 static_assert(kValuePart + 1 == kParts);
 
 struct Scratch {
-  void* q;          // [B, T, H, K], with the norm in the kernel: q and k over their norms
+  void* q;  // [B, T, H, K], with the norm in the kernel: q and k over their norms
   void* k;
-  ChunkFactors* factors;     // [chunks, HV]
-  float* last;      // [chunks, HV]: the chunk's log2 decay
-  float* G;         // [chunks, HV]: of the state behind the chunk before, frame.cuh
-  uint16_t* t;      // [chunks, HV, 64, 64]: strict-lower (I + A)^-1, as it lies in shared memory
-  uint16_t* qk;     // [chunks, H, 64, 64]: lower q k^T; with Params::pairs_with_dq [N, H, 64, 64], pairs_at
-  int* triangles_ready;    // [chunks, H]: 0 until what triangles.cu makes is there, if it is made beside the walk back; else null
-  uint16_t* dx;     // [chunks, slices, 64, 128]; null with kReadsDv
-  // [chunks, slices, 2 halves of V, 2 of K, 64, 64]: the gradient of the state behind the chunk, in tiles as they lie in shared
-  // memory; with Sums::kLater dk of the slice replaces the first half of V, and dq the other one. Before, where a chunk is
-  // steep, its lower q k^T, decayed, in the first tile of each half of V: who walks back over a half reads it there.
+  ChunkFactors* factors;  // [chunks, HV]
+  float* last;            // [chunks, HV]: the chunk's log2 decay
+  float* G;               // [chunks, HV]: of the state behind the chunk before, frame.cuh
+  uint16_t* t;  // [chunks, HV, 64, 64]: strict-lower (I + A)^-1, as it lies in shared memory
+  uint16_t*
+      qk;  // [chunks, H, 64, 64]: lower q k^T; with Params::pairs_with_dq [N, H, 64, 64], pairs_at
+  int* triangles_ready;  // [chunks, H]: 0 until what triangles.cu makes is there, if it is made
+                         // beside the walk back; else null
+  uint16_t* dx;          // [chunks, slices, 64, 128]; null with kReadsDv
+  // [chunks, slices, 2 halves of V, 2 of K, 64, 64]: the gradient of the state behind the chunk, in
+  // tiles as they lie in shared memory; with Sums::kLater dk of the slice replaces the first half
+  // of V, and dq the other one. Before, where a chunk is steep, its lower q k^T, decayed, in the
+  // first tile of each half of V: who walks back over a half reads it there.
   uint16_t* ds;
-  float* parts;     // [chunks, slices, kParts, 64]
-  float* across;    // [chunks, slices, 2]: <S, dS> by halves of V
-  float* gate_sums; // [chunks, 2, HV]
-  float* starts;    // [-, slices, 128 of V, 128 of K]: the state that each segment but a first starts from, starts_of
-  int* segment;     // chunks of a segment, or kWholeSequences: what the device chose
+  float* parts;      // [chunks, slices, kParts, 64]
+  float* across;     // [chunks, slices, 2]: <S, dS> by halves of V
+  float* gate_sums;  // [chunks, 2, HV]
+  float* starts;  // [-, slices, 128 of V, 128 of K]: the state that each segment but a first starts
+                  // from, starts_of
+  int* segment;   // chunks of a segment, or kWholeSequences: what the device chose
   // Lists of the tiles of the walks' blocks, deal.cuh; null: not dealt.
   int* back_links;     // [blocks + tiles]
   int* forward_links;  // [blocks + tiles]
-  int* order;          // [N]: sequences, the longest first, where segments of dealt walks start from walk_states.cu
+  int* order;  // [N]: sequences, the longest first, where segments of dealt walks start from
+               // walk_states.cu
 };
 
-// What SegmentMaps::forgotten has where it is not 0: a segment but the last forgets the state and the gradient of the state. The last
-// one, and each whose state the forward has left, forgets the gradient alone.
+// What SegmentMaps::forgotten has where it is not 0: a segment but the last forgets the state and
+// the gradient of the state. The last one, and each whose state the forward has left, forgets the
+// gradient alone.
 constexpr int kForgetsState = 1, kForgetsGradient = 2;
 // Both walks of few long sequences in segments of Params::segment chunks, segments/maps.cu.
 struct SegmentMaps {
   bool exist;  // both walks are cut
-  // [segments, slices, 128 of V, 128 of K]: the gradient of the state behind each segment but the last
+  // [segments, slices, 128 of V, 128 of K]: the gradient of the state behind each segment but the
+  // last
   float* ends;
-  // [segments, slices, kMapValues]: what a segment does to the gradient of the state, M, [128 of K, 128 of K],
-  // map_halves.cuh; the transpose of M is what it does to the state.
+  // [segments, slices, kMapValues]: what a segment does to the gradient of the state, M, [128 of K,
+  // 128 of K], map_halves.cuh; the transpose of M is what it does to the state.
   uint16_t* values;
-  int* forgotten;  // [segments, slices]: not 0 where what a segment starts from is forgotten at its end, windows.cuh
-  int* wrong;      // not 0 where a segment has started from something else: all is walked again, whole
+  int* forgotten;  // [segments, slices]: not 0 where what a segment starts from is forgotten at its
+                   // end, windows.cuh
+  int* wrong;  // not 0 where a segment has started from something else: all is walked again, whole
 };
 
 struct BackBlocks {
@@ -84,9 +93,10 @@ struct BackBlocks {
   Divisor by_halves;  // twice the slices
 };
 
-// How dq and dk of a key head follow from those of its slices. kLater: the walk forward stores them in the memory of the
-// chunk's dS, and sums.cu adds them. kCluster: two value heads, whose blocks add them in global memory, walk_forward_memory.cuh. kNone:
-// there is one slice, and nothing is added.
+// How dq and dk of a key head follow from those of its slices. kLater: the walk forward stores them
+// in the memory of the chunk's dS, and sums.cu adds them. kCluster: two value heads, whose blocks
+// add them in global memory, walk_forward_memory.cuh. kNone: there is one slice, and nothing is
+// added.
 enum class Sums { kLater, kCluster, kNone };
 
 struct Params {
@@ -95,22 +105,24 @@ struct Params {
   ChunkBackward problem;
   Scratch scratch;
   int chunks, chunks_of_batch;  // of all; of a batch entry, if padded
-  // The walk forward goes in segments of so many chunks where whole sequences would leave multiprocessors idle. What they
-  // start from the forward has left, ChunkBackward::states, or a walk of the state alone finds it, which changes no bit.
-  int segment;                      // chunks; 0: whole sequences
-  bool may_be_whole;                // the device takes whole sequences all the same where they take less
+  // The walk forward goes in segments of so many chunks where whole sequences would leave
+  // multiprocessors idle. What they start from the forward has left, ChunkBackward::states, or a
+  // walk of the state alone finds it, which changes no bit.
+  int segment;        // chunks; 0: whole sequences
+  bool may_be_whole;  // the device takes whole sequences all the same where they take less
   int segments, segments_of_batch;  // of all; of a batch entry, if padded
-  int tiles;                  // of the grid: (sequence or segment, slice), or halves of slices
-  const int* links;           // of the grid: one of those of Scratch, or null
-  bool makes_triangles;            // over slices the walk back makes T of whole sequences and q k^T
-  bool pairs_with_dq;         // of exact kinds, pairs_at
-  int triangle_blocks;        // that make triangles beside the walk back; 0: they are made before
+  int tiles;             // of the grid: (sequence or segment, slice), or halves of slices
+  const int* links;      // of the grid: one of those of Scratch, or null
+  bool makes_triangles;  // over slices the walk back makes T of whole sequences and q k^T
+  bool pairs_with_dq;    // of exact kinds, pairs_at
+  int triangle_blocks;   // that make triangles beside the walk back; 0: they are made before
   Sums sums;
-  int parts, slices;          // of V, and HV times those
-  Divisor heads, group;       // HV, and value heads of a key head
+  int parts, slices;     // of V, and HV times those
+  Divisor heads, group;  // HV, and value heads of a key head
   Divisor by_slices, by_parts;
   SegmentMaps maps;
-  const int* again;  // SegmentMaps::wrong, of a walk over whole sequences that is made only if that is not 0; else null
+  const int* again;  // SegmentMaps::wrong, of a walk over whole sequences that is made only if that
+                     // is not 0; else null
   BackBlocks back;
 };
 
@@ -120,9 +132,11 @@ GDN_DEVICE bool walks_back_over_halves(const Params& params) {
 }
 // Whether the forward has left the states that segments of the walk forward start from.
 GDN_HOST_DEVICE bool has_states(const Params& params) { return params.problem.states != nullptr; }
-// Whether the walk back over slices makes the triangles, as no kernel needs them before, or a kernel of their own.
+// Whether the walk back over slices makes the triangles, as no kernel needs them before, or a
+// kernel of their own.
 GDN_DEVICE bool makes_triangles_walking(const Params& params) {
-  return params.makes_triangles && (params.segment == 0 || has_states(params) || *params.scratch.segment == kWholeSequences);
+  return params.makes_triangles &&
+         (params.segment == 0 || has_states(params) || *params.scratch.segment == kWholeSequences);
 }
 
 // Whether a kernel deals the tiles of a walk.
@@ -135,15 +149,17 @@ GDN_DEVICE int first_chunk(const Params& params, int n) {
   return p.cu_seqlens ? int(sequence_bound(p, n) / kChunk) + n : n * params.chunks_of_batch;
 }
 
-// Where q k^T of a chunk and key head lies, as tensor maps have it. With Params::pairs_with_dq it lies in the first 64
-// channels of the chunk's dq, which is written when no one reads q k^T of the chunk any more. There TMA would write the next
-// sequence's rows behind a packed sequence's last ones: such a chunk has a tile in scratch memory.
+// Where q k^T of a chunk and key head lies, as tensor maps have it. With Params::pairs_with_dq it
+// lies in the first 64 channels of the chunk's dq, which is written when no one reads q k^T of the
+// chunk any more. There TMA would write the next sequence's rows behind a packed sequence's last
+// ones: such a chunk has a tile in scratch memory.
 struct MapPlace {
   const CUtensorMap* map;
   int column, row, head, batch;
 };
 template <class Kind>
-GDN_DEVICE MapPlace pairs_at(const Params& params, int chunk_index, int h, int n, int batch, int row, int rows) {
+GDN_DEVICE MapPlace pairs_at(const Params& params, int chunk_index, int h, int n, int batch,
+                             int row, int rows) {
   const ChunkForward& p = params.problem.forward;
   if constexpr (!Kind::kExact) return {&params.qk, 0, 0, 0, chunk_index * p.H + h};
   if (!params.pairs_with_dq) return {&params.qk, 0, 0, 0, chunk_index * p.H + h};
@@ -198,12 +214,18 @@ GDN_DEVICE Place place_of(const Params& params, int chunk_index) {
 // One sequence and slice, or half of a slice.
 template <class Kind>
 struct BackTile {
-  int n, batch, part, first, length, chunk_index;  // part: half of the slice, or part of the sequence
-  int slice, exact_h;                       // exact_h: h, which only exact kinds keep
+  int n, batch, part, first, length,
+      chunk_index;     // part: half of the slice, or part of the sequence
+  int slice, exact_h;  // exact_h: h, which only exact kinds keep
   GDN_DEVICE int chunks() const { return length > 0 ? (length + kChunk - 1) / kChunk : 0; }
-  // The slice's heads and its first channel of V. Not kept, as single warps have no registers for them.
-  GDN_DEVICE int hv(const Params& params) const { return Kind::kExact ? slice : params.by_parts.divide(slice); }
-  GDN_DEVICE int h(const Params& params) const { return Kind::kExact ? exact_h : params.group.divide(hv(params)); }
+  // The slice's heads and its first channel of V. Not kept, as single warps have no registers for
+  // them.
+  GDN_DEVICE int hv(const Params& params) const {
+    return Kind::kExact ? slice : params.by_parts.divide(slice);
+  }
+  GDN_DEVICE int h(const Params& params) const {
+    return Kind::kExact ? exact_h : params.group.divide(hv(params));
+  }
   GDN_DEVICE int v(const Params& params) const {
     return Kind::kExact ? 0 : (slice - hv(params) * params.parts) * kChannels;
   }
@@ -280,7 +302,8 @@ GDN_DEVICE int last_segment(int chunks, int segment) { return max(chunks - 1, 0)
 // A segment of a sequence where both walks are cut, and a slice.
 template <class Kind>
 struct SegmentTile : BackTile<Kind> {
-  int segment, last;  // of the sequence's segments: this one, and the last; without chunks the sequence has the first
+  int segment, last;  // of the sequence's segments: this one, and the last; without chunks the
+                      // sequence has the first
 };
 template <class Kind>
 GDN_DEVICE SegmentTile<Kind> segment_tile(const Params& params, int n, int segment, int slice) {
@@ -294,24 +317,28 @@ GDN_DEVICE SegmentTile<Kind> segment_tile(const Params& params, int n, int segme
   x.length = min(x.length - segment * rows, rows);
   return x;
 }
-// The tile of a grid that has all segments of every sequence, where both walks are cut. One that does not exist lies behind
-// the last of its sequence.
+// The tile of a grid that has all segments of every sequence, where both walks are cut. One that
+// does not exist lies behind the last of its sequence.
 template <class Kind>
 GDN_DEVICE SegmentTile<Kind> cut_tile(const Params& params, int index) {
-  const int segment = divide_by_slices<Kind>(params, index), n = sequence_of_segment(params, segment);
-  return segment_tile<Kind>(params, n, segment - first_segment(params, n), index - segment * slices_of<Kind>(params));
+  const int segment = divide_by_slices<Kind>(params, index),
+            n = sequence_of_segment(params, segment);
+  return segment_tile<Kind>(params, n, segment - first_segment(params, n),
+                            index - segment * slices_of<Kind>(params));
 }
-// The number of a segment and slice in the arrays of Scratch and SegmentMaps that have an entry or a matrix [128, 128] for each.
+// The number of a segment and slice in the arrays of Scratch and SegmentMaps that have an entry or
+// a matrix [128, 128] for each.
 template <class Kind>
 GDN_DEVICE int64_t segment_index(const Params& params, int n, int segment, int slice) {
   return int64_t{first_segment(params, n) + segment} * slices_of<Kind>(params) + slice;
 }
 
-// Scratch::starts, less the matrices of the first segments up to that of sequence n, which it has not: to be taken with
-// segment_index of a later segment.
+// Scratch::starts, less the matrices of the first segments up to that of sequence n, which it has
+// not: to be taken with segment_index of a later segment.
 template <class Kind>
 GDN_DEVICE float* starts_of(const Params& params, int n) {
-  return params.scratch.starts - (n + 1) * int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);
+  return params.scratch.starts -
+         (n + 1) * int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);
 }
 
 // Where T of a chunk and value head lies, and half of V of a slice's block of dS, Scratch.
@@ -322,8 +349,8 @@ GDN_DEVICE uint16_t* ds_at(const Params& params, int block, int half) {
   return params.scratch.ds + (int64_t{block} * 2 + half) * (kChannels / 2 * kChannels);
 }
 
-// A map in scratch memory has lines of so many rows, and rows of so many values, with which ldmatrix falls into all banks
-// where a line has been copied to shared memory as it is.
+// A map in scratch memory has lines of so many rows, and rows of so many values, with which
+// ldmatrix falls into all banks where a line has been copied to shared memory as it is.
 constexpr int kMapLine = 32, kMapPitch = kChannels + 8, kMapValues = 2 * kChannels * kMapPitch;
 
 // The launchers, each in a file of its own.

@@ -4,8 +4,8 @@
 
 namespace gdn::sm90::backward {
 
-// Which channels a state in memory has. A warp holds 16 channels of V and 128 of K: rows(i) is about the i-th eight
-// channels of V, columns(j) about the j-th eight of K.
+// Which channels a state in memory has. A warp holds 16 channels of V and 128 of K: rows(i) is
+// about the i-th eight channels of V, columns(j) about the j-th eight of K.
 struct AllChannels {
   GDN_DEVICE bool rows(int) const { return true; }
   GDN_DEVICE bool columns(int) const { return true; }
@@ -27,8 +27,8 @@ GDN_DEVICE auto channels_of(const Params& params, int v, int warp) {
 
 // A state [64 of V, 128 of K] of a warpgroup's registers, from and to strided memory.
 template <class From, class Channels>
-GDN_DEVICE void load_state(float (&S)[64], const From* at, int64_t stride_k, int64_t stride_v, float factor,
-                           const Channels& channels) {
+GDN_DEVICE void load_state(float (&S)[64], const From* at, int64_t stride_k, int64_t stride_v,
+                           float factor, const Channels& channels) {
 #pragma unroll
   for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
 #pragma unroll
@@ -40,8 +40,8 @@ GDN_DEVICE void load_state(float (&S)[64], const From* at, int64_t stride_k, int
   }
 }
 template <class Channels>
-GDN_DEVICE void store_state(const float (&S)[64], float* at, int64_t stride_k, int64_t stride_v, float factor,
-                            const Channels& channels) {
+GDN_DEVICE void store_state(const float (&S)[64], float* at, int64_t stride_k, int64_t stride_v,
+                            float factor, const Channels& channels) {
 #pragma unroll
   for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
 #pragma unroll
@@ -63,7 +63,8 @@ GDN_DEVICE void load_matrix(float (&S)[64], const float* at) {
 GDN_DEVICE void store_matrix(const float (&S)[64], float* at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j)
-    *reinterpret_cast<float2*>(at + j / 2 * 8 + j % 2 * 8 * kChannels) = make_float2(S[2 * j], S[2 * j + 1]);
+    *reinterpret_cast<float2*>(at + j / 2 * 8 + j % 2 * 8 * kChannels) =
+        make_float2(S[2 * j], S[2 * j + 1]);
 }
 GDN_DEVICE void clear_state(float (&S)[64]) {
 #pragma unroll

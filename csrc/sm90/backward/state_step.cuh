@@ -8,12 +8,13 @@ namespace gdn::sm90::backward {
 
 // The state that a sequence starts from, in the frame: 64 channels of V.
 template <class Kind>
-GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTile<Kind>& tile, int half, int warp) {
+GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTile<Kind>& tile,
+                             int half, int warp) {
   const ChunkForward& p = params.problem.forward;
   if (p.h0 == nullptr) return clear_state(S);
   const int lane = fresh_lane(), v = tile.v(params) + half * 64;
-  const int64_t at = tile.n * p.h0_n + tile.hv(params) * p.h0_h + (v + state_row(warp, lane)) * p.h0_v +
-                     state_column(lane) * p.h0_k;
+  const int64_t at = tile.n * p.h0_n + tile.hv(params) * p.h0_h +
+                     (v + state_row(warp, lane)) * p.h0_v + state_column(lane) * p.h0_k;
   const float factor = exp2_approx(-Frame<typename Kind::T>::kTop);
   const auto load = [&](auto* from) {
     load_state(S, from + at, p.h0_k, p.h0_v, factor, channels_of<Kind>(params, v, warp));
@@ -27,11 +28,13 @@ GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTil
   }
 }
 
-// This thread's first element of a state in one of the arrays that have one for each segment and slice.
+// This thread's first element of a state in one of the arrays that have one for each segment and
+// slice.
 template <class Float>
 GDN_DEVICE Float* state_of(Float* states, int64_t index, int half, int warp) {
   const int lane = fresh_lane();
-  return states + (index * kChannels + half * 64 + state_row(warp, lane)) * kChannels + state_column(lane);
+  return states + (index * kChannels + half * 64 + state_row(warp, lane)) * kChannels +
+         state_column(lane);
 }
 
 // What tokens of a steep chunk give to the state: 2^(D - d) u.
@@ -51,7 +54,8 @@ GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const ChunkFactors& factors) {
 
 // do' of a chunk, transposed: scale 2^e do, rounded, from the tile of do. tline: transposed_line.
 template <class T>
-GDN_DEVICE void read_do(uint32_t (&y)[16], uint32_t tile, uint32_t tline, const ChunkFactors& factors, int lane) {
+GDN_DEVICE void read_do(uint32_t (&y)[16], uint32_t tile, uint32_t tline,
+                        const ChunkFactors& factors, int lane) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     uint32_t d4[4];
@@ -75,12 +79,14 @@ GDN_DEVICE void decay_do(uint32_t (&y)[16], const ChunkFactors& factors, int lan
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const uint32_t powers = reinterpret_cast<const uint32_t*>(factors.power)[j * 4 + lane % 4];
-    if constexpr (kDecaysToEnd<T>) {  // the power may be below the dtype's numbers where the product is not
+    if constexpr (kDecaysToEnd<T>) {  // the power may be below the dtype's numbers where the
+                                      // product is not
       const short2 d = reinterpret_cast<const short2&>(powers);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 pair = unpack(T{}, y[2 * j + h]);
-        y[2 * j + h] = pack(T{}, power_of_two_float(d.x) * pair.x, power_of_two_float(d.y) * pair.y);
+        y[2 * j + h] =
+            pack(T{}, power_of_two_float(d.x) * pair.x, power_of_two_float(d.y) * pair.y);
       }
     } else {
       const uint32_t factor = power_of_two<T>(biased_power<T>(0), powers);
@@ -90,13 +96,15 @@ GDN_DEVICE void decay_do(uint32_t (&y)[16], const ChunkFactors& factors, int lan
   }
 }
 
-// u of a chunk, rounded, from the state before it. x = c v - f (k S), u = x + T_s x; v_there() and t_there() wait,
-// v_read(lane) and t_read() give back, and meanwhile() is done under the product T_s x. The state is rounded in four
-// pieces, of which kPieces have registers.
-template <class T, int kPieces, class VThere, class VRead, class TThere, class Meanwhile, class TRead>
-GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& factors, uint32_t k_tile, uint32_t v_tile,
-                       uint32_t t_tile, int warp, int lane, const VThere& v_there, const VRead& v_read,
-                       const TThere& t_there, const Meanwhile& meanwhile, const TRead& t_read) {
+// u of a chunk, rounded, from the state before it. x = c v - f (k S), u = x + T_s x; v_there() and
+// t_there() wait, v_read(lane) and t_read() give back, and meanwhile() is done under the product
+// T_s x. The state is rounded in four pieces, of which kPieces have registers.
+template <class T, int kPieces, class VThere, class VRead, class TThere, class Meanwhile,
+          class TRead>
+GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& factors,
+                       uint32_t k_tile, uint32_t v_tile, uint32_t t_tile, int warp, int lane,
+                       const VThere& v_there, const VRead& v_read, const TThere& t_there,
+                       const Meanwhile& meanwhile, const TRead& t_read) {
   const uint32_t tline = transposed_line(warp, lane);
   float x[32];
   if (factors.pre != 1.f) scale_state(S, factors.pre);
@@ -104,13 +112,14 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& fa
     const Descriptor rows = k_major(k_tile);
     uint32_t rounded[kPieces][8];
     const auto round = [&](int j) {
-      uint32_t(&piece)[8] = rounded[j % kPieces];
+      uint32_t (&piece)[8] = rounded[j % kPieces];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) piece[i] = pack_again(T{}, S[16 * j + 2 * i], S[16 * j + 2 * i + 1]);
+      for (int i = 0; i < 8; ++i)
+        piece[i] = pack_again(T{}, S[16 * j + 2 * i], S[16 * j + 2 * i + 1]);
       pin(piece);
     };
     const auto multiply_by = [&](int j) {
-      uint32_t(&piece)[8] = rounded[j % kPieces];
+      uint32_t (&piece)[8] = rounded[j % kPieces];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint64_t at = rows.at(j / 2 * kTileBytes + (j % 2 * 2 + i) * 32);
@@ -140,10 +149,13 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& fa
   }
   // c v, while the product is on its way.
   v_there();
-  constexpr int kFactors = kPieces == 4 ? 8 : 1;  // of f, loaded ahead: more are spilt in the walk forward
+  constexpr int kFactors =
+      kPieces == 4 ? 8 : 1;  // of f, loaded ahead: more are spilt in the walk forward
   float cv[32];
   float2 f[8];
-  const auto load_factors = [&](int j) { f[j] = *reinterpret_cast<const float2*>(&factors.x[j * 4 + lane % 4].z); };
+  const auto load_factors = [&](int j) {
+    f[j] = *reinterpret_cast<const float2*>(&factors.x[j * 4 + lane % 4].z);
+  };
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     uint32_t v4[4];
@@ -199,7 +211,8 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& fa
 
 // S <- 2^D S + k^T u, on its way. u is left decayed to the chunk's end.
 template <class T>
-GDN_DEVICE void update_state(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& factors, uint32_t k_tile) {
+GDN_DEVICE void update_state(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& factors,
+                             uint32_t k_tile) {
   if (factors.post != 1.f) scale_state(S, factors.post);
   if constexpr (kDecaysToEnd<T>)
     if (factors.steep) decay_to_end<T>(u, factors);

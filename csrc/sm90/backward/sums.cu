@@ -1,5 +1,6 @@
-// What is left when all chunks are done: dq and dk over the slices of a key head, where the walk forward has not added them;
-// the norm's own step; the gradients of gates and betas, through their activations; zeros for the tokens of no sequence.
+// What is left when all chunks are done: dq and dk over the slices of a key head, where the walk
+// forward has not added them; the norm's own step; the gradients of gates and betas, through their
+// activations; zeros for the tokens of no sequence.
 #include "sm90/backward/head_rows.cuh"
 #include "sm90/launch_blocks.h"
 #include "sm90/tile/l2norm.cuh"
@@ -15,8 +16,9 @@ GDN_DEVICE void store_as(void* base, int64_t at, Dtype dtype, float x) {
   } else if (dtype == Dtype::kFloat64) {
     static_cast<double*>(base)[at] = x;
   } else {
-    static_cast<uint16_t*>(base)[at] =
-        dtype == Dtype::kFloat16 ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    static_cast<uint16_t*>(base)[at] = dtype == Dtype::kFloat16
+                                           ? __half_as_ushort(__float2half_rn(x))
+                                           : __bfloat16_as_ushort(__float2bfloat16_rn(x));
   }
 }
 
@@ -37,8 +39,8 @@ GDN_DEVICE float row_sum(float x) {
   return x;
 }
 
-// kLanes threads make a row of a key head: they add the rows of its slices, or read the row that the walk forward has
-// stored, and then make the norm's own step. blockIdx.y: dq, dk.
+// kLanes threads make a row of a key head: they add the rows of its slices, or read the row that
+// the walk forward has stored, and then make the norm's own step. blockIdx.y: dq, dk.
 template <class Kind>
 __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
@@ -48,7 +50,8 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   const int64_t given = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanes;
   const bool exists = given < p.B * p.T * p.H;
   const int64_t index = exists ? given : 0;  // all lanes of a warp take part in the sums
-  const int lane = threadIdx.x % kLanes, group = slices_of<Kind>(params) / p.H, lines = lines_of<Kind>(p.K);
+  const int lane = threadIdx.x % kLanes, group = slices_of<Kind>(params) / p.H,
+            lines = lines_of<Kind>(p.K);
   const bool inside = lane < lines;
   const int64_t token = index / p.H;
   const int h = int(index % p.H), batch = int(token / p.T), t = int(token % p.T);
@@ -71,7 +74,8 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
     if (owned && exists && inside) unpack_line<T>(*own, sum);
   } else if (owned && exists) {
     const int64_t block = int64_t{chunk_index} * slices_of<Kind>(params) + h * group;
-    constexpr int64_t size = 2 * kChunk;  // rows of a slice's block of dS, half of a row in each of two tiles
+    constexpr int64_t size =
+        2 * kChunk;  // rows of a slice's block of dS, half of a row in each of two tiles
     const int line = (lane / 8 * kChunk + row) * 8 + (lane % 8 ^ row % 8);
     const uint4* from = reinterpret_cast<const uint4*>(params.scratch.ds) +
                         (block * size + (of_keys ? 0 : kChunk)) * kLanes + line;
@@ -107,8 +111,9 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   *own = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Zeros where tokens of a packed call belong to no sequence: before the first, and behind the last. A row of a key head
-// by kLanes threads; `block` of `blocks`. dq and dk are head_sum_kernel's, where that runs.
+// Zeros where tokens of a packed call belong to no sequence: before the first, and behind the last.
+// A row of a key head by kLanes threads; `block` of `blocks`. dq and dk are head_sum_kernel's,
+// where that runs.
 template <class Kind>
 GDN_DEVICE void zero_rows(const Params& params, int64_t block, int64_t blocks) {
   const ChunkBackward& problem = params.problem;
@@ -136,10 +141,12 @@ GDN_DEVICE void zero_rows(const Params& params, int64_t block, int64_t blocks) {
   }
 }
 
-// Multiplies the rows of dv that have dx, those of tokens whose beta is small (kReadsDv), of a chunk and value head. All
-// lanes of a warp call it; x: ChunkFactors::x of the tokens 2 l and 2 l + 1 of lane l.
+// Multiplies the rows of dv that have dx, those of tokens whose beta is small (kReadsDv), of a
+// chunk and value head. All lanes of a warp call it; x: ChunkFactors::x of the tokens 2 l and 2 l +
+// 1 of lane l.
 template <class Kind>
-GDN_DEVICE void end_small_rows(const Params& params, const ChunkFactors& factors, const float4& x, const Place& place, int hv) {
+GDN_DEVICE void end_small_rows(const Params& params, const ChunkFactors& factors, const float4& x,
+                               const Place& place, int hv) {
   using T = typename Kind::T;
   const ChunkForward& p = params.problem.forward;
   const int lane = threadIdx.x % 32, lines = lines_of<Kind>(p.V);
@@ -168,19 +175,23 @@ GDN_DEVICE void end_small_rows(const Params& params, const ChunkFactors& factors
 
 // dg and dbeta of a chunk and value head, by a warp, and the zeros of rows of no sequence:
 //     dg_t = sum over i >= t of ahead_i + sum over i < t of behind_i + <S, dS>
-// and their activations. Lane l has tokens 2 l and 2 l + 1. What slices leave is added in their order.
+// and their activations. Lane l has tokens 2 l and 2 l + 1. What slices leave is added in their
+// order.
 template <class Kind>
-__global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kMostHeads * 32)
+    gates_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
   using T = typename Kind::T;
   if (params.problem.forward.cu_seqlens != nullptr)
-    zero_rows<Kind>(params, int64_t{blockIdx.y} * gridDim.x + blockIdx.x, int64_t{gridDim.x} * gridDim.y);
+    zero_rows<Kind>(params, int64_t{blockIdx.y} * gridDim.x + blockIdx.x,
+                    int64_t{gridDim.x} * gridDim.y);
   __shared__ HeadRows g_rows, beta_rows;  // as given, then their gradients
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
   const int chunk_index = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // A warp without a value head of its own does what that of the last one does, and stores nothing.
-  const int own_hv = blockIdx.y * (blockDim.x / 32) + warp, hv = min(own_hv, p.HV - 1), index = chunk_index * p.HV + hv;
+  const int own_hv = blockIdx.y * (blockDim.x / 32) + warp, hv = min(own_hv, p.HV - 1),
+            index = chunk_index * p.HV + hv;
   const bool stores = own_hv < p.HV;
   float* const sums = params.scratch.gate_sums + int64_t{chunk_index} * 2 * p.HV + hv;
   const Place place = place_of(params, chunk_index);
@@ -196,13 +207,15 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
   const int slices = Kind::kExact ? 1 : params.parts;
   const int64_t block = int64_t{index} * slices;
   const auto plus = [](float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); };
-  const float2* const parts = reinterpret_cast<const float2*>(params.scratch.parts + block * (kParts * kChunk));
+  const float2* const parts =
+      reinterpret_cast<const float2*>(params.scratch.parts + block * (kParts * kChunk));
   const auto part = [&](int i) {
     float2 sum = parts[i * (kChunk / 2) + lane];
     for (int s = 1; s < slices; ++s) sum = plus(sum, parts[(s * kParts + i) * (kChunk / 2) + lane]);
     return sum;
   };
-  const float2 read = plus(part(kReadPart), part(kReadPart + 1)), rows_sum = part(kBetaPart), value = part(kValuePart);
+  const float2 read = plus(part(kReadPart), part(kReadPart + 1)), rows_sum = part(kBetaPart),
+               value = part(kValuePart);
   const float2 behind = plus(part(kBehindPart), part(kBehindPart + 1));
   const float4 x = factors.x[lane];
   const float per_dx[2] = {of_dx<T>(factors, 2 * lane), of_dx<T>(factors, 2 * lane + 1)};
@@ -211,7 +224,8 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
   ahead.x -= x.z * per_dx[0] * read.x;
   ahead.y -= x.w * per_dx[1] * read.y;
   const float c[2] = {factors.c[2 * lane], factors.c[2 * lane + 1]};
-  const float2 f = make_float2(exp2_approx(factors.power[2 * lane]), exp2_approx(factors.power[2 * lane + 1]));
+  const float2 f =
+      make_float2(exp2_approx(factors.power[2 * lane]), exp2_approx(factors.power[2 * lane + 1]));
   const float dbeta_of[2] = {per_dx[0] * (c[0] * value.x - f.x * read.x - rows_sum.x),
                              per_dx[1] * (c[1] * value.y - f.y * read.y - rows_sum.y)};
   // Sums over the tokens from here on, and over those before.
@@ -245,7 +259,8 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
     // A decay below the floor is exactly 0 and has no gradient; a NaN stays one.
     if (p.use_gate) {
       if (p.dt_bias) g += p.dt_bias[hv];
-      const float rate = __expf(p.A_log[hv]), slope = g > kSoftplusThreshold ? 1.f : 1.f / (1.f + __expf(-g));
+      const float rate = __expf(p.A_log[hv]),
+                  slope = g > kSoftplusThreshold ? 1.f : 1.f / (1.f + __expf(-g));
       g = -rate * softplus(g);
       const bool closed = g * kRcpLn2 < kLog2Floor;
       of_A_log += closed ? 0.f : dg[i] * g;
@@ -307,11 +322,16 @@ const char* run_sums(const Params& params, cudaStream_t stream) {
   const int64_t rows = p.B * p.T * p.H;
   const unsigned blocks = unsigned(ceil_div(rows * kLanes, kThreads));
   if (params.sums == Sums::kLater || p.use_qk_l2norm)
-    if (const char* error = launch_small(&head_sum_kernel<Kind>, params, dim3(blocks, 2), kThreads, stream)) return error;
+    if (const char* error =
+            launch_small(&head_sum_kernel<Kind>, params, dim3(blocks, 2), kThreads, stream))
+      return error;
   const HeadBlocks heads(params);
-  if (const char* error = launch_small(&gates_kernel<Kind>, params, heads.grid, heads.threads, stream)) return error;
+  if (const char* error =
+          launch_small(&gates_kernel<Kind>, params, heads.grid, heads.threads, stream))
+    return error;
   if (!p.use_gate) return nullptr;
-  return launch_small(&gate_sum_kernel, params, unsigned(ceil_div(2 * p.HV, kWidth)), kThreads, stream);
+  return launch_small(&gate_sum_kernel, params, unsigned(ceil_div(2 * p.HV, kWidth)), kThreads,
+                      stream);
 }
 
 template const char* run_sums<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);

@@ -1,12 +1,13 @@
-// From a sequence's last chunk to its first: the gradient of the state, 64 channels of V a warpgroup, in registers.
-// A block has a slice, or half of one.
+// From a sequence's last chunk to its first: the gradient of the state, 64 channels of V a
+// warpgroup, in registers. A block has a slice, or half of one.
 //
-// Transposed as in state.cuh. With do' = scale 2^e do, and P and T_s decayed where the chunk is steep,
+// Transposed as in state.cuh. With do' = scale 2^e do, and P and T_s decayed where the chunk is
+// steep,
 //     du = P^T do' + w k dS    dx = du + T_s^T du    dS <- 2^D dS + q^T 2^d do' - k^T beta 2^d dx
 //     dv = beta 2^-e dx
-// where w = 2^(D - d), or 1 where that does not matter: kDecaysToEnd. dS behind the chunk goes to scratch memory, and
-// without kReadsDv dx as well; dv goes out. Of whole sequences a warpgroup of a block with a whole slice makes q k^T and
-// T_s, which go to scratch memory too.
+// where w = 2^(D - d), or 1 where that does not matter: kDecaysToEnd. dS behind the chunk goes to
+// scratch memory, and without kReadsDv dx as well; dv goes out. Of whole sequences a warpgroup of a
+// block with a whole slice makes q k^T and T_s, which go to scratch memory too.
 #include "sm90/backward/segments/windows.cuh"
 #include "sm90/backward/state_step.cuh"
 #include "sm90/backward/walk_back_memory.cuh"
@@ -16,7 +17,8 @@ namespace gdn::sm90::backward {
 namespace {
 // y = do' of a chunk, and x = P^T do': they need no state.
 template <class C>
-GDN_DEVICE void read_chunk(BackMemory<C>& sm, uint32_t (&y)[16], uint32_t it, int warpgroup, int warp) {
+GDN_DEVICE void read_chunk(BackMemory<C>& sm, uint32_t (&y)[16], uint32_t it, int warpgroup,
+                           int warp) {
   using T = typename C::T;
   const uint32_t s = it % C::kStages;
   const int lane = fresh_lane();
@@ -67,8 +69,10 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, in
         }
         const int lane = threadIdx.x % 32;
         const int v = tile.v(params) + (C::kStates == 2 ? warpgroup : tile.part) * 64;
-        load_state(S, problem.dht + tile.n * problem.dht_n + tile.hv(params) * problem.dht_h +
-                          (v + state_row(warp, lane)) * problem.dht_v + state_column(lane) * problem.dht_k,
+        load_state(S,
+                   problem.dht + tile.n * problem.dht_n + tile.hv(params) * problem.dht_h +
+                       (v + state_row(warp, lane)) * problem.dht_v +
+                       state_column(lane) * problem.dht_k,
                    problem.dht_k, problem.dht_v, factor, channels_of<Kind>(params, v, warp));
       }
     }
@@ -148,7 +152,8 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, in
       uint32_t u[16], next[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
-      const Descriptor t_columns = mn_major(shared_address(stage.t)), q_columns = mn_major(shared_address(stage.q));
+      const Descriptor t_columns = mn_major(shared_address(stage.t)),
+                       q_columns = mn_major(shared_address(stage.q));
       pin(x);
       pin(u);
       wgmma_fence();
@@ -175,7 +180,8 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, in
       wgmma_wait<1>();
       pin(x);
 #pragma unroll
-      for (int at = 0; at < 32; at += 2) u[at / 2] = pack(T{}, -f[at / 4 * 2] * x[at], -f[at / 4 * 2 + 1] * x[at + 1]);
+      for (int at = 0; at < 32; at += 2)
+        u[at / 2] = pack(T{}, -f[at / 4 * 2] * x[at], -f[at / 4 * 2 + 1] * x[at + 1]);
       const Descriptor k_columns = mn_major(shared_address(stage.k));
       pin(u);
       pin(S);
@@ -195,7 +201,8 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, in
           d4[i] = pack(T{}, x[at], x[at + 1]);
           v4[i] = pack(T{}, of_dv.x * x[at], of_dv.y * x[at + 1]);
         }
-        if constexpr (!kReadsDv<T>) stmatrix_x4_trans(shared_address(sm.dv[warpgroup][1]) + j * 2048 + tline, d4);
+        if constexpr (!kReadsDv<T>)
+          stmatrix_x4_trans(shared_address(sm.dv[warpgroup][1]) + j * 2048 + tline, d4);
         stmatrix_x4_trans(shared_address(sm.dv[warpgroup][0]) + j * 2048 + tline, v4);
       }
       fence_async_proxy();
@@ -228,7 +235,8 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, in
       if (tile.segment > 0) {
         const int64_t index = segment_index<Kind>(params, tile.n, tile.segment, tile.slice);
         if (any && params.maps.forgotten[index] != 0) {
-          const float* const given = state_of(params.maps.ends, index - slices_of<Kind>(params), warpgroup, warp);
+          const float* const given =
+              state_of(params.maps.ends, index - slices_of<Kind>(params), warpgroup, warp);
           StateDifference difference;
           difference.add(S, given);
           difference.judge(params.maps.wrong);
@@ -240,8 +248,10 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, in
       const auto tile = walk_back_tile<C>(params, index);
       const int lane = threadIdx.x % 32;
       const int v = tile.v(params) + (C::kStates == 2 ? warpgroup : tile.part) * 64;
-      store_state(S, problem.dh0 + tile.n * problem.dh0_n + tile.hv(params) * problem.dh0_h +
-                         (v + state_row(warp, lane)) * problem.dh0_v + state_column(lane) * problem.dh0_k,
+      store_state(S,
+                  problem.dh0 + tile.n * problem.dh0_n + tile.hv(params) * problem.dh0_h +
+                      (v + state_row(warp, lane)) * problem.dh0_v +
+                      state_column(lane) * problem.dh0_k,
                   problem.dh0_k, problem.dh0_v, any ? exp2_approx(-Frame<T>::kTop) : 1.f,
                   channels_of<Kind>(params, v, warp));
     }
@@ -249,7 +259,8 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, in
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(C::kThreads, 1)
+    walk_back_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(BackMemory<C>) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
   BackMemory<C>& sm = *reinterpret_cast<BackMemory<C>*>(raw);
@@ -261,8 +272,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
   if constexpr (!C::kCut) {
     launch_dependents();  // the walk of the state, which needs nothing of this one
     if (params.back.shape == BackShape::kByLengths) {
-      // The kernel over slices was launched beside the one over halves, and one of the two walks. What comes next waits
-      // for the kernel over slices alone, so that this one waits for the other.
+      // The kernel over slices was launched beside the one over halves, and one of the two walks.
+      // What comes next waits for the kernel over slices alone, so that this one waits for the
+      // other.
       const bool walks = walks_back_over_halves(params) == (C::kStates == 1);
       if (C::kStates == 2 && (walks || blockIdx.x + 1 == gridDim.x)) wait_for_prerequisites();
       if (!walks) return;
@@ -286,8 +298,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
   __syncthreads();
   if constexpr (C::kCut) {
     wait_for_prerequisites();
-    // The walk forward may begin now: it reads what the folds have left, and then waits for this walk. Clusters that begin
-    // while this walk ends lie on multiprocessors far from each other. That costs long segments more than they gain.
+    // The walk forward may begin now: it reads what the folds have left, and then waits for this
+    // walk. Clusters that begin while this walk ends lie on multiprocessors far from each other.
+    // That costs long segments more than they gain.
     constexpr int kShortSegment = 16;  // chunks
     if (params.segment <= kShortSegment) launch_dependents();
   }
@@ -298,7 +311,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
     } else if (warp <= C::kStates) {
       store_behind(sm, params, warp - 1);
     } else if (blockIdx.x + 1 == gridDim.x) {
-      // The next kernel waits for this one alone: where another kernel makes triangles beside this one, this one ends last.
+      // The next kernel waits for this one alone: where another kernel makes triangles beside this
+      // one, this one ends last.
       wait_for_prerequisites();
     }
   } else if (warpgroup <= C::kStates) {
@@ -315,10 +329,13 @@ const char* launch(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   params.tiles = (C::kCut ? params.segments : p.N) * params.slices * C::kTileParts;
   params.links = params.scratch.back_links;
-  const unsigned blocks = unsigned(params.links || params.tiles > p.multiprocessors ? p.multiprocessors : params.tiles);
+  const unsigned blocks =
+      unsigned(params.links || params.tiles > p.multiprocessors ? p.multiprocessors : params.tiles);
   const bool second = params.back.shape == BackShape::kByLengths && C::kStates == 2;
-  return launch_blocks(&walk_back_kernel<C>, params, blocks, C::kThreads, sizeof(BackMemory<C>), 1,
-                       C::kCut || params.again != nullptr || second || params.scratch.triangles_ready != nullptr, stream);
+  return launch_blocks(
+      &walk_back_kernel<C>, params, blocks, C::kThreads, sizeof(BackMemory<C>), 1,
+      C::kCut || params.again != nullptr || second || params.scratch.triangles_ready != nullptr,
+      stream);
 }
 }  // namespace
 

@@ -1,4 +1,5 @@
-// Shared memory and barriers of the walk back; the warps that load and store; and the warpgroup that makes triangles.
+// Shared memory and barriers of the walk back; the warps that load and store; and the warpgroup
+// that makes triangles.
 #pragma once
 #include <type_traits>
 
@@ -8,8 +9,8 @@
 
 namespace gdn::sm90::backward {
 
-// kCut: the walk back over segments, each from what segments/folds.cu left, with the triangles that segments/maps.cu has
-// needed before.
+// kCut: the walk back over segments, each from what segments/folds.cu left, with the triangles that
+// segments/maps.cu has needed before.
 template <class Kind_, int kStates_, bool kCut_ = false>
 struct Back {
   using Kind = Kind_;
@@ -20,11 +21,13 @@ struct Back {
   static constexpr int kThreads = 128 * (1 + kStates + kInverses);
   static constexpr int kStages = kStates == 2 ? 2 : 3;
   static constexpr int kTileParts = 2 / kStates;
-  // A chunk begins while the one behind it ends: where few blocks wait for their own chain of products. Elsewhere
-  // memory is waited for, and a stage is given back first.
+  // A chunk begins while the one behind it ends: where few blocks wait for their own chain of
+  // products. Elsewhere memory is waited for, and a stage is given back first.
   static constexpr bool kBeginsAhead = kStates == 1 && !kDecaysToEnd<T>;
-  static constexpr int kSinglesRegisters = kInverses ? 32 : 40, kStateRegisters = kInverses ? 176 : 232;
-  static constexpr int kInverseRegisters = 128, kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
+  static constexpr int kSinglesRegisters = kInverses ? 32 : 40,
+                       kStateRegisters = kInverses ? 176 : 232;
+  static constexpr int kInverseRegisters = 128,
+                       kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
   static_assert(kSinglesRegisters + kStates * kStateRegisters + kInverses * kInverseRegisters <=
                 kThreads / 128 * kLaunchRegisters);
 };
@@ -55,7 +58,8 @@ constexpr int kOuts = kReadsDv<T> ? 1 : 2;
 template <class C>
 struct BackMemory {
   struct alignas(1024) Stage {
-    uint8_t k[2][kTileBytes], q[2][kTileBytes], dO[C::kStates][kTileBytes], t[kTileBytes], p[kTileBytes];
+    uint8_t k[2][kTileBytes], q[2][kTileBytes], dO[C::kStates][kTileBytes], t[kTileBytes],
+        p[kTileBytes];
   } stages[C::kStages];
   uint8_t dv[C::kStates][kOuts<typename C::T>][kTileBytes], ds[C::kStates][2][kTileBytes];
   std::conditional_t<C::kInverses, InverseMemory<C>, NoInverses> inverses;
@@ -70,7 +74,8 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
   const ChunkForward& p = params.problem.forward;
   using Kind = typename C::Kind;
   const bool makes_triangles = C::kInverses && makes_triangles_walking(params);
-  // Only a walk of few blocks prefetches: with a block on each multiprocessor the walk would take 5 percent longer.
+  // Only a walk of few blocks prefetches: with a block on each multiprocessor the walk would take 5
+  // percent longer.
   const bool prefetches = C::kStates == 1 && 2 * params.tiles <= p.multiprocessors;
   constexpr int kAhead = 2;  // chunks
   uint32_t it = 0, aside_phase = 0;
@@ -82,8 +87,10 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
     for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
       const uint32_t s = it % C::kStages;
       auto& stage = sm.stages[s];
-      const int chunk_index = tile.chunk_index + c, row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
-      const int of_head = chunk_index * p.HV + tile.hv(params), block = chunk_index * slices_of<Kind>(params) + tile.slice;
+      const int chunk_index = tile.chunk_index + c, row = tile.first + c * kChunk,
+                rows = tile.length - c * kChunk;
+      const int of_head = chunk_index * p.HV + tile.hv(params),
+                block = chunk_index * slices_of<Kind>(params) + tile.slice;
       const bool steep = params.scratch.last[of_head] < -Frame<typename C::T>::kRange;
       if constexpr (C::kStates == 1) {
         if (ready == 0) ready = wait_for_triangles(params, chunk_index, -1, c + 1, tile.h(params));
@@ -95,34 +102,39 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
           tma_prefetch(&params.k, 64 * i, before, tile.h(params), tile.batch);
           tma_prefetch(&params.q, 64 * i, before, tile.h(params), tile.batch);
         }
-        tma_prefetch(&params.dO, tile.v(params) + 64 * tile.part, before, tile.hv(params), tile.batch);
+        tma_prefetch(&params.dO, tile.v(params) + 64 * tile.part, before, tile.hv(params),
+                     tile.batch);
       }
       wait_for(sm.empty[s], it / C::kStages + 1);
       // k, with it all of the stage but q and do, which may have rows to clear as well.
       const auto rest = [&](uint32_t bar) {
-        bulk_load(shared_address(&sm.factors[s]), params.scratch.factors + of_head, sizeof(ChunkFactors), bar);
+        bulk_load(shared_address(&sm.factors[s]), params.scratch.factors + of_head,
+                  sizeof(ChunkFactors), bar);
         if (makes_triangles) return;
         bulk_load(shared_address(stage.t), t_at(params, of_head), kTileBytes, bar);
         if (steep) {
           bulk_load(shared_address(stage.p), ds_at(params, block, tile.part), kTileBytes, bar);
         } else {
-          tma_load(shared_address(stage.p),
-                   pairs_at<Kind>(params, chunk_index, tile.h(params), tile.n, tile.batch, row, rows), bar);
+          tma_load(
+              shared_address(stage.p),
+              pairs_at<Kind>(params, chunk_index, tile.h(params), tile.n, tile.batch, row, rows),
+              bar);
         }
       };
       const int rest_bytes = sizeof(ChunkFactors) + (makes_triangles ? 0 : 2 * kTileBytes);
-      load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params), tile.batch, rows,
-                   rest_bytes, rest);
-      load_rows<2>(params.q, stage.q, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params), tile.batch, rows, 0,
-                   Nothing{});
+      load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params),
+                   tile.batch, rows, rest_bytes, rest);
+      load_rows<2>(params.q, stage.q, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params),
+                   tile.batch, rows, 0, Nothing{});
       load_rows<C::kStates>(params.dO, stage.dO, sm.full[s], sm.aside, aside_phase,
-                            tile.v(params) + 64 * tile.part, row, tile.hv(params), tile.batch, rows, 0, Nothing{});
+                            tile.v(params) + 64 * tile.part, row, tile.hv(params), tile.batch, rows,
+                            0, Nothing{});
     }
   }
 }
 
-// T and P of every chunk to its stage; of a value head's first slice T, and of a key head's first one q k^T, to scratch
-// memory.
+// T and P of every chunk to its stage; of a value head's first slice T, and of a key head's first
+// one q k^T, to scratch memory.
 template <class C>
 GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp) {
   using T = typename C::T;
@@ -137,13 +149,15 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
 #pragma unroll 1
   for (int index = first_tile(params); index >= 0; index = next_tile(params, index)) {
     const auto tile = walk_back_tile<C>(params, index);
-    const bool first_of_head = tile.v(params) == 0, first = tile.hv(params) == tile.h(params) * group && first_of_head;
+    const bool first_of_head = tile.v(params) == 0,
+               first = tile.hv(params) == tile.h(params) * group && first_of_head;
 #pragma unroll 1
     for (int c = tile.chunks() - 1; c >= 0; --c, ++it) {
       const uint32_t s = it % C::kStages;
       auto& stage = sm.stages[s];
       const int lane = fresh_lane(), chunk_index = tile.chunk_index + c;
-      const Triangles<Alone<T>> own(kBarrier, lane, warp, sm.inverses.scratch.a, sm.inverses.scratch.inverse);
+      const Triangles<Alone<T>> own(kBarrier, lane, warp, sm.inverses.scratch.a,
+                                    sm.inverses.scratch.inverse);
       wait_for(sm.full[s], it / C::kStages);
       const bool steep = sm.factors[s].steep;
       const uint8_t* const pairs = steep && first ? sm.inverses.qk : stage.p;
@@ -172,10 +186,11 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
       named_barrier(kBarrier, 128);
       if (thread == 0) {
         if (first_of_head)
-          bulk_store(t_at(params, chunk_index * p.HV + tile.hv(params)), shared_address(stage.t), kTileBytes);
+          bulk_store(t_at(params, chunk_index * p.HV + tile.hv(params)), shared_address(stage.t),
+                     kTileBytes);
         if (first)
-          tma_store(pairs_at<Kind>(params, chunk_index, tile.h(params), tile.n, tile.batch, tile.first + c * kChunk,
-                                   tile.length - c * kChunk),
+          tma_store(pairs_at<Kind>(params, chunk_index, tile.h(params), tile.n, tile.batch,
+                                   tile.first + c * kChunk, tile.length - c * kChunk),
                     shared_address(pairs));
         tma_store_commit();
       }
@@ -200,7 +215,8 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int warpgr
       const int block = (tile.chunk_index + c) * slices_of<Kind>(params) + tile.slice;
       wait_for(sm.ds_full[warpgroup], it);
       if (lead) {
-        bulk_store(ds_at(params, block, part / 64), shared_address(sm.ds[warpgroup]), sizeof(sm.ds[warpgroup]));
+        bulk_store(ds_at(params, block, part / 64), shared_address(sm.ds[warpgroup]),
+                   sizeof(sm.ds[warpgroup]));
         tma_store_commit();
         tma_store_wait_read();
       }
@@ -211,7 +227,8 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int warpgr
         if constexpr (!kReadsDv<typename C::T>)
           tma_store(&params.dx, shared_address(sm.dv[warpgroup][1]), part, 0, 0, block);
         if (rows >= kChunk && v < V)
-          tma_store(&params.dv, shared_address(sm.dv[warpgroup][0]), v, row, tile.hv(params), tile.batch);
+          tma_store(&params.dv, shared_address(sm.dv[warpgroup][0]), v, row, tile.hv(params),
+                    tile.batch);
         tma_store_commit();
         tma_store_wait_read();
       }
@@ -219,9 +236,11 @@ GDN_DEVICE void store_behind(BackMemory<C>& sm, const Params& params, int warpgr
 #pragma unroll 1
         for (int i = threadIdx.x % 32; i < rows * 8; i += 32) {
           if (v + i % 8 * 8 >= V) continue;
-          const int64_t at = ((tile.batch * p.T + row + i / 8) * p.HV + tile.hv(params)) * V + v + i % 8 * 8;
+          const int64_t at =
+              ((tile.batch * p.T + row + i / 8) * p.HV + tile.hv(params)) * V + v + i % 8 * 8;
           *reinterpret_cast<uint4*>(static_cast<uint16_t*>(params.problem.dv) + at) =
-              *reinterpret_cast<const uint4*>(sm.dv[warpgroup][0] + i / 8 * 128 + ((i % 8 ^ i / 8 % 8) * 16));
+              *reinterpret_cast<const uint4*>(sm.dv[warpgroup][0] + i / 8 * 128 +
+                                              ((i % 8 ^ i / 8 % 8) * 16));
         }
       }
       __syncwarp();

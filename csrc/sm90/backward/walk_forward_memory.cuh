@@ -1,5 +1,5 @@
-// Shared memory and barriers of the walk forward, and its single warps: what comes from memory and goes there, <S, dS>
-// and dx . v.
+// Shared memory and barriers of the walk forward, and its single warps: what comes from memory and
+// goes there, <S, dS> and dx . v.
 #pragma once
 #include "sm90/backward/copies.cuh"
 #include "sm90/backward/deal.cuh"
@@ -11,36 +11,38 @@ namespace gdn::sm90::backward {
 struct Announced {
   int block;   // in scratch memory; -1: there are no more chunks
   int begins;  // the number of the tile that begins here; -1: none does
-  // Where both walks are cut and the tile before forgets what it started from: the matrix of Scratch::starts that it is to
-  // have ended with; else -1.
+  // Where both walks are cut and the tile before forgets what it started from: the matrix of
+  // Scratch::starts that it is to have ended with; else -1.
   int ended;
 };
 
-// The number of a 16 x 16 block of a lower triangle that has four strips of rows. In a block the four matrices of stmatrix lie
-// one behind the other.
+// The number of a 16 x 16 block of a lower triangle that has four strips of rows. In a block the
+// four matrices of stmatrix lie one behind the other.
 GDN_DEVICE int key_block(int strip, int column) { return strip * (strip + 1) / 2 + column; }
 
 // Full and empty of each buffer; docs/backward.md has who fills and empties it.
 struct WalkMemory {
   alignas(1024) uint8_t k[2][2][kTileBytes];
-  uint8_t q[2][kTileBytes];       // then dk
+  uint8_t q[2][kTileBytes];  // then dk
   uint8_t v[2][kTileBytes];
-  uint8_t dO[2][2][kTileBytes];   // then dq
-  uint8_t dx[2][kTileBytes];      // with kReadsDv dv
-  uint8_t ds[2][2][kTileBytes];   // halves of V, halves of K
+  uint8_t dO[2][2][kTileBytes];  // then dq
+  uint8_t dx[2][kTileBytes];     // with kReadsDv dv
+  uint8_t ds[2][2][kTileBytes];  // halves of V, halves of K
   uint8_t t[kTileBytes];
-  uint8_t qk[kTileBytes];         // then dP
+  uint8_t qk[kTileBytes];  // then dP
   uint8_t n[kTileBytes];
   uint8_t S[2][2][kTileBytes];
   uint8_t u[2][kTileBytes];
-  uint8_t kk[10][512];            // lower k k^T, key_block
-  ChunkFactors factors[2];                 // come and go with k
-  Announced chunk[2];             // so does this
+  uint8_t kk[10][512];      // lower k k^T, key_block
+  ChunkFactors factors[2];  // come and go with k
+  Announced chunk[2];       // so does this
   float column[4][kChunk], row[kChunk], own[kChunk];
-  uint64_t k_full[2], k_empty[2], q_full, q_read, v_full, v_empty, do_full[2], dx_full, dx_empty, ds_full, ds_empty;
-  uint64_t t_full, t_empty, pairs_full, pairs_empty, S_full, S_empty, u_full, u_empty, n_full, dk_full;
-  uint64_t dq_full[2];            // with one barrier two phases could end before the store sees one
-  uint64_t aside[3];              // of the loaders
+  uint64_t k_full[2], k_empty[2], q_full, q_read, v_full, v_empty, do_full[2], dx_full, dx_empty,
+      ds_full, ds_empty;
+  uint64_t t_full, t_empty, pairs_full, pairs_empty, S_full, S_empty, u_full, u_empty, n_full,
+      dk_full;
+  uint64_t dq_full[2];  // with one barrier two phases could end before the store sees one
+  uint64_t aside[3];    // of the loaders
   uint64_t dq_there, dq_taken, dk_there, dk_taken, pairs_read[2];  // load_and_store
 };
 
@@ -70,7 +72,8 @@ GDN_DEVICE void init_barriers(WalkMemory& sm) {
   mbarrier_init(&sm.q_read, kPairs);
   mbarrier_init(&sm.n_full, kPairs);
   mbarrier_init(&sm.dk_full, kStates);
-  for (uint64_t* bar : {&sm.dq_there, &sm.dq_taken, &sm.dk_there, &sm.dk_taken, &sm.pairs_read[0], &sm.pairs_read[1]})
+  for (uint64_t* bar : {&sm.dq_there, &sm.dq_taken, &sm.dk_there, &sm.dk_taken, &sm.pairs_read[0],
+                        &sm.pairs_read[1]})
     mbarrier_init(bar, 1);
   for (uint64_t& bar : sm.aside) mbarrier_init(&bar, 1);
   mbarrier_init_fence();
@@ -96,13 +99,18 @@ struct ForwardWalk {
     index = next_tile(params, index);
     return begin();
   }
-  GDN_DEVICE int block() const { return (tile.chunk_index + c) * slices_of<Kind>(params) + tile.slice; }
-  GDN_DEVICE int head_block() const { return (tile.chunk_index + c) * params.problem.forward.HV + tile.hv(params); }
+  GDN_DEVICE int block() const {
+    return (tile.chunk_index + c) * slices_of<Kind>(params) + tile.slice;
+  }
+  GDN_DEVICE int head_block() const {
+    return (tile.chunk_index + c) * params.problem.forward.HV + tile.hv(params);
+  }
   GDN_DEVICE int row() const { return tile.first + c * kChunk; }
   GDN_DEVICE int rows() const { return tile.length - c * kChunk; }
 };
 
-// kCut: this kernel may begin while the walk back goes on, and waits before it reads what the walk back leaves.
+// kCut: this kernel may begin while the walk back goes on, and waits before it reads what the walk
+// back leaves.
 template <class Kind, bool kCut>
 GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   const bool lead = threadIdx.x % 32 == 0;
@@ -114,45 +122,52 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   for (bool more = walk.begin(); more; more = walk.next(), ++it) {
     const uint32_t stage = it % 2, block = walk.block(), of_head = walk.head_block();
     wait_for(sm.k_empty[stage], it / 2 + 1);
-    if (lead) sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1, walk.c == 0 ? ended : -1};
-    // A state that the forward has left is no guess, and then no job writes SegmentMaps::forgotten of a first segment.
+    if (lead)
+      sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1, walk.c == 0 ? ended : -1};
+    // A state that the forward has left is no guess, and then no job writes SegmentMaps::forgotten
+    // of a first segment.
     if (walk.c == 0 && params.maps.exist && !has_states(params)) {
       const bool forgets = params.maps.forgotten[walk.index] == kForgetsState;
       ended = forgets ? walk.index - walk.tile.n * slices_of<Kind>(params) : -1;
     }
-    load_rows<2>(params.k, sm.k[stage], sm.k_full[stage], sm.aside[0], aside_phase, 0, walk.row(), walk.tile.h(params),
-                 walk.tile.batch, walk.rows(), sizeof(ChunkFactors), [&](uint32_t bar) {
-                   bulk_load(shared_address(&sm.factors[stage]), params.scratch.factors + of_head, sizeof(ChunkFactors), bar);
+    load_rows<2>(params.k, sm.k[stage], sm.k_full[stage], sm.aside[0], aside_phase, 0, walk.row(),
+                 walk.tile.h(params), walk.tile.batch, walk.rows(), sizeof(ChunkFactors),
+                 [&](uint32_t bar) {
+                   bulk_load(shared_address(&sm.factors[stage]), params.scratch.factors + of_head,
+                             sizeof(ChunkFactors), bar);
                  });
     wait_for(sm.v_empty, it + 1);
-    load_rows<2>(params.v, sm.v, sm.v_full, sm.aside[0], aside_phase, walk.tile.v(params), walk.row(),
-                 walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
+    load_rows<2>(params.v, sm.v, sm.v_full, sm.aside[0], aside_phase, walk.tile.v(params),
+                 walk.row(), walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
     if (lead) {
       wait_for(sm.t_empty, it + 1);
       mbarrier_expect(shared_address(&sm.t_full), kTileBytes);
-      bulk_load(shared_address(sm.t), t_at(params, of_head), kTileBytes, shared_address(&sm.t_full));
+      bulk_load(shared_address(sm.t), t_at(params, of_head), kTileBytes,
+                shared_address(&sm.t_full));
     }
     if (kCut && it == 0) wait_for_prerequisites();
     if constexpr (kReadsDv<typename Kind::T>) {
       wait_for(sm.dx_empty, it + 1);
-      load_rows<2>(params.dv, sm.dx, sm.dx_full, sm.aside[0], aside_phase, walk.tile.v(params), walk.row(),
-                   walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
+      load_rows<2>(params.dv, sm.dx, sm.dx_full, sm.aside[0], aside_phase, walk.tile.v(params),
+                   walk.row(), walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
     }
     if (lead) {
       if constexpr (!kReadsDv<typename Kind::T>) {
         wait_for(sm.dx_empty, it + 1);
         mbarrier_expect(shared_address(&sm.dx_full), 2 * kTileBytes);
         for (int i = 0; i < 2; ++i)
-          tma_load(shared_address(sm.dx[i]), &params.dx, shared_address(&sm.dx_full), 64 * i, 0, 0, block);
+          tma_load(shared_address(sm.dx[i]), &params.dx, shared_address(&sm.dx_full), 64 * i, 0, 0,
+                   block);
       }
       wait_for(sm.ds_empty, it + 1);
       mbarrier_expect(shared_address(&sm.ds_full), sizeof sm.ds);
-      bulk_load(shared_address(sm.ds), ds_at(params, block, 0), sizeof sm.ds, shared_address(&sm.ds_full));
+      bulk_load(shared_address(sm.ds), ds_at(params, block, 0), sizeof sm.ds,
+                shared_address(&sm.ds_full));
       wait_for(sm.pairs_empty, it + 1);
       mbarrier_expect(shared_address(&sm.pairs_full), kTileBytes);
       tma_load(shared_address(sm.qk),
-               pairs_at<Kind>(params, walk.tile.chunk_index + walk.c, walk.tile.h(params), walk.tile.n, walk.tile.batch,
-                              walk.row(), walk.rows()),
+               pairs_at<Kind>(params, walk.tile.chunk_index + walk.c, walk.tile.h(params),
+                              walk.tile.n, walk.tile.batch, walk.row(), walk.rows()),
                shared_address(&sm.pairs_full));
     }
     __syncwarp();
@@ -164,8 +179,8 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   arrive(sm.k_full[it % 2], lead);
 }
 
-// <S, dS> of a chunk over half of V, from their tiles, by a warp that waits else. Both tiles have the same layout. Returns
-// the chunk's block of scratch memory.
+// <S, dS> of a chunk over half of V, from their tiles, by a warp that waits else. Both tiles have
+// the same layout. Returns the chunk's block of scratch memory.
 template <class T>
 GDN_DEVICE int states_product(WalkMemory& sm, const Params& params, uint32_t it, int half) {
   const int lane = threadIdx.x % 32;
@@ -203,10 +218,12 @@ GDN_DEVICE int states_product(WalkMemory& sm, const Params& params, uint32_t it,
   return block;
 }
 
-// The rows of a tile of two halves that a sequence has, where 64 would reach into the next one: stored, or added to what
-// is there, by a warp. `to`: the first row, of `lines` lines of 16 bytes; `stride`: from row to row, in rows.
+// The rows of a tile of two halves that a sequence has, where 64 would reach into the next one:
+// stored, or added to what is there, by a warp. `to`: the first row, of `lines` lines of 16 bytes;
+// `stride`: from row to row, in rows.
 template <bool kAdds>
-GDN_DEVICE void store_some_rows(const uint8_t (*tiles)[kTileBytes], uint4* to, int lines, int stride, int rows, int lane) {
+GDN_DEVICE void store_some_rows(const uint8_t (*tiles)[kTileBytes], uint4* to, int lines,
+                                int stride, int rows, int lane) {
   using T = __nv_bfloat16;
   constexpr int kLines = kChannels / 8;  // of a row of the tile
 #pragma unroll 1
@@ -230,19 +247,22 @@ GDN_DEVICE void store_some_rows(const uint8_t (*tiles)[kTileBytes], uint4* to, i
   __syncwarp();
 }
 
-// Loads do or q, in kStages stages, and stores dq or dk out of the same tile: with Sums::kLater into the memory of the chunk's
-// dS, which has been read before, else to `to`, where the second block of a cluster adds.
+// Loads do or q, in kStages stages, and stores dq or dk out of the same tile: with Sums::kLater
+// into the memory of the chunk's dS, which has been read before, else to `to`, where the second
+// block of a cluster adds.
 //
-// With Sums::kCluster dq and dk of two value heads of a key head are added in global memory by the two blocks that make
-// them, a cluster: the first block stores its own, and the second one adds its own to it. Both are rounded before and the
-// sum is rounded, so that the sums have the bits of head_sum_kernel. No warpgroup waits for the other block. The second
-// block adds when the first one has said that its store is complete (`there`), and so falls behind by the time that a
-// store takes. The first block loads its next chunk before it waits for what the second one has seen (`taken`), of which
-// it is at most a chunk ahead.
+// With Sums::kCluster dq and dk of two value heads of a key head are added in global memory by the
+// two blocks that make them, a cluster: the first block stores its own, and the second one adds its
+// own to it. Both are rounded before and the sum is rounded, so that the sums have the bits of
+// head_sum_kernel. No warpgroup waits for the other block. The second block adds when the first one
+// has said that its store is complete (`there`), and so falls behind by the time that a store
+// takes. The first block loads its next chunk before it waits for what the second one has seen
+// (`taken`), of which it is at most a chunk ahead.
 template <class Kind, int kStages, Sums kSums>
 GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUtensorMap& map,
-                               uint8_t (*tiles)[2][kTileBytes], uint64_t* full, uint64_t* result_full, uint64_t& aside,
-                               bool of_keys, const CUtensorMap& to, uint64_t& there, uint64_t& taken) {
+                               uint8_t (*tiles)[2][kTileBytes], uint64_t* full,
+                               uint64_t* result_full, uint64_t& aside, bool of_keys,
+                               const CUtensorMap& to, uint64_t& there, uint64_t& taken) {
   const ChunkForward& p = params.problem.forward;
   constexpr bool kCluster = kSums == Sums::kCluster;
   const bool lead = threadIdx.x % 32 == 0, adds = kCluster && cluster_rank() == 1;
@@ -258,8 +278,10 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
     oldest = newest;
     if (!more) return;
     const uint32_t stage = loaded++ % kStages;
-    load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase, of_keys ? 0 : walk.tile.v(params), walk.row(),
-                 of_keys ? walk.tile.h(params) : walk.tile.hv(params), walk.tile.batch, walk.rows(), 0, Nothing{});
+    load_rows<2>(map, tiles[stage], full[stage], aside, aside_phase,
+                 of_keys ? 0 : walk.tile.v(params), walk.row(),
+                 of_keys ? walk.tile.h(params) : walk.tile.hv(params), walk.tile.batch, walk.rows(),
+                 0, Nothing{});
     newest = {walk.row(), walk.rows(), walk.tile.h(params), walk.tile.batch};
     more = walk.next();
   };
@@ -268,8 +290,9 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
 #pragma unroll 1
   for (; it < loaded; ++it) {
     const int block = states_product<typename Kind::T>(sm, params, it, of_keys);
-    const Chunk chunk = kStages == 1 || it + 1 == loaded ? newest : oldest;  // unused with Sums::kLater
-    uint8_t(&tile)[2][kTileBytes] = tiles[it % kStages];
+    const Chunk chunk =
+        kStages == 1 || it + 1 == loaded ? newest : oldest;  // unused with Sums::kLater
+    uint8_t (&tile)[2][kTileBytes] = tiles[it % kStages];
     wait_for(result_full[it % kStages], it / kStages);
     if constexpr (kCluster) {
       if (adds) {
@@ -298,7 +321,8 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
       __syncwarp();
     } else {  // TMA would write into the next sequence
       const int lines = lines_of<Kind>(p.K);
-      uint4* const rows = sums + (int64_t{chunk.batch * int(p.T) + chunk.row} * p.H + chunk.h) * lines;
+      uint4* const rows =
+          sums + (int64_t{chunk.batch * int(p.T) + chunk.row} * p.H + chunk.h) * lines;
       if (adds)
         store_some_rows<true>(tile, rows, lines, p.H, chunk.rows, threadIdx.x % 32);
       else
@@ -319,7 +343,8 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
   if (lead) tma_store_wait();
 }
 
-// Of every token dx v, or dv v. A lane has two rows: lines of eight rows that lie in a column have all banks.
+// Of every token dx v, or dv v. A lane has two rows: lines of eight rows that lie in a column have
+// all banks.
 template <class Kind>
 GDN_DEVICE void values(WalkMemory& sm, const Params& params) {
   using T = typename Kind::T;
@@ -328,13 +353,15 @@ GDN_DEVICE void values(WalkMemory& sm, const Params& params) {
   uint32_t it = 0;
 #pragma unroll 1
   for (bool more = walk.begin(); more; more = walk.next(), ++it) {
-    float* const sums = params.scratch.parts + (int64_t{walk.block()} * kParts + kValuePart) * kChunk;
+    float* const sums =
+        params.scratch.parts + (int64_t{walk.block()} * kParts + kValuePart) * kChunk;
     wait_for(sm.v_full, it);
     wait_for(sm.dx_full, it);
     float sum[2] = {};
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      const uint32_t dx = shared_address(sm.dx[half]) + lane * 128, v = shared_address(sm.v[half]) + lane * 128;
+      const uint32_t dx = shared_address(sm.dx[half]) + lane * 128,
+                     v = shared_address(sm.v[half]) + lane * 128;
 #pragma unroll 1
       for (int column = 0; column < 8; ++column) {
         const uint32_t at = (column ^ lane % 8) * 16;

@@ -1,7 +1,8 @@
-// The state warpgroups of the walk forward: u and the state, for 64 channels of V, as in state.cuh; then dk, for 64
-// channels of K:
+// The state warpgroups of the walk forward: u and the state, for 64 channels of V, as in state.cuh;
+// then dk, for 64 channels of K:
 //     dk = w u dS^T - beta 2^d (dx S^T) + N k + N^T k + dP^T q + own q
-// With w as in walk_back.cu, and with S before the chunk and dS behind it, both as they lie in their tiles.
+// With w as in walk_back.cu, and with S before the chunk and dS behind it, both as they lie in
+// their tiles.
 #pragma once
 #include "sm90/backward/segments/windows.cuh"
 #include "sm90/backward/state_step.cuh"
@@ -11,7 +12,8 @@ namespace gdn::sm90::backward {
 
 // Sums over 64 columns of x * tile, for this thread's two rows, over its four lanes.
 template <class T, int kBlocks>
-GDN_DEVICE float2 row_sums(const float (&x)[8 * kBlocks], uint32_t tile, const Lines& lines, int warp) {
+GDN_DEVICE float2 row_sums(const float (&x)[8 * kBlocks], uint32_t tile, const Lines& lines,
+                           int warp) {
   float s0 = 0, s1 = 0;
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
@@ -34,8 +36,8 @@ GDN_DEVICE float2 row_sums(const float (&x)[8 * kBlocks], uint32_t tile, const L
 
 // x + own * other, rounded, in row blocks: from `other`'s tiles to those of `to`.
 template <class T, int kBlocks>
-GDN_DEVICE void store_gradient(const float (&x)[8 * kBlocks], float own0, float own1, uint32_t other, uint32_t to,
-                               const Lines& lines, int warp) {
+GDN_DEVICE void store_gradient(const float (&x)[8 * kBlocks], float own0, float own1,
+                               uint32_t other, uint32_t to, const Lines& lines, int warp) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
     uint32_t r[4];
@@ -109,7 +111,8 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
 
 // dk of 64 channels of K. The state's update may be on its way.
 template <class T>
-GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& params, uint32_t it, int half, int warp) {
+GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& params, uint32_t it,
+                             int half, int warp) {
   const uint32_t stage = it % 2;
   const int lane = fresh_lane();
   const bool lead = lane == 0;
@@ -120,7 +123,8 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   wait_for(sm.dx_full, it);
   wait_for(sm.S_full, it);
   {
-    const Descriptor dx = k_major(shared_address(sm.dx)), columns = mn_major(shared_address(sm.S[0][half]));
+    const Descriptor dx = k_major(shared_address(sm.dx)),
+                     columns = mn_major(shared_address(sm.S[0][half]));
     wgmma_fence();
     set_ss_n64_mn(T{}, acc, dx.at(0), columns.at(0));
 #pragma unroll
@@ -135,7 +139,8 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   wait_for(sm.u_full, it);
   float given[32];
   {
-    const Descriptor u = k_major(shared_address(sm.u)), columns = mn_major(shared_address(sm.ds[0][half]));
+    const Descriptor u = k_major(shared_address(sm.u)),
+                     columns = mn_major(shared_address(sm.ds[0][half]));
     wgmma_fence();
     set_ss_n64_mn(T{}, given, u.at(0), columns.at(0));
 #pragma unroll
@@ -187,15 +192,18 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
 #pragma unroll
     for (int i = 0; i < 4; ++i) add_ss_n64_mn(T{}, acc, n.at(i * 32), columns.at(i * 2048));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) add_ss_n64_transposed_mn(T{}, acc, transposed.at(i * 2048), columns.at(i * 2048));
+    for (int i = 0; i < 4; ++i)
+      add_ss_n64_transposed_mn(T{}, acc, transposed.at(i * 2048), columns.at(i * 2048));
     wgmma_commit();
   }
   wait_for(sm.q_full, it);
   {
-    const Descriptor dp = mn_major(shared_address(sm.qk)), columns = mn_major(shared_address(sm.q[half]));
+    const Descriptor dp = mn_major(shared_address(sm.qk)),
+                     columns = mn_major(shared_address(sm.q[half]));
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) add_ss_n64_transposed_mn(T{}, acc, dp.at(i * 2048), columns.at(i * 2048));
+    for (int i = 0; i < 4; ++i)
+      add_ss_n64_transposed_mn(T{}, acc, dp.at(i * 2048), columns.at(i * 2048));
     wgmma_commit();
   }
   const float own0 = sm.own[row], own1 = sm.own[row + 8];
@@ -213,7 +221,8 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
 
 // The state that a segment but the first starts from, which the forward has left, in the frame.
 template <class Kind>
-GDN_DEVICE void load_checkpoint(float (&S)[64], const Params& params, const BackTile<Kind>& tile, int half, int warp) {
+GDN_DEVICE void load_checkpoint(float (&S)[64], const Params& params, const BackTile<Kind>& tile,
+                                int half, int warp) {
   const ChunkForward& p = params.problem.forward;
   const int64_t first = p.cu_seqlens ? sequence_bound(p, tile.n) : tile.n * p.T;  // token of all
   const int64_t row = first / params.problem.checkpoint_interval + tile.part - 1;
@@ -237,7 +246,8 @@ GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int
 }
 
 // Whether a segment that forgets has ended with the state that the next one has started from.
-GDN_DEVICE void check_end(const float (&S)[64], const Params& params, int ended, int half, int warp) {
+GDN_DEVICE void check_end(const float (&S)[64], const Params& params, int ended, int half,
+                          int warp) {
   StateDifference difference;
   difference.add(S, state_of(params.scratch.starts, ended, half, warp));
   difference.judge(params.maps.wrong);

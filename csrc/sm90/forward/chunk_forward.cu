@@ -1,5 +1,5 @@
-// The launch of the chunked forward on Hopper: its scratch memory, and its kernels in their order. forward_plan.h has how a
-// call is cut up, and dispatch.h what is asked of these functions.
+// The launch of the chunked forward on Hopper: its scratch memory, and its kernels in their order.
+// forward_plan.h has how a call is cut up, and dispatch.h what is asked of these functions.
 #include "common/tensor_map.h"
 #include "sm90/entry.h"
 #include "sm90/forward/config.cuh"
@@ -61,8 +61,11 @@ size_t mark_ints(const ChunkForward& p, const ForwardPlan& plan) {
   return plan.forgets ? size_t(p.N) * p.HV * state_rows(p.V) / 64 : 0;
 }
 
-constexpr size_t kDealBytes = 256;  // Dealing::taken, or SegmentBuffers::choice, and what keeps the next array aligned
-size_t order_bytes(const ChunkForward& p) { return size_t(ceil_div(p.HV, 64)) * 256; }  // SegmentBuffers::order
+constexpr size_t kDealBytes =
+    256;  // Dealing::taken, or SegmentBuffers::choice, and what keeps the next array aligned
+size_t order_bytes(const ChunkForward& p) {
+  return size_t(ceil_div(p.HV, 64)) * 256;
+}  // SegmentBuffers::order
 
 __global__ void __launch_bounds__(32, 1) set_to_zero(int* taken) {
   launch_dependents();
@@ -111,7 +114,13 @@ const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
   int* const windows = reinterpret_cast<int*>(starts + start_floats<Heads>(p, plan));
   params.heads = Divisor::of(p.HV);
   params.group = Divisor::of(p.HV / p.H);
-  params.segments = {plan.cuts, choice, order, false, SegmentGroup::kFirst, maps, starts,
+  params.segments = {plan.cuts,
+                     choice,
+                     order,
+                     false,
+                     SegmentGroup::kFirst,
+                     maps,
+                     starts,
                      plan.forgets ? windows : nullptr,
                      plan.forgets ? windows + window_ints(p, plan) : nullptr};
   return pool ? run_heads<T, Heads, true>(params, plan, stream)
@@ -134,8 +143,8 @@ size_t chunk_forward_workspace(const ChunkForward& p) {
   const size_t of_plan = with_heads(p, [&](auto heads) {
     using Heads = decltype(heads);
     const ForwardPlan plan = plan_of<Heads>(p);
-    const size_t words = map_floats<Heads>(p, plan) + start_floats<Heads>(p, plan) + window_ints(p, plan) +
-                         mark_ints(p, plan);
+    const size_t words = map_floats<Heads>(p, plan) + start_floats<Heads>(p, plan) +
+                         window_ints(p, plan) + mark_ints(p, plan);
     const size_t of_choice = plan.cut_by_device ? kDealBytes + order_bytes(p) : 0;
     return (are_taken<Heads>(p, plan) ? kDealBytes : of_choice) + words * sizeof(float);
   });

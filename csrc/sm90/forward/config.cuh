@@ -6,8 +6,8 @@
 namespace gdn::sm90 {
 
 // What a block does. It owns 64 kStates channels of V of a (sequence, value head), each state
-// warpgroup 64. kStates = 1: two warpgroups make the triangles of every second chunk each; for calls
-// with fewer pairs than multiprocessors, and where two states do not fit.
+// warpgroup 64. kStates = 1: two warpgroups make the triangles of every second chunk each; for
+// calls with fewer pairs than multiprocessors, and where two states do not fit.
 //
 // kPass: whole sequences; or sequences in segments that run side by side, which takes a pass for
 // what each segment makes of the state it starts from (an affine map, see fold.cuh), and one for
@@ -27,7 +27,8 @@ struct Config {
   static constexpr Pass kPass = kPass_;
   static constexpr bool kPool = kPool_;
   static constexpr bool kOutput = kPass != Pass::kMaps;  // q, P and o are needed
-  // SegmentBuffers differ in length, and some are none: a block for each, which the hardware hands out.
+  // SegmentBuffers differ in length, and some are none: a block for each, which the hardware hands
+  // out.
   static constexpr bool kOneTile = kPass != Pass::kWhole;
   static constexpr int kStates = kStates_;
   // Its kernel has blocks of either kStates.
@@ -35,7 +36,8 @@ struct Config {
   // Warpgroups that make triangles; a state of 256 channels leaves registers for one.
   static constexpr int kInverses = kKeys == 256 ? 1 : 3 - kStates;
   static constexpr int kThreads = 128 * (1 + kStates + kInverses);
-  // Who makes P: the inverse warpgroups, or states in turns, which would wait for a single inverse warpgroup.
+  // Who makes P: the inverse warpgroups, or states in turns, which would wait for a single inverse
+  // warpgroup.
   static constexpr bool kStatesMakeP = kOutput && kStates == 2;
   static constexpr bool kInversesMakeP = kOutput && kStates == 1;
   // v is loaded by the warp that has no second state's o to store.
@@ -50,12 +52,15 @@ struct Config {
   static constexpr int kQStages = kKeys == 256 ? 2 : 3;
   static constexpr int kTileStages = kOneTile ? 1 : 4;
   static constexpr int kVStages = kStates == 2 || kKeys == 256 ? 2 : 4;
-  // Registers a thread; the sum over warpgroups may not exceed the sum at launch. Inverse warpgroups have what every thread has
-  // at launch, or less beside two states of segments, whose code for starts and ends needs more.
+  // Registers a thread; the sum over warpgroups may not exceed the sum at launch. Inverse
+  // warpgroups have what every thread has at launch, or less beside two states of segments, whose
+  // code for starts and ends needs more.
   static constexpr bool kLowersInverses = kStates == 2 && kPass == Pass::kSegments;
   static constexpr int kSinglesRegisters = kStates == 2 && !kLowersInverses ? 32 : 40;
-  static constexpr int kStateRegisters =
-      kLowersInverses ? 184 : kStates == 2 ? 176 : kKeys == 256 ? 248 : 208;
+  static constexpr int kStateRegisters = kLowersInverses ? 184
+                                         : kStates == 2  ? 176
+                                         : kKeys == 256  ? 248
+                                                         : 208;
   static constexpr int kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
   static constexpr int kInverseRegisters = kLowersInverses ? 104 : kLaunchRegisters;
   static_assert(kSinglesRegisters + kStates * kStateRegisters + kInverses * kInverseRegisters <=

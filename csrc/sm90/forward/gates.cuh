@@ -1,4 +1,5 @@
-// The gates warp: from a chunk's gates and betas to the factors that the other roles use (frame.cuh).
+// The gates warp: from a chunk's gates and betas to the factors that the other roles use
+// (frame.cuh).
 #pragma once
 #include "sm90/forward/walk.cuh"
 #include "sm90/tile/frame.cuh"
@@ -64,8 +65,8 @@ GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)
     f[i] = exp2_approx(x.d);
     left[i] = int(-x.d);
     if constexpr (F::kLiftsOutput) {
-      // P' u' comes first and is multiplied by 2^y; where q S' comes first (K over 128), it is multiplied
-      // by 2^d, and y is 0.
+      // P' u' comes first and is multiplied by 2^y; where q S' comes first (K over 128), it is
+      // multiplied by 2^d, and y is 0.
       r[i] = exp2_approx(C::kKeepsRounded ? x.e - x.y : x.e);
       lift[i] = exp2_approx(C::kKeepsRounded ? x.y : x.d);
       score[i] = int(x.d);
@@ -107,7 +108,8 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
   if (more) next = load_gates(p, walk, lane);
   while (more) {
     float g[2], beta[2];
-    // The instructions of all roles share a small cache, and those of two states leave few registers.
+    // The instructions of all roles share a small cache, and those of two states leave few
+    // registers.
 #pragma unroll(C::kStates)
     for (int i = 0; i < 2; ++i) {
       const bool inside = 2 * lane + i < walk.rows();

@@ -18,7 +18,7 @@ GDN_DEVICE void clear_tail(SharedMemory<C>& sm, const Triangles<C>& own, int row
 
 template <class C>
 GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, int warpgroup,
-                               int warp) {
+                             int warp) {
   const bool lead = thread_of<C>() % 32 == 0;
   Walk<C> walk(sm, params);
   uint32_t it = 0;  // chunks so far, of all inverse warpgroups
@@ -51,7 +51,8 @@ GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, in
     pin(kk);
   };
   const auto here = [&] {
-    return Triangles<C>(kInverseBarrier + warpgroup, fresh_lane(), warp, sm.a[warpgroup], sm.inverse[warpgroup]);
+    return Triangles<C>(kInverseBarrier + warpgroup, fresh_lane(), warp, sm.a[warpgroup],
+                        sm.inverse[warpgroup]);
   };
 
   bool more = walk.begin();

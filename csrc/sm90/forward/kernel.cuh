@@ -50,10 +50,12 @@ GDN_DEVICE void run_block(const KernelParams& params) {
   if constexpr (C::kOneTile) {
     if (thread_of<C>() == 0) {
       if (params.segments.leads) wait_for_prerequisites();  // for the choice of a cut
-      // Of the maps and the walk of the first segments, what is launched second may begin when all of the other
-      // has, and with the choice made; and what walks again beside the last of the later segments.
+      // Of the maps and the walk of the first segments, what is launched second may begin when all
+      // of the other has, and with the choice made; and what walks again beside the last of the
+      // later segments.
       const SegmentBuffers& segments = params.segments;
-      if (segments.group == SegmentGroup::kFirst || (segments.group == SegmentGroup::kLater && segments.windows != nullptr))
+      if (segments.group == SegmentGroup::kFirst ||
+          (segments.group == SegmentGroup::kLater && segments.windows != nullptr))
         launch_dependents();
       sm.tiles[0].exists = false;
       if (int(blockIdx.x) < params.tiles) sm.tiles[0] = tile_at<C>(params, blockIdx.x);
@@ -62,11 +64,12 @@ GDN_DEVICE void run_block(const KernelParams& params) {
   fence_async_proxy();
   __syncthreads();
   if constexpr (C::kOneTile) {
-    // No kernel may end before the kernel that it runs beside, even when none of its tiles exists: what comes
-    // next waits for this kernel only. Loaders of segments wait when they are done. Of maps, and where there is
-    // no tile, the last block alone waits: a waiting block occupies a multiprocessor, and no later block needs
-    // this one.
-    if ((C::kPass == Pass::kMaps || !sm.tiles[0].exists) && blockIdx.x == gridDim.x - 1 && thread_of<C>() == 0)
+    // No kernel may end before the kernel that it runs beside, even when none of its tiles exists:
+    // what comes next waits for this kernel only. Loaders of segments wait when they are done. Of
+    // maps, and where there is no tile, the last block alone waits: a waiting block occupies a
+    // multiprocessor, and no later block needs this one.
+    if ((C::kPass == Pass::kMaps || !sm.tiles[0].exists) && blockIdx.x == gridDim.x - 1 &&
+        thread_of<C>() == 0)
       wait_for_prerequisites();
     if (!sm.tiles[0].exists) return;
     if constexpr (C::kPass == Pass::kMaps) {
@@ -82,7 +85,8 @@ GDN_DEVICE void run_block(const KernelParams& params) {
     if (warp == kLoader) {
       if (thread_of<C>() == 0) {
         loader_role<C, true, !C::kValuesApart>(sm, params);
-        // It may not end before what it was launched beside: what comes next waits for this kernel only.
+        // It may not end before what it was launched beside: what comes next waits for this kernel
+        // only.
         if (C::kPass == Pass::kSegments || (C::kPass == Pass::kWhole && params.dealing.taken))
           wait_for_prerequisites();
       }
@@ -119,8 +123,8 @@ __global__ void __launch_bounds__(Halves::kThreads, 1)
   bool halves = params.shape == BlockShape::kHalves;
   if (params.dealing.ordered) {
     find_order(params.problem, params.dealing, Halves::kThreads);
-    // A load whose address is the same in all threads: behind a branch that the compiler thinks threads may
-    // take apart it has no uniform registers, and the state's registers spill.
+    // A load whose address is the same in all threads: behind a branch that the compiler thinks
+    // threads may take apart it has no uniform registers, and the state's registers spill.
     if (params.shape == BlockShape::kByLengths) halves = lengths_of_call().halves != 0;
   }
   if constexpr (!std::is_same_v<Both, Halves>) {

@@ -7,19 +7,22 @@
 
 namespace gdn::sm90 {
 
-// Which segments the tiles of a launch are: the first of each sequence, the others, or those that are walked again.
+// Which segments the tiles of a launch are: the first of each sequence, the others, or those that
+// are walked again.
 enum class SegmentGroup { kFirst, kLater, kAgain };
 
-// Scratch memory of sequences in segments. The segments but the first of each sequence are numbered, those of sequence 0
-// first. States and maps are transposed, in rows of kKeys; R = state_rows().
+// Scratch memory of sequences in segments. The segments but the first of each sequence are
+// numbered, those of sequence 0 first. States and maps are transposed, in rows of kKeys; R =
+// state_rows().
 struct SegmentBuffers {
   Cuts cuts;
   const DeviceCut* device_cut;  // ForwardPlan::cut_by_device; else null
   const int* order;    // with device_cut: the value heads, in the order of their maps' tiles
-  bool leads;    // the launch that reads device_cut first: its blocks wait for it
-  SegmentGroup group;     // Pass::kSegments
-  float* maps;   // [later segments, HV, R + kMapRows, kKeys]: b, then M (its rows: K of what comes in)
-  float* starts; // [later segments, HV, R, kKeys]: what a segment starts from
+  bool leads;          // the launch that reads device_cut first: its blocks wait for it
+  SegmentGroup group;  // Pass::kSegments
+  float*
+      maps;  // [later segments, HV, R + kMapRows, kKeys]: b, then M (its rows: K of what comes in)
+  float* starts;  // [later segments, HV, R, kKeys]: what a segment starts from
   // Null unless ForwardPlan::forgets; forgetting.cuh has what they are for.
   int* windows;  // [later segments, HV]
   int* marks;    // [N, HV, R / 64]
@@ -30,11 +33,11 @@ struct KernelParams {
   CUtensorMap q, k, v, o;
   ChunkForward problem;
   SegmentBuffers segments;
-  BlockShape shape;     // Pass::kWhole
-  Dealing dealing; // Pass::kWhole
+  BlockShape shape;  // Pass::kWhole
+  Dealing dealing;   // Pass::kWhole
   int tiles;  // of the grid: (sequence or segment, value head, map, part of V); unless Pass::kWhole
   Divisor heads, group;  // HV, and value heads of a key head
-  Pool pool;  // of C::kPool
+  Pool pool;             // of C::kPool
 };
 
 }  // namespace gdn::sm90

@@ -29,8 +29,8 @@ const char* launch_whole(KernelParams& params, cudaStream_t stream) {
   const int64_t parts = both ? value_parts<Both>(p) : value_parts<Halves>(p);
   const int64_t blocks = std::min<int64_t>(int64_t{p.N} * p.HV * parts, p.multiprocessors);
   if (blocks == 0) return nullptr;
-  return launch_blocks(&whole_sequences_kernel<Both, Halves>, params, blocks, Halves::kThreads, kSharedBytes, 1,
-                       params.dealing.taken != nullptr, stream);
+  return launch_blocks(&whole_sequences_kernel<Both, Halves>, params, blocks, Halves::kThreads,
+                       kSharedBytes, 1, params.dealing.taken != nullptr, stream);
 }
 
 template <class T, class Heads, bool kPool>
@@ -45,7 +45,8 @@ const char* run_heads(KernelParams& params, const ForwardPlan& plan, cudaStream_
   const auto walk = [&](SegmentGroup group, BlockShape shape, bool beside) {
     params.segments.group = group;
     const int64_t some = group == SegmentGroup::kLater ? tiles : pairs;
-    if (shape == BlockShape::kBoth) return launch<Both>(params, some * value_parts<Both>(p), stream, beside);
+    if (shape == BlockShape::kBoth)
+      return launch<Both>(params, some * value_parts<Both>(p), stream, beside);
     return launch<Halves>(params, some * value_parts<Halves>(p), stream, beside);
   };
   const auto map = [&](bool beside) {
@@ -54,10 +55,12 @@ const char* run_heads(KernelParams& params, const ForwardPlan& plan, cudaStream_
   };
   const bool maps_first = plan.cuts.maps_first && tiles > 0;
   params.segments.leads = plan.cut_by_device;
-  if (const char* error = maps_first ? map(plan.cut_by_device) : walk(SegmentGroup::kFirst, plan.first, plan.cut_by_device))
+  if (const char* error = maps_first ? map(plan.cut_by_device)
+                                     : walk(SegmentGroup::kFirst, plan.first, plan.cut_by_device))
     return error;
   params.segments.leads = false;
-  if (const char* error = maps_first ? walk(SegmentGroup::kFirst, plan.first, true) : map(true)) return error;
+  if (const char* error = maps_first ? walk(SegmentGroup::kFirst, plan.first, true) : map(true))
+    return error;
   if (const char* error = launch_blocks(&fold_kernel<Maps>, params, pairs * (p.V / kFoldRows),
                                         kFoldThreads, Fold<Maps>::kBytes, 1, false, stream))
     return error;

@@ -17,8 +17,8 @@ GDN_DEVICE void loader_role(SharedMemory<C>& sm, const KernelParams& params) {
     const uint32_t bar = shared_address(&full);
     mbarrier_expect(bar, sizeof(to));
     for (uint32_t i = 0; i < sizeof(to) / kTileBytes; ++i)
-      tma_load(shared_address(to[i]), &map, bar, column + 64 * i, walk.tile().first + walk.row, head,
-               walk.tile().batch);
+      tma_load(shared_address(to[i]), &map, bar, column + 64 * i, walk.tile().first + walk.row,
+               head, walk.tile().batch);
   };
   for (bool more = walk.begin(); more; more = walk.next()) {
     const int hv = walk.tile().hv, h = params.group.divide(hv);
@@ -29,8 +29,8 @@ GDN_DEVICE void loader_role(SharedMemory<C>& sm, const KernelParams& params) {
     }
     if constexpr (kValues) {
       wait(sm.v_empty[v.stage], v.phase ^ 1);
-      load_rows(params.v, sm.v[v.stage], sm.v_full[v.stage],
-                64 * C::kStates * walk.tile().part, hv);
+      load_rows(params.v, sm.v[v.stage], sm.v_full[v.stage], 64 * C::kStates * walk.tile().part,
+                hv);
       v.advance();
     }
     if constexpr (kKeysQueries && C::kOutput) {

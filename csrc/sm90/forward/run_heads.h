@@ -1,5 +1,5 @@
-// The function that runs one kind of heads. Each kind is compiled in two files of its own (instantiations/): without and
-// with a pool of states.
+// The function that runs one kind of heads. Each kind is compiled in two files of its own
+// (instantiations/): without and with a pool of states.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,8 +10,8 @@ namespace gdn::sm90 {
 
 struct KernelParams;
 
-// Null, or why it did not run. `params` has all but its tiles and parts. kPool: on a pool of states, by
-// kernels of their own, since instructions cost time even where they are not executed.
+// Null, or why it did not run. `params` has all but its tiles and parts. kPool: on a pool of
+// states, by kernels of their own, since instructions cost time even where they are not executed.
 template <class T, class Heads, bool kPool>
 const char* run_heads(KernelParams& params, const ForwardPlan& plan, cudaStream_t stream);
 

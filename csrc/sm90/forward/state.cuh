@@ -2,8 +2,8 @@
 // registers.
 //
 // Everything is transposed: rows are channels of V, columns are channels of K (the state) or tokens
-// (all else). The state [64 x kKeys] fp32 is the accumulator of its update and, rounded, the register
-// operand of its reads. A thread holds rows 16 warp + lane/4 (+8), and of every 8 columns
+// (all else). The state [64 x kKeys] fp32 is the accumulator of its update and, rounded, the
+// register operand of its reads. A thread holds rows 16 warp + lane/4 (+8), and of every 8 columns
 // 2 (lane % 4) (+1).
 #pragma once
 #include "sm90/forward/state_memory.cuh"
@@ -16,7 +16,8 @@ template <class C>
 struct State : StateMemory<C> {
   using T = typename C::T;
   using Memory = StateMemory<C>;
-  using Memory::Memory, Memory::sm, Memory::lane, Memory::warpgroup, Memory::tile_line, Memory::kSize, Memory::S;
+  using Memory::Memory, Memory::sm, Memory::lane, Memory::warpgroup, Memory::tile_line,
+      Memory::kSize, Memory::S;
   using Rounded = uint32_t[C::kKeepsRounded ? kSize / 2 : 1];  // S in 16 bits
 
   // The state in the chunk's frame, and as an operand.
@@ -32,8 +33,8 @@ struct State : StateMemory<C> {
     for (int i = 0; i < kSize; ++i) S[i] *= factor;
   }
 
-  // d [+]= S x^T for tiles x of 64 tokens x kKeys channels. Before these four: pin what they read and
-  // write, then wgmma_fence().
+  // d [+]= S x^T for tiles x of 64 tokens x kKeys channels. Before these four: pin what they read
+  // and write, then wgmma_fence().
   GDN_DEVICE void issue_read(float (&d)[32], const Rounded& Sb, uint32_t x, bool onto) {
     const Descriptor rows = k_major(x);
 #pragma unroll
@@ -41,15 +42,15 @@ struct State : StateMemory<C> {
       wgmma_rs_n64(T{}, d, Sb + 4 * i, rows.at(i / 4 * kTileBytes + i % 4 * 32), onto || i > 0);
   }
 
-  // x = S k^T and, for the output, o = S q^T, from a state that is rounded on the way: 32 columns at
-  // a time, into the registers that the last piece but one has been read from. Both at once: of two
-  // reads the compiler would keep all that it has rounded for the first.
+  // x = S k^T and, for the output, o = S q^T, from a state that is rounded on the way: 32 columns
+  // at a time, into the registers that the last piece but one has been read from. Both at once: of
+  // two reads the compiler would keep all that it has rounded for the first.
   GDN_DEVICE void issue_reads(float (&x)[32], float (&o)[32], uint32_t k, uint32_t q) {
     const Descriptor k_rows = k_major(k), q_rows = k_major(q);
     uint32_t Sb[2][8];
 #pragma unroll
     for (int j = 0; j < C::kKeys / 32; ++j) {
-      uint32_t(&piece)[8] = Sb[j % 2];
+      uint32_t (&piece)[8] = Sb[j % 2];
       if (j >= 2) wgmma_wait<1>();
 #pragma unroll
       for (int i = 0; i < 8; ++i) piece[i] = pack(T{}, S[16 * j + 2 * i], S[16 * j + 2 * i + 1]);
@@ -59,8 +60,7 @@ struct State : StateMemory<C> {
       for (int i = 0; i < 2; ++i) {
         const uint32_t bytes = j / 2 * kTileBytes + (j % 2 * 2 + i) * 32;
         wgmma_rs_n64(T{}, x, piece + 4 * i, k_rows.at(bytes), j + i > 0);
-        if constexpr (C::kOutput)
-          wgmma_rs_n64(T{}, o, piece + 4 * i, q_rows.at(bytes), j + i > 0);
+        if constexpr (C::kOutput) wgmma_rs_n64(T{}, o, piece + 4 * i, q_rows.at(bytes), j + i > 0);
       }
       wgmma_commit();
     }
@@ -85,8 +85,8 @@ struct State : StateMemory<C> {
       for (int j = 0; j < C::kKeys / 128; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          wgmma_rs_n128_mn(T{}, S + 64 * j, u + 4 * i,
-                           columns.at(j * 2 * kTileBytes + i * 2048), 1);
+          wgmma_rs_n128_mn(T{}, S + 64 * j, u + 4 * i, columns.at(j * 2 * kTileBytes + i * 2048),
+                           1);
     }
   }
 
@@ -160,20 +160,21 @@ struct State : StateMemory<C> {
 };
 
 template <class C>
-GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int warpgroup, int warp) {
+GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int warpgroup,
+                           int warp) {
   using T = typename C::T;
   using F = Frame<T>;
   State<C> state(sm, params, warpgroup);
   const bool lead = state.lane == 0;
-  // A block of one tile walks a loop over the grid's tiles all the same: of a body that is known to run once
-  // ptxas allots registers otherwise, and at K = 256 some spill.
+  // A block of one tile walks a loop over the grid's tiles all the same: of a body that is known to
+  // run once ptxas allots registers otherwise, and at K = 256 some spill.
   const uint32_t first = C::kOneTile ? blockIdx.x : 0, step = C::kOneTile ? gridDim.x : 1;
   uint32_t it = 0;  // chunks so far
   uint32_t q = 0;   // stage of the chunk's q
   static_assert(kTStages == 2 && kPStages == 2);
   constexpr bool kStops = C::kPool && C::kOutput;
-  // Where P u' cannot have the units of q S', one of them is multiplied in between: P u', or q S' where
-  // that comes first.
+  // Where P u' cannot have the units of q S', one of them is multiplied in between: P u', or q S'
+  // where that comes first.
   constexpr bool kLiftsFirst = F::kLiftsOutput && C::kOutput && C::kKeepsRounded;
   constexpr bool kLiftsStatesPart = F::kLiftsOutput && C::kOutput && !C::kKeepsRounded;
   const auto more = [&](uint32_t turn) {

@@ -1,8 +1,8 @@
-// The state of a state warpgroup, in its registers, and where it comes from and goes to: the call's own states, the
-// slots of a pool, and what segments leave for each other in scratch memory.
+// The state of a state warpgroup, in its registers, and where it comes from and goes to: the call's
+// own states, the slots of a pool, and what segments leave for each other in scratch memory.
 //
-// Transposed: rows are channels of V, columns are channels of K. A thread holds rows 16 warp + lane/4 (+8), and of every
-// 8 columns 2 (lane % 4) (+1).
+// Transposed: rows are channels of V, columns are channels of K. A thread holds rows 16 warp +
+// lane/4 (+8), and of every 8 columns 2 (lane % 4) (+1).
 #pragma once
 #include <cfloat>
 
@@ -18,13 +18,17 @@ struct StateMemory {
   SharedMemory<C>& sm;
   const KernelParams& params;
   const int lane, warpgroup;  // warpgroup: which state warpgroup of the block
-  const uint32_t tile_line;  // this lane's line in a [64 tokens][64 channels] tile, for ldmatrix
+  const uint32_t tile_line;   // this lane's line in a [64 tokens][64 channels] tile, for ldmatrix
 
   static constexpr int kSize = C::kKeys / 2;
   float S[kSize];
 
   GDN_DEVICE StateMemory(SharedMemory<C>& s, const KernelParams& p, int warpgroup)
-      : sm(s), params(p), lane(thread_of<C>() % 32), warpgroup(warpgroup), tile_line(line(thread_of<C>())) {}
+      : sm(s),
+        params(p),
+        lane(thread_of<C>() % 32),
+        warpgroup(warpgroup),
+        tile_line(line(thread_of<C>())) {}
 
   GDN_DEVICE static uint32_t line(int thread) {
     const int lane = thread % 32, w = thread / 32 % 4;
@@ -42,10 +46,12 @@ struct StateMemory {
   GDN_DEVICE int rows() const { return state_rows(values<C>(params.problem)); }
   GDN_DEVICE float* map_of(int segment, int hv, int map) const {
     return params.segments.maps +
-           ((int64_t{segment} * params.problem.HV + hv) * (rows() + C::kMapRows) + map * rows()) * C::kKeys;
+           ((int64_t{segment} * params.problem.HV + hv) * (rows() + C::kMapRows) + map * rows()) *
+               C::kKeys;
   }
   GDN_DEVICE float* start_of(int segment, int hv) const {
-    return params.segments.starts + (int64_t{segment} * params.problem.HV + hv) * (rows() * C::kKeys);
+    return params.segments.starts +
+           (int64_t{segment} * params.problem.HV + hv) * (rows() * C::kKeys);
   }
 
   GDN_DEVICE void load(const Tile& tile) {
@@ -61,7 +67,8 @@ struct StateMemory {
     } else if (C::kPass == Pass::kSegments && !tile.begins) {
       wait_for_prerequisites();  // the fold, or the later segments
       const bool again = params.segments.group == SegmentGroup::kAgain;
-      load_from(again ? map_of(tile.segment - 1, tile.hv, 0) : start_of(tile.segment, tile.hv), 1, C::kKeys, tile);
+      load_from(again ? map_of(tile.segment - 1, tile.hv, 0) : start_of(tile.segment, tile.hv), 1,
+                C::kKeys, tile);
     } else if constexpr (C::kPool) {
       const int64_t row = first_row(tile);
       if (row < 0) {
@@ -148,8 +155,8 @@ struct StateMemory {
   GDN_DEVICE static bool has_guessed(const Tile& tile) {
     return unsigned(tile.frame_begins) < unsigned(tile.length);
   }
-  // Leaves the state that this segment ends with in place of its map, and marks the next segment where it
-  // started from another one. S goes around, as in store_row.
+  // Leaves the state that this segment ends with in place of its map, and marks the next segment
+  // where it started from another one. S goes around, as in store_row.
   GDN_DEVICE void compare_with_next(const Tile& tile, float factor) {
     float most = 0.f;
 #pragma unroll
@@ -179,7 +186,8 @@ struct StateMemory {
     }
     const int64_t pair = int64_t{tile.n} * params.problem.HV + tile.hv;
     const int64_t mark = pair * (rows() / 64) + first_value_channel<C>(tile, warpgroup) / 64;
-    if (!__all_sync(~0u, same) && lane == 0) atomicMin(params.segments.marks + mark, tile.segment + 1);
+    if (!__all_sync(~0u, same) && lane == 0)
+      atomicMin(params.segments.marks + mark, tile.segment + 1);
   }
 
   // ---- of a pool
@@ -195,8 +203,8 @@ struct StateMemory {
     asm volatile("" : "+l"(at));
   }
 
-  // Loads S in four quarters, each of which comes in at the back of S: all loads at once would spill their
-  // addresses (K = 256 on a pool).
+  // Loads S in four quarters, each of which comes in at the back of S: all loads at once would
+  // spill their addresses (K = 256 on a pool).
   template <class From>
   GDN_DEVICE void load_in_pieces(const From* at, int64_t stride_k, int64_t stride_v,
                                  const Tile& tile) {
@@ -239,7 +247,8 @@ struct StateMemory {
     const int interval = params.pool.checkpoint_interval;
     return interval == 0 ? 0 : max(0, left - (interval - tokens_before(tile, left) % interval));
   }
-  // The state there: as a checkpoint, as the final state or the start of the second segment, or as both.
+  // The state there: as a checkpoint, as the final state or the start of the second segment, or as
+  // both.
   GDN_DEVICE void store_at_stop(const Tile& tile, int left, float factor) {
     const Pool& pool = params.pool;
     if (is_skipped(pool, tile.n)) return;
@@ -264,7 +273,9 @@ struct StateMemory {
     const ChunkForward& p = params.problem;
     const Pool& pool = params.pool;
     const int tokens = tokens_before(tile, left);
-    if (pool.checkpoint_interval == 0 || left < 0 || tokens == 0 || tokens % pool.checkpoint_interval != 0) return -1;
+    if (pool.checkpoint_interval == 0 || left < 0 || tokens == 0 ||
+        tokens % pool.checkpoint_interval != 0)
+      return -1;
     const int index = tokens / pool.checkpoint_interval - 1;
     if (pool.checkpoint_slots.data == nullptr) {
       const int64_t first = p.cu_seqlens ? sequence_bound(p, tile.n) : tile.n * p.T;
@@ -282,10 +293,10 @@ struct StateMemory {
     uint8_t* at = static_cast<uint8_t*>(to.data) +
                   (row * to.row + tile.hv * to.head + value_channel(tile) * to.v) * size +
                   key_channel() * next_k;
-    // Two channels of K that lie beside each other are stored at once: there are half as many stores, and each fills the
-    // sectors that it writes to.
-    const bool in_pairs =
-        C::kExact && to.dtype == Dtype::kFloat32 && to.k == 1 && reinterpret_cast<uintptr_t>(at) % 8 == 0;
+    // Two channels of K that lie beside each other are stored at once: there are half as many
+    // stores, and each fills the sectors that it writes to.
+    const bool in_pairs = C::kExact && to.dtype == Dtype::kFloat32 && to.k == 1 &&
+                          reinterpret_cast<uintptr_t>(at) % 8 == 0;
     constexpr int kPiece = kSize / 4;
 #pragma unroll 1
     for (int first = 0; first < kSize / 4; first += kPiece / 4) {
@@ -293,7 +304,8 @@ struct StateMemory {
       for (int j = 0; j < kPiece / 4; ++j, step(at, 8 * next_k)) {
         if (in_pairs) {
           *reinterpret_cast<float2*>(at) = make_float2(S[4 * j] * factor, S[4 * j + 1] * factor);
-          *reinterpret_cast<float2*>(at + next_8_v) = make_float2(S[4 * j + 2] * factor, S[4 * j + 3] * factor);
+          *reinterpret_cast<float2*>(at + next_8_v) =
+              make_float2(S[4 * j + 2] * factor, S[4 * j + 3] * factor);
           continue;
         }
         if (C::kExact || inside(tile, first + j, 0)) {

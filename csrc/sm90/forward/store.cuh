@@ -19,8 +19,8 @@ GDN_DEVICE void store_tail(const KernelParams& params, const Walk<C>& walk, cons
     if (!C::kExact && first_column + column * 8 >= p.V) continue;
     uint4* to = reinterpret_cast<uint4*>(o + at * 2);
     if constexpr (C::kPool)
-      to = o_line(params.pool, walk.tile().batch, walk.tile().first + walk.row + row, walk.tile().hv,
-                  first_column + column * 8);
+      to = o_line(params.pool, walk.tile().batch, walk.tile().first + walk.row + row,
+                  walk.tile().hv, first_column + column * 8);
     *to = *reinterpret_cast<const uint4*>(tile + row * 128 + ((column ^ (row % 8)) * 16));
   }
 }
@@ -55,10 +55,10 @@ template <class C>
 GDN_DEVICE void zero_orphans(const KernelParams& params) {
   const ChunkForward& p = params.problem;
   if (p.cu_seqlens == nullptr) return;
-  // Of C::kOneTile not gridDim.x: launch() rounds the grid up to pairs, and the last block, which has no
-  // tile, takes no share.
+  // Of C::kOneTile not gridDim.x: launch() rounds the grid up to pairs, and the last block, which
+  // has no tile, takes no share.
   const int blocks = C::kOneTile ? params.tiles : gridDim.x;
-  if constexpr (C::kPool) {  // rows may lie apart: one a warp
+  if constexpr (C::kPool) {              // rows may lie apart: one a warp
     const int lines = values<C>(p) / 8;  // of a row of a head
     int64_t row = sequence_bound(p, p.N) + blockIdx.x * 4 + thread_of<C>() / 32;
 #pragma unroll 1

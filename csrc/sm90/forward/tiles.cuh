@@ -1,4 +1,5 @@
-// Where the tiles of a call lie: which sequence or segment, value head and channels of V a tile has, and which rows.
+// Where the tiles of a call lie: which sequence or segment, value head and channels of V a tile
+// has, and which rows.
 #pragma once
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/kernel_params.cuh"
@@ -42,7 +43,8 @@ GDN_DEVICE void locate_sequence(const KernelParams& params, Tile& tile) {
   }
 }
 
-// Not read from the cache of the multiprocessor: the kernel that writes it may run beside this one's start.
+// Not read from the cache of the multiprocessor: the kernel that writes it may run beside this
+// one's start.
 GDN_DEVICE DeviceCut device_cut(const KernelParams& params) {
   const int4 words = __ldcg(reinterpret_cast<const int4*>(params.segments.device_cut));
   return {words.x, words.y, words.z};
@@ -56,7 +58,8 @@ GDN_DEVICE SegmentLengths lengths_of_segments(const KernelParams& params) {
   return planned_lengths(params.problem, params.segments.cuts);
 }
 
-// The later segment of a tile whose tile.segment is set. Few sequences have segments: a loop will do.
+// The later segment of a tile whose tile.segment is set. Few sequences have segments: a loop will
+// do.
 template <class C>
 GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile, SegmentLengths lengths) {
   const ChunkForward& p = params.problem;
@@ -96,10 +99,12 @@ template <class C>
 GDN_DEVICE void locate_again(const KernelParams& params, Tile& tile) {
   wait_for_prerequisites();  // the later segments, which make the marks
   const int parts = state_rows(values<C>(params.problem)) / 64;
-  const int* const marks = params.segments.marks + (int64_t{tile.n} * params.problem.HV + tile.hv) * parts;
+  const int* const marks =
+      params.segments.marks + (int64_t{tile.n} * params.problem.HV + tile.hv) * parts;
   tile.segment = kUnmarked;
 #pragma unroll
-  for (int i = 0; i < C::kStates; ++i) tile.segment = min(tile.segment, __ldcg(marks + tile.part * C::kStates + i));
+  for (int i = 0; i < C::kStates; ++i)
+    tile.segment = min(tile.segment, __ldcg(marks + tile.part * C::kStates + i));
   tile.exists = tile.segment != kUnmarked;
   tile.length = 0;
   if (!tile.exists) return;
@@ -152,15 +157,18 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
     }
   } else {
     locate_segment<C>(params, tile, lengths_of_segments(params));
-    // Nothing starts from the end of a last segment. Of later segments there is a launch for each shape of blocks.
-    const bool is_none = C::kPass == Pass::kMaps ? tile.ends
-                                                 : params.segments.device_cut != nullptr &&
-                                                       bool(device_cut(params).late_halves) != (C::kStates == 1);
+    // Nothing starts from the end of a last segment. Of later segments there is a launch for each
+    // shape of blocks.
+    const bool is_none = C::kPass == Pass::kMaps
+                             ? tile.ends
+                             : params.segments.device_cut != nullptr &&
+                                   bool(device_cut(params).late_halves) != (C::kStates == 1);
     if (is_none) {
       tile.exists = false;
       tile.length = 0;
     }
-    if (C::kPass == Pass::kSegments && params.segments.windows != nullptr && tile.exists && !tile.ends) {
+    if (C::kPass == Pass::kSegments && params.segments.windows != nullptr && tile.exists &&
+        !tile.ends) {
       const int* const window = params.segments.windows + int64_t{tile.segment} * p.HV + tile.hv;
       tile.frame_begins = tile.length - __ldcg(window) * kChunk;
     }

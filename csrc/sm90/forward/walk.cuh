@@ -1,7 +1,7 @@
 // The walk of a role through the tiles of its block and the chunks of each.
 //
-// The loader finds a block's tiles, one after another, and leaves each in shared memory for the other
-// roles: no other role searches for it, and blocks may be given their tiles while they run.
+// The loader finds a block's tiles, one after another, and leaves each in shared memory for the
+// other roles: no other role searches for it, and blocks may be given their tiles while they run.
 #pragma once
 #include "sm90/forward/shared_memory.cuh"
 #include "sm90/forward/tiles.cuh"
@@ -15,7 +15,8 @@ GDN_DEVICE const Tile& tile_now(const SharedMemory<C>& sm, uint32_t turn) {
   return sm.tiles[C::kOneTile ? 0 : turn % C::kTileStages];
 }
 
-// Waits for the block's tile number `turn`, unless C::kOneTile. Returns whether there is such a tile.
+// Waits for the block's tile number `turn`, unless C::kOneTile. Returns whether there is such a
+// tile.
 template <class C>
 GDN_DEVICE bool enter_tile(const SharedMemory<C>& sm, uint32_t turn) {
   const uint32_t stage = turn % C::kTileStages;
@@ -28,7 +29,8 @@ enum class Reader { kLoader, kLane, kWarp };  // the loader, another single thre
 template <class C, Reader kReader = Reader::kWarp>
 GDN_DEVICE void leave_tile(const SharedMemory<C>& sm, uint32_t turn) {
   const uint64_t& empty = sm.tile_empty[turn % C::kTileStages];
-  if constexpr (!C::kOneTile && kReader == Reader::kLane) mbarrier_arrive_if(shared_address(&empty), true);
+  if constexpr (!C::kOneTile && kReader == Reader::kLane)
+    mbarrier_arrive_if(shared_address(&empty), true);
   if constexpr (!C::kOneTile && kReader == Reader::kWarp) {
     __syncwarp();
     arrive(empty, thread_of<C>() % 32 == 0);
@@ -45,7 +47,8 @@ struct Walk {
   int index;          // of the tile, in the order in which they are taken; the loader's
   int row = 0;        // of the chunk's first token, in the sequence
 
-  GDN_DEVICE Walk(SharedMemory<C>& s, const KernelParams& p) : sm(s), params(p), index(blockIdx.x) {}
+  GDN_DEVICE Walk(SharedMemory<C>& s, const KernelParams& p)
+      : sm(s), params(p), index(blockIdx.x) {}
   GDN_DEVICE const Tile& tile() const { return sm.tiles[turn % C::kTileStages]; }
 
   GDN_DEVICE bool begin() {
@@ -70,9 +73,10 @@ struct Walk {
       return kPastEmpty ? begin() : enter_tile(sm, turn);
     }
   }
-  // As next(), but it stops at a tile without a chunk, where at_empty() holds and from which begin() goes on. A role needs it
-  // that looks for its next chunk before it has given out its result of the present one: the loader deals the fourth tile
-  // ahead when all roles have left the present tile, and the other roles leave it when they have that result.
+  // As next(), but it stops at a tile without a chunk, where at_empty() holds and from which
+  // begin() goes on. A role needs it that looks for its next chunk before it has given out its
+  // result of the present one: the loader deals the fourth tile ahead when all roles have left the
+  // present tile, and the other roles leave it when they have that result.
   GDN_DEVICE bool next_or_empty() { return next<false>(); }
   GDN_DEVICE bool at_empty() const { return !C::kOneTile && tile().exists && tile().length == 0; }
   GDN_DEVICE int rows() const { return min(tile().length - row, kChunk); }
@@ -83,8 +87,9 @@ struct Walk {
     ++turn;
     row = 0;
     if constexpr (kReader == Reader::kLoader) {
-      // By now the loads of the tile's last chunk are issued, up to kKStages chunks before the states end
-      // with it: that is early enough for what this takes, and late enough for tiles of unlike length.
+      // By now the loads of the tile's last chunk are issued, up to kKStages chunks before the
+      // states end with it: that is early enough for what this takes, and late enough for tiles of
+      // unlike length.
       const int blocks = int(gridDim.x), block = int(blockIdx.x);
       if (params.dealing.taken) {
         wait_for_prerequisites();  // the kernel that has set it to 0

@@ -1,5 +1,6 @@
-// The kernel that chooses where a call's sequences are cut into segments, for the lengths and the gates that the
-// call has, so that a CUDA graph stays valid when these change; and the order of the heads of its maps.
+// The kernel that chooses where a call's sequences are cut into segments, for the lengths and the
+// gates that the call has, so that a CUDA graph stays valid when these change; and the order of the
+// heads of its maps.
 #pragma once
 #include "sm90/plan/cut_time.cuh"
 #include "sm90/plan/forgetting.cuh"
@@ -12,15 +13,17 @@ struct ChooseCutParams {
   ChunkForward problem;
   CutCall cut;
   DeviceCut* choice;  // written
-  int* order;      // written: all value heads, those first that do not forget soon, whose maps take longest
+  int* order;  // written: all value heads, those first that do not forget soon, whose maps take
+               // longest
 };
-// Threads of a head, each with its share of the samples: more samples a thread wait for memory one after the other.
+// Threads of a head, each with its share of the samples: more samples a thread wait for memory one
+// after the other.
 constexpr int kChoiceThreads = 576, kSamples = 64, kSamplers = 16;
-static_assert(kChoiceThreads >= kMostDeviceCutHeads && kChoiceThreads >= Candidate::kAll && kChoiceThreads % 32 == 0 &&
-              32 % kSamplers == 0);
+static_assert(kChoiceThreads >= kMostDeviceCutHeads && kChoiceThreads >= Candidate::kAll &&
+              kChoiceThreads % 32 == 0 && 32 % kSamplers == 0);
 
-// Whether a head's gates remember not much longer than plans reckon with: by the mean of kSamples of them, spread
-// over the call. By kSamplers neighbouring threads, all threads of a warp at once.
+// Whether a head's gates remember not much longer than plans reckon with: by the mean of kSamples
+// of them, spread over the call. By kSamplers neighbouring threads, all threads of a warp at once.
 GDN_DEVICE bool forgets_soon(const ChunkForward& p, int hv, int lane) {
   constexpr float kMuch = 1.25f;
   const int64_t tokens = p.cu_seqlens ? sequence_bound(p, p.N) : p.T;
@@ -37,7 +40,8 @@ GDN_DEVICE bool forgets_soon(const ChunkForward& p, int hv, int lane) {
 }
 
 // One block. Ties go to the lower candidate, so that the choice is the same on every run.
-__global__ void __launch_bounds__(kChoiceThreads, 1) choose_cut(const __grid_constant__ ChooseCutParams call) {
+__global__ void __launch_bounds__(kChoiceThreads, 1)
+    choose_cut(const __grid_constant__ ChooseCutParams call) {
   __shared__ int chunks[kMostOrdered];
   __shared__ int forgets[kMostDeviceCutHeads];
   __shared__ int longest, forgetting;
@@ -73,10 +77,12 @@ __global__ void __launch_bounds__(kChoiceThreads, 1) choose_cut(const __grid_con
   const OneByOne length = {chunks};
   const auto offer = [&](unsigned long long& least, const Candidate& x) {
     const float time = cut_time(call.cut, length, p.N, x, share);
-    atomicMin(&least, static_cast<unsigned long long>(__float_as_uint(time)) << 32 | unsigned(thread));
+    atomicMin(&least,
+              static_cast<unsigned long long>(__float_as_uint(time)) << 32 | unsigned(thread));
   };
   if (thread < Candidate::kAll)
-    if (const Candidate x = Candidate::of_grid(thread, longest, call.cut); x.is_one(longest)) offer(best[0], x);
+    if (const Candidate x = Candidate::of_grid(thread, longest, call.cut); x.is_one(longest))
+      offer(best[0], x);
   __syncthreads();
   const Candidate coarse = Candidate::of_grid(int(unsigned(best[0])), longest, call.cut);
   const bool cut = coarse.first < longest;

@@ -9,8 +9,8 @@ struct Costs {
   float both, half, map;  // a chunk with 128 channels of V in a block, with 64, and of a map
   float tile;             // the start and end of a tile
   float fold, launches;   // a segment of the fold, in plans of the host; three more launches
-  // In cut_time a segment of the fold takes fold_head for each head and fold_map for each head that has an M, and
-  // at least fold_least.
+  // In cut_time a segment of the fold takes fold_head for each head and fold_map for each head that
+  // has an M, and at least fold_least.
   float fold_least, fold_head, fold_map;
 };
 
@@ -23,11 +23,13 @@ constexpr Costs costs() {
 
 constexpr float kSecondLaunch = 2;  // the delay of maps that are not launched first
 constexpr float kNoSegments = 2;    // the launches for segments where no sequence is cut
-// Maps that are walked in windows (forgetting.cuh): the search for a window, and the launch that walks sequences again.
+// Maps that are walked in windows (forgetting.cuh): the search for a window, and the launch that
+// walks sequences again.
 constexpr float kVerdict = 2, kAgain = 3;
-constexpr int kWindow = 15;       // chunks that a plan assumes a window to have
-constexpr float kOtherShape = 2;  // the launch of later segments in blocks of the shape that is not chosen
-constexpr float kChoice = 6;      // the kernel choose_cut
-constexpr float kNever = 1e9f;    // the time of a cut that is not possible
+constexpr int kWindow = 15;  // chunks that a plan assumes a window to have
+constexpr float kOtherShape =
+    2;  // the launch of later segments in blocks of the shape that is not chosen
+constexpr float kChoice = 6;    // the kernel choose_cut
+constexpr float kNever = 1e9f;  // the time of a cut that is not possible
 
 }  // namespace gdn::sm90

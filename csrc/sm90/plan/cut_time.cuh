@@ -1,5 +1,5 @@
-// What a call takes whose sequences are cut into segments, by a model of the time, for the host's plans and for
-// the kernel that chooses a cut; and the cuts that are looked at.
+// What a call takes whose sequences are cut into segments, by a model of the time, for the host's
+// plans and for the kernel that chooses a cut; and the cuts that are looked at.
 #pragma once
 #include "common/ptx.cuh"
 #include "sm90/plan/costs.h"
@@ -11,18 +11,20 @@ namespace gdn::sm90 {
 // All that a cut's time depends on, beside the lengths and the cut.
 struct CutCall {
   Costs costs;
-  int heads, blocks;              // value heads; blocks that run at once
-  int first_parts;                // blocks of a first segment and head
-  int both_parts, half_parts;     // of a later one in blocks of either shape; no blocks of both: 0
-  int value_map_parts, map_parts; // of b; of b and M
-  int later_segments;             // ForwardPlan::later_segments
+  int heads, blocks;               // value heads; blocks that run at once
+  int first_parts;                 // blocks of a first segment and head
+  int both_parts, half_parts;      // of a later one in blocks of either shape; no blocks of both: 0
+  int value_map_parts, map_parts;  // of b; of b and M
+  int later_segments;              // ForwardPlan::later_segments
   bool first_halves, forgets;
 };
 
-// A cut, and the shape of blocks of later segments. Candidates are numbers of segments, and ratios of the first
-// segment's length to the others', and no cut at all; then what lies near the best of these. Each is one thread's.
+// A cut, and the shape of blocks of later segments. Candidates are numbers of segments, and ratios
+// of the first segment's length to the others', and no cut at all; then what lies near the best of
+// these. Each is one thread's.
 struct Candidate {
-  static constexpr int kNumbers = 32, kRatios = 8, kGrid = kNumbers * kRatios, kAll = 2 * kGrid + 1, kNear = 9 * 9;
+  static constexpr int kNumbers = 32, kRatios = 8, kGrid = kNumbers * kRatios, kAll = 2 * kGrid + 1,
+                       kNear = 9 * 9;
   static constexpr int kLeastChunks = 4;
   int first, rest;
   bool late_halves;
@@ -33,8 +35,9 @@ struct Candidate {
     if (index == 0) return {longest, longest, true};
     const int cut = (index - 1) / 2, number = 2 + cut / kRatios, step = cut % kRatios;
     // 1, 1.25, 1.5, 2, 2.5, 3, 4, 6
-    const float ratio = step < 3 ? 1 + 0.25f * float(step) : step < 6 ? 0.5f * float(step + 1)
-                                                           : float(2 * step - 8);
+    const float ratio = step < 3   ? 1 + 0.25f * float(step)
+                        : step < 6 ? 0.5f * float(step + 1)
+                                   : float(2 * step - 8);
     const float rest = ceilf(float(longest) / (float(number - 1) + ratio));
     return {int(ceilf(rest * ratio)), int(rest), index % 2 == 1 || call.both_parts == 0};
   }
@@ -53,8 +56,8 @@ struct OneByOne {
   GDN_HOST_DEVICE EqualSequences operator()(int n) const { return {chunks[n], 1}; }
 };
 
-// The time of tiles that go, the longest first, to the block that is free first: its lower bounds, and half of
-// the shortest tile where there are more tiles than blocks.
+// The time of tiles that go, the longest first, to the block that is free first: its lower bounds,
+// and half of the shortest tile where there are more tiles than blocks.
 struct Round {
   static constexpr int kKinds = 4;
   float time[kKinds], count[kKinds];
@@ -75,11 +78,11 @@ struct Round {
   }
 };
 
-// What a call takes with its sequences cut there, `share` of its heads forgetting; kNever where it has too
-// many segments. lengths: n kinds of them.
+// What a call takes with its sequences cut there, `share` of its heads forgetting; kNever where it
+// has too many segments. lengths: n kinds of them.
 template <class Lengths>
-GDN_HOST_DEVICE float cut_time(const CutCall& call, const Lengths& lengths, int n, const Candidate& cut,
-                               float share) {
+GDN_HOST_DEVICE float cut_time(const CutCall& call, const Lengths& lengths, int n,
+                               const Candidate& cut, float share) {
   const Costs& costs = call.costs;
   const int first = cut.first, rest = cut.rest;
   const float late_chunk = cut.late_halves ? costs.half : costs.both;
@@ -94,7 +97,8 @@ GDN_HOST_DEVICE float cut_time(const CutCall& call, const Lengths& lengths, int 
       most_short = max(most_short, x.chunks);
       continue;
     }
-    const int later = (x.chunks - first - 1) / rest + 1, last = x.chunks - first - (later - 1) * rest;
+    const int later = (x.chunks - first - 1) / rest + 1,
+              last = x.chunks - first - (later - 1) * rest;
     long_ones += x.count;
     inner += x.count * (later - 1);
     last_chunks += float(x.count) * float(last);
@@ -109,21 +113,24 @@ GDN_HOST_DEVICE float cut_time(const CutCall& call, const Lengths& lengths, int 
   const float a_first = float(first) * first_chunk + costs.tile;
   const float a_map = float(rest) * costs.map + costs.tile + verdict;
   const Round early = {
-      {a_first, short_ones > 0 ? short_chunks / float(short_ones) * first_chunk + costs.tile : 0, a_map,
-       float(min(rest, kWindow)) * costs.map + costs.tile + verdict},
+      {a_first, short_ones > 0 ? short_chunks / float(short_ones) * first_chunk + costs.tile : 0,
+       a_map, float(min(rest, kWindow)) * costs.map + costs.tile + verdict},
       {first_tiles * float(long_ones), first_tiles * float(short_ones),
-       (heads * float(inner) - in_windows) * float(call.map_parts), in_windows * float(call.value_map_parts)}};
+       (heads * float(inner) - in_windows) * float(call.map_parts),
+       in_windows * float(call.value_map_parts)}};
   const Round late = {
       {float(rest) * late_chunk + costs.tile,
        long_ones > 0 ? last_chunks / float(long_ones) * late_chunk + costs.tile : 0, 0, 0},
       {late_tiles * float(inner), late_tiles * float(long_ones), 0, 0}};
   const float with_map = heads - (call.forgets ? floorf(share * heads) : 0);
-  const float fold = fmaxf(costs.fold_least, float(long_ones) * (heads * costs.fold_head + with_map * costs.fold_map));
+  const float fold = fmaxf(
+      costs.fold_least, float(long_ones) * (heads * costs.fold_head + with_map * costs.fold_map));
   const float longest_short = short_ones > 0 ? float(most_short) * first_chunk + costs.tile : 0;
   const float longest_last = long_ones > 0 ? float(most_last) * late_chunk + costs.tile : 0;
-  return fmaxf(early.most_likely(call.blocks), longest_short) + fmaxf(late.most_likely(call.blocks), longest_last) +
-         float(max(most_later - 1, 0)) * fold + (long_ones > 0 ? costs.launches : kNoSegments) +
-         (call.forgets ? kAgain : 0) + kChoice + kOtherShape;
+  return fmaxf(early.most_likely(call.blocks), longest_short) +
+         fmaxf(late.most_likely(call.blocks), longest_last) + float(max(most_later - 1, 0)) * fold +
+         (long_ones > 0 ? costs.launches : kNoSegments) + (call.forgets ? kAgain : 0) + kChoice +
+         kOtherShape;
 }
 
 }  // namespace gdn::sm90

@@ -1,4 +1,5 @@
-// Whether the device makes the cut of a call, choose_cut.cuh, and walks maps in windows. The host decides.
+// Whether the device makes the cut of a call, choose_cut.cuh, and walks maps in windows. The host
+// decides.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -8,21 +9,23 @@
 
 namespace gdn::sm90 {
 
-// The plan so far, or one whose cut the device makes and whose maps are walked in windows: where that promises much for
-// all lengths together, and loses next to nothing for any of them. times: of the plan so far, for each of the lengths;
-// most: microseconds that the other plan may take for all lengths together.
+// The plan so far, or one whose cut the device makes and whose maps are walked in windows: where
+// that promises much for all lengths together, and loses next to nothing for any of them. times: of
+// the plan so far, for each of the lengths; most: microseconds that the other plan may take for all
+// lengths together.
 template <class Heads>
 ForwardPlan or_cut_by_device(const ChunkForward& p, const ForwardPlan& so_far,
-                             const std::vector<SequenceLengths>& lengths, const std::vector<double>& times,
-                             double most = kUnbounded) {
+                             const std::vector<SequenceLengths>& lengths,
+                             const std::vector<double>& times, double most = kUnbounded) {
   constexpr double kWorthIt = 0.95, kMostLoss = 1.01;
   constexpr double kMostLossUnforgotten = 1.05;  // where no head forgets
   constexpr float kLikely = 0.75f;               // the share of heads that are assumed to forget
   const Estimate<Heads> estimate = {p};
   constexpr Costs kCosts = costs<Heads>();
-  // Calls that fill the GPU more than twice take longer than their longest sequence alone. choose_cut has memory for
-  // kMostOrdered sequences and kMostDeviceCutHeads heads.
-  if (p.N * p.HV * estimate.parts(false) > 2 * p.multiprocessors || p.N > kMostOrdered || p.HV > kMostDeviceCutHeads)
+  // Calls that fill the GPU more than twice take longer than their longest sequence alone.
+  // choose_cut has memory for kMostOrdered sequences and kMostDeviceCutHeads heads.
+  if (p.N * p.HV * estimate.parts(false) > 2 * p.multiprocessors || p.N > kMostOrdered ||
+      p.HV > kMostDeviceCutHeads)
     return so_far;
   struct Assumed {
     SequenceLengths lengths;
@@ -40,10 +43,12 @@ ForwardPlan or_cut_by_device(const ChunkForward& p, const ForwardPlan& so_far,
       x.time = time_of_host_cut(unbounded_cut_call<Heads>(p, so_far), x.lengths, x.as_planned);
     }
     double chunks = 0;
-    for (const EqualSequences& kind : x.lengths.kinds) chunks += double(p.HV) * double(kind.chunks) * kind.count;
-    const double each = only_halves<Heads>() ? kCosts.half * double(estimate.parts(true))
-                                             : std::min(kCosts.half * double(estimate.parts(true)),
-                                                        kCosts.both * double(estimate.parts(false)));
+    for (const EqualSequences& kind : x.lengths.kinds)
+      chunks += double(p.HV) * double(kind.chunks) * kind.count;
+    const double each = only_halves<Heads>()
+                            ? kCosts.half * double(estimate.parts(true))
+                            : std::min(kCosts.half * double(estimate.parts(true)),
+                                       kCosts.both * double(estimate.parts(false)));
     enough += kWorthIt * x.time;
     bound += chunks * each / p.multiprocessors + kChoice + kAgain;
     assumed.push_back(x);
@@ -51,7 +56,8 @@ ForwardPlan or_cut_by_device(const ChunkForward& p, const ForwardPlan& so_far,
   if (enough <= bound) return so_far;
   ForwardPlan plan = {};
   plan.shape = BlockShape::kHalves;
-  // Blocks with half of V that outnumber the multiprocessors end later than blocks with both halves.
+  // Blocks with half of V that outnumber the multiprocessors end later than blocks with both
+  // halves.
   const bool many = p.N * p.HV * estimate.parts(true) > p.multiprocessors;
   plan.first = many && !only_halves<Heads>() ? BlockShape::kBoth : BlockShape::kHalves;
   plan.cut_by_device = plan.forgets = true;
@@ -60,7 +66,8 @@ ForwardPlan or_cut_by_device(const ChunkForward& p, const ForwardPlan& so_far,
   int later = 0;
   double time = 0;
   for (const Assumed& x : assumed) {
-    for (const auto& [share, most_loss] : {std::pair(0.f, kMostLossUnforgotten), std::pair(kLikely, kMostLoss)}) {
+    for (const auto& [share, most_loss] :
+         {std::pair(0.f, kMostLossUnforgotten), std::pair(kLikely, kMostLoss)}) {
       const auto [cut, time_of_cut] = likely_device_cut(call, x.lengths, x.as_planned, share);
       if (time_of_cut > most_loss * x.time) return so_far;
       later = std::max(later, x.lengths.most_later(cut));
@@ -68,7 +75,8 @@ ForwardPlan or_cut_by_device(const ChunkForward& p, const ForwardPlan& so_far,
     }
   }
   if (later == 0 || time >= enough || time >= most) return so_far;
-  plan.later_segments = std::min(later + later / 2, kMostForgetting);  // the best cut may have more of them
+  plan.later_segments =
+      std::min(later + later / 2, kMostForgetting);  // the best cut may have more of them
   return plan;
 }
 

@@ -32,7 +32,8 @@ struct Estimate {
   double whole(const SequenceLengths& lengths, bool halves) const {
     Schedule schedule(p.multiprocessors);
     for (int i = 0; i < lengths.count; ++i)
-      schedule.add(int64_t{lengths.kinds[i].count} * p.HV * parts(halves), tile(lengths.kinds[i].chunks, halves));
+      schedule.add(int64_t{lengths.kinds[i].count} * p.HV * parts(halves),
+                   tile(lengths.kinds[i].chunks, halves));
     return schedule.end();
   }
   // The cut with these lengths of segments, planned for these lengths of sequences.
@@ -44,8 +45,8 @@ struct Estimate {
     cut.inner = int(inner(most) + (p.N - 1) * inner(others));
     return cut;
   }
-  // Sequences in the segments of a cut, with later segments in blocks of one shape. Returns `enough` early where even a
-  // lower bound of the time is not below `enough`.
+  // Sequences in the segments of a cut, with later segments in blocks of one shape. Returns
+  // `enough` early where even a lower bound of the time is not below `enough`.
   double segments(ChunkCounts lengths, const Cut& cut, bool late_halves, double enough) const {
     const int64_t heads = p.HV * parts(true), maps = p.HV * map_parts() * cut.inner;
     const int64_t late_heads = p.HV * parts(late_halves), inner = late_heads * cut.inner;
@@ -54,13 +55,16 @@ struct Estimate {
     const double other_first = tile(std::min<int64_t>(lengths.other, cut.first), true);
     const double rest = tile(cut.rest, late_halves), a_map = map(cut.rest);
     const int64_t most = later(lengths.longest, cut), other_most = later(lengths.other, cut);
-    const double last = most > 0 ? tile(chunks_of_last(lengths.longest, cut, most), late_halves) : 0;
-    const double other_last = other_most > 0 ? tile(chunks_of_last(lengths.other, cut, other_most), late_halves) : 0;
+    const double last =
+        most > 0 ? tile(chunks_of_last(lengths.longest, cut, most), late_halves) : 0;
+    const double other_last =
+        other_most > 0 ? tile(chunks_of_last(lengths.other, cut, other_most), late_halves) : 0;
     const double apart = double(std::max<int64_t>(most - 1, 0)) * kCosts.fold +
                          (cut.later > 0 ? kCosts.launches : kNoSegments) +
                          (maps > 0 && first > a_map ? kSecondLaunch : 0);
 
-    const double early_work = double(heads) * first + double(others) * other_first + double(maps) * a_map;
+    const double early_work =
+        double(heads) * first + double(others) * other_first + double(maps) * a_map;
     const double late_work =
         double(inner) * rest + double(late_heads) * last + double(late_others) * other_last;
     const double all = p.multiprocessors;

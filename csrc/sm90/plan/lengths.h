@@ -1,5 +1,5 @@
-// What a plan of the host knows of the lengths of sequences, or assumes: numbers of sequences with equally many chunks.
-// No CUDA.
+// What a plan of the host knows of the lengths of sequences, or assumes: numbers of sequences with
+// equally many chunks. No CUDA.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -23,16 +23,19 @@ struct ChunkCounts {
 struct SequenceLengths {
   static constexpr int kMost = 4;
   EqualSequences kinds[kMost] = {};
-  int count = 0;        // of kinds
-  int others = kMost;   // the number of a kind whose sequences have any lengths, up to that of the kind before
-  int64_t chunks = 0;   // of the call; set where `others` is
+  int count = 0;       // of kinds
+  int others = kMost;  // the number of a kind whose sequences have any lengths, up to that of the
+                       // kind before
+  int64_t chunks = 0;  // of the call; set where `others` is
   void add(int64_t chunks_of_one, int64_t sequences) {
     if (sequences > 0) kinds[count++] = {int(chunks_of_one), int(sequences)};
   }
   int longest() const { return kinds[0].chunks; }
-  // An upper bound on the segments that are not the first of their sequence; inner: nor the last of it.
+  // An upper bound on the segments that are not the first of their sequence; inner: nor the last of
+  // it.
   int most_later(const Cut& cut, bool inner = false) const {
-    if (others < count && kinds[others - 1].chunks > cut.first) return int(chunks / cut.rest);  // no lengths have more
+    if (others < count && kinds[others - 1].chunks > cut.first)
+      return int(chunks / cut.rest);  // no lengths have more
     int64_t later = 0;
     for (int i = 0; i < count; ++i)
       if (kinds[i].chunks > cut.first && i != others)
@@ -48,8 +51,8 @@ inline SequenceLengths lengths_of(ChunkCounts x, int N) {
   return lengths;
 }
 
-// The lengths of a packed call whose longest sequences the host knows, ChunkForward::longest. The others share the
-// remaining tokens.
+// The lengths of a packed call whose longest sequences the host knows, ChunkForward::longest. The
+// others share the remaining tokens.
 inline SequenceLengths known_lengths(const ChunkForward& p) {
   SequenceLengths lengths;
   lengths.chunks = p.T / kChunk + p.N;

@@ -17,15 +17,17 @@ namespace gdn::sm90 {
 
 constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 
-// The best cut by Estimate::segments, and its time: first of a coarse grid, then of the cuts near the best one.
-// candidate(first, rest): a cut, and the lengths of sequences that its time is for.
+// The best cut by Estimate::segments, and its time: first of a coarse grid, then of the cuts near
+// the best one. candidate(first, rest): a cut, and the lengths of sequences that its time is for.
 template <class Heads, class MakeCandidate>
 std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest, bool late_halves,
                                 const MakeCandidate& candidate) {
   constexpr int kMostSegments = 32, kMore = 5;
-  constexpr double kRatios[] = {1, 1.25, 1.5, 2, 3, 4};       // of the first segment's length to the others'
-  constexpr int kSteps[] = {3, 1};                            // chunks
-  const auto [uncut, lengths] = candidate(longest, longest);  // with the launches for segments all the same
+  constexpr double kRatios[] = {1, 1.25, 1.5,
+                                2, 3,    4};  // of the first segment's length to the others'
+  constexpr int kSteps[] = {3, 1};            // chunks
+  const auto [uncut, lengths] =
+      candidate(longest, longest);  // with the launches for segments all the same
   Cut best = uncut;
   double least = estimate.segments(lengths, best, late_halves, kUnbounded);
   const auto is_better = [&](int64_t first, int64_t rest) {
@@ -80,13 +82,16 @@ CutCall unbounded_cut_call(const ChunkForward& p, ForwardPlan plan) {
   return cut_call<Heads>(p, plan);
 }
 
-// Microseconds of a cut that the host makes, where no head forgets: cut_time without the kernels of a cut by the device.
-inline double time_of_host_cut(const CutCall& call, const SequenceLengths& lengths, const Candidate& cut) {
+// Microseconds of a cut that the host makes, where no head forgets: cut_time without the kernels of
+// a cut by the device.
+inline double time_of_host_cut(const CutCall& call, const SequenceLengths& lengths,
+                               const Candidate& cut) {
   return cut_time(call, InKinds{lengths.kinds}, lengths.count, cut, 0) - kChoice - kOtherShape;
 }
 
-// A cut nearly as good as the one that choose_cut would make for these lengths, from fewer candidates, and its time: the
-// host searches for each number of chunks that a call may have. share: of the heads that forget.
+// A cut nearly as good as the one that choose_cut would make for these lengths, from fewer
+// candidates, and its time: the host searches for each number of chunks that a call may have.
+// share: of the heads that forget.
 inline std::pair<Cut, float> likely_device_cut(const CutCall& call, const SequenceLengths& lengths,
                                                const Candidate& as_planned, float share) {
   constexpr int kMostSegments = 12, kStep = 5;
@@ -105,7 +110,8 @@ inline std::pair<Cut, float> likely_device_cut(const CutCall& call, const Sequen
   return best;
 }
 
-// The best cut by cut_time for known lengths, and its time; a candidate without a length where no cut is possible.
+// The best cut by cut_time for known lengths, and its time; a candidate without a length where no
+// cut is possible.
 template <class Heads>
 std::pair<Candidate, double> best_known_cut(const ChunkForward& p, const SequenceLengths& lengths) {
   constexpr int kMostSegments = 16;

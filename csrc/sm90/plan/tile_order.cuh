@@ -1,5 +1,6 @@
-// The order in which the blocks of a packed call of whole sequences take their tiles, and the shape of the
-// blocks: each block finds both from cu_seqlens, so that a CUDA graph stays valid when its contents change.
+// The order in which the blocks of a packed call of whole sequences take their tiles, and the shape
+// of the blocks: each block finds both from cu_seqlens, so that a CUDA graph stays valid when its
+// contents change.
 #pragma once
 #include "sm90/plan/cut.h"
 #include "sm90/tile/block.cuh"
@@ -9,10 +10,11 @@ namespace gdn::sm90 {
 
 // What a block knows of the sequences of a packed call, in shared memory behind that of its roles.
 struct Lengths {
-  // Of LeastTime::with, in the order of BlockShape: floats, which order as integers, since none is negative.
+  // Of LeastTime::with, in the order of BlockShape: floats, which order as integers, since none is
+  // negative.
   int least[2];
   int all_chunks;
-  int halves;  // whether blocks should own 64 channels of V, not 128
+  int halves;                    // whether blocks should own 64 channels of V, not 128
   uint16_t order[kMostOrdered];  // the longest first, and as given among equal ones
 };
 
@@ -22,8 +24,9 @@ GDN_DEVICE Lengths& lengths_of_call() {
   return *reinterpret_cast<Lengths*>(raw_shared_memory + kLengthsAt);
 }
 
-// Least time in which blocks that take the longest tiles first can be done, by its bounds: the work over the
-// blocks; and, as j + 1 of the first j * blocks + 1 tiles are one block's, j + 1 times the last of these.
+// Least time in which blocks that take the longest tiles first can be done, by its bounds: the work
+// over the blocks; and, as j + 1 of the first j * blocks + 1 tiles are one block's, j + 1 times the
+// last of these.
 struct LeastTime {
   float chunk, tile;  // microseconds, of Costs
   int tiles, blocks;  // of a sequence; that run at once
@@ -37,8 +40,8 @@ struct LeastTime {
   }
 };
 
-// The address of the block's shared memory, read anew: one reading for find_order and for the roles would
-// be live throughout, and make the state's registers spill.
+// The address of the block's shared memory, read anew: one reading for find_order and for the roles
+// would be live throughout, and make the state's registers spill.
 GDN_DEVICE uint32_t shared_memory_now() {
   uint32_t address = shared_address(raw_shared_memory);
   asm volatile("" : "+r"(address));

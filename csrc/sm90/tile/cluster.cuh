@@ -15,8 +15,8 @@ GDN_DEVICE uint32_t address_in(uint32_t address, uint32_t rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-// At a barrier of another block. It says that this warp has seen a phase of a barrier, and publishes no data: a
-// release at cluster scope would be a MEMBAR of the whole GPU.
+// At a barrier of another block. It says that this warp has seen a phase of a barrier, and
+// publishes no data: a release at cluster scope would be a MEMBAR of the whole GPU.
 GDN_DEVICE void arrive_there_if(uint32_t bar, bool condition) {
   asm volatile(
       "{.reg .pred p;\n"

@@ -9,14 +9,14 @@
 //     u' = (I + A')^-1 beta (2^-e v - 2^d k S'),  A'_ij = beta_i (k_i . k_j) 2^(d_i - d_j)
 //     o  = scale 2^(e - y) (2^(d + y) q S' + P' u'),  P'_ij = (q_i . k_j) 2^(y_i + d_i - d_j)
 //     S'_next = 2^D S' + sum_j 2^(D - d_j) k_j^T u'_j,    D = G + g_last - G1
-// with any y. In most chunks e = G + g, d = y = D = 0 and G1 = G + g_last: no matrix has a decay. This
-// holds exactly as long as G stays in a range that the dtype's exponent bears; S' is brought back to
-// the top of the range when a chunk would leave it.
+// with any y. In most chunks e = G + g, d = y = D = 0 and G1 = G + g_last: no matrix has a decay.
+// This holds exactly as long as G stays in a range that the dtype's exponent bears; S' is brought
+// back to the top of the range when a chunk would leave it.
 //
-// A chunk whose own decay is wider than the range is *steep*. Its e_i stay below kSteepUnits + 1, and
-// what is left of the decay, d_i, is a whole number, so that every factor on a 16-bit operand is an
-// exact power of two. From one token to a later one e does not grow by more than 1: what is flushed
-// to 0 in A' or P' is then small beside u_j itself.
+// A chunk whose own decay is wider than the range is *steep*. Its e_i stay below kSteepUnits + 1,
+// and what is left of the decay, d_i, is a whole number, so that every factor on a 16-bit operand
+// is an exact power of two. From one token to a later one e does not grow by more than 1: what is
+// flushed to 0 in A' or P' is then small beside u_j itself.
 #pragma once
 #include <cmath>
 
@@ -24,16 +24,16 @@
 
 namespace gdn::sm90 {
 
-// G stays in [kTop - kRange, kTop] from chunk to chunk. A steep chunk reads a state with G in [0, kTop] and
-// leaves one with G in [0, 1). In a steep chunk, tokens whose decay to the chunk's end is less than
-// kSteepUnits have d = D; the others have e in [kSteepUnits, kSteepUnits + 1).
+// G stays in [kTop - kRange, kTop] from chunk to chunk. A steep chunk reads a state with G in [0,
+// kTop] and leaves one with G in [0, 1). In a steep chunk, tokens whose decay to the chunk's end is
+// less than kSteepUnits have d = D; the others have e in [kSteepUnits, kSteepUnits + 1).
 template <class T>
 struct Frame;
 template <>
 struct Frame<__nv_bfloat16> {
   static constexpr float kTop = 24, kRange = 96, kSteepUnits = 49;
-  // y = -d: then q S' has no factor. P' u' is at most 2^kMostLift times P u, as the u' of mild chunks
-  // are, and r is a normal number.
+  // y = -d: then q S' has no factor. P' u' is at most 2^kMostLift times P u, as the u' of mild
+  // chunks are, and r is a normal number.
   static constexpr bool kLiftsOutput = false;
   static constexpr float kMostLift = 72, kMostPower = 100;
 };
@@ -47,21 +47,21 @@ struct Frame<__half> {
 
 // The frame of one chunk.
 struct ChunkFrame {
-  float G;       // of the state that the chunk reads
-  float enter;   // log2 of what S' is multiplied by to be in that frame
-  float D;       // log2 of what S' is multiplied by before the chunk's own tokens are added; whole
-  float next;    // G after the chunk
+  float G;      // of the state that the chunk reads
+  float enter;  // log2 of what S' is multiplied by to be in that frame
+  float D;      // log2 of what S' is multiplied by before the chunk's own tokens are added; whole
+  float next;   // G after the chunk
   bool steep;
 };
 
-// G: after the chunk before, or kTop; last: the log2 decay of the whole chunk; anew: the chunk reads a state at
-// the top of the range, whatever G is.
+// G: after the chunk before, or kTop; last: the log2 decay of the whole chunk; anew: the chunk
+// reads a state at the top of the range, whatever G is.
 template <class T>
 GDN_HOST_DEVICE ChunkFrame chunk_frame(float G, float last, bool anew = false) {
   using F = Frame<T>;
   ChunkFrame x = {G, 0, 0, 0, last < -F::kRange};
-  const bool outside = x.steep ? G < 0 || G > F::kTop
-                               : G + last < F::kTop - F::kRange || G + last > F::kTop + 16.f;
+  const bool outside =
+      x.steep ? G < 0 || G > F::kTop : G + last < F::kTop - F::kRange || G + last > F::kTop + 16.f;
   if (outside || anew) {
     x.enter = G - F::kTop;
     x.G = F::kTop;
@@ -83,7 +83,8 @@ GDN_HOST_DEVICE TokenFrame token_frame(const ChunkFrame& chunk, float g) {
   const float in_frame = chunk.G + g;
   if (!chunk.steep) return {in_frame, 0, 0};  // also where g dips below the range
   const float d = fmaxf(chunk.D, floorf(in_frame - F::kSteepUnits)), e = in_frame - d;
-  const float most = F::kLiftsOutput ? F::kMostPower : fminf(F::kMostLift + floorf(e), F::kMostPower);
+  const float most =
+      F::kLiftsOutput ? F::kMostPower : fminf(F::kMostLift + floorf(e), F::kMostPower);
   return {e, d, fminf(-d, most)};
 }
 

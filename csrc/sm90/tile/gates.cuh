@@ -7,7 +7,7 @@
 namespace gdn::sm90 {
 
 constexpr float kGrowthLimit = 256.f;  // log2 units
-constexpr float kLog2Floor = -160.f;  // LOG2_DECAY_FLOOR of gdn_triton/constants.py
+constexpr float kLog2Floor = -160.f;   // LOG2_DECAY_FLOOR of gdn_triton/constants.py
 constexpr float kRcpLn2 = 1.4426950408889634f;
 constexpr float kSoftplusThreshold = 20.f;
 
@@ -52,16 +52,17 @@ struct GateVectors {
   float4 x[kChunk / 2];  // of tokens 2 i, 2 i + 1: (c0, c1, f0, f1) in x' = c v - f (k S')
   float r[kChunk];       // o = r (q S' + P' u')
   float beta[kChunk];
-  // Of a steep chunk, powers of two that stay in the triangles: A'_ij has -left_i + left_j, P'_ij has
-  // score_i + left_j.
+  // Of a steep chunk, powers of two that stay in the triangles: A'_ij has -left_i + left_j, P'_ij
+  // has score_i + left_j.
   int16_t left[kChunk];   // -d
   int16_t score[kChunk];  // y + d, or d where P' u' is lifted
-  float lift[kChunk];     // steep, fp16: 2^y, which multiplies P' u'; 2^d of q S' where that comes first
-  float pre;              // S' is multiplied by this before the chunk reads it,
-  float post;             // by this, 2^D, before it adds the chunk's u',
-  float end;              // and by this, 2^G, to be the state after the chunk.
-  int decay;              // D
-  int steep;              // the chunk's decay does not fit the frame
+  float
+      lift[kChunk];  // steep, fp16: 2^y, which multiplies P' u'; 2^d of q S' where that comes first
+  float pre;         // S' is multiplied by this before the chunk reads it,
+  float post;        // by this, 2^D, before it adds the chunk's u',
+  float end;         // and by this, 2^G, to be the state after the chunk.
+  int decay;         // D
+  int steep;         // the chunk's decay does not fit the frame
 };
 
 }  // namespace gdn::sm90

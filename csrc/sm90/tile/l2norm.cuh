@@ -8,8 +8,8 @@ namespace gdn::sm90 {
 constexpr float kNormEps = 1e-6f;
 constexpr int kNormThreads = 256;
 
-// kLanes threads a row, of 8 channels each; blockIdx.y: q or k. K, unless it is 8 kLanes: a multiple
-// of 8 below that.
+// kLanes threads a row, of 8 channels each; blockIdx.y: q or k. K, unless it is 8 kLanes: a
+// multiple of 8 below that.
 template <class T, int kLanes, bool kExact>
 __global__ void __launch_bounds__(kNormThreads)
     l2norm_kernel(const __grid_constant__ Rows q, const __grid_constant__ Rows k, uint4* q_out,

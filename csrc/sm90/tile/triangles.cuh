@@ -1,4 +1,5 @@
-// The triangles of a chunk: T = (I + A)^-1 by the inverse warpgroups, P = q k^T by them or by the states.
+// The triangles of a chunk: T = (I + A)^-1 by the inverse warpgroups, P = q k^T by them or by the
+// states.
 //
 // Warp w owns rows 16 w to 16 w + 15 of q k^T and k k^T, as WGMMA leaves them. The inverse is built
 // from 8 x 8 diagonal blocks by substitution in fp32, those of 16 x 16 by
@@ -58,8 +59,14 @@ struct Triangles {
   const Lines lines;
   const uint32_t a_tile, inverse_tile;  // of an inverse warpgroup
 
-  GDN_DEVICE Triangles(int named, int lane, int warp, const uint8_t* a = nullptr, const uint8_t* inverse = nullptr)
-      : named(named), lane(lane), w(warp), lines(lane), a_tile(shared_address(a)), inverse_tile(shared_address(inverse)) {}
+  GDN_DEVICE Triangles(int named, int lane, int warp, const uint8_t* a = nullptr,
+                       const uint8_t* inverse = nullptr)
+      : named(named),
+        lane(lane),
+        w(warp),
+        lines(lane),
+        a_tile(shared_address(a)),
+        inverse_tile(shared_address(inverse)) {}
 
   GDN_DEVICE void barrier() const { named_barrier(named, 128); }
 
@@ -102,8 +109,9 @@ struct Triangles {
       stmatrix_x4(lines.block_at(tile, w, b), r);
     }
   }
-  // The same for words of E, in a steep chunk times the decay that is left in the triangle; power(row) is
-  // that of a row. What is above the diagonal may become infinite or NaN, and is masked after.
+  // The same for words of E, in a steep chunk times the decay that is left in the triangle;
+  // power(row) is that of a row. What is above the diagonal may become infinite or NaN, and is
+  // masked after.
   template <class E, class Power, class Word>
   GDN_DEVICE void store_triangle(uint32_t tile, uint32_t lower, const GateVectors& gates,
                                  const Power& power, const Word& word) const {
@@ -112,16 +120,17 @@ struct Triangles {
       const auto* columns = reinterpret_cast<const uint32_t*>(gates.left);
       return multiply(E{}, x, power_of_two<E>(row, columns[8 * b + 4 * (i / 2) + lane % 4]));
     };
-    if constexpr (C::kStates == 2) {  // the instructions of a mild chunk lie together, and fetch no others
+    if constexpr (C::kStates ==
+                  2) {  // the instructions of a mild chunk lie together, and fetch no others
       if (!gates.steep) {
         store_strip(tile, lower, word);
       } else {
         const uint32_t rows[2] = {biased(0), biased(1)};
-        store_strip(tile, lower, [&](int b, int i) {
-          return times_decay(word(b, i), rows[i % 2], b, i);
-        });
+        store_strip(tile, lower,
+                    [&](int b, int i) { return times_decay(word(b, i), rows[i % 2], b, i); });
       }
-    } else {  // fewer instructions: blocks with two inverse warpgroups, one of them in each path, would fetch both
+    } else {  // fewer instructions: blocks with two inverse warpgroups, one of them in each path,
+              // would fetch both
       uint32_t r[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) r[i] = word(i / 4, i % 4);
@@ -143,7 +152,8 @@ struct Triangles {
     store_triangle<__half>(
         a_tile, lower(1), gates, [&](int row) { return -gates.left[row]; },
         [&](int b, int i) {
-          return pack(__half{}, kk[8 * b + 2 * i] * beta[i % 2], kk[8 * b + 2 * i + 1] * beta[i % 2]);
+          return pack(__half{}, kk[8 * b + 2 * i] * beta[i % 2],
+                      kk[8 * b + 2 * i + 1] * beta[i % 2]);
         });
   }
 
@@ -154,7 +164,8 @@ struct Triangles {
         [&](int b, int i) { return pack(T{}, qk[8 * b + 2 * i], qk[8 * b + 2 * i + 1]); });
   }
   // P from q k^T, which must be done, to its tile.
-  GDN_DEVICE void finish_p(const float (&qk)[32], const uint8_t* p_tile, const GateVectors& gates) const {
+  GDN_DEVICE void finish_p(const float (&qk)[32], const uint8_t* p_tile,
+                           const GateVectors& gates) const {
     store_p(qk, shared_address(p_tile), gates);
     fence_async_proxy();
     __syncwarp();

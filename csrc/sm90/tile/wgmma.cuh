@@ -46,7 +46,7 @@ GDN_DEVICE void pin(uint32_t (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-#define GDN_D8(i)                                                                               \
+#define GDN_D8(i)                                                                             \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define GDN_D64 GDN_D8(0), GDN_D8(8), GDN_D8(16), GDN_D8(24)
@@ -61,30 +61,32 @@ GDN_DEVICE void pin(uint32_t (&d)[N]) {
   "54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
 // d (64 x N) = [d +] a (64 x 16, registers) b (16 x N, shared memory); TRANS 1: b is MN-major.
-#define GDN_WGMMA_RS(F, N, T, NAME, OUT, REGS, A0, A1, A2, A3, B, P, TRANS)                     \
-  GDN_DEVICE void F(T, float* d, const uint32_t* a, uint64_t b, int accumulate) {               \
-    asm volatile("{.reg .pred p;\n setp.ne.b32 p, " P ", 0;\n"                                  \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" REGS      \
-                 "}, {" A0 "," A1 "," A2 "," A3 "}, " B ", p, 1, 1, " TRANS ";}"                \
-                 : OUT                                                                          \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));        \
+#define GDN_WGMMA_RS(F, N, T, NAME, OUT, REGS, A0, A1, A2, A3, B, P, TRANS)                \
+  GDN_DEVICE void F(T, float* d, const uint32_t* a, uint64_t b, int accumulate) {          \
+    asm volatile("{.reg .pred p;\n setp.ne.b32 p, " P                                      \
+                 ", 0;\n"                                                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" REGS \
+                 "}, {" A0 "," A1 "," A2 "," A3 "}, " B ", p, 1, 1, " TRANS ";}"           \
+                 : OUT                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));   \
   }
 // d (64 x 64) = [d +] a (64 x 16, shared memory, K-major) b (16 x 64, shared memory, K-major)
-#define GDN_WGMMA_SS(T, NAME)                                                                   \
-  GDN_DEVICE void wgmma_ss_n64(T, float* d, uint64_t a, uint64_t b, int accumulate) {           \
-    asm volatile("{.reg .pred p;\n setp.ne.b32 p, %34, 0;\n"                                    \
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " {" GDN_R32       \
-                 "}, %32, %33, p, 1, 1, 0, 0;}"                                                 \
-                 : GDN_D64                                                                      \
-                 : "l"(a), "l"(b), "r"(accumulate));                                            \
+#define GDN_WGMMA_SS(T, NAME)                                                         \
+  GDN_DEVICE void wgmma_ss_n64(T, float* d, uint64_t a, uint64_t b, int accumulate) { \
+    asm volatile(                                                                     \
+        "{.reg .pred p;\n setp.ne.b32 p, %34, 0;\n"                                   \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " {" GDN_R32      \
+        "}, %32, %33, p, 1, 1, 0, 0;}"                                                \
+        : GDN_D64                                                                     \
+        : "l"(a), "l"(b), "r"(accumulate));                                           \
   }
-#define GDN_WGMMA(T, NAME)                                                                      \
-  GDN_WGMMA_RS(wgmma_rs_n64, 64, T, NAME, GDN_D64, GDN_R32, "%32", "%33", "%34", "%35", "%36",  \
-               "%37", "0")                                                                      \
-  GDN_WGMMA_RS(wgmma_rs_n64_mn, 64, T, NAME, GDN_D64, GDN_R32, "%32", "%33", "%34", "%35",      \
-               "%36", "%37", "1")                                                               \
-  GDN_WGMMA_RS(wgmma_rs_n128_mn, 128, T, NAME, GDN_D128, GDN_R64, "%64", "%65", "%66", "%67",   \
-               "%68", "%69", "1")                                                               \
+#define GDN_WGMMA(T, NAME)                                                                        \
+  GDN_WGMMA_RS(wgmma_rs_n64, 64, T, NAME, GDN_D64, GDN_R32, "%32", "%33", "%34", "%35", "%36",    \
+               "%37", "0")                                                                        \
+  GDN_WGMMA_RS(wgmma_rs_n64_mn, 64, T, NAME, GDN_D64, GDN_R32, "%32", "%33", "%34", "%35", "%36", \
+               "%37", "1")                                                                        \
+  GDN_WGMMA_RS(wgmma_rs_n128_mn, 128, T, NAME, GDN_D128, GDN_R64, "%64", "%65", "%66", "%67",     \
+               "%68", "%69", "1")                                                                 \
   GDN_WGMMA_SS(T, NAME)
 GDN_WGMMA(__nv_bfloat16, "bf16")
 GDN_WGMMA(__half, "f16")

@@ -1,6 +1,6 @@
-// What the segments of both walks start from, out of their maps (segments/maps.cu): E_(j-1) = E_j M_j + b_j
-// from the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from the first one to the last but one. The result
-// replaces b.
+// What the segments of both walks start from, out of their maps (segments/maps.cu): E_(j-1) = E_j
+// M_j + b_j from the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from the first one
+// to the last but one. The result replaces b.
 #include "sm90/backward/copies.cuh"
 #include "sm90/backward/segments/map_halves.cuh"
 #include "sm90/backward/segments/windows.cuh"
@@ -9,17 +9,18 @@
 
 namespace gdn::sm90::backward {
 namespace {
-// A block has kFoldRows rows of V, and of a slice's blocks each kCluster are a cluster: of each line, some of a matrix's
-// rows, a block copies its share to all of them. A warp makes 16 columns of the product by tensor cores, and one more
-// copies. Of the products of two bf16 halves each, that of both low ones is left out; all sums are in fp32.
-// Larger clusters that are alone on their multiprocessors would not all fit at once: a cluster lies in one group of
-// multiprocessors.
-constexpr int kCluster = 2, kBlocks = kChannels / kFoldRows, kWarps = 8, kThreads = (kWarps + 1) * 32;
+// A block has kFoldRows rows of V, and of a slice's blocks each kCluster are a cluster: of each
+// line, some of a matrix's rows, a block copies its share to all of them. A warp makes 16 columns
+// of the product by tensor cores, and one more copies. Of the products of two bf16 halves each,
+// that of both low ones is left out; all sums are in fp32. Larger clusters that are alone on their
+// multiprocessors would not all fit at once: a cluster lies in one group of multiprocessors.
+constexpr int kCluster = 2, kBlocks = kChannels / kFoldRows, kWarps = 8,
+              kThreads = (kWarps + 1) * 32;
 constexpr int kLineValues = 2 * kMapLine * kMapPitch, kShare = kLineValues / kCluster;
 static_assert(kFoldRows == 16, "the rows of a product by tensor cores");
 constexpr int kColumns = 16;  // of a product, by a warp
-// Warps that read a line. Of the fold back it has rows of the products' right factor, M, and all warps read it. Of the
-// fold forward that factor is M^T: the line has columns of it.
+// Warps that read a line. Of the fold back it has rows of the products' right factor, M, and all
+// warps read it. Of the fold forward that factor is M^T: the line has columns of it.
 GDN_DEVICE constexpr int readers(bool back) { return back ? kWarps : kMapLine / kColumns; }
 constexpr int kBarrier = 1;  // of the warps that make products
 // Lines on their way: of a block that has a multiprocessor for itself, and of two that share one.
@@ -29,12 +30,15 @@ template <int kStages>
 struct Memory {
   uint16_t lines[kStages][2][kMapLine][kMapPitch];  // high and low values
   uint16_t state[2][2][kFoldRows][kMapPitch];       // before a step, and behind it
-  uint32_t has_map[kMostFolds / 32];       // a bit for each step: behind a segment that forgets, the state is b
+  uint32_t has_map[kMostFolds /
+                   32];  // a bit for each step: behind a segment that forgets, the state is b
   uint64_t full[kStages], empty[kStages];  // empty: of all blocks
 };
-constexpr int kMultiprocessorBytes = 228 * 1024, kReservedBytes = 1024;  // of which each block has so many more
+constexpr int kMultiprocessorBytes = 228 * 1024,
+              kReservedBytes = 1024;  // of which each block has so many more
 static_assert(sizeof(Memory<kStagesAlone>) <= kSharedBytes, "shared memory of a block");
-static_assert(2 * (sizeof(Memory<kStagesOfTwo>) + kReservedBytes) <= kMultiprocessorBytes, "of two blocks");
+static_assert(2 * (sizeof(Memory<kStagesOfTwo>) + kReservedBytes) <= kMultiprocessorBytes,
+              "of two blocks");
 
 // The first step from i on with a matrix, or `steps`.
 template <int kStages>
@@ -48,7 +52,8 @@ GDN_DEVICE int step_from(const Memory<kStages>& sm, int steps, int i) {
 
 // By one thread: this block's share of all lines, to all blocks of the cluster.
 template <int kStages>
-GDN_DEVICE void copy_lines(Memory<kStages>& sm, const uint16_t* maps, int64_t next, int steps, uint32_t rank) {
+GDN_DEVICE void copy_lines(Memory<kStages>& sm, const uint16_t* maps, int64_t next, int steps,
+                           uint32_t rank) {
   int line = 0;
 #pragma unroll 1
   for (int i = step_from(sm, steps, 0); i < steps; i = step_from(sm, steps, i + 1)) {
@@ -58,17 +63,17 @@ GDN_DEVICE void copy_lines(Memory<kStages>& sm, const uint16_t* maps, int64_t ne
       const uint32_t bar = shared_address(&sm.full[stage]);
       if (line >= kStages) wait_for(sm.empty[stage], line / kStages - 1);
       mbarrier_expect(bar, sizeof(sm.lines[0]));
-      bulk_load_to((1 << kCluster) - 1, shared_address(sm.lines[stage]) + share * 2, maps + i * next + first + share,
-                   kShare * 2, bar);
+      bulk_load_to((1 << kCluster) - 1, shared_address(sm.lines[stage]) + share * 2,
+                   maps + i * next + first + share, kShare * 2, bar);
     }
   }
 }
 
-// `state`: this thread's part of the state before the first step. A thread has rows `row` and `row` + 8, and of 8 columns
-// two from `column` on, of the next 8 two more.
+// `state`: this thread's part of the state before the first step. A thread has rows `row` and `row`
+// + 8, and of 8 columns two from `column` on, of the next 8 two more.
 template <bool kBack, int kStages>
-GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps, int row, int column, int warp,
-                     int lane) {
+GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps, int row,
+                     int column, int warp, int lane) {
   constexpr int kDepth = kBack ? kMapLine : kChannels;  // of the products with a line
   const auto place = [](int r, int j) { return r * (8 * kChannels) + 8 * j; };
   const auto keep = [&](int at, int r, int j, float2 x) {
@@ -76,7 +81,8 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
     *reinterpret_cast<uint32_t*>(&sm.state[at][0][row + 8 * r][column + 8 * j]) = halves.high;
     *reinterpret_cast<uint32_t*>(&sm.state[at][1][row + 8 * r][column + 8 * j]) = halves.low;
   };
-  // This lane's rows of 16 bytes for ldmatrix: of the state from the first channel of K, of a line from its first row.
+  // This lane's rows of 16 bytes for ldmatrix: of the state from the first channel of K, of a line
+  // from its first row.
   const uint32_t own_state = (lane % 16 * kMapPitch + lane / 16 * 8) * 2;
   const int map_row = kBack ? lane % 16 : warp * kColumns % kMapLine + lane / 16 * 8 + lane % 8;
   const int map_column = kBack ? warp * kColumns + lane / 16 * 8 : lane / 8 % 2 * 8;
@@ -89,7 +95,8 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) b[r][j] = *reinterpret_cast<const float2*>(state + (i + 1) * next + place(r, j));
+      for (int j = 0; j < 2; ++j)
+        b[r][j] = *reinterpret_cast<const float2*>(state + (i + 1) * next + place(r, j));
   };
   load_b(step_from(sm, steps, 0));
 #pragma unroll 1
@@ -133,10 +140,12 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
         }
       }
       __syncwarp();
-      const uint32_t vote = vote_on(__float_as_uint(low[0][0]));  // a sum of products with all of the line
+      const uint32_t vote =
+          vote_on(__float_as_uint(low[0][0]));  // a sum of products with all of the line
       const uint32_t bar = shared_address(&sm.empty[stage]);
       if constexpr (kWarpArrivals == 1) {
-        const int first = lane_of_vote(vote) == 1 ? kCluster : 0;  // of the lanes that arrive, one at each block
+        const int first =
+            lane_of_vote(vote) == 1 ? kCluster : 0;  // of the lanes that arrive, one at each block
         arrive_there_if(address_in(bar, lane % kCluster), lane / kCluster * kCluster == first);
       } else {
         for (int rank = 0; rank < kCluster; ++rank) arrive_there_if(address_in(bar, rank), true);
@@ -163,7 +172,8 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
 GDN_HOST_DEVICE int folds_of(const Params& params) { return has_states(params) ? 1 : 2; }
 
 template <class Kind, int kStages>
-__global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kThreads, 2)
+    segment_folds_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t raw[];
   auto& sm = *reinterpret_cast<Memory<kStages>*>(raw);
   launch_dependents();
@@ -178,7 +188,8 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
     mbarrier_init_fence();
   }
   cluster_sync();
-  // By blocks without a step too: else this launch could end, and the next one begin, before the maps' has ended.
+  // By blocks without a step too: else this launch could end, and the next one begin, before the
+  // maps' has ended.
   wait_for_prerequisites();
   const int part = blockIdx.x % kBlocks;
   const int index = blockIdx.x / (ways * kBlocks);
@@ -188,19 +199,24 @@ __global__ void __launch_bounds__(kThreads, 2) segment_folds_kernel(const __grid
   const int first = back ? last - 1 : 1;
   for (int i = threadIdx.x; i / 32 * 32 < steps; i += kThreads) {
     const int segment = back ? first - i : first + i;
-    const bool has = i < steps && params.maps.forgotten[segment_index<Kind>(params, n, segment, slice)] == 0;
+    const bool has =
+        i < steps && params.maps.forgotten[segment_index<Kind>(params, n, segment, slice)] == 0;
     const uint32_t all = __ballot_sync(~0u, has);
     if (lane == 0) sm.has_map[i / 32] = all;
   }
   __syncthreads();
-  const int64_t slices = slices_of<Kind>(params), from = segment_index<Kind>(params, n, first, slice);
+  const int64_t slices = slices_of<Kind>(params),
+                from = segment_index<Kind>(params, n, first, slice);
   const int64_t each = back ? -slices : slices;
   if (warp == kWarps) {
-    if (lane == 0) copy_lines(sm, params.maps.values + from * kMapValues, each * kMapValues, steps, cluster_rank());
+    if (lane == 0)
+      copy_lines(sm, params.maps.values + from * kMapValues, each * kMapValues, steps,
+                 cluster_rank());
     __syncwarp();
   } else {
     const int row = lane / 4, column = warp * 16 + lane % 4 * 2;
-    float* const states = (back ? params.maps.ends : starts_of<Kind>(params, n)) + from * (kChannels * kChannels);
+    float* const states =
+        (back ? params.maps.ends : starts_of<Kind>(params, n)) + from * (kChannels * kChannels);
     float* const state = states + (part * kFoldRows + row) * kChannels + column;
     if (back) {
       fold<true>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane);

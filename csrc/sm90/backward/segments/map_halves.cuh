@@ -1,4 +1,5 @@
-// How a map lies in SegmentMaps::values: each fp32 value as the sum of a high and a low bf16 value, which tensor cores take.
+// How a map lies in SegmentMaps::values: each fp32 value as the sum of a high and a low bf16 value,
+// which tensor cores take.
 #pragma once
 #include "sm90/backward/layout.cuh"
 
@@ -15,9 +16,12 @@ GDN_DEVICE Split split(float x, float y) {
 }
 
 // A row of a map begins here with its high values. Its low ones are kMapLine rows further on.
-GDN_DEVICE int map_row(int row) { return (row / kMapLine * (2 * kMapLine) + row % kMapLine) * kMapPitch; }
+GDN_DEVICE int map_row(int row) {
+  return (row / kMapLine * (2 * kMapLine) + row % kMapLine) * kMapPitch;
+}
 
-// Of four lanes whose numbers differ in the lowest two bits, the lane with number i there gets word i of each.
+// Of four lanes whose numbers differ in the lowest two bits, the lane with number i there gets word
+// i of each.
 GDN_DEVICE uint4 gather_words(uint32_t (&x)[4], int lane) {
 #pragma unroll
   for (int d = 1; d < 4; d *= 2) {
@@ -32,8 +36,8 @@ GDN_DEVICE uint4 gather_words(uint32_t (&x)[4], int lane) {
   return make_uint4(x[0], x[1], x[2], x[3]);
 }
 
-// A warp's 16 rows of a map from `row` on, in stores of 16 bytes. A lane has two rows, and of each eight columns two, as
-// the accumulators of WGMMA lie.
+// A warp's 16 rows of a map from `row` on, in stores of 16 bytes. A lane has two rows, and of each
+// eight columns two, as the accumulators of WGMMA lie.
 GDN_DEVICE void store_map(const float (&S)[64], uint16_t* map, int row, int lane) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -48,7 +52,8 @@ GDN_DEVICE void store_map(const float (&S)[64], uint16_t* map, int row, int lane
       }
 #pragma unroll
       for (int part = 0; part < 2; ++part)
-        *reinterpret_cast<uint4*>(to + part * kMapLine * kMapPitch + first * 8) = gather_words(own[part], lane);
+        *reinterpret_cast<uint4*>(to + part * kMapLine * kMapPitch + first * 8) =
+            gather_words(own[part], lane);
     }
   }
 }

@@ -1,13 +1,15 @@
 // Few long sequences: both walks in segments that run side by side.
 //
-// What a segment does to the transposed gradient of the state [128 of V, 128 of K] is affine, dS <- dS M + b: b is the
-// walk back through the segment from zeros, M that from the identity with a do of zeros. What it does to the state is
-// affine too, and there M is transposed. This kernel walks, for every slice,
+// What a segment does to the transposed gradient of the state [128 of V, 128 of K] is affine, dS <-
+// dS M + b: b is the walk back through the segment from zeros, M that from the identity with a do
+// of zeros. What it does to the state is affine too, and there M is transposed. This kernel walks,
+// for every slice,
 //     kBack      segments but the first: b, from dht in the last one
 //     kMap       segments but the first and the last: M
-//     kForward   segments but the last: b of the state, from h0 in the first one; not where the forward has left the states
-// segments/folds.cu makes of them what the segments start from. All are in the frame of their chunks, which is the
-// sequence's. A block has a tile, each of its two warpgroups 64 rows of it.
+//     kForward   segments but the last: b of the state, from h0 in the first one; not where the
+//     forward has left the states
+// segments/folds.cu makes of them what the segments start from. All are in the frame of their
+// chunks, which is the sequence's. A block has a tile, each of its two warpgroups 64 rows of it.
 #include "sm90/backward/copies.cuh"
 #include "sm90/backward/segments/map_halves.cuh"
 #include "sm90/backward/segments/windows.cuh"
@@ -23,7 +25,8 @@ static_assert(kSinglesRegisters + kStates * kStateRegisters <= (1 + kStates) * k
 
 struct Memory {
   struct alignas(1024) Stage {
-    uint8_t k[2][kTileBytes], q[2][kTileBytes], values[2][kTileBytes], t[kTileBytes], p[kTileBytes];  // values: do or v
+    uint8_t k[2][kTileBytes], q[2][kTileBytes], values[2][kTileBytes], t[kTileBytes],
+        p[kTileBytes];  // values: do or v
   } stages[kStages];
   ChunkFactors factors[kStages];
   uint64_t full[kStages], empty[kStages], aside;
@@ -38,14 +41,17 @@ struct MapTile : SegmentTile<Kind> {
   int what;      // what the segment would forget, as in SegmentMaps::forgotten
   // Whether this tile is the one of its segment that says what is forgotten.
   GDN_DEVICE bool says() const {
-    return this->length > 0 && job != Job::kMap && (job == Job::kBack) == (what == kForgetsGradient);
+    return this->length > 0 && job != Job::kMap &&
+           (job == Job::kBack) == (what == kForgetsGradient);
   }
 };
 inline int tiles_of(const Params& params) {  // at most
-  return (params.segments - params.problem.forward.N) * params.slices * (has_states(params) ? 2 : 3);
+  return (params.segments - params.problem.forward.N) * params.slices *
+         (has_states(params) ? 2 : 3);
 }
 
-// The jobs of all sequences, by their kinds: lane n has how many of a kind sequences up to n have. By a whole warp.
+// The jobs of all sequences, by their kinds: lane n has how many of a kind sequences up to n have.
+// By a whole warp.
 struct Jobs {
   int later, maps;  // kBack, and as many kForward; kMap
   GDN_DEVICE explicit Jobs(const Params& params) {
@@ -79,15 +85,16 @@ GDN_DEVICE MapTile<Kind> map_tile(const Params& params, const Jobs& jobs, int in
       up_to = has_states(params) ? 0 : jobs.later;
     }
   }
-  const int n = __popc(__ballot_sync(~0u, up_to <= number)), before = __shfl_sync(~0u, up_to, max(n - 1, 0));
+  const int n = __popc(__ballot_sync(~0u, up_to <= number)),
+            before = __shfl_sync(~0u, up_to, max(n - 1, 0));
   MapTile<Kind> x = {};
   if (n == 32) return x;
   const int segment = number - (n > 0 ? before : 0) + (job == Job::kForward ? 0 : 1);
   static_cast<SegmentTile<Kind>&>(x) = segment_tile<Kind>(params, n, segment, slice);
   x.job = job;
   x.what = segment == x.last || has_states(params) ? kForgetsGradient : kForgetsState;
-  // All jobs of a segment add its decays in the same order: whether sums in two orders reach the limit may differ by the
-  // rounding of these sums, and a map would be read that no job has made.
+  // All jobs of a segment add its decays in the same order: whether sums in two orders reach the
+  // limit may differ by the rounding of these sums, and a map would be read that no job has made.
   const int window = window_of<Kind>(params, x, true);
   if (window == 0) return x;
   x.forgets = true;
@@ -118,15 +125,19 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
       const int c = tile.job == Job::kForward ? i : count - 1 - i;
       const uint32_t s = it % kStages;
       auto& stage = sm.stages[s];
-      const int chunk_index = tile.chunk_index + c, row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
+      const int chunk_index = tile.chunk_index + c, row = tile.first + c * kChunk,
+                rows = tile.length - c * kChunk;
       const int of_head = chunk_index * p.HV + tile.hv(params);
       wait_for(sm.empty[s], it / kStages + 1);
       const auto load_factors = [&](uint32_t bar) {
-        bulk_load(shared_address(&sm.factors[s]), params.scratch.factors + of_head, sizeof(ChunkFactors), bar);
+        bulk_load(shared_address(&sm.factors[s]), params.scratch.factors + of_head,
+                  sizeof(ChunkFactors), bar);
         bulk_load(shared_address(stage.t), t_at(params, of_head), kTileBytes, bar);
       };
-      const auto load = [&](const CUtensorMap& map, uint8_t(*to)[kTileBytes], int head, int bytes, const auto& also) {
-        load_rows<2>(map, to, sm.full[s], sm.aside, aside_phase, 0, row, head, tile.batch, rows, bytes, also);
+      const auto load = [&](const CUtensorMap& map, uint8_t (*to)[kTileBytes], int head, int bytes,
+                            const auto& also) {
+        load_rows<2>(map, to, sm.full[s], sm.aside, aside_phase, 0, row, head, tile.batch, rows,
+                     bytes, also);
       };
       constexpr int kBytes = sizeof(ChunkFactors) + kTileBytes;
       if (tile.job == Job::kBack) {
@@ -134,10 +145,14 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
         load(params.k, stage.k, tile.h(params), kBytes + kTileBytes, [&](uint32_t bar) {
           load_factors(bar);
           if (steep) {
-            bulk_load(shared_address(stage.p), ds_at(params, chunk_index * slices_of<Kind>(params) + tile.slice, 0), kTileBytes, bar);
+            bulk_load(shared_address(stage.p),
+                      ds_at(params, chunk_index * slices_of<Kind>(params) + tile.slice, 0),
+                      kTileBytes, bar);
           } else {
-            tma_load(shared_address(stage.p),
-                     pairs_at<Kind>(params, chunk_index, tile.h(params), tile.n, tile.batch, row, rows), bar);
+            tma_load(
+                shared_address(stage.p),
+                pairs_at<Kind>(params, chunk_index, tile.h(params), tile.n, tile.batch, row, rows),
+                bar);
           }
         });
         load(params.q, stage.q, tile.h(params), 0, Nothing{});
@@ -157,18 +172,21 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
 
 // dS through a chunk, walk_back.cu; kReads: with do.
 template <bool kReads, class T>
-GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const ChunkFactors& factors, int warpgroup, int warp) {
+GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const ChunkFactors& factors,
+                          int warpgroup, int warp) {
   const int lane = fresh_lane();
   float x[32];
   uint32_t y[16], u[16];
   if constexpr (kReads)
-    read_do<T>(y, shared_address(stage.values[warpgroup]), transposed_line(warp, lane), factors, lane);
+    read_do<T>(y, shared_address(stage.values[warpgroup]), transposed_line(warp, lane), factors,
+               lane);
   {
     uint32_t rounded[32];
 #pragma unroll
     for (int i = 0; i < 32; ++i) rounded[i] = pack(T{}, S[2 * i], S[2 * i + 1]);
     pin(rounded);
-    const Descriptor k_rows = k_major(shared_address(stage.k)), p_columns = mn_major(shared_address(stage.p));
+    const Descriptor k_rows = k_major(shared_address(stage.k)),
+                     p_columns = mn_major(shared_address(stage.p));
     wgmma_fence();
     if constexpr (kReads) {
       set_rs_n64_mn(T{}, x, y, p_columns.at(0));
@@ -216,7 +234,8 @@ GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const Chun
   wgmma_wait<kReads ? 1 : 0>();
   pin(x);
 #pragma unroll
-  for (int at = 0; at < 32; at += 2) u[at / 2] = pack(T{}, -f[at / 4 * 2] * x[at], -f[at / 4 * 2 + 1] * x[at + 1]);
+  for (int at = 0; at < 32; at += 2)
+    u[at / 2] = pack(T{}, -f[at / 4 * 2] * x[at], -f[at / 4 * 2 + 1] * x[at + 1]);
   const Descriptor k_columns = mn_major(shared_address(stage.k));
   pin(u);
   pin(S);
@@ -245,7 +264,8 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int warpgroup, int warp) 
       params.maps.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] =
           tile.forgets ? tile.what : 0;
     if (count == 0) continue;
-    const int row = warpgroup * 64 + state_row(warp, fresh_lane()), column = state_column(fresh_lane());
+    const int row = warpgroup * 64 + state_row(warp, fresh_lane()),
+              column = state_column(fresh_lane());
     const auto chunks = [&](const auto& step) {
 #pragma unroll 1
       for (int c = 0; c < count; ++c, ++it) {
@@ -258,7 +278,8 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int warpgroup, int warp) 
     };
     const int64_t number = segment_index<Kind>(params, tile.n, tile.segment, tile.slice);
     const int64_t matrix = number * (kChannels * kChannels);
-    const int64_t next = int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);  // from a segment to the next one
+    const int64_t next = int64_t{slices_of<Kind>(params)} *
+                         (kChannels * kChannels);  // from a segment to the next one
     float* to;
     if (tile.job == Job::kForward) {
       if (tile.segment == 0 && !tile.forgets) {
@@ -272,8 +293,8 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int warpgroup, int warp) 
         const auto there = [&] { wait_for(sm.full[s], it / kStages); };  // again: walk_states.cu
         uint32_t u[16];
         make_u<T, 4>(
-            S, u, sm.factors[s], k_tile, shared_address(stage.values[warpgroup]), shared_address(stage.t), warp, fresh_lane(),
-            there, [](bool) {}, there, [] {}, [] {});
+            S, u, sm.factors[s], k_tile, shared_address(stage.values[warpgroup]),
+            shared_address(stage.t), warp, fresh_lane(), there, [](bool) {}, there, [] {}, [] {});
         update_state<T>(S, u, sm.factors[s], k_tile);
         wgmma_wait<0>();
         pin(S);
@@ -283,20 +304,26 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int warpgroup, int warp) 
 #pragma unroll
       for (int j = 0; j < 16; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) S[4 * j + i] = row + i / 2 * 8 == column + j * 8 + i % 2 ? 1.f : 0.f;
-      chunks([&](uint32_t s) { step_back<false, T>(S, sm.stages[s], sm.factors[s], warpgroup, warp); });
-      store_map(S, params.maps.values + number * kMapValues, warpgroup * 64 + warp * 16, fresh_lane());
+        for (int i = 0; i < 4; ++i)
+          S[4 * j + i] = row + i / 2 * 8 == column + j * 8 + i % 2 ? 1.f : 0.f;
+      chunks([&](uint32_t s) {
+        step_back<false, T>(S, sm.stages[s], sm.factors[s], warpgroup, warp);
+      });
+      store_map(S, params.maps.values + number * kMapValues, warpgroup * 64 + warp * 16,
+                fresh_lane());
       continue;
     } else {
       if (tile.segment < tile.last || tile.forgets || problem.dht == nullptr) {
         clear_state(S);
       } else {
         wait_for(sm.full[it % kStages], it / kStages);
-        load_state(S, problem.dht + tile.n * problem.dht_n + tile.hv(params) * problem.dht_h + row * problem.dht_v +
-                          column * problem.dht_k,
+        load_state(S,
+                   problem.dht + tile.n * problem.dht_n + tile.hv(params) * problem.dht_h +
+                       row * problem.dht_v + column * problem.dht_k,
                    problem.dht_k, problem.dht_v, sm.factors[it % kStages].end, AllChannels{});
       }
-      chunks([&](uint32_t s) { step_back<true, T>(S, sm.stages[s], sm.factors[s], warpgroup, warp); });
+      chunks(
+          [&](uint32_t s) { step_back<true, T>(S, sm.stages[s], sm.factors[s], warpgroup, warp); });
       to = params.maps.ends + matrix - next;
     }
     store_matrix(S, to + row * kChannels + column);
@@ -317,7 +344,8 @@ GDN_DEVICE void say_of_short_ones(const Params& params) {
 }
 
 template <class Kind>
-__global__ void __launch_bounds__(kThreads, 1) segment_maps_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kThreads, 1)
+    segment_maps_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(Memory) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory& sm = *reinterpret_cast<Memory*>(raw);
@@ -348,8 +376,10 @@ template <class Kind>
 const char* run_segment_maps(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   params.tiles = tiles_of(params);
-  const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
-  return launch_blocks(&segment_maps_kernel<Kind>, params, blocks, kThreads, sizeof(Memory), 1, true, stream);
+  const unsigned blocks =
+      unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
+  return launch_blocks(&segment_maps_kernel<Kind>, params, blocks, kThreads, sizeof(Memory), 1,
+                       true, stream);
 }
 
 template const char* run_segment_maps<Kind<__nv_bfloat16, true>>(Params&, cudaStream_t);

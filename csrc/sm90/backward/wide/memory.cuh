@@ -1,5 +1,5 @@
-// Of the walks of wide keys: shared memory and barriers, and the single warps, which load, make the factors of tokens and
-// store.
+// Of the walks of wide keys: shared memory and barriers, and the single warps, which load, make the
+// factors of tokens and store.
 #pragma once
 #include "sm90/backward/copies.cuh"
 #include "sm90/backward/layout.cuh"
@@ -22,7 +22,7 @@ struct WideParams {
   CUtensorMap q, k, v, dO, A_inv, A_qk, h, dh, v_new, dx;
   BackwardWalks problem;
   int tiles, parts, chunks_of_batch;  // of one way; of V; of a batch entry, if padded
-  Divisor heads, group, by_parts;    // HV, value heads of a key head, parts
+  Divisor heads, group, by_parts;     // HV, value heads of a key head, parts
 };
 
 // Of a chunk's tokens; those past the sequence's end have zeros.
@@ -40,13 +40,14 @@ struct Buffer {
 template <class C>
 struct WideMemory {
   alignas(1024) uint8_t k[2][kKeyTiles][kTileBytes];
-  uint8_t q[kKeyTiles][kTileBytes];             // back
-  uint8_t values[C::kStates][kTileBytes];       // v, or do
+  uint8_t q[kKeyTiles][kTileBytes];                   // back
+  uint8_t values[C::kStates][kTileBytes];             // v, or do
   uint8_t A_inv[1][kTileBytes], A_qk[1][kTileBytes];  // A_qk: back
-  uint8_t state[C::kStates][kKeyTiles][kTileBytes];  // h or dh: rows are channels of K
-  uint8_t result[C::kStates][kTileBytes];              // v_new or dx
+  uint8_t state[C::kStates][kKeyTiles][kTileBytes];   // h or dh: rows are channels of K
+  uint8_t result[C::kStates][kTileBytes];             // v_new or dx
   WideFactors factors[2];
-  Buffer of_k[2], of_factors[2], of_q, of_values, of_A_inv, of_A_qk, of_state[C::kStates], of_result[C::kStates];
+  Buffer of_k[2], of_factors[2], of_q, of_values, of_A_inv, of_A_qk, of_state[C::kStates],
+      of_result[C::kStates];
   uint64_t aside;  // of the loader
 };
 
@@ -54,7 +55,7 @@ struct WideMemory {
 template <bool kBack>
 struct WideTile {
   int n, hv, h, batch, first, length, v;  // v: the first channel of V
-  int64_t chunk_index;                        // of the first chunk
+  int64_t chunk_index;                    // of the first chunk
   GDN_DEVICE int chunks() const { return length > 0 ? (length + kChunk - 1) / kChunk : 0; }
   GDN_DEVICE int chunk(int i) const { return kBack ? chunks() - 1 - i : i; }
 };
@@ -71,7 +72,8 @@ GDN_DEVICE WideTile<kBack> wide_tile(const WideParams& params) {
   x.batch = p.cu_seqlens ? 0 : x.n;
   x.first = p.cu_seqlens ? int(sequence_bound(p, x.n)) : 0;
   x.length = sequence_length(p, x.n);
-  x.chunk_index = p.cu_seqlens ? int64_t{params.problem.chunk_offsets[x.n]} : int64_t{x.n} * params.chunks_of_batch;
+  x.chunk_index = p.cu_seqlens ? int64_t{params.problem.chunk_offsets[x.n]}
+                               : int64_t{x.n} * params.chunks_of_batch;
   return x;
 }
 
@@ -82,10 +84,12 @@ GDN_DEVICE void load(WideMemory<C>& sm, const WideParams& params) {
 #pragma unroll 1
   for (int it = 0; it < tile.chunks(); ++it) {
     const int c = tile.chunk(it), row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
-    const auto fill = [&](auto& to, const CUtensorMap& map, Buffer& buffer, uint32_t use, int column, int head) {
+    const auto fill = [&](auto& to, const CUtensorMap& map, Buffer& buffer, uint32_t use,
+                          int column, int head) {
       constexpr int kTiles = sizeof(to) / kTileBytes;
       wait_for(buffer.empty, use + 1);
-      load_rows<kTiles>(map, to, buffer.full, sm.aside, aside_phase, column, row, head, tile.batch, rows, 0, Nothing{});
+      load_rows<kTiles>(map, to, buffer.full, sm.aside, aside_phase, column, row, head, tile.batch,
+                        rows, 0, Nothing{});
     };
     fill(sm.k[it % 2], params.k, sm.of_k[it % 2], it / 2, 0, tile.h);
     fill(sm.values, kBack ? params.dO : params.v, sm.of_values, it, tile.v, tile.hv);
@@ -105,7 +109,8 @@ GDN_DEVICE void make_factors(WideMemory<C>& sm, const WideParams& params) {
     float g[2], beta[2], own[2], last;
   } next = {};
   const auto read = [&](int it) {
-    const int c = tile.chunk(it), rows = min(tile.length - c * kChunk, kChunk), row = tile.first + c * kChunk;
+    const int c = tile.chunk(it), rows = min(tile.length - c * kChunk, kChunk),
+              row = tile.first + c * kChunk;
     const auto at = [&](const Rows& x, int token) {
       const int64_t offset = tile.batch * x.batch + tile.hv * x.head + int64_t{row + token} * x.row;
       return static_cast<const float*>(x.data)[offset];
@@ -135,8 +140,8 @@ GDN_DEVICE void make_factors(WideMemory<C>& sm, const WideParams& params) {
       factors.read[2 * lane + i] = p.scale * decay[i];
       factors.own[2 * lane + i] = given.own[i];
     }
-    factors.x[lane] =
-        make_float4(given.beta[0], given.beta[1], given.beta[0] * decay[0], given.beta[1] * decay[1]);
+    factors.x[lane] = make_float4(given.beta[0], given.beta[1], given.beta[0] * decay[0],
+                                  given.beta[1] * decay[1]);
     if (lane == 0) factors.last = exp2_approx(given.last);
     __syncwarp();
     arrive(sm.of_factors[it % 2].full, lane == 0);
@@ -148,15 +153,18 @@ GDN_DEVICE void store(WideMemory<C>& sm, const WideParams& params, int warpgroup
   const ChunkForward& p = params.problem.forward;
   const auto tile = wide_tile<C, kBack>(params);
   const int v = tile.v + 64 * warpgroup, lane = threadIdx.x % 32;
-  const CUtensorMap &states = kBack ? params.dh : params.h, &values = kBack ? params.dx : params.v_new;
-  uint16_t* const rows_to = static_cast<uint16_t*>(kBack ? params.problem.dx : params.problem.v_new);
+  const CUtensorMap &states = kBack ? params.dh : params.h,
+                    &values = kBack ? params.dx : params.v_new;
+  uint16_t* const rows_to =
+      static_cast<uint16_t*>(kBack ? params.problem.dx : params.problem.v_new);
 #pragma unroll 1
   for (int it = 0; it < tile.chunks(); ++it) {
     const int c = tile.chunk(it), row = tile.first + c * kChunk, rows = tile.length - c * kChunk;
     wait_for(sm.of_state[warpgroup].full, it);
     if (lane == 0 && v < p.V) {
       for (int i = 0; 64 * i < p.K; ++i)
-        tma_store(&states, shared_address(sm.state[warpgroup][i]), v, 64 * i, 0, int((tile.chunk_index + c) * p.HV + tile.hv));
+        tma_store(&states, shared_address(sm.state[warpgroup][i]), v, 64 * i, 0,
+                  int((tile.chunk_index + c) * p.HV + tile.hv));
       tma_store_commit();
       tma_store_wait_read();
     }
@@ -174,8 +182,10 @@ GDN_DEVICE void store(WideMemory<C>& sm, const WideParams& params, int warpgroup
       for (int i = lane; i < rows * 8; i += 32) {
         if (v + i % 8 * 8 >= p.V) continue;
         uint32_t line[4];
-        load_shared_16(shared_address(sm.result[warpgroup]) + i / 8 * 128 + (i % 8 ^ i / 8 % 8) * 16, line);
-        const int64_t at = ((tile.batch * p.T + row + i / 8) * p.HV + tile.hv) * p.V + v + i % 8 * 8;
+        load_shared_16(
+            shared_address(sm.result[warpgroup]) + i / 8 * 128 + (i % 8 ^ i / 8 % 8) * 16, line);
+        const int64_t at =
+            ((tile.batch * p.T + row + i / 8) * p.HV + tile.hv) * p.V + v + i % 8 * 8;
         *reinterpret_cast<uint4*>(rows_to + at) = make_uint4(line[0], line[1], line[2], line[3]);
       }
     }

@@ -1,6 +1,6 @@
-// Both walks over the states of heads of more than 128 channels of K, up to 256: forward h, the state before each chunk,
-// and v_new; back dh, the gradient of the state behind each chunk, and dx. The other steps of such a backward are
-// Triton's, whose tensors these are (docs/backward.md).
+// Both walks over the states of heads of more than 128 channels of K, up to 256: forward h, the
+// state before each chunk, and v_new; back dh, the gradient of the state behind each chunk, and dx.
+// The other steps of such a backward are Triton's, whose tensors these are (docs/backward.md).
 //
 // Transposed as in state.cuh. The states are in no frame: with A_inv and A_qk strictly lower,
 //     x = beta (v - 2^g k h)    v_new = x + A_inv x    h <- 2^g_last h + k^T 2^(g_last - g) v_new
@@ -35,15 +35,16 @@ GDN_DEVICE void round_values(uint32_t (&y)[16], const float (&x)[32]) {
   for (int i = 0; i < 16; ++i) y[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
 }
 
-// x = S k^T, on its way, from a state that is rounded 32 channels of K at a time; what is rounded goes to its tile too.
+// x = S k^T, on its way, from a state that is rounded 32 channels of K at a time; what is rounded
+// goes to its tile too.
 template <class T>
-GDN_DEVICE void read_state(float (&x)[32], const float (&S)[kHalves][64], uint32_t k_tile, uint32_t state_tile,
-                           uint32_t line) {
+GDN_DEVICE void read_state(float (&x)[32], const float (&S)[kHalves][64], uint32_t k_tile,
+                           uint32_t state_tile, uint32_t line) {
   const Descriptor rows = k_major(k_tile);
   uint32_t rounded[2][8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    uint32_t(&piece)[8] = rounded[j % 2];
+    uint32_t (&piece)[8] = rounded[j % 2];
     if (j >= 2) wgmma_wait<1>();
 #pragma unroll
     for (int i = 0; i < 8; ++i)
@@ -86,7 +87,8 @@ struct WideState {
 
   // What begins, or ends, at a sequence's end: 128 channels of K at a time.
   template <class Do>
-  GDN_DEVICE void in_halves(float (&S)[kHalves][64], const WideTile<kBack>& tile, const Do& run) const {
+  GDN_DEVICE void in_halves(float (&S)[kHalves][64], const WideTile<kBack>& tile,
+                            const Do& run) const {
     const ChunkForward& p = params.problem.forward;
     const int lane = fresh_lane(), v = tile.v + 64 * warpgroup;
 #pragma unroll
@@ -121,8 +123,8 @@ struct WideState {
     const BackwardWalks& w = params.problem;
     if (!kBack || w.dh0 == nullptr) return;
     in_halves(S, tile, [&](auto& part, int n, int hv, int v, int k, const auto& channels) {
-      store_state(part, w.dh0 + n * w.dh0_n + hv * w.dh0_h + v * w.dh0_v + k * w.dh0_k, w.dh0_k, w.dh0_v, 1.f,
-                  channels);
+      store_state(part, w.dh0 + n * w.dh0_n + hv * w.dh0_h + v * w.dh0_v + k * w.dh0_k, w.dh0_k,
+                  w.dh0_v, 1.f, channels);
     });
   }
 
@@ -193,7 +195,8 @@ struct WideState {
     for (int j = 0; j < 8; ++j) {
       const float2 f = reinterpret_cast<const float2*>(factors.end)[j * 4 + lane % 4];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) u[2 * j + h] = pack(T{}, f.x * x[4 * j + 2 * h], f.y * x[4 * j + 2 * h + 1]);
+      for (int h = 0; h < 2; ++h)
+        u[2 * j + h] = pack(T{}, f.x * x[4 * j + 2 * h], f.y * x[4 * j + 2 * h + 1]);
     }
     for (auto& half : S) pin(half);
     pin(u);
@@ -283,7 +286,8 @@ struct WideState {
     for (int j = 0; j < 8; ++j) {
       const float4 f = factors.x[j * 4 + lane % 4];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) u[2 * j + h] = pack(T{}, -f.z * x[4 * j + 2 * h], -f.w * x[4 * j + 2 * h + 1]);
+      for (int h = 0; h < 2; ++h)
+        u[2 * j + h] = pack(T{}, -f.z * x[4 * j + 2 * h], -f.w * x[4 * j + 2 * h + 1]);
     }
     pin(u);
     wgmma_fence();
@@ -334,7 +338,8 @@ GDN_DEVICE void run_roles(WideMemory<C>& sm, const WideParams& params, int warp)
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) wide_walks_kernel(const __grid_constant__ WideParams params) {
+__global__ void __launch_bounds__(C::kThreads, 1)
+    wide_walks_kernel(const __grid_constant__ WideParams params) {
   static_assert(sizeof(WideMemory<C>) <= kSharedBytes, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
   WideMemory<C>& sm = *reinterpret_cast<WideMemory<C>*>(raw);
@@ -348,7 +353,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) wide_walks_kernel(const __grid
       init(sm.of_k[i], 1, 4 * C::kStates);
       init(sm.of_factors[i], 1, 4 * C::kStates);
     }
-    for (Buffer* buffer : {&sm.of_q, &sm.of_values, &sm.of_A_inv, &sm.of_A_qk}) init(*buffer, 1, 4 * C::kStates);
+    for (Buffer* buffer : {&sm.of_q, &sm.of_values, &sm.of_A_inv, &sm.of_A_qk})
+      init(*buffer, 1, 4 * C::kStates);
     for (int i = 0; i < C::kStates; ++i) {
       init(sm.of_state[i], 4, 1);
       init(sm.of_result[i], 4, 1);
@@ -369,8 +375,8 @@ const char* launch(WideParams& params, cudaStream_t stream) {
   params.parts = int(ceil_div(p.V, 64 * C::kStates));
   params.tiles = p.N * p.HV * params.parts;
   params.by_parts = Divisor::of(params.parts);
-  return launch_blocks(&wide_walks_kernel<C>, params, 2 * int64_t{params.tiles}, C::kThreads, sizeof(WideMemory<C>), 1,
-                       false, stream);
+  return launch_blocks(&wide_walks_kernel<C>, params, 2 * int64_t{params.tiles}, C::kThreads,
+                       sizeof(WideMemory<C>), 1, false, stream);
 }
 
 template <class T>
@@ -381,13 +387,15 @@ const char* run(WideParams& params, cudaStream_t stream) {
   const auto time = [&](int channels, double chunk) {
     return std::ceil(2. * p.N * p.HV * double(ceil_div(p.V, channels)) / p.multiprocessors) * chunk;
   };
-  return time(64, kOne) < time(128, kTwo) ? launch<Wide<T, 1>>(params, stream) : launch<Wide<T, 2>>(params, stream);
+  return time(64, kOne) < time(128, kTwo) ? launch<Wide<T, 1>>(params, stream)
+                                          : launch<Wide<T, 2>>(params, stream);
 }
 }  // namespace
 
 const char* backward_walks(const BackwardWalks& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
-  if (p.K % 8 || p.V % 8 || p.K > 256) return "the Hopper walks need K and V in multiples of 8, K up to 256";
+  if (p.K % 8 || p.V % 8 || p.K > 256)
+    return "the Hopper walks need K and V in multiples of 8, K up to 256";
   if (p.T >= int64_t{1} << 31) return "the Hopper kernel needs T below 2^31";
   const int64_t chunks = problem.chunks, blocks = chunks * p.HV;
   if (blocks >= int64_t{1} << 31) return "the Hopper walks need fewer chunks and value heads";
@@ -396,8 +404,12 @@ const char* backward_walks(const BackwardWalks& problem, cudaStream_t stream) {
   params.chunks_of_batch = int(ceil_div(p.T, kChunk));
   params.heads = Divisor::of(p.HV);
   params.group = Divisor::of(p.HV / p.H);
-  const auto values = [&](const void* x) { return Rows{x, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V}; };
-  const auto pairs = [&](const void* x) { return Rows{x, p.T * p.HV * kChunk, int64_t{p.HV} * kChunk, kChunk}; };
+  const auto values = [&](const void* x) {
+    return Rows{x, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V};
+  };
+  const auto pairs = [&](const void* x) {
+    return Rows{x, p.T * p.HV * kChunk, int64_t{p.HV} * kChunk, kChunk};
+  };
   const auto states = [&](CUtensorMap* map, const void* x) {
     return make_map(map, p.dtype, {x, int64_t{p.K} * p.V, p.V, p.V}, blocks, p.K, 1, p.V);
   };
@@ -415,7 +427,8 @@ const char* backward_walks(const BackwardWalks& problem, cudaStream_t stream) {
   };
   for (const char* error : errors)
     if (error) return error;
-  return p.dtype == Dtype::kBFloat16 ? run<__nv_bfloat16>(params, stream) : run<__half>(params, stream);
+  return p.dtype == Dtype::kBFloat16 ? run<__nv_bfloat16>(params, stream)
+                                     : run<__half>(params, stream);
 }
 
 }  // namespace gdn::sm90::backward

@@ -1,9 +1,9 @@
 // Sequences in segments that run side by side, for calls with too few states to fill a GPU.
 //
-// Pass::kSegments of the kernel walks the first segments of all sequences, which start from known states,
-// and leaves the states that the second ones start from. What a segment does to the state is an affine
-// map, S_out = M S_in + b. At the same time Pass::kMaps finds the maps of all segments between: b is the
-// walk from a state of zeros, M the walk from the identity with values of zero.
+// Pass::kSegments of the kernel walks the first segments of all sequences, which start from known
+// states, and leaves the states that the second ones start from. What a segment does to the state
+// is an affine map, S_out = M S_in + b. At the same time Pass::kMaps finds the maps of all segments
+// between: b is the walk from a state of zeros, M the walk from the identity with values of zero.
 // The kernel here folds the maps of each sequence, in order, into the states that the others start
 // from; Pass::kSegments then walks these. A last segment needs no map.
 #pragma once
@@ -13,22 +13,24 @@ namespace gdn::sm90 {
 
 constexpr int kFoldRows = 8, kFoldThreads = 256;
 
-// M comes in lines of kLine of its rows, several in flight: a step would else be bound by their latency.
+// M comes in lines of kLine of its rows, several in flight: a step would else be bound by their
+// latency.
 template <class C>
 struct Fold {
   static constexpr int kKeys = C::kKeys, kLine = 4096 / kKeys, kLines = kKeys / kLine;
   static constexpr int kLineBytes = kLine * kKeys * 4, kStages = 5;  // two blocks a multiprocessor
   static constexpr int kBytes = kStages * kLineBytes;
-  // A thread multiplies a share of a line with two columns of all rows, so that a block reads M once,
-  // and adds up the shares of kRows rows.
+  // A thread multiplies a share of a line with two columns of all rows, so that a block reads M
+  // once, and adds up the shares of kRows rows.
   static constexpr int kPairs = kKeys / 2, kShares = kFoldThreads / kPairs;
   static constexpr int kShare = kLine / kShares, kRows = kFoldRows / kShares;
-  // The next kernel takes as long to start as this many steps; before them it would be in their way.
+  // The next kernel takes as long to start as this many steps; before them it would be in their
+  // way.
   static constexpr int kStepsBeside = 3;
 };
 
-// All is transposed: a block owns kFoldRows rows (channels of V) of one sequence and value head, and
-// computes s <- s M + b in fp32.
+// All is transposed: a block owns kFoldRows rows (channels of V) of one sequence and value head,
+// and computes s <- s M + b in fp32.
 template <class C>
 __global__ void __launch_bounds__(kFoldThreads, 1)
     fold_kernel(const __grid_constant__ KernelParams params) {
@@ -46,8 +48,10 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   const int row = share * kRows;               // of the block's
 
   constexpr int kUnit = 64;  // channels of V of a mark
-  if (params.segments.marks != nullptr && part == 0 && threadIdx.x < state_rows(values<C>(p)) / kUnit)
-    params.segments.marks[int64_t{pair} * (state_rows(values<C>(p)) / kUnit) + threadIdx.x] = kUnmarked;
+  if (params.segments.marks != nullptr && part == 0 &&
+      threadIdx.x < state_rows(values<C>(p)) / kUnit)
+    params.segments.marks[int64_t{pair} * (state_rows(values<C>(p)) / kUnit) + threadIdx.x] =
+        kUnmarked;
   Tile tile;
   tile.n = pair / p.HV;
   locate_sequence<C>(params, tile);
@@ -73,10 +77,12 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   const float* const maps = params.segments.maps + first * map_size;
   float* start = params.segments.starts + first * state_size + own;
 
-  int fetched = next_with_map(0), fetched_line = 0;  // what is fetched next: of which step, and which line
+  int fetched = next_with_map(0),
+      fetched_line = 0;               // what is fetched next: of which step, and which line
   const auto fetch = [&](int line) {  // of all steps that have an M
     if (fetched < steps) {
-      const float* const from = maps + fetched * next_map + state_size + fetched_line * (F::kLineBytes / 4);
+      const float* const from =
+          maps + fetched * next_map + state_size + fetched_line * (F::kLineBytes / 4);
       const uint32_t to = shared_address(lines + line % F::kStages * F::kLineBytes);
 #pragma unroll
       for (int at = threadIdx.x * 16; at < F::kLineBytes; at += kFoldThreads * 16)
@@ -111,8 +117,9 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
       copy_async_wait<F::kStages - 2>();
       __syncthreads();  // the line and the state are there; the line before has been read
       fetch(line + F::kStages - 1);
-      const float2* const m = reinterpret_cast<const float2*>(lines + line % F::kStages * F::kLineBytes) +
-                              share * F::kShare * F::kPairs + column;
+      const float2* const m =
+          reinterpret_cast<const float2*>(lines + line % F::kStages * F::kLineBytes) +
+          share * F::kShare * F::kPairs + column;
 #pragma unroll
       for (int j = 0; j < F::kShare; j += 4) {
         const float2 m0 = m[j * F::kPairs], m1 = m[(j + 1) * F::kPairs];

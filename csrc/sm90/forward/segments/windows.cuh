@@ -5,10 +5,10 @@
 
 namespace gdn::sm90 {
 
-constexpr int kMostWindow = 32;     // chunks; beyond them a head counts as one that never forgets
+constexpr int kMostWindow = 32;  // chunks; beyond them a head counts as one that never forgets
 
-// Shortens a map's tile to its window, or takes it away. By all threads of the block; the memory of its roles
-// is not in use yet.
+// Shortens a map's tile to its window, or takes it away. By all threads of the block; the memory of
+// its roles is not in use yet.
 template <class C>
 GDN_DEVICE void shorten_to_window(SharedMemory<C>& sm, const KernelParams& params) {
   static_assert(sizeof(sm.gates) >= kMostWindow * sizeof(float));

@@ -1,4 +1,5 @@
-// Both walks of few long sequences in segments: whether that takes less time than the other choices.
+// Both walks of few long sequences in segments: whether that takes less time than the other
+// choices.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -7,24 +8,27 @@
 
 namespace gdn::sm90::backward {
 
-// Of both walks in segments, segments/maps.cu: chunks of a segment in every call that may be cut so; 0: none is cut; -1:
-// as the host chooses.
+// Of both walks in segments, segments/maps.cu: chunks of a segment in every call that may be cut
+// so; 0: none is cut; -1: as the host chooses.
 #ifndef GDN_BACKWARD_CUT
 #define GDN_BACKWARD_CUT -1
 #endif
 constexpr int kForcedCut = GDN_BACKWARD_CUT;
 
 // Kind::kExact.
-inline bool is_exact(const ChunkForward& p) { return p.dtype == Dtype::kBFloat16 && p.K == kChannels && p.V == kChannels; }
+inline bool is_exact(const ChunkForward& p) {
+  return p.dtype == Dtype::kBFloat16 && p.K == kChannels && p.V == kChannels;
+}
 
 // The walk forward in segments of `length` chunks; 0: whole sequences.
 struct SegmentPlan {
   int length;
   int64_t count, of_batch;  // at most; of a batch entry, if padded
   bool may_be_whole;        // the device takes whole sequences all the same where they take less
-  bool both_walks;                // the walk back goes in the same segments, segments/maps.cu
+  bool both_walks;          // the walk back goes in the same segments, segments/maps.cu
 };
-// What was chosen, and microseconds of both walks, less what all choices for the same sizes have in common.
+// What was chosen, and microseconds of both walks, less what all choices for the same sizes have in
+// common.
 struct TimedPlan {
   SegmentPlan segments;
   double time;
@@ -32,25 +36,33 @@ struct TimedPlan {
 // Whether the lengths of the sequences, of which there are several, are known on the device alone.
 inline bool is_uneven(const ChunkForward& p) { return p.cu_seqlens != nullptr && p.N > 1; }
 
-// Whether the host knows no more of several lengths than the longest, or nothing. Else all are equally long.
-inline bool knows_no_lengths(const ChunkForward& p) { return is_uneven(p) && p.longest[0] * p.N != p.T; }
+// Whether the host knows no more of several lengths than the longest, or nothing. Else all are
+// equally long.
+inline bool knows_no_lengths(const ChunkForward& p) {
+  return is_uneven(p) && p.longest[0] * p.N != p.T;
+}
 
 inline SegmentPlan in_segments(const ChunkForward& p, int length, bool both_walks) {
   const int64_t of_batch = ceil_div(ceil_div(p.T, kChunk), length);
-  return {length, p.cu_seqlens ? most_chunks_of(p) / length + p.N : p.B * of_batch, of_batch, is_uneven(p) && !both_walks, both_walks};
+  return {length, p.cu_seqlens ? most_chunks_of(p) / length + p.N : p.B * of_batch, of_batch,
+          is_uneven(p) && !both_walks, both_walks};
 }
 
-// Whether there is a multiprocessor for each half of a slice, so that the walk back goes over halves.
-inline bool has_room_for_halves(const ChunkForward& p) { return 2 * int64_t{p.N} * slices_of(p) <= p.multiprocessors; }
+// Whether there is a multiprocessor for each half of a slice, so that the walk back goes over
+// halves.
+inline bool has_room_for_halves(const ChunkForward& p) {
+  return 2 * int64_t{p.N} * slices_of(p) <= p.multiprocessors;
+}
 
-// Blocks that make the triangles beside the walk back over halves, on the multiprocessors that this walk and that of the
-// state leave; 0: the triangles are made before. A walk back that has half of the multiprocessors to its end gains
-// nothing: it reads as much from L2 as all can, and takes longer with others beside it. Of uneven sequences the longest
-// alone has blocks to the end.
+// Blocks that make the triangles beside the walk back over halves, on the multiprocessors that this
+// walk and that of the state leave; 0: the triangles are made before. A walk back that has half of
+// the multiprocessors to its end gains nothing: it reads as much from L2 as all can, and takes
+// longer with others beside it. Of uneven sequences the longest alone has blocks to the end.
 inline int triangle_blocks_of(const ChunkForward& p, const SegmentPlan& segments, bool has_states) {
   const int64_t halves = 2 * int64_t{p.N} * slices_of(p);
   const int64_t left = p.multiprocessors - (segments.length > 0 && !has_states ? 2 : 1) * halves;
-  const bool pays = 3 * left >= p.multiprocessors && (knows_no_lengths(p) || 4 * halves <= p.multiprocessors);
+  const bool pays =
+      3 * left >= p.multiprocessors && (knows_no_lengths(p) || 4 * halves <= p.multiprocessors);
   return pays && !segments.both_walks && has_room_for_halves(p) ? int(left) : 0;
 }
 
@@ -65,11 +77,12 @@ inline double time_of_back(const ChunkForward& p) {
   return has_room_for_halves(p) ? kBack * double(ceil_div(longest, kChunk)) : 0;
 }
 
-// Segments of `length` chunks of all sequences, of a slice. Of several packed sequences the host may be told the three
-// longest, and takes the others to be equally long.
+// Segments of `length` chunks of all sequences, of a slice. Of several packed sequences the host
+// may be told the three longest, and takes the others to be equally long.
 struct SegmentCounts {
-  double all = 0, later = 0, inner = 0;  // later: but the first of each sequence; inner: but the first and the last
-  double steps = 0;                      // of the folds of the longest sequence
+  double all = 0, later = 0,
+         inner = 0;  // later: but the first of each sequence; inner: but the first and the last
+  double steps = 0;  // of the folds of the longest sequence
   SegmentCounts(const ChunkForward& p, int length) {
     const auto add = [&](double sequences, double tokens) {
       const double own = std::max(std::ceil(std::ceil(tokens / kChunk) / length), 1.);
@@ -92,14 +105,16 @@ struct SegmentCounts {
   }
 };
 
-// Microseconds of both walks in `segments` of `length` chunks. has_states: the forward has left the states, and their maps and
-// folds are left out. others: the choice that is not cut.
-inline double time_of_cut(const ChunkForward& p, int length, const SegmentCounts& segments, bool has_states,
-                          const SegmentPlan& others) {
-  // Of a chunk of the maps, of the start and end of a tile of theirs or of the walk back; of a step of the folds, of
-  // which a multiprocessor has two blocks at a time; of the launches that are a cut's alone.
+// Microseconds of both walks in `segments` of `length` chunks. has_states: the forward has left the
+// states, and their maps and folds are left out. others: the choice that is not cut.
+inline double time_of_cut(const ChunkForward& p, int length, const SegmentCounts& segments,
+                          bool has_states, const SegmentPlan& others) {
+  // Of a chunk of the maps, of the start and end of a tile of theirs or of the walk back; of a step
+  // of the folds, of which a multiprocessor has two blocks at a time; of the launches that are a
+  // cut's alone.
   constexpr double kMaps = 1.25, kShort = 3, kFold = 1.4, kLaunches = 12;
-  constexpr double kMapBytes = 0.026, kBackBytes = 0.027;  // of a chunk and slice, by the bandwidth of memory
+  constexpr double kMapBytes = 0.026,
+                   kBackBytes = 0.027;  // of a chunk and slice, by the bandwidth of memory
   const double slices = double(slices_of(p)), each = p.multiprocessors;
   const double fold_blocks = p.N * slices * (kChannels / kFoldRows) * (has_states ? 1 : 2);
   const auto walk = [&](double tiles, double chunk, double tile) {
@@ -116,21 +131,23 @@ inline double time_of_cut(const ChunkForward& p, int length, const SegmentCounts
   const double maps = std::max(walk(slices * jobs, kMaps, kShort), bytes);
   const double folds = std::ceil(fold_blocks / (2 * each)) * segments.steps * kFold;
   const double back = std::max(walk_all(kBackWhole, kShort), slices * chunks * kBackBytes);
-  // A walk back that is not cut may have the triangles made beside it. For single sequences the times above allow for that:
-  // they were fitted to the fastest choices.
+  // A walk back that is not cut may have the triangles made beside it. For single sequences the
+  // times above allow for that: they were fitted to the fastest choices.
   const bool hides = is_uneven(p) && triangle_blocks_of(p, others, has_states) > 0;
   const double triangles = hides ? chunks * slices / each * kTriangles : 0;
   return kLaunches + triangles + maps + folds + back + walk_all(kGradients, kTile);
 }
 
-// The cut of both walks where it takes clearly less than `others`, microseconds of the walk forward alone in segments:
-// it changes bits, and so is none of a call that may not be cut, or of whose lengths the host knows no more than a sum.
+// The cut of both walks where it takes clearly less than `others`, microseconds of the walk forward
+// alone in segments: it changes bits, and so is none of a call that may not be cut, or of whose
+// lengths the host knows no more than a sum.
 inline TimedPlan cut_of(const ChunkForward& p, const TimedPlan& others, double others_time) {
   constexpr int kLengths[] = {64, 48, 32, 24, 16, 8};
   constexpr double kMargin = 0.92, kLeast = 10;  // of all, and microseconds: what has to be won
   const int64_t chunks = ceil_div(p.T, kChunk);
   if (!may_be_cut(p)) return others;
-  if (kForcedCut > 0) return chunks > kForcedCut ? TimedPlan{in_segments(p, kForcedCut, true), 0} : others;
+  if (kForcedCut > 0)
+    return chunks > kForcedCut ? TimedPlan{in_segments(p, kForcedCut, true), 0} : others;
   if (!has_room_for_halves(p)) return others;  // whole slices are walked back
   double least = kMargin * (others_time + time_of_back(p)) - kLeast;
   TimedPlan best = others;
