@@ -1,4 +1,4 @@
-// The arguments that several operators have, and the records of params.h made of them.
+// The arguments that operators share, and the records of params.h that are made from them.
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 
@@ -21,7 +21,7 @@ inline const std::string kOptions =
     "float scale, bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid, bool "
     "allow_neg_eigval, "
     "bool batch_invariant, int[] longest";
-// All that a call is planned by. sizes: B, T, H, HV, K, V, N, is_bfloat16, is_packed,
+// All that a plan depends on. sizes: B, T, H, HV, K, V, N, is_bfloat16, is_packed,
 // use_qk_l2norm, batch_invariant, and the three entries of ChunkForward::longest.
 inline const std::string kSizes = "int device, int[] sizes";
 
@@ -50,7 +50,7 @@ inline Options parse_options(double scale, bool state_v_first, bool use_qk_l2nor
           {longest[0], longest[1], longest[2]}};
 }
 
-// A call of these sizes, without its tensors. multiprocessors: of the device.
+// A call of these sizes, without tensors. multiprocessors: of the device.
 inline ChunkForward parse_sizes(const std::vector<int64_t>& sizes, int multiprocessors) {
   static const int32_t some_offsets = 0;
   STD_TORCH_CHECK(sizes.size() == 14, "gdn_fast: sizes must have 14 entries, got ", list(sizes));
@@ -116,7 +116,7 @@ inline ChunkForward parse_inputs(const Inputs& x, const Options& options) {
   return p;
 }
 
-// The states that sequences start from.
+// Sets the states that sequences start from.
 inline void start_from(ChunkForward& p, const std::optional<Tensor>& initial_state, int32_t device,
                        bool v_first) {
   if (!initial_state) return;
@@ -145,7 +145,7 @@ inline StateOutput state_output(const std::optional<Tensor>& x, const char* name
   return {static_cast<float*>(data), p.HV * K * V, K * V, v_first ? 1 : V, v_first ? K : 1};
 }
 
-// Tokens from one state that a forward leaves to the next; 0: it leaves none.
+// Checks the number of tokens from one state that a forward leaves to the next; 0: it leaves none.
 inline int parse_checkpoint_interval(int64_t interval) {
   STD_TORCH_CHECK(interval >= 0 && interval % 64 == 0 && interval < int64_t{1} << 31,
                   "gdn_fast: checkpoint_interval must be 0 or a multiple of 64 below 2^31, got ",
@@ -153,7 +153,7 @@ inline int parse_checkpoint_interval(int64_t interval) {
   return static_cast<int>(interval);
 }
 
-// The memory of ChunkBackward::states; null without any.
+// Checks the tensor of ChunkBackward::states, and returns its memory; null without one.
 inline float* checkpoint_states(const std::optional<Tensor>& x, int32_t device,
                                 const ChunkForward& p, int interval) {
   STD_TORCH_CHECK(

@@ -1,5 +1,5 @@
-// Which architecture a GPU runs. A second architecture is a folder beside sm90, a row of
-// kArchitectures, and the rows in csrc/build.py and gdn_triton/fast/architectures.py.
+// The choice of an architecture by the GPU. A second architecture needs a folder next to sm90, a
+// row of kArchitectures, and rows in csrc/build.py and gdn_triton/fast/architectures.py.
 #include "dispatch.h"
 
 #include <atomic>
@@ -17,7 +17,7 @@ constexpr Architecture kArchitectures[] = {
 
 struct Capability {
   int major, minor;
-  cudaError_t error;  // of the questions
+  cudaError_t error;  // of the queries
 };
 Capability capability_of(int device) {
   Capability x = {};
@@ -29,8 +29,8 @@ Capability capability_of(int device) {
 }  // namespace
 
 const Architecture* architecture_on(int device) {
-  // Each call of an operator asks, and the answer for a device never changes.
-  constexpr int kMostCached = 64;  // devices with a smaller number
+  // Each call of an operator asks, and the answer for a device never changes: it is cached.
+  constexpr int kMostCached = 64;  // devices with smaller numbers are cached
   static std::atomic<const Architecture*> cache[kMostCached];
   const bool is_cached = device >= 0 && device < kMostCached;
   if (is_cached)

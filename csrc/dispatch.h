@@ -25,13 +25,12 @@ struct Architecture {
   // Tokens from cu_seqlens[N] on get o = 0; a sequence without tokens gets ht = h0.
   const char* (*chunk_forward)(const ChunkForward&, cudaStream_t);
 
-  // The same on a pool, or with states that are left on its way: h0, ht and o are not read, and T
-  // may be 0.
+  // The same on a pool, or with checkpoints: h0, ht and o are not read, and T may be 0.
   const char* (*chunk_prefill)(const ChunkForward&, const Pool&, cudaStream_t);
 
-  // After how many tokens of a sequence each a forward is to leave the state for chunk_backward,
-  // which takes less time with them; 0: none is to be left. Depends on what
-  // chunk_backward_workspace depends on.
+  // The number of tokens from one state to the next that a forward leaves for chunk_backward, which
+  // takes less time with them; 0: a forward leaves none. Depends on the same fields as
+  // chunk_backward_workspace.
   int (*chunk_backward_checkpoint_interval)(const ChunkForward&);
 
   // Bytes of scratch memory that chunk_backward needs, with states after each `checkpoint_interval`
@@ -42,7 +41,7 @@ struct Architecture {
   // As chunk_forward. A sequence without tokens gets dh0 = dht.
   const char* (*chunk_backward)(const ChunkBackward&, cudaStream_t);
 
-  // What no sequence has a chunk for is not written. A sequence without tokens gets dh0 = dht.
+  // Chunk indices without a chunk are not written. A sequence without tokens gets dh0 = dht.
   const char* (*backward_walks)(const BackwardWalks&, cudaStream_t);
 };
 
@@ -50,7 +49,7 @@ struct Architecture {
 // none.
 const Architecture* architecture_on(int device);
 
-// The end of a sentence, for a device that architecture_on() has no architecture for.
+// The end of a sentence that says why architecture_on() found none for a device.
 std::string why_none_on(int device);
 
 }  // namespace gdn

@@ -16,7 +16,8 @@
 #include "params.h"
 #include "tensors.h"
 
-// In libtorch_cuda.so, which a torch without CUDA lacks. Weak, so that the library loads there too.
+// A function of libtorch_cuda.so, which a torch without CUDA lacks. Being weak, it lets the library
+// load there too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
                                                                                    void** stream);
 
@@ -41,7 +42,7 @@ const Architecture& kernels_on(int32_t device) {
   return *found;
 }
 
-// Elements of a workspace that has so many bytes.
+// The number of floats that have room for so many bytes.
 int64_t floats(size_t bytes) {
   return static_cast<int64_t>((bytes + sizeof(float) - 1) / sizeof(float));
 }
@@ -53,11 +54,11 @@ int64_t backward_floats(const Architecture& kernels, const ChunkForward& p,
   return floats(kernels.chunk_backward_workspace(p, checkpoint_interval));
 }
 
-// A sentence why no kernel of this library can run here, or "".
+// A sentence that says why no kernel of this library can run here, or "".
 std::string why_unavailable() {
   if (aoti_torch_get_current_cuda_stream == nullptr) return "This torch was built without CUDA.";
   int driver = 0, runtime = 0;
-  cudaDriverGetVersion(&driver);  // of CUDA: 13000 for 13.0; 0 without a driver
+  cudaDriverGetVersion(&driver);  // 13000 for CUDA 13.0; 0 without a driver
   cudaRuntimeGetVersion(&runtime);
   if (driver / 1000 >= runtime / 1000) return "";
   std::ostringstream out;
@@ -70,7 +71,7 @@ std::string why_unavailable() {
   return out.str();
 }
 
-// ---- what a call needs, by its sizes
+// ---- queries by sizes
 
 int64_t chunk_forward_workspace(int64_t device, std::vector<int64_t> sizes) {
   const int32_t index = static_cast<int32_t>(device);
@@ -279,7 +280,7 @@ void backward_walks(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   const int64_t B = p.B, T = p.T, HV = p.HV, V = p.V;
   STD_TORCH_CHECK(h.dim() == 4, "gdn_fast: h must have 4 dimensions [chunks, HV, K, V], got ",
                   list(h.sizes()));
-  // q and k may have zeros behind the keys' own width.
+  // q and k may be padded with zeros past the width of the keys.
   const int64_t chunks = h.size(0), K = h.size(2);
   STD_TORCH_CHECK(K <= p.K, "gdn_fast: h must have no more channels of K than q, which has ", p.K,
                   ", got ", K);
@@ -366,7 +367,7 @@ STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CUDA, m) {
   m.impl("chunk_backward", TORCH_BOX(&chunk_backward));
   m.impl("backward_walks", TORCH_BOX(&backward_walks));
 }
-// The same functions for CPU tensors: their checks say what is wrong with them.
+// The same functions for CPU tensors, whose checks name the wrong tensor.
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CPU, m) {
   m.impl("chunk_forward", TORCH_BOX(&chunk_forward));
   m.impl("chunk_prefill", TORCH_BOX(&chunk_prefill));

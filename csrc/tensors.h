@@ -1,5 +1,5 @@
-// What an operator asks of the tensors that it is given, and the records of params.h made of them.
-// A check that fails raises, and names the argument, what was expected and what came.
+// Checks of an operator's tensors, and the records of params.h that are made from them. A failing
+// check raises, and names the argument, the expected and the given value.
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 
@@ -17,7 +17,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Shape = std::initializer_list<int64_t>;
 
-// What TMA demands of a base address, and of every stride, in bytes.
+// The alignment that TMA requires of base addresses and strides, in bytes.
 constexpr int64_t kTmaAlignment = 16;
 
 template <class Range>
@@ -32,7 +32,7 @@ inline std::string list(const Range& numbers) {
   return out.str();
 }
 
-// Of what kernels read.
+// The dtype of a tensor that kernels read.
 inline Dtype dtype_of(const Tensor& x, const char* name) {
   switch (x.scalar_type()) {
     case ScalarType::BFloat16:
@@ -79,7 +79,7 @@ inline void check_aligned(const Tensor& x, const char* name, int64_t bytes) {
                   " must begin at a multiple of ", bytes, " bytes, got ", x.data_ptr());
 }
 
-// q, k, v or a pool's o [B, T, heads, D], which TMA reads or writes where it lies.
+// q, k, v or a pool's o [B, T, heads, D], which TMA reads or writes in place.
 inline Rows tma_rows(const Tensor& x, const char* name, int32_t device, ScalarType dtype,
                      Shape shape) {
   check_place(x, name, device);
@@ -104,7 +104,7 @@ inline Rows side_rows(const Tensor& x, const char* name, int32_t device, Shape s
   return {x.data_ptr(), strides[0], strides[1], strides[2]};
 }
 
-// Numbers of rows.
+// Slots: row numbers of a pool.
 inline Slots slots_of(const Tensor& x, const char* name, int32_t device, Shape shape) {
   check_place(x, name, device);
   check_shape(x, name, shape);
@@ -140,7 +140,7 @@ inline const float* head_vector(const std::optional<Tensor>& x, const char* name
   return static_cast<const float*>(x->data_ptr());
 }
 
-// What is contiguous, mostly a gradient to write.
+// The memory of a contiguous output.
 inline void* written(const Tensor& x, const char* name, int32_t device, Shape shape) {
   check_place(x, name, device);
   check_shape(x, name, shape);

@@ -1,4 +1,4 @@
-// The launch of a kernel of one argument.
+// Launches a kernel of one argument.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -6,16 +6,18 @@
 
 namespace gdn::sm90 {
 
-// Null, or what CUDA says.
+// Null, or CUDA's message.
 inline const char* check(cudaError_t error) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// beside: with the kernel launched before it, once all blocks of that one have let it, or ended.
+// overlaps: the kernel may start once all blocks of the previous kernel have called
+// launch_dependents, or ended.
 template <class Params>
 const char* launch_grid(void (*kernel)(Params), const Params& params, dim3 grid, int threads,
-                        int bytes, int cluster, bool beside, cudaStream_t stream) {
-  constexpr int kWithoutAsking = 48 * 1024;  // bytes that a block may have
+                        int bytes, int cluster, bool overlaps, cudaStream_t stream) {
+  // Bytes of shared memory that a block may have without asking.
+  constexpr int kWithoutAsking = 48 * 1024;
   if (bytes > kWithoutAsking)
     if (const char* error =
             check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))
@@ -33,18 +35,18 @@ const char* launch_grid(void (*kernel)(Params), const Params& params, dim3 grid,
     return attribute.val;
   };
   if (cluster > 1) add(cudaLaunchAttributeClusterDimension).clusterDim = {unsigned(cluster), 1, 1};
-  if (beside)
+  if (overlaps)
     add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed =
         1;
   return check(cudaLaunchKernelEx(&config, kernel, params));
 }
 template <class Params>
 const char* launch_blocks(void (*kernel)(Params), const Params& params, int64_t blocks, int threads,
-                          int bytes, int cluster, bool beside, cudaStream_t stream) {
-  return launch_grid(kernel, params, dim3(unsigned(blocks)), threads, bytes, cluster, beside,
+                          int bytes, int cluster, bool overlaps, cudaStream_t stream) {
+  return launch_grid(kernel, params, dim3(unsigned(blocks)), threads, bytes, cluster, overlaps,
                      stream);
 }
-// A small kernel whose blocks all begin with wait_for_prerequisites.
+// Launches a small kernel whose blocks all begin with wait_for_prerequisites.
 template <class Params>
 const char* launch_small(void (*kernel)(Params), const Params& params, dim3 grid, unsigned threads,
                          cudaStream_t stream) {

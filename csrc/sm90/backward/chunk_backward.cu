@@ -1,5 +1,5 @@
 // The launch of the backward on Hopper: its scratch memory, and its kernels in their order.
-// dispatch.h has what is asked of these functions.
+// dispatch.h has the contracts of these functions.
 #include <algorithm>
 
 #include "common/tensor_map.h"
@@ -17,13 +17,13 @@ namespace {
 #ifndef GDN_BACKWARD_MAKES
 #define GDN_BACKWARD_MAKES 1
 #endif
-// Of a sequence, in the mean: with so many tokens q k^T lies with dq.
+// The mean sequence length, in tokens, from which q k^T is stored in the memory of dq.
 #ifndef GDN_BACKWARD_PAIRS_TOKENS
 #define GDN_BACKWARD_PAIRS_TOKENS 4096
 #endif
 constexpr bool kExchanges = GDN_BACKWARD_EXCHANGE, kMakes = GDN_BACKWARD_MAKES;
 
-// The parts of the workspace, one after the other; with a null `base` only their size.
+// Allocates the parts of the workspace, one after the other; a null `base` only counts bytes.
 class Parts {
  public:
   explicit Parts(void* base) : base_(static_cast<char*>(base)) {}
@@ -39,19 +39,20 @@ class Parts {
   int64_t used_ = 0;
 };
 
-// Params::pairs_with_dq: 128 bytes a token and value head less, but of many short sequences step 5
-// takes 1 to 4 percent longer, as blocks that are at different chunks read rows that lie far apart.
+// Whether q k^T is stored in the memory of dq, Params::pairs_with_dq. It saves 128 bytes for each
+// token and value head. With many short sequences step 5 would take 1 to 4 percent longer: blocks
+// at different chunks would read rows that are far apart.
 bool keeps_pairs_with_dq(const ChunkForward& p) {
   return is_exact(p) && p.B * p.T >= int64_t{p.N} * GDN_BACKWARD_PAIRS_TOKENS;
 }
-// Tiles of q k^T in scratch memory: pairs_at.
+// The number of tiles of q k^T in scratch memory, pairs_at.
 int64_t pairs_of(const ChunkForward& p) {
   if (!keeps_pairs_with_dq(p)) return most_chunks_of(p) * p.H;
   return p.cu_seqlens ? int64_t{p.N} * p.H : 0;
 }
 
-// The scratch memory of `params`; returns its bytes. has_states: the forward has left the states
-// that segments start from.
+// Lays out the scratch memory of `params`, and returns its bytes. has_states: the forward has left
+// the states that segments start from.
 int64_t lay_out(const ChunkForward& p, const SegmentPlan& segments, bool has_states, void* base,
                 Params& params) {
   Scratch& x = params.scratch;
@@ -59,10 +60,10 @@ int64_t lay_out(const ChunkForward& p, const SegmentPlan& segments, bool has_sta
   BackBlocks& back = params.back;
   const int64_t matrix = slices_of(p) * kChannels * kChannels,
                 matrices = segments.count * matrix;  // of all slices
-  const int64_t later = segments.length == 0 || has_states
-                            ? 0  // segments that start from what step 4 or a fold has found
-                        : p.cu_seqlens ? most_chunks_of(p) / segments.length
-                                       : p.B * (segments.of_batch - 1);
+  // Segments that start from a state of step 4 or of a fold.
+  const int64_t later = segments.length == 0 || has_states ? 0
+                        : p.cu_seqlens                     ? most_chunks_of(p) / segments.length
+                                                           : p.B * (segments.of_batch - 1);
   const int64_t chunks = most_chunks_of(p), blocks = chunks * p.HV,
                 slice_blocks = chunks * slices_of(p), pair = kChunk * kChunk;
   Parts parts(base);
@@ -123,21 +124,21 @@ const char* unsupported(const ChunkForward& p) {
   return nullptr;
 }
 
-// Tiles of `rows` x `channels` of 16-bit values, one behind the other.
+// The tensor map of consecutive tiles of `rows` x `channels` 16-bit values.
 const char* tiles_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t count, int64_t rows,
                       int channels) {
   return make_map(map, dtype, {data, rows * channels, channels, channels}, count, rows, 1,
                   channels);
 }
 
-// [B, T, heads, channels] as an output has it.
+// The strides of a contiguous [B, T, heads, channels].
 Rows whole(const ChunkForward& p, void* data, int heads, int channels) {
   const int64_t row = int64_t{heads} * channels;
   return {data, p.T * row, row, channels};
 }
 
-// With more than two value heads a sum over what is left would follow, and both together take
-// longer. Of kinds that are not exact the warps that add would need more registers than there are.
+// A cluster adds two slices. With more slices a second sum would follow, and both sums together
+// take longer. Kinds that are not exact have too few registers for the warps that add.
 Sums sums_of(const ChunkForward& p) {
   const int64_t slices = slices_of(p) / p.H;
   if (slices == 1) return Sums::kNone;
@@ -186,7 +187,7 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   Rows q = p.q, k = p.k;
   if (p.use_qk_l2norm)
     if (const char* error = normalize<Kind>(p, x, q, k, stream)) return error;
-  const int64_t pairs = std::max<int64_t>(pairs_of(p), 1);  // a map has a tile
+  const int64_t pairs = std::max<int64_t>(pairs_of(p), 1);  // a tensor map needs a tile
   const int64_t slice_blocks = int64_t{params.chunks} * params.slices;
   const char* errors[] = {
       make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K),
@@ -219,15 +220,14 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
     if (const char* error = run_walk_states<Kind>(params, stream)) return error;
   if (const char* error = run_walk_forward<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
-    if (params.maps
-            .exist) {  // what a segment that forgets has started from may be wrong, windows.cuh
+    if (params.maps.exist) {  // the start of a segment that forgets may be wrong, windows.cuh
       Params again = params;
       again.again = params.maps.wrong;
       again.maps.exist = false;
       again.segment = 0;
-      again.makes_triangles = true;  // P of a steep chunk lay where dS is now
-      again.scratch.back_links = again.scratch.forward_links =
-          nullptr;  // those are lists of segments
+      again.makes_triangles = true;  // dS has replaced the P of steep chunks
+      // The lists of the first walks are of segments.
+      again.scratch.back_links = again.scratch.forward_links = nullptr;
       if (const char* error = run_walk_back<Kind>(again, stream)) return error;
       if (const char* error = run_walk_forward<Kind>(again, stream)) return error;
     }

@@ -1,32 +1,32 @@
-// T of a chunk and value head, and the decayed q k^T of a steep one, from k k^T and q k^T: by a
-// block that has nothing else to do (triangles.cu), or by a warpgroup of the walk back.
+// T of a chunk and value head, and the decayed q k^T of a steep chunk, from k k^T and q k^T: made
+// by a kernel of their own (triangles.cu), or by a warpgroup of the walk back.
 #pragma once
 #include "sm90/backward/layout.cuh"
 #include "sm90/tile/triangles.cuh"
 
 namespace gdn::sm90::backward {
 
-// What Triangles has to know: one path for steep chunks and mild ones.
+// The configuration of Triangles: one path for steep and mild chunks.
 template <class Type>
 struct Alone {
   using T = Type;
   static constexpr int kKeys = kChannels, kStates = 1;
   static constexpr bool kTwoShapes = false;
 };
-// Tiles in which T is made, as those of the forward's inverse warpgroups.
+// Tiles in which T is made, as in the forward's inverse warpgroups.
 struct InverseScratch {
   uint8_t a[kTileBytes], inverse[kTileBytes];
 };
 
-// 16-byte lines of whole tiles, by 128 threads. What is above a triangle's diagonal is read and
-// never written.
+// Zeroes whole tiles, by 128 threads. Blocks above the diagonal of a triangle are read, and never
+// written.
 GDN_DEVICE void clear_tiles(uint8_t* from, uint32_t tiles, uint32_t thread) {
 #pragma unroll 1
   for (uint32_t i = thread; i < tiles * kTileBytes / 16; i += 128)
     reinterpret_cast<uint4*>(from)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// What Triangles reads of a chunk's factors, by 128 threads.
+// Copies the factors that Triangles reads, by 128 threads.
 GDN_DEVICE void copy_factors(GateVectors& to, const ChunkFactors& from, uint32_t thread) {
   if (thread < kChunk) {
     to.beta[thread] = from.beta[thread];
@@ -35,7 +35,7 @@ GDN_DEVICE void copy_factors(GateVectors& to, const ChunkFactors& from, uint32_t
   }
 }
 
-// Row strip `own.w` of a lower triangle, rounded.
+// Stores row strip `own.w` of a lower triangle, rounded.
 template <class T>
 GDN_DEVICE void store_lower(const Triangles<Alone<T>>& own, const float (&x)[32],
                             const uint8_t* tile) {
@@ -43,8 +43,8 @@ GDN_DEVICE void store_lower(const Triangles<Alone<T>>& own, const float (&x)[32]
                   [&](int b, int i) { return pack(T{}, x[8 * b + 2 * i], x[8 * b + 2 * i + 1]); });
 }
 
-// Row strip `own.w` of a steep chunk's q k^T, decayed. From the rounded one: the factors are powers
-// of two.
+// Stores row strip `own.w` of a steep chunk's decayed q k^T, made from the rounded q k^T: the
+// factors are powers of two.
 template <class T>
 GDN_DEVICE void decay_pairs(const Triangles<Alone<T>>& own, const GateVectors& factors,
                             const uint8_t* from, uint8_t* to) {

@@ -4,10 +4,10 @@
 
 namespace gdn::sm90::backward {
 
-// Of the `count` chunks of a key head that begin at `chunk_index` and lie `step` chunks apart,
-// returns how many have their triangles without a gap from the first one on; the first one is
-// waited for. All lanes of a warp call it: the loads of 32 words take as long as the load of one
-// word, which with the fence takes as long as a chunk of the walk.
+// Waits for the triangles of a key head's chunk `chunk_index`, and returns how many of `count`
+// chunks from there on, in steps of `step`, have their triangles without a gap. All lanes of a warp
+// call it: loads of 32 words take as long as a load of one word, which with the fence takes as long
+// as a chunk of the walk.
 GDN_DEVICE int wait_for_triangles(const Params& params, int chunk_index, int step, int count,
                                   int h) {
   const int* const ready = params.scratch.triangles_ready;
@@ -30,15 +30,15 @@ GDN_DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_
       : "memory");
 }
 
-// Copies bytes out of shared memory, as they lie there.
+// Copies bytes from shared to global memory, unchanged.
 GDN_DEVICE void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
                "r"(bytes)
                : "memory");
 }
 
-// bulk_load to the same place of every block of the cluster whose bit is set in `blocks`, and to
-// the same barrier there.
+// As bulk_load, to the same place in every block of the cluster whose bit is set in `blocks`; it
+// signals the same barrier in each.
 GDN_DEVICE void bulk_load_to(uint32_t blocks, uint32_t to, const void* from, uint32_t bytes,
                              uint32_t bar) {
   asm volatile(
@@ -48,9 +48,9 @@ GDN_DEVICE void bulk_load_to(uint32_t blocks, uint32_t to, const void* from, uin
       : "memory");
 }
 
-// Tiles of kTiles * 64 columns of a chunk's rows, by a whole warp; `bytes` more come by what `also`
-// issues. What lies past the sequence's end belongs to others, and may be NaN: it is zeroed before
-// the tiles are given out. The first lane alone knows when: `aside` is a barrier of this warp.
+// Loads kTiles * 64 columns of a chunk's rows, by a whole warp; also() issues the loads of `bytes`
+// more bytes. Rows past the sequence's end belong to others, and may be NaN: they are zeroed before
+// `full` is signalled. Only this warp waits for such a load: `aside` is a barrier of its own.
 template <int kTiles, class Also>
 GDN_DEVICE void load_rows(const CUtensorMap& map, uint8_t (*to)[kTileBytes], uint64_t& full,
                           uint64_t& aside, uint32_t& aside_phase, int column, int row, int head,
@@ -66,7 +66,7 @@ GDN_DEVICE void load_rows(const CUtensorMap& map, uint8_t (*to)[kTileBytes], uin
   __syncwarp();
   if (whole) {
     if constexpr (kWarpArrivals == 32)
-      mbarrier_arrive_if(bar, !lead);  // the first lane arrived by mbarrier_expect
+      mbarrier_arrive_if(bar, !lead);  // the first lane has arrived by mbarrier_expect
     return;
   }
   mbarrier_wait(bar, aside_phase);

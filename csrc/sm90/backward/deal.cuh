@@ -1,11 +1,11 @@
-// Which tiles of packed sequences a block of a walk takes. Tiles are dealt on the device, as the
-// host does not know the lengths: those of the longest sequences or segments first, each to the
-// block that has least to walk. The result follows from the lengths alone, and no gradient depends
-// on it.
+// The tiles of packed sequences that each block of a walk takes. The device deals them out, since
+// the host does not know the lengths: the longest sequences or segments first, each tile to the
+// block with the least work. The result depends on the lengths alone, and no gradient depends on
+// it.
 //
-// A *unit* is a sequence, or one of its segments where the walk goes in segments. All its tiles,
-// one a slice, are equally long. Blocks that walk two neighbouring slices in a cluster take two
-// tiles at a time, which the deal holds for one.
+// A *unit* is a sequence, or one of its segments where the walk goes in segments. Its tiles, one
+// for each slice, are equally long. A cluster of two blocks takes the tiles of two neighbouring
+// slices, which count as one.
 #pragma once
 #include <climits>
 
@@ -14,10 +14,10 @@
 
 namespace gdn::sm90::backward {
 
-constexpr int kTileStart = 1;  // chunks, which take as long as a tile's start and end
+constexpr int kTileStart = 1;  // the start and end of a tile take as long as so many chunks
 
-// The list of a block's tiles is in `links`: of the tile behind tile i at gridDim.x + i, of the
-// block's first tile at its own index, and -1 at the end. Without links, blocks take tiles in turn.
+// `links` has the list of a block's tiles: the first tile at the block's index, the tile after tile
+// i at gridDim.x + i, and -1 at the end. Without links blocks take tiles in the order of the grid.
 GDN_DEVICE int first_tile(const Params& params) {
   return params.links == nullptr ? int(blockIdx.x) : params.links[blockIdx.x];
 }
@@ -27,14 +27,14 @@ GDN_DEVICE int next_tile(const Params& params, int index) {
   return index < params.tiles ? index : -1;
 }
 
-// The greater key is that of the longer unit, or of the first of equally long ones.
+// The longer unit has the greater key, and the first of equally long units.
 GDN_DEVICE uint32_t unit_key(int unit, int chunks) {
   return uint32_t(chunks) << kUnitBits | (kMostUnits - 1 - unit);
 }
 GDN_DEVICE int chunks_of_key(uint32_t key) { return int(key >> kUnitBits); }
 GDN_DEVICE int unit_of_key(uint32_t key) { return kMostUnits - 1 - int(key % kMostUnits); }
 
-// From the greatest to the least, by a warp. `size` is a power of two.
+// Sorts keys from the greatest to the least, by a warp. `size` is a power of two.
 GDN_DEVICE void sort_keys(uint32_t* keys, int size) {
   constexpr int kAtOnce = 4;  // pairs of a lane
   const int lane = int(threadIdx.x) % 32;
@@ -67,27 +67,27 @@ GDN_DEVICE void sort_keys(uint32_t* keys, int size) {
   __syncwarp();
 }
 
-// Who takes the tiles that a warp deals.
+// The blocks or clusters that take the tiles.
 struct Bins {
-  int count, width;  // blocks or clusters, and tiles that one takes at a time
+  int count, width;  // count: of blocks or clusters; width: tiles that one takes at a time
   int* links;
 };
 
-// Deals the tiles of `count` units whose keys are sorted. Units without chunks are dealt where
-// `empty` says so.
+// Deals out the tiles of `count` units whose keys are sorted. empty: units without chunks are dealt
+// out too.
 GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices,
                      const Divisor& by_slices, const Bins& bins) {
   const int lane = int(threadIdx.x) % 32;
   const uint32_t lower = (1u << lane) - 1;  // lanes
   int load[kBinRows],
-      end[kBinRows];  // of bin 32 r + lane: its chunks, and where its list ends in `links`
+      end[kBinRows];  // of bin 32 r + lane: its chunks, and the end of its list in `links`
 #pragma unroll
   for (int r = 0; r < kBinRows; ++r) {
     const int bin = 32 * r + lane;
     load[r] = bin < bins.count ? 0 : INT_MAX;
     end[r] = bin * bins.width;
   }
-  const auto below = [&](int level) {  // bins that have less
+  const auto below = [&](int level) {  // the number of bins with less work
     int sum = 0;
 #pragma unroll
     for (int r = 0; r < kBinRows; ++r) sum += __popc(__ballot_sync(~0u, load[r] < level));
@@ -97,17 +97,17 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices,
   for (int first = 0; first < count;) {
     const int chunks = chunks_of_key(keys[first]), cost = chunks + kTileStart;
     if (chunks == 0 && !empty) break;
-    int behind = first;  // the first unit of another length
+    int behind = first;  // then the first unit of another length
     uint32_t same;
     do {
       const int at = behind + lane;
       same = __ballot_sync(~0u, at < count && chunks_of_key(keys[at]) == chunks);
       behind += __popc(same);
     } while (same == ~0u);
-    // In turns: all bins that would have a tile before any has two get one. In the last turn those
-    // with least do.
+    // In turns: every bin that a greedy deal would give a tile before any bin gets two receives
+    // one. In the last turn the bins with the least work do.
     int left = (behind - first) * (slices / bins.width),
-        next = first * slices;  // in the order of the keys
+        next = first * slices;  // next: a tile, in the order of the keys
 #pragma unroll 1
     while (left > 0) {
       int least = load[0];
@@ -115,8 +115,9 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices,
       for (int r = 1; r < kBinRows; ++r) least = min(least, load[r]);
       least = -__reduce_max_sync(~0u, -least);
       int level = least + cost,
-          last = kMostBins;  // bins below it get a tile; of those just below, so many at most
-      const int some = below(level), each = min(some, left);  // each: tiles of a turn
+          last = kMostBins;  // level: bins below it get a tile; last: at most so many of those just
+                             // below it
+      const int some = below(level), each = min(some, left);  // each: tiles dealt out in a turn
       int turns = 1;
       if (some > left) {
         int low = least;
@@ -126,7 +127,7 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices,
           (below(middle) >= left ? level : low) = middle;
         }
         last = left - below(level - 1);
-      } else {  // and as many turns as the same bins have, at once
+      } else {  // as many turns at once as the same bins have
         int other = INT_MAX;
 #pragma unroll
         for (int r = 0; r < kBinRows; ++r)
@@ -166,7 +167,7 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices,
   }
 }
 
-// Chunks of the longest sequence, of all, and of all before their last segments.
+// Chunks of the longest sequence, of all sequences, and of all without their last segments.
 struct Chunks {
   int longest, all, walked;
 };
@@ -188,8 +189,8 @@ GDN_DEVICE Chunks count_chunks(const ChunkForward& p, int segment) {
   return x;
 }
 
-// Whether the walk forward takes less in segments than over whole sequences, of which a block has
-// `most` chunks.
+// Whether the walk forward takes less time in segments than over whole sequences, of which one
+// block has `most` chunks.
 GDN_DEVICE bool segments_pay(const Params& params, const Chunks& chunks, float most) {
   const ChunkForward& p = params.problem.forward;
   const float of_all = float(params.slices) / float(p.multiprocessors);
@@ -197,11 +198,11 @@ GDN_DEVICE bool segments_pay(const Params& params, const Chunks& chunks, float m
   float segments = time_of_segments(float(chunks.all) * of_all, float(params.segment));
   if (!has_states(params))
     segments += time_of_states(float(chunks.walked) * of_all, float(walked),
-                               states_go_beside(p, params.slices));
+                               states_overlap(p, params.slices));
   return segments < most * kGradients;
 }
 
-// The units of a walk, sorted by their keys; returns how many there are.
+// Fills `keys` with the sorted keys of a walk's units, and returns the number of units.
 GDN_DEVICE int sort_units(const Params& params, int segment, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int lane = int(threadIdx.x) % 32, most = segment == kWholeSequences ? p.N : params.segments;
@@ -214,7 +215,7 @@ GDN_DEVICE int sort_units(const Params& params, int segment, uint32_t (&keys)[kM
 #pragma unroll 1
   for (int n = lane; n < p.N; n += 32) {
     const int chunks = chunks_of_sequence(p, n);
-    int unit = first_chunk(params, n) / segment + n, left = chunks;  // numbers as of first_segment
+    int unit = first_chunk(params, n) / segment + n, left = chunks;  // numbered as by first_segment
     do {
       keys[unit] = unit_key(unit, min(left, segment));
       left -= segment;
@@ -228,9 +229,10 @@ GDN_DEVICE int sort_units(const Params& params, int segment, uint32_t (&keys)[kM
   return units;
 }
 
-// Chunks that the fullest block has at least, of whole sequences whose keys are sorted: with b
-// blocks, one of them has i + 1 or more of the i b + 1 longest tiles. Greedy deals give the fullest
-// block up to 6 percent more in the median of random lengths. By a warp, which looks at i up to 31.
+// A lower bound of the chunks of the block with the most work, for whole sequences whose keys are
+// sorted: with b blocks, one of them has i + 1 or more of the i b + 1 longest tiles. A warp
+// computes it for i up to 31. The median over random lengths of the greedy deal is up to 6 percent
+// higher.
 GDN_DEVICE float chunks_of_fullest(const Params& params, const uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int i = int(threadIdx.x) % 32, sequence = params.by_slices.divide(i * p.multiprocessors);
@@ -238,8 +240,8 @@ GDN_DEVICE float chunks_of_fullest(const Params& params, const uint32_t (&keys)[
       __reduce_max_sync(~0u, sequence < p.N ? (i + 1) * chunks_of_key(keys[sequence]) : 0));
 }
 
-// By a warp, before any tile is dealt: whether the walk forward goes in segments, and the walk back
-// over halves, where the host has left that to the device.
+// Chooses whether the walk forward goes in segments, and the walk back over halves, where the host
+// leaves the choice to the device. A warp calls it, before any tile is dealt out.
 GDN_DEVICE void choose_walks(const Params& params, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int lane = int(threadIdx.x) % 32;
@@ -263,7 +265,7 @@ GDN_DEVICE void choose_walks(const Params& params, uint32_t (&keys)[kMostUnits])
   }
 }
 
-// By a warp, of either walk, if its tiles are to be dealt.
+// Deals out the tiles of either walk, where the host asks for it. A warp calls it.
 GDN_DEVICE void deal_walk(const Params& params, bool back, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int width = !back && params.sums == Sums::kCluster ? 2 : 1;

@@ -1,6 +1,6 @@
 // The frame of every chunk, made once for all kernels of the backward: sums of the decays, the
-// frame from chunk to chunk, then the factors of the tokens. Beside the second step the walks are
-// chosen; behind all, tiles are dealt.
+// frame from chunk to chunk, then the factors of the tokens. The second step also chooses the
+// walks; after the third, tiles are dealt out.
 #include <algorithm>
 
 #include "sm90/backward/deal.cuh"
@@ -9,8 +9,8 @@
 
 namespace gdn::sm90::backward {
 namespace {
-// Inclusive sums of the log2 decays, to where `start` will be, and beta. A warp has a chunk and
-// value head.
+// Writes beta, and inclusive sums of the log2 decays, which `start` will replace. A warp has a
+// chunk and value head.
 __global__ void __launch_bounds__(kMostHeads * 32)
     sum_kernel(const __grid_constant__ Params params) {
   __shared__ HeadRows g_rows, beta_rows;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kMostHeads * 32)
       beta[i] = activate_beta(p, beta_rows.x[warp][row]);
     }
   }
-  // In the order of write_gates.
+  // Summed in the order of the forward's write_gates.
   float sum = g[0] + g[1];
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -59,8 +59,7 @@ __global__ void __launch_bounds__(kMostHeads * 32)
   if (lane == 31) params.scratch.last[index] = sum;
 }
 
-// chunk_frame(G, last).next, without a branch: a chain of these steps is all that walk_kernel waits
-// for.
+// chunk_frame(G, last).next, without a branch: the time of walk_kernel is a chain of these steps.
 template <class T>
 GDN_DEVICE float next_frame(float G, float last) {
   using F = Frame<T>;
@@ -71,15 +70,15 @@ GDN_DEVICE float next_frame(float G, float last) {
   return steep ? y - floorf(y) : y;
 }
 
-// Whether the first block of walk_kernel chooses.
+// Whether the first block of walk_kernel chooses the walks.
 GDN_HOST_DEVICE bool has_choice(const Params& params) {
   return params.segment > 0 || params.back.shape == BackShape::kByLengths;
 }
 
 // A block, one warp, walks over every gridDim.y-th group of 32 chunks of a sequence and value head.
-// A group begins at the top of the range, so that it does not wait for the group before. All lanes
-// walk, and a lane loads and stores for one chunk: a thread for each chunk would need the
-// instructions of 32 loads and stores.
+// A group begins at the top of the range, and therefore does not wait for the previous group. All
+// lanes walk, and each lane loads and stores for one chunk: a single thread would issue 32 loads
+// and stores.
 constexpr int kWalkThreads = 32, kGroup = 32;
 template <class T>
 __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constant__ Params params) {
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constan
     if (blockIdx.y == 0) choose_walks(params, keys);
     return;
   }
-  const auto tile = back_tile<Kind<T, true>, 1>(params, block);  // slices are not asked for
+  const auto tile = back_tile<Kind<T, true>, 1>(params, block);  // its slices are not used
   const int count = tile.chunks(), lane = threadIdx.x, each = kGroup * gridDim.y;
   const int64_t first = int64_t{tile.chunk_index} * p.HV + tile.hv(params);
   const auto load = [&](int c) {
@@ -110,8 +109,8 @@ __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constan
       if (lane == i) own = G;
       G = next_frame<T>(G, __shfl_sync(~0u, last, i));
     }
-    // The first chunk of a group has the G that the group before leaves: chunk_frame brings the
-    // state to the top from there.
+    // The first chunk of a group has the G after the previous group: chunk_frame brings the state
+    // to the top of the range from there.
     if (c + lane < count && (lane > 0 || c == 0)) store(c + lane, own);
     if (lane == 0 && c + kGroup < count) store(c + kGroup, G);
     last = next;
@@ -130,8 +129,8 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
   const float2 sums = reinterpret_cast<const float2*>(out.start)[lane];
   const float2 beta = reinterpret_cast<const float2*>(out.beta)[lane];
   const float G = params.scratch.G[index], last = params.scratch.last[index];
-  // The loads above do not wait for the search for the chunk; where there is none, what they find
-  // is not used.
+  // The loads above do not wait for the search for the chunk; their values are not used where there
+  // is no chunk.
   const int chunk_index = params.heads.divide(index);
   const Place place = place_of(params, chunk_index);
   if (place.rows <= 0) return;
@@ -159,8 +158,9 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
   }
 }
 
-// One block deals for the walk forward, the other one for the walk back. The triangles are made
-// beside this kernel, and begin when it has waited for the factors, which they read.
+// One block deals for the walk forward, the other one for the walk back. The kernel of the
+// triangles overlaps with this one, and begins once this one has waited for the factors, which it
+// reads.
 __global__ void __launch_bounds__(32) deal_kernel(const __grid_constant__ Params params) {
   __shared__ uint32_t keys[kMostUnits];
   wait_for_prerequisites();
@@ -177,8 +177,8 @@ const char* run_frames(const Params& params, cudaStream_t stream) {
   sum_kernel<<<heads.grid, heads.threads, 0, stream>>>(params);
   if (const char* error = check(cudaGetLastError())) return error;
   const unsigned walks = unsigned(int64_t{p.N} * p.HV + has_choice(params));
-  // A packed sequence has as many blocks as a sequence of the mean length has groups. A block of a
-  // longer one walks several.
+  // A packed sequence has as many blocks as a sequence of mean length has groups. In a longer
+  // sequence a block walks several groups.
   const int64_t of_sequence =
       ceil_div(ceil_div(p.T, kChunk), p.cu_seqlens ? int64_t{p.N} * kGroup : kGroup);
   const unsigned groups = unsigned(std::clamp<int64_t>(of_sequence, 1, 64));

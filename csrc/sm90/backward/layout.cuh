@@ -1,9 +1,9 @@
-// What the kernels of the backward share: where chunks lie, and what they leave for each other.
+// Definitions that the kernels of the backward share: the places of chunks, and scratch memory.
 //
-// A chunk has a *chunk index*, a number that follows from its sequence and place alone. A *slice*
-// is 128 channels of V of a value head; its number is hv parts + part. A chunk of a slice has a
-// block of scratch memory, at chunk_index slices + slice. Tiles in scratch memory are whole: their
-// rows past a sequence's end are zero, and so are channels past K and V.
+// The *chunk index* of a chunk depends on its sequence and place alone. A *slice* is 128 channels
+// of V of a value head; its number is hv parts + part. A chunk of a slice has a block of scratch
+// memory, number chunk_index slices + slice. Tiles in scratch memory are whole: rows past a
+// sequence's end are zero, and so are channels past K and V.
 #pragma once
 #include "params.h"
 #include "sm90/backward/factors.cuh"
@@ -16,21 +16,21 @@
 
 namespace gdn::sm90::backward {
 
-// What a kernel is compiled for. kExact: K = V = 128, so that a slice is a value head. Else K is
-// any multiple of 8 up to 128, and V any multiple of 8.
+// The heads that a kernel is compiled for. kExact: K = V = 128, and a slice is a value head.
+// Otherwise K is any multiple of 8 up to 128, and V any multiple of 8.
 template <class Type, bool kExact_>
 struct Kind {
   using T = Type;
   static constexpr bool kExact = kExact_;
 };
-// Which kinds have the kernels that cut both walks.
+// Whether a kind has the kernels that cut both walks.
 template <class Kind>
 constexpr bool kCuts = Kind::kExact;
 constexpr int kParts = 8;  // rows of Scratch::parts
 
-// A part of a token's gradients of its gate and beta, by chunk and slice.
+// Parts of the gradients of a token's gate and beta, by chunk and slice.
 enum GradientPart {
-  kPairsPart,                   // row sums less column sums of M
+  kPairsPart,                   // row sums minus column sums of M
   kQueryPart,                   // q (do S)
   kReadPart,                    // k (dx S), by halves of K
   kBehindPart = kReadPart + 2,  // k (u dS), by halves of K
@@ -40,89 +40,91 @@ enum GradientPart {
 static_assert(kValuePart + 1 == kParts);
 
 struct Scratch {
-  void* q;  // [B, T, H, K], with the norm in the kernel: q and k over their norms
+  void* q;  // [B, T, H, K], with use_qk_l2norm: q and k over their norms
   void* k;
   ChunkFactors* factors;  // [chunks, HV]
   float* last;            // [chunks, HV]: the chunk's log2 decay
-  float* G;               // [chunks, HV]: of the state behind the chunk before, frame.cuh
-  uint16_t* t;  // [chunks, HV, 64, 64]: strict-lower (I + A)^-1, as it lies in shared memory
+  float* G;               // [chunks, HV]: after the previous chunk, frame.cuh
+  uint16_t* t;  // [chunks, HV, 64, 64]: strict-lower (I + A)^-1, in the layout of shared memory
   uint16_t*
       qk;  // [chunks, H, 64, 64]: lower q k^T; with Params::pairs_with_dq [N, H, 64, 64], pairs_at
-  int* triangles_ready;  // [chunks, H]: 0 until what triangles.cu makes is there, if it is made
-                         // beside the walk back; else null
+  int* triangles_ready;  // [chunks, H]: 0 until the triangles are stored, where triangles.cu runs
+                         // while the walk back does; else null
   uint16_t* dx;          // [chunks, slices, 64, 128]; null with kReadsDv
-  // [chunks, slices, 2 halves of V, 2 of K, 64, 64]: the gradient of the state behind the chunk, in
-  // tiles as they lie in shared memory; with Sums::kLater dk of the slice replaces the first half
-  // of V, and dq the other one. Before, where a chunk is steep, its lower q k^T, decayed, in the
-  // first tile of each half of V: who walks back over a half reads it there.
+  // [chunks, slices, 2 halves of V, 2 of K, 64, 64]: the gradient of the state after the chunk, in
+  // tiles with the layout of shared memory; with Sums::kLater dk of the slice replaces the first
+  // half of V, and dq the other half. Before that, the first tile of each half of V has the decayed
+  // lower q k^T of a steep chunk, for the walk back over that half.
   uint16_t* ds;
   float* parts;      // [chunks, slices, kParts, 64]
   float* across;     // [chunks, slices, 2]: <S, dS> by halves of V
   float* gate_sums;  // [chunks, 2, HV]
-  float* starts;  // [-, slices, 128 of V, 128 of K]: the state that each segment but a first starts
-                  // from, starts_of
-  int* segment;   // chunks of a segment, or kWholeSequences: what the device chose
-  // Lists of the tiles of the walks' blocks, deal.cuh; null: not dealt.
+  float* starts;  // [-, slices, 128 of V, 128 of K]: the states that segments start from, but those
+                  // of first segments, starts_of
+  int* segment;   // the choice of the device: chunks of a segment, or kWholeSequences
+  // Lists of the tiles of the walks' blocks, deal.cuh; null: tiles are not dealt out.
   int* back_links;     // [blocks + tiles]
   int* forward_links;  // [blocks + tiles]
-  int* order;  // [N]: sequences, the longest first, where segments of dealt walks start from
+  int* order;  // [N]: sequences, the longest first, where dealt segments start from states of
                // walk_states.cu
 };
 
-// What SegmentMaps::forgotten has where it is not 0: a segment but the last forgets the state and
-// the gradient of the state. The last one, and each whose state the forward has left, forgets the
-// gradient alone.
+// Values of SegmentMaps::forgotten other than 0. A segment forgets the state and the gradient of
+// the state. The last segment of a sequence, and a segment whose state the forward has left,
+// forgets the gradient alone.
 constexpr int kForgetsState = 1, kForgetsGradient = 2;
-// Both walks of few long sequences in segments of Params::segment chunks, segments/maps.cu.
+// Scratch memory of both walks of few long sequences in segments of Params::segment chunks,
+// segments/maps.cu.
 struct SegmentMaps {
   bool exist;  // both walks are cut
-  // [segments, slices, 128 of V, 128 of K]: the gradient of the state behind each segment but the
+  // [segments, slices, 128 of V, 128 of K]: the gradient of the state after each segment but the
   // last
   float* ends;
-  // [segments, slices, kMapValues]: what a segment does to the gradient of the state, M, [128 of K,
-  // 128 of K], map_halves.cuh; the transpose of M is what it does to the state.
+  // [segments, slices, kMapValues]: the map M [128 of K, 128 of K] of the gradient of the state,
+  // map_halves.cuh; its transpose is the map of the state.
   uint16_t* values;
-  int* forgotten;  // [segments, slices]: not 0 where what a segment starts from is forgotten at its
-                   // end, windows.cuh
-  int* wrong;  // not 0 where a segment has started from something else: all is walked again, whole
+  int* forgotten;  // [segments, slices]: not 0 where a segment forgets its start at its end,
+                   // windows.cuh
+  int* wrong;  // not 0 where a segment has started from another state: whole sequences are walked
+               // again
 };
 
 struct BackBlocks {
   BackShape shape;
-  int* over_halves;   // where the device chooses by the lengths, deal.cuh: not 0: halves
+  int* over_halves;   // the choice of the device by the lengths, deal.cuh; not 0: halves
   Divisor by_halves;  // twice the slices
 };
 
-// How dq and dk of a key head follow from those of its slices. kLater: the walk forward stores them
-// in the memory of the chunk's dS, and sums.cu adds them. kCluster: two value heads, whose blocks
-// add them in global memory, walk_forward_memory.cuh. kNone: there is one slice, and nothing is
-// added.
+// How dq and dk of a key head are summed over its slices. kLater: the walk forward stores them in
+// the memory of the chunk's dS, and sums.cu adds them. kCluster: the blocks of two value heads add
+// them in global memory, walk_forward_memory.cuh. kNone: there is one slice, and no sum.
 enum class Sums { kLater, kCluster, kNone };
 
 struct Params {
   CUtensorMap q, k, v, dO, dv, qk, dx;
-  CUtensorMap dq, dk;  // where the walk forward stores them; dq: pairs_at
+  CUtensorMap dq, dk;  // for the stores of the walk forward; dq: also pairs_at
   ChunkBackward problem;
   Scratch scratch;
   int chunks, chunks_of_batch;  // of all; of a batch entry, if padded
-  // The walk forward goes in segments of so many chunks where whole sequences would leave
-  // multiprocessors idle. What they start from the forward has left, ChunkBackward::states, or a
-  // walk of the state alone finds it, which changes no bit.
+  // The walk forward goes in segments where whole sequences would leave multiprocessors idle. The
+  // states that they start from are left by the forward, ChunkBackward::states, or found by a walk
+  // of the state alone, which changes no bit.
   int segment;        // chunks; 0: whole sequences
-  bool may_be_whole;  // the device takes whole sequences all the same where they take less
+  bool may_be_whole;  // the device may use whole sequences instead, where they take less time
   int segments, segments_of_batch;  // of all; of a batch entry, if padded
   int tiles;             // of the grid: (sequence or segment, slice), or halves of slices
-  const int* links;      // of the grid: one of those of Scratch, or null
-  bool makes_triangles;  // over slices the walk back makes T of whole sequences and q k^T
+  const int* links;      // of the grid: one of the lists of Scratch, or null
+  bool makes_triangles;  // a walk back over slices makes T and q k^T of whole sequences
   bool pairs_with_dq;    // of exact kinds, pairs_at
-  int triangle_blocks;   // that make triangles beside the walk back; 0: they are made before
+  int triangle_blocks;   // blocks that make triangles while the walk back runs; 0: triangles are
+                         // made before
   Sums sums;
   int parts, slices;     // of V, and HV times those
   Divisor heads, group;  // HV, and value heads of a key head
   Divisor by_slices, by_parts;
   SegmentMaps maps;
-  const int* again;  // SegmentMaps::wrong, of a walk over whole sequences that is made only if that
-                     // is not 0; else null
+  const int* again;  // SegmentMaps::wrong, for walks over whole sequences that run only if it is
+                     // not 0; else null
   BackBlocks back;
 };
 
@@ -132,14 +134,14 @@ GDN_DEVICE bool walks_back_over_halves(const Params& params) {
 }
 // Whether the forward has left the states that segments of the walk forward start from.
 GDN_HOST_DEVICE bool has_states(const Params& params) { return params.problem.states != nullptr; }
-// Whether the walk back over slices makes the triangles, as no kernel needs them before, or a
-// kernel of their own.
+// Whether a walk back over slices makes the triangles; otherwise a kernel of their own does,
+// because another kernel needs them earlier.
 GDN_DEVICE bool makes_triangles_walking(const Params& params) {
   return params.makes_triangles &&
          (params.segment == 0 || has_states(params) || *params.scratch.segment == kWholeSequences);
 }
 
-// Whether a kernel deals the tiles of a walk.
+// Whether a kernel deals out the tiles of a walk.
 GDN_HOST_DEVICE bool are_dealt(const Params& params) {
   return params.scratch.back_links != nullptr || params.scratch.forward_links != nullptr;
 }
@@ -149,10 +151,10 @@ GDN_DEVICE int first_chunk(const Params& params, int n) {
   return p.cu_seqlens ? int(sequence_bound(p, n) / kChunk) + n : n * params.chunks_of_batch;
 }
 
-// Where q k^T of a chunk and key head lies, as tensor maps have it. With Params::pairs_with_dq it
-// lies in the first 64 channels of the chunk's dq, which is written when no one reads q k^T of the
-// chunk any more. There TMA would write the next sequence's rows behind a packed sequence's last
-// ones: such a chunk has a tile in scratch memory.
+// The place of q k^T of a chunk and key head in a tensor map. With Params::pairs_with_dq it is in
+// the first 64 channels of the chunk's dq, which is written after the last read of the chunk's q
+// k^T. The last chunk of a packed sequence has a tile in scratch memory instead: TMA would write
+// into the rows of the next sequence.
 struct MapPlace {
   const CUtensorMap* map;
   int column, row, head, batch;
@@ -175,11 +177,11 @@ GDN_DEVICE void tma_store(const MapPlace& to, uint32_t from) {
 using gdn::tma_load;
 using gdn::tma_store;
 
-// Where a chunk lies.
+// The place of a chunk.
 struct Place {
   int n, batch;
   int first;  // row of the chunk in the batch entry
-  int rows;   // of the sequence, from there on; 0 or less: no chunk
+  int rows;   // of the sequence from there on; 0 or less: there is no chunk
 };
 
 // The last n for which key(n) <= x; key(0) <= x and key ascends.
@@ -215,11 +217,11 @@ GDN_DEVICE Place place_of(const Params& params, int chunk_index) {
 template <class Kind>
 struct BackTile {
   int n, batch, part, first, length,
-      chunk_index;     // part: half of the slice, or part of the sequence
-  int slice, exact_h;  // exact_h: h, which only exact kinds keep
+      chunk_index;     // part: the half of the slice, or the segment of the sequence
+  int slice, exact_h;  // exact_h: h, which only exact kinds store
   GDN_DEVICE int chunks() const { return length > 0 ? (length + kChunk - 1) / kChunk : 0; }
-  // The slice's heads and its first channel of V. Not kept, as single warps have no registers for
-  // them.
+  // The heads of the slice and its first channel of V. They are not stored: single warps have no
+  // registers for them.
   GDN_DEVICE int hv(const Params& params) const {
     return Kind::kExact ? slice : params.by_parts.divide(slice);
   }
@@ -241,7 +243,7 @@ template <class Kind>
 GDN_DEVICE int slices_of(const Params& params) {
   return Kind::kExact ? params.problem.forward.HV : params.slices;
 }
-// The sequence, or segment, of what is numbered by it and its slice.
+// The sequence or segment of a tile that is numbered by it and its slice.
 template <class Kind>
 GDN_DEVICE int divide_by_slices(const Params& params, int index) {
   return Kind::kExact ? params.heads.divide(index) : params.by_slices.divide(index);
@@ -263,7 +265,8 @@ GDN_DEVICE BackTile<Kind> back_tile(const Params& params, int index) {
   return x;
 }
 
-// Of a segment's tile, in the order of first_segment; one that does not exist has no length.
+// The number of a sequence's first segment. A segment that does not exist has a number too, and no
+// length.
 GDN_DEVICE int first_segment(const Params& params, int n) {
   if (!params.problem.forward.cu_seqlens) return n * params.segments_of_batch;
   return first_chunk(params, n) / *params.scratch.segment + n;
@@ -296,14 +299,14 @@ GDN_DEVICE BackTile<Kind> forward_tile(const Params& params, int index) {
 GDN_DEVICE int chunks_of_sequence(const ChunkForward& p, int n) {
   return (max(sequence_length(p, n), 0) + kChunk - 1) / kChunk;
 }
-// Of a sequence in segments of `segment` chunks, of which one without chunks has the first.
+// The last segment of a sequence in segments of `segment` chunks; 0 for a sequence without chunks.
 GDN_DEVICE int last_segment(int chunks, int segment) { return max(chunks - 1, 0) / segment; }
 
 // A segment of a sequence where both walks are cut, and a slice.
 template <class Kind>
 struct SegmentTile : BackTile<Kind> {
-  int segment, last;  // of the sequence's segments: this one, and the last; without chunks the
-                      // sequence has the first
+  int segment,
+      last;  // this segment and the last one of the sequence; 0 for a sequence without chunks
 };
 template <class Kind>
 GDN_DEVICE SegmentTile<Kind> segment_tile(const Params& params, int n, int segment, int slice) {
@@ -317,8 +320,8 @@ GDN_DEVICE SegmentTile<Kind> segment_tile(const Params& params, int n, int segme
   x.length = min(x.length - segment * rows, rows);
   return x;
 }
-// The tile of a grid that has all segments of every sequence, where both walks are cut. One that
-// does not exist lies behind the last of its sequence.
+// A tile of a grid of all segments of every sequence, where both walks are cut. A segment that does
+// not exist comes after the last one of its sequence.
 template <class Kind>
 GDN_DEVICE SegmentTile<Kind> cut_tile(const Params& params, int index) {
   const int segment = divide_by_slices<Kind>(params, index),
@@ -326,22 +329,22 @@ GDN_DEVICE SegmentTile<Kind> cut_tile(const Params& params, int index) {
   return segment_tile<Kind>(params, n, segment - first_segment(params, n),
                             index - segment * slices_of<Kind>(params));
 }
-// The number of a segment and slice in the arrays of Scratch and SegmentMaps that have an entry or
-// a matrix [128, 128] for each.
+// The number of a segment and slice in arrays of Scratch and SegmentMaps with an entry or a matrix
+// [128, 128] for each.
 template <class Kind>
 GDN_DEVICE int64_t segment_index(const Params& params, int n, int segment, int slice) {
   return int64_t{first_segment(params, n) + segment} * slices_of<Kind>(params) + slice;
 }
 
-// Scratch::starts, less the matrices of the first segments up to that of sequence n, which it has
-// not: to be taken with segment_index of a later segment.
+// The base of Scratch::starts for segment_index of a later segment of sequence n: the array has no
+// matrices of first segments.
 template <class Kind>
 GDN_DEVICE float* starts_of(const Params& params, int n) {
   return params.scratch.starts -
          (n + 1) * int64_t{slices_of<Kind>(params)} * (kChannels * kChannels);
 }
 
-// Where T of a chunk and value head lies, and half of V of a slice's block of dS, Scratch.
+// The place of T of a chunk and value head, and of one half of V in a slice's block of dS, Scratch.
 GDN_DEVICE uint16_t* t_at(const Params& params, int of_head) {
   return params.scratch.t + int64_t{of_head} * (kChunk * kChunk);
 }
@@ -349,11 +352,11 @@ GDN_DEVICE uint16_t* ds_at(const Params& params, int block, int half) {
   return params.scratch.ds + (int64_t{block} * 2 + half) * (kChannels / 2 * kChannels);
 }
 
-// A map in scratch memory has lines of so many rows, and rows of so many values, with which
-// ldmatrix falls into all banks where a line has been copied to shared memory as it is.
+// A map in scratch memory has lines of kMapLine rows, and rows of kMapPitch values: after an
+// unchanged copy to shared memory ldmatrix reads a line without bank conflicts.
 constexpr int kMapLine = 32, kMapPitch = kChannels + 8, kMapValues = 2 * kChannels * kMapPitch;
 
-// The launchers, each in a file of its own.
+// The launches of the steps, each in a file of its own.
 template <class Kind>
 const char* run_frames(const Params&, cudaStream_t);
 const char* run_deals(const Params&, cudaStream_t);

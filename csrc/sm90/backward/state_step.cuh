@@ -1,4 +1,4 @@
-// A step of the state: what all walks forward do to it, and what both walks back make of do.
+// A step of the state, for all walks forward, and the products with do of the walks back.
 #pragma once
 #include "sm90/backward/matrices.cuh"
 #include "sm90/tile/products.cuh"
@@ -6,7 +6,7 @@
 
 namespace gdn::sm90::backward {
 
-// The state that a sequence starts from, in the frame: 64 channels of V.
+// Loads 64 channels of V of the state that a sequence starts from, in the frame.
 template <class Kind>
 GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTile<Kind>& tile,
                              int half, int warp) {
@@ -28,8 +28,7 @@ GDN_DEVICE void load_initial(float (&S)[64], const Params& params, const BackTil
   }
 }
 
-// This thread's first element of a state in one of the arrays that have one for each segment and
-// slice.
+// The thread's first element of a state in an array with a state for each segment and slice.
 template <class Float>
 GDN_DEVICE Float* state_of(Float* states, int64_t index, int half, int warp) {
   const int lane = fresh_lane();
@@ -37,7 +36,7 @@ GDN_DEVICE Float* state_of(Float* states, int64_t index, int half, int warp) {
          state_column(lane);
 }
 
-// What tokens of a steep chunk give to the state: 2^(D - d) u.
+// u of a steep chunk times 2^(D - d), as it is added to the state.
 template <class T>
 GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const ChunkFactors& factors) {
   const int lane = fresh_lane();
@@ -52,7 +51,8 @@ GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const ChunkFactors& factors) {
   }
 }
 
-// do' of a chunk, transposed: scale 2^e do, rounded, from the tile of do. tline: transposed_line.
+// Reads do' = scale 2^e do of a chunk, transposed and rounded, from the tile of do. tline:
+// transposed_line.
 template <class T>
 GDN_DEVICE void read_do(uint32_t (&y)[16], uint32_t tile, uint32_t tline,
                         const ChunkFactors& factors, int lane) {
@@ -73,14 +73,14 @@ GDN_DEVICE void read_do(uint32_t (&y)[16], uint32_t tile, uint32_t tline,
   pin(y);
 }
 
-// 2^d do' of a steep chunk.
+// Multiplies do' of a steep chunk by 2^d.
 template <class T>
 GDN_DEVICE void decay_do(uint32_t (&y)[16], const ChunkFactors& factors, int lane) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const uint32_t powers = reinterpret_cast<const uint32_t*>(factors.power)[j * 4 + lane % 4];
-    if constexpr (kDecaysToEnd<T>) {  // the power may be below the dtype's numbers where the
-                                      // product is not
+    if constexpr (kDecaysToEnd<T>) {  // the power may underflow in this dtype where the product
+                                      // does not
       const short2 d = reinterpret_cast<const short2&>(powers);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -96,9 +96,10 @@ GDN_DEVICE void decay_do(uint32_t (&y)[16], const ChunkFactors& factors, int lan
   }
 }
 
-// u of a chunk, rounded, from the state before it. x = c v - f (k S), u = x + T_s x; v_there() and
-// t_there() wait, v_read(lane) and t_read() give back, and meanwhile() is done under the product
-// T_s x. The state is rounded in four pieces, of which kPieces have registers.
+// Makes the rounded u of a chunk from the state before it: x = c v - f (k S), u = x + T_s x.
+// v_there() and t_there() wait for v and T, v_read(lane) and t_read() release them, and meanwhile()
+// runs during the product T_s x. The state is rounded in four pieces, of which kPieces have
+// registers at a time.
 template <class T, int kPieces, class VThere, class VRead, class TThere, class Meanwhile,
           class TRead>
 GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& factors,
@@ -147,10 +148,10 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& fa
       }
     }
   }
-  // c v, while the product is on its way.
+  // c v is made while the product runs.
   v_there();
-  constexpr int kFactors =
-      kPieces == 4 ? 8 : 1;  // of f, loaded ahead: more are spilt in the walk forward
+  // Factors f that are loaded ahead: in the walk forward more would spill.
+  constexpr int kFactors = kPieces == 4 ? 8 : 1;
   float cv[32];
   float2 f[8];
   const auto load_factors = [&](int j) {
@@ -178,7 +179,7 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& fa
     asm volatile("" : "+f"(f[j].x), "+f"(f[j].y)::"memory");
   }
   pin(cv);
-  t_there();  // here, since the compiler moves no arithmetic across the wait of a barrier
+  t_there();  // here: the compiler does not move arithmetic across the wait at a barrier
   wgmma_wait<0>();
   pin(x);
 #pragma unroll
@@ -209,7 +210,7 @@ GDN_DEVICE void make_u(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& fa
   for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
 }
 
-// S <- 2^D S + k^T u, on its way. u is left decayed to the chunk's end.
+// Issues S <- 2^D S + k^T u. u is decayed to the chunk's end in place.
 template <class T>
 GDN_DEVICE void update_state(float (&S)[64], uint32_t (&u)[16], const ChunkFactors& factors,
                              uint32_t k_tile) {

@@ -1,6 +1,6 @@
-// What is left when all chunks are done: dq and dk over the slices of a key head, where the walk
-// forward has not added them; the norm's own step; the gradients of gates and betas, through their
-// activations; zeros for the tokens of no sequence.
+// The last step: sums of dq and dk over the slices of a key head, where the walk forward has not
+// added them; the gradient of the norm; the gradients of gates and betas through their activations;
+// zeros for tokens of no sequence.
 #include "sm90/backward/head_rows.cuh"
 #include "sm90/launch_blocks.h"
 #include "sm90/tile/l2norm.cuh"
@@ -39,8 +39,8 @@ GDN_DEVICE float row_sum(float x) {
   return x;
 }
 
-// kLanes threads make a row of a key head: they add the rows of its slices, or read the row that
-// the walk forward has stored, and then make the norm's own step. blockIdx.y: dq, dk.
+// kLanes threads have a row of a key head: they add the rows of its slices, or read the row that
+// the walk forward has stored, and then apply the gradient of the norm. blockIdx.y: dq, dk.
 template <class Kind>
 __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
     if (owned && exists && inside) unpack_line<T>(*own, sum);
   } else if (owned && exists) {
     const int64_t block = int64_t{chunk_index} * slices_of<Kind>(params) + h * group;
-    constexpr int64_t size =
-        2 * kChunk;  // rows of a slice's block of dS, half of a row in each of two tiles
+    // Rows of a slice's block of dS, half of a row in each of two tiles.
+    constexpr int64_t size = 2 * kChunk;
     const int line = (lane / 8 * kChunk + row) * 8 + (lane % 8 ^ row % 8);
     const uint4* from = reinterpret_cast<const uint4*>(params.scratch.ds) +
                         (block * size + (of_keys ? 0 : kChunk)) * kLanes + line;
@@ -111,9 +111,9 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   *own = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Zeros where tokens of a packed call belong to no sequence: before the first, and behind the last.
-// A row of a key head by kLanes threads; `block` of `blocks`. dq and dk are head_sum_kernel's,
-// where that runs.
+// Zeroes gradients of packed tokens of no sequence, before the first sequence and after the last.
+// kLanes threads have a row of a key head; `block` of `blocks`. With Sums::kLater head_sum_kernel
+// zeroes dq and dk.
 template <class Kind>
 GDN_DEVICE void zero_rows(const Params& params, int64_t block, int64_t blocks) {
   const ChunkBackward& problem = params.problem;
@@ -141,9 +141,9 @@ GDN_DEVICE void zero_rows(const Params& params, int64_t block, int64_t blocks) {
   }
 }
 
-// Multiplies the rows of dv that have dx, those of tokens whose beta is small (kReadsDv), of a
-// chunk and value head. All lanes of a warp call it; x: ChunkFactors::x of the tokens 2 l and 2 l +
-// 1 of lane l.
+// Makes the rows of dv of tokens with a small beta from their rows of dx (kReadsDv), for a chunk
+// and value head. All lanes of a warp call it; x: ChunkFactors::x of the tokens 2 l and 2 l + 1 of
+// lane l.
 template <class Kind>
 GDN_DEVICE void end_small_rows(const Params& params, const ChunkFactors& factors, const float4& x,
                                const Place& place, int hv) {
@@ -173,10 +173,10 @@ GDN_DEVICE void end_small_rows(const Params& params, const ChunkFactors& factors
   }
 }
 
-// dg and dbeta of a chunk and value head, by a warp, and the zeros of rows of no sequence:
+// dg and dbeta of a chunk and value head, by a warp, and zeros for rows of no sequence:
 //     dg_t = sum over i >= t of ahead_i + sum over i < t of behind_i + <S, dS>
-// and their activations. Lane l has tokens 2 l and 2 l + 1. What slices leave is added in their
-// order.
+// and the gradients of their activations. Lane l has tokens 2 l and 2 l + 1. The parts of slices
+// are added in their order.
 template <class Kind>
 __global__ void __launch_bounds__(kMostHeads * 32)
     gates_kernel(const __grid_constant__ Params params) {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kMostHeads * 32)
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
   const int chunk_index = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // A warp without a value head of its own does what that of the last one does, and stores nothing.
+  // A warp without a value head computes the last one again, and stores nothing.
   const int own_hv = blockIdx.y * (blockDim.x / 32) + warp, hv = min(own_hv, p.HV - 1),
             index = chunk_index * p.HV + hv;
   const bool stores = own_hv < p.HV;
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kMostHeads * 32)
       make_float2(exp2_approx(factors.power[2 * lane]), exp2_approx(factors.power[2 * lane + 1]));
   const float dbeta_of[2] = {per_dx[0] * (c[0] * value.x - f.x * read.x - rows_sum.x),
                              per_dx[1] * (c[1] * value.y - f.y * read.y - rows_sum.y)};
-  // Sums over the tokens from here on, and over those before.
+  // Sums over the tokens from this one on, and over the tokens before it.
   float after = ahead.x + ahead.y, before = behind.x + behind.y;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kMostHeads * 32)
   }
 }
 
-// Over the chunks, in one order: a block has kWidth of the 2 HV columns.
+// Sums over the chunks in a fixed order: a block has kWidth of the 2 HV columns.
 constexpr int kWidth = 8;
 __global__ void __launch_bounds__(kThreads) gate_sum_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();

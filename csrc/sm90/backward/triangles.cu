@@ -1,5 +1,5 @@
-// What a chunk's tokens have to do with each other, before any state is known: q k^T of a key head,
-// T of each of its value heads, and, where the chunk is steep, the decayed q k^T.
+// The triangles of all chunks, which need no state: q k^T of a key head, T of each of its value
+// heads, and the decayed q k^T of a steep chunk.
 #include "sm90/backward/chunk_triangles.cuh"
 #include "sm90/backward/copies.cuh"
 #include "sm90/launch_blocks.h"
@@ -14,7 +14,7 @@ struct Memory {
     struct {
       uint8_t k[2][kTileBytes], q[2][kTileBytes];
     };
-    struct {  // behind the products
+    struct {  // after the products
       InverseScratch scratch;
       uint8_t t[kTileBytes], p[kTileBytes];
     };
@@ -24,8 +24,8 @@ struct Memory {
   uint64_t full;
 };
 
-// Makes and stores all that this file makes of a chunk and key head. 128 threads call it, which use
-// the named barrier `barrier`, and wait for the phase `phase` of sm.full.
+// Makes and stores the triangles of a chunk and key head. 128 threads call it with their named
+// barrier `barrier`; they wait for phase `phase` of sm.full.
 template <class Kind>
 GDN_DEVICE void make_chunk(Memory<typename Kind::T>& sm, const Params& params, const Place& place,
                            int chunk_index, int h, int thread, int barrier, uint32_t phase) {
@@ -43,7 +43,7 @@ GDN_DEVICE void make_chunk(Memory<typename Kind::T>& sm, const Params& params, c
   }
   clear_tiles(sm.qk, 1, thread);
   wait_for(sm.full, phase);
-  if (place.rows < kChunk) {  // of the next sequence, perhaps NaN
+  if (place.rows < kChunk) {  // the other rows belong to the next sequence, and may be NaN
     for (int i = 0; i < 2; ++i) {
       clear_rows<C>(sm.k[i], place.rows);
       clear_rows<C>(sm.q[i], place.rows);
@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kThreads)
     triangles_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& sm = *reinterpret_cast<Memory<typename Kind::T>*>(raw);
-  // deal_kernel, beside which this kernel runs, has waited for all that is read here. What comes
-  // next waits for this kernel only, and so the last block waits for deal_kernel.
+  // deal_kernel, with which this kernel overlaps, has waited for all that is read here. The next
+  // kernel waits for this one only, and the last block therefore waits for deal_kernel.
   if (!are_dealt(params) || blockIdx.x + 1 == gridDim.x) wait_for_prerequisites();
   if (makes_triangles_walking(params) && !walks_back_over_halves(params)) return;
   const int H = params.problem.forward.H, chunk_index = blockIdx.x / H, h = blockIdx.x % H,
@@ -132,11 +132,11 @@ __global__ void __launch_bounds__(kThreads)
 // idle. A block of this kernel has the shared memory of a whole multiprocessor, and is launched
 // before the blocks of the walk back, which wait for the triangles of each chunk
 // (Scratch::triangles_ready). The teams of a block take chunks in the order in which the walk back
-// needs them, or, where the walk of the state runs as well, from both ends of a sequence by turns.
+// needs them, or from both ends of a sequence by turns where the walk of the state runs as well.
 constexpr int kTeams = 4;
 template <class Kind>
 __global__ void __launch_bounds__(kTeams* kThreads, 1)
-    triangles_beside_kernel(const __grid_constant__ Params params) {
+    overlapping_triangles_kernel(const __grid_constant__ Params params) {
   using T = typename Kind::T;
   static_assert(kTeams * sizeof(Memory<T>) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kTeams* kThreads, 1)
                          (p.cu_seqlens ? int(sequence_bound(p, n)) : 0) + before, length - before};
     make_chunk<Kind>(sm, params, place, chunk_index, h, thread, barrier, phase++);
     if (thread == 0) publish(params.scratch.triangles_ready + chunk_index * p.H + h, 1);
-    named_barrier(barrier, kThreads);  // what the next chunk replaces has been stored
+    named_barrier(barrier, kThreads);  // the tiles that the next chunk overwrites have been stored
   }
   if (last && are_dealt(params)) wait_for_prerequisites();
 }
@@ -176,7 +176,7 @@ const char* run_triangles(const Params& params, cudaStream_t stream) {
   const int64_t blocks = int64_t{params.chunks} * params.problem.forward.H;
   constexpr int kBytes = sizeof(Memory<typename Kind::T>);
   if (params.triangle_blocks > 0)
-    return launch_blocks(&triangles_beside_kernel<Kind>, params, params.triangle_blocks,
+    return launch_blocks(&overlapping_triangles_kernel<Kind>, params, params.triangle_blocks,
                          kTeams * kThreads, kTeams * kBytes, 1, true, stream);
   return launch_blocks(&triangles_kernel<Kind>, params, blocks, kThreads, kBytes, 1, true, stream);
 }

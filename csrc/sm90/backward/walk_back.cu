@@ -5,9 +5,9 @@
 // steep,
 //     du = P^T do' + w k dS    dx = du + T_s^T du    dS <- 2^D dS + q^T 2^d do' - k^T beta 2^d dx
 //     dv = beta 2^-e dx
-// where w = 2^(D - d), or 1 where that does not matter: kDecaysToEnd. dS behind the chunk goes to
-// scratch memory, and without kReadsDv dx as well; dv goes out. Of whole sequences a warpgroup of a
-// block with a whole slice makes q k^T and T_s, which go to scratch memory too.
+// where w = 2^(D - d), or 1 where that does not matter: kDecaysToEnd. dS after the chunk is stored
+// to scratch memory, and so is dx without kReadsDv; dv is an output. Over whole sequences and whole
+// slices a warpgroup of the block also makes q k^T and T_s, and stores them to scratch memory.
 #include "sm90/backward/segments/windows.cuh"
 #include "sm90/backward/state_step.cuh"
 #include "sm90/backward/walk_back_memory.cuh"
@@ -15,7 +15,7 @@
 
 namespace gdn::sm90::backward {
 namespace {
-// y = do' of a chunk, and x = P^T do': they need no state.
+// y = do' of a chunk, and x = P^T do', which need no state.
 template <class C>
 GDN_DEVICE void read_chunk(BackMemory<C>& sm, uint32_t (&y)[16], uint32_t it, int warpgroup,
                            int warp) {
@@ -81,7 +81,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, in
     uint32_t y[16];
     float pre = 1, post = 1;
     int steep = 0;
-    // du of a chunk, of which P^T do' may be on its way, and dS behind that chunk to memory.
+    // Makes du of a chunk, and stores dS after that chunk. begun: P^T do' has been issued.
     const auto make_du = [&](uint32_t at, bool begun) {
       const int lane = fresh_lane();
       uint32_t Sb[32];
@@ -140,7 +140,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, in
       read_chunk(sm, y, it, warpgroup, warp);
       make_du(it, false);
     }
-    // Where it turns, no product is on its way: the compiler would wait for it there.
+    // No product is in flight at the end of an iteration: the compiler would wait for it there.
 #pragma unroll 1
     while (left > 0) {
       const uint32_t s = it % C::kStages;
@@ -160,7 +160,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, in
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_rs_n64_mn(T{}, x, u + 4 * i, t_columns.at(i * 2048), 1);
       wgmma_commit();
-      // This takes no time of its own: the product with T_s is being made.
+      // The product with T_s runs meanwhile, and hides the time of this.
       if (post != 1.f) scale_state(S, post);
       if (steep) decay_do<T>(y, factors, lane);
       pin(y);
@@ -189,7 +189,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, in
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_rs_n128_mn(T{}, S, u + 4 * i, k_columns.at(i * 2048), 1);
       wgmma_commit();
-      // dv and dx, under the products of the state.
+      // dv and dx are stored while the products of the state run.
       wait_for(sm.dv_empty[warpgroup], it + 1);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -270,11 +270,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (*params.again == 0) return;
   }
   if constexpr (!C::kCut) {
-    launch_dependents();  // the walk of the state, which needs nothing of this one
+    launch_dependents();  // the walk of the state, which reads no result of this walk
     if (params.back.shape == BackShape::kByLengths) {
-      // The kernel over slices was launched beside the one over halves, and one of the two walks.
-      // What comes next waits for the kernel over slices alone, so that this one waits for the
-      // other.
+      // The kernel over slices overlaps with the kernel over halves, and only one of the two walks.
+      // The next kernel waits for the kernel over slices alone, which therefore waits for the other
+      // one.
       const bool walks = walks_back_over_halves(params) == (C::kStates == 1);
       if (C::kStates == 2 && (walks || blockIdx.x + 1 == gridDim.x)) wait_for_prerequisites();
       if (!walks) return;
@@ -298,9 +298,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __syncthreads();
   if constexpr (C::kCut) {
     wait_for_prerequisites();
-    // The walk forward may begin now: it reads what the folds have left, and then waits for this
-    // walk. Clusters that begin while this walk ends lie on multiprocessors far from each other.
-    // That costs long segments more than they gain.
+    // The walk forward may begin now: it reads results of the folds, and then waits for this walk.
+    // Clusters that begin while this walk ends are placed on distant multiprocessors, which costs
+    // long segments more than the overlap gains.
     constexpr int kShortSegment = 16;  // chunks
     if (params.segment <= kShortSegment) launch_dependents();
   }
@@ -311,8 +311,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else if (warp <= C::kStates) {
       store_behind(sm, params, warp - 1);
     } else if (blockIdx.x + 1 == gridDim.x) {
-      // The next kernel waits for this one alone: where another kernel makes triangles beside this
-      // one, this one ends last.
+      // The next kernel waits for this one alone: this kernel therefore ends after the kernel of
+      // the triangles that overlaps with it.
       wait_for_prerequisites();
     }
   } else if (warpgroup <= C::kStates) {

@@ -9,8 +9,8 @@
 
 namespace gdn::sm90::backward {
 
-// kCut: the walk back over segments, each from what segments/folds.cu left, with the triangles that
-// segments/maps.cu has needed before.
+// kCut: the walk back over segments, each from a result of segments/folds.cu, with triangles that
+// were made before segments/maps.cu.
 template <class Kind_, int kStates_, bool kCut_ = false>
 struct Back {
   using Kind = Kind_;
@@ -21,8 +21,8 @@ struct Back {
   static constexpr int kThreads = 128 * (1 + kStates + kInverses);
   static constexpr int kStages = kStates == 2 ? 2 : 3;
   static constexpr int kTileParts = 2 / kStates;
-  // A chunk begins while the one behind it ends: where few blocks wait for their own chain of
-  // products. Elsewhere memory is waited for, and a stage is given back first.
+  // Whether a chunk begins while the previous one ends: it pays where few blocks wait for their own
+  // chain of products. Elsewhere memory is the bound, and a stage is released first.
   static constexpr bool kBeginsAhead = kStates == 1 && !kDecaysToEnd<T>;
   static constexpr int kSinglesRegisters = kInverses ? 32 : 40,
                        kStateRegisters = kInverses ? 176 : 232;
@@ -46,12 +46,12 @@ GDN_DEVICE auto walk_back_tile(const Params& params, int index) {
 template <class C>
 struct InverseMemory {
   InverseScratch scratch;
-  uint8_t qk[kTileBytes];  // q k^T of a steep chunk as it goes out; the stage has the decayed one
+  uint8_t qk[kTileBytes];  // q k^T of a steep chunk for the store; the stage has the decayed one
   GateVectors vectors;
   uint64_t full[C::kStages];  // T and P
 };
 struct NoInverses {};
-// Tiles of a chunk that go out together: dv, and without kReadsDv dx.
+// The number of tiles of a chunk that are stored together: dv, and without kReadsDv dx.
 template <class T>
 constexpr int kOuts = kReadsDv<T> ? 1 : 2;
 
@@ -74,8 +74,8 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
   const ChunkForward& p = params.problem.forward;
   using Kind = typename C::Kind;
   const bool makes_triangles = C::kInverses && makes_triangles_walking(params);
-  // Only a walk of few blocks prefetches: with a block on each multiprocessor the walk would take 5
-  // percent longer.
+  // Only a walk of few blocks prefetches: with a block on each multiprocessor prefetches make the
+  // walk 5 percent slower.
   const bool prefetches = C::kStates == 1 && 2 * params.tiles <= p.multiprocessors;
   constexpr int kAhead = 2;  // chunks
   uint32_t it = 0, aside_phase = 0;
@@ -106,7 +106,7 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
                      tile.batch);
       }
       wait_for(sm.empty[s], it / C::kStages + 1);
-      // k, with it all of the stage but q and do, which may have rows to clear as well.
+      // k, and with it all of the stage but q and do, which may have rows to zero as well.
       const auto rest = [&](uint32_t bar) {
         bulk_load(shared_address(&sm.factors[s]), params.scratch.factors + of_head,
                   sizeof(ChunkFactors), bar);
@@ -133,8 +133,8 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
   }
 }
 
-// T and P of every chunk to its stage; of a value head's first slice T, and of a key head's first
-// one q k^T, to scratch memory.
+// Makes T and P of every chunk in its stage. The first slice of a value head stores T, and the
+// first slice of a key head q k^T, to scratch memory.
 template <class C>
 GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp) {
   using T = typename C::T;
@@ -142,7 +142,7 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
   constexpr int kBarrier = 1;
   const ChunkForward& p = params.problem.forward;
   const int group = p.HV / p.H, thread = threadIdx.x % 128;
-  // What is above a diagonal is read and never written.
+  // Blocks above a diagonal are read, and never written.
   for (auto& stage : sm.stages) clear_tiles(stage.t, 2, thread);
   clear_tiles(sm.inverses.scratch.inverse, 2, thread);
   uint32_t it = 0;
@@ -169,7 +169,8 @@ GDN_DEVICE void make_triangles(BackMemory<C>& sm, const Params& params, int warp
         copy_factors(sm.inverses.vectors, sm.factors[s], thread);
         if (thread == 0) {
           sm.inverses.vectors.steep = steep;
-          tma_store_wait_read();  // of the chunk before; this stage's own are further back
+          tma_store_wait_read();  // of the previous chunk; the stores from this stage were issued
+                                  // earlier
         }
         wgmma_wait<0>();
         pin(qk);

@@ -1,22 +1,22 @@
-// From a sequence's first chunk to its last: the state again, and with it the gradients of each
-// chunk. A block has a sequence and slice: two warpgroups of states, which also make dk
-// (walk_forward_states.cuh), one of pairs of tokens, which also makes dq, and single warps
-// (walk_forward_memory.cuh).
+// From a sequence's first chunk to its last: the state is made again, and with it the gradients of
+// each chunk. A block has a sequence and slice. Two state warpgroups also make dk
+// (walk_forward_states.cuh), a third warpgroup has the pairs of tokens and makes dq, and there are
+// single warps (walk_forward_memory.cuh).
 #include "sm90/backward/walk_forward_states.cuh"
 #include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
 namespace {
 constexpr int kThreads = 512;
-// Blocks of q k^T and k k^T that are loaded while the products that meet them are made. With one,
-// bf16 of other sizes than K = V = 128 would spill registers.
+// The number of blocks of q k^T and k k^T that are loaded while the products that they are
+// multiplied with run. With one, bf16 other than K = V = 128 would spill.
 template <class Kind>
 constexpr int kBlocksAhead = Kind::kExact || std::is_same_v<typename Kind::T, __half> ? 1 : 0;
 constexpr int kSinglesRegisters = 40, kStateRegisters = 176, kPairRegisters = 120;
 constexpr int kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
 static_assert(kSinglesRegisters + 2 * kStateRegisters + kPairRegisters <= 4 * kLaunchRegisters);
 
-// Sums over a warp's 16 rows of 16 columns, of which a lane has four for its row pair.
+// Sums 16 columns over a warp's 16 rows; a lane has four columns of two rows, already added.
 GDN_DEVICE void column_sums(const float (&a)[4], int lane, uint32_t to) {
   const bool high = lane & 16, middle = lane & 8;
   const float x = (high ? a[2] : a[0]) + __shfl_xor_sync(~0u, high ? a[0] : a[2], 16);
@@ -25,7 +25,7 @@ GDN_DEVICE void column_sums(const float (&a)[4], int lane, uint32_t to) {
   z += __shfl_xor_sync(~0u, z, 4);
   if ((lane & 4) == 0) store_float(to + ((lane >> 4) * 8 + lane % 4 * 2 + (lane >> 3 & 1)) * 4, z);
 }
-// Over four lanes; lane % 2 says which row's sum a lane gets.
+// Sums two rows over four lanes; lane % 2 selects the sum that a lane gets.
 GDN_DEVICE float row_pair_sum(float row0, float row1, int lane) {
   const bool odd = lane & 1;
   const float x = (odd ? row1 : row0) + __shfl_xor_sync(~0u, odd ? row0 : row1, 1);
@@ -43,11 +43,11 @@ GDN_DEVICE void issue_row_products(float (&x)[32], const Descriptor& a, const De
   }
 }
 
-// Makes row strip `warp` of lower k k^T of a chunk, rounded. The triangles were made of k k^T too,
-// but to store and load it takes longer than to make it again.
+// Makes row strip `warp` of lower k k^T of a chunk, rounded. The triangles were made from k k^T
+// too, but storing and loading it takes longer than making it again.
 template <class T>
 GDN_DEVICE void make_key_pairs(WalkMemory& sm, uint32_t stage, int warp) {
-  // Without this line the compiler would keep addresses that it computes of stage and warp in
+  // Opaque to the compiler, which would otherwise keep addresses that depend on stage and warp in
   // registers until dq is made.
   asm volatile("" : "+r"(stage), "+r"(warp));
   const int lane = fresh_lane();
@@ -76,11 +76,10 @@ GDN_DEVICE void make_key_pairs(WalkMemory& sm, uint32_t stage, int warp) {
   __syncwarp();
 }
 
-// dP and N of a chunk, over q k^T and k k^T in their tiles, and the sums of M. With P = do u^T and
-// D = dx u^T,
+// Makes dP and N of a chunk in their tiles, and the sums of M. With P = do u^T and D = dx u^T,
 //     dP = scale 2^e P 2^(d_i - d_j)    N = -beta D 2^(d_i - d_j)    M = dP o q k^T + N o k k^T
-// strictly below the diagonal; own is the diagonal of scale 2^e P. What is summed later, when no
-// other warpgroup waits for it: the columns of M, the rows of M and of D o k k^T.
+// strictly below the diagonal; own is the diagonal of scale 2^e P. LateSums are completed later,
+// when no other warpgroup waits: the sums of M's columns, and of the rows of M and of D o k k^T.
 struct LateSums {
   float column[4][4];
   float m[2], l[2];
@@ -115,8 +114,7 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
   const float beta0 = factors.beta[row0] * of_dx<T>(factors, row0);
   const float beta1 = factors.beta[row0 + 8] * of_dx<T>(factors, row0 + 8);
   wait_for(sm.pairs_full, it);
-  if constexpr (kCluster)  // q k^T is in shared memory, and its place in global memory may take dq
-                           // now
+  if constexpr (kCluster)  // q k^T is in shared memory: dq may now replace it in global memory
     arrive_there_if(address_in(shared_address(&sm.pairs_read[it % 2]), 0),
                     warp == 0 && lead && cluster_rank() == 1);
   uint32_t qk[4][4], kk[4][4];
@@ -137,7 +135,7 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const short2 c = reinterpret_cast<const short2*>(factors.power)[4 * j + lane % 4];
-      // At most 1 below the diagonal; what is above it is masked.
+      // Factors are at most 1 below the diagonal; entries above it are masked.
       const float x0 = power_of_two_float(min(d0 - c.x, 0)),
                   x1 = power_of_two_float(min(d0 - c.y, 0));
       const float x2 = power_of_two_float(min(d1 - c.x, 0)),
@@ -226,7 +224,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     fence_async_proxy();
     __syncwarp();
     arrive(sm.n_full, lead);
-    named_barrier(1, 128);  // dP is in its tile, and the sums of the chunk before have been read
+    named_barrier(1, 128);  // dP is in its tile, and the sums of the previous chunk have been read
     float acc[64];
     wait_for(sm.S_full, it);
     {
@@ -241,7 +239,8 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
       wgmma_commit();
     }
     wait_for(sm.q_full,
-             it);  // here, or the sums are dealt out between the products, which then wait for them
+             it);  // here: otherwise the compiler would place the sums between the products, which
+                   // would wait for them
     end_sums(sm, parts, warp, late);
     wgmma_wait<0>();
     pin(acc);
@@ -266,7 +265,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
       wgmma_wait<0>();
       pin(acc);
     }
-    named_barrier(1, 128);  // all of do has been read; the sums are in place
+    named_barrier(1, 128);  // all of do has been read, and the sums are stored
     uint32_t vote = 0;
     if (warp == 0) {
       float sums = 0;
@@ -281,7 +280,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
       }
       vote = vote_on(__float_as_uint(sums));
     }
-    // When all warps have arrived, the next chunk's sums replace these.
+    // Once all warps have arrived, the sums of the next chunk overwrite these.
     arrive(sm.pairs_empty, lane == lane_of_vote(vote));
     store_gradient<T, 8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]),
                          lines, warp);
@@ -304,7 +303,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (threadIdx.x == 0) init_barriers<typename Kind::T>(sm);
   __syncthreads();
-  if constexpr (kCluster) cluster_sync();  // the other block's barriers are there
+  if constexpr (kCluster) cluster_sync();  // the other block has initialised its barriers
   if (warpgroup == 0) {
     set_registers<kSinglesRegisters, kLaunchRegisters>();
     if (warp == 0) {
@@ -325,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     set_registers<kPairRegisters, kLaunchRegisters>();
     pairs<Kind, kCluster>(sm, params, warp % 4);
   }
-  if constexpr (kCluster) {  // a block's barriers are there until the other has arrived
+  if constexpr (kCluster) {  // a block's barriers exist until the other block has arrived
     __syncwarp();
     cluster_sync();
   }

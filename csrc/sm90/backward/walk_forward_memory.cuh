@@ -1,5 +1,5 @@
-// Shared memory and barriers of the walk forward, and its single warps: what comes from memory and
-// goes there, <S, dS> and dx . v.
+// Shared memory and barriers of the walk forward, and its single warps, which load and store, and
+// make <S, dS> and dx . v.
 #pragma once
 #include "sm90/backward/copies.cuh"
 #include "sm90/backward/deal.cuh"
@@ -7,20 +7,21 @@
 
 namespace gdn::sm90::backward {
 
-// What the loader says of a chunk to those that wait for its k.
+// A chunk as the loader announces it to the roles that wait for its k.
 struct Announced {
-  int block;   // in scratch memory; -1: there are no more chunks
-  int begins;  // the number of the tile that begins here; -1: none does
-  // Where both walks are cut and the tile before forgets what it started from: the matrix of
-  // Scratch::starts that it is to have ended with; else -1.
+  int block;   // the chunk's block of scratch memory; -1: there are no more chunks
+  int begins;  // the number of the tile that begins with this chunk; -1: none does
+  // Where both walks are cut and the previous tile forgets its start: the matrix of Scratch::starts
+  // that its final state has to equal; else -1.
   int ended;
 };
 
-// The number of a 16 x 16 block of a lower triangle that has four strips of rows. In a block the
-// four matrices of stmatrix lie one behind the other.
+// The number of a 16 x 16 block of a lower triangle of four row strips. In a block the four
+// matrices of stmatrix are consecutive.
 GDN_DEVICE int key_block(int strip, int column) { return strip * (strip + 1) / 2 + column; }
 
-// Full and empty of each buffer; docs/backward.md has who fills and empties it.
+// Each buffer has a full and an empty barrier; docs/backward.md lists the roles that fill and empty
+// it.
 struct WalkMemory {
   alignas(1024) uint8_t k[2][2][kTileBytes];
   uint8_t q[2][kTileBytes];  // then dk
@@ -34,21 +35,22 @@ struct WalkMemory {
   uint8_t S[2][2][kTileBytes];
   uint8_t u[2][kTileBytes];
   uint8_t kk[10][512];      // lower k k^T, key_block
-  ChunkFactors factors[2];  // come and go with k
-  Announced chunk[2];       // so does this
+  ChunkFactors factors[2];  // loaded and released with k
+  Announced chunk[2];       // the same
   float column[4][kChunk], row[kChunk], own[kChunk];
   uint64_t k_full[2], k_empty[2], q_full, q_read, v_full, v_empty, do_full[2], dx_full, dx_empty,
       ds_full, ds_empty;
   uint64_t t_full, t_empty, pairs_full, pairs_empty, S_full, S_empty, u_full, u_empty, n_full,
       dk_full;
-  uint64_t dq_full[2];  // with one barrier two phases could end before the store sees one
-  uint64_t aside[3];    // of the loaders
+  uint64_t
+      dq_full[2];     // two: with one barrier two phases could end before the store sees the first
+  uint64_t aside[3];  // of the loaders
   uint64_t dq_there, dq_taken, dk_there, dk_taken, pairs_read[2];  // load_and_store
 };
 
 template <class T>
 GDN_DEVICE void init_barriers(WalkMemory& sm) {
-  // Arrivals. The loader's first lane alone gives out what has no rows to clear.
+  // Arrivals. For tiles without rows to zero the loader's first lane alone arrives.
   constexpr int kWarp = kWarpArrivals, kStates = 8 * kWarp, kPairs = 4 * kWarp;
   constexpr int kProducts = 2 * kWarp;  // <S, dS>: the warps that load q and do
   for (int i = 0; i < 2; ++i) {
@@ -79,7 +81,7 @@ GDN_DEVICE void init_barriers(WalkMemory& sm) {
   mbarrier_init_fence();
 }
 
-// All chunks of all tiles of this block, forward.
+// All chunks of all tiles of this block, in forward order.
 template <class Kind>
 struct ForwardWalk {
   const Params& params;
@@ -109,8 +111,8 @@ struct ForwardWalk {
   GDN_DEVICE int rows() const { return tile.length - c * kChunk; }
 };
 
-// kCut: this kernel may begin while the walk back goes on, and waits before it reads what the walk
-// back leaves.
+// kCut: this kernel may begin while the walk back runs, and waits before it reads results of the
+// walk back.
 template <class Kind, bool kCut>
 GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
   const bool lead = threadIdx.x % 32 == 0;
@@ -124,8 +126,8 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     wait_for(sm.k_empty[stage], it / 2 + 1);
     if (lead)
       sm.chunk[stage] = {int(block), walk.c == 0 ? walk.index : -1, walk.c == 0 ? ended : -1};
-    // A state that the forward has left is no guess, and then no job writes SegmentMaps::forgotten
-    // of a first segment.
+    // A state that the forward has left is not assumed, and then no job writes
+    // SegmentMaps::forgotten of a first segment.
     if (walk.c == 0 && params.maps.exist && !has_states(params)) {
       const bool forgets = params.maps.forgotten[walk.index] == kForgetsState;
       ended = forgets ? walk.index - walk.tile.n * slices_of<Kind>(params) : -1;
@@ -172,19 +174,20 @@ GDN_DEVICE void load_most(WalkMemory& sm, const Params& params) {
     }
     __syncwarp();
   }
-  // Else a launch without a chunk would end before the walk back, and the kernel behind it begin.
+  // Otherwise a launch without a chunk would end before the walk back, and the next kernel would
+  // begin.
   if (kCut && it == 0) wait_for_prerequisites();
   wait_for(sm.k_empty[it % 2], it / 2 + 1);
   if (lead) sm.chunk[it % 2] = {-1, -1, ended};
   arrive(sm.k_full[it % 2], lead);
 }
 
-// <S, dS> of a chunk over half of V, from their tiles, by a warp that waits else. Both tiles have
-// the same layout. Returns the chunk's block of scratch memory.
+// <S, dS> of a chunk over half of V, from their tiles, by a warp that would wait otherwise. Both
+// tiles have the same layout. Returns the chunk's block of scratch memory.
 template <class T>
 GDN_DEVICE int states_product(WalkMemory& sm, const Params& params, uint32_t it, int half) {
   const int lane = threadIdx.x % 32;
-  wait_for(sm.k_full[it % 2], it / 2);  // with the chunk's place
+  wait_for(sm.k_full[it % 2], it / 2);  // for the announced chunk
   const int block = sm.chunk[it % 2].block;
   wait_for(sm.ds_full, it);
   wait_for(sm.S_full, it);
@@ -218,9 +221,9 @@ GDN_DEVICE int states_product(WalkMemory& sm, const Params& params, uint32_t it,
   return block;
 }
 
-// The rows of a tile of two halves that a sequence has, where 64 would reach into the next one:
-// stored, or added to what is there, by a warp. `to`: the first row, of `lines` lines of 16 bytes;
-// `stride`: from row to row, in rows.
+// Stores `rows` rows of a tile of two halves, or adds them to memory, where all 64 would reach into
+// the next sequence. A warp calls it. to: the first row, of `lines` lines of 16 bytes; stride: from
+// row to row, in rows.
 template <bool kAdds>
 GDN_DEVICE void store_some_rows(const uint8_t (*tiles)[kTileBytes], uint4* to, int lines,
                                 int stride, int rows, int lane) {
@@ -247,17 +250,17 @@ GDN_DEVICE void store_some_rows(const uint8_t (*tiles)[kTileBytes], uint4* to, i
   __syncwarp();
 }
 
-// Loads do or q, in kStages stages, and stores dq or dk out of the same tile: with Sums::kLater
-// into the memory of the chunk's dS, which has been read before, else to `to`, where the second
-// block of a cluster adds.
+// Loads do or q, in kStages stages, and stores dq or dk from the same tile: with Sums::kLater to
+// the memory of the chunk's dS, which has been read, else to `to`, where the second block of a
+// cluster adds.
 //
 // With Sums::kCluster dq and dk of two value heads of a key head are added in global memory by the
 // two blocks that make them, a cluster: the first block stores its own, and the second one adds its
-// own to it. Both are rounded before and the sum is rounded, so that the sums have the bits of
-// head_sum_kernel. No warpgroup waits for the other block. The second block adds when the first one
-// has said that its store is complete (`there`), and so falls behind by the time that a store
-// takes. The first block loads its next chunk before it waits for what the second one has seen
-// (`taken`), of which it is at most a chunk ahead.
+// own to it. Both terms are rounded, and so is the sum: the sums have the bits of head_sum_kernel.
+// No warpgroup waits for the other block. The second block adds once the first block has signalled
+// that its store is complete (`there`), and is therefore later by the time of a store. The first
+// block loads its next chunk before it waits for the second block's signal (`taken`), and is at
+// most one chunk ahead.
 template <class Kind, int kStages, Sums kSums>
 GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUtensorMap& map,
                                uint8_t (*tiles)[2][kTileBytes], uint64_t* full,
@@ -268,7 +271,7 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
   const bool lead = threadIdx.x % 32 == 0, adds = kCluster && cluster_rank() == 1;
   uint4* const sums = static_cast<uint4*>(of_keys ? params.problem.dk : params.problem.dq);
   uint32_t aside_phase = 0, loaded = 0, it = 0;
-  // Of the chunks that are loaded: where they lie in `to`, and rows of the sequence from there on.
+  // A loaded chunk: its place in `to`, and the rows of the sequence from there on.
   struct Chunk {
     int row, rows, h, batch;
   } oldest = {}, newest = {};
@@ -290,8 +293,8 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
 #pragma unroll 1
   for (; it < loaded; ++it) {
     const int block = states_product<typename Kind::T>(sm, params, it, of_keys);
-    const Chunk chunk =
-        kStages == 1 || it + 1 == loaded ? newest : oldest;  // unused with Sums::kLater
+    // Unused with Sums::kLater.
+    const Chunk chunk = kStages == 1 || it + 1 == loaded ? newest : oldest;
     uint8_t (&tile)[2][kTileBytes] = tiles[it % kStages];
     wait_for(result_full[it % kStages], it / kStages);
     if constexpr (kCluster) {
@@ -343,8 +346,8 @@ GDN_DEVICE void load_and_store(WalkMemory& sm, const Params& params, const CUten
   if (lead) tma_store_wait();
 }
 
-// Of every token dx v, or dv v. A lane has two rows: lines of eight rows that lie in a column have
-// all banks.
+// dx v of every token, or dv v. A lane has two rows: a column of lines in eight rows covers all
+// banks.
 template <class Kind>
 GDN_DEVICE void values(WalkMemory& sm, const Params& params) {
   using T = typename Kind::T;

@@ -1,8 +1,8 @@
-// The state warpgroups of the walk forward: u and the state, for 64 channels of V, as in state.cuh;
-// then dk, for 64 channels of K:
+// The state warpgroups of the walk forward: u and the state for 64 channels of V, as in state.cuh;
+// then dk for 64 channels of K:
 //     dk = w u dS^T - beta 2^d (dx S^T) + N k + N^T k + dP^T q + own q
-// With w as in walk_back.cu, and with S before the chunk and dS behind it, both as they lie in
-// their tiles.
+// w is that of walk_back.cu, S the state before the chunk, and dS the gradient after it, both
+// rounded in their tiles.
 #pragma once
 #include "sm90/backward/segments/windows.cuh"
 #include "sm90/backward/state_step.cuh"
@@ -10,7 +10,7 @@
 
 namespace gdn::sm90::backward {
 
-// Sums over 64 columns of x * tile, for this thread's two rows, over its four lanes.
+// Row sums of x * tile for this thread's two rows, over its four lanes.
 template <class T, int kBlocks>
 GDN_DEVICE float2 row_sums(const float (&x)[8 * kBlocks], uint32_t tile, const Lines& lines,
                            int warp) {
@@ -34,7 +34,7 @@ GDN_DEVICE float2 row_sums(const float (&x)[8 * kBlocks], uint32_t tile, const L
   return make_float2(s0, s1);
 }
 
-// x + own * other, rounded, in row blocks: from `other`'s tiles to those of `to`.
+// Stores x + own * other, rounded, to the tiles `to`; `other`: tiles of the same rows.
 template <class T, int kBlocks>
 GDN_DEVICE void store_gradient(const float (&x)[8 * kBlocks], float own0, float own1,
                                uint32_t other, uint32_t to, const Lines& lines, int warp) {
@@ -54,7 +54,7 @@ GDN_DEVICE void store_gradient(const float (&x)[8 * kBlocks], float own0, float 
   __syncwarp();
 }
 
-// The state before a chunk, rounded, to its tile.
+// Writes the rounded state before a chunk to its tile.
 template <class T>
 GDN_DEVICE void give_state(const float (&S)[64], WalkMemory& sm, uint32_t it, int half, int warp) {
   wait_for(sm.S_empty, it + 1);
@@ -72,7 +72,7 @@ GDN_DEVICE void give_state(const float (&S)[64], WalkMemory& sm, uint32_t it, in
   arrive(sm.S_full, lane == 0);
 }
 
-// S after the chunk; its u and the S before it go to their tiles.
+// Advances S by a chunk; the chunk's u and the S before it are written to their tiles.
 template <class Kind>
 GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int half, int warp) {
   using T = typename Kind::T;
@@ -109,7 +109,7 @@ GDN_DEVICE void advance_state(float (&S)[64], WalkMemory& sm, uint32_t it, int h
   update_state<T>(S, u, factors, k_tile);
 }
 
-// dk of 64 channels of K. The state's update may be on its way.
+// dk of 64 channels of K. The update of the state may still run.
 template <class T>
 GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& params, uint32_t it,
                              int half, int warp) {
@@ -134,7 +134,7 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
     wgmma_commit();
   }
   wait_for(sm.ds_full, it);
-  wgmma_wait<1>();  // of the state's update, whose operands have registers that `given` needs
+  wgmma_wait<1>();  // for the update of the state, whose operands have registers that `given` needs
   pin(S);
   wait_for(sm.u_full, it);
   float given[32];
@@ -214,26 +214,28 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   arrive(sm.pairs_empty, lead);
   const uint32_t q = shared_address(sm.q[half]);
   wait_for(sm.q_read, it);
-  named_barrier(2 + half, 128);  // all of this half of q has been read
+  named_barrier(2 + half, 128);  // this half of q has been read by all
   store_gradient<T, 4>(acc, own0, own1, q, q, lines, warp);
   arrive(sm.dk_full, lead);
 }
 
-// The state that a segment but the first starts from, which the forward has left, in the frame.
+// Loads the state that a later segment starts from, which the forward has left, in the frame.
 template <class Kind>
 GDN_DEVICE void load_checkpoint(float (&S)[64], const Params& params, const BackTile<Kind>& tile,
                                 int half, int warp) {
   const ChunkForward& p = params.problem.forward;
-  const int64_t first = p.cu_seqlens ? sequence_bound(p, tile.n) : tile.n * p.T;  // token of all
+  const int64_t first = p.cu_seqlens ? sequence_bound(p, tile.n)
+                                     : tile.n * p.T;  // the sequence's first token in the call
   const int64_t row = first / params.problem.checkpoint_interval + tile.part - 1;
   load_matrix(S, state_of(params.problem.states, row * p.HV + tile.slice, half, warp));
   scale_state(S, exp2_approx(-params.scratch.G[int64_t{tile.chunk_index} * p.HV + tile.slice]));
 }
 
-// The state that a tile starts from, in the frame.
+// Loads the state that a tile starts from, in the frame.
 template <class Kind>
 GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int half, int warp) {
-  // What follows from them would be kept from tile to tile, in registers that there are not.
+  // Opaque to the compiler, which would otherwise keep values that depend on them across tiles, and
+  // spill.
   if constexpr (!Kind::kExact) asm volatile("" : "+r"(half), "+r"(warp));
   const BackTile<Kind> tile = forward_tile<Kind>(params, index);
   if (params.segment == 0 || tile.part == 0) {
@@ -245,7 +247,7 @@ GDN_DEVICE void begin_state(float (&S)[64], const Params& params, int index, int
   }
 }
 
-// Whether a segment that forgets has ended with the state that the next one has started from.
+// Compares the final state of a segment that forgets with the state that the next one started from.
 GDN_DEVICE void check_end(const float (&S)[64], const Params& params, int ended, int half,
                           int warp) {
   StateDifference difference;

@@ -1,5 +1,5 @@
-// The state alone, from a sequence's first chunk to where its last segment begins: what the
-// segments of the walk forward start from. A block has 64 channels of V.
+// The state alone, from a sequence's first chunk to the begin of its last segment: the states that
+// the segments of the walk forward start from. A block has 64 channels of V.
 #include <algorithm>
 
 #include "sm90/backward/copies.cuh"
@@ -21,7 +21,7 @@ struct Memory {
   uint64_t full[kStages], empty[kStages], aside;
 };
 
-// Sequences come in the order of the deal, if there is one: the longest first.
+// Sequences are in the order of the deal, if there is one: the longest first.
 template <class Kind>
 GDN_DEVICE BackTile<Kind> state_tile(const Params& params, int index) {
   if (const int* const order = params.scratch.order) {
@@ -32,7 +32,7 @@ GDN_DEVICE BackTile<Kind> state_tile(const Params& params, int index) {
   return back_tile<Kind, kTileParts>(params, index);
 }
 
-// Chunks before the last segment.
+// The number of chunks before the last segment.
 template <class Kind>
 GDN_DEVICE int chunks_before(const Params& params, const BackTile<Kind>& tile) {
   const int segment = *params.scratch.segment;
@@ -96,8 +96,8 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
       make_u<T, 4>(
           S, u, sm.factors[s], k_tile, shared_address(stage.v[0]), shared_address(stage.t), warp,
           lane,
-          // All is there; but the compiler deals c v out between the products, or sinks it behind
-          // them, and moves nothing across the wait of a barrier.
+          // All data has arrived. The waits keep c v in its place: the compiler would otherwise
+          // move it between or after the products.
           there, [](bool) {}, there, [] {}, [] {});
       update_state<T>(S, u, sm.factors[s], k_tile);
       wgmma_wait<0>();
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   static_assert(sizeof(Memory) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory& sm = *reinterpret_cast<Memory*>(raw);
-  // It was launched beside the walk back, and what comes next waits for this kernel only: its last
+  // This kernel overlaps with the walk back, and the next kernel waits for this one only: its last
   // block waits for both.
   const bool waits = blockIdx.x + 1 == gridDim.x;
   if (!waits && *params.scratch.segment == kWholeSequences) return;
@@ -151,8 +151,8 @@ const char* run_walk_states(Params& params, cudaStream_t stream) {
   params.tiles = p.N * each;
   int blocks = std::min(params.tiles, p.multiprocessors);
   if (params.scratch.order != nullptr) {
-    // A block a tile: the tiles that come first begin first, whenever the walk back leaves a
-    // multiprocessor. So many sequences at most have more than one segment.
+    // Each tile has a block: the first tiles begin first, as soon as the walk back frees a
+    // multiprocessor. longer: an upper bound on sequences of more than one segment.
     const int64_t longer = p.T / (int64_t{params.segment} * kChunk + 1);
     params.tiles = blocks = int(std::min<int64_t>(p.N, std::max<int64_t>(longer, 1))) * each;
   }

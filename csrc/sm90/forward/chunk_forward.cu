@@ -1,5 +1,5 @@
 // The launch of the chunked forward on Hopper: its scratch memory, and its kernels in their order.
-// forward_plan.h has how a call is cut up, and dispatch.h what is asked of these functions.
+// forward_plan.h plans a call, and dispatch.h has the contracts of these functions.
 #include "common/tensor_map.h"
 #include "sm90/entry.h"
 #include "sm90/forward/config.cuh"
@@ -24,7 +24,7 @@ const char* unsupported(const ChunkForward& p) {
   return nullptr;
 }
 
-// q and k over their norms, in the workspace.
+// Writes q and k over their norms to the workspace.
 template <class T, class Heads>
 const char* normalize(const ChunkForward& p, Rows& q, Rows& k, cudaStream_t stream) {
   constexpr int kLanes = Heads::kKeys / 8;
@@ -39,7 +39,7 @@ const char* normalize(const ChunkForward& p, Rows& q, Rows& k, cudaStream_t stre
   return check(cudaGetLastError());
 }
 
-// Of the maps, and of the states that segments start from.
+// Elements of the maps, and of the states that segments start from.
 template <class Heads>
 size_t segment_floats(const ChunkForward& p, const ForwardPlan& plan, size_t rows) {
   return size_t(plan.later_segments) * p.HV * rows * Heads::kKeys;
@@ -53,7 +53,7 @@ size_t start_floats(const ChunkForward& p, const ForwardPlan& plan) {
   return segment_floats<Heads>(p, plan, state_rows(p.V));
 }
 
-// Of SegmentBuffers::windows and ::marks.
+// Elements of SegmentBuffers::windows and ::marks.
 size_t window_ints(const ChunkForward& p, const ForwardPlan& plan) {
   return plan.forgets ? size_t(plan.later_segments) * p.HV : 0;
 }
@@ -61,11 +61,10 @@ size_t mark_ints(const ChunkForward& p, const ForwardPlan& plan) {
   return plan.forgets ? size_t(p.N) * p.HV * state_rows(p.V) / 64 : 0;
 }
 
-constexpr size_t kDealBytes =
-    256;  // Dealing::taken, or SegmentBuffers::choice, and what keeps the next array aligned
-size_t order_bytes(const ChunkForward& p) {
-  return size_t(ceil_div(p.HV, 64)) * 256;
-}  // SegmentBuffers::order
+// Dealing::taken or SegmentBuffers::device_cut, padded to the alignment of the next array.
+constexpr size_t kDealBytes = 256;
+// SegmentBuffers::order.
+size_t order_bytes(const ChunkForward& p) { return size_t(ceil_div(p.HV, 64)) * 256; }
 
 __global__ void __launch_bounds__(32, 1) set_to_zero(int* taken) {
   launch_dependents();
@@ -85,7 +84,7 @@ const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
     workspace += 2 * normalized_bytes(p);
   }
   const Rows o = pool ? pool->o : Rows{p.o, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V};
-  if (p.B * p.T > 0) {  // a map of nothing is refused, and is not needed
+  if (p.B * p.T > 0) {  // a tensor map of no elements is refused, and not needed
     if (const char* error = make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K)) return error;
     if (const char* error = make_map(&params.k, p.dtype, k, p.B, p.T, p.H, p.K)) return error;
     if (const char* error = make_map(&params.v, p.dtype, p.v, p.B, p.T, p.HV, p.V)) return error;

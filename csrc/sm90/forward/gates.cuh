@@ -1,5 +1,5 @@
-// The gates warp: from a chunk's gates and betas to the factors that the other roles use
-// (frame.cuh).
+// The gates warp: makes the factors that the other roles use (frame.cuh) from a chunk's gates and
+// betas.
 #pragma once
 #include "sm90/forward/walk.cuh"
 #include "sm90/tile/frame.cuh"
@@ -33,7 +33,7 @@ GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)
                             float& G, bool anew, int lane) {
   using T = typename C::T;
   using F = Frame<T>;
-  // From a NaN on (or a growth that fp32 does not hold) all is NaN, and nothing before it.
+  // From a NaN on, or a growth beyond fp32's range, all results are NaN, and none before it.
   const uint32_t bad0 = __ballot_sync(~0u, !(g[0] < kGrowthLimit));
   const uint32_t bad1 = __ballot_sync(~0u, !(g[1] < kGrowthLimit));
   const uint32_t up_to_here = ~0u >> (31 - lane);
@@ -65,7 +65,7 @@ GDN_DEVICE void write_gates(GateVectors& out, float (&g)[2], const float (&beta)
     f[i] = exp2_approx(x.d);
     left[i] = int(-x.d);
     if constexpr (F::kLiftsOutput) {
-      // P' u' comes first and is multiplied by 2^y; where q S' comes first (K over 128), it is
+      // P' u' comes first and is multiplied by 2^y. Where q S' comes first (K over 128), q S' is
       // multiplied by 2^d, and y is 0.
       r[i] = exp2_approx(C::kKeepsRounded ? x.e - x.y : x.e);
       lift[i] = exp2_approx(C::kKeepsRounded ? x.y : x.d);
@@ -108,8 +108,8 @@ GDN_DEVICE void gates_role(SharedMemory<C>& sm, const KernelParams& params) {
   if (more) next = load_gates(p, walk, lane);
   while (more) {
     float g[2], beta[2];
-    // The instructions of all roles share a small cache, and those of two states leave few
-    // registers.
+    // Not unrolled where there are two states: the roles share a small instruction cache, and few
+    // registers are left.
 #pragma unroll(C::kStates)
     for (int i = 0; i < 2; ++i) {
       const bool inside = 2 * lane + i < walk.rows();

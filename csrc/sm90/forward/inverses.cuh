@@ -1,13 +1,13 @@
-// The inverse warpgroups: T of every chunk, and P where the states do not make it.
+// The inverse warpgroups: T of every chunk, and P where the state warpgroups do not make it.
 #pragma once
 #include "sm90/forward/walk.cuh"
 #include "sm90/tile/triangles.cuh"
 
 namespace gdn::sm90 {
 
-// Zeroes the rows of a chunk's k that belong to the next sequence: their NaN would survive a
-// product with 0. Those of v are zeroed where v is read (state.cuh), and those of q only reach rows
-// of o that are not stored.
+// Zeroes the rows of a chunk's k that belong to the next sequence: a NaN in them would survive a
+// product with 0. The rows of v are zeroed where v is read (state.cuh), and the rows of q only
+// reach rows of o that are not stored.
 template <class C>
 GDN_DEVICE void clear_tail(SharedMemory<C>& sm, const Triangles<C>& own, int rows, int k_stage) {
 #pragma unroll 1
@@ -25,7 +25,7 @@ GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, in
   Ring<C::kQStages> q;
   float kk[32];
 
-  // To this warpgroup's next chunk, if there is one.
+  // Goes to this warpgroup's next chunk, if there is one.
   const auto next = [&] {
     bool more = true;
 #pragma unroll 1
@@ -36,8 +36,8 @@ GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, in
     }
     return more;
   };
-  // Issues k k^T of chunk `it`. After the last chunk its operand is stale and its result unused: a
-  // branch around it would make the compiler wait for it at once.
+  // Issues k k^T of chunk `it`. After the last chunk the operand is stale and the result unused:
+  // with a branch around the product the compiler would wait for it at once.
   const auto begin_chunk = [&](const Triangles<C>& own, bool exists) {
     if (exists) {
       wait(sm.k_full[it % C::kKStages], it / C::kKStages & 1);

@@ -13,7 +13,7 @@ namespace gdn::sm90 {
 
 template <class C>
 GDN_DEVICE void init_barriers(SharedMemory<C>& sm) {
-  // Arrivals; T of a chunk is made by one inverse warpgroup.
+  // Arrivals. One inverse warpgroup makes T of a chunk.
   constexpr int kStateWarps = 4 * C::kStates * kWarpArrivals, kInverseWarps = 4 * kWarpArrivals;
   const auto init = [](auto& full, int writers, auto& empty, int readers) {
     for (auto& bar : full) mbarrier_init(&bar, writers);
@@ -26,7 +26,7 @@ GDN_DEVICE void init_barriers(SharedMemory<C>& sm) {
   init(sm.p_full, kInverseWarps, sm.p_empty, kStateWarps);
   init(sm.gates_full, 32, sm.gates_empty, kStateWarps + kInverseWarps);
   init(sm.o_full, 4 * kWarpArrivals, sm.o_empty, kWarpArrivals);
-  // The gates' warp and those that store o; a single thread that loads v.
+  // The gates warp, the warps that store o, and a single thread that loads v.
   constexpr int kOtherReaders = (1 + C::kStates) * kWarpArrivals + C::kValuesApart;
   init(sm.tile_full, 1, sm.tile_empty, kStateWarps + C::kInverses * kInverseWarps + kOtherReaders);
   mbarrier_init_fence();
@@ -39,7 +39,7 @@ GDN_DEVICE void run_block(const KernelParams& params) {
   const int warp = __shfl_sync(~0u, thread_of<C>() / 32, 0), warpgroup = warp / 4;
 
   if (thread_of<C>() == 0) init_barriers(sm);
-  // Blocks above the diagonal are read and never written.
+  // The blocks above the diagonal are read, and never written.
   const auto clear = [](auto& tiles) {
     for (uint32_t i = thread_of<C>(); i < sizeof(tiles) / 16; i += C::kThreads)
       reinterpret_cast<uint4*>(tiles)[i] = make_uint4(0, 0, 0, 0);
@@ -49,10 +49,10 @@ GDN_DEVICE void run_block(const KernelParams& params) {
   clear(sm.p);
   if constexpr (C::kOneTile) {
     if (thread_of<C>() == 0) {
-      if (params.segments.leads) wait_for_prerequisites();  // for the choice of a cut
-      // Of the maps and the walk of the first segments, what is launched second may begin when all
-      // of the other has, and with the choice made; and what walks again beside the last of the
-      // later segments.
+      if (params.segments.leads) wait_for_prerequisites();  // for choose_cut
+      // The maps and the walk of the first segments overlap: the kernel that is launched second may
+      // begin once all blocks of the other have begun, with the cut chosen. The walk that repeats
+      // sequences overlaps with the last of the later segments.
       const SegmentBuffers& segments = params.segments;
       if (segments.group == SegmentGroup::kFirst ||
           (segments.group == SegmentGroup::kLater && segments.windows != nullptr))
@@ -64,10 +64,10 @@ GDN_DEVICE void run_block(const KernelParams& params) {
   fence_async_proxy();
   __syncthreads();
   if constexpr (C::kOneTile) {
-    // No kernel may end before the kernel that it runs beside, even when none of its tiles exists:
-    // what comes next waits for this kernel only. Loaders of segments wait when they are done. Of
-    // maps, and where there is no tile, the last block alone waits: a waiting block occupies a
-    // multiprocessor, and no later block needs this one.
+    // No kernel may end before the kernel that it overlaps with, even where none of its tiles
+    // exists: the next kernel waits for this kernel only. Loaders of segments wait at their end. In
+    // the pass of the maps, and where there is no tile, only the last block waits: a waiting block
+    // occupies a multiprocessor, and no later block needs that one.
     if ((C::kPass == Pass::kMaps || !sm.tiles[0].exists) && blockIdx.x == gridDim.x - 1 &&
         thread_of<C>() == 0)
       wait_for_prerequisites();
@@ -85,8 +85,8 @@ GDN_DEVICE void run_block(const KernelParams& params) {
     if (warp == kLoader) {
       if (thread_of<C>() == 0) {
         loader_role<C, true, !C::kValuesApart>(sm, params);
-        // It may not end before what it was launched beside: what comes next waits for this kernel
-        // only.
+        // This kernel may not end before the one that it overlaps with: the next kernel waits for
+        // this one only.
         if (C::kPass == Pass::kSegments || (C::kPass == Pass::kWhole && params.dealing.taken))
           wait_for_prerequisites();
       }
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   run_block<C>(params);
 }
 
-// Whole sequences, in blocks of either shape: a call has one of them.
+// Whole sequences, in blocks of either shape: all blocks of a call have one shape.
 template <class Both, class Halves>
 __global__ void __launch_bounds__(Halves::kThreads, 1)
     whole_sequences_kernel(const __grid_constant__ KernelParams params) {
@@ -123,8 +123,8 @@ __global__ void __launch_bounds__(Halves::kThreads, 1)
   bool halves = params.shape == BlockShape::kHalves;
   if (params.dealing.ordered) {
     find_order(params.problem, params.dealing, Halves::kThreads);
-    // A load whose address is the same in all threads: behind a branch that the compiler thinks
-    // threads may take apart it has no uniform registers, and the state's registers spill.
+    // The address of this load is the same in all threads. After a branch that the compiler takes
+    // for divergent there are no uniform registers, and the state's registers would spill.
     if (params.shape == BlockShape::kByLengths) halves = lengths_of_call().halves != 0;
   }
   if constexpr (!std::is_same_v<Both, Halves>) {

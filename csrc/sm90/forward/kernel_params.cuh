@@ -1,4 +1,4 @@
-// What the host hands to the kernels of the chunked forward.
+// The parameters of the chunked forward's kernels.
 #pragma once
 #include "common/ptx.cuh"
 #include "params.h"
@@ -18,12 +18,12 @@ struct SegmentBuffers {
   Cuts cuts;
   const DeviceCut* device_cut;  // ForwardPlan::cut_by_device; else null
   const int* order;    // with device_cut: the value heads, in the order of their maps' tiles
-  bool leads;          // the launch that reads device_cut first: its blocks wait for it
+  bool leads;          // this launch is the first that reads device_cut, and waits for it
   SegmentGroup group;  // Pass::kSegments
-  float*
-      maps;  // [later segments, HV, R + kMapRows, kKeys]: b, then M (its rows: K of what comes in)
-  float* starts;  // [later segments, HV, R, kKeys]: what a segment starts from
-  // Null unless ForwardPlan::forgets; forgetting.cuh has what they are for.
+  // [later segments, HV, R + kMapRows, kKeys]: b, then M, whose rows are channels of the start's K.
+  float* maps;
+  float* starts;  // [later segments, HV, R, kKeys]: the state that a segment starts from
+  // Null unless ForwardPlan::forgets, forgetting.cuh.
   int* windows;  // [later segments, HV]
   int* marks;    // [N, HV, R / 64]
 };
@@ -33,9 +33,10 @@ struct KernelParams {
   CUtensorMap q, k, v, o;
   ChunkForward problem;
   SegmentBuffers segments;
-  BlockShape shape;  // Pass::kWhole
-  Dealing dealing;   // Pass::kWhole
-  int tiles;  // of the grid: (sequence or segment, value head, map, part of V); unless Pass::kWhole
+  BlockShape shape;      // Pass::kWhole
+  Dealing dealing;       // Pass::kWhole
+  int tiles;             // of the grid: (sequence or segment, value head, map, part of V); not with
+                         // Pass::kWhole
   Divisor heads, group;  // HV, and value heads of a key head
   Pool pool;             // of C::kPool
 };

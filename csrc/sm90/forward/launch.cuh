@@ -1,4 +1,4 @@
-// The kernels of one kind of heads, and how a call launches them.
+// The kernels of one kind of heads, and their launches.
 #pragma once
 #include <algorithm>
 
@@ -11,15 +11,16 @@ namespace gdn::sm90 {
 
 // A tile a block.
 template <class C>
-const char* launch(KernelParams& params, int64_t tiles, cudaStream_t stream, bool beside) {
+const char* launch(KernelParams& params, int64_t tiles, cudaStream_t stream, bool overlaps) {
   if (tiles == 0) return nullptr;
   params.tiles = int(tiles);
-  // Neighbours share an instruction cache, which does not hold two kernels: in pairs they run one.
+  // Two neighbouring multiprocessors share an instruction cache, which does not hold two kernels:
+  // as a cluster of two blocks they run one.
   return launch_blocks(&chunk_forward_kernel<C>, params, ceil_div(tiles, 2) * 2, C::kThreads,
-                       sizeof(SharedMemory<C>), 2, beside, stream);
+                       sizeof(SharedMemory<C>), 2, overlaps, stream);
 }
 
-// Beside the kernel that sets Dealing::taken, if there is one.
+// Overlaps with the kernel that sets Dealing::taken, if there is one.
 template <class T, class Heads, bool kPool>
 const char* launch_whole(KernelParams& params, cudaStream_t stream) {
   using Halves = Config<T, Heads, 1, Pass::kWhole, kPool>;
@@ -36,22 +37,22 @@ const char* launch_whole(KernelParams& params, cudaStream_t stream) {
 template <class T, class Heads, bool kPool>
 const char* run_heads(KernelParams& params, const ForwardPlan& plan, cudaStream_t stream) {
   if (!plan.in_segments()) return launch_whole<T, Heads, kPool>(params, stream);
-  // Pairs of a sequence, or of a later segment, and a value head.
+  // Pairs of a sequence or later segment and a value head.
   const ChunkForward& p = params.problem;
   const int64_t pairs = int64_t{p.N} * p.HV, tiles = int64_t{plan.later_segments} * p.HV;
   using Maps = Config<T, Heads, Heads::kKeys == 256 ? 1 : 2, Pass::kMaps, kPool>;
   using Halves = Config<T, Heads, 1, Pass::kSegments, kPool>;
   using Both = Config<T, Heads, only_halves<Heads>() ? 1 : 2, Pass::kSegments, kPool>;
-  const auto walk = [&](SegmentGroup group, BlockShape shape, bool beside) {
+  const auto walk = [&](SegmentGroup group, BlockShape shape, bool overlaps) {
     params.segments.group = group;
     const int64_t some = group == SegmentGroup::kLater ? tiles : pairs;
     if (shape == BlockShape::kBoth)
-      return launch<Both>(params, some * value_parts<Both>(p), stream, beside);
-    return launch<Halves>(params, some * value_parts<Halves>(p), stream, beside);
+      return launch<Both>(params, some * value_parts<Both>(p), stream, overlaps);
+    return launch<Halves>(params, some * value_parts<Halves>(p), stream, overlaps);
   };
-  const auto map = [&](bool beside) {
+  const auto map = [&](bool overlaps) {
     const int64_t parts = value_parts<Maps>(p) + Maps::kMapRows / 64 / Maps::kStates;
-    return launch<Maps>(params, tiles * parts, stream, beside);
+    return launch<Maps>(params, tiles * parts, stream, overlaps);
   };
   const bool maps_first = plan.cuts.maps_first && tiles > 0;
   params.segments.leads = plan.cut_by_device;
@@ -64,7 +65,7 @@ const char* run_heads(KernelParams& params, const ForwardPlan& plan, cudaStream_
   if (const char* error = launch_blocks(&fold_kernel<Maps>, params, pairs * (p.V / kFoldRows),
                                         kFoldThreads, Fold<Maps>::kBytes, 1, false, stream))
     return error;
-  // Where the device chooses the shape, blocks of the other one find no tile.
+  // Where the device chooses the shape, blocks of the other shape have no tile.
   if (plan.cut_by_device && !only_halves<Heads>())
     if (const char* error = walk(SegmentGroup::kLater, BlockShape::kBoth, true)) return error;
   if (const char* error = walk(SegmentGroup::kLater, plan.shape, true)) return error;

@@ -10,8 +10,9 @@ namespace gdn::sm90 {
 
 struct KernelParams;
 
-// Null, or why it did not run. `params` has all but its tiles and parts. kPool: on a pool of
-// states, by kernels of their own, since instructions cost time even where they are not executed.
+// Returns null, or why it did not run. `params` is complete but for its tiles. kPool: with a pool
+// of states, which has kernels of its own, since instructions cost time even where they are not
+// executed.
 template <class T, class Heads, bool kPool>
 const char* run_heads(KernelParams& params, const ForwardPlan& plan, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// Shared memory of the chunked forward: what the roles of a block leave there for each other, and
-// how they wait for it.
+// Shared memory of the chunked forward: the buffers that the roles of a block exchange, and their
+// barriers.
 #pragma once
 #include "sm90/forward/config.cuh"
 #include "sm90/tile/gates.cuh"
@@ -9,12 +9,11 @@ namespace gdn::sm90 {
 // The rows of one sequence or segment, a value head, and a part of its columns.
 struct Tile {
   int n, hv, batch;
-  int part;     // of V: which 64 kStates channels
-  int segment;  // index of this segment among the later ones; of a first segment, of the one after
-                // it
-  int map;      // Pass::kMaps: 0 for b, 1 for M
-  bool exists;  // false: the block has no tile, or, of Pass::kWhole, no further one
-  bool begins, ends;  // its sequence begins, ends with it
+  int part;           // which 64 kStates channels of V
+  int segment;        // number among the later segments; a first segment has that of the next one
+  int map;            // Pass::kMaps: 0 for b, 1 for M
+  bool exists;        // false: the block has no tile, or with Pass::kWhole no further tile
+  bool begins, ends;  // whether its sequence begins, ends with it
   int first;          // its first row in the batch entry
   int length;         // rows
   int frame_begins;   // Pass::kSegments: the row at which the state's frame begins anew; -1, or
@@ -43,12 +42,11 @@ struct SharedMemory {
   uint64_t gates_full[C::kGateStages], gates_empty[C::kGateStages];
   uint64_t tile_full[C::kTileStages], tile_empty[C::kTileStages];  // unless C::kOneTile
   Tile tiles[C::kTileStages];
-  int stop[C::kStates]
-          [4];  // of a pool, a state's warps: rows left of the tile when the state is stored
+  int stop[C::kStates][4];  // with a pool, by warp: rows left of the tile when the state is stored
 };
 
-// A position in a ring of buffers: the phase flips each time round. A reader waits for `phase` on
-// the full barrier, a writer for the opposite on the empty one.
+// A position in a ring of buffers: the phase flips after each round. A reader waits for `phase` at
+// the full barrier, a writer for the opposite phase at the empty barrier.
 template <int N>
 struct Ring {
   int stage = 0;

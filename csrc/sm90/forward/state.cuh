@@ -1,10 +1,10 @@
-// A state warpgroup: 64 channels of V, all chunks of a sequence, with its part of the state in
+// A state warpgroup: 64 channels of V and all chunks of a sequence, with its part of the state in
 // registers.
 //
-// Everything is transposed: rows are channels of V, columns are channels of K (the state) or tokens
-// (all else). The state [64 x kKeys] fp32 is the accumulator of its update and, rounded, the
-// register operand of its reads. A thread holds rows 16 warp + lane/4 (+8), and of every 8 columns
-// 2 (lane % 4) (+1).
+// All matrices are transposed: rows are channels of V; columns are channels of K in the state, and
+// tokens elsewhere. The fp32 state [64 x kKeys] is the accumulator of its update and, rounded, the
+// register operand of its reads. A thread has rows 16 warp + lane/4 (+8), and columns 2 (lane % 4)
+// (+1) of every 8.
 #pragma once
 #include "sm90/forward/state_memory.cuh"
 #include "sm90/forward/walk.cuh"
@@ -20,7 +20,7 @@ struct State : StateMemory<C> {
       Memory::kSize, Memory::S;
   using Rounded = uint32_t[C::kKeepsRounded ? kSize / 2 : 1];  // S in 16 bits
 
-  // The state in the chunk's frame, and as an operand.
+  // Brings the state into the chunk's frame, and rounds it for its reads.
   GDN_DEVICE void enter(Rounded& Sb, const GateVectors& gates) {
     if (gates.pre != 1.f) scale(gates.pre);
     if constexpr (C::kKeepsRounded) {
@@ -33,8 +33,8 @@ struct State : StateMemory<C> {
     for (int i = 0; i < kSize; ++i) S[i] *= factor;
   }
 
-  // d [+]= S x^T for tiles x of 64 tokens x kKeys channels. Before these four: pin what they read
-  // and write, then wgmma_fence().
+  // d [+]= S x^T for tiles x of 64 tokens x kKeys channels. Callers of these four functions pin all
+  // operands in registers and call wgmma_fence() before.
   GDN_DEVICE void issue_read(float (&d)[32], const Rounded& Sb, uint32_t x, bool onto) {
     const Descriptor rows = k_major(x);
 #pragma unroll
@@ -42,9 +42,9 @@ struct State : StateMemory<C> {
       wgmma_rs_n64(T{}, d, Sb + 4 * i, rows.at(i / 4 * kTileBytes + i % 4 * 32), onto || i > 0);
   }
 
-  // x = S k^T and, for the output, o = S q^T, from a state that is rounded on the way: 32 columns
-  // at a time, into the registers that the last piece but one has been read from. Both at once: of
-  // two reads the compiler would keep all that it has rounded for the first.
+  // x = S k^T and, for the output, o = S q^T. The state is rounded 32 columns at a time, into the
+  // registers of the last piece but one. Both products are made together: with two separate reads
+  // the compiler would keep the whole rounded state of the first one.
   GDN_DEVICE void issue_reads(float (&x)[32], float (&o)[32], uint32_t k, uint32_t q) {
     const Descriptor k_rows = k_major(k), q_rows = k_major(q);
     uint32_t Sb[2][8];
@@ -66,8 +66,8 @@ struct State : StateMemory<C> {
     }
   }
 
-  // d [+]= y m^T for a triangle m. Its blocks above the diagonal are 0; to leave them out, with
-  // N = 48, 32, 16 in the later steps, makes ptxas serialise all WGMMA (operands that overlap).
+  // d [+]= y m^T for a triangle m. Blocks above the diagonal are 0, and are multiplied too: with N
+  // = 48, 32, 16 in the later steps ptxas would serialise all WGMMA (operands that overlap).
   GDN_DEVICE void issue_triangle(float (&d)[32], uint32_t (&y)[16], uint32_t m, bool onto) {
     const Descriptor rows = k_major(m);
 #pragma unroll
@@ -90,7 +90,7 @@ struct State : StateMemory<C> {
     }
   }
 
-  // x = c v - f (S k), in fp32 in place of S k and rounded for the product with T.
+  // x = c v - f (S k), in fp32 in the registers of S k, and rounded for the product with T.
   GDN_DEVICE void make_x(float (&x)[32], uint32_t (&rounded)[16], uint32_t v,
                          const GateVectors& gates, bool without_v) {
 #pragma unroll
@@ -113,7 +113,7 @@ struct State : StateMemory<C> {
     }
   }
 
-  // What tokens of a steep chunk give to the state: 2^(D - d) u'.
+  // u' of a steep chunk times 2^(D - d), as it is added to the state.
   GDN_DEVICE void decay_to_end(uint32_t (&u)[16], const GateVectors& gates) {
     const uint32_t decay = biased_power<T>(gates.decay);
 #pragma unroll
@@ -124,7 +124,7 @@ struct State : StateMemory<C> {
       for (int h = 0; h < 2; ++h) u[2 * j + h] = multiply(T{}, u[2 * j + h], factor);
     }
   }
-  // The part of o that comes first, in the units of the other.
+  // Brings the part of o that is computed first into the units of the other part.
   GDN_DEVICE void lift(float (&o)[32], const GateVectors& gates) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -137,7 +137,7 @@ struct State : StateMemory<C> {
     }
   }
 
-  // o = r O to its tile, for the store warp.
+  // Writes o = r O to its tile, for the store warp.
   GDN_DEVICE void emit(const float (&O)[32], const GateVectors& gates) {
     const uint32_t tile = shared_address(sm.o[warpgroup]) + tile_line;
 #pragma unroll
@@ -166,15 +166,15 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
   using F = Frame<T>;
   State<C> state(sm, params, warpgroup);
   const bool lead = state.lane == 0;
-  // A block of one tile walks a loop over the grid's tiles all the same: of a body that is known to
-  // run once ptxas allots registers otherwise, and at K = 256 some spill.
+  // A block of one tile has the loop over tiles too: ptxas allocates registers differently for a
+  // body that is known to run once, and at K = 256 some spill.
   const uint32_t first = C::kOneTile ? blockIdx.x : 0, step = C::kOneTile ? gridDim.x : 1;
   uint32_t it = 0;  // chunks so far
   uint32_t q = 0;   // stage of the chunk's q
   static_assert(kTStages == 2 && kPStages == 2);
   constexpr bool kStops = C::kPool && C::kOutput;
-  // Where P u' cannot have the units of q S', one of them is multiplied in between: P u', or q S'
-  // where that comes first.
+  // Where P u' cannot have the units of q S', the one that is computed first is multiplied before
+  // the other is added.
   constexpr bool kLiftsFirst = F::kLiftsOutput && C::kOutput && C::kKeepsRounded;
   constexpr bool kLiftsStatesPart = F::kLiftsOutput && C::kOutput && !C::kKeepsRounded;
   const auto more = [&](uint32_t turn) {
@@ -197,7 +197,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
     }
     float end = exp2_approx(Frame<T>::kTop);
     do {
-      int stop = 0;  // as far as this the chunks go, before the state is stored
+      int stop = 0;  // rows left where the state is stored next
       if constexpr (kStops) {
         stop = state.next_stop(tile_now(sm, turn), left);
         store_shared_4(shared_address(&sm.stop[warpgroup][warp]), stop);
@@ -208,12 +208,14 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         const uint32_t k = it % C::kKStages, v = it % C::kVStages;
         const GateVectors& gates = sm.gates[it % C::kGateStages];
         const uint32_t k_tile = shared_address(sm.k[k]);
-        float x[32] = {}, o[32] = {};  // defined each turn, or they would live from turn to turn
+        float x[32] = {},
+              o[32] = {};  // defined in each iteration, or they would be live across iterations
         typename State<C>::Rounded Sb;
         uint32_t u[16];
 
         wait(sm.gates_full[it % C::kGateStages], it / C::kGateStages & 1);
-        if (left < kChunk) wait(sm.t_full[pair], pair_phase);  // the tail is cleared
+        if (left < kChunk)
+          wait(sm.t_full[pair], pair_phase);  // the rows past the sequence's end are zeroed
         wait(sm.k_full[k], it / C::kKStages & 1);
         if constexpr (C::kStatesMakeP) {
           if (int(it % C::kStates) == warpgroup) {
@@ -235,7 +237,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
           wgmma_fence();
           state.issue_read(x, Sb, k_tile, false);
           wgmma_commit();
-          if (gates.post != 1.f) state.scale(gates.post);  // beside the product
+          if (gates.post != 1.f) state.scale(gates.post);  // while the product runs
         } else {
           if constexpr (C::kOutput) {
             wait(sm.q_full[q], it / C::kQStages & 1);
@@ -252,7 +254,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
           if constexpr (C::kOutput) pin(o);
           if (gates.post != 1.f) state.scale(gates.post);
         }
-        if (left < kChunk) {  // the rest of v is the next sequence's, perhaps NaN
+        if (left < kChunk) {  // the other rows of v belong to the next sequence, and may be NaN
           clear_rows<C>(sm.v[v][warpgroup], left);
           fence_async_proxy();
           named_barrier(kStateBarrier + warpgroup, 128);
@@ -318,7 +320,7 @@ GDN_DEVICE void state_role(SharedMemory<C>& sm, const KernelParams& params, int 
         }
         __syncwarp();
         arrive(sm.gates_empty[it % C::kGateStages], lead);
-        if constexpr (kStops)  // no register has been free for it
+        if constexpr (kStops)  // it had no register until here
           stop = load_shared_4(shared_address(&sm.stop[warpgroup][warp]));
         wgmma_wait<0>();
         pin(state.S);

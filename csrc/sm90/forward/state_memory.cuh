@@ -1,8 +1,8 @@
-// The state of a state warpgroup, in its registers, and where it comes from and goes to: the call's
-// own states, the slots of a pool, and what segments leave for each other in scratch memory.
+// The state of a state warpgroup in registers, and its loads and stores: the call's own states, the
+// slots of a pool, and the states and maps of segments in scratch memory.
 //
-// Transposed: rows are channels of V, columns are channels of K. A thread holds rows 16 warp +
-// lane/4 (+8), and of every 8 columns 2 (lane % 4) (+1).
+// The state is transposed: rows are channels of V, columns are channels of K. A thread has rows 16
+// warp + lane/4 (+8), and columns 2 (lane % 4) (+1) of every 8.
 #pragma once
 #include <cfloat>
 
@@ -36,13 +36,13 @@ struct StateMemory {
     return token * 128 + ((column ^ (token % 8)) * 16);
   }
 
-  // Row and column of S[0] in the whole state, transposed.
+  // The row and the column of S[0] in the whole transposed state.
   GDN_DEVICE int value_channel(const Tile& tile) const {
     return first_value_channel<C>(tile, warpgroup) + thread_of<C>() / 32 % 4 * 16 + lane / 4;
   }
   GDN_DEVICE int key_channel() const { return lane % 4 * 2; }
 
-  // This tile's map or start in the workspace, or where a first segment leaves the second's.
+  // The map of a segment in the workspace, and the state that the segment starts from.
   GDN_DEVICE int rows() const { return state_rows(values<C>(params.problem)); }
   GDN_DEVICE float* map_of(int segment, int hv, int map) const {
     return params.segments.maps +
@@ -65,7 +65,7 @@ struct StateMemory {
         S[i] = tile.map == 1 && row == column ? exp2_approx(-Frame<T>::kTop) : 0.f;
       }
     } else if (C::kPass == Pass::kSegments && !tile.begins) {
-      wait_for_prerequisites();  // the fold, or the later segments
+      wait_for_prerequisites();  // for the fold, or for the later segments
       const bool again = params.segments.group == SegmentGroup::kAgain;
       load_from(again ? map_of(tile.segment - 1, tile.hv, 0) : start_of(tile.segment, tile.hv), 1,
                 C::kKeys, tile);
@@ -117,8 +117,8 @@ struct StateMemory {
       }
     }
   }
-  // Whether columns 8 j to 8 j + 7 of this thread's first row, or of that so many further on, are
-  // the call's: K and V are multiples of 8.
+  // Whether the call has columns 8 j to 8 j + 7 of this thread's first row + rows_on: K and V are
+  // multiples of 8.
   GDN_DEVICE bool inside(const Tile& tile, int j, int rows_on) const {
     return 8 * j < params.problem.K && value_channel(tile) + rows_on < params.problem.V;
   }
@@ -133,7 +133,7 @@ struct StateMemory {
       store_to(p.ht + tile.n * p.ht_n + tile.hv * p.ht_h, p.ht_k, p.ht_v, tile, factor);
     }
   }
-  // kWhole: there is memory for rows and columns that are not the call's.
+  // kWhole: the memory has rows and columns past the call's own.
   template <bool kWhole = C::kExact>
   GDN_DEVICE void store_to(float* at, int64_t stride_k, int64_t stride_v, const Tile& tile,
                            float factor) const {
@@ -151,12 +151,12 @@ struct StateMemory {
     }
   }
 
-  // Whether the next segment may have started from another state than this one ends with.
+  // Whether the next segment started from an assumed state, which this segment has to check.
   GDN_DEVICE static bool has_guessed(const Tile& tile) {
     return unsigned(tile.frame_begins) < unsigned(tile.length);
   }
-  // Leaves the state that this segment ends with in place of its map, and marks the next segment
-  // where it started from another one. S goes around, as in store_row.
+  // Stores the final state of this segment in place of its map, and marks the next segment where
+  // that one started from a different state. S rotates by quarters, as in store_row.
   GDN_DEVICE void compare_with_next(const Tile& tile, float factor) {
     float most = 0.f;
 #pragma unroll
@@ -179,7 +179,7 @@ struct StateMemory {
           const int at = i % 2 + i / 2 * 8 * C::kKeys;
           const float x = S[4 * j + i] * factor;
           to[at] = x;
-          same &= fabsf(x - next[at]) <= enough;  // false of a NaN
+          same &= fabsf(x - next[at]) <= enough;  // false for a NaN
         }
       }
       go_around();
@@ -190,21 +190,21 @@ struct StateMemory {
       atomicMin(params.segments.marks + mark, tile.segment + 1);
   }
 
-  // ---- of a pool
+  // ---- with a pool of states
 
   GDN_DEVICE int64_t not_skipped(int64_t row) const {
     return row > params.pool.last_skipped ? row : -1;
   }
 
-  // at += by, and not as one of many multiples of it, each in registers of its own.
+  // at += by, opaque to the compiler: it would otherwise keep many multiples of `by` in registers.
   template <class At>
   GDN_DEVICE static void step(At*& at, int64_t by) {
     at += by;
     asm volatile("" : "+l"(at));
   }
 
-  // Loads S in four quarters, each of which comes in at the back of S: all loads at once would
-  // spill their addresses (K = 256 on a pool).
+  // Loads S in four quarters, each of which is appended at the back of S: the addresses of all
+  // loads at once would spill (K = 256 on a pool).
   template <class From>
   GDN_DEVICE void load_in_pieces(const From* at, int64_t stride_k, int64_t stride_v,
                                  const Tile& tile) {
@@ -226,7 +226,7 @@ struct StateMemory {
     }
   }
 
-  // What the tile starts from; -1: from zeros.
+  // The slot that the tile starts from; -1: zeros.
   GDN_DEVICE int64_t first_row(const Tile& tile) const {
     const Pool& pool = params.pool;
     if (pool.from.data == nullptr) return -1;
@@ -234,7 +234,7 @@ struct StateMemory {
     return not_skipped(slot_at(pool.read_slots, tile.n));
   }
 
-  // Tokens of the sequence before the last `left` of its tile.
+  // The number of the sequence's tokens before the last `left` of its tile.
   GDN_DEVICE int tokens_before(const Tile& tile, int left) const {
     const ChunkForward& p = params.problem;
     int tokens = tile.length - left;
@@ -242,13 +242,13 @@ struct StateMemory {
       tokens += tile.first - (p.cu_seqlens ? int(sequence_bound(p, tile.n)) : 0);
     return tokens;
   }
-  // How much of the tile is left where a state has to be stored, after `left`.
+  // The rows that are left of the tile where a state has to be stored next, after `left`.
   GDN_DEVICE int next_stop(const Tile& tile, int left) const {
     const int interval = params.pool.checkpoint_interval;
     return interval == 0 ? 0 : max(0, left - (interval - tokens_before(tile, left) % interval));
   }
-  // The state there: as a checkpoint, as the final state or the start of the second segment, or as
-  // both.
+  // Stores the state there: as a checkpoint, as the final state or the start of the second segment,
+  // or as both.
   GDN_DEVICE void store_at_stop(const Tile& tile, int left, float factor) {
     const Pool& pool = params.pool;
     if (is_skipped(pool, tile.n)) return;
@@ -264,7 +264,7 @@ struct StateMemory {
       if (row >= 0) store_row(to, row, tile, factor);
     }
   }
-  // -1: there is none.
+  // The slot of the final state, and of a checkpoint; -1: none.
   GDN_DEVICE int64_t final_row(const Tile& tile, int left) const {
     if (params.pool.to.data == nullptr) return -1;
     return left <= 0 && tile.ends ? not_skipped(slot_at(params.pool.write_slots, tile.n)) : -1;
@@ -285,16 +285,16 @@ struct StateMemory {
     return not_skipped(slot_at(pool.checkpoint_slots, tile.n * pool.checkpoint_columns + index));
   }
 
-  // To a row of states of any dtype. In four pieces, and S goes around for it, as registers have no
-  // index: all in one would be much code that is executed once in a while.
+  // Stores S to a row of states of any dtype, in four pieces between which S rotates, since
+  // registers have no index: without the loop there would be much code that seldom runs.
   GDN_DEVICE void store_row(const States& to, int64_t row, const Tile& tile, float factor) {
     const int size = to.dtype == Dtype::kFloat64 ? 8 : to.dtype == Dtype::kFloat32 ? 4 : 2;
     const int64_t next_k = to.k * size, next_8_v = to.v * size * 8;
     uint8_t* at = static_cast<uint8_t*>(to.data) +
                   (row * to.row + tile.hv * to.head + value_channel(tile) * to.v) * size +
                   key_channel() * next_k;
-    // Two channels of K that lie beside each other are stored at once: there are half as many
-    // stores, and each fills the sectors that it writes to.
+    // Two adjacent channels of K are stored at once: there are half as many stores, and each fills
+    // the sectors that it writes to.
     const bool in_pairs = C::kExact && to.dtype == Dtype::kFloat32 && to.k == 1 &&
                           reinterpret_cast<uintptr_t>(at) % 8 == 0;
     constexpr int kPiece = kSize / 4;
@@ -320,7 +320,7 @@ struct StateMemory {
       go_around();
     }
   }
-  // S, a quarter further on.
+  // Rotates S by a quarter.
   GDN_DEVICE void go_around() {
     constexpr int kPiece = kSize / 4;
     float piece[kPiece];
@@ -343,13 +343,15 @@ struct StateMemory {
     }
   }
 
-  // o of a sequence that is skipped, in this warpgroup's channels.
+  // Zeroes o of a skipped sequence, in this warpgroup's channels.
   GDN_DEVICE void zero_skipped(const Tile& tile) const {
     const ChunkForward& p = params.problem;
     if (!is_skipped(params.pool, tile.n)) return;
     const int64_t end = p.cu_seqlens ? sequence_bound(p, tile.n + 1) : p.T;
     int thread = thread_of<C>() % 128;
-    asm volatile("" : "+r"(thread));  // what is made of it would fill registers all along
+    asm volatile(
+        ""
+        : "+r"(thread));  // values that depend on it would occupy registers in the whole loop
     const int column = first_value_channel<C>(tile, warpgroup) + thread % 8 * 8;
     if (!C::kExact && column >= p.V) return;
 #pragma unroll 1

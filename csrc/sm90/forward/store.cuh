@@ -1,10 +1,10 @@
-// The warps that store o, and o of tokens that no sequence has.
+// The warps that store o, and zeros for o of tokens that no sequence has.
 #pragma once
 #include "sm90/forward/walk.cuh"
 
 namespace gdn::sm90 {
 
-// Rows of a sequence's last chunk, from a tile: a TMA store would write into the next sequence.
+// Stores the rows of a sequence's last chunk from a tile: TMA would write into the next sequence.
 template <class C>
 GDN_DEVICE void store_tail(const KernelParams& params, const Walk<C>& walk, const uint8_t* tile,
                            int first_column) {
@@ -50,15 +50,15 @@ GDN_DEVICE void store_role(SharedMemory<C>& sm, const KernelParams& params, int 
   if (lead) tma_store_wait();
 }
 
-// o of packed tokens that no sequence has, by the threads of the single warps.
+// Zeroes o of packed tokens that no sequence has, by the threads of the single warps.
 template <class C>
 GDN_DEVICE void zero_orphans(const KernelParams& params) {
   const ChunkForward& p = params.problem;
   if (p.cu_seqlens == nullptr) return;
-  // Of C::kOneTile not gridDim.x: launch() rounds the grid up to pairs, and the last block, which
+  // With C::kOneTile not gridDim.x: launch() rounds the grid up to pairs, and the last block, which
   // has no tile, takes no share.
   const int blocks = C::kOneTile ? params.tiles : gridDim.x;
-  if constexpr (C::kPool) {              // rows may lie apart: one a warp
+  if constexpr (C::kPool) {              // rows may not be contiguous: a warp has a row
     const int lines = values<C>(p) / 8;  // of a row of a head
     int64_t row = sequence_bound(p, p.N) + blockIdx.x * 4 + thread_of<C>() / 32;
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// Where the tiles of a call lie: which sequence or segment, value head and channels of V a tile
-// has, and which rows.
+// The tiles of a call: the sequence or segment, the value head, the channels of V and the rows of
+// each.
 #pragma once
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/kernel_params.cuh"
@@ -14,7 +14,7 @@ template <class C>
 GDN_HOST_DEVICE int values(const ChunkForward& p) {
   return C::kExact ? C::kKeys : p.V;
 }
-// How many parts V has, of 64 kStates channels each.
+// The number of parts of V, of 64 kStates channels each.
 template <class C>
 GDN_HOST_DEVICE int value_parts(const ChunkForward& p) {
   return (values<C>(p) + 64 * C::kStates - 1) / (64 * C::kStates);
@@ -26,12 +26,12 @@ GDN_DEVICE int64_t slot_at(const Slots& slots, int64_t i) {
                      : static_cast<const int32_t*>(slots.data)[i];
 }
 
-// Whether sequence n is skipped: its state to read is padding.
+// Whether sequence n is skipped, since its slot to read is padding.
 GDN_DEVICE bool is_skipped(const Pool& pool, int n) {
   return slot_at(pool.read_slots, n) <= pool.last_skipped;
 }
 
-// The sequence of a tile whose tile.n is set. One that is skipped has no length.
+// Sets the rows of a tile to the sequence tile.n. A skipped sequence has length 0.
 template <class C>
 GDN_DEVICE void locate_sequence(const KernelParams& params, Tile& tile) {
   const ChunkForward& p = params.problem;
@@ -43,13 +43,13 @@ GDN_DEVICE void locate_sequence(const KernelParams& params, Tile& tile) {
   }
 }
 
-// Not read from the cache of the multiprocessor: the kernel that writes it may run beside this
-// one's start.
+// Not read from the cache of the multiprocessor: the kernel that writes it may overlap with the
+// start of this one.
 GDN_DEVICE DeviceCut device_cut(const KernelParams& params) {
   const int4 words = __ldcg(reinterpret_cast<const int4*>(params.segments.device_cut));
   return {words.x, words.y, words.z};
 }
-// By the choice of choose_cut, or by the plan.
+// The lengths of segments, by choose_cut or by the plan.
 GDN_DEVICE SegmentLengths lengths_of_segments(const KernelParams& params) {
   if (params.segments.device_cut != nullptr) {
     const DeviceCut chosen = device_cut(params);
@@ -58,8 +58,7 @@ GDN_DEVICE SegmentLengths lengths_of_segments(const KernelParams& params) {
   return planned_lengths(params.problem, params.segments.cuts);
 }
 
-// The later segment of a tile whose tile.segment is set. Few sequences have segments: a loop will
-// do.
+// Sets a tile to the later segment tile.segment. Few sequences have segments: a loop is enough.
 template <class C>
 GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile, SegmentLengths lengths) {
   const ChunkForward& p = params.problem;
@@ -81,7 +80,7 @@ GDN_DEVICE void locate_segment(const KernelParams& params, Tile& tile, SegmentLe
   tile.length = 0;
 }
 
-// The number of the second segment of sequence n, if it has one.
+// The number of sequence n's second segment, if it has one.
 template <class C>
 GDN_DEVICE int second_segment(const KernelParams& params, int n, SegmentLengths lengths) {
   Tile tile;
@@ -94,10 +93,11 @@ GDN_DEVICE int second_segment(const KernelParams& params, int n, SegmentLengths 
   return segment;
 }
 
-// All of a sequence from its first marked segment on, for a tile whose n, hv and part are set.
+// Sets a tile whose n, hv and part are known to all rows from the sequence's first marked segment
+// on.
 template <class C>
 GDN_DEVICE void locate_again(const KernelParams& params, Tile& tile) {
-  wait_for_prerequisites();  // the later segments, which make the marks
+  wait_for_prerequisites();  // for the later segments, which make the marks
   const int parts = state_rows(values<C>(params.problem)) / 64;
   const int* const marks =
       params.segments.marks + (int64_t{tile.n} * params.problem.HV + tile.hv) * parts;
@@ -122,7 +122,7 @@ template <class C>
 GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
   const ChunkForward& p = params.problem;
   Tile tile;
-  // A map's parts are those of b, then those of M, whose rows are channels of K.
+  // The parts of a map are those of b, then those of M, whose rows are channels of K.
   const int of_values = value_parts<C>(p);
   const int parts = of_values + (C::kPass == Pass::kMaps ? C::kMapRows / 64 / C::kStates : 0);
   tile.part = index % parts;
@@ -157,7 +157,7 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
     }
   } else {
     locate_segment<C>(params, tile, lengths_of_segments(params));
-    // Nothing starts from the end of a last segment. Of later segments there is a launch for each
+    // A last segment needs no map, since no segment follows. Later segments have a launch for each
     // shape of blocks.
     const bool is_none = C::kPass == Pass::kMaps
                              ? tile.ends
@@ -176,13 +176,13 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
   return tile;
 }
 
-// Of V: the first of the 64 channels that a state warpgroup of the block owns in this tile.
+// The first of the 64 channels of V that a state warpgroup has in this tile.
 template <class C>
 GDN_DEVICE int first_value_channel(const Tile& tile, int warpgroup) {
   return (C::kStates == 1 ? tile.part : tile.part * C::kStates + warpgroup) * 64;
 }
 
-// 8 channels of o, which lie together.
+// The place of 8 contiguous channels of o.
 GDN_DEVICE uint4* o_line(const Pool& pool, int batch, int64_t row, int hv, int column) {
   const Rows& o = pool.o;
   const int64_t at = batch * o.batch + row * o.row + hv * o.head + column;

@@ -1,21 +1,21 @@
-// The walk of a role through the tiles of its block and the chunks of each.
+// The walk of a role over the tiles of its block and the chunks of each tile.
 //
-// The loader finds a block's tiles, one after another, and leaves each in shared memory for the
-// other roles: no other role searches for it, and blocks may be given their tiles while they run.
+// The loader finds the tiles of a block, one after another, and publishes each in shared memory. No
+// other role searches for a tile, and blocks can take their tiles while they run.
 #pragma once
 #include "sm90/forward/shared_memory.cuh"
 #include "sm90/forward/tiles.cuh"
 
 namespace gdn::sm90 {
 
-// The block's tile number `turn`, read anew: kept in registers it would be live through the loop.
+// Reads the block's tile number `turn` again: in registers it would be live during the whole loop.
 template <class C>
 GDN_DEVICE const Tile& tile_now(const SharedMemory<C>& sm, uint32_t turn) {
   asm volatile("" ::: "memory");
   return sm.tiles[C::kOneTile ? 0 : turn % C::kTileStages];
 }
 
-// Waits for the block's tile number `turn`, unless C::kOneTile. Returns whether there is such a
+// Waits for the block's tile number `turn`; not with C::kOneTile. Returns whether there is such a
 // tile.
 template <class C>
 GDN_DEVICE bool enter_tile(const SharedMemory<C>& sm, uint32_t turn) {
@@ -37,15 +37,15 @@ GDN_DEVICE void leave_tile(const SharedMemory<C>& sm, uint32_t turn) {
   }
 }
 
-// All chunks of all tiles of this block, in order: for the roles that carry nothing from a chunk to
+// All chunks of all tiles of this block, in order, for roles that carry nothing from one chunk to
 // the next.
 template <class C, Reader kReader = Reader::kWarp>
 struct Walk {
   SharedMemory<C>& sm;
   const KernelParams& params;
   uint32_t turn = 0;  // tiles so far
-  int index;          // of the tile, in the order in which they are taken; the loader's
-  int row = 0;        // of the chunk's first token, in the sequence
+  int index;    // of the tile, in the order in which blocks take them; the loader alone uses it
+  int row = 0;  // of the chunk's first token, in the sequence
 
   GDN_DEVICE Walk(SharedMemory<C>& s, const KernelParams& p)
       : sm(s), params(p), index(blockIdx.x) {}
@@ -73,10 +73,10 @@ struct Walk {
       return kPastEmpty ? begin() : enter_tile(sm, turn);
     }
   }
-  // As next(), but it stops at a tile without a chunk, where at_empty() holds and from which
-  // begin() goes on. A role needs it that looks for its next chunk before it has given out its
-  // result of the present one: the loader deals the fourth tile ahead when all roles have left the
-  // present tile, and the other roles leave it when they have that result.
+  // As next(), but stops at a tile without a chunk, where at_empty() holds and from which begin()
+  // goes on. A role that looks for its next chunk before it has published its result of the present
+  // one needs this: the loader publishes the fourth tile ahead once all roles have left the present
+  // tile, and the other roles leave it once they have that result.
   GDN_DEVICE bool next_or_empty() { return next<false>(); }
   GDN_DEVICE bool at_empty() const { return !C::kOneTile && tile().exists && tile().length == 0; }
   GDN_DEVICE int rows() const { return min(tile().length - row, kChunk); }
@@ -87,12 +87,12 @@ struct Walk {
     ++turn;
     row = 0;
     if constexpr (kReader == Reader::kLoader) {
-      // By now the loads of the tile's last chunk are issued, up to kKStages chunks before the
-      // states end with it: that is early enough for what this takes, and late enough for tiles of
-      // unlike length.
+      // The loads of the tile's last chunk have been issued, up to kKStages chunks before the
+      // states end with it. This hides the time of the atomic, and is late enough to balance tiles
+      // of different lengths.
       const int blocks = int(gridDim.x), block = int(blockIdx.x);
       if (params.dealing.taken) {
-        wait_for_prerequisites();  // the kernel that has set it to 0
+        wait_for_prerequisites();  // for the kernel that sets it to 0
         index = blocks + atomicAdd(params.dealing.taken, 1);
       } else {
         index = int(turn) * blocks + (turn % 2 ? blocks - 1 - block : block);

@@ -1,6 +1,6 @@
-// The kernel that chooses where a call's sequences are cut into segments, for the lengths and the
-// gates that the call has, so that a CUDA graph stays valid when these change; and the order of the
-// heads of its maps.
+// A kernel that chooses where the sequences of a call are cut into segments, by the lengths and the
+// gates of the call. A CUDA graph therefore stays valid when these change. The kernel also chooses
+// the order of heads in the launch of maps.
 #pragma once
 #include "sm90/plan/cut_time.cuh"
 #include "sm90/plan/forgetting.cuh"
@@ -13,17 +13,18 @@ struct ChooseCutParams {
   ChunkForward problem;
   CutCall cut;
   DeviceCut* choice;  // written
-  int* order;  // written: all value heads, those first that do not forget soon, whose maps take
-               // longest
+  int* order;  // written: all value heads; heads that do not forget soon come first, since their
+               // maps take longest
 };
-// Threads of a head, each with its share of the samples: more samples a thread wait for memory one
-// after the other.
+// kSamplers: threads of a head, each with its share of the samples. More samples in a thread would
+// wait for memory one after the other.
 constexpr int kChoiceThreads = 576, kSamples = 64, kSamplers = 16;
 static_assert(kChoiceThreads >= kMostDeviceCutHeads && kChoiceThreads >= Candidate::kAll &&
               kChoiceThreads % 32 == 0 && 32 % kSamplers == 0);
 
-// Whether a head's gates remember not much longer than plans reckon with: by the mean of kSamples
-// of them, spread over the call. By kSamplers neighbouring threads, all threads of a warp at once.
+// Whether a head's gates remember not much longer than plans assume, judged by the mean of kSamples
+// gates from all over the call. kSamplers neighbouring threads judge a head; all threads of a warp
+// call it.
 GDN_DEVICE bool forgets_soon(const ChunkForward& p, int hv, int lane) {
   constexpr float kMuch = 1.25f;
   const int64_t tokens = p.cu_seqlens ? sequence_bound(p, p.N) : p.T;
@@ -36,10 +37,11 @@ GDN_DEVICE bool forgets_soon(const ChunkForward& p, int hv, int lane) {
   }
 #pragma unroll
   for (int d = kSamplers / 2; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  return sum * kMuch * float(kChunk * kWindow) / float(kSamples) <= -kForgotten;  // not of a NaN
+  return sum * kMuch * float(kChunk * kWindow) / float(kSamples) <= -kForgotten;  // false for a NaN
 }
 
-// One block. Ties go to the lower candidate, so that the choice is the same on every run.
+// One block. Among equal times the candidate with the lowest number wins: the choice is the same on
+// every run.
 __global__ void __launch_bounds__(kChoiceThreads, 1)
     choose_cut(const __grid_constant__ ChooseCutParams call) {
   __shared__ int chunks[kMostOrdered];

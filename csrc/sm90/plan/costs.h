@@ -27,8 +27,8 @@ constexpr float kNoSegments = 2;    // the launches for segments where no sequen
 // walks sequences again.
 constexpr float kVerdict = 2, kAgain = 3;
 constexpr int kWindow = 15;  // chunks that a plan assumes a window to have
-constexpr float kOtherShape =
-    2;  // the launch of later segments in blocks of the shape that is not chosen
+// The launch of later segments in blocks of the shape that is not chosen.
+constexpr float kOtherShape = 2;
 constexpr float kChoice = 6;    // the kernel choose_cut
 constexpr float kNever = 1e9f;  // the time of a cut that is not possible
 

@@ -20,7 +20,7 @@ struct Cuts {
   static constexpr int kMost = 8;
   Cut choices[kMost];
   int count;
-  bool maps_first;  // maps take longer than the first segments, beside which they are walked
+  bool maps_first;  // maps are launched before first segments, since they take longer
 };
 
 // How many channels of V a block has in a call of whole sequences: 128, 64, or as the device

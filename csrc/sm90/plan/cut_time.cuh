@@ -1,5 +1,5 @@
-// What a call takes whose sequences are cut into segments, by a model of the time, for the host's
-// plans and for the kernel that chooses a cut; and the cuts that are looked at.
+// A model of the time of a call whose sequences are cut into segments, for the plans of the host
+// and for the kernel that chooses a cut; and the candidates for a cut.
 #pragma once
 #include "common/ptx.cuh"
 #include "sm90/plan/costs.h"
@@ -8,20 +8,21 @@
 
 namespace gdn::sm90 {
 
-// All that a cut's time depends on, beside the lengths and the cut.
+// All that the time of a cut depends on, apart from the lengths and the cut.
 struct CutCall {
   Costs costs;
   int heads, blocks;               // value heads; blocks that run at once
   int first_parts;                 // blocks of a first segment and head
-  int both_parts, half_parts;      // of a later one in blocks of either shape; no blocks of both: 0
+  int both_parts, half_parts;      // of a later segment, in blocks of either shape; both_parts is 0
+                                   // where there are no such blocks
   int value_map_parts, map_parts;  // of b; of b and M
   int later_segments;              // ForwardPlan::later_segments
   bool first_halves, forgets;
 };
 
-// A cut, and the shape of blocks of later segments. Candidates are numbers of segments, and ratios
-// of the first segment's length to the others', and no cut at all; then what lies near the best of
-// these. Each is one thread's.
+// A cut, and the shape of blocks of later segments. The grid of candidates has numbers of segments,
+// ratios of the first segment's length to the others', and no cut at all. A second round has the
+// neighbours of the best candidate. A thread of choose_cut has one candidate.
 struct Candidate {
   static constexpr int kNumbers = 32, kRatios = 8, kGrid = kNumbers * kRatios, kAll = 2 * kGrid + 1,
                        kNear = 9 * 9;
@@ -56,8 +57,8 @@ struct OneByOne {
   GDN_HOST_DEVICE EqualSequences operator()(int n) const { return {chunks[n], 1}; }
 };
 
-// The time of tiles that go, the longest first, to the block that is free first: its lower bounds,
-// and half of the shortest tile where there are more tiles than blocks.
+// Tiles that the blocks take, the longest first, whenever they are free. The time is estimated by
+// its lower bounds, and by half of the shortest tile where there are more tiles than blocks.
 struct Round {
   static constexpr int kKinds = 4;
   float time[kKinds], count[kKinds];
@@ -78,8 +79,8 @@ struct Round {
   }
 };
 
-// What a call takes with its sequences cut there, `share` of its heads forgetting; kNever where it
-// has too many segments. lengths: n kinds of them.
+// Microseconds of a call with this cut where `share` of the heads forget; kNever where the cut has
+// too many segments. lengths: of n kinds of sequences.
 template <class Lengths>
 GDN_HOST_DEVICE float cut_time(const CutCall& call, const Lengths& lengths, int n,
                                const Candidate& cut, float share) {

@@ -75,8 +75,8 @@ ForwardPlan or_cut_by_device(const ChunkForward& p, const ForwardPlan& so_far,
     }
   }
   if (later == 0 || time >= enough || time >= most) return so_far;
-  plan.later_segments =
-      std::min(later + later / 2, kMostForgetting);  // the best cut may have more of them
+  // The best cut may have more of them.
+  plan.later_segments = std::min(later + later / 2, kMostForgetting);
   return plan;
 }
 

@@ -51,8 +51,8 @@ class ForwardPlanner {
   }
 
  private:
-  static constexpr double kWorthIt =
-      0.95;  // a cut may take at most this share of the time of whole sequences
+  // A cut may take at most this share of the time of whole sequences.
+  static constexpr double kWorthIt = 0.95;
 
   // The host knows the lengths of uneven sequences only where the caller names the longest ones.
   bool knows_longest() const { return is_uneven_ && p_.longest[0] > 0; }
@@ -110,8 +110,8 @@ class ForwardPlanner {
 
   // Several packed sequences of which the host knows the longest.
   ForwardPlan known_lengths_plan() const {
-    constexpr double kUnevenWorthIt =
-        0.9;  // cuts of uneven lengths take a little longer than the model says
+    // Cuts of uneven lengths take a little longer than the model says.
+    constexpr double kUnevenWorthIt = 0.9;
     const SequenceLengths& lengths = lengths_[0];
     auto [best, time] = best_known_cut<Heads>(p_, lengths);
     double worth_it = kUnevenWorthIt, most = kUnbounded;
@@ -139,8 +139,8 @@ class ForwardPlanner {
   // any of them.
   ForwardPlan assumed_lengths_plan() const {
     constexpr double kMostLoss = 1.03;
-    constexpr double kLateBoth =
-        0.97;  // blocks of later segments have both halves where that takes at most this share
+    // Blocks of later segments have both halves where that takes at most this share.
+    constexpr double kLateBoth = 0.97;
     const double enough = kWorthIt * std::accumulate(whole_times_.begin(), whole_times_.end(), 0.);
     double bound = 0;
     for (const ChunkCounts& counts : counts_) bound += estimate_.least_in_segments(counts);

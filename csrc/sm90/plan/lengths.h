@@ -1,4 +1,4 @@
-// What a plan of the host knows of the lengths of sequences, or assumes: numbers of sequences with
+// The lengths of sequences that a plan of the host knows or assumes: numbers of sequences with
 // equally many chunks. No CUDA.
 #pragma once
 #include <algorithm>

@@ -13,8 +13,8 @@ class Schedule {
   }
   // Tiles that take equally long. At most kMostKinds calls may have a count above 0.
   void add(int64_t count, double time) {
-    const int64_t rounds =
-        std::max<int64_t>(count / multiprocessors_ - 1, 0);  // a tile for each multiprocessor
+    // A tile for each multiprocessor.
+    const int64_t rounds = std::max<int64_t>(count / multiprocessors_ - 1, 0);
     for (int i = 0; i < size_; ++i) groups_[i].free += double(rounds) * time;
     count -= rounds * multiprocessors_;
     while (count > 0) {

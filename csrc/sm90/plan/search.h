@@ -26,8 +26,8 @@ std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest
   constexpr double kRatios[] = {1, 1.25, 1.5,
                                 2, 3,    4};  // of the first segment's length to the others'
   constexpr int kSteps[] = {3, 1};            // chunks
-  const auto [uncut, lengths] =
-      candidate(longest, longest);  // with the launches for segments all the same
+  // With the launches for segments all the same.
+  const auto [uncut, lengths] = candidate(longest, longest);
   Cut best = uncut;
   double least = estimate.segments(lengths, best, late_halves, kUnbounded);
   const auto is_better = [&](int64_t first, int64_t rest) {

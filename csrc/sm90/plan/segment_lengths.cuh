@@ -1,4 +1,4 @@
-// How long the segments of a call are: by the cut that its lengths ask for.
+// The lengths of a call's segments, by the cut that was planned for lengths like those of the call.
 #pragma once
 #include "sm90/plan/cut.h"
 #include "sm90/tile/sequences.cuh"
@@ -11,14 +11,14 @@ struct SegmentLengths {
   GDN_HOST_DEVICE SegmentLengths(int first_chunks, int rest_chunks)
       : first(first_chunks * kChunk), rest(rest_chunks * kChunk) {}
   GDN_HOST_DEVICE explicit SegmentLengths(const Cut& cut) : SegmentLengths(cut.first, cut.rest) {}
-  // Of a sequence, behind its first.
+  // The segments of a sequence after its first one.
   GDN_HOST_DEVICE int later(int length) const {
     return length > first ? (length - first - 1) / rest + 1 : 0;
   }
 };
 
-// Of the cuts to choose from the first that was chosen for so long a sequence and so many segments.
-// Skipped sequences count, so that which they are changes no bits of another.
+// The segments of the first planned cut whose bounds hold for the call's lengths. Skipped sequences
+// count: which sequences are skipped changes no bits of the others.
 GDN_HOST_DEVICE SegmentLengths planned_lengths(const ChunkForward& p, const Cuts& cuts) {
   int longest = 0, choice = 0;
   const int N = cuts.count > 1 ? p.N : 0;

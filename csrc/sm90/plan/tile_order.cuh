@@ -1,6 +1,6 @@
 // The order in which the blocks of a packed call of whole sequences take their tiles, and the shape
-// of the blocks: each block finds both from cu_seqlens, so that a CUDA graph stays valid when its
-// contents change.
+// of the blocks. Each block finds both from cu_seqlens, and a CUDA graph therefore stays valid when
+// the offsets change.
 #pragma once
 #include "sm90/plan/cut.h"
 #include "sm90/tile/block.cuh"
@@ -8,14 +8,14 @@
 
 namespace gdn::sm90 {
 
-// What a block knows of the sequences of a packed call, in shared memory behind that of its roles.
+// The sequences of a packed call by length, in shared memory after that of the block's roles.
 struct Lengths {
-  // Of LeastTime::with, in the order of BlockShape: floats, which order as integers, since none is
-  // negative.
+  // Of LeastTime::with, in the order of BlockShape: the bits of floats, which order like integers
+  // since none is negative.
   int least[2];
   int all_chunks;
-  int halves;                    // whether blocks should own 64 channels of V, not 128
-  uint16_t order[kMostOrdered];  // the longest first, and as given among equal ones
+  int halves;                    // whether blocks have 64 channels of V, not 128
+  uint16_t order[kMostOrdered];  // the longest first; equal lengths in the order of the call
 };
 
 constexpr int kLengthsAt = kSharedBytes - int(sizeof(Lengths));
@@ -24,14 +24,14 @@ GDN_DEVICE Lengths& lengths_of_call() {
   return *reinterpret_cast<Lengths*>(raw_shared_memory + kLengthsAt);
 }
 
-// Least time in which blocks that take the longest tiles first can be done, by its bounds: the work
-// over the blocks; and, as j + 1 of the first j * blocks + 1 tiles are one block's, j + 1 times the
-// last of these.
+// Lower bounds of the time of blocks that take the longest tiles first: the work divided by the
+// blocks; and, since one block has j + 1 of the first j * blocks + 1 tiles, j + 1 times the last of
+// these tiles.
 struct LeastTime {
   float chunk, tile;  // microseconds, of Costs
-  int tiles, blocks;  // of a sequence; that run at once
+  int tiles, blocks;  // tiles of a sequence; blocks that run at once
   GDN_HOST_DEVICE float of_tile(int chunks) const { return float(chunks) * chunk + tile; }
-  // By the sequence that `rank` others come before.
+  // The bound by the sequence with this rank, the longest having rank 0.
   GDN_HOST_DEVICE float with(int chunks, int rank) const {
     return float(((rank + 1) * tiles - 1) / blocks + 1) * of_tile(chunks);
   }
@@ -40,15 +40,15 @@ struct LeastTime {
   }
 };
 
-// The address of the block's shared memory, read anew: one reading for find_order and for the roles
-// would be live throughout, and make the state's registers spill.
+// Reads the address of the block's shared memory again: a single read for find_order and for the
+// roles would be live in the whole kernel, and the state's registers would spill.
 GDN_DEVICE uint32_t shared_memory_now() {
   uint32_t address = shared_address(raw_shared_memory);
   asm volatile("" : "+r"(address));
   return address;
 }
 
-// Fills Lengths, by all threads of the block; the memory of its roles is not in use yet.
+// Fills Lengths. All threads of the block call it, before the memory of its roles is in use.
 GDN_DEVICE void find_order(const ChunkForward& p, const Dealing& dealing, int threads) {
   const uint32_t chunks = shared_memory_now(), out = chunks + kLengthsAt;
   const uint32_t least = out + offsetof(Lengths, least), all = out + offsetof(Lengths, all_chunks);

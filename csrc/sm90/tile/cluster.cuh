@@ -6,17 +6,17 @@ namespace gdn::sm90 {
 
 GDN_DEVICE uint32_t cluster_rank() {
   uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));  // read again where it is used
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));  // volatile: read where it is used
   return rank;
 }
-// The same place in the shared memory of the block with that rank.
+// The address of the same place in the shared memory of the block with this rank.
 GDN_DEVICE uint32_t address_in(uint32_t address, uint32_t rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-// At a barrier of another block. It says that this warp has seen a phase of a barrier, and
-// publishes no data: a release at cluster scope would be a MEMBAR of the whole GPU.
+// Arrives at a barrier of another block. The arrival says that this warp has seen a phase of a
+// barrier, and publishes no data: a release at cluster scope would be a MEMBAR of the whole GPU.
 GDN_DEVICE void arrive_there_if(uint32_t bar, bool condition) {
   asm volatile(
       "{.reg .pred p;\n"
@@ -25,7 +25,7 @@ GDN_DEVICE void arrive_there_if(uint32_t bar, bool condition) {
       "r"(int{condition})
       : "memory");
 }
-// The same where the other block will read what this one has written.
+// Arrives at a barrier of another block that reads data of this block after its wait.
 GDN_DEVICE void publish_there_if(uint32_t bar, bool condition) {
   asm volatile(
       "{.reg .pred p;\n"
@@ -34,7 +34,7 @@ GDN_DEVICE void publish_there_if(uint32_t bar, bool condition) {
       "r"(int{condition})
       : "memory");
 }
-// For what the other block has published.
+// Waits for data that another block has published.
 GDN_DEVICE void wait_for_there(const uint64_t& bar, uint32_t parity) {
   asm volatile(
       "{.reg .pred p;\n"

@@ -1,4 +1,5 @@
-// The frame of the state: in which power of two it is held, and the factors that follow for tokens.
+// The frame of the state: the power of two in which the state is held, and the factors of tokens
+// that follow from it.
 //
 // With g_i the chunk-local inclusive sum of log2 decays and a state S = 2^G S' before the chunk,
 // the chunk's equations
@@ -10,13 +11,13 @@
 //     o  = scale 2^(e - y) (2^(d + y) q S' + P' u'),  P'_ij = (q_i . k_j) 2^(y_i + d_i - d_j)
 //     S'_next = 2^D S' + sum_j 2^(D - d_j) k_j^T u'_j,    D = G + g_last - G1
 // with any y. In most chunks e = G + g, d = y = D = 0 and G1 = G + g_last: no matrix has a decay.
-// This holds exactly as long as G stays in a range that the dtype's exponent bears; S' is brought
-// back to the top of the range when a chunk would leave it.
+// This is exact as long as G stays in a range that the dtype's exponent covers; S' is brought back
+// to the top of the range where a chunk would leave it.
 //
 // A chunk whose own decay is wider than the range is *steep*. Its e_i stay below kSteepUnits + 1,
-// and what is left of the decay, d_i, is a whole number, so that every factor on a 16-bit operand
-// is an exact power of two. From one token to a later one e does not grow by more than 1: what is
-// flushed to 0 in A' or P' is then small beside u_j itself.
+// and the rest of the decay, d_i, is a whole number. Every factor on a 16-bit operand is therefore
+// an exact power of two. From one token to a later one e grows by at most 1: an entry of A' or P'
+// that is flushed to 0 is then small compared with u_j.
 #pragma once
 #include <cmath>
 
@@ -48,13 +49,13 @@ struct Frame<__half> {
 // The frame of one chunk.
 struct ChunkFrame {
   float G;      // of the state that the chunk reads
-  float enter;  // log2 of what S' is multiplied by to be in that frame
-  float D;      // log2 of what S' is multiplied by before the chunk's own tokens are added; whole
+  float enter;  // log2 of the factor that brings S' into that frame
+  float D;      // log2 of the factor of S' before the chunk's tokens are added; whole
   float next;   // G after the chunk
   bool steep;
 };
 
-// G: after the chunk before, or kTop; last: the log2 decay of the whole chunk; anew: the chunk
+// G: after the previous chunk, or kTop; last: the log2 decay of the whole chunk; anew: the chunk
 // reads a state at the top of the range, whatever G is.
 template <class T>
 GDN_HOST_DEVICE ChunkFrame chunk_frame(float G, float last, bool anew = false) {

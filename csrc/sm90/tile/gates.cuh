@@ -1,4 +1,4 @@
-// Gates and betas, from what a call has to decays and factors.
+// Gates and betas: their dtypes, their activations, and the factors of a chunk's tokens.
 #pragma once
 #include "common/ptx.cuh"
 #include "params.h"
@@ -11,7 +11,7 @@ constexpr float kLog2Floor = -160.f;   // LOG2_DECAY_FLOOR of gdn_triton/constan
 constexpr float kRcpLn2 = 1.4426950408889634f;
 constexpr float kSoftplusThreshold = 20.f;
 
-// A number as it lies in memory: 32 bits, or 16.
+// The bits of a number in memory: 32, or 16.
 GDN_DEVICE uint32_t load_bits(const void* base, int64_t offset, Dtype dtype) {
   if (dtype == Dtype::kFloat32) return static_cast<const uint32_t*>(base)[offset];
   return static_cast<const uint16_t*>(base)[offset];
@@ -21,8 +21,8 @@ GDN_DEVICE float to_float(uint32_t bits, Dtype dtype) {
   return __uint_as_float(dtype == Dtype::kBFloat16 ? bits << 16 : bits);
 }
 
-// log(1 + e^x); x itself above the threshold, as the formula of the models has it. Below
-// e^x = 1/16 by its series, above with what the rounding of 1 + e^x lost put back.
+// log(1 + e^x); x itself above the threshold, as in the formula of the models. Below e^x = 1/16 the
+// series is used, and above it the rounding error of 1 + e^x is added back.
 GDN_DEVICE float softplus(float x) {
   if (x > kSoftplusThreshold) return x;
   const float e = __expf(x);
@@ -32,7 +32,7 @@ GDN_DEVICE float softplus(float x) {
   return __logf(u) + __fdividef(e - (u - 1), u);
 }
 
-// The log2 decay of one token, held above the floor; a NaN stays one.
+// The log2 decay of one token, not below the floor; a NaN stays a NaN.
 GDN_DEVICE float log2_decay(const ChunkForward& p, float g, int hv) {
   if (p.use_gate) {
     if (p.dt_bias) g += p.dt_bias[hv];
@@ -47,22 +47,23 @@ GDN_DEVICE float activate_beta(const ChunkForward& p, float beta) {
   return (p.allow_neg_eigval ? 2.f : 1.f) / (1.f + __expf(-beta));
 }
 
-// What the gates make of a chunk's tokens; frame.cuh has the symbols e, d, y, D and G.
+// Factors of a chunk's tokens, made by the gates warp; frame.cuh defines the symbols e, d, y, D and
+// G.
 struct GateVectors {
   float4 x[kChunk / 2];  // of tokens 2 i, 2 i + 1: (c0, c1, f0, f1) in x' = c v - f (k S')
   float r[kChunk];       // o = r (q S' + P' u')
   float beta[kChunk];
-  // Of a steep chunk, powers of two that stay in the triangles: A'_ij has -left_i + left_j, P'_ij
-  // has score_i + left_j.
+  // In a steep chunk, exponents of the powers of two that stay in the triangles: A'_ij has -left_i
+  // + left_j, P'_ij has score_i + left_j.
   int16_t left[kChunk];   // -d
   int16_t score[kChunk];  // y + d, or d where P' u' is lifted
-  float
-      lift[kChunk];  // steep, fp16: 2^y, which multiplies P' u'; 2^d of q S' where that comes first
-  float pre;         // S' is multiplied by this before the chunk reads it,
-  float post;        // by this, 2^D, before it adds the chunk's u',
-  float end;         // and by this, 2^G, to be the state after the chunk.
-  int decay;         // D
-  int steep;         // the chunk's decay does not fit the frame
+  // Steep, fp16: 2^y, which multiplies P' u'; 2^d of q S' where that comes first.
+  float lift[kChunk];
+  float pre;   // S' is multiplied by this before the chunk reads it,
+  float post;  // by this, 2^D, before it adds the chunk's u',
+  float end;   // and by this, 2^G, to be the state after the chunk.
+  int decay;   // D
+  int steep;   // the chunk's decay does not fit the frame
 };
 
 }  // namespace gdn::sm90

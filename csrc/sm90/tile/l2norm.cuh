@@ -8,8 +8,8 @@ namespace gdn::sm90 {
 constexpr float kNormEps = 1e-6f;
 constexpr int kNormThreads = 256;
 
-// kLanes threads a row, of 8 channels each; blockIdx.y: q or k. K, unless it is 8 kLanes: a
-// multiple of 8 below that.
+// A row has kLanes threads of 8 channels each; blockIdx.y selects q or k. K is 8 kLanes, or a
+// smaller multiple of 8.
 template <class T, int kLanes, bool kExact>
 __global__ void __launch_bounds__(kNormThreads)
     l2norm_kernel(const __grid_constant__ Rows q, const __grid_constant__ Rows k, uint4* q_out,
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kNormThreads)
   uint4* const out = blockIdx.y == 0 ? q_out : k_out;
   const int64_t row = (int64_t{blockIdx.x} * kNormThreads + threadIdx.x) / kLanes;
   const int part = threadIdx.x % kLanes;
-  if (row >= rows) return;  // whole groups leave; the shuffles below stay within a group
+  if (row >= rows) return;  // whole groups of kLanes return: the shuffles below stay within a group
   const bool inside = kExact || part * 8 < K;
   const int64_t token = row / H;
   const int64_t at = token / T_ * x.batch + token % T_ * x.row + row % H * x.head + part * 8;

@@ -1,5 +1,5 @@
-// Products of the walk forward: what ptx.cuh has not. Each first product of a sum *defines* its
-// accumulator; one set to zero ahead would be pinned, and spilt.
+// WGMMA for the walks of the backward. The first product of a sum *defines* its accumulator: an
+// accumulator that is set to zero before would be pinned, and would spill.
 #pragma once
 #include "sm90/tile/wgmma.cuh"
 
@@ -44,8 +44,8 @@ namespace gdn::sm90 {
 GDN_PRODUCTS(__nv_bfloat16, "bf16")
 GDN_PRODUCTS(__half, "f16")
 
-// As pack, but made anew each time: a state is rounded twice a chunk, and the compiler would keep
-// the first.
+// As pack, but volatile: a state is rounded twice in a chunk, and the compiler would keep the first
+// result in registers.
 GDN_DEVICE uint32_t pack_again(__nv_bfloat16, float low, float high) {
   uint32_t r;
   asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -56,7 +56,7 @@ GDN_DEVICE uint32_t pack_again(__half, float low, float high) {
   asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-// Shared memory, not moved across other such accesses.
+// Stores to shared memory; the compiler does not move it across other accesses.
 GDN_DEVICE void store_float(uint32_t to, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
 }

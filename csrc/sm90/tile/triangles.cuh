@@ -1,11 +1,11 @@
-// The triangles of a chunk: T = (I + A)^-1 by the inverse warpgroups, P = q k^T by them or by the
-// states.
+// The triangles of a chunk, by a warpgroup: T = (I + A)^-1 and P = q k^T.
 //
-// Warp w owns rows 16 w to 16 w + 15 of q k^T and k k^T, as WGMMA leaves them. The inverse is built
-// from 8 x 8 diagonal blocks by substitution in fp32, those of 16 x 16 by
+// Warp w has rows 16 w to 16 w + 15 of q k^T and k k^T, in the layout of WGMMA's accumulators. The
+// inverse is built from 8 x 8 diagonal blocks by substitution in fp32; two of them make a 16 x 16
+// block by
 //     [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-(Y^-1 L) X^-1, Y^-1]]
-// and then each warp solves for a block column, in fp16 with fp32 sums. Blocks meet in shared
-// memory, in fp16.
+// and then each warp solves for a block column, in fp16 with fp32 sums. Warps exchange blocks
+// through shared memory, in fp16.
 #pragma once
 #include "sm90/tile/block.cuh"
 #include "sm90/tile/gates.cuh"
@@ -13,8 +13,8 @@
 
 namespace gdn::sm90 {
 
-// Where a lane's 16-byte line lies in a swizzled tile, for a 16 x 16 block (rows lane % 16, two
-// lines a row) and for an 8 x 8 block (rows lane % 8). The swizzle is an exclusive or with the row,
+// The place of a lane's 16-byte line in a swizzled tile, for a 16 x 16 block (row lane % 16, two
+// lines a row) and for an 8 x 8 block (row lane % 8). The swizzle is an exclusive or with the row,
 // and so is the step to another column block.
 struct Lines {
   uint32_t block, small;
@@ -55,7 +55,7 @@ GDN_DEVICE void clear_rows(uint8_t* tile, int rows) {
 template <class C>
 struct Triangles {
   using T = typename C::T;
-  const int named, lane, w;  // the warpgroup's barrier; w: warp of the warpgroup
+  const int named, lane, w;  // named: the warpgroup's barrier; w: the warp of the warpgroup
   const Lines lines;
   const uint32_t a_tile, inverse_tile;  // of an inverse warpgroup
 
@@ -88,7 +88,8 @@ struct Triangles {
     const int above = lane / 4 - lane % 4 * 2;  // row - column of the first
     return (above >= least ? 0xffffu : 0u) | (above > least ? 0xffff0000u : 0u);
   }
-  // A 16 x 16 block, packed, without what is not below its diagonal, or on it.
+  // Zeroes the entries of a packed 16 x 16 block above its diagonal (diagonal: the block lies on
+  // that of the tile).
   GDN_DEVICE static void keep_lower(uint32_t (&r)[4], uint32_t lower, bool diagonal) {
     const uint32_t all = diagonal ? 0u : ~0u;
     r[0] &= lower | all;
@@ -96,7 +97,8 @@ struct Triangles {
     r[3] &= lower | all;
   }
 
-  // Row strip w of a triangle: word(b, i) is word i of block column b, as WGMMA leaves them.
+  // Stores row strip w of a triangle: word(b, i) is word i of block column b, in the layout of
+  // WGMMA's accumulators.
   template <class Word>
   GDN_DEVICE void store_strip(uint32_t tile, uint32_t lower, const Word& word) const {
 #pragma unroll
@@ -109,9 +111,9 @@ struct Triangles {
       stmatrix_x4(lines.block_at(tile, w, b), r);
     }
   }
-  // The same for words of E, in a steep chunk times the decay that is left in the triangle;
-  // power(row) is that of a row. What is above the diagonal may become infinite or NaN, and is
-  // masked after.
+  // Stores words of type E, in a steep chunk times the decay that stays in the triangle; power(row)
+  // is the exponent of a row. Entries above the diagonal may become infinite or NaN, and are masked
+  // after that.
   template <class E, class Power, class Word>
   GDN_DEVICE void store_triangle(uint32_t tile, uint32_t lower, const GateVectors& gates,
                                  const Power& power, const Word& word) const {
@@ -120,8 +122,7 @@ struct Triangles {
       const auto* columns = reinterpret_cast<const uint32_t*>(gates.left);
       return multiply(E{}, x, power_of_two<E>(row, columns[8 * b + 4 * (i / 2) + lane % 4]));
     };
-    if constexpr (C::kStates ==
-                  2) {  // the instructions of a mild chunk lie together, and fetch no others
+    if constexpr (C::kStates == 2) {  // a mild chunk does not fetch the instructions of a steep one
       if (!gates.steep) {
         store_strip(tile, lower, word);
       } else {
@@ -129,8 +130,8 @@ struct Triangles {
         store_strip(tile, lower,
                     [&](int b, int i) { return times_decay(word(b, i), rows[i % 2], b, i); });
       }
-    } else {  // fewer instructions: blocks with two inverse warpgroups, one of them in each path,
-              // would fetch both
+    } else {  // fewer instructions: where two inverse warpgroups take different paths, a block
+              // fetches both
       uint32_t r[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) r[i] = word(i / 4, i % 4);
@@ -146,7 +147,7 @@ struct Triangles {
     }
   }
 
-  // Row strip w of A to scratch, in fp16.
+  // Stores row strip w of A to scratch memory, in fp16.
   GDN_DEVICE void store_a(const float (&kk)[32], const GateVectors& gates) const {
     const float beta[2] = {gates.beta[w * 16 + lane / 4], gates.beta[w * 16 + lane / 4 + 8]};
     store_triangle<__half>(
@@ -157,13 +158,13 @@ struct Triangles {
         });
   }
 
-  // Row strip w of P.
+  // Stores row strip w of P.
   GDN_DEVICE void store_p(const float (&qk)[32], uint32_t p_tile, const GateVectors& gates) const {
     store_triangle<T>(
         p_tile, lower(0), gates, [&](int row) { return gates.score[row]; },
         [&](int b, int i) { return pack(T{}, qk[8 * b + 2 * i], qk[8 * b + 2 * i + 1]); });
   }
-  // P from q k^T, which must be done, to its tile.
+  // Stores P to its tile, from a q k^T that has been waited for.
   GDN_DEVICE void finish_p(const float (&qk)[32], const uint8_t* p_tile,
                            const GateVectors& gates) const {
     store_p(qk, shared_address(p_tile), gates);
@@ -171,8 +172,8 @@ struct Triangles {
     __syncwarp();
   }
 
-  // The two 8 x 8 diagonal blocks of warp w. A lane owns one row x of a block's inverse:
-  // x (I + L) = e, from the last column to the first.
+  // Inverts the two 8 x 8 diagonal blocks of warp w. A lane has one row x of a block's inverse: x
+  // (I + L) = e, from the last column to the first.
   GDN_DEVICE void invert_8(uint32_t t_tile) const {
     const int block = 2 * w + lane / 8 % 2, row = lane % 8;
     float x[8];
@@ -200,7 +201,7 @@ struct Triangles {
     }
   }
 
-  // From 8 to 16 rows, warp w's own diagonal block.
+  // Merges the two inverses into that of warp w's 16 x 16 diagonal block.
   GDN_DEVICE void merge_8(uint32_t t_tile) const {
     const int low = 2 * w, high = 2 * w + 1;
     const uint32_t y = ldmatrix_x1(lines.small_at(inverse_tile, high, high));
@@ -214,9 +215,10 @@ struct Triangles {
     stmatrix_x1(lines.small_at(t_tile, high, low), pack(T{}, d[2], d[3]));
   }
 
-  // Block column j of the inverse, from the inverses D of the 16 x 16 diagonal blocks:
+  // Makes block column j of the inverse, from the inverses D of the 16 x 16 diagonal blocks:
   //     T_jj = D_j,  T_ij = -D_i (sum over j <= k < i of A_ik T_kj)
-  // Transposed, so that a block just made is the register operand of the next product.
+  // All products are transposed: a block that has just been made is the register operand of the
+  // next product.
   GDN_DEVICE void solve_column(int j, uint32_t t_tile) const {
     uint32_t y[3][4];  // -T_kj, transposed, k = j, j + 1, ...; D_j itself with its own sign
     {

@@ -1,9 +1,9 @@
 // WGMMA, the matrix products of a warpgroup on Hopper, one wrapper each. Names follow the PTX ISA.
 //
 // Operands in shared memory have the 128-byte swizzle that TMA writes: rows of 64 16-bit values.
-//   K-major (the row is the reduction): from 8 rows to the next 8 are 1024 bytes.
-//   MN-major (the column is the reduction): from 8 rows to the next 8 are 1024 bytes, from 64
-//   columns to the next 64 a whole tile of 64 rows.
+//   K-major (rows are reduced): 1024 bytes from 8 rows to the next 8.
+//   MN-major (columns are reduced): 1024 bytes from 8 rows to the next 8, a whole tile of 64 rows
+//   from 64 columns to the next 64.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -19,7 +19,7 @@ struct Descriptor {
   static constexpr uint32_t kHigh = 1u << 30 | 1024 >> 4;
   GDN_DEVICE Descriptor(uint32_t address, uint32_t lead)
       : low((address & 0x3ffff) >> 4 | lead >> 4 << 16) {}
-  // The descriptor of what lies so many bytes further on.
+  // The descriptor of an operand that lies so many bytes further on.
   GDN_DEVICE uint64_t at(uint32_t bytes) const {
     return uint64_t{kHigh} << 32 | (low + (bytes >> 4));
   }
@@ -29,12 +29,12 @@ GDN_DEVICE Descriptor mn_major(uint32_t address) { return {address, 8192}; }
 
 GDN_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 GDN_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most N groups are in flight.
+// Waits until at most N groups are in flight.
 template <int N>
 GDN_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// The compiler may not move accesses of these registers across this: they belong to WGMMA.
+// Keeps the compiler from moving accesses of these registers across this point: WGMMA uses them.
 template <int N>
 GDN_DEVICE void pin(float (&d)[N]) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// What the segments of both walks start from, out of their maps (segments/maps.cu): E_(j-1) = E_j
-// M_j + b_j from the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from the first one
-// to the last but one. The result replaces b.
+// The folds of the maps of segments/maps.cu into the states and gradients that segments start from:
+// E_(j-1) = E_j M_j + b_j from the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from
+// the first segment to the last but one. The result replaces b.
 #include "sm90/backward/copies.cuh"
 #include "sm90/backward/segments/map_halves.cuh"
 #include "sm90/backward/segments/windows.cuh"
@@ -9,38 +9,40 @@
 
 namespace gdn::sm90::backward {
 namespace {
-// A block has kFoldRows rows of V, and of a slice's blocks each kCluster are a cluster: of each
-// line, some of a matrix's rows, a block copies its share to all of them. A warp makes 16 columns
-// of the product by tensor cores, and one more copies. Of the products of two bf16 halves each,
-// that of both low ones is left out; all sums are in fp32. Larger clusters that are alone on their
-// multiprocessors would not all fit at once: a cluster lies in one group of multiprocessors.
+// A block has kFoldRows rows of V, and kCluster blocks of a slice are a cluster. A line is some
+// rows of a matrix; each block copies its share of every line to all blocks of the cluster. A warp
+// makes 16 columns of the product by tensor cores, and one more warp copies. Values are pairs of
+// bf16 halves, and the product of both low halves is left out; all sums are in fp32. Larger
+// clusters would not all fit at once where a block has a multiprocessor for itself: a cluster has
+// to lie in one group of multiprocessors.
 constexpr int kCluster = 2, kBlocks = kChannels / kFoldRows, kWarps = 8,
               kThreads = (kWarps + 1) * 32;
 constexpr int kLineValues = 2 * kMapLine * kMapPitch, kShare = kLineValues / kCluster;
 static_assert(kFoldRows == 16, "the rows of a product by tensor cores");
-constexpr int kColumns = 16;  // of a product, by a warp
-// Warps that read a line. Of the fold back it has rows of the products' right factor, M, and all
-// warps read it. Of the fold forward that factor is M^T: the line has columns of it.
+constexpr int kColumns = 16;  // columns of a product that a warp makes
+// The number of warps that read a line. In the fold back a line has rows of the right factor M, and
+// all warps read it. In the fold forward that factor is M^T, and the line has columns of it.
 GDN_DEVICE constexpr int readers(bool back) { return back ? kWarps : kMapLine / kColumns; }
-constexpr int kBarrier = 1;  // of the warps that make products
-// Lines on their way: of a block that has a multiprocessor for itself, and of two that share one.
+constexpr int kBarrier = 1;  // for the warps that make products
+// Buffers of lines: of a block that has a multiprocessor for itself, and of two blocks that share
+// one.
 constexpr int kStagesAlone = 11, kStagesOfTwo = 4;
 
 template <int kStages>
 struct Memory {
   uint16_t lines[kStages][2][kMapLine][kMapPitch];  // high and low values
-  uint16_t state[2][2][kFoldRows][kMapPitch];       // before a step, and behind it
-  uint32_t has_map[kMostFolds /
-                   32];  // a bit for each step: behind a segment that forgets, the state is b
-  uint64_t full[kStages], empty[kStages];  // empty: of all blocks
+  uint16_t state[2][2][kFoldRows][kMapPitch];       // before a step, and after it
+  // A bit for each step: after a segment that forgets, the state is b alone.
+  uint32_t has_map[kMostFolds / 32];
+  uint64_t full[kStages], empty[kStages];  // empty: counts all blocks
 };
 constexpr int kMultiprocessorBytes = 228 * 1024,
-              kReservedBytes = 1024;  // of which each block has so many more
+              kReservedBytes = 1024;  // reserved for each block
 static_assert(sizeof(Memory<kStagesAlone>) <= kSharedBytes, "shared memory of a block");
 static_assert(2 * (sizeof(Memory<kStagesOfTwo>) + kReservedBytes) <= kMultiprocessorBytes,
               "of two blocks");
 
-// The first step from i on with a matrix, or `steps`.
+// The first step with a matrix from i on, or `steps`.
 template <int kStages>
 GDN_DEVICE int step_from(const Memory<kStages>& sm, int steps, int i) {
   for (; i < steps; i = (i / 32 + 1) * 32) {
@@ -50,7 +52,7 @@ GDN_DEVICE int step_from(const Memory<kStages>& sm, int steps, int i) {
   return steps;
 }
 
-// By one thread: this block's share of all lines, to all blocks of the cluster.
+// Copies this block's share of all lines to all blocks of the cluster. One thread calls it.
 template <int kStages>
 GDN_DEVICE void copy_lines(Memory<kStages>& sm, const uint16_t* maps, int64_t next, int steps,
                            uint32_t rank) {
@@ -69,27 +71,27 @@ GDN_DEVICE void copy_lines(Memory<kStages>& sm, const uint16_t* maps, int64_t ne
   }
 }
 
-// `state`: this thread's part of the state before the first step. A thread has rows `row` and `row`
-// + 8, and of 8 columns two from `column` on, of the next 8 two more.
+// state: this thread's part of the state before the first step. A thread has rows `row` and `row` +
+// 8, and columns `column`, `column` + 1, `column` + 8 and `column` + 9.
 template <bool kBack, int kStages>
 GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps, int row,
                      int column, int warp, int lane) {
-  constexpr int kDepth = kBack ? kMapLine : kChannels;  // of the products with a line
+  constexpr int kDepth =
+      kBack ? kMapLine : kChannels;  // rows of the right factor in the products with a line
   const auto place = [](int r, int j) { return r * (8 * kChannels) + 8 * j; };
   const auto keep = [&](int at, int r, int j, float2 x) {
     const Split halves = split(x.x, x.y);
     *reinterpret_cast<uint32_t*>(&sm.state[at][0][row + 8 * r][column + 8 * j]) = halves.high;
     *reinterpret_cast<uint32_t*>(&sm.state[at][1][row + 8 * r][column + 8 * j]) = halves.low;
   };
-  // This lane's rows of 16 bytes for ldmatrix: of the state from the first channel of K, of a line
-  // from its first row.
+  // Offsets of this lane's 16-byte rows for ldmatrix, in the state and in a line.
   const uint32_t own_state = (lane % 16 * kMapPitch + lane / 16 * 8) * 2;
   const int map_row = kBack ? lane % 16 : warp * kColumns % kMapLine + lane / 16 * 8 + lane % 8;
   const int map_column = kBack ? warp * kColumns + lane / 16 * 8 : lane / 8 % 2 * 8;
   const uint32_t own_map = (map_row * kMapPitch + map_column) * 2;
   int line = kBack ? 0 : warp * kColumns / kMapLine;
-  int behind = -1, now = 0;  // behind: the step whose state is in sm.state[now]
-  float2 b[2][2];            // of the next step with a matrix
+  int behind = -1, now = 0;  // behind: the step after which the state is that in sm.state[now]
+  float2 b[2][2];            // b of the next step with a matrix
   const auto load_b = [&](int i) {
     if (i >= steps) return;
 #pragma unroll
@@ -103,7 +105,7 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
   for (int i = step_from(sm, steps, 0); i < steps;) {
     float* const before = state + i * next;
     const int following = step_from(sm, steps, i + 1);
-    float sum[2][4], low[2][4] = {};  // low: the products with a low value
+    float sum[2][4], low[2][4] = {};  // low: products with a low half
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -113,7 +115,7 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
       }
     }
     load_b(following);
-    named_barrier(kBarrier, kWarps * 32);  // the state is there
+    named_barrier(kBarrier, kWarps * 32);  // the state is in shared memory
 #pragma unroll 1
     for (int above = 0; above < kChannels; above += kDepth) {
       const int stage = line % kStages;
@@ -140,12 +142,12 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
         }
       }
       __syncwarp();
-      const uint32_t vote =
-          vote_on(__float_as_uint(low[0][0]));  // a sum of products with all of the line
+      // Depends on all that was read of the line.
+      const uint32_t vote = vote_on(__float_as_uint(low[0][0]));
       const uint32_t bar = shared_address(&sm.empty[stage]);
       if constexpr (kWarpArrivals == 1) {
-        const int first =
-            lane_of_vote(vote) == 1 ? kCluster : 0;  // of the lanes that arrive, one at each block
+        // The first of the lanes that arrive, one for each block.
+        const int first = lane_of_vote(vote) == 1 ? kCluster : 0;
         arrive_there_if(address_in(bar, lane % kCluster), lane / kCluster * kCluster == first);
       } else {
         for (int rank = 0; rank < kCluster; ++rank) arrive_there_if(address_in(bar, rank), true);
@@ -168,7 +170,7 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
   }
 }
 
-// Folds of a slice: that of the gradient alone where the forward has left the states.
+// The number of folds of a slice: only that of the gradient where the forward has left the states.
 GDN_HOST_DEVICE int folds_of(const Params& params) { return has_states(params) ? 1 : 2; }
 
 template <class Kind, int kStages>
@@ -188,8 +190,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     mbarrier_init_fence();
   }
   cluster_sync();
-  // By blocks without a step too: else this launch could end, and the next one begin, before the
-  // maps' has ended.
+  // Blocks without a step wait too: otherwise this launch could end, and the next one begin, before
+  // the launch of the maps has ended.
   wait_for_prerequisites();
   const int part = blockIdx.x % kBlocks;
   const int index = blockIdx.x / (ways * kBlocks);
@@ -224,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       fold<false>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane);
     }
   }
-  cluster_sync();  // no block ends while another one copies to it, or arrives at its barriers
+  cluster_sync();  // no block ends while another block copies to it or arrives at its barriers
 }
 }  // namespace
 
@@ -235,7 +237,8 @@ const char* run_segment_folds(const Params& params, cudaStream_t stream) {
   const auto launch = [&](auto* kernel, size_t bytes) {
     return launch_blocks(kernel, params, blocks, kThreads, int(bytes), kCluster, true, stream);
   };
-  // Else the first multiprocessors that the maps leave would get two blocks each, and others none.
+  // With the smaller buffers the first multiprocessors that the maps free would get two blocks
+  // each, and others none.
   if (blocks <= p.multiprocessors)
     return launch(&segment_folds_kernel<Kind, kStagesAlone>, sizeof(Memory<kStagesAlone>));
   return launch(&segment_folds_kernel<Kind, kStagesOfTwo>, sizeof(Memory<kStagesOfTwo>));

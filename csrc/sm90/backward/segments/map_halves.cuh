@@ -1,11 +1,11 @@
-// How a map lies in SegmentMaps::values: each fp32 value as the sum of a high and a low bf16 value,
-// which tensor cores take.
+// The layout of a map in SegmentMaps::values: each fp32 value is the sum of a high and a low bf16
+// value, for tensor cores.
 #pragma once
 #include "sm90/backward/layout.cuh"
 
 namespace gdn::sm90::backward {
 
-// Two fp32 values, each the sum of a high and a low bf16 value but for 2^-17 of it.
+// Two fp32 values, each the sum of a high and a low bf16 value to a relative error of 2^-17.
 struct Split {
   uint32_t high, low;
 };
@@ -15,13 +15,13 @@ GDN_DEVICE Split split(float x, float y) {
   return {high, pack(__nv_bfloat16{}, x - rounded.x, y - rounded.y)};
 }
 
-// A row of a map begins here with its high values. Its low ones are kMapLine rows further on.
+// The begin of a map's row of high values. The row of low values is kMapLine rows further on.
 GDN_DEVICE int map_row(int row) {
   return (row / kMapLine * (2 * kMapLine) + row % kMapLine) * kMapPitch;
 }
 
-// Of four lanes whose numbers differ in the lowest two bits, the lane with number i there gets word
-// i of each.
+// A transpose between four lanes whose numbers differ in the lowest two bits: lane i of the four
+// gets word i of each.
 GDN_DEVICE uint4 gather_words(uint32_t (&x)[4], int lane) {
 #pragma unroll
   for (int d = 1; d < 4; d *= 2) {
@@ -36,8 +36,8 @@ GDN_DEVICE uint4 gather_words(uint32_t (&x)[4], int lane) {
   return make_uint4(x[0], x[1], x[2], x[3]);
 }
 
-// A warp's 16 rows of a map from `row` on, in stores of 16 bytes. A lane has two rows, and of each
-// eight columns two, as the accumulators of WGMMA lie.
+// Stores a warp's 16 rows of a map from `row` on, 16 bytes at a time. A lane has two rows, and two
+// of every eight columns, the layout of WGMMA's accumulators.
 GDN_DEVICE void store_map(const float (&S)[64], uint16_t* map, int row, int lane) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -1,15 +1,16 @@
-// Few long sequences: both walks in segments that run side by side.
+// Both walks of few long sequences in segments that run concurrently.
 //
-// What a segment does to the transposed gradient of the state [128 of V, 128 of K] is affine, dS <-
-// dS M + b: b is the walk back through the segment from zeros, M that from the identity with a do
-// of zeros. What it does to the state is affine too, and there M is transposed. This kernel walks,
-// for every slice,
+// A segment transforms the transposed gradient of the state [128 of V, 128 of K] by an affine map,
+// dS <- dS M + b: b is the walk back through the segment from zeros, M the walk from the identity
+// with do = 0. It transforms the state by an affine map too, with the transpose of M. This kernel
+// walks, for every slice,
 //     kBack      segments but the first: b, from dht in the last one
 //     kMap       segments but the first and the last: M
 //     kForward   segments but the last: b of the state, from h0 in the first one; not where the
 //     forward has left the states
-// segments/folds.cu makes of them what the segments start from. All are in the frame of their
-// chunks, which is the sequence's. A block has a tile, each of its two warpgroups 64 rows of it.
+// segments/folds.cu folds them into the states and gradients that segments start from. All of them
+// are in the frame of the sequence's chunks. A block has a tile, and each of its two warpgroups 64
+// rows.
 #include "sm90/backward/copies.cuh"
 #include "sm90/backward/segments/map_halves.cuh"
 #include "sm90/backward/segments/windows.cuh"
@@ -26,20 +27,20 @@ static_assert(kSinglesRegisters + kStates * kStateRegisters <= (1 + kStates) * k
 struct Memory {
   struct alignas(1024) Stage {
     uint8_t k[2][kTileBytes], q[2][kTileBytes], values[2][kTileBytes], t[kTileBytes],
-        p[kTileBytes];  // values: do or v
+        p[kTileBytes];  // values: of do or v
   } stages[kStages];
   ChunkFactors factors[kStages];
   uint64_t full[kStages], empty[kStages], aside;
 };
-constexpr int kArrivals = 3;  // of the loader at `full`: for k, q and do
+constexpr int kArrivals = 3;  // arrivals of the loader at `full`: for k, q and do
 
 enum class Job { kBack, kMap, kForward };
 template <class Kind>
 struct MapTile : SegmentTile<Kind> {
   Job job;
   bool forgets;  // the walk begins from zeros, windows.cuh
-  int what;      // what the segment would forget, as in SegmentMaps::forgotten
-  // Whether this tile is the one of its segment that says what is forgotten.
+  int what;      // the value of SegmentMaps::forgotten if the segment forgets
+  // Whether this tile writes SegmentMaps::forgotten of its segment.
   GDN_DEVICE bool says() const {
     return this->length > 0 && job != Job::kMap &&
            (job == Job::kBack) == (what == kForgetsGradient);
@@ -50,8 +51,8 @@ inline int tiles_of(const Params& params) {  // at most
          (has_states(params) ? 2 : 3);
 }
 
-// The jobs of all sequences, by their kinds: lane n has how many of a kind sequences up to n have.
-// By a whole warp.
+// Counts of jobs by kind: lane n has the number of a kind in sequences up to n. A whole warp calls
+// it.
 struct Jobs {
   int later, maps;  // kBack, and as many kForward; kMap
   GDN_DEVICE explicit Jobs(const Params& params) {
@@ -69,7 +70,7 @@ struct Jobs {
 template <class Kind>
 GDN_DEVICE MapTile<Kind> map_tile(const Params& params, const Jobs& jobs, int index) {
   const int slices = slices_of<Kind>(params), all_later = __shfl_sync(~0u, jobs.later, 31);
-  int number = divide_by_slices<Kind>(params, index);  // of the tile, without the slice
+  int number = divide_by_slices<Kind>(params, index);  // the tile's number without its slice
   const int slice = index - number * slices;
   // The longest jobs come first.
   Job job = Job::kBack;
@@ -93,8 +94,8 @@ GDN_DEVICE MapTile<Kind> map_tile(const Params& params, const Jobs& jobs, int in
   static_cast<SegmentTile<Kind>&>(x) = segment_tile<Kind>(params, n, segment, slice);
   x.job = job;
   x.what = segment == x.last || has_states(params) ? kForgetsGradient : kForgetsState;
-  // All jobs of a segment add its decays in the same order: whether sums in two orders reach the
-  // limit may differ by the rounding of these sums, and a map would be read that no job has made.
+  // All jobs of a segment add its decays in the same order. Sums in two orders could differ by
+  // their rounding about the limit, and a fold would then read a map that no job has made.
   const int window = window_of<Kind>(params, x, true);
   if (window == 0) return x;
   x.forgets = true;
@@ -157,7 +158,7 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
         });
         load(params.q, stage.q, tile.h(params), 0, Nothing{});
         load(params.dO, stage.values, tile.hv(params), 0, Nothing{});
-      } else {  // of whole chunks, as a segment follows
+      } else {  // all chunks are whole, since a segment follows
         load(params.k, stage.k, tile.h(params), kBytes, load_factors);
         if (tile.job == Job::kForward) {
           load(params.v, stage.values, tile.hv(params), 0, Nothing{});
@@ -170,7 +171,7 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
   }
 }
 
-// dS through a chunk, walk_back.cu; kReads: with do.
+// A step of dS through a chunk, walk_back.cu; kReads: with do.
 template <bool kReads, class T>
 GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const ChunkFactors& factors,
                           int warpgroup, int warp) {
@@ -212,7 +213,7 @@ GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const Chun
 #pragma unroll
   for (int i = 0; i < 4; ++i) wgmma_rs_n64_mn(T{}, x, u + 4 * i, t_columns.at(i * 2048), 1);
   wgmma_commit();
-  // This takes no time of its own: the product with T_s is being made.
+  // The product with T_s runs meanwhile, and hides the time of this.
   if (factors.post != 1.f) scale_state(S, factors.post);
   if constexpr (kReads) {
     if (factors.steep) decay_do<T>(y, factors, lane);
@@ -279,7 +280,7 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int warpgroup, int warp) 
     const int64_t number = segment_index<Kind>(params, tile.n, tile.segment, tile.slice);
     const int64_t matrix = number * (kChannels * kChannels);
     const int64_t next = int64_t{slices_of<Kind>(params)} *
-                         (kChannels * kChannels);  // from a segment to the next one
+                         (kChannels * kChannels);  // elements from a segment to the next one
     float* to;
     if (tile.job == Job::kForward) {
       if (tile.segment == 0 && !tile.forgets) {
@@ -290,7 +291,9 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int warpgroup, int warp) 
       chunks([&](uint32_t s) {
         const auto& stage = sm.stages[s];
         const uint32_t k_tile = shared_address(stage.k);
-        const auto there = [&] { wait_for(sm.full[s], it / kStages); };  // again: walk_states.cu
+        const auto there = [&] {
+          wait_for(sm.full[s], it / kStages);
+        };  // again, as in walk_states.cu
         uint32_t u[16];
         make_u<T, 4>(
             S, u, sm.factors[s], k_tile, shared_address(stage.values[warpgroup]),
@@ -330,7 +333,7 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int warpgroup, int warp) 
   }
 }
 
-// A sequence of one segment has no job that says that nothing is forgotten. By a warp.
+// Writes SegmentMaps::forgotten of sequences of one segment, which have no job. A warp calls it.
 template <class Kind>
 GDN_DEVICE void say_of_short_ones(const Params& params) {
   const ChunkForward& p = params.problem.forward;
@@ -350,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory& sm = *reinterpret_cast<Memory*>(raw);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  launch_dependents();  // the folds, which wait for all of this
+  launch_dependents();  // the folds, which wait for the end of this kernel
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&sm.full[i], kArrivals * kWarpArrivals);

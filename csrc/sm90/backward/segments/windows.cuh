@@ -1,23 +1,23 @@
-// Segments of both walks (segments/maps.cu) that forget what they start from.
+// Segments of both walks (segments/maps.cu) that forget the state that they start from.
 //
-// What a segment does to the state and to its gradient is M x + b, and |M| is at most the product
-// of its decays where no key is longer than its beta allows. So where a segment decays by more than
-// 2^kForgotten, M is left out: the walk that finds b begins where what is left of the segment
-// decays by as much, from zeros, and b is what the next segment starts from. That is a guess, wrong
-// where keys are long, where a window adds next to nothing to the state, and where a NaN or an
-// infinity lies before the window, as in sm90/plan/forgetting.cuh. So each segment compares what it
-// ends with and what the next one has started from, and where they differ anywhere all sequences
-// are walked again, whole, both ways. All walks of a sequence have the same frames, so that they
-// differ by no more than the rounding of what is forgotten.
+// A segment maps the state, and its gradient, to M x + b, and |M| is at most the product of the
+// decays where no key is longer than its beta allows. Where a segment decays by more than
+// 2^kForgotten, M is therefore left out: the walk that finds b begins, from zeros, where the rest
+// of the segment decays by as much, and the next segment starts from b. This assumption is wrong
+// where keys are long, where a window adds almost nothing to the state, and where a NaN or an
+// infinity lies before the window, as in sm90/plan/forgetting.cuh. Each segment therefore compares
+// its final state with the start of the next one. Where any differ, all sequences are walked again,
+// whole, in both directions. All walks of a sequence have the same frames, and differ only by the
+// rounding of what is forgotten.
 #pragma once
 #include "sm90/backward/layout.cuh"
 #include "sm90/plan/forgetting.cuh"
 
 namespace gdn::sm90::backward {
 
-// How many chunks of a segment a walk forward or back has to begin before its end, for all before
-// to be forgotten; 0: not all is. Forward and back the decays are added in opposite orders. By a
-// whole warp.
+// The number of chunks before its end at which a walk through a segment, forward or back, may begin
+// because all before is forgotten; 0: not all is forgotten. The two directions add decays in
+// opposite orders. A whole warp calls it.
 template <class Kind>
 GDN_DEVICE int window_of(const Params& params, const SegmentTile<Kind>& tile, bool back) {
   const int lane = threadIdx.x % 32, count = tile.chunks(), HV = params.problem.forward.HV;
@@ -32,18 +32,19 @@ GDN_DEVICE int window_of(const Params& params, const SegmentTile<Kind>& tile, bo
       const float below = __shfl_up_sync(~0u, sum, d);
       if (lane >= d) sum += below;
     }
-    const uint32_t enough =
-        __ballot_sync(~0u, i < count && before + sum <= -kForgotten);  // never behind a NaN
+    // Never past a NaN.
+    const uint32_t enough = __ballot_sync(~0u, i < count && before + sum <= -kForgotten);
     if (enough != 0) return first + __ffs(enough);
     before += __shfl_sync(~0u, sum, 31);
   }
   return 0;
 }
 
-// How far a warp's share of a state, 16 channels of V, is from what the next segment was given.
+// The difference between a warp's part of a state, 16 channels of V, and the start of the next
+// segment.
 class StateDifference {
  public:
-  // given: this thread's first element, state_of.
+  // given: the thread's first element of the start, state_of.
   GDN_DEVICE void add(const float (&S)[64], const float* given) {
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
@@ -52,15 +53,15 @@ class StateDifference {
       add(S[2 * j + 1], x.y);
     }
   }
-  // Puts down that they differ, by a whole warp.
+  // Counts a difference in `wrong`. A whole warp calls it.
   GDN_DEVICE void judge(int* wrong) const {
-    // Numbers that are not negative are in the order of their bits.
+    // Non-negative floats order like their bits.
     const float most = __int_as_float(__reduce_max_sync(~0u, __float_as_int(most_)));
     const float apart = __int_as_float(__reduce_max_sync(~0u, __float_as_int(apart_)));
     const bool same = __all_sync(~0u, finite_) && apart <= kSameStart<__nv_bfloat16> * most;
     if (!same)
       atomicAdd(wrong,
-                1);  // by all lanes: with one lane chosen, the walk forward spills a register
+                1);  // by all lanes: with a choice of one lane the walk forward spills a register
   }
 
  private:

@@ -1,17 +1,17 @@
-// Of the walks of wide keys: shared memory and barriers, and the single warps, which load, make the
-// factors of tokens and store.
+// Shared memory and barriers of the walks of wide keys, and their single warps, which load, make
+// the factors of tokens, and store.
 #pragma once
 #include "sm90/backward/copies.cuh"
 #include "sm90/backward/layout.cuh"
 
 namespace gdn::sm90::backward {
 
-constexpr int kHalves = 2, kKeyTiles = 4;  // of K: 128 channels each; 64 channels each
+constexpr int kHalves = 2, kKeyTiles = 4;  // of K: halves of 128 channels, tiles of 64 channels
 
 template <class Type, int kStates_>
 struct Wide {
   using T = Type;
-  static constexpr int kStates = kStates_;  // warpgroups, of 64 channels of V each
+  static constexpr int kStates = kStates_;  // state warpgroups, of 64 channels of V each
   static constexpr int kThreads = 128 * (1 + kStates);
   static constexpr int kSinglesRegisters = kStates == 1 ? 64 : 40, kStateRegisters = 232;
   static constexpr int kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
@@ -21,11 +21,12 @@ struct Wide {
 struct WideParams {
   CUtensorMap q, k, v, dO, A_inv, A_qk, h, dh, v_new, dx;
   BackwardWalks problem;
-  int tiles, parts, chunks_of_batch;  // of one way; of V; of a batch entry, if padded
-  Divisor heads, group, by_parts;     // HV, value heads of a key head, parts
+  int tiles, parts,
+      chunks_of_batch;  // tiles of one direction; parts of V; chunks of a padded batch entry
+  Divisor heads, group, by_parts;  // HV, value heads of a key head, parts
 };
 
-// Of a chunk's tokens; those past the sequence's end have zeros.
+// The factors of a chunk's tokens; zeros past the sequence's end.
 struct WideFactors {
   float4 x[kChunk / 2];  // of tokens 2 i, 2 i + 1: beta, beta, beta 2^g, beta 2^g
   float end[kChunk];     // 2^(g_last - g)
@@ -51,7 +52,7 @@ struct WideMemory {
   uint64_t aside;  // of the loader
 };
 
-// Of a block: chunks of a sequence, in the order of its walk.
+// The tile of a block: the chunks of a sequence, in the order of the walk.
 template <bool kBack>
 struct WideTile {
   int n, hv, h, batch, first, length, v;  // v: the first channel of V

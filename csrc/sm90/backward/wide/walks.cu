@@ -1,12 +1,13 @@
-// Both walks over the states of heads of more than 128 channels of K, up to 256: forward h, the
-// state before each chunk, and v_new; back dh, the gradient of the state behind each chunk, and dx.
-// The other steps of such a backward are Triton's, whose tensors these are (docs/backward.md).
+// Both walks over the states of heads with 129 to 256 channels of K: the walk forward makes h, the
+// state before each chunk, and v_new; the walk back makes dh, the gradient of the state after each
+// chunk, and dx. Triton's kernels do the other steps of such a backward, in the same tensors
+// (docs/backward.md).
 //
 // Transposed as in state.cuh. The states are in no frame: with A_inv and A_qk strictly lower,
 //     x = beta (v - 2^g k h)    v_new = x + A_inv x    h <- 2^g_last h + k^T 2^(g_last - g) v_new
 //     du = A_qk^T do + own do + 2^(g_last - g) k dh    dx = du + A_inv^T du
 //     dh <- 2^g_last dh + q^T scale 2^g do - k^T beta 2^g dx
-// A block has a sequence, value head and 64 or 128 channels of V, and walks one way.
+// A block has a sequence, a value head, 64 or 128 channels of V, and one direction.
 #include <cmath>
 
 #include "common/tensor_map.h"
@@ -19,7 +20,7 @@
 
 namespace gdn::sm90::backward {
 namespace {
-// A lane's values [64 of V, 64 tokens], transposed, in 16 bits.
+// Reads a lane's part of transposed values [64 of V, 64 tokens] in 16 bits.
 GDN_DEVICE void read_values(uint32_t (&y)[16], uint32_t tile, uint32_t line) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -35,8 +36,8 @@ GDN_DEVICE void round_values(uint32_t (&y)[16], const float (&x)[32]) {
   for (int i = 0; i < 16; ++i) y[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
 }
 
-// x = S k^T, on its way, from a state that is rounded 32 channels of K at a time; what is rounded
-// goes to its tile too.
+// Issues x = S k^T. The state is rounded 32 channels of K at a time, and each piece is written to
+// the state's tile too.
 template <class T>
 GDN_DEVICE void read_state(float (&x)[32], const float (&S)[kHalves][64], uint32_t k_tile,
                            uint32_t state_tile, uint32_t line) {
@@ -85,7 +86,7 @@ struct WideState {
   const WideParams& params;
   const int warpgroup, warp;
 
-  // What begins, or ends, at a sequence's end: 128 channels of K at a time.
+  // Runs a load or store of the state at an end of a sequence, 128 channels of K at a time.
   template <class Do>
   GDN_DEVICE void in_halves(float (&S)[kHalves][64], const WideTile<kBack>& tile,
                             const Do& run) const {
@@ -128,7 +129,7 @@ struct WideState {
     });
   }
 
-  // The state to its tile, and x = S k^T on its way.
+  // Writes the state to its tile, and issues x = S k^T.
   GDN_DEVICE void read(float (&x)[32], float (&S)[kHalves][64], uint32_t it, uint32_t line) const {
     wait_for(sm.of_state[warpgroup].empty, it + 1);
     read_state<T>(x, S, shared_address(sm.k[it % 2]), shared_address(sm.state[warpgroup]), line);
@@ -381,7 +382,8 @@ const char* launch(WideParams& params, cudaStream_t stream) {
 
 template <class T>
 const char* run(WideParams& params, cudaStream_t stream) {
-  // Of a chunk, both ways: two states in a block wait for each other's products.
+  // Microseconds of a chunk in either direction: two states in a block wait for each other's
+  // products.
   constexpr double kOne = 2.6, kTwo = 3.7;
   const ChunkForward& p = params.problem.forward;
   const auto time = [&](int channels, double chunk) {

@@ -1,4 +1,4 @@
-// Heads of K of 65 to 128, and V other than 128 with K = 128.
+// Heads with K from 65 to 128, except K = V = 128.
 #include "sm90/forward/launch.cuh"
 
 namespace gdn::sm90 {

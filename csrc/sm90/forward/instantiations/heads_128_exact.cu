@@ -1,4 +1,4 @@
-// Heads of K = V = 128.
+// Heads with K = V = 128.
 #include "sm90/forward/launch.cuh"
 
 namespace gdn::sm90 {

@@ -1,4 +1,4 @@
-// Heads of K = V = 128, on a pool of states.
+// Heads with K = V = 128, on a pool of states.
 #include "sm90/forward/launch.cuh"
 
 namespace gdn::sm90 {

@@ -1,4 +1,4 @@
-// Heads of K of 129 to 256.
+// Heads with K from 129 to 256.
 #include "sm90/forward/launch.cuh"
 
 namespace gdn::sm90 {

@@ -1,4 +1,4 @@
-// Heads of K of 129 to 256, on a pool of states.
+// Heads with K from 129 to 256, on a pool of states.
 #include "sm90/forward/launch.cuh"
 
 namespace gdn::sm90 {

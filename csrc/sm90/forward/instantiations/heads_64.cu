@@ -1,4 +1,4 @@
-// Heads of K up to 64.
+// Heads with K up to 64.
 #include "sm90/forward/launch.cuh"
 
 namespace gdn::sm90 {

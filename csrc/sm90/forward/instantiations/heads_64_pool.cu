@@ -1,4 +1,4 @@
-// Heads of K up to 64, on a pool of states.
+// Heads with K up to 64, on a pool of states.
 #include "sm90/forward/launch.cuh"
 
 namespace gdn::sm90 {

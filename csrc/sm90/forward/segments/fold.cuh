@@ -1,11 +1,11 @@
-// Sequences in segments that run side by side, for calls with too few states to fill a GPU.
+// Sequences in segments that run concurrently, for calls with too few states to fill a GPU.
 //
 // Pass::kSegments of the kernel walks the first segments of all sequences, which start from known
-// states, and leaves the states that the second ones start from. What a segment does to the state
-// is an affine map, S_out = M S_in + b. At the same time Pass::kMaps finds the maps of all segments
-// between: b is the walk from a state of zeros, M the walk from the identity with values of zero.
-// The kernel here folds the maps of each sequence, in order, into the states that the others start
-// from; Pass::kSegments then walks these. A last segment needs no map.
+// states, and stores the states that the second segments start from. A segment transforms the state
+// by an affine map, S_out = M S_in + b. At the same time Pass::kMaps finds the maps of all inner
+// segments: b is the walk from a state of zeros, M the walk from the identity with values of zero.
+// The kernel here folds the maps of each sequence, in order, into the states that the other
+// segments start from, and Pass::kSegments then walks these. A last segment needs no map.
 #pragma once
 #include "sm90/forward/tiles.cuh"
 
@@ -13,24 +13,24 @@ namespace gdn::sm90 {
 
 constexpr int kFoldRows = 8, kFoldThreads = 256;
 
-// M comes in lines of kLine of its rows, several in flight: a step would else be bound by their
+// M is loaded in lines of kLine rows, several at a time: a step would otherwise be bound by their
 // latency.
 template <class C>
 struct Fold {
   static constexpr int kKeys = C::kKeys, kLine = 4096 / kKeys, kLines = kKeys / kLine;
   static constexpr int kLineBytes = kLine * kKeys * 4, kStages = 5;  // two blocks a multiprocessor
   static constexpr int kBytes = kStages * kLineBytes;
-  // A thread multiplies a share of a line with two columns of all rows, so that a block reads M
-  // once, and adds up the shares of kRows rows.
+  // A thread multiplies a share of a line with two columns of all rows, and adds up the shares of
+  // kRows rows. A block therefore reads M once.
   static constexpr int kPairs = kKeys / 2, kShares = kFoldThreads / kPairs;
   static constexpr int kShare = kLine / kShares, kRows = kFoldRows / kShares;
-  // The next kernel takes as long to start as this many steps; before them it would be in their
-  // way.
-  static constexpr int kStepsBeside = 3;
+  // The next kernel starts this many steps before the end: so long does its start take, and earlier
+  // it would compete with the steps.
+  static constexpr int kStepsBeforeEnd = 3;
 };
 
-// All is transposed: a block owns kFoldRows rows (channels of V) of one sequence and value head,
-// and computes s <- s M + b in fp32.
+// All matrices are transposed: a block has kFoldRows rows (channels of V) of one sequence and value
+// head, and computes s <- s M + b in fp32.
 template <class C>
 __global__ void __launch_bounds__(kFoldThreads, 1)
     fold_kernel(const __grid_constant__ KernelParams params) {
@@ -44,10 +44,10 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   const int parts = values<C>(p) / kFoldRows;
   const int part = blockIdx.x % parts, pair = blockIdx.x / parts;
   const int hv = pair % p.HV, share = threadIdx.x / F::kPairs;
-  const int column = threadIdx.x % F::kPairs;  // the first of two, in pairs
-  const int row = share * kRows;               // of the block's
+  const int column = threadIdx.x % F::kPairs;  // the first of two, in units of two
+  const int row = share * kRows;               // of the block's rows
 
-  constexpr int kUnit = 64;  // channels of V of a mark
+  constexpr int kUnit = 64;  // channels of V that have a mark
   if (params.segments.marks != nullptr && part == 0 &&
       threadIdx.x < state_rows(values<C>(p)) / kUnit)
     params.segments.marks[int64_t{pair} * (state_rows(values<C>(p)) / kUnit) + threadIdx.x] =
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   float* start = params.segments.starts + first * state_size + own;
 
   int fetched = next_with_map(0),
-      fetched_line = 0;               // what is fetched next: of which step, and which line
-  const auto fetch = [&](int line) {  // of all steps that have an M
+      fetched_line = 0;               // the step and the line that are fetched next
+  const auto fetch = [&](int line) {  // line: over all steps that have an M
     if (fetched < steps) {
       const float* const from =
           maps + fetched * next_map + state_size + fetched_line * (F::kLineBytes / 4);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
         fetched = next_with_map(fetched + 1);
       }
     }
-    copy_async_commit();  // also of none, as groups are counted
+    copy_async_commit();  // also where nothing is fetched, since groups are counted
   };
 #pragma unroll
   for (int line = 0; line + 1 < F::kStages; ++line) fetch(line);
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   float2 b[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    // Of a pool, columns that are not the call's have not been written.
+    // With a pool, columns past the call's own have not been written.
     const bool known = column * 2 < p.K;
     reinterpret_cast<float2*>(state[row + r])[column] =
         known ? *reinterpret_cast<const float2*>(start + r * kKeys) : float2{};
@@ -109,13 +109,13 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   int line = 0;
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    if (i + F::kStepsBeside >= steps) launch_dependents();
+    if (i + F::kStepsBeforeEnd >= steps) launch_dependents();
     const bool has_map = !forgets || !forgotten[i];
     float2 sum[kFoldRows] = {};
 #pragma unroll 1
     for (int above = share * F::kShare; has_map && above < kKeys; above += F::kLine, ++line) {
       copy_async_wait<F::kStages - 2>();
-      __syncthreads();  // the line and the state are there; the line before has been read
+      __syncthreads();  // the line and the state are ready; the previous line has been read
       fetch(line + F::kStages - 1);
       const float2* const m =
           reinterpret_cast<const float2*>(lines + line % F::kStages * F::kLineBytes) +

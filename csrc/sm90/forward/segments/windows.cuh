@@ -1,14 +1,15 @@
-// The window of a map: as far back as its gates remember (plan/forgetting.cuh).
+// The window of a map, plan/forgetting.cuh.
 #pragma once
 #include "sm90/forward/tiles.cuh"
 #include "sm90/plan/forgetting.cuh"
 
 namespace gdn::sm90 {
 
-constexpr int kMostWindow = 32;  // chunks; beyond them a head counts as one that never forgets
+// Chunks; a head with a longer window counts as one that never forgets.
+constexpr int kMostWindow = 32;
 
-// Shortens a map's tile to its window, or takes it away. By all threads of the block; the memory of
-// its roles is not in use yet.
+// Shortens the tile of a map to its window, or removes it. All threads of the block call it, before
+// the memory of its roles is in use.
 template <class C>
 GDN_DEVICE void shorten_to_window(SharedMemory<C>& sm, const KernelParams& params) {
   static_assert(sizeof(sm.gates) >= kMostWindow * sizeof(float));
@@ -33,7 +34,7 @@ GDN_DEVICE void shorten_to_window(SharedMemory<C>& sm, const KernelParams& param
     int window = 0;
     for (int back = 0; back < most && window == 0; ++back) {
       sum += __uint_as_float(load_shared_4(sums + 4 * back));
-      if (sum <= -kForgotten) window = back + 1;  // never behind a NaN
+      if (sum <= -kForgotten) window = back + 1;  // never past a NaN
     }
     Tile& shortened = sm.tiles[0];
     if (tile.map == 0 && tile.part == 0)

@@ -1,7 +1,6 @@
-// How the walks of a call go: whole or in segments, both or the walk forward alone, over slices or
-// halves of them, and which states the forward leaves. By models of the times, and of packed
-// sequences by what the host knows of their lengths. All of it is asked by chunk_backward.cu, on
-// the host.
+// The plan of a backward: whole sequences or segments, for both walks or the walk forward alone;
+// slices or halves of slices; and which states the forward leaves. Plans rest on models of the
+// times, and on what the host knows of the lengths. chunk_backward.cu asks for them, on the host.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -12,8 +11,8 @@
 
 namespace gdn::sm90::backward {
 
-// Whether tiles of so many sequences or segments are dealt to the blocks of a walk, of which there
-// are as many as multiprocessors. Sequences of padded calls are equally long.
+// Whether the tiles of `units` sequences or segments are dealt out to the blocks of a walk, one
+// block a multiprocessor. Padded calls need no deal: their sequences are equally long.
 inline bool is_dealt(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
   return is_uneven(p) && units <= kMostUnits && most_chunks_of(p) < kMostUnitChunks &&
          p.multiprocessors <= kMostBins && units * tiles_of_unit > p.multiprocessors;
@@ -21,9 +20,10 @@ inline bool is_dealt(const ChunkForward& p, int64_t units, int64_t tiles_of_unit
 inline int64_t links_of(const ChunkForward& p, int64_t units, int64_t tiles_of_unit) {
   return p.multiprocessors + units * tiles_of_unit;
 }
-// Halves of slices, where multiprocessors would be idle else. Of many uneven sequences they may be
-// idle too, when all but the longest one's tiles have been walked: there the device chooses, unless
-// the longest that there can be is too short. `makes`: over slices the walk makes the triangles.
+// Halves of slices where slices would leave multiprocessors idle. With many uneven sequences
+// multiprocessors may become idle once only the tiles of the longest sequence are left: there the
+// device chooses, unless even the longest possible sequence is too short. makes: a walk over slices
+// makes the triangles.
 inline BackShape back_shape_of(const ChunkForward& p, bool makes) {
   if (has_room_for_halves(p)) return BackShape::kHalves;
   const double chunks = double(ceil_div(p.T, kChunk)),
@@ -33,7 +33,8 @@ inline BackShape back_shape_of(const ChunkForward& p, bool makes) {
   return may_pay && is_dealt(p, p.N, 2 * slices_of(p)) ? BackShape::kByLengths : BackShape::kSlices;
 }
 
-// Microseconds of the walk forward, whole and in segments, and of what may come with segments.
+// Microseconds of the walk forward, over whole sequences and in segments, and of the other steps
+// that depend on this choice.
 class WalkTimes {
  public:
   explicit WalkTimes(const ChunkForward& p)
@@ -49,24 +50,24 @@ class WalkTimes {
     return guess_ ? std::max(share_, longest_) * kGradients + kTile
                   : walk(double(p_.N) * slices_, longest_);
   }
-  // In segments of `length` chunks, without what finds the states that they start from.
+  // In segments of `length` chunks, without the step that finds the states that they start from.
   double in(int length) const {
     return guess_ ? time_of_segments(float(share_), float(length))
                   : walk(double(p_.N) * std::ceil(longest_ / length) * slices_, length);
   }
-  // What step 4 takes then.
+  // Step 4, which finds these states.
   double states(int length) const {
     const double walked =
         guess_ ? std::max(longest_ - length, 0.) : (std::ceil(longest_ / length) - 1) * length;
-    const auto time = [&](bool beside) {
-      return double(time_of_states(float(share_ * walked / longest_), float(walked), beside));
+    const auto time = [&](bool overlaps) {
+      return double(time_of_states(float(share_ * walked / longest_), float(walked), overlaps));
     };
-    const bool beside = states_go_beside(p_, slices_of(p_));
-    // Of lengths that the host does not know, short sequences may leave multiprocessors free, and
-    // may not.
-    return guess_ ? (time(true) + time(beside)) / 2 : time(beside);
+    const bool overlaps = states_overlap(p_, slices_of(p_));
+    // With unknown lengths short sequences may or may not leave multiprocessors idle: the mean of
+    // both times.
+    return guess_ ? (time(true) + time(overlaps)) / 2 : time(overlaps);
   }
-  // What step 2 takes, if without it the walk back would make the triangles; else 0.
+  // Step 2, where the walk back would make the triangles otherwise; else 0.
   double triangles() const {
     return back_shape_of(p_, true) == BackShape::kSlices ? share_ * kTriangles : 0;
   }
@@ -91,18 +92,18 @@ class WalkTimes {
   }
 
   const ChunkForward& p_;
-  // knows_no_lengths: segments are chosen for the longest sequence, or for one that has half of
-  // all, and the device, which knows all, may take whole sequences all the same.
+  // knows_no_lengths: segments are planned for the longest sequence, or for one that has half of
+  // all chunks, and the device, which knows the lengths, may use whole sequences instead.
   bool guess_;
   double slices_, each_;
-  double share_;    // what checkpoint_interval multiprocessor has of all chunks
+  double share_;    // chunks of a multiprocessor, where all have equally many
   double longest_;  // chunks
 };
 
-// The choice where the forward has left no states.
+// The plan where the forward has left no states.
 inline TimedPlan find_segments(const ChunkForward& p) {
-  constexpr int kMemory =
-      3;  // a start is twice as large as a chunk's dS: of many short sequences there are no more
+  constexpr int kMemory = 3;  // a start takes twice the memory of a chunk's dS: this bounds the
+                              // starts of many short sequences
   const WalkTimes walks(p);
   SegmentPlan best = {0, 0, 0, false, false};
   double least = walks.whole(), least_states = 0;
@@ -119,7 +120,7 @@ inline TimedPlan find_segments(const ChunkForward& p) {
   return cut_of(p, {best, least + time_of_back(p) + triangles}, least - least_states);
 }
 
-// The choice where the forward has left states, `length` chunks apart.
+// The plan where the forward has left states, `length` chunks apart.
 inline TimedPlan segments_from_states(const ChunkForward& p, int length) {
   const TimedPlan others = {in_segments(p, length, false),
                             WalkTimes(p).in(length) + time_of_back(p)};
@@ -133,12 +134,12 @@ inline TimedPlan segments_from_states(const ChunkForward& p, int length) {
 
 // How many chunks apart the forward is to leave states; 0: it leaves none.
 inline int find_checkpoint_interval(const ChunkForward& p) {
-  constexpr int kLeastChunks = 32;  // 32 bytes a token and value head
-  // Microseconds that a forward takes longer: for each state of a value head that it leaves, and at
-  // all.
+  constexpr int kLeastChunks = 32;  // at most 32 bytes for a token and value head
+  // Microseconds by which a forward takes longer: kState for each state of a value head that it
+  // leaves, and kCall for leaving any.
   constexpr double kState = 0.044, kCall = 10;
-  // Of a batch-invariant call the bits of a sequence may not depend on what its batch makes the
-  // forward leave.
+  // In a batch-invariant call the bits of a sequence may not depend on which states its batch makes
+  // the forward leave.
   if (!is_exact(p) || p.batch_invariant) return 0;
   const WalkTimes walks(p);
   double least = find_segments(p).time - kCall;
@@ -156,8 +157,8 @@ inline int find_checkpoint_interval(const ChunkForward& p) {
   return best;
 }
 
-// What a call depends on when it is planned, and how many tokens apart the forward has left states,
-// or 0.
+// All that a plan depends on; checkpoint_interval: tokens from one state that the forward has left
+// to the next, or 0.
 using BackwardSizes = std::array<int64_t, 15>;
 inline BackwardSizes sizes_of(const ChunkForward& p, int checkpoint_interval) {
   return {p.B,
@@ -176,7 +177,7 @@ inline BackwardSizes sizes_of(const ChunkForward& p, int checkpoint_interval) {
           p.longest[2],
           checkpoint_interval};
 }
-// What was found is kept: a search takes up to 20 us, and a call asks twice.
+// Plans are remembered: a search takes up to 20 us, and a call asks twice.
 inline SegmentPlan segments_of(const ChunkForward& p, int checkpoint_interval) {
   thread_local Memo<BackwardSizes, SegmentPlan, 64> memo;
   return memo.find(sizes_of(p, checkpoint_interval), [&] {

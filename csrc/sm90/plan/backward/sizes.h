@@ -7,29 +7,30 @@
 
 namespace gdn::sm90::backward {
 
-constexpr int kChannels = 128;  // that there is room for: all of K, and of V those of a slice
+// The channels that tiles have room for: all of K, and those of V in a slice.
+constexpr int kChannels = 128;
 
 inline int64_t slices_of(const ChunkForward& p) { return p.HV * ceil_div(p.V, kChannels); }
 
-// Slots of a call at most. Packed, that of a sequence's first chunk is its first row / 64 + its
-// number.
+// An upper bound on the chunk indices of a call. In a packed call the index of a sequence's first
+// chunk is its first row / 64 + its number.
 inline int64_t most_chunks_of(const ChunkForward& p) {
   return p.cu_seqlens ? p.T / kChunk + p.N : int64_t{p.B} * (ceil_div(p.T, kChunk));
 }
 
-// What a block of the walk back has: a slice, or half of one.
+// The channels of V of a block of the walk back: a slice, half of one, or as the device chooses.
 enum class BackShape { kSlices, kHalves, kByLengths };
 constexpr int kWholeSequences = 1 << 30;
 constexpr int kMostFolds = 4096;  // segments of a sequence where both walks are cut
-constexpr int kMostCut = 32;      // sequences there: a lane of a warp has one
+// Sequences of a call whose walks are both cut: a lane of a warp has one.
+constexpr int kMostCut = 32;
 
-constexpr int kFoldRows = 16;  // of V, of a block of segments/folds.cu
+constexpr int kFoldRows = 16;  // rows of V in a block of segments/folds.cu
 
 constexpr int kUnitBits = 10, kMostUnits = 1 << kUnitBits;
-constexpr int kMostUnitChunks =
-    1 << (32 - kUnitBits);  // a unit has fewer: its chunks and number lie in 32 bits
-constexpr int kBinRows = 5,
-              kMostBins =
-                  32 * kBinRows;  // blocks, or clusters: a lane of the warp that deals has kBinRows
+// A unit has fewer chunks: chunks and number share 32 bits.
+constexpr int kMostUnitChunks = 1 << (32 - kUnitBits);
+// Bins are blocks or clusters, of which a lane of the dealing warp has kBinRows.
+constexpr int kBinRows = 5, kMostBins = 32 * kBinRows;
 
 }  // namespace gdn::sm90::backward
