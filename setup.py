@@ -176,6 +176,8 @@ setup(
             "pytest-timeout",  # a kernel that hangs ends its test, not the run
             "ruff",  # lint and format are tests
             "mypy",  # so are the annotations
+            # The format of csrc is a test too. Other versions format differently.
+            "clang-format==23.1.5",
             "transformers>=4.57,<6",  # its models on this package; 180 MB
             "mkdocs",  # the site builds without a warning; it needs what the extra docs has
             "mkdocs-material",

@@ -2,8 +2,8 @@
 
 `python csrc/build.py` builds it in a checkout, where `gdn_triton.fast` finds it; `setup.py` calls
 the same functions for an install. With `--wheel FOLDER` it makes a wheel that has it, with
-`--install` it installs that wheel beside the Python that runs this. Needs Linux, nvcc 12.8 or
-newer, g++, and a torch 2.10 or newer beside that Python, CUDA or CPU: its headers and libraries are
+`--install` it installs that wheel for the Python that runs this. Needs Linux, nvcc 12.8 or
+newer, g++, and a torch 2.10 or newer of that Python, CUDA or CPU: its headers and libraries are
 linked with. No GPU and no driver. The extra `cuda` of the package brings nvcc. The environment
 variables NVCC, CUDA_HOME (or CUDA_PATH) and CXX choose the compilers.
 
@@ -220,12 +220,12 @@ def is_current(target: Path, command: list[str]) -> bool:
     if record.read_text() != shlex.join(command):
         return False
     _, _, files = listed.read_text().replace("\\\n", " ").partition(":")
-    made = target.stat().st_mtime_ns
-    return all(Path(x).exists() and Path(x).stat().st_mtime_ns <= made for x in shlex.split(files))
+    built = target.stat().st_mtime_ns
+    return all(Path(x).exists() and Path(x).stat().st_mtime_ns <= built for x in shlex.split(files))
 
 
 def compile_one(compiler: list[str], source: Path, target: Path) -> None:
-    """Leaves the compiler's words beside the object, in a .log."""
+    """Compiles what has changed; the compiler's output is in a .log next to the object."""
     outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
     command = [*compiler, *outputs]
     if is_current(target, command):
@@ -312,16 +312,16 @@ def manylinux(library: Path) -> str:
 def make_wheel(library: Path, folder: Path) -> Path:
     """A wheel of this checkout with a library that is built: for every Python. setuptools leaves
     files where it builds, and takes what it finds there: so it builds a copy."""
-    with tempfile.TemporaryDirectory() as made:
-        source = Path(made) / "source"
-        left = shutil.ignore_patterns("__pycache__", "*.so", "_build_status.txt")
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "source"
+        ignored = shutil.ignore_patterns("__pycache__", "*.so", "_build_status.txt")
         for name in ("gdn_triton", "csrc"):
-            shutil.copytree(ROOT / name, source / name, ignore=left)
+            shutil.copytree(ROOT / name, source / name, ignore=ignored)
         for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
         command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
         done = subprocess.run(
-            [*command, "-w", made, str(source)],
+            [*command, "-w", scratch, str(source)],
             env={**os.environ, "GDN_BUILD_CUDA": str(library)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -330,7 +330,7 @@ def make_wheel(library: Path, folder: Path) -> Path:
         )
         if done.returncode != 0:
             raise BuildFailed(done.stdout)
-        (wheel,) = Path(made).glob("*.whl")
+        (wheel,) = Path(scratch).glob("*.whl")
         folder.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copy(wheel, folder))
 
@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the commands, run none")
     parser.add_argument("--wheel", type=Path, metavar="FOLDER", help="also a wheel that has it")
     parser.add_argument(
-        "--install", action="store_true", help="also install such a wheel beside this Python"
+        "--install", action="store_true", help="also install such a wheel for this Python"
     )
     options = parser.parse_args()
     try:

@@ -1,5 +1,5 @@
-// Which architecture a GPU runs. A second architecture is a folder beside sm90, a row of kArchitectures, and the rows in
-// csrc/build.py and gdn_triton/fast/architectures.py.
+// The choice of an architecture by the GPU. A second architecture needs a folder next to sm90, a
+// row of kArchitectures, and rows in csrc/build.py and gdn_triton/fast/architectures.py.
 #include "dispatch.h"
 
 #include <atomic>
@@ -11,33 +11,36 @@ namespace gdn {
 namespace {
 constexpr Architecture kArchitectures[] = {
     {"sm90", 9, 0, sm90::chunk_forward_workspace, sm90::chunk_forward, sm90::chunk_prefill,
-     sm90::backward::chunk_backward_every, sm90::backward::chunk_backward_workspace, sm90::backward::chunk_backward, sm90::backward::backward_walks},
+     sm90::backward::chunk_backward_checkpoint_interval, sm90::backward::chunk_backward_workspace,
+     sm90::backward::chunk_backward, sm90::backward::backward_walks},
 };
 
 struct Capability {
   int major, minor;
-  cudaError_t error;  // of the questions
+  cudaError_t error;  // of the queries
 };
 Capability capability_of(int device) {
   Capability x = {};
   x.error = cudaDeviceGetAttribute(&x.major, cudaDevAttrComputeCapabilityMajor, device);
-  if (x.error == cudaSuccess) x.error = cudaDeviceGetAttribute(&x.minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (x.error == cudaSuccess)
+    x.error = cudaDeviceGetAttribute(&x.minor, cudaDevAttrComputeCapabilityMinor, device);
   return x;
 }
 }  // namespace
 
 const Architecture* architecture_on(int device) {
-  // Each call of an operator asks, and the answer for a device never changes.
-  constexpr int kMostKept = 64;  // devices with a smaller number
-  static std::atomic<const Architecture*> kept[kMostKept];
-  const bool keeps = device >= 0 && device < kMostKept;
-  if (keeps)
-    if (const Architecture* const found = kept[device].load(std::memory_order_relaxed)) return found;
+  // Each call of an operator asks, and the answer for a device never changes: it is cached.
+  constexpr int kMostCached = 64;  // devices with smaller numbers are cached
+  static std::atomic<const Architecture*> cache[kMostCached];
+  const bool is_cached = device >= 0 && device < kMostCached;
+  if (is_cached)
+    if (const Architecture* const found = cache[device].load(std::memory_order_relaxed))
+      return found;
   const Capability gpu = capability_of(device);
   if (gpu.error != cudaSuccess) return nullptr;
   for (const Architecture& x : kArchitectures) {
     if (x.major != gpu.major || x.minor != gpu.minor) continue;
-    if (keeps) kept[device].store(&x, std::memory_order_relaxed);
+    if (is_cached) cache[device].store(&x, std::memory_order_relaxed);
     return &x;
   }
   return nullptr;

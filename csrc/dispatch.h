@@ -11,41 +11,45 @@ namespace gdn {
 
 // The kernels of one architecture, as the operators call them.
 //
-// A function that launches kernels returns null, or why it did not run; the words stay valid. Its caller has set the device,
-// and B, T, N, H, HV are >= 1.
+// A function that launches kernels returns null, or why it did not run; the words stay valid. Its
+// caller has set the device, and B, T, N, H, HV are >= 1.
 struct Architecture {
   const char* name;  // of its folder in csrc and of its row in csrc/build.py
   int major, minor;  // the compute capability of the GPUs that run its machine code
 
-  // Bytes of scratch memory that chunk_forward and chunk_prefill need. Depends on B, T, H, HV, K, V, N, dtype, use_qk_l2norm,
-  // batch_invariant, multiprocessors, and on whether cu_seqlens is null; the other fields may be unset.
+  // Bytes of scratch memory that chunk_forward and chunk_prefill need. Depends on B, T, H, HV, K,
+  // V, N, dtype, use_qk_l2norm, batch_invariant, longest, multiprocessors, and on whether
+  // cu_seqlens is null; the other fields may be unset.
   size_t (*chunk_forward_workspace)(const ChunkForward&);
 
   // Tokens from cu_seqlens[N] on get o = 0; a sequence without tokens gets ht = h0.
   const char* (*chunk_forward)(const ChunkForward&, cudaStream_t);
 
-  // The same on a pool, or with states that are left on its way: h0, ht and o are not read, and T may be 0.
+  // The same on a pool, or with checkpoints: h0, ht and o are not read, and T may be 0.
   const char* (*chunk_prefill)(const ChunkForward&, const Pool&, cudaStream_t);
 
-  // After how many tokens of a sequence each a forward is to leave the state for chunk_backward, which takes less time with
-  // them; 0: none is to be left. Depends on what chunk_backward_workspace depends on.
-  int (*chunk_backward_every)(const ChunkForward&);
+  // The number of tokens from one state to the next that a forward leaves for chunk_backward, which
+  // takes less time with them; 0: a forward leaves none. Depends on the same fields as
+  // chunk_backward_workspace.
+  int (*chunk_backward_checkpoint_interval)(const ChunkForward&);
 
-  // Bytes of scratch memory that chunk_backward needs, with states after each `every` tokens or without, 0. Depends on B, T,
-  // H, HV, K, V, N, dtype, use_qk_l2norm, batch_invariant, longest, multiprocessors, and on whether cu_seqlens is null.
-  size_t (*chunk_backward_workspace)(const ChunkForward&, int every);
+  // Bytes of scratch memory that chunk_backward needs, with states after each `checkpoint_interval`
+  // tokens, or without, 0. Depends on B, T, H, HV, K, V, N, dtype, use_qk_l2norm, batch_invariant,
+  // longest, multiprocessors, and on whether cu_seqlens is null.
+  size_t (*chunk_backward_workspace)(const ChunkForward&, int checkpoint_interval);
 
   // As chunk_forward. A sequence without tokens gets dh0 = dht.
   const char* (*chunk_backward)(const ChunkBackward&, cudaStream_t);
 
-  // What no sequence has a chunk for is not written. A sequence without tokens gets dh0 = dht.
+  // Chunk indices without a chunk are not written. A sequence without tokens gets dh0 = dht.
   const char* (*backward_walks)(const BackwardWalks&, cudaStream_t);
 };
 
-// The architecture whose machine code this CUDA device runs; null: why_none_on() says why there is none.
+// The architecture whose machine code this CUDA device runs; null: why_none_on() says why there is
+// none.
 const Architecture* architecture_on(int device);
 
-// The end of a sentence, for a device that architecture_on() has no architecture for.
+// The end of a sentence that says why architecture_on() found none for a device.
 std::string why_none_on(int device);
 
 }  // namespace gdn

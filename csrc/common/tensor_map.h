@@ -10,7 +10,8 @@
 namespace gdn {
 
 // Map of x [B, T, heads, channels] of 16-bit values with boxes of 64 rows x 64 columns, 128-byte
-// swizzle; what lies past T or the channels reads as 0 and is not written. Null or a sentence.
+// swizzle; elements past T or the channels read as 0 and are not written. Returns null or a
+// sentence.
 inline const char* make_map(CUtensorMap* map, Dtype dtype, const Rows& x, int64_t B, int64_t T,
                             int heads, int channels) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -23,14 +24,15 @@ inline const char* make_map(CUtensorMap* map, Dtype dtype, const Rows& x, int64_
     return ok ? reinterpret_cast<Encode>(f) : nullptr;
   }();
   if (!encode) return "no CUDA driver, or one older than 12.0 (cuTensorMapEncodeTiled not found)";
-  // The driver's function needs a current context. A thread has none before its first call of the runtime that makes
-  // one, and memory from a cache needs no such call: autograd's threads come here without.
+  // The driver's function needs a current context, which a thread has only after a call of the
+  // runtime that makes one. Memory from a cache needs no such call, and autograd's threads have
+  // made none.
   thread_local const bool has_context = [] {
     int device = 0;
     return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
   }();
   if (!has_context) return "the thread has no CUDA context, and cudaSetDevice made none";
-  // The stride of a dimension of size 1 means nothing; a legal one is put in its place.
+  // The stride of a dimension of size 1 has no meaning, and is replaced by a legal one.
   const int64_t row = T > 1 ? x.row : 128;
   const int64_t head = heads > 1 ? x.head : 128;
   const int64_t batch = B > 1 ? x.batch : 128;
@@ -44,7 +46,8 @@ inline const char* make_map(CUtensorMap* map, Dtype dtype, const Rows& x, int64_
                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (rc == CUDA_SUCCESS) return nullptr;
-  if (rc == CUDA_ERROR_INVALID_CONTEXT) return "the thread has no CUDA context (cuTensorMapEncodeTiled)";
+  if (rc == CUDA_ERROR_INVALID_CONTEXT)
+    return "the thread has no CUDA context (cuTensorMapEncodeTiled)";
   return "a tensor's address or strides are not multiples of 16 bytes, as TMA needs";
 }
 

@@ -1,4 +1,5 @@
-// The functions of this architecture that csrc/dispatch.cpp enters in its row; dispatch.h has their contracts.
+// The functions of this architecture that csrc/dispatch.cpp enters in its row; dispatch.h has their
+// contracts.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -13,8 +14,8 @@ const char* chunk_forward(const ChunkForward&, cudaStream_t);
 const char* chunk_prefill(const ChunkForward&, const Pool&, cudaStream_t);
 
 namespace backward {
-int chunk_backward_every(const ChunkForward&);
-size_t chunk_backward_workspace(const ChunkForward&, int every);
+int chunk_backward_checkpoint_interval(const ChunkForward&);
+size_t chunk_backward_workspace(const ChunkForward&, int checkpoint_interval);
 const char* chunk_backward(const ChunkBackward&, cudaStream_t);
 const char* backward_walks(const BackwardWalks&, cudaStream_t);
 }  // namespace backward

@@ -1,31 +1,26 @@
-// The kinds of heads that there are kernels for, and the function that runs one. Each kind is compiled in two
-// files of its own (instantiations/): without and with a pool of states.
+// The kinds of heads that there are kernels for.
 #pragma once
-#include <cuda_runtime.h>
-
 #include "params.h"
-#include "sm90/cut.h"
 
 namespace gdn::sm90 {
 
-struct KernelParams;
-
-// Channels of a head. kKeys: those of K that there is room for. kExact: K = V = kKeys, known to the
-// compiler. Else K is any multiple of 8 up to kKeys and V any multiple of 8: beyond the call's own
-// channels tiles and states are zero.
+// Channels of a head. kKeys: the channels of K that tiles have room for. kExact: K = V = kKeys,
+// known to the compiler. Otherwise K is any multiple of 8 up to kKeys and V any multiple of 8;
+// tiles and states are zero beyond the call's own channels.
 template <int kKeys_, bool kExact_ = false>
 struct Heads {
   static constexpr int kKeys = kKeys_;
   static constexpr bool kExact = kExact_;
 };
 
-// Whether there is no kernel whose blocks own 128 channels of V: their state does not fit the registers.
+// Whether blocks can only have 64 channels of V: a state with 128 does not fit into the registers.
 template <class Heads>
 constexpr bool only_halves() {
   return Heads::kKeys == 256;
 }
 
-// Which kernels: exactly 128 channels, or the least of 64, 128 and 256 that K fits in.
+// Runs the kernels of a call: those of exactly 128 channels, or of the least of 64, 128 and 256
+// that K fits in.
 template <class Kernels>
 auto with_heads(const ChunkForward& p, const Kernels& run) {
   if (p.K == 128 && p.V == 128) return run(Heads<128, true>{});
@@ -33,14 +28,5 @@ auto with_heads(const ChunkForward& p, const Kernels& run) {
   if (p.K <= 128) return run(Heads<128>{});
   return run(Heads<256>{});
 }
-
-inline const char* check(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
-// Null, or why it did not run. `params` has all but its tiles and parts. kPool: on a pool of states, by
-// kernels of their own, since instructions cost time even where they are not executed.
-template <class T, class Heads, bool kPool>
-const char* run_heads(KernelParams& params, const Plan& plan, cudaStream_t stream);
 
 }  // namespace gdn::sm90

@@ -1,19 +1,26 @@
-// The launch of a kernel of one argument.
+// Launches a kernel of one argument.
 #pragma once
 #include <cuda_runtime.h>
 
-#include "sm90/heads.h"
+#include <cstdint>
 
 namespace gdn::sm90 {
 
-// beside: with the kernel launched before it, once all blocks of that one have let it, or ended.
+// Null, or CUDA's message.
+inline const char* check(cudaError_t error) {
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// overlaps: the kernel may start once all blocks of the previous kernel have called
+// launch_dependents, or ended.
 template <class Params>
-const char* launch_grid(void (*kernel)(Params), const Params& params, dim3 grid, int threads, int bytes, int cluster,
-                        bool beside, cudaStream_t stream) {
-  constexpr int kWithoutAsking = 48 * 1024;  // bytes that a block may have
+const char* launch_grid(void (*kernel)(Params), const Params& params, dim3 grid, int threads,
+                        int bytes, int cluster, bool overlaps, cudaStream_t stream) {
+  // Bytes of shared memory that a block may have without asking.
+  constexpr int kWithoutAsking = 48 * 1024;
   if (bytes > kWithoutAsking)
-    if (const char* error = check(
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))
+    if (const char* error =
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))
       return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
@@ -28,18 +35,21 @@ const char* launch_grid(void (*kernel)(Params), const Params& params, dim3 grid,
     return attribute.val;
   };
   if (cluster > 1) add(cudaLaunchAttributeClusterDimension).clusterDim = {unsigned(cluster), 1, 1};
-  if (beside)
-    add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
+  if (overlaps)
+    add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed =
+        1;
   return check(cudaLaunchKernelEx(&config, kernel, params));
 }
 template <class Params>
-const char* launch_blocks(void (*kernel)(Params), const Params& params, int64_t blocks, int threads, int bytes,
-                          int cluster, bool beside, cudaStream_t stream) {
-  return launch_grid(kernel, params, dim3(unsigned(blocks)), threads, bytes, cluster, beside, stream);
+const char* launch_blocks(void (*kernel)(Params), const Params& params, int64_t blocks, int threads,
+                          int bytes, int cluster, bool overlaps, cudaStream_t stream) {
+  return launch_grid(kernel, params, dim3(unsigned(blocks)), threads, bytes, cluster, overlaps,
+                     stream);
 }
-// A small kernel whose blocks all begin with wait_for_prerequisites.
+// Launches a small kernel whose blocks all begin with wait_for_prerequisites.
 template <class Params>
-const char* launch_small(void (*kernel)(Params), const Params& params, dim3 grid, unsigned threads, cudaStream_t stream) {
+const char* launch_small(void (*kernel)(Params), const Params& params, dim3 grid, unsigned threads,
+                         cudaStream_t stream) {
   return launch_grid(kernel, params, grid, int(threads), 0, 1, true, stream);
 }
 

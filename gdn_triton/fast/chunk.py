@@ -14,6 +14,12 @@ from torch import Tensor
 
 from gdn_triton import fast
 from gdn_triton.chunk.problem import Gradients, Inputs, Pool, Problem
+from gdn_triton.fast.arguments import (
+    BackwardArguments,
+    ForwardArguments,
+    PoolArguments,
+    WalkArguments,
+)
 
 # What a forward leaves for its backward, if it leaves something.
 States = Tensor | None
@@ -47,36 +53,37 @@ def head_vector(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
 
 
-# What the library says of a call's sizes (`_sizes`) is kept: asking takes longer.
+# The library's answers for a call's sizes (`PLAN_SIZES`) are remembered: asking takes longer.
 
 
 @functools.lru_cache(1024)
 def workspace_floats(*sizes: int | None) -> int:
     """Scratch memory of a forward, in float32 elements."""
-    return _asked("chunk_forward_workspace", *sizes)
+    return _ask("chunk_forward_workspace", sizes)
 
 
 @functools.lru_cache(1024)
-def backward_floats(*sizes: int | None, every: int) -> int:
-    """Scratch memory of a backward, in float32 elements; every: 0 without states."""
-    return _asked("chunk_backward_workspace", *sizes, every)
+def backward_floats(*sizes: int | None, checkpoint_interval: int) -> int:
+    """Scratch memory of a backward, in float32 elements; checkpoint_interval: 0 without states."""
+    return _ask("chunk_backward_workspace", sizes, checkpoint_interval)
 
 
 @functools.lru_cache(1024)
-def kept_every(*sizes: int | None) -> int:
+def best_checkpoint_interval(*sizes: int | None) -> int:
     """After how many tokens of a sequence each a forward is to leave the state, with which the
     backward takes less time; 0: none."""
-    return _asked("chunk_backward_every", *sizes)
+    return _ask("chunk_backward_checkpoint_interval", sizes)
 
 
-def _asked(name: str, device: int | None, *sizes: int | None) -> int:
+def _ask(name: str, sizes: tuple[int | None, ...], *more: int) -> int:
+    device, *numbers = sizes
     index = torch.cuda.current_device() if device is None else device
-    answer: int = getattr(torch.ops.gdn_fast, name)(index, *sizes)
+    answer: int = getattr(torch.ops.gdn_fast, name)(index, [int(x or 0) for x in numbers], *more)
     return answer
 
 
 def _sizes(p: Problem, device: torch.device) -> tuple[int | None, ...]:
-    """All that the library plans a call by."""
+    """All that the library plans a call by: `PLAN_SIZES`."""
     return (
         *(device.index, p.B, p.T, p.H, p.HV, p.K, p.V, p.N, p.q_dtype is torch.bfloat16),
         *(p.is_varlen, p.use_qk_l2norm, p.batch_invariant, *p.longest),
@@ -122,21 +129,19 @@ def _forward(problem: Problem, x: Inputs, *, keeps: bool) -> tuple[Tensor, Tenso
         final_state = torch.empty(shape, dtype=torch.float32, device=device)
     if p.T == 0 or p.N == 0:
         return o.zero_(), _untouched(final_state, initial_state), None
-    states, every = None, kept_every(*_sizes(p, device)) if keeps else 0
-    if every > 0:
-        shape = (p.B * p.T // every, p.HV, p.V, p.K)
+    states, interval = None, best_checkpoint_interval(*_sizes(p, device)) if keeps else 0
+    if interval > 0:
+        shape = (p.B * p.T // interval, p.HV, p.V, p.K)
         states = torch.empty(shape, dtype=torch.float32, device=device)
-    run(
-        *_readable(x),
-        None if initial_state is None else side_readable(initial_state),
-        None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
-        *_options(p),
-        o,
-        final_state,
-        states,
-        every,
-        _workspace(p, device),
+    arguments = ForwardArguments(
+        initial_state=None if initial_state is None else side_readable(initial_state),
+        o=o,
+        final_state=final_state,
+        states=states,
+        checkpoint_interval=interval,
+        workspace=_workspace(p, device),
     )
+    run(*_readable(x), *_options(p), *arguments)
     return o, final_state, states
 
 
@@ -149,21 +154,19 @@ def _prefill(problem: Problem, x: Inputs, pool: Pool) -> Tensor:
     o = pool.out
     if not tma_reaches(o):
         o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=x.q.device)
-    run(
-        *_readable(x),
-        pool.state,
-        pool.read_slots,
-        pool.write_slots,
-        pool.has_initial_state,
-        pool.last_skipped,
-        None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
-        *_options(p),
-        o,
-        pool.every,
-        pool.checkpoints,
-        pool.checkpoint_slots,
-        _workspace(p, x.q.device),
+    arguments = PoolArguments(
+        state=pool.state,
+        read_slots=pool.read_slots,
+        write_slots=pool.write_slots,
+        has_initial_state=pool.has_initial_state,
+        last_skipped=pool.last_skipped,
+        o=o,
+        checkpoint_interval=pool.every,
+        checkpoints=pool.checkpoints,
+        checkpoint_slots=pool.checkpoint_slots,
+        workspace=_workspace(p, x.q.device),
     )
+    run(*_readable(x), *_options(p), *arguments)
     return o if o is pool.out else pool.out.copy_(o)
 
 
@@ -202,31 +205,24 @@ def gradients(
             _ = dh0.zero_() if dht is None else dh0.copy_(dht)
     else:
         sizes = _sizes(p, device)
-        every = 0 if states is None else kept_every(*sizes)
-        run(
-            torch.zeros_like(dv) if do is None else tma_readable(do),
-            None if dht is None else dht.float(),
-            *_readable(x),
-            None if x.initial_state is None else side_readable(x.initial_state),
-            None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
-            p.scale,
-            p.state_v_first,
-            p.use_qk_l2norm,
-            p.use_beta_sigmoid,
-            p.allow_neg_eigval,
-            p.batch_invariant,
-            *p.longest,
-            states,
-            every,
-            dq,
-            dk,
-            dv,
-            dg,
-            dbeta,
-            dh0,
-            gate_sums,
-            torch.empty(backward_floats(*sizes, every=every), dtype=torch.float32, device=device),
+        interval = 0 if states is None else best_checkpoint_interval(*sizes)
+        floats = backward_floats(*sizes, checkpoint_interval=interval)
+        arguments = BackwardArguments(
+            initial_state=None if x.initial_state is None else side_readable(x.initial_state),
+            do=torch.zeros_like(dv) if do is None else tma_readable(do),
+            dht=None if dht is None else dht.float(),
+            states=states,
+            checkpoint_interval=interval,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dg=dg,
+            dbeta=dbeta,
+            dh0=dh0,
+            gate_sums=gate_sums,
+            workspace=torch.empty(floats, dtype=torch.float32, device=device),
         )
+        run(*_readable(x), *_options(p), *arguments)
     return Gradients(
         q=dq,
         k=dk,
@@ -296,35 +292,36 @@ def walks(
         shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
         dh0 = torch.empty(shape, dtype=torch.float32, device=device)
     if N > 0 and T > 0:
-        _operator("backward_walks")(
-            tma_readable(q),
-            tma_readable(k),
-            tma_readable(v),
-            tma_readable(do),
-            A_inv,
-            A_qk,
-            g_cumsum,
-            beta,
-            own,
-            None if initial_state is None else side_readable(initial_state),
-            None if dht is None else dht.float(),
-            None if cu_seqlens is None else cu_seqlens.contiguous(),
-            chunk_offsets,
-            scale,
-            state_v_first,
-            h,
-            v_new,
-            dh,
-            dx,
-            dh0,
+        arguments = WalkArguments(
+            q=tma_readable(q),
+            k=tma_readable(k),
+            v=tma_readable(v),
+            do=tma_readable(do),
+            A_inv=A_inv,
+            A_qk=A_qk,
+            g_cumsum=g_cumsum,
+            beta=beta,
+            own=own,
+            initial_state=None if initial_state is None else side_readable(initial_state),
+            dht=None if dht is None else dht.float(),
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
+            chunk_offsets=chunk_offsets,
+            scale=scale,
+            state_v_first=state_v_first,
+            h=h,
+            v_new=v_new,
+            dh=dh,
+            dx=dx,
+            dh0=dh0,
         )
+        _operator("backward_walks")(*arguments)
     elif dh0 is not None:
         _ = dh0.zero_() if dht is None else dh0.copy_(dht)
     return Walks(h=h, v_new=v_new, dh=dh, dx=dx, dh0=dh0)
 
 
 def _readable(x: Inputs) -> tuple[Tensor | None, ...]:
-    """All inputs but the state and the offsets, as the operators take them."""
+    """`INPUTS`: all but the state, as the operators take them."""
     return (
         tma_readable(x.q),
         tma_readable(x.k),
@@ -333,12 +330,14 @@ def _readable(x: Inputs) -> tuple[Tensor | None, ...]:
         side_readable(x.beta),
         head_vector(x.A_log),
         head_vector(x.dt_bias),
+        None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
     )
 
 
-def _options(p: Problem) -> tuple[float | bool | int, ...]:
-    states, plan = (p.scale, p.state_v_first), (p.batch_invariant, *p.longest)
-    return *states, p.use_qk_l2norm, p.use_beta_sigmoid, p.allow_neg_eigval, *plan
+def _options(p: Problem) -> tuple[float | bool | tuple[int, int, int], ...]:
+    """`OPTIONS`."""
+    activations = p.use_qk_l2norm, p.use_beta_sigmoid, p.allow_neg_eigval
+    return p.scale, p.state_v_first, *activations, p.batch_invariant, p.longest
 
 
 def _workspace(problem: Problem, device: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ size_t chunk_forward_workspace(const ChunkForward&) { return 1; }
 const char* chunk_forward(const ChunkForward&, cudaStream_t) { return "forward"; }
 const char* chunk_prefill(const ChunkForward&, const Pool&, cudaStream_t) { return "prefill"; }
 namespace backward {
-int chunk_backward_every(const ChunkForward&) { return 3; }
+int chunk_backward_checkpoint_interval(const ChunkForward&) { return 3; }
 size_t chunk_backward_workspace(const ChunkForward&, int) { return 2; }
 const char* chunk_backward(const ChunkBackward&, cudaStream_t) { return "backward"; }
 const char* backward_walks(const BackwardWalks&, cudaStream_t) { return "walks"; }
@@ -42,5 +42,5 @@ int main() {
   const gdn::Architecture& x = *gdn::architecture_on(0);
   std::printf("%s %s %s %s %d %d %d\n", x.chunk_forward({}, nullptr), x.chunk_prefill({}, {}, nullptr),
               x.chunk_backward({}, nullptr), x.backward_walks({}, nullptr), int(x.chunk_forward_workspace({})),
-              int(x.chunk_backward_workspace({}, 0)), x.chunk_backward_every({}));
+              int(x.chunk_backward_workspace({}, 0)), x.chunk_backward_checkpoint_interval({}));
 }

@@ -31,9 +31,11 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     monkeypatch.setattr(chunk, "_operator", found.named)
     monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: 1)
     monkeypatch.setattr(
-        chunk, "backward_floats", lambda *sizes, every: sum(map(int, sizes[1:])) + 1000 * every
+        chunk,
+        "backward_floats",
+        lambda *sizes, checkpoint_interval: sum(map(int, sizes[1:])) + 1000 * checkpoint_interval,
     )
-    monkeypatch.setattr(chunk, "kept_every", lambda *sizes: found.every)
+    monkeypatch.setattr(chunk, "best_checkpoint_interval", lambda *sizes: found.checkpoint_interval)
     monkeypatch.setattr(support, "supports", lambda problem: None)
     monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
     monkeypatch.setenv("GDN_BACKEND", "cuda")

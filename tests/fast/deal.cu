@@ -101,7 +101,7 @@ Chosen run(const Call& call) {
   params.sums = call.exchange ? Sums::kCluster : Sums::kLater;
   params.segment = call.segment;
   params.may_be_whole = call.may_be_whole;
-  params.makes = true;
+  params.makes_triangles = true;
   params.segments = call.segment > 0 ? int((p.T / kChunk + N) / call.segment) + N : 0;
   const int units = std::max(params.segments, N);
   std::vector<int> back(call.blocks + 2 * N * call.slices, -7), forward(call.blocks + units * call.slices, -7), order(N, -7);

@@ -1,11 +1,11 @@
-// The frame of the CUDA forward's state: what csrc/sm90/frame.cuh promises, for random gates. Runs on the
+// The frame of the CUDA forward's state: what csrc/sm90/tile/frame.cuh promises, for random gates. Runs on the
 // CPU; prints what is wrong, or "right" and how many chunks were steep.
 #include <algorithm>
 #include <cstdio>
 #include <random>
 #include <vector>
 
-#include "sm90/frame.cuh"
+#include "sm90/tile/frame.cuh"
 
 namespace {
 using namespace gdn::sm90;

@@ -4,8 +4,9 @@
 #include <random>
 #include <vector>
 
-#include "sm90/dealing.cuh"
-#include "sm90/plan.h"
+#include "sm90/plan/forward_plan.h"
+#include "sm90/plan/segment_lengths.cuh"
+#include "sm90/plan/tile_order.cuh"
 
 namespace {
 using namespace gdn;
@@ -35,13 +36,13 @@ ChunkForward problem(const Call& call) {
   p.multiprocessors = 132;
   return p;
 }
-Plan plan_for(const ChunkForward& p) {
+ForwardPlan plan_for(const ChunkForward& p) {
   return with_heads(p, [&](auto heads) { return plan_of<decltype(heads)>(p); });
 }
-Plan plan_for(const Call& call) { return plan_for(problem(call)); }
+ForwardPlan plan_for(const Call& call) { return plan_for(problem(call)); }
 
 // What choose_cut (choose_cut.cuh) takes for so many heads that forget, and the time that it promises.
-std::pair<Cut, float> chosen_by_device(const ChunkForward& p, const Plan& plan, const std::vector<int>& lengths,
+std::pair<Cut, float> chosen_by_device(const ChunkForward& p, const ForwardPlan& plan, const std::vector<int>& lengths,
                                        float share) {
   std::vector<int> chunks;
   for (const int length : lengths) chunks.push_back(int(ceil_div(length, kChunk)));
@@ -64,17 +65,14 @@ std::pair<Cut, float> chosen_by_device(const ChunkForward& p, const Plan& plan, 
 
 // How many segments there are behind the first ones, that they have slots, and that the first ones and these
 // have every token once; share: of the heads that forget.
-int check(const Call& call, const Plan& plan, const std::vector<int>& lengths, float share = 0) {
+int check(const Call& call, const ForwardPlan& plan, const std::vector<int>& lengths, float share = 0) {
   if (!plan.in_segments()) return 0;
   std::vector<int> offsets(1, 0);
   for (const int length : lengths) offsets.push_back(offsets.back() + length);
-  sm90::KernelParams params = {};
-  params.problem = problem(call);
-  if (call.packed) params.problem.cu_seqlens = offsets.data();
-  params.segments.cuts = plan.cuts;
-  const sm90::Segment segment =
-      plan.chosen ? sm90::Segment(chosen_by_device(params.problem, plan, lengths, share).first)
-                  : sm90::segment_of(params);
+  ChunkForward p = problem(call);
+  if (call.packed) p.cu_seqlens = offsets.data();
+  const SegmentLengths segment = plan.cut_by_device ? SegmentLengths(chosen_by_device(p, plan, lengths, share).first)
+                                             : planned_lengths(p, plan.cuts);
   int later = 0;
   for (const int length : lengths) {
     const int count = segment.later(length);
@@ -83,7 +81,7 @@ int check(const Call& call, const Plan& plan, const std::vector<int>& lengths, f
       call.say("tokens of no segment, or a segment of no tokens");
     later += count;
   }
-  if (later > plan.slots) call.say("more segments than slots");
+  if (later > plan.later_segments) call.say("more segments than slots");
   return later;
 }
 
@@ -101,17 +99,17 @@ void random_calls() {
       if (N > 1 && i % 4 == 1) call.second = std::min(call.longest, up_to(call.T));
       if (N > 2 && call.second && i % 8 == 1) call.third = std::min(call.second, up_to(call.T));
     }
-    const Plan plan = plan_for(call);
+    const ForwardPlan plan = plan_for(call);
     ++plans;
     for (int c = 0; c < plan.cuts.count; ++c) {
       const sm90::Cut& cut = plan.cuts.choices[c];
       if (cut.rest < 1 || cut.first < cut.rest) call.say("a cut without length");
       if (c > 0 && cut.longest < plan.cuts.choices[c - 1].longest) call.say("cuts in no order");
     }
-    if (!plan.in_segments() && plan.slots + plan.forgets > 0) call.say("slots of no segments");
-    if (plan.chosen && plan.cuts.count > 0) call.say("cuts to choose from, and a chosen one");
-    if (plan.forgets && (!plan.chosen || plan.slots > kMostForgetting)) call.say("forgets what has no place");
-    if (plan.chosen && N > kMostOrdered) call.say("more sequences than the choice has place for");
+    if (!plan.in_segments() && plan.later_segments + plan.forgets > 0) call.say("slots of no segments");
+    if (plan.cut_by_device && plan.cuts.count > 0) call.say("cuts to choose from, and a chosen one");
+    if (plan.forgets && (!plan.cut_by_device || plan.later_segments > kMostForgetting)) call.say("forgets what has no place");
+    if (plan.cut_by_device && N > kMostOrdered) call.say("more sequences than the choice has place for");
     ChunkForward invariant = problem(call);
     invariant.batch_invariant = true;
     if (plan_for(invariant).in_segments()) call.say("cut, though the batch must not matter");
@@ -133,8 +131,8 @@ void random_calls() {
 void known_calls() {
   const Call four = {128, 128, 32, 4, 32768, true}, eight = {128, 128, 16, 8, 32768, true};
   for (const Call& call : {four, eight}) {  // in blocks with half of V they take two turns
-    const Plan plan = plan_for(call);
-    if (plan.shape == Shape::kHalves || plan.in_segments()) call.say("equal sequences fill the GPU in one turn");
+    const ForwardPlan plan = plan_for(call);
+    if (plan.shape == BlockShape::kHalves || plan.in_segments()) call.say("equal sequences fill the GPU in one turn");
   }
   const Call pair = {128, 128, 32, 2, 32768, true};
   if (check(pair, plan_for(pair), {16384, 16384}) > 0) pair.say("equal ones are cut");
@@ -151,15 +149,15 @@ void known_calls() {
   if (check(equal, plan_for(equal), {4096, 4096}) == 0) equal.say("not cut: 118 us, not 108");
   if (plan_for(more).in_segments()) more.say("cut: 128 us, not 119");
   const Call longer = {128, 128, 32, 2, 16384, true, 12288, 4096}, longest = {128, 128, 32, 2, 32768, true, 28672, 4096};
-  if (plan_for(longer).chosen) longer.say("cut by the device: 314 us, not 300");
-  if (!plan_for(longest).chosen) longest.say("not cut by the device: 593 us, not 552");
+  if (plan_for(longer).cut_by_device) longer.say("cut by the device: 314 us, not 300");
+  if (!plan_for(longest).cut_by_device) longest.say("not cut by the device: 593 us, not 552");
   const Call one = {128, 128, 8, 1, 32768, false};
   if (check(one, plan_for(one), {32768}) < 4) one.say("a long one of few heads is not cut");
-  if (plan_for(Call{128, 128, 8, 8, 8192, true}).shape != Shape::kHalves)
+  if (plan_for(Call{128, 128, 8, 8, 8192, true}).shape != BlockShape::kHalves)
     pair.say("tiles of half of V that fill no turn go in both halves");
-  if (plan_for(Call{128, 128, 32, 8, 8192, true}).shape != Shape::kByLengths)
+  if (plan_for(Call{128, 128, 32, 8, 8192, true}).shape != BlockShape::kByLengths)
     pair.say("the host guesses lengths that the device knows");
-  if (plan_for(Call{128, 128, 32, 8, 1024, false}).shape != Shape::kBoth)
+  if (plan_for(Call{128, 128, 32, 8, 1024, false}).shape != BlockShape::kBoth)
     pair.say("the device chooses a shape for lengths that the host knows");
   const Call many = {128, 128, 64, 64, 65536, true};
   if (plan_for(many).in_segments()) many.say("cut, though the GPU is full");
@@ -172,14 +170,14 @@ void near_cuts() {
     for (const int64_t T : {1000, 2048, 4096, 8192, 20000, 32768, 100000}) {
       const Call call = {128, 128, HV, 1, T, true};
       const ChunkForward p = problem(call);
-      const Plan plan = plan_for(call);
+      const ForwardPlan plan = plan_for(call);
       ++plans;
       if (plan.cuts.count == 0) continue;  // whole, or chosen by the device
       const Estimate<Heads> estimate = {p};
       const int64_t chunks = ceil_div(T, sm90::kChunk);
       const auto time = [&](int first, int rest) {
         return estimate.segments({chunks, chunks}, estimate.cut({chunks, chunks}, first, rest),
-                                 plan.shape == Shape::kHalves, 1e9);
+                                 plan.shape == BlockShape::kHalves, 1e9);
       };
       const Cut& cut = plan.cuts.choices[0];
       const double chosen = time(cut.first, cut.rest);
@@ -201,14 +199,14 @@ void what_a_choice_may_cost() {
       for (const int64_t T : {1024, 2048, 4096, 8192, 16384, 32768, 65536}) {
         const Call call = {128, 128, HV, N, T, true};
         const ChunkForward p = problem(call);
-        const Plan plan = plan_for(call);
-        chosen += plan.chosen, forget += plan.forgets;
-        if (!plan.chosen) continue;
+        const ForwardPlan plan = plan_for(call);
+        chosen += plan.cut_by_device, forget += plan.forgets;
+        if (!plan.cut_by_device) continue;
         const int64_t each = ceil_div(ceil_div(T, kChunk), N);
         const std::vector<int> lengths(size_t(N), int(each) * kChunk);
         const Estimate<Heads> estimate = {p};
-        const double whole = std::min(estimate.whole(two_lengths({each, each}, N), true),
-                                      estimate.whole(two_lengths({each, each}, N), false));
+        const double whole = std::min(estimate.whole(lengths_of({each, each}, N), true),
+                                      estimate.whole(lengths_of({each, each}, N), false));
         const float none = chosen_by_device(p, plan, lengths, 0).second;
         const float most = chosen_by_device(p, plan, lengths, 1).second;
         if (none > 1.0501 * whole) call.say("a choice loses more than it may");
@@ -242,12 +240,12 @@ void least_times() {
   }
 }
 
-bool same(const Plan& a, const Plan& b) {
+bool same(const ForwardPlan& a, const ForwardPlan& b) {
   const auto equal = [](const Cut& x, const Cut& y) {
     return x.first == y.first && x.rest == y.rest && x.longest == y.longest && x.later == y.later &&
            x.inner == y.inner;
   };
-  return a.shape == b.shape && a.first == b.first && a.chosen == b.chosen && a.forgets == b.forgets && a.slots == b.slots && a.cuts.count == b.cuts.count &&
+  return a.shape == b.shape && a.first == b.first && a.cut_by_device == b.cut_by_device && a.forgets == b.forgets && a.later_segments == b.later_segments && a.cuts.count == b.cuts.count &&
          a.cuts.maps_first == b.cuts.maps_first &&
          std::equal(a.cuts.choices, a.cuts.choices + a.cuts.count, b.cuts.choices, equal);
 }
@@ -257,10 +255,10 @@ bool same(const Plan& a, const Plan& b) {
 void kept_plans() {
   using Heads = sm90::Heads<128, true>;
   const Call first = {128, 128, 8, 3, 32768, true};
-  Kept<PlanSizes, Plan, kMostPlans> known;
+  Memo<PlanSizes, ForwardPlan, kMostPlans> known;
   int made = 0;
   const auto find = [&](const ChunkForward& p) {
-    const Plan plan = known.find(plan_sizes(p), [&] { return ++made, make_plan<Heads>(planned(p)); });
+    const ForwardPlan plan = known.find(plan_sizes(p), [&] { return ++made, make_plan<Heads>(planned(p)); });
     if (!same(plan, make_plan<Heads>(planned(p))) || !same(plan, plan_of<Heads>(p)))
       first.say("what is kept is another call's plan");
   };

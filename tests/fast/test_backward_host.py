@@ -156,7 +156,7 @@ def test_nothing_to_walk(with_dht: bool, noted: Noted) -> None:
 @pytest.mark.parametrize("v_first", [False, True])
 def test_what_a_forward_leaves(every: int, v_first: bool, noted: Noted) -> None:
     """Is what its backward is given: nothing, or a state after so many tokens each."""
-    noted.every = every
+    noted.checkpoint_interval = every
     case = replace(SMALL, T=200)
     x = make_inputs(case, BF16, "cpu")
     given = [y.detach().requires_grad_() for y in (x.q, x.k, x.v, x.g, x.beta)]
@@ -164,7 +164,7 @@ def test_what_a_forward_leaves(every: int, v_first: bool, noted: Noted) -> None:
     (states,) = noted.left
     torch.autograd.grad(o.sum(), given)
     (passed,) = noted.calls
-    assert passed["states"] is states and passed["every"] == every
+    assert passed["states"] is states and passed["checkpoint_interval"] == every
     if every == 0:
         assert states is None
     else:
@@ -174,7 +174,7 @@ def test_what_a_forward_leaves(every: int, v_first: bool, noted: Noted) -> None:
 
 
 def test_without_a_gradient_nothing_is_left(noted: Noted) -> None:
-    noted.every = 64
+    noted.checkpoint_interval = 64
     x = make_inputs(replace(SMALL, T=200), BF16, "cpu")
     gdn_triton.chunk_gated_delta_rule(x.q, x.k, x.v, x.g, x.beta)
     v = x.v.detach().requires_grad_()
@@ -182,4 +182,4 @@ def test_without_a_gradient_nothing_is_left(noted: Noted) -> None:
     o, _ = run(x.q, x.k, v, x.g, x.beta)
     torch.autograd.grad(o.sum(), v)
     assert noted.left == [None, None]
-    assert noted.calls[0]["states"] is None and noted.calls[0]["every"] == 0
+    assert noted.calls[0]["states"] is None and noted.calls[0]["checkpoint_interval"] == 0

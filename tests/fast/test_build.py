@@ -143,8 +143,8 @@ x = torch.zeros(1, 4, 2, 128, dtype=torch.bfloat16)
 side = torch.zeros(1, 4, 2)
 try:
     torch.ops.gdn_fast.chunk_forward(
-        *(x, x, x, side, side, None, None, None, None, 1.0, *[False] * 5, 0, 0, 0),
-        *(x, None, None, 0, side),
+        *(x, x, x, side, side, None, None, None, 1.0, *[False] * 5, [0, 0, 0]),
+        *(None, x, None, None, 0, side),
     )
 except RuntimeError as why:
     print(why)

@@ -366,8 +366,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("dh0", lambda x: x.half(), "dh0 must be Float, got Half"),
     ("gate_sums", lambda x: torch.zeros(2, 4, device="cuda"), "gate_sums must be a tensor if and"),
     ("states", lambda x: torch.zeros(1, 2, 128, 128, device="cuda"), "states must be a tensor if"),
-    ("every", lambda x: 64, "states must be a tensor if and only if"),
-    ("every", lambda x: 65, "every must be 0 or a multiple of 64"),
+    ("checkpoint_interval", lambda x: 64, "states must be a tensor if and only if"),
+    ("checkpoint_interval", lambda x: 65, "checkpoint_interval must be 0 or a multiple of 64"),
     ("workspace", lambda x: x[:-1], "workspace must have"),
 ]
 
@@ -405,7 +405,7 @@ def leaf(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
 # Without states that the forward leaves, and with one after so many tokens each.
 for lengths, every in (((70, 0, 400, 64), 0), ((330,), 0), ((70, 0, 400, 128), 64), ((330,), 128)):
-    chunk.kept_every = lambda *sizes, every=every: every
+    chunk.best_checkpoint_interval = lambda *sizes, every=every: every
     N, T = len(lengths), sum(lengths) + 9
     cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
     x = (leaf(1, T, 1, 128), leaf(1, T, 1, 128), leaf(1, T, 2, 128), leaf(1, T, 2), leaf(1, T, 2))

@@ -23,7 +23,9 @@ Keep = Callable[[int], None]
 def keep(cuda: str, monkeypatch: pytest.MonkeyPatch) -> Keep:
     """What makes every forward leave a state after so many tokens each."""
     monkeypatch.setenv("GDN_BACKEND", "cuda")
-    return lambda every: monkeypatch.setattr(chunk, "kept_every", lambda *sizes: every)
+    return lambda every: monkeypatch.setattr(
+        chunk, "best_checkpoint_interval", lambda *sizes: every
+    )
 
 
 @pytest.fixture
@@ -69,7 +71,10 @@ def test_gradients(
     check_task(task, BF16, "cuda")
     check_repeats(task)
     for call in passed:
-        assert call["every"] == every and len(call["states"]) == case.B * case.tokens // every
+        assert (
+            call["checkpoint_interval"] == every
+            and len(call["states"]) == case.B * case.tokens // every
+        )
 
 
 @gpu
@@ -195,7 +200,7 @@ def test_how_many_are_left(cuda: str) -> None:
             *options: bool, K: int = 128, sizes: tuple[int, ...] = (B, T, H, HV), N: int = N
         ) -> int:
             device = torch.cuda.current_device()
-            return chunk.kept_every(device, *sizes, K, 128, N, *options, 0, 0, 0)
+            return chunk.best_checkpoint_interval(device, *sizes, K, 128, N, *options, 0, 0, 0)
 
         tokens = every(True, packed, False, False)
         kept += tokens > 0
@@ -231,7 +236,11 @@ def test_other_kinds_take_none(
         ("states", lambda x: x[1:], "states must have shape"),
         ("states", lambda x: x.mT, "states must be contiguous"),
         ("states", lambda x: x.cpu(), "states must be on a CUDA device"),
-        ("every", lambda x: 256, "every must be at most the 200 tokens of the call, got 256"),
+        (
+            "checkpoint_interval",
+            lambda x: 256,
+            "checkpoint_interval must be at most the 200 tokens of the call, got 256",
+        ),
     ],
 )
 def test_checks_the_states(
@@ -269,4 +278,4 @@ def test_compiled_leaves_none(keep: Keep, passed: list[dict[str, Any]]) -> None:
     o, _ = run(*leaves)
     torch.autograd.grad(o.sum(), leaves)
     (call,) = passed
-    assert call["states"] is None and call["every"] == 0
+    assert call["states"] is None and call["checkpoint_interval"] == 0

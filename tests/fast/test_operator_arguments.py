@@ -1,6 +1,7 @@
 """The checks that the CUDA library's operators make themselves, for whoever calls them directly."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,41 @@ from fast_parity import make_call, run
 from helpers import BF16
 
 from gdn_triton.fast import chunk
+from gdn_triton.fast.arguments import ARGUMENTS, PLAN_SIZES
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+
+
+def schemas() -> dict[str, tuple[str, ...]]:
+    """The names of each operator's arguments, from the strings of csrc/ops.cpp and arguments.h."""
+    headers = (CSRC / "arguments.h").read_text(encoding="utf-8")
+    parts = {
+        name: "".join(re.findall(r'"(.*?)"', text))
+        for name, text in re.findall(r"const std::string (k\w+) =(.*?);", headers, re.S)
+    }
+    parts["call"] = f"{parts['kInputs']}, {parts['kOptions']}"
+    text = (CSRC / "ops.cpp").read_text(encoding="utf-8")
+    found = {}
+    for definition in re.findall(r"^  define\((.*?)\);$", text, re.S | re.M):
+        tokens = re.findall(r'"(.*?)"|\b(call|kSizes)\b', definition, re.S)
+        schema = "".join(parts[name] if name else words for words, name in tokens)
+        name, _, arguments = schema.partition("(")
+        arguments = arguments.rpartition(") ->")[0]
+        found[name] = tuple(x.split()[-1] for x in arguments.split(", ") if x)
+    return found
+
+
+def test_names_are_in_the_order_of_the_operators() -> None:
+    """What the host code passes by name is unpacked by position."""
+    found = schemas()
+    assert {name: found[name] for name in ARGUMENTS} == ARGUMENTS
+    assert found["chunk_forward_workspace"] == ("device", "sizes")
+    entries = re.findall(
+        r"sizes\[(\d+)( \+ i)?\]", (CSRC / "arguments.h").read_text(encoding="utf-8")
+    )
+    last = int(entries[-1][0]) + 2  # the three of longest
+    assert last + 2 == len(PLAN_SIZES)  # and the device
+
 
 # Each changes one argument of a right call of the operator; words of what it then says.
 BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
@@ -24,9 +60,10 @@ BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
     ("final_state", lambda x: x.half(), "final_state must be Float, got Half"),
     ("states", lambda x: torch.zeros(4, 4, 128, 128, device="cuda"), "states must be a tensor if"),
     (
-        "every",
+        "checkpoint_interval",
         lambda x: 64,
-        "states must be a tensor if and only if every is not 0, got every = 64",
+        "states must be a tensor if and only if checkpoint_interval is not 0, got "
+        "checkpoint_interval = 64",
     ),
     ("workspace", lambda x: x[:8], "workspace must have "),
 ]
@@ -59,8 +96,12 @@ BAD_POOLS: list[tuple[str, Any, str]] = [
     ("read_slots", lambda x: x[:1], "read_slots must have shape [2], got [1]"),
     ("write_slots", lambda x: x.float(), "write_slots must be Int, got Float"),
     ("has_initial_state", lambda x: x.int(), "has_initial_state must be Bool, got Int"),
-    ("every", lambda x: 96, "every must be 0 or a multiple of 64 below 2^31, got 96"),
-    ("checkpoints", lambda x: None, "checkpoints must be a tensor where every is not 0"),
+    (
+        "checkpoint_interval",
+        lambda x: 96,
+        "checkpoint_interval must be 0 or a multiple of 64 below 2^31, got 96",
+    ),
+    ("checkpoints", lambda x: None, "checkpoints must be a tensor where checkpoint_interval is"),
     ("checkpoint_slots", lambda x: x[:1], "checkpoint_slots must have shape [2, 1], got [1, 1]"),
     ("o", lambda x: x.cpu(), "o must be on a CUDA device"),
     ("o", lambda x: x.mT.contiguous().mT, "the last dimension of o must be dense"),

@@ -53,6 +53,29 @@ def test_an_architecture_is_known_by_its_entry_alone() -> None:
             assert of_one == [], path
 
 
+# The rooms of an architecture's folder, and the other rooms whose files they include.
+ROOMS: dict[str, set[str]] = {
+    "tile": set(),
+    "plan": {"tile"},
+    "forward": {"tile", "plan"},
+    "backward": {"tile", "plan"},
+}
+
+
+def test_rooms_include_those_below_them() -> None:
+    """The two directions do not know each other, and what is decided knows no kernel. Files at the
+    top of the folder are below all rooms."""
+    for path, text in SOURCES.items():
+        parts = path.relative_to(CSRC).parts
+        if parts[0] not in ARCHITECTURES:
+            continue
+        room = parts[1] if len(parts) > 2 else None
+        inside = [name.split("/")[1:] for name in included(text) if name.startswith(parts[0])]
+        rooms = {first for first, *rest in inside if rest}
+        allowed = set() if room is None else ROOMS[room] | {room}
+        assert rooms <= allowed, path
+
+
 def test_namespaces_are_those_of_the_folders() -> None:
     """`gdn`, then an architecture's folder, then `backward` of what is in such a folder. The last
     one may be opened by itself, in a file that has something of the one around it too."""
@@ -67,9 +90,20 @@ def test_namespaces_are_those_of_the_folders() -> None:
             assert f"\nnamespace {names[-1]} {{\n" in text, path
 
 
+def test_the_table_lists_the_build_macros() -> None:
+    """Those that a build may define; `csrc/README.md` says what each sets."""
+    asked = {
+        name
+        for text in SOURCES.values()
+        for name in re.findall(r"^#if(?:n?def| defined\() ?(GDN_\w+)", text, re.M)
+    }
+    table = (CSRC / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(GDN_\w+)` \|", table, re.M)) == asked
+
+
 def test_torch_is_seen_by_the_operators_alone() -> None:
     seen = [path.name for path, text in SOURCES.items() if re.search(r"<torch/|\btorch::", text)]
-    assert sorted(seen) == ["ops.cpp", "tensors.h"]
+    assert sorted(seen) == ["arguments.h", "ops.cpp", "tensors.h"]
 
 
 def test_the_pages_list_the_files() -> None:

@@ -13,14 +13,10 @@ from fast_parity import random_lengths
 from helpers import BF16, FP16, Case, make_inputs, same_bits
 from torch import Tensor
 
-# Of the operator, in their order, and those of them that it writes.
-ARGUMENTS = (
-    *("do", "dht", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"),
-    *("scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval"),
-    *("batch_invariant", "longest", "second", "third", "states", "every"),
-    *("dq", "dk", "dv", "dg", "dbeta", "dh0", "gate_sums", "workspace"),
-)
-WRITTEN = ARGUMENTS[22:29]
+from gdn_triton.fast import arguments
+
+ARGUMENTS = arguments.ARGUMENTS["chunk_backward"]
+WRITTEN = ("dq", "dk", "dv", "dg", "dbeta", "dh0", "gate_sums")
 
 SMALL = Case("small", "", T=70, B=2, H=1, HV=2, K=128, V=128, chunk_size=64, spare=8)
 
@@ -45,11 +41,12 @@ KEPT = [
 
 class Noted:
     """In the place of the operators: notes a backward's arguments, and fills what it writes with
-    numbers of their own. A forward whose gradients are wanted leaves states where `every` is not 0.
+    numbers of their own. A forward whose gradients are wanted leaves states where
+    `checkpoint_interval` is not 0.
     """
 
     def __init__(self) -> None:
-        self.every = 0
+        self.checkpoint_interval = 0
         self.calls: list[dict[str, Any]] = []
         self.left: list[Tensor | None] = []  # of each forward
         self.invariant_forwards: list[bool] = []
@@ -57,17 +54,18 @@ class Noted:
     def named(self, name: str) -> Callable[..., None]:
         return self.backward if name == "chunk_backward" else self.forward
 
-    def forward(self, *arguments: Any) -> None:
-        *_, invariant, _, _, _, o, final_state, states, every, _ = arguments
-        assert every == (0 if states is None else self.every)
-        self.invariant_forwards.append(invariant)
+    def forward(self, *given: Any) -> None:
+        passed = dict(zip(arguments.ARGUMENTS["chunk_forward"], given, strict=True))
+        states, interval = passed["states"], passed["checkpoint_interval"]
+        assert interval == (0 if states is None else self.checkpoint_interval)
+        self.invariant_forwards.append(passed["batch_invariant"])
         self.left.append(states)
-        for y in (o, final_state, states):
+        for y in (passed["o"], passed["final_state"], states):
             if y is not None:
                 y.zero_()
 
-    def backward(self, *arguments: Any) -> None:
-        passed = dict(zip(ARGUMENTS, arguments, strict=True))
+    def backward(self, *given: Any) -> None:
+        passed = dict(zip(ARGUMENTS, given, strict=True))
         self.calls.append(passed)
         for number, name in enumerate(WRITTEN):
             if passed[name] is not None:

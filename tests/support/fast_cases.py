@@ -5,7 +5,7 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from gdn_triton import fast
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
+from gdn_triton.fast.arguments import ARGUMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,21 +58,6 @@ def problem(**changes: Any) -> Problem:
 class Operator:
     """Notes its arguments, and writes what a kernel would."""
 
-    INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
-    FLAGS = (
-        *("cu_seqlens", "scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid"),
-        *("allow_neg_eigval", "batch_invariant", "longest", "second", "third", "o"),
-    )
-    NAMES: ClassVar = {
-        "chunk_forward": (
-            *(*INPUTS, "initial_state", *FLAGS, "final_state", "states", "every", "workspace"),
-        ),
-        "chunk_prefill": (
-            *(*INPUTS, "state", "read_slots", "write_slots", "has_initial_state", "last_skipped"),
-            *(*FLAGS, "every", "checkpoints", "checkpoint_slots", "workspace"),
-        ),
-    }
-
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
         self.name = ""
@@ -82,7 +68,7 @@ class Operator:
         return self
 
     def __call__(self, *arguments: Any) -> None:
-        self.calls.append(dict(zip(self.NAMES[self.name], arguments, strict=True)))
+        self.calls.append(dict(zip(ARGUMENTS[self.name], arguments, strict=True)))
 
 
 def host_call(**changes: Any) -> tuple[Problem, Inputs]:

@@ -1,11 +1,13 @@
-// The launch of the backward on Hopper: its scratch memory, and its kernels in their order. dispatch.h has
-// what is asked of these functions.
+// The launch of the backward on Hopper: its scratch memory, and its kernels in their order.
+// dispatch.h has the contracts of these functions.
 #include <algorithm>
 
 #include "common/tensor_map.h"
-#include "sm90/backward/choice.cuh"
+#include "sm90/backward/layout.cuh"
 #include "sm90/entry.h"
-#include "sm90/l2norm.cuh"
+#include "sm90/launch_blocks.h"
+#include "sm90/plan/backward/plan.h"
+#include "sm90/tile/l2norm.cuh"
 
 namespace gdn::sm90::backward {
 namespace {
@@ -15,13 +17,13 @@ namespace {
 #ifndef GDN_BACKWARD_MAKES
 #define GDN_BACKWARD_MAKES 1
 #endif
-// Of a sequence, in the mean: with so many tokens q k^T lies with dq.
+// The mean sequence length, in tokens, from which q k^T is stored in the memory of dq.
 #ifndef GDN_BACKWARD_PAIRS_TOKENS
 #define GDN_BACKWARD_PAIRS_TOKENS 4096
 #endif
 constexpr bool kExchanges = GDN_BACKWARD_EXCHANGE, kMakes = GDN_BACKWARD_MAKES;
 
-// The parts of the workspace, one after the other; with a null `base` only their size.
+// Allocates the parts of the workspace, one after the other; a null `base` only counts bytes.
 class Parts {
  public:
   explicit Parts(void* base) : base_(static_cast<char*>(base)) {}
@@ -37,27 +39,33 @@ class Parts {
   int64_t used_ = 0;
 };
 
-// Params::pairs_with_dq: 128 bytes a token and value head less, but of many short sequences step 5 takes 1 to 4 percent
-// longer, as blocks that are at different chunks read rows that lie far apart.
+// Whether q k^T is stored in the memory of dq, Params::pairs_with_dq. It saves 128 bytes for each
+// token and value head. With many short sequences step 5 would take 1 to 4 percent longer: blocks
+// at different chunks would read rows that are far apart.
 bool keeps_pairs_with_dq(const ChunkForward& p) {
   return is_exact(p) && p.B * p.T >= int64_t{p.N} * GDN_BACKWARD_PAIRS_TOKENS;
 }
-// Tiles of q k^T in scratch memory: pairs_at.
+// The number of tiles of q k^T in scratch memory, pairs_at.
 int64_t pairs_of(const ChunkForward& p) {
-  if (!keeps_pairs_with_dq(p)) return slots_of(p) * p.H;
+  if (!keeps_pairs_with_dq(p)) return most_chunks_of(p) * p.H;
   return p.cu_seqlens ? int64_t{p.N} * p.H : 0;
 }
 
-// The scratch memory of `params`; returns its bytes. keeps: the forward has left the states that segments start from.
-int64_t lay_out(const ChunkForward& p, const Segments& segments, bool keeps, void* base, Params& params) {
+// Lays out the scratch memory of `params`, and returns its bytes. has_states: the forward has left
+// the states that segments start from.
+int64_t lay_out(const ChunkForward& p, const SegmentPlan& segments, bool has_states, void* base,
+                Params& params) {
   Scratch& x = params.scratch;
-  Cut& cut = params.cut;
+  SegmentMaps& maps = params.maps;
   BackBlocks& back = params.back;
-  const int64_t matrix = slices_of(p) * kChannels * kChannels, matrices = segments.count * matrix;  // of all slices
-  const int64_t later = segments.length == 0 || keeps ? 0  // segments that start from what step 4 or a fold has found
-                        : p.cu_seqlens                ? slots_of(p) / segments.length
-                                                      : p.B * (segments.of_batch - 1);
-  const int64_t slots = slots_of(p), blocks = slots * p.HV, slice_blocks = slots * slices_of(p), pair = kChunk * kChunk;
+  const int64_t matrix = slices_of(p) * kChannels * kChannels,
+                matrices = segments.count * matrix;  // of all slices
+  // Segments that start from a state of step 4 or of a fold.
+  const int64_t later = segments.length == 0 || has_states ? 0
+                        : p.cu_seqlens                     ? most_chunks_of(p) / segments.length
+                                                           : p.B * (segments.of_batch - 1);
+  const int64_t chunks = most_chunks_of(p), blocks = chunks * p.HV,
+                slice_blocks = chunks * slices_of(p), pair = kChunk * kChunk;
   Parts parts(base);
   if (p.use_qk_l2norm) {
     uint16_t *q, *k;
@@ -65,75 +73,83 @@ int64_t lay_out(const ChunkForward& p, const Segments& segments, bool keeps, voi
     parts.take(k, p.B * p.T * p.H * p.K);
     x.q = q, x.k = k;
   }
-  parts.take(x.gates, blocks);
+  parts.take(x.factors, blocks);
   parts.take(x.last, blocks);
   parts.take(x.G, blocks);
   parts.take(x.t, blocks * pair);
   parts.take(x.qk, pairs_of(p) * pair);
-  params.triangle_blocks = triangle_blocks_of(p, segments, keeps);
-  x.made = nullptr;
-  if (params.triangle_blocks > 0) parts.take(x.made, slots * p.H);
+  params.triangle_blocks = triangle_blocks_of(p, segments, has_states);
+  x.triangles_ready = nullptr;
+  if (params.triangle_blocks > 0) parts.take(x.triangles_ready, chunks * p.H);
   x.dx = nullptr;
   if (p.dtype == Dtype::kFloat16) parts.take(x.dx, slice_blocks * kChunk * kChannels);
   parts.take(x.ds, slice_blocks * kChannels * kChannels);
   parts.take(x.parts, slice_blocks * kParts * kChunk);
   parts.take(x.across, slice_blocks * 2);
-  parts.take(x.gate_sums, slots * 2 * p.HV);
+  parts.take(x.gate_sums, chunks * 2 * p.HV);
   parts.take(x.starts, later * matrix);
   parts.take(x.segment, 1);
   x.back_links = x.forward_links = x.order = nullptr;
-  back.shape = segments.cuts ? BackShape::kSlices : back_shape_of(p, segments.length == 0 || keeps);
+  back.shape = segments.both_walks ? BackShape::kSlices
+                                   : back_shape_of(p, segments.length == 0 || has_states);
   const int64_t back_tiles = back.shape == BackShape::kByLengths ? 2 * slices_of(p) : slices_of(p);
-  const int64_t back_units = segments.cuts ? segments.count : p.N;
-  if (is_dealt(p, back_units, back_tiles)) parts.take(x.back_links, links_of(p, back_units, back_tiles));
+  const int64_t back_units = segments.both_walks ? segments.count : p.N;
+  if (is_dealt(p, back_units, back_tiles))
+    parts.take(x.back_links, links_of(p, back_units, back_tiles));
   parts.take(back.over_halves, 1);
   const int64_t units = segments.length > 0 ? segments.count : p.N;
   if (is_dealt(p, units, slices_of(p))) {
     parts.take(x.forward_links, links_of(p, units, slices_of(p)));
-    if (segments.length > 0 && !keeps && !segments.cuts) parts.take(x.order, p.N);
+    if (segments.length > 0 && !has_states && !segments.both_walks) parts.take(x.order, p.N);
   }
-  cut = {};
-  if (segments.cuts) {
-    cut.cuts = true;
-    parts.take(cut.ends, matrices);
-    parts.take(cut.maps, segments.count * slices_of(p) * kMapValues);
-    parts.take(cut.forgotten, segments.count * slices_of(p));
-    parts.take(cut.wrong, 1);
+  maps = {};
+  if (segments.both_walks) {
+    maps.exist = true;
+    parts.take(maps.ends, matrices);
+    parts.take(maps.values, segments.count * slices_of(p) * kMapValues);
+    parts.take(maps.forgotten, segments.count * slices_of(p));
+    parts.take(maps.wrong, 1);
   }
   return parts.used();
 }
 
 const char* unsupported(const ChunkForward& p) {
-  if (p.K % 8 || p.V % 8 || p.K > kChannels) return "the Hopper backward needs K and V in multiples of 8, K up to 128";
+  if (p.K % 8 || p.V % 8 || p.K > kChannels)
+    return "the Hopper backward needs K and V in multiples of 8, K up to 128";
   if (p.dtype != Dtype::kBFloat16 && p.dtype != Dtype::kFloat16)
     return "the Hopper backward needs q, k, v in bfloat16 or float16";
   if (p.T >= kTokenLimit) return "the Hopper kernel needs T below 2^30";
   if (p.B * p.T >= int64_t{1} << 31) return "the Hopper backward needs B * T below 2^31";
-  if (slots_of(p) * slices_of(p) >= int64_t{1} << 28) return "the Hopper backward needs fewer chunks and value heads";
+  if (most_chunks_of(p) * slices_of(p) >= int64_t{1} << 28)
+    return "the Hopper backward needs fewer chunks and value heads";
   return nullptr;
 }
 
-// Tiles of `rows` x `channels` of 16-bit values, one behind the other.
-const char* tiles_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t count, int64_t rows, int channels) {
-  return make_map(map, dtype, {data, rows * channels, channels, channels}, count, rows, 1, channels);
+// The tensor map of consecutive tiles of `rows` x `channels` 16-bit values.
+const char* tiles_map(CUtensorMap* map, Dtype dtype, const void* data, int64_t count, int64_t rows,
+                      int channels) {
+  return make_map(map, dtype, {data, rows * channels, channels, channels}, count, rows, 1,
+                  channels);
 }
 
-// [B, T, heads, channels] as an output has it.
+// The strides of a contiguous [B, T, heads, channels].
 Rows whole(const ChunkForward& p, void* data, int heads, int channels) {
   const int64_t row = int64_t{heads} * channels;
   return {data, p.T * row, row, channels};
 }
 
-// With more than two value heads a sum over what is left would follow, and both together take longer. Of kinds that are not
-// exact the warps that add would need more registers than there are.
+// A cluster adds two slices. With more slices a second sum would follow, and both sums together
+// take longer. Kinds that are not exact have too few registers for the warps that add.
 Sums sums_of(const ChunkForward& p) {
   const int64_t slices = slices_of(p) / p.H;
   if (slices == 1) return Sums::kNone;
-  return kExchanges && is_exact(p) && slices == 2 && p.multiprocessors > 1 ? Sums::kCluster : Sums::kLater;
+  return kExchanges && is_exact(p) && slices == 2 && p.multiprocessors > 1 ? Sums::kCluster
+                                                                           : Sums::kLater;
 }
 
 template <class Kind>
-const char* normalize(const ChunkForward& p, const Scratch& scratch, Rows& q, Rows& k, cudaStream_t stream) {
+const char* normalize(const ChunkForward& p, const Scratch& scratch, Rows& q, Rows& k,
+                      cudaStream_t stream) {
   constexpr int kLanes = kChannels / 8;
   const int64_t rows = p.B * p.T * p.H;
   const dim3 grid(unsigned(ceil_div(rows * kLanes, kNormThreads)), 2);
@@ -149,18 +165,18 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   Params params = {};
   params.problem = problem;
-  const bool keeps = problem.states != nullptr;
-  const Segments segments = segments_of(p, keeps ? problem.every : 0);
-  lay_out(p, segments, keeps, p.workspace, params);
-  params.slots = int(slots_of(p));
-  params.slots_of_batch = int(ceil_div(p.T, kChunk));
+  const bool has_states = problem.states != nullptr;
+  const SegmentPlan segments = segments_of(p, has_states ? problem.checkpoint_interval : 0);
+  lay_out(p, segments, has_states, p.workspace, params);
+  params.chunks = int(most_chunks_of(p));
+  params.chunks_of_batch = int(ceil_div(p.T, kChunk));
   params.segment = segments.length;
   params.segments = int(segments.count);
   params.may_be_whole = segments.may_be_whole;
   params.segments_of_batch = int(segments.of_batch);
   params.parts = int(ceil_div(p.V, kChannels));
   params.slices = int(slices_of(p));
-  params.makes = kMakes && !params.cut.cuts && params.back.shape != BackShape::kHalves;
+  params.makes_triangles = kMakes && !params.maps.exist && params.back.shape != BackShape::kHalves;
   params.pairs_with_dq = keeps_pairs_with_dq(p);
   params.sums = sums_of(p);
   params.heads = Divisor::of(p.HV);
@@ -172,8 +188,8 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   Rows q = p.q, k = p.k;
   if (p.use_qk_l2norm)
     if (const char* error = normalize<Kind>(p, x, q, k, stream)) return error;
-  const int64_t pairs = std::max<int64_t>(pairs_of(p), 1);  // a map has a tile
-  const int64_t slice_blocks = int64_t{params.slots} * params.slices;
+  const int64_t pairs = std::max<int64_t>(pairs_of(p), 1);  // a tensor map needs a tile
+  const int64_t slice_blocks = int64_t{params.chunks} * params.slices;
   const char* errors[] = {
       make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K),
       make_map(&params.k, p.dtype, k, p.B, p.T, p.H, p.K),
@@ -183,32 +199,36 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
       make_map(&params.dk, p.dtype, whole(p, problem.dk, p.H, p.K), p.B, p.T, p.H, p.K),
       make_map(&params.dv, p.dtype, whole(p, problem.dv, p.HV, p.V), p.B, p.T, p.HV, p.V),
       tiles_map(&params.qk, p.dtype, x.qk, pairs, kChunk, kChunk),
-      kReadsDv<typename Kind::T> ? nullptr : tiles_map(&params.dx, p.dtype, x.dx, slice_blocks, kChunk, kChannels),
+      kReadsDv<typename Kind::T>
+          ? nullptr
+          : tiles_map(&params.dx, p.dtype, x.dx, slice_blocks, kChunk, kChannels),
   };
   for (const char* error : errors)
     if (error) return error;
   if (const char* error = run_frames<Kind>(params, stream)) return error;
   if (const char* error = run_deals(params, stream)) return error;
-  if (!params.makes || (params.segment > 0 && !keeps) || params.back.shape == BackShape::kByLengths)
+  if (!params.makes_triangles || (params.segment > 0 && !has_states) ||
+      params.back.shape == BackShape::kByLengths)
     if (const char* error = run_triangles<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
-    if (params.cut.cuts) {
+    if (params.maps.exist) {
       if (const char* error = run_segment_maps<Kind>(params, stream)) return error;
       if (const char* error = run_segment_folds<Kind>(params, stream)) return error;
     }
   }
   if (const char* error = run_walk_back<Kind>(params, stream)) return error;
-  if (params.segment > 0 && !params.cut.cuts && !keeps)
+  if (params.segment > 0 && !params.maps.exist && !has_states)
     if (const char* error = run_walk_states<Kind>(params, stream)) return error;
   if (const char* error = run_walk_forward<Kind>(params, stream)) return error;
   if constexpr (kCuts<Kind>) {
-    if (params.cut.cuts) {  // what a segment that forgets has started from may be wrong, windows.cuh
+    if (params.maps.exist) {  // the start of a segment that forgets may be wrong, windows.cuh
       Params again = params;
-      again.again = params.cut.wrong;
-      again.cut.cuts = false;
+      again.again = params.maps.wrong;
+      again.maps.exist = false;
       again.segment = 0;
-      again.makes = true;  // P of a steep chunk lay where dS is now
-      again.scratch.back_links = again.scratch.forward_links = nullptr;  // those are lists of segments
+      again.makes_triangles = true;  // dS has replaced the P of steep chunks
+      // The lists of the first walks are of segments.
+      again.scratch.back_links = again.scratch.forward_links = nullptr;
       if (const char* error = run_walk_back<Kind>(again, stream)) return error;
       if (const char* error = run_walk_forward<Kind>(again, stream)) return error;
     }
@@ -217,18 +237,23 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
 }
 }  // namespace
 
-int chunk_backward_every(const ChunkForward& p) { return unsupported(p) ? 0 : kept_of(p) * kChunk; }
+int chunk_backward_checkpoint_interval(const ChunkForward& p) {
+  return unsupported(p) ? 0 : checkpoint_interval_of(p) * kChunk;
+}
 
-size_t chunk_backward_workspace(const ChunkForward& p, int every) {
+size_t chunk_backward_workspace(const ChunkForward& p, int checkpoint_interval) {
   Params params = {};
-  return unsupported(p) ? 0 : size_t(lay_out(p, segments_of(p, every), every > 0, nullptr, params));
+  return unsupported(p) ? 0
+                        : size_t(lay_out(p, segments_of(p, checkpoint_interval),
+                                         checkpoint_interval > 0, nullptr, params));
 }
 
 const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   if (const char* reason = unsupported(p)) return reason;
   if (problem.states != nullptr && !is_exact(p))
-    return "the Hopper backward takes states that the forward has left only with K = V = 128 in bfloat16";
+    return "the Hopper backward takes states that the forward has left only with K = V = 128 in "
+           "bfloat16";
   if (p.dtype == Dtype::kFloat16) return run<Kind<__half, false>>(problem, stream);
   if (is_exact(p)) return run<Kind<__nv_bfloat16, true>>(problem, stream);
   return run<Kind<__nv_bfloat16, false>>(problem, stream);

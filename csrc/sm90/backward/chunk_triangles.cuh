@@ -1,35 +1,33 @@
-// T of a chunk and value head, and the decayed q k^T of a steep one, from k k^T and q k^T: by a block that has nothing else
-// to do (triangles.cu), or by a warpgroup of the walk back.
+// T of a chunk and value head, and the decayed q k^T of a steep chunk, from k k^T and q k^T: made
+// by a kernel of their own (triangles.cu), or by a warpgroup of the walk back.
 #pragma once
-#include "sm90/backward/common.cuh"
-#include "sm90/triangles.cuh"
+#include "sm90/backward/layout.cuh"
+#include "sm90/tile/triangles.cuh"
 
-namespace gdn::sm90 {
-namespace backward {
-// What Triangles has to know: one path for steep chunks and mild ones.
+namespace gdn::sm90::backward {
+
+// The configuration of Triangles: one path for steep and mild chunks.
 template <class Type>
 struct Alone {
   using T = Type;
   static constexpr int kKeys = kChannels, kStates = 1;
   static constexpr bool kTwoShapes = false;
 };
-}  // namespace backward
-
-template <class T>
-struct SharedMemory<backward::Alone<T>> {
-  uint8_t a[1][kTileBytes], inverse[1][kTileBytes];  // as in the forward
+// Tiles in which T is made, as in the forward's inverse warpgroups.
+struct InverseScratch {
+  uint8_t a[kTileBytes], inverse[kTileBytes];
 };
 
-namespace backward {
-// 16-byte lines of whole tiles, by 128 threads. What is above a triangle's diagonal is read and never written.
+// Zeroes whole tiles, by 128 threads. Blocks above the diagonal of a triangle are read, and never
+// written.
 GDN_DEVICE void clear_tiles(uint8_t* from, uint32_t tiles, uint32_t thread) {
 #pragma unroll 1
   for (uint32_t i = thread; i < tiles * kTileBytes / 16; i += 128)
     reinterpret_cast<uint4*>(from)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// What Triangles reads of a chunk's factors, by 128 threads.
-GDN_DEVICE void copy_factors(GateVectors& to, const Gates& from, uint32_t thread) {
+// Copies the factors that Triangles reads, by 128 threads.
+GDN_DEVICE void copy_factors(GateVectors& to, const ChunkFactors& from, uint32_t thread) {
   if (thread < kChunk) {
     to.beta[thread] = from.beta[thread];
     to.left[thread] = int16_t(-from.power[thread]);
@@ -37,29 +35,33 @@ GDN_DEVICE void copy_factors(GateVectors& to, const Gates& from, uint32_t thread
   }
 }
 
-// Row strip `own.w` of a lower triangle, rounded.
+// Stores row strip `own.w` of a lower triangle, rounded.
 template <class T>
-GDN_DEVICE void store_lower(const Triangles<Alone<T>>& own, const float (&x)[32], const uint8_t* tile) {
+GDN_DEVICE void store_lower(const Triangles<Alone<T>>& own, const float (&x)[32],
+                            const uint8_t* tile) {
   own.store_strip(shared_address(tile), own.lower(0),
                   [&](int b, int i) { return pack(T{}, x[8 * b + 2 * i], x[8 * b + 2 * i + 1]); });
 }
 
-// Row strip `own.w` of a steep chunk's q k^T, decayed. From the rounded one: the factors are powers of two.
+// Stores row strip `own.w` of a steep chunk's decayed q k^T, made from the rounded q k^T: the
+// factors are powers of two.
 template <class T>
-GDN_DEVICE void decay_pairs(const Triangles<Alone<T>>& own, const GateVectors& gates, const uint8_t* from, uint8_t* to) {
-  const uint32_t rows[2] = {biased_power<T>(gates.score[own.w * 16 + own.lane / 4]),
-                            biased_power<T>(gates.score[own.w * 16 + own.lane / 4 + 8])};
-  const auto* left = reinterpret_cast<const uint32_t*>(gates.left);
+GDN_DEVICE void decay_pairs(const Triangles<Alone<T>>& own, const GateVectors& factors,
+                            const uint8_t* from, uint8_t* to) {
+  const uint32_t rows[2] = {biased_power<T>(factors.score[own.w * 16 + own.lane / 4]),
+                            biased_power<T>(factors.score[own.w * 16 + own.lane / 4 + 8])};
+  const auto* left = reinterpret_cast<const uint32_t*>(factors.left);
 #pragma unroll 1
   for (int b = 0; b <= own.w; ++b) {
     uint32_t r[4];
     ldmatrix_x4(own.lines.block_at(shared_address(from), own.w, b), r);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      r[j] = multiply(T{}, r[j], power_of_two<T>(rows[j % 2], left[8 * b + 4 * (j / 2) + own.lane % 4]));
+      r[j] = multiply(T{}, r[j],
+                      power_of_two<T>(rows[j % 2], left[8 * b + 4 * (j / 2) + own.lane % 4]));
     own.keep_lower(r, own.lower(0), b == own.w);
     stmatrix_x4(own.lines.block_at(shared_address(to), own.w, b), r);
   }
 }
-}  // namespace backward
-}  // namespace gdn::sm90
+
+}  // namespace gdn::sm90::backward

@@ -1,29 +1,23 @@
-// Which tiles of packed sequences a block of a walk takes. Tiles are dealt on the device, as the host does not know the
-// lengths: those of the longest sequences or segments first, each to the block that has least to walk. The result follows
-// from the lengths alone, and no gradient depends on it.
+// The tiles of packed sequences that each block of a walk takes. The device deals them out, since
+// the host does not know the lengths: the longest sequences or segments first, each tile to the
+// block with the least work. The result depends on the lengths alone, and no gradient depends on
+// it.
 //
-// A *unit* is a sequence, or one of its segments where the walk goes in segments. All its tiles, one a slice, are equally
-// long. Blocks that walk two neighbouring slices in a cluster take two tiles at a time, which the deal holds for one.
+// A *unit* is a sequence, or one of its segments where the walk goes in segments. Its tiles, one
+// for each slice, are equally long. A cluster of two blocks takes the tiles of two neighbouring
+// slices, which count as one.
 #pragma once
 #include <climits>
 
-#include "sm90/backward/common.cuh"
+#include "sm90/backward/layout.cuh"
+#include "sm90/plan/backward/times.cuh"
 
 namespace gdn::sm90::backward {
 
-// What the device chooses of the walk back, BackShape::kByLengths: 1: halves of slices; 0: slices; -1: by the lengths.
-#ifndef GDN_BACKWARD_HALVES
-#define GDN_BACKWARD_HALVES -1
-#endif
-constexpr int kForcedHalves = GDN_BACKWARD_HALVES;
+constexpr int kTileStart = 1;  // the start and end of a tile take as long as so many chunks
 
-constexpr int kUnitBits = 10, kMostUnits = 1 << kUnitBits;
-constexpr int kMostUnitChunks = 1 << (32 - kUnitBits);  // a unit has fewer: its chunks and number lie in 32 bits
-constexpr int kBinRows = 5, kMostBins = 32 * kBinRows;  // blocks, or clusters: a lane of the warp that deals has kBinRows
-constexpr int kTileStart = 1;                           // chunks, which take as long as a tile's start and end
-
-// The list of a block's tiles is in `links`: of the tile behind tile i at gridDim.x + i, of the block's first tile at
-// its own index, and -1 at the end. Without links, blocks take tiles in turn.
+// `links` has the list of a block's tiles: the first tile at the block's index, the tile after tile
+// i at gridDim.x + i, and -1 at the end. Without links blocks take tiles in the order of the grid.
 GDN_DEVICE int first_tile(const Params& params) {
   return params.links == nullptr ? int(blockIdx.x) : params.links[blockIdx.x];
 }
@@ -33,12 +27,14 @@ GDN_DEVICE int next_tile(const Params& params, int index) {
   return index < params.tiles ? index : -1;
 }
 
-// The greater key is that of the longer unit, or of the first of equally long ones.
-GDN_DEVICE uint32_t unit_key(int unit, int chunks) { return uint32_t(chunks) << kUnitBits | (kMostUnits - 1 - unit); }
+// The longer unit has the greater key, and the first of equally long units.
+GDN_DEVICE uint32_t unit_key(int unit, int chunks) {
+  return uint32_t(chunks) << kUnitBits | (kMostUnits - 1 - unit);
+}
 GDN_DEVICE int chunks_of_key(uint32_t key) { return int(key >> kUnitBits); }
 GDN_DEVICE int unit_of_key(uint32_t key) { return kMostUnits - 1 - int(key % kMostUnits); }
 
-// From the greatest to the least, by a warp. `size` is a power of two.
+// Sorts keys from the greatest to the least, by a warp. `size` is a power of two.
 GDN_DEVICE void sort_keys(uint32_t* keys, int size) {
   constexpr int kAtOnce = 4;  // pairs of a lane
   const int lane = int(threadIdx.x) % 32;
@@ -71,25 +67,27 @@ GDN_DEVICE void sort_keys(uint32_t* keys, int size) {
   __syncwarp();
 }
 
-// Who takes the tiles that a warp deals.
+// The blocks or clusters that take the tiles.
 struct Bins {
-  int count, width;  // blocks or clusters, and tiles that one takes at a time
+  int count, width;  // count: of blocks or clusters; width: tiles that one takes at a time
   int* links;
 };
 
-// Deals the tiles of `count` units whose keys are sorted. Units without chunks are dealt where `empty` says so.
-GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices, const Divisor& by_slices,
-                    const Bins& bins) {
+// Deals out the tiles of `count` units whose keys are sorted. empty: units without chunks are dealt
+// out too.
+GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices,
+                     const Divisor& by_slices, const Bins& bins) {
   const int lane = int(threadIdx.x) % 32;
   const uint32_t lower = (1u << lane) - 1;  // lanes
-  int load[kBinRows], end[kBinRows];        // of bin 32 r + lane: its chunks, and where its list ends in `links`
+  int load[kBinRows],
+      end[kBinRows];  // of bin 32 r + lane: its chunks, and the end of its list in `links`
 #pragma unroll
   for (int r = 0; r < kBinRows; ++r) {
     const int bin = 32 * r + lane;
     load[r] = bin < bins.count ? 0 : INT_MAX;
     end[r] = bin * bins.width;
   }
-  const auto below = [&](int level) {  // bins that have less
+  const auto below = [&](int level) {  // the number of bins with less work
     int sum = 0;
 #pragma unroll
     for (int r = 0; r < kBinRows; ++r) sum += __popc(__ballot_sync(~0u, load[r] < level));
@@ -99,23 +97,27 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices, co
   for (int first = 0; first < count;) {
     const int chunks = chunks_of_key(keys[first]), cost = chunks + kTileStart;
     if (chunks == 0 && !empty) break;
-    int behind = first;  // the first unit of another length
+    int behind = first;  // then the first unit of another length
     uint32_t same;
     do {
       const int at = behind + lane;
       same = __ballot_sync(~0u, at < count && chunks_of_key(keys[at]) == chunks);
       behind += __popc(same);
     } while (same == ~0u);
-    // In turns: all bins that would have a tile before any has two get one. In the last turn those with least do.
-    int left = (behind - first) * (slices / bins.width), next = first * slices;  // in the order of the keys
+    // In turns: every bin that a greedy deal would give a tile before any bin gets two receives
+    // one. In the last turn the bins with the least work do.
+    int left = (behind - first) * (slices / bins.width),
+        next = first * slices;  // next: a tile, in the order of the keys
 #pragma unroll 1
     while (left > 0) {
       int least = load[0];
 #pragma unroll
       for (int r = 1; r < kBinRows; ++r) least = min(least, load[r]);
       least = -__reduce_max_sync(~0u, -least);
-      int level = least + cost, last = kMostBins;  // bins below it get a tile; of those just below, so many at most
-      const int some = below(level), each = min(some, left);  // each: tiles of a turn
+      int level = least + cost,
+          last = kMostBins;  // level: bins below it get a tile; last: at most so many of those just
+                             // below it
+      const int some = below(level), each = min(some, left);  // each: tiles dealt out in a turn
       int turns = 1;
       if (some > left) {
         int low = least;
@@ -125,7 +127,7 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices, co
           (below(middle) >= left ? level : low) = middle;
         }
         last = left - below(level - 1);
-      } else {  // and as many turns as the same bins have, at once
+      } else {  // as many turns at once as the same bins have
         int other = INT_MAX;
 #pragma unroll
         for (int r = 0; r < kBinRows; ++r)
@@ -144,7 +146,8 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices, co
           int at = next + __popc(takers & lower) * bins.width;
 #pragma unroll 1
           for (int turn = 0; turn < turns; ++turn, at += each * bins.width) {
-            const int i = by_slices.divide(at), tile = unit_of_key(keys[i]) * slices + at - i * slices;
+            const int i = by_slices.divide(at),
+                      tile = unit_of_key(keys[i]) * slices + at - i * slices;
             for (int w = 0; w < bins.width; ++w) bins.links[end[r] + w] = tile + w;
             end[r] = bins.count * bins.width + tile;
           }
@@ -164,29 +167,7 @@ GDN_DEVICE void deal(const uint32_t* keys, int count, bool empty, int slices, co
   }
 }
 
-// Microseconds of the walk forward: of a chunk with its gradients, and of the start and end of its tile.
-constexpr float kGradients = 6.5f, kTile = 5;
-// What it takes in segments of `length` chunks, which are dealt, where every multiprocessor's share of all chunks is
-// `share`. The block that has most has about a sixth of a segment more.
-GDN_HOST_DEVICE float time_of_segments(float share, float length, float chunk = kGradients, float tile = kTile) {
-  return fmaxf(share / length, 1.f) * (length * chunk + tile) + length * (chunk / 6);
-}
-// What it takes to walk to where the last segments begin, where that is `walked` chunks of the longest sequence and
-// `share` of all that a multiprocessor has.
-GDN_HOST_DEVICE float time_of_states(float share, float walked, bool beside) {
-  // Of a chunk: what the walk back takes longer with this walk beside it, and the walk of the state behind the walk back,
-  // by its chain and by memory; and of its launch.
-  constexpr float kBeside = 0.2f, kChain = 1.2f, kFull = 1.8f, kLaunch = 8, kBehind = 15;
-  return kLaunch + (beside ? kBeside * walked : kBehind + fmaxf(kChain * walked, kFull * share));
-}
-
-// Whether the walk of the state finds a free multiprocessor for each of its tiles, halves of slices, beside the walk back.
-GDN_HOST_DEVICE bool states_go_beside(const ChunkForward& p, int64_t slices) {
-  const int64_t halves = 2 * int64_t{p.N} * slices, blocks = halves <= p.multiprocessors ? halves : halves / 2;
-  return blocks + halves <= p.multiprocessors;
-}
-
-// Chunks of the longest sequence, of all, and of all before their last segments.
+// Chunks of the longest sequence, of all sequences, and of all without their last segments.
 struct Chunks {
   int longest, all, walked;
 };
@@ -208,31 +189,20 @@ GDN_DEVICE Chunks count_chunks(const ChunkForward& p, int segment) {
   return x;
 }
 
-// Whether the walk forward takes less in segments than over whole sequences, of which a block has `most` chunks.
+// Whether the walk forward takes less time in segments than over whole sequences, of which one
+// block has `most` chunks.
 GDN_DEVICE bool segments_pay(const Params& params, const Chunks& chunks, float most) {
   const ChunkForward& p = params.problem.forward;
   const float of_all = float(params.slices) / float(p.multiprocessors);
   const int walked = last_segment(chunks.longest, params.segment) * params.segment;
   float segments = time_of_segments(float(chunks.all) * of_all, float(params.segment));
   if (!has_states(params))
-    segments += time_of_states(float(chunks.walked) * of_all, float(walked), states_go_beside(p, params.slices));
+    segments += time_of_states(float(chunks.walked) * of_all, float(walked),
+                               states_overlap(p, params.slices));
   return segments < most * kGradients;
 }
 
-// Microseconds of step 2, of a chunk that a multiprocessor has.
-constexpr float kTriangles = 1.35f;
-// Whether the walk back takes clearly less over halves of slices: their chain of products is shorter, and the longest
-// sequence bounds the walk where lengths are uneven. `share`: of all chunks a multiprocessor's; makes: over slices the walk
-// makes the triangles, for which halves need a kernel of their own.
-GDN_HOST_DEVICE bool halves_pay(float longest, float share, bool makes) {
-  if (kForcedHalves >= 0) return kForcedHalves != 0;
-  // Microseconds of a chunk, by a block's chain, and with a block on every multiprocessor, by memory.
-  constexpr float kSlice = 2.5f, kSliceFull = 5, kHalf = 1.55f, kHalfFull = 2.3f, kMargin = 0.95f;
-  return fmaxf(longest * kHalf, share * 2 * kHalfFull) + (makes ? share * kTriangles : 0) <
-         kMargin * fmaxf(longest * kSlice, share * kSliceFull);
-}
-
-// The units of a walk, sorted by their keys; returns how many there are.
+// Fills `keys` with the sorted keys of a walk's units, and returns the number of units.
 GDN_DEVICE int sort_units(const Params& params, int segment, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int lane = int(threadIdx.x) % 32, most = segment == kWholeSequences ? p.N : params.segments;
@@ -245,7 +215,7 @@ GDN_DEVICE int sort_units(const Params& params, int segment, uint32_t (&keys)[kM
 #pragma unroll 1
   for (int n = lane; n < p.N; n += 32) {
     const int chunks = chunks_of_sequence(p, n);
-    int unit = first_slot(params, n) / segment + n, left = chunks;  // numbers as of first_segment
+    int unit = first_chunk(params, n) / segment + n, left = chunks;  // numbered as by first_segment
     do {
       keys[unit] = unit_key(unit, min(left, segment));
       left -= segment;
@@ -259,23 +229,25 @@ GDN_DEVICE int sort_units(const Params& params, int segment, uint32_t (&keys)[kM
   return units;
 }
 
-// Chunks that the fullest block has at least, of whole sequences whose keys are sorted: with b blocks, one of them has
-// i + 1 or more of the i b + 1 longest tiles. Greedy deals give the fullest block up to 6 percent more in the median of
-// random lengths. By a warp, which looks at i up to 31.
+// A lower bound of the chunks of the block with the most work, for whole sequences whose keys are
+// sorted: with b blocks, one of them has i + 1 or more of the i b + 1 longest tiles. A warp
+// computes it for i up to 31. The median over random lengths of the greedy deal is up to 6 percent
+// higher.
 GDN_DEVICE float chunks_of_fullest(const Params& params, const uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int i = int(threadIdx.x) % 32, sequence = params.by_slices.divide(i * p.multiprocessors);
-  return float(__reduce_max_sync(~0u, sequence < p.N ? (i + 1) * chunks_of_key(keys[sequence]) : 0));
+  return float(
+      __reduce_max_sync(~0u, sequence < p.N ? (i + 1) * chunks_of_key(keys[sequence]) : 0));
 }
 
-// By a warp, before any tile is dealt: whether the walk forward goes in segments, and the walk back over halves, where
-// the host has left that to the device.
+// Chooses whether the walk forward goes in segments, and the walk back over halves, where the host
+// leaves the choice to the device. A warp calls it, before any tile is dealt out.
 GDN_DEVICE void choose_walks(const Params& params, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int lane = int(threadIdx.x) % 32;
   const Chunks chunks = count_chunks(p, params.segment > 0 ? params.segment : kWholeSequences);
   const float share = float(chunks.all) * float(params.slices) / float(p.multiprocessors);
-  bool makes = params.makes;
+  bool makes = params.makes_triangles;
   if (params.segment > 0) {
     float most = fmaxf(float(chunks.longest), share);
     if (params.scratch.order != nullptr) {
@@ -293,13 +265,14 @@ GDN_DEVICE void choose_walks(const Params& params, uint32_t (&keys)[kMostUnits])
   }
 }
 
-// By a warp, of either walk, if its tiles are to be dealt.
+// Deals out the tiles of either walk, where the host asks for it. A warp calls it.
 GDN_DEVICE void deal_walk(const Params& params, bool back, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int width = !back && params.sums == Sums::kCluster ? 2 : 1;
-  const Bins bins = {p.multiprocessors / width, width, back ? params.scratch.back_links : params.scratch.forward_links};
+  const Bins bins = {p.multiprocessors / width, width,
+                     back ? params.scratch.back_links : params.scratch.forward_links};
   if (bins.links == nullptr) return;
-  const bool whole = params.segment == 0 || (back && !params.cut.cuts);
+  const bool whole = params.segment == 0 || (back && !params.maps.exist);
   const int segment = whole ? kWholeSequences : *params.scratch.segment;
   const int units = sort_units(params, segment, keys);
   if (back && walks_back_over_halves(params)) {

@@ -1,5 +1,6 @@
-// The frame of every chunk, made once for all kernels of the backward: sums of the decays, the frame from chunk to
-// chunk, then the factors of the tokens. Beside the second step the walks are chosen; behind all, tiles are dealt.
+// The frame of every chunk, made once for all kernels of the backward: sums of the decays, the
+// frame from chunk to chunk, then the factors of the tokens. The second step also chooses the
+// walks; after the third, tiles are dealt out.
 #include <algorithm>
 
 #include "sm90/backward/deal.cuh"
@@ -8,15 +9,18 @@
 
 namespace gdn::sm90::backward {
 namespace {
-// Inclusive sums of the log2 decays, to where `start` will be, and beta. A warp has a chunk and value head.
-__global__ void __launch_bounds__(kMostHeads * 32) sum_kernel(const __grid_constant__ Params params) {
+// Writes beta, and inclusive sums of the log2 decays, which `start` will replace. A warp has a
+// chunk and value head.
+__global__ void __launch_bounds__(kMostHeads * 32)
+    sum_kernel(const __grid_constant__ Params params) {
   __shared__ HeadRows g_rows, beta_rows;
   const ChunkForward& p = params.problem.forward;
-  const int slot = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int chunk_index = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int hv = blockIdx.y * (blockDim.x / 32) + warp;
-  if (params.scratch.made != nullptr && blockIdx.y == 0)
-    for (int h = threadIdx.x; h < p.H; h += blockDim.x) params.scratch.made[slot * p.H + h] = 0;
-  const Place place = place_of(params, slot);
+  if (params.scratch.triangles_ready != nullptr && blockIdx.y == 0)
+    for (int h = threadIdx.x; h < p.H; h += blockDim.x)
+      params.scratch.triangles_ready[chunk_index * p.H + h] = 0;
+  const Place place = place_of(params, chunk_index);
   if (place.rows <= 0) return;
   {
     const HeadThread own(params);
@@ -39,7 +43,7 @@ __global__ void __launch_bounds__(kMostHeads * 32) sum_kernel(const __grid_const
       beta[i] = activate_beta(p, beta_rows.x[warp][row]);
     }
   }
-  // In the order of write_gates.
+  // Summed in the order of the forward's write_gates.
   float sum = g[0] + g[1];
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -48,14 +52,14 @@ __global__ void __launch_bounds__(kMostHeads * 32) sum_kernel(const __grid_const
   }
   float before = __shfl_up_sync(~0u, sum, 1);
   if (lane == 0) before = 0.f;
-  const int index = slot * p.HV + hv;
-  Gates& out = params.scratch.gates[index];
+  const int index = chunk_index * p.HV + hv;
+  ChunkFactors& out = params.scratch.factors[index];
   reinterpret_cast<float2*>(out.start)[lane] = make_float2(g[0] + before, sum);
   reinterpret_cast<float2*>(out.beta)[lane] = make_float2(beta[0], beta[1]);
   if (lane == 31) params.scratch.last[index] = sum;
 }
 
-// chunk_frame(G, last).next, without a branch: a chain of these steps is all that walk_kernel waits for.
+// chunk_frame(G, last).next, without a branch: the time of walk_kernel is a chain of these steps.
 template <class T>
 GDN_DEVICE float next_frame(float G, float last) {
   using F = Frame<T>;
@@ -66,14 +70,15 @@ GDN_DEVICE float next_frame(float G, float last) {
   return steep ? y - floorf(y) : y;
 }
 
-// Whether the first block of walk_kernel chooses.
+// Whether the first block of walk_kernel chooses the walks.
 GDN_HOST_DEVICE bool has_choice(const Params& params) {
   return params.segment > 0 || params.back.shape == BackShape::kByLengths;
 }
 
-// A block, one warp, walks over every gridDim.y-th group of 32 chunks of a sequence and value head. A group begins at the top
-// of the range, so that it does not wait for the group before. All lanes walk, and a lane loads and stores for one chunk: a
-// thread for each chunk would need the instructions of 32 loads and stores.
+// A block, one warp, walks over every gridDim.y-th group of 32 chunks of a sequence and value head.
+// A group begins at the top of the range, and therefore does not wait for the previous group. All
+// lanes walk, and each lane loads and stores for one chunk: a single thread would issue 32 loads
+// and stores.
 constexpr int kWalkThreads = 32, kGroup = 32;
 template <class T>
 __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constant__ Params params) {
@@ -85,12 +90,14 @@ __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constan
     if (blockIdx.y == 0) choose_walks(params, keys);
     return;
   }
-  const auto tile = back_tile<Kind<T, true>, 1>(params, block);  // slices are not asked for
+  const auto tile = back_tile<Kind<T, true>, 1>(params, block);  // its slices are not used
   const int count = tile.chunks(), lane = threadIdx.x, each = kGroup * gridDim.y;
-  const int64_t first = int64_t{tile.slot} * p.HV + tile.hv(params);
-  const auto load = [&](int c) { return c + lane < count ? params.scratch.last[first + int64_t{c + lane} * p.HV] : 0.f; };
+  const int64_t first = int64_t{tile.chunk_index} * p.HV + tile.hv(params);
+  const auto load = [&](int c) {
+    return c + lane < count ? params.scratch.last[first + int64_t{c + lane} * p.HV] : 0.f;
+  };
   const auto store = [&](int c, float G) { params.scratch.G[first + int64_t{c} * p.HV] = G; };
-  if (params.cut.cuts && block == 0 && blockIdx.y == 0 && lane == 0) *params.cut.wrong = 0;
+  if (params.maps.exist && block == 0 && blockIdx.y == 0 && lane == 0) *params.maps.wrong = 0;
   int c = kGroup * blockIdx.y;
   float last = load(c);
 #pragma unroll 1
@@ -102,7 +109,8 @@ __global__ void __launch_bounds__(kWalkThreads) walk_kernel(const __grid_constan
       if (lane == i) own = G;
       G = next_frame<T>(G, __shfl_sync(~0u, last, i));
     }
-    // The first chunk of a group has the G that the group before leaves: chunk_frame brings the state to the top from there.
+    // The first chunk of a group has the G after the previous group: chunk_frame brings the state
+    // to the top of the range from there.
     if (c + lane < count && (lane > 0 || c == 0)) store(c + lane, own);
     if (lane == 0 && c + kGroup < count) store(c + kGroup, G);
     last = next;
@@ -116,25 +124,30 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
   wait_for_prerequisites();
   const ChunkForward& p = params.problem.forward;
   const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (index >= params.slots * p.HV) return;
-  Gates& out = params.scratch.gates[index];
+  if (index >= params.chunks * p.HV) return;
+  ChunkFactors& out = params.scratch.factors[index];
   const float2 sums = reinterpret_cast<const float2*>(out.start)[lane];
   const float2 beta = reinterpret_cast<const float2*>(out.beta)[lane];
   const float G = params.scratch.G[index], last = params.scratch.last[index];
-  // The loads above do not wait for the search for the chunk; where there is none, what they find is not used.
-  const int slot = params.heads.divide(index);
-  const Place place = place_of(params, slot);
+  // The loads above do not wait for the search for the chunk; their values are not used where there
+  // is no chunk.
+  const int chunk_index = params.heads.divide(index);
+  const Place place = place_of(params, chunk_index);
   if (place.rows <= 0) return;
-  const int c = slot - first_slot(params, place.n);
+  const int c = chunk_index - first_chunk(params, place.n);
   const ChunkFrame chunk = chunk_frame<T>(G, last, c > 0 && c % kGroup == 0);
   const TokenFrame x0 = token_frame<T>(chunk, sums.x), x1 = token_frame<T>(chunk, sums.y);
   const float c0 = exp2_approx(-x0.e), c1 = exp2_approx(-x1.e);
-  out.x[lane] = make_float4(beta.x * c0, beta.y * c1, beta.x * exp2_approx(x0.d), beta.y * exp2_approx(x1.d));
-  reinterpret_cast<float2*>(out.read)[lane] = make_float2(p.scale * exp2_approx(x0.e), p.scale * exp2_approx(x1.e));
+  out.x[lane] =
+      make_float4(beta.x * c0, beta.y * c1, beta.x * exp2_approx(x0.d), beta.y * exp2_approx(x1.d));
+  reinterpret_cast<float2*>(out.read)[lane] =
+      make_float2(p.scale * exp2_approx(x0.e), p.scale * exp2_approx(x1.e));
   reinterpret_cast<float2*>(out.start)[lane] =
       make_float2(p.scale * exp2_approx(chunk.G + sums.x), p.scale * exp2_approx(chunk.G + sums.y));
   reinterpret_cast<float2*>(out.c)[lane] = make_float2(c0, c1);
-  const auto of_dv = [](float beta, float c) { return kReadsDv<T> && is_beta_small(beta) ? 1.f : beta * c; };
+  const auto of_dv = [](float beta, float c) {
+    return kReadsDv<T> && is_beta_small(beta) ? 1.f : beta * c;
+  };
   reinterpret_cast<float2*>(out.dv)[lane] = make_float2(of_dv(beta.x, c0), of_dv(beta.y, c1));
   reinterpret_cast<short2*>(out.power)[lane] = make_short2(short(x0.d), short(x1.d));
   if (lane == 0) {
@@ -145,8 +158,9 @@ __global__ void __launch_bounds__(kThreads) factor_kernel(const __grid_constant_
   }
 }
 
-// One block deals for the walk forward, the other one for the walk back. The triangles are made beside this kernel, and
-// begin when it has waited for the factors, which they read.
+// One block deals for the walk forward, the other one for the walk back. The kernel of the
+// triangles overlaps with this one, and begins once this one has waited for the factors, which it
+// reads.
 __global__ void __launch_bounds__(32) deal_kernel(const __grid_constant__ Params params) {
   __shared__ uint32_t keys[kMostUnits];
   wait_for_prerequisites();
@@ -163,11 +177,15 @@ const char* run_frames(const Params& params, cudaStream_t stream) {
   sum_kernel<<<heads.grid, heads.threads, 0, stream>>>(params);
   if (const char* error = check(cudaGetLastError())) return error;
   const unsigned walks = unsigned(int64_t{p.N} * p.HV + has_choice(params));
-  // A packed sequence has as many blocks as a sequence of the mean length has groups. A block of a longer one walks several.
-  const int64_t of_sequence = ceil_div(ceil_div(p.T, kChunk), p.cu_seqlens ? int64_t{p.N} * kGroup : kGroup);
+  // A packed sequence has as many blocks as a sequence of mean length has groups. In a longer
+  // sequence a block walks several groups.
+  const int64_t of_sequence =
+      ceil_div(ceil_div(p.T, kChunk), p.cu_seqlens ? int64_t{p.N} * kGroup : kGroup);
   const unsigned groups = unsigned(std::clamp<int64_t>(of_sequence, 1, 64));
-  if (const char* error = launch_small(&walk_kernel<T>, params, dim3(walks, groups), kWalkThreads, stream)) return error;
-  const unsigned blocks = unsigned(ceil_div(int64_t{params.slots} * p.HV, kThreads / 32));
+  if (const char* error =
+          launch_small(&walk_kernel<T>, params, dim3(walks, groups), kWalkThreads, stream))
+    return error;
+  const unsigned blocks = unsigned(ceil_div(int64_t{params.chunks} * p.HV, kThreads / 32));
   return launch_small(&factor_kernel<T>, params, blocks, kThreads, stream);
 }
 

@@ -1,17 +1,17 @@
-// States in the registers of a warpgroup, and where a thread's part of one lies in memory.
+// States in the registers of a warpgroup, and the place of a thread's part in memory.
 #pragma once
-#include "sm90/backward/common.cuh"
+#include "sm90/backward/layout.cuh"
 
 namespace gdn::sm90::backward {
 
-// Which channels a state in memory has. A warp holds 16 channels of V and 128 of K: rows(i) is about the i-th eight
-// channels of V, columns(j) about the j-th eight of K.
+// The channels that a state in memory has. A warp has 16 channels of V and 128 of K: rows(i) tells
+// of the i-th eight channels of V, columns(j) of the j-th eight of K.
 struct AllChannels {
   GDN_DEVICE bool rows(int) const { return true; }
   GDN_DEVICE bool columns(int) const { return true; }
 };
 struct SomeChannels {
-  int V, K;  // how many there are from the warp's first one on; multiples of 8
+  int V, K;  // channels from the warp's first one on; multiples of 8
   GDN_DEVICE bool rows(int i) const { return 8 * i < V; }
   GDN_DEVICE bool columns(int j) const { return 8 * j < K; }
 };
@@ -25,10 +25,10 @@ GDN_DEVICE auto channels_of(const Params& params, int v, int warp) {
   }
 }
 
-// A state [64 of V, 128 of K] of a warpgroup's registers, from and to strided memory.
+// Load and store a warpgroup's state [64 of V, 128 of K], at any strides.
 template <class From, class Channels>
-GDN_DEVICE void load_state(float (&S)[64], const From* at, int64_t stride_k, int64_t stride_v, float factor,
-                           const Channels& channels) {
+GDN_DEVICE void load_state(float (&S)[64], const From* at, int64_t stride_k, int64_t stride_v,
+                           float factor, const Channels& channels) {
 #pragma unroll
   for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
 #pragma unroll
@@ -40,8 +40,8 @@ GDN_DEVICE void load_state(float (&S)[64], const From* at, int64_t stride_k, int
   }
 }
 template <class Channels>
-GDN_DEVICE void store_state(const float (&S)[64], float* at, int64_t stride_k, int64_t stride_v, float factor,
-                            const Channels& channels) {
+GDN_DEVICE void store_state(const float (&S)[64], float* at, int64_t stride_k, int64_t stride_v,
+                            float factor, const Channels& channels) {
 #pragma unroll
   for (int j = 0; j < 16; ++j, at += 8 * stride_k) {
 #pragma unroll
@@ -52,7 +52,7 @@ GDN_DEVICE void store_state(const float (&S)[64], float* at, int64_t stride_k, i
     }
   }
 }
-// The same, from and to a matrix [128 of V, 128 of K].
+// Load and store a part of a dense matrix [128 of V, 128 of K].
 GDN_DEVICE void load_matrix(float (&S)[64], const float* at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
@@ -63,7 +63,8 @@ GDN_DEVICE void load_matrix(float (&S)[64], const float* at) {
 GDN_DEVICE void store_matrix(const float (&S)[64], float* at) {
 #pragma unroll
   for (int j = 0; j < 32; ++j)
-    *reinterpret_cast<float2*>(at + j / 2 * 8 + j % 2 * 8 * kChannels) = make_float2(S[2 * j], S[2 * j + 1]);
+    *reinterpret_cast<float2*>(at + j / 2 * 8 + j % 2 * 8 * kChannels) =
+        make_float2(S[2 * j], S[2 * j + 1]);
 }
 GDN_DEVICE void clear_state(float (&S)[64]) {
 #pragma unroll
@@ -74,7 +75,7 @@ GDN_DEVICE void scale_state(float (&S)[64], float factor) {
   for (int i = 0; i < 64; ++i) S[i] *= factor;
 }
 
-// This thread's first channels of V and K in a state warpgroup's part.
+// The thread's first channels of V and K in a state warpgroup's part.
 GDN_DEVICE int state_row(int warp, int lane) { return warp * 16 + lane / 4; }
 GDN_DEVICE int state_column(int lane) { return lane % 4 * 2; }
 

@@ -1,8 +1,9 @@
-// What is left when all chunks are done: dq and dk over the slices of a key head, where the walk forward has not added them;
-// the norm's own step; the gradients of gates and betas, through their activations; zeros for the tokens of no sequence.
+// The last step: sums of dq and dk over the slices of a key head, where the walk forward has not
+// added them; the gradient of the norm; the gradients of gates and betas through their activations;
+// zeros for tokens of no sequence.
 #include "sm90/backward/head_rows.cuh"
-#include "sm90/l2norm.cuh"
 #include "sm90/launch_blocks.h"
+#include "sm90/tile/l2norm.cuh"
 
 namespace gdn::sm90::backward {
 namespace {
@@ -15,8 +16,9 @@ GDN_DEVICE void store_as(void* base, int64_t at, Dtype dtype, float x) {
   } else if (dtype == Dtype::kFloat64) {
     static_cast<double*>(base)[at] = x;
   } else {
-    static_cast<uint16_t*>(base)[at] =
-        dtype == Dtype::kFloat16 ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    static_cast<uint16_t*>(base)[at] = dtype == Dtype::kFloat16
+                                           ? __half_as_ushort(__float2half_rn(x))
+                                           : __bfloat16_as_ushort(__float2bfloat16_rn(x));
   }
 }
 
@@ -37,8 +39,8 @@ GDN_DEVICE float row_sum(float x) {
   return x;
 }
 
-// kLanes threads make a row of a key head: they add the rows of its slices, or read the row that the walk forward has
-// stored, and then make the norm's own step. blockIdx.y: dq, dk.
+// kLanes threads have a row of a key head: they add the rows of its slices, or read the row that
+// the walk forward has stored, and then apply the gradient of the norm. blockIdx.y: dq, dk.
 template <class Kind>
 __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
@@ -48,20 +50,21 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   const int64_t given = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanes;
   const bool exists = given < p.B * p.T * p.H;
   const int64_t index = exists ? given : 0;  // all lanes of a warp take part in the sums
-  const int lane = threadIdx.x % kLanes, group = slices_of<Kind>(params) / p.H, lines = lines_of<Kind>(p.K);
+  const int lane = threadIdx.x % kLanes, group = slices_of<Kind>(params) / p.H,
+            lines = lines_of<Kind>(p.K);
   const bool inside = lane < lines;
   const int64_t token = index / p.H;
   const int h = int(index % p.H), batch = int(token / p.T), t = int(token % p.T);
   bool owned = true;
-  int slot, row;
+  int chunk_index, row;
   if (p.cu_seqlens == nullptr) {
-    slot = batch * params.slots_of_batch + t / kChunk;
+    chunk_index = batch * params.chunks_of_batch + t / kChunk;
     row = t % kChunk;
   } else {
     const int n = last_not_above(p.N, t, [&](int n) { return sequence_bound(p, n); });
     const int before = t - int(sequence_bound(p, n));
     owned = t < sequence_bound(p, p.N) && before >= 0;
-    slot = first_slot(params, n) + before / kChunk;
+    chunk_index = first_chunk(params, n) + before / kChunk;
     row = before % kChunk;
   }
   const bool of_keys = blockIdx.y == 1;
@@ -70,8 +73,9 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   if (params.sums != Sums::kLater) {
     if (owned && exists && inside) unpack_line<T>(*own, sum);
   } else if (owned && exists) {
-    const int64_t block = int64_t{slot} * slices_of<Kind>(params) + h * group;
-    constexpr int64_t size = 2 * kChunk;  // rows of a slice's block of dS, half of a row in each of two tiles
+    const int64_t block = int64_t{chunk_index} * slices_of<Kind>(params) + h * group;
+    // Rows of a slice's block of dS, half of a row in each of two tiles.
+    constexpr int64_t size = 2 * kChunk;
     const int line = (lane / 8 * kChunk + row) * 8 + (lane % 8 ^ row % 8);
     const uint4* from = reinterpret_cast<const uint4*>(params.scratch.ds) +
                         (block * size + (of_keys ? 0 : kChunk)) * kLanes + line;
@@ -107,8 +111,9 @@ __global__ void __launch_bounds__(kThreads) head_sum_kernel(const __grid_constan
   *own = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Zeros where tokens of a packed call belong to no sequence: before the first, and behind the last. A row of a key head
-// by kLanes threads; `block` of `blocks`. dq and dk are head_sum_kernel's, where that runs.
+// Zeroes gradients of packed tokens of no sequence, before the first sequence and after the last.
+// kLanes threads have a row of a key head; `block` of `blocks`. With Sums::kLater head_sum_kernel
+// zeroes dq and dk.
 template <class Kind>
 GDN_DEVICE void zero_rows(const Params& params, int64_t block, int64_t blocks) {
   const ChunkBackward& problem = params.problem;
@@ -136,17 +141,19 @@ GDN_DEVICE void zero_rows(const Params& params, int64_t block, int64_t blocks) {
   }
 }
 
-// Multiplies the rows of dv that have dx, those of tokens whose beta is small (kReadsDv), of a chunk and value head. All
-// lanes of a warp call it; x: Gates::x of the tokens 2 l and 2 l + 1 of lane l.
+// Makes the rows of dv of tokens with a small beta from their rows of dx (kReadsDv), for a chunk
+// and value head. All lanes of a warp call it; x: ChunkFactors::x of the tokens 2 l and 2 l + 1 of
+// lane l.
 template <class Kind>
-GDN_DEVICE void end_small_rows(const Params& params, const Gates& gates, const float4& x, const Place& place, int hv) {
+GDN_DEVICE void end_small_rows(const Params& params, const ChunkFactors& factors, const float4& x,
+                               const Place& place, int hv) {
   using T = typename Kind::T;
   const ChunkForward& p = params.problem.forward;
   const int lane = threadIdx.x % 32, lines = lines_of<Kind>(p.V);
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const int own = 2 * lane + i;
-    uint32_t small = __ballot_sync(~0u, own < place.rows && is_beta_small(gates.beta[own]));
+    uint32_t small = __ballot_sync(~0u, own < place.rows && is_beta_small(factors.beta[own]));
     for (; small != 0; small &= small - 1) {
       const int source = __ffs(int(small)) - 1;
       const float c = __shfl_sync(~0u, i == 0 ? x.x : x.y, source);
@@ -166,24 +173,28 @@ GDN_DEVICE void end_small_rows(const Params& params, const Gates& gates, const f
   }
 }
 
-// dg and dbeta of a chunk and value head, by a warp, and the zeros of rows of no sequence:
+// dg and dbeta of a chunk and value head, by a warp, and zeros for rows of no sequence:
 //     dg_t = sum over i >= t of ahead_i + sum over i < t of behind_i + <S, dS>
-// and their activations. Lane l has tokens 2 l and 2 l + 1. What slices leave is added in their order.
+// and the gradients of their activations. Lane l has tokens 2 l and 2 l + 1. The parts of slices
+// are added in their order.
 template <class Kind>
-__global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kMostHeads * 32)
+    gates_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
   using T = typename Kind::T;
   if (params.problem.forward.cu_seqlens != nullptr)
-    zero_rows<Kind>(params, int64_t{blockIdx.y} * gridDim.x + blockIdx.x, int64_t{gridDim.x} * gridDim.y);
+    zero_rows<Kind>(params, int64_t{blockIdx.y} * gridDim.x + blockIdx.x,
+                    int64_t{gridDim.x} * gridDim.y);
   __shared__ HeadRows g_rows, beta_rows;  // as given, then their gradients
   const ChunkBackward& problem = params.problem;
   const ChunkForward& p = problem.forward;
-  const int slot = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // A warp without a value head of its own does what that of the last one does, and stores nothing.
-  const int own_hv = blockIdx.y * (blockDim.x / 32) + warp, hv = min(own_hv, p.HV - 1), index = slot * p.HV + hv;
+  const int chunk_index = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // A warp without a value head computes the last one again, and stores nothing.
+  const int own_hv = blockIdx.y * (blockDim.x / 32) + warp, hv = min(own_hv, p.HV - 1),
+            index = chunk_index * p.HV + hv;
   const bool stores = own_hv < p.HV;
-  float* const sums = params.scratch.gate_sums + int64_t{slot} * 2 * p.HV + hv;
-  const Place place = place_of(params, slot);
+  float* const sums = params.scratch.gate_sums + int64_t{chunk_index} * 2 * p.HV + hv;
+  const Place place = place_of(params, chunk_index);
   if (place.rows <= 0) {
     if (p.use_gate && lane == 0 && stores) sums[0] = sums[p.HV] = 0.f;
     return;
@@ -192,29 +203,32 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
   uint32_t given_g[2], given_beta[2];
   own.load(given_g, p.g, p.g_dtype, place);
   if (p.use_beta_sigmoid) own.load(given_beta, p.beta, p.beta_dtype, place);
-  const Gates& gates = params.scratch.gates[index];
+  const ChunkFactors& factors = params.scratch.factors[index];
   const int slices = Kind::kExact ? 1 : params.parts;
   const int64_t block = int64_t{index} * slices;
   const auto plus = [](float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); };
-  const float2* const parts = reinterpret_cast<const float2*>(params.scratch.parts + block * (kParts * kChunk));
+  const float2* const parts =
+      reinterpret_cast<const float2*>(params.scratch.parts + block * (kParts * kChunk));
   const auto part = [&](int i) {
     float2 sum = parts[i * (kChunk / 2) + lane];
     for (int s = 1; s < slices; ++s) sum = plus(sum, parts[(s * kParts + i) * (kChunk / 2) + lane]);
     return sum;
   };
-  const float2 read = plus(part(kReadPart), part(kReadPart + 1)), rows_sum = part(kBetaPart), value = part(kValuePart);
+  const float2 read = plus(part(kReadPart), part(kReadPart + 1)), rows_sum = part(kBetaPart),
+               value = part(kValuePart);
   const float2 behind = plus(part(kBehindPart), part(kBehindPart + 1));
-  const float4 x = gates.x[lane];
-  const float per_dx[2] = {of_dx<T>(gates, 2 * lane), of_dx<T>(gates, 2 * lane + 1)};
-  if (kReadsDv<T> && stores) end_small_rows<Kind>(params, gates, x, place, hv);
+  const float4 x = factors.x[lane];
+  const float per_dx[2] = {of_dx<T>(factors, 2 * lane), of_dx<T>(factors, 2 * lane + 1)};
+  if (kReadsDv<T> && stores) end_small_rows<Kind>(params, factors, x, place, hv);
   float2 ahead = plus(part(kPairsPart), part(kQueryPart));
   ahead.x -= x.z * per_dx[0] * read.x;
   ahead.y -= x.w * per_dx[1] * read.y;
-  const float c[2] = {gates.c[2 * lane], gates.c[2 * lane + 1]};
-  const float2 f = make_float2(exp2_approx(gates.power[2 * lane]), exp2_approx(gates.power[2 * lane + 1]));
+  const float c[2] = {factors.c[2 * lane], factors.c[2 * lane + 1]};
+  const float2 f =
+      make_float2(exp2_approx(factors.power[2 * lane]), exp2_approx(factors.power[2 * lane + 1]));
   const float dbeta_of[2] = {per_dx[0] * (c[0] * value.x - f.x * read.x - rows_sum.x),
                              per_dx[1] * (c[1] * value.y - f.y * read.y - rows_sum.y)};
-  // Sums over the tokens from here on, and over those before.
+  // Sums over the tokens from this one on, and over the tokens before it.
   float after = ahead.x + ahead.y, before = behind.x + behind.y;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -230,7 +244,7 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
     const float2 halves = reinterpret_cast<const float2*>(params.scratch.across)[block + s];
     across += halves.x + halves.y;
   }
-  across *= gates.post;
+  across *= factors.post;
   float dg[2] = {after + past + across, next + ahead.y + past + behind.x + across};
 
   own.give(g_rows, given_g, p.g_dtype);
@@ -282,7 +296,7 @@ __global__ void __launch_bounds__(kMostHeads * 32) gates_kernel(const __grid_con
   }
 }
 
-// Over the slots, in one order: a block has kWidth of the 2 HV columns.
+// Sums over the chunks in a fixed order: a block has kWidth of the 2 HV columns.
 constexpr int kWidth = 8;
 __global__ void __launch_bounds__(kThreads) gate_sum_kernel(const __grid_constant__ Params params) {
   wait_for_prerequisites();
@@ -291,8 +305,8 @@ __global__ void __launch_bounds__(kThreads) gate_sum_kernel(const __grid_constan
   const int column = blockIdx.x * kWidth + threadIdx.x % kWidth, first = threadIdx.x / kWidth;
   float sum = 0;
   if (column < columns)
-    for (int slot = first; slot < params.slots; slot += kThreads / kWidth)
-      sum += params.scratch.gate_sums[int64_t{slot} * columns + column];
+    for (int chunk_index = first; chunk_index < params.chunks; chunk_index += kThreads / kWidth)
+      sum += params.scratch.gate_sums[int64_t{chunk_index} * columns + column];
   shares[first][threadIdx.x % kWidth] = sum;
   __syncthreads();
   if (first != 0 || column >= columns) return;
@@ -307,11 +321,16 @@ const char* run_sums(const Params& params, cudaStream_t stream) {
   const int64_t rows = p.B * p.T * p.H;
   const unsigned blocks = unsigned(ceil_div(rows * kLanes, kThreads));
   if (params.sums == Sums::kLater || p.use_qk_l2norm)
-    if (const char* error = launch_small(&head_sum_kernel<Kind>, params, dim3(blocks, 2), kThreads, stream)) return error;
+    if (const char* error =
+            launch_small(&head_sum_kernel<Kind>, params, dim3(blocks, 2), kThreads, stream))
+      return error;
   const HeadBlocks heads(params);
-  if (const char* error = launch_small(&gates_kernel<Kind>, params, heads.grid, heads.threads, stream)) return error;
+  if (const char* error =
+          launch_small(&gates_kernel<Kind>, params, heads.grid, heads.threads, stream))
+    return error;
   if (!p.use_gate) return nullptr;
-  return launch_small(&gate_sum_kernel, params, unsigned(ceil_div(2 * p.HV, kWidth)), kThreads, stream);
+  return launch_small(&gate_sum_kernel, params, unsigned(ceil_div(2 * p.HV, kWidth)), kThreads,
+                      stream);
 }
 
 template const char* run_sums<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);

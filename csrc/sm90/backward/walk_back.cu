@@ -1,28 +1,30 @@
-// From a sequence's last chunk to its first: the gradient of the state, 64 channels of V a warpgroup, in registers.
-// A block has a slice, or half of one.
+// From a sequence's last chunk to its first: the gradient of the state, 64 channels of V a
+// warpgroup, in registers. A block has a slice, or half of one.
 //
-// Transposed as in state.cuh. With do' = scale 2^e do, and P and T_s decayed where the chunk is steep,
+// Transposed as in state.cuh. With do' = scale 2^e do, and P and T_s decayed where the chunk is
+// steep,
 //     du = P^T do' + w k dS    dx = du + T_s^T du    dS <- 2^D dS + q^T 2^d do' - k^T beta 2^d dx
 //     dv = beta 2^-e dx
-// where w = 2^(D - d), or 1 where that does not matter: kDecaysToEnd. dS behind the chunk goes to scratch memory, and
-// without kReadsDv dx as well; dv goes out. Of whole sequences a warpgroup of a block with a whole slice makes q k^T and
-// T_s, which go to scratch memory too.
-#include "sm90/backward/back_memory.cuh"
+// where w = 2^(D - d), or 1 where that does not matter: kDecaysToEnd. dS after the chunk is stored
+// to scratch memory, and so is dx without kReadsDv; dv is an output. Over whole sequences and whole
+// slices a warpgroup of the block also makes q k^T and T_s, and stores them to scratch memory.
+#include "sm90/backward/segments/windows.cuh"
 #include "sm90/backward/state_step.cuh"
-#include "sm90/backward/windows.cuh"
+#include "sm90/backward/walk_back_memory.cuh"
 #include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
 namespace {
-// y = do' of a chunk, and x = P^T do': they need no state.
+// y = do' of a chunk, and x = P^T do', which need no state.
 template <class C>
-GDN_DEVICE void read_chunk(BackMemory<C>& sm, uint32_t (&y)[16], uint32_t it, int slot, int warp) {
+GDN_DEVICE void read_chunk(BackMemory<C>& sm, uint32_t (&y)[16], uint32_t it, int warpgroup,
+                           int warp) {
   using T = typename C::T;
   const uint32_t s = it % C::kStages;
   const int lane = fresh_lane();
   const uint32_t tline = transposed_line(warp, lane);
   wait_for(sm.full[s], it / C::kStages);
-  read_do<T>(y, shared_address(sm.stages[s].dO[slot]), tline, sm.gates[s], lane);
+  read_do<T>(y, shared_address(sm.stages[s].dO[warpgroup]), tline, sm.factors[s], lane);
 }
 template <bool kAdds, class C>
 GDN_DEVICE void issue_pairs(BackMemory<C>& sm, float (&x)[32], uint32_t (&y)[16], uint32_t it) {
@@ -37,11 +39,11 @@ GDN_DEVICE void issue_pairs(BackMemory<C>& sm, float (&x)[32], uint32_t (&y)[16]
 }
 
 template <class C>
-GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int warp) {
+GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int warpgroup, int warp) {
   using T = typename C::T;
   using Kind = typename C::Kind;
   const ChunkBackward& problem = params.problem;
-  const bool makes = C::kMaker && makes_triangles_walking(params);
+  const bool makes_triangles = C::kInverses && makes_triangles_walking(params);
   float S[64];
   uint32_t it = 0;
 #pragma unroll 1
@@ -55,7 +57,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       if (!ends) {
         if constexpr (C::kCut) {
           const int64_t index = segment_index<Kind>(params, tile.n, tile.segment, tile.slice);
-          load_matrix(S, state_of(params.cut.ends, index, slot, warp));
+          load_matrix(S, state_of(params.maps.ends, index, warpgroup, warp));
         }
       } else if (problem.dht == nullptr) {
         clear_state(S);
@@ -63,12 +65,14 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
         float factor = 1;
         if (left > 0) {
           wait_for(sm.full[it % C::kStages], it / C::kStages);
-          factor = sm.gates[it % C::kStages].end;
+          factor = sm.factors[it % C::kStages].end;
         }
         const int lane = threadIdx.x % 32;
-        const int v = tile.v(params) + (C::kStates == 2 ? slot : tile.part) * 64;
-        load_state(S, problem.dht + tile.n * problem.dht_n + tile.hv(params) * problem.dht_h +
-                          (v + state_row(warp, lane)) * problem.dht_v + state_column(lane) * problem.dht_k,
+        const int v = tile.v(params) + (C::kStates == 2 ? warpgroup : tile.part) * 64;
+        load_state(S,
+                   problem.dht + tile.n * problem.dht_n + tile.hv(params) * problem.dht_h +
+                       (v + state_row(warp, lane)) * problem.dht_v +
+                       state_column(lane) * problem.dht_k,
                    problem.dht_k, problem.dht_v, factor, channels_of<Kind>(params, v, warp));
       }
     }
@@ -77,15 +81,15 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
     uint32_t y[16];
     float pre = 1, post = 1;
     int steep = 0;
-    // du of a chunk, of which P^T do' may be on its way, and dS behind that chunk to memory.
+    // Makes du of a chunk, and stores dS after that chunk. begun: P^T do' has been issued.
     const auto make_du = [&](uint32_t at, bool begun) {
       const int lane = fresh_lane();
       uint32_t Sb[32];
 #pragma unroll
       for (int i = 0; i < 32; ++i) Sb[i] = pack(T{}, S[2 * i], S[2 * i + 1]);
       pin(Sb);
-      if constexpr (C::kMaker)
-        if (makes) wait_for(sm.maker.made[at % C::kStages], at / C::kStages);
+      if constexpr (C::kInverses)
+        if (makes_triangles) wait_for(sm.inverses.full[at % C::kStages], at / C::kStages);
       wgmma_fence();
       if (!kDecaysToEnd<T> && !begun) issue_pairs<false>(sm, x, y, at);
       const Descriptor k_rows = k_major(shared_address(sm.stages[at % C::kStages].k));
@@ -97,25 +101,25 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       for (int i = 1; i < 8; ++i)
         wgmma_rs_n64(T{}, x, Sb + 4 * i, k_rows.at(i / 4 * kTileBytes + i % 4 * 32), 1);
       wgmma_commit();
-      wait_for(sm.ds_empty[slot], at + 1);
+      wait_for(sm.ds_empty[warpgroup], at + 1);
       const Lines lines(lane);
 #pragma unroll
       for (int b = 0; b < 8; ++b) {
         const uint32_t r[4] = {Sb[4 * b], Sb[4 * b + 1], Sb[4 * b + 2], Sb[4 * b + 3]};
-        stmatrix_x4(lines.block_at(shared_address(sm.ds[slot][b / 4]), warp, b % 4), r);
+        stmatrix_x4(lines.block_at(shared_address(sm.ds[warpgroup][b / 4]), warp, b % 4), r);
       }
       fence_async_proxy();
       __syncwarp();
-      arrive(sm.ds_full[slot], lane == 0);
-      const Gates& gates = sm.gates[at % C::kStages];
-      pre = gates.pre, post = gates.post, steep = gates.steep;
+      arrive(sm.ds_full[warpgroup], lane == 0);
+      const ChunkFactors& factors = sm.factors[at % C::kStages];
+      pre = factors.pre, post = factors.post, steep = factors.steep;
       wgmma_wait<0>();
       pin(x);
       if constexpr (kDecaysToEnd<T>) {  // 2^(D - d) k dS
         if (steep) {
 #pragma unroll
           for (int j = 0; j < 8; ++j) {
-            const float2 factor = end_factors(gates, j * 4 + lane % 4);
+            const float2 factor = end_factors(factors, j * 4 + lane % 4);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               x[4 * j + 2 * h] *= factor.x;
@@ -133,49 +137,51 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       }
     };
     if (any) {
-      read_chunk(sm, y, it, slot, warp);
+      read_chunk(sm, y, it, warpgroup, warp);
       make_du(it, false);
     }
-    // Where it turns, no product is on its way: the compiler would wait for it there.
+    // No product is in flight at the end of an iteration: the compiler would wait for it there.
 #pragma unroll 1
     while (left > 0) {
       const uint32_t s = it % C::kStages;
       const int lane = fresh_lane();
       const bool lead = lane == 0;
       const uint32_t tline = transposed_line(warp, lane);
-      const Gates& gates = sm.gates[s];
+      const ChunkFactors& factors = sm.factors[s];
       const auto& stage = sm.stages[s];
       uint32_t u[16], next[16];
 #pragma unroll
       for (int i = 0; i < 16; ++i) u[i] = pack(T{}, x[2 * i], x[2 * i + 1]);
-      const Descriptor t_columns = mn_major(shared_address(stage.t)), q_columns = mn_major(shared_address(stage.q));
+      const Descriptor t_columns = mn_major(shared_address(stage.t)),
+                       q_columns = mn_major(shared_address(stage.q));
       pin(x);
       pin(u);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_rs_n64_mn(T{}, x, u + 4 * i, t_columns.at(i * 2048), 1);
       wgmma_commit();
-      // This takes no time of its own: the product with T_s is being made.
+      // The product with T_s runs meanwhile, and hides the time of this.
       if (post != 1.f) scale_state(S, post);
-      if (steep) decay_do<T>(y, gates, lane);
+      if (steep) decay_do<T>(y, factors, lane);
       pin(y);
       pin(S);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_rs_n128_mn(T{}, S, y + 4 * i, q_columns.at(i * 2048), 1);
       wgmma_commit();
-      if (C::kBeginsAhead && left > 1) read_chunk(sm, next, it + 1, slot, warp);
+      if (C::kBeginsAhead && left > 1) read_chunk(sm, next, it + 1, warpgroup, warp);
       float f[16];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float4 cf = gates.x[j * 4 + lane % 4];
+        const float4 cf = factors.x[j * 4 + lane % 4];
         f[2 * j] = cf.z, f[2 * j + 1] = cf.w;
       }
       pin(f);
       wgmma_wait<1>();
       pin(x);
 #pragma unroll
-      for (int at = 0; at < 32; at += 2) u[at / 2] = pack(T{}, -f[at / 4 * 2] * x[at], -f[at / 4 * 2 + 1] * x[at + 1]);
+      for (int at = 0; at < 32; at += 2)
+        u[at / 2] = pack(T{}, -f[at / 4 * 2] * x[at], -f[at / 4 * 2 + 1] * x[at + 1]);
       const Descriptor k_columns = mn_major(shared_address(stage.k));
       pin(u);
       pin(S);
@@ -183,24 +189,25 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_rs_n128_mn(T{}, S, u + 4 * i, k_columns.at(i * 2048), 1);
       wgmma_commit();
-      // dv and dx, under the products of the state.
-      wait_for(sm.dv_empty[slot], it + 1);
+      // dv and dx are stored while the products of the state run.
+      wait_for(sm.dv_empty[warpgroup], it + 1);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t d4[4], v4[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = 8 * j + 2 * i;
-          const float2 of_dv = reinterpret_cast<const float2*>(gates.dv)[at / 4 * 4 + lane % 4];
+          const float2 of_dv = reinterpret_cast<const float2*>(factors.dv)[at / 4 * 4 + lane % 4];
           d4[i] = pack(T{}, x[at], x[at + 1]);
           v4[i] = pack(T{}, of_dv.x * x[at], of_dv.y * x[at + 1]);
         }
-        if constexpr (!kReadsDv<T>) stmatrix_x4_trans(shared_address(sm.dv[slot][1]) + j * 2048 + tline, d4);
-        stmatrix_x4_trans(shared_address(sm.dv[slot][0]) + j * 2048 + tline, v4);
+        if constexpr (!kReadsDv<T>)
+          stmatrix_x4_trans(shared_address(sm.dv[warpgroup][1]) + j * 2048 + tline, d4);
+        stmatrix_x4_trans(shared_address(sm.dv[warpgroup][0]) + j * 2048 + tline, v4);
       }
       fence_async_proxy();
       __syncwarp();
-      arrive(sm.dv_full[slot], lead);
+      arrive(sm.dv_full[warpgroup], lead);
       if (C::kBeginsAhead && left > 1) {
         wgmma_fence();
         issue_pairs<false>(sm, x, next, it + 1);
@@ -219,7 +226,7 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
 #pragma unroll
         for (int i = 0; i < 16; ++i) y[i] = next[i];
       } else {
-        read_chunk(sm, y, it, slot, warp);
+        read_chunk(sm, y, it, warpgroup, warp);
       }
       make_du(it, C::kBeginsAhead);
     }
@@ -227,11 +234,12 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
       const auto tile = walk_back_tile<C>(params, index);
       if (tile.segment > 0) {
         const int64_t index = segment_index<Kind>(params, tile.n, tile.segment, tile.slice);
-        if (any && params.cut.forgotten[index] != 0) {
-          const float* const given = state_of(params.cut.ends, index - slices_of<Kind>(params), slot, warp);
+        if (any && params.maps.forgotten[index] != 0) {
+          const float* const given =
+              state_of(params.maps.ends, index - slices_of<Kind>(params), warpgroup, warp);
           StateDifference difference;
           difference.add(S, given);
-          difference.judge(params.cut.wrong);
+          difference.judge(params.maps.wrong);
         }
         continue;
       }
@@ -239,9 +247,11 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
     if (problem.dh0 != nullptr) {
       const auto tile = walk_back_tile<C>(params, index);
       const int lane = threadIdx.x % 32;
-      const int v = tile.v(params) + (C::kStates == 2 ? slot : tile.part) * 64;
-      store_state(S, problem.dh0 + tile.n * problem.dh0_n + tile.hv(params) * problem.dh0_h +
-                         (v + state_row(warp, lane)) * problem.dh0_v + state_column(lane) * problem.dh0_k,
+      const int v = tile.v(params) + (C::kStates == 2 ? warpgroup : tile.part) * 64;
+      store_state(S,
+                  problem.dh0 + tile.n * problem.dh0_n + tile.hv(params) * problem.dh0_h +
+                      (v + state_row(warp, lane)) * problem.dh0_v +
+                      state_column(lane) * problem.dh0_k,
                   problem.dh0_k, problem.dh0_v, any ? exp2_approx(-Frame<T>::kTop) : 1.f,
                   channels_of<Kind>(params, v, warp));
     }
@@ -249,7 +259,8 @@ GDN_DEVICE void state(BackMemory<C>& sm, const Params& params, int slot, int war
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(C::kThreads, 1)
+    walk_back_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(BackMemory<C>) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
   BackMemory<C>& sm = *reinterpret_cast<BackMemory<C>*>(raw);
@@ -259,10 +270,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
     if (*params.again == 0) return;
   }
   if constexpr (!C::kCut) {
-    launch_dependents();  // the walk of the state, which needs nothing of this one
+    launch_dependents();  // the walk of the state, which reads no result of this walk
     if (params.back.shape == BackShape::kByLengths) {
-      // The kernel over slices was launched beside the one over halves, and one of the two walks. What comes next waits
-      // for the kernel over slices alone, so that this one waits for the other.
+      // The kernel over slices overlaps with the kernel over halves, and only one of the two walks.
+      // The next kernel waits for the kernel over slices alone, which therefore waits for the other
+      // one.
       const bool walks = walks_back_over_halves(params) == (C::kStates == 1);
       if (C::kStates == 2 && (walks || blockIdx.x + 1 == gridDim.x)) wait_for_prerequisites();
       if (!walks) return;
@@ -272,7 +284,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
     for (int i = 0; i < C::kStages; ++i) {
       mbarrier_init(&sm.full[i], 3 * kWarpArrivals);  // k and the rest, q, do
       mbarrier_init(&sm.empty[i], 4 * C::kStates * kWarpArrivals);
-      if constexpr (C::kMaker) mbarrier_init(&sm.maker.made[i], 4 * kWarpArrivals);
+      if constexpr (C::kInverses) mbarrier_init(&sm.inverses.full[i], 4 * kWarpArrivals);
     }
     for (int i = 0; i < C::kStates; ++i) {
       mbarrier_init(&sm.ds_full[i], 4 * kWarpArrivals);
@@ -286,8 +298,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
   __syncthreads();
   if constexpr (C::kCut) {
     wait_for_prerequisites();
-    // The walk forward may begin now: it reads what the folds have left, and then waits for this walk. Clusters that begin
-    // while this walk ends lie on multiprocessors far from each other. That costs long segments more than they gain.
+    // The walk forward may begin now: it reads results of the folds, and then waits for this walk.
+    // Clusters that begin while this walk ends are placed on distant multiprocessors, which costs
+    // long segments more than the overlap gains.
     constexpr int kShortSegment = 16;  // chunks
     if (params.segment <= kShortSegment) launch_dependents();
   }
@@ -298,14 +311,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) walk_back_kernel(const __grid_
     } else if (warp <= C::kStates) {
       store_behind(sm, params, warp - 1);
     } else if (blockIdx.x + 1 == gridDim.x) {
-      // The next kernel waits for this one alone: where another kernel makes triangles beside this one, this one ends last.
+      // The next kernel waits for this one alone: this kernel therefore ends after the kernel of
+      // the triangles that overlaps with it.
       wait_for_prerequisites();
     }
   } else if (warpgroup <= C::kStates) {
     set_registers<C::kStateRegisters, C::kLaunchRegisters>();
     state(sm, params, warpgroup - 1, warp % 4);
-  } else if constexpr (C::kMaker) {
-    set_registers<C::kMakerRegisters, C::kLaunchRegisters>();
+  } else if constexpr (C::kInverses) {
+    set_registers<C::kInverseRegisters, C::kLaunchRegisters>();
     if (makes_triangles_walking(params)) make_triangles(sm, params, warp % 4);
   }
 }
@@ -315,17 +329,20 @@ const char* launch(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   params.tiles = (C::kCut ? params.segments : p.N) * params.slices * C::kTileParts;
   params.links = params.scratch.back_links;
-  const unsigned blocks = unsigned(params.links || params.tiles > p.multiprocessors ? p.multiprocessors : params.tiles);
+  const unsigned blocks =
+      unsigned(params.links || params.tiles > p.multiprocessors ? p.multiprocessors : params.tiles);
   const bool second = params.back.shape == BackShape::kByLengths && C::kStates == 2;
-  return launch_blocks(&walk_back_kernel<C>, params, blocks, C::kThreads, sizeof(BackMemory<C>), 1,
-                       C::kCut || params.again != nullptr || second || params.scratch.made != nullptr, stream);
+  return launch_blocks(
+      &walk_back_kernel<C>, params, blocks, C::kThreads, sizeof(BackMemory<C>), 1,
+      C::kCut || params.again != nullptr || second || params.scratch.triangles_ready != nullptr,
+      stream);
 }
 }  // namespace
 
 template <class Kind>
 const char* run_walk_back(Params& params, cudaStream_t stream) {
   if constexpr (kCuts<Kind>)
-    if (params.cut.cuts) return launch<Back<Kind, 2, true>>(params, stream);
+    if (params.maps.exist) return launch<Back<Kind, 2, true>>(params, stream);
   if (params.back.shape != BackShape::kSlices)
     if (const char* error = launch<Back<Kind, 1>>(params, stream)) return error;
   return params.back.shape != BackShape::kHalves ? launch<Back<Kind, 2>>(params, stream) : nullptr;

@@ -1,21 +1,22 @@
-// From a sequence's first chunk to its last: the state again, and with it the gradients of each chunk. A block has a
-// sequence and slice: two warpgroups of states, which also make dk (forward_states.cuh), one of pairs of tokens,
-// which also makes dq, and single warps (forward_memory.cuh).
-#include "sm90/backward/forward_states.cuh"
+// From a sequence's first chunk to its last: the state is made again, and with it the gradients of
+// each chunk. A block has a sequence and slice. Two state warpgroups also make dk
+// (walk_forward_states.cuh), a third warpgroup has the pairs of tokens and makes dq, and there are
+// single warps (walk_forward_memory.cuh).
+#include "sm90/backward/walk_forward_states.cuh"
 #include "sm90/launch_blocks.h"
 
 namespace gdn::sm90::backward {
 namespace {
 constexpr int kThreads = 512;
-// Blocks of q k^T and k k^T that are loaded while the products that meet them are made. With one, bf16 of other sizes than
-// K = V = 128 would spill registers.
+// The number of blocks of q k^T and k k^T that are loaded while the products that they are
+// multiplied with run. With one, bf16 other than K = V = 128 would spill.
 template <class Kind>
 constexpr int kBlocksAhead = Kind::kExact || std::is_same_v<typename Kind::T, __half> ? 1 : 0;
 constexpr int kSinglesRegisters = 40, kStateRegisters = 176, kPairRegisters = 120;
 constexpr int kLaunchRegisters = launch_registers(kThreads, kStateRegisters);
 static_assert(kSinglesRegisters + 2 * kStateRegisters + kPairRegisters <= 4 * kLaunchRegisters);
 
-// Sums over a warp's 16 rows of 16 columns, of which a lane has four for its row pair.
+// Sums 16 columns over a warp's 16 rows; a lane has four columns of two rows, already added.
 GDN_DEVICE void column_sums(const float (&a)[4], int lane, uint32_t to) {
   const bool high = lane & 16, middle = lane & 8;
   const float x = (high ? a[2] : a[0]) + __shfl_xor_sync(~0u, high ? a[0] : a[2], 16);
@@ -24,7 +25,7 @@ GDN_DEVICE void column_sums(const float (&a)[4], int lane, uint32_t to) {
   z += __shfl_xor_sync(~0u, z, 4);
   if ((lane & 4) == 0) store_float(to + ((lane >> 4) * 8 + lane % 4 * 2 + (lane >> 3 & 1)) * 4, z);
 }
-// Over four lanes; lane % 2 says which row's sum a lane gets.
+// Sums two rows over four lanes; lane % 2 selects the sum that a lane gets.
 GDN_DEVICE float row_pair_sum(float row0, float row1, int lane) {
   const bool odd = lane & 1;
   const float x = (odd ? row1 : row0) + __shfl_xor_sync(~0u, odd ? row0 : row1, 1);
@@ -42,11 +43,12 @@ GDN_DEVICE void issue_row_products(float (&x)[32], const Descriptor& a, const De
   }
 }
 
-// Makes row strip `warp` of lower k k^T of a chunk, rounded. The triangles were made of k k^T too, but to store and load it
-// takes longer than to make it again.
+// Makes row strip `warp` of lower k k^T of a chunk, rounded. The triangles were made from k k^T
+// too, but storing and loading it takes longer than making it again.
 template <class T>
 GDN_DEVICE void make_key_pairs(WalkMemory& sm, uint32_t stage, int warp) {
-  // Without this line the compiler would keep addresses that it computes of stage and warp in registers until dq is made.
+  // Opaque to the compiler, which would otherwise keep addresses that depend on stage and warp in
+  // registers until dq is made.
   asm volatile("" : "+r"(stage), "+r"(warp));
   const int lane = fresh_lane();
   float x[32];
@@ -64,24 +66,27 @@ GDN_DEVICE void make_key_pairs(WalkMemory& sm, uint32_t stage, int warp) {
     uint32_t r[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int at = 8 * b + 2 * i, column = i / 2 * 8 + lane % 4 * 2, row = lane / 4 + i % 2 * 8;  // of the block
-      r[i] = pack(T{}, b < warp || column <= row ? x[at] : 0.f, b < warp || column < row ? x[at + 1] : 0.f);
+      const int at = 8 * b + 2 * i, column = i / 2 * 8 + lane % 4 * 2,
+                row = lane / 4 + i % 2 * 8;  // of the block
+      r[i] = pack(T{}, b < warp || column <= row ? x[at] : 0.f,
+                  b < warp || column < row ? x[at + 1] : 0.f);
     }
     stmatrix_x4(shared_address(sm.kk[key_block(warp, b)]) + lane * 16, r);
   }
   __syncwarp();
 }
 
-// dP and N of a chunk, over q k^T and k k^T in their tiles, and the sums of M. With P = do u^T and D = dx u^T,
+// Makes dP and N of a chunk in their tiles, and the sums of M. With P = do u^T and D = dx u^T,
 //     dP = scale 2^e P 2^(d_i - d_j)    N = -beta D 2^(d_i - d_j)    M = dP o q k^T + N o k k^T
-// strictly below the diagonal; own is the diagonal of scale 2^e P. What is summed later, when no other warpgroup waits
-// for it: the columns of M, the rows of M and of D o k k^T.
+// strictly below the diagonal; own is the diagonal of scale 2^e P. LateSums are completed later,
+// when no other warpgroup waits: the sums of M's columns, and of the rows of M and of D o k k^T.
 struct LateSums {
   float column[4][4];
   float m[2], l[2];
 };
 template <class Kind, bool kCluster>
-GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, float& own1, LateSums& late) {
+GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, float& own1,
+                           LateSums& late) {
   using T = typename Kind::T;
   constexpr int kLoadedAhead = kBlocksAhead<Kind>;
   const uint32_t stage = it % 2;
@@ -89,7 +94,7 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
   const bool lead = lane == 0;
   const Lines lines(lane);
   const int row0 = 16 * warp + lane / 4;
-  const Gates& gates = sm.gates[stage];
+  const ChunkFactors& factors = sm.factors[stage];
   make_key_pairs<T>(sm, stage, warp);
   float P[32], D[32];
   own0 = own1 = 0;
@@ -97,23 +102,26 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
   wait_for(sm.dx_full, it);
   wait_for(sm.u_full, it);
   {
-    const Descriptor dO = k_major(shared_address(sm.dO[stage])), dx = k_major(shared_address(sm.dx));
+    const Descriptor dO = k_major(shared_address(sm.dO[stage])),
+                     dx = k_major(shared_address(sm.dx));
     const Descriptor u = k_major(shared_address(sm.u));
     wgmma_fence();
     issue_row_products<T>(P, dO, u);
     issue_row_products<T>(D, dx, u);
     wgmma_commit();
   }
-  const float f0 = gates.read[row0], f1 = gates.read[row0 + 8];
-  const float beta0 = gates.beta[row0] * of_dx<T>(gates, row0);
-  const float beta1 = gates.beta[row0 + 8] * of_dx<T>(gates, row0 + 8);
+  const float f0 = factors.read[row0], f1 = factors.read[row0 + 8];
+  const float beta0 = factors.beta[row0] * of_dx<T>(factors, row0);
+  const float beta1 = factors.beta[row0 + 8] * of_dx<T>(factors, row0 + 8);
   wait_for(sm.pairs_full, it);
-  if constexpr (kCluster)  // q k^T is in shared memory, and its place in global memory may take dq now
-    arrive_there_if(address_in(shared_address(&sm.pairs_read[it % 2]), 0), warp == 0 && lead && cluster_rank() == 1);
+  if constexpr (kCluster)  // q k^T is in shared memory: dq may now replace it in global memory
+    arrive_there_if(address_in(shared_address(&sm.pairs_read[it % 2]), 0),
+                    warp == 0 && lead && cluster_rank() == 1);
   uint32_t qk[4][4], kk[4][4];
   const auto load = [&](int b) {
     ldmatrix_x4(lines.block_at(shared_address(sm.qk), warp, b), qk[b]);
-    ldmatrix_x4(shared_address(sm.kk[key_block(warp, min(b, warp))]) + lane * 16, kk[b]);  // blocks above the diagonal are masked
+    ldmatrix_x4(shared_address(sm.kk[key_block(warp, min(b, warp))]) + lane * 16,
+                kk[b]);  // blocks above the diagonal are masked
   };
 #pragma unroll
   for (int b = 0; b < kLoadedAhead; ++b) load(b);
@@ -122,14 +130,16 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
   pin(D);
   arrive(sm.u_empty, lead);
   arrive(sm.dx_empty, lead);
-  if (gates.steep) {
-    const int d0 = gates.power[row0], d1 = gates.power[row0 + 8];
+  if (factors.steep) {
+    const int d0 = factors.power[row0], d1 = factors.power[row0 + 8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const short2 c = reinterpret_cast<const short2*>(gates.power)[4 * j + lane % 4];
-      // At most 1 below the diagonal; what is above it is masked.
-      const float x0 = power_of_two_float(min(d0 - c.x, 0)), x1 = power_of_two_float(min(d0 - c.y, 0));
-      const float x2 = power_of_two_float(min(d1 - c.x, 0)), x3 = power_of_two_float(min(d1 - c.y, 0));
+      const short2 c = reinterpret_cast<const short2*>(factors.power)[4 * j + lane % 4];
+      // Factors are at most 1 below the diagonal; entries above it are masked.
+      const float x0 = power_of_two_float(min(d0 - c.x, 0)),
+                  x1 = power_of_two_float(min(d0 - c.y, 0));
+      const float x2 = power_of_two_float(min(d1 - c.x, 0)),
+                  x3 = power_of_two_float(min(d1 - c.y, 0));
       P[4 * j] *= x0, P[4 * j + 1] *= x1, P[4 * j + 2] *= x2, P[4 * j + 3] *= x3;
       D[4 * j] *= x0, D[4 * j + 1] *= x1, D[4 * j + 2] *= x2, D[4 * j + 3] *= x3;
     }
@@ -138,7 +148,7 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     uint32_t n4[4], p4[4];
-    float(&column)[4] = late.column[b];
+    float (&column)[4] = late.column[b];
     if (b + kLoadedAhead < 4) load(b + kLoadedAhead);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -184,8 +194,10 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
 GDN_DEVICE void end_sums(WalkMemory& sm, float* parts, int warp, const LateSums& late) {
   const int lane = fresh_lane(), row = 16 * warp + lane / 4 + lane % 2 * 8;
 #pragma unroll
-  for (int b = 0; b < 4; ++b) column_sums(late.column[b], lane, shared_address(sm.column[warp]) + 64 * b);
-  const float m = row_pair_sum(late.m[0], late.m[1], lane), l = row_pair_sum(late.l[0], late.l[1], lane);
+  for (int b = 0; b < 4; ++b)
+    column_sums(late.column[b], lane, shared_address(sm.column[warp]) + 64 * b);
+  const float m = row_pair_sum(late.m[0], late.m[1], lane),
+              l = row_pair_sum(late.l[0], late.l[1], lane);
   if (lane % 4 < 2) {
     store_float(shared_address(sm.row) + row * 4, m);
     parts[kBetaPart * kChunk + row] = l;
@@ -212,11 +224,12 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     fence_async_proxy();
     __syncwarp();
     arrive(sm.n_full, lead);
-    named_barrier(1, 128);  // dP is in its tile, and the sums of the chunk before have been read
+    named_barrier(1, 128);  // dP is in its tile, and the sums of the previous chunk have been read
     float acc[64];
     wait_for(sm.S_full, it);
     {
-      const Descriptor dO = k_major(shared_address(sm.dO[stage])), columns = mn_major(shared_address(sm.S));
+      const Descriptor dO = k_major(shared_address(sm.dO[stage])),
+                       columns = mn_major(shared_address(sm.S));
       wgmma_fence();
       set_ss_n128_mn(T{}, acc, dO.at(0), columns.at(0));
 #pragma unroll
@@ -225,7 +238,9 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
                        columns.at(i / 4 * 2 * kTileBytes + i % 4 * 2048));
       wgmma_commit();
     }
-    wait_for(sm.q_full, it);  // here, or the sums are dealt out between the products, which then wait for them
+    wait_for(sm.q_full,
+             it);  // here: otherwise the compiler would place the sums between the products, which
+                   // would wait for them
     end_sums(sm, parts, warp, late);
     wgmma_wait<0>();
     pin(acc);
@@ -233,14 +248,15 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
     {
       const float2 sums = row_sums<T, 8>(acc, shared_address(sm.q), lines, warp);
       arrive(sm.q_read, lane == lane_after(__float_as_uint(sums.x + sums.y)));
-      const float a0 = sm.gates[stage].start[row0], a1 = sm.gates[stage].start[row0 + 8];
+      const float a0 = sm.factors[stage].start[row0], a1 = sm.factors[stage].start[row0 + 8];
       if (lane % 4 == 0) {
         parts[kQueryPart * kChunk + row0] = a0 * sums.x;
         parts[kQueryPart * kChunk + row0 + 8] = a1 * sums.y;
       }
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[i] *= i % 4 < 2 ? a0 : a1;
-      const Descriptor dp = k_major(shared_address(sm.qk)), columns = mn_major(shared_address(sm.k[stage]));
+      const Descriptor dp = k_major(shared_address(sm.qk)),
+                       columns = mn_major(shared_address(sm.k[stage]));
       pin(acc);
       wgmma_fence();
 #pragma unroll
@@ -249,7 +265,7 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
       wgmma_wait<0>();
       pin(acc);
     }
-    named_barrier(1, 128);  // all of do has been read; the sums are in place
+    named_barrier(1, 128);  // all of do has been read, and the sums are stored
     uint32_t vote = 0;
     if (warp == 0) {
       float sums = 0;
@@ -264,16 +280,18 @@ GDN_DEVICE void pairs(WalkMemory& sm, const Params& params, int warp) {
       }
       vote = vote_on(__float_as_uint(sums));
     }
-    // When all warps have arrived, the next chunk's sums replace these.
+    // Once all warps have arrived, the sums of the next chunk overwrite these.
     arrive(sm.pairs_empty, lane == lane_of_vote(vote));
-    store_gradient<T, 8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]), lines, warp);
+    store_gradient<T, 8>(acc, own0, own1, shared_address(sm.k[stage]), shared_address(sm.dO[stage]),
+                         lines, warp);
     arrive(sm.dq_full[stage], lead);
     arrive(sm.k_empty[stage], lead);
   }
 }
 
 template <class Kind, Sums kSums, bool kCut>
-__global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kThreads, 1)
+    walk_forward_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(WalkMemory) <= 232448, "shared memory of a block");
   constexpr bool kCluster = kSums == Sums::kCluster;
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -285,17 +303,17 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
   }
   if (threadIdx.x == 0) init_barriers<typename Kind::T>(sm);
   __syncthreads();
-  if constexpr (kCluster) cluster_sync();  // the other block's barriers are there
+  if constexpr (kCluster) cluster_sync();  // the other block has initialised its barriers
   if (warpgroup == 0) {
     set_registers<kSinglesRegisters, kLaunchRegisters>();
     if (warp == 0) {
       load_most<Kind, kCut>(sm, params);
     } else if (warp == 1) {
-      load_and_store<Kind, 2, kSums>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full, sm.aside[1], false, params.dq,
-                                     sm.dq_there, sm.dq_taken);
+      load_and_store<Kind, 2, kSums>(sm, params, params.dO, sm.dO, sm.do_full, sm.dq_full,
+                                     sm.aside[1], false, params.dq, sm.dq_there, sm.dq_taken);
     } else if (warp == 2) {
-      load_and_store<Kind, 1, kSums>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full, sm.aside[2], true, params.dk,
-                                     sm.dk_there, sm.dk_taken);
+      load_and_store<Kind, 1, kSums>(sm, params, params.q, &sm.q, &sm.q_full, &sm.dk_full,
+                                     sm.aside[2], true, params.dk, sm.dk_there, sm.dk_taken);
     } else {
       values<Kind>(sm, params);
     }
@@ -306,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, 1) walk_forward_kernel(const __grid_
     set_registers<kPairRegisters, kLaunchRegisters>();
     pairs<Kind, kCluster>(sm, params, warp % 4);
   }
-  if constexpr (kCluster) {  // a block's barriers are there until the other has arrived
+  if constexpr (kCluster) {  // a block's barriers exist until the other block has arrived
     __syncwarp();
     cluster_sync();
   }
@@ -318,19 +336,24 @@ const char* run_walk_forward(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
   params.tiles = (params.segment > 0 ? params.segments : p.N) * params.slices;
   params.links = params.scratch.forward_links;
-  const unsigned blocks = unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
+  const unsigned blocks =
+      unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
   const auto launch = [&](auto* whole, auto* cut, int cluster) {
     constexpr int kBytes = sizeof(WalkMemory);
-    return launch_blocks(params.cut.cuts ? cut : whole, params, blocks / cluster * cluster, kThreads, kBytes, cluster,
-                         params.cut.cuts || params.again != nullptr, stream);
+    return launch_blocks(params.maps.exist ? cut : whole, params, blocks / cluster * cluster,
+                         kThreads, kBytes, cluster, params.maps.exist || params.again != nullptr,
+                         stream);
   };
   constexpr bool kCut = kCuts<Kind>;
   if constexpr (Kind::kExact)
     if (params.sums == Sums::kCluster)
-      return launch(&walk_forward_kernel<Kind, Sums::kCluster, false>, &walk_forward_kernel<Kind, Sums::kCluster, kCut>, 2);
+      return launch(&walk_forward_kernel<Kind, Sums::kCluster, false>,
+                    &walk_forward_kernel<Kind, Sums::kCluster, kCut>, 2);
   if (params.sums == Sums::kNone)
-    return launch(&walk_forward_kernel<Kind, Sums::kNone, false>, &walk_forward_kernel<Kind, Sums::kNone, kCut>, 1);
-  return launch(&walk_forward_kernel<Kind, Sums::kLater, false>, &walk_forward_kernel<Kind, Sums::kLater, kCut>, 1);
+    return launch(&walk_forward_kernel<Kind, Sums::kNone, false>,
+                  &walk_forward_kernel<Kind, Sums::kNone, kCut>, 1);
+  return launch(&walk_forward_kernel<Kind, Sums::kLater, false>,
+                &walk_forward_kernel<Kind, Sums::kLater, kCut>, 1);
 }
 
 template const char* run_walk_forward<Kind<__nv_bfloat16, true>>(Params&, cudaStream_t);

@@ -1,7 +1,8 @@
-// The state alone, from a sequence's first chunk to where its last segment begins: what the segments of the walk
-// forward start from. A block has 64 channels of V.
+// The state alone, from a sequence's first chunk to the begin of its last segment: the states that
+// the segments of the walk forward start from. A block has 64 channels of V.
 #include <algorithm>
 
+#include "sm90/backward/copies.cuh"
 #include "sm90/backward/state_step.cuh"
 #include "sm90/launch_blocks.h"
 
@@ -16,21 +17,22 @@ struct Memory {
   struct alignas(1024) Stage {
     uint8_t k[2][kTileBytes], v[1][kTileBytes], t[kTileBytes];
   } stages[kStages];
-  Gates gates[kStages];
+  ChunkFactors factors[kStages];
   uint64_t full[kStages], empty[kStages], aside;
 };
 
-// Sequences come in the order of the deal, if there is one: the longest first.
+// Sequences are in the order of the deal, if there is one: the longest first.
 template <class Kind>
 GDN_DEVICE BackTile<Kind> state_tile(const Params& params, int index) {
   if (const int* const order = params.scratch.order) {
-    const int each = slices_of<Kind>(params) * kTileParts, i = divide_by_slices<Kind>(params, index / kTileParts);
+    const int each = slices_of<Kind>(params) * kTileParts,
+              i = divide_by_slices<Kind>(params, index / kTileParts);
     index += (order[i] - i) * each;
   }
   return back_tile<Kind, kTileParts>(params, index);
 }
 
-// Chunks before the last segment.
+// The number of chunks before the last segment.
 template <class Kind>
 GDN_DEVICE int chunks_before(const Params& params, const BackTile<Kind>& tile) {
   const int segment = *params.scratch.segment;
@@ -45,21 +47,24 @@ GDN_DEVICE void loader(Memory& sm, const Params& params) {
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const BackTile<Kind> tile = state_tile<Kind>(params, index);
     const int count = chunks_before(params, tile);  // of whole chunks
-    int made = 0;                                   // chunks from here on whose triangles are there
+    int ready = 0;                                  // chunks from here on whose triangles are there
 #pragma unroll 1
     for (int c = 0; c < count; ++c, ++it) {
       const uint32_t s = it % kStages;
       auto& stage = sm.stages[s];
-      const int block = (tile.slot + c) * p.HV + tile.hv(params), row = tile.first + c * kChunk;
-      if (made == 0) made = wait_until_made(params, tile.slot + c, 1, count - c, tile.h(params));
-      --made;
+      const int block = (tile.chunk_index + c) * p.HV + tile.hv(params),
+                row = tile.first + c * kChunk;
+      if (ready == 0)
+        ready = wait_for_triangles(params, tile.chunk_index + c, 1, count - c, tile.h(params));
+      --ready;
       wait_for(sm.empty[s], it / kStages + 1);
-      load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params), tile.batch, kChunk,
-                   sizeof(Gates) + 2 * kTileBytes, [&](uint32_t bar) {
-                     bulk_load(shared_address(&sm.gates[s]), params.scratch.gates + block, sizeof(Gates), bar);
+      load_rows<2>(params.k, stage.k, sm.full[s], sm.aside, aside_phase, 0, row, tile.h(params),
+                   tile.batch, kChunk, sizeof(ChunkFactors) + 2 * kTileBytes, [&](uint32_t bar) {
+                     bulk_load(shared_address(&sm.factors[s]), params.scratch.factors + block,
+                               sizeof(ChunkFactors), bar);
                      bulk_load(shared_address(stage.t), t_at(params, block), kTileBytes, bar);
-                     tma_load(shared_address(stage.v[0]), &params.v, bar, tile.v(params) + 64 * tile.part,
-                              row, tile.hv(params), tile.batch);
+                     tma_load(shared_address(stage.v[0]), &params.v, bar,
+                              tile.v(params) + 64 * tile.part, row, tile.hv(params), tile.batch);
                    });
     }
   }
@@ -77,8 +82,8 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
     if (count == 0) continue;
     load_initial<Kind>(S, params, tile, tile.part, warp);
     int left = *params.scratch.segment;  // chunks, to where a segment begins
-    float* to = state_of(starts_of<Kind>(params, tile.n), segment_index<Kind>(params, tile.n, 0, tile.slice), tile.part,
-                         warp);
+    float* to = state_of(starts_of<Kind>(params, tile.n),
+                         segment_index<Kind>(params, tile.n, 0, tile.slice), tile.part, warp);
 #pragma unroll 1
     for (int c = 0; c < count; ++c, ++it) {
       const uint32_t s = it % kStages;
@@ -89,11 +94,12 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
       const auto there = [&] { wait_for(sm.full[s], it / kStages); };
       there();
       make_u<T, 4>(
-          S, u, sm.gates[s], k_tile, shared_address(stage.v[0]), shared_address(stage.t), warp, lane,
-          // All is there; but the compiler deals c v out between the products, or sinks it behind them, and moves nothing
-          // across the wait of a barrier.
+          S, u, sm.factors[s], k_tile, shared_address(stage.v[0]), shared_address(stage.t), warp,
+          lane,
+          // All data has arrived. The waits keep c v in its place: the compiler would otherwise
+          // move it between or after the products.
           there, [](bool) {}, there, [] {}, [] {});
-      update_state<T>(S, u, sm.gates[s], k_tile);
+      update_state<T>(S, u, sm.factors[s], k_tile);
       wgmma_wait<0>();
       pin(S);
       __syncwarp();
@@ -108,11 +114,13 @@ GDN_DEVICE void state(Memory& sm, const Params& params, int warp) {
 }
 
 template <class Kind>
-__global__ void __launch_bounds__(kThreads, 1) walk_states_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kThreads, 1)
+    walk_states_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(Memory) <= 232448, "shared memory of a block");
   extern __shared__ __align__(1024) uint8_t raw[];
   Memory& sm = *reinterpret_cast<Memory*>(raw);
-  // It was launched beside the walk back, and what comes next waits for this kernel only: its last block waits for both.
+  // This kernel overlaps with the walk back, and the next kernel waits for this one only: its last
+  // block waits for both.
   const bool waits = blockIdx.x + 1 == gridDim.x;
   if (!waits && *params.scratch.segment == kWholeSequences) return;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -143,12 +151,13 @@ const char* run_walk_states(Params& params, cudaStream_t stream) {
   params.tiles = p.N * each;
   int blocks = std::min(params.tiles, p.multiprocessors);
   if (params.scratch.order != nullptr) {
-    // A block a tile: the tiles that come first begin first, whenever the walk back leaves a multiprocessor. So many
-    // sequences at most have more than one segment.
+    // Each tile has a block: the first tiles begin first, as soon as the walk back frees a
+    // multiprocessor. longer: an upper bound on sequences of more than one segment.
     const int64_t longer = p.T / (int64_t{params.segment} * kChunk + 1);
     params.tiles = blocks = int(std::min<int64_t>(p.N, std::max<int64_t>(longer, 1))) * each;
   }
-  return launch_blocks(&walk_states_kernel<Kind>, params, blocks, kThreads, sizeof(Memory), 1, true, stream);
+  return launch_blocks(&walk_states_kernel<Kind>, params, blocks, kThreads, sizeof(Memory), 1, true,
+                       stream);
 }
 
 template const char* run_walk_states<Kind<__nv_bfloat16, true>>(Params&, cudaStream_t);

@@ -9,7 +9,7 @@
 
 #include "common/ptx.cuh"
 #include "common/tensor_map.h"
-#include "sm90/wgmma.cuh"
+#include "sm90/tile/wgmma.cuh"
 
 extern "C" void emulator_allow(uint64_t first, uint64_t bytes, int written);
 extern "C" int emulator_end_call();

@@ -171,7 +171,7 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 def check_kept(every: int, task: Callable[[], Task]) -> None:
     """With a state that the forward leaves after each `every` tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk, "kept_every", lambda *sizes: every)
+        patch.setattr(chunk, "best_checkpoint_interval", lambda *sizes: every)
         check_task(task(), BF16, "cpu")
 
 

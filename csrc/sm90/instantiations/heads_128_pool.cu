@@ -1,8 +1,0 @@
-// Heads of K of 65 to 128, and V other than 128 with K = 128, on a pool of states.
-#include "sm90/launch.cuh"
-
-namespace gdn::sm90 {
-using Kind = Heads<128>;
-template const char* run_heads<__nv_bfloat16, Kind, true>(KernelParams&, const Plan&, cudaStream_t);
-template const char* run_heads<__half, Kind, true>(KernelParams&, const Plan&, cudaStream_t);
-}  // namespace gdn::sm90
