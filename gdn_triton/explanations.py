@@ -11,9 +11,9 @@ from gdn_triton._host.arguments import refuse_head_first
 from gdn_triton._host.backends import Explanation
 from gdn_triton.chunk.api import _deprecated_state_layout, chunk_gated_delta_rule, explain
 from gdn_triton.chunk.backends import PREFILL
-from gdn_triton.chunk.prefill import chunk_prefill
+from gdn_triton.chunk.prefill.api import chunk_prefill
+from gdn_triton.chunk.prefill.validation import validate_prefill
 from gdn_triton.chunk.problem import prefill_call
-from gdn_triton.chunk.validation_prefill import validate_prefill
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update, fused_conv_prep
 from gdn_triton.conv.backends import CONV, CONV_UPDATE
 from gdn_triton.conv.prep import CONV_PREP, prep_problem

@@ -160,7 +160,7 @@ def chunk_gated_delta_rule(
     )
     if cp_context is not None:
         # Imported here because only calls with cp_context need torch.distributed.
-        from gdn_triton.chunk.run_sharded import sharded
+        from gdn_triton.chunk.sharded.run import sharded
 
         if torch.compiler.is_compiling():
             from gdn_triton._host.traces import untraced
@@ -218,7 +218,7 @@ def explain(
         state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
     x = made(ChunkCall, {**given, "state_v_first": state_v_first})
     if cp_context is not None:
-        from gdn_triton.chunk.run_sharded import validate_sharded
+        from gdn_triton.chunk.sharded.run import validate_sharded
 
         layout, _, problem = validate_sharded(x, cp_context)
         cu_seqlens = layout.cu_seqlens

@@ -9,7 +9,7 @@ from fast_cases import OPTIONS, PADDED, Operator, gpu, prefill_call
 from fast_parity import make_call, run
 from helpers import BF16
 
-from gdn_triton.fast import chunk
+from gdn_triton.chunk.cuda import calls
 
 # Each changes one argument of a right call of the operator; words of what it then says.
 BAD_ARGUMENTS: list[tuple[str, Any, str]] = [
@@ -38,7 +38,7 @@ def test_operator_checks_its_arguments(name: str, change: Any, words: str, cuda:
     """For whoever calls it directly: the op's own checks come before it otherwise."""
     noted = Operator()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk, "_operator", noted.named)
+        patch.setattr(calls, "_operator", noted.named)
         run("cuda", make_call(PADDED, BF16, cuda, OPTIONS["l2norm"]))
     judge(noted, name, change, words)
 
@@ -74,7 +74,7 @@ def test_prefill_operator_checks_its_arguments(
 ) -> None:
     noted = Operator()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk, "_operator", noted.named)
+        patch.setattr(calls, "_operator", noted.named)
         p, given, pool = prefill_call(device=cuda)
-        chunk.forward(p, given, pool)
+        calls.forward(p, given, pool)
     judge(noted, name, change, words)

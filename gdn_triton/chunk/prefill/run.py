@@ -8,13 +8,13 @@ from gdn_triton._host.memory import is_same_memory
 from gdn_triton._host.slots import LAST_SKIPPED
 from gdn_triton._host.tensors import check_written, resolved
 from gdn_triton.chunk.backends import PREFILL
-from gdn_triton.chunk.problem import Pool, PrefillCall
-from gdn_triton.chunk.validation_prefill import (
+from gdn_triton.chunk.prefill.validation import (
     check_memory,
     check_slots,
     checkpoint_rows,
     validate_prefill,
 )
+from gdn_triton.chunk.problem import Pool, PrefillCall
 
 
 def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:

@@ -9,17 +9,15 @@ from torch import Tensor
 
 from gdn_triton._host.memory import count_writes
 from gdn_triton.chunk.autograd import Find, differentiable, leaves_nothing
-from gdn_triton.chunk.limits import why_triton_gradients
+from gdn_triton.chunk.cuda import calls, support
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
-from gdn_triton.fast import chunk as fast_chunk
-from gdn_triton.fast import support as fast_support
 
 
 def gradients_of(problem: Problem) -> Find:
     """The backward of a problem whose forward the library serves."""
-    if why_triton_gradients(problem) is None:
-        return fast_chunk.gradients
-    return _triton_gradients(fast_support.walks_support(problem) is None)
+    if support.why_triton_gradients(problem) is None:
+        return calls.gradients
+    return _triton_gradients(support.walks_support(problem) is None)
 
 
 def _triton_gradients(with_walks: bool) -> Find:
@@ -29,10 +27,10 @@ def _triton_gradients(with_walks: bool) -> Find:
     return functools.partial(gradients, walk=_walk) if with_walks else gradients
 
 
-def _walk(*, v: Tensor, chunks: Any, A_is_strict: bool, **given: Any) -> fast_chunk.Walks:
+def _walk(*, v: Tensor, chunks: Any, A_is_strict: bool, **given: Any) -> calls.Walks:
     """What `state_bwd` of the Triton backward is, by the library."""
     assert A_is_strict  # of 16-bit inputs, the only ones that the library takes
-    return fast_chunk.walks(
+    return calls.walks(
         v=v[..., : given["do"].shape[3]],
         cu_seqlens=chunks.cu_seqlens,
         chunk_offsets=chunks.chunk_offsets,
@@ -45,9 +43,9 @@ def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tens
     """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
     with and without a gradient. With a `pool`, its o and its states, and no gradient."""
     if problem.needs_grad:
-        own = why_triton_gradients(problem) is None
-        run = fast_chunk.forward_for_gradients if own else leaves_nothing(fast_chunk.forward)
+        own = support.why_triton_gradients(problem) is None
+        run = calls.forward_for_gradients if own else leaves_nothing(calls.forward)
         return differentiable(run, gradients_of(problem), problem, x)
     if pool is not None:
         count_writes(pool.state, pool.out, pool.checkpoints)
-    return fast_chunk.forward(problem, x, pool)
+    return calls.forward(problem, x, pool)

@@ -1,5 +1,6 @@
 """What a chunk does to the state, and the gradient of that, each written once: jit functions that
-the walks over chunks call (fused.py, segments.py, state.py, backward_state.py, affine.py).
+the walks over chunks call (fused/walk.py, fused/segments.py, steps/state.py, gradients/state.py,
+and affine.py of calls with ranks).
 
 The forward, the backward's walk forward and the walks of ranks must give the same v_new and the
 same states to the last bit. Equations are numbered as in docs/math.md.
@@ -14,7 +15,7 @@ fp32.
 import triton
 import triton.language as tl
 
-from gdn_triton.chunk.triton.places import decay_between
+from gdn_triton.chunk.triton.shared.places import decay_between
 
 
 @triton.jit

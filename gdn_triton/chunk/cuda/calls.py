@@ -2,8 +2,8 @@
 called.
 
 The operator writes into memory that is made here, or into a pool's. Under torch.compile the whole
-op is opaque already (`gdn_triton.chunk.operators`, `prefill_operators`), so this one is never
-traced and has no fake.
+op is opaque already (`gdn_triton.chunk.operators`, `gdn_triton.chunk.prefill.operators`), so this
+one is never traced and has no fake.
 """
 
 import functools

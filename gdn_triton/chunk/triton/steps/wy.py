@@ -23,9 +23,9 @@ from gdn_triton._triton.strides import (
     row_strides,
 )
 from gdn_triton._triton.tiles import dot_precision, wy_config
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.inverse import invert_unit_lower
-from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.inverse import invert_unit_lower
+from gdn_triton.chunk.triton.shared.places import chunk_span, decay_of_pairs
 
 
 @triton.jit(do_not_specialize=["T", "NT"])

@@ -23,9 +23,16 @@ from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import in_elements, named, row_arguments, row_strides, state_strides
 from gdn_triton._triton.tiles import Tile, dot_precision, fused_config, gpu_of
 from gdn_triton.chunk.problem import Pool
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, segment_place, sequence_rows, store_zeros
-from gdn_triton.chunk.triton.pool import (
+from gdn_triton.chunk.triton.fused.prepare import ChunkFactors
+from gdn_triton.chunk.triton.fused.segments import segment_starts
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.places import (
+    chunk_span,
+    segment_place,
+    sequence_rows,
+    store_zeros,
+)
+from gdn_triton.chunk.triton.shared.pool import (
     Checkpoints,
     PoolLayout,
     StateMemory,
@@ -39,9 +46,7 @@ from gdn_triton.chunk.triton.pool import (
     store_checkpoint,
     store_final_state,
 )
-from gdn_triton.chunk.triton.prepare import ChunkFactors
-from gdn_triton.chunk.triton.segments import segment_starts
-from gdn_triton.chunk.triton.update import solve_values, write_values
+from gdn_triton.chunk.triton.shared.update import solve_values, write_values
 
 
 @triton.jit(do_not_specialize=["scale", "B", "T", "N", "NW", "segment", "every", "M"])

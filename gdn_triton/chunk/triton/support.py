@@ -1,10 +1,8 @@
-"""What the Triton kernels of the chunked op refuse, and which calls whose forward is the CUDA
-library's have their gradients from them."""
+"""Which problems the Triton kernels of the chunked op serve. Importing this imports no Triton."""
 
-from gdn_triton._host.backends import requested_backend, states_refusal, triton_limits
+from gdn_triton._host.backends import states_refusal, triton_limits
 from gdn_triton.chunk.problem import Problem
 from gdn_triton.constants import LINE, MAX_ROW_STRIDE, MAX_STATE_SPAN, MAX_TOKENS
-from gdn_triton.fast import support as fast_support
 
 
 def triton_supports(problem: Problem) -> str | None:
@@ -34,15 +32,3 @@ def _offsets_refusal(p: Problem) -> str | None:
             f"{p.K * p.V}."
         )
     return None
-
-
-def why_triton_gradients(problem: Problem) -> str | None:
-    """A sentence why the Triton backward makes the gradients of a problem whose forward the CUDA
-    library serves, or None where the library's own does."""
-    refusal = fast_support.backward_supports(problem)
-    if refusal is not None:
-        return refusal
-    wasteful = fast_support.backward_wasteful(problem)
-    if wasteful is None or requested_backend() == "cuda" or triton_supports(problem) is not None:
-        return None
-    return wasteful

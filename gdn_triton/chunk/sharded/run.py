@@ -6,7 +6,7 @@ from gdn_triton._host.arguments import is_strided, must, type_of
 from gdn_triton._host.tensors import is_traced, resolved
 from gdn_triton.chunk.backends import SHARDED
 from gdn_triton.chunk.problem import ChunkCall, Inputs, Problem
-from gdn_triton.chunk.sharded import forward
+from gdn_triton.chunk.sharded.autograd import forward
 from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.distributed.context import shard_layout
 from gdn_triton.distributed.layout import ShardLayout

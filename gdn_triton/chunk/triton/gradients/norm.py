@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
-from gdn_triton.chunk.triton.l2norm import TILE_ELEMENTS, row_place
+from gdn_triton.chunk.triton.steps.l2norm import TILE_ELEMENTS, row_place
 from gdn_triton.constants import L2NORM_EPS
 
 

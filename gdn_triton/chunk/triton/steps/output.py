@@ -13,9 +13,9 @@ import triton.language as tl
 from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
 from gdn_triton._triton.tiles import dot_precision, gpu_of, output_config
 from gdn_triton.chunk.problem import Pool
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs, store_zeros
-from gdn_triton.chunk.triton.pool import out_strides
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.places import chunk_span, decay_of_pairs, store_zeros
+from gdn_triton.chunk.triton.shared.pool import out_strides
 
 
 @triton.jit(do_not_specialize=["T", "NT"])

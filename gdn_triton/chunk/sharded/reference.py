@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gdn_triton import reference
 from gdn_triton.chunk.problem import Inputs, Problem
-from gdn_triton.chunk.sharded import Exchange, Kept
+from gdn_triton.chunk.sharded.autograd import Exchange, Kept
 from gdn_triton.distributed.layout import ShardLayout
 
 

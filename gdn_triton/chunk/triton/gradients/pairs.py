@@ -25,8 +25,8 @@ from gdn_triton._triton.strides import (
     row_strides,
 )
 from gdn_triton._triton.tiles import dot_precision, gpu_of, pairs_bwd_config
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs, diagonal
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.places import chunk_span, decay_of_pairs, diagonal
 
 
 @triton.jit

@@ -33,10 +33,10 @@ from gdn_triton._triton.strides import (
     state_strides,
 )
 from gdn_triton._triton.tiles import dot_precision, gpu_of, state_bwd_config
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import sequence_span
-from gdn_triton.chunk.triton.pool import StateMemory, state_pointers
-from gdn_triton.chunk.triton.update import (
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.places import sequence_span
+from gdn_triton.chunk.triton.shared.pool import StateMemory, state_pointers
+from gdn_triton.chunk.triton.shared.update import (
     solve_values,
     solve_values_bwd,
     write_values,

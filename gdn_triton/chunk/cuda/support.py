@@ -2,13 +2,15 @@
 its device's architecture.
 
 A `Problem` has no addresses and no strides. Those are never a reason to refuse:
-`gdn_triton.fast.chunk` copies what TMA cannot read where it lies.
+`gdn_triton.chunk.cuda.calls` copies what TMA cannot read where it lies.
 """
 
 import torch
 
 from gdn_triton import fast
+from gdn_triton._host.backends import requested_backend
 from gdn_triton.chunk.problem import Problem
+from gdn_triton.chunk.triton.support import triton_supports
 
 
 def supports(problem: Problem) -> str | None:
@@ -79,6 +81,18 @@ def backward_wasteful(problem: Problem) -> str | None:
         f"The CUDA backward computes with K = {K} and V = {V} for this call's K = {p.K} and "
         f"V = {p.V}, and Triton's takes less time; GDN_BACKEND=cuda takes the CUDA backward."
     )
+
+
+def why_triton_gradients(problem: Problem) -> str | None:
+    """A sentence why the Triton backward makes the gradients of a problem whose forward the CUDA
+    library serves, or None where the library's own does."""
+    refusal = backward_supports(problem)
+    if refusal is not None:
+        return refusal
+    wasteful = backward_wasteful(problem)
+    if wasteful is None or requested_backend() == "cuda" or triton_supports(problem) is not None:
+        return None
+    return wasteful
 
 
 def walks_support(problem: Problem) -> str | None:

@@ -21,7 +21,7 @@ from gdn_triton._triton.strides import (
     row_strides,
 )
 from gdn_triton._triton.tiles import affine_bwd_config, affine_config, dot_precision, gpu_of
-from gdn_triton.chunk.triton.update import (
+from gdn_triton.chunk.triton.shared.update import (
     solve_values,
     solve_values_bwd,
     write_values,

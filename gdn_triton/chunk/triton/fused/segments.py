@@ -4,11 +4,11 @@ What a segment does to the state is an affine map, S_out = M S_in + b, with M [K
 `segment_maps_kernel` finds the maps of all segments in parallel: b is the walk from a state of
 zeros, and M the same walk from the identity with values of zero, so both are columns of one
 recurrence. `segment_starts_kernel` then folds the maps of each sequence, in order, into the state
-that each segment starts from; the walk over each segment (fused.py) follows. Nothing is truncated.
+that each segment starts from; the walk over each segment (walk.py) follows. Nothing is truncated.
 
 Segments are numbered like chunks and lie in the same tables: a segment is a chunk of many tokens
-(chunks.py). The map of a sequence's last segment is not needed and not made, nor the M of its first
-where that starts from zeros.
+(shared/chunks.py). The map of a sequence's last segment is not needed and not made, nor the M of
+its first where that starts from zeros.
 """
 
 import functools
@@ -21,11 +21,16 @@ from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import in_elements, named, row_arguments, row_strides, state_strides
 from gdn_triton._triton.tiles import Tile, dot_precision, gpu_of, maps_config, starts_config
 from gdn_triton.chunk.problem import Pool
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, segment_place
-from gdn_triton.chunk.triton.pool import StateMemory, state_mask, state_pointers, store_final_state
-from gdn_triton.chunk.triton.prepare import ChunkFactors
-from gdn_triton.chunk.triton.update import solve_values, write_values
+from gdn_triton.chunk.triton.fused.prepare import ChunkFactors
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.places import chunk_span, segment_place
+from gdn_triton.chunk.triton.shared.pool import (
+    StateMemory,
+    state_mask,
+    state_pointers,
+    store_final_state,
+)
+from gdn_triton.chunk.triton.shared.update import solve_values, write_values
 
 
 @triton.jit(do_not_specialize=["B", "T", "N", "NS", "segment"])

@@ -19,8 +19,8 @@ import triton.language as tl
 
 from gdn_triton._triton.activations import log_decay
 from gdn_triton._triton.strides import head_arguments, head_strides
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, store_zeros
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.places import chunk_span, store_zeros
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
 # Chunks whose sums a program of the second stage adds up at a time, and for how many heads.

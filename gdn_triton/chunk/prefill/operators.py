@@ -17,9 +17,9 @@ from gdn_triton._host.environment import invariant_calls, traced_batch_invariant
 from gdn_triton._host.memory import operator_counts_writes
 from gdn_triton._host.records import Options, arguments_of, flat
 from gdn_triton._host.schema import schema_takes, without_contents
-from gdn_triton.chunk.prefill_call import run_prefill
+from gdn_triton.chunk.prefill.run import run_prefill
+from gdn_triton.chunk.prefill.validation import checkpoint_rows, validate_prefill
 from gdn_triton.chunk.problem import PrefillCall, prefill_call
-from gdn_triton.chunk.validation_prefill import checkpoint_rows, validate_prefill
 
 _REQUIRED: Final = ("state", "read_slots", "q", "k", "v", "g", "beta")
 # The arguments of a call, by their names in PrefillCall and its parts, and what else it depends on.

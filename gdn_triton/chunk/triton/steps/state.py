@@ -17,9 +17,9 @@ from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import in_elements, named, row_arguments, row_strides, state_strides
 from gdn_triton._triton.tiles import dot_precision, gpu_of, state_config
 from gdn_triton.chunk.problem import Pool
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import sequence_span
-from gdn_triton.chunk.triton.pool import (
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.places import sequence_span
+from gdn_triton.chunk.triton.shared.pool import (
     Checkpoints,
     StateMemory,
     pool_arguments,
@@ -31,7 +31,7 @@ from gdn_triton.chunk.triton.pool import (
     store_checkpoint,
     store_final_state,
 )
-from gdn_triton.chunk.triton.update import add_values, decayed_values
+from gdn_triton.chunk.triton.shared.update import add_values, decayed_values
 
 
 @triton.jit(do_not_specialize=["T", "NT", "every", "M"])

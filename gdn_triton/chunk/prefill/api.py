@@ -4,8 +4,8 @@ from torch import Tensor
 
 from gdn_triton._host.records import Options
 from gdn_triton._host.tensors import is_traced
-from gdn_triton.chunk.prefill_call import run_prefill
-from gdn_triton.chunk.prefill_operators import traced_prefill
+from gdn_triton.chunk.prefill.operators import traced_prefill
+from gdn_triton.chunk.prefill.run import run_prefill
 from gdn_triton.chunk.problem import Inputs, PoolArguments, PrefillCall
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 

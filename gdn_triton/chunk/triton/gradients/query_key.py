@@ -5,7 +5,7 @@
     dv = beta dx
 
 with h the state before the chunk, dh the gradient of the one after it, and S, N and own, summed
-over the value heads of the key head, from backward_pairs.py. A program owns BK columns of dq or of
+over the value heads of the key head, from pairs.py. A program owns BK columns of dq or of
 dk, of one chunk of one key head, and adds up the value heads, one after the other, in registers.
 Those of one chunk are neighbours in one launch, so that the second to read h finds it in the cache.
 What dbeta and the decays' gradient need are sums over all of K: each block of columns writes its
@@ -26,10 +26,10 @@ from gdn_triton._triton.strides import (
     row_strides,
 )
 from gdn_triton._triton.tiles import dot_precision, query_key_bwd_config
-from gdn_triton.chunk.triton.backward_pairs import Pairs
-from gdn_triton.chunk.triton.backward_state import States
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_between, store_zeros
+from gdn_triton.chunk.triton.gradients.pairs import Pairs
+from gdn_triton.chunk.triton.gradients.state import States
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.places import chunk_span, decay_between, store_zeros
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The scores of a chunk, for the backward by steps (prepare.py makes them for 16-bit inputs):
+"""The scores of a chunk, for the backward by steps (fused/prepare.py makes them for 16-bit inputs):
 
     A_qk_ij = scale (q_i . k_j) 2^(g_i - g_j)      j < i
     own_i   = scale (q_i . k_i)                    which no decay reaches: fp32
@@ -18,8 +18,8 @@ from gdn_triton._triton.strides import (
     row_strides,
 )
 from gdn_triton._triton.tiles import dot_precision, scores_config
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_of_pairs, diagonal
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.places import chunk_span, decay_of_pairs, diagonal
 
 
 @triton.jit(do_not_specialize=["scale", "T", "NT"])

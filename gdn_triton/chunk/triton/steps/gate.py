@@ -12,8 +12,8 @@ import triton.language as tl
 
 from gdn_triton._triton.activations import log_decay, sigmoid
 from gdn_triton._triton.strides import head_arguments, head_strides
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.places import chunk_span, decay_cumsum
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.places import chunk_span, decay_cumsum
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
 # 64 rows x 8 heads of fp32 are one 32-byte sector a row, and 4 values a thread of 4 warps.

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from gdn_triton._host.device import on_device
 from gdn_triton.chunk.problem import Inputs, Problem
-from gdn_triton.chunk.sharded import Exchange, Kept
+from gdn_triton.chunk.sharded.affine import Stretch, affine_bwd, affine_fwd
+from gdn_triton.chunk.sharded.autograd import Exchange, Kept
 from gdn_triton.chunk.triton import backward as chunk_bwd
 from gdn_triton.chunk.triton import forward as chunk_fwd
-from gdn_triton.chunk.triton.affine import Stretch, affine_bwd, affine_fwd
-from gdn_triton.chunk.triton.chunks import make_chunks
-from gdn_triton.chunk.triton.fused import fused_fwd
-from gdn_triton.chunk.triton.output import output_fwd
-from gdn_triton.chunk.triton.state import state_fwd
-from gdn_triton.chunk.triton.wy import wy_fwd
+from gdn_triton.chunk.triton.fused.walk import fused_fwd
+from gdn_triton.chunk.triton.shared.chunks import make_chunks
+from gdn_triton.chunk.triton.steps.output import output_fwd
+from gdn_triton.chunk.triton.steps.state import state_fwd
+from gdn_triton.chunk.triton.steps.wy import wy_fwd
 from gdn_triton.distributed.layout import ShardLayout
 
 

@@ -1,4 +1,4 @@
-"""Everything of a chunk that needs no state, in one kernel, for the fused walk (fused.py):
+"""Everything of a chunk that needs no state, in one kernel, for the fused walk (walk.py):
 
     scalars  = g_cumsum, beta and scale (q_i . k_i) of each token
     q, k     -> copies, when the norm is in the kernel or their rows are not whole multiples of 16
@@ -27,9 +27,9 @@ from gdn_triton._triton.strides import (
     row_strides,
 )
 from gdn_triton._triton.tiles import dot_precision, prepare_config
-from gdn_triton.chunk.triton.chunks import ChunkTable
-from gdn_triton.chunk.triton.inverse import fits_half, invert_unit_lower
-from gdn_triton.chunk.triton.places import chunk_span, decay_cumsum, decay_of_pairs, diagonal
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.shared.inverse import fits_half, invert_unit_lower
+from gdn_triton.chunk.triton.shared.places import chunk_span, decay_cumsum, decay_of_pairs, diagonal
 from gdn_triton.constants import (
     L2NORM_EPS,
     LINE,
