@@ -9,7 +9,8 @@ import torch
 
 from gdn_triton._host.arguments import refuse_head_first
 from gdn_triton._host.backends import Explanation
-from gdn_triton.chunk.api import _deprecated_state_layout, chunk_gated_delta_rule, explain
+from gdn_triton._host.deprecated import deprecated_state_layout
+from gdn_triton.chunk.api import chunk_gated_delta_rule, explain
 from gdn_triton.chunk.backends import PREFILL
 from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.chunk.prefill.validation import validate_prefill
@@ -76,7 +77,7 @@ def _sequences(given: _Given) -> Explanation:
         refuse_head_first(head_first)
     old_name = given.pop("transpose_state_layout")
     if old_name is not None:
-        given["state_v_first"] = _deprecated_state_layout(given["state_v_first"], old_name)
+        given["state_v_first"] = deprecated_state_layout(given["state_v_first"], old_name)
     return RECURRENT.explain(validate_sequences(sequence_call(given)))
 
 

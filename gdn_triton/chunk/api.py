@@ -1,7 +1,6 @@
 """The public operations: validate, choose a backend, run it."""
 
 import dataclasses
-import warnings
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch import Tensor
 from gdn_triton._host.arguments import must, refuse_head_first, value_of
 from gdn_triton._host.backends import Explanation
 from gdn_triton._host.contents import read_contents
+from gdn_triton._host.deprecated import deprecated_state_layout
 from gdn_triton._host.records import Options, made
 from gdn_triton._host.tensors import is_traced, resolved
 from gdn_triton.chunk.backends import CHUNK, SHARDED
@@ -129,7 +129,7 @@ def chunk_gated_delta_rule(
     if head_first is not None:
         refuse_head_first(head_first)
     if transpose_state_layout is not None:
-        state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
+        state_v_first = deprecated_state_layout(state_v_first, transpose_state_layout)
     x = ChunkCall.__new__(
         ChunkCall,
         inputs=Inputs.__new__(
@@ -215,7 +215,7 @@ def explain(
     if head_first is not None:
         refuse_head_first(head_first)
     if transpose_state_layout is not None:
-        state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
+        state_v_first = deprecated_state_layout(state_v_first, transpose_state_layout)
     x = made(ChunkCall, {**given, "state_v_first": state_v_first})
     if cp_context is not None:
         from gdn_triton.chunk.sharded.run import validate_sharded
@@ -246,26 +246,3 @@ def explain(
         activates_beta=use_beta_sigmoid_in_kernel,
     )
     return dataclasses.replace(explanation, contents=found)
-
-
-def _deprecated_state_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
-    """The layout under its old name. Called by the public functions only: the warning names their
-    caller."""
-    if transpose_state_layout is not True and transpose_state_layout is not False:
-        raise TypeError(
-            "transpose_state_layout must be True, False or None, got "
-            f"{type(transpose_state_layout).__name__}"
-        )
-    if state_v_first:
-        raise ValueError(
-            "transpose_state_layout must not be given with state_v_first=True, of which it is the "
-            f"deprecated name, got {transpose_state_layout}"
-        )
-    message = "transpose_state_layout is deprecated: use state_v_first"
-    if torch.compiler.is_compiling():
-        from gdn_triton._host.traces import warn_deprecated
-
-        warn_deprecated(message)
-    else:
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
-    return transpose_state_layout

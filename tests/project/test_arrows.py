@@ -17,7 +17,7 @@ PACKAGE = ROOT / "gdn_triton"
 TOP = "gdn_triton"  # the package's own `__init__.py`
 
 # A part may import from itself and from the parts that are listed with it, each of which has its
-# line above: so there is no circle of parts but by the arrows of AGAINST.
+# line above: so there is no circle of parts.
 PARTS = {
     "constants": "",
     "reference": "constants",
@@ -40,17 +40,8 @@ PARTS = {
 }
 OPS = ("chunk", "recurrent", "conv", "prep", "norm")
 
-# The arrows that PARTS does not allow, each with its reason. This list may only get shorter.
-AGAINST: dict[tuple[str, str], str] = {
-    ("recurrent.api", "chunk.api"): "both ops have one deprecated argument, warned of in one place",
-}
-
-# The layer and the adapters call public functions. INSIDE are the arrows to other modules of an op;
-# this list too may only get shorter.
+# The layer and the adapters call public functions.
 OUTSIDE = ("layers", "integrations")
-INSIDE: dict[tuple[str, str], str] = {
-    ("integrations.fla", "chunk.validation"): "`remembered` lies with the first op that used it",
-}
 
 
 def name_of(path: Path) -> str:
@@ -119,8 +110,7 @@ def test_arrows_between_parts() -> None:
     against = {
         (a, b) for a, b in arrows() if part(a) != part(b) and part(b) not in PARTS[part(a)].split()
     }
-    assert against - set(AGAINST) == set(), "new arrows, which the layout does not allow"
-    assert set(AGAINST) - against == set(), "these are gone: take them off the list"
+    assert against == set(), "arrows that the layout does not allow"
 
 
 def test_no_circle_of_files() -> None:
@@ -132,9 +122,9 @@ def test_no_circle_of_files() -> None:
 
 
 def test_an_op_knows_no_other_but_by_name() -> None:
-    """The convolution runs the preparation; all other arrows between ops are in the list."""
-    between = {(a, b) for a, b in arrows() if {part(a), part(b)} <= set(OPS) and part(a) != part(b)}
-    assert {(part(a), part(b)) for a, b in between - set(AGAINST)} == {("conv", "prep")}
+    """The convolution runs the preparation, and there is no other arrow between ops."""
+    between = {(part(a), part(b)) for a, b in arrows() if {part(a), part(b)} <= set(OPS)}
+    assert {(a, b) for a, b in between if a != b} == {("conv", "prep")}
 
 
 def test_the_specification_imports_constants_only() -> None:
@@ -156,7 +146,7 @@ def test_layers_and_integrations_call_public_functions() -> None:
         for a, b in arrows()
         if part(a) in OUTSIDE and part(b) in OPS and b.split(".")[-1] != "api"
     }
-    assert inside == set(INSIDE)
+    assert inside == set()
 
 
 def test_folders_import_nothing_themselves() -> None:

@@ -27,6 +27,7 @@ from gdn_triton._host.arguments import (
     value_of,
 )
 from gdn_triton._host.memory import Apart, Layout, layout_of, span
+from gdn_triton._host.remembered import MOST_REMEMBERED, remembered
 from gdn_triton._host.slots import (
     Write,
     check_once,
@@ -39,7 +40,7 @@ from gdn_triton._host.slots import (
 )
 from gdn_triton._host.tensors import why_unreadable
 from gdn_triton.chunk.problem import ChunkCall, Inputs, Pool, PoolArguments, PrefillCall, Problem
-from gdn_triton.chunk.validation import MOST_REMEMBERED, remembered, validate_chunk
+from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.constants import MAX_ROW_STRIDE, MAX_STATE_SPAN
 
 
