@@ -9,11 +9,11 @@ from gdn_triton._host.arguments import must, refuse_head_first, value_of
 from gdn_triton._host.backends import Explanation
 from gdn_triton._host.contents import read_contents
 from gdn_triton._host.deprecated import deprecated_state_layout
-from gdn_triton._host.records import Options, made
+from gdn_triton._host.records import made, new_options
 from gdn_triton._host.tensors import is_traced, resolved
 from gdn_triton.chunk.backends import CHUNK, SHARDED
 from gdn_triton.chunk.operators import traced
-from gdn_triton.chunk.problem import ChunkCall, Inputs
+from gdn_triton.chunk.problem import ChunkCall, new_chunk_call, new_inputs
 from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 
@@ -130,10 +130,8 @@ def chunk_gated_delta_rule(
         refuse_head_first(head_first)
     if transpose_state_layout is not None:
         state_v_first = deprecated_state_layout(state_v_first, transpose_state_layout)
-    x = ChunkCall.__new__(
-        ChunkCall,
-        inputs=Inputs.__new__(
-            Inputs,
+    x = new_chunk_call(
+        inputs=new_inputs(
             q=q,
             k=k,
             v=v,
@@ -144,8 +142,7 @@ def chunk_gated_delta_rule(
             dt_bias=dt_bias,
             cu_seqlens=cu_seqlens,
         ),
-        options=Options.__new__(
-            Options,
+        options=new_options(
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,

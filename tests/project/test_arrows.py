@@ -175,17 +175,30 @@ def records() -> set[str]:
     return found
 
 
+def constructors() -> set[str]:
+    """The names that the modules give what `constructor` returns."""
+    return {
+        ast.unparse(target)
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("constructor(")
+        for target in node.targets
+    }
+
+
 def test_records_are_made_by_the_names_of_their_fields() -> None:
     """Two tensors, or two flags, that changed places would have the right types. Inside of a
     kernel records are made by position, and the specification has its own ways."""
     many = records()
     assert {"Inputs", "ChunkCall", "PrefillCall", "Problem", "Operands"} <= many
+    makers = constructors()
+    assert {"new_options", "new_inputs", "new_chunk_call", "new_prefill_call"} <= makers
     kernels = {"conv.triton.kernel", "conv.triton.update"}
     for name, path in modules().items():
         if name in kernels or part(name) == "reference":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in many:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in many | makers:
                 assert not node.args, f"{name}, line {node.lineno}: by position"
 
 

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from gdn_triton._host.records import Options
+from gdn_triton._host.records import new_options
 from gdn_triton._host.tensors import is_traced
 from gdn_triton.chunk.prefill.operators import traced_prefill
 from gdn_triton.chunk.prefill.run import run_prefill
-from gdn_triton.chunk.problem import Inputs, PoolArguments, PrefillCall
+from gdn_triton.chunk.problem import new_inputs, new_pool_arguments, new_prefill_call
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 
 
@@ -115,10 +115,8 @@ def chunk_prefill(
         NotImplementedError: an input requires a gradient, which a prefill does not have.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
     """
-    x = PrefillCall.__new__(
-        PrefillCall,
-        pool=PoolArguments.__new__(
-            PoolArguments,
+    x = new_prefill_call(
+        pool=new_pool_arguments(
             state=state,
             read_slots=read_slots,
             write_slots=write_slots,
@@ -127,8 +125,7 @@ def chunk_prefill(
             state_checkpoints=state_checkpoints,
             checkpoint_slots=checkpoint_slots,
         ),
-        inputs=Inputs.__new__(
-            Inputs,
+        inputs=new_inputs(
             q=q,
             k=k,
             v=v,
@@ -138,8 +135,7 @@ def chunk_prefill(
             dt_bias=dt_bias,
             cu_seqlens=cu_seqlens,
         ),
-        options=Options.__new__(
-            Options,
+        options=new_options(
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,
