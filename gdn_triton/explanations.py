@@ -21,9 +21,12 @@ from gdn_triton.conv.prep import CONV_PREP, prep_problem
 from gdn_triton.conv.validation import PLAIN, ConvArguments, PrepArguments, validate_conv
 from gdn_triton.conv.validation import STEP as CONV_STEP
 from gdn_triton.norm.api import rms_norm_gated
-from gdn_triton.norm.backends import NORM, validate_norm
+from gdn_triton.norm.backends import NORM
+from gdn_triton.norm.validation import validate_norm
 from gdn_triton.prep.api import fused_post_conv_prep
-from gdn_triton.prep.backends import POST_CONV, validate_post_conv, with_gradients
+from gdn_triton.prep.backends import POST_CONV
+from gdn_triton.prep.problem import with_gradients
+from gdn_triton.prep.validation import validate_post_conv
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step, step_call
 from gdn_triton.recurrent.backends import RECURRENT, STEP
 from gdn_triton.recurrent.problem import sequence_call

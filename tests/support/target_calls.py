@@ -272,7 +272,7 @@ def run_post_conv(shape: Shape) -> None:
 def run_norm(shape: Shape) -> None:
     """The gated norm and its gradients, of rows of V channels and of a row that fills a tile."""
     from gdn_triton.norm import triton as kernels
-    from gdn_triton.norm.backends import validate_norm
+    from gdn_triton.norm.validation import validate_norm
 
     for D in (shape.V, 8192):
         x, gate = torch.empty(300, 2 * shape.HV, D, dtype=shape.dtype).split(shape.HV, 1)
