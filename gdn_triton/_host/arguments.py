@@ -18,6 +18,7 @@ MOST_FLOAT = sys.float_info.max
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 INDEX_DTYPES = frozenset((torch.int32, torch.int64))
 FLAG_DTYPES = frozenset((torch.bool,))
+STRIDED = torch.strided
 FLOATS = "float16, bfloat16, float32 or float64"
 INDICES = "int32 or int64"
 
@@ -130,7 +131,7 @@ def check_tensors(required: Mapping[str, object], optional: Mapping[str, object]
 def is_strided(x: Tensor) -> bool:
     """Whether the elements lie in memory by strides: a sparse tensor, one of MKL-DNN and a nested
     one have no strides, and some have no shape."""
-    return x.layout is torch.strided and not x.is_nested
+    return x.layout is STRIDED and not x.is_nested
 
 
 def refuse_layout(name: str, x: Tensor) -> NoReturn:

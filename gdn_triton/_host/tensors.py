@@ -136,7 +136,10 @@ def check_written(name: str, x: Tensor | None) -> None:
 def writing(x: Tensor) -> AbstractContextManager[object]:
     """In which torch's operations write x in place. A tensor that was made in inference mode is
     written in that mode only, as it has no version: no graph of autograd can hold it, so that no
-    backward can miss the write."""
+    backward can miss the write. A compiler cannot ask for the mode, and its own writes follow
+    torch's rule."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
     if x.is_inference() and not torch.is_inference_mode_enabled():
         return torch.inference_mode()
     return nullcontext()

@@ -43,7 +43,8 @@ def _judge_bounds(seq_idx: Tensor | None, cu_seqlens: Tensor, x: Tensor, W: int)
         return
     offsets = cu_seqlens.long().clamp(0, T)
     end = int(offsets[-1])
-    starts = torch.zeros(T + 1, dtype=torch.bool).index_fill(0, offsets, True)[1:end]
+    starts = torch.zeros(T + 1, dtype=torch.bool, device=offsets.device)
+    starts = starts.index_fill(0, offsets, True)[1:end]
     wrong = (seq_idx[:, 1:end] != seq_idx[:, : max(end - 1, 0)]) != starts
     if wrong.any():
         expected = "change where a sequence of cu_seq_lens_q starts, and nowhere else"

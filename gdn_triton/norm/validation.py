@@ -11,11 +11,11 @@ from torch import Tensor
 from gdn_triton._host.arguments import (
     FLOAT_DTYPES,
     FLOATS,
+    STRIDED,
     check_devices,
     check_dtype,
     check_flags,
     check_tensors,
-    is_strided,
     must,
     real_or_none,
     shape_of,
@@ -40,9 +40,8 @@ def validate_norm(
         isinstance(x, Tensor)
         and isinstance(gate, Tensor)
         and isinstance(weight, Tensor)
-        and is_strided(x)
-        and is_strided(gate)
-        and is_strided(weight)
+        and x.layout is gate.layout is weight.layout is STRIDED
+        and not (x.is_nested or gate.is_nested or weight.is_nested)
     ):
         check_tensors({"x": x, "gate": gate, "weight": weight}, {})
     if type(eps) is not float:

@@ -11,9 +11,9 @@ from torch import Tensor
 from gdn_triton._host.arguments import (
     FLOAT_DTYPES,
     FLOATS,
+    STRIDED,
     check_dtype,
     check_tensors,
-    is_strided,
     must,
     shape_of,
     shaped,
@@ -57,7 +57,9 @@ def validate_post_conv(
         and isinstance(b, Tensor)
         and isinstance(A_log, Tensor)
         and isinstance(dt_bias, Tensor)
-        and all(map(is_strided, tensors))
+        and x.layout is a.layout is b.layout is A_log.layout is dt_bias.layout is STRIDED
+        and not (x.is_nested or a.is_nested or b.is_nested)
+        and not (A_log.is_nested or dt_bias.is_nested)
         and type(H) is type(K) is type(V) is int
         and (apply_l2norm is True or apply_l2norm is False)
         and (output_g_exp is True or output_g_exp is False)

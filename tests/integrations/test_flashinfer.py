@@ -26,6 +26,8 @@ def test_log_decay():
     torch.testing.assert_close(g, torch.tensor(expected), rtol=2**-23, atol=0)
     assert flashinfer.log_decay(alpha.to(torch.bfloat16)).dtype == torch.float32
     assert flashinfer.log_decay(alpha.double()).dtype == torch.float64
+    with pytest.raises(ValueError, match=r"alpha must be float16, .* got torch.int64"):
+        flashinfer.log_decay(torch.ones(3).long())
 
 
 @pytest.mark.parametrize("heads", [(2, 2, 4), (4, 4, 4), (4, 2, 2)], ids=["GVA", "MHA", "GQA"])
@@ -403,3 +405,19 @@ def test_flashinfer_buffer(kept, steps):
         assert same_bits(pool[slots[n]], scratch[per_token[n, 2]] if kept else before[slots[n]])
     assert (buffer[1] == 7).all() and (buffer[B] == 7).all()
     assert same_bits(pool[[0, 1, 3, 5]], before[[0, 1, 3, 5]])
+
+
+@pytest.mark.of_no_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["direct", "copied"])
+def test_flashinfer_buffer_compiled(dtype):
+    """One graph, with the copies that a buffer and an output of another dtype take."""
+    call = decoding(3) | {"initial_state_indices": torch.tensor([4, -1, 2])}
+    pool, found = torch.randn(6, 4, V, K), []
+    mtp = flashinfer.gated_delta_rule_mtp
+    for function in (mtp, torch.compile(mtp, fullgraph=True, backend="aot_eager")):
+        x = {"initial_state": pool.clone(), "output": torch.zeros(B, 3, 4, V, dtype=dtype)}
+        x["intermediate_states_buffer"] = torch.full((B, 3, 4, V, K), 7.0)
+        with torch.no_grad():
+            function(**call, **x, disable_state_update=False)
+        found.append(x)
+    assert all(same_bits(x, found[1][name]) for name, x in found[0].items())

@@ -213,6 +213,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("changes, error, words", BAD.values(), ids=BAD)
 def test_bad_arguments(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     model = {"H": 2, "HV": 4, "K": 8, "V": 8, "dtype": FP32, "device": "cpu"}
+    model |= {"max_tokens": 2, "max_sequences": 2}
     with pytest.raises(error, match=words):
         warmup(**{**model, **changes})
 

@@ -34,6 +34,8 @@ def log_decay(alpha: Tensor) -> Tensor:
     alpha is rounded once already: near 1 its logarithm has an absolute error of 2^-25, however
     small it is. Where the logarithm is at hand, pass that. There is no gradient at 0.
     """
+    check_tensors({"alpha": alpha}, {})
+    check_dtypes({"alpha": alpha}, ())
     return (alpha if alpha.dtype == torch.float64 else alpha.float()).log()
 
 
