@@ -2,7 +2,7 @@
 
 from gdn_triton._host.backends import Explanation
 from gdn_triton.chunk.api import chunk_gated_delta_rule, chunk_gdn, explain
-from gdn_triton.chunk.prefill import chunk_prefill
+from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update, fused_conv_prep
 from gdn_triton.explanations import explain_call
 from gdn_triton.norm.api import rms_norm_gated

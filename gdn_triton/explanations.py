@@ -9,20 +9,24 @@ import torch
 
 from gdn_triton._host.arguments import refuse_head_first
 from gdn_triton._host.backends import Explanation
-from gdn_triton.chunk.api import _deprecated_state_layout, chunk_gated_delta_rule, explain
+from gdn_triton._host.deprecated import deprecated_state_layout
+from gdn_triton.chunk.api import chunk_gated_delta_rule, explain
 from gdn_triton.chunk.backends import PREFILL
-from gdn_triton.chunk.prefill import chunk_prefill
+from gdn_triton.chunk.prefill.api import chunk_prefill
+from gdn_triton.chunk.prefill.validation import validate_prefill
 from gdn_triton.chunk.problem import prefill_call
-from gdn_triton.chunk.validation_prefill import validate_prefill
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update, fused_conv_prep
 from gdn_triton.conv.backends import CONV, CONV_UPDATE
 from gdn_triton.conv.prep import CONV_PREP, prep_problem
 from gdn_triton.conv.validation import PLAIN, ConvArguments, PrepArguments, validate_conv
 from gdn_triton.conv.validation import STEP as CONV_STEP
 from gdn_triton.norm.api import rms_norm_gated
-from gdn_triton.norm.backends import NORM, validate_norm
+from gdn_triton.norm.backends import NORM
+from gdn_triton.norm.validation import validate_norm
 from gdn_triton.prep.api import fused_post_conv_prep
-from gdn_triton.prep.backends import POST_CONV, validate_post_conv, with_gradients
+from gdn_triton.prep.backends import POST_CONV
+from gdn_triton.prep.problem import with_gradients
+from gdn_triton.prep.validation import validate_post_conv
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step, step_call
 from gdn_triton.recurrent.backends import RECURRENT, STEP
 from gdn_triton.recurrent.problem import sequence_call
@@ -76,7 +80,7 @@ def _sequences(given: _Given) -> Explanation:
         refuse_head_first(head_first)
     old_name = given.pop("transpose_state_layout")
     if old_name is not None:
-        given["state_v_first"] = _deprecated_state_layout(given["state_v_first"], old_name)
+        given["state_v_first"] = deprecated_state_layout(given["state_v_first"], old_name)
     return RECURRENT.explain(validate_sequences(sequence_call(given)))
 
 

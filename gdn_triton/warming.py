@@ -18,7 +18,7 @@ from gdn_triton._host.arguments import (
 )
 from gdn_triton._host.slots import check_skip
 from gdn_triton.chunk.api import chunk_gated_delta_rule
-from gdn_triton.chunk.prefill import chunk_prefill
+from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.constants import CHUNK_SIZES, DEFAULT_CHUNK_SIZE
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
 

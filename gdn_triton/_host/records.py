@@ -6,11 +6,22 @@ call have one name each, in Python as in the schema of an operator.
 """
 
 import functools
+import types
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 _Record = TypeVar("_Record", bound=tuple[Any, ...])
+_Fields = ParamSpec("_Fields")
+
+
+def constructor(cls: Callable[_Fields, _Record]) -> Callable[_Fields, _Record]:
+    """A NamedTuple's constructor, for the records of every call.
+
+    `cls(...)` packs the keywords into a dictionary on the way to `__new__`, which costs 0.35 to
+    0.55 us a record. A call of the chunked op makes three, and takes 10 us before its backend runs.
+    """
+    return types.MethodType(cls.__new__, cls)
 
 
 class Options(NamedTuple):
@@ -21,6 +32,9 @@ class Options(NamedTuple):
     allow_neg_eigval: bool
     state_v_first: bool
     use_gate_in_kernel: bool
+
+
+new_options = constructor(Options)
 
 
 def state_needs_grad(needed: Mapping[str, bool]) -> bool:

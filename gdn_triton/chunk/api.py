@@ -1,7 +1,6 @@
 """The public operations: validate, choose a backend, run it."""
 
 import dataclasses
-import warnings
 
 import torch
 from torch import Tensor
@@ -9,11 +8,12 @@ from torch import Tensor
 from gdn_triton._host.arguments import must, refuse_head_first, value_of
 from gdn_triton._host.backends import Explanation
 from gdn_triton._host.contents import read_contents
-from gdn_triton._host.records import Options, made
+from gdn_triton._host.deprecated import deprecated_state_layout
+from gdn_triton._host.records import made, new_options
 from gdn_triton._host.tensors import is_traced, resolved
 from gdn_triton.chunk.backends import CHUNK, SHARDED
 from gdn_triton.chunk.operators import traced
-from gdn_triton.chunk.problem import ChunkCall, Inputs
+from gdn_triton.chunk.problem import ChunkCall, new_chunk_call, new_inputs
 from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 
@@ -129,11 +129,9 @@ def chunk_gated_delta_rule(
     if head_first is not None:
         refuse_head_first(head_first)
     if transpose_state_layout is not None:
-        state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
-    x = ChunkCall.__new__(
-        ChunkCall,
-        inputs=Inputs.__new__(
-            Inputs,
+        state_v_first = deprecated_state_layout(state_v_first, transpose_state_layout)
+    x = new_chunk_call(
+        inputs=new_inputs(
             q=q,
             k=k,
             v=v,
@@ -144,8 +142,7 @@ def chunk_gated_delta_rule(
             dt_bias=dt_bias,
             cu_seqlens=cu_seqlens,
         ),
-        options=Options.__new__(
-            Options,
+        options=new_options(
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,
@@ -160,7 +157,7 @@ def chunk_gated_delta_rule(
     )
     if cp_context is not None:
         # Imported here because only calls with cp_context need torch.distributed.
-        from gdn_triton.chunk.run_sharded import sharded
+        from gdn_triton.chunk.sharded.run import sharded
 
         if torch.compiler.is_compiling():
             from gdn_triton._host.traces import untraced
@@ -215,10 +212,10 @@ def explain(
     if head_first is not None:
         refuse_head_first(head_first)
     if transpose_state_layout is not None:
-        state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
+        state_v_first = deprecated_state_layout(state_v_first, transpose_state_layout)
     x = made(ChunkCall, {**given, "state_v_first": state_v_first})
     if cp_context is not None:
-        from gdn_triton.chunk.run_sharded import validate_sharded
+        from gdn_triton.chunk.sharded.run import validate_sharded
 
         layout, _, problem = validate_sharded(x, cp_context)
         cu_seqlens = layout.cu_seqlens
@@ -246,26 +243,3 @@ def explain(
         activates_beta=use_beta_sigmoid_in_kernel,
     )
     return dataclasses.replace(explanation, contents=found)
-
-
-def _deprecated_state_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
-    """The layout under its old name. Called by the public functions only: the warning names their
-    caller."""
-    if transpose_state_layout is not True and transpose_state_layout is not False:
-        raise TypeError(
-            "transpose_state_layout must be True, False or None, got "
-            f"{type(transpose_state_layout).__name__}"
-        )
-    if state_v_first:
-        raise ValueError(
-            "transpose_state_layout must not be given with state_v_first=True, of which it is the "
-            f"deprecated name, got {transpose_state_layout}"
-        )
-    message = "transpose_state_layout is deprecated: use state_v_first"
-    if torch.compiler.is_compiling():
-        from gdn_triton._host.traces import warn_deprecated
-
-        warn_deprecated(message)
-    else:
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
-    return transpose_state_layout

@@ -12,12 +12,12 @@ from gdn_triton._host.backends import (
     load_nothing,
     reference_supports,
 )
-from gdn_triton.chunk.limits import triton_supports, why_triton_gradients
+from gdn_triton.chunk.cuda import support as cuda_support
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
-from gdn_triton.fast import support as fast_support
+from gdn_triton.chunk.triton.support import triton_supports
 
 if TYPE_CHECKING:
-    from gdn_triton.chunk.sharded import ShardOps
+    from gdn_triton.chunk.sharded.autograd import ShardOps
 
 
 class Forward(Protocol):
@@ -31,10 +31,10 @@ class Forward(Protocol):
 
 def cuda_supports(problem: Problem) -> str | None:
     """A sentence why the CUDA library, or Triton for its gradients, cannot run this, or None."""
-    refusal = problem.unreadable or fast_support.supports(problem)
+    refusal = problem.unreadable or cuda_support.supports(problem)
     if refusal is not None or not problem.needs_grad:
         return refusal
-    own = fast_support.backward_supports(problem)
+    own = cuda_support.backward_supports(problem)
     if own is None:
         return None
     refusal = triton_supports(problem)
@@ -51,10 +51,10 @@ def chunk_gradients(problem: Problem, name: str) -> str | None:
     are wanted, or where they are the backend's by its name."""
     if not problem.needs_grad or name != "cuda":
         return None
-    why = why_triton_gradients(problem)
+    why = cuda_support.why_triton_gradients(problem)
     if why is None:
         return "The gradients are by the CUDA library's backward."
-    if fast_support.walks_support(problem) is None:
+    if cuda_support.walks_support(problem) is None:
         return f"The gradients are by the Triton backward, with the CUDA library's walks. {why}"
     return f"The gradients are by the Triton backward. {why}"
 
@@ -69,9 +69,9 @@ def sharded_cuda_supports(problem: Problem) -> str | None:
 
 @functools.cache
 def _load_cuda() -> Forward:
-    from gdn_triton.chunk import cuda
+    from gdn_triton.chunk.cuda import autograd
 
-    return cuda.forward
+    return autograd.forward
 
 
 @functools.cache
@@ -90,16 +90,16 @@ def _load_reference() -> Forward:
 
 @functools.cache
 def _load_triton_shard() -> "ShardOps":
-    from gdn_triton.chunk.triton import sharded
+    from gdn_triton.chunk.sharded import triton
 
-    return sharded
+    return triton
 
 
 @functools.cache
 def _load_reference_shard() -> "ShardOps":
-    from gdn_triton.chunk import reference_sharded
+    from gdn_triton.chunk.sharded import reference
 
-    return reference_sharded
+    return reference
 
 
 _CHUNK_BACKENDS: tuple[Backend[Problem, Forward], ...] = (

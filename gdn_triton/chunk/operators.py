@@ -136,7 +136,7 @@ def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]
 
 def _find(name: str, problem: Problem) -> Find:
     if name == "cuda":
-        from gdn_triton.chunk.cuda import gradients_of
+        from gdn_triton.chunk.cuda.autograd import gradients_of
 
         return gradients_of(problem)
     from gdn_triton.chunk.triton.backward import gradients

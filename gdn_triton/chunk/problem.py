@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from gdn_triton._host.records import Options, made
+from gdn_triton._host.records import Options, constructor, made
 
 
 class Inputs(NamedTuple):
@@ -26,6 +26,8 @@ class Inputs(NamedTuple):
     dt_bias: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
+
+new_inputs = constructor(Inputs)
 
 DIFFERENTIABLE: Final = tuple(name for name in Inputs._fields if name != "cu_seqlens")
 
@@ -62,6 +64,9 @@ class ChunkCall(NamedTuple):
     chunk_size: int
 
 
+new_chunk_call = constructor(ChunkCall)
+
+
 class PoolArguments(NamedTuple):
     """The tensors of a `gdn_triton.chunk_prefill` beside `Inputs`, as the caller gave them."""
 
@@ -72,6 +77,9 @@ class PoolArguments(NamedTuple):
     out: Tensor | None
     state_checkpoints: Tensor | None
     checkpoint_slots: Tensor | None
+
+
+new_pool_arguments = constructor(PoolArguments)
 
 
 class PrefillCall(NamedTuple):
@@ -86,6 +94,9 @@ class PrefillCall(NamedTuple):
     checkpoint_every_n_tokens: int
     chunk_size: int
     cu_seqlens_cpu: Tensor | None
+
+
+new_prefill_call = constructor(PrefillCall)
 
 
 def prefill_call(given: Mapping[str, Any]) -> PrefillCall:

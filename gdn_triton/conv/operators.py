@@ -32,8 +32,8 @@ from gdn_triton.conv.validation import (
     validate_conv,
     validate_conv_prep,
 )
-from gdn_triton.prep.backends import PreparedInputs
 from gdn_triton.prep.operators import traced
+from gdn_triton.prep.problem import PreparedInputs
 
 _CONV: Final = "Tensor x, Tensor weight, Tensor? bias, str? activation"
 _STATE: Final = (

@@ -21,14 +21,8 @@ from gdn_triton.conv.validation import (
     prep_needs_grad,
     validate_conv_prep,
 )
-from gdn_triton.prep.backends import (
-    POST_CONV,
-    PreparedInputs,
-    Sizes,
-    run_post_conv,
-    triton_refusal,
-    with_gradients,
-)
+from gdn_triton.prep.backends import POST_CONV, run_post_conv, triton_refusal
+from gdn_triton.prep.problem import PreparedInputs, Sizes, with_gradients
 
 
 class PrepProblem(NamedTuple):

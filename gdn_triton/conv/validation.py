@@ -26,10 +26,8 @@ from gdn_triton._host.memory import Apart, Layout, layout_of
 from gdn_triton._host.slots import LAST_SKIPPED, check_contents, check_skip
 from gdn_triton._host.tensors import check_written, resolved, why_unreadable
 from gdn_triton.conv.problem import ConvOperands, ConvProblem
-from gdn_triton.prep.backends import (
-    Sizes,
-    validate_post_conv,
-)
+from gdn_triton.prep.problem import Sizes
+from gdn_triton.prep.validation import validate_post_conv
 
 ACTIVATIONS: Final = {"silu": True, None: False}
 # The arguments that may be None.

@@ -2,7 +2,7 @@
 
 The library, `_gdn_fast.so` beside this file, is optional: an install without a CUDA compiler goes
 without, and leaves the reason in `_build_status.txt`. Its operators are `torch.ops.gdn_fast.*`
-(`csrc/ops.cpp`); `gdn_triton.fast.chunk` calls them.
+(`csrc/ops.cpp`); `gdn_triton.chunk.cuda.calls` calls them.
 """
 
 import functools

@@ -16,7 +16,7 @@ from gdn_triton._host.arguments import (
     value_of,
 )
 from gdn_triton._host.tensors import host_reads, writing
-from gdn_triton.chunk.prefill import chunk_prefill
+from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 from gdn_triton.integrations._results import (
     check_apart,

@@ -25,8 +25,8 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
 from gdn_triton._host.environment import batch_invariant
+from gdn_triton._host.remembered import remembered
 from gdn_triton.chunk.api import chunk_gated_delta_rule
-from gdn_triton.chunk.validation import remembered
 from gdn_triton.explanations import explain_call
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 

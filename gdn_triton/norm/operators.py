@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.replay import replayed_gradients
-from gdn_triton.norm.backends import run_norm, validate_norm
+from gdn_triton.norm.backends import run_norm
+from gdn_triton.norm.validation import validate_norm
 
 _SCHEMA: Final = "Tensor x, Tensor gate, Tensor weight, float eps, str activation, bool round_norm"
 # How many of the arguments are tensors; any of them may have a gradient.

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.tensors import is_traced
-from gdn_triton.prep.backends import choose_post_conv, run_post_conv, validate_post_conv
+from gdn_triton.prep.backends import choose_post_conv, run_post_conv
 from gdn_triton.prep.operators import traced
+from gdn_triton.prep.validation import validate_post_conv
 
 
 def fused_post_conv_prep(

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.replay import replayed_gradients
-from gdn_triton.prep.backends import (
-    PreparedInputs,
-    choose_post_conv,
-    run_post_conv,
-    validate_post_conv,
-)
+from gdn_triton.prep.backends import choose_post_conv, run_post_conv
+from gdn_triton.prep.problem import PreparedInputs
+from gdn_triton.prep.validation import validate_post_conv
 
 _SCHEMA: Final = (
     "Tensor conv_output, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, int num_k_heads, "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.arguments import refuse_head_first
+from gdn_triton._host.deprecated import deprecated_state_layout
 from gdn_triton._host.records import Options, made
 from gdn_triton._host.tensors import is_traced
 from gdn_triton.recurrent.operators import traced_sequences, traced_step
@@ -104,9 +105,7 @@ def fused_recurrent_gated_delta_rule(
     if head_first is not None:
         refuse_head_first(head_first)
     if transpose_state_layout is not None:
-        from gdn_triton.chunk.api import _deprecated_state_layout
-
-        state_v_first = _deprecated_state_layout(state_v_first, transpose_state_layout)
+        state_v_first = deprecated_state_layout(state_v_first, transpose_state_layout)
     call = SequenceCall.__new__(
         SequenceCall,
         inputs=Operands.__new__(

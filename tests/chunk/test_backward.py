@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gdn_triton
 from gdn_triton._triton import tiles
-from gdn_triton.chunk.triton import backward_state
+from gdn_triton.chunk.triton.gradients import state as state_gradients
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_walks_apart(dtype: torch.dtype, device: str, monkeypatch: pytest.Monkey
         BK = tiles.padded(K, 256)
         return tuple(tiles.state_bwd_tile(gpu, BK, BV, 2, dtype) for BV in (16, 32))
 
-    monkeypatch.setattr(backward_state, "state_bwd_config", apart)
+    monkeypatch.setattr(state_gradients, "state_bwd_config", apart)
     check(Case("apart", "", T=19, HV=2, K=24, V=36), dtype, device)
     assert launched
 

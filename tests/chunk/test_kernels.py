@@ -38,12 +38,12 @@ from narrow import (
 from torch import Tensor
 
 from gdn_triton import reference
-from gdn_triton.chunk.triton.chunks import make_chunks
-from gdn_triton.chunk.triton.gate import beta_sigmoid_fwd, chunk_local_cumsum, gate_cumsum_fwd
-from gdn_triton.chunk.triton.l2norm import l2norm_fwd
-from gdn_triton.chunk.triton.output import output_fwd
-from gdn_triton.chunk.triton.state import state_fwd
-from gdn_triton.chunk.triton.wy import wy_fwd
+from gdn_triton.chunk.triton.shared.chunks import make_chunks
+from gdn_triton.chunk.triton.steps.gate import beta_sigmoid_fwd, chunk_local_cumsum, gate_cumsum_fwd
+from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
+from gdn_triton.chunk.triton.steps.output import output_fwd
+from gdn_triton.chunk.triton.steps.state import state_fwd
+from gdn_triton.chunk.triton.steps.wy import wy_fwd
 from gdn_triton.constants import (
     CHUNK_SIZES,
     LOG2_DECAY_FLOOR,

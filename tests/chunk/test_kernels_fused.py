@@ -33,13 +33,13 @@ from narrow import (
 from torch import Tensor
 
 from gdn_triton import reference
-from gdn_triton.chunk.triton.fused import fused_fwd
-from gdn_triton.chunk.triton.gate import beta_sigmoid_fwd, gate_cumsum_fwd
-from gdn_triton.chunk.triton.l2norm import l2norm_fwd
-from gdn_triton.chunk.triton.output import output_fwd
-from gdn_triton.chunk.triton.prepare import prepare_fwd
-from gdn_triton.chunk.triton.state import state_fwd
-from gdn_triton.chunk.triton.wy import wy_fwd
+from gdn_triton.chunk.triton.fused.prepare import prepare_fwd
+from gdn_triton.chunk.triton.fused.walk import fused_fwd
+from gdn_triton.chunk.triton.steps.gate import beta_sigmoid_fwd, gate_cumsum_fwd
+from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
+from gdn_triton.chunk.triton.steps.output import output_fwd
+from gdn_triton.chunk.triton.steps.state import state_fwd
+from gdn_triton.chunk.triton.steps.wy import wy_fwd
 
 # ------------------------------------------------------------------------------ the fused kernels
 

@@ -13,7 +13,7 @@ from helpers import FP16, Case, Inputs, make_inputs, same_bits
 from torch import Tensor
 
 import gdn_triton
-from gdn_triton.chunk.triton.chunks import make_chunks
+from gdn_triton.chunk.triton.shared.chunks import make_chunks
 from gdn_triton.constants import MAX_TOKENS
 
 GIB = 2**30

@@ -33,7 +33,7 @@ from prefill_cases import (
 from torch import Tensor
 
 from gdn_triton import chunk_prefill, fast
-from gdn_triton.fast import chunk as fast_chunk
+from gdn_triton.chunk.cuda import calls
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -77,7 +77,7 @@ def test_library_cuts_long_sequences(case: Case, library: str) -> None:
     """Without the norm, a call has scratch memory for its segments, and 256 bytes for a counter
     where blocks take whole sequences one after another."""
     layout = (None, case.B, case.tokens, case.H, case.HV, case.K, case.V, case.N)
-    size = fast_chunk.workspace_floats(*layout, True, True, False, False, 0, 0, 0)
+    size = calls.workspace_floats(*layout, True, True, False, False, 0, 0, 0)
     assert size in (0, 64) if "segments" not in case.name else size > 64
 
 
@@ -253,15 +253,15 @@ def test_refusals(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cuda_library_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gdn_triton.fast import support
+    from gdn_triton.chunk.cuda import support
     from gdn_triton.fast.architectures import ARCHITECTURES
 
     monkeypatch.setattr(fast, "why_unavailable", lambda: None)
     monkeypatch.setattr(fast, "why_not_on", lambda device: None)
     monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
     x = arguments("cpu", K=128, V=128, dtype=FP16)
+    from gdn_triton.chunk.prefill.validation import validate_prefill
     from gdn_triton.chunk.problem import prefill_call
-    from gdn_triton.chunk.validation_prefill import validate_prefill
 
     problem = replace(validate_prefill(prefill_call(validated(x))), device=torch.device("cuda:0"))
     for pool in (FP32, FP16, BF16):

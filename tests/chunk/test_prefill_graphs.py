@@ -15,8 +15,8 @@ from torch import Tensor
 import gdn_triton
 from gdn_triton import chunk_prefill
 from gdn_triton._host.environment import invariant_calls
-from gdn_triton.chunk import prefill_call
-from gdn_triton.chunk.validation_prefill import validate_prefill
+from gdn_triton.chunk.prefill import run as prefill_run
+from gdn_triton.chunk.prefill.validation import validate_prefill
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -83,7 +83,7 @@ def test_batch_invariance_is_passed_on(by: str, monkeypatch: pytest.MonkeyPatch)
         with invariant_calls(asked):
             return chunk_prefill(**x)
 
-    monkeypatch.setattr(prefill_call, "validate_prefill", noted)
+    monkeypatch.setattr(prefill_run, "validate_prefill", noted)
     call = chunk_prefill if by == "caller" else function
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for asked in (False, True, False, True):
@@ -110,7 +110,7 @@ def test_offsets_on_the_host_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(prefill_call, "validate_prefill", noted)
+    monkeypatch.setattr(prefill_run, "validate_prefill", noted)
     compiled = torch.compile(chunk_prefill, fullgraph=True, backend=compiler)
     for offsets in ([0, 30, 60, 64], [0, 1, 2, 64]):
         told = {name: torch.tensor(offsets) for name in ("cu_seqlens", "cu_seqlens_cpu")}

@@ -3,7 +3,6 @@ again."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from validation_cases import (
@@ -24,13 +23,7 @@ from validation_cases import (
 
 from gdn_triton._host.records import made
 from gdn_triton.chunk.problem import ChunkCall
-from gdn_triton.chunk.validation import (
-    MOST_COMPARED,
-    MOST_REMEMBERED,
-    likeness,
-    remembered,
-    validate_chunk,
-)
+from gdn_triton.chunk.validation import validate_chunk
 
 
 def judged_anew(arguments):
@@ -120,49 +113,3 @@ def test_contents_on_the_host_are_read_each_time():
         for _ in range(2):
             with pytest.raises(ValueError, match="must not decrease, got 6 then 5"):
                 validate(arguments)
-
-
-def test_a_bad_call_is_judged_each_time():
-    asked = []
-
-    @remembered
-    def judge(x, *, flag):
-        asked.append(flag)
-        if not flag:
-            raise ValueError("flag")
-        return object()
-
-    x = zeros(2)
-    first = judge(x, flag=True)
-    assert judge(zeros(2), flag=True) is first and asked == [True]
-    for _ in range(2):
-        with pytest.raises(ValueError, match="flag"):
-            judge(x, flag=False)
-    assert asked == [True, False, False]
-
-
-def test_what_is_remembered_does_not_grow_without_end():
-    asked = []
-    judge = remembered(lambda n: asked.append(n) or n + 1)
-    for n in range(MOST_REMEMBERED + 1):
-        assert judge(n) == judge(n) == n + 1
-    assert len(asked) == MOST_REMEMBERED + 1
-    assert judge(0) == 1 and len(asked) == MOST_REMEMBERED + 2, "it forgot nothing"
-
-
-def test_likeness():
-    """Equal forms for what is alike, and none for what has more to it."""
-    assert likeness(("a",), (zeros(2, 3),)) == likeness(("a",), (zeros(3, 2).T,))
-    assert likeness(("a",), (1.5, None)) == likeness(("a",), (1.5, None))
-    assert likeness(("a", "b"), (1, 2)) != likeness(("b", "a"), (1, 2))
-    assert likeness(("a",), ("x",)) != likeness(("a",), ("y",))
-    subclass = zeros(1).as_subclass(type("Subclass", (torch.Tensor,), {}))
-    assert likeness(("a",), (offsets(0, 5),)) == likeness(("a",), (offsets(0, 5),))
-    assert likeness(("a",), (offsets(0, 5),)) != likeness(("a",), (offsets(0, 4),))
-    assert likeness(("a",), (offsets(0, 5),)) != likeness(("a",), (offsets(0, 5).long(),))
-    many = torch.zeros(MOST_COMPARED + 1, dtype=torch.int32)
-    assert likeness(("a",), (many[1:],)) is not None
-    for x in (many, b"text", [], np.float32(1), object(), subclass):
-        assert likeness(("a",), (x,)) is None, x
-    with torch._subclasses.FakeTensorMode():
-        assert likeness(("a",), (torch.empty(3),)) is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import same_bits
 
-from gdn_triton.chunk.triton.chunks import make_chunks, max_chunks
+from gdn_triton.chunk.triton.shared.chunks import make_chunks, max_chunks
 from gdn_triton.constants import CHUNK_SIZES
 
 

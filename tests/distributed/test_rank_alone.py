@@ -12,7 +12,7 @@ from shard_cases import GATE, NORM, SIGMOID, Case, assert_near_whole, make_call,
 from torch import Tensor
 
 from gdn_triton.chunk.problem import Inputs, Problem
-from gdn_triton.chunk.sharded import Exchange
+from gdn_triton.chunk.sharded.autograd import Exchange
 from gdn_triton.distributed.layout import Interval, ShardLayout
 
 ALONE = [
@@ -75,7 +75,7 @@ def run_alone(
     state where the sequence has `begun`, and dht where it is `unfinished`. Beside the results and
     gradients, what the maps that this rank sends make of those: the final state (`sent`) and the
     gradient of the initial state (`dsent`)."""
-    from gdn_triton.chunk.triton import sharded as shard_triton
+    from gdn_triton.chunk.sharded import triton as shard_triton
 
     T, state = case.tokens, x["initial_state"]
     before, after = (0,) * begun, (2,) * unfinished

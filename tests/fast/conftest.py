@@ -5,7 +5,7 @@ from fast_backward_cases import Noted
 from fast_cases import Operator
 
 from gdn_triton import fast
-from gdn_triton.fast import chunk, support
+from gdn_triton.chunk.cuda import calls, support
 from gdn_triton.fast.architectures import ARCHITECTURES
 
 
@@ -19,8 +19,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
     noted = Operator()
-    monkeypatch.setattr(chunk, "_operator", noted.named)
-    monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: sum(map(int, sizes[1:])))
+    monkeypatch.setattr(calls, "_operator", noted.named)
+    monkeypatch.setattr(calls, "workspace_floats", lambda *sizes: sum(map(int, sizes[1:])))
     return noted
 
 
@@ -28,14 +28,14 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     """The library, by decree there and able."""
     found = Noted()
-    monkeypatch.setattr(chunk, "_operator", found.named)
-    monkeypatch.setattr(chunk, "workspace_floats", lambda *sizes: 1)
+    monkeypatch.setattr(calls, "_operator", found.named)
+    monkeypatch.setattr(calls, "workspace_floats", lambda *sizes: 1)
     monkeypatch.setattr(
-        chunk,
+        calls,
         "backward_floats",
         lambda *sizes, checkpoint_interval: sum(map(int, sizes[1:])) + 1000 * checkpoint_interval,
     )
-    monkeypatch.setattr(chunk, "best_checkpoint_interval", lambda *sizes: found.checkpoint_interval)
+    monkeypatch.setattr(calls, "best_checkpoint_interval", lambda *sizes: found.checkpoint_interval)
     monkeypatch.setattr(support, "supports", lambda problem: None)
     monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])
     monkeypatch.setenv("GDN_BACKEND", "cuda")

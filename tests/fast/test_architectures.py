@@ -12,8 +12,8 @@ from fast_cases import problem
 from library_wheel import load_builder
 
 from gdn_triton import fast
+from gdn_triton.chunk.cuda import support
 from gdn_triton.chunk.problem import Problem
-from gdn_triton.fast import support
 from gdn_triton.fast.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]

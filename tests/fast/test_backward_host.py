@@ -17,8 +17,8 @@ import gdn_triton
 from gdn_triton._host import backends
 from gdn_triton.chunk import backends as chunk_backends
 from gdn_triton.chunk.backends import CHUNK, chunk_gradients
+from gdn_triton.chunk.cuda import calls, support
 from gdn_triton.chunk.problem import Inputs
-from gdn_triton.fast import chunk, support
 
 # ----------------------------------------------------------------------------- what it serves
 
@@ -147,7 +147,7 @@ def test_nothing_to_walk(with_dht: bool, noted: Noted) -> None:
     x = make_inputs(case, BF16, "cpu")
     dht = torch.randn(2, 2, 128, 128) if with_dht else None
     inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, x.initial_state)
-    found = chunk.gradients(p, inputs, None, dht, store_dh0=True)
+    found = calls.gradients(p, inputs, None, dht, store_dh0=True)
     assert not noted.calls and found.q.shape == x.q.shape and found.initial_state is not None
     assert torch.equal(found.initial_state, torch.zeros(2, 2, 128, 128) if dht is None else dht)
 

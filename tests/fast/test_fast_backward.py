@@ -33,9 +33,9 @@ from gate_cases import GateCall, Gates, far_gates, strong_gates
 from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
 from torch import Tensor
 
+from gdn_triton.chunk.cuda import calls
 from gdn_triton.chunk.triton import backward as triton_backward
 from gdn_triton.constants import RCP_LN2
-from gdn_triton.fast import chunk
 
 # --------------------------------------------------------------------------- numbers, on a Hopper
 
@@ -382,13 +382,13 @@ def test_operator_checks_its_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passed: list[Any] = []
-    operators = chunk._operator
+    operators = calls._operator
     right = operators("chunk_backward")
 
     def noting(asked: str) -> Callable[..., None]:
         return (lambda *x: passed.extend(x)) if asked == "chunk_backward" else operators(asked)
 
-    monkeypatch.setattr(chunk, "_operator", noting)
+    monkeypatch.setattr(calls, "_operator", noting)
     by_op(make_task(fast_case("checked", "", T=70), BF16, own, Options()))
     right(*passed)
     at = ARGUMENTS.index(name)
@@ -399,7 +399,7 @@ def test_operator_checks_its_arguments(
 
 UNDER_SANITIZER = """
 import torch, gdn_triton
-from gdn_triton.fast import chunk
+from gdn_triton.chunk.cuda import calls
 torch.manual_seed(0)
 def leaf(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()

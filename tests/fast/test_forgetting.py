@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import gdn_triton
-from gdn_triton.fast import chunk
+from gdn_triton.chunk.cuda import calls
 
 K, V = 128, 128
 UNMARKED = 2**31 - 1
@@ -96,13 +96,13 @@ def test_as_whole(
     monkeypatch.setenv("GDN_BACKEND", "cuda")
     given = call(H, HV, lengths, kind, dtype)
     scratch: list[Tensor] = []
-    workspace = chunk._workspace
+    workspace = calls._workspace
 
     def poisoned(*arguments: object) -> Tensor:
         scratch.append(workspace(*arguments).fill_(torch.nan))
         return scratch[-1]
 
-    monkeypatch.setattr(chunk, "_workspace", poisoned)
+    monkeypatch.setattr(calls, "_workspace", poisoned)
 
     def run() -> tuple[Tensor, Tensor]:
         o, state = gdn_triton.chunk_gated_delta_rule(**given, output_final_state=True)

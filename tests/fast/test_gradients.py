@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gdn_triton
 from gdn_triton import fast
-from gdn_triton.fast import chunk, support
+from gdn_triton.chunk.cuda import calls, support
 from gdn_triton.fast.architectures import ARCHITECTURES
 
 
@@ -55,7 +55,7 @@ def sevens(operator: Operator, monkeypatch: pytest.MonkeyPatch, device: str) -> 
     """The library's operator, by decree there and able."""
     pytest.importorskip("triton", reason="Triton is not installed")
     noted = Sevens()
-    monkeypatch.setattr(chunk, "_operator", noted.named)
+    monkeypatch.setattr(calls, "_operator", noted.named)
     monkeypatch.setattr(support, "supports", lambda problem: None)
     monkeypatch.setattr(support, "walks_support", lambda problem: "Not here.")
     monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])

@@ -11,14 +11,14 @@ from helpers import BF16, FP16, FP32, FP64, Case, make_inputs, same_bits
 
 from gdn_triton import fast
 from gdn_triton._host.records import Options
+from gdn_triton.chunk.cuda import calls
 from gdn_triton.chunk.problem import ChunkCall, Inputs
 from gdn_triton.chunk.validation import validate_chunk
-from gdn_triton.fast import chunk
 
 
 def test_host_passes_views_as_they_are(operator: Operator) -> None:
     p, given = host_call(use_qk_l2norm=True, scale=0.25)
-    o, state = chunk.forward(p, given)
+    o, state = calls.forward(p, given)
     (passed,) = operator.calls
     for name in ("q", "k", "v", "g", "beta", "initial_state"):
         assert passed[name] is getattr(given, name), name
@@ -36,7 +36,7 @@ def test_host_batch_invariance(operator: Operator) -> None:
     """Asked for by the problem, and so by scratch memory of another size."""
     for asked in (False, True):
         p, given = host_call(batch_invariant=asked)
-        chunk.forward(p, given)
+        calls.forward(p, given)
         assert operator.calls[-1]["batch_invariant"] is asked
     sizes = [passed["workspace"].numel() for passed in operator.calls]
     assert sizes[1] == sizes[0] + 1
@@ -46,9 +46,9 @@ def test_host_passes_the_longest_sequences(operator: Operator) -> None:
     """As the caller says them, to the prefill too."""
     for longest in ((0, 0, 0), (70, 20, 10)):
         p, given = host_call(longest=longest)
-        chunk.forward(p, given)
+        calls.forward(p, given)
         p, given, pool = prefill_call(longest=longest)
-        chunk.forward(p, given, pool)
+        calls.forward(p, given, pool)
         for passed in operator.calls[-2:]:
             assert passed["longest"] == longest
 
@@ -89,7 +89,7 @@ def test_host_copies_what_tma_cannot_read(operator: Operator) -> None:
     flat = torch.zeros(q.numel() + 1, dtype=BF16)[1:].view(q.shape).copy_(q)
     assert flat.is_contiguous()
     for name, x in (("q", odd_base), ("k", odd_rows), ("v", columns), ("q", flat)):
-        chunk.forward(p, given._replace(**{name: x}))
+        calls.forward(p, given._replace(**{name: x}))
         passed = operator.calls.pop()[name]
         assert passed is not x and same_bits(passed, x), name
         assert passed.is_contiguous() and passed.data_ptr() % 16 == 0
@@ -100,7 +100,7 @@ def test_host_narrows_side_inputs(operator: Operator) -> None:
     for dtype in (FP16, BF16, FP32, FP64):
         sides = {name: getattr(given, name).to(dtype) for name in ("g", "beta", "initial_state")}
         heads = {"A_log": torch.rand(8, dtype=dtype)[::2], "dt_bias": torch.rand(4, dtype=dtype)}
-        chunk.forward(p, given._replace(**sides, **heads))
+        calls.forward(p, given._replace(**sides, **heads))
         passed = operator.calls.pop()
         for name, x in sides.items():
             assert passed[name].dtype == (FP32 if dtype == FP64 else dtype)
@@ -111,10 +111,10 @@ def test_host_narrows_side_inputs(operator: Operator) -> None:
 
 def test_host_state_layout(operator: Operator) -> None:
     p, given = host_call(V=256, state_v_first=True)
-    _, state = chunk.forward(p, given._replace(initial_state=given.initial_state.mT))
+    _, state = calls.forward(p, given._replace(initial_state=given.initial_state.mT))
     assert state is not None and state.shape == (2, 4, 256, 128)
     p, given = host_call(output_final_state=False)
-    _, state = chunk.forward(p, given._replace(initial_state=None))
+    _, state = calls.forward(p, given._replace(initial_state=None))
     assert state is None and operator.calls[-1]["final_state"] is None
     assert operator.calls[-1]["initial_state"] is None
 
@@ -129,7 +129,7 @@ def test_host_launches_nothing_for_nothing(
     p, given = host_call(**changes)
     initial_state = torch.rand(p.N, 4, 128, 128, dtype=FP16) if with_state else None
     given = given._replace(initial_state=initial_state)
-    o, state = chunk.forward(p, given)
+    o, state = calls.forward(p, given)
     assert not operator.calls
     assert o.shape == given.v.shape and (o == 0).all()
     assert state is not None and state.dtype == FP32
@@ -139,7 +139,7 @@ def test_host_launches_nothing_for_nothing(
 
 def test_host_passes_a_pool_as_it_is(operator: Operator) -> None:
     p, given, pool = prefill_call(use_qk_l2norm=True, scale=0.25)
-    o, state = chunk.forward(p, given, pool)
+    o, state = calls.forward(p, given, pool)
     (passed,) = operator.calls
     assert operator.name == "chunk_prefill" and o is pool.out and state is None
     for name in ("q", "k", "v", "g", "beta"):
@@ -157,7 +157,7 @@ def test_host_passes_a_pool_as_it_is(operator: Operator) -> None:
     assert passed["checkpoint_slots"] is pool.checkpoint_slots
     assert passed["o"] is pool.out and passed["scale"] == 0.25 and passed["use_qk_l2norm"] is True
     assert passed["workspace"].numel() == 2 + 100 + 2 + 4 + 128 + 128 + 2 + True + False + True
-    chunk.forward(p, given, replace(pool, has_initial_state=None, checkpoint_slots=None))
+    calls.forward(p, given, replace(pool, has_initial_state=None, checkpoint_slots=None))
     assert operator.calls[1]["has_initial_state"] is operator.calls[1]["checkpoint_slots"] is None
 
 
@@ -167,7 +167,7 @@ def test_host_copies_an_o_that_tma_cannot_write(operator: Operator) -> None:
     around = torch.zeros(p.B, p.T, p.HV, p.V + 8, dtype=BF16)
     for first, lies_right in ((8, True), (3, False)):
         out = around[..., first : first + p.V]
-        o, _ = chunk.forward(p, given, replace(pool, out=out))
+        o, _ = calls.forward(p, given, replace(pool, out=out))
         written = operator.calls.pop()["o"]
         assert o is out and (written is out) == lies_right
         assert written.is_contiguous() or lies_right
@@ -178,7 +178,7 @@ def test_host_copies_an_o_that_tma_cannot_write(operator: Operator) -> None:
 def test_host_moves_states_without_tokens(changes: dict[str, Any], operator: Operator) -> None:
     """The kernel is called where there is a sequence, and only there."""
     p, given, pool = prefill_call(**changes)
-    o, _ = chunk.forward(p, given, pool)
+    o, _ = calls.forward(p, given, pool)
     assert o is pool.out and len(operator.calls) == (p.N > 0)
     assert p.N > 0 or not o.any()
 
@@ -186,4 +186,4 @@ def test_host_moves_states_without_tokens(changes: dict[str, Any], operator: Ope
 def test_operator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "why_unavailable", lambda: "Not built.")
     with pytest.raises(RuntimeError, match=r"Not built\."):
-        chunk._operator.__wrapped__("chunk_forward")
+        calls._operator.__wrapped__("chunk_forward")

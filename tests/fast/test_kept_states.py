@@ -14,7 +14,7 @@ from helpers import BF16, Case, make_inputs, same_bits
 from torch import Tensor
 
 import gdn_triton
-from gdn_triton.fast import chunk
+from gdn_triton.chunk.cuda import calls
 
 Keep = Callable[[int], None]
 
@@ -24,7 +24,7 @@ def keep(cuda: str, monkeypatch: pytest.MonkeyPatch) -> Keep:
     """What makes every forward leave a state after so many tokens each."""
     monkeypatch.setenv("GDN_BACKEND", "cuda")
     return lambda every: monkeypatch.setattr(
-        chunk, "best_checkpoint_interval", lambda *sizes: every
+        calls, "best_checkpoint_interval", lambda *sizes: every
     )
 
 
@@ -32,7 +32,7 @@ def keep(cuda: str, monkeypatch: pytest.MonkeyPatch) -> Keep:
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The arguments of each backward."""
     found: list[dict[str, Any]] = []
-    operators = chunk._operator
+    operators = calls._operator
 
     def noting(name: str) -> Callable[..., None]:
         run = operators(name)
@@ -45,7 +45,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
         return note
 
-    monkeypatch.setattr(chunk, "_operator", noting)
+    monkeypatch.setattr(calls, "_operator", noting)
     return found
 
 
@@ -96,13 +96,13 @@ def test_states_are_read(name: str, cuda: str, keep: Keep, monkeypatch: pytest.M
     keep(every)
     task = make_task(case, BF16, cuda, Options())
     expected = by_op(task)
-    forward = chunk.forward_for_gradients
+    forward = calls.forward_for_gradients
 
     def other(*given: Any) -> Any:
         o, final_state, states = forward(*given)
         return o, final_state, torch.zeros_like(states)
 
-    monkeypatch.setattr(chunk, "forward_for_gradients", other)
+    monkeypatch.setattr(calls, "forward_for_gradients", other)
     found = by_op(task)
     for name in NAMES[:5]:
         x, y = found[name], expected[name]
@@ -129,13 +129,13 @@ def test_what_is_left(
     keep(every)
     task = make_task(case, BF16, "cuda", Options(state=state, v_first=v_first))
     left: list[Tensor] = []
-    forward = chunk.forward_for_gradients
+    forward = calls.forward_for_gradients
 
     def noting(*given: Any) -> Any:
         left.append(forward(*given)[2])
         return forward(*given)
 
-    monkeypatch.setattr(chunk, "forward_for_gradients", noting)
+    monkeypatch.setattr(calls, "forward_for_gradients", noting)
     o, final_state = run_op(task, task.copies())
     (states,) = left
     plain = {n: y.detach() for n, y in task.copies().items() if y is not None}
@@ -200,7 +200,7 @@ def test_how_many_are_left(cuda: str) -> None:
             *options: bool, K: int = 128, sizes: tuple[int, ...] = (B, T, H, HV), N: int = N
         ) -> int:
             device = torch.cuda.current_device()
-            return chunk.best_checkpoint_interval(device, *sizes, K, 128, N, *options, 0, 0, 0)
+            return calls.best_checkpoint_interval(device, *sizes, K, 128, N, *options, 0, 0, 0)
 
         tokens = every(True, packed, False, False)
         kept += tokens > 0
@@ -250,7 +250,7 @@ def test_checks_the_states(
     by_op(make_task(fast_case("checked", "", T=200), BF16, "cuda", Options()))
     (call,) = passed
     with pytest.raises(RuntimeError, match=words):
-        chunk._operator("chunk_backward")(*{**call, name: change(call[name])}.values())
+        calls._operator("chunk_backward")(*{**call, name: change(call[name])}.values())
 
 
 @gpu

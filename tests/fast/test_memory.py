@@ -13,7 +13,7 @@ from helpers import BF16, Case, same_bits
 from torch import Tensor
 
 import gdn_triton
-from gdn_triton.fast import chunk
+from gdn_triton.chunk.cuda import calls
 
 PARITY = ROOT / "tests" / "support" / "fast_parity.py"
 
@@ -34,7 +34,7 @@ def test_writes_nothing_but_its_outputs(
         guarded.append(around)
         return around[margin:-margin].view(x.shape)
 
-    monkeypatch.setattr(chunk.torch, "empty", inside)
+    monkeypatch.setattr(calls.torch, "empty", inside)
     call = make_call(case, BF16, cuda, OPTIONS["all"])
     held = [
         *call.x.around,

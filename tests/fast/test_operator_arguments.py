@@ -10,7 +10,7 @@ from fast_cases import OPTIONS, PADDED, Operator, gpu, prefill_call
 from fast_parity import make_call, run
 from helpers import BF16
 
-from gdn_triton.fast import chunk
+from gdn_triton.chunk.cuda import calls
 from gdn_triton.fast.arguments import ARGUMENTS, PLAN_SIZES
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -75,7 +75,7 @@ def test_operator_checks_its_arguments(name: str, change: Any, words: str, cuda:
     """For whoever calls it directly: the op's own checks come before it otherwise."""
     noted = Operator()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk, "_operator", noted.named)
+        patch.setattr(calls, "_operator", noted.named)
         run("cuda", make_call(PADDED, BF16, cuda, OPTIONS["l2norm"]))
     judge(noted, name, change, words)
 
@@ -115,7 +115,7 @@ def test_prefill_operator_checks_its_arguments(
 ) -> None:
     noted = Operator()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk, "_operator", noted.named)
+        patch.setattr(calls, "_operator", noted.named)
         p, given, pool = prefill_call(device=cuda)
-        chunk.forward(p, given, pool)
+        calls.forward(p, given, pool)
     judge(noted, name, change, words)

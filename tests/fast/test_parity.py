@@ -21,7 +21,7 @@ from fast_cases import (
 from fast_parity import SIZES, Options, check_parity, make_call, random_call
 from helpers import BF16, FP16, FP32, FP64, Case, same_bits, unit_rows
 
-from gdn_triton.fast import chunk
+from gdn_triton.chunk.cuda import calls
 
 CASES = [
     *(fast_case(f"padded-{T}", "a side of a chunk", T=T, B=2) for T in (*EDGES[1:], 128, 200)),
@@ -50,8 +50,8 @@ def test_segments_are_cut(size: tuple[int, int], cuda: str) -> None:
     """Without the norm, a call has scratch memory for its segments only."""
     s = SEGMENTS
     layout = (None, s.B, s.tokens, s.H, s.HV, *size, s.N)
-    assert chunk.workspace_floats(*layout, True, True, False, False, 0, 0, 0) > 0
-    assert chunk.workspace_floats(*layout, True, True, False, True, 0, 0, 0) == 0
+    assert calls.workspace_floats(*layout, True, True, False, False, 0, 0, 0) > 0
+    assert calls.workspace_floats(*layout, True, True, False, True, 0, 0, 0) == 0
 
 
 @gpu
@@ -72,7 +72,7 @@ def test_told_the_longest(size: tuple[int, int], dtype: torch.dtype, cuda: str) 
     """It is cut then, and not else; and whatever is told, the results are right."""
     s = sized(LONGEST, *size)
     layout = (None, s.B, s.tokens, s.H, s.HV, *size, s.N, True, True, False, False)
-    assert chunk.workspace_floats(*layout, 12000, 900, 700) > chunk.workspace_floats(
+    assert calls.workspace_floats(*layout, 12000, 900, 700) > calls.workspace_floats(
         *layout, 0, 0, 0
     )
     call = make_call(s, dtype, cuda, Options())

@@ -10,7 +10,7 @@ from helpers import BF16, FP16, FP32, FP64
 from gdn_triton import fast
 from gdn_triton._host import backends as backend
 from gdn_triton.chunk import backends as chunk_backends
-from gdn_triton.fast import support
+from gdn_triton.chunk.cuda import support
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from walk_cases import CASES, check_walks, make_arguments
 
 from gdn_triton._host import backends
 from gdn_triton.chunk.backends import CHUNK
-from gdn_triton.chunk.triton import backward_state
-from gdn_triton.fast import chunk, support
+from gdn_triton.chunk.cuda import calls, support
+from gdn_triton.chunk.triton.gradients import state as state_gradients
 
 ALL = Options(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True)
 # Of a block with 128 channels of V, where the cases of walk_cases.py have 64 on a whole GPU.
@@ -71,7 +71,7 @@ def own(cuda: str, monkeypatch: pytest.MonkeyPatch) -> str:
     def forbidden(*args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError("Triton walked")
 
-    monkeypatch.setattr(backward_state.state_bwd_kernel, "run", forbidden)
+    monkeypatch.setattr(state_gradients.state_bwd_kernel, "run", forbidden)
     monkeypatch.setenv("GDN_BACKEND", "cuda")
     return cuda
 
@@ -130,12 +130,12 @@ def test_the_operator_checks_its_arguments(
     made: dict[str, Tensor] = {}
     if name == "do":
         given["do"], made["do"] = given["do"].new_zeros(1, 334, 2, 128), given["do"]
-    operator = chunk._operator("backward_walks")
+    operator = calls._operator("backward_walks")
 
     def direct(*arguments: Any) -> None:
         operator(*arguments[:3], made.get("do", arguments[3]), *arguments[4:])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk, "_operator", lambda name: direct)
+        patch.setattr(calls, "_operator", lambda name: direct)
         with pytest.raises(RuntimeError, match=re.escape(words)):
-            chunk.walks(**given)
+            calls.walks(**given)

@@ -11,8 +11,8 @@ import gdn_triton
 from gdn_triton import fast
 from gdn_triton._host import backends
 from gdn_triton._host.backends import Backend
-from gdn_triton.chunk import limits
 from gdn_triton.chunk.backends import CHUNK
+from gdn_triton.chunk.triton import support
 from gdn_triton.fast.architectures import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("bare")
@@ -92,7 +92,7 @@ TRITON_REFUSALS = [
 
 @pytest.mark.parametrize("refused, words", TRITON_REFUSALS)
 def test_triton_refusals(monkeypatch, refused, words):
-    reason = limits.triton_supports(refused)
+    reason = support.triton_supports(refused)
     assert words in reason and reason.endswith(".")
     assert CHUNK.choose(refused).name == "reference"
     monkeypatch.setenv("GDN_BACKEND", "triton")
@@ -115,16 +115,16 @@ def test_triton_refusals(monkeypatch, refused, words):
     ],
 )
 def test_triton_takes(taken):
-    assert limits.triton_supports(taken) is None
+    assert support.triton_supports(taken) is None
     assert CHUNK.choose(taken).name == "triton"
 
 
 def test_interpreter(monkeypatch):
     monkeypatch.setattr(backends, "_interpreting", lambda: True)
-    assert limits.triton_supports(problem("cpu", torch.float32)) is None
-    assert limits.triton_supports(problem("cpu", torch.float16)) is None
+    assert support.triton_supports(problem("cpu", torch.float32)) is None
+    assert support.triton_supports(problem("cpu", torch.float16)) is None
     for changes in ({"dtype": torch.bfloat16}, {"dtype": torch.float32, "k_dtype": torch.bfloat16}):
-        reason = limits.triton_supports(problem("cpu", **changes))
+        reason = support.triton_supports(problem("cpu", **changes))
         assert "interpreter multiplies bfloat16 matrices wrongly" in reason
 
 
@@ -146,7 +146,7 @@ def test_triton_version(monkeypatch, version, refused):
 def test_triton_absent(monkeypatch):
     sentence = "Triton 3.6 or newer is needed and cannot be imported (no such module)."
     monkeypatch.setattr(backends, "_triton_missing", lambda: sentence)
-    assert limits.triton_supports(problem()) == sentence
+    assert support.triton_supports(problem()) == sentence
 
 
 def test_cuda_says_why_it_is_unavailable(monkeypatch):

@@ -12,8 +12,11 @@ from helpers import BF16, FP16, FP32, Case, make_inputs, same_bits
 import gdn_triton
 from gdn_triton._triton import tiles
 from gdn_triton._triton.tiles import Gpu, gpu_of
-from gdn_triton.chunk.triton import backward_pairs, backward_state, fused, output, state
 from gdn_triton.chunk.triton import forward as chunk_fwd
+from gdn_triton.chunk.triton.fused import walk
+from gdn_triton.chunk.triton.gradients import pairs as pair_gradients
+from gdn_triton.chunk.triton.gradients import state as state_gradients
+from gdn_triton.chunk.triton.steps import output, state
 
 LARGE, SMALL, TINY = Gpu("cuda", 90, 132), Gpu("cuda", 86, 16), Gpu("cuda", 86, 1)
 
@@ -90,11 +93,11 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
 
     for module, name in (
         (chunk_fwd, "segment_chunks"),
-        (fused, "fused_config"),
+        (walk, "fused_config"),
         (state, "state_config"),
         (output, "output_config"),
-        (backward_state, "state_bwd_config"),
-        (backward_pairs, "pairs_bwd_config"),
+        (state_gradients, "state_bwd_config"),
+        (pair_gradients, "pairs_bwd_config"),
     ):
         monkeypatch.setattr(module, name, noting(getattr(module, name)))
     return asked
@@ -108,9 +111,9 @@ def test_calls_go_by_the_device_of_their_tensors(
     found is taken for the second."""
     monkeypatch.setenv("GDN_BACKEND", "triton")
     asked, chosen = noted(monkeypatch), []
-    launch = fused.fused_launch
+    launch = walk.fused_launch
     monkeypatch.setattr(
-        fused, "fused_launch", lambda tile, *rest: chosen.append(tile) or launch(tile, *rest)
+        walk, "fused_launch", lambda tile, *rest: chosen.append(tile) or launch(tile, *rest)
     )
     case = Case("two", "", T=40, H=1, HV=2, K=16, V=64)
     x = make_inputs(case, dtype, device)

@@ -104,7 +104,7 @@ def test_what_was_made_in_inference_mode(name: str, how: str, backend: str) -> N
 @pytest.mark.of_no_device
 def test_versions_with_the_cuda_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library is not here; its caller raises the versions before it runs."""
-    from gdn_triton.chunk import cuda as cuda_chunk
+    from gdn_triton.chunk.cuda import autograd
 
     seen: list[int] = []
     pool = SimpleNamespace(state=states(2), out=torch.zeros(3), checkpoints=torch.zeros(4))
@@ -115,6 +115,6 @@ def test_versions_with_the_cuda_library(monkeypatch: pytest.MonkeyPatch) -> None
         return pool.out, None
 
     before = [x._version for x in written]
-    monkeypatch.setattr(cuda_chunk, "fast_chunk", SimpleNamespace(forward=forward))
-    cuda_chunk.forward(SimpleNamespace(needs_grad=False), None, pool)  # type: ignore[arg-type]
+    monkeypatch.setattr(autograd, "calls", SimpleNamespace(forward=forward))
+    autograd.forward(SimpleNamespace(needs_grad=False), None, pool)  # type: ignore[arg-type]
     assert seen == [version + 1 for version in before]

@@ -317,25 +317,25 @@ def test_on_the_cuda_library(
 ) -> None:
     """Prefill, decoding and training under GDN_BACKEND=cuda, beside the same layer in float64."""
     from gdn_triton import fast
-    from gdn_triton.fast import chunk
+    from gdn_triton.chunk.cuda import calls
 
     if not fast.is_available():
         pytest.skip(str(fast.why_unavailable()))
-    calls = []
-    operator = chunk._operator
-    monkeypatch.setattr(chunk, "_operator", lambda name: calls.append(name) or operator(name))
+    ran: list[str] = []
+    operator = calls._operator
+    monkeypatch.setattr(calls, "_operator", lambda name: ran.append(name) or operator(name))
     layer, x = make_layer(dtype=dtype, device=device), make_input(2, 200, dtype, device)
     monkeypatch.setenv("GDN_BACKEND", "reference")
     wide = prefill_and_decode(copy.deepcopy(layer).double(), x.double())
     narrow = prefill_and_decode(layer, x)
     monkeypatch.setenv("GDN_BACKEND", "cuda")
     found = prefill_and_decode(layer, x)
-    assert calls == ["chunk_forward"]
+    assert ran == ["chunk_forward"]
     for name, a, b, c in zip(("y", "states"), found, wide, narrow, strict=True):
         unit = torch.finfo(dtype).eps / 2
         assert_within_budget(name, a, b.double(), c, dtype=a.dtype, unit=unit)
     layer(x).sum().backward()
-    assert calls == ["chunk_forward", "chunk_forward", "chunk_backward"]
+    assert ran == ["chunk_forward", "chunk_forward", "chunk_backward"]
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 

@@ -118,5 +118,5 @@ def test_every_table_has_jobs() -> None:
 def test_words_of_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a build's process takes for the library's own backward is what `explain` says of one."""
     for name in ("backward_supports", "backward_wasteful"):
-        monkeypatch.setattr(backends.fast_support, name, lambda problem: None)
+        monkeypatch.setattr(backends.cuda_support, name, lambda problem: None)
     assert backends.chunk_gradients(problem(needs_grad=True), "cuda") == builds.BY_LIBRARY

@@ -28,5 +28,13 @@ def test_each_folder_of_the_package_has_its_tests() -> None:
     assert not public - tested
 
 
+def test_each_operator_has_the_files_of_the_recipe() -> None:
+    """CONTRIBUTING.md, "Add an operator"."""
+    for path in (ROOT / "gdn_triton").glob("*/operators.py"):
+        found = {x.stem for x in path.parent.iterdir()}
+        recipe = {"api", "problem", "validation", "backends", "operators", "triton"}
+        assert recipe <= found, f"{path.parent.name} lacks {recipe - found}"
+
+
 def test_no_test_lies_at_the_top() -> None:
     assert not list(TESTS.glob("test_*.py"))

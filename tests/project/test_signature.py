@@ -9,7 +9,7 @@ import torch
 
 import gdn_triton
 import gdn_triton.chunk.operators
-import gdn_triton.chunk.prefill_operators
+import gdn_triton.chunk.prefill.operators
 import gdn_triton.recurrent.operators
 from gdn_triton import fused_recurrent_gated_delta_rule as SEQUENCES
 from gdn_triton._host.records import Options, arguments_of, flat, made

@@ -4,7 +4,7 @@ import ast
 from collections import Counter
 from pathlib import Path
 
-KERNELS = Path(__file__).resolve().parents[2] / "gdn_triton" / "chunk" / "triton"
+KERNELS = Path(__file__).resolve().parents[2] / "gdn_triton" / "chunk"
 
 
 def calls(tree: ast.AST, name: str) -> list[ast.Call]:
@@ -16,12 +16,19 @@ def test_update_of_the_state() -> None:
     """A product that is added to the decayed state, or to its gradient: equations (3) and (8)."""
     decayed: Counter[str] = Counter()
     callers = set()
-    for path in sorted(KERNELS.glob("*.py")):
+    for path in sorted(KERNELS.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
+        name = str(path.relative_to(KERNELS))
         for dot in calls(tree, "tl.dot"):
-            decayed[path.name] += any(calls(added, "tl.exp2") for added in dot.args[2:])
+            decayed[name] += any(calls(added, "tl.exp2") for added in dot.args[2:])
         if calls(tree, "write_values") or calls(tree, "add_values"):
-            callers.add(path.name)
-    assert +decayed == {"update.py": 2}
-    walks = {"affine.py", "backward_state.py", "fused.py", "segments.py", "state.py"}
-    assert callers == walks | {"update.py"}
+            callers.add(name)
+    assert +decayed == {"triton/shared/update.py": 2}
+    assert callers == {
+        "sharded/affine.py",
+        "triton/fused/segments.py",
+        "triton/fused/walk.py",
+        "triton/gradients/state.py",
+        "triton/shared/update.py",
+        "triton/steps/state.py",
+    }

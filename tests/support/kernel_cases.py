@@ -12,7 +12,7 @@ from helpers import (
 from torch import Tensor
 
 from gdn_triton import reference
-from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
 
 UNIT32 = 2.0**-24
 

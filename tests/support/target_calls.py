@@ -120,8 +120,8 @@ def make_call(
 def run_package(shape: Shape) -> None:
     """The dataflows of a call, and the outputs of steps that a forward does not ask for."""
     from gdn_triton.chunk.triton import forward as chunk_fwd
-    from gdn_triton.chunk.triton import gate, state, wy
-    from gdn_triton.chunk.triton.chunks import make_chunks
+    from gdn_triton.chunk.triton.shared.chunks import make_chunks
+    from gdn_triton.chunk.triton.steps import gate, state, wy
 
     cu_seqlens = torch.tensor([0, 100, 300], dtype=torch.int32) if shape.full else None
     H = shape.HV // 2
@@ -234,7 +234,7 @@ def run_pool(shape: Shape, chunk_fwd: Any) -> None:
 
 def run_shards(shape: Shape) -> None:
     """A rank's part of a sequence that is split over ranks, at its start and in its middle."""
-    from gdn_triton.chunk.triton import sharded as shard_triton
+    from gdn_triton.chunk.sharded import triton as shard_triton
     from gdn_triton.distributed.layout import Interval, ShardLayout
 
     T = 300
@@ -272,7 +272,7 @@ def run_post_conv(shape: Shape) -> None:
 def run_norm(shape: Shape) -> None:
     """The gated norm and its gradients, of rows of V channels and of a row that fills a tile."""
     from gdn_triton.norm import triton as kernels
-    from gdn_triton.norm.backends import validate_norm
+    from gdn_triton.norm.validation import validate_norm
 
     for D in (shape.V, 8192):
         x, gate = torch.empty(300, 2 * shape.HV, D, dtype=shape.dtype).split(shape.HV, 1)

@@ -8,7 +8,7 @@ from helpers import FP32, FP64, Case, assert_within_budget
 from narrow import Arithmetic
 from torch import Tensor
 
-from gdn_triton.fast import chunk
+from gdn_triton.chunk.cuda import calls
 
 # K and V whole, in part, and both in one call; empty sequences and rows of none.
 CASES = [
@@ -118,9 +118,9 @@ def expected(given: dict[str, Any], case: Case, arithmetic: Arithmetic | None) -
     return found
 
 
-def check_walks(case: Case, dtype: torch.dtype, device: str, v_first: bool) -> chunk.Walks:
+def check_walks(case: Case, dtype: torch.dtype, device: str, v_first: bool) -> calls.Walks:
     given, arithmetic = make_arguments(case, dtype, device, v_first), Arithmetic(dtype, device)
-    found = chunk.walks(**given)
+    found = calls.walks(**given)
     right, rounded = (expected(given, case, x) for x in (None, arithmetic))
     for name, y in found._asdict().items():
         assert y is not None

@@ -11,13 +11,6 @@ import torch
 
 from gdn_triton._host.device import on_device
 from gdn_triton.chunk.problem import Gradients, Inputs, Problem
-from gdn_triton.chunk.triton.backward_gate import gate_bwd
-from gdn_triton.chunk.triton.backward_norm import l2norm_bwd
-from gdn_triton.chunk.triton.backward_pairs import pairs_bwd
-from gdn_triton.chunk.triton.backward_query_key import query_key_bwd
-from gdn_triton.chunk.triton.backward_scores import scores
-from gdn_triton.chunk.triton.backward_state import state_bwd
-from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.forward import (
     activate,
     compute_dtype,
@@ -25,8 +18,15 @@ from gdn_triton.chunk.triton.forward import (
     readable_inputs,
     readable_state,
 )
-from gdn_triton.chunk.triton.prepare import whole_lines
-from gdn_triton.chunk.triton.wy import wy_fwd
+from gdn_triton.chunk.triton.fused.prepare import whole_lines
+from gdn_triton.chunk.triton.gradients.gate import gate_bwd
+from gdn_triton.chunk.triton.gradients.norm import l2norm_bwd
+from gdn_triton.chunk.triton.gradients.pairs import pairs_bwd
+from gdn_triton.chunk.triton.gradients.query_key import query_key_bwd
+from gdn_triton.chunk.triton.gradients.scores import scores
+from gdn_triton.chunk.triton.gradients.state import state_bwd
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
+from gdn_triton.chunk.triton.steps.wy import wy_fwd
 from gdn_triton.constants import LINE
 
 

@@ -12,15 +12,15 @@ import torch
 from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import span
 from gdn_triton._triton.tiles import gpu_of, segment_chunks
-from gdn_triton.chunk.problem import Inputs, Pool, Problem
-from gdn_triton.chunk.triton.chunks import ChunkTable, make_chunks
-from gdn_triton.chunk.triton.fused import fused_fwd
-from gdn_triton.chunk.triton.gate import beta_sigmoid_fwd, gate_cumsum_fwd
-from gdn_triton.chunk.triton.l2norm import l2norm_fwd
-from gdn_triton.chunk.triton.output import output_fwd
-from gdn_triton.chunk.triton.prepare import ChunkFactors, prepare_fwd
-from gdn_triton.chunk.triton.state import state_fwd
-from gdn_triton.chunk.triton.wy import wy_fwd
+from gdn_triton.chunk.problem import Inputs, Pool, Problem, new_inputs
+from gdn_triton.chunk.triton.fused.prepare import ChunkFactors, prepare_fwd
+from gdn_triton.chunk.triton.fused.walk import fused_fwd
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
+from gdn_triton.chunk.triton.steps.gate import beta_sigmoid_fwd, gate_cumsum_fwd
+from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
+from gdn_triton.chunk.triton.steps.output import output_fwd
+from gdn_triton.chunk.triton.steps.state import state_fwd
+from gdn_triton.chunk.triton.steps.wy import wy_fwd
 from gdn_triton.constants import MAX_ROW_STRIDE, MAX_STATE_SPAN
 
 
@@ -57,8 +57,7 @@ def readable_inputs(x: Inputs) -> Inputs:
     initial state ``readable_state``, A_log and dt_bias without a stride. g is read at 64-bit
     offsets, and once."""
     A_log, dt_bias = (None if y is None else y.contiguous() for y in (x.A_log, x.dt_bias))
-    return Inputs.__new__(
-        Inputs,
+    return new_inputs(
         q=readable(x.q),
         k=readable(x.k),
         v=readable(x.v),

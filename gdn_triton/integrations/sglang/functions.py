@@ -21,7 +21,7 @@ from gdn_triton._host.arguments import (
     must,
     shape_of,
 )
-from gdn_triton.chunk.prefill import chunk_prefill
+from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 from gdn_triton.integrations._decode import (
     check_softplus,

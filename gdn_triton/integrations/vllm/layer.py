@@ -31,7 +31,7 @@ from gdn_triton._host.arguments import (
     shape_of,
 )
 from gdn_triton._host.memory import check_own_memory
-from gdn_triton.chunk.prefill import chunk_prefill
+from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.conv.api import causal_conv1d_update, fused_conv_prep
 from gdn_triton.integrations.vllm.functions import SKIP, silu_or_none
 from gdn_triton.recurrent.api import recurrent_step

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from emulator.build import LIBRARY
 from gdn_triton import fast
+from gdn_triton.chunk.cuda import calls, support
 from gdn_triton.chunk.problem import Problem
-from gdn_triton.fast import chunk, support
 from gdn_triton.fast.architectures import ARCHITECTURES
 
 _ALIGNMENT = 256  # bytes, of a GPU's allocations; the CPU's allocator keeps to 64
@@ -34,11 +34,11 @@ def use(folder: Path) -> None:
     fast.architecture_on = lambda device: ARCHITECTURES[9, 0]  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0
     support.supports = supports
-    chunk.torch = _Torch()  # type: ignore[assignment]
+    calls.torch = _Torch()  # type: ignore[assignment]
     torch.ops.load_library(str(folder / LIBRARY))
     machine = ctypes.CDLL(str(folder / "libemulator.so"))
-    operator = chunk._operator
-    chunk._operator = lambda name: _bounded(machine, operator(name))  # type: ignore[assignment]
+    operator = calls._operator
+    calls._operator = lambda name: _bounded(machine, operator(name))  # type: ignore[assignment]
 
 
 def _bounded(machine: ctypes.CDLL, operator: torch._ops.OpOverload) -> Callable[..., None]:

@@ -50,7 +50,7 @@ from walk_cases import check_walks
 
 from emulator.build import FOLDER
 from emulator.library import use
-from gdn_triton.fast import chunk
+from gdn_triton.chunk.cuda import calls
 
 ALL = Options(l2norm=True, sigmoid=True, negative=True, gate=True, bias=True, v_first=True)
 # On four multiprocessors a block has tiles with tokens, and then more empty ones than it can look
@@ -171,7 +171,7 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 def check_kept(every: int, task: Callable[[], Task]) -> None:
     """With a state that the forward leaves after each `every` tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk, "best_checkpoint_interval", lambda *sizes: every)
+        patch.setattr(calls, "best_checkpoint_interval", lambda *sizes: every)
         check_task(task(), BF16, "cpu")
 
 

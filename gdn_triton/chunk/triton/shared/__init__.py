@@ -1,0 +1,1 @@
+"""Device functions and records that several kernels of the chunked op use."""

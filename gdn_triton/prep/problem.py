@@ -1,0 +1,34 @@
+"""The record of a call of `gdn_triton.fused_post_conv_prep`."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+PreparedInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+# The names of the tensors but the first, whose name differs between callers.
+GATE_TENSORS: Final = ("a", "b", "A_log", "dt_bias")
+
+
+class Sizes(NamedTuple):
+    """A validated call, from which its backend is chosen. wide: some input is float64. needs_grad:
+    grad mode is on and some input requires a gradient, which validation does not judge. unreadable:
+    a sentence why no kernel can take the tensors, or None."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    device: torch.device
+    dtype: torch.dtype
+    wide: bool
+    needs_grad: bool = False
+    unreadable: str | None = None
+
+
+def with_gradients(sizes: Sizes, needs_grad: bool) -> Sizes:
+    # Only a call that needs gradients pays for another record.
+    return sizes._replace(needs_grad=True) if needs_grad else sizes
