@@ -149,7 +149,7 @@ def documented() -> set[str]:
     """The names that the API reference shows."""
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     return set(re.findall(r"^::: gdn_triton\.(\w+)$", text, re.M)) | set(
-        re.findall(r"^`(\w+)` is another name of it\.$", text, re.M)
+        re.findall(r"^`(\w+)` is another name of this function\.$", text, re.M)
     )
 
 
