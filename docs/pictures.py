@@ -101,13 +101,13 @@ class Picture:
 def hopper_block() -> str:
     """The block with two states, at the start of a tile. Times are not to scale."""
     picture = Picture(442)
-    gates, maker, loader, stores = 16, 78, 160, 352
+    gates, inverse, loader, stores = 16, 78, 160, 352
     states = (220, 280)
     top, bottom = 212, 318  # of the frame around both states
     picture.box(92, top, 622, bottom - top, "frame")
     for y, high, name, warps in (
         (gates, 30, "gates", "warp 3"),
-        (maker, 44, "maker", "warpgroup 3"),
+        (inverse, 44, "inverse", "warpgroup 3"),
         (loader, 30, "loader", "warp 0"),
         (states[0], 30, "state 0", "warpgroup 1"),
         (states[1], 30, "state 1", "warpgroup 2"),
@@ -126,13 +126,13 @@ def hopper_block() -> str:
     # Barriers *full* of both chunks.
     for x in (106, 128, 150, 208, 230, 252):
         picture.line([(x, loader + 30), (x, top)])
-    picture.line([(106, loader), (106, 146), (140, 146), (140, maker + 44)])
-    picture.line([(208, loader), (208, 146), (228, 146), (228, maker + 44)])
+    picture.line([(106, loader), (106, 146), (140, 146), (140, inverse + 44)])
+    picture.line([(208, loader), (208, 146), (228, 146), (228, inverse + 44)])
     for x, trunk, a in ((156, 180, 202), (206, 298, 314)):
-        picture.line([(x, gates + 30), (x, 58), (a, 58), (a, maker)])
+        picture.line([(x, gates + 30), (x, 58), (a, 58), (a, inverse)])
         picture.line([(trunk, 58), (trunk, top)])
     for x in (280, 392):
-        picture.line([(x, maker + 11), (x + 8, maker + 11), (x + 8, top)])
+        picture.line([(x, inverse + 11), (x + 8, inverse + 11), (x + 8, top)])
     picture.line([(214, states[0] + 30), (214, 265), (330, 265), (330, states[1])])
     picture.line([(412, states[1]), (412, 265), (484, 265), (484, states[0] + 30)])
     picture.line([(386, bottom), (386, 336), (404, 336), (404, stores)])
@@ -140,7 +140,7 @@ def hopper_block() -> str:
     # Barriers *empty* that delay a warp here.
     for x, to in ((310, 340), (498, 576)):
         picture.line([(x, top), (x, 202), (to, 202), (to, loader + 30)], "empty")
-    picture.line([(526, top), (526, maker + 44)], "empty")
+    picture.line([(526, top), (526, inverse + 44)], "empty")
     picture.line([(440, stores), (440, 336), (524, 336), (524, bottom)], "empty")
     for x, y, text in (
         (145, 142, "k"), (234, 142, "k"), (207, 73, "gates"), (320, 73, "gates"), (276, 150, "T"),
@@ -152,12 +152,12 @@ def hopper_block() -> str:
 
     lane(gates, 30, "120 50 a gates;172 50 b gates;224 70 later 2, 3")
     lane(
-        maker,
+        inverse,
         44,
         "128 44 a k kᵀ;190 24 a A;306 24 b A;406 24 later A;496 22 later A;520 66 later T",
     )
-    lane(maker, 23, "216 64 a T;332 60 b T;432 60 later T")
-    lane(maker + 24, 20, "216 64 b k kᵀ;332 60 later k kᵀ;432 60 later k kᵀ")
+    lane(inverse, 23, "216 64 a T;332 60 b T;432 60 later T")
+    lane(inverse + 24, 20, "216 64 b k kᵀ;332 60 later k kᵀ;432 60 later k kᵀ")
     lane(loader, 30, "96 20 a k;118 20 a v;140 20 a q;198 20 b k;220 20 b v;242 20 b q")
     lane(loader, 30, "264 20 later k;330 20 later v;352 20 later q;374 20 later k")
     lane(loader, 30, "566 20 later v;588 20 later q;610 20 later k")
