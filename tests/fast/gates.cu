@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "sm90/gates.cuh"
+#include "sm90/tile/gates.cuh"
 
 namespace {
 struct Gate {
