@@ -35,8 +35,8 @@ GDN_DEVICE float softplus(float x) {
 // Below this softplus(x) is e^x to the last bit.
 constexpr float kSoftplusIsExp = -2 * kSoftplusThreshold;
 
-// -exp(A_log) softplus(x). Where softplus(x) is e^x, one exponential of the sum replaces the product
-// of two: exp(A_log) may overflow where e^x underflows, and inf * 0 is NaN.
+// -exp(A_log) softplus(x). Where softplus(x) is e^x, one exponential of the sum replaces the
+// product of two: exp(A_log) may overflow where e^x underflows, and inf * 0 is NaN.
 GDN_DEVICE float log_decay(float x, float A_log) {
   const bool is_exp = x < kSoftplusIsExp;
   const float g = -__expf(is_exp ? A_log + x : A_log);
