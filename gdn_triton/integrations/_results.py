@@ -1,4 +1,5 @@
-"""What an adapter writes itself, beside the op that it calls: judged before anything is written."""
+"""Checks of the tensors that an adapter writes itself. An adapter calls them before it writes any
+tensor, as its op judges only what the op writes."""
 
 import functools
 from collections.abc import Mapping
@@ -19,8 +20,8 @@ from gdn_triton._host.tensors import PLAIN_TENSORS, host_reads, is_traced, is_tr
 
 
 def check_result(name: str, x: Tensor, first: str, device: torch.device) -> None:
-    """Judges a tensor that a result is copied to, but for its shape. first: the name of the tensor
-    that is on `device`."""
+    """Judges a tensor that a result is copied to, except for its shape. first: the name of the
+    tensor that is on `device`."""
     check_tensors({name: x}, {})
     check_devices(first, device, {name: x})
     check_dtypes({name: x}, ())
@@ -60,7 +61,7 @@ def _apart(
 
 
 def check_indices(name: str, x: Tensor, first: str, device: torch.device) -> None:
-    """Judges slots, or rows, one a sequence, but for their number and contents."""
+    """Judges slots or rows, one a sequence, except for their number and contents."""
     check_tensors({name: x}, {})
     check_devices(first, device, {name: x})
     check_rank(name, x, "N")
@@ -68,7 +69,8 @@ def check_indices(name: str, x: Tensor, first: str, device: torch.device) -> Non
 
 
 def check_below(name: str, x: Tensor, count: int, places: str) -> None:
-    """Judges what slots hold, where the host can read them. places: what there are `count` of."""
+    """Judges the contents of slots where the host can read them. places: the name of the `count`
+    places that slots may number."""
     if host_reads(x) and x.numel() > 0 and int(x.max()) >= count:
         expected = f"be less than the {count} {places}"
         raise ValueError(must(name, expected, str(int(x.max()))))

@@ -16,8 +16,8 @@ ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 
 
 def refuse_numbers_alone(seq_idx: Tensor | None, cu_seqlens: Tensor | None, T: int) -> None:
-    """ValueError where packed sequences are told by `seq_idx` alone: the gated delta rule is told
-    of them by `cu_seq_lens_q` only, and would mix them."""
+    """ValueError where `seq_idx` alone describes packed sequences. The gated delta rule knows them
+    by `cu_seq_lens_q` only, and would mix their tokens."""
     if seq_idx is not None and cu_seqlens is None and T > 1:
         raise ValueError(must("cu_seq_lens_q", "be given with seq_idx", "seq_idx alone"))
 
@@ -112,11 +112,12 @@ def step(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
             or (trained and torch.is_grad_enabled())
         ):
             return theirs(hidden_states, conv_state, weight, bias, activation)
-        # Columns that no convolution reads any more move along, once the call has been judged.
-        moved = conv_state[..., 1 : older + 1].clone()
+        # The update writes some of the columns that move to the front. These are copied before it,
+        # and written after it has judged the call.
+        moved = conv_state[..., 1 : older + 1].clone() if older > 0 else None
         state = conv_state[..., older:]
         y = conv_update(hidden_states.mT, weight, bias, ACTIVATIONS[activation], state=state)
-        if older > 0:
+        if moved is not None:
             with writing(conv_state):
                 conv_state[..., :older] = moved
         return y.mT

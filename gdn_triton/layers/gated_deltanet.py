@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gdn_triton._host.arguments import (
-    check_float_dtype,
-    must,
-    real_or_none,
-    value_of,
-)
+from gdn_triton._host.arguments import check_float_dtype, must, real_or_none, value_of
 from gdn_triton._host.slots import LAST_SKIPPED
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update
