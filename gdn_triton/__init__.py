@@ -12,12 +12,19 @@ from gdn_triton.recurrent.api import (
     fused_recurrent_gdn,
     recurrent_step,
 )
+from gdn_triton.recurrent.window import (
+    StepWindow,
+    fold_window,
+    make_window,
+    restart_window,
+)
 from gdn_triton.warming import warmup
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
+    "StepWindow",
     "__version__",
     "causal_conv1d",
     "causal_conv1d_update",
@@ -26,11 +33,14 @@ __all__ = [
     "chunk_prefill",
     "explain",
     "explain_call",
+    "fold_window",
     "fused_conv_prep",
     "fused_post_conv_prep",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "make_window",
     "recurrent_step",
+    "restart_window",
     "rms_norm_gated",
     "warmup",
 ]

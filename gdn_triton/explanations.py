@@ -28,9 +28,11 @@ from gdn_triton.prep.backends import POST_CONV
 from gdn_triton.prep.problem import with_gradients
 from gdn_triton.prep.validation import validate_post_conv
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step, step_call
-from gdn_triton.recurrent.backends import RECURRENT, STEP
+from gdn_triton.recurrent.backends import FOLD, RECURRENT, RESTART, STEP
 from gdn_triton.recurrent.problem import sequence_call
 from gdn_triton.recurrent.validation import validate_sequences, validate_step
+from gdn_triton.recurrent.validation_window import validate_fold
+from gdn_triton.recurrent.window import fold_call, fold_window, restart_window
 
 _Given = dict[str, Any]
 
@@ -42,8 +44,9 @@ def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 
     Args:
         function: one of this package's operators: `chunk_gated_delta_rule`, `chunk_prefill`,
-            `fused_recurrent_gated_delta_rule`, `recurrent_step`, `causal_conv1d`,
-            `causal_conv1d_update`, `fused_conv_prep`, `fused_post_conv_prep`, `rms_norm_gated`.
+            `fused_recurrent_gated_delta_rule`, `recurrent_step`, `fold_window`, `restart_window`,
+            `causal_conv1d`, `causal_conv1d_update`, `fused_conv_prep`, `fused_post_conv_prep`,
+            `rms_norm_gated`.
         args, kwargs: its arguments.
 
     Returns:
@@ -88,6 +91,15 @@ def _step(given: _Given) -> Explanation:
     return STEP.explain(validate_step(step_call(given)))
 
 
+def _fold(given: _Given) -> Explanation:
+    return FOLD.explain(validate_fold(fold_call(**given), folds=True))
+
+
+def _restart(given: _Given) -> Explanation:
+    call = fold_call(state=None, state_v_first=False, **given)
+    return RESTART.explain(validate_fold(call, folds=False))
+
+
 def _conv(given: _Given) -> Explanation:
     return CONV.explain(validate_conv(ConvArguments(**given), PLAIN))
 
@@ -118,6 +130,8 @@ _JUDGES: dict[Callable[..., Any], Callable[[_Given], Explanation]] = {
     chunk_prefill: _prefill,
     fused_recurrent_gated_delta_rule: _sequences,
     recurrent_step: _step,
+    fold_window: _fold,
+    restart_window: _restart,
     causal_conv1d: _conv,
     causal_conv1d_update: _conv_update,
     fused_conv_prep: _conv_prep,

@@ -66,7 +66,8 @@ def warmup(
     packed calls and for steps; strides of padded calls follow from their sizes, so these are
     listed. What may compile a variant of its own: tensors of other strides, tensors that start off
     a multiple of 16 bytes, checkpoints of a prefill, scales and gates that a call of the recurrence
-    gives and this one does not, and the convolution and the preparation, which are not called here.
+    gives and this one does not, steps with a window, and the convolution and the preparation, which
+    are not called here.
 
     Args:
         H, HV, K, V: heads of q and k, heads of v, channels of a key and of a value.

@@ -16,6 +16,7 @@ from gdn_triton.recurrent.operators import traced_sequences, traced_step
 from gdn_triton.recurrent.plans import judge_step, run_sequences, run_step
 from gdn_triton.recurrent.problem import Operands, SequenceCall, StepCall
 from gdn_triton.recurrent.validation import validate_step
+from gdn_triton.recurrent.window import StepWindow, check_kind
 
 
 def fused_recurrent_gated_delta_rule(
@@ -164,6 +165,8 @@ def recurrent_step(
     skip: str = "negative",
     cu_seqlens: Tensor | None = None,
     out: Tensor | None = None,
+    window: StepWindow | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """One decode step, or several tokens, from a pool of states that is updated in place.
 
@@ -218,17 +221,32 @@ def recurrent_step(
             may be empty: its state goes from its read slot to its write slot. The o of tokens at or
             after cu_seqlens[-1] is 0.
         out: [.., HV, V], the dtype of v: where o is written, at any strides. None: a new tensor.
+        window: the records of the last tokens of each slot, of `gdn_triton.make_window`. The step
+            writes a record of each token, and each head's state once in a fold period; otherwise
+            states are only read. The state of a slot is then that of memory and records
+            together: only steps with this window and `gdn_triton.fold_window` may read or write it.
+            Excludes write_slots and num_accepted_tokens. A sequence has at most window.max_tokens
+            tokens in a call; on an accelerator this is not checked in a packed call, and more are
+            undefined behaviour.
+        positions: [N], int32 or int64, with window: how many tokens of each sequence came before
+            the call, at least 0 and below 2^30. It says how many tokens of the call before count:
+            after a call at position p with T tokens, p + 1 to p + T. So drafted tokens are accepted
+            by the next position, and no state is copied. A position is not less than
+            window.start of the slot, and a call of a sequence is not made twice; on an
+            accelerator neither is checked, and is undefined behaviour. Those of sequences that are
+            skipped, or that have no tokens in the call, are not used.
 
     Returns:
         o: [.., HV, V], the dtype of v; `out` if that was given.
 
-    On an accelerator no contents are read by the host: slots and offsets may change in place
-    between replays of a CUDA graph. The reference backend reads them, and waits for the device.
+    On an accelerator no contents are read by the host: slots, offsets and positions may change in
+    place between replays of a CUDA graph. The reference backend reads them, and waits for the
+    device.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, what was expected and
-            what came; nothing has been launched or written. The contents of slots and offsets are
-            judged where they are CPU tensors.
+            what came; nothing has been launched or written. The contents of slots, offsets and
+            positions are judged where they are CPU tensors.
         NotImplementedError: an input requires a gradient, which a step does not have.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
     """
@@ -251,6 +269,8 @@ def recurrent_step(
             cu_seqlens=cu_seqlens,
             out=out,
             num_accepted_tokens=num_accepted_tokens,
+            window=window,
+            positions=positions,
         ),
         options=Options.__new__(
             Options,
@@ -263,6 +283,7 @@ def recurrent_step(
         scale=scale,
         skip=skip,
         is_mixed=mixed_qkv is not None,
+        max_tokens=None if window is None else window.max_tokens,
     )
     if is_traced(state):
         return traced_step(call)
@@ -287,6 +308,8 @@ def _step_operands(
     cu_seqlens: Tensor | None,
     out: Tensor | None,
     num_accepted_tokens: Tensor | None,
+    window: StepWindow | None,
+    positions: Tensor | None,
 ) -> Operands:
     """The tensors of a `recurrent_step`, those in place of others in their places."""
     if mixed_qkv is not None:
@@ -297,6 +320,10 @@ def _step_operands(
         g, beta = a, b
     else:
         _refuse("g", b=b)
+    u_rows = k_rows = g_rows = call_rows = start = None
+    if window is not None:
+        check_kind(window)
+        u_rows, k_rows, g_rows, call_rows, start, _ = window
     # Validation has refused a call that lacks one of them.
     return Operands.__new__(
         Operands,
@@ -313,6 +340,12 @@ def _step_operands(
         cu_seqlens=cu_seqlens,
         out=out,
         num_accepted_tokens=num_accepted_tokens,
+        positions=positions,
+        u_rows=u_rows,
+        k_rows=k_rows,
+        g_rows=g_rows,
+        call_rows=call_rows,
+        start=start,
     )
 
 
@@ -335,6 +368,7 @@ def step_call(given: Mapping[str, Any]) -> StepCall:
         scale=rest["scale"],
         skip=rest["skip"],
         is_mixed=given["mixed_qkv"] is not None,
+        max_tokens=None if given["window"] is None else given["window"].max_tokens,
     )
 
 

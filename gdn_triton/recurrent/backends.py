@@ -12,10 +12,17 @@ from gdn_triton._host.backends import (
     triton_refusal,
 )
 from gdn_triton.constants import MAX_STATE_SPAN, MAX_TOKENS
-from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem
+from gdn_triton.recurrent.problem import (
+    FoldOperands,
+    FoldProblem,
+    Operands,
+    PlannedCall,
+    RecurrentProblem,
+)
 
 # plan(problem, operands) returns a function that runs this call of the recurrence and its like.
 Plan = Callable[[RecurrentProblem, Operands], PlannedCall]
+Fold = Callable[[FoldProblem, FoldOperands], None]
 
 
 def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
@@ -29,11 +36,9 @@ def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
     refusal = states_refusal(problem.state_dtype)
     if refusal is not None:
         return refusal
-    if problem.tile_span >= MAX_STATE_SPAN:
-        return (
-            "The Triton kernel takes rows and states of which the last element is less than 2^31 "
-            f"elements from the first; one is {problem.tile_span} from it."
-        )
+    refusal = _span_refusal(problem.tile_span)
+    if refusal is not None:
+        return refusal
     if problem.T >= MAX_TOKENS:
         return f"The Triton kernel takes less than {MAX_TOKENS} tokens; T is {problem.T}."
     if problem.needs_grad:
@@ -44,14 +49,37 @@ def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
     return None
 
 
+def fold_triton_supports(problem: FoldProblem) -> str | None:
+    """A sentence why the Triton kernels cannot fold or restart these windows, or None."""
+    if problem.unreadable is not None:
+        return problem.unreadable
+    refusal = triton_refusal((problem.k_dtype,), problem.device.type, problem.K)
+    if refusal is None and problem.state_dtype is not None:
+        refusal = states_refusal(problem.state_dtype)
+    return refusal or _span_refusal(problem.tile_span)
+
+
+def _span_refusal(tile_span: int) -> str | None:
+    if tile_span < MAX_STATE_SPAN:
+        return None
+    return (
+        "The Triton kernel takes rows and states of which the last element is less than 2^31 "
+        f"elements from the first; one is {tile_span} from it."
+    )
+
+
 # Loaded modules are cached: even an import statement of a loaded module takes longer.
 
 
 @functools.cache
 def _load_triton_plan() -> Plan:
-    from gdn_triton.recurrent.triton import plan
+    from gdn_triton.recurrent.triton import plan, window_plan
 
-    return plan.plan
+    def planned(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
+        chosen = window_plan if problem.window_rows else plan
+        return chosen.plan(problem, operands)
+
+    return planned
 
 
 @functools.cache
@@ -61,6 +89,20 @@ def _load_reference_plan() -> Plan:
     return reference.plan
 
 
+@functools.cache
+def _load_triton_fold() -> Fold:
+    from gdn_triton.recurrent.triton import window_plan
+
+    return window_plan.fold_slots
+
+
+@functools.cache
+def _load_reference_fold() -> Fold:
+    from gdn_triton.recurrent import reference
+
+    return reference.fold_slots
+
+
 _RECURRENT_BACKENDS: tuple[Backend[RecurrentProblem, Plan], ...] = (
     missing("cuda", "The CUDA library has no kernel for the recurrence token by token."),
     Backend("triton", recurrent_triton_supports, _load_triton_plan),
@@ -68,3 +110,10 @@ _RECURRENT_BACKENDS: tuple[Backend[RecurrentProblem, Plan], ...] = (
 )
 RECURRENT = Operator("fused_recurrent_gated_delta_rule", _RECURRENT_BACKENDS)
 STEP = Operator("recurrent_step", _RECURRENT_BACKENDS)
+_FOLD_BACKENDS: tuple[Backend[FoldProblem, Fold], ...] = (
+    missing("cuda", "The CUDA library has no kernel for the windows of decoding."),
+    Backend("triton", fold_triton_supports, _load_triton_fold),
+    Backend("reference", reference_supports, _load_reference_fold),
+)
+FOLD = Operator("fold_window", _FOLD_BACKENDS)
+RESTART = Operator("restart_window", _FOLD_BACKENDS)

@@ -7,6 +7,8 @@ the call and chooses the backend at every run, and its fake judges shapes only. 
 - `gdn_triton::fused_recurrent_fwd`, with the gradient `gdn_triton::fused_recurrent_bwd`, which runs
   the forward again in the backend that serves calls that need gradients.
 - `gdn_triton::recurrent_step` writes its states, `gdn_triton::recurrent_step_out` also its output.
+- `gdn_triton::recurrent_step_window` and `gdn_triton::recurrent_step_window_out` write records too.
+- `gdn_triton::fold_window` and `gdn_triton::restart_window` are the functions of these names.
 """
 
 from __future__ import annotations
@@ -21,9 +23,17 @@ from gdn_triton._host.memory import operator_counts_writes
 from gdn_triton._host.records import Arguments, Options, arguments_of, flat, made, state_needs_grad
 from gdn_triton._host.replay import replayed_gradients
 from gdn_triton._host.schema import schema_takes
-from gdn_triton.recurrent.plans import run_sequences, run_step
-from gdn_triton.recurrent.problem import DIFFERENTIABLE, SequenceCall, StepCall, sequence_call
+from gdn_triton.recurrent.plans import run_fold, run_sequences, run_step
+from gdn_triton.recurrent.problem import (
+    DIFFERENTIABLE,
+    WINDOW,
+    FoldCall,
+    SequenceCall,
+    StepCall,
+    sequence_call,
+)
 from gdn_triton.recurrent.validation import validate_sequences, validate_step
+from gdn_triton.recurrent.validation_window import validate_fold
 
 _SEQUENCES: Final = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gk, Tensor? gv, Tensor? beta, "
@@ -154,10 +164,22 @@ _OUT: Final = _STEP.format(out=", Tensor(b!) out")
 _STEP_ARGUMENTS: Final = arguments_of(_NEW)
 _OUT_ARGUMENTS: Final = arguments_of(_OUT)
 
+_ROWS: Final = (
+    "Tensor(c!) u_rows, Tensor(d!) k_rows, Tensor(e!) g_rows, Tensor(f!) call_rows, Tensor start"
+)
+_WINDOW_STEP: Final = _STEP.replace("Tensor? write_slots, Tensor? num_accepted_tokens, ", "")
+_WINDOW_NEW: Final = f"{_WINDOW_STEP.format(out='')}, Tensor positions, {_ROWS}, int max_tokens"
+_WINDOW_OUT: Final = _WINDOW_NEW.replace("? cu_seqlens", "? cu_seqlens, Tensor(b!) out")
+_WINDOW_ARGUMENTS: Final = arguments_of(_WINDOW_NEW)
+_WINDOW_OUT_ARGUMENTS: Final = arguments_of(_WINDOW_OUT)
+
 
 def _step_call(given: Mapping[str, Any]) -> StepCall:
-    """From the arguments of `_STEP`. A mixed tensor came as q alone."""
-    absent = {"gk": None, "gv": None, "out": None}
+    """From the arguments of `_STEP`, or of `_WINDOW_STEP`. A mixed tensor came as q alone."""
+    absent = dict.fromkeys(
+        ("gk", "gv", "out", "write_slots", "num_accepted_tokens", "positions", "max_tokens")
+    )
+    absent |= dict.fromkeys(WINDOW)
     mixed = dict.fromkeys(("k", "v"), given["q"]) if given["is_mixed"] else {}
     raw = {"use_beta_sigmoid_in_kernel": given["is_raw"], "use_gate_in_kernel": given["is_raw"]}
     return made(StepCall, {**absent, **given, **mixed, **raw})
@@ -175,7 +197,10 @@ def _step(*args: Any) -> Tensor:
 
 @_step.register_fake
 def _step_fake(*args: Any) -> Tensor:
-    call = _step_call(_STEP_ARGUMENTS.named(args))
+    return _step_output(_step_call(_STEP_ARGUMENTS.named(args)))
+
+
+def _step_output(call: StepCall) -> Tensor:
     p, v = validate_step(call), call.inputs.v
     lead = v.shape[:-1] if p.is_mixed else v.shape[:-2]
     return v.new_empty(*lead, p.HV, p.V)
@@ -196,6 +221,36 @@ def _step_out_fake(*args: Any) -> None:
     validate_step(_step_call(_OUT_ARGUMENTS.named(args)))
 
 
+@torch.library.custom_op(
+    "gdn_triton::recurrent_step_window",
+    mutates_args=("state", "u_rows", "k_rows", "g_rows", "call_rows"),
+    schema=f"({_WINDOW_NEW}) -> Tensor",
+)
+def _window_step(*args: Any) -> Tensor:
+    with operator_counts_writes():
+        return run_step(_step_call(_WINDOW_ARGUMENTS.named(args)))
+
+
+@_window_step.register_fake
+def _window_step_fake(*args: Any) -> Tensor:
+    return _step_output(_step_call(_WINDOW_ARGUMENTS.named(args)))
+
+
+@torch.library.custom_op(
+    "gdn_triton::recurrent_step_window_out",
+    mutates_args=("state", "out", "u_rows", "k_rows", "g_rows", "call_rows"),
+    schema=f"({_WINDOW_OUT}) -> ()",
+)
+def _window_step_out(*args: Any) -> None:
+    with operator_counts_writes():
+        run_step(_step_call(_WINDOW_OUT_ARGUMENTS.named(args)))
+
+
+@_window_step_out.register_fake
+def _window_step_out_fake(*args: Any) -> None:
+    validate_step(_step_call(_WINDOW_OUT_ARGUMENTS.named(args)))
+
+
 def traced_step(call: StepCall) -> Tensor:
     """`gdn_triton.recurrent_step` through its operator."""
     x, given = call.inputs, flat(call)
@@ -204,21 +259,99 @@ def traced_step(call: StepCall) -> Tensor:
         validate_step(call)
     given["is_raw"] = call.options.use_gate_in_kernel
     needs_grad = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x)
-    required = ("q", "k", "v", "g", "beta", "state", "read_slots")
+    required = ["q", "k", "v", "g", "beta", "state", "read_slots"]
+    has_window = call.max_tokens is not None
+    if has_window:
+        required += ["positions", *WINDOW]
+    # The operator without a window has no place for positions, nor the other one for write_slots.
+    elsewhere = (x.write_slots, x.num_accepted_tokens) if has_window else (x.positions,)
+    arguments = _WINDOW_OUT_ARGUMENTS if has_window else _OUT_ARGUMENTS
     if (
         needs_grad
-        or not _fits(given, _STEP_FLAGS, _OUT_ARGUMENTS, required)
+        or not _fits(given, _STEP_FLAGS, arguments, required)
         or type(call.skip) is not str
+        or any(y is not None for y in elsewhere)
+        or (has_window and type(call.max_tokens) is not int)
     ):
         validate_step(call)
     given = _converted(given)
     if call.is_mixed:
         given["k"] = given["v"] = None
+    operators = torch.ops.gdn_triton
     if x.out is None:
-        o: Tensor = torch.ops.gdn_triton.recurrent_step(*_STEP_ARGUMENTS.ordered(given))
+        if has_window:
+            o: Tensor = operators.recurrent_step_window(*_WINDOW_ARGUMENTS.ordered(given))
+        else:
+            o = operators.recurrent_step(*_STEP_ARGUMENTS.ordered(given))
         return o
-    torch.ops.gdn_triton.recurrent_step_out(*_OUT_ARGUMENTS.ordered(given))
+    if has_window:
+        operators.recurrent_step_window_out(*arguments.ordered(given))
+    else:
+        operators.recurrent_step_out(*arguments.ordered(given))
     return x.out
+
+
+# ------------------------------------------------------------------------------------------- folds
+
+_FOLDED: Final = (
+    "Tensor u_rows, Tensor k_rows, Tensor g_rows, Tensor call_rows, Tensor(b!) start, "
+    "Tensor slots, Tensor positions, int max_tokens, bool state_v_first, str skip"
+)
+_FOLD: Final = f"Tensor(a!) state, {_FOLDED}"
+_FOLD_ARGUMENTS: Final = arguments_of(_FOLD)
+_RESTART_ARGUMENTS: Final = arguments_of(_FOLDED)
+
+
+@torch.library.custom_op(
+    "gdn_triton::fold_window", mutates_args=("state", "start"), schema=f"({_FOLD}) -> ()"
+)
+def _fold(*args: Any) -> None:
+    with operator_counts_writes():
+        run_fold(made(FoldCall, _FOLD_ARGUMENTS.named(args)), folds=True)
+
+
+@_fold.register_fake
+def _fold_fake(*args: Any) -> None:
+    validate_fold(made(FoldCall, _FOLD_ARGUMENTS.named(args)), folds=True)
+
+
+def _restart_call(args: Sequence[Any]) -> FoldCall:
+    return made(FoldCall, {"state": None, **_RESTART_ARGUMENTS.named(args)})
+
+
+@torch.library.custom_op(
+    "gdn_triton::restart_window", mutates_args=("start",), schema=f"({_FOLDED}) -> ()"
+)
+def _restart(*args: Any) -> None:
+    with operator_counts_writes():
+        run_fold(_restart_call(args), folds=False)
+
+
+@_restart.register_fake
+def _restart_fake(*args: Any) -> None:
+    validate_fold(_restart_call(args), folds=False)
+
+
+def traced_fold(call: FoldCall, *, folds: bool) -> None:
+    """`gdn_triton.fold_window`, or `gdn_triton.restart_window`, through its operator."""
+    given = flat(call)
+    if not torch.compiler.is_compiling():
+        # Torch counts the writes of an operator before it finds that a tensor is elsewhere.
+        validate_fold(call, folds=folds)
+    arguments = _FOLD_ARGUMENTS if folds else _RESTART_ARGUMENTS
+    needs_grad = torch.is_grad_enabled() and any(
+        isinstance(y, Tensor) and y.requires_grad for y in call.inputs
+    )
+    if (
+        needs_grad
+        or any(not isinstance(given[name], Tensor) for name in arguments.tensors)
+        or type(call.max_tokens) is not int
+        or type(call.state_v_first) is not bool
+        or type(call.skip) is not str
+    ):
+        validate_fold(call, folds=folds)
+    operator = torch.ops.gdn_triton.fold_window if folds else torch.ops.gdn_triton.restart_window
+    operator(*arguments.ordered(given))
 
 
 # ------------------------------------------------------------------------------------ under a trace

@@ -16,8 +16,9 @@ from gdn_triton._host.backends import Operator
 from gdn_triton._host.memory import Apart
 from gdn_triton._host.slots import check_contents
 from gdn_triton._host.tensors import is_transformed, resolved
-from gdn_triton.recurrent.backends import RECURRENT, STEP, Plan
+from gdn_triton.recurrent.backends import FOLD, RECURRENT, RESTART, STEP, Plan
 from gdn_triton.recurrent.problem import (
+    FoldCall,
     Operands,
     PlannedCall,
     RecurrentProblem,
@@ -25,6 +26,12 @@ from gdn_triton.recurrent.problem import (
     StepCall,
 )
 from gdn_triton.recurrent.validation import step_memory, validate_sequences, validate_step
+from gdn_triton.recurrent.validation_window import (
+    check_folds,
+    check_positions,
+    fold_memory,
+    validate_fold,
+)
 
 # When there are so many plans, all are dropped and made anew.
 MOST_PLANS = 4096
@@ -63,6 +70,18 @@ def judge_step(call: StepCall) -> None:
     _planned(STEP, call, validate_step, step_memory)
 
 
+def run_fold(call: FoldCall, *, folds: bool) -> None:
+    """Folds the windows of slots or, where nothing is folded, restarts them. No plan is kept: such
+    a call comes once in a sequence's life."""
+    x = call.inputs
+    problem = validate_fold(call, folds=folds)
+    if problem.unreadable is None:
+        fold_memory(call).check(x)
+    check_folds(problem, x)
+    operator = FOLD if folds else RESTART
+    operator.choose(problem).load()(problem, resolved(x))
+
+
 def _planned(
     operator: Operator[RecurrentProblem, Plan],
     call: _Call,
@@ -97,6 +116,7 @@ def _planned(
             memory = judge_memory(call)
             memory.check(x)
         check_contents(problem, x)
+        check_positions(problem, x)
         inputs = resolved(x)
         if inputs is not x:
             # The copy has other strides, so another plan serves it.
@@ -117,6 +137,7 @@ def _planned(
                 raise
         if plan.problem.device.type == "cpu":
             check_contents(plan.problem, x)
+            check_positions(plan.problem, x)
     return plan.run, x
 
 

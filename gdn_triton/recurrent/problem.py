@@ -49,12 +49,19 @@ class RecurrentProblem:
     every_token: bool = False  # write_slots has a slot for each token
     last_skipped: int = -1  # slots up to this one are padding
     columns: int = 0  # read_slots is [N, columns], with num_accepted_tokens; 0: it is [N]
+    window_rows: int = 0  # R of the window; 0: there is none
+    max_tokens: int = 0  # of the window
+
+    @property
+    def fold_period(self) -> int:
+        return fold_period(self.window_rows, self.max_tokens)
 
 
 class Operands(NamedTuple):
     """The tensors of a call as the caller gave them. In a mixed call q, k and v are that tensor.
 
-    Token tensors are [B, T, ...], or, in step calls, [N, ...] or (packed) [T, ...].
+    Token tensors are [B, T, ...], or, in step calls, [N, ...] or (packed) [T, ...]. The last five
+    are those of a `StepWindow`, whose k and g are not the tokens'.
     """
 
     q: Tensor
@@ -72,6 +79,22 @@ class Operands(NamedTuple):
     cu_seqlens: Tensor | None = None
     out: Tensor | None = None
     num_accepted_tokens: Tensor | None = None
+    positions: Tensor | None = None
+    u_rows: Tensor | None = None
+    k_rows: Tensor | None = None
+    g_rows: Tensor | None = None
+    call_rows: Tensor | None = None
+    start: Tensor | None = None
+
+
+# The tensors of a window among the operands, each with its name in a `StepWindow`.
+WINDOW: Final = {
+    "u_rows": "u",
+    "k_rows": "k",
+    "g_rows": "g",
+    "call_rows": "calls",
+    "start": "start",
+}
 
 
 class SequenceCall(NamedTuple):
@@ -94,20 +117,93 @@ DIFFERENTIABLE: Final = (
 
 def sequence_call(given: Mapping[str, Any], needs_grad: bool = False) -> SequenceCall:
     """From all arguments of `gdn_triton.fused_recurrent_gated_delta_rule`, by their names."""
-    of_steps = dict.fromkeys(("read_slots", "write_slots", "out", "num_accepted_tokens"))
-    inputs = {**of_steps, "state": given["initial_state"]}
+    of_steps = ("read_slots", "write_slots", "out", "num_accepted_tokens", "positions", *WINDOW)
+    inputs = {**dict.fromkeys(of_steps), "state": given["initial_state"]}
     return made(SequenceCall, {**given, **inputs, "needs_grad": needs_grad})
 
 
 class StepCall(NamedTuple):
     """The arguments of `gdn_triton.recurrent_step`. is_mixed: mixed_qkv came, not q, k and v. That
-    a and b came, not g and beta, is said by the options: they ask for the gate and the sigmoid."""
+    a and b came, not g and beta, is said by the options: they ask for the gate and the sigmoid.
+    max_tokens: of the window, None without one."""
 
     inputs: Operands
     options: Options
     scale: float | None
     skip: str
     is_mixed: bool
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldProblem:
+    """One validated call of `gdn_triton.fold_window`, or of `gdn_triton.restart_window`, which has
+    no state: its HV, K and V are those of the window."""
+
+    N: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    k_dtype: torch.dtype
+    state_dtype: torch.dtype | None
+    tile_span: int  # as that of `RecurrentProblem`
+    device: torch.device
+    state_v_first: bool
+    last_skipped: int
+    window_rows: int
+    max_tokens: int
+    unreadable: str | None
+
+    @property
+    def fold_period(self) -> int:
+        return fold_period(self.window_rows, self.max_tokens)
+
+
+class FoldOperands(NamedTuple):
+    """state: None in a call of `gdn_triton.restart_window`."""
+
+    state: Tensor | None
+    u_rows: Tensor
+    k_rows: Tensor
+    g_rows: Tensor
+    call_rows: Tensor
+    start: Tensor
+    slots: Tensor
+    positions: Tensor
+
+
+class FoldCall(NamedTuple):
+    """The arguments of `gdn_triton.fold_window` or `gdn_triton.restart_window`."""
+
+    inputs: FoldOperands
+    max_tokens: int
+    state_v_first: bool
+    skip: str
+
+
+def fold_period(rows: int, max_tokens: int) -> int:
+    """Tokens between two folds of a head. A call reads the records of at most
+    period - 1 + max_tokens tokens, and writes those of at most max_tokens others: no program may
+    read a row that another one of its launch writes."""
+    return rows + 1 - 2 * max_tokens
+
+
+# Few turns leave most steps of a period without a fold, whose latency a small batch does not hide;
+# sequences at equal positions fold that part of their heads in one step.
+MOST_TURNS: Final = 3
+
+
+def turn_count(period: int) -> int:
+    return min(MOST_TURNS, period)
+
+
+def turns(HV: int, period: int) -> list[int]:
+    """The turn of each value head: its state in memory holds the tokens before a position that is
+    the turn modulo the period. All backends fold by this rule, so one continues the window of
+    another."""
+    count = turn_count(period)
+    return [hv % count * period // count for hv in range(HV)]
 
 
 # Runs calls like a given one. Returns o, and the final states if a sequence call asks for them.

@@ -1,19 +1,33 @@
 """The specification of the recurrence as a backend: plain torch on any device."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 import torch
 from torch import Tensor
 
 from gdn_triton._host.contents import OF_RAW_STEP, OF_STEP, warn_of_contents
 from gdn_triton._host.slots import accepted_slots
 from gdn_triton._host.tensors import writing
-from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem, views
+from gdn_triton.recurrent.problem import (
+    FoldOperands,
+    FoldProblem,
+    Operands,
+    PlannedCall,
+    RecurrentProblem,
+    turns,
+    views,
+)
 from gdn_triton.reference.recurrent import RecurrentResult, recurrent
+from gdn_triton.reference.window import Records, fold, window_step
 
 
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     """What runs this call and those like it. Reads offsets and slots on the host, and so waits for
     the device."""
     run = _step if problem.is_step else _sequences
+    if problem.window_rows:
+        run = _window_step
     return lambda x: run(problem, x)
 
 
@@ -116,13 +130,83 @@ def _on_pool(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | 
     with writing(state):
         state[write[written].long()] = states.to(state.dtype)
 
+    return _given_back(p, x, operands, o), None
+
+
+def _given_back(p: RecurrentProblem, x: Operands, operands: Operands, o: Tensor) -> Tensor:
+    """o [B, T, HV, V] as the call asks for it. x: the views of the operands."""
     if x.out is not None:
         with writing(x.out):
             x.out.copy_(o)
         assert operands.out is not None
-        return operands.out, None
+        return operands.out
     shape = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
-    return o.reshape(*shape, p.HV, p.V), None
+    return o.reshape(*shape, p.HV, p.V)
+
+
+def _records(x: Operands | FoldOperands) -> Records:
+    assert x.u_rows is not None and x.k_rows is not None and x.g_rows is not None
+    assert x.call_rows is not None and x.start is not None
+    return Records(u=x.u_rows, k=x.k_rows, g=x.g_rows, calls=x.call_rows, start=x.start)
+
+
+def _turns(p: RecurrentProblem | FoldProblem) -> Tensor:
+    return torch.tensor(turns(p.HV, p.fold_period), device=p.device)
+
+
+@contextmanager
+def _writing_all(*written: Tensor) -> Iterator[None]:
+    with torch.no_grad(), ExitStack() as stack:
+        for y in written:
+            stack.enter_context(writing(y))
+        yield
+
+
+def _window_step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | None]:
+    x = views(p, operands)
+    assert x.g is not None and x.beta is not None and x.state is not None
+    assert x.read_slots is not None and x.positions is not None
+    records = _records(x)
+    with _writing_all(x.state, *records[:4]):
+        o = window_step(
+            x.q,
+            x.k,
+            x.v,
+            x.g,
+            x.beta,
+            state=x.state,
+            records=records,
+            slots=x.read_slots,
+            positions=x.positions,
+            owner=_owners(p, x),
+            turns=_turns(p),
+            period=p.fold_period,
+            last_skipped=p.last_skipped,
+            scale=p.scale,
+            cu_seqlens=x.cu_seqlens,
+            use_qk_l2norm=p.use_qk_l2norm,
+            use_beta_sigmoid=p.use_beta_sigmoid,
+            allow_neg_eigval=p.allow_neg_eigval,
+            use_gate=p.use_gate,
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
+            state_v_first=p.state_v_first,
+        )
+    # o may be a tensor of inference mode, which the caller need not be in.
+    with torch.no_grad():
+        return _given_back(p, x, operands, o.to(p.v_dtype, copy=True)), None
+
+
+def fold_slots(p: FoldProblem, x: FoldOperands) -> None:
+    """Runs `gdn_triton.fold_window` or, without a state, `gdn_triton.restart_window`."""
+    live = x.slots > p.last_skipped
+    slots, positions = x.slots[live].long(), x.positions[live].long()
+    if x.state is None:
+        with _writing_all(x.start):
+            x.start[slots] = positions.to(x.start.dtype)
+        return
+    with _writing_all(x.state, x.start):
+        fold(x.state, _records(x), slots, positions, _turns(p), p.fold_period, p.state_v_first)
 
 
 def _owners(p: RecurrentProblem, x: Operands) -> Tensor:

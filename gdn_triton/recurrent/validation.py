@@ -34,6 +34,12 @@ from gdn_triton._host.memory import Apart, layout_of
 from gdn_triton._host.slots import LAST_SKIPPED, check_skip
 from gdn_triton._host.tensors import check_written, why_unreadable
 from gdn_triton.recurrent.problem import Operands, RecurrentProblem, SequenceCall, StepCall
+from gdn_triton.recurrent.validation_window import (
+    STEP_WRITES,
+    WINDOW_NAMES,
+    check_window_step,
+    window_span,
+)
 
 
 def validate_sequences(call: SequenceCall) -> RecurrentProblem:
@@ -148,7 +154,9 @@ def validate_step(call: StepCall) -> RecurrentProblem:
         check_sizes(H, HV, K, V)
     else:
         check_qkv(x.q, x.k, x.v, **sizes)
-    check_dtypes(named, _INDICES)
+    # Those of a window are fixed, or follow from k's.
+    rows = WINDOW_NAMES.values()
+    check_dtypes({name: y for name, y in named.items() if name not in rows}, _INDICES)
 
     # Sequences and slots.
     N, columns = _check_read_slots(x)
@@ -182,6 +190,10 @@ def validate_step(call: StepCall) -> RecurrentProblem:
         if x.out.dtype != v_dtype:
             name = "mixed_qkv" if is_mixed else "v"
             raise ValueError(must("out", f"be {v_dtype}, as {name} is", str(x.out.dtype)))
+    is_varlen = x.cu_seqlens is not None
+    window_rows, max_tokens = check_window_step(
+        x, call.max_tokens, first=first, H=H, HV=HV, K=K, V=V, T=T, is_varlen=is_varlen
+    )
     if _needs_grad(x):
         raise NotImplementedError(
             "gdn_triton.recurrent_step updates states in place and has no gradient; an input "
@@ -199,10 +211,10 @@ def validate_step(call: StepCall) -> RecurrentProblem:
         k_dtype=x.k.dtype,
         v_dtype=x.v.dtype,
         state_dtype=x.state.dtype,
-        tile_span=_tile_span(x),
+        tile_span=_tile_span(x, max_tokens, is_mixed),
         device=x.q.device,
         scale=_resolved(scale, K),
-        is_varlen=x.cu_seqlens is not None,
+        is_varlen=is_varlen,
         state_v_first=v_first,
         use_qk_l2norm=options.use_qk_l2norm_in_kernel,
         use_gate=is_raw,
@@ -213,6 +225,8 @@ def validate_step(call: StepCall) -> RecurrentProblem:
         every_token=every_token,
         last_skipped=LAST_SKIPPED[call.skip],
         columns=columns,
+        window_rows=window_rows,
+        max_tokens=max_tokens,
         unreadable=why_unreadable(named, tuple(named.values())),
     )
 
@@ -245,16 +259,18 @@ def step_memory(call: StepCall) -> Apart:
     given = _step_named(call.inputs, call.is_mixed, call.options.use_gate_in_kernel)
     first, *others = ((name, layout_of(x)) for name, x in given.items())
     again = {"k": None, "v": None} if call.is_mixed else {}
-    return Apart({first[0]: first[1], **again, **dict(others)}, ("out", "state"))
+    written = ("out", "state", *(name for name in STEP_WRITES if given[name] is not None))
+    return Apart({first[0]: first[1], **again, **dict(others)}, written)
 
 
 # ---------------------------------------------------------------------------------- shared checks
 
-_INDICES: Final = ("read_slots", "write_slots", "cu_seqlens", "num_accepted_tokens")
+_INDICES: Final = ("read_slots", "write_slots", "cu_seqlens", "num_accepted_tokens", "positions")
 
 
 def _named(x: Operands, names: Mapping[str, str]) -> dict[str, Any]:
     """The operands by the names that callers know. names: of those that have another."""
+    names = {**WINDOW_NAMES, **names}
     return {names.get(name, name): given for name, given in x._asdict().items()}
 
 
@@ -298,11 +314,20 @@ def _needs_grad(x: Operands) -> bool:
     return torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x)
 
 
-def _tile_span(x: Operands) -> int:
+def _tile_span(x: Operands, max_tokens: int = 0, is_mixed: bool = False) -> int:
     """Elements from the first to the last that a program reads of a tensor at once."""
     rows = (x.q, x.k, x.v, x.gk, x.gv, x.beta, x.out)
     spans = [(y.shape[-1] - 1) * y.stride(-1) for y in rows if y is not None]
     if x.state is not None:
         sizes, strides = x.state.shape[2:], x.state.stride()[2:]
         spans.append(sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)))
+    if max_tokens > 1:
+        # A program of a step with a window reads all tokens of a sequence at once.
+        wide = 1 if is_mixed else 2
+        given = ((x.q, wide), (x.k, wide), (x.v, wide), (x.out, 2), (x.g, 1), (x.beta, 1))
+        for y, dims in given:
+            if y is not None and (x.cu_seqlens is not None or y.dim() == dims + 2):
+                row = (y.shape[-1] - 1) * y.stride(-1)
+                spans.append((max_tokens - 1) * y.stride(-dims - 1) + row)
+    spans += [window_span(y) for y in (x.u_rows, x.k_rows, x.g_rows) if y is not None]
     return max(spans)

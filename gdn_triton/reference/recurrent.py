@@ -36,6 +36,7 @@ class RecurrentResult(NamedTuple):
     o: Tensor  # [B, T, HV, V]; 0 for tokens of no sequence
     final_state: Tensor  # [N, HV, K, V], or [N, HV, V, K] if state_v_first
     states: Tensor | None  # [B, T, HV, K, V] or V first: after each token; 0 for those of none
+    written: Tensor | None = None  # [B, T, HV, V]: what each token writes under its key
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
 
 
-def _exp(g: Tensor) -> Tensor:
+def decay_of(g: Tensor) -> Tensor:
     """exp(g), in base 2 as decays are throughout."""
     return (g * RCP_LN2).exp2()
 
@@ -52,15 +53,15 @@ def _row_decay(g: Tensor | None, gk: Tensor | None, like: Tensor) -> Tensor:
     """exp(g) and exp(gk) multiplied, of a state's rows: [B, T, HV, K or 1, 1]."""
     decay = like.new_ones(*like.shape[:3], 1, 1)
     if g is not None:
-        decay = decay * _exp(g)[..., None, None]
+        decay = decay * decay_of(g)[..., None, None]
     if gk is not None:
-        decay = decay * _exp(gk)[..., :, None]
+        decay = decay * decay_of(gk)[..., :, None]
     return decay
 
 
 def _column_decay(gv: Tensor | None, like: Tensor) -> Tensor:
     """exp(gv), of a state's columns: [B, T, HV, 1, V or 1]."""
-    return like.new_ones(*like.shape[:3], 1, 1) if gv is None else _exp(gv)[..., None, :]
+    return like.new_ones(*like.shape[:3], 1, 1) if gv is None else decay_of(gv)[..., None, :]
 
 
 def recurrent(
@@ -84,6 +85,7 @@ def recurrent(
     state_v_first: bool = False,
     kept: torch.dtype | None = None,
     keep_states: bool = False,
+    keep_written: bool = False,
 ) -> RecurrentResult:
     """The recurrence, token by token.
 
@@ -101,6 +103,7 @@ def recurrent(
         A_log, dt_bias: [HV], for `use_gate`.
         kept: the dtype that the state is rounded to after each token, as when memory keeps it.
         keep_states: also return the states after each token.
+        keep_written: also return beta_t (v_t - S^T k_t) of each token, S being the decayed state.
     """
     with torch.autocast(q.device.type, enabled=False):
         given = (q, k, v, g, gk, gv, beta, initial_state, A_log, dt_bias)
@@ -131,7 +134,7 @@ def recurrent(
         elif state_v_first:
             initial_state = initial_state.mT
 
-        o, states, final_state = _walk(
+        o, states, written, final_state = _walk(
             chunks,
             _Tokens(
                 q[..., None, :],
@@ -144,11 +147,12 @@ def recurrent(
             initial_state.to(dtype),
             kept,
             keep_states,
+            keep_written,
         )
         if state_v_first:
             final_state = final_state.mT.contiguous()
             states = None if states is None else states.mT.contiguous()
-        return RecurrentResult(o, final_state, states)
+        return RecurrentResult(o, final_state, states, written)
 
 
 class _Tokens(NamedTuple):
@@ -168,26 +172,35 @@ def _walk(
     initial_state: Tensor,
     kept: torch.dtype | None,
     keep_states: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """o [B, T, HV, V], the states after each token [B, T, HV, K, V] if asked for, and the final
-    state [N, HV, K, V]. chunks: of one token each."""
+    keep_written: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """o [B, T, HV, V], if asked for the states after each token [B, T, HV, K, V] and what it writes
+    [B, T, HV, V], and the final state [N, HV, K, V]. chunks: of one token each."""
     running = States(chunks, initial_state)
-    out, states = Rows(chunks), Rows(chunks)
+    out, states, values = Rows(chunks), Rows(chunks), Rows(chunks)
     # At each step the next token of all sequences that have one.
     steps = (chunks.steps(chunks.split(y).squeeze(1)) for y in x)
     for q, k, v, row_decay, column_decay, beta in zip(*steps, strict=True):
         # The decays of rows and columns meet here: of all tokens at once they were as many numbers
         # as all states.
         state = running.running(v.shape[0]) * (row_decay * column_decay)
-        state = state + k.mT * (beta * (v - product(k, state)))
+        written = beta * (v - product(k, state))
+        state = state + k.mT * written
         out.add(product(q, state).squeeze(-2))
         if kept is not None:
             state = state.to(kept).to(state.dtype)
         if keep_states:
             states.add(state)
+        if keep_written:
+            values.add(written.squeeze(-2))
         running.now = state
 
     def merged(rows: Rows) -> Tensor:
         return chunks.merge(rows.all().unsqueeze(1))
 
-    return merged(out), merged(states) if keep_states else None, running.final()
+    return (
+        merged(out),
+        merged(states) if keep_states else None,
+        merged(values) if keep_written else None,
+        running.final(),
+    )

@@ -66,7 +66,7 @@ def test_other_floats(
     if (dtype, backend, device) == (BF16, "triton", "cpu"):
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16")
     x = function.arguments(device)
-    names = [*function.floats(x), *function.written]
+    names = function.all_floats(x)
     if "layer" in x:
         names.remove("hidden_states")  # its modules say which dtypes they take
     for chosen in (names[::2], names[1::2]):
@@ -263,8 +263,8 @@ def test_elements_in_one_place(function: Function, written: str, backend: str, d
 def test_gradients_that_there_are_not(function: Function, backend: str, device: str) -> None:
     """An input that requires one is refused where there is none: it never becomes a constant."""
     x, faults = function.arguments(device), Faults()
-    without = function.floats(x) if backend not in function.gradients else []
-    for name in (*without, *function.written):
+    served = function.floats(x) if backend in function.gradients else []
+    for name in [name for name in function.all_floats(x) if name not in served]:
         given = copied(x)
         given[name].requires_grad_()
         with faults.of(name):

@@ -89,6 +89,7 @@ def test_what_is_read_is_not_written(function: Function, backend: str, device: s
     """Nor is what lies around it."""
     rng, x = random.Random(0), function.arguments(device)
     views = {name: with_gaps(y, rng) for name, y in x.items() if isinstance(y, Tensor)}
+    views = {name: y for name, y in views.items() if name not in function.named}
     views |= {name: x[name] for name in function.written}
     around = {name: y._base for name, y in views.items() if name not in function.written}
     before = {name: y.clone() for name, y in around.items()}
@@ -109,10 +110,12 @@ def test_negative_bit(
     exact = Exact(function, x, monkeypatch)
     function.run(copied(x))  # what is kept of a call without the bit is no other's
     # A tensor of integers has no such view.
-    changed = {name: partial(negative, x[name]) for name in function.floats(x)}
+    kept = {*function.written, *function.named}
+    floats = function.all_floats(x)
+    changed = {name: partial(negative, x[name]) for name in floats if name not in kept}
     exact.check(function.run(copied(x) | {name: make() for name, make in changed.items()}))
     faults = Faults()
-    for name in function.written:
+    for name in [name for name in floats if name in kept]:
         with faults.of(name):
             given = copied(x) | {name: negative(x[name])}
             if function.exports == LAYER:  # writes by torch's operations
@@ -133,7 +136,7 @@ def test_real_parts(
     def real(y: Tensor) -> Tensor:
         return torch.complex(y, torch.full_like(y, torch.nan)).conj().real
 
-    names = [*function.floats(x), *function.written]
+    names = function.all_floats(x)
     changed = {name: partial(real, x[name]) for name in names}
     served_together(function, x, changed, exact.check)
 

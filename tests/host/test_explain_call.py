@@ -25,11 +25,14 @@ def operator_calls():
     prep = (random(5, 2), random(5, 2), A_log, A_log, 1, 4, 4)
     pool, conv_pool = random(1, 2, 4, 4), random(1, 16, 3)
     tokens = {"mixed_qkv": mixed[:1], "g": -gate[0, :1], "beta": gate[0, :1]}
+    window = gdn_triton.make_window(1, 1, 2, 4, 4, torch.float32, "cpu")
     return [
         (gdn_triton.chunk_gated_delta_rule, (), rule),
         (gdn_triton.chunk_prefill, (pool, slots), rule),
         (gdn_triton.fused_recurrent_gated_delta_rule, (), rule),
         (gdn_triton.recurrent_step, (pool, slots), tokens),
+        (gdn_triton.fold_window, (pool, window, slots, slots), {}),
+        (gdn_triton.restart_window, (window, slots, slots), {}),
         (gdn_triton.causal_conv1d, (mixed, weight), {}),
         (gdn_triton.causal_conv1d_update, (mixed[:1], weight), {"state": conv_pool}),
         (gdn_triton.fused_conv_prep, (mixed, weight, *prep), {}),
@@ -68,7 +71,10 @@ def test_explain_call(call, monkeypatch):
         run(*call)
     with pytest.raises(TypeError, match="unexpected keyword argument 'sclae'"):
         gdn_triton.explain_call(function, *args, **kwargs, sclae=1)
-    bad = [x.double().long() if isinstance(x, torch.Tensor) else x for x in args]
+    bad = [
+        (x.long() if x.is_floating_point() else x.double()) if isinstance(x, torch.Tensor) else x
+        for x in args
+    ]
     worse = {name: x.long() for name, x in kwargs.items()}
     with pytest.raises((TypeError, ValueError)) as explained:
         gdn_triton.explain_call(function, *bad, **worse)
@@ -87,7 +93,7 @@ def test_explain_call_writes_nothing():
         before = copy.deepcopy((args, kwargs))
         gdn_triton.explain_call(function, *args, **kwargs)
         for x, y in zip((*before[0], *before[1].values()), (*args, *kwargs.values()), strict=True):
-            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 @by_operator

@@ -110,9 +110,10 @@ def test_layouts_are_judged_once(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(memory.Apart, "__init__", again)
     op.call(**copied(x))
-    token = next(given for given in ("mixed_qkv", "q", "x") if given in x)
-    moved, _ = arena(copied(x), {"state": 0, token: up(x["state"].nbytes) - 16})
-    with pytest.raises(ValueError, match=f"state must lie apart from {token} in memory"):
+    token = next(given for given in ("mixed_qkv", "q", "x", "slots") if given in x)
+    written = "state" if "state" in x else op.written[0]
+    moved, _ = arena(copied(x), {written: 0, token: up(x[written].nbytes) - 16})
+    with pytest.raises(ValueError, match=f"{written} must lie apart from {token} in memory"):
         op.call(**moved)
 
 

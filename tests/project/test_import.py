@@ -57,6 +57,7 @@ def test_import_registers_every_operator():
         "chunk_gated_delta_rule_bwd",
         "chunk_gated_delta_rule_fwd",
         "chunk_prefill",
+        "fold_window",
         "fused_conv_prep",
         "fused_conv_prep_state",
         "fused_post_conv_prep",
@@ -65,6 +66,9 @@ def test_import_registers_every_operator():
         "fused_recurrent_fwd",
         "recurrent_step",
         "recurrent_step_out",
+        "recurrent_step_window",
+        "recurrent_step_window_out",
+        "restart_window",
         "rms_norm_gated",
         "rms_norm_gated_bwd",
     ]

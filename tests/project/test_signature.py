@@ -14,7 +14,7 @@ import gdn_triton.recurrent.operators
 from gdn_triton import fused_recurrent_gated_delta_rule as SEQUENCES
 from gdn_triton._host.records import Options, arguments_of, flat, made
 from gdn_triton.chunk.problem import ChunkCall, PrefillCall
-from gdn_triton.recurrent.problem import SequenceCall, StepCall
+from gdn_triton.recurrent.problem import WINDOW, FoldCall, SequenceCall, StepCall
 
 REQUIRED = inspect.Parameter.empty
 
@@ -120,6 +120,9 @@ def test_records_and_operators_name_arguments_alike():
     prefill, step = fields(PrefillCall) - {"initial_state"}, fields(StepCall) - {"gk", "gv"}
     assert prefill == set(inspect.signature(gdn_triton.chunk_prefill).parameters)
     assert fields(SequenceCall) >= sequences - {"initial_state"}
+    window = {"positions", "max_tokens", *WINDOW}
+    window_step = step - {"write_slots", "num_accepted_tokens"} | {"is_raw"}
+    step -= window
     gates = {"use_gate_in_kernel", "use_beta_sigmoid_in_kernel"}
     for operator, names in (
         (operators.chunk_gated_delta_rule_fwd, chunk | {"needs_grad", "batch_invariant"}),
@@ -131,6 +134,10 @@ def test_records_and_operators_name_arguments_alike():
         (operators.fused_recurrent_fwd, sequences | {"needs_grad"}),
         (operators.recurrent_step_out, step - gates | {"is_raw"}),
         (operators.recurrent_step, step - gates - {"out"} | {"is_raw"}),
+        (operators.recurrent_step_window_out, window_step - gates),
+        (operators.recurrent_step_window, window_step - gates - {"out"}),
+        (operators.fold_window, fields(FoldCall)),
+        (operators.restart_window, fields(FoldCall) - {"state"}),
     ):
         assert {x.name for x in operator.default._schema.arguments} == names
 

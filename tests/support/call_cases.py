@@ -1,6 +1,8 @@
 """Small valid calls of the public functions, from which `function_cases` makes its table."""
 
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gdn_triton
 from gdn_triton.distributed import ContextParallel
 from gdn_triton.distributed.layout import Interval
 from gdn_triton.layers import GatedDeltaNet, GatedDeltaNetCache
@@ -189,6 +192,42 @@ def make_mixed_step(batch: Batch) -> dict[str, Any]:
     mixed = {"mixed_qkv": torch.randn(*batch.lead, D), **gates(batch)}
     out = torch.zeros(*batch.lead, HV, V)
     return {**x, **mixed, "use_qk_l2norm_in_kernel": True, "out": out}
+
+
+def window(batch: Batch) -> dict[str, Any]:
+    """The tensors of a window by the names that errors give them; each row holds a record. The
+    call before was at position 3, and one of the two heads is folded at position 4."""
+    rows = torch.randn(7, 8, HV, V), unit(7, 8, H, K), -torch.rand(7, 8, HV)
+    calls, start = torch.full((7, 8), 3, dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
+    parts = dict(zip(("u", "k", "g", "calls", "start"), (*rows, calls, start), strict=True))
+    named = {f"window.{name}": part for name, part in parts.items()}
+    return {**named, "positions": torch.tensor([5, 5, 5, 5])[: batch.N]}
+
+
+def make_window_step(batch: Batch) -> dict[str, Any]:
+    x = {"state": torch.randn(7, HV, K, V), "read_slots": slots(batch)["read_slots"]}
+    out = torch.zeros(*batch.lead, HV, V)
+    return {**x, **tokens(batch), **logits(batch), **batch.packed(), "out": out, **window(batch)}
+
+
+def make_restart(batch: Batch) -> dict[str, Any]:
+    return {"slots": slots(batch)["read_slots"], **window(batch)}
+
+
+def make_fold(batch: Batch) -> dict[str, Any]:
+    return {"state": torch.randn(7, HV, K, V), **make_restart(batch)}
+
+
+def with_window(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the tensors of a window as arguments of their own."""
+
+    @functools.wraps(function)
+    def call(**x: Any) -> Any:
+        fields = gdn_triton.StepWindow._fields[:-1]
+        parts = {name: x.pop(f"window.{name}") for name in fields}
+        return function(**{"window": gdn_triton.StepWindow(**parts, max_tokens=3), **x})
+
+    return call
 
 
 def make_conv(batch: Batch) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from call_cases import (
     make_cached_layer,
     make_chunk,
     make_conv,
+    make_fold,
     make_layer,
     make_mixed_step,
     make_norm,
@@ -29,10 +30,13 @@ from call_cases import (
     make_post_conv,
     make_prefill,
     make_prep,
+    make_restart,
     make_sequences,
     make_split_chunk,
     make_step,
     make_whole_chunk,
+    make_window_step,
+    with_window,
 )
 from torch import Tensor, nn
 
@@ -82,6 +86,10 @@ class Function:
         read = [name for name in tensors(x) if name not in self.written]
         return [name for name in read if x[name].is_floating_point()]
 
+    def all_floats(self, x: Mapping[str, Any]) -> list[str]:
+        """Those that are read, and then those that are written."""
+        return [*self.floats(x), *(n for n in self.written if x[n].is_floating_point())]
+
     def known_as(self, name: str) -> str:
         return self.named.get(name, name)
 
@@ -95,16 +103,18 @@ def copied(x: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def wide(x: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies in float64."""
+    """Copies in float64, but for records that are float32 in every call."""
 
-    def widened(y: Any) -> Any:
+    def widened(name: str, y: Any) -> Any:
+        if name in ("window.u", "window.g"):
+            return y.clone()
         if isinstance(y, nn.Module):
             return copy.deepcopy(y).double()
         if not isinstance(y, Tensor):
             return y
         return y.detach().double() if y.is_floating_point() else y.clone()
 
-    return {name: widened(y) for name, y in x.items()}
+    return {name: widened(name, y) for name, y in x.items()}
 
 
 # -------------------------------------------------------------------------------------- the table
@@ -119,6 +129,11 @@ _RULE = ("q", "k", "v", "g", "beta")
 _CACHE = {"conv_state": "cache", "recurrent_state": "cache"}
 _POOL = {"state": [0, 2, 3, 5, 6]}  # not read: unused, written only, or without an initial state
 _LEFT = {"state": [2, 3, 6]}  # not written either
+
+# Not read by any sequence.
+_UNUSED = [0, 3, 5, 6]
+_WINDOW = {f"window.{name}": f"window.{name}" for name in ("u", "k", "g", "calls", "start")}
+_UNUSED_WINDOW = dict.fromkeys(("state", *_WINDOW), _UNUSED)
 
 TABLE = (
     Function(
@@ -203,6 +218,40 @@ TABLE = (
         nobody=rows(SKIPPED[SHORT], "mixed_qkv", "g", "beta")
         | {"state": [0, 3, 5, 6], "write_slots": [2]},
         meaningless={"state": [3, 6]},
+    ),
+    Function(
+        "step with a window",
+        "recurrent_step",
+        with_window(gdn_triton.recurrent_step),
+        make_window_step,
+        SHORT,
+        ("out", "state", "window.u", "window.k", "window.g", "window.calls"),
+        nobody=rows(SKIPPED[SHORT], "q", "k", "v", "a", "b")
+        | {**_UNUSED_WINDOW, "positions": [1, 2]},
+        meaningless=_UNUSED_WINDOW,
+        named=_WINDOW,
+    ),
+    Function(
+        "fold",
+        "fold_window",
+        with_window(gdn_triton.fold_window),
+        make_fold,
+        SHORT,
+        ("state", "window.start"),
+        nobody={**_UNUSED_WINDOW, "positions": [2]},
+        meaningless=_UNUSED_WINDOW,
+        named=_WINDOW,
+    ),
+    Function(
+        "restart",
+        "restart_window",
+        with_window(gdn_triton.restart_window),
+        make_restart,
+        SHORT,
+        ("window.start",),
+        nobody={**_UNUSED_WINDOW, "positions": [2]},
+        meaningless=_UNUSED_WINDOW,
+        named=_WINDOW,
     ),
     Function(
         "conv",

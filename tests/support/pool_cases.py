@@ -119,6 +119,49 @@ def make_mixed_step() -> dict[str, Any]:
     return {**x, "use_qk_l2norm_in_kernel": True, "out": torch.zeros(N, HV, V)}
 
 
+def make_windowed_step() -> dict[str, Any]:
+    """Packed. The window's tensors by the names that errors give them; its rows hold no token."""
+    device = torch.get_default_device()
+    window = gdn_triton.make_window(6, H, HV, K, V, torch.float32, device, rows=8, max_tokens=2)
+    parts = window._asdict()
+    parts |= {"u": torch.randn_like(window.u), "k": torch.randn_like(window.k)}
+    parts |= {"g": torch.randn_like(window.g), "start": torch.tensor([5] * 6, dtype=torch.int32)}
+    return {
+        "state": states(6),
+        "read_slots": torch.tensor([4, 1, 2]),
+        **tokens(1, 4),
+        **gates(1, 4),
+        "cu_seqlens": torch.tensor([0, 2, 2, 3]),
+        "out": torch.zeros(1, 4, HV, V),
+        "positions": torch.tensor([5, 5, 5]),
+        **{f"window.{name}": part for name, part in parts.items()},
+    }
+
+
+def with_window(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the parts of a window as arguments of their own."""
+
+    def call(**x: Any) -> Any:
+        parts = {name: x.pop(f"window.{name}") for name in gdn_triton.StepWindow._fields}
+        return function(**x, window=gdn_triton.StepWindow(**parts))
+
+    return call
+
+
+def make_fold() -> dict[str, Any]:
+    """A record of one token in each slot."""
+    x = make_windowed_step()
+    x["window.calls"] += 5
+    kept = {name: y for name, y in x.items() if name == "state" or name.startswith("window.")}
+    return {**kept, "slots": x["read_slots"], "positions": x["positions"] + 1}
+
+
+def make_restart() -> dict[str, Any]:
+    x = make_fold()
+    del x["state"]
+    return x
+
+
 def make_conv() -> dict[str, Any]:
     return {
         "x": torch.randn(1, T, D),
@@ -149,6 +192,13 @@ OPS = {
     "prefill": Op(gdn_triton.chunk_prefill, make_prefill, ("out", "state_checkpoints", "state")),
     "step": Op(gdn_triton.recurrent_step, make_step, ("out", "state")),
     "mixed step": Op(gdn_triton.recurrent_step, make_mixed_step, ("out", "state")),
+    "windowed step": Op(
+        with_window(gdn_triton.recurrent_step),
+        make_windowed_step,
+        ("out", "state", "window.u", "window.k", "window.g", "window.calls"),
+    ),
+    "fold": Op(with_window(gdn_triton.fold_window), make_fold, ("state", "window.start")),
+    "restart": Op(with_window(gdn_triton.restart_window), make_restart, ("window.start",)),
     "conv": Op(gdn_triton.causal_conv1d, make_conv, ("state",)),
     "conv update": Op(gdn_triton.causal_conv1d_update, make_conv, ("state",)),
     "conv prep": Op(gdn_triton.fused_conv_prep, make_prep, ("state",)),

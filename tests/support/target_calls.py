@@ -397,6 +397,40 @@ def run_recurrent(shape: Shape) -> None:
             accepted = torch.ones(N, dtype=torch.int32)
             x = x._replace(read_slots=every[:, :3], write_slots=None, num_accepted_tokens=accepted)
             plan(validate_step(call._replace(inputs=x)), x)(x)
+            x = x._replace(num_accepted_tokens=None, read_slots=slots)
+            run_windows(call._replace(inputs=x), H)
+
+
+def run_windows(call: Any, H: int) -> None:
+    """The step with windows, of one token and of all of its tokens, and a fold. call: a mixed one
+    of several tokens, for H heads of k."""
+    from gdn_triton.recurrent.problem import FoldCall, FoldOperands
+    from gdn_triton.recurrent.triton.window_plan import fold_slots, plan
+    from gdn_triton.recurrent.validation import validate_step
+    from gdn_triton.recurrent.validation_window import validate_fold
+    from gdn_triton.recurrent.window import make_window
+
+    several = call.inputs
+    (slots, HV), v_first = several.state.shape[:2], call.options.state_v_first
+    K, V = several.state.shape[2:][:: -1 if v_first else 1]
+    window = make_window(slots, H, HV, K, V, several.q.dtype, "cpu", max_tokens=4)
+    u, k, g, calls, start, max_tokens = window
+    rows = {"u_rows": u, "k_rows": k, "g_rows": g, "call_rows": calls, "start": start}
+    positions = torch.zeros_like(several.read_slots)
+    several = several._replace(**rows, positions=positions)
+    one = several._replace(**{name: getattr(several, name)[:, 0] for name in ("q", "k", "v")})
+    one = one._replace(g=several.g[:, 0], beta=several.beta[:, 0])
+    for x in (one, several):
+        plan(validate_step(call._replace(inputs=x, max_tokens=max_tokens)), x)(x)
+    folded = FoldCall(
+        inputs=FoldOperands(
+            **rows, state=several.state, slots=several.read_slots, positions=positions
+        ),
+        max_tokens=max_tokens,
+        state_v_first=v_first,
+        skip="negative",
+    )
+    fold_slots(validate_fold(folded, folds=True), folded.inputs)
 
 
 def run_wide_grids() -> None:

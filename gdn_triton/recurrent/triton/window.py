@@ -1,0 +1,251 @@
+"""Decoding that reads a slot's state and seldom writes it: the last tokens lie in a window.
+
+    u_t = beta_t (v_t - x_t(k_t)),    o_t = scale (x_t(q_t) + (k_t . q_t) u_t),
+    x_t(y) = exp(G) S^T y + sum over the records j of exp(G_j) (k_j . y) u_j
+
+S is the state in memory, G the sum of the log decays of the tokens that S does not hold, and G_j
+that of the tokens after record j. u_t, k_t and g_t are the record of token t; they lie in row t
+modulo R of the window. u multiplies the k of the record, which is stored as it was given. A fold
+moves records into the state:
+
+    S = exp(G) S + sum over the records j of exp(G_j) k_j u_j^T
+
+Each head folds once in PERIOD = R + 1 - 2 D tokens, where D is the largest number of tokens of a
+call. A call reads the state of a head and at most R - D records, computes the outputs from these,
+and folds last: the folded state is written, and read by the next call. The rows that a call reads
+are never rows that the call writes.
+
+What a head's state holds follows from numbers that a step does not change: the position of the
+sequence at this call, that at the call before, which the record of the last token names, and the
+start of the window. A position must therefore grow by at least one token from call to call; a call
+without tokens writes nothing.
+
+All factors are exponentials of sums of log decays. Sums are over the tokens after a record, never
+differences of two sums, because a log decay may be -inf. Rows that hold no record may hold NaN, and
+are deselected, not multiplied by zero.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from gdn_triton._triton.activations import log_decay
+from gdn_triton.recurrent.triton.kernel import strength
+from gdn_triton.recurrent.triton.window_records import (
+    age_of,
+    below,
+    boundary,
+    fold_records,
+    load_pieces,
+    padded_with_zeros,
+    records_dot,
+    state_dot,
+    sums_after,
+    turn_of,
+)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def window_fwd_kernel(
+    q, k, v, g, beta, A_log, dt_bias, o, state, u_rows, k_rows, g_rows, call_rows, start, slots,
+    positions, cu_seqlens, N, T, scale,
+    stride_qb, stride_qt, stride_qh, stride_qk, stride_kb, stride_kt, stride_kh, stride_kk,
+    stride_vb, stride_vt, stride_vh, stride_vv, stride_gb, stride_gt, stride_gh, stride_bb,
+    stride_bt, stride_bh, stride_A, stride_dt, stride_ob, stride_ot, stride_oh, stride_ov,
+    stride_hn, stride_hh, stride_start, stride_s, stride_p, stride_c,
+    stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
+    BR: tl.constexpr, BT: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
+    K_OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr,
+    THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr,
+):  # fmt: skip
+    """At most BT tokens a sequence: T each, or packed by cu_seqlens, whose program N of a head
+    writes the zeros of the rows after the last sequence. The products of the state and of the
+    records with all q and k are matrix products; the tokens then follow one another, and each adds
+    its u to the columns of the tokens after it."""
+    pid = tl.program_id(0).to(tl.int64)
+    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    KO: tl.constexpr = BK // KI
+    i_v, i_nh = (pid % V_BLOCKS).to(tl.int32), pid // V_BLOCKS
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // (HV // H)
+    o_i, o_r, o_t = tl.arange(0, KI), tl.arange(0, BR), tl.arange(0, BT)
+    o_v = i_v * BV + tl.arange(0, BV)
+    in_v = below(tl.arange(0, BV), i_v * BV, V, BV)
+
+    live = i_n < N
+    slot = tl.load(slots + i_n * stride_s, mask=live, other=LAST_SKIPPED).to(tl.int64)
+    position = tl.load(positions + i_n * stride_p, mask=live, other=0).to(tl.int32)
+    if cu_seqlens is None:
+        i_b = i_n
+        row = i_n * 0
+        n_tokens = T
+    else:
+        i_b = i_n * 0
+        p_end = cu_seqlens + (i_n + 1) * stride_c
+        row = tl.load(p_end - stride_c).to(tl.int64)
+        end = tl.load(p_end, mask=live, other=T).to(tl.int64)
+        n_tokens = (end - row).to(tl.int32)
+    p_o = o + i_b * stride_ob + row * stride_ot + i_hv * stride_oh + o_v * stride_ov
+    if slot <= LAST_SKIPPED:
+        for _ in range(0, n_tokens):
+            tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=in_v)
+            p_o += stride_ot
+        return
+
+    p_state = state + slot * stride_hn + i_hv * stride_hh
+    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
+    pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+    turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
+    least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
+    age = age_of(o_r, position, R)
+    is_read = age < (position - least).to(tl.uint32)
+    p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
+    p_kr = k_rows + slot * (R * H * K) + i_h * K
+    p_gr = g_rows + slot * (R * HV) + i_hv
+    b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
+    b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
+    b_start = tl.load(start + slot * stride_start).to(tl.int32)
+    last_call = position - 1
+    if D > 1:
+        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
+
+    p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh
+    p_k = k + K_OFFSET * stride_kk
+    p_k += i_b * stride_kb + row * stride_kt + i_h * stride_kh
+    p_v = v + V_OFFSET * stride_vv
+    p_v += i_b * stride_vb + row * stride_vt + i_hv * stride_vh + o_v * stride_vv
+    in_t = o_t < n_tokens
+    p_g = g + i_b * stride_gb + row * stride_gt + i_hv * stride_gh + o_t.to(tl.int64) * stride_gt
+    p_beta = (
+        beta + i_b * stride_bb + row * stride_bt + i_hv * stride_bh + o_t.to(tl.int64) * stride_bt
+    )
+    b_g = tl.load(p_g, mask=in_t, other=0).to(tl.float32)
+    b_beta = tl.load(p_beta, mask=in_t, other=0)
+    b_A, bias = 0.0, 0.0
+    if A_log is not None:
+        b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
+        if dt_bias is not None:
+            bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
+    values = ()
+    for t in tl.static_range(BT):
+        end_v = tl.where(t < n_tokens, V, 0)
+        values += (tl.load(p_v + t * stride_vt, mask=o_v < end_v, other=0),)
+
+    # Columns 2 t and 2 t + 1 of y are q and k of token t. `own`: the token of the call that a row
+    # is to hold; its k comes from the call.
+    o_y = tl.arange(0, 2 * BT)
+    y_t, is_q, is_k = o_y // 2, o_y % 2 == 0, o_y % 2 == 1
+    with_token = y_t < n_tokens
+    own = (R - 1) - age.to(tl.int32)
+    is_own = (own >= 0) & (own < n_tokens)
+    y_pieces, r_pieces, own_pieces = (), (), ()
+    for i in tl.static_range(KO):
+        in_i = below(o_i, i * KI, K, BK)
+        i_k = o_i + i * KI
+        y_q = tl.load(p_q + y_t[:, None] * stride_qt + i_k[None, :] * stride_qk,
+                      mask=(with_token & is_q)[:, None] & in_i[None, :], other=0)  # fmt: skip
+        y_k = tl.load(p_k + y_t[:, None] * stride_kt + i_k[None, :] * stride_kk,
+                      mask=(with_token & is_k)[:, None] & in_i[None, :], other=0)  # fmt: skip
+        y_pieces += (tl.where(is_k[:, None], y_k, y_q),)
+        old_k = tl.load(p_kr + i_k[None, :] + o_r[:, None] * (H * K),
+                        mask=is_read[:, None] & in_i[None, :])  # fmt: skip
+        own_k = tl.load(p_k + own[:, None] * stride_kt + i_k[None, :] * stride_kk,
+                        mask=is_own[:, None] & in_i[None, :], other=0)  # fmt: skip
+        own_pieces += (own_k,)
+        old_k = padded_with_zeros(old_k, in_i, K, BK)
+        r_pieces += (tl.where(is_own[:, None], own_k, old_k),)
+    y_first, r_first = y_pieces[0], r_pieces[0]  # type: ignore[misc]
+    both = state_dot(pieces[0], tl.trans(y_first))
+    records = tl.dot(r_first.to(y_first.dtype), tl.trans(y_first), input_precision="ieee")
+    for i in tl.static_range(1, KO):
+        both += state_dot(pieces[i], tl.trans(y_pieces[i]))
+        records = tl.dot(
+            r_pieces[i].to(y_first.dtype),
+            tl.trans(y_pieces[i]),
+            records,
+            input_precision="ieee",
+        )
+
+    due = tl.maximum(boundary(position, turn, PERIOD), b_start)
+    last_call = tl.where(position > b_start, last_call, position)
+    held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
+    alive = age < (position - held).to(tl.uint32)
+    b_gr = tl.where(alive, b_gr, 0.0)
+    b_u = tl.where(alive[None, :], b_u, 0.0)
+    b_beta = strength(b_beta, BETA_FACTOR)
+    if A_log is not None:
+        b_g = tl.where(in_t, log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD), 0.0)
+        # The compiler computes an activation once for each layout in which it is used; it does not
+        # do so with a sum.
+        b_g = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_g[None, :], 0.0), 1)
+    # The log decay after the token of a row and up to the token of a column.
+    owned = tl.where(is_own, own, -1)
+    between = (o_t > owned[:, None, None]) & (o_t <= y_t[None, :, None])
+    log_w = tl.where(is_own, 0.0, sums_after(b_gr, age))[:, None]
+    log_w += tl.sum(tl.where(between, b_g, 0.0), 2)
+    log_s = tl.sum(tl.where(o_t[None, :] <= y_t[:, None], b_g[None, :], 0.0), 1)
+    log_s += tl.sum(b_gr, 0)
+
+    # u = beta of_k (v - of_k x), with of_k the inverse norm of k: the columns of k are multiplied
+    # by beta of_k^2, and v by beta of_k.
+    of_y = tl.where(is_k, 1.0, scale)
+    if USE_QK_L2NORM:
+        squares = y_first.to(tl.float32) * y_first.to(tl.float32)
+        for i in tl.static_range(1, KO):
+            squares += y_pieces[i].to(tl.float32) * y_pieces[i].to(tl.float32)
+        of_y *= tl.rsqrt(tl.sum(squares, 1) + EPS)
+    of_token = y_t[:, None] == o_t[None, :]
+    of_v = tl.sum(tl.where(of_token & is_k[:, None], of_y[:, None], 0.0), 0) * b_beta
+    y_beta = tl.sum(tl.where(of_token, b_beta[None, :], 0.0), 1)
+    of_y *= tl.where(is_k, of_y * y_beta, 1.0)
+    last = tl.where(is_k, y_t - 1, y_t)
+    used = alive[:, None] | (is_own[:, None] & (owned[:, None] <= last[None, :]))
+    records = tl.where(used, records * tl.exp2(log_w * RCP_LN2) * of_y[None, :], 0.0)
+    both *= (tl.exp2(log_s * RCP_LN2) * of_y)[None, :]
+    both += records_dot(b_u, tl.where(alive[:, None], records, 0.0), q.dtype.element_ty)
+    for t in tl.static_range(BT):
+        if t < n_tokens:
+            to_later = tl.sum(tl.where((own == t)[:, None], records, 0.0), 0)
+            t_v = tl.sum(tl.where(o_t == t, of_v, 0.0), 0)
+            stored = tl.sum(tl.where((o_y == 2 * t + 1)[None, :], both, 0.0), 1)
+            new_u = values[t].to(tl.float32) * t_v - stored
+            both += new_u[:, None] * to_later[None, :]
+            tl.store(p_u + ((position + t) % R) * (HV * V), new_u, mask=in_v)
+    tl.store(p_o[:, None] + y_t[None, :] * stride_ot, both.to(o.dtype.element_ty),
+             mask=in_v[:, None] & (with_token & is_q)[None, :])  # fmt: skip
+    if i_v == 0:
+        new_r = (position + o_t) % R
+        tl.store(p_gr + new_r * HV, b_g, mask=in_t)
+        if i_hv % (HV // H) == 0:
+            for i in tl.static_range(KO):
+                mask = is_own[:, None] & below(o_i, i * KI, K, BK)[None, :]
+                tl.store(p_kr + (o_i + i * KI)[None, :] + o_r[:, None] * (H * K), own_pieces[i],
+                         mask=mask)  # fmt: skip
+        if i_hv == 0:
+            tl.store(call_rows + slot * R + new_r, position + o_t * 0, mask=in_t)
+    if (held < due) & (n_tokens > 0):
+        to_fold = alive & (age >= (position - due).to(tl.uint32))
+        fold_records(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk, stride_hv, H * K,
+                     K, BK, FI, RCP_LN2)  # fmt: skip
+
+
+class WindowForm(NamedTuple):
+    """BV columns of a state and `warps` warps a program; K in pieces of KI, of FI in a fold."""
+
+    BV: int
+    warps: int
+    KI: int
+    FI: int
+    dot: bool = False
+
+
+def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
+    """The form of K = V = 128, which fixes the order of all sums; it does not depend on the batch.
+    A layout has no form of its own."""
+    narrow = state_itemsize == 2
+    if one_token:
+        return WindowForm(64, 2, 64, 64, dot=True) if narrow else WindowForm(32, 2, 32, 32)
+    return WindowForm(64, 2, 128, 32) if narrow else WindowForm(64, 4, 32, 32)

@@ -1,0 +1,76 @@
+"""Folding the records of slots into their states, outside of a step; and restarting a window."""
+
+import triton
+import triton.language as tl
+
+from gdn_triton.recurrent.triton.window_records import (
+    age_of,
+    below,
+    boundary,
+    fold_records,
+    turn_of,
+)
+
+
+@triton.jit
+def window_fold_kernel(
+    state, u_rows, k_rows, g_rows, call_rows, start, slots, positions,
+    stride_hn, stride_hh, stride_start, stride_s, stride_p,
+    stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
+    BR: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
+    RCP_LN2: tl.constexpr, LAST_SKIPPED: tl.constexpr, FI: tl.constexpr,
+):  # fmt: skip
+    """All tokens before positions go into the states. The caller then sets start to positions; no
+    program does, because the other programs of the sequence read start."""
+    pid = tl.program_id(0).to(tl.int64)
+    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_nh = (pid % V_BLOCKS).to(tl.int32), pid // V_BLOCKS
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // (HV // H)
+    o_r = tl.arange(0, BR)
+    o_v = i_v * BV + tl.arange(0, BV)
+    in_v = below(tl.arange(0, BV), i_v * BV, V, BV)
+    slot = tl.load(slots + i_n * stride_s).to(tl.int64)
+    position = tl.load(positions + i_n * stride_p).to(tl.int32)
+    if slot <= LAST_SKIPPED:
+        return
+    turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
+    b_start = tl.load(start + slot * stride_start).to(tl.int32)
+    last_call = position - 1
+    if D > 1:
+        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
+    last_call = tl.where(position > b_start, last_call, position)
+    held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
+    if held >= position:
+        return
+    age = age_of(o_r, position, R)
+    alive = age < (position - held).to(tl.uint32)
+    p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
+    p_gr = g_rows + slot * (R * HV) + i_hv
+    b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=alive[None, :] & in_v[:, None],
+                  other=0)  # fmt: skip
+    b_gr = tl.load(p_gr + o_r * HV, mask=alive, other=0)
+    p_state = state + slot * stride_hn + i_hv * stride_hh
+    p_kr = k_rows + slot * (R * H * K) + i_h * K
+    fold_records(p_state, p_kr, b_u, b_gr, age, alive, o_v, in_v, stride_hk, stride_hv, H * K,
+                 K, BK, FI, RCP_LN2)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["N"])
+def window_start_kernel(
+    start,
+    slots,
+    positions,
+    N,
+    stride_start,
+    stride_s,
+    stride_p,
+    LAST_SKIPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """start = positions, for a block of slots."""
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + o_n * stride_s, mask=o_n < N, other=LAST_SKIPPED).to(tl.int64)
+    position = tl.load(positions + o_n * stride_p, mask=o_n < N, other=0).to(tl.int32)
+    tl.store(start + slot * stride_start, position, mask=slot > LAST_SKIPPED)

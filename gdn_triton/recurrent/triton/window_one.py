@@ -1,0 +1,162 @@
+"""Decoding with a window, one token a sequence: `window.py` says how."""
+
+import triton
+import triton.language as tl
+
+from gdn_triton._triton.activations import log_decay
+from gdn_triton.recurrent.triton.kernel import strength
+from gdn_triton.recurrent.triton.window_records import (
+    age_of,
+    below,
+    boundary,
+    fold_records,
+    inner,
+    load_pieces,
+    padded_with_zeros,
+    records_dot,
+    sums_after,
+    turn_of,
+    weighted,
+)
+
+
+@triton.jit(do_not_specialize=["N"])
+def window_one_fwd_kernel(
+    q, k, v, g, beta, A_log, dt_bias, o, state, u_rows, k_rows, g_rows, call_rows, start, slots,
+    positions, N, scale,
+    stride_qb, stride_qh, stride_qk, stride_kb, stride_kh, stride_kk, stride_vb, stride_vh,
+    stride_vv, stride_gb, stride_gh, stride_bb, stride_bh, stride_A, stride_dt, stride_ob,
+    stride_oh, stride_ov,
+    stride_hn, stride_hh, stride_start, stride_s, stride_p,
+    stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
+    BR: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
+    K_OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr,
+    THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One token a sequence. A program owns BV columns of the state of one sequence and value head.
+    All loads precede the first barrier, as the compiler moves no load across one, and each load
+    after it waits for memory once more. DOT: the matrix units multiply the state, whose dtype is
+    that of q and k, of 16 bits. u_rows, k_rows, g_rows and call_rows are contiguous."""
+    pid = tl.program_id(0).to(tl.int64)
+    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    KO: tl.constexpr = BK // KI
+    i_v, i_nh = (pid % V_BLOCKS).to(tl.int32), pid // V_BLOCKS
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // (HV // H)
+    o_k, o_i, o_r = tl.arange(0, BK), tl.arange(0, KI), tl.arange(0, BR)
+    o_v = i_v * BV + tl.arange(0, BV)
+    in_v = below(tl.arange(0, BV), i_v * BV, V, BV)
+
+    slot = tl.load(slots + i_n * stride_s).to(tl.int64)
+    position = tl.load(positions + i_n * stride_p).to(tl.int32)
+    p_o = o + i_n * stride_ob + i_hv * stride_oh + o_v * stride_ov
+    if slot <= LAST_SKIPPED:
+        tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=in_v)
+        return
+
+    # Without the call before, its position is at least position - D: older rows are not loaded.
+    turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
+    least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
+    age = age_of(o_r, position, R)
+    is_read = age < (position - least).to(tl.uint32)
+    p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
+    p_kr = k_rows + slot * (R * H * K) + i_h * K
+    p_gr = g_rows + slot * (R * HV) + i_hv
+    b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
+    b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
+    b_start = tl.load(start + slot * stride_start).to(tl.int32)
+    last_call = position - 1
+    if D > 1:
+        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
+    p_q = q + i_n * stride_qb + i_h * stride_qh
+    p_k = k + K_OFFSET * stride_kk + i_n * stride_kb + i_h * stride_kh
+    p_v = v + V_OFFSET * stride_vv + i_n * stride_vb + i_hv * stride_vh + o_v * stride_vv
+    b_v = tl.load(p_v, mask=in_v, other=0).to(tl.float32)
+    # Columns 0 and 1 of y are q and k; the matrix units multiply at least 8.
+    o_y = tl.arange(0, 8)
+    y_pieces, r_pieces, q_pieces, k_pieces = (), (), (), ()
+    for i in tl.static_range(KO):
+        in_i = below(o_i, i * KI, K, BK)
+        i_k = o_i + i * KI
+        y_q = tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
+                      mask=(o_y == 0)[:, None] & in_i[None, :], other=0)  # fmt: skip
+        y_k = tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
+                      mask=(o_y == 1)[:, None] & in_i[None, :], other=0)  # fmt: skip
+        y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], y_k, y_q)),)
+        old_k = tl.load(p_kr + i_k[None, :] + o_r[:, None] * (H * K),
+                        mask=is_read[:, None] & in_i[None, :])  # fmt: skip
+        r_pieces += (padded_with_zeros(old_k, in_i, K, BK),)
+        q_pieces += (tl.load(p_q + i_k * stride_qk, mask=in_i, other=0).to(tl.float32),)
+        k_pieces += (tl.load(p_k + i_k * stride_kk, mask=in_i, other=0).to(tl.float32),)
+    b_g = tl.load(g + i_n * stride_gb + i_hv * stride_gh).to(tl.float32)
+    b_beta = tl.load(beta + i_n * stride_bb + i_hv * stride_bh)
+    b_A, bias = 0.0, 0.0
+    if A_log is not None:
+        b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
+        if dt_bias is not None:
+            bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
+    # One program of the value heads of a key head writes the key's record.
+    stored_k = tl.where((i_v == 0) & (i_hv % (HV // H) == 0), K, 0)
+    raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
+    p_state = state + slot * stride_hn + i_hv * stride_hh
+    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
+    pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+
+    b_beta = strength(b_beta, BETA_FACTOR)
+    if A_log is not None:
+        b_g = log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD)
+    of_q, of_k = scale, 1.0
+    qk = inner(q_pieces, k_pieces, KO)
+    if USE_QK_L2NORM:
+        of_q = scale * tl.rsqrt(inner(q_pieces, q_pieces, KO) + EPS)
+        of_k = tl.rsqrt(inner(k_pieces, k_pieces, KO) + EPS)
+    qk *= of_q
+
+    # The state holds the tokens before `held`, and is to hold those before `due`.
+    due = tl.maximum(boundary(position, turn, PERIOD), b_start)
+    last_call = tl.where(position > b_start, last_call, position)
+    held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
+    alive = age < (position - held).to(tl.uint32)
+    b_gr = tl.where(alive, b_gr, 0.0)
+    b_u = tl.where(alive[None, :], b_u, 0.0)
+    of_state = tl.exp2((tl.sum(b_gr, 0) + b_g) * RCP_LN2)
+    w = tl.exp2((sums_after(b_gr, age) + b_g) * RCP_LN2)
+    of_y = tl.where(o_y == 0, of_q, of_k)
+    y_first, r_first = y_pieces[0], r_pieces[0]  # type: ignore[misc]
+    records = tl.dot(r_first.to(y_first.dtype), y_first, input_precision="ieee")
+    for i in tl.static_range(1, KO):
+        records = tl.dot(
+            r_pieces[i].to(y_first.dtype), y_pieces[i], records, input_precision="ieee"
+        )
+    records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
+    if DOT:
+        both = tl.dot(pieces[0], y_first)
+        for i in tl.static_range(1, KO):
+            both = tl.dot(pieces[i], y_pieces[i], both)
+        both *= (of_y * of_state)[None, :]
+        both += records_dot(b_u, records, q.dtype.element_ty)
+    else:
+        state_o = weighted(pieces, q_pieces, KO) * (of_state * of_q)
+        state_k = weighted(pieces, k_pieces, KO) * (of_state * of_k)
+        both = records_dot(b_u, records, q.dtype.element_ty)
+    # The columns after 0 and 1 are zero.
+    b_o, stored = tl.split(tl.sum(tl.reshape(both, [BV, 4, 2]), 1))
+    if not DOT:
+        b_o += state_o
+        stored += state_k
+    new_u = (b_v - stored) * (of_k * b_beta)
+    b_o = tl.fma(new_u, qk, b_o)
+    new_r = (position % R).to(tl.int64)
+    tl.store(p_o, b_o.to(o.dtype.element_ty), mask=in_v)
+    tl.store(p_u + new_r * (HV * V), new_u, mask=in_v)
+    if i_v == 0:
+        tl.store(p_gr + new_r * HV, b_g)
+        tl.store(p_kr + o_k + new_r * (H * K), raw_k, mask=o_k < stored_k)
+        if i_hv == 0:
+            tl.store(call_rows + slot * R + new_r, position)
+    if held < due:
+        to_fold = alive & (age >= (position - due).to(tl.uint32))
+        fold_records(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk, stride_hv, H * K,
+                     K, BK, FI, RCP_LN2)  # fmt: skip

@@ -1,0 +1,222 @@
+"""Steps with a window, folds and restarts on Triton."""
+
+from typing import Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from gdn_triton._host.device import on_device
+from gdn_triton._host.memory import count_writes
+from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.strides import named, state_strides
+from gdn_triton._triton.tiles import UNFUSED
+from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
+from gdn_triton.recurrent.problem import (
+    FoldOperands,
+    FoldProblem,
+    Operands,
+    PlannedCall,
+    RecurrentProblem,
+    turn_count,
+    views,
+)
+from gdn_triton.recurrent.triton.plan import strides
+from gdn_triton.recurrent.triton.window import WindowForm, window_form, window_fwd_kernel
+from gdn_triton.recurrent.triton.window_fold import window_fold_kernel, window_start_kernel
+from gdn_triton.recurrent.triton.window_one import window_one_fwd_kernel
+
+# The least sizes of the products on matrix units; two columns a token.
+LEAST_BLOCK: Final = 16
+LEAST_TOKENS: Final = 4
+
+
+def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]:
+    """The sizes of a program that a step and a fold share, and its warps."""
+    BK = max(LEAST_BLOCK, triton.next_power_of_2(p.K))
+    return {
+        "BK": BK,
+        "BV": min(form.BV, max(LEAST_BLOCK, triton.next_power_of_2(p.V))),
+        "BR": max(LEAST_BLOCK, triton.next_power_of_2(p.window_rows)),
+        "FI": min(BK, form.FI),
+        # The form is that of K = 128; its registers do not hold twice as many channels.
+        "num_warps": form.warps * max(1, BK // 128),
+        "num_stages": 1,
+    }
+
+
+def _sizes(p: RecurrentProblem | FoldProblem) -> dict[str, int]:
+    return {
+        "H": p.H,
+        "HV": p.HV,
+        "K": p.K,
+        "V": p.V,
+        "R": p.window_rows,
+        "D": p.max_tokens,
+        "PERIOD": p.fold_period,
+        "TURNS": turn_count(p.fold_period),
+    }
+
+
+def _takes_one(p: RecurrentProblem) -> bool:
+    """Whether each sequence has one token."""
+    return p.T == 1 and not p.is_varlen
+
+
+def _step_form(p: RecurrentProblem) -> WindowForm:
+    """The form of 16-bit states with one token needs the matrix units, whose operands have one
+    dtype: without them a program would hold twice the registers."""
+    one, itemsize = _takes_one(p), p.state_dtype.itemsize
+    if one and not p.state_dtype == p.q_dtype == p.k_dtype:
+        itemsize = 4
+    return window_form(itemsize, one)
+
+
+def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
+    """x: the operands as `views` returns them; o [B, T, HV, V]."""
+    p = problem
+    assert x.read_slots is not None and x.positions is not None and x.start is not None
+    one = _takes_one(p)
+    form = _step_form(p)
+    tile = _tile(form, p)
+    all_strides = {
+        **named("qb qt qh qk", strides(x.q, 4)),
+        **named("kb kt kh kk", strides(x.k, 4)),
+        **named("vb vt vh vv", strides(x.v, 4)),
+        **named("gb gt gh", strides(x.g, 3)),
+        **named("bb bt bh", strides(x.beta, 3)),
+        **named("A", strides(x.A_log, 1)),
+        **named("dt", strides(x.dt_bias, 1)),
+        **named("ob ot oh ov", strides(o, 4)),
+        **named("hn hh hk hv", state_strides(x.state, p.state_v_first)),
+        **named("start", x.start.stride()),
+        **named("s", strides(x.read_slots, 1)),
+        **named("p", strides(x.positions, 1)),
+        **named("c", strides(x.cu_seqlens, 1)),
+    }
+    if one:
+        kernel, own = window_one_fwd_kernel, {"DOT": form.dot}
+        of_tokens = [f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c")]
+        all_strides = {n: y for n, y in all_strides.items() if n not in of_tokens}
+    else:
+        kernel = window_fwd_kernel
+        own = {"BT": max(LEAST_TOKENS, triton.next_power_of_2(p.max_tokens))}
+    return Launch(
+        kernel,
+        scale=p.scale,
+        **all_strides,
+        **_sizes(p),
+        **own,
+        K_OFFSET=p.H * p.K if p.is_mixed else 0,
+        V_OFFSET=2 * p.H * p.K if p.is_mixed else 0,
+        RCP_LN2=RCP_LN2,
+        EPS=L2NORM_EPS,
+        THRESHOLD=SOFTPLUS_THRESHOLD,
+        USE_QK_L2NORM=p.use_qk_l2norm,
+        BETA_FACTOR=(2.0 if p.allow_neg_eigval else 1.0) if p.use_beta_sigmoid else 0.0,
+        LAST_SKIPPED=p.last_skipped,
+        KI=min(tile["BK"], form.KI),
+        **UNFUSED,
+        **tile,
+    )
+
+
+def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
+    """What runs steps that differ from this one in contents and addresses only."""
+    p = problem
+    lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
+    shape = (*lead, p.HV, p.V)
+    one = _takes_one(p)
+    BV = _tile(_step_form(p), p)["BV"]
+    grid = (-(-p.V // BV) * (p.N + p.is_varlen) * p.HV, 1, 1)
+
+    def output(y: Operands) -> Tensor:
+        if y.out is not None:
+            return y.out
+        return torch.empty(shape, dtype=p.v_dtype, device=p.device)
+
+    x = views(p, operands._replace(out=output(operands)))
+    assert x.out is not None
+    launch = make_launch(p, x, x.out)
+
+    def run(y: Operands) -> tuple[Tensor, Tensor | None]:
+        o = output(y)
+        if grid[0] == 0 or p.T == 0:
+            return o, None
+        count_writes(y.state, y.out, y.u_rows, y.k_rows, y.g_rows, y.call_rows)
+        pointers = {
+            "q": y.q,
+            "k": y.k,
+            "v": y.v,
+            "g": y.g,
+            "beta": y.beta,
+            "A_log": y.A_log,
+            "dt_bias": y.dt_bias,
+            "o": o,
+            "state": y.state,
+            "u_rows": y.u_rows,
+            "k_rows": y.k_rows,
+            "g_rows": y.g_rows,
+            "call_rows": y.call_rows,
+            "start": y.start,
+            "slots": y.read_slots,
+            "positions": y.positions,
+        }
+        if one:
+            launch(grid, **pointers, N=p.N)
+        else:
+            launch(grid, **pointers, cu_seqlens=y.cu_seqlens, N=p.N, T=p.T)
+        return o, None
+
+    def guarded(y: Operands) -> tuple[Tensor, Tensor | None]:
+        with on_device(p.device):
+            return run(y)
+
+    return guarded
+
+
+# Slots whose `start` one program writes.
+BLOCK = 128
+
+
+def fold_slots(problem: FoldProblem, x: FoldOperands) -> None:
+    """Runs `gdn_triton.fold_window` or, without a state, `gdn_triton.restart_window`."""
+    p = problem
+    if p.N == 0:
+        return
+    places = {
+        **named("start", x.start.stride()),
+        **named("s", strides(x.slots, 1)),
+        **named("p", strides(x.positions, 1)),
+    }
+    with on_device(p.device):
+        count_writes(x.state, x.start)
+        if x.state is not None and x.state.numel() > 0:
+            tile = _tile(window_form(x.state.dtype.itemsize, one_token=False), p)
+            grid = (-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)
+            window_fold_kernel[grid](
+                state=x.state,
+                u_rows=x.u_rows,
+                k_rows=x.k_rows,
+                g_rows=x.g_rows,
+                call_rows=x.call_rows,
+                start=x.start,
+                slots=x.slots,
+                positions=x.positions,
+                **named("hn hh hk hv", state_strides(x.state, p.state_v_first)),
+                **places,
+                **_sizes(p),
+                RCP_LN2=RCP_LN2,
+                LAST_SKIPPED=p.last_skipped,
+                **UNFUSED,
+                **tile,
+            )
+        window_start_kernel[(-(-p.N // BLOCK), 1, 1)](
+            start=x.start,
+            slots=x.slots,
+            positions=x.positions,
+            N=p.N,
+            **places,
+            LAST_SKIPPED=p.last_skipped,
+            BLOCK=BLOCK,
+        )

@@ -1,0 +1,154 @@
+"""Which tokens the rows of a window and a state hold, and the products of states, records and
+tokens."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def boundary(x, turn, PERIOD: tl.constexpr):
+    """The largest b <= x with b = turn modulo PERIOD; x >= 0, and turn < PERIOD."""
+    return x - ((x - turn + PERIOD).to(tl.uint32) % PERIOD).to(tl.int32)
+
+
+@triton.jit
+def turn_of(i_hv, PERIOD: tl.constexpr, TURNS: tl.constexpr):
+    """Where in a period value head i_hv folds. Few turns leave most calls of a small batch without
+    a fold, whose latency such a batch cannot hide; sequences of equal positions fold a TURNS-th of
+    their heads at once."""
+    return (i_hv % TURNS) * PERIOD // TURNS
+
+
+@triton.jit
+def age_of(o_r, position, R: tl.constexpr):
+    """[BR]: how many tokens before the last one, position - 1, the token of a row is. Rows that do
+    not exist are older than any token that is read."""
+    age = (position + (R - 1) - o_r).to(tl.uint32) % R
+    return tl.where(o_r < R, age, R)
+
+
+@triton.jit
+def below(o_x, offset, END: tl.constexpr, BLOCK: tl.constexpr):
+    """offset + o_x < END for blocks of BLOCK; a constant where BLOCK divides END."""
+    if END % BLOCK == 0:
+        return tl.full(o_x.shape, True, tl.int1)
+    return o_x + offset < END
+
+
+@triton.jit
+def padded_with_zeros(x, in_i, K: tl.constexpr, BK: tl.constexpr):
+    """x [BR, KI] with zeros in the columns past K. A load leaves these undefined, and they could be
+    NaN, of which the product with the zeros of q and k is NaN."""
+    if K % BK != 0:
+        x = tl.where(in_i[None, :], x, 0.0).to(x.dtype)
+    return x
+
+
+@triton.jit
+def sums_after(b_g, age):
+    """[BR]: the sum of b_g over the tokens after the token of each row."""
+    return tl.sum(tl.where(age[None, :] < age[:, None], b_g[None, :], 0.0), 1)
+
+
+@triton.jit
+def load_pieces(p, in_v, stride_hk: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+                KI: tl.constexpr):  # fmt: skip
+    """A tile [BV, BK] of a state as tiles [BV, KI]; p: pointers to the first."""
+    o_i = tl.arange(0, KI)
+    pieces = ()
+    for i in tl.static_range(BK // KI):
+        mask = in_v[:, None] & below(o_i, i * KI, K, BK)[None, :]
+        pieces += (tl.load(p + i * KI * stride_hk, mask=mask, other=0),)
+    return pieces
+
+
+@triton.jit
+def weighted(pieces, x, KO: tl.constexpr):
+    """[BV]: the sum over K of a tile times x, both in KO pieces."""
+    b_sum = pieces[0].to(tl.float32) * x[0][None, :]
+    for i in tl.static_range(1, KO):
+        b_sum = tl.fma(pieces[i].to(tl.float32), x[i][None, :], b_sum)
+    return tl.sum(b_sum, 1)
+
+
+@triton.jit
+def inner(x, y, KO: tl.constexpr):
+    b_sum = x[0] * y[0]
+    for i in tl.static_range(1, KO):
+        b_sum = tl.fma(x[i], y[i], b_sum)
+    return tl.sum(b_sum, 0)
+
+
+@triton.jit
+def parts_of(x):
+    """x, float32, as three bf16 numbers whose sum has its 24 bits."""
+    a = x.to(tl.bfloat16)
+    x -= a.to(tl.float32)
+    b = x.to(tl.bfloat16)
+    return a, b, (x - b.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def records_dot(b_u, b_x, LIKE: tl.constexpr):
+    """b_u times b_x, both float32. Three tf32 products have 22 bits, which outputs of 16-bit tokens
+    do not show; LIKE: the dtype of the tokens."""
+    if LIKE == tl.float32:
+        return tl.dot(b_u, b_x, input_precision="ieee")
+    return tl.dot(b_u, b_x, input_precision="tf32x3")
+
+
+@triton.jit
+def outer(b_u, b_k, NARROW: tl.constexpr):
+    """[BV, KI] float32: b_u [BV, BR], float32, times b_k [BR, KI] of the tokens' dtype. Products of
+    bf16 are exact on matrix units, and b_u is the sum of three bf16 numbers, of which two suffice
+    for a state of 8 or 11 bits (NARROW)."""
+    if b_k.dtype == tl.bfloat16:
+        u1, u2, u3 = parts_of(b_u)
+        if NARROW:
+            added = tl.dot(u1, b_k, tl.dot(u2, b_k))
+        else:
+            added = tl.dot(u1, b_k, tl.dot(u2, b_k, tl.dot(u3, b_k)))
+    else:
+        added = records_dot(b_u, b_k.to(tl.float32), b_k.dtype)
+    return added
+
+
+@triton.jit
+def state_dot(b_h, b_y):
+    """[BV, N] float32: b_h [BV, KI] of the states times b_y [KI, N] of the tokens. A float32 state
+    is the sum of its upper 11 significant bits and of the other 13, of which tf32 keeps 11; 16-bit
+    tokens are exact in tf32."""
+    if b_y.dtype == tl.float32:
+        return tl.dot(b_h.to(tl.float32), b_y, input_precision="ieee")
+    if b_h.dtype == b_y.dtype:
+        return tl.dot(b_h, b_y)
+    b_h, b_y = b_h.to(tl.float32), b_y.to(tl.float32)
+    upper = (b_h.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    b_sum = tl.dot(b_h - upper, b_y, input_precision="tf32")
+    return tl.dot(upper, b_y, b_sum, input_precision="tf32")
+
+
+@triton.jit
+def fold_records(
+    p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk: tl.constexpr,
+    stride_hv: tl.constexpr, stride_kr: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    FI: tl.constexpr, RCP_LN2: tl.constexpr
+):  # fmt: skip
+    """Stores a tile of the state with the records to_fold in it. The state and the keys are loaded
+    again, from the cache, because registers that hold them until here lower the occupancy of all
+    programs, of which few fold."""
+    o_r, o_f = tl.arange(0, age.shape[0]), tl.arange(0, FI)
+    b_g = tl.where(to_fold, b_gr, 0.0)
+    decay = tl.exp2(tl.sum(b_g, 0) * RCP_LN2)
+    w = tl.exp2(sums_after(b_g, age) * RCP_LN2)
+    f_u = tl.where(to_fold[None, :], b_u * w[None, :], 0.0)
+    p_tile = p_state + o_v[:, None] * stride_hv + o_f[None, :] * stride_hk
+    for i in tl.static_range(BK // FI):
+        in_f = below(o_f, i * FI, K, BK)
+        b_k = tl.load(p_kr + (o_f + i * FI)[None, :] + o_r[:, None] * stride_kr,
+                      mask=to_fold[:, None] & in_f[None, :], other=0)  # fmt: skip
+        p_i = p_tile + i * FI * stride_hk
+        mask = in_v[:, None] & in_f[None, :]
+        b_h = tl.load(p_i, mask=mask, other=0)
+        added = outer(f_u, b_k, b_h.dtype != tl.float32)
+        tl.store(p_i, tl.fma(b_h.to(tl.float32), decay, added).to(b_h.dtype), mask=mask)

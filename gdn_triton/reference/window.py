@@ -1,0 +1,209 @@
+"""Decoding with a window of records, in plain torch: its specification.
+
+A step reads the state S_0 of its slot and does not write it. It writes a record of each token
+instead: the key k_t, the log decay g_t, and u_t, of which S_t = exp(g_t) S_(t-1) + k_t (x) u_t. For
+a state S_0 that holds the tokens before `held`, the state before token t is
+
+    S = exp(G) S_0 + sum_j exp(G_j) k_j (x) u_j        held <= j < t
+
+where G is the sum of g over those tokens, and G_j the sum over those after j. Record t lies in row
+t mod R of the window, for R rows. Once in a period each head is folded: its S_0 is replaced by S.
+The tokens that a head's S_0 holds follow from positions alone (`held_tokens`).
+
+Rows of tokens before `start` may hold anything, NaN too, so they are masked by selects. A gate of
+-inf gives exp(G_j) = 0, as the sums have no difference in them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_triton.constants import L2NORM_EPS
+from gdn_triton.reference.activations import gate
+from gdn_triton.reference.arithmetic import compute_dtype
+from gdn_triton.reference.recurrent import decay_of, recurrent
+
+__all__ = ["Records", "fold", "folded_before", "held_tokens", "window_step", "with_records"]
+
+
+class Records(NamedTuple):
+    """The tensors of a window, by slot and row."""
+
+    u: Tensor  # [slots, R, HV, V]
+    k: Tensor  # [slots, R, H, K]
+    g: Tensor  # [slots, R, HV], natural logarithm
+    calls: Tensor  # [slots, R]: the position at the start of the call that wrote the row
+    start: Tensor  # [slots]: the state in memory holds the tokens before it
+
+
+def folded_before(positions: Tensor, turns: Tensor, period: int) -> Tensor:
+    """[N, HV]: the largest b <= positions [N] that is a head's turn [HV] modulo the period."""
+    return positions[:, None] - (positions[:, None] - turns) % period
+
+
+def held_tokens(
+    records: Records, slots: Tensor, positions: Tensor, turns: Tensor, period: int
+) -> Tensor:
+    """[N, HV]: the state in memory holds the tokens before this one, since the call that wrote the
+    record of token positions - 1. Where a position is `start`, another sequence may have written
+    that row: the result is then at least `start`, so no record is folded.
+
+    Args:
+        slots, positions: [N], int64.
+    """
+    start = records.start[slots].long()
+    last = records.calls[slots, (positions - 1) % records.calls.shape[1]].long()
+    return torch.maximum(folded_before(last, turns, period), start[:, None])
+
+
+def with_records(
+    state: Tensor, records: Records, slots: Tensor, first: Tensor, end: Tensor
+) -> Tensor:
+    """The states with the records of the tokens from `first` to end - 1 in them.
+
+    Args:
+        state: [N, HV, K, V], of slots [N]; holds the tokens before `first`.
+        first, end: [N, HV], int64.
+    """
+    HV, R = state.shape[1], records.u.shape[1]
+    heads = torch.arange(HV, device=state.device)
+    key_heads = heads // (HV // records.k.shape[2])
+    log_w = state.new_zeros(state.shape[:2])
+    added = torch.zeros_like(state)
+    for back in range(1, R + 1):
+        token = end - back
+        live = token >= first
+        if not live.any():
+            break
+        row = token % R
+        k = records.k[slots[:, None], row, key_heads].to(state.dtype)
+        u = records.u[slots[:, None], row, heads].to(state.dtype)
+        g = records.g[slots[:, None], row, heads].to(state.dtype)
+        weight = decay_of(log_w)[..., None, None]
+        record = weight * k[..., :, None] * u[..., None, :]
+        added = added + torch.where(live[..., None, None], record, 0)
+        log_w = torch.where(live, log_w + g, log_w)
+    return decay_of(log_w)[..., None, None] * state + added
+
+
+def fold(
+    state: Tensor,
+    records: Records,
+    slots: Tensor,
+    positions: Tensor,
+    turns: Tensor,
+    period: int,
+    state_v_first: bool,
+) -> None:
+    """Makes the states of the slots [N] whole in the pool [slots, HV, K, V]: they hold the tokens
+    before `positions` [N] afterwards, and `start` says so."""
+    held = held_tokens(records, slots, positions, turns, period)
+    _fold(state, records, slots, held, positions[:, None].expand_as(held), state_v_first)
+    records.start[slots] = positions.to(records.start.dtype)
+
+
+def _fold(
+    state: Tensor, records: Records, slots: Tensor, held: Tensor, due: Tensor, state_v_first: bool
+) -> Tensor:
+    """Stores the states of the slots with the tokens before `due` [N, HV] in them; returns them as
+    [N, HV, K, V] in the arithmetic's dtype, rounded as they are stored."""
+    pool = state.mT if state_v_first else state
+    before = pool[slots]
+    dtype = compute_dtype(before, records.k)
+    folded = with_records(before.to(dtype), records, slots, held, due).to(state.dtype)
+    now = torch.where((held < due)[..., None, None], folded, before)
+    pool[slots] = now
+    return now.to(dtype)
+
+
+def window_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    state: Tensor,
+    records: Records,
+    slots: Tensor,
+    positions: Tensor,
+    owner: Tensor,
+    turns: Tensor,
+    period: int,
+    last_skipped: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    use_gate: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    state_v_first: bool,
+) -> Tensor:
+    """The recurrence from the states of a pool and their records. Writes records, and the states of
+    the heads whose turn it is.
+
+    Args:
+        q, k, v, g, beta, the flags, A_log, dt_bias, cu_seqlens: as `recurrent` takes them.
+        state: [slots, HV, K, V], or [slots, HV, V, K] if `state_v_first`.
+        slots, positions: [N]: of each sequence its slot, up to `last_skipped` none, and how many
+            tokens came before this call's.
+        owner: [B, T], int64: the sequence of each token, -1 for none.
+        turns: [HV], int64: which tokens a head is folded at, modulo the period.
+
+    Returns:
+        o [B, T, HV, V] in the arithmetic's dtype; 0 for skipped sequences, and tokens of none.
+    """
+    N, HV, R = slots.shape[0], v.shape[2], records.u.shape[1]
+    lengths = torch.bincount(owner[owner >= 0], minlength=N)
+    live = (slots > last_skipped) & (lengths > 0)
+    chosen, now = slots[live].long(), positions[live].long()
+    held = held_tokens(records, chosen, now, turns, period)
+    due = torch.maximum(folded_before(now, turns, period), records.start[chosen].long()[:, None])
+    known = _fold(state, records, chosen, held, due, state_v_first)
+    whole = with_records(known, records, chosen, due, now[:, None].expand_as(due))
+    initial_state = whole.new_zeros(N, *whole.shape[1:])
+    initial_state[live] = whole
+    result = recurrent(
+        q,
+        k,
+        v,
+        g,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm=use_qk_l2norm,
+        use_beta_sigmoid=use_beta_sigmoid,
+        allow_neg_eigval=allow_neg_eigval,
+        use_gate=use_gate,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        keep_written=True,
+    )
+    assert result.written is not None
+
+    served = (owner >= 0) & torch.cat([live, live.new_zeros(1)])[owner]
+    b, t = served.nonzero(as_tuple=True)
+    of = owner[served]
+    starts = torch.zeros_like(lengths) if cu_seqlens is None else cu_seqlens[:-1].long()
+    begin = positions[of].long()
+    row = (begin + t - starts[of]) % R
+    slot = slots[of].long()
+    u, log_decay = result.written[b, t], g[b, t].to(result.written.dtype)
+    if use_qk_l2norm:
+        # The record has the key as it was given, so u has the factor that normalises the key.
+        squares = k[b, t].to(u.dtype).square().sum(-1) + L2NORM_EPS
+        u = u * squares.rsqrt().repeat_interleave(HV // k.shape[2], 1)[..., None]
+    if use_gate:
+        assert A_log is not None
+        log_decay = gate(g[b, t], A_log, dt_bias)
+    records.u[slot, row] = u.to(records.u.dtype)
+    records.k[slot, row] = k[b, t].to(records.k.dtype)
+    records.g[slot, row] = log_decay.to(records.g.dtype)
+    records.calls[slot, row] = begin.to(records.calls.dtype)
+    return torch.where(served[..., None, None], result.o, 0)
