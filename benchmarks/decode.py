@@ -1,20 +1,29 @@
 """One decode step from a pool of states, beside FlashInfer and FLA, and the roof of the same run.
 
     python -m benchmarks.decode [--sequences 1 64 256] [--heads 16/32 16/64] [--pools float32]
-        [--gates mild,model] [--peers flashinfer] [--jsonl FILE]
+        [--tokens 1 4] [--gates mild,model] [--peers flashinfer] [--jsonl FILE]
 
-Each row is one token a sequence, q, k and v in bf16, K = V = 128, with the L2 norm, the gate and
-the sigmoid in the kernel, updated in place: microseconds of one of 16 calls in a CUDA graph and the
-share of the roof, then microseconds of the host for a call from Python. The roof is the faster of a
-copy and an in-place product of as many bytes as the states are, read and written. Every
-implementation's o is compared with the float64 recurrence first; one that differs is not timed.
+Each row is one token a sequence, or several drafted ones, q, k and v in bf16, K = V = 128, with the
+L2 norm, the gate and the sigmoid in the kernel. The numbers are the microseconds of one call in a
+CUDA graph, the roof's time divided by them, and the microseconds of the host for a call from
+Python. The roof is the faster of a copy and an in-place product of as many bytes as the states of N
+sequences are, read and written. The calls of a graph go round over as many pools as exceed the L2
+cache, as the layers of a model do. Every implementation's o is compared with the float64 recurrence
+first; one that differs is not timed.
+
+A step without a window reads and writes the state of each sequence; with several tokens it writes
+one state a token. A step with a window reads the state and writes records; its time is the mean
+over a fold period, in which every head is folded once. A replay repeats the positions of the one
+before, so that its o means nothing; the work of a step depends on its position alone.
 
 FLA's `fused_recurrent_gated_delta_rule` has no pool: it writes its final states to new memory,
-which is as many bytes. FlashInfer keeps its pools value-first; its `gated_delta_rule_decode` takes
-key-first states without slots. A peer that is not installed is named as such.
+which is as many bytes, and it keeps no state a token. FlashInfer keeps its pools value-first; its
+`gated_delta_rule_decode` takes key-first states without slots, and its `gated_delta_rule_mtp`
+float32 states. A peer that is not installed is named as such.
 """
 
 import argparse
+import gc
 import importlib
 import itertools
 import statistics
@@ -42,21 +51,22 @@ from benchmarks.peers import PEERS as IMPLEMENTATIONS
 from benchmarks.peers import Ours
 from benchmarks.report import append_record
 from benchmarks.shapes import Random, add_gates_option, gate_parameters, gates_of, labelled
-from gdn_triton import recurrent_step, reference
+from gdn_triton import make_window, recurrent_step, reference, restart_window
 
 K = V = 128
-CALLS = 16  # of a graph
+CALLS = 16  # of a graph, at least
+BEYOND_L2 = 300_000_000  # bytes
 LEGEND = (
-    "Microseconds of a step in a CUDA graph, the share of the roof that it reaches, and "
-    "microseconds of\nthe host for a call. The roof is the faster of a copy and an in-place "
-    "product of as many bytes as\nthe states are, read and written."
+    "Microseconds of a step in a CUDA graph, the roof's time divided by them, and microseconds of "
+    "the host\nfor a call. The roof is the faster of a copy and an in-place product of as many "
+    "bytes as the states\nare, read and written."
 )
 
 
 class Step(NamedTuple):
-    """One token of N sequences; `slots` leads to every state of the pool once, in random order."""
+    """T tokens of N sequences; `slots` leads to every state once, in random order."""
 
-    q: Tensor
+    q: Tensor  # [N, T, H, K]
     k: Tensor
     v: Tensor
     a: Tensor
@@ -67,75 +77,141 @@ class Step(NamedTuple):
     states: Tensor  # [N, HV, K, V], float32
 
 
-def make_step(N: int, H: int, HV: int, gates: str, device: torch.device) -> Step:
+def make_step(N: int, T: int, H: int, HV: int, gates: str, device: torch.device) -> Step:
     make = partial(torch.randn, device=device)
-    q, k = (make(N, H, K).bfloat16() for _ in range(2))
-    v, a, b = make(N, HV, V).bfloat16(), make(N, HV).bfloat16(), make(N, HV).bfloat16()
+    q, k = (make(N, T, H, K).bfloat16() for _ in range(2))
+    v, a, b = make(N, T, HV, V).bfloat16(), make(N, T, HV).bfloat16(), make(N, T, HV).bfloat16()
     A, dt_bias = gate_parameters(gates, HV, Random(0, device))
     slots = torch.randperm(N, device=device).int()
     return Step(q, k, v, a, b, A.log(), dt_bias, slots, make(N, HV, K, V))
 
 
 def exact(step: Step, heads: int) -> Tensor:
-    """o of the first `heads` sequences in float64: [heads, HV, V]."""
-    q, k, v, a, b = (x[:heads, None].double() for x in step[:5])
+    """o of the first `heads` sequences in float64: [heads, T, HV, V]."""
+    q, k, v, a, b = (x[:heads].double() for x in step[:5])
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     g = -step.A_log.double().exp() * torch.nn.functional.softplus(a + step.dt_bias.double())
     state = step.states[step.slots[:heads].long()].double()
     o, _ = reference.recurrent_gated_delta_rule(q, k, v, g, b.sigmoid(), initial_state=state)
-    return o[:, 0]
+    return o
 
 
 # An implementation: from a step and the pool's dtype to a call that returns o, or a sentence.
 Maker = Callable[[Step, torch.dtype], Callable[[], Any] | str]
 
 
+def own_arguments(step: Step, v_first: bool) -> dict[str, Any]:
+    """Those of `recurrent_step` but for the states: one token has no axis of tokens."""
+    q, k, v, a, b = step[:5] if step.q.shape[1] > 1 else (x[:, 0] for x in step[:5])
+    return {
+        "mixed_qkv": torch.cat([x.flatten(-2) for x in (q, k, v)], -1),
+        "a": a,
+        "b": b,
+        "A_log": step.A_log,
+        "dt_bias": step.dt_bias,
+        "use_qk_l2norm_in_kernel": True,
+        "state_v_first": v_first,
+    }
+
+
+def own_pool(states: Tensor, dtype: torch.dtype, v_first: bool) -> Tensor:
+    x = states.mT if v_first else states
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
 def ours(step: Step, dtype: torch.dtype, v_first: bool) -> Callable[[], Any] | str:
-    states = step.states.mT if v_first else step.states
-    pool = states.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    mixed = torch.cat([x.flatten(1) for x in step[:3]], 1)
-    return partial(
-        recurrent_step,
-        pool,
-        step.slots,
-        mixed_qkv=mixed,
-        a=step.a,
-        b=step.b,
-        A_log=step.A_log,
-        dt_bias=step.dt_bias,
-        use_qk_l2norm_in_kernel=True,
-        state_v_first=v_first,
-    )
+    N, T = step.q.shape[:2]
+    rest = own_arguments(step, v_first)
+    if T == 1:
+        return partial(recurrent_step, own_pool(step.states, dtype, v_first), step.slots, **rest)
+    # All T tokens of the call before were accepted; slot (n, T - 1) has the state.
+    states = step.states.new_zeros(N, T, *step.states.shape[1:])
+    states[:, -1] = step.states[step.slots.long()]
+    pool = own_pool(states.flatten(0, 1), dtype, v_first)
+    slots = torch.arange(N * T, device=pool.device, dtype=torch.int32).view(N, T)
+    accepted = torch.full_like(slots[:, 0], T)
+    return partial(recurrent_step, pool, slots, num_accepted_tokens=accepted, **rest)
+
+
+class WindowSteps:
+    """A call makes the next step of a fold period; half of the drafted tokens are accepted."""
+
+    def __init__(self, step: Step, dtype: torch.dtype, v_first: bool) -> None:
+        N, T, H = step.q.shape[:3]
+        HV, device = step.v.shape[2], step.q.device
+        window = make_window(N, H, HV, K, V, device=device, max_tokens=T)
+        base = torch.randint(100, 1000, (N,), device=device, dtype=torch.int32)
+        restart_window(window, step.slots, base)
+        moved = 1 if T == 1 else T // 2
+        self.period = window.k.shape[1] + 1 - 2 * T
+        self.positions = [base + moved * i for i in range(self.period)]
+        self.made = 0
+        pool, rest = own_pool(step.states, dtype, v_first), own_arguments(step, v_first)
+        self.step = partial(recurrent_step, pool, step.slots, window=window, **rest)
+
+    def __call__(self) -> Tensor:
+        positions = self.positions[self.made % self.period]
+        self.made += 1
+        return self.step(positions=positions)
 
 
 def flashinfer_pool(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
+    if step.q.shape[1] > 1:
+        return "one token a call only"
     run = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose
     return partial(
         run,
-        *(x.unsqueeze(1) for x in step[:3]),
+        *step[:3],
         None,
         step.A_log,
-        step.a.unsqueeze(1),
+        step.a,
         step.dt_bias,
-        step.b.unsqueeze(1),
+        step.b,
         use_qk_l2norm=True,
-        initial_state=step.states.mT.to(dtype).contiguous(),
+        initial_state=own_pool(step.states, dtype, v_first=True),
         initial_state_indices=step.slots,
     )
 
 
 def flashinfer_states(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
+    if step.q.shape[1] > 1:
+        return "one token a call only"
     if dtype != torch.float32:
         return "takes float32 states only"
     run = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_decode
     return partial(
         run,
-        *(x.unsqueeze(1) for x in step[:3]),
+        *step[:3],
         step.states[step.slots.long()].clone(),
         step.A_log,
-        step.a.unsqueeze(1),
+        step.a,
         step.dt_bias,
-        step.b.unsqueeze(1),
+        step.b,
+        use_qk_l2norm=True,
+    )
+
+
+def flashinfer_drafts(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
+    N, T = step.q.shape[:2]
+    if T == 1:
+        return "several tokens a call only"
+    if dtype != torch.float32:
+        return "takes float32 states only"
+    run = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_mtp
+    pool = step.states.new_empty(N + N * T, *step.states.mT.shape[1:])
+    pool[:N] = step.states.mT
+    kept = torch.arange(N, N + N * T, device=pool.device, dtype=torch.int32).view(N, T)
+    return partial(
+        run,
+        *step[:3],
+        pool,
+        step.slots,
+        step.A_log,
+        step.a,
+        step.dt_bias,
+        step.b,
+        ssm_state_indices=kept,
+        disable_state_update=False,
         use_qk_l2norm=True,
     )
 
@@ -146,8 +222,8 @@ def fla(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
     run = importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
     return partial(
         run,
-        *(x.unsqueeze(1) for x in step[:4]),
-        beta=step.b.unsqueeze(1),
+        *step[:4],
+        beta=step.b,
         initial_state=step.states[step.slots.long()].clone(),
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
@@ -161,33 +237,52 @@ def fla(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
 MAKERS: dict[str, Maker] = {
     "gdn_triton, key-first": partial(ours, v_first=False),
     "gdn_triton, value-first": partial(ours, v_first=True),
+    "gdn_triton, key-first, with a window": partial(WindowSteps, v_first=False),
+    "gdn_triton, value-first, with a window": partial(WindowSteps, v_first=True),
     "FlashInfer, pool, value-first": flashinfer_pool,
     "FlashInfer, states, key-first": flashinfer_states,
+    "FlashInfer, a state a token, value-first": flashinfer_drafts,
     "FLA, states": fla,
 }
 PEERS = ("flashinfer", "fla")
 
 
-def output(result: Any) -> Tensor:
-    """o as [N, HV, V], of any of them."""
+def output(result: Any, shape: Sequence[int]) -> Tensor:
+    """o as [N, *shape], of any of them."""
     o: Tensor = result[0] if isinstance(result, tuple) else result
-    return o.reshape(o.shape[0], o.shape[-2], o.shape[-1])
+    return o.reshape(-1, *shape)
 
 
-def graph_of(call: Callable[[], Any], device: Device) -> Replay:
-    """CALLS of them."""
-    return Replay(in_a_row([call] * CALLS), device)
+class Replays(NamedTuple):
+    """`calls` calls in a CUDA graph."""
+
+    replay: Replay
+    calls: int
 
 
-def roof_time(nbytes: int, device: Device, rounds: int) -> float:
+def replays_of(calls: Sequence[Callable[[], Any]], device: Device) -> Replays:
+    """As many rounds over `calls` as make CALLS calls, or a fold period of a window."""
+    first = calls[0]
+    rounds = first.period if isinstance(first, WindowSteps) else -(-CALLS // len(calls))
+    every = [*calls] * rounds
+    return Replays(Replay(in_a_row(every), device), len(every))
+
+
+def roof_time(nbytes: int, device: Device, *, copies: int, rounds: int) -> float:
     """us of the faster of two ways to read and write `nbytes`."""
-    x, y = torch.randn(2, nbytes // 4, device=device.torch)
+    pools = torch.randn(copies + 1, nbytes // 4, device=device.torch)
     ways = {
-        "copy": graph_of(partial(y.copy_, x), device),
-        "scale": graph_of(partial(x.mul_, 1), device),
+        "copy": replays_of([partial(pools[-1].copy_, x) for x in pools[:-1]], device),
+        "scale": replays_of([partial(x.mul_, 1) for x in pools[:-1]], device),
     }
-    times = replay_times(ways, device, rounds, flush=False).values()
-    return min(map(statistics.median, times)) / CALLS
+    return min(medians(ways, device, rounds).values())
+
+
+def medians(replays: Mapping[str, Replays], device: Device, rounds: int) -> dict[str, float]:
+    """us of a call of each."""
+    alone = {name: x.replay for name, x in replays.items()}
+    times = replay_times(alone, device, rounds, flush=False)
+    return {name: statistics.median(x) / replays[name].calls for name, x in times.items()}
 
 
 def makers_of(peers: Sequence[str]) -> dict[str, Maker]:
@@ -198,6 +293,7 @@ def makers_of(peers: Sequence[str]) -> dict[str, Maker]:
 
 def measure(
     N: int,
+    T: int,
     H: int,
     HV: int,
     dtype: torch.dtype,
@@ -207,41 +303,65 @@ def measure(
     makers: Mapping[str, Maker],
     rounds: int,
 ) -> Any:
-    step = make_step(N, H, HV, gates, device.torch)
+    step = make_step(N, T, H, HV, gates, device.torch)
     checked = min(N, 8)
     expected = exact(step, checked)
-    rows: dict[str, dict[str, Any]] = {}
-    replays: dict[str, Replay] = {}
-    for name, maker in makers.items():
-        call, why = attempt(device, partial(maker, step, dtype))
-        if why is None and isinstance(call, str):
-            why = call
-        if why is None:
-            result, why = attempt(device, call)
-        if why is None:
-            difference = relative(output(result)[:checked], expected)
-            rows[name] = {"error": difference}
-            if not difference < GATE:
-                why = f"o differs by {difference:.1e} from float64"
-        if why is None:
-            rows[name]["host"] = host_time(call, device)
-            replays[name], why = attempt(device, partial(graph_of, call, device))
-        if why is not None:
-            replays.pop(name, None)
-            rows[name] = {"skipped": why}
     nbytes = N * HV * K * V * dtype.itemsize
-    roof = roof_time(nbytes, device, rounds)
-    for name, times in replay_times(replays, device, rounds, flush=False).items():
-        rows[name]["time"] = statistics.median(times) / CALLS
+    copies = max(1, min(24, BEYOND_L2 // nbytes))
+    roof = roof_time(nbytes, device, copies=copies, rounds=rounds)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, maker in makers.items():
+        rows[name], why = measure_one(
+            partial(maker, step, dtype), expected, device, copies=copies, rounds=rounds
+        )
+        if why is not None:
+            rows[name] = {"skipped": why}
+        gc.collect()
     return {
         "kind": "decode",
         "sequences": N,
+        "tokens": T,
         "heads": f"{H}/{HV}",
         "pool": str(dtype).removeprefix("torch."),
         "gates": gates,
         "roof": roof,
         "results": rows,
     }
+
+
+def measure_one(
+    make: Callable[[], Callable[[], Any] | str],
+    expected: Tensor,
+    device: Device,
+    *,
+    copies: int,
+    rounds: int,
+) -> tuple[dict[str, Any], str | None]:
+    """The numbers of an implementation, or why it has none. The pools of one alone are there at a
+    time: those of all would not fit."""
+    call, why = attempt(device, make)
+    if why is None and isinstance(call, str):
+        why = call
+    if why is not None:
+        return {}, why
+    result, why = attempt(device, call)
+    if why is not None:
+        return {}, why
+    o = output(result, expected.shape[1:])[: expected.shape[0]]
+    row: dict[str, Any] = {"error": relative(o, expected)}
+    if not row["error"] < GATE:
+        return row, f"o differs by {row['error']:.1e} from float64"
+    row["host"] = host_time(call, device)
+    calls = [call, *(make() for _ in range(copies - 1))]
+    replays, why = attempt(device, partial(replays_of, calls, device))
+    if why is None:
+        row["time"] = medians({"": replays}, device, rounds)[""]
+    return row, why
+
+
+def sequences_of(record: Any) -> str:
+    tokens = record.get("tokens", 1)
+    return f"{record['sequences']}" + (f" x {tokens} tokens" if tokens > 1 else "")
 
 
 def tables(records: list[Any], names: Collection[str]) -> str:
@@ -260,7 +380,7 @@ def tables(records: list[Any], names: Collection[str]) -> str:
             share = 100 * record["roof"] / row["time"]
             host = f", host {row['host']:.0f}" if "host" in row else ""
             cells.append(f"{row['time']:.2f}, {share:.0f} %{host}")
-        head = f"{record['sequences']}, {record['heads']}, {record['pool']}"
+        head = f"{sequences_of(record)}, {record['heads']}, {record['pool']}"
         head = labelled(head, gates_of(record))
         lines.append(f"| {head} | {record['roof']:.2f} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -269,6 +389,7 @@ def tables(records: list[Any], names: Collection[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--heads", nargs="+", default=["16/32", "16/64"], metavar="H/HV")
     parser.add_argument("--pools", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
@@ -288,11 +409,14 @@ def main() -> None:
     head = header("benchmarks.decode", versions, missing, device, options.commit or commit())
     append_record(options.jsonl, head)
     records, whys = [], set()
-    rows = itertools.product(options.heads, options.sequences, options.pools, options.gates)
-    for heads, N, pool, gates in rows:
+    rows = itertools.product(
+        options.tokens, options.heads, options.sequences, options.pools, options.gates
+    )
+    for T, heads, N, pool, gates in rows:
         H, HV = map(int, heads.split("/"))
         dtype = getattr(torch, pool)
-        record = measure(N, H, HV, dtype, gates, device, makers=makers, rounds=options.rounds)
+        record = measure(N, T, H, HV, dtype, gates, device, makers=makers, rounds=options.rounds)
+        print(tables([record], makers).splitlines()[-1], flush=True)
         records.append(record)
         for name, row in record["results"].items():
             if "skipped" in row:

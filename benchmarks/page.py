@@ -111,7 +111,9 @@ def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
         for name, own in times.items():
             if family(name) != OURS:
                 continue
-            what = f"Decode step, {record['pool']} pool, {name.split(', ')[1]}"
+            tokens = record.get("tokens", 1)
+            step = "Decode step" if tokens == 1 else f"Step of {tokens} drafts"
+            what = f"{step}, {record['pool']} pool, {name.split(', ', 1)[1]}"
             case = f"{record['sequences']} sequences, {record['heads']}"
             case = labelled(case, gates_of(record))
             for other, value in best(times | {ROOF: record["roof"]}).items():

@@ -70,14 +70,14 @@ def decode(ratios: Iterable[Ratio], heads: str = "16/32") -> Data:
     roofs: dict[tuple[str, str], float] = {}
     rest: list[Ratio] = []
     for x in ratios:
-        if x.what.startswith("Decode") and x.case.endswith(f", {heads}"):
+        if x.what.startswith("Decode step,") and x.case.endswith(f", {heads}"):
             if x.other == ROOF:
                 roofs[x.what, x.case] = x.value
             else:
                 rest.append(x)
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for (what, case), value in roofs.items():
-        _, pool, layout = what.split(", ")
+        _, pool, layout = what.split(", ", 2)
         series = panels.setdefault(pool, {}).setdefault(f"gdn_triton, {layout}", {})
         series[case.split(" ")[0]] = round(100 * value, 1)
     for x in rest:

@@ -163,6 +163,11 @@ GRADLESS: dict[str, Callable[[Tensor], Any]] = {
         g=-torch.ones(1, T, 1).to(x),
         beta=torch.ones(1, T, 1).to(x),
     ),
+    "fold_window": lambda x: gdn_triton.fold_window(
+        torch.ones(1, 1, K, K).to(x) * x,
+        gdn_triton.make_window(1, 1, 1, K, K, torch.float32, x.device),
+        *torch.zeros(2, 1, dtype=torch.int32, device=x.device),
+    ),
     "recurrent_step": lambda x: gdn_triton.recurrent_step(
         torch.zeros(1, 1, K, K).to(x),
         torch.zeros(1, dtype=torch.int32, device=x.device),
@@ -171,8 +176,9 @@ GRADLESS: dict[str, Callable[[Tensor], Any]] = {
         beta=torch.ones(1, 1, 1).to(x),
     ),
 }
-# Public names that compute nothing from tensors, and other names of the functions above.
+# Public names that compute no float from tensors, and other names of the functions above.
 OTHERS = {
+    *("StepWindow", "make_window", "restart_window"),
     *("Explanation", "__version__", "explain", "explain_call", "warmup"),
     *("chunk_gdn", "fused_recurrent_gdn"),
 }

@@ -365,9 +365,10 @@ def test_no_gradient() -> None:
         fold_window(x["state"], x["window"], x["read_slots"], x["positions"])
 
 
-def test_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explained(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """By the backends of a step, and for the dtypes of this call."""
-    x = arguments()
+    x = {name: y.to(device) for name, y in arguments().items() if name != "window"}
+    x["window"] = make_window(5, 2, 4, 8, 6, FP32, device, rows=4, max_tokens=2)
     explain = gdn_triton.explain_call
     assert explain(recurrent_step, **x).chosen == "triton"
     x["state"] = x["state"].double()
