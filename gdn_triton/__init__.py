@@ -1,10 +1,10 @@
 """Gated DeltaNet on Triton kernels, with the signature of flash-linear-attention's op."""
 
 from gdn_triton._host.backends import Explanation
-from gdn_triton.chunk.api import chunk_gated_delta_rule, chunk_gdn, explain
+from gdn_triton.chunk.api import chunk_gated_delta_rule, chunk_gdn
 from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update, fused_conv_prep
-from gdn_triton.explanations import explain_call
+from gdn_triton.explanations import explain, explain_call
 from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.prep.api import fused_post_conv_prep
 from gdn_triton.recurrent.api import (

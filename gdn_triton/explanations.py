@@ -1,23 +1,28 @@
 """Which backend would run a call of any of the operators, and why: nothing runs, no state is
 written."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from gdn_triton._host.arguments import refuse_head_first
-from gdn_triton._host.backends import Explanation
+from gdn_triton._host.arguments import must, refuse_head_first, value_of
+from gdn_triton._host.backends import Explanation, Operator
+from gdn_triton._host.contents import read_contents
 from gdn_triton._host.deprecated import deprecated_state_layout
-from gdn_triton.chunk.api import chunk_gated_delta_rule, explain
-from gdn_triton.chunk.backends import PREFILL
+from gdn_triton._host.records import made
+from gdn_triton._host.tensors import is_traced
+from gdn_triton.chunk.api import chunk_gated_delta_rule
+from gdn_triton.chunk.backends import CHUNK, PREFILL, SHARDED
 from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.chunk.prefill.validation import validate_prefill
-from gdn_triton.chunk.problem import prefill_call
+from gdn_triton.chunk.problem import ChunkCall, Inputs, prefill_call
+from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update, fused_conv_prep
 from gdn_triton.conv.backends import CONV, CONV_UPDATE
-from gdn_triton.conv.prep import CONV_PREP, prep_problem
+from gdn_triton.conv.prep import CONV_PREP, PrepProblem, prep_problem
 from gdn_triton.conv.validation import PLAIN, ConvArguments, PrepArguments, validate_conv
 from gdn_triton.conv.validation import STEP as CONV_STEP
 from gdn_triton.norm.api import rms_norm_gated
@@ -25,16 +30,53 @@ from gdn_triton.norm.backends import NORM
 from gdn_triton.norm.validation import validate_norm
 from gdn_triton.prep.api import fused_post_conv_prep
 from gdn_triton.prep.backends import POST_CONV
-from gdn_triton.prep.problem import with_gradients
+from gdn_triton.prep.problem import Sizes, with_gradients
 from gdn_triton.prep.validation import validate_post_conv
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step, step_call
 from gdn_triton.recurrent.backends import FOLD, RECURRENT, RESTART, STEP
-from gdn_triton.recurrent.problem import sequence_call
+from gdn_triton.recurrent.problem import FoldProblem, sequence_call
 from gdn_triton.recurrent.validation import validate_sequences, validate_step
 from gdn_triton.recurrent.validation_window import validate_fold
 from gdn_triton.recurrent.window import fold_call, fold_window, restart_window
 
 _Given = dict[str, Any]
+
+
+def explain(*args: Any, contents: bool = False, **kwargs: Any) -> Explanation:
+    """Which backend `chunk_gated_delta_rule` would run for these arguments, and why no other one.
+
+    Takes the same arguments and raises the same errors for bad ones, but runs nothing. A backend
+    that was asked for by name and refuses is no error here: the result says so. `print` it.
+
+    With `contents`, which waits for the device, the result's `contents` has what the tensors hold
+    (the largest g, the longest key, the range of beta) and each mistake that shows in it, in words
+    (docs/wrong_numbers.md). ValueError where the tensors have no memory to read.
+    """
+    given = _bound(chunk_gated_delta_rule, *args, **kwargs)
+    explanation, inputs = _chunk(given)
+    if contents is not True and contents is not False:
+        raise TypeError(must("contents", "be True or False", value_of(contents)))
+    if not contents:
+        return explanation
+    if is_traced(inputs.q):
+        raise ValueError(must("contents", "be False where tensors have no memory", "True"))
+    found = read_contents(
+        **inputs._asdict(),
+        normalizes_keys=given["use_qk_l2norm_in_kernel"],
+        activates_gate=given["use_gate_in_kernel"],
+        activates_beta=given["use_beta_sigmoid_in_kernel"],
+    )
+    return dataclasses.replace(explanation, contents=found)
+
+
+def _explain_signature() -> inspect.Signature:
+    """That of the function, and `contents`."""
+    own = inspect.signature(explain)
+    taken = inspect.signature(chunk_gated_delta_rule).parameters.values()
+    return own.replace(parameters=[*taken, own.parameters["contents"]])
+
+
+explain.__signature__ = _explain_signature()  # type: ignore[attr-defined]
 
 
 def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
@@ -59,82 +101,77 @@ def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         TypeError, ValueError, RuntimeError: the errors of the function for arguments of a wrong
             type, shape, dtype or device; TypeError too for a function that is not one of these.
     """
-    judge = _JUDGES.get(function)
-    if judge is None:
-        names = ", ".join(known.__name__ for known in _JUDGES)
+    if function is chunk_gated_delta_rule:
+        return _chunk(_bound(function, *args, **kwargs))[0]
+    row = _OPERATORS.get(function)
+    if row is None:
+        names = ", ".join(known.__name__ for known in (chunk_gated_delta_rule, *_OPERATORS))
         name = getattr(function, "__name__", repr(function))
         raise TypeError(f"function must be one of {names}, got {name}")
+    operator, judge = row
+    return operator.explain(judge(_bound(function, *args, **kwargs)))
+
+
+def _bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> _Given:
+    """All arguments of a call by their names, without those that are removed or deprecated. Called
+    by the public functions only: a warning names their caller."""
     call = inspect.signature(function).bind(*args, **kwargs)
     call.apply_defaults()
-    return judge(dict(call.arguments))
-
-
-def _chunk(given: _Given) -> Explanation:
-    return explain(**given)
-
-
-def _prefill(given: _Given) -> Explanation:
-    return PREFILL.explain(validate_prefill(prefill_call(given)))
-
-
-def _sequences(given: _Given) -> Explanation:
-    head_first = given.pop("head_first")
+    given = dict(call.arguments)
+    head_first = given.pop("head_first", None)
     if head_first is not None:
         refuse_head_first(head_first)
-    old_name = given.pop("transpose_state_layout")
+    old_name = given.pop("transpose_state_layout", None)
     if old_name is not None:
-        given["state_v_first"] = deprecated_state_layout(given["state_v_first"], old_name)
-    return RECURRENT.explain(validate_sequences(sequence_call(given)))
+        v_first = deprecated_state_layout(given["state_v_first"], old_name, frames=2)
+        given["state_v_first"] = v_first
+    return given
 
 
-def _step(given: _Given) -> Explanation:
-    return STEP.explain(validate_step(step_call(given)))
+def _chunk(given: _Given) -> tuple[Explanation, Inputs]:
+    """And the call's tensors; with a context the offsets are the context's."""
+    x = made(ChunkCall, given)
+    if given["cp_context"] is None:
+        return CHUNK.explain(validate_chunk(x)), x.inputs
+    # Imported here because only calls with cp_context need torch.distributed.
+    from gdn_triton.chunk.sharded.run import validate_sharded
+
+    _, inputs, problem = validate_sharded(x, given["cp_context"])
+    return SHARDED.explain(problem), inputs
 
 
-def _fold(given: _Given) -> Explanation:
-    return FOLD.explain(validate_fold(fold_call(**given), folds=True))
-
-
-def _restart(given: _Given) -> Explanation:
+def _restart(given: _Given) -> FoldProblem:
     call = fold_call(state=None, state_v_first=False, **given)
-    return RESTART.explain(validate_fold(call, folds=False))
+    return validate_fold(call, folds=False)
 
 
-def _conv(given: _Given) -> Explanation:
-    return CONV.explain(validate_conv(ConvArguments(**given), PLAIN))
-
-
-def _conv_update(given: _Given) -> Explanation:
-    return CONV_UPDATE.explain(validate_conv(ConvArguments(**given), CONV_STEP))
-
-
-def _conv_prep(given: _Given) -> Explanation:
+def _conv_prep(given: _Given) -> PrepProblem:
     prep = PrepArguments(**{name: given.pop(name) for name in PrepArguments._fields})
-    args = ConvArguments(x=given.pop("mixed_qkv"), **given)
-    return CONV_PREP.explain(prep_problem(args, prep))
+    return prep_problem(ConvArguments(x=given.pop("mixed_qkv"), **given), prep)
 
 
-def _post_conv(given: _Given) -> Explanation:
-    sizes = validate_post_conv(*given.values())
+def _post_conv(given: _Given) -> Sizes:
     tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return POST_CONV.explain(with_gradients(sizes, needs_grad))
+    return with_gradients(validate_post_conv(*given.values()), needs_grad)
 
 
-def _norm(given: _Given) -> Explanation:
-    return NORM.explain(validate_norm(**given))
-
-
-_JUDGES: dict[Callable[..., Any], Callable[[_Given], Explanation]] = {
-    chunk_gated_delta_rule: _chunk,
-    chunk_prefill: _prefill,
-    fused_recurrent_gated_delta_rule: _sequences,
-    recurrent_step: _step,
-    fold_window: _fold,
-    restart_window: _restart,
-    causal_conv1d: _conv,
-    causal_conv1d_update: _conv_update,
-    fused_conv_prep: _conv_prep,
-    fused_post_conv_prep: _post_conv,
-    rms_norm_gated: _norm,
+# The other functions, each with its operator and what makes a problem of a call's arguments.
+_OPERATORS: dict[Callable[..., Any], tuple[Operator[Any, Any], Callable[[_Given], Any]]] = {
+    chunk_prefill: (PREFILL, lambda given: validate_prefill(prefill_call(given))),
+    fused_recurrent_gated_delta_rule: (
+        RECURRENT,
+        lambda given: validate_sequences(sequence_call(given)),
+    ),
+    recurrent_step: (STEP, lambda given: validate_step(step_call(given))),
+    fold_window: (FOLD, lambda given: validate_fold(fold_call(**given), folds=True)),
+    restart_window: (RESTART, _restart),
+    causal_conv1d: (CONV, lambda given: validate_conv(ConvArguments(**given), PLAIN)),
+    causal_conv1d_update: (
+        CONV_UPDATE,
+        lambda given: validate_conv(ConvArguments(**given), CONV_STEP),
+    ),
+    fused_conv_prep: (CONV_PREP, _conv_prep),
+    fused_post_conv_prep: (POST_CONV, _post_conv),
+    rms_norm_gated: (NORM, lambda given: validate_norm(**given)),
 }

@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -35,23 +35,73 @@ F = TypeVar("F")
 
 # What `GDN_BACKEND` may name, in the order in which `auto` tries them.
 NAMES = ("cuda", "triton", "reference")
+_PLACES = {name: place for place, name in enumerate(NAMES)}
 
 MIN_TRITON = "3.6"
 
 _logger = logging.getLogger("gdn_triton")
-_logged: set[tuple[str, str, tuple[tuple[str, str], ...], int]] = set()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientKernels:
+    """Kernels that make the gradients of a call. load: imports their modules and returns what runs
+    them. sentence: `Explanation.gradients`, None where the backend's name says as much. These
+    records are compared by identity, so a backend returns the same record for the same sentence."""
+
+    load: Callable[[], Any]
+    sentence: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Backend(Generic[P, F]):
-    """name: as `GDN_BACKEND` spells it. supports: a sentence why not, or None. load: imports the
-    backend's modules, which may be heavy or absent, and returns what runs a call. exists: False
-    where the operator has no such backend (`missing`)."""
+    """name: as `GDN_BACKEND` spells it. supports: returns a sentence if the backend cannot run a
+    call, else the kernels that make its gradients, or None where the call needs no gradient or
+    autograd differentiates the forward. load: imports the backend's modules, which may be heavy or
+    absent, and returns the function that runs a call. exists: False where the operator has no such
+    backend (`missing`)."""
 
     name: str
-    supports: Callable[[P], str | None]
+    supports: Callable[[P], str | GradientKernels | None]
     load: Callable[[], F]
     exists: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Choice(Generic[F]):
+    """The backend that runs a call, and why. One object serves all calls with the same decision.
+
+    made_by: the kernels that make the gradients, with the sentence on them, or None as in
+    `Backend.supports`. refusals: each backend that was asked before this one, with its reason.
+    """
+
+    backend: Backend[Any, F]
+    made_by: GradientKernels | None
+    refusals: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    # Both are kept: even the import statement of a loaded module takes longer than an attribute.
+
+    @functools.cached_property
+    def run(self) -> F:
+        """The function that runs the call: for the chunked op, the forward without a gradient."""
+        return self.backend.load()
+
+    @functools.cached_property
+    def gradients(self) -> Any:
+        """The functions of `made_by`, or None."""
+        return None if self.made_by is None else self.made_by.load()
+
+
+# By the decision: the choices that were made, each of which is logged once.
+_choices: dict[Hashable, Choice[Any]] = {}
+
+
+def _keep(key: Hashable, choice: Choice[F]) -> Choice[F]:
+    _choices[key] = choice
+    return choice
 
 
 def load_nothing() -> NoReturn:
@@ -99,66 +149,80 @@ class Explanation:
 @dataclass(slots=True, eq=False)
 class Operator(Generic[P, F]):
     """A public function and its backends. name: the function's. backends: one of each of `NAMES`,
-    in that order; the last one refuses nothing. gradients: of a problem and the backend that is
-    chosen for it, `Explanation.gradients`."""
+    in that order; the last one refuses nothing."""
 
     name: str
     backends: tuple[Backend[P, F], ...]
-    gradients: Callable[[P, str], str | None] = lambda problem, name: None
 
-    def choose(self, problem: P) -> Backend[P, F]:
+    def choose(self, problem: P) -> Choice[F]:
         """The backend that runs this problem.
 
         ValueError for an unknown `GDN_BACKEND`; RuntimeError with the reason if the operator has
         the backend that is asked for by name and it refuses.
         """
         requested = requested_backend()
-        refusals: list[tuple[str, str]] = []
         if requested != "auto":
-            backend = self._named(requested)
-            if backend.exists:
-                reason = backend.supports(problem)
-                if reason is not None:
-                    raise RuntimeError(f"GDN_BACKEND={requested} cannot run this call. {reason}")
-                return backend
-            # The log names this refusal whether the backend comes before or after the chosen one.
+            named = self.backends[_PLACES[requested]]
+            if named.exists:
+                found = named.supports(problem)
+                if isinstance(found, str):
+                    raise RuntimeError(f"GDN_BACKEND={requested} cannot run this call. {found}")
+                return _choices.get((named, found)) or _keep((named, found), Choice(named, found))
+            # The log names this refusal whether the backend comes before the chosen one or not.
             requested = f"{requested}, which {self.name} does not have and so takes for auto,"
-        for backend in self.backends:
-            reason = backend.supports(problem)
-            if reason is None:
-                _log_once(requested, backend.name, tuple(refusals), problem.device.type)
-                return backend
-            refusals.append((backend.name, reason))
+        backend, gradients, refusals = _first(self.backends, problem)
         # The reference is last in the list and refuses nothing.
-        raise AssertionError("no backend took the problem")
+        assert backend is not None, "no backend took the problem"
+        # On an accelerator the reference is right but far slower than kernels.
+        slow_on = problem.device.type if backend.name == "reference" else "cpu"
+        key = requested, backend, gradients, refusals, slow_on
+        choice = _choices.get(key)
+        if choice is None:
+            choice = _keep(key, Choice(backend, gradients, refusals))
+            _log(requested, choice, slow_on)
+        return choice
 
     def explain(self, problem: P) -> Explanation:
         """What `choose` would do, and why not otherwise. Raises only for an unknown
         `GDN_BACKEND`."""
         requested = requested_backend()
-        as_auto = requested != "auto" and not self._named(requested).exists
-        reasons = {backend.name: backend.supports(problem) for backend in self.backends}
-        if requested == "auto" or as_auto:
-            chosen = next((name for name, reason in reasons.items() if reason is None), None)
-            passed_over = f"It could run this call, but {chosen} comes before it."
+        asked, as_auto = self.backends, False
+        if requested != "auto":
+            named = self.backends[_PLACES[requested]]
+            asked, as_auto = (named,) if named.exists else self.backends, not named.exists
+        chosen, gradients, refusals = _first(asked, problem)
+        if chosen is not None and asked is self.backends:
+            passed_over = f"It could run this call, but {chosen.name} comes before it."
         else:
-            chosen = requested if reasons[requested] is None else None
             passed_over = f"It could run this call, but GDN_BACKEND asks for {requested}."
-        for name, reason in reasons.items():
-            if reason is None and name != chosen:
-                reasons[name] = passed_over
-        gradients = None if chosen is None else self.gradients(problem, chosen)
+        reasons: dict[str, str | None] = dict.fromkeys(NAMES)
+        reasons.update(refusals)
+        for backend in self.backends:
+            if backend is not chosen and reasons[backend.name] is None:
+                _, _, refused = _first((backend,), problem)
+                reasons[backend.name] = refused[0][1] if refused else passed_over
         return Explanation(
             requested=requested,
-            chosen=chosen,
+            chosen=None if chosen is None else chosen.name,
             reasons=reasons,
             operator=self.name,
             as_auto=as_auto,
-            gradients=gradients,
+            gradients=None if gradients is None else gradients.sentence,
         )
 
-    def _named(self, name: str) -> Backend[P, F]:
-        return self.backends[NAMES.index(name)]
+
+def _first(
+    backends: tuple[Backend[P, F], ...], problem: P
+) -> tuple[Backend[P, F] | None, GradientKernels | None, tuple[tuple[str, str], ...]]:
+    """The first backend that runs the problem, or None; the kernels that make its gradients there;
+    and the backends that were asked before, each with its reason."""
+    refusals: tuple[tuple[str, str], ...] = ()
+    for backend in backends:
+        found = backend.supports(problem)
+        if not isinstance(found, str):
+            return backend, found, refusals
+        refusals = (*refusals, (backend.name, found))
+    return None, None, refusals
 
 
 def requested_backend() -> str:
@@ -170,22 +234,15 @@ def requested_backend() -> str:
     return name
 
 
-def _log_once(
-    requested: str, name: str, refusals: tuple[tuple[str, str], ...], device_type: str
-) -> None:
-    # On an accelerator the reference is right but far slower than kernels: worth a warning.
-    slow = name == "reference" and device_type != "cpu"
-    level = logging.WARNING if slow else logging.INFO
-    if (requested, name, refusals, level) in _logged:
-        return
-    _logged.add((requested, name, refusals, level))
+def _log(requested: str, choice: Choice[Any], slow_on: str) -> None:
+    slow = slow_on != "cpu"
     _logger.log(
-        level,
+        logging.WARNING if slow else logging.INFO,
         "GDN_BACKEND=%s chose %s%s.%s",
         requested,
-        name,
-        f", which is slow on {device_type}" if slow else "",
-        "".join(f" Not {refused}: {reason}" for refused, reason in refusals),
+        choice.name,
+        f", which is slow on {slow_on}" if slow else "",
+        "".join(f" Not {refused}: {reason}" for refused, reason in choice.refusals),
     )
 
 

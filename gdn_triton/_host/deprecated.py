@@ -5,9 +5,11 @@ import warnings
 import torch
 
 
-def deprecated_state_layout(state_v_first: bool, transpose_state_layout: bool) -> bool:
-    """The layout under its old name. Called by the public functions only: the warning names their
-    caller."""
+def deprecated_state_layout(
+    state_v_first: bool, transpose_state_layout: bool, *, frames: int = 1
+) -> bool:
+    """The layout under its old name. frames: from here to the public function, whose caller the
+    warning names."""
     if transpose_state_layout is not True and transpose_state_layout is not False:
         raise TypeError(
             "transpose_state_layout must be True, False or None, got "
@@ -24,5 +26,5 @@ def deprecated_state_layout(state_v_first: bool, transpose_state_layout: bool) -
 
         warn_deprecated(message)
     else:
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        warnings.warn(message, DeprecationWarning, stacklevel=2 + frames)
     return transpose_state_layout

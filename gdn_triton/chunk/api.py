@@ -1,19 +1,16 @@
-"""The public operations: validate, choose a backend, run it."""
-
-import dataclasses
+"""The public operation: validate, choose a backend, run it."""
 
 import torch
 from torch import Tensor
 
-from gdn_triton._host.arguments import must, refuse_head_first, value_of
-from gdn_triton._host.backends import Explanation
-from gdn_triton._host.contents import read_contents
+from gdn_triton._host.arguments import refuse_head_first
 from gdn_triton._host.deprecated import deprecated_state_layout
-from gdn_triton._host.records import made, new_options
+from gdn_triton._host.records import new_options
 from gdn_triton._host.tensors import is_traced, resolved
-from gdn_triton.chunk.backends import CHUNK, SHARDED
+from gdn_triton.chunk.autograd import differentiable
+from gdn_triton.chunk.backends import CHUNK
 from gdn_triton.chunk.operators import traced
-from gdn_triton.chunk.problem import ChunkCall, new_chunk_call, new_inputs
+from gdn_triton.chunk.problem import new_chunk_call, new_inputs
 from gdn_triton.chunk.validation import validate_chunk
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 
@@ -167,79 +164,10 @@ def chunk_gated_delta_rule(
     if is_traced(q):
         return traced(x)
     problem = validate_chunk(x)
-    return CHUNK.choose(problem).load()(problem, resolved(x.inputs))
+    choice, inputs = CHUNK.choose(problem), resolved(x.inputs)
+    if choice.gradients is None:
+        return choice.run(problem, inputs)
+    return differentiable(choice.gradients, problem, inputs)
 
 
 chunk_gdn = chunk_gated_delta_rule
-
-
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: object | None = None,
-    *,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-    transpose_state_layout: bool | None = None,
-    head_first: None = None,
-    contents: bool = False,
-) -> Explanation:
-    """Which backend `chunk_gated_delta_rule` would run for these arguments, and why no other one.
-
-    Takes the same arguments and raises the same errors for bad ones, but runs nothing. A backend
-    that was asked for by name and refuses is no error here: the result says so. `print` it.
-
-    With `contents`, which waits for the device, the result's `contents` has what the tensors hold
-    (the largest g, the longest key, the range of beta) and each mistake that shows in it, in words
-    (docs/wrong_numbers.md). ValueError where the tensors have no memory to read.
-    """
-    given = dict(locals())
-    if head_first is not None:
-        refuse_head_first(head_first)
-    if transpose_state_layout is not None:
-        state_v_first = deprecated_state_layout(state_v_first, transpose_state_layout)
-    x = made(ChunkCall, {**given, "state_v_first": state_v_first})
-    if cp_context is not None:
-        from gdn_triton.chunk.sharded.run import validate_sharded
-
-        layout, _, problem = validate_sharded(x, cp_context)
-        cu_seqlens = layout.cu_seqlens
-        explanation = SHARDED.explain(problem)
-    else:
-        explanation = CHUNK.explain(validate_chunk(x))
-    if contents is not True and contents is not False:
-        raise TypeError(must("contents", "be True or False", value_of(contents)))
-    if not contents:
-        return explanation
-    if is_traced(q):
-        raise ValueError(must("contents", "be False where tensors have no memory", "True"))
-    found = read_contents(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        normalizes_keys=use_qk_l2norm_in_kernel,
-        activates_gate=use_gate_in_kernel,
-        activates_beta=use_beta_sigmoid_in_kernel,
-    )
-    return dataclasses.replace(explanation, contents=found)

@@ -3,7 +3,7 @@ backward needs nothing of a forward but its inputs, so that each serves any of t
 leaves beside makes its own backend's backward take less time."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ class Find(Protocol):
         *,
         store_dh0: bool,
     ) -> Gradients: ...
+
+
+class ByKernels(NamedTuple):
+    """The two functions of a call with gradients: `run` is its forward, and `find` computes the
+    gradients from the inputs and from the states that `run` leaves."""
+
+    run: Run
+    find: Find
 
 
 class _Chunk(torch.autograd.Function):
@@ -83,11 +91,9 @@ class _Chunk(torch.autograd.Function):
         return (None, None, None, *wanted)
 
 
-def differentiable(
-    run: Run, find: Find, problem: Problem, x: Inputs
-) -> tuple[Tensor, Tensor | None]:
-    """What the forward `run` returns for these arguments, with the gradients that `find` finds: for
-    a problem that both serve."""
+def differentiable(by: ByKernels, problem: Problem, x: Inputs) -> tuple[Tensor, Tensor | None]:
+    """o and the final state or None, differentiable once; with the bits of a forward without
+    gradients."""
     return _Chunk.apply(  # type: ignore[no-any-return, no-untyped-call]
-        run, find, problem, *x
+        by.run, by.find, problem, *x
     )

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from gdn_triton._host.backends import (
     Backend,
+    GradientKernels,
     Operator,
     load_nothing,
     reference_supports,
 )
+from gdn_triton.chunk.autograd import ByKernels
 from gdn_triton.chunk.cuda import support as cuda_support
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.chunk.triton.support import triton_supports
@@ -29,34 +31,25 @@ class Forward(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
-def cuda_supports(problem: Problem) -> str | None:
-    """A sentence why the CUDA library, or Triton for its gradients, cannot run this, or None."""
+def _cuda_supports(problem: Problem) -> str | GradientKernels | None:
+    """As `Backend.supports`: the library runs the forward, and it or Triton makes the gradients."""
     refusal = problem.unreadable or cuda_support.supports(problem)
     if refusal is not None or not problem.needs_grad:
         return refusal
-    own = cuda_support.backward_supports(problem)
-    if own is None:
-        return None
+    why = cuda_support.why_triton_gradients(problem)
+    if why is None:
+        return _BY_LIBRARY
     refusal = triton_supports(problem)
     if refusal is None:
-        return None
+        return _by_triton(why, with_walks=cuda_support.walks_support(problem) is None)
     return (
         f"An input requires a gradient, and the Triton backward cannot run: {refusal} Nor does the "
-        f"library's own serve the call. {own}"
+        f"library's own serve the call. {why}"
     )
 
 
-def chunk_gradients(problem: Problem, name: str) -> str | None:
-    """A sentence on what makes the gradients of a call in the backend of that name; None where none
-    are wanted, or where they are the backend's by its name."""
-    if not problem.needs_grad or name != "cuda":
-        return None
-    why = cuda_support.why_triton_gradients(problem)
-    if why is None:
-        return "The gradients are by the CUDA library's backward."
-    if cuda_support.walks_support(problem) is None:
-        return f"The gradients are by the Triton backward, with the CUDA library's walks. {why}"
-    return f"The gradients are by the Triton backward. {why}"
+def _triton_supports(problem: Problem) -> str | GradientKernels | None:
+    return triton_supports(problem) or (_BY_TRITON if problem.needs_grad else None)
 
 
 def sharded_cuda_supports(problem: Problem) -> str | None:
@@ -64,50 +57,73 @@ def sharded_cuda_supports(problem: Problem) -> str | None:
     return "The CUDA library does not serve cp_context."
 
 
-# Loaded modules are cached: even an import statement of a loaded module takes longer.
-
-
-@functools.cache
 def _load_cuda() -> Forward:
     from gdn_triton.chunk.cuda import autograd
 
     return autograd.forward
 
 
-@functools.cache
+def _load_cuda_gradients() -> ByKernels:
+    from gdn_triton.chunk.cuda import autograd
+
+    return autograd.by_library()
+
+
 def _load_triton() -> Forward:
     from gdn_triton.chunk.triton import autograd
 
     return autograd.forward
 
 
-@functools.cache
+def _load_triton_gradients() -> ByKernels:
+    from gdn_triton.chunk.triton import autograd
+
+    return autograd.by_triton()
+
+
 def _load_reference() -> Forward:
     from gdn_triton.chunk import reference
 
     return reference.forward
 
 
-@functools.cache
 def _load_triton_shard() -> "ShardOps":
     from gdn_triton.chunk.sharded import triton
 
     return triton
 
 
-@functools.cache
 def _load_reference_shard() -> "ShardOps":
     from gdn_triton.chunk.sharded import reference
 
     return reference
 
 
+_BY_LIBRARY = GradientKernels(
+    _load_cuda_gradients, "The gradients are by the CUDA library's backward."
+)
+_BY_TRITON = GradientKernels(_load_triton_gradients)
+
+
+@functools.cache
+def _by_triton(why: str, *, with_walks: bool) -> GradientKernels:
+    """After a forward of the CUDA library. why: a sentence why not by the library's backward."""
+
+    def load() -> ByKernels:
+        from gdn_triton.chunk.cuda import autograd
+
+        return autograd.by_triton(with_walks=with_walks)
+
+    walks = ", with the CUDA library's walks" if with_walks else ""
+    return GradientKernels(load, f"The gradients are by the Triton backward{walks}. {why}")
+
+
 _CHUNK_BACKENDS: tuple[Backend[Problem, Forward], ...] = (
-    Backend("cuda", cuda_supports, _load_cuda),
-    Backend("triton", triton_supports, _load_triton),
+    Backend("cuda", _cuda_supports, _load_cuda),
+    Backend("triton", _triton_supports, _load_triton),
     Backend("reference", reference_supports, _load_reference),
 )
-CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS, chunk_gradients)
+CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS)
 PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS)
 
 # A call of the chunked op that is split over ranks.

@@ -28,9 +28,8 @@ from gdn_triton._host.environment import batch_invariant, traced_batch_invariant
 from gdn_triton._host.records import Options, arguments_of, flat, made, state_needs_grad
 from gdn_triton._host.replay import replayed_gradients
 from gdn_triton._host.schema import schema_takes, without_contents
-from gdn_triton.chunk.autograd import Find
 from gdn_triton.chunk.backends import CHUNK
-from gdn_triton.chunk.problem import DIFFERENTIABLE, ChunkCall, Problem
+from gdn_triton.chunk.problem import DIFFERENTIABLE, ChunkCall, Inputs
 from gdn_triton.chunk.validation import judge_chunk, validate_chunk
 
 # The arguments of a call, by their names in ChunkCall and its parts, and what else it depends on.
@@ -55,13 +54,6 @@ def _differentiable(given: Mapping[str, Any]) -> list[Any]:
     return [given[name] for name in DIFFERENTIABLE]
 
 
-def _run(x: ChunkCall, problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """Runs the call in the backend that serves it, without a gradient: the operator's autograd
-    formula, not its implementation, keeps tensors for the backward."""
-    without = dataclasses.replace(problem, needs_grad=False)
-    return CHUNK.choose(problem).load()(without, x.inputs)
-
-
 # ------------------------------------------------------------------------------------------ forward
 
 
@@ -79,7 +71,8 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     problem = dataclasses.replace(
         validate_chunk(x), needs_grad=needs_grad, batch_invariant=_invariant(given)
     )
-    o, final_state = _run(x, problem)
+    # Without what makes the gradients: the operator's autograd formula keeps tensors for them.
+    o, final_state = CHUNK.choose(problem).run(problem, x.inputs)
     if final_state is None:
         final_state = o.new_empty(0, dtype=_state_dtype(o))
     return o, final_state
@@ -127,46 +120,16 @@ def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]
     problem = dataclasses.replace(
         validate_chunk(x), needs_grad=True, batch_invariant=given["batch_invariant"]
     )
-    name = CHUNK.choose(problem).name
-    if name == "reference":
-        return _by_autograd(given, problem, do, dht, wanted)
+    choice = CHUNK.choose(problem)
     by_name = dict(zip(DIFFERENTIABLE, wanted, strict=True))
-    return _by_kernels(_find(name, problem), x, problem, do, dht, by_name)
+    if choice.gradients is not None:
+        store_dh0 = by_name["initial_state"]
+        of = choice.gradients.find(problem, x.inputs, do, dht, store_dh0=store_dh0)._asdict()
+        return [of[name] for name, want in by_name.items() if want and of[name] is not None]
 
-
-def _find(name: str, problem: Problem) -> Find:
-    if name == "cuda":
-        from gdn_triton.chunk.cuda.autograd import gradients_of
-
-        return gradients_of(problem)
-    from gdn_triton.chunk.triton.backward import gradients
-
-    return gradients
-
-
-def _by_kernels(
-    find: Find,
-    x: ChunkCall,
-    problem: Problem,
-    do: Tensor | None,
-    dht: Tensor | None,
-    wanted: dict[str, bool],
-) -> list[Tensor]:
-    found = find(problem, x.inputs, do, dht, store_dh0=wanted["initial_state"])
-    of = found._asdict()
-    return [of[name] for name, want in wanted.items() if want and of[name] is not None]
-
-
-def _by_autograd(
-    given: dict[str, Any],
-    problem: Problem,
-    do: Tensor | None,
-    dht: Tensor | None,
-    wanted: list[bool],
-) -> list[Tensor]:
     def run(*leaves: Tensor | None) -> tuple[Tensor, Tensor | None]:
         named = dict(zip(DIFFERENTIABLE, leaves, strict=True))
-        return _run(made(ChunkCall, {**given, **named}), problem)
+        return choice.run(problem, Inputs(**{**x.inputs._asdict(), **named}))
 
     return replayed_gradients(run, _differentiable(given), wanted, (do, dht))
 

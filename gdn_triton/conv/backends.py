@@ -53,21 +53,18 @@ def conv_refusal(problem: ConvProblem) -> str | None:
 ConvRun = Callable[[ConvProblem, ConvOperands], Tensor]
 
 
-@functools.cache
 def _load_triton() -> ConvRun:
     from gdn_triton.conv.triton import autograd
 
     return autograd.forward
 
 
-@functools.cache
 def _load_triton_update() -> ConvRun:
     from gdn_triton.conv.triton import autograd
 
     return autograd.update
 
 
-@functools.cache
 def _load_reference() -> ConvRun:
     from gdn_triton.conv import reference
 
@@ -98,7 +95,7 @@ def run_valid_conv(
 ) -> Tensor:
     """prep: of a preparation that follows."""
     given = operands(problem, args, form, prep)
-    run = (CONV_UPDATE if form.is_step else CONV).choose(problem).load()
+    run = (CONV_UPDATE if form.is_step else CONV).choose(problem).run
     with on_device(problem.device):
         y = run(problem, given)
     return y.view(args.x.shape)

@@ -76,13 +76,13 @@ def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> PreparedInputs:
     if problem.sizes.needs_grad:
         # Each part says for itself whether it has a gradient.
         return _run_parts(args, prep, problem)
-    return CONV_PREP.choose(problem).load()(args, prep, problem)
+    return CONV_PREP.choose(problem).run(args, prep, problem)
 
 
 def _run_parts(args: ConvArguments, prep: PrepArguments, problem: PrepProblem) -> PreparedInputs:
     sizes, lead = problem.sizes, args.x.shape[:-1]
     # Choose before anything runs: a refusal then leaves the states as they are.
-    second = POST_CONV.choose(sizes).load()
+    second = POST_CONV.choose(sizes).run
     y = run_valid_conv(problem.conv, args, PREPARED, prep).flatten(0, -2)
     flat = prep._replace(a=prep.a.reshape(-1, sizes.HV), b=prep.b.reshape(-1, sizes.HV))
     bounds = args.cu_seqlens if sizes.needs_grad else None

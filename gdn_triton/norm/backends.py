@@ -36,14 +36,12 @@ def triton_refuses(problem: Norm) -> str | None:
     return triton_refusal(problem.dtypes, problem.device.type, 1)
 
 
-@functools.cache
 def _load_triton() -> Run:
     from gdn_triton.norm.triton import forward
 
     return forward
 
 
-@functools.cache
 def _load_reference() -> Run:
     from gdn_triton.reference.norm import rms_norm_gated
 
@@ -66,7 +64,7 @@ NORM: Operator[Norm, Run] = Operator(
 def run_norm(x: Tensor, gate: Tensor, weight: Tensor, *options: Any) -> Tensor:
     """Validates the call, and runs it in the backend that is chosen for it."""
     problem = validate_norm(x, gate, weight, *options)
-    run = NORM.choose(problem).load()
+    run = NORM.choose(problem).run
     x, gate, weight = resolved((x, gate, weight))
     with on_device(problem.device):
         return run(problem, x, gate, weight)

@@ -33,14 +33,12 @@ def triton_refusal(sizes: Sizes) -> str | None:
     return triton_limits((sizes.dtype,), sizes.device.type, sizes.HV, sizes.K, sizes.V)
 
 
-@functools.cache
 def _load_triton() -> Callable[..., PreparedInputs]:
     from gdn_triton.prep.triton import post_conv_fwd
 
     return post_conv_fwd
 
 
-@functools.cache
 def _load_reference() -> Callable[..., PreparedInputs]:
     from gdn_triton.reference.prep import fused_post_conv_prep
 
@@ -60,7 +58,7 @@ POST_CONV: Operator[Sizes, Callable[..., PreparedInputs]] = Operator(
 
 def choose_post_conv(sizes: Sizes, needs_grad: bool) -> Callable[..., PreparedInputs]:
     """What runs the call, for `run_post_conv`."""
-    return POST_CONV.choose(with_gradients(sizes, needs_grad)).load()
+    return POST_CONV.choose(with_gradients(sizes, needs_grad)).run
 
 
 def run_post_conv(

@@ -79,7 +79,7 @@ def run_fold(call: FoldCall, *, folds: bool) -> None:
         fold_memory(call).check(x)
     check_folds(problem, x)
     operator = FOLD if folds else RESTART
-    operator.choose(problem).load()(problem, resolved(x))
+    operator.choose(problem).run(problem, resolved(x))
 
 
 def _planned(
@@ -123,10 +123,10 @@ def _planned(
             return _planned(operator, call._replace(inputs=inputs), judge, judge_memory)
         if transformed:
             # Properties of a tensor that the key does not hold.
-            return operator.choose(problem).load()(problem, x), x
+            return operator.choose(problem).run(problem, x), x
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        run = operator.choose(problem).load()(problem, x)
+        run = operator.choose(problem).run(problem, x)
         plan = _plans[key] = _Plan(problem, memory, run)
     else:
         if plan.memory is not None:

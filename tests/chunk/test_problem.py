@@ -1,6 +1,7 @@
 """What validation makes of good calls: the problem of each, what it reads of their tensors, and the
 older name of state_v_first."""
 
+import functools
 import math
 import warnings
 
@@ -129,7 +130,11 @@ def test_needs_grad(name):
         assert not validate(arguments).needs_grad
 
 
-CALLS = [gdn_triton.chunk_gated_delta_rule, gdn_triton.explain]
+CALLS = [
+    gdn_triton.chunk_gated_delta_rule,
+    gdn_triton.explain,
+    functools.partial(gdn_triton.explain_call, gdn_triton.chunk_gated_delta_rule),
+]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -15,8 +15,7 @@ from helpers import BF16, FP16, FP32, make_inputs
 
 import gdn_triton
 from gdn_triton._host import backends
-from gdn_triton.chunk import backends as chunk_backends
-from gdn_triton.chunk.backends import CHUNK, chunk_gradients
+from gdn_triton.chunk.backends import CHUNK
 from gdn_triton.chunk.cuda import calls, support
 from gdn_triton.chunk.problem import Inputs
 
@@ -85,12 +84,45 @@ def test_explained(
 def test_needs_no_triton(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_triton_missing", lambda: "No Triton here.")
     monkeypatch.setenv("GDN_BACKEND", "auto")
-    assert chunk_backends.cuda_supports(problem(**TRAINED)) is None
-    reason = chunk_backends.cuda_supports(problem(**{**TRAINED, "K": 136}))
+    by_library = "The gradients are by the CUDA library's backward."
+    assert CHUNK.explain(problem(**TRAINED)).gradients == by_library
+    reason = CHUNK.explain(problem(**{**TRAINED, "K": 136})).reasons["cuda"]
     assert reason is not None and "No Triton here." in reason
-    wasteful = problem(**{**TRAINED, "K": 40})
-    assert chunk_backends.cuda_supports(wasteful) is None
-    assert chunk_gradients(wasteful, "cuda") == "The gradients are by the CUDA library's backward."
+    wasteful = CHUNK.explain(problem(**{**TRAINED, "K": 40}))
+    assert wasteful.chosen == "cuda" and wasteful.gradients == by_library
+
+
+@pytest.mark.parametrize(
+    ("changes", "find"),
+    [({}, "gradients"), ({"K": 136}, "gradients with walks"), ({"K": 40}, "gradients of triton")],
+    ids=["library", "walks", "triton"],
+)
+def test_a_choice_has_the_gradients_that_it_explains(
+    changes: dict[str, Any],
+    find: str,
+    hopper: None,
+    no_interpreter: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward, gradients and words are of one decision, for which each limit is asked once."""
+    backward = pytest.importorskip("gdn_triton.chunk.triton.backward", reason="needs Triton")
+    monkeypatch.setattr(backends, "_triton_missing", lambda: None)
+    monkeypatch.setenv("GDN_BACKEND", "auto")
+    asked = []
+    limits = support.backward_supports
+    monkeypatch.setattr(support, "backward_supports", lambda p: asked.append(p) or limits(p))
+    trained = problem(**{**TRAINED, **changes})
+    choice = CHUNK.choose(trained)
+    by = choice.gradients
+    assert len(asked) == 1
+    assert choice.name == "cuda" and choice.made_by is not None and not choice.refusals
+    assert choice.made_by.sentence == CHUNK.explain(trained).gradients
+    known = {calls.gradients: "gradients", backward.gradients: "gradients of triton"}
+    assert known.get(by.find, "gradients with walks") == find
+    assert (by.run is calls.forward_for_gradients) == (find == "gradients")
+    assert CHUNK.choose(replace(trained)) is choice
+    alone = CHUNK.choose(replace(trained, needs_grad=False))
+    assert alone.gradients is None and alone.run is choice.run
 
 
 # -------------------------------------------------------------------------------- the host code

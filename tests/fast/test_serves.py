@@ -9,7 +9,7 @@ from helpers import BF16, FP16, FP32, FP64
 
 from gdn_triton import fast
 from gdn_triton._host import backends as backend
-from gdn_triton.chunk import backends as chunk_backends
+from gdn_triton.chunk.backends import CHUNK
 from gdn_triton.chunk.cuda import support
 
 
@@ -78,13 +78,13 @@ def test_gradients_are_served_where_triton_serves_them(
 ) -> None:
     trained = problem(needs_grad=True, K=136)
     monkeypatch.setattr(backend, "_triton_missing", lambda: None)
-    assert chunk_backends.cuda_supports(trained) is None
+    assert CHUNK.explain(trained).chosen == "cuda"
     monkeypatch.setattr(backend, "_triton_missing", lambda: "No Triton here.")
-    reason = chunk_backends.cuda_supports(trained)
+    reason = CHUNK.explain(trained).reasons["cuda"]
     assert reason is not None
     assert "the Triton backward cannot run: No Triton here. Nor does the library's own" in reason
     assert reason.endswith(support.backward_supports(trained) or "?")
-    assert chunk_backends.cuda_supports(problem(needs_grad=True)) is None
-    assert chunk_backends.cuda_supports(problem()) is None
-    refused = chunk_backends.cuda_supports(problem(needs_grad=True, chunk_size=32))
+    for served in (problem(needs_grad=True), problem()):
+        assert CHUNK.explain(served).chosen == "cuda"
+    refused = CHUNK.explain(problem(needs_grad=True, chunk_size=32)).reasons["cuda"]
     assert refused == support.supports(problem(chunk_size=32))

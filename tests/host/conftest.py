@@ -35,5 +35,5 @@ def bare(monkeypatch: pytest.MonkeyPatch, no_interpreter: None) -> None:
     """Neither the machine nor the shell decides: no request, Triton there, no interpreter."""
     monkeypatch.delenv("GDN_BACKEND", raising=False)
     monkeypatch.setattr(backends, "_triton_missing", lambda: None)
-    monkeypatch.setattr(backends, "_logged", set())
+    monkeypatch.setattr(backends, "_choices", {})
     monkeypatch.setattr(fast, "why_unavailable", lambda: NO_CUDA)

@@ -207,17 +207,41 @@ def test_named_backend_is_the_one_called(monkeypatch):
         assert x[5:] == (None,) * 4
 
 
+def test_a_choice_is_made_once_for_calls_that_are_decided_alike(monkeypatch):
+    loaded = []
+    fakes = tuple(
+        Backend(b.name, b.supports, lambda name=b.name: loaded.append(name) or name)
+        for b in CHUNK.backends
+    )
+    monkeypatch.setattr(CHUNK, "backends", fakes)
+    choice = CHUNK.choose(problem())
+    assert not loaded, "a choice loads nothing"
+    assert (choice.name, choice.refusals) == ("triton", (("cuda", NO_CUDA),))
+    assert CHUNK.choose(problem(T=9)) is choice
+    assert choice.run == choice.run == "triton" and loaded == ["triton"]
+    # Other gradients, another request and another device are other decisions.
+    others = [CHUNK.choose(problem(needs_grad=True)), CHUNK.choose(problem("cpu"))]
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    others.append(CHUNK.choose(problem()))
+    assert len({*others, choice}) == 4
+    assert [(x.name, bool(x.refusals)) for x in others] == [
+        ("triton", True),
+        ("reference", True),
+        ("triton", False),
+    ]
+
+
 def test_load_reference():
     from gdn_triton.chunk import reference as reference_chunk
 
-    assert CHUNK.choose(problem("cpu")).load() is reference_chunk.forward
+    assert CHUNK.choose(problem("cpu")).run is reference_chunk.forward
 
 
 def test_load_triton():
     pytest.importorskip("triton", reason="Triton is not installed")
     from gdn_triton.chunk.triton import autograd as chunk
 
-    assert CHUNK.choose(problem()).load() is chunk.forward
+    assert CHUNK.choose(problem()).run is chunk.forward
 
 
 def test_explain():

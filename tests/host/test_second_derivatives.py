@@ -23,6 +23,7 @@ from torch import Tensor
 
 import gdn_triton
 import gdn_triton.conv.prep as conv_prep_module
+from gdn_triton._host.backends import Choice
 from gdn_triton.distributed import build_cp_context, conv_halo
 from gdn_triton.layers import GatedDeltaNet
 
@@ -326,7 +327,7 @@ def test_convolution_before_a_preparation_refuses(
 ) -> None:
     """As in `auto` on a GPU: the convolution in Triton, the preparation in the reference."""
     *_, reference = conv_prep_module.POST_CONV.backends
-    chosen = SimpleNamespace(choose=lambda sizes: reference)
+    chosen = SimpleNamespace(choose=lambda sizes: Choice(reference, None))
     monkeypatch.setattr(conv_prep_module, "POST_CONV", chosen)
     monkeypatch.setenv("GDN_BACKEND", "triton")
     leaves = leaves_of(CASES["fused_conv_prep"], device, FP32)

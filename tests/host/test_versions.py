@@ -117,5 +117,5 @@ def test_versions_with_the_cuda_library(monkeypatch: pytest.MonkeyPatch) -> None
 
     before = [x._version for x in written]
     monkeypatch.setattr(autograd, "calls", SimpleNamespace(forward=forward))
-    autograd.forward(SimpleNamespace(needs_grad=False), None, pool)  # type: ignore[arg-type]
+    autograd.forward(SimpleNamespace(), None, pool)  # type: ignore[arg-type]
     assert seen == [version + 1 for version in before]

@@ -290,7 +290,7 @@ def test_a_name_that_only_the_chunked_op_has(
 
     named = Backend("cuda", lambda problem: None, load)
     monkeypatch.setattr(CHUNK, "backends", (named, *CHUNK.backends[1:]))
-    monkeypatch.setattr(backends, "_logged", set())
+    monkeypatch.setattr(backends, "_choices", {})
     caplog.set_level("INFO", logger="gdn_triton")
     layer = make_layer(dtype=FP32, device=device)
     x = make_input(2, RECURRENT_TOKENS + 4, FP32, device)

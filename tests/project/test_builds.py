@@ -11,6 +11,7 @@ from choice_cases import problem
 
 from benchmarks import builds
 from benchmarks.shapes import TABLES, all_cases, tiny
+from gdn_triton._host.backends import GradientKernels
 from gdn_triton.chunk import backends
 
 ROW = "full 16/32 1x2048"
@@ -117,6 +118,7 @@ def test_every_table_has_jobs() -> None:
 
 def test_words_of_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a build's process takes for the library's own backward is what `explain` says of one."""
-    for name in ("backward_supports", "backward_wasteful"):
+    for name in ("supports", "backward_supports", "backward_wasteful"):
         monkeypatch.setattr(backends.cuda_support, name, lambda problem: None)
-    assert backends.chunk_gradients(problem(needs_grad=True), "cuda") == builds.BY_LIBRARY
+    made_by = backends.CHUNK.backends[0].supports(problem(needs_grad=True))
+    assert isinstance(made_by, GradientKernels) and made_by.sentence == builds.BY_LIBRARY

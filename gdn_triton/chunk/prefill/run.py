@@ -22,7 +22,7 @@ def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
     problem, given = validate_prefill(x), x.pool
     for name in ("state", "out", "state_checkpoints"):
         check_written(name, getattr(given, name))
-    backend = PREFILL.choose(problem)
+    choice = PREFILL.choose(problem)
     p = problem
     if given.state_checkpoints is not None and is_same_memory(given.state_checkpoints, given.state):
         if given.checkpoint_slots is None:
@@ -53,7 +53,7 @@ def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
         checkpoint_slots=_dense(given.checkpoint_slots),
     )
     check_slots(problem, pool, x.inputs.cu_seqlens)
-    backend.load()(problem, resolved(x.inputs), pool)
+    choice.run(problem, resolved(x.inputs), pool)
     return out, None if checkpoints is given.state else checkpoints
 
 

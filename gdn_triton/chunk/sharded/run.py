@@ -17,7 +17,7 @@ def sharded(x: ChunkCall, cp_context: object) -> tuple[Tensor, Tensor | None]:
     layout, inputs, problem = validate_sharded(x, cp_context)
     if problem.unreadable is not None:
         raise NotImplementedError(f"cp_context serves no such call. {problem.unreadable}")
-    ops = SHARDED.choose(problem).load()
+    ops = SHARDED.choose(problem).run
     return forward(ops, problem, layout, resolved(inputs))
 
 

@@ -1,19 +1,21 @@
-"""The Triton backend under autograd: its forward, and its backward where a gradient is needed."""
+"""The Triton backend: its forward and its backward."""
 
 from torch import Tensor
 
 from gdn_triton._host.memory import count_writes
-from gdn_triton.chunk.autograd import differentiable, leaves_nothing
+from gdn_triton.chunk.autograd import ByKernels, leaves_nothing
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.chunk.triton import backward as chunk_bwd
 from gdn_triton.chunk.triton import forward as chunk_fwd
 
 
 def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
-    """o [B, T, HV, V] in q's dtype and the final state, or None; differentiable once. The same bits
-    with and without a gradient. With a `pool`, its o and its states, and no gradient."""
-    if problem.needs_grad:
-        return differentiable(leaves_nothing(chunk_fwd.forward), chunk_bwd.gradients, problem, x)
+    """o [B, T, HV, V] in q's dtype and the final state, or None, without a gradient. With a `pool`,
+    its o and its states."""
     if pool is not None:
         count_writes(pool.state, pool.out, pool.checkpoints)
     return chunk_fwd.forward(problem, x, pool)
+
+
+def by_triton() -> ByKernels:
+    return ByKernels(run=leaves_nothing(chunk_fwd.forward), find=chunk_bwd.gradients)
