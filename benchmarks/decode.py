@@ -120,6 +120,8 @@ def own_pool(states: Tensor, dtype: torch.dtype, v_first: bool) -> Tensor:
 
 
 def ours(step: Step, dtype: torch.dtype, v_first: bool) -> Callable[[], Any] | str:
+    if dtype == torch.int8:
+        return "a pool of int8 needs a window"
     N, T = step.q.shape[:2]
     rest = own_arguments(step, v_first)
     if T == 1:
@@ -139,7 +141,8 @@ class WindowSteps:
     def __init__(self, step: Step, dtype: torch.dtype, v_first: bool) -> None:
         N, T, H = step.q.shape[:3]
         HV, device = step.v.shape[2], step.q.device
-        window = make_window(N, H, HV, K, V, device=device, max_tokens=T)
+        packed = dtype == torch.int8
+        window = make_window(N, H, HV, K, V, device=device, max_tokens=T, with_scales=packed)
         base = torch.randint(100, 1000, (N,), device=device, dtype=torch.int32)
         restart_window(window, step.slots, base)
         moved = 1 if T == 1 else T // 2
@@ -147,6 +150,10 @@ class WindowSteps:
         self.positions = [base + moved * i for i in range(self.period)]
         self.made = 0
         pool, rest = own_pool(step.states, dtype, v_first), own_arguments(step, v_first)
+        if packed:
+            states = own_pool(step.states, torch.float32, v_first)
+            every = torch.arange(N, device=device)
+            window.pack(pool, every, states, state_v_first=v_first)
         self.step = partial(recurrent_step, pool, step.slots, window=window, **rest)
 
     def __call__(self) -> Tensor:
@@ -158,6 +165,8 @@ class WindowSteps:
 def flashinfer_pool(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
     if step.q.shape[1] > 1:
         return "one token a call only"
+    if dtype == torch.int8:
+        return "takes float states only"
     run = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose
     return partial(
         run,

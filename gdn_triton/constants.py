@@ -22,6 +22,12 @@ SOFTPLUS_THRESHOLD = 20.0
 # from being (-inf) - (-inf).
 LOG2_DECAY_FLOOR = {torch.float32: -160.0, torch.float64: -1100.0}
 
+# An int8 state stores the largest magnitude of a value channel as this number. A channel whose
+# magnitudes are all at most LEAST_INT8_RANGE is stored as zeros: the reciprocal of a smaller range
+# could overflow.
+INT8_MAX = 127.0
+LEAST_INT8_RANGE = 1e-30
+
 # Largest key size of the Triton and CUDA kernels; the reference has no limit.
 MAX_K = 256
 

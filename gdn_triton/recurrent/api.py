@@ -188,8 +188,8 @@ def recurrent_step(
     in place.
 
     Args:
-        state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float. Written in
-            place. Slots may lie any distance apart.
+        state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float, or int8 with the
+            scales of a window. Written in place. Slots may lie any distance apart.
         read_slots: [N], int32 or int64: where each sequence's state is. A slot that is padding
             (`skip`) skips its sequence: no state is written, and its o is 0.
         write_slots: int32 or int64. [N]: where each sequence's state goes after its last token.
@@ -320,10 +320,10 @@ def _step_operands(
         g, beta = a, b
     else:
         _refuse("g", b=b)
-    u_rows = k_rows = g_rows = call_rows = start = None
+    u_rows = k_rows = g_rows = call_rows = start = scales = None
     if window is not None:
         check_kind(window)
-        u_rows, k_rows, g_rows, call_rows, start, _ = window
+        u_rows, k_rows, g_rows, call_rows, start, _, scales = window
     # Validation has refused a call that lacks one of them.
     return Operands.__new__(
         Operands,
@@ -346,6 +346,7 @@ def _step_operands(
         g_rows=g_rows,
         call_rows=call_rows,
         start=start,
+        scales=scales,
     )
 
 

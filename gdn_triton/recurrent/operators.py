@@ -27,6 +27,7 @@ from gdn_triton.recurrent.plans import run_fold, run_sequences, run_step
 from gdn_triton.recurrent.problem import (
     DIFFERENTIABLE,
     WINDOW,
+    WINDOW_AND_SCALES,
     FoldCall,
     SequenceCall,
     StepCall,
@@ -165,7 +166,8 @@ _STEP_ARGUMENTS: Final = arguments_of(_NEW)
 _OUT_ARGUMENTS: Final = arguments_of(_OUT)
 
 _ROWS: Final = (
-    "Tensor(c!) u_rows, Tensor(d!) k_rows, Tensor(e!) g_rows, Tensor(f!) call_rows, Tensor start"
+    "Tensor(c!) u_rows, Tensor(d!) k_rows, Tensor(e!) g_rows, Tensor(f!) call_rows, Tensor start, "
+    "Tensor(g!)? scales"
 )
 _WINDOW_STEP: Final = _STEP.replace("Tensor? write_slots, Tensor? num_accepted_tokens, ", "")
 _WINDOW_NEW: Final = f"{_WINDOW_STEP.format(out='')}, Tensor positions, {_ROWS}, int max_tokens"
@@ -179,7 +181,7 @@ def _step_call(given: Mapping[str, Any]) -> StepCall:
     absent = dict.fromkeys(
         ("gk", "gv", "out", "write_slots", "num_accepted_tokens", "positions", "max_tokens")
     )
-    absent |= dict.fromkeys(WINDOW)
+    absent |= dict.fromkeys(WINDOW_AND_SCALES)
     mixed = dict.fromkeys(("k", "v"), given["q"]) if given["is_mixed"] else {}
     raw = {"use_beta_sigmoid_in_kernel": given["is_raw"], "use_gate_in_kernel": given["is_raw"]}
     return made(StepCall, {**absent, **given, **mixed, **raw})
@@ -223,7 +225,7 @@ def _step_out_fake(*args: Any) -> None:
 
 @torch.library.custom_op(
     "gdn_triton::recurrent_step_window",
-    mutates_args=("state", "u_rows", "k_rows", "g_rows", "call_rows"),
+    mutates_args=("state", "u_rows", "k_rows", "g_rows", "call_rows", "scales"),
     schema=f"({_WINDOW_NEW}) -> Tensor",
 )
 def _window_step(*args: Any) -> Tensor:
@@ -238,7 +240,7 @@ def _window_step_fake(*args: Any) -> Tensor:
 
 @torch.library.custom_op(
     "gdn_triton::recurrent_step_window_out",
-    mutates_args=("state", "out", "u_rows", "k_rows", "g_rows", "call_rows"),
+    mutates_args=("state", "out", "u_rows", "k_rows", "g_rows", "call_rows", "scales"),
     schema=f"({_WINDOW_OUT}) -> ()",
 )
 def _window_step_out(*args: Any) -> None:
@@ -297,13 +299,13 @@ _FOLDED: Final = (
     "Tensor u_rows, Tensor k_rows, Tensor g_rows, Tensor call_rows, Tensor(b!) start, "
     "Tensor slots, Tensor positions, int max_tokens, bool state_v_first, str skip"
 )
-_FOLD: Final = f"Tensor(a!) state, {_FOLDED}"
+_FOLD: Final = f"Tensor(a!) state, Tensor(c!)? scales, {_FOLDED}"
 _FOLD_ARGUMENTS: Final = arguments_of(_FOLD)
 _RESTART_ARGUMENTS: Final = arguments_of(_FOLDED)
 
 
 @torch.library.custom_op(
-    "gdn_triton::fold_window", mutates_args=("state", "start"), schema=f"({_FOLD}) -> ()"
+    "gdn_triton::fold_window", mutates_args=("state", "start", "scales"), schema=f"({_FOLD}) -> ()"
 )
 def _fold(*args: Any) -> None:
     with operator_counts_writes():
@@ -316,7 +318,7 @@ def _fold_fake(*args: Any) -> None:
 
 
 def _restart_call(args: Sequence[Any]) -> FoldCall:
-    return made(FoldCall, {"state": None, **_RESTART_ARGUMENTS.named(args)})
+    return made(FoldCall, {"state": None, "scales": None, **_RESTART_ARGUMENTS.named(args)})
 
 
 @torch.library.custom_op(

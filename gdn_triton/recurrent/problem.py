@@ -60,7 +60,7 @@ class RecurrentProblem:
 class Operands(NamedTuple):
     """The tensors of a call as the caller gave them. In a mixed call q, k and v are that tensor.
 
-    Token tensors are [B, T, ...], or, in step calls, [N, ...] or (packed) [T, ...]. The last five
+    Token tensors are [B, T, ...], or, in step calls, [N, ...] or (packed) [T, ...]. The last six
     are those of a `StepWindow`, whose k and g are not the tokens'.
     """
 
@@ -85,9 +85,11 @@ class Operands(NamedTuple):
     g_rows: Tensor | None = None
     call_rows: Tensor | None = None
     start: Tensor | None = None
+    scales: Tensor | None = None
 
 
-# The tensors of a window among the operands, each with its name in a `StepWindow`.
+# The tensors of a window among the operands, each with its name in a `StepWindow`; every window has
+# all of them but the scales.
 WINDOW: Final = {
     "u_rows": "u",
     "k_rows": "k",
@@ -95,6 +97,7 @@ WINDOW: Final = {
     "call_rows": "calls",
     "start": "start",
 }
+WINDOW_AND_SCALES: Final = {**WINDOW, "scales": "scales"}
 
 
 class SequenceCall(NamedTuple):
@@ -117,8 +120,8 @@ DIFFERENTIABLE: Final = (
 
 def sequence_call(given: Mapping[str, Any], needs_grad: bool = False) -> SequenceCall:
     """From all arguments of `gdn_triton.fused_recurrent_gated_delta_rule`, by their names."""
-    of_steps = ("read_slots", "write_slots", "out", "num_accepted_tokens", "positions", *WINDOW)
-    inputs = {**dict.fromkeys(of_steps), "state": given["initial_state"]}
+    of_steps = ("read_slots", "write_slots", "out", "num_accepted_tokens", "positions")
+    inputs = {**dict.fromkeys((*of_steps, *WINDOW_AND_SCALES)), "state": given["initial_state"]}
     return made(SequenceCall, {**given, **inputs, "needs_grad": needs_grad})
 
 
@@ -171,6 +174,7 @@ class FoldOperands(NamedTuple):
     start: Tensor
     slots: Tensor
     positions: Tensor
+    scales: Tensor | None = None
 
 
 class FoldCall(NamedTuple):

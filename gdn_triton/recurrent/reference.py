@@ -147,7 +147,9 @@ def _given_back(p: RecurrentProblem, x: Operands, operands: Operands, o: Tensor)
 def _records(x: Operands | FoldOperands) -> Records:
     assert x.u_rows is not None and x.k_rows is not None and x.g_rows is not None
     assert x.call_rows is not None and x.start is not None
-    return Records(u=x.u_rows, k=x.k_rows, g=x.g_rows, calls=x.call_rows, start=x.start)
+    return Records(
+        u=x.u_rows, k=x.k_rows, g=x.g_rows, calls=x.call_rows, start=x.start, scales=x.scales
+    )
 
 
 def _turns(p: RecurrentProblem | FoldProblem) -> Tensor:
@@ -155,10 +157,11 @@ def _turns(p: RecurrentProblem | FoldProblem) -> Tensor:
 
 
 @contextmanager
-def _writing_all(*written: Tensor) -> Iterator[None]:
+def _writing_all(*written: Tensor | None) -> Iterator[None]:
     with torch.no_grad(), ExitStack() as stack:
         for y in written:
-            stack.enter_context(writing(y))
+            if y is not None:
+                stack.enter_context(writing(y))
         yield
 
 
@@ -167,7 +170,7 @@ def _window_step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tenso
     assert x.g is not None and x.beta is not None and x.state is not None
     assert x.read_slots is not None and x.positions is not None
     records = _records(x)
-    with _writing_all(x.state, *records[:4]):
+    with _writing_all(x.state, *records[:4], x.scales):
         o = window_step(
             x.q,
             x.k,
@@ -205,7 +208,7 @@ def fold_slots(p: FoldProblem, x: FoldOperands) -> None:
         with _writing_all(x.start):
             x.start[slots] = positions.to(x.start.dtype)
         return
-    with _writing_all(x.state, x.start):
+    with _writing_all(x.state, x.start, x.scales):
         fold(x.state, _records(x), slots, positions, _turns(p), p.fold_period, p.state_v_first)
 
 

@@ -37,6 +37,7 @@ from gdn_triton.recurrent.problem import Operands, RecurrentProblem, SequenceCal
 from gdn_triton.recurrent.validation_window import (
     STEP_WRITES,
     WINDOW_NAMES,
+    check_pool_dtype,
     check_window_step,
     window_span,
 )
@@ -155,8 +156,9 @@ def validate_step(call: StepCall) -> RecurrentProblem:
     else:
         check_qkv(x.q, x.k, x.v, **sizes)
     # Those of a window are fixed, or follow from k's.
-    rows = WINDOW_NAMES.values()
-    check_dtypes({name: y for name, y in named.items() if name not in rows}, _INDICES)
+    judged_apart = ("state", *WINDOW_NAMES.values())
+    check_dtypes({name: y for name, y in named.items() if name not in judged_apart}, _INDICES)
+    check_pool_dtype(x.state, x.scales)
 
     # Sequences and slots.
     N, columns = _check_read_slots(x)

@@ -34,6 +34,7 @@ from gdn_triton._host.slots import (
 from gdn_triton._host.tensors import check_written, why_unreadable
 from gdn_triton.recurrent.problem import (
     WINDOW,
+    WINDOW_AND_SCALES,
     FoldCall,
     FoldOperands,
     FoldProblem,
@@ -46,8 +47,20 @@ from gdn_triton.recurrent.problem import (
 MOST_POSITION: Final = 2**30
 
 # The tensors of a window by the names that errors give them, and those that a step writes.
-WINDOW_NAMES: Final = {field: f"window.{name}" for field, name in WINDOW.items()}
-STEP_WRITES: Final = ("window.u", "window.k", "window.g", "window.calls")
+WINDOW_NAMES: Final = {field: f"window.{name}" for field, name in WINDOW_AND_SCALES.items()}
+STEP_WRITES: Final = ("window.u", "window.k", "window.g", "window.calls", "window.scales")
+
+
+def check_pool_dtype(state: Tensor, scales: Tensor | None) -> None:
+    """A pool of int8 has scales, and no other has."""
+    if scales is None and state.dtype == torch.int8:
+        expected = "be torch.float64, torch.float32, torch.bfloat16 or torch.float16, or have the "
+        expected += "scales of a window (make_window(with_scales=True))"
+        raise ValueError(must("state", expected, str(state.dtype)))
+    if scales is None:
+        check_dtype("state", state, FLOAT_DTYPES, FLOATS)
+    elif state.dtype != torch.int8:
+        raise ValueError(must("state", "be torch.int8 with window.scales", str(state.dtype)))
 
 
 def check_window_step(
@@ -107,13 +120,17 @@ def _check_window(
     check_shape("window.g", g, slots=slots, R=R, HV=HV)
     check_shape("window.calls", calls, slots=slots, R=R)
     check_shape("window.start", start, slots=slots)
+    check_shape("window.scales", x.scales, slots=slots, HV=HV, V=V)
     for name, y, dtype, why in (
         ("window.u", u, torch.float32, ""),
         ("window.k", k, k_dtype, ", as k is"),
         ("window.g", g, torch.float32, ""),
         ("window.calls", calls, torch.int32, ""),
         ("window.start", start, torch.int32, ""),
+        ("window.scales", x.scales, torch.float32, ""),
     ):
+        if y is None:
+            continue
         if y.dtype != dtype:
             raise ValueError(must(name, f"be {dtype}{why}", str(y.dtype)))
         check_written(name, y)
@@ -192,7 +209,10 @@ def validate_fold(call: FoldCall, *, folds: bool) -> FoldProblem:
     x, named = call.inputs, _named(call.inputs)
     if not folds:
         del named["state"]
-    check_tensors(named, {})
+    check_tensors(
+        {name: y for name, y in named.items() if name != "window.scales"},
+        {"window.scales": x.scales},
+    )
     check_flags(state_v_first=call.state_v_first)
     check_skip(call.skip)
     check_devices("slots", x.slots.device, named)
@@ -214,7 +234,7 @@ def validate_fold(call: FoldCall, *, folds: bool) -> FoldProblem:
     if x.state is not None:
         v_first = call.state_v_first
         check_state("state", x.state, "slots", count, HV=HV, K=K, V=V, state_v_first=v_first)
-        check_dtype("state", x.state, FLOAT_DTYPES, FLOATS)
+        check_pool_dtype(x.state, x.scales)
         check_written("state", x.state)
         tiles.append(x.state[:, 0] if HV > 0 else x.state)
     if torch.is_grad_enabled() and any(isinstance(y, Tensor) and y.requires_grad for y in x):
@@ -253,7 +273,7 @@ def fold_memory(call: FoldCall) -> Apart:
 
 @functools.lru_cache(1024)
 def _apart(names: tuple[str, ...], layouts: tuple[Layout | None, ...]) -> Apart:
-    return Apart(dict(zip(names, layouts, strict=True)), ("state", "window.start"))
+    return Apart(dict(zip(names, layouts, strict=True)), ("state", "window.start", "window.scales"))
 
 
 def check_folds(p: FoldProblem, x: FoldOperands) -> None:

@@ -6,11 +6,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gdn_triton._host.arguments import must, type_of, value_of
-from gdn_triton._host.tensors import is_traced
+from gdn_triton._host.arguments import (
+    FLOAT_DTYPES,
+    FLOATS,
+    INDEX_DTYPES,
+    INDICES,
+    check_devices,
+    check_dtype,
+    check_flags,
+    check_rank,
+    check_state,
+    check_tensors,
+    must,
+    shape_of,
+    type_of,
+    value_of,
+)
+from gdn_triton._host.slots import check_once, final_writes
+from gdn_triton._host.tensors import is_traced, writing
 from gdn_triton.recurrent.operators import traced_fold
 from gdn_triton.recurrent.plans import run_fold
 from gdn_triton.recurrent.problem import FoldCall, FoldOperands
+from gdn_triton.recurrent.validation_window import check_pool_dtype
+from gdn_triton.reference.window import scaled_to_int8
 
 
 class StepWindow(NamedTuple):
@@ -30,6 +48,8 @@ class StepWindow(NamedTuple):
             and no row of the sequence is older.
         max_tokens: the most tokens of a sequence in one step: 1 to R / 2. Each head is folded once
             in R + 1 - 2 * max_tokens tokens.
+        scales: [slots, HV, V], float32, for a pool of int8, and otherwise None: element (k, v) of a
+            state is the pool's number times the scale of value channel v. A fold writes both.
     """
 
     u: Tensor
@@ -38,6 +58,82 @@ class StepWindow(NamedTuple):
     calls: Tensor
     start: Tensor
     max_tokens: int
+    scales: Tensor | None = None
+
+    def unpacked(self, state: Tensor, slots: Tensor, *, state_v_first: bool = False) -> Tensor:
+        """The states of some slots of an int8 pool, for a prefill that goes on from them or a
+        checkpoint: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`; a new float32 tensor.
+
+        Call `gdn_triton.fold_window` before, so that the pool holds all tokens.
+
+        Args:
+            state: the pool, int8.
+            slots: [N], int32 or int64, none of which is padding.
+
+        Raises:
+            TypeError, ValueError: an argument that does not fit, with its name, what was expected
+                and what came. Slots are judged where they are CPU tensors; on an accelerator one
+                that is not in the pool is undefined behaviour.
+        """
+        scales = self._check_packed(state, slots, state_v_first)
+        factors = scales[slots].unsqueeze(-1 if state_v_first else -2)
+        return state[slots] * factors
+
+    def pack(
+        self, state: Tensor, slots: Tensor, states: Tensor, *, state_v_first: bool = False
+    ) -> None:
+        """Writes states into slots of an int8 pool, rounded, with their scales: those that a
+        prefill has returned, or a checkpoint's. Call `gdn_triton.restart_window` afterwards.
+
+        Each value channel's largest magnitude becomes 127 times its scale, and every number is
+        rounded to the nearest multiple of the scale. A channel whose magnitudes are all at most
+        1e-30 becomes 0, and one that is not finite becomes NaN.
+
+        Args:
+            state, slots, state_v_first: as in `unpacked`; each slot at most once.
+            states: float, [N, HV, K, V] or, with `state_v_first`, [N, HV, V, K].
+
+        Raises:
+            As `unpacked`.
+        """
+        scales = self._check_packed(state, slots, state_v_first)
+        expected = (slots.shape[0], *state.shape[1:])
+        if not isinstance(states, Tensor):
+            raise TypeError(must("states", "be a torch.Tensor", type_of(states)))
+        if states.shape != expected:
+            raise ValueError(must("states", f"have shape {list(expected)}", shape_of(states)))
+        check_dtype("states", states, FLOAT_DTYPES, FLOATS)
+        check_devices("states", states.device, {"state": state})
+        if slots.device.type == "cpu":
+            named = slots.tolist()
+            check_once("slots", final_writes(named, named, -1))
+        with torch.no_grad(), writing(state), writing(scales):
+            wide = states.mT if state_v_first else states
+            numbers, factors = scaled_to_int8(wide.float())
+            state[slots] = numbers.mT if state_v_first else numbers
+            scales[slots] = factors
+
+    def _check_packed(self, state: Tensor, slots: Tensor, state_v_first: bool) -> Tensor:
+        """The scales of a pool that fits this window."""
+        if self.scales is None:
+            raise ValueError(must("window.scales", "be a tensor, of an int8 pool", "None"))
+        check_tensors({"state": state, "slots": slots}, {})
+        check_flags(state_v_first=state_v_first)
+        check_pool_dtype(state, self.scales)
+        count, HV, V = self.scales.shape
+        check_rank("slots", slots, "N")
+        check_dtype("slots", slots, INDEX_DTYPES, INDICES)
+        check_state(
+            "state", state, "slots", count, HV=HV, K=self.k.shape[-1], V=V,
+            state_v_first=state_v_first,
+        )  # fmt: skip
+        check_devices("state", state.device, {"slots": slots, "window.scales": self.scales})
+        if slots.device.type == "cpu":
+            for n, slot in enumerate(slots.tolist()):
+                if not 0 <= slot < count:
+                    expected = f"be at least 0 and less than the {count} slots"
+                    raise ValueError(must("slots", expected, f"{slot} at index {n}"))
+        return self.scales
 
 
 def make_window(
@@ -51,6 +147,7 @@ def make_window(
     *,
     rows: int = 16,
     max_tokens: int = 1,
+    with_scales: bool = False,
 ) -> StepWindow:
     """A window for a pool of states, whose slots hold no token yet: each `start` is 0.
 
@@ -61,10 +158,12 @@ def make_window(
         device: of the pool.
         rows: R, the records of a slot. More make folds rarer and each step longer.
         max_tokens: the most tokens of a sequence in one step, 1 to R / 2.
+        with_scales: the pool is int8, whose states need a scale for each value channel; the scales
+            are 0 first, as states of new sequences are.
 
     Returns:
         A `StepWindow` of new tensors: slots * R * (4 * HV * (V + 1) + 4) + 4 * slots bytes, and
-        slots * R * H * K numbers of `dtype`.
+        slots * R * H * K numbers of `dtype`. The scales take 4 * slots * HV * V bytes more.
 
     Raises:
         TypeError, ValueError: a size that is no int or too small, or a max_tokens above R / 2.
@@ -75,6 +174,8 @@ def make_window(
             raise TypeError(must(name, "be an int", value_of(size)))
         if size < (0 if name == "slots" else 1):
             raise ValueError(must(name, f"be at least {int(name != 'slots')}", str(size)))
+    if type(with_scales) is not bool:
+        raise TypeError(must("with_scales", "be True or False", value_of(with_scales)))
     if 2 * max_tokens > rows:
         raise ValueError(must("max_tokens", f"be at most half of rows={rows}", str(max_tokens)))
     return StepWindow(
@@ -84,6 +185,7 @@ def make_window(
         calls=torch.zeros(slots, rows, dtype=torch.int32, device=device),
         start=torch.zeros(slots, dtype=torch.int32, device=device),
         max_tokens=max_tokens,
+        scales=torch.zeros(slots, HV, V, device=device) if with_scales else None,
     )
 
 
@@ -103,8 +205,8 @@ def fold_window(
     afterwards, at the same position.
 
     Args:
-        state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float. Written in
-            place.
+        state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float, or int8 where
+            the window has scales. Written in place.
         window: of this pool. `start` of the slots is written.
         slots: [N], int32 or int64: which slots; each at most once. Those that are padding (`skip`)
             are passed over.
@@ -170,6 +272,7 @@ def fold_call(
         start=window.start,
         slots=slots,
         positions=positions,
+        scales=window.scales,
     )
     return FoldCall(
         inputs=inputs, max_tokens=window.max_tokens, state_v_first=state_v_first, skip=skip

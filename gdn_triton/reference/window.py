@@ -21,12 +21,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdn_triton.constants import L2NORM_EPS
+from gdn_triton.constants import INT8_MAX, L2NORM_EPS, LEAST_INT8_RANGE
 from gdn_triton.reference.activations import gate
 from gdn_triton.reference.arithmetic import compute_dtype
 from gdn_triton.reference.recurrent import decay_of, recurrent
 
-__all__ = ["Records", "fold", "folded_before", "held_tokens", "window_step", "with_records"]
+__all__ = [
+    "Records",
+    "fold",
+    "folded_before",
+    "held_tokens",
+    "scaled_to_int8",
+    "window_step",
+    "with_records",
+]
 
 
 class Records(NamedTuple):
@@ -37,6 +45,7 @@ class Records(NamedTuple):
     g: Tensor  # [slots, R, HV], natural logarithm
     calls: Tensor  # [slots, R]: the position at the start of the call that wrote the row
     start: Tensor  # [slots]: the state in memory holds the tokens before it
+    scales: Tensor | None = None  # [slots, HV, V]: of an int8 state, by value channel
 
 
 def folded_before(positions: Tensor, turns: Tensor, period: int) -> Tensor:
@@ -111,12 +120,31 @@ def _fold(
     """Stores the states of the slots with the tokens before `due` [N, HV] in them; returns them as
     [N, HV, K, V] in the arithmetic's dtype, rounded as they are stored."""
     pool = state.mT if state_v_first else state
-    before = pool[slots]
-    dtype = compute_dtype(before, records.k)
-    folded = with_records(before.to(dtype), records, slots, held, due).to(state.dtype)
-    now = torch.where((held < due)[..., None, None], folded, before)
-    pool[slots] = now
-    return now.to(dtype)
+    before, scales = pool[slots], records.scales
+    if scales is None:
+        dtype = compute_dtype(before, records.k)
+        folded = with_records(before.to(dtype), records, slots, held, due).to(state.dtype)
+        now = torch.where((held < due)[..., None, None], folded, before)
+        pool[slots] = now
+        return now.to(dtype)
+    dtype = compute_dtype(scales, records.k)
+    old = before.to(dtype) * scales[slots].to(dtype)[..., None, :]
+    numbers, factors = scaled_to_int8(with_records(old, records, slots, held, due))
+    is_due = (held < due)[..., None]
+    scales[slots] = torch.where(is_due, factors.to(scales.dtype), scales[slots])
+    pool[slots] = torch.where(is_due[..., None], numbers, before)
+    return pool[slots].to(dtype) * scales[slots].to(dtype)[..., None, :]
+
+
+def scaled_to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
+    """States [.., K, V] as integers from -127 to 127, and the factor of each value channel
+    [.., V]: the largest magnitude of a channel is 127 times its factor. Ties round up. The factor
+    of a channel that is not finite is NaN."""
+    largest = states.abs().amax(-2) + (states * 0).sum(-2)
+    is_small = largest <= LEAST_INT8_RANGE
+    per_unit = torch.where(is_small, 0, INT8_MAX / largest)
+    numbers = torch.floor(states * per_unit[..., None, :] + 0.5).nan_to_num()
+    return numbers.to(torch.int8), torch.where(is_small, 0, largest / INT8_MAX)
 
 
 def window_step(

@@ -12,6 +12,7 @@ import gdn_triton
 from gdn_triton import StepWindow, recurrent_step
 from gdn_triton.recurrent.problem import fold_period, turns
 from gdn_triton.reference.recurrent import recurrent
+from gdn_triton.reference.window import scaled_to_int8
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,26 @@ class Case:
         return fold_period(self.rows, self.max_tokens)
 
 
+def rounded_states(states: Tensor, pool: torch.dtype) -> Tensor:
+    """States [.., K, V] as a pool of this dtype keeps them."""
+    if pool != torch.int8:
+        return states.to(pool).to(states.dtype)
+    numbers, scales = scaled_to_int8(states)
+    return numbers * scales[..., None, :]
+
+
+def half_a_step(pool: torch.dtype) -> float:
+    """The largest error of a number that is stored, over the number or, in int8, over the largest
+    of its channel."""
+    return 1 / 254 if pool == torch.int8 else torch.finfo(pool).eps / 2
+
+
 def poisoned_window(case: Case, slots: int, device: str) -> StepWindow:
     """Rows as former owners might have left them: NaN, and calls at positions to come."""
     sizes = (slots, case.H, case.HV, case.K, case.V, case.dtype, device)
-    window = gdn_triton.make_window(*sizes, rows=case.rows, max_tokens=case.max_tokens)
+    window = gdn_triton.make_window(
+        *sizes, rows=case.rows, max_tokens=case.max_tokens, with_scales=case.pool == torch.int8
+    )
     for x in (window.u, window.k, window.g):
         x.fill_(torch.nan)
     window.calls.fill_(2**31 - 1)
@@ -70,9 +87,15 @@ class Decoding:
         order[1] = -1
         self.slots = order.to(device, case.index)
         self.positions = torch.tensor([7, 5, 90, 1, 33][: case.N], device=device).to(case.index)
-        states = normal(count, case.HV, case.K, case.V, device=device).to(case.pool)
-        self.pool = states.mT.contiguous() if case.v_first else states
         self.window = poisoned_window(case, count, device)
+        states = normal(count, case.HV, case.K, case.V, device=device)
+        if self.window.scales is None:
+            stored = states = states.to(case.pool)
+        else:
+            stored, scales = scaled_to_int8(states)
+            self.window.scales.copy_(scales)
+            states = rounded_states(states, torch.int8)
+        self.pool = stored.mT.contiguous() if case.v_first else stored
         gdn_triton.restart_window(self.window, self.slots, self.positions)
         self.exact = states[order].to(FP64)
         self.narrow = states[order].float()
@@ -147,7 +170,7 @@ class Decoding:
             state = result.final_state
             if not wide:
                 folds = (int(self.positions[n]) + t + 1 - heads) % case.period == 0
-                rounded = state.to(case.pool).to(state.dtype)
+                rounded = rounded_states(state, case.pool)
                 state = torch.where(folds[None, :, None, None], rounded, state)
         return torch.stack(out), state
 
@@ -164,7 +187,7 @@ class Decoding:
     def finish(self) -> None:
         """Compares all calls: a single one has too few values for a mean of their errors."""
         found, expected, narrow = (torch.cat(y) for y in zip(*self.seen, strict=True))
-        unit = torch.finfo(self.case.pool).eps / 2
+        unit = half_a_step(self.case.pool)
         dtype = self.case.dtype
         assert_within_budget("o", found, expected, narrow, dtype=dtype, unit=unit)
 
@@ -187,9 +210,11 @@ class Decoding:
     def check_states(self) -> None:
         """Those in the pool, after they have been folded."""
         states = self.pool.mT if self.case.v_first else self.pool
-        found = states[self.slots[self.live].long()]
-        dtype = self.case.pool
-        narrow = self.narrow[self.live].to(dtype)
-        unit = torch.finfo(dtype).eps / 2
+        slots = self.slots[self.live].long()
+        found, dtype = states[slots], self.case.pool
+        narrow = rounded_states(self.narrow[self.live], dtype)
+        unit = half_a_step(dtype)
+        if self.window.scales is not None:
+            found, dtype = found * self.window.scales[slots][..., None, :], FP32
         expected = self.exact[self.live]
         assert_within_budget("states", found, expected, narrow, dtype=dtype, unit=unit)

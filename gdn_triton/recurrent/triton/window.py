@@ -49,7 +49,7 @@ from gdn_triton.recurrent.triton.window_records import (
 @triton.jit(do_not_specialize=["N", "T"])
 def window_fwd_kernel(
     q, k, v, g, beta, A_log, dt_bias, o, state, u_rows, k_rows, g_rows, call_rows, start, slots,
-    positions, cu_seqlens, N, T, scale,
+    positions, scales, cu_seqlens, N, T, scale,
     stride_qb, stride_qt, stride_qh, stride_qk, stride_kb, stride_kt, stride_kh, stride_kk,
     stride_vb, stride_vt, stride_vh, stride_vv, stride_gb, stride_gt, stride_gh, stride_bb,
     stride_bt, stride_bh, stride_A, stride_dt, stride_ob, stride_ot, stride_oh, stride_ov,
@@ -98,6 +98,10 @@ def window_fwd_kernel(
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
     pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+    p_scale = None
+    if scales is not None:
+        p_scale = scales + slot * (HV * V) + i_hv * V + o_v
+        b_scale = tl.load(p_scale, mask=in_v, other=0)
     turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
     least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
     age = age_of(o_r, position, R)
@@ -205,6 +209,8 @@ def window_fwd_kernel(
     used = alive[:, None] | (is_own[:, None] & (owned[:, None] <= last[None, :]))
     records = tl.where(used, records * tl.exp2(log_w * RCP_LN2) * of_y[None, :], 0.0)
     both *= (tl.exp2(log_s * RCP_LN2) * of_y)[None, :]
+    if scales is not None:
+        both *= b_scale[:, None]
     both += records_dot(b_u, tl.where(alive[:, None], records, 0.0), q.dtype.element_ty)
     for t in tl.static_range(BT):
         if t < n_tokens:
@@ -228,8 +234,8 @@ def window_fwd_kernel(
             tl.store(call_rows + slot * R + new_r, position + o_t * 0, mask=in_t)
     if (held < due) & (n_tokens > 0):
         to_fold = alive & (age >= (position - due).to(tl.uint32))
-        fold_records(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk, stride_hv, H * K,
-                     K, BK, FI, RCP_LN2)  # fmt: skip
+        fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
+                     stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
 
 
 class WindowForm(NamedTuple):
@@ -245,7 +251,7 @@ class WindowForm(NamedTuple):
 def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
     """The form of K = V = 128, which fixes the order of all sums; it does not depend on the batch.
     A layout has no form of its own."""
-    narrow = state_itemsize == 2
+    narrow = state_itemsize <= 2
     if one_token:
         return WindowForm(64, 2, 64, 64, dot=True) if narrow else WindowForm(32, 2, 32, 32)
     return WindowForm(64, 2, 128, 32) if narrow else WindowForm(64, 4, 32, 32)

@@ -15,7 +15,7 @@ from gdn_triton.recurrent.triton.window_records import (
 @triton.jit
 def window_fold_kernel(
     state, u_rows, k_rows, g_rows, call_rows, start, slots, positions,
-    stride_hn, stride_hh, stride_start, stride_s, stride_p,
+    scales, stride_hn, stride_hh, stride_start, stride_s, stride_p,
     stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     BR: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
@@ -53,8 +53,11 @@ def window_fold_kernel(
     b_gr = tl.load(p_gr + o_r * HV, mask=alive, other=0)
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_kr = k_rows + slot * (R * H * K) + i_h * K
-    fold_records(p_state, p_kr, b_u, b_gr, age, alive, o_v, in_v, stride_hk, stride_hv, H * K,
-                 K, BK, FI, RCP_LN2)  # fmt: skip
+    p_scale = None
+    if scales is not None:
+        p_scale = scales + slot * (HV * V) + i_hv * V + o_v
+    fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, alive, o_v, in_v, stride_hk,
+                 stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -17,13 +17,14 @@ from gdn_triton.recurrent.triton.window_records import (
     sums_after,
     turn_of,
     weighted,
+    widened,
 )
 
 
 @triton.jit(do_not_specialize=["N"])
 def window_one_fwd_kernel(
     q, k, v, g, beta, A_log, dt_bias, o, state, u_rows, k_rows, g_rows, call_rows, start, slots,
-    positions, N, scale,
+    positions, scales, N, scale,
     stride_qb, stride_qh, stride_qk, stride_kb, stride_kh, stride_kk, stride_vb, stride_vh,
     stride_vv, stride_gb, stride_gh, stride_bb, stride_bh, stride_A, stride_dt, stride_ob,
     stride_oh, stride_ov,
@@ -38,7 +39,7 @@ def window_one_fwd_kernel(
     """One token a sequence. A program owns BV columns of the state of one sequence and value head.
     All loads precede the first barrier, as the compiler moves no load across one, and each load
     after it waits for memory once more. DOT: the matrix units multiply the state, whose dtype is
-    that of q and k, of 16 bits. u_rows, k_rows, g_rows and call_rows are contiguous."""
+    that of q and k, of 16 bits, or int8. u_rows, k_rows, g_rows and call_rows are contiguous."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
@@ -103,6 +104,10 @@ def window_one_fwd_kernel(
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
     pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+    p_scale = None
+    if scales is not None:
+        p_scale = scales + slot * (HV * V) + i_hv * V + o_v
+        b_scale = tl.load(p_scale, mask=in_v, other=0)
 
     b_beta = strength(b_beta, BETA_FACTOR)
     if A_log is not None:
@@ -132,14 +137,19 @@ def window_one_fwd_kernel(
         )
     records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
     if DOT:
-        both = tl.dot(pieces[0], y_first)
+        both = tl.dot(widened(pieces[0], y_first.dtype), y_first)
         for i in tl.static_range(1, KO):
-            both = tl.dot(pieces[i], y_pieces[i], both)
+            both = tl.dot(widened(pieces[i], y_first.dtype), y_pieces[i], both)
         both *= (of_y * of_state)[None, :]
+        if scales is not None:
+            both *= b_scale[:, None]
         both += records_dot(b_u, records, q.dtype.element_ty)
     else:
         state_o = weighted(pieces, q_pieces, KO) * (of_state * of_q)
         state_k = weighted(pieces, k_pieces, KO) * (of_state * of_k)
+        if scales is not None:
+            state_o *= b_scale
+            state_k *= b_scale
         both = records_dot(b_u, records, q.dtype.element_ty)
     # The columns after 0 and 1 are zero.
     b_o, stored = tl.split(tl.sum(tl.reshape(both, [BV, 4, 2]), 1))
@@ -158,5 +168,5 @@ def window_one_fwd_kernel(
             tl.store(call_rows + slot * R + new_r, position)
     if held < due:
         to_fold = alive & (age >= (position - due).to(tl.uint32))
-        fold_records(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk, stride_hv, H * K,
-                     K, BK, FI, RCP_LN2)  # fmt: skip
+        fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
+                     stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip

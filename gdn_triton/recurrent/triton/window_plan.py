@@ -67,7 +67,8 @@ def _step_form(p: RecurrentProblem) -> WindowForm:
     """The form of 16-bit states with one token needs the matrix units, whose operands have one
     dtype: without them a program would hold twice the registers."""
     one, itemsize = _takes_one(p), p.state_dtype.itemsize
-    if one and not p.state_dtype == p.q_dtype == p.k_dtype:
+    multiplied = p.q_dtype if p.state_dtype == torch.int8 else p.state_dtype
+    if one and not (multiplied == p.q_dtype == p.k_dtype and p.q_dtype.itemsize == 2):
         itemsize = 4
     return window_form(itemsize, one)
 
@@ -143,7 +144,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
         o = output(y)
         if grid[0] == 0 or p.T == 0:
             return o, None
-        count_writes(y.state, y.out, y.u_rows, y.k_rows, y.g_rows, y.call_rows)
+        count_writes(y.state, y.out, y.u_rows, y.k_rows, y.g_rows, y.call_rows, y.scales)
         pointers = {
             "q": y.q,
             "k": y.k,
@@ -161,6 +162,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             "start": y.start,
             "slots": y.read_slots,
             "positions": y.positions,
+            "scales": y.scales,
         }
         if one:
             launch(grid, **pointers, N=p.N)
@@ -190,7 +192,7 @@ def fold_slots(problem: FoldProblem, x: FoldOperands) -> None:
         **named("p", strides(x.positions, 1)),
     }
     with on_device(p.device):
-        count_writes(x.state, x.start)
+        count_writes(x.state, x.start, x.scales)
         if x.state is not None and x.state.numel() > 0:
             tile = _tile(window_form(x.state.dtype.itemsize, one_token=False), p)
             grid = (-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)
@@ -203,6 +205,7 @@ def fold_slots(problem: FoldProblem, x: FoldOperands) -> None:
                 start=x.start,
                 slots=x.slots,
                 positions=x.positions,
+                scales=x.scales,
                 **named("hn hh hk hv", state_strides(x.state, p.state_v_first)),
                 **places,
                 **_sizes(p),

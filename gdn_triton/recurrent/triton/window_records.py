@@ -4,6 +4,11 @@ tokens."""
 import triton
 import triton.language as tl
 
+from gdn_triton import constants
+
+INT8_MAX = tl.constexpr(constants.INT8_MAX)
+LEAST_RANGE = tl.constexpr(constants.LEAST_INT8_RANGE)
+
 
 @triton.jit
 def boundary(x, turn, PERIOD: tl.constexpr):
@@ -63,6 +68,14 @@ def load_pieces(p, in_v, stride_hk: tl.constexpr, K: tl.constexpr, BK: tl.conste
 
 
 @triton.jit
+def widened(b_h, LIKE: tl.constexpr):
+    """Numbers of an int8 state as LIKE, a float type that has them all; others as they are."""
+    if b_h.dtype == tl.int8:
+        return b_h.to(LIKE)
+    return b_h
+
+
+@triton.jit
 def weighted(pieces, x, KO: tl.constexpr):
     """[BV]: the sum over K of a tile times x, both in KO pieces."""
     b_sum = pieces[0].to(tl.float32) * x[0][None, :]
@@ -118,6 +131,7 @@ def state_dot(b_h, b_y):
     """[BV, N] float32: b_h [BV, KI] of the states times b_y [KI, N] of the tokens. A float32 state
     is the sum of its upper 11 significant bits and of the other 13, of which tf32 keeps 11; 16-bit
     tokens are exact in tf32."""
+    b_h = widened(b_h, b_y.dtype)
     if b_y.dtype == tl.float32:
         return tl.dot(b_h.to(tl.float32), b_y, input_precision="ieee")
     if b_h.dtype == b_y.dtype:
@@ -129,26 +143,54 @@ def state_dot(b_h, b_y):
 
 
 @triton.jit
+def folded_piece(p_h, p_kr, f_u, of_old, to_fold, in_v, in_f, stride_kr: tl.constexpr):
+    """[BV, FI] float32: a piece of the state times of_old, and the records to_fold."""
+    o_r, o_f = tl.arange(0, to_fold.shape[0]), tl.arange(0, in_f.shape[0])
+    b_k = tl.load(p_kr + o_f[None, :] + o_r[:, None] * stride_kr,
+                  mask=to_fold[:, None] & in_f[None, :], other=0)  # fmt: skip
+    b_h = tl.load(p_h, mask=in_v[:, None] & in_f[None, :], other=0)
+    added = outer(f_u, b_k, b_h.dtype != tl.float32)
+    return tl.fma(b_h.to(tl.float32), of_old, added)
+
+
+@triton.jit
 def fold_records(
-    p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk: tl.constexpr,
+    p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk: tl.constexpr,
     stride_hv: tl.constexpr, stride_kr: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     FI: tl.constexpr, RCP_LN2: tl.constexpr
 ):  # fmt: skip
     """Stores a tile of the state with the records to_fold in it. The state and the keys are loaded
     again, from the cache, because registers that hold them until here lower the occupancy of all
-    programs, of which few fold."""
-    o_r, o_f = tl.arange(0, age.shape[0]), tl.arange(0, FI)
+    programs, of which few fold. p_scale: of an int8 state, where the scales of the columns o_v are,
+    and otherwise None. The scale of a column follows from its largest number, so that the products
+    are computed twice: kept between the two passes, they would hold BK registers a column."""
+    o_f = tl.arange(0, FI)
     b_g = tl.where(to_fold, b_gr, 0.0)
     decay = tl.exp2(tl.sum(b_g, 0) * RCP_LN2)
     w = tl.exp2(sums_after(b_g, age) * RCP_LN2)
     f_u = tl.where(to_fold[None, :], b_u * w[None, :], 0.0)
     p_tile = p_state + o_v[:, None] * stride_hv + o_f[None, :] * stride_hk
+    of_old, of_new = decay, 1.0
+    if p_scale is not None:
+        of_old = tl.load(p_scale, mask=in_v, other=0)[:, None] * decay
+        largest = tl.zeros([in_v.shape[0]], dtype=tl.float32)
+        for i in tl.static_range(BK // FI):
+            in_f = below(o_f, i * FI, K, BK)
+            b_h = folded_piece(p_tile + i * FI * stride_hk, p_kr + i * FI, f_u, of_old, to_fold,
+                               in_v, in_f, stride_kr)  # fmt: skip
+            largest = tl.maximum(largest, tl.max(tl.abs(b_h), 1))
+            # A maximum passes over NaN. The scale of a channel that is not finite is NaN.
+            largest += tl.sum(b_h * 0.0, 1)
+        is_small = largest <= LEAST_RANGE
+        scale = tl.where(is_small, 0.0, largest / INT8_MAX)
+        of_new = tl.where(is_small, 0.0, INT8_MAX / largest)[:, None]
+        # All warps have read the old scales before one of them stores the new ones.
+        tl.debug_barrier()
+        tl.store(p_scale, scale, mask=in_v)
     for i in tl.static_range(BK // FI):
         in_f = below(o_f, i * FI, K, BK)
-        b_k = tl.load(p_kr + (o_f + i * FI)[None, :] + o_r[:, None] * stride_kr,
-                      mask=to_fold[:, None] & in_f[None, :], other=0)  # fmt: skip
         p_i = p_tile + i * FI * stride_hk
-        mask = in_v[:, None] & in_f[None, :]
-        b_h = tl.load(p_i, mask=mask, other=0)
-        added = outer(f_u, b_k, b_h.dtype != tl.float32)
-        tl.store(p_i, tl.fma(b_h.to(tl.float32), decay, added).to(b_h.dtype), mask=mask)
+        b_h = folded_piece(p_i, p_kr + i * FI, f_u, of_old, to_fold, in_v, in_f, stride_kr)
+        if p_scale is not None:
+            b_h = tl.floor(tl.fma(b_h, of_new, 0.5))
+        tl.store(p_i, b_h.to(p_state.dtype.element_ty), mask=in_v[:, None] & in_f[None, :])
