@@ -71,7 +71,7 @@ def load_pieces(p, in_v, stride_hk: tl.constexpr, K: tl.constexpr, BK: tl.conste
 def widened(b_h, LIKE: tl.constexpr):
     """Numbers of an int8 state as LIKE, a float type that has them all; others as they are."""
     if b_h.dtype == tl.int8:
-        return b_h.to(LIKE)
+        b_h = b_h.to(LIKE)
     return b_h
 
 
