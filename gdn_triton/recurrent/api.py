@@ -10,13 +10,17 @@ from torch import Tensor
 
 from gdn_triton._host.arguments import refuse_head_first
 from gdn_triton._host.deprecated import deprecated_state_layout
-from gdn_triton._host.records import Options, made
+from gdn_triton._host.records import Options, constructor, made, new_options
 from gdn_triton._host.tensors import is_traced
 from gdn_triton.recurrent.operators import traced_sequences, traced_step
 from gdn_triton.recurrent.plans import judge_step, run_sequences, run_step
 from gdn_triton.recurrent.problem import Operands, SequenceCall, StepCall
 from gdn_triton.recurrent.validation import validate_step
 from gdn_triton.recurrent.window import StepWindow, check_kind
+
+new_operands = constructor(Operands)
+new_sequence_call = constructor(SequenceCall)
+new_step_call = constructor(StepCall)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -107,10 +111,8 @@ def fused_recurrent_gated_delta_rule(
         refuse_head_first(head_first)
     if transpose_state_layout is not None:
         state_v_first = deprecated_state_layout(state_v_first, transpose_state_layout)
-    call = SequenceCall.__new__(
-        SequenceCall,
-        inputs=Operands.__new__(
-            Operands,
+    call = new_sequence_call(
+        inputs=new_operands(
             q=q,
             k=k,
             v=v,
@@ -123,8 +125,7 @@ def fused_recurrent_gated_delta_rule(
             state=initial_state,
             cu_seqlens=cu_seqlens,
         ),
-        options=Options.__new__(
-            Options,
+        options=new_options(
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval,
@@ -250,8 +251,7 @@ def recurrent_step(
         NotImplementedError: an input requires a gradient, which a step does not have.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
     """
-    call = StepCall.__new__(
-        StepCall,
+    call = new_step_call(
         inputs=_step_operands(
             state=state,
             read_slots=read_slots,
@@ -272,8 +272,7 @@ def recurrent_step(
             window=window,
             positions=positions,
         ),
-        options=Options.__new__(
-            Options,
+        options=new_options(
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel=a is not None,
             allow_neg_eigval=allow_neg_eigval,
@@ -325,8 +324,7 @@ def _step_operands(
         check_kind(window)
         u_rows, k_rows, g_rows, call_rows, start, _, scales = window
     # Validation has refused a call that lacks one of them.
-    return Operands.__new__(
-        Operands,
+    return new_operands(
         q=q,  # type: ignore[arg-type]
         k=k,  # type: ignore[arg-type]
         v=v,  # type: ignore[arg-type]
@@ -362,8 +360,7 @@ def step_call(given: Mapping[str, Any]) -> StepCall:
         )
     }
     asked = {"use_beta_sigmoid_in_kernel": is_raw, "use_gate_in_kernel": is_raw}
-    return StepCall.__new__(
-        StepCall,
+    return new_step_call(
         inputs=_step_operands(**tensors),
         options=made(Options, {**rest, **asked}),
         scale=rest["scale"],

@@ -209,7 +209,7 @@ def test_records_are_made_by_the_names_of_their_fields() -> None:
     many = records()
     assert {"Inputs", "ChunkCall", "PrefillCall", "Problem", "Operands"} <= many
     makers = constructors()
-    assert {"new_options", "new_inputs", "new_chunk_call", "new_prefill_call"} <= makers
+    assert {"new_options", "new_inputs", "new_chunk_call", "new_operands"} <= makers
     kernels = {"conv.triton.kernel", "conv.triton.update"}
     for name, path in modules().items():
         if name in kernels or part(name) == "reference":
