@@ -59,7 +59,7 @@ def check_call(
         for name, other in excluded.items():
             if other is not None:
                 raise ValueError(must(name, "be None with cp_context", type_of(other)))
-        _check_rank_s_tokens(x, cp_context)
+        _check_context(x, cp_context)
         return N
     if attention_mask is not None:
         if cu_seqlens is not None:
@@ -90,15 +90,17 @@ def check_call(
     return N
 
 
-def _check_rank_s_tokens(x: Tensor, cp_context: object) -> None:
-    # Imported here because only calls with cp_context need torch.distributed.
-    from gdn_triton.distributed.context import shard_layout
-
-    layout = shard_layout(cp_context)
-    tokens = sum(layout.lengths[interval.slot] for interval in layout.intervals)
-    if x.shape[:2] != (1, tokens):
-        expected = f"have shape [1, {tokens}, hidden_size], this rank's tokens of cp_context"
-        raise ValueError(must("hidden_states", expected, shape_of(x)))
+def _check_context(x: Tensor, cp_context: object) -> None:
+    """The number of tokens is judged where they are exchanged."""
+    if not isinstance(getattr(cp_context, "cu_seqlens", None), Tensor):
+        expected = (
+            "be a gdn_triton.distributed.ContextParallel, or have the attributes of "
+            "fla.ops.cp.FLACPContext"
+        )
+        raise TypeError(must("cp_context", expected, type_of(cp_context)))
+    if x.shape[0] != 1:
+        expected = "have batch size B=1 with cp_context"
+        raise ValueError(must("hidden_states", expected, f"B={x.shape[0]}"))
 
 
 def _check_host_offsets(given: Tensor, cu_seqlens: Tensor | None, T: int) -> None:
