@@ -1,9 +1,9 @@
 """Metadata of the distribution, and the optional build of the CUDA library.
 
-GDN_BUILD_CUDA unset or "auto" builds the library where a compiler is found, and else installs
-without; "1" builds it or fails with the reason; "0" never builds it; the path of a library that
-`csrc/build.py` has built, ending in .so, takes that one. Either way the installed
-`gdn_triton.fast.why_unavailable()` knows what happened: pip hides what a build prints.
+GDN_BUILD_CUDA unset or "0" builds no CUDA library; "1" builds it or fails with the reason; the path
+of a library that `csrc/build.py` has built, ending in .so, takes that one. pip hides what a build
+prints, unless it fails or pip runs with -v. The installed package therefore says at its first call
+on a GPU that would use the library how to build it (`gdn_triton.fast.why_unavailable`).
 """
 
 import importlib.util
@@ -13,15 +13,17 @@ import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = "gdn_triton/fast/_gdn_fast.so"
-STATUS = "gdn_triton/fast/_build_status.txt"
+REPOSITORY = "https://github.com/gdn-triton/gdn_triton"
 
 
 def version() -> str:
@@ -44,45 +46,44 @@ def load_builder() -> ModuleType:
 builder = load_builder()
 
 
-def decide() -> tuple[object, str]:
-    """The toolchain, the library itself, or None where there is to be none; and what happens, in
-    words."""
-    asked = os.environ.get("GDN_BUILD_CUDA") or "auto"
+def asked_library() -> str | Path | None:
+    """What GDN_BUILD_CUDA asks for: "build", the path of a library, or None for no library."""
+    asked = os.environ.get("GDN_BUILD_CUDA") or "0"
     if asked.endswith(".so") and Path(asked).is_file():
-        return Path(asked).resolve(), f"taken from {asked}"
-    if asked not in ("0", "1", "auto"):
+        return Path(asked).resolve()
+    if asked not in ("0", "1"):
         raise SystemExit(
-            "GDN_BUILD_CUDA must be 0, 1, auto or the path of a library that is built, got "
-            f"{asked!r}"
+            "GDN_BUILD_CUDA must be 0, 1 or the path of a library that is built, ending in .so, "
+            f"got {asked!r}"
         )
-    if asked == "0":
-        return None, "it was installed with GDN_BUILD_CUDA=0"
+    return "build" if asked == "1" else None
+
+
+asked = asked_library()
+
+
+def find_toolchain() -> Any:
+    """The compilers and torch. They are looked for only when something is built: while a frontend
+    asks for the build's needs, they may not be installed yet."""
     try:
-        tools = builder.find_toolchain()
+        return builder.find_toolchain()
     except builder.Unbuildable as why:
-        if asked == "1":
-            raise SystemExit(
-                f"GDN_BUILD_CUDA=1, but the CUDA library cannot be built: {why}."
-            ) from why
-        return None, str(why)
-    return tools, "built with CUDA {}.{}".format(*tools.cuda)
+        raise SystemExit(f"GDN_BUILD_CUDA=1, but the CUDA library cannot be built: {why}.") from why
 
 
-tools, status = decide()
+class Build(build):
+    def run(self) -> None:
+        if asked == "build":
+            find_toolchain()  # fails before anything is written
+        super().run()
 
 
 class BuildPy(build_py):
-    """Leaves beside the package why it has no CUDA library, or nothing where it has one."""
-
     def run(self) -> None:
         super().run()
-        folder = ROOT if self.editable_mode else Path(self.build_lib)
-        if tools is None:
+        if asked is None and not self.editable_mode:
             # One of an earlier build must not pass for this one's.
-            (folder / LIBRARY).unlink(missing_ok=True)
-            (folder / STATUS).write_text(status + "\n", encoding="utf-8")
-        else:
-            (folder / STATUS).unlink(missing_ok=True)
+            (Path(self.build_lib) / LIBRARY).unlink(missing_ok=True)
 
 
 class BuildExt(build_ext):
@@ -91,11 +92,13 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         library = Path(self.get_ext_fullpath(ext.name)).resolve()
-        if isinstance(tools, Path):
-            if library != tools:
+        if isinstance(asked, Path):
+            if library != asked:
                 library.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(tools, library)
+                shutil.copy(asked, library)
             return
+        tools = find_toolchain()
+        print(f"gdn_triton: the CUDA library is built by {tools.nvcc} for {tools.torch}")
         try:
             builder.build(tools, library)
         except builder.BuildFailed as why:
@@ -106,23 +109,46 @@ class BuildExt(build_ext):
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         """For every Python; with the library for one platform, and for a glibc that it runs on."""
-        if not tools:
+        if asked is None:
             return "py3", "none", "any"
         built = Path(self.bdist_dir or ".") / LIBRARY
-        if isinstance(tools, Path):
-            built = tools
+        if isinstance(asked, Path):
+            built = asked
         return "py3", "none", builder.manylinux(built) if built.exists() else super().get_tag()[2]
 
 
-print(f"gdn_triton: CUDA library: {status}", file=sys.stderr)
+def readme() -> str:
+    """The README for a page that does not show the repository's files: every relative link leads
+    to the file at this version's tag."""
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link[1].startswith("!") else "blob"
+        return f"{link[1]}{REPOSITORY}/{kind}/v{version()}/{link[2]})"
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"(!?\[[^\]]*\]\()(?![a-z]+:|#)([^)]+)\)", absolute, text)
+
+
+if asked is None:
+    print(
+        "gdn_triton: without the CUDA library; on a machine with an H100 or H200, "
+        "`GDN_BUILD_CUDA=1 pip install .` builds it",
+        file=sys.stderr,
+    )
 setup(
     name="gdn_triton",
     version=version(),
     description="Gated DeltaNet on Triton kernels, a drop-in for flash-linear-attention's op",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=readme(),
     long_description_content_type="text/markdown",
     author="The gdn_triton authors",
-    license="MIT",
+    project_urls={
+        "Source": REPOSITORY,
+        "Documentation": f"{REPOSITORY}/blob/v{version()}/docs/index.md",
+        "Changelog": f"{REPOSITORY}/blob/v{version()}/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    },
+    license_expression="MIT",
     license_files=["LICENSE"],
     keywords=["Gated DeltaNet", "linear attention", "Triton", "CUDA", "PyTorch", "Qwen3-Next"],
     classifiers=[
@@ -136,6 +162,8 @@ setup(
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
@@ -143,8 +171,8 @@ setup(
     packages=find_packages(include=["gdn_triton", "gdn_triton.*"]),
     package_data={"gdn_triton": ["py.typed"]},
     # Its sources are the builder's business.
-    ext_modules=[Extension("gdn_triton.fast._gdn_fast", sources=[])] if tools else [],
-    cmdclass={"build_py": BuildPy, "build_ext": BuildExt, "bdist_wheel": Wheel},
+    ext_modules=[Extension("gdn_triton.fast._gdn_fast", sources=[])] if asked else [],
+    cmdclass={"build": Build, "build_py": BuildPy, "build_ext": BuildExt, "bdist_wheel": Wheel},
     install_requires=[
         "torch>=2.8",
         # There are no Triton wheels elsewhere; the reference runs without.
@@ -156,9 +184,9 @@ setup(
     extras_require={
         # nvcc and what it needs, for `python csrc/build.py`; no toolkit of the system is needed.
         "cuda": [
-            "cuda-toolkit[nvcc,cudart,cccl]==13.0.*; platform_system == 'Linux'",
+            f"{builder.NVCC_REQUIREMENT}; platform_system == 'Linux'",
             "setuptools>=77",
-            "torch>=2.10",
+            builder.TORCH_REQUIREMENT,
         ],
         "examples": ["matplotlib"],  # the loss curve of examples/train_bytes.py
         "bench": ["matplotlib"],  # the plots of benchmarks/plot.py; without it there are none

@@ -1,11 +1,11 @@
 """Builds the CUDA library, without setuptools and without importing torch.
 
-`python csrc/build.py` builds it in a checkout, where `gdn_triton.fast` finds it; `setup.py` calls
-the same functions for an install. With `--wheel FOLDER` it makes a wheel that has it, with
-`--install` it installs that wheel for the Python that runs this. Needs Linux, nvcc 12.8 or
-newer, g++, and a torch 2.10 or newer of that Python, CUDA or CPU: its headers and libraries are
-linked with. No GPU and no driver. The extra `cuda` of the package brings nvcc. The environment
-variables NVCC, CUDA_HOME (or CUDA_PATH) and CXX choose the compilers.
+`python csrc/build.py` builds it in a checkout, where `gdn_triton.fast` finds it; `setup.py` and
+`csrc/backend.py` call the same functions for an install. With `--wheel FOLDER` it makes a wheel
+that has it, with `--install` it installs that wheel for the Python that runs this. Needs Linux,
+nvcc 12.8 or newer, g++, and a torch 2.10 or newer of that Python, CUDA or CPU: its headers and
+libraries are linked with. No GPU and no driver. The extra `cuda` of the package brings nvcc. The
+environment variables NVCC, CUDA_HOME (or CUDA_PATH) and CXX choose the compilers.
 
 What comes out is one shared library: LibTorch's stable ABI, machine code for the GPUs of
 `ARCHITECTURES` only, CUDA's runtime linked in, nothing of Python. The build fails where ptxas says
@@ -23,6 +23,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,9 @@ OBJECTS = ROOT / "build" / "cuda"
 
 TORCH_TARGET = (2, 10)  # the least torch whose stable ABI has what ops.cpp calls
 CUDA_MIN = (12, 8)
+# What pip installs to build with.
+TORCH_REQUIREMENT = "torch>=2.10"
+NVCC_REQUIREMENT = "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"
 # The architectures: a folder of csrc with kernels, and the GPUs that nvcc compiles them for. sm_90
 # without the a compiles too, into kernels without WGMMA.
 ARCHITECTURES = {"sm90": "-gencode=arch=compute_90a,code=sm_90a"}
@@ -67,16 +71,31 @@ class Kernel(NamedTuple):
 # --------------------------------------------------------------------------------------- toolchain
 
 
+def package_folders(name: str) -> list[Path]:
+    """Where a package is installed: for the Python that runs this, and in the environment that pip
+    installs into. pip hides that environment's packages from the builds that it isolates; here
+    files of torch and nvcc are used, and nothing is imported, so that the path is enough."""
+    spec = importlib.util.find_spec(name)
+    found = [Path(x) for x in (spec.submodule_search_locations or ())] if spec else []
+    found += [Path(sysconfig.get_path(x)) / name for x in ("purelib", "platlib")]
+    return [x for x in dict.fromkeys(found) if x.is_dir()]
+
+
 def nvcc_candidates() -> list[str]:
-    if "NVCC" in os.environ:
-        return [os.environ["NVCC"]]
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home:
-        return [f"{home}/bin/nvcc"]
-    # The last ones are of the wheels that the extra `cuda` installs.
-    spec = importlib.util.find_spec("nvidia")
-    wheels = [f"{d}/cu13/bin/nvcc" for d in (spec.submodule_search_locations or [])] if spec else []
+    chosen = chosen_nvcc()
+    if chosen:
+        return [chosen]
+    # The last ones are of the wheels of NVCC_REQUIREMENT.
+    wheels = [str(x / "cu13" / "bin" / "nvcc") for x in package_folders("nvidia")]
     return [x for x in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc", *wheels) if x]
+
+
+def chosen_nvcc() -> str | None:
+    """The compiler that an environment variable names, or None."""
+    if "NVCC" in os.environ:
+        return os.environ["NVCC"]
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return f"{home}/bin/nvcc" if home else None
 
 
 def nvcc_version(nvcc: str) -> tuple[int, int] | None:
@@ -93,36 +112,57 @@ def find_toolchain() -> Toolchain:
     """All that the build needs; Unbuildable names the first thing that is missing."""
     if sys.platform != "linux":
         raise Unbuildable(f"it is built on Linux only, this is {sys.platform}")
-    versions = {nvcc: nvcc_version(nvcc) for nvcc in nvcc_candidates()}
-    there = [nvcc for nvcc, version in versions.items() if version]
-    new = [nvcc for nvcc in there if (versions[nvcc] or CUDA_MIN) >= CUDA_MIN]
-    nvcc = next(iter(new or there), None)
-    if nvcc is None:
-        tried = f" (tried {', '.join(versions)})" if versions else ""
-        raise Unbuildable(
-            f'there is no CUDA compiler{tried}; pip install ".[cuda]" brings one, or set CUDA_HOME '
-            "or NVCC"
-        )
-    cuda = versions[nvcc]
-    assert cuda is not None
-    if cuda < CUDA_MIN:
-        least = ".".join(map(str, CUDA_MIN))
-        raise Unbuildable(f"{nvcc} is CUDA {cuda[0]}.{cuda[1]}; {least} or newer is needed")
+    nvcc, cuda = find_nvcc()
     cxx = os.environ.get("CXX") or shutil.which("g++")
     if cxx is None:
         raise Unbuildable("there is no C++ compiler g++; set CXX")
-    # find_spec, not import: importing torch takes seconds and is not needed.
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise Unbuildable(
-            "torch is not installed where the build runs (pip isolates builds: install torch "
-            "first, then use pip install --no-build-isolation)"
-        )
-    torch = Path(spec.origin).parent
-    if not (torch / "include/torch/csrc/stable/c/shim.h").exists():
-        least = ".".join(map(str, TORCH_TARGET))
-        raise Unbuildable(f"torch at {torch} is too old; {least} or newer is needed to build with")
-    return Toolchain(nvcc, cuda, cxx, torch)
+    return Toolchain(nvcc, cuda, cxx, find_torch())
+
+
+def find_nvcc() -> tuple[str, tuple[int, int]]:
+    """The first compiler that is new enough, and its version."""
+    versions = {nvcc: nvcc_version(nvcc) for nvcc in nvcc_candidates()}
+    there = {nvcc: version for nvcc, version in versions.items() if version}
+    new = {nvcc: version for nvcc, version in there.items() if version >= CUDA_MIN}
+    if new:
+        return next(iter(new.items()))
+    if there:
+        nvcc, cuda = next(iter(there.items()))
+        least = ".".join(map(str, CUDA_MIN))
+        raise Unbuildable(f"{nvcc} is CUDA {cuda[0]}.{cuda[1]}; {least} or newer is needed")
+    tried = f" (tried {', '.join(versions)})" if versions else ""
+    raise Unbuildable(
+        f'there is no CUDA compiler{tried}; pip install ".[cuda]" brings one, or set CUDA_HOME '
+        "or NVCC"
+    )
+
+
+def find_torch() -> Path:
+    """The folder of a torch that is new enough. It is not imported, which would take seconds."""
+    folders = package_folders("torch")
+    new = [x for x in folders if (x / "include/torch/csrc/stable/c/shim.h").exists()]
+    if new:
+        return new[0]
+    least = ".".join(map(str, TORCH_TARGET))
+    if folders:
+        raise Unbuildable(f"torch at {folders[0]} is too old; {least} or newer is needed")
+    raise Unbuildable(f"there is no torch; {least} or newer is needed to link with")
+
+
+def missing_requirements() -> list[str]:
+    """What pip can install of the parts that the build does not find. A compiler that an
+    environment variable names is never replaced by another one."""
+    found = []
+    try:
+        find_nvcc()
+    except Unbuildable:
+        if chosen_nvcc() is None:
+            found.append(NVCC_REQUIREMENT)
+    try:
+        find_torch()
+    except Unbuildable:
+        found.append(TORCH_REQUIREMENT)
+    return found
 
 
 # ----------------------------------------------------------------------------------------- commands
@@ -132,7 +172,7 @@ def nvcc_command(tools: Toolchain, architecture: str) -> list[str]:
     target = ARCHITECTURES[architecture]
     return [
         tools.nvcc,
-        *("-ccbin", tools.cxx, "-std=c++17", "-O3", target, "-DNDEBUG", "-lineinfo"),
+        *("-ccbin", tools.cxx, "-std=c++17", "-O3", target, "-DNDEBUG"),
         *("-I", str(SOURCE_DIR), "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"),
         *("-Xptxas", "-v,-warn-spills,-warn-lmem-usage"),
     ]
@@ -314,7 +354,7 @@ def make_wheel(library: Path, folder: Path) -> Path:
     files where it builds, and takes what it finds there: so it builds a copy."""
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "source"
-        ignored = shutil.ignore_patterns("__pycache__", "*.so", "_build_status.txt")
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
         for name in ("gdn_triton", "csrc"):
             shutil.copytree(ROOT / name, source / name, ignore=ignored)
         for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):

@@ -23,7 +23,6 @@ PACKAGE = ROOT / "gdn_triton"
 VARIANT = "torch-universal"
 # Adapters, the layer and the demonstration are for programs that install the package.
 LEFT_OUT = ("integrations", "layers", "demo.py", "__main__.py")
-STATUS = "a universal kernel has no machine code, the installed package may have\n"
 
 
 def sources() -> list[Path]:
@@ -66,7 +65,6 @@ def build(folder: Path) -> Path:
         target.write_text(rewritten(path, text, namespace), encoding="utf-8")
     with (variant / "__init__.py").open("a", encoding="utf-8") as file:
         file.write("\nfrom . import layers  # noqa: E402\n")
-    (variant / "fast" / "_build_status.txt").write_text(STATUS, encoding="utf-8")
     metadata = {
         "id": namespace,
         "name": "gdn-triton",

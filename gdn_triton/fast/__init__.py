@@ -1,11 +1,12 @@
 """The CUDA library: whether it is there, and why not. Importing this loads nothing.
 
-The library, `_gdn_fast.so` beside this file, is optional: an install without a CUDA compiler goes
-without, and leaves the reason in `_build_status.txt`. Its operators are `torch.ops.gdn_fast.*`
-(`csrc/ops.cpp`); `gdn_triton.chunk.cuda.calls` calls them.
+The library, `_gdn_fast.so` beside this file, is optional: `GDN_BUILD_CUDA=1 pip install .` in a
+checkout builds it. Its operators are `torch.ops.gdn_fast.*` (`csrc/ops.cpp`);
+`gdn_triton.chunk.cuda.calls` calls them.
 """
 
 import functools
+import logging
 from pathlib import Path
 
 import torch
@@ -13,17 +14,20 @@ import torch
 from gdn_triton.fast.architectures import ARCHITECTURES, Architecture
 
 LIBRARY = Path(__file__).with_name("_gdn_fast.so")
-BUILD_STATUS = Path(__file__).with_name("_build_status.txt")
+
+_logger = logging.getLogger("gdn_triton")
 
 
 @functools.cache
 def why_unavailable() -> str | None:
     """A sentence why the CUDA library cannot be used in this process, or None if it can.
 
-    The first call loads it and asks for the GPUs; the answer is kept.
+    The first call loads it and asks for the GPUs; the answer is kept. Where the library is not
+    built and a GPU would run it, that call logs a warning with the command to type: pip shows
+    nothing of a build that succeeds.
     """
     if not LIBRARY.exists():
-        return f"The CUDA library is not built: {_build_status()}.{_how_to_get_it()}"
+        return _why_not_built()
     if not torch.cuda.is_available():
         return "The CUDA library needs a GPU; torch finds no CUDA device."
     try:
@@ -63,22 +67,19 @@ def architecture_on(device: int | None) -> Architecture:
     return ARCHITECTURES[torch.cuda.get_device_capability(device)]
 
 
-def _how_to_get_it() -> str:
-    """A sentence after a space where there is a GPU for the library, else nothing; nothing either
-    in a copy of the package under another name (hub/build.py), as no build puts a library there."""
-    if __name__ != "gdn_triton.fast" or not torch.cuda.is_available():
-        return ""
-    devices = [i for i in range(torch.cuda.device_count()) if why_not_on(i) is None]
-    if not devices:
-        return ""
-    return (
-        f" {torch.cuda.get_device_name(devices[0])} would run faster with it: in a checkout, "
-        '`pip install ".[cuda]"`, then `python csrc/build.py --install`.'
-    )
-
-
-def _build_status() -> str:
-    """Why the last install built no library, without a full stop."""
-    if BUILD_STATUS.exists():
-        return BUILD_STATUS.read_text(encoding="utf-8").strip()
-    return "python csrc/build.py builds it in a checkout"
+def _why_not_built() -> str:
+    if __name__ != "gdn_triton.fast":
+        # No build puts a library into a copy of the package under another name (hub/build.py).
+        return (
+            "The CUDA library is not built: a universal kernel has no machine code, the installed "
+            "package may have."
+        )
+    how = "`GDN_BUILD_CUDA=1 pip install .` in a checkout builds it"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    served = next((device for device in range(count) if why_not_on(device) is None), None)
+    if served is None:
+        return f"The CUDA library is not built: {how}."
+    name = torch.cuda.get_device_name(served)
+    answer = f"The CUDA library is not built: {name} would run faster with it; {how}."
+    _logger.warning("%s", answer)
+    return answer

@@ -42,7 +42,7 @@ def conv_from_states(
     Args:
         x: [B, T, D]; with cu_seqlens [1, T, D].
         weight: [D, W]. bias: [D], or None.
-        state: [N, D, W - 1], rounded to x's dtype; a constant. It is not written.
+        state: [N, D, W - 1], rounded to x's dtype. It is not written, and has its gradient.
         cu_seqlens: [N + 1].
 
     Returns:

@@ -290,6 +290,7 @@ class GatedDeltaNet(MarksUndecayed):
         slots: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_cpu: Tensor | None = None,
+        cp_context: object | None = None,
     ) -> Tensor:
         """The layer over whole sequences, or over the next tokens of sequences that a cache knows.
 
@@ -312,6 +313,10 @@ class GatedDeltaNet(MarksUndecayed):
                 are left out in the same way. Not together with attention_mask.
             cu_seqlens_cpu: the same offsets on the CPU, if the host knows them: what
                 `gdn_triton.chunk_gated_delta_rule` makes of them, where that runs.
+            cp_context: the sequences are split over the ranks of a process group, and
+                hidden_states has this rank's tokens in one row (B = 1): as
+                `gdn_triton.chunk_gated_delta_rule` takes it. It has the offsets, and every other
+                argument is None. Every rank has to make the call, and its backward if one does.
 
         Returns:
             y: [B, T, hidden_size].
@@ -335,11 +340,16 @@ class GatedDeltaNet(MarksUndecayed):
             slots,
             cu_seqlens,
             cu_seqlens_cpu,
+            cp_context,
             hidden_size=self.hidden_size,
             state_shape=(self.num_v_heads, self.head_v_dim, self.head_k_dim),
             conv_shape=(channels, self.conv_size - 1) if self.use_short_conv else None,
         )
         B, T, _ = hidden_states.shape
+        if cp_context is not None:
+            # A rank without tokens takes part in the exchange too.
+            local = cp_context.cu_seqlens  # type: ignore[attr-defined]
+            return self._run(hidden_states, None, None, local, T, False, cp_context=cp_context)
         if T == 0:
             return self.o_proj(hidden_states.new_zeros(B, 0, self.value_dim))
         skips = slots is not None
@@ -368,6 +378,7 @@ class GatedDeltaNet(MarksUndecayed):
         longest: int,
         skips: bool,
         cu_seqlens_cpu: Tensor | None = None,
+        cp_context: object | None = None,
     ) -> Tensor:
         """The layer. longest: no sequence has more tokens; skips: slots may hold padding."""
         live = None
@@ -381,7 +392,7 @@ class GatedDeltaNet(MarksUndecayed):
             x = torch.where(served, x, 0)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         a, b = self.a_proj(x), self.b_proj(x)
-        o = self._mix(qkv, a, b, cache, slots, cu_seqlens, cu_seqlens_cpu, longest)
+        o = self._mix(qkv, a, b, cache, slots, cu_seqlens, cu_seqlens_cpu, longest, cp_context)
         if served is not None and torch.is_grad_enabled():
             # Rows of nobody are 0 in o, and there the norm's derivative is infinite if norm_eps=0.
             o = torch.where(served[..., None], o, 1)
@@ -408,17 +419,20 @@ class GatedDeltaNet(MarksUndecayed):
         cu_seqlens: Tensor | None,
         cu_seqlens_cpu: Tensor | None,
         longest: int,
+        cp_context: object | None,
     ) -> Tensor:
         """All that joins tokens: convolution and rule. o [B, T, HV, V] of the projections
         qkv [B, T, 2 H K + HV V] and a, b [B, T, HV]; the slots of the cache go on."""
         conv_state = None
         if self.use_short_conv:
-            qkv, conv_state = self._convolve(qkv, cache, slots, cu_seqlens, longest)
+            qkv, conv_state = self._convolve(qkv, cache, slots, cu_seqlens, longest, cp_context)
         else:
             qkv = F.silu(qkv)
         # Test the length last: a trace with a symbolic length gets a guard on it only if needed.
-        by_token = not torch.is_grad_enabled() and (
-            self.mode == "fused_recurrent" or longest <= RECURRENT_TOKENS
+        by_token = (
+            cp_context is None
+            and not torch.is_grad_enabled()
+            and (self.mode == "fused_recurrent" or longest <= RECURRENT_TOKENS)
         )
         if by_token and cache is not None:
             assert slots is not None
@@ -446,7 +460,9 @@ class GatedDeltaNet(MarksUndecayed):
             if by_token:
                 rule = fused_recurrent_gated_delta_rule
             else:
-                rule = functools.partial(chunk_gated_delta_rule, cu_seqlens_cpu=cu_seqlens_cpu)
+                rule = functools.partial(
+                    chunk_gated_delta_rule, cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context
+                )
             o, final_state = rule(
                 q=q.unflatten(-1, (self.num_heads, self.head_k_dim)),
                 k=k.unflatten(-1, (self.num_heads, self.head_k_dim)),
@@ -480,6 +496,7 @@ class GatedDeltaNet(MarksUndecayed):
         slots: Tensor | None,
         cu_seqlens: Tensor | None,
         longest: int,
+        cp_context: object | None,
     ) -> tuple[Tensor, Tensor | None]:
         """qkv after the convolution, and with a cache the states after it, which are not yet in
         their slots: the rule may still refuse the call."""
@@ -487,6 +504,12 @@ class GatedDeltaNet(MarksUndecayed):
         weight = torch.cat([conv.weight for conv in convs]).squeeze(1)
         biases = [conv.bias for conv in convs if conv.bias is not None]
         bias = torch.cat(biases) if biases else None
+        if cp_context is not None:
+            # Imported here because only calls with cp_context need torch.distributed.
+            from gdn_triton.distributed import conv_halo
+
+            halo = conv_halo(qkv, cp_context, self.conv_size).mT
+            return conv_from_states(qkv, weight, bias, halo, cu_seqlens)[0], None
         if cache is None:
             return causal_conv1d(qkv, weight, bias, cu_seqlens=cu_seqlens), None
         assert slots is not None and cache.conv_state is not None

@@ -29,6 +29,7 @@ def check_call(
     slots: Tensor | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
+    cp_context: object | None,
     *,
     hidden_size: int,
     state_shape: tuple[int, ...],
@@ -53,6 +54,13 @@ def check_call(
     check_dtype("hidden_states", x, FLOAT_DTYPES, FLOATS)
     B, T, _ = x.shape
     N = B
+    if cp_context is not None:
+        excluded = {**others, "cache": cache, "cu_seqlens_cpu": cu_seqlens_cpu}
+        for name, other in excluded.items():
+            if other is not None:
+                raise ValueError(must(name, "be None with cp_context", type_of(other)))
+        _check_context(x, cp_context)
+        return N
     if attention_mask is not None:
         if cu_seqlens is not None:
             raise ValueError(must("attention_mask", "be None with cu_seqlens", "a tensor"))
@@ -80,6 +88,19 @@ def check_call(
         _check_host_offsets(cu_seqlens_cpu, cu_seqlens, T)
     _check_cache(x, cache, slots, N, state_shape=state_shape, conv_shape=conv_shape)
     return N
+
+
+def _check_context(x: Tensor, cp_context: object) -> None:
+    """The number of tokens is judged where they are exchanged."""
+    if not isinstance(getattr(cp_context, "cu_seqlens", None), Tensor):
+        expected = (
+            "be a gdn_triton.distributed.ContextParallel, or have the attributes of "
+            "fla.ops.cp.FLACPContext"
+        )
+        raise TypeError(must("cp_context", expected, type_of(cp_context)))
+    if x.shape[0] != 1:
+        expected = "have batch size B=1 with cp_context"
+        raise ValueError(must("hidden_states", expected, f"B={x.shape[0]}"))
 
 
 def _check_host_offsets(given: Tensor, cu_seqlens: Tensor | None, T: int) -> None:

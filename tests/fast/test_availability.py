@@ -27,26 +27,26 @@ def test_available(built: None) -> None:
     assert ask_again() is None
 
 
-def test_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(fast, "LIBRARY", tmp_path / "library.so")
-    monkeypatch.setattr(fast, "BUILD_STATUS", tmp_path / "status.txt")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    built_by = "python csrc/build.py builds it in a checkout"
-    assert ask_again() == f"The CUDA library is not built: {built_by}."
-    fast.BUILD_STATUS.write_text("a reason\n")
-    assert ask_again() == "The CUDA library is not built: a reason."
-    # Where it would serve, how to get it, in the one sentence that `explain`, the log and
-    # `python -m gdn_triton` show.
+    how = "`GDN_BUILD_CUDA=1 pip install .` in a checkout builds it"
+    plain = f"The CUDA library is not built: {how}."
+    assert ask_again() == plain
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
-    monkeypatch.setattr(fast, "why_not_on", lambda device: None if device == 1 else "It is old.")
-    assert ask_again() == (
-        "The CUDA library is not built: a reason. GPU 1 would run faster with it: in a checkout, "
-        '`pip install ".[cuda]"`, then `python csrc/build.py --install`.'
-    )
     monkeypatch.setattr(fast, "why_not_on", lambda device: "It is old.")
-    assert ask_again() == "The CUDA library is not built: a reason."
+    assert ask_again() == plain
+    # Where it would serve, a line that is seen without a setting, once a process.
+    assert not caplog.records
+    monkeypatch.setattr(fast, "why_not_on", lambda device: None if device == 1 else "It is old.")
+    reason = ask_again()
+    assert reason == f"The CUDA library is not built: GPU 1 would run faster with it; {how}."
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == ("WARNING", reason)
 
 
 def test_no_gpu(built: None, monkeypatch: pytest.MonkeyPatch) -> None:

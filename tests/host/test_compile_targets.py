@@ -26,6 +26,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
         pytest.param("cuda", "120", marks=pytest.mark.long(16)),
         pytest.param("cuda", "121", marks=pytest.mark.long(11)),
         pytest.param("hip", "gfx942", marks=pytest.mark.long(11)),
+        pytest.param("hip", "gfx950", marks=pytest.mark.long(11)),
     ],
 )
 def test_kernels_compile(backend: str, arch: str) -> None:

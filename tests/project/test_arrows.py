@@ -32,7 +32,7 @@ PARTS = {
     "conv": "prep reference _host _triton constants",
     "explanations": "chunk recurrent conv prep norm _host",
     "warming": "chunk recurrent _host constants",
-    "layers": "chunk recurrent conv norm _host",
+    "layers": "chunk recurrent conv norm distributed _host",
     "integrations": "explanations warming chunk recurrent conv prep norm _host constants",
     TOP: "explanations warming chunk recurrent conv prep norm _host",
     "demo": f"{TOP} reference constants",

@@ -60,6 +60,7 @@ SHARED_MEMORY = {
     ("cuda", 120): 99 * 1024,
     ("cuda", 121): 99 * 1024,
     ("hip", "gfx942"): 64 * 1024,
+    ("hip", "gfx950"): 160 * 1024,
 }
 
 # What the compiled code of a matrix product contains.
@@ -70,6 +71,7 @@ MATRIX_INSTRUCTION = {
     ("cuda", 120): ("ptx", "mma.sync"),
     ("cuda", 121): ("ptx", "mma.sync"),
     ("hip", "gfx942"): ("amdgcn", "v_mfma"),
+    ("hip", "gfx950"): ("amdgcn", "v_mfma"),
 }
 # Kernels that must contain it where all inputs are bf16 and K = V = 128.
 MATRIX_KERNELS = ("wy_fwd_kernel", "state_fwd_kernel", "output_fwd_kernel")

@@ -52,12 +52,13 @@ SAMPLES = {
     ("cuda", 120): SHAPES[:1],
     ("cuda", 121): SHAPES[3:4],
     ("hip", "gfx942"): SHAPES[:1],
+    ("hip", "gfx950"): SHAPES[:1],
 }
 # For Hopper a test compiles every kernel for these: the common head, the widest one, and products
 # of four-byte inputs.
 TESTED = [SHAPES[0], SHAPES[3], SHAPES[5]]
 # Targets for which every kernel can be compiled for every shape, as before a release.
-WHOLE = (("cuda", 80), ("cuda", 90), ("cuda", 100), ("hip", "gfx942"))
+WHOLE = (("cuda", 80), ("cuda", 90), ("cuda", 100), ("hip", "gfx942"), ("hip", "gfx950"))
 LEAST = SHAPES[4]
 # Where the outputs are compiled that no forward asks for.
 EXTRAS = SHAPES[2]
