@@ -11,8 +11,10 @@ as a CUDA graph with a cold L2, the implementations in turns, and the kernels th
 
 FOLDER is what `python -m benchmarks.engines` makes. The engines' calls are those of their layers:
 vLLM's gathers, zeroing and scatter of states are among them, and what an engine computes once a
-step for all layers is not. SGLang's prefill takes its Triton convolution; on NVIDIA GPUs its server
-has one in CUDA. Every o is compared with float64 first; one that differs is not timed.
+step for all layers is not. Where FlashInfer is installed, vLLM has a second row for prefills, with
+FlashInfer's rule, vLLM's default on Hopper. SGLang's prefill takes its Triton convolution; on
+NVIDIA GPUs its server has one in CUDA. Every o is compared with float64 first; one that differs is
+not timed.
 --dry-run does all of it with toy sizes on the CPU.
 """
 
@@ -35,14 +37,16 @@ from benchmarks.measure import (
     Replay,
     attempt,
     device_for,
+    first_line,
     relative,
     replay_times,
 )
-from benchmarks.peers import Ours
+from benchmarks.peers import FlashInfer, Ours
 from benchmarks.report import append_record
 
 OURS = "gdn_triton"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+WITH_FLASHINFER = "vLLM, FlashInfer"
 LEGEND = (
     "Microseconds of the Gated DeltaNet part of a layer in a CUDA graph with a cold L2, from "
     "mixed_qkv to\nthe input of the output's projection, and the kernels that it launches."
@@ -66,6 +70,14 @@ def makers_of(folder: Path | None) -> tuple[dict[str, Maker], dict[str, str], li
             continue
         found[NAMES[name]] = partial(make, theirs=theirs)
         versions[NAMES[name]] = engines.VERSIONS[name]
+        if name == "vllm":
+            try:
+                rule = FlashInfer().package.chunk_gated_delta_rule
+            except Exception as error:
+                missing.append(f"{WITH_FLASHINFER}: not measured: {first_line(error)}")
+                continue
+            found[WITH_FLASHINFER] = partial(vllm, theirs=theirs, flashinfer=rule)
+            versions[WITH_FLASHINFER] = FlashInfer.version()
     return found, versions, missing
 
 

@@ -239,7 +239,12 @@ def decoded(step: Step, f: SimpleNamespace, x: Tensor, out: Tensor) -> None:
     )
 
 
-def vllm(step: Step, theirs: dict[str, Callable[..., Any]]) -> Call:
+def vllm(
+    step: Step,
+    theirs: dict[str, Callable[..., Any]],
+    flashinfer: Callable[..., Any] | None = None,
+) -> Call:
+    """flashinfer: the rule of a prefill, in place of vLLM's Triton kernels, as on Hopper."""
     f = SimpleNamespace(**theirs)
     H, HV, K, V = step.sizes
     gates = {"A_log": step.A_log, "dt_bias": step.dt_bias}
@@ -289,21 +294,37 @@ def vllm(step: Step, theirs: dict[str, Callable[..., Any]]) -> Call:
         q, k, v, g, beta = (y.unsqueeze(0) for y in prepared)
         state = step.state[step.slots].contiguous()
         state[~step.has_initial_state, ...] = 0
-        o, state = f.chunk_gated_delta_rule(
-            q=q,
-            k=k,
-            v=v,
-            g=g,
-            beta=beta,
-            initial_state=state,
-            output_final_state=True,
-            cu_seqlens=step.cu_seqlens,
-            use_qk_l2norm_in_kernel=False,
-        )
+        if flashinfer is None:
+            o, state = f.chunk_gated_delta_rule(
+                q=q,
+                k=k,
+                v=v,
+                g=g,
+                beta=beta,
+                initial_state=state,
+                output_final_state=True,
+                cu_seqlens=step.cu_seqlens,
+                use_qk_l2norm_in_kernel=False,
+            )
+        else:
+            o, state = flashinfer(
+                q=q.squeeze(0),
+                k=k.squeeze(0),
+                v=v.squeeze(0),
+                g=torch.exp(g.squeeze(0).float()),
+                beta=beta.squeeze(0).float(),
+                initial_state=state.float(),
+                output_final_state=True,
+                cu_seqlens=step.cu_seqlens.long(),
+                use_cp="auto",
+                backend="flashinfer",
+            )
         step.state[step.slots] = state.to(step.state.dtype)
-        out.copy_(o.squeeze(0))
+        out.copy_(o.view(out.shape))
         return norm()
 
+    if step.is_decode and flashinfer is not None:
+        raise NotImplementedError("vLLM decodes with its Triton kernels in either case")
     return decode if step.is_decode else prefill
 
 

@@ -155,14 +155,16 @@ def backward_ratios(records: list[Record]) -> Iterator[Ratio]:
 
 def kind_of(records: list[Record]) -> str:
     kinds = {record["kind"] for record in records}
-    return next((kind for kind in ("decode", "layer", "times", "errors") if kind in kinds), "run")
+    named = ("decode", "layer", "engine", "times", "errors")
+    return next((kind for kind in named if kind in kinds), "run")
 
 
 def all_ratios(files: Iterable[Path]) -> list[Ratio]:
     readers: dict[str, Callable[[list[Record]], Iterator[Ratio]]] = {
         "decode": decode_ratios,
-        # Its rows are a page of their own, and no ratios of an operator.
+        # Rows of these are pages of their own, and no ratios of an operator.
         "layer": lambda records: iter(()),
+        "engine": lambda records: iter(()),
         "times": backward_ratios,
     }
     found: dict[tuple[str, ...], Ratio] = {}

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import backward, decode, layer
+from benchmarks import backward, decode, layer, vllm_engine
 from benchmarks.records import OURS, Record, Run, best_ratio, others
 from benchmarks.shapes import floor_us, gates_of, kinds_among
 
@@ -304,6 +304,7 @@ python -m benchmarks.page
 PLAIN_KINDS: dict[str, tuple[str, Any]] = {
     "decode": ("Decode steps", decode),
     "layer": ("The Gated DeltaNet part of a layer", layer),
+    "engine": ("vLLM end to end", vllm_engine),
     "times": ("Gradients", backward),
 }
 

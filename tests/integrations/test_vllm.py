@@ -352,7 +352,10 @@ def engine(monkeypatch, ours):
         return sys.modules[name]
 
     module("vllm.model_executor.custom_op").CustomOp = CustomOp
-    module("vllm.v1.attention.backends.gdn_attn").GDNAttentionMetadata = Metadata
+    attention = module("vllm.v1.attention.backends.gdn_attn")
+    attention.GDNAttentionMetadata = Metadata
+    refuses = {"supports_batch_invariance": classmethod(lambda cls: False)}
+    attention.GDNAttentionBackend = type("Backend", (type("Base", (), refuses),), {})
     found = SimpleNamespace()
     for name, functions_ in NAMES.items():
         made = module(f"vllm.model_executor.layers.mamba.gdn.{name}")
@@ -428,6 +431,33 @@ def test_unknown_text(ours, engine, monkeypatch):
     assert "QwenGatedDeltaNetAttention._forward_core: not ours: its text is of no" in str(
         ours.status()
     )
+
+
+@pytest.mark.of_no_device
+def test_batch_invariance(ours, engine, monkeypatch):
+    """vLLM's backend claims it with our layers alone, where `GDN_BATCH_INVARIANT` asks for it. A
+    backend that is derived from it, for another kind of layer, claims nothing."""
+    backend = sys.modules["vllm.v1.attention.backends.gdn_attn"].GDNAttentionBackend
+    derived = type("Derived", (backend,), {})
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    assert not backend.supports_batch_invariance()
+    ours.register()
+    assert backend.supports_batch_invariance() and not derived.supports_batch_invariance()
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "0")
+    assert not backend.supports_batch_invariance()
+    ours.disable()
+    assert "supports_batch_invariance" not in vars(backend)
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    monkeypatch.setitem(ours.KNOWN, engine.olmo.__name__, ("another",))
+    ours.register()
+    assert not backend.supports_batch_invariance()
+    ours.disable()
+    # A version of vLLM that has an answer of its own keeps it.
+    digest = ours.KNOWN[engine.qwen.__name__]
+    monkeypatch.setitem(ours.KNOWN, engine.olmo.__name__, digest)
+    backend.supports_batch_invariance = own = classmethod(lambda cls: False)
+    ours.register()
+    assert vars(backend)["supports_batch_invariance"] is own
 
 
 @pytest.mark.of_no_device

@@ -2,7 +2,8 @@
 against vLLM's own method and kernels where its wheel is given."""
 
 import os
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,8 +156,9 @@ def test_inference_mode_and_parameters():
             assert_specified(step, run(step))
 
 
-def test_method():
-    """The metadata of the layer's name is found; without any, memory is being sized."""
+def test_method(monkeypatch):
+    """The metadata of the layer's name is found; without any, memory is being sized, or FlashInfer
+    tuned, when vLLM has no current config and nothing is left to warm up."""
     layer, (a,) = make_layer(), sequences(1)
     warmed = []
     layer._warmup_prefill_kernels = lambda *args: warmed.append(args)
@@ -165,8 +167,10 @@ def test_method():
     module = SimpleNamespace(
         get_forward_context=lambda: context,
         is_conv_state_dim_first=lambda: False,
-        get_current_vllm_config=lambda: config,
     )
+    current = SimpleNamespace(get_current_vllm_config_or_none=lambda: config)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.config", current)
     made = []
     method = ours.method(module, lambda *args, **kwargs: made.append((args, kwargs)))
     step = Step(layer, [a], [9], [])
@@ -180,6 +184,9 @@ def test_method():
         assert tokens.out.shape == out.shape and tokens.out.data_ptr() != out.data_ptr()
         assert options == {"max_sequences": 5, "is_conv_state_dim_first": False}
     assert len(made) == 2
+    config = None
+    method(layer, mixed_qkv, b, a_, out)
+    assert len(made) == 2 and not out.any()
     context.attn_metadata = {layer.prefix: step.metadata}
     method(layer, mixed_qkv, b, a_, out)
     assert_specified(step, out[:9])

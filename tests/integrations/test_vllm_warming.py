@@ -16,7 +16,7 @@ from gdn_triton.integrations.vllm import warming
 
 COUNT = """
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from compilations import asked, watch
 watch()
 import torch
@@ -46,8 +46,9 @@ def tokens(rows):
 
 context = SimpleNamespace(attn_metadata=None)
 config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=SEQUENCES))
-module = SimpleNamespace(get_forward_context=lambda: context, is_conv_state_dim_first=lambda: False,
-                         get_current_vllm_config=lambda: config)
+module = SimpleNamespace(get_forward_context=lambda: context, is_conv_state_dim_first=lambda: False)
+sys.modules["vllm"] = ModuleType("vllm")
+sys.modules["vllm.config"] = SimpleNamespace(get_current_vllm_config_or_none=lambda: config)
 core = ours.method(module, warming.warm_up if warms else lambda *args, **kwargs: 1)
 core(layer, *tokens(ROWS))
 before = len(asked)
@@ -141,7 +142,9 @@ def test_where_vllm_sizes_memory() -> None:
         core = text(file, f"{owner}GatedDeltaNetAttention._forward_core")
         assert "if attn_metadata is None:" in core
         whole = source(wheel_of("vllm"), file)
-        assert "get_current_vllm_config," in whole and "is_conv_state_dim_first," in whole
+        assert "is_conv_state_dim_first," in whole
+    config = text("vllm/config/vllm.py", "get_current_vllm_config_or_none")
+    assert "return _current_vllm_config" in config
     base = text(f"{mamba}/gdn/base.py", "GatedDeltaNetAttention")
     assert "self.num_spec =" in base and "def get_state_dtype(" in base
     assert "max_num_seqs: int" in text("vllm/config/scheduler.py", "SchedulerConfig")

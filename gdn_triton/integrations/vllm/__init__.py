@@ -13,6 +13,8 @@ It puts ours
   here (`gdn_triton.integrations.vllm.layer`);
 - in place of the functions that those modules hold (`gdn_triton.integrations.vllm.functions`), for
   what reaches them past that method;
+- in place of `supports_batch_invariance` of vLLM's backend for these layers, which without ours
+  refuses to start with `VLLM_BATCH_INVARIANT=1`: ours is true with `GDN_BATCH_INVARIANT=1`;
 - in vLLM's registry of custom ops, in place of its class `ChunkGatedDeltaRule`, which must be done
   by a subclass: Python would not initialise it otherwise.
 """
@@ -27,6 +29,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Final
 
+from gdn_triton._host.environment import batch_invariant
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Status, Target
 from gdn_triton.integrations.vllm import functions, layer, warming
 from gdn_triton.integrations.vllm.functions import (
@@ -69,6 +72,7 @@ METADATA: Final = "vllm.v1.attention.backends.gdn_attn"
 NAME: Final = "ChunkGatedDeltaRule"
 LOG: Final = "_log_gdn_backend_decision"
 CORE: Final = "_forward_core"
+INVARIANCE: Final = "supports_batch_invariance"
 
 # Our functions by vLLM's names, each with the op of ours that runs.
 OPS: Final = {
@@ -184,7 +188,7 @@ def _main(modules: list[ModuleType]) -> ModuleType:
     return next(module for module in modules if hasattr(module, NAME))
 
 
-def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Callable[..., Any]]]:
+def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Any]]:
     """Every place that may be ours, with what belongs there."""
     for module in modules:
         if _why_not_core(module) is None:
@@ -196,11 +200,25 @@ def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Callable[..., 
                 yield Target(module, name, op), getattr(functions, name)
         if hasattr(module, LOG):
             yield Target(module, LOG, "integrations.vllm"), _log
+    if all(_why_not_core(module) is None for module in modules):
+        backend = importlib.import_module(METADATA).GDNAttentionBackend
+        # A version of vLLM that has an answer of its own keeps it.
+        if vars(backend).get(INVARIANCE, _invariance) is _invariance:
+            yield Target(backend, INVARIANCE, "integrations.vllm.layer"), _invariance
 
 
 def _log(vllm_config: object, requested_backend: str, active_backend: str) -> None:
     """In place of what says which kernel of its own vLLM would run."""
     _logger.info("Using gdn_triton for GDN prefill (requested=%s).", requested_backend)
+
+
+def _supports_batch_invariance(cls: type[Any]) -> bool:
+    """With our layers a sequence gives the same bits in any batch if no sequence is cut. vLLM's
+    backend for another kind of layer, which is derived from this one, has kernels of its own."""
+    return INVARIANCE in vars(cls) and batch_invariant()
+
+
+_invariance: Final[Any] = classmethod(_supports_batch_invariance)
 
 
 def _why_not_core(module: ModuleType) -> str | None:
@@ -228,10 +246,12 @@ def _metadata_class() -> Any:
 
 
 def _check_known(target: Target, ours: Callable[..., Any]) -> None:
+    if target.now is ABSENT or _patches.is_ours(target):
+        return
     theirs = inspect.signature(target.now).parameters
     known = inspect.signature(ours).parameters
     unknown = sorted(theirs.keys() - known.keys())
-    if unknown and not _patches.is_ours(target):
+    if unknown:
         raise RuntimeError(
             f"vLLM's {target.path} takes {', '.join(unknown)}, which gdn_triton does not know: it "
             "was written for vLLM 0.33.0"

@@ -13,6 +13,7 @@ A batch of decodes and prefills runs the first two on its two parts; one with dr
 tokens is selected apart and put together, as by vLLM, which lists its tokens by index.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -313,12 +314,16 @@ def method(module: Any, warm_up: Callable[..., object]) -> Callable[..., None]:
             theirs = getattr(self, "_warmup_prefill_kernels", None)
             if theirs is not None:
                 theirs(mixed_qkv, 0)
-            warm_up(
-                self,
-                Tokens(mixed_qkv, a, b, torch.empty_like(core_attn_out)),
-                max_sequences=module.get_current_vllm_config().scheduler_config.max_num_seqs,
-                is_conv_state_dim_first=module.is_conv_state_dim_first(),
-            )
+            # A later run, in which FlashInfer tunes its own kernels, has no config: every kind of
+            # step has been made by then.
+            config = importlib.import_module("vllm.config").get_current_vllm_config_or_none()
+            if config is not None:
+                warm_up(
+                    self,
+                    Tokens(mixed_qkv, a, b, torch.empty_like(core_attn_out)),
+                    max_sequences=config.scheduler_config.max_num_seqs,
+                    is_conv_state_dim_first=module.is_conv_state_dim_first(),
+                )
             return
         conv_state = self.kv_cache[0]
         if not module.is_conv_state_dim_first():
