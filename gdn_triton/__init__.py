@@ -12,6 +12,7 @@ from gdn_triton.recurrent.api import (
     fused_recurrent_gdn,
     recurrent_step,
 )
+from gdn_triton.recurrent.prepared import PreparedStep, prepare_step
 from gdn_triton.recurrent.window import (
     StepWindow,
     fold_window,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
+    "PreparedStep",
     "StepWindow",
     "__version__",
     "causal_conv1d",
@@ -39,6 +41,7 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "make_window",
+    "prepare_step",
     "recurrent_step",
     "restart_window",
     "rms_norm_gated",
