@@ -19,6 +19,7 @@ from gdn_triton.recurrent.window import (
     make_window,
     restart_window,
 )
+from gdn_triton.step.api import layer_step
 from gdn_triton.warming import warmup
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "fused_post_conv_prep",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "layer_step",
     "make_window",
     "prepare_step",
     "recurrent_step",

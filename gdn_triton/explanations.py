@@ -10,6 +10,7 @@ import torch
 from gdn_triton._host.arguments import refuse_head_first
 from gdn_triton._host.backends import Explanation
 from gdn_triton._host.deprecated import deprecated_state_layout
+from gdn_triton._host.records import made
 from gdn_triton.chunk.api import chunk_gated_delta_rule, explain
 from gdn_triton.chunk.backends import PREFILL
 from gdn_triton.chunk.prefill.api import chunk_prefill
@@ -33,6 +34,10 @@ from gdn_triton.recurrent.problem import sequence_call
 from gdn_triton.recurrent.validation import validate_sequences, validate_step
 from gdn_triton.recurrent.validation_window import validate_fold
 from gdn_triton.recurrent.window import fold_call, fold_window, restart_window
+from gdn_triton.step.api import layer_step
+from gdn_triton.step.backends import LAYER_STEP
+from gdn_triton.step.problem import LayerCall
+from gdn_triton.step.validation import validate_layer
 
 _Given = dict[str, Any]
 
@@ -46,14 +51,14 @@ def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         function: one of this package's operators: `chunk_gated_delta_rule`, `chunk_prefill`,
             `fused_recurrent_gated_delta_rule`, `recurrent_step`, `fold_window`, `restart_window`,
             `causal_conv1d`, `causal_conv1d_update`, `fused_conv_prep`, `fused_post_conv_prep`,
-            `rms_norm_gated`.
+            `rms_norm_gated`, `layer_step`.
         args, kwargs: its arguments.
 
     Returns:
         An `Explanation`. A backend that was asked for by name and refuses is no error here: the
         result says so. Where `fused_conv_prep` cannot run its one kernel ("reference" is chosen),
         its two parts are a `causal_conv1d` and a `fused_post_conv_prep`, each in the backend that
-        is chosen for it.
+        is chosen for it; so are the parts of a `layer_step`.
 
     Raises:
         TypeError, ValueError, RuntimeError: the errors of the function for arguments of a wrong
@@ -125,6 +130,10 @@ def _norm(given: _Given) -> Explanation:
     return NORM.explain(validate_norm(**given))
 
 
+def _layer_step(given: _Given) -> Explanation:
+    return LAYER_STEP.explain(validate_layer(made(LayerCall, given)))
+
+
 _JUDGES: dict[Callable[..., Any], Callable[[_Given], Explanation]] = {
     chunk_gated_delta_rule: _chunk,
     chunk_prefill: _prefill,
@@ -137,4 +146,5 @@ _JUDGES: dict[Callable[..., Any], Callable[[_Given], Explanation]] = {
     fused_conv_prep: _conv_prep,
     fused_post_conv_prep: _post_conv,
     rms_norm_gated: _norm,
+    layer_step: _layer_step,
 }

@@ -130,11 +130,13 @@ class PreparedStep:
             *(out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta),
             *(a, b, cu_seqlens, positions),
         )
-        if is_traced(self._state) or not self._replays(given):
+        if not self._has_memory or is_traced(self._state) or is_transformed():
             return self._whole(given)
         known = self._last
         if known is None or not _fits(given, known.layouts):
-            layouts = tuple(map(_layout_of, given))
+            layouts = _layouts_of(given)
+            if layouts is None:
+                return self._whole(given)
             known = self._known.get(layouts)
             if known is None:
                 o = self._whole(given)
@@ -143,6 +145,8 @@ class PreparedStep:
                 self._known[layouts] = self._last = _Known(layouts, (o.shape, o.dtype), {})
                 return o
             self._last = known
+        if torch.is_grad_enabled() and self._needs_grad(given):
+            return self._whole(given)
         return self._again(given, known)
 
     def _again(self, given: tuple[Tensor | None, ...], known: _Known) -> Tensor:
@@ -151,35 +155,24 @@ class PreparedStep:
         if o is None:
             shape, dtype = known.out
             o = torch.empty(shape, dtype=dtype, device=self._state.device)
-        tensors = (*self._held, o, *filter(_is_there, given[1:]))
-        places = tuple(map(Tensor.data_ptr, tensors))
+        places = (
+            *map(_address, self._held),
+            o.data_ptr(),
+            *[x.data_ptr() for x in given[1:] if x is not None],
+        )
         again = known.launches.get(places)
-        if again is not None:
-            count_writes(*self._written, out)
-            with on_device(self._state.device):
-                again()
+        if again is None:
+            with recording() as launches:
+                self._whole((o, *given[1:]))
+            self._keep(known, places, launches)
             return o
-        with recording() as launches:
-            self._whole((o, *given[1:]))
-        self._keep(known, places, launches)
+        count_writes(*self._written, out)
+        with on_device(self._state.device):
+            again()
         return o
 
-    def _replays(self, given: tuple[Tensor | None, ...]) -> bool:
-        """Whether launches on such tensors may be made again: they have memory on a GPU, no
-        gradient is needed, and no sign is still to be applied."""
-        if not self._has_memory or is_transformed():
-            return False
-        if torch.is_grad_enabled() and any(x.requires_grad for x in self._held):
-            return False
-        return all(
-            x is None
-            or (
-                type(x) is Tensor
-                and x.layout is STRIDED
-                and not (x.is_nested or x.requires_grad or x.is_neg())
-            )
-            for x in given
-        )
+    def _needs_grad(self, given: tuple[Tensor | None, ...]) -> bool:
+        return any(x is not None and x.requires_grad for x in (*self._held, *given))
 
     def _whole(self, given: tuple[Tensor | None, ...]) -> Tensor:
         out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta, *rest = (
@@ -213,24 +206,36 @@ class PreparedStep:
             known.launches[places] = launches[0]
 
 
-def _is_there(x: Tensor | None) -> bool:
-    return x is not None
+_address = Tensor.data_ptr
 
 
-def _layout_of(x: Tensor | None) -> _Layout:
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.device)
+def _layouts_of(given: tuple[Tensor | None, ...]) -> tuple[_Layout, ...] | None:
+    """None where a launch cannot be made again: an argument is no tensor of elements in memory, or
+    has a sign that is still to be applied."""
+    for x in given:
+        if x is None:
+            continue
+        if type(x) is not Tensor or x.layout is not STRIDED or x.is_nested or x.is_neg():
+            return None
+    return tuple(None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in given)
 
 
 def _fits(given: tuple[Tensor | None, ...], layouts: tuple[_Layout, ...]) -> bool:
-    for x, layout in zip(given, layouts, strict=True):
-        if x is None or layout is None:
-            if (x is None) != (layout is None):
+    try:
+        for x, layout in zip(given, layouts, strict=True):
+            if x is None or layout is None:
+                if (x is None) != (layout is None):
+                    return False
+            elif (
+                type(x) is not Tensor
+                or x.shape != layout[1]
+                or x.stride() != layout[2]
+                or x.dtype is not layout[0]
+                or x.device != layout[3]
+                or x.is_neg()
+            ):
                 return False
-        elif (
-            x.shape != layout[1]
-            or x.stride() != layout[2]
-            or x.dtype is not layout[0]
-            or x.device != layout[3]
-        ):
-            return False
+    except RuntimeError:
+        # A sparse or a nested tensor has no strides or no shape.
+        return False
     return True
