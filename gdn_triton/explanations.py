@@ -3,6 +3,7 @@ written."""
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from gdn_triton.recurrent.validation import validate_sequences, validate_step
 from gdn_triton.recurrent.validation_window import validate_fold
 from gdn_triton.recurrent.window import fold_call, fold_window, restart_window
 from gdn_triton.step.api import layer_step
-from gdn_triton.step.backends import LAYER_STEP
+from gdn_triton.step.backends import LAYER_STEP, runs_parts
 from gdn_triton.step.problem import LayerCall
 from gdn_triton.step.validation import validate_layer
 
@@ -58,7 +59,8 @@ def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         An `Explanation`. A backend that was asked for by name and refuses is no error here: the
         result says so. Where `fused_conv_prep` cannot run its one kernel ("reference" is chosen),
         its two parts are a `causal_conv1d` and a `fused_post_conv_prep`, each in the backend that
-        is chosen for it; so are the parts of a `layer_step`.
+        is chosen for it. So are the parts of a `layer_step`, which run too where its kernel does
+        not take a call and "triton" was asked for.
 
     Raises:
         TypeError, ValueError, RuntimeError: the errors of the function for arguments of a wrong
@@ -131,7 +133,11 @@ def _norm(given: _Given) -> Explanation:
 
 
 def _layer_step(given: _Given) -> Explanation:
-    return LAYER_STEP.explain(validate_layer(made(LayerCall, given)))
+    problem = validate_layer(made(LayerCall, given))
+    found = LAYER_STEP.explain(problem)
+    if found.chosen is None and runs_parts(problem):
+        return replace(found, chosen="reference", reasons={**found.reasons, "reference": None})
+    return found
 
 
 _JUDGES: dict[Callable[..., Any], Callable[[_Given], Explanation]] = {

@@ -92,9 +92,13 @@ LAYER_STEP: Operator[LayerProblem, Plan] = Operator(
 )
 
 
+def runs_parts(p: LayerProblem) -> bool:
+    """Whether the parts run whatever `GDN_BACKEND` names, which then holds for each of them."""
+    return p.unreadable is None and kernel_refusal(p) is not None
+
+
 def plan_of(p: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
-    """One launch where the kernel takes the call. Else the parts, also where `GDN_BACKEND` names
-    triton: that holds for each part then."""
-    if p.unreadable is None and kernel_refusal(p) is not None:
+    """One launch where the kernel takes the call, else the parts."""
+    if runs_parts(p):
         return _load_parts()(p, call)
     return LAYER_STEP.choose(p).load()(p, call)

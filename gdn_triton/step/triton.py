@@ -10,8 +10,8 @@ state and each state: with a program for each value head, one would write channe
 another one has still to read. The norm needs all columns of a head, which the program has.
 
 The arithmetic of q, k, v, of the states and of o is that of `causal_conv1d_update` and of
-`recurrent_step`, on tiles that give the same bits. The sum of squares of the norm has another order
-than in `rms_norm_gated`.
+`recurrent_step`, on tiles that give the same bits. The sum of squares of the norm is not that of
+`rms_norm_gated`, whose order depends on how a head lies in registers.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from gdn_triton.recurrent.triton.kernel import (
     recurrent_form,
     strength,
 )
-from gdn_triton.recurrent.triton.sums import column_sums, products
+from gdn_triton.recurrent.triton.sums import column_sums, fixed_point, power_of_two, products
 from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
 
 
@@ -70,6 +70,27 @@ def convolved(x, before, w, b_bias, W: tl.constexpr, SILU: tl.constexpr, NVIDIA:
     if SILU:
         b_y = b_y * logistic(b_y, NVIDIA)
     return b_y.to(x.dtype)
+
+
+@triton.jit
+def sums_of_squares(x, PARTS: tl.constexpr):
+    """[TILES]: the sum of the squares of x [BV, TILES] over the PARTS tiles of each head. Summed in
+    fixed point, relative to the largest: the sum does not depend on how a program divides a head
+    into tiles, which differs with the number of sequences."""
+    o_t = tl.arange(0, x.shape[1])
+    same = o_t[:, None] // PARTS == o_t[None, :] // PARTS
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    if PARTS > 1:
+        top = tl.max(tl.where(same, top[:, None], 0), 0)
+    finite = top < 0x7F800000
+    largest = top.to(tl.float32, bitcast=True)
+    unit, inverse = power_of_two(tl.where(finite, largest, 0.0))
+    x = tl.where(finite[None, :], x, 0.0) * inverse[None, :]
+    units = tl.sum(fixed_point(x * x), 0)
+    if PARTS > 1:
+        units = tl.sum(tl.where(same, units[:, None], 0), 0)
+    squares = units.to(tl.float32) * 5.684341886080802e-14 * unit * unit
+    return tl.where(finite, squares, largest * largest)
 
 
 @triton.jit
@@ -194,11 +215,7 @@ def layer_step_kernel(
 
     if norm_weight is not None:
         b_n = b_y.to(tl.float32)
-        squares = tl.sum(tl.where(in_d, b_n * b_n, 0.0), 0)
-        if PARTS > 1:
-            o_row = tl.arange(0, TILES)
-            same = o_row[:, None] // PARTS == o_row[None, :] // PARTS
-            squares = tl.sum(tl.where(same, squares[:, None], 0.0), 0)
+        squares = sums_of_squares(tl.where(in_d, b_n, 0.0), PARTS)
         b_n *= tl.rsqrt(squares / V + NORM_EPS)[None, :]
         b_n *= b_w.to(tl.float32)
         b_z = b_z.to(tl.float32)
