@@ -328,7 +328,9 @@ LAYERS = (
     ("gdn_triton", "warming"),
     ("integrations", "explanations"),
     ("integrations", "warming"),
-    ("layers", "operators"),
+    ("layers", "step"),
+    ("explanations", "step"),
+    ("step", "operators"),
     ("explanations", "operators"),
     ("warming", "operators"),
     ("conv", "prep"),
@@ -347,7 +349,16 @@ def layers() -> str:
     picture = Picture(440)
     rows: dict[int, tuple[str, dict[str, int]]] = {
         14: ("later", {"__main__": 130, "demo": 260, "gdn_triton": 390}),
-        82: ("c", {"layers": 60, "explanations": 230, "integrations": 390, "warming": 550}),
+        82: (
+            "c",
+            {
+                "layers": 45,
+                "step": 185,
+                "explanations": 325,
+                "integrations": 465,
+                "warming": 595,
+            },
+        ),
         182: ("a", {"chunk": 60, "recurrent": 190, "norm": 320, "conv": 450, "prep": 580}),
         276: ("b", {"fast": 60, "distributed": 200, "_triton": 370, "reference": 530}),
         338: ("b", {"_host": 285}),

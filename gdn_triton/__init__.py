@@ -12,18 +12,21 @@ from gdn_triton.recurrent.api import (
     fused_recurrent_gdn,
     recurrent_step,
 )
+from gdn_triton.recurrent.prepared import PreparedStep, prepare_step
 from gdn_triton.recurrent.window import (
     StepWindow,
     fold_window,
     make_window,
     restart_window,
 )
+from gdn_triton.step.api import layer_step
 from gdn_triton.warming import warmup
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
+    "PreparedStep",
     "StepWindow",
     "__version__",
     "causal_conv1d",
@@ -38,7 +41,9 @@ __all__ = [
     "fused_post_conv_prep",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "layer_step",
     "make_window",
+    "prepare_step",
     "recurrent_step",
     "restart_window",
     "rms_norm_gated",

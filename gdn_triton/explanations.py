@@ -38,6 +38,10 @@ from gdn_triton.recurrent.problem import FoldProblem, sequence_call
 from gdn_triton.recurrent.validation import validate_sequences, validate_step
 from gdn_triton.recurrent.validation_window import validate_fold
 from gdn_triton.recurrent.window import fold_call, fold_window, restart_window
+from gdn_triton.step.api import layer_step
+from gdn_triton.step.backends import LAYER_STEP, runs_parts
+from gdn_triton.step.problem import LayerCall
+from gdn_triton.step.validation import validate_layer
 
 _Given = dict[str, Any]
 
@@ -88,14 +92,15 @@ def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         function: one of this package's operators: `chunk_gated_delta_rule`, `chunk_prefill`,
             `fused_recurrent_gated_delta_rule`, `recurrent_step`, `fold_window`, `restart_window`,
             `causal_conv1d`, `causal_conv1d_update`, `fused_conv_prep`, `fused_post_conv_prep`,
-            `rms_norm_gated`.
+            `rms_norm_gated`, `layer_step`.
         args, kwargs: its arguments.
 
     Returns:
         An `Explanation`. A backend that was asked for by name and refuses is no error here: the
         result says so. Where `fused_conv_prep` cannot run its one kernel ("reference" is chosen),
         its two parts are a `causal_conv1d` and a `fused_post_conv_prep`, each in the backend that
-        is chosen for it.
+        is chosen for it. So are the parts of a `layer_step`, which run too where its kernel does
+        not take a call and "triton" was asked for.
 
     Raises:
         TypeError, ValueError, RuntimeError: the errors of the function for arguments of a wrong
@@ -103,9 +108,12 @@ def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     """
     if function is chunk_gated_delta_rule:
         return _chunk(_bound(function, *args, **kwargs))[0]
+    if function is layer_step:
+        return _layer_step(_bound(function, *args, **kwargs))
     row = _OPERATORS.get(function)
     if row is None:
-        names = ", ".join(known.__name__ for known in (chunk_gated_delta_rule, *_OPERATORS))
+        known = (chunk_gated_delta_rule, *_OPERATORS, layer_step)
+        names = ", ".join(function.__name__ for function in known)
         name = getattr(function, "__name__", repr(function))
         raise TypeError(f"function must be one of {names}, got {name}")
     operator, judge = row
@@ -154,6 +162,15 @@ def _post_conv(given: _Given) -> Sizes:
     tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return with_gradients(validate_post_conv(*given.values()), needs_grad)
+
+
+def _layer_step(given: _Given) -> Explanation:
+    problem = validate_layer(made(LayerCall, given))
+    found = LAYER_STEP.explain(problem)
+    if found.chosen is None and runs_parts(problem):
+        reasons = {**found.reasons, "reference": None}
+        return dataclasses.replace(found, chosen="reference", reasons=reasons)
+    return found
 
 
 # The other functions, each with its operator and what makes a problem of a call's arguments.

@@ -207,9 +207,7 @@ def count_writes(*tensors: Tensor | None) -> None:
     operations tell it: autograd then refuses a backward that needs what they held."""
     if _operator.counts_writes:
         return
-    for x in tensors:
-        if x is not None:
-            torch.autograd.graph.increment_version(x)
+    torch.autograd.graph.increment_version([x for x in tensors if x is not None])
 
 
 @contextmanager

@@ -5,7 +5,7 @@ a kernel of 45 arguments, which is more than small inputs keep it running. A `La
 together with the arguments that its code is specialised on; it looks at the others only.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from gdn_triton._host.launches import recorder
 from gdn_triton._triton.tiles import compiler
 
 # Variants that one Launch remembers. A few are normal: combinations of dtypes, alignments, devices.
@@ -71,6 +72,8 @@ class Launch:
         kernel, pointers = self._kernel, self._pointers
         if not self._compiled or kernel.pre_run_hooks:
             kernel[grid](**given, **self._fixed)
+            if recorder.launches is not None:
+                recorder.launches.append(None)
             return
         values = tuple(given.values())
         tensors, numbers = values[:pointers], values[pointers:]
@@ -97,14 +100,39 @@ class Launch:
                 if len(self._variants) >= MOST_VARIANTS:
                     self._variants.clear()
                 self._variants[key] = variant
+            if recorder.launches is not None:
+                found = self._variants.get(key) if small else None
+                again = None if found is None else _again(found, grid, addresses, numbers, self)
+                recorder.launches.append(again)
             return
+        if recorder.launches is not None:
+            recorder.launches.append(_again(variant, grid, addresses, numbers, self))
         stream = driver.active.get_current_stream(device)
-        runtime = knobs.runtime
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            variant[grid](*addresses, *numbers, *self._values, stream=stream)
-            return
-        # What the line above does, less the 3 us that it takes to call no hook.
-        variant.run(
-            *(*grid, stream, variant.function, variant.packed_metadata, None, None, None),
-            *(*addresses, *numbers, *self._values),
-        )
+        _run(variant, grid, stream, (*addresses, *numbers, *self._values))
+
+
+def _run(
+    variant: CompiledKernel, grid: tuple[int, int, int], stream: int, values: tuple[Any, ...]
+) -> None:
+    runtime = knobs.runtime
+    if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+        variant[grid](*values, stream=stream)
+        return
+    # What the line above does, less the 3 us that it takes to call no hook.
+    variant.run(*grid, stream, variant.function, variant.packed_metadata, None, None, None, *values)
+
+
+def _again(
+    variant: CompiledKernel,
+    grid: tuple[int, int, int],
+    addresses: Sequence[int | None],
+    numbers: Sequence[Any],
+    launch: Launch,
+) -> Callable[[], None]:
+    values = (*addresses, *numbers, *launch._values)
+    device = driver.active.get_current_device()
+
+    def again() -> None:
+        _run(variant, grid, driver.active.get_current_stream(device), values)
+
+    return again

@@ -7,12 +7,19 @@ whole and, but for the reference backend, captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gdn_triton.conv.api import causal_conv1d
+from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update
+from gdn_triton.layers.cache import GatedDeltaNetCache
 
-__all__ = ["conv_from_states", "served_rows"]
+__all__ = ["conv_from_states", "convolved", "joined_weights", "served_rows"]
+
+# The longest that the convolution from a cache takes token by token, in one kernel with the states.
+CONV_STEP_TOKENS: Final = 8
 
 
 def sequence_of_tokens(cu_seqlens: Tensor, T: int) -> Tensor:
@@ -66,3 +73,42 @@ def conv_from_states(
     spread = spread.index_copy(0, rows, x[0])
     y = causal_conv1d(spread, weight, bias, cu_seqlens=offsets)
     return y.index_select(0, rows)[None], spread[last].mT
+
+
+def joined_weights(convs: Sequence[nn.Conv1d]) -> tuple[Tensor, Tensor | None]:
+    """The weights [D, W] and the biases [D] of all channels, side by side."""
+    weight = torch.cat([conv.weight for conv in convs]).squeeze(1)
+    biases = [conv.bias for conv in convs if conv.bias is not None]
+    return weight, torch.cat(biases) if biases else None
+
+
+def convolved(
+    qkv: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: GatedDeltaNetCache | None,
+    slots: Tensor | None,
+    cu_seqlens: Tensor | None,
+    longest: int,
+    *,
+    cp_context: object | None,
+) -> tuple[Tensor, Tensor | None]:
+    """qkv after the convolution, and with a cache the states after it, which are not yet in their
+    slots: the rule may still refuse the call. longest: no sequence has more tokens. cp_context: of
+    sequences that are split over ranks, which have no cache."""
+    if cp_context is not None:
+        # Imported here because only calls with cp_context need torch.distributed.
+        from gdn_triton.distributed import conv_halo
+
+        halo = conv_halo(qkv, cp_context, weight.shape[1]).mT
+        return conv_from_states(qkv, weight, bias, halo, cu_seqlens)[0], None
+    if cache is None:
+        return causal_conv1d(qkv, weight, bias, cu_seqlens=cu_seqlens), None
+    assert slots is not None and cache.conv_state is not None
+    state = cache.read(cache.conv_state, slots)
+    if torch.is_grad_enabled():
+        return conv_from_states(qkv, weight, bias, state, cu_seqlens)
+    # A cache may be narrower than the tokens, of which only those that stay are rounded to it.
+    state = state.to(torch.promote_types(state.dtype, qkv.dtype))
+    convolve = causal_conv1d_update if longest <= CONV_STEP_TOKENS else causal_conv1d
+    return convolve(qkv, weight, bias, state=state, cu_seqlens=cu_seqlens), state

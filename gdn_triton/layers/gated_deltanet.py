@@ -14,21 +14,18 @@ from torch.nn import functional as F
 from gdn_triton._host.arguments import check_float_dtype, must, real_or_none, value_of
 from gdn_triton._host.slots import LAST_SKIPPED
 from gdn_triton.chunk.api import chunk_gated_delta_rule
-from gdn_triton.conv.api import causal_conv1d, causal_conv1d_update
 from gdn_triton.layers.cache import GatedDeltaNetCache
-from gdn_triton.layers.convolution import conv_from_states, served_rows
+from gdn_triton.layers.convolution import convolved, joined_weights, served_rows
+from gdn_triton.layers.decoding import is_step, normed, step
 from gdn_triton.layers.qwen import weights_from_qwen
 from gdn_triton.layers.validation import check_call
 from gdn_triton.layers.weight_decay import MarksUndecayed
-from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
 
 __all__ = ["GatedDeltaNet"]
 
 # The longest sequence that runs token by token where no gradient is wanted; FLA's layer has it too.
 RECURRENT_TOKENS: Final = 64
-# The longest that the convolution from a cache takes token by token, in one kernel with the states.
-CONV_STEP_TOKENS: Final = 8
 
 _MODES: Final = ("chunk", "fused_recurrent")
 _ACTIVATIONS: Final = ("swish", "silu", "sigmoid")
@@ -392,19 +389,31 @@ class GatedDeltaNet(MarksUndecayed):
             x = torch.where(served, x, 0)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         a, b = self.a_proj(x), self.b_proj(x)
-        o = self._mix(qkv, a, b, cache, slots, cu_seqlens, cu_seqlens_cpu, longest, cp_context)
-        if served is not None and torch.is_grad_enabled():
-            # Rows of nobody are 0 in o, and there the norm's derivative is infinite if norm_eps=0.
-            o = torch.where(served[..., None], o, 1)
-        eps, weight = self.o_norm.eps, self.o_norm.weight
-        if self.use_gate:
-            assert eps is not None
-            z = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
-            gate = "sigmoid" if self.output_gate_activation == "sigmoid" else "silu"
-            y = rms_norm_gated(o, z, weight, eps, gate)
+        z = self.g_proj(x).unflatten(-1, (self.num_v_heads, -1)) if self.use_gate else None
+        gate = "sigmoid" if self.output_gate_activation == "sigmoid" else "silu"
+        if self.use_gate and is_step(qkv, cache, cu_seqlens):
+            assert cache is not None and slots is not None and z is not None
+            y = step(
+                qkv,
+                a,
+                b,
+                z,
+                cache,
+                slots,
+                weights=self._conv_weights() if self.use_short_conv else None,
+                A_log=self.A_log,
+                dt_bias=self.dt_bias,
+                allow_neg_eigval=self.allow_neg_eigval,
+                norm=self.o_norm,
+                activation=gate,
+            )
         else:
-            wide = torch.promote_types(o.dtype, torch.float32)
-            y = F.rms_norm(o.to(wide), (self.head_v_dim,), weight.to(wide), eps).to(o.dtype)
+            o = self._mix(qkv, a, b, cache, slots, cu_seqlens, cu_seqlens_cpu, longest, cp_context)
+            if served is not None and torch.is_grad_enabled():
+                # Rows of nobody are 0 in o, and there the norm's derivative is infinite if
+                # norm_eps=0.
+                o = torch.where(served[..., None], o, 1)
+            y = normed(o, z, self.o_norm, gate)
         y = self.o_proj(y.flatten(-2))
         # Select instead of multiplying, as 0 * NaN is NaN.
         return y if served is None else torch.where(served, y, 0)
@@ -425,7 +434,10 @@ class GatedDeltaNet(MarksUndecayed):
         qkv [B, T, 2 H K + HV V] and a, b [B, T, HV]; the slots of the cache go on."""
         conv_state = None
         if self.use_short_conv:
-            qkv, conv_state = self._convolve(qkv, cache, slots, cu_seqlens, longest, cp_context)
+            weights = self._conv_weights()
+            qkv, conv_state = convolved(
+                qkv, *weights, cache, slots, cu_seqlens, longest, cp_context=cp_context
+            )
         else:
             qkv = F.silu(qkv)
         # Test the length last: a trace with a symbolic length gets a guard on it only if needed.
@@ -489,34 +501,5 @@ class GatedDeltaNet(MarksUndecayed):
             cache.write(cache.conv_state, slots, conv_state)
         return o
 
-    def _convolve(
-        self,
-        qkv: Tensor,
-        cache: GatedDeltaNetCache | None,
-        slots: Tensor | None,
-        cu_seqlens: Tensor | None,
-        longest: int,
-        cp_context: object | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """qkv after the convolution, and with a cache the states after it, which are not yet in
-        their slots: the rule may still refuse the call."""
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        weight = torch.cat([conv.weight for conv in convs]).squeeze(1)
-        biases = [conv.bias for conv in convs if conv.bias is not None]
-        bias = torch.cat(biases) if biases else None
-        if cp_context is not None:
-            # Imported here because only calls with cp_context need torch.distributed.
-            from gdn_triton.distributed import conv_halo
-
-            halo = conv_halo(qkv, cp_context, self.conv_size).mT
-            return conv_from_states(qkv, weight, bias, halo, cu_seqlens)[0], None
-        if cache is None:
-            return causal_conv1d(qkv, weight, bias, cu_seqlens=cu_seqlens), None
-        assert slots is not None and cache.conv_state is not None
-        state = cache.read(cache.conv_state, slots)
-        if torch.is_grad_enabled():
-            return conv_from_states(qkv, weight, bias, state, cu_seqlens)
-        # A cache may be narrower than the tokens, of which only those that stay are rounded to it.
-        state = state.to(torch.promote_types(state.dtype, qkv.dtype))
-        convolve = causal_conv1d_update if longest <= CONV_STEP_TOKENS else causal_conv1d
-        return convolve(qkv, weight, bias, state=state, cu_seqlens=cu_seqlens), state
+    def _conv_weights(self) -> tuple[Tensor, Tensor | None]:
+        return joined_weights((self.q_conv1d, self.k_conv1d, self.v_conv1d))

@@ -311,6 +311,28 @@ def test_a_state_after_each_token(
     assert same_bits(pool, expected)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float16, torch.float16),
+                                    (torch.float16, torch.float32)])  # fmt: skip
+@pytest.mark.parametrize("W", [2, 3, 4])
+def test_where_states_and_taps_lie_changes_no_bit(
+    W: int, dtypes: tuple[torch.dtype, torch.dtype], device: str
+) -> None:
+    """D is no multiple of a thread's run of channels, and more than one program has."""
+    D, N, T = 267, 3, 2
+    x, weight, bias = make(T, D, W, dtype=dtypes[0], device=device, batch=N)
+    pool = torch.randn(N + 1, D, W - 1).to(device, dtypes[1])
+    slots = torch.tensor([3, -1, 0], device=device)
+    apart = torch.zeros(N + 1, D, W, dtype=dtypes[1], device=device)[..., : W - 1]
+    layouts: list[Tensor] = [pool.clone(), pool.mT.clone().mT, apart.copy_(pool)]
+    found = [
+        (causal_conv1d_update(x, taps, bias, state=state, read_slots=slots), state)
+        for state, taps in zip(layouts, (weight, weight.t().contiguous().t(), weight), strict=True)
+    ]
+    for y, after in found[1:]:
+        assert same_bits(y, found[0][0]) and same_bits(after, found[0][1])
+    assert not torch.equal(found[0][1], pool) and torch.equal(found[0][1][1], pool[1])
+
+
 @pytest.mark.parametrize("function", [causal_conv1d, causal_conv1d_update])
 def test_slot_zero_is_nobody_s(function: Callable[..., Tensor], device: str) -> None:
     x, weight, bias = make(2, 6, device=device, batch=3)

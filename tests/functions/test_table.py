@@ -14,6 +14,7 @@ from gdn_triton import layers
 # What runs nothing, or only what the table has.
 OTHERS = {
     "Explanation": "a record",
+    "PreparedStep": "its calls are those of recurrent_step",
     "StepWindow": "a record",
     "__version__": "a text",
     "chunk_gdn": "another name",
@@ -21,6 +22,7 @@ OTHERS = {
     "explain_call": "judges as the function that it is given",
     "fused_recurrent_gdn": "another name",
     "make_window": "makes tensors",
+    "prepare_step": "runs nothing",
     "warmup": "makes its tensors itself",
 }
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gdn_triton import causal_conv1d, chunk_gated_delta_rule, rms_norm_gated
-from gdn_triton.layers import GatedDeltaNet, gated_deltanet
-from gdn_triton.layers.convolution import conv_from_states
-from gdn_triton.layers.gated_deltanet import CONV_STEP_TOKENS, RECURRENT_TOKENS
+from gdn_triton.layers import GatedDeltaNet, convolution, decoding, gated_deltanet
+from gdn_triton.layers.convolution import CONV_STEP_TOKENS, conv_from_states
+from gdn_triton.layers.gated_deltanet import RECURRENT_TOKENS
 from gdn_triton.reference import conv as reference_conv
 
 LENGTHS = (0, 5, 1, 0, 17, 2, 0)
@@ -87,7 +87,7 @@ def test_the_gated_norm_is_the_package_s(name: str, monkeypatch: pytest.MonkeyPa
 
     layer, x = make_layer(name), make_input(2, 5)
     expected = rows_written_out(layer, x)
-    monkeypatch.setattr(gated_deltanet, "rms_norm_gated", note)
+    monkeypatch.setattr(decoding, "rms_norm_gated", note)
     gate = "sigmoid" if name == "sigmoid-gate" else "silu"
     once = [(layer.o_norm.eps, gate)] if layer.use_gate else []
     close(layer(x), expected)
@@ -153,9 +153,7 @@ def watch(names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Those of the names that the layer calls, in order."""
     ran = []
 
-    def watched(name: str) -> Callable[..., Any]:
-        function = getattr(gated_deltanet, name)
-
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             ran.append(name)
             return function(*args, **kwargs)
@@ -163,7 +161,8 @@ def watch(names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     for name in names:
-        monkeypatch.setattr(gated_deltanet, name, watched(name))
+        (module,) = (m for m in (gated_deltanet, convolution, decoding) if hasattr(m, name))
+        monkeypatch.setattr(module, name, watched(name, getattr(module, name)))
     return ran
 
 
@@ -198,7 +197,26 @@ def test_which_convolution_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     layer(make_input(1, 2), cache=layer.make_cache(1))
     with torch.no_grad():
         layer(make_input(1, CONV_STEP_TOKENS), cache=layer.make_cache(1))
-    assert ran == [plain, plain, plain, plain, plain, from_states, step]
+    # conv_from_states calls the plain one itself.
+    assert ran == [plain, plain, plain, plain, plain, from_states, plain, step]
+
+
+def test_one_token_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients and from a cache that holds the tokens' dtype; else the parts."""
+    names = ("layer_step", "causal_conv1d_update", "recurrent_step", "rms_norm_gated")
+    ran, parts = watch(names, monkeypatch), list(names[1:])
+    layer, x = make_layer(), make_input(2, 1)
+    mask = torch.ones(2, 1)
+    with torch.no_grad():
+        for cache, more, expected in (
+            (layer.make_cache(2), {}, ["layer_step"]),
+            (layer.make_cache(2), {"slots": torch.tensor([1, -1])}, ["layer_step"]),
+            (layer.make_cache(2), {"attention_mask": mask}, parts),
+            (layer.make_cache(2, dtype=torch.float16), {}, parts),
+        ):
+            ran.clear()
+            layer(x, cache=cache, **more)
+            assert ran == expected
 
 
 @each_option

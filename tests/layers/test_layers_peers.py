@@ -302,7 +302,7 @@ def test_a_name_that_only_the_chunked_op_has(
             torch.testing.assert_close(found, y, rtol=1e-4, atol=1e-5)
     assert ran == [RECURRENT_TOKENS + 1] * 2
     said = [record.getMessage() for record in caplog.records]
-    for name in ("causal_conv1d", "causal_conv1d_update", "recurrent_step"):
+    for name in ("causal_conv1d", "rms_norm_gated", "layer_step"):
         (message,) = (m for m in said if f"which {name} does not have" in m)
         assert message.startswith("GDN_BACKEND=cuda, which") and "Not cuda: The CUDA lib" in message
 

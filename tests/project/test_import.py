@@ -64,6 +64,7 @@ def test_import_registers_every_operator():
         "fused_post_conv_prep_bwd",
         "fused_recurrent_bwd",
         "fused_recurrent_fwd",
+        "layer_step",
         "recurrent_step",
         "recurrent_step_out",
         "recurrent_step_window",

@@ -230,6 +230,22 @@ def with_window(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def make_layer_step(batch: Batch) -> dict[str, Any]:
+    """One token for each of N sequences."""
+    N, raw = batch.N, logits(batch)
+    x = {"mixed_qkv": torch.randn(N, D), "A_log": raw["A_log"], "dt_bias": raw["dt_bias"]}
+    a, b = torch.randn(2, N, HV)
+    read_slots = torch.tensor([4, 1, -1, 2])[:N]
+    pools = {"state": torch.randn(7, HV, K, V), "conv_state": torch.randn(7, D, W - 1)}
+    conv = {"conv_weight": torch.randn(D, W), "conv_bias": torch.randn(D)}
+    norm = {"gate": torch.randn(N, HV, V), "norm_weight": torch.randn(V)}
+    return {**x, "a": a, "b": b, "read_slots": read_slots, **pools, **conv, **norm}
+
+
+def make_window_layer_step(batch: Batch) -> dict[str, Any]:
+    return {**make_layer_step(batch), **window(batch)}
+
+
 def make_conv(batch: Batch) -> dict[str, Any]:
     x = {"x": torch.randn(*batch.lead, D), "weight": torch.randn(D, W), "bias": torch.randn(D)}
     return {**x, **batch.packed()}

@@ -30,6 +30,7 @@ from target_calls import (
     WHOLE,
     Shape,
     run_conv,
+    run_layer_step,
     run_norm,
     run_package,
     run_post_conv,
@@ -224,6 +225,7 @@ def main(backend: str, arch: str, everything: bool) -> int:
                 run_post_conv(shape)
                 run_norm(shape)
                 run_conv(shape)
+                run_layer_step(shape)
                 run_recurrent(shape)
             seen: set[int] = set()
             for one in compiled:

@@ -2,6 +2,7 @@
 compile_targets.py compiles."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -337,6 +338,49 @@ def run_conv(shape: Shape) -> None:
     state = torch.empty(N, W + 1, D, dtype=shape.dtype).mT
     given = given._replace(state=state, write_slots=None, num_accepted_tokens=slots + 1)
     conv_update_fwd(problem._replace(columns=W + 1), given)
+
+
+def run_layer_step(shape: Shape) -> None:
+    """A layer's step from pools of both layouts, of a batch and of a large one; where its kernel
+    takes the shape."""
+    from gdn_triton.step.backends import kernel_refusal
+    from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions
+    from gdn_triton.step.triton import plan
+    from gdn_triton.step.validation import validate_layer
+
+    H, HV, K, V, full = shape.HV // 2, shape.HV, shape.K, shape.V, shape.full
+    D, W = 2 * H * K + HV * V, 4 if full else 3
+    weight, bias = torch.empty(D, W, dtype=shape.dtype), torch.empty(D)
+    for N, v_first, dtype in itertools.product((2, 140), (True, False), (torch.float32, BF16)):
+        heads = torch.empty(N, HV, V + 8, dtype=shape.dtype)
+        operands = LayerOperands(
+            mixed_qkv=torch.empty(N, D + 8, dtype=shape.dtype)[..., 8:],
+            a=heads[..., 0],
+            b=heads[..., 1],
+            A_log=torch.empty(HV),
+            dt_bias=torch.empty(HV) if full else None,
+            state=torch.empty(N, HV, *((V, K) if v_first else (K, V)), dtype=dtype),
+            read_slots=torch.arange(N, dtype=torch.int32),
+            conv_state=torch.empty(N, D, W - 1, dtype=shape.dtype),
+            conv_weight=weight,
+            conv_bias=bias if full else None,
+            gate=heads[..., :V] if v_first else None,
+            norm_weight=torch.empty(V) if v_first else None,
+        )
+        options = LayerOptions(
+            activation="silu",
+            norm_eps=1e-6,
+            norm_activation="silu",
+            allow_neg_eigval=False,
+            use_qk_l2norm_in_kernel=True,
+            scale=None,
+            state_v_first=v_first,
+            skip="negative",
+        )
+        call = LayerCall(operands, options)
+        problem = validate_layer(call)
+        if kernel_refusal(problem) is None:
+            plan(problem, call)(call)
 
 
 def run_recurrent(shape: Shape) -> None:

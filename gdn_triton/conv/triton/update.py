@@ -27,21 +27,65 @@ from gdn_triton.conv.triton.rows import (
     taps,
     weighted,
 )
+from gdn_triton.conv.triton.runs import load_columns, store_columns
 
-# Bytes of channels of a program that walks: one warp, 16 bytes a thread.
-WALK_COLUMNS = 512
+# Threads of a program that walks, one warp, and the bytes of x, or of the state, that each has of a
+# token.
+THREADS = 32
+BYTES = 16
 
 
 @triton.jit
 def keep_tokens(
-    before, states, slot, o_c, D: tl.constexpr, W: tl.constexpr, LAST_SKIPPED: tl.constexpr
-):
+    before, states, slot, o_run, o_c, D: tl.constexpr, W: tl.constexpr, LAST_SKIPPED: tl.constexpr,
+    DENSE: tl.constexpr,
+):  # fmt: skip
     """The last W - 1 tokens, the latest first, to a slot, unless that is padding."""
-    mask = o_c < tl.where(slot > LAST_SKIPPED, D, 0)
-    p = states.state + slot * states.stride_n + o_c * states.stride_c
-    stride_w = tl.cast(states.stride_w, tl.int64)
-    for i in tl.static_range(W - 1):
-        tl.store(p + stride_w * (W - 2 - i), before[i], mask=mask)
+    end = tl.where(slot > LAST_SKIPPED, D, 0)
+    if DENSE:
+        oldest_first = ()
+        for i in tl.static_range(W - 1):
+            oldest_first += (before[W - 2 - i],)
+        p = states.state + slot * states.stride_n
+        store_columns(p, oldest_first, o_run, end, W - 1, o_c.shape[1])
+    else:
+        p = states.state + slot * states.stride_n + o_c * states.stride_c
+        stride_w = tl.cast(states.stride_w, tl.int64)
+        for i in tl.static_range(W - 1):
+            tl.store(p + stride_w * (W - 2 - i), before[i], mask=o_c < end)
+
+
+@triton.jit
+def known_tokens(
+    states, slot, o_run, o_c, end, last, W: tl.constexpr, DENSE: tl.constexpr
+):  # fmt: skip
+    """The W - 1 tokens that end with column `last` of a slot, the latest first; 0 from channel
+    `end` on."""
+    before = ()
+    if DENSE:
+        p = states.state + slot * states.stride_n
+        columns = load_columns(p, o_run, end, W - 1, o_c.shape[1])
+        for i in tl.static_range(W - 1):
+            before += (columns[W - 2 - i],)
+    else:
+        stride_w = tl.cast(states.stride_w, tl.int64)
+        p = states.state + slot * states.stride_n + o_c * states.stride_c + last * stride_w
+        for i in tl.static_range(W - 1):
+            before += (tl.load(p - i * stride_w, mask=o_c < end, other=0),)
+    return before
+
+
+@triton.jit
+def dense_taps(f, o_run, o_c, W: tl.constexpr, D: tl.constexpr):
+    """`taps` of a dense weight."""
+    columns = load_columns(f.weight, o_run, D, W, o_c.shape[1])
+    w = ()
+    for i in tl.static_range(W):
+        w += (columns[W - 1 - i].to(tl.float32),)
+    b_bias = 0.0
+    if f.bias is not None:
+        b_bias = tl.load(f.bias + o_c * f.stride_bias, mask=o_c < D, other=0).to(tl.float32)
+    return w, b_bias
 
 
 @triton.jit
@@ -89,19 +133,26 @@ def conv_state_kernel(
     NVIDIA: tl.constexpr,
     D: tl.constexpr,
     W: tl.constexpr,
-    BC: tl.constexpr,
+    BT: tl.constexpr,
+    RUN: tl.constexpr,
+    DENSE_TAPS: tl.constexpr,
+    DENSE_STATE: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     LAST_SKIPPED: tl.constexpr,
     SILU: tl.constexpr,
 ):
     """y None: no output, so that only the tokens that stay in a state are read, all at once.
-    COLUMNS: of a slot, with num_accepted_tokens, which are given with y only."""
+    COLUMNS: of a slot, with num_accepted_tokens, which are given with y only. A program has BT runs
+    of RUN channels. DENSE_TAPS, DENSE_STATE: the taps, or the tokens of a state, of all channels of
+    a run are one run in memory, which is loaded in words of 16 bytes; loads of two bytes at a
+    distance from one another are bound by the cache's requests instead of memory."""
     WALKS: tl.constexpr = (y is not None) or EVERY_TOKEN
-    PARTS: tl.constexpr = (D + BC - 1) // BC
+    PARTS: tl.constexpr = (D + BT * RUN - 1) // (BT * RUN)
     pid = tl.program_id(0).to(tl.int64)
     i_n = pid // PARTS
-    o_c = pid % PARTS * BC + tl.arange(0, BC)
+    o_run = pid % PARTS * BT + tl.arange(0, BT)
+    o_c = (o_run * RUN)[:, None] + tl.arange(0, RUN)[None, :]
     in_c = o_c < D
     # Several of these steps together may not fit the 32 bits that one fits.
     stride_sw = tl.cast(stride_sw, tl.int64)
@@ -132,23 +183,27 @@ def conv_state_kernel(
         first = tl.load(num_accepted_tokens + i_n * stride_n, mask=live, other=0).to(tl.int64) - 1
         live = live & (first >= 0) & (first + W - 1 <= COLUMNS)
         known = live
+    p_x = x + i_b * stride_xb + i_row * stride_xt + o_c * stride_xc
     if y is not None:
+        # The first token, and the taps, which need not wait for the slot; the loop loads one token
+        # ahead.
+        next_x = tl.load(p_x, mask=o_c < tl.where(n_tokens > 0, D, 0), other=0)
+        if DENSE_TAPS:
+            w, b_bias = dense_taps(f, o_run, o_c, W, D)
+        else:
+            w, b_bias = taps(f, o_c, in_c, W, False)
         p_y = y + (i_b * T + i_row) * D + o_c
         if not live:
-            nothing = tl.zeros([BC], dtype=y.dtype.element_ty)
+            nothing = tl.zeros([BT, RUN], dtype=y.dtype.element_ty)
             for _ in range(0, n_tokens):
                 tl.store(p_y, nothing, mask=in_c)
                 p_y += D
     if live:
         kept: tl.constexpr = state.dtype.element_ty
         p_0 = state + slot * stride_sn + o_c * stride_sc
-        p_x = x + i_b * stride_xb + i_row * stride_xt + o_c * stride_xc
         if WALKS:
-            in_state = o_c < tl.where(known, D, 0)
-            p_last = p_0 + (first + W - 2) * stride_sw
-            before = (tl.load(p_last, mask=in_state, other=0),)
-            for i in tl.static_range(1, W - 1):
-                before += (tl.load(p_last - i * stride_sw, mask=in_state, other=0),)
+            end_c = tl.where(known, D, 0)
+            before = known_tokens(states, slot, o_run, o_c, end_c, first + W - 2, W, DENSE_STATE)
         else:
             before = (left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, 1, D, W),)
             for i in tl.static_range(2, W):
@@ -157,8 +212,6 @@ def conv_state_kernel(
                 )
         # A thread may write what another one reads.
         tl.debug_barrier()
-        if y is not None:
-            w, b_bias = taps(f, o_c, in_c, W, False)
         if write_slots is not None:
             p_slot = write_slots + i_b * stride_wb
             if EVERY_TOKEN:
@@ -171,9 +224,14 @@ def conv_state_kernel(
                 tl.store(p_0 + (W - 3 - i) * stride_sw, before[i], mask=in_kept)
         if WALKS:
             for i_t in range(0, n_tokens):
-                x0 = tl.load(p_x, mask=in_c, other=0)
-                p_x += stride_xt
-                if y is not None:
+                if y is None:
+                    x0 = tl.load(p_x, mask=in_c, other=0)
+                    p_x += stride_xt
+                else:
+                    x0 = next_x
+                    p_x += stride_xt
+                    more = o_c < tl.where(i_t + 1 < n_tokens, D, 0)
+                    next_x = tl.load(p_x, mask=more, other=0)
                     wide = (before[0].to(tl.float32),)
                     for i in tl.static_range(1, W - 1):
                         wide += (before[i].to(tl.float32),)
@@ -188,9 +246,9 @@ def conv_state_kernel(
                     tl.store(p_0 + (W - 2 + i_t) * stride_sw, x0.to(kept), mask=in_kept)
                 if EVERY_TOKEN:
                     slot = tl.load(p_slot + i_t * stride_wt).to(tl.int64)
-                    keep_tokens(before, states, slot, o_c, D, W, LAST_SKIPPED)
+                    keep_tokens(before, states, slot, o_run, o_c, D, W, LAST_SKIPPED, DENSE_STATE)
         if not EVERY_TOKEN and num_accepted_tokens is None:
-            keep_tokens(before, states, slot, o_c, D, W, LAST_SKIPPED)
+            keep_tokens(before, states, slot, o_run, o_c, D, W, LAST_SKIPPED, DENSE_STATE)
 
 
 @functools.lru_cache(maxsize=256, typed=True)
@@ -211,8 +269,9 @@ def walk_launch(
     last_skipped: int,
     silu: bool,
 ) -> tuple[int, Launch]:
-    """The programs of a sequence, and the kernel."""
-    BC = WALK_COLUMNS // itemsize
+    """The programs of a sequence, and the kernel. itemsize: of x or the state, of the larger."""
+    run = BYTES // itemsize
+    dense = weight_strides == (W, 1), state_strides[1:] == (W - 1, 1) and columns == 0
     launch = Launch(
         conv_state_kernel,
         **named("xb xt xc", x_strides),
@@ -226,7 +285,10 @@ def walk_launch(
         NVIDIA=on_nvidia(),
         D=D,
         W=W,
-        BC=BC,
+        BT=THREADS,
+        RUN=run,
+        DENSE_TAPS=dense[0],
+        DENSE_STATE=dense[1],
         EVERY_TOKEN=every_token,
         COLUMNS=columns,
         LAST_SKIPPED=last_skipped,
@@ -234,7 +296,7 @@ def walk_launch(
         **UNFUSED,
         num_warps=1,
     )
-    return triton.cdiv(D, BC), launch
+    return triton.cdiv(D, THREADS * run), launch
 
 
 def conv_walk(problem: ConvProblem, given: ConvOperands, y: torch.Tensor | None) -> None:
@@ -244,7 +306,7 @@ def conv_walk(problem: ConvProblem, given: ConvOperands, y: torch.Tensor | None)
     parts, launch = walk_launch(
         p.D,
         p.W,
-        x.element_size(),
+        max(x.element_size(), 0 if given.state is None else given.state.element_size()),
         (0 if p.B == 1 else x.stride(0), *x.stride()[1:]),
         given.weight.stride(),
         strides(given.bias, 1),

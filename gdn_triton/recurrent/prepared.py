@@ -1,0 +1,241 @@
+"""A decode step whose caller holds what is the same in all calls of a layer: `prepare_step`."""
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_triton._host.arguments import STRIDED, check_flags, check_tensors
+from gdn_triton._host.device import on_device
+from gdn_triton._host.launches import Again, recording
+from gdn_triton._host.memory import count_writes
+from gdn_triton._host.slots import check_skip
+from gdn_triton._host.tensors import PLAIN_TENSORS, is_traced, is_transformed
+from gdn_triton.recurrent.api import recurrent_step
+from gdn_triton.recurrent.window import StepWindow, check_kind
+
+# Calls of one layout that differ in addresses, and layouts, that a step remembers. Callers reuse
+# their buffers, so that few are normal.
+MOST_PLACES: Final = 512
+MOST_LAYOUTS: Final = 512
+
+# dtype, shape, strides and device of a tensor, None of an argument that is not given.
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device] | None
+
+
+class _Known(NamedTuple):
+    """A layout of calls that has been judged. launches: by the addresses of all tensors."""
+
+    layouts: tuple[_Layout, ...]
+    out: tuple[torch.Size, torch.dtype]
+    launches: dict[tuple[int, ...], Callable[[], None]]
+
+
+def prepare_step(
+    state: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    allow_neg_eigval: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    scale: float | None = None,
+    state_v_first: bool = False,
+    skip: str = "negative",
+    window: StepWindow | None = None,
+) -> "PreparedStep":
+    """A `gdn_triton.recurrent_step` for many calls on one pool, with less time on the host.
+
+        step = prepare_step(state, A_log=A_log, dt_bias=dt_bias, state_v_first=True)
+        o = step(slots, mixed_qkv=mixed_qkv, a=a, b=b)
+
+    Args:
+        state, A_log, dt_bias, allow_neg_eigval, use_qk_l2norm_in_kernel, scale, state_v_first,
+            skip, window: as `gdn_triton.recurrent_step`. The tensors are held, and are read where
+            they lie at each call. Their shapes and strides must stay as they are.
+
+    Returns:
+        A `PreparedStep`, which takes the other arguments. Nothing has been launched or written.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit by itself. How the tensors fit together
+            is judged when the step is called.
+    """
+    check_tensors({"state": state}, {"A_log": A_log, "dt_bias": dt_bias})
+    check_flags(
+        allow_neg_eigval=allow_neg_eigval,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first,
+    )
+    check_skip(skip)
+    if window is not None:
+        check_kind(window)
+    options = {
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "allow_neg_eigval": allow_neg_eigval,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "scale": scale,
+        "state_v_first": state_v_first,
+        "skip": skip,
+        "window": window,
+    }
+    return PreparedStep(state, options)
+
+
+class PreparedStep:
+    """What `gdn_triton.prepare_step` returns. One object may serve any batches and streams.
+
+    A call has the result of `gdn_triton.recurrent_step` to the last bit, and its errors. The first
+    call of each combination of shapes, strides, dtypes and places of the tensors is such a call;
+    later ones compare these and launch. The step remembers launches and no tensors of a call. The
+    backend is that which `GDN_BACKEND` has chosen at the first call. Under a compiler, on a CPU and
+    in the reference backend every call is a whole `gdn_triton.recurrent_step`.
+    """
+
+    __slots__ = ("_has_memory", "_held", "_known", "_last", "_options", "_state", "_written")
+
+    def __init__(self, state: Tensor, options: dict[str, Any]) -> None:
+        self._state, self._options = state, options
+        window = options["window"]
+        rows = () if window is None else (*window[:5], window.scales)
+        optional = (state, options["A_log"], options["dt_bias"], *rows)
+        self._held = tuple(x for x in optional if x is not None)
+        self._written = (state, *rows[:4], *rows[5:])
+        plain = all(type(x) in PLAIN_TENSORS for x in self._held)
+        self._has_memory = plain and state.device.type == "cuda"
+        self._known: dict[tuple[_Layout, ...], _Known] = {}
+        self._last: _Known | None = None
+
+    def __call__(
+        self,
+        read_slots: Tensor,
+        write_slots: Tensor | None = None,
+        *,
+        num_accepted_tokens: Tensor | None = None,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        mixed_qkv: Tensor | None = None,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        a: Tensor | None = None,
+        b: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        out: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """o of `gdn_triton.recurrent_step` with these arguments and those of `prepare_step`."""
+        given = (
+            *(out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta),
+            *(a, b, cu_seqlens, positions),
+        )
+        if not self._has_memory or is_traced(self._state) or is_transformed():
+            return self._whole(given)
+        known = self._last
+        if known is None or not _fits(given, known.layouts):
+            layouts = _layouts_of(given)
+            if layouts is None:
+                return self._whole(given)
+            known = self._known.get(layouts)
+            if known is None:
+                o = self._whole(given)
+                if len(self._known) >= MOST_LAYOUTS:
+                    self._known.clear()
+                self._known[layouts] = self._last = _Known(layouts, (o.shape, o.dtype), {})
+                return o
+            self._last = known
+        if torch.is_grad_enabled() and self._needs_grad(given):
+            return self._whole(given)
+        return self._again(given, known)
+
+    def _again(self, given: tuple[Tensor | None, ...], known: _Known) -> Tensor:
+        """A call of a known layout."""
+        o = out = given[0]
+        if o is None:
+            shape, dtype = known.out
+            o = torch.empty(shape, dtype=dtype, device=self._state.device)
+        places = (
+            *map(_address, self._held),
+            o.data_ptr(),
+            *[x.data_ptr() for x in given[1:] if x is not None],
+        )
+        again = known.launches.get(places)
+        if again is None:
+            with recording() as launches:
+                self._whole((o, *given[1:]))
+            self._keep(known, places, launches)
+            return o
+        count_writes(*self._written, out)
+        with on_device(self._state.device):
+            again()
+        return o
+
+    def _needs_grad(self, given: tuple[Tensor | None, ...]) -> bool:
+        return any(x is not None and x.requires_grad for x in (*self._held, *given))
+
+    def _whole(self, given: tuple[Tensor | None, ...]) -> Tensor:
+        out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta, *rest = (
+            given
+        )
+        a, b, cu_seqlens, positions = rest
+        return recurrent_step(
+            self._state,
+            read_slots,  # type: ignore[arg-type]
+            write_slots,
+            num_accepted_tokens=num_accepted_tokens,
+            q=q,
+            k=k,
+            v=v,
+            mixed_qkv=mixed_qkv,
+            g=g,
+            beta=beta,
+            a=a,
+            b=b,
+            cu_seqlens=cu_seqlens,
+            out=out,
+            positions=positions,
+            **self._options,
+        )
+
+    @staticmethod
+    def _keep(known: _Known, places: tuple[int, ...], launches: list[Again]) -> None:
+        if len(launches) == 1 and launches[0] is not None:
+            if len(known.launches) >= MOST_PLACES:
+                known.launches.clear()
+            known.launches[places] = launches[0]
+
+
+_address = Tensor.data_ptr
+
+
+def _layouts_of(given: tuple[Tensor | None, ...]) -> tuple[_Layout, ...] | None:
+    """None where a launch cannot be made again: an argument is no tensor of elements in memory, or
+    has a sign that is still to be applied."""
+    for x in given:
+        if x is None:
+            continue
+        if type(x) is not Tensor or x.layout is not STRIDED or x.is_nested or x.is_neg():
+            return None
+    return tuple(None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in given)
+
+
+def _fits(given: tuple[Tensor | None, ...], layouts: tuple[_Layout, ...]) -> bool:
+    try:
+        for x, layout in zip(given, layouts, strict=True):
+            if x is None or layout is None:
+                if (x is None) != (layout is None):
+                    return False
+            elif (
+                type(x) is not Tensor
+                or x.shape != layout[1]
+                or x.stride() != layout[2]
+                or x.dtype is not layout[0]
+                or x.device != layout[3]
+                or x.is_neg()
+            ):
+                return False
+    except RuntimeError:
+        # A sparse or a nested tensor has no strides or no shape.
+        return False
+    return True

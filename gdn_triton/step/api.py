@@ -1,0 +1,120 @@
+"""The public step of a layer: `layer_step`."""
+
+from torch import Tensor
+
+from gdn_triton._host.tensors import is_traced
+from gdn_triton.recurrent.window import StepWindow
+from gdn_triton.step.operators import traced_layer
+from gdn_triton.step.plans import run_layer
+from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions
+
+
+def layer_step(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None = None,
+    *,
+    state: Tensor,
+    read_slots: Tensor,
+    conv_state: Tensor | None = None,
+    conv_weight: Tensor | None = None,
+    conv_bias: Tensor | None = None,
+    activation: str | None = "silu",
+    gate: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_activation: str = "silu",
+    allow_neg_eigval: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+    scale: float | None = None,
+    state_v_first: bool = False,
+    skip: str = "negative",
+    window: StepWindow | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """The decode step of a Gated DeltaNet layer between its projections, in one launch.
+
+    The convolution, the rule on a pool of states, and the gated norm:
+
+        x = causal_conv1d_update(mixed_qkv, conv_weight, conv_bias, activation, ..)
+        o = recurrent_step(state, read_slots, mixed_qkv=x, a=a, b=b, A_log=A_log, ..)
+        y = rms_norm_gated(o, gate, norm_weight, norm_eps, norm_activation)
+
+    The convolution and the norm can be left out. The states, and o without a norm, have the bits of
+    these functions in a row. With a norm y has them too, but for the order in which the squares of
+    a head are summed, which moves y by at most V * 2^-24 of itself before its rounding.
+
+    Sizes: N sequences, T tokens each, H heads of q and k, HV of v, K and V channels, W taps,
+    D = 2 * H * K + HV * V. "Float" is float16, bfloat16, float32 or float64. All tensors are on one
+    device, and may be strided views.
+
+    Args:
+        mixed_qkv: [N, D], a token a sequence, or [N, T, D], float: q, k and v side by side, before
+            the convolution.
+        a, b: [N, HV] or [N, T, HV], float: the gates before their activations.
+        A_log, dt_bias: [HV], float; dt_bias may be None.
+        state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`, float. Written in
+            place.
+        read_slots: [N], int32 or int64: the slot of each sequence, in both pools, none twice. A
+            slot that is padding (`skip`) skips its sequence: no state is written, and its y is 0.
+        conv_state: [slots, D, W - 1], float, wide enough for mixed_qkv's dtype, with conv_weight:
+            the last tokens before the convolution, the latest at W - 2. Written in place. None:
+            mixed_qkv is convolved already.
+        conv_weight, conv_bias: [D, W] and [D], float; conv_bias may be None.
+        activation: of the convolution, "silu" or None.
+        gate: [N, HV, V] or [N, T, HV, V], float, with norm_weight: of the norm. None: y is o.
+        norm_weight: [V], float.
+        norm_eps, norm_activation: eps and activation of `gdn_triton.rms_norm_gated`.
+        allow_neg_eigval, scale, state_v_first, skip: as `gdn_triton.recurrent_step`.
+        use_qk_l2norm_in_kernel: normalise each q and k. On here, as models have it.
+        window, positions: as `gdn_triton.recurrent_step`.
+
+    Returns:
+        y: [N, HV, V] or [N, T, HV, V], the dtype of mixed_qkv, contiguous, a new tensor.
+
+    One launch on Triton: without a window, with one token a sequence, 2 to 4 taps or no
+    convolution, HV / H up to 8, V up to 256, and value-first rows [K] of up to 512 bytes. Other
+    calls, and those of the reference backend, are the functions above in a row, each in the backend
+    that is chosen for it; `gdn_triton.explain_call` says which. On an accelerator no contents are
+    read by the host, so a call can be captured in a CUDA graph. Under torch.compile it is one
+    operator, with a window one for each part.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, with its name, what was expected and
+            what came; nothing has been launched or written.
+        NotImplementedError: an input requires a gradient.
+        RuntimeError: the backend asked for by name cannot run this call, with its reason.
+    """
+    call = LayerCall(
+        inputs=LayerOperands(
+            mixed_qkv=mixed_qkv,
+            a=a,
+            b=b,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            state=state,
+            read_slots=read_slots,
+            conv_state=conv_state,
+            conv_weight=conv_weight,
+            conv_bias=conv_bias,
+            gate=gate,
+            norm_weight=norm_weight,
+        ),
+        options=LayerOptions(
+            activation=activation,
+            norm_eps=norm_eps,
+            norm_activation=norm_activation,
+            allow_neg_eigval=allow_neg_eigval,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            scale=scale,
+            state_v_first=state_v_first,
+            skip=skip,
+        ),
+        window=window,
+        positions=positions,
+    )
+    if is_traced(mixed_qkv):
+        return traced_layer(call)
+    return run_layer(call)

@@ -1,0 +1,104 @@
+"""The backends of `gdn_triton.layer_step`: its kernel, and the parts of a layer in a row."""
+
+import functools
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gdn_triton._host.backends import (
+    Backend,
+    Operator,
+    missing,
+    reference_supports,
+    states_refusal,
+    triton_refusal,
+)
+from gdn_triton.constants import MAX_STATE_SPAN
+from gdn_triton.step.problem import LayerCall, LayerProblem
+
+# Makes what runs calls that are like one.
+Plan = Callable[[LayerProblem, LayerCall], Callable[[LayerCall], Tensor]]
+
+# Taps, bytes of a value-first row of a state, and tiles of a program of the kernel.
+WIDTHS: Final = (0, 2, 3, 4)
+MOST_ROW: Final = 512
+MOST_GROUP: Final = 8
+MOST_V: Final = 256
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_refusal(p: LayerProblem) -> str | None:
+    """A sentence why the call is not one launch, or None. Its parts may still run on kernels."""
+    if p.has_window:
+        return "The kernel of a layer's step has no window."
+    if p.T != 1:
+        return f"The kernel of a layer's step takes one token a sequence; T is {p.T}."
+    if p.W not in WIDTHS:
+        return f"The Triton kernels take 2, 3 or 4 taps; conv_weight has {p.W}."
+    if torch.float64 in p.dtypes:
+        return "The Triton kernels compute in float32 at most; one of the inputs is float64."
+    if p.HV // p.H > MOST_GROUP or p.V > MOST_V:
+        return (
+            f"The kernel of a layer's step takes up to {MOST_GROUP} value heads a key head and "
+            f"V up to {MOST_V}; HV / H is {p.HV // p.H}, V is {p.V}."
+        )
+    if p.state_v_first and p.K * p.state_dtype.itemsize > MOST_ROW:
+        return (
+            f"The kernel of a layer's step takes value-first states of up to {MOST_ROW} bytes a "
+            f"row; one has {p.K * p.state_dtype.itemsize}."
+        )
+    return None
+
+
+def triton_supports(p: LayerProblem) -> str | None:
+    """A sentence why the kernel cannot run the call, or None."""
+    if p.unreadable is not None:
+        return p.unreadable
+    refusal = kernel_refusal(p) or triton_refusal((p.dtype,), p.device.type, p.K)
+    if refusal is None:
+        refusal = states_refusal(p.state_dtype)
+    if refusal is None and p.tile_span >= MAX_STATE_SPAN:
+        refusal = (
+            "The Triton kernel takes states of which the last element of a head is less than 2^31 "
+            f"elements from the first; one is {p.tile_span} from it."
+        )
+    return refusal
+
+
+@functools.cache
+def _load_triton() -> Plan:
+    from gdn_triton.step import triton
+
+    return triton.plan
+
+
+@functools.cache
+def _load_parts() -> Plan:
+    from gdn_triton.step import parts
+
+    return parts.plan
+
+
+LAYER_STEP: Operator[LayerProblem, Plan] = Operator(
+    "layer_step",
+    (
+        missing("cuda", "The CUDA library has no kernel for a layer's step."),
+        Backend("triton", triton_supports, _load_triton),
+        # The parts, each in the backend that is chosen for it.
+        Backend("reference", reference_supports, _load_parts),
+    ),
+)
+
+
+def runs_parts(p: LayerProblem) -> bool:
+    """Whether the parts run whatever `GDN_BACKEND` names, which then holds for each of them."""
+    return p.unreadable is None and kernel_refusal(p) is not None
+
+
+def plan_of(p: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
+    """One launch where the kernel takes the call, else the parts."""
+    if runs_parts(p):
+        return _load_parts()(p, call)
+    return LAYER_STEP.choose(p).run(p, call)

@@ -1,0 +1,48 @@
+"""A layer's step as its parts in a row: the convolution, the rule, the norm. It defines the
+result of the step; each part runs in the backend that is chosen for it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gdn_triton._host.slots import LAST_SKIPPED
+from gdn_triton.conv.api import causal_conv1d_update
+from gdn_triton.norm.api import rms_norm_gated
+from gdn_triton.norm.backends import NORM
+from gdn_triton.norm.validation import validate_norm
+from gdn_triton.recurrent.api import check_step, recurrent_step
+from gdn_triton.step.problem import LayerCall, LayerProblem, step_arguments
+
+
+def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
+    return run
+
+
+def run(call: LayerCall) -> Tensor:
+    x, options = call.inputs, call.options
+    step = step_arguments(call)
+    norm = (options.norm_eps, options.norm_activation)
+    # What refuses the call refuses it before a state has changed.
+    check_step(mixed_qkv=x.mixed_qkv, **step)
+    if x.gate is not None and x.norm_weight is not None and not torch.compiler.is_compiling():
+        NORM.choose(validate_norm(x.gate, x.gate, x.norm_weight, *norm, False))
+    mixed_qkv = x.mixed_qkv
+    if x.conv_weight is not None:
+        assert x.conv_state is not None
+        mixed_qkv = causal_conv1d_update(
+            mixed_qkv,
+            x.conv_weight,
+            x.conv_bias,
+            options.activation,
+            state=x.conv_state,
+            read_slots=x.read_slots,
+            skip=options.skip,
+        )
+    o = recurrent_step(mixed_qkv=mixed_qkv, **step)
+    if x.gate is None or x.norm_weight is None:
+        return o
+    y = rms_norm_gated(o, x.gate, x.norm_weight, *norm)
+    live = x.read_slots > LAST_SKIPPED[options.skip]
+    # The gate of a sequence that is skipped may hold anything.
+    return torch.where(live.view(-1, *(1,) * (y.dim() - 1)), y, 0)

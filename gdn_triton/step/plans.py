@@ -1,0 +1,85 @@
+"""From a call of `gdn_triton.layer_step` to what runs it, once for all calls that are like it."""
+
+import os
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_triton._host.memory import Apart
+from gdn_triton._host.tensors import is_transformed, resolved
+from gdn_triton.step.backends import plan_of
+from gdn_triton.step.problem import LayerCall, LayerProblem
+from gdn_triton.step.validation import (
+    all_tensors,
+    check_slots,
+    layer_memory,
+    validate_layer,
+)
+
+# When there are so many plans, all are dropped and made anew.
+MOST_PLANS = 1024
+
+
+class _Plan(NamedTuple):
+    problem: LayerProblem
+    memory: Apart
+    run: Callable[[LayerCall], Tensor]
+
+
+_plans: dict[Hashable, _Plan] = {}
+
+
+def run_layer(call: LayerCall) -> Tensor:
+    """y; the states are written."""
+    inputs = call.inputs
+    key = None if is_transformed() else _key(call)
+    plan = None if key is None else _plans.get(key)
+    if plan is None:
+        problem = validate_layer(call)
+        memory = None
+        if problem.unreadable is None:
+            # A tensor that no kernel can read need not have an address.
+            memory = layer_memory(call)
+            memory.check(all_tensors(call))
+        check_slots(problem, inputs)
+        if memory is None or key is None:
+            return plan_of(problem, call)(call)
+        readable = resolved(inputs)
+        if readable is not inputs:
+            # The copy has other strides, so another plan serves it.
+            return run_layer(call._replace(inputs=readable))
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _Plan(problem, memory, plan_of(problem, call))
+    else:
+        plan.memory.check(all_tensors(call))
+        check_slots(plan.problem, inputs)
+    return plan.run(call)
+
+
+def _key(call: LayerCall) -> Hashable | None:
+    """All that a plan depends on; None where it depends on more."""
+    known: list[Hashable] = [torch.is_grad_enabled(), os.environ.get("GDN_BACKEND")]
+    for option in call.options:
+        # True == 1 as a key, but validation refuses one of the two.
+        if type(option) not in _PLAIN_OPTIONS:
+            return None
+        known += (option, type(option).__name__)
+    for x in call.inputs:
+        if x is None:
+            known.append(None)
+        elif type(x) is Tensor and x.layout is torch.strided and not x.is_nested:
+            known.append((x.dtype, x.shape, x.stride(), x.device, x.requires_grad, x.is_neg()))
+        elif type(x) is torch.nn.Parameter:
+            known.append((x.dtype, x.shape, x.stride(), x.device, x.requires_grad, False))
+        else:
+            return None
+    if call.window is not None:
+        # The window's layouts are judged by its own step at every call.
+        return None
+    return (*known, call.positions is None)
+
+
+_PLAIN_OPTIONS = frozenset((bool, float, int, str, type(None)))

@@ -1,0 +1,99 @@
+"""The records of a call of `gdn_triton.layer_step`."""
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LayerOperands(NamedTuple):
+    """The tensors of a call, by the names that errors give them."""
+
+    mixed_qkv: Tensor
+    a: Tensor
+    b: Tensor
+    A_log: Tensor
+    dt_bias: Tensor | None
+    state: Tensor
+    read_slots: Tensor
+    conv_state: Tensor | None
+    conv_weight: Tensor | None
+    conv_bias: Tensor | None
+    gate: Tensor | None
+    norm_weight: Tensor | None
+
+
+# What a call writes in place.
+WRITTEN: Final = ("state", "conv_state")
+
+
+class LayerOptions(NamedTuple):
+    """The arguments that are no tensors."""
+
+    activation: str | None
+    norm_eps: float
+    norm_activation: str
+    allow_neg_eigval: bool
+    use_qk_l2norm_in_kernel: bool
+    scale: float | None
+    state_v_first: bool
+    skip: str
+
+
+class LayerCall(NamedTuple):
+    """The arguments of `gdn_triton.layer_step`. window and positions: as
+    `gdn_triton.recurrent_step` takes them."""
+
+    inputs: LayerOperands
+    options: LayerOptions
+    window: Any = None
+    positions: Tensor | None = None
+
+
+def step_arguments(call: LayerCall) -> dict[str, Any]:
+    """Those of the call's `gdn_triton.recurrent_step`, but for mixed_qkv."""
+    x, options = call.inputs, call.options
+    return {
+        "state": x.state,
+        "read_slots": x.read_slots,
+        "a": x.a,
+        "b": x.b,
+        "A_log": x.A_log,
+        "dt_bias": x.dt_bias,
+        "allow_neg_eigval": options.allow_neg_eigval,
+        "use_qk_l2norm_in_kernel": options.use_qk_l2norm_in_kernel,
+        "scale": options.scale,
+        "state_v_first": options.state_v_first,
+        "skip": options.skip,
+        "window": call.window,
+        "positions": call.positions,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProblem:
+    """What every backend may rely on. Built by `gdn_triton.step.validation` only."""
+
+    N: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    W: int  # taps; 0: there is no convolution
+    dtype: torch.dtype  # of mixed_qkv and of the result
+    dtypes: tuple[torch.dtype, ...]  # of all tensors
+    state_dtype: torch.dtype
+    device: torch.device
+    scale: float
+    silu: bool
+    norm_eps: float
+    norm_sigmoid: bool
+    allow_neg_eigval: bool
+    use_qk_l2norm: bool
+    state_v_first: bool
+    last_skipped: int  # slots up to this one are padding
+    tile_span: int  # elements from the first to the last of one head's state
+    has_window: bool
+    unreadable: str | None  # a sentence why no kernel can take the tensors

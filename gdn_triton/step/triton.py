@@ -1,0 +1,370 @@
+"""A layer's decode step of one token a sequence, in one launch:
+
+    x = silu(bias + sum over j of weight[:, W - 1 - j] x_(t - j)),    q, k, v = x
+    S = exp(g) S + k (x) beta (v - exp(g) S^T k),    o = scale S^T q
+    y = weight o / sqrt(mean(o^2) + eps) act(gate)
+
+A program has one key head of one sequence and walks over the value heads of that key head. It is
+therefore the only one that reads, and the only one that writes, each channel of the convolution's
+state and each state: with a program for each value head, one would write channels of q and k that
+another one has still to read. The norm needs all columns of a head, which the program has.
+
+The arithmetic of q, k, v, of the states and of o is that of `causal_conv1d_update` and of
+`recurrent_step`, on tiles that give the same bits. The sum of squares of the norm is not that of
+`rms_norm_gated`, whose order depends on how a head lies in registers.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn_triton._host.device import on_device
+from gdn_triton._host.memory import count_writes
+from gdn_triton._triton.activations import log_decay, sigmoid
+from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.strides import named, state_strides
+from gdn_triton._triton.tiles import UNFUSED, gpu_of
+from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
+from gdn_triton.conv.triton.rows import Filter, logistic, on_nvidia, taps, weighted
+from gdn_triton.recurrent.triton.kernel import (
+    decay_of,
+    eviction_policy,
+    recurrent_form,
+    strength,
+)
+from gdn_triton.recurrent.triton.sums import column_sums, fixed_point, power_of_two, products
+from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
+
+
+@triton.jit
+def earlier(p, o_c, mask, stride_c, stride_w, W: tl.constexpr):
+    """The W - 1 tokens of a state, the latest first."""
+    before = ()
+    for i in tl.static_range(W - 1):
+        p_c = p + o_c.to(tl.int64) * stride_c + tl.cast(stride_w, tl.int64) * (W - 2 - i)
+        before += (tl.load(p_c, mask=mask, other=0),)
+    return before
+
+
+@triton.jit
+def keep(p, x, before, o_c, mask, stride_c, stride_w, W: tl.constexpr):
+    """The state after token x."""
+    kept = (x.to(p.dtype.element_ty),)
+    for i in tl.static_range(W - 2):
+        kept += (before[i],)
+    for i in tl.static_range(W - 1):
+        p_c = p + o_c.to(tl.int64) * stride_c + tl.cast(stride_w, tl.int64) * (W - 2 - i)
+        tl.store(p_c, kept[i], mask=mask)
+
+
+@triton.jit
+def convolved(x, before, w, b_bias, W: tl.constexpr, SILU: tl.constexpr, NVIDIA: tl.constexpr):
+    wide = ()
+    for i in tl.static_range(W - 1):
+        wide += (before[i].to(tl.float32),)
+    b_y = weighted(x.to(tl.float32), wide, w, b_bias, W)
+    if SILU:
+        b_y = b_y * logistic(b_y, NVIDIA)
+    return b_y.to(x.dtype)
+
+
+@triton.jit
+def sums_of_squares(x, PARTS: tl.constexpr):
+    """[TILES]: the sum of the squares of x [BV, TILES] over the PARTS tiles of each head. Summed in
+    fixed point, relative to the largest: the sum does not depend on how a program divides a head
+    into tiles, which differs with the number of sequences."""
+    o_t = tl.arange(0, x.shape[1])
+    same = o_t[:, None] // PARTS == o_t[None, :] // PARTS
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    if PARTS > 1:
+        top = tl.max(tl.where(same, top[:, None], 0), 0)
+    finite = top < 0x7F800000
+    largest = top.to(tl.float32, bitcast=True)
+    unit, inverse = power_of_two(tl.where(finite, largest, 0.0))
+    x = tl.where(finite[None, :], x, 0.0) * inverse[None, :]
+    units = tl.sum(fixed_point(x * x), 0)
+    if PARTS > 1:
+        units = tl.sum(tl.where(same, units[:, None], 0), 0)
+    squares = units.to(tl.float32) * 5.684341886080802e-14 * unit * unit
+    return tl.where(finite, squares, largest * largest)
+
+
+@triton.jit
+def layer_step_kernel(
+    x, a, b, A_log, dt_bias, state, slots, conv_state, conv_weight, conv_bias, gate, norm_weight, y,
+    scale, stride_xn, stride_xc, stride_an, stride_ah, stride_bn, stride_bh, stride_A, stride_dt,
+    stride_hn, stride_hh, stride_s, stride_cn, stride_cc, stride_cw, stride_bias, stride_zn,
+    stride_zh, stride_zv, stride_norm,
+    stride_wc: tl.constexpr, stride_ww: tl.constexpr, stride_hk: tl.constexpr,
+    stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
+    PREFETCH: tl.constexpr, FOLD: tl.constexpr, WORDS: tl.constexpr, STATE_V_FIRST: tl.constexpr,
+    RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr,
+    BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, SILU: tl.constexpr,
+    NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """conv_weight None: x is convolved. norm_weight None: y is o. A value head has PARTS tiles of
+    BV columns; TILES, a power of two, has room for those of a key head. PREFETCH: a tile is loaded
+    while the one before is used. FOLD, WORDS: see `recurrent.triton.kernel.Form`."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_n, i_h = pid // H, pid % H
+    GROUP: tl.constexpr = HV // H
+    KEPT: tl.constexpr = state.dtype.element_ty
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    # Channels of q and k, [2, BK], and of the columns of tiles, [BV, TILES]. Transposed, as the
+    # compiler would otherwise give a state the layout of these vectors.
+    is_k = tl.arange(0, 2)[:, None]
+    c_qk = is_k * (H * K) + i_h * K + o_k[None, :]
+    in_qk = (is_k < 2) & (o_k < K)[None, :]
+    o_tile = tl.arange(0, TILES)[None, :]
+    i_hv = i_h * GROUP + o_tile // PARTS
+    o_d = o_tile % PARTS * BV + o_v[:, None]
+    in_d = (o_tile < GROUP * PARTS) & (o_d < V)
+    c_v = 2 * H * K + i_hv * V + o_d
+    p_y = y + (i_n * HV + i_hv) * V + o_d
+
+    slot = tl.load(slots + i_n * stride_s).to(tl.int64)
+    # What does not wait for the slot.
+    p_x = x + i_n * stride_xn
+    x_qk = tl.load(p_x + c_qk * stride_xc, mask=in_qk, other=0)
+    x_v = tl.load(p_x + c_v * stride_xc, mask=in_d, other=0)
+    if conv_weight is not None:
+        f = Filter(conv_weight, conv_bias, stride_wc, stride_ww, stride_bias)
+        w_qk, bias_qk = taps(f, c_qk, in_qk, W, False)
+        w_v, bias_v = taps(f, c_v, in_d, W, False)
+    # The gates of each tile's head.
+    o_t = tl.arange(0, TILES)
+    j_hv, in_t = i_h * GROUP + o_t // PARTS, o_t < GROUP * PARTS
+    b_g = tl.load(a + i_n * stride_an + j_hv * stride_ah, mask=in_t, other=0).to(tl.float32)
+    b_beta = tl.load(b + i_n * stride_bn + j_hv * stride_bh, mask=in_t, other=0)
+    b_A = tl.load(A_log + j_hv * stride_A, mask=in_t, other=0).to(tl.float32)
+    if dt_bias is not None:
+        b_g += tl.load(dt_bias + j_hv * stride_dt, mask=in_t, other=0).to(tl.float32)
+    if norm_weight is not None:
+        p_z = gate + i_n * stride_zn + i_hv * stride_zh + o_d.to(tl.int64) * stride_zv
+        b_z = tl.load(p_z, mask=in_d, other=0)
+        b_w = tl.load(norm_weight + o_d.to(tl.int64) * stride_norm, mask=in_d, other=0)
+    if slot <= LAST_SKIPPED:
+        tl.store(p_y, tl.zeros([BV, TILES], dtype=y.dtype.element_ty), mask=in_d)
+        return
+
+    p_state = state + slot * stride_hn + i_h * GROUP * stride_hh
+    o_state = o_k[:, None] * stride_hk + o_v[None, :] * stride_hv
+    in_k = (o_k < K)[:, None]
+    # Tiles follow one another in a loop, as the compiler would load all of an unrolled one at once.
+    tile = tl.load(
+        p_state + o_state, mask=in_k & (o_v < V)[None, :], other=0, eviction_policy=POLICY
+    )
+    if conv_weight is not None:
+        p_conv = conv_state + slot * stride_cn
+        old_qk = earlier(p_conv, c_qk, in_qk, stride_cc, stride_cw, W)
+        old_v = earlier(p_conv, c_v, in_d, stride_cc, stride_cw, W)
+        # Several threads may read a channel that one of them writes.
+        tl.debug_barrier()
+        keep(p_conv, x_qk, old_qk, c_qk, in_qk, stride_cc, stride_cw, W)
+        keep(p_conv, x_v, old_v, c_v, in_d, stride_cc, stride_cw, W)
+        x_qk = convolved(x_qk, old_qk, w_qk, bias_qk, W, SILU, NVIDIA)
+        x_v = convolved(x_v, old_v, w_v, bias_v, W, SILU, NVIDIA)
+    # The sum of a number's bits and of zeros is the number.
+    qk_bits = x_qk.to(tl.float32).to(tl.int32, bitcast=True)
+    v_bits = x_v.to(tl.float32).to(tl.int32, bitcast=True)
+    b_q = tl.sum(tl.where(is_k == 0, qk_bits, 0), 0).to(tl.float32, bitcast=True)
+    b_k = tl.sum(tl.where(is_k == 1, qk_bits, 0), 0).to(tl.float32, bitcast=True)
+
+    # A factor of all of q or k multiplies the sums that q or k enters, not its elements.
+    of_q, of_k = scale, 1.0
+    qq, kk, qk = products(b_q, b_k, WORDS)
+    if USE_QK_L2NORM:
+        of_q = tl.div_rn(scale, tl.sqrt_rn(qq + EPS))
+        of_k = tl.div_rn(1.0, tl.sqrt_rn(kk + EPS))
+    qk *= of_q
+    b_y = tl.zeros([BV, TILES], dtype=y.dtype.element_ty)
+    decays = decay_of(log_decay(b_g, b_A, tl.exp(b_A), THRESHOLD), RCP_LN2)
+    betas = strength(b_beta, BETA_FACTOR)
+    for t in range(0, GROUP * PARTS):
+        end_v = V - t % PARTS * BV
+        p = p_state + tl.cast(stride_hh, tl.int64) * (t // PARTS) + t % PARTS * BV * stride_hv
+        p += o_state
+        if PREFETCH:
+            b_h = tile.to(tl.float32)
+            more = tl.where(t + 1 < GROUP * PARTS, V - (t + 1) % PARTS * BV, 0)
+            p_next = p_state + tl.cast(stride_hh, tl.int64) * ((t + 1) // PARTS)
+            p_next += (t + 1) % PARTS * BV * stride_hv + o_state
+            mask = in_k & (o_v < more)[None, :]
+            tile = tl.load(p_next, mask=mask, other=0, eviction_policy=POLICY)
+        else:
+            if t > 0:
+                mask = in_k & (o_v < end_v)[None, :]
+                tile = tl.load(p, mask=mask, other=0, eviction_policy=POLICY)
+            b_h = tile.to(tl.float32)
+        decay = tl.sum(tl.where(o_t == t, decays, 0.0), 0)
+        of_v = tl.sum(tl.where(o_t == t, betas, 0.0), 0)
+        b_v = tl.sum(tl.where(o_tile == t, v_bits, 0), 1).to(tl.float32, bitcast=True)
+        b_o, stored = column_sums(b_h, b_q, b_k, FOLD, STATE_V_FIRST)
+        b_o, stored = b_o * (of_q * decay), stored * (of_k * decay)
+        b_v = (b_v - stored) * of_k
+        b_v *= of_v
+        b_o = tl.fma(b_v, qk, b_o).to(y.dtype.element_ty)
+        b_y = tl.where(o_tile == t, b_o[:, None], b_y)
+        kept = tl.fma(b_h, decay, b_k[:, None] * b_v[None, :]).to(KEPT)
+        tl.store(p, kept, mask=in_k & (o_v < end_v)[None, :], eviction_policy=POLICY)
+
+    if norm_weight is not None:
+        b_n = b_y.to(tl.float32)
+        squares = sums_of_squares(tl.where(in_d, b_n, 0.0), PARTS)
+        b_n *= tl.rsqrt(squares / V + NORM_EPS)[None, :]
+        b_n *= b_w.to(tl.float32)
+        b_z = b_z.to(tl.float32)
+        b_s = sigmoid(b_z, 1.0)
+        b_n *= b_s if SIGMOID else b_z * b_s
+        b_y = b_n.to(y.dtype.element_ty)
+    tl.store(p_y, b_y, mask=in_d)
+
+
+class LayerForm(NamedTuple):
+    """parts: tiles of BV columns of a value head. prefetch: a program loads a tile while it uses
+    the one before. No bit depends on `prefetch`, nor on the warps where states are value-first."""
+
+    BK: int
+    BV: int
+    warps: int
+    parts: int
+    tiles: int
+    prefetch: bool
+    fold: int
+    words: bool
+
+
+# Warps of a program in a batch whose programs all run at once, and in a larger one.
+FEW_WARPS, MANY_WARPS = 8, 4
+# Programs below which the registers of a second float32 tile cost more than its wait for memory.
+LEAST_TO_PREFETCH = 32
+
+
+def layer_form(p: LayerProblem) -> LayerForm:
+    """The form of `recurrent_form`, whose sums over K are those of a warp where states are
+    value-first: a program then has more warps, which share the columns of a head.
+
+    Measured on an H100: a head in one tile is faster while every program runs at once, which are
+    one a multiprocessor with float32 states and two with 16-bit ones; tiles of half a head leave
+    room for more programs, of which some load while others compute."""
+    form = recurrent_form(p.K, p.V, p.state_v_first, p.state_dtype.itemsize)
+    BK, BV, warps = form.tile.BK, form.tile.BV, form.tile.num_warps
+    programs, narrow = p.N * p.H, p.state_dtype.itemsize == 2
+    if p.state_v_first:
+        few = programs <= gpu_of(p.device).multiprocessors * (2 if narrow else 1)
+        more = min(FEW_WARPS if few else MANY_WARPS, max(1, triton.next_power_of_2(p.V) // BV))
+        BV, warps = BV * more, warps * more
+    parts = -(-p.V // BV)
+    return LayerForm(
+        BK=BK,
+        BV=BV,
+        warps=warps,
+        parts=parts,
+        tiles=triton.next_power_of_2(p.HV // p.H * parts),
+        prefetch=narrow or not p.state_v_first or programs >= LEAST_TO_PREFETCH,
+        fold=form.fold,
+        words=form.words,
+    )
+
+
+def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if x is None else tuple(x.stride())
+
+
+def make_launch(p: LayerProblem, x: LayerOperands) -> Launch:
+    """x: with one token a sequence, without a dimension for tokens."""
+    form = layer_form(p)
+    return Launch(
+        layer_step_kernel,
+        scale=p.scale,
+        **named("xn xc", strides(x.mixed_qkv, 2)),
+        **named("an ah", strides(x.a, 2)),
+        **named("bn bh", strides(x.b, 2)),
+        **named("A", strides(x.A_log, 1)),
+        **named("dt", strides(x.dt_bias, 1)),
+        **named("hn hh hk hv", state_strides(x.state, p.state_v_first)),
+        **named("s", strides(x.read_slots, 1)),
+        **named("cn cc cw", strides(x.conv_state, 3)),
+        **named("wc ww", strides(x.conv_weight, 2)),
+        **named("bias", strides(x.conv_bias, 1)),
+        **named("zn zh zv", strides(x.gate, 3)),
+        **named("norm", strides(x.norm_weight, 1)),
+        H=p.H,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        W=max(p.W, 1),
+        BK=form.BK,
+        BV=form.BV,
+        PARTS=form.parts,
+        TILES=form.tiles,
+        PREFETCH=form.prefetch,
+        FOLD=form.fold,
+        WORDS=form.words,
+        STATE_V_FIRST=p.state_v_first,
+        RCP_LN2=RCP_LN2,
+        EPS=L2NORM_EPS,
+        THRESHOLD=SOFTPLUS_THRESHOLD,
+        USE_QK_L2NORM=p.use_qk_l2norm,
+        BETA_FACTOR=2.0 if p.allow_neg_eigval else 1.0,
+        LAST_SKIPPED=p.last_skipped,
+        SILU=p.silu,
+        NORM_EPS=p.norm_eps,
+        SIGMOID=p.norm_sigmoid,
+        NVIDIA=on_nvidia(),
+        POLICY=eviction_policy(p.N * p.HV * p.K * p.V * p.state_dtype.itemsize),
+        **UNFUSED,
+        num_warps=form.warps,
+        num_stages=1,
+    )
+
+
+def one_token(x: LayerOperands) -> LayerOperands:
+    """The operands of a call with one token a sequence, without a dimension for tokens."""
+    if x.mixed_qkv.dim() == 2:
+        return x
+    return x._replace(
+        mixed_qkv=x.mixed_qkv[:, 0],
+        a=x.a[:, 0],
+        b=x.b[:, 0],
+        gate=None if x.gate is None else x.gate[:, 0],
+    )
+
+
+def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
+    """What runs calls that differ from this one in contents and addresses only."""
+    p = problem
+    launch = make_launch(p, one_token(call.inputs))
+    shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)
+
+    def run(given: LayerCall) -> Tensor:
+        x = given.inputs
+        y = torch.empty(shape, dtype=p.dtype, device=p.device)
+        if p.N == 0:
+            return y
+        count_writes(x.state, x.conv_state)
+        with on_device(p.device):
+            launch(
+                (p.N * p.H, 1, 1),
+                x=x.mixed_qkv,
+                a=x.a,
+                b=x.b,
+                A_log=x.A_log,
+                dt_bias=x.dt_bias,
+                state=x.state,
+                slots=x.read_slots,
+                conv_state=x.conv_state,
+                conv_weight=x.conv_weight,
+                conv_bias=x.conv_bias,
+                gate=x.gate,
+                norm_weight=x.norm_weight,
+                y=y,
+            )
+        return y
+
+    return run

@@ -1,0 +1,209 @@
+"""Judges the calls of `gdn_triton.layer_step` before anything is launched or written."""
+
+import functools
+import math
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from gdn_triton._host.arguments import (
+    check_devices,
+    check_dtypes,
+    check_flags,
+    check_rank,
+    check_shape,
+    check_tensors,
+    must,
+    real_or_none,
+    shape_of,
+    shaped,
+    type_of,
+    value_of,
+)
+from gdn_triton._host.memory import Apart, Layout, layout_of
+from gdn_triton._host.slots import (
+    LAST_SKIPPED,
+    check_once,
+    check_read_in_pool,
+    check_skip,
+    final_writes,
+)
+from gdn_triton._host.tensors import check_written, why_unreadable
+from gdn_triton.recurrent.api import check_step
+from gdn_triton.recurrent.validation_window import STEP_WRITES, WINDOW_NAMES
+from gdn_triton.recurrent.window import StepWindow
+from gdn_triton.step.problem import (
+    WRITTEN,
+    LayerCall,
+    LayerOperands,
+    LayerOptions,
+    LayerProblem,
+    step_arguments,
+)
+
+_OPTIONAL: Final = ("dt_bias", "conv_state", "conv_weight", "conv_bias", "gate", "norm_weight")
+_ACTIVATIONS: Final = ("silu", "sigmoid")
+
+
+def validate_layer(call: LayerCall) -> LayerProblem:
+    """Checks the arguments of `gdn_triton.layer_step`, which documents them. Those of a window are
+    judged as `gdn_triton.recurrent_step` judges them."""
+    x, options = call.inputs, call.options
+    named: dict[str, Any] = x._asdict()
+    optional = {name: named[name] for name in _OPTIONAL}
+    check_tensors({name: y for name, y in named.items() if name not in optional}, optional)
+    _check_parts(x)
+    scale, norm_eps = _check_options(options)
+    check_devices("mixed_qkv", x.mixed_qkv.device, named)
+
+    v_first, mixed = options.state_v_first, x.mixed_qkv
+    check_rank("state", x.state, "slots", "HV", *(("V", "K") if v_first else ("K", "V")))
+    HV, K, V = x.state.shape[1:]
+    if v_first:
+        K, V = V, K
+    if mixed.dim() not in (2, 3):
+        expected = "have shape [N, 2 * H * K + HV * V] or [N, T, 2 * H * K + HV * V]"
+        raise ValueError(must("mixed_qkv", expected, shape_of(mixed)))
+    D = mixed.shape[-1]
+    keys = D - HV * V
+    if K < 1 or V < 1 or HV < 1 or keys < 2 * K or keys % (2 * K) != 0 or HV % (keys // (2 * K)):
+        expected = (
+            f"have 2 * H * K + HV * V channels, where state has {shaped(HV=HV, K=K, V=V)} and HV "
+            "is a multiple of H"
+        )
+        raise ValueError(must("mixed_qkv", expected, shape_of(mixed)))
+    lead = dict(zip(("N", "T"), mixed.shape[:-1], strict=False))
+    N, T = lead["N"], lead.get("T", 1)
+    check_shape("read_slots", x.read_slots, N=N)
+    check_shape("a", x.a, **lead, HV=HV)
+    check_shape("b", x.b, **lead, HV=HV)
+    check_shape("A_log", x.A_log, HV=HV)
+    check_shape("dt_bias", x.dt_bias, HV=HV)
+    check_shape("gate", x.gate, **lead, HV=HV, V=V)
+    check_shape("norm_weight", x.norm_weight, V=V)
+    W = _check_conv(x, D)
+    check_dtypes(named, ("read_slots",))
+    if x.conv_state is not None:
+        held = torch.promote_types(mixed.dtype, x.conv_state.dtype)
+        if held != x.conv_state.dtype:
+            expected = f"have a dtype that holds that of mixed_qkv, {mixed.dtype}"
+            raise ValueError(must("conv_state", expected, str(x.conv_state.dtype)))
+    for name in WRITTEN:
+        check_written(name, named[name])
+    if call.window is not None or call.positions is not None:
+        check_step(mixed_qkv=mixed, **step_arguments(call))
+    given = tuple(y for y in x if y is not None)
+    if torch.is_grad_enabled() and any(y.requires_grad for y in given):
+        raise NotImplementedError(
+            "gdn_triton.layer_step updates states in place and has no gradient; an input requires "
+            "one. Call under torch.no_grad()"
+        )
+    rows, columns = x.state.stride()[2:]
+    return LayerProblem(
+        N=N,
+        T=T,
+        H=keys // (2 * K),
+        HV=HV,
+        K=K,
+        V=V,
+        W=W,
+        dtype=mixed.dtype,
+        dtypes=tuple(y.dtype for y in given),
+        state_dtype=x.state.dtype,
+        device=mixed.device,
+        scale=K**-0.5 if scale is None else scale,
+        silu=options.activation is not None,
+        norm_eps=norm_eps,
+        norm_sigmoid=options.norm_activation == "sigmoid",
+        allow_neg_eigval=options.allow_neg_eigval,
+        use_qk_l2norm=options.use_qk_l2norm_in_kernel,
+        state_v_first=v_first,
+        last_skipped=LAST_SKIPPED[options.skip],
+        tile_span=(x.state.shape[2] - 1) * rows + (x.state.shape[3] - 1) * columns,
+        has_window=call.window is not None,
+        unreadable=why_unreadable(named, tuple(named.values())),
+    )
+
+
+def _check_parts(x: LayerOperands) -> None:
+    """Which tensors come together."""
+    for first, second in (("conv_weight", "conv_state"), ("norm_weight", "gate")):
+        one, other = getattr(x, first), getattr(x, second)
+        if (one is None) != (other is None):
+            name, given = (second, other) if other is not None else (first, one)
+            missing = first if name == second else second
+            raise ValueError(must(missing, f"come with {name}", f"None, and {type_of(given)}"))
+    if x.conv_bias is not None and x.conv_weight is None:
+        raise ValueError(must("conv_bias", "be None without conv_weight", "a tensor"))
+
+
+def _check_options(options: LayerOptions) -> tuple[float | None, float]:
+    """scale and norm_eps."""
+    check_flags(
+        allow_neg_eigval=options.allow_neg_eigval,
+        use_qk_l2norm_in_kernel=options.use_qk_l2norm_in_kernel,
+        state_v_first=options.state_v_first,
+    )
+    scale, eps = real_or_none("scale", options.scale), real_or_none("norm_eps", options.norm_eps)
+    if eps is None:
+        raise TypeError(must("norm_eps", "be a real number", value_of(options.norm_eps)))
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(must("norm_eps", "be finite and at least 0", value_of(options.norm_eps)))
+    activation, of_norm = options.activation, options.norm_activation
+    if activation is not None and (type(activation) is not str or activation != "silu"):
+        raise ValueError(must("activation", 'be "silu" or None', value_of(activation)))
+    if type(of_norm) is not str or of_norm not in _ACTIVATIONS:
+        names = " or ".join(f'"{name}"' for name in _ACTIVATIONS)
+        raise ValueError(must("norm_activation", f"be {names}", value_of(of_norm)))
+    check_skip(options.skip)
+    return scale, eps
+
+
+def _check_conv(x: LayerOperands, D: int) -> int:
+    """The taps of the convolution, 0 without one."""
+    weight, state = x.conv_weight, x.conv_state
+    if weight is None or state is None:
+        return 0
+    if weight.dim() != 2 or weight.shape[0] != D or weight.shape[1] < 1:
+        expected = f"have shape {shaped(D=D)[:-1]}, W >= 1]"
+        raise ValueError(must("conv_weight", expected, shape_of(weight)))
+    W = weight.shape[1]
+    if state.dim() != 3 or state.shape[1:] != (D, W - 1):
+        expected = f"have shape [slots, D={D}, W - 1={W - 1}]"
+        raise ValueError(must("conv_state", expected, shape_of(state)))
+    check_shape("conv_bias", x.conv_bias, D=D)
+    return W
+
+
+def all_tensors(call: LayerCall) -> tuple[Tensor | None, ...]:
+    """Those of the inputs, and those of a window, in the order of `_NAMES`."""
+    window: tuple[Tensor | None, ...] = (None,) * len(WINDOW_NAMES)
+    if isinstance(call.window, StepWindow):
+        window = (*call.window[:5], call.window.scales)
+    return (*call.inputs, *window, call.positions)
+
+
+_NAMES: Final = (*LayerOperands._fields, *WINDOW_NAMES.values(), "positions")
+
+
+def layer_memory(call: LayerCall) -> Apart:
+    """What must lie apart in the memory of calls like this one. It is checked for `all_tensors`."""
+    return _apart(tuple(map(layout_of, all_tensors(call))))
+
+
+@functools.lru_cache(1024)
+def _apart(layouts: tuple[Layout | None, ...]) -> Apart:
+    named = dict(zip(_NAMES, layouts, strict=True))
+    return Apart(named, tuple(n for n in (*WRITTEN, *STEP_WRITES) if named[n] is not None))
+
+
+def check_slots(p: LayerProblem, x: LayerOperands) -> None:
+    """What the slots hold, where they are on the CPU."""
+    if p.device.type != "cpu":
+        return
+    slots = x.read_slots.tolist()
+    for pool in (x.state, x.conv_state):
+        if isinstance(pool, Tensor):
+            check_read_in_pool(slots, pool.shape[0])
+    check_once("read_slots", final_writes(slots, slots, p.last_skipped))
