@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import BF16, same_bits
 from torch import Tensor
-from window_cases import Case, Decoding
+from window_cases import Case, Decoding, cloned_window
 
 import gdn_triton
 from gdn_triton import prepare_step, recurrent_step
@@ -37,8 +37,7 @@ def parted(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def cloned(given: dict[str, Any]) -> dict[str, Any]:
     window = given.get("window")
     if window is not None:
-        tensors = {name: y.clone() for name, y in window._asdict().items() if name != "max_tokens"}
-        given = {**given, "window": window._replace(**tensors)}
+        given = {**given, "window": cloned_window(window)}
     return {**given, "state": given["state"].clone()}
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import BF16, FP16, FP32, same_bits
 from torch import Tensor
-from window_cases import Case, Decoding
+from window_cases import Case, Decoding, cloned_window
 
 import gdn_triton
 from gdn_triton import StepWindow, fold_window, make_window, recurrent_step, restart_window
@@ -36,7 +36,7 @@ def test_backends_continue_each_other(
     for i in range(14):
         monkeypatch.setenv("GDN_BACKEND", "reference" if i % 3 == 1 else "triton")
         x = run.tokens(1 + i % 3)
-        beside = {"state": run.pool.clone(), "window": cloned(run.window)}
+        beside = {"state": run.pool.clone(), "window": cloned_window(run.window)}
         given = run.arguments(x)
         run.step(x, torch.randint(1, 2 + i % 3, (DRAFTS.N,)).tolist())
         monkeypatch.setenv("GDN_BACKEND", "triton" if i % 3 == 1 else "reference")
@@ -48,11 +48,6 @@ def test_backends_continue_each_other(
             fold_window(run.pool, run.window, run.slots, run.positions, state_v_first=v_first)
             run.check_states()
     run.finish()
-
-
-def cloned(window: StepWindow) -> StepWindow:
-    tensors = {name: y.clone() for name, y in window._asdict().items() if name != "max_tokens"}
-    return window._replace(**tensors)
 
 
 def test_without_a_window_nothing_has_changed(device: str) -> None:
@@ -83,7 +78,7 @@ def test_compiled(
     """What is written in place is written as in the eager call, over several calls."""
     monkeypatch.setenv("GDN_BACKEND", backend_name)
     run = Decoding(replace(DRAFTS, mixed=mixed, raw=mixed), device)
-    eager = {"state": run.pool.clone(), "window": cloned(run.window)}
+    eager = {"state": run.pool.clone(), "window": cloned_window(run.window)}
     call = torch.compile(windowed, fullgraph=True, backend="aot_eager")
     for _ in range(4):
         given = run.arguments(run.tokens(2))
@@ -103,7 +98,7 @@ def test_compiled(
 def test_compiled_folds(device: str) -> None:
     run = Decoding(DRAFTS, device)
     run.step(run.tokens(3))
-    state, window = run.pool.clone(), cloned(run.window)
+    state, window = run.pool.clone(), cloned_window(run.window)
     fold_window(state, window, run.slots, run.positions)
 
     def fold(state: Tensor, window: StepWindow, slots: Tensor, positions: Tensor) -> Tensor:
@@ -141,7 +136,7 @@ def test_cuda_graph(T: int, v_first: bool, device: str) -> None:
     """Slots and positions change between replays; the window goes on from the last replay."""
     case = Case(K=128, V=128, H=2, HV=4, N=4, rows=16, max_tokens=3, dtype=BF16, v_first=v_first)
     run = Decoding(replace(case, raw=True, mixed=True), device)
-    eager = {"state": run.pool.clone(), "window": cloned(run.window)}
+    eager = {"state": run.pool.clone(), "window": cloned_window(run.window)}
     given = run.arguments(run.tokens(T))
     out = torch.empty(4, T, 4, 128, dtype=BF16, device=device)
     nobody = torch.full_like(run.slots, -1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import FP16, FP32, FP64
-from window_cases import Case, Decoding
+from window_cases import Case, Decoding, cloned_window
 
 import gdn_triton
 from gdn_triton import fold_window, make_window, recurrent_step, restart_window
@@ -167,8 +167,7 @@ def test_compiled(device: str) -> None:
     """A step and a fold on an int8 pool are operators that write the pool and its scales."""
     run = Decoding(CASE, device)
     x = run.arguments(run.tokens(2))
-    other = {name: y.clone() for name, y in run.window._asdict().items() if name != "max_tokens"}
-    again = {**x, "state": run.pool.clone(), "window": run.window._replace(**other)}
+    again = {**x, "state": run.pool.clone(), "window": cloned_window(run.window)}
 
     def both(x: dict[str, Any]) -> torch.Tensor:
         o = recurrent_step(**x)

@@ -8,7 +8,7 @@ import torch
 from helpers import BF16, FP16, FP32, FP64, assert_within_budget, same_bits
 from torch import Tensor
 from window_cases import Case as WindowCase
-from window_cases import Decoding
+from window_cases import Decoding, cloned_window
 
 import gdn_triton
 from gdn_triton import causal_conv1d_update, layer_step, recurrent_step, rms_norm_gated
@@ -220,8 +220,7 @@ def test_with_a_window(device: str) -> None:
     run = Decoding(WindowCase(H=1, HV=2, N=3, rows=6, v_first=True, mixed=True, raw=True), device)
     x = Case(H=1, HV=2, K=run.case.K, V=run.case.V).arguments(device)
     x |= {"state": run.pool, "read_slots": run.slots, "window": run.window}
-    tensors = {n: y.clone() for n, y in run.window._asdict().items() if n != "max_tokens"}
-    beside = {**copied(x), "window": run.window._replace(**tensors)}
+    beside = {**copied(x), "window": cloned_window(run.window)}
     live = run.slots >= 0
     for _ in range(8):
         step = {"positions": run.positions, "mixed_qkv": torch.randn_like(x["mixed_qkv"])}

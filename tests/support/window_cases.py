@@ -65,6 +65,11 @@ def poisoned_window(case: Case, slots: int, device: str) -> StepWindow:
     return window
 
 
+def cloned_window(window: StepWindow) -> StepWindow:
+    parts = window._asdict().items()
+    return window._replace(**{name: y.clone() for name, y in parts if isinstance(y, Tensor)})
+
+
 @dataclass
 class Decoding:
     """Sequences in the slots of a pool, and the states that they should have: `exact` in float64,
