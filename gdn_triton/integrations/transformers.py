@@ -44,10 +44,11 @@ from torch import Tensor, nn
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Target
 from gdn_triton.integrations._transformers_conv import refuse_numbers_alone, step, whole
+from gdn_triton.integrations._transformers_lengths import ON_HOST, WithHostOffsets, as_tensor
 from gdn_triton.integrations._transformers_norm import SUFFIX, gated, rounds
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
-__all__ = ["Place", "Status", "disable", "enable", "status"]
+__all__ = ["Place", "Status", "disable", "enable", "status", "with_host_offsets"]
 
 Op = Callable[..., Any]
 
@@ -147,6 +148,24 @@ def status() -> Status:
     return Status(enabled, version, tuple(places))
 
 
+def with_host_offsets(collator: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """A data collator of packed sequences whose batches also have their offsets on the host, for
+    the plan of `gdn_triton.chunk_gated_delta_rule`: the keyword `cu_seqlens_cpu` of a model's call.
+
+    They are a list of integers, because a trainer moves every tensor of a batch to the device. In a
+    loop of your own pass a CPU tensor as `cu_seqlens_cpu`: `torch.compile` traces a list anew for
+    other offsets.
+
+    Args:
+        collator: `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`, or another one with
+            `cu_seq_lens_q` on the CPU in its batches.
+
+    Raises:
+        ValueError: at a call, a batch without `cu_seq_lens_q`, or with one that is not on the CPU.
+    """
+    return WithHostOffsets(collator)
+
+
 # ---------------------------------------------------------------------------------------- the ops
 
 
@@ -199,7 +218,10 @@ def _ops(module: ModuleType) -> dict[str, Op]:
                     f"cache has tokens before them, {found}: the cache has the convolution's state "
                     "of one sequence for each row"
                 )
-        return {name: value for name, value in given.items() if name in names}
+        used = {name: value for name, value in given.items() if name in names}
+        if ON_HOST in used:
+            used[ON_HOST] = as_tensor(used[ON_HOST])
+        return used
 
     def chunk(
         query: Tensor,

@@ -1,8 +1,21 @@
 """The adapters' functions have the parameters of those that they stand for, as recorded; and the
 record is what the engines' wheels say."""
 
+import ast
+import hashlib
+
 import pytest
-from engine_sources import IMITATED, VERSIONS, parameters_of, record, recorded, signatures
+from engine_sources import (
+    IMITATED,
+    VERSIONS,
+    definitions,
+    parameters_of,
+    record,
+    recorded,
+    signatures,
+    source,
+    wheel_of,
+)
 
 import gdn_triton
 from gdn_triton.integrations import flashinfer, sglang, vllm
@@ -92,6 +105,18 @@ def test_transformers(file):
             *("chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"),
             "**kwargs",
         }
+
+
+def test_known_texts():
+    """The adapter for vLLM replaces methods where their texts are known: those of the wheel are."""
+    wheel = wheel_of("vllm")
+    known = {(name, f"{vllm.LAYERS[name]}.{vllm.CORE}"): x for name, x in vllm.KNOWN.items()}
+    known[vllm.METADATA, f"{vllm.BUILDER}.{vllm.BUILD}"] = vllm.KNOWN_BUILDS
+    for (name, method), digests in known.items():
+        text = source(wheel, f"{name.replace('.', '/')}.py")
+        node = definitions(ast.parse(text))[method]
+        lines = text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
+        assert hashlib.sha256("".join(lines).encode()).hexdigest() in digests, method
 
 
 def test_versions():

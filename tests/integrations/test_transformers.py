@@ -205,6 +205,7 @@ def test_compiled_packed_layer(device: str) -> None:
     layer = next(x for x in model.modules() if type(x).__name__.endswith("GatedDeltaNet"))
     x = torch.randn(1, sum(LENGTHS), model.config.hidden_size, device=device)
     given = {name: packing(device)[name] for name in ("seq_idx", "cu_seq_lens_q")}
+    given["cu_seqlens_cpu"] = given["cu_seq_lens_q"].cpu()
     with ours(model):
         torch.compiler.reset()
         compiled = torch.compile(layer, fullgraph=True, backend="eager")

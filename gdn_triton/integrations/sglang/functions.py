@@ -31,6 +31,7 @@ from gdn_triton.integrations._decode import (
     packed_decode,
     refuse,
 )
+from gdn_triton.integrations._lengths import offsets_on_host
 from gdn_triton.integrations._results import check_below, check_indices
 from gdn_triton.recurrent.api import check_step, recurrent_step
 
@@ -105,6 +106,7 @@ def chunk_gated_delta_rule(
         scale=scale,
         state_v_first=True,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=offsets_on_host(cu_seqlens),
         checkpoint_every_n_tokens=0 if rows is None else DEFAULT_CHUNK_SIZE,
         state_checkpoints=None if rows is None else h,
         checkpoint_slots=rows,

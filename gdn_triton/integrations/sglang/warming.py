@@ -188,7 +188,7 @@ class _Layer:
             has_initial_state=slots > 0,
             cache_indices=slots,
             query_start_loc=cu_seqlens,
-            seq_lens_cpu=[0] * (N - 1) + [T],
+            seq_lens_cpu=[T] + [0] * (N - 1),
         ).transpose(0, 1)
         g, beta = (self.zeros(1, T, x.num_v_heads, dtype=torch.float32) for _ in range(2))
         self.kernel.extend(

@@ -13,6 +13,8 @@ It puts ours
   here (`gdn_triton.integrations.vllm.layer`);
 - in place of the functions that those modules hold (`gdn_triton.integrations.vllm.functions`), for
   what reaches them past that method;
+- around the method that makes a step's metadata, which knows the lengths of prefills on the host
+  (`gdn_triton.integrations.vllm.lengths`);
 - in vLLM's registry of custom ops, in place of its class `ChunkGatedDeltaRule`, which must be done
   by a subclass: Python would not initialise it otherwise.
 """
@@ -28,7 +30,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Status, Target
-from gdn_triton.integrations.vllm import functions, layer, warming
+from gdn_triton.integrations.vllm import functions, layer, lengths, warming
 from gdn_triton.integrations.vllm.functions import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -69,6 +71,7 @@ METADATA: Final = "vllm.v1.attention.backends.gdn_attn"
 NAME: Final = "ChunkGatedDeltaRule"
 LOG: Final = "_log_gdn_backend_decision"
 CORE: Final = "_forward_core"
+BUILDER, BUILD = "GDNAttentionMetadataBuilder", "build"
 
 # Our functions by vLLM's names, each with the op of ours that runs.
 OPS: Final = {
@@ -86,6 +89,10 @@ KNOWN: Final = {
     QWEN: ("1c37fd8f806e6c01ee4d8aec92b33ad81a7ab87953669903831306ddba3f0700",),  # 0.33.0
     OLMO: ("cb7c5d20f4741ea7741080e32d4c2cbce47ea3b65f1b188083ae56a580c38d9d",),  # 0.33.0
 }
+# The texts of the method that makes the metadata.
+KNOWN_BUILDS: Final = (
+    "e2e6c60cbf1dedd7e2aedf82b7ea3b71e781c9b23cf0c31147c3fa2db979ecd1",
+)  # 0.33.0
 # What stays vLLM's, and why.
 OTHERS: Final = (
     (QWEN, "fused_mtp_decode_impl", "recurrence and gated norm in one launch, for drafts"),
@@ -161,6 +168,9 @@ def status() -> Status:
         for where, other, why in OTHERS:
             if module.__name__ == where and hasattr(module, other):
                 places.append(Place(f"{where}.{other}", None, why))
+    reason = _why_not_build()
+    if reason is not None:
+        places.append(Place(f"{METADATA}.{BUILDER}.{BUILD}", None, reason))
     return Status("vLLM", enabled, version, tuple(places))
 
 
@@ -196,6 +206,10 @@ def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Callable[..., 
                 yield Target(module, name, op), getattr(functions, name)
         if hasattr(module, LOG):
             yield Target(module, LOG, "integrations.vllm"), _log
+    if _why_not_build() is None:
+        owner = getattr(importlib.import_module(METADATA), BUILDER)
+        target = Target(owner, BUILD, "integrations.vllm.lengths")
+        yield target, lengths.telling(target.now)
 
 
 def _log(vllm_config: object, requested_backend: str, active_backend: str) -> None:
@@ -206,21 +220,36 @@ def _log(vllm_config: object, requested_backend: str, active_backend: str) -> No
 def _why_not_core(module: ModuleType) -> str | None:
     """Why `_forward_core` of a module's layer stays vLLM's, or None."""
     owner = getattr(module, LAYERS[module.__name__], None)
-    theirs: Any = ABSENT if owner is None else vars(owner).get(CORE, ABSENT)
-    for patch in _patches.made:
-        if patch.target.owner is owner and patch.ours is theirs:
-            return None
-    if theirs is ABSENT:
-        return f"there is no {CORE} to replace."
-    digest = hashlib.sha256(inspect.getsource(theirs).encode()).hexdigest()
-    if digest not in KNOWN.get(module.__name__, ()):
-        return (
-            "its text is of no version that is known here, so that only the functions that it "
-            "calls are ours."
-        )
+    if _is_ours(owner, CORE):
+        return None
+    reason = _why_unknown(owner, CORE, KNOWN.get(module.__name__, ()))
+    if reason is not None:
+        return f"{reason}, so that only the functions that it calls are ours."
     fields = {f.name for f in dataclasses.fields(_metadata_class())}
     missing = sorted(set(layer.METADATA) - fields)
     return f"its metadata has no {', '.join(missing)}." if missing else None
+
+
+def _why_not_build() -> str | None:
+    """Why the method that makes the metadata tells no lengths, or None."""
+    owner = getattr(importlib.import_module(METADATA), BUILDER, None)
+    if _is_ours(owner, BUILD):
+        return None
+    reason = _why_unknown(owner, BUILD, KNOWN_BUILDS)
+    return f"{reason}, so that the host's lengths reach no plan." if reason else None
+
+
+def _is_ours(owner: Any, name: str) -> bool:
+    return owner is not None and _patches.is_ours(Target(owner, name, ""))
+
+
+def _why_unknown(owner: Any, name: str, known: tuple[str, ...]) -> str | None:
+    """None, or why a method's text is not one of those that are known by their sha256."""
+    theirs: Any = ABSENT if owner is None else vars(owner).get(name, ABSENT)
+    if theirs is ABSENT:
+        return f"there is no {name} to replace"
+    digest = hashlib.sha256(inspect.getsource(theirs).encode()).hexdigest()
+    return None if digest in known else "its text is of no version that is known here"
 
 
 def _metadata_class() -> Any:

@@ -33,6 +33,7 @@ from gdn_triton._host.arguments import (
 from gdn_triton._host.memory import check_own_memory
 from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.conv.api import causal_conv1d_update, fused_conv_prep
+from gdn_triton.integrations._lengths import offsets_on_host
 from gdn_triton.integrations.vllm.functions import SKIP, silu_or_none
 from gdn_triton.recurrent.api import recurrent_step
 
@@ -272,6 +273,7 @@ def _prefill(layer: Any, m: Any, conv_state: Tensor, x: Tokens) -> None:
         beta=beta[None],
         state_v_first=True,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=offsets_on_host(cu_seqlens),
         out=x.out[None],
         checkpoint_every_n_tokens=every,
         checkpoint_slots=checkpoint_slots,
