@@ -3,8 +3,10 @@ models, train and generate through us.
 
 `register()` puts us into FLA's registry of backends, which serves `chunk_gated_delta_rule` whoever
 calls it. That registry does not know `fused_recurrent_gated_delta_rule`: its name is replaced in
-every loaded module that holds it, and modules loaded later find the replacement in FLA's own.
-`unregister()` undoes both, and `with routed():` does it for a block.
+every loaded module that holds it, and modules loaded later find the replacement in FLA's own. The
+convolution and the gated norm of FLA's layers, `causal_conv1d` and `rms_norm_gated`, are replaced
+in the same way (`gdn_triton.integrations._fla_layer`). `unregister()` undoes all of it, and
+`with routed():` does it for a block.
 
 What this package does not serve stays FLA's: a call that is refused runs on FLA's own path, as it
 would without us, and the logger `gdn_triton` warns of it once with the reason. With `GDN_BACKEND`
@@ -27,7 +29,10 @@ from torch import Tensor
 from gdn_triton._host.environment import batch_invariant
 from gdn_triton._host.remembered import remembered
 from gdn_triton.chunk.api import chunk_gated_delta_rule
+from gdn_triton.conv.api import causal_conv1d
 from gdn_triton.explanations import explain_call
+from gdn_triton.integrations._fla_layer import convolution, gated_norm
+from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
 # 0.5.2 is the first whose registry covers the op. A later version may mean something else by an
@@ -46,17 +51,18 @@ class _Routes:
 
     active = False  # asked by FLA's registry at every call
     backend: object = None  # ours in FLA's registry, which has no way out
-    original: Callable[..., Any] | None = None  # FLA's recurrence
-    replacement: Callable[..., Any] | None = None
+    # FLA's functions that are replaced by name, each with ours.
+    replaced: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = ()
 
 
 _routes = _Routes()
 
 
 def register() -> None:
-    """Routes FLA's two ops of the gated delta rule to this package. A second call does nothing.
+    """Routes FLA's two ops of the gated delta rule to this package, and the convolution and the
+    gated norm of its layers. A second call does nothing.
 
-    FLA may have been imported before or not. It is imported here, with its ops.
+    FLA may have been imported before or not. It is imported here, with its ops and modules.
 
     Raises:
         ImportError: FLA cannot be imported.
@@ -83,27 +89,35 @@ def register() -> None:
             registry = importlib.import_module("fla.ops.gated_delta_rule.backends").gdr_registry
             registry.register(backend())
         _routes.backend = backend
-        _routes.original = ops.fused_recurrent_gated_delta_rule
-        _routes.replacement = _recurrence(ops.fused_recurrent_gated_delta_rule)
+        conv = importlib.import_module("fla.modules.convolution").causal_conv1d
+        norm = importlib.import_module("fla.modules.fused_norm_gate").rms_norm_gated
+        recurrent = ops.fused_recurrent_gated_delta_rule
+        _routes.replaced = (
+            (recurrent, _recurrence(recurrent)),
+            (conv, convolution(conv, _is_ours)),
+            (norm, gated_norm(norm, _is_ours)),
+        )
     _routes.active = True
-    places = _replace(_routes.original, _routes.replacement)
+    places = [_replace(original, ours) for original, ours in _routes.replaced]
     _logger.info(
         "FLA %s runs on gdn_triton: chunk_gated_delta_rule through its registry, "
-        "fused_recurrent_gated_delta_rule under %d names.",
+        "fused_recurrent_gated_delta_rule, causal_conv1d and rms_norm_gated under %d, %d and %d "
+        "names.",
         version,
-        places,
+        *places,
     )
 
 
 def unregister() -> None:
     """Undoes `register`: FLA's ops are its own again. Without one it does nothing.
 
-    Where the replaced recurrence was kept under no module's name, in a closure or a table, it stays
-    and calls FLA's.
+    Where a replaced function was kept under no module's name, in a closure or a table, it stays and
+    calls FLA's.
     """
     if _routes.active:
         _routes.active = False
-        _replace(_routes.replacement, _routes.original)
+        for original, ours in _routes.replaced:
+            _replace(ours, original)
 
 
 @contextlib.contextmanager
@@ -175,6 +189,15 @@ def _refusal(op: str, judge: Callable[..., bool], args: Any, kwargs: Any) -> str
     return reason
 
 
+def _is_ours(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether this call of a function of ours, of which FLA's layer asks, runs here."""
+    if not _routes.active:
+        return False
+    if torch.compiler.is_compiling():  # nothing can be judged in a trace
+        return True
+    return _refusal(function.__name__, _SERVES[function], args, kwargs) is None
+
+
 class _Unserved(Exception):
     """On an accelerator only the reference could run a call, and FLA's kernels are faster."""
 
@@ -188,6 +211,22 @@ def _serves_chunk(*args: Any, **kwargs: Any) -> bool:
 def _serves_recurrent(*args: Any, **kwargs: Any) -> bool:
     with torch.no_grad():  # gradients are not asked of the kernel here
         return _serves(fused_recurrent_gated_delta_rule, args, kwargs)
+
+
+@remembered
+def _serves_conv(*args: Any, **kwargs: Any) -> bool:
+    return _serves(causal_conv1d, args, kwargs)
+
+
+@remembered
+def _serves_norm(*args: Any, **kwargs: Any) -> bool:
+    return _serves(rms_norm_gated, args, kwargs)
+
+
+_SERVES: dict[Callable[..., Any], Callable[..., bool]] = {
+    causal_conv1d: _serves_conv,
+    rms_norm_gated: _serves_norm,
+}
 
 
 def _serves(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:

@@ -97,6 +97,8 @@ IMITATED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "fla_core": {
         "fla/ops/gated_delta_rule/chunk.py": ("chunk_gated_delta_rule",),
         "fla/ops/gated_delta_rule/fused_recurrent.py": ("fused_recurrent_gated_delta_rule",),
+        "fla/modules/causal_conv1d/ops.py": ("causal_conv1d",),
+        "fla/modules/norm/fused_norm_gate.py": ("rms_norm_gated",),
     },
     "flash_qla": {"flash_qla/ops/gated_delta_rule/chunk/__init__.py": ("chunk_gated_delta_rule",)},
 }
@@ -113,8 +115,9 @@ READ: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{_LINEAR}/kernels/gdn_triton.py": ("TritonGDNKernel",),
         f"{_LINEAR}/gdn_backend.py": (
             *("GDNAttnBackend.forward_decode", "GDNAttnBackend.forward_extend"),
-            "GDNAttnBackend._convolve_prefill",
+            *("GDNAttnBackend._convolve_prefill", "GDNAttnBackend._prefill_gates"),
         ),
+        f"{_SGLANG}/attention/linear/fused_gdn_gating.py": ("fused_gdn_gating",),
     },
     "flashinfer_python": {},
     "transformers": {
@@ -157,7 +160,7 @@ def recorded(package: str, name: str, file: str = "") -> Parameters:
 def parameters_of(function: Any) -> Parameters:
     """Of a function of ours, as they are recorded."""
     texts = []
-    for p in inspect.signature(function).parameters.values():
+    for p in inspect.signature(function, follow_wrapped=False).parameters.values():
         text = f"**{p.name}" if p.kind is inspect.Parameter.VAR_KEYWORD else p.name
         assert p.kind is not inspect.Parameter.KEYWORD_ONLY
         texts.append(text if p.default is inspect.Parameter.empty else f"{text}={p.default!r}")

@@ -26,6 +26,7 @@ from engine_sources import (
 
 import gdn_triton
 from gdn_triton.integrations import flashinfer, sglang, vllm
+from gdn_triton.integrations._fla_layer import convolution, gated_norm
 from gdn_triton.integrations.vllm import layer, warming
 
 VLLM = [
@@ -99,6 +100,21 @@ def test_fla(name):
         assert given == parameter.name
         if default:
             assert repr(parameter.default) == default
+
+
+@pytest.mark.parametrize("make", [convolution, gated_norm])
+def test_fla_layer(make):
+    """The functions of FLA's layers that are replaced."""
+    name = {convolution: "causal_conv1d", gated_norm: "rms_norm_gated"}[make]
+    assert parameters_of(make(lambda: None, lambda: True)) == recorded("fla_core", name)
+
+
+def test_known_text_of_sglang():
+    """The method of SGLang that gives the gates to the kernel, where its text is known."""
+    text = source(wheel_of("sglang"), f"{sglang.BACKEND.replace('.', '/')}.py")
+    node = definitions(ast.parse(text))[f"{sglang.GATES_OWNER}.{sglang.EXTEND}"]
+    lines = text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
+    assert hashlib.sha256("".join(lines).encode()).hexdigest() in sglang.KNOWN
 
 
 @pytest.mark.parametrize("file", IMITATED["transformers"])

@@ -33,6 +33,7 @@ from gdn_triton.integrations._decode import (
 )
 from gdn_triton.integrations._lengths import offsets_on_host
 from gdn_triton.integrations._results import check_below, check_indices
+from gdn_triton.integrations.sglang.gates import gates_of
 from gdn_triton.recurrent.api import check_step, recurrent_step
 
 
@@ -52,10 +53,11 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, None, Tensor]:
     """Prefill, as `sglang.kernels.ops.attention.fla.chunk`'s of that name.
 
-    q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay.
-    initial_state: the pool [slots, HV, V, K], which final states are written to unless
-    `inplace_update` is False. initial_state_indices: [N], int32 or int64. Both are needed, as they
-    are there. cu_seqlens: [N + 1]. head_first: False.
+    q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay, or what
+    comes before the gates, from `gdn_triton.integrations.sglang.gates`; beta then stays float32,
+    which SGLang rounds to the dtype of b. initial_state: the pool [slots, HV, V, K], which final
+    states are written to unless `inplace_update` is False. initial_state_indices: [N], int32 or
+    int64. Both are needed, as they are there. cu_seqlens: [N + 1]. head_first: False.
 
     Returns o [B, T, HV, V] in the dtype of q, None, and h, the state before each chunk of 64
     tokens, in the dtype of k: [B, ceil(T / 64), HV, V, K], or packed [1, T // 64 + N, HV, V, K],
@@ -77,7 +79,7 @@ def chunk_gated_delta_rule(
         )
     slots, name = initial_state_indices, "initial_state_indices"
     N = check_tokens(v, slots, name, cu_seqlens)
-    check_tensors({"k": k, "initial_state": initial_state}, {})
+    check_tensors({"k": k, "g": g, "initial_state": initial_state}, {})
     device = initial_state.device
     check_devices("initial_state", device, {"k": k, "v": v, "cu_seqlens": cu_seqlens})
     check_flags(inplace_update=inplace_update)
@@ -102,6 +104,7 @@ def chunk_gated_delta_rule(
         v=v,
         g=g,
         beta=beta,
+        **gates_of(g),
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         scale=scale,
         state_v_first=True,
