@@ -1,16 +1,17 @@
-"""flash-linear-attention (FLA) on this package's kernels: its ops, and with them its layers and
-models, train and generate through us.
+"""flash-linear-attention (FLA) on this package's kernels: its layers and models train and generate
+on this package's ops.
 
-`register()` puts us into FLA's registry of backends, which serves `chunk_gated_delta_rule` whoever
-calls it. That registry does not know `fused_recurrent_gated_delta_rule`: its name is replaced in
-every loaded module that holds it, and modules loaded later find the replacement in FLA's own. The
+`register()` enters this package in FLA's registry of backends, which serves every caller of
+`chunk_gated_delta_rule`. That registry does not know `fused_recurrent_gated_delta_rule`: its name
+is replaced in every loaded module that holds it, and modules loaded later import the replacement
+from FLA's own. The
 convolution and the gated norm of FLA's layers, `causal_conv1d` and `rms_norm_gated`, are replaced
 in the same way (`gdn_triton.integrations._fla_layer`). `unregister()` undoes all of it, and
 `with routed():` does it for a block.
 
-What this package does not serve stays FLA's: a call that is refused runs on FLA's own path, as it
-would without us, and the logger `gdn_triton` warns of it once with the reason. With `GDN_BACKEND`
-set to the name of a backend nothing goes back: what it cannot run is an error.
+A call that this package does not serve runs on FLA's own path, as it would without registration,
+and the logger `gdn_triton` warns once of each reason. With `GDN_BACKEND` set to the name of a
+backend, no call returns to FLA: a call that the backend cannot run is an error.
 """
 
 import contextlib
@@ -35,8 +36,8 @@ from gdn_triton.integrations._fla_layer import convolution, gated_norm
 from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
-# 0.5.2 is the first whose registry covers the op. A later version may mean something else by an
-# argument, so one that nobody has looked at is refused.
+# 0.5.2 is the first version whose registry covers the op. A later version may give an argument
+# another meaning, so a version that has not been compared is refused.
 OLDEST_FLA, FIRST_UNKNOWN_FLA = (0, 5, 2), (0, 7)
 
 # FLA asks backends in this order: its own for Ascend has 0, FlashQLA 3.
@@ -47,7 +48,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 class _Routes:
-    """What `register` did, in attributes: a global of a module would be replaced with the rest."""
+    """The state that `register` changes, in attributes: `_replace` would also replace a global."""
 
     active = False  # asked by FLA's registry at every call
     backend: object = None  # ours in FLA's registry, which has no way out
@@ -67,7 +68,7 @@ def register() -> None:
     Raises:
         ImportError: FLA cannot be imported.
         RuntimeError: its version is not one of 0.5.2 to 0.6.x, or `FLA_DISABLE_BACKEND_DISPATCH=1`
-            was set when it was imported, so that it asks no backend.
+            was set when it was imported, and it asks no backend.
     """
     if _routes.active:
         return
@@ -122,7 +123,7 @@ def unregister() -> None:
 
 @contextlib.contextmanager
 def routed() -> Iterator[None]:
-    """`register()` for a block. What was registered before it stays so after it."""
+    """`register()` for a block. A registration from before the block stays after it."""
     before = _routes.active
     register()
     try:
@@ -155,7 +156,7 @@ def _import_fla() -> Version:
 
 
 def _replace(old: object, new: object) -> int:
-    """Puts `new` wherever a loaded module holds `old` under a name; how many names that were."""
+    """Puts `new` wherever a loaded module holds `old` under a name. Returns the number of names."""
     places = 0
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
@@ -168,7 +169,7 @@ def _replace(old: object, new: object) -> int:
 
 
 def _named() -> bool:
-    """Whether `GDN_BACKEND` names a backend (or nothing known, which the op says)."""
+    """Whether `GDN_BACKEND` names a backend, or a name that the op then refuses."""
     return os.environ.get("GDN_BACKEND", "auto") != "auto"
 
 
@@ -176,7 +177,7 @@ def _refusal(op: str, judge: Callable[..., bool], args: Any, kwargs: Any) -> str
     """A sentence why FLA's own path runs this call, which is logged once, or None."""
     if _named():
         return None
-    batch_invariant()  # no part of the call: what is wrong with it is an error, whoever runs
+    batch_invariant()  # a bad variable is an error, whichever path runs the call
     try:
         judge(*args, **kwargs)
     except (TypeError, ValueError, NotImplementedError, _Unserved) as why:
@@ -238,8 +239,8 @@ def _serves(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 
 def _backend_class(base: Any) -> Any:
-    """Our entry for FLA's registry, which is asked by method names: the op's, and the op's with
-    `_verifier`, which answers (takes the call, reason why not)."""
+    """Our entry for FLA's registry, which calls methods by name: the op's, and the op's with
+    `_verifier`, which returns (whether it runs the call, the reason why not)."""
 
     class GdnTritonBackend(base):  # type: ignore[misc]
         backend_type = "gdn_triton"
@@ -267,7 +268,7 @@ def _backend_class(base: Any) -> Any:
 
 
 def _recurrence(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What takes the place of FLA's recurrence; `inspect.signature` finds FLA's parameters."""
+    """The replacement of FLA's recurrence; `inspect.signature` finds FLA's parameters."""
 
     @functools.wraps(original)
     def routed_recurrence(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

@@ -13,19 +13,19 @@ of two ways (`docs/integrations_transformers.md` has the versions):
   `torch_recurrent_gated_delta_rule`, which a decorator may have turned to FLA. `enable` puts ours
   in their place in the module.
 - its layer keeps them as attributes, `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`,
-  which its `__init__` sets. `enable` puts a property in front of these on the class. So all
-  instances, earlier and later ones, run ours, and keep what they were given for `disable`.
+  which its `__init__` sets. `enable` puts a property of the same name on the class. Therefore all
+  instances, earlier and later ones, run ours, and keep their own attributes for `disable`.
 
-Beside these, `enable` replaces the convolution's functions of the first kind of module, and, in
-both kinds, the method `forward` of the class of the gated norm, where its text is known.
+`enable` also replaces the convolution's functions of the first kind of module, and, in both kinds,
+the method `forward` of the class of the gated norm, where its text is known.
 
-Modules that are imported later are treated when they are, by a finder on `sys.meta_path`. Nothing
-of transformers is imported here, and importing this module changes nothing.
+A finder on `sys.meta_path` treats modules that are imported later. Nothing of transformers is
+imported here, and importing this module changes nothing.
 
 `enable` and `disable` assign to modules and classes one place after the other, without a lock: call
 them while no other thread imports, enables or disables. A forward pass that runs meanwhile may use
 one implementation in one layer and the other in the next. A model that `torch.compile` has already
-traced keeps what it was traced with until `torch.compiler.reset()`.
+traced keeps the functions of the trace until `torch.compiler.reset()`.
 """
 
 import importlib.abc
@@ -61,7 +61,7 @@ ATTRIBUTES = {
     "chunk_gated_delta_rule": "chunk_gated_delta_rule",
     "recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
 }
-# Functions beside those of FUNCTIONS, from 5.15 on.
+# Further functions of the modules, from 5.15 on.
 CONVOLUTION = {
     "causal_conv1d_fn": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d_update",
@@ -106,7 +106,7 @@ def enable(*modules: ModuleType) -> Status:
         modules: further modules with such layers, of other packages.
 
     Returns:
-        every place found, whether ours runs there, and if not, why: what `status()` returns.
+        `status()`: every place found, and whether ours runs there, or why not.
 
     Raises:
         ImportError: transformers is not installed, and no module was given.
@@ -126,8 +126,8 @@ def enable(*modules: ModuleType) -> Status:
 
 
 def disable() -> Status:
-    """Puts back what `enable` replaced. What has been replaced once more since then is left alone,
-    and named in the returned status."""
+    """Restores the functions that `enable` replaced. A place that another replacement has taken
+    since is left alone, and named in the returned status."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
     _patches.take_back()
@@ -138,7 +138,7 @@ def disable() -> Status:
 
 
 def status() -> Status:
-    """What is in place now, in the modules that are imported now. Changes nothing."""
+    """A report of the places in the modules that are imported now. Changes nothing."""
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -284,7 +284,7 @@ def _ops(module: ModuleType) -> dict[str, Op]:
 
 
 def _before(owner: ModuleType | type, name: str) -> Any:
-    """What a module or a class holds, or held before ours was put there."""
+    """The object that a module or a class holds, or held before ours replaced it."""
     for patch in _patches.made:
         if patch.target.owner is owner and patch.target.name == name and patch.in_place:
             return patch.before
@@ -316,8 +316,8 @@ def _modules() -> Iterator[ModuleType]:
 
 
 def _names(function: Any, seen: set[Any]) -> set[str]:
-    """Every name that a function uses, or one that a decorator has put it in: not every decorator
-    leaves a `__wrapped__`, but all hold the function in a closure."""
+    """Every name that a function uses, and that the function in a decorator's closure uses: not
+    every decorator sets `__wrapped__`, but all hold the function in a closure."""
     if not inspect.isfunction(function) or function in seen:
         return set()
     seen.add(function)
@@ -331,8 +331,8 @@ def _names(function: Any, seen: set[Any]) -> set[str]:
 
 
 def _layers(module: ModuleType) -> Iterator[tuple[type, set[str]]]:
-    """The layers that a module defines, with every name that their methods use. What `__init__`
-    uses is no call."""
+    """The layers that a module defines, with every name that their methods use. `__init__` is left
+    out, as the functions that it names are not called there."""
     for cls in vars(module).values():
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             continue
@@ -367,7 +367,7 @@ def _targets(module: ModuleType) -> tuple[list[Target], str | None]:
 
 
 def _norms(module: ModuleType) -> Iterator[tuple[type, bool]]:
-    """The classes of gated norms that a module defines, and whether ours does what they do."""
+    """The classes of gated norms that a module defines, and whether our norm computes the same."""
     for name, cls in vars(module).items():
         if name.endswith(SUFFIX) and isinstance(cls, type) and cls.__module__ == module.__name__:
             yield cls, rounds(_before(cls, "forward")) is not None

@@ -452,7 +452,7 @@ def test_unknown_text(ours, engine, monkeypatch):
     monkeypatch.setitem(ours.KNOWN, engine.qwen.__name__, ("another",))
     monkeypatch.setattr(ours, "KNOWN_BUILDS", ())
     ours.register()
-    assert "build: not ours: its text is of no version that is known here, so that the" in str(
+    assert "build: not ours: its text is of no version that is known here; the host's" in str(
         ours.status()
     )
     assert engine.qwen.QwenGatedDeltaNetAttention._forward_core is _their_forward_core

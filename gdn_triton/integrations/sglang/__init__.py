@@ -9,8 +9,8 @@
 The functions of `gdn_triton.integrations.sglang.functions` and
 `gdn_triton.integrations.sglang.convolution` may also be called by themselves.
 
-SGLang looks its functions up as globals of its modules at every call, so that `enable` needs to run
-only once in a process: from an entry point of the group `sglang.srt.plugins`
+SGLang looks its functions up as globals of its modules at every call, so `enable` needs to run only
+once in a process: from an entry point of the group `sglang.srt.plugins`
 (`docs/integrations.md` shows one).
 """
 
@@ -56,7 +56,8 @@ __all__ = [
 _LINEAR: Final = "sglang.srt.layers.attention.linear"
 # Where SGLang's kernel for --linear-attn-backend triton looks its functions up.
 MODULE: Final = f"{_LINEAR}.kernels.gdn_triton"
-# What is ours where, with the op that runs; the modules after the first may lack some.
+# The functions that are replaced in each module, with the op that runs. Modules after the first may
+# lack some.
 PLACES: Final = {
     MODULE: {
         "chunk_gated_delta_rule": "chunk_prefill",
@@ -70,7 +71,7 @@ PLACES: Final = {
     },
     "sglang.srt.models.jet_nemotron": {"fused_recurrent_gated_delta_rule_update": "recurrent_step"},
 }
-# What loads the model, and then allocates SGLang's pools.
+# The runner loads the model, and then allocates SGLang's pools.
 RUNNER: Final = "sglang.srt.model_executor.model_runner"
 OWNER, ALLOCATE = "ModelRunner", "alloc_memory_pool"
 # The backend whose method makes g and beta of a prefill, and the text of the method that calls it
@@ -78,7 +79,7 @@ OWNER, ALLOCATE = "ModelRunner", "alloc_memory_pool"
 BACKEND: Final = f"{_LINEAR}.gdn_backend"
 GATES_OWNER, GATES, EXTEND = "GDNAttnBackend", "_prefill_gates", "forward_extend"
 KNOWN: Final = ("157c717197b16be15298906f144e17b29bd9d5d465753f1ddf07174fb9cff9cd",)  # 0.5.23
-# What stays SGLang's, and why.
+# Functions that stay SGLang's, and why.
 OTHERS: Final = {
     BACKEND: {
         "fused_gdn_gating": "multi-item scoring and other prefill kernels call it",
@@ -111,12 +112,12 @@ _patches = Patches()
 
 
 def enable() -> Status:
-    """Puts our functions in the place of SGLang's, where its layers call them; returns what
-    `status()` returns. A second call changes nothing that is in place.
+    """Replaces SGLang's functions, where its layers call them, by ours, and returns `status()`. A
+    second call changes nothing that is in place.
 
-    Drafts that are trees and the convolution's windows of drafts stay SGLang's, and so does all
-    that its other kernels do. Before a runner allocates its pools, the calls of its model's layers
-    are made once, so that no request compiles a kernel (`gdn_triton.integrations.sglang.warming`).
+    Drafts that are trees, the convolution's windows of drafts and SGLang's other kernels stay
+    SGLang's. Before a runner allocates its pools, the calls of its model's layers are made once, so
+    no request compiles a kernel (`gdn_triton.integrations.sglang.warming`).
 
     Raises:
         ImportError: SGLang, or one of the functions of its kernel for "triton", is not there.
@@ -141,8 +142,8 @@ def enable() -> Status:
 
 
 def disable() -> Status:
-    """Puts back what `enable` replaced. What has been replaced once more since is left alone, and
-    named in the returned status."""
+    """Restores the functions that `enable` replaced. A place that another replacement has taken
+    since is left alone, and named in the returned status."""
     _patches.take_back()
     found = status()
     _patches.made.clear()
@@ -150,7 +151,7 @@ def disable() -> Status:
 
 
 def status() -> Status:
-    """What runs at every place of SGLang's modules. Changes nothing, but imports them.
+    """A report of every place of SGLang's modules. Changes nothing, but imports the modules.
 
     Raises:
         ImportError: as `enable`.

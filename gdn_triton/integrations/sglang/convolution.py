@@ -1,5 +1,5 @@
-"""The convolution of SGLang's Gated DeltaNet layers, and what lies between it and the rule, on this
-package's ops: its functions, with the parameters, their order and their defaults of SGLang 0.5.23.
+"""The convolution of SGLang's Gated DeltaNet layers, and the split between it and the rule, on this
+package's ops: SGLang's functions, with the parameters, their order and their defaults of 0.5.23.
 A slot of -1 is padding: its state is not touched, and its result is 0."""
 
 from itertools import accumulate
@@ -90,7 +90,8 @@ def causal_conv1d_update(
     `gdn_triton.causal_conv1d_update` describes. `metadata` and `validate_data` are not read.
 
     Not served: the windows of drafts (`intermediate_conv_window`), drafts that are trees
-    (`retrieve_next_token` and the two beside it), rings (`cache_seqlens`).
+    (`retrieve_next_token`, `retrieve_next_sibling`, `retrieve_parent_token`), rings
+    (`cache_seqlens`).
 
     Returns a new tensor in the shape of x, its channels dense.
     """

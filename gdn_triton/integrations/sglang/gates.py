@@ -2,7 +2,7 @@
 
 `GDNAttnBackend.forward_extend` of SGLang calls its `_prefill_gates` for g and beta, and gives both
 to its kernel. Where that is the kernel whose `chunk_gated_delta_rule` is ours, the method returns
-what comes before the gates, and our function is told so by the tensor g itself.
+a and b, the values before the gates, and our function recognises the tensor g.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Every kind of call of SGLang's Gated DeltaNet layers, made ahead of time, so that no request
-compiles a kernel of this package.
+"""Every kind of call of SGLang's Gated DeltaNet layers is made ahead of time here. Therefore no
+request compiles a kernel of this package.
 
 SGLang 0.5.23 calls `ModelRunner.alloc_memory_pool` when the model is loaded and before its pools
 take the memory. `enable` puts `before_memory` around that method. `warm_up` runs SGLang's own

@@ -6,17 +6,17 @@
     print(status())
 
 `register` has to run in every process of vLLM before a model is built, so call it from an entry
-point of the group `vllm.general_plugins` (`docs/integrations.md` shows one, and what runs where).
-It puts ours
+point of the group `vllm.general_plugins` (`docs/integrations.md` shows one, and lists the ops that
+run). It puts ours
 
 - in place of `_forward_core` of the layers of Qwen and OLMo, where its text is one that is known
   here (`gdn_triton.integrations.vllm.layer`);
 - in place of the functions that those modules hold (`gdn_triton.integrations.vllm.functions`), for
-  what reaches them past that method;
+  calls from outside of that method;
 - around the method that makes a step's metadata, which knows the lengths of prefills on the host
   (`gdn_triton.integrations.vllm.lengths`);
-- in vLLM's registry of custom ops, in place of its class `ChunkGatedDeltaRule`, which must be done
-  by a subclass: Python would not initialise it otherwise.
+- in vLLM's registry of custom ops, in place of its class `ChunkGatedDeltaRule`. Ours is a subclass
+  of it, because Python would not initialise another class.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ OPS: Final = {
     "fused_recurrent_gated_delta_rule_packed_decode": "recurrent_step",
     "fused_sigmoid_gating_delta_rule_update": "recurrent_step",
 }
-# Those that vLLM's own `_forward_core` calls, by sha256 of its text: what the method does is known.
+# The known texts of vLLM's `_forward_core`, by their sha256.
 KNOWN: Final = {
     QWEN: ("1c37fd8f806e6c01ee4d8aec92b33ad81a7ab87953669903831306ddba3f0700",),  # 0.33.0
     OLMO: ("cb7c5d20f4741ea7741080e32d4c2cbce47ea3b65f1b188083ae56a580c38d9d",),  # 0.33.0
@@ -93,7 +93,7 @@ KNOWN: Final = {
 KNOWN_BUILDS: Final = (
     "e2e6c60cbf1dedd7e2aedf82b7ea3b71e781c9b23cf0c31147c3fa2db979ecd1",
 )  # 0.33.0
-# What stays vLLM's, and why.
+# Functions that stay vLLM's, and why.
 OTHERS: Final = (
     (QWEN, "fused_mtp_decode_impl", "recurrence and gated norm in one launch, for drafts"),
     (OLMO, "fused_olmo_hybrid_gdn_gating", "reached past our `_forward_core` only"),
@@ -109,8 +109,8 @@ def register() -> type[Any]:
     of its `ChunkGatedDeltaRule`, which is returned.
 
     A second call changes nothing. Models that exist already keep their `ChunkGatedDeltaRule`; the
-    rest takes effect in them too. What vLLM chose for its prefill stays chosen, so that with
-    FlashInfer on its list it plans the checkpoints of a prefill, which ours then write.
+    other replacements take effect in them too. vLLM's choice of a prefill kernel is kept: where the
+    choice is FlashInfer, vLLM plans the checkpoints of a prefill, which our functions then write.
 
     Raises:
         ImportError: vLLM, or the class in one of `LAYERS`, is not there.
@@ -133,9 +133,9 @@ def register() -> type[Any]:
 
 
 def disable() -> Status:
-    """Puts back what `register` replaced in vLLM's modules. What has been replaced once more since
-    then is left alone, and named in the returned status. The registered class stays: vLLM's
-    registry gives nothing back."""
+    """Restores the functions that `register` replaced in vLLM's modules. A place that another
+    replacement has taken since is left alone, and named in the returned status. The registered
+    class stays, because vLLM's registry removes no class."""
     _patches.take_back()
     found = status()
     _patches.made.clear()
@@ -143,7 +143,7 @@ def disable() -> Status:
 
 
 def status() -> Status:
-    """What runs at every place of vLLM's modules. Changes nothing, but imports them.
+    """A report of every place of vLLM's modules. Changes nothing, but imports the modules.
 
     Raises:
         ImportError: as `register`.
@@ -195,7 +195,7 @@ def _main(modules: list[ModuleType]) -> ModuleType:
 
 
 def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Callable[..., Any]]]:
-    """Every place that may be ours, with what belongs there."""
+    """Every place that may be ours, with our function for it."""
     for module in modules:
         if _why_not_core(module) is None:
             owner = getattr(module, LAYERS[module.__name__])
@@ -213,7 +213,7 @@ def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Callable[..., 
 
 
 def _log(vllm_config: object, requested_backend: str, active_backend: str) -> None:
-    """In place of what says which kernel of its own vLLM would run."""
+    """The replacement of vLLM's log line about its own kernel."""
     _logger.info("Using gdn_triton for GDN prefill (requested=%s).", requested_backend)
 
 
@@ -224,7 +224,7 @@ def _why_not_core(module: ModuleType) -> str | None:
         return None
     reason = _why_unknown(owner, CORE, KNOWN.get(module.__name__, ()))
     if reason is not None:
-        return f"{reason}, so that only the functions that it calls are ours."
+        return f"{reason}; only the functions that it calls are ours."
     fields = {f.name for f in dataclasses.fields(_metadata_class())}
     missing = sorted(set(layer.METADATA) - fields)
     return f"its metadata has no {', '.join(missing)}." if missing else None
@@ -236,7 +236,7 @@ def _why_not_build() -> str | None:
     if _is_ours(owner, BUILD):
         return None
     reason = _why_unknown(owner, BUILD, KNOWN_BUILDS)
-    return f"{reason}, so that the host's lengths reach no plan." if reason else None
+    return f"{reason}; the host's lengths reach no plan." if reason else None
 
 
 def _is_ours(owner: Any, name: str) -> bool:
@@ -273,11 +273,11 @@ def _subclass(in_tree: Any) -> type[Any]:
 
         def __init__(self) -> None:
             super().__init__()
-            # What vLLM chose from the hardware. Its layer plans checkpoints of a prefill where that
-            # is FlashInfer; other choices would have it prepare what their kernels need.
+            # vLLM has chosen a kernel by the hardware. Its layer plans checkpoints of a prefill
+            # where the choice is FlashInfer; for other choices it prepares inputs of their kernels.
             if self.gdn_prefill_backend != "flashinfer":
                 self.gdn_prefill_backend = "triton"
-            # What forward() calls.
+            # forward() calls this attribute.
             self._forward_method = forward
 
     return GdnTritonChunkGatedDeltaRule
