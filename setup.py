@@ -177,6 +177,9 @@ setup(
         "torch>=2.8",
         # There are no Triton wheels elsewhere; the reference runs without.
         "triton>=3.6; platform_system == 'Linux'",
+        # Axes by name in the specification and the layer. Before 0.8.2 a first call imports torch's
+        # compiler.
+        "einops>=0.8.2",
         # torch warns where it finds none.
         "numpy",
         "packaging",

@@ -14,6 +14,7 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -129,12 +130,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         found["logits"], found["logits_of"] = prefill(T).logits.flatten().tolist(), T
 
     out = prefill(args.context)
-    cache, token = out.past_key_values, out.logits.argmax(-1)
+    # The name of the argument and of the result's field depends on the version.
+    arguments = inspect.signature(type(model).forward).parameters
+    name = "cache" if "cache" in arguments else "past_key_values"
+    cached, token = {name: getattr(out, name), "use_cache": True}, out.logits.argmax(-1)
 
     def decode(count: int) -> None:
         nonlocal token
         for _ in range(count):
-            step = model(token, past_key_values=cache, use_cache=True)
+            step = model(token, **cached)
             token = step.logits.argmax(-1)
 
     decode(args.repeats)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 import gdn_triton
@@ -143,9 +144,9 @@ def project(layer: Layer, tokens: Tensor) -> dict[str, Tensor]:
     HK, HVV = layer.heads * layer.dim, 4 * layer.heads * layer.dim
     q, k, v = (x @ layer.qkv).split((HK, HK, HVV), dim=-1)
     return {
-        "q": q.unflatten(-1, (layer.heads, -1)),
-        "k": k.unflatten(-1, (layer.heads, -1)),
-        "v": v.unflatten(-1, (2 * layer.heads, -1)),
+        "q": rearrange(q, "B T (H K) -> B T H K", H=layer.heads),
+        "k": rearrange(k, "B T (H K) -> B T H K", H=layer.heads),
+        "v": rearrange(v, "B T (HV V) -> B T HV V", HV=2 * layer.heads),
         "g": x @ layer.gate,
         "beta": x @ layer.beta,
     }
@@ -188,8 +189,8 @@ def rounded(inputs: dict[str, Tensor], layer: Layer, offsets: Sequence[int]) -> 
 
     q, k = (reference.l2norm(inputs[name])[0].float() for name in ("q", "k"))
     # [T, HV, 1, channels]; decay and beta [T, HV, 1, 1].
-    q, k = (x.repeat_interleave(2, 1).unsqueeze(2) for x in (q * layer.dim**-0.5, k))
-    v = inputs["v"][0].float().unsqueeze(2)
+    q, k = (repeat(x, "T H K -> T (H two) 1 K", two=2) for x in (q * layer.dim**-0.5, k))
+    v = rearrange(inputs["v"][0].float(), "T HV V -> T HV 1 V")
     decay = reference.gate(inputs["g"], layer.A_log, layer.dt_bias).exp()
     decay = decay[0, :, :, None, None]
     beta = reference.beta_sigmoid(inputs["beta"])[0, :, :, None, None]
@@ -200,7 +201,7 @@ def rounded(inputs: dict[str, Tensor], layer: Layer, offsets: Sequence[int]) -> 
             state *= decay[t]
             state += k[t].mT * round_(beta[t] * (v[t] - k[t] @ round_(state)))
             o[t] = round_(q[t] @ round_(state))
-    return Result(o.squeeze(2).unsqueeze(0), final_state)
+    return Result(rearrange(o, "T HV 1 V -> 1 T HV V"), final_state)
 
 
 def relative_error(x: Tensor, expected: Tensor) -> float:

@@ -70,7 +70,7 @@ def build(folder: Path) -> Path:
         "name": "gdn-triton",
         "version": 1,
         "license": "MIT",
-        "python-depends": [],
+        "python-depends": ["einops"],
         # Every variant names one; which of them runs is a matter of each call's tensors.
         "backend": {"type": "cuda"},
     }

@@ -1,5 +1,5 @@
-"""The decode steps that serving engines ask for: value-first states in a pool, and what their
-kernels take beside."""
+"""The decode steps that serving engines ask for: value-first states in a pool, and the buffers of
+drafted tokens."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -34,7 +34,8 @@ def packed_decode(
     use_qk_l2norm_in_kernel: bool,
     skip: str,
 ) -> tuple[Tensor, Tensor]:
-    """A token a sequence, from one mixed_qkv; o is written to out [B, 1, HV, V]. (out, the pool)"""
+    """One token of each sequence, from one mixed_qkv; o is written to out [B, 1, HV, V]. Returns
+    (out, the pool)."""
     check_tensors({"out": out}, {})
     if out.dim() != 4 or out.shape[1] != 1:
         raise ValueError(f"out must have shape [B, 1, HV, V], got {list(out.shape)}")
@@ -68,8 +69,8 @@ def refuse(name: str, is_given: bool, reason: str) -> None:
 
 
 def check_convolved(x: Tensor, weight: Tensor, name: str, state: Tensor) -> None:
-    """Judges what is read of the convolution's arguments before its op judges all of them. name:
-    that of the state."""
+    """Judges the properties that an adapter reads of the convolution's arguments, before the op
+    judges all of them. name: the state's."""
     check_tensors({"x": x, "weight": weight, name: state}, {})
     check_rank("weight", weight, "D", "W")
     check_rank(name, state, "slots", "D", "columns")
@@ -79,8 +80,8 @@ def check_convolved(x: Tensor, weight: Tensor, name: str, state: Tensor) -> None
 
 
 def check_tokens(v: Tensor, slots: Tensor, name: str, cu_seqlens: Tensor | None) -> int:
-    """Judges what a step of tokens [B, T, HV, V] is cut by; N, the number of sequences. name: that
-    of slots."""
+    """Judges the arguments that cut a step of tokens [B, T, HV, V] into sequences. Returns N, the
+    number of sequences. name: the slots'."""
     check_tensors({"v": v, name: slots}, {"cu_seqlens": cu_seqlens})
     check_rank("v", v, "B", "T", "HV", "V")
     return v.shape[0] if cu_seqlens is None else count_sequences(cu_seqlens)
@@ -102,8 +103,8 @@ class Drafts(NamedTuple):
     """A buffer of the states after drafted tokens as one pool `rows` [states, HV, V, K], which
     holds the states that the sequences start from once `begin` was called.
 
-    read_slots, write_slots: where these are, and where the state after each token goes. first,
-    states: which rows `begin` writes, and what to.
+    read_slots, write_slots: the slots of these states, and the slot of the state after each token.
+    first, states: the rows that `begin` writes, and their new states.
     """
 
     rows: Tensor
@@ -132,11 +133,12 @@ def draft_states(
     """A buffer [rows, steps, HV, V, K] for the states after drafted tokens. indices: [N], the row
     of each sequence; those of sequences that are padding are not used.
 
-    A step reads and writes one pool, so these states are copied first: a state read and one written
-    more, beside the one that is read and the T that are written. Nothing is written here.
+    A step reads and writes one pool, so the states that the sequences start from are copied first:
+    a state is read and one is written in addition to the one that the step reads and the T that it
+    writes. This function writes nothing.
 
-    names: of indices, pool and slots, as a caller knows them. others: what the buffer may not share
-    memory with, beside the pool.
+    names: the caller's names of indices, pool and slots. others: tensors that may not share memory
+    with the buffer, as the pool may not.
     """
     name = "intermediate_states_buffer"
     check_tensors({name: buffer, names["pool"]: pool}, {})
@@ -167,7 +169,7 @@ def draft_states(
     check_below(names["slots"], slots, pool.shape[0], f"slots of {names['pool']}")
     check_apart({name: buffer}, {names["pool"]: pool, **others})
     steps = buffer.shape[1]
-    # Fewer steps may be in use than there is room for: of a row, or of what its stride says.
+    # The buffer may have fewer steps than its stride leaves room for.
     unit = buffer.stride(1) if steps > 1 else buffer.stride(0) or 1
     pitch, rest = divmod(buffer.stride(0), unit) if buffer.shape[0] > 1 else (steps, 0)
     if rest or pitch < steps:
@@ -201,12 +203,12 @@ def draft_states(
 def _first_states(
     rows: Tensor, first: Tensor, pool: Tensor, slots: Tensor, live: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(which of `rows`, [N]; what is written to each, [N, HV, V, K]): the states of the sequences
-    that are `live`, whose rows are `first`.
+    """The writes of the states of sequences that are `live`, whose rows are `first`: (the rows [N],
+    the states [N, HV, V, K]).
 
-    A sequence that is padding may name the row of another one. The number of writes is that of all
-    sequences, since the host does not know which are padding: those repeat the write of one that is
-    not, or, where all are padding, the first row with what it holds.
+    A sequence that is padding may name the row of another one. The host does not know which
+    sequences are padding, so each of the N sequences has a write. That of a padded sequence repeats
+    the write of a live one, or, where all are padding, writes the first row's own state to it.
     """
     N = slots.shape[0]
     if N == 0:

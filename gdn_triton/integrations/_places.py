@@ -1,4 +1,4 @@
-"""The places where another program reaches an operator, what is put there, and the report of it."""
+"""The places where another program reaches an operator, the replacements, and their report."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ __all__ = ["ABSENT", "Patch", "Patches", "Place", "Status", "Target"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a program reaches an op: `name`, dotted, and which `op` of ours runs there, or None and
-    the `reason` why none does."""
+    """A place where a program reaches an op: its dotted `name`, and the `op` of ours that runs
+    there, or None and the `reason` why none does."""
 
     name: str
     op: str | None
@@ -60,7 +60,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patch:
-    """What was at a target, and what we put there."""
+    """A replacement at a target: the former object, and ours."""
 
     target: Target
     before: Any
@@ -73,7 +73,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """What has been put where, in order."""
+    """All replacements, in their order."""
 
     made: list[Patch] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ class Patches:
         return any(patch.in_place for patch in self.at(target))
 
     def put_at(self, owner: Any, name: str) -> list[Any]:
-        """All that has been put at one place, whether it is still there or not."""
+        """Every replacement that was made at one place, whether it is still there or not."""
         return [p.ours for p in self.made if p.target.owner is owner and p.target.name == name]
 
     def put(self, target: Target, ours: Any) -> None:
@@ -94,7 +94,7 @@ class Patches:
         setattr(target.owner, target.name, ours)
 
     def take_back(self) -> None:
-        """Puts back what was there, except where something else has been put since."""
+        """Restores the former objects, except where another replacement has been made since."""
         for patch in reversed(self.made):
             if not patch.in_place:
                 continue
@@ -104,7 +104,8 @@ class Patches:
                 setattr(patch.target.owner, patch.target.name, patch.before)
 
     def places(self, targets: Iterable[Target], enabled: bool, missed: str) -> Iterator[Place]:
-        """What runs at the targets. missed: the reason of one that should be ours and never was."""
+        """A report for each target. missed: the reason for a target that should be ours and never
+        was."""
         for target in targets:
             patches = list(self.at(target))
             if any(patch.in_place for patch in patches):

@@ -18,6 +18,7 @@ from gdn_triton._host.arguments import (
 from gdn_triton._host.tensors import host_reads, writing
 from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
+from gdn_triton.integrations._lengths import offsets_on_host
 from gdn_triton.integrations._results import (
     check_apart,
     check_below,
@@ -114,6 +115,7 @@ def prefill(
         scale=scale,
         state_v_first=True,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=offsets_on_host(cu_seqlens),
         out=out,
         checkpoint_every_n_tokens=checkpoint_every_n_tokens,
         state_checkpoints=state_checkpoints,

@@ -1,5 +1,5 @@
 """Checks of the tensors that an adapter writes itself. An adapter calls them before it writes any
-tensor, as its op judges only what the op writes."""
+tensor, as its op judges only the tensors that the op writes."""
 
 import functools
 from collections.abc import Mapping

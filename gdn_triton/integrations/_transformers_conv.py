@@ -16,8 +16,8 @@ ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 
 
 def refuse_numbers_alone(seq_idx: Tensor | None, cu_seqlens: Tensor | None, T: int) -> None:
-    """ValueError where `seq_idx` alone describes packed sequences. The gated delta rule knows them
-    by `cu_seq_lens_q` only, and would mix their tokens."""
+    """ValueError where `seq_idx` alone describes packed sequences. The gated delta rule knows the
+    sequences by `cu_seq_lens_q` only, and would mix their tokens."""
     if seq_idx is not None and cu_seqlens is None and T > 1:
         raise ValueError(must("cu_seq_lens_q", "be given with seq_idx", "seq_idx alone"))
 
@@ -53,8 +53,8 @@ def _judge_bounds(seq_idx: Tensor | None, cu_seqlens: Tensor, x: Tensor, W: int)
 
 
 def whole(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`causal_conv1d_fn` of a modeling file, which keeps packed sequences apart. theirs: what was
-    there."""
+    """`causal_conv1d_fn` of a modeling file, which keeps packed sequences apart. theirs: the
+    function that ours replaces."""
 
     def causal_conv1d_fn(
         hidden_states: Tensor,

@@ -1,5 +1,5 @@
-"""The gated norm of transformers' layers on this package's op: a class of each modeling file, of
-which the method `forward` is replaced."""
+"""The gated norm of transformers' layers on this package's op: `forward` of a class of each
+modeling file is replaced."""
 
 import hashlib
 import inspect
@@ -13,8 +13,8 @@ from gdn_triton.norm.api import rms_norm_gated
 # The ends of the names of these classes.
 SUFFIX: Final = "RMSNormGated"
 ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
-# The texts of `forward` that are known, by their sha256, each with the `round_norm` that rounds as
-# it does.
+# The known texts of `forward`, by their sha256, each with the `round_norm` that rounds as the text
+# does.
 KNOWN: Final = {
     # 5.17.0 to 5.24.0: Qwen3-Next, Qwen3.5, Qwen4-Exp, OlmoHybrid
     "5a4bd64da7fd08bd737b2e023db367adc1a60de12c0ec6aba8298741bfb415cf": True,
@@ -27,13 +27,13 @@ def rounds(forward: object) -> bool | None:
     """The `round_norm` of a method `forward`, or None where its text is not known."""
     try:
         text = inspect.getsource(forward)  # type: ignore[arg-type]
-    except (OSError, TypeError):  # of a class that no file has, or no function
+    except (OSError, TypeError):  # no file has the class, or `forward` is no function
         return None
     return KNOWN.get(hashlib.sha256(text.encode()).hexdigest())
 
 
 def gated(theirs: Callable[..., Tensor], round_norm: bool) -> Callable[..., Tensor]:
-    """`forward` of such a class. theirs: what was there."""
+    """`forward` of such a class. theirs: the method that ours replaces."""
 
     def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         activation = ACTIVATIONS.get(self.activation)

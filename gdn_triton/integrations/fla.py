@@ -1,14 +1,17 @@
-"""flash-linear-attention (FLA) on this package's kernels: its ops, and with them its layers and
-models, train and generate through us.
+"""flash-linear-attention (FLA) on this package's kernels: its layers and models train and generate
+on this package's ops.
 
-`register()` puts us into FLA's registry of backends, which serves `chunk_gated_delta_rule` whoever
-calls it. That registry does not know `fused_recurrent_gated_delta_rule`: its name is replaced in
-every loaded module that holds it, and modules loaded later find the replacement in FLA's own.
-`unregister()` undoes both, and `with routed():` does it for a block.
+`register()` enters this package in FLA's registry of backends, which serves every caller of
+`chunk_gated_delta_rule`. That registry does not know `fused_recurrent_gated_delta_rule`: its name
+is replaced in every loaded module that holds it, and modules loaded later import the replacement
+from FLA's own. The
+convolution and the gated norm of FLA's layers, `causal_conv1d` and `rms_norm_gated`, are replaced
+in the same way (`gdn_triton.integrations._fla_layer`). `unregister()` undoes all of it, and
+`with routed():` does it for a block.
 
-What this package does not serve stays FLA's: a call that is refused runs on FLA's own path, as it
-would without us, and the logger `gdn_triton` warns of it once with the reason. With `GDN_BACKEND`
-set to the name of a backend nothing goes back: what it cannot run is an error.
+A call that this package does not serve runs on FLA's own path, as it would without registration,
+and the logger `gdn_triton` warns once of each reason. With `GDN_BACKEND` set to the name of a
+backend, no call returns to FLA: a call that the backend cannot run is an error.
 """
 
 import contextlib
@@ -27,11 +30,14 @@ from torch import Tensor
 from gdn_triton._host.environment import batch_invariant
 from gdn_triton._host.remembered import remembered
 from gdn_triton.chunk.api import chunk_gated_delta_rule
+from gdn_triton.conv.api import causal_conv1d
 from gdn_triton.explanations import explain_call
+from gdn_triton.integrations._fla_layer import convolution, gated_norm
+from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
-# 0.5.2 is the first whose registry covers the op. A later version may mean something else by an
-# argument, so one that nobody has looked at is refused.
+# 0.5.2 is the first version whose registry covers the op. A later version may give an argument
+# another meaning, so a version that has not been compared is refused.
 OLDEST_FLA, FIRST_UNKNOWN_FLA = (0, 5, 2), (0, 7)
 
 # FLA asks backends in this order: its own for Ascend has 0, FlashQLA 3.
@@ -42,26 +48,27 @@ _warned: set[tuple[str, str]] = set()
 
 
 class _Routes:
-    """What `register` did, in attributes: a global of a module would be replaced with the rest."""
+    """The state that `register` changes, in attributes: `_replace` would also replace a global."""
 
     active = False  # asked by FLA's registry at every call
     backend: object = None  # ours in FLA's registry, which has no way out
-    original: Callable[..., Any] | None = None  # FLA's recurrence
-    replacement: Callable[..., Any] | None = None
+    # FLA's functions that are replaced by name, each with ours.
+    replaced: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = ()
 
 
 _routes = _Routes()
 
 
 def register() -> None:
-    """Routes FLA's two ops of the gated delta rule to this package. A second call does nothing.
+    """Routes FLA's two ops of the gated delta rule to this package, and the convolution and the
+    gated norm of its layers. A second call does nothing.
 
-    FLA may have been imported before or not. It is imported here, with its ops.
+    FLA may have been imported before or not. It is imported here, with its ops and modules.
 
     Raises:
         ImportError: FLA cannot be imported.
         RuntimeError: its version is not one of 0.5.2 to 0.6.x, or `FLA_DISABLE_BACKEND_DISPATCH=1`
-            was set when it was imported, so that it asks no backend.
+            was set when it was imported, and it asks no backend.
     """
     if _routes.active:
         return
@@ -83,32 +90,40 @@ def register() -> None:
             registry = importlib.import_module("fla.ops.gated_delta_rule.backends").gdr_registry
             registry.register(backend())
         _routes.backend = backend
-        _routes.original = ops.fused_recurrent_gated_delta_rule
-        _routes.replacement = _recurrence(ops.fused_recurrent_gated_delta_rule)
+        conv = importlib.import_module("fla.modules.convolution").causal_conv1d
+        norm = importlib.import_module("fla.modules.fused_norm_gate").rms_norm_gated
+        recurrent = ops.fused_recurrent_gated_delta_rule
+        _routes.replaced = (
+            (recurrent, _recurrence(recurrent)),
+            (conv, convolution(conv, _is_ours)),
+            (norm, gated_norm(norm, _is_ours)),
+        )
     _routes.active = True
-    places = _replace(_routes.original, _routes.replacement)
+    places = [_replace(original, ours) for original, ours in _routes.replaced]
     _logger.info(
         "FLA %s runs on gdn_triton: chunk_gated_delta_rule through its registry, "
-        "fused_recurrent_gated_delta_rule under %d names.",
+        "fused_recurrent_gated_delta_rule, causal_conv1d and rms_norm_gated under %d, %d and %d "
+        "names.",
         version,
-        places,
+        *places,
     )
 
 
 def unregister() -> None:
     """Undoes `register`: FLA's ops are its own again. Without one it does nothing.
 
-    Where the replaced recurrence was kept under no module's name, in a closure or a table, it stays
-    and calls FLA's.
+    Where a replaced function was kept under no module's name, in a closure or a table, it stays and
+    calls FLA's.
     """
     if _routes.active:
         _routes.active = False
-        _replace(_routes.replacement, _routes.original)
+        for original, ours in _routes.replaced:
+            _replace(ours, original)
 
 
 @contextlib.contextmanager
 def routed() -> Iterator[None]:
-    """`register()` for a block. What was registered before it stays so after it."""
+    """`register()` for a block. A registration from before the block stays after it."""
     before = _routes.active
     register()
     try:
@@ -141,7 +156,7 @@ def _import_fla() -> Version:
 
 
 def _replace(old: object, new: object) -> int:
-    """Puts `new` wherever a loaded module holds `old` under a name; how many names that were."""
+    """Puts `new` wherever a loaded module holds `old` under a name. Returns the number of names."""
     places = 0
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
@@ -154,7 +169,7 @@ def _replace(old: object, new: object) -> int:
 
 
 def _named() -> bool:
-    """Whether `GDN_BACKEND` names a backend (or nothing known, which the op says)."""
+    """Whether `GDN_BACKEND` names a backend, or a name that the op then refuses."""
     return os.environ.get("GDN_BACKEND", "auto") != "auto"
 
 
@@ -162,7 +177,7 @@ def _refusal(op: str, judge: Callable[..., bool], args: Any, kwargs: Any) -> str
     """A sentence why FLA's own path runs this call, which is logged once, or None."""
     if _named():
         return None
-    batch_invariant()  # no part of the call: what is wrong with it is an error, whoever runs
+    batch_invariant()  # a bad variable is an error, whichever path runs the call
     try:
         judge(*args, **kwargs)
     except (TypeError, ValueError, NotImplementedError, _Unserved) as why:
@@ -173,6 +188,15 @@ def _refusal(op: str, judge: Callable[..., bool], args: Any, kwargs: Any) -> str
         _warned.add((op, reason))
         _logger.warning("FLA's own path runs %s, not gdn_triton: %s", op, reason)
     return reason
+
+
+def _is_ours(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether this call of a function of ours, of which FLA's layer asks, runs here."""
+    if not _routes.active:
+        return False
+    if torch.compiler.is_compiling():  # nothing can be judged in a trace
+        return True
+    return _refusal(function.__name__, _SERVES[function], args, kwargs) is None
 
 
 class _Unserved(Exception):
@@ -190,6 +214,22 @@ def _serves_recurrent(*args: Any, **kwargs: Any) -> bool:
         return _serves(fused_recurrent_gated_delta_rule, args, kwargs)
 
 
+@remembered
+def _serves_conv(*args: Any, **kwargs: Any) -> bool:
+    return _serves(causal_conv1d, args, kwargs)
+
+
+@remembered
+def _serves_norm(*args: Any, **kwargs: Any) -> bool:
+    return _serves(rms_norm_gated, args, kwargs)
+
+
+_SERVES: dict[Callable[..., Any], Callable[..., bool]] = {
+    causal_conv1d: _serves_conv,
+    rms_norm_gated: _serves_norm,
+}
+
+
 def _serves(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     explanation = explain_call(function, *args, **kwargs)
     tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
@@ -199,8 +239,8 @@ def _serves(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 
 def _backend_class(base: Any) -> Any:
-    """Our entry for FLA's registry, which is asked by method names: the op's, and the op's with
-    `_verifier`, which answers (takes the call, reason why not)."""
+    """Our entry for FLA's registry, which calls methods by name: the op's, and the op's with
+    `_verifier`, which returns (whether it runs the call, the reason why not)."""
 
     class GdnTritonBackend(base):  # type: ignore[misc]
         backend_type = "gdn_triton"
@@ -228,7 +268,7 @@ def _backend_class(base: Any) -> Any:
 
 
 def _recurrence(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What takes the place of FLA's recurrence; `inspect.signature` finds FLA's parameters."""
+    """The replacement of FLA's recurrence; `inspect.signature` finds FLA's parameters."""
 
     @functools.wraps(original)
     def routed_recurrence(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

@@ -13,19 +13,19 @@ of two ways (`docs/integrations_transformers.md` has the versions):
   `torch_recurrent_gated_delta_rule`, which a decorator may have turned to FLA. `enable` puts ours
   in their place in the module.
 - its layer keeps them as attributes, `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`,
-  which its `__init__` sets. `enable` puts a property in front of these on the class. So all
-  instances, earlier and later ones, run ours, and keep what they were given for `disable`.
+  which its `__init__` sets. `enable` puts a property of the same name on the class. Therefore all
+  instances, earlier and later ones, run ours, and keep their own attributes for `disable`.
 
-Beside these, `enable` replaces the convolution's functions of the first kind of module, and, in
-both kinds, the method `forward` of the class of the gated norm, where its text is known.
+`enable` also replaces the convolution's functions of the first kind of module, and, in both kinds,
+the method `forward` of the class of the gated norm, where its text is known.
 
-Modules that are imported later are treated when they are, by a finder on `sys.meta_path`. Nothing
-of transformers is imported here, and importing this module changes nothing.
+A finder on `sys.meta_path` treats modules that are imported later. Nothing of transformers is
+imported here, and importing this module changes nothing.
 
 `enable` and `disable` assign to modules and classes one place after the other, without a lock: call
 them while no other thread imports, enables or disables. A forward pass that runs meanwhile may use
 one implementation in one layer and the other in the next. A model that `torch.compile` has already
-traced keeps what it was traced with until `torch.compiler.reset()`.
+traced keeps the functions of the trace until `torch.compiler.reset()`.
 """
 
 import importlib.abc
@@ -44,10 +44,11 @@ from torch import Tensor, nn
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Target
 from gdn_triton.integrations._transformers_conv import refuse_numbers_alone, step, whole
+from gdn_triton.integrations._transformers_lengths import ON_HOST, WithHostOffsets, as_tensor
 from gdn_triton.integrations._transformers_norm import SUFFIX, gated, rounds
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
-__all__ = ["Place", "Status", "disable", "enable", "status"]
+__all__ = ["Place", "Status", "disable", "enable", "status", "with_host_offsets"]
 
 Op = Callable[..., Any]
 
@@ -60,7 +61,7 @@ ATTRIBUTES = {
     "chunk_gated_delta_rule": "chunk_gated_delta_rule",
     "recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
 }
-# Functions beside those of FUNCTIONS, from 5.15 on.
+# Further functions of the modules, from 5.15 on.
 CONVOLUTION = {
     "causal_conv1d_fn": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d_update",
@@ -105,7 +106,7 @@ def enable(*modules: ModuleType) -> Status:
         modules: further modules with such layers, of other packages.
 
     Returns:
-        every place found, whether ours runs there, and if not, why: what `status()` returns.
+        `status()`: every place found, and whether ours runs there, or why not.
 
     Raises:
         ImportError: transformers is not installed, and no module was given.
@@ -125,8 +126,8 @@ def enable(*modules: ModuleType) -> Status:
 
 
 def disable() -> Status:
-    """Puts back what `enable` replaced. What has been replaced once more since then is left alone,
-    and named in the returned status."""
+    """Restores the functions that `enable` replaced. A place that another replacement has taken
+    since is left alone, and named in the returned status."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
     _patches.take_back()
@@ -137,7 +138,7 @@ def disable() -> Status:
 
 
 def status() -> Status:
-    """What is in place now, in the modules that are imported now. Changes nothing."""
+    """A report of the places in the modules that are imported now. Changes nothing."""
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -145,6 +146,24 @@ def status() -> Status:
     enabled = _FINDER in sys.meta_path
     places = [place for module in _modules() for place in _places(module, enabled)]
     return Status(enabled, version, tuple(places))
+
+
+def with_host_offsets(collator: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """A data collator of packed sequences whose batches also have their offsets on the host, for
+    the plan of `gdn_triton.chunk_gated_delta_rule`: the keyword `cu_seqlens_cpu` of a model's call.
+
+    They are a list of integers, because a trainer moves every tensor of a batch to the device. In a
+    loop of your own pass a CPU tensor as `cu_seqlens_cpu`: `torch.compile` traces a list anew for
+    other offsets.
+
+    Args:
+        collator: `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`, or another one with
+            `cu_seq_lens_q` on the CPU in its batches.
+
+    Raises:
+        ValueError: at a call, a batch without `cu_seq_lens_q`, or with one that is not on the CPU.
+    """
+    return WithHostOffsets(collator)
 
 
 # ---------------------------------------------------------------------------------------- the ops
@@ -199,7 +218,10 @@ def _ops(module: ModuleType) -> dict[str, Op]:
                     f"cache has tokens before them, {found}: the cache has the convolution's state "
                     "of one sequence for each row"
                 )
-        return {name: value for name, value in given.items() if name in names}
+        used = {name: value for name, value in given.items() if name in names}
+        if ON_HOST in used:
+            used[ON_HOST] = as_tensor(used[ON_HOST])
+        return used
 
     def chunk(
         query: Tensor,
@@ -262,7 +284,7 @@ def _ops(module: ModuleType) -> dict[str, Op]:
 
 
 def _before(owner: ModuleType | type, name: str) -> Any:
-    """What a module or a class holds, or held before ours was put there."""
+    """The object that a module or a class holds, or held before ours replaced it."""
     for patch in _patches.made:
         if patch.target.owner is owner and patch.target.name == name and patch.in_place:
             return patch.before
@@ -294,8 +316,8 @@ def _modules() -> Iterator[ModuleType]:
 
 
 def _names(function: Any, seen: set[Any]) -> set[str]:
-    """Every name that a function uses, or one that a decorator has put it in: not every decorator
-    leaves a `__wrapped__`, but all hold the function in a closure."""
+    """Every name that a function uses, and that the function in a decorator's closure uses: not
+    every decorator sets `__wrapped__`, but all hold the function in a closure."""
     if not inspect.isfunction(function) or function in seen:
         return set()
     seen.add(function)
@@ -309,8 +331,8 @@ def _names(function: Any, seen: set[Any]) -> set[str]:
 
 
 def _layers(module: ModuleType) -> Iterator[tuple[type, set[str]]]:
-    """The layers that a module defines, with every name that their methods use. What `__init__`
-    uses is no call."""
+    """The layers that a module defines, with every name that their methods use. `__init__` is left
+    out, as the functions that it names are not called there."""
     for cls in vars(module).values():
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             continue
@@ -345,7 +367,7 @@ def _targets(module: ModuleType) -> tuple[list[Target], str | None]:
 
 
 def _norms(module: ModuleType) -> Iterator[tuple[type, bool]]:
-    """The classes of gated norms that a module defines, and whether ours does what they do."""
+    """The classes of gated norms that a module defines, and whether our norm computes the same."""
     for name, cls in vars(module).items():
         if name.endswith(SUFFIX) and isinstance(cls, type) and cls.__module__ == module.__name__:
             yield cls, rounds(_before(cls, "forward")) is not None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -476,9 +477,9 @@ class GatedDeltaNet(MarksUndecayed):
                     chunk_gated_delta_rule, cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context
                 )
             o, final_state = rule(
-                q=q.unflatten(-1, (self.num_heads, self.head_k_dim)),
-                k=k.unflatten(-1, (self.num_heads, self.head_k_dim)),
-                v=v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+                q=rearrange(q, "B T (H K) -> B T H K", K=self.head_k_dim),
+                k=rearrange(k, "B T (H K) -> B T H K", K=self.head_k_dim),
+                v=rearrange(v, "B T (HV V) -> B T HV V", V=self.head_v_dim),
                 g=a,
                 beta=b,
                 initial_state=initial_state,

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Mapping
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 __all__ = ["weights_from_qwen"]
@@ -106,11 +107,10 @@ def weights_from_qwen(
         )
     if fits == ["Qwen3-Next"]:
         K, G = keys // num_heads, HV // num_heads
-        heads = given["in_proj_qkvz.weight"].unflatten(0, (num_heads, -1))
-        q, k, v, z = (x.flatten(0, 1) for x in heads.split([K, K, G * V, G * V], 1))
-        b, a = (
-            x.flatten(0, 1) for x in given["in_proj_ba.weight"].unflatten(0, (-1, 2, G)).unbind(1)
-        )
+        heads = rearrange(given["in_proj_qkvz.weight"], "(H rows) D -> H rows D", H=num_heads)
+        parts = heads.split([K, K, G * V, G * V], 1)
+        q, k, v, z = (rearrange(x, "H rows D -> (H rows) D") for x in parts)
+        b, a = rearrange(given["in_proj_ba.weight"], "(H two G) D -> two (H G) D", two=2, G=G)
     else:
         q, k, v = given["in_proj_qkv.weight"].split([keys, keys, values])
         z, b, a = (given[f"in_proj_{name}.weight"] for name in "zba")

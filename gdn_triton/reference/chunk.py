@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE
@@ -99,22 +100,21 @@ def _prepare(
     if initial_state is None:
         initial_state = v.new_zeros(chunks.N, HV, K, V, dtype=dtype)
     elif state_v_first:
-        initial_state = initial_state.mT.contiguous()
+        initial_state = rearrange(initial_state, "N HV V K -> N HV K V").contiguous()
     return _Inputs(
         q.to(dtype),
         k.to(dtype),
         v.to(dtype),
         g,
         beta,
-        initial_state.to(dtype).unflatten(1, (H, HV // H)),
+        rearrange(initial_state.to(dtype), "N (H G) K V -> N H G K V", H=H),
         K**-0.5 if scale is None else scale,
     )
 
 
 def _final_layout(final_state: Tensor, state_v_first: bool) -> Tensor:
-    """[N, H, G, K, V] -> [N, HV, K, V], or [N, HV, V, K]."""
-    final_state = final_state.flatten(1, 2)
-    return final_state.mT.contiguous() if state_v_first else final_state
+    order = "V K" if state_v_first else "K V"
+    return rearrange(final_state, f"N H G K V -> N (H G) {order}").contiguous()
 
 
 @ignores_autocast

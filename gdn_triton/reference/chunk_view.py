@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from gdn_triton.reference.lengths import bounds_of, count_chunks
@@ -95,24 +96,24 @@ class Chunks:
 
     def split(self, x: Tensor, *, hold: bool = False) -> Tensor:
         """[B, T, ...] -> [C, BT, ...]; rows past a sequence's end are 0, or its last if `hold`."""
-        tail = x.shape[2:]
-        if self._aligned:
-            return x.reshape(self.C, self.BT, *tail)
-        rows = x.reshape(self.B * self.T, *tail).index_select(0, self._held_token)
-        rows = rows.reshape(self.C, self.BT, *tail)
-        if hold:
+        rows = rearrange(x, "B T ... -> (B T) ...")
+        if not self._aligned:
+            rows = rows.index_select(0, self._held_token)
+        rows = rearrange(rows, "(C BT) ... -> C BT ...", C=self.C, BT=self.BT)
+        if self._aligned or hold:
             return rows
         # Selected, not multiplied: the held row may be NaN, and 0 * NaN is NaN.
-        return rows.masked_fill(~self.valid.reshape(self.C, self.BT, *[1] * len(tail)), 0)
+        ones = [1] * (x.dim() - 2)
+        return rows.masked_fill(~self.valid.reshape(self.C, self.BT, *ones), 0)
 
     def merge(self, x: Tensor) -> Tensor:
         """[C, BT, ...] -> [B, T, ...]; 0 for the tokens of no sequence."""
-        tail = x.shape[2:]
-        if self._aligned:
-            return x.reshape(self.B, self.T, *tail)
-        rows = x.reshape(self.C * self.BT, *tail).index_select(0, self._valid_row)
-        tokens = x.new_zeros(self.B * self.T, *tail).index_copy(0, self._valid_token, rows)
-        return tokens.reshape(self.B, self.T, *tail)
+        tokens = rearrange(x, "C BT ... -> (C BT) ...")
+        if not self._aligned:
+            rows = tokens.index_select(0, self._valid_row)
+            tokens = rows.new_zeros(self.B * self.T, *rows.shape[1:])
+            tokens = tokens.index_copy(0, self._valid_token, rows)
+        return rearrange(tokens, "(B T) ... -> B T ...", B=self.B, T=self.T)
 
     def steps(self, x: Tensor) -> Sequence[Tensor]:
         """[C, ...] -> at each step t [counts[t], ...]: chunk t of all sequences that have one."""
@@ -184,10 +185,9 @@ class Rows:
 
 
 def to_heads(x: Tensor, H: int) -> Tensor:
-    """[C, BT, heads, ...] -> [C, H, heads // H, BT, ...]: value heads under their key head."""
-    return x.unflatten(2, (H, x.shape[2] // H)).movedim(1, 3).contiguous()
+    """Value heads under their key head: G of them under each of H."""
+    return rearrange(x, "C BT (H G) ... -> C H G BT ...", H=H).contiguous()
 
 
 def from_heads(x: Tensor) -> Tensor:
-    """[C, H, G, BT, ...] -> [C, BT, H * G, ...]."""
-    return x.movedim(3, 1).flatten(2, 3).contiguous()
+    return rearrange(x, "C H G BT ... -> C BT (H G) ...").contiguous()

@@ -8,6 +8,7 @@ a caller's mistakes are named.
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from gdn_triton.reference.activations import beta_sigmoid, gate, l2norm
@@ -39,9 +40,8 @@ def fused_post_conv_prep(
     key_columns = num_k_heads * head_k_dim
     value_columns = conv_output.shape[1] - 2 * key_columns
     q, k, v = conv_output.split([key_columns, key_columns, value_columns], 1)
-    q = q.unflatten(1, (num_k_heads, head_k_dim))
-    k = k.unflatten(1, (num_k_heads, head_k_dim))
-    v = v.unflatten(1, (value_columns // head_v_dim, head_v_dim))
+    q, k = (rearrange(x, "L (H K) -> L H K", K=head_k_dim) for x in (q, k))
+    v = rearrange(v, "L (HV V) -> L HV V", V=head_v_dim)
     if apply_l2norm:
         q, k = l2norm(q), l2norm(k)
     g = gate(a.to(wide), A_log, dt_bias)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2
@@ -121,7 +122,7 @@ def recurrent(
         if use_qk_l2norm:
             q, k = _unit(q), _unit(k)
         q = q * (K**-0.5 if scale is None else scale)
-        q, k = (x.repeat_interleave(HV // H, 2) for x in (q, k))
+        q, k = (repeat(x, "B T H K -> B T (H G) K", G=HV // H) for x in (q, k))
         if use_gate:
             assert g is not None and A_log is not None
             g = gate(g, A_log, dt_bias)
@@ -132,7 +133,7 @@ def recurrent(
         if initial_state is None:
             initial_state = v.new_zeros(chunks.N, HV, K, V)
         elif state_v_first:
-            initial_state = initial_state.mT
+            initial_state = rearrange(initial_state, "N HV V K -> N HV K V")
 
         o, states, written, final_state = _walk(
             chunks,
@@ -150,8 +151,9 @@ def recurrent(
             keep_written,
         )
         if state_v_first:
-            final_state = final_state.mT.contiguous()
-            states = None if states is None else states.mT.contiguous()
+            turned = "... K V -> ... V K"
+            final_state = rearrange(final_state, turned).contiguous()
+            states = None if states is None else rearrange(states, turned).contiguous()
         return RecurrentResult(o, final_state, states, written)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from gdn_triton.constants import DEFAULT_CHUNK_SIZE, LOG2_DECAY_FLOOR, RCP_LN2
@@ -281,16 +282,15 @@ def state_pass(
         to_heads(chunks.split(w.to(dtype)), H),
         to_heads(chunks.split(u.to(dtype)), H),
         to_heads(chunks.split(g_cumsum.to(dtype), hold=True), H),
-        initial_state.to(dtype).unflatten(1, (H, HV // H)),
+        rearrange(initial_state.to(dtype), "N (H G) K V -> N H G K V", H=H),
     )
-    return StatePass(
-        states_to_layout(h, chunks), chunks.merge(from_heads(v_new)), final_state.flatten(1, 2)
-    )
+    final_state = rearrange(final_state, "N H G K V -> N (H G) K V")
+    return StatePass(states_to_layout(h, chunks), chunks.merge(from_heads(v_new)), final_state)
 
 
 def states_to_layout(h: Tensor, chunks: Chunks) -> Tensor:
     """[C, H, G, K, V] -> [B, NT, HV, K, V]."""
-    return h.flatten(1, 2).unflatten(0, (chunks.B, chunks.NT))
+    return rearrange(h, "(B NT) H G K V -> B NT (H G) K V", B=chunks.B, NT=chunks.NT)
 
 
 @ignores_autocast
@@ -326,7 +326,7 @@ def output(
         to_heads(chunks.split(q), H),
         to_heads(chunks.split(k), H),
         to_heads(chunks.split(v_new), H),
-        h.flatten(0, 1).unflatten(1, (H, h.shape[2] // H)),
+        rearrange(h, "B NT (H G) K V -> (B NT) H G K V", H=H),
         to_heads(chunks.split(g_cumsum, hold=True), H),
         q.shape[-1] ** -0.5 if scale is None else scale,
     )

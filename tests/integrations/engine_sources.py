@@ -1,24 +1,27 @@
 """What the engines' own wheels say, read without importing them.
 
 `tests/integrations/engine_signatures.json` has the versions that the adapters were written for and,
-for every function that an adapter replaces or imitates, its parameters with their defaults. It is
-made by
+for every function that an adapter replaces or imitates, its parameters with their defaults and a
+digest of its body. It is made by
 
     python tests/integrations/engine_sources.py FOLDER
 
 from a folder of wheels, as `pip download --no-deps` leaves them. Where the environment variable
 ENGINE_WHEELS names such a folder, tests compare the wheels with the record, and run the
-engines' own code: `load` executes chosen definitions of a wheel's file, and nothing else of it.
+engines' own code: `load` executes chosen definitions of a wheel's file, and nothing else of it. A
+package that is installed in the recorded version is compared without a wheel.
 """
 
 import ast
+import hashlib
+import importlib.metadata
 import inspect
 import json
 import linecache
 import os
 import sys
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,14 +35,24 @@ VERSIONS = {
     "vllm": "0.33.0",
     "sglang": "0.5.23",
     "flashinfer_python": "0.7.2.post1",
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
     "fla_core": "0.6.0",
+    "flash_qla": "0.1.3",
 }
 _VLLM = "vllm/model_executor/layers/mamba"
 _FLA = "vllm/third_party/flash_linear_attention/ops"
 _SGLANG = "sglang/kernels/ops"
 _QWEN = f"{_VLLM}/gdn/qwen_gdn_linear_attn.py"
 _MODELS = "transformers/models"
+# The modeling files of transformers with such layers, and how the names of their classes begin.
+LAYERS = {
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "qwen4_exp": "Qwen4ExpText",
+    "olmo_hybrid": "OlmoHybrid",
+    "lara_mini": "LaraMini",
+}
 _TORCH_RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 # Which definitions of which files. A method is named Class.method.
 IMITATED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -80,21 +93,56 @@ IMITATED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "gated_delta_rule_mtp",
         ),
     },
-    "transformers": {
-        f"{_MODELS}/{model}/modeling_{model}.py": _TORCH_RULES
-        for model in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
-    },
+    "transformers": {f"{_MODELS}/{model}/modeling_{model}.py": _TORCH_RULES for model in LAYERS},
     "fla_core": {
         "fla/ops/gated_delta_rule/chunk.py": ("chunk_gated_delta_rule",),
         "fla/ops/gated_delta_rule/fused_recurrent.py": ("fused_recurrent_gated_delta_rule",),
+        "fla/modules/causal_conv1d/ops.py": ("causal_conv1d",),
+        "fla/modules/norm/fused_norm_gate.py": ("rms_norm_gated",),
     },
+    "flash_qla": {"flash_qla/ops/gated_delta_rule/chunk/__init__.py": ("chunk_gated_delta_rule",)},
+}
+_LINEAR = "sglang/srt/layers/attention/linear"
+# Definitions whose behaviour the adapters count on besides: they call ours, or ours call them.
+READ: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm": {
+        "vllm/v1/attention/backends/gdn_attn.py": (
+            "GDNAttentionMetadataBuilder.build",
+            "GDNAttentionMetadataBuilder.update_block_table",
+        ),
+    },
+    "sglang": {
+        f"{_LINEAR}/kernels/gdn_triton.py": ("TritonGDNKernel",),
+        f"{_LINEAR}/gdn_backend.py": (
+            *("GDNAttnBackend.forward_decode", "GDNAttnBackend.forward_extend"),
+            *("GDNAttnBackend._convolve_prefill", "GDNAttnBackend._prefill_gates"),
+        ),
+        f"{_SGLANG}/attention/linear/fused_gdn_gating.py": ("fused_gdn_gating",),
+    },
+    "flashinfer_python": {},
+    "transformers": {
+        **{
+            f"{_MODELS}/{model}/modeling_{model}.py": (
+                *("causal_conv1d_fn", "causal_conv1d_update"),
+                *(f"{prefix}GatedDeltaNet.forward", f"{prefix}RMSNormGated.forward"),
+            )
+            for model, prefix in LAYERS.items()
+        },
+        "transformers/data/data_collator.py": ("DataCollatorWithFlattening.__call__",),
+    },
+    "fla_core": {
+        "fla/backends.py": ("BaseBackend", "BackendRegistry", "register", "dispatch"),
+        "fla/ops/gated_delta_rule/backends/flash_qla.py": ("FlashQLABackend",),
+    },
+    "flash_qla": {},
 }
 Parameters = str  # of a function, in order: "q, k, scale=None"
 
 
 @cache
 def record() -> dict[str, Any]:
-    """{"versions": {package: version}, "signatures": {package: {file: {name: parameters}}}}"""
+    """{"versions": {package: version}, "signatures": {package: {file: {name: parameters}}},
+    "bodies": the same with digests}"""
     found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     return found
 
@@ -112,7 +160,7 @@ def recorded(package: str, name: str, file: str = "") -> Parameters:
 def parameters_of(function: Any) -> Parameters:
     """Of a function of ours, as they are recorded."""
     texts = []
-    for p in inspect.signature(function).parameters.values():
+    for p in inspect.signature(function, follow_wrapped=False).parameters.values():
         text = f"**{p.name}" if p.kind is inspect.Parameter.VAR_KEYWORD else p.name
         assert p.kind is not inspect.Parameter.KEYWORD_ONLY
         texts.append(text if p.default is inspect.Parameter.empty else f"{text}={p.default!r}")
@@ -135,6 +183,19 @@ def wheel_of(package: str, folder: str | None = None) -> Path:
 def source(wheel: Path, file: str) -> str:
     with zipfile.ZipFile(wheel) as files:
         return files.read(file).decode("utf-8")
+
+
+def reader_of(package: str, folder: str | None = None) -> Callable[[str], str]:
+    """The text of a package's file by its path: installed in the recorded version, or from its
+    wheel. Skips a test where there is neither."""
+    try:
+        installed = importlib.metadata.distribution(package.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        installed = None
+    if folder is None and installed is not None and installed.version == VERSIONS[package]:
+        return lambda file: Path(str(installed.locate_file(file))).read_text(encoding="utf-8")
+    wheel = wheel_of(package, folder)
+    return lambda file: source(wheel, file)
 
 
 def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
@@ -175,15 +236,75 @@ IMPORTED = {"NULL_BLOCK_ID": "0", "PAD_SLOT_ID": "-1"}
 
 
 def signatures(package: str, folder: str | None = None) -> dict[str, dict[str, Parameters]]:
-    """What `IMITATED` names, from the package's wheel."""
-    wheel = wheel_of(package, folder)
+    """What `IMITATED` names, from the package's files."""
+    read = reader_of(package, folder)
     found: dict[str, dict[str, Parameters]] = {}
     for file, names in IMITATED[package].items():
-        tree = definitions(ast.parse(source(wheel, file)))
+        tree = definitions(ast.parse(read(file)))
         missing = [name for name in names if name not in tree]
-        assert not missing, f"{file} of {wheel.name} has no {', '.join(missing)}"
+        assert not missing, f"{file} of {package} has no {', '.join(missing)}"
         found[file] = {name: parameters_in(tree[name], IMPORTED) for name in names}
     return found
+
+
+def bodies(package: str, folder: str | None = None) -> dict[str, dict[str, str]]:
+    """The digest of each definition that `IMITATED` or `READ` names."""
+    read = reader_of(package, folder)
+    named: dict[str, tuple[str, ...]] = dict(IMITATED[package])
+    for file, names in READ[package].items():
+        named[file] = (*named.get(file, ()), *names)
+    return {
+        file: {name: digest(read(file), name) for name in names} for file, names in named.items()
+    }
+
+
+def digest(text: str, name: str) -> str:
+    """A digest of a definition, and of all definitions and constants of its file that it uses,
+    directly or not: a function's kernels are among them. Comments, docstrings and blank lines do
+    not count, and neither does the version of Python that reads them."""
+    tree = ast.parse(text)
+    known: dict[str, ast.stmt] = definitions(tree)
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            known |= {x.id: node for x in targets if isinstance(x, ast.Name)}
+    assert name in known, f"there is no {name}"
+    used, new = set[str](), {name}
+    while new:
+        used |= new
+        owners = {x.partition(".")[0] for x in new if "." in x}
+        found = {y for x in new for y in _names_in(known[x], owners)}
+        new = {x for x in found if x in known} - used
+    lines = text.splitlines()
+    parts = [f"{x}\n{_code(lines, known[x])}" for x in sorted(used)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _names_in(node: ast.AST, owners: Iterable[str]) -> Iterator[str]:
+    """Names that a definition uses; of `self.method` that of each class of its file."""
+    for x in ast.walk(node):
+        if isinstance(x, ast.Name):
+            yield x.id
+        elif (
+            isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name) and x.value.id == "self"
+        ):
+            yield from (f"{owner}.{x.attr}" for owner in owners)
+
+
+def _code(lines: list[str], node: ast.stmt) -> str:
+    first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", ()))])
+    docstrings = {
+        line
+        for x in ast.walk(node)
+        if isinstance(x, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(x) is not None
+        for line in range(x.body[0].lineno, (x.body[0].end_lineno or 0) + 1)
+    }
+    kept = [
+        lines[n - 1].rstrip()
+        for n in range(first, (node.end_lineno or first) + 1)
+        if n not in docstrings and lines[n - 1].strip() and lines[n - 1].strip()[0] != "#"
+    ]
+    return "\n".join(kept)
 
 
 def load(package: str, file: str, names: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +326,8 @@ def load(package: str, file: str, names: Iterable[str], given: dict[str, Any]) -
 def main() -> None:
     (folder,) = sys.argv[1:]
     found = {package: signatures(package, folder) for package in VERSIONS}
-    made = {"versions": VERSIONS, "signatures": found}
+    digests = {package: bodies(package, folder) for package in VERSIONS}
+    made = {"versions": VERSIONS, "signatures": found, "bodies": digests}
     RECORD.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 

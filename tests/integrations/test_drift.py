@@ -1,11 +1,32 @@
 """The adapters' functions have the parameters of those that they stand for, as recorded; and the
-record is what the engines' wheels say."""
+record, with digests of the bodies, is what the engines' packages say."""
+
+import ast
+import hashlib
+import re
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from engine_sources import IMITATED, VERSIONS, parameters_of, record, recorded, signatures
+import torch
+from engine_sources import (
+    IMITATED,
+    VERSIONS,
+    bodies,
+    definitions,
+    digest,
+    parameters_of,
+    record,
+    recorded,
+    signatures,
+    source,
+    wheel_of,
+)
 
 import gdn_triton
 from gdn_triton.integrations import flashinfer, sglang, vllm
+from gdn_triton.integrations._fla_layer import convolution, gated_norm
 from gdn_triton.integrations.vllm import layer, warming
 
 VLLM = [
@@ -48,7 +69,7 @@ def test_every_function_is_compared():
         ("vllm", "OlmoHybridGatedDeltaNetAttention._forward_core"),  # below
         ("vllm", "MambaPrefillCheckpointExporter.export"),  # called, and run in a test
     }
-    ops = {"transformers", "fla_core"}  # below
+    ops = {"transformers", "fla_core", "flash_qla"}  # below
     recorded_ = {
         (package, name)
         for package, files in IMITATED.items()
@@ -81,6 +102,21 @@ def test_fla(name):
             assert repr(parameter.default) == default
 
 
+@pytest.mark.parametrize("make", [convolution, gated_norm])
+def test_fla_layer(make):
+    """The functions of FLA's layers that are replaced."""
+    name = {convolution: "causal_conv1d", gated_norm: "rms_norm_gated"}[make]
+    assert parameters_of(make(lambda: None, lambda: True)) == recorded("fla_core", name)
+
+
+def test_known_text_of_sglang():
+    """The method of SGLang that gives the gates to the kernel, where its text is known."""
+    text = source(wheel_of("sglang"), f"{sglang.BACKEND.replace('.', '/')}.py")
+    node = definitions(ast.parse(text))[f"{sglang.GATES_OWNER}.{sglang.EXTEND}"]
+    lines = text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
+    assert hashlib.sha256("".join(lines).encode()).hexdigest() in sglang.KNOWN
+
+
 @pytest.mark.parametrize("file", IMITATED["transformers"])
 def test_transformers(file):
     """What the adapter's functions take by position, which the layers of all models share."""
@@ -94,11 +130,136 @@ def test_transformers(file):
         }
 
 
+def test_known_texts():
+    """The adapter for vLLM replaces methods where their texts are known: those of the wheel are."""
+    wheel = wheel_of("vllm")
+    known = {(name, f"{vllm.LAYERS[name]}.{vllm.CORE}"): x for name, x in vllm.KNOWN.items()}
+    known[vllm.METADATA, f"{vllm.BUILDER}.{vllm.BUILD}"] = vllm.KNOWN_BUILDS
+    for (name, method), digests in known.items():
+        text = source(wheel, f"{name.replace('.', '/')}.py")
+        node = definitions(ast.parse(text))[method]
+        lines = text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
+        assert hashlib.sha256("".join(lines).encode()).hexdigest() in digests, method
+
+
 def test_versions():
     assert record()["versions"] == VERSIONS
 
 
 @pytest.mark.parametrize("package", VERSIONS)
 def test_wheels(package):
-    """Red when the record is not what the pinned wheel says."""
+    """Red when the record is not what the pinned version says."""
     assert signatures(package) == record()["signatures"][package]
+
+
+@pytest.mark.parametrize("package", VERSIONS)
+def test_bodies(package):
+    """Red when a body differs: read the change, and record it anew."""
+    now, before = bodies(package), record()["bodies"][package]
+    assert now.keys() == before.keys()
+    assert all(now[file].keys() == before[file].keys() for file in now)
+    changed = [
+        f"{file}: {name}"
+        for file, names in now.items()
+        for name, found in names.items()
+        if found != before[file][name]
+    ]
+    assert not changed
+
+
+TEXT = """
+SIZE = 64
+
+@triton.jit
+def kernel(x, n):
+    tl.store(x, n * 2)  # twice
+
+def helper(x):
+    kernel[(1,)](x, SIZE)
+
+def rule(x):
+    "The rule."
+    helper(x)
+
+class Layer:
+    def forward(self, x):
+        return self.step(x)
+
+    def step(self, x):
+        return rule(x)
+
+def other(x):
+    return x
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, changes",
+    [
+        ("n * 2", "n * 3", True),  # a kernel below two functions
+        ("SIZE = 64", "SIZE = 32", True),
+        ("return self.step(x)", "return self.step(x + 1)", True),
+        ("@triton.jit", "@triton.autotune", True),
+        ('"The rule."', '"A rule."', False),
+        ("    helper(x)", "\n    # Why.\n    helper(x)", False),
+        ("return x\n", "return -x\n", False),  # not used by the layer
+    ],
+)
+def test_digest(old, new, changes):
+    assert old in TEXT
+    before, after = (digest(text, "Layer.forward") for text in (TEXT, TEXT.replace(old, new)))
+    assert (before != after) == changes
+
+
+def test_flash_qla():
+    """The benchmark's call of FlashQLA."""
+    from benchmarks.peers import FlashQLA
+
+    parameters = recorded("flash_qla", "chunk_gated_delta_rule").split(", ")
+    known = [x.partition("=")[0] for x in parameters]
+    peer = object.__new__(FlashQLA)
+    peer.package = SimpleNamespace(chunk_gated_delta_rule=lambda *args, **kwargs: None)
+    names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+    call = peer.prepare(SimpleNamespace(**dict.fromkeys(names, torch.zeros(1))))
+    assert known[: len(call.args)] == list(names[:5])
+    assert call.keywords.keys() <= set(known)
+
+
+# Files of vLLM and SGLang whose models make the layers that the adapters replace, each with the
+# name that docs/integrations.md has for them.
+MODELS = {
+    "vllm": {
+        "qwen3_next": "Qwen3-Next",
+        "qwen3_5": "Qwen3.5",
+        "qwen4_exp": "Qwen4-Exp",
+        "interns2_mobius": "Intern-S2",
+        "olmo_hybrid": "OLMo Hybrid",
+    },
+    "sglang": {
+        "qwen3_next": "Qwen3-Next",
+        "qwen3_5": "Qwen3.5",
+        "qwen4_exp": "Qwen4-Exp",
+        "interns2_mobius": "Intern-S2",
+        "gigachat35": "GigaChat 3.5",
+        "jet_nemotron": "Jet-Nemotron",
+    },
+}
+MADE = {
+    "vllm": rb"\b(Qwen|OlmoHybrid)GatedDeltaNetAttention\(",
+    "sglang": rb"\bQwen3(_5)?GatedDeltaNet\b|\bfused_recurrent_gated_delta_rule_update\(",
+}
+
+
+@pytest.mark.parametrize("package", MODELS)
+def test_models(package):
+    """Every model with such layers has its name on the page."""
+    wheel = wheel_of(package)
+    with zipfile.ZipFile(wheel) as files:
+        found = {
+            Path(x).parts[-3] if Path(x).stem == "model" else Path(x).stem
+            for x in files.namelist()
+            if re.search(r"/models/.*\.py$", x) and re.search(MADE[package], files.read(x))
+        }
+    assert found == MODELS[package].keys()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "integrations.md").read_text("utf-8")
+    assert [name for name in MODELS[package].values() if name not in page] == []

@@ -71,6 +71,10 @@ def stand_in(version):
     layer = ModuleType("fla.layers.gated_deltanet")  # one that took the names as it was imported
     layer.fused_recurrent_gated_delta_rule = fused_recurrent_gated_delta_rule
     modules = {"fla": package, "fla.ops": ModuleType("fla.ops"), OPS: ops, layer.__name__: layer}
+    conv, norm = ModuleType("fla.modules.convolution"), ModuleType("fla.modules.fused_norm_gate")
+    conv.causal_conv1d = layer.causal_conv1d = lambda x, **kwargs: (OWN, kwargs)
+    norm.rms_norm_gated = lambda x, g, weight, bias, *args: (OWN, args)
+    modules |= {m.__name__: m for m in (ModuleType("fla.modules"), conv, norm)}
     for name in ("fla.backends", "fla.ops.backends"):
         modules[name] = ModuleType(name)
         modules[name].BaseBackend = StandInBackend
@@ -194,6 +198,52 @@ def test_replacement_shows_flas_parameters(fla, ours):
     own = inspect.signature(fla.fused_recurrent_gated_delta_rule)
     ours.register()
     assert inspect.signature(fla.fused_recurrent_gated_delta_rule) == own
+
+
+def test_convolution(fla, ours, caplog):
+    """Where a layer took the name, and in FLA's module; other forms of the call stay FLA's."""
+    layer = sys.modules["fla.layers.gated_deltanet"]
+    own = layer.causal_conv1d
+    x, weight, bias = torch.randn(1, T, 6), torch.randn(6, 4), torch.randn(6)
+    offsets = torch.tensor([0, 7, T])
+    ours.register()
+    conv = layer.causal_conv1d
+    assert conv is sys.modules["fla.modules.convolution"].causal_conv1d
+    y, state = conv(x=x, weight=weight, bias=bias, activation="swish", backend="triton")
+    assert same_bits(y, gdn_triton.causal_conv1d(x, weight, bias)) and state is None
+    y, _ = conv(x, weight, cu_seqlens=offsets, chunk_indices=offsets, cu_seqlens_cpu=offsets)
+    assert same_bits(y, gdn_triton.causal_conv1d(x, weight, None, None, cu_seqlens=offsets))
+    for other in (
+        {"residual": x},
+        {"initial_state": torch.zeros(1, 6, 4)},
+        {"output_final_state": True},
+        {"backend": "cuda"},
+        {"cp_context": object()},
+        {"seq_idx": offsets},
+    ):
+        found, given = conv(x, weight=weight, **other)
+        assert found is OWN and all(given[name] is y for name, y in other.items())
+    assert conv(x.expand(2, T, 6), weight, cu_seqlens=offsets)[0] is OWN
+    assert "FLA's own path runs causal_conv1d, not gdn_triton: x must" in caplog.text
+    ours.unregister()
+    assert layer.causal_conv1d is own and conv(x, weight)[0] is OWN
+
+
+def test_gated_norm(fla, ours):
+    module = sys.modules["fla.modules.fused_norm_gate"]
+    x, gate, weight = torch.randn(2, T, 3, 8), torch.randn(2, T, 3, 8), torch.randn(8)
+    ours.register()
+    norm = module.rms_norm_gated
+    y = norm(x=x, g=gate, weight=weight, bias=None, activation="sigmoid", eps=1e-5)
+    assert same_bits(y, gdn_triton.rms_norm_gated(x, gate, weight, 1e-5, "sigmoid"))
+    assert same_bits(norm(x, gate, weight, None), gdn_triton.rms_norm_gated(x, gate, weight))
+    assert norm(x, gate, None, None)[0] is OWN
+    assert norm(x, gate, weight, weight)[0] is OWN
+    assert norm(x, gate, weight, None, residual=x)[1][1] is x
+    assert norm(x, gate, weight, None, prenorm=True)[0] is OWN
+    assert norm(x, gate, weight, None, "gelu")[0] is OWN
+    ours.unregister()
+    assert module.rms_norm_gated is not norm and norm(x, gate, weight, None)[0] is OWN
 
 
 UNSERVED = {
@@ -341,6 +391,28 @@ def test_real_refusal_reaches_flas_path(real, ours, caplog, monkeypatch):
     with ours.routed(), pytest.raises(ValueError, match="evenly divisible"):
         real.chunk_gated_delta_rule(q.expand(-1, -1, 3, -1), k.expand(-1, -1, 3, -1), v, g, beta)
     assert "FLA's own path runs chunk_gated_delta_rule" in caplog.text
+
+
+def test_real_layer_trains_on_the_cpu(real, ours, monkeypatch):
+    """All of FLA's layer that is a kernel of FLA runs here, with the layer of this package as the
+    other computation, on the same weights."""
+    reason = "the layers of flash-linear-attention are not installed"
+    layers = pytest.importorskip("fla.layers.gated_deltanet", reason=reason)
+    from gdn_triton.layers import GatedDeltaNet
+
+    sizes = {"hidden_size": 24, "head_dim": 8, "num_heads": 2, "num_v_heads": 4, "expand_v": 1.5}
+    theirs, same = layers.GatedDeltaNet(**sizes), GatedDeltaNet(**sizes)
+    same.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 70, 24)
+    with ours.routed():
+        o = theirs(x)[0]
+        o.square().mean().backward()
+    expected = same(x)
+    expected.square().mean().backward()
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+    wanted = dict(same.named_parameters())
+    for name, p in theirs.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name].grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.gpu("FLA's convolution and norm are Triton kernels")

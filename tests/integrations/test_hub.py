@@ -128,7 +128,7 @@ def test_layers_are_transformers_functions(repository: Path) -> None:
 def test_metadata_and_imports(repository: Path) -> None:
     variant = repository / "build" / "torch-universal"
     metadata = json.loads((variant / "metadata.json").read_text())
-    assert metadata["name"] == "gdn-triton" and metadata["python-depends"] == []
+    assert metadata["name"] == "gdn-triton" and metadata["python-depends"] == ["einops"]
     for path in variant.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "torch.ops.gdn_triton." not in text and '"gdn_triton::' not in text, path

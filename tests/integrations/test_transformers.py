@@ -15,6 +15,7 @@ from transformer_cases import (
     TWENTY_TWO_BITS,
     VERSION,
     Result,
+    cache_name,
     compare,
     gradients,
     ours,
@@ -103,9 +104,10 @@ def test_dtype_of_the_cache(device: str) -> None:
 
     def states(model: Any) -> list[Tensor]:
         with torch.no_grad():
-            cache = model(tokens(1, 9, device), use_cache=True).past_key_values
+            name = cache_name(model)
+            cache = getattr(model(tokens(1, 9, device), use_cache=True), name)
             found = [state_of(cache, layer) for layer in range(LINEAR)]
-            model(tokens(1, 1, device), past_key_values=cache, use_cache=True)
+            model(tokens(1, 1, device), **{name: cache}, use_cache=True)
             return [*found, *(state_of(cache, layer) for layer in range(LINEAR))]
 
     with theirs(model):
@@ -187,8 +189,9 @@ def test_packed_that_cannot_be_kept_apart(device: str) -> None:
         del given["cu_seq_lens_q"]
         with pytest.raises(ValueError, match="cu_seq_lens_q must be given with seq_idx"):
             model(ids, **given)
-        cache = model(ids[:, :9], use_cache=True).past_key_values
-        given = packing(device) | {"use_cache": True, "past_key_values": cache}
+        name = cache_name(model)
+        cache = getattr(model(ids[:, :9], use_cache=True), name)
+        given = packing(device) | {"use_cache": True, name: cache}
         given["position_ids"] = given["position_ids"] + 9
         with pytest.raises(ValueError, match="and no cache before them"):
             model(ids, **given)
@@ -205,6 +208,7 @@ def test_compiled_packed_layer(device: str) -> None:
     layer = next(x for x in model.modules() if type(x).__name__.endswith("GatedDeltaNet"))
     x = torch.randn(1, sum(LENGTHS), model.config.hidden_size, device=device)
     given = {name: packing(device)[name] for name in ("seq_idx", "cu_seq_lens_q")}
+    given["cu_seqlens_cpu"] = given["cu_seq_lens_q"].cpu()
     with ours(model):
         torch.compiler.reset()
         compiled = torch.compile(layer, fullgraph=True, backend="eager")

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from engine_calls import PLACES, B, K, N, T, V, at, decoding, expected_of, packed, step_of
-from engine_sources import recorded, wheel_of
+from engine_sources import recorded
 from helpers import same_bits
 from vllm_steps import Metadata
 
@@ -301,6 +301,15 @@ def _their_forward_core(self, mixed_qkv, b, a, core_attn_out):
     raise AssertionError("vLLM's own")
 
 
+def _their_build(self, common_prefix_len, common_attn_metadata):
+    return SimpleNamespace(
+        prefill_query_start_loc=common_attn_metadata.query_start_loc,
+        spec_sequence_masks_cpu=None,
+        num_decodes=0,
+        num_decode_tokens=0,
+    )
+
+
 def function_of(name, parameters):
     """A function of vLLM's with its parameters, that says who was called."""
     namespace = {}
@@ -352,10 +361,13 @@ def engine(monkeypatch, ours):
         return sys.modules[name]
 
     module("vllm.model_executor.custom_op").CustomOp = CustomOp
-    attention = module("vllm.v1.attention.backends.gdn_attn")
-    attention.GDNAttentionMetadata = Metadata
+    metadata = module("vllm.v1.attention.backends.gdn_attn")
+    metadata.GDNAttentionMetadata = Metadata
     refuses = {"supports_batch_invariance": classmethod(lambda cls: False)}
-    attention.GDNAttentionBackend = type("Backend", (type("Base", (), refuses),), {})
+    metadata.GDNAttentionBackend = type("Backend", (type("Base", (), refuses),), {})
+    metadata.GDNAttentionMetadataBuilder = type("Builder", (), {"build": _their_build})
+    digest = hashlib.sha256(inspect.getsource(_their_build).encode())
+    monkeypatch.setattr(ours, "KNOWN_BUILDS", (digest.hexdigest(),))
     found = SimpleNamespace()
     for name, functions_ in NAMES.items():
         made = module(f"vllm.model_executor.layers.mamba.gdn.{name}")
@@ -422,10 +434,29 @@ def test_register(ours, engine, caplog):
 
 
 @pytest.mark.of_no_device
+def test_lengths(ours, engine):
+    """The engine's builder of metadata, as it is called, tells the offsets on the host."""
+    from gdn_triton.integrations._lengths import offsets_on_host
+
+    ours.register()
+    builder = sys.modules["vllm.v1.attention.backends.gdn_attn"].GDNAttentionMetadataBuilder
+    offsets = torch.tensor([0, 3, 4])
+    common = SimpleNamespace(query_start_loc=offsets, query_start_loc_cpu=offsets.clone())
+    builder().build(common_prefix_len=0, common_attn_metadata=common)
+    assert offsets_on_host(offsets).tolist() == [0, 3, 4]
+    ours.disable()
+    assert builder.build is _their_build
+
+
+@pytest.mark.of_no_device
 def test_unknown_text(ours, engine, monkeypatch):
     """Of another version only the functions that the method calls are replaced."""
     monkeypatch.setitem(ours.KNOWN, engine.qwen.__name__, ("another",))
+    monkeypatch.setattr(ours, "KNOWN_BUILDS", ())
     ours.register()
+    assert "build: not ours: its text is of no version that is known here; the host's" in str(
+        ours.status()
+    )
     assert engine.qwen.QwenGatedDeltaNetAttention._forward_core is _their_forward_core
     assert engine.qwen.causal_conv1d_fn is ours.functions.causal_conv1d_fn
     assert "QwenGatedDeltaNetAttention._forward_core: not ours: its text is of no" in str(
@@ -480,20 +511,3 @@ def test_absent(ours, engine, monkeypatch):
         with pytest.raises(ImportError, match="finds no ChunkGatedDeltaRule in vLLM"):
             ours.register()
     engine.qwen.ChunkGatedDeltaRule = CustomOp
-
-
-@pytest.mark.of_no_device
-def test_known_texts(ours):
-    """The texts of `_forward_core` that are known are the wheel's."""
-    import ast
-
-    from engine_sources import definitions, source
-
-    wheel = wheel_of("vllm")
-    for name, cls in ours.LAYERS.items():
-        if name not in ours.KNOWN:
-            continue
-        text = source(wheel, f"{name.replace('.', '/')}.py")
-        node = definitions(ast.parse(text))[f"{cls}._forward_core"]
-        lines = text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
-        assert hashlib.sha256("".join(lines).encode()).hexdigest() in ours.KNOWN[name]

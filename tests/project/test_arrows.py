@@ -101,6 +101,17 @@ def test_every_import_is_of_a_module() -> None:
         assert not re.search(rf"(import_module|__import__)\(f?[\"']{TOP}", text), name
 
 
+def test_einops_is_off_the_host_path() -> None:
+    """The specification, the layer and the demonstration name axes by einops. A call's host code,
+    from the public function to the kernel, does not: each einops call takes microseconds."""
+    users = {
+        name
+        for name, path in modules().items()
+        if re.search(r"^\s*(from|import) einops\b", path.read_text(encoding="utf-8"), re.M)
+    }
+    assert {part(name) for name in users} == {"reference", "layers", "demo"}
+
+
 def test_parts_are_those_of_the_tree() -> None:
     assert {part(module) for module in modules()} == set(PARTS)
     for i, (name, others) in enumerate(PARTS.items()):

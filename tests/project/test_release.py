@@ -77,6 +77,7 @@ def test_metadata(wheel: Path) -> None:
     assert {re.match(r"[\w-]+", need).group() for need in needs} == {  # type: ignore[union-attr]
         "torch",
         "triton",
+        "einops",
         "numpy",
         "packaging",
     }

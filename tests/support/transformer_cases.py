@@ -9,6 +9,7 @@ model on transformers' own torch functions as the independent computation at the
 import contextlib
 import copy
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -187,6 +188,12 @@ def tokens(B: int, T: int, device: str) -> Tensor:
     return torch.randint(1, VOCABULARY, (B, T), generator=generator).to(device)
 
 
+def cache_name(model: Any) -> str:
+    """The argument for a model's cache, and the field of its result, by the version."""
+    arguments = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in arguments else "past_key_values"
+
+
 def prefill_and_decode(ids: Tensor, steps: int) -> Callable[[Any], Result]:
     """The logits of a prefill, of tokens one by one from its cache, and of a few at once."""
 
@@ -194,16 +201,15 @@ def prefill_and_decode(ids: Tensor, steps: int) -> Callable[[Any], Result]:
     def compute(model: Any) -> Result:
         first = ids.shape[1] - steps - 3
         out = model(ids[:, :first], use_cache=True)
-        prefill, cache = out.logits, out.past_key_values
+        name = cache_name(model)
+        prefill, cached = out.logits, {name: getattr(out, name), "use_cache": True}
         decoded = []
         for t in range(first, first + steps):
-            out = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+            out = model(ids[:, t : t + 1], **cached)
             decoded.append(out.logits)
         results = {"prefill": prefill, "decode": torch.cat(decoded, 1)}
         if VERSION >= (5, 10):  # the layer used to start anew, whatever the cache held
-            results["more"] = model(
-                ids[:, first + steps :], past_key_values=cache, use_cache=True
-            ).logits
+            results["more"] = model(ids[:, first + steps :], **cached).logits
         return results
 
     return compute

@@ -1,16 +1,17 @@
 """This package's ops under FlashInfer's names, with its arguments and its meaning of them.
 
-For a program that was written for `flashinfer.gdn_prefill` and `flashinfer.gdn_decode`: it changes
-the import. The parameters, their order and their defaults are those of FlashInfer 0.7.2, which is
-not needed. Where its convention differs from this package's:
+A program that was written for `flashinfer.gdn_prefill` and `flashinfer.gdn_decode` changes the
+import. The parameters, their order and their defaults are those of FlashInfer 0.7.2, which is not
+needed. FlashInfer's convention differs from this package's in these points:
 
 - tokens are packed, [T, H, K], without a batch dimension; states are value-first, [N, HV, V, K];
 - `g` of the prefill is the decay alpha itself, in 0 to 1, not its logarithm (`log_decay`);
-- there may be fewer k and v heads than q heads; heads of k and v are repeated then, in a copy;
+- there may be fewer k and v heads than q heads; then heads of k and v are repeated, in a copy;
 - states are read from and written to the caller's tensors, and `output` is filled if it is given.
 
-What chooses among FlashInfer's own kernels (`backend`) is a hint, and so is `use_cp`, of which
-False is kept: no sequence is cut. What is not served is an error, never ignored.
+`backend` chooses among FlashInfer's own kernels, and has no effect here. `use_cp=False` cuts no
+sequence; its other values have no effect. Any argument that this package does not serve is an
+error.
 """
 
 from gdn_triton.integrations.flashinfer.decode import (

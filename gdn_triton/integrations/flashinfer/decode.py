@@ -46,16 +46,16 @@ def gated_delta_rule_decode_pretranspose(
     B sequences of T tokens. q, k: [B, T, H, K]. v: [B, T, HV, V]. a, b: [B, T, HV]. A_log, dt_bias:
     [HV]. Either `state` [B, HV, V, K], updated in place, or the pool `initial_state`
     [slots, HV, V, K] with `initial_state_indices` [B], and `output_state_indices` [B] where the
-    states go elsewhere. A negative index is padding: of the first, o is 0 and no state is touched,
-    whatever the dtype of the pool (FlashInfer takes slot 0 for bfloat16 states instead); of the
-    second, the state is not kept.
+    states go elsewhere. A negative index is padding. In `initial_state_indices`, o is then 0 and no
+    state is touched, whatever the dtype of the pool (FlashInfer uses slot 0 for bfloat16 states
+    instead); in `output_state_indices`, the state is not kept.
 
     `intermediate_states_buffer` [rows, steps, HV, V, K], of the pool's dtype, with B rows and T
     steps or more: the state after token t of sequence n is written to [n, t]. The states that the
-    sequences start from are copied to their first step before; and where the last state goes to
-    the pool too, it is computed a second time, for a step writes one tensor. `backend` is one of
-    FlashInfer's names, which choose among its own kernels: it is not read beside. `output` is
-    written directly if it has the dtype of v, and copied to otherwise.
+    sequences start from are first copied to their first step. Where the last state goes to the pool
+    too, it is computed a second time, because a step writes one tensor. `backend` is one of the
+    names of FlashInfer's kernels; it is checked and has no effect. `output` is written directly if
+    it has the dtype of v, and otherwise o is copied to it.
 
     Any sizes and any float dtypes; the rest is that of `gdn_triton.recurrent_step`.
 

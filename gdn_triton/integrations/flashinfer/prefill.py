@@ -31,8 +31,8 @@ def log_decay(alpha: Tensor) -> Tensor:
     """The natural logarithm of a decay alpha in 0 to 1, in float32 (float64 stays): the `g` of
     `gdn_triton.chunk_gated_delta_rule`. 0, which forgets the state, gives -inf.
 
-    alpha is rounded once already: near 1 its logarithm has an absolute error of 2^-25, however
-    small it is. Where the logarithm is at hand, pass that. There is no gradient at 0.
+    alpha has been rounded once: near 1 its logarithm has an absolute error of 2^-25, however small
+    the logarithm is. A caller that has the logarithm passes it instead. There is no gradient at 0.
     """
     check_tensors({"alpha": alpha}, {})
     check_dtypes({"alpha": alpha}, ())
@@ -71,7 +71,7 @@ def chunk_gated_delta_rule(
             or HK = HV and H is a multiple of that.
         g: [T, HO], float: the decay alpha, 0 to 1. None: 1.
         beta: [T, HO], float. None: 1.
-        scale: factor of the output. None: K ** -0.5. 0, which FlashInfer takes for None, is an
+        scale: factor of the output. None: K ** -0.5. 0, which FlashInfer reads as None, is an
             error.
         initial_state: [N, HO, V, K], or with `state_indices` a pool [slots, HO, V, K]; float. None:
             zeros.
@@ -94,9 +94,9 @@ def chunk_gated_delta_rule(
             the CPU, less than the longest sequence. On an accelerator cu_seqlens is not read: a
             max_seqlen that is too small for the longest sequence then changes nothing, since every
             sequence may have as many checkpoints as T tokens have.
-        use_cp: False: no long sequence is cut into parts, so that a sequence has the same bits in
-            any batch, as with `GDN_BATCH_INVARIANT=1`. "auto" and True: sizes decide.
-        backend: one of FlashInfer's names, which choose among its own kernels: not read beside.
+        use_cp: False: no long sequence is cut into parts, and a sequence has the same bits in any
+            batch, as with `GDN_BATCH_INVARIANT=1`. "auto" and True: sizes decide.
+        backend: one of the names of FlashInfer's kernels. The name is checked and has no effect.
         _cp_chunk_len: None.
 
     Returns:
@@ -104,7 +104,7 @@ def chunk_gated_delta_rule(
 
     Raises:
         TypeError, ValueError: an argument that does not fit.
-        NotImplementedError: what is not served, or an input that requires a gradient.
+        NotImplementedError: an argument that is not served, or an input that requires a gradient.
     """
     if use_cp != "auto" and type(use_cp) is not bool:
         raise ValueError(f'use_cp must be "auto", True or False, got {use_cp!r}')

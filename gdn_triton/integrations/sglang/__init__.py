@@ -9,12 +9,13 @@
 The functions of `gdn_triton.integrations.sglang.functions` and
 `gdn_triton.integrations.sglang.convolution` may also be called by themselves.
 
-SGLang looks its functions up as globals of its modules at every call, so that `enable` needs to run
-only once in a process: from an entry point of the group `sglang.srt.plugins`
+SGLang looks its functions up as globals of its modules at every call, so `enable` needs to run only
+once in a process: from an entry point of the group `sglang.srt.plugins`
 (`docs/integrations.md` shows one).
 """
 
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import inspect
@@ -35,6 +36,7 @@ from gdn_triton.integrations.sglang.functions import (
     fused_recurrent_gated_delta_rule_update,
     fused_sigmoid_gating_delta_rule_update,
 )
+from gdn_triton.integrations.sglang.gates import prefill_gates
 from gdn_triton.integrations.sglang.warming import before_memory
 
 __all__ = [
@@ -54,7 +56,8 @@ __all__ = [
 _LINEAR: Final = "sglang.srt.layers.attention.linear"
 # Where SGLang's kernel for --linear-attn-backend triton looks its functions up.
 MODULE: Final = f"{_LINEAR}.kernels.gdn_triton"
-# What is ours where, with the op that runs; the modules after the first may lack some.
+# The functions that are replaced in each module, with the op that runs. Modules after the first may
+# lack some.
 PLACES: Final = {
     MODULE: {
         "chunk_gated_delta_rule": "chunk_prefill",
@@ -68,14 +71,20 @@ PLACES: Final = {
     },
     "sglang.srt.models.jet_nemotron": {"fused_recurrent_gated_delta_rule_update": "recurrent_step"},
 }
-# What loads the model, and then allocates SGLang's pools.
+# The runner loads the model, and then allocates SGLang's pools.
 RUNNER: Final = "sglang.srt.model_executor.model_runner"
 OWNER, ALLOCATE = "ModelRunner", "alloc_memory_pool"
-# What stays SGLang's, and why.
+# The backend whose method makes g and beta of a prefill, and the text of the method that calls it
+# and gives both to the kernel, by its sha256.
+BACKEND: Final = f"{_LINEAR}.gdn_backend"
+GATES_OWNER, GATES, EXTEND = "GDNAttnBackend", "_prefill_gates", "forward_extend"
+KNOWN: Final = ("157c717197b16be15298906f144e17b29bd9d5d465753f1ddf07174fb9cff9cd",)  # 0.5.23
+# Functions that stay SGLang's, and why.
 OTHERS: Final = {
-    f"{_LINEAR}.gdn_backend": {
-        "fused_gdn_gating": "g and beta of a prefill, in one launch",
+    BACKEND: {
+        "fused_gdn_gating": "multi-item scoring and other prefill kernels call it",
         "fused_qkvzba_causal_conv1d_update_contiguous": "unpacks z, b and a in the same launch",
+        "fused_qkvzba_split_reshape_cat_contiguous": "a view of z would be copied before the norm",
     },
     MODULE: {"fused_recurrent_gdn_replayssm_decode": "ReplaySSM's rings"},
 }
@@ -103,12 +112,12 @@ _patches = Patches()
 
 
 def enable() -> Status:
-    """Puts our functions in the place of SGLang's, where its layers call them; returns what
-    `status()` returns. A second call changes nothing that is in place.
+    """Replaces SGLang's functions, where its layers call them, by ours, and returns `status()`. A
+    second call changes nothing that is in place.
 
-    Drafts that are trees and the convolution's windows of drafts stay SGLang's, and so does all
-    that its other kernels do. Before a runner allocates its pools, the calls of its model's layers
-    are made once, so that no request compiles a kernel (`gdn_triton.integrations.sglang.warming`).
+    Drafts that are trees, the convolution's windows of drafts and SGLang's other kernels stay
+    SGLang's. Before a runner allocates its pools, the calls of its model's layers are made once, so
+    no request compiles a kernel (`gdn_triton.integrations.sglang.warming`).
 
     Raises:
         ImportError: SGLang, or one of the functions of its kernel for "triton", is not there.
@@ -124,13 +133,17 @@ def enable() -> Status:
     for target in _allocations():
         if not _patches.is_ours(target):
             _patches.put(target, before_memory(target.now))
+    for target in _gates():
+        if not _patches.is_ours(target):
+            theirs = target.now.__get__(None, target.owner)
+            _patches.put(target, prefill_gates(theirs, MODULE))
     _logger.info("SGLang runs Gated DeltaNet layers with gdn_triton, where it asks for triton.")
     return status()
 
 
 def disable() -> Status:
-    """Puts back what `enable` replaced. What has been replaced once more since is left alone, and
-    named in the returned status."""
+    """Restores the functions that `enable` replaced. A place that another replacement has taken
+    since is left alone, and named in the returned status."""
     _patches.take_back()
     found = status()
     _patches.made.clear()
@@ -138,7 +151,7 @@ def disable() -> Status:
 
 
 def status() -> Status:
-    """What runs at every place of SGLang's modules. Changes nothing, but imports them.
+    """A report of every place of SGLang's modules. Changes nothing, but imports the modules.
 
     Raises:
         ImportError: as `enable`.
@@ -149,12 +162,17 @@ def status() -> Status:
         version = None
     enabled = bool(_patches.made)
     missed = "not there when `enable` ran: call it again."
-    places = [*_patches.places((*_targets(), *_allocations()), enabled, missed)]
+    targets = (*_targets(), *_allocations(), *_gates())
+    places = [*_patches.places(targets, enabled, missed)]
     for name in (*PLACES, RUNNER):
         module = _module(name)
         if isinstance(module, ImportError):
             places.append(Place(name, None, f"not imported: {module}"))
             continue
+        if hasattr(module, GATES_OWNER) and name == BACKEND:
+            why = _why_not_gates(getattr(module, GATES_OWNER))
+            if why is not None:
+                places.append(Place(f"{name}.{GATES_OWNER}.{GATES}", None, why))
         for other, reason in OTHERS.get(name, {}).items():
             if hasattr(module, other):
                 places.append(Place(f"{name}.{other}", None, reason))
@@ -186,6 +204,21 @@ def _allocations() -> Iterator[Target]:
     owner = getattr(_module(RUNNER), OWNER, None)
     if hasattr(owner, ALLOCATE):
         yield Target(owner, ALLOCATE, "integrations.sglang.warming")
+
+
+def _gates() -> Iterator[Target]:
+    owner = getattr(_module(BACKEND), GATES_OWNER, None)
+    if owner is not None and _why_not_gates(owner) is None:
+        yield Target(owner, GATES, "chunk_prefill")
+
+
+def _why_not_gates(owner: Any) -> str | None:
+    """Why SGLang's method makes the gates of a prefill, or None."""
+    extend = vars(owner).get(EXTEND)
+    if extend is None or GATES not in vars(owner):
+        return f"there is no {GATES} to replace."
+    digest = hashlib.sha256(inspect.getsource(extend).encode()).hexdigest()
+    return None if digest in KNOWN else f"the text of {EXTEND} is of no version that is known here."
 
 
 def _check_known(target: Target) -> None:

@@ -1,15 +1,18 @@
-"""The convolution of SGLang's Gated DeltaNet layers, and what lies between it and the rule, on this
-package's ops: its functions, with the parameters, their order and their defaults of SGLang 0.5.23.
+"""The convolution of SGLang's Gated DeltaNet layers, and the split between it and the rule, on this
+package's ops: SGLang's functions, with the parameters, their order and their defaults of 0.5.23.
 A slot of -1 is padding: its state is not touched, and its result is 0."""
 
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gdn_triton._host.arguments import check_rank, check_tensors, must, shape_of
 from gdn_triton.conv.api import causal_conv1d
 from gdn_triton.conv.api import causal_conv1d_update as conv_update
 from gdn_triton.integrations._decode import check_convolved, refuse
+from gdn_triton.integrations._lengths import tell_offsets
 
 PAD_SLOT_ID = -1
 
@@ -31,8 +34,9 @@ def causal_conv1d_fn(
 ) -> Tensor:
     """Whole sequences. x: [D, T], a transposed [T, D]. conv_states: [slots, D, W - 1 or more], of
     which the first W - 1 columns are the state. query_start_loc: [N + 1]. cache_indices,
-    has_initial_state: [N]. `seq_lens_cpu` and `block_table` say which blocks of tokens there are,
-    which is found on the device here; they and `validate_data` are not read.
+    has_initial_state: [N]. seq_lens_cpu: the lengths of the sequences on the host, for the plan of
+    `chunk_gated_delta_rule`, which SGLang calls next with the same query_start_loc. `block_table`,
+    the blocks of tokens, is found on the device here; it and `validate_data` are not read.
 
     Returns [D, T], a transposed tensor. The errors are those of `gdn_triton.causal_conv1d`.
     """
@@ -51,7 +55,16 @@ def causal_conv1d_fn(
         has_initial_state=has_initial_state,
         cu_seqlens=query_start_loc,
     )
+    tell_offsets(query_start_loc, _host_offsets(seq_lens_cpu, query_start_loc))
     return y.mT
+
+
+def _host_offsets(lengths: list[int] | None, query_start_loc: Tensor) -> Tensor | None:
+    """The offsets [N + 1] by the host's lengths. None where SGLang has none, or, in a batch that it
+    has padded, has them for other sequences than the device."""
+    if lengths is None or query_start_loc.shape != (len(lengths) + 1,):
+        return None
+    return torch.tensor([0, *accumulate(lengths)], dtype=query_start_loc.dtype)
 
 
 def causal_conv1d_update(
@@ -77,7 +90,8 @@ def causal_conv1d_update(
     `gdn_triton.causal_conv1d_update` describes. `metadata` and `validate_data` are not read.
 
     Not served: the windows of drafts (`intermediate_conv_window`), drafts that are trees
-    (`retrieve_next_token` and the two beside it), rings (`cache_seqlens`).
+    (`retrieve_next_token`, `retrieve_next_sibling`, `retrieve_parent_token`), rings
+    (`cache_seqlens`).
 
     Returns a new tensor in the shape of x, its channels dense.
     """

@@ -3,7 +3,7 @@ parameters, their order and their defaults of SGLang 0.5.23, which is not needed
 
 States are value-first, g is the logarithm of the decay, and a negative slot is padding: in decoding
 its o is 0, and its state is not touched. Rows of a batch that share a slot, as SGLang's padded rows
-share its reserved slot 0, leave in it what nobody may read. (CPU tensors are checked, and this is
+share its reserved slot 0, leave an undefined state in the slot. (On CPU tensors, shared slots are
 an error.)
 """
 
@@ -31,7 +31,9 @@ from gdn_triton.integrations._decode import (
     packed_decode,
     refuse,
 )
+from gdn_triton.integrations._lengths import offsets_on_host
 from gdn_triton.integrations._results import check_below, check_indices
+from gdn_triton.integrations.sglang.gates import gates_of
 from gdn_triton.recurrent.api import check_step, recurrent_step
 
 
@@ -51,10 +53,11 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, None, Tensor]:
     """Prefill, as `sglang.kernels.ops.attention.fla.chunk`'s of that name.
 
-    q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay.
-    initial_state: the pool [slots, HV, V, K], which final states are written to unless
-    `inplace_update` is False. initial_state_indices: [N], int32 or int64. Both are needed, as they
-    are there. cu_seqlens: [N + 1]. head_first: False.
+    q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay; or the
+    values before the gates, from `gdn_triton.integrations.sglang.gates`. Then beta stays float32,
+    which SGLang rounds to the dtype of b. initial_state: the pool [slots, HV, V, K], which final
+    states are written to unless `inplace_update` is False. initial_state_indices: [N], int32 or
+    int64. Both are needed, as they are there. cu_seqlens: [N + 1]. head_first: False.
 
     Returns o [B, T, HV, V] in the dtype of q, None, and h, the state before each chunk of 64
     tokens, in the dtype of k: [B, ceil(T / 64), HV, V, K], or packed [1, T // 64 + N, HV, V, K],
@@ -76,7 +79,7 @@ def chunk_gated_delta_rule(
         )
     slots, name = initial_state_indices, "initial_state_indices"
     N = check_tokens(v, slots, name, cu_seqlens)
-    check_tensors({"k": k, "initial_state": initial_state}, {})
+    check_tensors({"k": k, "g": g, "initial_state": initial_state}, {})
     device = initial_state.device
     check_devices("initial_state", device, {"k": k, "v": v, "cu_seqlens": cu_seqlens})
     check_flags(inplace_update=inplace_update)
@@ -101,10 +104,12 @@ def chunk_gated_delta_rule(
         v=v,
         g=g,
         beta=beta,
+        **gates_of(g),
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         scale=scale,
         state_v_first=True,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=offsets_on_host(cu_seqlens),
         checkpoint_every_n_tokens=0 if rows is None else DEFAULT_CHUNK_SIZE,
         state_checkpoints=None if rows is None else h,
         checkpoint_slots=rows,
@@ -219,15 +224,15 @@ def fused_sigmoid_gating_delta_rule_update(
     the buffer has its own.
 
     The state is rounded to the pool's dtype after every token, as it is when tokens are decoded one
-    by one; SGLang rounds what it writes and goes on in float32.
+    by one; SGLang rounds the states that it writes and continues in float32.
 
     Returns o, [B, T, HV, V] in the dtype of v.
 
     Raises:
-        NotImplementedError: what is not served (key-wise gates, `is_kda` and `lower_bound`; drafts
-            that are trees, `retrieve_parent_token`; ReplaySSM's rings; `match_cutedsl_decode`;
-            another softplus than 1.0 and 20.0; a buffer without `disable_state_update`), or an
-            input that requires a gradient.
+        NotImplementedError: an argument that is not served (key-wise gates, `is_kda` and
+            `lower_bound`; drafts that are trees, `retrieve_parent_token`; ReplaySSM's rings;
+            `match_cutedsl_decode`; another softplus than 1.0 and 20.0; a buffer without
+            `disable_state_update`), or an input that requires a gradient.
         TypeError, ValueError, RuntimeError: see `gdn_triton.recurrent_step`.
     """
     rings = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)

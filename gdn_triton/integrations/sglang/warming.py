@@ -1,5 +1,5 @@
-"""Every kind of call of SGLang's Gated DeltaNet layers, made ahead of time, so that no request
-compiles a kernel of this package.
+"""Every kind of call of SGLang's Gated DeltaNet layers is made ahead of time here. Therefore no
+request compiles a kernel of this package.
 
 SGLang 0.5.23 calls `ModelRunner.alloc_memory_pool` when the model is loaded and before its pools
 take the memory. `enable` puts `before_memory` around that method. `warm_up` runs SGLang's own
@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from gdn_triton.integrations.sglang.gates import raw_gates
 from gdn_triton.warming import series
 
 _logger = logging.getLogger("gdn_triton")
@@ -100,6 +101,8 @@ class _Layer:
         self.state = self.zeros(2, *states.shape.temporal, dtype=states.dtype.temporal)
         self.kernel = importlib.import_module(f"{LINEAR}.kernels.gdn_triton").TritonGDNKernel()
         self.backend = importlib.import_module(f"{LINEAR}.gdn_backend")
+        context = importlib.import_module("sglang.srt.runtime_context")
+        self.scores_items = bool(context.get_exec().features.enable_mis)
         self.gates = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -176,7 +179,7 @@ class _Layer:
 
     def prefill(self, N: int, T: int) -> None:
         x, slots = self.layer, self.indices(N, -1)
-        mixed_qkv, _, _ = self.tokens(T)
+        mixed_qkv, a, b = self.tokens(T)
         cu_seqlens = self.indices(N + 1, T)
         cu_seqlens[0] = 0
         mixed_qkv = self.backend.causal_conv1d_fn(
@@ -188,14 +191,26 @@ class _Layer:
             has_initial_state=slots > 0,
             cache_indices=slots,
             query_start_loc=cu_seqlens,
-            seq_lens_cpu=[0] * (N - 1) + [T],
+            seq_lens_cpu=[T] + [0] * (N - 1),
         ).transpose(0, 1)
-        g, beta = (self.zeros(1, T, x.num_v_heads, dtype=torch.float32) for _ in range(2))
-        self.kernel.extend(
-            **self.split(mixed_qkv),
-            g=g,
-            beta=beta,
-            ssm_states=self.state,
-            cache_indices=slots,
-            query_start_loc=cu_seqlens,
-        )
+        for g, beta in self.gates_of(a, b):
+            self.kernel.extend(
+                **self.split(mixed_qkv),
+                g=g,
+                beta=beta,
+                ssm_states=self.state,
+                cache_indices=slots,
+                query_start_loc=cu_seqlens,
+            )
+
+    def gates_of(self, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """g and beta as prefills have them: before the gates where `enable` has replaced the method
+        that makes them, and from SGLang's kernel otherwise and in multi-item scoring."""
+        owner = getattr(self.backend, "GDNAttnBackend", None)
+        method = getattr(owner, "_prefill_gates", None)
+        is_ours = getattr(method, "__module__", None) == raw_gates.__module__
+        if is_ours:
+            yield raw_gates(self.layer, a, b)
+        if not is_ours or self.scores_items:
+            shape = (1, *a.shape)
+            yield self.zeros(*shape, dtype=torch.float32), self.zeros(*shape, dtype=torch.float32)

@@ -6,17 +6,19 @@
     print(status())
 
 `register` has to run in every process of vLLM before a model is built, so call it from an entry
-point of the group `vllm.general_plugins` (`docs/integrations.md` shows one, and what runs where).
-It puts ours
+point of the group `vllm.general_plugins` (`docs/integrations.md` shows one, and lists the ops that
+run). It puts ours
 
 - in place of `_forward_core` of the layers of Qwen and OLMo, where its text is one that is known
   here (`gdn_triton.integrations.vllm.layer`);
 - in place of the functions that those modules hold (`gdn_triton.integrations.vllm.functions`), for
-  what reaches them past that method;
+  calls from outside of that method;
+- around the method that makes a step's metadata, which knows the lengths of prefills on the host
+  (`gdn_triton.integrations.vllm.lengths`);
 - in place of `supports_batch_invariance` of vLLM's backend for these layers, which without ours
   refuses to start with `VLLM_BATCH_INVARIANT=1`: ours is true with `GDN_BATCH_INVARIANT=1`;
-- in vLLM's registry of custom ops, in place of its class `ChunkGatedDeltaRule`, which must be done
-  by a subclass: Python would not initialise it otherwise.
+- in vLLM's registry of custom ops, in place of its class `ChunkGatedDeltaRule`. Ours is a subclass
+  of it, because Python would not initialise another class.
 """
 
 import dataclasses
@@ -31,7 +33,7 @@ from typing import Any, Final
 
 from gdn_triton._host.environment import batch_invariant
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Status, Target
-from gdn_triton.integrations.vllm import functions, layer, warming
+from gdn_triton.integrations.vllm import functions, layer, lengths, warming
 from gdn_triton.integrations.vllm.functions import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -73,6 +75,7 @@ NAME: Final = "ChunkGatedDeltaRule"
 LOG: Final = "_log_gdn_backend_decision"
 CORE: Final = "_forward_core"
 INVARIANCE: Final = "supports_batch_invariance"
+BUILDER, BUILD = "GDNAttentionMetadataBuilder", "build"
 
 # Our functions by vLLM's names, each with the op of ours that runs.
 OPS: Final = {
@@ -85,12 +88,16 @@ OPS: Final = {
     "fused_recurrent_gated_delta_rule_packed_decode": "recurrent_step",
     "fused_sigmoid_gating_delta_rule_update": "recurrent_step",
 }
-# Those that vLLM's own `_forward_core` calls, by sha256 of its text: what the method does is known.
+# The known texts of vLLM's `_forward_core`, by their sha256.
 KNOWN: Final = {
     QWEN: ("1c37fd8f806e6c01ee4d8aec92b33ad81a7ab87953669903831306ddba3f0700",),  # 0.33.0
     OLMO: ("cb7c5d20f4741ea7741080e32d4c2cbce47ea3b65f1b188083ae56a580c38d9d",),  # 0.33.0
 }
-# What stays vLLM's, and why.
+# The texts of the method that makes the metadata.
+KNOWN_BUILDS: Final = (
+    "e2e6c60cbf1dedd7e2aedf82b7ea3b71e781c9b23cf0c31147c3fa2db979ecd1",
+)  # 0.33.0
+# Functions that stay vLLM's, and why.
 OTHERS: Final = (
     (QWEN, "fused_mtp_decode_impl", "recurrence and gated norm in one launch, for drafts"),
     (OLMO, "fused_olmo_hybrid_gdn_gating", "reached past our `_forward_core` only"),
@@ -106,8 +113,8 @@ def register() -> type[Any]:
     of its `ChunkGatedDeltaRule`, which is returned.
 
     A second call changes nothing. Models that exist already keep their `ChunkGatedDeltaRule`; the
-    rest takes effect in them too. What vLLM chose for its prefill stays chosen, so that with
-    FlashInfer on its list it plans the checkpoints of a prefill, which ours then write.
+    other replacements take effect in them too. vLLM's choice of a prefill kernel is kept: where the
+    choice is FlashInfer, vLLM plans the checkpoints of a prefill, which our functions then write.
 
     Raises:
         ImportError: vLLM, or the class in one of `LAYERS`, is not there.
@@ -130,9 +137,9 @@ def register() -> type[Any]:
 
 
 def disable() -> Status:
-    """Puts back what `register` replaced in vLLM's modules. What has been replaced once more since
-    then is left alone, and named in the returned status. The registered class stays: vLLM's
-    registry gives nothing back."""
+    """Restores the functions that `register` replaced in vLLM's modules. A place that another
+    replacement has taken since is left alone, and named in the returned status. The registered
+    class stays, because vLLM's registry removes no class."""
     _patches.take_back()
     found = status()
     _patches.made.clear()
@@ -140,7 +147,7 @@ def disable() -> Status:
 
 
 def status() -> Status:
-    """What runs at every place of vLLM's modules. Changes nothing, but imports them.
+    """A report of every place of vLLM's modules. Changes nothing, but imports the modules.
 
     Raises:
         ImportError: as `register`.
@@ -165,6 +172,9 @@ def status() -> Status:
         for where, other, why in OTHERS:
             if module.__name__ == where and hasattr(module, other):
                 places.append(Place(f"{where}.{other}", None, why))
+    reason = _why_not_build()
+    if reason is not None:
+        places.append(Place(f"{METADATA}.{BUILDER}.{BUILD}", None, reason))
     return Status("vLLM", enabled, version, tuple(places))
 
 
@@ -205,10 +215,14 @@ def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Any]]:
         # A version of vLLM that has an answer of its own keeps it.
         if vars(backend).get(INVARIANCE, _invariance) is _invariance:
             yield Target(backend, INVARIANCE, "integrations.vllm.layer"), _invariance
+    if _why_not_build() is None:
+        owner = getattr(importlib.import_module(METADATA), BUILDER)
+        target = Target(owner, BUILD, "integrations.vllm.lengths")
+        yield target, lengths.telling(target.now)
 
 
 def _log(vllm_config: object, requested_backend: str, active_backend: str) -> None:
-    """In place of what says which kernel of its own vLLM would run."""
+    """The replacement of vLLM's log line about its own kernel."""
     _logger.info("Using gdn_triton for GDN prefill (requested=%s).", requested_backend)
 
 
@@ -224,21 +238,36 @@ _invariance: Final[Any] = classmethod(_supports_batch_invariance)
 def _why_not_core(module: ModuleType) -> str | None:
     """Why `_forward_core` of a module's layer stays vLLM's, or None."""
     owner = getattr(module, LAYERS[module.__name__], None)
-    theirs: Any = ABSENT if owner is None else vars(owner).get(CORE, ABSENT)
-    for patch in _patches.made:
-        if patch.target.owner is owner and patch.ours is theirs:
-            return None
-    if theirs is ABSENT:
-        return f"there is no {CORE} to replace."
-    digest = hashlib.sha256(inspect.getsource(theirs).encode()).hexdigest()
-    if digest not in KNOWN.get(module.__name__, ()):
-        return (
-            "its text is of no version that is known here, so that only the functions that it "
-            "calls are ours."
-        )
+    if _is_ours(owner, CORE):
+        return None
+    reason = _why_unknown(owner, CORE, KNOWN.get(module.__name__, ()))
+    if reason is not None:
+        return f"{reason}; only the functions that it calls are ours."
     fields = {f.name for f in dataclasses.fields(_metadata_class())}
     missing = sorted(set(layer.METADATA) - fields)
     return f"its metadata has no {', '.join(missing)}." if missing else None
+
+
+def _why_not_build() -> str | None:
+    """Why the method that makes the metadata tells no lengths, or None."""
+    owner = getattr(importlib.import_module(METADATA), BUILDER, None)
+    if _is_ours(owner, BUILD):
+        return None
+    reason = _why_unknown(owner, BUILD, KNOWN_BUILDS)
+    return f"{reason}; the host's lengths reach no plan." if reason else None
+
+
+def _is_ours(owner: Any, name: str) -> bool:
+    return owner is not None and _patches.is_ours(Target(owner, name, ""))
+
+
+def _why_unknown(owner: Any, name: str, known: tuple[str, ...]) -> str | None:
+    """None, or why a method's text is not one of those that are known by their sha256."""
+    theirs: Any = ABSENT if owner is None else vars(owner).get(name, ABSENT)
+    if theirs is ABSENT:
+        return f"there is no {name} to replace"
+    digest = hashlib.sha256(inspect.getsource(theirs).encode()).hexdigest()
+    return None if digest in known else "its text is of no version that is known here"
 
 
 def _metadata_class() -> Any:
@@ -264,11 +293,11 @@ def _subclass(in_tree: Any) -> type[Any]:
 
         def __init__(self) -> None:
             super().__init__()
-            # What vLLM chose from the hardware. Its layer plans checkpoints of a prefill where that
-            # is FlashInfer; other choices would have it prepare what their kernels need.
+            # vLLM has chosen a kernel by the hardware. Its layer plans checkpoints of a prefill
+            # where the choice is FlashInfer; for other choices it prepares inputs of their kernels.
             if self.gdn_prefill_backend != "flashinfer":
                 self.gdn_prefill_backend = "triton"
-            # What forward() calls.
+            # forward() calls this attribute.
             self._forward_method = forward
 
     return GdnTritonChunkGatedDeltaRule

@@ -28,7 +28,7 @@ from gdn_triton.prep.api import fused_post_conv_prep as post_conv_prep
 from gdn_triton.recurrent.api import recurrent_step
 
 SKIP = "non_positive"
-# What vLLM calls its padding: block 0, and -1 for the convolution's.
+# vLLM's padding: block 0, and -1 in the convolution.
 NULL_BLOCK_ID, PAD_SLOT_ID = 0, -1
 
 
@@ -228,7 +228,7 @@ def fused_sigmoid_gating_delta_rule_update(
     use_qk_l2norm_in_kernel: bool = False,
     is_kda: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Decoding and the verification of drafted tokens, from what comes before the gate.
+    """Decoding and the verification of drafted tokens, from the values before the gate.
 
     q, k: [B, T, H, K]. v: [B, T, HV, V]. a, b: [B, T, HV], or [B * T, HV]. The others as in
     `fused_recurrent_gated_delta_rule`. `beta` and `threshold` are softplus's.
@@ -269,8 +269,8 @@ def fused_recurrent_gated_delta_rule(
     where each sequence's state is read and written, or [N, S]: the state after token t of sequence
     n goes to column t, and the sequence starts from column num_accepted_tokens[n] - 1, 0 without
     them. Both may have more rows than there are sequences. A state is rounded to the pool's dtype
-    after every token, so that verifying tokens gives the bits of decoding them; vLLM rounds what it
-    writes and goes on in float32.
+    after every token, so verified tokens have the bits of decoded ones; vLLM rounds the states that
+    it writes and continues in float32.
 
     Returns o [B, T, HV, V] in the dtype of v, and the pool.
 
@@ -427,8 +427,8 @@ def fi_chunk_gated_delta_rule(
     checkpoint_every_n_tokens: int = 0,
     use_cp: bool | str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """What vLLM calls for FlashInfer's prefill, with its checkpoints: `chunk_gated_delta_rule`, and
-    the state of sequence n after every so many tokens, a multiple of 64, in the rows from
+    """vLLM's call of FlashInfer's prefill with checkpoints: `chunk_gated_delta_rule`, and the state
+    of sequence n after every so many tokens, a multiple of 64, in the rows from
     checkpoint_cu_starts[n] to checkpoint_cu_starts[n + 1] - 1 of state_checkpoints
     [rows, HV, V, K]. g is the logarithm of the decay here too. `use_cp` chooses among FlashInfer's
     kernels, and is not read."""

@@ -1,4 +1,4 @@
-"""What lies between the projections and the norm of vLLM's Gated DeltaNet layers: the method
+"""The part of vLLM's Gated DeltaNet layers between the projections and the norm: the method
 `_forward_core` of its layers for Qwen and OLMo, on this package's ops.
 
 vLLM's own calls its kernels one after the other and moves states and tokens between them: it splits
@@ -34,10 +34,11 @@ from gdn_triton._host.arguments import (
 from gdn_triton._host.memory import check_own_memory
 from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.conv.api import causal_conv1d_update, fused_conv_prep
+from gdn_triton.integrations._lengths import offsets_on_host
 from gdn_triton.integrations.vllm.functions import SKIP, silu_or_none
 from gdn_triton.recurrent.api import recurrent_step
 
-# What is read of a layer, of vLLM's metadata of a step, and of the metadata of checkpoints.
+# The fields that are read of a layer, and of vLLM's metadata of a step.
 LAYER = (
     *("A_log", "activation", "conv1d", "dt_bias", "head_k_dim", "head_v_dim", "kv_cache"),
     *("num_k_heads", "prefix", "tp_size"),
@@ -92,7 +93,7 @@ def forward_core(
     mixed_qkv: [T, channels]. a, b: [T, HV]. core_attn_out: [T, HV, V].
 
     Raises:
-        AttributeError: metadata of prefills or drafts lacks what vLLM gives them.
+        AttributeError: metadata of prefills or drafts lacks a field that vLLM sets.
         TypeError, ValueError, RuntimeError: as `gdn_triton.fused_conv_prep`,
             `gdn_triton.chunk_prefill`, `gdn_triton.causal_conv1d_update` and
             `gdn_triton.recurrent_step`.
@@ -127,8 +128,8 @@ def forward_core(
 
 
 def _check(layer: Any, conv_state: Tensor, x: Tokens) -> None:
-    """Judges what the second op of a step reads and writes, before the first one writes the
-    convolution's states."""
+    """Judges the tensors that the second op of a step reads and writes, before the first op writes
+    the convolution's states."""
     state, A_log = layer.kv_cache[1], layer.A_log
     tokens = {"mixed_qkv": x.mixed_qkv, "a": x.a, "b": x.b, "core_attn_out": x.out}
     others = {"A_log": A_log, "dt_bias": layer.dt_bias, "conv1d.weight": layer.conv1d.weight}
@@ -173,7 +174,7 @@ def _weight(layer: Any) -> Tensor:
 
 
 def _gates(layer: Any) -> dict[str, Any]:
-    """What `recurrent_step` needs of a layer."""
+    """The arguments of `recurrent_step` that a layer has."""
     return {
         "A_log": layer.A_log,
         "dt_bias": layer.dt_bias,
@@ -273,6 +274,7 @@ def _prefill(layer: Any, m: Any, conv_state: Tensor, x: Tokens) -> None:
         beta=beta[None],
         state_v_first=True,
         cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=offsets_on_host(cu_seqlens),
         out=x.out[None],
         checkpoint_every_n_tokens=every,
         checkpoint_slots=checkpoint_slots,
@@ -301,8 +303,8 @@ def _export(layer: Any, m: Any, conv_state: Tensor, mixed_qkv: Tensor) -> None:
 
 
 def method(module: Any, warm_up: Callable[..., object]) -> Callable[..., None]:
-    """`_forward_core` for the layer that a module of vLLM's defines. warm_up: what runs, with the
-    tokens that there are, where vLLM sizes memory (`gdn_triton.integrations.vllm.warming`)."""
+    """`_forward_core` for the layer that a module of vLLM's defines. warm_up: the function that
+    runs on the tokens of the run that sizes memory (`gdn_triton.integrations.vllm.warming`)."""
 
     def _forward_core(
         self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor

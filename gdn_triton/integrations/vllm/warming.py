@@ -1,10 +1,10 @@
-"""Every kind of step of vLLM's Gated DeltaNet layers, made ahead of time, so that no request
-compiles a kernel.
+"""Every kind of step of vLLM's Gated DeltaNet layers is made ahead of time here. Therefore no
+request compiles a kernel.
 
 vLLM runs its model once to size memory, before it allocates its caches. `forward_core` of a layer
 gets no metadata in that run, and calls `warm_up`, which runs `forward_core` itself: on the layer's
 own parameters, on the tokens that the run has, whose strides are those of later steps, and on pools
-of two slots. Every sequence has slot 0, which is nobody's, so that the warm-up writes no state.
+of two slots. Every sequence has slot 0, which is nobody's, so the warm-up writes no state.
 """
 
 import logging
@@ -19,7 +19,8 @@ from gdn_triton.integrations.vllm.layer import LAYER, METADATA, Tokens, forward_
 from gdn_triton.warming import series
 
 _logger = logging.getLogger("gdn_triton")
-_rows: dict[Any, int] = {}  # by what variants of kernels depend on: the tokens of the largest step
+# By the properties that variants of kernels depend on: the tokens of the largest step.
+_rows: dict[Any, int] = {}
 
 CHECKPOINT_EVERY: Final = 64
 
@@ -104,8 +105,8 @@ def _packed(max_sequences: int, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _firsts(x: Tokens) -> list[int]:
-    """Numbers of decodes before the prefills of a step, one for each way in which the memory of
-    what follows them may start at a multiple of 16 bytes or not: kernels differ in that."""
+    """Numbers of decodes before the prefills of a step, one for each combination of tensors whose
+    memory after the decodes starts at a multiple of 16 bytes: kernels have variants for these."""
     found: dict[tuple[bool, ...], int] = {}
     for n in range(16):
         after = [y.data_ptr() + n * y.stride(0) * y.itemsize for y in (x.mixed_qkv, x.a, x.b)]
@@ -163,7 +164,7 @@ class _Metadata:
         return made
 
     def drafts(self, n: int, others: Any) -> Any:
-        """n sequences of drafts, beside the prefills of `others`."""
+        """n sequences of drafts, together with the prefills of `others`."""
         tokens, T = n * self.S, others.num_actual_tokens
         index = torch.arange(tokens + T, device=self.device)
         others.spec_token_indx, others.non_spec_token_indx = index[:tokens], index[tokens:]
