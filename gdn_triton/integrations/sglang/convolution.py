@@ -3,12 +3,13 @@ package's ops: SGLang's functions, with the parameters, their order and their de
 A slot of -1 is padding: its state is not touched, and its result is 0."""
 
 from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdn_triton._host.arguments import check_rank, check_tensors, must, shape_of
+from gdn_triton._host.arguments import check_rank, check_tensors, must, shape_of, value_of
 from gdn_triton.conv.api import causal_conv1d
 from gdn_triton.conv.api import causal_conv1d_update as conv_update
 from gdn_triton.integrations._decode import check_convolved, refuse
@@ -45,6 +46,8 @@ def causal_conv1d_fn(
     _check_padding(pad_slot_id)
     check_convolved(x, weight, "conv_states", conv_states)
     check_rank("x", x, "D", "T")
+    check_tensors({"query_start_loc": query_start_loc}, {})
+    offsets = _host_offsets(seq_lens_cpu, query_start_loc)
     y = causal_conv1d(
         x.mT,
         weight,
@@ -55,13 +58,19 @@ def causal_conv1d_fn(
         has_initial_state=has_initial_state,
         cu_seqlens=query_start_loc,
     )
-    tell_offsets(query_start_loc, _host_offsets(seq_lens_cpu, query_start_loc))
+    tell_offsets(query_start_loc, offsets)
     return y.mT
 
 
-def _host_offsets(lengths: list[int] | None, query_start_loc: Tensor) -> Tensor | None:
+def _host_offsets(lengths: list[int] | Tensor | None, query_start_loc: Tensor) -> Tensor | None:
     """The offsets [N + 1] by the host's lengths. None where SGLang has none, or, in a batch that it
     has padded, has them for other sequences than the device."""
+    if isinstance(lengths, Tensor) and lengths.is_cpu:
+        lengths = lengths.tolist()
+    if not isinstance(lengths, list | None) or not all(
+        isinstance(n, Integral) for n in lengths or ()
+    ):
+        raise TypeError(must("seq_lens_cpu", "be a list of ints, or None", value_of(lengths)))
     if lengths is None or query_start_loc.shape != (len(lengths) + 1,):
         return None
     return torch.tensor([0, *accumulate(lengths)], dtype=query_start_loc.dtype)
