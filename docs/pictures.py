@@ -329,14 +329,15 @@ LAYERS = (
     ("integrations", "explanations"),
     ("integrations", "warming"),
     ("layers", "operators"),
+    ("distributed", "operators"),
     ("explanations", "operators"),
     ("warming", "operators"),
     ("conv", "prep"),
     ("chunk", "fast"),
-    ("chunk", "distributed"),
+    ("chunk", "_ranks"),
     ("operators", "reference"),
     ("operators", "_triton"),
-    ("distributed", "_host"),
+    ("_ranks", "_host"),
     ("_triton", "_host"),
     ("_host", "constants"),
     ("reference", "constants"),
@@ -347,9 +348,18 @@ def layers() -> str:
     picture = Picture(440)
     rows: dict[int, tuple[str, dict[str, int]]] = {
         14: ("later", {"__main__": 130, "demo": 260, "gdn_triton": 390}),
-        82: ("c", {"layers": 60, "explanations": 230, "integrations": 390, "warming": 550}),
+        82: (
+            "c",
+            {
+                "layers": 44,
+                "distributed": 172,
+                "explanations": 300,
+                "integrations": 428,
+                "warming": 556,
+            },
+        ),
         182: ("a", {"chunk": 60, "recurrent": 190, "norm": 320, "conv": 450, "prep": 580}),
-        276: ("b", {"fast": 60, "distributed": 200, "_triton": 370, "reference": 530}),
+        276: ("b", {"fast": 60, "_ranks": 200, "_triton": 370, "reference": 530}),
         338: ("b", {"_host": 285}),
         400: ("b", {"constants": 405}),
     }

@@ -128,6 +128,23 @@ def run_whole(case: Case, x: dict[str, Tensor], do: Tensor, dht: Tensor) -> dict
     return {"o": o, "ht": ht, **{f"d{name}": y for name, y in zip(x, grads, strict=True)}}
 
 
+def expect_shard(
+    case: Case, context: ContextParallel, whole: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """This rank's part of the results of the whole call."""
+    rows = list(context.sequences)
+    part = {}
+    for name, y in whole.items():
+        if name in ("ht", "dinitial_state"):
+            part[name] = y[rows].clone()
+        else:
+            part[name] = y if name in ("dA_log", "ddt_bias") else context.shard(y)
+    for i in context.intervals:
+        if i.before and "dinitial_state" in part:
+            part["dinitial_state"][i.first] = 0
+    return part
+
+
 def assert_near_whole(case: Case, name: str, y: Tensor, exact: Tensor, narrow: Tensor) -> None:
     """y as near to `exact` as the whole call on one rank, `narrow`."""
     unit = torch.finfo(case.dtype).eps / 2
