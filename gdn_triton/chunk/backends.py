@@ -9,7 +9,6 @@ from torch import Tensor
 from gdn_triton._host.backends import (
     Backend,
     Operator,
-    load_nothing,
     reference_supports,
 )
 from gdn_triton.chunk.cuda import support as cuda_support
@@ -60,8 +59,26 @@ def chunk_gradients(problem: Problem, name: str) -> str | None:
 
 
 def sharded_cuda_supports(problem: Problem) -> str | None:
-    """A sentence why the CUDA library cannot run a rank's part of a split call."""
-    return "The CUDA library does not serve cp_context."
+    """A sentence why the CUDA library, or Triton for its gradients, cannot run a rank's part of a
+    split call, or None."""
+    refusal = problem.unreadable or cuda_support.supports(problem)
+    if refusal is not None or not problem.needs_grad:
+        return refusal
+    own = cuda_support.why_no_part_gradients(problem)
+    if own is None:
+        return None
+    refusal = triton_supports(problem)
+    return None if refusal is None else f"{own} The Triton backward cannot run either: {refusal}"
+
+
+def sharded_gradients(problem: Problem, name: str) -> str | None:
+    """As `chunk_gradients`, for a rank's part of a split call."""
+    if not problem.needs_grad or name != "cuda":
+        return None
+    why = cuda_support.why_no_part_gradients(problem)
+    if why is None:
+        return "The gradients are by the CUDA library's backward."
+    return f"The gradients are by the Triton backward. {why}"
 
 
 # Loaded modules are cached: even an import statement of a loaded module takes longer.
@@ -86,6 +103,13 @@ def _load_reference() -> Forward:
     from gdn_triton.chunk import reference
 
     return reference.forward
+
+
+@functools.cache
+def _load_cuda_shard() -> "ShardOps":
+    from gdn_triton.chunk.sharded import cuda
+
+    return cuda
 
 
 @functools.cache
@@ -114,8 +138,9 @@ PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS)
 SHARDED: Operator[Problem, "ShardOps"] = Operator(
     "chunk_gated_delta_rule",
     (
-        Backend("cuda", sharded_cuda_supports, load_nothing),
+        Backend("cuda", sharded_cuda_supports, _load_cuda_shard),
         Backend("triton", triton_supports, _load_triton_shard),
         Backend("reference", reference_supports, _load_reference_shard),
     ),
+    sharded_gradients,
 )
