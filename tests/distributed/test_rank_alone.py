@@ -1,14 +1,21 @@
 """The part of one rank by Triton's kernels, in one process that plays the part of the others: what
 the rank sends and takes, for a sequence that began before it, goes on after it, or both."""
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from far import far, far_strides
 from helpers import BF16, FP16, FP32, same_bits
-from shard_cases import GATE, NORM, SIGMOID, Case, assert_near_whole, make_call, run_whole
+from shard_cases import (
+    GATE,
+    NORM,
+    SIGMOID,
+    Case,
+    assert_near_whole,
+    make_lasting_call,
+    run_whole,
+)
 from torch import Tensor
 
 from gdn_triton._ranks.layout import Interval, ShardLayout
@@ -52,19 +59,6 @@ def alone(cases: list[Case]) -> list[Any]:
     """As pytest parameters."""
     mark = pytest.mark.gpu("real sizes")
     return [pytest.param(case, id=case.name, marks=[mark] if case.gpu else []) for case in cases]
-
-
-def make_lasting_call(case: Case, device: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """As `make_call`, but the state that comes in is still there after the last token, so an error
-    in the map it takes is no smaller than one in what the tokens add."""
-    x, do, dht = make_call(case, device)
-    if case.options:
-        x["dt_bias"] -= math.log(case.tokens)
-        x["beta"] -= math.log(case.tokens / case.K)
-    else:
-        x["g"] *= 10 / case.tokens
-        x["beta"] *= case.K / case.tokens
-    return x, do, dht
 
 
 def run_alone(

@@ -176,13 +176,15 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
     behind = i + 1;
     i = following;
   }
-  if (!kPart || carry == nullptr || behind == steps) return;
+  if constexpr (kPart) {
+    if (carry == nullptr || behind == steps) return;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float2 s = *reinterpret_cast<const float2*>(state + steps * next + place(r, j));
-      *reinterpret_cast<float2*>(carry + place(r, j)) = {s.x * factor, s.y * factor};
+      for (int j = 0; j < 2; ++j) {
+        const float2 s = *reinterpret_cast<const float2*>(state + steps * next + place(r, j));
+        *reinterpret_cast<float2*>(carry + place(r, j)) = {s.x * factor, s.y * factor};
+      }
     }
   }
 }
@@ -237,13 +239,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int row = lane / 4, column = warp * 16 + lane % 4 * 2;
     float* const states =
         (back ? params.maps.ends : starts_of<Kind>(params, n)) + from * (kChannels * kChannels);
-    const int own = (part * kFoldRows + row) * kChannels + column;
-    float* const state = states + own;
+    float* const state = states + (part * kFoldRows + row) * kChannels + column;
     if (kPart) {
       float* const carry = params.part.carry;
+      const int64_t own = int64_t{slice} * (2 * kChannels * kChannels) +
+                          (part * kFoldRows + row) * kChannels + column;
       fold<true, true>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane,
-                       carry ? carry + int64_t{slice} * (2 * kChannels * kChannels) + own : nullptr,
-                       exp2_approx(-Frame<typename Kind::T>::kTop));
+                       carry ? carry + own : nullptr, exp2_approx(-Frame<typename Kind::T>::kTop));
     } else if (back) {
       fold<true, false>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane,
                         nullptr, 1.f);
