@@ -373,7 +373,8 @@ def conv_halo(x: Tensor, cp_context: object, kernel_size: int | None = None) -> 
         TypeError, ValueError: an argument that does not fit.
     """
     layout = shard_layout(cp_context)
-    _place(layout.group, "cp_context.group")
+    if layout.crosses:
+        _place(layout.group, "cp_context.group")
     if kernel_size is None:
         kernel_size = getattr(cp_context, "conv1d_kernel_size", None)
     if type(kernel_size) is not int or kernel_size < 1:

@@ -15,7 +15,7 @@ from gdn_triton.chunk.validation import validate_chunk
 def sharded(x: ChunkCall, cp_context: object) -> tuple[Tensor, Tensor | None]:
     """`gdn_triton.chunk_gated_delta_rule` with a context: validate, choose a backend, run it."""
     layout, inputs, problem = validate_sharded(x, cp_context)
-    if layout.group is None:
+    if layout.group is None and layout.crosses:
         raise ValueError(
             "cp_context.group must be a torch.distributed.ProcessGroup, got None: a context "
             "without one is for gdn_triton.distributed.forward_prepare"
