@@ -5,25 +5,27 @@
 
 Each process holds an even shard of the sequence. A row is the median over rounds of the slowest
 process of a round, from a barrier to the end of the work; memory is the peak of one process above
-what its inputs take. On one GPU the call is the plain one, without a context. Rows are printed and
-written to DIR/context_parallel.jsonl.
+what its inputs take. On one GPU the call is the plain one, without a context. `--ways` chooses how
+several split the call: maps of the state (cp_context), or heads, where a process gets all tokens
+of some heads by an all-to-all and sends the output back by another. Rows are printed and written to
+DIR/context_parallel.jsonl.
 """
 
 import argparse
+import itertools
 import json
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.shapes import Random, make_gates
+from benchmarks.shapes import Random, add_gates_option, make_gates
 from gdn_triton import chunk_gated_delta_rule
 from gdn_triton.distributed import build_cp_context
 
@@ -46,21 +48,60 @@ SHAPES = [
     Shape(524_288, 4, 8),
     Shape(1_048_576, 4, 8),
 ]
-TOY = [Shape(256, 1, 2, 16, 16)]
+TOY = [Shape(256, 2, 4, 16, 16)]
+HOST = "127.0.0.1"
 # Bytes of inputs, results and what a backward has beside them, a token and value head of 128, with
 # room to spare: a shape that would not fit on the GPUs of a row is left out.
-BYTES_A_TOKEN = 8192
+BYTES_A_TOKEN = 4096
 
 
-def make_inputs(shape: Shape, rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+def make_inputs(
+    shape: Shape, rows: int, gates: str, device: torch.device
+) -> dict[str, torch.Tensor]:
     """One shard, on the device; the seed is the process's own."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k = torch.randn(2, 1, rows, shape.H, shape.K, device=device, dtype=dtype)
     v = torch.randn(1, rows, shape.HV, shape.V, device=device, dtype=dtype)
-    g = make_gates("mild", (1, rows, shape.HV), Random(torch.initial_seed(), device))
+    g = make_gates(gates, (1, rows, shape.HV), Random(torch.initial_seed(), device))
     beta = torch.rand(1, rows, shape.HV, device=device)
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     return {name: x.requires_grad_() for name, x in tensors.items()}
+
+
+class ByHeads(torch.autograd.Function):
+    """From a shard of the tokens and all heads to all tokens and a share of the heads, or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, back: bool) -> torch.Tensor:
+        ctx.back, world = back, dist.get_world_size()
+        B, T, heads, *rest = x.shape
+        if back:
+            parts = x.reshape(B * world, T // world, heads, *rest)
+        else:
+            parts = x.reshape(B * T, world, heads // world, *rest).transpose(0, 1)
+        sent = parts.contiguous()
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent)
+        if back:
+            return got.transpose(0, 1).reshape(B, T // world, heads * world, *rest)
+        return got.reshape(B, T * world, heads // world, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> Any:
+        return exchange_heads(dx, not ctx.back), None
+
+
+# torch types neither.
+exchange_heads: Any = ByHeads.apply
+TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
+
+
+def by_heads(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> torch.Tensor:
+    """The call on a share of the heads, between two exchanges."""
+    q, k, v, g, beta = (exchange_heads(x, False) for x in (q, k, v, g, beta))
+    o, _ = chunk_gated_delta_rule(q, k, v, g, beta, **options)
+    found: torch.Tensor = exchange_heads(o, True)
+    return found
 
 
 def seconds(run: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
@@ -81,29 +122,35 @@ def seconds(run: Callable[[], object], device: torch.device, rounds: int) -> lis
     return found
 
 
-def measure(shape: Shape, device: torch.device, rounds: int) -> dict[str, Any]:
+def measure(
+    shape: Shape, way: str, gates: str, device: torch.device, rounds: int
+) -> dict[str, Any]:
     world = dist.get_world_size()
     options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
     offsets, group = torch.tensor([0, shape.T]), dist.group.WORLD
     assert group is not None
-    if world > 1:
+    if world > 1 and way == "maps":
         options["cp_context"] = build_cp_context(offsets.to(device), group, cu_seqlens_cpu=offsets)
-    x = make_inputs(shape, shape.T // world, device)
+    x = make_inputs(shape, shape.T // world, gates, device)
     do = torch.randn_like(x["v"])
     options |= x
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
 
+    def call() -> torch.Tensor:
+        if world > 1 and way == "heads":
+            return by_heads(**options)
+        return chunk_gated_delta_rule(**options)[0]
+
     def forward() -> None:
         with torch.no_grad():
-            chunk_gated_delta_rule(**options)
+            call()
 
     def both() -> None:
-        o, _ = chunk_gated_delta_rule(**options)
-        torch.autograd.grad(o, list(x.values()), do)
+        torch.autograd.grad(call(), list(x.values()), do)
 
-    record: dict[str, Any] = {"gpus": world, **asdict(shape)}
+    record: dict[str, Any] = {"gpus": world, "way": way, "gates": gates, **asdict(shape)}
     for name, run in (("forward", forward), ("both", both)):
         # Compiles, and opens NCCL's connections.
         seconds(run, device, 2)
@@ -115,7 +162,20 @@ def measure(shape: Shape, device: torch.device, rounds: int) -> dict[str, Any]:
     return record
 
 
-def work(rank: int, world: int, port: int, trial: bool, rounds: int, out: str | None) -> None:
+class Plan(NamedTuple):
+    """What the processes of one number of GPUs do. port: of the store."""
+
+    world: int
+    port: int
+    trial: bool
+    rounds: int
+    ways: tuple[str, ...]
+    gates: tuple[str, ...]
+    out: Path | None
+
+
+def work(rank: int, plan: Plan) -> None:
+    trial, world = plan.trial, plan.world
     device = torch.device("cpu") if trial else torch.device("cuda", rank)
     if trial:
         torch.set_num_threads(1)
@@ -124,22 +184,23 @@ def work(rank: int, world: int, port: int, trial: bool, rounds: int, out: str | 
     torch.manual_seed(rank)
     dist.init_process_group(
         "gloo" if trial else "nccl",
-        init_method=f"tcp://127.0.0.1:{port}",
+        store=TCPStore(HOST, plan.port, is_master=False),
         rank=rank,
         world_size=world,
         device_id=None if trial else device,
     )
-    for shape in TOY if trial else SHAPES:
+    ways = plan.ways if world > 1 else ("maps",)
+    for shape, gates, way in itertools.product(TOY if trial else SHAPES, plan.gates, ways):
         if not trial:
             memory = torch.cuda.get_device_properties(device).total_memory
             if shape.T * shape.HV * BYTES_A_TOKEN > memory * world:
                 continue
-        record = measure(shape, device, rounds)
+        record = measure(shape, way, gates, device, plan.rounds)
         if rank == 0:
             line = json.dumps(record)
             print(line, flush=True)
-            if out is not None:
-                with Path(out, "context_parallel.jsonl").open("a", encoding="utf-8") as file:
+            if plan.out is not None:
+                with (plan.out / "context_parallel.jsonl").open("a", encoding="utf-8") as file:
                     file.write(line + "\n")
         if not trial:
             torch.cuda.empty_cache()
@@ -150,7 +211,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="folder of the records")
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds of each row")
+    parser.add_argument(
+        "--ways", nargs="+", choices=("maps", "heads"), default=["maps"], help="how a call is split"
+    )
     parser.add_argument("--dry-run", action="store_true", help="two processes on the CPU")
+    add_gates_option(parser)
     args = parser.parse_args(arguments)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -161,11 +226,18 @@ def main(arguments: list[str] | None = None) -> int:
         # Read by the children, which have no GPU to find then.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for world in (2,) if args.dry_run else (n for n in (1, 2, 4, 8) if n <= gpus):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        out = None if args.out is None else str(args.out)
-        processes.spawn(work, (world, port, args.dry_run, args.rounds, out), nprocs=world)
+        # The server chooses a free port, and holds it until the processes have ended.
+        store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        plan = Plan(
+            world=world,
+            port=store.port,
+            trial=args.dry_run,
+            rounds=args.rounds,
+            ways=tuple(args.ways),
+            gates=args.gates,
+            out=args.out,
+        )
+        processes.spawn(work, (plan,), nprocs=world)
     return 0
 
 

@@ -169,4 +169,42 @@ inline float* checkpoint_states(const std::optional<Tensor>& x, int32_t device,
   return static_cast<float*>(written(*x, "states", device, {rows, p.HV, p.V, p.K}));
 }
 
+// The outputs of a backward.
+struct BackwardOutputs {
+  const Tensor &dq, &dk, &dv, &dg, &dbeta;
+  const std::optional<Tensor>&dh0, &gate_sums;
+};
+
+// A backward of the call `p`, checked; without states and workspace.
+inline ChunkBackward parse_backward(const ChunkForward& p, const Tensor& q, const Tensor& dO,
+                                    const std::optional<Tensor>& dht, const BackwardOutputs& out,
+                                    bool v_first) {
+  ChunkBackward b{};
+  b.forward = p;
+  const int32_t device = q.get_device_index();
+  const ScalarType dtype = q.scalar_type();
+  const int64_t B = p.B, T = p.T, H = p.H, HV = p.HV, K = p.K, V = p.V;
+  b.dO = tma_rows(dO, "do", device, dtype, {B, T, HV, V});
+  const StateGradient from = state_gradient(dht, p, device, v_first);
+  b.dht = from.data, b.dht_n = from.n, b.dht_h = from.h, b.dht_k = from.k, b.dht_v = from.v;
+  check_dtype(out.dq, "dq", dtype);
+  check_dtype(out.dk, "dk", dtype);
+  check_dtype(out.dv, "dv", dtype);
+  b.dq = written(out.dq, "dq", device, {B, T, H, K});
+  b.dk = written(out.dk, "dk", device, {B, T, H, K});
+  b.dv = written(out.dv, "dv", device, {B, T, HV, V});
+  b.dg = written(out.dg, "dg", device, {B, T, HV}), b.dg_dtype = side_dtype(out.dg, "dg");
+  b.dbeta = written(out.dbeta, "dbeta", device, {B, T, HV});
+  b.dbeta_dtype = side_dtype(out.dbeta, "dbeta");
+  const StateOutput to = state_output(out.dh0, "dh0", p, device, v_first);
+  b.dh0 = to.data, b.dh0_n = to.n, b.dh0_h = to.h, b.dh0_k = to.k, b.dh0_v = to.v;
+  STD_TORCH_CHECK(out.gate_sums.has_value() == p.use_gate,
+                  "gdn_fast: gate_sums must be a tensor if and only if A_log is");
+  if (out.gate_sums) {
+    check_dtype(*out.gate_sums, "gate_sums", ScalarType::Float);
+    b.gate_sums = static_cast<float*>(written(*out.gate_sums, "gate_sums", device, {2, HV}));
+  }
+  return b;
+}
+
 }  // namespace gdn

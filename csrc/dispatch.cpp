@@ -12,7 +12,10 @@ namespace {
 constexpr Architecture kArchitectures[] = {
     {"sm90", 9, 0, sm90::chunk_forward_workspace, sm90::chunk_forward, sm90::chunk_prefill,
      sm90::backward::chunk_backward_checkpoint_interval, sm90::backward::chunk_backward_workspace,
-     sm90::backward::chunk_backward, sm90::backward::backward_walks},
+     sm90::backward::chunk_backward, sm90::part_segment, sm90::part_starts,
+     sm90::part_forward_workspace, sm90::part_forward_maps, sm90::part_forward_walk,
+     sm90::backward::part_backward_workspace, sm90::backward::part_backward_maps,
+     sm90::backward::part_backward_walks, sm90::backward::backward_walks},
 };
 
 struct Capability {

@@ -41,6 +41,24 @@ struct Architecture {
   // As chunk_forward. A sequence without tokens gets dh0 = dht.
   const char* (*chunk_backward)(const ChunkBackward&, cudaStream_t);
 
+  // A part of a sequence (Part), in two calls for each direction, between which the devices
+  // exchange maps. They depend on the same fields as chunk_forward_workspace. The workspace of the
+  // second call is that of the first, unchanged, and so are the inputs. B = N = 1, T >= 1.
+  int (*part_segment)(const ChunkForward&);    // chunks of a segment
+  size_t (*part_starts)(const ChunkForward&);  // bytes of Part::starts
+  size_t (*part_forward_workspace)(const ChunkForward&);
+  // The maps of the segments, folded from h0 into Part::carry; o and ht are not written.
+  const char* (*part_forward_maps)(const ChunkForward&, const Part&, cudaStream_t);
+  // o and ht. h0: the state that the part starts from; null: that of part_forward_maps.
+  const char* (*part_forward_walk)(const ChunkForward&, const Part&, cudaStream_t);
+  // K = V = 128 in bfloat16 alone. h0 and Part::starts are those of part_forward_walk; the outputs
+  // are given to both calls, since the first has scratch memory in them.
+  size_t (*part_backward_workspace)(const ChunkForward&);
+  // The reverse maps of the segments, folded from dht into Part::carry.
+  const char* (*part_backward_maps)(const ChunkBackward&, const Part&, cudaStream_t);
+  // The gradients, for dht, which may differ from that of the first call.
+  const char* (*part_backward_walks)(const ChunkBackward&, const Part&, cudaStream_t);
+
   // Chunk indices without a chunk are not written. A sequence without tokens gets dh0 = dht.
   const char* (*backward_walks)(const BackwardWalks&, cudaStream_t);
 };

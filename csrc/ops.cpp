@@ -223,36 +223,17 @@ void chunk_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     const Tensor& dv, const Tensor& dg, const Tensor& dbeta,
                     const std::optional<Tensor>& dh0, const std::optional<Tensor>& gate_sums,
                     const Tensor& workspace) {
-  ChunkBackward b{};
-  b.forward = parse_call({q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
-                         parse_options(scale, state_v_first, use_qk_l2norm, use_beta_sigmoid,
-                                       allow_neg_eigval, batch_invariant, longest));
-  ChunkForward& p = b.forward;
+  ChunkForward call =
+      parse_call({q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
+                 parse_options(scale, state_v_first, use_qk_l2norm, use_beta_sigmoid,
+                               allow_neg_eigval, batch_invariant, longest));
   const int32_t device = q.get_device_index();
-  const ScalarType dtype = q.scalar_type();
-  const int64_t B = p.B, T = p.T, H = p.H, HV = p.HV, K = p.K, V = p.V;
-  start_from(p, initial_state, device, state_v_first);
-  b.dO = tma_rows(dO, "do", device, dtype, {B, T, HV, V});
-  const StateGradient from = state_gradient(dht, p, device, state_v_first);
-  b.dht = from.data, b.dht_n = from.n, b.dht_h = from.h, b.dht_k = from.k, b.dht_v = from.v;
+  start_from(call, initial_state, device, state_v_first);
+  ChunkBackward b =
+      parse_backward(call, q, dO, dht, {dq, dk, dv, dg, dbeta, dh0, gate_sums}, state_v_first);
+  ChunkForward& p = b.forward;
   b.checkpoint_interval = parse_checkpoint_interval(checkpoint_interval);
   b.states = checkpoint_states(states, device, p, b.checkpoint_interval);
-  check_dtype(dq, "dq", dtype);
-  check_dtype(dk, "dk", dtype);
-  check_dtype(dv, "dv", dtype);
-  b.dq = written(dq, "dq", device, {B, T, H, K});
-  b.dk = written(dk, "dk", device, {B, T, H, K});
-  b.dv = written(dv, "dv", device, {B, T, HV, V});
-  b.dg = written(dg, "dg", device, {B, T, HV}), b.dg_dtype = side_dtype(dg, "dg");
-  b.dbeta = written(dbeta, "dbeta", device, {B, T, HV}), b.dbeta_dtype = side_dtype(dbeta, "dbeta");
-  const StateOutput to = state_output(dh0, "dh0", p, device, state_v_first);
-  b.dh0 = to.data, b.dh0_n = to.n, b.dh0_h = to.h, b.dh0_k = to.k, b.dh0_v = to.v;
-  STD_TORCH_CHECK(gate_sums.has_value() == A_log.has_value(),
-                  "gdn_fast: gate_sums must be a tensor if and only if A_log is");
-  if (gate_sums) {
-    check_dtype(*gate_sums, "gate_sums", ScalarType::Float);
-    b.gate_sums = static_cast<float*>(written(*gate_sums, "gate_sums", device, {2, HV}));
-  }
   const Architecture& kernels = kernels_on(device);
   check_workspace(workspace, device, backward_floats(kernels, p, b.checkpoint_interval));
   p.workspace = workspace.data_ptr();
@@ -260,6 +241,120 @@ void chunk_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   const torch::stable::accelerator::DeviceGuard guard(device);
   const char* error = kernels.chunk_backward(b, current_stream(device));
   STD_TORCH_CHECK(error == nullptr, "gdn_fast::chunk_backward did not run: ", error);
+}
+
+// ---- a part of a sequence, in two calls for each direction (Part)
+
+using Answer = size_t (*Architecture::*)(const ChunkForward&);
+template <Answer kAnswer>
+int64_t part_floats(int64_t device, std::vector<int64_t> sizes) {
+  const int32_t index = static_cast<int32_t>(device);
+  return floats((kernels_on(index).*kAnswer)(parse_sizes(sizes, multiprocessors(index))));
+}
+int64_t part_segment(int64_t device, std::vector<int64_t> sizes) {
+  const int32_t index = static_cast<int32_t>(device);
+  return kernels_on(index).part_segment(parse_sizes(sizes, multiprocessors(index)));
+}
+
+// The part of the call `p`, with its memory checked; bytes: of its workspace.
+Part parse_part(ChunkForward& p, const Tensor& starts, const std::optional<Tensor>& carry,
+                bool comes, const Tensor& workspace, int32_t device, Answer bytes) {
+  STD_TORCH_CHECK(p.B == 1 && p.cu_seqlens == nullptr && p.T > 0,
+                  "gdn_fast: a part must have B = 1, tokens and no cu_seqlens, got B = ", p.B,
+                  ", T = ", p.T);
+  const Architecture& kernels = kernels_on(device);
+  check_workspace(workspace, device, floats((kernels.*bytes)(p)));
+  p.workspace = workspace.data_ptr();
+  check_dtype(starts, "starts", ScalarType::Float);
+  Part part{kernels.part_segment(p), nullptr, nullptr, comes};
+  part.starts =
+      static_cast<float*>(written(starts, "starts", device, {floats(kernels.part_starts(p))}));
+  if (carry) {
+    check_dtype(*carry, "carry", ScalarType::Float);
+    part.carry = static_cast<float*>(written(*carry, "carry", device, {p.HV, p.V + p.K, p.K}));
+  }
+  return part;
+}
+
+// o: of the second call; else null.
+void run_part_forward(const Inputs& inputs, const Options& options,
+                      const std::optional<Tensor>& initial_state, const Tensor* o,
+                      const std::optional<Tensor>& final_state, const Tensor& starts,
+                      const std::optional<Tensor>& carry, bool comes, const Tensor& workspace) {
+  ChunkForward p = parse_call(inputs, options);
+  const int32_t device = inputs.q.get_device_index();
+  start_from(p, initial_state, device, options.state_v_first);
+  const Part part =
+      parse_part(p, starts, carry, comes, workspace, device, &Architecture::part_forward_workspace);
+  if (o) {
+    check_dtype(*o, "o", inputs.q.scalar_type());
+    p.o = written(*o, "o", device, {p.B, p.T, p.HV, p.V});
+  }
+  const StateOutput final =
+      state_output(final_state, "final_state", p, device, options.state_v_first);
+  p.ht = final.data, p.ht_n = final.n, p.ht_h = final.h, p.ht_k = final.k, p.ht_v = final.v;
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const auto run = o ? kernels_on(device).part_forward_walk : kernels_on(device).part_forward_maps;
+  const char* error = run(p, part, current_stream(device));
+  STD_TORCH_CHECK(error == nullptr, "gdn_fast: the part's forward did not run: ", error);
+}
+
+void part_forward_maps(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                       const Tensor& beta, const std::optional<Tensor>& A_log,
+                       const std::optional<Tensor>& dt_bias,
+                       const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first,
+                       bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval,
+                       bool batch_invariant, std::vector<int64_t> longest,
+                       const std::optional<Tensor>& initial_state,
+                       const std::optional<Tensor>& carry, bool comes, const Tensor& starts,
+                       const Tensor& workspace) {
+  run_part_forward({q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
+                   parse_options(scale, state_v_first, use_qk_l2norm, use_beta_sigmoid,
+                                 allow_neg_eigval, batch_invariant, longest),
+                   initial_state, nullptr, {}, starts, carry, comes, workspace);
+}
+
+void part_forward_walk(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                       const Tensor& beta, const std::optional<Tensor>& A_log,
+                       const std::optional<Tensor>& dt_bias,
+                       const std::optional<Tensor>& cu_seqlens, double scale, bool state_v_first,
+                       bool use_qk_l2norm, bool use_beta_sigmoid, bool allow_neg_eigval,
+                       bool batch_invariant, std::vector<int64_t> longest,
+                       const std::optional<Tensor>& initial_state, const Tensor& o,
+                       const std::optional<Tensor>& final_state, const Tensor& starts,
+                       const Tensor& workspace) {
+  run_part_forward({q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
+                   parse_options(scale, state_v_first, use_qk_l2norm, use_beta_sigmoid,
+                                 allow_neg_eigval, batch_invariant, longest),
+                   initial_state, &o, final_state, starts, {}, true, workspace);
+}
+
+// walks: the second call.
+void part_backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                   const Tensor& beta, const std::optional<Tensor>& A_log,
+                   const std::optional<Tensor>& dt_bias, const std::optional<Tensor>& cu_seqlens,
+                   double scale, bool state_v_first, bool use_qk_l2norm, bool use_beta_sigmoid,
+                   bool allow_neg_eigval, bool batch_invariant, std::vector<int64_t> longest,
+                   bool walks, const std::optional<Tensor>& initial_state, const Tensor& dO,
+                   const std::optional<Tensor>& dht, const std::optional<Tensor>& carry,
+                   const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& dg,
+                   const Tensor& dbeta, const std::optional<Tensor>& dh0,
+                   const std::optional<Tensor>& gate_sums, const Tensor& starts,
+                   const Tensor& workspace) {
+  ChunkForward p = parse_call({q, k, v, g, beta, A_log, dt_bias, cu_seqlens},
+                              parse_options(scale, state_v_first, use_qk_l2norm, use_beta_sigmoid,
+                                            allow_neg_eigval, batch_invariant, longest));
+  const int32_t device = q.get_device_index();
+  start_from(p, initial_state, device, state_v_first);
+  const Part part =
+      parse_part(p, starts, carry, true, workspace, device, &Architecture::part_backward_workspace);
+  const ChunkBackward b =
+      parse_backward(p, q, dO, dht, {dq, dk, dv, dg, dbeta, dh0, gate_sums}, state_v_first);
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const auto run =
+      walks ? kernels_on(device).part_backward_walks : kernels_on(device).part_backward_maps;
+  const char* error = run(b, part, current_stream(device));
+  STD_TORCH_CHECK(error == nullptr, "gdn_fast: the part's backward did not run: ", error);
 }
 
 void backward_walks(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& dO,
@@ -346,6 +441,20 @@ STABLE_TORCH_LIBRARY(gdn_fast, m) {
          "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!)? dh0, "
          "Tensor(g!)? gate_sums, "
          "Tensor(h!) workspace) -> ()");
+  define("part_segment(" + kSizes + ") -> int");
+  define("part_starts(" + kSizes + ") -> int");
+  define("part_forward_workspace(" + kSizes + ") -> int");
+  define("part_backward_workspace(" + kSizes + ") -> int");
+  define("part_forward_maps(" + call +
+         ", Tensor? initial_state, Tensor(a!)? carry, bool comes, Tensor(b!) starts, "
+         "Tensor(c!) workspace) -> ()");
+  define("part_forward_walk(" + call +
+         ", Tensor? initial_state, Tensor(a!) o, Tensor(b!)? final_state, Tensor(c!) starts, "
+         "Tensor(d!) workspace) -> ()");
+  define("part_backward(" + call +
+         ", bool walks, Tensor? initial_state, Tensor do, Tensor? dht, Tensor(a!)? carry, "
+         "Tensor(b!) dq, Tensor(c!) dk, Tensor(d!) dv, Tensor(e!) dg, Tensor(f!) dbeta, "
+         "Tensor(g!)? dh0, Tensor(h!)? gate_sums, Tensor starts, Tensor(i!) workspace) -> ()");
   define(
       "backward_walks(Tensor q, Tensor k, Tensor v, Tensor do, Tensor A_inv, Tensor A_qk, Tensor "
       "g_cumsum, "
@@ -360,12 +469,20 @@ STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CompositeExplicitAutograd, m) {
   m.impl("chunk_forward_workspace", TORCH_BOX(&chunk_forward_workspace));
   m.impl("chunk_backward_workspace", TORCH_BOX(&chunk_backward_workspace));
   m.impl("chunk_backward_checkpoint_interval", TORCH_BOX(&chunk_backward_checkpoint_interval));
+  m.impl("part_segment", TORCH_BOX(&part_segment));
+  m.impl("part_starts", TORCH_BOX(&part_floats<&Architecture::part_starts>));
+  m.impl("part_forward_workspace", TORCH_BOX(&part_floats<&Architecture::part_forward_workspace>));
+  m.impl("part_backward_workspace",
+         TORCH_BOX(&part_floats<&Architecture::part_backward_workspace>));
 }
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CUDA, m) {
   m.impl("chunk_forward", TORCH_BOX(&chunk_forward));
   m.impl("chunk_prefill", TORCH_BOX(&chunk_prefill));
   m.impl("chunk_backward", TORCH_BOX(&chunk_backward));
   m.impl("backward_walks", TORCH_BOX(&backward_walks));
+  m.impl("part_forward_maps", TORCH_BOX(&part_forward_maps));
+  m.impl("part_forward_walk", TORCH_BOX(&part_forward_walk));
+  m.impl("part_backward", TORCH_BOX(&part_backward));
 }
 // The same functions for CPU tensors, whose checks name the wrong tensor.
 STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CPU, m) {
@@ -373,4 +490,7 @@ STABLE_TORCH_LIBRARY_IMPL(gdn_fast, CPU, m) {
   m.impl("chunk_prefill", TORCH_BOX(&chunk_prefill));
   m.impl("chunk_backward", TORCH_BOX(&chunk_backward));
   m.impl("backward_walks", TORCH_BOX(&backward_walks));
+  m.impl("part_forward_maps", TORCH_BOX(&part_forward_maps));
+  m.impl("part_forward_walk", TORCH_BOX(&part_forward_walk));
+  m.impl("part_backward", TORCH_BOX(&part_backward));
 }

@@ -121,6 +121,20 @@ struct ChunkBackward {
   float* gate_sums;  // [2, HV]: of A_log, then of dt_bias; null unless `use_gate`
 };
 
+// A part of a sequence whose other parts are on other devices: a call of one sequence, without
+// cu_seqlens. The part is cut into segments of equal length, of which the last may be shorter, and
+// its own map S_out = M S_in + b is folded from theirs. Matrices are transposed: rows are channels
+// of V, or of the incoming state's K, and columns are channels of K.
+struct Part {
+  int chunks;     // of a segment: part_segment()
+  float* starts;  // part_starts() bytes: the states that the segments start from
+  // [HV, V + K, K] contiguous, the part's map: b, then M; null: nothing leaves the part. Of the
+  // backward the first V rows alone, the gradient of the state before the part for the given
+  // gradient of the state after it.
+  float* carry;
+  bool comes;  // a state comes from another part; else M is not needed, and not written
+};
+
 // Both walks over the states of a backward whose other steps run elsewhere, in chunks of 64 tokens.
 // `forward` has q, k, v, h0, cu_seqlens, the sizes, `dtype`, `scale` and `multiprocessors`; and in
 // fp32 g, the sum of log2 decays from the chunk's first token on, and the activated beta.

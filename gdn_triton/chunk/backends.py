@@ -52,9 +52,18 @@ def _triton_supports(problem: Problem) -> str | GradientKernels | None:
     return triton_supports(problem) or (_BY_TRITON if problem.needs_grad else None)
 
 
-def sharded_cuda_supports(problem: Problem) -> str | None:
-    """A sentence why the CUDA library cannot run a rank's part of a split call."""
-    return "The CUDA library does not serve cp_context."
+def sharded_cuda_supports(problem: Problem) -> str | GradientKernels | None:
+    """As `Backend.supports`, for a rank's part of a split call."""
+    refusal = problem.unreadable or cuda_support.supports(problem)
+    if refusal is not None or not problem.needs_grad:
+        return refusal
+    why = cuda_support.why_no_part_gradients(problem)
+    if why is None:
+        return _PART_BY_LIBRARY
+    refusal = triton_supports(problem)
+    if refusal is None:
+        return _part_by_triton(why)
+    return f"{why} The Triton backward cannot run either: {refusal}"
 
 
 def _load_cuda() -> Forward:
@@ -85,6 +94,12 @@ def _load_reference() -> Forward:
     from gdn_triton.chunk import reference
 
     return reference.forward
+
+
+def _load_cuda_shard() -> "ShardOps":
+    from gdn_triton.chunk.sharded import cuda
+
+    return cuda
 
 
 def _load_triton_shard() -> "ShardOps":
@@ -118,6 +133,15 @@ def _by_triton(why: str, *, with_walks: bool) -> GradientKernels:
     return GradientKernels(load, f"The gradients are by the Triton backward{walks}. {why}")
 
 
+# The `ShardOps` of a rank's part hold its backward, so that nothing is loaded for it.
+_PART_BY_LIBRARY = GradientKernels(load_nothing, _BY_LIBRARY.sentence)
+
+
+@functools.cache
+def _part_by_triton(why: str) -> GradientKernels:
+    return GradientKernels(load_nothing, f"The gradients are by the Triton backward. {why}")
+
+
 _CHUNK_BACKENDS: tuple[Backend[Problem, Forward], ...] = (
     Backend("cuda", _cuda_supports, _load_cuda),
     Backend("triton", _triton_supports, _load_triton),
@@ -130,7 +154,7 @@ PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS)
 SHARDED: Operator[Problem, "ShardOps"] = Operator(
     "chunk_gated_delta_rule",
     (
-        Backend("cuda", sharded_cuda_supports, load_nothing),
+        Backend("cuda", sharded_cuda_supports, _load_cuda_shard),
         Backend("triton", triton_supports, _load_triton_shard),
         Backend("reference", reference_supports, _load_reference_shard),
     ),

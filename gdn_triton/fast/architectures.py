@@ -25,6 +25,8 @@ class Architecture(NamedTuple):
     backward_least_use: float  # of its tiles' channels; with less a call is Triton's under auto
     backward_max_chunks: int  # (B * T / chunk_size + N) * HV, times the slices, is less
     backward_max_tokens: int  # B * T is less
+    part_backward_channels: int  # K and V of the backward of a part of a sequence
+    part_backward_dtype: torch.dtype
 
 
 # By the compute capability of a GPU.
@@ -45,5 +47,7 @@ ARCHITECTURES = {
         backward_least_use=0.5,  # times as long as Triton's: 1.18 at 0.25, 0.65 at 0.56
         backward_max_chunks=2**28,  # blocks of scratch memory have 32-bit numbers
         backward_max_tokens=2**31,  # rows of sums have 32-bit numbers
+        part_backward_channels=128,
+        part_backward_dtype=torch.bfloat16,
     ),
 }

@@ -88,6 +88,45 @@ class WalkArguments(NamedTuple):
     dh0: Tensor | None
 
 
+class PartMapsArguments(NamedTuple):
+    """The arguments of `part_forward_maps` after inputs and options."""
+
+    initial_state: Tensor | None
+    carry: Tensor | None
+    comes: bool
+    starts: Tensor
+    workspace: Tensor
+
+
+class PartWalkArguments(NamedTuple):
+    """The arguments of `part_forward_walk` after inputs and options."""
+
+    initial_state: Tensor | None
+    o: Tensor
+    final_state: Tensor | None
+    starts: Tensor
+    workspace: Tensor
+
+
+class PartBackwardArguments(NamedTuple):
+    """The arguments of `part_backward` after inputs and options."""
+
+    walks: bool
+    initial_state: Tensor | None
+    do: Tensor
+    dht: Tensor | None
+    carry: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dbeta: Tensor
+    dh0: Tensor | None
+    gate_sums: Tensor | None
+    starts: Tensor
+    workspace: Tensor
+
+
 # All that the library plans a call by. device: None for the current one.
 PLAN_SIZES = (
     *("device", "B", "T", "H", "HV", "K", "V", "N", "is_bfloat16", "is_packed"),
@@ -100,4 +139,7 @@ ARGUMENTS = {
     "chunk_prefill": INPUTS + OPTIONS + PoolArguments._fields,
     "chunk_backward": INPUTS + OPTIONS + BackwardArguments._fields,
     "backward_walks": WalkArguments._fields,
+    "part_forward_maps": INPUTS + OPTIONS + PartMapsArguments._fields,
+    "part_forward_walk": INPUTS + OPTIONS + PartWalkArguments._fields,
+    "part_backward": INPUTS + OPTIONS + PartBackwardArguments._fields,
 }

@@ -5,10 +5,10 @@ All cases of a kind run in one start of the processes, as every start costs seco
 process reports what is wrong; each case is a test here.
 """
 
+import dataclasses
 import itertools
 import json
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from shard_cases import (
     SIGMOID,
     Case,
     assert_near_whole,
+    expect_shard,
     leaves,
     like_fla,
     make_call,
@@ -33,9 +34,9 @@ from shard_cases import (
 )
 from torch import Tensor
 
-from gdn_triton import chunk_gated_delta_rule
+from gdn_triton import chunk_gated_delta_rule, fast
+from gdn_triton._ranks.layout import cut_out
 from gdn_triton.distributed import ContextParallel, build_cp_context, conv_halo
-from gdn_triton.distributed.layout import cut_out
 
 REFERENCE = [
     Case("one", "one sequence, even shards", (64,)),
@@ -143,6 +144,12 @@ ON_GPUS = [
         ("nccl-zigzag", (9000, 1000), None, BF16, 2, 4, 128, 128, "zigzag", False),
     ]
 ]
+# The same by the CUDA library, where it is.
+ON_GPUS += [
+    dataclasses.replace(case, name=f"{case.name}-cuda", backend="cuda")
+    for case in ON_GPUS
+    if case.dtype != FP32
+]
 
 
 # ---------------------------------------------------------------------------------- in each process
@@ -217,23 +224,6 @@ def run_shard(
         if name in found:
             dist.all_reduce(found[name], group=context.group)
     return {name: y.detach() for name, y in found.items()}
-
-
-def expect_shard(
-    case: Case, context: ContextParallel, whole: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """This rank's part of the results of the whole call."""
-    rows = list(context.sequences)
-    part = {}
-    for name, y in whole.items():
-        if name in ("ht", "dinitial_state"):
-            part[name] = y[rows].clone()
-        else:
-            part[name] = y if name in ("dA_log", "ddt_bias") else context.shard(y)
-    for i in context.intervals:
-        if i.before and "dinitial_state" in part:
-            part["dinitial_state"][i.first] = 0
-    return part
 
 
 def check_case(case: Case, group: Any, device: str) -> None:
@@ -338,7 +328,7 @@ def check_halo(group: Any, device: str) -> None:
     assert not wrong, wrong
 
 
-def work(rank: int, world: int, kind: str, port: int, out: str, kernels: bool) -> None:
+def work(rank: int, world: int, kind: str, out: str, kernels: bool) -> None:
     """One process: all cases of a kind, what is wrong with each into a file. kernels: on a CPU, in
     the interpreter too, which a process that sees no GPU would always choose."""
     on_gpu = kind == "nccl"
@@ -346,13 +336,14 @@ def work(rank: int, world: int, kind: str, port: int, out: str, kernels: bool) -
         torch.cuda.set_device(rank)
     for owner, name in ALLOCATING:
         setattr(owner, name, poisoned(getattr(owner, name)))
-    dist.init_process_group(
-        kind, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
-    )
+    store = dist.FileStore(str(Path(out, "store")), world)
+    dist.init_process_group(kind, store=store, rank=rank, world_size=world)
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world + 1)}
     device = f"cuda:{rank}" if on_gpu else "cpu"
     checks: dict[str, tuple[int, Callable[[], None]]] = {}
     cases = ON_GPUS if on_gpu else [*REFERENCE, *(TRITON if kernels else [])]
+    if not fast.is_available():
+        cases = [case for case in cases if case.backend != "cuda"]
     for case in cases:
         group = groups[case.world]
         checks[case.name] = case.world, lambda c=case, g=group: check_case(c, g, device)
@@ -388,15 +379,12 @@ def interpreted() -> bool:
 
 def start(kind: str, world: int, factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     def run(folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         hidden = {} if kind == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
         with pytest.MonkeyPatch.context() as patch:
             for name, value in hidden.items():
                 patch.setenv(name, value)
             patch.delenv("GDN_BACKEND", raising=False)
-            run_ranks(world, work, world, kind, port, str(folder), interpreted())
+            run_ranks(world, work, world, kind, str(folder), interpreted())
 
     folder = made_once(factory, kind, run)
     return [json.loads((folder / f"{kind}-{rank}.json").read_text()) for rank in range(world)]
@@ -432,4 +420,6 @@ def test_triton_equals_one_rank(on_cpu: list[dict[str, Any]], name: str) -> None
 @pytest.mark.two_gpus("NCCL between two ranks")
 @pytest.mark.parametrize("name", [*(case.name for case in ON_GPUS), "halo"])
 def test_nccl_equals_one_rank(on_gpus: list[dict[str, Any]], name: str) -> None:
+    if name.endswith("-cuda") and (reason := fast.why_unavailable()) is not None:
+        pytest.skip(reason)
     verdict(on_gpus, name)

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdn_triton.distributed.layout import any_crosses, cut_out
+from gdn_triton._ranks.layout import any_crosses, cut_out
 
 
 @given(st.lists(st.integers(0, 5), max_size=6), st.lists(st.integers(0, 6), min_size=1, max_size=5))

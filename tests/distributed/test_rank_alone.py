@@ -1,19 +1,25 @@
 """The part of one rank by Triton's kernels, in one process that plays the part of the others: what
 the rank sends and takes, for a sequence that began before it, goes on after it, or both."""
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from far import far, far_strides
 from helpers import BF16, FP16, FP32, same_bits
-from shard_cases import GATE, NORM, SIGMOID, Case, assert_near_whole, make_call, run_whole
+from shard_cases import (
+    GATE,
+    NORM,
+    SIGMOID,
+    Case,
+    assert_near_whole,
+    make_lasting_call,
+    run_whole,
+)
 from torch import Tensor
 
+from gdn_triton._ranks.layout import Interval, ShardLayout
 from gdn_triton.chunk.problem import Inputs, Problem
-from gdn_triton.chunk.sharded.autograd import Exchange
-from gdn_triton.distributed.layout import Interval, ShardLayout
 
 ALONE = [
     Case("fp32", "one walk", (50,), dtype=FP32),
@@ -53,19 +59,6 @@ def alone(cases: list[Case]) -> list[Any]:
     """As pytest parameters."""
     mark = pytest.mark.gpu("real sizes")
     return [pytest.param(case, id=case.name, marks=[mark] if case.gpu else []) for case in cases]
-
-
-def make_lasting_call(case: Case, device: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """As `make_call`, but the state that comes in is still there after the last token, so an error
-    in the map it takes is no smaller than one in what the tokens add."""
-    x, do, dht = make_call(case, device)
-    if case.options:
-        x["dt_bias"] -= math.log(case.tokens)
-        x["beta"] -= math.log(case.tokens / case.K)
-    else:
-        x["g"] *= 10 / case.tokens
-        x["beta"] *= case.K / case.tokens
-    return x, do, dht
 
 
 def run_alone(
@@ -109,30 +102,19 @@ def run_alone(
         use_gate=bool(case.options.keys() & GATE),
         needs_grad=True,
     )
-    sent: list[tuple[Tensor, Tensor]] = []
-
-    def exchange(coming: Tensor | None) -> Exchange:
-        def call(b: Tensor, M: Tensor) -> list[Tensor | None]:
-            sent.append((b.double(), M.double()))
-            return [coming]
-
-        return call
-
-    o, ht, kept = shard_triton.forward(
-        problem, layout, inputs, exchange(state[0] if begun else None)
+    summary, local = shard_triton.forward_prepare(problem, layout, inputs)
+    coming = [state[0].mT if begun else None]
+    o, ht, kept = shard_triton.forward_apply(problem, layout, inputs, local, lambda: coming)
+    back, local = shard_triton.backward_prepare(
+        problem, layout, inputs, kept, do, torch.zeros_like(dht) if unfinished else dht
     )
-    grads = shard_triton.gradients(
-        problem,
-        layout,
-        inputs,
-        kept,
-        do,
-        torch.zeros_like(dht) if unfinished else dht,
-        {name: y is not None for name, y in inputs._asdict().items()},
-        exchange(dht[0] if unfinished else None),
+    needed = {name: y is not None for name, y in inputs._asdict().items()}
+    coming_back = [dht[0].mT if unfinished else None]
+    grads = shard_triton.backward_apply(
+        problem, layout, inputs, kept, local, needed, lambda: coming_back
     )
     found = {f"d{n}": y for n, y in zip(Inputs._fields, grads, strict=True) if y is not None}
-    (b, M), (c, M_back) = sent
+    (b, M), (c, M_back) = (x[0].mT.double().split([case.V, case.K], -1) for x in (summary, back))
     if unfinished:
         found["sent"] = (b + M @ state.double()).to(ht.dtype)
     if begun:

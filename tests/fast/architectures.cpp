@@ -22,10 +22,18 @@ namespace gdn::sm90 {
 size_t chunk_forward_workspace(const ChunkForward&) { return 1; }
 const char* chunk_forward(const ChunkForward&, cudaStream_t) { return "forward"; }
 const char* chunk_prefill(const ChunkForward&, const Pool&, cudaStream_t) { return "prefill"; }
+int part_segment(const ChunkForward&) { return 4; }
+size_t part_starts(const ChunkForward&) { return 5; }
+size_t part_forward_workspace(const ChunkForward&) { return 6; }
+const char* part_forward_maps(const ChunkForward&, const Part&, cudaStream_t) { return "maps"; }
+const char* part_forward_walk(const ChunkForward&, const Part&, cudaStream_t) { return "walk"; }
 namespace backward {
 int chunk_backward_checkpoint_interval(const ChunkForward&) { return 3; }
 size_t chunk_backward_workspace(const ChunkForward&, int) { return 2; }
 const char* chunk_backward(const ChunkBackward&, cudaStream_t) { return "backward"; }
+size_t part_backward_workspace(const ChunkForward&) { return 7; }
+const char* part_backward_maps(const ChunkBackward&, const Part&, cudaStream_t) { return "back"; }
+const char* part_backward_walks(const ChunkBackward&, const Part&, cudaStream_t) { return "both"; }
 const char* backward_walks(const BackwardWalks&, cudaStream_t) { return "walks"; }
 }  // namespace backward
 }  // namespace gdn::sm90
@@ -43,4 +51,7 @@ int main() {
   std::printf("%s %s %s %s %d %d %d\n", x.chunk_forward({}, nullptr), x.chunk_prefill({}, {}, nullptr),
               x.chunk_backward({}, nullptr), x.backward_walks({}, nullptr), int(x.chunk_forward_workspace({})),
               int(x.chunk_backward_workspace({}, 0)), x.chunk_backward_checkpoint_interval({}));
+  std::printf("%s %s %s %s %d %d %d %d\n", x.part_forward_maps({}, {}, nullptr), x.part_forward_walk({}, {}, nullptr),
+              x.part_backward_maps({}, {}, nullptr), x.part_backward_walks({}, {}, nullptr), x.part_segment({}),
+              int(x.part_starts({})), int(x.part_forward_workspace({})), int(x.part_backward_workspace({})));
 }

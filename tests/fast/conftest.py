@@ -19,7 +19,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
     noted = Operator()
-    monkeypatch.setattr(calls, "_operator", noted.named)
+    monkeypatch.setattr(calls, "library_operator", noted.named)
     monkeypatch.setattr(calls, "workspace_floats", lambda *sizes: sum(map(int, sizes[1:])))
     return noted
 
@@ -28,7 +28,7 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     """The library, by decree there and able."""
     found = Noted()
-    monkeypatch.setattr(calls, "_operator", found.named)
+    monkeypatch.setattr(calls, "library_operator", found.named)
     monkeypatch.setattr(calls, "workspace_floats", lambda *sizes: 1)
     monkeypatch.setattr(
         calls,

@@ -65,7 +65,8 @@ def test_choice_by_compute_capability(tmp_path: Path) -> None:
     ]
     again = [line.replace("sm90, asked 2", "sm90, asked 0") for line in first]
     lines = [line for line in said.splitlines() if not line.startswith("row ")]
-    assert lines == [*first, *again, "forward prefill backward walks 1 2 3"]
+    parts = "maps walk back both 4 5 6 7"
+    assert lines == [*first, *again, "forward prefill backward walks 1 2 3", parts]
 
 
 def test_a_row_without_kernels_is_no_library(

@@ -382,13 +382,13 @@ def test_operator_checks_its_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passed: list[Any] = []
-    operators = calls._operator
+    operators = calls.library_operator
     right = operators("chunk_backward")
 
     def noting(asked: str) -> Callable[..., None]:
         return (lambda *x: passed.extend(x)) if asked == "chunk_backward" else operators(asked)
 
-    monkeypatch.setattr(calls, "_operator", noting)
+    monkeypatch.setattr(calls, "library_operator", noting)
     by_op(make_task(fast_case("checked", "", T=70), BF16, own, Options()))
     right(*passed)
     at = ARGUMENTS.index(name)

@@ -55,7 +55,7 @@ def sevens(operator: Operator, monkeypatch: pytest.MonkeyPatch, device: str) -> 
     """The library's operator, by decree there and able."""
     pytest.importorskip("triton", reason="Triton is not installed")
     noted = Sevens()
-    monkeypatch.setattr(calls, "_operator", noted.named)
+    monkeypatch.setattr(calls, "library_operator", noted.named)
     monkeypatch.setattr(support, "supports", lambda problem: None)
     monkeypatch.setattr(support, "walks_support", lambda problem: "Not here.")
     monkeypatch.setattr(fast, "architecture_on", lambda device: ARCHITECTURES[9, 0])

@@ -186,4 +186,4 @@ def test_host_moves_states_without_tokens(changes: dict[str, Any], operator: Ope
 def test_operator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "why_unavailable", lambda: "Not built.")
     with pytest.raises(RuntimeError, match=r"Not built\."):
-        calls._operator.__wrapped__("chunk_forward")
+        calls.library_operator.__wrapped__("chunk_forward")

@@ -32,7 +32,7 @@ def keep(cuda: str, monkeypatch: pytest.MonkeyPatch) -> Keep:
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The arguments of each backward."""
     found: list[dict[str, Any]] = []
-    operators = calls._operator
+    operators = calls.library_operator
 
     def noting(name: str) -> Callable[..., None]:
         run = operators(name)
@@ -45,7 +45,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
         return note
 
-    monkeypatch.setattr(calls, "_operator", noting)
+    monkeypatch.setattr(calls, "library_operator", noting)
     return found
 
 
@@ -250,7 +250,7 @@ def test_checks_the_states(
     by_op(make_task(fast_case("checked", "", T=200), BF16, "cuda", Options()))
     (call,) = passed
     with pytest.raises(RuntimeError, match=words):
-        calls._operator("chunk_backward")(*{**call, name: change(call[name])}.values())
+        calls.library_operator("chunk_backward")(*{**call, name: change(call[name])}.values())
 
 
 @gpu

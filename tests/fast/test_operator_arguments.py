@@ -75,7 +75,7 @@ def test_operator_checks_its_arguments(name: str, change: Any, words: str, cuda:
     """For whoever calls it directly: the op's own checks come before it otherwise."""
     noted = Operator()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "_operator", noted.named)
+        patch.setattr(calls, "library_operator", noted.named)
         run("cuda", make_call(PADDED, BF16, cuda, OPTIONS["l2norm"]))
     judge(noted, name, change, words)
 
@@ -115,7 +115,7 @@ def test_prefill_operator_checks_its_arguments(
 ) -> None:
     noted = Operator()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "_operator", noted.named)
+        patch.setattr(calls, "library_operator", noted.named)
         p, given, pool = prefill_call(device=cuda)
         calls.forward(p, given, pool)
     judge(noted, name, change, words)

@@ -130,12 +130,12 @@ def test_the_operator_checks_its_arguments(
     made: dict[str, Tensor] = {}
     if name == "do":
         given["do"], made["do"] = given["do"].new_zeros(1, 334, 2, 128), given["do"]
-    operator = calls._operator("backward_walks")
+    operator = calls.library_operator("backward_walks")
 
     def direct(*arguments: Any) -> None:
         operator(*arguments[:3], made.get("do", arguments[3]), *arguments[4:])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "_operator", lambda name: direct)
+        patch.setattr(calls, "library_operator", lambda name: direct)
         with pytest.raises(RuntimeError, match=re.escape(words)):
             calls.walks(**given)

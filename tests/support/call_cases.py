@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gdn_triton
+from gdn_triton._ranks.layout import Interval
 from gdn_triton.distributed import ContextParallel
-from gdn_triton.distributed.layout import Interval
 from gdn_triton.layers import GatedDeltaNet, GatedDeltaNetCache
 
 H, HV, K, V, W = 1, 2, 4, 6, 4

@@ -2,6 +2,7 @@
 rank."""
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ SIGMOID = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
 class Case:
     """One call. sequences: their lengths. shards: tokens of each slot; None: even. like_fla: by a
     context that has FLA's attributes only. inner: the states at the cuts get gradients too. pieces:
-    cut every local sequence into walks of one chunk."""
+    cut every local sequence into walks of one chunk. lasting: as `make_lasting_call`."""
 
     name: str
     why: str
@@ -44,6 +45,7 @@ class Case:
     inner: bool = False
     pieces: bool = False
     orphans: int = 0
+    lasting: bool = False
     gpu: bool = False
 
     @property
@@ -83,6 +85,19 @@ def make_call(case: Case, device: str) -> tuple[dict[str, Tensor], Tensor, Tenso
         x["dt_bias"] = normal(HV).to(device, wide)
     out = FP64 if case.dtype == FP64 else FP32
     return x, normal(1, T, HV, V).to(device, case.dtype), normal(*state).to(device, out)
+
+
+def make_lasting_call(case: Case, device: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """As `make_call`, but the state that comes in is still there after the last token, so an error
+    in the map it takes is no smaller than one in what the tokens add."""
+    x, do, dht = make_call(case, device)
+    if case.options:
+        x["dt_bias"] -= math.log(case.tokens)
+        x["beta"] -= math.log(case.tokens / case.K)
+    else:
+        x["g"] *= 10 / case.tokens
+        x["beta"] *= case.K / case.tokens
+    return x, do, dht
 
 
 def like_fla(context: ContextParallel) -> SimpleNamespace:
@@ -126,6 +141,23 @@ def run_whole(case: Case, x: dict[str, Tensor], do: Tensor, dht: Tensor) -> dict
     )
     grads = torch.autograd.grad([o, ht], list(x.values()), [do.to(o.dtype), dht.to(ht.dtype)])
     return {"o": o, "ht": ht, **{f"d{name}": y for name, y in zip(x, grads, strict=True)}}
+
+
+def expect_shard(
+    case: Case, context: ContextParallel, whole: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """This rank's part of the results of the whole call."""
+    rows = list(context.sequences)
+    part = {}
+    for name, y in whole.items():
+        if name in ("ht", "dinitial_state"):
+            part[name] = y[rows].clone()
+        else:
+            part[name] = y if name in ("dA_log", "ddt_bias") else context.shard(y)
+    for i in context.intervals:
+        if i.before and "dinitial_state" in part:
+            part["dinitial_state"][i.first] = 0
+    return part
 
 
 def assert_near_whole(case: Case, name: str, y: Tensor, exact: Tensor, narrow: Tensor) -> None:

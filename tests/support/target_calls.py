@@ -4,6 +4,7 @@ compile_targets.py compiles."""
 import dataclasses
 import itertools
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,8 +237,8 @@ def run_pool(shape: Shape, chunk_fwd: Any) -> None:
 
 def run_shards(shape: Shape) -> None:
     """A rank's part of a sequence that is split over ranks, at its start and in its middle."""
+    from gdn_triton._ranks.layout import Interval, ShardLayout
     from gdn_triton.chunk.sharded import triton as shard_triton
-    from gdn_triton.distributed.layout import Interval, ShardLayout
 
     T = 300
     cu_seqlens = torch.tensor([0, T], dtype=torch.int32)
@@ -250,10 +251,13 @@ def run_shards(shape: Shape) -> None:
         interval = Interval(1, 0, 0, before, (2,), T * len(before))
         lengths = (T, T, T)
         layout = ShardLayout(None, cu_seqlens, (0, T), (interval,), lengths, (0, 1, 2), True)
-        _, ends, kept = shard_triton.forward(problem, layout, x, lambda b, M: [b[0]])
+        summary, local = shard_triton.forward_prepare(problem, layout, x)
+        coming = partial(list, [summary[0, :, : problem.V]])
+        _, ends, kept = shard_triton.forward_apply(problem, layout, x, local, coming)
         do = torch.empty_like(x.v, memory_format=torch.contiguous_format)
-        rest = (x, kept, do, torch.zeros_like(ends), needed, lambda b, M: [b[0]])
-        shard_triton.gradients(problem, layout, *rest)
+        rest = (problem, layout, x, kept)
+        _, back = shard_triton.backward_prepare(*rest, do, torch.zeros_like(ends))
+        shard_triton.backward_apply(*rest, back, needed, coming)
 
 
 def run_post_conv(shape: Shape) -> None:

@@ -7,6 +7,7 @@
 #include "sm90/entry.h"
 #include "sm90/launch_blocks.h"
 #include "sm90/plan/backward/plan.h"
+#include "sm90/tile/growth.cuh"
 #include "sm90/tile/l2norm.cuh"
 
 namespace gdn::sm90::backward {
@@ -51,10 +52,13 @@ int64_t pairs_of(const ChunkForward& p) {
   return p.cu_seqlens ? int64_t{p.N} * p.H : 0;
 }
 
+// Which kernels a call launches: all, or those of one of the two calls of a part of a sequence.
+enum class Stage { kAll, kPartMaps, kPartWalks };
+
 // Lays out the scratch memory of `params`, and returns its bytes. has_states: the forward has left
-// the states that segments start from.
-int64_t lay_out(const ChunkForward& p, const SegmentPlan& segments, bool has_states, void* base,
-                Params& params) {
+// the states that segments start from. is_part: of a part of a sequence, PartMaps.
+int64_t lay_out(const ChunkForward& p, const SegmentPlan& segments, bool has_states, bool is_part,
+                void* base, Params& params) {
   Scratch& x = params.scratch;
   SegmentMaps& maps = params.maps;
   BackBlocks& back = params.back;
@@ -105,10 +109,17 @@ int64_t lay_out(const ChunkForward& p, const SegmentPlan& segments, bool has_sta
   maps = {};
   if (segments.both_walks) {
     maps.exist = true;
-    parts.take(maps.ends, matrices);
+    parts.take(maps.ends, matrices + (is_part ? matrix : 0));
+    if (is_part) maps.ends += matrix;
     parts.take(maps.values, segments.count * slices_of(p) * kMapValues);
     parts.take(maps.forgotten, segments.count * slices_of(p));
     parts.take(maps.wrong, 1);
+  }
+  params.part = {};
+  if (is_part && p.use_qk_l2norm && !p.batch_invariant) {
+    float* growth;
+    parts.take(growth, growth_floats(p));
+    params.part.growth = growth;
   }
   return parts.used();
 }
@@ -148,26 +159,39 @@ Sums sums_of(const ChunkForward& p) {
 }
 
 template <class Kind>
-const char* normalize(const ChunkForward& p, const Scratch& scratch, Rows& q, Rows& k,
+const char* normalize(const ChunkForward& p, const Scratch& scratch, const Rows& q, const Rows& k,
                       cudaStream_t stream) {
   constexpr int kLanes = kChannels / 8;
   const int64_t rows = p.B * p.T * p.H;
   const dim3 grid(unsigned(ceil_div(rows * kLanes, kNormThreads)), 2);
   l2norm_kernel<typename Kind::T, kLanes, Kind::kExact><<<grid, kNormThreads, 0, stream>>>(
       q, k, static_cast<uint4*>(scratch.q), static_cast<uint4*>(scratch.k), rows, p.T, p.H, p.K);
-  q = whole(p, scratch.q, p.H, p.K);
-  k = whole(p, scratch.k, p.H, p.K);
   return check(cudaGetLastError());
 }
 
+// The kernels of the first call of a part, after those that all calls begin with.
 template <class Kind>
-const char* run(const ChunkBackward& problem, cudaStream_t stream) {
+const char* run_part_maps(Params& params, cudaStream_t stream) {
+  if (params.part.growth != nullptr) {
+    float* const growth = const_cast<float*>(params.part.growth);
+    if (const char* error = check(make_growth(params.problem.forward, growth, stream)))
+      return error;
+  }
+  if (const char* error = run_segment_maps<Kind, true>(params, stream)) return error;
+  return params.part.carry == nullptr ? nullptr : run_part_fold<Kind>(params, stream);
+}
+
+// part: of a part of a sequence; else null.
+template <class Kind>
+const char* run(const ChunkBackward& problem, const Part* part, Stage stage, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   Params params = {};
   params.problem = problem;
   const bool has_states = problem.states != nullptr;
-  const SegmentPlan segments = segments_of(p, has_states ? problem.checkpoint_interval : 0);
-  lay_out(p, segments, has_states, p.workspace, params);
+  const SegmentPlan segments = part ? in_segments(p, part->chunks, true)
+                                    : segments_of(p, has_states ? problem.checkpoint_interval : 0);
+  lay_out(p, segments, has_states, part != nullptr, p.workspace, params);
+  if (stage == Stage::kPartMaps) params.part.carry = part->carry;
   params.chunks = int(most_chunks_of(p));
   params.chunks_of_batch = int(ceil_div(p.T, kChunk));
   params.segment = segments.length;
@@ -186,8 +210,12 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   params.by_parts = Divisor::of(params.parts);
   const Scratch& x = params.scratch;
   Rows q = p.q, k = p.k;
-  if (p.use_qk_l2norm)
-    if (const char* error = normalize<Kind>(p, x, q, k, stream)) return error;
+  if (p.use_qk_l2norm) {
+    if (stage != Stage::kPartWalks)
+      if (const char* error = normalize<Kind>(p, x, q, k, stream)) return error;
+    q = whole(p, x.q, p.H, p.K);
+    k = whole(p, x.k, p.H, p.K);
+  }
   const int64_t pairs = std::max<int64_t>(pairs_of(p), 1);  // a tensor map needs a tile
   const int64_t slice_blocks = int64_t{params.chunks} * params.slices;
   const char* errors[] = {
@@ -205,14 +233,19 @@ const char* run(const ChunkBackward& problem, cudaStream_t stream) {
   };
   for (const char* error : errors)
     if (error) return error;
-  if (const char* error = run_frames<Kind>(params, stream)) return error;
-  if (const char* error = run_deals(params, stream)) return error;
-  if (!params.makes_triangles || (params.segment > 0 && !has_states) ||
-      params.back.shape == BackShape::kByLengths)
-    if (const char* error = run_triangles<Kind>(params, stream)) return error;
+  if (stage != Stage::kPartWalks) {
+    if (const char* error = run_frames<Kind>(params, stream)) return error;
+    if (const char* error = run_deals(params, stream)) return error;
+    if (!params.makes_triangles || (params.segment > 0 && !has_states) ||
+        params.back.shape == BackShape::kByLengths)
+      if (const char* error = run_triangles<Kind>(params, stream)) return error;
+  }
   if constexpr (kCuts<Kind>) {
-    if (params.maps.exist) {
-      if (const char* error = run_segment_maps<Kind>(params, stream)) return error;
+    if (stage == Stage::kPartMaps) return run_part_maps<Kind>(params, stream);
+    if (stage == Stage::kPartWalks) {
+      if (const char* error = run_part_fold<Kind>(params, stream)) return error;
+    } else if (params.maps.exist) {
+      if (const char* error = run_segment_maps<Kind, false>(params, stream)) return error;
       if (const char* error = run_segment_folds<Kind>(params, stream)) return error;
     }
   }
@@ -245,7 +278,7 @@ size_t chunk_backward_workspace(const ChunkForward& p, int checkpoint_interval) 
   Params params = {};
   return unsupported(p) ? 0
                         : size_t(lay_out(p, segments_of(p, checkpoint_interval),
-                                         checkpoint_interval > 0, nullptr, params));
+                                         checkpoint_interval > 0, false, nullptr, params));
 }
 
 const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
@@ -254,9 +287,38 @@ const char* chunk_backward(const ChunkBackward& problem, cudaStream_t stream) {
   if (problem.states != nullptr && !is_exact(p))
     return "the Hopper backward takes states that the forward has left only with K = V = 128 in "
            "bfloat16";
-  if (p.dtype == Dtype::kFloat16) return run<Kind<__half, false>>(problem, stream);
-  if (is_exact(p)) return run<Kind<__nv_bfloat16, true>>(problem, stream);
-  return run<Kind<__nv_bfloat16, false>>(problem, stream);
+  constexpr Stage kAll = Stage::kAll;
+  if (p.dtype == Dtype::kFloat16) return run<Kind<__half, false>>(problem, nullptr, kAll, stream);
+  if (is_exact(p)) return run<Kind<__nv_bfloat16, true>>(problem, nullptr, kAll, stream);
+  return run<Kind<__nv_bfloat16, false>>(problem, nullptr, kAll, stream);
+}
+
+size_t part_backward_workspace(const ChunkForward& p) {
+  if (unsupported(p) || !is_exact(p)) return 0;
+  Params params = {};
+  return size_t(lay_out(p, in_segments(p, part_segment(p), true), true, true, nullptr, params));
+}
+
+namespace {
+// `problem` with the states of the forward, which are those that its segments start from.
+const char* run_part(ChunkBackward problem, const Part& part, Stage stage, cudaStream_t stream) {
+  const ChunkForward& p = problem.forward;
+  if (const char* reason = unsupported(p)) return reason;
+  if (!is_exact(p)) return "the Hopper backward of a part needs K = V = 128 in bfloat16";
+  problem.states = part.starts + int64_t{p.HV} * kChannels * kChannels;
+  problem.checkpoint_interval = part.chunks * kChunk;
+  return run<Kind<__nv_bfloat16, true>>(problem, &part, stage, stream);
+}
+}  // namespace
+
+const char* part_backward_maps(const ChunkBackward& problem, const Part& part,
+                               cudaStream_t stream) {
+  return run_part(problem, part, Stage::kPartMaps, stream);
+}
+
+const char* part_backward_walks(const ChunkBackward& problem, const Part& part,
+                                cudaStream_t stream) {
+  return run_part(problem, part, Stage::kPartWalks, stream);
 }
 
 }  // namespace gdn::sm90::backward

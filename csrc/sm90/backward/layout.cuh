@@ -89,6 +89,14 @@ struct SegmentMaps {
                // again
 };
 
+// What the maps and folds of a part of a sequence (Part) have beside SegmentMaps. Every segment has
+// a map of the gradient, and SegmentMaps::ends has two matrices more: before the first segment, and
+// after the last one.
+struct PartMaps {
+  const float* growth;  // [chunks, HV], tile/growth.cuh; null: no segment forgets
+  float* carry;         // Part::carry
+};
+
 struct BackBlocks {
   BackShape shape;
   int* over_halves;   // the choice of the device by the lengths, deal.cuh; not 0: halves
@@ -126,6 +134,7 @@ struct Params {
   const int* again;  // SegmentMaps::wrong, for walks over whole sequences that run only if it is
                      // not 0; else null
   BackBlocks back;
+  PartMaps part;
 };
 
 GDN_DEVICE bool walks_back_over_halves(const Params& params) {
@@ -362,10 +371,14 @@ const char* run_frames(const Params&, cudaStream_t);
 const char* run_deals(const Params&, cudaStream_t);
 template <class Kind>
 const char* run_triangles(const Params&, cudaStream_t);
-template <class Kind>
+template <class Kind, bool kPart>
 const char* run_segment_maps(Params&, cudaStream_t);
 template <class Kind>
 const char* run_segment_folds(const Params&, cudaStream_t);
+// The fold of the gradient through a part of a sequence: from problem.dht to PartMaps::carry if
+// that is not null, else into SegmentMaps::ends.
+template <class Kind>
+const char* run_part_fold(const Params&, cudaStream_t);
 template <class Kind>
 const char* run_walk_back(Params&, cudaStream_t);
 template <class Kind>

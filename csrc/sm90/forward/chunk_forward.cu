@@ -8,6 +8,8 @@
 #include "sm90/launch_blocks.h"
 #include "sm90/plan/choose_cut.cuh"
 #include "sm90/plan/forward_plan.h"
+#include "sm90/plan/part_plan.h"
+#include "sm90/tile/growth.cuh"
 #include "sm90/tile/l2norm.cuh"
 
 namespace gdn::sm90 {
@@ -24,19 +26,35 @@ const char* unsupported(const ChunkForward& p) {
   return nullptr;
 }
 
+// Where q and k over their norms are in the workspace.
+struct Normalized {
+  uint4 *q, *k;
+  explicit Normalized(const ChunkForward& p)
+      : q(static_cast<uint4*>(p.workspace)), k(q + normalized_bytes(p) / sizeof(uint4)) {}
+  Rows rows(const ChunkForward& p, const uint4* x) const {
+    return {x, p.T * p.H * p.K, int64_t{p.H} * p.K, p.K};
+  }
+};
+
 // Writes q and k over their norms to the workspace.
 template <class T, class Heads>
-const char* normalize(const ChunkForward& p, Rows& q, Rows& k, cudaStream_t stream) {
+const char* normalize(const ChunkForward& p, const Rows& q, const Rows& k, const Normalized& out,
+                      cudaStream_t stream) {
   constexpr int kLanes = Heads::kKeys / 8;
   const int64_t rows = p.B * p.T * p.H;
-  uint4* const q_out = static_cast<uint4*>(p.workspace);
-  uint4* const k_out = q_out + normalized_bytes(p) / sizeof(uint4);
   const dim3 grid(unsigned(ceil_div(rows * kLanes, kNormThreads)), 2);
   l2norm_kernel<T, kLanes, Heads::kExact>
-      <<<grid, kNormThreads, 0, stream>>>(q, k, q_out, k_out, rows, p.T, p.H, p.K);
-  q = {q_out, p.T * p.H * p.K, int64_t{p.H} * p.K, p.K};
-  k = {k_out, p.T * p.H * p.K, int64_t{p.H} * p.K, p.K};
+      <<<grid, kNormThreads, 0, stream>>>(q, k, out.q, out.k, rows, p.T, p.H, p.K);
   return check(cudaGetLastError());
+}
+
+const char* make_maps(KernelParams& params, const Rows& q, const Rows& k, const Rows& o) {
+  const ChunkForward& p = params.problem;
+  if (const char* error = make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K)) return error;
+  if (const char* error = make_map(&params.k, p.dtype, k, p.B, p.T, p.H, p.K)) return error;
+  if (const char* error = make_map(&params.v, p.dtype, p.v, p.B, p.T, p.HV, p.V)) return error;
+  if (o.data == nullptr) return nullptr;
+  return make_map(&params.o, p.dtype, o, p.B, p.T, p.HV, p.V);
 }
 
 // Elements of the maps, and of the states that segments start from.
@@ -80,16 +98,14 @@ const char* run(const ChunkForward& p, const Pool* pool, cudaStream_t stream) {
   Rows q = p.q, k = p.k;
   char* workspace = static_cast<char*>(p.workspace);
   if (p.use_qk_l2norm && p.B * p.T > 0) {
-    if (const char* error = normalize<T, Heads>(p, q, k, stream)) return error;
+    const Normalized x(p);
+    if (const char* error = normalize<T, Heads>(p, q, k, x, stream)) return error;
+    q = x.rows(p, x.q), k = x.rows(p, x.k);
     workspace += 2 * normalized_bytes(p);
   }
   const Rows o = pool ? pool->o : Rows{p.o, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V};
-  if (p.B * p.T > 0) {  // a tensor map of no elements is refused, and not needed
-    if (const char* error = make_map(&params.q, p.dtype, q, p.B, p.T, p.H, p.K)) return error;
-    if (const char* error = make_map(&params.k, p.dtype, k, p.B, p.T, p.H, p.K)) return error;
-    if (const char* error = make_map(&params.v, p.dtype, p.v, p.B, p.T, p.HV, p.V)) return error;
-    if (const char* error = make_map(&params.o, p.dtype, o, p.B, p.T, p.HV, p.V)) return error;
-  }
+  if (p.B * p.T > 0)  // a tensor map of no elements is refused, and not needed
+    if (const char* error = make_maps(params, q, k, o)) return error;
   const ForwardPlan plan = plan_of<Heads>(p);
   params.shape = plan.shape;
   params.dealing = deal<Heads>(p, plan, workspace);
@@ -135,7 +151,96 @@ const char* run_supported(const ChunkForward& p, const Pool* pool, cudaStream_t 
   });
 }
 
+// The parts of the workspace of a part of a sequence, after q and k over their norms.
+struct PartBuffers {
+  float *maps, *growth;
+  int *windows, *marks;
+  int64_t words;
+};
+template <class Heads>
+PartBuffers part_buffers(const ChunkForward& p, const ForwardPlan& plan, void* at) {
+  PartBuffers x = {};
+  float* const first = static_cast<float*>(at);
+  x.maps = first;
+  x.growth = x.maps + map_floats<Heads>(p, plan);
+  x.windows = reinterpret_cast<int*>(x.growth + growth_floats(p));
+  x.marks = x.windows + window_ints(p, plan);
+  x.words = reinterpret_cast<float*>(x.marks + mark_ints(p, plan)) - first;
+  return x;
+}
+
+template <class T, class Heads>
+const char* run_stage(const ChunkForward& p, const Part& part, PartStage stage,
+                      cudaStream_t stream) {
+  KernelParams params = {};
+  params.problem = p;
+  Rows q = p.q, k = p.k;
+  char* workspace = static_cast<char*>(p.workspace);
+  if (p.use_qk_l2norm) {
+    const Normalized x(p);
+    if (stage == PartStage::kMaps)
+      if (const char* error = normalize<T, Heads>(p, q, k, x, stream)) return error;
+    q = x.rows(p, x.q), k = x.rows(p, x.k);
+    workspace += 2 * normalized_bytes(p);
+  }
+  const Rows o = {p.o, p.T * p.HV * p.V, int64_t{p.HV} * p.V, p.V};
+  if (const char* error = make_maps(params, q, k, o)) return error;
+  const ForwardPlan plan = part_plan_of<Heads>(p);
+  const PartBuffers buffers = part_buffers<Heads>(p, plan, workspace);
+  params.heads = Divisor::of(p.HV);
+  params.group = Divisor::of(p.HV / p.H);
+  params.segments.cuts = plan.cuts;
+  params.segments.group = SegmentGroup::kFirst;
+  params.segments.maps = buffers.maps;
+  params.segments.starts = part.starts;
+  params.segments.windows = plan.forgets ? buffers.windows : nullptr;
+  params.segments.marks = plan.forgets ? buffers.marks : nullptr;
+  params.part = {part.carry != nullptr, buffers.growth, part.carry, part.comes};
+  if (plan.forgets && stage == PartStage::kMaps)
+    if (const char* error = check(make_growth(p, buffers.growth, stream))) return error;
+  return run_part<T, Heads>(params, plan, stage, stream);
+}
+
+const char* run_supported_part(const ChunkForward& p, const Part& part, PartStage stage,
+                               cudaStream_t stream) {
+  if (const char* reason = unsupported(p)) return reason;
+  return with_heads(p, [&](auto heads) {
+    return p.dtype == Dtype::kBFloat16
+               ? run_stage<__nv_bfloat16, decltype(heads)>(p, part, stage, stream)
+               : run_stage<__half, decltype(heads)>(p, part, stage, stream);
+  });
+}
+
 }  // namespace
+
+int part_segment(const ChunkForward& p) {
+  return with_heads(
+      p, [&](auto heads) { return part_plan_of<decltype(heads)>(p).cuts.choices[0].rest; });
+}
+
+size_t part_starts(const ChunkForward& p) {
+  return with_heads(p, [&](auto heads) {
+    using Heads = decltype(heads);
+    return start_floats<Heads>(p, part_plan_of<Heads>(p)) * sizeof(float);
+  });
+}
+
+size_t part_forward_workspace(const ChunkForward& p) {
+  if (unsupported(p)) return 0;
+  const int64_t words = with_heads(p, [&](auto heads) {
+    using Heads = decltype(heads);
+    return part_buffers<Heads>(p, part_plan_of<Heads>(p), nullptr).words;
+  });
+  return (p.use_qk_l2norm ? 2 * normalized_bytes(p) : 0) + size_t(words) * sizeof(float);
+}
+
+const char* part_forward_maps(const ChunkForward& p, const Part& part, cudaStream_t stream) {
+  return run_supported_part(p, part, PartStage::kMaps, stream);
+}
+
+const char* part_forward_walk(const ChunkForward& p, const Part& part, cudaStream_t stream) {
+  return run_supported_part(p, part, PartStage::kWalk, stream);
+}
 
 size_t chunk_forward_workspace(const ChunkForward& p) {
   if (unsupported(p)) return 0;

@@ -18,13 +18,15 @@ constexpr __host__ GDN_DEVICE int state_rows(int V) { return (V + 127) / 128 * 1
 constexpr __host__ GDN_DEVICE int map_rows(int keys) { return state_rows(keys); }
 
 // kPool: the call is on a pool of states, KernelParams::pool.
-template <class Type, class Heads, int kStates_, Pass kPass_, bool kPool_>
+// kPart: the maps of a part of a sequence, KernelParams::part.
+template <class Type, class Heads, int kStates_, Pass kPass_, bool kPool_, bool kPart_ = false>
 struct Config {
   using T = Type;
   static constexpr int kKeys = Heads::kKeys;
   static constexpr bool kExact = Heads::kExact;
   static constexpr Pass kPass = kPass_;
   static constexpr bool kPool = kPool_;
+  static constexpr bool kPart = kPart_;
   static constexpr bool kOutput = kPass != Pass::kMaps;  // whether q, P and o are needed
   // Segments differ in length, and some do not exist: each has a block of its own, which the
   // hardware schedules.

@@ -29,6 +29,15 @@ struct SegmentBuffers {
 };
 constexpr int kUnmarked = INT32_MAX;
 
+// What the maps and folds of a part of a sequence have beside SegmentBuffers (Part). All of its
+// segments are later ones: a first segment has no chunk.
+struct PartSegments {
+  bool maps_last;       // the last segment has a map too, since another part follows
+  const float* growth;  // [chunks, HV], growth.cuh; null: no segment forgets
+  float* carry;         // Part::carry
+  bool comes;           // Part::comes
+};
+
 struct KernelParams {
   CUtensorMap q, k, v, o;
   ChunkForward problem;
@@ -39,6 +48,7 @@ struct KernelParams {
                          // Pass::kWhole
   Divisor heads, group;  // HV, and value heads of a key head
   Pool pool;             // of C::kPool
+  PartSegments part;     // of C::kPart
 };
 
 }  // namespace gdn::sm90

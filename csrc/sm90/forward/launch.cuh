@@ -72,4 +72,57 @@ const char* run_heads(KernelParams& params, const ForwardPlan& plan, cudaStream_
   return plan.forgets ? walk(SegmentGroup::kAgain, BlockShape::kHalves, true) : nullptr;
 }
 
+// Writes the state that a part starts from, h0 or zeros, to its place before the first segment.
+// gridDim: value heads, rows.
+template <class C>
+__global__ void __launch_bounds__(C::kKeys)
+    part_start_kernel(const __grid_constant__ KernelParams params) {
+  const ChunkForward& p = params.problem;
+  const int hv = blockIdx.x, v = blockIdx.y, k = threadIdx.x, rows = gridDim.y;
+  float x = 0.f;
+  if (p.h0 != nullptr && v < p.V && k < p.K) {
+    const int64_t at = hv * p.h0_h + v * p.h0_v + k * p.h0_k;
+    x = to_float(load_bits(p.h0, at, p.h0_dtype), p.h0_dtype);
+  }
+  params.segments.starts[(int64_t{hv} * rows + v) * C::kKeys + k] = x;
+}
+
+// The two calls of a part of a sequence (Part). The maps are those of all segments, or without a
+// carry of all but the last.
+template <class T, class Heads>
+const char* run_part(KernelParams& params, const ForwardPlan& plan, PartStage stage,
+                     cudaStream_t stream) {
+  using Maps = Config<T, Heads, Heads::kKeys == 256 ? 1 : 2, Pass::kMaps, false, true>;
+  using WholeMaps = Config<T, Heads, Heads::kKeys == 256 ? 1 : 2, Pass::kMaps, false>;
+  using Halves = Config<T, Heads, 1, Pass::kSegments, false>;
+  using Both = Config<T, Heads, only_halves<Heads>() ? 1 : 2, Pass::kSegments, false>;
+  const ChunkForward& p = params.problem;
+  const int64_t tiles = int64_t{plan.later_segments} * p.HV;
+  if (stage == PartStage::kMaps || p.h0 != nullptr) {
+    part_start_kernel<Maps>
+        <<<dim3(unsigned(p.HV), unsigned(state_rows(p.V))), Maps::kKeys, 0, stream>>>(params);
+    if (const char* error = check(cudaGetLastError())) return error;
+  }
+  if (stage == PartStage::kMaps) {
+    const int64_t parts = value_parts<Maps>(p) + Maps::kMapRows / 64 / Maps::kStates;
+    if (const char* error = launch<Maps>(params, tiles * parts, stream, false)) return error;
+    if (params.part.carry == nullptr) return nullptr;
+    const int64_t rows = p.V + (params.part.comes ? p.K : 0);
+    return launch_blocks(&fold_kernel<WholeMaps, true>, params, p.HV * (rows / kFoldRows),
+                         kFoldThreads, Fold<WholeMaps>::kBytes, 1, false, stream);
+  }
+  if (const char* error = launch_blocks(&fold_kernel<WholeMaps>, params, p.HV * (p.V / kFoldRows),
+                                        kFoldThreads, Fold<WholeMaps>::kBytes, 1, false, stream))
+    return error;
+  params.segments.group = SegmentGroup::kLater;
+  const bool both = plan.shape == BlockShape::kBoth;
+  if (const char* error =
+          both ? launch<Both>(params, tiles * value_parts<Both>(p), stream, true)
+               : launch<Halves>(params, tiles * value_parts<Halves>(p), stream, true))
+    return error;
+  if (!plan.forgets) return nullptr;
+  params.segments.group = SegmentGroup::kAgain;
+  return launch<Halves>(params, p.HV * value_parts<Halves>(p), stream, true);
+}
+
 }  // namespace gdn::sm90

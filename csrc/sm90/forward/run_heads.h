@@ -16,4 +16,10 @@ struct KernelParams;
 template <class T, class Heads, bool kPool>
 const char* run_heads(KernelParams& params, const ForwardPlan& plan, cudaStream_t stream);
 
+// The same for one of the two calls of a part of a sequence.
+enum class PartStage { kMaps, kWalk };
+template <class T, class Heads>
+const char* run_part(KernelParams& params, const ForwardPlan& plan, PartStage stage,
+                     cudaStream_t stream);
+
 }  // namespace gdn::sm90

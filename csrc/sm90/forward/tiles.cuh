@@ -157,10 +157,10 @@ GDN_DEVICE Tile tile_at(const KernelParams& params, int index) {
     }
   } else {
     locate_segment<C>(params, tile, lengths_of_segments(params));
-    // A last segment needs no map, since no segment follows. Later segments have a launch for each
+    // A last segment needs no map where no segment follows. Later segments have a launch for each
     // shape of blocks.
     const bool is_none = C::kPass == Pass::kMaps
-                             ? tile.ends
+                             ? tile.ends && !(C::kPart && params.part.maps_last)
                              : params.segments.device_cut != nullptr &&
                                    bool(device_cut(params).late_halves) != (C::kStates == 1);
     if (is_none) {

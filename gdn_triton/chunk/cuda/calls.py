@@ -59,30 +59,30 @@ def head_vector(x: Tensor | None) -> Tensor | None:
 @functools.lru_cache(1024)
 def workspace_floats(*sizes: int | None) -> int:
     """Scratch memory of a forward, in float32 elements."""
-    return _ask("chunk_forward_workspace", sizes)
+    return ask("chunk_forward_workspace", sizes)
 
 
 @functools.lru_cache(1024)
 def backward_floats(*sizes: int | None, checkpoint_interval: int) -> int:
     """Scratch memory of a backward, in float32 elements; checkpoint_interval: 0 without states."""
-    return _ask("chunk_backward_workspace", sizes, checkpoint_interval)
+    return ask("chunk_backward_workspace", sizes, checkpoint_interval)
 
 
 @functools.lru_cache(1024)
 def best_checkpoint_interval(*sizes: int | None) -> int:
     """After how many tokens of a sequence each a forward is to leave the state, with which the
     backward takes less time; 0: none."""
-    return _ask("chunk_backward_checkpoint_interval", sizes)
+    return ask("chunk_backward_checkpoint_interval", sizes)
 
 
-def _ask(name: str, sizes: tuple[int | None, ...], *more: int) -> int:
+def ask(name: str, sizes: tuple[int | None, ...], *more: int) -> int:
     device, *numbers = sizes
     index = torch.cuda.current_device() if device is None else device
     answer: int = getattr(torch.ops.gdn_fast, name)(index, [int(x or 0) for x in numbers], *more)
     return answer
 
 
-def _sizes(p: Problem, device: torch.device) -> tuple[int | None, ...]:
+def plan_sizes(p: Problem, device: torch.device) -> tuple[int | None, ...]:
     """All that the library plans a call by: `PLAN_SIZES`."""
     return (
         *(device.index, p.B, p.T, p.H, p.HV, p.K, p.V, p.N, p.q_dtype is torch.bfloat16),
@@ -91,7 +91,7 @@ def _sizes(p: Problem, device: torch.device) -> tuple[int | None, ...]:
 
 
 @functools.cache
-def _operator(name: str) -> torch._ops.OpOverload:
+def library_operator(name: str) -> torch._ops.OpOverload:
     unavailable = fast.why_unavailable()
     if unavailable is not None:
         raise RuntimeError(unavailable)
@@ -121,7 +121,7 @@ def forward_for_gradients(problem: Problem, x: Inputs) -> tuple[Tensor, Tensor |
 
 def _forward(problem: Problem, x: Inputs, *, keeps: bool) -> tuple[Tensor, Tensor | None, States]:
     p, initial_state = problem, x.initial_state
-    run, device = _operator("chunk_forward"), x.q.device
+    run, device = library_operator("chunk_forward"), x.q.device
     o = torch.empty((p.B, p.T, p.HV, p.V), dtype=p.q_dtype, device=device)
     final_state = None
     if p.output_final_state:
@@ -129,7 +129,7 @@ def _forward(problem: Problem, x: Inputs, *, keeps: bool) -> tuple[Tensor, Tenso
         final_state = torch.empty(shape, dtype=torch.float32, device=device)
     if p.T == 0 or p.N == 0:
         return o.zero_(), _untouched(final_state, initial_state), None
-    states, interval = None, best_checkpoint_interval(*_sizes(p, device)) if keeps else 0
+    states, interval = None, best_checkpoint_interval(*plan_sizes(p, device)) if keeps else 0
     if interval > 0:
         shape = (p.B * p.T // interval, p.HV, p.V, p.K)
         states = torch.empty(shape, dtype=torch.float32, device=device)
@@ -148,7 +148,7 @@ def _forward(problem: Problem, x: Inputs, *, keeps: bool) -> tuple[Tensor, Tenso
 def _prefill(problem: Problem, x: Inputs, pool: Pool) -> Tensor:
     """The pool's o. One that TMA cannot write where it lies is written densely, and copied."""
     p = problem
-    run = _operator("chunk_prefill")
+    run = library_operator("chunk_prefill")
     if p.N == 0:  # without a token there are states to move
         return pool.out.zero_()
     o = pool.out
@@ -186,7 +186,7 @@ def gradients(
     RuntimeError with the reason if the library is not there, or says that it did not run.
     """
     p, device = problem, x.q.device
-    run = _operator("chunk_backward")
+    run = library_operator("chunk_backward")
     dq, dk = (torch.empty(y.shape, dtype=y.dtype, device=device) for y in (x.q, x.k))
     dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
     dg, dbeta = (torch.empty(y.shape, dtype=y.dtype, device=device) for y in (x.g, x.beta))
@@ -204,7 +204,7 @@ def gradients(
         if dh0 is not None:
             _ = dh0.zero_() if dht is None else dh0.copy_(dht)
     else:
-        sizes = _sizes(p, device)
+        sizes = plan_sizes(p, device)
         interval = 0 if states is None else best_checkpoint_interval(*sizes)
         floats = backward_floats(*sizes, checkpoint_interval=interval)
         arguments = BackwardArguments(
@@ -314,10 +314,15 @@ def walks(
             dx=dx,
             dh0=dh0,
         )
-        _operator("backward_walks")(*arguments)
+        library_operator("backward_walks")(*arguments)
     elif dh0 is not None:
         _ = dh0.zero_() if dht is None else dh0.copy_(dht)
     return Walks(h=h, v_new=v_new, dh=dh, dx=dx, dh0=dh0)
+
+
+def inputs_and_options(p: Problem, x: Inputs) -> tuple[object, ...]:
+    """`INPUTS` and `OPTIONS` of a call, as the operators take them."""
+    return (*_readable(x), *_options(p))
 
 
 def _readable(x: Inputs) -> tuple[Tensor | None, ...]:
@@ -341,7 +346,7 @@ def _options(p: Problem) -> tuple[float | bool | tuple[int, int, int], ...]:
 
 
 def _workspace(problem: Problem, device: torch.device) -> Tensor:
-    size = workspace_floats(*_sizes(problem, device))
+    size = workspace_floats(*plan_sizes(problem, device))
     return torch.empty(size, dtype=torch.float32, device=device)
 
 

@@ -95,6 +95,19 @@ def why_triton_gradients(problem: Problem) -> str | None:
     return wasteful
 
 
+def why_no_part_gradients(problem: Problem) -> str | None:
+    """A sentence why the CUDA library does not make the gradients of a rank's part of a split call,
+    whose forward it serves, or None."""
+    p, limits = problem, fast.architecture_on(problem.device.index)
+    channels, dtype = limits.part_backward_channels, limits.part_backward_dtype
+    if p.K != channels or p.V != channels or p.q_dtype is not dtype:
+        return (
+            f"The CUDA backward of a part of a sequence takes K = V = {channels} in "
+            f"{_name(dtype)}; K is {p.K}, V is {p.V}, in {_name(p.q_dtype)}."
+        )
+    return backward_supports(problem)
+
+
 def walks_support(problem: Problem) -> str | None:
     """A sentence why the Triton backward of a problem whose forward the library serves makes its
     own walks over the states, or None where the library makes them."""

@@ -1,15 +1,15 @@
-"""Sequences that are split over ranks, in any backend, under autograd.
+"""Sequences that are split over ranks, in any backend: its four stages, and autograd over them.
 
 What a shard does to the state that comes in is an affine map, S_out = M S_in + b, with M [K, K] and
-b [K, V] for each value head. Every rank finds its own from its tokens alone, all ranks exchange
-them in one all-gather, and each folds those of the ranks before it, in order, into the state that
-it starts from. In reverse the gradient of the state takes the transposed maps,
-dS_in = M^T dS_out + c. Nothing is truncated, and no rank waits for the walk of another.
+b [K, V] for each value head. Every rank finds its own from its tokens alone (prepare), all ranks
+exchange them in one all-gather, and each folds those of the ranks before it, in order, into the
+state that it starts from (apply). In reverse the gradient of the state takes the transposed maps,
+dS_in = M^T dS_out + c. No rank waits for the walk of another.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,36 +18,42 @@ from torch import Tensor
 from gdn_triton._host.derivatives import IN_NONE, found_once
 from gdn_triton._host.records import state_needs_grad
 from gdn_triton._host.tensors import readable_gradient
+from gdn_triton._ranks.exchange import fold, start_gather
+from gdn_triton._ranks.layout import ShardLayout
 from gdn_triton.chunk.problem import Inputs, Problem, needed_inputs
-from gdn_triton.distributed.exchange import fold
-from gdn_triton.distributed.layout import ShardLayout
 
-# exchange(b, M): from the maps of this rank's intervals, [intervals, HV, K, V] and
-# [intervals, HV, K, K], the state that comes to each interval, [HV, K, V]; None where none does. b
-# of an interval that nothing comes to is what leaves it. Entries that nobody needs are zeros.
-# Every rank has to call it.
-Exchange = Callable[[Tensor, Tensor], list[Tensor | None]]
+# What waits for the other ranks, if need be, and returns the state (or gradient) that comes to each
+# interval of this rank, [HV, V, K]; None where none does. A backend calls it once, as late as it
+# can.
+Incoming = Callable[[], list[Tensor | None]]
 
 
 class Kept(NamedTuple):
-    """What the backward needs beside the inputs. starts: the state that each walk starts from,
-    [walks, HV, K, V]. shifts: the M that were needed, [_, HV, K, K]. offsets: of the walks."""
+    """What the backward needs beside the inputs, in tensors and otherwise."""
 
-    starts: Tensor
-    shifts: Tensor
-    offsets: tuple[int, ...]
+    tensors: tuple[Tensor | None, ...]
+    rest: Any
 
 
 class ShardOps(Protocol):
-    """A backend's part: both functions of one rank, on its tensors. The problem is one of states
-    [.., K, V], whatever the caller's layout."""
+    """A backend's part: the stages of one rank, on its tensors. The problem is one of states
+    [.., K, V], whatever the caller's layout. A summary is [intervals, HV, V + K, K], in fp32, or in
+    float64 where the backend computes in it: of each interval that a state leaves the transposed b,
+    where nothing comes to the interval the state that leaves it, then the transposed M. Entries
+    that nobody needs are of any value. `local` is for the stage that follows."""
 
-    def forward(
-        self, problem: Problem, layout: ShardLayout, x: Inputs, exchange: Exchange
-    ) -> tuple[Tensor, Tensor, Kept]:
-        """o, the state after the last token of each local sequence, and what to keep."""
+    def forward_prepare(
+        self, problem: Problem, layout: ShardLayout, x: Inputs
+    ) -> tuple[Tensor, Any]:
+        """The summary."""
 
-    def gradients(
+    def forward_apply(
+        self, problem: Problem, layout: ShardLayout, x: Inputs, local: Any, incoming: Incoming
+    ) -> tuple[Tensor, Tensor | None, Kept]:
+        """o, the state after the last token of each local sequence, and what to keep; the states
+        may be None unless they are asked for."""
+
+    def backward_prepare(
         self,
         problem: Problem,
         layout: ShardLayout,
@@ -55,24 +61,55 @@ class ShardOps(Protocol):
         kept: Kept,
         do: Tensor | None,
         dht: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        """The summary in reverse: c in place of b, of each interval that a state comes to, and the
+        forward's M."""
+
+    def backward_apply(
+        self,
+        problem: Problem,
+        layout: ShardLayout,
+        x: Inputs,
+        kept: Kept,
+        local: Any,
         needed: Mapping[str, bool],
-        exchange: Exchange,
+        incoming: Incoming,
     ) -> tuple[Tensor | None, ...]:
         """The gradient of each of `Inputs` where needed; None where there is no such input.
         needed: by the names of the inputs."""
 
 
-def _key_first(state: Tensor | None, problem: Problem) -> Tensor | None:
+def key_first(state: Tensor | None, problem: Problem) -> Tensor | None:
     """A state in the caller's layout as [N, HV, K, V], or back."""
     return state if state is None or not problem.state_v_first else state.mT
 
 
-def _key_first_inputs(problem: Problem, x: Inputs) -> Inputs:
-    return x._replace(initial_state=_key_first(x.initial_state, problem))
+def key_first_inputs(problem: Problem, x: Inputs) -> Inputs:
+    return (
+        x
+        if not problem.state_v_first
+        else x._replace(initial_state=key_first(x.initial_state, problem))
+    )
 
 
-def _key_first_problem(problem: Problem) -> Problem:
+@functools.lru_cache(256)
+def key_first_problem(problem: Problem) -> Problem:
     return dataclasses.replace(problem, state_v_first=False)
+
+
+def final_states(problem: Problem, final_state: Tensor | None) -> Tensor | None:
+    """The states of `ShardOps.forward_apply` as the caller wants them."""
+    if not problem.output_final_state or final_state is None:
+        return None
+    return final_state.mT.contiguous() if problem.state_v_first else final_state
+
+
+def exchanged(problem: Problem, layout: ShardLayout, summary: Tensor, *, back: bool) -> Incoming:
+    """Begins the all-gather of this rank's summary; what is returned waits for it and folds."""
+    if not layout.crosses:
+        return lambda: [None] * len(layout.intervals)
+    gathered = start_gather(layout, summary)
+    return lambda: fold(layout, gathered(), problem.V, back=back)
 
 
 class _ContextParallel(torch.autograd.Function):
@@ -84,8 +121,8 @@ class _ContextParallel(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         x = Inputs._make(tensors)
         o, final_state, kept = _forward(ops, problem, layout, x)
-        ctx.save_for_backward(*x, kept.starts, kept.shifts)
-        ctx.ops, ctx.problem, ctx.layout, ctx.offsets = ops, problem, layout, kept.offsets
+        ctx.save_for_backward(*x, *kept.tensors)
+        ctx.ops, ctx.problem, ctx.layout, ctx.rest = ops, problem, layout, kept.rest
         ctx.set_materialize_grads(False)
         if final_state is not None and not state_needs_grad(needed_inputs(ctx.needs_input_grad)):
             ctx.mark_non_differentiable(final_state)
@@ -95,23 +132,17 @@ class _ContextParallel(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
         p: Problem = ctx.problem
         do, dht = readable_gradient("o", do), readable_gradient("final_state", dht)
-        ops, layout, offsets = ctx.ops, ctx.layout, ctx.offsets
+        ops, layout, rest = ctx.ops, ctx.layout, ctx.rest
         needed = needed_inputs(ctx.needs_input_grad)
 
         def find(do: Tensor | None, dht: Tensor | None, *saved: Tensor | None) -> Inputs:
-            *tensors, starts, shifts = saved
-            assert starts is not None and shifts is not None
-            found = ops.gradients(
-                _key_first_problem(p),
-                layout,
-                _key_first_inputs(p, Inputs._make(tensors)),
-                Kept(starts, shifts, offsets),
-                do,
-                _key_first(dht, p),
-                needed,
-                partial(fold, layout, back=True),
-            )
-            return _key_first_inputs(p, Inputs._make(found))
+            n = len(Inputs._fields)
+            x = key_first_inputs(p, Inputs._make(saved[:n]))
+            problem, kept = key_first_problem(p), Kept(tuple(saved[n:]), rest)
+            summary, local = ops.backward_prepare(problem, layout, x, kept, do, key_first(dht, p))
+            incoming = exchanged(problem, layout, summary, back=True)
+            found = ops.backward_apply(problem, layout, x, kept, local, needed, incoming)
+            return key_first_inputs(p, Inputs._make(found))
 
         # Every rank runs this, with a gradient or without: the other ranks wait in the exchange.
         found = found_once(
@@ -129,13 +160,11 @@ class _ContextParallel(torch.autograd.Function):
 def _forward(
     ops: ShardOps, problem: Problem, layout: ShardLayout, x: Inputs
 ) -> tuple[Tensor, Tensor | None, Kept]:
-    p, x = _key_first_problem(problem), _key_first_inputs(problem, x)
-    o, final_state, kept = ops.forward(p, layout, x, partial(fold, layout, back=False))
-    if not problem.output_final_state:
-        return o, None, kept
-    if problem.state_v_first:
-        final_state = final_state.mT.contiguous()
-    return o, final_state, kept
+    p, x = key_first_problem(problem), key_first_inputs(problem, x)
+    summary, local = ops.forward_prepare(p, layout, x)
+    incoming = exchanged(p, layout, summary, back=False)
+    o, final_state, kept = ops.forward_apply(p, layout, x, local, incoming)
+    return o, final_states(problem, final_state), kept
 
 
 def forward(

@@ -1,15 +1,15 @@
 """A rank's part of a split call in the specification: plain torch, and autograd within a rank."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gdn_triton import reference
+from gdn_triton._ranks.layout import ShardLayout
 from gdn_triton.chunk.problem import Inputs, Problem
-from gdn_triton.chunk.sharded.autograd import Exchange, Kept
-from gdn_triton.distributed.layout import ShardLayout
+from gdn_triton.chunk.sharded.autograd import Incoming, Kept
 
 
 def _run(problem: Problem, x: Inputs) -> reference.ChunkResult:
@@ -38,16 +38,20 @@ def _state_dtype(x: Inputs) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def forward(
-    problem: Problem, layout: ShardLayout, x: Inputs, exchange: Exchange
-) -> tuple[Tensor, Tensor, Kept]:
+class _Ready(NamedTuple):
+    """starts: [N, HV, K, V], of the sequences that begin here, else of any value. summary: sent."""
+
+    starts: Tensor
+    summary: Tensor
+
+
+def forward_prepare(problem: Problem, layout: ShardLayout, x: Inputs) -> tuple[Tensor, _Ready]:
     p, n = problem, len(layout.intervals)
     dtype = _state_dtype(x)
     starts = x.q.new_zeros(p.N, p.HV, p.K, p.V, dtype=dtype)
     if x.initial_state is not None:
         starts.copy_(x.initial_state)
-    b = starts.new_zeros(n, p.HV, p.K, p.V)
-    M = starts.new_zeros(n, p.HV, p.K, p.K)
+    summary = starts.new_zeros(n, p.HV, p.V + p.K, p.K)
     for i, interval in enumerate(layout.intervals):
         if not interval.after:
             continue
@@ -64,46 +68,42 @@ def forward(
             A_log=x.A_log,
             dt_bias=x.dt_bias,
         )
-        b[i] = _run(p, part).final_state[0]
+        summary[i, :, : p.V] = _run(p, part).final_state[0].mT
         if comes:
             # The same recurrence from the identity, with values of zero.
-            identity = torch.eye(p.K, dtype=dtype, device=b.device).expand(1, p.HV, -1, -1)
+            identity = torch.eye(p.K, dtype=dtype, device=starts.device).expand(1, p.HV, -1, -1)
             zeros = x.v.new_zeros(1, part.v.shape[1], p.HV, p.K)
-            M[i] = _run(p, part._replace(v=zeros, initial_state=identity)).final_state[0]
-    for interval, state in zip(layout.intervals, exchange(b, M), strict=True):
+            whole = _run(p, part._replace(v=zeros, initial_state=identity))
+            summary[i, :, p.V :] = whole.final_state[0].mT
+    return summary, _Ready(starts=starts, summary=summary)
+
+
+def forward_apply(
+    problem: Problem, layout: ShardLayout, x: Inputs, local: _Ready, incoming: Incoming
+) -> tuple[Tensor, Tensor, Kept]:
+    p, starts = problem, local.starts
+    for interval, state in zip(layout.intervals, incoming(), strict=True):
         if state is not None:
-            starts[interval.first] = state
+            starts[interval.first] = state.mT
     result = _run(p, x._replace(initial_state=starts))
     final_dtype = torch.float64 if p.q_dtype == torch.float64 else torch.float32
     final_state = result.final_state.to(final_dtype).contiguous()
-    return result.o.to(p.q_dtype).contiguous(), final_state, Kept(starts, M, layout.offsets)
+    kept = Kept((starts, local.summary), None)
+    return result.o.to(p.q_dtype).contiguous(), final_state, kept
 
 
-def gradients(
-    problem: Problem,
-    layout: ShardLayout,
-    x: Inputs,
-    kept: Kept,
-    do: Tensor | None,
-    dht: Tensor | None,
-    needed: Mapping[str, bool],
-    exchange: Exchange,
-) -> tuple[Tensor | None, ...]:
-    starts = kept.starts.detach().requires_grad_()
-    with torch.enable_grad():
-        leaves = Inputs._make(
-            None if y is None else y.detach().requires_grad_(needed[name])
-            for name, y in x._asdict().items()
-        )
-        result = _run(problem, leaves._replace(initial_state=starts))
-    outputs = [result.o, result.final_state]
-    do = torch.zeros_like(result.o) if do is None else do.to(result.o.dtype)
-    ends = torch.zeros_like(starts)
-    if dht is not None:
-        ends.copy_(dht)
+class _Graph(NamedTuple):
+    """The results of the rank, whose graph is kept, with what their gradients are found from."""
 
-    def pull(sources: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
-        hanging = [(y, dy) for y, dy in zip(outputs, (do, ends), strict=True) if y.requires_grad]
+    leaves: Inputs
+    starts: Tensor
+    outputs: tuple[Tensor, Tensor]
+    do: Tensor
+    ends: Tensor
+
+    def pull(self, sources: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+        pairs = zip(self.outputs, (self.do, self.ends), strict=True)
+        hanging = [(y, dy) for y, dy in pairs if y.requires_grad]
         return torch.autograd.grad(
             [y for y, _ in hanging],
             sources,
@@ -113,18 +113,57 @@ def gradients(
             **options,
         )
 
-    b = starts.new_zeros(len(layout.intervals), *starts.shape[1:])
+
+def backward_prepare(
+    problem: Problem,
+    layout: ShardLayout,
+    x: Inputs,
+    kept: Kept,
+    do: Tensor | None,
+    dht: Tensor | None,
+) -> tuple[Tensor, _Graph]:
+    p = problem
+    before, summary = kept.tensors
+    assert before is not None and summary is not None
+    starts = before.detach().requires_grad_()
+    with torch.enable_grad():
+        leaves = Inputs._make(
+            None if y is None else y.detach().requires_grad_(y.is_floating_point()) for y in x
+        )
+        result = _run(p, leaves._replace(initial_state=starts))
+    graph = _Graph(
+        leaves=leaves,
+        starts=starts,
+        outputs=(result.o, result.final_state),
+        do=torch.zeros_like(result.o) if do is None else do.to(result.o.dtype),
+        ends=torch.zeros_like(starts),
+    )
+    if dht is not None:
+        graph.ends.copy_(dht)
+    back = summary.clone()
     if layout.begun:
-        (dstarts,) = pull([starts], retain_graph=True)
+        (dstarts,) = graph.pull([starts], retain_graph=True)
         for i, interval in enumerate(layout.intervals):
             if interval.before:
-                b[i] = dstarts[interval.first]
-    for interval, state in zip(layout.intervals, exchange(b, kept.shifts), strict=True):
-        if state is not None:
-            ends[interval.last] += state
+                back[i, :, : p.V] = dstarts[interval.first].mT
+    return back, graph
 
+
+def backward_apply(
+    problem: Problem,
+    layout: ShardLayout,
+    x: Inputs,
+    kept: Kept,
+    local: _Graph,
+    needed: Mapping[str, bool],
+    incoming: Incoming,
+) -> tuple[Tensor | None, ...]:
+    for interval, state in zip(layout.intervals, incoming(), strict=True):
+        if state is not None:
+            local.ends[interval.last] += state.mT
     names = [name for name, want in needed.items() if want and name != "initial_state"]
-    *of_leaves, dstarts = pull([*(getattr(leaves, name) for name in names), starts])
+    sources = [getattr(local.leaves, name) for name in names]
+    *of_leaves, dstarts = local.pull([*sources, local.starts])
     found: dict[str, Tensor | None] = dict.fromkeys(Inputs._fields)
     found.update(zip(names, of_leaves, strict=True))
     if x.initial_state is not None:

@@ -4,17 +4,22 @@ from torch import Tensor
 
 from gdn_triton._host.arguments import is_strided, must, type_of
 from gdn_triton._host.tensors import is_traced, resolved
+from gdn_triton._ranks.context import shard_layout
+from gdn_triton._ranks.layout import ShardLayout
 from gdn_triton.chunk.backends import SHARDED
 from gdn_triton.chunk.problem import ChunkCall, Inputs, Problem
 from gdn_triton.chunk.sharded.autograd import forward
 from gdn_triton.chunk.validation import validate_chunk
-from gdn_triton.distributed.context import shard_layout
-from gdn_triton.distributed.layout import ShardLayout
 
 
 def sharded(x: ChunkCall, cp_context: object) -> tuple[Tensor, Tensor | None]:
     """`gdn_triton.chunk_gated_delta_rule` with a context: validate, choose a backend, run it."""
     layout, inputs, problem = validate_sharded(x, cp_context)
+    if layout.group is None and layout.crosses:
+        raise ValueError(
+            "cp_context.group must be a torch.distributed.ProcessGroup, got None: a context "
+            "without one is for gdn_triton.distributed.forward_prepare"
+        )
     if problem.unreadable is not None:
         raise NotImplementedError(f"cp_context serves no such call. {problem.unreadable}")
     ops = SHARDED.choose(problem).run

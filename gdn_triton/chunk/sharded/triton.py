@@ -9,7 +9,7 @@ same in reverse.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.device import on_device
+from gdn_triton._ranks.layout import ShardLayout
 from gdn_triton.chunk.problem import Inputs, Problem
 from gdn_triton.chunk.sharded.affine import Stretch, affine_bwd, affine_fwd
-from gdn_triton.chunk.sharded.autograd import Exchange, Kept
+from gdn_triton.chunk.sharded.autograd import Incoming, Kept
 from gdn_triton.chunk.triton import backward as chunk_bwd
 from gdn_triton.chunk.triton import forward as chunk_fwd
 from gdn_triton.chunk.triton.fused.walk import fused_fwd
@@ -27,7 +28,6 @@ from gdn_triton.chunk.triton.shared.chunks import make_chunks
 from gdn_triton.chunk.triton.steps.output import output_fwd
 from gdn_triton.chunk.triton.steps.state import state_fwd
 from gdn_triton.chunk.triton.steps.wy import wy_fwd
-from gdn_triton.distributed.layout import ShardLayout
 
 
 class Walk(NamedTuple):
@@ -191,53 +191,59 @@ def _compose(maps: _Maps, mine: list[Walk]) -> tuple[Tensor, Tensor]:
     return b, M
 
 
-def _find_starts(
-    problem: Problem,
-    layout: ShardLayout,
-    maps: _Maps,
-    starts: Tensor,
-    walks: list[list[Walk]],
-    exchange: Exchange,
-) -> None:
-    """Fills `starts` of the walks whose state comes from another, on this rank or elsewhere."""
+def _follow_forward(maps: _Maps, starts: Tensor, mine: list[Walk]) -> Tensor:
+    """Fills `starts` of a sequence's walks but the first, and returns the state after the last,
+    where one leaves it."""
+    state = starts[mine[0].number].double()
+    for walk in mine:
+        if not walk.first:
+            starts[walk.number] = state
+        if walk.has_shift:
+            state = torch.baddbmm(maps.b(walk), maps.M(walk), state)
+        elif walk.state_leaves:
+            state = maps.b(walk)
+    return state
 
-    def follow(mine: list[Walk]) -> Tensor:
-        """The state after the last of a sequence's walks, where one leaves it."""
-        state = starts[mine[0].number].double()
-        for walk in mine:
-            if not walk.first:
-                starts[walk.number] = state
-            if walk.has_shift:
-                state = torch.baddbmm(maps.b(walk), maps.M(walk), state)
-            elif walk.state_leaves:
-                state = maps.b(walk)
-        return state
 
-    n, (K, V) = len(layout.intervals), (problem.K, problem.V)
-    b, M = starts.new_zeros(n, problem.HV, K, V), starts.new_zeros(n, problem.HV, K, K)
+def _summary(
+    problem: Problem, layout: ShardLayout, maps: _Maps, starts: Tensor, walks: list[list[Walk]]
+) -> Tensor:
+    """What leaves the intervals. Fills `starts` of the sequences that begin here."""
+    p, n = problem, len(layout.intervals)
+    summary = starts.new_zeros(n, p.HV, p.V + p.K, p.K)
     begun = layout.begun
-    ends = {mine[0].sequence: follow(mine) for mine in walks if mine[0].sequence not in begun}
+    ends = {
+        mine[0].sequence: _follow_forward(maps, starts, mine)
+        for mine in walks
+        if mine[0].sequence not in begun
+    }
     for i, interval in enumerate(layout.intervals):
         if interval.after and interval.last in ends:
-            b[i] = ends[interval.last]
+            summary[i, :, : p.V] = ends[interval.last].mT
         elif interval.after:
-            b[i], M[i] = _compose(maps, walks[interval.last])
-    for interval, state in zip(layout.intervals, exchange(b, M), strict=True):
-        if state is not None:
-            starts[walks[interval.first][0].number] = state
-            follow(walks[interval.first])
+            b, M = _compose(maps, walks[interval.last])
+            summary[i, :, : p.V], summary[i, :, p.V :] = b.mT, M.mT
+    return summary
 
 
-def forward(
-    problem: Problem, layout: ShardLayout, x: Inputs, exchange: Exchange
-) -> tuple[Tensor, Tensor, Kept]:
+class _Ready(NamedTuple):
+    """What is made before the states that come are known. walk: o and the states after the walks,
+    from `starts`."""
+
+    problem: Problem  # of the walks
+    offsets: tuple[int, ...]
+    walks: list[list[Walk]]
+    maps: _Maps
+    starts: Tensor
+    walk: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
+def forward_prepare(problem: Problem, layout: ShardLayout, x: Inputs) -> tuple[Tensor, _Ready]:
     with on_device(x.q.device):
-        return _forward(problem, layout, x, exchange)
+        return _forward_prepare(problem, layout, x)
 
 
-def _forward(
-    problem: Problem, layout: ShardLayout, x: Inputs, exchange: Exchange
-) -> tuple[Tensor, Tensor, Kept]:
+def _forward_prepare(problem: Problem, layout: ShardLayout, x: Inputs) -> tuple[Tensor, _Ready]:
     offsets = cut_offsets(layout, chunk_fwd.choose_segments(problem) * problem.chunk_size)
     walks = make_walks(layout, offsets)
     p = _local_problem(problem, len(offsets) - 1)
@@ -253,85 +259,115 @@ def _forward(
         prepared = chunk_fwd.prepare(p, x, chunks)
         g_cumsum, beta, _ = prepared.scalars.transpose(2, 3)
         operands = _Operands(prepared.k, prepared.A_inv, g_cumsum, beta, True)
-        maps = _forward_maps(p, operands, v, starts, walks)
-        _find_starts(p, layout, maps, starts, walks, exchange)
-        o, final = fused_fwd(
-            prepared, v, chunks, p.scale, p.q_dtype, starts, N=p.N, K=p.K, output_final_state=True
-        )
+
+        def walk(starts: Tensor) -> tuple[Tensor, Tensor | None]:
+            return fused_fwd(
+                prepared,
+                v,
+                chunks,
+                p.scale,
+                p.q_dtype,
+                starts,
+                N=p.N,
+                K=p.K,
+                output_final_state=True,
+            )
     else:
         q, k, g_cumsum, beta = chunk_fwd.activate(p, x, chunks)
         dtype = chunk_fwd.compute_dtype(p)
         w, u, A_inv = wy_fwd(k, v, g_cumsum, beta, chunks, dtype, store_A_inv=True)
         assert A_inv is not None
         operands = _Operands(k, A_inv, g_cumsum, beta, False)
-        maps = _forward_maps(p, operands, v, starts, walks)
-        _find_starts(p, layout, maps, starts, walks, exchange)
-        h, v_new, final = state_fwd(
-            k, w, u, g_cumsum, chunks, starts, N=p.N, output_final_state=True
-        )
-        assert h is not None
-        o = output_fwd(q, k, v_new, h, g_cumsum, chunks, p.scale, p.q_dtype)
-    assert final is not None
-    if p.N != problem.N:
-        lasts = tuple(mine[-1].number for mine in walks)
-        final = final.index_select(0, _on_device(lasts, device))
-    return o, final, Kept(starts, maps.shifts, offsets)
+
+        def walk(starts: Tensor) -> tuple[Tensor, Tensor | None]:
+            h, v_new, final = state_fwd(
+                k, w, u, g_cumsum, chunks, starts, N=p.N, output_final_state=True
+            )
+            assert h is not None
+            o = output_fwd(q, k, v_new, h, g_cumsum, chunks, p.scale, p.q_dtype)
+            return o, final
+
+    maps = _forward_maps(p, operands, v, starts, walks)
+    summary = _summary(p, layout, maps, starts, walks)
+    ready = _Ready(problem=p, offsets=offsets, walks=walks, maps=maps, starts=starts, walk=walk)
+    return summary, ready
 
 
-def gradients(
+def forward_apply(
+    problem: Problem, layout: ShardLayout, x: Inputs, local: _Ready, incoming: Incoming
+) -> tuple[Tensor, Tensor, Kept]:
+    with on_device(x.q.device):
+        p, starts, walks = local.problem, local.starts, local.walks
+        for interval, state in zip(layout.intervals, incoming(), strict=True):
+            if state is not None:
+                mine = walks[interval.first]
+                starts[mine[0].number] = state.mT
+                _follow_forward(local.maps, starts, mine)
+        o, final = local.walk(starts)
+        assert final is not None
+        if p.N != problem.N:
+            lasts = tuple(mine[-1].number for mine in walks)
+            final = final.index_select(0, _on_device(lasts, final.device))
+        return o, final, Kept((starts, local.maps.shifts), local.offsets)
+
+
+class _Back(NamedTuple):
+    """What is made before the gradients that come are known. ends: the gradient of the state after
+    each walk, so far what the caller gave for the last walk of each sequence."""
+
+    problem: Problem
+    walks: list[list[Walk]]
+    begun: chunk_bwd.Begun
+    maps: _Maps
+    ends: Tensor
+
+
+def _follow_back(maps: _Maps, ends: Tensor, mine: list[Walk], *, store: bool) -> Tensor:
+    """The gradient of the state before the first of a sequence's walks, where one comes; with
+    ``store`` fills `ends` of the walks but the last."""
+    state = ends[mine[-1].number].double()
+    for walk in reversed(mine):
+        if store and not walk.last:
+            ends[walk.number] = state
+        if walk.has_shift:
+            state = torch.baddbmm(maps.b(walk), maps.M(walk).mT, state)
+        elif walk.state_comes:
+            state = maps.b(walk)
+    return state
+
+
+def backward_prepare(
     problem: Problem,
     layout: ShardLayout,
     x: Inputs,
     kept: Kept,
     do: Tensor | None,
     dht: Tensor | None,
-    needed: Mapping[str, bool],
-    exchange: Exchange,
-) -> tuple[Tensor | None, ...]:
-    p = _local_problem(problem, len(kept.offsets) - 1)
-    walks = make_walks(layout, kept.offsets)
-
-    def find_ends(c: chunk_bwd.Recomputed, do: Tensor) -> Tensor:
-        ends = torch.zeros_like(kept.starts)
-        if dht is not None:
-            lasts = tuple(mine[-1].number for mine in walks)
-            ends.index_copy_(0, _on_device(lasts, dht.device).long(), dht.float())
-        _find_ends(p, layout, c, do, ends, walks, kept.shifts, exchange)
-        return ends
-
-    offsets = _on_device(kept.offsets, x.q.device)
-    found = chunk_bwd.gradients(
-        p,
-        x._replace(initial_state=kept.starts, cu_seqlens=offsets),
-        do,
-        None,
-        store_dh0=needed["initial_state"],
-        find_ends=find_ends,
-    )
-    dh0 = found.initial_state
-    if dh0 is None or x.initial_state is None:
-        return tuple(found._replace(initial_state=None))
-    if p.N != problem.N:
-        firsts = tuple(mine[0].number for mine in walks)
-        dh0 = dh0.index_select(0, _on_device(firsts, dh0.device))
-    # These sequences' initial states came from another rank, which has their gradients.
-    for n in layout.begun:
-        dh0[n] = 0
-    return tuple(found._replace(initial_state=dh0.to(x.initial_state.dtype)))
+) -> tuple[Tensor, _Back]:
+    with on_device(x.q.device):
+        return _backward_prepare(problem, layout, x, kept, do, dht)
 
 
-def _find_ends(
+def _backward_prepare(
     problem: Problem,
     layout: ShardLayout,
-    x: chunk_bwd.Recomputed,
-    do: Tensor,
-    ends: Tensor,
-    walks: list[list[Walk]],
-    shifts: Tensor,
-    exchange: Exchange,
-) -> None:
-    """`ends`, the gradient of the state after each walk, holds what the caller gave for the last
-    walk of each sequence; adds what comes from later ranks, and fills the others."""
+    x: Inputs,
+    kept: Kept,
+    do: Tensor | None,
+    dht: Tensor | None,
+) -> tuple[Tensor, _Back]:
+    (starts, shifts), offsets = kept.tensors, kept.rest
+    assert starts is not None and shifts is not None
+    p = _local_problem(problem, len(offsets) - 1)
+    walks = make_walks(layout, offsets)
+    cu_seqlens = _on_device(offsets, x.q.device)
+    begun = chunk_bwd.begin(p, x._replace(initial_state=starts, cu_seqlens=cu_seqlens), do)
+    ends = torch.zeros_like(starts)
+    if dht is not None:
+        lasts = tuple(mine[-1].number for mine in walks)
+        ends.index_copy_(0, _on_device(lasts, dht.device).long(), dht.float())
+
+    c = begun.recomputed
     shift_of = _shift_places(walks)
     coming = [walk for walk in _flat(walks) if walk.state_comes]
     table = _table(
@@ -339,48 +375,60 @@ def _find_ends(
             Stretch(walk.row, walk.n_rows, -1, -1 if walk.state_leaves else walk.number)
             for walk in coming
         ],
-        do.device,
+        x.q.device,
     )
-    offsets = affine_bwd(
-        x.q,
-        x.k,
-        do,
-        x.A_inv,
-        x.A_qk,
-        x.g_cumsum,
-        x.own,
-        x.beta,
+    found = affine_bwd(
+        c.q,
+        c.k,
+        begun.do,
+        c.A_inv,
+        c.A_qk,
+        c.g_cumsum,
+        c.own,
+        c.beta,
         ends,
         table,
-        problem.scale,
-        K=problem.K,
-        A_is_strict=x.A_is_strict,
+        p.scale,
+        K=p.K,
+        A_is_strict=c.A_is_strict,
     )
-    maps = _Maps(offsets, shifts, {w.number: i for i, w in enumerate(coming)}, shift_of)
-
-    def follow(mine: list[Walk], store: bool) -> Tensor:
-        """The gradient of the state before the first of a sequence's walks, where one comes."""
-        state = ends[mine[-1].number].double()
-        for walk in reversed(mine):
-            if store and not walk.last:
-                ends[walk.number] = state
-            if walk.has_shift:
-                state = torch.baddbmm(maps.b(walk), maps.M(walk).mT, state)
-            elif walk.state_comes:
-                state = maps.b(walk)
-        return state
-
-    n, (K, V) = len(layout.intervals), (problem.K, problem.V)
-    b, M = ends.new_zeros(n, problem.HV, K, V), ends.new_zeros(n, problem.HV, K, K)
+    maps = _Maps(found, shifts, {w.number: i for i, w in enumerate(coming)}, shift_of)
+    summary = ends.new_zeros(len(layout.intervals), p.HV, p.V + p.K, p.K)
     for i, interval in enumerate(layout.intervals):
         if interval.before:
             mine = walks[interval.first]
-            b[i] = follow(mine, store=False)
+            summary[i, :, : p.V] = _follow_back(maps, ends, mine, store=False).mT
             if mine[-1].unfinished:
-                M[i] = functools.reduce(lambda M, walk: maps.M(walk) @ M, mine[1:], maps.M(mine[0]))
-    for interval, state in zip(layout.intervals, exchange(b, M), strict=True):
-        if state is not None:
-            ends[walks[interval.last][-1].number] += state
-    for mine in walks:
-        if len(mine) > 1:
-            follow(mine, store=True)
+                M = functools.reduce(lambda M, walk: maps.M(walk) @ M, mine[1:], maps.M(mine[0]))
+                summary[i, :, p.V :] = M.mT
+    return summary, _Back(problem=p, walks=walks, begun=begun, maps=maps, ends=ends)
+
+
+def backward_apply(
+    problem: Problem,
+    layout: ShardLayout,
+    x: Inputs,
+    kept: Kept,
+    local: _Back,
+    needed: Mapping[str, bool],
+    incoming: Incoming,
+) -> tuple[Tensor | None, ...]:
+    with on_device(x.q.device):
+        p, walks, ends = local.problem, local.walks, local.ends
+        for interval, state in zip(layout.intervals, incoming(), strict=True):
+            if state is not None:
+                ends[walks[interval.last][-1].number] += state.mT
+        for mine in walks:
+            if len(mine) > 1:
+                _follow_back(local.maps, ends, mine, store=True)
+        found = chunk_bwd.finish(p, local.begun, ends, store_dh0=needed["initial_state"])
+        dh0 = found.initial_state
+        if dh0 is None or x.initial_state is None:
+            return tuple(found._replace(initial_state=None))
+        if p.N != problem.N:
+            firsts = tuple(mine[0].number for mine in walks)
+            dh0 = dh0.index_select(0, _on_device(firsts, dh0.device))
+        # These sequences' initial states came from another rank, which has their gradients.
+        for n in layout.begun:
+            dh0[n] = 0
+        return tuple(found._replace(initial_state=dh0.to(x.initial_state.dtype)))

@@ -46,8 +46,6 @@ class Recomputed(NamedTuple):
     own: torch.Tensor
 
 
-# find_ends(recomputed, do): dht, from what the walk back starts with.
-FindEnds = Callable[[Recomputed, torch.Tensor], torch.Tensor]
 # What makes both walks over the states, from the arguments of state_bwd by name: States, or a
 # record of the same fields.
 Walk = Callable[..., Any]
@@ -106,21 +104,34 @@ def in_dtype_of(
     return None if x is None or dx is None else dx.to(x.dtype, copy=copy)
 
 
-def _gradients(
-    problem: Problem,
-    x: Inputs,
-    do: torch.Tensor | None,
-    dht: torch.Tensor | None,
-    store_dh0: bool,
-    find_ends: FindEnds | None,
-    walk: Walk,
-) -> Gradients:
-    p = problem
+class Begun(NamedTuple):
+    """A backward before its walks. x: readable; do: [B, T, HV, V], dense."""
+
+    x: Inputs
+    do: torch.Tensor
+    chunks: ChunkTable
+    recomputed: Recomputed
+
+
+def begin(problem: Problem, x: Inputs, do: torch.Tensor | None) -> Begun:
+    """What of a backward needs no gradient of a state; on the device of the inputs."""
+    p, x = problem, readable_inputs(x)
     do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
     chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens)
-    c = recompute(p, x, chunks)
+    return Begun(x=x, do=do, chunks=chunks, recomputed=recompute(p, x, chunks))
+
+
+def finish(
+    problem: Problem,
+    begun: Begun,
+    dht: torch.Tensor | None,
+    *,
+    store_dh0: bool,
+    walk: Walk = state_bwd,
+) -> Gradients:
+    """The gradients, from what `begin` made; dht: fp32, dense in its last dimension, or None."""
+    p, (x, do, chunks, c) = problem, begun
     v = in_lines(x.v)
-    dht = readable_state(dht) if find_ends is None else find_ends(c, do)
     states = walk(
         q=c.q,
         k=c.k,
@@ -206,12 +217,11 @@ def gradients(
     dht: torch.Tensor | None,
     *,
     store_dh0: bool,
-    find_ends: FindEnds | None = None,
     walk: Walk = state_bwd,
 ) -> Gradients:
     """All gradients; that of the initial state only with ``store_dh0``. do: [B, T, HV, V], or None
-    for zeros; dht: fp32, laid out like the final state, or None for zeros. find_ends: instead of
-    dht, what finds it once there is what it needs for that. walk: makes the states."""
+    for zeros; dht: fp32, laid out like the final state, or None for zeros. walk: makes the
+    states."""
     with on_device(x.q.device):
-        x = readable_inputs(x)
-        return _gradients(problem, x, do, dht, store_dh0, find_ends, walk)
+        begun = begin(problem, x, do)
+        return finish(problem, begun, readable_state(dht), store_dh0=store_dh0, walk=walk)

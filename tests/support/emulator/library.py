@@ -15,8 +15,9 @@ from torch import Tensor
 
 from emulator.build import LIBRARY
 from gdn_triton import fast
-from gdn_triton.chunk.cuda import calls, support
+from gdn_triton.chunk.cuda import calls, parts, support
 from gdn_triton.chunk.problem import Problem
+from gdn_triton.chunk.sharded import cuda
 from gdn_triton.fast.architectures import ARCHITECTURES
 
 _ALIGNMENT = 256  # bytes, of a GPU's allocations; the CPU's allocator keeps to 64
@@ -34,11 +35,16 @@ def use(folder: Path) -> None:
     fast.architecture_on = lambda device: ARCHITECTURES[9, 0]  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0
     support.supports = supports
-    calls.torch = _Torch()  # type: ignore[assignment]
+    for module in (calls, parts, cuda):
+        module.torch = _Torch()  # type: ignore[attr-defined]
     torch.ops.load_library(str(folder / LIBRARY))
     machine = ctypes.CDLL(str(folder / "libemulator.so"))
-    operator = calls._operator
-    calls._operator = lambda name: _bounded(machine, operator(name))  # type: ignore[assignment]
+    operator = calls.library_operator
+
+    def bounded(name: str) -> Callable[..., None]:
+        return _bounded(machine, operator(name))
+
+    calls.library_operator = bounded  # type: ignore[assignment]
 
 
 def _bounded(machine: ctypes.CDLL, operator: torch._ops.OpOverload) -> Callable[..., None]:

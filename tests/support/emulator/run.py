@@ -44,6 +44,9 @@ from helpers import BF16, FP16, FP32, Case, make_inputs
 from prefill_cases import Call as Prefill
 from prefill_cases import assert_checkpoints, assert_prefilled, begun, checkpoint_of
 from prefill_cases import make_call as make_prefill
+from shard_cases import GATE, NORM, SIGMOID
+from shard_cases import Case as ShardCase
+from stage_cases import check_stages
 from torch import Tensor
 from walk_cases import CASES as WALKS
 from walk_cases import check_walks
@@ -182,6 +185,28 @@ def walk_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield name, partial(check_walks, case, dtype, "cpu", v_first=dtype == FP16)
 
 
+# A part in one segment and in several, with a chunk that ends early; a middle one; segments that
+# forget; every option.
+PARTS = [
+    ShardCase("one", "", (150,), 2),
+    ShardCase("several", "", (1500,), 3, lasting=True),
+    ShardCase("forgets", "", (3100,), 2, options=NORM),
+    ShardCase("options", "", (900, 70), 2, options=GATE | NORM | SIGMOID, v_first=True),
+]
+
+
+def part_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Ranks of a split call, one after another."""
+    sizes = {"dtype": BF16, "backend": "cuda", "K": 128, "V": 128, "chunk_size": 64}
+
+    def check(case: ShardCase) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            check_stages(case, "cpu", patch)
+
+    for case in PARTS:
+        yield f"parts-{case.name}", partial(check, replace(case, **sizes))
+
+
 def random_cases(first: int, count: int, small: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     for number in range(first, first + count):
 
@@ -235,6 +260,7 @@ def main() -> int:
         *prefill_cases(),
         *backward_cases(),
         *walk_cases(),
+        *part_cases(),
         *random_cases(options.first, options.random, not options.large),
     ]
     failed = 0

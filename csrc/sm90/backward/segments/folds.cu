@@ -1,6 +1,9 @@
 // The folds of the maps of segments/maps.cu into the states and gradients that segments start from:
 // E_(j-1) = E_j M_j + b_j from the last segment to the second, and S_(j+1) = S_j M_j^T + b_j from
-// the first segment to the last but one. The result replaces b.
+// the first segment to the last but one. The result replaces b. Through a part of a sequence
+// (PartMaps) the gradient is folded twice: first from the part's own dht to the gradient before the
+// part alone, which other parts need; then from the dht that includes what comes from other parts,
+// where each result replaces b as above.
 #include "sm90/backward/copies.cuh"
 #include "sm90/backward/segments/map_halves.cuh"
 #include "sm90/backward/segments/windows.cuh"
@@ -72,10 +75,11 @@ GDN_DEVICE void copy_lines(Memory<kStages>& sm, const uint16_t* maps, int64_t ne
 }
 
 // state: this thread's part of the state before the first step. A thread has rows `row` and `row` +
-// 8, and columns `column`, `column` + 1, `column` + 8 and `column` + 9.
-template <bool kBack, int kStages>
+// 8, and columns `column`, `column` + 1, `column` + 8 and `column` + 9. carry: where the thread's
+// part of the last result goes, times `factor`, in place of all results; null: nowhere.
+template <bool kBack, bool kPart, int kStages>
 GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps, int row,
-                     int column, int warp, int lane) {
+                     int column, int warp, int lane, float* carry, float factor) {
   constexpr int kDepth =
       kBack ? kMapLine : kChannels;  // rows of the right factor in the products with a line
   const auto place = [](int r, int j) { return r * (8 * kChannels) + 8 * j; };
@@ -161,26 +165,41 @@ GDN_DEVICE void fold(Memory<kStages>& sm, float* state, int64_t next, int steps,
       for (int j = 0; j < 2; ++j) {
         const auto all = [&](int i) { return sum[j][2 * r + i] + low[j][2 * r + i]; };
         const float2 s = {all(0), all(1)};
-        *reinterpret_cast<float2*>(before + next + place(r, j)) = s;
+        if (!kPart || carry == nullptr) {
+          *reinterpret_cast<float2*>(before + next + place(r, j)) = s;
+        } else if (i + 1 == steps) {
+          *reinterpret_cast<float2*>(carry + place(r, j)) = {s.x * factor, s.y * factor};
+        }
         keep(now, r, j, s);
       }
     }
     behind = i + 1;
     i = following;
   }
+  if constexpr (kPart) {
+    if (carry == nullptr || behind == steps) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 s = *reinterpret_cast<const float2*>(state + steps * next + place(r, j));
+        *reinterpret_cast<float2*>(carry + place(r, j)) = {s.x * factor, s.y * factor};
+      }
+    }
+  }
 }
 
 // The number of folds of a slice: only that of the gradient where the forward has left the states.
 GDN_HOST_DEVICE int folds_of(const Params& params) { return has_states(params) ? 1 : 2; }
 
-template <class Kind, int kStages>
+template <class Kind, bool kPart, int kStages>
 __global__ void __launch_bounds__(kThreads, 2)
     segment_folds_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t raw[];
   auto& sm = *reinterpret_cast<Memory<kStages>*>(raw);
   launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int ways = folds_of(params);
+  const int ways = kPart ? 1 : folds_of(params);
   const bool back = ways == 1 || blockIdx.x / kBlocks % 2 != 0;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -196,9 +215,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int part = blockIdx.x % kBlocks;
   const int index = blockIdx.x / (ways * kBlocks);
   const int n = divide_by_slices<Kind>(params, index), slice = index - n * slices_of<Kind>(params);
-  const int last = segment_tile<Kind>(params, n, 0, slice).last, steps = last - 1;
+  const int last = segment_tile<Kind>(params, n, 0, slice).last;
+  const int steps = kPart ? last + 1 : last - 1;
   if (steps < 1) return;
-  const int first = back ? last - 1 : 1;
+  const int first = kPart ? last : back ? last - 1 : 1;
   for (int i = threadIdx.x; i / 32 * 32 < steps; i += kThreads) {
     const int segment = back ? first - i : first + i;
     const bool has =
@@ -220,30 +240,67 @@ __global__ void __launch_bounds__(kThreads, 2)
     float* const states =
         (back ? params.maps.ends : starts_of<Kind>(params, n)) + from * (kChannels * kChannels);
     float* const state = states + (part * kFoldRows + row) * kChannels + column;
-    if (back) {
-      fold<true>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane);
+    if (kPart) {
+      float* const carry = params.part.carry;
+      const int64_t own = int64_t{slice} * (2 * kChannels * kChannels) +
+                          (part * kFoldRows + row) * kChannels + column;
+      fold<true, true>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane,
+                       carry ? carry + own : nullptr, exp2_approx(-Frame<typename Kind::T>::kTop));
+    } else if (back) {
+      fold<true, false>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane,
+                        nullptr, 1.f);
     } else {
-      fold<false>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane);
+      fold<false, false>(sm, state, each * (kChannels * kChannels), steps, row, column, warp, lane,
+                         nullptr, 1.f);
     }
   }
   cluster_sync();  // no block ends while another block copies to it or arrives at its barriers
 }
-}  // namespace
 
-template <class Kind>
-const char* run_segment_folds(const Params& params, cudaStream_t stream) {
+// The gradient of the state after a part of a sequence, in the frame of its last chunk, at the
+// place after its last segment. A block has a slice and a channel of V, a thread a channel of K.
+__global__ void __launch_bounds__(kChannels)
+    part_end_kernel(const __grid_constant__ Params params) {
+  const ChunkBackward& problem = params.problem;
+  const int slice = blockIdx.x, v = blockIdx.y, k = threadIdx.x;
+  float x = 0.f;
+  if (problem.dht != nullptr) {
+    const float end = params.scratch.factors[(params.chunks - 1) * problem.forward.HV + slice].end;
+    x = problem.dht[slice * problem.dht_h + v * problem.dht_v + k * problem.dht_k] * end;
+  }
+  const int64_t matrix = int64_t{params.segments - 1} * params.slices + slice;
+  params.maps.ends[(matrix * kChannels + v) * kChannels + k] = x;
+}
+
+template <class Kind, bool kPart>
+const char* launch_folds(const Params& params, int ways, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
-  const int64_t blocks = int64_t{p.N} * params.slices * folds_of(params) * kBlocks;
+  const int64_t blocks = int64_t{p.N} * params.slices * ways * kBlocks;
   const auto launch = [&](auto* kernel, size_t bytes) {
     return launch_blocks(kernel, params, blocks, kThreads, int(bytes), kCluster, true, stream);
   };
   // With the smaller buffers the first multiprocessors that the maps free would get two blocks
   // each, and others none.
   if (blocks <= p.multiprocessors)
-    return launch(&segment_folds_kernel<Kind, kStagesAlone>, sizeof(Memory<kStagesAlone>));
-  return launch(&segment_folds_kernel<Kind, kStagesOfTwo>, sizeof(Memory<kStagesOfTwo>));
+    return launch(&segment_folds_kernel<Kind, kPart, kStagesAlone>, sizeof(Memory<kStagesAlone>));
+  return launch(&segment_folds_kernel<Kind, kPart, kStagesOfTwo>, sizeof(Memory<kStagesOfTwo>));
+}
+}  // namespace
+
+template <class Kind>
+const char* run_segment_folds(const Params& params, cudaStream_t stream) {
+  return launch_folds<Kind, false>(params, folds_of(params), stream);
+}
+
+template <class Kind>
+const char* run_part_fold(const Params& params, cudaStream_t stream) {
+  static_assert(Kind::kExact, "a slice is a value head");
+  part_end_kernel<<<dim3(unsigned(params.slices), kChannels), kChannels, 0, stream>>>(params);
+  if (const char* error = check(cudaGetLastError())) return error;
+  return launch_folds<Kind, true>(params, 1, stream);
 }
 
 template const char* run_segment_folds<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);
+template const char* run_part_fold<Kind<__nv_bfloat16, true>>(const Params&, cudaStream_t);
 
 }  // namespace gdn::sm90::backward

@@ -10,7 +10,8 @@
 //     forward has left the states
 // segments/folds.cu folds them into the states and gradients that segments start from. All of them
 // are in the frame of the sequence's chunks. A block has a tile, and each of its two warpgroups 64
-// rows.
+// rows. kPart: of a part of a sequence (PartMaps), all segments have kBack, from zeros, and kMap;
+// the forward has left the states.
 #include "sm90/backward/copies.cuh"
 #include "sm90/backward/segments/map_halves.cuh"
 #include "sm90/backward/segments/windows.cuh"
@@ -46,20 +47,24 @@ struct MapTile : SegmentTile<Kind> {
            (job == Job::kBack) == (what == kForgetsGradient);
   }
 };
-inline int tiles_of(const Params& params) {  // at most
+template <bool kPart>
+int tiles_of(const Params& params) {  // at most
+  if (kPart) return params.segments * params.slices * 2;
   return (params.segments - params.problem.forward.N) * params.slices *
          (has_states(params) ? 2 : 3);
 }
 
 // Counts of jobs by kind: lane n has the number of a kind in sequences up to n. A whole warp calls
 // it.
+template <bool kPart>
 struct Jobs {
   int later, maps;  // kBack, and as many kForward; kMap
   GDN_DEVICE explicit Jobs(const Params& params) {
     const ChunkForward& p = params.problem.forward;
     const int lane = threadIdx.x % 32;
     later = lane < p.N ? last_segment(chunks_of_sequence(p, lane), params.segment) : 0;
-    maps = max(later - 1, 0);
+    if (kPart && lane < p.N) ++later;
+    maps = kPart ? later : max(later - 1, 0);
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int x = __shfl_up_sync(~0u, later, d), y = __shfl_up_sync(~0u, maps, d);
@@ -67,8 +72,8 @@ struct Jobs {
     }
   }
 };
-template <class Kind>
-GDN_DEVICE MapTile<Kind> map_tile(const Params& params, const Jobs& jobs, int index) {
+template <class Kind, bool kPart>
+GDN_DEVICE MapTile<Kind> map_tile(const Params& params, const Jobs<kPart>& jobs, int index) {
   const int slices = slices_of<Kind>(params), all_later = __shfl_sync(~0u, jobs.later, 31);
   int number = divide_by_slices<Kind>(params, index);  // the tile's number without its slice
   const int slice = index - number * slices;
@@ -90,13 +95,13 @@ GDN_DEVICE MapTile<Kind> map_tile(const Params& params, const Jobs& jobs, int in
             before = __shfl_sync(~0u, up_to, max(n - 1, 0));
   MapTile<Kind> x = {};
   if (n == 32) return x;
-  const int segment = number - (n > 0 ? before : 0) + (job == Job::kForward ? 0 : 1);
+  const int segment = number - (n > 0 ? before : 0) + (kPart || job == Job::kForward ? 0 : 1);
   static_cast<SegmentTile<Kind>&>(x) = segment_tile<Kind>(params, n, segment, slice);
   x.job = job;
   x.what = segment == x.last || has_states(params) ? kForgetsGradient : kForgetsState;
   // All jobs of a segment add its decays in the same order. Sums in two orders could differ by
   // their rounding about the limit, and a fold would then read a map that no job has made.
-  const int window = window_of<Kind>(params, x, true);
+  const int window = window_of<Kind, kPart>(params, x, true);
   if (window == 0) return x;
   x.forgets = true;
   if (job == Job::kForward) {
@@ -110,16 +115,16 @@ GDN_DEVICE MapTile<Kind> map_tile(const Params& params, const Jobs& jobs, int in
   return x;
 }
 
-template <class Kind>
+template <class Kind, bool kPart>
 GDN_DEVICE void loader(Memory& sm, const Params& params) {
   using T = typename Kind::T;
   const ChunkForward& p = params.problem.forward;
   const bool lead = threadIdx.x % 32 == 0;
-  const Jobs jobs(params);
+  const Jobs<kPart> jobs(params);
   uint32_t it = 0, aside_phase = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const MapTile<Kind> tile = map_tile<Kind>(params, jobs, index);
+    const MapTile<Kind> tile = map_tile<Kind, kPart>(params, jobs, index);
     const int count = tile.chunks();
 #pragma unroll 1
     for (int i = 0; i < count; ++i, ++it) {
@@ -249,17 +254,17 @@ GDN_DEVICE void step_back(float (&S)[64], const Memory::Stage& stage, const Chun
   if (factors.pre != 1.f) scale_state(S, factors.pre);
 }
 
-template <class Kind>
+template <class Kind, bool kPart>
 GDN_DEVICE void walk(Memory& sm, const Params& params, int warpgroup, int warp) {
   using T = typename Kind::T;
   static_assert(!kDecaysToEnd<T>, "w = 1, walk_back.cu");
   const ChunkBackward& problem = params.problem;
-  const Jobs jobs(params);
+  const Jobs<kPart> jobs(params);
   float S[64];
   uint32_t it = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const MapTile<Kind> tile = map_tile<Kind>(params, jobs, index);
+    const MapTile<Kind> tile = map_tile<Kind, kPart>(params, jobs, index);
     const int count = tile.chunks();
     if (warpgroup == 0 && warp == 0 && fresh_lane() == 0 && tile.says())
       params.maps.forgotten[segment_index<Kind>(params, tile.n, tile.segment, tile.slice)] =
@@ -316,7 +321,7 @@ GDN_DEVICE void walk(Memory& sm, const Params& params, int warpgroup, int warp) 
                 fresh_lane());
       continue;
     } else {
-      if (tile.segment < tile.last || tile.forgets || problem.dht == nullptr) {
+      if (kPart || tile.segment < tile.last || tile.forgets || problem.dht == nullptr) {
         clear_state(S);
       } else {
         wait_for(sm.full[it % kStages], it / kStages);
@@ -346,7 +351,7 @@ GDN_DEVICE void say_of_short_ones(const Params& params) {
   }
 }
 
-template <class Kind>
+template <class Kind, bool kPart>
 __global__ void __launch_bounds__(kThreads, 1)
     segment_maps_kernel(const __grid_constant__ Params params) {
   static_assert(sizeof(Memory) <= 232448, "shared memory of a block");
@@ -366,25 +371,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   wait_for_prerequisites();
   if (warp < 4) {
     set_registers<kSinglesRegisters, kLaunchRegisters>();
-    if (warp == 0) loader<Kind>(sm, params);
-    if (warp == 1 && blockIdx.x == 0) say_of_short_ones<Kind>(params);
+    if (warp == 0) loader<Kind, kPart>(sm, params);
+    if (!kPart && warp == 1 && blockIdx.x == 0) say_of_short_ones<Kind>(params);
   } else {
     set_registers<kStateRegisters, kLaunchRegisters>();
-    walk<Kind>(sm, params, warp / 4 - 1, warp % 4);
+    walk<Kind, kPart>(sm, params, warp / 4 - 1, warp % 4);
   }
 }
 }  // namespace
 
-template <class Kind>
+template <class Kind, bool kPart>
 const char* run_segment_maps(Params& params, cudaStream_t stream) {
   const ChunkForward& p = params.problem.forward;
-  params.tiles = tiles_of(params);
+  params.tiles = tiles_of<kPart>(params);
   const unsigned blocks =
       unsigned(params.tiles < p.multiprocessors ? params.tiles : p.multiprocessors);
-  return launch_blocks(&segment_maps_kernel<Kind>, params, blocks, kThreads, sizeof(Memory), 1,
-                       true, stream);
+  return launch_blocks(&segment_maps_kernel<Kind, kPart>, params, blocks, kThreads, sizeof(Memory),
+                       1, true, stream);
 }
 
-template const char* run_segment_maps<Kind<__nv_bfloat16, true>>(Params&, cudaStream_t);
+template const char* run_segment_maps<Kind<__nv_bfloat16, true>, false>(Params&, cudaStream_t);
+template const char* run_segment_maps<Kind<__nv_bfloat16, true>, true>(Params&, cudaStream_t);
 
 }  // namespace gdn::sm90::backward

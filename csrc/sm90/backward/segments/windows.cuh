@@ -17,16 +17,22 @@ namespace gdn::sm90::backward {
 
 // The number of chunks before its end at which a walk through a segment, forward or back, may begin
 // because all before is forgotten; 0: not all is forgotten. The two directions add decays in
-// opposite orders. A whole warp calls it.
-template <class Kind>
+// opposite orders. A whole warp calls it. kPart: of a part of a sequence, whose windows have to be
+// certain (tile/growth.cuh).
+template <class Kind, bool kPart = false>
 GDN_DEVICE int window_of(const Params& params, const SegmentTile<Kind>& tile, bool back) {
   const int lane = threadIdx.x % 32, count = tile.chunks(), HV = params.problem.forward.HV;
   const float* const last = params.scratch.last + int64_t{tile.chunk_index} * HV + tile.hv(params);
+  if (kPart && params.part.growth == nullptr) return 0;
   float before = 0;
 #pragma unroll 1
   for (int first = 0; first < count; first += 32) {
     const int i = first + lane;
     float sum = i < count ? last[int64_t{back ? i : count - 1 - i} * HV] : 0.f;
+    if constexpr (kPart) {
+      const int64_t at = int64_t{tile.chunk_index + i} * HV + tile.hv(params);
+      if (i < count) sum += params.part.growth[at];
+    }
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const float below = __shfl_up_sync(~0u, sum, d);

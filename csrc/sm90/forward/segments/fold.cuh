@@ -30,8 +30,11 @@ struct Fold {
 };
 
 // All matrices are transposed: a block has kFoldRows rows (channels of V) of one sequence and value
-// head, and computes s <- s M + b in fp32.
-template <class C>
+// head, and computes s <- s M + b in fp32. kCarry: the map of a part of a sequence, from the maps
+// of all its segments. The rows after those of V are those of the part's M, which begin as the
+// identity and get no b; the result of the last step is written to PartSegments::carry, and no
+// other.
+template <class C, bool kCarry = false>
 __global__ void __launch_bounds__(kFoldThreads, 1)
     fold_kernel(const __grid_constant__ KernelParams params) {
   using F = Fold<C>;
@@ -41,14 +44,15 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   __shared__ float2 sums[F::kShares][kFoldRows][F::kPairs];
   const ChunkForward& p = params.problem;
   const int state_size = state_rows(values<C>(p)) * kKeys;
-  const int parts = values<C>(p) / kFoldRows;
+  const int parts = (values<C>(p) + (kCarry && params.part.comes ? p.K : 0)) / kFoldRows;
   const int part = blockIdx.x % parts, pair = blockIdx.x / parts;
+  const bool of_map = kCarry && part * kFoldRows >= values<C>(p);
   const int hv = pair % p.HV, share = threadIdx.x / F::kPairs;
   const int column = threadIdx.x % F::kPairs;  // the first of two, in units of two
   const int row = share * kRows;               // of the block's rows
 
   constexpr int kUnit = 64;  // channels of V that have a mark
-  if (params.segments.marks != nullptr && part == 0 &&
+  if (!kCarry && params.segments.marks != nullptr && part == 0 &&
       threadIdx.x < state_rows(values<C>(p)) / kUnit)
     params.segments.marks[int64_t{pair} * (state_rows(values<C>(p)) / kUnit) + threadIdx.x] =
         kUnmarked;
@@ -56,7 +60,7 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   tile.n = pair / p.HV;
   locate_sequence<C>(params, tile);
   const SegmentLengths lengths = lengths_of_segments(params);
-  const int steps = lengths.later(tile.length) - 1;
+  const int steps = lengths.later(tile.length) - (kCarry ? 0 : 1);
   if (steps < 1) return;
   const int map_size = state_size + C::kMapRows * kKeys;
   const int64_t first = int64_t{second_segment<C>(params, tile.n, lengths)} * p.HV + hv;
@@ -102,6 +106,13 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
   for (int r = 0; r < kRows; ++r) {
     // With a pool, columns past the call's own have not been written.
     const bool known = column * 2 < p.K;
+    if (of_map) {
+      const int at = part * kFoldRows + row + r - values<C>(p);  // the row of M
+      reinterpret_cast<float2*>(state[row + r])[column] =
+          make_float2(at == column * 2 ? 1.f : 0.f, at == column * 2 + 1 ? 1.f : 0.f);
+      b[r] = {};
+      continue;
+    }
     reinterpret_cast<float2*>(state[row + r])[column] =
         known ? *reinterpret_cast<const float2*>(start + r * kKeys) : float2{};
     b[r] = *reinterpret_cast<const float2*>(maps + own + r * kKeys);
@@ -148,9 +159,14 @@ __global__ void __launch_bounds__(kFoldThreads, 1)
         s.x += x.x;
         s.y += x.y;
       }
-      *reinterpret_cast<float2*>(start + r * kKeys) = s;
+      if constexpr (!kCarry) {
+        *reinterpret_cast<float2*>(start + r * kKeys) = s;
+      } else if (i + 1 == steps && column * 2 < p.K) {
+        const int64_t to = int64_t{hv} * (values<C>(p) + p.K) + part * kFoldRows + row + r;
+        *reinterpret_cast<float2*>(params.part.carry + to * p.K + column * 2) = s;
+      }
       reinterpret_cast<float2*>(state[row + r])[column] = s;
-      if (i + 1 < steps)
+      if (i + 1 < steps && !of_map)
         b[r] = *reinterpret_cast<const float2*>(maps + (i + 1) * next_map + own + r * kKeys);
     }
   }

@@ -17,7 +17,9 @@ GDN_DEVICE void shorten_to_window(SharedMemory<C>& sm, const KernelParams& param
   const uint32_t sums = shared_address(sm.gates);
   const Tile& tile = sm.tiles[0];
   const int lane = threadIdx.x % 32, chunks = tile.length / kChunk;
-  const int most = min(chunks, kMostWindow);
+  // The last segment of a part may end within a chunk. It then has no window, whose chunks are
+  // whole.
+  const int most = C::kPart && tile.length % kChunk ? 0 : min(chunks, kMostWindow);
   for (int back = threadIdx.x / 32; back < most; back += C::kThreads / 32) {
     const int row = tile.first + (chunks - 1 - back) * kChunk + 2 * lane;
     int64_t at = tile.batch * p.g.batch + tile.hv * p.g.head + int64_t{row} * p.g.row;
@@ -26,6 +28,7 @@ GDN_DEVICE void shorten_to_window(SharedMemory<C>& sm, const KernelParams& param
     sum += log2_decay(p, to_float(load_bits(p.g.data, at, p.g_dtype), p.g_dtype), tile.hv);
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    if constexpr (C::kPart) sum += params.part.growth[int64_t{row / kChunk} * p.HV + tile.hv];
     if (lane == 0) store_shared_4(sums + 4 * back, __float_as_int(sum));
   }
   __syncthreads();

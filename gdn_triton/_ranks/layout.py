@@ -38,12 +38,13 @@ class Interval(NamedTuple):
 class ShardLayout:
     """What the operator needs to know of a call that is split over ranks.
 
-    cu_seqlens [N + 1], on the device, and offsets, the same on the host: the local sequences.
+    group: None where the caller exchanges the maps. cu_seqlens [N + 1], on the device, and offsets,
+    the same on the host: the local sequences.
     lengths: tokens of each slot. places: where each slot lies in a buffer gathered from all ranks.
     crosses: whether any sequence lies in more than one slot, as every rank must answer alike.
     """
 
-    group: "ProcessGroup"
+    group: "ProcessGroup | None"
     cu_seqlens: Tensor
     offsets: tuple[int, ...]
     intervals: tuple[Interval, ...]

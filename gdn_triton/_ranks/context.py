@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,8 @@ from gdn_triton._host.arguments import (
     value_of,
 )
 from gdn_triton._host.derivatives import IN_NONE, found_once
-from gdn_triton.distributed.exchange import gather_slots
-from gdn_triton.distributed.layout import (
+from gdn_triton._ranks.exchange import gather_slots
+from gdn_triton._ranks.layout import (
     Interval,
     ShardLayout,
     any_crosses,
@@ -49,7 +49,7 @@ class ContextParallel:
     the names and meanings of those of FLA's `FLACPContext`.
 
     Attributes:
-        group: the process group.
+        group: the process group; None where the caller exchanges the maps.
         cu_seqlens: [N + 1], int32, on the device of the builder's: offsets of the local sequences.
         cu_seqlens_cpu: the same on the CPU.
         conv1d_kernel_size: for `conv_halo`, or None.
@@ -62,7 +62,7 @@ class ContextParallel:
         crosses: whether any sequence, on any rank, lies in more than one slot.
     """
 
-    group: "ProcessGroup"
+    group: "ProcessGroup | None"
     cu_seqlens: Tensor
     cu_seqlens_cpu: Tensor
     conv1d_kernel_size: int | None
@@ -131,6 +131,7 @@ class ContextParallel:
         parts = [x.narrow(dim, start, end - start) for start, end in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
+    @cached_property
     def _shard_layout(self) -> ShardLayout:
         return ShardLayout(
             group=self.group,
@@ -145,12 +146,13 @@ class ContextParallel:
 
 def build_cp_context(
     cu_seqlens: Tensor,
-    group: "ProcessGroup",
+    group: "ProcessGroup | None",
     conv1d_kernel_size: int | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     *,
     lengths: Sequence[int] | None = None,
     layout: str = "contiguous",
+    place: tuple[int, int] | None = None,
 ) -> ContextParallel:
     """Which part of the packed sequences `cu_seqlens` this rank of `group` holds.
 
@@ -167,6 +169,9 @@ def build_cp_context(
             "zigzag". Their sum is at least cu_seqlens[-1]; tokens after that belong to no sequence.
             None: cu_seqlens[-1] tokens in parts as equal as can be, the longer ones first.
         layout: "contiguous", or "zigzag" for two slots a rank, the r-th from either end.
+        place: with a group of None, the rank and the number of ranks, for a caller that exchanges
+            what `forward_prepare` and `backward_prepare` return. Only the four stages take such a
+            context.
 
     A sequence without tokens belongs to the rank of the last slot that begins at or before it.
 
@@ -184,7 +189,7 @@ def build_cp_context(
     if lengths is not None and not isinstance(lengths, Sequence):
         expected = "be a sequence of ints, one for each slot, or None"
         raise TypeError(must("lengths", expected, value_of(lengths)))
-    rank, world_size = _place(group, "group")
+    rank, world_size = _place(group, "group") if place is None else _own_place(group, place)
     if cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()
     else:
@@ -231,6 +236,19 @@ def build_cp_context(
     )
 
 
+def _own_place(group: object, place: object) -> tuple[int, int]:
+    if group is not None:
+        raise ValueError("place must be None with a group, which has the rank")
+    if (
+        not isinstance(place, tuple)
+        or len(place) != 2
+        or any(type(n) is not int for n in place)
+        or not 0 <= place[0] < place[1]
+    ):
+        raise ValueError(f"place must be (rank, number of ranks), 0 <= rank, got {place!r}")
+    return place
+
+
 def _place(group: Any, name: str) -> tuple[int, int]:
     """(rank, world size) of this process in a group."""
     if group is None:
@@ -252,7 +270,7 @@ def shard_layout(cp_context: object) -> ShardLayout:
     """What the operator needs of a context, ours or any object with the attributes of
     `fla.ops.cp.FLACPContext` (0.6.0). TypeError or ValueError if it does not fit."""
     if isinstance(cp_context, ContextParallel):
-        return cp_context._shard_layout()
+        return cp_context._shard_layout
     group, cu_seqlens = _attribute(cp_context, "group"), _attribute(cp_context, "cu_seqlens")
     rank, world_size = _place(group, "cp_context.group")
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
@@ -355,6 +373,8 @@ def conv_halo(x: Tensor, cp_context: object, kernel_size: int | None = None) -> 
         TypeError, ValueError: an argument that does not fit.
     """
     layout = shard_layout(cp_context)
+    if layout.crosses:
+        _place(layout.group, "cp_context.group")
     if kernel_size is None:
         kernel_size = getattr(cp_context, "conv1d_kernel_size", None)
     if type(kernel_size) is not int or kernel_size < 1:

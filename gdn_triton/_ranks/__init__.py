@@ -1,0 +1,1 @@
+"""How the tokens of a call are split over the ranks of a process group, and what ranks exchange."""
