@@ -10,10 +10,9 @@ from torch import Tensor
 
 from benchmarks.shapes import Random, gate_parameters
 from gdn_triton import (
-    causal_conv1d_update,
     chunk_prefill,
     fused_conv_prep,
-    recurrent_step,
+    layer_step,
     rms_norm_gated,
 )
 from gdn_triton.reference.chunk import recurrent_gated_delta_rule
@@ -135,23 +134,21 @@ def ours(step: Step) -> Call:
     out = step.mixed_qkv.new_empty(sum(step.lengths), HV, V)
 
     def decode() -> Tensor:
-        x = causal_conv1d_update(
-            step.mixed_qkv, step.weight, None, "silu", state=conv_state, **states
-        )
-        recurrent_step(
-            step.state,
-            step.slots,
-            mixed_qkv=x,
-            a=step.a,
-            b=step.b,
-            A_log=step.A_log,
-            dt_bias=step.dt_bias,
-            use_qk_l2norm_in_kernel=True,
+        return layer_step(
+            step.mixed_qkv,
+            step.a,
+            step.b,
+            step.A_log,
+            step.dt_bias,
+            state=step.state,
+            conv_state=conv_state,
+            conv_weight=step.weight,
+            gate=step.z,
+            norm_weight=step.norm,
+            norm_eps=EPS,
             state_v_first=True,
-            skip="non_positive",
-            out=out,
+            **states,
         )
-        return rms_norm_gated(out, step.z, step.norm, EPS)
 
     def prefill() -> Tensor:
         q, k, v, g, beta = fused_conv_prep(

@@ -67,7 +67,7 @@ def _key(call: LayerCall) -> Hashable | None:
         if type(option) not in _PLAIN_OPTIONS:
             return None
         known += (option, type(option).__name__)
-    for x in call.inputs:
+    for x in all_tensors(call):
         if x is None:
             known.append(None)
         elif type(x) is Tensor and x.layout is torch.strided and not x.is_nested:
@@ -76,10 +76,8 @@ def _key(call: LayerCall) -> Hashable | None:
             known.append((x.dtype, x.shape, x.stride(), x.device, x.requires_grad, False))
         else:
             return None
-    if call.window is not None:
-        # The window's layouts are judged by its own step at every call.
-        return None
-    return (*known, call.positions is None)
+    # The rest of a window is judged by its own step, at every call.
+    return (*known, type(call.window), type(call.positions))
 
 
 _PLAIN_OPTIONS = frozenset((bool, float, int, str, type(None)))

@@ -32,6 +32,8 @@ def refusal(call: Call, given: str, x: Tensor, dim: int) -> str | None:
         if given in ("state", "state_checkpoints") and dim > 0:
             return SPAN
         return OUT if given == "out" and dim in (1, 3) else None
+    if call.function is gdn_triton.layer_step:
+        return SPAN if given == "state" and dim > 1 else None
     if call.function in (gdn_triton.recurrent_step, gdn_triton.fused_recurrent_gated_delta_rule):
         if given in ("state", "initial_state"):
             return SPAN if dim > 1 else None

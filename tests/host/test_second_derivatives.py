@@ -154,6 +154,13 @@ CASES = {
 }
 # Public functions whose inputs may require no gradient, and calls that show it.
 GRADLESS: dict[str, Callable[[Tensor], Any]] = {
+    "layer_step": lambda x: gdn_triton.layer_step(
+        torch.ones(1, 3 * K).to(x) * x,
+        *torch.ones(2, 1, 1).to(x),
+        torch.zeros(1).to(x),
+        state=torch.zeros(1, 1, K, K).to(x),
+        read_slots=torch.zeros(1, dtype=torch.int32, device=x.device),
+    ),
     "causal_conv1d_update": lambda x: gdn_triton.causal_conv1d_update(
         x.expand(1, 1, D), torch.ones(D, W).to(x), state=torch.zeros(1, D, W - 1).to(x)
     ),
@@ -183,6 +190,7 @@ OTHERS = {
     *("Explanation", "__version__", "explain", "explain_call", "warmup"),
     *("chunk_gdn", "fused_recurrent_gdn"),
 }
+OTHERS |= {"PreparedStep", "prepare_step"}
 # Autograd functions of calls that are not in CASES; each has a test of its own below.
 APART = {"_FoundOnce", "_ContextParallel", "_ConvHalo", "_ForwardOnly"}
 

@@ -162,6 +162,20 @@ def make_restart() -> dict[str, Any]:
     return x
 
 
+def make_layer_step() -> dict[str, Any]:
+    return {
+        "mixed_qkv": torch.randn(N, D),
+        **gates(N),
+        "state": states(6),
+        "read_slots": torch.tensor([4, 1, -1]),
+        "conv_state": torch.randn(6, D, W - 1),
+        "conv_weight": torch.randn(D, W),
+        "conv_bias": torch.randn(D),
+        "gate": torch.randn(N, HV, V),
+        "norm_weight": torch.randn(V),
+    }
+
+
 def make_conv() -> dict[str, Any]:
     return {
         "x": torch.randn(1, T, D),
@@ -199,6 +213,7 @@ OPS = {
     ),
     "fold": Op(with_window(gdn_triton.fold_window), make_fold, ("state", "window.start")),
     "restart": Op(with_window(gdn_triton.restart_window), make_restart, ("window.start",)),
+    "layer step": Op(gdn_triton.layer_step, make_layer_step, ("state", "conv_state")),
     "conv": Op(gdn_triton.causal_conv1d, make_conv, ("state",)),
     "conv update": Op(gdn_triton.causal_conv1d_update, make_conv, ("state",)),
     "conv prep": Op(gdn_triton.fused_conv_prep, make_prep, ("state",)),
