@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "sm90/plan/forward_plan.h"
+#include "sm90/plan/part_plan.h"
 #include "sm90/plan/segment_lengths.cuh"
 #include "sm90/plan/tile_order.cuh"
 
@@ -296,9 +297,43 @@ void kept_plans() {
     }
   if (made < int(kMostPlans) + 2) first.say("more plans are known than may be kept");
 }
+// The segments of a part of a sequence cover it, all of them with chunks, and have memory; more of them pay
+// only where blocks would be idle; a batch-invariant part has one.
+void parts() {
+  std::mt19937 random(3);
+  const auto up_to = [&](int most) { return int(random() % unsigned(most)) + 1; };
+  for (int i = 0; i < 500; ++i) {
+    const int K = 8 * up_to(32), HV = 1 << (up_to(7) - 1);
+    const Call call = {K, 8 * up_to(32), HV, 1, int64_t(1) << (up_to(20)), false};
+    ChunkForward p = problem(call);
+    p.T += up_to(100);
+    p.use_qk_l2norm = i % 2;
+    p.batch_invariant = i % 5 == 0;
+    const ForwardPlan plan = with_heads(p, [&](auto heads) { return part_plan_of<decltype(heads)>(p); });
+    const Cut cut = plan.cuts.choices[0];
+    const int64_t chunks = ceil_div(p.T, kChunk);
+    const SegmentLengths lengths = planned_lengths(p, plan.cuts);
+    ++plans;
+    if (plan.cuts.count != 1 || cut.first != 0 || plan.cut_by_device) call.say("a part has a first segment");
+    if (lengths.later(int(p.T)) != plan.later_segments) call.say("a part has other segments than memory");
+    if (int64_t{cut.rest} * (plan.later_segments - 1) >= chunks) call.say("a segment of a part has no chunk");
+    if (plan.later_segments > 1 && cut.rest < 4) call.say("segments of a part are short");
+    if (p.batch_invariant && plan.later_segments > 1) call.say("a batch-invariant part is cut");
+    if (plan.forgets != (p.use_qk_l2norm && !p.batch_invariant)) call.say("a part forgets what is not certain");
+    if (HV * 2 >= 4 * p.multiprocessors && !p.use_qk_l2norm && plan.later_segments > 1)
+      call.say("a part of many heads is cut");
+  }
+  const auto segments = [](int HV, int64_t T) {
+    ChunkForward p = problem({128, 128, HV, 1, T, false});
+    return part_plan_of<sm90::Heads<128, true>>(p).later_segments;
+  };
+  if (segments(8, 65536) < 8) std::printf("a part of few heads is not cut\n"), ++faults;
+  if (segments(8, 200) > 1) std::printf("a short part is cut\n"), ++faults;
+}
 }  // namespace
 
 int main() {
+  parts();
   random_calls();
   known_calls();
   near_cuts();

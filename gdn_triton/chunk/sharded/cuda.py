@@ -40,10 +40,14 @@ class Piece(NamedTuple):
         return self.comes or self.leaves
 
 
-@functools.lru_cache(64)
 def pieces_of(layout: ShardLayout) -> tuple[Piece, ...]:
     """The pieces of a rank, in the order of their tokens; tokens of no sequence are in none."""
-    offsets, split = layout.offsets, dict(_split_sequences(layout.intervals))
+    return _pieces(layout.offsets, layout.intervals)
+
+
+@functools.lru_cache(64)
+def _pieces(offsets: tuple[int, ...], intervals: tuple[Interval, ...]) -> tuple[Piece, ...]:
+    split = dict(_split_sequences(intervals))
     pieces, first = [], 0
     for n in range(len(offsets) - 1):
         if n not in split:
