@@ -175,7 +175,7 @@ def window_fwd_kernel(
     alive = age < (position - held).to(tl.uint32)
     b_gr = tl.where(alive, b_gr, 0.0)
     b_u = tl.where(alive[None, :], b_u, 0.0)
-    b_beta = strength(b_beta, BETA_FACTOR)
+    b_beta = strength(b_beta, BETA_FACTOR, True)
     if A_log is not None:
         b_g = tl.where(in_t, log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD), 0.0)
         # The compiler computes an activation once for each layout in which it is used; it does not

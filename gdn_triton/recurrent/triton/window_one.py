@@ -104,7 +104,7 @@ def window_one_fwd_kernel(
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
     pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
 
-    b_beta = strength(b_beta, BETA_FACTOR)
+    b_beta = strength(b_beta, BETA_FACTOR, True)
     if A_log is not None:
         b_g = log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD)
     of_q, of_k = scale, 1.0
