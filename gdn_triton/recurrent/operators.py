@@ -155,7 +155,7 @@ def traced_sequences(call: SequenceCall) -> tuple[Tensor, Tensor | None]:
 _STEP: Final = (
     "Tensor q, Tensor? k, Tensor? v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
     "Tensor(a!) state, Tensor read_slots, Tensor? write_slots, Tensor? num_accepted_tokens, "
-    "Tensor? cu_seqlens{out}, bool is_mixed, bool is_raw, float? scale, "
+    "Tensor? parents, Tensor? cu_seqlens{out}, bool is_mixed, bool is_raw, float? scale, "
     "bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, bool state_v_first, str skip"
 )
 _STEP_FLAGS: Final = ("use_qk_l2norm_in_kernel", "allow_neg_eigval", "state_v_first")

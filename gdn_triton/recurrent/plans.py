@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gdn_triton._host.backends import Operator
 from gdn_triton._host.memory import Apart
-from gdn_triton._host.slots import check_contents
+from gdn_triton._host.slots import check_contents, check_parents
 from gdn_triton._host.tensors import is_transformed, resolved
 from gdn_triton.recurrent.backends import FOLD, RECURRENT, RESTART, STEP, Plan
 from gdn_triton.recurrent.problem import (
@@ -116,6 +116,7 @@ def _planned(
             memory = judge_memory(call)
             memory.check(x)
         check_contents(problem, x)
+        check_parents(problem, x, reads_states=True)
         check_positions(problem, x)
         inputs = resolved(x)
         if inputs is not x:
@@ -137,6 +138,7 @@ def _planned(
                 raise
         if plan.problem.device.type == "cpu":
             check_contents(plan.problem, x)
+            check_parents(plan.problem, x, reads_states=True)
             check_positions(plan.problem, x)
     return plan.run, x
 

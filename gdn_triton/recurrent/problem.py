@@ -79,6 +79,7 @@ class Operands(NamedTuple):
     cu_seqlens: Tensor | None = None
     out: Tensor | None = None
     num_accepted_tokens: Tensor | None = None
+    parents: Tensor | None = None
     positions: Tensor | None = None
     u_rows: Tensor | None = None
     k_rows: Tensor | None = None
@@ -117,7 +118,10 @@ DIFFERENTIABLE: Final = (
 
 def sequence_call(given: Mapping[str, Any], needs_grad: bool = False) -> SequenceCall:
     """From all arguments of `gdn_triton.fused_recurrent_gated_delta_rule`, by their names."""
-    of_steps = ("read_slots", "write_slots", "out", "num_accepted_tokens", "positions", *WINDOW)
+    of_steps = (
+        *("read_slots", "write_slots", "out", "num_accepted_tokens", "parents", "positions"),
+        *WINDOW,
+    )
     inputs = {**dict.fromkeys(of_steps), "state": given["initial_state"]}
     return made(SequenceCall, {**given, **inputs, "needs_grad": needs_grad})
 

@@ -179,6 +179,7 @@ def validate_step(call: StepCall) -> RecurrentProblem:
             raise ValueError(must("write_slots", expected, shape_of(x.write_slots)))
         every_token = x.write_slots.dim() == 2
     every_token = every_token or columns > 0
+    _check_parents(x, B, T, has_window=call.max_tokens is not None)
     check_written("state", x.state)
     check_written("out", x.out)
     check_gate(x.A_log, x.dt_bias, HV, use_gate=is_raw, asked="a and b")
@@ -253,6 +254,22 @@ def _check_read_slots(x: Operands) -> tuple[int, int]:
     return N, columns
 
 
+def _check_parents(x: Operands, B: int, T: int, *, has_window: bool) -> None:
+    if x.parents is None:
+        return
+    if x.parents.shape != (B, T):
+        expected = f"have shape [{B}, {T}], a parent a token"
+        raise ValueError(must("parents", expected, shape_of(x.parents)))
+    if x.num_accepted_tokens is not None:
+        raise ValueError(must("num_accepted_tokens", "be None with parents", "a tensor"))
+    if has_window:
+        raise ValueError(must("parents", "be None with window", "a tensor"))
+    if x.write_slots is None or x.write_slots.dim() != 2:
+        given = "None" if x.write_slots is None else shape_of(x.write_slots)
+        expected = f"have shape [{B}, {T}], a slot a token, with parents"
+        raise ValueError(must("write_slots", expected, given))
+
+
 def step_memory(call: StepCall) -> Apart:
     """What must lie apart in the memory of steps like this one, whose arguments are valid. It is
     checked for the inputs, in their order: in a mixed call k and v are q once more."""
@@ -265,7 +282,10 @@ def step_memory(call: StepCall) -> Apart:
 
 # ---------------------------------------------------------------------------------- shared checks
 
-_INDICES: Final = ("read_slots", "write_slots", "cu_seqlens", "num_accepted_tokens", "positions")
+_INDICES: Final = (
+    *("read_slots", "write_slots", "cu_seqlens", "num_accepted_tokens", "parents"),
+    "positions",
+)
 
 
 def _named(x: Operands, names: Mapping[str, str]) -> dict[str, Any]:

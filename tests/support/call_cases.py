@@ -187,6 +187,14 @@ def make_accepted_step(batch: Batch) -> dict[str, Any]:
     return {**x, **tokens(batch), **gates(batch), **batch.packed()}
 
 
+def make_tree_step(batch: Batch) -> dict[str, Any]:
+    """Both tokens of a sequence are roots."""
+    parents = torch.tensor([[-1, -1, 0, 3, -1, 0], [-1, 0, 0, 0, 0, 0]])[: batch.B, : batch.T]
+    x = make_step(batch)
+    del x["out"]
+    return {**x, "parents": parents}
+
+
 def make_mixed_step(batch: Batch) -> dict[str, Any]:
     x = {"state": torch.randn(7, HV, K, V), **slots(batch), **batch.packed()}
     mixed = {"mixed_qkv": torch.randn(*batch.lead, D), **gates(batch)}
@@ -248,6 +256,12 @@ def make_accepted_update(batch: Batch) -> dict[str, Any]:
     x = {"state": torch.randn(7, D, W + 1), "read_slots": torch.tensor([4, 1, 3, 2])[: batch.N]}
     accepted = torch.tensor([2, 1, 0, 1])[: batch.N]
     return {**make_conv(batch), **x, "num_accepted_tokens": accepted}
+
+
+def make_tree_update(batch: Batch) -> dict[str, Any]:
+    x = {"state": torch.randn(8, D, W - 1), **make_conv(batch)}
+    tree = make_tree_step(batch)
+    return {**x, **{name: tree[name] for name in ("read_slots", "write_slots", "parents")}}
 
 
 def make_prep(batch: Batch) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from call_cases import (
     make_sequences,
     make_split_chunk,
     make_step,
+    make_tree_step,
+    make_tree_update,
     make_whole_chunk,
     make_window_step,
     with_window,
@@ -209,6 +211,17 @@ TABLE = (
         meaningless={"state": [3, 4, 5, 7]},
     ),
     Function(
+        "step of trees",
+        "recurrent_step",
+        gdn_triton.recurrent_step,
+        make_tree_step,
+        SHORT,
+        ("state",),
+        nobody=rows(SKIPPED[SHORT], "q", "k", "v", "a", "b", "write_slots", "parents")
+        | {"state": [3, 4, 5, 6, 7]},
+        meaningless={"state": [6, 7]},
+    ),
+    Function(
         "mixed step",
         "recurrent_step",
         gdn_triton.recurrent_step,
@@ -292,6 +305,16 @@ TABLE = (
         ("state",),
         nobody=rows(SKIPPED[SHORT], "x") | {"state": [0, 3, 5, 6]},
         meaningless={"state": [0, 3, 5, 6]},
+    ),
+    Function(
+        "update of trees",
+        "causal_conv1d_update",
+        gdn_triton.causal_conv1d_update,
+        make_tree_update,
+        SHORT,
+        ("state",),
+        nobody=rows(SKIPPED[SHORT], "x", "write_slots", "parents") | {"state": [3, 4, 5, 6, 7]},
+        meaningless={"state": [6, 7]},
     ),
     Function(
         "prep",

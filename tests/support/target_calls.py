@@ -336,6 +336,9 @@ def run_conv(shape: Shape) -> None:
     state = torch.empty(N, W + 1, D, dtype=shape.dtype).mT
     given = given._replace(state=state, write_slots=None, num_accepted_tokens=slots + 1)
     conv_update_fwd(problem._replace(columns=W + 1), given)
+    tree = torch.full((N, T), -1, dtype=torch.int32)
+    given = given._replace(state=state[..., : W - 1], num_accepted_tokens=None, parents=tree)
+    conv_update_fwd(problem._replace(every_token=True), given._replace(write_slots=every))
 
 
 def run_recurrent(shape: Shape) -> None:
@@ -394,6 +397,10 @@ def run_recurrent(shape: Shape) -> None:
                 )
                 call = StepCall(x, options, scale=None, skip="negative", is_mixed=True)
                 plan(validate_step(call), x)(x)
+            tree = torch.full((N, T), -1, dtype=torch.int32)
+            plan(validate_step(call._replace(inputs=x._replace(parents=tree))), x)(
+                x._replace(parents=tree)
+            )
             accepted = torch.ones(N, dtype=torch.int32)
             x = x._replace(read_slots=every[:, :3], write_slots=None, num_accepted_tokens=accepted)
             plan(validate_step(call._replace(inputs=x)), x)(x)

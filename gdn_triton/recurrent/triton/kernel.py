@@ -66,6 +66,33 @@ def store_state(p, kept, in_k, in_v, POLICY: tl.constexpr):
     tl.store(p, kept, mask=in_k[:, None] & in_v[None, :], eviction_policy=POLICY)
 
 
+@triton.jit
+def tiles_of_parent(
+    tiles, p_ht, p_slot, i_0, parent, i_t, stride_n, o_r, o_v, stride_k: tl.constexpr,
+    stride_v: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, LAST_SKIPPED: tl.constexpr
+):  # fmt: skip
+    """The tiles of the state that token i_t starts from: `tiles` are those of the token before it.
+    i_0: the slot of the sequence's own state; p_slot: where that of the parent is."""
+    BR: tl.constexpr = o_r.shape[0]
+    BV: tl.constexpr = o_v.shape[0]
+    # Another thread may have written what a thread loads.
+    tl.debug_barrier()
+    moves = parent != i_t - 1
+    slot = tl.load(p_slot, mask=moves & (parent >= 0), other=LAST_SKIPPED).to(tl.int64)
+    slot = tl.where(parent < 0, i_0, slot)
+    moves = moves & (slot > LAST_SKIPPED)
+    end_k = tl.where(moves, K, 0)
+    found = ()
+    for part in tl.static_range(PARTS):
+        for i in tl.static_range(ROWS):
+            p = p_ht + slot * stride_n + part * BV * stride_v + i * BR * stride_k
+            mask = (o_r < end_k - i * BR)[:, None] & (o_v < V - part * BV)[None, :]
+            tile = tl.load(p, mask=mask, other=0)
+            found += (tl.where(moves, tile, tiles[part * ROWS + i]),)
+    return found
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def recurrent_fwd_kernel(
     q,
@@ -84,6 +111,7 @@ def recurrent_fwd_kernel(
     write_slots,
     cu_seqlens,
     num_accepted_tokens,
+    parents,
     N,
     T,
     scale,
@@ -130,6 +158,8 @@ def recurrent_fwd_kernel(
     stride_wt,
     stride_c,
     stride_n,
+    stride_pb,
+    stride_pt,
     stride_h0k: tl.constexpr,
     stride_h0v: tl.constexpr,
     stride_htk: tl.constexpr,
@@ -240,6 +270,9 @@ def recurrent_fwd_kernel(
         p_slot = read_slots + i_n * stride_r
     elif EVERY_TOKEN:
         p_slot = write_slots + i_b * stride_wb + row * stride_wt
+    if parents is not None:
+        p_parent = parents + i_b * stride_pb + row * stride_pt
+        p_slots = write_slots + i_b * stride_wb + row * stride_wt
     slot = i_0
     if ht is not None:
         if write_slots is not None and not EVERY_TOKEN:
@@ -281,6 +314,13 @@ def recurrent_fwd_kernel(
         tl.debug_barrier()
 
     for i_t in range(0, n_tokens):
+        if parents is not None and not ONE_TOKEN:
+            parent = tl.load(p_parent).to(tl.int32)
+            p_parent += stride_pt
+            tiles = tiles_of_parent(
+                tiles, p_ht, p_slots + parent * tl.cast(stride_wt, tl.int64), i_0, parent, i_t,
+                stride_htn, o_r, o_v, stride_htk, stride_htv, K, V, PARTS, ROWS, LAST_SKIPPED
+            )  # fmt: skip
         b_q, b_k, token_v = next_q.to(tl.float32), next_k.to(tl.float32), next_v
         more = i_t + 1 < n_tokens
         end_k, end_v = tl.where(more, K, 0), tl.where(more, V, 0)

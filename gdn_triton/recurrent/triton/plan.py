@@ -68,6 +68,7 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         **named("wb wt", strides(x.write_slots, 2)),
         **named("c", strides(x.cu_seqlens, 1)),
         **named("n", strides(x.num_accepted_tokens, 1)),
+        **named("pb pt", strides(x.parents, 2)),
         H=p.H,
         HV=p.HV,
         K=p.K,
@@ -145,6 +146,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             write_slots=y.write_slots,
             cu_seqlens=y.cu_seqlens,
             num_accepted_tokens=y.num_accepted_tokens,
+            parents=y.parents,
             N=p.N,
             T=p.T,
         )
