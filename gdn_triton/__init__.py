@@ -14,6 +14,7 @@ from gdn_triton.recurrent.api import (
 )
 from gdn_triton.recurrent.window import (
     StepWindow,
+    accept_window,
     fold_window,
     make_window,
     restart_window,
@@ -26,6 +27,7 @@ __all__ = [
     "Explanation",
     "StepWindow",
     "__version__",
+    "accept_window",
     "causal_conv1d",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",

@@ -28,11 +28,11 @@ from gdn_triton.prep.backends import POST_CONV
 from gdn_triton.prep.problem import with_gradients
 from gdn_triton.prep.validation import validate_post_conv
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step, step_call
-from gdn_triton.recurrent.backends import FOLD, RECURRENT, RESTART, STEP
+from gdn_triton.recurrent.backends import ACCEPT, FOLD, RECURRENT, RESTART, STEP
 from gdn_triton.recurrent.problem import sequence_call
 from gdn_triton.recurrent.validation import validate_sequences, validate_step
 from gdn_triton.recurrent.validation_window import validate_fold
-from gdn_triton.recurrent.window import fold_call, fold_window, restart_window
+from gdn_triton.recurrent.window import accept_window, fold_call, fold_window, restart_window
 
 _Given = dict[str, Any]
 
@@ -45,8 +45,8 @@ def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     Args:
         function: one of this package's operators: `chunk_gated_delta_rule`, `chunk_prefill`,
             `fused_recurrent_gated_delta_rule`, `recurrent_step`, `fold_window`, `restart_window`,
-            `causal_conv1d`, `causal_conv1d_update`, `fused_conv_prep`, `fused_post_conv_prep`,
-            `rms_norm_gated`.
+            `accept_window`, `causal_conv1d`, `causal_conv1d_update`, `fused_conv_prep`,
+            `fused_post_conv_prep`, `rms_norm_gated`.
         args, kwargs: its arguments.
 
     Returns:
@@ -100,6 +100,11 @@ def _restart(given: _Given) -> Explanation:
     return RESTART.explain(validate_fold(call, folds=False))
 
 
+def _accept(given: _Given) -> Explanation:
+    call = fold_call(state=None, state_v_first=False, has_path=True, **given)
+    return ACCEPT.explain(validate_fold(call, folds=False))
+
+
 def _conv(given: _Given) -> Explanation:
     return CONV.explain(validate_conv(ConvArguments(**given), PLAIN))
 
@@ -132,6 +137,7 @@ _JUDGES: dict[Callable[..., Any], Callable[[_Given], Explanation]] = {
     recurrent_step: _step,
     fold_window: _fold,
     restart_window: _restart,
+    accept_window: _accept,
     causal_conv1d: _conv,
     causal_conv1d_update: _conv_update,
     fused_conv_prep: _conv_prep,

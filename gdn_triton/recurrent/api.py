@@ -207,11 +207,12 @@ def recurrent_step(
             whose number is not in 1 to S is skipped. None: read_slots is [N].
         parents: [N, T], or packed [1, T], int32 or int64: the tokens of a sequence are the nodes of
             trees. Token i starts from the state after token parents[n, i] of its sequence, which
-            comes before it, or, for -1, from the state in the read slot. write_slots has a slot for
-            each token then, and none is the sequence's read slot; a token whose slot is padding may
-            be the parent of the token after it only. On an accelerator none of this is checked, and
-            is undefined behaviour otherwise. Excludes num_accepted_tokens and window. None: each
-            token follows the one before it.
+            comes before it, or, for -1, from the sequence's own state. Without a window write_slots
+            has a slot for each token then, and none is the sequence's read slot; a token whose slot
+            is padding may be the parent of the token after it only. With a window, whose max_tokens
+            is at most 32, `gdn_triton.accept_window` keeps the tokens of one path. On an
+            accelerator none of this is checked, and is undefined behaviour otherwise. Excludes
+            num_accepted_tokens. None: each token follows the one before it.
         q, k: [.., H, K], float. v: [.., HV, V], float.
         mixed_qkv: [.., 2 * H * K + HV * V], float: q, k and v side by side, in place of them. H
             follows from the state's sizes.

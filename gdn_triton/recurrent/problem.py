@@ -141,8 +141,8 @@ class StepCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldProblem:
-    """One validated call of `gdn_triton.fold_window`, or of `gdn_triton.restart_window`, which has
-    no state: its HV, K and V are those of the window."""
+    """One validated call of `gdn_triton.fold_window`, or of `gdn_triton.restart_window` or
+    `gdn_triton.accept_window`, which have no state: their HV, K and V are those of the window."""
 
     N: int
     H: int
@@ -165,7 +165,7 @@ class FoldProblem:
 
 
 class FoldOperands(NamedTuple):
-    """state: None in a call of `gdn_triton.restart_window`."""
+    """state: of `gdn_triton.fold_window` only; path: of `gdn_triton.accept_window` only."""
 
     state: Tensor | None
     u_rows: Tensor
@@ -175,10 +175,12 @@ class FoldOperands(NamedTuple):
     start: Tensor
     slots: Tensor
     positions: Tensor
+    path: Tensor | None = None
 
 
 class FoldCall(NamedTuple):
-    """The arguments of `gdn_triton.fold_window` or `gdn_triton.restart_window`."""
+    """The arguments of `gdn_triton.fold_window`, `gdn_triton.restart_window` or
+    `gdn_triton.accept_window`."""
 
     inputs: FoldOperands
     max_tokens: int

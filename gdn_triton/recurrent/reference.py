@@ -20,7 +20,7 @@ from gdn_triton.recurrent.problem import (
 )
 from gdn_triton.reference.recurrent import RecurrentResult, recurrent
 from gdn_triton.reference.trees import recurrent_tree
-from gdn_triton.reference.window import Records, fold, window_step
+from gdn_triton.reference.window import Records, accept, fold, window_step
 
 
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
@@ -211,6 +211,7 @@ def _window_step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tenso
             last_skipped=p.last_skipped,
             scale=p.scale,
             cu_seqlens=x.cu_seqlens,
+            parents=x.parents,
             use_qk_l2norm=p.use_qk_l2norm,
             use_beta_sigmoid=p.use_beta_sigmoid,
             allow_neg_eigval=p.allow_neg_eigval,
@@ -225,9 +226,14 @@ def _window_step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tenso
 
 
 def fold_slots(p: FoldProblem, x: FoldOperands) -> None:
-    """Runs `gdn_triton.fold_window` or, without a state, `gdn_triton.restart_window`."""
+    """Runs `gdn_triton.fold_window` or, without a state, `gdn_triton.restart_window` or, with a
+    path, `gdn_triton.accept_window`."""
     live = x.slots > p.last_skipped
     slots, positions = x.slots[live].long(), x.positions[live].long()
+    if x.path is not None:
+        with _writing_all(x.u_rows, x.k_rows, x.g_rows):
+            accept(_records(x), slots, positions, x.path[live].long())
+        return
     if x.state is None:
         with _writing_all(x.start):
             x.start[slots] = positions.to(x.start.dtype)

@@ -89,7 +89,7 @@ def recurrent_tree(
     states, outputs, values = [initial_state], [], []
     for t in range(longest):
         before = torch.stack(states, 1)[every, above[:, t] + 1]
-        one = {name: x[:, t : t + 1] for name, x in nodes.items()}
+        one: dict[str, Any] = {name: x[:, t : t + 1] for name, x in nodes.items()}
         result = recurrent(**one, initial_state=before, keep_written=True, **options)
         assert result.written is not None
         states.append(result.final_state)

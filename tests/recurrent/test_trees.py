@@ -9,7 +9,7 @@ from helpers import FP16, FP32, assert_within_budget, same_bits
 from recurrent_cases import exact, normal
 from torch import Tensor
 
-from gdn_triton import causal_conv1d_update, make_window, recurrent_step
+from gdn_triton import causal_conv1d_update, recurrent_step
 from gdn_triton.reference.recurrent import recurrent
 
 N, T = 4, 6
@@ -305,10 +305,3 @@ def test_errors_of_one_function() -> None:
         )
     with pytest.raises(ValueError, match="parents must be None without state"):
         causal_conv1d_update(torch.zeros(N, T, D), torch.zeros(D, W), state=None, parents=TREE)  # type: ignore[arg-type]
-
-
-def test_no_window() -> None:
-    window = make_window(SLOTS, H, HV, K, V, FP32, "cpu", max_tokens=T, rows=2 * T)
-    x = {**step_inputs("cpu"), "window": window, "positions": torch.zeros(N).int()}
-    with pytest.raises(ValueError, match="parents must be None with window"):
-        recurrent_step(torch.zeros(SLOTS, HV, K, V), READ, **x, parents=TREE)

@@ -226,6 +226,18 @@ def make_fold(batch: Batch) -> dict[str, Any]:
     return {"state": torch.randn(7, HV, K, V), **make_restart(batch)}
 
 
+def make_tree_window_step(batch: Batch) -> dict[str, Any]:
+    tree = make_tree_step(batch)
+    return {**make_window_step(batch), "parents": tree["parents"]}
+
+
+def make_accept(batch: Batch) -> dict[str, Any]:
+    """Of three tokens at position 3 the last two are kept."""
+    path = torch.tensor([[1, 2], [1, 2], [0, 0], [1, 2]])[: batch.N]
+    x = make_restart(batch)
+    return {**x, "positions": x["positions"] - 2, "path": path}
+
+
 def with_window(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with the tensors of a window as arguments of their own."""
 

@@ -427,7 +427,8 @@ def run_windows(call: Any, H: int) -> None:
     several = several._replace(**rows, positions=positions)
     one = several._replace(**{name: getattr(several, name)[:, 0] for name in ("q", "k", "v")})
     one = one._replace(g=several.g[:, 0], beta=several.beta[:, 0])
-    for x in (one, several):
+    tree = several._replace(parents=torch.full(several.g.shape[:2], -1, dtype=torch.int32))
+    for x in (one, several, tree):
         plan(validate_step(call._replace(inputs=x, max_tokens=max_tokens)), x)(x)
     folded = FoldCall(
         inputs=FoldOperands(
@@ -438,6 +439,9 @@ def run_windows(call: Any, H: int) -> None:
         skip="negative",
     )
     fold_slots(validate_fold(folded, folds=True), folded.inputs)
+    path = torch.zeros(*positions.shape, 2, dtype=torch.int32)
+    accepted = folded._replace(inputs=folded.inputs._replace(state=None, path=path))
+    fold_slots(validate_fold(accepted, folds=False), accepted.inputs)
 
 
 def run_wide_grids() -> None:
