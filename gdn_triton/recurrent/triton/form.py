@@ -84,7 +84,8 @@ def recurrent_form(
         parts = min(parts, triton.cdiv(V, BV))
         tile, rows, folded = Tile(BK, BV, 1, 1, registers), 1, min(VECTOR, BK // 2)
     else:
-        BV, warps, rows = padded(V, 32), max(1, BK // 128), max(1, BK // TILE_ROWS)
+        # One warp has registers for 128 rows; two of them spilled 256 with several tokens.
+        BV, warps, rows = padded(V, 32), 1 if BK <= 128 else 4, max(1, BK // TILE_ROWS)
         tile, parts = Tile(BK, BV, warps, 1), 1
         folded = max(1, BK // rows * BV // (32 * warps * VECTOR))
     fold = folded.bit_length() - 1

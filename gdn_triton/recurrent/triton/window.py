@@ -143,11 +143,9 @@ def window_fwd_kernel(
     y_t, is_q, is_k = o_y // 2, o_y % 2 == 0, o_y % 2 == 1
     with_token = y_t < n_tokens
     # Which tokens are on the path to that of a column, itself included.
-    on_path = o_t[None, :] <= y_t[:, None]
     if parents is not None:
         p_parents = parents + i_b * stride_ab + row * stride_at
         path = path_bits(p_parents, stride_at, tl.where(with_token, y_t, -1), BT)
-        on_path = has_bit(path[:, None], o_t[None, :])
     own = (R - 1) - age.to(tl.int32)
     is_own = (own >= 0) & (own < n_tokens)
     y_pieces, r_pieces, own_pieces = (), (), ()
@@ -192,10 +190,15 @@ def window_fwd_kernel(
         b_g = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_g[None, :], 0.0), 1)
     # The log decay after the token of a row and up to the token of a column.
     owned = tl.where(is_own, own, -1)
-    between = (o_t > owned[:, None, None]) & on_path[None, :, :]
+    between = (o_t > owned[:, None, None]) & (o_t <= y_t[None, :, None])
+    if parents is not None:
+        between = between & has_bit(path[None, :, None], o_t)
     log_w = tl.where(is_own, 0.0, sums_after(b_gr, age))[:, None]
     log_w += tl.sum(tl.where(between, b_g, 0.0), 2)
-    log_s = tl.sum(tl.where(on_path, b_g[None, :], 0.0), 1)
+    is_before = o_t[None, :] <= y_t[:, None]
+    if parents is not None:
+        is_before = is_before & has_bit(path[:, None], o_t[None, :])
+    log_s = tl.sum(tl.where(is_before, b_g[None, :], 0.0), 1)
     log_s += tl.sum(b_gr, 0)
 
     # u = beta of_k (v - of_k x), with of_k the inverse norm of k: the columns of k are multiplied
