@@ -15,6 +15,7 @@ from gdn_triton.recurrent.api import (
 from gdn_triton.recurrent.prepared import PreparedStep, prepare_step
 from gdn_triton.recurrent.window import (
     StepWindow,
+    accept_window,
     fold_window,
     make_window,
     restart_window,
@@ -29,6 +30,7 @@ __all__ = [
     "PreparedStep",
     "StepWindow",
     "__version__",
+    "accept_window",
     "causal_conv1d",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",

@@ -33,11 +33,11 @@ from gdn_triton.prep.backends import POST_CONV
 from gdn_triton.prep.problem import Sizes, with_gradients
 from gdn_triton.prep.validation import validate_post_conv
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step, step_call
-from gdn_triton.recurrent.backends import FOLD, RECURRENT, RESTART, STEP
+from gdn_triton.recurrent.backends import ACCEPT, FOLD, RECURRENT, RESTART, STEP
 from gdn_triton.recurrent.problem import FoldProblem, sequence_call
 from gdn_triton.recurrent.validation import validate_sequences, validate_step
 from gdn_triton.recurrent.validation_window import validate_fold
-from gdn_triton.recurrent.window import fold_call, fold_window, restart_window
+from gdn_triton.recurrent.window import accept_window, fold_call, fold_window, restart_window
 from gdn_triton.step.api import layer_step
 from gdn_triton.step.backends import LAYER_STEP, runs_parts
 from gdn_triton.step.problem import LayerCall
@@ -91,8 +91,8 @@ def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     Args:
         function: one of this package's operators: `chunk_gated_delta_rule`, `chunk_prefill`,
             `fused_recurrent_gated_delta_rule`, `recurrent_step`, `fold_window`, `restart_window`,
-            `causal_conv1d`, `causal_conv1d_update`, `fused_conv_prep`, `fused_post_conv_prep`,
-            `rms_norm_gated`, `layer_step`.
+            `accept_window`, `causal_conv1d`, `causal_conv1d_update`, `fused_conv_prep`,
+            `fused_post_conv_prep`, `rms_norm_gated`, `layer_step`.
         args, kwargs: its arguments.
 
     Returns:
@@ -153,6 +153,11 @@ def _restart(given: _Given) -> FoldProblem:
     return validate_fold(call, folds=False)
 
 
+def _accept(given: _Given) -> FoldProblem:
+    call = fold_call(state=None, state_v_first=False, has_path=True, **given)
+    return validate_fold(call, folds=False)
+
+
 def _conv_prep(given: _Given) -> PrepProblem:
     prep = PrepArguments(**{name: given.pop(name) for name in PrepArguments._fields})
     return prep_problem(ConvArguments(x=given.pop("mixed_qkv"), **given), prep)
@@ -183,6 +188,7 @@ _OPERATORS: dict[Callable[..., Any], tuple[Operator[Any, Any], Callable[[_Given]
     recurrent_step: (STEP, lambda given: validate_step(step_call(given))),
     fold_window: (FOLD, lambda given: validate_fold(fold_call(**given), folds=True)),
     restart_window: (RESTART, _restart),
+    accept_window: (ACCEPT, _accept),
     causal_conv1d: (CONV, lambda given: validate_conv(ConvArguments(**given), PLAIN)),
     causal_conv1d_update: (
         CONV_UPDATE,

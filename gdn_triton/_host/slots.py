@@ -157,6 +157,42 @@ def check_contents(p: OnSlots, x: SlotTensors, has_initial_state: Tensor | None 
     check_readers(readers(read, flags, last), writes)
 
 
+class TreeTensors(SlotTensors, Protocol):
+    """The tensors of a call whose tokens may be the nodes of trees."""
+
+    @property
+    def parents(self) -> Tensor | None: ...
+
+
+def check_parents(p: OnSlots, x: TreeTensors, *, reads_states: bool) -> None:
+    """What parents hold, where they are CPU tensors. reads_states: a token starts from the state
+    that its parent left in its slot; otherwise from the inputs of its ancestors."""
+    if p.device.type != "cpu" or x.parents is None:
+        return
+    assert x.read_slots is not None
+    read, parents = x.read_slots.tolist(), x.parents.flatten().tolist()
+    write = None if x.write_slots is None else x.write_slots.flatten().tolist()
+    for n, (start, end) in enumerate(pairwise(_bounds(p, x))):
+        if read[n] <= p.last_skipped:
+            continue
+        for i in range(end - start):
+            parent = parents[start + i]
+            if not -1 <= parent < i:
+                expected = "be -1 or an earlier token of the same sequence"
+                found = f"{parent} for token {i} of sequence {n}"
+                raise ValueError(must("parents", expected, found))
+            if write is None:
+                continue
+            if write[start + i] == read[n]:
+                found = f"slot {read[n]}, read by sequence {n} and written by its token {i}"
+                raise ValueError(must("write_slots", "keep the read slot, with parents", found))
+            is_lost = parent >= 0 and write[start + parent] <= p.last_skipped
+            if reads_states and is_lost and parent != i - 1:
+                expected = "keep the state of a token that is the parent of any but the next one"
+                found = f"no slot for token {parent} of sequence {n}, the parent of token {i}"
+                raise ValueError(must("write_slots", expected, found))
+
+
 def accepted_slots(p: OnSlots, x: SlotTensors) -> tuple[list[int], list[int]]:
     """With read_slots [N, S] and num_accepted_tokens, read on the host: the slot that each sequence
     starts from, and those of all tokens."""

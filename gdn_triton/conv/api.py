@@ -109,6 +109,7 @@ def causal_conv1d_update(
     skip: str = "negative",
     cu_seqlens: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
+    parents: Tensor | None = None,
 ) -> Tensor:
     """The convolution of one decode step, or of several tokens, on a pool of states.
 
@@ -133,6 +134,13 @@ def causal_conv1d_update(
             they are, and so does the slot of a sequence without tokens. A sequence whose number is
             not in 1 to C - W + 2 is skipped. write_slots and has_initial_state are None, and W is
             2 or more. None: the state has W - 1 columns.
+        parents: [N, T], or packed [1, T], int32 or int64: the tokens of a sequence are the nodes of
+            trees, as in `gdn_triton.recurrent_step`. Before token i of a sequence come token
+            parents[n, i], which comes before it in x, the parent of that token, and so on; after
+            -1 come the tokens of the state. write_slots has a slot for each token then, padding or
+            not, and none is the sequence's read slot; num_accepted_tokens is None. On an
+            accelerator this is not checked, and is undefined behaviour otherwise. None: each token
+            follows the one before it.
 
     Returns:
         y: the shape and dtype of x, contiguous, a new tensor.
@@ -154,6 +162,7 @@ def causal_conv1d_update(
         skip=skip,
         cu_seqlens=cu_seqlens,
         num_accepted_tokens=num_accepted_tokens,
+        parents=parents,
     )
     if is_traced(x):
         return traced_conv(args, STEP)

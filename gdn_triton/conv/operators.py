@@ -48,11 +48,14 @@ _PREPARED: Final = "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta)"
 
 _OF_STATES: Final = (
     *("state", "read_slots", "write_slots", "has_initial_state"),
-    "num_accepted_tokens",
+    *("num_accepted_tokens", "parents"),
 )
 # The arguments of each operator, by their names in the records of a call.
 _CONV_ARGUMENTS: Final = arguments_of(f"{_CONV}, Tensor? cu_seqlens")
-_STATES: Final = f"{_CONV}, {_STATE}, Tensor? cu_seqlens, Tensor? num_accepted_tokens, bool is_step"
+_STATES: Final = (
+    f"{_CONV}, {_STATE}, Tensor? cu_seqlens, Tensor? num_accepted_tokens, Tensor? parents, "
+    "bool is_step"
+)
 _STATE_ARGUMENTS: Final = arguments_of(_STATES)
 _PREP_ARGUMENTS: Final = arguments_of(f"{_CONV}, Tensor? cu_seqlens, {_PREP}")
 _PREP_STATE_ARGUMENTS: Final = arguments_of(f"{_CONV}, {_STATE}, Tensor? cu_seqlens, {_PREP}")

@@ -39,6 +39,7 @@ class ConvOperands(NamedTuple):
     has_initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
     num_accepted_tokens: Tensor | None = None
+    parents: Tensor | None = None
 
 
 class PrepOperands(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 from gdn_triton._host.tensors import writing
 from gdn_triton.conv.problem import ConvOperands, ConvProblem
 from gdn_triton.reference import conv as reference_conv
+from gdn_triton.reference.trees import ancestors, padded_rows
 
 
 class Span(NamedTuple):
@@ -49,6 +50,9 @@ def forward(p: ConvProblem, given: ConvOperands) -> Tensor:
             windows = state.detach().unfold(2, p.W - 1, 1)
             initial[known] = windows[slots[known].long(), :, first[known]]
 
+    if given.parents is not None:
+        assert initial is not None and live is not None
+        return _trees(p, given, live, initial)
     walks = spans(p, given)
     lengths = [span.end - span.start for span in walks]
     after = p.T - sum(lengths)
@@ -72,6 +76,34 @@ def forward(p: ConvProblem, given: ConvOperands) -> Tensor:
     if not pieces:  # A gradient may be asked for without any sequence: y hangs on its inputs.
         pieces.append(reference_conv.causal_conv1d(x[:, :0], given.weight, given.bias, p.silu))
     return torch.cat([*pieces, x.new_zeros(p.B, after, p.D)], 1)
+
+
+@torch.no_grad()
+def _trees(p: ConvProblem, given: ConvOperands, live: Tensor, initial: Tensor) -> Tensor:
+    """[B, T, D] where the tokens are nodes of trees: each is the last of a sequence of W tokens.
+    initial: [N, D, W - 1]."""
+    state, write, parents = given.state, given.write_slots, given.parents
+    assert state is not None and write is not None and parents is not None
+    places, is_token = padded_rows(p.B, p.T, given.cu_seqlens, p.device)
+    is_token = is_token & live[:, None]
+    tokens = given.x.flatten(0, 1)[places].to(state.dtype)
+    rows = torch.cat([initial.mT, tokens], 1)
+    above = torch.where(is_token, parents.flatten()[places], -1)
+    # Column 0: the node itself.
+    of = torch.arange(places.shape[1], device=p.device).expand_as(places)[..., None]
+    nodes = torch.cat([of, ancestors(above, p.W - 1)], 2).flip(2)
+    every = torch.arange(p.N, device=p.device)[:, None, None]
+    windows = rows[every, nodes + p.W - 1]
+    y = reference_conv.causal_conv1d(
+        windows[..., -1:, :].to(p.dtype), given.weight, given.bias, p.silu, windows[..., :-1, :].mT
+    )
+    result = given.x.new_zeros(p.B * p.T, p.D)
+    result[places[is_token]] = y[is_token].squeeze(1)
+    slots = torch.where(is_token, write.flatten()[places], p.last_skipped)
+    kept = slots > p.last_skipped
+    with writing(state):
+        state[slots[kept].long()] = windows[..., 1:, :][kept].mT
+    return result.view(p.B, p.T, p.D)
 
 
 @torch.no_grad()

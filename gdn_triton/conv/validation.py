@@ -23,7 +23,7 @@ from gdn_triton._host.arguments import (
     value_of,
 )
 from gdn_triton._host.memory import Apart, Layout, layout_of
-from gdn_triton._host.slots import LAST_SKIPPED, check_contents, check_skip
+from gdn_triton._host.slots import LAST_SKIPPED, check_contents, check_parents, check_skip
 from gdn_triton._host.tensors import check_written, resolved, why_unreadable
 from gdn_triton.conv.problem import ConvOperands, ConvProblem
 from gdn_triton.prep.problem import Sizes
@@ -33,7 +33,7 @@ ACTIVATIONS: Final = {"silu": True, None: False}
 # The arguments that may be None.
 _OPTIONAL: Final = (
     *("bias", "state", "read_slots", "write_slots", "has_initial_state", "cu_seqlens"),
-    "num_accepted_tokens",
+    *("num_accepted_tokens", "parents"),
 )
 
 
@@ -51,6 +51,7 @@ class ConvArguments(NamedTuple):
     skip: str
     cu_seqlens: Tensor | None
     num_accepted_tokens: Tensor | None = None
+    parents: Tensor | None = None
 
 
 class Form(NamedTuple):
@@ -156,7 +157,9 @@ def _batch(x: Tensor, form: Form, packed: bool) -> tuple[int, int]:
 def _check_state(args: ConvArguments, form: Form, B: int, T: int, N: int, D: int, W: int) -> None:
     state = args.state
     if state is None:
-        for name in ("read_slots", "write_slots", "has_initial_state", "num_accepted_tokens"):
+        for name in (
+            *("read_slots", "write_slots", "has_initial_state", "num_accepted_tokens", "parents"),
+        ):
             if getattr(args, name) is not None:
                 raise ValueError(must(name, "be None without state", "a tensor"))
         return
@@ -181,6 +184,7 @@ def _check_state(args: ConvArguments, form: Form, B: int, T: int, N: int, D: int
     if args.write_slots is not None and args.write_slots.shape not in ((N,), (B, T)):
         expected = f"have shape [{N}], a slot a sequence, or [{B}, {T}], a slot a token"
         raise ValueError(must("write_slots", expected, shape_of(args.write_slots)))
+    _check_parents(args, B, T)
     flags = args.has_initial_state
     if flags is not None and flags.shape != (N,):
         expected = f"have shape [N={N}], a flag a sequence"
@@ -208,6 +212,24 @@ def _check_accepted(args: ConvArguments, N: int, D: int, W: int) -> None:
     for name in ("write_slots", "has_initial_state"):
         if getattr(args, name) is not None:
             raise ValueError(must(name, "be None with num_accepted_tokens", "a tensor"))
+
+
+def _check_parents(args: ConvArguments, B: int, T: int) -> None:
+    """The other arguments of such a call are judged as without parents."""
+    parents = args.parents
+    if parents is None:
+        return
+    if parents.shape != (B, T):
+        raise ValueError(
+            must("parents", f"have shape [{B}, {T}], a parent a token", shape_of(parents))
+        )
+    check_dtype("parents", parents, INDEX_DTYPES, INDICES)
+    if args.num_accepted_tokens is not None:
+        raise ValueError(must("num_accepted_tokens", "be None with parents", "a tensor"))
+    if args.write_slots is None or args.write_slots.dim() != 2:
+        given = "None" if args.write_slots is None else shape_of(args.write_slots)
+        expected = f"have shape [{B}, {T}], a slot a token, with parents"
+        raise ValueError(must("write_slots", expected, given))
 
 
 def _check_gradients(args: ConvArguments, form: Form, needs_grad: bool) -> None:
@@ -241,11 +263,13 @@ def operands(
         has_initial_state=args.has_initial_state,
         cu_seqlens=args.cu_seqlens,
         num_accepted_tokens=args.num_accepted_tokens,
+        parents=args.parents,
     )
     if given.state is not None and p.unreadable is None:  # else there need not be an address
         tensors = given if prep is None else (*given, *prep.tensors)
         _memory(form.name, tuple(map(layout_of, tensors))).check(tensors)
     check_contents(p, given, given.has_initial_state)
+    check_parents(p, given, reads_states=False)
     return resolved(given)
 
 

@@ -149,6 +149,7 @@ def recurrent_step(
     write_slots: Tensor | None = None,
     *,
     num_accepted_tokens: Tensor | None = None,
+    parents: Tensor | None = None,
     q: Tensor | None = None,
     k: Tensor | None = None,
     v: Tensor | None = None,
@@ -205,6 +206,14 @@ def recurrent_step(
             slot read_slots[n, num_accepted_tokens[n] - 1], and the state after its token t is
             written to slot read_slots[n, t]. That of a token past the S-th is not kept. A sequence
             whose number is not in 1 to S is skipped. None: read_slots is [N].
+        parents: [N, T], or packed [1, T], int32 or int64: the tokens of a sequence are the nodes of
+            trees. Token i starts from the state after token parents[n, i] of its sequence, which
+            comes before it, or, for -1, from the sequence's own state. Without a window write_slots
+            has a slot for each token then, and none is the sequence's read slot; a token whose slot
+            is padding may be the parent of the token after it only. With a window, whose max_tokens
+            is at most 32, `gdn_triton.accept_window` keeps the tokens of one path. On an
+            accelerator none of this is checked, and is undefined behaviour otherwise. Excludes
+            num_accepted_tokens. None: each token follows the one before it.
         q, k: [.., H, K], float. v: [.., HV, V], float.
         mixed_qkv: [.., 2 * H * K + HV * V], float: q, k and v side by side, in place of them. H
             follows from the state's sizes.
@@ -269,6 +278,7 @@ def recurrent_step(
             cu_seqlens=cu_seqlens,
             out=out,
             num_accepted_tokens=num_accepted_tokens,
+            parents=parents,
             window=window,
             positions=positions,
         ),
@@ -307,6 +317,7 @@ def _step_operands(
     cu_seqlens: Tensor | None,
     out: Tensor | None,
     num_accepted_tokens: Tensor | None,
+    parents: Tensor | None,
     window: StepWindow | None,
     positions: Tensor | None,
 ) -> Operands:
@@ -338,6 +349,7 @@ def _step_operands(
         cu_seqlens=cu_seqlens,
         out=out,
         num_accepted_tokens=num_accepted_tokens,
+        parents=parents,
         positions=positions,
         u_rows=u_rows,
         k_rows=k_rows,

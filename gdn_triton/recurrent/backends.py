@@ -117,3 +117,4 @@ _FOLD_BACKENDS: tuple[Backend[FoldProblem, Fold], ...] = (
 )
 FOLD = Operator("fold_window", _FOLD_BACKENDS)
 RESTART = Operator("restart_window", _FOLD_BACKENDS)
+ACCEPT = Operator("accept_window", _FOLD_BACKENDS)

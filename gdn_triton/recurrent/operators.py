@@ -8,7 +8,8 @@ the call and chooses the backend at every run, and its fake judges shapes only. 
   the forward again in the backend that serves calls that need gradients.
 - `gdn_triton::recurrent_step` writes its states, `gdn_triton::recurrent_step_out` also its output.
 - `gdn_triton::recurrent_step_window` and `gdn_triton::recurrent_step_window_out` write records too.
-- `gdn_triton::fold_window` and `gdn_triton::restart_window` are the functions of these names.
+- `gdn_triton::fold_window`, `gdn_triton::restart_window` and `gdn_triton::accept_window` are the
+  functions of these names.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def traced_sequences(call: SequenceCall) -> tuple[Tensor, Tensor | None]:
 _STEP: Final = (
     "Tensor q, Tensor? k, Tensor? v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
     "Tensor(a!) state, Tensor read_slots, Tensor? write_slots, Tensor? num_accepted_tokens, "
-    "Tensor? cu_seqlens{out}, bool is_mixed, bool is_raw, float? scale, "
+    "Tensor? parents, Tensor? cu_seqlens{out}, bool is_mixed, bool is_raw, float? scale, "
     "bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, bool state_v_first, str skip"
 )
 _STEP_FLAGS: Final = ("use_qk_l2norm_in_kernel", "allow_neg_eigval", "state_v_first")
@@ -302,6 +303,11 @@ _FOLDED: Final = (
 _FOLD: Final = f"Tensor(a!) state, Tensor(c!)? scales, {_FOLDED}"
 _FOLD_ARGUMENTS: Final = arguments_of(_FOLD)
 _RESTART_ARGUMENTS: Final = arguments_of(_FOLDED)
+_ACCEPT: Final = (
+    "Tensor(a!) u_rows, Tensor(b!) k_rows, Tensor(c!) g_rows, Tensor call_rows, Tensor start, "
+    "Tensor slots, Tensor positions, Tensor path, int max_tokens, bool state_v_first, str skip"
+)
+_ACCEPT_ARGUMENTS: Final = arguments_of(_ACCEPT)
 
 
 @torch.library.custom_op(
@@ -309,16 +315,16 @@ _RESTART_ARGUMENTS: Final = arguments_of(_FOLDED)
 )
 def _fold(*args: Any) -> None:
     with operator_counts_writes():
-        run_fold(made(FoldCall, _FOLD_ARGUMENTS.named(args)), folds=True)
+        run_fold(_fold_call(_FOLD_ARGUMENTS, args), folds=True)
 
 
 @_fold.register_fake
 def _fold_fake(*args: Any) -> None:
-    validate_fold(made(FoldCall, _FOLD_ARGUMENTS.named(args)), folds=True)
+    validate_fold(_fold_call(_FOLD_ARGUMENTS, args), folds=True)
 
 
-def _restart_call(args: Sequence[Any]) -> FoldCall:
-    return made(FoldCall, {"state": None, "scales": None, **_RESTART_ARGUMENTS.named(args)})
+def _fold_call(arguments: Arguments, args: Sequence[Any]) -> FoldCall:
+    return made(FoldCall, {"state": None, "scales": None, "path": None, **arguments.named(args)})
 
 
 @torch.library.custom_op(
@@ -326,21 +332,43 @@ def _restart_call(args: Sequence[Any]) -> FoldCall:
 )
 def _restart(*args: Any) -> None:
     with operator_counts_writes():
-        run_fold(_restart_call(args), folds=False)
+        run_fold(_fold_call(_RESTART_ARGUMENTS, args), folds=False)
 
 
 @_restart.register_fake
 def _restart_fake(*args: Any) -> None:
-    validate_fold(_restart_call(args), folds=False)
+    validate_fold(_fold_call(_RESTART_ARGUMENTS, args), folds=False)
+
+
+@torch.library.custom_op(
+    "gdn_triton::accept_window",
+    mutates_args=("u_rows", "k_rows", "g_rows"),
+    schema=f"({_ACCEPT}) -> ()",
+)
+def _accept(*args: Any) -> None:
+    with operator_counts_writes():
+        run_fold(_fold_call(_ACCEPT_ARGUMENTS, args), folds=False)
+
+
+@_accept.register_fake
+def _accept_fake(*args: Any) -> None:
+    validate_fold(_fold_call(_ACCEPT_ARGUMENTS, args), folds=False)
 
 
 def traced_fold(call: FoldCall, *, folds: bool) -> None:
-    """`gdn_triton.fold_window`, or `gdn_triton.restart_window`, through its operator."""
+    """`gdn_triton.fold_window`, `gdn_triton.restart_window` or, with a path,
+    `gdn_triton.accept_window` through its operator."""
     given = flat(call)
     if not torch.compiler.is_compiling():
         # Torch counts the writes of an operator before it finds that a tensor is elsewhere.
         validate_fold(call, folds=folds)
-    arguments = _FOLD_ARGUMENTS if folds else _RESTART_ARGUMENTS
+    operators = torch.ops.gdn_triton
+    if call.inputs.path is not None:
+        arguments, operator = _ACCEPT_ARGUMENTS, operators.accept_window
+    elif folds:
+        arguments, operator = _FOLD_ARGUMENTS, operators.fold_window
+    else:
+        arguments, operator = _RESTART_ARGUMENTS, operators.restart_window
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(y, Tensor) and y.requires_grad for y in call.inputs
     )
@@ -352,7 +380,6 @@ def traced_fold(call: FoldCall, *, folds: bool) -> None:
         or type(call.skip) is not str
     ):
         validate_fold(call, folds=folds)
-    operator = torch.ops.gdn_triton.fold_window if folds else torch.ops.gdn_triton.restart_window
     operator(*arguments.ordered(given))
 
 

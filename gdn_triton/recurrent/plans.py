@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gdn_triton._host.backends import Operator
 from gdn_triton._host.memory import Apart
-from gdn_triton._host.slots import check_contents
+from gdn_triton._host.slots import check_contents, check_parents
 from gdn_triton._host.tensors import is_transformed, resolved
-from gdn_triton.recurrent.backends import FOLD, RECURRENT, RESTART, STEP, Plan
+from gdn_triton.recurrent.backends import ACCEPT, FOLD, RECURRENT, RESTART, STEP, Plan
 from gdn_triton.recurrent.problem import (
     FoldCall,
     Operands,
@@ -71,14 +71,14 @@ def judge_step(call: StepCall) -> None:
 
 
 def run_fold(call: FoldCall, *, folds: bool) -> None:
-    """Folds the windows of slots or, where nothing is folded, restarts them. No plan is kept: such
-    a call comes once in a sequence's life."""
+    """Folds the windows of slots or, where nothing is folded, restarts them or, with a path,
+    accepts it. No plan is kept: such calls are rare, or one serves all layers' graphs."""
     x = call.inputs
     problem = validate_fold(call, folds=folds)
     if problem.unreadable is None:
         fold_memory(call).check(x)
     check_folds(problem, x)
-    operator = FOLD if folds else RESTART
+    operator = FOLD if folds else RESTART if call.inputs.path is None else ACCEPT
     operator.choose(problem).run(problem, resolved(x))
 
 
@@ -116,6 +116,7 @@ def _planned(
             memory = judge_memory(call)
             memory.check(x)
         check_contents(problem, x)
+        check_parents(problem, x, reads_states=True)
         check_positions(problem, x)
         inputs = resolved(x)
         if inputs is not x:
@@ -137,6 +138,7 @@ def _planned(
                 raise
         if plan.problem.device.type == "cpu":
             check_contents(plan.problem, x)
+            check_parents(plan.problem, x, reads_states=True)
             check_positions(plan.problem, x)
     return plan.run, x
 

@@ -79,6 +79,7 @@ class Operands(NamedTuple):
     cu_seqlens: Tensor | None = None
     out: Tensor | None = None
     num_accepted_tokens: Tensor | None = None
+    parents: Tensor | None = None
     positions: Tensor | None = None
     u_rows: Tensor | None = None
     k_rows: Tensor | None = None
@@ -120,8 +121,11 @@ DIFFERENTIABLE: Final = (
 
 def sequence_call(given: Mapping[str, Any], needs_grad: bool = False) -> SequenceCall:
     """From all arguments of `gdn_triton.fused_recurrent_gated_delta_rule`, by their names."""
-    of_steps = ("read_slots", "write_slots", "out", "num_accepted_tokens", "positions")
-    inputs = {**dict.fromkeys((*of_steps, *WINDOW_AND_SCALES)), "state": given["initial_state"]}
+    of_steps = (
+        *("read_slots", "write_slots", "out", "num_accepted_tokens", "parents", "positions"),
+        *WINDOW_AND_SCALES,
+    )
+    inputs = {**dict.fromkeys(of_steps), "state": given["initial_state"]}
     return made(SequenceCall, {**given, **inputs, "needs_grad": needs_grad})
 
 
@@ -140,8 +144,8 @@ class StepCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldProblem:
-    """One validated call of `gdn_triton.fold_window`, or of `gdn_triton.restart_window`, which has
-    no state: its HV, K and V are those of the window."""
+    """One validated call of `gdn_triton.fold_window`, or of `gdn_triton.restart_window` or
+    `gdn_triton.accept_window`, which have no state: their HV, K and V are those of the window."""
 
     N: int
     H: int
@@ -164,7 +168,7 @@ class FoldProblem:
 
 
 class FoldOperands(NamedTuple):
-    """state: None in a call of `gdn_triton.restart_window`."""
+    """state: of `gdn_triton.fold_window` only; path: of `gdn_triton.accept_window` only."""
 
     state: Tensor | None
     u_rows: Tensor
@@ -175,10 +179,12 @@ class FoldOperands(NamedTuple):
     slots: Tensor
     positions: Tensor
     scales: Tensor | None = None
+    path: Tensor | None = None
 
 
 class FoldCall(NamedTuple):
-    """The arguments of `gdn_triton.fold_window` or `gdn_triton.restart_window`."""
+    """The arguments of `gdn_triton.fold_window`, `gdn_triton.restart_window` or
+    `gdn_triton.accept_window`."""
 
     inputs: FoldOperands
     max_tokens: int

@@ -19,7 +19,8 @@ from gdn_triton.recurrent.problem import (
     views,
 )
 from gdn_triton.reference.recurrent import RecurrentResult, recurrent
-from gdn_triton.reference.window import Records, fold, window_step
+from gdn_triton.reference.trees import recurrent_tree
+from gdn_triton.reference.window import Records, accept, fold, window_step
 
 
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
@@ -33,6 +34,29 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
 
 def _recurrent(p: RecurrentProblem, x: Operands, initial_state: Tensor | None) -> RecurrentResult:
     """x: the operands as `views` returns them."""
+    if x.parents is not None:
+        assert initial_state is not None
+        tree = recurrent_tree(
+            x.q,
+            x.k,
+            x.v,
+            x.g,
+            parents=x.parents,
+            initial_state=initial_state,
+            beta=x.beta,
+            cu_seqlens=x.cu_seqlens,
+            scale=p.scale,
+            use_qk_l2norm=p.use_qk_l2norm,
+            use_beta_sigmoid=p.use_beta_sigmoid,
+            allow_neg_eigval=p.allow_neg_eigval,
+            use_gate=p.use_gate,
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
+            state_v_first=p.state_v_first,
+            kept=p.state_dtype,
+        )
+        # Every state has a slot of its own, so there is no final one.
+        return RecurrentResult(tree.o, initial_state, tree.states)
     return recurrent(
         x.q,
         x.k,
@@ -97,10 +121,13 @@ def _on_pool(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | 
     live = read > p.last_skipped
     initial_state = state.new_zeros(p.N, *state.shape[1:])
     initial_state[live] = state[read[live].long()]
-    result = _recurrent(p, x, initial_state)
-
     owner = _owners(p, x)  # the sequence of each token
     served = (owner >= 0) & torch.cat([live, live.new_zeros(1)])[owner]
+    if x.parents is not None:
+        # Those of skipped sequences may hold anything.
+        x = x._replace(parents=torch.where(served, x.parents, -1))
+    result = _recurrent(p, x, initial_state)
+
     if p.device.type == "cpu" and p.unreadable is None:
         warn_of_contents(
             q=x.q,
@@ -187,6 +214,7 @@ def _window_step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tenso
             last_skipped=p.last_skipped,
             scale=p.scale,
             cu_seqlens=x.cu_seqlens,
+            parents=x.parents,
             use_qk_l2norm=p.use_qk_l2norm,
             use_beta_sigmoid=p.use_beta_sigmoid,
             allow_neg_eigval=p.allow_neg_eigval,
@@ -201,9 +229,14 @@ def _window_step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tenso
 
 
 def fold_slots(p: FoldProblem, x: FoldOperands) -> None:
-    """Runs `gdn_triton.fold_window` or, without a state, `gdn_triton.restart_window`."""
+    """Runs `gdn_triton.fold_window` or, without a state, `gdn_triton.restart_window` or, with a
+    path, `gdn_triton.accept_window`."""
     live = x.slots > p.last_skipped
     slots, positions = x.slots[live].long(), x.positions[live].long()
+    if x.path is not None:
+        with _writing_all(x.u_rows, x.k_rows, x.g_rows):
+            accept(_records(x), slots, positions, x.path[live].long())
+        return
     if x.state is None:
         with _writing_all(x.start):
             x.start[slots] = positions.to(x.start.dtype)

@@ -42,6 +42,9 @@ from gdn_triton.recurrent.validation_window import (
     window_span,
 )
 
+# The most tokens of a sequence that are nodes of trees, with a window.
+MOST_NODES: Final = 32
+
 
 def validate_sequences(call: SequenceCall) -> RecurrentProblem:
     """Checks the arguments of `gdn_triton.fused_recurrent_gated_delta_rule`."""
@@ -196,6 +199,7 @@ def validate_step(call: StepCall) -> RecurrentProblem:
     window_rows, max_tokens = check_window_step(
         x, call.max_tokens, first=first, H=H, HV=HV, K=K, V=V, T=T, is_varlen=is_varlen
     )
+    _check_parents(x, B, T, max_tokens)
     if _needs_grad(x):
         raise NotImplementedError(
             "gdn_triton.recurrent_step updates states in place and has no gradient; an input "
@@ -255,6 +259,27 @@ def _check_read_slots(x: Operands) -> tuple[int, int]:
     return N, columns
 
 
+def _check_parents(x: Operands, B: int, T: int, most_tokens: int) -> None:
+    """most_tokens: max_tokens of the window, 0 without one."""
+    if x.parents is None:
+        return
+    if x.parents.shape != (B, T):
+        expected = f"have shape [{B}, {T}], a parent a token"
+        raise ValueError(must("parents", expected, shape_of(x.parents)))
+    if x.num_accepted_tokens is not None:
+        raise ValueError(must("num_accepted_tokens", "be None with parents", "a tensor"))
+    if most_tokens > 0:
+        # The kernel has a bit for each token of a path.
+        if most_tokens > MOST_NODES:
+            expected = f"have max_tokens of at most {MOST_NODES} with parents"
+            raise ValueError(must("window", expected, str(most_tokens)))
+        return
+    if x.write_slots is None or x.write_slots.dim() != 2:
+        given = "None" if x.write_slots is None else shape_of(x.write_slots)
+        expected = f"have shape [{B}, {T}], a slot a token, with parents"
+        raise ValueError(must("write_slots", expected, given))
+
+
 def step_memory(call: StepCall) -> Apart:
     """What must lie apart in the memory of steps like this one, whose arguments are valid. It is
     checked for the inputs, in their order: in a mixed call k and v are q once more."""
@@ -267,7 +292,10 @@ def step_memory(call: StepCall) -> Apart:
 
 # ---------------------------------------------------------------------------------- shared checks
 
-_INDICES: Final = ("read_slots", "write_slots", "cu_seqlens", "num_accepted_tokens", "positions")
+_INDICES: Final = (
+    *("read_slots", "write_slots", "cu_seqlens", "num_accepted_tokens", "parents"),
+    "positions",
+)
 
 
 def _named(x: Operands, names: Mapping[str, str]) -> dict[str, Any]:

@@ -189,6 +189,29 @@ def _check_positions(
                 raise ValueError(must("positions", expected, f"{position} at index {n}"))
 
 
+def _check_path(
+    x: FoldOperands,
+    slots: list[int],
+    positions: list[int],
+    path: list[list[int]],
+    used: list[int],
+    rows: int,
+) -> None:
+    """A path has increasing tokens of the call at its position, then -1."""
+    _check_range(positions, used)
+    for n in used:
+        tokens = [token for token in path[n] if token != -1]
+        rising = all(a < b for a, b in pairwise([-1, *tokens]))
+        if not rising or tokens != path[n][: len(tokens)]:
+            expected = "have increasing tokens in each row, then -1"
+            raise ValueError(must("path", expected, f"{path[n]} at index {n}"))
+        for token in tokens:
+            call = int(x.call_rows[slots[n], (positions[n] + token) % rows])
+            if token >= rows or call != positions[n]:
+                expected = "have tokens of the call at its position"
+                raise ValueError(must("path", expected, f"{token} at index {n}"))
+
+
 def _check_range(positions: list[int], used: list[int]) -> None:
     for n in used:
         if not 0 <= positions[n] < MOST_POSITION:
@@ -205,21 +228,25 @@ def _named(x: FoldOperands) -> dict[str, Any]:
 
 def validate_fold(call: FoldCall, *, folds: bool) -> FoldProblem:
     """Checks the arguments of `gdn_triton.fold_window` or, where nothing is folded, those of
-    `gdn_triton.restart_window`."""
+    `gdn_triton.restart_window` or, with a path, `gdn_triton.accept_window`."""
     x, named = call.inputs, _named(call.inputs)
     if not folds:
         del named["state"]
-    check_tensors(
-        {name: y for name, y in named.items() if name != "window.scales"},
-        {"window.scales": x.scales},
-    )
+    if x.path is None:
+        del named["path"]
+    scales = {"window.scales": x.scales}
+    check_tensors({name: y for name, y in named.items() if name not in scales}, scales)
     check_flags(state_v_first=call.state_v_first)
     check_skip(call.skip)
     check_devices("slots", x.slots.device, named)
     check_rank("slots", x.slots, "N")
     check_shape("positions", x.positions, N=x.slots.shape[0])
-    for name in ("slots", "positions"):
-        check_dtype(name, named[name], INDEX_DTYPES, INDICES)
+    if x.path is not None:
+        check_rank("path", x.path, "N", "L")
+        check_shape("path", x.path, N=x.slots.shape[0], L=x.path.shape[1])
+    for name in ("slots", "positions", "path"):
+        if name in named:
+            check_dtype(name, named[name], INDEX_DTYPES, INDICES)
     check_rank("window.u", x.u_rows, "slots", "R", "HV", "V")
     check_rank("window.k", x.k_rows, "slots", "R", "H", "K")
     (count, _, HV, V), (H, K) = x.u_rows.shape, x.k_rows.shape[2:]
@@ -268,12 +295,17 @@ def window_span(x: Tensor) -> int:
 def fold_memory(call: FoldCall) -> Apart:
     """What must lie apart in the memory of such a call. It is checked for the inputs."""
     named = _named(call.inputs)
+    if call.inputs.path is None:
+        del named["path"]
     return _apart(tuple(named), tuple(map(layout_of, named.values())))
 
 
 @functools.lru_cache(1024)
 def _apart(names: tuple[str, ...], layouts: tuple[Layout | None, ...]) -> Apart:
-    return Apart(dict(zip(names, layouts, strict=True)), ("state", "window.start", "window.scales"))
+    written = ("state", "window.start", "window.scales")
+    if "path" in names:
+        written = STEP_WRITES[:3]
+    return Apart(dict(zip(names, layouts, strict=True)), written)
 
 
 def check_folds(p: FoldProblem, x: FoldOperands) -> None:
@@ -286,7 +318,9 @@ def check_folds(p: FoldProblem, x: FoldOperands) -> None:
         raise ValueError(must("slots", f"be less than the {x.start.shape[0]} slots", given))
     check_once("slots", final_writes(slots, slots, p.last_skipped))
     used = [n for n, slot in enumerate(slots) if slot > p.last_skipped]
-    if x.state is None:
+    if x.path is not None:
+        _check_path(x, slots, positions, x.path.tolist(), used, p.window_rows)
+    elif x.state is None:
         _check_range(positions, used)
     else:
         _check_positions(x, slots, positions, used, p.window_rows, p.max_tokens)

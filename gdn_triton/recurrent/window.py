@@ -1,5 +1,5 @@
-"""The window of a decode step: made, folded into the states, and restarted. `docs/decode.md` says
-when each of these is called."""
+"""The window of a decode step: made, folded into the states, restarted, and left with one path of
+a tree. `docs/decode.md` says when each of these is called."""
 
 from typing import Any, NamedTuple
 
@@ -254,15 +254,61 @@ def restart_window(
     _run(fold_call(None, window, slots, positions, False, skip), folds=False)
 
 
+def accept_window(
+    window: StepWindow,
+    slots: Tensor,
+    positions: Tensor,
+    path: Tensor,
+    *,
+    skip: str = "negative",
+) -> None:
+    """Keeps one path of the trees that a step with `parents` has left in the window.
+
+    The records of the path's tokens move together: afterwards the window is that of a call that had
+    these tokens alone. The next step has the position `positions` plus the path's length. A path
+    that begins with the first tokens of the call, in their order, needs no such move.
+
+    Args:
+        window: its u, k and g are written.
+        slots: [N], int32 or int64: which slots; each at most once. Those that are padding (`skip`)
+            are passed over.
+        positions: [N], int32 or int64: those of the step with the trees.
+        path: [N, L], int32 or int64: the accepted tokens of each sequence, from a root on, by their
+            numbers in the step: increasing, then -1. On an accelerator this is not checked, and is
+            undefined behaviour otherwise.
+        skip: as in `gdn_triton.recurrent_step`.
+
+    Returns:
+        Nothing.
+
+    No contents are read by the host on an accelerator, so the call can be part of a CUDA graph.
+
+    Raises:
+        As `gdn_triton.fold_window`. The contents of path are judged where it is a CPU tensor.
+    """
+    call = fold_call(None, window, slots, positions, False, skip, path, has_path=True)
+    _run(call, folds=False)
+
+
 def check_kind(window: object) -> None:
     if not isinstance(window, StepWindow):
         raise TypeError(must("window", "be a gdn_triton.StepWindow", type_of(window)))
 
 
 def fold_call(
-    state: Any, window: Any, slots: Any, positions: Any, state_v_first: Any, skip: Any
+    state: Any,
+    window: Any,
+    slots: Any,
+    positions: Any,
+    state_v_first: Any,
+    skip: Any,
+    path: Any = None,
+    *,
+    has_path: bool = False,
 ) -> FoldCall:
     check_kind(window)
+    if has_path and path is None:
+        raise TypeError(must("path", "be a torch.Tensor", "NoneType"))
     inputs = FoldOperands(
         state=state,
         u_rows=window.u,
@@ -273,6 +319,7 @@ def fold_call(
         slots=slots,
         positions=positions,
         scales=window.scales,
+        path=path,
     )
     return FoldCall(
         inputs=inputs, max_tokens=window.max_tokens, state_v_first=state_v_first, skip=skip

@@ -16,7 +16,7 @@ Rows of tokens before `start` may hold anything, NaN too, so they are masked by 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,11 @@ from gdn_triton.constants import INT8_MAX, L2NORM_EPS, LEAST_INT8_RANGE
 from gdn_triton.reference.activations import gate
 from gdn_triton.reference.arithmetic import compute_dtype
 from gdn_triton.reference.recurrent import decay_of, recurrent
+from gdn_triton.reference.trees import recurrent_tree
 
 __all__ = [
     "Records",
+    "accept",
     "fold",
     "folded_before",
     "held_tokens",
@@ -147,6 +149,22 @@ def scaled_to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.int8), torch.where(is_small, 0, largest / INT8_MAX)
 
 
+def accept(records: Records, slots: Tensor, positions: Tensor, path: Tensor) -> None:
+    """Moves the records of a path together: the j-th of its tokens becomes the token at position +
+    j, as if the call at `positions` [N] had had no others.
+
+    Args:
+        path: [N, L]: of each slot [N] tokens of that call, increasing, then -1.
+    """
+    R = records.u.shape[1]
+    for j in range(path.shape[1]):
+        # The rows of later tokens of the path come after the one that is written.
+        live = path[:, j] >= 0
+        slot, place = slots[live], positions[live]
+        for x in (records.u, records.k, records.g):
+            x[slot, (place + j) % R] = x[slot, (place + path[live, j]) % R]
+
+
 def window_step(
     q: Tensor,
     k: Tensor,
@@ -164,6 +182,7 @@ def window_step(
     last_skipped: int,
     scale: float,
     cu_seqlens: Tensor | None,
+    parents: Tensor | None,
     use_qk_l2norm: bool,
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
@@ -177,6 +196,7 @@ def window_step(
 
     Args:
         q, k, v, g, beta, the flags, A_log, dt_bias, cu_seqlens: as `recurrent` takes them.
+        parents: [B, T], as `recurrent_tree` takes them; None: each token follows the one before.
         state: [slots, HV, K, V], or [slots, HV, V, K] if `state_v_first`.
         slots, positions: [N]: of each sequence its slot, up to `last_skipped` none, and how many
             tokens came before this call's.
@@ -196,33 +216,35 @@ def window_step(
     whole = with_records(known, records, chosen, due, now[:, None].expand_as(due))
     initial_state = whole.new_zeros(N, *whole.shape[1:])
     initial_state[live] = whole
-    result = recurrent(
-        q,
-        k,
-        v,
-        g,
-        beta=beta,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        use_qk_l2norm=use_qk_l2norm,
-        use_beta_sigmoid=use_beta_sigmoid,
-        allow_neg_eigval=allow_neg_eigval,
-        use_gate=use_gate,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        keep_written=True,
-    )
-    assert result.written is not None
-
     served = (owner >= 0) & torch.cat([live, live.new_zeros(1)])[owner]
+    given: dict[str, Any] = {
+        "beta": beta,
+        "scale": scale,
+        "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+        "use_qk_l2norm": use_qk_l2norm,
+        "use_beta_sigmoid": use_beta_sigmoid,
+        "allow_neg_eigval": allow_neg_eigval,
+        "use_gate": use_gate,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+    }
+    if parents is None:
+        chain = recurrent(q, k, v, g, **given, keep_written=True)
+        o, written = chain.o, chain.written
+    else:
+        # Those of skipped sequences may hold anything.
+        above = torch.where(served, parents, -1)
+        o, _, written = recurrent_tree(q, k, v, g, **given, parents=above)
+    assert written is not None
+
     b, t = served.nonzero(as_tuple=True)
     of = owner[served]
     starts = torch.zeros_like(lengths) if cu_seqlens is None else cu_seqlens[:-1].long()
     begin = positions[of].long()
     row = (begin + t - starts[of]) % R
     slot = slots[of].long()
-    u, log_decay = result.written[b, t], g[b, t].to(result.written.dtype)
+    u, log_decay = written[b, t], g[b, t].to(written.dtype)
     if use_qk_l2norm:
         # The record has the key as it was given, so u has the factor that normalises the key.
         squares = k[b, t].to(u.dtype).square().sum(-1) + L2NORM_EPS
@@ -234,4 +256,4 @@ def window_step(
     records.k[slot, row] = k[b, t].to(records.k.dtype)
     records.g[slot, row] = log_decay.to(records.g.dtype)
     records.calls[slot, row] = begin.to(records.calls.dtype)
-    return torch.where(served[..., None, None], result.o, 0)
+    return torch.where(served[..., None, None], o, 0)

@@ -49,6 +49,11 @@ def kernel_refusal(p: LayerProblem) -> str | None:
             f"The kernel of a layer's step takes value-first states of up to {MOST_ROW} bytes a "
             f"row; one has {p.K * p.state_dtype.itemsize}."
         )
+    if not p.state_v_first and p.state_dtype.itemsize == 2:
+        return (
+            "The kernel of a layer's step takes key-first states of float32 only, because the step "
+            f"alone divides the rows of narrower ones; the states are {p.state_dtype}."
+        )
     return None
 
 

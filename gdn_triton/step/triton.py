@@ -30,12 +30,12 @@ from gdn_triton._triton.strides import named, state_strides
 from gdn_triton._triton.tiles import UNFUSED, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.conv.triton.rows import Filter, logistic, on_nvidia, taps, weighted
-from gdn_triton.recurrent.triton.kernel import (
-    decay_of,
+from gdn_triton.recurrent.triton.form import (
+    STATES_BEYOND_CACHE,
     eviction_policy,
     recurrent_form,
-    strength,
 )
+from gdn_triton.recurrent.triton.kernel import decay_of, normalizer, strength
 from gdn_triton.recurrent.triton.sums import column_sums, fixed_point, power_of_two, products
 from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
 
@@ -102,14 +102,15 @@ def layer_step_kernel(
     stride_wc: tl.constexpr, stride_ww: tl.constexpr, stride_hk: tl.constexpr,
     stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
-    PREFETCH: tl.constexpr, FOLD: tl.constexpr, WORDS: tl.constexpr, STATE_V_FIRST: tl.constexpr,
+    PREFETCH: tl.constexpr, FOLD: tl.constexpr, WORDS: tl.constexpr, FAST: tl.constexpr,
+    STATE_V_FIRST: tl.constexpr,
     RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr,
     BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, SILU: tl.constexpr,
     NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """conv_weight None: x is convolved. norm_weight None: y is o. A value head has PARTS tiles of
     BV columns; TILES, a power of two, has room for those of a key head. PREFETCH: a tile is loaded
-    while the one before is used. FOLD, WORDS: see `recurrent.triton.kernel.Form`."""
+    while the one before is used. FOLD, WORDS, FAST: see `RecurrentForm`."""
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_h = pid // H, pid % H
     GROUP: tl.constexpr = HV // H
@@ -179,12 +180,12 @@ def layer_step_kernel(
     of_q, of_k = scale, 1.0
     qq, kk, qk = products(b_q, b_k, WORDS)
     if USE_QK_L2NORM:
-        of_q = tl.div_rn(scale, tl.sqrt_rn(qq + EPS))
-        of_k = tl.div_rn(1.0, tl.sqrt_rn(kk + EPS))
+        of_q = normalizer(qq, scale, EPS, FAST)
+        of_k = normalizer(kk, 1.0, EPS, FAST)
     qk *= of_q
     b_y = tl.zeros([BV, TILES], dtype=y.dtype.element_ty)
     decays = decay_of(log_decay(b_g, b_A, tl.exp(b_A), THRESHOLD), RCP_LN2)
-    betas = strength(b_beta, BETA_FACTOR)
+    betas = strength(b_beta, BETA_FACTOR, FAST)
     for t in range(0, GROUP * PARTS):
         end_v = V - t % PARTS * BV
         p = p_state + tl.cast(stride_hh, tl.int64) * (t // PARTS) + t % PARTS * BV * stride_hv
@@ -204,7 +205,7 @@ def layer_step_kernel(
         decay = tl.sum(tl.where(o_t == t, decays, 0.0), 0)
         of_v = tl.sum(tl.where(o_t == t, betas, 0.0), 0)
         b_v = tl.sum(tl.where(o_tile == t, v_bits, 0), 1).to(tl.float32, bitcast=True)
-        b_o, stored = column_sums(b_h, b_q, b_k, FOLD, STATE_V_FIRST)
+        b_o, stored = column_sums((b_h,), 0, (b_q,), (b_k,), 1, FOLD, STATE_V_FIRST)
         b_o, stored = b_o * (of_q * decay), stored * (of_k * decay)
         b_v = (b_v - stored) * of_k
         b_v *= of_v
@@ -237,6 +238,7 @@ class LayerForm(NamedTuple):
     prefetch: bool
     fold: int
     words: bool
+    fast: bool
 
 
 # Warps of a program in a batch whose programs all run at once, and in a larger one.
@@ -252,7 +254,9 @@ def layer_form(p: LayerProblem) -> LayerForm:
     Measured on an H100: a head in one tile is faster while every program runs at once, which are
     one a multiprocessor with float32 states and two with 16-bit ones; tiles of half a head leave
     room for more programs, of which some load while others compute."""
-    form = recurrent_form(p.K, p.V, p.state_v_first, p.state_dtype.itemsize)
+    itemsize = p.state_dtype.itemsize
+    # No bit depends on the bytes of the states, and here the form is not chosen by them.
+    form = recurrent_form(p.K, p.V, p.state_v_first, itemsize, state_bytes=STATES_BEYOND_CACHE)
     BK, BV, warps = form.tile.BK, form.tile.BV, form.tile.num_warps
     programs, narrow = p.N * p.H, p.state_dtype.itemsize == 2
     if p.state_v_first:
@@ -269,6 +273,7 @@ def layer_form(p: LayerProblem) -> LayerForm:
         prefetch=narrow or not p.state_v_first or programs >= LEAST_TO_PREFETCH,
         fold=form.fold,
         words=form.words,
+        fast=form.fast,
     )
 
 
@@ -306,6 +311,7 @@ def make_launch(p: LayerProblem, x: LayerOperands) -> Launch:
         PREFETCH=form.prefetch,
         FOLD=form.fold,
         WORDS=form.words,
+        FAST=form.fast,
         STATE_V_FIRST=p.state_v_first,
         RCP_LN2=RCP_LN2,
         EPS=L2NORM_EPS,

@@ -42,7 +42,7 @@ def test_signatures() -> None:
         ("cu_seqlens", None),
     ]
     update = inspect.signature(causal_conv1d_update).parameters
-    assert list(update) == [*ours, "num_accepted_tokens"]
+    assert list(update) == [*ours, "num_accepted_tokens", "parents"]
     assert update["state"].default is required
     fused = inspect.signature(fused_conv_prep).parameters
     assert [fused[name].default for name in list(ours)[2:]] == [p.default for p in ours.values()][
@@ -392,7 +392,7 @@ def test_operators_pass_the_library_s_checks(device: str) -> None:
     torch.library.opcheck(operators.causal_conv1d.default, (*leaves, "silu", cu_seqlens))
     state = torch.randn(2, 6, 3, device=device)
     slots = (None, None, None, "negative")
-    stateful = (x, weight, bias, None, state, *slots, cu_seqlens, None, False)
+    stateful = (x, weight, bias, None, state, *slots, cu_seqlens, None, None, False)
     torch.library.opcheck(operators.causal_conv1d_state.default, stateful)
     prep = make_prep((6, 1, 2, 4, 4), device=device)
     rest = (*prep[2:6], *prep[6:], True, False)

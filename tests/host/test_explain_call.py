@@ -33,6 +33,7 @@ def operator_calls():
         (gdn_triton.recurrent_step, (pool, slots), tokens),
         (gdn_triton.fold_window, (pool, window, slots, slots), {}),
         (gdn_triton.restart_window, (window, slots, slots), {}),
+        (gdn_triton.accept_window, (window, slots, slots, slots[:, None]), {}),
         (gdn_triton.causal_conv1d, (mixed, weight), {}),
         (gdn_triton.causal_conv1d_update, (mixed[:1], weight), {"state": conv_pool}),
         (gdn_triton.fused_conv_prep, (mixed, weight, *prep), {}),

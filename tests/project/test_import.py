@@ -51,6 +51,7 @@ def test_import_registers_every_operator():
         """
     )
     assert out.split() == [
+        "accept_window",
         "causal_conv1d",
         "causal_conv1d_bwd",
         "causal_conv1d_state",

@@ -136,8 +136,9 @@ def test_records_and_operators_name_arguments_alike():
         (operators.recurrent_step, step - gates - {"out"} | {"is_raw"}),
         (operators.recurrent_step_window_out, window_step - gates),
         (operators.recurrent_step_window, window_step - gates - {"out"}),
-        (operators.fold_window, fields(FoldCall)),
-        (operators.restart_window, fields(FoldCall) - {"state"}),
+        (operators.fold_window, fields(FoldCall) - {"path"}),
+        (operators.restart_window, fields(FoldCall) - {"state", "path"}),
+        (operators.accept_window, fields(FoldCall) - {"state"}),
     ):
         assert {x.name for x in operator.default._schema.arguments} == names
 

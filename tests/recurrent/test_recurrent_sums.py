@@ -15,7 +15,7 @@ from gdn_triton import recurrent_step
 from gdn_triton._triton.tiles import UNFUSED, Tile
 from gdn_triton.recurrent import plans
 from gdn_triton.recurrent.triton import plan
-from gdn_triton.recurrent.triton.kernel import recurrent_form
+from gdn_triton.recurrent.triton.form import RecurrentForm, recurrent_form
 from gdn_triton.recurrent.triton.sums import column_sums, products
 
 
@@ -30,11 +30,24 @@ def products_kernel(q, k, out, K: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def column_sums_kernel(
-    s, q, k, out, K: tl.constexpr, V: tl.constexpr, FOLD: tl.constexpr, V_FIRST: tl.constexpr
+    s,
+    q,
+    k,
+    out,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    FOLD: tl.constexpr,
+    V_FIRST: tl.constexpr,
 ):
-    i, j = tl.arange(0, K), tl.arange(0, V)
-    b_s = tl.load(s + i[:, None] * V + j[None, :])
-    sq, sk = column_sums(b_s, tl.load(q + i), tl.load(k + i), FOLD, V_FIRST)
+    i, j = tl.arange(0, K // ROWS), tl.arange(0, V)
+    tiles, b_q, b_k = (), (), ()
+    for row in tl.static_range(ROWS):
+        i_k = i + row * (K // ROWS)
+        tiles += (tl.load(s + i_k[:, None] * V + j[None, :]),)
+        b_q += (tl.load(q + i_k),)
+        b_k += (tl.load(k + i_k),)
+    sq, sk = column_sums(tiles, 0, b_q, b_k, ROWS, FOLD, V_FIRST)
     tl.store(out + j, sq)
     tl.store(out + V + j, sk)
 
@@ -78,13 +91,14 @@ def test_products(kind: str, K: int, words: bool, device: str) -> None:
 
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("fold", [0, 1, 3])
-def test_column_sums(fold: int, v_first: bool, device: str) -> None:
+@pytest.mark.parametrize("rows", [1, 4])
+def test_column_sums(rows: int, fold: int, v_first: bool, device: str) -> None:
     """Every row counts once, whatever is folded."""
     K, V = 32, 16
     s, q, k = torch.randn(K, V), torch.randn(K), torch.randn(K)
     s, q, k = s.to(device), q.to(device), k.to(device)
     out = torch.empty(2, V, device=device)
-    column_sums_kernel[(1,)](s, q, k, out, K, V, fold, v_first, num_warps=1, **UNFUSED)
+    column_sums_kernel[(1,)](s, q, k, out, K, V, rows, fold, v_first, num_warps=1, **UNFUSED)
     for x, found in ((q, out[0]), (k, out[1])):
         exact = x.double() @ s.double()
         most = x.double().abs() @ s.double().abs()
@@ -92,47 +106,75 @@ def test_column_sums(fold: int, v_first: bool, device: str) -> None:
         assert ((found.double() - exact).abs() <= bound).all()
 
 
+# Bytes of all states of a call: a few, those that fit the cache, and more.
+STATE_BYTES = [0, 2**24, 2**28]
+
+
+@pytest.mark.parametrize("one_token", [False, True])
+@pytest.mark.parametrize("state_bytes", STATE_BYTES)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("K", [1, 3, 16, 64, 128, 200, 256])
 @pytest.mark.parametrize("V", [1, 8, 24, 128, 512])
-def test_forms(V: int, K: int, v_first: bool) -> None:
+def test_forms(V: int, K: int, v_first: bool, state_bytes: int, one_token: bool) -> None:
     """A thread holds no more than it has registers for, and folds no more rows than it holds; no
-    part lies past V."""
+    part lies past V. What sums depend on is the same for all calls."""
     for itemsize in (2, 4):
-        form = recurrent_form(K, V, v_first, itemsize)
+        form = recurrent_form(K, V, v_first, itemsize, one_token=one_token, state_bytes=state_bytes)
         BK, BV, warps = form.tile[:3]
-        assert BK >= K and BK * BV * form.parts <= 64 * 32 * warps
+        assert BK >= K and BK % form.rows == 0
+        assert BK * BV * form.parts * itemsize <= 64 * 32 * warps * 4
         assert (form.parts - 1) * BV < V
-        assert 2**form.fold < BK
+        BR = BK // form.rows
+        assert 2**form.fold < BR
         # Value-first a thread holds the rows of its load, key-first one row in each of its loads.
-        assert 2**form.fold <= (8 if v_first else max(1, BK * BV // (32 * warps * 8)))
+        assert 2**form.fold <= (8 if v_first else max(1, BR * BV // (32 * warps * 8)))
         assert form.fold == 0 or itemsize == 2
         if v_first:
-            assert warps == 1
+            assert warps == 1 and form.rows == 1
+        common = recurrent_form(K, V, v_first, itemsize)
+        assert form[2:4] == common[2:4] and form[5:] == common[5:]
+        if not v_first:
+            assert form == common
 
 
 def test_forms_of_the_common_head() -> None:
-    """Those that were the fastest on an H200."""
-    assert recurrent_form(128, 128, False, 2) == (Tile(128, 32, 2, 1), 1, 3, True, False)
-    assert recurrent_form(128, 128, True, 2) == (Tile(128, 8, 1, 1), 2, 3, True, True)
-    assert recurrent_form(128, 128, False, 4) == (Tile(128, 64, 4, 1), 1, 0, False, False)
-    assert recurrent_form(128, 128, True, 4) == (Tile(128, 16, 1, 1), 1, 0, False, False)
+    """Those that were the fastest."""
+    narrow = {"fold": 3, "ordered": True, "words": True, "fast": True}
+    for state_bytes, tile, parts in (
+        (0, Tile(128, 16, 1, 1), 1),
+        (2**24, Tile(128, 8, 1, 1, 128), 4),
+        (2**28, Tile(128, 8, 1, 1), 1),
+    ):
+        form = recurrent_form(128, 128, True, 2, state_bytes=state_bytes)
+        assert form == RecurrentForm(tile, parts, 1, **narrow)
+    narrow["fold"] = 2
+    assert recurrent_form(128, 128, False, 2) == RecurrentForm(Tile(128, 32, 1, 1), 1, 4, **narrow)
+    assert recurrent_form(128, 128, False, 4) == RecurrentForm(Tile(128, 64, 4, 1))
+    assert recurrent_form(128, 128, True, 4) == RecurrentForm(Tile(128, 16, 1, 1))
 
 
 @pytest.mark.parametrize("tokens", ["one", "several", "packed"])
 def test_parts_change_no_bits(tokens: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A column's o and state are the same whether its program owns one tile or two. The last of
-    three programs owns half of a tile, and a tile past V."""
+    """A column's o and state are the same whether its program owns one tile, of 8 or 16 columns, or
+    four. The last of two programs with four owns half of a tile, and three tiles past V."""
     monkeypatch.setenv("GDN_BACKEND", "triton")
     row = {name: values[0] for name, values in STEPS.items()}
     row |= {"dtype": FP16, "pool": FP16, "tokens": tokens, "v_first": True, "l2norm": True}
     row |= {"sizes": Sizes(B=3, T=2, H=1, HV=2, K=128, V=36), "mixed": True, "raw": True}
     x = step_call(row, device).arguments
-    state = x["state"].clone()
-    o = recurrent_step(**x)
-    assert recurrent_form(128, 36, True, 2).parts == 2
-    monkeypatch.setattr(plan, "recurrent_form", lambda *a: recurrent_form(*a)._replace(parts=1))
-    # Plans that the first call made must not serve the second one.
-    monkeypatch.setattr(plans, "_plans", {})
-    assert same_bits(recurrent_step(**{**x, "state": state}), o)
-    assert same_bits(state, x["state"])
+    found = []
+    for state_bytes in STATE_BYTES:
+        monkeypatch.setattr(
+            plan,
+            "recurrent_form",
+            lambda *a, state_bytes=state_bytes, **options: recurrent_form(
+                *a, **{**options, "state_bytes": state_bytes}
+            ),
+        )
+        # Plans that one call made must not serve the next one.
+        monkeypatch.setattr(plans, "_plans", {})
+        state = x["state"].clone()
+        found.append((recurrent_step(**{**x, "state": state}), state))
+    assert recurrent_form(128, 36, True, 2, state_bytes=2**24).parts == 4
+    for o, state in found[1:]:
+        assert same_bits(o, found[0][0]) and same_bits(state, found[0][1])

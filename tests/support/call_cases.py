@@ -187,6 +187,14 @@ def make_accepted_step(batch: Batch) -> dict[str, Any]:
     return {**x, **tokens(batch), **gates(batch), **batch.packed()}
 
 
+def make_tree_step(batch: Batch) -> dict[str, Any]:
+    """Both tokens of a sequence are roots."""
+    parents = torch.tensor([[-1, -1, 0, 3, -1, 0], [-1, 0, 0, 0, 0, 0]])[: batch.B, : batch.T]
+    x = make_step(batch)
+    del x["out"]
+    return {**x, "parents": parents}
+
+
 def make_mixed_step(batch: Batch) -> dict[str, Any]:
     x = {"state": torch.randn(7, HV, K, V), **slots(batch), **batch.packed()}
     mixed = {"mixed_qkv": torch.randn(*batch.lead, D), **gates(batch)}
@@ -216,6 +224,18 @@ def make_restart(batch: Batch) -> dict[str, Any]:
 
 def make_fold(batch: Batch) -> dict[str, Any]:
     return {"state": torch.randn(7, HV, K, V), **make_restart(batch)}
+
+
+def make_tree_window_step(batch: Batch) -> dict[str, Any]:
+    tree = make_tree_step(batch)
+    return {**make_window_step(batch), "parents": tree["parents"]}
+
+
+def make_accept(batch: Batch) -> dict[str, Any]:
+    """Of three tokens at position 3 the last two are kept."""
+    path = torch.tensor([[1, 2], [1, 2], [0, 0], [1, 2]])[: batch.N]
+    x = make_restart(batch)
+    return {**x, "positions": x["positions"] - 2, "path": path}
 
 
 def with_window(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -264,6 +284,12 @@ def make_accepted_update(batch: Batch) -> dict[str, Any]:
     x = {"state": torch.randn(7, D, W + 1), "read_slots": torch.tensor([4, 1, 3, 2])[: batch.N]}
     accepted = torch.tensor([2, 1, 0, 1])[: batch.N]
     return {**make_conv(batch), **x, "num_accepted_tokens": accepted}
+
+
+def make_tree_update(batch: Batch) -> dict[str, Any]:
+    x = {"state": torch.randn(8, D, W - 1), **make_conv(batch)}
+    tree = make_tree_step(batch)
+    return {**x, **{name: tree[name] for name in ("read_slots", "write_slots", "parents")}}
 
 
 def make_prep(batch: Batch) -> dict[str, Any]:

@@ -342,6 +342,9 @@ def run_conv(shape: Shape) -> None:
     state = torch.empty(N, W + 1, D, dtype=shape.dtype).mT
     given = given._replace(state=state, write_slots=None, num_accepted_tokens=slots + 1)
     conv_update_fwd(problem._replace(columns=W + 1), given)
+    tree = torch.full((N, T), -1, dtype=torch.int32)
+    given = given._replace(state=state[..., : W - 1], num_accepted_tokens=None, parents=tree)
+    conv_update_fwd(problem._replace(every_token=True), given._replace(write_slots=every))
 
 
 def run_layer_step(shape: Shape) -> None:
@@ -443,6 +446,10 @@ def run_recurrent(shape: Shape) -> None:
                 )
                 call = StepCall(x, options, scale=None, skip="negative", is_mixed=True)
                 plan(validate_step(call), x)(x)
+            tree = torch.full((N, T), -1, dtype=torch.int32)
+            plan(validate_step(call._replace(inputs=x._replace(parents=tree))), x)(
+                x._replace(parents=tree)
+            )
             accepted = torch.ones(N, dtype=torch.int32)
             x = x._replace(read_slots=every[:, :3], write_slots=None, num_accepted_tokens=accepted)
             plan(validate_step(call._replace(inputs=x)), x)(x)
@@ -473,7 +480,8 @@ def run_windows(call: Any, H: int) -> None:
         several = call.inputs._replace(**rows, state=pool, positions=positions)
         one = several._replace(**{name: getattr(several, name)[:, 0] for name in ("q", "k", "v")})
         one = one._replace(g=several.g[:, 0], beta=several.beta[:, 0])
-        for x in (one, several):
+        tree = several._replace(parents=torch.full(several.g.shape[:2], -1, dtype=torch.int32))
+        for x in (one, several, tree):
             step = call._replace(inputs=x, max_tokens=window.max_tokens)
             plan(validate_step(step), x)(x)
         folded = FoldCall(
@@ -483,6 +491,9 @@ def run_windows(call: Any, H: int) -> None:
             skip="negative",
         )
         fold_slots(validate_fold(folded, folds=True), folded.inputs)
+    path = torch.zeros(*positions.shape, 2, dtype=torch.int32)
+    accepted = folded._replace(inputs=folded.inputs._replace(state=None, path=path))
+    fold_slots(validate_fold(accepted, folds=False), accepted.inputs)
 
 
 def run_wide_grids() -> None:

@@ -102,6 +102,28 @@ def left_behind(
     return tl.where(own, b_own.to(b_old.dtype), b_old)
 
 
+@triton.jit
+def tokens_above(
+    i_t, p_parents, stride_pt, p_x, stride_xt, p_last, stride_sw, o_c, known, D: tl.constexpr,
+    W: tl.constexpr
+):  # fmt: skip
+    """The W - 1 tokens before node i_t on the way to its root, the latest first, in the state's
+    dtype. p_x: the sequence's first token. p_last: the last token of its state, which comes before
+    a root."""
+    node = tl.cast(i_t, tl.int64)
+    back = node * 0
+    before = ()
+    for _ in tl.static_range(W - 1):
+        node = tl.load(p_parents + node * stride_pt, mask=node >= 0, other=-1).to(tl.int64)
+        own = node >= 0
+        b_own = tl.load(p_x + node * stride_xt, mask=o_c < tl.where(own, D, 0), other=0)
+        in_state = o_c < tl.where(known & (own == 0), D, 0)
+        b_old = tl.load(p_last - back * stride_sw, mask=in_state, other=0)
+        before += (tl.where(own, b_own.to(b_old.dtype), b_old),)
+        back += tl.where(own, 0, 1)
+    return before
+
+
 @triton.jit(do_not_specialize=["T", "N"])
 def conv_state_kernel(
     x,
@@ -114,6 +136,7 @@ def conv_state_kernel(
     has_initial_state,
     cu_seqlens,
     num_accepted_tokens,
+    parents,
     T,
     N,
     stride_xb,
@@ -128,6 +151,8 @@ def conv_state_kernel(
     stride_wt,
     stride_i,
     stride_n,
+    stride_pb,
+    stride_pt,
     stride_wc: tl.constexpr,
     stride_ww: tl.constexpr,
     NVIDIA: tl.constexpr,
@@ -223,15 +248,22 @@ def conv_state_kernel(
             for i in tl.static_range(W - 2):
                 tl.store(p_0 + (W - 3 - i) * stride_sw, before[i], mask=in_kept)
         if WALKS:
+            p_first = p_x
             for i_t in range(0, n_tokens):
                 if y is None:
                     x0 = tl.load(p_x, mask=in_c, other=0)
-                    p_x += stride_xt
                 else:
                     x0 = next_x
-                    p_x += stride_xt
                     more = o_c < tl.where(i_t + 1 < n_tokens, D, 0)
-                    next_x = tl.load(p_x, mask=more, other=0)
+                    next_x = tl.load(p_x + stride_xt, mask=more, other=0)
+                if parents is not None:
+                    p_parents = parents + i_b * stride_pb + i_row * stride_pt
+                    before = tokens_above(
+                        i_t, p_parents, stride_pt, p_first, stride_xt, p_0 + (W - 2) * stride_sw,
+                        stride_sw, o_c, known, D, W
+                    )  # fmt: skip
+                p_x += stride_xt
+                if y is not None:
                     wide = (before[0].to(tl.float32),)
                     for i in tl.static_range(1, W - 1):
                         wide += (before[i].to(tl.float32),)
@@ -264,6 +296,7 @@ def walk_launch(
     write_strides: tuple[int, ...],
     flag_strides: tuple[int, ...],
     accepted_strides: tuple[int, ...],
+    parent_strides: tuple[int, ...],
     every_token: bool,
     columns: int,
     last_skipped: int,
@@ -281,6 +314,7 @@ def walk_launch(
         **named("wb wt", write_strides),
         **named("i", flag_strides),
         **named("n", accepted_strides),
+        **named("pb pt", parent_strides),
         **named("wc ww", weight_strides),
         NVIDIA=on_nvidia(),
         D=D,
@@ -315,6 +349,7 @@ def conv_walk(problem: ConvProblem, given: ConvOperands, y: torch.Tensor | None)
         strides(given.write_slots, 2),
         strides(given.has_initial_state, 1),
         strides(given.num_accepted_tokens, 1),
+        strides(given.parents, 2),
         p.every_token,
         p.columns,
         p.last_skipped,
@@ -336,6 +371,7 @@ def conv_walk(problem: ConvProblem, given: ConvOperands, y: torch.Tensor | None)
         has_initial_state=given.has_initial_state,
         cu_seqlens=None if given.cu_seqlens is None else given.cu_seqlens.contiguous(),
         num_accepted_tokens=given.num_accepted_tokens,
+        parents=given.parents,
         T=p.T,
         N=p.N,
     )

@@ -4,21 +4,18 @@
     S = S + k (x) v_new
 
 with S on the right of a line the one of the line before: both products read the decayed state, so
-that they are independent of each other. A program owns PARTS tiles of BV columns of the state
-[K, V] of one sequence and value head, in registers, from the first token to the last. A decode step
+that they are independent of each other. A program owns PARTS times BV columns of the state [K, V]
+of one sequence and value head, in registers, from the first token to the last. A decode step
 is bound by the state's way from memory and back; all else is a few hundred bytes.
 
 The arithmetic of a token is the same, in the same order, whatever else a call has: a call of
 several tokens gives the bits of that many calls of one.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.activations import log_decay
-from gdn_triton._triton.tiles import Tile, padded
+from gdn_triton._triton.activations import log_decay, sigmoid
 from gdn_triton.recurrent.triton.sums import column_sums, products
 
 
@@ -38,17 +35,62 @@ def load_columns(p, stride, o_v, end, BV: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def strength(b_beta, FACTOR: tl.constexpr):
-    """FACTOR times the sigmoid of b_beta; 0: b_beta itself. fp32."""
+def load_rows(p, stride, o_r, end, ROWS: tl.constexpr):
+    """The elements o_r below end of each of ROWS pieces of a token; p: of the first element."""
+    BR: tl.constexpr = o_r.shape[0]
+    rows = ()
+    for i in tl.static_range(ROWS):
+        rows += (tl.load(p + (o_r + i * BR) * stride, mask=o_r < end - i * BR, other=0),)
+    return rows
+
+
+@triton.jit
+def strength(b_beta, FACTOR: tl.constexpr, FAST: tl.constexpr):
+    """FACTOR times the sigmoid of b_beta; 0: b_beta itself. fp32. FAST: see `RecurrentForm`."""
     b_beta = b_beta.to(tl.float32)
     if FACTOR != 0:
-        b_beta = tl.div_rn(FACTOR, 1 + tl.exp(-b_beta))
+        b_beta = sigmoid(b_beta, FACTOR) if FAST else tl.div_rn(FACTOR, 1 + tl.exp(-b_beta))
     return b_beta
+
+
+@triton.jit
+def normalizer(square, scale, EPS: tl.constexpr, FAST: tl.constexpr):
+    """scale over the norm of a vector with that sum of squares. FAST: see `RecurrentForm`."""
+    if FAST:
+        return scale * tl.rsqrt(square + EPS)
+    return tl.div_rn(scale, tl.sqrt_rn(square + EPS))
 
 
 @triton.jit
 def store_state(p, kept, in_k, in_v, POLICY: tl.constexpr):
     tl.store(p, kept, mask=in_k[:, None] & in_v[None, :], eviction_policy=POLICY)
+
+
+@triton.jit
+def tiles_of_parent(
+    tiles, p_ht, p_slot, i_0, parent, i_t, stride_n, o_r, o_v, stride_k: tl.constexpr,
+    stride_v: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, LAST_SKIPPED: tl.constexpr
+):  # fmt: skip
+    """The tiles of the state that token i_t starts from: `tiles` are those of the token before it.
+    i_0: the slot of the sequence's own state; p_slot: where that of the parent is."""
+    BR: tl.constexpr = o_r.shape[0]
+    BV: tl.constexpr = o_v.shape[0]
+    # Another thread may have written what a thread loads.
+    tl.debug_barrier()
+    moves = parent != i_t - 1
+    slot = tl.load(p_slot, mask=moves & (parent >= 0), other=LAST_SKIPPED).to(tl.int64)
+    slot = tl.where(parent < 0, i_0, slot)
+    moves = moves & (slot > LAST_SKIPPED)
+    end_k = tl.where(moves, K, 0)
+    found = ()
+    for part in tl.static_range(PARTS):
+        for i in tl.static_range(ROWS):
+            p = p_ht + slot * stride_n + part * BV * stride_v + i * BR * stride_k
+            mask = (o_r < end_k - i * BR)[:, None] & (o_v < V - part * BV)[None, :]
+            tile = tl.load(p, mask=mask, other=0)
+            found += (tl.where(moves, tile, tiles[part * ROWS + i]),)
+    return found
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -69,6 +111,7 @@ def recurrent_fwd_kernel(
     write_slots,
     cu_seqlens,
     num_accepted_tokens,
+    parents,
     N,
     T,
     scale,
@@ -115,6 +158,8 @@ def recurrent_fwd_kernel(
     stride_wt,
     stride_c,
     stride_n,
+    stride_pb,
+    stride_pt,
     stride_h0k: tl.constexpr,
     stride_h0v: tl.constexpr,
     stride_htk: tl.constexpr,
@@ -140,19 +185,24 @@ def recurrent_fwd_kernel(
     POLICY: tl.constexpr,
     STATE_V_FIRST: tl.constexpr,
     PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
     FOLD: tl.constexpr,
     ORDERED: tl.constexpr,
     WORDS: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """BETA_FACTOR: beta is that times the sigmoid of what is given; 0: beta is given. The strides
     inside a state are constants, so that its addresses are a base and offsets that the loads and
-    stores contain. PARTS, FOLD, ORDERED, WORDS: see `Form`."""
+    stores contain. PARTS, ROWS, FOLD, ORDERED, WORDS, FAST: see `RecurrentForm`."""
+    # Decays of rows come with states of float32 only, whose form has one tile of rows.
+    tl.static_assert(ROWS == 1 or gk is None)
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + PARTS * BV - 1) // (PARTS * BV)
     i_v, i_nh = pid % V_BLOCKS, pid // V_BLOCKS
     i_n, i_hv = i_nh // HV, i_nh % HV
     i_h = i_hv // (HV // H)
-    o_k = tl.arange(0, BK)
+    BR: tl.constexpr = BK // ROWS
+    o_k, o_r = tl.arange(0, BK), tl.arange(0, BR)
     # Columns of the first part; those of another are multiples of BV further.
     o_v = i_v.to(tl.int32) * (PARTS * BV) + tl.arange(0, BV)
     in_k = o_k < K
@@ -180,16 +230,9 @@ def recurrent_fwd_kernel(
 
     # The first token, in flight before the state is found; the loop loads one token ahead.
     any_token = n_tokens > 0
-    in_q, end_v = o_k < tl.where(any_token, K, 0), tl.where(any_token, V, 0)
-    p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh + o_k * stride_qk
-    p_k = (
-        k
-        + K_OFFSET * stride_kk
-        + i_b * stride_kb
-        + row * stride_kt
-        + i_h * stride_kh
-        + o_k * stride_kk
-    )
+    end_k, end_v = tl.where(any_token, K, 0), tl.where(any_token, V, 0)
+    p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh
+    p_k = k + K_OFFSET * stride_kk + i_b * stride_kb + row * stride_kt + i_h * stride_kh
     p_v = (
         v
         + V_OFFSET * stride_vv
@@ -198,8 +241,11 @@ def recurrent_fwd_kernel(
         + i_hv * stride_vh
         + o_v * stride_vv
     )
-    next_q = tl.load(p_q, mask=in_q, other=0)
-    next_k = tl.load(p_k, mask=in_q, other=0)
+    next_q = tl.load(p_q + o_k * stride_qk, mask=o_k < end_k, other=0)
+    next_k = tl.load(p_k + o_k * stride_kk, mask=o_k < end_k, other=0)
+    if ROWS > 1:
+        next_q_rows = load_rows(p_q, stride_qk, o_r, end_k, ROWS)
+        next_k_rows = load_rows(p_k, stride_kk, o_r, end_k, ROWS)
     next_v = load_columns(p_v, stride_vv, o_v, end_v, BV, PARTS)
     if g is not None:
         p_g = g + i_b * stride_gb + row * stride_gt + i_hv * stride_gh
@@ -224,13 +270,16 @@ def recurrent_fwd_kernel(
         p_slot = read_slots + i_n * stride_r
     elif EVERY_TOKEN:
         p_slot = write_slots + i_b * stride_wb + row * stride_wt
+    if parents is not None:
+        p_parent = parents + i_b * stride_pb + row * stride_pt
+        p_slots = write_slots + i_b * stride_wb + row * stride_wt
     slot = i_0
     if ht is not None:
         if write_slots is not None and not EVERY_TOKEN:
             p_write = write_slots + i_n * stride_wb
             slot = tl.load(p_write, mask=i_n < N, other=LAST_SKIPPED).to(tl.int64)
         p_ht = ht + i_hv * stride_hth
-        p_ht += o_k[:, None] * stride_htk + o_v[None, :] * stride_htv
+        p_ht += o_r[:, None] * stride_htk + o_v[None, :] * stride_htv
 
     p_o = o + i_b * stride_ob + row * stride_ot + i_hv * stride_oh + o_v * stride_ov
     if ORDERED:
@@ -250,36 +299,49 @@ def recurrent_fwd_kernel(
     KEPT: tl.constexpr = ht.dtype.element_ty if ht is not None else tl.float32
     if h0 is not None:
         p_h0 = h0 + i_0 * stride_h0n + i_hv * stride_h0h
-        p_h0 += o_k[:, None] * stride_h0k + o_v[None, :] * stride_h0v
+        p_h0 += o_r[:, None] * stride_h0k + o_v[None, :] * stride_h0v
     tiles = ()
     for part in tl.static_range(PARTS):
-        if h0 is not None:
-            p_tile = p_h0 + part * BV * stride_h0v
-            in_tile = in_k[:, None] & (o_v < V - part * BV)[None, :]
-            tile = tl.load(p_tile, mask=in_tile, other=0, eviction_policy=POLICY)
-        else:
-            tile = tl.zeros([BK, BV], dtype=KEPT)
-        tiles += (tile.to(KEPT),)
+        for i in tl.static_range(ROWS):
+            if h0 is not None:
+                p_tile = p_h0 + part * BV * stride_h0v + i * BR * stride_h0k
+                in_tile = (o_r < K - i * BR)[:, None] & (o_v < V - part * BV)[None, :]
+                tile = tl.load(p_tile, mask=in_tile, other=0, eviction_policy=POLICY)
+            else:
+                tile = tl.zeros([BR, BV], dtype=KEPT)
+            tiles += (tile.to(KEPT),)
     if ORDERED:
         tl.debug_barrier()
 
     for i_t in range(0, n_tokens):
+        if parents is not None and not ONE_TOKEN:
+            parent = tl.load(p_parent).to(tl.int32)
+            p_parent += stride_pt
+            tiles = tiles_of_parent(
+                tiles, p_ht, p_slots + parent * tl.cast(stride_wt, tl.int64), i_0, parent, i_t,
+                stride_htn, o_r, o_v, stride_htk, stride_htv, K, V, PARTS, ROWS, LAST_SKIPPED
+            )  # fmt: skip
         b_q, b_k, token_v = next_q.to(tl.float32), next_k.to(tl.float32), next_v
         more = i_t + 1 < n_tokens
-        in_q, end_v = o_k < tl.where(more, K, 0), tl.where(more, V, 0)
+        end_k, end_v = tl.where(more, K, 0), tl.where(more, V, 0)
         p_q += stride_qt
         p_k += stride_kt
         p_v += stride_vt
-        next_q = tl.load(p_q, mask=in_q, other=0)
-        next_k = tl.load(p_k, mask=in_q, other=0)
+        next_q = tl.load(p_q + o_k * stride_qk, mask=o_k < end_k, other=0)
+        next_k = tl.load(p_k + o_k * stride_kk, mask=o_k < end_k, other=0)
+        read_q, read_k, k_rows = (b_q,), (b_k,), (b_k,)
+        if ROWS > 1:
+            read_q, read_k, k_rows = next_q_rows, next_k_rows, next_k_rows
+            next_q_rows = load_rows(p_q, stride_qk, o_r, end_k, ROWS)
+            next_k_rows = load_rows(p_k, stride_kk, o_r, end_k, ROWS)
         next_v = load_columns(p_v, stride_vv, o_v, end_v, BV, PARTS)
 
         # A factor of all of q or k multiplies the sums that q or k enters, not its elements.
         of_q, of_k = scale, 1.0
         qq, kk, qk = products(b_q, b_k, WORDS)
         if USE_QK_L2NORM:
-            of_q = tl.div_rn(scale, tl.sqrt_rn(qq + EPS))
-            of_k = tl.div_rn(1.0, tl.sqrt_rn(kk + EPS))
+            of_q = normalizer(qq, scale, EPS, FAST)
+            of_k = normalizer(kk, 1.0, EPS, FAST)
         qk *= of_q
         decay = 1.0
         if g is not None:
@@ -291,11 +353,10 @@ def recurrent_fwd_kernel(
                     b_g += b_bias
                 b_g = log_decay(b_g, b_A, rate, THRESHOLD)
             decay = decay_of(b_g, RCP_LN2)
-        read_q, read_k = b_q, b_k
         if gk is not None:
             row_decay = decay_of(tl.load(p_gk, mask=in_k, other=0), RCP_LN2)
             p_gk += stride_gkt
-            read_q, read_k = b_q * row_decay, b_k * row_decay
+            read_q, read_k = (b_q * row_decay,), (b_k * row_decay,)
         if beta is not None:
             token_beta = next_beta
             p_beta += stride_bt
@@ -303,7 +364,7 @@ def recurrent_fwd_kernel(
                 next_beta = load_columns(p_beta, stride_bv, o_v, end_v, BV, PARTS)
             else:
                 next_beta = tl.load(p_beta, mask=more, other=0)
-                b_beta = strength(token_beta, BETA_FACTOR)
+                b_beta = strength(token_beta, BETA_FACTOR, FAST)
         if EVERY_TOKEN:
             if num_accepted_tokens is not None:
                 slot = tl.load(p_slot, mask=i_t < COLUMNS, other=LAST_SKIPPED).to(tl.int64)
@@ -315,8 +376,9 @@ def recurrent_fwd_kernel(
         kept_tiles = ()
         for part in tl.static_range(PARTS):
             in_v = o_v < V - part * BV
-            b_h = tiles[part].to(tl.float32)  # type: ignore[var-annotated]
-            b_o, stored = column_sums(b_h, read_q, read_k, FOLD, STATE_V_FIRST)
+            b_o, stored = column_sums(
+                tiles, part * ROWS, read_q, read_k, ROWS, FOLD, STATE_V_FIRST
+            )  # fmt: skip
             b_o, stored = b_o * (of_q * decay), stored * (of_k * decay)
             if gv is not None:
                 p_decay = p_gv + part * BV * stride_gvv
@@ -325,22 +387,25 @@ def recurrent_fwd_kernel(
             b_v = (token_v[part].to(tl.float32) - stored) * of_k
             if beta is not None:
                 if BETA_PER_VALUE:
-                    b_beta = strength(token_beta[part], BETA_FACTOR)
+                    b_beta = strength(token_beta[part], BETA_FACTOR, FAST)
                 b_v *= b_beta
             b_o = tl.fma(b_v, qk, b_o).to(o.dtype.element_ty)
             tl.store(p_o + part * BV * stride_ov, b_o, mask=in_v)
 
-            if gk is not None:
-                b_h *= row_decay[:, None]
-            if gv is not None:
-                b_h *= column_decay[None, :]
-            kept = tl.fma(b_h, decay, b_k[:, None] * b_v[None, :]).to(KEPT)
-            kept_tiles += (kept,)
-            if ht is not None and (EVERY_TOKEN or ONE_TOKEN):
-                if EVERY_TOKEN or write_slots is not None:
-                    in_v = o_v < tl.where(slot > LAST_SKIPPED, V - part * BV, 0)
-                p_kept = p_ht + slot * stride_htn + part * BV * stride_htv
-                store_state(p_kept, kept, in_k, in_v, POLICY)
+            if EVERY_TOKEN or write_slots is not None:
+                in_v = o_v < tl.where(slot > LAST_SKIPPED, V - part * BV, 0)
+            for i in tl.static_range(ROWS):
+                b_h = tiles[part * ROWS + i].to(tl.float32)  # type: ignore[var-annotated]
+                if gk is not None:
+                    b_h *= row_decay[:, None]
+                if gv is not None:
+                    b_h *= column_decay[None, :]
+                token_k = k_rows[i].to(tl.float32)
+                kept = tl.fma(b_h, decay, token_k[:, None] * b_v[None, :]).to(KEPT)
+                kept_tiles += (kept,)
+                if ht is not None and (EVERY_TOKEN or ONE_TOKEN):
+                    p_kept = p_ht + slot * stride_htn + part * BV * stride_htv
+                    store_state(p_kept + i * BR * stride_htk, kept, o_r < K - i * BR, in_v, POLICY)
         tiles = kept_tiles
         p_o += stride_ot
         if gv is not None:
@@ -352,68 +417,7 @@ def recurrent_fwd_kernel(
         if write_slots is not None:
             end_v = tl.where(slot > LAST_SKIPPED, V, 0)
         for part in tl.static_range(PARTS):
-            p_kept = p_ht + slot * stride_htn + part * BV * stride_htv
-            store_state(p_kept, tiles[part], in_k, o_v < end_v - part * BV, POLICY)
-
-
-# Elements of the state that a thread holds: enough loads in flight, few enough registers for
-# several programs on a multiprocessor.
-STATE_OF_A_THREAD = 64
-
-
-class Form(NamedTuple):
-    """How a program goes about its columns. No bit depends on `parts` and `ordered`.
-
-    parts: how many tiles of `tile.BV` columns a program owns; all are loaded before the first is
-        used, and wait in the states' dtype.
-    fold: 2^fold rows of the state that lie in one thread are added up with fused multiplications
-        and additions.
-    ordered: barriers keep the loads of a token before the wait for the slot, and those of the state
-        before the wait for the token; ptxas moves them behind otherwise.
-    words: the sums of q q, k k and q k are of words of 32 bits.
-    """
-
-    tile: Tile
-    parts: int = 1
-    fold: int = 0
-    ordered: bool = False
-    words: bool = False
-
-
-# Elements of 2 bytes that a thread loads at once.
-VECTOR = 8
-
-
-def recurrent_form(K: int, V: int, state_v_first: bool, itemsize: int) -> Form:
-    """One form for a head's sizes, the states' layout and the bytes of their elements, whatever the
-    batch: it fixes the order of the sums over K.
-
-    Value-first rows [K] lie in one warp, whose sums need no other one. Key-first, a program takes
-    rows of 256 bytes of a float32 state, or of 64 bytes of a 16-bit one, and its warps share the
-    sums. Measured (docs/tried.md): float32 states move as fast as memory does without the
-    other options, 16-bit ones need them.
-    """
-    BK = padded(K, 256)
-    narrow = itemsize == 2
-    if state_v_first:
-        BV = padded(V, 32 * STATE_OF_A_THREAD // BK // (2 if narrow else 1), least=1)
-        tile, rows = Tile(BK, BV, 1, 1), min(VECTOR, BK // 2)
-    else:
-        BV = padded(V, 32 if narrow else 64)
-        warps = max(1, BK * BV // (32 * STATE_OF_A_THREAD))
-        tile, rows = Tile(BK, BV, warps, 1), max(1, BK * BV // (32 * warps * VECTOR))
-    if not narrow:
-        return Form(tile)
-    parts = 2 if state_v_first and V > BV else 1
-    return Form(tile, parts, rows.bit_length() - 1, ordered=True, words=state_v_first)
-
-
-# The cache evicts states that do not fit it before the next step reads them; others may stay.
-STATES_BEYOND_CACHE = 2**26
-
-
-def eviction_policy(state_bytes: int) -> str:
-    """How the cache is to treat all states of a call, read and written. No bit depends on it.
-    Measured: states beyond the cache come and go faster when their lines are the last to leave it,
-    as writes then go out together; smaller ones when they make room for each other."""
-    return "evict_last" if state_bytes >= STATES_BEYOND_CACHE else "evict_first"
+            for i in tl.static_range(ROWS):
+                p_kept = p_ht + slot * stride_htn + part * BV * stride_htv + i * BR * stride_htk
+                in_v = o_v < end_v - part * BV
+                store_state(p_kept, tiles[part * ROWS + i], o_r < K - i * BR, in_v, POLICY)

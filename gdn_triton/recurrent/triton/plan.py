@@ -11,12 +11,8 @@ from gdn_triton._triton.strides import named, state_strides
 from gdn_triton._triton.tiles import UNFUSED
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem, views
-from gdn_triton.recurrent.triton.kernel import (
-    Form,
-    eviction_policy,
-    recurrent_form,
-    recurrent_fwd_kernel,
-)
+from gdn_triton.recurrent.triton.form import RecurrentForm, eviction_policy, recurrent_form
+from gdn_triton.recurrent.triton.kernel import recurrent_fwd_kernel
 
 
 def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
@@ -28,9 +24,24 @@ def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     return (first, *x.stride()[1:], *(0,) * (count - x.dim()))
 
 
-def form_of(problem: RecurrentProblem) -> Form:
+def form_of(problem: RecurrentProblem) -> RecurrentForm:
     p = problem
-    return recurrent_form(p.K, p.V, p.state_v_first, p.state_dtype.itemsize)
+    return recurrent_form(
+        p.K,
+        p.V,
+        p.state_v_first,
+        p.state_dtype.itemsize,
+        one_token=_is_one_token(p),
+        state_bytes=_state_bytes(p),
+    )
+
+
+def _is_one_token(p: RecurrentProblem) -> bool:
+    return p.T == 1 and not p.is_varlen
+
+
+def _state_bytes(p: RecurrentProblem) -> int:
+    return p.N * p.HV * p.K * p.V * p.state_dtype.itemsize
 
 
 def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | None) -> Launch:
@@ -57,6 +68,7 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         **named("wb wt", strides(x.write_slots, 2)),
         **named("c", strides(x.cu_seqlens, 1)),
         **named("n", strides(x.num_accepted_tokens, 1)),
+        **named("pb pt", strides(x.parents, 2)),
         H=p.H,
         HV=p.HV,
         K=p.K,
@@ -74,13 +86,15 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         EVERY_TOKEN=p.every_token,
         COLUMNS=p.columns,
         LAST_SKIPPED=p.last_skipped,
-        ONE_TOKEN=p.T == 1 and not p.is_varlen,
-        POLICY=eviction_policy(p.N * p.HV * p.K * p.V * p.state_dtype.itemsize),
+        ONE_TOKEN=_is_one_token(p),
+        POLICY=eviction_policy(_state_bytes(p)),
         STATE_V_FIRST=p.state_v_first,
         PARTS=form.parts,
+        ROWS=form.rows,
         FOLD=form.fold,
         ORDERED=form.ordered,
         WORDS=form.words,
+        FAST=form.fast,
         **UNFUSED,
         **form.tile.options,
     )
@@ -132,6 +146,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             write_slots=y.write_slots,
             cu_seqlens=y.cu_seqlens,
             num_accepted_tokens=y.num_accepted_tokens,
+            parents=y.parents,
             N=p.N,
             T=p.T,
         )

@@ -80,18 +80,24 @@ def pieces_of(x, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr):
 
 
 @triton.jit
-def partial_sums(h, x, FOLD: tl.constexpr):
-    b_sum = h[0] * x[0]
-    for i in tl.static_range(1, 2**FOLD):
-        b_sum = tl.fma(h[i], x[i], b_sum)
-    return b_sum
-
-
-@triton.jit
-def column_sums(b_h, b_q, b_k, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr):
-    """S^T q and S^T k. Rows that lie in one thread are added up in fused steps, whose order is
-    written here, before threads share their sums."""
-    h = pieces_of(b_h, FOLD, STATE_V_FIRST)
-    q = pieces_of(tl.broadcast_to(b_q[:, None], b_h.shape), FOLD, STATE_V_FIRST)
-    k = pieces_of(tl.broadcast_to(b_k[:, None], b_h.shape), FOLD, STATE_V_FIRST)
-    return tl.sum(partial_sums(h, q, FOLD), 0), tl.sum(partial_sums(h, k, FOLD), 0)
+def column_sums(
+    tiles, FIRST: tl.constexpr, q, k, ROWS: tl.constexpr, FOLD: tl.constexpr,
+    STATE_V_FIRST: tl.constexpr
+):  # fmt: skip
+    """S^T q and S^T k, where S are ROWS tiles from the one FIRST on, with as many pieces of q and
+    k. Rows that lie in one thread are added up in fused steps, whose order is written here, before
+    threads share their sums."""
+    sum_q, sum_k = 0.0, 0.0
+    for i in tl.static_range(ROWS):
+        b_h = tiles[FIRST + i].to(tl.float32)
+        b_q, b_k = q[i].to(tl.float32)[:, None], k[i].to(tl.float32)[:, None]
+        h = pieces_of(b_h, FOLD, STATE_V_FIRST)
+        q_pieces = pieces_of(tl.broadcast_to(b_q, b_h.shape), FOLD, STATE_V_FIRST)
+        k_pieces = pieces_of(tl.broadcast_to(b_k, b_h.shape), FOLD, STATE_V_FIRST)
+        for j in tl.static_range(2**FOLD):
+            if i + j == 0:
+                sum_q, sum_k = h[0] * q_pieces[0], h[0] * k_pieces[0]
+            else:
+                sum_q = tl.fma(h[j], q_pieces[j], sum_q)
+                sum_k = tl.fma(h[j], k_pieces[j], sum_k)
+    return tl.sum(sum_q, 0), tl.sum(sum_k, 0)

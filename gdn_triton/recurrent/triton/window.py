@@ -37,8 +37,10 @@ from gdn_triton.recurrent.triton.window_records import (
     below,
     boundary,
     fold_records,
+    has_bit,
     load_pieces,
     padded_with_zeros,
+    path_bits,
     records_dot,
     state_dot,
     sums_after,
@@ -49,11 +51,11 @@ from gdn_triton.recurrent.triton.window_records import (
 @triton.jit(do_not_specialize=["N", "T"])
 def window_fwd_kernel(
     q, k, v, g, beta, A_log, dt_bias, o, state, u_rows, k_rows, g_rows, call_rows, start, slots,
-    positions, scales, cu_seqlens, N, T, scale,
+    positions, scales, cu_seqlens, parents, N, T, scale,
     stride_qb, stride_qt, stride_qh, stride_qk, stride_kb, stride_kt, stride_kh, stride_kk,
     stride_vb, stride_vt, stride_vh, stride_vv, stride_gb, stride_gt, stride_gh, stride_bb,
     stride_bt, stride_bh, stride_A, stride_dt, stride_ob, stride_ot, stride_oh, stride_ov,
-    stride_hn, stride_hh, stride_start, stride_s, stride_p, stride_c,
+    stride_hn, stride_hh, stride_start, stride_s, stride_p, stride_c, stride_ab, stride_at,
     stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     BR: tl.constexpr, BT: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
@@ -62,7 +64,8 @@ def window_fwd_kernel(
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr,
 ):  # fmt: skip
     """At most BT tokens a sequence: T each, or packed by cu_seqlens, whose program N of a head
-    writes the zeros of the rows after the last sequence. The products of the state and of the
+    writes the zeros of the rows after the last sequence. Each token follows the one before it, or
+    its parent. The products of the state and of the
     records with all q and k are matrix products; the tokens then follow one another, and each adds
     its u to the columns of the tokens after it."""
     pid = tl.program_id(0).to(tl.int64)
@@ -143,6 +146,10 @@ def window_fwd_kernel(
     o_y = tl.arange(0, 2 * BT)
     y_t, is_q, is_k = o_y // 2, o_y % 2 == 0, o_y % 2 == 1
     with_token = y_t < n_tokens
+    # Which tokens are on the path to that of a column, itself included.
+    if parents is not None:
+        p_parents = parents + i_b * stride_ab + row * stride_at
+        path = path_bits(p_parents, stride_at, tl.where(with_token, y_t, -1), BT)
     own = (R - 1) - age.to(tl.int32)
     is_own = (own >= 0) & (own < n_tokens)
     y_pieces, r_pieces, own_pieces = (), (), ()
@@ -179,7 +186,7 @@ def window_fwd_kernel(
     alive = age < (position - held).to(tl.uint32)
     b_gr = tl.where(alive, b_gr, 0.0)
     b_u = tl.where(alive[None, :], b_u, 0.0)
-    b_beta = strength(b_beta, BETA_FACTOR)
+    b_beta = strength(b_beta, BETA_FACTOR, True)
     if A_log is not None:
         b_g = tl.where(in_t, log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD), 0.0)
         # The compiler computes an activation once for each layout in which it is used; it does not
@@ -188,9 +195,14 @@ def window_fwd_kernel(
     # The log decay after the token of a row and up to the token of a column.
     owned = tl.where(is_own, own, -1)
     between = (o_t > owned[:, None, None]) & (o_t <= y_t[None, :, None])
+    if parents is not None:
+        between = between & has_bit(path[None, :, None], o_t)
     log_w = tl.where(is_own, 0.0, sums_after(b_gr, age))[:, None]
     log_w += tl.sum(tl.where(between, b_g, 0.0), 2)
-    log_s = tl.sum(tl.where(o_t[None, :] <= y_t[:, None], b_g[None, :], 0.0), 1)
+    is_before = o_t[None, :] <= y_t[:, None]
+    if parents is not None:
+        is_before = is_before & has_bit(path[:, None], o_t[None, :])
+    log_s = tl.sum(tl.where(is_before, b_g[None, :], 0.0), 1)
     log_s += tl.sum(b_gr, 0)
 
     # u = beta of_k (v - of_k x), with of_k the inverse norm of k: the columns of k are multiplied
@@ -206,7 +218,10 @@ def window_fwd_kernel(
     y_beta = tl.sum(tl.where(of_token, b_beta[None, :], 0.0), 1)
     of_y *= tl.where(is_k, of_y * y_beta, 1.0)
     last = tl.where(is_k, y_t - 1, y_t)
-    used = alive[:, None] | (is_own[:, None] & (owned[:, None] <= last[None, :]))
+    is_above = owned[:, None] <= last[None, :]
+    if parents is not None:
+        is_above = is_above & has_bit(path[None, :], tl.maximum(owned, 0)[:, None])
+    used = alive[:, None] | (is_own[:, None] & is_above)
     records = tl.where(used, records * tl.exp2(log_w * RCP_LN2) * of_y[None, :], 0.0)
     both *= (tl.exp2(log_s * RCP_LN2) * of_y)[None, :]
     if scales is not None:

@@ -60,6 +60,41 @@ def window_fold_kernel(
                  stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
 
 
+@triton.jit
+def move_row(p, target, source, o_x, moves, SIZE: tl.constexpr):
+    """Elements o_x of one row of a slot to another row, where it moves. SIZE: of a row."""
+    mask = o_x < tl.where(moves, SIZE, 0)
+    tl.store(p + target * SIZE + o_x, tl.load(p + source * SIZE + o_x, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["LENGTH"])
+def window_accept_kernel(
+    u_rows, k_rows, g_rows, slots, positions, path, stride_s, stride_p, stride_ln, stride_lt,
+    LENGTH, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The records of a path to the rows from that of `positions` on. A program has some elements of
+    all rows of a slot. The row of a later token of the path is none that an earlier one is moved
+    to. u_rows, k_rows and g_rows are contiguous."""
+    i_n, i_x = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_x = i_x * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + i_n * stride_s).to(tl.int64)
+    if slot <= LAST_SKIPPED:
+        return
+    position = tl.load(positions + i_n * stride_p).to(tl.int64)
+    p_path = path + i_n * stride_ln
+    for j in range(0, LENGTH):
+        token = tl.load(p_path).to(tl.int64)
+        p_path += stride_lt
+        moves = token > j
+        target, source = (position + j) % R, (position + token) % R
+        move_row(u_rows + slot * (R * HV * V), target, source, o_x, moves, HV * V)
+        move_row(k_rows + slot * (R * H * K), target, source, o_x, moves, H * K)
+        move_row(g_rows + slot * (R * HV), target, source, o_x, moves, HV)
+        # The row of this token may be written next, and by another thread than has read it.
+        tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["N"])
 def window_start_kernel(
     start,

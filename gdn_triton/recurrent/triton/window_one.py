@@ -109,7 +109,7 @@ def window_one_fwd_kernel(
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
         b_scale = tl.load(p_scale, mask=in_v, other=0)
 
-    b_beta = strength(b_beta, BETA_FACTOR)
+    b_beta = strength(b_beta, BETA_FACTOR, True)
     if A_log is not None:
         b_g = log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD)
     of_q, of_k = scale, 1.0

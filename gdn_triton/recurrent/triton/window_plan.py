@@ -23,7 +23,11 @@ from gdn_triton.recurrent.problem import (
 )
 from gdn_triton.recurrent.triton.plan import strides
 from gdn_triton.recurrent.triton.window import WindowForm, window_form, window_fwd_kernel
-from gdn_triton.recurrent.triton.window_fold import window_fold_kernel, window_start_kernel
+from gdn_triton.recurrent.triton.window_fold import (
+    window_accept_kernel,
+    window_fold_kernel,
+    window_start_kernel,
+)
 from gdn_triton.recurrent.triton.window_one import window_one_fwd_kernel
 
 # The least sizes of the products on matrix units; two columns a token.
@@ -94,10 +98,13 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
         **named("s", strides(x.read_slots, 1)),
         **named("p", strides(x.positions, 1)),
         **named("c", strides(x.cu_seqlens, 1)),
+        **named("ab at", strides(x.parents, 2)),
     }
     if one:
         kernel, own = window_one_fwd_kernel, {"DOT": form.dot}
-        of_tokens = [f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c")]
+        of_tokens = [
+            f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c", "ab", "at")
+        ]
         all_strides = {n: y for n, y in all_strides.items() if n not in of_tokens}
     else:
         kernel = window_fwd_kernel
@@ -167,7 +174,8 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
         if one:
             launch(grid, **pointers, N=p.N)
         else:
-            launch(grid, **pointers, cu_seqlens=y.cu_seqlens, N=p.N, T=p.T)
+            packed = {"cu_seqlens": y.cu_seqlens, "parents": y.parents}
+            launch(grid, **pointers, **packed, N=p.N, T=p.T)
         return o, None
 
     def guarded(y: Operands) -> tuple[Tensor, Tensor | None]:
@@ -179,12 +187,18 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
 
 # Slots whose `start` one program writes.
 BLOCK = 128
+# Elements of a row that one program moves.
+MOVED = 1024
 
 
 def fold_slots(problem: FoldProblem, x: FoldOperands) -> None:
-    """Runs `gdn_triton.fold_window` or, without a state, `gdn_triton.restart_window`."""
+    """Runs `gdn_triton.fold_window` or, without a state, `gdn_triton.restart_window` or, with a
+    path, `gdn_triton.accept_window`."""
     p = problem
     if p.N == 0:
+        return
+    if x.path is not None:
+        _accept(p, x, x.path)
         return
     places = {
         **named("start", x.start.stride()),
@@ -222,4 +236,29 @@ def fold_slots(problem: FoldProblem, x: FoldOperands) -> None:
             **places,
             LAST_SKIPPED=p.last_skipped,
             BLOCK=BLOCK,
+        )
+
+
+def _accept(p: FoldProblem, x: FoldOperands, path: Tensor) -> None:
+    most = max(p.HV * p.V, p.H * p.K, p.HV)
+    with on_device(p.device):
+        count_writes(x.u_rows, x.k_rows, x.g_rows)
+        window_accept_kernel[(p.N, -(-most // MOVED), 1)](
+            u_rows=x.u_rows,
+            k_rows=x.k_rows,
+            g_rows=x.g_rows,
+            slots=x.slots,
+            positions=x.positions,
+            path=path,
+            **named("s", strides(x.slots, 1)),
+            **named("p", strides(x.positions, 1)),
+            **named("ln lt", strides(path, 2)),
+            LENGTH=path.shape[1],
+            H=p.H,
+            HV=p.HV,
+            K=p.K,
+            V=p.V,
+            R=p.window_rows,
+            LAST_SKIPPED=p.last_skipped,
+            BLOCK=MOVED,
         )

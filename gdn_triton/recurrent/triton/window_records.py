@@ -33,6 +33,24 @@ def age_of(o_r, position, R: tl.constexpr):
 
 
 @triton.jit
+def path_bits(p_parents, stride, node, BT: tl.constexpr):
+    """Bit t of each element: token t is the element's node, or an ancestor of it. At most BT nodes;
+    -1 is none."""
+    bits = node * 0
+    for _ in range(BT):
+        is_node = node >= 0
+        bits |= tl.where(is_node, 1 << tl.maximum(node, 0), 0)
+        p_node = p_parents + node * tl.cast(stride, tl.int64)
+        node = tl.load(p_node, mask=is_node, other=-1).to(tl.int32)
+    return bits
+
+
+@triton.jit
+def has_bit(bits, i):
+    return ((bits >> i) & 1) != 0
+
+
+@triton.jit
 def below(o_x, offset, END: tl.constexpr, BLOCK: tl.constexpr):
     """offset + o_x < END for blocks of BLOCK; a constant where BLOCK divides END."""
     if END % BLOCK == 0:

@@ -1,0 +1,112 @@
+"""The recurrence over tokens that are nodes of trees, in plain torch: its specification.
+
+Each sequence has nodes 0, 1, ... in an order in which a parent comes before its children. Node i
+starts from the state after its parent, parents[i], or from the initial state where that is -1:
+
+    S_i = exp(g_i) S_(parent of i) + k_i (x) beta_i (v_i - exp(g_i) S_(parent of i)^T k_i)
+
+The path from a root to a node is therefore a sequence as `gdn_triton.reference.recurrent` has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gdn_triton.reference.recurrent import recurrent
+
+__all__ = ["TreeResult", "ancestors", "padded_rows", "recurrent_tree"]
+
+
+class TreeResult(NamedTuple):
+    """What `recurrent_tree` returns, in the arithmetic's dtype. 0 for tokens of no sequence."""
+
+    o: Tensor  # [B, T, HV, V]
+    states: Tensor  # [B, T, HV, K, V], or [B, T, HV, V, K] if state_v_first: after each node
+    written: Tensor  # [B, T, HV, V]: what each node writes under its key
+
+
+def padded_rows(B: int, T: int, cu_seqlens: Tensor | None, device: Any) -> tuple[Tensor, Tensor]:
+    """Where the tokens of N sequences are among the B * T of a call: their places [N, most tokens],
+    int64, and which of these are tokens at all."""
+    if cu_seqlens is None:
+        places = torch.arange(B * T, device=device).view(B, T)
+        return places, torch.ones_like(places, dtype=torch.bool)
+    begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    lengths = (end - begin).tolist()
+    steps = torch.arange(max(lengths, default=0), device=device)
+    places = begin[:, None] + steps
+    is_token = places < end[:, None]
+    return torch.where(is_token, places, 0), is_token
+
+
+def ancestors(parents: Tensor, count: int) -> Tensor:
+    """[N, T, count] of parents [N, T]: the parent of each node, its parent, and so on. After a root
+    come -1, -2, -3, ...: the tokens before the call, the latest first."""
+    N, T = parents.shape
+    node = torch.arange(T, device=parents.device).expand(N, T)
+    found = []
+    for _ in range(count):
+        above = parents.long().gather(1, node.clamp(min=0)) if T > 0 else node
+        node = torch.where(node >= 0, above, node - 1)
+        found.append(node)
+    return torch.stack(found, 2) if found else parents.new_zeros(N, T, 0)
+
+
+def recurrent_tree(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    parents: Tensor,
+    initial_state: Tensor,
+    beta: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> TreeResult:
+    """The recurrence over trees, node by node.
+
+    Args:
+        q, k, v, g, beta, cu_seqlens, options: as `gdn_triton.reference.recurrent` takes them.
+        parents: [B, T], int64: of each token the index in its sequence of its parent, which is less
+            than its own, or -1. Those of tokens of no sequence are not used.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] if state_v_first.
+    """
+    B, T = q.shape[:2]
+    places, is_token = padded_rows(B, T, cu_seqlens, q.device)
+    N, longest = places.shape
+
+    def padded(x: Tensor) -> Tensor:
+        return x.flatten(0, 1)[places]
+
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    nodes = {name: padded(x) for name, x in given.items() if x is not None}
+    above = torch.where(is_token, padded(parents.long()), -1)
+    every = torch.arange(N, device=q.device)
+    states, outputs, values = [initial_state], [], []
+    for t in range(longest):
+        before = torch.stack(states, 1)[every, above[:, t] + 1]
+        one: dict[str, Any] = {name: x[:, t : t + 1] for name, x in nodes.items()}
+        result = recurrent(**one, initial_state=before, keep_written=True, **options)
+        assert result.written is not None
+        states.append(result.final_state)
+        states[0] = states[0].to(result.final_state.dtype)
+        outputs.append(result.o[:, 0])
+        values.append(result.written[:, 0])
+
+    def merged(rows: list[Tensor], like: Tensor) -> Tensor:
+        """[B, T, ...] of a tensor [N, ...] for each token."""
+        whole = like.new_zeros(B * T, *like.shape[1:])
+        if rows:
+            whole[places[is_token]] = torch.stack(rows, 1)[is_token]
+        return whole.unflatten(0, (B, T))
+
+    no_value = states[-1].new_zeros(0, *v.shape[2:])
+    return TreeResult(
+        merged(outputs, outputs[0] if outputs else no_value),
+        merged(states[1:], states[-1]),
+        merged(values, values[0] if values else no_value),
+    )
