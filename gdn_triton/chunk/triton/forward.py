@@ -15,6 +15,7 @@ from gdn_triton._triton.tiles import gpu_of, segment_chunks
 from gdn_triton.chunk.problem import Inputs, Pool, Problem, new_inputs
 from gdn_triton.chunk.triton.fused.prepare import ChunkFactors, prepare_fwd
 from gdn_triton.chunk.triton.fused.walk import fused_fwd
+from gdn_triton.chunk.triton.hopper.support import hopper_refusal
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.steps.gate import beta_sigmoid_fwd, gate_cumsum_fwd
 from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
@@ -174,9 +175,23 @@ def choose_segments(problem: Problem) -> int:
     return segment_chunks(gpu_of(p.device), p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size)
 
 
+def forward_hopper(
+    problem: Problem, x: Inputs, pool: Pool | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """all of a sequence in one kernel. x as ``readable_inputs`` leaves it."""
+    # Imported here: Gluon is a part of some releases of Triton alone, and only Hopper needs it.
+    from gdn_triton.chunk.triton.hopper.launch import hopper_fwd
+
+    assert pool is None
+    return hopper_fwd(problem, x)
+
+
 def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Steps for fp32, whose tiles do not fit the fused kernel's shared memory; else fused. Never by
-    the number or the lengths of the sequences: one gives the same bits alone and in any batch."""
+    """One kernel where it serves the problem (hopper/support.py); steps for fp32, whose tiles do
+    not fit the fused kernel's shared memory; else fused. Never by the number or the lengths of the
+    sequences, unless they are cut into segments: one gives the same bits alone and in any batch."""
+    if hopper_refusal(problem) is None and choose_segments(problem) == 0:
+        return forward_hopper
     return forward_by_steps if compute_dtype(problem).itemsize == 4 else forward_fused
 
 
