@@ -72,8 +72,9 @@ class Explanation:
     else a sentence why it would not run. operator: the name of the function that was asked about.
     as_auto: whether `requested` names a backend that this function does not have, so that the
     choice is that of `auto`. gradients: a sentence on what makes the gradients where that is not
-    the chosen backend's name alone, else None. contents: what the tensors hold, where `explain` was
-    asked to read it.
+    the chosen backend's name alone, else None. kernels: likewise on which of the chosen backend's
+    forwards would run, where it has several for a GPU. contents: what the tensors hold, where
+    `explain` was asked to read it.
     """
 
     requested: str
@@ -82,6 +83,7 @@ class Explanation:
     operator: str = "chunk_gated_delta_rule"
     as_auto: bool = False
     gradients: str | None = None
+    kernels: str | None = None
     contents: Contents | None = None
 
     def __str__(self) -> str:
@@ -90,8 +92,7 @@ class Explanation:
             chosen = f"{self.operator} has no such backend; as with auto, {chosen}"
         lines = [f"GDN_BACKEND={self.requested}: {chosen}"]
         lines += [f"  {name}: {reason or 'chosen'}" for name, reason in self.reasons.items()]
-        if self.gradients is not None:
-            lines.append(f"  {self.gradients}")
+        lines += [f"  {text}" for text in (self.kernels, self.gradients) if text is not None]
         lines += [str(self.contents)] if self.contents else []
         return "\n".join(lines)
 
@@ -100,11 +101,12 @@ class Explanation:
 class Operator(Generic[P, F]):
     """A public function and its backends. name: the function's. backends: one of each of `NAMES`,
     in that order; the last one refuses nothing. gradients: of a problem and the backend that is
-    chosen for it, `Explanation.gradients`."""
+    chosen for it, `Explanation.gradients`. kernels: likewise `Explanation.kernels`."""
 
     name: str
     backends: tuple[Backend[P, F], ...]
     gradients: Callable[[P, str], str | None] = lambda problem, name: None
+    kernels: Callable[[P, str], str | None] = lambda problem, name: None
 
     def choose(self, problem: P) -> Backend[P, F]:
         """The backend that runs this problem.
@@ -148,6 +150,7 @@ class Operator(Generic[P, F]):
             if reason is None and name != chosen:
                 reasons[name] = passed_over
         gradients = None if chosen is None else self.gradients(problem, chosen)
+        kernels = None if chosen is None else self.kernels(problem, chosen)
         return Explanation(
             requested=requested,
             chosen=chosen,
@@ -155,6 +158,7 @@ class Operator(Generic[P, F]):
             operator=self.name,
             as_auto=as_auto,
             gradients=gradients,
+            kernels=kernels,
         )
 
     def _named(self, name: str) -> Backend[P, F]:

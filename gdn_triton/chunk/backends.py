@@ -14,6 +14,7 @@ from gdn_triton._host.backends import (
 )
 from gdn_triton.chunk.cuda import support as cuda_support
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
+from gdn_triton.chunk.triton.hopper.support import hopper_refusal
 from gdn_triton.chunk.triton.support import triton_supports
 
 if TYPE_CHECKING:
@@ -59,6 +60,17 @@ def chunk_gradients(problem: Problem, name: str) -> str | None:
     return f"The gradients are by the Triton backward. {why}"
 
 
+def chunk_kernels(problem: Problem, name: str) -> str | None:
+    """A sentence on which forward of the backend of that name would run on a GPU; None where it has
+    one."""
+    if name != "triton" or problem.device.type != "cuda":
+        return None
+    why = hopper_refusal(problem)
+    if why is None:
+        return "The forward is by the Gluon kernel for compute capability 9.0."
+    return f"The forward is by the portable kernels. {why}"
+
+
 def sharded_cuda_supports(problem: Problem) -> str | None:
     """A sentence why the CUDA library cannot run a rank's part of a split call."""
     return "The CUDA library does not serve cp_context."
@@ -78,7 +90,13 @@ def _load_cuda() -> Forward:
 def _load_triton() -> Forward:
     from gdn_triton.chunk.triton import autograd
 
-    return autograd.forward
+    def forward(
+        problem: Problem, x: Inputs, pool: Pool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        on_hopper = hopper_refusal(problem) is None
+        return autograd.forward(problem, x, pool, on_hopper=on_hopper)
+
+    return forward
 
 
 @functools.cache
@@ -107,8 +125,8 @@ _CHUNK_BACKENDS: tuple[Backend[Problem, Forward], ...] = (
     Backend("triton", triton_supports, _load_triton),
     Backend("reference", reference_supports, _load_reference),
 )
-CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS, chunk_gradients)
-PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS)
+CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS, chunk_gradients, chunk_kernels)
+PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS, kernels=chunk_kernels)
 
 # A call of the chunked op that is split over ranks.
 SHARDED: Operator[Problem, "ShardOps"] = Operator(

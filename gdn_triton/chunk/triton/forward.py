@@ -1,8 +1,9 @@
-"""The Triton forward, in two dataflows that compute the same thing.
+"""The Triton forward, in three dataflows that compute the same thing.
 
 `forward_by_steps` runs one kernel a mathematical step and leaves every intermediate in memory,
 where a backward can find it. `forward_fused` runs two kernels: what needs no state, then the walk
-over the chunks with the state and the output in one. ``choose_dataflow`` says which a call takes.
+over the chunks with the state and the output in one. ``choose_dataflow`` says which of these
+portable ones a call takes. `forward_hopper` runs one kernel, for compute capability 9.0.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from gdn_triton._triton.tiles import gpu_of, segment_chunks
 from gdn_triton.chunk.problem import Inputs, Pool, Problem, new_inputs
 from gdn_triton.chunk.triton.fused.prepare import ChunkFactors, prepare_fwd
 from gdn_triton.chunk.triton.fused.walk import fused_fwd
-from gdn_triton.chunk.triton.hopper.support import hopper_refusal
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.steps.gate import beta_sigmoid_fwd, gate_cumsum_fwd
 from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
@@ -175,23 +175,9 @@ def choose_segments(problem: Problem) -> int:
     return segment_chunks(gpu_of(p.device), p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size)
 
 
-def forward_hopper(
-    problem: Problem, x: Inputs, pool: Pool | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """all of a sequence in one kernel. x as ``readable_inputs`` leaves it."""
-    # Imported here: Gluon is a part of some releases of Triton alone, and only Hopper needs it.
-    from gdn_triton.chunk.triton.hopper.launch import hopper_fwd
-
-    assert pool is None
-    return hopper_fwd(problem, x)
-
-
 def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """One kernel where it serves the problem (hopper/support.py); steps for fp32, whose tiles do
-    not fit the fused kernel's shared memory; else fused. Never by the number or the lengths of the
-    sequences, unless they are cut into segments: one gives the same bits alone and in any batch."""
-    if hopper_refusal(problem) is None and choose_segments(problem) == 0:
-        return forward_hopper
+    """Steps for fp32, whose tiles do not fit the fused kernel's shared memory; else fused. Never by
+    the number or the lengths of the sequences: one gives the same bits alone and in any batch."""
     return forward_by_steps if compute_dtype(problem).itemsize == 4 else forward_fused
 
 
@@ -203,3 +189,16 @@ def forward(
     run = choose_dataflow(problem)
     with on_device(x.q.device):
         return run(problem, readable_inputs(x), pool)
+
+
+def forward_hopper(
+    problem: Problem, x: Inputs, pool: Pool | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same in one kernel, for problems that ``hopper_refusal`` (hopper/support.py) does not
+    refuse."""
+    # Releases of Triton that are not listed there may lack names of Gluon.
+    from gdn_triton.chunk.triton.hopper.launch import hopper_fwd
+
+    assert pool is None
+    with on_device(x.q.device):
+        return hopper_fwd(problem, readable_inputs(x))

@@ -5,7 +5,7 @@ decays and a state S = 2^G S' before the chunk, the equations of docs/math.md be
 u_i = 2^e_i u'_i with d_i = G + g_i - e_i, D = G + g_last - G1 and any e, y and G1,
 
     u'  = (I + A')^-1 beta (2^-e v - 2^d k S'),   A'_ij = beta_i (k_i . k_j) 2^(d_i - d_j),  i > j
-    o   = scale 2^(e - y) (2^(d + y) q S' + P' u'),   P'_ij = (q_i . k_j) 2^(y_i + d_i - d_j), i >= j
+    o   = scale 2^(e - y) (2^(d + y) q S' + P' u'),  P'_ij = (q_i . k_j) 2^(y_i + d_i - d_j), i >= j
     S'1 = 2^D S' + sum_j 2^(D - d_j) k_j^T u'_j,   S1 = 2^G1 S'1
 
 In most chunks e = G + g and d = y = D = 0, therefore no matrix has a decay: G moves through the
@@ -106,10 +106,8 @@ def gates_role(
     offset = o_t.to(gl.int64)
     g_next = gl.load(p_g + offset * stride_gt, mask=valid, other=0).to(gl.float32)
     beta_next = gl.load(p_beta + offset * stride_betat, mask=valid, other=0).to(gl.float32)
-    for i in range(n_chunks):
-        g = log2_decay(
-            g_next, p_A_log, p_dt_bias, RCP_LN2, FLOOR, THRESHOLD, HAS_GATE, HAS_DT_BIAS
-        )
+    for _ in range(n_chunks):
+        g = log2_decay(g_next, p_A_log, p_dt_bias, RCP_LN2, FLOOR, THRESHOLD, HAS_GATE, HAS_DT_BIAS)
         beta = beta_next
         if USE_SIGMOID:
             beta = BETA_FACTOR / (1 + gl.exp(-beta))

@@ -1,4 +1,4 @@
-"""The fused forward of a sequence, for compute capability 9.0: docs/gluon.md.
+"""The fused forward of a sequence, for compute capability 9.0 (docs/gluon.md).
 
 A program owns BV columns of the state [K, V] of one sequence and value head. Its warps have four
 roles, which exchange chunks through rings of buffers in shared memory:

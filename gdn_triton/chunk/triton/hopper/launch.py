@@ -95,9 +95,7 @@ def hopper_fwd(problem: Problem, x: Inputs) -> tuple[torch.Tensor, torch.Tensor 
     if p.output_final_state:
         final_state = empty_state(p.N, p.HV, p.K, p.V, p.state_v_first, p.device)
     shape = choose_shape(gpu_of(p.device).multiprocessors, p.N * p.HV, p.V)
-    fixed = fixed_arguments(
-        shape, p.K, p.V, p.use_beta_sigmoid, p.allow_neg_eigval, p.is_varlen
-    )
+    fixed = fixed_arguments(shape, p.K, p.V, p.use_beta_sigmoid, p.allow_neg_eigval, p.is_varlen)
     BK = fixed["BK"]
     hopper_fwd_kernel[(-(-p.V // shape.BV) * p.HV * p.N,)](
         q_desc=descriptor(q, BK),

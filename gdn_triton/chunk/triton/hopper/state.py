@@ -21,11 +21,17 @@ from gdn_triton.chunk.triton.hopper.gates import (
     END,
     ENTER,
     F_VECTOR,
-    FLAGS,
     R_VECTOR,
     VECTORS,
 )
-from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, opaque, scalar_of, store_tile, viewed
+from gdn_triton.chunk.triton.hopper.names import (
+    CHUNK,
+    advance,
+    opaque,
+    scalar_of,
+    store_tile,
+    viewed,
+)
 
 
 @gluon.jit
@@ -121,12 +127,12 @@ def state_role(
         k = k_s.index(stage)
         q = q_s.index(stage)
         x = warpgroup_mma(Sb, k.permute((1, 0)), x, use_acc=False, is_async=True)
-        if decay != 1.0:
-            S = S * opaque(decay)
         c = vectors.index(base + C_VECTOR).load(TOKEN)
         f = vectors.index(base + F_VECTOR).load(TOKEN)
         v = v_s.index(stage).permute((1, 0)).load(PRODUCT)
         x = warpgroup_mma_wait(0, deps=[x])
+        if decay != 1.0:
+            S = S * opaque(decay)
         x = v.to(gl.float32) * c[None, :] - x * f[None, :]
         if IS_VARLEN:
             if left < CHUNK:
