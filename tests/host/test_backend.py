@@ -213,11 +213,19 @@ def test_load_reference():
     assert CHUNK.choose(problem("cpu")).load() is reference_chunk.forward
 
 
-def test_load_triton():
+@pytest.mark.parametrize("why", [None, "A reason."])
+def test_load_triton(why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
+    from gdn_triton.chunk import backends
     from gdn_triton.chunk.triton import autograd as chunk
 
-    assert CHUNK.choose(problem()).load() is chunk.forward
+    asked = []
+    monkeypatch.setattr(backends, "hopper_refusal", lambda problem: why)
+    monkeypatch.setattr(
+        chunk, "forward", lambda problem, x, pool, on_hopper: asked.append(on_hopper)
+    )
+    CHUNK.choose(problem()).load()(problem(), None)
+    assert asked == [why is None]
 
 
 def test_explain():

@@ -79,6 +79,8 @@ def _asked() -> bool:
 
 @functools.cache
 def _device_refusal(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU."
     major, minor = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None or (major, minor) != (9, 0):
         return f"The GPU has compute capability {major}.{minor}, not 9.0."
