@@ -88,9 +88,10 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(params=["steps", "fused", "segments"])
 def dataflow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One of the Triton backend's dataflows, whichever the sizes would choose: "steps" for every
-    call, "fused" for every call that it can take (all but those with fp32 products), "segments" for
-    the fused one in segments of one chunk (where sequences are few, as segments demand)."""
+    """One of the portable dataflows of the Triton backend, whichever the sizes would choose:
+    "steps" for every call, "fused" for every call that it can take (all but those with fp32
+    products), "segments" for the fused one in segments of one chunk (where sequences are few, as
+    segments demand)."""
     from gdn_triton.chunk.problem import Problem
     from gdn_triton.chunk.triton import forward as chunk_fwd
 
@@ -103,6 +104,7 @@ def dataflow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         return int(request.param == "segments" and problem.N < 128 and problem.K <= 128)
 
     monkeypatch.setenv("GDN_BACKEND", "triton")
+    monkeypatch.setenv("GDN_GLUON", "0")
     monkeypatch.setattr(chunk_fwd, "choose_dataflow", choose)
     monkeypatch.setattr(chunk_fwd, "choose_segments", choose_segments)
     return str(request.param)

@@ -122,8 +122,9 @@ class Explanation:
     else a sentence why it would not run. operator: the name of the function that was asked about.
     as_auto: whether `requested` names a backend that this function does not have, so that the
     choice is that of `auto`. gradients: a sentence on what makes the gradients where that is not
-    the chosen backend's name alone, else None. contents: what the tensors hold, where `explain` was
-    asked to read it.
+    the chosen backend's name alone, else None. kernels: likewise on which of the chosen backend's
+    forwards would run, where it has several for a GPU. contents: what the tensors hold, where
+    `explain` was asked to read it.
     """
 
     requested: str
@@ -132,6 +133,7 @@ class Explanation:
     operator: str = "chunk_gated_delta_rule"
     as_auto: bool = False
     gradients: str | None = None
+    kernels: str | None = None
     contents: Contents | None = None
 
     def __str__(self) -> str:
@@ -140,8 +142,7 @@ class Explanation:
             chosen = f"{self.operator} has no such backend; as with auto, {chosen}"
         lines = [f"GDN_BACKEND={self.requested}: {chosen}"]
         lines += [f"  {name}: {reason or 'chosen'}" for name, reason in self.reasons.items()]
-        if self.gradients is not None:
-            lines.append(f"  {self.gradients}")
+        lines += [f"  {text}" for text in (self.kernels, self.gradients) if text is not None]
         lines += [str(self.contents)] if self.contents else []
         return "\n".join(lines)
 
@@ -149,10 +150,12 @@ class Explanation:
 @dataclass(slots=True, eq=False)
 class Operator(Generic[P, F]):
     """A public function and its backends. name: the function's. backends: one of each of `NAMES`,
-    in that order; the last one refuses nothing."""
+    in that order; the last one refuses nothing. kernels: of a problem and the backend that is
+    chosen for it, `Explanation.kernels`."""
 
     name: str
     backends: tuple[Backend[P, F], ...]
+    kernels: Callable[[P, str], str | None] = lambda problem, name: None
 
     def choose(self, problem: P) -> Choice[F]:
         """The backend that runs this problem.
@@ -208,6 +211,7 @@ class Operator(Generic[P, F]):
             operator=self.name,
             as_auto=as_auto,
             gradients=None if gradients is None else gradients.sentence,
+            kernels=None if chosen is None else self.kernels(problem, chosen.name),
         )
 
 

@@ -16,6 +16,7 @@ from gdn_triton._host.backends import (
 from gdn_triton.chunk.autograd import ByKernels
 from gdn_triton.chunk.cuda import support as cuda_support
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
+from gdn_triton.chunk.triton.hopper.support import hopper_refusal
 from gdn_triton.chunk.triton.support import triton_supports
 
 if TYPE_CHECKING:
@@ -64,6 +65,17 @@ def sharded_cuda_supports(problem: Problem) -> str | GradientKernels | None:
     if refusal is None:
         return _part_by_triton(why)
     return f"{why} The Triton backward cannot run either: {refusal}"
+
+
+def chunk_kernels(problem: Problem, name: str) -> str | None:
+    """A sentence on which forward of the backend of that name would run on a GPU; None where it has
+    one."""
+    if name != "triton" or problem.device.type != "cuda":
+        return None
+    why = hopper_refusal(problem)
+    if why is None:
+        return "The forward is by the Gluon kernel for compute capability 9.0."
+    return f"The forward is by the portable kernels. {why}"
 
 
 def _load_cuda() -> Forward:
@@ -147,8 +159,8 @@ _CHUNK_BACKENDS: tuple[Backend[Problem, Forward], ...] = (
     Backend("triton", _triton_supports, _load_triton),
     Backend("reference", reference_supports, _load_reference),
 )
-CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS)
-PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS)
+CHUNK = Operator("chunk_gated_delta_rule", _CHUNK_BACKENDS, chunk_kernels)
+PREFILL = Operator("chunk_prefill", _CHUNK_BACKENDS, chunk_kernels)
 
 # A call of the chunked op that is split over ranks.
 SHARDED: Operator[Problem, "ShardOps"] = Operator(

@@ -167,9 +167,13 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
 
 
 def kernels_of_package() -> set[str]:
-    """The names of all kernels that are launched (helpers that kernels inline end otherwise)."""
-    names = [info.name for info in pkgutil.walk_packages(gdn_triton.__path__, "gdn_triton.")]
-    modules = [importlib.import_module(name) for name in names if "triton" in name.split(".")]
+    """The names of all kernels that are launched (helpers that kernels inline end otherwise), but
+    for those in Gluon, which gluon_code.py compiles."""
+    names = [
+        info.name.split(".") for info in pkgutil.walk_packages(gdn_triton.__path__, "gdn_triton.")
+    ]
+    portable = [name for name in names if "triton" in name and "hopper" not in name]
+    modules = [importlib.import_module(".".join(name)) for name in portable]
     return {
         name
         for module in modules

@@ -7,6 +7,7 @@ from gdn_triton.chunk.autograd import ByKernels, leaves_nothing
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.chunk.triton import backward as chunk_bwd
 from gdn_triton.chunk.triton import forward as chunk_fwd
+from gdn_triton.chunk.triton.hopper.support import hopper_refusal
 
 
 def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
@@ -14,8 +15,14 @@ def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tens
     its o and its states."""
     if pool is not None:
         count_writes(pool.state, pool.out, pool.checkpoints)
-    return chunk_fwd.forward(problem, x, pool)
+    return _run(problem, x, pool)
+
+
+def _run(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
+    """The forward in one kernel for compute capability 9.0 where that serves the call."""
+    chosen = chunk_fwd.forward if hopper_refusal(problem) else chunk_fwd.forward_hopper
+    return chosen(problem, x, pool)
 
 
 def by_triton() -> ByKernels:
-    return ByKernels(run=leaves_nothing(chunk_fwd.forward), find=chunk_bwd.gradients)
+    return ByKernels(run=leaves_nothing(_run), find=chunk_bwd.gradients)

@@ -1,8 +1,9 @@
-"""The Triton forward, in two dataflows that compute the same thing.
+"""The Triton forward, in three dataflows that compute the same thing.
 
 `forward_by_steps` runs one kernel a mathematical step and leaves every intermediate in memory,
 where a backward can find it. `forward_fused` runs two kernels: what needs no state, then the walk
-over the chunks with the state and the output in one. ``choose_dataflow`` says which a call takes.
+over the chunks with the state and the output in one. ``choose_dataflow`` says which of these
+portable ones a call takes. `forward_hopper` runs one kernel, for compute capability 9.0.
 """
 
 from collections.abc import Callable
@@ -188,3 +189,16 @@ def forward(
     run = choose_dataflow(problem)
     with on_device(x.q.device):
         return run(problem, readable_inputs(x), pool)
+
+
+def forward_hopper(
+    problem: Problem, x: Inputs, pool: Pool | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same in one kernel, for problems that ``hopper_refusal`` (hopper/support.py) does not
+    refuse."""
+    # Releases of Triton that are not listed there may lack names of Gluon.
+    from gdn_triton.chunk.triton.hopper.launch import hopper_fwd
+
+    assert pool is None
+    with on_device(x.q.device):
+        return hopper_fwd(problem, readable_inputs(x))

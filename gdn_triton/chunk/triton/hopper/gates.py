@@ -1,0 +1,155 @@
+"""The gates warp: the factors of each chunk's tokens, and the frame of the state.
+
+The frame is the power of two in which the state is held. With g_i the chunk's inclusive sum of log2
+decays and a state S = 2^G S' before the chunk, the equations of docs/math.md become, for
+u_i = 2^e_i u'_i with d_i = G + g_i - e_i, D = G + g_last - G1 and any e, y and G1,
+
+    u'  = (I + A')^-1 beta (2^-e v - 2^d k S'),   A'_ij = beta_i (k_i . k_j) 2^(d_i - d_j),  i > j
+    o   = scale 2^(e - y) (2^(d + y) q S' + P' u'),  P'_ij = (q_i . k_j) 2^(y_i + d_i - d_j), i >= j
+    S'1 = 2^D S' + sum_j 2^(D - d_j) k_j^T u'_j,   S1 = 2^G1 S'1
+
+In most chunks e = G + g and d = y = D = 0, therefore no matrix has a decay: G moves through the
+exponents of bfloat16 from chunk to chunk, from TOP down to TOP - RANGE. Before a chunk that would
+leave this range, S' is multiplied by a power of two, which brings G back to TOP.
+
+A chunk that decays by more than the whole range is steep. Its d are whole numbers, so every factor
+of a 16-bit operand is an exact power of two. Tokens that decay by less than STEEP_UNITS to the
+chunk's end have d = D; the u' of the others, which are held 2^-STEEP_UNITS smaller than u, are
+added to the state without the rest of their decay, and y = -d, up to MOST_LIFT more than e.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from gdn_triton.chunk.triton.hopper.names import CHUNK, advance
+
+TOP = gl.constexpr(24.0)
+RANGE = gl.constexpr(96.0)
+STEEP_UNITS = gl.constexpr(49.0)
+MOST_LIFT = gl.constexpr(72.0)
+MOST_POWER = gl.constexpr(100.0)
+# Growth of one token, in log2 units, that fp32 sums and factors no longer hold.
+GROWTH_LIMIT = gl.constexpr(256.0)
+
+# The vectors of a chunk in shared memory, 64 numbers each:
+#     x' = C v - F (k S'),   o = R (q S' + P' u'),   beta,   d,   y + d
+C_VECTOR, F_VECTOR, R_VECTOR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+BETA_VECTOR, D_VECTOR, SCORE_VECTOR = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5)
+VECTORS = gl.constexpr(6)
+# Its numbers: factors of the state before it is read, before the tokens are added, and at the end
+# (2^G1, which makes S of S'); 1 in a steep chunk, else 0.
+ENTER, DECAY, END, STEEP = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+FLAGS = gl.constexpr(4)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def log2_decay(
+    g,
+    p_A_log,
+    p_dt_bias,
+    RCP_LN2: gl.constexpr,
+    FLOOR: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_DT_BIAS: gl.constexpr,
+):
+    """The log2 decay of tokens, not below the floor, from their natural-log decay or raw gate. A
+    NaN stays a NaN. The formula is explained in gdn_triton/_triton/activations.py (log_decay)."""
+    if HAS_GATE:
+        if HAS_DT_BIAS:
+            g += gl.load(p_dt_bias).to(gl.float32)
+        b_A = gl.load(p_A_log).to(gl.float32)
+        is_exp = g < -2 * THRESHOLD
+        e = gl.exp(gl.where(is_exp, b_A + g, gl.where(g > THRESHOLD, THRESHOLD, g)))
+        series = e * (1 - e * (1 / 2 - e * (1 / 3 - e * (1 / 4 - e * (1 / 5 - e / 6)))))
+        u = 1 + e
+        log1p = gl.where(e < 0.0625, series, gl.log(u) + (e - (u - 1)) / u)
+        g = -gl.where(is_exp, e, gl.exp(b_A) * gl.where(g > THRESHOLD, g, log1p))
+    g *= RCP_LN2
+    return gl.where(g < FLOOR, FLOOR, g)
+
+
+@gluon.jit
+def gates_role(
+    memory,
+    inputs,
+    p_A_log,
+    p_dt_bias,
+    walk,
+    scale,
+    RCP_LN2: gl.constexpr,
+    FLOOR: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_DT_BIAS: gl.constexpr,
+    USE_SIGMOID: gl.constexpr,
+    BETA_FACTOR: gl.constexpr,
+):
+    vectors, flags, gates_full, empty = memory
+    p_g, p_beta, stride_gt, stride_betat = inputs
+    n_chunks, n_rows, _ = walk
+    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    o_t = gl.arange(0, CHUNK, LANES)
+    o_f = gl.arange(0, FLAGS, ONE)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    G = gl.to_tensor(24.0)
+    valid = o_t < n_rows
+    offset = o_t.to(gl.int64)
+    g_next = gl.load(p_g + offset * stride_gt, mask=valid, other=0).to(gl.float32)
+    beta_next = gl.load(p_beta + offset * stride_betat, mask=valid, other=0).to(gl.float32)
+    for _ in range(n_chunks):
+        g = log2_decay(g_next, p_A_log, p_dt_bias, RCP_LN2, FLOOR, THRESHOLD, HAS_GATE, HAS_DT_BIAS)
+        beta = beta_next
+        if USE_SIGMOID:
+            beta = BETA_FACTOR / (1 + gl.exp(-beta))
+        g = gl.where(valid, g, 0.0)
+        beta = gl.where(valid, beta, 0.0)
+        # The next chunk's gates are loaded while this chunk's are used.
+        offset += CHUNK
+        valid = offset < n_rows
+        g_next = gl.load(p_g + offset * stride_gt, mask=valid, other=0).to(gl.float32)
+        beta_next = gl.load(p_beta + offset * stride_betat, mask=valid, other=0).to(gl.float32)
+
+        # From a NaN on, or a growth that fp32 does not hold, all results are NaN, and none before.
+        bad = gl.where(g < GROWTH_LIMIT, 0, 1)
+        poisoned = gl.associative_scan(bad, 0, add) > 0
+        any_bad = gl.sum(bad, 0) > 0
+        sums = gl.associative_scan(gl.where(bad > 0, 0.0, g), 0, add)
+        last = gl.sum(gl.where(o_t == CHUNK - 1, sums, 0.0), 0)
+
+        steep = last < -RANGE
+        leaves = (G + last < TOP - RANGE) | (G + last > TOP + 16)
+        leaves = gl.where(steep, (G < 0) | (G > TOP), leaves)
+        enter = gl.where(leaves, G - TOP, 0.0)
+        G = gl.where(leaves, TOP, G)
+        D = gl.where(steep, gl.floor(G + last), 0.0)
+        d = gl.where(steep, gl.maximum(D, gl.floor(G + sums - STEEP_UNITS)), 0.0)
+        e = G + sums - d
+        most = gl.minimum(MOST_LIFT + gl.floor(e), MOST_POWER)
+        y = gl.where(steep, gl.minimum(-d, most), 0.0)
+        G = gl.where(any_bad, float("nan"), G + last - D)
+
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        base = stage * VECTORS
+        vectors.index(base + C_VECTOR).store(beta * gl.exp2(-e))
+        vectors.index(base + F_VECTOR).store(beta * gl.exp2(d))
+        r = gl.where(poisoned, float("nan"), scale * gl.exp2(e - y))
+        vectors.index(base + R_VECTOR).store(r)
+        vectors.index(base + BETA_VECTOR).store(beta)
+        vectors.index(base + D_VECTOR).store(d)
+        vectors.index(base + SCORE_VECTOR).store(y + d)
+        numbers = gl.where(o_f == ENTER, gl.exp2(enter), steep.to(gl.float32))
+        numbers = gl.where(o_f == DECAY, gl.exp2(D), numbers)
+        numbers = gl.where(o_f == END, gl.exp2(G), numbers)
+        flags.index(stage).store(numbers)
+        mbarrier.arrive(gates_full.index(stage), count=1)
+        stage, phase = advance(stage, phase, STAGES)

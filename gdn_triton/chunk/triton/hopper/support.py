@@ -1,0 +1,107 @@
+"""The problems that the forward for compute capability 9.0 serves. Importing this imports no
+Triton."""
+
+import functools
+import logging
+import os
+from typing import Final
+
+import torch
+from packaging.version import Version
+
+from gdn_triton.chunk.problem import Problem
+
+SWITCH: Final = "GDN_GLUON"
+
+# Gluon's language differs between releases of Triton, and so does the machine code of its kernels:
+# tests/host/test_gluon_code.py judges the code of the installed release, if it is one of these.
+RELEASES: Final = ("3.6.0", "3.7.1")
+
+# States for each multiprocessor, below which the portable kernels, whose programs own fewer columns
+# of a state, are faster. Measured on an H100 (docs/tried.md).
+FEWEST_STATES: Final = 0.45
+
+_logger = logging.getLogger("gdn_triton")
+
+
+def hopper_refusal(problem: Problem) -> str | None:
+    """A sentence why the kernel for compute capability 9.0 does not run this problem, and the
+    portable kernels do; or None.
+
+    Raises ValueError if GDN_GLUON is neither 0 nor 1.
+    """
+    p = problem
+    if not _asked():
+        return f"{SWITCH}=0 asks for them."
+    if p.device.type != "cuda":
+        return "The kernel for compute capability 9.0 takes tensors of an NVIDIA GPU."
+    refusal = _device_refusal(p.device) or _release_refusal()
+    if refusal is not None:
+        return refusal
+    refusal = sizes_refusal(p)
+    if refusal is not None or p.batch_invariant:
+        return refusal
+    states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
+    if states < FEWEST_STATES * multiprocessors:
+        return (
+            f"The call has {states} states (sequences times value heads), too few for the kernel "
+            f"for compute capability 9.0 on {multiprocessors} multiprocessors."
+        )
+    return None
+
+
+def sizes_refusal(problem: Problem) -> str | None:
+    """The same for dtypes, sizes and options alone."""
+    p = problem
+    kernel = "The kernel for compute capability 9.0"
+    if not p.q_dtype is p.k_dtype is p.v_dtype is torch.bfloat16:
+        return f"{kernel} takes q, k and v in bfloat16."
+    if p.chunk_size != 64:
+        return f"{kernel} has chunks of 64 tokens; chunk_size is {p.chunk_size}."
+    if p.K > 128 or p.K % 8 != 0 or p.V % 8 != 0:
+        return f"{kernel} takes K and V in multiples of 8, K up to 128; K is {p.K}, V is {p.V}."
+    if p.pool_dtype is not None:
+        return f"{kernel} takes no pool of states."
+    if 0 in (p.N, p.T, p.HV, p.K, p.V):
+        return f"{kernel} takes no empty tensors."
+    return None
+
+
+def _asked() -> bool:
+    value = os.environ.get(SWITCH, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+# A device and a release of Triton stay the same within a process.
+
+
+@functools.cache
+def _device_refusal(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU."
+    major, minor = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or (major, minor) != (9, 0):
+        return f"The GPU has compute capability {major}.{minor}, not 9.0."
+    return None
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _release_refusal() -> str | None:
+    import triton
+
+    release = Version(triton.__version__).base_version
+    if release in RELEASES:
+        return None
+    why = (
+        f"The kernel for compute capability 9.0 is for Triton {', '.join(RELEASES)}; the installed "
+        f"one is {release}."
+    )
+    _logger.info("%s The portable kernels run.", why)
+    return why

@@ -1,0 +1,291 @@
+"""The Gluon forward for compute capability 9.0: the calls that it serves, and on such a GPU its
+results against the float64 recurrence. Triton's interpreter runs no Gluon: a CPU tests the choice
+alone."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from chunk_cases import call_with_state, check
+from helpers import BF16, FP16, Case, Inputs, cases, make_inputs, pieces, same_bits
+from torch import Tensor
+
+from gdn_triton import chunk_gated_delta_rule
+from gdn_triton.chunk.backends import chunk_kernels
+from gdn_triton.chunk.problem import Problem
+from gdn_triton.chunk.triton.hopper import support
+from gdn_triton.chunk.triton.hopper.support import RELEASES, hopper_refusal
+
+# ------------------------------------------------------------------------- the calls that it takes
+
+COMMON = Problem(
+    B=4,
+    T=300,
+    H=16,
+    HV=32,
+    K=128,
+    V=128,
+    N=4,
+    q_dtype=BF16,
+    k_dtype=BF16,
+    v_dtype=BF16,
+    device=torch.device("cuda"),
+    scale=1.0,
+    chunk_size=64,
+    is_varlen=False,
+    has_initial_state=False,
+    output_final_state=True,
+    state_v_first=False,
+    use_qk_l2norm=False,
+    use_beta_sigmoid=False,
+    allow_neg_eigval=False,
+    use_gate=False,
+    needs_grad=False,
+)
+
+
+@pytest.fixture
+def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were one, of 132 multiprocessors, with a release of Triton that is listed."""
+    monkeypatch.delenv("GDN_GLUON", raising=False)
+    monkeypatch.setattr(support, "_device_refusal", lambda device: None)
+    monkeypatch.setattr(support, "_release_refusal", lambda: None)
+    monkeypatch.setattr(support, "_multiprocessors", lambda device: 132)
+
+
+@pytest.mark.usefixtures("on_a_hopper")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({"needs_grad": True}, None),
+        ({"K": 8, "V": 264}, None),
+        ({"q_dtype": FP16, "k_dtype": FP16, "v_dtype": FP16}, "in bfloat16"),
+        ({"v_dtype": FP16}, "in bfloat16"),
+        ({"chunk_size": 32}, "chunk_size is 32"),
+        ({"K": 256}, "K is 256"),
+        ({"K": 60}, "K is 60"),
+        ({"V": 100}, "V is 100"),
+        ({"pool_dtype": torch.float32}, "pool"),
+        ({"T": 0}, "empty"),
+        ({"device": torch.device("cpu")}, "NVIDIA GPU"),
+        ({"N": 1, "B": 1}, "has 32 states"),
+        ({"N": 1, "B": 1, "batch_invariant": True}, None),
+    ],
+)
+def test_refusals(change: dict[str, Any], words: str | None) -> None:
+    refusal = hopper_refusal(replace(COMMON, **change))
+    assert refusal is None if words is None else words in str(refusal)
+
+
+@pytest.mark.usefixtures("on_a_hopper")
+def test_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = chunk_kernels(COMMON, "triton")
+    assert said == "The forward is by the Gluon kernel for compute capability 9.0."
+    assert chunk_kernels(COMMON, "cuda") is None
+    monkeypatch.setenv("GDN_GLUON", "0")
+    said = chunk_kernels(COMMON, "triton")
+    assert said == "The forward is by the portable kernels. GDN_GLUON=0 asks for them."
+    monkeypatch.setenv("GDN_GLUON", "no")
+    with pytest.raises(ValueError, match="GDN_GLUON must be 0 or 1, got 'no'"):
+        hopper_refusal(COMMON)
+
+
+@pytest.mark.parametrize("release", [*RELEASES, "3.6.0+git12", "3.5.9", "4.0.0"])
+def test_releases(
+    release: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is not listed has the portable kernels, and one line of the log says it."""
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", release)
+    support._release_refusal.cache_clear()
+    with caplog.at_level(logging.INFO, "gdn_triton"):
+        refusals = {support._release_refusal() for _ in range(2)}
+    support._release_refusal.cache_clear()
+    lines = [record.getMessage() for record in caplog.records]
+    if release.partition("+")[0] in RELEASES:
+        assert refusals == {None} and lines == []
+    else:
+        (why,) = refusals
+        assert f"the installed one is {release}." in str(why)
+        assert lines == [f"{why} The portable kernels run."]
+
+
+# ------------------------------------------------------------------------------------ on such a GPU
+
+hopper = pytest.mark.gpu("the interpreter runs no Gluon")
+
+
+@pytest.fixture
+def gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls that it serves run it, however few states they have."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the GPU has another compute capability")
+    refusal = support._release_refusal()
+    if refusal is not None:
+        pytest.skip(refusal)
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    monkeypatch.delenv("GDN_GLUON", raising=False)
+
+
+def hopper_case(name: str, why: str, **sizes: Any) -> Case:
+    sizes = {"H": 2, "HV": 4, "K": 128, "V": 128, "spare": 8, **sizes}
+    return Case(name, why, chunk_size=64, gpu=True, **sizes)
+
+
+PACKED = hopper_case(
+    "packed",
+    "empty sequences first, between and last; each side of a chunk; rows of none",
+    lengths=(0, 1, 150, 63, 0, 64, 65, 700, 0),
+    orphans=70,
+)
+CASES = [
+    hopper_case("tail", "a ragged chunk, and B > 1", T=200, B=2),
+    hopper_case("one-token", "the least sequence", T=1),
+    PACKED,
+    hopper_case("wide", "blocks with all of V", lengths=(70, *(1,) * 38, 200), orphans=3),
+    hopper_case("odd-strides", "rows that TMA cannot read: copies", T=130, spare=3),
+    hopper_case("small", "fewer channels than a tile has", T=200, B=2, K=40, V=72),
+    hopper_case("small-packed", "the same, packed", lengths=(130, 0, 70), K=64, V=24),
+    hopper_case("several", "several blocks of V", T=130, V=264),
+    hopper_case("one-to-one", "a value head a key head", lengths=(130, 70), H=4, HV=4),
+]
+
+
+@hopper
+@pytest.mark.usefixtures("gluon")
+@pytest.mark.parametrize("case", cases(CASES))
+@pytest.mark.parametrize("v_first", [False, True])
+def test_regimes(case: Case, v_first: bool) -> None:
+    check(case, make_inputs(case, BF16, "cuda"), "cuda", state_v_first=v_first)
+
+
+@hopper
+@pytest.mark.usefixtures("gluon")
+@pytest.mark.parametrize("case", cases([PACKED, CASES[0]]))
+def test_options(case: Case) -> None:
+    x = make_inputs(case, BF16, "cuda", raw=True)
+    heads = torch.linspace(-1, 1, case.HV, device="cuda")
+    options: dict[str, Any] = {"l2norm": True, "sigmoid": True, "negative": True, "scale": 0.3}
+    check(case, x, "cuda", A_log=heads, dt_bias=heads / 2, **options)
+    check(case, x, "cuda", A_log=heads, **{**options, "with_state": False})
+
+
+def gates_of(kind: str, g: Tensor) -> Tensor:
+    """g [B, T, HV] of a kind, natural logarithms. Some decay by more than the frame of a chunk, and
+    one head forgets everything at some tokens."""
+    if kind == "none":
+        return torch.zeros_like(g)
+    if kind == "strong":
+        return 60 * g
+    if kind == "growing":
+        return -0.02 * g
+    sometimes = torch.arange(g.shape[1], device=g.device) % 37 == 5
+    far = torch.full_like(g, float("-inf") if kind == "infinite" else -80.0)
+    return torch.where(sometimes[None, :, None], far, 0.05 * g)
+
+
+@hopper
+@pytest.mark.usefixtures("gluon")
+@pytest.mark.parametrize("kind", ["none", "strong", "growing", "far", "infinite"])
+@pytest.mark.parametrize("case", cases([PACKED]))
+def test_gates(case: Case, kind: str) -> None:
+    x = make_inputs(case, BF16, "cuda")
+    check(case, x.but(g=gates_of(kind, x.g)), "cuda")
+
+
+@hopper
+@pytest.mark.usefixtures("gluon")
+def test_same_bits() -> None:
+    """Again; and each sequence alone, packed and padded, in the blocks that few states have."""
+    x = make_inputs(CASES[3], BF16, "cuda")
+    o, state = call_with_state(x, CASES[3])
+    for _ in range(5):
+        again, its_state = call_with_state(x, CASES[3])
+        assert same_bits(o, again) and same_bits(state, its_state)
+    offsets = CASES[3].offsets()
+    for n, inside in enumerate(pieces(o, offsets)):
+        if n not in (0, 1, 39):
+            continue
+        for packed in (True, False):
+            alone, its_state = call_with_state(alone_of(x, n, offsets, packed), CASES[3])
+            assert same_bits(inside, alone) and same_bits(state[n], its_state[0])
+
+
+def alone_of(x: Inputs, n: int, offsets: list[int], packed: bool) -> Inputs:
+    rows = slice(offsets[n], offsets[n + 1])
+    tokens = {name: getattr(x, name)[:, rows].clone() for name in ("q", "k", "v", "g", "beta")}
+    length = torch.tensor([0, rows.stop - rows.start], device=x.q.device)
+    state = x.initial_state[n : n + 1]
+    return x.but(**tokens, initial_state=state, cu_seqlens=length if packed else None)
+
+
+@hopper
+@pytest.mark.usefixtures("gluon")
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_not_a_number(name: str) -> None:
+    """A NaN changes no sequence but its own, whose tokens before it are in another chunk."""
+    x = make_inputs(PACKED, BF16, "cuda")
+    o, state = call_with_state(x, PACKED)
+    first = PACKED.offsets()[7]
+    broken = getattr(x, name).clone()
+    broken[:, first + 70] = torch.nan
+    found, its_state = call_with_state(x.but(**{name: broken}), PACKED)
+    kept = torch.ones(o.shape[1], dtype=torch.bool, device="cuda")
+    kept[first + 64 : PACKED.offsets()[8]] = False
+    assert same_bits(found[:, kept], o[:, kept])
+    others = torch.arange(PACKED.N, device="cuda") != 7
+    assert same_bits(its_state[others], state[others])
+    assert found[:, first + 70].isnan().any()
+
+
+@hopper
+@pytest.mark.usefixtures("gluon")
+def test_graph_and_compiler() -> None:
+    """A CUDA graph, replayed with other lengths and gates, and torch.compile without a break."""
+    x = make_inputs(PACKED, BF16, "cuda")
+    assert x.cu_seqlens is not None
+    call_with_state(x, PACKED)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, state = call_with_state(x, PACKED)
+    x.cu_seqlens.copy_(torch.tensor([0, 0, 100, 165, 165, 300, 400, 401, 1000, 1043]))
+    x.g.mul_(3)
+    graph.replay()
+    expected, its_state = call_with_state(x, PACKED)
+    assert same_bits(o, expected) and same_bits(state, its_state)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Any]:
+        return chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state=x.initial_state,
+            cu_seqlens=x.cu_seqlens,
+            output_final_state=True,
+        )
+
+    traced, its_state = torch.compile(run, fullgraph=True, backend="aot_eager")(*x.tensors)
+    assert same_bits(traced, expected) and same_bits(its_state, state)
+
+
+@hopper
+@pytest.mark.usefixtures("gluon")
+def test_gradients_are_those_of_the_portable_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward needs only the inputs."""
+    found = []
+    for gluon_runs in ("1", "0"):
+        monkeypatch.setenv("GDN_GLUON", gluon_runs)
+        x = make_inputs(PACKED, BF16, "cuda")
+        leaves = [y.detach().clone().requires_grad_() for y in x.tensors]
+        o, _ = chunk_gated_delta_rule(*leaves, cu_seqlens=x.cu_seqlens)
+        o.backward(torch.ones_like(o))
+        found.append([y.grad for y in leaves])
+    for a, b in zip(*found, strict=True):
+        assert a is not None and b is not None and same_bits(a, b)

@@ -1,0 +1,62 @@
+"""The Gluon forward, compiled for a GPU that need not be there: tests/support/gluon_code.py, in a
+process of its own, since Triton decides on import between its interpreter and its compiler."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+from packaging.version import Version
+
+from gdn_triton.chunk.triton.hopper.support import RELEASES
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+
+
+@pytest.mark.long(40)
+def test_code_for_hopper() -> None:
+    release = Version(triton.__version__).base_version
+    if release not in RELEASES:
+        pytest.skip(f"with Triton {release} the portable kernels run: not in RELEASES")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # The blocks of a machine without a GPU, wherever this runs.
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["MLIR_DISABLE_MULTITHREADING"] = "1"
+    done = subprocess.run(
+        [sys.executable, SUPPORT / "gluon_code.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
+    assert done.returncode == 0, "\n".join([*wrong, done.stderr[-4000:]])
+
+
+LOOP = """
+.L_x_1:
+        /*0000*/                   LDL R2, [R1] ;
+.L_x_2:
+        /*0010*/                   LDL R2, [R1+0x4] ;
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, R36, gdesc[UR4], R24 ;
+        /*0030*/                   STL [R1+0x4], R2 ;
+        /*0040*/              @!P0 BRA `(.L_x_2) ;
+        /*0050*/                   LDL R2, [R1] ;
+        /*0060*/              @!P1 BRA `(.L_x_1) ;
+"""
+
+
+def test_local_memory_is_found() -> None:
+    """In the inner of two loops."""
+    command = [
+        sys.executable,
+        "-c",
+        f"import gluon_code; print(gluon_code.local_memory_of_state({LOOP!r}))",
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2"]

@@ -1,0 +1,131 @@
+"""Compiles the Gluon forward for compute capability 9.0 without a GPU, and judges its code.
+
+    python tests/support/gluon_code.py
+
+With the installed Triton, of whose releases the package lists some (RELEASES of
+gdn_triton/chunk/triton/hopper/support.py). The package's own launch code runs on CPU tensors, as in
+compile_targets.py. Judged: that the assembler serialises no matrix product (its advisories C7500 to
+C7599), stack, its use in the state's loop, shared memory, and that no matrix product reads a
+register that nothing wrote. Exits with 1 and a list of what is wrong.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # Run by its path: the package is beside this folder, installed or not.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from target_calls import BF16, Shape, make_call
+from target_code import compile_only, disassembled, stack_and_registers, unwritten_uniform_registers
+from triton.backends.compiler import GPUTarget
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024
+# By whether sequences are packed: bytes of spilled registers, which are mostly addresses of the
+# triangles' warps, and accesses to them in the loop of the state warps.
+STACK = {False: 128, True: 128}
+IN_LOOP = {False: 0, True: 12}
+
+
+@dataclass(frozen=True)
+class Call:
+    """N sequences of a shape, padded or, where the shape is `full`, packed and with every option.
+    Many states have blocks with all of V = 128, few have blocks with half of it."""
+
+    shape: Shape
+    N: int
+
+
+CALLS = [
+    Call(Shape(128, 128, BF16, HV=32, full=False), N=4),
+    Call(Shape(128, 128, BF16, HV=32, full=True), N=4),
+    Call(Shape(128, 128, BF16, HV=8, full=False), N=1),
+    Call(Shape(128, 128, BF16, HV=8, full=True), N=2),
+    Call(Shape(64, 64, BF16, HV=64, full=False), N=2),
+    Call(Shape(96, 72, BF16, HV=64, full=True), N=4),
+]
+
+
+def advisories(ptx: str) -> list[str]:
+    """What the assembler says of products that it cannot run as the code asks for."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source, "-o", f"{folder}/cubin"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return re.findall(r"\(C75\d\d\).*", done.stdout + done.stderr)
+
+
+def local_memory_of_state(sass: str) -> int:
+    """Reads and writes of local memory in the loop of the state warps, which is the innermost one
+    around a product with 128 columns."""
+    labels: dict[str, int] = {}
+    branches: list[tuple[int, str]] = []
+    local: list[int] = []
+    product = None
+    for at, line in enumerate(sass.splitlines()):
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = at
+        elif branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line):
+            branches.append((at, branch[1]))
+        elif re.search(r"\b(LDL|STL)\b", line):
+            local.append(at)
+        elif "HGMMA.64x128" in line:
+            product = at
+    assert product is not None, "no update of a state of 128 channels"
+    loops = [(labels[x], at) for at, x in branches if labels[x] < product < at]
+    first, last = max(loops)
+    return sum(first < at < last for at in local)
+
+
+def compiled(call: Call) -> Any:
+    """The kernel of a call, and the line of its sizes."""
+    from gdn_triton.chunk.triton.forward import readable_inputs
+    from gdn_triton.chunk.triton.hopper.launch import hopper_fwd
+
+    shape, B, cu_seqlens = call.shape, call.N, None
+    if shape.full:
+        B, cu_seqlens = 1, torch.arange(call.N + 1, dtype=torch.int32) * 75
+    problem, x = make_call(B, 300, shape.HV // 2, shape, cu_seqlens)
+    with compile_only(TARGET) as kernels:
+        hopper_fwd(problem, readable_inputs(x))
+    (one,) = (x for x in kernels if x.name == "hopper_fwd_kernel")
+    return one.kernel
+
+
+def main() -> int:
+    wrong = []
+    for call in CALLS:
+        kernel = compiled(call)
+        stack, registers = stack_and_registers(kernel.asm["cubin"])
+        shared = kernel.metadata.shared
+        sass = disassembled(kernel.asm["cubin"])
+        local = local_memory_of_state(sass) if call.shape.K > 64 else 0
+        line = f"{call.shape!s:52} N={call.N} shared {shared:7} stack {stack:4} in loop {local:3}"
+        print(f"{line} registers {registers:3}", flush=True)
+        found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
+        if shared > SHARED_MEMORY:
+            found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
+        if stack > STACK[call.shape.full]:
+            found.append(f"{stack} bytes of stack, {STACK[call.shape.full]} allowed")
+        if local > IN_LOOP[call.shape.full]:
+            found.append(f"{local} accesses to the stack in the state's loop")
+        if "wgmma.mma_async" not in kernel.asm["ptx"]:
+            found.append("no wgmma")
+        wrong += [f"{call.shape}, N={call.N}: {text}" for text in found]
+    for text in wrong:
+        print("WRONG", text)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
