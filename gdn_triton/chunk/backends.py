@@ -90,16 +90,22 @@ def _load_cuda_gradients() -> ByKernels:
     return autograd.by_library()
 
 
+@functools.cache
 def _load_triton() -> Forward:
     from gdn_triton.chunk.triton import autograd
 
-    return autograd.forward
+    def forward(
+        problem: Problem, x: Inputs, pool: Pool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return autograd.forward(problem, x, pool, on_hopper=hopper_refusal(problem) is None)
+
+    return forward
 
 
 def _load_triton_gradients() -> ByKernels:
     from gdn_triton.chunk.triton import autograd
 
-    return autograd.by_triton()
+    return autograd.by_triton(_load_triton())
 
 
 def _load_reference() -> Forward:

@@ -28,7 +28,6 @@ from gdn_triton.recurrent.operators import traced_fold
 from gdn_triton.recurrent.plans import run_fold
 from gdn_triton.recurrent.problem import FoldCall, FoldOperands
 from gdn_triton.recurrent.validation_window import check_pool_dtype
-from gdn_triton.reference.window import scaled_to_int8
 
 
 class StepWindow(NamedTuple):
@@ -107,6 +106,9 @@ class StepWindow(NamedTuple):
         if slots.device.type == "cpu":
             named = slots.tolist()
             check_once("slots", final_writes(named, named, -1))
+        # Imported here because `import gdn_triton` does not import the reference.
+        from gdn_triton.reference.window import scaled_to_int8
+
         with torch.no_grad(), writing(state), writing(scales):
             wide = states.mT if state_v_first else states
             numbers, factors = scaled_to_int8(wide.float())

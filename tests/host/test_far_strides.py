@@ -5,6 +5,8 @@ A kernel that makes an offset in 32 bits, and host code that lets it, show here.
 with strides, whatever a call gives them, is judged in their code by compile_targets.py.
 """
 
+import inspect
+
 import pytest
 import torch
 from every_call import CALLS, NAMES, OTHERS, Call
@@ -28,15 +30,21 @@ OUT = "out must have (rows of less than|a dense last dimension)"
 def refusal(call: Call, given: str, x: Tensor, dim: int) -> str | None:
     """What the error says where the call is to be refused."""
     last = dim == x.dim() - 1
-    if call.function is gdn_triton.chunk_prefill:
+    function = inspect.unwrap(call.function)
+    if given.startswith("window."):
+        return None if given == "window.start" else "be contiguous"
+    if function is gdn_triton.chunk_prefill:
         if given in ("state", "state_checkpoints") and dim > 0:
             return SPAN
         return OUT if given == "out" and dim in (1, 3) else None
-    if call.function is gdn_triton.layer_step:
+    if function in (gdn_triton.layer_step, gdn_triton.fold_window):
         return SPAN if given == "state" and dim > 1 else None
-    if call.function in (gdn_triton.recurrent_step, gdn_triton.fused_recurrent_gated_delta_rule):
+    if function in (gdn_triton.recurrent_step, gdn_triton.fused_recurrent_gated_delta_rule):
         if given in ("state", "initial_state"):
             return SPAN if dim > 1 else None
+        # A program of a step with a window reads all tokens of a sequence at once.
+        if function is not call.function and given in (*"qkvab", "out") and dim == 1:
+            return SPAN
         rows = ("q", "k", "v", "gk", "gv", "b", "beta", "out", "mixed_qkv")
         return SPAN if given in rows and last else None
     return None

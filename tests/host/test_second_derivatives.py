@@ -186,7 +186,7 @@ GRADLESS: dict[str, Callable[[Tensor], Any]] = {
 }
 # Public names that compute no float from tensors, and other names of the functions above.
 OTHERS = {
-    *("StepWindow", "make_window", "restart_window"),
+    *("StepWindow", "accept_window", "make_window", "restart_window"),
     *("Explanation", "__version__", "explain", "explain_call", "warmup"),
     *("chunk_gdn", "fused_recurrent_gdn"),
 }

@@ -14,7 +14,7 @@ import gdn_triton.recurrent.operators
 from gdn_triton import fused_recurrent_gated_delta_rule as SEQUENCES
 from gdn_triton._host.records import Options, arguments_of, flat, made
 from gdn_triton.chunk.problem import ChunkCall, PrefillCall
-from gdn_triton.recurrent.problem import WINDOW, FoldCall, SequenceCall, StepCall
+from gdn_triton.recurrent.problem import WINDOW_AND_SCALES, FoldCall, SequenceCall, StepCall
 
 REQUIRED = inspect.Parameter.empty
 
@@ -120,7 +120,7 @@ def test_records_and_operators_name_arguments_alike():
     prefill, step = fields(PrefillCall) - {"initial_state"}, fields(StepCall) - {"gk", "gv"}
     assert prefill == set(inspect.signature(gdn_triton.chunk_prefill).parameters)
     assert fields(SequenceCall) >= sequences - {"initial_state"}
-    window = {"positions", "max_tokens", *WINDOW}
+    window = {"positions", "max_tokens", *WINDOW_AND_SCALES}
     window_step = step - {"write_slots", "num_accepted_tokens"} | {"is_raw"}
     step -= window
     gates = {"use_gate_in_kernel", "use_beta_sigmoid_in_kernel"}
@@ -137,8 +137,8 @@ def test_records_and_operators_name_arguments_alike():
         (operators.recurrent_step_window_out, window_step - gates),
         (operators.recurrent_step_window, window_step - gates - {"out"}),
         (operators.fold_window, fields(FoldCall) - {"path"}),
-        (operators.restart_window, fields(FoldCall) - {"state", "path"}),
-        (operators.accept_window, fields(FoldCall) - {"state"}),
+        (operators.restart_window, fields(FoldCall) - {"state", "path", "scales"}),
+        (operators.accept_window, fields(FoldCall) - {"state", "scales"}),
     ):
         assert {x.name for x in operator.default._schema.arguments} == names
 

@@ -145,7 +145,9 @@ ON_GPU = pytest.mark.gpu("bf16, and batches of all forms")
 def test_bits_of_the_parts(case: Case, device: str) -> None:
     """Both pools, and o where there is no norm; with one y is within the order of a sum."""
     x = case.arguments(device)
-    assert gdn_triton.explain_call(layer_step, **x).chosen == "triton"
+    # The parts run for narrow key-first states; explain says so by the name of the reference.
+    chosen = "triton" if case.v_first or case.pool.itemsize == 4 else "reference"
+    assert gdn_triton.explain_call(layer_step, **x).chosen == chosen
     plain, parts = copied(without(x, *NORM)), copied(x)
     expected = in_a_row(parts, norm=False)
     o = layer_step(**plain)

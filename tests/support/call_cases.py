@@ -243,7 +243,7 @@ def with_window(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(**x: Any) -> Any:
-        fields = gdn_triton.StepWindow._fields[:-1]
+        fields = ("u", "k", "g", "calls", "start")
         parts = {name: x.pop(f"window.{name}") for name in fields}
         return function(**{"window": gdn_triton.StepWindow(**parts, max_tokens=3), **x})
 

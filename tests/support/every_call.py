@@ -97,6 +97,6 @@ CALLS = {
 }
 # What launches no kernel of its own.
 OTHERS = {"Explanation", "__version__", "explain", "explain_call", "warmup"}
-OTHERS |= {"PreparedStep", "prepare_step"}
+OTHERS |= {"PreparedStep", "prepare_step", "StepWindow", "make_window"}
 # Other names of the same functions.
 NAMES = {"chunk_gdn", "fused_recurrent_gdn"}

@@ -1,6 +1,7 @@
 """What the tests of memory that calls write and read share: a call of every op, its results by
 name, and its tensors."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -120,12 +121,14 @@ def make_mixed_step() -> dict[str, Any]:
 
 
 def make_windowed_step() -> dict[str, Any]:
-    """Packed. The window's tensors by the names that errors give them; its rows hold no token."""
+    """Packed. The window's tensors by the names that errors give them. The call before had two
+    tokens from position 5 on, and some heads are folded now."""
     device = torch.get_default_device()
     window = gdn_triton.make_window(6, H, HV, K, V, torch.float32, device, rows=8, max_tokens=2)
     parts = window._asdict()
     parts |= {"u": torch.randn_like(window.u), "k": torch.randn_like(window.k)}
-    parts |= {"g": torch.randn_like(window.g), "start": torch.tensor([5] * 6, dtype=torch.int32)}
+    parts |= {"g": -torch.rand_like(window.g), "calls": window.calls + 5}
+    parts |= {"start": torch.tensor([5] * 6, dtype=torch.int32)}
     return {
         "state": states(6),
         "read_slots": torch.tensor([4, 1, 2]),
@@ -133,7 +136,7 @@ def make_windowed_step() -> dict[str, Any]:
         **gates(1, 4),
         "cu_seqlens": torch.tensor([0, 2, 2, 3]),
         "out": torch.zeros(1, 4, HV, V),
-        "positions": torch.tensor([5, 5, 5]),
+        "positions": torch.tensor([7, 7, 7]),
         **{f"window.{name}": part for name, part in parts.items()},
     }
 
@@ -141,6 +144,7 @@ def make_windowed_step() -> dict[str, Any]:
 def with_window(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with the parts of a window as arguments of their own."""
 
+    @functools.wraps(function)
     def call(**x: Any) -> Any:
         parts = {name: x.pop(f"window.{name}") for name in gdn_triton.StepWindow._fields}
         return function(**x, window=gdn_triton.StepWindow(**parts))
@@ -149,11 +153,17 @@ def with_window(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_fold() -> dict[str, Any]:
-    """A record of one token in each slot."""
+    """Records of two tokens in each slot."""
     x = make_windowed_step()
-    x["window.calls"] += 5
     kept = {name: y for name, y in x.items() if name == "state" or name.startswith("window.")}
-    return {**kept, "slots": x["read_slots"], "positions": x["positions"] + 1}
+    return {**kept, "slots": x["read_slots"], "positions": x["positions"]}
+
+
+def make_accept() -> dict[str, Any]:
+    """The tokens of the call before were nodes, of which the second is a root that is accepted."""
+    x = make_restart()
+    path = torch.tensor([[1, -1], [0, 1], [1, -1]])
+    return {**x, "positions": x["positions"] - 2, "path": path}
 
 
 def make_restart() -> dict[str, Any]:
@@ -212,6 +222,9 @@ OPS = {
         ("out", "state", "window.u", "window.k", "window.g", "window.calls"),
     ),
     "fold": Op(with_window(gdn_triton.fold_window), make_fold, ("state", "window.start")),
+    "accept": Op(
+        with_window(gdn_triton.accept_window), make_accept, ("window.u", "window.k", "window.g")
+    ),
     "restart": Op(with_window(gdn_triton.restart_window), make_restart, ("window.start",)),
     "layer step": Op(gdn_triton.layer_step, make_layer_step, ("state", "conv_state")),
     "conv": Op(gdn_triton.causal_conv1d, make_conv, ("state",)),
