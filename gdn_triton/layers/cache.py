@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
@@ -22,13 +23,7 @@ from gdn_triton._host.arguments import (
 from gdn_triton._host.memory import check_own_memory
 from gdn_triton._host.slots import LAST_SKIPPED, check_skip
 from gdn_triton._host.tensors import host_reads, writing
-from gdn_triton.recurrent.window import (
-    StepWindow,
-    check_kind,
-    fold_window,
-    make_window,
-    restart_window,
-)
+from gdn_triton.recurrent.window import StepWindow, check_kind, fold_window, make_window
 
 __all__ = ["GatedDeltaNetCache", "empty_cache"]
 
@@ -65,8 +60,7 @@ class GatedDeltaNetCache:
             `fold` before anything but the layer and this class reads recurrent_state, and `restart`
             after anything else has written it.
         positions: [slots + 1], int32, with a window: how many tokens of each slot were decoded with
-            it. The layer advances them. Other calls of the layer fold the window first and leave
-            the positions, as they write the state whole.
+            it since `reset`, `restart` or `write`. The layer advances them.
     """
 
     conv_state: Tensor | None
@@ -107,15 +101,9 @@ class GatedDeltaNetCache:
         """
         if slots is not None:
             self._check_slots(slots)
-        start = None if self.window is None else self.window.start
-        for pool in (self.conv_state, self.recurrent_state, self.positions, start):
-            if pool is None:
-                continue
-            with writing(pool):
-                if slots is None:
-                    pool.zero_()
-                else:
-                    pool.index_fill_(0, self.rows(slots), 0)
+        pools = (self.conv_state, self.recurrent_state)
+        self._fill([pool for pool in pools if pool is not None], slots)
+        self.restart(slots)
 
     def is_live(self, slots: Tensor) -> Tensor:
         """[n], bool: which slots are not padding."""
@@ -165,16 +153,16 @@ class GatedDeltaNetCache:
 
     def restart(self, slots: Tensor | None = None) -> None:
         """Says that recurrent_state holds the states of these slots, int32 or int64 [n]; None: all.
-        Their records are dropped. Without a window nothing is to be done.
+        Their records are dropped, and their positions are 0: what follows does not depend on what
+        the slots held before. Without a window nothing is to be done.
 
         Raises:
-            TypeError, ValueError: as `gdn_triton.restart_window`.
+            TypeError, ValueError: slots that do not fit, as for `reset`.
         """
-        if self.window is not None:
-            slots = self._every_slot() if slots is None else slots
+        if slots is not None:
             self._check_slots(slots)
-            now = self.slot_positions(slots).now
-            restart_window(self.window, slots, now, skip=self.skip)
+        if self.window is not None and self.positions is not None:
+            self._fill((self.positions, self.window.start), slots)
 
     def slot_positions(self, slots: Tensor) -> SlotPositions:
         """The positions of these slots, for a step with the window."""
@@ -193,6 +181,16 @@ class GatedDeltaNetCache:
         pool = self.conv_state if name == "conv_state" else self.recurrent_state
         assert pool is not None
         return pool
+
+    def _fill(self, tensors: Iterable[Tensor], slots: Tensor | None) -> None:
+        """Sets the rows of these slots to 0; None: all rows."""
+        rows = None if slots is None else self.rows(slots)
+        for x in tensors:
+            with writing(x):
+                if rows is None:
+                    x.zero_()
+                else:
+                    x.index_fill_(0, rows, 0)
 
     def _every_slot(self) -> Tensor:
         first, device = LAST_SKIPPED[self.skip] + 1, self.recurrent_state.device

@@ -147,6 +147,7 @@ def test_reset_forgets_the_records() -> None:
     cache = layer.make_cache(3, window=True)
     tokens = x.split(1, 1)
     expected = torch.cat([layer(token, cache=cache) for token in tokens], 1)
+    cache.fold()  # start of each slot is its position
     cache.reset(torch.tensor([2, -1, 0]))
     slots = torch.tensor([0, 2])
     again = [layer(token[[0, 2]], cache=cache, slots=slots) for token in tokens]
@@ -156,20 +157,23 @@ def test_reset_forgets_the_records() -> None:
 
 
 @torch.no_grad()
-def test_states_are_copied_to_another_slot() -> None:
-    """Reading folds, writing restarts, and a slot's former owner leaves nothing."""
-    layer, x = make_layer(dtype=FP32), make_input(2, 30, FP32)
+def test_states_are_copied_to_other_slots() -> None:
+    """Reading folds and writing restarts. A slot's former owner does not change a bit."""
+    layer, x = make_layer(dtype=FP32), make_input(2, 40, FP32)
     cache = layer.make_cache(3, window=True)
-    steps = [
-        layer(token, cache=cache, slots=torch.tensor([0, 1])) for token in x[:, :21].split(1, 1)
-    ]
-    source, target = torch.tensor([0, -1]), torch.tensor([1, -1])
-    for name in ("conv_state", "recurrent_state"):
-        states = cache.read(name, source)
-        assert not states[1].any()
+    past, rest = (y.split(1, 1) for y in x.split([21, 19], 1))
+    steps = [layer(token, cache=cache, slots=torch.tensor([0, 1]))[:1] for token in past]
+    source, target = torch.tensor([0, -1, 0]), torch.tensor([1, -1, 2])
+    for name, slots in (("conv_state", source), ("recurrent_state", source[:2])):
+        states = cache.read(name, slots)[[0, 1, 0]]
+        assert states[0].any() and not states[1].any()
         cache.write(name, target, states)
-    rest = [layer(token[:1], cache=cache, slots=target[:1]) for token in x[:, 21:].split(1, 1)]
-    assert_rows(layer, x[:1], torch.cat([*(y[:1] for y in steps), *rest], 1))
+    used, unused = (
+        torch.cat([layer(token[:1], cache=cache, slots=slot) for token in rest], 1)
+        for slot in (target[:1], target[2:])
+    )
+    assert same_bits(used, unused)
+    assert_rows(layer, x[:1], torch.cat([*steps, used], 1))
 
 
 @torch.no_grad()
