@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,16 +12,33 @@ from torch import Tensor
 from gdn_triton._host.arguments import (
     check_devices,
     check_dtypes,
+    check_float_dtype,
     check_rank,
     check_tensors,
     must,
     shape_of,
+    type_of,
+    value_of,
 )
 from gdn_triton._host.memory import check_own_memory
 from gdn_triton._host.slots import LAST_SKIPPED, check_skip
 from gdn_triton._host.tensors import host_reads, writing
+from gdn_triton.recurrent.window import StepWindow, check_kind, fold_window, make_window
 
-__all__ = ["GatedDeltaNetCache"]
+__all__ = ["GatedDeltaNetCache", "empty_cache"]
+
+# A cache has a window by default from this number of slots on.
+WINDOW_SLOTS: Final = 128
+
+
+class SlotPositions(NamedTuple):
+    """The positions of a call's sequences, and where the cache has them.
+
+    rows: [N], int64, into `positions` of the cache. now: [N], int32.
+    """
+
+    rows: Tensor
+    now: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +55,19 @@ class GatedDeltaNetCache:
         recurrent_state: [slots + 1, HV, V, K].
         skip: which slots are padding, as for `gdn_triton.recurrent_step`: "negative", or
             "non_positive" where slot 0 is nobody's.
+        window: the records of the last tokens of each of the slots + 1 rows, of
+            `gdn_triton.make_window`: a state is then recurrent_state and records together. Call
+            `fold` before anything but the layer and this class reads recurrent_state, and `restart`
+            after anything else has written it.
+        positions: [slots + 1], int32, with a window: how many tokens of each slot were decoded with
+            it since `reset`, `restart` or `write`. The layer advances them.
     """
 
     conv_state: Tensor | None
     recurrent_state: Tensor
     skip: str = "negative"
+    window: StepWindow | None = None
+    positions: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_skip(self.skip)
@@ -56,6 +83,7 @@ class GatedDeltaNetCache:
         for name, pool in pools.items():
             if pool is not None and 0 not in pool.shape:
                 check_own_memory(name, (pool.shape, pool.stride(), pool.dtype))
+        self._check_window()
 
     @property
     def slots(self) -> int:
@@ -73,14 +101,9 @@ class GatedDeltaNetCache:
         """
         if slots is not None:
             self._check_slots(slots)
-        for pool in (self.conv_state, self.recurrent_state):
-            if pool is None:
-                continue
-            with writing(pool):
-                if slots is None:
-                    pool.zero_()
-                else:
-                    pool.index_fill_(0, self.rows(slots), 0)
+        pools = (self.conv_state, self.recurrent_state)
+        self._fill([pool for pool in pools if pool is not None], slots)
+        self.restart(slots)
 
     def is_live(self, slots: Tensor) -> Tensor:
         """[n], bool: which slots are not padding."""
@@ -90,15 +113,112 @@ class GatedDeltaNetCache:
         """[n], int64: the row of each slot in the pools, the last one for padding."""
         return torch.where(self.is_live(slots), slots, self.slots).long()
 
-    def read(self, pool: Tensor, slots: Tensor) -> Tensor:
-        """Copies of these slots' states [n, ...]; zeros for padding."""
+    def read(self, name: Literal["conv_state", "recurrent_state"], slots: Tensor) -> Tensor:
+        """Copies of these slots' states [n, ...], whole; zeros for padding."""
+        if name == "recurrent_state":
+            self.fold(slots)
+        pool = self._pool(name)
         live = self.is_live(slots).view(-1, *(1,) * (pool.dim() - 1))
         return torch.where(live, pool[self.rows(slots)], 0)
 
-    def write(self, pool: Tensor, slots: Tensor, states: Tensor) -> None:
-        """Puts states [n, ...] into these slots; no gradient goes that way."""
+    def write(
+        self, name: Literal["conv_state", "recurrent_state"], slots: Tensor, states: Tensor
+    ) -> None:
+        """Puts states [n, ...] into these slots, and drops the records of a window; no gradient
+        goes that way."""
+        pool = self._pool(name)
         with writing(pool):
             pool.index_copy_(0, self.rows(slots), states.detach().to(pool.dtype))
+        if name == "recurrent_state":
+            self.restart(slots)
+
+    def fold(self, slots: Tensor | None = None) -> None:
+        """Makes the states of these slots whole in recurrent_state, int32 or int64 [n]; None: all.
+        The layer goes on from there as without the call. Without a window nothing is to be done.
+
+        Raises:
+            TypeError, ValueError: as `gdn_triton.fold_window`.
+        """
+        if self.window is not None:
+            slots = self._every_slot() if slots is None else slots
+            self._check_slots(slots)
+            fold_window(
+                self.recurrent_state,
+                self.window,
+                slots,
+                self.slot_positions(slots).now,
+                state_v_first=True,
+                skip=self.skip,
+            )
+
+    def restart(self, slots: Tensor | None = None) -> None:
+        """Says that recurrent_state holds the states of these slots, int32 or int64 [n]; None: all.
+        Their records are dropped, and their positions are 0: what follows does not depend on what
+        the slots held before. Without a window nothing is to be done.
+
+        Raises:
+            TypeError, ValueError: slots that do not fit, as for `reset`.
+        """
+        if slots is not None:
+            self._check_slots(slots)
+        if self.window is not None and self.positions is not None:
+            self._fill((self.positions, self.window.start), slots)
+
+    def slot_positions(self, slots: Tensor) -> SlotPositions:
+        """The positions of these slots, for a step with the window."""
+        assert self.positions is not None
+        # Padding becomes -1, which is the last row, or 0, which is nobody's slot.
+        rows = slots.clamp(min=LAST_SKIPPED[self.skip]).long()
+        return SlotPositions(rows, self.positions[rows])
+
+    def advance(self, given: SlotPositions, tokens: int | Tensor) -> None:
+        """Counts the tokens of a step with the window. tokens: of each sequence, or of every."""
+        assert self.positions is not None
+        with writing(self.positions):
+            self.positions[given.rows] = (given.now + tokens).to(self.positions.dtype)
+
+    def _pool(self, name: Literal["conv_state", "recurrent_state"]) -> Tensor:
+        pool = self.conv_state if name == "conv_state" else self.recurrent_state
+        assert pool is not None
+        return pool
+
+    def _fill(self, tensors: Iterable[Tensor], slots: Tensor | None) -> None:
+        """Sets the rows of these slots to 0; None: all rows."""
+        rows = None if slots is None else self.rows(slots)
+        for x in tensors:
+            with writing(x):
+                if rows is None:
+                    x.zero_()
+                else:
+                    x.index_fill_(0, rows, 0)
+
+    def _every_slot(self) -> Tensor:
+        first, device = LAST_SKIPPED[self.skip] + 1, self.recurrent_state.device
+        return torch.arange(first, max(first, self.slots), device=device)
+
+    def _check_window(self) -> None:
+        """The steps judge the rest of the window."""
+        window, positions = self.window, self.positions
+        if window is None:
+            if positions is not None:
+                raise ValueError(must("positions", "be None without window", type_of(positions)))
+            return
+        check_kind(window)
+        check_tensors({"positions": positions, "window.u": window.u}, {})
+        device, rows = self.recurrent_state.device, self.recurrent_state.shape[0]
+        check_devices("recurrent_state", device, {"positions": positions, "window.u": window.u})
+        if window.scales is not None:
+            raise ValueError(must("window.scales", "be None: no cache is int8", "a tensor"))
+        assert positions is not None
+        if positions.dtype != torch.int32 or positions.shape != (rows,):
+            expected = f"be int32 [slots + 1 = {rows}]"
+            raise ValueError(
+                must("positions", expected, f"{positions.dtype} {shape_of(positions)}")
+            )
+        if window.u.shape[:1] != (rows,):
+            expected = f"have slots + 1 = {rows} rows, as recurrent_state has"
+            raise ValueError(must("window.u", expected, shape_of(window.u)))
+        check_own_memory("positions", (positions.shape, positions.stride(), positions.dtype))
 
     def _check_slots(self, slots: Tensor) -> None:
         check_tensors({"slots": slots}, {})
@@ -109,3 +229,52 @@ class GatedDeltaNetCache:
         if host_reads(slots) and slots.numel() > 0 and int(slots.max()) >= self.slots:
             expected = f"be less than the {self.slots} slots of the cache"
             raise ValueError(must("slots", expected, str(int(slots.max()))))
+
+
+def empty_cache(
+    slots: int,
+    *,
+    conv_shape: tuple[int, ...] | None,
+    state_shape: tuple[int, int, int],
+    num_heads: int,
+    weight: Tensor,
+    dtype: torch.dtype | None,
+    state_dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    skip: str,
+    window: bool | None,
+) -> GatedDeltaNetCache:
+    """A cache for a layer: `GatedDeltaNet.make_cache` has the arguments that are not here.
+
+    Args:
+        conv_shape, state_shape: of a slot: [D, W - 1], None without a convolution, and [HV, V, K].
+        num_heads: H.
+        weight: one of the layer's, of which the dtype and the device are read.
+    """
+    if type(slots) is not int:
+        raise TypeError(must("slots", "be an int", value_of(slots)))
+    if slots < 0:
+        raise ValueError(must("slots", "be at least 0", str(slots)))
+    for name, asked in (("dtype", dtype), ("state_dtype", state_dtype)):
+        if asked is not None:
+            check_float_dtype(name, asked)
+    if window is not None and type(window) is not bool:
+        raise TypeError(must("window", "be True, False or None", value_of(window)))
+    device, dtype = device or weight.device, dtype or weight.dtype
+    state_dtype = state_dtype or torch.promote_types(weight.dtype, torch.float32)
+    conv_state = None
+    if conv_shape is not None:
+        conv_state = torch.zeros(slots + 1, *conv_shape, dtype=dtype, device=device)
+    recurrent_state = torch.zeros(slots + 1, *state_shape, dtype=state_dtype, device=device)
+    device = recurrent_state.device
+    if window is None:
+        saves_time = slots >= WINDOW_SLOTS and state_dtype == torch.float32
+        window = saves_time and device.type != "cpu"
+    if not window:
+        return GatedDeltaNetCache(conv_state, recurrent_state, skip)
+    HV, V, K = state_shape
+    # The tokens are no wider than the weights, and under autocast they are narrower.
+    key_dtype = torch.promote_types(weight.dtype, dtype)
+    records = make_window(slots + 1, num_heads, HV, K, V, key_dtype, device)
+    positions = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+    return GatedDeltaNetCache(conv_state, recurrent_state, skip, records, positions)

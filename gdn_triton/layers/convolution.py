@@ -105,7 +105,7 @@ def convolved(
     if cache is None:
         return causal_conv1d(qkv, weight, bias, cu_seqlens=cu_seqlens), None
     assert slots is not None and cache.conv_state is not None
-    state = cache.read(cache.conv_state, slots)
+    state = cache.read("conv_state", slots)
     if torch.is_grad_enabled():
         return conv_from_states(qkv, weight, bias, state, cu_seqlens)
     # A cache may be narrower than the tokens, of which only those that stay are rounded to it.

@@ -1,4 +1,4 @@
-"""One token a sequence from a cache, and the norm of any call."""
+"""Tokens that a cache decodes one after the other, and the norm of any call."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gdn_triton._host.arguments import must
 from gdn_triton.layers.cache import GatedDeltaNetCache
 from gdn_triton.norm.api import rms_norm_gated
+from gdn_triton.recurrent.api import recurrent_step
 from gdn_triton.step.api import layer_step
 
-__all__ = ["is_step", "normed", "step"]
+__all__ = ["by_token", "is_step", "normed", "step"]
 
 
 def is_step(qkv: Tensor, cache: GatedDeltaNetCache | None, cu_seqlens: Tensor | None) -> bool:
     """Whether a call is `layer_step`, which writes the pools in place. It takes no pool that is
-    narrower than the tokens qkv [B, T, D]."""
+    narrower than the tokens qkv [B, T, D], and no window whose keys have another dtype."""
     if torch.is_grad_enabled() or cache is None or cu_seqlens is not None:
+        return False
+    if cache.window is not None and cache.window.k.dtype != qkv.dtype:
         return False
     pool = cache.conv_state
     if pool is not None and torch.promote_types(pool.dtype, qkv.dtype) != pool.dtype:
@@ -44,7 +48,8 @@ def step(
     without one."""
     weight, bias = (None, None) if weights is None else weights
     assert norm.eps is not None
-    return layer_step(
+    given = None if cache.window is None else cache.slot_positions(slots)
+    y = layer_step(
         F.silu(qkv) if weights is None else qkv,
         a,
         b,
@@ -62,7 +67,63 @@ def step(
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=True,
         skip=cache.skip,
+        window=cache.window,
+        positions=None if given is None else given.now,
     )
+    if given is not None:
+        cache.advance(given, 1)
+    return y
+
+
+def by_token(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    cache: GatedDeltaNetCache,
+    slots: Tensor,
+    cu_seqlens: Tensor | None,
+    longest: int,
+    *,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    allow_neg_eigval: bool,
+) -> Tensor:
+    """o [B, T, HV, V] of the rule, token by token on the pool: from qkv [B, T, D] after the
+    convolution. longest: no sequence has more tokens."""
+    window, given, tokens = cache.window, None, qkv
+    if window is not None and longest > window.max_tokens:
+        cache.fold(slots)
+        window = None
+    if window is not None:
+        given = cache.slot_positions(slots)
+        tokens = _widened(qkv, window.k.dtype)
+    o = recurrent_step(
+        cache.recurrent_state,
+        slots,
+        mixed_qkv=tokens,
+        a=a,
+        b=b,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        allow_neg_eigval=allow_neg_eigval,
+        use_qk_l2norm_in_kernel=True,
+        state_v_first=True,
+        skip=cache.skip,
+        cu_seqlens=cu_seqlens,
+        window=window,
+        positions=None if given is None else given.now,
+    )
+    if given is not None:
+        cache.advance(given, qkv.shape[1] if cu_seqlens is None else cu_seqlens.diff())
+    return o.to(qkv.dtype)
+
+
+def _widened(qkv: Tensor, dtype: torch.dtype) -> Tensor:
+    """qkv in the dtype of a window's keys, as tokens of autocast are narrower than the weights."""
+    if torch.promote_types(qkv.dtype, dtype) != dtype:
+        expected = f"have a window whose keys hold the tokens' {qkv.dtype}"
+        raise ValueError(must("cache", expected, f"keys of {dtype}"))
+    return qkv.to(dtype)
 
 
 def normed(o: Tensor, z: Tensor | None, norm: nn.RMSNorm, activation: str) -> Tensor:

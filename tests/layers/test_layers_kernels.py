@@ -9,6 +9,7 @@ from helpers import BF16, DTYPES, FP16, FP32, FP64, assert_within_budget, same_b
 from layer_cases import (
     HIDDEN,
     MASKS,
+    Graphs,
     assert_gradients,
     close,
     gradients,
@@ -83,20 +84,6 @@ def test_autocast(dtype: torch.dtype, device: str) -> None:
 
 
 # ------------------------------------------------------------------------------------ torch.compile
-
-
-class Graphs:
-    """A compiler that runs what it is given, and counts. It begins with no code compiled."""
-
-    def __init__(self) -> None:
-        torch.compiler.reset()
-        self.seen = 0
-
-    def __call__(self, module: Any, example_inputs: Any) -> Any:
-        self.seen += 1
-        from torch._dynamo.backends.debugging import aot_eager
-
-        return aot_eager(module, example_inputs)
 
 
 @pytest.mark.parametrize("form", ["padded", "packed", "masked"])

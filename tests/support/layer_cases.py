@@ -140,3 +140,17 @@ def qwen_weights(model: str, H: int, HV: int, K: int, V: int) -> dict[str, Tenso
         shapes["in_proj_z.weight"] = (HV * V, HIDDEN)
         shapes["in_proj_b.weight"] = shapes["in_proj_a.weight"] = (HV, HIDDEN)
     return {name: torch.randn(*shape, dtype=FP64) for name, shape in shapes.items()}
+
+
+class Graphs:
+    """A compiler that runs what it is given, and counts. It begins with no code compiled."""
+
+    def __init__(self) -> None:
+        torch.compiler.reset()
+        self.seen = 0
+
+    def __call__(self, module: Any, example_inputs: Any) -> Any:
+        self.seen += 1
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return aot_eager(module, example_inputs)

@@ -124,6 +124,9 @@ def state_role(
             S = S * opaque(enter)
         Sb = gl.convert_layout(S.to(dtype), OPERAND, assert_trivial=True)
         mbarrier.wait(tile_full.index(stage), phase)
+        if IS_VARLEN:
+            # With T come the zeros in rows of k past the end (triangles.py).
+            mbarrier.wait(t_full.index(t_stage), t_phase, pred=left < CHUNK)
         k = k_s.index(stage)
         q = q_s.index(stage)
         x = warpgroup_mma(Sb, k.permute((1, 0)), x, use_acc=False, is_async=True)

@@ -53,8 +53,7 @@ def clear_rows(tile, first, COLUMNS: gl.constexpr):
 @gluon.jit
 def key_products(k, left, zero, BK: gl.constexpr, IS_VARLEN: gl.constexpr):
     """Issues k k^T. Rows of k past the sequence's end become zero before, as another sequence's NaN
-    would survive a product with 0. The state warps, which may read k meanwhile, use no number of
-    these rows before they have T."""
+    would survive a product with 0."""
     if IS_VARLEN:
         if left < CHUNK:
             clear_rows(k, left, BK)
