@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import BF16, FP16, FP32, same_bits
 from torch import Tensor
-from window_cases import Case, Decoding
+from window_cases import Case, Decoding, cloned_window
 
 import gdn_triton
 from gdn_triton import fold_window, recurrent_step, restart_window
@@ -135,6 +135,22 @@ def test_gates_of_minus_infinity_forget(device: str) -> None:
             x["g"][:, i % x["g"].shape[1], 1:] = -torch.inf
         run.step(x)
     run.finish()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_nan_stays_with_its_token_and_later_ones(name: str, device: str) -> None:
+    """Tokens before it in the call keep their bits."""
+    run = Decoding(DRAFTS, device)
+    run.step(run.tokens(2))
+    x = run.tokens(3)
+    given = run.arguments(x)
+    first = {**given, "state": run.pool.clone(), "window": cloned_window(run.window)}
+    expected = recurrent_step(**first)
+    given[name] = given[name].clone()
+    given[name][:, 1] = torch.nan
+    o = recurrent_step(**given)
+    assert same_bits(o[run.live, 0], expected[run.live, 0])
+    assert o[run.live, 1].isnan().any()
 
 
 def test_a_step_writes_the_heads_whose_turn_it_is(device: str) -> None:

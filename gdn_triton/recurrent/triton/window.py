@@ -233,7 +233,11 @@ def window_fwd_kernel(
             t_v = tl.sum(tl.where(o_t == t, of_v, 0.0), 0)
             stored = tl.sum(tl.where((o_y == 2 * t + 1)[None, :], both, 0.0), 1)
             new_u = values[t].to(tl.float32) * t_v - stored
-            both += new_u[:, None] * to_later[None, :]
+            # NaN of this token times the zeros of earlier ones would be NaN.
+            is_later = last >= t
+            if parents is not None:
+                is_later = is_later & has_bit(path, t)
+            both = tl.where(is_later[None, :], both + new_u[:, None] * to_later[None, :], both)
             tl.store(p_u + ((position + t) % R) * (HV * V), new_u, mask=in_v)
     tl.store(p_o[:, None] + y_t[None, :] * stride_ot, both.to(o.dtype.element_ty),
              mask=in_v[:, None] & (with_token & is_q)[None, :])  # fmt: skip

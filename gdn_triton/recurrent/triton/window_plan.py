@@ -33,6 +33,9 @@ from gdn_triton.recurrent.triton.window_one import window_one_fwd_kernel
 # The least sizes of the products on matrix units; two columns a token.
 LEAST_BLOCK: Final = 16
 LEAST_TOKENS: Final = 4
+# A product of 64 rows is one of four warps: the layout of eight has 128 rows, and Triton 3.6 then
+# reads shared memory past the operand.
+MOST_WARPS: Final = 4
 
 
 def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]
         "BR": max(LEAST_BLOCK, triton.next_power_of_2(p.window_rows)),
         "FI": min(BK, form.FI),
         # The form is that of K = 128; its registers do not hold twice as many channels.
-        "num_warps": form.warps * max(1, BK // 128),
+        "num_warps": min(form.warps * max(1, BK // 128), MOST_WARPS),
         "num_stages": 1,
     }
 
