@@ -145,6 +145,7 @@ class Counted:
 def test_when_a_call_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another place, shape, stride, dtype, or argument that is there is judged, and known at the
     second time."""
+    monkeypatch.setenv("GDN_BACKEND", "auto")
     run = Decoding(replace(DRAFTS, mixed=False), "cpu")
     calls = Counted(monkeypatch, run)
     calls.given["read_slots"].fill_(-1)
@@ -170,6 +171,7 @@ def test_when_a_call_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_errors_name_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after calls that fitted."""
+    monkeypatch.setenv("GDN_BACKEND", "auto")
     run = Decoding(replace(DRAFTS, mixed=False), "cpu")
     calls = Counted(monkeypatch, run)
     calls.given["read_slots"].fill_(-1)

@@ -363,8 +363,8 @@ def test_refusals(changes: dict[str, Any], error: type[Exception], message: str)
     assert all(same_bits(x[name], before[name]) for name in POOLS)
 
 
-def test_a_gradient_is_refused() -> None:
-    x = CASES[0].arguments("cpu")
+def test_a_gradient_is_refused(device: str) -> None:
+    x = CASES[0].arguments(device)
     x["norm_weight"].requires_grad_()
     with pytest.raises(NotImplementedError, match="layer_step updates states in place"):
         layer_step(**x)

@@ -91,11 +91,13 @@ def make_lasting_call(case: Case, device: str) -> tuple[dict[str, Tensor], Tenso
     """As `make_call`, but the state that comes in is still there after the last token, so an error
     in the map it takes is no smaller than one in what the tokens add."""
     x, do, dht = make_call(case, device)
-    if case.options:
+    if "dt_bias" in x:
         x["dt_bias"] -= math.log(case.tokens)
-        x["beta"] -= math.log(case.tokens / case.K)
     else:
         x["g"] *= 10 / case.tokens
+    if case.options.keys() & SIGMOID:
+        x["beta"] -= math.log(case.tokens / case.K)
+    else:
         x["beta"] *= case.K / case.tokens
     return x, do, dht
 
