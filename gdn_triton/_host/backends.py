@@ -24,7 +24,7 @@ from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
 
 
 class Placed(Protocol):
-    """A validated call, as far as a choice among backends looks at all of them alike."""
+    """The fields that every problem has and that the choice of a backend reads."""
 
     @property
     def device(self) -> torch.device: ...
@@ -33,7 +33,7 @@ class Placed(Protocol):
 P = TypeVar("P", bound=Placed)
 F = TypeVar("F")
 
-# What `GDN_BACKEND` may name, in the order in which `auto` tries them.
+# The backends that `GDN_BACKEND` may name, in the order in which `auto` tries them.
 NAMES = ("cuda", "triton", "reference")
 _PLACES = {name: place for place, name in enumerate(NAMES)}
 
@@ -44,9 +44,10 @@ _logger = logging.getLogger("gdn_triton")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientKernels:
-    """Kernels that make the gradients of a call. load: imports their modules and returns what runs
-    them. sentence: `Explanation.gradients`, None where the backend's name says as much. These
-    records are compared by identity, so a backend returns the same record for the same sentence."""
+    """Kernels that make the gradients of a call. load: imports their modules and returns the
+    functions that run them. sentence: the text of `Explanation.gradients`; None where the backend's
+    name says as much. These records are compared by identity, so a backend returns the same record
+    for the same sentence."""
 
     load: Callable[[], Any]
     sentence: str | None = None
@@ -82,11 +83,13 @@ class Choice(Generic[F]):
     def name(self) -> str:
         return self.backend.name
 
-    # Both are kept: even the import statement of a loaded module takes longer than an attribute.
+    # Both results of `load` are kept, because even the import statement of a loaded module takes
+    # longer than an attribute.
 
     @functools.cached_property
     def run(self) -> F:
-        """The function that runs the call: for the chunked op, the forward without a gradient."""
+        """The function that runs the call; for the chunked op it is the forward without a
+        gradient."""
         return self.backend.load()
 
     @functools.cached_property
@@ -95,7 +98,7 @@ class Choice(Generic[F]):
         return None if self.made_by is None else self.made_by.load()
 
 
-# By the decision: the choices that were made, each of which is logged once.
+# The choices that were made, by their decision. Each choice is logged once.
 _choices: dict[Hashable, Choice[Any]] = {}
 
 
@@ -119,11 +122,11 @@ class Explanation:
 
     requested: the value of `GDN_BACKEND`. chosen: the backend that would run, or None when the one
     asked for by name refuses. reasons: for each backend in order, None if it is the chosen one,
-    else a sentence why it would not run. operator: the name of the function that was asked about.
-    as_auto: whether `requested` names a backend that this function does not have, so that the
-    choice is that of `auto`. gradients: a sentence on what makes the gradients where that is not
-    the chosen backend's name alone, else None. contents: what the tensors hold, where `explain` was
-    asked to read it.
+    else a sentence why it would not run. operator: the name of the explained function. as_auto:
+    whether `requested` names a backend that this function does not have, so that the choice is that
+    of `auto`. gradients: a sentence that names the kernels of the gradients where the chosen
+    backend's name does not, else None. contents: the record of the tensors' contents, where
+    `explain` was asked to read them.
     """
 
     requested: str
@@ -183,7 +186,7 @@ class Operator(Generic[P, F]):
         return choice
 
     def explain(self, problem: P) -> Explanation:
-        """What `choose` would do, and why not otherwise. Raises only for an unknown
+        """Returns the choice of `choose` and each backend's reason. Raises only for an unknown
         `GDN_BACKEND`."""
         requested = requested_backend()
         asked, as_auto = self.backends, False
@@ -214,8 +217,8 @@ class Operator(Generic[P, F]):
 def _first(
     backends: tuple[Backend[P, F], ...], problem: P
 ) -> tuple[Backend[P, F] | None, GradientKernels | None, tuple[tuple[str, str], ...]]:
-    """The first backend that runs the problem, or None; the kernels that make its gradients there;
-    and the backends that were asked before, each with its reason."""
+    """Returns the first backend that runs the problem, or None; the kernels that make its gradients
+    in that backend; and the backends that refused before, each with its reason."""
     refusals: tuple[tuple[str, str], ...] = ()
     for backend in backends:
         found = backend.supports(problem)
@@ -260,7 +263,8 @@ def _triton_missing() -> str | None:
             return f"{needed}; {triton.__version__} is installed."
         importlib.import_module("triton.knobs")
     except Exception as error:
-        # A broken Triton raises any exception. A folder of that name imports and has no version.
+        # A broken Triton may raise any exception. A folder named `triton` can be imported, but has
+        # no version.
         why = " ".join(traceback.format_exception_only(error)[-1].split())
         return f"{needed} and cannot be imported ({why})."
     return None
@@ -274,7 +278,7 @@ def _interpreting() -> bool:
 
 
 def triton_refusal(dtypes: tuple[torch.dtype, ...], device_type: str, K: int) -> str | None:
-    """What no Triton kernel of this package can run."""
+    """A sentence why no Triton kernel of this package can run such a call, or None."""
     missing = _triton_missing()
     if missing is not None:
         return missing
@@ -296,7 +300,7 @@ def triton_refusal(dtypes: tuple[torch.dtype, ...], device_type: str, K: int) ->
 
 
 def states_refusal(dtype: torch.dtype) -> str | None:
-    """What no Triton kernel of this package can keep states in."""
+    """A sentence why no Triton kernel of this package can keep states of this dtype, or None."""
     if dtype == torch.float64:
         return "The Triton kernels compute in float32 at most; the states are float64."
     if dtype == torch.bfloat16 and _interpreting():

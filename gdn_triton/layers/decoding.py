@@ -1,4 +1,4 @@
-"""One token a sequence from a cache, and the norm of any call."""
+"""The decode step of a layer with one token for each sequence, and the norm of any call."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["is_step", "normed", "step"]
 
 
 def is_step(qkv: Tensor, cache: GatedDeltaNetCache | None, cu_seqlens: Tensor | None) -> bool:
-    """Whether a call is `layer_step`, which writes the pools in place. It takes no pool that is
-    narrower than the tokens qkv [B, T, D]."""
+    """Whether a call can run as `layer_step`, which writes the pools in place. `layer_step` takes
+    no pool with a narrower dtype than the tokens qkv [B, T, D]."""
     if torch.is_grad_enabled() or cache is None or cu_seqlens is not None:
         return False
     pool = cache.conv_state
     if pool is not None and torch.promote_types(pool.dtype, qkv.dtype) != pool.dtype:
         return False
-    # Test the length last: a trace with a symbolic length gets a guard on it only if needed.
+    # Test the length last, because the test of a symbolic length adds a guard to the trace.
     return qkv.shape[1] == 1
 
 
@@ -40,8 +40,8 @@ def step(
     norm: nn.RMSNorm,
     activation: str,
 ) -> Tensor:
-    """y [B, 1, HV, V] of a call for which `is_step` holds. weights: of the convolution, None
-    without one."""
+    """Returns y [B, 1, HV, V] of a call for which `is_step` is true. weights: the weights of the
+    convolution, None without one."""
     weight, bias = (None, None) if weights is None else weights
     assert norm.eps is not None
     return layer_step(
@@ -66,7 +66,7 @@ def step(
 
 
 def normed(o: Tensor, z: Tensor | None, norm: nn.RMSNorm, activation: str) -> Tensor:
-    """o [B, T, HV, V] after the norm of each head and, with z, its gate."""
+    """Returns o [B, T, HV, V] after the norm of each head and, with z, after the gate."""
     if z is not None:
         assert norm.eps is not None
         return rms_norm_gated(o, z, norm.weight, norm.eps, activation)

@@ -3,13 +3,13 @@
     S = exp(g) S,    v_new = beta (v - S^T k),    o = scale (S^T q + (q . k) v_new),
     S = S + k (x) v_new
 
-with S on the right of a line the one of the line before: both products read the decayed state, so
-that they are independent of each other. A program owns PARTS tiles of BV columns of the state
-[K, V] of one sequence and value head, in registers, from the first token to the last. A decode step
-is bound by the state's way from memory and back; all else is a few hundred bytes.
+Each line reads the S of the line before. Both products read the decayed state, and therefore do not
+depend on each other. A program holds PARTS tiles of BV columns of the state [K, V] of one sequence
+and value head in registers, from the first token to the last. A decode step is bound by reading and
+writing the state; all other tensors have a few hundred bytes.
 
-The arithmetic of a token is the same, in the same order, whatever else a call has: a call of
-several tokens gives the bits of that many calls of one.
+The arithmetic of a token and its order do not depend on the other tokens of a call, so a call of
+several tokens gives the bits of several calls of one token.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ def decay_of(b_g, RCP_LN2: tl.constexpr):
 
 @triton.jit
 def load_columns(p, stride, o_v, end, BV: tl.constexpr, PARTS: tl.constexpr):
-    """The columns o_v below end of each part; p: of the first, whose columns have that stride."""
+    """Loads the columns o_v below `end` of each part. p points to the first part."""
     parts = ()
     for part in tl.static_range(PARTS):
         parts += (tl.load(p + part * BV * stride, mask=o_v < end - part * BV, other=0),)
@@ -39,7 +39,7 @@ def load_columns(p, stride, o_v, end, BV: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def strength(b_beta, FACTOR: tl.constexpr):
-    """FACTOR times the sigmoid of b_beta; 0: b_beta itself. fp32."""
+    """FACTOR times the sigmoid of b_beta; with FACTOR 0, b_beta itself. fp32."""
     b_beta = b_beta.to(tl.float32)
     if FACTOR != 0:
         b_beta = tl.div_rn(FACTOR, 1 + tl.exp(-b_beta))
@@ -144,16 +144,16 @@ def recurrent_fwd_kernel(
     ORDERED: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """BETA_FACTOR: beta is that times the sigmoid of what is given; 0: beta is given. The strides
-    inside a state are constants, so that its addresses are a base and offsets that the loads and
-    stores contain. PARTS, FOLD, ORDERED, WORDS: see `Form`."""
+    """BETA_FACTOR: beta is this factor times the sigmoid of the argument; 0: the argument is beta.
+    The strides inside a state are constants, so that the loads and stores encode the offsets from
+    one base address. PARTS, FOLD, ORDERED, WORDS: see `Form`."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + PARTS * BV - 1) // (PARTS * BV)
     i_v, i_nh = pid % V_BLOCKS, pid // V_BLOCKS
     i_n, i_hv = i_nh // HV, i_nh % HV
     i_h = i_hv // (HV // H)
     o_k = tl.arange(0, BK)
-    # Columns of the first part; those of another are multiples of BV further.
+    # These are the columns of the first part. The next parts follow at multiples of BV.
     o_v = i_v.to(tl.int32) * (PARTS * BV) + tl.arange(0, BV)
     in_k = o_k < K
 
@@ -178,7 +178,7 @@ def recurrent_fwd_kernel(
         end = tl.load(p_end, mask=i_n < N, other=T).to(tl.int64)
         n_tokens = (end - row).to(tl.int32)
 
-    # The first token, in flight before the state is found; the loop loads one token ahead.
+    # Load the first token before the slot of the state is known. The loop loads one token ahead.
     any_token = n_tokens > 0
     in_q, end_v = o_k < tl.where(any_token, K, 0), tl.where(any_token, V, 0)
     p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh + o_k * stride_qk
@@ -245,8 +245,8 @@ def recurrent_fwd_kernel(
             p_o += stride_ot
         return
 
-    # Between two tokens the state is what memory would hold: the next token reads what a call of
-    # its own would.
+    # Between two tokens the state is rounded as in memory, so that the next token reads the same
+    # numbers as in a call of its own.
     KEPT: tl.constexpr = ht.dtype.element_ty if ht is not None else tl.float32
     if h0 is not None:
         p_h0 = h0 + i_0 * stride_h0n + i_hv * stride_h0h
@@ -346,7 +346,7 @@ def recurrent_fwd_kernel(
         if gv is not None:
             p_gv += stride_gvt
 
-    # One token's state is stored by the loop, before the next part is computed.
+    # With one token the loop stores the state of a part before it computes the next part.
     if ht is not None and not (EVERY_TOKEN or ONE_TOKEN):
         end_v = V
         if write_slots is not None:
@@ -356,21 +356,22 @@ def recurrent_fwd_kernel(
             store_state(p_kept, tiles[part], in_k, o_v < end_v - part * BV, POLICY)
 
 
-# Elements of the state that a thread holds: enough loads in flight, few enough registers for
-# several programs on a multiprocessor.
+# The elements of the state that a thread holds. They give enough loads in flight, and leave enough
+# registers for several programs on a multiprocessor.
 STATE_OF_A_THREAD = 64
 
 
 class Form(NamedTuple):
-    """How a program goes about its columns. No bit depends on `parts` and `ordered`.
+    """The way in which a program loads and sums its columns. No bit depends on `parts` and
+    `ordered`.
 
-    parts: how many tiles of `tile.BV` columns a program owns; all are loaded before the first is
-        used, and wait in the states' dtype.
-    fold: 2^fold rows of the state that lie in one thread are added up with fused multiplications
+    parts: the number of tiles of `tile.BV` columns of a program. All tiles are loaded before the
+    first one is used, and are held in the states' dtype until then. fold: 2^fold rows of the state
+    that lie in one thread are added up with fused multiplications
         and additions.
-    ordered: barriers keep the loads of a token before the wait for the slot, and those of the state
-        before the wait for the token; ptxas moves them behind otherwise.
-    words: the sums of q q, k k and q k are of words of 32 bits.
+    ordered: barriers keep the loads of a token before the wait for the slot, and the loads of the
+    state before the wait for the token. Without barriers ptxas moves the loads after these waits.
+    words: the sums of q q, k k and q k use words of 32 bits.
     """
 
     tile: Tile
@@ -380,18 +381,18 @@ class Form(NamedTuple):
     words: bool = False
 
 
-# Elements of 2 bytes that a thread loads at once.
+# The number of 2-byte elements that a thread loads at once.
 VECTOR = 8
 
 
 def recurrent_form(K: int, V: int, state_v_first: bool, itemsize: int) -> Form:
-    """One form for a head's sizes, the states' layout and the bytes of their elements, whatever the
-    batch: it fixes the order of the sums over K.
+    """The form depends on a head's sizes, the states' layout and the bytes of their elements. It
+    does not depend on the batch, because it fixes the order of the sums over K.
 
-    Value-first rows [K] lie in one warp, whose sums need no other one. Key-first, a program takes
-    rows of 256 bytes of a float32 state, or of 64 bytes of a 16-bit one, and its warps share the
-    sums. Measured (docs/tried.md): float32 states move as fast as memory does without the
-    other options, 16-bit ones need them.
+    A value-first row [K] lies in one warp, which computes its sums alone. In a key-first layout a
+    program takes rows of 256 bytes of a float32 state, or of 64 bytes of a 16-bit state, and its
+    warps share the sums. In measurements (docs/tried.md) float32 states reach the speed of memory
+    without the other options, and 16-bit states need these options.
     """
     BK = padded(K, 256)
     narrow = itemsize == 2
@@ -408,12 +409,12 @@ def recurrent_form(K: int, V: int, state_v_first: bool, itemsize: int) -> Form:
     return Form(tile, parts, rows.bit_length() - 1, ordered=True, words=state_v_first)
 
 
-# The cache evicts states that do not fit it before the next step reads them; others may stay.
+# Above this size the L2 cache evicts states before the next step reads them.
 STATES_BEYOND_CACHE = 2**26
 
 
 def eviction_policy(state_bytes: int) -> str:
-    """How the cache is to treat all states of a call, read and written. No bit depends on it.
-    Measured: states beyond the cache come and go faster when their lines are the last to leave it,
-    as writes then go out together; smaller ones when they make room for each other."""
+    """The eviction policy for all states of a call, read and written. No bit depends on it. In
+    measurements states that exceed the cache are faster with "evict_last", as their writes then
+    leave the cache together, and smaller states with "evict_first"."""
     return "evict_last" if state_bytes >= STATES_BEYOND_CACHE else "evict_first"

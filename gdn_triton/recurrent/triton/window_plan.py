@@ -26,7 +26,7 @@ from gdn_triton.recurrent.triton.window import WindowForm, window_form, window_f
 from gdn_triton.recurrent.triton.window_fold import window_fold_kernel, window_start_kernel
 from gdn_triton.recurrent.triton.window_one import window_one_fwd_kernel
 
-# The least sizes of the products on matrix units; two columns a token.
+# The least sizes of products on matrix units. Each token has two columns.
 LEAST_BLOCK: Final = 16
 LEAST_TOKENS: Final = 4
 
@@ -39,7 +39,7 @@ def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]
         "BV": min(form.BV, max(LEAST_BLOCK, triton.next_power_of_2(p.V))),
         "BR": max(LEAST_BLOCK, triton.next_power_of_2(p.window_rows)),
         "FI": min(BK, form.FI),
-        # The form is that of K = 128; its registers do not hold twice as many channels.
+        # The form is made for K = 128, and its registers do not hold twice as many channels.
         "num_warps": form.warps * max(1, BK // 128),
         "num_stages": 1,
     }
@@ -64,8 +64,8 @@ def _takes_one(p: RecurrentProblem) -> bool:
 
 
 def _step_form(p: RecurrentProblem) -> WindowForm:
-    """The form of 16-bit states with one token needs the matrix units, whose operands have one
-    dtype: without them a program would hold twice the registers."""
+    """Returns the form of a step. The form of 16-bit states with one token needs the matrix units,
+    whose operands have one dtype. Without matrix units a program would need twice the registers."""
     one, itemsize = _takes_one(p), p.state_dtype.itemsize
     multiplied = p.q_dtype if p.state_dtype == torch.int8 else p.state_dtype
     if one and not (multiplied == p.q_dtype == p.k_dtype and p.q_dtype.itemsize == 2):
@@ -74,7 +74,7 @@ def _step_form(p: RecurrentProblem) -> WindowForm:
 
 
 def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
-    """x: the operands as `views` returns them; o [B, T, HV, V]."""
+    """x: the result of `views`; o [B, T, HV, V]."""
     p = problem
     assert x.read_slots is not None and x.positions is not None and x.start is not None
     one = _takes_one(p)
@@ -123,7 +123,8 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
 
 
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
-    """What runs steps that differ from this one in contents and addresses only."""
+    """Returns a function that runs steps that differ from this one in contents and addresses
+    only."""
     p = problem
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)
@@ -177,7 +178,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     return guarded
 
 
-# Slots whose `start` one program writes.
+# The number of slots whose `start` one program writes.
 BLOCK = 128
 
 
