@@ -17,7 +17,7 @@ L2NORM_EPS = 1e-6
 # e^x to the last bit of float64, because e^-40 is less than 2^-57.
 SOFTPLUS_THRESHOLD = 20.0
 
-# Floor of one token's log2 decay. 2^floor is exactly 0 in the dtype (the least subnormals are
+# The floor of one token's log2 decay. 2^floor is exactly 0 in the dtype (the least subnormals are
 # 2^-149 and 2^-1074), so the floor changes no factor. It only keeps differences of cumulative sums
 # from being (-inf) - (-inf).
 LOG2_DECAY_FLOOR = {torch.float32: -160.0, torch.float64: -1100.0}

@@ -100,8 +100,8 @@ def clip(documents: Sequence[bytes], max_tokens: int) -> list[bytes]:
 class Layer(NamedTuple):
     """The weights before the op, in the dtype of the run; A_log and dt_bias [HV] are float32."""
 
-    heads: int  # H; HV is twice that
-    dim: int  # K; V is twice that
+    heads: int  # H; HV is 2 * H
+    dim: int  # K; V is 2 * K
     embedding: Tensor  # [256, MODEL_WIDTH], a row for each byte
     qkv: Tensor  # [MODEL_WIDTH, H * K + H * K + HV * V]
     gate: Tensor  # [MODEL_WIDTH, HV]
@@ -113,7 +113,7 @@ class Layer(NamedTuple):
 def make_layer(
     heads: int, dim: int, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Layer:
-    """Random weights, the same for a seed on every device."""
+    """Makes random weights, which are the same for a seed on every device."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(rows: int, columns: int, std: float) -> Tensor:
@@ -237,7 +237,7 @@ def describe_machine(device: torch.device) -> str:
         import triton
 
         triton_version = f"Triton {triton.__version__}"
-    except Exception:  # which the line on the backend names
+    except Exception:  # the line on the backend names this
         triton_version = "no Triton that can be imported"
     python = platform.python_version()
     return f"{name}; Python {python}, torch {torch.__version__}, {triton_version}"

@@ -1,4 +1,4 @@
-"""Functions that name the backend of a call of any operator, and the reason. They run nothing and
+"""Functions that name the backend of a call of any operator, and the reason. They run no kernel and
 write no state."""
 
 import dataclasses

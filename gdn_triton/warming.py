@@ -1,4 +1,4 @@
-"""Calls made ahead of time, so that the first request of a model compiles nothing."""
+"""`warmup`: calls before the first request of a model, so that the request compiles nothing."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

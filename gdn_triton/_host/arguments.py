@@ -88,14 +88,14 @@ def real_or_none(name: str, x: object) -> float | None:
     the range of float64."""
     if x is None or type(x) is float:
         return x
-    # A tensor is refused too: its value would have to be fetched from the device.
+    # Refuse a tensor too, because its value would have to be fetched from the device.
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(must(name, "be a real number or None", value_of(x)))
     try:
         return float(x)
     except OverflowError:
         expected = f"be within the range of float64, {MOST_FLOAT:.1e}"
-        # Its digits may be too many to print.
+        # An int may have too many digits to print.
         raise ValueError(must(name, expected, f"one beyond it ({type_of(x)})")) from None
 
 
@@ -131,8 +131,8 @@ def check_tensors(required: Mapping[str, object], optional: Mapping[str, object]
 
 
 def is_strided(x: Tensor) -> bool:
-    """Whether the elements lie in memory by strides: a sparse tensor, one of MKL-DNN and a nested
-    one have no strides, and some have no shape."""
+    """Whether the elements lie in memory by strides. A sparse tensor, an MKL-DNN tensor and a
+    nested tensor have no strides, and some of them have no shape."""
     return x.layout is STRIDED and not x.is_nested
 
 
@@ -266,7 +266,7 @@ def type_of(x: Any) -> str:
 
 
 def value_of(x: Any) -> str:
-    # A tensor is described, never printed: printing it would fetch its contents.
+    # Describe a tensor instead of printing it, because printing would fetch its contents.
     if not isinstance(x, Tensor):
         return f"{x!r} ({type_of(x)})"
     return "a nested tensor" if x.is_nested else f"a tensor of shape {list(x.shape)}"

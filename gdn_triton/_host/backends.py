@@ -55,11 +55,11 @@ class GradientKernels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backend(Generic[P, F]):
-    """name: as `GDN_BACKEND` spells it. supports: returns a sentence if the backend cannot run a
-    call, else the kernels that make its gradients, or None where the call needs no gradient or
-    autograd differentiates the forward. load: imports the backend's modules, which may be heavy or
-    absent, and returns the function that runs a call. exists: False where the operator has no such
-    backend (`missing`)."""
+    """A backend of one operator. name: its name in `GDN_BACKEND`. supports: returns a sentence if
+    the backend cannot run a call, else the kernels that make its gradients, or None where the call
+    needs no gradient or autograd differentiates the forward. load: imports the backend's modules,
+    which may be heavy or absent, and returns the function that runs a call. exists: False where the
+    operator has no such backend (`missing`)."""
 
     name: str
     supports: Callable[[P], str | GradientKernels | None]
@@ -112,7 +112,8 @@ def load_nothing() -> NoReturn:
 
 
 def missing(name: str, why: str) -> Backend[Any, Any]:
-    """Stands in the list for a backend that an operator does not have. why: a sentence."""
+    """Returns an entry of the list for a backend that an operator does not have. why: a
+    sentence."""
     return Backend(name, lambda _: why, load_nothing, exists=False)
 
 
@@ -151,14 +152,14 @@ class Explanation:
 
 @dataclass(slots=True, eq=False)
 class Operator(Generic[P, F]):
-    """A public function and its backends. name: the function's. backends: one of each of `NAMES`,
-    in that order; the last one refuses nothing."""
+    """A public function and its backends. name: the name of the function. backends: one backend for
+    each of `NAMES`, in that order. The last backend refuses nothing."""
 
     name: str
     backends: tuple[Backend[P, F], ...]
 
     def choose(self, problem: P) -> Choice[F]:
-        """The backend that runs this problem.
+        """Returns the backend that runs this problem.
 
         ValueError for an unknown `GDN_BACKEND`; RuntimeError with the reason if the operator has
         the backend that is asked for by name and it refuses.
@@ -229,7 +230,7 @@ def _first(
 
 
 def requested_backend() -> str:
-    """The value of `GDN_BACKEND`; ValueError if it is none of the known ones."""
+    """Returns the value of `GDN_BACKEND`. Raises ValueError if the value is unknown."""
     name = os.environ.get("GDN_BACKEND", "auto")
     if name != "auto" and name not in NAMES:
         names = ", ".join(["auto", *sorted(NAMES)])

@@ -19,7 +19,7 @@ from torch import Tensor
 SLACK = 1.02
 # Models have at most 64 heads. A larger H that also exceeds T means that T and H are swapped.
 MOST_HEADS = 64
-# Its exponential is the largest number of float32.
+# The exponential of this number is the largest number of float32.
 MOST_A_LOG = math.log(torch.finfo(torch.float32).max)
 
 _warned: set[str] = set()
@@ -252,7 +252,8 @@ def _shown(x: float | None) -> str:
 
 
 def _depth_of_caller() -> int:
-    """The stacklevel, in the function that asks, of the first frame outside of this package."""
+    """Returns the stacklevel, counted from the calling function, of the first frame outside of this
+    package."""
     frame, depth = sys._getframe(1), 1
     package = __name__.partition(".")[0]
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:

@@ -33,8 +33,9 @@ def batch_invariant() -> bool:
 
 
 def traced_batch_invariant() -> bool:
-    """`batch_invariant` in a trace, where it is a constant: torch's compiler guards it, and traces
-    the call anew where it has changed. Values other than 0 and 1 are left to `batch_invariant`."""
+    """The value of `batch_invariant` in a trace. It is a constant there: torch's compiler guards
+    it, and traces the call again if it changes. This function does not check for values other than
+    0 and 1."""
     environment = os.environ
     # Read the dictionary inside of `os.environ`: for an unset variable `os.environ.get` catches an
     # exception, and the compiler then makes no guard.

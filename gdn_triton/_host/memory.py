@@ -110,7 +110,7 @@ def check_own_memory(name: str, layout: Layout) -> None:
     reach = 0
     for stride, n in dimensions:
         if stride <= reach:
-            # Elements of this dimension lie between those of the others, or on them.
+            # Elements of this dimension lie between elements of the other dimensions, or coincide.
             if stride == 0 or _meets_itself(dimensions):
                 expected = "have memory of its own for every element"
                 raise ValueError(must(name, expected, f"strides {list(layout[1])}"))
@@ -149,8 +149,8 @@ def _meets_itself(dimensions: Sequence[tuple[int, int]]) -> bool:
 
 @functools.lru_cache(1024)
 def _share(x: Layout, y: Layout, distance: int) -> bool:
-    """Whether an element of x and one of y have a byte in common; `distance` bytes lie from the
-    first byte of x to that of y."""
+    """Whether an element of x and an element of y share a byte. distance: the bytes from the first
+    byte of x to the first byte of y."""
     terms: list[Term] = [
         (stride * y[2].itemsize, 0, n - 1) for stride, n in _dimensions(y) if stride > 0
     ]
@@ -186,7 +186,7 @@ def _reaches(given: Sequence[Term], low: int, high: int) -> bool:
         start = max(first, -((most[rest] - low) // stride))
         end = min(last, (high - least[rest]) // stride)
         if rest == 0:
-            # Any number in the range would do.
+            # The last term needs only one number of the range.
             end = min(end, start)
         steps += 1 + max(0, end - start)
         if steps > MOST_STEPS:

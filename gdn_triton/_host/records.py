@@ -39,7 +39,7 @@ new_options = constructor(Options)
 
 
 def state_needs_grad(needed: Mapping[str, bool]) -> bool:
-    """Whether a final state is differentiable. It depends on every input but q."""
+    """Whether a final state needs a gradient. It depends on every input except q."""
     return any(want for name, want in needed.items() if name != "q")
 
 

@@ -176,7 +176,8 @@ def accepted_slots(p: OnSlots, x: SlotTensors) -> tuple[list[int], list[int]]:
 
 
 def _bounds(p: OnSlots, x: SlotTensors) -> list[int]:
-    """Sequence n has the tokens from bounds[n] to bounds[n + 1] - 1 of all."""
+    """Returns the bounds: sequence n has the tokens from bounds[n] to bounds[n + 1] - 1 of all
+    tokens."""
     if x.cu_seqlens is None:
         return [n * p.T for n in range(p.N + 1)]
     bounds: list[int] = x.cu_seqlens.tolist()

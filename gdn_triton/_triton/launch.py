@@ -1,4 +1,4 @@
-"""Launching a compiled kernel again, for a third of the host time that Triton takes.
+"""Repeated launches of a compiled kernel in a third of the host time that Triton takes.
 
 At every launch Triton inspects each argument to find the compiled variant. This takes 25 us for a
 kernel of 45 arguments, which is longer than the kernel runs on small inputs. A `Launch` holds a
@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from gdn_triton._host.launches import recorder
 from gdn_triton._triton.tiles import compiler
 
-# Variants that one Launch remembers. A few are normal: combinations of dtypes, alignments, devices.
+# The most variants that one Launch remembers. A few are normal, for dtypes, alignments and devices.
 MOST_VARIANTS = 64
 
 
@@ -47,7 +47,7 @@ class Launch:
     def __init__(self, kernel: Any, **fixed: Any) -> None:
         given = tuple(name for name in kernel.arg_names if name not in fixed)
         self._compiled = isinstance(kernel, JITFunction)
-        # The interpreter specialises on nothing.
+        # The interpreter has no variants.
         params = kernel.params if self._compiled else ()
         numbers = tuple(p.name for p in params if p.do_not_specialize)
         self._kernel = kernel

@@ -1,4 +1,4 @@
-"""Memory of states."""
+"""Allocation of states."""
 
 import torch
 

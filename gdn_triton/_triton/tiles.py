@@ -181,7 +181,7 @@ def output_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype) -> Tile:
 
 @_kept
 def prepare_config(K: int, dtype: torch.dtype) -> Tile:
-    """BK spans K, as a row's norm needs all of it."""
+    """BK spans K, because the norm of a row needs all of the row."""
     BK = padded(K, 256, LEAST_WIDTH)
     return Tile(BK, 0, num_warps=4, num_stages=1, maxnreg=128 if BK <= 128 else 168)
 
@@ -276,7 +276,7 @@ def starts_config(gpu: Gpu, K: int, V: int) -> Tile:
     return Tile(BK, padded(V, BV), num_warps=8 if BK > 64 else 4, num_stages=count)
 
 
-# The tiles of the backward.
+# The functions below have the tiles of the backward.
 
 
 def quarter_tile(K: int, V: int) -> Tile:

@@ -24,7 +24,7 @@ from gdn_triton.conv.validation import (
     validate_conv,
 )
 
-# Taps of the Triton kernels; the reference has no limit.
+# The numbers of taps that the Triton kernels have. The reference has no limit.
 TRITON_WIDTHS: Final = (2, 3, 4)
 
 

@@ -51,7 +51,7 @@ _OF_STATES: Final = (
     *("state", "read_slots", "write_slots", "has_initial_state"),
     "num_accepted_tokens",
 )
-# The arguments of each operator, by their names in the records of a call.
+# The arguments of each operator, with the names that they have in the records of a call.
 _CONV_ARGUMENTS: Final = arguments_of(f"{_CONV}, Tensor? cu_seqlens")
 _STATES: Final = f"{_CONV}, {_STATE}, Tensor? cu_seqlens, Tensor? num_accepted_tokens, bool is_step"
 _STATE_ARGUMENTS: Final = arguments_of(_STATES)

@@ -26,8 +26,8 @@ from gdn_triton.prep.problem import PreparedInputs, Sizes, with_gradients
 
 
 class PrepProblem(NamedTuple):
-    """A validated call of `gdn_triton.fused_conv_prep`, from which its backend is chosen: its two
-    parts."""
+    """A validated call of `gdn_triton.fused_conv_prep`: the problems of its two parts, from which
+    its backend is chosen."""
 
     conv: ConvProblem
     sizes: Sizes
@@ -61,7 +61,7 @@ CONV_PREP: Operator[PrepProblem, PrepRun] = Operator(
 
 
 def prep_problem(args: ConvArguments, prep: PrepArguments) -> PrepProblem:
-    """Raises as `validate_conv_prep`."""
+    """Validates the call, with the errors of `validate_conv_prep`."""
     conv, sizes = validate_conv_prep(args, prep)
     return PrepProblem(conv, with_gradients(sizes, prep_needs_grad(conv, prep)))
 

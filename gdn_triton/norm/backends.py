@@ -18,7 +18,7 @@ from gdn_triton._host.tensors import resolved
 from gdn_triton.norm.problem import Norm
 from gdn_triton.norm.validation import validate_norm
 
-# Channels of a row that the Triton kernels hold in registers.
+# The most channels of a row that the Triton kernels hold in registers.
 MAX_D: Final = 8192
 
 Run = Callable[[Norm, Tensor, Tensor, Tensor], Tensor]

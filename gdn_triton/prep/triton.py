@@ -174,7 +174,7 @@ def post_conv_kernel(
     pid = tl.program_id(0)
     part = pid % PARTS
     row = (pid // PARTS).to(tl.int64) * BT
-    # Bases are 64-bit; offsets inside a block of outputs fit 32 bits.
+    # Base addresses are 64-bit. Offsets inside of a block of outputs fit 32 bits.
     n_rows = tl.minimum(L - row, BT).to(tl.int32)
     if CHANNEL_MAJOR:
         n_rows = tl.multiple_of(n_rows, ALIGN)

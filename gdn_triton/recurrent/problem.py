@@ -166,7 +166,7 @@ class FoldProblem:
 
 
 class FoldOperands(NamedTuple):
-    """state: None in a call of `gdn_triton.restart_window`."""
+    """The tensors of a fold. state is None in a call of `gdn_triton.restart_window`."""
 
     state: Tensor | None
     u_rows: Tensor

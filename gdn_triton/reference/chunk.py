@@ -51,7 +51,8 @@ from gdn_triton.reference.steps import (
 
 
 class _Inputs(NamedTuple):
-    """Inputs after norm, sigmoid and gate, in the compute dtype; initial_state [N, H, G, K, V]."""
+    """The inputs after norm, sigmoid and gate, in the compute dtype. initial_state is [N, H, G, K,
+    V]."""
 
     q: Tensor
     k: Tensor

@@ -1,4 +1,4 @@
-"""A layer's decode step of one token a sequence, in one launch:
+"""A layer's decode step in one launch, with one token for each sequence:
 
     x = silu(bias + sum over j of weight[:, W - 1 - j] x_(t - j)),    q, k, v = x
     S = exp(g) S + k (x) beta (v - exp(g) S^T k),    o = scale S^T q
@@ -177,7 +177,7 @@ def layer_step_kernel(
     b_q = tl.sum(tl.where(is_k == 0, qk_bits, 0), 0).to(tl.float32, bitcast=True)
     b_k = tl.sum(tl.where(is_k == 1, qk_bits, 0), 0).to(tl.float32, bitcast=True)
 
-    # A factor of all of q or k multiplies the sums that q or k enters, not its elements.
+    # A scalar factor of q or k multiplies the sums of q or k, not their elements.
     of_q, of_k = scale, 1.0
     qq, kk, qk = products(b_q, b_k, WORDS)
     if USE_QK_L2NORM:

@@ -91,7 +91,8 @@ def gradient_columns(
             if f.bias is not None:
                 s_bias += z0
         if r >= W - 1:
-            # The token W - 1 before this one, whose gradient depends on all of these tokens.
+            # Store dx of the token W - 1 before this one. It depends on dz of all tokens in
+            # between.
             b_dx = z0 * w[W - 1]
             of_before = z_before[0] * w[W - 2]
             for i in tl.static_range(1, W - 1):
@@ -282,7 +283,7 @@ def conv_bwd(
     bias: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dx [B, T, D], dweight [D, W] and dbias [D], in the dtypes of x, weight and bias."""
+    """Returns dx [B, T, D], dweight [D, W] and dbias [D] in the dtypes of x, weight and bias."""
     p = problem
     dx = x.new_empty((p.B, p.T, p.D))
     if p.B * p.T == 0:

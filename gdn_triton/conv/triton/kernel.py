@@ -158,7 +158,7 @@ def conv_block(
     if IS_PACKED:
         i_n = sequence_of(i_row, packed)
         first = tl.load(packed.cu_seqlens + i_n).to(tl.int64) - i_row
-        # The rows of no sequence end with the last row of the call.
+        # The rows after all sequences end with the last row of the call.
         p_end = packed.cu_seqlens + i_n + 1
         whole = tl.load(p_end, mask=i_n < packed.N, other=T).to(tl.int64) >= i_row + n_rows
         valid = i_n < packed.N
@@ -203,8 +203,8 @@ def conv_block(
             for i_r in range(R):
                 o_t = row + i_r
                 if (i_r == 0) | (((starts >> i_r) & FIRST_ROWS) != 0):
-                    # A lane starts a sequence or moves on to another one. Setting the rows before a
-                    # sequence's start a second time changes nothing.
+                    # The lane starts in a sequence or enters the next one. Rows before a sequence's
+                    # start may be replaced a second time, with the same values.
                     n = sequence_of(i_row + o_t, packed)
                     firsts = tl.load(packed.cu_seqlens + n).to(tl.int64) - i_row
                     firsts = tl.maximum(firsts, -W).to(tl.int32)

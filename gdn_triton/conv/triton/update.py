@@ -161,7 +161,7 @@ def conv_state_kernel(
         i_row = i_n * 0
         n_tokens = i_row + T
     else:
-        # Program N of a part writes the zeros of the rows after the last sequence.
+        # Program N of a part writes zeros to the rows after the last sequence.
         i_b = i_n * 0
         i_row = tl.load(cu_seqlens + i_n).to(tl.int64)
         end = tl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=T).to(tl.int64)

@@ -24,7 +24,7 @@ from gdn_triton.recurrent.triton.sums import column_sums, products
 
 @triton.jit
 def decay_of(b_g, RCP_LN2: tl.constexpr):
-    """exp(b_g) for natural-log decays, fp32."""
+    """exp(b_g) of natural-log decays in fp32."""
     return tl.exp2(b_g.to(tl.float32) * RCP_LN2)
 
 
@@ -171,7 +171,7 @@ def recurrent_fwd_kernel(
         row = i_n * 0
         n_tokens = 1 if ONE_TOKEN else T
     else:
-        # Program N of a head writes the zeros of the rows after the last sequence.
+        # Program N of a head writes zeros to the rows after the last sequence.
         i_b = i_n * 0
         p_end = cu_seqlens + (i_n + 1) * stride_c
         row = tl.load(p_end - stride_c).to(tl.int64)
@@ -274,7 +274,7 @@ def recurrent_fwd_kernel(
         next_k = tl.load(p_k, mask=in_q, other=0)
         next_v = load_columns(p_v, stride_vv, o_v, end_v, BV, PARTS)
 
-        # A factor of all of q or k multiplies the sums that q or k enters, not its elements.
+        # A scalar factor of q or k multiplies the sums of q or k, not their elements.
         of_q, of_k = scale, 1.0
         qq, kk, qk = products(b_q, b_k, WORDS)
         if USE_QK_L2NORM:

@@ -7,7 +7,8 @@ import triton.language as tl
 
 @triton.jit
 def power_of_two(x):
-    """The power of two below x, at least 2^-126, and its inverse; x is not negative."""
+    """Returns the largest power of two up to x, at least 2^-126, and its inverse. x is not
+    negative."""
     bits = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000)
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
@@ -20,8 +21,8 @@ def fixed_point(x):
 
 @triton.jit
 def largest(x):
-    """The largest magnitude of x: of two floats that are not negative, the larger one has the
-    larger bits."""
+    """The largest magnitude of x, by a maximum of bits: of two floats that are not negative, the
+    larger one has the larger bits as an integer."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
 
 
@@ -91,8 +92,8 @@ def partial_sums(h, x, FOLD: tl.constexpr):
 
 @triton.jit
 def column_sums(b_h, b_q, b_k, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr):
-    """S^T q and S^T k. Rows that lie in one thread are added up in fused steps, whose order is
-    written here, before threads share their sums."""
+    """Returns S^T q and S^T k. Rows in one thread are added first, by fused multiply-adds in the
+    order that is written here. Then the threads add their sums."""
     h = pieces_of(b_h, FOLD, STATE_V_FIRST)
     q = pieces_of(tl.broadcast_to(b_q[:, None], b_h.shape), FOLD, STATE_V_FIRST)
     k = pieces_of(tl.broadcast_to(b_k[:, None], b_h.shape), FOLD, STATE_V_FIRST)

@@ -59,7 +59,7 @@ def _sizes(p: RecurrentProblem | FoldProblem) -> dict[str, int]:
 
 
 def _takes_one(p: RecurrentProblem) -> bool:
-    """Whether each sequence has one token."""
+    """Whether each sequence of a call has one token."""
     return p.T == 1 and not p.is_varlen
 
 

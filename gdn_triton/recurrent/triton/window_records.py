@@ -114,8 +114,8 @@ def records_dot(b_u, b_x, LIKE: tl.constexpr):
 @triton.jit
 def outer(b_u, b_k, NARROW: tl.constexpr):
     """[BV, KI] float32: b_u [BV, BR], float32, times b_k [BR, KI] of the tokens' dtype. Products of
-    bf16 are exact on matrix units, and b_u is the sum of three bf16 numbers, of which two suffice
-    for a state of 8 or 11 bits (NARROW)."""
+    bf16 are exact on matrix units. b_u is split into three bf16 numbers; two are sufficient for a
+    state of 8 or 11 bits (NARROW)."""
     if b_k.dtype == tl.bfloat16:
         u1, u2, u3 = parts_of(b_u)
         if NARROW:
