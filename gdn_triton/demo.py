@@ -4,8 +4,9 @@
 
 Text documents, read as bytes, go through the projections of a small Gated DeltaNet layer with
 seeded random weights and, packed in one row, through `chunk_gated_delta_rule` on the best backend
-there is. One line each for the machine, the input, the backend, the error and the time. The exit
-status is 0 when the error is within its budget, 1 when it is not, 2 when there was nothing to run.
+there is. It prints one line each for the machine, the input, the backend, the error and the time.
+The exit status is 0 if the error is within its budget, 1 if it is not, and 2 if there was nothing
+to run.
 """
 
 import argparse
@@ -30,8 +31,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 MODEL_WIDTH = 128
 
-# The chunked form rounds three times as many intermediates as the recurrence that is measured
-# beside it, and may compute float32 products in three passes of tf32 (docs/numerics.md).
+# The chunked form rounds three times as many intermediates as the recurrence that the error is
+# compared with, and may compute float32 products in three passes of tf32 (docs/numerics.md).
 BUDGET_FACTOR = 8.0
 
 
@@ -43,7 +44,7 @@ class InputError(Exception):
 
 
 def default_paths() -> list[Path]:
-    """The package's own sources; in a checkout, its README and docs too."""
+    """The paths of the package's own sources, and in a checkout of its README and docs."""
     package = Path(__file__).resolve().parent
     checkout = package.parent
     extra = [checkout / "README.md", checkout / "docs"]
@@ -54,7 +55,7 @@ def default_paths() -> list[Path]:
 def read_documents(paths: Sequence[Path]) -> list[bytes]:
     """The contents of the files, and of the text files under the directories, in order of name.
 
-    An empty file that is named is an error; one found in a directory is passed over.
+    An empty file that is named is an error. An empty file in a directory is skipped.
     """
     documents = []
     for path in paths:
@@ -85,8 +86,8 @@ def _read(path: Path) -> bytes:
 
 
 def clip(documents: Sequence[bytes], max_tokens: int) -> list[bytes]:
-    """The beginnings of the documents, all cut to one fraction so that they stay of different
-    lengths, max_tokens bytes or little more in total. None becomes empty."""
+    """Cuts the documents to max_tokens bytes, or slightly more, in total. Each keeps the same
+    fraction of its beginning, so that lengths still differ, and none becomes empty."""
     total = sum(map(len, documents))
     if total <= max_tokens:
         return list(documents)
@@ -97,10 +98,10 @@ def clip(documents: Sequence[bytes], max_tokens: int) -> list[bytes]:
 
 
 class Layer(NamedTuple):
-    """The weights that come before the op, in the dtype of the run; A_log, dt_bias [HV] float32."""
+    """The weights before the op, in the dtype of the run; A_log and dt_bias [HV] are float32."""
 
-    heads: int  # H; HV is twice that
-    dim: int  # K; V is twice that
+    heads: int  # H; HV is 2 * H
+    dim: int  # K; V is 2 * K
     embedding: Tensor  # [256, MODEL_WIDTH], a row for each byte
     qkv: Tensor  # [MODEL_WIDTH, H * K + H * K + HV * V]
     gate: Tensor  # [MODEL_WIDTH, HV]
@@ -112,7 +113,7 @@ class Layer(NamedTuple):
 def make_layer(
     heads: int, dim: int, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Layer:
-    """Random weights, the same for a seed on every device."""
+    """Makes random weights, which are the same for a seed on every device."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(rows: int, columns: int, std: float) -> Tensor:
@@ -121,8 +122,8 @@ def make_layer(
 
     H, HV, K, V = heads, 2 * heads, dim, 2 * dim
     std = MODEL_WIDTH**-0.5
-    # Decays as a model starts with them: exp(A_log) from 1 to 16, and time steps, the softplus of
-    # dt_bias, from 0.001 to 0.1 on a logarithmic scale.
+    # The decays are those of a new model: exp(A_log) is from 1 to 16, and the time step
+    # softplus(dt_bias) from 0.001 to 0.1 on a logarithmic scale.
     A = torch.rand(HV, generator=generator, device="cpu") * 15 + 1
     dt = 10 ** (torch.rand(HV, generator=generator, device="cpu") * 2 - 3)
     return Layer(
@@ -138,8 +139,8 @@ def make_layer(
 
 
 def project(layer: Layer, tokens: Tensor) -> dict[str, Tensor]:
-    """tokens [T], bytes, to the op's q, k, v, g and beta, B = 1. q, k and v are views of one
-    projection; g and beta are the raw ones."""
+    """Computes the op's q, k, v, g and beta, B = 1, from tokens [T], which are bytes. q, k and v
+    are views of one projection. g and beta are not activated yet."""
     x = layer.embedding[tokens].unsqueeze(0)
     HK, HVV = layer.heads * layer.dim, 4 * layer.heads * layer.dim
     q, k, v = (x @ layer.qkv).split((HK, HK, HVV), dim=-1)
@@ -161,8 +162,8 @@ class Result(NamedTuple):
 
 
 def exact(inputs: dict[str, Tensor], layer: Layer, cu_seqlens: Tensor) -> Result:
-    """The recurrence in float64, from the same numbers. Rounding the normalised q and k is part of
-    the op's meaning, so it comes first."""
+    """The recurrence in float64 on the same inputs. The op is defined with rounded normalised q and
+    k, so these are rounded first."""
     wide: dict[str, Any] = {
         **inputs,
         "q": reference.l2norm(inputs["q"]),
@@ -180,8 +181,8 @@ def exact(inputs: dict[str, Tensor], layer: Layer, cu_seqlens: Tensor) -> Result
 
 
 def rounded(inputs: dict[str, Tensor], layer: Layer, offsets: Sequence[int]) -> Result:
-    """The recurrence in float32, with what it reads of the state, writes to it and returns rounded
-    to the inputs' dtype: what that precision costs when nothing is chunked."""
+    """The recurrence in float32, with each read of the state, each write to it and o rounded to the
+    inputs' dtype. Its error is the cost of that precision without chunks."""
     dtype = inputs["v"].dtype
 
     def round_(x: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ def rounded(inputs: dict[str, Tensor], layer: Layer, offsets: Sequence[int]) -> 
 
 
 def relative_error(x: Tensor, expected: Tensor) -> float:
-    """|x - expected| / |expected|, both root mean squares; NaN if x has one."""
+    """|x - expected| / |expected|, both as root mean squares; NaN if x contains NaN."""
     difference = x.double() - expected
     return (difference.norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
 
@@ -214,7 +215,7 @@ def relative_error(x: Tensor, expected: Tensor) -> float:
 
 
 def seconds(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """The function's result, and the time until the device has it."""
+    """Returns the function's result, and the time until the device has computed it."""
     start = time.perf_counter()
     result = function()
     if device.type == "cuda":
@@ -236,7 +237,7 @@ def describe_machine(device: torch.device) -> str:
         import triton
 
         triton_version = f"Triton {triton.__version__}"
-    except Exception:  # which the line on the backend names
+    except Exception:  # the line on the backend names this
         triton_version = "no Triton that can be imported"
     python = platform.python_version()
     return f"{name}; Python {python}, torch {torch.__version__}, {triton_version}"
@@ -251,7 +252,7 @@ def describe_backend(explanation: gdn_triton.Explanation) -> str:
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> bool:
-    """Prints the report; whether the error is within its budget."""
+    """Prints the report, and returns whether the error is within its budget."""
     documents = clip(read_documents(arguments.paths or default_paths()), arguments.max_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
@@ -302,7 +303,7 @@ def run(arguments: argparse.Namespace) -> bool:
         off = relative_error(ours, truth)
         unit_roundoff = torch.finfo(ours.dtype).eps / 2
         budget = BUDGET_FACTOR * relative_error(theirs, truth) + unit_roundoff
-        # Not `off > budget`, which a NaN would pass.
+        # Do not write `off > budget`, which is false for NaN.
         passed &= off <= budget
         parts.append(f"{name} {off:.1e} (budget {budget:.1e})")
     report("error", f"{', '.join(parts)}: {'OK' if passed else 'FAILED'}")

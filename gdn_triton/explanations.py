@@ -1,5 +1,5 @@
-"""Which backend would run a call of any of the operators, and why: nothing runs, no state is
-written."""
+"""Functions that name the backend of a call of any operator, and the reason. They run no kernel and
+write no state."""
 
 import dataclasses
 import inspect
@@ -47,14 +47,16 @@ _Given = dict[str, Any]
 
 
 def explain(*args: Any, contents: bool = False, **kwargs: Any) -> Explanation:
-    """Which backend `chunk_gated_delta_rule` would run for these arguments, and why no other one.
+    """Names the backend that `chunk_gated_delta_rule` would run for these arguments, and why no
+    other.
 
-    Takes the same arguments and raises the same errors for bad ones, but runs nothing. A backend
-    that was asked for by name and refuses is no error here: the result says so. `print` it.
+    Takes the same arguments and raises the same errors for bad ones, but runs nothing. If
+    `GDN_BACKEND` names a backend that refuses the call, this is no error here: the result has the
+    reason. `print` the result.
 
-    With `contents`, which waits for the device, the result's `contents` has what the tensors hold
-    (the largest g, the longest key, the range of beta) and each mistake that shows in it, in words
-    (docs/wrong_numbers.md). ValueError where the tensors have no memory to read.
+    With `contents`, which waits for the device, the result's `contents` describes the tensors (the
+    largest g, the longest key, the range of beta) and has a sentence for each mistake that shows in
+    them (docs/wrong_numbers.md). Raises ValueError if the tensors have no memory to read.
     """
     given = _bound(chunk_gated_delta_rule, *args, **kwargs)
     explanation, inputs = _chunk(given)
@@ -74,7 +76,7 @@ def explain(*args: Any, contents: bool = False, **kwargs: Any) -> Explanation:
 
 
 def _explain_signature() -> inspect.Signature:
-    """That of the function, and `contents`."""
+    """The signature of the function, with `contents` added."""
     own = inspect.signature(explain)
     taken = inspect.signature(chunk_gated_delta_rule).parameters.values()
     return own.replace(parameters=[*taken, own.parameters["contents"]])
@@ -84,9 +86,9 @@ explain.__signature__ = _explain_signature()  # type: ignore[attr-defined]
 
 
 def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Which backend `function(*args, **kwargs)` would run, and why no other one.
+    """Names the backend that `function(*args, **kwargs)` would run, and why no other one.
 
-    It runs nothing, and what slots hold is not judged.
+    It runs nothing, and does not check the contents of slots.
 
     Args:
         function: one of this package's operators: `chunk_gated_delta_rule`, `chunk_prefill`,
@@ -96,15 +98,15 @@ def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         args, kwargs: its arguments.
 
     Returns:
-        An `Explanation`. A backend that was asked for by name and refuses is no error here: the
-        result says so. Where `fused_conv_prep` cannot run its one kernel ("reference" is chosen),
-        its two parts are a `causal_conv1d` and a `fused_post_conv_prep`, each in the backend that
-        is chosen for it. So are the parts of a `layer_step`, which run too where its kernel does
-        not take a call and "triton" was asked for.
+        An `Explanation`. If `GDN_BACKEND` names a backend that refuses the call, this is no error
+        here: the result has the reason. Where `fused_conv_prep` cannot run its one kernel
+        ("reference" is chosen), it runs `causal_conv1d` and `fused_post_conv_prep`, each in the
+        backend that is chosen for it. The parts of a `layer_step` also run each in its own backend
+        where its kernel does not take a call, even if "triton" is asked for.
 
     Raises:
         TypeError, ValueError, RuntimeError: the errors of the function for arguments of a wrong
-            type, shape, dtype or device; TypeError too for a function that is not one of these.
+            type, shape, dtype or device; TypeError also for a function that is not in this list.
     """
     if function is chunk_gated_delta_rule:
         return _chunk(_bound(function, *args, **kwargs))[0]
@@ -121,8 +123,8 @@ def explain_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 
 
 def _bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> _Given:
-    """All arguments of a call by their names, without those that are removed or deprecated. Called
-    by the public functions only: a warning names their caller."""
+    """Returns all arguments of a call by name, without removed and deprecated ones. Only the public
+    functions may call this function, because a warning names their caller."""
     call = inspect.signature(function).bind(*args, **kwargs)
     call.apply_defaults()
     given = dict(call.arguments)
@@ -137,7 +139,8 @@ def _bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> _Given:
 
 
 def _chunk(given: _Given) -> tuple[Explanation, Inputs]:
-    """And the call's tensors; with a context the offsets are the context's."""
+    """Returns the problem and the tensors of a call. With a context the offsets are the
+    context's."""
     x = made(ChunkCall, given)
     if given["cp_context"] is None:
         return CHUNK.explain(validate_chunk(x)), x.inputs
@@ -178,7 +181,7 @@ def _layer_step(given: _Given) -> Explanation:
     return found
 
 
-# The other functions, each with its operator and what makes a problem of a call's arguments.
+# The other functions, each with its operator and a function that makes a problem of the arguments.
 _OPERATORS: dict[Callable[..., Any], tuple[Operator[Any, Any], Callable[[_Given], Any]]] = {
     chunk_prefill: (PREFILL, lambda given: validate_prefill(prefill_call(given))),
     fused_recurrent_gated_delta_rule: (

@@ -1,4 +1,4 @@
-"""Calls made ahead of time, so that the first request of a model compiles nothing."""
+"""`warmup`: calls before the first request of a model, so that the request compiles nothing."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.constants import CHUNK_SIZES, DEFAULT_CHUNK_SIZE
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule, recurrent_step
 
-# Two neighbours of a series of sizes are no further apart: where a tile is chosen by a product of
-# sizes (`gdn_triton._triton.tiles`), no choice holds for a narrower interval.
+# The largest ratio of two neighbours in a series of sizes. Where a product of sizes selects a tile
+# (`gdn_triton._triton.tiles`), every tile is selected for an interval at least this wide.
 STEP = 1.25
 
 
@@ -55,38 +55,38 @@ def warmup(
 ) -> int:
     """Compiles, or loads from Triton's cache, every kernel that a model's calls will need.
 
-    It makes the calls themselves, on tensors of zeros that it frees again: each function for
-    numbers of sequences and tokens up to the largest ones, so close together that every tile, and
-    every cut of a sequence into segments, that sizes can choose is among them. A server does this
-    before it gives memory to a cache: the largest call takes the memory of a request of
-    `max_tokens`. It returns when the device has run all of them.
+    It makes the calls on tensors of zeros, which it frees again. It calls each function with a
+    series of numbers of sequences and tokens up to the largest ones. The series is dense enough to
+    include every tile, and every cut of a sequence into segments, that sizes can select. A server
+    should call it before it gives memory to a cache, because the largest call takes the memory of a
+    request of `max_tokens`. It returns when the device has run all calls.
 
     A later call compiles nothing if it has these heads, sizes, dtypes and options, and q, k and v
     that are contiguous or views of one projection. The numbers of sequences and tokens are free for
-    packed calls and for steps; strides of padded calls follow from their sizes, so these are
-    listed. What may compile a variant of its own: tensors of other strides, tensors that start off
-    a multiple of 16 bytes, checkpoints of a prefill, scales and gates that a call of the recurrence
-    gives and this one does not, steps with a window, and the convolution and the preparation, which
-    are not called here.
+    packed calls and for steps. The strides of padded calls follow from their sizes, so `padded`
+    lists these sizes. A later call may still compile a variant if it has tensors with other
+    strides, tensors at addresses that are not multiples of 16 bytes, checkpoints of a prefill,
+    scales or gates of the recurrence that this function does not pass, or a window. The convolution
+    and the preparation are not called here.
 
     Args:
         H, HV, K, V: heads of q and k, heads of v, channels of a key and of a value.
-        dtype: of q, k and v.
-        device: where the model is.
+        dtype: the dtype of q, k and v.
+        device: the device of the model.
         calls: which of `chunk_gated_delta_rule`, `chunk_prefill`,
-            `fused_recurrent_gated_delta_rule` and `recurrent_step` the model makes. The sequences
-            of the first and the third are called with a final state, and both with an initial one
-            and without; prefills with `has_initial_state` and without.
+            `fused_recurrent_gated_delta_rule` and `recurrent_step` the model makes. The first and
+            the third are called with a final state, and each with and without an initial state.
+            Prefills are called with and without `has_initial_state`.
         max_tokens: the most tokens of a packed call.
         max_sequences: the most sequences of a packed call, and of a step.
-        padded: the (B, T) of padded calls, where there are such.
-        tokens_per_step: tokens that a sequence has in a `recurrent_step`: 1 for decoding, the
-            number of verified tokens for speculation. With more than one, each has a slot of its
-            own to write.
-        backward: `chunk_gated_delta_rule` without states, and its gradients, too.
-        state_dtype: of the pool; states of sequences are float32.
-        gate_dtype, beta_dtype: of g and of beta, or with `raw_gates` of what is in their places.
-        index_dtype: of `cu_seqlens` and of slots.
+        padded: the (B, T) of the model's padded calls.
+        tokens_per_step: the tokens of a sequence in a `recurrent_step`: 1 for decoding, the number
+            of verified tokens for speculation. With more than one token, each token has its own
+            slot to write.
+        backward: also call `chunk_gated_delta_rule` without states and compute its gradients.
+        state_dtype: the dtype of the pool. Other states are float32.
+        gate_dtype, beta_dtype: the dtypes of g and of beta, or with `raw_gates` of the raw gates.
+        index_dtype: the dtype of `cu_seqlens` and of slots.
         raw_gates: the model passes gates before their activations, with A_log and dt_bias in
             float32: `use_gate_in_kernel` and `use_beta_sigmoid_in_kernel`, or a and b in a step.
         mixed_qkv: steps take q, k and v side by side.
@@ -184,7 +184,7 @@ def warmup(
 
 
 def _known_calls(calls: Sequence[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
-    """Raises for functions that are not of this package's four."""
+    """Returns the functions as a tuple. Raises TypeError for any other than the four functions."""
     known = (
         chunk_gated_delta_rule,
         chunk_prefill,
@@ -233,7 +233,8 @@ def _pairs(padded: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _usable(device: object) -> torch.device:
-    """ValueError for a device that torch does not know, or has no memory on."""
+    """Returns the device. Raises ValueError if torch does not know it or cannot allocate memory on
+    it."""
     if not isinstance(device, str | torch.device):
         raise TypeError(must("device", "be a torch.device or its name", value_of(device)))
     try:
@@ -248,8 +249,8 @@ def _usable(device: object) -> torch.device:
 
 
 def series(most: int) -> Iterator[int]:
-    """From 1 to `most`, each but the last at most a quarter above the one before, or one above:
-    sizes so close together that every tile that a size can choose is among theirs."""
+    """Returns sizes from 1 to `most`. Each size is at most a quarter, or one, larger than the size
+    before, so that together the sizes select every tile that any size selects."""
     n = 1
     while n < most:
         yield n
@@ -258,7 +259,7 @@ def series(most: int) -> Iterator[int]:
 
 
 def _differentiate(rule: dict[str, Any]) -> None:
-    """The call without states, and the gradients of all that has one."""
+    """Makes the call without states, and computes the gradients of all inputs."""
     leaves = {
         name: y.detach().requires_grad_()
         for name, y in rule.items()
@@ -271,7 +272,8 @@ def _differentiate(rule: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Arguments of a model's calls: zeros, and the numbers of slots. state: the shape of one."""
+    """The arguments of a model's calls: zeros, and the numbers of slots. state: the shape of a
+    state."""
 
     H: int
     HV: int
@@ -290,7 +292,7 @@ class _Tensors:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def pool(self, slots: int) -> Tensor:
-        """States for as many slots, and for slot 0, which is no sequence's."""
+        """States for this many slots, and for slot 0, which belongs to no sequence."""
         return self.zeros(1 + slots, *self.state, dtype=self.state_dtype)
 
     def slots(self, n: int) -> Tensor:
@@ -298,14 +300,14 @@ class _Tensors:
         return 1 + torch.arange(n, device=self.device, dtype=self.index_dtype)
 
     def offsets(self, N: int, T: int) -> Tensor:
-        """`cu_seqlens` of N sequences, all T tokens in the first."""
+        """`cu_seqlens` of N sequences, of which the first has all T tokens."""
         offsets = torch.full((N + 1,), T, device=self.device, dtype=self.index_dtype)
         offsets[0] = 0
         return offsets
 
     def rule(self, *lead: int, split: bool) -> dict[str, Tensor]:
-        """q, k, v, g and beta [*lead, ...], and what raw gates come with. split: q, k and v are
-        views of one projection."""
+        """q, k, v, g and beta [*lead, ...], and with raw gates A_log and dt_bias. split: q, k and v
+        are views of one projection."""
         H, HV, K, V = self.H, self.HV, self.K, self.V
         widths = (H * K, H * K, HV * V)
         if split:
@@ -336,7 +338,7 @@ class _Tensors:
 
 @torch.no_grad()
 def _step(x: _Tensors, N: int, T: int, *, split: bool, mixed: bool, **options: Any) -> None:
-    """A step of N sequences of T tokens, with a slot to write for each token if T > 1."""
+    """Makes a step of N sequences of T tokens, with a slot to write for each token if T > 1."""
     slots = x.slots(N * T).view(N, T)
     write = None if T == 1 else slots
     options.update(x.step(N, T, split=split, mixed=mixed))
@@ -345,7 +347,7 @@ def _step(x: _Tensors, N: int, T: int, *, split: bool, mixed: bool, **options: A
 
 @torch.no_grad()
 def _prefill(x: _Tensors, rule: dict[str, Any], N: int, *, has_state: bool, skip: str) -> None:
-    """A prefill of N sequences, with `has_initial_state` or without."""
+    """Makes a prefill of N sequences, with or without `has_initial_state`."""
     slots = x.slots(N)
     flags = slots > 0 if has_state else None
     chunk_prefill(x.pool(N), slots, **rule, has_initial_state=flags, skip=skip)

@@ -1,1 +1,1 @@
-"""What the operators share on the host. Private."""
+"""Host code that all operators share. Private."""

@@ -1,5 +1,5 @@
-"""What all validations share: the dtypes they allow, the checks they have in common, and how an
-error names an argument, what was expected and what came."""
+"""Parts that all validations share: the allowed dtypes, common checks, and the format of an error,
+which names the argument, the expected and the given value."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -36,14 +36,15 @@ def check_offsets(name: str, offsets: Sequence[int], T: int) -> None:
 
 
 def count_sequences(cu_seqlens: Tensor) -> int:
-    """N of cu_seqlens [N + 1], judged by its shape alone."""
+    """Returns N of cu_seqlens [N + 1] from its shape alone."""
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(must("cu_seqlens", "have shape [N + 1], N >= 0", shape_of(cu_seqlens)))
     return cu_seqlens.shape[0] - 1
 
 
 def check_on_host(cu_seqlens_cpu: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Judges cu_seqlens_cpu beside cu_seqlens, by place and shape alone."""
+    """Checks that cu_seqlens_cpu is on the CPU and has the shape of cu_seqlens. Reads no
+    contents."""
     name = "cu_seqlens_cpu"
     if cu_seqlens is None:
         raise ValueError(must(name, "come with cu_seqlens", "cu_seqlens=None"))
@@ -62,12 +63,12 @@ def check_dtype(name: str, x: Tensor, allowed: frozenset[torch.dtype], expected:
 
 
 def _check_contents_are_readable(name: str, x: Tensor) -> None:
-    """TypeError for integers or flags whose type has operations of its own: neither the host nor a
-    kernel can read what such a tensor holds, and no backend runs without them."""
+    """Raises TypeError for an integer or bool tensor of a subclass with operations of its own:
+    neither the host nor a kernel can read its contents, and every backend needs these contents."""
     if type(x) is Tensor or isinstance(x, FakeTensor | FunctionalTensor):
         return
     if torch.compiler.is_compiling():
-        return  # judged again in the operator
+        return  # checked again in the operator
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         expected = "be a tensor whose contents lie in memory"
         given = f"a {type_of(x)}, a subclass of torch.Tensor with operations of its own"
@@ -75,7 +76,7 @@ def _check_contents_are_readable(name: str, x: Tensor) -> None:
 
 
 def check_float_dtype(name: str, dtype: object) -> None:
-    """Judges a dtype that a caller asks for."""
+    """Checks a dtype that a caller asks for."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(must(name, "be a torch.dtype", value_of(dtype)))
     if dtype not in FLOAT_DTYPES:
@@ -83,22 +84,23 @@ def check_float_dtype(name: str, dtype: object) -> None:
 
 
 def real_or_none(name: str, x: object) -> float | None:
-    """x as a float. TypeError if it is no real number, ValueError if float64 has no such one."""
+    """Returns x as a float. Raises TypeError if x is no real number, ValueError if x is outside of
+    the range of float64."""
     if x is None or type(x) is float:
         return x
-    # A tensor is refused too: its value would have to be fetched from the device.
+    # Refuse a tensor too, because its value would have to be fetched from the device.
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(must(name, "be a real number or None", value_of(x)))
     try:
         return float(x)
     except OverflowError:
         expected = f"be within the range of float64, {MOST_FLOAT:.1e}"
-        # Its digits may be too many to print.
+        # An int may have too many digits to print.
         raise ValueError(must(name, expected, f"one beyond it ({type_of(x)})")) from None
 
 
 def refuse_head_first(head_first: object) -> NoReturn:
-    """TypeError for a keyword that flash-linear-attention once had."""
+    """Raises TypeError for a keyword that flash-linear-attention once had."""
     raise TypeError(
         f"head_first was removed, got {value_of(head_first)}: q, k, v, g and beta are [B, T, H, "
         "...], tokens before heads, which x.transpose(1, 2) makes of [B, H, T, ...]"
@@ -129,13 +131,13 @@ def check_tensors(required: Mapping[str, object], optional: Mapping[str, object]
 
 
 def is_strided(x: Tensor) -> bool:
-    """Whether the elements lie in memory by strides: a sparse tensor, one of MKL-DNN and a nested
-    one have no strides, and some have no shape."""
+    """Whether the elements lie in memory by strides. A sparse tensor, an MKL-DNN tensor and a
+    nested tensor have no strides, and some of them have no shape."""
     return x.layout is STRIDED and not x.is_nested
 
 
 def refuse_layout(name: str, x: Tensor) -> NoReturn:
-    """ValueError for a tensor that is not strided."""
+    """Raises ValueError for a tensor that is not strided."""
     raise ValueError(must(name, "be a strided tensor", _layout_of(x)))
 
 
@@ -146,14 +148,14 @@ def check_flags(**flags: object) -> None:
 
 
 def check_devices(first: str, device: torch.device, others: Mapping[str, Tensor | None]) -> None:
-    """first: the name of the tensor that is on `device`, where the others have to be."""
+    """Checks that all `others` are on `device`, which is the device of the tensor named `first`."""
     for name, x in others.items():
         if x is not None and x.device != device:
             raise ValueError(must(name, f"be on the device of {first}, {device}", str(x.device)))
 
 
 def check_dtypes(tensors: Mapping[str, Tensor | None], indices: Collection[str]) -> None:
-    """indices: the names of those that hold integers; all others hold floats."""
+    """Checks that the tensors named in `indices` hold integers, and all others floats."""
     for name, x in tensors.items():
         if x is not None and name in indices:
             check_dtype(name, x, INDEX_DTYPES, INDICES)
@@ -168,7 +170,7 @@ def check_rank(name: str, x: Tensor, *dimensions: str) -> None:
 
 
 def check_shape(name: str, x: Tensor | None, **sizes: int) -> None:
-    """None has every shape."""
+    """Accepts None whatever the sizes."""
     if x is not None and x.shape != tuple(sizes.values()):
         raise ValueError(must(name, f"have shape {shaped(**sizes)}", shape_of(x)))
 
@@ -185,7 +187,8 @@ def check_sizes(H: int, HV: int, K: int, V: int) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, **lead: int) -> tuple[int, int, int, int]:
-    """H, HV, K, V of q, k [.., H, K] and v [.., HV, V]. lead: the sizes before these in q."""
+    """Checks q, k [.., H, K] and v [.., HV, V], and returns H, HV, K and V. lead: the sizes of the
+    leading dimensions `..` of q."""
     (H, K), (HV, V) = q.shape[-2:], v.shape[-2:]
     if k.shape[-2] != H:
         raise ValueError(must("k", f"have the heads of q, H={H}", f"{k.shape[-2]} heads"))
@@ -208,7 +211,8 @@ def check_state(
     V: int,
     state_v_first: bool,
 ) -> None:
-    """count: what there are N of, or, where N is None, any number."""
+    """Checks the shape of states. count: the name of the first dimension in errors. N: its size;
+    None allows any size."""
     last = {"V": V, "K": K} if state_v_first else {"K": K, "V": V}
     check_rank(name, x, count, "HV", *last)
     sizes = {count: x.shape[0] if N is None else N, "HV": HV, **last}
@@ -220,7 +224,7 @@ def check_state(
 def check_gate(
     A_log: Tensor | None, dt_bias: Tensor | None, HV: int, *, use_gate: bool, asked: str
 ) -> None:
-    """asked: how a caller asks for the gate."""
+    """Checks A_log and dt_bias. asked: the argument that turns the gate on, for errors."""
     if use_gate:
         if A_log is None:
             raise ValueError(must("A_log", f"be given with {asked}", "None"))
@@ -262,7 +266,7 @@ def type_of(x: Any) -> str:
 
 
 def value_of(x: Any) -> str:
-    # A tensor is described, never printed: printing it would fetch its contents.
+    # Describe a tensor instead of printing it, because printing would fetch its contents.
     if not isinstance(x, Tensor):
         return f"{x!r} ({type_of(x)})"
     return "a nested tensor" if x.is_nested else f"a tensor of shape {list(x.shape)}"

@@ -24,7 +24,7 @@ from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
 
 
 class Placed(Protocol):
-    """A validated call, as far as a choice among backends looks at all of them alike."""
+    """The fields that every problem has and that the choice of a backend reads."""
 
     @property
     def device(self) -> torch.device: ...
@@ -33,7 +33,7 @@ class Placed(Protocol):
 P = TypeVar("P", bound=Placed)
 F = TypeVar("F")
 
-# What `GDN_BACKEND` may name, in the order in which `auto` tries them.
+# The backends that `GDN_BACKEND` may name, in the order in which `auto` tries them.
 NAMES = ("cuda", "triton", "reference")
 _PLACES = {name: place for place, name in enumerate(NAMES)}
 
@@ -44,9 +44,10 @@ _logger = logging.getLogger("gdn_triton")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientKernels:
-    """Kernels that make the gradients of a call. load: imports their modules and returns what runs
-    them. sentence: `Explanation.gradients`, None where the backend's name says as much. These
-    records are compared by identity, so a backend returns the same record for the same sentence."""
+    """Kernels that make the gradients of a call. load: imports their modules and returns the
+    functions that run them. sentence: the text of `Explanation.gradients`; None where the backend's
+    name says as much. These records are compared by identity, so a backend returns the same record
+    for the same sentence."""
 
     load: Callable[[], Any]
     sentence: str | None = None
@@ -54,11 +55,11 @@ class GradientKernels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backend(Generic[P, F]):
-    """name: as `GDN_BACKEND` spells it. supports: returns a sentence if the backend cannot run a
-    call, else the kernels that make its gradients, or None where the call needs no gradient or
-    autograd differentiates the forward. load: imports the backend's modules, which may be heavy or
-    absent, and returns the function that runs a call. exists: False where the operator has no such
-    backend (`missing`)."""
+    """A backend of one operator. name: its name in `GDN_BACKEND`. supports: returns a sentence if
+    the backend cannot run a call, else the kernels that make its gradients, or None where the call
+    needs no gradient or autograd differentiates the forward. load: imports the backend's modules,
+    which may be heavy or absent, and returns the function that runs a call. exists: False where the
+    operator has no such backend (`missing`)."""
 
     name: str
     supports: Callable[[P], str | GradientKernels | None]
@@ -82,11 +83,13 @@ class Choice(Generic[F]):
     def name(self) -> str:
         return self.backend.name
 
-    # Both are kept: even the import statement of a loaded module takes longer than an attribute.
+    # Both results of `load` are kept, because even the import statement of a loaded module takes
+    # longer than an attribute.
 
     @functools.cached_property
     def run(self) -> F:
-        """The function that runs the call: for the chunked op, the forward without a gradient."""
+        """The function that runs the call; for the chunked op it is the forward without a
+        gradient."""
         return self.backend.load()
 
     @functools.cached_property
@@ -95,7 +98,7 @@ class Choice(Generic[F]):
         return None if self.made_by is None else self.made_by.load()
 
 
-# By the decision: the choices that were made, each of which is logged once.
+# The choices that were made, by their decision. Each choice is logged once.
 _choices: dict[Hashable, Choice[Any]] = {}
 
 
@@ -109,7 +112,8 @@ def load_nothing() -> NoReturn:
 
 
 def missing(name: str, why: str) -> Backend[Any, Any]:
-    """Stands in the list for a backend that an operator does not have. why: a sentence."""
+    """Returns an entry of the list for a backend that an operator does not have. why: a
+    sentence."""
     return Backend(name, lambda _: why, load_nothing, exists=False)
 
 
@@ -158,7 +162,7 @@ class Operator(Generic[P, F]):
     kernels: Callable[[P, str], str | None] = lambda problem, name: None
 
     def choose(self, problem: P) -> Choice[F]:
-        """The backend that runs this problem.
+        """Returns the backend that runs this problem.
 
         ValueError for an unknown `GDN_BACKEND`; RuntimeError with the reason if the operator has
         the backend that is asked for by name and it refuses.
@@ -186,7 +190,7 @@ class Operator(Generic[P, F]):
         return choice
 
     def explain(self, problem: P) -> Explanation:
-        """What `choose` would do, and why not otherwise. Raises only for an unknown
+        """Returns the choice of `choose` and each backend's reason. Raises only for an unknown
         `GDN_BACKEND`."""
         requested = requested_backend()
         asked, as_auto = self.backends, False
@@ -218,8 +222,8 @@ class Operator(Generic[P, F]):
 def _first(
     backends: tuple[Backend[P, F], ...], problem: P
 ) -> tuple[Backend[P, F] | None, GradientKernels | None, tuple[tuple[str, str], ...]]:
-    """The first backend that runs the problem, or None; the kernels that make its gradients there;
-    and the backends that were asked before, each with its reason."""
+    """Returns the first backend that runs the problem, or None; the kernels that make its gradients
+    in that backend; and the backends that refused before, each with its reason."""
     refusals: tuple[tuple[str, str], ...] = ()
     for backend in backends:
         found = backend.supports(problem)
@@ -230,7 +234,7 @@ def _first(
 
 
 def requested_backend() -> str:
-    """The value of `GDN_BACKEND`; ValueError if it is none of the known ones."""
+    """Returns the value of `GDN_BACKEND`. Raises ValueError if the value is unknown."""
     name = os.environ.get("GDN_BACKEND", "auto")
     if name != "auto" and name not in NAMES:
         names = ", ".join(["auto", *sorted(NAMES)])
@@ -264,7 +268,8 @@ def _triton_missing() -> str | None:
             return f"{needed}; {triton.__version__} is installed."
         importlib.import_module("triton.knobs")
     except Exception as error:
-        # A broken Triton raises any exception. A folder of that name imports and has no version.
+        # A broken Triton may raise any exception. A folder named `triton` can be imported, but has
+        # no version.
         why = " ".join(traceback.format_exception_only(error)[-1].split())
         return f"{needed} and cannot be imported ({why})."
     return None
@@ -278,7 +283,7 @@ def _interpreting() -> bool:
 
 
 def triton_refusal(dtypes: tuple[torch.dtype, ...], device_type: str, K: int) -> str | None:
-    """What no Triton kernel of this package can run."""
+    """A sentence why no Triton kernel of this package can run such a call, or None."""
     missing = _triton_missing()
     if missing is not None:
         return missing
@@ -300,7 +305,7 @@ def triton_refusal(dtypes: tuple[torch.dtype, ...], device_type: str, K: int) ->
 
 
 def states_refusal(dtype: torch.dtype) -> str | None:
-    """What no Triton kernel of this package can keep states in."""
+    """A sentence why no Triton kernel of this package can keep states of this dtype, or None."""
     if dtype == torch.float64:
         return "The Triton kernels compute in float32 at most; the states are float64."
     if dtype == torch.bfloat16 and _interpreting():

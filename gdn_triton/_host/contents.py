@@ -1,8 +1,9 @@
-"""What the tensors of a call of the rule hold, and the mistakes that show in it.
+"""The contents of the tensors of a call of the rule, and the mistakes that show in them.
 
-Every such call is valid and runs: these numbers only make the states grow, or mean something else
-than the caller thinks. Reading them waits for the device. So `gdn_triton.explain` reads them where
-it is asked to, and a call of the reference on CPU tensors, where nothing waits, warns.
+A call with such a mistake is valid and runs: its numbers only make the states grow, or mean
+something else than the caller thinks. Reading a tensor waits for its device. Therefore
+`gdn_triton.explain` reads contents only on request. A call of the reference on CPU tensors, which
+need no wait, reads them and warns.
 """
 
 import math
@@ -14,11 +15,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-# Keys and beta are judged with what a rounding to bfloat16 adds to either.
+# The limits for keys and beta allow for a rounding of each to bfloat16.
 SLACK = 1.02
-# Models have 64 heads at most: more of them than tokens are tokens in the heads' place.
+# Models have at most 64 heads. A larger H that also exceeds T means that T and H are swapped.
 MOST_HEADS = 64
-# Its exponential is the largest number of float32.
+# The exponential of this number is the largest number of float32.
 MOST_A_LOG = math.log(torch.finfo(torch.float32).max)
 
 _warned: set[str] = set()
@@ -26,7 +27,7 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What the tensors of a call hold (`gdn_triton.explain` with `contents`).
+    """The contents of a call's tensors (`gdn_triton.explain` with `contents`).
 
     largest_g: the largest gate; None if the call has no g, or activates it (`use_gate_in_kernel`).
     longest_key: the largest Euclidean norm of a key; None if the call normalises keys.
@@ -64,7 +65,8 @@ class Contents:
 
 
 class Words(NamedTuple):
-    """How a call names its gate g, its beta and its states, and what activates g and beta."""
+    """A call's names of its gate g, its beta and its states, and of the options that activate g and
+    beta."""
 
     g: str
     beta: str
@@ -76,7 +78,7 @@ class Words(NamedTuple):
 _FLAGS: Final = "use_gate_in_kernel=True", "use_beta_sigmoid_in_kernel=True"
 OF_SEQUENCES: Final = Words("g", "beta", "initial_state", *_FLAGS)
 OF_PREFILL: Final = Words("g", "beta", "state", *_FLAGS)
-# Of `gdn_triton.recurrent_step`, and of it with a and b.
+# The words of `gdn_triton.recurrent_step` with g and beta, and with a and b.
 _INSTEAD: Final = "the argument a, in place of g,", "the argument b, in place of beta,"
 OF_STEP: Final = Words("g", "beta", "state", *_INSTEAD)
 OF_RAW_STEP: Final = Words("a", "b", "state", *_INSTEAD)
@@ -99,13 +101,13 @@ def read_contents(
     served: Tensor | None = None,
     words: Words = OF_SEQUENCES,
 ) -> Contents:
-    """The contents of a valid call; what belongs to no sequence is not read. Waits for the device.
+    """Reads the contents of a valid call, without the tokens of no sequence. Waits for the device.
 
     q, k, v: [B, T, H or HV, channels]. g: [B, T, HV]. beta: [B, T, HV, ...]. A_log, dt_bias: [HV],
-    if the call activates its gate. normalizes_keys, activates_gate, activates_beta: the call does
-    so, to what is here. served: of a call on a pool, [B, T], bool: the tokens that count; its
-    initial_state has the states of these alone, and the order of T and H is not judged, since the
-    pool says what HV is. words: the call's names.
+    if the call activates its gate. normalizes_keys, activates_gate, activates_beta: the call itself
+    normalises k, or activates g or beta. served: for a call on a pool, [B, T], bool: the tokens of
+    sequences that are not skipped. Then initial_state has the states of these sequences alone, and
+    the order of T and H is not checked, because the pool's shape gives HV. words: the call's names.
     """
     T, H = k.shape[1:3]
     if served is None:
@@ -183,8 +185,9 @@ def read_contents(
 
 
 def warn_of_contents(**call: Any) -> None:
-    """A UserWarning for each mistake in a call's contents that this process has not been warned of,
-    at the line outside of this package that made the call. call: what `read_contents` takes."""
+    """Gives a UserWarning for each mistake in a call's contents, once for each kind in a process.
+    The warning points to the line outside of this package that made the call. call: the arguments
+    of `read_contents`."""
     found = read_contents(**call)
     for name, sentence in found.mistakes.items():
         # A short sequence is no mistake.
@@ -211,8 +214,8 @@ def _any(x: Tensor) -> bool:
 
 
 def _largest_step(lengths: Tensor, beta: Tensor | None, activates_beta: bool) -> float:
-    """The largest beta |k|^2, with a sigmoid's factor of 1: the step along a key, which is a
-    reflection at 2 and grows the state beyond it."""
+    """The largest beta |k|^2, with a factor of 1 on beta's sigmoid. A token multiplies the state
+    along its key by 1 - beta |k|^2, so a value above 2 makes the state grow."""
     steps = lengths.square()
     if beta is not None:
         strength = beta.float().sigmoid() if activates_beta else beta.float()
@@ -249,7 +252,8 @@ def _shown(x: float | None) -> str:
 
 
 def _depth_of_caller() -> int:
-    """The stacklevel, in the function that asks, of the first frame outside of this package."""
+    """Returns the stacklevel, counted from the calling function, of the first frame outside of this
+    package."""
     frame, depth = sys._getframe(1), 1
     package = __name__.partition(".")[0]
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:

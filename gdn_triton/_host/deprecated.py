@@ -1,4 +1,4 @@
-"""Arguments that have another name by now."""
+"""Arguments under their deprecated names."""
 
 import warnings
 
@@ -8,8 +8,8 @@ import torch
 def deprecated_state_layout(
     state_v_first: bool, transpose_state_layout: bool, *, frames: int = 1
 ) -> bool:
-    """The layout under its old name. frames: from here to the public function, whose caller the
-    warning names."""
+    """Returns the layout that was given under its old name. frames: the number of frames from here
+    to the public function, whose caller the warning names."""
     if transpose_state_layout is not True and transpose_state_layout is not False:
         raise TypeError(
             "transpose_state_layout must be True, False or None, got "

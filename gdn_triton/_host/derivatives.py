@@ -1,10 +1,10 @@
-"""Gradients that kernels find, and why nobody may differentiate them.
+"""Gradients that kernels compute. They have no second derivative, and asking for one is an error.
 
 A kernel records no operation. Its gradients would pass for constants under ``create_graph=True``,
-and a penalty on them would be dropped without a word. torch's `once_differentiable` raises only
-where an incoming gradient requires one, which that of ``y.sum()`` does not. Every backward of this
-package that runs kernels, or an exchange between ranks, therefore finds its gradients by
-`found_once`.
+and the gradient of a penalty on them would silently be 0. torch's `once_differentiable` raises only
+if an incoming gradient requires a gradient, and the gradient that ``y.sum()`` sends does not. Every
+backward of this package that runs kernels, or an exchange between ranks, therefore finds its
+gradients by `found_once`.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,15 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-# Where there is no second derivative, and what a caller can do.
+# Sentences that name the backends without a second derivative, and a remedy.
 IN_TRITON: Final = "in the Triton backend: use GDN_BACKEND=reference for one"
 IN_KERNELS: Final = "in the Triton backend, nor in the CUDA one: use GDN_BACKEND=reference for one"
 IN_NONE: Final = "in any backend"
 
 
 class _FoundOnce(torch.autograd.Function):
-    """The gradients as a function of all that they depend on, whose derivative is an error."""
+    """The gradients as a function of all tensors that they depend on. Its derivative is an
+    error."""
 
     @staticmethod
     def forward(
@@ -43,7 +44,7 @@ def found_once(
     operator: str,
     backends: str,
 ) -> tuple[Tensor | None, ...]:
-    """`find` of these tensors, as the backward of an autograd function returns it.
+    """Returns `find(*tensors)` in the form that the backward of an autograd function returns.
 
     Differentiating a result raises RuntimeError, whose sentence names `operator` and `backends`.
 

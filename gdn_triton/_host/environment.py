@@ -12,7 +12,8 @@ _NAME: Final = "GDN_BATCH_INVARIANT"
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        # An attribute of the instance: torch's compiler guards no attribute that a class has.
+        # This is an attribute of the instance, because torch's compiler does not guard an attribute
+        # of a class.
         self.invariant = False
 
 
@@ -20,10 +21,10 @@ _here = _Here()
 
 
 def batch_invariant() -> bool:
-    """`GDN_BATCH_INVARIANT`: whether a sequence must give the same bits in any batch; so it must
+    """Whether a sequence must give the same bits in any batch: with `GDN_BATCH_INVARIANT=1`, and
     inside of `invariant_calls`.
 
-    Validation reads it at every call; ValueError for another value than 0 and 1.
+    Validation reads the variable at every call. Raises ValueError for a value other than 0 and 1.
     """
     asked = os.environ.get(_NAME, "0")
     if asked not in ("0", "1"):
@@ -32,18 +33,20 @@ def batch_invariant() -> bool:
 
 
 def traced_batch_invariant() -> bool:
-    """`batch_invariant` in a trace, where it is a constant: torch's compiler guards it, and traces
-    the call anew where it has changed. Values other than 0 and 1 are left to `batch_invariant`."""
+    """The value of `batch_invariant` in a trace. It is a constant there: torch's compiler guards
+    it, and traces the call again if it changes. This function does not check for values other than
+    0 and 1."""
     environment = os.environ
-    # The dict inside: `os.environ.get` of a name that is not there leaves no guard, since it is an
-    # exception that os.environ catches.
+    # Read the dictionary inside of `os.environ`: for an unset variable `os.environ.get` catches an
+    # exception, and the compiler then makes no guard.
     found = environment._data.get(environment.encodekey(_NAME))  # type: ignore[attr-defined]
     return bool(found == environment.encodevalue("1")) or _here.invariant
 
 
 @contextmanager
 def invariant_calls(asked: bool = True) -> Iterator[None]:
-    """The calls of this thread are as with `GDN_BATCH_INVARIANT=1`, if that is asked."""
+    """Inside of this context the calls of this thread run as with `GDN_BATCH_INVARIANT=1`, if
+    `asked`."""
     before = _here.invariant
     _here.invariant = before or asked
     try:

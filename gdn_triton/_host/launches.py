@@ -1,15 +1,16 @@
-"""Launches of kernels that are made again, with the addresses and numbers that they had."""
+"""Kernel launches that are repeated with the same addresses and numbers."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Makes a launch again, on the current stream. None: the launch cannot be made without its tensors.
+# Repeats a launch on the current stream. None: the launch needs its tensors and cannot be repeated.
 Again = Callable[[], None] | None
 
 
 class _Recorder(threading.local):
-    """launches: those of this thread since `recording` began, or None outside of it."""
+    """launches: the launches of this thread since `recording` began; None outside of
+    `recording`."""
 
     launches: list[Again] | None = None
 
@@ -19,8 +20,8 @@ recorder = _Recorder()
 
 @contextmanager
 def recording() -> Iterator[list[Again]]:
-    """Inside of which every launch of the package's kernels is entered in the list. A launch holds
-    addresses and no tensors: whoever makes it again has to have tensors at these addresses."""
+    """Inside of this context the list gets every launch of the package's kernels. A launch holds
+    addresses and no tensors, so the caller must keep tensors at these addresses to repeat it."""
     before, recorder.launches = recorder.launches, []
     try:
         yield recorder.launches

@@ -1,10 +1,10 @@
-"""The memory that a call writes: each of its elements has a place of its own, and it lies apart
-from what the call reads and from what else it writes.
+"""Checks of the memory that a call writes. No two elements of a written tensor may share an
+address, and a written tensor may share no byte with any other tensor of the call.
 
-Kernels write while other programs of them still read, so that memory which is shared makes results
-that depend on who comes first. No contents are read here, and nothing waits for a device. What
-shapes, strides and dtypes decide is decided once for calls that are alike (`Apart`); a call then
-costs one look at the address of each tensor.
+One program of a kernel writes while others still read, and with shared memory the result would
+depend on their order. No contents are read here, and nothing waits for a device. `Apart` does the
+work that depends on shapes, strides and dtypes once for all calls that are alike. A call then only
+compares the addresses of its tensors.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gdn_triton._host.arguments import must
 
-# Shape, strides and dtype: the places of a tensor's elements relative to the first.
+# Shape, strides and dtype, which give the offset of each element from the first.
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-# (stride, first, last): any of the numbers d * stride, stride > 0, with first <= d <= last.
+# (stride, first, last) stands for all numbers d * stride with first <= d <= last; stride > 0.
 Term: TypeAlias = tuple[int, int, int]
 
-# Two layouts that are not told apart within so many steps count as sharing memory. Slices,
-# transposes and splits of dense tensors need a few.
+# Two layouts count as sharing memory if this many steps do not show that they share none. Slices,
+# transposes and splits of dense tensors need a few steps.
 MOST_STEPS = 20_000
 
 
@@ -37,10 +37,11 @@ def layout_of(x: Tensor | None) -> Layout | None:
 
 
 class Apart:
-    """What must lie apart in the memory of calls that are alike.
+    """The tensors that must not overlap in memory, for all calls that are alike.
 
-    layouts: of all tensors, by the names that errors give them; None for one that is not there.
-    written: the names of those that the call writes. An error names the earlier one of two first.
+    layouts: the layout of each tensor, by its name in errors; None for a tensor that is not given.
+    written: the names of the tensors that the call writes. Of two written tensors an error names
+    the earlier one first.
 
     Raises ValueError if a tensor that is written has two elements in one place.
     """
@@ -61,7 +62,7 @@ class Apart:
             check_own_memory(self._names[w], self._layouts[w])
         sizes = [span(shape, strides) * dtype.itemsize for shape, strides, dtype in self._layouts]
         # For each written tensor: its index, its bytes, and the bytes of every tensor that it is
-        # compared with; a size that overlaps nothing stands for the others.
+        # compared with. Tensors without a comparison have a negative size, which overlaps nothing.
         self._writes: list[tuple[int, int, tuple[int, ...]]] = []
         if len(present) > 1 and writes:
             for n, w in enumerate(writes):
@@ -71,8 +72,9 @@ class Apart:
             self._chosen = itemgetter(*(i for i, _ in present.values()))
 
     def check(self, tensors: Sequence[Tensor | None]) -> None:
-        """Raises ValueError if memory of `tensors`, which have the layouts and their order, is
-        shared. Tensors that have no memory (of the meta device, or fake) are passed over."""
+        """Raises ValueError if a written tensor shares memory with another one. `tensors` have the
+        layouts and the order of `layouts`. Tensors without memory (on the meta device, or fake) are
+        skipped."""
         if not self._writes or isinstance(tensors[self._first], FakeTensor):
             return
         addresses = tuple(map(Tensor.data_ptr, self._chosen(tensors)))
@@ -84,8 +86,8 @@ class Apart:
                     self._check_pair(w, i, address - first if first else None)
 
     def _check_pair(self, w: int, i: int, distance: int | None) -> None:
-        """Tensors of which one starts between the first and the last element of the other may
-        still share no element: columns of one tensor share none. distance: None without memory."""
+        """Two tensors whose ranges of addresses overlap may still share no element, as two columns
+        of one tensor do not. distance: from the one to the other in bytes; None without memory."""
         if distance is not None and _share(self._layouts[w], self._layouts[i], distance):
             name = self._names[i]
             expected = f"lie apart from {name} in memory"
@@ -103,12 +105,12 @@ def is_same_memory(x: Tensor, y: Tensor) -> bool:
 
 @functools.lru_cache(1024)
 def check_own_memory(name: str, layout: Layout) -> None:
-    """What is written has no two elements in one place."""
+    """Raises ValueError if two elements of a written tensor have the same address."""
     dimensions = _dimensions(layout)
     reach = 0
     for stride, n in dimensions:
         if stride <= reach:
-            # Elements of this dimension lie between those of the others, or on them.
+            # Elements of this dimension lie between elements of the other dimensions, or coincide.
             if stride == 0 or _meets_itself(dimensions):
                 expected = "have memory of its own for every element"
                 raise ValueError(must(name, expected, f"strides {list(layout[1])}"))
@@ -117,8 +119,8 @@ def check_own_memory(name: str, layout: Layout) -> None:
 
 
 def _dimensions(layout: Layout) -> list[tuple[int, int]]:
-    """(stride, size) of the dimensions that have more than one element, by stride; two are one
-    where the second goes on where the first ends."""
+    """(stride, size) of the dimensions with more than one element, in the order of strides. Two
+    dimensions are merged where the second continues at the end of the first."""
     found: list[tuple[int, int]] = []
     for stride, n in sorted(zip(layout[1], layout[0], strict=True)):
         if n == 1:
@@ -131,13 +133,13 @@ def _dimensions(layout: Layout) -> list[tuple[int, int]]:
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last, both counted."""
+    """The number of elements from the first to the last, inclusive."""
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
 def _meets_itself(dimensions: Sequence[tuple[int, int]]) -> bool:
-    """Whether two elements that differ in some index are in one place. dimensions: (stride, size),
-    no stride being 0."""
+    """Whether two elements with different indices have the same address. dimensions: (stride,
+    size), where no stride is 0."""
     for k, (stride, n) in enumerate(dimensions):
         others = [(s, 1 - m, m - 1) for s, m in dimensions[k + 1 :]]
         if _reaches([(stride, 1, n - 1), *others], 0, 0):
@@ -147,8 +149,8 @@ def _meets_itself(dimensions: Sequence[tuple[int, int]]) -> bool:
 
 @functools.lru_cache(1024)
 def _share(x: Layout, y: Layout, distance: int) -> bool:
-    """Whether an element of x and one of y have a byte in common; `distance` bytes lie from the
-    first byte of x to that of y."""
+    """Whether an element of x and an element of y share a byte. distance: the bytes from the first
+    byte of x to the first byte of y."""
     terms: list[Term] = [
         (stride * y[2].itemsize, 0, n - 1) for stride, n in _dimensions(y) if stride > 0
     ]
@@ -158,15 +160,16 @@ def _share(x: Layout, y: Layout, distance: int) -> bool:
 
 
 def _reaches(given: Sequence[Term], low: int, high: int) -> bool:
-    """Whether a sum of all terms can be from low to high; True too if that takes MOST_STEPS to
-    tell. From the largest stride to the smallest, each number is tried that the rest may make up
-    for: of strides that nest these are two or three."""
+    """Whether a sum with one number of each term can lie from low to high; True too if MOST_STEPS
+    do not decide it. The search runs from the largest stride to the smallest, and tries each
+    multiple that the smaller strides can still correct. For nested strides there are two or three
+    of these."""
     merged: dict[int, tuple[int, int]] = {}
     for stride, first, last in given:
         known = merged.get(stride, (0, 0))
         merged[stride] = known[0] + first, known[1] + last
     terms = sorted(merged.items(), reverse=True)
-    least, most = [0], [0]  # of the sums of the last terms
+    least, most = [0], [0]  # the range of the sums of the last terms
     for stride, (first, last) in reversed(terms):
         least.append(least[-1] + stride * first)
         most.append(most[-1] + stride * last)
@@ -183,7 +186,7 @@ def _reaches(given: Sequence[Term], low: int, high: int) -> bool:
         start = max(first, -((most[rest] - low) // stride))
         end = min(last, (high - least[rest]) // stride)
         if rest == 0:
-            # Any number in the range would do.
+            # The last term needs only one number of the range.
             end = min(end, start)
         steps += 1 + max(0, end - start)
         if steps > MOST_STEPS:
@@ -204,7 +207,7 @@ _operator = _Operator()
 
 def count_writes(*tensors: Tensor | None) -> None:
     """Tells autograd that a kernel is about to write these tensors in place, as torch's in-place
-    operations tell it: autograd then refuses a backward that needs what they held."""
+    operations do. Autograd then refuses a backward that needs their old contents."""
     if _operator.counts_writes:
         return
     torch.autograd.graph.increment_version([x for x in tensors if x is not None])
@@ -212,7 +215,8 @@ def count_writes(*tensors: Tensor | None) -> None:
 
 @contextmanager
 def operator_counts_writes() -> Iterator[None]:
-    """Inside of an operator whose schema says what it writes: torch counts that then, once."""
+    """Inside of this context `count_writes` does nothing: torch counts the writes that an
+    operator's schema declares."""
     before = _operator.counts_writes
     _operator.counts_writes = True
     try:

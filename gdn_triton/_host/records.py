@@ -1,5 +1,5 @@
-"""Records of calls: the flags that the ops of the rule share, and records made and taken apart by
-the names of their fields.
+"""Records of calls: the flags that the operators of the rule share, and functions that build and
+flatten records by field names.
 
 A record may hold other records; no two of them have a field of the same name. So all arguments of a
 call have one name each, in Python as in the schema of an operator.
@@ -16,7 +16,7 @@ _Fields = ParamSpec("_Fields")
 
 
 def constructor(cls: Callable[_Fields, _Record]) -> Callable[_Fields, _Record]:
-    """A NamedTuple's constructor, for the records of every call.
+    """A faster constructor of a NamedTuple, for records that every call makes.
 
     `cls(...)` packs the keywords into a dictionary on the way to `__new__`, which costs 0.35 to
     0.55 us a record. A call of the chunked op makes three, and takes 10 us before its backend runs.
@@ -25,7 +25,8 @@ def constructor(cls: Callable[_Fields, _Record]) -> Callable[_Fields, _Record]:
 
 
 class Options(NamedTuple):
-    """The flags of the rule, which `gdn_triton.chunk_gated_delta_rule` explains, in its order."""
+    """The flags of the rule in the order of `gdn_triton.chunk_gated_delta_rule`, which documents
+    them."""
 
     use_qk_l2norm_in_kernel: bool
     use_beta_sigmoid_in_kernel: bool
@@ -38,20 +39,20 @@ new_options = constructor(Options)
 
 
 def state_needs_grad(needed: Mapping[str, bool]) -> bool:
-    """Whether a final state is differentiable. It depends on every input but q."""
+    """Whether a final state needs a gradient. It depends on every input except q."""
     return any(want for name, want in needed.items() if name != "q")
 
 
 @functools.cache
 def _parts(cls: type[Any]) -> dict[str, type[Any] | None]:
-    """The fields of a record, each with the record that it holds, or None."""
+    """The fields of a record, each with the type of the record that it holds, or None."""
     kinds = typing.get_type_hints(cls)
     return {name: kinds[name] if hasattr(kinds[name], "_fields") else None for name in cls._fields}
 
 
 def made(cls: type[_Record], given: Mapping[str, Any]) -> _Record:
-    """The record from the values of its fields, and of those of the records inside, by name. More
-    may be given."""
+    """Builds the record, and the records inside of it, from the values of all fields by name.
+    `given` may have further names."""
     return cls(
         **{
             name: given[name] if part is None else made(part, given)
@@ -61,10 +62,11 @@ def made(cls: type[_Record], given: Mapping[str, Any]) -> _Record:
 
 
 def flat(record: Any) -> dict[str, Any]:
-    """The fields by name, those of a record inside in its place."""
+    """The fields by name; a record inside is replaced by its own fields."""
     found: dict[str, Any] = {}
     for name, value in record._asdict().items():
-        # A compiler can ask a number that is symbolic for its type, but not for an attribute.
+        # Test the type first: a compiler knows the type of a symbolic number, but cannot read an
+        # attribute of it.
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             found.update(flat(value))
         else:

@@ -1,4 +1,4 @@
-"""Judgements that are made once for all calls that are alike."""
+"""Validations that run once for all calls that are alike."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -13,16 +13,17 @@ from gdn_triton._host.tensors import PLAIN_TENSORS, is_transformed
 _Arguments = ParamSpec("_Arguments")
 _Judgement = TypeVar("_Judgement")
 
-# How many calls `remembered` keeps: a bound, as lengths may never repeat.
+# The number of calls that `remembered` keeps. It is bounded because lengths may never repeat.
 MOST_REMEMBERED = 1024
-MOST_COMPARED = 512  # integers of a tensor that the host can read
+MOST_COMPARED = 512  # the most integers of a CPU tensor that are part of a key
 _COUNTED = frozenset((bool, int, str, type(None)))
 
 
 def remembered(judge: Callable[_Arguments, _Judgement]) -> Callable[_Arguments, _Judgement]:
-    """judge, which must not look further than `likeness`, run once for calls that are alike.
+    """Runs `judge` once for all calls that are alike, and returns the kept result afterwards. The
+    result may depend only on what `likeness` compares.
 
-    What it raises is not remembered: a bad call is always judged. Once full it starts anew.
+    An exception is not kept, so a bad call is judged every time. A full cache is emptied.
     """
     accepted: dict[Hashable, _Judgement] = {}
 
@@ -46,16 +47,16 @@ def remembered(judge: Callable[_Arguments, _Judgement]) -> Callable[_Arguments, 
 
 
 def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None:
-    """All that may be judged of the arguments of a call, in a form that is equal for calls that are
-    alike; None if no such form holds it. ValueError for a bad `GDN_BATCH_INVARIANT`.
+    """A key of a call's arguments: calls with equal keys have the same validation. None if no key
+    can hold the arguments. Raises ValueError for a bad `GDN_BATCH_INVARIANT`.
 
-    Of a tensor: shape, dtype, layout, device, and whether it requires a gradient (and whether
-    gradients are on at all); of integers that the host can read, their values, if they are few. Of
-    a number its type too, as 1 is equal to True, and a float to the last bit, as 0.0 is equal to
-    -0.0. Of the environment `GDN_BATCH_INVARIANT`. No form has the contents of longer integer
-    tensors that the host can read, what a subclass of Tensor knows (symbolic sizes), what a tensor
-    is to a transform of torch.func or to forward-mode AD, or an object of another type. A value may
-    be a record, a NamedTuple of such values.
+    The key holds each tensor's shape, dtype, layout, device and `requires_grad`, and the values of
+    a short integer tensor on the CPU. It holds the type of each value, since 1 equals True, and the
+    bits of each float, since 0.0 equals -0.0. It also holds whether gradients are on, and
+    `GDN_BATCH_INVARIANT`. The result is None for a longer integer tensor on the CPU, for a subclass
+    of Tensor (which may have symbolic sizes), inside of a transform of torch.func or of
+    forward-mode AD, and for an object of another type. A value may be a record, a NamedTuple of
+    such values.
     """
     if is_transformed():
         return None

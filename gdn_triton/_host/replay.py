@@ -1,4 +1,4 @@
-"""Gradients inside of an operator's implementation, by running its forward again under autograd."""
+"""Gradients inside of an operator's implementation: its forward runs again under autograd."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,13 +12,14 @@ def replayed_gradients(
     wanted: Sequence[bool],
     from_above: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    """The gradient of each tensor that is there and wanted, in their order.
+    """Returns the gradients of the tensors that are not None and whose entry in `wanted` is True,
+    in the order of `tensors`.
 
-    run: takes `tensors` by position; it has one output for each gradient of `from_above`, and
-    None on either side where there is none.
+    run: the forward. It takes `tensors` by position and returns one output for each entry of
+    `from_above`, the incoming gradients. An output and an incoming gradient may be None.
     """
-    # The dispatcher turns autograd off around an implementation, which enable_grad does not undo:
-    # leaving inference mode does.
+    # The dispatcher turns autograd off around an implementation. `enable_grad` alone does not turn
+    # it on again; leaving inference mode does.
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [
             None if x is None else x.detach().requires_grad_(want)
@@ -37,5 +38,6 @@ def replayed_gradients(
             allow_unused=True,
             materialize_grads=True,
         )
-    # Autograd may return views of its inputs, or one tensor for two of them: an operator must not.
+    # Autograd may return views of its inputs, or one tensor for two inputs. An operator must return
+    # neither.
     return [x.clone(memory_format=torch.contiguous_format) for x in gradients]

@@ -1,4 +1,4 @@
-"""What the calls that are operators of torch's library have in common before they become one."""
+"""Checks before a call runs as an operator of torch's library."""
 
 from collections.abc import Iterable, Mapping
 from numbers import Real
@@ -11,11 +11,11 @@ from gdn_triton._host.arguments import in_float64
 
 
 def schema_takes(given: Mapping[str, Any], tensors: Iterable[str], required: Iterable[str]) -> bool:
-    """Whether a schema takes these arguments as they are: it converts what has the wrong type, or
-    has no place for it. Where it does not, the error is validation's. Judged are the scale and the
-    `tensors`; those of them that are not `required` may be None. Nor does it take tensors with
-    memory beside those of the meta device: before an operator refuses them, torch has raised the
-    version of what it writes."""
+    """Whether an operator's schema takes the scale and the `tensors` without a conversion. Tensors
+    that are not `required` may be None. If the result is False, the caller lets validation raise
+    its error, since a schema would convert a value of a wrong type or raise an error of its own.
+    The result is False too if only some tensors are on the meta device: torch increments the
+    version of the tensors that an operator writes before the operator can refuse such a call."""
     scale, optional = given["scale"], [given[name] for name in tensors]
     return (
         all(isinstance(given[name], Tensor) for name in required)
@@ -29,8 +29,9 @@ def schema_takes(given: Mapping[str, Any], tensors: Iterable[str], required: Ite
 
 
 def without_contents(given: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, Any]:
-    """The arguments of a fake call for validation, which reads offsets that are on the CPU: all
-    `tensors` on the meta device, unless one is on an accelerator."""
+    """The arguments of a fake call, in a form that validation can check without contents.
+    Validation reads offsets on the CPU, so all `tensors` move to the meta device, unless one is on
+    an accelerator."""
     there = {name: given[name] for name in tensors if given[name] is not None}
     if any(y.device.type != "cpu" for y in there.values()):
         return dict(given)

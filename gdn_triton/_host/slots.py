@@ -1,8 +1,9 @@
-"""What the slots of a pool may hold, judged where the host can read them: on the CPU. Elsewhere
-reading them would wait for the device, and what is refused here is undefined behaviour there.
+"""Checks of the slot numbers of a call on a pool. Only slots on the CPU are checked, because
+reading an accelerator would wait for it. On an accelerator the calls that are refused here are
+undefined behaviour.
 
-Only what is read or written counts: the slots of sequences that are skipped, and those of tokens
-that belong to no sequence, may hold anything.
+The slots of sequences that are skipped, and of tokens that belong to no sequence, are not used and
+may hold anything.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from gdn_triton._host.arguments import check_offsets, must, value_of
 
-# `skip` by name: the largest slot number that is padding.
+# The largest slot number that is padding, by the value of `skip`.
 LAST_SKIPPED: Final = {"negative": -1, "non_positive": 0}
 
 
 class OnSlots(Protocol):
-    """A validated call on a pool, as far as its slots are judged."""
+    """The fields of a validated call on a pool that the checks of its slots read."""
 
     @property
     def device(self) -> torch.device: ...
@@ -36,8 +37,8 @@ class OnSlots(Protocol):
 
 
 class SlotTensors(Protocol):
-    """The tensors of such a call. read_slots is [N], or [N, S] in a call of the recurrence with
-    num_accepted_tokens."""
+    """The tensors of a call on a pool. read_slots is [N], or [N, S] in a call of the recurrence
+    with num_accepted_tokens."""
 
     @property
     def state(self) -> Tensor | None: ...
@@ -57,7 +58,7 @@ def check_skip(skip: object) -> None:
 
 
 class Write(NamedTuple):
-    """Slot `slot` is written by sequence `sequence`, as element `place` of the slots says."""
+    """Sequence `sequence` writes slot `slot`, which is element `place` of the tensor of slots."""
 
     slot: int
     sequence: int
@@ -65,7 +66,7 @@ class Write(NamedTuple):
 
 
 def final_writes(read: Sequence[int], write: Sequence[int], last_skipped: int) -> list[Write]:
-    """The writes of a call that names one slot for each sequence, its final state's."""
+    """The writes of a call with one slot for each sequence, which gets the final state."""
     return [
         Write(slot, n, n)
         for n, slot in enumerate(write)
@@ -76,8 +77,8 @@ def final_writes(read: Sequence[int], write: Sequence[int], last_skipped: int) -
 def token_writes(
     read: Sequence[int], write: Sequence[int], bounds: Sequence[int], last_skipped: int
 ) -> list[Write]:
-    """The writes of a call that names one slot for each token. bounds: sequence n has the tokens
-    from bounds[n] to bounds[n + 1] - 1 of the call."""
+    """The writes of a call with one slot for each token. bounds: sequence n has the tokens from
+    bounds[n] to bounds[n + 1] - 1 of the call."""
     return [
         Write(write[t], n, t)
         for n, slot in enumerate(read)
@@ -101,7 +102,8 @@ def check_written_in_pool(name: str, writes: Iterable[Write], slots: int) -> Non
 
 
 def check_once(name: str, writes: Iterable[Write]) -> None:
-    """Sequences run in any order, so a slot that is written twice would hold either state."""
+    """Raises ValueError if a slot is written twice. Sequences run in any order, so the slot could
+    hold either state."""
     found = set()
     for write in writes:
         if write.slot in found:
@@ -111,8 +113,8 @@ def check_once(name: str, writes: Iterable[Write]) -> None:
 
 
 def check_readers(readers: Iterable[tuple[int, int]], writes: Iterable[Write]) -> None:
-    """No sequence may read what another one writes: they run in any order. readers: (slot,
-    sequence) of those that read a slot."""
+    """Raises ValueError if a sequence reads a slot that another one writes, because sequences run
+    in any order. readers: (slot, sequence) for each sequence that reads a slot."""
     owners = {write.slot: write.sequence for write in writes}
     for slot, n in readers:
         if owners.get(slot, n) != n:
@@ -123,7 +125,7 @@ def check_readers(readers: Iterable[tuple[int, int]], writes: Iterable[Write]) -
 def readers(
     read: Sequence[int], has_initial_state: Sequence[bool] | None, last_skipped: int
 ) -> list[tuple[int, int]]:
-    """(slot, sequence) of the sequences that start from a slot."""
+    """(slot, sequence) for each sequence that starts from a slot."""
     return [
         (slot, n)
         for n, slot in enumerate(read)
@@ -132,7 +134,7 @@ def readers(
 
 
 def check_contents(p: OnSlots, x: SlotTensors, has_initial_state: Tensor | None = None) -> None:
-    """What offsets and slots hold, where they are CPU tensors."""
+    """Checks the contents of offsets and slots that are CPU tensors."""
     if p.device.type != "cpu":
         return
     if x.cu_seqlens is not None:
@@ -194,8 +196,8 @@ def check_parents(p: OnSlots, x: TreeTensors, *, reads_states: bool) -> None:
 
 
 def accepted_slots(p: OnSlots, x: SlotTensors) -> tuple[list[int], list[int]]:
-    """With read_slots [N, S] and num_accepted_tokens, read on the host: the slot that each sequence
-    starts from, and those of all tokens."""
+    """Returns the slot that each sequence starts from, and the slots of all tokens. Reads
+    read_slots [N, S] and num_accepted_tokens on the host."""
     assert x.read_slots is not None and x.num_accepted_tokens is not None
     rows = x.read_slots.tolist()
     read = [
@@ -210,7 +212,8 @@ def accepted_slots(p: OnSlots, x: SlotTensors) -> tuple[list[int], list[int]]:
 
 
 def _bounds(p: OnSlots, x: SlotTensors) -> list[int]:
-    """Sequence n has the tokens from bounds[n] to bounds[n + 1] - 1 of all."""
+    """Returns the bounds: sequence n has the tokens from bounds[n] to bounds[n + 1] - 1 of all
+    tokens."""
     if x.cu_seqlens is None:
         return [n * p.T for n in range(p.N + 1)]
     bounds: list[int] = x.cu_seqlens.tolist()

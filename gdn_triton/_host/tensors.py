@@ -1,13 +1,13 @@
-"""What a tensor may be beside elements in memory, and what becomes of a call that has such a one.
+"""Features of tensors that kernels cannot see, and how a call treats each of them.
 
-Kernels get an address, so they see elements only. The reference is made of torch's own operations,
-which see all of this:
+Kernels get an address, so they see elements only. The reference consists of torch's operations,
+which see all of these features:
 
 - A tensor without memory (on the meta device, of a FakeTensorMode, traced by `make_fx`): every
   backend's call runs through its operator, whose fake makes the shapes (`is_traced`).
-- The negative bit, a sign that is not yet applied to what memory holds: it is applied first
-  (`resolved`); what is written in place may not have one (`check_written`).
-- A tangent of forward-mode AD, a level of a transform of torch.func, a subclass with operations of
+- The negative bit, a sign that is not yet applied to the elements in memory: it is applied first
+(`resolved`). A tensor that is written in place may not have one (`check_written`). - A tangent of
+forward-mode AD, a level of a transform of torch.func, a subclass with operations of
   its own: a reason for the kernels to refuse the call (`why_unreadable`), which `auto` then gives
   to the reference.
 - A DTensor, which has one rank's part of a tensor: a TypeError in every backend.
@@ -31,19 +31,21 @@ _Gradient = TypeVar("_Gradient", Tensor, Tensor | None)
 
 PLAIN_TENSORS: Final = frozenset((Tensor, Parameter))
 _PLAIN: Final = PLAIN_TENSORS | {bool, float, int, str, type(None)}
-# Modes that record an operation, whose result then has no elements or is no constant.
+# Modes that record operations. The result of a recorded operation has no elements or is no
+# constant.
 _TRACING_MODES: Final = (
     torch._C._TorchDispatchModeKey.FAKE,
     torch._C._TorchDispatchModeKey.PROXY,
     torch._C._TorchDispatchModeKey.FUNCTIONAL,
 )
-# The key that is excluded below autograd, as inside an operator's implementation.
+# The dispatch key that torch excludes below autograd, for example inside an operator's
+# implementation.
 _AUTOGRAD: Final = torch._C.DispatchKey.AutogradFunctionality
 
 
 def is_traced(x: object) -> bool:
-    """Whether a call whose first tensor is x runs through its operator of torch's library: under a
-    compiler, and where that tensor, or the result of any operation, has no memory."""
+    """Whether a call whose first tensor is x runs through its operator of torch's library. It does
+    under a compiler, and where x, or the result of any operation, has no memory."""
     if torch.compiler.is_compiling():
         return True
     if torch._C._len_torch_dispatch_stack() > 0 and any(
@@ -56,20 +58,20 @@ def is_traced(x: object) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func or a level of forward-mode AD is active, so that a tensor's
-    type does not say all that it is."""
+    """Whether a transform of torch.func or a level of forward-mode AD is active. Then the type of a
+    tensor does not show a tangent or a batch dimension that the tensor may have."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def why_unreadable(names: Iterable[str], tensors: Sequence[object]) -> str | None:
-    """A sentence why no kernel can take these arguments, or None. Those that are no tensors are
-    passed over.
+    """A sentence why no kernel can take these arguments, or None. Arguments that are no tensors are
+    skipped.
 
     Raises TypeError for a DTensor, and NotImplementedError inside of an operator while a level of
     forward-mode AD is active: there a tangent cannot be seen, and no backend makes one.
     """
     if torch.compiler.is_dynamo_compiling():
-        return None  # judged again in the operator
+        return None  # checked again in the operator
     if not is_transformed() and _PLAIN.issuperset(map(type, tensors)):
         return None
     if forward_ad._current_level >= 0 and torch._C._dispatch_tls_is_dispatch_key_excluded(
@@ -106,7 +108,7 @@ def _why_unreadable(name: str, x: Tensor) -> str | None:
 
 
 def check_local(name: str, x: Tensor) -> None:
-    """TypeError for a DTensor."""
+    """Raises TypeError for a DTensor."""
     if torch.compiler.is_dynamo_compiling():
         return
     distributed = sys.modules.get("torch.distributed.tensor")
@@ -116,7 +118,7 @@ def check_local(name: str, x: Tensor) -> None:
 
 
 def resolved(tensors: _Tensors) -> _Tensors:
-    """The tensors, in memory of their own those that have a negative bit. Some may be None."""
+    """The tensors, with a copy in place of each one that has a negative bit. Some may be None."""
     for x in tensors:
         if x is not None and x.is_neg():
             break
@@ -127,17 +129,17 @@ def resolved(tensors: _Tensors) -> _Tensors:
 
 
 def check_written(name: str, x: Tensor | None) -> None:
-    """ValueError for a tensor that memory holds the negative of, among those that a call writes."""
+    """Raises ValueError if x, which a call writes, has a negative bit: its memory holds -x."""
     if x is not None and not torch.compiler.is_dynamo_compiling() and x.is_neg():
         expected = "be written where it lies"
         raise ValueError(must(name, expected, "a tensor with a negative bit: see resolve_neg()"))
 
 
 def writing(x: Tensor) -> AbstractContextManager[object]:
-    """In which torch's operations write x in place. A tensor that was made in inference mode is
-    written in that mode only, as it has no version: no graph of autograd can hold it, so that no
-    backward can miss the write. A compiler cannot ask for the mode, and its own writes follow
-    torch's rule."""
+    """The context in which torch's operations can write x in place. Torch writes a tensor that was
+    made in inference mode only in that mode, since such a tensor has no version. No graph of
+    autograd can hold it, and therefore no backward can miss the write. A compiler cannot query the
+    mode; under a compiler torch's own rule holds."""
     if torch.compiler.is_compiling():
         return nullcontext()
     if x.is_inference() and not torch.is_inference_mode_enabled():
@@ -146,14 +148,14 @@ def writing(x: Tensor) -> AbstractContextManager[object]:
 
 
 def host_reads(x: Tensor) -> bool:
-    """Whether the host judges the contents of an argument: elsewhere it would wait for the device,
-    or there are none."""
+    """Whether the host checks the contents of an argument. Reading another device would wait for
+    it, and a tensor of the meta device has no contents."""
     return x.device.type == "cpu" and not is_traced(x) and not is_transformed()
 
 
 def readable_gradient(name: str, gradient: _Gradient) -> _Gradient:
-    """What autograd hands to a backward by kernels, as they read it. name: what it is the gradient
-    of. RuntimeError if it is not in memory."""
+    """An incoming gradient in a form that kernels can read. name: the tensor whose gradient it is.
+    Raises RuntimeError if the gradient is not in memory."""
     if gradient is None:
         return gradient
     sentence = why_unreadable((f"the gradient of {name}",), (gradient,))

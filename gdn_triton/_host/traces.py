@@ -1,7 +1,7 @@
-"""What a call does to the trace that it is in.
+"""Functions that a call runs inside of a trace of torch's compiler.
 
-torch marks functions for its compiler by importing the compiler, which takes seconds. So this
-module is imported by calls that are being traced, and by nothing else.
+torch's marks for its compiler import the compiler, which takes seconds. Therefore only calls that
+are being traced import this module.
 """
 
 import functools
@@ -17,8 +17,8 @@ def _warn_deprecated(message: str) -> bool:
     return True
 
 
-# A warning cannot be part of a graph. This one is given while the call is traced, so that there is
-# one a compilation; a constant has to come back.
+# A warning cannot be part of a graph. This function gives it while the call is traced, which is
+# once for each compilation. It has to return a constant.
 warn_deprecated: Callable[[str], bool] = torch.compiler.assume_constant_result(_warn_deprecated)
 
 
@@ -28,5 +28,5 @@ def _untraced(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def untraced(run: Callable[..., Any]) -> Callable[..., Any]:
-    """run, at which a trace breaks."""
+    """Returns a function that calls `run` outside of the graph: a trace breaks at this call."""
     return functools.partial(_untraced, run)

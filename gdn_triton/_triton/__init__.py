@@ -1,1 +1,1 @@
-"""What the Triton kernels of all operators share. Private."""
+"""Functions that the Triton kernels of all operators share. Private."""

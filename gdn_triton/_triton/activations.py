@@ -1,4 +1,5 @@
-"""What kernels of several ops do to gates, write strengths, queries and keys: jit functions."""
+"""Jit functions for gates, write strengths, queries and keys, which kernels of several operators
+call."""
 
 import triton
 import triton.language as tl
@@ -6,14 +7,15 @@ import triton.language as tl
 
 @triton.jit
 def log_decay(x, A_log, rate, THRESHOLD: tl.constexpr):
-    """-exp(A_log) softplus(x), the natural-log decay. x: the raw gate, to which its bias has been
-    added. rate: exp(A_log).
+    """Computes the natural-log decay -exp(A_log) softplus(x). x: the raw gate plus its bias. rate:
+    exp(A_log).
 
-    softplus(x) = log(1 + e^x). Below e^x = 1/16 by its series, where 1 + e^x and a fast logarithm
-    lose e^x; above that with what the rounding of 1 + e^x lost put back; above the threshold x
-    itself, as the formula of the models has it. Where softplus is e^x, the two exponentials are one
-    of the sum: the rate may overflow where e^x underflows, and inf * 0 is NaN. NaN of NaN: selects,
-    where a minimum would take the number."""
+    softplus(x) = log(1 + e^x) has four ranges. For e^x < 1/16 its series is summed, because 1 + e^x
+    and a fast logarithm would lose the bits of e^x. Above that the logarithm is corrected by the
+    rounding error of 1 + e^x. Above the threshold softplus(x) is x, as in the models' formula. Far
+    below 0 softplus(x) is e^x, and the product of both exponentials is exp(A_log + x): the rate
+    alone may overflow where e^x underflows, and inf * 0 is NaN. The ranges are selected by `where`,
+    which passes a NaN of x on; a minimum would drop it."""
     is_exp = x < -2 * THRESHOLD
     e = tl.exp(tl.where(is_exp, A_log + x, tl.where(x > THRESHOLD, THRESHOLD, x)))
     series = e * (1 - e * (1 / 2 - e * (1 / 3 - e * (1 / 4 - e * (1 / 5 - e / 6)))))
@@ -30,6 +32,6 @@ def sigmoid(x, FACTOR: tl.constexpr):
 
 @triton.jit
 def normalized(b_x, EPS: tl.constexpr):
-    """Rows of b_x over their norm, in b_x's dtype."""
+    """Divides the rows of b_x by their norms, in b_x's dtype."""
     x = b_x.to(tl.float32)
     return (x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]).to(b_x.dtype)

@@ -1,8 +1,8 @@
-"""Launching a compiled kernel again, for a third of the host time that Triton takes.
+"""Repeated launches of a compiled kernel in a third of the host time that Triton takes.
 
-At every launch Triton looks at each argument anew to find the compiled variant that fits: 25 us for
-a kernel of 45 arguments, which is more than small inputs keep it running. A `Launch` is a kernel
-together with the arguments that its code is specialised on; it looks at the others only.
+At every launch Triton inspects each argument to find the compiled variant. This takes 25 us for a
+kernel of 45 arguments, which is longer than the kernel runs on small inputs. A `Launch` holds a
+kernel and the arguments on which its code is specialised, and inspects only the other arguments.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from gdn_triton._host.launches import recorder
 from gdn_triton._triton.tiles import compiler
 
-# Variants that one Launch remembers. A few are normal: combinations of dtypes, alignments, devices.
+# The most variants that one Launch remembers. A few are normal, for dtypes, alignments and devices.
 MOST_VARIANTS = 64
 
 
@@ -30,13 +30,14 @@ class Launch:
         sets of them are two objects, which the caller keeps.
 
     The first launch of a variant is Triton's own, which compiles it; later ones run what it
-    returned. Variants differ in all that Triton decides by in what is given: the current device;
-    of a pointer whether it is there, its dtype, and whether it is a multiple of 16 bytes; of a
-    number its type. Sizes beyond 32 bits are always left to Triton. No value is remembered.
+    returned. The variant depends on the current device, on each pointer (whether it is None, its
+    dtype, and whether its address is a multiple of 16 bytes), and on the type of each number.
+    Launches with numbers beyond 32 bits are always Triton's own. No value is remembered.
 
-    Hooks on launches are called as ever. Options that Triton reads from its environment
-    (TRITON_DEBUG) count when a variant is first launched. In the interpreter, and on GPUs that are
-    not NVIDIA's, where Triton decides by more than this, every launch is Triton's own.
+    Hooks on launches are called as usual. Options that Triton reads from its environment
+    (TRITON_DEBUG) take effect at the first launch of a variant. In the interpreter, and on GPUs
+    that are not NVIDIA's, where Triton's variants depend on more than this, every launch is
+    Triton's own.
 
     Raises TypeError if the arguments are not split as said here, or come in another order.
     """
@@ -46,7 +47,7 @@ class Launch:
     def __init__(self, kernel: Any, **fixed: Any) -> None:
         given = tuple(name for name in kernel.arg_names if name not in fixed)
         self._compiled = isinstance(kernel, JITFunction)
-        # The interpreter specialises on nothing.
+        # The interpreter has no variants.
         params = kernel.params if self._compiled else ()
         numbers = tuple(p.name for p in params if p.do_not_specialize)
         self._kernel = kernel
@@ -95,7 +96,7 @@ class Launch:
         variant = self._variants.get(key) if small else None
         if variant is None:
             variant = kernel[grid](**given, **self._fixed)
-            # None where a test has put something else in the place of Triton's launch.
+            # This is None where a test has replaced Triton's launch.
             if small and isinstance(variant, CompiledKernel) and compiler() == "cuda":
                 if len(self._variants) >= MOST_VARIANTS:
                     self._variants.clear()
@@ -118,7 +119,7 @@ def _run(
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
         variant[grid](*values, stream=stream)
         return
-    # What the line above does, less the 3 us that it takes to call no hook.
+    # This does the same as the line above without the 3 us that Triton takes to call no hook.
     variant.run(*grid, stream, variant.function, variant.packed_metadata, None, None, None, *values)
 
 

@@ -1,4 +1,4 @@
-"""Strides as kernels take them."""
+"""Strides in the form in which kernels take them."""
 
 import torch
 import triton
@@ -9,9 +9,9 @@ def row_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
     """(align, batch, row, head) for x [B, T, heads, D]: its strides in units of ``align`` elements,
     the largest power of two up to 16 that divides them all.
 
-    A kernel multiplies them by ``align``, a compile-time constant, and so the compiler knows how
-    wide its loads may be. By itself Triton only notices multiples of 16: rows of 60 or 100 elements
-    would be loaded one by one.
+    A kernel multiplies the strides by ``align``, a compile-time constant, from which the compiler
+    knows the width of its loads. Triton itself detects multiples of 16 only: without ``align`` rows
+    of 60 or 100 elements would be loaded one element at a time.
     """
     batch, row, head = x.stride()[:3]
     if x.shape[0] == 1:
@@ -23,9 +23,10 @@ def row_strides(x: torch.Tensor) -> tuple[int, int, int, int]:
 
 @triton.jit
 def in_elements(stride_b, stride_t, stride_h, ALIGN: tl.constexpr):
-    """(batch, row, head) strides in elements, from those in units of ALIGN that ``row_strides``
-    made. Batch entries and heads may lie any distance apart, and a stride that fits 32 bits in
-    units of ALIGN need not fit them in elements. The host keeps rows within MAX_ROW_STRIDE."""
+    """(batch, row, head) strides in elements, from the result of ``row_strides`` in units of ALIGN.
+    Batch entries and heads may lie any distance apart, so their strides are widened to 64 bits: a
+    stride may fit 32 bits in units of ALIGN only. The host keeps the row stride below
+    MAX_ROW_STRIDE."""
     return (
         tl.cast(stride_b, tl.int64) * ALIGN,
         stride_t * ALIGN,
@@ -34,8 +35,8 @@ def in_elements(stride_b, stride_t, stride_h, ALIGN: tl.constexpr):
 
 
 def head_strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """(batch, row, head) for x [B, T, HV]; a batch of one has no stride, so that T does not change
-    them."""
+    """(batch, row, head) for x [B, T, HV]. A batch of one has stride 0, because its stride would
+    change with T."""
     batch, row, head = x.stride()
     return 0 if x.shape[0] == 1 else batch, row, head
 
@@ -49,13 +50,13 @@ def state_strides(state: torch.Tensor | None, state_v_first: bool) -> tuple[int,
 
 
 def named(names: str, numbers: tuple[int, ...]) -> dict[str, int]:
-    """The arguments stride_NAME of a kernel, in the order of the names."""
+    """Maps each name to its stride as a kernel's argument stride_NAME."""
     return {f"stride_{name}": n for name, n in zip(names.split(), numbers, strict=True)}
 
 
 def row_arguments(name: str, strides: tuple[int, ...]) -> dict[str, int]:
-    """The arguments that kernels take of ``row_strides``: ALIGN_Q, stride_qb, stride_qt and
-    stride_qh for "q"."""
+    """The kernel arguments with the result of ``row_strides``, for "q" these are ALIGN_Q,
+    stride_qb, stride_qt and stride_qh."""
     return {
         f"ALIGN_{name.upper()}": strides[0],
         **named(f"{name}b {name}t {name}h", strides[1:]),
@@ -63,5 +64,6 @@ def row_arguments(name: str, strides: tuple[int, ...]) -> dict[str, int]:
 
 
 def head_arguments(name: str, strides: tuple[int, ...]) -> dict[str, int]:
-    """stride_gb, stride_gt and stride_gh for "g"."""
+    """The kernel arguments with the result of ``head_strides``, for "g" these are stride_gb,
+    stride_gt and stride_gh."""
     return named(f"{name}b {name}t {name}h", strides)

@@ -1,9 +1,12 @@
 """Tile configurations: fixed tables, no search. The same call runs the same code every time.
 
-Each function returns the tile of one step from what fixes its cost: the head dimensions, the width
-of the dtype that its products are computed in, the GPU that the tensors are on (`gpu_of`) where its
-limits count and, for the serial steps, how many states there are to walk. Numbers without another
-reason were the fastest of those measured on an H200 (docs/tried.md).
+Each function returns the tile of one kernel. It depends on the head dimensions and the width of the
+dtype of the products, for some kernels on the GPU of the tensors (`gpu_of`), and for the serial
+kernels on the number of states. Numbers without another reason were the fastest of those measured
+on an H200 (docs/tried.md).
+
+The docstring of a `..._tile` or `..._config` function lists the tiles that one stage of the
+pipeline loads ("Per stage") and the tiles that a program holds once ("Held").
 """
 
 import functools
@@ -14,15 +17,16 @@ import triton
 
 from gdn_triton._host.device import on_device
 
-# What is found for a set of sizes is kept for the next call of them. Bounded, as the numbers of
-# tokens and of states are among these sizes: a server may never see one of them twice.
+# The result for a set of sizes is kept for the next call with these sizes. The cache is bounded
+# because the sizes include the numbers of tokens and states, which may never repeat in a server.
 MOST_KEPT = 1024
 _kept = functools.lru_cache(maxsize=MOST_KEPT)
 
 
 class Tile(NamedTuple):
-    """Tile widths over K and V, and how the kernel is launched. maxnreg: registers a thread may
-    use, for kernels that gain more from another block on the multiprocessor than they lose."""
+    """Tile widths over K and V, and the launch options of the kernel. maxnreg: the most registers
+    of a thread, for kernels that gain more from another block on the multiprocessor than they lose
+    by fewer registers."""
 
     BK: int
     BV: int
@@ -38,27 +42,29 @@ class Tile(NamedTuple):
         return launch
 
 
-# For kernels that must match another kernel, or another specialisation of themselves, bit for bit:
-# no sum is fused with a product, as the compiler would fuse other ones in each. `tl.fma` stays one.
+# Options for kernels that must match another kernel, or another specialisation of themselves, bit
+# for bit: the compiler fuses no product with a sum, because it would choose other pairs in each
+# kernel. `tl.fma` stays fused.
 UNFUSED = {"enable_fp_fusion": False}
 
-# KiB of shared memory that one block may use, by what Triton compiles for. A kernel that needs more
-# does not launch; a tile chosen for less is only slower.
+# KiB of shared memory that one block may use, by the architecture that Triton compiles for. A
+# kernel that needs more does not launch. A tile chosen for less is only slower.
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 LEAST_SHARED_MEMORY = 64
 
 
 @functools.cache
 def compiler() -> str:
-    """What Triton compiles for in this process: "cuda", "hip", ...; "interpreter" when it does
-    not. Which GPU of that kind it is, is a matter of each call (`gpu_of`)."""
+    """The kind of GPU that Triton compiles for in this process: "cuda", "hip", ...; "interpreter"
+    if it compiles nothing. The GPU itself may differ between calls (`gpu_of`)."""
     if triton.knobs.runtime.interpret:
         return "interpreter"
     return str(triton.runtime.driver.active.get_current_target().backend)
 
 
 class Gpu(NamedTuple):
-    """What tiles depend on of a GPU. arch: as Triton names it: 90, "gfx942", ..."""
+    """The properties of a GPU that tiles depend on. arch: Triton's name of it, as 90 or
+    "gfx942"."""
 
     compiler: str
     arch: int | str
@@ -66,18 +72,18 @@ class Gpu(NamedTuple):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that one block may use, at the least."""
+        """The bytes of shared memory that one block may use at least."""
         return SHARED_MEMORY.get(self.arch, LEAST_SHARED_MEMORY) * 1024  # type: ignore[arg-type]
 
 
-# The multiprocessors of an H200: taken where there is no GPU to ask.
+# The number of multiprocessors of an H200, which is assumed where there is no GPU.
 MULTIPROCESSORS = 132
 
 _gpus: dict[torch.device, Gpu] = {}
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU that tensors are on. Those of one process may differ."""
+    """The GPU of a device. A process may have several kinds of GPUs."""
     gpu = _gpus.get(device)
     if gpu is None:
         gpu = _gpus[device] = _ask(device)
@@ -97,37 +103,39 @@ def _ask(device: torch.device) -> Gpu:
 
 @functools.cache
 def dot_precision(dtype: torch.dtype) -> str:
-    """How products of fp32 values are computed. Between 16-bit inputs and outputs tf32 loses
-    nothing that the rounding of the result keeps; fp32 inputs get fp32-accurate products."""
+    """The precision of products of fp32 values. With 16-bit inputs and outputs the error of tf32 is
+    below the rounding of the result. fp32 inputs get fp32-accurate products."""
     if compiler() != "cuda":
         return "ieee"
     return "tf32x3" if dtype.itemsize == 4 else "tf32"
 
 
 def stages(gpu: Gpu, most: int, stage_bytes: int, other_bytes: int) -> int:
-    """The most loads in flight, up to ``most``, whose tiles fit the GPU's shared memory beside the
-    tiles that are there once. Two on AMD: with more, the pipeliner of Triton 3.6 fails there on
-    loops whose loads are narrow ("operation destroyed but still has uses")."""
+    """The largest number of pipeline stages, up to ``most``, whose tiles fit the GPU's shared
+    memory together with the tiles that a program holds once. AMD gets at most two: with more, the
+    pipeliner of Triton 3.6 fails on loops with narrow loads ("operation destroyed but still has
+    uses")."""
     if gpu.compiler == "hip":
         most = min(most, 2)
     return max(1, min(most, (gpu.shared_memory - other_bytes) // stage_bytes))
 
 
 def padded(n: int, most: int, least: int = 16) -> int:
-    """The tile width for a dimension of n: a power of two from ``least`` to ``most``; 16 is the
-    least that a matrix instruction takes."""
+    """The tile width for a dimension of n: a power of two from ``least`` to ``most``. A matrix
+    instruction needs at least 16."""
     return min(max(triton.next_power_of_2(n), least), most)
 
 
-# For the kernels of single chunks: with tiles as wide as one instruction, or narrow loads into
-# them, Triton 3.6's assembler (ptxas 12.8) builds shared-memory descriptors from a register that
-# nothing has written.
+# The least width of a tile in the kernels of single chunks. With tiles as wide as one instruction,
+# or narrow loads into them, Triton 3.6's assembler (ptxas 12.8) builds shared-memory descriptors
+# from a register that nothing has written.
 LEAST_WIDTH = 32
 
 
 @_kept
 def wy_config(K: int, V: int, dtype: torch.dtype) -> Tile:
-    """Four-byte inputs take three passes of the tensor cores and a quarter of the width."""
+    """The tile for four-byte inputs is narrower, because their products take three passes of the
+    tensor cores."""
     if dtype.itemsize == 4:
         return Tile(32, 32, num_warps=4, num_stages=2)
     BK = padded(K, 256, LEAST_WIDTH)
@@ -142,7 +150,7 @@ def wy_config(K: int, V: int, dtype: torch.dtype) -> Tile:
 def state_tile(
     gpu: Gpu, BK: int, BV: int, warps: int, most_stages: int, dtype: torch.dtype
 ) -> Tile:
-    """In flight: w, k [64, BK] and u [64, BV]. Once: the state and v_new as operands."""
+    """Per stage: w, k [64, BK] and u [64, BV]. Held: the state and v_new as operands."""
     size = dtype.itemsize
     stage, other = (128 * BK + 64 * BV) * size, (BK + 128) * BV * size
     return Tile(BK, BV, warps, stages(gpu, most_stages, stage, other))
@@ -163,7 +171,7 @@ def state_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype, states: int) -> T
 
 @_kept
 def output_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype) -> Tile:
-    """All of V = 128 in one program, so that q k^T is computed once."""
+    """BV spans V up to 128, so that q k^T is computed once."""
     BK, BV = padded(K, 64), padded(V, 128, LEAST_WIDTH)
     if dtype.itemsize == 4:
         return Tile(padded(K, 32), padded(V, 64), num_warps=4, num_stages=1)
@@ -173,14 +181,14 @@ def output_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype) -> Tile:
 
 @_kept
 def prepare_config(K: int, dtype: torch.dtype) -> Tile:
-    """BK spans K, as a row's norm needs all of it."""
+    """BK spans K, because the norm of a row needs all of the row."""
     BK = padded(K, 256, LEAST_WIDTH)
     return Tile(BK, 0, num_warps=4, num_stages=1, maxnreg=128 if BK <= 128 else 168)
 
 
 def fused_tile(gpu: Gpu, BK: int, BV: int, warps: int, most_stages: int) -> Tile:
-    """In flight: q, k [64, BK], A_inv, A_qk [64, 64] and v [64, BV]. Once: the state and three
-    tiles [64, BV] as operands. All of two bytes an element."""
+    """Per stage: q, k [64, BK], A_inv, A_qk [64, 64] and v [64, BV]. Held: the state and three
+    tiles [64, BV] as operands. Each element has two bytes."""
     stage, other = (128 * BK + 8192 + 64 * BV) * 2, (BK + 192) * BV * 2
     return Tile(BK, BV, warps, stages(gpu, most_stages, stage, other))
 
@@ -189,10 +197,11 @@ def fused_tile(gpu: Gpu, BK: int, BV: int, warps: int, most_stages: int) -> Tile
 def fused_config(gpu: Gpu, K: int, V: int, states: int, short: bool) -> Tile:
     """BK spans K, as the program holds whole columns of the state. The fewer states, the narrower
     the program, until every multiprocessor has one. Walks of a chunk or two (``short``) are bound
-    by reading and writing the states, and want several programs on a multiprocessor.
+    by reading and writing the states, and are faster with several programs on a multiprocessor.
 
-    Two stages at least wherever Hopper's matrix instructions are used: with one, Triton 3.6 gave a
-    BV = 32 program wrong shared-memory descriptors (compute-sanitizer: an out-of-bounds read)."""
+    A tile that uses Hopper's matrix instructions has at least two stages: with one stage Triton 3.6
+    gave a BV = 32 program wrong shared-memory descriptors (compute-sanitizer: an out-of-bounds
+    read)."""
     BK = padded(K, 256)
     columns = states * V / gpu.multiprocessors
     if columns <= (8 if BK <= 64 else 16):
@@ -206,32 +215,33 @@ def fused_config(gpu: Gpu, K: int, V: int, states: int, short: bool) -> Tile:
     return fused_tile(gpu, BK, padded(V, 32 if columns <= 32 else 64), 4, 3)
 
 
-# Keys of more channels make maps too large for one program to fold.
+# The largest K of calls in segments. A larger map [K, K] is too large for one program to fold.
 MOST_SEGMENT_K = 128
-# Columns of states a multiprocessor, above which segments cost more than they save.
+# Above this number of state columns for each multiprocessor, segments cost more than they save.
 MOST_SEGMENT_COLUMNS = 16
 
 
 @_kept
 def segment_chunks(gpu: Gpu, rows: int, N: int, HV: int, K: int, V: int, BT: int) -> int:
-    """Chunks of a segment; 0 to walk whole sequences. Walking in segments is twice the work and
-    more, so it serves only calls whose states leave most of the GPU idle. rows: of all N sequences.
-    By sizes that the host knows: lengths stay on the device."""
+    """The chunks of a segment; 0 to walk whole sequences. Segments at least double the work, so
+    only calls are cut whose states leave most of the GPU idle. rows: the tokens of all N sequences.
+    The result depends on sizes that the host knows, because lengths stay on the device."""
     columns = N * HV * V / gpu.multiprocessors
     if rows == 0 or N == 0 or K > MOST_SEGMENT_K or columns > MOST_SEGMENT_COLUMNS:
         return 0
     chunks = triton.cdiv(rows, BT)
-    # One program of 64 columns a multiprocessor: four segments of a sequence at the least.
+    # One program of 64 columns for each multiprocessor. A sequence has at least four segments.
     segments = gpu.multiprocessors * 64 // (HV * V)
-    # Shorter ones do not pay for the fold, 2 to 4 us a segment, and maps that fill the GPU twice.
+    # The gain of shorter segments does not cover the fold, 2 to 4 us for each segment, and maps
+    # that fill the GPU twice.
     least = 8 if columns <= MOST_SEGMENT_COLUMNS / 2 else 16
     return max(triton.cdiv(chunks, segments), least) if chunks >= 4 * N * least else 0
 
 
 @_kept
 def maps_config(gpu: Gpu, K: int) -> Tile:
-    """In flight: k [64, BK], A_inv [64, 64] and v [64, BV]. Once: the state and two tiles
-    [64, BV] as operands. All of two bytes an element."""
+    """Per stage: k [64, BK], A_inv [64, 64] and v [64, BV]. Held: the state and two tiles [64, BV]
+    as operands. Each element has two bytes."""
     BK, BV = padded(K, MOST_SEGMENT_K), 64
     stage, other = (64 * BK + 4096 + 64 * BV) * 2, (BK + 128) * BV * 2
     return Tile(BK, BV, num_warps=4, num_stages=stages(gpu, 3, stage, other))
@@ -239,7 +249,8 @@ def maps_config(gpu: Gpu, K: int) -> Tile:
 
 @_kept
 def affine_config(gpu: Gpu, K: int, dtype: torch.dtype) -> Tile:
-    """The tile of the maps between ranks: that of ``maps_config`` where K and dtype allow it."""
+    """The tile of the maps between ranks. It is the tile of ``maps_config`` where K and dtype allow
+    it."""
     if dtype.itemsize == 4:
         return state_bwd_tile(gpu, padded(K, 256), 16, 2, dtype)
     return maps_config(gpu, K) if K <= MOST_SEGMENT_K else fused_tile(gpu, padded(K, 256), 32, 4, 2)
@@ -247,9 +258,10 @@ def affine_config(gpu: Gpu, K: int, dtype: torch.dtype) -> Tile:
 
 @_kept
 def affine_bwd_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype, states: int) -> Tile:
-    """The tile of the maps of the walk back. Four-byte operands take eight warps, as four would
-    spill kilobytes on sm_80; not on Hopper, where four spill no more than eight and Triton 3.6 lays
-    the products of eight warps, 64 rows each, out over 128 rows: an illegal memory access."""
+    """The tile of the maps of the walk back. Four-byte operands take eight warps, because four
+    would spill kilobytes on sm_80. On Hopper they take four, which spill no more than eight there:
+    with eight, Triton 3.6 lays the products of 64 rows out over 128 rows, an illegal memory
+    access."""
     back, _ = state_bwd_config(gpu, K, V, dtype, states)
     eight = dtype.itemsize == 4 and (gpu.compiler, gpu.arch) != ("cuda", 90)
     return back._replace(num_warps=8) if eight else back
@@ -257,17 +269,18 @@ def affine_bwd_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype, states: int)
 
 @_kept
 def starts_config(gpu: Gpu, K: int, V: int) -> Tile:
-    """In flight: a map [BK, BK]. Once: the state [BK, BV] as an operand, in two parts. All fp32."""
+    """Per stage: a map [BK, BK]. Held: the state [BK, BV] as an operand, in two parts. All are
+    fp32."""
     BK, BV = padded(K, MOST_SEGMENT_K), 16
     count = stages(gpu, 2, BK * BK * 4, BK * BV * 8)
     return Tile(BK, padded(V, BV), num_warps=8 if BK > 64 else 4, num_stages=count)
 
 
-# The tiles of the backward.
+# The functions below have the tiles of the backward.
 
 
 def quarter_tile(K: int, V: int) -> Tile:
-    """For single chunks of four-byte inputs, whose products take three passes."""
+    """The tile of single chunks of four-byte inputs, whose products take three passes."""
     return Tile(padded(K, 32), padded(V, 32), num_warps=4, num_stages=1)
 
 
@@ -277,7 +290,7 @@ def scores_config(K: int, dtype: torch.dtype) -> Tile:
 
 
 def state_bwd_tile(gpu: Gpu, BK: int, BV: int, most_stages: int, dtype: torch.dtype) -> Tile:
-    """In flight: q, k [64, BK], A_inv, A_qk [64, 64] and do [64, BV]. Once: the state and three
+    """Per stage: q, k [64, BK], A_inv, A_qk [64, 64] and do [64, BV]. Held: the state and three
     tiles [64, BV] as operands."""
     size = dtype.itemsize
     stage, other = (128 * BK + 8192 + 64 * BV) * size, (BK + 192) * BV * size
@@ -288,12 +301,12 @@ def state_bwd_tile(gpu: Gpu, BK: int, BV: int, most_stages: int, dtype: torch.dt
 def state_bwd_config(
     gpu: Gpu, K: int, V: int, dtype: torch.dtype, states: int
 ) -> tuple[Tile, Tile | None]:
-    """The tiles of the walk back and of the walk forward; no second one where both are one launch,
-    of the same tile. BK spans K, as a program holds whole columns of the state. Every column is
-    walked twice, there and back: above 16 columns a multiprocessor two programs share one, in two
-    stages each. Above 48 there are programs enough for a launch of each, and the walk forward,
-    which holds less, has room for wider tiles; not so above K = 128. The bits of a column depend on
-    none of it."""
+    """The tiles of the walk back and of the walk forward. The second is None where both walks are
+    one launch with one tile. BK spans K, because a program holds whole columns of the state. Above
+    16 columns for each multiprocessor two programs share a multiprocessor, with two stages each.
+    Above 48 columns each walk has programs enough for a launch of its own, and the walk forward,
+    which holds fewer tiles, has room for a wider one if K is at most 128. The bits of a column do
+    not depend on the tiles."""
     BK = padded(K, 256)
     if dtype.itemsize == 4:
         return state_bwd_tile(gpu, BK, padded(V, 16), 2, dtype), None
@@ -308,7 +321,7 @@ def state_bwd_config(
 
 @_kept
 def pairs_bwd_config(gpu: Gpu, K: int, V: int, dtype: torch.dtype) -> Tile:
-    """In flight: q, k [64, BK], then v_new, dx, v [64, BV]."""
+    """Per stage: q, k [64, BK], then v_new, dx, v [64, BV]."""
     if dtype.itemsize == 4:
         return quarter_tile(K, V)
     BK, BV = padded(K, 128), padded(V, 64)

@@ -1,5 +1,5 @@
 """The public convolution: `causal_conv1d` over sequences, `causal_conv1d_update` for decoding, and
-`fused_conv_prep`, the first of them and the preparation after it in one pass."""
+`fused_conv_prep`, which is `causal_conv1d` and the preparation in one pass."""
 
 from torch import Tensor
 
@@ -28,7 +28,8 @@ def causal_conv1d(
         y_t = silu(bias + sum over j of weight[:, W - 1 - j] * x_(t - j)),   j = 0 .. W - 1
 
     (Yang, Kautz and Hatamizadeh, 2024, arXiv:2412.06464, section 3.4), which is torch's grouped
-    `conv1d` of the sequence after W - 1 earlier tokens. Those come from a state, or are 0.
+    `conv1d` of the sequence after W - 1 earlier tokens. The earlier tokens come from a state, or
+    are 0.
 
     Sizes: D channels, W taps, N sequences, as padded batch B of T tokens or packed in one row.
     "Float" is float16, bfloat16, float32 or float64. All tensors are on one device.
@@ -41,22 +42,23 @@ def causal_conv1d(
             backend, any number in the reference. Any strides.
         bias: [D], float. None: 0.
         activation: "silu", or None.
-        state: [slots, D, W - 1], float, wide enough to hold x's dtype exactly: the last tokens of
-            what came before, the latest at W - 2. Written in place with those after the call, which
-            autograd sees. Any strides, such as those of a transposed [slots, W - 1, D], that give
-            every element a place of its own; no memory is shared with another argument.
+        state: [slots, D, W - 1], float, wide enough to hold x's dtype exactly: the last W - 1
+            tokens before the call, the latest at W - 2. The call writes the last tokens after it in
+            place, and autograd sees the write. The strides are free: a transposed [slots, W - 1, D]
+            is possible. No two elements may share an address, and no memory may be shared with
+            another argument.
         read_slots: [N], int32 or int64: where each sequence's state is. A slot that is padding
             (`skip`) skips its sequence: no state is written, and its y is 0. None: sequence n has
             slot n of N.
         write_slots: int32 or int64, with read_slots. [N]: where each sequence's state goes. [B, T]:
             where the state after each token goes. A slot that is padding keeps nothing. None:
-            read_slots. A slot is written once at most, and not read by another sequence than the
-            one that writes it: on an accelerator this is not checked, and undefined behaviour
-            otherwise, as are slots past the pool. Those of sequences that are skipped, and of
-            tokens of no sequence, are not used and may hold anything.
+            read_slots. No slot may be written twice, or be written by one sequence and read by
+            another, or lie outside of the pool. On an accelerator this is not checked, and a
+            violation is undefined behaviour. The slots of skipped sequences, and of tokens of no
+            sequence, are not used and may hold anything.
         has_initial_state: [N], bool: False: the sequence starts from zeros, whatever its slot
             holds. None: every sequence starts from its slot.
-        skip: which slots are padding: "negative", or "non_positive" where slot 0 is nobody's.
+        skip: which slots are padding: "negative", or "non_positive" where slot 0 is unused.
         cu_seqlens: [N + 1], int32 or int64: sequence n is in the tokens cu_seqlens[n] to
             cu_seqlens[n + 1] - 1. Starts at 0, does not decrease, ends at or before T. A sequence
             may be empty: its state goes from slot to slot. The y of tokens of no sequence is 0.
@@ -64,16 +66,17 @@ def causal_conv1d(
     Returns:
         y: the shape and dtype of x, contiguous, a new tensor.
 
-    Summed and activated in float32 (float64 if x, weight or bias is), then rounded. The backend is
-    chosen by `GDN_BACKEND` among triton and reference. Both have gradients of x, weight and bias;
-    with a state they are the reference's. A state is a constant to them: what is read from it has
-    no gradient, and neither has what is written. On an accelerator no contents are read by the
-    host, so a call can be captured in a CUDA graph; the reference reads slots and offsets, and
-    waits for the device. Under torch.compile it is one operator.
+    Sums and activation are in float32 (float64 if x, weight or bias is), and y is rounded once.
+    `GDN_BACKEND` chooses the backend, triton or reference. Both have gradients of x, weight and
+    bias; a call with a state has the reference's gradients. A state is a constant to autograd:
+    neither the tokens that are read from it nor those that are written to it have a gradient. The
+    host reads no contents on an accelerator, so a call can be captured in a CUDA graph. The
+    reference reads slots and offsets, and waits for the device. Under torch.compile a call is one
+    operator.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, with its name, what was expected and
-            what came; nothing has been launched or written. ValueError also for an unknown
+        TypeError, ValueError: an argument that does not fit, with its name, the expected and the
+            given value; nothing has been launched or written. ValueError also for an unknown
             `GDN_BACKEND`.
         NotImplementedError: state requires a gradient; or, under a compiler, there is a state and
             another input requires one.
@@ -113,8 +116,8 @@ def causal_conv1d_update(
 ) -> Tensor:
     """The convolution of one decode step, or of several tokens, on a pool of states.
 
-    `gdn_triton.causal_conv1d`, with its result to the last bit, in one kernel that walks over the
-    tokens of a sequence. Its tokens come as those of `gdn_triton.recurrent_step`, which takes the
+    It has the bits of `gdn_triton.causal_conv1d`, and runs in one kernel that walks over the tokens
+    of a sequence. x has the layouts of the tokens of `gdn_triton.recurrent_step`, which takes the
     result as its mixed_qkv, with the same slots:
 
         y = causal_conv1d_update(x, weight, state=conv_state, read_slots=slots)
@@ -191,14 +194,14 @@ def fused_conv_prep(
     skip: str = "negative",
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The inputs of the gated delta rule from the projections, in one pass: `causal_conv1d` of
-    mixed_qkv, then `fused_post_conv_prep` of its result.
+    """Computes the inputs of the gated delta rule from the projections in one pass: `causal_conv1d`
+    of mixed_qkv, then `fused_post_conv_prep` of its result.
 
         q, k, v, g, beta = fused_conv_prep(mixed_qkv, weight, a, b, A_log, dt_bias, H, K, V, ...)
         chunk_gated_delta_rule(q[None], k[None], v[None], g[None], beta[None], ...)
 
-    The result of the convolution is rounded to the dtype of mixed_qkv before the norm, and so is
-    what the two functions give one after the other; it is never in memory.
+    The result of the convolution is rounded to the dtype of mixed_qkv before the norm, as it is
+    when the two functions run one after the other. It is not written to memory.
 
     Args:
         mixed_qkv: [T, D] or [B, T, D], float, with D = 2 * H * K + HV * V: in a row H heads of q,
@@ -209,19 +212,19 @@ def fused_conv_prep(
         num_k_heads, head_k_dim, head_v_dim: H, K, V.
         apply_l2norm, output_g_exp: as `gdn_triton.fused_post_conv_prep`.
         state, read_slots, write_slots, has_initial_state, skip, cu_seqlens: as
-            `gdn_triton.causal_conv1d`. Of tokens of no sequence, and of skipped ones, q, k and v
-            are 0; g and beta depend on no sequence. Those of tokens of no sequence pass no
-            gradient.
+            `gdn_triton.causal_conv1d`. For tokens of no sequence, and of skipped sequences, q, k
+            and v are 0. g and beta do not depend on sequences; for tokens of no sequence they pass
+            no gradient.
 
     Returns:
         q, k: [.., H, K], v: [.., HV, V], the dtype of mixed_qkv, where `..` is [T] or [B, T].
         g, beta: [.., HV], float32 (float64 if mixed_qkv, a, b, A_log or dt_bias is).
         All five are new and contiguous.
 
-    The backend is chosen by `GDN_BACKEND` among triton and reference. With gradients, and where
-    the fused kernel cannot run, the two functions run one after the other, each in the backend that
-    is chosen for it: the convolution's gradients have kernels, the preparation's are the
-    reference's. Nothing else differs from theirs: what the host reads, graphs, the operator.
+    `GDN_BACKEND` chooses the backend, triton or reference. With gradients, and where the fused
+    kernel cannot run, the two functions run one after the other, each in its own backend: the
+    convolution's gradients have kernels, the preparation's are the reference's. CUDA graphs,
+    torch.compile and reads of the host are as in these functions.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `gdn_triton.causal_conv1d` and

@@ -1,6 +1,6 @@
-"""The backends of the convolution, and what runs a call of it in one of them.
+"""The backends of the convolution, and the functions that run a call in one of them.
 
-They are those of `gdn_triton._host.backends`; no CUDA kernel is among them.
+The backends are triton and reference of `gdn_triton._host.backends`. There is no CUDA kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gdn_triton.conv.validation import (
     validate_conv,
 )
 
-# Taps of the Triton kernels; the reference has no limit.
+# The numbers of taps that the Triton kernels have. The reference has no limit.
 TRITON_WIDTHS: Final = (2, 3, 4)
 
 
@@ -85,7 +85,7 @@ CONV_UPDATE: Operator[ConvProblem, ConvRun] = Operator(
 
 
 def run_conv(args: ConvArguments, form: Form = PLAIN) -> Tensor:
-    """The convolution, in the shape of x; the states are written."""
+    """Runs the convolution, which writes the states. Returns y in the shape of x."""
     problem = validate_conv(args, form)
     return run_valid_conv(problem, args, form)
 
@@ -93,7 +93,7 @@ def run_conv(args: ConvArguments, form: Form = PLAIN) -> Tensor:
 def run_valid_conv(
     problem: ConvProblem, args: ConvArguments, form: Form, prep: PrepArguments | None = None
 ) -> Tensor:
-    """prep: of a preparation that follows."""
+    """prep: the tensors of a preparation that follows, None without one."""
     given = operands(problem, args, form, prep)
     run = (CONV_UPDATE if form.is_step else CONV).choose(problem).run
     with on_device(problem.device):

@@ -1,12 +1,13 @@
-"""The convolution as operators of torch's library, which is what a compiler sees of it.
+"""The convolution as operators of torch's library. A compiler sees these operators only.
 
-As `gdn_triton.chunk.operators`, which says why: an operator is opaque, its implementation judges
-the call and chooses the backend at every run, and its fake judges shapes only. Imported by
-`import gdn_triton`. The operators that write states have no gradient; the others are
+As in `gdn_triton.chunk.operators`, which gives the reasons, an operator is opaque. Its
+implementation validates the call and chooses the backend at every run, and its fake validates
+shapes only. `import gdn_triton` imports this module. The operators that write states have no
+gradient. The others are
 
 - `gdn_triton::causal_conv1d`, with the gradient `gdn_triton::causal_conv1d_bwd`;
-- `gdn_triton::fused_conv_prep`, for calls that need none: with gradients, a trace has the
-  convolution and the preparation as an operator each.
+- `gdn_triton::fused_conv_prep`, for calls without gradients. With gradients a trace has one
+operator for the convolution and one for the preparation.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _OF_STATES: Final = (
     *("state", "read_slots", "write_slots", "has_initial_state"),
     *("num_accepted_tokens", "parents"),
 )
-# The arguments of each operator, by their names in the records of a call.
+# The arguments of each operator, with the names that they have in the records of a call.
 _CONV_ARGUMENTS: Final = arguments_of(f"{_CONV}, Tensor? cu_seqlens")
 _STATES: Final = (
     f"{_CONV}, {_STATE}, Tensor? cu_seqlens, Tensor? num_accepted_tokens, Tensor? parents, "
@@ -63,7 +64,8 @@ _TRAINED: Final = ("x", "weight", "bias")
 
 
 def _given(given: Mapping[str, Any]) -> ConvArguments:
-    """The record of a call from the arguments of its operator, which may have none of states."""
+    """The record of a call from the arguments of its operator, which may lack the arguments of a
+    state."""
     return made(ConvArguments, {**dict.fromkeys(_OF_STATES), "skip": "negative", **given})
 
 
@@ -88,7 +90,7 @@ def _conv_fake(*args: Any) -> Tensor:
 @torch.library.custom_op(
     "gdn_triton::causal_conv1d_bwd",
     mutates_args=(),
-    # One gradient for each argument that wants one, in the order of x, weight, bias.
+    # There is one gradient for each argument that requires one, in the order x, weight, bias.
     schema=f"(Tensor dy, {_CONV}, Tensor? cu_seqlens, bool[] wanted) -> Tensor[]",
 )
 def _conv_backward(dy: Tensor, *args: Any) -> list[Tensor]:
@@ -210,8 +212,8 @@ def _prep_state_fake(*args: Any) -> PreparedInputs:
 
 
 def _judged(args: ConvArguments, form: Form) -> bool:
-    """Whether the call has a state. Validates what a schema would convert, and a gradient that an
-    operator with a state does not have."""
+    """Validates a call, whose values of a wrong type a schema would convert, and returns whether it
+    has a state. Raises NotImplementedError for a gradient of a call with a state."""
     problem = validate_conv(args, form)
     if problem.has_state and problem.needs_grad:
         raise NotImplementedError(
@@ -222,7 +224,7 @@ def _judged(args: ConvArguments, form: Form) -> bool:
 
 
 def traced_conv(args: ConvArguments, form: Form = PLAIN) -> Tensor:
-    """`gdn_triton.causal_conv1d` or `causal_conv1d_update` through its operator."""
+    """Runs `gdn_triton.causal_conv1d` or `causal_conv1d_update` through its operator."""
     if _judged(args, form) or form.is_step:
         given = {**args._asdict(), "is_step": form.is_step}
         y: Tensor = torch.ops.gdn_triton.causal_conv1d_state(*_STATE_ARGUMENTS.ordered(given))
@@ -232,8 +234,8 @@ def traced_conv(args: ConvArguments, form: Form = PLAIN) -> Tensor:
 
 
 def traced_conv_prep(args: ConvArguments, prep: PrepArguments) -> PreparedInputs:
-    """`gdn_triton.fused_conv_prep` through its operator, or, with gradients, the two of its
-    parts."""
+    """Runs `gdn_triton.fused_conv_prep` through its operator or, with gradients, through the
+    operators of its two parts."""
     problem, _ = validate_conv_prep(args, prep)
     given = {**args._asdict(), **prep._asdict()}
     if prep_needs_grad(problem, prep):

@@ -1,4 +1,4 @@
-"""The convolution and the preparation behind it in one call: its backends, and what runs a call."""
+"""The convolution and the preparation in one call: its backends, and the functions that run it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from gdn_triton.prep.problem import PreparedInputs, Sizes, with_gradients
 
 
 class PrepProblem(NamedTuple):
-    """A validated call of `gdn_triton.fused_conv_prep`, from which its backend is chosen: its two
-    parts."""
+    """A validated call of `gdn_triton.fused_conv_prep`: the problems of its two parts, from which
+    its backend is chosen."""
 
     conv: ConvProblem
     sizes: Sizes
@@ -61,20 +61,20 @@ CONV_PREP: Operator[PrepProblem, PrepRun] = Operator(
 
 
 def prep_problem(args: ConvArguments, prep: PrepArguments) -> PrepProblem:
-    """Raises as `validate_conv_prep`."""
+    """Validates the call, with the errors of `validate_conv_prep`."""
     conv, sizes = validate_conv_prep(args, prep)
     return PrepProblem(conv, with_gradients(sizes, prep_needs_grad(conv, prep)))
 
 
 def run_conv_prep(args: ConvArguments, prep: PrepArguments) -> PreparedInputs:
-    """q, k, v, g and beta; the states are written.
+    """Returns q, k, v, g and beta, and writes the states.
 
-    In one kernel where Triton serves all of it. Else the convolution, then the preparation, each in
-    a backend of its own: so with gradients, which the fused kernel has none of.
+    The call is one kernel where Triton can run all of it without gradients, which the fused kernel
+    does not have. Otherwise the convolution and then the preparation run, each in its own backend.
     """
     problem = prep_problem(args, prep)
     if problem.sizes.needs_grad:
-        # Each part says for itself whether it has a gradient.
+        # Each part reports for itself whether it has a gradient.
         return _run_parts(args, prep, problem)
     return CONV_PREP.choose(problem).run(args, prep, problem)
 
@@ -96,9 +96,9 @@ def of_sequences(
     prep: PrepArguments,
     run: Callable[[PrepArguments], PreparedInputs],
 ) -> PreparedInputs:
-    """The results of `run` for prep, whose a and b are [L, HV]. The g and beta of tokens of no
-    sequence pass no gradient: a NaN in them, multiplied by a gradient of 0, would make the
-    gradients of A_log and dt_bias NaN."""
+    """Returns `run(prep)`, with a and b [L, HV], but lets no gradient pass to tokens of no
+    sequence: a NaN in such a token, multiplied by a gradient of 0, would make the gradients of
+    A_log and dt_bias NaN."""
     from gdn_triton.reference.activations import beta_sigmoid, gate
 
     if cu_seqlens is None:

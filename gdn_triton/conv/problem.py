@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 class ConvProblem(NamedTuple):
-    """What every backend may rely on. Built by `gdn_triton.conv.validation` only."""
+    """The validated properties of a call, on which every backend may rely. Only
+    `gdn_triton.conv.validation` builds it."""
 
     B: int  # rows of x: 1 when packed
     T: int  # tokens of a row
@@ -27,8 +28,8 @@ class ConvProblem(NamedTuple):
 
 
 class ConvOperands(NamedTuple):
-    """x [B, T, D], weight [D, W], bias [D]; state [slots, D, W - 1], which is written; slots and
-    flags as `gdn_triton.causal_conv1d` has them."""
+    """x [B, T, D], weight [D, W], bias [D]; state [slots, D, W - 1], which the call writes; slots
+    and flags as in `gdn_triton.causal_conv1d`."""
 
     x: Tensor
     weight: Tensor

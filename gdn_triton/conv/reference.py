@@ -14,7 +14,7 @@ from gdn_triton.reference.trees import ancestors, padded_rows
 
 
 class Span(NamedTuple):
-    """The tokens of some sequences: of each row of x those from `start` to `end`."""
+    """The tokens from `start` to `end` of each row of x, which belong to `sequences`."""
 
     sequences: slice
     start: int
@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 
 def spans(p: ConvProblem, given: ConvOperands) -> list[Span]:
-    """All sequences of a padded call, which have one length, or one after the other."""
+    """One span for all sequences of a padded call, or one for each sequence of a packed call."""
     if given.cu_seqlens is None:
         return [Span(slice(None), 0, p.T)]
     ends = given.cu_seqlens.tolist()
@@ -30,8 +30,8 @@ def spans(p: ConvProblem, given: ConvOperands) -> list[Span]:
 
 
 def forward(p: ConvProblem, given: ConvOperands) -> Tensor:
-    """[B, T, D], differentiable but for the states, which are written. Reads offsets and slots on
-    the host, and so waits for the device."""
+    """Returns y [B, T, D] and writes the states. y is differentiable, except by the states. Reads
+    offsets and slots on the host, and so waits for the device."""
     x, state = given.x, given.state
     slots = live = initial = None
     if state is not None:
@@ -56,7 +56,8 @@ def forward(p: ConvProblem, given: ConvOperands) -> Tensor:
     walks = spans(p, given)
     lengths = [span.end - span.start for span in walks]
     after = p.T - sum(lengths)
-    # One split: in backward a slice for each sequence would cost a gradient of x's size each.
+    # This is one split, because in the backward a slice for each sequence would cost a gradient of
+    # x's size each.
     *parts, _ = x.split([*lengths, after], 1)
     pieces = []
     for span, tokens in zip(walks, parts, strict=True):
@@ -73,7 +74,8 @@ def forward(p: ConvProblem, given: ConvOperands) -> Tensor:
                 tokens.detach().to(initial.dtype), p.W, before
             )
             _write(p, given, span, slots, live, before_and_tokens)
-    if not pieces:  # A gradient may be asked for without any sequence: y hangs on its inputs.
+    if not pieces:
+        # A caller may ask for gradients without any sequence, so y must depend on its inputs.
         pieces.append(reference_conv.causal_conv1d(x[:, :0], given.weight, given.bias, p.silu))
     return torch.cat([*pieces, x.new_zeros(p.B, after, p.D)], 1)
 
@@ -115,7 +117,7 @@ def _write(
     live: Tensor | None,
     tokens: Tensor,
 ) -> None:
-    """tokens: those of the span after their states, as `with_earlier` gives them."""
+    """Writes the states of a span. tokens: the result of `with_earlier` for the span."""
     state = given.state
     assert state is not None and slots is not None and live is not None
     write = slots if given.write_slots is None else given.write_slots

@@ -1,4 +1,4 @@
-"""Judges the arguments of the convolution, alone, in a step and before the preparation."""
+"""Validates the arguments of the convolution alone, in a step and before the preparation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _OPTIONAL: Final = (
 
 
 class ConvArguments(NamedTuple):
-    """What a caller gave. x may be without its batch, or, in a step, without its tokens."""
+    """The arguments of a caller. x may lack the batch dimension or, in a step, the token
+    dimension."""
 
     x: Tensor
     weight: Tensor
@@ -55,7 +56,8 @@ class ConvArguments(NamedTuple):
 
 
 class Form(NamedTuple):
-    """name: of x, in messages. is_step: tokens come as in `gdn_triton.recurrent_step`."""
+    """name: the name of x in errors. is_step: tokens have the layouts of
+    `gdn_triton.recurrent_step`."""
 
     name: str = "x"
     is_step: bool = False
@@ -64,7 +66,7 @@ class Form(NamedTuple):
 PLAIN: Final = Form()
 STEP: Final = Form(is_step=True)
 PREPARED: Final = Form("mixed_qkv")
-# The names of the arguments, as a caller knows them, by that of x.
+# The names of the arguments for each name of x.
 _NAMES: Final = {
     form.name: (form.name, *ConvArguments._fields[1:]) for form in (PLAIN, STEP, PREPARED)
 }
@@ -73,10 +75,10 @@ _NAMES: Final = {
 def validate_conv(args: ConvArguments, form: Form) -> ConvProblem:
     """Checks the arguments of `gdn_triton.causal_conv1d`, which documents them.
 
-    In this order: types, devices, ranks, sizes, dtypes, sequences, the state and its slots. Raises
-    TypeError or ValueError with the argument, what was expected and what came, and
-    NotImplementedError for a gradient that there is not. What slots and offsets hold is judged by
-    `check_contents`, at run time.
+    The order is: types, devices, ranks, sizes, dtypes, sequences, the state and its slots. Raises
+    TypeError or ValueError with the argument, the expected and the given value, and
+    NotImplementedError for a gradient that does not exist. `check_contents` checks the contents of
+    slots and offsets at run time.
     """
     x, weight, bias, state, cu_seqlens = args.x, args.weight, args.bias, args.state, args.cu_seqlens
     _check_types(args, form)
@@ -148,7 +150,7 @@ def _check_rank(x: Tensor, form: Form, packed: bool) -> None:
 
 
 def _batch(x: Tensor, form: Form, packed: bool) -> tuple[int, int]:
-    """B and T of x as [B, T, D]."""
+    """Returns B and T of x [B, T, D]."""
     if x.dim() == 3:
         return x.shape[0], x.shape[1]
     return (x.shape[0], 1) if form.is_step and not packed else (1, x.shape[0])
@@ -197,7 +199,7 @@ def _check_state(args: ConvArguments, form: Form, B: int, T: int, N: int, D: int
 
 
 def _check_accepted(args: ConvArguments, N: int, D: int, W: int) -> None:
-    """What a call with num_accepted_tokens has beside others, which are judged as without."""
+    """Checks the arguments whose rules differ with num_accepted_tokens."""
     state, accepted = args.state, args.num_accepted_tokens
     assert state is not None and accepted is not None
     if W < 2:
@@ -249,8 +251,9 @@ def _check_gradients(args: ConvArguments, form: Form, needs_grad: bool) -> None:
 def operands(
     problem: ConvProblem, args: ConvArguments, form: Form, prep: PrepArguments | None = None
 ) -> ConvOperands:
-    """The tensors, with x as [B, T, D], a view. Judges where they lie, those of a preparation in
-    the same pass too, and slots and offsets where the host can read them."""
+    """Returns the tensors, with x as a view [B, T, D]. Checks that written memory, also of a
+    preparation in the same pass, is not shared, and checks slots and offsets where the host can
+    read them."""
     p = problem
     x = args.x.view(p.B, p.T, p.D) if args.x.dim() == 3 else _with_batch(args.x, p)
     given = ConvOperands(
@@ -265,7 +268,7 @@ def operands(
         num_accepted_tokens=args.num_accepted_tokens,
         parents=args.parents,
     )
-    if given.state is not None and p.unreadable is None:  # else there need not be an address
+    if given.state is not None and p.unreadable is None:  # else it may have no address
         tensors = given if prep is None else (*given, *prep.tensors)
         _memory(form.name, tuple(map(layout_of, tensors))).check(tensors)
     check_contents(p, given, given.has_initial_state)
@@ -275,7 +278,7 @@ def operands(
 
 @functools.lru_cache(1024)
 def _memory(x_name: str, layouts: tuple[Layout | None, ...]) -> Apart:
-    """layouts: of the operands, after which those of a preparation may come."""
+    """layouts: the layouts of the operands, and then those of a preparation, if there is one."""
     names = (x_name, *ConvOperands._fields[1:], *PREP_TENSORS)
     return Apart(dict(zip(names, layouts, strict=False)), ("state",))
 
@@ -288,7 +291,7 @@ def _with_batch(x: Tensor, p: ConvProblem) -> Tensor:
 
 
 class PrepArguments(NamedTuple):
-    """What a caller gave of the preparation."""
+    """A caller's arguments of the preparation."""
 
     a: Tensor
     b: Tensor

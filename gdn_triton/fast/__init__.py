@@ -1,7 +1,7 @@
-"""The CUDA library: whether it is there, and why not. Importing this loads nothing.
+"""The CUDA library: whether it can be used, and why not. Importing this module loads nothing.
 
-The library, `_gdn_fast.so` beside this file, is optional: `GDN_BUILD_CUDA=1 pip install .` in a
-checkout builds it. Its operators are `torch.ops.gdn_fast.*` (`csrc/ops.cpp`);
+The library is the file `_gdn_fast.so` in this folder. It is optional, and is built in a checkout by
+`GDN_BUILD_CUDA=1 pip install .`. Its operators are `torch.ops.gdn_fast.*` (`csrc/ops.cpp`);
 `gdn_triton.chunk.cuda.calls` calls them.
 """
 
@@ -22,9 +22,9 @@ _logger = logging.getLogger("gdn_triton")
 def why_unavailable() -> str | None:
     """A sentence why the CUDA library cannot be used in this process, or None if it can.
 
-    The first call loads it and asks for the GPUs; the answer is kept. Where the library is not
-    built and a GPU would run it, that call logs a warning with the command to type: pip shows
-    nothing of a build that succeeds.
+    The first call loads the library and queries the GPUs, and the result is kept. If the library is
+    not built and a GPU could run it, the first call logs a warning with the command that builds it,
+    because pip shows no output of a build that succeeds.
     """
     if not LIBRARY.exists():
         return _why_not_built()
@@ -34,7 +34,7 @@ def why_unavailable() -> str | None:
         torch.ops.load_library(str(LIBRARY))
         refusal: str = torch.ops.gdn_fast.why_unavailable()
     except Exception as error:
-        # torch's own message only names the file. Another package's library has no such operator.
+        # torch's own message names only the file. A library of another package lacks this operator.
         why = error.__cause__ or error
         return f"The CUDA library does not load with torch {torch.__version__}: {why}."
     if refusal:
@@ -63,13 +63,14 @@ def why_not_on(device: int | None) -> str | None:
 
 @functools.cache
 def architecture_on(device: int | None) -> Architecture:
-    """What the library's kernels for this CUDA device are and take; `why_not_on` is None for it."""
+    """The folder and the limits of the library's kernels for this CUDA device, for which
+    `why_not_on` is None."""
     return ARCHITECTURES[torch.cuda.get_device_capability(device)]
 
 
 def _why_not_built() -> str:
     if __name__ != "gdn_triton.fast":
-        # No build puts a library into a copy of the package under another name (hub/build.py).
+        # A copy of the package under another name (hub/build.py) never contains a library.
         return (
             "The CUDA library is not built: a universal kernel has no machine code, the installed "
             "package may have."

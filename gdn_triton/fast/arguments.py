@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# What every call has first: its inputs, as the kernels can read them, and its options. longest:
-# tokens of the longest packed sequences, or zeros.
+# The first arguments of every call: the inputs in a form that the kernels can read, and the
+# options. longest: the tokens of the longest packed sequences, or zeros.
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens")
 OPTIONS = (
     *("scale", "state_v_first", "use_qk_l2norm", "use_beta_sigmoid", "allow_neg_eigval"),
@@ -133,7 +133,7 @@ PLAN_SIZES = (
     *("use_qk_l2norm", "batch_invariant", "longest", "second", "third"),
 )
 
-# The names of each operator's arguments, in their order.
+# The names of each operator's arguments, in the operator's order.
 ARGUMENTS = {
     "chunk_forward": INPUTS + OPTIONS + ForwardArguments._fields,
     "chunk_prefill": INPUTS + OPTIONS + PoolArguments._fields,

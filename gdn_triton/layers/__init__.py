@@ -1,5 +1,5 @@
-"""The whole Gated DeltaNet layer, what it keeps between calls, and an optimizer's groups for models
-of it. Imported by name only."""
+"""The whole Gated DeltaNet layer, its cache, and parameter groups for an optimizer. It is not
+imported by `import gdn_triton`."""
 
 from gdn_triton.layers.cache import GatedDeltaNetCache
 from gdn_triton.layers.gated_deltanet import GatedDeltaNet

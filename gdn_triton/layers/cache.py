@@ -1,4 +1,4 @@
-"""What a layer keeps of the sequences that it has seen."""
+"""The cache of a layer: the states of its sequences between calls."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class SlotPositions(NamedTuple):
 class GatedDeltaNetCache:
     """The states of one layer's sequences, in numbered slots; calls update them in place.
 
-    `gdn_triton.layers.GatedDeltaNet.make_cache` makes one. A slot of zeros is a sequence of which
-    nothing has been seen. The last row of each pool is no slot: what is written for sequences that
-    a call skips lands there, so that no shape depends on how many those are.
+    `gdn_triton.layers.GatedDeltaNet.make_cache` makes one. A slot of zeros is a new sequence. The
+    last row of each pool is no slot: a call writes the states of skipped sequences there, so that
+    no shape depends on the number of skipped sequences.
 
     Args:
         conv_state: [slots + 1, 2 * H * K + HV * V, conv_size - 1]: the last rows of q, k and v
@@ -87,17 +87,17 @@ class GatedDeltaNetCache:
 
     @property
     def slots(self) -> int:
-        """How many sequences there is room for, that of slot 0 included."""
+        """The number of slots, slot 0 included."""
         return self.recurrent_state.shape[0] - 1
 
     @torch.no_grad()
     def reset(self, slots: Tensor | None = None) -> None:
-        """Forgets the sequences in these slots, int32 or int64 [n]; None: all. Slots that are
-        padding are passed over; other slots are as they were.
+        """Sets the states in these slots, int32 or int64 [n], to zeros; None: all slots. Slots that
+        are padding are skipped, and other slots do not change.
 
         Raises:
-            TypeError, ValueError: slots that do not fit, their contents where they are on the CPU.
-                No state has changed.
+            TypeError, ValueError: slots that do not fit; their contents are checked on the CPU
+                only. No state has changed.
         """
         if slots is not None:
             self._check_slots(slots)
@@ -106,11 +106,11 @@ class GatedDeltaNetCache:
         self.restart(slots)
 
     def is_live(self, slots: Tensor) -> Tensor:
-        """[n], bool: which slots are not padding."""
+        """Returns [n], bool: whether a slot is not padding."""
         return slots > LAST_SKIPPED[self.skip]
 
     def rows(self, slots: Tensor) -> Tensor:
-        """[n], int64: the row of each slot in the pools, the last one for padding."""
+        """Returns [n], int64: the row of each slot in the pools, and the last row for padding."""
         return torch.where(self.is_live(slots), slots, self.slots).long()
 
     def read(self, name: Literal["conv_state", "recurrent_state"], slots: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class GatedDeltaNetCache:
         check_devices("the cache", self.recurrent_state.device, {"slots": slots})
         check_rank("slots", slots, "n")
         check_dtypes({"slots": slots}, ("slots",))
-        # The row after the last slot is what skipped sequences write to.
+        # Skipped sequences write to the row after the last slot.
         if host_reads(slots) and slots.numel() > 0 and int(slots.max()) >= self.slots:
             expected = f"be less than the {self.slots} slots of the cache"
             raise ValueError(must("slots", expected, str(int(slots.max()))))

@@ -25,7 +25,7 @@ def is_step(qkv: Tensor, cache: GatedDeltaNetCache | None, cu_seqlens: Tensor | 
     pool = cache.conv_state
     if pool is not None and torch.promote_types(pool.dtype, qkv.dtype) != pool.dtype:
         return False
-    # Test the length last: a trace with a symbolic length gets a guard on it only if needed.
+    # Test the length last, because the test of a symbolic length adds a guard to the trace.
     return qkv.shape[1] == 1
 
 
@@ -44,8 +44,8 @@ def step(
     norm: nn.RMSNorm,
     activation: str,
 ) -> Tensor:
-    """y [B, 1, HV, V] of a call for which `is_step` holds. weights: of the convolution, None
-    without one."""
+    """Returns y [B, 1, HV, V] of a call for which `is_step` is true. weights: the weights of the
+    convolution, None without one."""
     weight, bias = (None, None) if weights is None else weights
     assert norm.eps is not None
     given = None if cache.window is None else cache.slot_positions(slots)
@@ -127,7 +127,7 @@ def _widened(qkv: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def normed(o: Tensor, z: Tensor | None, norm: nn.RMSNorm, activation: str) -> Tensor:
-    """o [B, T, HV, V] after the norm of each head and, with z, its gate."""
+    """Returns o [B, T, HV, V] after the norm of each head and, with z, after the gate."""
     if z is not None:
         assert norm.eps is not None
         return rms_norm_gated(o, z, norm.weight, norm.eps, activation)

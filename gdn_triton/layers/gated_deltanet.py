@@ -25,14 +25,14 @@ from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
 __all__ = ["GatedDeltaNet"]
 
-# The longest sequence that runs token by token where no gradient is wanted; FLA's layer has it too.
+# The most tokens of a sequence that run token by token without gradients, as in FLA's layer.
 RECURRENT_TOKENS: Final = 64
 
 _MODES: Final = ("chunk", "fused_recurrent")
 _ACTIVATIONS: Final = ("swish", "silu", "sigmoid")
 
-# At the start a time step, softplus(dt_bias), is between these, log-uniform, and a decay's rate,
-# exp(A_log), between 0 and this, uniform.
+# The ranges of the initial weights. The time step softplus(dt_bias) is log-uniform between the
+# first two numbers, and the rate of the decay exp(A_log) is uniform between 0 and the last one.
 _DT_RANGE: Final = (1e-3, 1e-1)
 _MOST_RATE: Final = 16.0
 
@@ -47,7 +47,7 @@ class GatedDeltaNet(MarksUndecayed):
 
     with one norm for each head of o. The constructor's parameters, their order and their defaults
     are those of the layer of that name in flash-linear-attention 0.6.0, and so are the names and
-    shapes of its weights: a state dict of one loads into the other.
+    shapes of its weights. A state dict of one layer loads into the other.
 
     Sizes: B batch, T tokens, N sequences, H = num_heads, HV = num_v_heads, K = head_dim,
     V = expand_v * head_dim.
@@ -58,9 +58,9 @@ class GatedDeltaNet(MarksUndecayed):
         head_dim: K, at most 256 in the Triton backend.
         num_heads: H, heads of q and k.
         num_v_heads: HV, heads of v, a multiple of H. None: H.
-        mode: what runs where gradients are off; where they are on, it is always the chunked form.
-            "chunk": the recurrence for sequences of up to 64 tokens, else the chunked form.
-            "fused_recurrent": always the recurrence.
+        mode: the form of the rule while gradients are off. "chunk": the recurrence for sequences of
+            up to 64 tokens, otherwise the chunked form. "fused_recurrent": always the recurrence.
+            While gradients are on, the chunked form runs.
         use_gate: have the output gate z.
         use_short_conv: have the convolution. False: q, k, v = silu(W_qkv x).
         allow_neg_eigval: beta is 2 * sigmoid(b), so that a state's eigenvalues reach -1.
@@ -68,8 +68,8 @@ class GatedDeltaNet(MarksUndecayed):
         conv_bias: have a bias in it.
         layer_idx: the number of the layer, kept for the caller and not used.
         norm_eps: added to the mean square in the norm, at least 0.
-        output_gate_activation: of z: "swish", of which "silu" is another name, or "sigmoid".
-        device, dtype: of the weights. A_log and dt_bias are float32 whatever the dtype.
+        output_gate_activation: the activation of z: "swish" or its other name "silu", or "sigmoid".
+        device, dtype: those of the weights. A_log and dt_bias are always float32.
 
     Raises:
         TypeError, ValueError: an argument that does not fit.
@@ -148,7 +148,7 @@ class GatedDeltaNet(MarksUndecayed):
             return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
 
         def conv(channels: int) -> nn.Conv1d:
-            # Holds the weights; the three are run as one.
+            # These modules hold the weights. Their three convolutions run as one.
             return nn.Conv1d(
                 channels,
                 channels,
@@ -188,8 +188,8 @@ class GatedDeltaNet(MarksUndecayed):
     ) -> GatedDeltaNet:
         """The layer with the linear-attention weights of Qwen3-Next or Qwen3.5.
 
-        All sizes but these two follow from the weights, which are copied and keep their dtypes and
-        devices.
+        num_heads and norm_eps do not follow from the weights. The weights are copied and keep their
+        dtypes and devices.
 
         Args:
             state_dict, num_heads, prefix: as `gdn_triton.layers.weights_from_qwen` takes them.
@@ -211,19 +211,18 @@ class GatedDeltaNet(MarksUndecayed):
         return layer
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew, as the constructor does: for a layer made on the meta device,
-        after `to_empty`."""
+        """Draws all weights anew. A layer made on the meta device needs it after `to_empty`."""
         for child in self.children():
             child.reset_parameters()  # type: ignore[operator]
         self._reset_gate()
 
     @torch.no_grad()
     def _reset_gate(self) -> None:
-        # A rate of 0 would have the logarithm -inf: rand is below 1.
+        # The rate is not 0, whose logarithm is -inf, because rand is below 1.
         self.A_log.copy_((_MOST_RATE * (1 - torch.rand_like(self.A_log))).log())
         least, most = map(math.log, _DT_RANGE)
         dt = (torch.rand_like(self.dt_bias) * (most - least) + least).exp()
-        self.dt_bias.copy_(dt + (-(-dt).expm1()).log())  # softplus of it is dt
+        self.dt_bias.copy_(dt + (-(-dt).expm1()).log())  # its softplus is dt
         self._mark_undecayed()
 
     def no_weight_decay(self) -> set[str]:
@@ -250,12 +249,11 @@ class GatedDeltaNet(MarksUndecayed):
         """A cache for this layer with all slots empty.
 
         Args:
-            slots: how many sequences there is room for.
-            dtype: of the convolution's states. None: that of the weights; under autocast, its dtype
-                is enough.
-            state_dtype: of the recurrent states, which are rounded to it after every token, or
-                after every call that runs in the chunked form. None: float32, or float64 if the
-                weights are.
+            slots: the number of sequences that the cache can hold.
+            dtype: the dtype of the convolution's states. None: the dtype of the weights. Under
+                autocast the dtype of autocast is sufficient.
+            state_dtype: the dtype of the recurrent states, rounded after every token, or every call
+                in the chunked form. None: float32, or float64 if the weights are float64.
             device: None: that of the weights.
             skip: which slots are padding: "negative", or "non_positive" where slot 0 is nobody's.
             window: keep the last tokens of each slot as records: a step of one token then reads
@@ -300,39 +298,34 @@ class GatedDeltaNet(MarksUndecayed):
         Args:
             hidden_states: [B, T, hidden_size], float.
             attention_mask: [B, S], S >= T, bool, integer or float: 0 where there is no token, in
-                its last T columns; earlier ones are not read. Tokens that are left out, on either
-                side or between others, change nothing, whatever they hold, and their y and their
-                gradient are 0. A float mask holds 0 and 1 only, which is checked on a CPU: an
-                additive one, 0 where there is a token and -inf or a large negative number where
-                there is none, would be read the other way round.
-            cache: of `make_cache`: each sequence goes on from its slot, which is then updated. A
-                gradient does not reach what came before the call. Not for a call that will be
-                repeated, as under gradient checkpointing.
-            slots: [N], int32 or int64, with a cache: the slot of each sequence, none named twice. A
-                slot that is padding (`skip` of the cache) skips its sequence: no state is written,
-                and its y is 0. None: the first N slots, in order.
+                its last T columns; earlier columns are not read. Masked tokens, on either side or
+                between others, change no other result, whatever they hold, and their y and their
+                gradient are 0. A float mask may hold 0 and 1 only, which is checked on a CPU; an
+                additive mask would be read with the opposite meaning.
+            cache: from `make_cache`. Each sequence continues from its slot, which the call updates.
+                No gradient reaches earlier calls. Gradient checkpointing must not repeat a call.
+            slots: [N], int32 or int64, with a cache: the slot of each sequence, all different. A
+                padding slot (`skip` of the cache) skips its sequence: no state is written, and its
+                y is 0. None: the first N slots.
             cu_seqlens: [N + 1], int32 or int64: the N sequences are packed in one row (B = 1), as
                 `gdn_triton.chunk_gated_delta_rule` takes them. Tokens at or after cu_seqlens[-1]
-                are left out in the same way. Not together with attention_mask.
-            cu_seqlens_cpu: the same offsets on the CPU, if the host knows them: what
-                `gdn_triton.chunk_gated_delta_rule` makes of them, where that runs.
-            cp_context: the sequences are split over the ranks of a process group, and
-                hidden_states has this rank's tokens in one row (B = 1): as
-                `gdn_triton.chunk_gated_delta_rule` takes it. It has the offsets, and every other
-                argument is None. Every rank has to make the call, and its backward if one does.
+                are masked in the same way. Not together with attention_mask.
+            cu_seqlens_cpu: the same offsets on the CPU, if the host knows them, for
+                `gdn_triton.chunk_gated_delta_rule`.
+            cp_context: for sequences that are split over ranks, as in `chunk_gated_delta_rule`.
+                hidden_states has this rank's tokens in one row (B = 1), and every other argument is
+                None. All ranks have to make the call, and all or none its backward.
 
         Returns:
             y: [B, T, hidden_size].
 
-        No contents of masks, slots or offsets are read by the host where they lie on an
-        accelerator, so they are not checked there, and a call can be captured in a CUDA graph and
-        replayed with others; the reference backend reads them. `torch.compile(fullgraph=True)`
-        works with and without gradients.
+        The host reads no masks, slots or offsets on an accelerator. They are not checked there and
+        may change between replays of a CUDA graph. The reference backend reads them.
+        `torch.compile(fullgraph=True)` works with and without gradients.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit. Also what
-                `gdn_triton.causal_conv1d`, `gdn_triton.chunk_gated_delta_rule` and
-                `gdn_triton.recurrent_step` raise. No state has changed.
+            TypeError, ValueError: an argument that does not fit, here or in a function that the
+                layer calls. No state has changed.
             NotImplementedError: a state of the cache requires a gradient.
         """
         state_shape, conv_shape = self._slot_shapes()
@@ -357,7 +350,7 @@ class GatedDeltaNet(MarksUndecayed):
         if attention_mask is None:
             return self._run(hidden_states, cache, slots, cu_seqlens, T, skips, cu_seqlens_cpu)
 
-        # The tokens that count, sequence after sequence, then the others, which belong to none.
+        # The order is: the tokens of each sequence, then all masked tokens, which have no sequence.
         kept = attention_mask[:, -T:] != 0
         offsets = F.pad(kept.sum(1).cumsum(0), (1, 0))
         kept = kept.flatten()
@@ -378,15 +371,16 @@ class GatedDeltaNet(MarksUndecayed):
         cu_seqlens_cpu: Tensor | None = None,
         cp_context: object | None = None,
     ) -> Tensor:
-        """The layer. longest: no sequence has more tokens; skips: slots may hold padding."""
+        """Runs the layer. longest: a bound of a sequence's tokens. skips: slots may hold
+        padding."""
         live = None
         if skips:
             assert cache is not None and slots is not None
             live = cache.is_live(slots)
         served = served_rows(x.shape[1], live, cu_seqlens)
         if served is not None and torch.is_grad_enabled():
-            # Rows of nobody may hold anything. A weight's gradient sums over all rows, and there
-            # 0 * NaN is NaN.
+            # Rows of no sequence may hold anything. A weight's gradient sums over all rows, and 0 *
+            # NaN in this sum would be NaN.
             x = torch.where(served, x, 0)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         a, b = self.a_proj(x), self.b_proj(x)
@@ -406,8 +400,7 @@ class GatedDeltaNet(MarksUndecayed):
         else:
             o = self._mix(qkv, a, b, cache, slots, cu_seqlens, cu_seqlens_cpu, longest, cp_context)
             if served is not None and torch.is_grad_enabled():
-                # Rows of nobody are 0 in o, and there the norm's derivative is infinite if
-                # norm_eps=0.
+                # Rows of no sequence are 0 in o, where the norm has no derivative if norm_eps=0.
                 o = torch.where(served[..., None], o, 1)
             y = normed(o, z, self.o_norm, gate)
         y = self.o_proj(y.flatten(-2))
@@ -426,8 +419,9 @@ class GatedDeltaNet(MarksUndecayed):
         longest: int,
         cp_context: object | None,
     ) -> Tensor:
-        """All that joins tokens: convolution and rule. o [B, T, HV, V] of the projections
-        qkv [B, T, 2 H K + HV V] and a, b [B, T, HV]; the slots of the cache go on."""
+        """Runs the convolution and the rule, the operations that mix tokens. Returns o [B, T, HV,
+        V] of the projections qkv [B, T, 2 H K + HV V] and a, b [B, T, HV], and updates the cache's
+        slots."""
         conv_state = None
         if self.use_short_conv:
             weights = self._conv_weights()

@@ -1,6 +1,6 @@
 """The linear-attention weights of Qwen3-Next and Qwen3.5, by the names of `GatedDeltaNet`.
 
-Both models have the layer of this package; what differs is how its projections are stored:
+Both models have the layer of this package, but store its projections differently:
 
     Qwen3-Next  in_proj_qkvz  [H (2 K + 2 G V), hidden]   for each key head its q, k, then v and z
                 in_proj_ba    [H 2 G, hidden]             of its G = HV / H value heads; b before a
@@ -43,9 +43,10 @@ def weights_from_qwen(
     Args:
         state_dict: the tensors of one layer's linear attention, among any others.
         num_heads: H, the number of key heads (`linear_num_key_heads` of the configuration), which
-            no shape tells. A wrong one that divides gives a layer with other numbers.
-        prefix: what those tensors' names begin with, as "model.layers.0.linear_attn.". Other names
-            are not looked at.
+            does not follow from the shapes. A wrong number that divides the sizes gives wrong
+            results.
+        prefix: the prefix of these tensors' names, as "model.layers.0.linear_attn.". Other names
+            are ignored.
 
     Returns:
         New tensors, which share no memory with the given ones or with each other, in the dtypes and
@@ -130,5 +131,5 @@ def weights_from_qwen(
         "o_norm.weight": given["norm.weight"],
         "o_proj.weight": given["out_proj.weight"],
     }
-    # A layer that trained views would change the model whose weights these are.
+    # Copy the weights: training a layer on views would change the given model.
     return {name: x.clone(memory_format=torch.contiguous_format) for name, x in weights.items()}

@@ -1,4 +1,4 @@
-"""Judges a call of the layer."""
+"""Validates a call of the layer."""
 
 import torch
 from torch import Tensor
@@ -35,8 +35,9 @@ def check_call(
     state_shape: tuple[int, ...],
     conv_shape: tuple[int, ...] | None,
 ) -> int:
-    """Judges the arguments of the layer's `forward`; N, the number of sequences. state_shape,
-    conv_shape: of a slot of the layer's cache; None: the layer has no convolution."""
+    """Validates the arguments of the layer's `forward` and returns N, the number of sequences.
+    state_shape, conv_shape: the shapes of a slot of the layer's cache. conv_shape is None if the
+    layer has no convolution."""
     check_tensors({"hidden_states": x}, {})
     check_local("hidden_states", x)
     others = {"attention_mask": attention_mask, "slots": slots, "cu_seqlens": cu_seqlens}
@@ -91,7 +92,7 @@ def check_call(
 
 
 def _check_context(x: Tensor, cp_context: object) -> None:
-    """The number of tokens is judged where they are exchanged."""
+    """Validates a call with cp_context, except its number of tokens, which the exchange checks."""
     if not isinstance(getattr(cp_context, "cu_seqlens", None), Tensor):
         expected = (
             "be a gdn_triton.distributed.ContextParallel, or have the attributes of "

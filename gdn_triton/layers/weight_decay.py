@@ -1,4 +1,4 @@
-"""Which weights an optimizer leaves undecayed: by name, and by an attribute of the tensor."""
+"""Weights without weight decay, marked by name and by an attribute of the tensor."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["MarksUndecayed", "parameter_groups"]
 
 
 class MarksUndecayed(nn.Module):
-    """A module that marks the parameters that `no_weight_decay` names with `_no_weight_decay`, the
-    attribute of Mamba and flash-linear-attention.
+    """A module that sets the attribute `_no_weight_decay`, as Mamba and flash-linear-attention do,
+    on the parameters that its method `no_weight_decay` names.
 
     torch replaces parameters by new ones without attributes when a module is copied, converted or
     loaded. The methods here mark the new ones too. `fully_shard` replaces parameters without a call
-    of the module, so that the attribute is lost there and the name alone remains.
+    of the module: the attribute is lost, and only the names remain.
     """
 
     def no_weight_decay(self) -> set[str]:
@@ -51,16 +51,16 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
         optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3)
 
-    Without it are those of fewer than two dimensions (gains of norms, biases), those that a module
-    of the model names in a method `no_weight_decay()`, as `GatedDeltaNet` and the models of timm
-    do, and those with a true attribute `_no_weight_decay`. A module's names are those of its own
-    `named_parameters()`; others are passed over, as timm does. A parameter of several names is left
-    undecayed if one of them is.
+    The group without weight decay has the parameters of fewer than two dimensions (gains of norms,
+    biases), the parameters that a module of the model names in a method `no_weight_decay()`, as
+    `GatedDeltaNet` and the models of timm do, and the parameters with a true attribute
+    `_no_weight_decay`. A module's names are those of its own `named_parameters()`; other names are
+    ignored, as in timm. A parameter of several names is not decayed if one of the names is listed.
 
     Args:
         model: as the optimizer will see it, so after `fully_shard`. DistributedDataParallel,
             `torch.compile` and averaged models may be around it or not.
-        weight_decay: of the first group, finite and at least 0.
+        weight_decay: the weight decay of the first group, finite and at least 0.
 
     Returns:
         [{"params": [...], "weight_decay": weight_decay}, {"params": [...], "weight_decay": 0.0}],

@@ -1,1 +1,1 @@
-"""The norm behind the gated delta rule: each head over its root mean square, gated."""
+"""The gated norm after the gated delta rule: each head is divided by its root mean square."""

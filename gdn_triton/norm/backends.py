@@ -1,6 +1,6 @@
-"""The backends of `gdn_triton.rms_norm_gated`: what each refuses, and what runs a call.
+"""The backends of `gdn_triton.rms_norm_gated`: their refusals, and the function that runs a call.
 
-They are those of `gdn_triton._host.backends`; no CUDA kernel is among them.
+The backends are triton and reference of `gdn_triton._host.backends`. There is no CUDA kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gdn_triton._host.tensors import resolved
 from gdn_triton.norm.problem import Norm
 from gdn_triton.norm.validation import validate_norm
 
-# Channels of a row that the Triton kernels hold in registers.
+# The most channels of a row that the Triton kernels hold in registers.
 MAX_D: Final = 8192
 
 Run = Callable[[Norm, Tensor, Tensor, Tensor], Tensor]

@@ -1,8 +1,9 @@
-"""`gdn_triton.rms_norm_gated` as operators of torch's library, which is what a compiler sees.
+"""`gdn_triton.rms_norm_gated` as operators of torch's library. A compiler sees these operators
+only.
 
-As in `gdn_triton.chunk.operators`: `gdn_triton::rms_norm_gated` is opaque, judges its arguments and
-chooses its backend at every run; its gradient is `gdn_triton::rms_norm_gated_bwd`, which runs the
-call again under autograd and differentiates that. `import gdn_triton` imports this module.
+As in `gdn_triton.chunk.operators`, `gdn_triton::rms_norm_gated` is opaque, and validates its
+arguments and chooses its backend at every run. Its gradient `gdn_triton::rms_norm_gated_bwd` runs
+the call again under autograd and differentiates it. `import gdn_triton` imports this module.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gdn_triton.norm.backends import run_norm
 from gdn_triton.norm.validation import validate_norm
 
 _SCHEMA: Final = "Tensor x, Tensor gate, Tensor weight, float eps, str activation, bool round_norm"
-# How many of the arguments are tensors; any of them may have a gradient.
+# The number of arguments that are tensors. Each of them may have a gradient.
 _TENSORS: Final = 3
 
 
@@ -37,7 +38,7 @@ def _forward_fake(*args: Any) -> Tensor:
 @torch.library.custom_op(
     "gdn_triton::rms_norm_gated_bwd",
     mutates_args=(),
-    # One gradient for each tensor that wants one, in the order of the tensors.
+    # There is one gradient for each tensor that requires one, in the order of the tensors.
     schema=f"(Tensor dy, {_SCHEMA}, bool[] wanted) -> Tensor[]",
 )
 def _backward(dy: Tensor, *args: Any) -> list[Tensor]:
@@ -78,8 +79,8 @@ _backward.register_autograd(_differentiate_twice)
 
 
 def traced(*args: Any) -> Tensor:
-    """`gdn_triton.rms_norm_gated` through the operator: the one function that is traced. A schema
-    converts what has the wrong type: the error is validation's."""
+    """Runs `gdn_triton.rms_norm_gated` through its operator, in a trace. It validates first,
+    because a schema would convert a value of a wrong type."""
     problem = validate_norm(*args)
     y: Tensor = torch.ops.gdn_triton.rms_norm_gated(
         *args[:_TENSORS], problem.eps, problem.activation, problem.round_norm

@@ -6,9 +6,9 @@ import torch
 
 
 class Norm(NamedTuple):
-    """A validated call, from which its backend is chosen. D: channels of a row. dtypes: of x, gate
-    and weight. needs_grad: grad mode is on and some input requires a gradient. unreadable: a
-    sentence why no kernel can take the tensors, or None."""
+    """The properties of a validated call that choose its backend. D: the channels of a row. dtypes:
+    the dtypes of x, gate and weight. needs_grad: grad mode is on and an input requires a gradient.
+    unreadable: a sentence why no kernel can take the tensors, or None."""
 
     D: int
     eps: float

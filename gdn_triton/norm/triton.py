@@ -1,13 +1,13 @@
-"""The norm of each head, gated, and its gradients, each in one pass over the rows:
+"""The gated norm of each head and its gradients, each in one pass over the rows:
 
     r = 1 / sqrt(mean(x^2) + eps)      n = r x      y = weight n act(gate)
 
     dgate = dy weight n act'(gate)     dn = dy act(gate) weight
     dx    = r (dn - n mean(dn n))      dweight = the sum over the rows of dy act(gate) n
 
-A program of the forward has a tile of rows, one of the backward a run of tiles: it keeps the run's
-part of dweight in registers and writes it once. The parts are summed in one order, so dweight has
-the same bits at every run. Nothing is kept for the backward but the inputs.
+A program of the forward has one tile of rows. A program of the backward has a run of tiles, keeps
+the run's part of dweight in registers and writes it once. The parts are summed in one order, so
+dweight has the same bits at every run. Only the inputs are saved for the backward.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named
 from gdn_triton.norm.problem import Norm
 
-# Elements of a tile: 16 a thread with four warps. A longer row is a tile by itself.
+# The elements of a tile, 16 for each thread of four warps. A longer row is a tile by itself.
 TILE: Final = 2048
-# Programs of the backward, and so parts of dweight: eight a multiprocessor of a large GPU.
+# The programs of the backward, and so the parts of dweight: eight for each multiprocessor of a
+# large GPU.
 MOST_RUNS: Final = 1024
 
 
 @triton.jit
 def rows_of(x, i, o_d, heads, stride_t, stride_h, mask):
-    """The rows i of x [tokens, heads, D] in float32, 0 where the mask is not."""
+    """Loads the rows i of x [tokens, heads, D] in float32; 0 where the mask is false."""
     p_x = x + ((i // heads) * stride_t + (i % heads) * stride_h)[:, None] + o_d[None, :]
     return tl.load(p_x, mask=mask, other=0).to(tl.float32)
 
 
 @triton.jit
 def weighted(b_n, b_w, DTYPE: tl.constexpr, ROUND: tl.constexpr, ROUND_PRODUCT: tl.constexpr):
-    """The normed rows as they are multiplied with the weight, and the product."""
+    """Returns the normalised rows, rounded if `round_norm` asks for it, and their product with the
+    weight."""
     if ROUND:
         b_n = b_n.to(DTYPE).to(tl.float32)
     b_y = b_n * b_w[None, :]
@@ -115,14 +117,15 @@ def norm_bwd_kernel(
     ROUND: tl.constexpr,
     ROUND_PRODUCT: tl.constexpr,
 ):
-    """run: tiles of rows that a program has, of `tiles` in all. sums: [runs, D]."""
+    """run: the number of tiles of rows of one program. tiles: the number of all tiles. sums: [runs,
+    D]."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     i_run = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
     b_w = tl.load(weight + o_d.to(tl.int64) * stride_w, mask=o_d < D, other=0).to(tl.float32)
     b_dw = tl.zeros([R, BD], dtype=tl.float32)
     for i_tile in range(i_run * run, tl.minimum((i_run + 1) * run, tiles)):
-        # The interpreter counts loops in 32 bits.
+        # Triton's interpreter counts loops in 32 bits.
         i = tl.cast(i_tile, tl.int64) * R + tl.arange(0, R)
         mask = (i < M)[:, None] & (o_d < D)[None, :]
         b_x = rows_of(x, i, o_d, HEADS, stride_xt, stride_xh, mask)
@@ -134,7 +137,8 @@ def norm_bwd_kernel(
         b_s = sigmoid(b_z, 1.0)
         if SIGMOID:
             b_a = b_s
-            # 1 - b_s would have lost e^-z to the rounding of b_s.
+            # 1 - sigmoid(z) is computed as sigmoid(-z), because the rounding of b_s loses e^-z for
+            # large z.
             b_da = b_s * sigmoid(-b_z, 1.0)
         else:
             b_a = b_z * b_s
@@ -142,7 +146,7 @@ def norm_bwd_kernel(
         p = (i * D)[:, None] + o_d[None, :]
         tl.store(dgate + p, (b_dy * b_y * b_da).to(dgate.dtype.element_ty), mask=mask)
         b_dp = b_dy * b_a
-        # With eps = 0 a row that is not there has 1 / 0, and its product with 0 is NaN.
+        # With eps = 0 a row that does not exist has 1 / 0, and its product with 0 would be NaN.
         b_dw += tl.where(mask, b_dp * b_m, 0.0)
         b_dn = b_dp * b_w[None, :]
         b_dx = b_r * (b_dn - b_n * (tl.sum(b_dn * b_n, 1) / D)[:, None])
@@ -151,14 +155,16 @@ def norm_bwd_kernel(
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x [..., D] as [tokens, heads, D], dense in D: a view, or a copy where there is none."""
+    """Returns x [..., D] as [tokens, heads, D], dense in D. It is a view if the strides allow it,
+    otherwise a copy."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     return x.reshape(-1, x.shape[-2] if x.dim() > 2 else 1, x.shape[-1])
 
 
 def strides(x: Tensor) -> tuple[int, int]:
-    """Of a token and of a head; 0 where there is one, so that the sizes do not change them."""
+    """The strides of a token and of a head. The stride of a dimension of size 1 is 0, because torch
+    may give it any number."""
     return (0 if x.shape[0] == 1 else x.stride(0), 0 if x.shape[1] == 1 else x.stride(1))
 
 
@@ -173,8 +179,8 @@ def launch_of(
     round_product: bool,
     all_strides: tuple[int, ...],
 ) -> tuple[int, Launch]:
-    """Rows of a tile, and the kernel with all that is the same in calls of other lengths.
-    all_strides: of tokens and heads of each tensor, and of the weight."""
+    """Returns the rows of a tile, and the kernel with all arguments that do not depend on lengths.
+    all_strides: the strides of tokens and heads of each tensor, and the stride of the weight."""
     BD = triton.next_power_of_2(D)
     R = max(1, TILE // BD)
     names = "xt xh zt zh w" if len(all_strides) == 5 else "xt xh zt zh yt yh w"
@@ -214,7 +220,7 @@ def norm_fwd(p: Norm, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 def norm_bwd(
     p: Norm, dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dgate and dweight, in the dtypes of x, gate and weight."""
+    """Returns dx, dgate and dweight in the dtypes of x, gate and weight."""
     dx, dgate = x.new_empty(x.shape), gate.new_empty(gate.shape)
     if dx.numel() == 0:
         return dx, dgate, weight.new_zeros(weight.shape)
@@ -243,7 +249,7 @@ def norm_bwd(
 
 
 class _RMSNormGated(torch.autograd.Function):
-    """Keeps its inputs, and nothing else."""
+    """Saves only its inputs for the backward."""
 
     @staticmethod
     def forward(ctx: Any, problem: Norm, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
@@ -262,7 +268,7 @@ class _RMSNormGated(torch.autograd.Function):
 
 
 def forward(problem: Norm, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    """The shape of x, contiguous."""
+    """Returns y in the shape of x, contiguous."""
     if problem.needs_grad:
         y: Tensor = _RMSNormGated.apply(problem, x, gate, weight)  # type: ignore[no-untyped-call]
         return y

@@ -1,4 +1,4 @@
-"""Judges the calls of `gdn_triton.rms_norm_gated` before anything is launched."""
+"""Validates the calls of `gdn_triton.rms_norm_gated` before anything is launched."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def validate_norm(
 ) -> Norm:
     """Checks the arguments of `gdn_triton.rms_norm_gated`, which documents them.
 
-    In this order: types, devices, ranks, sizes, dtypes. Raises TypeError or ValueError with the
-    argument, what was expected and what came. Reads shapes only, nothing on a device.
+    The order is: types, devices, ranks, sizes, dtypes. Raises TypeError or ValueError with the
+    argument, the expected and the given value. Reads shapes only, nothing on a device.
     """
     if not (
         isinstance(x, Tensor)

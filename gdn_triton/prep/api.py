@@ -23,8 +23,8 @@ def fused_post_conv_prep(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The inputs of the gated delta rule from the output of the causal convolution, in one pass.
 
-    Of a Gated DeltaNet layer (Yang, Kautz and Hatamizadeh, 2024, arXiv:2412.06464, section 3.4),
-    everything between the convolution over [q | k | v] and the rule:
+    In a Gated DeltaNet layer (Yang, Kautz and Hatamizadeh, 2024, arXiv:2412.06464, section 3.4)
+    these are all operations between the convolution over [q | k | v] and the rule:
 
         q, k = x * rsqrt(sum(x^2) + 1e-6) of each head      v = its columns
         g    = -exp(A_log) * softplus(a + dt_bias)          beta = sigmoid(b)
@@ -36,15 +36,15 @@ def fused_post_conv_prep(
         q, k, v, g, beta = fused_post_conv_prep(conv_output, a, b, A_log, dt_bias, H, K, V)
         chunk_gated_delta_rule(q[None], k[None], v[None], g[None], beta[None], ...)
 
-    Sizes: L tokens of one or of several sequences one after the other, H heads of q and k with K
-    channels, HV heads of v with V channels, HV a multiple of H. "Float" is float16, bfloat16,
-    float32 or float64. All tensors are on one device.
+    Sizes: L tokens of one or several consecutive sequences, H heads of q and k with K channels, HV
+    heads of v with V channels, HV a multiple of H. "Float" is float16, bfloat16, float32 or
+    float64. All tensors are on one device.
 
     Args:
-        conv_output: [L, 2 * H * K + HV * V], float: in a row H heads of q, H of k, HV of v. Rows
-            that are dense (any distance apart, so a view of a projection too) and columns that are
-            (the transpose of a [2 * H * K + HV * V, L]) are read where they lie; the Triton backend
-            first copies one that has neither.
+        conv_output: [L, 2 * H * K + HV * V], float: in a row H heads of q, H of k, HV of v. It is
+            read in place if its rows are dense, at any distance, as in a view of a projection, or
+            if its columns are dense, as in the transpose of a [2 * H * K + HV * V, L]. Otherwise
+            the Triton backend first copies it.
         a: [L, HV], float: the gate before its activation. Any strides.
         b: [L, HV], float: the logit of the write strength. Any strides.
         A_log: [HV], float: log of the decay's rate.
@@ -64,14 +64,14 @@ def fused_post_conv_prep(
         beta: [L, HV], float32, 0 to 1.
         g and beta are float64 if any input is. All five are new and contiguous.
 
-    Computed in float32 (in float64 if any input is); softplus(x) is x above 20. The backend is
-    chosen by `GDN_BACKEND` among triton and reference; a call that needs gradients goes to the
-    reference. Nothing waits for the device, so a call can be captured in a CUDA graph; under
-    torch.compile it is one operator.
+    The arithmetic is float32 (float64 if any input is); softplus(x) is x above 20. `GDN_BACKEND`
+    chooses the backend, triton or reference; a call that needs gradients runs in the reference. The
+    host does not wait for the device, so a call can be captured in a CUDA graph. Under
+    torch.compile a call is one operator.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, with its name, what was expected and
-            what came; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
+        TypeError, ValueError: an argument that does not fit, with its name, the expected and the
+            given value; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
         RuntimeError: the backend asked for by name cannot run this call, with its reason.
     """
     args = (

@@ -1,6 +1,7 @@
-"""The backends of `gdn_triton.fused_post_conv_prep`: what each refuses, and what runs a call.
+"""The backends of `gdn_triton.fused_post_conv_prep`: their refusals, and the function that runs a
+call.
 
-They are those of `gdn_triton._host.backends`, with the same limits; no CUDA kernel is among them.
+The backends are triton and reference of `gdn_triton._host.backends`. There is no CUDA kernel.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from gdn_triton.prep.problem import GATE_TENSORS, PreparedInputs, Sizes, with_gr
 
 @functools.cache
 def triton_refusal(sizes: Sizes) -> str | None:
-    """A sentence why the Triton kernel cannot run the call, or None: its limits are those of the
-    chunked op, whose inputs it makes. Cached, for none of it changes within a process."""
+    """A sentence why the Triton kernel cannot run the call, or None. The limits are those of the
+    chunked op, whose inputs the kernel makes. The result is cached, because it cannot change within
+    a process."""
     if sizes.unreadable is not None:
         return sizes.unreadable
     if sizes.wide:
@@ -45,7 +47,7 @@ def _load_reference() -> Callable[..., PreparedInputs]:
     return fused_post_conv_prep
 
 
-# What is loaded runs a validated call, and takes the public function's arguments by position.
+# The loaded function runs a validated call. It takes the public function's arguments by position.
 POST_CONV: Operator[Sizes, Callable[..., PreparedInputs]] = Operator(
     "fused_post_conv_prep",
     (
@@ -57,14 +59,15 @@ POST_CONV: Operator[Sizes, Callable[..., PreparedInputs]] = Operator(
 
 
 def choose_post_conv(sizes: Sizes, needs_grad: bool) -> Callable[..., PreparedInputs]:
-    """What runs the call, for `run_post_conv`."""
+    """Returns the function that runs the call, for `run_post_conv`."""
     return POST_CONV.choose(with_gradients(sizes, needs_grad)).run
 
 
 def run_post_conv(
     run: Callable[..., PreparedInputs], conv_output: Tensor, *args: Any
 ) -> PreparedInputs:
-    """Runs a validated call by what was chosen for it. args: the public function's others."""
+    """Runs a validated call with the chosen function. args: the other arguments of the public
+    function."""
     tensors = resolved((conv_output, *args[: len(GATE_TENSORS)]))
     with on_device(conv_output.device):
         return run(*tensors, *args[len(GATE_TENSORS) :])

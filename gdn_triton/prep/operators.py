@@ -1,9 +1,8 @@
-"""`gdn_triton.fused_post_conv_prep` as operators of torch's library, which is what a compiler sees.
+"""`gdn_triton.fused_post_conv_prep` as operators of torch's library. A compiler sees these only.
 
-As in `gdn_triton.chunk.operators`: `gdn_triton::fused_post_conv_prep` is opaque, judges its
-arguments and chooses its backend at every run; its gradient is
-`gdn_triton::fused_post_conv_prep_bwd`, which runs the reference again and differentiates that.
-`import gdn_triton` imports this module.
+As in `gdn_triton.chunk.operators`, `gdn_triton::fused_post_conv_prep` is opaque, and validates its
+arguments and chooses its backend at every run. Its gradient `gdn_triton::fused_post_conv_prep_bwd`
+runs the reference again and differentiates it. `import gdn_triton` imports this module.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SCHEMA: Final = (
     "Tensor conv_output, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, int num_k_heads, "
     "int head_k_dim, int head_v_dim, bool apply_l2norm, bool output_g_exp"
 )
-# How many of the arguments are tensors; any of them may have a gradient.
+# The number of arguments that are tensors. Each of them may have a gradient.
 _TENSORS: Final = 5
 
 
@@ -49,7 +48,7 @@ def _forward_fake(*args: Any) -> PreparedInputs:
 @torch.library.custom_op(
     "gdn_triton::fused_post_conv_prep_bwd",
     mutates_args=(),
-    # One gradient for each tensor that wants one, in the order of the tensors.
+    # There is one gradient for each tensor that requires one, in the order of the tensors.
     schema=f"(Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dg, Tensor? dbeta, {_SCHEMA}, "
     "bool[] wanted) -> Tensor[]",
 )
@@ -110,9 +109,9 @@ _backward.register_autograd(_differentiate_twice)
 
 
 def traced(*args: Any) -> PreparedInputs:
-    """`gdn_triton.fused_post_conv_prep` through the operator: the one function that is traced."""
+    """Runs `gdn_triton.fused_post_conv_prep` through its operator, in a trace."""
     tensors, sizes, flags = args[:_TENSORS], args[_TENSORS:-2], args[-2:]
-    # A schema converts what has the wrong type: the error is validation's.
+    # Validate first, because a schema would convert a value of a wrong type.
     if (
         not all(isinstance(x, Tensor) for x in tensors)
         or not all(type(size) is int for size in sizes)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 PreparedInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
-# The names of the tensors but the first, whose name differs between callers.
+# The names of all tensors except the first, whose name differs between callers.
 GATE_TENSORS: Final = ("a", "b", "A_log", "dt_bias")
 
 
 class Sizes(NamedTuple):
-    """A validated call, from which its backend is chosen. wide: some input is float64. needs_grad:
-    grad mode is on and some input requires a gradient, which validation does not judge. unreadable:
-    a sentence why no kernel can take the tensors, or None."""
+    """The properties of a validated call that choose its backend. wide: an input is float64.
+    needs_grad: grad mode is on and an input requires a gradient; validation does not set it.
+    unreadable: a sentence why no kernel can take the tensors, or None."""
 
     H: int
     HV: int
@@ -30,5 +30,5 @@ class Sizes(NamedTuple):
 
 
 def with_gradients(sizes: Sizes, needs_grad: bool) -> Sizes:
-    # Only a call that needs gradients pays for another record.
+    # Only a call that needs gradients makes a second record.
     return sizes._replace(needs_grad=True) if needs_grad else sizes

@@ -1,11 +1,11 @@
-"""Everything between the causal convolution and the gated delta rule, in one pass over its output:
+"""All operations between the causal convolution and the gated delta rule, in one pass:
 
     q, k = x / sqrt(sum x^2 + eps) of each head, or as they are        v = as it is
     g    = -exp(A_log) softplus(a + dt_bias), or exp of that           beta = sigmoid(b)
 
 A program has one part of a block of BT tokens: some heads of q, some of k, a run of v's columns, or
-the gates. The parts of a block are neighbours in the grid, so that what is read at one time lies
-together. Every value is read once and written once.
+the gates. The parts of a block are neighbours in the grid, so that programs that run at the same
+time read neighbouring memory. Every value is read once and written once.
 """
 
 import functools
@@ -25,15 +25,16 @@ GATE_TILE = 256
 
 
 class Config(NamedTuple):
-    """tile_bytes: of x, what a program reads at a time."""
+    """tile_bytes: the bytes of x that a program reads at a time."""
 
     tile_bytes: int
     num_warps: int
 
 
-# One load of 16 bytes a thread: more warps keep more loads in flight than more loads a warp do.
+# Each thread makes one load of 16 bytes: more warps keep more loads in flight than more loads in
+# each warp.
 TOKEN_MAJOR = Config(4096, num_warps=8)
-# Transposed in the program: it loads runs of 64 tokens and stores runs of 128 16-bit channels.
+# The program transposes: it loads runs of 64 tokens and stores runs of 128 16-bit channels.
 CHANNEL_MAJOR = Config(16384, num_warps=4)
 
 
@@ -49,7 +50,7 @@ def copy_columns(
     TILE: tl.constexpr,
     CHANNEL_MAJOR: tl.constexpr,
 ):
-    """Part of x's first W columns to out, whose rows are W wide."""
+    """Copies a part of x's first W columns to out, whose rows have W columns."""
     if CHANNEL_MAJOR:
         BC: tl.constexpr = TILE // BT
         o_t = tl.arange(0, BT)[:, None]
@@ -80,10 +81,11 @@ def normalize_heads(
     BK: tl.constexpr,
     CHANNEL_MAJOR: tl.constexpr,
 ):
-    """BR of the rows (token, head) of x's first H K columns, each over its norm, to out."""
+    """Divides BR rows (token, head) of x's first H K columns by their norms, and stores them to
+    out."""
     o_k = tl.arange(0, BK)[None, :]
     if CHANNEL_MAJOR:
-        # One head: neighbouring rows are neighbouring tokens, as in memory.
+        # The tile has one head: its neighbouring rows are tokens, which are neighbours in memory.
         tl.static_assert(BR == BT)
         o_t, i_h = tl.arange(0, BT)[:, None], part
         p_x = x + (i_h * K + o_k).to(tl.int64) * stride + o_t
@@ -115,7 +117,7 @@ def prepare_gates(
     BG: tl.constexpr,
     G_EXP: tl.constexpr,
 ):
-    """BG of the gates of n_rows tokens; a, b, g and beta start at the first token."""
+    """Computes BG of the gates of n_rows tokens. a, b, g and beta point to the first token."""
     i = part * BG + tl.arange(0, BG)
     i_h = i % HV
     mask = i // HV < n_rows
@@ -172,7 +174,7 @@ def post_conv_kernel(
     pid = tl.program_id(0)
     part = pid % PARTS
     row = (pid // PARTS).to(tl.int64) * BT
-    # Bases are 64-bit; offsets inside a block of outputs fit 32 bits.
+    # Base addresses are 64-bit. Offsets inside of a block of outputs fit 32 bits.
     n_rows = tl.minimum(L - row, BT).to(tl.int32)
     if CHANNEL_MAJOR:
         n_rows = tl.multiple_of(n_rows, ALIGN)
@@ -229,12 +231,13 @@ def post_conv_launch(
     g_exp: bool,
     channel_major: bool,
 ) -> tuple[int, Launch]:
-    """The programs of a block of tokens, and the kernel with all that is the same in calls of other
-    lengths."""
+    """Returns the programs of a block of tokens, and the kernel with all arguments that do not
+    depend on lengths."""
     config = CHANNEL_MAJOR if channel_major else TOKEN_MAJOR
     TILE = config.tile_bytes // itemsize
     BK = triton.next_power_of_2(K)
-    # A whole block of tokens, for runs of 128 bytes where neighbours in memory are tokens.
+    # Where neighbours in memory are tokens, a program has a whole block of tokens, for runs of 128
+    # bytes.
     BR = BLOCK_TOKENS if channel_major else max(1, TILE // BK)
 
     def copies(columns: int) -> int:
@@ -301,7 +304,8 @@ def post_conv_fwd(
     if stride_c != 1 and stride_x != 1:
         x = x.contiguous()
         stride_x, stride_c = x.stride()
-    # The largest power of two up to 16 that divides the runs and their distance: a load's width.
+    # The width of a load is the largest power of two up to 16 that divides the runs and their
+    # distance.
     runs = stride_x | 16
     channel_major = stride_c != 1
     if channel_major:

@@ -1,4 +1,4 @@
-"""Judges the calls of `gdn_triton.fused_post_conv_prep` before anything is launched."""
+"""Validates the calls of `gdn_triton.fused_post_conv_prep` before anything is launched."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ def validate_post_conv(
     ranks: tuple[int, ...] = (2,),
 ) -> Sizes:
     """Checks the arguments of `gdn_triton.fused_post_conv_prep`, which documents them. first: the
-    caller's name of x; ranks: how many dimensions it may have, the last its channels.
+    caller's name of x; ranks: the numbers of dimensions that x may have, the last being channels.
 
-    In this order: types, devices, ranks, sizes, dtypes. Raises TypeError or ValueError with the
-    argument, what was expected and what came. Reads shapes only, nothing on a device.
+    The order is: types, devices, ranks, sizes, dtypes. Raises TypeError or ValueError with the
+    argument, the expected and the given value. Reads shapes only, nothing on a device.
     """
     H, K, V = num_k_heads, head_k_dim, head_v_dim
     names = (first, *GATE_TENSORS)
     tensors = (x, a, b, A_log, dt_bias)
-    # One test of everything, as every call pays for it; only its failure looks for the message.
+    # This is one test of all conditions, because every call pays for it. Only if it fails, the code
+    # below finds the message.
     if not (
         isinstance(x, Tensor)
         and isinstance(a, Tensor)

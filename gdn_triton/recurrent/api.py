@@ -71,8 +71,8 @@ def fused_recurrent_gated_delta_rule(
             `use_gate_in_kernel`, the gate before its activation.
         gk: [B, T, HV, K], float: natural logarithms of a decay of each row of the state. None: 0.
         gv: [B, T, HV, V], float: the same of each column. None: 0.
-        beta: [B, T, HV], or [B, T, HV, V] for one a value channel; float, 0 to 1 (to 2 with
-            negative eigenvalues). None: 1. With `use_beta_sigmoid_in_kernel`, its logit.
+        beta: [B, T, HV], or [B, T, HV, V] with one number for each value channel; float, 0 to 1 (to
+            2 with negative eigenvalues). None: 1. With `use_beta_sigmoid_in_kernel`, its logit.
         scale: factor of the output; any real number is taken literally. None: K ** -0.5.
         initial_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`; float. None: zeros.
         output_final_state: return the states after the last token.
@@ -86,10 +86,10 @@ def fused_recurrent_gated_delta_rule(
         state_v_first: both states are [N, HV, V, K].
         cu_seqlens: [N + 1], int32 or int64: the N sequences are packed in one row (B = 1), sequence
             n in the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Starts at 0, does not decrease,
-            ends at or before T; a sequence may be empty, its final state is its initial one. The o
-            of tokens at or after cu_seqlens[-1] is 0. On an accelerator the contents are not read
-            by the host, so they are not checked and may change in place between calls or replays
-            of a CUDA graph; the reference backend reads them, and waits for the device.
+            ends at or before T. A sequence may be empty: its final state is its initial state. The
+            o of tokens at or after cu_seqlens[-1] is 0. The host does not read the contents on an
+            accelerator. Therefore they are not checked there, and may change in place between calls
+            or replays of a CUDA graph. The reference backend reads them, and waits for the device.
         transpose_state_layout: deprecated name of `state_v_first`.
         head_first: a TypeError, as flash-linear-attention has removed it: tokens come before heads.
 
@@ -98,13 +98,14 @@ def fused_recurrent_gated_delta_rule(
         final_state: laid out like `initial_state`, float32 (float64 if q or v is float64), a new
             tensor; None unless `output_final_state`.
 
-    The backend is chosen by `GDN_BACKEND` (`gdn_triton._host.backends`). The reference is
-    differentiable; the Triton kernel has no backward and refuses a call that needs one before it
-    launches anything, so that `auto` takes the reference then, which is slow on a GPU and says so.
+    `GDN_BACKEND` chooses the backend (`gdn_triton._host.backends`). The reference is
+    differentiable. The Triton kernel has no backward and refuses a call that needs gradients,
+    before any launch. With `auto` such a call runs in the reference, which is slow on a GPU and
+    warns of it.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, with its name, what was expected and
-            what came; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
+        TypeError, ValueError: an argument that does not fit, with its name, the expected and the
+            given value; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
         RuntimeError: the backend asked for by name cannot run this call, with its reason.
     """
     if head_first is not None:
@@ -173,21 +174,22 @@ def recurrent_step(
     """One decode step, or several tokens, from a pool of states that is updated in place.
 
     The rule is that of `gdn_triton.fused_recurrent_gated_delta_rule`. Sequence n starts from the
-    state in slot read_slots[n]; its state is written to slot write_slots[n], or the state after
-    each of its tokens to that token's slot. The state is rounded to the pool's dtype after every
-    token, so that a call of several tokens gives, bit for bit, what as many calls of one token
-    give. `docs/decode.md` shows decoding, verifying speculated tokens and CUDA graphs.
+    state in slot read_slots[n]. Its last state is written to slot write_slots[n], or the state
+    after each token is written to that token's slot. The state is rounded to the pool's dtype after
+    every token, so a call of several tokens gives the same bits as several calls of one token.
+    `docs/decode.md` shows decoding, verifying speculated tokens and CUDA graphs.
 
-    Sizes as there; N sequences. Tokens come as one of
+    Sizes are as in `gdn_triton.fused_recurrent_gated_delta_rule`, with N sequences. Tokens have one
+    of these layouts:
 
         [N, ...]            one token a sequence
         [N, T, ...]         T tokens a sequence
         [T, ...], [1, T, ...] with cu_seqlens: the tokens of all sequences, packed
 
     Any tensor may be a strided view; none is copied. All tensors are on one device. "Float" is
-    float16, bfloat16, float32 or float64. What is written, `state` and `out`, has a place of its
-    own for every element and shares memory with no other argument; autograd sees that it is written
-    in place.
+    float16, bfloat16, float32 or float64. The call writes `state` and `out` in place, and autograd
+    sees the writes. No two elements of them may share an address, and no memory may be shared with
+    another argument.
 
     Args:
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float, or int8 with the
@@ -218,45 +220,45 @@ def recurrent_step(
         mixed_qkv: [.., 2 * H * K + HV * V], float: q, k and v side by side, in place of them. H
             follows from the state's sizes.
         g, beta: [.., HV], float: the natural logarithm of the decay, and the write strength.
-        a, b, A_log, dt_bias: in place of g and beta, what comes before their activations:
-            g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b), in float32. a, b are
-            [.., HV], A_log and dt_bias [HV], float; dt_bias may be None.
+        a, b, A_log, dt_bias: the inputs of the activations, in place of g and beta: g = -exp(A_log)
+            * softplus(a + dt_bias) and beta = sigmoid(b), in float32. a, b are [.., HV], A_log and
+            dt_bias [HV], float; dt_bias may be None.
         allow_neg_eigval: beta = 2 * sigmoid(b). Only with b.
         use_qk_l2norm_in_kernel: normalise each q and k, x / sqrt(sum(x^2) + 1e-6), in float32.
         scale: factor of the output; any real number is taken literally. None: K ** -0.5.
         state_v_first: the pool is [slots, HV, V, K].
-        skip: which slots are padding: "negative", or "non_positive" where slot 0 is nobody's.
+        skip: which slots are padding: "negative", or "non_positive" where slot 0 is unused.
         cu_seqlens: [N + 1], int32 or int64: the tokens of sequence n are cu_seqlens[n] to
             cu_seqlens[n + 1] - 1. Starts at 0, does not decrease, ends at or before T. A sequence
             may be empty: its state goes from its read slot to its write slot. The o of tokens at or
             after cu_seqlens[-1] is 0.
         out: [.., HV, V], the dtype of v: where o is written, at any strides. None: a new tensor.
-        window: the records of the last tokens of each slot, of `gdn_triton.make_window`. The step
-            writes a record of each token, and each head's state once in a fold period; otherwise
-            states are only read. The state of a slot is then that of memory and records
-            together: only steps with this window and `gdn_triton.fold_window` may read or write it.
-            Excludes write_slots and num_accepted_tokens. A sequence has at most window.max_tokens
-            tokens in a call; on an accelerator this is not checked in a packed call, and more are
+        window: the records of the last tokens of each slot, from `gdn_triton.make_window`. The step
+            writes a record of each token, and each head's state once in a fold period; otherwise it
+            only reads states. The pool and the records together then hold the state of a slot, and
+            only steps with this window and `gdn_triton.fold_window` may read or write it. Excludes
+            write_slots and num_accepted_tokens. A sequence has at most window.max_tokens tokens in
+            a call. In a packed call on an accelerator this is not checked, and more tokens are
             undefined behaviour.
-        positions: [N], int32 or int64, with window: how many tokens of each sequence came before
-            the call, at least 0 and below 2^30. It says how many tokens of the call before count:
-            after a call at position p with T tokens, p + 1 to p + T. So drafted tokens are accepted
-            by the next position, and no state is copied. A position is not less than
-            window.start of the slot, and a call of a sequence is not made twice; on an
-            accelerator neither is checked, and is undefined behaviour. Those of sequences that are
-            skipped, or that have no tokens in the call, are not used.
+        positions: [N], int32 or int64, with window: how many tokens of each sequence precede the
+            call, at least 0 and below 2^30. After a call at position p with T tokens the next
+            position is p + 1 to p + T, which is p plus the number of accepted tokens. In this way
+            drafted tokens are accepted without a copy of states. A position must not be less than
+            window.start of the slot, and a call of a sequence must not be made twice. On an
+            accelerator neither is checked, and a violation is undefined behaviour. The positions of
+            skipped sequences, and of sequences without tokens in the call, are not used.
 
     Returns:
         o: [.., HV, V], the dtype of v; `out` if that was given.
 
-    On an accelerator no contents are read by the host: slots, offsets and positions may change in
+    The host reads no contents on an accelerator, so slots, offsets and positions may change in
     place between replays of a CUDA graph. The reference backend reads them, and waits for the
     device.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, with its name, what was expected and
-            what came; nothing has been launched or written. The contents of slots, offsets and
-            positions are judged where they are CPU tensors.
+        TypeError, ValueError: an argument that does not fit, with its name, the expected and the
+            given value; nothing has been launched or written. The contents of slots, offsets and
+            positions are checked where they are CPU tensors.
         NotImplementedError: an input requires a gradient, which a step does not have.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
     """
@@ -321,7 +323,8 @@ def _step_operands(
     window: StepWindow | None,
     positions: Tensor | None,
 ) -> Operands:
-    """The tensors of a `recurrent_step`, those in place of others in their places."""
+    """The tensors of a `recurrent_step`. a and b are stored as g and beta, and mixed_qkv as q, k
+    and v."""
     if mixed_qkv is not None:
         _refuse("mixed_qkv", q=q, k=k, v=v)
         q = k = v = mixed_qkv
@@ -361,7 +364,7 @@ def _step_operands(
 
 
 def step_call(given: Mapping[str, Any]) -> StepCall:
-    """From all arguments of `recurrent_step`, by their names."""
+    """Builds the call from all arguments of `recurrent_step`, by name."""
     is_raw, tensors = given["a"] is not None, {**given}
     rest = {
         name: tensors.pop(name)
@@ -389,9 +392,9 @@ _DEFAULTS: Final = {
 
 
 def check_step(*args: Tensor | None, **options: Any) -> None:
-    """Raises what `recurrent_step` of these arguments would raise, and writes nothing: for a caller
-    that writes something itself before the step, or that makes two of them. In a trace nothing is
-    written, and the operator of the step judges its shapes."""
+    """Raises the errors that `recurrent_step` would raise for these arguments. Writes nothing. A
+    caller uses it before it writes something itself, or before the first of two steps. In a trace
+    it does nothing, because the operator of the step checks shapes there."""
     if torch.compiler.is_compiling():
         return
     call = step_call({**_DEFAULTS, **dict(zip(_DEFAULTS, args, strict=False)), **options})

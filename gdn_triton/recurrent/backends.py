@@ -1,4 +1,4 @@
-"""The backends of the recurrence: what each refuses, and what plans a call."""
+"""The backends of the recurrence: their refusals, and the functions that plan a call."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from gdn_triton.recurrent.problem import (
     RecurrentProblem,
 )
 
-# plan(problem, operands) returns a function that runs this call of the recurrence and its like.
+# plan(problem, operands) returns a function that runs this call and all calls that are like it.
 Plan = Callable[[RecurrentProblem, Operands], PlannedCall]
 Fold = Callable[[FoldProblem, FoldOperands], None]
 
@@ -68,7 +68,7 @@ def _span_refusal(tile_span: int) -> str | None:
     )
 
 
-# Loaded modules are cached: even an import statement of a loaded module takes longer.
+# Loaded modules are cached here, because even an import statement of a loaded module takes longer.
 
 
 @functools.cache

@@ -1,11 +1,11 @@
-"""The recurrence as operators of torch's library, which is what a compiler sees of it.
+"""The recurrence as operators of torch's library. A compiler sees these operators only.
 
-As `gdn_triton.chunk.operators`, which says why: an operator is opaque, its implementation judges
-the call and chooses the backend at every run, and its fake judges shapes only. Imported by
-`import gdn_triton`.
+As in `gdn_triton.chunk.operators`, which gives the reasons, an operator is opaque. Its
+implementation validates the call and chooses the backend at every run, and its fake validates
+shapes only. `import gdn_triton` imports this module.
 
 - `gdn_triton::fused_recurrent_fwd`, with the gradient `gdn_triton::fused_recurrent_bwd`, which runs
-  the forward again in the backend that serves calls that need gradients.
+  the forward again in a backend that has gradients.
 - `gdn_triton::recurrent_step` writes its states, `gdn_triton::recurrent_step_out` also its output.
 - `gdn_triton::recurrent_step_window` and `gdn_triton::recurrent_step_window_out` write records too.
 - `gdn_triton::fold_window`, `gdn_triton::restart_window` and `gdn_triton::accept_window` are the
@@ -80,7 +80,8 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "gdn_triton::fused_recurrent_bwd",
     mutates_args=(),
-    # One gradient for each operand that wants one, in the order of the differentiable operands.
+    # There is one gradient for each operand that requires one, in the order of the differentiable
+    # operands.
     schema=f"(Tensor? do, Tensor? dht, {_SEQUENCES}, bool[] wanted) -> Tensor[]",
 )
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
@@ -103,7 +104,8 @@ def _backward_fake(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Te
 
 
 def _needed(ctx: Any) -> dict[str, bool]:
-    """Which arguments need a gradient. After the call's, torch has more."""
+    """Returns which arguments need a gradient. torch's list has further entries after the
+    call's."""
     needed = dict(zip(_ARGUMENTS.names, ctx.needs_input_grad, strict=False))
     return {name: needed[name] for name in DIFFERENTIABLE}
 
@@ -139,7 +141,7 @@ _backward.register_autograd(_differentiate_twice)
 
 
 def traced_sequences(call: SequenceCall) -> tuple[Tensor, Tensor | None]:
-    """`gdn_triton.fused_recurrent_gated_delta_rule` through its operator."""
+    """Runs `gdn_triton.fused_recurrent_gated_delta_rule` through its operator."""
     given = flat(call)
     given["initial_state"] = given.pop("state")
     if not _fits(given, ("output_final_state", *Options._fields), _ARGUMENTS, ("q", "k", "v")):
@@ -178,7 +180,8 @@ _WINDOW_OUT_ARGUMENTS: Final = arguments_of(_WINDOW_OUT)
 
 
 def _step_call(given: Mapping[str, Any]) -> StepCall:
-    """From the arguments of `_STEP`, or of `_WINDOW_STEP`. A mixed tensor came as q alone."""
+    """Builds the call from the arguments of `_STEP` or `_WINDOW_STEP`. A mixed tensor is passed as
+    q."""
     absent = dict.fromkeys(
         ("gk", "gv", "out", "write_slots", "num_accepted_tokens", "positions", "max_tokens")
     )
@@ -255,7 +258,7 @@ def _window_step_out_fake(*args: Any) -> None:
 
 
 def traced_step(call: StepCall) -> Tensor:
-    """`gdn_triton.recurrent_step` through its operator."""
+    """Runs `gdn_triton.recurrent_step` through its operator."""
     x, given = call.inputs, flat(call)
     if not torch.compiler.is_compiling():
         # Torch counts the writes of an operator before it finds that a tensor is elsewhere.
@@ -266,7 +269,8 @@ def traced_step(call: StepCall) -> Tensor:
     has_window = call.max_tokens is not None
     if has_window:
         required += ["positions", *WINDOW]
-    # The operator without a window has no place for positions, nor the other one for write_slots.
+    # The operator without a window has no argument for positions, and the operator with a window
+    # none for write_slots.
     elsewhere = (x.write_slots, x.num_accepted_tokens) if has_window else (x.positions,)
     arguments = _WINDOW_OUT_ARGUMENTS if has_window else _OUT_ARGUMENTS
     if (
@@ -389,7 +393,7 @@ def traced_fold(call: FoldCall, *, folds: bool) -> None:
 def _fits(
     given: Mapping[str, Any], flags: Sequence[str], arguments: Arguments, required: Sequence[str]
 ) -> bool:
-    """Whether an operator takes the arguments as they are."""
+    """Whether an operator takes the arguments without a conversion."""
     return schema_takes(given, arguments.tensors, required) and all(
         given[name] is True or given[name] is False for name in flags
     )

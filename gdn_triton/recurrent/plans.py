@@ -1,8 +1,9 @@
-"""From a call of the recurrence to what runs it, once for all calls that differ in contents only.
+"""Plans of the recurrence: the function that runs a call, for all calls that differ in contents
+only.
 
-A decode step is over in microseconds, and judging its arguments would take as long. So a call is
-judged, its backend chosen and its launch prepared once for its shapes, strides, dtypes and flags;
-what came out, a plan, is kept and found again by these.
+A decode step takes microseconds, and the validation of its arguments would take as long. Therefore
+a call is validated, its backend chosen and its launch prepared once for its shapes, strides, dtypes
+and flags. The result is a plan, which is kept under these properties.
 """
 
 import os
@@ -33,12 +34,12 @@ from gdn_triton.recurrent.validation_window import (
     validate_fold,
 )
 
-# When there are so many plans, all are dropped and made anew.
+# When there are this many plans, all are dropped.
 MOST_PLANS = 4096
 
 
 class _Plan(NamedTuple):
-    """memory: of a step, whose tensors are judged by it at every call."""
+    """memory: the check of a step's memory, which runs at every call."""
 
     problem: RecurrentProblem
     memory: Apart | None
@@ -50,7 +51,7 @@ _Call = TypeVar("_Call", SequenceCall, StepCall)
 
 
 def run_sequences(call: SequenceCall) -> tuple[Tensor, Tensor | None]:
-    """o and the final states, or None."""
+    """Returns o and the final states, or None instead of the states."""
     run, x = _planned(RECURRENT, call, validate_sequences, None)
     try:
         return run(x)
@@ -60,13 +61,14 @@ def run_sequences(call: SequenceCall) -> tuple[Tensor, Tensor | None]:
 
 
 def run_step(call: StepCall) -> Tensor:
-    """o; the states are written."""
+    """Returns o and writes the states."""
     run, x = _planned(STEP, call, validate_step, step_memory)
     return run(x)[0]
 
 
 def judge_step(call: StepCall) -> None:
-    """Raises what `run_step` of this call would raise before it runs, and writes nothing."""
+    """Raises the errors that `run_step` of this call would raise before its launch. Writes
+    nothing."""
     _planned(STEP, call, validate_step, step_memory)
 
 
@@ -88,14 +90,14 @@ def _planned(
     judge: Callable[[_Call], RecurrentProblem],
     judge_memory: Callable[[_Call], Apart] | None,
 ) -> tuple[PlannedCall, Operands]:
-    """What runs a call, which has been judged, and the operands that it takes."""
+    """Returns the function that runs a validated call, and its operands."""
     x: Operands = call.inputs
     _, *rest = call
     transformed = is_transformed()
     try:
         key = (
             *rest,
-            # The types too: True == 1 as a key, but validation refuses one of the two.
+            # The key has the types too: True == 1 as a key, but validation refuses one of the two.
             *map(type, rest),
             *map(type, call.options),
             *map(_known, x),
@@ -105,7 +107,7 @@ def _planned(
         )
         plan = None if transformed else _plans.get(key)
     except (TypeError, RuntimeError):
-        # An option that has no hash, or a tensor that has no shape or no strides.
+        # This is an option without a hash, or a tensor without a shape or strides.
         _raise_refusal(judge, call)
         raise
     if plan is None:
@@ -123,7 +125,7 @@ def _planned(
             # The copy has other strides, so another plan serves it.
             return _planned(operator, call._replace(inputs=inputs), judge, judge_memory)
         if transformed:
-            # Properties of a tensor that the key does not hold.
+            # Check the properties of a tensor that the key does not hold.
             return operator.choose(problem).run(problem, x), x
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
@@ -144,8 +146,9 @@ def _planned(
 
 
 def _raise_refusal(judge: Callable[[_Call], object], call: _Call) -> None:
-    """Raises what validation says of a call that failed, if it is refused: a sparse tensor
-    may have the strides of a dense one, so that the call finds that one's plan, and has no address.
+    """Raises the error of validation for a call that failed, if validation refuses it. A sparse
+    tensor may have the strides of a dense one. Its call then finds the plan of the dense call and
+    fails, because a sparse tensor has no address.
     """
     try:
         judge(call)
@@ -154,7 +157,8 @@ def _raise_refusal(judge: Callable[[_Call], object], call: _Call) -> None:
 
 
 def _known(x: object) -> object:
-    """All that a plan may depend on of an argument: of a tensor, not its contents and address."""
+    """The properties of an argument that a plan may depend on. A tensor's contents and address are
+    not among them."""
     if x is None:
         return None
     if isinstance(x, Tensor):

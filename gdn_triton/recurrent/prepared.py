@@ -1,4 +1,5 @@
-"""A decode step whose caller holds what is the same in all calls of a layer: `prepare_step`."""
+"""`prepare_step`: a decode step that holds the tensors and options that all calls of a layer
+share."""
 
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -15,17 +16,18 @@ from gdn_triton._host.tensors import PLAIN_TENSORS, is_traced, is_transformed
 from gdn_triton.recurrent.api import recurrent_step
 from gdn_triton.recurrent.window import StepWindow, check_kind
 
-# Calls of one layout that differ in addresses, and layouts, that a step remembers. Callers reuse
-# their buffers, so that few are normal.
+# The most layouts that a step remembers, and the most sets of addresses for each layout. Callers
+# reuse their buffers, so these numbers are normally small.
 MOST_PLACES: Final = 512
 MOST_LAYOUTS: Final = 512
 
-# dtype, shape, strides and device of a tensor, None of an argument that is not given.
+# dtype, shape, strides and device of a tensor; None for an argument that is not given.
 _Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device] | None
 
 
 class _Known(NamedTuple):
-    """A layout of calls that has been judged. launches: by the addresses of all tensors."""
+    """A validated layout of calls. launches: the recorded launches by the addresses of all
+    tensors."""
 
     layouts: tuple[_Layout, ...]
     out: tuple[torch.Size, torch.dtype]
@@ -44,22 +46,24 @@ def prepare_step(
     skip: str = "negative",
     window: StepWindow | None = None,
 ) -> "PreparedStep":
-    """A `gdn_triton.recurrent_step` for many calls on one pool, with less time on the host.
+    """Returns a callable that runs `gdn_triton.recurrent_step` on one pool with less time on the
+    host.
 
         step = prepare_step(state, A_log=A_log, dt_bias=dt_bias, state_v_first=True)
         o = step(slots, mixed_qkv=mixed_qkv, a=a, b=b)
 
     Args:
         state, A_log, dt_bias, allow_neg_eigval, use_qk_l2norm_in_kernel, scale, state_v_first,
-            skip, window: as `gdn_triton.recurrent_step`. The tensors are held, and are read where
-            they lie at each call. Their shapes and strides must stay as they are.
+            skip, window: as `gdn_triton.recurrent_step`. The step keeps a reference to the tensors,
+            and each call reads their current contents. Their shapes and strides must not change.
 
     Returns:
-        A `PreparedStep`, which takes the other arguments. Nothing has been launched or written.
+        A `PreparedStep`, whose calls take the other arguments. Nothing has been launched or
+        written.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit by itself. How the tensors fit together
-            is judged when the step is called.
+        TypeError, ValueError: an argument that does not fit by itself. Each call of the step checks
+            how the tensors fit together.
     """
     check_tensors({"state": state}, {"A_log": A_log, "dt_bias": dt_bias})
     check_flags(
@@ -84,13 +88,13 @@ def prepare_step(
 
 
 class PreparedStep:
-    """What `gdn_triton.prepare_step` returns. One object may serve any batches and streams.
+    """The result of `gdn_triton.prepare_step`. One object may be used for any batches and streams.
 
-    A call has the result of `gdn_triton.recurrent_step` to the last bit, and its errors. The first
-    call of each combination of shapes, strides, dtypes and places of the tensors is such a call;
-    later ones compare these and launch. The step remembers launches and no tensors of a call. The
-    backend is that which `GDN_BACKEND` has chosen at the first call. Under a compiler, on a CPU and
-    in the reference backend every call is a whole `gdn_triton.recurrent_step`.
+    A call has the bits and the errors of `gdn_triton.recurrent_step`. The first call with each
+    combination of shapes, strides, dtypes and addresses of the tensors runs `recurrent_step`; later
+    calls only compare these and launch. The step remembers launches, but no tensors of a call. The
+    first call reads `GDN_BACKEND`, and later calls use the same backend. Under a compiler, on a CPU
+    and in the reference backend every call runs `gdn_triton.recurrent_step`.
     """
 
     __slots__ = ("_has_memory", "_held", "_known", "_last", "_options", "_state", "_written")
@@ -125,7 +129,8 @@ class PreparedStep:
         out: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """o of `gdn_triton.recurrent_step` with these arguments and those of `prepare_step`."""
+        """Returns o of `gdn_triton.recurrent_step` with these arguments and those of
+        `prepare_step`."""
         given = (
             *(out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta),
             *(a, b, cu_seqlens, positions),
@@ -150,7 +155,7 @@ class PreparedStep:
         return self._again(given, known)
 
     def _again(self, given: tuple[Tensor | None, ...], known: _Known) -> Tensor:
-        """A call of a known layout."""
+        """Runs a call of a known layout."""
         o = out = given[0]
         if o is None:
             shape, dtype = known.out
@@ -210,8 +215,8 @@ _address = Tensor.data_ptr
 
 
 def _layouts_of(given: tuple[Tensor | None, ...]) -> tuple[_Layout, ...] | None:
-    """None where a launch cannot be made again: an argument is no tensor of elements in memory, or
-    has a sign that is still to be applied."""
+    """The layouts of the tensors. None if a launch with them cannot be repeated: an argument is no
+    plain tensor in memory, or has a negative bit."""
     for x in given:
         if x is None:
             continue

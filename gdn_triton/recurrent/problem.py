@@ -12,9 +12,10 @@ from gdn_triton._host.records import Options, made
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentProblem:
-    """What every backend may rely on. Built by `gdn_triton.recurrent.validation` only.
+    """The validated properties of a call, on which every backend may rely. Only
+    `gdn_triton.recurrent.validation` builds it.
 
-    Two forms. A *sequence* call returns its final states as new tensors
+    There are two forms. A *sequence* call returns its final states as new tensors
     (`gdn_triton.fused_recurrent_gated_delta_rule`). A *step* call has a pool of states, which it
     updates in place (`gdn_triton.recurrent_step`).
     """
@@ -29,8 +30,8 @@ class RecurrentProblem:
     q_dtype: torch.dtype
     k_dtype: torch.dtype
     v_dtype: torch.dtype
-    state_dtype: torch.dtype  # of the pool; of the final states otherwise
-    tile_span: int  # elements from the first to the last that a program reads of a tensor at once
+    state_dtype: torch.dtype  # dtype of the pool, or of the final states
+    tile_span: int  # most elements that one tile of a program spans in memory
     device: torch.device
     scale: float  # resolved: the caller's number, or K ** -0.5
     is_varlen: bool
@@ -58,10 +59,10 @@ class RecurrentProblem:
 
 
 class Operands(NamedTuple):
-    """The tensors of a call as the caller gave them. In a mixed call q, k and v are that tensor.
+    """The tensors of a call as the caller gave them. In a mixed call q, k and v are all mixed_qkv.
 
     Token tensors are [B, T, ...], or, in step calls, [N, ...] or (packed) [T, ...]. The last six
-    are those of a `StepWindow`, whose k and g are not the tokens'.
+    fields are the tensors of a `StepWindow`; its k and g are records, not the call's k and g.
     """
 
     q: Tensor
@@ -102,8 +103,8 @@ WINDOW_AND_SCALES: Final = {**WINDOW, "scales": "scales"}
 
 
 class SequenceCall(NamedTuple):
-    """The arguments of `gdn_triton.fused_recurrent_gated_delta_rule`, whose initial state is the
-    inputs' state. needs_grad: a gradient is needed that autograd's mode does not show."""
+    """The arguments of `gdn_triton.fused_recurrent_gated_delta_rule`. The initial state is `state`
+    of the inputs. needs_grad: the call needs a gradient although grad mode may be off."""
 
     inputs: Operands
     options: Options
@@ -112,7 +113,7 @@ class SequenceCall(NamedTuple):
     needs_grad: bool = False
 
 
-# The tensors that may have gradients, by the names in a call.
+# The names of the tensors that may have gradients.
 DIFFERENTIABLE: Final = (
     *("q", "k", "v", "g", "gk", "gv", "beta", "A_log", "dt_bias"),
     "initial_state",
@@ -130,9 +131,9 @@ def sequence_call(given: Mapping[str, Any], needs_grad: bool = False) -> Sequenc
 
 
 class StepCall(NamedTuple):
-    """The arguments of `gdn_triton.recurrent_step`. is_mixed: mixed_qkv came, not q, k and v. That
-    a and b came, not g and beta, is said by the options: they ask for the gate and the sigmoid.
-    max_tokens: of the window, None without one."""
+    """The arguments of `gdn_triton.recurrent_step`. is_mixed: mixed_qkv is given, not q, k and v.
+    If a and b are given, not g and beta, the options ask for the gate and the sigmoid. max_tokens:
+    the window's, None without a window."""
 
     inputs: Operands
     options: Options
@@ -154,7 +155,7 @@ class FoldProblem:
     V: int
     k_dtype: torch.dtype
     state_dtype: torch.dtype | None
-    tile_span: int  # as that of `RecurrentProblem`
+    tile_span: int  # as in `RecurrentProblem`
     device: torch.device
     state_v_first: bool
     last_skipped: int
@@ -193,14 +194,15 @@ class FoldCall(NamedTuple):
 
 
 def fold_period(rows: int, max_tokens: int) -> int:
-    """Tokens between two folds of a head. A call reads the records of at most
-    period - 1 + max_tokens tokens, and writes those of at most max_tokens others: no program may
-    read a row that another one of its launch writes."""
+    """The number of tokens between two folds of a head. A call reads the records of at most period
+    - 1 + max_tokens tokens, and writes the records of at most max_tokens other tokens. All of these
+    fit the rows of the window, because no program may read a row that another program of the launch
+    writes."""
     return rows + 1 - 2 * max_tokens
 
 
-# Few turns leave most steps of a period without a fold, whose latency a small batch does not hide;
-# sequences at equal positions fold that part of their heads in one step.
+# The number of different turns. With few turns most steps of a period have no fold, whose latency a
+# small batch does not hide. Sequences at equal positions fold 1 / TURNS of their heads in one step.
 MOST_TURNS: Final = 3
 
 
@@ -209,26 +211,27 @@ def turn_count(period: int) -> int:
 
 
 def turns(HV: int, period: int) -> list[int]:
-    """The turn of each value head: its state in memory holds the tokens before a position that is
-    the turn modulo the period. All backends fold by this rule, so one continues the window of
-    another."""
+    """The turn of each value head. The state of a head in memory holds the tokens before a position
+    that equals the head's turn modulo the period. All backends fold by this rule, so one backend
+    can continue the window of another."""
     count = turn_count(period)
     return [hv % count * period // count for hv in range(HV)]
 
 
-# Runs calls like a given one. Returns o, and the final states if a sequence call asks for them.
+# A function that runs calls like a given one. It returns o, and the final states if a sequence call
+# asks for them.
 PlannedCall = Callable[[Operands], tuple[Tensor, Tensor | None]]
 
 
 def tokens_apart(x: Tensor, dims: int, is_varlen: bool) -> Tensor:
-    """x as [B, T, ...], with `dims` dimensions after these two: a view."""
+    """Returns a view of x as [B, T, ...], with `dims` dimensions after these two."""
     if x.dim() == dims + 2:
         return x
     return x.unsqueeze(0) if is_varlen else x.unsqueeze(1)
 
 
 def split_mixed(problem: RecurrentProblem, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [.., H, K] and v [.., HV, V] as views of one tensor [.., 2 * H * K + HV * V]."""
+    """Returns q, k [.., H, K] and v [.., HV, V] as views of one tensor [.., 2 * H * K + HV * V]."""
     p = problem
     q, k, v = mixed.split((p.H * p.K, p.H * p.K, p.HV * p.V), -1)
     heads = q.unflatten(-1, (p.H, p.K)), k.unflatten(-1, (p.H, p.K)), v.unflatten(-1, (p.HV, p.V))
@@ -236,7 +239,8 @@ def split_mixed(problem: RecurrentProblem, mixed: Tensor) -> tuple[Tensor, Tenso
 
 
 def views(problem: RecurrentProblem, x: Operands) -> Operands:
-    """The operands with every token tensor as [B, T, ...], and q, k, v apart; nothing is copied."""
+    """Returns the operands with every token tensor as [B, T, ...], and with q, k and v separate.
+    Nothing is copied."""
     q, k, v = split_mixed(problem, x.q) if problem.is_mixed else (x.q, x.k, x.v)
     packed = problem.is_varlen
     beta = x.beta

@@ -24,8 +24,8 @@ from gdn_triton.reference.window import Records, accept, fold, window_step
 
 
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
-    """What runs this call and those like it. Reads offsets and slots on the host, and so waits for
-    the device."""
+    """Returns the function that runs this call and all calls that are like it. The function reads
+    offsets and slots on the host, and so waits for the device."""
     run = _step if problem.is_step else _sequences
     if problem.window_rows:
         run = _window_step
@@ -81,7 +81,7 @@ def _recurrent(p: RecurrentProblem, x: Operands, initial_state: Tensor | None) -
 
 
 def _sequences(p: RecurrentProblem, x: Operands) -> tuple[Tensor, Tensor | None]:
-    """Differentiable."""
+    """Runs a sequence call. The results are differentiable."""
     if p.device.type == "cpu" and p.unreadable is None:
         warn_of_contents(
             q=x.q,
@@ -103,7 +103,7 @@ def _sequences(p: RecurrentProblem, x: Operands) -> tuple[Tensor, Tensor | None]
 
 
 def _step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | None]:
-    # No decorator: a warning names the first frame outside of this package.
+    # Do not use a decorator: a warning names the first frame outside of this package.
     with torch.no_grad():
         return _on_pool(p, operands)
 
@@ -161,7 +161,8 @@ def _on_pool(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | 
 
 
 def _given_back(p: RecurrentProblem, x: Operands, operands: Operands, o: Tensor) -> Tensor:
-    """o [B, T, HV, V] as the call asks for it. x: the views of the operands."""
+    """Returns o [B, T, HV, V] in the dtype, shape and memory that the call asks for. x: the views
+    of the operands."""
     if x.out is not None:
         with writing(x.out):
             x.out.copy_(o)
@@ -246,7 +247,7 @@ def fold_slots(p: FoldProblem, x: FoldOperands) -> None:
 
 
 def _owners(p: RecurrentProblem, x: Operands) -> Tensor:
-    """[B, T]: the sequence that each token belongs to, -1 for none."""
+    """Returns [B, T]: the sequence that each token belongs to, -1 for none."""
     if x.cu_seqlens is None:
         return torch.arange(p.N, device=p.device)[:, None].expand(p.B, p.T)
     owner = torch.full((1, p.T), -1, device=p.device)

@@ -1,9 +1,9 @@
-"""Judges the calls of the recurrence before anything is launched, as `gdn_triton.chunk.validation`
-does those of the chunked op: the same order, the same words, nothing read from an accelerator.
+"""Validates the calls of the recurrence before anything is launched. The order and the words of
+errors are those of `gdn_triton.chunk.validation`, and nothing is read from an accelerator.
 
-What depends on shapes, strides, dtypes and flags only is judged by `validate_sequences` and
-`validate_step`, whose result callers keep; contents, where the host can read them, by
-`gdn_triton._host.slots.check_contents` at every call.
+`validate_sequences` and `validate_step` check everything that depends on shapes, strides, dtypes
+and flags only, and callers keep their results. `gdn_triton._host.slots.check_contents` checks
+contents that the host can read, at every call.
 """
 
 from collections.abc import Mapping
@@ -112,8 +112,8 @@ def validate_sequences(call: SequenceCall) -> RecurrentProblem:
 
 
 def validate_step(call: StepCall) -> RecurrentProblem:
-    """Checks the arguments of `gdn_triton.recurrent_step`. The inputs' g and beta hold what came as
-    g or a, and as beta or b."""
+    """Checks the arguments of `gdn_triton.recurrent_step`. The inputs' g holds the argument g or a,
+    and their beta holds beta or b."""
     x, options, is_mixed = call.inputs, call.options, call.is_mixed
     is_raw, v_first = options.use_gate_in_kernel, options.state_v_first
     named = _step_named(x, is_mixed, is_raw)
@@ -135,7 +135,7 @@ def validate_step(call: StepCall) -> RecurrentProblem:
     assert x.g is not None and x.beta is not None
     check_devices(first, x.q.device, named)
 
-    # The state, from which the sizes of a mixed tensor follow.
+    # Check the state first, because the sizes of a mixed tensor follow from it.
     packed = x.cu_seqlens is not None
     check_rank("state", x.state, "slots", "HV", *(("V", "K") if v_first else ("K", "V")))
     HV, K, V = x.state.shape[1:]
@@ -158,12 +158,12 @@ def validate_step(call: StepCall) -> RecurrentProblem:
         check_sizes(H, HV, K, V)
     else:
         check_qkv(x.q, x.k, x.v, **sizes)
-    # Those of a window are fixed, or follow from k's.
+    # The dtypes of a window are fixed, or follow from the dtype of k.
     judged_apart = ("state", *WINDOW_NAMES.values())
     check_dtypes({name: y for name, y in named.items() if name not in judged_apart}, _INDICES)
     check_pool_dtype(x.state, x.scales)
 
-    # Sequences and slots.
+    # Check the sequences and slots.
     N, columns = _check_read_slots(x)
     if x.cu_seqlens is None:
         if lead[0] != N:
@@ -238,7 +238,8 @@ def validate_step(call: StepCall) -> RecurrentProblem:
 
 
 def _check_read_slots(x: Operands) -> tuple[int, int]:
-    """N, and the columns of read_slots, 0 where it has one slot a sequence."""
+    """Returns N, and the number of columns of read_slots; 0 if it has one slot for each
+    sequence."""
     slots, accepted = x.read_slots, x.num_accepted_tokens
     assert slots is not None
     if accepted is None:
@@ -281,8 +282,8 @@ def _check_parents(x: Operands, B: int, T: int, most_tokens: int) -> None:
 
 
 def step_memory(call: StepCall) -> Apart:
-    """What must lie apart in the memory of steps like this one, whose arguments are valid. It is
-    checked for the inputs, in their order: in a mixed call k and v are q once more."""
+    """Returns the memory check of steps like this one, whose arguments are valid. The check takes
+    the inputs in their order. In a mixed call k and v are the same tensor as q."""
     given = _step_named(call.inputs, call.is_mixed, call.options.use_gate_in_kernel)
     first, *others = ((name, layout_of(x)) for name, x in given.items())
     again = {"k": None, "v": None} if call.is_mixed else {}
@@ -299,7 +300,8 @@ _INDICES: Final = (
 
 
 def _named(x: Operands, names: Mapping[str, str]) -> dict[str, Any]:
-    """The operands by the names that callers know. names: of those that have another."""
+    """The operands by the names that callers know. names: the callers' names that differ from the
+    fields."""
     names = {**WINDOW_NAMES, **names}
     return {names.get(name, name): given for name, given in x._asdict().items()}
 
@@ -313,7 +315,8 @@ def _step_named(x: Operands, is_mixed: bool, is_raw: bool) -> dict[str, Any]:
 
 
 def _check_lead(name: str, x: Tensor, dims: int, sizes: str, packed: bool) -> None:
-    """One token a sequence or several: one dimension or two before the last `dims`."""
+    """Checks that one or two dimensions precede the last `dims`: one with one token for each
+    sequence, two with several."""
     either = f"[T, {sizes}] or [1, T, {sizes}]" if packed else f"[N, {sizes}] or [N, T, {sizes}]"
     if x.dim() not in (dims + 1, dims + 2):
         raise ValueError(must(name, f"have shape {either}", shape_of(x)))
@@ -345,7 +348,8 @@ def _needs_grad(x: Operands) -> bool:
 
 
 def _tile_span(x: Operands, max_tokens: int = 0, is_mixed: bool = False) -> int:
-    """Elements from the first to the last that a program reads of a tensor at once."""
+    """The number of elements from the first to the last that a program reads of a tensor at
+    once."""
     rows = (x.q, x.k, x.v, x.gk, x.gv, x.beta, x.out)
     spans = [(y.shape[-1] - 1) * y.stride(-1) for y in rows if y is not None]
     if x.state is not None:

@@ -1,4 +1,4 @@
-"""Judges the window of a step, and the calls that fold or restart a window."""
+"""Validates the window of a step, and the calls that fold or restart a window."""
 
 import functools
 from itertools import pairwise
@@ -43,16 +43,16 @@ from gdn_triton.recurrent.problem import (
     fold_period,
 )
 
-# The kernels add to positions in 32 bits.
+# The bound of positions, because the kernels compute with positions in 32 bits.
 MOST_POSITION: Final = 2**30
 
-# The tensors of a window by the names that errors give them, and those that a step writes.
+# The names in errors of a window's tensors, and the names of the tensors that a step writes.
 WINDOW_NAMES: Final = {field: f"window.{name}" for field, name in WINDOW_AND_SCALES.items()}
 STEP_WRITES: Final = ("window.u", "window.k", "window.g", "window.calls", "window.scales")
 
 
 def check_pool_dtype(state: Tensor, scales: Tensor | None) -> None:
-    """A pool of int8 has scales, and no other has."""
+    """Checks that an int8 pool has scales, and that other pools have none."""
     if scales is None and state.dtype == torch.int8:
         expected = "be torch.float64, torch.float32, torch.bfloat16 or torch.float16, or have the "
         expected += "scales of a window (make_window(with_scales=True))"
@@ -75,8 +75,8 @@ def check_window_step(
     T: int,
     is_varlen: bool,
 ) -> tuple[int, int]:
-    """R and max_tokens of the window of a step, (0, 0) without one. The step's other arguments are
-    valid. first: the name of the token tensor that errors name."""
+    """Checks the window of a step whose other arguments are valid, and returns R and max_tokens,
+    (0, 0) without a window. first: the name of the token tensor in errors."""
     if max_tokens is None:
         if x.positions is not None:
             raise ValueError(must("positions", "be None without window", type_of(x.positions)))
@@ -111,7 +111,7 @@ def _check_window(
     V: int,
     k_dtype: torch.dtype,
 ) -> tuple[int, int]:
-    """R and max_tokens."""
+    """Checks a window and returns R and max_tokens."""
     u, k, g, calls, start = (getattr(x, field) for field in WINDOW)
     check_rank("window.u", u, "slots", "R", "HV", "V")
     R = u.shape[1]
@@ -146,7 +146,7 @@ def _check_window(
 
 
 def check_positions(p: RecurrentProblem, x: Operands) -> None:
-    """Judges the contents of positions and offsets of a valid step, where they are CPU tensors."""
+    """Checks the contents of positions and offsets of a valid step, if they are CPU tensors."""
     if p.device.type != "cpu" or not p.window_rows:
         return
     assert x.read_slots is not None and x.positions is not None
@@ -170,8 +170,8 @@ def _check_positions(
     rows: int,
     max_tokens: int,
 ) -> None:
-    """used: the sequences that are neither padding nor without tokens. A position is that of
-    `start`, or 1 to max_tokens more than that of the call that wrote the last record."""
+    """used: the sequences that have tokens and no padding slot. A valid position equals `start`, or
+    exceeds the position of the call that wrote the last record by 1 to max_tokens."""
     _check_range(positions, used)
     assert x.start is not None and x.call_rows is not None
     for n in used:
@@ -288,12 +288,12 @@ def validate_fold(call: FoldCall, *, folds: bool) -> FoldProblem:
 
 
 def window_span(x: Tensor) -> int:
-    """Elements from the first to the last of one slot."""
+    """The number of elements from the first to the last of one slot."""
     return sum((n - 1) * s for n, s in zip(x.shape[1:], x.stride()[1:], strict=True))
 
 
 def fold_memory(call: FoldCall) -> Apart:
-    """What must lie apart in the memory of such a call. It is checked for the inputs."""
+    """Returns the memory check of such calls, which takes the inputs."""
     named = _named(call.inputs)
     if call.inputs.path is None:
         del named["path"]
@@ -309,7 +309,7 @@ def _apart(names: tuple[str, ...], layouts: tuple[Layout | None, ...]) -> Apart:
 
 
 def check_folds(p: FoldProblem, x: FoldOperands) -> None:
-    """Judges the contents of slots and positions of a valid call, where they are CPU tensors."""
+    """Checks the contents of slots and positions of a valid call, if they are CPU tensors."""
     if p.device.type != "cpu":
         return
     slots, positions = x.slots.tolist(), x.positions.tolist()

@@ -38,14 +38,14 @@ class StepWindow(NamedTuple):
     written may hold anything.
 
     Attributes:
-        u: [slots, R, HV, V], float32: u_t, of which S_t = exp(g_t) S_(t-1) + k_t (x) u_t for the
-            key k_t before its normalisation.
+        u: [slots, R, HV, V], float32: the u_t of S_t = exp(g_t) S_(t-1) + k_t (x) u_t, with the key
+            k_t before its normalisation.
         k: [slots, R, H, K], the dtype of the step's k (or mixed_qkv): k_t before its normalisation.
         g: [slots, R, HV], float32: the natural logarithm of the decay, after its activation.
         calls: [slots, R], int32: the position at the start of the call that wrote the row.
         start: [slots], int32: the state in memory holds at least the tokens before this position,
             and no row of the sequence is older.
-        max_tokens: the most tokens of a sequence in one step: 1 to R / 2. Each head is folded once
+        max_tokens: the most tokens of a sequence in one step, 1 to R / 2. Each head is folded once
             in R + 1 - 2 * max_tokens tokens.
         scales: [slots, HV, V], float32, for a pool of int8, and otherwise None: element (k, v) of a
             state is the pool's number times the scale of value channel v. A fold writes both.
@@ -60,8 +60,9 @@ class StepWindow(NamedTuple):
     scales: Tensor | None = None
 
     def unpacked(self, state: Tensor, slots: Tensor, *, state_v_first: bool = False) -> Tensor:
-        """The states of some slots of an int8 pool, for a prefill that goes on from them or a
-        checkpoint: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`; a new float32 tensor.
+        """Returns the states of some slots of an int8 pool as a new float32 tensor [N, HV, K, V],
+        or [N, HV, V, K] with `state_v_first`. A prefill can continue from them, or a checkpoint can
+        store them.
 
         Call `gdn_triton.fold_window` before, so that the pool holds all tokens.
 
@@ -70,8 +71,8 @@ class StepWindow(NamedTuple):
             slots: [N], int32 or int64, none of which is padding.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, with its name, what was expected
-                and what came. Slots are judged where they are CPU tensors; on an accelerator one
+            TypeError, ValueError: an argument that does not fit, with its name, the expected and
+                the given value. Slots are checked where they are CPU tensors; on an accelerator one
                 that is not in the pool is undefined behaviour.
         """
         scales = self._check_packed(state, slots, state_v_first)
@@ -81,8 +82,9 @@ class StepWindow(NamedTuple):
     def pack(
         self, state: Tensor, slots: Tensor, states: Tensor, *, state_v_first: bool = False
     ) -> None:
-        """Writes states into slots of an int8 pool, rounded, with their scales: those that a
-        prefill has returned, or a checkpoint's. Call `gdn_triton.restart_window` afterwards.
+        """Rounds states into slots of an int8 pool and writes their scales, for states that a
+        prefill has returned or a checkpoint has stored. Call `gdn_triton.restart_window`
+        afterwards.
 
         Each value channel's largest magnitude becomes 127 times its scale, and every number is
         rounded to the nearest multiple of the scale. A channel whose magnitudes are all at most
@@ -116,7 +118,7 @@ class StepWindow(NamedTuple):
             scales[slots] = factors
 
     def _check_packed(self, state: Tensor, slots: Tensor, state_v_first: bool) -> Tensor:
-        """The scales of a pool that fits this window."""
+        """Checks that the pool fits this window, and returns the scales."""
         if self.scales is None:
             raise ValueError(must("window.scales", "be a tensor, of an int8 pool", "None"))
         check_tensors({"state": state, "slots": slots}, {})
@@ -151,17 +153,17 @@ def make_window(
     max_tokens: int = 1,
     with_scales: bool = False,
 ) -> StepWindow:
-    """A window for a pool of states, whose slots hold no token yet: each `start` is 0.
+    """Makes a window for a pool of states whose slots hold no token yet. Each `start` is 0.
 
     Args:
-        slots: of the pool.
+        slots: the number of slots of the pool.
         H, HV, K, V: heads of k, heads of v, channels of a key and of a value.
-        dtype: of k, or of mixed_qkv, in the steps.
-        device: of the pool.
+        dtype: the dtype of k, or of mixed_qkv, in the steps.
+        device: the device of the pool.
         rows: R, the records of a slot. More make folds rarer and each step longer.
         max_tokens: the most tokens of a sequence in one step, 1 to R / 2.
-        with_scales: the pool is int8, whose states need a scale for each value channel; the scales
-            are 0 first, as states of new sequences are.
+        with_scales: the pool is int8, whose states need a scale for each value channel. The scales
+            start at 0, as the states of new sequences do.
 
     Returns:
         A `StepWindow` of new tensors: slots * R * (4 * HV * (V + 1) + 4) + 4 * slots bytes, and
@@ -200,31 +202,32 @@ def fold_window(
     state_v_first: bool = False,
     skip: str = "negative",
 ) -> None:
-    """Makes the states of some slots whole: afterwards the pool alone holds their sequences.
+    """Folds all records of some slots into their states. Afterwards the pool alone holds the
+    sequences.
 
-    To be called before a state is read by anything but a step with this window: a copy of the slot,
-    a prefill that goes on from it, a step without the window. Steps with the window may go on
-    afterwards, at the same position.
+    Call it before anything except a step with this window reads a state: a copy of the slot, a
+    prefill that continues from it, or a step without the window. Steps with the window may continue
+    afterwards at the same position.
 
     Args:
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float, or int8 where
             the window has scales. Written in place.
         window: of this pool. `start` of the slots is written.
-        slots: [N], int32 or int64: which slots; each at most once. Those that are padding (`skip`)
-            are passed over.
-        positions: [N], int32 or int64: how many tokens of each slot's sequence count. As in a step,
-            drafted tokens of the last call beyond them are dropped.
+        slots: [N], int32 or int64: which slots; each at most once. Slots that are padding (`skip`)
+            are skipped.
+        positions: [N], int32 or int64: the number of tokens of each slot's sequence that are kept.
+            As in a step, later drafted tokens of the last call are dropped.
         state_v_first, skip: as in `gdn_triton.recurrent_step`.
 
     Returns:
         Nothing.
 
-    No contents are read by the host on an accelerator, so the call can be part of a CUDA graph.
+    The host reads no contents on an accelerator, so the call can be part of a CUDA graph.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, with its name, what was expected and
-            what came; nothing has been launched or written. The contents of slots and positions are
-            judged where they are CPU tensors.
+        TypeError, ValueError: an argument that does not fit, with its name, the expected and the
+            given value; nothing has been launched or written. The contents of slots and positions
+            are checked where they are CPU tensors.
         NotImplementedError: an input requires a gradient.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
     """
@@ -234,17 +237,16 @@ def fold_window(
 def restart_window(
     window: StepWindow, slots: Tensor, positions: Tensor, *, skip: str = "negative"
 ) -> None:
-    """Says that the states of some slots are whole, and hold the tokens before `positions`.
+    """Declares that the states of some slots hold all tokens before `positions`.
 
-    To be called when a state was written by anything but a step with this window: by a prefill, by
-    a copy of another slot, or with zeros for a new sequence, at position 0. The slot's records are
-    dropped.
+    Call it after anything except a step with this window has written a state: a prefill, a copy of
+    another slot, or zeros for a new sequence at position 0. The slot's records are dropped.
 
     Args:
         window: `start` of the slots is written.
-        slots: [N], int32 or int64: which slots; each at most once. Those that are padding (`skip`)
-            are passed over.
-        positions: [N], int32 or int64: how many tokens each slot's state holds.
+        slots: [N], int32 or int64: which slots; each at most once. Slots that are padding (`skip`)
+            are skipped.
+        positions: [N], int32 or int64: the number of tokens that each slot's state holds.
         skip: as in `gdn_triton.recurrent_step`.
 
     Returns:

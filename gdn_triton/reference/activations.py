@@ -1,5 +1,5 @@
-"""What inputs may go through before the rule: the activations of the gate and of beta, and the
-norm of q and k."""
+"""Optional steps before the rule: the activations of the gate and of beta, and the norm of q and
+k."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from gdn_triton.reference.arithmetic import compute_dtype
 def gate(g_raw: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
     """Natural-log decay g = -exp(A_log) * softplus(g_raw + dt_bias).
 
-    The parametrisation of Mamba-2 (arXiv:2405.21060), as arXiv:2412.06464, section 3.4, takes it.
+    This is the parametrisation of Mamba-2 (arXiv:2405.21060), as used in arXiv:2412.06464, section
+    3.4.
 
     Args:
         g_raw: [B, T, HV], any float dtype. A_log: [HV]. dt_bias: [HV], or None for 0.
 
     Returns:
         g [B, T, HV], natural log, at most 0, float32 (float64 if any input is). softplus(x) is x
-        above SOFTPLUS_THRESHOLD. Where the product is too large for the dtype g is -inf, and has no
-        gradient: such a decay is 0, and exp has no gradient there.
+        above SOFTPLUS_THRESHOLD. Where the product is too large for the dtype, g is -inf and has no
+        gradient: the decay is 0, and the gradient of exp is 0 there.
     """
     dtype = compute_dtype(g_raw, A_log, dt_bias)
     x, log_rate = g_raw.to(dtype), A_log.to(dtype)
@@ -30,14 +31,14 @@ def gate(g_raw: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
         x = x + dt_bias.to(dtype)
     with torch.no_grad():
         overflows = _log_decay(x, log_rate).isinf()
-    # Selected first: the derivatives of inf, multiplied by a gradient of 0, would be NaN.
+    # Select the inputs first: the derivatives at inf, multiplied by a gradient of 0, would be NaN.
     x, log_rate = x.masked_fill(overflows, 0), torch.where(overflows, 0, log_rate)
     return _log_decay(x, log_rate).masked_fill(overflows, -torch.inf)
 
 
 def _log_decay(x: Tensor, log_rate: Tensor) -> Tensor:
-    # Far below 0 softplus is an exponential, and two exponentials are one of the sum: exp(log_rate)
-    # may overflow where e^x underflows, and inf * 0 is NaN.
+    # Far below 0 softplus(x) is e^x, and the product is computed as exp(log_rate + x):
+    # exp(log_rate) may overflow where e^x underflows, and inf * 0 is NaN.
     is_exp = x < -2 * SOFTPLUS_THRESHOLD
     softplus = torch.where(is_exp, 1, F.softplus(x, threshold=SOFTPLUS_THRESHOLD))
     return -torch.where(is_exp, log_rate + x, log_rate).exp() * softplus
@@ -60,22 +61,22 @@ def beta_sigmoid(beta_raw: Tensor, allow_neg_eigval: bool = False) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x), in x's dtype, whose derivative is right for large x too: torch's own is
-    s (1 - s), where 1 - s has lost e^-x to the rounding of s."""
+    """1 / (1 + e^-x) in x's dtype, with an accurate derivative for large x too. The derivative of
+    torch's sigmoid is s (1 - s), and there the rounding of s loses e^-x."""
     negative = x < 0
     e = torch.where(negative, x, -x).exp()
     return torch.where(negative, e, 1) / (1 + e)
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """x / sqrt(sum(x^2) + L2NORM_EPS) over the last dimension, computed wide, rounded to x's dtype.
+    """x / sqrt(sum(x^2) + L2NORM_EPS) over the last dimension, in float32 or float64, then rounded.
 
     Args:
         x: [..., K], any float dtype.
 
     Returns:
-        [..., K] in x's dtype. Rounding is part of the meaning: the rule that follows reads the
-        rounded keys.
+        [..., K] in x's dtype. The rounding is part of the specification: the rule reads the rounded
+        keys.
     """
     wide = x.to(compute_dtype(x))
     return (wide * (wide.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()).to(x.dtype)

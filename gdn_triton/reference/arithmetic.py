@@ -1,5 +1,5 @@
-"""Arithmetic of the specification: the dtype that it computes in, and matrix products and
-triangular solves whose derivatives ignore autocast."""
+"""Arithmetic of the specification: its dtype, and matrix products and triangular solves whose
+derivatives ignore autocast."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def upcast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def ignores_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Autocast would silently run the products in half precision, and mix dtypes with the state."""
+    """Turns autocast off, which would silently run the products in half precision, and mix their
+    dtype with the state's."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -38,14 +39,14 @@ def ignores_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-# Autocast is a state of the moment: torch's own backward of a product runs in half precision where
-# `backward` is called inside autocast, though the forward ran outside. The gradients here turn
-# autocast off for themselves. They are made of the same two functions, so that this holds for
-# second derivatives too. Where nothing is recorded, the functions are torch's.
+# Autocast may differ between forward and backward: torch's backward of a product runs in half
+# precision if `backward` is called inside autocast, even if the forward ran outside. The gradients
+# here turn autocast off. They call the same two functions, so this holds for second derivatives
+# too. If autograd records nothing, torch's functions run directly.
 
 
 class _Product(torch.autograd.Function):
-    """a @ b, with leading dimensions that broadcast."""
+    """a @ b with leading dimensions that broadcast."""
 
     generate_vmap_rule = True
 
@@ -75,14 +76,15 @@ class _Product(torch.autograd.Function):
 
 
 class _TriangularSolve(torch.autograd.Function):
-    """X of (I + A) X = B, of a strictly lower, or strictly upper, A of B's leading dimensions."""
+    """Solves (I + A) X = B for X. A is strictly lower or strictly upper triangular, and has B's
+    leading dimensions."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(A: Tensor, B: Tensor, upper: bool) -> Tensor:
-        # unitriangular: the diagonal of I + A is taken as 1 without being read, so A serves as it
-        # is.
+        # With unitriangular=True torch does not read the diagonal and assumes ones, so A can be
+        # passed in place of I + A.
         return torch.linalg.solve_triangular(A, B, upper=upper, unitriangular=True)
 
     @staticmethod
@@ -106,7 +108,7 @@ class _TriangularSolve(torch.autograd.Function):
 
 
 def _strict_part(A: Tensor, upper: bool) -> Tensor:
-    """A without its diagonal and what lies on the other side of it."""
+    """A with its diagonal and the other triangle set to 0."""
     return A.triu(1) if upper else A.tril(-1)
 
 
@@ -115,8 +117,8 @@ def _records(*tensors: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, of matrices with leading dimensions that broadcast. Its derivatives ignore autocast;
-    the product itself does where its caller does."""
+    """a @ b with leading dimensions that broadcast. Its derivatives ignore autocast. The product
+    itself ignores autocast only inside of `ignores_autocast`."""
     if not _records(a, b):
         return a @ b
     c: Tensor = _Product.apply(a, b)  # type: ignore[no-untyped-call]

@@ -5,8 +5,8 @@ state S of shape [K, V] (g is the natural-log decay, at most 0; -inf forgets eve
 
     S <- exp(g_t) S,    S <- S + k_t (x) beta_t (v_t - S^T k_t),    o_t = scale S^T q_t
 
-`recurrent_gated_delta_rule` is that line, token by token. `chunk_gated_delta_rule` is the same
-operator in matrix products over chunks of tokens; each of its steps is a public function of
+`recurrent_gated_delta_rule` computes this line token by token. `chunk_gated_delta_rule` computes
+the same in matrix products over chunks of tokens. Each of its steps is a public function of
 `gdn_triton.reference.steps`, in the order in which they run:
 
     gate_cumsum -> kkt -> solve -> wy -> state_pass -> output
@@ -21,8 +21,7 @@ alone and ignores autocast. On a GPU, float32 products follow `torch.set_float32
 
 Layouts: padded, B sequences of T tokens; or packed, B = 1 and sequence n at tokens cu_seqlens[n] to
 cu_seqlens[n + 1] (cu_seqlens [N + 1], int32 or int64, read on the host). Chunks restart at every
-sequence's start. Shapes are taken as given; `gdn_triton.chunk.validation` is where a caller's
-mistakes are named.
+sequence's start. Shapes are not checked here; `gdn_triton.chunk.validation` checks them.
 """
 
 from __future__ import annotations
@@ -52,7 +51,8 @@ from gdn_triton.reference.steps import (
 
 
 class _Inputs(NamedTuple):
-    """Inputs after norm, sigmoid and gate, in the compute dtype; initial_state [N, H, G, K, V]."""
+    """The inputs after norm, sigmoid and gate, in the compute dtype. initial_state is [N, H, G, K,
+    V]."""
 
     q: Tensor
     k: Tensor
@@ -84,7 +84,8 @@ def _prepare(
     dtype = compute_dtype(q, k, v, g, beta, initial_state)
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
-    # First of all: a NaN in a token of no sequence would reach A_log's gradient through the gate.
+    # Do this first, because a NaN in a token of no sequence would reach A_log's gradient through
+    # the gate.
     q, k, v, g, beta = (chunks.without_orphans(x) for x in (q, k, v, g, beta))
     if use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
@@ -136,14 +137,15 @@ def recurrent_gated_delta_rule(
     dt_bias: Tensor | None = None,
     state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule token by token: what everything else must equal.
+    """The gated delta rule token by token, which every other form must equal.
 
     arXiv:2412.06464, section 3.1, equation 10; the module's docstring has it in our symbols.
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H. Any float dtypes.
-        g: [B, T, HV], natural-log decay, at most 0, -inf allowed; what `gate` takes if `use_gate`.
-        beta: [B, T, HV], write strength; what `beta_sigmoid` takes if `use_beta_sigmoid`.
+        g: [B, T, HV], natural-log decay, at most 0, -inf allowed; with `use_gate` the input of
+            `gate`.
+        beta: [B, T, HV], write strength; with `use_beta_sigmoid` the input of `beta_sigmoid`.
         scale: None is K**-0.5; any float is taken literally.
         initial_state: [N, HV, K, V], [N, HV, V, K] if `state_v_first`; None is 0.
         cu_seqlens: [N + 1]; None is padded, with N = B.
@@ -189,7 +191,7 @@ def recurrent_gated_delta_rule(
 
 
 class ChunkResult(NamedTuple):
-    """What `chunk_gated_delta_rule` returns. BT is the chunk size, NT the number of chunks.
+    """The results of `chunk_gated_delta_rule`. BT is the chunk size, NT the number of chunks.
 
     o is in q's dtype, the rest in the compute dtype. All but o and final_state are None unless
     `keep_intermediates`.
@@ -237,8 +239,8 @@ def chunk_gated_delta_rule(
         keep_intermediates: also return every step's result in the token layout. Without it each is
             dropped after its last use (autograd keeps what it needs).
 
-    Where many sequences are shorter than a chunk, the chunks of those have fewer rows
-    (`gdn_triton.reference.lengths`), which changes the order of sums and no more.
+    If many sequences are shorter than a chunk, their chunks have fewer rows
+    (`gdn_triton.reference.lengths`). This changes only the order of sums.
     """
     inputs = _Given(q, k, v, g, beta, initial_state)
     run = functools.partial(
@@ -267,7 +269,7 @@ def chunk_gated_delta_rule(
 
 
 class _Given(NamedTuple):
-    """The tensors of a call that have a part for each token, or sequence."""
+    """The tensors of a call that have a part for each token or each sequence."""
 
     q: Tensor
     k: Tensor
@@ -277,7 +279,7 @@ class _Given(NamedTuple):
     initial_state: Tensor | None
 
     def of(self, group: Group) -> _Given:
-        """Those of some of the packed sequences, packed."""
+        """Returns the tensors of a group of the packed sequences, packed again."""
         tokens, state = group.tokens.to(self.q.device), self.initial_state
         q, k, v, g, beta = (x.index_select(1, tokens) for x in self[:5])
         if state is not None:
@@ -286,7 +288,7 @@ class _Given(NamedTuple):
 
 
 def _with_columns(result: ChunkResult, chunk_size: int) -> ChunkResult:
-    """A and A_inv with a column for each of chunk_size tokens: 0 past those that a chunk has."""
+    """Pads A and A_inv with zeros to chunk_size columns."""
     wide = {
         name: F.pad(x, (0, chunk_size - x.shape[-1]))
         for name, x in (("A", result.A), ("A_inv", result.A_inv))
@@ -296,7 +298,8 @@ def _with_columns(result: ChunkResult, chunk_size: int) -> ChunkResult:
 
 
 def _joined(results: list[ChunkResult], groups: list[Group], T: int) -> ChunkResult:
-    """The results of groups of packed sequences as those of the whole call, of T tokens."""
+    """Joins the results of groups of packed sequences to the result of the whole call, of T
+    tokens."""
 
     def places(name: str) -> Tensor:
         parts = {"final_state": "sequences", "h": "chunks"}
@@ -334,7 +337,7 @@ def _chunked(
     state_v_first: bool,
     keep_intermediates: bool,
 ) -> ChunkResult:
-    """All sequences in chunks of chunk_size rows."""
+    """Runs all sequences in chunks of chunk_size rows."""
     q, k, v, g, beta, initial_state = inputs
     chunks = Chunks.of(q, chunk_size, cu_seqlens)
     x = _prepare(
@@ -361,7 +364,8 @@ def _chunked(
         if keep_intermediates:
             kept.update({name: chunks.merge(from_heads(step)) for name, step in steps.items()})
 
-    # The zeros past a sequence's end, summed, hold the last value: what `hold` does elsewhere.
+    # g is 0 past a sequence's end, so the sums there repeat the last value, as `hold` does
+    # elsewhere.
     g_cumsum = to_heads(chunks.split(floored_log2_decay(x.g)).cumsum(1), H)
     k_c, v_c, beta_c = (to_heads(chunks.split(y), H) for y in (x.k, x.v, x.beta))
     A = kkt_in_chunks(k_c, g_cumsum, beta_c)

@@ -1,5 +1,5 @@
-"""Token tensors by chunks and by heads, of padded and of packed calls: the view that the
-specification computes in."""
+"""Token tensors by chunks and by heads, for padded and packed calls. The specification computes in
+this view."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gdn_triton.reference.lengths import bounds_of, count_chunks
 
 
 class Chunks:
-    """Where each chunk's tokens lie, and in which order chunks depend on each other.
+    """The places of each chunk's tokens, and the order in which chunks depend on each other.
 
     The chunk view of a token tensor [B, T, ...] is [C, BT, ...]: C chunks over all sequences, those
     of sequence 0 first. Sequences have ceil(length / BT) chunks, so an empty one has none. Tokens
@@ -61,21 +61,22 @@ class Chunks:
         token = first[:, None] + torch.arange(chunk_size, device="cpu")  # [C, BT], into B * T
         end = ends[sequence][:, None]
         valid = token < end
-        # One chunk after the other covers every token once, in order: the chunk view is a reshape.
+        # If the chunks in order cover every token once, the chunk view is a reshape.
         self._aligned = bool(valid.all()) and self.C * chunk_size == B * T
         self.valid = valid.to(device)
         self._held_token = torch.minimum(token, end - 1).flatten().to(device)
         self._valid_row = valid.flatten().nonzero().flatten().to(device)
         self._valid_token = token[valid].to(device)
 
-        # Longest first: the sequences still running at a step are then a prefix of those of the
-        # step before.
+        # Sort the longest sequence first. The sequences of a step are then a prefix of the
+        # sequences of the step before.
         order = per_sequence.argsort(descending=True, stable=True)
         rank = order.argsort()
-        # Without chunks one step over nothing remains, so that outputs keep shape and gradient.
+        # Without chunks there is still one empty step, so that outputs keep their shape and
+        # gradient.
         self.counts = torch.bincount(step, minlength=1).tolist()
         by_step = (step * max(self.N, 1) + rank[sequence]).argsort()
-        # One sequence, or a chunk of each: nothing is to be moved.
+        # With one sequence, or one chunk in each sequence, nothing has to be moved.
         in_order = [torch.equal(x, torch.arange(len(x), device="cpu")) for x in (order, by_step)]
         self._in_order = all(in_order)
         self._order, self._rank = order.to(device), rank.to(device)
@@ -83,11 +84,11 @@ class Chunks:
 
     @classmethod
     def of(cls, x: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Chunks:
-        """The chunks of a token tensor [B, T, ...]."""
+        """Returns the chunks of a token tensor [B, T, ...]."""
         return cls(x.shape[1], x.shape[0], chunk_size, cu_seqlens, device=x.device)
 
     def without_orphans(self, x: Tensor) -> Tensor:
-        """[B, T, ...] with the tokens of no sequence set to 0."""
+        """Returns x [B, T, ...] with the tokens of no sequence set to 0."""
         if self._valid_token.numel() == self.B * self.T:
             return x
         orphan = torch.ones(self.B * self.T, dtype=torch.bool, device=x.device)
@@ -95,14 +96,15 @@ class Chunks:
         return x.masked_fill(orphan.reshape(self.B, self.T, *[1] * (x.dim() - 2)), 0)
 
     def split(self, x: Tensor, *, hold: bool = False) -> Tensor:
-        """[B, T, ...] -> [C, BT, ...]; rows past a sequence's end are 0, or its last if `hold`."""
+        """[B, T, ...] -> [C, BT, ...]; rows past a sequence's end are 0, or its last row if
+        `hold`."""
         rows = rearrange(x, "B T ... -> (B T) ...")
         if not self._aligned:
             rows = rows.index_select(0, self._held_token)
         rows = rearrange(rows, "(C BT) ... -> C BT ...", C=self.C, BT=self.BT)
         if self._aligned or hold:
             return rows
-        # Selected, not multiplied: the held row may be NaN, and 0 * NaN is NaN.
+        # Select instead of multiplying: the held row may be NaN, and 0 * NaN is NaN.
         ones = [1] * (x.dim() - 2)
         return rows.masked_fill(~self.valid.reshape(self.C, self.BT, *ones), 0)
 
@@ -117,8 +119,8 @@ class Chunks:
 
     def steps(self, x: Tensor) -> Sequence[Tensor]:
         """[C, ...] -> at each step t [counts[t], ...]: chunk t of all sequences that have one."""
-        # One permutation and one split: a gather at each step would cost a whole gradient per step
-        # in backward.
+        # Use one permutation and one split. A gather at each step would cost a gradient of x's size
+        # in the backward of each step.
         return (x if self._in_order else x.index_select(0, self._by_step)).split(self.counts)
 
     def unsteps(self, steps: Sequence[Tensor]) -> Tensor:
@@ -136,7 +138,8 @@ class Chunks:
 
 
 class States:
-    """The running states, longest sequence first; those that have ended are set aside."""
+    """The states of a walk, longest sequence first. The states of sequences that have ended are
+    kept separately."""
 
     def __init__(self, chunks: Chunks, initial: Tensor) -> None:
         self.chunks = chunks
@@ -144,23 +147,23 @@ class States:
         self.ended: list[Tensor] = []
 
     def running(self, count: int) -> Tensor:
-        """States of the first `count` sequences, the only ones that go on."""
+        """Returns the states of the first `count` sequences, the only ones that continue."""
         if count < self.now.shape[0]:
             self.now, ended = self.now.split((count, self.now.shape[0] - count))
             self.ended.append(ended)
         return self.now
 
     def final(self) -> Tensor:
-        """All states in sequence order, as a new tensor."""
+        """Returns all states in sequence order, as a new tensor."""
         return self.chunks.unsort_sequences(torch.cat([self.now, *reversed(self.ended)]))
 
 
 class Rows:
     """The results of a walk's steps, one row for each chunk, in one tensor.
 
-    Where nothing is recorded each row is copied at once to its place in one tensor. A list of small
-    tensors that stay, made between states that come and go, would leave holes in the heap that are
-    as large as a state and that no state fits into.
+    If autograd records nothing, each row is copied immediately to its place in one tensor. A list
+    of small tensors that stay allocated, between states that are freed, would fragment the memory:
+    the gaps would be slightly too small for the next state.
     """
 
     def __init__(self, chunks: Chunks) -> None:
@@ -169,7 +172,7 @@ class Rows:
         self._places: Iterator[Tensor] | None = None
 
     def add(self, x: Tensor) -> None:
-        """Takes the result of the next step, [counts[t], ...]. Autograd records every step or
+        """Adds the result of the next step, [counts[t], ...]. Autograd records every step or
         none."""
         if x.requires_grad:
             self._made.append(x)
@@ -180,12 +183,12 @@ class Rows:
         next(self._places).copy_(x)
 
     def all(self) -> Tensor:
-        """[C, ...] in the order of the chunks, as a new tensor."""
+        """Returns [C, ...] in the order of the chunks, as a new tensor."""
         return self.chunks.unsteps(self._made)
 
 
 def to_heads(x: Tensor, H: int) -> Tensor:
-    """Value heads under their key head: G of them under each of H."""
+    """Splits the value heads into H groups of G, one for each key head."""
     return rearrange(x, "C BT (H G) ... -> C H G BT ...", H=H).contiguous()
 
 

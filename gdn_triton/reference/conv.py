@@ -1,8 +1,8 @@
 """The causal depthwise convolution in plain torch: the specification of `gdn_triton.causal_conv1d`,
 and its CPU backend.
 
-Differentiable by autograd. Arguments are taken as given; `gdn_triton.causal_conv1d` is where a
-caller's mistakes are named.
+It is differentiable by autograd. Arguments are not checked here; `gdn_triton.causal_conv1d` checks
+them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["causal_conv1d", "with_earlier"]
 
 
 def with_earlier(x: Tensor, W: int, state: Tensor | None = None) -> Tensor:
-    """[..., W - 1 + T, D] of x [..., T, D]: the W - 1 tokens before the first, which a state
-    [..., D, W - 1] holds, or zeros, then x. The state after t tokens is its rows t to t + W - 2."""
+    """Concatenates the W - 1 tokens before x, from a state [..., D, W - 1] or zeros, and x [..., T,
+    D] to [..., W - 1 + T, D]. The state after t tokens is rows t to t + W - 2 of the result."""
     if state is None:
         return F.pad(x, (0, 0, W - 1, 0))
     return torch.cat([state.mT.to(x.dtype), x], -2)

@@ -1,7 +1,7 @@
-"""Sequences by their lengths: a short one takes a chunk of few rows, and not one of chunk_size.
+"""Groups of sequences by length: a short sequence gets a chunk with fewer rows than chunk_size.
 
-A chunk takes the memory and the time of all its rows, those past its sequence's end included. Where
-many sequences are shorter than a chunk, most rows would be such.
+A chunk takes the memory and the time of all its rows, also of rows past its sequence's end. If many
+sequences are shorter than a chunk, most rows would be past the end.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Rows beyond two for each token that a call may take before its sequences are told apart. Below
-# them the additional operations cost more than the rows.
+# A call groups its sequences if it would have this many rows more than two for each token. Below
+# this number the operations of grouping cost more than the rows.
 SPARE_ROWS = 1024
 
 
 class Group(NamedTuple):
-    """Sequences whose chunks have so many rows, packed. rows: a power of two, or chunk_size.
-    sequences [n]: their numbers. tokens [t]: the places of theirs among all B * T. chunks [c]: of
-    theirs among the chunks of all sequences. cu_seqlens [n + 1]: of their tokens. All on the
-    CPU."""
+    """The packed sequences whose chunks have `rows` rows, a power of two or chunk_size. sequences
+    [n]: the numbers of the sequences. tokens [t]: the places of their tokens among all B * T.
+    chunks [c]: the places of their chunks among the chunks of all sequences. cu_seqlens [n + 1]:
+    the offsets of their tokens. All tensors are on the CPU."""
 
     rows: int
     sequences: Tensor
@@ -32,14 +32,14 @@ class Group(NamedTuple):
 
 
 def bounds_of(B: int, T: int, cu_seqlens: Tensor | None) -> list[int]:
-    """The first token of each sequence among all B * T, and the end of the last one."""
+    """Returns the first token of each sequence among all B * T, and the end of the last one."""
     if cu_seqlens is None:
         return [b * T for b in range(B + 1)]
     return [int(x) for x in cu_seqlens.tolist()]
 
 
 def count_chunks(bounds: Sequence[int], chunk_size: int) -> tuple[list[int], list[int]]:
-    """The tokens and the chunks of each sequence."""
+    """Returns the numbers of tokens and of chunks of each sequence."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size: expected a positive int, got {chunk_size}")
     lengths = [end - first for first, end in pairwise(bounds)]
@@ -47,13 +47,14 @@ def count_chunks(bounds: Sequence[int], chunk_size: int) -> tuple[list[int], lis
 
 
 def rows_for(length: int, chunk_size: int) -> int:
-    """Rows of the chunks of a sequence: less than twice its tokens where one chunk holds them."""
+    """Returns the rows of a sequence's chunks: less than twice its tokens if one chunk holds
+    them."""
     return min(chunk_size, 1 << max(length - 1, 0).bit_length())
 
 
 def group_by_length(bounds: Sequence[int], chunk_size: int) -> list[Group]:
-    """Every sequence in one of few groups; [] where chunks of chunk_size take few more rows than
-    there are tokens."""
+    """Assigns every sequence to one of few groups. Returns [] if chunks of chunk_size have not many
+    more rows than there are tokens."""
     lengths, counts = count_chunks(bounds, chunk_size)
     if sum(counts) * chunk_size <= 2 * sum(lengths) + SPARE_ROWS:
         return []

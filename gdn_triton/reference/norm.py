@@ -1,8 +1,8 @@
 """The gated norm of a Gated DeltaNet layer, in plain torch: the specification of
 `gdn_triton.rms_norm_gated`, and its CPU backend.
 
-Differentiable by autograd. Arguments are taken as given; `gdn_triton.rms_norm_gated` is where a
-caller's mistakes are named.
+It is differentiable by autograd. Arguments are not checked here; `gdn_triton.rms_norm_gated` checks
+them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def rms_norm_gated(
 ) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) * activation(gate), in the dtype and the shape of x.
 
-    In float32, or in float64 if any argument is. round_norm: x / sqrt(..) is rounded to the dtype
-    of x, and its product with weight to the dtype that the two have in torch.
+    The arithmetic is float32, or float64 if any argument is. round_norm: x / sqrt(..) is rounded to
+    the dtype of x, and its product with weight to the dtype that torch promotes the two to.
     """
     wide = torch.float64 if torch.float64 in (x.dtype, gate.dtype, weight.dtype) else torch.float32
     y = x.to(wide)
@@ -35,5 +35,5 @@ def rms_norm_gated(
     y = weight * y.to(x.dtype) if round_norm else weight.to(wide) * y
     z = gate.to(wide)
     y = y * (F.silu(z) if activation == "silu" else sigmoid(z))
-    # A new contiguous tensor, whatever the strides of the arguments.
+    # Return a new contiguous tensor for any strides of the arguments.
     return y.to(x.dtype).contiguous()

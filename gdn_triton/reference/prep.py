@@ -1,8 +1,8 @@
 """The preparation between the causal convolution and the gated delta rule, in plain torch: the
 specification of `gdn_triton.fused_post_conv_prep`, and its CPU backend.
 
-Differentiable by autograd. Arguments are taken as given; `gdn_triton.fused_post_conv_prep` is where
-a caller's mistakes are named.
+It is differentiable by autograd. Arguments are not checked here; `gdn_triton.fused_post_conv_prep`
+checks them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fused_post_conv_prep(
     apply_l2norm: bool = True,
     output_g_exp: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k [L, H, K], v [L, HV, V], g, beta [L, HV] of conv_output [L, 2 H K + HV V].
+    """Returns q, k [L, H, K], v [L, HV, V], g, beta [L, HV] of conv_output [L, 2 H K + HV V].
 
     q, k: the first and the second H K columns, each head through `l2norm` if asked for; v: the
     rest. g: `gate(a, A_log, dt_bias)`, natural log of the decay, or the decay itself with

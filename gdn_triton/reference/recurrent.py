@@ -1,4 +1,4 @@
-"""The recurrence with everything that decoding adds, in plain torch: its specification.
+"""The specification of the recurrence in plain torch, with all options of decoding.
 
 Per sequence and value head hv, with key head h = hv // (HV // H) and a state S of shape [K, V]:
 
@@ -7,12 +7,13 @@ Per sequence and value head hv, with key head h = hv // (HV // H) and a state S 
     o_t = scale S^T q_t
 
 g [HV] is a decay of the whole state, gk [HV, K] of its rows, gv [HV, V] of its columns, all natural
-logarithms; beta is a number a head, or one a value channel. With g alone this is what
-`gdn_triton.reference.recurrent_gated_delta_rule` computes (arXiv:2412.06464, equation 10), but for
-the normalised q and k, which are not rounded here.
+logarithms. beta is one number for each head, or one for each value channel. With g alone this is
+`gdn_triton.reference.recurrent_gated_delta_rule` (arXiv:2412.06464, equation 10), except that
+normalised q and k are not rounded here.
 
 Arithmetic is float64 when any floating-point input is float64, else float32; narrower inputs are
-upcast, which is exact. Differentiable by autograd, leaves its inputs alone, ignores autocast.
+upcast, which is exact. The function is differentiable by autograd, does not write its inputs, and
+ignores autocast.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ __all__ = ["RecurrentResult", "recurrent"]
 
 
 class RecurrentResult(NamedTuple):
-    """What `recurrent` returns, in the arithmetic's dtype."""
+    """The results of `recurrent`, in the arithmetic's dtype."""
 
     o: Tensor  # [B, T, HV, V]; 0 for tokens of no sequence
     final_state: Tensor  # [N, HV, K, V], or [N, HV, V, K] if state_v_first
-    states: Tensor | None  # [B, T, HV, K, V] or V first: after each token; 0 for those of none
-    written: Tensor | None = None  # [B, T, HV, V]: what each token writes under its key
+    states: Tensor | None  # [B, T, HV, K, V] or V first: after each token, or 0
+    written: Tensor | None = None  # [B, T, HV, V]: the value that each token writes
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x over its length, not rounded."""
+    """Returns x divided by its length, not rounded."""
     return x * (x.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
 
 
 def decay_of(g: Tensor) -> Tensor:
-    """exp(g), in base 2 as decays are throughout."""
+    """exp(g), computed in base 2 like all decays."""
     return (g * RCP_LN2).exp2()
 
 
 def _row_decay(g: Tensor | None, gk: Tensor | None, like: Tensor) -> Tensor:
-    """exp(g) and exp(gk) multiplied, of a state's rows: [B, T, HV, K or 1, 1]."""
+    """The decay exp(g) exp(gk) of a state's rows: [B, T, HV, K or 1, 1]."""
     decay = like.new_ones(*like.shape[:3], 1, 1)
     if g is not None:
         decay = decay * decay_of(g)[..., None, None]
@@ -61,7 +62,7 @@ def _row_decay(g: Tensor | None, gk: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _column_decay(gv: Tensor | None, like: Tensor) -> Tensor:
-    """exp(gv), of a state's columns: [B, T, HV, 1, V or 1]."""
+    """The decay exp(gv) of a state's columns: [B, T, HV, 1, V or 1]."""
     return like.new_ones(*like.shape[:3], 1, 1) if gv is None else decay_of(gv)[..., None, :]
 
 
@@ -92,17 +93,17 @@ def recurrent(
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H. Any float dtypes.
-        g: [B, T, HV], natural-log decay, -inf allowed; None is 0. What `gdn_triton.reference.gate`
-            takes if `use_gate`.
+        g: [B, T, HV], natural-log decay, -inf allowed; None is 0. With `use_gate` the input of
+            `gdn_triton.reference.gate`.
         gk, gv: [B, T, HV, K] and [B, T, HV, V], natural-log decays of the state's rows and columns.
-        beta: [B, T, HV] or [B, T, HV, V]; None is 1. What `gdn_triton.reference.beta_sigmoid` takes
-            if `use_beta_sigmoid`.
+        beta: [B, T, HV] or [B, T, HV, V]; None is 1. With `use_beta_sigmoid` the input of
+            `gdn_triton.reference.beta_sigmoid`.
         scale: None is K**-0.5; any float is taken literally.
         initial_state: [N, HV, K, V], [N, HV, V, K] if `state_v_first`; None is 0.
         cu_seqlens: [N + 1], read on the host; None is padded, with N = B.
-        use_qk_l2norm: q and k over their length, x * rsqrt(sum(x^2) + 1e-6), not rounded.
+        use_qk_l2norm: divide q and k by their length, x * rsqrt(sum(x^2) + 1e-6), not rounded.
         A_log, dt_bias: [HV], for `use_gate`.
-        kept: the dtype that the state is rounded to after each token, as when memory keeps it.
+        kept: the dtype that the state is rounded to after each token, as in a pool of that dtype.
         keep_states: also return the states after each token.
         keep_written: also return beta_t (v_t - S^T k_t) of each token, S being the decayed state.
     """
@@ -112,8 +113,8 @@ def recurrent(
         dtype = torch.float64 if wide else torch.float32
         B, T, H, K = q.shape
         HV, V = v.shape[2:]
-        # Chunks of one token. First of all, what tokens of no sequence hold is taken out: a NaN
-        # there would reach A_log's gradient through the gate.
+        # The chunks have one token. First set the tokens of no sequence to 0, because a NaN in them
+        # would reach A_log's gradient through the gate.
         chunks = Chunks.of(q, 1, cu_seqlens)
         q, k, v = (chunks.without_orphans(x).to(dtype) for x in (q, k, v))
         g, gk, gv, beta = (
@@ -158,7 +159,7 @@ def recurrent(
 
 
 class _Tokens(NamedTuple):
-    """The inputs of every token, laid out to meet a state [K, V]: [B, T, HV, rows, columns]."""
+    """The inputs of every token, in shapes that broadcast with a state [K, V]."""
 
     q: Tensor  # [.., 1, K]
     k: Tensor  # [.., 1, K]
@@ -176,15 +177,16 @@ def _walk(
     keep_states: bool,
     keep_written: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """o [B, T, HV, V], if asked for the states after each token [B, T, HV, K, V] and what it writes
-    [B, T, HV, V], and the final state [N, HV, K, V]. chunks: of one token each."""
+    """Returns o [B, T, HV, V]; if asked for, the state after each token [B, T, HV, K, V] and the
+    value that it writes [B, T, HV, V]; and the final state [N, HV, K, V]. chunks: chunks of one
+    token."""
     running = States(chunks, initial_state)
     out, states, values = Rows(chunks), Rows(chunks), Rows(chunks)
-    # At each step the next token of all sequences that have one.
+    # Each step runs the next token of all sequences that have one.
     steps = (chunks.steps(chunks.split(y).squeeze(1)) for y in x)
     for q, k, v, row_decay, column_decay, beta in zip(*steps, strict=True):
-        # The decays of rows and columns meet here: of all tokens at once they were as many numbers
-        # as all states.
+        # Multiply the decays of rows and columns here: for all tokens at once the product would
+        # have as many numbers as all states.
         state = running.running(v.shape[0]) * (row_decay * column_decay)
         written = beta * (v - product(k, state))
         state = state + k.mT * written

@@ -2,8 +2,8 @@
 
     gate_cumsum -> kkt -> solve -> wy -> state_pass -> output
 
-Each is a public function of tensors in the token layout; `..._in_chunks` is its computation in the
-chunk view (`gdn_triton.reference.chunk_view`), which the whole operator uses too.
+Each step is a public function of tensors in the token layout. The function `..._in_chunks` computes
+the step in the chunk view (`gdn_triton.reference.chunk_view`), and the whole operator calls it too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def chunk_local_cumsum(
 
 
 def floored_log2_decay(g: Tensor) -> Tensor:
-    """Natural-log decay in log2 units, with the floor that `gate_cumsum` explains."""
+    """Converts a natural-log decay to log2 units, with the floor that `gate_cumsum` explains."""
     return (g * RCP_LN2).clamp_min(LOG2_DECAY_FLOOR[g.dtype])
 
 
@@ -65,10 +65,10 @@ def gate_cumsum(
         g_cumsum_i = sum over l <= i in the chunk of g_l / ln 2
 
     It is log2 of the cumulative decay gamma of arXiv:2412.06464, section 3.3. Later steps use
-    differences of it, and -inf - -inf is NaN; so each token's log2 decay is raised to
-    LOG2_DECAY_FLOOR of the arithmetic. At the floor 2^x is already exactly 0, and any difference
-    that spans such a token is at or below the floor, so no factor changes: only the NaN goes. A
-    raised token gets no gradient, as exp has none there.
+    differences of g_cumsum, and -inf - -inf is NaN. Therefore each token's log2 decay is raised to
+    at least LOG2_DECAY_FLOOR of the dtype. 2^floor is exactly 0, and any difference that spans such
+    a token is at or below the floor, so no factor changes. A raised token gets no gradient, because
+    the gradient of exp is 0 there.
 
     Args:
         g: [B, T, HV], natural log, at most 0, -inf allowed, any float dtype.
@@ -83,12 +83,12 @@ def gate_cumsum(
 # ---------------------------------------------------------------------- the steps in the chunk view
 # q, k: [C, H, 1, BT, K]. v, u, v_new: [C, H, G, BT, V]. w: [C, H, G, BT, K].
 # g_cumsum, beta: [C, H, G, BT]. A, A_inv: [C, H, G, BT, BT]. h: [C, H, G, K, V].
-# Rows past a sequence's end are 0, but g_cumsum's hold its last value there: differences stay at
-# most 0, and row BT - 1 is the whole chunk's decay.
+# Rows past a sequence's end are 0, except that g_cumsum repeats its last value there: differences
+# stay at most 0, and row BT - 1 is the whole chunk's decay.
 #
-# A difference of g_cumsum with itself is left out, not computed. Autograd would send x and -x back
-# to one gate, where x is of the size of the output. Where gates are strong all true gradients of
-# gates are many orders smaller, and the rounding of such a sum is larger than they are.
+# A difference of g_cumsum with itself is left out, not computed. Its gradients x and -x would both
+# go to one gate, and x is as large as the output. With strong gates the true gradients of gates are
+# many orders of magnitude smaller than the rounding error of a sum with x and -x.
 
 
 def _strict_decay(g_cumsum: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _strict_decay(g_cumsum: Tensor) -> Tensor:
     BT = g_cumsum.shape[-1]
     below = torch.ones(BT, BT, dtype=torch.bool, device=g_cumsum.device).tril(-1)
     difference = g_cumsum.unsqueeze(-1) - g_cumsum.unsqueeze(-2)
-    # Masked before exp2: above the diagonal it may be inf, and inf * 0 is NaN, in the gradient too.
+    # Mask before exp2: above the diagonal 2^x may be inf, and inf * 0 is NaN, in the gradient too.
     return difference.masked_fill(~below, -torch.inf).exp2()
 
 
@@ -118,7 +118,7 @@ def solve_in_chunks(A: Tensor) -> Tensor:
 def wy_in_chunks(
     k: Tensor, v: Tensor, g_cumsum: Tensor, beta: Tensor, A_inv: Tensor
 ) -> tuple[Tensor, Tensor]:
-    # Row factors of the right-hand side are column factors of A_inv.
+    # The row factors of the right-hand side are applied as column factors of A_inv.
     w = product(A_inv * (beta * g_cumsum.exp2()).unsqueeze(-2), k)
     u = product(A_inv * beta.unsqueeze(-2), v)
     return w, u
@@ -166,8 +166,8 @@ def kkt(
 ) -> Tensor:
     """A_ij = beta_i (k_i . k_j) 2^(g_cumsum_i - g_cumsum_j) for j < i in one chunk, else 0.
 
-    The strictly lower matrix of the UT transform with its decay: arXiv:2406.06484, section 3;
-    arXiv:2412.06464, section 3.3. k_i . k_j is computed once for each key head.
+    A is the strictly lower matrix of the UT transform (arXiv:2406.06484, section 3) with the decay
+    (arXiv:2412.06464, section 3.3). k_i . k_j is computed once for each key head.
 
     Args:
         k: [B, T, H, K]. g_cumsum: [B, T, HV], log2 (`gate_cumsum`). beta: [B, T, HV].
@@ -236,7 +236,7 @@ def wy(
 
 
 class StatePass(NamedTuple):
-    """What `state_pass` returns; shapes as `ChunkResult`'s, the state K-first."""
+    """The results of `state_pass`. Shapes are as in `ChunkResult`, with the state K-first."""
 
     h: Tensor
     v_new: Tensor
@@ -305,7 +305,8 @@ def output(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """What each token reads: the state its chunk started from, and the chunk up to itself.
+    """Computes o: each token reads the state before its chunk, and the tokens of the chunk up to
+    itself.
 
         o_i = scale (2^g_i h^T q_i + sum over j <= i of (q_i . k_j) 2^(g_i - g_j) v_new_j)
 

@@ -1,8 +1,8 @@
-"""Decoding with a window of records, in plain torch: its specification.
+"""The specification of decoding with a window of records, in plain torch.
 
-A step reads the state S_0 of its slot and does not write it. It writes a record of each token
-instead: the key k_t, the log decay g_t, and u_t, of which S_t = exp(g_t) S_(t-1) + k_t (x) u_t. For
-a state S_0 that holds the tokens before `held`, the state before token t is
+A step reads the state S_0 of its slot and does not write it. Instead it writes a record of each
+token: the key k_t, the log decay g_t, and the u_t of S_t = exp(g_t) S_(t-1) + k_t (x) u_t. If S_0
+holds the tokens before `held`, the state before token t is
 
     S = exp(G) S_0 + sum_j exp(G_j) k_j (x) u_j        held <= j < t
 
@@ -11,7 +11,7 @@ t mod R of the window, for R rows. Once in a period each head is folded: its S_0
 The tokens that a head's S_0 holds follow from positions alone (`held_tokens`).
 
 Rows of tokens before `start` may hold anything, NaN too, so they are masked by selects. A gate of
--inf gives exp(G_j) = 0, as the sums have no difference in them.
+-inf gives exp(G_j) = 0, because no sum contains a difference.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ def folded_before(positions: Tensor, turns: Tensor, period: int) -> Tensor:
 def held_tokens(
     records: Records, slots: Tensor, positions: Tensor, turns: Tensor, period: int
 ) -> Tensor:
-    """[N, HV]: the state in memory holds the tokens before this one, since the call that wrote the
-    record of token positions - 1. Where a position is `start`, another sequence may have written
-    that row: the result is then at least `start`, so no record is folded.
+    """[N, HV]: the state in memory holds the tokens before this number. It follows from the
+    position of the call that wrote the record of token positions - 1. Where a position equals
+    `start`, another sequence may have written that row. The result is then at least `start`, so no
+    record is folded.
 
     Args:
         slots, positions: [N], int64.
@@ -73,7 +74,7 @@ def held_tokens(
 def with_records(
     state: Tensor, records: Records, slots: Tensor, first: Tensor, end: Tensor
 ) -> Tensor:
-    """The states with the records of the tokens from `first` to end - 1 in them.
+    """Returns the states after adding the records of the tokens from `first` to end - 1.
 
     Args:
         state: [N, HV, K, V], of slots [N]; holds the tokens before `first`.
@@ -109,8 +110,8 @@ def fold(
     period: int,
     state_v_first: bool,
 ) -> None:
-    """Makes the states of the slots [N] whole in the pool [slots, HV, K, V]: they hold the tokens
-    before `positions` [N] afterwards, and `start` says so."""
+    """Folds the records into the states of the slots [N] of the pool [slots, HV, K, V]. The states
+    then hold the tokens before `positions` [N], and `start` is set to `positions`."""
     held = held_tokens(records, slots, positions, turns, period)
     _fold(state, records, slots, held, positions[:, None].expand_as(held), state_v_first)
     records.start[slots] = positions.to(records.start.dtype)
@@ -119,8 +120,8 @@ def fold(
 def _fold(
     state: Tensor, records: Records, slots: Tensor, held: Tensor, due: Tensor, state_v_first: bool
 ) -> Tensor:
-    """Stores the states of the slots with the tokens before `due` [N, HV] in them; returns them as
-    [N, HV, K, V] in the arithmetic's dtype, rounded as they are stored."""
+    """Stores the states of the slots with the tokens before `due` [N, HV]. Returns the stored,
+    rounded states as [N, HV, K, V] in the arithmetic's dtype."""
     pool = state.mT if state_v_first else state
     before, scales = pool[slots], records.scales
     if scales is None:
@@ -139,9 +140,9 @@ def _fold(
 
 
 def scaled_to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
-    """States [.., K, V] as integers from -127 to 127, and the factor of each value channel
-    [.., V]: the largest magnitude of a channel is 127 times its factor. Ties round up. The factor
-    of a channel that is not finite is NaN."""
+    """Rounds states [.., K, V] to integers from -127 to 127, and returns them with the factor of
+    each value channel [.., V]. The largest magnitude of a channel is 127 times its factor. Ties
+    round up. The factor of a channel that is not finite is NaN."""
     largest = states.abs().amax(-2) + (states * 0).sum(-2)
     is_small = largest <= LEAST_INT8_RANGE
     per_unit = torch.where(is_small, 0, INT8_MAX / largest)
@@ -191,17 +192,17 @@ def window_step(
     dt_bias: Tensor | None,
     state_v_first: bool,
 ) -> Tensor:
-    """The recurrence from the states of a pool and their records. Writes records, and the states of
-    the heads whose turn it is.
+    """Runs the recurrence from the states of a pool and their records. Writes records, and the
+    states of the heads that are folded in this step.
 
     Args:
         q, k, v, g, beta, the flags, A_log, dt_bias, cu_seqlens: as `recurrent` takes them.
         parents: [B, T], as `recurrent_tree` takes them; None: each token follows the one before.
         state: [slots, HV, K, V], or [slots, HV, V, K] if `state_v_first`.
-        slots, positions: [N]: of each sequence its slot, up to `last_skipped` none, and how many
-            tokens came before this call's.
+        slots, positions: [N]: the slot of each sequence, where slots up to `last_skipped` are
+            padding, and the number of its tokens before this call.
         owner: [B, T], int64: the sequence of each token, -1 for none.
-        turns: [HV], int64: which tokens a head is folded at, modulo the period.
+        turns: [HV], int64: the tokens at which each head is folded, modulo the period.
 
     Returns:
         o [B, T, HV, V] in the arithmetic's dtype; 0 for skipped sequences, and tokens of none.
@@ -246,7 +247,7 @@ def window_step(
     slot = slots[of].long()
     u, log_decay = written[b, t], g[b, t].to(written.dtype)
     if use_qk_l2norm:
-        # The record has the key as it was given, so u has the factor that normalises the key.
+        # The record has the given key, so u contains the factor that normalises the key.
         squares = k[b, t].to(u.dtype).square().sum(-1) + L2NORM_EPS
         u = u * squares.rsqrt().repeat_interleave(HV // k.shape[2], 1)[..., None]
     if use_gate:

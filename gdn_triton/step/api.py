@@ -42,33 +42,34 @@ def layer_step(
         o = recurrent_step(state, read_slots, mixed_qkv=x, a=a, b=b, A_log=A_log, ..)
         y = rms_norm_gated(o, gate, norm_weight, norm_eps, norm_activation)
 
-    The convolution and the norm can be left out. The states, and o without a norm, have the bits of
-    these functions in a row. With a norm y has them too, but for the order in which the squares of
-    a head are summed, which moves y by at most V * 2^-24 of itself before its rounding.
+    The convolution and the norm are optional. The states, and o without a norm, have the bits of
+    these three functions. With a norm the squares of a head may be summed in another order, which
+    changes y by at most a factor of 1 + V * 2^-24 before its rounding.
 
     Sizes: N sequences, T tokens each, H heads of q and k, HV of v, K and V channels, W taps,
     D = 2 * H * K + HV * V. "Float" is float16, bfloat16, float32 or float64. All tensors are on one
     device, and may be strided views.
 
     Args:
-        mixed_qkv: [N, D], a token a sequence, or [N, T, D], float: q, k and v side by side, before
-            the convolution.
+        mixed_qkv: [N, D], one token for each sequence, or [N, T, D], float: q, k and v side by
+            side, before the convolution.
         a, b: [N, HV] or [N, T, HV], float: the gates before their activations.
         A_log, dt_bias: [HV], float; dt_bias may be None.
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`, float. Written in
             place.
-        read_slots: [N], int32 or int64: the slot of each sequence, in both pools, none twice. A
+        read_slots: [N], int32 or int64: the slot of each sequence in both pools, all different. A
             slot that is padding (`skip`) skips its sequence: no state is written, and its y is 0.
         conv_state: [slots, D, W - 1], float, wide enough for mixed_qkv's dtype, with conv_weight:
             the last tokens before the convolution, the latest at W - 2. Written in place. None:
             mixed_qkv is convolved already.
         conv_weight, conv_bias: [D, W] and [D], float; conv_bias may be None.
-        activation: of the convolution, "silu" or None.
-        gate: [N, HV, V] or [N, T, HV, V], float, with norm_weight: of the norm. None: y is o.
+        activation: the activation of the convolution, "silu" or None.
+        gate: [N, HV, V] or [N, T, HV, V], float, with norm_weight: the gate of the norm. None: y is
+            o.
         norm_weight: [V], float.
         norm_eps, norm_activation: eps and activation of `gdn_triton.rms_norm_gated`.
         allow_neg_eigval, scale, state_v_first, skip: as `gdn_triton.recurrent_step`.
-        use_qk_l2norm_in_kernel: normalise each q and k. On here, as models have it.
+        use_qk_l2norm_in_kernel: normalise each q and k. The default is True, as in the models.
         window, positions: as `gdn_triton.recurrent_step`.
 
     Returns:
@@ -82,8 +83,8 @@ def layer_step(
     Under torch.compile it is one operator, with a window one for each part.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, with its name, what was expected and
-            what came; nothing has been launched or written.
+        TypeError, ValueError: an argument that does not fit, with its name, the expected and the
+            given value; nothing has been launched or written.
         NotImplementedError: an input requires a gradient.
         RuntimeError: the backend asked for by name cannot run this call, with its reason.
     """

@@ -1,4 +1,5 @@
-"""The backends of `gdn_triton.layer_step`: its kernel, and the parts of a layer in a row."""
+"""The backends of `gdn_triton.layer_step`: its kernel, and the parts of a layer one after the
+other."""
 
 import functools
 from collections.abc import Callable
@@ -18,10 +19,10 @@ from gdn_triton._host.backends import (
 from gdn_triton.constants import MAX_STATE_SPAN
 from gdn_triton.step.problem import LayerCall, LayerProblem
 
-# Makes what runs calls that are like one.
+# Makes a function that runs all calls that are like a given one.
 Plan = Callable[[LayerProblem, LayerCall], Callable[[LayerCall], Tensor]]
 
-# Taps, bytes of a value-first row of a state, and tiles of a program of the kernel.
+# The kernel's limits: taps, bytes of a value-first row of a state, and tiles of a program.
 WIDTHS: Final = (0, 2, 3, 4)
 MOST_ROW: Final = 512
 MOST_GROUP: Final = 8
@@ -30,7 +31,7 @@ MOST_V: Final = 256
 
 @functools.lru_cache(maxsize=256)
 def kernel_refusal(p: LayerProblem) -> str | None:
-    """A sentence why the call is not one launch, or None. Its parts may still run on kernels."""
+    """A sentence why the call cannot be one launch, or None. Its parts may still run on kernels."""
     if p.has_window:
         return "The kernel of a layer's step has no window."
     if p.T != 1:
@@ -91,19 +92,21 @@ LAYER_STEP: Operator[LayerProblem, Plan] = Operator(
     (
         missing("cuda", "The CUDA library has no kernel for a layer's step."),
         Backend("triton", triton_supports, _load_triton),
-        # The parts, each in the backend that is chosen for it.
+        # The parts run, each in the backend that is chosen for it.
         Backend("reference", reference_supports, _load_parts),
     ),
 )
 
 
 def runs_parts(p: LayerProblem) -> bool:
-    """Whether the parts run whatever `GDN_BACKEND` names, which then holds for each of them."""
+    """Whether the parts run for every value of `GDN_BACKEND`. The value then holds for each
+    part."""
     return p.unreadable is None and kernel_refusal(p) is not None
 
 
 def plan_of(p: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
-    """One launch where the kernel takes the call, else the parts."""
+    """Returns a function that makes one launch if the kernel takes the call, and else runs the
+    parts."""
     if runs_parts(p):
         return _load_parts()(p, call)
     return LAYER_STEP.choose(p).run(p, call)

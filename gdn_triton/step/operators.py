@@ -1,8 +1,8 @@
-"""`gdn_triton.layer_step` as an operator of torch's library, which is what a compiler sees of it.
+"""`gdn_triton.layer_step` as an operator of torch's library. A compiler sees this operator only.
 
-As `gdn_triton.recurrent.operators`: `gdn_triton::layer_step` is opaque, judges its arguments and
-chooses what runs at every run. A call with a window is its parts, each an operator. `import
-gdn_triton` imports this module.
+As in `gdn_triton.recurrent.operators`, `gdn_triton::layer_step` is opaque, and validates its
+arguments and chooses its backend at every run. A call with a window runs its parts, each as its own
+operator. `import gdn_triton` imports this module.
 """
 
 from typing import Any, Final
@@ -52,8 +52,8 @@ def _step_fake(*args: Any) -> Tensor:
 
 
 def traced_layer(call: LayerCall) -> Tensor:
-    """`gdn_triton.layer_step` through its operator, or through those of its parts."""
-    # A schema converts what has the wrong type: the error is validation's.
+    """Runs `gdn_triton.layer_step` through its operator, or through the operators of its parts."""
+    # Validate first, because a schema would convert a value of a wrong type.
     if call.window is not None or call.positions is not None:
         validate_layer(call)
         return parts.run(call)

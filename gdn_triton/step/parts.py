@@ -1,5 +1,5 @@
-"""A layer's step as its parts in a row: the convolution, the rule, the norm. It defines the
-result of the step; each part runs in the backend that is chosen for it."""
+"""A layer's step as its parts one after the other: the convolution, the rule, the norm. They define
+the result of the step. Each part runs in the backend that is chosen for it."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ def run(call: LayerCall) -> Tensor:
     x, options = call.inputs, call.options
     step = step_arguments(call)
     norm = (options.norm_eps, options.norm_activation)
-    # What refuses the call refuses it before a state has changed.
+    # Make all checks before a state changes.
     check_step(mixed_qkv=x.mixed_qkv, **step)
     if x.gate is not None and x.norm_weight is not None and not torch.compiler.is_compiling():
         NORM.choose(validate_norm(x.gate, x.gate, x.norm_weight, *norm, False))
@@ -44,5 +44,5 @@ def run(call: LayerCall) -> Tensor:
         return o
     y = rms_norm_gated(o, x.gate, x.norm_weight, *norm)
     live = x.read_slots > LAST_SKIPPED[options.skip]
-    # The gate of a sequence that is skipped may hold anything.
+    # Select y here, because the gate of a skipped sequence may hold anything.
     return torch.where(live.view(-1, *(1,) * (y.dim() - 1)), y, 0)

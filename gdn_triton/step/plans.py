@@ -1,4 +1,5 @@
-"""From a call of `gdn_triton.layer_step` to what runs it, once for all calls that are like it."""
+"""Plans of `gdn_triton.layer_step`: the function that runs a call and all calls that are like
+it."""
 
 import os
 from collections.abc import Callable, Hashable
@@ -18,7 +19,7 @@ from gdn_triton.step.validation import (
     validate_layer,
 )
 
-# When there are so many plans, all are dropped and made anew.
+# When there are this many plans, all are dropped.
 MOST_PLANS = 1024
 
 
@@ -32,7 +33,7 @@ _plans: dict[Hashable, _Plan] = {}
 
 
 def run_layer(call: LayerCall) -> Tensor:
-    """y; the states are written."""
+    """Returns y and writes the states."""
     inputs = call.inputs
     key = None if is_transformed() else _key(call)
     plan = None if key is None else _plans.get(key)
@@ -60,10 +61,10 @@ def run_layer(call: LayerCall) -> Tensor:
 
 
 def _key(call: LayerCall) -> Hashable | None:
-    """All that a plan depends on; None where it depends on more."""
+    """A key of all properties that the plan of a call depends on; None if no key has them all."""
     known: list[Hashable] = [torch.is_grad_enabled(), os.environ.get("GDN_BACKEND")]
     for option in call.options:
-        # True == 1 as a key, but validation refuses one of the two.
+        # The key has the types too: True == 1 as a key, but validation refuses one of the two.
         if type(option) not in _PLAIN_OPTIONS:
             return None
         known += (option, type(option).__name__)

@@ -24,7 +24,7 @@ class LayerOperands(NamedTuple):
     norm_weight: Tensor | None
 
 
-# What a call writes in place.
+# The tensors that a call writes in place.
 WRITTEN: Final = ("state", "conv_state")
 
 
@@ -52,7 +52,7 @@ class LayerCall(NamedTuple):
 
 
 def step_arguments(call: LayerCall) -> dict[str, Any]:
-    """Those of the call's `gdn_triton.recurrent_step`, but for mixed_qkv."""
+    """The arguments of the call's `gdn_triton.recurrent_step`, except mixed_qkv."""
     x, options = call.inputs, call.options
     return {
         "state": x.state,
@@ -73,7 +73,8 @@ def step_arguments(call: LayerCall) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProblem:
-    """What every backend may rely on. Built by `gdn_triton.step.validation` only."""
+    """The validated properties of a call, on which every backend may rely. Only
+    `gdn_triton.step.validation` builds it."""
 
     N: int
     T: int

@@ -1,13 +1,13 @@
-"""A layer's decode step of one token a sequence, in one launch:
+"""A layer's decode step in one launch, with one token for each sequence:
 
     x = silu(bias + sum over j of weight[:, W - 1 - j] x_(t - j)),    q, k, v = x
     S = exp(g) S + k (x) beta (v - exp(g) S^T k),    o = scale S^T q
     y = weight o / sqrt(mean(o^2) + eps) act(gate)
 
-A program has one key head of one sequence and walks over the value heads of that key head. It is
-therefore the only one that reads, and the only one that writes, each channel of the convolution's
-state and each state: with a program for each value head, one would write channels of q and k that
-another one has still to read. The norm needs all columns of a head, which the program has.
+A program has one key head of one sequence and loops over the value heads of that key head.
+Therefore no other program reads or writes its channels of the convolution's state or its states.
+With a program for each value head, one program would write channels of q and k that another one
+still has to read. The norm needs all columns of a head, which the program has.
 
 The arithmetic of q, k, v, of the states and of o is that of `causal_conv1d_update` and of
 `recurrent_step`, on tiles that give the same bits. The sum of squares of the norm is not that of
@@ -42,7 +42,7 @@ from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
 
 @triton.jit
 def earlier(p, o_c, mask, stride_c, stride_w, W: tl.constexpr):
-    """The W - 1 tokens of a state, the latest first."""
+    """Loads the W - 1 tokens of a state, the latest first."""
     before = ()
     for i in tl.static_range(W - 1):
         p_c = p + o_c.to(tl.int64) * stride_c + tl.cast(stride_w, tl.int64) * (W - 2 - i)
@@ -52,7 +52,7 @@ def earlier(p, o_c, mask, stride_c, stride_w, W: tl.constexpr):
 
 @triton.jit
 def keep(p, x, before, o_c, mask, stride_c, stride_w, W: tl.constexpr):
-    """The state after token x."""
+    """Stores the state after token x."""
     kept = (x.to(p.dtype.element_ty),)
     for i in tl.static_range(W - 2):
         kept += (before[i],)
@@ -74,9 +74,9 @@ def convolved(x, before, w, b_bias, W: tl.constexpr, SILU: tl.constexpr, NVIDIA:
 
 @triton.jit
 def sums_of_squares(x, PARTS: tl.constexpr):
-    """[TILES]: the sum of the squares of x [BV, TILES] over the PARTS tiles of each head. Summed in
-    fixed point, relative to the largest: the sum does not depend on how a program divides a head
-    into tiles, which differs with the number of sequences."""
+    """[TILES]: the sum of the squares of x [BV, TILES] over the PARTS tiles of each head. It is
+    summed in fixed point relative to the largest square, so that it does not depend on the tiles of
+    a head, which differ with the number of sequences."""
     o_t = tl.arange(0, x.shape[1])
     same = o_t[:, None] // PARTS == o_t[None, :] // PARTS
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
@@ -116,8 +116,9 @@ def layer_step_kernel(
     GROUP: tl.constexpr = HV // H
     KEPT: tl.constexpr = state.dtype.element_ty
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
-    # Channels of q and k, [2, BK], and of the columns of tiles, [BV, TILES]. Transposed, as the
-    # compiler would otherwise give a state the layout of these vectors.
+    # The channels of q and k are [2, BK], and those of the tiles' columns [BV, TILES]. These
+    # tensors are transposed, because the compiler would otherwise give a state their register
+    # layout.
     is_k = tl.arange(0, 2)[:, None]
     c_qk = is_k * (H * K) + i_h * K + o_k[None, :]
     in_qk = (is_k < 2) & (o_k < K)[None, :]
@@ -129,7 +130,7 @@ def layer_step_kernel(
     p_y = y + (i_n * HV + i_hv) * V + o_d
 
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
-    # What does not wait for the slot.
+    # These loads do not depend on the slot.
     p_x = x + i_n * stride_xn
     x_qk = tl.load(p_x + c_qk * stride_xc, mask=in_qk, other=0)
     x_v = tl.load(p_x + c_v * stride_xc, mask=in_d, other=0)
@@ -137,7 +138,7 @@ def layer_step_kernel(
         f = Filter(conv_weight, conv_bias, stride_wc, stride_ww, stride_bias)
         w_qk, bias_qk = taps(f, c_qk, in_qk, W, False)
         w_v, bias_v = taps(f, c_v, in_d, W, False)
-    # The gates of each tile's head.
+    # These are the gates of each tile's head.
     o_t = tl.arange(0, TILES)
     j_hv, in_t = i_h * GROUP + o_t // PARTS, o_t < GROUP * PARTS
     b_g = tl.load(a + i_n * stride_an + j_hv * stride_ah, mask=in_t, other=0).to(tl.float32)
@@ -156,7 +157,7 @@ def layer_step_kernel(
     p_state = state + slot * stride_hn + i_h * GROUP * stride_hh
     o_state = o_k[:, None] * stride_hk + o_v[None, :] * stride_hv
     in_k = (o_k < K)[:, None]
-    # Tiles follow one another in a loop, as the compiler would load all of an unrolled one at once.
+    # Use a loop over tiles, because in an unrolled one the compiler would load all tiles at once.
     tile = tl.load(
         p_state + o_state, mask=in_k & (o_v < V)[None, :], other=0, eviction_policy=POLICY
     )
@@ -164,19 +165,19 @@ def layer_step_kernel(
         p_conv = conv_state + slot * stride_cn
         old_qk = earlier(p_conv, c_qk, in_qk, stride_cc, stride_cw, W)
         old_v = earlier(p_conv, c_v, in_d, stride_cc, stride_cw, W)
-        # Several threads may read a channel that one of them writes.
+        # Wait here, because several threads may read a channel that one of them writes.
         tl.debug_barrier()
         keep(p_conv, x_qk, old_qk, c_qk, in_qk, stride_cc, stride_cw, W)
         keep(p_conv, x_v, old_v, c_v, in_d, stride_cc, stride_cw, W)
         x_qk = convolved(x_qk, old_qk, w_qk, bias_qk, W, SILU, NVIDIA)
         x_v = convolved(x_v, old_v, w_v, bias_v, W, SILU, NVIDIA)
-    # The sum of a number's bits and of zeros is the number.
+    # Select a column by a sum: the sum of a number's bits and of zeros is the number.
     qk_bits = x_qk.to(tl.float32).to(tl.int32, bitcast=True)
     v_bits = x_v.to(tl.float32).to(tl.int32, bitcast=True)
     b_q = tl.sum(tl.where(is_k == 0, qk_bits, 0), 0).to(tl.float32, bitcast=True)
     b_k = tl.sum(tl.where(is_k == 1, qk_bits, 0), 0).to(tl.float32, bitcast=True)
 
-    # A factor of all of q or k multiplies the sums that q or k enters, not its elements.
+    # A scalar factor of q or k multiplies the sums of q or k, not their elements.
     of_q, of_k = scale, 1.0
     qq, kk, qk = products(b_q, b_k, WORDS)
     if USE_QK_L2NORM:
@@ -227,8 +228,9 @@ def layer_step_kernel(
 
 
 class LayerForm(NamedTuple):
-    """parts: tiles of BV columns of a value head. prefetch: a program loads a tile while it uses
-    the one before. No bit depends on `prefetch`, nor on the warps where states are value-first."""
+    """parts: the number of tiles of BV columns of a value head. prefetch: a program loads a tile
+    while it uses the tile before. No bit depends on `prefetch`, nor, for value-first states, on the
+    warps."""
 
     BK: int
     BV: int
@@ -241,15 +243,16 @@ class LayerForm(NamedTuple):
     fast: bool
 
 
-# Warps of a program in a batch whose programs all run at once, and in a larger one.
+# The warps of a program in a batch whose programs all run at once, and in a larger batch.
 FEW_WARPS, MANY_WARPS = 8, 4
-# Programs below which the registers of a second float32 tile cost more than its wait for memory.
+# Below this number of programs the registers of a second float32 tile cost more than the wait for
+# its loads.
 LEAST_TO_PREFETCH = 32
 
 
 def layer_form(p: LayerProblem) -> LayerForm:
-    """The form of `recurrent_form`, whose sums over K are those of a warp where states are
-    value-first: a program then has more warps, which share the columns of a head.
+    """The form of the kernel, derived from `recurrent_form`. With value-first states the sums over
+    K lie within a warp, so a program has more warps, which share the columns of a head.
 
     Measured on an H100: a head in one tile is faster while every program runs at once, which are
     one a multiprocessor with float32 states and two with 16-bit ones; tiles of half a head leave
@@ -282,7 +285,7 @@ def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
 
 
 def make_launch(p: LayerProblem, x: LayerOperands) -> Launch:
-    """x: with one token a sequence, without a dimension for tokens."""
+    """x: operands with one token for each sequence, without a dimension for tokens."""
     form = layer_form(p)
     return Launch(
         layer_step_kernel,
@@ -331,7 +334,8 @@ def make_launch(p: LayerProblem, x: LayerOperands) -> Launch:
 
 
 def one_token(x: LayerOperands) -> LayerOperands:
-    """The operands of a call with one token a sequence, without a dimension for tokens."""
+    """Returns the operands of a call with one token for each sequence, without a dimension for
+    tokens."""
     if x.mixed_qkv.dim() == 2:
         return x
     return x._replace(
@@ -343,7 +347,8 @@ def one_token(x: LayerOperands) -> LayerOperands:
 
 
 def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
-    """What runs calls that differ from this one in contents and addresses only."""
+    """Returns a function that runs calls that differ from this one in contents and addresses
+    only."""
     p = problem
     launch = make_launch(p, one_token(call.inputs))
     shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)

@@ -1,4 +1,4 @@
-"""Judges the calls of `gdn_triton.layer_step` before anything is launched or written."""
+"""Validates the calls of `gdn_triton.layer_step` before anything is launched or written."""
 
 import functools
 import math
@@ -47,8 +47,8 @@ _ACTIVATIONS: Final = ("silu", "sigmoid")
 
 
 def validate_layer(call: LayerCall) -> LayerProblem:
-    """Checks the arguments of `gdn_triton.layer_step`, which documents them. Those of a window are
-    judged as `gdn_triton.recurrent_step` judges them."""
+    """Checks the arguments of `gdn_triton.layer_step`, which documents them. The window's arguments
+    are checked as in `gdn_triton.recurrent_step`."""
     x, options = call.inputs, call.options
     named: dict[str, Any] = x._asdict()
     optional = {name: named[name] for name in _OPTIONAL}
@@ -127,7 +127,7 @@ def validate_layer(call: LayerCall) -> LayerProblem:
 
 
 def _check_parts(x: LayerOperands) -> None:
-    """Which tensors come together."""
+    """Checks that tensors that need each other are given together."""
     for first, second in (("conv_weight", "conv_state"), ("norm_weight", "gate")):
         one, other = getattr(x, first), getattr(x, second)
         if (one is None) != (other is None):
@@ -139,7 +139,7 @@ def _check_parts(x: LayerOperands) -> None:
 
 
 def _check_options(options: LayerOptions) -> tuple[float | None, float]:
-    """scale and norm_eps."""
+    """Checks the options and returns scale and norm_eps."""
     check_flags(
         allow_neg_eigval=options.allow_neg_eigval,
         use_qk_l2norm_in_kernel=options.use_qk_l2norm_in_kernel,
@@ -161,7 +161,8 @@ def _check_options(options: LayerOptions) -> tuple[float | None, float]:
 
 
 def _check_conv(x: LayerOperands, D: int) -> int:
-    """The taps of the convolution, 0 without one."""
+    """Checks the convolution's arguments and returns the number of taps, 0 without a
+    convolution."""
     weight, state = x.conv_weight, x.conv_state
     if weight is None or state is None:
         return 0
@@ -177,7 +178,7 @@ def _check_conv(x: LayerOperands, D: int) -> int:
 
 
 def all_tensors(call: LayerCall) -> tuple[Tensor | None, ...]:
-    """Those of the inputs, and those of a window, in the order of `_NAMES`."""
+    """The tensors of the inputs and of a window, in the order of `_NAMES`."""
     window: tuple[Tensor | None, ...] = (None,) * len(WINDOW_NAMES)
     if isinstance(call.window, StepWindow):
         window = (*call.window[:5], call.window.scales)
@@ -188,7 +189,7 @@ _NAMES: Final = (*LayerOperands._fields, *WINDOW_NAMES.values(), "positions")
 
 
 def layer_memory(call: LayerCall) -> Apart:
-    """What must lie apart in the memory of calls like this one. It is checked for `all_tensors`."""
+    """Returns the memory check of calls like this one, which takes `all_tensors`."""
     return _apart(tuple(map(layout_of, all_tensors(call))))
 
 
@@ -199,7 +200,7 @@ def _apart(layouts: tuple[Layout | None, ...]) -> Apart:
 
 
 def check_slots(p: LayerProblem, x: LayerOperands) -> None:
-    """What the slots hold, where they are on the CPU."""
+    """Checks the contents of slots on the CPU."""
     if p.device.type != "cpu":
         return
     slots = x.read_slots.tolist()

@@ -18,7 +18,7 @@ from gdn_triton.conv.triton.update import conv_update_fwd
 
 
 class _CausalConv1d(torch.autograd.Function):
-    """Keeps its inputs, and nothing else."""
+    """Saves only its inputs for the backward."""
 
     @staticmethod
     def forward(ctx: Any, problem: ConvProblem, *tensors: Tensor | None) -> Tensor:
@@ -39,7 +39,7 @@ class _CausalConv1d(torch.autograd.Function):
 
 
 def forward(problem: ConvProblem, given: ConvOperands) -> Tensor:
-    """[B, T, D]; the states are written."""
+    """Returns y [B, T, D] and writes the states."""
     if problem.needs_grad:
         tensors = given.x, given.weight, given.bias, given.cu_seqlens
         y: Tensor = _CausalConv1d.apply(problem, *tensors)  # type: ignore[no-untyped-call]
@@ -48,5 +48,5 @@ def forward(problem: ConvProblem, given: ConvOperands) -> Tensor:
 
 
 def update(problem: ConvProblem, given: ConvOperands) -> Tensor:
-    """`forward` for few tokens a sequence, in one kernel with the states."""
+    """Runs `forward` for few tokens in each sequence, in one kernel that also writes the states."""
     return conv_update_fwd(problem, given)

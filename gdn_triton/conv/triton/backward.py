@@ -4,10 +4,11 @@
     dx_t = sum over j of weight[c, W - 1 - j] dz_(t + j)
     dweight[c, W - 1 - j] = sum over t of dz_t x_(t - j)         dbias[c] = sum over t of dz_t
 
-with tokens of other sequences left out. A program has some channels and a run of blocks of tokens;
-as in `gdn_triton.conv.triton.kernel` a thread has R tokens after one another, whose x it loads
-with the W - 1 on either side, and dy with those after. Its sums over tokens go to memory, fp32, and
-are added up from there: no atomics, so the same call gives the same bits.
+Tokens of other sequences are left out of the sums. A program has some channels and a run of blocks
+of tokens. As in `gdn_triton.conv.triton.kernel` a thread has R consecutive tokens. It loads the x
+of these tokens and of the W - 1 before and after them, and the dy of these tokens and of the W - 1
+after them. A program stores its sums over tokens in fp32, and a second step adds the sums of all
+programs. There are no atomics, so the same call gives the same bits.
 """
 
 import functools
@@ -33,7 +34,7 @@ from gdn_triton.conv.triton.rows import (
     weighted,
 )
 
-# Runs of tokens that a call is cut into, at most: each has a sum of its own in memory.
+# The most runs of tokens that a call is cut into. Each run has its own sum in memory.
 MOST_RUNS = 32
 
 
@@ -61,15 +62,16 @@ def gradient_columns(
     R: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """R rows of each lane; returns the sums [lanes, channels] with theirs added. sums: of the
-    weight that meets each token, then of those that meet the W - 1 before."""
+    """Adds R rows of each lane to the sums, and returns the sums. sums: W tiles [lanes, channels],
+    one for each tap; first the tap of the token itself, then the taps of the W - 1 tokens before
+    it."""
     p_c = o_c.to(tl.int64) * stride_xc
     p_y = o_c.to(tl.int64) * stride_yc
     w, b_bias = taps(f, o_c, in_c, W, True)
     before = (token(x, row - 1, stride_xt, p_c, in_c, first, end).to(tl.float32),)
     for i in tl.static_range(1, W - 1):
         before += (token(x, row - (1 + i), stride_xt, p_c, in_c, first, end).to(tl.float32),)
-    # dz of the tokens before the current one.
+    # z_before is dz of the W - 1 tokens before the current one.
     zeros = tl.zeros(before[0].shape, dtype=tl.float32)
     z_before = (zeros,)
     for _ in tl.static_range(1, W - 1):
@@ -89,7 +91,8 @@ def gradient_columns(
             if f.bias is not None:
                 s_bias += z0
         if r >= W - 1:
-            # The token W - 1 before this one, whose gradient depends on all of these tokens.
+            # Store dx of the token W - 1 before this one. It depends on dz of all tokens in
+            # between.
             b_dx = z0 * w[W - 1]
             of_before = z_before[0] * w[W - 2]
             for i in tl.static_range(1, W - 1):
@@ -139,7 +142,7 @@ def conv_bwd_kernel(
     SILU: tl.constexpr,
     CHANNEL_MAJOR: tl.constexpr,
 ):
-    """run: blocks of tokens that a program has, of `blocks` in all."""
+    """run: the number of blocks of tokens of one program. blocks: the number of all blocks."""
     PARTS: tl.constexpr = (D + BC - 1) // BC
     BT: tl.constexpr = LANES * R
     pid = tl.program_id(0).to(tl.int64)
@@ -230,7 +233,7 @@ def conv_bwd_kernel(
                     1,
                     SILU,
                 )
-    # sums: [runs, W + 1, D], in the order of the weight's taps, then the bias.
+    # The shape of sums is [runs, W + 1, D]: the weight's taps in their order, then the bias.
     p_sums = sums + i_run * ((W + 1) * D) + o_c
     for i in tl.static_range(W):
         tl.store(p_sums + (W - 1 - i) * D, tl.sum(s[i], 0), mask=in_c)
@@ -250,7 +253,7 @@ def backward_launch(
     dy_strides: tuple[int, ...],
     silu: bool,
 ) -> tuple[int, int, Launch]:
-    """The tokens of a block, the programs of a run, and the kernel."""
+    """Returns the tokens of a block, the programs of a run, and the kernel."""
     config = TOKEN_MAJOR
     BC = config.columns // itemsize
     launch = Launch(
@@ -280,7 +283,7 @@ def conv_bwd(
     bias: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dx [B, T, D], dweight [D, W] and dbias [D], in the dtypes of x, weight and bias."""
+    """Returns dx [B, T, D], dweight [D, W] and dbias [D] in the dtypes of x, weight and bias."""
     p = problem
     dx = x.new_empty((p.B, p.T, p.D))
     if p.B * p.T == 0:

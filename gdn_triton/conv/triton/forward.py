@@ -1,5 +1,5 @@
 """The launch of the convolution's kernel (`gdn_triton.conv.triton.kernel`), alone or with the
-preparation: its configurations, and what it is given."""
+preparation: its configurations and its arguments."""
 
 import functools
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from gdn_triton.prep.triton import GATE_TILE
 
 
 class Config(NamedTuple):
-    """tokens: R, of a thread. lanes: threads' rows side by side in a program, at 128 channels of 16
-    bits. columns: bytes of a row that a program reads."""
+    """tokens: R, the tokens of a thread. lanes: the groups of R tokens of a program, for 128
+    channels of 16 bits. columns: the bytes of a row that a program reads."""
 
     tokens: int
     lanes: int
@@ -29,7 +29,7 @@ class Config(NamedTuple):
 
 
 TOKEN_MAJOR = Config(tokens=8, lanes=8, columns=256, num_warps=4)
-# Neighbours in memory are tokens, which belong to neighbouring threads.
+# Neighbouring elements in memory are tokens here, and neighbouring threads load them.
 CHANNEL_MAJOR = Config(tokens=1, lanes=64, columns=128, num_warps=4)
 
 
@@ -54,8 +54,8 @@ def conv_launch(
     use_l2norm: bool,
     g_exp: bool,
 ) -> tuple[int, int, Launch]:
-    """The tokens of a block, its programs, and the kernel with all that is the same in calls of
-    other lengths. heads: H, HV, K, or None for the convolution alone."""
+    """Returns the tokens of a block, the number of its programs, and the kernel with all arguments
+    that do not depend on lengths. heads: H, HV, K, or None for the convolution alone."""
     config = CHANNEL_MAJOR if channel_major else TOKEN_MAJOR
     H, HV, K = heads or (0, 0, 1)
     BK = triton.next_power_of_2(K)
@@ -109,7 +109,7 @@ def launch_conv(
     outputs: tuple[torch.Tensor | None, ...],
     prep: PrepOperands | None,
 ) -> None:
-    """outputs: q, k, v, g, beta, of which the convolution alone has v."""
+    """outputs: q, k, v, g, beta; only v for the convolution alone."""
     p = problem
     if p.B * p.T > 0:
         x, layout = layout_of(given.x)
@@ -165,7 +165,7 @@ def launch_conv(
 
 
 def conv_fwd(problem: ConvProblem, given: ConvOperands) -> torch.Tensor:
-    """The convolution of x, [B, T, D], contiguous; the states are written."""
+    """Returns the convolution of x [B, T, D], contiguous, and writes the states."""
     y = given.x.new_empty((problem.B, problem.T, problem.D))
     launch_conv(problem, given, (None, None, y, None, None), None)
     return y
@@ -174,8 +174,8 @@ def conv_fwd(problem: ConvProblem, given: ConvOperands) -> torch.Tensor:
 def conv_prep_fwd(
     problem: ConvProblem, given: ConvOperands, prep: PrepOperands
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k [B, T, H, K] and v [B, T, HV, V] in x's dtype, g and beta [B, T, HV] in fp32; the states
-    are written."""
+    """Returns q, k [B, T, H, K] and v [B, T, HV, V] in x's dtype, and g and beta [B, T, HV] in
+    fp32. Writes the states."""
     lead, x = (problem.B, problem.T), given.x
     q = x.new_empty((*lead, prep.H, prep.K))
     k = torch.empty_like(q)

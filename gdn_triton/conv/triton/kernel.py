@@ -2,16 +2,16 @@
 
     y_t = silu(bias + sum over j of weight[c, W - 1 - j] x_(t - j))        j = W - 1 ... 0
 
-alone, or in one pass with the preparation after it (`gdn_triton.prep.triton`). Tokens before
-a sequence's first come from its state, the last W - 1 tokens of what went before, or are 0.
+alone, or in one pass with the preparation after it (`gdn_triton.prep.triton`). Tokens before a
+sequence's first token come from its state, which holds W - 1 earlier tokens, or are 0.
 
-All tokens in parallel: a program has one part of a block of tokens, some columns or the gates. Each
-thread has R tokens after one another of its channels, so that a token is loaded (R + W - 1) / R
-times. States are read, and not written: `gdn_triton.conv.triton.update` does that afterwards.
+All tokens run in parallel. A program has some columns, or the gates, of a block of tokens. Each
+thread has R consecutive tokens of its channels, and therefore loads each token (R + W - 1) / R
+times. The kernel reads states; `gdn_triton.conv.triton.update` writes them afterwards.
 
-A sum is W fused multiplications and additions in fp32, the oldest token first, here and in the
-kernel of `update`: the same token has the same bits in each. It is rounded to the input's dtype
-before the norm.
+A sum is W fused multiply-adds in fp32, the oldest token first, here and in the kernel of `update`,
+so the same token has the same bits in both. The sum is rounded to the input's dtype before the
+norm.
 """
 
 import triton
@@ -34,7 +34,8 @@ from gdn_triton.prep.triton import prepare_gates
 
 @triton.jit
 def or_before(b_x, row, first, p_state, p_c, stride_w, in_c, known, W: tl.constexpr):
-    """A row of each lane, fp32; before its sequence's `first` what the state has, or 0."""
+    """Replaces the rows of b_x before `first`, the first row of a sequence, by rows of the state or
+    0. b_x: a row of each lane, fp32."""
     before = row < first
     old = 0.0
     if p_state is not None:
@@ -47,7 +48,7 @@ def or_before(b_x, row, first, p_state, p_c, stride_w, in_c, known, W: tl.conste
 
 @triton.jit
 def all_or_before(before, row, first, p_state, p_c, stride_w, in_c, known, W: tl.constexpr):
-    """`or_before` of the W - 1 tokens before `row`."""
+    """Applies `or_before` to the W - 1 tokens before `row`."""
     found = (or_before(before[0], row - 1, first, p_state, p_c, stride_w, in_c, known, W),)
     for i in tl.static_range(1, W - 1):
         x = or_before(before[i], row - (1 + i), first, p_state, p_c, stride_w, in_c, known, W)
@@ -57,7 +58,7 @@ def all_or_before(before, row, first, p_state, p_c, stride_w, in_c, known, W: tl
 
 @triton.jit
 def heads_normalized(y, HEAD: tl.constexpr, EPS: tl.constexpr):
-    """Every HEAD columns of y over their norm."""
+    """Divides each group of HEAD columns of y by its norm."""
     HEADS: tl.constexpr = y.shape[1] // HEAD
     if HEADS == 1:
         return normalized(y, EPS)
@@ -68,7 +69,8 @@ def heads_normalized(y, HEAD: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def starts_of(i_row, packed, BT: tl.constexpr):
-    """Bit t: row t of a block is the first of a sequence, or of the rows of none."""
+    """A mask whose bit t is set if row t of a block is the first row of a sequence, or the first
+    row after all sequences."""
     tl.static_assert(BT <= 64, "a bit for each row of a block")
     o_t = tl.arange(0, BT)
     n = sequence_of(i_row + o_t, packed)
@@ -92,8 +94,8 @@ def convolve(
     SILU: tl.constexpr,
     SELECT: tl.constexpr,
 ):
-    """A row of each lane. HEAD: channels of a head, each of which goes over its norm; 0: no norm.
-    SELECT: rows that are not live are 0."""
+    """Stores the convolution of a row of each lane. HEAD: the channels of a head, which is divided
+    by its norm; 0: no norm. SELECT: rows that are not live are 0."""
     y = weighted(x0, before, w, b_bias, W)
     if SILU:
         y = y * logistic(y, NVIDIA)
@@ -131,19 +133,20 @@ def conv_block(
     LAST_SKIPPED: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Some columns of a block of LANES * R rows, of which it has n_rows, R of them a lane; x and
-    out start at its first, row i_row of batch entry i_b. o_c: the channels; o_out: their columns in
-    out. A lane walks over its rows with the W - 1 before in registers."""
+    """Computes some columns of a block of LANES * R rows, of which the first n_rows exist. A lane
+    has R rows and walks over them with the W - 1 rows before in registers. x and out point to the
+    block's first row, which is row i_row of batch entry i_b. o_c: the channels; o_out: their
+    columns in out."""
     BT: tl.constexpr = LANES * R
     IS_PACKED: tl.constexpr = packed.cu_seqlens is not None
-    # Bit 0 of each lane's rows.
+    # This mask has the bit of each lane's first row.
     FIRST_ROWS: tl.constexpr = ((1 << BT) - 1) // ((1 << R) - 1) if R > 1 else 0
     row = tl.arange(0, LANES) * R
     p_c = o_c.to(tl.int64) * stride_xc
     p_sc = o_c.to(tl.int64) * states.stride_c
     p_out = out + (row * OUT_WIDTH)[:, None] + o_out[None, :]
-    # All loads of x before any use, before the search for the sequences, and before the barriers
-    # that spread the taps.
+    # Issue all loads of x first: they are then in flight during the search for the sequences and
+    # during the barriers that distribute the taps.
     oldest = tl.maximum(-i_row, -W).to(tl.int32)
     stored = (token(x, row - 1, stride_xt, p_c, in_c, oldest, n_rows),)
     for i in tl.static_range(1, W - 1):
@@ -155,7 +158,7 @@ def conv_block(
     if IS_PACKED:
         i_n = sequence_of(i_row, packed)
         first = tl.load(packed.cu_seqlens + i_n).to(tl.int64) - i_row
-        # The rows of no sequence end with the last row of the call.
+        # The rows after all sequences end with the last row of the call.
         p_end = packed.cu_seqlens + i_n + 1
         whole = tl.load(p_end, mask=i_n < packed.N, other=T).to(tl.int64) >= i_row + n_rows
         valid = i_n < packed.N
@@ -192,15 +195,16 @@ def conv_block(
                 written = (row + i_r < n_rows)[:, None] & in_c[None, :]
                 tl.store(p_out + i_r * OUT_WIDTH, nothing, mask=written)
         elif IS_PACKED:
-            # The block has several sequences, or their end. Its rows are in the L1 cache now.
+            # The block has several sequences, or the end of the last one. Its rows are in the L1
+            # cache now.
             starts = starts_of(i_row, packed, BT)
             are_live = row < 0
             w, b_bias = taps(f, o_c, in_c, W, True)
             for i_r in range(R):
                 o_t = row + i_r
                 if (i_r == 0) | (((starts >> i_r) & FIRST_ROWS) != 0):
-                    # A lane starts a sequence or moves on to another one. Setting the rows before a
-                    # sequence's start a second time changes nothing.
+                    # The lane starts in a sequence or enters the next one. Rows before a sequence's
+                    # start may be replaced a second time, with the same values.
                     n = sequence_of(i_row + o_t, packed)
                     firsts = tl.load(packed.cu_seqlens + n).to(tl.int64) - i_row
                     firsts = tl.maximum(firsts, -W).to(tl.int32)
@@ -296,8 +300,8 @@ def conv_kernel(
     G_EXP: tl.constexpr,
     CHANNEL_MAJOR: tl.constexpr,
 ):
-    """Alone, v is the output and all columns are its own: H and HV are 0. Of the strides of x, the
-    one that is 1 is given as 0."""
+    """For the convolution alone v is the output and has all columns: H and HV are 0. The stride of
+    x that is 1 is passed as 0."""
     PARTS: tl.constexpr = 2 * QK_PARTS + V_PARTS + GATE_PARTS
     BT: tl.constexpr = LANES * R
     pid = tl.program_id(0).to(tl.int64)
@@ -357,7 +361,7 @@ def conv_kernel(
                 start = H * K
                 part -= QK_PARTS
             if USE_L2NORM:
-                # Whole heads, each in BK columns.
+                # A program has whole heads, each in BK columns.
                 i_h = part * (BC // BK) + i_f // BK
                 in_c = (i_h < H) & (i_f % BK < K)
                 o_out = i_h * K + i_f % BK

@@ -1,5 +1,5 @@
-"""What the kernels of the convolution share: its taps, the sequences and the states of a call, and
-how x lies."""
+"""Functions that the kernels of the convolution share: the taps, the sequences and states of a
+call, and the layout of x."""
 
 from typing import Any, NamedTuple
 
@@ -9,8 +9,8 @@ import triton.language as tl
 
 from gdn_triton._triton.tiles import compiler
 
-# Values that kernels hand to their helpers together. Compile-time constants are passed apart:
-# inside a record Triton turns them into run-time values.
+# These records group values that kernels pass to their helpers. Compile-time constants are passed
+# separately, because Triton turns them into run-time values inside of a record.
 
 
 class Filter(NamedTuple):
@@ -24,7 +24,7 @@ class Filter(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """cu_seqlens [N + 1], or None. STEPS: enough to halve N to nothing."""
+    """cu_seqlens [N + 1], or None. STEPS: the steps of a bisection of N sequences."""
 
     cu_seqlens: Any
     N: Any
@@ -32,8 +32,8 @@ class Packed(NamedTuple):
 
 
 class States(NamedTuple):
-    """What sequences start from: state [slots, D, W - 1], read_slots and has_initial_state [N];
-    each may be None."""
+    """The states that sequences start from: state [slots, D, W - 1], read_slots and
+    has_initial_state [N]; each may be None."""
 
     state: Any
     read_slots: Any
@@ -47,8 +47,9 @@ class States(NamedTuple):
 
 @triton.jit
 def logistic(x, NVIDIA: tl.constexpr):
-    """1 / (1 + e^-x). A division is seven instructions, of which one is the hardware's reciprocal:
-    exact to the last bit but one, and its argument is at least 1."""
+    """1 / (1 + e^-x). NVIDIA: use the hardware's reciprocal instead of a division of seven
+    instructions. Its error is at most one unit in the last place, and its argument is at least
+    1."""
     u = 1.0 + tl.exp2(x * -1.4426950408889634)
     if NVIDIA:
         return tl.inline_asm_elementwise(
@@ -60,7 +61,8 @@ def logistic(x, NVIDIA: tl.constexpr):
 
 @triton.jit
 def tap(f, o_c, in_c, BACK: tl.constexpr, W: tl.constexpr, AS_ROW: tl.constexpr):
-    """The weights of the token BACK places before: fp32 [channels], or [1, channels]."""
+    """The weights of the token BACK places before, in fp32 [channels], or [1, channels] if
+    AS_ROW."""
     p_w = f.weight + o_c.to(tl.int64) * f.stride_c + tl.cast(f.stride_w, tl.int64) * (W - 1 - BACK)
     w = tl.load(p_w, mask=in_c, other=0).to(tl.float32)
     return w[None, :] if AS_ROW else w
@@ -68,7 +70,8 @@ def tap(f, o_c, in_c, BACK: tl.constexpr, W: tl.constexpr, AS_ROW: tl.constexpr)
 
 @triton.jit
 def taps(f, o_c, in_c, W: tl.constexpr, AS_ROW: tl.constexpr):
-    """The weights of a token and of each before it, a tuple of W; and the bias, or 0."""
+    """Returns a tuple of the W weights, first the weight of the token itself and then those of the
+    tokens before it, and the bias or 0."""
     w = (tap(f, o_c, in_c, 0, W, AS_ROW),)
     for back in tl.static_range(1, W):
         w += (tap(f, o_c, in_c, back, W, AS_ROW),)
@@ -83,8 +86,8 @@ def taps(f, o_c, in_c, W: tl.constexpr, AS_ROW: tl.constexpr):
 
 @triton.jit
 def weighted(x0, before, w, b_bias, W: tl.constexpr):
-    """The convolution of a token x0 and the W - 1 before it, the latest first. All of one shape, or
-    broadcast to it."""
+    """The convolution of a token x0 and the W - 1 tokens before it, the latest first. The arguments
+    have one shape, or broadcast to it."""
     acc = b_bias
     for i in tl.static_range(1, W):
         acc = tl.fma(before[W - 1 - i], w[W - i], acc)
@@ -93,7 +96,8 @@ def weighted(x0, before, w, b_bias, W: tl.constexpr):
 
 @triton.jit
 def sequence_of(row, packed):
-    """The packed sequence of a row, N for the rows of none; empty sequences are passed over."""
+    """The packed sequence of a row by bisection; N for rows of no sequence. Empty sequences are
+    skipped."""
     low = row * 0
     high = low + packed.N
     for _ in range(packed.STEPS):
@@ -108,7 +112,8 @@ def sequence_of(row, packed):
 
 @triton.jit
 def state_of(i_n, states, valid, LAST_SKIPPED: tl.constexpr):
-    """The slot of sequence i_n, whether it is not padding, and whether it starts from its state."""
+    """Returns the slot of sequence i_n, whether the slot is not padding, and whether the sequence
+    starts from its state."""
     slot = i_n
     live = valid
     if states.read_slots is not None:
@@ -124,15 +129,16 @@ def state_of(i_n, states, valid, LAST_SKIPPED: tl.constexpr):
 
 @triton.jit
 def token(x, row, stride_t, p_c, in_c, first, end):
-    """A row of each lane as it is stored, [lanes, channels]: 0 before `first` and from `end` on."""
+    """Loads a row of each lane, [lanes, channels], in its dtype in memory. Rows before `first` and
+    from `end` on are 0."""
     inside = (row >= first) & (row < end)
     p_x = x + (row.to(tl.int64) * stride_t)[:, None] + p_c[None, :]
     return tl.load(p_x, mask=inside[:, None] & in_c[None, :], other=0)
 
 
 class Layout(NamedTuple):
-    """x [B, T, D] as the kernel reads it: strides in units of `align` elements but for the one that
-    is 1, which is given as 0."""
+    """x [B, T, D] in the form that the kernel reads. Strides are in units of `align` elements,
+    except that the stride that is 1 is passed as 0."""
 
     channel_major: bool
     align: int
@@ -142,13 +148,13 @@ class Layout(NamedTuple):
 
 
 def layout_of(x: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-    """x, copied first unless its channels or its tokens are dense, and how it lies."""
+    """Returns x and its layout. x is copied first unless its channels or its tokens are dense."""
     if x.stride(2) != 1 and x.stride(1) != 1:
         x = x.contiguous()
     batch, token, channel = x.stride()
     batch = 0 if x.shape[0] == 1 else batch
     channel_major = channel != 1
-    # The largest power of two up to 16 that divides the distances of runs: a load's width.
+    # The width of a load is the largest power of two up to 16 that divides the distances of runs.
     runs = batch | (channel if channel_major else token) | 16
     align = runs & -runs
     if channel_major:
@@ -157,10 +163,11 @@ def layout_of(x: torch.Tensor) -> tuple[torch.Tensor, Layout]:
 
 
 def strides(x: torch.Tensor | None, count: int) -> tuple[int, ...]:
-    """`count` strides of x, 0 for those that it does not have."""
+    """Returns `count` strides of x; 0 for dimensions that x does not have."""
     return (0,) * count if x is None else (*x.stride(), *(0,) * (count - x.dim()))
 
 
 def on_nvidia() -> bool:
-    """Whether NVIDIA's instructions are there: not in the interpreter, nor on other GPUs."""
+    """Whether kernels may use NVIDIA's instructions. They may not in the interpreter and on other
+    GPUs."""
     return compiler() == "cuda"

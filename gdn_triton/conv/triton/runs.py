@@ -1,8 +1,8 @@
-"""The taps of a weight [D, W], or the tokens of a state [D, W - 1], that are dense in memory.
+"""Loads and stores of dense taps of a weight [D, W], or dense tokens of a state [D, W - 1].
 
 A thread has a run of channels. The thread loads and stores all columns of the run as words of 16
-bytes, and its registers change places. A column that is loaded by itself is one load of two bytes
-for each channel, and each such load of a warp touches all lines in which the warp's channels lie.
+bytes, and then permutes its registers. A column that is loaded by itself would need one load of two
+bytes for each channel, and each such load of a warp touches all cache lines of the warp's channels.
 """
 
 import triton
@@ -11,13 +11,14 @@ import triton.language as tl
 
 @triton.constexpr_function
 def levels_of(run):
-    """The logarithm of a power of two."""
+    """The base-2 logarithm of a power of two."""
     return run.bit_length() - 1
 
 
 @triton.jit
 def elements_of(tiles, COUNT: tl.constexpr):
-    """Tiles [BT, RUN] as COUNT times RUN tiles [BT, 1]: a thread's run, in its order."""
+    """Splits COUNT tiles [BT, RUN] into COUNT times RUN tiles [BT, 1], in the order of a thread's
+    run."""
     RUN: tl.constexpr = tiles[0].shape[1]
     LEVELS: tl.constexpr = levels_of(RUN)
     found = ()
@@ -37,7 +38,8 @@ def elements_of(tiles, COUNT: tl.constexpr):
 
 @triton.jit
 def tile_of(elements, FIRST: tl.constexpr, STEP: tl.constexpr, RUN: tl.constexpr):
-    """[BT, RUN] of RUN of the elements [BT, 1], from FIRST on, each STEP further."""
+    """Joins RUN of the elements [BT, 1] into a tile [BT, RUN]: element FIRST, and every STEP-th
+    after it."""
     pieces = ()
     for i in tl.static_range(RUN):
         pieces += (elements[FIRST + STEP * i],)
@@ -53,8 +55,9 @@ def tile_of(elements, FIRST: tl.constexpr, STEP: tl.constexpr, RUN: tl.constexpr
 
 @triton.jit
 def load_columns(p, o_run, end, COUNT: tl.constexpr, RUN: tl.constexpr):
-    """The columns of the runs o_run of RUN channels each, a tuple of COUNT tiles [BT, RUN]; 0 from
-    channel `end` on. p: of channel 0, whose COUNT columns are followed by those of channel 1."""
+    """Loads the COUNT columns of the runs o_run, of RUN channels each, as a tuple of COUNT tiles
+    [BT, RUN]; 0 from channel `end` on. p points to channel 0. Its COUNT columns are followed by the
+    columns of channel 1."""
     tiles = ()
     o_e = tl.arange(0, RUN)[None, :]
     for i in tl.static_range(COUNT):
@@ -69,13 +72,13 @@ def load_columns(p, o_run, end, COUNT: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def store_columns(p, columns, o_run, end, COUNT: tl.constexpr, RUN: tl.constexpr):
-    """The reverse of `load_columns`."""
+    """Stores the columns that `load_columns` loads."""
     elements = elements_of(columns, COUNT)
     o_e = tl.arange(0, RUN)[None, :]
     for i in tl.static_range(COUNT):
         pieces = ()
         for j in tl.static_range(RUN):
-            # Place i RUN + j of a run has one column of one channel.
+            # Element i RUN + j of a run is one column of one channel.
             pieces += (elements[(i * RUN + j) % COUNT * RUN + (i * RUN + j) // COUNT],)
         place = (o_run * (RUN * COUNT) + i * RUN)[:, None] + o_e
         tl.store(p + place, tile_of(pieces, 0, 1, RUN), mask=place < end * COUNT)

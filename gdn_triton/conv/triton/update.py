@@ -1,9 +1,9 @@
-"""The convolution one token after the other, and the states that a call leaves behind.
+"""The convolution token by token, and the states after a call.
 
-A program has some channels of one sequence and walks over its tokens, the last W - 1 in registers:
-the step of decoding. Without an output it leaves the states of a longer call behind, and reads the
-tokens that stay in them only; it runs after `conv_kernel` then, whose programs read the states in
-any order.
+A program has some channels of one sequence and walks over its tokens, with the last W - 1 tokens in
+registers. This is the step of decoding. Without an output the kernel only writes the states after a
+longer call, and reads only the tokens that stay in them. It then runs after `conv_kernel`, whose
+programs read the states in any order.
 """
 
 import functools
@@ -29,8 +29,8 @@ from gdn_triton.conv.triton.rows import (
 )
 from gdn_triton.conv.triton.runs import load_columns, store_columns
 
-# Threads of a program that walks, one warp, and the bytes of x, or of the state, that each has of a
-# token.
+# The threads of a program that walks (one warp), and the bytes of a token of x, or of the state,
+# that each thread has.
 THREADS = 32
 BYTES = 16
 
@@ -40,7 +40,7 @@ def keep_tokens(
     before, states, slot, o_run, o_c, D: tl.constexpr, W: tl.constexpr, LAST_SKIPPED: tl.constexpr,
     DENSE: tl.constexpr,
 ):  # fmt: skip
-    """The last W - 1 tokens, the latest first, to a slot, unless that is padding."""
+    """Stores the last W - 1 tokens, given the latest first, to a slot that is not padding."""
     end = tl.where(slot > LAST_SKIPPED, D, 0)
     if DENSE:
         oldest_first = ()
@@ -59,8 +59,8 @@ def keep_tokens(
 def known_tokens(
     states, slot, o_run, o_c, end, last, W: tl.constexpr, DENSE: tl.constexpr
 ):  # fmt: skip
-    """The W - 1 tokens that end with column `last` of a slot, the latest first; 0 from channel
-    `end` on."""
+    """Loads the W - 1 tokens that end with column `last` of a slot, the latest first; 0 from
+    channel `end` on."""
     before = ()
     if DENSE:
         p = states.state + slot * states.stride_n
@@ -77,7 +77,7 @@ def known_tokens(
 
 @triton.jit
 def dense_taps(f, o_run, o_c, W: tl.constexpr, D: tl.constexpr):
-    """`taps` of a dense weight."""
+    """Does the same as `taps` for a dense weight."""
     columns = load_columns(f.weight, o_run, D, W, o_c.shape[1])
     w = ()
     for i in tl.static_range(W):
@@ -92,8 +92,8 @@ def dense_taps(f, o_run, o_c, W: tl.constexpr, D: tl.constexpr):
 def left_behind(
     p_x, p_state, o_c, n_tokens, known, stride_xt, stride_sw, BACK: tl.constexpr, D: tl.constexpr, W
 ):
-    """The token that is BACK from the end of a sequence: its own, or of the state that it starts
-    from, in the state's dtype."""
+    """Loads the token BACK places from the end of a sequence, in the state's dtype. A sequence with
+    fewer tokens takes it from the state that it starts from."""
     own = n_tokens >= BACK
     p_own = p_x + (n_tokens - BACK) * stride_xt
     p_old = p_state + (W - 1 - BACK + n_tokens) * stride_sw
@@ -167,11 +167,11 @@ def conv_state_kernel(
     LAST_SKIPPED: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """y None: no output, so that only the tokens that stay in a state are read, all at once.
-    COLUMNS: of a slot, with num_accepted_tokens, which are given with y only. A program has BT runs
-    of RUN channels. DENSE_TAPS, DENSE_STATE: the taps, or the tokens of a state, of all channels of
-    a run are one run in memory, which is loaded in words of 16 bytes; loads of two bytes at a
-    distance from one another are bound by the cache's requests instead of memory."""
+    """y None: there is no output, and only the tokens that stay in a state are read, all at once.
+    COLUMNS: the columns of a slot, with num_accepted_tokens, which come with y only. A program has
+    BT runs of RUN channels. DENSE_TAPS, DENSE_STATE: the taps, or the tokens of a state, are dense
+    for all channels of a run, and the kernel loads them in words of 16 bytes. Strided loads of two
+    bytes would be bound by the number of requests to the cache, not by memory."""
     WALKS: tl.constexpr = (y is not None) or EVERY_TOKEN
     PARTS: tl.constexpr = (D + BT * RUN - 1) // (BT * RUN)
     pid = tl.program_id(0).to(tl.int64)
@@ -179,14 +179,14 @@ def conv_state_kernel(
     o_run = pid % PARTS * BT + tl.arange(0, BT)
     o_c = (o_run * RUN)[:, None] + tl.arange(0, RUN)[None, :]
     in_c = o_c < D
-    # Several of these steps together may not fit the 32 bits that one fits.
+    # Widen the stride to 64 bits, because a multiple of it may not fit 32 bits.
     stride_sw = tl.cast(stride_sw, tl.int64)
     if cu_seqlens is None:
         i_b = i_n
         i_row = i_n * 0
         n_tokens = i_row + T
     else:
-        # Program N of a part writes the zeros of the rows after the last sequence.
+        # Program N of a part writes zeros to the rows after the last sequence.
         i_b = i_n * 0
         i_row = tl.load(cu_seqlens + i_n).to(tl.int64)
         end = tl.load(cu_seqlens + i_n + 1, mask=i_n < N, other=T).to(tl.int64)
@@ -210,8 +210,8 @@ def conv_state_kernel(
         known = live
     p_x = x + i_b * stride_xb + i_row * stride_xt + o_c * stride_xc
     if y is not None:
-        # The first token, and the taps, which need not wait for the slot; the loop loads one token
-        # ahead.
+        # Load the first token and the taps here, because they do not depend on the slot. The loop
+        # loads one token ahead.
         next_x = tl.load(p_x, mask=o_c < tl.where(n_tokens > 0, D, 0), other=0)
         if DENSE_TAPS:
             w, b_bias = dense_taps(f, o_run, o_c, W, D)
@@ -235,7 +235,7 @@ def conv_state_kernel(
                 before += (
                     left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, i, D, W),
                 )
-        # A thread may write what another one reads.
+        # Wait here, because a thread may write an element that another one reads.
         tl.debug_barrier()
         if write_slots is not None:
             p_slot = write_slots + i_b * stride_wb
@@ -302,7 +302,8 @@ def walk_launch(
     last_skipped: int,
     silu: bool,
 ) -> tuple[int, Launch]:
-    """The programs of a sequence, and the kernel. itemsize: of x or the state, of the larger."""
+    """Returns the number of programs of a sequence, and the kernel. itemsize: the larger one of x
+    and the state."""
     run = BYTES // itemsize
     dense = weight_strides == (W, 1), state_strides[1:] == (W - 1, 1) and columns == 0
     launch = Launch(
@@ -334,7 +335,7 @@ def walk_launch(
 
 
 def conv_walk(problem: ConvProblem, given: ConvOperands, y: torch.Tensor | None) -> None:
-    """The states after the call, and y [B, T, D], contiguous, if it is given."""
+    """Writes the states after the call, and y [B, T, D], contiguous, if y is given."""
     p, x = problem, given.x
     packed = given.cu_seqlens is not None
     parts, launch = walk_launch(
@@ -378,7 +379,7 @@ def conv_walk(problem: ConvProblem, given: ConvOperands, y: torch.Tensor | None)
 
 
 def conv_update_fwd(problem: ConvProblem, given: ConvOperands) -> torch.Tensor:
-    """`conv_fwd` token by token, for few tokens a sequence."""
+    """Does the same as `conv_fwd` token by token, for few tokens in each sequence."""
     y = given.x.new_empty((problem.B, problem.T, problem.D))
     conv_walk(problem, given, y)
     return y

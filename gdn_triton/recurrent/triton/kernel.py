@@ -8,8 +8,8 @@ that they are independent of each other. A program owns PARTS times BV columns o
 of one sequence and value head, in registers, from the first token to the last. A decode step
 is bound by the state's way from memory and back; all else is a few hundred bytes.
 
-The arithmetic of a token is the same, in the same order, whatever else a call has: a call of
-several tokens gives the bits of that many calls of one.
+The arithmetic of a token and its order do not depend on the other tokens of a call, so a call of
+several tokens gives the bits of several calls of one token.
 """
 
 import triton
@@ -21,13 +21,13 @@ from gdn_triton.recurrent.triton.sums import column_sums, products
 
 @triton.jit
 def decay_of(b_g, RCP_LN2: tl.constexpr):
-    """exp(b_g) for natural-log decays, fp32."""
+    """exp(b_g) of natural-log decays in fp32."""
     return tl.exp2(b_g.to(tl.float32) * RCP_LN2)
 
 
 @triton.jit
 def load_columns(p, stride, o_v, end, BV: tl.constexpr, PARTS: tl.constexpr):
-    """The columns o_v below end of each part; p: of the first, whose columns have that stride."""
+    """Loads the columns o_v below `end` of each part. p points to the first part."""
     parts = ()
     for part in tl.static_range(PARTS):
         parts += (tl.load(p + part * BV * stride, mask=o_v < end - part * BV, other=0),)
@@ -221,14 +221,14 @@ def recurrent_fwd_kernel(
         row = i_n * 0
         n_tokens = 1 if ONE_TOKEN else T
     else:
-        # Program N of a head writes the zeros of the rows after the last sequence.
+        # Program N of a head writes zeros to the rows after the last sequence.
         i_b = i_n * 0
         p_end = cu_seqlens + (i_n + 1) * stride_c
         row = tl.load(p_end - stride_c).to(tl.int64)
         end = tl.load(p_end, mask=i_n < N, other=T).to(tl.int64)
         n_tokens = (end - row).to(tl.int32)
 
-    # The first token, in flight before the state is found; the loop loads one token ahead.
+    # Load the first token before the slot of the state is known. The loop loads one token ahead.
     any_token = n_tokens > 0
     end_k, end_v = tl.where(any_token, K, 0), tl.where(any_token, V, 0)
     p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh
@@ -294,8 +294,8 @@ def recurrent_fwd_kernel(
             p_o += stride_ot
         return
 
-    # Between two tokens the state is what memory would hold: the next token reads what a call of
-    # its own would.
+    # Between two tokens the state is rounded as in memory, so that the next token reads the same
+    # numbers as in a call of its own.
     KEPT: tl.constexpr = ht.dtype.element_ty if ht is not None else tl.float32
     if h0 is not None:
         p_h0 = h0 + i_0 * stride_h0n + i_hv * stride_h0h
@@ -336,7 +336,7 @@ def recurrent_fwd_kernel(
             next_k_rows = load_rows(p_k, stride_kk, o_r, end_k, ROWS)
         next_v = load_columns(p_v, stride_vv, o_v, end_v, BV, PARTS)
 
-        # A factor of all of q or k multiplies the sums that q or k enters, not its elements.
+        # A scalar factor of q or k multiplies the sums of q or k, not their elements.
         of_q, of_k = scale, 1.0
         qq, kk, qk = products(b_q, b_k, WORDS)
         if USE_QK_L2NORM:
@@ -411,7 +411,7 @@ def recurrent_fwd_kernel(
         if gv is not None:
             p_gv += stride_gvt
 
-    # One token's state is stored by the loop, before the next part is computed.
+    # With one token the loop stores the state of a part before it computes the next part.
     if ht is not None and not (EVERY_TOKEN or ONE_TOKEN):
         end_v = V
         if write_slots is not None:

@@ -1,4 +1,5 @@
-"""The sums of a token over K: of q and k alone, and of a state's columns with them."""
+"""The sums of a token over K: products of q and k, and products of a state's columns with q and
+k."""
 
 import triton
 import triton.language as tl
@@ -6,28 +7,29 @@ import triton.language as tl
 
 @triton.jit
 def power_of_two(x):
-    """The power of two below x, at least 2^-126, and its inverse; x is not negative."""
+    """Returns the largest power of two up to x, at least 2^-126, and its inverse. x is not
+    negative."""
     bits = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000)
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def fixed_point(x):
-    """x, at most 4, in units of 2^-44."""
+    """Returns x, at most 4, as an integer in units of 2^-44."""
     return (x * 17592186044416.0).to(tl.int64)
 
 
 @triton.jit
 def largest(x):
-    """The largest magnitude of x: of two floats that are not negative, the larger one has the
-    larger bits."""
+    """The largest magnitude of x, by a maximum of bits: of two floats that are not negative, the
+    larger one has the larger bits as an integer."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def sum_of_words(x):
-    """The sum of at most 256 elements, each at most 4, in units of 2^-42: first of the bits of the
-    units from the 23rd on, then of those below, so that neither sum leaves 32 bits."""
+    """The sum of at most 256 elements, each at most 4, in units of 2^-42. The bits from the 23rd on
+    and the bits below are summed separately, so that neither sum exceeds 32 bits."""
     units = (x * 4398046511104.0).to(tl.int64)
     high = tl.sum((units >> 23).to(tl.int32), 0).to(tl.float32)
     low = tl.sum(units.to(tl.int32) & 0x7FFFFF, 0).to(tl.float32)
@@ -36,10 +38,10 @@ def sum_of_words(x):
 
 @triton.jit
 def products(b_q, b_k, WORDS: tl.constexpr):
-    """The sums of q q, k k and q k. Summed in fixed point, relative to the largest of q and of k:
-    integer addition is associative, and a maximum has no order, so the same q and k give the same
-    bits however the compiler lays them out, which differs from variant to variant. WORDS: in words
-    of 32 bits, each of which the lanes of a warp add up in one instruction."""
+    """The sums of q q, k k and q k, in fixed point relative to the largest magnitudes of q and of
+    k. Integer addition is associative, and a maximum does not depend on the order. The same q and k
+    therefore give the same bits in every register layout, which differs between compiled variants.
+    WORDS: sum words of 32 bits, which the lanes of a warp add in one instruction."""
     if WORDS:
         top_q, top_k = largest(b_q), largest(b_k)
     else:
@@ -60,7 +62,8 @@ def products(b_q, b_k, WORDS: tl.constexpr):
 
 @triton.jit
 def halves(x, STATE_V_FIRST: tl.constexpr):
-    """x [K, V] as two of [K / 2, V]: its even and its odd rows, or the first ones and the last."""
+    """Splits x [K, V] into two tensors [K / 2, V]: the even and the odd rows, or the first and the
+    last half of the rows."""
     if STATE_V_FIRST:
         return tl.split(tl.permute(tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1]]), (0, 2, 1)))
     return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
@@ -68,7 +71,7 @@ def halves(x, STATE_V_FIRST: tl.constexpr):
 
 @triton.jit
 def pieces_of(x, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr):
-    """x [K, V] as 2^FOLD of [K / 2^FOLD, V]."""
+    """Splits x [K, V] into 2^FOLD tensors [K / 2^FOLD, V]."""
     pieces = (x,)
     for level in tl.static_range(FOLD):
         finer = ()

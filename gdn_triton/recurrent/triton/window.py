@@ -1,12 +1,13 @@
-"""Decoding that reads a slot's state and seldom writes it: the last tokens lie in a window.
+"""Decoding with a window of records: a step reads a slot's state, and writes it once in many
+tokens.
 
     u_t = beta_t (v_t - x_t(k_t)),    o_t = scale (x_t(q_t) + (k_t . q_t) u_t),
     x_t(y) = exp(G) S^T y + sum over the records j of exp(G_j) (k_j . y) u_j
 
-S is the state in memory, G the sum of the log decays of the tokens that S does not hold, and G_j
-that of the tokens after record j. u_t, k_t and g_t are the record of token t; they lie in row t
-modulo R of the window. u multiplies the k of the record, which is stored as it was given. A fold
-moves records into the state:
+S is the state in memory. G is the sum of the log decays of the tokens that S does not hold, and G_j
+the sum of the log decays of the tokens after record j. The record of token t is u_t, k_t and g_t,
+in row t modulo R of the window. k_t is stored before its normalisation, and u_t is scaled for it. A
+fold moves records into the state:
 
     S = exp(G) S + sum over the records j of exp(G_j) k_j u_j^T
 
@@ -15,10 +16,10 @@ call. A call reads the state of a head and at most R - D records, computes the o
 and folds last: the folded state is written, and read by the next call. The rows that a call reads
 are never rows that the call writes.
 
-What a head's state holds follows from numbers that a step does not change: the position of the
-sequence at this call, that at the call before, which the record of the last token names, and the
-start of the window. A position must therefore grow by at least one token from call to call; a call
-without tokens writes nothing.
+The tokens that a head's state holds follow from numbers that a step does not change: the position
+of the sequence at this call, the position at the call before, which is stored with the record of
+the last token, and the start of the window. A position must therefore grow by at least one token
+from call to call; a call without tokens writes nothing.
 
 All factors are exponentials of sums of log decays. Sums are over the tokens after a record, never
 differences of two sums, because a log decay may be -inf. Rows that hold no record may hold NaN, and
@@ -141,8 +142,8 @@ def window_fwd_kernel(
         end_v = tl.where(t < n_tokens, V, 0)
         values += (tl.load(p_v + t * stride_vt, mask=o_v < end_v, other=0),)
 
-    # Columns 2 t and 2 t + 1 of y are q and k of token t. `own`: the token of the call that a row
-    # is to hold; its k comes from the call.
+    # Columns 2 t and 2 t + 1 of y are q and k of token t. `own`: the token of the call whose record
+    # a row will hold. The k of this token is read from the call.
     o_y = tl.arange(0, 2 * BT)
     y_t, is_q, is_k = o_y // 2, o_y % 2 == 0, o_y % 2 == 1
     with_token = y_t < n_tokens
@@ -189,8 +190,8 @@ def window_fwd_kernel(
     b_beta = strength(b_beta, BETA_FACTOR, True)
     if A_log is not None:
         b_g = tl.where(in_t, log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD), 0.0)
-        # The compiler computes an activation once for each layout in which it is used; it does not
-        # do so with a sum.
+        # The compiler would compute an activation once for each layout in which it is used, but
+        # computes a sum once.
         b_g = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_g[None, :], 0.0), 1)
     # The log decay after the token of a row and up to the token of a column.
     owned = tl.where(is_own, own, -1)
@@ -258,7 +259,8 @@ def window_fwd_kernel(
 
 
 class WindowForm(NamedTuple):
-    """BV columns of a state and `warps` warps a program; K in pieces of KI, of FI in a fold."""
+    """A program has BV columns of a state and `warps` warps. K is cut into pieces of KI, or of FI
+    in a fold."""
 
     BV: int
     warps: int
@@ -268,8 +270,8 @@ class WindowForm(NamedTuple):
 
 
 def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
-    """The form of K = V = 128, which fixes the order of all sums; it does not depend on the batch.
-    A layout has no form of its own."""
+    """The form of K = V = 128. It fixes the order of all sums, so it does not depend on the batch.
+    Both layouts have the same form."""
     narrow = state_itemsize <= 2
     if one_token:
         return WindowForm(64, 2, 64, 64, dot=True) if narrow else WindowForm(32, 2, 32, 32)

@@ -1,4 +1,5 @@
-"""Folding the records of slots into their states, outside of a step; and restarting a window."""
+"""Kernels that fold the records of slots into their states outside of a step, and that restart a
+window."""
 
 import triton
 import triton.language as tl
@@ -21,8 +22,8 @@ def window_fold_kernel(
     BR: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
     RCP_LN2: tl.constexpr, LAST_SKIPPED: tl.constexpr, FI: tl.constexpr,
 ):  # fmt: skip
-    """All tokens before positions go into the states. The caller then sets start to positions; no
-    program does, because the other programs of the sequence read start."""
+    """Folds the records of all tokens before positions into the states. The caller then sets start
+    to positions. No program does this, because the other programs of the sequence read start."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_v, i_nh = (pid % V_BLOCKS).to(tl.int32), pid // V_BLOCKS
@@ -107,7 +108,7 @@ def window_start_kernel(
     LAST_SKIPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """start = positions, for a block of slots."""
+    """Sets start to positions for a block of slots."""
     o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + o_n * stride_s, mask=o_n < N, other=LAST_SKIPPED).to(tl.int64)
     position = tl.load(positions + o_n * stride_p, mask=o_n < N, other=0).to(tl.int32)

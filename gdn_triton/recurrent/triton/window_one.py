@@ -1,4 +1,4 @@
-"""Decoding with a window, one token a sequence: `window.py` says how."""
+"""Decoding with a window, for one token in each sequence. `window.py` has the equations."""
 
 import triton
 import triton.language as tl
@@ -36,10 +36,11 @@ def window_one_fwd_kernel(
     THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One token a sequence. A program owns BV columns of the state of one sequence and value head.
-    All loads precede the first barrier, as the compiler moves no load across one, and each load
-    after it waits for memory once more. DOT: the matrix units multiply the state, whose dtype is
-    that of q and k, of 16 bits, or int8. u_rows, k_rows, g_rows and call_rows are contiguous."""
+    """Each sequence has one token. A program has BV columns of the state of one sequence and value
+    head. All loads precede the first barrier, because the compiler moves no load across a barrier,
+    and a load after it would wait for memory once more. DOT: the matrix units multiply the state,
+    which has the 16-bit dtype of q and k, or int8. u_rows, k_rows, g_rows and call_rows are
+    contiguous."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
@@ -57,7 +58,8 @@ def window_one_fwd_kernel(
         tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=in_v)
         return
 
-    # Without the call before, its position is at least position - D: older rows are not loaded.
+    # The position of the previous call is not loaded yet, but is at least position - D. The state
+    # therefore holds at least the tokens before `least`, whose rows are not loaded.
     turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
     least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
     age = age_of(o_r, position, R)
@@ -119,7 +121,7 @@ def window_one_fwd_kernel(
         of_k = tl.rsqrt(inner(k_pieces, k_pieces, KO) + EPS)
     qk *= of_q
 
-    # The state holds the tokens before `held`, and is to hold those before `due`.
+    # The state holds the tokens before `held`, and has to hold the tokens before `due`.
     due = tl.maximum(boundary(position, turn, PERIOD), b_start)
     last_call = tl.where(position > b_start, last_call, position)
     held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
@@ -151,7 +153,7 @@ def window_one_fwd_kernel(
             state_o *= b_scale
             state_k *= b_scale
         both = records_dot(b_u, records, q.dtype.element_ty)
-    # The columns after 0 and 1 are zero.
+    # All columns except 0 and 1 are zero.
     b_o, stored = tl.split(tl.sum(tl.reshape(both, [BV, 4, 2]), 1))
     if not DOT:
         b_o += state_o

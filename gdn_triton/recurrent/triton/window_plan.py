@@ -30,7 +30,7 @@ from gdn_triton.recurrent.triton.window_fold import (
 )
 from gdn_triton.recurrent.triton.window_one import window_one_fwd_kernel
 
-# The least sizes of the products on matrix units; two columns a token.
+# The least sizes of products on matrix units. Each token has two columns.
 LEAST_BLOCK: Final = 16
 LEAST_TOKENS: Final = 4
 # A product of 64 rows is one of four warps: the layout of eight has 128 rows, and Triton 3.6 then
@@ -66,13 +66,13 @@ def _sizes(p: RecurrentProblem | FoldProblem) -> dict[str, int]:
 
 
 def _takes_one(p: RecurrentProblem) -> bool:
-    """Whether each sequence has one token."""
+    """Whether each sequence of a call has one token."""
     return p.T == 1 and not p.is_varlen
 
 
 def _step_form(p: RecurrentProblem) -> WindowForm:
-    """The form of 16-bit states with one token needs the matrix units, whose operands have one
-    dtype: without them a program would hold twice the registers."""
+    """Returns the form of a step. The form of 16-bit states with one token needs the matrix units,
+    whose operands have one dtype. Without matrix units a program would need twice the registers."""
     one, itemsize = _takes_one(p), p.state_dtype.itemsize
     multiplied = p.q_dtype if p.state_dtype == torch.int8 else p.state_dtype
     if one and not (multiplied == p.q_dtype == p.k_dtype and p.q_dtype.itemsize == 2):
@@ -81,7 +81,7 @@ def _step_form(p: RecurrentProblem) -> WindowForm:
 
 
 def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
-    """x: the operands as `views` returns them; o [B, T, HV, V]."""
+    """x: the result of `views`; o [B, T, HV, V]."""
     p = problem
     assert x.read_slots is not None and x.positions is not None and x.start is not None
     one = _takes_one(p)
@@ -133,7 +133,8 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
 
 
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
-    """What runs steps that differ from this one in contents and addresses only."""
+    """Returns a function that runs steps that differ from this one in contents and addresses
+    only."""
     p = problem
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)
@@ -188,7 +189,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     return guarded
 
 
-# Slots whose `start` one program writes.
+# The number of slots whose `start` one program writes.
 BLOCK = 128
 # Elements of a row that one program moves.
 MOVED = 1024

@@ -1,5 +1,5 @@
-"""Which tokens the rows of a window and a state hold, and the products of states, records and
-tokens."""
+"""Helpers of the kernels with a window: the tokens that rows and states hold, and the products of
+states, records and tokens."""
 
 import triton
 import triton.language as tl
@@ -18,16 +18,16 @@ def boundary(x, turn, PERIOD: tl.constexpr):
 
 @triton.jit
 def turn_of(i_hv, PERIOD: tl.constexpr, TURNS: tl.constexpr):
-    """Where in a period value head i_hv folds. Few turns leave most calls of a small batch without
-    a fold, whose latency such a batch cannot hide; sequences of equal positions fold a TURNS-th of
-    their heads at once."""
+    """The turn of value head i_hv, which is the place in a period where the head folds. With few
+    turns most calls have no fold, whose latency a small batch cannot hide. Sequences at equal
+    positions fold 1 / TURNS of their heads at once."""
     return (i_hv % TURNS) * PERIOD // TURNS
 
 
 @triton.jit
 def age_of(o_r, position, R: tl.constexpr):
-    """[BR]: how many tokens before the last one, position - 1, the token of a row is. Rows that do
-    not exist are older than any token that is read."""
+    """[BR]: the age of the token in each row, counted from the last token, position - 1, which has
+    age 0. Rows that do not exist get an age above that of any token that is read."""
     age = (position + (R - 1) - o_r).to(tl.uint32) % R
     return tl.where(o_r < R, age, R)
 
@@ -52,7 +52,7 @@ def has_bit(bits, i):
 
 @triton.jit
 def below(o_x, offset, END: tl.constexpr, BLOCK: tl.constexpr):
-    """offset + o_x < END for blocks of BLOCK; a constant where BLOCK divides END."""
+    """The mask offset + o_x < END for blocks of BLOCK. It is a constant where BLOCK divides END."""
     if END % BLOCK == 0:
         return tl.full(o_x.shape, True, tl.int1)
     return o_x + offset < END
@@ -60,8 +60,8 @@ def below(o_x, offset, END: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def padded_with_zeros(x, in_i, K: tl.constexpr, BK: tl.constexpr):
-    """x [BR, KI] with zeros in the columns past K. A load leaves these undefined, and they could be
-    NaN, of which the product with the zeros of q and k is NaN."""
+    """Sets the columns past K of x [BR, KI] to zeros. A load leaves these columns undefined. They
+    could be NaN, and the product of NaN with the zeros of q and k is NaN."""
     if K % BK != 0:
         x = tl.where(in_i[None, :], x, 0.0).to(x.dtype)
     return x
@@ -76,7 +76,7 @@ def sums_after(b_g, age):
 @triton.jit
 def load_pieces(p, in_v, stride_hk: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
                 KI: tl.constexpr):  # fmt: skip
-    """A tile [BV, BK] of a state as tiles [BV, KI]; p: pointers to the first."""
+    """Loads a tile [BV, BK] of a state as tiles [BV, KI]. p: the pointers of the first of these."""
     o_i = tl.arange(0, KI)
     pieces = ()
     for i in tl.static_range(BK // KI):
@@ -87,7 +87,8 @@ def load_pieces(p, in_v, stride_hk: tl.constexpr, K: tl.constexpr, BK: tl.conste
 
 @triton.jit
 def widened(b_h, LIKE: tl.constexpr):
-    """Numbers of an int8 state as LIKE, a float type that has them all; others as they are."""
+    """Converts an int8 state to LIKE, a float type that represents all of its numbers. Returns
+    other states unchanged."""
     if b_h.dtype == tl.int8:
         b_h = b_h.to(LIKE)
     return b_h
@@ -95,7 +96,7 @@ def widened(b_h, LIKE: tl.constexpr):
 
 @triton.jit
 def weighted(pieces, x, KO: tl.constexpr):
-    """[BV]: the sum over K of a tile times x, both in KO pieces."""
+    """[BV]: the sum over K of a tile times x. Both come in KO pieces."""
     b_sum = pieces[0].to(tl.float32) * x[0][None, :]
     for i in tl.static_range(1, KO):
         b_sum = tl.fma(pieces[i].to(tl.float32), x[i][None, :], b_sum)
@@ -112,7 +113,7 @@ def inner(x, y, KO: tl.constexpr):
 
 @triton.jit
 def parts_of(x):
-    """x, float32, as three bf16 numbers whose sum has its 24 bits."""
+    """Splits x, float32, into three bf16 numbers whose sum has all 24 bits of x."""
     a = x.to(tl.bfloat16)
     x -= a.to(tl.float32)
     b = x.to(tl.bfloat16)
@@ -121,8 +122,8 @@ def parts_of(x):
 
 @triton.jit
 def records_dot(b_u, b_x, LIKE: tl.constexpr):
-    """b_u times b_x, both float32. Three tf32 products have 22 bits, which outputs of 16-bit tokens
-    do not show; LIKE: the dtype of the tokens."""
+    """b_u times b_x, both float32. LIKE: the dtype of the tokens. With 16-bit tokens three tf32
+    products are used; their error of 22 bits is below the rounding of the output."""
     if LIKE == tl.float32:
         return tl.dot(b_u, b_x, input_precision="ieee")
     return tl.dot(b_u, b_x, input_precision="tf32x3")
@@ -131,8 +132,8 @@ def records_dot(b_u, b_x, LIKE: tl.constexpr):
 @triton.jit
 def outer(b_u, b_k, NARROW: tl.constexpr):
     """[BV, KI] float32: b_u [BV, BR], float32, times b_k [BR, KI] of the tokens' dtype. Products of
-    bf16 are exact on matrix units, and b_u is the sum of three bf16 numbers, of which two suffice
-    for a state of 8 or 11 bits (NARROW)."""
+    bf16 are exact on matrix units. b_u is split into three bf16 numbers; two are sufficient for a
+    state of 8 or 11 bits (NARROW)."""
     if b_k.dtype == tl.bfloat16:
         u1, u2, u3 = parts_of(b_u)
         if NARROW:
@@ -162,7 +163,7 @@ def state_dot(b_h, b_y):
 
 @triton.jit
 def folded_piece(p_h, p_kr, f_u, of_old, to_fold, in_v, in_f, stride_kr: tl.constexpr):
-    """[BV, FI] float32: a piece of the state times of_old, and the records to_fold."""
+    """[BV, FI] float32: a piece of the state times of_old, plus the records to_fold."""
     o_r, o_f = tl.arange(0, to_fold.shape[0]), tl.arange(0, in_f.shape[0])
     b_k = tl.load(p_kr + o_f[None, :] + o_r[:, None] * stride_kr,
                   mask=to_fold[:, None] & in_f[None, :], other=0)  # fmt: skip
@@ -177,11 +178,12 @@ def fold_records(
     stride_hv: tl.constexpr, stride_kr: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     FI: tl.constexpr, RCP_LN2: tl.constexpr
 ):  # fmt: skip
-    """Stores a tile of the state with the records to_fold in it. The state and the keys are loaded
-    again, from the cache, because registers that hold them until here lower the occupancy of all
-    programs, of which few fold. p_scale: of an int8 state, where the scales of the columns o_v are,
-    and otherwise None. The scale of a column follows from its largest number, so that the products
-    are computed twice: kept between the two passes, they would hold BK registers a column."""
+    """Stores a tile of the state after adding the records to_fold. The state and the keys are
+    loaded again, from the cache: holding them in registers would lower the occupancy of all
+    programs, and only few programs fold. p_scale: for an int8 state the pointers to the scales of
+    the columns o_v, otherwise None. The scale of a column follows from its largest number, so the
+    products are computed twice; keeping them between the two passes would take BK registers for
+    each column."""
     o_f = tl.arange(0, FI)
     b_g = tl.where(to_fold, b_gr, 0.0)
     decay = tl.exp2(tl.sum(b_g, 0) * RCP_LN2)
@@ -197,7 +199,8 @@ def fold_records(
             b_h = folded_piece(p_tile + i * FI * stride_hk, p_kr + i * FI, f_u, of_old, to_fold,
                                in_v, in_f, stride_kr)  # fmt: skip
             largest = tl.maximum(largest, tl.max(tl.abs(b_h), 1))
-            # A maximum passes over NaN. The scale of a channel that is not finite is NaN.
+            # A maximum ignores NaN, so the scale of a channel that is not finite is set to NaN
+            # here.
             largest += tl.sum(b_h * 0.0, 1)
         is_small = largest <= LEAST_RANGE
         scale = tl.where(is_small, 0.0, largest / INT8_MAX)
