@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from gdn_triton._host.tensors import host_reads, writing
 from gdn_triton.recurrent.window import StepWindow, check_kind, fold_window, make_window
 
 __all__ = ["GatedDeltaNetCache", "empty_cache"]
-
-# A cache has a window by default from this number of slots on.
-WINDOW_SLOTS: Final = 128
 
 
 class SlotPositions(NamedTuple):
@@ -242,7 +239,7 @@ def empty_cache(
     state_dtype: torch.dtype | None,
     device: torch.device | str | None,
     skip: str,
-    window: bool | None,
+    window: bool,
 ) -> GatedDeltaNetCache:
     """A cache for a layer: `GatedDeltaNet.make_cache` has the arguments that are not here.
 
@@ -258,8 +255,8 @@ def empty_cache(
     for name, asked in (("dtype", dtype), ("state_dtype", state_dtype)):
         if asked is not None:
             check_float_dtype(name, asked)
-    if window is not None and type(window) is not bool:
-        raise TypeError(must("window", "be True, False or None", value_of(window)))
+    if type(window) is not bool:
+        raise TypeError(must("window", "be True or False", value_of(window)))
     device, dtype = device or weight.device, dtype or weight.dtype
     state_dtype = state_dtype or torch.promote_types(weight.dtype, torch.float32)
     conv_state = None
@@ -267,9 +264,6 @@ def empty_cache(
         conv_state = torch.zeros(slots + 1, *conv_shape, dtype=dtype, device=device)
     recurrent_state = torch.zeros(slots + 1, *state_shape, dtype=state_dtype, device=device)
     device = recurrent_state.device
-    if window is None:
-        saves_time = slots >= WINDOW_SLOTS and state_dtype == torch.float32
-        window = saves_time and device.type != "cpu"
     if not window:
         return GatedDeltaNetCache(conv_state, recurrent_state, skip)
     HV, V, K = state_shape

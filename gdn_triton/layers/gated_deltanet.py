@@ -244,7 +244,7 @@ class GatedDeltaNet(MarksUndecayed):
         state_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         skip: str = "negative",
-        window: bool | None = None,
+        window: bool = False,
     ) -> GatedDeltaNetCache:
         """A cache for this layer with all slots empty.
 
@@ -260,10 +260,8 @@ class GatedDeltaNet(MarksUndecayed):
                 states and seldom writes one (`docs/decode.md`). On an H100, with 16/32 heads, the
                 recurrence of 1, 8 and 64 sequences takes 4.5, 11.4 and 58.7 us with float32 states,
                 and 4.7, 13.1 and 94.6 without a window; with bfloat16 states 4.0, 8.9 and 37.0,
-                and 2.8, 8.2 and 49.1. None: with float32 states and at least 128 slots, not on a
-                CPU. There the time saved is longer than that of a step's additional launches, which
-                these figures leave out: two by `layer_step`, and four or five that count tokens.
-                Fewer slots and narrower states save less, and need True.
+                and 2.8, 8.2 and 49.1. These figures leave out the additional launches of a step:
+                two because `layer_step` has no window, and four or five that count tokens.
 
         Raises:
             TypeError, ValueError: an argument that does not fit.

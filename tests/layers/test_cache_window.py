@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BF16, FP16, FP32, FP64, assert_within_budget, same_bits
+from helpers import BF16, FP32, FP64, assert_within_budget, same_bits
 from layer_cases import Graphs, make_input, make_layer, offsets_of, rows_written_out
 from torch import Tensor
 
 from gdn_triton import make_window
 from gdn_triton.layers import GatedDeltaNet, GatedDeltaNetCache, decoding
 from gdn_triton.layers import cache as cache_module
-from gdn_triton.layers.cache import WINDOW_SLOTS
 
 OPTIONS = ["value-groups", "no-output-gate", "no-convolution", "reflections"]
 
@@ -265,23 +264,6 @@ def test_made_in_inference_mode() -> None:
     assert not cache.recurrent_state.any()
 
 
-@pytest.mark.of_no_device
-def test_where_a_window_is_the_default() -> None:
-    """On the meta device, which stands for an accelerator."""
-    layer: Any = make_layer(dtype=BF16, device="meta")
-    for slots, given, expected in (
-        (WINDOW_SLOTS, {}, True),
-        (WINDOW_SLOTS - 1, {}, False),
-        (WINDOW_SLOTS, {"window": False}, False),
-        (WINDOW_SLOTS, {"state_dtype": BF16}, False),
-        (WINDOW_SLOTS, {"device": "cpu"}, False),
-        (1, {"window": True, "state_dtype": FP16}, True),
-    ):
-        cache = layer.make_cache(slots, **given)
-        assert (cache.window is not None) == expected, (slots, given)
-        assert (cache.positions is not None) == expected
-
-
 def wrong_caches() -> list[tuple[dict[str, Any], type[Exception], str]]:
     window = make_window(3, 1, 1, 2, 2, FP32, "cpu")
     scaled = make_window(3, 1, 1, 2, 2, FP32, "cpu", with_scales=True)
@@ -320,7 +302,7 @@ def test_wrong_windows(case: int) -> None:
 
 def test_wrong_choice() -> None:
     layer: Any = make_layer()
-    with pytest.raises(TypeError, match=r"window must be True, False or None, got 1 \(int\)"):
+    with pytest.raises(TypeError, match=r"window must be True or False, got 1 \(int\)"):
         layer.make_cache(2, window=1)
 
 
