@@ -83,3 +83,10 @@ def step_of(inputs, pool, slots, write_slots=None, **options):
     pool = pool.clone()
     options = {"use_qk_l2norm_in_kernel": True, "state_v_first": True, **options}
     return gdn_triton.recurrent_step(pool, slots, write_slots, **inputs, **options), pool
+
+
+def vllm_call():
+    inputs = packed()
+    x = {name: inputs[name].unsqueeze(0) for name in ("q", "k", "v", "g", "beta")}
+    x |= {"g": x["g"].log(), "cu_seqlens": inputs["cu_seqlens"]}
+    return inputs, {**x, "use_qk_l2norm_in_kernel": False, "output_final_state": True}

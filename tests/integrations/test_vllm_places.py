@@ -1,0 +1,248 @@
+"""Where vLLM's adapter puts our functions, layers and answers, in a stand-in for the package."""
+
+import hashlib
+import importlib
+import inspect
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from engine_calls import K, N, V, expected_of, vllm_call
+from engine_sources import recorded
+from helpers import same_bits
+from vllm_steps import Metadata
+
+OUT_OF_TREE = {}
+
+
+class CustomOp:
+    """What vLLM's does to a registered class: makes it in place of the one of that name."""
+
+    def __new__(cls, *args, **kwargs):
+        return super().__new__(OUT_OF_TREE.get(cls.__name__, cls))
+
+    @classmethod
+    def register_oot(cls, _decorated_op_cls=None, name=None):
+        assert name not in OUT_OF_TREE, f"Duplicate op name: {name}"
+        OUT_OF_TREE[name] = _decorated_op_cls
+
+    def __call__(self, *args, **kwargs):
+        return self._forward_method(*args, **kwargs)
+
+
+def _their_forward_core(self, mixed_qkv, b, a, core_attn_out):
+    raise AssertionError("vLLM's own")
+
+
+def _their_build(self, common_prefix_len, common_attn_metadata):
+    return SimpleNamespace(
+        prefill_query_start_loc=common_attn_metadata.query_start_loc,
+        spec_sequence_masks_cpu=None,
+        num_decodes=0,
+        num_decode_tokens=0,
+    )
+
+
+def function_of(name, parameters):
+    """A function of vLLM's with its parameters, that says who was called."""
+    namespace = {}
+    exec(f"def {name}({parameters}): return {name!r}", namespace)
+    return namespace[name]
+
+
+NAMES = {
+    "qwen_gdn_linear_attn": [
+        *("fi_chunk_gated_delta_rule", "_log_gdn_backend_decision", "causal_conv1d_fn"),
+        *("causal_conv1d_update", "fused_post_conv_prep"),
+        "fused_recurrent_gated_delta_rule_packed_decode",
+        "fused_sigmoid_gating_delta_rule_update",
+    ],
+    "olmo_gdn_linear_attn": [
+        *("causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule"),
+        *("fused_recurrent_gated_delta_rule", "_log_gdn_backend_decision"),
+    ],
+}
+CLASSES = {
+    "qwen_gdn_linear_attn": "QwenGatedDeltaNetAttention",
+    "olmo_gdn_linear_attn": "OlmoHybridGatedDeltaNetAttention",
+}
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    """The adapter, and with it what holds of its places, anew."""
+    for name in [n for n in sys.modules if n.startswith("gdn_triton.integrations.vllm")]:
+        monkeypatch.delitem(sys.modules, name)
+    return importlib.import_module("gdn_triton.integrations.vllm")
+
+
+@pytest.fixture
+def engine(monkeypatch, ours):
+    """vLLM's modules, of what its layers for Qwen and OLMo look up."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys.modules[__name__], "OUT_OF_TREE", {})
+
+    def module(name):
+        parts = name.split(".")
+        for n in range(1, len(parts) + 1):
+            path = ".".join(parts[:n])
+            if path not in sys.modules:
+                package = ModuleType(path)
+                package.__path__ = []
+                monkeypatch.setitem(sys.modules, path, package)
+        return sys.modules[name]
+
+    module("vllm.model_executor.custom_op").CustomOp = CustomOp
+    metadata = module("vllm.v1.attention.backends.gdn_attn")
+    metadata.GDNAttentionMetadata = Metadata
+    refuses = {"supports_batch_invariance": classmethod(lambda cls: False)}
+    metadata.GDNAttentionBackend = type("Backend", (type("Base", (), refuses),), {})
+    metadata.GDNAttentionMetadataBuilder = type("Builder", (), {"build": _their_build})
+    digest = hashlib.sha256(inspect.getsource(_their_build).encode())
+    monkeypatch.setattr(ours, "KNOWN_BUILDS", (digest.hexdigest(),))
+    found = SimpleNamespace()
+    for name, functions_ in NAMES.items():
+        made = module(f"vllm.model_executor.layers.mamba.gdn.{name}")
+        for function in functions_:
+            setattr(made, function, function_of(function, recorded("vllm", function)))
+        names = {"_forward_core": _their_forward_core, "__module__": made.__name__}
+        layer = type(CLASSES[name], (), names)
+        setattr(made, CLASSES[name], layer)
+        setattr(found, name.partition("_")[0], made)
+        digest = hashlib.sha256(inspect.getsource(_their_forward_core).encode())
+        monkeypatch.setitem(ours.KNOWN, made.__name__, (digest.hexdigest(),))
+
+    class ChunkGatedDeltaRule(CustomOp):
+        chosen = "flashinfer"
+
+        def __init__(self):
+            found.qwen._log_gdn_backend_decision(None, "auto", self.chosen)
+            self.gdn_prefill_backend = self.chosen
+            self._forward_method = None
+
+    found.qwen.ChunkGatedDeltaRule = ChunkGatedDeltaRule
+    yield found
+    ours.disable()
+
+
+@pytest.mark.of_no_device
+def test_register(ours, engine, caplog):
+    """Every place, and back."""
+    names = {key: list(vars(module)) for key, module in vars(engine).items()}
+    before = {key: dict(vars(module)) for key, module in vars(engine).items()}
+    registered = ours.register()
+    assert ours.register() is registered  # vLLM's own assertion would say twice
+    for module in vars(engine).values():
+        for name in ours.OPS:
+            if hasattr(module, name):
+                assert getattr(module, name) is getattr(ours.functions, name)
+    places = {place.name.rpartition("gdn_linear_attn.")[2]: place for place in ours.status().places}
+    assert places["QwenGatedDeltaNetAttention._forward_core"].op.endswith("forward_core")
+    assert places["fi_chunk_gated_delta_rule"].op == "chunk_prefill"
+    assert places["ChunkGatedDeltaRule"].op == "chunk_prefill"
+    assert all(place.op for place in places.values())
+    assert engine.olmo.OlmoHybridGatedDeltaNetAttention._forward_core is not _their_forward_core
+    # What vLLM would log of FlashInfer.
+    with caplog.at_level(logging.INFO, "gdn_triton"):
+        op = engine.qwen.ChunkGatedDeltaRule()
+    assert isinstance(op, registered) and "Using gdn_triton for GDN prefill" in caplog.text
+    # The checkpoints of a prefill are planned where vLLM chose FlashInfer.
+    assert op.gdn_prefill_backend == "flashinfer"
+    registered.chosen = "cutedsl"
+    assert engine.qwen.ChunkGatedDeltaRule().gdn_prefill_backend == "triton"
+    inputs, call = vllm_call()
+    state = torch.randn(N, 4, V, K)
+    expected, _ = expected_of(inputs, state)
+    assert same_bits(op(**call, initial_state=state)[0].squeeze(0), expected)
+    # Another's replacement is left alone.
+    engine.qwen.fused_post_conv_prep = another = object()
+    report = ours.disable()
+    assert engine.qwen.fused_post_conv_prep is another
+    assert "fused_post_conv_prep: not ours: replaced by another" in str(report)
+    engine.qwen.fused_post_conv_prep = before["qwen"]["fused_post_conv_prep"]
+    assert {key: list(vars(module)) for key, module in vars(engine).items()} == names
+    assert all(vars(m)[n] is before[key][n] for key, m in vars(engine).items() for n in names[key])
+    assert engine.qwen.QwenGatedDeltaNetAttention._forward_core is _their_forward_core
+
+
+@pytest.mark.of_no_device
+def test_lengths(ours, engine):
+    """The engine's builder of metadata, as it is called, tells the offsets on the host."""
+    from gdn_triton.integrations._lengths import offsets_on_host
+
+    ours.register()
+    builder = sys.modules["vllm.v1.attention.backends.gdn_attn"].GDNAttentionMetadataBuilder
+    offsets = torch.tensor([0, 3, 4])
+    common = SimpleNamespace(query_start_loc=offsets, query_start_loc_cpu=offsets.clone())
+    builder().build(common_prefix_len=0, common_attn_metadata=common)
+    assert offsets_on_host(offsets).tolist() == [0, 3, 4]
+    ours.disable()
+    assert builder.build is _their_build
+
+
+@pytest.mark.of_no_device
+def test_unknown_text(ours, engine, monkeypatch):
+    """Of another version only the functions that the method calls are replaced."""
+    monkeypatch.setitem(ours.KNOWN, engine.qwen.__name__, ("another",))
+    monkeypatch.setattr(ours, "KNOWN_BUILDS", ())
+    ours.register()
+    assert "build: not ours: its text is of no version that is known here; the host's" in str(
+        ours.status()
+    )
+    assert engine.qwen.QwenGatedDeltaNetAttention._forward_core is _their_forward_core
+    assert engine.qwen.causal_conv1d_fn is ours.functions.causal_conv1d_fn
+    assert "QwenGatedDeltaNetAttention._forward_core: not ours: its text is of no" in str(
+        ours.status()
+    )
+
+
+@pytest.mark.of_no_device
+def test_batch_invariance(ours, engine, monkeypatch):
+    """vLLM's backend claims it with our layers alone, where `GDN_BATCH_INVARIANT` asks for it. A
+    backend that is derived from it, for another kind of layer, claims nothing."""
+    backend = sys.modules["vllm.v1.attention.backends.gdn_attn"].GDNAttentionBackend
+    derived = type("Derived", (backend,), {})
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    assert not backend.supports_batch_invariance()
+    ours.register()
+    assert backend.supports_batch_invariance() and not derived.supports_batch_invariance()
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "0")
+    assert not backend.supports_batch_invariance()
+    ours.disable()
+    assert "supports_batch_invariance" not in vars(backend)
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    monkeypatch.setitem(ours.KNOWN, engine.olmo.__name__, ("another",))
+    ours.register()
+    assert not backend.supports_batch_invariance()
+    ours.disable()
+    # A version of vLLM that has an answer of its own keeps it.
+    digest = ours.KNOWN[engine.qwen.__name__]
+    monkeypatch.setitem(ours.KNOWN, engine.olmo.__name__, digest)
+    backend.supports_batch_invariance = own = classmethod(lambda cls: False)
+    ours.register()
+    assert vars(backend)["supports_batch_invariance"] is own
+
+
+@pytest.mark.of_no_device
+def test_unknown_argument(ours, engine):
+    engine.qwen.causal_conv1d_fn = function_of("causal_conv1d_fn", "x, tile")
+    with pytest.raises(
+        RuntimeError, match="causal_conv1d_fn takes tile, which gdn_triton does not"
+    ):
+        ours.register()
+
+
+@pytest.mark.of_no_device
+def test_absent(ours, engine, monkeypatch):
+    del engine.qwen.ChunkGatedDeltaRule
+    with pytest.raises(ImportError, match="has no ChunkGatedDeltaRule"):
+        ours.register()
+    with monkeypatch.context() as patch:
+        for name in ("vllm", *ours.LAYERS):
+            patch.setitem(sys.modules, name, None)
+        with pytest.raises(ImportError, match="finds no ChunkGatedDeltaRule in vLLM"):
+            ours.register()
+    engine.qwen.ChunkGatedDeltaRule = CustomOp
