@@ -1,4 +1,4 @@
-"""vLLM's functions on this package's ops. `_forward_core` and the places have files of their own."""
+"""vLLM's functions on this package's ops. `_forward_core` and the places have other files."""
 
 import pytest
 import torch
