@@ -15,7 +15,11 @@ def run_windows(call: Any, H: int) -> None:
     from gdn_triton.recurrent.window import make_window
 
     v_first = call.options.state_v_first
-    for pool in (call.inputs.state, call.inputs.state.to(torch.int8)):
+    state = call.inputs.state
+    # One of both layouts for int8 and for trees: a program of them differs from the others by a few
+    # instructions, and takes as long to compile.
+    pools = [state, state.to(torch.int8)] if v_first and state.dtype == torch.bfloat16 else [state]
+    for pool in pools:
         slots, HV, *last = pool.shape
         K, V = last[:: -1 if v_first else 1]
         window = make_window(
@@ -29,7 +33,8 @@ def run_windows(call: Any, H: int) -> None:
         one = several._replace(**{name: getattr(several, name)[:, 0] for name in ("q", "k", "v")})
         one = one._replace(g=several.g[:, 0], beta=several.beta[:, 0])
         tree = several._replace(parents=torch.full(several.g.shape[:2], -1, dtype=torch.int32))
-        for x in (one, several, tree):
+        trees = [tree] if pool.dtype == torch.float32 and not v_first else []
+        for x in (one, several, *trees):
             step = call._replace(inputs=x, max_tokens=window.max_tokens)
             plan(validate_step(step), x)(x)
         folded = FoldCall(
