@@ -29,7 +29,7 @@ def before(text: str, more: str) -> Edit:
     return text, more + text
 
 
-PARTS = '"explanations": "chunk recurrent conv prep norm'
+PARTS = '"explanations": "step chunk recurrent conv prep norm'
 FUNCTION = """    Function(
         "scale",
         "scale_channels",
@@ -125,7 +125,7 @@ STEPS: tuple[dict[str, tuple[str, str | tuple[Edit, ...]]], ...] = (
             (
                 before(f"    {PARTS}", '    "scale": "reference _host _triton constants",\n'),
                 after(PARTS, " scale"),
-                after('TOP: "explanations warming chunk recurrent conv prep norm', " scale"),
+                after('TOP: "explanations warming step chunk recurrent conv prep norm', " scale"),
                 after('"conv", "prep", "norm"', ', "scale"'),
             ),
         ),
