@@ -65,7 +65,8 @@ STEPS: tuple[dict[str, tuple[str, str | tuple[Edit, ...]]], ...] = (
             "gdn_triton/__init__.py",
             (
                 before(
-                    "from gdn_triton.warming", "from gdn_triton.scale.api import scale_channels\n"
+                    "from gdn_triton.step.api",
+                    "from gdn_triton.scale.api import scale_channels\n",
                 ),
                 before('    "warmup",\n', '    "scale_channels",\n'),
             ),
@@ -73,8 +74,8 @@ STEPS: tuple[dict[str, tuple[str, str | tuple[Edit, ...]]], ...] = (
         "gdn_triton/explanations.py": (
             "gdn_triton/explanations.py",
             (
-                after(
-                    "import validate_sequences, validate_step\n",
+                before(
+                    "from gdn_triton.step.api",
                     "from gdn_triton.scale.api import scale_channels\n"
                     "from gdn_triton.scale.backends import SCALE\n"
                     "from gdn_triton.scale.validation import validate_scale\n",
