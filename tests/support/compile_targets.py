@@ -96,6 +96,7 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "pairs_bwd_kernel": 384,
         "query_key_bwd_kernel": 384,
         "conv_bwd_kernel": 64,
+        "window_fwd_kernel": 64,  # K = 256, key-first
     },
     # Four-byte operands hold twice the registers; accuracy comes first there, not speed.
     (90, 4): {

@@ -72,8 +72,9 @@ def _takes_one(p: RecurrentProblem) -> bool:
 
 def _step_form(p: RecurrentProblem) -> WindowForm:
     """Returns the form of a step. The form of 16-bit states with one token needs the matrix units,
-    whose operands have one dtype. Without matrix units a program would need twice the registers."""
-    one, itemsize = _takes_one(p), p.state_dtype.itemsize
+    whose operands have one dtype. Without matrix units a program would need twice the registers,
+    and so it would with float32 tokens, which take the form of float32 states."""
+    one, itemsize = _takes_one(p), max(p.state_dtype.itemsize, p.q_dtype.itemsize)
     multiplied = p.q_dtype if p.state_dtype == torch.int8 else p.state_dtype
     if one and not (multiplied == p.q_dtype == p.k_dtype and p.q_dtype.itemsize == 2):
         itemsize = 4
@@ -212,7 +213,8 @@ def fold_slots(problem: FoldProblem, x: FoldOperands) -> None:
     with on_device(p.device):
         count_writes(x.state, x.start, x.scales)
         if x.state is not None and x.state.numel() > 0:
-            tile = _tile(window_form(x.state.dtype.itemsize, one_token=False), p)
+            itemsize = max(x.state.dtype.itemsize, p.k_dtype.itemsize)
+            tile = _tile(window_form(itemsize, one_token=False), p)
             grid = (-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)
             window_fold_kernel[grid](
                 state=x.state,
