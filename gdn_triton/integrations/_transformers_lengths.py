@@ -35,4 +35,4 @@ def as_tensor(offsets: Tensor | Sequence[int] | None) -> Tensor | None:
     """The offsets of a batch, which are a list of integers where a trainer must not move them."""
     if offsets is None or isinstance(offsets, Tensor):
         return offsets
-    return torch.tensor(offsets, dtype=torch.int32)
+    return torch.tensor(offsets, dtype=torch.int32, device="cpu")

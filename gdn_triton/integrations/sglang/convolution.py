@@ -73,7 +73,8 @@ def _host_offsets(lengths: list[int] | Tensor | None, query_start_loc: Tensor) -
         raise TypeError(must("seq_lens_cpu", "be a list of ints, or None", value_of(lengths)))
     if lengths is None or query_start_loc.shape != (len(lengths) + 1,):
         return None
-    return torch.tensor([0, *accumulate(lengths)], dtype=query_start_loc.dtype)
+    offsets = [0, *accumulate(lengths)]
+    return torch.tensor(offsets, dtype=query_start_loc.dtype, device="cpu")
 
 
 def causal_conv1d_update(
