@@ -45,6 +45,8 @@ def refusal(call: Call, given: str, x: Tensor, dim: int, stride: int) -> str | N
         # A program of a step with a window reads all tokens of a sequence at once.
         if function is not call.function and given in (*"qkvab", "out") and dim == 1:
             return SPAN if stride >= 2**31 else None
+        if function is not call.function and given == "a" and last:
+            return SPAN
         rows = ("q", "k", "v", "gk", "gv", "b", "beta", "out", "mixed_qkv")
         return SPAN if given in rows and last else None
     return None
