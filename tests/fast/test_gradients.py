@@ -81,8 +81,11 @@ def test_the_librarys_forward_with_tritons_gradients(
 
 def test_no_gradient_no_triton(sevens: Sevens, device: str, monkeypatch: Any) -> None:
     """A forward alone imports no kernel of Triton's."""
+    # A choice keeps the kernels that it has loaded, and a package the modules that it has imported.
+    monkeypatch.setattr("gdn_triton._host.backends._choices", {})
     for name in ("autograd", "backward"):
         monkeypatch.setitem(sys.modules, f"gdn_triton.chunk.triton.{name}", None)
+        monkeypatch.delattr(f"gdn_triton.chunk.triton.{name}", raising=False)
     call = make_call(TRAINED, FP16, device, Options())
     o, _ = run("cuda", call)
     assert (o == 7).all()
