@@ -25,6 +25,8 @@ from torch import Tensor
 
 from benchmarks.report import append_record
 from benchmarks.shapes import Random, add_gates_option, gate_parameters
+from gdn_triton.constants import INT8_MAX
+from gdn_triton.reference.window import scaled_to_int8
 
 K = V = 128
 HEADS = 4
@@ -46,20 +48,25 @@ def scaled(largest: float, rounded: Rounding, dim: int) -> Rounding:
     return apply
 
 
+def int8(x: Tensor) -> Tensor:
+    """As a window's fold rounds a state."""
+    numbers, scales = scaled_to_int8(x)
+    return numbers * scales[..., None, :]
+
+
 def stochastic(x: Tensor) -> Tensor:
-    return (x + torch.rand_like(x)).floor().clamp(-127, 127)
+    return (x + torch.rand_like(x)).floor().clamp(-INT8_MAX, INT8_MAX)
 
 
-INT8 = 127.0
 E4M3 = 448.0
 FORMATS: dict[str, Rounding] = {
     "float32": lambda x: x,
     "bfloat16": to_dtype(torch.bfloat16),
     "float16": to_dtype(torch.float16),
     "e4m3, a scale a value": scaled(E4M3, to_dtype(torch.float8_e4m3fn), dim=-2),
-    "int8, a scale a key": scaled(INT8, torch.round, dim=-1),
-    "int8, a scale a value": scaled(INT8, torch.round, dim=-2),
-    "int8, a scale a value, stochastic": scaled(INT8, stochastic, dim=-2),
+    "int8, a scale a key": lambda x: int8(x.mT).mT,
+    "int8, a scale a value": int8,
+    "int8, a scale a value, stochastic": scaled(INT8_MAX, stochastic, dim=-2),
 }
 
 

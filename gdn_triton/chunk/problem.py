@@ -68,7 +68,7 @@ new_chunk_call = constructor(ChunkCall)
 
 
 class PoolArguments(NamedTuple):
-    """The tensors of a `gdn_triton.chunk_prefill` beside `Inputs`, as the caller gave them."""
+    """The tensors of a `gdn_triton.chunk_prefill` that `Inputs` lacks, as the caller gave them."""
 
     state: Tensor
     read_slots: Tensor

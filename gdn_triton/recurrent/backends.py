@@ -1,6 +1,5 @@
 """The backends of the recurrence: their refusals, and the functions that plan a call."""
 
-import functools
 from collections.abc import Callable
 
 from gdn_triton._host.backends import (
@@ -68,10 +67,6 @@ def _span_refusal(tile_span: int) -> str | None:
     )
 
 
-# Loaded modules are cached here, because even an import statement of a loaded module takes longer.
-
-
-@functools.cache
 def _load_triton_plan() -> Plan:
     from gdn_triton.recurrent.triton import plan, window_plan
 
@@ -82,21 +77,18 @@ def _load_triton_plan() -> Plan:
     return planned
 
 
-@functools.cache
 def _load_reference_plan() -> Plan:
     from gdn_triton.recurrent import reference
 
     return reference.plan
 
 
-@functools.cache
 def _load_triton_fold() -> Fold:
     from gdn_triton.recurrent.triton import window_plan
 
     return window_plan.fold_slots
 
 
-@functools.cache
 def _load_reference_fold() -> Fold:
     from gdn_triton.recurrent import reference
 

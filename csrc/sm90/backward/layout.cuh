@@ -89,7 +89,7 @@ struct SegmentMaps {
                // again
 };
 
-// What the maps and folds of a part of a sequence (Part) have beside SegmentMaps. Every segment has
+// The maps and folds of a part of a sequence (Part) have this and SegmentMaps. Every segment has
 // a map of the gradient, and SegmentMaps::ends has two matrices more: before the first segment, and
 // after the last one.
 struct PartMaps {

@@ -29,7 +29,7 @@ struct SegmentBuffers {
 };
 constexpr int kUnmarked = INT32_MAX;
 
-// What the maps and folds of a part of a sequence have beside SegmentBuffers (Part). All of its
+// The maps and folds of a part of a sequence (Part) have this and SegmentBuffers. All of its
 // segments are later ones: a first segment has no chunk.
 struct PartSegments {
   bool maps_last;       // the last segment has a map too, since another part follows

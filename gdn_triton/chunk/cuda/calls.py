@@ -242,7 +242,7 @@ def gradients(
 
 
 class Walks(NamedTuple):
-    """h, dh: [slots, HV, K, V], the state before each chunk and the gradient of the one behind it.
+    """h, dh: [slots, HV, K, V], the state before each chunk and the gradient of the one after it.
     v_new, dx: [B, T, HV, V]. All in the dtype of A_inv. dh0: fp32, laid out as asked for."""
 
     h: Tensor

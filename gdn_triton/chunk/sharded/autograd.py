@@ -29,7 +29,7 @@ Incoming = Callable[[], list[Tensor | None]]
 
 
 class Kept(NamedTuple):
-    """What the backward needs beside the inputs, in tensors and otherwise."""
+    """The backward needs these tensors, and the rest, in addition to the inputs."""
 
     tensors: tuple[Tensor | None, ...]
     rest: Any

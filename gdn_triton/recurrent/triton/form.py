@@ -22,7 +22,7 @@ class RecurrentForm(NamedTuple):
     fold: 2^fold rows of a tile that lie in one thread are added up with fused multiplications and
         additions.
     ordered: barriers keep the loads of a token before the wait for the slot, and those of the state
-        before the wait for the token; ptxas moves them behind otherwise.
+        before the wait for the token; otherwise ptxas moves them after it.
     words: the sums of q q, k k and q k are of words of 32 bits.
     fast: quotients and roots are off by up to two units in the last place of float32.
     """

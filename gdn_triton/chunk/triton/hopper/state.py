@@ -105,7 +105,7 @@ def state_role(
         S *= 5.9604644775390625e-08
         end = gl.to_tensor(16777216.0)
     # The accumulator of the first product, which overwrites it. Later the registers of other dead
-    # accumulators are given: zeros would be live beside them, and spill.
+    # accumulators are given: zeros would be live at the same time, and spill.
     x = gl.zeros([BV, CHUNK], gl.float32, PRODUCT)
     o_tile = o_s.index(0)
     stage = gl.to_tensor(0)
