@@ -7,7 +7,8 @@ From mixed_qkv, behind the projection, to what goes into the output's projection
 preparation, rule, gated norm; K = V = 128, 4 taps, bf16, float32 states, gates of a model; 16/32
 heads are the model's, 4/8 those of one of four ranks. A prefill is of 8192 tokens of 1 or 8 new
 sequences, a decode step of one token of 64 or 256. Each row: microseconds of a replay of the call
-as a CUDA graph with a cold L2, the implementations in turns, and the kernels that it launches.
+as a CUDA graph with a cold L2, the implementations in turns, and the kernels that it launches, with
+the time of each kernel of an eager call.
 
 FOLDER is what `python -m benchmarks.engines` makes. The engines' calls are those of their layers:
 vLLM's gathers, zeroing and scatter of states are among them, and what an engine computes once a
@@ -96,6 +97,28 @@ def launches(call: Callable[[], Any], device: Device) -> int | None:
     return sum(event.device_type.name == "CUDA" for event in profile.events() or ()) or None
 
 
+def kernel_times(call: Callable[[], Any], device: Device, calls: int = 8) -> dict[str, float]:
+    """us of each kernel, copy or fill of a call with a cold L2, by name: the median of its sums in
+    several calls. Empty on the CPU, and where the profiler sees none."""
+    if not device.is_cuda:
+        return {}
+    sums: list[dict[str, float]] = []
+    call()
+    for _ in range(calls):
+        device.flush()
+        device.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            device.synchronize()
+        found: dict[str, float] = {}
+        for event in profile.events() or ():
+            if event.device_type.name == "CUDA":
+                name = event.name.split("(")[0][:100]
+                found[name] = found.get(name, 0.0) + event.device_time
+        sums.append(found)
+    return {name: statistics.median(x.get(name, 0.0) for x in sums) for name in sums[0]}
+
+
 def measure(
     sizes: Sizes, lengths: Sequence[int], device: Device, makers: dict[str, Maker], rounds: int
 ) -> Record:
@@ -116,6 +139,8 @@ def measure(
         if why is None:
             call = maker(step.copied())
             rows[name]["launches"], why = attempt(device, partial(launches, call, device))
+        if why is None:
+            rows[name]["kernels"], why = attempt(device, partial(kernel_times, call, device))
         if why is None:
             replays[name], why = attempt(device, partial(Replay, call, device))
         if why is not None:
@@ -152,6 +177,18 @@ def tables(records: list[Any], names: Collection[str]) -> str:
     return "\n".join(lines)
 
 
+def kernel_lines(records: list[Any], name: str) -> list[str]:
+    """The kernels of one implementation, a line a call."""
+    lines = []
+    for record in records:
+        found = record["results"].get(name, {}).get("kernels", {})
+        shown = ", ".join(f"{kernel} {time:.1f}" for kernel, time in found.items())
+        if shown:
+            call = f"{record['what']} of {record['sequences']}, {record['heads']}"
+            lines.append(f"{name}, {call}: {shown}")
+    return lines
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--engines", type=Path, help="what `python -m benchmarks.engines` made")
@@ -186,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, row in record["results"].items()
         if "skipped" in row
     ]
-    print("\n".join(dict.fromkeys([*missing, *whys])))
+    print("\n".join(dict.fromkeys([*kernel_lines(records, OURS), *missing, *whys])))
 
 
 if __name__ == "__main__":

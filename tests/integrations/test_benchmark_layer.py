@@ -42,6 +42,7 @@ def test_dry_run(
     for record in records:
         ours = record["results"]["gdn_triton"]
         assert ours["time"] > 0 and ours["error"] < 5e-3 and ours["launches"] is None
+        assert ours["kernels"] == {}
     assert "| decode | 3 | 3 | 1/2 | " in capsys.readouterr().out
     text = page.rows_page(path)
     assert text.startswith("# The Gated DeltaNet part of a layer\n")
@@ -57,6 +58,10 @@ def test_table() -> None:
     }
     record = {"what": "decode", "sequences": 64, "tokens": 64, "heads": "4/8", "results": results}
     last = layer.tables([record], results).splitlines()[-1]
+    results["gdn_triton"]["kernels"] = {"conv": 3.04, "norm": 9.0}
+    lines = layer.kernel_lines([record], "gdn_triton")
+    assert lines == ["gdn_triton, decode of 64, 4/8: conv 3.0, norm 9.0"]
+    assert layer.kernel_lines([record], "vLLM") == []
     assert last == "| decode | 64 | 64 | 4/8 | 12.3 (4) | 100.0 | - |"
 
 
