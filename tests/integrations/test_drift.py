@@ -27,7 +27,7 @@ from engine_sources import (
 import gdn_triton
 from gdn_triton.integrations import flashinfer, sglang, vllm
 from gdn_triton.integrations._fla_layer import convolution, gated_norm
-from gdn_triton.integrations.vllm import layer, warming
+from gdn_triton.integrations.vllm import layer, norm, warming
 
 VLLM = [
     "causal_conv1d_fn",
@@ -44,6 +44,7 @@ PAIRS = [
     ("vllm", "ChunkGatedDeltaRule.forward_native", vllm.forward),
     ("vllm", "ChunkGatedDeltaRule.forward_cuda", vllm.forward),
     ("vllm", "_log_gdn_backend_decision", vllm._log),
+    ("vllm", "rmsnorm_fn", norm.gated_norm(lambda: None)),
     *[("sglang", name, ours) for name, ours in sglang.FUNCTIONS.items()],
     *[
         ("flashinfer_python", name, getattr(flashinfer, name))

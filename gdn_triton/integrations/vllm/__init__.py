@@ -13,6 +13,7 @@ run). It puts ours
   here (`gdn_triton.integrations.vllm.layer`);
 - in place of the functions that those modules hold (`gdn_triton.integrations.vllm.functions`), for
   calls from outside of that method;
+- around `rmsnorm_fn`, the gated norm of the layers (`gdn_triton.integrations.vllm.norm`);
 - around the method that makes a step's metadata, which knows the lengths of prefills on the host
   (`gdn_triton.integrations.vllm.lengths`);
 - in place of `supports_batch_invariance` of vLLM's backend for these layers, which without ours
@@ -33,7 +34,7 @@ from typing import Any, Final
 
 from gdn_triton._host.environment import batch_invariant
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Status, Target
-from gdn_triton.integrations.vllm import functions, layer, lengths, warming
+from gdn_triton.integrations.vllm import functions, layer, lengths, norm, warming
 from gdn_triton.integrations.vllm.functions import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -70,11 +71,13 @@ LAYERS: Final = {
     OLMO: "OlmoHybridGatedDeltaNetAttention",
     f"{PACKAGE}.gdn_linear_attn": "QwenGatedDeltaNetAttention",
 }
+NORM: Final = "vllm.third_party.flash_linear_attention.ops.layernorm_guard"
 METADATA: Final = "vllm.v1.attention.backends.gdn_attn"
 NAME: Final = "ChunkGatedDeltaRule"
 LOG: Final = "_log_gdn_backend_decision"
 CORE: Final = "_forward_core"
 INVARIANCE: Final = "supports_batch_invariance"
+NORM_NAME: Final = "rmsnorm_fn"
 BUILDER, BUILD = "GDNAttentionMetadataBuilder", "build"
 
 # Our functions by vLLM's names, each with the op of ours that runs.
@@ -172,6 +175,8 @@ def status() -> Status:
         for where, other, why in OTHERS:
             if module.__name__ == where and hasattr(module, other):
                 places.append(Place(f"{where}.{other}", None, why))
+    if _norm() is None:
+        places.append(Place(f"{NORM}.{NORM_NAME}", None, "there is no such function to replace."))
     reason = _why_not_build()
     if reason is not None:
         places.append(Place(f"{METADATA}.{BUILDER}.{BUILD}", None, reason))
@@ -215,10 +220,22 @@ def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Any]]:
         # A version of vLLM that has an answer of its own keeps it.
         if vars(backend).get(INVARIANCE, _invariance) is _invariance:
             yield Target(backend, INVARIANCE, "integrations.vllm.layer"), _invariance
+    target = _norm()
+    if target is not None:
+        yield target, norm.gated_norm(target.now)
     if _why_not_build() is None:
         owner = getattr(importlib.import_module(METADATA), BUILDER)
         target = Target(owner, BUILD, "integrations.vllm.lengths")
         yield target, lengths.telling(target.now)
+
+
+def _norm() -> Target | None:
+    """The place of the gated norm, which versions of vLLM may not have."""
+    try:
+        module = importlib.import_module(NORM)
+    except ModuleNotFoundError:
+        return None
+    return Target(module, NORM_NAME, "rms_norm_gated") if hasattr(module, NORM_NAME) else None
 
 
 def _log(vllm_config: object, requested_backend: str, active_backend: str) -> None:
