@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from engine_sources import load
 from helpers import same_bits
 
 from gdn_triton.integrations.vllm import norm
@@ -60,3 +61,17 @@ def test_theirs(changed):
     given |= changed
     found = norm.gated_norm(lambda *args: args)(**given)
     assert all(a is b for a, b in zip(found, given.values(), strict=True))
+
+
+@pytest.mark.of_no_device
+@pytest.mark.parametrize("activation", ["swish", "sigmoid"])
+def test_as_in_plain_torch_of_vllm(activation):
+    """vLLM's own class without its kernel, from its wheel."""
+    file, name = "vllm/model_executor/layers/layernorm.py", "RMSNormGated.forward_static"
+    given = {"torch": torch, "F": torch.nn.functional}
+    theirs = load("vllm", file, [name], given)[name]
+    x, weight, z = call_of()
+    expected = theirs(x, z, weight, 1e-6, x.dtype, V, True, activation)
+    ours = norm.gated_norm(never)
+    y = ours(x, weight, None, z=z, group_size=V, activation=activation)
+    assert ((y - expected).abs() <= 1e-5 * expected.abs()).all()
