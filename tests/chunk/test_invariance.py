@@ -156,6 +156,31 @@ def test_segments_are_for_few_long_sequences(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_segments(problem()) == 64
 
 
+def test_a_long_sequence_among_short_ones_is_cut_where_the_host_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By cu_seqlens_cpu, and only where the longest sequence is several segments long."""
+    cut = functools.partial(segment_chunks, Gpu("cuda", 90, 132))
+    uneven = {"N": 21, "HV": 8, "K": 128, "V": 128, "BT": 64}
+    assert cut(8192, **uneven, longest=6912) == 16
+    assert cut(8192, **uneven) == 0
+    assert cut(8192, **uneven, longest=3000) == 0
+    assert cut(8192, **{**uneven, "HV": 16}, longest=6912) == 32
+    assert cut(32768, **{**uneven, "N": 4}, longest=16000) == 64
+    # The states of many heads fill the GPU with two sequences; as many as there is no segment for.
+    for HV in (32, 128):
+        assert cut(8192, **{**uneven, "HV": HV}, longest=6912) == 0
+    monkeypatch.setitem(tiles._gpus, torch.device("meta"), Gpu("cuda", 90, 132))
+    offsets = torch.tensor([0, *range(64, 1281, 64), 8192], dtype=torch.int32)
+    call = sized_call(T=8192, HV=8, K=128, V=128)
+    call = call._replace(inputs=call.inputs._replace(cu_seqlens=offsets.to("meta")))
+    assert choose_segments(validate_chunk(call)) == 0
+    call = call._replace(cu_seqlens_cpu=offsets)
+    assert choose_segments(validate_chunk(call)) == 16
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    assert choose_segments(validate_chunk(call)) == 0
+
+
 def sized_call(T: int, HV: int, K: int, V: int) -> ChunkCall:
     """A call without memory."""
     q, v = torch.empty(1, T, HV, K, device="meta"), torch.empty(1, T, HV, V, device="meta")
