@@ -83,9 +83,9 @@ def chunk_gated_delta_rule(
             between calls or replays of a CUDA graph. The reference backend is the exception: it
             reads them, and waits for the device.
         cu_seqlens_cpu: the same offsets on the CPU. Never needed; if given, its contents are
-            checked, and the CUDA kernels plan for its longest sequences, which is faster where one
-            is much longer than the others. Where those of cu_seqlens have changed since, results
-            stay right.
+            checked, and kernels plan for its longest sequences, which is faster where one is much
+            longer than the others. Where those of cu_seqlens have changed since, results stay
+            right.
         chunk_indices: [NT, 2], int32 or int64: the (sequence, chunk) table some callers compute
             ahead. Never needed; if given, its shape is checked.
         cp_context: the sequences are split over the ranks of a process group, and the arguments

@@ -80,7 +80,7 @@ def chunk_prefill(
             n in the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Starts at 0, does not decrease,
             ends at or before T. A sequence may be empty: its state goes from its read slot to its
             write slot. The o of tokens at or after cu_seqlens[-1] is 0. None: N = B.
-        cu_seqlens_cpu: the same offsets on the CPU, if the host knows them: the CUDA kernels plan
+        cu_seqlens_cpu: the same offsets on the CPU, if the host knows them: kernels plan
             for its longest sequences, which is faster where one is much longer than the others.
             Where those of cu_seqlens have changed since, results stay right.
         out: [B, T, HV, V], the dtype of q: where o is written. Its last dimension is dense, its

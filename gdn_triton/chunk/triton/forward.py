@@ -167,12 +167,14 @@ def forward_fused(
 
 
 def choose_segments(problem: Problem) -> int:
-    """Chunks of the segments that sequences are cut into, or 0. By the sizes of the whole call, so
-    never in the batch-invariant mode: a sequence then gives the same bits in any batch."""
+    """Chunks of the segments that sequences are cut into, or 0. By the sizes of the whole call and
+    the longest sequence that the host knows of, so never in the batch-invariant mode: a sequence
+    then gives the same bits in any batch."""
     p = problem
     if p.batch_invariant:
         return 0
-    return segment_chunks(gpu_of(p.device), p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size)
+    gpu, longest = gpu_of(p.device), p.longest[0] if p.N > 1 else 0
+    return segment_chunks(gpu, p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size, longest)
 
 
 def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
