@@ -31,6 +31,7 @@ def tokens_of(pool: torch.dtype) -> torch.dtype:
 
 
 LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["key-first", "value-first"])
+TOKENS = ("q", "k", "v", "mixed_qkv", "g", "beta", "a", "b")
 DRAFTS = Case(rows=7, max_tokens=3)
 REAL = [
     Case(K=128, V=128, H=16, HV=32, N=5, rows=16, dtype=BF16, raw=True, mixed=True),
@@ -286,6 +287,43 @@ def test_bits_alone_and_in_a_batch(
             for mine, theirs in zip(run.window[:5], other["window"][:5], strict=True):
                 assert same_bits(mine, theirs)
         run.positions = run.positions + 1
+
+
+@pytest.mark.gpu("real sizes, which would take minutes in the interpreter")
+@LAYOUTS
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("case", REAL, ids=lambda c: f"{c.K}-{c.V}-{c.max_tokens}")
+def test_bits_in_a_large_batch(
+    case: Case, pool: torch.dtype, v_first: bool, backend: str, device: str
+) -> None:
+    """The programs of a large batch have other sizes. Here it is the small one, many times."""
+    from gdn_triton.recurrent.triton.window import FEW_STATES
+
+    if backend == "reference":
+        pytest.skip("torch's products depend on the size of a batch")
+    run = Decoding(replace(case, pool=pool, v_first=v_first), device)
+    copies = -(-(FEW_STATES + 1) // (case.N * case.HV))
+    count = len(run.pool)
+
+    def repeated(y: Tensor) -> Tensor:
+        return y.repeat(copies, *[1] * (y.dim() - 1))
+
+    others = {name: repeated(y) for name, y in parts(run).items()}
+    many = {"state": repeated(run.pool), "window": run.window._replace(**others)}
+    shift = count * torch.arange(copies, device=device).repeat_interleave(case.N)
+    for _ in range(case.period + 3):
+        x = run.tokens(case.max_tokens)
+        given = run.arguments(x)
+        slots = repeated(run.slots)
+        many["read_slots"] = torch.where(slots < 0, slots, slots + shift).to(slots.dtype)
+        many["positions"] = repeated(run.positions)
+        tokens = {name: repeated(given[name]) for name in given if name in TOKENS}
+        o = recurrent_step(**given)
+        assert same_bits(recurrent_step(**{**given, **tokens, **many}), repeated(o))
+        run.positions = run.positions + 1
+    assert same_bits(many["state"], repeated(run.pool))
+    for mine, theirs in zip(run.window[:5], many["window"][:5], strict=True):
+        assert same_bits(theirs, repeated(mine))
 
 
 def test_out_and_strides(device: str) -> None:

@@ -12,6 +12,7 @@ from gdn_triton.recurrent.triton.window_records import (
     fold_records,
     inner,
     load_pieces,
+    not_before,
     padded_with_zeros,
     records_dot,
     sums_after,
@@ -37,10 +38,11 @@ def window_one_fwd_kernel(
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Each sequence has one token. A program has BV columns of the state of one sequence and value
-    head. All loads precede the first barrier, because the compiler moves no load across a barrier,
-    and a load after it would wait for memory once more. DOT: the matrix units multiply the state,
-    which has the 16-bit dtype of q and k, or int8. u_rows, k_rows, g_rows and call_rows are
-    contiguous."""
+    head. It waits for memory twice: for the slot together with the token, and for the state
+    together with its records. The two barriers keep the instructions that use a loaded number after
+    all loads, because a program issues its instructions in their order. DOT: the matrix units
+    multiply the state, which has the 16-bit dtype of q and k, or int8. u_rows, k_rows, g_rows and
+    call_rows are contiguous."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
@@ -53,11 +55,41 @@ def window_one_fwd_kernel(
 
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
     position = tl.load(positions + i_n * stride_p).to(tl.int32)
+    p_q = q + i_n * stride_qb + i_h * stride_qh
+    p_k = k + K_OFFSET * stride_kk + i_n * stride_kb + i_h * stride_kh
+    p_v = v + V_OFFSET * stride_vv + i_n * stride_vb + i_hv * stride_vh + o_v * stride_vv
+    # Columns 0 and 1 of y are q and k; the matrix units multiply at least 8.
+    o_y = tl.arange(0, 8)
+    yq_loads, yk_loads, q_loads, k_loads = (), (), (), ()
+    for i in tl.static_range(KO):
+        in_i = below(o_i, i * KI, K, BK)
+        i_k = o_i + i * KI
+        yq_loads += (tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
+                             mask=(o_y == 0)[:, None] & in_i[None, :], other=0),)  # fmt: skip
+        yk_loads += (tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
+                             mask=(o_y == 1)[:, None] & in_i[None, :], other=0),)  # fmt: skip
+        q_loads += (tl.load(p_q + i_k * stride_qk, mask=in_i, other=0),)
+        k_loads += (tl.load(p_k + i_k * stride_kk, mask=in_i, other=0),)
+    # One program of the value heads of a key head writes the key's record.
+    stored_k = tl.where((i_v == 0) & (i_hv % (HV // H) == 0), K, 0)
+    raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
+    raw_v = tl.load(p_v, mask=in_v, other=0)
+    raw_g = tl.load(g + i_n * stride_gb + i_hv * stride_gh)
+    raw_beta = tl.load(beta + i_n * stride_bb + i_hv * stride_bh)
+    b_A, bias = 0.0, 0.0
+    if A_log is not None:
+        b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
+        if dt_bias is not None:
+            bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
     p_o = o + i_n * stride_ob + i_hv * stride_oh + o_v * stride_ov
+    tl.debug_barrier()
     if slot <= LAST_SKIPPED:
         tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=in_v)
         return
 
+    p_state = state + slot * stride_hn + i_hv * stride_hh
+    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
+    loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
     # The position of the previous call is not loaded yet, but is at least position - D. The state
     # therefore holds at least the tokens before `least`, whose rows are not loaded.
     turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
@@ -68,50 +100,29 @@ def window_one_fwd_kernel(
     p_kr = k_rows + slot * (R * H * K) + i_h * K
     p_gr = g_rows + slot * (R * HV) + i_hv
     b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
+    row_loads = ()
+    for i in tl.static_range(KO):
+        in_i = below(o_i, i * KI, K, BK)
+        p_i = p_kr + (o_i + i * KI)[None, :] + o_r[:, None] * (H * K)
+        row_loads += (tl.load(p_i, mask=is_read[:, None] & in_i[None, :]),)
     b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
     b_start = tl.load(start + slot * stride_start).to(tl.int32)
     last_call = position - 1
     if D > 1:
         last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
-    p_q = q + i_n * stride_qb + i_h * stride_qh
-    p_k = k + K_OFFSET * stride_kk + i_n * stride_kb + i_h * stride_kh
-    p_v = v + V_OFFSET * stride_vv + i_n * stride_vb + i_hv * stride_vh + o_v * stride_vv
-    b_v = tl.load(p_v, mask=in_v, other=0).to(tl.float32)
-    # Columns 0 and 1 of y are q and k; the matrix units multiply at least 8.
-    o_y = tl.arange(0, 8)
-    y_pieces, r_pieces, q_pieces, k_pieces = (), (), (), ()
-    for i in tl.static_range(KO):
-        in_i = below(o_i, i * KI, K, BK)
-        i_k = o_i + i * KI
-        y_q = tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
-                      mask=(o_y == 0)[:, None] & in_i[None, :], other=0)  # fmt: skip
-        y_k = tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
-                      mask=(o_y == 1)[:, None] & in_i[None, :], other=0)  # fmt: skip
-        y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], y_k, y_q)),)
-        old_k = tl.load(p_kr + i_k[None, :] + o_r[:, None] * (H * K),
-                        mask=is_read[:, None] & in_i[None, :])  # fmt: skip
-        r_pieces += (padded_with_zeros(old_k, in_i, K, BK),)
-        q_pieces += (tl.load(p_q + i_k * stride_qk, mask=in_i, other=0).to(tl.float32),)
-        k_pieces += (tl.load(p_k + i_k * stride_kk, mask=in_i, other=0).to(tl.float32),)
-    b_g = tl.load(g + i_n * stride_gb + i_hv * stride_gh).to(tl.float32)
-    b_beta = tl.load(beta + i_n * stride_bb + i_hv * stride_bh)
-    b_A, bias = 0.0, 0.0
-    if A_log is not None:
-        b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
-        if dt_bias is not None:
-            bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
-    # One program of the value heads of a key head writes the key's record.
-    stored_k = tl.where((i_v == 0) & (i_hv % (HV // H) == 0), K, 0)
-    raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
-    p_state = state + slot * stride_hn + i_hv * stride_hh
-    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
-    pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
     p_scale = None
     if scales is not None:
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
         b_scale = tl.load(p_scale, mask=in_v, other=0)
+    tl.debug_barrier()
 
-    b_beta = strength(b_beta, BETA_FACTOR, True)
+    y_pieces, q_pieces, k_pieces = (), (), ()
+    for i in tl.static_range(KO):
+        y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
+        q_pieces += (q_loads[i].to(tl.float32),)
+        k_pieces += (k_loads[i].to(tl.float32),)
+    b_beta = strength(raw_beta, BETA_FACTOR, True)
+    b_g = raw_g.to(tl.float32)
     if A_log is not None:
         b_g = log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD)
     of_q, of_k = scale, 1.0
@@ -128,6 +139,13 @@ def window_one_fwd_kernel(
     alive = age < (position - held).to(tl.uint32)
     b_gr = tl.where(alive, b_gr, 0.0)
     b_u = tl.where(alive[None, :], b_u, 0.0)
+    if scales is not None:
+        b_scale = not_before(b_scale, slot > LAST_SKIPPED)
+    pieces, r_pieces = (), ()
+    for i in tl.static_range(KO):
+        in_i = below(o_i, i * KI, K, BK)
+        pieces += (not_before(loads[i], slot > LAST_SKIPPED),)
+        r_pieces += (padded_with_zeros(not_before(row_loads[i], slot > LAST_SKIPPED), in_i, K, BK),)
     of_state = tl.exp2((tl.sum(b_gr, 0) + b_g) * RCP_LN2)
     w = tl.exp2((sums_after(b_gr, age) + b_g) * RCP_LN2)
     of_y = tl.where(o_y == 0, of_q, of_k)
@@ -158,7 +176,7 @@ def window_one_fwd_kernel(
     if not DOT:
         b_o += state_o
         stored += state_k
-    new_u = (b_v - stored) * (of_k * b_beta)
+    new_u = (raw_v.to(tl.float32) - stored) * (of_k * b_beta)
     b_o = tl.fma(new_u, qk, b_o)
     new_r = (position % R).to(tl.int64)
     tl.store(p_o, b_o.to(o.dtype.element_ty), mask=in_v)
@@ -171,4 +189,4 @@ def window_one_fwd_kernel(
     if held < due:
         to_fold = alive & (age >= (position - due).to(tl.uint32))
         fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
-                     stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
+                     stride_hv, H * K, K, BK, FI, RCP_LN2, slot > LAST_SKIPPED)  # fmt: skip

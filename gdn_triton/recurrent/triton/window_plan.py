@@ -10,7 +10,7 @@ from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
-from gdn_triton._triton.tiles import UNFUSED
+from gdn_triton._triton.tiles import UNFUSED, compiler
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import (
     FoldOperands,
@@ -41,7 +41,7 @@ MOST_WARPS: Final = 4
 def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]:
     """The sizes of a program that a step and a fold share, and its warps."""
     BK = max(LEAST_BLOCK, triton.next_power_of_2(p.K))
-    return {
+    tile: dict[str, Any] = {
         "BK": BK,
         "BV": min(form.BV, max(LEAST_BLOCK, triton.next_power_of_2(p.V))),
         "BR": max(LEAST_BLOCK, triton.next_power_of_2(p.window_rows)),
@@ -50,6 +50,9 @@ def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]
         "num_warps": min(form.warps * max(1, BK // 128), MOST_WARPS),
         "num_stages": 1,
     }
+    if form.registers is not None and BK <= 128 and compiler() == "cuda":
+        tile["maxnreg"] = form.registers
+    return tile
 
 
 def _sizes(p: RecurrentProblem | FoldProblem) -> dict[str, int]:
@@ -78,7 +81,10 @@ def _step_form(p: RecurrentProblem) -> WindowForm:
     multiplied = p.q_dtype if p.state_dtype == torch.int8 else p.state_dtype
     if one and not (multiplied == p.q_dtype == p.k_dtype and p.q_dtype.itemsize == 2):
         itemsize = 4
-    return window_form(itemsize, one)
+    elif one:
+        itemsize = p.state_dtype.itemsize
+    states = p.N * p.HV
+    return window_form(itemsize, one_token=one, v_first=p.state_v_first, states=states)
 
 
 def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
@@ -214,7 +220,8 @@ def fold_slots(problem: FoldProblem, x: FoldOperands) -> None:
         count_writes(x.state, x.start, x.scales)
         if x.state is not None and x.state.numel() > 0:
             itemsize = max(x.state.dtype.itemsize, p.k_dtype.itemsize)
-            tile = _tile(window_form(itemsize, one_token=False), p)
+            # A program that only folds needs no room for others.
+            tile = _tile(window_form(itemsize, one_token=False)._replace(registers=None), p)
             grid = (-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)
             window_fold_kernel[grid](
                 state=x.state,
