@@ -50,7 +50,7 @@ class StepWindow(NamedTuple):
         scales: [slots, HV, V], float32, for a pool of int8, and otherwise None: element (k, v) of a
             state is the pool's number times the scale of value channel v. A fold writes both.
         tickets: [slots, H], int32, or None: zeros, with which a `gdn_triton.layer_step` of one
-            launch counts its programs, and which it leaves zeros. Without them it is several
+            launch counts its programs, and which it leaves zeros. Without them a step is three
             launches.
     """
 

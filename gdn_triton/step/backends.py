@@ -34,8 +34,6 @@ MOST_V: Final = 256
 @functools.lru_cache(maxsize=256)
 def kernel_refusal(p: LayerProblem) -> str | None:
     """A sentence why the call cannot be one launch, or None. Its parts may still run on kernels."""
-    if not p.has_tickets and p.has_window:
-        return "The kernel of a layer's step with a window needs the tickets of the window."
     if p.T != 1:
         return f"The kernel of a layer's step takes one token a sequence; T is {p.T}."
     if p.W not in WIDTHS:
@@ -72,13 +70,18 @@ def triton_supports(p: LayerProblem) -> str | None:
 
 @functools.cache
 def load_triton() -> Plan:
+    from gdn_triton.step import parts
     from gdn_triton.step.triton import kernel, window
 
     def planned(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
         if not problem.has_window:
             return kernel.plan(problem, call)
-        rule = call_of(mixed_qkv=call.inputs.mixed_qkv, **step_arguments(call))
-        return window.plan(problem, call, validate_step(rule), rule.inputs)
+        step = call_of(mixed_qkv=call.inputs.mixed_qkv, **step_arguments(call))
+        rule = validate_step(step)
+        if window.runs_at_once(problem, rule):
+            return window.plan(problem, call, rule, step.inputs)
+        norm = window.plan_norm(problem, call.inputs) if problem.has_norm else None
+        return functools.partial(parts.run, norm=norm)
 
     return planned
 

@@ -97,5 +97,6 @@ class LayerProblem:
     last_skipped: int  # slots up to this one are padding
     tile_span: int  # of a head's state; with a window as in `RecurrentProblem`
     has_window: bool
-    has_tickets: bool  # the window has tickets, or the call needs none
+    has_tickets: bool
+    has_norm: bool
     unreadable: str | None  # a sentence why no kernel can take the tensors

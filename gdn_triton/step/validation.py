@@ -128,7 +128,8 @@ def validate_layer(call: LayerCall) -> LayerProblem:
         last_skipped=LAST_SKIPPED[options.skip],
         tile_span=span,
         has_window=call.window is not None,
-        has_tickets=tickets is not None or (W == 0 and x.norm_weight is None),
+        has_tickets=tickets is not None,
+        has_norm=x.norm_weight is not None,
         unreadable=why_unreadable(named, tuple(named.values())),
     )
 

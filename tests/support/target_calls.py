@@ -354,6 +354,7 @@ def run_layer_step(shape: Shape) -> None:
     from gdn_triton.recurrent.window import make_window
     from gdn_triton.step.backends import kernel_refusal, load_triton
     from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions
+    from gdn_triton.step.triton.window import plan_norm
     from gdn_triton.step.validation import validate_layer
 
     H, HV, K, V, full = shape.HV // 2, shape.HV, shape.K, shape.V, shape.full
@@ -394,6 +395,8 @@ def run_layer_step(shape: Shape) -> None:
             problem = validate_layer(call)
             if kernel_refusal(problem) is None:
                 load_triton()(problem, call)(call)
+                if problem.has_window and problem.has_norm:
+                    plan_norm(problem, operands)(operands, torch.empty(N, HV, V).to(BF16))
 
 
 def run_recurrent(shape: Shape) -> None:

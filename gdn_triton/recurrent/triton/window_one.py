@@ -143,8 +143,8 @@ def window_one_fwd_kernel(
         x_v = convolved(x_v, old_v, w_v, bias_v, W, SILU, NVIDIA)
         given_q, given_k, q_pieces, k_pieces = q_pieces, k_pieces, (), ()
         for i in tl.static_range(KO):
-            taps_q = before_q[2 * i + 1]
-            taps_k = before_k[2 * i + 1]
+            taps_q = before_q[2 * i + 1]  # type: ignore[var-annotated]
+            taps_k = before_k[2 * i + 1]  # type: ignore[var-annotated]
             x_q = convolved(given_q[i], before_q[2 * i], taps_q[0], taps_q[1], W, SILU, NVIDIA)
             x_k = convolved(given_k[i], before_k[2 * i], taps_k[0], taps_k[1], W, SILU, NVIDIA)
             # The convolution of a channel that does not exist is 0, because its bias is.
