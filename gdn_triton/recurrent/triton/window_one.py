@@ -1,15 +1,19 @@
-"""Decoding with a window, for one token in each sequence. `window.py` has the equations."""
+"""Decoding with a window, for one token in each sequence: `gdn_triton.recurrent_step`, or a whole
+`gdn_triton.layer_step`. `window.py` has the equations."""
 
 import triton
 import triton.language as tl
 
 from gdn_triton._triton.activations import log_decay
+from gdn_triton._triton.taps import Filter, convolved, earlier, keep, taps
 from gdn_triton.recurrent.triton.kernel import strength
+from gdn_triton.recurrent.triton.layer import finish_layer, is_last
 from gdn_triton.recurrent.triton.window_records import (
     age_of,
     below,
     boundary,
     fold_records,
+    in_float32,
     inner,
     load_pieces,
     not_before,
@@ -25,24 +29,34 @@ from gdn_triton.recurrent.triton.window_records import (
 @triton.jit(do_not_specialize=["N"])
 def window_one_fwd_kernel(
     q, k, v, g, beta, A_log, dt_bias, o, state, u_rows, k_rows, g_rows, call_rows, start, slots,
-    positions, scales, N, scale,
+    positions, scales, conv_state, conv_weight, conv_bias, gate, norm_weight, tickets, N, scale,
     stride_qb, stride_qh, stride_qk, stride_kb, stride_kh, stride_kk, stride_vb, stride_vh,
     stride_vv, stride_gb, stride_gh, stride_bb, stride_bh, stride_A, stride_dt, stride_ob,
     stride_oh, stride_ov,
-    stride_hn, stride_hh, stride_start, stride_s, stride_p,
-    stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
-    BR: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
-    K_OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr,
-    THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
-    LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, DOT: tl.constexpr,
+    stride_hn, stride_hh, stride_start, stride_s, stride_p, stride_cn, stride_cc, stride_cw,
+    stride_bias, stride_zn, stride_zh, stride_zv, stride_norm,
+    stride_wc: tl.constexpr, stride_ww: tl.constexpr, stride_hk: tl.constexpr,
+    stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+    D: tl.constexpr, PERIOD: tl.constexpr,
+    TURNS: tl.constexpr, K_OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, RCP_LN2: tl.constexpr,
+    EPS: tl.constexpr, THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr,
+    BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr,
+    DOT: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Each sequence has one token. A program has BV columns of the state of one sequence and value
     head. It waits for memory twice: for the slot together with the token, and for the state
     together with its records. The two barriers keep the instructions that use a loaded number after
     all loads, because a program issues its instructions in their order. DOT: the matrix units
     multiply the state, which has the 16-bit dtype of q and k, or int8. u_rows, k_rows, g_rows and
-    call_rows are contiguous."""
+    call_rows are contiguous.
+
+    conv_weight: q, k and v are the token before the convolution. Each program computes all channels
+    of its q and k. The program that comes last of those of a key head writes the convolution's
+    state of these channels, which the others read. norm_weight: the last program replaces o, which
+    the others have written, by its gated norm. tickets [slots, H], contiguous, counts the programs
+    that have come; None: q, k and v are convolved, and there is no norm."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
@@ -60,20 +74,29 @@ def window_one_fwd_kernel(
     p_v = v + V_OFFSET * stride_vv + i_n * stride_vb + i_hv * stride_vh + o_v * stride_vv
     # Columns 0 and 1 of y are q and k; the matrix units multiply at least 8.
     o_y = tl.arange(0, 8)
-    yq_loads, yk_loads, q_loads, k_loads = (), (), (), ()
+    # One program of the value heads of a key head writes the key's record.
+    stored_k = tl.where((i_v == 0) & (i_hv % (HV // H) == 0), K, 0)
+    if conv_weight is not None:
+        f = Filter(conv_weight, conv_bias, stride_wc, stride_ww, stride_bias)
+        c_q, c_k, c_v = i_h * K, (H + i_h) * K, 2 * H * K + i_hv * V + o_v
+        w_v, bias_v = taps(f, c_v, in_v, W, False)
+    yq_loads, yk_loads, q_loads, k_loads, taps_q, taps_k = (), (), (), (), (), ()
     for i in tl.static_range(KO):
         in_i = below(o_i, i * KI, K, BK)
         i_k = o_i + i * KI
-        yq_loads += (tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
-                             mask=(o_y == 0)[:, None] & in_i[None, :], other=0),)  # fmt: skip
-        yk_loads += (tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
-                             mask=(o_y == 1)[:, None] & in_i[None, :], other=0),)  # fmt: skip
+        if conv_weight is None:
+            yq_loads += (tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
+                                 mask=(o_y == 0)[:, None] & in_i[None, :], other=0),)  # fmt: skip
+            yk_loads += (tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
+                                 mask=(o_y == 1)[:, None] & in_i[None, :], other=0),)  # fmt: skip
+        else:
+            taps_q += (taps(f, c_q + i_k, in_i, W, False),)
+            taps_k += (taps(f, c_k + i_k, in_i, W, False),)
         q_loads += (tl.load(p_q + i_k * stride_qk, mask=in_i, other=0),)
         k_loads += (tl.load(p_k + i_k * stride_kk, mask=in_i, other=0),)
-    # One program of the value heads of a key head writes the key's record.
-    stored_k = tl.where((i_v == 0) & (i_hv % (HV // H) == 0), K, 0)
-    raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
-    raw_v = tl.load(p_v, mask=in_v, other=0)
+    if conv_weight is None:
+        raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
+    x_v = tl.load(p_v, mask=in_v, other=0)
     raw_g = tl.load(g + i_n * stride_gb + i_hv * stride_gh)
     raw_beta = tl.load(beta + i_n * stride_bb + i_hv * stride_bh)
     b_A, bias = 0.0, 0.0
@@ -100,11 +123,19 @@ def window_one_fwd_kernel(
     p_kr = k_rows + slot * (R * H * K) + i_h * K
     p_gr = g_rows + slot * (R * HV) + i_hv
     b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
-    row_loads = ()
+    row_loads, before_q, before_k = (), (), ()
     for i in tl.static_range(KO):
         in_i = below(o_i, i * KI, K, BK)
-        p_i = p_kr + (o_i + i * KI)[None, :] + o_r[:, None] * (H * K)
-        row_loads += (tl.load(p_i, mask=is_read[:, None] & in_i[None, :]),)
+        i_k = o_i + i * KI
+        row_loads += (tl.load(p_kr + i_k[None, :] + o_r[:, None] * (H * K),
+                              mask=is_read[:, None] & in_i[None, :]),)  # fmt: skip
+        if conv_weight is not None:
+            p_conv = conv_state + slot * stride_cn
+            before_q += (earlier(p_conv, c_q + i_k, in_i, stride_cc, stride_cw, W),)
+            before_k += (earlier(p_conv, c_k + i_k, in_i, stride_cc, stride_cw, W),)
+    if conv_weight is not None:
+        p_conv = conv_state + slot * stride_cn
+        old_v = earlier(p_conv, c_v, in_v, stride_cc, stride_cw, W)
     b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
     b_start = tl.load(start + slot * stride_start).to(tl.int32)
     last_call = position - 1
@@ -116,11 +147,23 @@ def window_one_fwd_kernel(
         b_scale = tl.load(p_scale, mask=in_v, other=0)
     tl.debug_barrier()
 
-    y_pieces, q_pieces, k_pieces = (), (), ()
-    for i in tl.static_range(KO):
-        y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
-        q_pieces += (q_loads[i].to(tl.float32),)
-        k_pieces += (k_loads[i].to(tl.float32),)
+    y_pieces, new_q, new_k = (), (), ()
+    if conv_weight is None:
+        new_q, new_k = q_loads, k_loads
+        for i in tl.static_range(KO):
+            y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
+    else:
+        x_new = x_v
+        x_v = convolved(x_v, old_v, w_v, bias_v, W, SILU, NVIDIA)
+        for i in tl.static_range(KO):
+            x_q = convolved(q_loads[i], before_q[i], taps_q[i][0], taps_q[i][1], W, SILU, NVIDIA)
+            x_k = convolved(k_loads[i], before_k[i], taps_k[i][0], taps_k[i][1], W, SILU, NVIDIA)
+            # The convolution of a channel that does not exist is 0, because its bias is.
+            y_q = tl.where((o_y == 0)[:, None], x_q[None, :], 0.0).to(x_q.dtype)
+            y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], x_k[None, :], y_q)),)
+            new_q += (x_q,)
+            new_k += (x_k,)
+    q_pieces, k_pieces = in_float32(new_q, KO), in_float32(new_k, KO)
     b_beta = strength(raw_beta, BETA_FACTOR, True)
     b_g = raw_g.to(tl.float32)
     if A_log is not None:
@@ -139,13 +182,14 @@ def window_one_fwd_kernel(
     alive = age < (position - held).to(tl.uint32)
     b_gr = tl.where(alive, b_gr, 0.0)
     b_u = tl.where(alive[None, :], b_u, 0.0)
+    is_here = slot > LAST_SKIPPED
     if scales is not None:
-        b_scale = not_before(b_scale, slot > LAST_SKIPPED)
+        b_scale = not_before(b_scale, is_here)
     pieces, r_pieces = (), ()
     for i in tl.static_range(KO):
-        in_i = below(o_i, i * KI, K, BK)
-        pieces += (not_before(loads[i], slot > LAST_SKIPPED),)
-        r_pieces += (padded_with_zeros(not_before(row_loads[i], slot > LAST_SKIPPED), in_i, K, BK),)
+        pieces += (not_before(loads[i], is_here),)
+        old_k = not_before(row_loads[i], is_here)
+        r_pieces += (padded_with_zeros(old_k, below(o_i, i * KI, K, BK), K, BK),)
     of_state = tl.exp2((tl.sum(b_gr, 0) + b_g) * RCP_LN2)
     w = tl.exp2((sums_after(b_gr, age) + b_g) * RCP_LN2)
     of_y = tl.where(o_y == 0, of_q, of_k)
@@ -157,7 +201,7 @@ def window_one_fwd_kernel(
         )
     records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
     if DOT:
-        both = tl.dot(widened(pieces[0], y_first.dtype), y_first)
+        both = tl.dot(widened(pieces[0], y_first.dtype), y_first)  # type: ignore[misc]
         for i in tl.static_range(1, KO):
             both = tl.dot(widened(pieces[i], y_first.dtype), y_pieces[i], both)
         both *= (of_y * of_state)[None, :]
@@ -176,17 +220,37 @@ def window_one_fwd_kernel(
     if not DOT:
         b_o += state_o
         stored += state_k
-    new_u = (raw_v.to(tl.float32) - stored) * (of_k * b_beta)
+    new_u = (x_v.to(tl.float32) - stored) * (of_k * b_beta)
     b_o = tl.fma(new_u, qk, b_o)
     new_r = (position % R).to(tl.int64)
     tl.store(p_o, b_o.to(o.dtype.element_ty), mask=in_v)
     tl.store(p_u + new_r * (HV * V), new_u, mask=in_v)
     if i_v == 0:
         tl.store(p_gr + new_r * HV, b_g)
-        tl.store(p_kr + o_k + new_r * (H * K), raw_k, mask=o_k < stored_k)
+        if conv_weight is None:
+            tl.store(p_kr + o_k + new_r * (H * K), raw_k, mask=o_k < stored_k)
+        else:
+            for i in tl.static_range(KO):
+                i_k = o_i + i * KI
+                tl.store(p_kr + i_k + new_r * (H * K), new_k[i], mask=i_k < stored_k)
         if i_hv == 0:
             tl.store(call_rows + slot * R + new_r, position)
+    if conv_weight is not None:
+        keep(p_conv, x_new, old_v, c_v, in_v, stride_cc, stride_cw, W)
+    if tickets is not None:
+        if is_last(tickets + slot * H + i_h, (HV // H) * V_BLOCKS):
+            p_gate, p_slot = None, None
+            if norm_weight is not None:
+                p_gate = gate + i_n * stride_zn + i_h * (HV // H) * stride_zh
+            if conv_weight is not None:
+                p_slot = p_conv
+            finish_layer(
+                o + i_n * stride_ob + i_h * (HV // H) * stride_oh, p_q, p_k, p_slot, p_gate,
+                norm_weight, i_h * K, stride_oh, stride_ov, stride_qk, stride_kk, stride_cc,
+                stride_cw, stride_zh, stride_zv, stride_norm, HV // H, H * K, K, V, BK,
+                GROUP_BLOCK, V_BLOCK, W, NORM_EPS, SIGMOID
+            )  # fmt: skip
     if held < due:
         to_fold = alive & (age >= (position - due).to(tl.uint32))
         fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
-                     stride_hv, H * K, K, BK, FI, RCP_LN2, slot > LAST_SKIPPED)  # fmt: skip
+                     stride_hv, H * K, K, BK, FI, RCP_LN2, is_here)  # fmt: skip

@@ -87,8 +87,29 @@ def _step_form(p: RecurrentProblem) -> WindowForm:
     return window_form(itemsize, one_token=one, v_first=p.state_v_first, states=states)
 
 
-def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
-    """x: the result of `views`; o [B, T, HV, V]."""
+# The arguments of the kernel for one token that only a layer's step has.
+NO_LAYER: Final = {
+    **named("cn cc cw", (0, 0, 0)),
+    **named("wc ww bias", (0, 0, 0)),
+    **named("zn zh zv norm", (0, 0, 0, 0)),
+    "W": 1,
+    "SILU": False,
+    "GROUP_BLOCK": 1,
+    "V_BLOCK": 1,
+    "NORM_EPS": 0.0,
+    "SIGMOID": False,
+    "NVIDIA": False,
+}
+NO_LAYER_TENSORS: Final[dict[str, Tensor | None]] = dict.fromkeys(
+    ("conv_state", "conv_weight", "conv_bias", "gate", "norm_weight", "tickets")
+)
+
+
+def make_launch(
+    problem: RecurrentProblem, x: Operands, o: Tensor, layer: dict[str, Any] = NO_LAYER
+) -> Launch:
+    """x: the result of `views`; o [B, T, HV, V]. layer: the arguments of `NO_LAYER`, of a call of
+    one token."""
     p = problem
     assert x.read_slots is not None and x.positions is not None and x.start is not None
     one = _takes_one(p)
@@ -111,7 +132,7 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
         **named("ab at", strides(x.parents, 2)),
     }
     if one:
-        kernel, own = window_one_fwd_kernel, {"DOT": form.dot}
+        kernel, own = window_one_fwd_kernel, {"DOT": form.dot, **layer}
         of_tokens = [
             f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c", "ab", "at")
         ]
@@ -139,6 +160,11 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
     )
 
 
+def step_grid(p: RecurrentProblem) -> tuple[int, int, int]:
+    BV = _tile(_step_form(p), p)["BV"]
+    return (-(-p.V // BV) * (p.N + p.is_varlen) * p.HV, 1, 1)
+
+
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     """Returns a function that runs steps that differ from this one in contents and addresses
     only."""
@@ -146,8 +172,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)
     one = _takes_one(p)
-    BV = _tile(_step_form(p), p)["BV"]
-    grid = (-(-p.V // BV) * (p.N + p.is_varlen) * p.HV, 1, 1)
+    grid = step_grid(p)
 
     def output(y: Operands) -> Tensor:
         if y.out is not None:
@@ -183,7 +208,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             "scales": y.scales,
         }
         if one:
-            launch(grid, **pointers, N=p.N)
+            launch(grid, **pointers, **NO_LAYER_TENSORS, N=p.N)
         else:
             packed = {"cu_seqlens": y.cu_seqlens, "parents": y.parents}
             launch(grid, **pointers, **packed, N=p.N, T=p.T)
