@@ -94,9 +94,9 @@ class PreparedStep:
     A call has the bits and the errors of `gdn_triton.recurrent_step`. The first call with each
     combination of shapes, strides, dtypes and addresses of the tensors runs `recurrent_step`; later
     calls only compare these and launch. The address of an output that the step allocates does not
-    count. The step remembers launches, but no tensors of a call. The
-    first call reads `GDN_BACKEND`, and later calls use the same backend. Under a compiler, on a CPU
-    and in the reference backend every call runs `gdn_triton.recurrent_step`.
+    count. The step remembers launches, but no tensors of a call. The first call reads
+    `GDN_BACKEND`, and later calls use the same backend. Under a compiler, on a CPU and in the
+    reference backend every call runs `gdn_triton.recurrent_step`.
     """
 
     __slots__ = ("_has_memory", "_held", "_known", "_last", "_options", "_state", "_written")
