@@ -12,6 +12,7 @@ from window_cases import Case, Decoding, cloned_window
 
 import gdn_triton
 from gdn_triton import fold_window, recurrent_step, restart_window
+from gdn_triton.recurrent import plans
 from gdn_triton.recurrent.problem import fold_period, turns
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -324,6 +325,42 @@ def test_bits_in_a_large_batch(
     assert same_bits(many["state"], repeated(run.pool))
     for mine, theirs in zip(run.window[:5], many["window"][:5], strict=True):
         assert same_bits(theirs, repeated(mine))
+
+
+@pytest.mark.parametrize("pool, v_first", [(FP32, True), (FP16, False), (FP16, True)])
+@pytest.mark.parametrize("states", [1, 2**20], ids=["few", "many"])
+def test_both_kernels_of_one_token(
+    pool: torch.dtype,
+    v_first: bool,
+    states: int,
+    backend: str,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel that serves K = V = 128 in bf16, at sizes and in dtypes that the interpreter has,
+    against the other kernel, whose bits it has."""
+    from gdn_triton.recurrent.triton import window_plan
+    from gdn_triton.recurrent.triton.window import early_form
+
+    if backend == "reference":
+        pytest.skip("it has no kernels")
+    sizes = {"K": 128, "V": 128, "H": 2, "HV": 4} if device == "cuda" else {}
+    case = Case(N=2, pool=pool, v_first=v_first, dtype=tokens_of(pool), raw=True)
+    run = Decoding(replace(case, **sizes), device)
+    other = copied(run)
+    for _ in range(run.case.period + 3):
+        x = run.tokens(1)
+        monkeypatch.setattr(plans, "_plans", {})
+        o = recurrent_step(**{**run.arguments(x), **other})
+        monkeypatch.setattr(plans, "_plans", {})
+        with monkeypatch.context() as patch:
+            form = early_form(pool.itemsize, v_first, states)
+            patch.setattr(window_plan, "_early_form", lambda _, form=form: form)
+            assert same_bits(run.step(x), o)
+    assert same_bits(run.pool, other["state"])
+    for mine, theirs in zip(run.window[:5], other["window"][:5], strict=True):
+        assert same_bits(mine, theirs)
+    run.finish()
 
 
 def test_out_and_strides(device: str) -> None:

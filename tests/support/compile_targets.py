@@ -96,9 +96,8 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "pairs_bwd_kernel": 384,
         "query_key_bwd_kernel": 384,
         "conv_bwd_kernel": 64,
-        # Room for another program: int8 states.
-        "window_fwd_kernel": 128,
-        "window_one_fwd_kernel": 128,
+        "window_fwd_kernel": 64,  # K = 256, key-first
+        "window_early_fwd_kernel": 64,  # many float32 states
     },
     # Four-byte operands hold twice the registers; accuracy comes first there, not speed.
     (90, 4): {

@@ -35,14 +35,18 @@ def run_windows(call: Any, H: int) -> None:
         one = one._replace(g=several.g[:, 0], beta=several.beta[:, 0])
         tree = several._replace(parents=torch.full(several.g.shape[:2], -1, dtype=torch.int32))
         trees = [tree] if pool.dtype == torch.float32 and not v_first else []
-        # Programs of many states have another form.
+        for x in (one, several, *trees):
+            step = call._replace(inputs=x, max_tokens=window.max_tokens)
+            plan(validate_step(step), x)(x)
+        # Calls of one token in a window of such calls, of a few states and of many, have a kernel
+        # of their own.
         count = -(-(FEW_STATES + 1) // HV)
         repeated = {
             name: getattr(one, name)[:1].repeat(count, *[1] * (getattr(one, name).dim() - 1))
             for name in ("q", "k", "v", "g", "beta", "read_slots", "positions")
         }
-        for x in (one, one._replace(**repeated), several, *trees):
-            step = call._replace(inputs=x, max_tokens=window.max_tokens)
+        for x in (one, one._replace(**repeated)):
+            step = call._replace(inputs=x, max_tokens=1)
             plan(validate_step(step), x)(x)
         folded = FoldCall(
             inputs=FoldOperands(**rows, state=pool, slots=several.read_slots, positions=positions),

@@ -40,7 +40,6 @@ from gdn_triton.recurrent.triton.window_records import (
     fold_records,
     has_bit,
     load_pieces,
-    not_before,
     padded_with_zeros,
     path_bits,
     records_dot,
@@ -100,11 +99,13 @@ def window_fwd_kernel(
             p_o += stride_ot
         return
 
-    # The barrier below keeps the instructions that use a loaded number after all loads, because a
-    # program issues its instructions in their order.
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
-    loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+    pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+    p_scale = None
+    if scales is not None:
+        p_scale = scales + slot * (HV * V) + i_hv * V + o_v
+        b_scale = tl.load(p_scale, mask=in_v, other=0)
     turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
     least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
     age = age_of(o_r, position, R)
@@ -112,50 +113,25 @@ def window_fwd_kernel(
     p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
     p_kr = k_rows + slot * (R * H * K) + i_h * K
     p_gr = g_rows + slot * (R * HV) + i_hv
+    b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
     b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
+    b_start = tl.load(start + slot * stride_start).to(tl.int32)
+    last_call = position - 1
+    if D > 1:
+        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
 
     p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh
     p_k = k + K_OFFSET * stride_kk
     p_k += i_b * stride_kb + row * stride_kt + i_h * stride_kh
     p_v = v + V_OFFSET * stride_vv
     p_v += i_b * stride_vb + row * stride_vt + i_hv * stride_vh + o_v * stride_vv
-    # Columns 2 t and 2 t + 1 of y are q and k of token t. `own`: the token of the call whose record
-    # a row will hold. The k of this token is read from the call.
-    o_y = tl.arange(0, 2 * BT)
-    y_t, is_q, is_k = o_y // 2, o_y % 2 == 0, o_y % 2 == 1
-    with_token = y_t < n_tokens
-    own = (R - 1) - age.to(tl.int32)
-    is_own = (own >= 0) & (own < n_tokens)
-    yq_loads, yk_loads, row_loads, own_loads = (), (), (), ()
-    for i in tl.static_range(KO):
-        in_i = below(o_i, i * KI, K, BK)
-        i_k = o_i + i * KI
-        yq_loads += (tl.load(p_q + y_t[:, None] * stride_qt + i_k[None, :] * stride_qk,
-                             mask=(with_token & is_q)[:, None] & in_i[None, :],
-                             other=0),)  # fmt: skip
-        yk_loads += (tl.load(p_k + y_t[:, None] * stride_kt + i_k[None, :] * stride_kk,
-                             mask=(with_token & is_k)[:, None] & in_i[None, :],
-                             other=0),)  # fmt: skip
-        row_loads += (tl.load(p_kr + i_k[None, :] + o_r[:, None] * (H * K),
-                              mask=is_read[:, None] & in_i[None, :]),)  # fmt: skip
-        own_loads += (tl.load(p_k + own[:, None] * stride_kt + i_k[None, :] * stride_kk,
-                              mask=is_own[:, None] & in_i[None, :], other=0),)  # fmt: skip
-    b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
-    b_start = tl.load(start + slot * stride_start).to(tl.int32)
-    last_call = position - 1
-    if D > 1:
-        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
-    p_scale = None
-    if scales is not None:
-        p_scale = scales + slot * (HV * V) + i_hv * V + o_v
-        b_scale = tl.load(p_scale, mask=in_v, other=0)
     in_t = o_t < n_tokens
     p_g = g + i_b * stride_gb + row * stride_gt + i_hv * stride_gh + o_t.to(tl.int64) * stride_gt
     p_beta = (
         beta + i_b * stride_bb + row * stride_bt + i_hv * stride_bh + o_t.to(tl.int64) * stride_bt
     )
-    raw_g = tl.load(p_g, mask=in_t, other=0)
-    raw_beta = tl.load(p_beta, mask=in_t, other=0)
+    b_g = tl.load(p_g, mask=in_t, other=0).to(tl.float32)
+    b_beta = tl.load(p_beta, mask=in_t, other=0)
     b_A, bias = 0.0, 0.0
     if A_log is not None:
         b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
@@ -165,29 +141,45 @@ def window_fwd_kernel(
     for t in tl.static_range(BT):
         end_v = tl.where(t < n_tokens, V, 0)
         values += (tl.load(p_v + t * stride_vt, mask=o_v < end_v, other=0),)
-    tl.debug_barrier()
 
+    # Columns 2 t and 2 t + 1 of y are q and k of token t. `own`: the token of the call whose record
+    # a row will hold. The k of this token is read from the call.
+    o_y = tl.arange(0, 2 * BT)
+    y_t, is_q, is_k = o_y // 2, o_y % 2 == 0, o_y % 2 == 1
+    with_token = y_t < n_tokens
     # Which tokens are on the path to that of a column, itself included.
     if parents is not None:
         p_parents = parents + i_b * stride_ab + row * stride_at
         path = path_bits(p_parents, stride_at, tl.where(with_token, y_t, -1), BT)
-    is_here = slot > LAST_SKIPPED
-    if scales is not None:
-        b_scale = not_before(b_scale, is_here)
-    y_pieces = ()
+    own = (R - 1) - age.to(tl.int32)
+    is_own = (own >= 0) & (own < n_tokens)
+    y_pieces, r_pieces, own_pieces = (), (), ()
     for i in tl.static_range(KO):
         in_i = below(o_i, i * KI, K, BK)
-        y_i = tl.where(is_k[:, None], yk_loads[i], yq_loads[i])
-        y_pieces += (y_i,)
-        r_i = tl.where(is_own[:, None], own_loads[i],
-                       padded_with_zeros(row_loads[i], in_i, K, BK)).to(y_i.dtype)  # fmt: skip
-        h_i = not_before(loads[i], is_here)
-        if i == 0:
-            both = state_dot(h_i, tl.trans(y_i))
-            records = tl.dot(r_i, tl.trans(y_i), input_precision="ieee")
-        else:
-            both += state_dot(h_i, tl.trans(y_i))
-            records = tl.dot(r_i, tl.trans(y_i), records, input_precision="ieee")
+        i_k = o_i + i * KI
+        y_q = tl.load(p_q + y_t[:, None] * stride_qt + i_k[None, :] * stride_qk,
+                      mask=(with_token & is_q)[:, None] & in_i[None, :], other=0)  # fmt: skip
+        y_k = tl.load(p_k + y_t[:, None] * stride_kt + i_k[None, :] * stride_kk,
+                      mask=(with_token & is_k)[:, None] & in_i[None, :], other=0)  # fmt: skip
+        y_pieces += (tl.where(is_k[:, None], y_k, y_q),)
+        old_k = tl.load(p_kr + i_k[None, :] + o_r[:, None] * (H * K),
+                        mask=is_read[:, None] & in_i[None, :])  # fmt: skip
+        own_k = tl.load(p_k + own[:, None] * stride_kt + i_k[None, :] * stride_kk,
+                        mask=is_own[:, None] & in_i[None, :], other=0)  # fmt: skip
+        own_pieces += (own_k,)
+        old_k = padded_with_zeros(old_k, in_i, K, BK)
+        r_pieces += (tl.where(is_own[:, None], own_k, old_k),)
+    y_first, r_first = y_pieces[0], r_pieces[0]  # type: ignore[misc]
+    both = state_dot(pieces[0], tl.trans(y_first))
+    records = tl.dot(r_first.to(y_first.dtype), tl.trans(y_first), input_precision="ieee")
+    for i in tl.static_range(1, KO):
+        both += state_dot(pieces[i], tl.trans(y_pieces[i]))
+        records = tl.dot(
+            r_pieces[i].to(y_first.dtype),
+            tl.trans(y_pieces[i]),
+            records,
+            input_precision="ieee",
+        )
 
     due = tl.maximum(boundary(position, turn, PERIOD), b_start)
     last_call = tl.where(position > b_start, last_call, position)
@@ -195,8 +187,7 @@ def window_fwd_kernel(
     alive = age < (position - held).to(tl.uint32)
     b_gr = tl.where(alive, b_gr, 0.0)
     b_u = tl.where(alive[None, :], b_u, 0.0)
-    b_beta = strength(raw_beta, BETA_FACTOR, True)
-    b_g = raw_g.to(tl.float32)
+    b_beta = strength(b_beta, BETA_FACTOR, True)
     if A_log is not None:
         b_g = tl.where(in_t, log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD), 0.0)
         # The compiler would compute an activation once for each layout in which it is used, but
@@ -219,7 +210,7 @@ def window_fwd_kernel(
     # by beta of_k^2, and v by beta of_k.
     of_y = tl.where(is_k, 1.0, scale)
     if USE_QK_L2NORM:
-        squares = y_pieces[0].to(tl.float32) * y_pieces[0].to(tl.float32)  # type: ignore[misc]
+        squares = y_first.to(tl.float32) * y_first.to(tl.float32)
         for i in tl.static_range(1, KO):
             squares += y_pieces[i].to(tl.float32) * y_pieces[i].to(tl.float32)
         of_y *= tl.rsqrt(tl.sum(squares, 1) + EPS)
@@ -257,54 +248,56 @@ def window_fwd_kernel(
         if i_hv % (HV // H) == 0:
             for i in tl.static_range(KO):
                 mask = is_own[:, None] & below(o_i, i * KI, K, BK)[None, :]
-                tl.store(p_kr + (o_i + i * KI)[None, :] + o_r[:, None] * (H * K), own_loads[i],
+                tl.store(p_kr + (o_i + i * KI)[None, :] + o_r[:, None] * (H * K), own_pieces[i],
                          mask=mask)  # fmt: skip
         if i_hv == 0:
             tl.store(call_rows + slot * R + new_r, position + o_t * 0, mask=in_t)
     if (held < due) & (n_tokens > 0):
         to_fold = alive & (age >= (position - due).to(tl.uint32))
         fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
-                     stride_hv, H * K, K, BK, FI, RCP_LN2, slot > LAST_SKIPPED)  # fmt: skip
+                     stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
 
 
 class WindowForm(NamedTuple):
     """A program has BV columns of a state and `warps` warps. K is cut into pieces of KI, or of FI
-    in a fold. No bit depends on `registers`, the most of a thread; None: as many as the compiler
-    takes. All loads of a program are in flight at once, and a few registers less often make room
-    for another program on a multiprocessor."""
+    in a fold. early: the kernel is that of `window_early.py`. registers: the most of a thread,
+    which decides how many programs a multiprocessor has; None: as many as the compiler takes. No
+    bit depends on these two."""
 
     BV: int
     warps: int
     KI: int
     FI: int
     dot: bool = False
+    early: bool = False
     registers: int | None = None
 
 
 # Up to this many states of a call, programs have fewer columns: there are then more programs, each
-# of which waits for less. Measured at 256 states, where this is faster, and at 2048.
+# of which waits for less. Measured with 256 states and with 2048.
 FEW_STATES = 512
 
 
-def window_form(
-    state_itemsize: int, *, one_token: bool, v_first: bool = False, states: int = 0
-) -> WindowForm:
-    """The form of K = V = 128. KI and `dot` fix the order of all sums, and depend on neither the
-    layout nor the number of states of a call. With one token the number of states decides BV and
-    the number of warps: a sum over K lies in one warp then, except for key-first states of 32 bits,
-    which have one form for all batches."""
+def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
+    """The form of K = V = 128. It fixes the order of all sums, so it does not depend on the batch.
+    Both layouts have the same form."""
+    narrow = state_itemsize <= 2
+    if one_token:
+        return WindowForm(64, 2, 64, 64, dot=True) if narrow else WindowForm(32, 2, 32, 32)
+    return WindowForm(64, 2, 128, 32) if narrow else WindowForm(64, 4, 32, 32)
+
+
+def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
+    """The form of a call of one token whose states have floats of 2 or 4 bytes, or None where the
+    other kernel is faster. KI and `dot` are those of `window_form`, and the sums over K of one
+    column lie in one warp, so the number of states decides no bit."""
     few = states <= FEW_STATES
-    if not one_token:
-        return (
-            WindowForm(64, 2, 128, 32, registers=168)
-            if state_itemsize <= 2
-            else WindowForm(64, 4, 32, 32, registers=168)
-        )
-    if state_itemsize <= 2:
-        fold = 32 if state_itemsize == 1 else 64
+    if state_itemsize == 2:
         if few:
-            return WindowForm(32, 2, 64, fold, dot=True)
-        return WindowForm(64, 2, 64, fold, dot=True, registers=168)
-    if few or not v_first:
-        return WindowForm(32, 2, 32, 32, registers=168)
-    return WindowForm(64, 4, 32, 32, registers=128)
+            return WindowForm(32, 2, 64, 64, dot=True, early=True)
+        return WindowForm(64, 2, 64, 64, dot=True, early=True, registers=168)
+    if not v_first:
+        return None
+    if few:
+        return WindowForm(32, 2, 32, 32, early=True)
+    return WindowForm(64, 4, 32, 32, early=True, registers=128)

@@ -58,7 +58,7 @@ def window_fold_kernel(
     if scales is not None:
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
     fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, alive, o_v, in_v, stride_hk,
-                 stride_hv, H * K, K, BK, FI, RCP_LN2, slot > LAST_SKIPPED)  # fmt: skip
+                 stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
 
 
 @triton.jit

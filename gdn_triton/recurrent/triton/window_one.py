@@ -16,7 +16,6 @@ from gdn_triton.recurrent.triton.window_records import (
     in_float32,
     inner,
     load_pieces,
-    not_before,
     padded_with_zeros,
     records_dot,
     sums_after,
@@ -46,11 +45,10 @@ def window_one_fwd_kernel(
     V_BLOCK: tl.constexpr, NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Each sequence has one token. A program has BV columns of the state of one sequence and value
-    head. It waits for memory twice: for the slot together with the token, and for the state
-    together with its records. The two barriers keep the instructions that use a loaded number after
-    all loads, because a program issues its instructions in their order. DOT: the matrix units
-    multiply the state, which has the 16-bit dtype of q and k, or int8. u_rows, k_rows, g_rows and
-    call_rows are contiguous.
+    head. All loads precede the first barrier, because the compiler moves no load across a barrier,
+    and a load after it would wait for memory once more. DOT: the matrix units multiply the state,
+    which has the 16-bit dtype of q and k, or int8. u_rows, k_rows, g_rows and call_rows are
+    contiguous.
 
     conv_weight: q, k and v are the token before the convolution. Each program computes all channels
     of its q and k. The program that comes last of those of a key head writes the convolution's
@@ -69,50 +67,11 @@ def window_one_fwd_kernel(
 
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
     position = tl.load(positions + i_n * stride_p).to(tl.int32)
-    p_q = q + i_n * stride_qb + i_h * stride_qh
-    p_k = k + K_OFFSET * stride_kk + i_n * stride_kb + i_h * stride_kh
-    p_v = v + V_OFFSET * stride_vv + i_n * stride_vb + i_hv * stride_vh + o_v * stride_vv
-    # Columns 0 and 1 of y are q and k; the matrix units multiply at least 8.
-    o_y = tl.arange(0, 8)
-    # One program of the value heads of a key head writes the key's record.
-    stored_k = tl.where((i_v == 0) & (i_hv % (HV // H) == 0), K, 0)
-    if conv_weight is not None:
-        f = Filter(conv_weight, conv_bias, stride_wc, stride_ww, stride_bias)
-        c_q, c_k, c_v = i_h * K, (H + i_h) * K, 2 * H * K + i_hv * V + o_v
-        w_v, bias_v = taps(f, c_v, in_v, W, False)
-    yq_loads, yk_loads, q_loads, k_loads, taps_q, taps_k = (), (), (), (), (), ()
-    for i in tl.static_range(KO):
-        in_i = below(o_i, i * KI, K, BK)
-        i_k = o_i + i * KI
-        if conv_weight is None:
-            yq_loads += (tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
-                                 mask=(o_y == 0)[:, None] & in_i[None, :], other=0),)  # fmt: skip
-            yk_loads += (tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
-                                 mask=(o_y == 1)[:, None] & in_i[None, :], other=0),)  # fmt: skip
-        else:
-            taps_q += (taps(f, c_q + i_k, in_i, W, False),)
-            taps_k += (taps(f, c_k + i_k, in_i, W, False),)
-        q_loads += (tl.load(p_q + i_k * stride_qk, mask=in_i, other=0),)
-        k_loads += (tl.load(p_k + i_k * stride_kk, mask=in_i, other=0),)
-    if conv_weight is None:
-        raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
-    x_v = tl.load(p_v, mask=in_v, other=0)
-    raw_g = tl.load(g + i_n * stride_gb + i_hv * stride_gh)
-    raw_beta = tl.load(beta + i_n * stride_bb + i_hv * stride_bh)
-    b_A, bias = 0.0, 0.0
-    if A_log is not None:
-        b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
-        if dt_bias is not None:
-            bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
     p_o = o + i_n * stride_ob + i_hv * stride_oh + o_v * stride_ov
-    tl.debug_barrier()
     if slot <= LAST_SKIPPED:
         tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=in_v)
         return
 
-    p_state = state + slot * stride_hn + i_hv * stride_hh
-    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
-    loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
     # The position of the previous call is not loaded yet, but is at least position - D. The state
     # therefore holds at least the tokens before `least`, whose rows are not loaded.
     turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
@@ -123,49 +82,81 @@ def window_one_fwd_kernel(
     p_kr = k_rows + slot * (R * H * K) + i_h * K
     p_gr = g_rows + slot * (R * HV) + i_hv
     b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
-    row_loads, before_q, before_k = (), (), ()
-    for i in tl.static_range(KO):
-        in_i = below(o_i, i * KI, K, BK)
-        i_k = o_i + i * KI
-        row_loads += (tl.load(p_kr + i_k[None, :] + o_r[:, None] * (H * K),
-                              mask=is_read[:, None] & in_i[None, :]),)  # fmt: skip
-        if conv_weight is not None:
-            p_conv = conv_state + slot * stride_cn
-            before_q += (earlier(p_conv, c_q + i_k, in_i, stride_cc, stride_cw, W),)
-            before_k += (earlier(p_conv, c_k + i_k, in_i, stride_cc, stride_cw, W),)
-    if conv_weight is not None:
-        p_conv = conv_state + slot * stride_cn
-        old_v = earlier(p_conv, c_v, in_v, stride_cc, stride_cw, W)
     b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
     b_start = tl.load(start + slot * stride_start).to(tl.int32)
     last_call = position - 1
     if D > 1:
         last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
+    p_q = q + i_n * stride_qb + i_h * stride_qh
+    p_k = k + K_OFFSET * stride_kk + i_n * stride_kb + i_h * stride_kh
+    p_v = v + V_OFFSET * stride_vv + i_n * stride_vb + i_hv * stride_vh + o_v * stride_vv
+    x_v = tl.load(p_v, mask=in_v, other=0)
+    if conv_weight is not None:
+        f = Filter(conv_weight, conv_bias, stride_wc, stride_ww, stride_bias)
+        p_conv = conv_state + slot * stride_cn
+        c_q, c_k, c_v = i_h * K, (H + i_h) * K, 2 * H * K + i_hv * V + o_v
+        old_v = earlier(p_conv, c_v, in_v, stride_cc, stride_cw, W)
+        w_v, bias_v = taps(f, c_v, in_v, W, False)
+    # Columns 0 and 1 of y are q and k; the matrix units multiply at least 8.
+    o_y = tl.arange(0, 8)
+    y_pieces, r_pieces, q_pieces, k_pieces, before_q, before_k = (), (), (), (), (), ()
+    for i in tl.static_range(KO):
+        in_i = below(o_i, i * KI, K, BK)
+        i_k = o_i + i * KI
+        if conv_weight is None:
+            y_q = tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
+                          mask=(o_y == 0)[:, None] & in_i[None, :], other=0)  # fmt: skip
+            y_k = tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
+                          mask=(o_y == 1)[:, None] & in_i[None, :], other=0)  # fmt: skip
+            y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], y_k, y_q)),)
+        else:
+            before_q += (earlier(p_conv, c_q + i_k, in_i, stride_cc, stride_cw, W),)
+            before_k += (earlier(p_conv, c_k + i_k, in_i, stride_cc, stride_cw, W),)
+            before_q += (taps(f, c_q + i_k, in_i, W, False),)
+            before_k += (taps(f, c_k + i_k, in_i, W, False),)
+        old_k = tl.load(p_kr + i_k[None, :] + o_r[:, None] * (H * K),
+                        mask=is_read[:, None] & in_i[None, :])  # fmt: skip
+        r_pieces += (padded_with_zeros(old_k, in_i, K, BK),)
+        q_pieces += (tl.load(p_q + i_k * stride_qk, mask=in_i, other=0),)
+        k_pieces += (tl.load(p_k + i_k * stride_kk, mask=in_i, other=0),)
+    b_g = tl.load(g + i_n * stride_gb + i_hv * stride_gh).to(tl.float32)
+    b_beta = tl.load(beta + i_n * stride_bb + i_hv * stride_bh)
+    b_A, bias = 0.0, 0.0
+    if A_log is not None:
+        b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
+        if dt_bias is not None:
+            bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
+    # One program of the value heads of a key head writes the key's record.
+    stored_k = tl.where((i_v == 0) & (i_hv % (HV // H) == 0), K, 0)
+    if conv_weight is None:
+        raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
+    p_state = state + slot * stride_hn + i_hv * stride_hh
+    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
+    pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
     p_scale = None
     if scales is not None:
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
         b_scale = tl.load(p_scale, mask=in_v, other=0)
-    tl.debug_barrier()
 
-    y_pieces, new_q, new_k = (), (), ()
-    if conv_weight is None:
-        new_q, new_k = q_loads, k_loads
-        for i in tl.static_range(KO):
-            y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
-    else:
+    if conv_weight is not None:
         x_new = x_v
         x_v = convolved(x_v, old_v, w_v, bias_v, W, SILU, NVIDIA)
+        given_q, given_k, q_pieces, k_pieces = q_pieces, k_pieces, (), ()
         for i in tl.static_range(KO):
-            x_q = convolved(q_loads[i], before_q[i], taps_q[i][0], taps_q[i][1], W, SILU, NVIDIA)
-            x_k = convolved(k_loads[i], before_k[i], taps_k[i][0], taps_k[i][1], W, SILU, NVIDIA)
+            taps_q = before_q[2 * i + 1]  # type: ignore[var-annotated]
+            taps_k = before_k[2 * i + 1]  # type: ignore[var-annotated]
+            x_q = convolved(given_q[i], before_q[2 * i], taps_q[0], taps_q[1], W, SILU, NVIDIA)
+            x_k = convolved(given_k[i], before_k[2 * i], taps_k[0], taps_k[1], W, SILU, NVIDIA)
             # The convolution of a channel that does not exist is 0, because its bias is.
             y_q = tl.where((o_y == 0)[:, None], x_q[None, :], 0.0).to(x_q.dtype)
             y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], x_k[None, :], y_q)),)
-            new_q += (x_q,)
-            new_k += (x_k,)
-    q_pieces, k_pieces = in_float32(new_q, KO), in_float32(new_k, KO)
-    b_beta = strength(raw_beta, BETA_FACTOR, True)
-    b_g = raw_g.to(tl.float32)
+            q_pieces += (x_q,)
+            k_pieces += (x_k,)
+    new_k = k_pieces
+    b_v = x_v.to(tl.float32)
+    q_pieces, k_pieces = in_float32(q_pieces, KO), in_float32(k_pieces, KO)
+
+    b_beta = strength(b_beta, BETA_FACTOR, True)
     if A_log is not None:
         b_g = log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD)
     of_q, of_k = scale, 1.0
@@ -182,14 +173,6 @@ def window_one_fwd_kernel(
     alive = age < (position - held).to(tl.uint32)
     b_gr = tl.where(alive, b_gr, 0.0)
     b_u = tl.where(alive[None, :], b_u, 0.0)
-    is_here = slot > LAST_SKIPPED
-    if scales is not None:
-        b_scale = not_before(b_scale, is_here)
-    pieces, r_pieces = (), ()
-    for i in tl.static_range(KO):
-        pieces += (not_before(loads[i], is_here),)
-        old_k = not_before(row_loads[i], is_here)
-        r_pieces += (padded_with_zeros(old_k, below(o_i, i * KI, K, BK), K, BK),)
     of_state = tl.exp2((tl.sum(b_gr, 0) + b_g) * RCP_LN2)
     w = tl.exp2((sums_after(b_gr, age) + b_g) * RCP_LN2)
     of_y = tl.where(o_y == 0, of_q, of_k)
@@ -201,7 +184,7 @@ def window_one_fwd_kernel(
         )
     records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
     if DOT:
-        both = tl.dot(widened(pieces[0], y_first.dtype), y_first)  # type: ignore[misc]
+        both = tl.dot(widened(pieces[0], y_first.dtype), y_first)
         for i in tl.static_range(1, KO):
             both = tl.dot(widened(pieces[i], y_first.dtype), y_pieces[i], both)
         both *= (of_y * of_state)[None, :]
@@ -220,7 +203,7 @@ def window_one_fwd_kernel(
     if not DOT:
         b_o += state_o
         stored += state_k
-    new_u = (x_v.to(tl.float32) - stored) * (of_k * b_beta)
+    new_u = (b_v - stored) * (of_k * b_beta)
     b_o = tl.fma(new_u, qk, b_o)
     new_r = (position % R).to(tl.int64)
     tl.store(p_o, b_o.to(o.dtype.element_ty), mask=in_v)
@@ -253,4 +236,4 @@ def window_one_fwd_kernel(
     if held < due:
         to_fold = alive & (age >= (position - due).to(tl.uint32))
         fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
-                     stride_hv, H * K, K, BK, FI, RCP_LN2, is_here)  # fmt: skip
+                     stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip

@@ -22,7 +22,13 @@ from gdn_triton.recurrent.problem import (
     views,
 )
 from gdn_triton.recurrent.triton.plan import strides
-from gdn_triton.recurrent.triton.window import WindowForm, window_form, window_fwd_kernel
+from gdn_triton.recurrent.triton.window import (
+    WindowForm,
+    early_form,
+    window_form,
+    window_fwd_kernel,
+)
+from gdn_triton.recurrent.triton.window_early import window_early_fwd_kernel
 from gdn_triton.recurrent.triton.window_fold import (
     window_accept_kernel,
     window_fold_kernel,
@@ -50,7 +56,7 @@ def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]
         "num_warps": min(form.warps * max(1, BK // 128), MOST_WARPS),
         "num_stages": 1,
     }
-    if form.registers is not None and BK <= 128 and compiler() == "cuda":
+    if form.registers is not None and compiler() == "cuda":
         tile["maxnreg"] = form.registers
     return tile
 
@@ -81,10 +87,20 @@ def _step_form(p: RecurrentProblem) -> WindowForm:
     multiplied = p.q_dtype if p.state_dtype == torch.int8 else p.state_dtype
     if one and not (multiplied == p.q_dtype == p.k_dtype and p.q_dtype.itemsize == 2):
         itemsize = 4
-    elif one:
-        itemsize = p.state_dtype.itemsize
-    states = p.N * p.HV
-    return window_form(itemsize, one_token=one, v_first=p.state_v_first, states=states)
+    return window_form(itemsize, one)
+
+
+def _early_form(p: RecurrentProblem) -> WindowForm | None:
+    """Returns the form of a step whose kernel is that of `window_early.py`, or None. That kernel
+    serves the calls for which its registers were chosen."""
+    if not _takes_one(p) or p.max_tokens != 1 or (p.K, p.V) != (128, 128):
+        return None
+    if {p.q_dtype, p.k_dtype} != {torch.bfloat16} or p.state_dtype not in (
+        torch.bfloat16,
+        torch.float32,
+    ):
+        return None
+    return early_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
 
 
 # The arguments of the kernel for one token that only a layer's step has.
@@ -113,7 +129,7 @@ def make_launch(
     p = problem
     assert x.read_slots is not None and x.positions is not None and x.start is not None
     one = _takes_one(p)
-    form = _step_form(p)
+    form = (_early_form(p) if layer is NO_LAYER else None) or _step_form(p)
     tile = _tile(form, p)
     all_strides = {
         **named("qb qt qh qk", strides(x.q, 4)),
@@ -133,6 +149,8 @@ def make_launch(
     }
     if one:
         kernel, own = window_one_fwd_kernel, {"DOT": form.dot, **layer}
+        if form.early:
+            kernel, own = window_early_fwd_kernel, {"DOT": form.dot}
         of_tokens = [
             f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c", "ab", "at")
         ]
@@ -160,8 +178,8 @@ def make_launch(
     )
 
 
-def step_grid(p: RecurrentProblem) -> tuple[int, int, int]:
-    BV = _tile(_step_form(p), p)["BV"]
+def step_grid(p: RecurrentProblem, form: WindowForm | None = None) -> tuple[int, int, int]:
+    BV = _tile(form or _step_form(p), p)["BV"]
     return (-(-p.V // BV) * (p.N + p.is_varlen) * p.HV, 1, 1)
 
 
@@ -172,7 +190,8 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)
     one = _takes_one(p)
-    grid = step_grid(p)
+    early = _early_form(p)
+    grid = step_grid(p, early)
 
     def output(y: Operands) -> Tensor:
         if y.out is not None:
@@ -207,7 +226,10 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             "positions": y.positions,
             "scales": y.scales,
         }
-        if one:
+        if early is not None:
+            del pointers["scales"]
+            launch(grid, **pointers, N=p.N)
+        elif one:
             launch(grid, **pointers, **NO_LAYER_TENSORS, N=p.N)
         else:
             packed = {"cu_seqlens": y.cu_seqlens, "parents": y.parents}
@@ -245,8 +267,7 @@ def fold_slots(problem: FoldProblem, x: FoldOperands) -> None:
         count_writes(x.state, x.start, x.scales)
         if x.state is not None and x.state.numel() > 0:
             itemsize = max(x.state.dtype.itemsize, p.k_dtype.itemsize)
-            # A program that only folds needs no room for others.
-            tile = _tile(window_form(itemsize, one_token=False)._replace(registers=None), p)
+            tile = _tile(window_form(itemsize, one_token=False), p)
             grid = (-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)
             window_fold_kernel[grid](
                 state=x.state,

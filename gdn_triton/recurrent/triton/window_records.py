@@ -86,16 +86,6 @@ def load_pieces(p, in_v, stride_hk: tl.constexpr, K: tl.constexpr, BK: tl.conste
 
 
 @triton.jit
-def not_before(x, is_here):
-    """Returns x, a loaded tile. is_here: a number of the program that is true wherever the call is
-    reached. The compiler moves the conversion of a loaded tile to an operand of `tl.dot` to the
-    load, where it waits for memory before the next load is issued; it does not move a conversion
-    across a selection by such a number. The selection costs no instruction, because the program
-    has already branched on is_here."""
-    return tl.where(is_here, x, tl.zeros_like(x))
-
-
-@triton.jit
 def widened(b_h, LIKE: tl.constexpr):
     """Converts an int8 state to LIKE, a float type that represents all of its numbers. Returns
     other states unchanged."""
@@ -180,9 +170,12 @@ def state_dot(b_h, b_y):
 
 
 @triton.jit
-def folded_piece(b_h, b_k, f_u, of_old, is_here):
-    """[BV, FI] float32: a piece of the state times of_old, plus f_u times keys."""
-    b_h, b_k = not_before(b_h, is_here), not_before(b_k, is_here)
+def folded_piece(p_h, p_kr, f_u, of_old, to_fold, in_v, in_f, stride_kr: tl.constexpr):
+    """[BV, FI] float32: a piece of the state times of_old, plus the records to_fold."""
+    o_r, o_f = tl.arange(0, to_fold.shape[0]), tl.arange(0, in_f.shape[0])
+    b_k = tl.load(p_kr + o_f[None, :] + o_r[:, None] * stride_kr,
+                  mask=to_fold[:, None] & in_f[None, :], other=0)  # fmt: skip
+    b_h = tl.load(p_h, mask=in_v[:, None] & in_f[None, :], other=0)
     added = outer(f_u, b_k, b_h.dtype != tl.float32)
     return tl.fma(b_h.to(tl.float32), of_old, added)
 
@@ -191,37 +184,28 @@ def folded_piece(b_h, b_k, f_u, of_old, is_here):
 def fold_records(
     p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk: tl.constexpr,
     stride_hv: tl.constexpr, stride_kr: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    FI: tl.constexpr, RCP_LN2: tl.constexpr, is_here
+    FI: tl.constexpr, RCP_LN2: tl.constexpr
 ):  # fmt: skip
     """Stores a tile of the state after adding the records to_fold. The state and the keys are
     loaded again, from the cache: holding them in registers would lower the occupancy of all
-    programs, and only few programs fold. All loads precede the first product, because the program
-    would otherwise wait for the cache once for each piece. p_scale: for an int8 state the pointers
-    to the scales of the columns o_v, otherwise None. The scale of a column follows from its largest
-    number, so the products are computed twice; keeping them between the two passes would take BK
-    registers for each column."""
-    o_f, o_r = tl.arange(0, FI), tl.arange(0, to_fold.shape[0])
-    p_tile = p_state + o_v[:, None] * stride_hv + o_f[None, :] * stride_hk
-    p_keys = p_kr + o_f[None, :] + o_r[:, None] * stride_kr
-    h_pieces, k_pieces = (), ()
-    for i in tl.static_range(BK // FI):
-        in_f = below(o_f, i * FI, K, BK)
-        h_pieces += (tl.load(p_tile + i * FI * stride_hk, mask=in_v[:, None] & in_f[None, :],
-                             other=0),)  # fmt: skip
-        k_pieces += (tl.load(p_keys + i * FI, mask=to_fold[:, None] & in_f[None, :], other=0),)
-    if p_scale is not None:
-        old_scale = tl.load(p_scale, mask=in_v, other=0)
-    tl.debug_barrier()
+    programs, and only few programs fold. p_scale: for an int8 state the pointers to the scales of
+    the columns o_v, otherwise None. The scale of a column follows from its largest number, so the
+    products are computed twice; keeping them between the two passes would take BK registers for
+    each column."""
+    o_f = tl.arange(0, FI)
     b_g = tl.where(to_fold, b_gr, 0.0)
     decay = tl.exp2(tl.sum(b_g, 0) * RCP_LN2)
     w = tl.exp2(sums_after(b_g, age) * RCP_LN2)
     f_u = tl.where(to_fold[None, :], b_u * w[None, :], 0.0)
+    p_tile = p_state + o_v[:, None] * stride_hv + o_f[None, :] * stride_hk
     of_old, of_new = decay, 1.0
     if p_scale is not None:
-        of_old = not_before(old_scale, is_here)[:, None] * decay
+        of_old = tl.load(p_scale, mask=in_v, other=0)[:, None] * decay
         largest = tl.zeros([in_v.shape[0]], dtype=tl.float32)
         for i in tl.static_range(BK // FI):
-            b_h = folded_piece(h_pieces[i], k_pieces[i], f_u, of_old, is_here)
+            in_f = below(o_f, i * FI, K, BK)
+            b_h = folded_piece(p_tile + i * FI * stride_hk, p_kr + i * FI, f_u, of_old, to_fold,
+                               in_v, in_f, stride_kr)  # fmt: skip
             largest = tl.maximum(largest, tl.max(tl.abs(b_h), 1))
             # A maximum ignores NaN, so the scale of a channel that is not finite is set to NaN
             # here.
@@ -234,8 +218,8 @@ def fold_records(
         tl.store(p_scale, scale, mask=in_v)
     for i in tl.static_range(BK // FI):
         in_f = below(o_f, i * FI, K, BK)
-        b_h = folded_piece(h_pieces[i], k_pieces[i], f_u, of_old, is_here)
+        p_i = p_tile + i * FI * stride_hk
+        b_h = folded_piece(p_i, p_kr + i * FI, f_u, of_old, to_fold, in_v, in_f, stride_kr)
         if p_scale is not None:
             b_h = tl.floor(tl.fma(b_h, of_new, 0.5))
-        tl.store(p_tile + i * FI * stride_hk, b_h.to(p_state.dtype.element_ty),
-                 mask=in_v[:, None] & in_f[None, :])  # fmt: skip
+        tl.store(p_i, b_h.to(p_state.dtype.element_ty), mask=in_v[:, None] & in_f[None, :])
