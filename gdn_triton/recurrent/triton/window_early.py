@@ -191,7 +191,7 @@ def window_early_fwd_kernel(
         )
     records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
     if DOT:
-        both = tl.dot(pieces[0], y_first)
+        both = tl.dot(pieces[0], y_first)  # type: ignore[misc]
         for i in tl.static_range(1, KO):
             both = tl.dot(pieces[i], y_pieces[i], both)
         both *= (of_y * of_state)[None, :]
