@@ -9,7 +9,7 @@ heads are the model's, 4/8 those of one of four ranks. A prefill is of 8192 toke
 sequences, a decode step of one token of 1 to 256, and a step of drafts of 4 tokens a sequence,
 which only ours has here. Each row: microseconds of a replay of the call as a CUDA graph with a cold
 L2, the implementations in turns, and the kernels that it launches; the median, and with a window
-the mean, as the step of some rounds folds.
+the mean without the slowest 5 of 90 rounds, as the step of some rounds folds.
 
 FOLDER is what `python -m benchmarks.engines` makes. The engines' calls are those of their layers:
 vLLM's gathers, zeroing and scatter of states are among them, and what an engine computes once a
@@ -145,8 +145,9 @@ def measure(
             replays.pop(name, None)
             rows[name] = {"skipped": why}
     for name, times in replay_times(replays, device, rounds, flush=True).items():
-        mean = name == WITH_WINDOW
-        rows[name]["time"] = statistics.mean(times) if mean else statistics.median(times)
+        rows[name]["time"] = statistics.median(times)
+        if name == WITH_WINDOW:
+            rows[name]["time"] = statistics.mean(sorted(times)[: len(times) - len(times) // 18])
     return {
         "kind": "layer",
         "what": ("drafts" if step.drafts else "decode") if step.is_decode else "prefill",
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records = []
     for of in sizes:
         for lengths in calls:
-            for drafts in {0, options.drafts} if max(lengths) == 1 else {0}:
+            for drafts in dict.fromkeys((0, options.drafts) if max(lengths) == 1 else (0,)):
                 found = measure(of, lengths, device, makers, options.rounds, drafts)
                 records.append(found)
                 append_record(options.jsonl, found)

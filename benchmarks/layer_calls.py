@@ -2,6 +2,7 @@
 tensors that they take, and their results in float64."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -117,8 +118,13 @@ def drafted(step: Step, drafts: int) -> Step:
     def more(x: Tensor) -> Tensor:
         return torch.cat([x, *(x.roll(i + 1, 0).flip(-1) for i in range(drafts - 1))])
 
-    names = ("mixed_qkv", "a", "b", "z")
-    return step._replace(drafts=drafts, **{name: more(getattr(step, name)) for name in names})
+    return step._replace(
+        mixed_qkv=more(step.mixed_qkv),
+        a=more(step.a),
+        b=more(step.b),
+        z=more(step.z),
+        drafts=drafts,
+    )
 
 
 def exact(step: Step) -> Tensor:
@@ -209,7 +215,8 @@ def ours(step: Step) -> Call:
     return decode if step.is_decode else prefill
 
 
-class WindowCall(NamedTuple):
+@dataclass(frozen=True)
+class WindowCall:
     """A step with a window at the positions of one tensor, which an engine advances once for all
     layers."""
 
