@@ -90,15 +90,15 @@ def _step_form(p: RecurrentProblem) -> WindowForm:
     return window_form(itemsize, one)
 
 
+EARLY_STATES: Final = (torch.bfloat16, torch.float32)
+
+
 def _early_form(p: RecurrentProblem) -> WindowForm | None:
     """Returns the form of a step whose kernel is that of `window_early.py`, or None. That kernel
     serves the calls for which its registers were chosen."""
     if not _takes_one(p) or p.max_tokens != 1 or (p.K, p.V) != (128, 128):
         return None
-    if {p.q_dtype, p.k_dtype} != {torch.bfloat16} or p.state_dtype not in (
-        torch.bfloat16,
-        torch.float32,
-    ):
+    if {p.q_dtype, p.k_dtype} != {torch.bfloat16} or p.state_dtype not in EARLY_STATES:
         return None
     return early_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
 
