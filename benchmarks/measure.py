@@ -215,9 +215,13 @@ def measure_accuracy(
 
 
 class Replay:
-    """One call in a CUDA graph; on a CPU, the call itself. `result` is rewritten by each replay."""
+    """One call in a CUDA graph; on a CPU, the call itself. `result` is rewritten by each replay.
+    before: precedes each timed replay, and is not timed."""
 
-    def __init__(self, call: Callable[[], Any], device: Device) -> None:
+    def __init__(
+        self, call: Callable[[], Any], device: Device, before: Callable[[], Any] | None = None
+    ) -> None:
+        self.before = before
         # The graph reads and writes the memory of its tensors, which the next capture would free.
         self.call = call
         if not device.is_cuda:
@@ -256,6 +260,8 @@ def replay_times(
         times: dict[str, list[float]] = {name: [] for name in replays}
         for _ in range(rounds):
             for name, replay in replays.items():
+                if replay.before is not None:
+                    replay.before()
                 start = time.perf_counter()
                 replay.run()
                 times[name].append(1e6 * (time.perf_counter() - start))
@@ -263,6 +269,8 @@ def replay_times(
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in replays}
     for round_ in range(warm_up + rounds):
         for name, replay in replays.items():
+            if replay.before is not None:
+                replay.before()
             if flush:
                 device.flush()
             start_event = torch.cuda.Event(enable_timing=True)

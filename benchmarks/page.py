@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from benchmarks import plot, rows
+from benchmarks import layer, plot, rows
 from benchmarks.backward import TRITON as BACKWARD_TRITON
 from benchmarks.peers import PEERS
 from benchmarks.records import (
@@ -42,7 +42,7 @@ from benchmarks.records import (
 )
 from benchmarks.shapes import gates_of, labelled, lengths_name
 
-DOCUMENTS = ("README.md", "docs/benchmarks.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/decode.md")
 ROWS = ROOT / "build" / "rows"
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
 SMALL = "Forward, small and odd shapes too"
@@ -270,6 +270,23 @@ def runs_table(files: Iterable[Path]) -> str:
     return rows.table(["records", "device", "date", "commit", "versions"], lines)
 
 
+def layer_table(files: Iterable[Path]) -> str:
+    """The decode steps of the newest records of a layer."""
+    runs = [records for path in files if kind_of(records := read(path)) == "layer"]
+    if not runs:
+        return ""
+    records = max(runs, key=lambda records: head_of(records)["date"])
+    head = head_of(records)
+    steps = [x for x in records if x.get("what") in ("decode", "drafts")]
+    versions = [
+        f"{name} {v}" for name, v in head["implementations"].items() if name != "gdn_triton"
+    ]
+    names = list(dict.fromkeys(name for x in steps for name in x["results"]))
+    text = f"{device_of(head)}, {head['date']}, {', '.join(versions)}:\n\n"
+    notes = "".join(f"\n{x['text']}\n" for x in records if x["kind"] == "note")
+    return f"{text}{layer.tables(steps, names)}\n{notes}"
+
+
 def parts(files: list[Path]) -> dict[str, str]:
     """What each name of a marked place in a document stands for."""
     ratios = all_ratios(files)
@@ -278,6 +295,7 @@ def parts(files: list[Path]) -> dict[str, str]:
         "short": short_table(ratios),
         "losses": losses_table(ratios),
         "runs": runs_table(files),
+        "layer": layer_table(files),
     }
 
 

@@ -20,7 +20,7 @@ import torch
 from packaging.version import Version
 
 from gdn_triton._host.contents import Contents
-from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
+from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE, MAX_STATE_SPAN
 
 
 class Placed(Protocol):
@@ -311,6 +311,17 @@ def states_refusal(dtype: torch.dtype) -> str | None:
     if dtype == torch.bfloat16 and _interpreting():
         return "Triton's interpreter is not used with bfloat16; the states are."
     return None
+
+
+def span_refusal(tile_span: int) -> str | None:
+    """A sentence why no Triton kernel of the recurrence can take these tensors, or None. tile_span:
+    the most elements from the first to the last of a row or a state that a program reads."""
+    if tile_span < MAX_STATE_SPAN:
+        return None
+    return (
+        "The Triton kernel takes rows and states of which the last element is less than 2^31 "
+        f"elements from the first; one is {tile_span} from it."
+    )
 
 
 def triton_limits(

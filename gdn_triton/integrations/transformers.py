@@ -42,6 +42,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gdn_triton.chunk.api import chunk_gated_delta_rule
+from gdn_triton.integrations import _transformers_window as _window
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Target
 from gdn_triton.integrations._transformers_conv import refuse_numbers_alone, step, whole
 from gdn_triton.integrations._transformers_lengths import ON_HOST, WithHostOffsets, as_tensor
@@ -67,6 +68,7 @@ CONVOLUTION = {
     "causal_conv1d_update": "causal_conv1d_update",
 }
 NORM = "rms_norm_gated"  # of the classes that `_norms` finds
+_WINDOW = "update_recurrent_state"  # of a layer of a cache, with a window
 PACKAGES = ("transformers", "transformers_modules")  # the second holds a model repository's code
 
 
@@ -95,7 +97,7 @@ _asked: list[ModuleType] = []  # modules that were named to `enable`
 # ------------------------------------------------------------------------------------------- public
 
 
-def enable(*modules: ModuleType) -> Status:
+def enable(*modules: ModuleType, window: bool = False) -> Status:
     """Runs the Gated DeltaNet layers of transformers' models on this package, until `disable`.
 
     Covers every modeling module of transformers that is imported, or will be, and the modeling
@@ -104,19 +106,29 @@ def enable(*modules: ModuleType) -> Status:
 
     Args:
         modules: further modules with such layers, of other packages.
+        window: decode with a window in each layer of a cache (`docs/decode.md`), from transformers
+            5.24 on, until `disable`. Without gradients and a compiler, a step of one token then
+            writes a record in place of the state. Functions of torch that read the state get it
+            whole; C++ extensions that take the tensor itself do not.
 
     Returns:
         `status()`: every place found, and whether ours runs there, or why not.
 
     Raises:
         ImportError: transformers is not installed, and no module was given.
-        TypeError: an argument is no module.
+        TypeError: an argument is no module, or window is no bool.
+        RuntimeError: window, and the caches of this transformers are not known.
     """
     for module in modules:
         if not isinstance(module, ModuleType):
             raise TypeError(f"enable: expected modules, got a {type(module).__name__}")
     if not modules and not _is_installed():
         raise ImportError("transformers is not installed: there is nothing to enable")
+    if type(window) is not bool:
+        raise TypeError(f"window must be True or False, got {window!r}")
+    kept = _window.target() if window else None
+    if kept is not None and not _patches.is_ours(kept):
+        _patches.put(kept, _window.keeping(kept.now))
     _asked.extend(module for module in modules if module not in _asked)
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
@@ -145,6 +157,8 @@ def status() -> Status:
         version = None
     enabled = _FINDER in sys.meta_path
     places = [place for module in _modules() for place in _places(module, enabled)]
+    kept = [patch.target for patch in _patches.made if patch.target.name == _WINDOW]
+    places += _patches.places(kept[:1], enabled, "")
     return Status(enabled, version, tuple(places))
 
 
@@ -242,7 +256,7 @@ def _ops(module: ModuleType) -> dict[str, Op]:
             value,
             g,
             beta,
-            initial_state=initial_state,
+            initial_state=_window.whole(initial_state),
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=cu_seqlens,
@@ -262,17 +276,25 @@ def _ops(module: ModuleType) -> dict[str, Op]:
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        T = query.shape[1]
+        further = options(_RECURRENT_OPTIONS, kwargs, cu_seqlens, initial_state, T)
+        if output_final_state and cu_seqlens is None and not further and _keeps_window():
+            found = _window.windowed_step(
+                query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel
+            )
+            if found is not None:
+                return found
         return fused_recurrent_gated_delta_rule(
             query,
             key,
             value,
             g=g,
             beta=beta,
-            initial_state=initial_state,
+            initial_state=_window.whole(initial_state),
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=cu_seqlens,
-            **options(_RECURRENT_OPTIONS, kwargs, cu_seqlens, initial_state, query.shape[1]),
+            **further,
         )
 
     return {
@@ -281,6 +303,11 @@ def _ops(module: ModuleType) -> dict[str, Op]:
         "causal_conv1d": convolve,
         "causal_conv1d_update": step(_before(module, "causal_conv1d_update")),
     }
+
+
+def _keeps_window() -> bool:
+    """Whether a layer of a cache keeps a state with a window."""
+    return any(patch.target.name == _WINDOW and patch.in_place for patch in _patches.made)
 
 
 def _before(owner: ModuleType | type, name: str) -> Any:

@@ -261,7 +261,7 @@ class GatedDeltaNet(MarksUndecayed):
                 recurrence of 1, 8 and 64 sequences takes 4.5, 11.4 and 58.7 us with float32 states,
                 and 4.7, 13.1 and 94.6 without a window; with bfloat16 states 4.0, 8.9 and 37.0,
                 and 2.8, 8.2 and 49.1. These figures leave out the additional launches of a step:
-                two because `layer_step` has no window, and four or five that count tokens.
+                six that count tokens, and two of `layer_step` where it is three launches.
 
         Raises:
             TypeError, ValueError: an argument that does not fit.

@@ -337,7 +337,7 @@ def _step_operands(
     u_rows = k_rows = g_rows = call_rows = start = scales = None
     if window is not None:
         check_kind(window)
-        u_rows, k_rows, g_rows, call_rows, start, _, scales = window
+        u_rows, k_rows, g_rows, call_rows, start, _, scales, _ = window
     # Validation has refused a call that lacks one of them.
     return new_operands(
         q=q,  # type: ignore[arg-type]
@@ -392,13 +392,18 @@ _DEFAULTS: Final = {
 }
 
 
+def call_of(*args: Tensor | None, **options: Any) -> StepCall:
+    """The call that `recurrent_step` would make of these arguments."""
+    return step_call({**_DEFAULTS, **dict(zip(_DEFAULTS, args, strict=False)), **options})
+
+
 def check_step(*args: Tensor | None, **options: Any) -> None:
     """Raises the errors that `recurrent_step` would raise for these arguments. Writes nothing. A
     caller uses it before it writes something itself, or before the first of two steps. In a trace
     it does nothing, because the operator of the step checks shapes there."""
     if torch.compiler.is_compiling():
         return
-    call = step_call({**_DEFAULTS, **dict(zip(_DEFAULTS, args, strict=False)), **options})
+    call = call_of(*args, **options)
     if is_traced(call.inputs.state):
         validate_step(call)
     else:

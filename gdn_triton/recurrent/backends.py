@@ -7,10 +7,11 @@ from gdn_triton._host.backends import (
     Operator,
     missing,
     reference_supports,
+    span_refusal,
     states_refusal,
     triton_refusal,
 )
-from gdn_triton.constants import MAX_STATE_SPAN, MAX_TOKENS
+from gdn_triton.constants import MAX_TOKENS
 from gdn_triton.recurrent.problem import (
     FoldOperands,
     FoldProblem,
@@ -35,7 +36,7 @@ def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
     refusal = states_refusal(problem.state_dtype)
     if refusal is not None:
         return refusal
-    refusal = _span_refusal(problem.tile_span)
+    refusal = span_refusal(problem.tile_span)
     if refusal is not None:
         return refusal
     if problem.T >= MAX_TOKENS:
@@ -55,16 +56,7 @@ def fold_triton_supports(problem: FoldProblem) -> str | None:
     refusal = triton_refusal((problem.k_dtype,), problem.device.type, problem.K)
     if refusal is None and problem.state_dtype is not None:
         refusal = states_refusal(problem.state_dtype)
-    return refusal or _span_refusal(problem.tile_span)
-
-
-def _span_refusal(tile_span: int) -> str | None:
-    if tile_span < MAX_STATE_SPAN:
-        return None
-    return (
-        "The Triton kernel takes rows and states of which the last element is less than 2^31 "
-        f"elements from the first; one is {tile_span} from it."
-    )
+    return refusal or span_refusal(problem.tile_span)
 
 
 def _load_triton_plan() -> Plan:

@@ -1,7 +1,7 @@
 """`prepare_step`: a decode step that holds the tensors and options that all calls of a layer
 share."""
 
-from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,12 +26,13 @@ _Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device] | None
 
 
 class _Known(NamedTuple):
-    """A validated layout of calls. launches: the recorded launches by the addresses of all
-    tensors."""
+    """A validated layout of calls. launches: the recorded launches by the addresses of all tensors
+    of the call. Without `out` the address of the output is None: the step allocates it, and a new
+    allocation overlaps no other tensor and has the alignment of every allocation."""
 
     layouts: tuple[_Layout, ...]
     out: tuple[torch.Size, torch.dtype]
-    launches: dict[tuple[int, ...], Callable[[], None]]
+    launches: dict[tuple[int | None, ...], Again]
 
 
 def prepare_step(
@@ -92,9 +93,10 @@ class PreparedStep:
 
     A call has the bits and the errors of `gdn_triton.recurrent_step`. The first call with each
     combination of shapes, strides, dtypes and addresses of the tensors runs `recurrent_step`; later
-    calls only compare these and launch. The step remembers launches, but no tensors of a call. The
-    first call reads `GDN_BACKEND`, and later calls use the same backend. Under a compiler, on a CPU
-    and in the reference backend every call runs `gdn_triton.recurrent_step`.
+    calls only compare these and launch. The address of an output that the step allocates does not
+    count. The step remembers launches, but no tensors of a call. The first call reads
+    `GDN_BACKEND`, and later calls use the same backend. Under a compiler, on a CPU and in the
+    reference backend every call runs `gdn_triton.recurrent_step`.
     """
 
     __slots__ = ("_has_memory", "_held", "_known", "_last", "_options", "_state", "_written")
@@ -157,27 +159,32 @@ class PreparedStep:
     def _again(self, given: tuple[Tensor | None, ...], known: _Known) -> Tensor:
         """Runs a call of a known layout."""
         o = out = given[0]
-        if o is None:
-            shape, dtype = known.out
-            o = torch.empty(shape, dtype=dtype, device=self._state.device)
+        address = None if out is None else out.data_ptr()
         places = (
+            address,
             *map(_address, self._held),
-            o.data_ptr(),
             *[x.data_ptr() for x in given[1:] if x is not None],
         )
         again = known.launches.get(places)
+        if o is None:
+            o = self._state.new_empty(known.out[0], dtype=known.out[1])
+            address = o.data_ptr()
         if again is None:
             with recording() as launches:
                 self._whole((o, *given[1:]))
             self._keep(known, places, launches)
             return o
-        count_writes(*self._written, out)
+        if out is None:
+            count_writes(*self._written)
+        else:
+            count_writes(*self._written, out)
         with on_device(self._state.device):
-            again()
+            again(address)
         return o
 
     def _needs_grad(self, given: tuple[Tensor | None, ...]) -> bool:
-        return any(x is not None and x.requires_grad for x in (*self._held, *given))
+        present = [x for x in given if x is not None]
+        return True in map(_requires_grad, (*self._held, *present))
 
     def _whole(self, given: tuple[Tensor | None, ...]) -> Tensor:
         out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta, *rest = (
@@ -204,7 +211,7 @@ class PreparedStep:
         )
 
     @staticmethod
-    def _keep(known: _Known, places: tuple[int, ...], launches: list[Again]) -> None:
+    def _keep(known: _Known, places: tuple[int | None, ...], launches: list[Again | None]) -> None:
         if len(launches) == 1 and launches[0] is not None:
             if len(known.launches) >= MOST_PLACES:
                 known.launches.clear()
@@ -212,6 +219,7 @@ class PreparedStep:
 
 
 _address = Tensor.data_ptr
+_requires_grad = attrgetter("requires_grad")
 
 
 def _layouts_of(given: tuple[Tensor | None, ...]) -> tuple[_Layout, ...] | None:

@@ -49,6 +49,9 @@ class StepWindow(NamedTuple):
             in R + 1 - 2 * max_tokens tokens.
         scales: [slots, HV, V], float32, for a pool of int8, and otherwise None: element (k, v) of a
             state is the pool's number times the scale of value channel v. A fold writes both.
+        tickets: [slots, H], int32, or None: zeros, with which a `gdn_triton.layer_step` of one
+            launch counts its programs, and which it leaves zeros. Without them a step is three
+            launches.
     """
 
     u: Tensor
@@ -58,6 +61,7 @@ class StepWindow(NamedTuple):
     start: Tensor
     max_tokens: int
     scales: Tensor | None = None
+    tickets: Tensor | None = None
 
     def unpacked(self, state: Tensor, slots: Tensor, *, state_v_first: bool = False) -> Tensor:
         """Returns the states of some slots of an int8 pool as a new float32 tensor [N, HV, K, V],
@@ -166,8 +170,9 @@ def make_window(
             start at 0, as the states of new sequences do.
 
     Returns:
-        A `StepWindow` of new tensors: slots * R * (4 * HV * (V + 1) + 4) + 4 * slots bytes, and
-        slots * R * H * K numbers of `dtype`. The scales take 4 * slots * HV * V bytes more.
+        A `StepWindow` of new tensors: slots * (R * (4 * HV * (V + 1) + 4) + 4 * H + 4)
+        bytes, and slots * R * H * K numbers of `dtype`. The scales take 4 * slots * HV * V bytes
+        more.
 
     Raises:
         TypeError, ValueError: a size that is no int or too small, or a max_tokens above R / 2.
@@ -190,6 +195,7 @@ def make_window(
         start=torch.zeros(slots, dtype=torch.int32, device=device),
         max_tokens=max_tokens,
         scales=torch.zeros(slots, HV, V, device=device) if with_scales else None,
+        tickets=torch.zeros(slots, H, dtype=torch.int32, device=device),
     )
 
 

@@ -75,12 +75,12 @@ def layer_step(
     Returns:
         y: [N, HV, V] or [N, T, HV, V], the dtype of mixed_qkv, contiguous, a new tensor.
 
-    One launch on Triton: without a window, with one token a sequence, 2 to 4 taps or no
-    convolution, HV / H up to 8, V up to 256, and value-first rows [K] of up to 512 bytes or
-    key-first states of float32. Other calls, and those of the reference backend, are the functions
-    above in a row, each in the backend that is chosen for it; `gdn_triton.explain_call` says which.
-    On an accelerator no contents are read by the host, so a call can be captured in a CUDA graph.
-    Under torch.compile it is one operator, with a window one for each part.
+    Launches on Triton, with one token a sequence, 2 to 4 taps or no convolution, HV / H up to 8 and
+    V up to 256: one, for value-first rows [K] of up to 512 bytes or key-first states of float32;
+    with a window one for few sequences and three for more, with the same bits. Other calls, and
+    those of the reference backend, are the functions above in a row, each in the backend that is
+    chosen for it; `gdn_triton.explain_call` says which. On an accelerator no contents are read by
+    the host, so a call can be captured in a CUDA graph. Under torch.compile it is one operator.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, the expected and the

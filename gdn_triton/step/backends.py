@@ -13,11 +13,13 @@ from gdn_triton._host.backends import (
     Operator,
     missing,
     reference_supports,
+    span_refusal,
     states_refusal,
     triton_refusal,
 )
-from gdn_triton.constants import MAX_STATE_SPAN
-from gdn_triton.step.problem import LayerCall, LayerProblem
+from gdn_triton.recurrent.api import call_of
+from gdn_triton.recurrent.validation import validate_step
+from gdn_triton.step.problem import LayerCall, LayerProblem, step_arguments
 
 # Makes a function that runs all calls that are like a given one.
 Plan = Callable[[LayerProblem, LayerCall], Callable[[LayerCall], Tensor]]
@@ -32,8 +34,6 @@ MOST_V: Final = 256
 @functools.lru_cache(maxsize=256)
 def kernel_refusal(p: LayerProblem) -> str | None:
     """A sentence why the call cannot be one launch, or None. Its parts may still run on kernels."""
-    if p.has_window:
-        return "The kernel of a layer's step has no window."
     if p.T != 1:
         return f"The kernel of a layer's step takes one token a sequence; T is {p.T}."
     if p.W not in WIDTHS:
@@ -45,6 +45,8 @@ def kernel_refusal(p: LayerProblem) -> str | None:
             f"The kernel of a layer's step takes up to {MOST_GROUP} value heads a key head and "
             f"V up to {MOST_V}; HV / H is {p.HV // p.H}, V is {p.V}."
         )
+    if p.has_window:
+        return None
     if p.state_v_first and p.K * p.state_dtype.itemsize > MOST_ROW:
         return (
             f"The kernel of a layer's step takes value-first states of up to {MOST_ROW} bytes a "
@@ -63,21 +65,25 @@ def triton_supports(p: LayerProblem) -> str | None:
     if p.unreadable is not None:
         return p.unreadable
     refusal = kernel_refusal(p) or triton_refusal((p.dtype,), p.device.type, p.K)
-    if refusal is None:
-        refusal = states_refusal(p.state_dtype)
-    if refusal is None and p.tile_span >= MAX_STATE_SPAN:
-        refusal = (
-            "The Triton kernel takes states of which the last element of a head is less than 2^31 "
-            f"elements from the first; one is {p.tile_span} from it."
-        )
-    return refusal
+    return refusal or states_refusal(p.state_dtype) or span_refusal(p.tile_span)
 
 
 @functools.cache
-def _load_triton() -> Plan:
-    from gdn_triton.step import triton
+def load_triton() -> Plan:
+    from gdn_triton.step import parts
+    from gdn_triton.step.triton import kernel, window
 
-    return triton.plan
+    def planned(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
+        if not problem.has_window:
+            return kernel.plan(problem, call)
+        step = call_of(mixed_qkv=call.inputs.mixed_qkv, **step_arguments(call))
+        rule = validate_step(step)
+        if window.runs_at_once(problem, rule):
+            return window.plan(problem, call, rule, step.inputs)
+        norm = window.plan_norm(problem, call.inputs) if problem.has_norm else None
+        return functools.partial(parts.run, norm=norm)
+
+    return planned
 
 
 @functools.cache
@@ -91,7 +97,7 @@ LAYER_STEP: Operator[LayerProblem, Plan] = Operator(
     "layer_step",
     (
         missing("cuda", "The CUDA library has no kernel for a layer's step."),
-        Backend("triton", triton_supports, _load_triton),
+        Backend("triton", triton_supports, load_triton),
         # The parts run, each in the backend that is chosen for it.
         Backend("reference", reference_supports, _load_parts),
     ),

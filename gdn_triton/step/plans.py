@@ -14,7 +14,7 @@ from gdn_triton.step.backends import plan_of
 from gdn_triton.step.problem import LayerCall, LayerProblem
 from gdn_triton.step.validation import (
     all_tensors,
-    check_slots,
+    check_contents,
     layer_memory,
     validate_layer,
 )
@@ -44,7 +44,7 @@ def run_layer(call: LayerCall) -> Tensor:
             # A tensor that no kernel can read need not have an address.
             memory = layer_memory(call)
             memory.check(all_tensors(call))
-        check_slots(problem, inputs)
+        check_contents(problem, call)
         if memory is None or key is None:
             return plan_of(problem, call)(call)
         readable = resolved(inputs)
@@ -56,7 +56,7 @@ def run_layer(call: LayerCall) -> Tensor:
         plan = _plans[key] = _Plan(problem, memory, plan_of(problem, call))
     else:
         plan.memory.check(all_tensors(call))
-        check_slots(plan.problem, inputs)
+        check_contents(plan.problem, call)
     return plan.run(call)
 
 
@@ -77,8 +77,10 @@ def _key(call: LayerCall) -> Hashable | None:
             known.append((x.dtype, x.shape, x.stride(), x.device, x.requires_grad, False))
         else:
             return None
-    # The rest of a window is judged by its own step, at every call.
-    return (*known, type(call.window), type(call.positions))
+    most = getattr(call.window, "max_tokens", None)
+    if type(most) not in _PLAIN_OPTIONS:
+        return None
+    return (*known, type(call.window), type(call.positions), most, type(most))
 
 
 _PLAIN_OPTIONS = frozenset((bool, float, int, str, type(None)))

@@ -95,6 +95,8 @@ class LayerProblem:
     use_qk_l2norm: bool
     state_v_first: bool
     last_skipped: int  # slots up to this one are padding
-    tile_span: int  # elements from the first to the last of one head's state
+    tile_span: int  # of a head's state; with a window as in `RecurrentProblem`
     has_window: bool
+    has_tickets: bool
+    has_norm: bool
     unreadable: str | None  # a sentence why no kernel can take the tensors

@@ -38,11 +38,18 @@ def test_dry_run(
         f"{name}: not measured: --engines names no folder" for name in ("vllm", "sglang")
     ]
     calls = [(x["what"], x["sequences"], x["tokens"], x["heads"]) for x in records]
-    assert calls == [("prefill", 1, 70, "1/2"), ("prefill", 2, 70, "1/2"), ("decode", 3, 3, "1/2")]
+    assert calls == [
+        ("prefill", 1, 70, "1/2"),
+        ("prefill", 2, 70, "1/2"),
+        ("decode", 3, 3, "1/2"),
+        ("drafts", 3, 12, "1/2"),
+    ]
     for record in records:
         ours = record["results"]["gdn_triton"]
         assert ours["time"] > 0 and ours["error"] < 5e-3 and ours["launches"] is None
         assert ours["kernels"] == {}
+        windowed = record["results"]["gdn_triton, with a window"]
+        assert ("time" in windowed) == (record["what"] != "prefill")
     assert "| decode | 3 | 3 | 1/2 | " in capsys.readouterr().out
     text = page.rows_page(path)
     assert text.startswith("# The Gated DeltaNet part of a layer\n")
@@ -111,7 +118,7 @@ def no_engines() -> Iterator[None]:
 
 def test_no_files(no_engines: None, tmp_path: Path) -> None:
     made, _, missing = layer.makers_of(tmp_path)
-    assert list(made) == ["gdn_triton"]
+    assert list(made) == ["gdn_triton", "gdn_triton, with a window"]
     assert [line.split(" No module")[0] for line in missing] == [
         "vllm: not measured:",
         "sglang: not measured:",

@@ -320,11 +320,13 @@ def test_commands_of_records_are_of_no_machine() -> None:
 
 
 def test_pictures_are_drawn_by_their_script() -> None:
-    """`python docs/pictures.py` changes no file, and a page shows each picture."""
+    """`python docs/pictures.py` and `python -m docs.decode_pictures` change no file, and a page
+    shows each picture."""
+    from docs import decode_pictures
     from docs.pictures import ASSETS, PICTURES
 
     pages = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
-    for name, draw in PICTURES.items():
+    for name, draw in (PICTURES | decode_pictures.PICTURES).items():
         assert (ASSETS / name).read_text(encoding="utf-8") == draw(), name
         assert f"(assets/{name})" in pages
 

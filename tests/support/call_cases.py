@@ -243,8 +243,8 @@ def with_window(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(**x: Any) -> Any:
-        fields = ("u", "k", "g", "calls", "start")
-        parts = {name: x.pop(f"window.{name}") for name in fields}
+        fields = ("u", "k", "g", "calls", "start", "tickets")
+        parts = {name: x.pop(f"window.{name}") for name in fields if f"window.{name}" in x}
         return function(**{"window": gdn_triton.StepWindow(**parts, max_tokens=3), **x})
 
     return call
@@ -263,7 +263,8 @@ def make_layer_step(batch: Batch) -> dict[str, Any]:
 
 
 def make_window_layer_step(batch: Batch) -> dict[str, Any]:
-    return {**make_layer_step(batch), **window(batch)}
+    tickets = torch.zeros(7, H, dtype=torch.int32)
+    return {**make_layer_step(batch), **window(batch), "window.tickets": tickets}
 
 
 def make_conv(batch: Batch) -> dict[str, Any]:

@@ -97,6 +97,7 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "query_key_bwd_kernel": 384,
         "conv_bwd_kernel": 64,
         "window_fwd_kernel": 64,  # K = 256, key-first
+        "window_early_fwd_kernel": 64,  # many states
     },
     # Four-byte operands hold twice the registers; accuracy comes first there, not speed.
     (90, 4): {

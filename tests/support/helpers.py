@@ -320,7 +320,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     """Equal bit for bit, NaNs included."""
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
-    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    as_int = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return torch.equal(x.contiguous().view(as_int), y.contiguous().view(as_int))
 
 

@@ -351,9 +351,10 @@ def run_conv(shape: Shape) -> None:
 def run_layer_step(shape: Shape) -> None:
     """A layer's step from pools of both layouts, of a batch and of a large one; where its kernel
     takes the shape."""
-    from gdn_triton.step.backends import kernel_refusal
+    from gdn_triton.recurrent.window import make_window
+    from gdn_triton.step.backends import kernel_refusal, load_triton
     from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions
-    from gdn_triton.step.triton import plan
+    from gdn_triton.step.triton.window import plan_norm
     from gdn_triton.step.validation import validate_layer
 
     H, HV, K, V, full = shape.HV // 2, shape.HV, shape.K, shape.V, shape.full
@@ -385,10 +386,17 @@ def run_layer_step(shape: Shape) -> None:
             state_v_first=v_first,
             skip="negative",
         )
-        call = LayerCall(operands, options)
-        problem = validate_layer(call)
-        if kernel_refusal(problem) is None:
-            plan(problem, call)(call)
+        records = make_window(N, H, HV, K, V, shape.dtype, "cpu")
+        positions = torch.zeros(N, dtype=torch.int32)
+        calls = [LayerCall(operands, options)]
+        if N == 2:
+            calls.append(LayerCall(operands, options, records, positions))
+        for call in calls:
+            problem = validate_layer(call)
+            if kernel_refusal(problem) is None:
+                load_triton()(problem, call)(call)
+                if problem.has_window and problem.has_norm:
+                    plan_norm(problem, operands)(operands, torch.empty(N, HV, V).to(BF16))
 
 
 def run_recurrent(shape: Shape) -> None:

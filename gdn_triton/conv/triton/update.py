@@ -15,18 +15,10 @@ import triton.language as tl
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named
+from gdn_triton._triton.taps import Filter, logistic, on_nvidia, taps, weighted
 from gdn_triton._triton.tiles import UNFUSED
 from gdn_triton.conv.problem import ConvOperands, ConvProblem
-from gdn_triton.conv.triton.rows import (
-    Filter,
-    States,
-    logistic,
-    on_nvidia,
-    state_of,
-    strides,
-    taps,
-    weighted,
-)
+from gdn_triton.conv.triton.rows import States, state_of, strides
 from gdn_triton.conv.triton.runs import load_columns, store_columns
 
 # The threads of a program that walks (one warp), and the bytes of a token of x, or of the state,

@@ -260,13 +260,22 @@ def window_fwd_kernel(
 
 class WindowForm(NamedTuple):
     """A program has BV columns of a state and `warps` warps. K is cut into pieces of KI, or of FI
-    in a fold."""
+    in a fold. early: the kernel is that of `window_early.py`. registers: the most of a thread,
+    which decides how many programs a multiprocessor has; None: as many as the compiler takes. No
+    bit depends on these two."""
 
     BV: int
     warps: int
     KI: int
     FI: int
     dot: bool = False
+    early: bool = False
+    registers: int | None = None
+
+
+# Up to this many states of a call, programs have fewer columns: there are then more programs, each
+# of which waits for less. Measured with 256 states and with 2048.
+FEW_STATES = 512
 
 
 def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
@@ -276,3 +285,19 @@ def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
     if one_token:
         return WindowForm(64, 2, 64, 64, dot=True) if narrow else WindowForm(32, 2, 32, 32)
     return WindowForm(64, 2, 128, 32) if narrow else WindowForm(64, 4, 32, 32)
+
+
+def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
+    """The form of a call of one token whose states have floats of 2 or 4 bytes, or None where the
+    other kernel is faster. KI and `dot` are those of `window_form`, and the sums over K of one
+    column lie in one warp, so the number of states decides no bit."""
+    few = states <= FEW_STATES
+    if state_itemsize == 2:
+        if few:
+            return WindowForm(32, 2, 64, 64, dot=True, early=True)
+        return WindowForm(64, 2, 64, 64, dot=True, early=True, registers=168)
+    if not v_first:
+        return None
+    if few:
+        return WindowForm(32, 2, 32, 32, early=True)
+    return WindowForm(64, 4, 32, 32, early=True, registers=128)

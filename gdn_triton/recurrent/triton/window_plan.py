@@ -10,7 +10,7 @@ from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
-from gdn_triton._triton.tiles import UNFUSED
+from gdn_triton._triton.tiles import UNFUSED, compiler
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import (
     FoldOperands,
@@ -22,7 +22,13 @@ from gdn_triton.recurrent.problem import (
     views,
 )
 from gdn_triton.recurrent.triton.plan import strides
-from gdn_triton.recurrent.triton.window import WindowForm, window_form, window_fwd_kernel
+from gdn_triton.recurrent.triton.window import (
+    WindowForm,
+    early_form,
+    window_form,
+    window_fwd_kernel,
+)
+from gdn_triton.recurrent.triton.window_early import window_early_fwd_kernel
 from gdn_triton.recurrent.triton.window_fold import (
     window_accept_kernel,
     window_fold_kernel,
@@ -41,7 +47,7 @@ MOST_WARPS: Final = 4
 def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]:
     """The sizes of a program that a step and a fold share, and its warps."""
     BK = max(LEAST_BLOCK, triton.next_power_of_2(p.K))
-    return {
+    tile: dict[str, Any] = {
         "BK": BK,
         "BV": min(form.BV, max(LEAST_BLOCK, triton.next_power_of_2(p.V))),
         "BR": max(LEAST_BLOCK, triton.next_power_of_2(p.window_rows)),
@@ -50,6 +56,9 @@ def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]
         "num_warps": min(form.warps * max(1, BK // 128), MOST_WARPS),
         "num_stages": 1,
     }
+    if form.registers is not None and compiler() == "cuda":
+        tile["maxnreg"] = form.registers
+    return tile
 
 
 def _sizes(p: RecurrentProblem | FoldProblem) -> dict[str, int]:
@@ -81,12 +90,46 @@ def _step_form(p: RecurrentProblem) -> WindowForm:
     return window_form(itemsize, one)
 
 
-def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
-    """x: the result of `views`; o [B, T, HV, V]."""
+EARLY_STATES: Final = (torch.bfloat16, torch.float32)
+
+
+def _early_form(p: RecurrentProblem) -> WindowForm | None:
+    """Returns the form of a step whose kernel is that of `window_early.py`, or None. That kernel
+    serves the calls for which its registers were chosen."""
+    if not _takes_one(p) or p.max_tokens != 1 or (p.K, p.V) != (128, 128):
+        return None
+    if {p.q_dtype, p.k_dtype} != {torch.bfloat16} or p.state_dtype not in EARLY_STATES:
+        return None
+    return early_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
+
+
+# The arguments of the kernel for one token that only a layer's step has.
+NO_LAYER: Final = {
+    **named("cn cc cw", (0, 0, 0)),
+    **named("wc ww bias", (0, 0, 0)),
+    **named("zn zh zv norm", (0, 0, 0, 0)),
+    "W": 1,
+    "SILU": False,
+    "GROUP_BLOCK": 1,
+    "V_BLOCK": 1,
+    "NORM_EPS": 0.0,
+    "SIGMOID": False,
+    "NVIDIA": False,
+}
+NO_LAYER_TENSORS: Final[dict[str, Tensor | None]] = dict.fromkeys(
+    ("conv_state", "conv_weight", "conv_bias", "gate", "norm_weight", "tickets")
+)
+
+
+def make_launch(
+    problem: RecurrentProblem, x: Operands, o: Tensor, layer: dict[str, Any] = NO_LAYER
+) -> Launch:
+    """x: the result of `views`; o [B, T, HV, V]. layer: the arguments of `NO_LAYER`, of a call of
+    one token."""
     p = problem
     assert x.read_slots is not None and x.positions is not None and x.start is not None
     one = _takes_one(p)
-    form = _step_form(p)
+    form = (_early_form(p) if layer is NO_LAYER else None) or _step_form(p)
     tile = _tile(form, p)
     all_strides = {
         **named("qb qt qh qk", strides(x.q, 4)),
@@ -105,7 +148,9 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
         **named("ab at", strides(x.parents, 2)),
     }
     if one:
-        kernel, own = window_one_fwd_kernel, {"DOT": form.dot}
+        kernel, own = window_one_fwd_kernel, {"DOT": form.dot, **layer}
+        if form.early:
+            kernel, own = window_early_fwd_kernel, {"DOT": form.dot}
         of_tokens = [
             f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c", "ab", "at")
         ]
@@ -133,6 +178,11 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
     )
 
 
+def step_grid(p: RecurrentProblem, form: WindowForm | None = None) -> tuple[int, int, int]:
+    BV = _tile(form or _step_form(p), p)["BV"]
+    return (-(-p.V // BV) * (p.N + p.is_varlen) * p.HV, 1, 1)
+
+
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     """Returns a function that runs steps that differ from this one in contents and addresses
     only."""
@@ -140,8 +190,8 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)
     one = _takes_one(p)
-    BV = _tile(_step_form(p), p)["BV"]
-    grid = (-(-p.V // BV) * (p.N + p.is_varlen) * p.HV, 1, 1)
+    early = _early_form(p)
+    grid = step_grid(p, early)
 
     def output(y: Operands) -> Tensor:
         if y.out is not None:
@@ -176,8 +226,11 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             "positions": y.positions,
             "scales": y.scales,
         }
-        if one:
+        if early is not None:
+            del pointers["scales"]
             launch(grid, **pointers, N=p.N)
+        elif one:
+            launch(grid, **pointers, **NO_LAYER_TENSORS, N=p.N)
         else:
             packed = {"cu_seqlens": y.cu_seqlens, "parents": y.parents}
             launch(grid, **pointers, **packed, N=p.N, T=p.T)

@@ -104,6 +104,14 @@ def weighted(pieces, x, KO: tl.constexpr):
 
 
 @triton.jit
+def in_float32(pieces, KO: tl.constexpr):
+    wide = ()
+    for i in tl.static_range(KO):
+        wide += (pieces[i].to(tl.float32),)
+    return wide
+
+
+@triton.jit
 def inner(x, y, KO: tl.constexpr):
     b_sum = x[0] * y[0]
     for i in tl.static_range(1, KO):

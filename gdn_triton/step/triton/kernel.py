@@ -24,73 +24,21 @@ from torch import Tensor
 
 from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
-from gdn_triton._triton.activations import log_decay, sigmoid
+from gdn_triton._triton.activations import log_decay
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
+from gdn_triton._triton.taps import Filter, convolved, earlier, keep, on_nvidia, taps
 from gdn_triton._triton.tiles import UNFUSED, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
-from gdn_triton.conv.triton.rows import Filter, logistic, on_nvidia, taps, weighted
 from gdn_triton.recurrent.triton.form import (
     STATES_BEYOND_CACHE,
     eviction_policy,
     recurrent_form,
 )
 from gdn_triton.recurrent.triton.kernel import decay_of, normalizer, strength
-from gdn_triton.recurrent.triton.sums import column_sums, fixed_point, power_of_two, products
+from gdn_triton.recurrent.triton.layer import head_norms
+from gdn_triton.recurrent.triton.sums import column_sums, products
 from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
-
-
-@triton.jit
-def earlier(p, o_c, mask, stride_c, stride_w, W: tl.constexpr):
-    """Loads the W - 1 tokens of a state, the latest first."""
-    before = ()
-    for i in tl.static_range(W - 1):
-        p_c = p + o_c.to(tl.int64) * stride_c + tl.cast(stride_w, tl.int64) * (W - 2 - i)
-        before += (tl.load(p_c, mask=mask, other=0),)
-    return before
-
-
-@triton.jit
-def keep(p, x, before, o_c, mask, stride_c, stride_w, W: tl.constexpr):
-    """Stores the state after token x."""
-    kept = (x.to(p.dtype.element_ty),)
-    for i in tl.static_range(W - 2):
-        kept += (before[i],)
-    for i in tl.static_range(W - 1):
-        p_c = p + o_c.to(tl.int64) * stride_c + tl.cast(stride_w, tl.int64) * (W - 2 - i)
-        tl.store(p_c, kept[i], mask=mask)
-
-
-@triton.jit
-def convolved(x, before, w, b_bias, W: tl.constexpr, SILU: tl.constexpr, NVIDIA: tl.constexpr):
-    wide = ()
-    for i in tl.static_range(W - 1):
-        wide += (before[i].to(tl.float32),)
-    b_y = weighted(x.to(tl.float32), wide, w, b_bias, W)
-    if SILU:
-        b_y = b_y * logistic(b_y, NVIDIA)
-    return b_y.to(x.dtype)
-
-
-@triton.jit
-def sums_of_squares(x, PARTS: tl.constexpr):
-    """[TILES]: the sum of the squares of x [BV, TILES] over the PARTS tiles of each head. It is
-    summed in fixed point relative to the largest square, so that it does not depend on the tiles of
-    a head, which differ with the number of sequences."""
-    o_t = tl.arange(0, x.shape[1])
-    same = o_t[:, None] // PARTS == o_t[None, :] // PARTS
-    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    if PARTS > 1:
-        top = tl.max(tl.where(same, top[:, None], 0), 0)
-    finite = top < 0x7F800000
-    largest = top.to(tl.float32, bitcast=True)
-    unit, inverse = power_of_two(tl.where(finite, largest, 0.0))
-    x = tl.where(finite[None, :], x, 0.0) * inverse[None, :]
-    units = tl.sum(fixed_point(x * x), 0)
-    if PARTS > 1:
-        units = tl.sum(tl.where(same, units[:, None], 0), 0)
-    squares = units.to(tl.float32) * 5.684341886080802e-14 * unit * unit
-    return tl.where(finite, squares, largest * largest)
 
 
 @triton.jit
@@ -216,14 +164,7 @@ def layer_step_kernel(
         tl.store(p, kept, mask=in_k & (o_v < end_v)[None, :], eviction_policy=POLICY)
 
     if norm_weight is not None:
-        b_n = b_y.to(tl.float32)
-        squares = sums_of_squares(tl.where(in_d, b_n, 0.0), PARTS)
-        b_n *= tl.rsqrt(squares / V + NORM_EPS)[None, :]
-        b_n *= b_w.to(tl.float32)
-        b_z = b_z.to(tl.float32)
-        b_s = sigmoid(b_z, 1.0)
-        b_n *= b_s if SIGMOID else b_z * b_s
-        b_y = b_n.to(y.dtype.element_ty)
+        b_y = head_norms(b_y, in_d, b_w, b_z, V, PARTS, NORM_EPS, SIGMOID)
     tl.store(p_y, b_y, mask=in_d)
 
 
