@@ -101,6 +101,7 @@ def validate_layer(call: LayerCall) -> LayerProblem:
             span = validate_step(call_of(mixed_qkv=mixed, **step_arguments(call))).tile_span
         tickets = _check_tickets(call.window, x.state, H)
     given = tuple(y for y in x if y is not None)
+    read = {**named, "window.tickets": tickets}
     if torch.is_grad_enabled() and any(y.requires_grad for y in given):
         raise NotImplementedError(
             "gdn_triton.layer_step updates states in place and has no gradient; an input requires "
@@ -130,7 +131,7 @@ def validate_layer(call: LayerCall) -> LayerProblem:
         has_window=call.window is not None,
         has_tickets=tickets is not None,
         has_norm=x.norm_weight is not None,
-        unreadable=why_unreadable(named, tuple(named.values())),
+        unreadable=why_unreadable(read, tuple(read.values())),
     )
 
 

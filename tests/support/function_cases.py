@@ -401,7 +401,7 @@ TABLE = (
             "conv_state": _UNUSED,
         },
         meaningless={**_UNUSED_WINDOW, "conv_state": _UNUSED},
-        named=_WINDOW,
+        named={**_WINDOW, "window.tickets": "window.tickets"},
     ),
     Function("norm", "rms_norm_gated", gdn_triton.rms_norm_gated, make_norm, ROWS, gradients=BOTH),
     Function(
