@@ -42,7 +42,7 @@ from benchmarks.records import (
 )
 from benchmarks.shapes import gates_of, labelled, lengths_name
 
-DOCUMENTS = ("README.md", "docs/benchmarks.md")
+DOCUMENTS = ("README.md", "docs/backward.md", "docs/benchmarks.md")
 ROWS = ROOT / "build" / "rows"
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
 SMALL = "Forward, small and odd shapes too"
@@ -258,6 +258,27 @@ def losses_table(ratios: Iterable[Ratio]) -> str:
     return rows.table(["call", "install", "faster", "calls it wins", "largest losses"], lines)
 
 
+def backward_table(files: Iterable[Path]) -> str:
+    """A row for each file of gradients with the CUDA library: the mean and the least ratio of each
+    other implementation, for the backward alone and for a step."""
+    calls = {"backward": "Backward alone", "step": TRAINING}
+    columns = [(name, short) for name in ("FlashQLA", "FLA") for short in calls]
+    lines = []
+    for path in files:
+        records = read(path)
+        if kind_of(records) != "times":
+            continue
+        found = groups(x for x in backward_ratios(records) if x.install == LIBRARY)
+        cells = []
+        for name, short in columns:
+            of_others = found.get((device_of(head_of(records)), calls[short], LIBRARY), {})
+            if values := list(of_others.get(name, {}).values()):
+                cells.append(f"{statistics.geometric_mean(values):.2f}, {min(values):.2f}")
+        if len(cells) == len(columns):
+            lines.append([f"`benchmarks/results/{path.name}`", *cells])
+    return rows.table(["records", *(f"{name}, {short}" for name, short in columns)], lines)
+
+
 def runs_table(files: Iterable[Path]) -> str:
     lines = []
     for path in files:
@@ -277,6 +298,7 @@ def parts(files: list[Path]) -> dict[str, str]:
         "summary": summary_table(ratios, USUAL),
         "short": short_table(ratios),
         "losses": losses_table(ratios),
+        "backward": backward_table(files),
         "runs": runs_table(files),
     }
 
