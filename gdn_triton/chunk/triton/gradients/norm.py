@@ -20,7 +20,7 @@ def norm_gradient(b_x, b_dy, EPS: tl.constexpr):
     x, dy = b_x.to(tl.float32), b_dy.to(tl.float32)
     r = tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
     y = x * r
-    # A row without a gradient has none, whatever it holds: tokens of no sequence may be NaN.
+    # A row with a gradient of 0 gets 0, whatever it holds: tokens of no sequence may be NaN.
     none = tl.max((dy != 0).to(tl.int32), 1)[:, None] == 0
     return tl.where(none, 0.0, r * (dy - y * tl.sum(y * dy, 1)[:, None]))
 

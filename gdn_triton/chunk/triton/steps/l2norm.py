@@ -12,13 +12,13 @@ from gdn_triton._triton.activations import normalized
 from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
 from gdn_triton.constants import L2NORM_EPS
 
-# Elements of a tile: 16 a thread of 4 warps, enough loads in flight to stream.
+# Elements of a tile: 16 for each thread of 4 warps keep enough loads in flight.
 TILE_ELEMENTS = 2048
 
 
 @triton.jit
 def row_place(i, T, H):
-    """Where row i of [B, T, H] rows lies: (batch entry, token, head)."""
+    """Returns the place of row i of [B, T, H] rows: (batch entry, token, head)."""
     i_t = i // H
     i_b = i_t // T
     i_t = i_t - i_b * T
@@ -66,8 +66,8 @@ def l2norm_kernel(
 
 
 def l2norm_fwd(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalises q and k [B, T, H, K] over K (last stride 1); each comes back contiguous in its
-    dtype."""
+    """Normalises q and k [B, T, H, K] over K (last stride 1). Returns both contiguous in their
+    dtypes."""
     B, T, H, K = q.shape
     q_out = torch.empty(B, T, H, K, dtype=q.dtype, device=q.device)
     k_out = torch.empty(B, T, H, K, dtype=k.dtype, device=k.device)
