@@ -202,7 +202,7 @@ class ForwardPlanner {
   const int64_t chunks_;  // of a batch entry
   const bool is_uneven_;  // several packed sequences
   std::vector<ChunkCounts> counts_;
-  std::vector<SequenceLengths> lengths_;  // the same, or what the host knows
+  std::vector<SequenceLengths> lengths_;  // the same, or the known lengths
   std::vector<double> whole_times_;       // of whole sequences, for each of the lengths
   BlockShape shape_;
 };

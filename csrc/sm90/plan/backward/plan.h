@@ -1,6 +1,6 @@
 // The plan of a backward: whole sequences or segments, for both walks or the walk forward alone;
 // slices or halves of slices; and which states the forward leaves. Plans rest on models of the
-// times, and on what the host knows of the lengths. chunk_backward.cu asks for them, on the host.
+// times, and on the lengths that the host knows. chunk_backward.cu asks for them, on the host.
 #pragma once
 #include <algorithm>
 #include <array>

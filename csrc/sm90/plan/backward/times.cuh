@@ -28,9 +28,9 @@ GDN_HOST_DEVICE float time_of_segments(float share, float length, float chunk = 
 // The walk of the state to where the last segments begin. walked: chunks of the longest sequence;
 // share: chunks of a multiprocessor, where all have equally many.
 GDN_HOST_DEVICE float time_of_states(float share, float walked, bool overlaps) {
-  // kOverlap: what a chunk of the walk back takes longer while this walk overlaps with it. A chunk
-  // of this walk after the walk back takes kChain, the chain of its products, or kFull, where
-  // memory is the bound.
+  // kOverlap: the time that this walk adds to a chunk of the walk back while both run. A chunk of
+  // this walk after the walk back takes kChain, the chain of its products, or kFull, where memory
+  // is the bound.
   constexpr float kOverlap = 0.2f, kChain = 1.2f, kFull = 1.8f, kLaunch = 8, kBehind = 15;
   return kLaunch + (overlaps ? kOverlap * walked : kBehind + fmaxf(kChain * walked, kFull * share));
 }
