@@ -301,7 +301,7 @@ FRAME = {BF16: 96.0, FP16: 8.0}
 
 
 def decay_of(kind: str, g: Tensor, rng: random.Random, frame: float) -> Tensor:
-    """The gates [B, T] of one head, of a kind, from mild random ones."""
+    """The gates [B, T] of one head, of the given kind, made from mild random gates."""
     T = g.shape[1]
     token = torch.arange(T, device=g.device)
     # A chunk, or the 16 tokens of a block, just inside of the frame or just outside.

@@ -290,7 +290,7 @@ size_t part_backward_workspace(const ChunkForward& p) {
 }
 
 namespace {
-// `problem` with the states of the forward, which are those that its segments start from.
+// Runs one call of a part. Its segments start from the states of the forward, Part::starts.
 const char* run_part(ChunkBackward problem, const Part& part, Stage stage, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   if (const char* reason = unsupported(p)) return reason;
