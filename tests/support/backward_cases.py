@@ -337,3 +337,19 @@ def check_alone(case: Case, dtype: torch.dtype, device: str) -> None:
                 state = name == "initial_state"
                 inside = inside[n : n + 1] if state else inside[:, first:end]
                 assert same_bits(inside, x), f"d{name} of sequence {n}, packed: {packed}"
+
+
+def check_rows_of_no_sequence(task: Task) -> None:
+    """NaN in rows of no sequence, and in the gradient of their o, changes no gradient, and these
+    rows have gradients of 0."""
+    expected = by_op(task)
+    end = sum(task.case.lengths or ())
+    for name in NAMES[:5]:
+        x = task.leaves[name].clone()
+        x[:, end:] = torch.nan
+        task.leaves[name] = x
+    task.do[:, end:] = torch.nan
+    for name, x in by_op(task).items():
+        assert same_bits(x, expected[name]), name
+        if name in NAMES[:5]:
+            assert not x[:, end:].any(), name
