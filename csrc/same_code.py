@@ -50,8 +50,8 @@ def output(*command: str | Path, given: str | None = None) -> str:
 
 
 def kernels_of(sass: str, usage: str) -> list[tuple[str, str]]:
-    """Mangled names and code in the output of cuobjdump with --dump-sass and --dump-resource-usage.
-    """
+    """Mangled names and code in the output of cuobjdump with --dump-sass and
+    --dump-resource-usage."""
     used = re.findall(r"^ *Function (\S+):\s*\n\s*(REG:.*)$", usage, re.M)
     found, lines, gpu = [], [], ""
     for line in map(str.strip, sass.splitlines()):
