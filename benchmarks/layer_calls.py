@@ -1,5 +1,5 @@
-"""The calls of a layer's part that benchmarks.layer times: ours, those of vLLM and of SGLang, the
-tensors that they take, and their results in float64."""
+"""The calls of a layer's part that benchmarks.layer times, for this package, vLLM and SGLang; their
+tensors; and their results in float64."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class Step(NamedTuple):
         return max(self.lengths) == 1
 
     def copied(self) -> "Step":
-        """The same call on tensors of its own."""
+        """The same call on its own copies of the tensors."""
         made: Any = [x.clone() if isinstance(x, Tensor) else x for x in self]
         return Step(*made)
 
@@ -80,7 +80,7 @@ class Step(NamedTuple):
 def make_step(
     sizes: Sizes, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Step:
-    """Sequences of one token go on from states; longer ones begin."""
+    """Sequences of one token continue from states; longer ones begin."""
     N, T = len(lengths), sum(lengths)
     rand = Random(0, device)
 
@@ -105,7 +105,7 @@ def make_step(
         norm=1 + 0.1 * normal(sizes.V),
         conv_state=conv_state if decode else torch.zeros_like(conv_state),
         state=state if decode else torch.zeros_like(state),
-        # Slot 0 is nobody's in vLLM.
+        # Slot 0 is unused in vLLM.
         slots=1 + torch.arange(N, device=device).int(),
         cu_seqlens=offsets.int(),
         has_initial_state=torch.full((N,), decode, device=device),
@@ -314,7 +314,7 @@ def verified(step: Step, **window: Any) -> Call:
 
 def conv_blocks(step: Step) -> SimpleNamespace:
     """vLLM's metadata of its convolution, which it computes once for all layers: the sequence of
-    each block of 8 tokens, and which of the sequence's blocks it is."""
+    each block of 8 tokens, and the block's number in the sequence."""
     blocks = [(n, i) for n, length in enumerate(step.lengths) for i in range(-(-length // 8))]
     of, which = torch.tensor(blocks, dtype=torch.int32, device=step.slots.device).unbind(1)
     pad = of.new_full((max(1024, len(blocks)) * 2,), -1)
@@ -332,7 +332,8 @@ def conv_blocks(step: Step) -> SimpleNamespace:
 
 
 def convolved(step: Step, f: SimpleNamespace, conv_state: Tensor, **more: Any) -> Tensor:
-    """By the function of that name, which both engines have. more: what one of them adds."""
+    """Calls the function of that name, which both engines have. more: arguments that one of them
+    adds."""
     y: Tensor = f.causal_conv1d_fn(
         step.mixed_qkv.transpose(0, 1),
         step.weight,
@@ -348,7 +349,7 @@ def convolved(step: Step, f: SimpleNamespace, conv_state: Tensor, **more: Any) -
 
 
 def decoded(step: Step, f: SimpleNamespace, x: Tensor, out: Tensor) -> None:
-    """Writes out, by the function of that name, which both engines have."""
+    """Writes out by the function of that name, which both engines have."""
     f.fused_recurrent_gated_delta_rule_packed_decode(
         mixed_qkv=x,
         a=step.a,

@@ -42,13 +42,13 @@ from benchmarks.records import (
 )
 from benchmarks.shapes import gates_of, labelled, lengths_name
 
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/decode.md")
+DOCUMENTS = ("README.md", "docs/backward.md", "docs/benchmarks.md", "docs/decode.md")
 ROWS = ROOT / "build" / "rows"
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
 SMALL = "Forward, small and odd shapes too"
 KINDS_OF_CALLS = (PREFILL, UNEVEN, SMALL, "Decode step", TRAINING, "Backward")
 OF_TABLES = {"full": PREFILL, "uneven": UNEVEN}
-# What the tables show, as a regex that it starts with.
+# The kinds of calls that the tables show, as a regular expression that their names start with.
 USUAL = f"({PREFILL}|{UNEVEN}), ({GATES['model']}|{GATES['mild']})|{SMALL}|Decode|Train|Back"
 # Four rows of the README, on one card.
 SHORT = f"({PREFILL}|{UNEVEN}), {GATES['model']}|Decode step, float32 pool, value-first|Train"
@@ -60,7 +60,7 @@ def device_of(head: Record) -> str:
 
 
 def head_of(records: Iterable[Record]) -> Record:
-    """The last header: a file may have several, of runs after one another."""
+    """The last header: a file may have the headers of several runs."""
     heads = [record for record in records if record.get("kind") == "header"]
     if not heads:
         raise ValueError("a file of records must say what it was made on: no record of kind header")
@@ -68,7 +68,8 @@ def head_of(records: Iterable[Record]) -> Record:
 
 
 def family(name: str) -> str:
-    """FlashInfer of its variants: the fastest of them counts, as a caller can choose it."""
+    """The package of an implementation's name, for example FlashInfer for each of its variants. The
+    fastest variant counts, because a caller can choose it."""
     return OURS_TRITON if name == OURS_TRITON else name.split(",")[0].split(" ")[0]
 
 
@@ -102,7 +103,8 @@ def forward_ratios(run: Run) -> Iterator[Ratio]:
 
 
 def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
-    """In each of our layouts, beside the fastest that another has for such a pool."""
+    """Ratios for each of our layouts to the fastest variant that another package has for such a
+    pool."""
     device = device_of(head_of(records))
     for record in records:
         if record["kind"] != "decode":
@@ -122,8 +124,8 @@ def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
 
 
 def short_case(name: str) -> str:
-    """ "16/32 1x8192" of "backward 16/32 K 128 V 128 8192"; other sizes of a head stay, and so does
-    what stands for lengths that are drawn."""
+    """ "16/32 1x8192" from "backward 16/32 K 128 V 128 8192". Other head sizes stay, and names of
+    random lengths too."""
     _, heads, _, K, _, V, lengths = name.split(" ", 6)
     size = "" if K == V == "128" else f" K {K} V {V}"
     if " " not in lengths:
@@ -162,7 +164,7 @@ def kind_of(records: list[Record]) -> str:
 def all_ratios(files: Iterable[Path]) -> list[Ratio]:
     readers: dict[str, Callable[[list[Record]], Iterator[Ratio]]] = {
         "decode": decode_ratios,
-        # Rows of these are pages of their own, and no ratios of an operator.
+        # The rows of these are separate pages, and give no ratios of an operator.
         "layer": lambda records: iter(()),
         "engine": lambda records: iter(()),
         "times": backward_ratios,
@@ -218,8 +220,8 @@ def summary_table(ratios: Iterable[Ratio], only: str) -> str:
 
 
 def short_table(ratios: Iterable[Ratio]) -> str:
-    """Of the card that has most calls: its name, the dates of the runs, a row for each kind of call
-    with the CUDA library, and a sentence with the means of the default install."""
+    """For the card with the most calls: its name, the dates of the runs, a row for each kind of
+    call with the CUDA library, and a sentence with the means of the default install."""
     shown = [x for x in ratios if re.match(SHORT, x.what) and x.other in OTHERS]
     card = statistics.mode(x.device for x in shown)
     shown = [x for x in shown if x.device == card]
@@ -242,8 +244,8 @@ def short_table(ratios: Iterable[Ratio]) -> str:
 
 
 def losses_table(ratios: Iterable[Ratio]) -> str:
-    """A row for each implementation that is faster somewhere, with its three best calls. Gates of
-    other kinds have rows where the install is not the default one."""
+    """A row for each implementation that is faster somewhere, with its three best calls. Calls with
+    other kinds of gates have rows only with the CUDA library."""
     lines = []
     for key, of_others in groups(ratios).items():
         _, what, install = key
@@ -256,6 +258,27 @@ def losses_table(ratios: Iterable[Ratio]) -> str:
                 most = "; ".join(f"{case}: {value:.2f}" for value, case in lost[:3])
                 lines.append([what, install, name, f"{len(lost)} of {len(values)}", most])
     return rows.table(["call", "install", "faster", "calls it wins", "largest losses"], lines)
+
+
+def backward_table(files: Iterable[Path]) -> str:
+    """A row for each file of gradients with the CUDA library: the mean and the least ratio of each
+    other implementation, for the backward alone and for a step."""
+    calls = {"backward": "Backward alone", "step": TRAINING}
+    columns = [(name, short) for name in ("FlashQLA", "FLA") for short in calls]
+    lines = []
+    for path in files:
+        records = read(path)
+        if kind_of(records) != "times":
+            continue
+        found = groups(x for x in backward_ratios(records) if x.install == LIBRARY)
+        cells = []
+        for name, short in columns:
+            of_others = found.get((device_of(head_of(records)), calls[short], LIBRARY), {})
+            if values := list(of_others.get(name, {}).values()):
+                cells.append(f"{statistics.geometric_mean(values):.2f}, {min(values):.2f}")
+        if len(cells) == len(columns):
+            lines.append([f"`benchmarks/results/{path.name}`", *cells])
+    return rows.table(["records", *(f"{name}, {short}" for name, short in columns)], lines)
 
 
 def runs_table(files: Iterable[Path]) -> str:
@@ -288,19 +311,20 @@ def layer_table(files: Iterable[Path]) -> str:
 
 
 def parts(files: list[Path]) -> dict[str, str]:
-    """What each name of a marked place in a document stands for."""
+    """The text of each marked place in a document, by the name of the place."""
     ratios = all_ratios(files)
     return {
         "summary": summary_table(ratios, USUAL),
         "short": short_table(ratios),
         "losses": losses_table(ratios),
+        "backward": backward_table(files),
         "runs": runs_table(files),
         "layer": layer_table(files),
     }
 
 
 def filled(text: str, made: dict[str, str]) -> str:
-    """A document with the marked places as the records have them."""
+    """A document with the marked places filled from the records."""
     return MARKED.sub(lambda m: f"{m[1]}\n{made[m[2]]}\n{m[3]}", text)
 
 
@@ -312,7 +336,7 @@ def rows_page(path: Path) -> str:
 
 
 def documents(files: list[Path]) -> dict[Path, str]:
-    """The documents of the repository, with the tables that these records give."""
+    """The documents of the repository, with the tables made from these records."""
     made = parts(files)
     return {ROOT / name: filled((ROOT / name).read_text("utf-8"), made) for name in DOCUMENTS}
 

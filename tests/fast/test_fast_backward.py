@@ -16,6 +16,7 @@ from backward_cases import (
     by_op,
     check_alone,
     check_forgetting,
+    check_rows_of_no_sequence,
     check_task,
     make_task,
 )
@@ -285,18 +286,7 @@ def test_nan_stays_in_its_sequence(own: str) -> None:
 @gpu
 @pytest.mark.parametrize("options", ["all", "none"])
 def test_rows_of_no_sequence(options: str, own: str) -> None:
-    task = make_task(RAGGED, BF16, own, OPTIONS[options])
-    expected = by_op(task)
-    end = sum(RAGGED.lengths or ())
-    for name in NAMES[:5]:
-        x = task.leaves[name].clone()
-        x[:, end:] = torch.nan
-        task.leaves[name] = x
-    task.do[:, end:] = torch.nan
-    for name, x in by_op(task).items():
-        assert same_bits(x, expected[name]), name
-        if name in NAMES[:5]:
-            assert not x[:, end:].any(), name
+    check_rows_of_no_sequence(make_task(RAGGED, BF16, own, OPTIONS[options]))
 
 
 @gpu

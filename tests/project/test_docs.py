@@ -278,6 +278,21 @@ def test_pages_are_short(name: str) -> None:
     assert len(words) <= MOST_WORDS[name]
 
 
+# Words of prose in all pages together, so that one subject is not told twice.
+MOST_WORDS_OF_ALL = 18_400
+
+
+def words_of_prose(document: Path) -> int:
+    """Words of a page without code blocks and rows of tables."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.S)
+    return sum(len(line.split()) for line in text.splitlines() if not line.startswith("|"))
+
+
+def test_all_pages_are_short_together() -> None:
+    words = {str(path.relative_to(ROOT)): words_of_prose(path) for path in DOCUMENTS}
+    assert sum(words.values()) <= MOST_WORDS_OF_ALL, words
+
+
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 
 

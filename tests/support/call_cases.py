@@ -53,7 +53,7 @@ SHORT = Batch(1, 6, (0, 2, 2, 4, 5))
 # The first sequence is longer than a chunk.
 LONG = Batch(1, 21, (0, 17, 17, 19, 20))
 ROWS = Batch(2, 3)
-# The tokens that nobody's result depends on: those of no sequence, and of a skipped one too.
+# The tokens on which no result depends: those of no sequence, and of a skipped one.
 SPARE = {SHORT: [5], LONG: [20]}
 SKIPPED = {SHORT: [2, 3, 5], LONG: [17, 18, 20]}
 
@@ -80,7 +80,7 @@ def parameters() -> dict[str, Tensor]:
 
 
 def logits(batch: Batch, g: str = "a", beta: str = "b") -> dict[str, Tensor]:
-    """What comes before the activations."""
+    """The inputs of the activations."""
     return {g: torch.randn(*batch.lead, HV), beta: torch.randn(*batch.lead, HV), **parameters()}
 
 
@@ -89,7 +89,7 @@ def gates(batch: Batch) -> dict[str, Tensor]:
 
 
 def slots(batch: Batch) -> dict[str, Tensor]:
-    """Of four sequences at most. The third one is skipped."""
+    """The arguments of at most four sequences. The third one is skipped."""
     read, write = torch.tensor([4, 1, -1, 2]), torch.tensor([4, 0, 3, 5])
     return {"read_slots": read[: batch.N], "write_slots": write[: batch.N]}
 

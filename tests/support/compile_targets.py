@@ -1,14 +1,15 @@
-"""Compiles every kernel of the package for a GPU that is not there, and judges what came out.
+"""Compiles every kernel of the package for a GPU that is not present, and checks the result.
 
     python tests/support/compile_targets.py cuda 90 [--all]
 
 The package's own launch code runs on CPU tensors (target_calls.py), so each kernel gets exactly the
 signature, the specialisation and the tile of a real call; Triton compiles and launches nothing
-(target_code.py). What the tensors then hold means nothing. Judged: that every kernel of the package
-was compiled, stack (spills), shared memory, the matrix instructions, and the sizes of the grids.
-Without --all what a test compiles (target_calls.py): for Hopper every kernel of three shapes, for
-another target the kernels with the widest tiles. With --all every kernel of every shape. Needs no
-GPU, and must not run under TRITON_INTERPRET. Exits with 1 and a list of what is wrong.
+(target_code.py). The contents of the tensors are then meaningless. The checks are that every kernel
+of the package was compiled; the stack (spills); shared memory; the matrix instructions; and the
+sizes of the grids. Without --all it compiles the sample of the tests (target_calls.py): for Hopper
+every kernel of three shapes, for another target the kernels with the widest tiles. With --all it
+compiles every kernel of every shape. It needs no GPU, and must not run under TRITON_INTERPRET.
+Exits with 1 and a list of the faults.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Run by its path: the package is beside this folder, installed or not.
+    # The file is run by its path, so the package is found next to this folder, installed or not.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from target_calls import (
@@ -64,7 +65,7 @@ SHARED_MEMORY = {
     ("hip", "gfx950"): 160 * 1024,
 }
 
-# What the compiled code of a matrix product contains.
+# Instructions in the compiled code of a matrix product.
 MATRIX_INSTRUCTION = {
     ("cuda", 80): ("ptx", "mma.sync"),
     ("cuda", 90): ("ptx", "wgmma.mma_async"),
@@ -169,8 +170,8 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
 
 
 def kernels_of_package() -> set[str]:
-    """The names of all kernels that are launched (helpers that kernels inline end otherwise), but
-    for those in Gluon, which gluon_code.py compiles."""
+    """The names of all kernels that are launched (helpers that kernels inline end otherwise),
+    except those in Gluon, which gluon_code.py compiles."""
     names = [
         info.name.split(".") for info in pkgutil.walk_packages(gdn_triton.__path__, "gdn_triton.")
     ]
@@ -185,7 +186,7 @@ def kernels_of_package() -> set[str]:
 
 
 def judge(one: Compiled, shape: Shape, target: GPUTarget) -> tuple[str, list[str]]:
-    """A line about a kernel, and what is wrong with it."""
+    """A line about a kernel, and its faults."""
     key = (target.backend, target.arch)
     wrong = []
     shared = one.kernel.metadata.shared

@@ -1,5 +1,5 @@
-"""What the tests of memory that calls write and read share: a call of every op, its results by
-name, and its tensors."""
+"""Helpers that the tests of written and read memory share: a call of every op, its results by name,
+and its tensors."""
 
 import functools
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def tokens(*lead: int) -> dict[str, Tensor]:
 
 
 def gates(*lead: int) -> dict[str, Tensor]:
-    """What comes before the activations."""
+    """The inputs of the activations."""
     return {
         "A_log": torch.randn(HV) * 0.5,
         "dt_bias": torch.randn(HV),
@@ -249,7 +249,7 @@ WRITING = [name for name, op in OPS.items() if op.written]
 
 
 def run(op: Op, x: dict[str, Any]) -> dict[str, Tensor]:
-    """All results by name, with what was written."""
+    """All results by name, including the written tensors."""
     found = op.call(**x)
     results = found if isinstance(found, tuple) else (found,)
     named = {f"result {i}": y for i, y in enumerate(results) if y is not None}

@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU that is not there, and what is read in their code."""
+"""Compiles kernels for a GPU that is not present, and checks their code."""
 
 import contextlib
 import re
@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 
 class AbsentDevice:
-    """What Triton asks of a driver until a kernel is compiled."""
+    """The parts of a driver that Triton needs until a kernel is compiled."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -64,7 +64,7 @@ def compile_only(target: GPUTarget) -> Iterator[list[Compiled]]:
 
 
 def said_of(cubin: bytes, tool: str, *options: str) -> str:
-    """What one of the tools that Triton brings says of a kernel."""
+    """The output of one of Triton's tools on a kernel."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -153,7 +153,7 @@ NARROW_STRIDES = (
     *(f"stride_{name}{i}" for name in ("h0", "ht", "dht", "dh0", "c") for i in ("k", "v")),
     *(f"stride_{name}" for name in ("qk", "kk", "vv", "gkk", "gvv", "bv", "ov")),
 )
-# What gives back numbers that it was given.
+# Operations that return numbers that they were given.
 _PASSED_ON = ("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "arith.select")
 _NARROWED = ("arith.muli", "arith.addi", "arith.subi", "arith.shli")
 _OPERATION = re.compile(r"^\s*(%\w+)(?::\d+)? = ([\w.]+)\s+(.*?) : (.*?)(?: loc\(.*)?$")

@@ -1,11 +1,11 @@
-"""Looks at what kernels do to memory in Triton's interpreter.
+"""Checks the accesses of kernels to memory in Triton's interpreter.
 
-The interpreter reads and writes whatever address a kernel makes, and it runs the programs of a
-launch one after the other. So a read past a tensor's end gives what happens to lie there, and
-programs that depend on each other's writes give the right numbers. Here each access must be of an
-element of one of the launch's tensors, not of a gap between the rows of a view, and no program may
-touch what another one of the same launch writes, unless both do it by atomic operations, or atomic
-operations of both on one element order the two accesses.
+The interpreter reads and writes any address that a kernel computes, and it runs the programs of a
+launch one after the other. A read past a tensor's end therefore returns whatever lies there, and
+programs that depend on each other's writes give the right numbers. Here each access must be to an
+element of one of the launch's tensors, not to a gap between the rows of a view, and no program may
+access an element that another program of the same launch writes, unless both accesses are atomic,
+or atomic operations of both programs on one element order the two accesses.
 """
 
 import math
@@ -28,7 +28,7 @@ _ATOMIC = 1 << 30  # added to a program's number where the access is atomic
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """The bytes of a tensor: where its elements lie."""
+    """The bytes of a tensor's elements."""
 
     first: int
     itemsize: int
@@ -46,7 +46,7 @@ class _View:
         return cls(first, x.element_size(), tuple(steps), first + extent, dense)
 
     def has(self, addresses: _Addresses, size: int) -> NDArray[np.bool_]:
-        """Which accesses of that many bytes are inside of an element."""
+        """Whether each access of that many bytes is inside of an element."""
         inside: NDArray[np.bool_] = (addresses >= self.first) & (addresses + size <= self.end)
         if self.dense or not inside.any():
             return inside
@@ -59,8 +59,8 @@ class _View:
 
 
 class _Storage:
-    """Who has read and written each byte of a storage, in the launch that runs. Most storages are
-    read only: what was read is looked at when something is written."""
+    """The programs that have read and written each byte of a storage in the current launch. Most
+    storages are only read: reads are checked when something is written."""
 
     def __init__(self, x: Tensor) -> None:
         storage = x.untyped_storage()
@@ -226,8 +226,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Every launch in the interpreter, until the end. An access that is wrong is an AssertionError,
-    which the interpreter wraps in its own error."""
+    """Checks every launch in the interpreter until the end of the context. A wrong access is an
+    AssertionError, which the interpreter wraps in its own error."""
     launches: list[Launch] = []
     executor: Any = interpreter.GridExecutor
     begin: Callable[..., Any] = executor._init_args_hst

@@ -14,8 +14,9 @@ from gdn_triton.chunk.triton import forward as chunk_fwd
 def forward(
     problem: Problem, x: Inputs, pool: Pool | None = None, *, on_hopper: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """o [B, T, HV, V] in q's dtype and the final state, or None, without a gradient. With a `pool`,
-    its o and its states. on_hopper: by the kernel for compute capability 9.0."""
+    """Returns o [B, T, HV, V] in q's dtype and the final state or None, without a gradient. With a
+    `pool`, o and the states are those of the pool. on_hopper: run the kernel for compute capability
+    9.0."""
     if pool is not None:
         count_writes(pool.state, pool.out, pool.checkpoints)
     run = chunk_fwd.forward_hopper if on_hopper else chunk_fwd.forward
@@ -23,5 +24,5 @@ def forward(
 
 
 def by_triton(forward: Callable[[Problem, Inputs], tuple[Tensor, Tensor | None]]) -> ByKernels:
-    """forward: what runs the forward."""
+    """forward: the function that runs the forward."""
     return ByKernels(run=leaves_nothing(forward), find=chunk_bwd.gradients)
