@@ -31,7 +31,7 @@ SHARED_MEMORY = 227 * 1024
 # By whether sequences are packed: bytes of spilled registers, which are mostly addresses of the
 # triangles' warps, and accesses to them in the loop of the state warps.
 STACK = {False: 128, True: 128}
-IN_LOOP = {False: 0, True: 12}
+IN_LOOP = {False: 2, True: 12}
 
 
 @dataclass(frozen=True)
