@@ -45,6 +45,17 @@ COMMON = Problem(
     needs_grad=False,
 )
 
+# One long sequence among 20 short ones, as cu_seqlens_cpu says.
+UNEVEN = {
+    "B": 1,
+    "T": 20 * 64 + 6912,
+    "N": 21,
+    "H": 2,
+    "HV": 8,
+    "is_varlen": True,
+    "longest": (6912, 64, 64),
+}
+
 
 @pytest.fixture
 def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +84,10 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": torch.device("cpu")}, "NVIDIA GPU"),
         ({"N": 1, "B": 1}, "has 32 states"),
         ({"N": 1, "B": 1, "batch_invariant": True}, None),
+        (UNEVEN, "has 6912 tokens"),
+        (UNEVEN | {"longest": (0, 0, 0)}, None),
+        (UNEVEN | {"H": 16, "HV": 32}, None),
+        (UNEVEN | {"batch_invariant": True}, None),
     ],
 )
 def test_refusals(change: dict[str, Any], words: str | None) -> None:

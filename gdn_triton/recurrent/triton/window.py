@@ -283,8 +283,12 @@ def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
     Both layouts have the same form."""
     narrow = state_itemsize <= 2
     if one_token:
-        return WindowForm(64, 2, 64, 64, dot=True) if narrow else WindowForm(32, 2, 32, 32)
-    return WindowForm(64, 2, 128, 32) if narrow else WindowForm(64, 4, 32, 32)
+        if narrow:
+            return WindowForm(BV=64, warps=2, KI=64, FI=64, dot=True)
+        return WindowForm(BV=32, warps=2, KI=32, FI=32)
+    if narrow:
+        return WindowForm(BV=64, warps=2, KI=128, FI=32)
+    return WindowForm(BV=64, warps=4, KI=32, FI=32)
 
 
 def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
@@ -294,10 +298,10 @@ def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | 
     few = states <= FEW_STATES
     if state_itemsize == 2:
         if few:
-            return WindowForm(32, 2, 64, 64, dot=True, early=True)
-        return WindowForm(64, 2, 64, 64, dot=True, early=True, registers=168)
+            return WindowForm(BV=32, warps=2, KI=64, FI=64, dot=True, early=True)
+        return WindowForm(BV=64, warps=2, KI=64, FI=64, dot=True, early=True, registers=168)
     if not v_first:
         return None
     if few:
-        return WindowForm(32, 2, 32, 32, early=True)
-    return WindowForm(64, 4, 32, 32, early=True, registers=128)
+        return WindowForm(BV=32, warps=2, KI=32, FI=32, early=True)
+    return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)
