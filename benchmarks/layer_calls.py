@@ -276,8 +276,7 @@ def verified(step: Step, **window: Any) -> Call:
     mixed, a, b = (x.unflatten(0, (N, T)) for x in (step.mixed_qkv, step.a, step.b))
     z = step.z.unflatten(0, (N, T))
     pool, read, rest = step.state, slots, window
-    if not window:
-        # Slot 0 is nobody's.
+    if not window:  # Slot 0 is nobody's.
         read = 1 + torch.arange(N * T, device=slots.device).int().view(N, T)
         pool = step.state.new_zeros(1 + N * T, *step.state.shape[1:])
         pool[read[:, -1].long()] = step.state[slots.long()]
