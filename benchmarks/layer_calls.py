@@ -28,7 +28,6 @@ from gdn_triton.reference.prep import fused_post_conv_prep
 W = 4
 EPS = 1e-6
 CHECKED = 200  # tokens of a prefill's first sequence, and sequences of a step, that are compared
-
 ROWS = 16  # of a window
 
 Call = Callable[[], Tensor]
@@ -276,8 +275,7 @@ def verified(step: Step, **window: Any) -> Call:
     mixed, a, b = (x.unflatten(0, (N, T)) for x in (step.mixed_qkv, step.a, step.b))
     z = step.z.unflatten(0, (N, T))
     pool, read, rest = step.state, slots, window
-    if not window:
-        # Slot 0 is nobody's.
+    if not window:  # Slot 0 is nobody's.
         read = 1 + torch.arange(N * T, device=slots.device).int().view(N, T)
         pool = step.state.new_zeros(1 + N * T, *step.state.shape[1:])
         pool[read[:, -1].long()] = step.state[slots.long()]

@@ -66,6 +66,7 @@ def test_import_registers_every_operator():
         "fused_recurrent_bwd",
         "fused_recurrent_fwd",
         "layer_step",
+        "layer_step_window",
         "recurrent_step",
         "recurrent_step_out",
         "recurrent_step_window",

@@ -1,24 +1,18 @@
 """`gdn_triton.layer_step`: the bits of its parts in a row, float64, compilers, graphs, refusals."""
 
-import importlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers import BF16, FP16, FP32, FP64, assert_within_budget, same_bits
+from layer_step_cases import CONV, NORM, POOLS, Case, copied, in_a_row, without
 from torch import Tensor
-from window_cases import Case as WindowCase
-from window_cases import Decoding, cloned_window
 
 import gdn_triton
-from gdn_triton import causal_conv1d_update, layer_step, recurrent_step, rms_norm_gated
-from gdn_triton.step import plans
+from gdn_triton import layer_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
-window = importlib.import_module("gdn_triton.step.triton.window")
-
-POOLS = ("state", "conv_state")
 
 
 @pytest.fixture(autouse=True)
@@ -26,106 +20,6 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel, wherever a test does not choose."""
     monkeypatch.setenv("GDN_BACKEND", "triton")
 
-
-@dataclass(frozen=True)
-class Case:
-    """The second sequence is padding, if there are three."""
-
-    H: int = 1
-    HV: int = 2
-    K: int = 16
-    V: int = 24
-    N: int = 3
-    W: int = 4
-    dtype: torch.dtype = FP32
-    pool: torch.dtype = FP32
-    conv_pool: torch.dtype | None = None
-    v_first: bool = True
-    bias: bool = False
-    sigmoid: bool = False
-
-    @property
-    def of_conv(self) -> torch.dtype:
-        return self.conv_pool or self.dtype
-
-    @property
-    def D(self) -> int:
-        return 2 * self.H * self.K + self.HV * self.V
-
-    def arguments(self, device: str, T: int = 0) -> dict[str, Any]:
-        """T: tokens of a sequence; 0: one, without a dimension for it."""
-        torch.manual_seed(0)
-        lead = (self.N, T) if T else (self.N,)
-
-        def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.randn(*shape).to(device, dtype)
-
-        heads = (self.V, self.K) if self.v_first else (self.K, self.V)
-        slots = torch.randperm(self.N + 2)[: self.N].int()
-        if self.N > 2:
-            slots[1] = -1
-        # Views whose rows and heads lie apart, as those of a projection do.
-        a, b = normal(*lead, 2, self.HV).unbind(-2)
-        gate = normal(*lead, self.HV, 2 * self.V)[..., : self.V]
-        return {
-            "mixed_qkv": normal(*lead, self.D + 8)[..., 8:],
-            "a": a,
-            "b": b,
-            "A_log": normal(self.HV, dtype=FP32) / 2,
-            "dt_bias": normal(self.HV, dtype=FP32),
-            "state": normal(self.N + 2, self.HV, *heads, dtype=self.pool),
-            "read_slots": slots.to(device),
-            "conv_state": normal(
-                self.N + 2, self.D, self.W - 1, dtype=self.conv_pool or self.dtype
-            ),
-            "conv_weight": normal(self.D, self.W),
-            "conv_bias": normal(self.D) if self.bias else None,
-            "gate": gate,
-            "norm_weight": normal(self.V),
-            "norm_activation": "sigmoid" if self.sigmoid else "silu",
-            "norm_eps": 1e-5,
-            "state_v_first": self.v_first,
-        }
-
-
-def copied(x: dict[str, Any]) -> dict[str, Any]:
-    return {**x, **{name: x[name].clone() for name in POOLS if x.get(name) is not None}}
-
-
-def in_a_row(x: dict[str, Any], norm: bool = True) -> Tensor:
-    """The public functions one after the other, without what makes skipped rows 0 after a norm."""
-    mixed, slots = x["mixed_qkv"], x["read_slots"]
-    if x.get("conv_weight") is not None:
-        mixed = causal_conv1d_update(
-            mixed,
-            x["conv_weight"],
-            x["conv_bias"],
-            x.get("activation", "silu"),
-            state=x["conv_state"],
-            read_slots=slots,
-        )
-    gates = {name: x[name] for name in ("a", "b", "A_log", "dt_bias")}
-    rest = {name: x[name] for name in ("window", "positions") if name in x}
-    o = recurrent_step(
-        x["state"],
-        slots,
-        mixed_qkv=mixed,
-        **gates,
-        **rest,
-        use_qk_l2norm_in_kernel=True,
-        state_v_first=x["state_v_first"],
-    )
-    if not norm:
-        return o
-    return rms_norm_gated(o, x["gate"], x["norm_weight"], x["norm_eps"], x["norm_activation"])
-
-
-def without(x: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: y for name, y in x.items() if name not in names}
-
-
-NORM = ("gate", "norm_weight", "norm_eps", "norm_activation")
-CONV = ("conv_weight", "conv_bias", "conv_state")
 
 CASES = [
     Case(),
@@ -218,180 +112,6 @@ def test_several_tokens_are_the_parts(T: int, device: str) -> None:
     torch.testing.assert_close(y[live], expected[live])
     assert y.shape == (3, T, 2, 24) and (y[~live] == 0).all()
     assert all(same_bits(given[name], parts[name]) for name in POOLS)
-
-
-WINDOWS = [
-    WindowCase(H=1, HV=2, rows=6, v_first=True),
-    WindowCase(H=2, HV=6, K=20, V=33, N=4, rows=7, max_tokens=2),
-    WindowCase(H=1, HV=4, K=32, V=72, rows=6, dtype=FP16, pool=FP16, v_first=True),
-    WindowCase(H=1, HV=1, K=16, V=40, rows=6, dtype=FP16, pool=FP16, index=torch.int64),
-]
-REAL_WINDOWS = [
-    WindowCase(H=H, HV=HV, K=128, V=128, N=N, rows=16, dtype=BF16, pool=pool, v_first=v_first)
-    for H, HV, N in ((16, 32, 3), (2, 8, 5))
-    for pool in (FP32, BF16)
-    for v_first in (True, False)
-]
-
-
-def windowed(case: WindowCase, device: str, **options: Any) -> tuple[Decoding, dict[str, Any]]:
-    """Sequences of a window, and the arguments of a layer's step for them."""
-    run = Decoding(replace(case, mixed=True, raw=True), device)
-    of_layer = Case(
-        H=case.H, HV=case.HV, K=case.K, V=case.V, N=case.N, dtype=case.dtype,
-        v_first=case.v_first, pool=case.pool, **options,
-    )  # fmt: skip
-    x = of_layer.arguments(device)
-    return run, x | {"state": run.pool, "read_slots": run.slots, "window": run.window}
-
-
-def copied_window(x: dict[str, Any]) -> dict[str, Any]:
-    return {**copied(x), "window": cloned_window(x["window"])}
-
-
-def same_windows(x: dict[str, Any], y: dict[str, Any]) -> bool:
-    """The records that were written, and the tickets, which are zeros."""
-    pairs = [
-        (mine, theirs)
-        for name, mine in x["window"]._asdict().items()
-        if isinstance(theirs := getattr(y["window"], name), Tensor)
-    ]
-    return not x["window"].tickets.any() and all(same_bits(a, b) for a, b in pairs)
-
-
-@pytest.fixture(params=["at once", "three launches"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the forms of a step with a window, for every number of sequences."""
-    most = 2**31 if request.param == "at once" else 0
-    monkeypatch.setattr(window, "MOST_PROGRAMS", {4: most, 2: most})
-    monkeypatch.setattr(plans, "_plans", {})
-
-
-@pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("names", [(), ("gate", "norm_weight"), CONV, CONV + NORM])
-@pytest.mark.parametrize(
-    "case", [*WINDOWS, *(pytest.param(case, marks=ON_GPU) for case in REAL_WINDOWS)]
-)
-def test_with_a_window(case: WindowCase, names: tuple[str, ...], device: str) -> None:
-    """It has the bits of its parts in the pools and the window, over folds."""
-    run, x = windowed(case, device, W=3 if case.H == 2 else 4, bias=case.v_first)
-    x = without(x, *names)
-    beside, live = copied_window(x), run.slots >= 0
-    norm = "gate" in x
-    for _ in range(case.rows + 3):
-        step = {"positions": run.positions, "mixed_qkv": torch.randn_like(x["mixed_qkv"])}
-        assert gdn_triton.explain_call(layer_step, **{**x, **step}).chosen == "triton"
-        y = layer_step(**{**x, **step})
-        expected = in_a_row({**dict.fromkeys(CONV), **beside, **step}, norm=norm)
-        bound = case.V * 2.0**-24 + torch.finfo(case.dtype).eps if norm else 0
-        assert ((y - expected)[live].abs() <= bound * expected[live].abs()).all()
-        assert (y[~live] == 0).all()
-        run.positions = run.positions + 1
-    assert all(same_bits(x[name], beside[name]) for name in POOLS if name in x)
-    assert same_windows(x, beside)
-
-
-@pytest.mark.parametrize(
-    "case", [WINDOWS[0], *(pytest.param(x, marks=ON_GPU) for x in REAL_WINDOWS)]
-)
-def test_a_sequence_alone_with_a_window(
-    case: WindowCase, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One sequence is one launch, and the batch is three; y has the same bits too."""
-    case = replace(case, N=5)
-    run, x = windowed(case, device)
-    # One sequence has at most 4 programs a value head.
-    monkeypatch.setattr(window, "MOST_PROGRAMS", dict.fromkeys((2, 4), 4 * case.HV))
-    monkeypatch.setattr(plans, "_plans", {})
-    for _ in range(4):
-        x |= {"positions": run.positions, "mixed_qkv": torch.randn_like(x["mixed_qkv"])}
-        alone = copied_window(x)
-        for name in ("mixed_qkv", "a", "b", "gate", "read_slots", "positions"):
-            alone[name] = x[name][3:4]
-        y, slot = layer_step(**x), int(run.slots[3])
-        assert same_bits(layer_step(**alone), y[3:4])
-        assert all(same_bits(alone[name][slot], x[name][slot]) for name in POOLS)
-        run.positions = run.positions + 1
-
-
-@pytest.mark.usefixtures("form")
-def test_nan_of_a_sequence_with_a_window(device: str) -> None:
-    """NaN of one sequence reaches no other one, and NaN of one head no other head."""
-    run, x = windowed(replace(WINDOWS[1], N=5), device)
-    x |= {"positions": run.positions}
-    plain, other = copied_window(x), copied_window(x)
-    y = layer_step(**plain)
-    other["mixed_qkv"] = x["mixed_qkv"].clone()
-    other["mixed_qkv"][0] = torch.nan
-    other["mixed_qkv"][3, -1] = torch.nan  # the last value head
-    other["gate"] = x["gate"].clone()
-    other["gate"][1] = torch.nan
-    found = layer_step(**other)
-    # The gate of a skipped sequence may hold anything.
-    assert found[0].isnan().all() and found[3, -1].isnan().all() and (found[1] == 0).all()
-    assert same_bits(found[[2, 4]], y[[2, 4]]) and same_bits(found[3, :-1], y[3, :-1])
-    assert not other["window"].tickets.any()
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_with_a_window(device: str) -> None:
-    run, x = windowed(WINDOWS[0], device)
-    x |= {"positions": run.positions}
-    eager, traced = copied_window(x), copied_window(x)
-    call = torch.compile(
-        lambda **given: 2 * layer_step(**given), fullgraph=True, backend="aot_eager"
-    )
-    assert same_bits(call(**traced), 2 * layer_step(**eager))
-    assert all(same_bits(traced[name], eager[name]) for name in POOLS)
-    assert same_windows(traced, eager)
-
-
-@pytest.mark.gpu("a CUDA graph")
-def test_cuda_graph_with_a_window(device: str) -> None:
-    """A thousand replays with other slots, positions and contents."""
-    run, x = windowed(replace(REAL_WINDOWS[0], N=4), device)
-    count = run.pool.shape[0]
-    now = torch.zeros(count, dtype=torch.int32, device=device)
-    everyone = torch.arange(count, device=device, dtype=torch.int32)
-    gdn_triton.restart_window(run.window, everyone, now)
-    x |= {"positions": torch.zeros(4, dtype=torch.int32, device=device)}
-    eager = copied_window(x)
-    layer_step(**{**copied_window(x), "read_slots": torch.full_like(run.slots, -1)})
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer_step(**x)
-    for i in range(1000):
-        slots = torch.randperm(count, device=device)[:4].int()
-        slots[i % 4] = -1
-        x["read_slots"].copy_(slots)
-        x["positions"].copy_(now[slots])
-        x["mixed_qkv"].normal_()
-        graph.replay()
-        if i < 50 or i % 50 == 0:
-            given = {name: x[name] for name in ("read_slots", "positions", "mixed_qkv")}
-            assert same_bits(y, layer_step(**{**eager, **given}))
-        else:
-            layer_step(**{**eager, "read_slots": slots, "positions": x["positions"]})
-        now[slots[slots >= 0].long()] += 1
-    assert all(same_bits(x[name], eager[name]) for name in POOLS)
-    assert same_windows(x, eager)
-
-
-def test_tickets_are_judged(device: str) -> None:
-    run, x = windowed(WINDOWS[0], device)
-    x |= {"positions": run.positions}
-    tickets = run.window.tickets
-    wrong = {
-        "window.tickets must have shape": tickets[:, :0],
-        "window.tickets must be torch.int32": tickets.long(),
-        "window.tickets must be contiguous": tickets.repeat(1, 2)[:, ::2],
-    }
-    for message, given in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            layer_step(**{**x, "window": run.window._replace(tickets=given)})
-    none = {**copied_window(x), "window": cloned_window(run.window)._replace(tickets=None)}
-    assert same_bits(layer_step(**none), layer_step(**x))
 
 
 def test_a_sequence_alone(device: str) -> None:
