@@ -447,7 +447,12 @@ def _places(module: ModuleType, enabled: bool) -> Iterator[Place]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modeling modules as the other finders do, and has `_patch` follow their execution."""
+    """Enables our ops in each modeling module as soon as it has been imported.
+
+    The finder itself finds no files. For the name of a modeling module it asks the other finders of
+    `sys.meta_path` and puts a `_Loader` around the loader that they found. The `_Loader` executes
+    the module and then calls `_patch` on it.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

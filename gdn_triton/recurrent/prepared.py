@@ -54,9 +54,11 @@ def prepare_step(
         o = step(slots, mixed_qkv=mixed_qkv, a=a, b=b)
 
     Args:
-        state, A_log, dt_bias, allow_neg_eigval, use_qk_l2norm_in_kernel, scale, state_v_first,
-            skip, window: as `gdn_triton.recurrent_step`. The step keeps a reference to the tensors,
-            and each call reads their current contents. Their shapes and strides must not change.
+        state, A_log, dt_bias, window: as `gdn_triton.recurrent_step`. The step keeps a reference to
+            the tensors, and each call reads their current contents. Their shapes and strides must
+            not change.
+        allow_neg_eigval, use_qk_l2norm_in_kernel: as `gdn_triton.recurrent_step`.
+        scale, state_v_first, skip: as `gdn_triton.recurrent_step`.
 
     Returns:
         A `PreparedStep`, whose calls take the other arguments. Nothing has been launched or

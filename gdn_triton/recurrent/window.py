@@ -99,7 +99,7 @@ class StepWindow(NamedTuple):
             states: float, [N, HV, K, V] or, with `state_v_first`, [N, HV, V, K].
 
         Raises:
-            As `unpacked`.
+            TypeError, ValueError: as for `unpacked`.
         """
         scales = self._check_packed(state, slots, state_v_first)
         expected = (slots.shape[0], *state.shape[1:])
@@ -259,7 +259,7 @@ def restart_window(
         Nothing.
 
     Raises:
-        As `gdn_triton.fold_window`.
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `gdn_triton.fold_window`.
     """
     _run(fold_call(None, window, slots, positions, False, skip), folds=False)
 
@@ -294,7 +294,8 @@ def accept_window(
     No contents are read by the host on an accelerator, so the call can be part of a CUDA graph.
 
     Raises:
-        As `gdn_triton.fold_window`. The contents of path are judged where it is a CPU tensor.
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `gdn_triton.fold_window`. The
+            contents of path are checked where it is a CPU tensor.
     """
     call = fold_call(None, window, slots, positions, False, skip, path, has_path=True)
     _run(call, folds=False)
