@@ -1,4 +1,4 @@
-"""The layers of the kernel, which the package `kernels` puts in place of functions of transformers'
+"""The layers of the kernel, with which the package `kernels` replaces functions of transformers'
 models.
 
 The parameters are those of transformers' own torch functions. A model's layer also passes on every
@@ -92,6 +92,6 @@ class fused_recurrent_gated_delta_rule(nn.Module):
         )
 
 
-# The mapping of transformers 5 uses this name for the layer that replaces the function of the
-# longer name.
+# In the mapping of transformers 5 this is the name of the layer for the function
+# fused_recurrent_gated_delta_rule.
 recurrent_gated_delta_rule = fused_recurrent_gated_delta_rule

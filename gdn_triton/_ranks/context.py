@@ -54,7 +54,7 @@ class ContextParallel:
         cu_seqlens: [N + 1], int32, on the device of the builder's argument: offsets of the local
             sequences.
         cu_seqlens_cpu: the same on the CPU.
-        conv1d_kernel_size: for `conv_halo`, or None.
+        conv1d_kernel_size: the default kernel size of `conv_halo`, or None.
         layout: "contiguous" or "zigzag".
         sequences: for each local sequence, the number of the whole sequence. It indexes a tensor
             with one entry per whole sequence, such as the initial states.
@@ -168,7 +168,7 @@ def build_cp_context(
         cu_seqlens: [N + 1], int32 or int64: offsets of all sequences, over all ranks. The offsets
             start at 0 and do not decrease. One sequence of T tokens is [0, T].
         group: the process group, its ranks in the order of their tokens.
-        conv1d_kernel_size: kept for `conv_halo`.
+        conv1d_kernel_size: the default kernel size of `conv_halo`.
         cu_seqlens_cpu: the same offsets on the CPU.
         lengths: the number of tokens of each slot, which may be 0; a rank has one slot, or two with
             "zigzag". The sum is at least cu_seqlens[-1]; tokens after cu_seqlens[-1] belong to no
@@ -256,7 +256,7 @@ def _own_place(group: object, place: object) -> tuple[int, int]:
 
 
 def _place(group: Any, name: str) -> tuple[int, int]:
-    """(rank, world size) of this process in a group."""
+    """Returns (rank, world size) of this process in a group."""
     if group is None:
         raise ValueError(f"{name} must be a torch.distributed.ProcessGroup, got None")
     if not isinstance(group, dist.ProcessGroup):
@@ -373,7 +373,7 @@ def conv_halo(x: Tensor, cp_context: object, kernel_size: int | None = None) -> 
 
     Args:
         x: [1, T, D], this rank's tokens; any dtype that the group's backend gathers.
-        cp_context: as `chunk_gated_delta_rule` takes it.
+        cp_context: as for `chunk_gated_delta_rule`.
         kernel_size: at least 1. None: that of the context.
 
     Returns:

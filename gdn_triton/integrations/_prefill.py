@@ -51,10 +51,10 @@ def prefill(
 
     initial_state: None: zeros.
     slots: [N], the slot of sequence n's state in the pools `initial_state` and `out_state`; each
-        slot at most once. If both are the same pool, the kernel reads and writes its slots in
-        place; otherwise states are gathered and scattered.
+    slot at most once. If both are the same pool, the kernel reads and writes its slots in
+    place; otherwise states are gathered and scattered.
     out: contiguous, of q's dtype, with at least as many elements as o; o is written to the first
-        elements. None: a new tensor. out_name: the caller's name of `out`.
+    elements. None: a new tensor. out_name: the caller's name of `out`.
     out_state: [N, HV, V, K], or a pool, to which the final states are written in its dtype.
 
     Returns o [B, T, HV, V], and the final states: `out_state` if it was given, else [N, HV, V, K]

@@ -32,8 +32,8 @@ class WithHostOffsets:
 
 
 def as_tensor(offsets: Tensor | Sequence[int] | None) -> Tensor | None:
-    """Returns the offsets of a batch as a tensor. They are a list of integers if a trainer must not
-    move them to the device."""
+    """Returns the offsets of a batch as a tensor. The offsets are a list of integers if a trainer
+    must not move them to the device."""
     if offsets is None or isinstance(offsets, Tensor):
         return offsets
     return torch.tensor(offsets, dtype=torch.int32, device="cpu")

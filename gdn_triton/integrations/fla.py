@@ -49,8 +49,8 @@ _warned: set[tuple[str, str]] = set()
 
 
 class _Routes:
-    """The state that `register` changes. It is in attributes, because `_replace` would also replace
-    a global."""
+    """The state that `register` changes. The state is in attributes, because `_replace` would also
+    replace a global."""
 
     active = False  # FLA's registry reads it at every call
     backend: object = None  # our entry in FLA's registry, which cannot remove entries

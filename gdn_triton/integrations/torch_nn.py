@@ -2,7 +2,7 @@
 
 The proposal is the open pull request 197487 of pytorch/pytorch; no release of torch has it. Its
 module calls the function `_gated_delta_rule_impl` of `torch.nn.attention.gated_delta`, a loop over
-the tokens, which `gated_delta_rule` of this module replaces:
+the tokens. `gated_delta_rule` of this module replaces that function:
 
     import torch.nn.attention.gated_delta as proposed
     from gdn_triton.integrations.torch_nn import gated_delta_rule

@@ -137,7 +137,7 @@ class GatedDeltaNetCache:
         nothing.
 
         Raises:
-            TypeError, ValueError: as `gdn_triton.fold_window`.
+            TypeError, ValueError: as for `gdn_triton.fold_window`.
         """
         if self.window is not None:
             slots = self._every_slot() if slots is None else slots

@@ -45,9 +45,9 @@ class GatedDeltaNet(MarksUndecayed):
         o    = the gated delta rule of q and k over their lengths, v, g and beta
         y    = W_o (rms_norm(o) * silu(z))
 
-    with one norm for each head of o. The constructor's parameters, their order and their defaults
-    are those of the layer of that name in flash-linear-attention 0.6.0, and so are the names and
-    shapes of its weights. A state dict of one layer loads into the other.
+    There is one norm for each head of o. The constructor's parameters, their order and their
+    defaults are those of the layer of that name in flash-linear-attention 0.6.0, and so are the
+    names and shapes of its weights. A state dict of one layer loads into the other.
 
     Sizes: B batch, T tokens, N sequences, H = num_heads, HV = num_v_heads, K = head_dim,
     V = expand_v * head_dim.

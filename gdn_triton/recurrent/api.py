@@ -196,7 +196,7 @@ def recurrent_step(
 
     Args:
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float, or int8 with the
-            scales of a window. Written in place. Slots may lie any distance apart.
+            scales of a window. Written in place. The stride between slots may be any number.
         read_slots: [N], int32 or int64: the slot of each sequence's state. A slot that is padding
             (`skip`) skips its sequence: no state is written, and its o is 0.
         write_slots: int32 or int64. [N]: the slot for each sequence's state after its last token.
@@ -217,7 +217,7 @@ def recurrent_step(
             must have a slot for each token. None of these slots may be the sequence's read slot,
             except the first token's slot if no other token has the parent -1. A token whose slot is
             padding may be the parent of the next token only. With a window, whose max_tokens is at
-            most 32, `gdn_triton.accept_window` keeps the tokens of one path. On an accelerator
+            most 32, `gdn_triton.accept_window` accepts the tokens of one path. On an accelerator
             these conditions are not checked, and violations are undefined behaviour. Excludes
             num_accepted_tokens. None: each token follows the one before it.
         q, k: [.., H, K], float. v: [.., HV, V], float.

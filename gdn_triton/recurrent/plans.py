@@ -156,8 +156,8 @@ def _raise_refusal(judge: Callable[[_Call], object], call: _Call) -> None:
 
 
 def _known(x: object) -> object:
-    """Returns the properties of an argument on which a plan may depend. They exclude a tensor's
-    contents and address."""
+    """Returns the properties of an argument on which a plan may depend. The properties exclude a
+    tensor's contents and address."""
     if x is None:
         return None
     if isinstance(x, Tensor):

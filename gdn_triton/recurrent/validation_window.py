@@ -90,7 +90,7 @@ def check_window_step(
         if given is not None:
             raise ValueError(must(name, "be None with window", "a tensor"))
     assert x.state is not None and x.read_slots is not None
-    # In a mixed call k is the mixed tensor, which has the same dtype.
+    # In a mixed call x.k is mixed_qkv, so its dtype is the dtype of k.
     slots, k_dtype = x.state.shape[0], x.k.dtype
     rows, most = _check_window(x, max_tokens, slots=slots, H=H, HV=HV, K=K, V=V, k_dtype=k_dtype)
     check_shape("positions", x.positions, N=x.read_slots.shape[0])

@@ -65,8 +65,8 @@ class StepWindow(NamedTuple):
 
     def unpacked(self, state: Tensor, slots: Tensor, *, state_v_first: bool = False) -> Tensor:
         """Returns the states of some slots of an int8 pool as a new float32 tensor [N, HV, K, V],
-        or [N, HV, V, K] with `state_v_first`. A prefill can continue from them, or a checkpoint can
-        store them.
+        or [N, HV, V, K] with `state_v_first`. A prefill can continue from these states, or a
+        checkpoint can store them.
 
         Call `gdn_triton.fold_window` first, so that the pool includes all tokens.
 

@@ -12,7 +12,7 @@ from gdn_triton.reference.arithmetic import compute_dtype
 
 
 def gate(g_raw: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
-    """Natural-log decay g = -exp(A_log) * softplus(g_raw + dt_bias).
+    """Computes the natural-log decay g = -exp(A_log) * softplus(g_raw + dt_bias).
 
     This is the parametrisation of Mamba-2 (arXiv:2405.21060), as used in arXiv:2412.06464, section
     3.4.
@@ -45,7 +45,8 @@ def _log_decay(x: Tensor, log_rate: Tensor) -> Tensor:
 
 
 def beta_sigmoid(beta_raw: Tensor, allow_neg_eigval: bool = False) -> Tensor:
-    """Write strength sigmoid(beta_raw), in (0, 1); twice that, in (0, 2), if `allow_neg_eigval`.
+    """Computes the write strength sigmoid(beta_raw), in (0, 1), or twice that with
+    `allow_neg_eigval`.
 
     With |k| = 1 the state's transition has the eigenvalue 1 - beta along k, which explains the name
     of the option (arXiv:2411.12537).
@@ -70,7 +71,8 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """x / sqrt(sum(x^2) + L2NORM_EPS) over the last dimension, in float32 or float64, then rounded.
+    """Computes x / sqrt(sum(x^2) + L2NORM_EPS) over the last dimension in float32 or float64 and
+    rounds it.
 
     Args:
         x: [..., K], any float dtype.

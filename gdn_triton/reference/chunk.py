@@ -87,8 +87,8 @@ def _prepare(
     dtype = compute_dtype(q, k, v, g, beta, initial_state)
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
-    # Do this first, because a NaN in a token of no sequence would reach A_log's gradient through
-    # the gate.
+    # First set the tokens of no sequence to 0, because a NaN in them would reach A_log's gradient
+    # through the gate.
     q, k, v, g, beta = (chunks.without_orphans(x) for x in (q, k, v, g, beta))
     if use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)

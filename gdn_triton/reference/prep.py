@@ -31,7 +31,7 @@ def fused_post_conv_prep(
 
     q, k: the first and the second H K columns, with `l2norm` of each head if asked for; v: the
     other columns. g: `gate(a, A_log, dt_bias)`, natural log of the decay, or the decay itself with
-    `output_g_exp`. beta: `beta_sigmoid(b)`. q, k, v keep conv_output's dtype; g and beta are
+    `output_g_exp`. beta: `beta_sigmoid(b)`. q, k, v have conv_output's dtype; g and beta are
     float32, or float64 if any argument is.
     """
     inputs = (conv_output, a, b, A_log, dt_bias)

@@ -65,7 +65,7 @@ def gate_cumsum(
 
         g_cumsum_i = sum over l <= i in the chunk of g_l / ln 2
 
-    It is log2 of the cumulative decay gamma of arXiv:2412.06464, section 3.3. Later steps use
+    g_cumsum is log2 of the cumulative decay gamma of arXiv:2412.06464, section 3.3. Later steps use
     differences of g_cumsum, and -inf - -inf is NaN. Therefore each token's log2 decay is raised to
     at least LOG2_DECAY_FLOOR of the dtype. 2^floor is exactly 0, and any difference that spans such
     a token is at or below the floor, so no factor changes. A raised token gets no gradient, because
@@ -87,10 +87,10 @@ def gate_cumsum(
 # Rows past a sequence's end are 0, except that g_cumsum repeats its last value there: differences
 # stay at most 0, and row BT - 1 is the whole chunk's decay.
 #
-# A difference of g_cumsum with itself is left out, not computed. Its gradients x and -x would both
-# be added to the gradient of one gate, and x is as large as the output. With strong gates the true
-# gradients of gates are many orders of magnitude smaller than the rounding error of a sum with x
-# and -x.
+# The diagonal exponents g_cumsum_i - g_cumsum_i are not computed, because they are 0. The two
+# gradients x and -x of such a difference would both be added to the gradient of one gate, and x is
+# as large as the output. With strong gates the true gradients of gates are many orders of magnitude
+# smaller than the rounding error of a sum with x and -x.
 
 
 def _strict_decay(g_cumsum: Tensor) -> Tensor:

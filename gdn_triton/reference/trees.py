@@ -28,7 +28,7 @@ class TreeResult(NamedTuple):
 
     o: Tensor  # [B, T, HV, V]
     states: Tensor  # [B, T, HV, K, V], or [B, T, HV, V, K] if state_v_first: after each node
-    written: Tensor  # [B, T, HV, V]: what each node writes under its key
+    written: Tensor  # [B, T, HV, V]: the value that each node writes
 
 
 def padded_rows(B: int, T: int, cu_seqlens: Tensor | None, device: Any) -> tuple[Tensor, Tensor]:

@@ -34,9 +34,9 @@ def layer_step(
     window: StepWindow | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """The decode step of a Gated DeltaNet layer between its projections, in one launch.
+    """Runs the decode step of a Gated DeltaNet layer between its projections, in one launch.
 
-    The convolution, the rule on a pool of states, and the gated norm:
+    The step is the convolution, the rule on a pool of states, and the gated norm:
 
         x = causal_conv1d_update(mixed_qkv, conv_weight, conv_bias, activation, ..)
         o = recurrent_step(state, read_slots, mixed_qkv=x, a=a, b=b, A_log=A_log, ..)

@@ -75,8 +75,8 @@ PLACES: Final = {
 # The runner loads the model and then allocates SGLang's pools with this method.
 RUNNER: Final = "sglang.srt.model_executor.model_runner"
 OWNER, ALLOCATE = "ModelRunner", "alloc_memory_pool"
-# The backend whose method computes g and beta of a prefill. The sha256 below is that of the text of
-# the method that calls it and passes both to the kernel.
+# The backend whose method computes g and beta of a prefill. The method that calls it passes both to
+# the kernel; the sha256 below is that of the method's text in SGLang 0.5.23.
 BACKEND: Final = f"{_LINEAR}.gdn_backend"
 GATES_OWNER, GATES, EXTEND = "GDNAttnBackend", "_prefill_gates", "forward_extend"
 KNOWN: Final = ("157c717197b16be15298906f144e17b29bd9d5d465753f1ddf07174fb9cff9cd",)  # 0.5.23

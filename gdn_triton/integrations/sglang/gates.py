@@ -29,7 +29,8 @@ def prefill_gates(
     theirs: Callable[..., tuple[Tensor, Tensor]], module: str
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Returns a replacement of `_prefill_gates` of SGLang's backend, as a method. theirs: SGLang's
-    own static method. module: the module of the kernel whose functions are ours."""
+    own static method. module: the module of SGLang's kernel in which our functions are installed.
+    Other kernels get g and beta from theirs."""
 
     def _prefill_gates(self: Any, layer: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         if type(self.kernel_dispatcher.extend_kernel).__module__ != module:

@@ -165,7 +165,7 @@ def causal_conv1d_update(
         # both.
         N = min(N, conv_state_indices.shape[0])
         conv_state_indices = conv_state_indices[:N]
-    # With several tokens this is a view of [N, T, D].
+    # vLLM's x is [N, D, T] with several tokens. The op reads [N, T, D], as a view.
     by_token = x.mT if x.dim() == 3 else x
     y = conv_update(
         by_token.to(conv_state.dtype),

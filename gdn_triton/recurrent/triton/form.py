@@ -16,13 +16,12 @@ class RecurrentForm(NamedTuple):
     result.
 
     parts: the number of blocks of `tile.BV` columns that a program owns. All blocks are loaded
-        before the first is used, and are held in the states' dtype until they are used.
+    before the first is used, and are held in the states' dtype until they are used.
     rows: the number of tiles into which the rows of these columns are divided. The sums of one tile
-        are added to the sums of the tile before it.
-    fold: 2^fold rows of a tile that lie in one thread are added up with fused multiplications and
-        additions.
+    are added to the sums of the tile before it.
+    fold: a thread adds 2^fold rows of a tile with fused multiply-adds.
     ordered: barriers order the loads of a token before the wait for the slot, and the loads of the
-        state before the wait for the token. Without barriers ptxas moves the loads after the waits.
+    state before the wait for the token. Without barriers ptxas moves the loads after the waits.
     words: the sums of q q, k k and q k are computed in words of 32 bits.
     fast: quotients and roots are off by up to two units in the last place of float32.
     """

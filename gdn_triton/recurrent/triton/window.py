@@ -234,7 +234,8 @@ def window_fwd_kernel(
             t_v = tl.sum(tl.where(o_t == t, of_v, 0.0), 0)
             stored = tl.sum(tl.where((o_y == 2 * t + 1)[None, :], both, 0.0), 1)
             new_u = values[t].to(tl.float32) * t_v - stored
-            # A NaN of this token times the zeros of earlier tokens would be NaN.
+            # Select the later columns. `to_later` is 0 in earlier columns, and 0 times a NaN of
+            # this token would be NaN.
             is_later = last >= t
             if parents is not None:
                 is_later = is_later & has_bit(path, t)

@@ -114,7 +114,7 @@ def gates_role(
             beta = BETA_FACTOR / (1 + gl.exp(-beta))
         g = gl.where(valid, g, 0.0)
         beta = gl.where(valid, beta, 0.0)
-        # The next chunk's gates are loaded while this chunk's are used.
+        # Load the next chunk's gates while this chunk's gates are used.
         offset += CHUNK
         valid = offset < n_rows
         g_next = gl.load(p_g + offset * stride_gt, mask=valid, other=0).to(gl.float32)

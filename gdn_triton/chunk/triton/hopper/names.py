@@ -44,8 +44,8 @@ def scalar_of(flags, n: gl.constexpr):
 @gluon.jit
 def opaque(x):
     """Returns x, a number in fp32, through an instruction that the compiler neither removes nor
-    moves. It keeps a rare branch a branch, which the compiler would otherwise replace by selects of
-    all its results."""
+    moves. A rare branch that contains this instruction stays a branch. Otherwise the compiler would
+    replace the branch by selects of all its results."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1
     )
