@@ -1,10 +1,10 @@
 """A window of records in the caches of transformers' models.
 
-A layer of a cache holds its states as tensors. With a window the tensor of a state is a
-`WindowedState`, which shares the memory of the tensor before it and holds the records of the tokens
-that this memory lacks. Any function of torch that gets this tensor gets the plain tensor, after a
-fold. Therefore transformers' own code moves, reorders, copies and resets whole states. The step of
-one token reads the records, without a fold.
+A layer of a cache stores its states as tensors. With a window, a `WindowedState` replaces the
+tensor of a state. It shares that tensor's memory and holds the records of the tokens that are not
+yet in the memory. When a function of torch is called on a `WindowedState`, the records are folded
+and the function gets the plain tensor. Therefore transformers' own code moves, reorders, copies and
+resets complete states. Only the step of one token reads the records without a fold.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["WindowedState", "keeping", "target", "whole", "windowed_step"]
 
 
 class WindowedState(Tensor):
-    """States [B, HV, K, V] of which the last tokens are records.
+    """States [B, HV, K, V] whose last tokens are stored as records.
 
-    memory: the plain tensor of the same memory. slots, positions: [B], of the steps. is_whole: the
-    memory holds all tokens, because no step followed the last fold. is_captured: a CUDA graph holds
-    a step, whose replays the host does not see; the memory then never counts as whole.
+    memory: the plain tensor of the same memory. slots, positions: [B], the arguments of the steps.
+    is_whole: the memory includes all tokens, because no step followed the last fold. is_captured: a
+    CUDA graph contains a step. The host does not see its replays, so `is_whole` is then never set.
     """
 
     memory: Tensor
@@ -68,12 +68,14 @@ _WITHOUT_CONTENTS = frozenset(
 
 
 def plain(x: Any) -> Any:
-    """The tensor of the memory of a `WindowedState`; anything else as it is."""
+    """Returns the plain tensor that shares the memory of a `WindowedState`; returns anything else
+    unchanged."""
     return x.memory if isinstance(x, WindowedState) else x
 
 
 def whole(x: Any) -> Any:
-    """A `WindowedState` as a plain tensor that holds all tokens; anything else as it is."""
+    """Returns a `WindowedState` as a plain tensor that includes all tokens; returns anything else
+    unchanged."""
     if isinstance(x, WindowedState):
         x.fold()
         return x.memory
@@ -81,7 +83,7 @@ def whole(x: Any) -> Any:
 
 
 def _windowed(state: Tensor, key: Tensor) -> WindowedState:
-    """The state with a window for such keys [B, 1, H, K]."""
+    """Returns the state with a window for keys like these [B, 1, H, K]."""
     if isinstance(state, WindowedState):
         rows = state.records.k
         if rows.dtype == key.dtype and rows.shape[2:] == key.shape[2:]:
@@ -106,8 +108,8 @@ def windowed_step(
     state: Tensor | None,
     use_qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """o [B, 1, HV, V] and the state after one token of each sequence, or None for calls that a
-    window does not serve: of several tokens, without a state, with gradients, or in a trace."""
+    """Returns o [B, 1, HV, V] and the state after one token per sequence. Returns None for calls
+    without window support: several tokens, no state, gradients, or a trace."""
     if state is None or query.shape[1] != 1 or query.shape[0] == 0:
         return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -134,10 +136,10 @@ def windowed_step(
 
 
 def target() -> Target:
-    """The method by which a layer of a cache keeps the state of a call.
+    """Returns the method with which a layer of a cache stores the state of a call.
 
     Raises:
-        RuntimeError: transformers' caches have no such method, or one of another text.
+        RuntimeError: transformers' caches have no such method, or its source text is not known.
     """
     from transformers import cache_utils
 
@@ -152,7 +154,8 @@ def target() -> Target:
 
 
 def keeping(before: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, except that a `WindowedState` of its own memory is kept and not copied."""
+    """Returns a replacement of the method, which stores a `WindowedState` of its own memory without
+    copying it."""
 
     @functools.wraps(before)
     def update_recurrent_state(

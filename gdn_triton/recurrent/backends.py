@@ -1,4 +1,4 @@
-"""The backends of the recurrence: their refusals, and the functions that plan a call."""
+"""The backends of the recurrence: reasons to refuse a call, and functions that plan a call."""
 
 from collections.abc import Callable
 
@@ -20,13 +20,13 @@ from gdn_triton.recurrent.problem import (
     RecurrentProblem,
 )
 
-# plan(problem, operands) returns a function that runs this call and all calls that are like it.
+# plan(problem, operands) returns a function that runs this call and all calls like it.
 Plan = Callable[[RecurrentProblem, Operands], PlannedCall]
 Fold = Callable[[FoldProblem, FoldOperands], None]
 
 
 def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
-    """A sentence why the Triton kernel cannot run this call of the recurrence, or None."""
+    """Returns a sentence why the Triton kernel cannot run this call of the recurrence, or None."""
     if problem.unreadable is not None:
         return problem.unreadable
     dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
@@ -50,7 +50,7 @@ def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
 
 
 def fold_triton_supports(problem: FoldProblem) -> str | None:
-    """A sentence why the Triton kernels cannot fold or restart these windows, or None."""
+    """Returns a sentence why the Triton kernels cannot fold or restart these windows, or None."""
     if problem.unreadable is not None:
         return problem.unreadable
     refusal = triton_refusal((problem.k_dtype,), problem.device.type, problem.K)

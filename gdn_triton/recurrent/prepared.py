@@ -1,4 +1,4 @@
-"""`prepare_step`: a decode step that holds the tensors and options that all calls of a layer
+"""`prepare_step`: a decode step that stores the tensors and options that all calls of a layer
 share."""
 
 from operator import attrgetter
@@ -16,19 +16,19 @@ from gdn_triton._host.tensors import PLAIN_TENSORS, is_traced, is_transformed
 from gdn_triton.recurrent.api import recurrent_step
 from gdn_triton.recurrent.window import StepWindow, check_kind
 
-# The most layouts that a step remembers, and the most sets of addresses for each layout. Callers
-# reuse their buffers, so these numbers are normally small.
+# The largest number of layouts that a step remembers, and of address sets for each layout. Callers
+# reuse their buffers, so the actual numbers are normally small.
 MOST_PLACES: Final = 512
 MOST_LAYOUTS: Final = 512
 
-# dtype, shape, strides and device of a tensor; None for an argument that is not given.
+# The dtype, shape, strides and device of a tensor; None for an argument that is not given.
 _Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device] | None
 
 
 class _Known(NamedTuple):
-    """A validated layout of calls. launches: the recorded launches by the addresses of all tensors
-    of the call. Without `out` the address of the output is None: the step allocates it, and a new
-    allocation overlaps no other tensor and has the alignment of every allocation."""
+    """A validated layout of calls. launches: the recorded launches, by the addresses of all tensors
+    of the call. Without `out` the address of the output is None, because the step allocates the
+    output: a new allocation overlaps no other tensor and has the alignment of every allocation."""
 
     layouts: tuple[_Layout, ...]
     out: tuple[torch.Size, torch.dtype]
@@ -47,21 +47,20 @@ def prepare_step(
     skip: str = "negative",
     window: StepWindow | None = None,
 ) -> "PreparedStep":
-    """Returns a callable that runs `gdn_triton.recurrent_step` on one pool with less time on the
-    host.
+    """Returns a callable that runs `gdn_triton.recurrent_step` on one pool with less host time.
 
         step = prepare_step(state, A_log=A_log, dt_bias=dt_bias, state_v_first=True)
         o = step(slots, mixed_qkv=mixed_qkv, a=a, b=b)
 
     Args:
-        state, A_log, dt_bias, window: as `gdn_triton.recurrent_step`. The step keeps a reference to
+        state, A_log, dt_bias, window: as `gdn_triton.recurrent_step`. The step holds references to
             the tensors, and each call reads their current contents. Their shapes and strides must
             not change.
         allow_neg_eigval, use_qk_l2norm_in_kernel: as `gdn_triton.recurrent_step`.
         scale, state_v_first, skip: as `gdn_triton.recurrent_step`.
 
     Returns:
-        A `PreparedStep`, whose calls take the other arguments. Nothing has been launched or
+        A `PreparedStep`, whose calls accept the other arguments. Nothing has been launched or
         written.
 
     Raises:
@@ -95,8 +94,8 @@ class PreparedStep:
 
     A call has the bits and the errors of `gdn_triton.recurrent_step`. The first call with each
     combination of shapes, strides, dtypes and addresses of the tensors runs `recurrent_step`; later
-    calls only compare these and launch. The address of an output that the step allocates does not
-    count. The step remembers launches, but no tensors of a call. The first call reads
+    calls only compare these properties and launch. The address of an output that the step allocates
+    is not compared. The step remembers launches, but no tensors of a call. The first call reads
     `GDN_BACKEND`, and later calls use the same backend. Under a compiler, on a CPU and in the
     reference backend every call runs `gdn_triton.recurrent_step`.
     """
@@ -159,7 +158,7 @@ class PreparedStep:
         return self._again(given, known)
 
     def _again(self, given: tuple[Tensor | None, ...], known: _Known) -> Tensor:
-        """Runs a call of a known layout."""
+        """Runs a call whose layout is known."""
         o = out = given[0]
         address = None if out is None else out.data_ptr()
         places = (
@@ -225,8 +224,8 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _layouts_of(given: tuple[Tensor | None, ...]) -> tuple[_Layout, ...] | None:
-    """The layouts of the tensors. None if a launch with them cannot be repeated: an argument is no
-    plain tensor in memory, or has a negative bit."""
+    """Returns the layouts of the tensors. Returns None if a launch with these tensors cannot be
+    repeated: one is not a plain tensor in memory, or has a negative bit."""
     for x in given:
         if x is None:
             continue
@@ -251,6 +250,6 @@ def _fits(given: tuple[Tensor | None, ...], layouts: tuple[_Layout, ...]) -> boo
             ):
                 return False
     except RuntimeError:
-        # A sparse or a nested tensor has no strides or no shape.
+        # A sparse or nested tensor has no strides or no shape.
         return False
     return True

@@ -1,5 +1,5 @@
-"""The backends of `gdn_triton.layer_step`: its kernel, and the parts of a layer one after the
-other."""
+"""The backends of `gdn_triton.layer_step`: the kernel of a whole step, and the parts of a step one
+after the other."""
 
 import functools
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from gdn_triton.recurrent.api import call_of
 from gdn_triton.recurrent.validation import validate_step
 from gdn_triton.step.problem import LayerCall, LayerProblem, step_arguments
 
-# Makes a function that runs all calls that are like a given one.
+# Makes a function that runs a given call and all calls like it.
 Plan = Callable[[LayerProblem, LayerCall], Callable[[LayerCall], Tensor]]
 
-# The kernel's limits: taps, bytes of a value-first row of a state, and tiles of a program.
+# The limits of the kernel: taps, bytes of a value-first row of a state, and tiles of a program.
 WIDTHS: Final = (0, 2, 3, 4)
 MOST_ROW: Final = 512
 MOST_GROUP: Final = 8
@@ -33,7 +33,8 @@ MOST_V: Final = 256
 
 @functools.lru_cache(maxsize=256)
 def kernel_refusal(p: LayerProblem) -> str | None:
-    """A sentence why the call cannot be one launch, or None. Its parts may still run on kernels."""
+    """Returns a sentence why the call cannot be one launch, or None. The parts may still run on
+    kernels."""
     if p.T != 1:
         return f"The kernel of a layer's step takes one token a sequence; T is {p.T}."
     if p.W not in WIDTHS:
@@ -61,7 +62,7 @@ def kernel_refusal(p: LayerProblem) -> str | None:
 
 
 def triton_supports(p: LayerProblem) -> str | None:
-    """A sentence why the kernel cannot run the call, or None."""
+    """Returns a sentence why the kernel cannot run the call, or None."""
     if p.unreadable is not None:
         return p.unreadable
     refusal = kernel_refusal(p) or triton_refusal((p.dtype,), p.device.type, p.K)
@@ -98,21 +99,21 @@ LAYER_STEP: Operator[LayerProblem, Plan] = Operator(
     (
         missing("cuda", "The CUDA library has no kernel for a layer's step."),
         Backend("triton", triton_supports, load_triton),
-        # The parts run, each in the backend that is chosen for it.
+        # Run the parts, each in the backend that is chosen for it.
         Backend("reference", reference_supports, _load_parts),
     ),
 )
 
 
 def runs_parts(p: LayerProblem) -> bool:
-    """Whether the parts run for every value of `GDN_BACKEND`. The value then holds for each
-    part."""
+    """Returns whether the parts run for every value of `GDN_BACKEND`. Each part then reads the
+    value."""
     return p.unreadable is None and kernel_refusal(p) is not None
 
 
 def plan_of(p: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
-    """Returns a function that makes one launch if the kernel takes the call, and else runs the
-    parts."""
+    """Returns a function that makes one launch if the kernel accepts the call, and runs the parts
+    otherwise."""
     if runs_parts(p):
         return _load_parts()(p, call)
     return LAYER_STEP.choose(p).run(p, call)

@@ -1,8 +1,8 @@
-"""`gdn_triton.layer_step` as an operator of torch's library. A compiler sees this operator only.
+"""`gdn_triton.layer_step` as an operator of torch's library. A compiler sees only this operator.
 
-As in `gdn_triton.recurrent.operators`, `gdn_triton::layer_step` is opaque, and validates its
-arguments and chooses its backend at every run. `gdn_triton::layer_step_window` has the tensors of a
-window too. `import gdn_triton` imports this module.
+`gdn_triton::layer_step` is opaque, like the operators of `gdn_triton.recurrent.operators`: it
+validates its arguments and chooses its backend at every run. `gdn_triton::layer_step_window` also
+takes the tensors of a window. `import gdn_triton` imports this module.
 """
 
 from typing import Any, Final

@@ -1,5 +1,5 @@
-"""A layer's step as its parts one after the other: the convolution, the rule, the norm. They define
-the result of the step. Each part runs in the backend that is chosen for it."""
+"""A layer's step as its parts one after the other: the convolution, the rule, the norm. The parts
+define the result of a step. Each part runs in the backend that is chosen for it."""
 
 from collections.abc import Callable
 
@@ -20,8 +20,8 @@ def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor
 
 
 def run(call: LayerCall, norm: Callable[[LayerOperands, Tensor], Tensor] | None = None) -> Tensor:
-    """norm: a function that replaces o by its gated norm, except for the zeros of skipped
-    sequences; None: `gdn_triton.rms_norm_gated`."""
+    """Runs the parts. norm: a function that replaces o by its gated norm, except for the zeros of
+    skipped sequences; None: `gdn_triton.rms_norm_gated`."""
     x, options = call.inputs, call.options
     step = step_arguments(call)
     of_norm = (options.norm_eps, options.norm_activation)
@@ -48,5 +48,5 @@ def run(call: LayerCall, norm: Callable[[LayerOperands, Tensor], Tensor] | None 
         return norm(x, o)
     y = rms_norm_gated(o, x.gate, x.norm_weight, *of_norm)
     live = x.read_slots > LAST_SKIPPED[options.skip]
-    # Select y here, because the gate of a skipped sequence may hold anything.
+    # Select y here, because the gate of a skipped sequence may hold NaN.
     return torch.where(live.view(-1, *(1,) * (y.dim() - 1)), y, 0)

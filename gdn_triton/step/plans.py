@@ -1,4 +1,4 @@
-"""Plans of `gdn_triton.layer_step`: the function that runs a call and all calls that are like
+"""Plans of `gdn_triton.layer_step`. A plan is the function that runs a call and all calls like
 it."""
 
 import os
@@ -19,7 +19,7 @@ from gdn_triton.step.validation import (
     validate_layer,
 )
 
-# When there are this many plans, all are dropped.
+# All plans are dropped when their number reaches this limit.
 MOST_PLANS = 1024
 
 
@@ -41,7 +41,7 @@ def run_layer(call: LayerCall) -> Tensor:
         problem = validate_layer(call)
         memory = None
         if problem.unreadable is None:
-            # A tensor that no kernel can read need not have an address.
+            # Check only readable tensors, because others may have no address.
             memory = layer_memory(call)
             memory.check(all_tensors(call))
         check_contents(problem, call)
@@ -61,10 +61,11 @@ def run_layer(call: LayerCall) -> Tensor:
 
 
 def _key(call: LayerCall) -> Hashable | None:
-    """A key of all properties that the plan of a call depends on; None if no key has them all."""
+    """Returns a key of all properties on which the plan of a call depends, or None if the key
+    cannot hold all of them."""
     known: list[Hashable] = [torch.is_grad_enabled(), os.environ.get("GDN_BACKEND")]
     for option in call.options:
-        # The key has the types too: True == 1 as a key, but validation refuses one of the two.
+        # The key includes the types: True == 1 as a key, but validation refuses one of the two.
         if type(option) not in _PLAIN_OPTIONS:
             return None
         known += (option, type(option).__name__)

@@ -148,7 +148,7 @@ def _check_parts(x: LayerOperands) -> None:
 
 
 def _check_tickets(window: StepWindow, state: Tensor, H: int) -> Tensor | None:
-    """Checks the tickets of a window that is valid otherwise, and returns them."""
+    """Checks the tickets of a window that is otherwise valid, and returns them."""
     tickets, name = window.tickets, "window.tickets"
     if tickets is None:
         return None
@@ -203,7 +203,7 @@ def _check_conv(x: LayerOperands, D: int) -> int:
 
 
 def all_tensors(call: LayerCall) -> tuple[Tensor | None, ...]:
-    """The tensors of the inputs and of a window, in the order of `_NAMES`."""
+    """Returns the tensors of the inputs and of a window, in the order of `_NAMES`."""
     window: tuple[Tensor | None, ...] = (None,) * (len(WINDOW_NAMES) + 1)
     if isinstance(call.window, StepWindow):
         window = (*call.window[:5], call.window.scales, call.window.tickets)
@@ -219,7 +219,7 @@ _NAMES: Final = (
 
 
 def layer_memory(call: LayerCall) -> Apart:
-    """Returns the memory check of calls like this one, which takes `all_tensors`."""
+    """Returns the memory check of all calls like this one. The check takes `all_tensors`."""
     return _apart(tuple(map(layout_of, all_tensors(call))))
 
 

@@ -1,9 +1,10 @@
-"""The launch of the forward for compute capability 10.0, and a check of it.
+"""Launches the forward for compute capability 10.0 and checks it.
 
     python -m studies.blackwell.forward                                 on a GPU of that kind
     PYTHONPATH=.:tests/support python -m studies.blackwell.forward --compile    without one
 
-The second command compiles the kernel and judges its code. README.md says what is known of it.
+The second command compiles the kernel and checks its machine code. README.md describes the kernel's
+state.
 """
 
 import argparse
@@ -23,12 +24,12 @@ from studies.blackwell.kernel import blackwell_fwd_kernel
 CHUNK, DIM = 64, 128
 SHARED_MEMORY = 227 * 1024
 TENSOR_COLUMNS = 512
-# Bytes of spilled registers, most of which are the triangles' addresses.
+# The most bytes of stack. Most of these spilled registers hold addresses of the triangles role.
 STACK = 256
 
 
 def descriptor(x: Tensor) -> TensorDescriptor:
-    """Of tiles of a chunk and a head of x [B, T, heads, 128]."""
+    """Returns a TMA descriptor of x [B, T, heads, 128] whose tiles are one chunk of one head."""
     rows = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, CHUNK, 1, DIM], rows)
 
@@ -36,8 +37,8 @@ def descriptor(x: Tensor) -> TensorDescriptor:
 def blackwell_fwd(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, 128] and the final state [B, HV, 128, 128], fp32. q, k [B, T, H, 128] and v
-    [B, T, HV, 128] in bfloat16, g and beta [B, T, HV] in fp32, all contiguous."""
+    """Returns o [B, T, HV, 128] and the final state [B, HV, 128, 128], fp32. q, k [B, T, H, 128]
+    and v [B, T, HV, 128] are bfloat16, g and beta [B, T, HV] fp32, all contiguous."""
     B, T, H, _ = q.shape
     HV = v.shape[2]
     o = torch.empty_like(v)
@@ -63,7 +64,7 @@ def blackwell_fwd(
 
 
 def make_inputs(B: int, T: int, H: int, HV: int, decay: float, device: str) -> dict[str, Any]:
-    """decay: the mean of -g."""
+    """Returns random inputs. decay: the mean of -g."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -81,7 +82,7 @@ def make_inputs(B: int, T: int, H: int, HV: int, decay: float, device: str) -> d
 
 
 def compile_here() -> list[str]:
-    """What is wrong with the machine code, compiled for a GPU that is not there."""
+    """Compiles the kernel without a GPU and returns the faults of its machine code."""
     from target_code import compile_only, stack_and_registers
     from triton.backends.compiler import GPUTarget
 
@@ -107,7 +108,7 @@ def compile_here() -> list[str]:
 
 
 def check_here() -> list[str]:
-    """What is wrong with the results, of which the errors and a time are printed."""
+    """Runs the kernel, prints its errors and a time, and returns the faults of its results."""
     wrong = []
     for B, T, H, HV, decay in ((1, 64, 1, 1, 0.01), (2, 1000, 2, 4, 0.01), (4, 8192, 16, 32, 1.0)):
         x = make_inputs(B, T, H, HV, decay, "cuda")
@@ -126,7 +127,7 @@ def check_here() -> list[str]:
         torch.cuda.synchronize()
         line = f"{H}/{HV} {B}x{T}, decay {decay}: errors {errors[0]:.1e} {errors[1]:.1e}"
         print(f"{line}, {100 * start.elapsed_time(end):.0f} us")
-        # That of the kernel for compute capability 9.0 is 2.9e-3.
+        # The kernel for compute capability 9.0 has an error of 2.9e-3.
         if not max(errors) < 6e-3:
             wrong.append(line)
     return wrong

@@ -1,8 +1,9 @@
 """A forward for compute capability 10.0 in Gluon: a skeleton that compiles and has never run.
 
-A program owns the state [K, V] of one sequence and value head, K = V = 128. As in the kernel for
-compute capability 9.0 (gdn_triton/chunk/triton/hopper), whose gates role and whose frame of the
-state this kernel shares, all matrices are transposed: rows are channels of V. Its roles are
+A program owns the state [K, V] of one sequence and value head, K = V = 128. All matrices are
+transposed, so rows are channels of V, as in the kernel for compute capability 9.0
+(gdn_triton/chunk/triton/hopper). This kernel uses the gates role and the frame of the state of that
+kernel. Its roles are
 
     state      4 warps  tensor memory to registers and back: operands, x', u, o
     triangles  4 warps  T and P of each chunk, which need no state
@@ -10,8 +11,9 @@ state this kernel shares, all matrices are transposed: rows are channels of V. I
     gates      1 warp   factors of the tokens
     loader     1 warp   copies q, k and v of a chunk to shared memory, by TMA
 
-The state stays in tensor memory, where its products add to it. k and q of a chunk are one tile of
-128 rows, therefore S k^T and S q^T are one product, and k k^T and q k^T another.
+The state stays in tensor memory, and the matrix products accumulate into it there. k and q of a
+chunk form one tile of 128 rows. Therefore S k^T and S q^T are one product, and k k^T and q k^T are
+another.
 """
 
 from triton.experimental import gluon
@@ -107,7 +109,8 @@ def products_role(memory, n_chunks):
         tcgen05_commit(xo_ready)
         stage, phase = advance(stage, phase, STAGES)
         if i + 1 < n_chunks:
-            # k k^T and q k^T of the next chunk, for the triangles.
+            # This is the accumulator of k k^T and q k^T of the next chunk, which the triangles
+            # read.
             after = kq_s.index(stage)
             mbarrier.wait(tile_full.index(stage), phase)
             mbarrier.wait(pairs_free, i & 1)
@@ -127,8 +130,9 @@ def products_role(memory, n_chunks):
 
 @gluon.jit
 def triangles_role(memory, n_chunks):
-    """T' = (I + A')^-1 without its diagonal, and P', of each chunk (gates.py of the Hopper kernel
-    has the formulas). The inverse grows from blocks of 1 to one of 64."""
+    """Computes T' = (I + A')^-1 without its diagonal, and P', for each chunk (gates.py of the
+    Hopper kernel has the formulas). The inverse is built from blocks of 1, doubled until one block
+    has 64."""
     t_s, ap_s, pairs, vectors, flags, gates_full, t_full, pairs_ready, pairs_free, empty = memory
     dtype: gl.constexpr = t_s.dtype
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -138,7 +142,7 @@ def triangles_role(memory, n_chunks):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    # The first 64 rows are of k k^T, the others of q k^T.
+    # The first 64 rows are k k^T, the others q k^T.
     o_p = gl.arange(0, DIM, gl.SliceLayout(1, PAIRS))[:, None]
     o_c = gl.arange(0, CHUNK, gl.SliceLayout(0, PAIRS))[None, :]
     o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, MMA))[:, None]
@@ -148,8 +152,8 @@ def triangles_role(memory, n_chunks):
     phase = gl.to_tensor(0)
     t_stage = gl.to_tensor(0)
     for i in range(n_chunks):
-        # Numbers that the compiler does not know to be the same in all chunks: it would keep each
-        # element of their masks in a register.
+        # The compiler does not know that row and last are the same in all chunks. If it knew, it
+        # would keep each element of their masks in a register.
         row = gl.where(n_chunks > i, o_r, -1)
         last = gl.where(o_p < CHUNK, o_p - 1, o_p - CHUNK)
         inside = gl.where(n_chunks > i, last, -1) >= o_c
@@ -160,12 +164,14 @@ def triangles_role(memory, n_chunks):
         made = pairs.load(PAIRS)
         mbarrier.arrive(pairs_free, count=1)
         if steep > 0:
-            # d of the rows of k, then y + d of those of q: neighbours in memory.
+            # These are d for the rows of k, then y + d for the rows of q, adjacent in shared
+            # memory.
             both = viewed(vectors.index(base + D_VECTOR), gl.float32, [DIM], FLAT)
             d_row = both.load(gl.SliceLayout(1, PAIRS)) * opaque(steep)
             d_column = vectors.index(base + D_VECTOR).load(gl.SliceLayout(0, PAIRS))
             made *= gl.exp2(gl.where(inside, d_row[:, None] - d_column[None, :], 0.0))
-        # Of the rows of q another vector lies there, which is not used.
+        # The second 64 numbers belong to another vector. The rows of q load them but do not use
+        # them.
         b_row = viewed(vectors.index(base + BETA_VECTOR), gl.float32, [DIM], FLAT)
         factor = gl.where(o_p < CHUNK, b_row.load(gl.SliceLayout(1, PAIRS))[:, None], 1.0)
         made = gl.where(inside, made * factor, 0.0)
@@ -174,7 +180,7 @@ def triangles_role(memory, n_chunks):
             made.to(gl.float16).to(gl.int16, bitcast=True),
             made.to(dtype).to(gl.int16, bitcast=True),
         )
-        # The state that frees a chunk has read T and P of the chunks before.
+        # The state warps free a chunk after they have read T and P of all earlier chunks.
         past = gl.maximum(i - T_STAGES, 0)
         mbarrier.wait(empty.index(past % STAGES), (past // STAGES) & 1, pred=i >= T_STAGES)
         ap = ap_s.index(t_stage)
@@ -205,7 +211,7 @@ def state_role(memory, barriers, o_desc, p_ht, place, n_chunks):
     dtype: gl.constexpr = v_s.dtype
     x_t = xo.slice(0, CHUNK)
     o_t = xo.slice(CHUNK, CHUNK)
-    # Columns of K, so that a thread holds few of the state's row at once.
+    # Loop over columns of K: a thread then holds few elements of its row of the state at once.
     PART: gl.constexpr = 32
     STATE: gl.constexpr = get_tmem_reg_layout(gl.float32, (DIM, PART), S.slice(0, PART).layout, 4)
     S_OP: gl.constexpr = get_tmem_reg_layout(
@@ -243,7 +249,7 @@ def state_role(memory, barriers, o_desc, p_ht, place, n_chunks):
         f = vectors.index(base + F_VECTOR).load(TOKEN)
         mbarrier.wait(xo_ready, i & 1)
         x = v * c[None, :] - x_t.load(PRODUCT) * f[None, :]
-        # The token's own part stays in fp32, as the accumulator of T x'.
+        # The diagonal term of T x' is added in fp32, in the accumulator of the product.
         x_t.store(x)
         x_op.store(gl.convert_layout(x.to(dtype), X_OP))
         mbarrier.arrive(x_ready, count=1)
@@ -309,7 +315,7 @@ def blackwell_fwd_kernel(
     gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
-    # Each of these has one phase a chunk.
+    # Each of these barriers has one phase per chunk.
     each = gl.allocate_shared_memory(gl.int64, [8, 1], BARRIER)
     for s in gl.static_range(STAGES):
         mbarrier.init(tile_full.index(s), count=1)
@@ -323,7 +329,7 @@ def blackwell_fwd_kernel(
     u_ready, uo_ready, done = each.index(3), each.index(4), each.index(5)
     pairs_ready, pairs_free = each.index(6), each.index(7)
 
-    # Columns of tensor memory, of 512: 128, 64, 128, 32, 32 and 64.
+    # These allocations use 128, 64, 128, 32, 32 and 64 columns of tensor memory, of 512.
     WIDE: gl.constexpr = TensorMemoryLayout([DIM, DIM], col_stride=1)
     HALF: gl.constexpr = TensorMemoryLayout([DIM, CHUNK], col_stride=1)
     S = allocate_tensor_memory(gl.float32, [DIM, DIM], WIDE)

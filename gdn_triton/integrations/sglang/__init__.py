@@ -1,4 +1,5 @@
-"""SGLang's Gated DeltaNet layers on this package's ops: `enable` puts ours in their places.
+"""SGLang's Gated DeltaNet layers on this package's ops. `enable` replaces SGLang's functions by
+ours.
 
     from gdn_triton.integrations.sglang import disable, enable, status
 
@@ -7,11 +8,11 @@
     disable()
 
 The functions of `gdn_triton.integrations.sglang.functions` and
-`gdn_triton.integrations.sglang.convolution` may also be called by themselves.
+`gdn_triton.integrations.sglang.convolution` may also be called directly.
 
-SGLang looks its functions up as globals of its modules at every call, so `enable` needs to run only
-once in a process: from an entry point of the group `sglang.srt.plugins`
-(`docs/integrations.md` shows one).
+SGLang looks up its functions as globals of its modules at every call. Therefore `enable` needs to
+run only once per process, from an entry point of the group `sglang.srt.plugins`
+(`docs/integrations.md` has an example).
 """
 
 import functools
@@ -54,10 +55,10 @@ __all__ = [
 ]
 
 _LINEAR: Final = "sglang.srt.layers.attention.linear"
-# Where SGLang's kernel for --linear-attn-backend triton looks its functions up.
+# The module in which SGLang's kernel for --linear-attn-backend triton looks up its functions.
 MODULE: Final = f"{_LINEAR}.kernels.gdn_triton"
 # The functions that are replaced in each module, with the op that runs. Modules after the first may
-# lack some.
+# lack some of these functions.
 PLACES: Final = {
     MODULE: {
         "chunk_gated_delta_rule": "chunk_prefill",
@@ -71,15 +72,15 @@ PLACES: Final = {
     },
     "sglang.srt.models.jet_nemotron": {"fused_recurrent_gated_delta_rule_update": "recurrent_step"},
 }
-# The runner loads the model, and then allocates SGLang's pools.
+# The runner loads the model and then allocates SGLang's pools with this method.
 RUNNER: Final = "sglang.srt.model_executor.model_runner"
 OWNER, ALLOCATE = "ModelRunner", "alloc_memory_pool"
-# The backend whose method makes g and beta of a prefill, and the text of the method that calls it
-# and gives both to the kernel, by its sha256.
+# The backend whose method computes g and beta of a prefill. The method that calls it passes both to
+# the kernel; the sha256 below is that of the method's text in SGLang 0.5.23.
 BACKEND: Final = f"{_LINEAR}.gdn_backend"
 GATES_OWNER, GATES, EXTEND = "GDNAttnBackend", "_prefill_gates", "forward_extend"
 KNOWN: Final = ("157c717197b16be15298906f144e17b29bd9d5d465753f1ddf07174fb9cff9cd",)  # 0.5.23
-# Functions that stay SGLang's, and why.
+# Functions that are not replaced, and the reasons.
 OTHERS: Final = {
     BACKEND: {
         "fused_gdn_gating": "multi-item scoring and other prefill kernels call it",
@@ -96,7 +97,7 @@ def _has(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda given: any(given.get(name) is not None for name in names)
 
 
-# Which calls of a function, by their keywords, are left to SGLang's own, in words and as a test.
+# Calls of a function that SGLang's own function runs, by their keywords: a description and a test.
 # SGLang passes these arguments by name.
 THEIRS: Final[dict[str, tuple[str, Callable[[Mapping[str, Any]], bool]]]] = {
     "fused_sigmoid_gating_delta_rule_update": (
@@ -126,16 +127,16 @@ _patches = Patches()
 
 
 def enable() -> Status:
-    """Replaces SGLang's functions, where its layers call them, by ours, and returns `status()`. A
-    second call changes nothing that is in place.
+    """Replaces SGLang's functions by ours where its layers call them, and returns `status()`. A
+    second call changes nothing that is already replaced.
 
-    The convolution's windows of drafts and SGLang's other kernels stay SGLang's; `status` lists
-    them. Before a runner allocates its pools, the calls of its model's layers are made once, so
-    no request compiles a kernel (`gdn_triton.integrations.sglang.warming`).
+    SGLang's own code runs the convolution's windows of drafts and SGLang's other kernels; `status`
+    lists these places. Before a runner allocates its pools, every kind of call of its model's
+    layers runs once, so no request compiles a kernel (`gdn_triton.integrations.sglang.warming`).
 
     Raises:
-        ImportError: SGLang, or one of the functions of its kernel for "triton", is not there.
-        RuntimeError: one takes an argument that is not known here.
+        ImportError: SGLang, or one of the functions of its kernel for "triton", is missing.
+        RuntimeError: one of these functions has an argument that is not known here.
     """
     targets = list(_targets())
     for target in targets:
@@ -156,8 +157,8 @@ def enable() -> Status:
 
 
 def disable() -> Status:
-    """Restores the functions that `enable` replaced. A place that another replacement has taken
-    since is left alone, and named in the returned status."""
+    """Restores the functions that `enable` replaced. A place that has another replacement by now is
+    not changed, and the returned status names it."""
     _patches.take_back()
     found = status()
     _patches.made.clear()
@@ -165,10 +166,11 @@ def disable() -> Status:
 
 
 def status() -> Status:
-    """A report of every place of SGLang's modules. Changes nothing, but imports the modules.
+    """Returns a report of every place in SGLang's modules. Changes nothing, but imports the
+    modules.
 
     Raises:
-        ImportError: as `enable`.
+        ImportError: as for `enable`.
     """
     try:
         version = importlib.metadata.version("sglang")
@@ -231,7 +233,7 @@ def _gates() -> Iterator[Target]:
 
 
 def _why_not_gates(owner: Any) -> str | None:
-    """Why SGLang's method makes the gates of a prefill, or None."""
+    """Returns the reason why SGLang's method computes the gates of a prefill, or None."""
     extend = vars(owner).get(EXTEND)
     if extend is None or GATES not in vars(owner):
         return f"there is no {GATES} to replace."

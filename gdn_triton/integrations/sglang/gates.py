@@ -1,8 +1,9 @@
-"""The gates of SGLang's prefills: the rule makes them, and SGLang a launch before the rule.
+"""The gates of SGLang's prefills. Our prefill computes them, and SGLang computes them in a launch
+before its prefill.
 
-`GDNAttnBackend.forward_extend` of SGLang calls its `_prefill_gates` for g and beta, and gives both
-to its kernel. Where that is the kernel whose `chunk_gated_delta_rule` is ours, the method returns
-a and b, the values before the gates, and our function recognises the tensor g.
+SGLang's `GDNAttnBackend.forward_extend` calls `_prefill_gates` for g and beta, and passes both to
+its kernel. If `chunk_gated_delta_rule` of that kernel is ours, our `_prefill_gates` returns a and
+b, the values before the gates, and our prefill recognises the tensor that it gets as g.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# g of a call -> A_log and dt_bias. An entry ends with its tensor.
+# Maps g of a call to A_log and dt_bias. An entry is deleted together with its tensor.
 _parameters = WeakTensorKeyDictionary()
 
 
 def raw_gates(layer: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b [T, HV] in the place of g and beta [1, T, HV]. layer: SGLang's, with A_log and
-    dt_bias."""
+    """Returns a and b [T, HV] instead of g and beta [1, T, HV]. layer: SGLang's layer, with A_log
+    and dt_bias."""
     g = a.unsqueeze(0)
     _parameters[g] = (layer.A_log, layer.dt_bias)
     return g, b.unsqueeze(0)
@@ -27,8 +28,9 @@ def raw_gates(layer: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def prefill_gates(
     theirs: Callable[..., tuple[Tensor, Tensor]], module: str
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`_prefill_gates` of SGLang's backend, as a method. theirs: SGLang's own, a static method.
-    module: that of the kernel whose functions are ours."""
+    """Returns a replacement of `_prefill_gates` of SGLang's backend, as a method. theirs: SGLang's
+    own static method. module: the module of SGLang's kernel in which our functions are installed.
+    Other kernels get g and beta from theirs."""
 
     def _prefill_gates(self: Any, layer: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         if type(self.kernel_dispatcher.extend_kernel).__module__ != module:
@@ -39,8 +41,8 @@ def prefill_gates(
 
 
 def gates_of(g: Tensor) -> dict[str, Any]:
-    """The options of `gdn_triton.chunk_prefill` by which it makes the gates itself, if g is from
-    `raw_gates`. Otherwise none: g is the logarithm of the decay."""
+    """Returns the options with which `gdn_triton.chunk_prefill` computes the gates itself, if g is
+    from `raw_gates`. Otherwise returns no options: g is the logarithm of the decay."""
     found = None if torch.compiler.is_compiling() else _parameters.get(g)
     if found is None:
         return {}

@@ -1,8 +1,8 @@
 """The gated norm of vLLM's Gated DeltaNet layers on `gdn_triton.rms_norm_gated`.
 
-vLLM's `rmsnorm_fn` copies a gate that is a view of a projection, as in the layers of Qwen3.5. Ours
-reads the view in place. vLLM calls the function where its custom op for the norm is enabled, as in
-a run without compilation. In compiled graphs vLLM's compiler makes the norm.
+vLLM's `rmsnorm_fn` copies a gate that is a view of a projection, as in the layers of Qwen3.5. Our
+function reads the view in place. vLLM calls the function if its custom op for the norm is enabled,
+as in a run without compilation. In compiled graphs vLLM's compiler generates the norm.
 """
 
 import functools
@@ -17,8 +17,9 @@ GATES: Final = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 def gated_norm(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's `rmsnorm_fn`. theirs: vLLM's own, which keeps the calls that have no counterpart here:
-    without a gate, with a bias, with groups, or with the gate before the norm."""
+    """Returns a replacement of vLLM's `rmsnorm_fn`. theirs: vLLM's own function, which runs calls
+    that have no counterpart here: without a gate, with a bias, with groups, or with the gate before
+    the norm."""
 
     @functools.wraps(theirs)
     def rmsnorm_fn(

@@ -11,9 +11,9 @@ from gdn_triton.recurrent.triton.sums import fixed_point, power_of_two
 
 @triton.jit
 def sums_of_squares(x, PARTS: tl.constexpr):
-    """[TILES]: the sum of the squares of x [BV, TILES] over the PARTS tiles of each head. It is
-    summed in fixed point relative to the largest square, so that it does not depend on the tiles of
-    a head, which differ with the number of sequences."""
+    """Returns [TILES]: the sum of the squares of x [BV, TILES] over the PARTS tiles of each head.
+    The sum is computed in fixed point relative to the largest square. Therefore it does not depend
+    on the tiles of a head, whose size differs with the number of sequences."""
     o_t = tl.arange(0, x.shape[1])
     same = o_t[:, None] // PARTS == o_t[None, :] // PARTS
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
@@ -35,8 +35,8 @@ def head_norms(
     b_y, in_d, b_w, b_z, V: tl.constexpr, PARTS: tl.constexpr, NORM_EPS: tl.constexpr,
     SIGMOID: tl.constexpr
 ):  # fmt: skip
-    """The gated norm of b_y [BV, TILES], the PARTS tiles of each head, in the dtype of b_y. in_d:
-    which elements exist. b_w, b_z: the weight and the gate of each element."""
+    """Returns the gated norm of b_y [BV, TILES], the PARTS tiles of each head, in the dtype of b_y.
+    in_d: which elements exist. b_w, b_z: the weight and the gate of each element."""
     b_n = b_y.to(tl.float32)
     squares = sums_of_squares(tl.where(in_d, b_n, 0.0), PARTS)
     b_n *= tl.rsqrt(squares / V + NORM_EPS)[None, :]
@@ -49,10 +49,10 @@ def head_norms(
 
 @triton.jit
 def is_last(p_ticket, COUNT: tl.constexpr):
-    """Whether this program is the last one of COUNT programs to call this function with p_ticket,
-    an element that is 0 before and after a launch. The reads and writes that the others made before
-    their calls precede what the last program does afterwards: a barrier orders the threads of each
-    program, and the atomic addition releases and acquires."""
+    """Returns whether this program is the last of COUNT programs to call this function with
+    p_ticket, an element that is 0 before and after a launch. All reads and writes of the other
+    programs before their calls precede the reads and writes of the last program after its call: a
+    barrier orders the threads of each program, and the atomic addition releases and acquires."""
     tl.debug_barrier()
     last = tl.atomic_add(p_ticket, 1, sem="acq_rel", scope="gpu") == COUNT - 1
     if last:
@@ -68,15 +68,15 @@ def finish_layer(
     BK: tl.constexpr, GROUP_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, W: tl.constexpr,
     NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr
 ):  # fmt: skip
-    """What the last program of a key head does for one token: it stores the convolution's state of
-    the channels of q and k, and replaces o by its gated norm. HK: H * K. channel: the first channel
-    of q. p_o, p_gate: the first of the GROUP value heads. p_conv None: there is no convolution;
-    p_gate None: no norm."""
+    """The work of the last program of a key head for one token. It stores the convolution's state
+    of the channels of q and k, and replaces o by its gated norm. HK: H * K. channel: the first
+    channel of q. p_o, p_gate: pointers to the first of the GROUP value heads. p_conv None: there is
+    no convolution. p_gate None: there is no norm."""
     if p_gate is not None:
         o_d, o_g = tl.arange(0, V_BLOCK)[:, None], tl.arange(0, GROUP_BLOCK)[None, :]
         in_d = (o_d < V) & (o_g < GROUP)
         p_y = p_o + o_g.to(tl.int64) * stride_oh + o_d * stride_ov
-        # Other programs have written o, so this must not read an old line of the first cache.
+        # Other programs have written o, so bypass the first cache, which may hold an old line.
         b_y = tl.load(p_y, mask=in_d, other=0, cache_modifier=".cg")
         p_z = p_gate + o_g.to(tl.int64) * stride_zh + o_d.to(tl.int64) * stride_zv
         b_z = tl.load(p_z, mask=in_d, other=0)

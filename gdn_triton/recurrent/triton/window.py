@@ -1,29 +1,29 @@
-"""Decoding with a window of records: a step reads a slot's state, and writes it once in many
-tokens.
+"""Decoding with a window of records: every step reads a slot's state, and few steps write it.
 
     u_t = beta_t (v_t - x_t(k_t)),    o_t = scale (x_t(q_t) + (k_t . q_t) u_t),
     x_t(y) = exp(G) S^T y + sum over the records j of exp(G_j) (k_j . y) u_j
 
-S is the state in memory. G is the sum of the log decays of the tokens that S does not hold, and G_j
-the sum of the log decays of the tokens after record j. The record of token t is u_t, k_t and g_t,
-in row t modulo R of the window. k_t is stored before its normalisation, and u_t is scaled for it. A
+S is the state in memory. G is the sum of the log decays of the tokens that S does not include, and
+G_j is the sum of the log decays of the tokens after record j. The record of token t is u_t, k_t and
+g_t, in row t modulo R of the window. k_t is stored before its normalisation, and u_t contains the
+factor that normalises k_t. A
 fold moves records into the state:
 
     S = exp(G) S + sum over the records j of exp(G_j) k_j u_j^T
 
 Each head folds once in PERIOD = R + 1 - 2 D tokens, where D is the largest number of tokens of a
 call. A call reads the state of a head and at most R - D records, computes the outputs from these,
-and folds last: the folded state is written, and read by the next call. The rows that a call reads
-are never rows that the call writes.
+and folds last: it writes the folded state, which the next call reads. A call never writes a row
+that it reads.
 
-The tokens that a head's state holds follow from numbers that a step does not change: the position
-of the sequence at this call, the position at the call before, which is stored with the record of
-the last token, and the start of the window. A position must therefore grow by at least one token
-from call to call; a call without tokens writes nothing.
+A program derives the tokens that a head's state includes from numbers that a step does not change:
+the position of the sequence at this call, the position at the previous call, which is stored with
+the record of the last token, and the start of the window. Therefore a position must grow by at
+least one token from call to call. A call without tokens writes nothing.
 
-All factors are exponentials of sums of log decays. Sums are over the tokens after a record, never
-differences of two sums, because a log decay may be -inf. Rows that hold no record may hold NaN, and
-are deselected, not multiplied by zero.
+All factors are exponentials of sums of log decays. Each sum adds the tokens after a record; it is
+never a difference of two sums, because a log decay may be -inf. Rows without a record may hold NaN,
+so they are masked by a select, not multiplied by zero.
 """
 
 from typing import NamedTuple
@@ -64,11 +64,11 @@ def window_fwd_kernel(
     THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr,
 ):  # fmt: skip
-    """At most BT tokens a sequence: T each, or packed by cu_seqlens, whose program N of a head
-    writes the zeros of the rows after the last sequence. Each token follows the one before it, or
-    its parent. The products of the state and of the
-    records with all q and k are matrix products; the tokens then follow one another, and each adds
-    its u to the columns of the tokens after it."""
+    """Runs at most BT tokens per sequence: T each, or packed by cu_seqlens. In a packed call
+    program N of a head writes the zeros of the rows after the last sequence. Each token follows the
+    one before it, or its parent. The products of the state and of the records with all q and k are
+    matrix products. The tokens then follow one another, and each token adds its u to the columns of
+    the tokens after it."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
@@ -142,12 +142,12 @@ def window_fwd_kernel(
         end_v = tl.where(t < n_tokens, V, 0)
         values += (tl.load(p_v + t * stride_vt, mask=o_v < end_v, other=0),)
 
-    # Columns 2 t and 2 t + 1 of y are q and k of token t. `own`: the token of the call whose record
-    # a row will hold. The k of this token is read from the call.
+    # Columns 2 t and 2 t + 1 of y are q and k of token t. `own`: the token of this call whose
+    # record is written to a row. The k of this token is read from the call's k.
     o_y = tl.arange(0, 2 * BT)
     y_t, is_q, is_k = o_y // 2, o_y % 2 == 0, o_y % 2 == 1
     with_token = y_t < n_tokens
-    # Which tokens are on the path to that of a column, itself included.
+    # Find the tokens on the path to the token of a column, which includes that token itself.
     if parents is not None:
         p_parents = parents + i_b * stride_ab + row * stride_at
         path = path_bits(p_parents, stride_at, tl.where(with_token, y_t, -1), BT)
@@ -191,9 +191,9 @@ def window_fwd_kernel(
     if A_log is not None:
         b_g = tl.where(in_t, log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD), 0.0)
         # The compiler would compute an activation once for each layout in which it is used, but
-        # computes a sum once.
+        # computes a sum only once.
         b_g = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_g[None, :], 0.0), 1)
-    # The log decay after the token of a row and up to the token of a column.
+    # Sum the log decays of the tokens after the token of a row, up to the token of a column.
     owned = tl.where(is_own, own, -1)
     between = (o_t > owned[:, None, None]) & (o_t <= y_t[None, :, None])
     if parents is not None:
@@ -206,8 +206,8 @@ def window_fwd_kernel(
     log_s = tl.sum(tl.where(is_before, b_g[None, :], 0.0), 1)
     log_s += tl.sum(b_gr, 0)
 
-    # u = beta of_k (v - of_k x), with of_k the inverse norm of k: the columns of k are multiplied
-    # by beta of_k^2, and v by beta of_k.
+    # u = beta of_k (v - of_k x), where of_k is the inverse norm of k: the columns of k are
+    # multiplied by beta of_k^2, and v by beta of_k.
     of_y = tl.where(is_k, 1.0, scale)
     if USE_QK_L2NORM:
         squares = y_first.to(tl.float32) * y_first.to(tl.float32)
@@ -234,7 +234,8 @@ def window_fwd_kernel(
             t_v = tl.sum(tl.where(o_t == t, of_v, 0.0), 0)
             stored = tl.sum(tl.where((o_y == 2 * t + 1)[None, :], both, 0.0), 1)
             new_u = values[t].to(tl.float32) * t_v - stored
-            # NaN of this token times the zeros of earlier ones would be NaN.
+            # Select the later columns. `to_later` is 0 in earlier columns, and 0 times a NaN of
+            # this token would be NaN.
             is_later = last >= t
             if parents is not None:
                 is_later = is_later & has_bit(path, t)
@@ -259,10 +260,10 @@ def window_fwd_kernel(
 
 
 class WindowForm(NamedTuple):
-    """A program has BV columns of a state and `warps` warps. K is cut into pieces of KI, or of FI
-    in a fold. early: the kernel is that of `window_early.py`. registers: the most of a thread,
-    which decides how many programs a multiprocessor has; None: as many as the compiler takes. No
-    bit depends on these two."""
+    """The form of a program: BV columns of a state and `warps` warps. K is cut into pieces of KI,
+    or of FI in a fold. early: the kernel is that of `window_early.py`. registers: the largest
+    number per thread, which limits the programs per multiprocessor; None: the compiler's choice.
+    `early` and `registers` change no bit."""
 
     BV: int
     warps: int
@@ -273,14 +274,14 @@ class WindowForm(NamedTuple):
     registers: int | None = None
 
 
-# Up to this many states of a call, programs have fewer columns: there are then more programs, each
-# of which waits for less. Measured with 256 states and with 2048.
+# Up to this many states of a call, programs have fewer columns: there are then more programs, and
+# each waits for fewer loads. Measured with 256 states and with 2048.
 FEW_STATES = 512
 
 
 def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
-    """The form of K = V = 128. It fixes the order of all sums, so it does not depend on the batch.
-    Both layouts have the same form."""
+    """Returns the form of K = V = 128. It fixes the order of all sums, so it does not depend on the
+    batch. Both state layouts have the same form."""
     narrow = state_itemsize <= 2
     if one_token:
         if narrow:
@@ -292,9 +293,9 @@ def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
 
 
 def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
-    """The form of a call of one token whose states have floats of 2 or 4 bytes, or None where the
-    other kernel is faster. KI and `dot` are those of `window_form`, and the sums over K of one
-    column lie in one warp, so the number of states decides no bit."""
+    """Returns the form of a call of one token whose states are floats of 2 or 4 bytes, or None
+    where the other kernel is faster. KI and `dot` are those of `window_form`, and one warp computes
+    the sums over K of a column. Therefore the number of states changes no bit."""
     few = states <= FEW_STATES
     if state_itemsize == 2:
         if few:

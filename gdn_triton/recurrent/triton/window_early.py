@@ -1,7 +1,7 @@
-"""Decoding with a window, for one token in each sequence, where all loads are issued before the
-first loaded number is used. `window_one.py` has the kernel of int8 states, of key-first float32
-states and of a layer's step, in which a program waits for memory several times. Both give the same
-bits. `window.py` has the equations."""
+"""Decoding with a window, for one token in each sequence, where a program issues all loads before
+it uses the first loaded number. `window_one.py` has the kernel of int8 states, of key-first float32
+states and of a layer's step, in which a program waits for memory several times. Both kernels give
+the same bits. `window.py` has the equations."""
 
 import triton
 import triton.language as tl
@@ -25,11 +25,11 @@ from gdn_triton.recurrent.triton.window_records import (
 
 @triton.jit
 def not_before(x, is_here):
-    """Returns x, a loaded tile. is_here: a number of the program that is true wherever the call is
-    reached. The compiler moves the conversion of a loaded tile to an operand of `tl.dot` to the
-    load, where it waits for memory before the next load is issued; it does not move a conversion
-    across a selection by such a number. The selection costs no instruction, because the program
-    has already branched on is_here."""
+    """Returns x, a loaded tile. is_here: a number of the program that is true wherever this call is
+    reached. Without this function the compiler moves the conversion of a loaded tile to an operand
+    of `tl.dot` up to the load, and waits for memory there before it issues the next load. The
+    compiler does not move a conversion across a select by such a number. The select costs no
+    instruction, because the program has already branched on is_here."""
     return tl.where(is_here, x, tl.zeros_like(x))
 
 
@@ -39,7 +39,7 @@ def fold_early(
     stride_hv: tl.constexpr, stride_kr: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     FI: tl.constexpr, RCP_LN2: tl.constexpr, is_here
 ):  # fmt: skip
-    """`fold_records` for float states, with all loads before the first product."""
+    """Does the same as `fold_records` for float states, with all loads before the first product."""
     o_f, o_r = tl.arange(0, FI), tl.arange(0, to_fold.shape[0])
     p_tile = p_state + o_v[:, None] * stride_hv + o_f[None, :] * stride_hk
     p_keys = p_kr + o_f[None, :] + o_r[:, None] * stride_kr
@@ -80,9 +80,9 @@ def window_early_fwd_kernel(
 ):  # fmt: skip
     """A program has BV columns of the state of one sequence and value head. It waits for memory
     twice: for the slot together with the token, and for the state together with its records. The
-    two barriers keep the instructions that use a loaded number after all loads, because a program
-    issues its instructions in their order. DOT: the matrix units multiply the state, which has the
-    16-bit dtype of q and k. u_rows, k_rows, g_rows and call_rows are contiguous."""
+    two barriers place all loads before the instructions that use a loaded number, because a program
+    issues its instructions in order. DOT: the matrix units multiply the state, which has the 16-bit
+    dtype of q and k. u_rows, k_rows, g_rows and call_rows are contiguous."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
@@ -110,7 +110,7 @@ def window_early_fwd_kernel(
                              mask=(o_y == 1)[:, None] & in_i[None, :], other=0),)  # fmt: skip
         q_loads += (tl.load(p_q + i_k * stride_qk, mask=in_i, other=0),)
         k_loads += (tl.load(p_k + i_k * stride_kk, mask=in_i, other=0),)
-    # One program of the value heads of a key head writes the key's record.
+    # Only one of the programs whose value heads share a key head writes the key's record.
     stored_k = tl.where((i_v == 0) & (i_hv % (HV // H) == 0), K, 0)
     raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
     raw_v = tl.load(p_v, mask=in_v, other=0)
@@ -130,8 +130,8 @@ def window_early_fwd_kernel(
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
     loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
-    # The position of the previous call is not loaded yet, but is at least position - D. The state
-    # therefore holds at least the tokens before `least`, whose rows are not loaded.
+    # The position of the previous call is not loaded yet, but is at least position - D. Therefore
+    # the state includes at least the tokens before `least`, whose rows are not loaded.
     turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
     least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
     age = age_of(o_r, position, R)
@@ -168,7 +168,8 @@ def window_early_fwd_kernel(
         of_k = tl.rsqrt(inner(k_pieces, k_pieces, KO) + EPS)
     qk *= of_q
 
-    # The state holds the tokens before `held`, and has to hold the tokens before `due`.
+    # The state in memory includes the tokens before `held`, and must include the tokens before
+    # `due`.
     due = tl.maximum(boundary(position, turn, PERIOD), b_start)
     last_call = tl.where(position > b_start, last_call, position)
     held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)

@@ -45,16 +45,16 @@ def window_one_fwd_kernel(
     V_BLOCK: tl.constexpr, NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Each sequence has one token. A program has BV columns of the state of one sequence and value
-    head. All loads precede the first barrier, because the compiler moves no load across a barrier,
-    and a load after it would wait for memory once more. DOT: the matrix units multiply the state,
-    which has the 16-bit dtype of q and k, or int8. u_rows, k_rows, g_rows and call_rows are
+    head. All loads precede the first barrier. The compiler moves no load across a barrier, and a
+    load after the barrier would wait for memory once more. DOT: the matrix units multiply the
+    state, which has the 16-bit dtype of q and k, or int8. u_rows, k_rows, g_rows and call_rows are
     contiguous.
 
-    conv_weight: q, k and v are the token before the convolution. Each program computes all channels
-    of its q and k. The program that comes last of those of a key head writes the convolution's
-    state of these channels, which the others read. norm_weight: the last program replaces o, which
-    the others have written, by its gated norm. tickets [slots, H], contiguous, counts the programs
-    that have come; None: q, k and v are convolved, and there is no norm."""
+    conv_weight: q, k and v are the token before the convolution. Each program convolves all
+    channels of its q and k. The last program of a key head to finish writes the convolution's state
+    of these channels, which the other programs read before. norm_weight: the last program replaces
+    o, which all programs have written, by its gated norm. tickets [slots, H], contiguous, counts
+    the programs that have finished; None: q, k and v have been convolved, and there is no norm."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
@@ -72,8 +72,8 @@ def window_one_fwd_kernel(
         tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=in_v)
         return
 
-    # The position of the previous call is not loaded yet, but is at least position - D. The state
-    # therefore holds at least the tokens before `least`, whose rows are not loaded.
+    # The position of the previous call is not loaded yet, but is at least position - D. Therefore
+    # the state includes at least the tokens before `least`, whose rows are not loaded.
     turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
     least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
     age = age_of(o_r, position, R)
@@ -126,7 +126,7 @@ def window_one_fwd_kernel(
         b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
         if dt_bias is not None:
             bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
-    # One program of the value heads of a key head writes the key's record.
+    # Only one of the programs whose value heads share a key head writes the key's record.
     stored_k = tl.where((i_v == 0) & (i_hv % (HV // H) == 0), K, 0)
     if conv_weight is None:
         raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
@@ -147,7 +147,7 @@ def window_one_fwd_kernel(
             taps_k = before_k[2 * i + 1]  # type: ignore[var-annotated]
             x_q = convolved(given_q[i], before_q[2 * i], taps_q[0], taps_q[1], W, SILU, NVIDIA)
             x_k = convolved(given_k[i], before_k[2 * i], taps_k[0], taps_k[1], W, SILU, NVIDIA)
-            # The convolution of a channel that does not exist is 0, because its bias is.
+            # A channel that does not exist has the bias 0, so its convolution is 0.
             y_q = tl.where((o_y == 0)[:, None], x_q[None, :], 0.0).to(x_q.dtype)
             y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], x_k[None, :], y_q)),)
             q_pieces += (x_q,)
@@ -166,7 +166,8 @@ def window_one_fwd_kernel(
         of_k = tl.rsqrt(inner(k_pieces, k_pieces, KO) + EPS)
     qk *= of_q
 
-    # The state holds the tokens before `held`, and has to hold the tokens before `due`.
+    # The state in memory includes the tokens before `held`, and must include the tokens before
+    # `due`.
     due = tl.maximum(boundary(position, turn, PERIOD), b_start)
     last_call = tl.where(position > b_start, last_call, position)
     held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)

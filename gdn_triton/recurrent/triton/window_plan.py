@@ -36,23 +36,23 @@ from gdn_triton.recurrent.triton.window_fold import (
 )
 from gdn_triton.recurrent.triton.window_one import window_one_fwd_kernel
 
-# The least sizes of products on matrix units. Each token has two columns.
+# The smallest sizes of products on matrix units. Each token has two columns.
 LEAST_BLOCK: Final = 16
 LEAST_TOKENS: Final = 4
-# A product of 64 rows is one of four warps: the layout of eight has 128 rows, and Triton 3.6 then
+# A product of 64 rows needs four warps. The layout of eight warps has 128 rows, and Triton 3.6 then
 # reads shared memory past the operand.
 MOST_WARPS: Final = 4
 
 
 def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]:
-    """The sizes of a program that a step and a fold share, and its warps."""
+    """Returns the sizes of a program, which a step and a fold share, and its warps."""
     BK = max(LEAST_BLOCK, triton.next_power_of_2(p.K))
     tile: dict[str, Any] = {
         "BK": BK,
         "BV": min(form.BV, max(LEAST_BLOCK, triton.next_power_of_2(p.V))),
         "BR": max(LEAST_BLOCK, triton.next_power_of_2(p.window_rows)),
         "FI": min(BK, form.FI),
-        # The form is that of K = 128; its registers do not hold twice as many channels.
+        # The form is chosen for K = 128. Its registers do not suffice for twice as many channels.
         "num_warps": min(form.warps * max(1, BK // 128), MOST_WARPS),
         "num_stages": 1,
     }
@@ -75,14 +75,14 @@ def _sizes(p: RecurrentProblem | FoldProblem) -> dict[str, int]:
 
 
 def _takes_one(p: RecurrentProblem) -> bool:
-    """Whether each sequence of a call has one token."""
+    """Returns whether each sequence of a call has one token."""
     return p.T == 1 and not p.is_varlen
 
 
 def _step_form(p: RecurrentProblem) -> WindowForm:
-    """Returns the form of a step. The form of 16-bit states with one token needs the matrix units,
-    whose operands have one dtype. Without matrix units a program would need twice the registers,
-    and so it would with float32 tokens, which take the form of float32 states."""
+    """Returns the form of a step. The one-token form of 16-bit states needs the matrix units, whose
+    operands must have one dtype. Without matrix units a program would need twice the registers. The
+    same holds for float32 tokens, so they use the form of float32 states."""
     one, itemsize = _takes_one(p), max(p.state_dtype.itemsize, p.q_dtype.itemsize)
     multiplied = p.q_dtype if p.state_dtype == torch.int8 else p.state_dtype
     if one and not (multiplied == p.q_dtype == p.k_dtype and p.q_dtype.itemsize == 2):
@@ -94,7 +94,7 @@ EARLY_STATES: Final = (torch.bfloat16, torch.float32)
 
 
 def _early_form(p: RecurrentProblem) -> WindowForm | None:
-    """Returns the form of a step whose kernel is that of `window_early.py`, or None. That kernel
+    """Returns the form of a step that runs the kernel of `window_early.py`, or None. That kernel
     serves the calls for which its registers were chosen."""
     if not _takes_one(p) or p.max_tokens != 1 or (p.K, p.V) != (128, 128):
         return None
@@ -103,7 +103,7 @@ def _early_form(p: RecurrentProblem) -> WindowForm | None:
     return early_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
 
 
-# The arguments of the kernel for one token that only a layer's step has.
+# These arguments of the kernel for one token belong to a layer's step.
 NO_LAYER: Final = {
     **named("cn cc cw", (0, 0, 0)),
     **named("wc ww bias", (0, 0, 0)),
@@ -124,8 +124,8 @@ NO_LAYER_TENSORS: Final[dict[str, Tensor | None]] = dict.fromkeys(
 def make_launch(
     problem: RecurrentProblem, x: Operands, o: Tensor, layer: dict[str, Any] = NO_LAYER
 ) -> Launch:
-    """x: the result of `views`; o [B, T, HV, V]. layer: the arguments of `NO_LAYER`, of a call of
-    one token."""
+    """Returns the launch. x: the result of `views`. o: [B, T, HV, V]. layer: the arguments named in
+    `NO_LAYER`, for a call of one token."""
     p = problem
     assert x.read_slots is not None and x.positions is not None and x.start is not None
     one = _takes_one(p)
@@ -184,8 +184,8 @@ def step_grid(p: RecurrentProblem, form: WindowForm | None = None) -> tuple[int,
 
 
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
-    """Returns a function that runs steps that differ from this one in contents and addresses
-    only."""
+    """Returns a function that runs all steps that differ from this one only in contents and
+    addresses."""
     p = problem
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)
@@ -245,7 +245,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
 
 # The number of slots whose `start` one program writes.
 BLOCK = 128
-# Elements of a row that one program moves.
+# The number of elements of a row that one program moves.
 MOVED = 1024
 
 

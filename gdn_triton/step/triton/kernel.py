@@ -4,14 +4,14 @@
     S = exp(g) S + k (x) beta (v - exp(g) S^T k),    o = scale S^T q
     y = weight o / sqrt(mean(o^2) + eps) act(gate)
 
-A program has one key head of one sequence and loops over the value heads of that key head.
-Therefore no other program reads or writes its channels of the convolution's state or its states.
-With a program for each value head, one program would write channels of q and k that another one
-still has to read. The norm needs all columns of a head, which the program has.
+A program handles one key head of one sequence and loops over the value heads of that key head.
+Therefore no other program reads or writes the program's states or its channels of the convolution's
+state. With one program per value head, one program would write channels of q and k that another
+program still has to read. The norm needs all columns of a head, and one program has all of them.
 
-The arithmetic of q, k, v, of the states and of o is that of `causal_conv1d_update` and of
-`recurrent_step`, on tiles that give the same bits. The sum of squares of the norm is not that of
-`rms_norm_gated`, whose order depends on how a head lies in registers.
+q, k, v, the states and o have the same bits as those of `causal_conv1d_update` and
+`recurrent_step`. The norm's sum of squares may differ from that of `rms_norm_gated` in its last
+bits, because the order of that sum depends on the register layout of a head.
 """
 
 from collections.abc import Callable
@@ -56,17 +56,17 @@ def layer_step_kernel(
     BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, SILU: tl.constexpr,
     NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """conv_weight None: x is convolved. norm_weight None: y is o. A value head has PARTS tiles of
-    BV columns; TILES, a power of two, has room for those of a key head. PREFETCH: a tile is loaded
-    while the one before is used. FOLD, WORDS, FAST: see `RecurrentForm`."""
+    """conv_weight None: x has been convolved. norm_weight None: y is o. A value head has PARTS
+    tiles of BV columns. TILES is the power of two that holds the tiles of a key head. PREFETCH:
+    load a tile while the tile before is used. FOLD, WORDS, FAST: see `RecurrentForm`."""
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_h = pid // H, pid % H
     GROUP: tl.constexpr = HV // H
     KEPT: tl.constexpr = state.dtype.element_ty
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
-    # The channels of q and k are [2, BK], and those of the tiles' columns [BV, TILES]. These
-    # tensors are transposed, because the compiler would otherwise give a state their register
-    # layout.
+    # The channels of q and k have the shape [2, BK], and the channels of the tiles' columns
+    # [BV, TILES]. The tensors are transposed, because the compiler would otherwise give a state
+    # their register layout.
     is_k = tl.arange(0, 2)[:, None]
     c_qk = is_k * (H * K) + i_h * K + o_k[None, :]
     in_qk = (is_k < 2) & (o_k < K)[None, :]
@@ -125,7 +125,7 @@ def layer_step_kernel(
     b_q = tl.sum(tl.where(is_k == 0, qk_bits, 0), 0).to(tl.float32, bitcast=True)
     b_k = tl.sum(tl.where(is_k == 1, qk_bits, 0), 0).to(tl.float32, bitcast=True)
 
-    # A scalar factor of q or k multiplies the sums of q or k, not their elements.
+    # Multiply the sums of q or k, not their elements, by a scalar factor of q or k.
     of_q, of_k = scale, 1.0
     qq, kk, qk = products(b_q, b_k, WORDS)
     if USE_QK_L2NORM:
@@ -169,9 +169,9 @@ def layer_step_kernel(
 
 
 class LayerForm(NamedTuple):
-    """parts: the number of tiles of BV columns of a value head. prefetch: a program loads a tile
-    while it uses the tile before. No bit depends on `prefetch`, nor, for value-first states, on the
-    warps."""
+    """The form of a program. parts: the number of tiles of BV columns of a value head. prefetch: a
+    program loads a tile while it uses the tile before. `prefetch` changes no bit of the result; nor
+    does the number of warps for value-first states."""
 
     BK: int
     BV: int
@@ -186,20 +186,22 @@ class LayerForm(NamedTuple):
 
 # The warps of a program in a batch whose programs all run at once, and in a larger batch.
 FEW_WARPS, MANY_WARPS = 8, 4
-# Below this number of programs the registers of a second float32 tile cost more than the wait for
-# its loads.
+# Below this number of programs the registers of a prefetched float32 tile cost more time than
+# waiting for its loads.
 LEAST_TO_PREFETCH = 32
 
 
 def layer_form(p: LayerProblem) -> LayerForm:
-    """The form of the kernel, derived from `recurrent_form`. With value-first states the sums over
-    K lie within a warp, so a program has more warps, which share the columns of a head.
+    """Returns the form of the kernel, derived from `recurrent_form`. With value-first states a warp
+    computes the sums over K alone. Therefore a program can have more warps, which share the columns
+    of a head.
 
-    Measured on an H100: a head in one tile is faster while every program runs at once, which are
-    one a multiprocessor with float32 states and two with 16-bit ones; tiles of half a head leave
-    room for more programs, of which some load while others compute."""
+    Measured on an H100: one tile per head is faster while all programs run at once, which means one
+    program per multiprocessor with float32 states and two with 16-bit states. With more programs,
+    tiles of half a head are faster: more programs fit a multiprocessor, and some load while others
+    compute."""
     itemsize = p.state_dtype.itemsize
-    # No bit depends on the bytes of the states, and here the form is not chosen by them.
+    # The bytes of all states change no bit, and this kernel does not choose its form by them.
     form = recurrent_form(p.K, p.V, p.state_v_first, itemsize, state_bytes=STATES_BEYOND_CACHE)
     BK, BV, warps = form.tile.BK, form.tile.BV, form.tile.num_warps
     programs, narrow = p.N * p.H, p.state_dtype.itemsize == 2
@@ -226,7 +228,8 @@ def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
 
 
 def make_launch(p: LayerProblem, x: LayerOperands) -> Launch:
-    """x: operands with one token for each sequence, without a dimension for tokens."""
+    """Returns the launch. x: operands with one token for each sequence, without a dimension for
+    tokens."""
     form = layer_form(p)
     return Launch(
         layer_step_kernel,
@@ -288,8 +291,8 @@ def one_token(x: LayerOperands) -> LayerOperands:
 
 
 def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
-    """Returns a function that runs calls that differ from this one in contents and addresses
-    only."""
+    """Returns a function that runs all calls that differ from this one only in contents and
+    addresses."""
     p = problem
     launch = make_launch(p, one_token(call.inputs))
     shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)

@@ -1,14 +1,15 @@
 """A layer's decode step with a window, with one token for each sequence, in one launch or in three.
 
-The kernel of one launch is that of `gdn_triton.recurrent_step` with a window, whose programs have a
-part of a value head each, so that a few sequences occupy a GPU. Each program computes the
-convolution of its q and k anew. The last program of a key head to come writes the convolution's
-state of these channels, which the others read, and computes the norms, which need all parts of a
-head. The tickets of the window count the programs, and no program waits for another one.
+One launch runs the kernel of `gdn_triton.recurrent_step` with a window. Each of its programs has a
+part of one value head, so a few sequences are enough to occupy a GPU. Every program computes the
+convolution of its own q and k. The last program of a key head to finish writes the convolution's
+state of these channels, which the other programs read before, and computes the norms, which need
+all parts of a head. The tickets of the window count the finished programs. No program waits for
+another program.
 
-Measured on an H100: with many programs the repeated convolution, its registers and the count cost
-more than two launches. A larger call therefore is the update of the convolution, the step of the
-recurrence, and `layer_norm_kernel`. Both forms give the same bits.
+Measured on an H100: with many programs the repeated convolution, its registers and the tickets cost
+more than two further launches. Therefore a larger call is three launches: the update of the
+convolution, the step of the recurrence, and `layer_norm_kernel`. Both forms give the same bits.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from gdn_triton.recurrent.triton.window_plan import make_launch, step_grid
 from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
 from gdn_triton.step.triton.kernel import one_token, strides
 
-# The most programs of one launch, by the bytes of an element of the states.
+# The largest number of programs in one launch, by the bytes of an element of the states.
 MOST_PROGRAMS = {4: 256, 2: 1024}
 
 
@@ -41,8 +42,8 @@ def layer_norm_kernel(
     V_BLOCK: tl.constexpr, LAST_SKIPPED: tl.constexpr, NORM_EPS: tl.constexpr,
     SIGMOID: tl.constexpr
 ):  # fmt: skip
-    """Replaces o [N, HV, V], contiguous, by its gated norm. A program has the value heads of one
-    key head of a sequence; the o of a skipped sequence stays as it is."""
+    """Replaces o [N, HV, V], contiguous, by its gated norm. A program handles the value heads of
+    one key head of a sequence. It does not change the o of a skipped sequence."""
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_h = pid // H, pid % H
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
@@ -56,14 +57,14 @@ def layer_norm_kernel(
 
 
 def runs_at_once(p: LayerProblem, rule: RecurrentProblem) -> bool:
-    """Whether the call is one launch. rule: the step of the recurrence."""
+    """Returns whether the call is one launch. rule: the step of the recurrence."""
     most = MOST_PROGRAMS.get(p.state_dtype.itemsize, 0)
     has_parts = p.W > 0 or p.has_norm
     return not has_parts or (p.has_tickets and step_grid(rule)[0] <= most)
 
 
 def plan_norm(p: LayerProblem, x: LayerOperands) -> Callable[[LayerOperands, Tensor], Tensor]:
-    """Returns a function that replaces o, contiguous, by its gated norm and returns it."""
+    """Returns a function that replaces o, contiguous, by its gated norm and returns o."""
     x = one_token(x)
     group = p.HV // p.H
     launch = Launch(
@@ -101,8 +102,8 @@ def plan_norm(p: LayerProblem, x: LayerOperands) -> Callable[[LayerOperands, Ten
 def plan(
     problem: LayerProblem, call: LayerCall, rule: RecurrentProblem, operands: Operands
 ) -> Callable[[LayerCall], Tensor]:
-    """Returns a function that makes one launch, for calls that differ from this one in contents and
-    addresses only. rule, operands: those of the step of the recurrence in this call."""
+    """Returns a function that makes one launch, for all calls that differ from this one only in
+    contents and addresses. rule, operands: the call's step of the recurrence and its operands."""
     p, x = problem, one_token(call.inputs)
     shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)
     y = torch.empty(p.N, 1, p.HV, p.V, dtype=p.dtype, device=p.device)
@@ -129,7 +130,7 @@ def plan(
         if p.N == 0:
             return y
         tickets = window.tickets if counts else None
-        # The tickets are zeros again afterwards.
+        # Every launch leaves the tickets at zero.
         written = (window.u, window.k, window.g, window.calls, window.scales)
         count_writes(x.state, x.conv_state, *written)
         with on_device(p.device):

@@ -1,16 +1,16 @@
 """The fused forward of a sequence, for compute capability 9.0 (docs/gluon.md).
 
 A program owns BV columns of the state [K, V] of one sequence and value head. Its warps have four
-roles, which exchange chunks through rings of buffers in shared memory:
+roles, which pass chunks to each other through rings of buffers in shared memory:
 
     state      the state in registers, x, u, o and the update (state.py)
     triangles  T and P of each chunk, which need no state (triangles.py)
     gates      factors of the tokens, and the frame of the state (gates.py)
     loader     copies q, k and v of a chunk to shared memory, by TMA
 
-Each buffer has a barrier that says it is full. The state is the last to read a chunk, so one more
-barrier for each stage, at which only the state arrives, says that all buffers of that chunk are
-empty.
+Each buffer has a barrier that completes when the buffer is full. The state warps are the last to
+read a chunk. Therefore each stage has one more barrier, at which only the state warps arrive, and
+which completes when all buffers of that chunk are empty.
 """
 
 from triton.experimental import gluon
@@ -153,7 +153,7 @@ def hopper_fwd_kernel(
     p_g = g + batch * stride_gb + walk_row * stride_gt + head * stride_gh
     p_beta = beta + batch * stride_betab + walk_row * stride_betat + head * stride_betah
     p_o = o + ((batch * T) * HV + head) * V + first_v
-    # A role takes no None: in its place a pointer that the role does not use.
+    # A role does not accept None. It gets a pointer that it does not use instead.
     p_h0 = o
     if h0 is not None:
         p_h0 = h0 + i_n.to(gl.int64) * stride_h0n + head * stride_h0h

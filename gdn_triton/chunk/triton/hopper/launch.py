@@ -1,4 +1,4 @@
-"""Launching the forward for compute capability 9.0."""
+"""Launches the forward for compute capability 9.0."""
 
 import functools
 from typing import Any, NamedTuple
@@ -17,13 +17,13 @@ from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
 ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 CHUNK = 64
-# What TMA reads: strides of whole 16 bytes.
+# TMA needs strides that are multiples of 16 bytes: this many elements of 2 bytes.
 TMA_ALIGNMENT = 8
 
 
 class Shape(NamedTuple):
-    """Columns of V that a block has, and how its warps share its 64K registers: of a thread of the
-    triangles' warps, and of the single warps. The state's have the rest."""
+    """The columns of V of a block, and the registers of a thread of the triangles' warps and of the
+    single warps. The state's warps have the rest of the block's 64K registers."""
 
     BV: int
     num_warps: int
@@ -36,14 +36,14 @@ NARROW = Shape(BV=64, num_warps=4, triangles_registers=168, single_registers=40)
 
 
 def choose_shape(multiprocessors: int, states: int, V: int) -> Shape:
-    """Half of V a block, where even so each block has a multiprocessor of its own. Both give the
-    same bits."""
+    """A block has half of V if even then each block has a multiprocessor of its own. Both shapes
+    give the same bits."""
     return NARROW if V <= 64 or 2 * states <= multiprocessors else WIDE
 
 
 def tma_readable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, heads, D], D a multiple of 8, itself where TMA can read it, else a contiguous
-    copy. The last dimension is dense, and the first element at a multiple of 16 bytes."""
+    """Returns x [B, T, heads, D], D a multiple of 8, if TMA can read it, and otherwise a contiguous
+    copy. The last dimension must be dense, and the first element at a multiple of 16 bytes."""
     far = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
     if all(0 < stride < 2**38 and stride % TMA_ALIGNMENT == 0 for stride in far):
         return x
@@ -51,9 +51,10 @@ def tma_readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def descriptor(x: torch.Tensor, width: int) -> TensorDescriptor:
-    """Of tiles of a chunk and a head of x [B, T, heads, D]. Beyond an edge a tile holds zeros, and
-    is not stored."""
-    # A dimension of one has any stride.
+    """Returns a TMA descriptor of x [B, T, heads, D] whose tiles are one chunk of one head. TMA
+    fills tiles past an edge with zeros and does not store past an edge."""
+    # The stride of a dimension of length 1 may be any number, so replace it by one that TMA
+    # accepts.
     strides = [
         stride if n > 1 else TMA_ALIGNMENT
         for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
@@ -85,8 +86,9 @@ def fixed_arguments(
 
 
 def hopper_fwd(problem: Problem, x: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o [B, T, HV, V] in q's dtype and the final state, or None. x as ``readable_inputs`` of
-    forward.py leaves it; of problems that ``hopper_refusal`` of support.py does not refuse."""
+    """Returns o [B, T, HV, V] in q's dtype, and the final state or None. x: the result of
+    ``readable_inputs`` of forward.py. ``hopper_refusal`` of support.py must have accepted the
+    problem."""
     p = problem
     q, k = l2norm_fwd(x.q, x.k) if p.use_qk_l2norm else (x.q, x.k)
     q, k, v = tma_readable(q), tma_readable(k), tma_readable(x.v)

@@ -1,8 +1,8 @@
-"""The state warps: columns of a state through all chunks of a sequence, and their o.
+"""The state warps: they carry columns of a state through all chunks of a sequence and compute o.
 
 All matrices are transposed: rows are channels of V, and columns are channels of K in the state and
 tokens elsewhere. The fp32 state is the accumulator of its own update and, rounded, the register
-operand of its reads. It is in the frame that gates.py explains.
+operand of its reads. gates.py explains the frame in which the state is stored.
 """
 
 from triton.experimental import gluon
@@ -101,11 +101,12 @@ def state_role(
     if HAS_H0:
         offsets = o_v[:, None] * stride_h0v + o_k[None, :] * stride_h0k
         S = gl.load(p_h0 + offsets, mask=inside, other=0).to(gl.float32)
-        # 2^-TOP: the frame that a sequence begins with (gates.py).
+        # Multiply by 2^-TOP, because every sequence begins in the frame TOP (gates.py).
         S *= 5.9604644775390625e-08
         end = gl.to_tensor(16777216.0)
-    # The accumulator of the first product, which overwrites it. Later the registers of other dead
-    # accumulators are given: zeros would be live at the same time, and spill.
+    # The first product overwrites this accumulator. Later products overwrite accumulators that are
+    # dead: an accumulator of new zeros would be live together with those, and registers would
+    # spill.
     x = gl.zeros([BV, CHUNK], gl.float32, PRODUCT)
     o_tile = o_s.index(0)
     stage = gl.to_tensor(0)
@@ -125,7 +126,7 @@ def state_role(
         Sb = gl.convert_layout(S.to(dtype), OPERAND, assert_trivial=True)
         mbarrier.wait(tile_full.index(stage), phase)
         if IS_VARLEN:
-            # With T come the zeros in rows of k past the end (triangles.py).
+            # T is written after the rows of k past the end have been set to zero (triangles.py).
             mbarrier.wait(t_full.index(t_stage), t_phase, pred=left < CHUNK)
         k = k_s.index(stage)
         q = q_s.index(stage)
@@ -139,7 +140,7 @@ def state_role(
         x = v.to(gl.float32) * c[None, :] - x * f[None, :]
         if IS_VARLEN:
             if left < CHUNK:
-                # Rows past the end are another sequence's, and may be NaN.
+                # Rows past the end belong to another sequence and may be NaN.
                 x = gl.where((o_t < left)[None, :], x, 0.0)
         xb = gl.convert_layout(x.to(dtype), OPERAND, assert_trivial=True)
         mbarrier.wait(t_full.index(t_stage), t_phase)
@@ -175,7 +176,7 @@ def state_role(
         t_stage, t_phase = advance(t_stage, t_phase, T_STAGES)
     tma.store_wait(0)
     if IS_VARLEN:
-        # Rows that belong to no sequence, after the last one.
+        # These rows come after the last sequence and belong to none.
         p_rest = p_o + (first_row + n_rows).to(gl.int64) * stride_ot
         zero_rows(p_rest, stride_ot, n_rest, V - first_v, BV)
     if STORE_HT:

@@ -1,5 +1,5 @@
-"""The problems that the forward for compute capability 9.0 serves. Importing this imports no
-Triton."""
+"""The problems that the forward for compute capability 9.0 serves. Importing this module does not
+import Triton."""
 
 import functools
 import logging
@@ -13,20 +13,20 @@ from gdn_triton.chunk.problem import Problem
 
 SWITCH: Final = "GDN_GLUON"
 
-# Gluon's language differs between releases of Triton, and so does the machine code of its kernels:
-# tests/host/test_gluon_code.py judges the code of the installed release, if it is one of these.
+# Gluon's language and the machine code of its kernels differ between releases of Triton.
+# tests/host/test_gluon_code.py checks the code of the installed release if it is one of these.
 RELEASES: Final = ("3.6.0", "3.7.1")
 
-# States for each multiprocessor, below which the portable kernels, whose programs own fewer columns
-# of a state, are faster. Measured on an H100 (docs/tried.md).
+# Below this number of states per multiprocessor the portable kernels are faster, because their
+# programs own fewer columns of a state. Measured on an H100 (docs/tried.md).
 FEWEST_STATES: Final = 0.45
 
 _logger = logging.getLogger("gdn_triton")
 
 
 def hopper_refusal(problem: Problem) -> str | None:
-    """A sentence why the kernel for compute capability 9.0 does not run this problem, and the
-    portable kernels do; or None.
+    """Returns a sentence why the portable kernels run this problem instead of the kernel for
+    compute capability 9.0, or None.
 
     Raises ValueError if GDN_GLUON is neither 0 nor 1.
     """
@@ -56,7 +56,7 @@ def hopper_refusal(problem: Problem) -> str | None:
 
 
 def sizes_refusal(problem: Problem) -> str | None:
-    """The same for dtypes, sizes and options alone."""
+    """Returns the refusal that follows from dtypes, sizes and options alone, or None."""
     p = problem
     kernel = "The kernel for compute capability 9.0"
     if not p.q_dtype is p.k_dtype is p.v_dtype is torch.bfloat16:
@@ -73,7 +73,7 @@ def sizes_refusal(problem: Problem) -> str | None:
 
 
 def _is_cut(problem: Problem) -> bool:
-    """Whether the portable kernels cut the sequences of a call into segments."""
+    """Returns whether the portable kernels cut the sequences of a call into segments."""
     from gdn_triton._triton.tiles import gpu_of, segment_chunks
 
     p = problem
@@ -88,7 +88,7 @@ def _asked() -> bool:
     return value == "1"
 
 
-# A device and a release of Triton stay the same within a process.
+# The device and the release of Triton do not change within a process.
 
 
 @functools.cache

@@ -1,11 +1,11 @@
-"""The triangles warpgroup: T = strict-lower((I + A')^-1) and P' = lower(q k^T) of each chunk, in
-the state's frame (gates.py).
+"""The triangles warpgroup computes T = strict-lower((I + A')^-1) and P' = lower(q k^T) of each
+chunk, in the state's frame (gates.py).
 
 The inverse is built from 8 x 8 diagonal blocks, by substitution in fp32, and from blocks of twice
 the size by
     [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-Y^-1 L X^-1, Y^-1]]
-all blocks of a size in two products of fp16 operands with fp32 sums. Of A' only what lies below the
-blocks is used, so it is not masked.
+where two products of fp16 operands with fp32 sums compute all blocks of one size. A' is not masked,
+because only its elements below the diagonal blocks are used.
 """
 
 from triton.experimental import gluon
@@ -26,7 +26,7 @@ from gdn_triton.chunk.triton.hopper.gates import (
 )
 from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, opaque, scalar_of, viewed
 
-# Where the scratch tile of A' has element (row, column): blocks of 8 x 8, one after another by the
+# The place of element (row, column) of A' in the scratch tile: blocks of 8 x 8, ordered by the
 # exclusive or of their row and column. The diagonal blocks are the first eight.
 BLOCKED_TILE = gl.constexpr(
     gl.SharedLinearLayout(
@@ -42,7 +42,7 @@ BLOCKED_TILE = gl.constexpr(
 
 @gluon.jit
 def clear_rows(tile, first, COLUMNS: gl.constexpr):
-    """Zeroes the rows of a tile [64, COLUMNS] from ``first`` on."""
+    """Sets the rows of a tile [64, COLUMNS] from ``first`` on to zero."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_t = gl.arange(0, CHUNK, gl.SliceLayout(1, LANES))
     x = tile.load(LANES)
@@ -52,8 +52,8 @@ def clear_rows(tile, first, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def key_products(k, left, zero, BK: gl.constexpr, IS_VARLEN: gl.constexpr):
-    """Issues k k^T. Rows of k past the sequence's end become zero before, as another sequence's NaN
-    would survive a product with 0."""
+    """Issues k k^T. First sets the rows of k past the sequence's end to zero, because a NaN of
+    another sequence would survive a product with 0."""
     if IS_VARLEN:
         if left < CHUNK:
             clear_rows(k, left, BK)
@@ -62,19 +62,21 @@ def key_products(k, left, zero, BK: gl.constexpr, IS_VARLEN: gl.constexpr):
 
 @gluon.jit
 def in_registers(x, n: gl.constexpr, o_n, axis: gl.constexpr):
-    """Number n of an axis of x that lies in each thread's registers. o_n: 0, 1, ... along that
-    axis, in the shape of x. A sum of bits, which the compiler makes a move."""
+    """Returns number n of an axis of x of which every thread has all elements in registers. o_n: 0,
+    1, ... along that axis, in the shape of x. The function sums bits, which the compiler turns into
+    a move."""
     bits = gl.where(o_n == n, x.to(gl.int32, bitcast=True), 0)
     return gl.sum(bits, axis).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def inverses_of_blocks(tile):
-    """(I + L)^-1 [8, 8, 8] of the strictly lower triangles L of the diagonal blocks of A', fp32.
+    """Returns (I + L)^-1 [8, 8, 8], fp32, for the strictly lower triangles L of the diagonal blocks
+    of A'.
 
-    x (I + L) = e for each row x of an inverse, from the last column to the first.
+    It solves x (I + L) = e for each row x of an inverse, from the last column to the first.
     """
-    # [block, row, column]: a thread has one row x, and all of L.
+    # The layout [block, row, column] gives each thread one row x and all of L.
     X_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 0, 4]],
         [[0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0], [0, 0, 0]],
@@ -105,7 +107,7 @@ def inverses_of_blocks(tile):
 
 @gluon.jit
 def block_diagonal(X, layout: gl.constexpr):
-    """The diagonal blocks of 16 x 16 that have the blocks X [8, 8, 8] on their own diagonal, as a
+    """Returns the diagonal blocks of 16 x 16, whose own diagonal blocks are X [8, 8, 8], as a
     matrix [64, 16]."""
     o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))[:, None]
     o_c = gl.arange(0, 16, gl.SliceLayout(0, layout))[None, :]
@@ -118,13 +120,13 @@ def block_diagonal(X, layout: gl.constexpr):
 
 @gluon.jit
 def block_of(tile, row: gl.constexpr, column: gl.constexpr, SIZE: gl.constexpr):
-    """The square of SIZE at a row and a column of a tile [64, 64]."""
+    """Returns the square block of SIZE at a row and a column of a tile [64, 64]."""
     return tile.slice(row, SIZE, 0).slice(column, SIZE, 1)
 
 
 @gluon.jit
 def columns_of(tile, column: gl.constexpr, SIZE: gl.constexpr):
-    """SIZE columns of a tile [64, 64]."""
+    """Returns SIZE columns of a tile [64, 64]."""
     return tile.slice(column, SIZE, 1)
 
 
@@ -142,7 +144,7 @@ def triangles_role(
     k_s, q_s, t_s, p_s, vectors, flags, tile_full, gates_full, t_full, empty = memory
     a_s, x_s, blocks_s = scratch
     n_chunks, n_rows, _ = walk
-    # Products [64, 64], [64, 32] and [64, 16].
+    # These are the layouts of products [64, 64], [64, 32] and [64, 16].
     FULL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
@@ -169,8 +171,8 @@ def triangles_role(
         base = stage * VECTORS
         steep = scalar_of(flags.index(stage).load(ONE), STEEP)
         beta = vectors.index(base + BETA_VECTOR).load(ROW)
-        # Numbers that the compiler does not know to be the same in all chunks: it would keep each
-        # element of their masks in a register.
+        # The compiler does not know that these numbers are the same in all chunks. If it knew, it
+        # would keep each element of their masks in a register.
         row = gl.where(n_rows > i, o_r, -1)[:, None]
         A = warpgroup_mma_wait(0, deps=[kk])
         A = A * beta[:, None]
@@ -185,9 +187,9 @@ def triangles_role(
         q = q_s.index(stage)
         qk = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
 
-        # While q k^T runs.
+        # Invert the blocks while q k^T runs.
         D = block_diagonal(inverses_of_blocks(blocks_s), QUARTER)
-        # The state that frees the tile of P' has read T of chunk i - T_STAGES, too.
+        # The state warps that freed the tile of P' have also read T of chunk i - T_STAGES.
         past = i - T_STAGES
         past_stage = gl.maximum(past, 0) % STAGES
         past_phase = (gl.maximum(past, 0) // STAGES) & 1
@@ -199,8 +201,8 @@ def triangles_role(
             P = P * gl.exp2(gl.where(row >= o_c, score[:, None] - d_column[None, :], 0.0))
         p_s.index(t_stage).store(gl.where(row >= o_c, P, 0.0).to(dtype))
 
-        # From blocks of 8 to blocks of 16. D has for each row of the matrix the 16 columns of its
-        # own diagonal block, and so one sum of four products is that of all four blocks.
+        # Combine blocks of 8 to blocks of 16. Each row of D has the 16 columns of its own diagonal
+        # block, so one sum of four products covers all four blocks.
         for b in gl.static_range(4):
             columns_of(x_s, 16 * b, 16).store(gl.where(block == b, D, 0.0).to(gl.float16))
         fence_async_shared()
@@ -224,7 +226,8 @@ def triangles_role(
         Z = warpgroup_mma_wait(0, deps=[Z])
         D = gl.where((x_r // 8 % 2 == 1) & (x_c < 8), -Z, D)
 
-        # Blocks of 32: L is what lies below the first and the third block of 16.
+        # Combine blocks of 16 to blocks of 32: L is the part below the first and the third block of
+        # 16.
         for b in gl.static_range(4):
             columns_of(x_s, 16 * b, 16).store(gl.where(block == b, D, 0.0).to(gl.float16))
         fence_async_shared()
@@ -247,7 +250,7 @@ def triangles_role(
             )
         L = -warpgroup_mma_wait(0, deps=[Z])
 
-        # The whole matrix.
+        # Combine the blocks of 32 to the whole matrix.
         for b in gl.static_range(0, 4, 2):
             X = gl.where(block == b, D, gl.where(block == b + 1, L, 0.0))
             columns_of(x_s, 16 * b, 16).store(X.to(gl.float16))
@@ -267,8 +270,8 @@ def triangles_role(
             Yo, columns_of(upper, 16, 16), quarter_zero, use_acc=False, is_async=True
         )
 
-        # k k^T of the next chunk runs while T is stored. After the last chunk it is of stale keys,
-        # and unused.
+        # k k^T of the next chunk runs while T is stored. After the last chunk this product reads
+        # old keys, and its result is not used.
         stage, phase = advance(stage, phase, STAGES)
         mbarrier.wait(tile_full.index(stage), phase, pred=i + 1 < n_chunks)
         left = gl.where(i + 1 < n_chunks, n_rows - (i + 1) * CHUNK, CHUNK)
