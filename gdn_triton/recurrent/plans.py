@@ -5,17 +5,18 @@ the package validates a call, chooses its backend and prepares its launch once f
 of shapes, strides, dtypes and flags. The result is a plan, which is stored under these properties.
 """
 
-import os
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from gdn_triton._host.backends import Operator
+from gdn_triton._host.environment import variable
 from gdn_triton._host.memory import Apart
+from gdn_triton._host.remembered import keep
 from gdn_triton._host.slots import check_contents, check_parents
-from gdn_triton._host.tensors import is_transformed, resolved
+from gdn_triton._host.tensors import PLAIN_TENSORS, is_transformed, resolved
 from gdn_triton.recurrent.backends import ACCEPT, FOLD, RECURRENT, RESTART, STEP, Plan
 from gdn_triton.recurrent.problem import (
     FoldCall,
@@ -99,10 +100,10 @@ def _planned(
             # The key includes the types: True == 1 as a key, but validation refuses one of the two.
             *map(type, rest),
             *map(type, call.options),
-            *map(_known, x),
+            *_known(x),
             operator.name,
             torch.is_grad_enabled(),
-            os.environ.get("GDN_BACKEND"),
+            variable("GDN_BACKEND"),
         )
         plan = None if transformed else _plans.get(key)
     except (TypeError, RuntimeError):
@@ -126,10 +127,8 @@ def _planned(
         if transformed:
             # Check the properties of a tensor that the key does not include.
             return operator.choose(problem).run(problem, x), x
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        run = operator.choose(problem).run(problem, x)
-        plan = _plans[key] = _Plan(problem, memory, run)
+        plan = _Plan(problem, memory, operator.choose(problem).run(problem, x))
+        keep(_plans, key, plan, most=MOST_PLANS)
     else:
         if plan.memory is not None:
             try:
@@ -155,12 +154,21 @@ def _raise_refusal(judge: Callable[[_Call], object], call: _Call) -> None:
         raise refusal from None
 
 
-def _known(x: object) -> object:
-    """Returns the properties of an argument on which a plan may depend. The properties exclude a
+def _known(operands: Operands) -> list[Any]:
+    """Returns the properties of the operands on which a plan may depend. The properties exclude a
     tensor's contents and address."""
-    if x is None:
-        return None
-    if isinstance(x, Tensor):
-        layout = x.dtype, x.shape, x.stride(), x.device, x.requires_grad, x.is_neg()
-        return layout if type(x) is Tensor else (type(x), layout)
-    return type(x)
+    known: list[Any] = []
+    for x in operands:
+        kind = type(x)
+        if x is None:
+            known.append(None)
+        elif kind in PLAIN_TENSORS:
+            device, needs_grad = x.device, x.requires_grad
+            # The entries are in the key itself, because a tuple for each tensor takes longer.
+            known += kind, x.dtype, x.shape, x.stride(), device, needs_grad, x.is_neg()
+        elif isinstance(x, Tensor):
+            layout = x.dtype, x.shape, x.stride(), x.device, x.requires_grad, x.is_neg()
+            known.append((kind, layout))
+        else:
+            known.append(kind)
+    return known

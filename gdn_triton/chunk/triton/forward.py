@@ -57,7 +57,8 @@ def readable_inputs(x: Inputs) -> Inputs:
     """The inputs in the form that kernels read: q, k and v ``readable``, beta ``readable_heads``,
     the initial state ``readable_state``, A_log and dt_bias without a stride. g is read once, at
     64-bit offsets."""
-    A_log, dt_bias = (None if y is None else y.contiguous() for y in (x.A_log, x.dt_bias))
+    A_log = None if x.A_log is None else x.A_log.contiguous()
+    dt_bias = None if x.dt_bias is None else x.dt_bias.contiguous()
     return new_inputs(
         q=readable(x.q),
         k=readable(x.k),

@@ -3,12 +3,12 @@ import Triton."""
 
 import functools
 import logging
-import os
 from typing import Final
 
 import torch
 from packaging.version import Version
 
+from gdn_triton._host.environment import variable
 from gdn_triton.chunk.problem import Problem
 
 SWITCH: Final = "GDN_GLUON"
@@ -82,10 +82,10 @@ def _is_cut(problem: Problem) -> bool:
 
 
 def _asked() -> bool:
-    value = os.environ.get(SWITCH, "1")
-    if value not in ("0", "1"):
+    value = variable(SWITCH)
+    if value not in (None, "0", "1"):
         raise ValueError(f"{SWITCH} must be 0 or 1, got {value!r}")
-    return value == "1"
+    return value != "0"
 
 
 # The device and the release of Triton do not change within a process.
