@@ -16,6 +16,7 @@ from gdn_triton import chunk_gated_delta_rule
 from gdn_triton.chunk.backends import chunk_kernels
 from gdn_triton.chunk.problem import Problem
 from gdn_triton.chunk.triton.hopper import support
+from gdn_triton.chunk.triton.hopper.segments import choose_segments
 from gdn_triton.chunk.triton.hopper.support import RELEASES, hopper_refusal
 
 # ------------------------------------------------------------------------- the calls that it takes
@@ -79,11 +80,13 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"K": 256}, "K is 256"),
         ({"K": 60}, "K is 60"),
         ({"V": 100}, "V is 100"),
-        ({"pool_dtype": torch.float32}, "pool"),
+        ({"pool_dtype": torch.float32}, None),
         ({"T": 0}, "empty"),
         ({"device": torch.device("cpu")}, "NVIDIA GPU"),
-        ({"N": 1, "B": 1}, "has 32 states"),
-        ({"N": 1, "B": 1, "batch_invariant": True}, None),
+        ({"N": 1, "B": 1}, None),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16}, "has 16 states"),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16, "T": 4096}, None),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16, "batch_invariant": True}, None),
         (UNEVEN, "has 6912 tokens"),
         (UNEVEN | {"longest": (0, 0, 0)}, None),
         (UNEVEN | {"H": 16, "HV": 32}, None),
@@ -93,6 +96,23 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals(change: dict[str, Any], words: str | None) -> None:
     refusal = hopper_refusal(replace(COMMON, **change))
     assert refusal is None if words is None else words in str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("change", "chunks"),
+    [
+        ({}, 0),
+        ({"N": 1, "B": 1, "T": 8191}, 43),
+        ({"N": 1, "B": 1, "T": 8191, "batch_invariant": True}, 0),
+        ({"N": 1, "B": 1, "T": 8128}, 0),
+        ({"N": 1, "B": 1, "T": 8192, "HV": 16}, 16),
+        ({"N": 2, "B": 1, "T": 8192, "HV": 8, "is_varlen": True}, 8),
+        ({"N": 2, "B": 1, "T": 8128, "HV": 8, "is_varlen": True}, 0),
+        ({"N": 1, "B": 1, "T": 8192, "HV": 64}, 0),
+    ],
+)
+def test_segments_of(change: dict[str, Any], chunks: int) -> None:
+    assert choose_segments(132, replace(COMMON, **change)) == chunks
 
 
 @pytest.mark.usefixtures("on_a_hopper")
@@ -162,7 +182,7 @@ CASES = [
     hopper_case("tail", "a ragged chunk, and B > 1", T=200, B=2),
     hopper_case("one-token", "the least sequence", T=1),
     PACKED,
-    hopper_case("wide", "blocks with all of V", lengths=(70, *(1,) * 38, 200), orphans=3),
+    hopper_case("wide", "blocks with two states", lengths=(70, *(1,) * 38, 200), orphans=3),
     hopper_case("odd-strides", "rows that TMA cannot read: copies", T=130, spare=3),
     hopper_case("small", "fewer channels than a tile has", T=200, B=2, K=40, V=72),
     hopper_case("small-packed", "the same, packed", lengths=(130, 0, 70), K=64, V=24),
@@ -215,8 +235,23 @@ def test_gates(case: Case, kind: str) -> None:
 
 @hopper
 @pytest.mark.usefixtures("gluon")
+@pytest.mark.parametrize("case", cases([CASES[0], PACKED, CASES[6]]))
+@pytest.mark.parametrize("kind", ["none", "strong", "far"])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_segments(case: Case, kind: str, with_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of a chunk, and of two."""
+    from gdn_triton.chunk.triton.hopper import launch
+
+    x = make_inputs(case, BF16, "cuda")
+    for chunks in (1, 2):
+        monkeypatch.setattr(launch, "choose_segments", lambda *_, chunks=chunks: chunks)
+        check(case, x.but(g=gates_of(kind, x.g)), "cuda", with_state=with_state)
+
+
+@hopper
+@pytest.mark.usefixtures("gluon")
 def test_same_bits() -> None:
-    """Again; and each sequence alone, packed and padded, in the blocks that few states have."""
+    """Again; and each sequence alone, packed and padded, in blocks with one state."""
     x = make_inputs(CASES[3], BF16, "cuda")
     o, state = call_with_state(x, CASES[3])
     for _ in range(5):

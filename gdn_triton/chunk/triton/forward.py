@@ -203,6 +203,5 @@ def forward_hopper(
     # Import here: releases of Triton that hopper/support.py does not list may lack names of Gluon.
     from gdn_triton.chunk.triton.hopper.launch import hopper_fwd
 
-    assert pool is None
     with on_device(x.q.device):
-        return hopper_fwd(problem, readable_inputs(x))
+        return hopper_fwd(problem, readable_inputs(x), pool)

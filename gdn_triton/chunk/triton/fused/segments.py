@@ -329,7 +329,35 @@ def segment_starts(
         NS=segments.NT,
         segment=segments.chunk_size,
     )
-    tile = starts_config(gpu, K, V)
+    fold_maps(
+        starts,
+        shifts,
+        segments,
+        initial_state,
+        final_state,
+        N=N,
+        state_v_first=state_v_first,
+        pool=pool,
+    )
+    return starts
+
+
+def fold_maps(
+    offsets: torch.Tensor,
+    shifts: torch.Tensor,
+    segments: ChunkTable,
+    initial_state: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+    *,
+    N: int,
+    state_v_first: bool,
+    pool: Pool | None = None,
+) -> None:
+    """Replaces the b of each segment in ``offsets`` [segments.slots, HV, K, V] by the state that
+    the segment starts from. ``shifts`` [segments.slots, HV, K, K] are their M."""
+    HV, K, V = offsets.shape[1:]
+    has_h0 = initial_state is not None
+    tile = starts_config(gpu_of(offsets.device), K, V)
     fold = starts_launch(
         tile,
         state_strides(initial_state, state_v_first),
@@ -340,11 +368,11 @@ def segment_starts(
         V,
         has_h0,
         final_state is not None,
-        is_varlen,
+        segments.chunk_rows is not None,
     )
     fold(
         (N * HV * -(-V // tile.BV), 1, 1),
-        offsets=starts,
+        offsets=offsets,
         shifts=shifts,
         h0=initial_state,
         ht=final_state,
@@ -355,4 +383,3 @@ def segment_starts(
         N=N,
         NS=segments.NT,
     )
-    return starts

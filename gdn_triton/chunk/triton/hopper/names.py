@@ -49,3 +49,51 @@ def opaque(x):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def here(n):
+    """n, an int32, by such an instruction. What is computed from it in a branch of a loop is not
+    computed before the loop, where it would take registers of the whole loop."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def power(x):
+    """2^x, where a power below the normal numbers of fp32 is 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def masked(x, mask):
+    """x, of a 16-bit dtype, where mask, of int16, is -1, and 0 where it is 0; two elements at once,
+    where a select takes one."""
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=x.dtype, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def either(x, y):
+    """x or y, of a 16-bit dtype, of which one is 0."""
+    return gl.inline_asm_elementwise(
+        "or.b32 $0, $1, $2;", "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x, fp32, in a 16-bit dtype, two elements at once. The compiler does not move a select of x
+    past this instruction, to where it would select one element at a time."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )

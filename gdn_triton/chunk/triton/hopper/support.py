@@ -10,6 +10,7 @@ from packaging.version import Version
 
 from gdn_triton._host.environment import variable
 from gdn_triton.chunk.problem import Problem
+from gdn_triton.chunk.triton.hopper.segments import choose_segments
 
 SWITCH: Final = "GDN_GLUON"
 
@@ -17,9 +18,9 @@ SWITCH: Final = "GDN_GLUON"
 # tests/host/test_gluon_code.py checks the code of the installed release if it is one of these.
 RELEASES: Final = ("3.6.0", "3.7.1")
 
-# Below this number of states per multiprocessor the portable kernels are faster, because their
-# programs own fewer columns of a state. Measured on an H100 (docs/tried.md).
-FEWEST_STATES: Final = 0.45
+# States for each multiprocessor, below which the portable kernels, whose programs own fewer columns
+# of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
+FEWEST_STATES: Final = 0.24
 
 _logger = logging.getLogger("gdn_triton")
 
@@ -42,15 +43,16 @@ def hopper_refusal(problem: Problem) -> str | None:
     if refusal is not None or p.batch_invariant:
         return refusal
     states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
-    if states < FEWEST_STATES * multiprocessors:
+    is_cut = choose_segments(multiprocessors, p) > 0
+    if states < FEWEST_STATES * multiprocessors and not is_cut:
         return (
             f"The call has {states} states (sequences times value heads), too few for the kernel "
             f"for compute capability 9.0 on {multiprocessors} multiprocessors."
         )
-    if p.N > 1 and p.longest[0] > 0 and _is_cut(p):
+    if p.N > 1 and p.longest[0] > 0 and not is_cut and _is_cut(p):
         return (
             f"The longest sequence has {p.longest[0]} tokens, and the portable kernels walk over "
-            "several segments of it at once; the kernel for compute capability 9.0 has no segments."
+            "several segments of it at once; the kernel for compute capability 9.0 does not."
         )
     return None
 
@@ -65,8 +67,6 @@ def sizes_refusal(problem: Problem) -> str | None:
         return f"{kernel} has chunks of 64 tokens; chunk_size is {p.chunk_size}."
     if p.K > 128 or p.K % 8 != 0 or p.V % 8 != 0:
         return f"{kernel} takes K and V in multiples of 8, K up to 128; K is {p.K}, V is {p.V}."
-    if p.pool_dtype is not None:
-        return f"{kernel} takes no pool of states."
     if 0 in (p.N, p.T, p.HV, p.K, p.V):
         return f"{kernel} takes no empty tensors."
     return None

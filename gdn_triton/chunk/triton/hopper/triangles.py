@@ -1,5 +1,5 @@
-"""The triangles warpgroup computes T = strict-lower((I + A')^-1) and P' = lower(q k^T) of each
-chunk, in the state's frame (gates.py).
+"""The triangles warpgroup: T = strict-lower((I + A')^-1) of each chunk, in the state's frame
+(gates.py).
 
 The inverse is built from 8 x 8 diagonal blocks, by substitution in fp32, and from blocks of twice
 the size by
@@ -20,11 +20,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gdn_triton.chunk.triton.hopper.gates import (
     BETA_VECTOR,
     D_VECTOR,
-    SCORE_VECTOR,
     STEEP,
     VECTORS,
 )
-from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, opaque, scalar_of, viewed
+from gdn_triton.chunk.triton.hopper.names import (
+    CHUNK,
+    advance,
+    either,
+    masked,
+    opaque,
+    power,
+    scalar_of,
+    viewed,
+)
 
 # The place of element (row, column) of A' in the scratch tile: blocks of 8 x 8, ordered by the
 # exclusive or of their row and column. The diagonal blocks are the first eight.
@@ -141,7 +149,7 @@ def triangles_role(
     T_STAGES: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
-    k_s, q_s, t_s, p_s, vectors, flags, tile_full, gates_full, t_full, empty = memory
+    k_s, t_s, vectors, flags, tile_full, gates_full, t_full, empty = memory
     a_s, x_s, blocks_s = scratch
     n_chunks, n_rows, _ = walk
     # These are the layouts of products [64, 64], [64, 32] and [64, 16].
@@ -156,7 +164,7 @@ def triangles_role(
     o_c = gl.arange(0, CHUNK, COLUMN)[None, :]
     x_r = gl.arange(0, CHUNK, gl.SliceLayout(1, QUARTER))[:, None]
     x_c = gl.arange(0, 16, gl.SliceLayout(0, QUARTER))[None, :]
-    block = x_r // 16
+    block = x_r // 16 + x_c * 0
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, FULL)
     half_zero = gl.zeros([CHUNK, 32], gl.float32, HALF)
     quarter_zero = gl.zeros([CHUNK, 16], gl.float32, QUARTER)
@@ -179,32 +187,16 @@ def triangles_role(
         if steep > 0:
             d_row = vectors.index(base + D_VECTOR).load(ROW) * opaque(steep)
             d_column = vectors.index(base + D_VECTOR).load(COLUMN)
-            A = A * gl.exp2(gl.where(row > o_c, d_row[:, None] - d_column[None, :], 0.0))
+            A = A * power(gl.where(row > o_c, d_row[:, None] - d_column[None, :], 0.0))
         Ah = A.to(gl.float16)
         a_s.store(Ah)
         blocks_s.store(Ah)
-        k = k_s.index(stage)
-        q = q_s.index(stage)
-        qk = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-        # Invert the blocks while q k^T runs.
         D = block_diagonal(inverses_of_blocks(blocks_s), QUARTER)
-        # The state warps that freed the tile of P' have also read T of chunk i - T_STAGES.
-        past = i - T_STAGES
-        past_stage = gl.maximum(past, 0) % STAGES
-        past_phase = (gl.maximum(past, 0) // STAGES) & 1
-        mbarrier.wait(empty.index(past_stage), past_phase, pred=past >= 0)
-        P = warpgroup_mma_wait(0, deps=[qk])
-        if steep > 0:
-            score = vectors.index(base + SCORE_VECTOR).load(ROW) * opaque(steep)
-            d_column = vectors.index(base + D_VECTOR).load(COLUMN)
-            P = P * gl.exp2(gl.where(row >= o_c, score[:, None] - d_column[None, :], 0.0))
-        p_s.index(t_stage).store(gl.where(row >= o_c, P, 0.0).to(dtype))
-
-        # Combine blocks of 8 to blocks of 16. Each row of D has the 16 columns of its own diagonal
-        # block, so one sum of four products covers all four blocks.
+        # From blocks of 8 to blocks of 16. D has for each row of the matrix the 16 columns of its
+        # own diagonal block, and so one sum of four products is that of all four blocks.
+        Dh = D.to(gl.float16)
         for b in gl.static_range(4):
-            columns_of(x_s, 16 * b, 16).store(gl.where(block == b, D, 0.0).to(gl.float16))
+            columns_of(x_s, 16 * b, 16).store(masked(Dh, gl.where(block == b, -1, 0).to(gl.int16)))
         fence_async_shared()
         Y = quarter_zero
         for b in gl.static_range(4):
@@ -216,9 +208,10 @@ def triangles_role(
                 is_async=True,
             )
         Y = warpgroup_mma_wait(0, deps=[Y])
+        Yh = Y.to(gl.float16)
         Z = quarter_zero
         for b in gl.static_range(4):
-            Yb = gl.where(block == b, Y, 0.0).to(gl.float16)
+            Yb = masked(Yh, gl.where(block == b, -1, 0).to(gl.int16))
             Yo = gl.convert_layout(Yb, OPERAND, assert_trivial=True)
             Z = warpgroup_mma(
                 Yo, block_of(x_s, 16 * b, 16 * b, 16), Z, use_acc=b > 0, is_async=True
@@ -226,10 +219,10 @@ def triangles_role(
         Z = warpgroup_mma_wait(0, deps=[Z])
         D = gl.where((x_r // 8 % 2 == 1) & (x_c < 8), -Z, D)
 
-        # Combine blocks of 16 to blocks of 32: L is the part below the first and the third block of
-        # 16.
+        # Blocks of 32: L is what lies below the first and the third block of 16.
+        Dh = D.to(gl.float16)
         for b in gl.static_range(4):
-            columns_of(x_s, 16 * b, 16).store(gl.where(block == b, D, 0.0).to(gl.float16))
+            columns_of(x_s, 16 * b, 16).store(masked(Dh, gl.where(block == b, -1, 0).to(gl.int16)))
         fence_async_shared()
         Y = quarter_zero
         for b in gl.static_range(0, 4, 2):
@@ -241,19 +234,22 @@ def triangles_role(
                 is_async=True,
             )
         Y = warpgroup_mma_wait(0, deps=[Y])
+        Yh = Y.to(gl.float16)
         Z = quarter_zero
         for b in gl.static_range(0, 4, 2):
-            Yb = gl.where(block == b + 1, Y, 0.0).to(gl.float16)
+            Yb = masked(Yh, gl.where(block == b + 1, -1, 0).to(gl.int16))
             Yo = gl.convert_layout(Yb, OPERAND, assert_trivial=True)
             Z = warpgroup_mma(
                 Yo, block_of(x_s, 16 * b, 16 * b, 16), Z, use_acc=b > 0, is_async=True
             )
         L = -warpgroup_mma_wait(0, deps=[Z])
 
-        # Combine the blocks of 32 to the whole matrix.
+        # The whole matrix.
+        Lh = L.to(gl.float16)
         for b in gl.static_range(0, 4, 2):
-            X = gl.where(block == b, D, gl.where(block == b + 1, L, 0.0))
-            columns_of(x_s, 16 * b, 16).store(X.to(gl.float16))
+            own = masked(Dh, gl.where(block == b, -1, 0).to(gl.int16))
+            below = masked(Lh, gl.where(block == b + 1, -1, 0).to(gl.int16))
+            columns_of(x_s, 16 * b, 16).store(either(own, below))
         fence_async_shared()
         Y = warpgroup_mma(
             columns_of(x_s, 32, 32),
@@ -277,6 +273,10 @@ def triangles_role(
         left = gl.where(i + 1 < n_chunks, n_rows - (i + 1) * CHUNK, CHUNK)
         kk = key_products(k_s.index(stage), left, zero, BK, IS_VARLEN)
         Z0, Z1 = warpgroup_mma_wait(1, deps=[Z0, Z1])
+        past = i - T_STAGES
+        past_stage = gl.maximum(past, 0) % STAGES
+        past_phase = (gl.maximum(past, 0) // STAGES) & 1
+        mbarrier.wait(empty.index(past_stage), past_phase, pred=past >= 0)
         t = t_s.index(t_stage)
         D = gl.where(x_r % 16 > x_c, D, 0.0)
         T = gl.where(block == 0, D, gl.where(block == 1, L, -Z0))
