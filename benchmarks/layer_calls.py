@@ -152,30 +152,12 @@ def exact(step: Step) -> Tensor:
 
 def ours(step: Step) -> Call:
     H, HV, K, V = step.sizes
-    states: dict[str, Any] = {"read_slots": step.slots, "skip": "non_positive"}
     begins: dict[str, Any] = {
         "has_initial_state": step.has_initial_state,
         "cu_seqlens": step.cu_seqlens,
     }
     conv_state = step.conv_state.mT
     out = step.mixed_qkv.new_empty(sum(step.lengths), HV, V)
-
-    def decode() -> Tensor:
-        return layer_step(
-            step.mixed_qkv,
-            step.a,
-            step.b,
-            step.A_log,
-            step.dt_bias,
-            state=step.state,
-            conv_state=conv_state,
-            conv_weight=step.weight,
-            gate=step.z,
-            norm_weight=step.norm,
-            norm_eps=EPS,
-            state_v_first=True,
-            **states,
-        )
 
     def prefill() -> Tensor:
         q, k, v, g, beta = fused_conv_prep(
@@ -191,7 +173,8 @@ def ours(step: Step) -> Call:
             None,
             "silu",
             state=conv_state,
-            **states,
+            read_slots=step.slots,
+            skip="non_positive",
             **begins,
         )
         chunk_prefill(
@@ -211,7 +194,7 @@ def ours(step: Step) -> Call:
 
     if step.drafts:
         return verified(step)
-    return decode if step.is_decode else prefill
+    return one_token(step) if step.is_decode else prefill
 
 
 @dataclass(frozen=True)
@@ -242,6 +225,12 @@ def ours_with_window(step: Step) -> WindowCall:
     restart_window(window, step.slots, positions)
     if step.drafts:
         return WindowCall(verified(step, window=window, positions=positions), positions, T)
+    return WindowCall(one_token(step, window=window, positions=positions), positions, 1)
+
+
+def one_token(step: Step, **window: Any) -> Call:
+    """A decode step of one token for each sequence."""
+    conv_state = step.conv_state.mT
 
     def decode() -> Tensor:
         return layer_step(
@@ -252,18 +241,17 @@ def ours_with_window(step: Step) -> WindowCall:
             step.dt_bias,
             state=step.state,
             read_slots=step.slots,
-            conv_state=step.conv_state.mT,
+            conv_state=conv_state,
             conv_weight=step.weight,
             gate=step.z,
             norm_weight=step.norm,
             norm_eps=EPS,
             state_v_first=True,
             skip="non_positive",
-            window=window,
-            positions=positions,
+            **window,
         )
 
-    return WindowCall(decode, positions, 1)
+    return decode
 
 
 def verified(step: Step, **window: Any) -> Call:

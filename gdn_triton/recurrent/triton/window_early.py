@@ -6,20 +6,17 @@ the same bits. `window.py` has the equations."""
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.activations import log_decay
-from gdn_triton.recurrent.triton.kernel import strength
 from gdn_triton.recurrent.triton.window_records import (
     age_of,
     below,
     boundary,
-    inner,
+    factors_of,
     load_pieces,
     outer,
     padded_with_zeros,
-    records_dot,
     sums_after,
+    token_products,
     turn_of,
-    weighted,
 )
 
 
@@ -157,16 +154,10 @@ def window_early_fwd_kernel(
         y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
         q_pieces += (q_loads[i].to(tl.float32),)
         k_pieces += (k_loads[i].to(tl.float32),)
-    b_beta = strength(raw_beta, BETA_FACTOR, True)
-    b_g = raw_g.to(tl.float32)
-    if A_log is not None:
-        b_g = log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD)
-    of_q, of_k = scale, 1.0
-    qk = inner(q_pieces, k_pieces, KO)
-    if USE_QK_L2NORM:
-        of_q = scale * tl.rsqrt(inner(q_pieces, q_pieces, KO) + EPS)
-        of_k = tl.rsqrt(inner(k_pieces, k_pieces, KO) + EPS)
-    qk *= of_q
+    b_beta, b_g, of_q, of_k, qk = factors_of(
+        q_pieces, k_pieces, raw_beta, raw_g, A_log, b_A, bias, scale, KO, EPS, THRESHOLD,
+        USE_QK_L2NORM, BETA_FACTOR
+    )  # fmt: skip
 
     # The state in memory includes the tokens before `held`, and must include the tokens before
     # `due`.
@@ -191,21 +182,10 @@ def window_early_fwd_kernel(
             r_pieces[i].to(y_first.dtype), y_pieces[i], records, input_precision="ieee"
         )
     records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
-    if DOT:
-        both = tl.dot(pieces[0], y_first)  # type: ignore[misc]
-        for i in tl.static_range(1, KO):
-            both = tl.dot(pieces[i], y_pieces[i], both)
-        both *= (of_y * of_state)[None, :]
-        both += records_dot(b_u, records, q.dtype.element_ty)
-    else:
-        state_o = weighted(pieces, q_pieces, KO) * (of_state * of_q)
-        state_k = weighted(pieces, k_pieces, KO) * (of_state * of_k)
-        both = records_dot(b_u, records, q.dtype.element_ty)
-    # All columns except 0 and 1 are zero.
-    b_o, stored = tl.split(tl.sum(tl.reshape(both, [BV, 4, 2]), 1))
-    if not DOT:
-        b_o += state_o
-        stored += state_k
+    b_o, stored = token_products(
+        pieces, y_pieces, q_pieces, k_pieces, records, b_u, None, of_state, of_q, of_k, of_y,
+        BV, KO, DOT, q.dtype.element_ty
+    )  # fmt: skip
     new_u = (raw_v.to(tl.float32) - stored) * (of_k * b_beta)
     b_o = tl.fma(new_u, qk, b_o)
     new_r = (position % R).to(tl.int64)

@@ -4,24 +4,20 @@
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.activations import log_decay
 from gdn_triton._triton.taps import Filter, convolved, earlier, keep, taps
-from gdn_triton.recurrent.triton.kernel import strength
 from gdn_triton.recurrent.triton.layer import finish_layer, is_last
 from gdn_triton.recurrent.triton.window_records import (
     age_of,
     below,
     boundary,
+    factors_of,
     fold_records,
     in_float32,
-    inner,
     load_pieces,
     padded_with_zeros,
-    records_dot,
     sums_after,
+    token_products,
     turn_of,
-    weighted,
-    widened,
 )
 
 
@@ -133,7 +129,7 @@ def window_one_fwd_kernel(
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
     pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
-    p_scale = None
+    p_scale, b_scale = None, None
     if scales is not None:
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
         b_scale = tl.load(p_scale, mask=in_v, other=0)
@@ -156,15 +152,10 @@ def window_one_fwd_kernel(
     b_v = x_v.to(tl.float32)
     q_pieces, k_pieces = in_float32(q_pieces, KO), in_float32(k_pieces, KO)
 
-    b_beta = strength(b_beta, BETA_FACTOR, True)
-    if A_log is not None:
-        b_g = log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD)
-    of_q, of_k = scale, 1.0
-    qk = inner(q_pieces, k_pieces, KO)
-    if USE_QK_L2NORM:
-        of_q = scale * tl.rsqrt(inner(q_pieces, q_pieces, KO) + EPS)
-        of_k = tl.rsqrt(inner(k_pieces, k_pieces, KO) + EPS)
-    qk *= of_q
+    b_beta, b_g, of_q, of_k, qk = factors_of(
+        q_pieces, k_pieces, b_beta, b_g, A_log, b_A, bias, scale, KO, EPS, THRESHOLD,
+        USE_QK_L2NORM, BETA_FACTOR
+    )  # fmt: skip
 
     # The state in memory includes the tokens before `held`, and must include the tokens before
     # `due`.
@@ -184,26 +175,10 @@ def window_one_fwd_kernel(
             r_pieces[i].to(y_first.dtype), y_pieces[i], records, input_precision="ieee"
         )
     records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
-    if DOT:
-        both = tl.dot(widened(pieces[0], y_first.dtype), y_first)
-        for i in tl.static_range(1, KO):
-            both = tl.dot(widened(pieces[i], y_first.dtype), y_pieces[i], both)
-        both *= (of_y * of_state)[None, :]
-        if scales is not None:
-            both *= b_scale[:, None]
-        both += records_dot(b_u, records, q.dtype.element_ty)
-    else:
-        state_o = weighted(pieces, q_pieces, KO) * (of_state * of_q)
-        state_k = weighted(pieces, k_pieces, KO) * (of_state * of_k)
-        if scales is not None:
-            state_o *= b_scale
-            state_k *= b_scale
-        both = records_dot(b_u, records, q.dtype.element_ty)
-    # All columns except 0 and 1 are zero.
-    b_o, stored = tl.split(tl.sum(tl.reshape(both, [BV, 4, 2]), 1))
-    if not DOT:
-        b_o += state_o
-        stored += state_k
+    b_o, stored = token_products(
+        pieces, y_pieces, q_pieces, k_pieces, records, b_u, b_scale, of_state, of_q, of_k, of_y,
+        BV, KO, DOT, q.dtype.element_ty
+    )  # fmt: skip
     new_u = (b_v - stored) * (of_k * b_beta)
     b_o = tl.fma(new_u, qk, b_o)
     new_r = (position % R).to(tl.int64)

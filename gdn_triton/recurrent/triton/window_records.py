@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 
 from gdn_triton import constants
+from gdn_triton._triton.activations import log_decay
+from gdn_triton.recurrent.triton.kernel import strength
 
 INT8_MAX = tl.constexpr(constants.INT8_MAX)
 LEAST_RANGE = tl.constexpr(constants.LEAST_INT8_RANGE)
@@ -136,6 +138,59 @@ def records_dot(b_u, b_x, LIKE: tl.constexpr):
     if LIKE == tl.float32:
         return tl.dot(b_u, b_x, input_precision="ieee")
     return tl.dot(b_u, b_x, input_precision="tf32x3")
+
+
+@triton.jit
+def factors_of(
+    q_pieces, k_pieces, b_beta, b_g, A_log, b_A, bias, scale, KO: tl.constexpr, EPS: tl.constexpr,
+    THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr
+):  # fmt: skip
+    """Returns (beta, g, of_q, of_k, qk) of one token: beta and the log decay after their
+    activations, the factors of q and k, and the product of k and the scaled q. q_pieces, k_pieces:
+    float32. A_log: None if b_g is the log decay already."""
+    b_beta = strength(b_beta, BETA_FACTOR, True)
+    b_g = b_g.to(tl.float32)
+    if A_log is not None:
+        b_g = log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD)
+    of_q, of_k = scale, 1.0
+    qk = inner(q_pieces, k_pieces, KO)
+    if USE_QK_L2NORM:
+        of_q = scale * tl.rsqrt(inner(q_pieces, q_pieces, KO) + EPS)
+        of_k = tl.rsqrt(inner(k_pieces, k_pieces, KO) + EPS)
+    return b_beta, b_g, of_q, of_k, qk * of_q
+
+
+@triton.jit
+def token_products(
+    pieces, y_pieces, q_pieces, k_pieces, records, b_u, b_scale, of_state, of_q, of_k, of_y,
+    BV: tl.constexpr, KO: tl.constexpr, DOT: tl.constexpr, LIKE: tl.constexpr
+):  # fmt: skip
+    """Returns the products of one token's q and k with a head's state and its records, float32
+    [BV] each. pieces: the state in memory. y_pieces [KI, 8]: q and k are columns 0 and 1, and the
+    other columns are zero. records: the products of the records' keys with y. b_scale: the scales
+    of an int8 state, otherwise None. DOT: the matrix units multiply the state. LIKE: the dtype of
+    the tokens."""
+    y_first = y_pieces[0]
+    if DOT:
+        both = tl.dot(widened(pieces[0], y_first.dtype), y_first)
+        for i in tl.static_range(1, KO):
+            both = tl.dot(widened(pieces[i], y_first.dtype), y_pieces[i], both)
+        both *= (of_y * of_state)[None, :]
+        if b_scale is not None:
+            both *= b_scale[:, None]
+        both += records_dot(b_u, records, LIKE)
+    else:
+        state_q = weighted(pieces, q_pieces, KO) * (of_state * of_q)
+        state_k = weighted(pieces, k_pieces, KO) * (of_state * of_k)
+        if b_scale is not None:
+            state_q *= b_scale
+            state_k *= b_scale
+        both = records_dot(b_u, records, LIKE)
+    b_q, b_k = tl.split(tl.sum(tl.reshape(both, [BV, 4, 2]), 1))
+    if not DOT:
+        b_q += state_q
+        b_k += state_k
+    return b_q, b_k
 
 
 @triton.jit
