@@ -4,6 +4,7 @@ It computes the intermediate results of the forward again from the inputs, so a 
 only the inputs between forward and backward. docs/backward.md has the steps.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,12 +20,13 @@ from gdn_triton.chunk.triton.forward import (
     readable_state,
 )
 from gdn_triton.chunk.triton.fused.prepare import whole_lines
-from gdn_triton.chunk.triton.gradients.gate import gate_bwd
+from gdn_triton.chunk.triton.gradients.gate import ChunkGradients, gate_bwd
 from gdn_triton.chunk.triton.gradients.norm import l2norm_bwd
 from gdn_triton.chunk.triton.gradients.pairs import pairs_bwd
 from gdn_triton.chunk.triton.gradients.query_key import query_key_bwd
 from gdn_triton.chunk.triton.gradients.scores import scores
 from gdn_triton.chunk.triton.gradients.state import state_bwd
+from gdn_triton.chunk.triton.hopper.support import gradients_refusal
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.steps.wy import wy_fwd
 from gdn_triton.constants import LINE
@@ -121,6 +123,67 @@ def begin(problem: Problem, x: Inputs, do: torch.Tensor | None) -> Begun:
     return Begun(x=x, do=do, chunks=chunks, recomputed=recompute(p, x, chunks))
 
 
+def of_chunks(
+    problem: Problem, begun: Begun, v: torch.Tensor, states: Any, *, on_hopper: bool
+) -> ChunkGradients:
+    """Returns the gradients of the chunks from the states and their gradients. v: from
+    ``in_lines``; states: `States`, or a record of the same fields. on_hopper: the walk stored dv
+    instead of dx."""
+    p, (_, do, chunks, c) = problem, begun
+    # Keep the gradients of the normalised q and k in float32 until the norm's own step has read
+    # them; otherwise they would be rounded twice.
+    dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
+    if on_hopper:
+        # Releases of Triton that are not listed in hopper/support.py may lack names of Gluon.
+        from gdn_triton.chunk.triton.hopper.gradients.launch import chunk_gradients
+
+        return chunk_gradients(
+            q=c.q,
+            k=c.k,
+            do=do,
+            h=states.h,
+            u=states.v_new,
+            dh=states.dh,
+            dv=states.dx,
+            g_cumsum=c.g_cumsum,
+            beta=c.beta,
+            chunks=chunks,
+            scale=p.scale,
+            out_dtype=dq_dtype,
+            K=p.K,
+        )
+    pairs = pairs_bwd(
+        c.q,
+        c.k,
+        v,
+        do,
+        states.v_new,
+        states.dx,
+        c.g_cumsum,
+        c.beta,
+        chunks,
+        p.scale,
+    )
+    dq, dk, dv, shares, across = query_key_bwd(
+        c.q,
+        c.k,
+        do,
+        states,
+        pairs,
+        c.g_cumsum,
+        c.beta,
+        chunks,
+        p.scale,
+        dq_dtype,
+        dk_dtype,
+        p.v_dtype,
+        K=p.K,
+    )
+    return ChunkGradients(
+        dq=dq, dk=dk, dv=dv, pair_shares=pairs.shares, shares=shares, across=across
+    )
+
+
 def finish(
     problem: Problem,
     begun: Begun,
@@ -133,6 +196,9 @@ def finish(
     None."""
     p, (x, do, chunks, c) = problem, begun
     v = in_lines(x.v)
+    on_hopper = gradients_refusal(p) is None
+    if on_hopper:
+        walk = functools.partial(walk, store_dv=True)
     states = walk(
         q=c.q,
         k=c.k,
@@ -153,55 +219,29 @@ def finish(
         store_dh0=store_dh0,
         state_v_first=p.state_v_first,
     )
-    pairs = pairs_bwd(
-        c.q,
-        c.k,
-        v,
-        do,
-        states.v_new,
-        states.dx,
-        c.g_cumsum,
-        c.beta,
-        chunks,
-        p.scale,
-    )
-    # Keep the gradients of the normalised q and k in float32 until the norm's own step has read
-    # them; otherwise they would be rounded twice.
-    dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
-    dq, dk, dv, shares, across = query_key_bwd(
-        c.q,
-        c.k,
-        do,
-        states,
-        pairs,
-        c.g_cumsum,
-        c.beta,
-        chunks,
-        p.scale,
-        dq_dtype,
-        dk_dtype,
-        p.v_dtype,
-        K=p.K,
-    )
+    parts = of_chunks(p, begun, v, states, on_hopper=on_hopper)
+    dq, dk = parts.dq, parts.dk
     if p.use_qk_l2norm:
         dq, dk = l2norm_bwd(x.q, x.k, dq, dk)
     gates = gate_bwd(
-        pairs.shares,
-        shares,
-        across,
+        parts.pair_shares,
+        parts.shares,
+        parts.across,
         c.beta,
         x.g,
         x.beta,
         chunks,
         x.A_log,
         x.dt_bias,
+        v,
+        parts.dv,
         use_beta_sigmoid=p.use_beta_sigmoid,
         allow_neg_eigval=p.allow_neg_eigval,
     )
     return Gradients(
         q=dq,
         k=dk,
-        v=dv,
+        v=parts.dv,
         g=gates.dg,
         beta=gates.dbeta,
         initial_state=in_dtype_of(x.initial_state, states.dh0),

@@ -108,6 +108,8 @@ inline uint64_t mad_lo_s64(uint64_t a, uint64_t b, uint64_t c) { return a * b + 
 inline uint32_t mad_lo_s32(uint32_t a, uint32_t b, uint32_t c) { return a * b + c; }
 inline uint64_t mad_wide_s32(uint32_t a, uint32_t b, uint64_t c) { return mul_wide_s32(a, b) + c; }
 inline uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) { return mul_wide_u32(a, b) + c; }
+inline uint32_t mul_wide_u16(uint16_t a, uint16_t b) { return uint32_t(a) * b; }
+inline uint32_t mad_wide_u16(uint16_t a, uint16_t b, uint32_t c) { return mul_wide_u16(a, b) + c; }
 inline bool and_pred(bool a, bool b) { return a && b; }
 inline bool or_pred(bool a, bool b) { return a || b; }
 inline bool xor_pred(bool a, bool b) { return a != b; }

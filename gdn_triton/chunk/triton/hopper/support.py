@@ -22,6 +22,9 @@ RELEASES: Final = ("3.6.0", "3.7.1")
 # of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
 FEWEST_STATES: Final = 0.24
 
+# The channels of V that the kernel of the gradients of chunks has room for.
+MOST_GRADIENT_CHANNELS: Final = 128
+
 _logger = logging.getLogger("gdn_triton")
 
 
@@ -32,14 +35,7 @@ def hopper_refusal(problem: Problem) -> str | None:
     Raises ValueError if GDN_GLUON is neither 0 nor 1.
     """
     p = problem
-    if not _asked():
-        return f"{SWITCH}=0 asks for them."
-    if p.device.type != "cuda":
-        return "The kernel for compute capability 9.0 takes tensors of an NVIDIA GPU."
-    refusal = _device_refusal(p.device) or _release_refusal()
-    if refusal is not None:
-        return refusal
-    refusal = sizes_refusal(p)
+    refusal = _any_refusal(p)
     if refusal is not None or p.batch_invariant:
         return refusal
     states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
@@ -55,6 +51,28 @@ def hopper_refusal(problem: Problem) -> str | None:
             "several segments of it at once; the kernel for compute capability 9.0 does not."
         )
     return None
+
+
+def gradients_refusal(problem: Problem) -> str | None:
+    """Returns the same for the kernel of the gradients of chunks."""
+    p = problem
+    refusal = _any_refusal(p)
+    if refusal is None and p.V > MOST_GRADIENT_CHANNELS:
+        return (
+            "The kernel of the gradients of chunks for compute capability 9.0 takes V up to "
+            f"{MOST_GRADIENT_CHANNELS}; V is {p.V}."
+        )
+    return refusal
+
+
+def _any_refusal(problem: Problem) -> str | None:
+    """Returns the refusal of both, which does not depend on the number of states, or None."""
+    p = problem
+    if not _asked():
+        return f"{SWITCH}=0 asks for them."
+    if p.device.type != "cuda":
+        return "The kernel for compute capability 9.0 takes tensors of an NVIDIA GPU."
+    return _device_refusal(p.device) or _release_refusal() or sizes_refusal(p)
 
 
 def sizes_refusal(problem: Problem) -> str | None:
