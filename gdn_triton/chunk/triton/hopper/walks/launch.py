@@ -7,13 +7,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn_triton._triton.strides import head_arguments, head_strides, named, state_strides
 from gdn_triton._triton.tiles import gpu_of
-from gdn_triton.chunk.triton.hopper.launch import COLUMNS, ROWS, descriptor, tma_readable
+from gdn_triton.chunk.triton.hopper.launch import (
+    COLUMNS,
+    ROWS,
+    choose_shape,
+    descriptor,
+    tma_readable,
+)
 from gdn_triton.chunk.triton.hopper.walks.back import hopper_walk_back_kernel
+from gdn_triton.chunk.triton.hopper.walks.forward import hopper_walk_forward_kernel
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
-
-CHUNK = 64
-STATE_REGISTERS, SINGLE_REGISTERS = 232, 32
-STAGES = 2
 
 
 def state_descriptor(x: torch.Tensor, BK: int) -> TensorDescriptor:
@@ -22,15 +25,29 @@ def state_descriptor(x: torch.Tensor, BK: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BK, COLUMNS], ROWS)
 
 
+def fixed_arguments(device: torch.device, N: int, HV: int, K: int, V: int) -> dict[str, Any]:
+    shape = choose_shape(gpu_of(device).multiprocessors, N * HV, V)
+    return {
+        "K": K,
+        "V": V,
+        "BK": 64 if K <= 64 else 128,
+        "BV": COLUMNS,
+        "STATES": shape.states,
+        "STAGES": 3,
+        "T_STAGES": 2,
+        "STATE_REGISTERS": shape.state_registers,
+        "TRIANGLES_REGISTERS": shape.triangles_registers,
+        "SINGLE_REGISTERS": shape.single_registers,
+        "num_warps": 4,
+    }
+
+
 def walk_back(
     *,
     q: torch.Tensor,
     k: torch.Tensor,
     do: torch.Tensor,
-    A_inv: torch.Tensor,
-    A_qk: torch.Tensor,
     g_cumsum: torch.Tensor,
-    own: torch.Tensor,
     beta: torch.Tensor,
     chunks: ChunkTable,
     scale: float,
@@ -44,31 +61,17 @@ def walk_back(
     **tuning: Any,
 ) -> None:
     """Writes dh [slots, HV, K, V], dx [B, T, HV, V] and dh0, whose meaning and other arguments are
-    those of ``state_bwd`` of gradients/state.py. A_inv lacks its diagonal."""
-    H = k.shape[2]
+    those of ``state_bwd`` of gradients/state.py."""
     T, HV, V = do.shape[1:]
-    BK = 64 if K <= 64 else 128
-    multiprocessors = gpu_of(k.device).multiprocessors
-    states = 1 if V <= COLUMNS or 2 * N * HV <= multiprocessors else 2
-    fixed = {
-        "BV": COLUMNS,
-        "STATES": states,
-        "STAGES": STAGES,
-        "STATE_REGISTERS": STATE_REGISTERS,
-        "SINGLE_REGISTERS": SINGLE_REGISTERS,
-        **tuning,
-    }
-    columns = fixed["STATES"] * COLUMNS
+    fixed = {**fixed_arguments(k.device, N, HV, K, V), "Q_STAGES": 2, **tuning}
+    BK, columns = fixed["BK"], fixed["STATES"] * COLUMNS
     hopper_walk_back_kernel[(-(-V // columns) * HV * N,)](
         q_desc=descriptor(tma_readable(q), BK),
         k_desc=descriptor(tma_readable(k), BK),
         do_desc=descriptor(tma_readable(do), columns),
-        p_desc=descriptor(A_qk, CHUNK),
-        a_desc=descriptor(A_inv, CHUNK),
         dx_desc=descriptor(dx, COLUMNS),
         dh_desc=state_descriptor(dh, BK),
         g_cumsum=g_cumsum,
-        own=own,
         beta=beta,
         dx=dx,
         dht=dht,
@@ -79,16 +82,55 @@ def walk_back(
         T=T,
         N=N,
         NT=chunks.NT,
-        H=H,
+        H=k.shape[2],
         HV=HV,
         **head_arguments("g", head_strides(g_cumsum)),
         **head_arguments("beta", head_strides(beta)),
         **named("dhtn dhth dhtk dhtv", state_strides(dht, state_v_first)),
         **named("dh0n dh0h dh0k dh0v", state_strides(dh0, state_v_first)),
-        K=K,
-        V=V,
-        BK=BK,
         IS_VARLEN=chunks.cu_seqlens is not None,
-        num_warps=4,
+        **fixed,
+    )
+
+
+def walk_forward(
+    *,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_cumsum: torch.Tensor,
+    beta: torch.Tensor,
+    chunks: ChunkTable,
+    initial_state: torch.Tensor | None,
+    h: torch.Tensor,
+    v_new: torch.Tensor,
+    N: int,
+    K: int,
+    state_v_first: bool,
+    **tuning: Any,
+) -> None:
+    """Writes h [slots, HV, K, V] and v_new [B, T, HV, V] in the same way."""
+    T, HV, V = v_new.shape[1:]
+    fixed = {**fixed_arguments(k.device, N, HV, K, V), **tuning}
+    BK, columns = fixed["BK"], fixed["STATES"] * COLUMNS
+    hopper_walk_forward_kernel[(-(-V // columns) * HV * N,)](
+        k_desc=descriptor(tma_readable(k), BK),
+        v_desc=descriptor(tma_readable(v), columns),
+        u_desc=descriptor(v_new, COLUMNS),
+        h_desc=state_descriptor(h, BK),
+        g_cumsum=g_cumsum,
+        beta=beta,
+        u=v_new,
+        h0=initial_state,
+        cu_seqlens=chunks.cu_seqlens,
+        chunk_offsets=chunks.chunk_offsets,
+        T=T,
+        N=N,
+        NT=chunks.NT,
+        H=k.shape[2],
+        HV=HV,
+        **head_arguments("g", head_strides(g_cumsum)),
+        **head_arguments("beta", head_strides(beta)),
+        **named("h0n h0h h0k h0v", state_strides(initial_state, state_v_first)),
+        IS_VARLEN=chunks.cu_seqlens is not None,
         **fixed,
     )
