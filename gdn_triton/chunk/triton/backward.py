@@ -25,6 +25,7 @@ from gdn_triton.chunk.triton.gradients.pairs import pairs_bwd
 from gdn_triton.chunk.triton.gradients.query_key import query_key_bwd
 from gdn_triton.chunk.triton.gradients.scores import scores
 from gdn_triton.chunk.triton.gradients.state import state_bwd
+from gdn_triton.chunk.triton.hopper.support import walks_refusal
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.steps.wy import wy_fwd
 from gdn_triton.constants import LINE
@@ -34,7 +35,8 @@ class Recomputed(NamedTuple):
     """The results of the forward's first steps. q, k: [B, T, H, K_row], normalised if asked for,
     zero beyond K. g_cumsum, beta: [B, T, HV]. A_inv: [B, T, HV, chunk_size], without its unit
     diagonal if ``A_is_strict``. A_qk: [B, T, HV, chunk_size], strictly lower. own: [B, T, HV], the
-    diagonal of A_qk, in fp32 and with the strides of g_cumsum."""
+    diagonal of A_qk, in fp32 and with the strides of g_cumsum. The walks of Hopper compute A_inv,
+    A_qk and own, which are empty here for them."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -63,9 +65,25 @@ def in_lines(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def recompute(problem: Problem, x: Inputs, chunks: ChunkTable) -> Recomputed:
-    """Runs the kernels that the forward runs for this dtype, which give the same bits."""
+def recompute(
+    problem: Problem, x: Inputs, chunks: ChunkTable, *, on_hopper: bool = False
+) -> Recomputed:
+    """Runs the kernels that the forward runs for this dtype, which give the same bits. on_hopper:
+    the walks of Hopper follow."""
     dtype = compute_dtype(problem)
+    if on_hopper:
+        q, k, g_cumsum, beta = activate(problem, x, chunks)
+        nothing = q.new_empty(0)
+        return Recomputed(
+            q=in_lines(q),
+            k=in_lines(k),
+            g_cumsum=g_cumsum,
+            beta=beta,
+            A_inv=nothing,
+            A_is_strict=True,
+            A_qk=nothing,
+            own=nothing,
+        )
     if dtype.itemsize == 2:
         prepared = prepare(problem, x, chunks)
         g_cumsum, write, own = prepared.scalars.transpose(2, 3)
@@ -113,12 +131,15 @@ class Begun(NamedTuple):
     recomputed: Recomputed
 
 
-def begin(problem: Problem, x: Inputs, do: torch.Tensor | None) -> Begun:
-    """Makes all that needs no gradient of a state. Runs on the device of the inputs."""
+def begin(
+    problem: Problem, x: Inputs, do: torch.Tensor | None, *, on_hopper: bool = False
+) -> Begun:
+    """Makes all that needs no gradient of a state. Runs on the device of the inputs. on_hopper: as
+    for `recompute`."""
     p, x = problem, readable_inputs(x)
     do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
     chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens)
-    return Begun(x=x, do=do, chunks=chunks, recomputed=recompute(p, x, chunks))
+    return Begun(x=x, do=do, chunks=chunks, recomputed=recompute(p, x, chunks, on_hopper=on_hopper))
 
 
 def finish(
@@ -218,11 +239,18 @@ def gradients(
     dht: torch.Tensor | None,
     *,
     store_dh0: bool,
-    walk: Walk = state_bwd,
+    walk: Walk | None = None,
 ) -> Gradients:
     """Returns all gradients, the gradient of the initial state only with ``store_dh0``. do: [B, T,
     HV, V], or None for zeros. dht: fp32, laid out like the final state, or None for zeros. walk:
-    the function that makes the states."""
+    the function that makes the states, or None for the walks of Triton."""
+    on_hopper = walk is None and walks_refusal(problem) is None
+    if on_hopper:
+        # Releases of Triton that are not listed in hopper/support.py may lack names of Gluon.
+        from gdn_triton.chunk.triton.hopper.walks.launch import walks
+
+        walk = walks
     with on_device(x.q.device):
-        begun = begin(problem, x, do)
-        return finish(problem, begun, readable_state(dht), store_dh0=store_dh0, walk=walk)
+        begun = begin(problem, x, do, on_hopper=on_hopper)
+        dht = readable_state(dht)
+        return finish(problem, begun, dht, store_dh0=store_dh0, walk=walk or state_bwd)

@@ -1,9 +1,10 @@
 """The walk forward of the backward for compute capability 9.0.
 
-A program owns the columns of one or two states h, 64 each, of one sequence and value head. Its warps have
-four roles: the state (state.py), the triangles (hopper/triangles.py), the gates (gates.py) and the
-loader (loaders.py). As in the forward (hopper/kernel.py), each buffer has a barrier that says it is
-full, and one more barrier for each stage says that all buffers of its chunk are empty.
+A program owns the columns of one or two states h, 64 each, of one sequence and value head. Its
+warps have four roles: the state (state.py), the triangles (hopper/triangles.py), the gates
+(gates.py) and the loader (loaders.py). As in the forward (hopper/kernel.py), each buffer has a
+barrier that says it is full, and one more barrier for each stage says that all buffers of its chunk
+are empty.
 """
 
 from triton.experimental import gluon

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import head_arguments, head_strides, named, state_strides
 from gdn_triton._triton.tiles import gpu_of
+from gdn_triton.chunk.triton.gradients.state import States
 from gdn_triton.chunk.triton.hopper.launch import (
     COLUMNS,
     ROWS,
@@ -134,3 +136,64 @@ def walk_forward(
         IS_VARLEN=chunks.cu_seqlens is not None,
         **fixed,
     )
+
+
+def walks(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    A_inv: torch.Tensor,
+    A_qk: torch.Tensor,
+    g_cumsum: torch.Tensor,
+    own: torch.Tensor,
+    beta: torch.Tensor,
+    chunks: ChunkTable,
+    scale: float,
+    initial_state: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    N: int,
+    K: int,
+    A_is_strict: bool,
+    store_dh0: bool,
+    state_v_first: bool,
+) -> States:
+    """Does what ``state_bwd`` of gradients/state.py does, for q, k, v and do in bfloat16, but reads
+    no A_inv, A_qk and own, which it computes."""
+    del A_inv, A_qk, own, A_is_strict
+    B, T, HV, V = do.shape
+    h = torch.empty(chunks.slots, HV, K, V, dtype=k.dtype, device=k.device)
+    v_new = torch.empty(B, T, HV, V, dtype=k.dtype, device=k.device)
+    dh, dx = torch.empty_like(h), torch.empty_like(v_new)
+    dh0 = empty_state(N, HV, K, V, state_v_first, k.device) if store_dh0 else None
+    walk_forward(
+        k=k,
+        v=v,
+        g_cumsum=g_cumsum,
+        beta=beta,
+        chunks=chunks,
+        initial_state=initial_state,
+        h=h,
+        v_new=v_new,
+        N=N,
+        K=K,
+        state_v_first=state_v_first,
+    )
+    walk_back(
+        q=q,
+        k=k,
+        do=do,
+        g_cumsum=g_cumsum,
+        beta=beta,
+        chunks=chunks,
+        scale=scale,
+        dht=dht,
+        dh=dh,
+        dx=dx,
+        dh0=dh0,
+        N=N,
+        K=K,
+        state_v_first=state_v_first,
+    )
+    return States(h=h, v_new=v_new, dh=dh, dx=dx, dh0=dh0)
