@@ -25,7 +25,6 @@ from gdn_triton.chunk.triton.gradients.pairs import pairs_bwd
 from gdn_triton.chunk.triton.gradients.query_key import query_key_bwd
 from gdn_triton.chunk.triton.gradients.scores import scores
 from gdn_triton.chunk.triton.gradients.state import state_bwd
-from gdn_triton.chunk.triton.hopper.support import walks_refusal
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.steps.wy import wy_fwd
 from gdn_triton.constants import LINE
@@ -239,18 +238,18 @@ def gradients(
     dht: torch.Tensor | None,
     *,
     store_dh0: bool,
-    walk: Walk | None = None,
+    walk: Walk = state_bwd,
+    walks_on_hopper: bool = False,
 ) -> Gradients:
     """Returns all gradients, the gradient of the initial state only with ``store_dh0``. do: [B, T,
     HV, V], or None for zeros. dht: fp32, laid out like the final state, or None for zeros. walk:
-    the function that makes the states, or None for the walks of Triton."""
-    on_hopper = walk is None and walks_refusal(problem) is None
-    if on_hopper:
+    the function that makes the states. walks_on_hopper: the kernels for compute capability 9.0 do
+    so instead."""
+    if walks_on_hopper:
         # Releases of Triton that are not listed in hopper/support.py may lack names of Gluon.
         from gdn_triton.chunk.triton.hopper.walks.launch import walks
 
         walk = walks
     with on_device(x.q.device):
-        begun = begin(problem, x, do, on_hopper=on_hopper)
-        dht = readable_state(dht)
-        return finish(problem, begun, dht, store_dh0=store_dh0, walk=walk or state_bwd)
+        begun = begin(problem, x, do, on_hopper=walks_on_hopper)
+        return finish(problem, begun, readable_state(dht), store_dh0=store_dh0, walk=walk)
