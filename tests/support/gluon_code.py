@@ -72,17 +72,18 @@ CALLS = [
     Call(Shape(128, 128, BF16, HV=32, full=True), N=4, pool=True),
 ]
 
-# The walks of the backward: by name, with blocks of two states or of one. Their spills are
-# addresses of the triangles' warps.
+# The walks of the backward: both in a launch, or apart, in blocks of two states or of one. Their
+# spills are addresses of the triangles' warps.
 WALKS = [
-    ("two", walk_case("two", T=128, B=4, H=16, HV=32)),
-    ("two, packed", walk_case("packed", lengths=(70, 70, 70), H=16, HV=32)),
-    ("one", walk_case("one", T=128)),
-    ("one, packed", walk_case("packed", lengths=(70, 70))),
-    ("small", walk_case("small", lengths=(70, 70, 70), H=16, HV=32, K=96, V=72)),
-    ("least", walk_case("least", T=128, K=64, V=64)),
+    walk_case("apart, of two", T=128, B=4, H=16, HV=32),
+    walk_case("the same, packed", lengths=(70, 70, 70), H=16, HV=32),
+    walk_case("both, of two", T=128, H=16, HV=48),
+    walk_case("both, of one", T=128),
+    walk_case("the same, packed", lengths=(70, 70)),
+    walk_case("small", lengths=(70, 70, 70), H=16, HV=32, K=96, V=72),
+    walk_case("least", T=128, K=64, V=64),
 ]
-STACK_OF_WALKS, IN_LOOP_OF_WALKS = 96, 2
+STACK_OF_WALKS, IN_LOOP_OF_WALKS = 128, 2
 
 
 def advisories(ptx: str) -> list[str]:
@@ -156,22 +157,22 @@ def compiled(call: Call) -> list[Any]:
     return [x.kernel for x in kernels if x.name == "hopper_fwd_kernel"]
 
 
-def compiled_walks(case: Case) -> list[Any]:
-    """The walk forward and the walk back of a case."""
+def compiled_walks(case: Case) -> list[tuple[Any, int]]:
+    """The kernels of a case, each with the number of its programs."""
     with compile_only(TARGET) as kernels:
         walks_of(case, make_given(case, "mild", 0), chunk_table(case), v_first=False)
-    return [x.kernel for x in kernels]
+    return [(x.kernel, x.grid[0]) for x in kernels]
 
 
 def judge_walks() -> list[str]:
     wrong = []
-    for name, case in WALKS:
-        for walk, kernel in zip(("forward", "back"), compiled_walks(case), strict=True):
+    for case in WALKS:
+        for kernel, blocks in compiled_walks(case):
             stack, registers = stack_and_registers(kernel.asm["cubin"])
             shared, sass = kernel.metadata.shared, disassembled(kernel.asm["cubin"])
             local = local_memory_of_state(sass) if case.K > 64 else 0
-            line = f"walk {walk:8} {name:12} shared {shared:7} stack {stack:4} in loop {local:3}"
-            print(f"{line} registers {registers:3}", flush=True)
+            line = f"walks {case.name:20} blocks {blocks:3} shared {shared:7} stack {stack:4}"
+            print(f"{line} in loop {local:3} registers {registers:3}", flush=True)
             found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
             found += stale_uniform_registers(sass)
             if shared > SHARED_MEMORY:
@@ -180,7 +181,7 @@ def judge_walks() -> list[str]:
                 found.append(f"{stack} bytes of stack, {STACK_OF_WALKS} allowed")
             if local > IN_LOOP_OF_WALKS:
                 found.append(f"{local} accesses to the stack in the state's loop")
-            wrong += [f"walk {walk}, {name}: {text}" for text in found]
+            wrong += [f"walks, {case.name}: {text}" for text in found]
     return wrong
 
 

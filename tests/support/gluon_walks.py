@@ -19,16 +19,14 @@ from helpers import BF16, FP32, FP64, Case, assert_within_budget, make_inputs
 from torch import Tensor
 
 from gdn_triton.chunk.triton.gradients.state import States
-from gdn_triton.chunk.triton.hopper import launch as shapes
+from gdn_triton.chunk.triton.hopper.launch import ONE, TWO
 from gdn_triton.chunk.triton.hopper.walks import launch
+from gdn_triton.chunk.triton.hopper.walks.launch import Plan
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2
 
 SCALE = -0.3
-WRITES = {
-    "hopper_walk_back_kernel": ("dx", "dh0", "dx_desc", "dh_desc"),
-    "hopper_walk_forward_kernel": ("u", "u_desc", "h_desc"),
-}
+WRITES = {"hopper_walks_kernel": ("dx", "dh0", "dx_desc", "dh_desc", "u", "u_desc", "h_desc")}
 
 
 def chunk_table(case: Case) -> ChunkTable:
@@ -152,8 +150,8 @@ def walks_of(case: Case, x: Given, chunks: ChunkTable, *, v_first: bool) -> Stat
     )
 
 
-def check_walks(case: Case, gates: str, shape: shapes.Shape, seed: int) -> None:
-    launch.choose_shape = lambda *sizes: shape  # type: ignore[attr-defined]
+def check_walks(case: Case, gates: str, plan: launch.Plan, seed: int) -> None:
+    launch.choose_plan = lambda *sizes: plan  # type: ignore[assignment]
     chunks, x = chunk_table(case), make_given(case, gates, seed)
     v_first = seed % 2 == 1
     with emulated(WRITES, seed=seed, races=True):
@@ -179,12 +177,13 @@ def walk_case(name: str, **sizes: Any) -> Case:
     return Case(name, "", chunk_size=64, **sizes)
 
 
+BOTH, APART = ("both",), ("forward", "back")
 WALKS = [
-    (walk_case("packed", lengths=(0, 70, 64, 1, 130), orphans=70), "mild", shapes.TWO),
-    (walk_case("padded", T=330, HV=1), "closed", shapes.TWO),
-    (walk_case("padded", T=150, B=2, HV=1), "strong", shapes.ONE),
-    (walk_case("small", lengths=(100, 3), K=40, V=72), "all-closed", shapes.ONE),
-    (walk_case("several", T=70, K=64, V=200, HV=1), "none", shapes.TWO),
+    (walk_case("packed", lengths=(0, 70, 64, 1, 130), orphans=70), "mild", Plan(APART, TWO)),
+    (walk_case("padded", T=330, HV=1), "closed", Plan(BOTH, TWO)),
+    (walk_case("padded", T=150, B=2, HV=1), "strong", Plan(BOTH, ONE)),
+    (walk_case("small", lengths=(100, 3), K=40, V=72), "all-closed", Plan(APART, ONE)),
+    (walk_case("several", T=70, K=64, V=200, HV=1), "none", Plan(APART, TWO)),
 ]
 
 
@@ -193,13 +192,13 @@ def main() -> None:
     parser.add_argument("--select", default="", metavar="REGEX", help="some of the calls")
     options = parser.parse_args()
     failed = 0
-    for seed, (case, gates, shape) in enumerate(WALKS):
-        name = f"walks-{case.name}-{gates}-{shape.states}"
+    for seed, (case, gates, plan) in enumerate(WALKS):
+        name = f"walks-{case.name}-{gates}-{plan.launches}-{plan.shape.states}"
         if not re.search(options.select, name):
             continue
         start = time.monotonic()
         try:
-            check_walks(case, gates, shape, seed)
+            check_walks(case, gates, plan, seed)
             said = "right"
         except (AssertionError, RuntimeError) as error:
             failed += 1

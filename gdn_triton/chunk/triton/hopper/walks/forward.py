@@ -1,11 +1,4 @@
-"""The walk forward of the backward for compute capability 9.0.
-
-A program owns the columns of one or two states h, 64 each, of one sequence and value head. Its
-warps have four roles: the state (state.py), the triangles (hopper/triangles.py), the gates
-(gates.py) and the loader (loaders.py). As in the forward (hopper/kernel.py), each buffer has a
-barrier that says it is full, and one more barrier for each stage says that all buffers of its chunk
-are empty.
-"""
+"""The memory and the roles of a block that walks forward (kernel.py)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,40 +6,23 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS
 from gdn_triton.chunk.triton.hopper.names import CHUNK
-from gdn_triton.chunk.triton.hopper.places import sequence_of
 from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_role
 from gdn_triton.chunk.triton.hopper.walks.gates import gates_role
 from gdn_triton.chunk.triton.hopper.walks.loaders import forward_loader_role
 from gdn_triton.chunk.triton.hopper.walks.state import forward_role
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "NT", "stride_gb", "stride_betab"])
-def hopper_walk_forward_kernel(
-    k_desc,
-    v_desc,
-    u_desc,
-    h_desc,
-    g_cumsum,
-    beta,
-    u,
-    h0,
-    cu_seqlens,
-    chunk_offsets,
-    T,
-    N,
-    NT,
-    H,
-    HV,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    stride_betab,
-    stride_betat,
-    stride_betah,
-    stride_h0n,
-    stride_h0h,
-    stride_h0k,
-    stride_h0v,
+@gluon.jit
+def forward_block(
+    sources,
+    outputs,
+    gates,
+    ends,
+    strides,
+    heads,
+    first_slot,
+    walk,
+    scale,
     K: gl.constexpr,
     V: gl.constexpr,
     BK: gl.constexpr,
@@ -57,26 +33,14 @@ def hopper_walk_forward_kernel(
     STATE_REGISTERS: gl.constexpr,
     TRIANGLES_REGISTERS: gl.constexpr,
     SINGLE_REGISTERS: gl.constexpr,
+    HAS_H0: gl.constexpr,
     IS_VARLEN: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     COLUMNS: gl.constexpr = STATES * BV
-    BLOCKS: gl.constexpr = (V + COLUMNS - 1) // COLUMNS
-    dtype: gl.constexpr = k_desc.dtype
-    pid = gl.program_id(0)
-    first_v = pid % BLOCKS * COLUMNS
-    i_hv = pid // BLOCKS % HV
-    i_n = pid // BLOCKS // HV
-    i_h = i_hv // (HV // H)
-    i_b, first_row, n_rows, n_rest = sequence_of(i_n, cu_seqlens, T, N, IS_VARLEN)
-    n_chunks = (n_rows + CHUNK - 1) // CHUNK
-    first_slot = i_n * NT
-    if IS_VARLEN:
-        first_slot = gl.load(chunk_offsets + i_n)
-
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = sources[0].dtype
     k_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BK], TILE)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], TILE)
     u_s = gl.allocate_shared_memory(dtype, [STATES, CHUNK, BV], TILE)
@@ -100,34 +64,14 @@ def hopper_walk_forward_kernel(
     for s in gl.static_range(T_STAGES):
         mbarrier.init(t_full.index(s), count=1)
 
-    batch = i_b.to(gl.int64)
-    head = i_hv.to(gl.int64)
-    start = first_row.to(gl.int64)
-    p_g = g_cumsum + batch * stride_gb + start * stride_gt + head * stride_gh
-    p_beta = beta + batch * stride_betab + start * stride_betat + head * stride_betah
-    stride_t = HV * V
-    p_u = u + batch * T * stride_t + head * V + first_v
-    # A role takes no None: in its place a pointer that the role does not use.
-    p_h0 = g_cumsum
-    if h0 is not None:
-        p_h0 = h0 + i_n.to(gl.int64) * stride_h0n + head * stride_h0h
-    HAS_H0: gl.constexpr = h0 is not None
-
-    walk = (n_chunks, n_rows, n_rest)
-    heads = (i_b, first_row, i_h, i_hv, first_v)
+    i_b, first_row, _, i_hv, first_v = heads
     place = (i_b, first_row, i_hv, first_v, first_slot)
-    gates = (p_g, p_beta, stride_gt, stride_betat)
     factors = (vectors, writes, flags, gates_full, empty)
     inverses = (k_s, t_s, vectors, flags, k_full, gates_full, t_full, empty)
     scratch = (a_s, x_s, blocks_s)
     states = (k_s, v_s, t_s, u_s, h_s, vectors, flags, empty)
     fulls = (k_full, gates_full, t_full)
-    outputs = (u_desc, h_desc)
-    ends = (p_u, p_h0)
-    strides = (stride_t, stride_h0k, stride_h0v)
     tiles = (k_s, v_s, k_full, empty)
-    sources = (k_desc, v_desc)
-    scale = gl.to_tensor(1.0)
     if STATES == 1:
         gl.warp_specialize(
             [

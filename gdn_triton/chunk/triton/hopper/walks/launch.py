@@ -1,6 +1,6 @@
 """Launches the walks of the backward for compute capability 9.0."""
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -11,13 +11,15 @@ from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.triton.gradients.state import States
 from gdn_triton.chunk.triton.hopper.launch import (
     COLUMNS,
+    ONE,
     ROWS,
+    TWO,
+    Shape,
     choose_shape,
     descriptor,
     tma_readable,
 )
-from gdn_triton.chunk.triton.hopper.walks.back import hopper_walk_back_kernel
-from gdn_triton.chunk.triton.hopper.walks.forward import hopper_walk_forward_kernel
+from gdn_triton.chunk.triton.hopper.walks.kernel import hopper_walks_kernel
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 
 
@@ -27,115 +29,20 @@ def state_descriptor(x: torch.Tensor, BK: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BK, COLUMNS], ROWS)
 
 
-def fixed_arguments(device: torch.device, N: int, HV: int, K: int, V: int) -> dict[str, Any]:
-    shape = choose_shape(gpu_of(device).multiprocessors, N * HV, V)
-    return {
-        "K": K,
-        "V": V,
-        "BK": 64 if K <= 64 else 128,
-        "BV": COLUMNS,
-        "STATES": shape.states,
-        "STAGES": 3,
-        "T_STAGES": 2,
-        "STATE_REGISTERS": shape.state_registers,
-        "TRIANGLES_REGISTERS": shape.triangles_registers,
-        "SINGLE_REGISTERS": shape.single_registers,
-        "num_warps": 4,
-    }
+class Plan(NamedTuple):
+    """The launches, each "back", "forward" or "both", and the form of their blocks."""
+
+    launches: tuple[str, ...]
+    shape: Shape
 
 
-def walk_back(
-    *,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    do: torch.Tensor,
-    g_cumsum: torch.Tensor,
-    beta: torch.Tensor,
-    chunks: ChunkTable,
-    scale: float,
-    dht: torch.Tensor | None,
-    dh: torch.Tensor,
-    dx: torch.Tensor,
-    dh0: torch.Tensor | None,
-    N: int,
-    K: int,
-    state_v_first: bool,
-    **tuning: Any,
-) -> None:
-    """Writes dh [slots, HV, K, V], dx [B, T, HV, V] and dh0, whose meaning and other arguments are
-    those of ``state_bwd`` of gradients/state.py."""
-    T, HV, V = do.shape[1:]
-    fixed = {**fixed_arguments(k.device, N, HV, K, V), "Q_STAGES": 2, **tuning}
-    BK, columns = fixed["BK"], fixed["STATES"] * COLUMNS
-    hopper_walk_back_kernel[(-(-V // columns) * HV * N,)](
-        q_desc=descriptor(tma_readable(q), BK),
-        k_desc=descriptor(tma_readable(k), BK),
-        do_desc=descriptor(tma_readable(do), columns),
-        dx_desc=descriptor(dx, COLUMNS),
-        dh_desc=state_descriptor(dh, BK),
-        g_cumsum=g_cumsum,
-        beta=beta,
-        dx=dx,
-        dht=dht,
-        dh0=dh0,
-        cu_seqlens=chunks.cu_seqlens,
-        chunk_offsets=chunks.chunk_offsets,
-        scale=scale,
-        T=T,
-        N=N,
-        NT=chunks.NT,
-        H=k.shape[2],
-        HV=HV,
-        **head_arguments("g", head_strides(g_cumsum)),
-        **head_arguments("beta", head_strides(beta)),
-        **named("dhtn dhth dhtk dhtv", state_strides(dht, state_v_first)),
-        **named("dh0n dh0h dh0k dh0v", state_strides(dh0, state_v_first)),
-        IS_VARLEN=chunks.cu_seqlens is not None,
-        **fixed,
-    )
-
-
-def walk_forward(
-    *,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g_cumsum: torch.Tensor,
-    beta: torch.Tensor,
-    chunks: ChunkTable,
-    initial_state: torch.Tensor | None,
-    h: torch.Tensor,
-    v_new: torch.Tensor,
-    N: int,
-    K: int,
-    state_v_first: bool,
-    **tuning: Any,
-) -> None:
-    """Writes h [slots, HV, K, V] and v_new [B, T, HV, V] in the same way."""
-    T, HV, V = v_new.shape[1:]
-    fixed = {**fixed_arguments(k.device, N, HV, K, V), **tuning}
-    BK, columns = fixed["BK"], fixed["STATES"] * COLUMNS
-    hopper_walk_forward_kernel[(-(-V // columns) * HV * N,)](
-        k_desc=descriptor(tma_readable(k), BK),
-        v_desc=descriptor(tma_readable(v), columns),
-        u_desc=descriptor(v_new, COLUMNS),
-        h_desc=state_descriptor(h, BK),
-        g_cumsum=g_cumsum,
-        beta=beta,
-        u=v_new,
-        h0=initial_state,
-        cu_seqlens=chunks.cu_seqlens,
-        chunk_offsets=chunks.chunk_offsets,
-        T=T,
-        N=N,
-        NT=chunks.NT,
-        H=k.shape[2],
-        HV=HV,
-        **head_arguments("g", head_strides(g_cumsum)),
-        **head_arguments("beta", head_strides(beta)),
-        **named("h0n h0h h0k h0v", state_strides(initial_state, state_v_first)),
-        IS_VARLEN=chunks.cu_seqlens is not None,
-        **fixed,
-    )
+def choose_plan(multiprocessors: int, states: int, V: int) -> Plan:
+    """One launch, if each block of both walks has a multiprocessor of its own; otherwise two. No
+    form changes a bit."""
+    for shape in (ONE, TWO):
+        if 2 * states * -(-V // (shape.states * COLUMNS)) <= multiprocessors:
+            return Plan(("both",), shape)
+    return Plan(("forward", "back"), choose_shape(multiprocessors, states, V))
 
 
 def walks(
@@ -167,33 +74,54 @@ def walks(
     v_new = torch.empty(B, T, HV, V, dtype=k.dtype, device=k.device)
     dh, dx = torch.empty_like(h), torch.empty_like(v_new)
     dh0 = empty_state(N, HV, K, V, state_v_first, k.device) if store_dh0 else None
-    walk_forward(
-        k=k,
-        v=v,
-        g_cumsum=g_cumsum,
-        beta=beta,
-        chunks=chunks,
-        initial_state=initial_state,
-        h=h,
-        v_new=v_new,
-        N=N,
-        K=K,
-        state_v_first=state_v_first,
-    )
-    walk_back(
-        q=q,
-        k=k,
-        do=do,
-        g_cumsum=g_cumsum,
-        beta=beta,
-        chunks=chunks,
-        scale=scale,
-        dht=dht,
-        dh=dh,
-        dx=dx,
-        dh0=dh0,
-        N=N,
-        K=K,
-        state_v_first=state_v_first,
-    )
+    q, k, v, do = (tma_readable(x) for x in (q, k, v, do))
+    plan = choose_plan(gpu_of(k.device).multiprocessors, N * HV, V)
+    shape = plan.shape
+    columns, BK = shape.states * COLUMNS, 64 if K <= 64 else 128
+    for launch in plan.launches:
+        grid = (2 if launch == "both" else 1) * -(-V // columns) * HV * N
+        hopper_walks_kernel[(grid,)](
+            q_desc=descriptor(q, BK),
+            k_desc=descriptor(k, BK),
+            v_desc=descriptor(v, columns),
+            do_desc=descriptor(do, columns),
+            dx_desc=descriptor(dx, COLUMNS),
+            dh_desc=state_descriptor(dh, BK),
+            u_desc=descriptor(v_new, COLUMNS),
+            h_desc=state_descriptor(h, BK),
+            g_cumsum=g_cumsum,
+            beta=beta,
+            dx=dx,
+            u=v_new,
+            h0=initial_state,
+            dht=dht,
+            dh0=dh0,
+            cu_seqlens=chunks.cu_seqlens,
+            chunk_offsets=chunks.chunk_offsets,
+            scale=scale,
+            T=T,
+            N=N,
+            NT=chunks.NT,
+            H=k.shape[2],
+            HV=HV,
+            **head_arguments("g", head_strides(g_cumsum)),
+            **head_arguments("beta", head_strides(beta)),
+            **named("h0n h0h h0k h0v", state_strides(initial_state, state_v_first)),
+            **named("dhtn dhth dhtk dhtv", state_strides(dht, state_v_first)),
+            **named("dh0n dh0h dh0k dh0v", state_strides(dh0, state_v_first)),
+            K=K,
+            V=V,
+            BK=BK,
+            BV=COLUMNS,
+            STATES=shape.states,
+            STAGES=3,
+            Q_STAGES=2,
+            T_STAGES=2,
+            STATE_REGISTERS=shape.state_registers,
+            TRIANGLES_REGISTERS=shape.triangles_registers,
+            SINGLE_REGISTERS=shape.single_registers,
+            IS_VARLEN=chunks.cu_seqlens is not None,
+            WALKS=launch,
+            num_warps=4,
+        )
     return States(h=h, v_new=v_new, dh=dh, dx=dx, dh0=dh0)
