@@ -128,7 +128,9 @@ def expected(case: Case, x: Given, slots: int, *, rounds: bool) -> dict[str, Ten
     return out
 
 
-def walks_of(case: Case, x: Given, chunks: ChunkTable, *, v_first: bool) -> States:
+def walks_of(
+    case: Case, x: Given, chunks: ChunkTable, *, v_first: bool, store_dv: bool = False
+) -> States:
     """Launches both walks."""
 
     def laid_out(state: Tensor) -> Tensor:
@@ -147,20 +149,26 @@ def walks_of(case: Case, x: Given, chunks: ChunkTable, *, v_first: bool) -> Stat
         A_is_strict=True,
         store_dh0=True,
         state_v_first=v_first,
+        store_dv=store_dv,
     )
 
 
 def check_walks(case: Case, gates: str, plan: launch.Plan, seed: int) -> None:
     launch.choose_plan = lambda *sizes: plan  # type: ignore[assignment]
     chunks, x = chunk_table(case), make_given(case, gates, seed)
-    v_first = seed % 2 == 1
+    v_first, store_dv = seed % 2 == 1, seed % 4 == 2
+    if store_dv:
+        x.beta[:, 3] = 2.0**-70
     with emulated(WRITES, seed=seed, races=True):
-        states = walks_of(case, x, chunks, v_first=v_first)
+        states = walks_of(case, x, chunks, v_first=v_first, store_dv=store_dv)
     found = states._asdict()
     if v_first and states.dh0 is not None:
         found["dh0"] = states.dh0.mT
     exact = expected(case, x.to(FP64), chunks.slots, rounds=False)
     narrow = expected(case, x.to(FP32), chunks.slots, rounds=True)
+    if store_dv:
+        factor = torch.where(x.beta < launch.LEAST_BETA, 1.0, x.beta)[..., None]
+        exact["dx"], narrow["dx"] = exact["dx"] * factor, narrow["dx"] * factor
     used, end = len(list(case.spans())), case.offsets()[-1] if case.packed else case.T
     for name, right in exact.items():
         owned = {"dh": slice(used), "h": slice(used), "dh0": slice(None)}

@@ -36,6 +36,8 @@ def back_block(
     SINGLE_REGISTERS: gl.constexpr,
     HAS_DHT: gl.constexpr,
     STORE_DH0: gl.constexpr,
+    STORE_DV: gl.constexpr,
+    LEAST_BETA: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
     COLUMNS: gl.constexpr = STATES * BV
@@ -115,7 +117,7 @@ def back_block(
                 ),
                 (
                     gates_role,
-                    (factors, gates, walk, scale, STAGES, True),
+                    (factors, gates, walk, scale, STAGES, True, STORE_DV, LEAST_BETA),
                 ),
                 (
                     back_loader_role,
@@ -184,7 +186,7 @@ def back_block(
                 ),
                 (
                     gates_role,
-                    (factors, gates, walk, scale, STAGES, True),
+                    (factors, gates, walk, scale, STAGES, True, STORE_DV, LEAST_BETA),
                 ),
                 (
                     back_loader_role,

@@ -104,7 +104,7 @@ def forward_block(
                 ),
                 (
                     gates_role,
-                    (factors, gates, walk, scale, STAGES, False),
+                    (factors, gates, walk, scale, STAGES, False, False, 0.0),
                 ),
                 (
                     forward_loader_role,
@@ -169,7 +169,7 @@ def forward_block(
                 ),
                 (
                     gates_role,
-                    (factors, gates, walk, scale, STAGES, False),
+                    (factors, gates, walk, scale, STAGES, False, False, 0.0),
                 ),
                 (
                     forward_loader_role,

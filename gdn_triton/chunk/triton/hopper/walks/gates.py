@@ -27,7 +27,7 @@ RANGE = gl.constexpr(96.0)
 # by the numbers that hopper/gates.py gives them. Of the walk forward:
 #     x = V v - KEY (k h),   2^(g_last - d),   v_new = OUT u
 # and of the walk back:
-#     scale 2^e,   scale 2^g,   2^(g_last - d),   dx = OUT z,   -beta 2^d
+#     scale 2^e,   scale 2^g,   2^(g_last - d),   dx, or dv = beta dx, = OUT z,   -beta 2^d
 FIRST_VECTOR, SECOND_VECTOR = gl.constexpr(0), gl.constexpr(1)
 TO_END_VECTOR, OUT_VECTOR = gl.constexpr(2), gl.constexpr(5)
 # The number 2^g_last of a chunk, where hopper/gates.py has others.
@@ -42,6 +42,8 @@ def gates_role(
     scale,
     STAGES: gl.constexpr,
     BACK: gl.constexpr,
+    STORE_DV: gl.constexpr,
+    LEAST_BETA: gl.constexpr,
 ):
     vectors, writes, flags, gates_full, empty = memory
     p_g, p_beta, stride_gt, stride_betat = inputs
@@ -89,7 +91,10 @@ def gates_role(
         if BACK:
             vectors.index(base + FIRST_VECTOR).store(scale * gl.exp2(e))
             vectors.index(base + SECOND_VECTOR).store(scale * gl.exp2(g))
-            vectors.index(base + OUT_VECTOR).store(gl.exp2(-e))
+            out = gl.exp2(-e)
+            if STORE_DV:
+                out *= gl.where(gl.abs(beta) < LEAST_BETA, 1.0, beta)
+            vectors.index(base + OUT_VECTOR).store(out)
             writes.index(stage).store(-beta * gl.exp2(d))
         else:
             vectors.index(base + FIRST_VECTOR).store(beta * gl.exp2(-e))

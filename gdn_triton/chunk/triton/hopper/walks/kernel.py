@@ -71,6 +71,8 @@ def hopper_walks_kernel(
     STATE_REGISTERS: gl.constexpr,
     TRIANGLES_REGISTERS: gl.constexpr,
     SINGLE_REGISTERS: gl.constexpr,
+    STORE_DV: gl.constexpr,
+    LEAST_BETA: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     WALKS: gl.constexpr,
     num_warps: gl.constexpr,
@@ -150,6 +152,8 @@ def hopper_walks_kernel(
             SINGLE_REGISTERS,
             HAS_DHT,
             STORE_DH0,
+            STORE_DV,
+            LEAST_BETA,
             IS_VARLEN,
         )
     elif WALKS == "forward":
@@ -200,6 +204,8 @@ def hopper_walks_kernel(
             SINGLE_REGISTERS,
             HAS_DHT,
             STORE_DH0,
+            STORE_DV,
+            LEAST_BETA,
             IS_VARLEN,
         )
     else:

@@ -22,6 +22,9 @@ from gdn_triton.chunk.triton.hopper.launch import (
 from gdn_triton.chunk.triton.hopper.walks.kernel import hopper_walks_kernel
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 
+# Below this magnitude of beta a row of beta dx would lose digits of dx.
+LEAST_BETA = 2.0**-60
+
 
 def state_descriptor(x: torch.Tensor, BK: int) -> TensorDescriptor:
     """Returns a TMA descriptor of states x [slots, HV, K, V], contiguous, whose tiles are 64
@@ -65,9 +68,11 @@ def walks(
     A_is_strict: bool,
     store_dh0: bool,
     state_v_first: bool,
+    store_dv: bool = False,
 ) -> States:
     """Does what ``state_bwd`` of gradients/state.py does, for q, k, v and do in bfloat16, but reads
-    no A_inv, A_qk and own, which it computes."""
+    no A_inv, A_qk and own, which it computes. store_dv: the field dx of the result is beta dx,
+    except in rows with |beta| < LEAST_BETA."""
     del A_inv, A_qk, own, A_is_strict
     B, T, HV, V = do.shape
     h = torch.empty(chunks.slots, HV, K, V, dtype=k.dtype, device=k.device)
@@ -120,6 +125,8 @@ def walks(
             STATE_REGISTERS=shape.state_registers,
             TRIANGLES_REGISTERS=shape.triangles_registers,
             SINGLE_REGISTERS=shape.single_registers,
+            STORE_DV=store_dv,
+            LEAST_BETA=LEAST_BETA,
             IS_VARLEN=chunks.cu_seqlens is not None,
             WALKS=launch,
             num_warps=4,
