@@ -69,6 +69,7 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"K": 256}, "K is 256"),
         ({"V": 100}, "V is 100"),
         ({"T": 0}, "empty"),
+        ({"is_varlen": True}, "padded sequences"),
         ({"device": torch.device("cpu")}, "NVIDIA GPU"),
         ({"N": 1, "B": 1, "H": 8, "HV": 16}, "has 16 states"),
         ({"N": 1, "B": 1, "H": 8, "HV": 16, "batch_invariant": True}, None),
@@ -108,6 +109,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the portable walks run")
 
     monkeypatch.setattr(state.state_bwd_kernel, "run", forbidden)
+    monkeypatch.setattr(support, "WALKS_TAKE_PACKED", True)
     monkeypatch.setenv("GDN_BACKEND", "triton")
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     monkeypatch.delenv("GDN_GLUON", raising=False)

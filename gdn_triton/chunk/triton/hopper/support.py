@@ -25,6 +25,10 @@ FEWEST_STATES: Final = 0.24
 # The same for the walks of the backward.
 FEWEST_WALKS: Final = 0.24
 
+# Whether the walks of the backward take packed sequences by themselves. Those have run in the
+# emulator alone.
+WALKS_TAKE_PACKED = False
+
 _logger = logging.getLogger("gdn_triton")
 
 
@@ -57,6 +61,8 @@ def walks_refusal(problem: Problem) -> str | None:
     """Returns the same for the walks of the backward."""
     p = problem
     refusal = _any_refusal(p)
+    if refusal is None and p.is_varlen and not WALKS_TAKE_PACKED:
+        return "The walks for compute capability 9.0 take padded sequences."
     if refusal is not None or p.batch_invariant:
         return refusal
     states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)

@@ -9,11 +9,11 @@ from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import head_arguments, head_strides, named, state_strides
 from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.triton.gradients.state import States
+from gdn_triton.chunk.triton.hopper import launch as shapes
 from gdn_triton.chunk.triton.hopper.launch import (
     COLUMNS,
     ONE,
     ROWS,
-    TWO,
     Shape,
     choose_shape,
     descriptor,
@@ -32,6 +32,10 @@ def state_descriptor(x: torch.Tensor, BK: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BK, COLUMNS], ROWS)
 
 
+# The walk back has more to hold in the registers of its states than the forward.
+TWO = shapes.TWO._replace(state_registers=192, triangles_registers=96)
+
+
 class Plan(NamedTuple):
     """The launches, each "back", "forward" or "both", and the form of their blocks."""
 
@@ -40,12 +44,12 @@ class Plan(NamedTuple):
 
 
 def choose_plan(multiprocessors: int, states: int, V: int) -> Plan:
-    """One launch, if each block of both walks has a multiprocessor of its own; otherwise two. No
-    form changes a bit."""
-    for shape in (ONE, TWO):
-        if 2 * states * -(-V // (shape.states * COLUMNS)) <= multiprocessors:
-            return Plan(("both",), shape)
-    return Plan(("forward", "back"), choose_shape(multiprocessors, states, V))
+    """One launch where each block of both walks has a multiprocessor of its own, even with one
+    state a block; otherwise two. No form changes a bit."""
+    if 2 * states * -(-V // COLUMNS) <= multiprocessors:
+        return Plan(("both",), ONE)
+    two = choose_shape(multiprocessors, states, V).states == 2
+    return Plan(("forward", "back"), TWO if two else ONE)
 
 
 def walks(
