@@ -25,6 +25,13 @@ FEWEST_STATES: Final = 0.24
 # The channels of V that the kernel of the gradients of chunks has room for.
 MOST_GRADIENT_CHANNELS: Final = 128
 
+# The same for the walks of the backward.
+FEWEST_WALKS: Final = 0.24
+
+# Whether the walks of the backward take packed sequences by themselves. Those have run in the
+# emulator alone.
+WALKS_TAKE_PACKED = False
+
 _logger = logging.getLogger("gdn_triton")
 
 
@@ -63,6 +70,23 @@ def gradients_refusal(problem: Problem) -> str | None:
             f"{MOST_GRADIENT_CHANNELS}; V is {p.V}."
         )
     return refusal
+
+
+def walks_refusal(problem: Problem) -> str | None:
+    """Returns the same for the walks of the backward."""
+    p = problem
+    refusal = _any_refusal(p)
+    if refusal is None and p.is_varlen and not WALKS_TAKE_PACKED:
+        return "The walks for compute capability 9.0 take padded sequences."
+    if refusal is not None or p.batch_invariant:
+        return refusal
+    states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
+    if states < FEWEST_WALKS * multiprocessors:
+        return (
+            f"The call has {states} states (sequences times value heads), too few for the walks "
+            f"for compute capability 9.0 on {multiprocessors} multiprocessors."
+        )
+    return None
 
 
 def _any_refusal(problem: Problem) -> str | None:
