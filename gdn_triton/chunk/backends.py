@@ -118,7 +118,11 @@ def _load_triton() -> Forward:
 def _load_triton_gradients() -> ByKernels:
     from gdn_triton.chunk.triton import autograd
 
-    return autograd.by_triton(_load_triton(), lambda problem: walks_refusal(problem) is None)
+    return autograd.by_triton(
+        _load_triton(),
+        lambda problem: walks_refusal(problem) is None,
+        lambda problem: gradients_refusal(problem) is None,
+    )
 
 
 def _load_reference() -> Forward:

@@ -8,7 +8,7 @@ import torch
 from helpers import BF16, FP32, FP64, Case, assert_within_budget
 from torch import Tensor
 
-from gdn_triton.chunk.triton.gradients.gate import ChunkGradients
+from gdn_triton.chunk.triton.gradients.gate import LEAST_BETA, ChunkGradients
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 
 
@@ -138,7 +138,7 @@ def expected(case: Case, x: Given, scale: float, *, dtype: torch.dtype, rounds: 
 
 def rest_of(beta: Tensor) -> Tensor:
     """The factor that rows of dv lack of beta dx."""
-    return torch.where(beta.abs() < 2.0**-60, beta, 1.0)
+    return torch.where(beta.abs() < LEAST_BETA, beta, 1.0)
 
 
 def added_up(found: ChunkGradients, beta: Tensor) -> dict[str, Tensor]:

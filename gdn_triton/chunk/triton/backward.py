@@ -26,7 +26,6 @@ from gdn_triton.chunk.triton.gradients.pairs import pairs_bwd
 from gdn_triton.chunk.triton.gradients.query_key import query_key_bwd
 from gdn_triton.chunk.triton.gradients.scores import scores
 from gdn_triton.chunk.triton.gradients.state import state_bwd
-from gdn_triton.chunk.triton.hopper.support import gradients_refusal
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.steps.wy import wy_fwd
 from gdn_triton.constants import LINE
@@ -211,13 +210,13 @@ def finish(
     *,
     store_dh0: bool,
     walk: Walk = state_bwd,
+    gradients_on_hopper: bool = False,
 ) -> Gradients:
     """Returns the gradients from the results of `begin`. dht: fp32, dense in its last dimension, or
-    None."""
+    None. gradients_on_hopper: as for `gradients`."""
     p, (x, do, chunks, c) = problem, begun
     v = in_lines(x.v)
-    on_hopper = gradients_refusal(p) is None
-    if on_hopper:
+    if gradients_on_hopper:
         walk = functools.partial(walk, store_dv=True)
     states = walk(
         q=c.q,
@@ -239,7 +238,7 @@ def finish(
         store_dh0=store_dh0,
         state_v_first=p.state_v_first,
     )
-    parts = of_chunks(p, begun, v, states, on_hopper=on_hopper)
+    parts = of_chunks(p, begun, v, states, on_hopper=gradients_on_hopper)
     dq, dk = parts.dq, parts.dk
     if p.use_qk_l2norm:
         dq, dk = l2norm_bwd(x.q, x.k, dq, dk)
@@ -280,11 +279,12 @@ def gradients(
     store_dh0: bool,
     walk: Walk = state_bwd,
     walks_on_hopper: bool = False,
+    gradients_on_hopper: bool = False,
 ) -> Gradients:
     """Returns all gradients, the gradient of the initial state only with ``store_dh0``. do: [B, T,
     HV, V], or None for zeros. dht: fp32, laid out like the final state, or None for zeros. walk:
     the function that makes the states. walks_on_hopper: the kernels for compute capability 9.0 do
-    so instead."""
+    so instead; gradients_on_hopper: the kernel for it makes the gradients of chunks."""
     if walks_on_hopper:
         # Releases of Triton that are not listed in hopper/support.py may lack names of Gluon.
         from gdn_triton.chunk.triton.hopper.walks.launch import walks
@@ -292,4 +292,11 @@ def gradients(
         walk = walks
     with on_device(x.q.device):
         begun = begin(problem, x, do, on_hopper=walks_on_hopper)
-        return finish(problem, begun, readable_state(dht), store_dh0=store_dh0, walk=walk)
+        return finish(
+            problem,
+            begun,
+            readable_state(dht),
+            store_dh0=store_dh0,
+            walk=walk,
+            gradients_on_hopper=gradients_on_hopper,
+        )

@@ -26,9 +26,9 @@ from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 # The chunks whose sums a program of the second stage adds at a time, and the number of its heads.
 SUM_BLOCK = 64
 SUM_WIDTH = 8
-# Rows of dv with a smaller |beta| are dx instead of beta dx until gate_bwd has read them. Otherwise
-# dx could not be found from them.
-LEAST_BETA = 2.0**-60
+# Rows of dv with a smaller |beta| are dx instead of beta dx until gate_bwd has read them, because
+# beta^2, which dbeta is divided by, could leave the range of fp32.
+LEAST_BETA = 2.0**-40
 
 
 class ChunkGradients(NamedTuple):
