@@ -9,7 +9,8 @@ the plots in docs/assets if matplotlib is installed, and a page of rows for each
 which git ignores.
 
 A ratio is the time of another implementation over ours of the same run. Of a call that several
-files have, the file with the latest date counts.
+files have, the file with the latest date counts. The default install is shown on one card for each
+kind of calls and each other implementation: that of the latest run.
 """
 
 import argparse
@@ -178,6 +179,11 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         for ratio in ratios:
             found.pop(ratio[:5], None)  # those of later dates come last
             found[ratio[:5]] = ratio._replace(date=date)
+    # The files are in the order of their dates.
+    latest = {(x.what, x.other): x.device for x in found.values() if x.install == DEFAULT}
+    shown = [
+        x for x in found.values() if x.install != DEFAULT or x.device == latest[x.what, x.other]
+    ]
 
     def place(ratio: Ratio) -> tuple[str, int, str, bool]:
         kind = next(i for i, kind in enumerate(KINDS_OF_CALLS) if ratio.what.startswith(kind))
@@ -185,7 +191,7 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         order = str(list(GATES.values()).index(gates[0])) if gates else ratio.what
         return ratio.device, kind, order, ratio.install != DEFAULT
 
-    return sorted(found.values(), key=place)
+    return sorted(shown, key=place)
 
 
 def groups(ratios: Iterable[Ratio]) -> dict[tuple[str, str, str], dict[str, dict[str, float]]]:
