@@ -114,16 +114,16 @@ def gluon_case(name: str, **sizes: Any) -> Case:
 
 PACKED = gluon_case("packed", lengths=(0, 70, 64, 1, 130), orphans=70)
 FORWARD = [
-    (PACKED, "mild", launch.NARROW),
-    (PACKED, "far", launch.WIDE),
-    (gluon_case("padded", T=150, B=2, HV=1), "strong", launch.WIDE),
-    (gluon_case("small", T=130, K=40, V=72), "mild", launch.NARROW),
+    (PACKED, "mild", launch.ONE),
+    (PACKED, "far", launch.TWO),
+    (gluon_case("padded", T=150, B=2, HV=1), "strong", launch.TWO),
+    (gluon_case("small", T=130, K=40, V=72), "mild", launch.ONE),
 ]
 
 
 def listed() -> Iterator[tuple[str, Callable[[], None]]]:
     for seed, (case, gates, shape) in enumerate(FORWARD):
-        name = f"forward-{case.name}-{gates}-{shape.BV}"
+        name = f"forward-{case.name}-{gates}-{shape.states}"
         yield name, partial(check_forward, case, gates, shape, seed, races=True)
 
 
@@ -144,8 +144,8 @@ def drawn(seed: int) -> tuple[str, Callable[[], None]]:
     else:
         sizes |= {"T": draw.choice([1, 63, 64, 65, 130, 200]), "B": draw.choice([1, 2])}
     case, gates = gluon_case("random", **sizes), draw.choice(list(GATES))
-    shape = draw.choice([launch.NARROW, launch.WIDE])
-    name = f"forward-random-{seed}-{gates}-{shape.BV}-{sizes}"
+    shape = draw.choice([launch.ONE, launch.TWO])
+    name = f"forward-random-{seed}-{gates}-{shape.states}-{sizes}"
     return name, partial(check_forward, case, gates, shape, seed, races=draw.random() < 0.5)
 
 
