@@ -74,8 +74,9 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, None),
         ({"needs_grad": True}, None),
         ({"K": 8, "V": 264}, None),
-        ({"q_dtype": FP16, "k_dtype": FP16, "v_dtype": FP16}, "in bfloat16"),
-        ({"v_dtype": FP16}, "in bfloat16"),
+        ({"q_dtype": FP16, "k_dtype": FP16, "v_dtype": FP16}, None),
+        ({"v_dtype": FP16}, "all in bfloat16 or all in float16"),
+        (dict.fromkeys(("q_dtype", "k_dtype", "v_dtype"), torch.float32), "all in bfloat16 or"),
         ({"chunk_size": 32}, "chunk_size is 32"),
         ({"K": 256}, "K is 256"),
         ({"K": 60}, "K is 60"),
@@ -219,8 +220,9 @@ CASES = [
 @pytest.mark.usefixtures("gluon")
 @pytest.mark.parametrize("case", cases(CASES))
 @pytest.mark.parametrize("v_first", [False, True])
-def test_regimes(case: Case, v_first: bool) -> None:
-    check(case, make_inputs(case, BF16, "cuda"), "cuda", state_v_first=v_first)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_regimes(case: Case, v_first: bool, dtype: torch.dtype) -> None:
+    check(case, make_inputs(case, dtype, "cuda"), "cuda", state_v_first=v_first)
 
 
 @hopper
@@ -251,9 +253,10 @@ def gates_of(kind: str, g: Tensor) -> Tensor:
 @hopper
 @pytest.mark.usefixtures("gluon")
 @pytest.mark.parametrize("kind", ["none", "strong", "growing", "far", "infinite"])
-@pytest.mark.parametrize("case", cases([PACKED]))
-def test_gates(case: Case, kind: str) -> None:
-    x = make_inputs(case, BF16, "cuda")
+@pytest.mark.parametrize("case", cases([PACKED, CASES[3]]))
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gates(case: Case, kind: str, dtype: torch.dtype) -> None:
+    x = make_inputs(case, dtype, "cuda")
     check(case, x.but(g=gates_of(kind, x.g)), "cuda")
 
 
@@ -261,12 +264,18 @@ def test_gates(case: Case, kind: str) -> None:
 @pytest.mark.usefixtures("gluon")
 @pytest.mark.parametrize("case", cases([CASES[0], PACKED, CASES[6]]))
 @pytest.mark.parametrize("kind", ["none", "strong", "far"])
-@pytest.mark.parametrize("with_state", [False, True])
-def test_segments(case: Case, kind: str, with_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("with_state", "dtype"), [(False, BF16), (True, BF16), (True, FP16)])
+def test_segments(
+    case: Case,
+    kind: str,
+    with_state: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Segments of a chunk, and of two."""
     from gdn_triton.chunk.triton.hopper import launch
 
-    x = make_inputs(case, BF16, "cuda")
+    x = make_inputs(case, dtype, "cuda")
     for chunks in (1, 2):
         monkeypatch.setattr(launch, "choose_segments", lambda *_, chunks=chunks: chunks)
         check(case, x.but(g=gates_of(kind, x.g)), "cuda", with_state=with_state)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from emulator.gluon import emulated
-from helpers import BF16, FP32, FP64, Case, Inputs, assert_within_budget, make_inputs
+from helpers import BF16, FP16, FP32, FP64, Case, Inputs, assert_within_budget, make_inputs
 from narrow import Arithmetic, narrow_forward
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def _every_37th(g: Tensor) -> Tensor:
     return (torch.arange(g.shape[1]) % 37 == 5)[None, :, None]
 
 
-def problem_of(case: Case, *, v_first: bool = False) -> Problem:
+def problem_of(case: Case, dtype: torch.dtype, *, v_first: bool = False) -> Problem:
     return Problem(
         B=case.B,
         T=case.tokens,
@@ -51,9 +51,9 @@ def problem_of(case: Case, *, v_first: bool = False) -> Problem:
         K=case.K,
         V=case.V,
         N=case.N,
-        q_dtype=BF16,
-        k_dtype=BF16,
-        v_dtype=BF16,
+        q_dtype=dtype,
+        k_dtype=dtype,
+        v_dtype=dtype,
         device=torch.device("cpu"),
         scale=case.K**-0.5,
         chunk_size=64,
@@ -85,11 +85,13 @@ def operands_of(x: Inputs, *, v_first: bool = False) -> Operands:
     )
 
 
-def check_forward(case: Case, gates: str, shape: launch.Shape, seed: int, *, races: bool) -> None:
-    x = make_inputs(case, BF16, "cpu", seed=seed)
+def check_forward(
+    case: Case, gates: str, shape: launch.Shape, dtype: torch.dtype, seed: int, *, races: bool
+) -> None:
+    x = make_inputs(case, dtype, "cpu", seed=seed)
     x = x.but(g=GATES[gates](x.g))
     v_first = seed % 2 == 1
-    problem, operands = problem_of(case, v_first=v_first), operands_of(x, v_first=v_first)
+    problem, operands = problem_of(case, dtype, v_first=v_first), operands_of(x, v_first=v_first)
     launch.choose_shape = lambda *sizes: shape  # type: ignore[assignment]
     with emulated({"hopper_fwd_kernel": ("o", "ht", "o_desc")}, seed=seed, races=races):
         o, state = launch.hopper_fwd(problem, operands)
@@ -97,10 +99,10 @@ def check_forward(case: Case, gates: str, shape: launch.Shape, seed: int, *, rac
     exact_o, exact_state = reference.recurrent_gated_delta_rule(
         *x.exact(), initial_state=x.initial_state.to(FP64), cu_seqlens=x.cu_seqlens
     )
-    arithmetic = Arithmetic(BF16, "cuda")
+    arithmetic = Arithmetic(dtype, "cuda")
     narrow_o, narrow_state = narrow_forward(x, case, arithmetic)
     unit = arithmetic.unit
-    assert_within_budget("o", o, exact_o, narrow_o, dtype=BF16, unit=unit)
+    assert_within_budget("o", o, exact_o, narrow_o, dtype=dtype, unit=unit)
     state = state.mT if v_first else state
     assert_within_budget("state", state, exact_state, narrow_state, dtype=FP32, unit=unit)
     if case.packed:
@@ -114,17 +116,19 @@ def gluon_case(name: str, **sizes: Any) -> Case:
 
 PACKED = gluon_case("packed", lengths=(0, 70, 64, 1, 130), orphans=70)
 FORWARD = [
-    (PACKED, "mild", launch.ONE),
-    (PACKED, "far", launch.TWO),
-    (gluon_case("padded", T=150, B=2, HV=1), "strong", launch.TWO),
-    (gluon_case("small", T=130, K=40, V=72), "mild", launch.ONE),
+    (PACKED, "mild", launch.ONE, BF16),
+    (PACKED, "far", launch.TWO, BF16),
+    (gluon_case("padded", T=150, B=2, HV=1), "strong", launch.TWO, BF16),
+    (gluon_case("small", T=130, K=40, V=72), "mild", launch.ONE, BF16),
+    (PACKED, "far", launch.TWO, FP16),
+    (gluon_case("padded", T=150, B=2, HV=1), "strong", launch.ONE, FP16),
 ]
 
 
 def listed() -> Iterator[tuple[str, Callable[[], None]]]:
-    for seed, (case, gates, shape) in enumerate(FORWARD):
-        name = f"forward-{case.name}-{gates}-{shape.states}"
-        yield name, partial(check_forward, case, gates, shape, seed, races=True)
+    for seed, (case, gates, shape, dtype) in enumerate(FORWARD):
+        name = f"forward-{case.name}-{gates}-{shape.states}-{dtype}"
+        yield name, partial(check_forward, case, gates, shape, dtype, seed, races=True)
 
 
 def drawn(seed: int) -> tuple[str, Callable[[], None]]:
@@ -144,9 +148,10 @@ def drawn(seed: int) -> tuple[str, Callable[[], None]]:
     else:
         sizes |= {"T": draw.choice([1, 63, 64, 65, 130, 200]), "B": draw.choice([1, 2])}
     case, gates = gluon_case("random", **sizes), draw.choice(list(GATES))
-    shape = draw.choice([launch.ONE, launch.TWO])
-    name = f"forward-random-{seed}-{gates}-{shape.states}-{sizes}"
-    return name, partial(check_forward, case, gates, shape, seed, races=draw.random() < 0.5)
+    shape, dtype = draw.choice([launch.ONE, launch.TWO]), draw.choice([BF16, FP16])
+    name = f"forward-random-{seed}-{gates}-{shape.states}-{dtype}-{sizes}"
+    races = draw.random() < 0.5
+    return name, partial(check_forward, case, gates, shape, dtype, seed, races=races)
 
 
 def main() -> None:

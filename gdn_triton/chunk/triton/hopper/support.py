@@ -56,8 +56,8 @@ def sizes_refusal(problem: Problem) -> str | None:
     """Returns the refusal that follows from dtypes, sizes and options alone, or None."""
     p = problem
     kernel = "The kernel for compute capability 9.0"
-    if not p.q_dtype is p.k_dtype is p.v_dtype is torch.bfloat16:
-        return f"{kernel} takes q, k and v in bfloat16."
+    if not p.q_dtype is p.k_dtype is p.v_dtype or p.q_dtype not in (torch.bfloat16, torch.float16):
+        return f"{kernel} takes q, k and v all in bfloat16 or all in float16."
     if p.chunk_size != 64:
         return f"{kernel} has chunks of 64 tokens; chunk_size is {p.chunk_size}."
     if p.K > 128 or p.K % 8 != 0 or p.V % 8 != 0:
