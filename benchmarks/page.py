@@ -227,21 +227,25 @@ def summary_table(ratios: Iterable[Ratio], only: str) -> str:
 
 def short_table(ratios: Iterable[Ratio]) -> str:
     """For the card with the most calls: its name, the dates of the runs, a row for each kind of
-    call with the CUDA library, and a sentence with the means of the default install."""
+    call with the CUDA library; and a sentence with the means of the default install, which names
+    another card."""
     shown = [x for x in ratios if re.match(SHORT, x.what) and x.other in OTHERS]
-    card = statistics.mode(x.device for x in shown)
-    shown = [x for x in shown if x.device == card]
-    dates = sorted({x.date for x in shown if x.install != DEFAULT})
+    card = statistics.mode(x.device for x in shown if x.install != DEFAULT)
+    by_default = groups(x for x in shown if x.install == DEFAULT)
+    shown = [x for x in shown if x.device == card and x.install != DEFAULT]
+    dates = sorted({x.date for x in shown})
     made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    lines: list[list[str]] = []
-    default: list[str] = []
-    for (_, what, install), of_others in groups(shown).items():
-        cells = {name: cell(of_others.get(name)) for name in OTHERS}
-        if install != DEFAULT:
-            lines.append([what, *cells.values()])
-        else:
-            found = [f"{name} {x.split(' ')[0]}" for name, x in cells.items() if x != "-"]
-            default.append(f"{what}: {', '.join(found)}")
+    lines = [
+        [what, *(cell(of_others.get(name)) for name in OTHERS)]
+        for (_, what, _), of_others in groups(shown).items()
+    ]
+    default = []
+    for (device, what, _), of_others in by_default.items():
+        found = [
+            f"{name} {cell(of_others[name]).split(' ')[0]}" for name in OTHERS if name in of_others
+        ]
+        place = "" if device == card else f" on one {device}"
+        default.append(f"{what}{place}: {', '.join(found)}")
     text = f"One {card}, runs of {made}:\n\n" + rows.table(["call", *OTHERS], lines)
     if default:
         means = "; ".join(default)

@@ -272,6 +272,10 @@ def test_the_default_install_is_shown_on_one_card(files: list[Path], tmp_path: P
         ("a GPU", LIBRARY, "FlashInfer"),
         ("a GPU", LIBRARY, page.OURS_TRITON),
     }
+    assert page.parts([*files, added])["short"].endswith(
+        "the means are: Prefill, gates of a model: FlashInfer **0.40**; Training step (forward and "
+        "backward): FLA 1.50; Prefill, gates of a model on one new: FLA **0.50**.\n"
+    )
 
 
 def test_tables_name_every_loss(files: list[Path]) -> None:
