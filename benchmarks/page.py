@@ -9,7 +9,8 @@ the plots in docs/assets if matplotlib is installed, and a page of rows for each
 which git ignores.
 
 A ratio is the time of another implementation over ours of the same run. Of a call that several
-files have, the file with the latest date counts.
+files have, the file with the latest date counts. The default install is shown on one card for each
+kind of calls and each other implementation: that of the latest run.
 """
 
 import argparse
@@ -178,6 +179,11 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         for ratio in ratios:
             found.pop(ratio[:5], None)  # those of later dates come last
             found[ratio[:5]] = ratio._replace(date=date)
+    # The files are in the order of their dates.
+    latest = {(x.what, x.other): x.device for x in found.values() if x.install == DEFAULT}
+    shown = [
+        x for x in found.values() if x.install != DEFAULT or x.device == latest[x.what, x.other]
+    ]
 
     def place(ratio: Ratio) -> tuple[str, int, str, bool]:
         kind = next(i for i, kind in enumerate(KINDS_OF_CALLS) if ratio.what.startswith(kind))
@@ -185,7 +191,7 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         order = str(list(GATES.values()).index(gates[0])) if gates else ratio.what
         return ratio.device, kind, order, ratio.install != DEFAULT
 
-    return sorted(found.values(), key=place)
+    return sorted(shown, key=place)
 
 
 def groups(ratios: Iterable[Ratio]) -> dict[tuple[str, str, str], dict[str, dict[str, float]]]:
@@ -221,21 +227,25 @@ def summary_table(ratios: Iterable[Ratio], only: str) -> str:
 
 def short_table(ratios: Iterable[Ratio]) -> str:
     """For the card with the most calls: its name, the dates of the runs, a row for each kind of
-    call with the CUDA library, and a sentence with the means of the default install."""
+    call with the CUDA library; and a sentence with the means of the default install, which names
+    another card."""
     shown = [x for x in ratios if re.match(SHORT, x.what) and x.other in OTHERS]
-    card = statistics.mode(x.device for x in shown)
-    shown = [x for x in shown if x.device == card]
-    dates = sorted({x.date for x in shown if x.install != DEFAULT})
+    card = statistics.mode(x.device for x in shown if x.install != DEFAULT)
+    by_default = groups(x for x in shown if x.install == DEFAULT)
+    shown = [x for x in shown if x.device == card and x.install != DEFAULT]
+    dates = sorted({x.date for x in shown})
     made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    lines: list[list[str]] = []
-    default: list[str] = []
-    for (_, what, install), of_others in groups(shown).items():
-        cells = {name: cell(of_others.get(name)) for name in OTHERS}
-        if install != DEFAULT:
-            lines.append([what, *cells.values()])
-        else:
-            found = [f"{name} {x.split(' ')[0]}" for name, x in cells.items() if x != "-"]
-            default.append(f"{what}: {', '.join(found)}")
+    lines = [
+        [what, *(cell(of_others.get(name)) for name in OTHERS)]
+        for (_, what, _), of_others in groups(shown).items()
+    ]
+    default = []
+    for (device, what, _), of_others in by_default.items():
+        found = [
+            f"{name} {cell(of_others[name]).split(' ')[0]}" for name in OTHERS if name in of_others
+        ]
+        place = "" if device == card else f" on one {device}"
+        default.append(f"{what}{place}: {', '.join(found)}")
     text = f"One {card}, runs of {made}:\n\n" + rows.table(["call", *OTHERS], lines)
     if default:
         means = "; ".join(default)

@@ -258,6 +258,26 @@ def test_ratios_of_each_install(files: list[Path]) -> None:
     )
 
 
+def test_the_default_install_is_shown_on_one_card(files: list[Path], tmp_path: Path) -> None:
+    """On that of the latest run, call by call only where a run has the other implementation."""
+    later = {**HEADER, "gpu": "NVIDIA new", "date": "2026-02-01"}
+    row = speed("full 16/32 1x8192", 100.0, 50.0, None) | {"gates": "model"}
+    added = write_records(tmp_path / "e.jsonl", [later, row])
+    ratios = page.all_ratios([*files, added])
+    places = {(x.device, x.install, x.other) for x in ratios if x.what.startswith("Prefill")}
+    assert places == {
+        ("new", DEFAULT, "FLA"),
+        ("a GPU", DEFAULT, "FlashInfer"),
+        ("a GPU", LIBRARY, "FLA"),
+        ("a GPU", LIBRARY, "FlashInfer"),
+        ("a GPU", LIBRARY, page.OURS_TRITON),
+    }
+    assert page.parts([*files, added])["short"].endswith(
+        "the means are: Prefill, gates of a model: FlashInfer **0.40**; Training step (forward and "
+        "backward): FLA 1.50; Prefill, gates of a model on one new: FLA **0.50**.\n"
+    )
+
+
 def test_tables_name_every_loss(files: list[Path]) -> None:
     made = page.parts(files)
     prefill_ = "| a GPU | Prefill, gates of a model |"

@@ -49,11 +49,6 @@ def hopper_refusal(problem: Problem) -> str | None:
             f"The call has {states} states (sequences times value heads), too few for the kernel "
             f"for compute capability 9.0 on {multiprocessors} multiprocessors."
         )
-    if p.N > 1 and p.longest[0] > 0 and not is_cut and _is_cut(p):
-        return (
-            f"The longest sequence has {p.longest[0]} tokens, and the portable kernels walk over "
-            "several segments of it at once; the kernel for compute capability 9.0 does not."
-        )
     return None
 
 
@@ -88,8 +83,8 @@ def sizes_refusal(problem: Problem) -> str | None:
     """Returns the refusal that follows from dtypes, sizes and options alone, or None."""
     p = problem
     kernel = "The kernel for compute capability 9.0"
-    if not p.q_dtype is p.k_dtype is p.v_dtype is torch.bfloat16:
-        return f"{kernel} takes q, k and v in bfloat16."
+    if not p.q_dtype is p.k_dtype is p.v_dtype or p.q_dtype not in (torch.bfloat16, torch.float16):
+        return f"{kernel} takes q, k and v all in bfloat16 or all in float16."
     if p.chunk_size != 64:
         return f"{kernel} has chunks of 64 tokens; chunk_size is {p.chunk_size}."
     if p.K > 128 or p.K % 8 != 0 or p.V % 8 != 0:
@@ -97,15 +92,6 @@ def sizes_refusal(problem: Problem) -> str | None:
     if 0 in (p.N, p.T, p.HV, p.K, p.V):
         return f"{kernel} takes no empty tensors."
     return None
-
-
-def _is_cut(problem: Problem) -> bool:
-    """Returns whether the portable kernels cut the sequences of a call into segments."""
-    from gdn_triton._triton.tiles import gpu_of, segment_chunks
-
-    p = problem
-    gpu = gpu_of(p.device)
-    return segment_chunks(gpu, p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size, p.longest[0]) > 0
 
 
 def _asked() -> bool:
