@@ -93,7 +93,10 @@ def recurrent_form(
         # One warp has registers for 128 rows. With two warps, 256 rows spilled in calls of several
         # tokens.
         BV, warps, rows = padded(V, 32), 1 if BK <= 128 else 4, max(1, BK // TILE_ROWS)
-        tile, parts = Tile(BK, BV, warps, 1), 1
+        # With many states a half more programs on a multiprocessor gain more than the spills of 32
+        # bytes cost: 256 to 218 microseconds on an H100.
+        many = one_token and BK == 128 and state_bytes >= STATES_BEYOND_CACHE
+        tile, parts = Tile(BK, BV, warps, 1, 168 if many else None), 1
         folded = max(1, BK // rows * BV // (32 * warps * VECTOR))
     fold = folded.bit_length() - 1
     return RecurrentForm(

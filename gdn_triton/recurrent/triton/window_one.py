@@ -3,7 +3,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from gdn_triton._triton.taps import Filter, convolved, earlier, keep, taps
 from gdn_triton.recurrent.triton.layer import finish_layer, is_last
@@ -40,13 +39,12 @@ def window_one_fwd_kernel(
     BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr,
     DOT: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Each sequence has one token. A program has BV columns of the state of one sequence and value
     head. All loads precede the first barrier. The compiler moves no load across a barrier, and a
     load after the barrier would wait for memory once more. DOT: the matrix units multiply the
     state, which has the 16-bit dtype of q and k, or int8. u_rows, k_rows, g_rows and call_rows are
-    contiguous. DEPENDENT: see `dependent_launch`.
+    contiguous.
 
     conv_weight: q, k and v are the token before the convolution. Each program convolves all
     channels of its q and k. The last program of a key head to finish writes the convolution's state
@@ -63,8 +61,6 @@ def window_one_fwd_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     in_v = below(tl.arange(0, BV), i_v * BV, V, BV)
 
-    if DEPENDENT:
-        gdc_wait()
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
     position = tl.load(positions + i_n * stride_p).to(tl.int32)
     p_o = o + i_n * stride_ob + i_hv * stride_oh + o_v * stride_ov

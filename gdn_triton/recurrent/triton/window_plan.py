@@ -151,7 +151,7 @@ def make_launch(
         kernel, own = window_one_fwd_kernel, {"DOT": form.dot, **layer}
         if form.early:
             kernel, own = window_early_fwd_kernel, {"DOT": form.dot}
-        own |= dependent_launch(gpu_of(p.device))
+            own |= dependent_launch(gpu_of(p.device))
         of_tokens = [
             f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c", "ab", "at")
         ]

@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
@@ -29,7 +28,7 @@ from gdn_triton._triton.activations import log_decay
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
 from gdn_triton._triton.taps import Filter, convolved, earlier, keep, on_nvidia, taps
-from gdn_triton._triton.tiles import UNFUSED, dependent_launch, gpu_of
+from gdn_triton._triton.tiles import UNFUSED, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.triton.form import (
     STATES_BEYOND_CACHE,
@@ -56,12 +55,10 @@ def layer_step_kernel(
     RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr,
     BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, SILU: tl.constexpr,
     NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr, POLICY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """conv_weight None: x has been convolved. norm_weight None: y is o. A value head has PARTS
     tiles of BV columns. TILES is the power of two that holds the tiles of a key head. PREFETCH:
-    load a tile while the tile before is used. FOLD, WORDS, FAST: see `RecurrentForm`.
-    DEPENDENT: see `dependent_launch`."""
+    load a tile while the tile before is used. FOLD, WORDS, FAST: see `RecurrentForm`."""
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_h = pid // H, pid % H
     GROUP: tl.constexpr = HV // H
@@ -80,8 +77,6 @@ def layer_step_kernel(
     c_v = 2 * H * K + i_hv * V + o_d
     p_y = y + (i_n * HV + i_hv) * V + o_d
 
-    if DEPENDENT:
-        gdc_wait()
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
     # These loads do not depend on the slot.
     p_x = x + i_n * stride_xn
@@ -276,7 +271,6 @@ def make_launch(p: LayerProblem, x: LayerOperands) -> Launch:
         SIGMOID=p.norm_sigmoid,
         NVIDIA=on_nvidia(),
         POLICY=eviction_policy(p.N * p.HV * p.K * p.V * p.state_dtype.itemsize),
-        **dependent_launch(gpu_of(p.device)),
         **UNFUSED,
         num_warps=form.warps,
         num_stages=1,
