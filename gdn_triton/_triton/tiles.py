@@ -108,8 +108,8 @@ DEPENDENT_ARCH = 90
 def dependent_launch(gpu: Gpu) -> dict[str, Any]:
     """The options of a kernel whose programs may start before the previous kernel of the stream has
     ended. With DEPENDENT the kernel calls `gdc_wait` before it reads or writes memory: the previous
-    kernel has then ended, and its writes are visible. This hides the time between two kernels,
-    about a microsecond."""
+    kernel has then ended, and its writes are visible. On an H100 a step in a row of steps took 0.3
+    microseconds less."""
     if gpu.compiler != "cuda" or int(gpu.arch) < DEPENDENT_ARCH:
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True}
