@@ -16,7 +16,7 @@ from gdn_triton._host.backends import (
 from gdn_triton.chunk.autograd import ByKernels
 from gdn_triton.chunk.cuda import support as cuda_support
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
-from gdn_triton.chunk.triton.hopper.support import hopper_refusal
+from gdn_triton.chunk.triton.hopper.support import hopper_refusal, walks_refusal
 from gdn_triton.chunk.triton.support import triton_supports
 
 if TYPE_CHECKING:
@@ -69,14 +69,20 @@ def sharded_cuda_supports(problem: Problem) -> str | GradientKernels | None:
 
 
 def chunk_kernels(problem: Problem, name: str) -> str | None:
-    """A sentence that says which of a backend's forwards would run on a GPU; None if it has only
-    one."""
+    """Sentences that say which of a backend's kernels would run on a GPU; None if it has one form
+    of each."""
     if name != "triton" or problem.device.type != "cuda":
         return None
-    why = hopper_refusal(problem)
-    if why is None:
-        return "The forward is by the Gluon kernel for compute capability 9.0."
-    return f"The forward is by the portable kernels. {why}"
+    said = _by_gluon("The forward is", hopper_refusal(problem))
+    if not problem.needs_grad:
+        return said
+    return f"{said} {_by_gluon('The walks of the backward are', walks_refusal(problem))}"
+
+
+def _by_gluon(subject: str, refusal: str | None) -> str:
+    if refusal is None:
+        return f"{subject} by the Gluon kernel for compute capability 9.0."
+    return f"{subject} by the portable kernels. {refusal}"
 
 
 def _load_cuda() -> Forward:
@@ -106,7 +112,7 @@ def _load_triton() -> Forward:
 def _load_triton_gradients() -> ByKernels:
     from gdn_triton.chunk.triton import autograd
 
-    return autograd.by_triton(_load_triton())
+    return autograd.by_triton(_load_triton(), lambda problem: walks_refusal(problem) is None)
 
 
 def _load_reference() -> Forward:

@@ -1,4 +1,4 @@
-"""The Gluon forward, compiled for a GPU that need not be there: tests/support/gluon_code.py, in a
+"""The Gluon kernels, compiled for a GPU that need not be there: tests/support/gluon_code.py, in a
 process of its own, since Triton decides on import between its interpreter and its compiler."""
 
 import os

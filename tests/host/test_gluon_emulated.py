@@ -1,6 +1,6 @@
-"""The Gluon kernels without a GPU: tests/support/gluon_emulated.py runs the PTX that Triton makes
-of them on a CPU, in a process of its own, since Triton decides on import between its interpreter
-and its compiler. Needs g++."""
+"""The Gluon kernels without a GPU: tests/support/gluon_emulated.py and gluon_walks.py run the PTX
+that Triton makes of them on a CPU, in a process of its own, since Triton decides on import between
+its interpreter and its compiler. Needs g++."""
 
 import os
 import platform
@@ -19,7 +19,8 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 @pytest.mark.long(60)
-def test_emulated() -> None:
+@pytest.mark.parametrize("module", ["gluon_emulated", "gluon_walks"])
+def test_emulated(module: str) -> None:
     if platform.machine() != "x86_64":
         pytest.skip(f"the emulator changes stacks on x86_64 only, this is {platform.machine()}")
     if shutil.which("g++") is None:
@@ -33,7 +34,7 @@ def test_emulated() -> None:
     )
     environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        [sys.executable, "-m", "gluon_emulated"],
+        [sys.executable, "-m", module],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Compiles the Gluon forward for compute capability 9.0 without a GPU, and judges its code.
+"""Compiles the Gluon kernels for compute capability 9.0 without a GPU, and judges their code.
 
     python tests/support/gluon_code.py
 
@@ -23,6 +23,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from gluon_walks import chunk_table, make_given, walk_case, walks_of
+from helpers import Case
 from target_calls import BF16, Shape, make_call
 from target_code import (
     compile_only,
@@ -69,6 +71,20 @@ CALLS = [
     Call(Shape(128, 128, BF16, HV=32, full=True), N=4, segments=1),
     Call(Shape(128, 128, BF16, HV=32, full=True), N=4, pool=True),
 ]
+
+# The walks of the backward: both in a launch, or apart, in blocks of two states or of one. Their
+# spills are addresses of the triangles' warps.
+WALKS = [
+    walk_case("apart, of two", T=128, B=4, H=16, HV=32),
+    walk_case("the same, packed", lengths=(70, 70, 70), H=16, HV=32),
+    walk_case("apart, of one", T=128, B=2, H=16, HV=32),
+    walk_case("both, of one", T=128),
+    walk_case("the same, packed", lengths=(70, 70)),
+    walk_case("small", lengths=(70, 70, 70), H=16, HV=32, K=96, V=72),
+    walk_case("least", T=128, K=64, V=64),
+]
+STACK_OF_WALKS = 128
+IN_LOOP_OF_WALKS = {False: 2, True: 8}
 
 
 def advisories(ptx: str) -> list[str]:
@@ -142,8 +158,36 @@ def compiled(call: Call) -> list[Any]:
     return [x.kernel for x in kernels if x.name == "hopper_fwd_kernel"]
 
 
-def main() -> int:
+def compiled_walks(case: Case) -> list[tuple[Any, int]]:
+    """The kernels of a case, each with the number of its programs."""
+    with compile_only(TARGET) as kernels:
+        walks_of(case, make_given(case, "mild", 0), chunk_table(case), v_first=False)
+    return [(x.kernel, x.grid[0]) for x in kernels]
+
+
+def judge_walks() -> list[str]:
     wrong = []
+    for case in WALKS:
+        for kernel, blocks in compiled_walks(case):
+            stack, registers = stack_and_registers(kernel.asm["cubin"])
+            shared, sass = kernel.metadata.shared, disassembled(kernel.asm["cubin"])
+            local = local_memory_of_state(sass) if case.K > 64 else 0
+            line = f"walks {case.name:20} blocks {blocks:3} shared {shared:7} stack {stack:4}"
+            print(f"{line} in loop {local:3} registers {registers:3}", flush=True)
+            found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
+            found += stale_uniform_registers(sass)
+            if shared > SHARED_MEMORY:
+                found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
+            if stack > STACK_OF_WALKS:
+                found.append(f"{stack} bytes of stack, {STACK_OF_WALKS} allowed")
+            if local > IN_LOOP_OF_WALKS[case.packed]:
+                found.append(f"{local} accesses to the stack in the state's loop")
+            wrong += [f"walks, {case.name}: {text}" for text in found]
+    return wrong
+
+
+def main() -> int:
+    wrong = judge_walks()
     for call in CALLS:
         for kernel in compiled(call):
             stack, registers = stack_and_registers(kernel.asm["cubin"])

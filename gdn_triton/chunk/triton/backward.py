@@ -34,7 +34,8 @@ class Recomputed(NamedTuple):
     """The results of the forward's first steps. q, k: [B, T, H, K_row], normalised if asked for,
     zero beyond K. g_cumsum, beta: [B, T, HV]. A_inv: [B, T, HV, chunk_size], without its unit
     diagonal if ``A_is_strict``. A_qk: [B, T, HV, chunk_size], strictly lower. own: [B, T, HV], the
-    diagonal of A_qk, in fp32 and with the strides of g_cumsum."""
+    diagonal of A_qk, in fp32 and with the strides of g_cumsum. The walks of Hopper compute A_inv,
+    A_qk and own, which are empty here for them."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -63,9 +64,25 @@ def in_lines(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def recompute(problem: Problem, x: Inputs, chunks: ChunkTable) -> Recomputed:
-    """Runs the kernels that the forward runs for this dtype, which give the same bits."""
+def recompute(
+    problem: Problem, x: Inputs, chunks: ChunkTable, *, on_hopper: bool = False
+) -> Recomputed:
+    """Runs the kernels that the forward runs for this dtype, which give the same bits. on_hopper:
+    the walks of Hopper follow."""
     dtype = compute_dtype(problem)
+    if on_hopper:
+        q, k, g_cumsum, beta = activate(problem, x, chunks)
+        nothing = q.new_empty(0)
+        return Recomputed(
+            q=in_lines(q),
+            k=in_lines(k),
+            g_cumsum=g_cumsum,
+            beta=beta,
+            A_inv=nothing,
+            A_is_strict=True,
+            A_qk=nothing,
+            own=nothing,
+        )
     if dtype.itemsize == 2:
         prepared = prepare(problem, x, chunks)
         g_cumsum, write, own = prepared.scalars.transpose(2, 3)
@@ -113,12 +130,15 @@ class Begun(NamedTuple):
     recomputed: Recomputed
 
 
-def begin(problem: Problem, x: Inputs, do: torch.Tensor | None) -> Begun:
-    """Makes all that needs no gradient of a state. Runs on the device of the inputs."""
+def begin(
+    problem: Problem, x: Inputs, do: torch.Tensor | None, *, on_hopper: bool = False
+) -> Begun:
+    """Makes all that needs no gradient of a state. Runs on the device of the inputs. on_hopper: as
+    for `recompute`."""
     p, x = problem, readable_inputs(x)
     do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
     chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens)
-    return Begun(x=x, do=do, chunks=chunks, recomputed=recompute(p, x, chunks))
+    return Begun(x=x, do=do, chunks=chunks, recomputed=recompute(p, x, chunks, on_hopper=on_hopper))
 
 
 def finish(
@@ -219,10 +239,17 @@ def gradients(
     *,
     store_dh0: bool,
     walk: Walk = state_bwd,
+    walks_on_hopper: bool = False,
 ) -> Gradients:
     """Returns all gradients, the gradient of the initial state only with ``store_dh0``. do: [B, T,
     HV, V], or None for zeros. dht: fp32, laid out like the final state, or None for zeros. walk:
-    the function that makes the states."""
+    the function that makes the states. walks_on_hopper: the kernels for compute capability 9.0 do
+    so instead."""
+    if walks_on_hopper:
+        # Releases of Triton that are not listed in hopper/support.py may lack names of Gluon.
+        from gdn_triton.chunk.triton.hopper.walks.launch import walks
+
+        walk = walks
     with on_device(x.q.device):
-        begun = begin(problem, x, do)
+        begun = begin(problem, x, do, on_hopper=walks_on_hopper)
         return finish(problem, begun, readable_state(dht), store_dh0=store_dh0, walk=walk)

@@ -103,6 +103,8 @@ EMULATOR_OP2(mul_hi_s32, uint32_t, (int64_t(int32_t(a)) * int32_t(b)) >> 32)
 EMULATOR_OP2(mul_hi_u32, uint32_t, (uint64_t(a) * b) >> 32)
 EMULATOR_OP2(mul_hi_u64, uint64_t, (static_cast<unsigned __int128>(a) * b) >> 64)
 inline uint64_t mul_wide_s32(uint32_t a, uint32_t b) { return uint64_t(int64_t(int32_t(a)) * int32_t(b)); }
+inline uint32_t mul_wide_u16(uint16_t a, uint16_t b) { return uint32_t(a) * b; }
+inline uint32_t mad_wide_u16(uint16_t a, uint16_t b, uint32_t c) { return uint32_t(a) * b + c; }
 inline uint64_t mul_wide_u32(uint32_t a, uint32_t b) { return uint64_t(a) * b; }
 inline uint64_t mad_lo_s64(uint64_t a, uint64_t b, uint64_t c) { return a * b + c; }
 inline uint32_t mad_lo_s32(uint32_t a, uint32_t b, uint32_t c) { return a * b + c; }

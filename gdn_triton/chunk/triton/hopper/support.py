@@ -22,6 +22,13 @@ RELEASES: Final = ("3.6.0", "3.7.1")
 # of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
 FEWEST_STATES: Final = 0.24
 
+# The same for the walks of the backward.
+FEWEST_WALKS: Final = 0.24
+
+# Whether the walks of the backward take packed sequences by themselves. Those have run in the
+# emulator alone.
+WALKS_TAKE_PACKED = False
+
 _logger = logging.getLogger("gdn_triton")
 
 
@@ -32,14 +39,7 @@ def hopper_refusal(problem: Problem) -> str | None:
     Raises ValueError if GDN_GLUON is neither 0 nor 1.
     """
     p = problem
-    if not _asked():
-        return f"{SWITCH}=0 asks for them."
-    if p.device.type != "cuda":
-        return "The kernel for compute capability 9.0 takes tensors of an NVIDIA GPU."
-    refusal = _device_refusal(p.device) or _release_refusal()
-    if refusal is not None:
-        return refusal
-    refusal = sizes_refusal(p)
+    refusal = _any_refusal(p)
     if refusal is not None or p.batch_invariant:
         return refusal
     states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
@@ -55,6 +55,33 @@ def hopper_refusal(problem: Problem) -> str | None:
             "several segments of it at once; the kernel for compute capability 9.0 does not."
         )
     return None
+
+
+def walks_refusal(problem: Problem) -> str | None:
+    """Returns the same for the walks of the backward."""
+    p = problem
+    refusal = _any_refusal(p)
+    if refusal is None and p.is_varlen and not WALKS_TAKE_PACKED:
+        return "The walks for compute capability 9.0 take padded sequences."
+    if refusal is not None or p.batch_invariant:
+        return refusal
+    states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
+    if states < FEWEST_WALKS * multiprocessors:
+        return (
+            f"The call has {states} states (sequences times value heads), too few for the walks "
+            f"for compute capability 9.0 on {multiprocessors} multiprocessors."
+        )
+    return None
+
+
+def _any_refusal(problem: Problem) -> str | None:
+    """Returns the refusal of both, which does not depend on the number of states, or None."""
+    p = problem
+    if not _asked():
+        return f"{SWITCH}=0 asks for them."
+    if p.device.type != "cuda":
+        return "The kernel for compute capability 9.0 takes tensors of an NVIDIA GPU."
+    return _device_refusal(p.device) or _release_refusal() or sizes_refusal(p)
 
 
 def sizes_refusal(problem: Problem) -> str | None:
