@@ -47,10 +47,10 @@ DOCUMENTS = ("README.md", "docs/backward.md", "docs/benchmarks.md", "docs/decode
 ROWS = ROOT / "build" / "rows"
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
 SMALL = "Forward, small and odd shapes too"
-KINDS_OF_CALLS = (PREFILL, UNEVEN, SMALL, "Decode step", TRAINING, "Backward")
+KINDS_OF_CALLS = (PREFILL, UNEVEN, SMALL, "Decode step", "Step of", TRAINING, "Backward")
 OF_TABLES = {"full": PREFILL, "uneven": UNEVEN}
 # The kinds of calls that the tables show, as a regular expression that their names start with.
-USUAL = f"({PREFILL}|{UNEVEN}), ({GATES['model']}|{GATES['mild']})|{SMALL}|Decode|Train|Back"
+USUAL = f"({PREFILL}|{UNEVEN}), ({GATES['model']}|{GATES['mild']})|{SMALL}|Decode|Step|Train|Back"
 # Four rows of the README, on one card.
 SHORT = f"({PREFILL}|{UNEVEN}), {GATES['model']}|Decode step, float32 pool, value-first|Train"
 MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- benchmarks end -->)", re.S)
@@ -320,6 +320,48 @@ def layer_table(files: Iterable[Path]) -> str:
     return f"{text}{layer.tables(steps, names)}\n{notes}"
 
 
+# The columns of the table of decode steps: ours, and the packages that it names.
+STEPS = {
+    "gdn_triton, value-first": "value-first",
+    "gdn_triton, key-first": "key-first",
+    "gdn_triton, value-first, with a window": "value-first, window",
+    "gdn_triton, key-first, with a window": "key-first, window",
+}
+STEP_HEADS = ("16/32", "4/8")
+
+
+def decode_table(files: Iterable[Path]) -> str:
+    """The decode steps of the newest records, in microseconds; the least of each row is bold."""
+    runs = [records for path in files if kind_of(records := read(path)) == "decode"]
+    if not runs:
+        return ""
+    records = max(runs, key=lambda records: head_of(records)["date"])
+    head = head_of(records)
+    steps = [x for x in records if x["kind"] == "decode" and x["heads"] in STEP_HEADS]
+    gates = {gates_of(x) for x in steps}
+    lines = []
+    for x in steps:
+        if gates_of(x) != min(gates):
+            continue
+        times = {name: y["time"] for name, y in x["results"].items() if "time" in y}
+        shown = {STEPS[name]: value for name, value in times.items() if name in STEPS}
+        shown |= {name: value for name, value in best(times).items() if name in OTHERS}
+        least = min(shown.values())
+        tokens = x.get("tokens", 1)
+        cells = [f"{x['sequences']}" + (f" x {tokens} tokens" if tokens > 1 else "")]
+        cells += [x["heads"], x["pool"], f"{x['roof']:.1f}"]
+        for name in (*STEPS.values(), "FlashInfer", "FLA"):
+            cell = f"{shown[name]:.1f}" if name in shown else "-"
+            cells.append(f"**{cell}**" if shown.get(name) == least else cell)
+        lines.append(cells)
+    columns = ["sequences", "H / HV", "states", "roof", *STEPS.values(), "FlashInfer", "FLA"]
+    names = {key: peer.name for key, peer in PEERS.items()}
+    versions = [f"{names.get(x, x)} {v}" for x, v in head["implementations"].items() if x != OURS]
+    text = f"{device_of(head)}, {head['date']}, {', '.join(versions)}:\n\n"
+    notes = "".join(f"\n{x['text']}\n" for x in records if x["kind"] == "note")
+    return text + rows.table(columns, lines) + notes
+
+
 def parts(files: list[Path]) -> dict[str, str]:
     """The text of each marked place in a document, by the name of the place."""
     ratios = all_ratios(files)
@@ -330,6 +372,7 @@ def parts(files: list[Path]) -> dict[str, str]:
         "backward": backward_table(files),
         "runs": runs_table(files),
         "layer": layer_table(files),
+        "decode": decode_table(files),
     }
 
 

@@ -309,6 +309,32 @@ def test_tables_name_every_loss(files: list[Path]) -> None:
     assert "| FlashInfer | 1 of 1 | 16/32 1x8192: 0.40 |\n" in made["losses"]
 
 
+def test_table_of_decode_steps(files: list[Path]) -> None:
+    """A package counts with its faster function, and the least time of a row is bold."""
+    lines = page.decode_table(files).splitlines()
+    assert lines[0].startswith("a GPU, 2026-01-01")
+    assert lines[2] == (
+        "| sequences | H / HV | states | roof | value-first | key-first | value-first, window "
+        "| key-first, window | FlashInfer | FLA |"
+    )
+    assert lines[4:] == [
+        "| 8 | 16/32 | float32 | 8.0 | 16.0 | **10.0** | - | - | **10.0** | - |",
+        "| 8 | 16/32 | bfloat16 | 8.0 | 16.0 | 10.0 | - | - | **8.0** | - |",
+    ]
+    assert page.decode_table(files[:1]) == ""
+
+
+def test_drafts_come_after_decode_steps(files: list[Path], tmp_path: Path) -> None:
+    head, step, _ = page.read(files[2])
+    path = write_records(tmp_path / "drafts.jsonl", [head, step, {**step, "tokens": 4}])
+    found = [x.what for x in page.all_ratios([path]) if x.other == "FlashInfer"]
+    layouts = [f"float32 pool, {layout}" for layout in ("key-first", "value-first")]
+    assert found == [
+        f"{call}, {x}" for call in ("Decode step", "Step of 4 drafts") for x in layouts
+    ]
+    assert "| 8 x 4 tokens | 16/32 | float32 |" in page.decode_table([path])
+
+
 def test_records_need_a_header(tmp_path: Path) -> None:
     """Those of benchmarks.conv, host and prefill have none: no page shows them."""
     path = write_records(tmp_path / "a.jsonl", [{"sequences": "1 x 2"}])

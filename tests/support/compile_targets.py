@@ -42,6 +42,7 @@ from target_calls import (
 )
 from target_code import (
     Compiled,
+    accesses_before_the_wait,
     compile_only,
     disassembled,
     narrow_strides,
@@ -204,6 +205,8 @@ def judge(one: Compiled, shape: Shape, target: GPUTarget) -> tuple[str, list[str
             sass = disassembled(one.kernel.asm["cubin"])
             wrong += [f"unwritten register: {text}" for text in unwritten_uniform_registers(sass)]
             wrong += overlong_layouts(one.kernel.asm["ttgir"])
+            if one.kernel.metadata.launch_pdl:
+                wrong += [f"before the wait: {text}" for text in accesses_before_the_wait(sass)]
     wrong += narrow_strides(one.kernel.asm["ttir"])
     stage, instruction = MATRIX_INSTRUCTION[key]
     common = (shape.K, shape.V, shape.dtype) == (128, 128, BF16)

@@ -10,7 +10,7 @@ from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
-from gdn_triton._triton.tiles import UNFUSED, compiler
+from gdn_triton._triton.tiles import UNFUSED, compiler, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import (
     FoldOperands,
@@ -151,6 +151,7 @@ def make_launch(
         kernel, own = window_one_fwd_kernel, {"DOT": form.dot, **layer}
         if form.early:
             kernel, own = window_early_fwd_kernel, {"DOT": form.dot}
+            own |= dependent_launch(gpu_of(p.device))
         of_tokens = [
             f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c", "ab", "at")
         ]
