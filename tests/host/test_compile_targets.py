@@ -25,8 +25,8 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
         # The kernels with the widest tiles alone, for less shared memory.
         pytest.param("cuda", "120", marks=pytest.mark.long(16)),
         pytest.param("cuda", "121", marks=pytest.mark.long(11)),
-        pytest.param("hip", "gfx942", marks=pytest.mark.long(11)),
-        pytest.param("hip", "gfx950", marks=pytest.mark.long(11)),
+        pytest.param("hip", "gfx942", marks=pytest.mark.long(42)),
+        pytest.param("hip", "gfx950", marks=pytest.mark.long(42)),
     ],
 )
 def test_kernels_compile(backend: str, arch: str) -> None:
