@@ -56,6 +56,8 @@ def walks_refusal(problem: Problem) -> str | None:
     """Returns the same for the walks of the backward."""
     p = problem
     refusal = _any_refusal(p)
+    if refusal is None and p.q_dtype is not torch.bfloat16:
+        return "The walks for compute capability 9.0 take bfloat16."
     if refusal is None and p.is_varlen and not WALKS_TAKE_PACKED:
         return "The walks for compute capability 9.0 take padded sequences."
     if refusal is not None or p.batch_invariant:
