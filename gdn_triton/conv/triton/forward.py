@@ -29,7 +29,7 @@ class Config(NamedTuple):
     num_warps: int
 
 
-TOKEN_MAJOR = Config(tokens=8, lanes=4, columns=256, num_warps=4)
+TOKEN_MAJOR = Config(tokens=8, lanes=8, columns=256, num_warps=4)
 # Neighbouring elements in memory are tokens here, and neighbouring threads load them.
 CHANNEL_MAJOR = Config(tokens=1, lanes=64, columns=128, num_warps=4)
 
