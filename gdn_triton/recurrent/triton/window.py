@@ -48,6 +48,19 @@ from gdn_triton.recurrent.triton.window_records import (
 )
 
 
+@triton.jit
+def load_apart(
+    p_q, p_k, y_t, is_k, with_token, i_k, in_k, stride_qt, stride_kt, stride_qk, stride_kk
+):  # fmt: skip
+    """Loads q and k of tokens whose dtypes or channel strides differ: rows of q and, where is_k is
+    True, of k."""
+    y_q = tl.load(p_q + y_t[:, None] * stride_qt + i_k[None, :] * stride_qk,
+                  mask=(with_token & (is_k == 0))[:, None] & in_k[None, :], other=0)  # fmt: skip
+    y_k = tl.load(p_k + y_t[:, None] * stride_kt + i_k[None, :] * stride_kk,
+                  mask=(with_token & is_k)[:, None] & in_k[None, :], other=0)  # fmt: skip
+    return tl.where(is_k[:, None], y_k, y_q)
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def window_fwd_kernel(
     q, k, v, g, beta, A_log, dt_bias, o, state, u_rows, k_rows, g_rows, call_rows, start, slots,
@@ -62,8 +75,10 @@ def window_fwd_kernel(
     K_OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr,
     THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, STAGES: tl.constexpr,
+    ONE_LOAD: tl.constexpr,
 ):  # fmt: skip
-    """Runs at most BT tokens per sequence: T each, or packed by cu_seqlens. In a packed call
+    """Runs at most BT tokens per sequence: T each, or packed by cu_seqlens. ONE_LOAD: q and k have
+    one dtype and one channel stride, and one load has both. In a packed call
     program N of a head writes the zeros of the rows after the last sequence. Each token follows the
     one before it, or its parent. The products of the state and of the records with all q and k are
     matrix products. The tokens then follow one another, and each u is subtracted from the columns
@@ -109,7 +124,8 @@ def window_fwd_kernel(
     y_t, is_q, is_k = o_y // 2, o_y % 2 == 0, o_y % 2 == 1
     with_token = y_t < n_tokens
     wide_t = y_t.to(tl.int64)
-    p_y = tl.where(is_k, p_k + wide_t * stride_kt, p_q + wide_t * stride_qt)
+    if ONE_LOAD:
+        p_y = tl.where(is_k, p_k + wide_t * stride_kt, p_q + wide_t * stride_qt)
     in_y = in_v[:, None] & (with_token & is_k)[None, :]
     b_v = tl.load(p_v[:, None] + wide_t[None, :] * stride_vt, mask=in_y, other=0)
     b_g = tl.load(p_g, mask=in_t, other=0).to(tl.float32)
@@ -145,8 +161,12 @@ def window_fwd_kernel(
         last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
     b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
     in_k = below(o_k, 0, K, BK)
-    b_y = tl.load(p_y[:, None] + o_k[None, :] * stride_qk,
-                  mask=with_token[:, None] & in_k[None, :], other=0)  # fmt: skip
+    if ONE_LOAD:
+        b_y = tl.load(p_y[:, None] + o_k[None, :] * stride_qk,
+                      mask=with_token[:, None] & in_k[None, :], other=0)  # fmt: skip
+    else:
+        b_y = load_apart(p_q, p_k, wide_t, is_k, with_token, o_k, in_k, stride_qt, stride_kt,
+                         stride_qk, stride_kk)  # fmt: skip
     # A record's key and k of a token are loads of the same tile: two tiles would take twice the
     # registers.
     own_k = p_k + own.to(tl.int64)[:, None] * stride_kt + o_k[None, :] * stride_kk
@@ -170,8 +190,12 @@ def window_fwd_kernel(
         in_i = below(o_i, i * KI, K, BK)
         b_h = tl.load(p_tile + i * KI * stride_hk, mask=in_v[:, None] & in_i[None, :], other=0)
         i_k = o_i + i * KI
-        y_i = tl.load(p_y[:, None] + i_k[None, :] * stride_qk,
-                      mask=with_token[:, None] & in_i[None, :], other=0)  # fmt: skip
+        if ONE_LOAD:
+            y_i = tl.load(p_y[:, None] + i_k[None, :] * stride_qk,
+                          mask=with_token[:, None] & in_i[None, :], other=0)  # fmt: skip
+        else:
+            y_i = load_apart(p_q, p_k, wide_t, is_k, with_token, i_k, in_i, stride_qt, stride_kt,
+                             stride_qk, stride_kk)  # fmt: skip
         both += state_dot(b_h, tl.trans(y_i))
 
     b_r = padded_with_zeros(b_r, in_k, K, BK)
