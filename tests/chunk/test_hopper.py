@@ -74,7 +74,7 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, None),
         ({"needs_grad": True}, None),
         ({"K": 8, "V": 264}, None),
-        ({"q_dtype": FP16, "k_dtype": FP16, "v_dtype": FP16}, None),
+        ({"q_dtype": FP16, "k_dtype": FP16, "v_dtype": FP16}, "float16 on a GPU"),
         ({"v_dtype": FP16}, "all in bfloat16 or all in float16"),
         (dict.fromkeys(("q_dtype", "k_dtype", "v_dtype"), torch.float32), "all in bfloat16 or"),
         ({"chunk_size": 32}, "chunk_size is 32"),
@@ -187,6 +187,7 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = support._release_refusal()
     if refusal is not None:
         pytest.skip(refusal)
+    monkeypatch.setattr(support, "TAKE_UNPROVEN", True)
     monkeypatch.setenv("GDN_BACKEND", "triton")
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     monkeypatch.delenv("GDN_GLUON", raising=False)
