@@ -24,8 +24,8 @@ def test_import_loads_nothing_heavy():
         assert not heavy, heavy
         assert "torch._dynamo" not in new
         ours = sorted(m for m in new if m.startswith("gdn_triton."))
-        # Kernels, host code of backends, what imports torch's compiler. A `support` judges only, with
-        # the rule of the segments on Hopper.
+        # Kernels, host code of backends, what imports torch's compiler. A `support` judges only,
+        # with the rule of the segments on Hopper.
         late = {"triton", "cuda", "sharded", "reference", "traces"}
         judges = {m for m in ours if m.endswith((".support", ".hopper.segments"))}
         judges |= {m.removesuffix(".support") for m in judges}
