@@ -1,5 +1,5 @@
-"""Into which segments the forward for compute capability 9.0 cuts sequences. Importing this imports
-no Triton.
+"""The rule by which the forward for compute capability 9.0 cuts sequences into segments. Importing
+this module does not import Triton.
 
 The constants are from times on an H100 of 2 to 64 value heads with 2048 to 65536 tokens.
 """
@@ -14,23 +14,24 @@ CHUNK: Final = 64
 LONG_SEGMENT: Final = 32
 # Chunks of the shortest segment.
 LEAST_SEGMENT: Final = 8
-# The same for calls with few segments a sequence: the product of the number of segments and the
-# sequence's chunks. The time of the maps needs a longer sequence, the fewer segments share it.
+# For calls with few segments a sequence, the least product of the number of segments and the
+# chunks of the sequence. The fewer segments share the time of the maps, the longer the sequence
+# has to be.
 LEAST_PRODUCT: Final = 336
 
 
 def states_at_once(problem: Problem) -> float:
-    """The states of 128 columns that run during the whole call, if its longest sequence is the only
-    bound: all tokens over those of the longest sequence, for each value head."""
+    """Returns how many states of 128 columns run at once on average, if only the longest sequence
+    bounds the call: for each value head, all tokens over those of the longest sequence."""
     p = problem
     rows = p.B * p.T
     return p.HV * -(-p.V // 128) * rows / (p.longest[0] or -(-rows // p.N))
 
 
 def choose_segments(multiprocessors: int, problem: Problem) -> int:
-    """Chunks of the segments that sequences are cut into (fused/segments.py), or 0. By the sizes of
-    the whole call and the longest sequence, if the host knows it. Never in the batch-invariant
-    mode."""
+    """Returns the number of chunks of a segment (fused/segments.py), or 0 if no sequence is cut.
+    The sizes of the whole call decide, and the longest sequence if the host knows it. The
+    batch-invariant mode cuts nothing."""
     p = problem
     rows = p.B * p.T
     if p.batch_invariant or p.N * p.HV * p.V * rows == 0:

@@ -1,4 +1,4 @@
-"""The problems that the forward for compute capability 9.0 serves. Importing this module does not
+"""The problems that the kernels for compute capability 9.0 serve. Importing this module does not
 import Triton."""
 
 import functools
