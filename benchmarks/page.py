@@ -9,7 +9,8 @@ the plots in docs/assets if matplotlib is installed, and a page of rows for each
 which git ignores.
 
 A ratio is the time of another implementation over ours of the same run. Of a call that several
-files have, the file with the latest date counts.
+files have, the file with the latest date counts. The default install is shown on one card for each
+kind of calls and each other implementation: that of the latest run.
 """
 
 import argparse
@@ -46,10 +47,10 @@ DOCUMENTS = ("README.md", "docs/backward.md", "docs/benchmarks.md", "docs/decode
 ROWS = ROOT / "build" / "rows"
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
 SMALL = "Forward, small and odd shapes too"
-KINDS_OF_CALLS = (PREFILL, UNEVEN, SMALL, "Decode step", TRAINING, "Backward")
+KINDS_OF_CALLS = (PREFILL, UNEVEN, SMALL, "Decode step", "Step of", TRAINING, "Backward")
 OF_TABLES = {"full": PREFILL, "uneven": UNEVEN}
 # The kinds of calls that the tables show, as a regular expression that their names start with.
-USUAL = f"({PREFILL}|{UNEVEN}), ({GATES['model']}|{GATES['mild']})|{SMALL}|Decode|Train|Back"
+USUAL = f"({PREFILL}|{UNEVEN}), ({GATES['model']}|{GATES['mild']})|{SMALL}|Decode|Step|Train|Back"
 # Four rows of the README, on one card.
 SHORT = f"({PREFILL}|{UNEVEN}), {GATES['model']}|Decode step, float32 pool, value-first|Train"
 MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- benchmarks end -->)", re.S)
@@ -178,6 +179,11 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         for ratio in ratios:
             found.pop(ratio[:5], None)  # those of later dates come last
             found[ratio[:5]] = ratio._replace(date=date)
+    # The files are in the order of their dates.
+    latest = {(x.what, x.other): x.device for x in found.values() if x.install == DEFAULT}
+    shown = [
+        x for x in found.values() if x.install != DEFAULT or x.device == latest[x.what, x.other]
+    ]
 
     def place(ratio: Ratio) -> tuple[str, int, str, bool]:
         kind = next(i for i, kind in enumerate(KINDS_OF_CALLS) if ratio.what.startswith(kind))
@@ -185,7 +191,7 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         order = str(list(GATES.values()).index(gates[0])) if gates else ratio.what
         return ratio.device, kind, order, ratio.install != DEFAULT
 
-    return sorted(found.values(), key=place)
+    return sorted(shown, key=place)
 
 
 def groups(ratios: Iterable[Ratio]) -> dict[tuple[str, str, str], dict[str, dict[str, float]]]:
@@ -221,21 +227,25 @@ def summary_table(ratios: Iterable[Ratio], only: str) -> str:
 
 def short_table(ratios: Iterable[Ratio]) -> str:
     """For the card with the most calls: its name, the dates of the runs, a row for each kind of
-    call with the CUDA library, and a sentence with the means of the default install."""
+    call with the CUDA library; and a sentence with the means of the default install, which names
+    another card."""
     shown = [x for x in ratios if re.match(SHORT, x.what) and x.other in OTHERS]
-    card = statistics.mode(x.device for x in shown)
-    shown = [x for x in shown if x.device == card]
-    dates = sorted({x.date for x in shown if x.install != DEFAULT})
+    card = statistics.mode(x.device for x in shown if x.install != DEFAULT)
+    by_default = groups(x for x in shown if x.install == DEFAULT)
+    shown = [x for x in shown if x.device == card and x.install != DEFAULT]
+    dates = sorted({x.date for x in shown})
     made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    lines: list[list[str]] = []
-    default: list[str] = []
-    for (_, what, install), of_others in groups(shown).items():
-        cells = {name: cell(of_others.get(name)) for name in OTHERS}
-        if install != DEFAULT:
-            lines.append([what, *cells.values()])
-        else:
-            found = [f"{name} {x.split(' ')[0]}" for name, x in cells.items() if x != "-"]
-            default.append(f"{what}: {', '.join(found)}")
+    lines = [
+        [what, *(cell(of_others.get(name)) for name in OTHERS)]
+        for (_, what, _), of_others in groups(shown).items()
+    ]
+    default = []
+    for (device, what, _), of_others in by_default.items():
+        found = [
+            f"{name} {cell(of_others[name]).split(' ')[0]}" for name in OTHERS if name in of_others
+        ]
+        place = "" if device == card else f" on one {device}"
+        default.append(f"{what}{place}: {', '.join(found)}")
     text = f"One {card}, runs of {made}:\n\n" + rows.table(["call", *OTHERS], lines)
     if default:
         means = "; ".join(default)
@@ -310,6 +320,48 @@ def layer_table(files: Iterable[Path]) -> str:
     return f"{text}{layer.tables(steps, names)}\n{notes}"
 
 
+# The columns of the table of decode steps: ours, and the packages that it names.
+STEPS = {
+    "gdn_triton, value-first": "value-first",
+    "gdn_triton, key-first": "key-first",
+    "gdn_triton, value-first, with a window": "value-first, window",
+    "gdn_triton, key-first, with a window": "key-first, window",
+}
+STEP_HEADS = ("16/32", "4/8")
+
+
+def decode_table(files: Iterable[Path]) -> str:
+    """The decode steps of the newest records, in microseconds; the least of each row is bold."""
+    runs = [records for path in files if kind_of(records := read(path)) == "decode"]
+    if not runs:
+        return ""
+    records = max(runs, key=lambda records: head_of(records)["date"])
+    head = head_of(records)
+    steps = [x for x in records if x["kind"] == "decode" and x["heads"] in STEP_HEADS]
+    gates = {gates_of(x) for x in steps}
+    lines = []
+    for x in steps:
+        if gates_of(x) != min(gates):
+            continue
+        times = {name: y["time"] for name, y in x["results"].items() if "time" in y}
+        shown = {STEPS[name]: value for name, value in times.items() if name in STEPS}
+        shown |= {name: value for name, value in best(times).items() if name in OTHERS}
+        least = min(shown.values())
+        tokens = x.get("tokens", 1)
+        cells = [f"{x['sequences']}" + (f" x {tokens} tokens" if tokens > 1 else "")]
+        cells += [x["heads"], x["pool"], f"{x['roof']:.1f}"]
+        for name in (*STEPS.values(), "FlashInfer", "FLA"):
+            cell = f"{shown[name]:.1f}" if name in shown else "-"
+            cells.append(f"**{cell}**" if shown.get(name) == least else cell)
+        lines.append(cells)
+    columns = ["sequences", "H / HV", "states", "roof", *STEPS.values(), "FlashInfer", "FLA"]
+    names = {key: peer.name for key, peer in PEERS.items()}
+    versions = [f"{names.get(x, x)} {v}" for x, v in head["implementations"].items() if x != OURS]
+    text = f"{device_of(head)}, {head['date']}, {', '.join(versions)}:\n\n"
+    notes = "".join(f"\n{x['text']}\n" for x in records if x["kind"] == "note")
+    return text + rows.table(columns, lines) + notes
+
+
 def parts(files: list[Path]) -> dict[str, str]:
     """The text of each marked place in a document, by the name of the place."""
     ratios = all_ratios(files)
@@ -320,6 +372,7 @@ def parts(files: list[Path]) -> dict[str, str]:
         "backward": backward_table(files),
         "runs": runs_table(files),
         "layer": layer_table(files),
+        "decode": decode_table(files),
     }
 
 

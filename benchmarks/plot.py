@@ -30,6 +30,8 @@ STYLES = {
     OURS_TRITON: ("tab:red", "D"),
     "gdn_triton, key-first": ("black", "o"),
     "gdn_triton, value-first": ("tab:red", "D"),
+    "gdn_triton, key-first, with a window": ("tab:gray", "o"),
+    "gdn_triton, value-first, with a window": ("tab:purple", "D"),
 }
 NAMES = {OURS_TRITON: "gdn_triton, default install"}
 

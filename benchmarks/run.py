@@ -196,6 +196,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=None, help="graph replays a row (default: 30 of main, else 8)"
     )
+    parser.add_argument(
+        "--calls", type=int, default=None,
+        help="calls from Python in a row (default: 50 of main, else 20)",
+    )  # fmt: skip
     add_gates_option(parser)
     parser.add_argument("--warm-l2", action="store_true", help="do not flush the L2 before replays")
     parser.add_argument(
@@ -223,6 +227,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.effort = TRIAL
     if args.rounds is not None:
         args.effort = args.effort._replace(rounds=args.rounds)
+    if args.calls is not None:
+        args.effort = args.effort._replace(calls=args.calls)
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("no CUDA device: use --dry-run to try the plumbing on a CPU")
     return args

@@ -69,6 +69,9 @@ def rounding() -> str:
             y = height_of(10.0**power)
             picture.line([(left, y), (left + 270, y)], "faint", head=False)
             picture.text(left - 8, y + 4.5, f"1e{power}" if power else "1", "end")
+        # Two strokes between the strips show that the axis leaves out 1e-6 to 1e-3.
+        for y in (235, 241):
+            picture.line([(left - 7, y + 4), (left + 7, y - 4)], head=False)
         places = {last: left + 24 + 74 * i for i, last in enumerate(DECADES)}
         for last, x in places.items():
             picture.text(x, 312, f"{last:,}", "middle")

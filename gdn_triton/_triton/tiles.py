@@ -101,6 +101,20 @@ def _ask(device: torch.device) -> Gpu:
     return Gpu(compiler(), arch, count)
 
 
+# The first architecture with programmatic dependent launch.
+DEPENDENT_ARCH = 90
+
+
+def dependent_launch(gpu: Gpu) -> dict[str, Any]:
+    """The options of a kernel whose programs may start before the previous kernel of the stream has
+    ended. With DEPENDENT the kernel calls `gdc_wait` before it reads or writes memory: the previous
+    kernel has then ended, and its writes are visible. On an H100 a step in a row of steps took 0.3
+    microseconds less."""
+    if gpu.compiler != "cuda" or int(gpu.arch) < DEPENDENT_ARCH:
+        return {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": True}
+
+
 @functools.cache
 def dot_precision(dtype: torch.dtype) -> str:
     """The precision of products of fp32 values. With 16-bit inputs and outputs the error of tf32 is

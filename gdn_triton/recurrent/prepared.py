@@ -21,8 +21,9 @@ from gdn_triton.recurrent.window import StepWindow, check_kind
 MOST_PLACES: Final = 512
 MOST_LAYOUTS: Final = 512
 
-# The dtype, shape, strides and device of a tensor; None for an argument that is not given.
-_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device] | None
+# The dtype, shape, strides, device and negative bit of a tensor; None for an argument that is not
+# given.
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool] | None
 
 
 class _Known(NamedTuple):
@@ -134,23 +135,26 @@ class PreparedStep:
     ) -> Tensor:
         """Returns o of `gdn_triton.recurrent_step` with these arguments and those of
         `prepare_step`."""
+        # fmt: off
         given = (
-            *(out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta),
-            *(a, b, cu_seqlens, positions),
+            out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta, a, b,
+            cu_seqlens, positions,
         )
+        # fmt: on
         if not self._has_memory or is_traced(self._state) or is_transformed():
             return self._whole(given)
+        layouts = _layouts_of(given)
         known = self._last
-        if known is None or not _fits(given, known.layouts):
-            layouts = _layouts_of(given)
+        if known is None or layouts != known.layouts:
             if layouts is None:
                 return self._whole(given)
             known = self._known.get(layouts)
             if known is None:
                 o = self._whole(given)
-                if len(self._known) >= MOST_LAYOUTS:
-                    self._known.clear()
-                self._known[layouts] = self._last = _Known(layouts, (o.shape, o.dtype), {})
+                if _has_launch(given):
+                    if len(self._known) >= MOST_LAYOUTS:
+                        self._known.clear()
+                    self._known[layouts] = self._last = _Known(layouts, (o.shape, o.dtype), {})
                 return o
             self._last = known
         if torch.is_grad_enabled() and self._needs_grad(given):
@@ -159,28 +163,25 @@ class PreparedStep:
 
     def _again(self, given: tuple[Tensor | None, ...], known: _Known) -> Tensor:
         """Runs a call whose layout is known."""
-        o = out = given[0]
-        address = None if out is None else out.data_ptr()
-        places = (
-            address,
-            *map(_address, self._held),
-            *[x.data_ptr() for x in given[1:] if x is not None],
+        out = given[0]
+        places = tuple(
+            [None if out is None else out.data_ptr()]
+            + [x.data_ptr() for x in self._held]
+            + [x.data_ptr() for x in given[1:] if x is not None]
         )
         again = known.launches.get(places)
+        o = out
         if o is None:
             o = self._state.new_empty(known.out[0], dtype=known.out[1])
-            address = o.data_ptr()
         if again is None:
             with recording() as launches:
                 self._whole((o, *given[1:]))
             self._keep(known, places, launches)
             return o
-        if out is None:
-            count_writes(*self._written)
-        else:
-            count_writes(*self._written, out)
+        count_writes(*self._written, out)
         with on_device(self._state.device):
-            again(address)
+            # The recorded launch has the address of `out`, which is one of its places.
+            again(o.data_ptr() if out is None else None)
         return o
 
     def _needs_grad(self, given: tuple[Tensor | None, ...]) -> bool:
@@ -219,37 +220,31 @@ class PreparedStep:
             known.launches[places] = launches[0]
 
 
-_address = Tensor.data_ptr
 _requires_grad = attrgetter("requires_grad")
 
 
+_GIVEN_TYPES: Final = frozenset((Tensor, type(None)))
+
+
 def _layouts_of(given: tuple[Tensor | None, ...]) -> tuple[_Layout, ...] | None:
-    """Returns the layouts of the tensors. Returns None if a launch with these tensors cannot be
-    repeated: one is not a plain tensor in memory, or has a negative bit."""
-    for x in given:
-        if x is None:
-            continue
-        if type(x) is not Tensor or x.layout is not STRIDED or x.is_nested or x.is_neg():
-            return None
-    return tuple(None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in given)
-
-
-def _fits(given: tuple[Tensor | None, ...], layouts: tuple[_Layout, ...]) -> bool:
+    """Returns the layouts of the tensors, or None if one is not a plain tensor with strides."""
+    if not _GIVEN_TYPES.issuperset(map(type, given)):
+        return None
     try:
-        for x, layout in zip(given, layouts, strict=True):
-            if x is None or layout is None:
-                if (x is None) != (layout is None):
-                    return False
-            elif (
-                type(x) is not Tensor
-                or x.shape != layout[1]
-                or x.stride() != layout[2]
-                or x.dtype is not layout[0]
-                or x.device != layout[3]
-                or x.is_neg()
-            ):
-                return False
+        return tuple(
+            [
+                None if x is None else (x.dtype, x.shape, x.stride(), x.device, x.is_neg())
+                for x in given
+            ]
+        )
     except RuntimeError:
         # A sparse or nested tensor has no strides or no shape.
-        return False
-    return True
+        return None
+
+
+def _has_launch(given: tuple[Tensor | None, ...]) -> bool:
+    """Returns whether a launch with these tensors can be repeated: all are in memory, and none has
+    a negative bit."""
+    return not any(
+        x.layout is not STRIDED or x.is_nested or x.is_neg() for x in given if x is not None
+    )

@@ -56,6 +56,7 @@ from gdn_triton.chunk.triton.hopper.names import (
 
 # Channels of K and of V; also the rows of a tile of k and q.
 DIM = gl.constexpr(128)
+DTYPE = gl.constexpr(gl.bfloat16)
 STAGES = gl.constexpr(3)
 T_STAGES = gl.constexpr(2)
 
@@ -412,6 +413,7 @@ def blackwell_fwd_kernel(
                     g,
                     (n_chunks, T, T),
                     scale,
+                    DTYPE,
                     RCP_LN2,
                     FLOOR,
                     THRESHOLD,

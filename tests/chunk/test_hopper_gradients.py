@@ -1,6 +1,7 @@
 """The gradients of chunks in Gluon for compute capability 9.0: the calls that the kernel serves,
 and on such a GPU its results against float64. tests/host/test_gluon_emulated.py emulates it."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +61,7 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, None),
         ({"K": 8, "V": 24}, None),
-        ({"q_dtype": FP16, "k_dtype": FP16, "v_dtype": FP16}, "in bfloat16"),
+        ({"q_dtype": FP16, "k_dtype": FP16, "v_dtype": FP16}, "chunks .* takes bfloat16"),
         ({"k_dtype": FP32}, "in bfloat16"),
         ({"chunk_size": 32}, "chunk_size is 32"),
         ({"K": 256}, "K is 256"),
@@ -71,7 +72,7 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_refusals(change: dict[str, Any], words: str | None) -> None:
     refusal = gradients_refusal(replace(COMMON, **change))
-    assert refusal is None if words is None else words in str(refusal)
+    assert refusal is None if words is None else re.search(words, str(refusal))
 
 
 @pytest.mark.usefixtures("on_a_hopper")

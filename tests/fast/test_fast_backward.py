@@ -395,7 +395,7 @@ def leaf(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
 # Without states that the forward leaves, and with one after so many tokens each.
 for lengths, every in (((70, 0, 400, 64), 0), ((330,), 0), ((70, 0, 400, 128), 64), ((330,), 128)):
-    chunk.best_checkpoint_interval = lambda *sizes, every=every: every
+    calls.best_checkpoint_interval = lambda *sizes, every=every: every
     N, T = len(lengths), sum(lengths) + 9
     cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
     x = (leaf(1, T, 1, 128), leaf(1, T, 1, 128), leaf(1, T, 2, 128), leaf(1, T, 2), leaf(1, T, 2))

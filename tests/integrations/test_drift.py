@@ -110,14 +110,6 @@ def test_fla_layer(make):
     assert parameters_of(make(lambda: None, lambda: True)) == recorded("fla_core", name)
 
 
-def test_known_text_of_sglang():
-    """The method of SGLang that gives the gates to the kernel, where its text is known."""
-    text = source(wheel_of("sglang"), f"{sglang.BACKEND.replace('.', '/')}.py")
-    node = definitions(ast.parse(text))[f"{sglang.GATES_OWNER}.{sglang.EXTEND}"]
-    lines = text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
-    assert hashlib.sha256("".join(lines).encode()).hexdigest() in sglang.KNOWN
-
-
 @pytest.mark.parametrize("file", IMITATED["transformers"])
 def test_transformers(file):
     """What the adapter's functions take by position, which the layers of all models share."""

@@ -174,6 +174,7 @@ def test_when_a_call_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_new_outputs_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without out each call has another output. Its launch is the recorded one with the address of
     that output, also where all earlier outputs are still there."""
+    monkeypatch.setenv("GDN_BACKEND", "auto")
     run = Decoding(replace(DRAFTS, mixed=False), "cpu")
     calls = Counted(monkeypatch, run)
     calls.given["read_slots"].fill_(-1)

@@ -39,12 +39,14 @@ from triton.backends.compiler import GPUTarget
 if TYPE_CHECKING:
     from gdn_triton.chunk.problem import Pool, Problem
 
+FP16 = torch.float16
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024
 # By whether sequences are packed: bytes of spilled registers, which are mostly addresses of the
-# triangles' warps, and accesses to them in the loop of the state warps.
+# triangles' warps, and accesses to them in the loop of the state warps, which are mostly addresses
+# for P' of every second chunk.
 STACK = {False: 160, True: 288}
-IN_LOOP = {False: 2, True: 24}
+IN_LOOP = {False: 8, True: 24}
 # The same with a pool: most are in the branch that stores a checkpoint.
 IN_LOOP_WITH_POOL = 40
 # Of the kernel of the gradients: bytes of stack, mostly addresses of the warps of products, and
@@ -70,10 +72,14 @@ CALLS = [
     Call(Shape(128, 128, BF16, HV=32, full=True), N=4),
     Call(Shape(128, 128, BF16, HV=8, full=False), N=1),
     Call(Shape(128, 128, BF16, HV=8, full=True), N=2),
+    Call(Shape(128, 128, FP16, HV=32, full=False), N=4),
+    Call(Shape(128, 128, FP16, HV=32, full=True), N=4),
+    Call(Shape(128, 128, FP16, HV=8, full=True), N=2),
     Call(Shape(64, 64, BF16, HV=64, full=False), N=2),
     Call(Shape(96, 72, BF16, HV=64, full=True), N=4),
     Call(Shape(128, 128, BF16, HV=32, full=False), N=4, segments=2),
     Call(Shape(128, 128, BF16, HV=32, full=True), N=4, segments=1),
+    Call(Shape(128, 128, FP16, HV=32, full=True), N=4, segments=1),
     Call(Shape(128, 128, BF16, HV=32, full=True), N=4, pool=True),
 ]
 

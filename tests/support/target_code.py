@@ -112,6 +112,22 @@ def uniform_registers(name: str, parts: list[str]) -> tuple[set[int], set[int]]:
     return read, written
 
 
+def accesses_before_the_wait(sass: str) -> list[str]:
+    """The instructions of a Hopper kernel on global memory before `griddepcontrol.wait`, in the
+    order of the text: there the kernel before it may still run."""
+    found = []
+    for line in sass.splitlines():
+        match = INSTRUCTION.match(line)
+        if match is None:
+            continue
+        address, name, operands = match.groups()
+        if name.startswith("ACQBULK"):
+            return found
+        if re.match(r"(LDG|STG|ATOMG|REDG|RED|LDGSTS|LD|ST|ATOM)(\.|$)", name):
+            found.append(f"{address} {name} {operands}")
+    return [*found, "no wait"]
+
+
 def unwritten_uniform_registers(sass: str) -> list[str]:
     """The instructions of a Hopper kernel that read a uniform register before any writes it, in the
     order of the text. ptxas 12.8 makes such code of some kernels (docs/tried.md): a matrix

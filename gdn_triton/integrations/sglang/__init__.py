@@ -16,7 +16,6 @@ run only once per process, from an entry point of the group `sglang.srt.plugins`
 """
 
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import inspect
@@ -37,7 +36,6 @@ from gdn_triton.integrations.sglang.functions import (
     fused_recurrent_gated_delta_rule_update,
     fused_sigmoid_gating_delta_rule_update,
 )
-from gdn_triton.integrations.sglang.gates import prefill_gates
 from gdn_triton.integrations.sglang.warming import before_memory
 
 __all__ = [
@@ -75,15 +73,11 @@ PLACES: Final = {
 # The runner loads the model and then allocates SGLang's pools with this method.
 RUNNER: Final = "sglang.srt.model_executor.model_runner"
 OWNER, ALLOCATE = "ModelRunner", "alloc_memory_pool"
-# The backend whose method computes g and beta of a prefill. The method that calls it passes both to
-# the kernel; the sha256 below is that of the method's text in SGLang 0.5.23.
 BACKEND: Final = f"{_LINEAR}.gdn_backend"
-GATES_OWNER, GATES, EXTEND = "GDNAttnBackend", "_prefill_gates", "forward_extend"
-KNOWN: Final = ("157c717197b16be15298906f144e17b29bd9d5d465753f1ddf07174fb9cff9cd",)  # 0.5.23
 # Functions that are not replaced, and the reasons.
 OTHERS: Final = {
     BACKEND: {
-        "fused_gdn_gating": "multi-item scoring and other prefill kernels call it",
+        "fused_gdn_gating": "a prefill takes g and beta, as SGLang's kernel does",
         "fused_qkvzba_causal_conv1d_update_contiguous": "unpacks z, b and a in the same launch",
         "fused_qkvzba_split_reshape_cat_contiguous": "a view of z would be copied before the norm",
     },
@@ -148,10 +142,6 @@ def enable() -> Status:
     for target in _allocations():
         if not _patches.is_ours(target):
             _patches.put(target, before_memory(target.now))
-    for target in _gates():
-        if not _patches.is_ours(target):
-            theirs = target.now.__get__(None, target.owner)
-            _patches.put(target, prefill_gates(theirs, MODULE))
     _logger.info("SGLang runs Gated DeltaNet layers with gdn_triton, where it asks for triton.")
     return status()
 
@@ -178,7 +168,7 @@ def status() -> Status:
         version = None
     enabled = bool(_patches.made)
     missed = "not there when `enable` ran: call it again."
-    targets = (*_targets(), *_allocations(), *_gates())
+    targets = (*_targets(), *_allocations())
     places = [*_patches.places(targets, enabled, missed)]
     for target in targets:
         if _patches.is_ours(target) and target.name in THEIRS:
@@ -189,10 +179,6 @@ def status() -> Status:
         if isinstance(module, ImportError):
             places.append(Place(name, None, f"not imported: {module}"))
             continue
-        if hasattr(module, GATES_OWNER) and name == BACKEND:
-            why = _why_not_gates(getattr(module, GATES_OWNER))
-            if why is not None:
-                places.append(Place(f"{name}.{GATES_OWNER}.{GATES}", None, why))
         for other, reason in OTHERS.get(name, {}).items():
             if hasattr(module, other):
                 places.append(Place(f"{name}.{other}", None, reason))
@@ -224,21 +210,6 @@ def _allocations() -> Iterator[Target]:
     owner = getattr(_module(RUNNER), OWNER, None)
     if hasattr(owner, ALLOCATE):
         yield Target(owner, ALLOCATE, "integrations.sglang.warming")
-
-
-def _gates() -> Iterator[Target]:
-    owner = getattr(_module(BACKEND), GATES_OWNER, None)
-    if owner is not None and _why_not_gates(owner) is None:
-        yield Target(owner, GATES, "chunk_prefill")
-
-
-def _why_not_gates(owner: Any) -> str | None:
-    """Returns the reason why SGLang's method computes the gates of a prefill, or None."""
-    extend = vars(owner).get(EXTEND)
-    if extend is None or GATES not in vars(owner):
-        return f"there is no {GATES} to replace."
-    digest = hashlib.sha256(inspect.getsource(extend).encode()).hexdigest()
-    return None if digest in KNOWN else f"the text of {EXTEND} is of no version that is known here."
 
 
 def _check_known(target: Target) -> None:

@@ -33,7 +33,6 @@ from gdn_triton.integrations._decode import (
 )
 from gdn_triton.integrations._lengths import offsets_on_host
 from gdn_triton.integrations._results import check_below, check_indices
-from gdn_triton.integrations.sglang.gates import gates_of
 from gdn_triton.recurrent.api import check_step, recurrent_step
 
 
@@ -53,12 +52,10 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, None, Tensor]:
     """Runs a prefill, like the function of this name in `sglang.kernels.ops.attention.fla.chunk`.
 
-    q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay; or the
-    values before the gates, from `gdn_triton.integrations.sglang.gates`. From these values beta is
-    computed in float32, and SGLang rounds it to the dtype of b. initial_state: the pool
-    [slots, HV, V, K], to which final states are written unless `inplace_update` is False.
-    initial_state_indices: [N], int32 or int64. Both are required, as in SGLang. cu_seqlens:
-    [N + 1]. head_first: False.
+    q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay.
+    initial_state: the pool [slots, HV, V, K], to which final states are written unless
+    `inplace_update` is False. initial_state_indices: [N], int32 or int64. Both are required, as in
+    SGLang. cu_seqlens: [N + 1]. head_first: False.
 
     Returns o [B, T, HV, V] in the dtype of q, None, and h, the state before each chunk of 64
     tokens, in the dtype of k: [B, ceil(T / 64), HV, V, K], or packed [1, T // 64 + N, HV, V, K],
@@ -106,7 +103,6 @@ def chunk_gated_delta_rule(
         v=v,
         g=g,
         beta=beta,
-        **gates_of(g),
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         scale=scale,
         state_v_first=True,

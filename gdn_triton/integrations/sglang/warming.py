@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from gdn_triton.integrations.sglang.gates import raw_gates
 from gdn_triton.warming import series
 
 _logger = logging.getLogger("gdn_triton")
@@ -103,8 +102,6 @@ class _Layer:
         self.state = self.zeros(2, *states.shape.temporal, dtype=states.dtype.temporal)
         self.kernel = importlib.import_module(f"{LINEAR}.kernels.gdn_triton").TritonGDNKernel()
         self.backend = importlib.import_module(f"{LINEAR}.gdn_backend")
-        context = importlib.import_module("sglang.srt.runtime_context")
-        self.scores_items = bool(context.get_exec().features.enable_mis)
         self.gates = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -195,25 +192,12 @@ class _Layer:
             query_start_loc=cu_seqlens,
             seq_lens_cpu=[T] + [0] * (N - 1),
         ).transpose(0, 1)
-        for g, beta in self.gates_of(a, b):
-            self.kernel.extend(
-                **self.split(mixed_qkv),
-                g=g,
-                beta=beta,
-                ssm_states=self.state,
-                cache_indices=slots,
-                query_start_loc=cu_seqlens,
-            )
-
-    def gates_of(self, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields g and beta in the forms that prefills get: the values before the gates if `enable`
-        has replaced the method that computes the gates, and the results of SGLang's kernel
-        otherwise and in multi-item scoring."""
-        owner = getattr(self.backend, "GDNAttnBackend", None)
-        method = getattr(owner, "_prefill_gates", None)
-        is_ours = getattr(method, "__module__", None) == raw_gates.__module__
-        if is_ours:
-            yield raw_gates(self.layer, a, b)
-        if not is_ours or self.scores_items:
-            shape = (1, *a.shape)
-            yield self.zeros(*shape, dtype=torch.float32), self.zeros(*shape, dtype=torch.float32)
+        g, beta = (self.zeros(1, *x.shape, dtype=torch.float32) for x in (a, b))
+        self.kernel.extend(
+            **self.split(mixed_qkv),
+            g=g,
+            beta=beta,
+            ssm_states=self.state,
+            cache_indices=slots,
+            query_start_loc=cu_seqlens,
+        )

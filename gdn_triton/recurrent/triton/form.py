@@ -9,6 +9,9 @@ from gdn_triton._triton.tiles import Tile, padded
 # The number of float32 state elements per thread: enough loads in flight, and few enough registers
 # for several programs on a multiprocessor.
 STATE_OF_A_THREAD = 64
+# The same for value-first states of fewer bytes in a call. Then the time is that of one program,
+# which computes fewer sums.
+SHORT_OF_A_THREAD, SHORT_STATES = 16, 6 * 2**20
 
 
 class RecurrentForm(NamedTuple):
@@ -63,19 +66,22 @@ def recurrent_form(
     A value-first row [K] is held by one warp, which computes its sums alone. With key-first states
     a program reads rows of 256 bytes of a float32 state, and its warps share the sums, or rows of
     64 bytes of a 16-bit state in one warp. Measured (docs/tried.md): float32 states reach the
-    bandwidth of memory without the other options, and 16-bit states need them.
+    bandwidth of memory without the other options, and 16-bit states need them. Value-first, `words`
+    and `fast` shorten the step of a few float32 states.
     """
-    BK, narrow = padded(K, 256), itemsize == 2
+    BK, narrow, short = padded(K, 256), itemsize == 2, state_bytes < SHORT_STATES
     if not narrow:
         if state_v_first:
-            return RecurrentForm(
-                tile=Tile(BK, padded(V, 32 * STATE_OF_A_THREAD // BK, least=1), 1, 1)
-            )
+            of_thread = SHORT_OF_A_THREAD if short else STATE_OF_A_THREAD
+            tile = Tile(BK, padded(V, 32 * of_thread // BK, least=1), 1, 1)
+            return RecurrentForm(tile=tile, words=True, fast=True)
         BV = padded(V, 64)
         return RecurrentForm(tile=Tile(BK, BV, max(1, BK * BV // (32 * STATE_OF_A_THREAD)), 1))
     if state_v_first:
         BV, parts, registers = padded(V, 16 * STATE_OF_A_THREAD // BK, least=1), 1, None
-        if not one_token:
+        if short:
+            BV = padded(V, 32 * SHORT_OF_A_THREAD // BK, least=1)
+        elif not one_token:
             parts = 2
         elif state_bytes < FEW_STATES:
             BV = padded(V, 2 * BV, least=1)
@@ -87,7 +93,10 @@ def recurrent_form(
         # One warp has registers for 128 rows. With two warps, 256 rows spilled in calls of several
         # tokens.
         BV, warps, rows = padded(V, 32), 1 if BK <= 128 else 4, max(1, BK // TILE_ROWS)
-        tile, parts = Tile(BK, BV, warps, 1), 1
+        # With many states a half more programs on a multiprocessor gain more than the spills of 32
+        # bytes cost: 256 to 218 microseconds on an H100.
+        many = one_token and BK == 128 and state_bytes >= STATES_BEYOND_CACHE
+        tile, parts = Tile(BK, BV, warps, 1, 168 if many else None), 1
         folded = max(1, BK // rows * BV // (32 * warps * VECTOR))
     fold = folded.bit_length() - 1
     return RecurrentForm(

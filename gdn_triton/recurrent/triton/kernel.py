@@ -14,6 +14,7 @@ call of several tokens gives the same bits as several calls of one token.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from gdn_triton._triton.activations import log_decay, sigmoid
 from gdn_triton.recurrent.triton.sums import column_sums, products
@@ -194,11 +195,12 @@ def recurrent_fwd_kernel(
     ORDERED: tl.constexpr,
     WORDS: tl.constexpr,
     FAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """BETA_FACTOR: beta is this factor times the sigmoid of the given beta; 0: beta is the given
     one. The strides inside a state are constants, so that an address is a base plus an offset that
     the load or store instruction contains. PARTS, ROWS, FOLD, ORDERED, WORDS, FAST: see
-    `RecurrentForm`."""
+    `RecurrentForm`. DEPENDENT: see `dependent_launch`."""
     # Only float32 states have decays of rows, and their form has one tile of rows.
     tl.static_assert(ROWS == 1 or gk is None)
     pid = tl.program_id(0).to(tl.int64)
@@ -213,6 +215,8 @@ def recurrent_fwd_kernel(
     o_v = i_v.to(tl.int32) * (PARTS * BV) + tl.arange(0, BV)
     in_k = o_k < K
 
+    if DEPENDENT:
+        gdc_wait()
     i_0 = i_n
     live = i_n < N
     if read_slots is not None:

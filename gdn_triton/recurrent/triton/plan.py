@@ -8,7 +8,7 @@ from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import named, state_strides
-from gdn_triton._triton.tiles import UNFUSED
+from gdn_triton._triton.tiles import UNFUSED, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem, views
 from gdn_triton.recurrent.triton.form import RecurrentForm, eviction_policy, recurrent_form
@@ -96,6 +96,7 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         ORDERED=form.ordered,
         WORDS=form.words,
         FAST=form.fast,
+        **dependent_launch(gpu_of(p.device)),
         **UNFUSED,
         **form.tile.options,
     )

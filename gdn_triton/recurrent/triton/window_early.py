@@ -5,6 +5,7 @@ the same bits. `window.py` has the equations."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from gdn_triton.recurrent.triton.window_records import (
     age_of,
@@ -74,12 +75,14 @@ def window_early_fwd_kernel(
     K_OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr,
     THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, DOT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program has BV columns of the state of one sequence and value head. It waits for memory
     twice: for the slot together with the token, and for the state together with its records. The
     two barriers place all loads before the instructions that use a loaded number, because a program
     issues its instructions in order. DOT: the matrix units multiply the state, which has the 16-bit
-    dtype of q and k. u_rows, k_rows, g_rows and call_rows are contiguous."""
+    dtype of q and k. u_rows, k_rows, g_rows and call_rows are contiguous. DEPENDENT: see
+    `dependent_launch`."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
@@ -90,6 +93,8 @@ def window_early_fwd_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     in_v = below(tl.arange(0, BV), i_v * BV, V, BV)
 
+    if DEPENDENT:
+        gdc_wait()
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
     position = tl.load(positions + i_n * stride_p).to(tl.int32)
     p_q = q + i_n * stride_qb + i_h * stride_qh

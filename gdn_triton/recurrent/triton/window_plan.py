@@ -10,7 +10,7 @@ from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
-from gdn_triton._triton.tiles import UNFUSED, compiler
+from gdn_triton._triton.tiles import UNFUSED, compiler, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import (
     FoldOperands,
@@ -25,6 +25,7 @@ from gdn_triton.recurrent.triton.plan import strides
 from gdn_triton.recurrent.triton.window import (
     WindowForm,
     early_form,
+    most_registers,
     window_form,
     window_fwd_kernel,
 )
@@ -42,6 +43,8 @@ LEAST_TOKENS: Final = 4
 # A product of 64 rows needs four warps. The layout of eight warps has 128 rows, and Triton 3.6 then
 # reads shared memory past the operand.
 MOST_WARPS: Final = 4
+# The most pieces of a state that a program has in shared memory at once.
+MOST_PIECES: Final = 4
 
 
 def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]:
@@ -83,11 +86,16 @@ def _step_form(p: RecurrentProblem) -> WindowForm:
     """Returns the form of a step. The one-token form of 16-bit states needs the matrix units, whose
     operands must have one dtype. Without matrix units a program would need twice the registers. The
     same holds for float32 tokens, so they use the form of float32 states."""
-    one, itemsize = _takes_one(p), max(p.state_dtype.itemsize, p.q_dtype.itemsize)
+    one, itemsize = _takes_one(p), p.state_dtype.itemsize
+    if p.q_dtype.itemsize > 2:
+        itemsize = max(itemsize, p.q_dtype.itemsize)
     multiplied = p.q_dtype if p.state_dtype == torch.int8 else p.state_dtype
     if one and not (multiplied == p.q_dtype == p.k_dtype and p.q_dtype.itemsize == 2):
         itemsize = 4
-    return window_form(itemsize, one)
+    form = window_form(itemsize, one)
+    if not one and (p.K, p.V) == (128, 128) and p.q_dtype.itemsize == 2:
+        return form._replace(registers=most_registers(itemsize, p.max_tokens))
+    return form
 
 
 EARLY_STATES: Final = (torch.bfloat16, torch.float32)
@@ -151,13 +159,19 @@ def make_launch(
         kernel, own = window_one_fwd_kernel, {"DOT": form.dot, **layer}
         if form.early:
             kernel, own = window_early_fwd_kernel, {"DOT": form.dot}
+            own |= dependent_launch(gpu_of(p.device))
         of_tokens = [
             f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c", "ab", "at")
         ]
         all_strides = {n: y for n, y in all_strides.items() if n not in of_tokens}
     else:
         kernel = window_fwd_kernel
-        own = {"BT": max(LEAST_TOKENS, triton.next_power_of_2(p.max_tokens))}
+        pieces = tile["BK"] // min(tile["BK"], form.KI)
+        own = {
+            "BT": max(LEAST_TOKENS, triton.next_power_of_2(p.max_tokens)),
+            "STAGES": min(pieces, MOST_PIECES) + 1,
+            "ONE_LOAD": x.q.dtype == x.k.dtype and x.q.stride(-1) == x.k.stride(-1),
+        }
     return Launch(
         kernel,
         scale=p.scale,

@@ -3,6 +3,7 @@ states, records and tokens."""
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from gdn_triton import constants
 from gdn_triton._triton.activations import log_decay
@@ -134,10 +135,13 @@ def parts_of(x):
 @triton.jit
 def records_dot(b_u, b_x, LIKE: tl.constexpr):
     """Returns b_u times b_x, both float32. LIKE: the dtype of the tokens. With 16-bit tokens the
-    product is three tf32 products, whose error of 22 bits is below the rounding of the output."""
-    if LIKE == tl.float32:
-        return tl.dot(b_u, b_x, input_precision="ieee")
-    return tl.dot(b_u, b_x, input_precision="tf32x3")
+    product is three tf32 products, whose error of 22 bits is below the rounding of the output.
+    Triton has no such products for AMD, whose matrix units multiply float32."""
+    if LIKE == tl.float32 or is_hip():
+        product = tl.dot(b_u, b_x, input_precision="ieee")
+    else:
+        product = tl.dot(b_u, b_x, input_precision="tf32x3")
+    return product
 
 
 @triton.jit
@@ -215,14 +219,16 @@ def state_dot(b_h, b_y):
     float32 state is the sum of its upper 11 significant bits and the other 13, of which tf32
     represents 11. 16-bit tokens are exact in tf32."""
     b_h = widened(b_h, b_y.dtype)
-    if b_y.dtype == tl.float32:
-        return tl.dot(b_h.to(tl.float32), b_y, input_precision="ieee")
-    if b_h.dtype == b_y.dtype:
-        return tl.dot(b_h, b_y)
-    b_h, b_y = b_h.to(tl.float32), b_y.to(tl.float32)
-    upper = (b_h.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    b_sum = tl.dot(b_h - upper, b_y, input_precision="tf32")
-    return tl.dot(upper, b_y, b_sum, input_precision="tf32")
+    if b_h.dtype == b_y.dtype and b_y.dtype != tl.float32:
+        b_sum = tl.dot(b_h, b_y)
+    elif b_y.dtype == tl.float32 or is_hip():
+        b_sum = tl.dot(b_h.to(tl.float32), b_y.to(tl.float32), input_precision="ieee")
+    else:
+        b_h, b_y = b_h.to(tl.float32), b_y.to(tl.float32)
+        upper = (b_h.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        b_sum = tl.dot(b_h - upper, b_y, input_precision="tf32")
+        b_sum = tl.dot(upper, b_y, b_sum, input_precision="tf32")
+    return b_sum
 
 
 @triton.jit

@@ -17,6 +17,9 @@ number, so the factors of 16-bit operands are exact powers of two. Tokens that d
 STEEP_UNITS up to the chunk's end have d = D. The u' of the other tokens are 2^-STEEP_UNITS times
 smaller than u and are added to the state without the rest of their decay. y is -d, but at most e +
 MOST_LIFT.
+
+The exponents of float16 hold a range of 8. There y is 0, and in steep chunks the state warps apply
+two factors apart from all operands: 2^d to q S', and 2^(D - d) to the u' that they add to S'.
 """
 
 from triton.experimental import gluon
@@ -25,9 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gdn_triton.chunk.triton.hopper.names import CHUNK, advance
 
-TOP = gl.constexpr(24.0)
-RANGE = gl.constexpr(96.0)
-STEEP_UNITS = gl.constexpr(49.0)
+# In the exponents of bfloat16, and in those of float16.
+TOP, TOP_16 = gl.constexpr(24.0), gl.constexpr(4.0)
+RANGE, RANGE_16 = gl.constexpr(96.0), gl.constexpr(8.0)
+STEEP_UNITS, STEEP_UNITS_16 = gl.constexpr(49.0), gl.constexpr(0.0)
 MOST_LIFT = gl.constexpr(72.0)
 MOST_POWER = gl.constexpr(100.0)
 # The limit of one token's growth, in log2 units. fp32 sums and factors cannot represent more.
@@ -36,6 +40,7 @@ GROWTH_LIMIT = gl.constexpr(256.0)
 # The vectors of a chunk in shared memory, 64 numbers each:
 #     x' = C v - F (k S'),   o = R (q S' + P' u'),   beta,   d,   y + d
 C_VECTOR, F_VECTOR, R_VECTOR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# In float16 the last one is D - d, as y is 0.
 BETA_VECTOR, D_VECTOR, SCORE_VECTOR = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5)
 VECTORS = gl.constexpr(6)
 # The numbers of a chunk: the factor of the state before it is read, the factor before the tokens
@@ -84,6 +89,7 @@ def gates_role(
     p_dt_bias,
     walk,
     scale,
+    dtype: gl.constexpr,
     RCP_LN2: gl.constexpr,
     FLOOR: gl.constexpr,
     THRESHOLD: gl.constexpr,
@@ -96,13 +102,17 @@ def gates_role(
     vectors, flags, gates_full, empty = memory
     p_g, p_beta, stride_gt, stride_betat = inputs
     n_chunks, n_rows, _ = walk
+    IS_HALF: gl.constexpr = dtype == gl.float16
+    HIGHEST: gl.constexpr = TOP_16 if IS_HALF else TOP
+    WIDTH: gl.constexpr = RANGE_16 if IS_HALF else RANGE
+    UNITS: gl.constexpr = STEEP_UNITS_16 if IS_HALF else STEEP_UNITS
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     ONE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LANES)
     o_f = gl.arange(0, FLAGS, ONE)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    G = gl.to_tensor(24.0)
+    G = gl.full([], HIGHEST, gl.float32)
     valid = o_t < n_rows
     offset = o_t.to(gl.int64)
     g_next = gl.load(p_g + offset * stride_gt, mask=valid, other=0).to(gl.float32)
@@ -128,16 +138,18 @@ def gates_role(
         sums = gl.associative_scan(gl.where(bad > 0, 0.0, g), 0, add)
         last = gl.sum(gl.where(o_t == CHUNK - 1, sums, 0.0), 0)
 
-        steep = last < -RANGE
-        leaves = (G + last < TOP - RANGE) | (G + last > TOP + 16)
-        leaves = gl.where(steep, (G < 0) | (G > TOP), leaves)
-        enter = gl.where(leaves, G - TOP, 0.0)
-        G = gl.where(leaves, TOP, G)
+        steep = last < -WIDTH
+        leaves = (G + last < HIGHEST - WIDTH) | (G + last > HIGHEST + 16)
+        leaves = gl.where(steep, (G < 0) | (G > HIGHEST), leaves)
+        enter = gl.where(leaves, G - HIGHEST, 0.0)
+        G = gl.where(leaves, HIGHEST, G)
         D = gl.where(steep, gl.floor(G + last), 0.0)
-        d = gl.where(steep, gl.maximum(D, gl.floor(G + sums - STEEP_UNITS)), 0.0)
+        d = gl.where(steep, gl.maximum(D, gl.floor(G + sums - UNITS)), 0.0)
         e = G + sums - d
-        most = gl.minimum(MOST_LIFT + gl.floor(e), MOST_POWER)
-        y = gl.where(steep, gl.minimum(-d, most), 0.0)
+        y = d * 0
+        if not IS_HALF:
+            most = gl.minimum(MOST_LIFT + gl.floor(e), MOST_POWER)
+            y = gl.where(steep, gl.minimum(-d, most), 0.0)
         G = gl.where(any_bad, float("nan"), G + last - D)
 
         mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -148,7 +160,7 @@ def gates_role(
         vectors.index(base + R_VECTOR).store(r)
         vectors.index(base + BETA_VECTOR).store(beta)
         vectors.index(base + D_VECTOR).store(d)
-        vectors.index(base + SCORE_VECTOR).store(y + d)
+        vectors.index(base + SCORE_VECTOR).store(D - d if IS_HALF else y + d)
         numbers = gl.where(o_f == ENTER, gl.exp2(enter), steep.to(gl.float32))
         numbers = gl.where(o_f == DECAY, gl.exp2(D), numbers)
         numbers = gl.where(o_f == END, gl.exp2(G), numbers)

@@ -14,7 +14,7 @@ from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.chunk.triton.fused.segments import fold_maps
 from gdn_triton.chunk.triton.hopper.kernel import hopper_fwd_kernel
-from gdn_triton.chunk.triton.hopper.segments import choose_segments
+from gdn_triton.chunk.triton.hopper.segments import choose_segments, states_at_once
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.shared.pool import (
     pool_arguments,
@@ -47,9 +47,9 @@ ONE = Shape(states=1, state_registers=256, triangles_registers=168, single_regis
 COLUMNS = 64
 
 
-def choose_shape(multiprocessors: int, states: int, V: int) -> Shape:
-    """Half of V a block, where even so each block has a multiprocessor of its own. Both give the
-    same bits."""
+def choose_shape(multiprocessors: int, states: float, V: int) -> Shape:
+    """One state of 64 columns a block, where even so each block has a multiprocessor of its own.
+    states: of 128 columns, at once. Both give the same bits."""
     return ONE if V <= COLUMNS or 2 * states <= multiprocessors else TWO
 
 
@@ -152,7 +152,7 @@ def walk(
     ht_strides = state_strides(final_state, p.state_v_first)
     length = choose_segments(multiprocessors, p)
     if length == 0:
-        shape = choose_shape(multiprocessors, p.N * p.HV, p.V)
+        shape = choose_shape(multiprocessors, states_at_once(p), p.V)
         h0_strides = state_strides(initial_state, p.state_v_first)
         launch(p, x, shape, o, initial_state, h0_strides, final_state, ht_strides, pool=pool)
         return
@@ -177,7 +177,8 @@ def walk(
         state_v_first=p.state_v_first,
         pool=pool,
     )
-    shape = choose_shape(multiprocessors, segments.slots * p.HV, p.V)
+    at_once = p.HV * -(-p.V // 128) * p.B * p.T / (length * CHUNK)
+    shape = choose_shape(multiprocessors, at_once, p.V)
     launch(p, x, shape, o, starts, strides, final_state, ht_strides, segments, pool=pool)
 
 

@@ -73,7 +73,8 @@ def scores(q, k, accumulator, vectors, base, steep, layout: gl.constexpr):
     P = warpgroup_mma_wait(0, deps=[P])
     if steep > 0:
         # Masked before the power, as it may overflow above the diagonal.
-        score = vectors.index(base + SCORE_VECTOR).load(o_r.type.layout) * opaque(steep)
+        EXPONENT: gl.constexpr = D_VECTOR if q.dtype == gl.float16 else SCORE_VECTOR
+        score = vectors.index(base + EXPONENT).load(o_r.type.layout) * opaque(steep)
         d = vectors.index(base + D_VECTOR).load(o_c.type.layout)
         lower = (o_r + here(base * 0))[:, None] >= o_c[None, :]
         P = P * power(gl.where(lower, score[:, None] - d[None, :], 0.0))
@@ -133,18 +134,21 @@ def state_role(
     o_k = gl.arange(0, BK, gl.SliceLayout(0, STATE))
     inside = (o_v < end_in)[:, None] & (o_k < K)[None, :]
 
+    IS_HALF: gl.constexpr = dtype == gl.float16
+    # Every sequence begins in the frame TOP (gates.py): 2^TOP, and its inverse.
+    UP: gl.constexpr = 16.0 if IS_HALF else 16777216.0
+    DOWN: gl.constexpr = 0.0625 if IS_HALF else 5.9604644775390625e-08
     S = gl.zeros([BV, BK], gl.float32, STATE)
     end = gl.to_tensor(1.0)
     if HAS_H0:
         offsets = o_v[:, None] * stride_h0v + o_k[None, :] * stride_h0k
         S = gl.load(p_h0 + offsets, mask=inside, other=0).to(gl.float32)
-        # Multiply by 2^-TOP, because every sequence begins in the frame TOP (gates.py).
-        S *= 5.9604644775390625e-08
-        end = gl.to_tensor(16777216.0)
+        S *= DOWN
+        end = gl.full([], UP, gl.float32)
     if not OUTPUT:
         # 2^-TOP times columns of the identity, or zeros.
         ones = (o_out[:, None] == o_k[None, :]) & (of_keys == 1)
-        S = gl.where(ones, 5.9604644775390625e-08, S)
+        S = gl.where(ones, DOWN, S)
     # The accumulator of the first product, which overwrites it. Later the registers of other dead
     # accumulators are given: zeros would be live at the same time, and spill.
     x = gl.zeros([BV, CHUNK], gl.float32, PRODUCT)
@@ -210,11 +214,27 @@ def state_role(
         x = warpgroup_mma(xb, t.permute((1, 0)), x, is_async=True)
         x = warpgroup_mma_wait(0, deps=[x])
         u = x.to(dtype)
+        if IS_HALF:
+            # With the number 0, as above.
+            same = stage + (here(n_rows) < 0).to(gl.int32)
+            is_steep = scalar_of(flags.index(stage).load(ONE), STEEP)
         if OUTPUT:
             o = warpgroup_mma(Sb, q.permute((1, 0)), x, use_acc=False, is_async=True)
+            if IS_HALF:
+                o = warpgroup_mma_wait(0, deps=[o])
+                if is_steep > 0:
+                    d = vectors.index(same * VECTORS + D_VECTOR).load(TOKEN)
+                    o = o * power(d)[None, :]
             uo = gl.convert_layout(u, OPERAND, assert_trivial=True)
             mbarrier.wait(p_full.index(t_stage), t_phase)
             o = warpgroup_mma(uo, p.permute((1, 0)), o, is_async=True)
+        if IS_HALF:
+            # The factor overwrites u, because two copies of u would spill.
+            if OUTPUT:
+                o = warpgroup_mma_wait(0, deps=[o])
+            if is_steep > 0:
+                w = vectors.index(same * VECTORS + SCORE_VECTOR).load(TOKEN)
+                u = (u.to(gl.float32) * power(w)[None, :]).to(dtype)
         S = warpgroup_mma(gl.convert_layout(u, UPDATE, assert_trivial=True), k, S, is_async=True)
         if OUTPUT:
             r = vectors.index(base + R_VECTOR).load(TOKEN)

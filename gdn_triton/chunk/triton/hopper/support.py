@@ -1,4 +1,4 @@
-"""The problems that the forward for compute capability 9.0 serves. Importing this module does not
+"""The problems that the kernels for compute capability 9.0 serve. Importing this module does not
 import Triton."""
 
 import functools
@@ -28,9 +28,9 @@ MOST_GRADIENT_CHANNELS: Final = 128
 # The same for the walks of the backward.
 FEWEST_WALKS: Final = 0.24
 
-# Whether the walks of the backward take packed sequences by themselves. Those have run in the
-# emulator alone.
-WALKS_TAKE_PACKED = False
+# Whether the kernels take the calls of `_unproven_forward` and `_unproven_walks`, which have run in
+# the emulator alone.
+TAKE_UNPROVEN = False
 
 _logger = logging.getLogger("gdn_triton")
 
@@ -42,7 +42,7 @@ def hopper_refusal(problem: Problem) -> str | None:
     Raises ValueError if GDN_GLUON is neither 0 nor 1.
     """
     p = problem
-    refusal = _any_refusal(p)
+    refusal = _any_refusal(p) or _unproven_forward(p)
     if refusal is not None or p.batch_invariant:
         return refusal
     states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
@@ -52,11 +52,6 @@ def hopper_refusal(problem: Problem) -> str | None:
             f"The call has {states} states (sequences times value heads), too few for the kernel "
             f"for compute capability 9.0 on {multiprocessors} multiprocessors."
         )
-    if p.N > 1 and p.longest[0] > 0 and not is_cut and _is_cut(p):
-        return (
-            f"The longest sequence has {p.longest[0]} tokens, and the portable kernels walk over "
-            "several segments of it at once; the kernel for compute capability 9.0 does not."
-        )
     return None
 
 
@@ -64,11 +59,11 @@ def gradients_refusal(problem: Problem) -> str | None:
     """Returns the same for the kernel of the gradients of chunks."""
     p = problem
     refusal = _any_refusal(p)
+    kernel = "The kernel of the gradients of chunks for compute capability 9.0"
+    if refusal is None and p.q_dtype is not torch.bfloat16:
+        return f"{kernel} takes bfloat16."
     if refusal is None and p.V > MOST_GRADIENT_CHANNELS:
-        return (
-            "The kernel of the gradients of chunks for compute capability 9.0 takes V up to "
-            f"{MOST_GRADIENT_CHANNELS}; V is {p.V}."
-        )
+        return f"{kernel} takes V up to {MOST_GRADIENT_CHANNELS}; V is {p.V}."
     return refusal
 
 
@@ -76,8 +71,9 @@ def walks_refusal(problem: Problem) -> str | None:
     """Returns the same for the walks of the backward."""
     p = problem
     refusal = _any_refusal(p)
-    if refusal is None and p.is_varlen and not WALKS_TAKE_PACKED:
-        return "The walks for compute capability 9.0 take padded sequences."
+    if refusal is None and p.q_dtype is not torch.bfloat16:
+        return "The walks for compute capability 9.0 take bfloat16."
+    refusal = refusal or _unproven_walks(p)
     if refusal is not None or p.batch_invariant:
         return refusal
     states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
@@ -85,6 +81,32 @@ def walks_refusal(problem: Problem) -> str | None:
         return (
             f"The call has {states} states (sequences times value heads), too few for the walks "
             f"for compute capability 9.0 on {multiprocessors} multiprocessors."
+        )
+    return None
+
+
+def _unproven_forward(problem: Problem) -> str | None:
+    """Returns the refusal of a call that has run in the emulator alone, or None."""
+    if TAKE_UNPROVEN or problem.q_dtype is torch.bfloat16:
+        return None
+    return "The kernel for compute capability 9.0 has not run with float16 on a GPU."
+
+
+def _unproven_walks(problem: Problem) -> str | None:
+    """Returns the same for the walks of the backward."""
+    p = problem
+    if TAKE_UNPROVEN:
+        return None
+    if p.is_varlen or p.T % 64 != 0 or (p.K, p.V) != (128, 128):
+        return (
+            "The walks for compute capability 9.0 have run on a GPU with padded sequences of whole "
+            f"chunks and K = V = 128 only; T is {p.T}, K is {p.K}, V is {p.V}, and is_varlen is "
+            f"{p.is_varlen}."
+        )
+    if p.has_initial_state or p.output_final_state:
+        return (
+            "The walks for compute capability 9.0 have run on a GPU without initial and final "
+            "states only."
         )
     return None
 
@@ -103,8 +125,8 @@ def sizes_refusal(problem: Problem) -> str | None:
     """Returns the refusal that follows from dtypes, sizes and options alone, or None."""
     p = problem
     kernel = "The kernel for compute capability 9.0"
-    if not p.q_dtype is p.k_dtype is p.v_dtype is torch.bfloat16:
-        return f"{kernel} takes q, k and v in bfloat16."
+    if not p.q_dtype is p.k_dtype is p.v_dtype or p.q_dtype not in (torch.bfloat16, torch.float16):
+        return f"{kernel} takes q, k and v all in bfloat16 or all in float16."
     if p.chunk_size != 64:
         return f"{kernel} has chunks of 64 tokens; chunk_size is {p.chunk_size}."
     if p.K > 128 or p.K % 8 != 0 or p.V % 8 != 0:
@@ -112,15 +134,6 @@ def sizes_refusal(problem: Problem) -> str | None:
     if 0 in (p.N, p.T, p.HV, p.K, p.V):
         return f"{kernel} takes no empty tensors."
     return None
-
-
-def _is_cut(problem: Problem) -> bool:
-    """Returns whether the portable kernels cut the sequences of a call into segments."""
-    from gdn_triton._triton.tiles import gpu_of, segment_chunks
-
-    p = problem
-    gpu = gpu_of(p.device)
-    return segment_chunks(gpu, p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size, p.longest[0]) > 0
 
 
 def _asked() -> bool:

@@ -85,8 +85,10 @@ def hopper_walks_kernel(
     HAS_DHT: gl.constexpr = dht is not None
     STORE_DH0: gl.constexpr = dh0 is not None
     pid = gl.program_id(0)
-    is_back = pid % 2 == 0
-    if WALKS == "both":
+    if WALKS != "both":
+        is_back: gl.constexpr = WALKS == "back"
+    else:
+        is_back = pid % 2 == 0
         pid = pid // 2
     first_v = pid % BLOCKS * COLUMNS
     i_hv = pid // BLOCKS % HV
@@ -128,59 +130,7 @@ def hopper_walks_kernel(
     outputs = (u_desc, h_desc)
     ends = (u + first_value, p_h0)
     strides = (stride_t, stride_h0k, stride_h0v)
-    if WALKS == "back":
-        back_block(
-            back_sources,
-            back_outputs,
-            gates,
-            back_ends,
-            back_strides,
-            heads,
-            first_slot,
-            walk,
-            scale,
-            K,
-            V,
-            BK,
-            BV,
-            STATES,
-            STAGES,
-            Q_STAGES,
-            T_STAGES,
-            STATE_REGISTERS,
-            TRIANGLES_REGISTERS,
-            SINGLE_REGISTERS,
-            HAS_DHT,
-            STORE_DH0,
-            STORE_DV,
-            LEAST_BETA,
-            IS_VARLEN,
-        )
-    elif WALKS == "forward":
-        forward_block(
-            sources,
-            outputs,
-            gates,
-            ends,
-            strides,
-            heads,
-            first_slot,
-            walk,
-            scale,
-            K,
-            V,
-            BK,
-            BV,
-            STATES,
-            STAGES,
-            T_STAGES,
-            STATE_REGISTERS,
-            TRIANGLES_REGISTERS,
-            SINGLE_REGISTERS,
-            HAS_H0,
-            IS_VARLEN,
-        )
-    elif is_back:
+    if is_back:
         back_block(
             back_sources,
             back_outputs,

@@ -42,8 +42,8 @@ class Plan(NamedTuple):
 
 
 def choose_plan(multiprocessors: int, states: int, V: int) -> Plan:
-    """One launch where each block of both walks has a multiprocessor of its own, even with one
-    state a block; otherwise two. No form changes a bit."""
+    """Returns one launch if every block of both walks has its own multiprocessor, even with one
+    state a block, and two launches otherwise. No form changes a bit."""
     if 2 * states * -(-V // COLUMNS) <= multiprocessors:
         return Plan(("both",), ONE)
     two = choose_shape(multiprocessors, states, V).states == 2
@@ -72,9 +72,9 @@ def walks(
     state_v_first: bool,
     store_dv: bool = False,
 ) -> States:
-    """Does what ``state_bwd`` of gradients/state.py does, for q, k, v and do in bfloat16, but reads
-    no A_inv, A_qk and own, which it computes. store_dv: the field dx of the result is beta dx,
-    except in rows with |beta| < LEAST_BETA."""
+    """Returns the results of ``state_bwd`` of gradients/state.py, for q, k, v and do in bfloat16.
+    The walks compute A_inv, A_qk and own themselves and do not read these arguments. store_dv: the
+    field dx of the result is beta dx, except in rows with |beta| < LEAST_BETA."""
     del A_inv, A_qk, own, A_is_strict
     B, T, HV, V = do.shape
     h = torch.empty(chunks.slots, HV, K, V, dtype=k.dtype, device=k.device)
