@@ -12,6 +12,7 @@ from gluon_gradients import check_gradients
 from helpers import BF16, FP16, FP32, Case, cases, make_inputs, same_bits
 from torch import Tensor
 
+from gdn_triton.chunk import backends
 from gdn_triton.chunk.backends import chunk_kernels
 from gdn_triton.chunk.problem import Problem
 from gdn_triton.chunk.triton.gradients.gate import gate_bwd
@@ -151,13 +152,29 @@ hopper = pytest.mark.gpu("the interpreter runs no Gluon")
 
 @pytest.fixture
 def gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls that it serves run the kernel."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the GPU has another compute capability")
     refusal = support._release_refusal()
     if refusal is not None:
         pytest.skip(refusal)
+    from gdn_triton.chunk.triton.gradients import query_key
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("the portable kernels run")
+
+    monkeypatch.setattr(query_key.query_key_bwd_kernel, "run", forbidden)
+    monkeypatch.setattr(support, "TAKE_UNPROVEN", True)
     monkeypatch.setenv("GDN_BACKEND", "triton")
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     monkeypatch.delenv("GDN_GLUON", raising=False)
+
+
+@pytest.fixture(params=["portable walks", "Gluon walks"])
+def after(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walks that run before the kernel."""
+    if request.param == "portable walks":
+        monkeypatch.setattr(backends, "walks_refusal", lambda problem: "They are not asked for.")
 
 
 def hopper_case(name: str, why: str, **sizes: Any) -> Case:
@@ -196,7 +213,7 @@ def test_kernel(case: Case, strength: float) -> None:
 
 
 @hopper
-@pytest.mark.usefixtures("gluon")
+@pytest.mark.usefixtures("gluon", "after")
 @pytest.mark.parametrize("case", cases(CASES))
 @pytest.mark.parametrize(
     "options", [Options(), Options(l2norm=True, sigmoid=True, negative=True, gate=True)]
@@ -206,7 +223,7 @@ def test_gradients(case: Case, options: Options) -> None:
 
 
 @hopper
-@pytest.mark.usefixtures("gluon")
+@pytest.mark.usefixtures("gluon", "after")
 @pytest.mark.parametrize("strength", STRENGTHS)
 def test_gates(strength: str) -> None:
     x = make_inputs(PACKED, BF16, "cuda")
@@ -216,7 +233,7 @@ def test_gates(strength: str) -> None:
 
 
 @hopper
-@pytest.mark.usefixtures("gluon")
+@pytest.mark.usefixtures("gluon", "after")
 def test_same_bits() -> None:
     """Again, and each sequence alone."""
     task = make_task(CASES[3], BF16, "cuda", Options())

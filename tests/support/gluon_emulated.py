@@ -94,7 +94,7 @@ def operands_of(x: Inputs, *, v_first: bool = False) -> Operands:
 
 def table_of(B: int, T: int, size: int, cu_seqlens: Tensor | None, *skipped: Any) -> ChunkTable:
     """As ``make_chunks``, of sequences of which none is skipped."""
-    assert skipped == (None, -1)
+    assert skipped in ((), (None, -1))
     if cu_seqlens is None:
         return make_chunks(B, T, size)
     offsets = cu_seqlens.tolist()
