@@ -15,7 +15,7 @@ from torch import Tensor
 from gdn_triton.chunk import backends
 from gdn_triton.chunk.backends import chunk_kernels
 from gdn_triton.chunk.problem import Problem
-from gdn_triton.chunk.triton.gradients.gate import gate_bwd
+from gdn_triton.chunk.triton.gradients.gate import LEAST_BETA, gate_bwd
 from gdn_triton.chunk.triton.gradients.state import state_bwd
 from gdn_triton.chunk.triton.hopper import support
 from gdn_triton.chunk.triton.hopper.support import gradients_refusal
@@ -103,9 +103,9 @@ def test_gates_take_what_the_kernel_leaves(device: str) -> None:
     beta, lines, dx = normal(B, T, HV), normal(B, T, HV, 64), normal(B, T, HV, V)
     lines[..., V:] = 0
     v = lines[..., :V]
-    beta[:, 3], beta[:, 66] = 0.0, 1e-30
+    beta[:, 3], beta[:, 66] = 0.0, LEAST_BETA / 2
     per_head = beta.transpose(1, 2)
-    small = per_head.abs() < 1e-20
+    small = per_head.abs() < LEAST_BETA
     dbeta = torch.where(small, (dx * v).sum(-1).transpose(1, 2) + later - read, dbeta)
     chunks = make_chunks(B, T, 64)
     rest = {"across": normal(1, chunks.slots, HV), "beta_used": beta, "beta": beta}
@@ -135,13 +135,13 @@ def test_walk_stores_dv(device: str) -> None:
         return torch.randn(*shape, generator=generator).to(device)
 
     beta = normal(B, T, HV)
-    beta[:, 3], beta[:, 20] = 0.0, 1e-30
+    beta[:, 3], beta[:, 20] = 0.0, LEAST_BETA / 2
     x: dict[str, Any] = {"q": normal(B, T, 1, K), "k": normal(B, T, 1, K), "beta": beta}
     x |= {"v": normal(B, T, HV, V), "do": normal(B, T, HV, V), "own": normal(B, T, HV)}
     x |= {"A_inv": 0.1 * normal(B, T, HV, BT), "A_qk": 0.1 * normal(B, T, HV, BT)}
     x |= {"g_cumsum": -normal(B, T, HV).abs(), "chunks": make_chunks(B, T, BT), "scale": 0.3}
     dx, dv = (state_bwd(**x, N=1, K=K, A_is_strict=False, store_dv=on).dx for on in (False, True))
-    factor = torch.where(beta.abs() < 1e-20, 1.0, beta)
+    factor = torch.where(beta.abs() < LEAST_BETA, 1.0, beta)
     torch.testing.assert_close(dv, dx * factor[..., None])
 
 

@@ -64,7 +64,7 @@ def make_given(case: Case, device: str, *, slots: int, strength: float, seed: in
         g_cumsum[b, :, first:end] = decays[b, :, first:end].cumsum(-1)
     beta = torch.rand(B, HV, T, generator=generator)
     # Rows of dv that are dx.
-    beta[..., 5::17], beta[..., 9::17] = 0.0, 1e-30
+    beta[..., 5::17], beta[..., 9::17] = 0.0, LEAST_BETA / 2
     return Given(
         q=tokens(H, K) * K**-0.5,
         k=tokens(H, K) * K**-0.5,

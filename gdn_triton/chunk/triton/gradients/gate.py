@@ -26,9 +26,10 @@ from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 # The chunks whose sums a program of the second stage adds at a time, and the number of its heads.
 SUM_BLOCK = 64
 SUM_WIDTH = 8
-# Rows of dv with a smaller |beta| are dx instead of beta dx until gate_bwd has read them, because
-# beta^2, which dbeta is divided by, could leave the range of fp32.
-LEAST_BETA = 2.0**-40
+# Rows of dv with a smaller |beta| are dx instead of beta dx until gate_bwd has read them. dbeta of
+# the other rows comes from v_new / beta. A row of T is proportional to beta, and the inverse has
+# fp16 operands, which lose digits below 2^-14: with beta = 2^-18 dbeta has 5 times the error.
+LEAST_BETA = 2.0**-12
 
 
 class ChunkGradients(NamedTuple):
