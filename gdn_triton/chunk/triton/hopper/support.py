@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from gdn_triton._host.environment import variable
 from gdn_triton.chunk.problem import Problem
-from gdn_triton.chunk.triton.hopper.segments import choose_segments
+from gdn_triton.chunk.triton.hopper.segments import choose_segments, states_at_once
 
 SWITCH: Final = "GDN_GLUON"
 
@@ -22,8 +22,12 @@ RELEASES: Final = ("3.6.0", "3.7.1")
 # of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
 FEWEST_STATES: Final = 0.24
 
-# The same for the walks of the backward.
+# The same for the walks of the backward, whose chain of chunks is longer than that of the portable
+# programs: padded sequences, and packed ones.
 FEWEST_WALKS: Final = 0.24
+FEWEST_PACKED_WALKS: Final = 0.45
+# The longest packed sequence over the average, where the host does not know the lengths.
+ASSUMED_UNEVENNESS: Final = 4
 
 _logger = logging.getLogger("gdn_triton")
 
@@ -56,11 +60,16 @@ def walks_refusal(problem: Problem) -> str | None:
         return "The walks for compute capability 9.0 take bfloat16."
     if refusal is not None or p.batch_invariant:
         return refusal
-    states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
-    if states < FEWEST_WALKS * multiprocessors:
+    states, least = states_at_once(p), FEWEST_WALKS
+    if p.is_varlen:
+        least = FEWEST_PACKED_WALKS
+        if p.longest[0] == 0:
+            states /= ASSUMED_UNEVENNESS
+    multiprocessors = _multiprocessors(p.device)
+    if states < least * multiprocessors:
         return (
-            f"The call has {states} states (sequences times value heads), too few for the walks "
-            f"for compute capability 9.0 on {multiprocessors} multiprocessors."
+            f"The walks for compute capability 9.0 would run {states:.0f} states at once, too few "
+            f"on {multiprocessors} multiprocessors: the longest sequence bounds the call."
         )
     return None
 
