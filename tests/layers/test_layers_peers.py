@@ -322,8 +322,8 @@ def test_on_the_cuda_library(
     if not fast.is_available():
         pytest.skip(str(fast.why_unavailable()))
     ran: list[str] = []
-    operator = calls._operator
-    monkeypatch.setattr(calls, "_operator", lambda name: ran.append(name) or operator(name))
+    operator = calls.library_operator
+    monkeypatch.setattr(calls, "library_operator", lambda name: ran.append(name) or operator(name))
     layer, x = make_layer(dtype=dtype, device=device), make_input(2, 200, dtype, device)
     monkeypatch.setenv("GDN_BACKEND", "reference")
     wide = prefill_and_decode(copy.deepcopy(layer).double(), x.double())
