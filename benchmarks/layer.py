@@ -210,7 +210,9 @@ def prefills(records: list[Any], rate: float) -> str:
     """Markdown: the time of each implementation, then the parts of ours with the share of `rate`,
     bytes a second, at which the convolution and the norm move their tensors."""
     names = [n for n in records[0]["results"] if any("time" in x["results"][n] for x in records)]
-    columns = ["heads", "sequences", *names, *PARTS.values(), "rule"]
+    has_kernels = any(x["results"][OURS].get("kernels") for x in records)
+    parts = [*PARTS.values(), "rule"] if has_kernels else []
+    columns = ["heads", "sequences", *names, *parts]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for record in records:
         T, sizes = record["tokens"], Sizes(*map(int, record["heads"].split("/")))
@@ -227,7 +229,7 @@ def prefills(records: list[Any], rate: float) -> str:
         for part, us in sums.items():
             cells.append(f"{us:.0f} ({1e6 * moved[part] / us / rate:.0%})" if us else "-")
         cells.append(f"{sum(kernels.values()) - sum(sums.values()):.0f}" if kernels else "-")
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells[: len(columns)])} |")
     return "\n".join(lines) + "\n"
 
 
