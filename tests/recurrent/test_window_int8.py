@@ -161,6 +161,18 @@ def test_refusals() -> None:
         window.pack(x["state"], slots, states.mT)
     with pytest.raises(TypeError, match=r"states must be a torch.Tensor, got NoneType"):
         window.pack(x["state"], slots, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"states must be a strided tensor"):
+        window.pack(x["state"], slots, states.to_sparse())
+    with pytest.raises(NotImplementedError, match=r"pack .* has no gradient; states requires one"):
+        window.pack(x["state"], slots, states.requires_grad_())
+    with pytest.raises(ValueError, match=r"window.scales must be torch.float32, got torch.float16"):
+        half.unpacked(x["state"], slots)
+    for scales, error, message in (
+        (torch.zeros(5, 4), ValueError, "window.scales must have 3 dimensions"),
+        ([1.0], TypeError, "window.scales must be a torch.Tensor, got list"),
+    ):
+        with pytest.raises(error, match=message):
+            window._replace(scales=scales).unpacked(x["state"], slots)  # type: ignore[arg-type]
 
 
 def test_compiled(device: str) -> None:
