@@ -269,7 +269,8 @@ def test_one_result_of_many_runs(name: str, own: str) -> None:
 
 @gpu
 def test_a_sequence_alone(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole in the batch, in segments alone; whole or not by the longest of three."""
+    """Without batch invariance the sequence alone would be cut into segments, and the longest of
+    three sequences would decide whether a walk goes over whole slices."""
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     check_alone(LARGE, BF16, own)
     check_alone(replace(LARGE, lengths=(CUT.T, 300)), BF16, own)
