@@ -42,14 +42,14 @@ FAULTS = {
     "published-early": "are not ordered",
     "store-goes-on": "a number is published before a store has ended",
 }
-# Of those that are found in one way in one order of the warps, and in others in other orders.
+# Faults for which the message depends on the order of the warps, with the message of one order.
 IN_ORDER = {
     "phases": "a phase of a barrier may end before warp 0 has seen the end of the one before",
     "late-phase": "a wait that comes too late: the next phase has ended too",
     "ends-before-raise": "a setmaxnreg that not all warps of the warpgroup execute",
     "two-lowers": "a setmaxnreg before all warps of the warpgroup have executed the one before",
 }
-# Of those that do not need to look for races, one that is found by what it does then.
+# The messages without the search for races. `no-wait` then shows as a wrong number.
 WITHOUT_RACES = {
     "none": "right",
     "no-wait": "a wrong number",
