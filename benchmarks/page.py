@@ -8,9 +8,9 @@ between a line `<!-- benchmarks: NAME -->` and a line `<!-- benchmarks end -->` 
 the plots in docs/assets if matplotlib is installed, and a page of rows for each file in build/rows,
 which git ignores.
 
-A ratio is the time of another implementation over ours of the same run. Of a call that several
-files have, the file with the latest date counts. The default install is shown on one card for each
-kind of calls and each other implementation: that of the latest run.
+A ratio is the time of another implementation over ours of the same run. If several files have a
+call, the file with the latest date counts. The default install is shown on one card for each kind
+of calls and each other implementation: that of the latest run.
 """
 
 import argparse

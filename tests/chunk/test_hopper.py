@@ -118,7 +118,7 @@ def test_refusals(change: dict[str, Any], words: str | None) -> None:
         (UNEVEN | {"HV": 16}, 27),
         (UNEVEN | {"HV": 32}, 0),
         (UNEVEN | {"HV": 64}, 0),
-        # Of K and V that make two blocks a state.
+        # V makes two blocks a state.
         ({"N": 1, "B": 1, "T": 8192, "HV": 16, "V": 256}, 43),
     ],
 )
