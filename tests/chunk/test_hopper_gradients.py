@@ -164,7 +164,6 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the portable kernels run")
 
     monkeypatch.setattr(query_key.query_key_bwd_kernel, "run", forbidden)
-    monkeypatch.setattr(support, "TAKE_UNPROVEN", True)
     monkeypatch.setenv("GDN_BACKEND", "triton")
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     monkeypatch.delenv("GDN_GLUON", raising=False)
