@@ -252,8 +252,7 @@ def finish(
         chunks,
         x.A_log,
         x.dt_bias,
-        v,
-        parts.dv,
+        *((v, parts.dv) if gradients_on_hopper else ()),
         use_beta_sigmoid=p.use_beta_sigmoid,
         allow_neg_eigval=p.allow_neg_eigval,
     )
