@@ -233,6 +233,17 @@ def test_gates(strength: str) -> None:
 
 @hopper
 @pytest.mark.usefixtures("gluon", "after")
+def test_small_betas() -> None:
+    """Rows of dv that are dx, and rows with the least beta of the others."""
+    x = make_inputs(CASES[0], BF16, "cuda")
+    beta = x.beta.clone()
+    for place, exponent in enumerate((-126, -24, -18, -13, -12, -11)):
+        beta[:, place::11] = 2.0**exponent
+    check_task(make_task(CASES[0], BF16, "cuda", Options(), x.but(beta=beta)), BF16, "cuda")
+
+
+@hopper
+@pytest.mark.usefixtures("gluon", "after")
 def test_same_bits() -> None:
     """Again, and each sequence alone."""
     task = make_task(CASES[3], BF16, "cuda", Options())

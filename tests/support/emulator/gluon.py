@@ -1,6 +1,6 @@
-"""Runs the Gluon kernels of the package, and kernels of Triton beside them, on a CPU: the PTX that
-Triton makes of them for compute capability 9.0, by the machine that also runs the CUDA library
-(build.py). Needs g++ on x86_64, and neither nvcc nor a GPU.
+"""Runs the Gluon kernels of the package, and the kernels of Triton in the same calls, on a CPU: the
+PTX that Triton makes of them for compute capability 9.0, by the machine that also runs the CUDA
+library (build.py). Needs g++ on x86_64, and neither nvcc nor a GPU.
 
     with emulated({"hopper_fwd_kernel": ("o", "ht", "o_desc")}, seed=1, races=True):
         hopper_fwd(problem, x)
