@@ -1,13 +1,17 @@
 """Launches the gradients of chunks for compute capability 9.0."""
 
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn_triton._triton.strides import head_arguments, head_strides, named
 from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.triton.gradients.gate import ChunkGradients
 from gdn_triton.chunk.triton.hopper.gradients.kernel import hopper_gradients_kernel
-from gdn_triton.chunk.triton.hopper.launch import ROWS, descriptor, tma_readable
+from gdn_triton.chunk.triton.hopper.launch import (
+    COLUMNS,
+    descriptor,
+    state_descriptor,
+    tma_readable,
+)
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 
 # The registers of a thread of the warps of values and of the single warps. The warps of products
@@ -15,14 +19,6 @@ from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 VALUE_REGISTERS, SINGLE_REGISTERS = 80, 32
 # The number of units of 32 KB.
 RING = 5
-# The columns of a copy by TMA.
-PART = 64
-
-
-def state_descriptor(x: torch.Tensor, BK: int) -> TensorDescriptor:
-    """Returns a TMA descriptor of states x [slots, HV, K, V], contiguous, whose tiles are 64
-    columns of one state."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BK, PART], ROWS)
 
 
 def chunk_gradients(
@@ -55,11 +51,11 @@ def chunk_gradients(
     n_items = chunks.slots * H
     BK, BV = (64 if n <= 64 else 128 for n in (K, V))
     hopper_gradients_kernel[(min(n_items, gpu_of(device).multiprocessors),)](
-        q_desc=descriptor(tma_readable(q), PART),
-        k_desc=descriptor(tma_readable(k), PART),
-        do_desc=descriptor(tma_readable(do), PART),
-        u_desc=descriptor(u, PART),
-        dv_desc=descriptor(dv, PART),
+        q_desc=descriptor(tma_readable(q), COLUMNS),
+        k_desc=descriptor(tma_readable(k), COLUMNS),
+        do_desc=descriptor(tma_readable(do), COLUMNS),
+        u_desc=descriptor(u, COLUMNS),
+        dv_desc=descriptor(dv, COLUMNS),
         h_desc=state_descriptor(h, BK),
         dh_desc=state_descriptor(dh, BK),
         q=q,
