@@ -233,8 +233,8 @@ def summary_table(ratios: Iterable[Ratio], only: str) -> str:
 
 def short_table(ratios: Iterable[Ratio]) -> str:
     """For the card with the most calls: its name, the dates of the runs, a row for each kind of
-    call with the CUDA library; and a sentence with the means of the default install, which names
-    another card."""
+    call with the CUDA library; and for each card a sentence with the means of the default
+    install, which names another card."""
     shown = [x for x in ratios if re.match(SHORT, x.what) and x.other in OTHERS]
     card = statistics.mode(x.device for x in shown if x.install != DEFAULT)
     by_default = groups(x for x in shown if x.install == DEFAULT)
@@ -245,17 +245,17 @@ def short_table(ratios: Iterable[Ratio]) -> str:
         [what, *(cell(of_others.get(name)) for name in OTHERS)]
         for (_, what, _), of_others in groups(shown).items()
     ]
-    default = []
+    default: dict[str, list[str]] = {}
     for (device, what, _), of_others in by_default.items():
         found = [
             f"{name} {cell(of_others[name]).split(' ')[0]}" for name in OTHERS if name in of_others
         ]
-        place = "" if device == card else f" on one {device}"
-        default.append(f"{what}{place}: {', '.join(found)}")
+        default.setdefault(device, []).append(f"{what}: {', '.join(found)}")
     text = f"One {card}, runs of {made}:\n\n" + rows.table(["call", *OTHERS], lines)
-    if default:
-        means = "; ".join(default)
-        text += f"\nWithout the CUDA library, on Triton kernels, the means are: {means}.\n"
+    for device, of_device in default.items():
+        place = "" if device == card else f" on one {device}"
+        means = "; ".join(of_device)
+        text += f"\nWithout the CUDA library, on Triton kernels, the means{place} are: {means}.\n"
     return text
 
 
