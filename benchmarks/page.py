@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from benchmarks import layer, plot, rows
+from benchmarks import layer, plot, rows, vllm_engine
 from benchmarks.backward import TRITON as BACKWARD_TRITON
 from benchmarks.peers import PEERS
 from benchmarks.records import (
@@ -343,6 +343,20 @@ def prefill_table(files: Iterable[Path]) -> str:
     return made_on(records) + layer.prefills(found, rate)
 
 
+def kinds_table(files: Iterable[Path]) -> str:
+    """The newest records of vLLM's other kinds of calls: prefix caching, drafts, one prompt in two
+    batches."""
+    runs = [records for path in files if kind_of(records := read(path)) == "engine"]
+    runs = [x for x in runs if any(row.get("what") == "8 prompts, empty" for row in x)]
+    if not runs:
+        return ""
+    records = max(runs, key=lambda records: str(head_of(records)["date"]))
+    found = [x for x in records if x["kind"] == "engine"]
+    names = list(dict.fromkeys(name for x in found for name in x["results"]))
+    lines = vllm_engine.tables(found, names).splitlines()
+    return "".join(f"{line}\n" for line in lines if line.startswith("|"))  # no reasons
+
+
 # The columns of the table of decode steps: ours, and the packages that it names.
 STEPS = {
     "gdn_triton, value-first": "value-first",
@@ -396,6 +410,7 @@ def parts(files: list[Path]) -> dict[str, str]:
         "runs": runs_table(files),
         "layer": layer_table(files),
         "prefills": prefill_table(files),
+        "kinds": kinds_table(files),
         "decode": decode_table(files),
     }
 
