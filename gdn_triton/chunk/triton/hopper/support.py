@@ -22,6 +22,9 @@ RELEASES: Final = ("3.6.0", "3.7.1")
 # of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
 FEWEST_STATES: Final = 0.24
 
+# The channels of V that the kernel of the gradients of chunks has room for.
+MOST_GRADIENT_CHANNELS: Final = 128
+
 # The same for the walks of the backward, whose chain of chunks is longer than that of the portable
 # programs: padded sequences, and packed ones.
 FEWEST_WALKS: Final = 0.24
@@ -50,6 +53,18 @@ def hopper_refusal(problem: Problem) -> str | None:
             f"for compute capability 9.0 on {multiprocessors} multiprocessors."
         )
     return None
+
+
+def gradients_refusal(problem: Problem) -> str | None:
+    """Returns the same for the kernel of the gradients of chunks."""
+    p = problem
+    refusal = _any_refusal(p)
+    kernel = "The kernel of the gradients of chunks for compute capability 9.0"
+    if refusal is None and p.q_dtype is not torch.bfloat16:
+        return f"{kernel} takes bfloat16."
+    if refusal is None and p.V > MOST_GRADIENT_CHANNELS:
+        return f"{kernel} takes V up to {MOST_GRADIENT_CHANNELS}; V is {p.V}."
+    return refusal
 
 
 def walks_refusal(problem: Problem) -> str | None:
