@@ -22,15 +22,15 @@ RELEASES: Final = ("3.6.0", "3.7.1")
 # of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
 FEWEST_STATES: Final = 0.24
 
-# The channels of V that the kernel of the gradients of chunks has room for.
-MOST_GRADIENT_CHANNELS: Final = 128
-
 # The same for the walks of the backward, whose chain of chunks is longer than that of the portable
 # programs: padded sequences, and packed ones.
 FEWEST_WALKS: Final = 0.24
 FEWEST_PACKED_WALKS: Final = 0.45
 # The longest packed sequence over the average, where the host does not know the lengths.
 ASSUMED_UNEVENNESS: Final = 4
+
+# The channels of V that the kernel of the gradients of chunks has room for.
+MOST_GRADIENT_CHANNELS: Final = 128
 
 _logger = logging.getLogger("gdn_triton")
 
@@ -90,7 +90,8 @@ def walks_refusal(problem: Problem) -> str | None:
 
 
 def _any_refusal(problem: Problem) -> str | None:
-    """Returns the refusal of both, which does not depend on the number of states, or None."""
+    """Returns the refusal of all kernels, which does not depend on the number of states, or
+    None."""
     p = problem
     if not _asked():
         return f"{SWITCH}=0 asks for them."
