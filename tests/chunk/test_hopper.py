@@ -237,6 +237,24 @@ def test_options(case: Case) -> None:
     check(case, x, "cuda", A_log=heads, **{**options, "with_state": False})
 
 
+@hopper
+@pytest.mark.usefixtures("gluon")
+@pytest.mark.parametrize("case", cases([CASES[0], PACKED, CASES[3], *CASES[5:7]]))
+@pytest.mark.parametrize(("chunks", "dtype"), [(0, BF16), (1, BF16), (0, FP16)])
+def test_norm(case: Case, chunks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of q and k, in the kernel: with the bits of the norm apart. Of whole sequences, and of
+    segments of a chunk."""
+    from gdn_triton.chunk.triton.hopper import launch
+
+    monkeypatch.setattr(launch, "choose_segments", lambda *_: chunks)
+    x = make_inputs(case, dtype, "cuda")
+    x = x.but(q=7 * x.q, k=0.01 * x.k)
+    o, state = check(case, x, "cuda", l2norm=True)
+    monkeypatch.setattr(launch, "norm_in_kernel", lambda *_: False)
+    apart, its_state = check(case, x, "cuda", l2norm=True)
+    assert same_bits(o, apart) and same_bits(state, its_state)
+
+
 def gates_of(kind: str, g: Tensor) -> Tensor:
     """g [B, T, HV] of a kind, natural logarithms. Some decay by more than the frame of a chunk, and
     one head forgets everything at some tokens."""

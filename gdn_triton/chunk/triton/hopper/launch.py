@@ -23,7 +23,7 @@ from gdn_triton.chunk.triton.shared.pool import (
     pool_pointers,
 )
 from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
-from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
+from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
 ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 CHUNK = 64
@@ -33,17 +33,23 @@ TMA_ALIGNMENT = 8
 
 class Shape(NamedTuple):
     """States of a block, of 64 columns of V each, and how its warps share its 64K registers: of a
-    thread of the states' warps, of the triangles' and of the single warps."""
+    thread of the states' warps, of the triangles' and of the single warps. norm_rows: rows of q or
+    k that a norm warp holds in its registers at once."""
 
     states: int
     state_registers: int
     triangles_registers: int
     single_registers: int
+    norm_rows: int
 
 
-TWO = Shape(states=2, state_registers=184, triangles_registers=112, single_registers=32)
+TWO = Shape(
+    states=2, state_registers=184, triangles_registers=112, single_registers=32, norm_rows=8
+)
 # The only state has the registers that are left, at most 256.
-ONE = Shape(states=1, state_registers=256, triangles_registers=168, single_registers=40)
+ONE = Shape(
+    states=1, state_registers=256, triangles_registers=168, single_registers=80, norm_rows=16
+)
 COLUMNS = 64
 
 
@@ -89,6 +95,7 @@ def fixed_arguments(
     output: bool,
     in_segments: bool,
     has_start: bool,
+    norm: bool,
 ) -> dict[str, Any]:
     return {
         "RCP_LN2": RCP_LN2,
@@ -111,8 +118,17 @@ def fixed_arguments(
         "IN_SEGMENTS": in_segments,
         "HAS_START": has_start,
         "IS_VARLEN": varlen,
+        "NORM": norm,
+        "NORM_ROWS": shape.norm_rows,
+        "EPS": L2NORM_EPS,
         "num_warps": 4,
     }
+
+
+def norm_in_kernel(x: Inputs) -> bool:
+    """Whether the kernel normalises q and k itself. The kernel for rows that TMA cannot read writes
+    a copy, and so normalises on the way."""
+    return tma_reachable(x.q) and tma_reachable(x.k)
 
 
 def hopper_fwd(
@@ -122,7 +138,10 @@ def hopper_fwd(
     states. x as ``readable_inputs`` of forward.py leaves it; of problems that ``hopper_refusal`` of
     support.py does not refuse."""
     p = problem
-    q, k = l2norm_fwd(x.q, x.k) if p.use_qk_l2norm else (x.q, x.k)
+    q, k, norm = x.q, x.k, p.use_qk_l2norm
+    if norm and not norm_in_kernel(x):
+        q, k = l2norm_fwd(q, k)
+        norm = False
     x = x._replace(q=tma_readable(q), k=tma_readable(k), v=tma_readable(x.v))
     if pool is None:
         o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.q_dtype, device=p.device)
@@ -132,7 +151,7 @@ def hopper_fwd(
     else:
         o = pool.out if tma_reachable(pool.out) else torch.empty_like(pool.out).contiguous()
         initial_state = final_state = pool.state
-    walk(p, x, o, initial_state, final_state, pool)
+    walk(p, x, o, initial_state, final_state, pool, norm=norm)
     if pool is not None and o is not pool.out:
         pool.out.copy_(o)
         o = pool.out
@@ -146,6 +165,8 @@ def walk(
     initial_state: torch.Tensor | None,
     final_state: torch.Tensor | None,
     pool: Pool | None,
+    *,
+    norm: bool,
 ) -> None:
     """Walks all sequences, whole or in segments."""
     multiprocessors = gpu_of(p.device).multiprocessors
@@ -154,7 +175,9 @@ def walk(
     if length == 0:
         shape = choose_shape(multiprocessors, states_at_once(p), p.V)
         h0_strides = state_strides(initial_state, p.state_v_first)
-        launch(p, x, shape, o, initial_state, h0_strides, final_state, ht_strides, pool=pool)
+        launch(
+            p, x, shape, o, initial_state, h0_strides, final_state, ht_strides, pool=pool, norm=norm
+        )
         return
     skipped = (None, -1) if pool is None else (pool.read_slots, pool.last_skipped)
     segments = make_chunks(p.B, p.T, length * CHUNK, x.cu_seqlens, *skipped)
@@ -166,6 +189,7 @@ def walk(
         *(p, x, TWO, o, None, none, starts, strides, segments),
         shifts=shifts,
         has_start=initial_state is not None,
+        norm=norm,
     )
     fold_maps(
         starts,
@@ -179,7 +203,11 @@ def walk(
     )
     at_once = p.HV * -(-p.V // 128) * p.B * p.T / (length * CHUNK)
     shape = choose_shape(multiprocessors, at_once, p.V)
-    launch(p, x, shape, o, starts, strides, final_state, ht_strides, segments, pool=pool)
+    launch(
+        *(p, x, shape, o, starts, strides, final_state, ht_strides, segments),
+        pool=pool,
+        norm=norm,
+    )
 
 
 def launch(
@@ -195,6 +223,7 @@ def launch(
     shifts: torch.Tensor | None = None,
     has_start: bool = False,
     pool: Pool | None = None,
+    norm: bool = False,
 ) -> None:
     """Walks sequences, or their segments, from ``h0`` to ``ht`` and o; with ``shifts`` it makes the
     maps of the segments, without o: b goes to ``ht`` and M to ``shifts``. has_start: the sequences
@@ -211,6 +240,7 @@ def launch(
         output=output,
         in_segments=segments is not None,
         has_start=has_start,
+        norm=norm,
     )
     BK = fixed["BK"]
     columns = shape.states * COLUMNS
