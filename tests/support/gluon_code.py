@@ -73,7 +73,6 @@ CALLS = [
     Call(Shape(128, 128, FP16, HV=32, full=True), N=4),
     Call(Shape(128, 128, FP16, HV=8, full=True), N=2),
     Call(Shape(128, 128, BF16, HV=32, full=False), N=4, norm=True),
-    Call(Shape(128, 128, BF16, HV=8, full=False), N=1, norm=True),
     Call(Shape(64, 64, BF16, HV=64, full=False), N=2),
     Call(Shape(96, 72, BF16, HV=64, full=True), N=4),
     Call(Shape(128, 128, BF16, HV=32, full=False), N=4, segments=2),
@@ -153,7 +152,7 @@ def pool_of(call: Call, problem: "Problem") -> "Pool":
 def compiled(call: Call) -> list[Any]:
     """The kernels of a call in Gluon."""
     from gdn_triton.chunk.triton.forward import readable_inputs
-    from gdn_triton.chunk.triton.hopper import launch
+    from gdn_triton.chunk.triton.hopper import launch, support
 
     shape, B, cu_seqlens = call.shape, call.N, None
     if shape.full:
@@ -163,6 +162,7 @@ def compiled(call: Call) -> list[Any]:
     pool = pool_of(call, problem) if call.pool else None
     with (
         mock.patch.object(launch, "choose_segments", lambda *_: call.segments),
+        mock.patch.object(support, "TAKE_UNPROVEN", True),
         compile_only(TARGET) as kernels,
     ):
         launch.hopper_fwd(problem, readable_inputs(x), pool)

@@ -5,10 +5,10 @@ value head. Its warps have five roles, which exchange chunks through rings of bu
 memory:
 
     state      BV columns of the state in registers, P', x, u, o and the update (state.py)
-    triangles  T of each chunk, which needs no state (triangles.py)
+    triangles  T of each chunk, which needs no state (triangles.py), and the norm of k
     gates      factors of the tokens, and the frame of the state (gates.py)
     loader     copies q, k and v of a chunk to shared memory, by TMA (loader.py)
-    norm       two warps, which normalise q and k there if the call asks for it (norms.py)
+    norm       two warps that normalise q there, if the call asks for it (norms.py)
 
 Each buffer has a barrier that says it is full. The states are the last to read a chunk, so one more
 barrier for each stage, at which only they arrive, says that all buffers of that chunk are empty.
@@ -109,7 +109,6 @@ def hopper_fwd_kernel(
     LAST_SKIPPED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     NORM: gl.constexpr,
-    NORM_ROWS: gl.constexpr,
     EPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -189,21 +188,15 @@ def hopper_fwd_kernel(
     tile_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_ready = tile_full
-    q_ready = tile_full
+    ready = tile_full
     if NORM:
-        k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        q_ready = k_ready
-        if OUTPUT:
-            q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     p_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
         mbarrier.init(tile_full.index(s), count=1)
         if NORM:
-            mbarrier.init(k_ready.index(s), count=NORM_WARPS)
-            if OUTPUT:
-                mbarrier.init(q_ready.index(s), count=NORM_WARPS)
+            mbarrier.init(ready.index(s), count=NORM_WARPS + 1)
         mbarrier.init(gates_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=STATES)
     for s in gl.static_range(T_STAGES):
@@ -249,13 +242,13 @@ def hopper_fwd_kernel(
     HAS_DT_BIAS: gl.constexpr = dt_bias is not None
 
     walk = (n_chunks, n_rows, n_rest)
-    fulls = (q_ready, gates_full, t_full, p_full)
+    fulls = (ready, gates_full, t_full, p_full)
     states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty)
     strides = (stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv)
-    inverses = (k_s, t_s, vectors, flags, k_ready, gates_full, t_full, empty)
+    inverses = (k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty)
     scratch = (a_s, x_s, blocks_s)
     tiles = (k_s, q_s, v_s, tile_full, empty)
-    norms = (k_s, q_s, tile_full, k_ready, q_ready)
+    norms = (q_s, tile_full, ready)
     factors = (vectors, flags, gates_full, empty)
     heads = (i_b, first_row, i_h, i_hv, first_v)
     place = (i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys)
@@ -299,7 +292,7 @@ def hopper_fwd_kernel(
                 ),
                 (
                     triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN),
+                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN, NORM, EPS),
                 ),
                 (
                     gates_role,
@@ -335,23 +328,9 @@ def hopper_fwd_kernel(
                         OUTPUT,
                     ),
                 ),
-                (
-                    norm_role,
-                    (norms, walk, dtype, BK, 0, STAGES, OUTPUT, NORM, EPS, NORM_ROWS),
-                ),
-                (
-                    norm_role,
-                    (norms, walk, dtype, BK, 1, STAGES, OUTPUT, NORM, EPS, NORM_ROWS),
-                ),
             ],
-            [4, 1, 1, 1, 1],
-            [
-                TRIANGLES_REGISTERS,
-                SINGLE_REGISTERS,
-                SINGLE_REGISTERS,
-                SINGLE_REGISTERS,
-                SINGLE_REGISTERS,
-            ],
+            [4, 1, 1],
+            [TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -418,7 +397,7 @@ def hopper_fwd_kernel(
                 ),
                 (
                     triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN),
+                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN, NORM, EPS),
                 ),
                 (
                     gates_role,
@@ -456,11 +435,11 @@ def hopper_fwd_kernel(
                 ),
                 (
                     norm_role,
-                    (norms, walk, dtype, BK, 0, STAGES, OUTPUT, NORM, EPS, NORM_ROWS),
+                    (norms, walk, dtype, BK, 0, STAGES, NORM, EPS),
                 ),
                 (
                     norm_role,
-                    (norms, walk, dtype, BK, 1, STAGES, OUTPUT, NORM, EPS, NORM_ROWS),
+                    (norms, walk, dtype, BK, 1, STAGES, NORM, EPS),
                 ),
             ],
             [4, 4, 1, 1, 1, 1],

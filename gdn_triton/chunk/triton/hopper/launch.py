@@ -13,6 +13,7 @@ from gdn_triton._triton.strides import head_arguments, head_strides, named, stat
 from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.chunk.triton.fused.segments import fold_maps
+from gdn_triton.chunk.triton.hopper import support
 from gdn_triton.chunk.triton.hopper.kernel import hopper_fwd_kernel
 from gdn_triton.chunk.triton.hopper.segments import choose_segments, states_at_once
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
@@ -33,23 +34,17 @@ TMA_ALIGNMENT = 8
 
 class Shape(NamedTuple):
     """States of a block, of 64 columns of V each, and how its warps share its 64K registers: of a
-    thread of the states' warps, of the triangles' and of the single warps. norm_rows: rows of q or
-    k that a norm warp holds in its registers at once."""
+    thread of the states' warps, of the triangles' and of the single warps."""
 
     states: int
     state_registers: int
     triangles_registers: int
     single_registers: int
-    norm_rows: int
 
 
-TWO = Shape(
-    states=2, state_registers=184, triangles_registers=112, single_registers=32, norm_rows=8
-)
+TWO = Shape(states=2, state_registers=184, triangles_registers=112, single_registers=32)
 # The only state has the registers that are left, at most 256.
-ONE = Shape(
-    states=1, state_registers=256, triangles_registers=168, single_registers=80, norm_rows=16
-)
+ONE = Shape(states=1, state_registers=256, triangles_registers=168, single_registers=40)
 COLUMNS = 64
 
 
@@ -119,16 +114,24 @@ def fixed_arguments(
         "HAS_START": has_start,
         "IS_VARLEN": varlen,
         "NORM": norm,
-        "NORM_ROWS": shape.norm_rows,
         "EPS": L2NORM_EPS,
         "num_warps": 4,
     }
 
 
-def norm_in_kernel(x: Inputs) -> bool:
-    """Whether the kernel normalises q and k itself. The kernel for rows that TMA cannot read writes
-    a copy, and so normalises on the way."""
-    return tma_reachable(x.q) and tma_reachable(x.k)
+def norm_in_kernel(x: Inputs, shape: Shape) -> bool:
+    """Whether the kernel normalises q and k itself. In blocks of one state this takes longer than
+    the kernel apart, as the triangles' warps have no time for the keys. Rows that TMA cannot read
+    are copied anyway, by the kernel that normalises them."""
+    reachable = tma_reachable(x.q) and tma_reachable(x.k)
+    return support.TAKE_UNPROVEN and shape.states == 2 and reachable
+
+
+def prepared(p: Problem, x: Inputs, *, norm: bool) -> Inputs:
+    """The inputs as TMA reads them, with the norm of q and k, if the call asks for it, and unless
+    the kernel does it."""
+    q, k = l2norm_fwd(x.q, x.k) if p.use_qk_l2norm and not norm else (x.q, x.k)
+    return x._replace(q=tma_readable(q), k=tma_readable(k), v=tma_readable(x.v))
 
 
 def hopper_fwd(
@@ -138,11 +141,6 @@ def hopper_fwd(
     states. x as ``readable_inputs`` of forward.py leaves it; of problems that ``hopper_refusal`` of
     support.py does not refuse."""
     p = problem
-    q, k, norm = x.q, x.k, p.use_qk_l2norm
-    if norm and not norm_in_kernel(x):
-        q, k = l2norm_fwd(q, k)
-        norm = False
-    x = x._replace(q=tma_readable(q), k=tma_readable(k), v=tma_readable(x.v))
     if pool is None:
         o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.q_dtype, device=p.device)
         initial_state, final_state = x.initial_state, None
@@ -151,7 +149,7 @@ def hopper_fwd(
     else:
         o = pool.out if tma_reachable(pool.out) else torch.empty_like(pool.out).contiguous()
         initial_state = final_state = pool.state
-    walk(p, x, o, initial_state, final_state, pool, norm=norm)
+    walk(p, x, o, initial_state, final_state, pool)
     if pool is not None and o is not pool.out:
         pool.out.copy_(o)
         o = pool.out
@@ -165,8 +163,6 @@ def walk(
     initial_state: torch.Tensor | None,
     final_state: torch.Tensor | None,
     pool: Pool | None,
-    *,
-    norm: bool,
 ) -> None:
     """Walks all sequences, whole or in segments."""
     multiprocessors = gpu_of(p.device).multiprocessors
@@ -174,11 +170,14 @@ def walk(
     length = choose_segments(multiprocessors, p)
     if length == 0:
         shape = choose_shape(multiprocessors, states_at_once(p), p.V)
+        norm = p.use_qk_l2norm and norm_in_kernel(x, shape)
+        x = prepared(p, x, norm=norm)
         h0_strides = state_strides(initial_state, p.state_v_first)
         launch(
             p, x, shape, o, initial_state, h0_strides, final_state, ht_strides, pool=pool, norm=norm
         )
         return
+    x = prepared(p, x, norm=False)
     skipped = (None, -1) if pool is None else (pool.read_slots, pool.last_skipped)
     segments = make_chunks(p.B, p.T, length * CHUNK, x.cu_seqlens, *skipped)
     starts = torch.empty(segments.slots, p.HV, p.K, p.V, dtype=torch.float32, device=p.device)
@@ -189,7 +188,6 @@ def walk(
         *(p, x, TWO, o, None, none, starts, strides, segments),
         shifts=shifts,
         has_start=initial_state is not None,
-        norm=norm,
     )
     fold_maps(
         starts,
@@ -203,11 +201,7 @@ def walk(
     )
     at_once = p.HV * -(-p.V // 128) * p.B * p.T / (length * CHUNK)
     shape = choose_shape(multiprocessors, at_once, p.V)
-    launch(
-        *(p, x, shape, o, starts, strides, final_state, ht_strides, segments),
-        pool=pool,
-        norm=norm,
-    )
+    launch(p, x, shape, o, starts, strides, final_state, ht_strides, segments, pool=pool)
 
 
 def launch(
