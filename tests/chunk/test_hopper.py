@@ -245,6 +245,7 @@ def test_norm(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     """Of q and k, in the kernel, where blocks have two states: with the bits of the norm apart."""
     from gdn_triton.chunk.triton.hopper import launch
 
+    monkeypatch.setattr(launch, "NORM_IN_KERNEL", True)
     monkeypatch.setattr(launch, "choose_shape", lambda *_: launch.TWO)
     x = make_inputs(case, dtype, "cuda")
     x = x.but(q=7 * x.q, k=0.01 * x.k)

@@ -152,7 +152,7 @@ def pool_of(call: Call, problem: "Problem") -> "Pool":
 def compiled(call: Call) -> list[Any]:
     """The kernels of a call in Gluon."""
     from gdn_triton.chunk.triton.forward import readable_inputs
-    from gdn_triton.chunk.triton.hopper import launch, support
+    from gdn_triton.chunk.triton.hopper import launch
 
     shape, B, cu_seqlens = call.shape, call.N, None
     if shape.full:
@@ -162,7 +162,7 @@ def compiled(call: Call) -> list[Any]:
     pool = pool_of(call, problem) if call.pool else None
     with (
         mock.patch.object(launch, "choose_segments", lambda *_: call.segments),
-        mock.patch.object(support, "TAKE_UNPROVEN", True),
+        mock.patch.object(launch, "NORM_IN_KERNEL", True),
         compile_only(TARGET) as kernels,
     ):
         launch.hopper_fwd(problem, readable_inputs(x), pool)

@@ -28,7 +28,7 @@ from gdn_triton import reference
 from gdn_triton.chunk.problem import Inputs as Operands
 from gdn_triton.chunk.problem import Problem
 from gdn_triton.chunk.triton.forward import readable_inputs
-from gdn_triton.chunk.triton.hopper import launch, support
+from gdn_triton.chunk.triton.hopper import launch
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks, max_chunks
 from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
 
@@ -170,7 +170,7 @@ def check_forward(
         mock.patch.object(launch, "make_chunks", table_of),
         mock.patch.object(launch, "fold_maps", folded),
         mock.patch.object(launch, "l2norm_fwd", side_effect=normalized_apart) as separate_norm,
-        mock.patch.object(support, "TAKE_UNPROVEN", True),
+        mock.patch.object(launch, "NORM_IN_KERNEL", True),
         emulated(
             {"hopper_fwd_kernel": written, "l2norm_kernel": ("q_out", "k_out")},
             seed=seed,

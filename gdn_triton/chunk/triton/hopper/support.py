@@ -25,9 +25,8 @@ FEWEST_STATES: Final = 0.24
 # The same for the walks of the backward.
 FEWEST_WALKS: Final = 0.24
 
-# Whether the kernels take the calls of `_unproven_forward` and `_unproven_walks`, and the forward
-# normalises q and k itself (`norm_in_kernel` of launch.py). The results of these calls have been
-# checked in the emulator alone.
+# Whether the kernels take the calls of `_unproven_forward` and `_unproven_walks`, which have run in
+# the emulator alone.
 TAKE_UNPROVEN = False
 
 _logger = logging.getLogger("gdn_triton")
