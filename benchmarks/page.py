@@ -8,9 +8,9 @@ between a line `<!-- benchmarks: NAME -->` and a line `<!-- benchmarks end -->` 
 the plots in docs/assets if matplotlib is installed, and a page of rows for each file in build/rows,
 which git ignores.
 
-A ratio is the time of another implementation over ours of the same run. Of a call that several
-files have, the file with the latest date counts. The default install is shown on one card for each
-kind of calls and each other implementation: that of the latest run.
+A ratio is the time of another implementation over ours of the same run. If several files have a
+call, the file with the latest date counts. The default install is shown on one card for each kind
+of calls and each other implementation: that of the latest run.
 """
 
 import argparse
@@ -43,7 +43,13 @@ from benchmarks.records import (
 )
 from benchmarks.shapes import gates_of, labelled, lengths_name
 
-DOCUMENTS = ("README.md", "docs/backward.md", "docs/benchmarks.md", "docs/decode.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/backward.md",
+    "docs/benchmarks.md",
+    "docs/decode.md",
+    "docs/engines.md",
+)
 ROWS = ROOT / "build" / "rows"
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
 SMALL = "Forward, small and odd shapes too"
@@ -303,21 +309,38 @@ def runs_table(files: Iterable[Path]) -> str:
     return rows.table(["records", "device", "date", "commit", "versions"], lines)
 
 
-def layer_table(files: Iterable[Path]) -> str:
-    """The decode steps of the newest records of a layer."""
+def newest_layer(files: Iterable[Path], *whats: str) -> list[Record]:
+    """The newest records of a layer that have such calls, or none."""
     runs = [records for path in files if kind_of(records := read(path)) == "layer"]
-    if not runs:
-        return ""
-    records = max(runs, key=lambda records: head_of(records)["date"])
+    runs = [x for x in runs if any(record.get("what") in whats for record in x)]
+    return max(runs, key=lambda records: str(head_of(records)["date"]), default=[])
+
+
+def made_on(records: list[Record]) -> str:
     head = head_of(records)
+    versions = [f"{name} {v}" for name, v in head["implementations"].items() if name != OURS]
+    return f"{device_of(head)}, {head['date']}, {', '.join(versions)}:\n\n"
+
+
+def layer_table(files: Iterable[Path]) -> str:
+    """The decode steps of the newest records of a layer that have some."""
+    records = newest_layer(files, "decode", "drafts")
+    if not records:
+        return ""
     steps = [x for x in records if x.get("what") in ("decode", "drafts")]
-    versions = [
-        f"{name} {v}" for name, v in head["implementations"].items() if name != "gdn_triton"
-    ]
     names = list(dict.fromkeys(name for x in steps for name in x["results"]))
-    text = f"{device_of(head)}, {head['date']}, {', '.join(versions)}:\n\n"
     notes = "".join(f"\n{x['text']}\n" for x in records if x["kind"] == "note")
-    return f"{text}{layer.tables(steps, names)}\n{notes}"
+    return f"{made_on(records)}{layer.tables(steps, names)}\n{notes}"
+
+
+def prefill_table(files: Iterable[Path]) -> str:
+    """The prefills of the newest records of a layer that have some, and the kernels of ours."""
+    records = newest_layer(files, "prefill")
+    if not records:
+        return ""
+    rate = head_of(records)["bytes_per_s"]
+    found = [x for x in records if x.get("what") == "prefill"]
+    return made_on(records) + layer.prefills(found, rate)
 
 
 # The columns of the table of decode steps: ours, and the packages that it names.
@@ -372,6 +395,7 @@ def parts(files: list[Path]) -> dict[str, str]:
         "backward": backward_table(files),
         "runs": runs_table(files),
         "layer": layer_table(files),
+        "prefills": prefill_table(files),
         "decode": decode_table(files),
     }
 

@@ -35,6 +35,14 @@ def check_offsets(name: str, offsets: Sequence[int], T: int) -> None:
         raise ValueError(must(name, f"end at or before T={T}", str(offsets[-1])))
 
 
+def check_same_offsets(offsets: Sequence[int], on_host: Sequence[int]) -> None:
+    """Checks that cu_seqlens_cpu has the offsets of cu_seqlens, which is on the CPU too."""
+    for i, (offset, told) in enumerate(zip(offsets, on_host, strict=True)):
+        if offset != told:
+            expected = f"equal cu_seqlens, which has {offset} at index {i}"
+            raise ValueError(must("cu_seqlens_cpu", expected, str(told)))
+
+
 def count_sequences(cu_seqlens: Tensor) -> int:
     """Returns N of cu_seqlens [N + 1] from its shape alone."""
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:

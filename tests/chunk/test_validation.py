@@ -77,7 +77,7 @@ BAD = [
         ValueError,
         "scale must be within the range of float64, 1.8e+308, got one beyond it (int)",
     ),
-    # Of more digits than Python prints.
+    # It has more digits than Python prints.
     (
         padded(scale=Fraction(-(10**5000))),
         ValueError,

@@ -189,7 +189,7 @@ def test_lengths(ours, engine):
 
 @pytest.mark.of_no_device
 def test_unknown_text(ours, engine, monkeypatch):
-    """Of another version only the functions that the method calls are replaced."""
+    """In another version only the functions that the method calls are replaced."""
     monkeypatch.setitem(ours.KNOWN, engine.qwen.__name__, ("another",))
     monkeypatch.setattr(ours, "KNOWN_BUILDS", ())
     ours.register()

@@ -4,8 +4,8 @@
 
 With the installed Triton, of whose releases the package lists some (RELEASES of
 gdn_triton/chunk/triton/hopper/support.py). Needs g++ on x86_64. `--random` adds random calls, of
-every size, length and kind of gate. Of a call in segments, torch makes the table of the segments
-and folds their maps, as these two kernels are not in Gluon.
+every size, length and kind of gate. For a call in segments torch makes the table of the
+segments and folds their maps, because these two kernels are not in Gluon.
 """
 
 import argparse

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from gdn_triton._triton.activations import log_decay
 from gdn_triton.recurrent.triton.kernel import strength
@@ -170,8 +171,15 @@ def window_fwd_kernel(
     # A record's key and k of a token are loads of the same tile: two tiles would take twice the
     # registers.
     own_k = p_k + own.to(tl.int64)[:, None] * stride_kt + o_k[None, :] * stride_kk
-    p_r = tl.where(is_own[:, None], own_k, p_kr + o_r[:, None] * (H * K) + o_k[None, :])
-    b_r = tl.load(p_r, mask=(is_read | is_own)[:, None] & in_k[None, :])
+    old_k = p_kr + o_r[:, None] * (H * K) + o_k[None, :]
+    if is_hip():
+        # Triton 3.6 and 3.7 cannot compile a choice between two pointers for AMD's GPUs.
+        b_r = tl.load(old_k, mask=(is_read & (is_own == 0))[:, None] & in_k[None, :], other=0)
+        b_own = tl.load(own_k, mask=is_own[:, None] & in_k[None, :], other=0)
+        b_r = tl.where(is_own[:, None], b_own, b_r)
+    else:
+        p_r = tl.where(is_own[:, None], own_k, old_k)
+        b_r = tl.load(p_r, mask=(is_read | is_own)[:, None] & in_k[None, :])
     p_scale = None
     if scales is not None:
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v

@@ -29,7 +29,10 @@ from emulator.translate import translate
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parents[2] / "build" / "emulator_gluon"
 # As in build.py: PTX says itself which products and sums are one instruction.
-_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-march=native", "-ffp-contract=off", "-shared")
+_FLAGS = (
+    *("-std=c++17", "-O1", "-fPIC", "-w", "-march=native", "-ffp-contract=off", "-shared"),
+    "-Wl,--exclude-libs,ALL",  # PRIVATE of build.py says why
+)
 _MOST_PARAMETERS = 8192  # kMostParameters of launch.h
 _MAP_MAGIC = 0x70616D726F736E65
 _ALIGNMENT = 128

@@ -269,7 +269,7 @@ inline uint32_t cvt_rn_f16x2_f32(uint32_t high, uint32_t low) {
 
 // ---- memory ----------------------------------------------------------------------------------------------------
 
-// Of parameters.
+// Loads a parameter.
 template <class T>
 inline T load(uint64_t address) {
   T x;
