@@ -43,20 +43,21 @@ def test_packed_and_unpacked(v_first: bool, device: str) -> None:
 
 
 def test_a_channel_that_is_zero_or_not_finite(device: str, backend: str) -> None:
-    """Zeros stay zeros through a fold; a channel with NaN or an infinity is NaN, the others are as
-    they were."""
+    """Zeros stay zeros through a fold, and a channel of magnitudes of at most 1e-30 becomes zero. A
+    channel with NaN or an infinity is NaN, the others are as they were."""
     window = make_window(1, 1, 1, 16, 16, FP32, device, with_scales=True)
     pool = torch.empty(1, 1, 16, 16, dtype=INT8, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     states = torch.randn(1, 1, 16, 16, device=device)
     states[..., 3] = 0
+    states[..., 4], states[..., 6] = 1e-30, -9e-31
     states[..., 5, 7], states[..., 2, 8] = torch.nan, torch.inf
     window.pack(pool, slots, states)
     restart_window(window, slots, slots)
-    others = [i for i in range(16) if i not in (3, 7, 8)]
+    others = [i for i in range(16) if i not in (3, 4, 6, 7, 8)]
     before = window.unpacked(pool, slots)
-    assert before[..., [7, 8]].isnan().all() and not before[..., 3].any()
-    assert before[..., others].isfinite().all()
+    assert before[..., [7, 8]].isnan().all() and not before[..., [3, 4, 6]].any()
+    assert before[..., others].isfinite().all() and before[..., others].any(-2).all()
     token = torch.zeros(1, 1, 16, device=device)
     zero = torch.zeros(1, 1, device=device)
     step = {"q": token, "k": token, "v": token, "g": zero, "beta": zero}
