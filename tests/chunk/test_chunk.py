@@ -165,7 +165,7 @@ def test_some_gates_forget_all(dtype: torch.dtype, dataflow: str, device: str) -
     gates = x.g.clone()
     gates[:, [0, 5, 6, 63, 64, 100]] = -torch.inf
     o, _ = check(case, x.but(g=gates), device)
-    # What came before is gone: token 64 on as if it began there, with no state.
+    # The tokens before are forgotten: token 64 and later ones are as in a call that begins there.
     late = Case("late", "", T=56, chunk_size=64)
     rest = x.but(**{n: getattr(x, n)[:, 64:] for n in ("q", "k", "v", "beta")}, g=gates[:, 64:])
     alone, _ = call_with_state(rest, late, initial_state=None)

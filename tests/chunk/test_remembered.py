@@ -1,5 +1,5 @@
-"""What is remembered of a call: none is taken for another, and one that is alike is not judged
-again."""
+"""Remembered validations: no call gets the problem of another, and a call that is alike is not
+judged again."""
 
 import math
 
@@ -27,7 +27,7 @@ from gdn_triton.chunk.validation import validate_chunk
 
 
 def judged_anew(arguments):
-    """What validation says of a call by itself: a Problem, or the type and words of the error."""
+    """The result of a call validated by itself: a Problem, or the type and words of the error."""
     try:
         return validate_chunk.__wrapped__(made(ChunkCall, {**DEFAULTS, **arguments}))
     except Exception as error:
