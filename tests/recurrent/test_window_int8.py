@@ -176,6 +176,25 @@ def test_refusals() -> None:
             window._replace(scales=scales).unpacked(x["state"], slots)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_packs(device: str) -> None:
+    """Nothing reads the slots in a trace."""
+    pools = [torch.zeros(5, 4, 8, 6, dtype=INT8, device=device) for _ in range(2)]
+    slots = torch.tensor([3, 0], device=device)
+    states = torch.randn(2, 4, 8, 6, device=device)
+    found = []
+    for pool, is_compiled in zip(pools, (False, True), strict=True):
+        window = make_window(5, 2, 4, 8, 6, FP32, device, with_scales=True)
+        pack, unpacked = (
+            torch.compile(call, fullgraph=True, backend="aot_eager") if is_compiled else call
+            for call in (window.pack, window.unpacked)
+        )
+        pack(pool, slots, states)
+        found.append((unpacked(pool, slots), window.scales))
+    assert torch.equal(*pools) and pools[0].any()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_compiled(device: str) -> None:
     """A step and a fold on an int8 pool are operators that write the pool and its scales."""
     run = Decoding(CASE, device)
