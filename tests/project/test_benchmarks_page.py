@@ -182,7 +182,7 @@ def write_records(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """A prefill on the CUDA library beside our Triton kernels, decode steps and gradients."""
+    """A prefill on the CUDA library and on our Triton kernels, decode steps, and gradients."""
     both = speed("full 16/32 1x8192", 100.0, 300.0, 125.0) | {"backend": "cuda", "gates": "model"}
     both["results"]["gdn_triton Triton"] = both["results"]["FLA"] | {"graph": 200.0}
     both["results"]["FlashInfer split"] = both["results"]["FLA"] | {"graph": 80.0}
