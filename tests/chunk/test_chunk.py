@@ -97,7 +97,7 @@ def test_options(case: Case, name: str, dtype: torch.dtype, dataflow: str, devic
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1.0, 2.5])
 def test_scale(scale: float, dataflow: str, device: str) -> None:
-    """0 and negative numbers are taken literally."""
+    """0 and negative numbers are used as given."""
     o, _ = check(PADDED, make_inputs(PADDED, FP16, device), device, scale=scale)
     assert bool((o == 0).all()) == (scale == 0)
 
