@@ -102,7 +102,7 @@ IN_LOOP_OF_WALKS = {False: 2, True: 8}
 
 
 def advisories(ptx: str) -> list[str]:
-    """What the assembler says of products that it cannot run as the code asks for."""
+    """The assembler's warnings about products that it cannot run as the code asks."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:

@@ -82,7 +82,7 @@ inline uint16_t to_bf16(float x) {  // to the nearest, ties to even
 EMULATOR_INTEGERS(16)
 EMULATOR_INTEGERS(32)
 EMULATOR_INTEGERS(64)
-// What dividing by zero gives is not defined in PTX; all ones on the GPUs of today.
+// PTX does not define a division by zero; today's GPUs return all ones.
 EMULATOR_OP2(div_u32, uint32_t, b ? a / b : ~0u)
 EMULATOR_OP2(rem_u32, uint32_t, b ? a % b : a)
 EMULATOR_OP2(div_u64, uint64_t, b ? a / b : ~0ull)
