@@ -180,7 +180,7 @@ def check_forward(
         o, state = launch.hopper_fwd(problem, operands)
         if norm and segments == 0 and shape is launch.TWO:
             assert not separate_norm.called
-            with mock.patch.object(launch, "norm_in_kernel", lambda *_: False):
+            with mock.patch.object(launch, "norm_inside", lambda *_: False):
                 other_o, other_state = launch.hopper_fwd(problem, operands)
             assert separate_norm.called
             assert torch.equal(o, other_o) and torch.equal(state, other_state), "other bits"
