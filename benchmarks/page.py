@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from benchmarks import layer, plot, rows
+from benchmarks import layer, plot, rows, vllm_engine
 from benchmarks.backward import TRITON as BACKWARD_TRITON
 from benchmarks.peers import PEERS
 from benchmarks.records import (
@@ -233,8 +233,8 @@ def summary_table(ratios: Iterable[Ratio], only: str) -> str:
 
 def short_table(ratios: Iterable[Ratio]) -> str:
     """For the card with the most calls: its name, the dates of the runs, a row for each kind of
-    call with the CUDA library; and a sentence with the means of the default install, which names
-    another card."""
+    call with the CUDA library; and for each card a sentence with the means of the default
+    install, which names another card."""
     shown = [x for x in ratios if re.match(SHORT, x.what) and x.other in OTHERS]
     card = statistics.mode(x.device for x in shown if x.install != DEFAULT)
     by_default = groups(x for x in shown if x.install == DEFAULT)
@@ -245,17 +245,17 @@ def short_table(ratios: Iterable[Ratio]) -> str:
         [what, *(cell(of_others.get(name)) for name in OTHERS)]
         for (_, what, _), of_others in groups(shown).items()
     ]
-    default = []
+    default: dict[str, list[str]] = {}
     for (device, what, _), of_others in by_default.items():
         found = [
             f"{name} {cell(of_others[name]).split(' ')[0]}" for name in OTHERS if name in of_others
         ]
-        place = "" if device == card else f" on one {device}"
-        default.append(f"{what}{place}: {', '.join(found)}")
+        default.setdefault(device, []).append(f"{what}: {', '.join(found)}")
     text = f"One {card}, runs of {made}:\n\n" + rows.table(["call", *OTHERS], lines)
-    if default:
-        means = "; ".join(default)
-        text += f"\nWithout the CUDA library, on Triton kernels, the means are: {means}.\n"
+    for device, of_device in default.items():
+        place = "" if device == card else f" on one {device}"
+        means = "; ".join(of_device)
+        text += f"\nWithout the CUDA library, on Triton kernels, the means{place} are: {means}.\n"
     return text
 
 
@@ -343,6 +343,20 @@ def prefill_table(files: Iterable[Path]) -> str:
     return made_on(records) + layer.prefills(found, rate)
 
 
+def kinds_table(files: Iterable[Path]) -> str:
+    """The newest records of vLLM's other kinds of calls: prefix caching, drafts, one prompt in two
+    batches."""
+    runs = [records for path in files if kind_of(records := read(path)) == "engine"]
+    runs = [x for x in runs if any(row.get("what") == "8 prompts, empty" for row in x)]
+    if not runs:
+        return ""
+    records = max(runs, key=lambda records: str(head_of(records)["date"]))
+    found = [x for x in records if x["kind"] == "engine"]
+    names = list(dict.fromkeys(name for x in found for name in x["results"]))
+    lines = vllm_engine.tables(found, names).splitlines()
+    return "".join(f"{line}\n" for line in lines if line.startswith("|"))  # no reasons
+
+
 # The columns of the table of decode steps: ours, and the packages that it names.
 STEPS = {
     "gdn_triton, value-first": "value-first",
@@ -396,6 +410,7 @@ def parts(files: list[Path]) -> dict[str, str]:
         "runs": runs_table(files),
         "layer": layer_table(files),
         "prefills": prefill_table(files),
+        "kinds": kinds_table(files),
         "decode": decode_table(files),
     }
 

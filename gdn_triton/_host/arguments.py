@@ -204,8 +204,22 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, **lead: int) -> tuple[int, int, i
     if k.shape != q.shape:
         expected = f"have the shape of q, {shaped(**lead, H=H, K=K)}"
         raise ValueError(must("k", expected, shape_of(k)))
-    check_shape("v", v, **lead, HV=HV, V=V)
+    if v.shape != (*lead.values(), HV, V):
+        expected = f"have shape {shaped(**lead, HV=HV, V=V)}"
+        raise ValueError(must("v", expected, shape_of(v)) + _hint_of_head_first(q, v))
     return H, HV, K, V
+
+
+def _hint_of_head_first(q: Tensor, v: Tensor) -> str:
+    """A sentence where q, v [B, H or HV, T, ...] explain an error of v's shape, else nothing."""
+    if q.dim() != 4 or v.dim() != 4 or not 0 < q.shape[1] < q.shape[2]:
+        return ""
+    if v.shape[2] != q.shape[2] or v.shape[1] % q.shape[1] != 0:
+        return ""
+    return (
+        ". They look like [B, H, T, ...]: q, k, v, g and beta are [B, T, H, ...], tokens before "
+        "heads, which x.transpose(1, 2) makes"
+    )
 
 
 def check_state(

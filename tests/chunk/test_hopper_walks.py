@@ -91,11 +91,11 @@ def test_refusals(change: dict[str, Any], words: str | None) -> None:
 @pytest.mark.usefixtures("on_a_hopper")
 def test_what_explain_says(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "The walks of the backward are by the Gluon kernel for compute capability 9.0."
-    assert str(chunk_kernels(COMMON, "triton")).endswith(said)
+    assert said in str(chunk_kernels(COMMON, "triton"))
     assert "walks" not in str(chunk_kernels(replace(COMMON, needs_grad=False), "triton"))
     monkeypatch.setenv("GDN_GLUON", "0")
     said = "The walks of the backward are by the portable kernels. GDN_GLUON=0 asks for them."
-    assert str(chunk_kernels(COMMON, "triton")).endswith(said)
+    assert said in str(chunk_kernels(COMMON, "triton"))
 
 
 # ------------------------------------------------------------------------------------ on such a GPU

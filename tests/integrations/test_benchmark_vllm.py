@@ -61,6 +61,14 @@ def test_rows_and_table(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps(x) for x in (head, *rows)))
     assert page.rows_page(path).startswith("# vLLM end to end\n") and page.all_ratios([path]) == []
     assert all(json.dumps(row) for row in rows) and {row["kind"] for row in rows} == {"engine"}
+    assert page.kinds_table([path]) == ""  # no prompts from a cache
+    empty = {"Triton": {"seconds": 1.5, "cached": [0, 64]}, "gdn_triton": failed}
+    cached = {"kind": "engine", "heads": "4/8", "what": "8 prompts, empty", "results": empty}
+    path.write_text(f"{json.dumps(head)}\n{json.dumps(cached)}\n")
+    assert page.kinds_table([path]) == (
+        "| heads | what | Triton | gdn_triton |\n|---|---|---|---|\n"
+        "| 4/8 | 8 prompts, empty | 1500 ms (64 tokens cached) | - |\n"
+    )
     text = vllm_engine.tables(rows, ["Triton", "gdn_triton"])
     assert "\n| 4/8 | 8 prompts of 4096 | 2.00 | - |" in text
     assert "\n| 4/8 | launches, decode | 50 | - |" in text

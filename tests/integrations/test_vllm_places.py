@@ -5,6 +5,7 @@ import importlib
 import inspect
 import logging
 import sys
+from importlib.machinery import BuiltinImporter
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -259,4 +260,10 @@ def test_absent(ours, engine, monkeypatch):
             patch.setitem(sys.modules, name, None)
         with pytest.raises(ImportError, match="finds no ChunkGatedDeltaRule in vLLM"):
             ours.register()
+    with monkeypatch.context() as patch:
+        for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+            patch.delitem(sys.modules, name)
+        patch.setattr(sys, "meta_path", [BuiltinImporter])
+        with pytest.raises(ImportError, match="needs vLLM, which is not installed in this"):
+            ours.status()
     engine.qwen.ChunkGatedDeltaRule = CustomOp

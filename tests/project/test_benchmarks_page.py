@@ -274,7 +274,8 @@ def test_the_default_install_is_shown_on_one_card(files: list[Path], tmp_path: P
     }
     assert page.parts([*files, added])["short"].endswith(
         "the means are: Prefill, gates of a model: FlashInfer **0.40**; Training step (forward and "
-        "backward): FLA 1.50; Prefill, gates of a model on one new: FLA **0.50**.\n"
+        "backward): FLA 1.50.\n\nWithout the CUDA library, on Triton kernels, the means on one new "
+        "are: Prefill, gates of a model: FLA **0.50**.\n"
     )
 
 

@@ -29,6 +29,9 @@ FEWEST_PACKED_WALKS: Final = 0.45
 # The longest packed sequence over the average, where the host does not know the lengths.
 ASSUMED_UNEVENNESS: Final = 4
 
+# The channels of V that the kernel of the gradients of chunks has room for.
+MOST_GRADIENT_CHANNELS: Final = 128
+
 _logger = logging.getLogger("gdn_triton")
 
 
@@ -50,6 +53,18 @@ def hopper_refusal(problem: Problem) -> str | None:
             f"for compute capability 9.0 on {multiprocessors} multiprocessors."
         )
     return None
+
+
+def gradients_refusal(problem: Problem) -> str | None:
+    """Returns the same for the kernel of the gradients of chunks."""
+    p = problem
+    refusal = _any_refusal(p)
+    kernel = "The kernel of the gradients of chunks for compute capability 9.0"
+    if refusal is None and p.q_dtype is not torch.bfloat16:
+        return f"{kernel} takes bfloat16."
+    if refusal is None and p.V > MOST_GRADIENT_CHANNELS:
+        return f"{kernel} takes V up to {MOST_GRADIENT_CHANNELS}; V is {p.V}."
+    return refusal
 
 
 def walks_refusal(problem: Problem) -> str | None:
@@ -75,7 +90,8 @@ def walks_refusal(problem: Problem) -> str | None:
 
 
 def _any_refusal(problem: Problem) -> str | None:
-    """Returns the refusal of both, which does not depend on the number of states, or None."""
+    """Returns the refusal of all kernels, which does not depend on the number of states, or
+    None."""
     p = problem
     if not _asked():
         return f"{SWITCH}=0 asks for them."
