@@ -249,7 +249,7 @@ def test_norm(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     x = make_inputs(case, dtype, "cuda")
     x = x.but(q=7 * x.q, k=0.01 * x.k)
     o, state = check(case, x, "cuda", l2norm=True)
-    monkeypatch.setattr(launch, "norm_in_kernel", lambda *_: False)
+    monkeypatch.setattr(launch, "norm_inside", lambda *_: False)
     apart, its_state = check(case, x, "cuda", l2norm=True)
     assert same_bits(o, apart) and same_bits(state, its_state)
 

@@ -183,7 +183,7 @@ def check_forward(
         o, state = launch.hopper_fwd(problem, operands)
         if norm and segments == 0 and shape is launch.TWO:
             assert not separate_norm.called
-            with mock.patch.object(launch, "norm_in_kernel", lambda *_: False):
+            with mock.patch.object(launch, "norm_inside", lambda *_: False):
                 other_o, other_state = launch.hopper_fwd(problem, operands)
             assert separate_norm.called
             assert torch.equal(o, other_o) and torch.equal(state, other_state), "other bits"
@@ -238,17 +238,16 @@ FORWARD = [
 ]
 
 
+# With the norm of q and k.
+NORMALIZED = [
+    (PACKED, "mild", launch.TWO, BF16, 0),
+    (gluon_case("small", T=130, K=40, V=72), "far", launch.TWO, FP16, 0),
+]
 CHUNKS = [
     (PACKED, 0.2),
     (gluon_case("three", T=150, B=2, H=2, HV=6), 20.0),
     (gluon_case("small", lengths=(70, 0, 64), K=40, V=72, H=2, HV=2), 0.2),
     (gluon_case("least", T=65, K=64, V=8, HV=1), 0.0),
-]
-
-# With the norm of q and k.
-NORMALIZED = [
-    (PACKED, "mild", launch.TWO, BF16, 0),
-    (gluon_case("small", T=130, K=40, V=72), "far", launch.TWO, FP16, 0),
 ]
 
 

@@ -128,7 +128,7 @@ def fixed_arguments(
     }
 
 
-def norm_in_kernel(x: Inputs, shape: Shape) -> bool:
+def norm_inside(x: Inputs, shape: Shape) -> bool:
     """Whether the kernel normalises q and k itself. In blocks of one state this takes longer than
     the kernel apart, as the triangles' warps have no time for the keys. Rows that TMA cannot read
     are copied anyway, by the kernel that normalises them."""
@@ -179,7 +179,7 @@ def walk(
     length = choose_segments(multiprocessors, p)
     if length == 0:
         shape = choose_shape(multiprocessors, states_at_once(p), p.V)
-        norm = p.use_qk_l2norm and norm_in_kernel(x, shape)
+        norm = p.use_qk_l2norm and norm_inside(x, shape)
         x = prepared(p, x, norm=norm)
         h0_strides = state_strides(initial_state, p.state_v_first)
         launch(
