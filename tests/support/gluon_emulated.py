@@ -33,7 +33,7 @@ from gdn_triton.chunk.triton.forward import readable_inputs
 from gdn_triton.chunk.triton.hopper import launch
 from gdn_triton.chunk.triton.hopper.gradients import launch as gradients
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks, max_chunks
-from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
+from gdn_triton.chunk.triton.steps.l2norm import l2norm_kernel, launch_rows
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "mild": lambda g: g,
@@ -140,10 +140,20 @@ def folded(
             ends[n] = state
 
 
+class _RowsOfQueries:
+    """The kernel of ``l2norm_fwd`` on the first dimension of its grid, as the emulator's grids have
+    one dimension: the kernel then normalises q alone."""
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        return l2norm_kernel[grid[:1]]
+
+
 def normalized_apart(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``l2norm_fwd``, by its kernel. The emulator's grids have one dimension, so this kernel
-    normalises the first of its two arguments alone."""
-    return l2norm_fwd(q, k)[0], l2norm_fwd(k, q)[0]
+    """As ``l2norm_fwd``, in two launches."""
+    made = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
+    for x, y in zip((q, k), made, strict=True):
+        launch_rows(_RowsOfQueries(), x, x, q_out=y, k_out=y)
+    return made
 
 
 def check_forward(
