@@ -185,7 +185,9 @@ def check_parents(p: OnSlots, x: TreeTensors, *, reads_states: bool) -> None:
                 raise ValueError(must("parents", expected, found))
             if write is None:
                 continue
-            if write[start + i] == read[n]:
+            # A program has read the first token's state before it writes this token's slot.
+            is_root = reads_states and i == 0 and -1 not in parents[start + 1 : end]
+            if write[start + i] == read[n] and not is_root:
                 found = f"slot {read[n]}, read by sequence {n} and written by its token {i}"
                 raise ValueError(must("write_slots", "keep the read slot, with parents", found))
             is_lost = parent >= 0 and write[start + parent] <= p.last_skipped

@@ -15,6 +15,14 @@ from gdn_triton._host.tensors import is_traced
 from gdn_triton.recurrent.operators import traced_sequences, traced_step
 from gdn_triton.recurrent.plans import judge_step, run_sequences, run_step
 from gdn_triton.recurrent.problem import Operands, SequenceCall, StepCall
+
+# The adapters of engines import these from here.
+from gdn_triton.recurrent.ring_problem import MOST_DRAFTS as MOST_DRAFTS
+from gdn_triton.recurrent.ring_problem import MOST_ROWS as MOST_ROWS
+from gdn_triton.recurrent.ring_problem import RingOperands as RingOperands
+from gdn_triton.recurrent.rings import fold_rings as fold_rings
+from gdn_triton.recurrent.rings import ring_drafts as ring_drafts
+from gdn_triton.recurrent.rings import ring_step as ring_step
 from gdn_triton.recurrent.validation import validate_step
 from gdn_triton.recurrent.window import StepWindow, check_kind
 
@@ -211,8 +219,9 @@ def recurrent_step(
         parents: [N, T], or packed [1, T], int32 or int64: the tokens of a sequence are the nodes of
             trees. Token i starts from the state after token parents[n, i] of its sequence, which
             comes before it, or, for -1, from the sequence's own state. Without a window write_slots
-            has a slot for each token then, and none is the sequence's read slot; a token whose slot
-            is padding may be the parent of the token after it only. With a window, whose max_tokens
+            has a slot for each token then, and none is the sequence's read slot, except the first
+            token's where no other token has the parent -1; a token whose slot is padding may be the
+            parent of the token after it only. With a window, whose max_tokens
             is at most 32, `gdn_triton.accept_window` keeps the tokens of one path. On an
             accelerator none of this is checked, and is undefined behaviour otherwise. Excludes
             num_accepted_tokens. None: each token follows the one before it.

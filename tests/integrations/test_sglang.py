@@ -320,13 +320,48 @@ def test_sglang_verify_ragged():
     assert (buffer[3, 1:] == 7).all() and (buffer[2] == 7).all()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_sglang_verify_trees(packed):
+    """Each node has the bits of its path, and its state is in the buffer; padding has neither."""
+    paths = [[[0, 1], [0, 2]], [], [[0, 1, 2]]]
+    parents = torch.tensor([[0, 0, 0], [7, 7, 7], [0, 0, 1]], dtype=torch.int32)
+    inputs, call = sglang_tokens(3)
+    pool, slots = torch.randn(6, 4, V, K), torch.tensor([4, -1, 2, 5])
+    rows, buffer = torch.tensor([3, 0, 1, 2]), torch.full((4, 3, 4, V, K), 7.0)
+    if packed:
+        call["cu_seqlens"] = torch.arange(0, 3 * B + 1, 3)
+    before = pool.clone()
+    o = sglang.fused_sigmoid_gating_delta_rule_update(
+        **(call if packed else inputs),
+        **SOFTPLUS,
+        initial_state_source=pool,
+        initial_state_indices=slots,
+        disable_state_update=True,
+        intermediate_states_buffer=buffer,
+        intermediate_state_indices=rows,
+        retrieve_parent_token=parents,
+    ).reshape(B, 3, 4, V)
+    assert same_bits(pool, before) and not o[1].any() and (buffer[[0, 2]] == 7).all()
+    for n, found in enumerate(paths):
+        for path in found:
+            one = {m: x if x.dim() == 1 else x[n : n + 1, path] for m, x in inputs.items()}
+            expected, states = step_of(one, pool, slots[n : n + 1])
+            assert same_bits(o[n : n + 1, path], expected)
+            assert same_bits(buffer[rows[n], path[-1]], states[slots[n]])
+
+
 @pytest.mark.of_no_device
 @pytest.mark.parametrize(
     "changes, error, message",
     [
         ({"is_kda": True}, NotImplementedError, "is_kda is not served"),
         ({"lower_bound": -5.0}, NotImplementedError, "lower_bound is not served"),
-        ({"retrieve_parent_token": torch.zeros(B, 1)}, NotImplementedError, "retrieve_parent"),
+        ({"retrieve_parent_token": torch.zeros(B, 1)}, ValueError, "retrieve_parent_token must be"),
+        (
+            {"retrieve_parent_token": torch.zeros(B, 2).int()},
+            ValueError,
+            "have a row of all tokens",
+        ),
         ({"cache_ring": True}, NotImplementedError, "cache_ring is not served"),
         ({"replayssm_g": torch.zeros(1)}, NotImplementedError, "cache_ring is not served"),
         ({"match_cutedsl_decode": True}, NotImplementedError, "match_cutedsl_decode"),

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Optional, Union
 
 import pytest
+import ring_calls
 import torch
 from engine_calls import B, K, V, decoding, step_of
 from engine_kernels import GIVEN, be_lenient
@@ -193,6 +194,7 @@ def test_enable(engine):
     sglang.enable()
     assert functions_in(engine) == ours
     assert len([place for place in report.places if place.op]) == len(theirs) + 1
+    assert "causal_conv1d_update with the windows of drafts: not ours: SGLang's own" in str(report)
     assert "fused_gdn_gating: not ours: multi-item scoring and other" in str(report)
     # What the layer's call finds there now.
     inputs = decoding(1)
@@ -204,10 +206,15 @@ def test_enable(engine):
     update = engine[sglang.MODULE].fused_sigmoid_gating_delta_rule_update
     o = update(**call, **states)
     assert same_bits(o, expected) and same_bits(pool, expected_pool)
-    # A draft that is a tree is SGLang's still; one that might have been is not.
-    tree = update(**call, **states, retrieve_parent_token=torch.zeros(B, 1))
-    assert tree == "fused_sigmoid_gating_delta_rule_update"
-    assert update(**call, **states, retrieve_parent_token=None).shape == o.shape
+    # Raw values of drafts are SGLang's still; rings that might have had them are not.
+    raw = update(**call, **states, replayssm_rawv=torch.zeros(B, 1))
+    assert raw == "fused_sigmoid_gating_delta_rule_update"
+    assert update(**call, **states, replayssm_rawv=None).shape == o.shape
+    decode = engine[sglang.MODULE].fused_recurrent_gdn_replayssm_decode
+    rings = ring_calls.decode()
+    longer = {**rings, "d_cache": torch.zeros(1, 1, 33, 1)}
+    assert decode(**longer) == "fused_recurrent_gdn_replayssm_decode"
+    assert decode(**rings)[0] is rings["out"]
     conv = engine["sglang.srt.layers.attention.linear.gdn_backend"].causal_conv1d_update
     x = torch.randn(3, D), torch.zeros(3, D, W - 1), torch.randn(D, W)
     assert conv(*x, intermediate_conv_window=torch.zeros(1)) == "causal_conv1d_update"

@@ -285,6 +285,31 @@ def test_errors(changes: dict[str, Any], message: str) -> None:
         )
 
 
+def test_root_in_the_read_slot(device: str) -> None:
+    """The only token without a parent may leave its state where its sequence's state was."""
+    tree = torch.tensor([-1, 0, 0, 1, 1, 3], dtype=torch.int32, device=device).expand(N, T)
+    x = step_inputs(device)
+    read, write = READ.to(device), WRITE.to(device)
+    pool = torch.randn(SLOTS, HV, K, V, device=device)
+    other, places = pool.clone(), write.clone()
+    places[:, 0] = read
+    o = recurrent_step(pool, read, write, parents=tree, **x)
+    assert same_bits(recurrent_step(other, read, places, parents=tree, **x), o)
+    live = [n for n in range(N) if READ[n] >= 0]
+    assert same_bits(other[read[live]], pool[write[live, 0]])
+    assert same_bits(other[write[live, 1:]], pool[write[live, 1:]])
+    # The convolution's nodes all read the state of their sequence.
+    with pytest.raises(ValueError, match="write_slots must keep the read slot"):
+        causal_conv1d_update(
+            torch.zeros(N, T, D),
+            torch.zeros(D, W),
+            state=torch.zeros(SLOTS, D, W - 1),
+            read_slots=READ,
+            write_slots=places.cpu(),
+            parents=tree.cpu(),
+        )
+
+
 def test_errors_of_one_function() -> None:
     x, tree = step_inputs("cpu"), {"write_slots": WRITE, "parents": TREE}
     lost = changed(WRITE, 0, 1, -1)

@@ -48,6 +48,7 @@ from target_code import (
     stack_and_registers,
     unwritten_uniform_registers,
 )
+from target_rings import run_rings
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -97,6 +98,8 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "query_key_bwd_kernel": 384,
         "conv_bwd_kernel": 64,
         "window_fwd_kernel": 64,  # K = 256, key-first
+        "ring_one_kernel": 448,  # K = 256, with keys of float32; 0 at 128
+        "ring_drafts_kernel": 192,  # K = 256; 0 at 128
     },
     # Four-byte operands hold twice the registers; accuracy comes first there, not speed.
     (90, 4): {
@@ -232,6 +235,7 @@ def main(backend: str, arch: str, everything: bool) -> int:
                 run_conv(shape)
                 run_layer_step(shape)
                 run_recurrent(shape)
+                run_rings(shape)
             seen: set[int] = set()
             for one in compiled:
                 names.add(one.name)

@@ -6,8 +6,9 @@
     ...
     disable()
 
-The functions of `gdn_triton.integrations.sglang.functions` and
-`gdn_triton.integrations.sglang.convolution` may also be called by themselves.
+The functions of `gdn_triton.integrations.sglang.functions`,
+`gdn_triton.integrations.sglang.convolution` and `gdn_triton.integrations.sglang.rings` may also be
+called by themselves.
 
 SGLang looks its functions up as globals of its modules at every call, so `enable` needs to run only
 once in a process: from an entry point of the group `sglang.srt.plugins`
@@ -20,7 +21,7 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
 
@@ -37,6 +38,12 @@ from gdn_triton.integrations.sglang.functions import (
     fused_sigmoid_gating_delta_rule_update,
 )
 from gdn_triton.integrations.sglang.gates import prefill_gates
+from gdn_triton.integrations.sglang.rings import (
+    commit_gdn_replayssm_circular,
+    fused_recurrent_gdn_replayssm_decode,
+    gdn_replayssm_spec_decode,
+    is_left_to_sglang,
+)
 from gdn_triton.integrations.sglang.warming import before_memory
 
 __all__ = [
@@ -44,12 +51,15 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
+    "commit_gdn_replayssm_circular",
     "disable",
     "enable",
     "fused_qkv_split_gdn_prefill",
     "fused_recurrent_gated_delta_rule_packed_decode",
     "fused_recurrent_gated_delta_rule_update",
+    "fused_recurrent_gdn_replayssm_decode",
     "fused_sigmoid_gating_delta_rule_update",
+    "gdn_replayssm_spec_decode",
     "status",
 ]
 
@@ -62,6 +72,7 @@ PLACES: Final = {
     MODULE: {
         "chunk_gated_delta_rule": "chunk_prefill",
         "fused_recurrent_gated_delta_rule_packed_decode": "recurrent_step",
+        "fused_recurrent_gdn_replayssm_decode": "recurrent.rings.ring_step",
         "fused_sigmoid_gating_delta_rule_update": "recurrent_step",
     },
     f"{_LINEAR}.gdn_backend": {
@@ -70,6 +81,11 @@ PLACES: Final = {
         "fused_qkv_split_gdn_prefill": "chunk_prefill",
     },
     "sglang.srt.models.jet_nemotron": {"fused_recurrent_gated_delta_rule_update": "recurrent_step"},
+    # SGLang's backend and its workers import these at every call.
+    "sglang.kernels.ops.attention.linear.gdn_replayssm_spec_decode": {
+        "commit_gdn_replayssm_circular": "recurrent.rings.fold_rings",
+        "gdn_replayssm_spec_decode": "recurrent.rings.ring_drafts",
+    },
 }
 # The runner loads the model, and then allocates SGLang's pools.
 RUNNER: Final = "sglang.srt.model_executor.model_runner"
@@ -86,13 +102,31 @@ OTHERS: Final = {
         "fused_qkvzba_causal_conv1d_update_contiguous": "unpacks z, b and a in the same launch",
         "fused_qkvzba_split_reshape_cat_contiguous": "a view of z would be copied before the norm",
     },
-    MODULE: {"fused_recurrent_gdn_replayssm_decode": "ReplaySSM's rings"},
+    "sglang.kernels.ops.attention.linear.gdn_replayssm_spec_decode": {
+        "commit_gdn_replayssm_spec": "it advances the cursors of rings, and reads no state",
+    },
 }
-# Arguments with which a call goes SGLang's own way.
-THEIRS: Final = {
-    "fused_sigmoid_gating_delta_rule_update": ("retrieve_parent_token", "replayssm_rawv"),
-    "fused_recurrent_gated_delta_rule_update": ("retrieve_parent_token",),
-    "causal_conv1d_update": ("intermediate_conv_window", "retrieve_next_token"),
+
+
+def _has(*names: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda given: any(given.get(name) is not None for name in names)
+
+
+_RINGS: Final = ("with more than 32 rows or 8 drafts, or raw values", is_left_to_sglang)
+# Which calls of a function, by their keywords, are left to SGLang's own, in words and as a test.
+# SGLang passes these arguments by name.
+THEIRS: Final[dict[str, tuple[str, Callable[[Mapping[str, Any]], bool]]]] = {
+    "fused_sigmoid_gating_delta_rule_update": (
+        "with ReplaySSM's raw values of drafts",
+        _has("replayssm_rawv"),
+    ),
+    "causal_conv1d_update": (
+        "with the windows of drafts",
+        _has("intermediate_conv_window", "retrieve_next_token"),
+    ),
+    "commit_gdn_replayssm_circular": _RINGS,
+    "fused_recurrent_gdn_replayssm_decode": _RINGS,
+    "gdn_replayssm_spec_decode": _RINGS,
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -101,6 +135,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         fused_recurrent_gated_delta_rule_packed_decode,
         fused_sigmoid_gating_delta_rule_update,
         fused_recurrent_gated_delta_rule_update,
+        fused_recurrent_gdn_replayssm_decode,
+        gdn_replayssm_spec_decode,
+        commit_gdn_replayssm_circular,
         causal_conv1d_fn,
         causal_conv1d_update,
         fused_qkv_split_gdn_prefill,
@@ -115,8 +152,8 @@ def enable() -> Status:
     """Replaces SGLang's functions, where its layers call them, by ours, and returns `status()`. A
     second call changes nothing that is in place.
 
-    Drafts that are trees, the convolution's windows of drafts and SGLang's other kernels stay
-    SGLang's. Before a runner allocates its pools, the calls of its model's layers are made once, so
+    The convolution's windows of drafts and SGLang's other kernels stay SGLang's; `status` lists
+    them. Before a runner allocates its pools, the calls of its model's layers are made once, so
     no request compiles a kernel (`gdn_triton.integrations.sglang.warming`).
 
     Raises:
@@ -128,8 +165,8 @@ def enable() -> Status:
         _check_known(target)
     for target in targets:
         if not _patches.is_ours(target):
-            ours, others = FUNCTIONS[target.name], THEIRS.get(target.name, ())
-            _patches.put(target, _unless(others, ours, target.now) if others else ours)
+            ours, left = FUNCTIONS[target.name], THEIRS.get(target.name)
+            _patches.put(target, _unless(left[1], ours, target.now) if left else ours)
     for target in _allocations():
         if not _patches.is_ours(target):
             _patches.put(target, before_memory(target.now))
@@ -164,6 +201,10 @@ def status() -> Status:
     missed = "not there when `enable` ran: call it again."
     targets = (*_targets(), *_allocations(), *_gates())
     places = [*_patches.places(targets, enabled, missed)]
+    for target in targets:
+        if _patches.is_ours(target) and target.name in THEIRS:
+            when = THEIRS[target.name][0]
+            places.append(Place(f"{target.path} {when}", None, "SGLang's own runs."))
     for name in (*PLACES, RUNNER):
         module = _module(name)
         if isinstance(module, ImportError):
@@ -236,12 +277,12 @@ def _check_known(target: Target) -> None:
 
 
 def _unless(
-    others: tuple[str, ...], ours: Callable[..., Any], theirs: Callable[..., Any]
+    is_left: Callable[[Mapping[str, Any]], bool],
+    ours: Callable[..., Any],
+    theirs: Callable[..., Any],
 ) -> Callable[..., Any]:
     @functools.wraps(ours)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # SGLang passes them by name.
-        is_theirs = any(kwargs.get(name) is not None for name in others)
-        return (theirs if is_theirs else ours)(*args, **kwargs)
+        return (theirs if is_left(kwargs) else ours)(*args, **kwargs)
 
     return call

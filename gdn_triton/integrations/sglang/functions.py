@@ -223,23 +223,27 @@ def fused_sigmoid_gating_delta_rule_update(
     that the sequences start from are copied to their first step before. cache_steps is not read:
     the buffer has its own.
 
+    retrieve_parent_token: [N, steps], with intermediate_states_buffer: each sequence has that many
+    tokens, the nodes of a tree. A token starts from the state after token
+    retrieve_parent_token[n, t] of its sequence, and the first one, the root of all others, from the
+    sequence's own state.
+
     The state is rounded to the pool's dtype after every token, as it is when tokens are decoded one
-    by one; SGLang rounds the states that it writes and continues in float32.
+    by one; SGLang rounds the states that it writes, and continues a chain in float32.
 
     Returns o, [B, T, HV, V] in the dtype of v.
 
     Raises:
         NotImplementedError: an argument that is not served (key-wise gates, `is_kda` and
-            `lower_bound`; drafts that are trees, `retrieve_parent_token`; ReplaySSM's rings;
-            `match_cutedsl_decode`; another softplus than 1.0 and 20.0; a buffer without
-            `disable_state_update`), or an input that requires a gradient.
+            `lower_bound`; raw values of drafts in rings; `match_cutedsl_decode`; another softplus
+            than 1.0 and 20.0; a tree without a buffer; a buffer without `disable_state_update`), or
+            an input that requires a gradient.
         TypeError, ValueError, RuntimeError: see `gdn_triton.recurrent_step`.
     """
     rings = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
     refuse("is_kda", is_kda, "the gate is one number a head")
     refuse("lower_bound", lower_bound is not None, "the gate is -exp(A_log) * softplus")
-    refuse("retrieve_parent_token", retrieve_parent_token is not None, "drafts are chains")
-    refuse("cache_ring", cache_ring or any(x is not None for x in rings), "there are no rings")
+    refuse("cache_ring", cache_ring or any(x is not None for x in rings), "rings have records here")
     refuse("match_cutedsl_decode", match_cutedsl_decode, "it is another kernel's rounding")
     names = ("softplus_beta", "softplus_threshold")
     check_softplus(names, softplus_beta, softplus_threshold)
@@ -253,6 +257,7 @@ def fused_sigmoid_gating_delta_rule_update(
         cu_seqlens,
         disable_state_update,
         (intermediate_states_buffer, intermediate_state_indices),
+        retrieve_parent_token,
     )
 
 
@@ -282,7 +287,6 @@ def fused_recurrent_gated_delta_rule_update(
     `fused_sigmoid_gating_delta_rule_update`. o is computed whatever `disable_output_calculation`
     says, which leaves it undefined there.
     """
-    refuse("retrieve_parent_token", retrieve_parent_token is not None, "drafts are chains")
     if initial_state_source is None or initial_state_indices is None:
         raise ValueError(
             "initial_state_source and initial_state_indices must be given: the pool of states, and "
@@ -301,6 +305,7 @@ def fused_recurrent_gated_delta_rule_update(
         cu_seqlens,
         disable_state_update,
         (intermediate_states_buffer, intermediate_state_indices),
+        retrieve_parent_token,
     )
 
 
@@ -314,8 +319,10 @@ def _step(
     cu_seqlens: Tensor | None,
     disable_state_update: bool,
     drafted: tuple[Tensor | None, Tensor | None],
+    tree: Tensor | None,
 ) -> Tensor:
-    """drafted: the buffer of the states after each token, and the row of each sequence in it."""
+    """drafted: the buffer of the states after each token, and the row of each sequence in it.
+    tree: the parent of each token of a sequence, [rows, T]."""
     q, k, v = qkv
     buffer, rows = drafted
     names = {
@@ -338,6 +345,7 @@ def _step(
         "cu_seqlens": cu_seqlens,
     }
     if buffer is None:
+        refuse("retrieve_parent_token", tree is not None, "a tree needs a state for each token")
         write_slots = torch.full_like(slots, -1) if disable_state_update else None
         return recurrent_step(pool, slots, write_slots, **step)
     if not disable_state_update or rows is None:
@@ -350,6 +358,25 @@ def _step(
     drafts = draft_states(
         buffer, rows[:N], pool, slots, v.shape[1], cu_seqlens, names=names, others={}
     )
+    if tree is not None:
+        step["parents"] = _parents(tree, N, v, cu_seqlens)
     check_step(drafts.rows, drafts.read_slots, drafts.write_slots, **step)
     drafts.begin()
     return recurrent_step(drafts.rows, drafts.read_slots, drafts.write_slots, **step)
+
+
+def _parents(tree: Tensor, N: int, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The parents of `gdn_triton.recurrent_step`, in which the root of a tree has the parent -1 and
+    not itself."""
+    name = "retrieve_parent_token"
+    check_tensors({name: tree}, {})
+    check_dtypes({name: tree}, (name,))
+    check_devices("v", v.device, {name: tree})
+    check_rank(name, tree, "N", "T")
+    tokens = v.shape[1] if cu_seqlens is None else v.shape[1] // max(N, 1)
+    if tree.shape[0] < N or tree.shape[1] != tokens or N * tokens != v.shape[0] * v.shape[1]:
+        expected = f"have a row of all tokens for each of {N} sequences of equal length"
+        raise ValueError(must(name, expected, shape_of(tree)))
+    is_root = torch.arange(tokens, device=tree.device) == 0
+    parents = torch.where(is_root, -1, tree[:N])
+    return parents if cu_seqlens is None else parents.reshape(1, -1)
