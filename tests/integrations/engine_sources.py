@@ -127,6 +127,10 @@ READ: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{_SGLANG}/attention/linear/fused_gdn_gating.py": ("fused_gdn_gating",),
         f"{_SGLANG}/attention/linear/gdn_replayssm_spec_decode.py": ("commit_gdn_replayssm_spec",),
         "sglang/srt/speculative/spec_utils.py": ("commit_mamba_states_after_verify",),
+        "sglang/srt/mem_cache/memory_pool.py": ("MambaPool.__init__",),
+        "sglang/srt/layers/attention/hybrid_linear_attn_backend.py": (
+            *("MambaAttnBackendBase._forward_metadata", "MambaAttnBackendBase._replay_metadata"),
+        ),
     },
     "flashinfer_python": {},
     "transformers": {

@@ -102,6 +102,11 @@ OTHERS: Final = (
     (QWEN, "fused_mtp_decode_impl", "recurrence and gated norm in one launch, for drafts"),
     (OLMO, "fused_olmo_hybrid_gdn_gating", "reached past our `_forward_core` only"),
 )
+# A decode step with a window of records, as `gdn_triton.recurrent_step` has, for `status`.
+WINDOW: Final = (
+    "decode steps with a window",
+    "vLLM's memory is pages of states, and the records of a window are no part of a page.",
+)
 
 _logger = logging.getLogger("gdn_triton")
 _patches = Patches()
@@ -175,6 +180,7 @@ def status() -> Status:
     reason = _why_not_build()
     if reason is not None:
         places.append(Place(f"{METADATA}.{BUILDER}.{BUILD}", None, reason))
+    places.append(Place(WINDOW[0], None, WINDOW[1]))
     return Status("vLLM", enabled, version, tuple(places))
 
 
