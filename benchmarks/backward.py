@@ -1,19 +1,20 @@
-"""Error, time and memory of the gradients, beside FLA's and FlashQLA's.
+"""Error, time and memory of the gradients, compared with FLA's and FlashQLA's.
 
     python -m benchmarks.backward [--peers triton fla flashqla] [--select TEXT] [--draws 8]
         [--gates mild,model] [--jsonl FILE]
 
-Errors: the norm of the error over that of the gradient, against float64 autograd of the
-specification, in bf16; the root mean square of several draws of the inputs. Times: microseconds of
-the gradients of q, k, v, g, beta and the initial state, from those of o and the final state,
-medians; the implementations take turns. `call` adds the forward that made the graph. A time is the
-GPU's, between two events, with the host's launches ahead of it; the host's own is apart, since a
-model's other work can hide it. Memory: what a forward keeps until the backward beyond its inputs
-and outputs, and the most that both together take beyond those and the gradients.
+An error is the norm of the error divided by the norm of the gradient, against float64 autograd of
+the specification, in bf16, as the root mean square over several draws of the inputs. A time is the
+median in microseconds for the gradients of q, k, v, g, beta and the initial state from those of o
+and the final state. The implementations take turns. `call` adds the forward that made the graph.
+GPU times are measured between two events, with the host's launches ahead of the device. Host times
+are separate, because a model's other work can hide them. Memory is the memory that a forward keeps
+for the backward in addition to its inputs and outputs, and the peak of both together in addition to
+these and the gradients.
 
-FLA's own Triton backward refuses Hopper with Triton 3.4 to 3.7.0, so its TileLang one runs where
-that package is installed; FlashQLA is a peer of its own, and FLA is kept from handing over to it.
-The peer `triton` is this package without its CUDA library, where there is one.
+FLA's Triton backward refuses Hopper with Triton 3.4 to 3.7.0, so its TileLang backward runs where
+that package is installed. FlashQLA is a separate peer, and FLA is kept from calling it. The peer
+`triton` is this package without its CUDA library.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def packed(H: int, HV: int, K: int, V: int, *seqlens: int) -> Case:
 
 
 def in_dtype(case: Case, dtype: str) -> Case:
-    """The same with q, k and v in another dtype, which its name says."""
+    """The same case with q, k and v in another dtype, which its name says."""
     if getattr(torch, dtype) == case.dtype:
         return case
     return replace(case, name=f"{case.name} {dtype}", dtype=getattr(torch, dtype))
@@ -93,7 +94,7 @@ SEQUENCES = (
     (8192, 8192, 8192, 8192),
     (4000, 16000, 368, 12400),
 )
-# Documents of all lengths in a row: how many, and the bounds that their lengths are drawn between.
+# Documents of all lengths, one after the other: their number, and the bounds of their lengths.
 MIXES = ((48, 32, 2048), (16, 64, 8192))
 
 
@@ -117,7 +118,7 @@ TIME_CASES = (
 
 
 def load(key: str) -> Rule:
-    """An implementation's `chunk_gated_delta_rule`. Raises what importing it raises."""
+    """An implementation's `chunk_gated_delta_rule`. Raises the errors of its import."""
     if key == "fla":
         os.environ["FLA_FLASH_QLA"] = "0"
         key = "fla.ops.gated_delta_rule"
@@ -138,15 +139,15 @@ def specification(*x: Tensor, output_final_state: bool, **options: Any) -> tuple
 
 
 def leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """q, k, v, g, beta and the initial state, to differentiate by."""
+    """q, k, v, g, beta and the initial state, which require gradients."""
     tensors = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state)
     found = [x.to(dtype) if dtype else x for x in tensors if x is not None]
     return [x.detach().clone().requires_grad_() for x in found]
 
 
 def options_of(rule: Rule, inputs: Inputs) -> dict[str, Any]:
-    """The lengths, on the host too where the implementation takes them. All timed calls share them,
-    as FLA keeps its chunk indices for the tensors of lengths that it was given last."""
+    """The lengths, also on the host if the implementation takes them. All timed calls share the
+    tensors, because FLA keeps its chunk indices for the last tensors of lengths."""
     options: dict[str, Any] = {"cu_seqlens": inputs.cu_seqlens}
     if inputs.cu_seqlens is not None and "cu_seqlens_cpu" in inspect.signature(rule).parameters:
         options["cu_seqlens_cpu"] = on_host(inputs)
@@ -220,7 +221,7 @@ def measure_errors(
 
 
 class Backward:
-    """One implementation's forward, done, and its backward, to be run again and again."""
+    """One implementation after its forward, with a backward that can run repeatedly."""
 
     def __init__(self, rule: Rule, inputs: Inputs, backend: str | None = None) -> None:
         self.backend = backend  # `GDN_BACKEND` of every call
@@ -243,7 +244,7 @@ class Backward:
             torch.autograd.grad(self.forward(), self.x, self.seeds)
 
     def peak(self) -> int:
-        """Bytes at the worst moment of a forward and a backward, beyond inputs, outputs and
+        """The peak bytes of a forward and a backward in addition to inputs, outputs and
         gradients."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -258,8 +259,8 @@ def nbytes(tensors: Any) -> int:
 
 
 class Times(NamedTuple):
-    """Medians, microseconds: between two events of the GPU, with the launches of the call ready
-    before the first; and what the host takes to make them."""
+    """Medians in microseconds: between two events of the GPU, with all launches of the call ready
+    before the first event; and the host's time for the launches."""
 
     gpu: float
     host: float
@@ -276,7 +277,7 @@ def host_time(call: Callable[[], Any]) -> float:
 
 
 def event_times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Times]:
-    """Of each call, in turns."""
+    """The times of each call, in turns."""
     hosts: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(HOST_ROUNDS):
         for name, call in calls.items():
@@ -324,7 +325,8 @@ def measure_times(
 
 
 def times_cell(row: dict[str, Any]) -> str:
-    """Of one implementation. A record may lack the host's times, and those of a call."""
+    """The times of one implementation. A record may lack the host's times, and the times of a
+    call."""
 
     def both(suffix: str) -> str:
         call = f"call{suffix}"

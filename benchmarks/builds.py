@@ -1,4 +1,4 @@
-"""Builds of the CUDA library beside each other: times in turns, and whether bits are the same.
+"""Compares builds of the CUDA library: times in turns, and whether bits are equal.
 
     python csrc/build.py --library before.so --objects build/before
     (change something)
@@ -7,12 +7,12 @@
         [--gates mild,model] [--dtype float16] [--select REGEX] [--turns 4] [--budget-seconds 200]
         [--jsonl FILE]
 
-A process can load one library, so each build has a process of its own, which stays; the processes
-take turns at each case, one at a time, so that a drift of the clock hits all builds. A table is one
-of `benchmarks.run`, whose calls are timed as replays of a CUDA graph with a cold L2, or `backward`,
-the cases that `benchmarks.backward` times, whose gradients are timed between two events. A ratio is
-the time of a build over that of the first one. Two processes differ in where their memory lies, by
-up to a few percent of a row; the same library given twice says how much that is.
+A process can load only one library, so each build has its own process. The processes take turns at
+each case, so a drift of the clock affects all builds. A table is one of `benchmarks.run`, whose
+calls are timed as replays of a CUDA graph with a cold L2, or `backward`, the cases of
+`benchmarks.backward`, whose gradients are timed between two events. A ratio is the time of a build
+divided by that of the first build. The memory of two processes lies at different addresses, which
+changes rows by up to a few percent; the same library given twice shows how much.
 """
 
 import argparse
@@ -58,7 +58,7 @@ STEP = 2 * 0x9E3779B1
 
 
 class Job(NamedTuple):
-    """A case, and what is timed of it."""
+    """A case, and the call that is timed."""
 
     case: Case
     is_backward: bool
@@ -69,7 +69,8 @@ class Job(NamedTuple):
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A number for each tensor that differs, but for rare chance, where a bit of it differs."""
+    """A number for each tensor, which differs, but for rare chance, if a bit of the tensor
+    differs."""
     found = []
     for x in tensors:
         words = x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32).flatten()
@@ -79,8 +80,8 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 class Timer:
-    """What the process of a build does with a job: the fingerprint of its results when it is made,
-    then at each `turn` its time in microseconds."""
+    """Runs a job in the process of a build: returns the fingerprint of its results when it is made,
+    then its time in microseconds at each `turn`."""
 
     def __init__(self, job: Job, device: Device) -> None:
         inputs = make_inputs(job.case, device.torch)
@@ -117,7 +118,7 @@ def _replay_turn(replay: Replay, device: Device) -> float:
 
 def serve(connection: Connection, library: Path, dry_run: bool) -> None:
     """The process of a build: answers a job with the fingerprint of its results, and None with the
-    time of a turn of the last job, until it gets the word to stop."""
+    time of a turn of the last job, until it is told to stop."""
     from gdn_triton import fast
 
     fast.LIBRARY = library
@@ -158,7 +159,7 @@ class Build:
         return f"{self.name}: its process ended with status {self.process.exitcode}"
 
     def answer(self) -> Any:
-        """What came back. Raises RuntimeError where the process met an error or has ended."""
+        """The answer of the process. Raises RuntimeError if it met an error or has ended."""
         try:
             answer = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -174,7 +175,7 @@ class Build:
 
 
 def gather(builds: list[Build]) -> dict[str, Any]:
-    """Every build's answer. Raises the first error once none has an answer left to give."""
+    """Every build's answer. Raises the first error once all builds have answered."""
     answers: dict[str, Any] = {}
     errors = []
     for build in builds:

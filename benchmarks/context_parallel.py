@@ -1,17 +1,20 @@
 """Times of one long sequence split over GPUs: forward, and forward and backward, by number of GPUs.
 
-    python -m benchmarks.context_parallel --out DIR     on all GPUs, 1, 2 and 4 of them as there are
+    python -m benchmarks.context_parallel --out DIR     on 1, 2, 4 and 8 GPUs, as there are
     python -m benchmarks.context_parallel --dry-run     two processes on the CPU at a toy size
 
 Each process holds an even shard of the sequence. A row is the median over rounds of the slowest
 process of a round, from a barrier to the end of the work; memory is the peak of one process above
 what its inputs take. On one GPU the call is the plain one, without a context. `--ways` chooses how
-several split the call: maps of the state (cp_context), or heads, where a process gets all tokens
-of some heads by an all-to-all and sends the output back by another. Rows are printed and written to
+several split the call: maps of the state (cp_context); heads, where a process gets all tokens of
+some heads by an all-to-all and sends the output back by another; or fla, by the installed package
+of flash-linear-attention and its own context, which gets a row on one GPU too. `--graphs` also
+times the calls of `maps` as replays of a captured CUDA graph. Rows are printed and written to
 DIR/context_parallel.jsonl.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -19,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +48,7 @@ class Shape:
 SHAPES = [
     Shape(131_072, 16, 32),
     Shape(131_072, 4, 8),
+    Shape(262_144, 16, 32),
     Shape(524_288, 16, 32),
     Shape(524_288, 4, 8),
     Shape(1_048_576, 4, 8),
@@ -122,43 +127,85 @@ def seconds(run: Callable[[], object], device: torch.device, rounds: int) -> lis
     return found
 
 
+def way_of(way: str, shape: Shape, device: torch.device) -> Callable[..., Any]:
+    """A function of the inputs of one process, which returns o."""
+    world, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    if world > 1 and way == "heads":
+        return partial(by_heads, use_qk_l2norm_in_kernel=True)
+    offsets = torch.tensor([0, shape.T])
+    options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
+    rule, build = chunk_gated_delta_rule, build_cp_context
+    if way == "fla":
+        # Without it FLA hands calls to other packages that it finds.
+        os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
+        rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        build = importlib.import_module("fla.ops.cp").build_cp_context
+    if world > 1:
+        options["cp_context"] = build(offsets.to(device), group=group, cu_seqlens_cpu=offsets)
+
+    def call(**x: Any) -> Any:
+        return rule(**x, **options)[0]
+
+    return call
+
+
+def captured(run: Callable[[], Any], device: torch.device) -> torch.cuda.CUDAGraph:
+    """A graph of `run`, which has run before."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
 def measure(
-    shape: Shape, way: str, gates: str, device: torch.device, rounds: int
+    shape: Shape, way: str, gates: str, device: torch.device, rounds: int, graphs: bool
 ) -> dict[str, Any]:
     world = dist.get_world_size()
-    options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
-    offsets, group = torch.tensor([0, shape.T]), dist.group.WORLD
-    assert group is not None
-    if world > 1 and way == "maps":
-        options["cp_context"] = build_cp_context(offsets.to(device), group, cu_seqlens_cpu=offsets)
+    call = way_of(way, shape, device)
     x = make_inputs(shape, shape.T // world, gates, device)
     do = torch.randn_like(x["v"])
-    options |= x
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
 
-    def call() -> torch.Tensor:
-        if world > 1 and way == "heads":
-            return by_heads(**options)
-        return chunk_gated_delta_rule(**options)[0]
-
-    def forward() -> None:
+    def forward() -> Any:
         with torch.no_grad():
-            call()
+            return call(**x)
 
-    def both() -> None:
-        torch.autograd.grad(call(), list(x.values()), do)
+    def both() -> Any:
+        return torch.autograd.grad(call(**x), list(x.values()), do)
 
     record: dict[str, Any] = {"gpus": world, "way": way, "gates": gates, **asdict(shape)}
-    for name, run in (("forward", forward), ("both", both)):
-        # Compiles, and opens NCCL's connections.
-        seconds(run, device, 2)
+    runs = {"forward": forward, "both": both}
+    for name, run in runs.items():
+        try:
+            # Compiles, and opens NCCL's connections.
+            seconds(run, device, 2)
+        except RuntimeError as error:
+            # FLA refuses its backward for some releases of Triton, on all ranks alike.
+            if way != "fla" or isinstance(error, torch.OutOfMemoryError):
+                raise
+            record[f"{name}_refused"] = str(error)
+            continue
         times = seconds(run, device, rounds)
         record[f"{name}_ms"] = 1e3 * statistics.median(times)
         record[f"{name}_ms_least"] = 1e3 * min(times)
     if device.type == "cuda":
         record["peak_gib"] = (torch.cuda.max_memory_allocated(device) - before) / 2**30
+    if graphs and way == "maps" and device.type == "cuda":
+        for name, run in runs.items():
+            graph = captured(run, device)
+            seconds(graph.replay, device, 2)
+            times = seconds(graph.replay, device, rounds)
+            record[f"{name}_graph_ms"] = 1e3 * statistics.median(times)
+            # NCCL waits for the graph when the process group ends.
+            del graph
     return record
 
 
@@ -170,6 +217,7 @@ class Plan(NamedTuple):
     trial: bool
     rounds: int
     ways: tuple[str, ...]
+    graphs: bool
     gates: tuple[str, ...]
     out: Path | None
 
@@ -189,13 +237,18 @@ def work(rank: int, plan: Plan) -> None:
         world_size=world,
         device_id=None if trial else device,
     )
-    ways = plan.ways if world > 1 else ("maps",)
+    ways = [way for way in plan.ways if world > 1 or way != "heads"]
     for shape, gates, way in itertools.product(TOY if trial else SHAPES, plan.gates, ways):
         if not trial:
             memory = torch.cuda.get_device_properties(device).total_memory
             if shape.T * shape.HV * BYTES_A_TOKEN > memory * world:
                 continue
-        record = measure(shape, way, gates, device, plan.rounds)
+        try:
+            record = measure(shape, way, gates, device, plan.rounds, plan.graphs)
+        except torch.OutOfMemoryError:
+            if world > 1:
+                raise
+            record = {"gpus": world, "way": way, "gates": gates, **asdict(shape), "memory": "out"}
         if rank == 0:
             line = json.dumps(record)
             print(line, flush=True)
@@ -210,10 +263,16 @@ def work(rank: int, plan: Plan) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="folder of the records")
+    parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2, 4, 8], help="how many")
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds of each row")
     parser.add_argument(
-        "--ways", nargs="+", choices=("maps", "heads"), default=["maps"], help="how a call is split"
+        "--ways",
+        nargs="+",
+        choices=("maps", "heads", "fla"),
+        default=["maps"],
+        help="how a call is split",
     )
+    parser.add_argument("--graphs", action="store_true", help="replays of CUDA graphs too")
     parser.add_argument("--dry-run", action="store_true", help="two processes on the CPU")
     add_gates_option(parser)
     args = parser.parse_args(arguments)
@@ -225,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.dry_run:
         # Read by the children, which have no GPU to find then.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for world in (2,) if args.dry_run else (n for n in (1, 2, 4, 8) if n <= gpus):
+    for world in (2,) if args.dry_run else (n for n in args.gpus if n <= gpus):
         # The server chooses a free port, and holds it until the processes have ended.
         store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         plan = Plan(
@@ -234,6 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
             trial=args.dry_run,
             rounds=args.rounds,
             ways=tuple(args.ways),
+            graphs=args.graphs,
             gates=args.gates,
             out=args.out,
         )

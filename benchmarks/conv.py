@@ -1,12 +1,13 @@
-"""The convolution at Qwen3-Next's sizes, beside the calls that it replaces and a copy of its bytes.
+"""Times of the convolution at Qwen3-Next's sizes, of the calls that it replaces, and of a copy of
+its bytes.
 
     python -m benchmarks.conv [--tokens 2048 16384] [--sequences 1 64 256] [--dry-run]
 
-bf16, 16 key and 32 value heads of 128, 4 taps; microseconds of a call. A CUDA graph has the call on
-2 to 12 buffers, so many that no input but the smallest can be found in the L2 cache; medians of its
-replays. The copy is the faster of `Tensor.copy_` and `torch.add(x, 0, out=y)` of as
-many bytes as the call reads and writes. The host's time is that until a call from Python returns.
---dry-run does all of it with toy sizes on the CPU.
+bf16, 16 key and 32 value heads of 128, 4 taps; microseconds of a call. A CUDA graph runs the call
+on 2 to 12 buffers, so that only the smallest input can stay in the L2 cache. Times are medians of
+its replays. The copy is the faster of `Tensor.copy_` and `torch.add(x, 0, out=y)` of as many bytes
+as the call reads and writes. The host's time ends when a call from Python returns. --dry-run runs
+all of it with toy sizes on the CPU.
 """
 
 import argparse
@@ -58,7 +59,7 @@ class Sizes(NamedTuple):
         return 2 * self.H * self.K + self.HV * self.V
 
     def bytes(self, tokens: int) -> int:
-        """Of `fused_conv_prep`, read and written."""
+        """The bytes that `fused_conv_prep` reads and writes."""
         return tokens * (2 * self.D * 2 + 2 * self.HV * 2 + 8 * self.HV)
 
 
@@ -66,7 +67,7 @@ MODEL, TOY = Sizes(16, 32, 128, 128), Sizes(1, 2, 8, 8)
 
 
 class Bench:
-    """The parameters of a layer, and what times calls on them."""
+    """The parameters of a layer, and functions that time calls on them."""
 
     def __init__(self, sizes: Sizes, device: Device, rounds: int) -> None:
         self.sizes, self.device, self.rounds = sizes, device, rounds
@@ -86,7 +87,7 @@ class Bench:
         ]
 
     def time(self, calls: Sequence[Call]) -> float:
-        """us of one of the calls, which are a graph together."""
+        """Microseconds of one of the calls, all of which are captured in one graph."""
         replays = {"": Replay(in_a_row(calls), self.device)}
         once = replay_times(replays, self.device, 1, flush=False)[""][0]
         rounds = max(1, min(self.rounds, int(MOST_TIME / once)))
@@ -94,7 +95,7 @@ class Bench:
         return statistics.median(times) / len(calls)
 
     def copy_time(self, nbytes: int) -> float:
-        """us to read and write `nbytes` in all."""
+        """Microseconds for a copy that reads and writes `nbytes` in all."""
         count = max(2, min(MOST_BUFFERS, BUFFERED // nbytes + 1))
         pairs = [
             torch.empty(2, nbytes // 4, dtype=torch.bfloat16, device=self.device.torch)
@@ -151,7 +152,7 @@ class Bench:
         }
 
     def packed(self, tokens: int, length: int) -> Record:
-        """As many sequences of a length as there is room for."""
+        """As many sequences of one length as fit."""
         inputs = self.buffers(tokens)
         N = tokens // length
         ends = range(0, N * length + 1, length)
@@ -191,7 +192,7 @@ class Bench:
         return {"tokens": tokens, **times, "copy of both": copy}
 
     def update(self, N: int, layout: str) -> Record:
-        """A token of each of N sequences, on a pool."""
+        """One token of each of N sequences, on a pool."""
         D = self.sizes.D
         count = 6 if N > 1 else 2
         pools = [self.normal(N, W - 1, D).mT for _ in range(count)]
@@ -204,7 +205,7 @@ class Bench:
             )
             for pool in pools
         ]
-        # A token, its result, and the W - 1 in the state, read and written.
+        # A token, its result, and the W - 1 tokens of the state, read and written.
         nbytes = 2 * W * 2 * N * D
         copy = self.copy_time(nbytes)
         kB = round(nbytes / 1e3)

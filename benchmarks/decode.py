@@ -1,23 +1,24 @@
-"""One decode step from a pool of states, beside FlashInfer and FLA, and the roof of the same run.
+"""Times of a decode step from a pool of states, of FlashInfer and FLA, and of the memory's roof.
 
     python -m benchmarks.decode [--sequences 1 64 256] [--heads 16/32 16/64] [--pools float32]
         [--tokens 1 4] [--gates mild,model] [--peers flashinfer] [--jsonl FILE]
 
 Each row is one token a sequence, or several drafted ones, q, k and v in bf16, K = V = 128, with the
 L2 norm, the gate and the sigmoid in the kernel. The numbers are the microseconds of one call in a
-CUDA graph, the roof's time divided by them, and the microseconds of the host for a call from
-Python. The roof is the faster of a copy and an in-place product of as many bytes as the states of N
-sequences are, read and written. The calls of a graph go round over as many pools as exceed the L2
-cache, as the layers of a model do. Every implementation's o is compared with the float64 recurrence
-first; one that differs is not timed.
+CUDA graph, the roof's time divided by them, and the host's microseconds for a call from Python. The
+roof is the faster of a copy and an in-place product that read and write as many bytes as the states
+of N sequences have. The calls of a graph use, one after the other, as many pools as exceed the L2
+cache, as the layers of a model do. Every implementation's o is first compared with the float64
+recurrence; one that differs is not timed.
 
-A step without a window reads and writes the state of each sequence; with several tokens it writes
-one state a token. A step with a window reads the state and writes records; its time is the mean
-over a fold period, in which every head is folded once. A replay repeats the positions of the one
-before, so that its o means nothing; the work of a step depends on its position alone.
+A step without a window reads and writes the state of each sequence, and with several tokens it
+writes one state for each token. A step with a window reads the state and writes records. Its time
+is the mean over a fold period, in which every head is folded once. A replay repeats the positions
+of the replay before. Its o is therefore meaningless, but the work of a step depends on its position
+alone.
 
-FLA's `fused_recurrent_gated_delta_rule` has no pool: it writes its final states to new memory,
-which is as many bytes, and it keeps no state a token. FlashInfer keeps its pools value-first; its
+FLA's `fused_recurrent_gated_delta_rule` has no pool: it writes as many bytes of final states to new
+memory, and keeps no state for each token. FlashInfer keeps its pools value-first. Its
 `gated_delta_rule_decode` takes key-first states without slots, and its `gated_delta_rule_mtp`
 float32 states. A peer that is not installed is named as such.
 """
@@ -96,12 +97,13 @@ def exact(step: Step, heads: int) -> Tensor:
     return o
 
 
-# An implementation: from a step and the pool's dtype to a call that returns o, or a sentence.
+# An implementation: makes a call that returns o from a step and the pool's dtype, or returns a
+# sentence why it cannot.
 Maker = Callable[[Step, torch.dtype], Callable[[], Any] | str]
 
 
 def own_arguments(step: Step, v_first: bool) -> dict[str, Any]:
-    """Those of `recurrent_step` but for the states: one token has no axis of tokens."""
+    """The arguments of `recurrent_step` except the states. One token has no dimension of tokens."""
     q, k, v, a, b = step[:5] if step.q.shape[1] > 1 else (x[:, 0] for x in step[:5])
     return {
         "mixed_qkv": torch.cat([x.flatten(-2) for x in (q, k, v)], -1),
@@ -126,7 +128,7 @@ def ours(step: Step, dtype: torch.dtype, v_first: bool) -> Callable[[], Any] | s
     rest = own_arguments(step, v_first)
     if T == 1:
         return partial(recurrent_step, own_pool(step.states, dtype, v_first), step.slots, **rest)
-    # All T tokens of the call before were accepted; slot (n, T - 1) has the state.
+    # All T tokens of the previous call were accepted; slot (n, T - 1) has the state.
     states = step.states.new_zeros(N, T, *step.states.shape[1:])
     states[:, -1] = step.states[step.slots.long()]
     pool = own_pool(states.flatten(0, 1), dtype, v_first)
@@ -136,7 +138,7 @@ def ours(step: Step, dtype: torch.dtype, v_first: bool) -> Callable[[], Any] | s
 
 
 class WindowSteps:
-    """A call makes the next step of a fold period; half of the drafted tokens are accepted."""
+    """A call is the next step of a fold period; half of the drafted tokens are accepted."""
 
     def __init__(self, step: Step, dtype: torch.dtype, v_first: bool) -> None:
         N, T, H = step.q.shape[:3]
@@ -257,7 +259,7 @@ PEERS = ("flashinfer", "fla")
 
 
 def output(result: Any, shape: Sequence[int]) -> Tensor:
-    """o as [N, *shape], of any of them."""
+    """o of any implementation as [N, *shape]."""
     o: Tensor = result[0] if isinstance(result, tuple) else result
     return o.reshape(-1, *shape)
 
@@ -270,7 +272,7 @@ class Replays(NamedTuple):
 
 
 def replays_of(calls: Sequence[Callable[[], Any]], device: Device) -> Replays:
-    """As many rounds over `calls` as make CALLS calls, or a fold period of a window."""
+    """As many rounds over `calls` as make CALLS calls or the fold period of a window."""
     first = calls[0]
     rounds = first.period if isinstance(first, WindowSteps) else -(-CALLS // len(calls))
     every = [*calls] * rounds
@@ -278,7 +280,7 @@ def replays_of(calls: Sequence[Callable[[], Any]], device: Device) -> Replays:
 
 
 def roof_time(nbytes: int, device: Device, *, copies: int, rounds: int) -> float:
-    """us of the faster of two ways to read and write `nbytes`."""
+    """Microseconds of the faster of two ways to read and write `nbytes`."""
     pools = torch.randn(copies + 1, nbytes // 4, device=device.torch)
     ways = {
         "copy": replays_of([partial(pools[-1].copy_, x) for x in pools[:-1]], device),
@@ -288,14 +290,14 @@ def roof_time(nbytes: int, device: Device, *, copies: int, rounds: int) -> float
 
 
 def medians(replays: Mapping[str, Replays], device: Device, rounds: int) -> dict[str, float]:
-    """us of a call of each."""
+    """Microseconds of a call of each."""
     alone = {name: x.replay for name, x in replays.items()}
     times = replay_times(alone, device, rounds, flush=False)
     return {name: statistics.median(x) / replays[name].calls for name, x in times.items()}
 
 
 def makers_of(peers: Sequence[str]) -> dict[str, Maker]:
-    """Ours, and those of the peers, by the first word of their names."""
+    """Our implementations and those of the peers, by the first word of their names."""
     wanted = {"gdn_triton", *peers}
     return {name: maker for name, maker in MAKERS.items() if name.split(",")[0].lower() in wanted}
 
@@ -346,8 +348,8 @@ def measure_one(
     copies: int,
     rounds: int,
 ) -> tuple[dict[str, Any], str | None]:
-    """The numbers of an implementation, or why it has none. The pools of one alone are there at a
-    time: those of all would not fit."""
+    """The numbers of an implementation, or the reason why it has none. Only its pools exist at that
+    time, because those of all implementations would not fit."""
     call, why = attempt(device, make)
     if why is None and isinstance(call, str):
         why = call
@@ -374,7 +376,7 @@ def sequences_of(record: Any) -> str:
 
 
 def tables(records: list[Any], names: Collection[str]) -> str:
-    """Markdown, with the meaning that `LEGEND` tells."""
+    """A table in Markdown, whose meaning `LEGEND` explains."""
     lines = [
         f"| sequences, H / HV, pool | roof | {' | '.join(names)} |",
         f"|---|---|{'---|' * len(names)}",

@@ -2,10 +2,10 @@
 
     python -m benchmarks.engines WHEELS FOLDER
 
-takes the files that are needed out of the engines' wheels, as `pip download --no-deps` leaves them
-in WHEELS, to FOLDER: less than a MiB, which can be copied to the machine that measures.
-`kernels(name, folder)` imports them from there. Packages are empty modules with a path, so that no
-`__init__` of an engine runs; what the files import of the rest of the engine is `STUBS`.
+extracts the needed files of the engines' wheels, which `pip download --no-deps` leaves in WHEELS,
+to FOLDER: less than a MiB, which can be copied to the machine that measures. `kernels(name,
+folder)` imports them from there. Packages are empty modules with a path, so no `__init__` of an
+engine runs. `STUBS` has the names that the files import from the rest of the engine.
 """
 
 import argparse
@@ -70,7 +70,7 @@ FUNCTIONS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 
 
 def pack(wheels: Path, folder: Path) -> list[str]:
-    """Writes the files of every engine that has a wheel, and returns what there is none of."""
+    """Writes the files of every engine that has a wheel. Returns the engines without a wheel."""
     missing = []
     for name, version in VERSIONS.items():
         found = sorted(wheels.glob(f"{name}-{version}-*.whl"))
@@ -97,7 +97,7 @@ def _has_pdl() -> bool:
 
 
 def _is_of_family(capability: int, device_id: int = 0) -> bool:
-    """capability: ten times the major one, as vLLM's platform takes it."""
+    """capability: ten times the major version, in the form of vLLM's platform."""
     if not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device_id)[0] * 10 == capability
@@ -125,7 +125,7 @@ def _module(name: str, **names: Any) -> ModuleType:
 
 
 def stubs(name: str) -> dict[str, ModuleType]:
-    """What an engine's files import of the rest of it."""
+    """The names that an engine's files import from the rest of the engine."""
     triton: Any = importlib.import_module("triton")
     language: Any = importlib.import_module("triton.language")
     libdevice: Any = importlib.import_module("triton.language.extra.libdevice")
@@ -193,10 +193,10 @@ class _Environment:
 
 
 def kernels(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
-    """The functions that a layer of an engine calls. An engine that is installed is not touched:
-    its name is taken in this process.
+    """The functions that a layer of an engine calls. An installed engine is not imported: its name
+    is replaced in this process.
 
-    Raises ImportError if the folder lacks a file, or a file imports what is no stub.
+    Raises ImportError if the folder lacks a file, or a file imports a name without a stub.
     """
     given = stubs(name)
     for file in FILES[name]:

@@ -1,12 +1,13 @@
-"""Host time of calls whose lengths never repeat, and of two shapes in turns, beside one shape.
+"""Host time of calls of one shape, of two shapes in turns, and of lengths that never repeat.
 
     python -m benchmarks.host [--calls 10000] [--backend auto] [--dry-run] [--jsonl FILE]
 
-`chunk_gated_delta_rule`, forward, q, k and v in bf16, K = V = 128, 8 heads, three packed sequences:
-what is cut into segments, so that a call has the most to decide on the host. Microseconds until a
-call from Python returns, each call timed alone; the device is waited for between rows of calls, so
-that no launch waits for room in the stream. Then the memory of the process that all calls of a row
-together left behind. --dry-run does it with toy sizes on the CPU.
+The call is `chunk_gated_delta_rule`, forward, q, k and v in bf16, K = V = 128, 8 heads, three
+packed sequences. Such a call is cut into segments, so the host has the most to decide. The times
+are microseconds until a call from Python returns, each call timed by itself. The host waits for the
+device between rows of calls, so no launch waits for room in the stream. The last column is the
+memory of the process that all calls of a row together have left allocated. --dry-run runs toy sizes
+on the CPU.
 """
 
 import argparse
@@ -34,7 +35,7 @@ WARMUP = 64
 
 
 def lengths(kind: str, least: int, most: int) -> Iterator[int]:
-    """Tokens of one call after the other."""
+    """The tokens of each call, one after the other."""
     if kind == "one shape":
         return itertools.repeat(most)
     if kind == "two shapes in turns":
@@ -48,7 +49,7 @@ KINDS = ("one shape", "two shapes in turns", "fresh lengths")
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where the system does not say."""
+    """The bytes of this process; 0 where the system does not report them."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -64,7 +65,7 @@ def measure(kind: str, device: Device, calls: int, least: int, most: int) -> Rec
     )  # fmt: skip
     x = make_inputs(case, device.torch)
     given = (x.q, x.k, x.v, x.g, x.beta)
-    # The host does not read offsets of a device, so these hold for every length.
+    # The host does not read offsets on a device, so these offsets serve every length.
     cu_seqlens = torch.tensor([0, 16, 24, least], dtype=torch.int32, device=device.torch)
     times: list[float] = []
     sequence = lengths(kind, least, most)

@@ -1,13 +1,16 @@
 """The Gated DeltaNet part of a Qwen3-Next layer, beside the kernels of vLLM and SGLang.
 
     python -m benchmarks.layer [--engines FOLDER] [--heads 16/32 4/8] [--tokens 8192]
-        [--prefills 1 8] [--decodes 64 256] [--jsonl FILE] [--dry-run]
+        [--prefills 1 8] [--decodes 1 8 64 256] [--drafts 4] [--jsonl FILE] [--dry-run]
 
 From mixed_qkv, behind the projection, to what goes into the output's projection: convolution,
 preparation, rule, gated norm; K = V = 128, 4 taps, bf16, float32 states, gates of a model; 16/32
 heads are the model's, 4/8 those of one of four ranks. A prefill is of 8192 tokens of 1 or 8 new
-sequences, a decode step of one token of 64 or 256. Each row: microseconds of a replay of the call
-as a CUDA graph with a cold L2, the implementations in turns, and the kernels that it launches.
+sequences, a decode step of one token of 1 to 256, and a step of drafts of 4 tokens a sequence,
+which only ours has here. Each row: microseconds of a replay of the call as a CUDA graph with a cold
+L2, the implementations in turns, and the kernels that it launches, with the time of each kernel of
+an eager call; the median, and with a window the mean without the slowest 5 of 90 rounds, as the
+step of some rounds folds.
 
 FOLDER is what `python -m benchmarks.engines` makes. The engines' calls are those of their layers:
 vLLM's gathers, zeroing and scatter of states are among them, and what an engine computes once a
@@ -28,7 +31,19 @@ from typing import Any
 import torch
 
 from benchmarks import engines
-from benchmarks.layer_calls import Call, Sizes, Step, exact, make_step, ours, sglang, vllm
+from benchmarks.layer_calls import (
+    Call,
+    Sizes,
+    Step,
+    WindowCall,
+    drafted,
+    exact,
+    make_step,
+    ours,
+    ours_with_window,
+    sglang,
+    vllm,
+)
 from benchmarks.machine import commit, header
 from benchmarks.measure import (
     GATE,
@@ -45,6 +60,7 @@ from benchmarks.peers import FlashInfer, Ours
 from benchmarks.report import append_record
 
 OURS = "gdn_triton"
+WITH_WINDOW = "gdn_triton, with a window"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 WITH_FLASHINFER = "vLLM, FlashInfer"
 LEGEND = (
@@ -57,7 +73,7 @@ Maker = Callable[[Step], Call]
 
 def makers_of(folder: Path | None) -> tuple[dict[str, Maker], dict[str, str], list[str]]:
     """Ours and the engines' that are in the folder; their versions; why others are not."""
-    found: dict[str, Maker] = {OURS: ours}
+    found: dict[str, Maker] = {OURS: ours, WITH_WINDOW: ours_with_window}
     versions, missing = {OURS: Ours.version()}, []
     for name, make in (("vllm", vllm), ("sglang", sglang)):
         if folder is None:
@@ -96,12 +112,41 @@ def launches(call: Callable[[], Any], device: Device) -> int | None:
     return sum(event.device_type.name == "CUDA" for event in profile.events() or ()) or None
 
 
+def kernel_times(call: Callable[[], Any], device: Device, calls: int = 8) -> dict[str, float]:
+    """us of each kernel, copy or fill of a call with a cold L2, by name: the median of its sums in
+    several calls. Empty on the CPU, and where the profiler sees none."""
+    if not device.is_cuda:
+        return {}
+    sums: list[dict[str, float]] = []
+    call()
+    for _ in range(calls):
+        device.flush()
+        device.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            device.synchronize()
+        found: dict[str, float] = {}
+        for event in profile.events() or ():
+            if event.device_type.name == "CUDA":
+                name = event.name.split("(")[0][:100]
+                found[name] = found.get(name, 0.0) + event.device_time
+        sums.append(found)
+    return {name: statistics.median(x.get(name, 0.0) for x in sums) for name in sums[0]}
+
+
 def measure(
-    sizes: Sizes, lengths: Sequence[int], device: Device, makers: dict[str, Maker], rounds: int
+    sizes: Sizes,
+    lengths: Sequence[int],
+    device: Device,
+    makers: dict[str, Maker],
+    rounds: int,
+    drafts: int = 0,
 ) -> Record:
     # The interpreter of Triton multiplies bfloat16 wrongly.
     dtype = torch.bfloat16 if device.is_cuda else torch.float16
     step = make_step(sizes, lengths, device.torch, dtype)
+    if drafts:
+        step = drafted(step, drafts)
     expected = exact(step)
     rows: dict[str, Record] = {}
     replays: dict[str, Replay] = {}
@@ -117,17 +162,22 @@ def measure(
             call = maker(step.copied())
             rows[name]["launches"], why = attempt(device, partial(launches, call, device))
         if why is None:
-            replays[name], why = attempt(device, partial(Replay, call, device))
+            rows[name]["kernels"], why = attempt(device, partial(kernel_times, call, device))
+        if why is None:
+            before = call.advance if isinstance(call, WindowCall) else None
+            replays[name], why = attempt(device, partial(Replay, call, device, before))
         if why is not None:
             replays.pop(name, None)
             rows[name] = {"skipped": why}
     for name, times in replay_times(replays, device, rounds, flush=True).items():
         rows[name]["time"] = statistics.median(times)
+        if name == WITH_WINDOW:
+            rows[name]["time"] = statistics.mean(sorted(times)[: len(times) - len(times) // 18])
     return {
         "kind": "layer",
-        "what": "decode" if step.is_decode else "prefill",
+        "what": ("drafts" if step.drafts else "decode") if step.is_decode else "prefill",
         "sequences": len(lengths),
-        "tokens": sum(lengths),
+        "tokens": sum(lengths) * max(1, drafts),
         "heads": f"{sizes.H}/{sizes.HV}",
         "gates": "model",
         "results": rows,
@@ -152,14 +202,27 @@ def tables(records: list[Any], names: Collection[str]) -> str:
     return "\n".join(lines)
 
 
+def kernel_lines(records: list[Any], name: str) -> list[str]:
+    """The kernels of one implementation, a line a call."""
+    lines = []
+    for record in records:
+        found = record["results"].get(name, {}).get("kernels", {})
+        shown = ", ".join(f"{kernel} {time:.1f}" for kernel, time in found.items())
+        if shown:
+            call = f"{record['what']} of {record['sequences']}, {record['heads']}"
+            lines.append(f"{name}, {call}: {shown}")
+    return lines
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--engines", type=Path, help="what `python -m benchmarks.engines` made")
     parser.add_argument("--heads", nargs="+", default=["16/32", "4/8"], metavar="H/HV")
     parser.add_argument("--tokens", type=int, default=8192, help="of a prefill")
     parser.add_argument("--prefills", type=int, nargs="*", default=[1, 8], help="sequences")
-    parser.add_argument("--decodes", type=int, nargs="*", default=[64, 256], help="sequences")
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--decodes", type=int, nargs="*", default=[1, 8, 64, 256], help="sequences")
+    parser.add_argument("--drafts", type=int, default=4, help="tokens of a sequence; 0: none")
+    parser.add_argument("--rounds", type=int, default=90)
     parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
     parser.add_argument("--commit", help="what the records say was measured (default: git's)")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU")
@@ -177,8 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records = []
     for of in sizes:
         for lengths in calls:
-            records.append(measure(of, lengths, device, makers, options.rounds))
-            append_record(options.jsonl, records[-1])
+            for drafts in dict.fromkeys((0, options.drafts) if max(lengths) == 1 else (0,)):
+                found = measure(of, lengths, device, makers, options.rounds, drafts)
+                records.append(found)
+                append_record(options.jsonl, found)
     print(f"{LEGEND}\n\n{tables(records, makers)}\n")
     whys = [
         f"{name}, {record['what']}: {row['skipped']}"
@@ -186,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, row in record["results"].items()
         if "skipped" in row
     ]
-    print("\n".join(dict.fromkeys([*missing, *whys])))
+    print("\n".join(dict.fromkeys([*kernel_lines(records, OURS), *missing, *whys])))
 
 
 if __name__ == "__main__":

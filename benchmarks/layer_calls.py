@@ -1,7 +1,8 @@
-"""The calls of a layer's part that benchmarks.layer times: ours, those of vLLM and of SGLang, the
-tensors that they take, and their results in float64."""
+"""The calls of a layer's part that benchmarks.layer times, for this package, vLLM and SGLang; their
+tensors; and their results in float64."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,9 +11,13 @@ from torch import Tensor
 
 from benchmarks.shapes import Random, gate_parameters
 from gdn_triton import (
+    causal_conv1d_update,
     chunk_prefill,
     fused_conv_prep,
     layer_step,
+    make_window,
+    recurrent_step,
+    restart_window,
     rms_norm_gated,
 )
 from gdn_triton.reference.chunk import recurrent_gated_delta_rule
@@ -23,6 +28,7 @@ from gdn_triton.reference.prep import fused_post_conv_prep
 W = 4
 EPS = 1e-6
 CHECKED = 200  # tokens of a prefill's first sequence, and sequences of a step, that are compared
+ROWS = 16  # of a window
 
 Call = Callable[[], Tensor]
 
@@ -40,7 +46,8 @@ class Sizes(NamedTuple):
 
 class Step(NamedTuple):
     """The tensors of a call of one implementation, which it may write. lengths: tokens of each
-    sequence. conv_state: [slots, W - 1, D]; state: [slots, HV, V, K]."""
+    sequence. conv_state: [slots, W - 1, D]; state: [slots, HV, V, K]. drafts: a decode step of that
+    many tokens a sequence, [N * drafts, ...]; 0: of one token."""
 
     sizes: Sizes
     lengths: Sequence[int]
@@ -57,13 +64,14 @@ class Step(NamedTuple):
     slots: Tensor
     cu_seqlens: Tensor
     has_initial_state: Tensor
+    drafts: int = 0
 
     @property
     def is_decode(self) -> bool:
         return max(self.lengths) == 1
 
     def copied(self) -> "Step":
-        """The same call on tensors of its own."""
+        """The same call on its own copies of the tensors."""
         made: Any = [x.clone() if isinstance(x, Tensor) else x for x in self]
         return Step(*made)
 
@@ -71,7 +79,7 @@ class Step(NamedTuple):
 def make_step(
     sizes: Sizes, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Step:
-    """Sequences of one token go on from states; longer ones begin."""
+    """Sequences of one token continue from states; longer ones begin."""
     N, T = len(lengths), sum(lengths)
     rand = Random(0, device)
 
@@ -96,10 +104,25 @@ def make_step(
         norm=1 + 0.1 * normal(sizes.V),
         conv_state=conv_state if decode else torch.zeros_like(conv_state),
         state=state if decode else torch.zeros_like(state),
-        # Slot 0 is nobody's in vLLM.
+        # Slot 0 is unused in vLLM.
         slots=1 + torch.arange(N, device=device).int(),
         cu_seqlens=offsets.int(),
         has_initial_state=torch.full((N,), decode, device=device),
+    )
+
+
+def drafted(step: Step, drafts: int) -> Step:
+    """The step of one token with further tokens in each sequence."""
+
+    def more(x: Tensor) -> Tensor:
+        return torch.cat([x, *(x.roll(i + 1, 0).flip(-1) for i in range(drafts - 1))])
+
+    return step._replace(
+        mixed_qkv=more(step.mixed_qkv),
+        a=more(step.a),
+        b=more(step.b),
+        z=more(step.z),
+        drafts=drafts,
     )
 
 
@@ -107,13 +130,17 @@ def exact(step: Step) -> Tensor:
     """The result in float64, of the first tokens of a prefill or the first sequences of a step."""
     H, HV, K, V = step.sizes
     n = min(CHECKED, step.lengths[0] if not step.is_decode else len(step.lengths))
-    x = step.mixed_qkv[:n, None] if step.is_decode else step.mixed_qkv[None, :n]
+    x = step.mixed_qkv[None, :n]
+    if step.is_decode:
+        T = max(1, step.drafts)
+        x = step.mixed_qkv[: n * T].unflatten(0, (n, T))
+        n *= T
     slots = step.slots[: x.shape[0]].long()
     earlier = step.conv_state[slots].mT.double()
     x = causal_conv1d(x.double(), step.weight.double(), None, True, earlier).flatten(0, 1)
     a, b = step.a[:n].double(), step.b[:n].double()
     rule = fused_post_conv_prep(x, a, b, step.A_log, step.dt_bias, H, K, V)
-    lead = (n, 1) if step.is_decode else (1, n)
+    lead = (n // T, T) if step.is_decode else (1, n)
     q, k, v, g, beta = (y.unflatten(0, lead) for y in rule)
     state = step.state[slots].mT.double()
     o, _ = recurrent_gated_delta_rule(q, k, v, g, beta, initial_state=state)
@@ -125,30 +152,12 @@ def exact(step: Step) -> Tensor:
 
 def ours(step: Step) -> Call:
     H, HV, K, V = step.sizes
-    states: dict[str, Any] = {"read_slots": step.slots, "skip": "non_positive"}
     begins: dict[str, Any] = {
         "has_initial_state": step.has_initial_state,
         "cu_seqlens": step.cu_seqlens,
     }
     conv_state = step.conv_state.mT
     out = step.mixed_qkv.new_empty(sum(step.lengths), HV, V)
-
-    def decode() -> Tensor:
-        return layer_step(
-            step.mixed_qkv,
-            step.a,
-            step.b,
-            step.A_log,
-            step.dt_bias,
-            state=step.state,
-            conv_state=conv_state,
-            conv_weight=step.weight,
-            gate=step.z,
-            norm_weight=step.norm,
-            norm_eps=EPS,
-            state_v_first=True,
-            **states,
-        )
 
     def prefill() -> Tensor:
         q, k, v, g, beta = fused_conv_prep(
@@ -164,7 +173,8 @@ def ours(step: Step) -> Call:
             None,
             "silu",
             state=conv_state,
-            **states,
+            read_slots=step.slots,
+            skip="non_positive",
             **begins,
         )
         chunk_prefill(
@@ -182,12 +192,115 @@ def ours(step: Step) -> Call:
         )
         return rms_norm_gated(out, step.z, step.norm, EPS)
 
-    return decode if step.is_decode else prefill
+    if step.drafts:
+        return verified(step)
+    return one_token(step) if step.is_decode else prefill
+
+
+@dataclass(frozen=True)
+class WindowCall:
+    """A step with a window at the positions of one tensor, which an engine advances once for all
+    layers."""
+
+    call: Call
+    positions: Tensor
+    tokens: int
+
+    def __call__(self) -> Tensor:
+        return self.call()
+
+    def advance(self) -> None:
+        self.positions.add_(self.tokens)
+
+
+def ours_with_window(step: Step) -> WindowCall:
+    if not step.is_decode:
+        raise NotImplementedError("a prefill has no window")
+    H, HV, K, V = step.sizes
+    T, device, N = max(1, step.drafts), step.slots.device, len(step.lengths)
+    window = make_window(
+        *(step.state.shape[0], H, HV, K, V, step.mixed_qkv.dtype, device), rows=ROWS, max_tokens=T
+    )
+    positions = torch.zeros(N, dtype=torch.int32, device=device)
+    restart_window(window, step.slots, positions)
+    if step.drafts:
+        return WindowCall(verified(step, window=window, positions=positions), positions, T)
+    return WindowCall(one_token(step, window=window, positions=positions), positions, 1)
+
+
+def one_token(step: Step, **window: Any) -> Call:
+    """A decode step of one token for each sequence."""
+    conv_state = step.conv_state.mT
+
+    def decode() -> Tensor:
+        return layer_step(
+            step.mixed_qkv,
+            step.a,
+            step.b,
+            step.A_log,
+            step.dt_bias,
+            state=step.state,
+            read_slots=step.slots,
+            conv_state=conv_state,
+            conv_weight=step.weight,
+            gate=step.z,
+            norm_weight=step.norm,
+            norm_eps=EPS,
+            state_v_first=True,
+            skip="non_positive",
+            **window,
+        )
+
+    return decode
+
+
+def verified(step: Step, **window: Any) -> Call:
+    """A step of drafts, all of which were accepted in the step before. Without a window a slot
+    keeps the state after each of them."""
+    N, T, slots = len(step.lengths), step.drafts, step.slots
+    accepted = torch.full_like(slots, T)
+    conv_state = torch.nn.functional.pad(step.conv_state.mT, (T - 1, 0)).contiguous()
+    mixed, a, b = (x.unflatten(0, (N, T)) for x in (step.mixed_qkv, step.a, step.b))
+    z = step.z.unflatten(0, (N, T))
+    pool, read, rest = step.state, slots, window
+    if not window:  # Slot 0 is nobody's.
+        read = 1 + torch.arange(N * T, device=slots.device).int().view(N, T)
+        pool = step.state.new_zeros(1 + N * T, *step.state.shape[1:])
+        pool[read[:, -1].long()] = step.state[slots.long()]
+        rest = {"num_accepted_tokens": accepted}
+
+    def verify() -> Tensor:
+        x = causal_conv1d_update(
+            mixed,
+            step.weight,
+            None,
+            "silu",
+            state=conv_state,
+            read_slots=slots,
+            num_accepted_tokens=accepted,
+            skip="non_positive",
+        )
+        o = recurrent_step(
+            pool,
+            read,
+            mixed_qkv=x,
+            a=a,
+            b=b,
+            A_log=step.A_log,
+            dt_bias=step.dt_bias,
+            use_qk_l2norm_in_kernel=True,
+            state_v_first=True,
+            skip="non_positive",
+            **rest,
+        )
+        return rms_norm_gated(o, z, step.norm, EPS).flatten(0, 1)
+
+    return verify
 
 
 def conv_blocks(step: Step) -> SimpleNamespace:
     """vLLM's metadata of its convolution, which it computes once for all layers: the sequence of
-    each block of 8 tokens, and which of the sequence's blocks it is."""
+    each block of 8 tokens, and the block's number in the sequence."""
     blocks = [(n, i) for n, length in enumerate(step.lengths) for i in range(-(-length // 8))]
     of, which = torch.tensor(blocks, dtype=torch.int32, device=step.slots.device).unbind(1)
     pad = of.new_full((max(1024, len(blocks)) * 2,), -1)
@@ -205,7 +318,8 @@ def conv_blocks(step: Step) -> SimpleNamespace:
 
 
 def convolved(step: Step, f: SimpleNamespace, conv_state: Tensor, **more: Any) -> Tensor:
-    """By the function of that name, which both engines have. more: what one of them adds."""
+    """Calls the function of that name, which both engines have. more: arguments that one of them
+    adds."""
     y: Tensor = f.causal_conv1d_fn(
         step.mixed_qkv.transpose(0, 1),
         step.weight,
@@ -221,7 +335,7 @@ def convolved(step: Step, f: SimpleNamespace, conv_state: Tensor, **more: Any) -
 
 
 def decoded(step: Step, f: SimpleNamespace, x: Tensor, out: Tensor) -> None:
-    """Writes out, by the function of that name, which both engines have."""
+    """Writes out by the function of that name, which both engines have."""
     f.fused_recurrent_gated_delta_rule_packed_decode(
         mixed_qkv=x,
         a=step.a,
@@ -320,12 +434,16 @@ def vllm(
         out.copy_(o.view(out.shape))
         return norm()
 
+    if step.drafts:
+        raise NotImplementedError("drafts are measured for ours only")
     if step.is_decode and flashinfer is not None:
         raise NotImplementedError("vLLM decodes with its Triton kernels in either case")
     return decode if step.is_decode else prefill
 
 
 def sglang(step: Step, theirs: dict[str, Callable[..., Any]]) -> Call:
+    if step.drafts:
+        raise NotImplementedError("drafts are measured for ours only")
     f = SimpleNamespace(**theirs)
     H, HV, K, V = step.sizes
     conv_state = step.conv_state.transpose(-1, -2).contiguous()

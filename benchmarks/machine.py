@@ -1,4 +1,4 @@
-"""What a run was made on and with: the first record of its file."""
+"""The machine and the versions of a run: the first record of its file."""
 
 import importlib
 import importlib.util
@@ -40,7 +40,8 @@ def commit() -> str:
 
 
 def ceilings(device: Device) -> Record:
-    """What this machine reaches: a large copy (read + written) and a large bf16 matrix product."""
+    """The rates that this machine reaches: a large copy (read + written) and a large bf16 matrix
+    product."""
 
     def seconds(function: Callable[..., Any], *tensors: torch.Tensor) -> float:
         samples = []

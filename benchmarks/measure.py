@@ -1,4 +1,4 @@
-"""What is measured of one case: error, time, memory, equal elements, of each implementation."""
+"""The measurements of one case: error, time, memory and equal elements of each implementation."""
 
 import gc
 import importlib.util
@@ -24,7 +24,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Effort(NamedTuple):
-    """How often: rounds of replays; calls from Python in a row, and how many such rows."""
+    """Counts: rounds of replays; calls from Python in a row; and the number of such rows."""
 
     rounds: int
     calls: int
@@ -36,7 +36,7 @@ class DeviceLost(Exception):
 
 
 class Device:
-    """The device measured on: its clock, its memory, and whether it still answers."""
+    """The device that is measured: its clock, its memory, and whether it still works."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
@@ -53,25 +53,26 @@ class Device:
 
     def flush(self) -> None:
         """Fills the L2 with clean lines: a buffer that was written would still be written back
-        inside the time that follows. It also runs longer than the launch that comes next takes."""
+        during the time that is measured. It also runs longer than the launch of the next call
+        takes."""
         if self.flush_buffer is not None:
             self.flush_buffer.sum()
 
     def poison(self, nbytes: int) -> None:
-        """Leaves NaN in the memory that the next allocations get, so that an element nobody
-        writes is seen. The allocator would serve from its free list, so that is emptied first."""
+        """Leaves NaN in the memory that the next allocations get, so an element that nothing writes
+        is found. The allocator's free list is emptied first, because it would serve them."""
         if not self.is_cuda:
             return
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         count = min(max(nbytes, 64 << 20), free // 3) // 4
         big = torch.full((count,), math.nan, device=self.torch)
-        # Allocations of up to 1 MiB come from blocks of their own.
+        # Allocations of up to 1 MiB have separate blocks.
         small = [torch.full((1 << 17,), math.nan, device=self.torch) for _ in range(64)]
         del big, small
 
     def check(self) -> None:
-        """A launch error stays: nothing measured after it would mean anything."""
+        """A launch error is permanent: later measurements would be meaningless."""
         try:
             self.synchronize()
         except RuntimeError as error:
@@ -79,7 +80,7 @@ class Device:
 
 
 def cuda_device(use: str) -> Device:
-    """The current GPU, or the end of the program: `use` is what there is for it to do."""
+    """The current GPU; without one the program ends with a message that names the `use`."""
     if not torch.cuda.is_available():
         raise SystemExit(f"{use} a CUDA GPU; torch finds none")
     return Device(torch.device("cuda", torch.cuda.current_device()))
@@ -102,7 +103,7 @@ def first_line(error: BaseException) -> str:
 
 
 def attempt(device: Device, function: Callable[[], Any]) -> tuple[Any, str | None]:
-    """The value, or None and why there is none: one implementation's failure is not the end."""
+    """The value, or None and the reason: the failure of one implementation does not end the run."""
     try:
         value = function()
         device.synchronize()
@@ -139,7 +140,7 @@ def exact(inputs: Inputs, heads: slice, recurrent: bool) -> Pair:
 
 
 def head_slices(inputs: Inputs, device: Device) -> list[slice]:
-    """Key heads, a few at a time, so that the float64 intermediates fit."""
+    """Key heads in groups whose float64 intermediates fit into memory."""
     case = inputs.case
     per_value_head = 8 * case.tokens * (4 * case.K + 6 * case.V + 6 * 64)
     per_value_head += 8 * case.chunks * case.K * case.V * 3
@@ -155,7 +156,8 @@ def relative(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def verify_chunked(device: Device, tokens: int) -> float:
-    """The chunked form against the recurrence, both float64: what lets long rows use the first."""
+    """The chunked form against the recurrence, both float64. Their agreement allows long rows to
+    use the chunked form."""
     case = Case(
         "chunked against recurrent", "check", 1, tokens, 2, 4, 128, 128,
         (tokens // 2 + 7, tokens - tokens // 2 - 8, 1),
@@ -215,9 +217,13 @@ def measure_accuracy(
 
 
 class Replay:
-    """One call in a CUDA graph; on a CPU, the call itself. `result` is rewritten by each replay."""
+    """One call in a CUDA graph; on a CPU, the call itself. `result` is rewritten by each replay.
+    before: precedes each timed replay, and is not timed."""
 
-    def __init__(self, call: Callable[[], Any], device: Device) -> None:
+    def __init__(
+        self, call: Callable[[], Any], device: Device, before: Callable[[], Any] | None = None
+    ) -> None:
+        self.before = before
         # The graph reads and writes the memory of its tensors, which the next capture would free.
         self.call = call
         if not device.is_cuda:
@@ -238,7 +244,8 @@ class Replay:
 
 
 def in_a_row(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """One call of them all: a single short one takes less time than its graph takes to begin."""
+    """One graph holds all calls, because a single short call takes less time than a graph takes to
+    begin."""
 
     def all_calls() -> None:
         for call in calls:
@@ -250,12 +257,15 @@ def in_a_row(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
 def replay_times(
     replays: dict[str, Replay], device: Device, rounds: int, flush: bool
 ) -> dict[str, list[float]]:
-    """us of each replay. The implementations take turns, so that a drift of the clock hits all."""
+    """Microseconds of each replay. The implementations take turns, so a drift of the clock affects
+    all."""
     warm_up = 3
     if not device.is_cuda:
         times: dict[str, list[float]] = {name: [] for name in replays}
         for _ in range(rounds):
             for name, replay in replays.items():
+                if replay.before is not None:
+                    replay.before()
                 start = time.perf_counter()
                 replay.run()
                 times[name].append(1e6 * (time.perf_counter() - start))
@@ -263,6 +273,8 @@ def replay_times(
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in replays}
     for round_ in range(warm_up + rounds):
         for name, replay in replays.items():
+            if replay.before is not None:
+                replay.before()
             if flush:
                 device.flush()
             start_event = torch.cuda.Event(enable_timing=True)
@@ -277,7 +289,7 @@ def replay_times(
 
 
 def host_time(call: Callable[[], Any], device: Device, calls: int = 50, repeats: int = 7) -> float:
-    """us until a call from Python returns."""
+    """Microseconds until a call from Python returns."""
     found = []
     for _ in range(repeats):
         device.synchronize()
@@ -292,8 +304,9 @@ def host_time(call: Callable[[], Any], device: Device, calls: int = 50, repeats:
 def call_times(
     inputs: Inputs, peers: Sequence[Peer], device: Device, count: int, repeats: int
 ) -> dict[str, Record]:
-    """us of a call from Python: `call` with the GPU's part (a sync after `count` calls), `host`
-    until it returns. `count` stays under the launches a stream takes before it blocks the host."""
+    """Microseconds of a call from Python: `call` includes the GPU's part (a synchronisation after
+    `count` calls), `host` ends when the call returns. `count` is less than the number of launches
+    after which a stream blocks the host."""
     calls = {peer.name: peer.prepare(inputs) for peer in peers}
     call_us: dict[str, list[float]] = {name: [] for name in calls}
     host_us: dict[str, list[float]] = {name: [] for name in calls}
@@ -334,8 +347,8 @@ def first_heads(inputs: Inputs, device: Device) -> tuple[slice, torch.Tensor]:
 
 
 def extra_memory(call: Callable[[], Any], device: Device) -> int | None:
-    """Bytes that a call takes at its peak beyond its inputs and outputs. Not its first call, so
-    that what an implementation keeps for good is not among them."""
+    """The peak bytes of a call in addition to its inputs and outputs. The first call is not
+    measured, because it includes memory that an implementation keeps permanently."""
     if not device.is_cuda:
         return None
     device.synchronize()
@@ -356,8 +369,8 @@ def measure_speed(
     effort: Effort,
     flush: bool,
 ) -> Record:
-    """Times and memory of every implementation that computes the same o; nothing at all if ours
-    does not."""
+    """Times and memory of every implementation that computes the same o; nothing if ours does
+    not."""
     case, ours = inputs.case, peers[0].name
     results: dict[str, Record] = {}
     replays: dict[str, Replay] = {}
@@ -463,7 +476,8 @@ def equal_share(x: torch.Tensor, y: torch.Tensor, tolerance: float) -> float:
 
 
 def measure_numerics(inputs: Inputs, peers: Sequence[Peer], device: Device) -> Record:
-    """How many elements each implementation has in common with our kernels run step by step."""
+    """The number of elements that each implementation has in common with our kernels run step by
+    step."""
     expected = by_steps(inputs)
     results: dict[str, Record] = {}
     for peer in peers:

@@ -9,7 +9,8 @@ the plots in docs/assets if matplotlib is installed, and a page of rows for each
 which git ignores.
 
 A ratio is the time of another implementation over ours of the same run. Of a call that several
-files have, the file with the latest date counts.
+files have, the file with the latest date counts. The default install is shown on one card for each
+kind of calls and each other implementation: that of the latest run.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from benchmarks import plot, rows
+from benchmarks import layer, plot, rows
 from benchmarks.backward import TRITON as BACKWARD_TRITON
 from benchmarks.peers import PEERS
 from benchmarks.records import (
@@ -42,14 +43,14 @@ from benchmarks.records import (
 )
 from benchmarks.shapes import gates_of, labelled, lengths_name
 
-DOCUMENTS = ("README.md", "docs/benchmarks.md")
+DOCUMENTS = ("README.md", "docs/backward.md", "docs/benchmarks.md", "docs/decode.md")
 ROWS = ROOT / "build" / "rows"
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
 SMALL = "Forward, small and odd shapes too"
-KINDS_OF_CALLS = (PREFILL, UNEVEN, SMALL, "Decode step", TRAINING, "Backward")
+KINDS_OF_CALLS = (PREFILL, UNEVEN, SMALL, "Decode step", "Step of", TRAINING, "Backward")
 OF_TABLES = {"full": PREFILL, "uneven": UNEVEN}
-# What the tables show, as a regex that it starts with.
-USUAL = f"({PREFILL}|{UNEVEN}), ({GATES['model']}|{GATES['mild']})|{SMALL}|Decode|Train|Back"
+# The kinds of calls that the tables show, as a regular expression that their names start with.
+USUAL = f"({PREFILL}|{UNEVEN}), ({GATES['model']}|{GATES['mild']})|{SMALL}|Decode|Step|Train|Back"
 # Four rows of the README, on one card.
 SHORT = f"({PREFILL}|{UNEVEN}), {GATES['model']}|Decode step, float32 pool, value-first|Train"
 MARKED = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- benchmarks end -->)", re.S)
@@ -60,7 +61,7 @@ def device_of(head: Record) -> str:
 
 
 def head_of(records: Iterable[Record]) -> Record:
-    """The last header: a file may have several, of runs after one another."""
+    """The last header: a file may have the headers of several runs."""
     heads = [record for record in records if record.get("kind") == "header"]
     if not heads:
         raise ValueError("a file of records must say what it was made on: no record of kind header")
@@ -68,7 +69,8 @@ def head_of(records: Iterable[Record]) -> Record:
 
 
 def family(name: str) -> str:
-    """FlashInfer of its variants: the fastest of them counts, as a caller can choose it."""
+    """The package of an implementation's name, for example FlashInfer for each of its variants. The
+    fastest variant counts, because a caller can choose it."""
     return OURS_TRITON if name == OURS_TRITON else name.split(",")[0].split(" ")[0]
 
 
@@ -102,7 +104,8 @@ def forward_ratios(run: Run) -> Iterator[Ratio]:
 
 
 def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
-    """In each of our layouts, beside the fastest that another has for such a pool."""
+    """Ratios for each of our layouts to the fastest variant that another package has for such a
+    pool."""
     device = device_of(head_of(records))
     for record in records:
         if record["kind"] != "decode":
@@ -122,8 +125,8 @@ def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
 
 
 def short_case(name: str) -> str:
-    """ "16/32 1x8192" of "backward 16/32 K 128 V 128 8192"; other sizes of a head stay, and so does
-    what stands for lengths that are drawn."""
+    """ "16/32 1x8192" from "backward 16/32 K 128 V 128 8192". Other head sizes stay, and names of
+    random lengths too."""
     _, heads, _, K, _, V, lengths = name.split(" ", 6)
     size = "" if K == V == "128" else f" K {K} V {V}"
     if " " not in lengths:
@@ -162,7 +165,7 @@ def kind_of(records: list[Record]) -> str:
 def all_ratios(files: Iterable[Path]) -> list[Ratio]:
     readers: dict[str, Callable[[list[Record]], Iterator[Ratio]]] = {
         "decode": decode_ratios,
-        # Rows of these are pages of their own, and no ratios of an operator.
+        # The rows of these are separate pages, and give no ratios of an operator.
         "layer": lambda records: iter(()),
         "engine": lambda records: iter(()),
         "times": backward_ratios,
@@ -176,6 +179,11 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         for ratio in ratios:
             found.pop(ratio[:5], None)  # those of later dates come last
             found[ratio[:5]] = ratio._replace(date=date)
+    # The files are in the order of their dates.
+    latest = {(x.what, x.other): x.device for x in found.values() if x.install == DEFAULT}
+    shown = [
+        x for x in found.values() if x.install != DEFAULT or x.device == latest[x.what, x.other]
+    ]
 
     def place(ratio: Ratio) -> tuple[str, int, str, bool]:
         kind = next(i for i, kind in enumerate(KINDS_OF_CALLS) if ratio.what.startswith(kind))
@@ -183,7 +191,7 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         order = str(list(GATES.values()).index(gates[0])) if gates else ratio.what
         return ratio.device, kind, order, ratio.install != DEFAULT
 
-    return sorted(found.values(), key=place)
+    return sorted(shown, key=place)
 
 
 def groups(ratios: Iterable[Ratio]) -> dict[tuple[str, str, str], dict[str, dict[str, float]]]:
@@ -218,22 +226,26 @@ def summary_table(ratios: Iterable[Ratio], only: str) -> str:
 
 
 def short_table(ratios: Iterable[Ratio]) -> str:
-    """Of the card that has most calls: its name, the dates of the runs, a row for each kind of call
-    with the CUDA library, and a sentence with the means of the default install."""
+    """For the card with the most calls: its name, the dates of the runs, a row for each kind of
+    call with the CUDA library; and a sentence with the means of the default install, which names
+    another card."""
     shown = [x for x in ratios if re.match(SHORT, x.what) and x.other in OTHERS]
-    card = statistics.mode(x.device for x in shown)
-    shown = [x for x in shown if x.device == card]
-    dates = sorted({x.date for x in shown if x.install != DEFAULT})
+    card = statistics.mode(x.device for x in shown if x.install != DEFAULT)
+    by_default = groups(x for x in shown if x.install == DEFAULT)
+    shown = [x for x in shown if x.device == card and x.install != DEFAULT]
+    dates = sorted({x.date for x in shown})
     made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    lines: list[list[str]] = []
-    default: list[str] = []
-    for (_, what, install), of_others in groups(shown).items():
-        cells = {name: cell(of_others.get(name)) for name in OTHERS}
-        if install != DEFAULT:
-            lines.append([what, *cells.values()])
-        else:
-            found = [f"{name} {x.split(' ')[0]}" for name, x in cells.items() if x != "-"]
-            default.append(f"{what}: {', '.join(found)}")
+    lines = [
+        [what, *(cell(of_others.get(name)) for name in OTHERS)]
+        for (_, what, _), of_others in groups(shown).items()
+    ]
+    default = []
+    for (device, what, _), of_others in by_default.items():
+        found = [
+            f"{name} {cell(of_others[name]).split(' ')[0]}" for name in OTHERS if name in of_others
+        ]
+        place = "" if device == card else f" on one {device}"
+        default.append(f"{what}{place}: {', '.join(found)}")
     text = f"One {card}, runs of {made}:\n\n" + rows.table(["call", *OTHERS], lines)
     if default:
         means = "; ".join(default)
@@ -242,8 +254,8 @@ def short_table(ratios: Iterable[Ratio]) -> str:
 
 
 def losses_table(ratios: Iterable[Ratio]) -> str:
-    """A row for each implementation that is faster somewhere, with its three best calls. Gates of
-    other kinds have rows where the install is not the default one."""
+    """A row for each implementation that is faster somewhere, with its three best calls. Calls with
+    other kinds of gates have rows only with the CUDA library."""
     lines = []
     for key, of_others in groups(ratios).items():
         _, what, install = key
@@ -258,6 +270,27 @@ def losses_table(ratios: Iterable[Ratio]) -> str:
     return rows.table(["call", "install", "faster", "calls it wins", "largest losses"], lines)
 
 
+def backward_table(files: Iterable[Path]) -> str:
+    """A row for each file of gradients with the CUDA library: the mean and the least ratio of each
+    other implementation, for the backward alone and for a step."""
+    calls = {"backward": "Backward alone", "step": TRAINING}
+    columns = [(name, short) for name in ("FlashQLA", "FLA") for short in calls]
+    lines = []
+    for path in files:
+        records = read(path)
+        if kind_of(records) != "times":
+            continue
+        found = groups(x for x in backward_ratios(records) if x.install == LIBRARY)
+        cells = []
+        for name, short in columns:
+            of_others = found.get((device_of(head_of(records)), calls[short], LIBRARY), {})
+            if values := list(of_others.get(name, {}).values()):
+                cells.append(f"{statistics.geometric_mean(values):.2f}, {min(values):.2f}")
+        if len(cells) == len(columns):
+            lines.append([f"`benchmarks/results/{path.name}`", *cells])
+    return rows.table(["records", *(f"{name}, {short}" for name, short in columns)], lines)
+
+
 def runs_table(files: Iterable[Path]) -> str:
     lines = []
     for path in files:
@@ -270,19 +303,81 @@ def runs_table(files: Iterable[Path]) -> str:
     return rows.table(["records", "device", "date", "commit", "versions"], lines)
 
 
+def layer_table(files: Iterable[Path]) -> str:
+    """The decode steps of the newest records of a layer."""
+    runs = [records for path in files if kind_of(records := read(path)) == "layer"]
+    if not runs:
+        return ""
+    records = max(runs, key=lambda records: head_of(records)["date"])
+    head = head_of(records)
+    steps = [x for x in records if x.get("what") in ("decode", "drafts")]
+    versions = [
+        f"{name} {v}" for name, v in head["implementations"].items() if name != "gdn_triton"
+    ]
+    names = list(dict.fromkeys(name for x in steps for name in x["results"]))
+    text = f"{device_of(head)}, {head['date']}, {', '.join(versions)}:\n\n"
+    notes = "".join(f"\n{x['text']}\n" for x in records if x["kind"] == "note")
+    return f"{text}{layer.tables(steps, names)}\n{notes}"
+
+
+# The columns of the table of decode steps: ours, and the packages that it names.
+STEPS = {
+    "gdn_triton, value-first": "value-first",
+    "gdn_triton, key-first": "key-first",
+    "gdn_triton, value-first, with a window": "value-first, window",
+    "gdn_triton, key-first, with a window": "key-first, window",
+}
+STEP_HEADS = ("16/32", "4/8")
+
+
+def decode_table(files: Iterable[Path]) -> str:
+    """The decode steps of the newest records, in microseconds; the least of each row is bold."""
+    runs = [records for path in files if kind_of(records := read(path)) == "decode"]
+    if not runs:
+        return ""
+    records = max(runs, key=lambda records: head_of(records)["date"])
+    head = head_of(records)
+    steps = [x for x in records if x["kind"] == "decode" and x["heads"] in STEP_HEADS]
+    gates = {gates_of(x) for x in steps}
+    lines = []
+    for x in steps:
+        if gates_of(x) != min(gates):
+            continue
+        times = {name: y["time"] for name, y in x["results"].items() if "time" in y}
+        shown = {STEPS[name]: value for name, value in times.items() if name in STEPS}
+        shown |= {name: value for name, value in best(times).items() if name in OTHERS}
+        least = min(shown.values())
+        tokens = x.get("tokens", 1)
+        cells = [f"{x['sequences']}" + (f" x {tokens} tokens" if tokens > 1 else "")]
+        cells += [x["heads"], x["pool"], f"{x['roof']:.1f}"]
+        for name in (*STEPS.values(), "FlashInfer", "FLA"):
+            cell = f"{shown[name]:.1f}" if name in shown else "-"
+            cells.append(f"**{cell}**" if shown.get(name) == least else cell)
+        lines.append(cells)
+    columns = ["sequences", "H / HV", "states", "roof", *STEPS.values(), "FlashInfer", "FLA"]
+    names = {key: peer.name for key, peer in PEERS.items()}
+    versions = [f"{names.get(x, x)} {v}" for x, v in head["implementations"].items() if x != OURS]
+    text = f"{device_of(head)}, {head['date']}, {', '.join(versions)}:\n\n"
+    notes = "".join(f"\n{x['text']}\n" for x in records if x["kind"] == "note")
+    return text + rows.table(columns, lines) + notes
+
+
 def parts(files: list[Path]) -> dict[str, str]:
-    """What each name of a marked place in a document stands for."""
+    """The text of each marked place in a document, by the name of the place."""
     ratios = all_ratios(files)
     return {
         "summary": summary_table(ratios, USUAL),
         "short": short_table(ratios),
         "losses": losses_table(ratios),
+        "backward": backward_table(files),
         "runs": runs_table(files),
+        "layer": layer_table(files),
+        "decode": decode_table(files),
     }
 
 
 def filled(text: str, made: dict[str, str]) -> str:
-    """A document with the marked places as the records have them."""
+    """A document with the marked places filled from the records."""
     return MARKED.sub(lambda m: f"{m[1]}\n{made[m[2]]}\n{m[3]}", text)
 
 
@@ -294,7 +389,7 @@ def rows_page(path: Path) -> str:
 
 
 def documents(files: list[Path]) -> dict[Path, str]:
-    """The documents of the repository, with the tables that these records give."""
+    """The documents of the repository, with the tables made from these records."""
     made = parts(files)
     return {ROOT / name: filled((ROOT / name).read_text("utf-8"), made) for name in DOCUMENTS}
 

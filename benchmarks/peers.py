@@ -1,7 +1,7 @@
-"""One adapter for each implementation: what it serves, how it is called, what it gives back.
+"""One adapter for each implementation: the cases that it serves, its call, and its results.
 
-`prepare` does whatever a caller would do once and ahead of time (another layout, another form of
-the gate), so that the callable it returns is the implementation's own call and nothing else.
+`prepare` does all that a caller would do once and in advance (another layout, another form of the
+gate), so the returned function is only the implementation's own call.
 """
 
 import contextlib
@@ -35,7 +35,8 @@ def backend_chosen(name: str | None) -> Iterator[None]:
 
 
 class Peer:
-    """An implementation. Making one imports its package: what that raises is why it is missing."""
+    """An implementation. Its construction imports its package, and raises the reason if that is
+    missing."""
 
     name: str
     distribution: str
@@ -72,7 +73,7 @@ class Peer:
         )  # fmt: skip
 
     def unify(self, inputs: Inputs, result: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the call returned as o [B, T, HV, V] and final state [N, HV, K, V]."""
+        """The results of the call as o [B, T, HV, V] and final state [N, HV, K, V]."""
         return result[0], result[1]
 
 
@@ -100,7 +101,8 @@ def _needs_capability(*majors: int) -> str | None:
 
 
 class Ours(Peer):
-    """Told the lengths of packed sequences on the host, as every peer is by what it prepares."""
+    """This package. It gets the lengths of packed sequences on the host, as every peer gets them in
+    `prepare`."""
 
     name, distribution, module = "gdn_triton", "gdn-triton", "gdn_triton"
 
@@ -147,7 +149,7 @@ class OursCuda(Ours):
 
 
 class OursUntold(Ours):
-    """Without the lengths on the host, which then plans for guesses."""
+    """This package without the lengths on the host, which then plans for assumed lengths."""
 
     name = "gdn_triton untold"
 
@@ -264,7 +266,7 @@ DEFAULT_PEERS = ("fla", "flashqla", "flashinfer", "triton")
 
 
 def load(key: str) -> Peer | str:
-    """The peer, or why it is not there."""
+    """The peer, or the reason why it is missing."""
     try:
         return PEERS[key]()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""The plots of docs/benchmarks.md, which benchmarks.page draws where matplotlib is installed.
+"""The plots of docs/benchmarks.md, which benchmarks.page draws if matplotlib is installed.
 
-Each is made for the width of a page: 8 inches, so that its letters are as large as the text's. The
-file says from which numbers it was drawn.
+Each plot has the width of a page, 8 inches, so its letters are as large as those of the text. The
+file contains a digest of the numbers that it was drawn from.
 """
 
 import hashlib
@@ -30,10 +30,12 @@ STYLES = {
     OURS_TRITON: ("tab:red", "D"),
     "gdn_triton, key-first": ("black", "o"),
     "gdn_triton, value-first": ("tab:red", "D"),
+    "gdn_triton, key-first, with a window": ("tab:gray", "o"),
+    "gdn_triton, value-first, with a window": ("tab:purple", "D"),
 }
 NAMES = {OURS_TRITON: "gdn_triton, default install"}
 
-# Of the training step. What they have in common stands in the title.
+# Cases of the training step. The title has the properties that they share.
 MODEL = labelled("", "model")
 TRAINED = [
     f"{heads} {sequences}{MODEL}"
@@ -45,13 +47,13 @@ Data = dict[str, Any]
 
 
 def digest(data: Data) -> str:
-    """What a plot says of the numbers that it was drawn from."""
+    """The digest of a plot's numbers, which the plot contains."""
     return "numbers sha256 " + hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def dots(ratios: Iterable[Ratio], what: str, cases: list[str], title: str) -> Data:
-    """Time over ours with the CUDA library: case -> implementation -> ratio. Of a case the last run
-    alone, as its time of ours stands beside it."""
+    """Time over ours with the CUDA library: case -> implementation -> ratio. Only the last run of a
+    case counts, because its ratios are to its own time of ours."""
     found: dict[str, dict[str, float]] = {}
     own: dict[str, float] = {}
     for x in ratios:
@@ -88,7 +90,7 @@ def decode(ratios: Iterable[Ratio], heads: str = "16/32") -> Data:
 
 
 def plots(ratios: list[Ratio]) -> dict[str, Data]:
-    """File name -> what it shows."""
+    """File name -> the data that the plot shows."""
     kinds = [f"{PREFILL}, {text}" for text in GATES.values()]
     there = {ratio.what for ratio in ratios}
     prefill = next((what for what in kinds if what in there), kinds[0])
@@ -160,7 +162,7 @@ def draw(data: Data, target: Path) -> None:
 
 
 def write(data: dict[str, Data], folder: Path = ASSETS) -> Iterator[str]:
-    """Draws them; says what was done."""
+    """Draws the plots. Returns lines that say what was done."""
     if importlib.util.find_spec("matplotlib") is None:
         yield MISSING
         return

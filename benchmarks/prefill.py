@@ -1,18 +1,18 @@
-"""Prefill on a pool of states, beside the chunked op between a gather and a scatter of its states.
+"""Times of the prefill on a pool of states, and of the chunked op between a gather and a scatter of
+its states.
 
     python -m benchmarks.prefill [--rounds 30] [--gates mild,model] [--dry-run] [--jsonl FILE]
 
-q, k and v in bf16, K = V = 128, packed sequences of one length from random slots of a pool, through
-the Triton backend, which is the one that has the pool. Microseconds in a CUDA graph each, medians
-of replays after a flush of the L2 cache:
+q, k and v in bf16, K = V = 128, packed sequences of one length from random slots of a pool. Each
+time is in microseconds, of a CUDA graph, as the median of replays after a flush of the L2 cache:
 
 - `call`: `chunk_gated_delta_rule` from gathered states, its final states in new memory;
 - `gather, call, scatter`: the same between `index_select` of the pool and `index_copy_` into it;
 - `pool`: `chunk_prefill`;
 - `pool, every n`: the same, with the state after every n tokens kept.
 
-o and the pool of the second and the third are compared to the last bit. --dry-run does it with toy
-sizes on the CPU.
+o and the pool of the second and the third are compared bit by bit. --dry-run runs toy sizes on the
+CPU.
 """
 
 import argparse

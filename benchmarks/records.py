@@ -20,7 +20,7 @@ OURS = "gdn_triton"
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-# How a caller may have installed this package, and what is compared.
+# The ways to install this package, and the kinds of calls that are compared.
 DEFAULT, LIBRARY, EITHER = "default (Triton)", "with the CUDA library", "either"
 GATES = {
     "model": "gates of a model",
@@ -32,7 +32,7 @@ PREFILL = "Prefill"
 UNEVEN = "Uneven prefill"
 TRAINING = "Training step (forward and backward)"
 OURS_TRITON = "gdn_triton Triton"
-# Without the lengths on the host: shown beside the others, and no rival.
+# This package without the lengths on the host: it is shown, but is no peer.
 OURS_UNTOLD = "gdn_triton untold"
 ROOF = "roof"
 
@@ -40,7 +40,7 @@ Record = dict[str, Any]
 
 
 class Ratio(NamedTuple):
-    """The time of another implementation over ours, of one call."""
+    """The time of another implementation divided by ours, for one call."""
 
     device: str
     what: str
@@ -66,7 +66,8 @@ class Run:
         implementations: dict[str, str] = {}
         for header in headers:
             implementations |= header["implementations"]
-        # A run that went on after a stop has several headers; the last names what is there now.
+        # A run that was continued after a stop has several headers; the last one names the
+        # implementations that are present.
         self.header: Record = headers[-1] | {"implementations": implementations}
         self.commands = list(dict.fromkeys(asked(header["command"]) for header in headers))
         found: dict[str, dict[str, list[Record]]] = {}
@@ -78,7 +79,7 @@ class Run:
             kind: {case: joined(records) for case, records in cases.items()}
             for kind, cases in found.items()
         }
-        # Our times of a case, one a run.
+        # Our times of a case, one for each run.
         self.own = {
             case: [record["results"][OURS] for record in records]
             for case, records in found.get("speed", {}).items()
@@ -94,8 +95,8 @@ class Run:
         }
 
     def of(self, kind: str) -> dict[str, Record]:
-        """In the order of the kinds of gates, then of the table's cases; rows that were refused are
-        not among them."""
+        """The cases in the order of the kinds of gates, then of the table, without the rows that
+        were refused."""
         found = self.kinds.get(kind, {})
         return {label: found[label] for label in self.cases if label in found}
 
@@ -112,14 +113,15 @@ class Run:
 
 
 def asked(command: str) -> str:
-    """Where a run was stopped and what it was told of itself is not how to make it again."""
+    """The options that tell a run where to stop and what it is called are not part of the command
+    that repeats it."""
     command = re.sub(r" --resume| --(out|commit|budget-seconds) \S+", "", command)
     return command.replace("benchmarks.run", "benchmarks.run --out DIR", 1)
 
 
 def joined(records: Sequence[Record]) -> Record:
-    """One record of those of a case, from runs beside others: each other implementation keeps
-    ours of its run as "beside". Ours alone is the median of times, and the last run's errors."""
+    """One record from the records of a case in several runs: each other implementation keeps our
+    time in its own run as "beside". Our own time is the median, with the errors of the last run."""
     last = records[-1]
     if last["kind"] not in ("speed", "accuracy") or len(records) == 1:
         return last
@@ -135,7 +137,7 @@ def joined(records: Sequence[Record]) -> Record:
 
 
 def others(record: Record, key: str) -> dict[str, float]:
-    """Each other implementation's number over ours of the same run."""
+    """Each other implementation's number divided by ours of the same run."""
     results = record["results"]
     return {
         name: cells[key] / cells.get("beside", results[OURS])[key]
@@ -145,7 +147,7 @@ def others(record: Record, key: str) -> dict[str, float]:
 
 
 def best_ratio(record: Record) -> float:
-    """The fastest other implementation's time on the GPU over ours; infinity if there is none."""
+    """The fastest other implementation's time on the GPU divided by ours; infinity without one."""
     ratios = others(record, "graph")
     ratios.pop(OURS_UNTOLD, None)
     return min(ratios.values(), default=math.inf)

@@ -1,4 +1,5 @@
-"""The records of a run, on disk as they are made, and the tables and the summary of them."""
+"""The records of a run, written to disk as they are made, and the tables and the summary of
+them."""
 
 import json
 import math
@@ -33,7 +34,7 @@ def row(cells: Iterable[str]) -> str:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Markdown of records of one kind: their keys, and a row each."""
+    """A table in Markdown of records of one kind: their keys, and a row for each record."""
 
     def cell(value: Any) -> str:
         return f"{value:.2f}" if isinstance(value, float) else str(value)
@@ -43,26 +44,28 @@ def table(records: Sequence[Record]) -> str:
 
 
 def append_record(path: Path | None, record: Record) -> None:
-    """A line of JSON more in the file, if there is to be one."""
+    """Appends a line of JSON to the file, if there is one."""
     if path is not None:
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
 
 def share(value: float) -> str:
-    """A share, with as many digits as tell it from all."""
+    """A share with enough digits to tell it from all."""
     return f"{100 * value:.3f}%"
 
 
 def empty_cell(result: Record | None) -> str:
-    """What stands where there is no number: an error shows, a case not served is a dash."""
+    """The text of a cell without a number: an error is shown, and a case that is not served is a
+    dash."""
     if result and "error" in result:
         return "error"
     return "-"
 
 
 def fastest(record: Record, ours: str) -> tuple[float, str, float]:
-    """us of the fastest other implementation and its name, and of ours; infinity where none ran."""
+    """Microseconds of the fastest other implementation with its name, and of ours; infinity if none
+    ran."""
     times = {n: r["graph"] for n, r in record["results"].items() if "graph" in r}
     own = times.pop(ours, math.inf)
     times.pop(OURS_UNTOLD, None)
@@ -71,7 +74,7 @@ def fastest(record: Record, ours: str) -> tuple[float, str, float]:
 
 
 class Report:
-    """The records, on disk as they are made, and the tables of them."""
+    """The records, written to disk as they are made, and the tables of them."""
 
     def __init__(self, out: Path, ours: str, baseline: str, resume: bool) -> None:
         self.out, self.ours, self.baseline = out, ours, baseline
@@ -104,7 +107,7 @@ class Report:
         return [n for n in seen if any(not r.get(n, {"skipped": 1}).get("skipped") for r in used)]
 
     def pair(self, record: Record, key: str) -> tuple[float, float] | None:
-        """Ours and the baseline's number of one row, if both are there."""
+        """Our number and the baseline's in one row, if both exist."""
         results = record.get("results", {})
         values = [results.get(name, {}).get(key) for name in (self.ours, self.baseline)]
         return None if None in values else (values[0], values[1])
@@ -280,7 +283,7 @@ class Report:
             yield row([label_of(record), *cells])
 
     def summary(self) -> tuple[list[str], bool]:
-        """The run in a few lines, the losses among them; and whether every row of ours is there."""
+        """The run in a few lines, including the losses; and whether every row of ours exists."""
         lines, sound = [], True
         base, ours = self.baseline, self.ours
 
@@ -357,7 +360,7 @@ class Report:
         return lines, sound
 
     def speed_summary(self, records: Sequence[Record], where: str) -> Iterable[str]:
-        """Of rows of one kind of gates; where: names it."""
+        """A line for the rows of one kind of gates. where: names the kind."""
         base, ours = self.baseline, self.ours
         for key, what in (("graph", "graph replay"), ("call", "call from Python")):
             ratios = [

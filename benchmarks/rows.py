@@ -1,8 +1,8 @@
 """The rows of each file of records, as a page in build/rows.
 
 benchmarks.page writes these pages. A file of benchmarks.run is shown as the table ("main" or
-"full") whose cases it has. It may hold several runs of the same cases, one after the other, each
-beside other implementations; and a record {"kind": "note", "heading", "text"}.
+"full") whose cases it has. It may hold several runs of the same cases, each with other
+implementations, and records {"kind": "note", "heading", "text"}.
 """
 
 import math
@@ -110,7 +110,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def losses_first(records: dict[str, Record]) -> list[tuple[str, Record]]:
-    """Rows in which another one is faster, the worst first; then the rest in their order."""
+    """The rows in which another implementation is faster, the worst first; then the other rows in
+    their order."""
     lost = [item for item in records.items() if best_ratio(item[1]) < 1]
     return sorted(lost, key=lambda item: best_ratio(item[1])) + [
         item for item in records.items() if best_ratio(item[1]) >= 1
@@ -122,7 +123,7 @@ def number(value: float | None) -> str:
 
 
 def speed_summary(run: Run, speed: dict[str, Record]) -> Iterator[str]:
-    """Of rows of one kind of gates, for each other implementation that has some."""
+    """Lines on the rows of one kind of gates, for each other implementation that has some."""
     for name in run.names("speed", "graph")[1:]:
         for key, what in (("graph", "On the GPU"), ("call", "Called from Python")):
             found = {case: others(record, key) for case, record in speed.items()}
@@ -140,7 +141,7 @@ def speed_summary(run: Run, speed: dict[str, Record]) -> Iterator[str]:
 
 
 def summary(run: Run) -> Iterator[str]:
-    """What the tables say, in a few lines."""
+    """A summary of the tables in a few lines."""
     speed, accuracy = run.of("speed"), run.of("accuracy")
     kinds = kinds_among(speed.values())
     for gates in kinds:
@@ -229,7 +230,7 @@ def memory_table(run: Run) -> str:
 
 
 def numerics_table(run: Run) -> str:
-    """Shares of equal elements: a row a case and implementation."""
+    """Shares of equal elements, with a row for each case and implementation."""
     records = run.of("numerics")
     tolerances = next(iter(records.values()))["tolerances"] if records else []
     columns = [f"{name}, {tolerance:g}" for name in ("o", "state") for tolerance in tolerances]
@@ -300,7 +301,7 @@ python -m benchmarks.page
 {gpu}, torch {torch}, Triton {triton}; {implementations}, at {commit}. The records are in `{file}`.
 """
 
-# Of each kind of record the heading of its page, and the module whose table it is.
+# For each kind of record the heading of its page, and the module that prints its table.
 PLAIN_KINDS: dict[str, tuple[str, Any]] = {
     "decode": ("Decode steps", decode),
     "layer": ("The Gated DeltaNet part of a layer", layer),

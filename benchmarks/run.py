@@ -77,7 +77,7 @@ ANSWER = "answer: "
 
 
 def child(args: argparse.Namespace, options: Sequence[str], **environment: str) -> Record:
-    """This module in a process of its own, and the JSON it answers with among what it prints."""
+    """Runs this module in another process, and returns the JSON among its output."""
     command = [sys.executable, "-m", "benchmarks.run", "--out", str(args.out), *options]
     command += ["--table", args.table]
     command += ["--dry-run"] if args.dry_run else []
@@ -98,7 +98,7 @@ def child(args: argparse.Namespace, options: Sequence[str], **environment: str) 
 
 
 def first_call_child(case: Case, device: Device) -> Record:
-    """Seconds of the first and the second call of this process, the import of torch not counted."""
+    """Seconds of the first and the second call of this process, without the import of torch."""
     inputs = make_inputs(case, device.torch)
     device.synchronize()
     call = Ours().prepare(inputs)
@@ -140,7 +140,7 @@ def prewarm_child(case: Case, peers: Iterable[Peer], device: Device) -> Record:
 
 
 def prewarm(cases: Sequence[Case], args: argparse.Namespace) -> None:
-    """Autotuners compile their candidates one by one; here all families compile at once."""
+    """Autotuners compile their candidates one by one; here all families are compiled at once."""
     smallest: dict[tuple[object, ...], Case] = {}
     for case in cases:
         best = smallest.setdefault(case.family, case)
@@ -150,7 +150,7 @@ def prewarm(cases: Sequence[Case], args: argparse.Namespace) -> None:
 
     def compile_one(case: Case) -> tuple[Case, Record]:
         option = ["--child-prewarm", case.name, "--peers", ",".join(args.peers)]
-        # What an autotuner finds here means nothing, so it must not be kept.
+        # An autotuner's result here is meaningless, and must not be kept.
         return case, child(args, option, FLA_CACHE_RESULTS="0", TRITON_CACHE_AUTOTUNING="0")
 
     with concurrent.futures.ThreadPoolExecutor(args.prewarm) as pool:
@@ -196,6 +196,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=None, help="graph replays a row (default: 30 of main, else 8)"
     )
+    parser.add_argument(
+        "--calls", type=int, default=None,
+        help="calls from Python in a row (default: 50 of main, else 20)",
+    )  # fmt: skip
     add_gates_option(parser)
     parser.add_argument("--warm-l2", action="store_true", help="do not flush the L2 before replays")
     parser.add_argument(
@@ -223,13 +227,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.effort = TRIAL
     if args.rounds is not None:
         args.effort = args.effort._replace(rounds=args.rounds)
+    if args.calls is not None:
+        args.effort = args.effort._replace(calls=args.calls)
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("no CUDA device: use --dry-run to try the plumbing on a CPU")
     return args
 
 
 def load_peers(names: Sequence[str]) -> tuple[list[Peer], list[str]]:
-    """Those that are there, and a line for each of the others."""
+    """The implementations that are installed, and a line for each of the others."""
     peers, missing = [], []
     for name in names:
         peer = load(name)
@@ -244,7 +250,8 @@ def measure_rows(
     cases: Sequence[Case], ours: Ours, others: Sequence[Peer], report: Report, device: Device,
     args: argparse.Namespace,
 ) -> list[str]:  # fmt: skip
-    """Every kind of measurement of one case after the other; returns what the budget left out."""
+    """Makes every kind of measurement of one case after the other. Returns the rows that the budget
+    left out."""
     peers = [ours, *others]
     left_out = []
     for case in cases:
@@ -272,7 +279,7 @@ def measure_rows(
                 else:
                     record |= measure_host(inputs, peers, device, args.effort)
             except DeviceLost as error:
-                # Kept, so that --resume does not run into it again.
+                # This record is kept, so --resume does not meet the error again.
                 report.add(record | {"refused": str(error), "results": {}})
                 raise
             except RuntimeError as error:  # out of memory, in the reference above all

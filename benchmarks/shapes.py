@@ -1,4 +1,4 @@
-"""What is measured: the shapes, their gates and their random inputs, each list with its reason."""
+"""The shapes that are measured, their gates and their random inputs, each list with its reason."""
 
 import argparse
 import random
@@ -55,19 +55,21 @@ class Case:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """What an autotuner or a compiler sees: cases of one family share their kernels."""
+        """The sizes that an autotuner or a compiler sees: cases of one family share their
+        kernels."""
         packed = self.seqlens is not None
         return (packed, self.H, self.HV, self.K, self.V, self.initial_state, self.dtype)
 
     @property
     def flops(self) -> float:
-        """Fewest operations of the chunked form: three K x V products and four of the chunk's."""
+        """The least number of operations of the chunked form: three K x V products and four of the
+        chunk's."""
         per_token_head = 6 * self.K * self.V + 4 * CHUNK * (self.K + self.V)
         return float(self.tokens * self.HV * per_token_head)
 
     @property
     def bytes(self) -> float:
-        """Fewest bytes: every input read once, o and the final state written once."""
+        """The least number of bytes: every input read once, o and the final state written once."""
         size = self.dtype.itemsize
         token = size * (2 * self.H * self.K + 2 * self.HV * self.V) + 4 * 2 * self.HV
         states = (2 if self.initial_state else 1) * self.N * self.HV * self.K * self.V
@@ -75,7 +77,7 @@ class Case:
 
 
 def floor_us(case: Case, rates: Mapping[str, Any]) -> float | None:
-    """Least time of the case at the rates that this machine was seen to reach, if it was."""
+    """The least time of the case at the measured rates of this machine, if there are any."""
     if "flops_per_s" not in rates:
         return None
     return 1e6 * max(case.flops / rates["flops_per_s"], case.bytes / rates["bytes_per_s"])
@@ -171,7 +173,7 @@ def gates_of(record: Mapping[str, Any]) -> str:
 
 
 def labelled(case: str, gates: str) -> str:
-    """What a table calls a row."""
+    """The name of a row in a table."""
     return case if gates == "mild" else f"{case}, {gates} gates"
 
 
@@ -196,8 +198,8 @@ def _case_gates(case: Case, rand: Random) -> torch.Tensor:
 
 
 def with_gates(cases: Iterable[Case], kind: str) -> list[Case]:
-    """The cases with gates of a kind. "mild" leaves a case its own: another kind is not for those
-    that are there for their gates."""
+    """The cases with gates of a kind. With "mild" a case keeps its own gates; with another kind,
+    cases that exist for their gates are left out."""
     if kind == "mild":
         return list(cases)
     return [replace(case, gate=kind, gates=kind) for case in cases if case.group != "gates"]
@@ -266,8 +268,8 @@ PREFILL = (
     (4, 16, (ONE_32K, ONE_8K, ONE_2K, FOUR_8K, EIGHT_4K, EIGHT_1K)),
 )
 
-# The full table, whose head counts and sequences are those of FlashQLA's own benchmark: H, HV of
-# models in use at one, two, four and eight GPUs, and what a server's batch may hold.
+# The full table, with the head counts and sequences of FlashQLA's own benchmark: H, HV of common
+# models at one, two, four and eight GPUs, and batches of a server.
 HEADS = ((2, 8), (4, 16), (8, 32), (16, 64), (16, 32), (8, 24), (16, 48), (16, 16), (32, 32))
 MIXES = (
     *((32768,), (16384,), (8192,), (4096,), (2048,)),
@@ -276,7 +278,7 @@ MIXES = (
     *((8192,) * 4, (4096,) * 8, (2048,) * 4, (1024,) * 8),
 )
 
-# The uneven table: what serving engines send, at the head counts of models in use.
+# The uneven table: lengths that serving engines send, at the head counts of common models.
 UNEVEN_HEADS = ((16, 64), (16, 32), (8, 16), (4, 16), (2, 8))
 UNEVEN_SEQUENCES = (16, 32, 48)  # of lengths drawn log-uniformly
 UNEVEN_SHARES = (0.5, 0.75)  # of all tokens, in the longest sequence of nine
@@ -289,7 +291,7 @@ RAGGED = (1, 15, 63, 64, 65, 127, 128, 300, 577, 1155)
 # Head sizes of a layer in common use, K 256 and V 512: H, B, T.
 WIDE_HEADS = ((4, 1, 4096), (4, 4, 2048), (8, 1, 4096), (8, 4, 2048))
 
-# Small cases, in which the time of a call is the time that Python takes.
+# Small cases, in which the host's time is the time of a call.
 HOST_CASES = (
     "padded B1 T63 H1 D64",
     "padded B2 T500 H3 D60",
@@ -300,7 +302,7 @@ HOST_CASES = (
     "prefill 16/32 1x2048",
 )
 
-# Where the dataflows are compared element by element: gates of all kinds, long and ragged.
+# Cases in which the dataflows are compared element by element: gates of all kinds, long and ragged.
 NUMERICS_CASES = (
     "gates mixed 1x2048",
     "gates mixed ragged 1..1155",
@@ -385,8 +387,8 @@ def log_uniform(parts: int, least: int, most: int, seed: int) -> tuple[int, ...]
 
 def scheduled(budget: int, batches: int, seed: int) -> list[tuple[int, ...]]:
     """Batches of chunked prefill: prompts of 64 to 16384 tokens (log-uniform) in the order of their
-    arrival, each batch filled up to `budget` tokens, the last prompt of it cut there and gone on
-    with in the next."""
+    arrival, each batch filled up to `budget` tokens. Its last prompt is cut there, and continues in
+    the next batch."""
     prompts = iter(log_uniform(1000, 64, 16384, seed))
     left = 0  # tokens of the prompt that was cut
     found = []
@@ -426,11 +428,12 @@ def _uneven() -> list[Case]:
 
 
 def all_cases(table: str = "main") -> list[Case]:
-    """Every case of a table (of `TABLES`), those that share an implementation's tuning together.
+    """Every case of a table (of `TABLES`); cases that share an implementation's tuning come
+    together.
 
-    main: all kinds of shapes and everything that is measured, the most telling first. full: every
-    count of heads with every mix of sequences, their times only. uneven: lengths that differ as a
-    server's do, their times only.
+    main: all kinds of shapes and all measurements, the most important first. full: every count of
+    heads with every mix of sequences, only times. uneven: lengths that differ as a server's do,
+    only times.
     """
     return TABLES[table]()
 

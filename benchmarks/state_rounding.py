@@ -11,7 +11,8 @@ the largest number of the format. "stochastic" rounds up with the probability th
 the rounded number the number itself; all others round to the nearest.
 
 Each line is the relative error of o against float64, root mean square over the steps of a decade,
-as the mean over all heads and as that of the worst head.
+as the mean over all heads and as that of the worst head. docs/decode.md shows the records of
+benchmarks/results/cpu/state_rounding.jsonl, which `python -m docs.decode_pictures` draws.
 """
 
 import argparse

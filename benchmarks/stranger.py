@@ -1,11 +1,11 @@
-"""How long it takes from a checkout and a bare Python to the first right number.
+"""Measures the time from a checkout and a bare Python to the first correct number.
 
     python3 -m benchmarks.stranger
 
-The steps are those of README.md's main command, read from there, in a copy of the checkout with
-nothing installed and nothing compiled. The number is right when the command says so itself: its
-line `error: ... OK`. Where that ran on a GPU, one row of benchmarks.run follows, without peers. A
-table of seconds is printed last. Nothing is needed but Python, and nothing is left behind.
+The steps are those of README.md's main command, run in a copy of the checkout with nothing
+installed and nothing compiled. The number is correct if the command prints the line `error: ...
+OK`. If that ran on a GPU, one row of benchmarks.run follows, without peers. A table of seconds is
+printed last. The script needs only Python, and leaves nothing behind.
 """
 
 import argparse
@@ -25,7 +25,7 @@ README = ROOT / "README.md"
 MARKER = "<!-- main command -->"
 ROW = "prefill 16/32 1x8192"
 
-# What only this checkout, or whoever works in it, has.
+# Files that belong to this checkout only, or to the person who works in it.
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info", "*.so")
 OF_THE_USER = ("PYTHON", "VIRTUAL_ENV", "TRITON_", "GDN_")
 
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 def main_command(readme: str) -> list[list[str]]:
-    """The steps of the README's main command, each as its words."""
+    """The steps of the README's main command, each as a list of words."""
     found = re.findall(rf"^{re.escape(MARKER)}\n```bash\n(.*?)\n```$", readme, re.M | re.S)
     if len(found) != 1:
         raise SystemExit(f"README.md must have one bash block after {MARKER}, found {len(found)}")
@@ -44,7 +44,8 @@ def main_command(readme: str) -> list[list[str]]:
 
 
 def run(step: Sequence[str], cwd: Path, environment: dict[str, str]) -> list[tuple[str, float]]:
-    """Each line that a step prints and the seconds until it came; it is shown as it comes."""
+    """Yields each line that a step prints and the seconds until it came, and prints the line at
+    once."""
     print(f"$ {shlex.join(step)}", flush=True)
     lines, start = [], time.perf_counter()
     with subprocess.Popen(

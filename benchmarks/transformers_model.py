@@ -3,11 +3,12 @@
     python -m benchmarks.transformers_model             on a GPU
     python -m benchmarks.transformers_model --dry-run   on a CPU at toy sizes, as a trial
 
-Real width, few layers and experts, random bfloat16 weights. Three ways through its Gated DeltaNet
-layers, each in a process of its own and with the same weights and tokens: transformers' torch
-functions, FLA where it is installed, and this package. All else of the model is the same, and
-nothing is captured in a graph. Prints a table in Markdown, with how far the logits after the
-longest prefill are from the torch functions' (2-norm of the difference, relative).
+The model has real width, few layers and experts, and random bfloat16 weights. Its Gated DeltaNet
+layers run in three ways, each in a separate process and with the same weights and tokens:
+transformers' torch functions, FLA if it is installed, and this package. All else of the model is
+the same, and nothing is captured in a graph. Prints a table in Markdown, with the distance of the
+logits after the longest prefill from those of the torch functions (2-norm of the difference,
+relative).
 """
 
 import argparse
@@ -67,7 +68,7 @@ TOY = {
 
 
 def make_model(args: argparse.Namespace) -> Any:
-    """Of whole blocks of three linear layers and one of full attention, as Qwen3-Next is."""
+    """Layers in blocks of three linear layers and one of full attention, as Qwen3-Next has them."""
     transformers: Any = importlib.import_module("transformers")
     config = transformers.Qwen3NextConfig(
         **(TOY if args.dry_run else REAL),
@@ -97,7 +98,8 @@ def seconds(call: Callable[[], Any], device: str) -> float:
 
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One way, in this process: `prefill` seconds by T, `decode` seconds a token, `logits`."""
+    """Measures one way in this process: `prefill` seconds by T, `decode` seconds a token,
+    `logits`."""
     (way,) = args.ways
     if way != "fla":
         sys.modules["fla"] = None  # type: ignore[assignment]  # to transformers, not installed
@@ -147,7 +149,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_apart(way: str, argv: Sequence[str]) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """Runs `measure` in a separate process."""
     command = [sys.executable, "-m", "benchmarks.transformers_model", *argv, "--ways", way]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(

@@ -275,7 +275,7 @@ def speed_parts(engine: Any, job: Job) -> Parts:
 
     def eager() -> dict[str, Record]:
         engine.collective_rpc(without_graphs)
-        return rates(engine, DECODES, (job.repeats + 1) // 2, warm=False)
+        return rates(engine, DECODES, max(1, job.repeats // 2), warm=False)
 
     def silent() -> Record:
         engine.apply_model(silence)

@@ -1,9 +1,10 @@
-"""The build backend: setuptools, which asks for torch and the CUDA compilers where
-GDN_BUILD_CUDA=1 builds the CUDA library and these are not found.
+"""The build backend: setuptools, which requests torch and the CUDA compilers if GDN_BUILD_CUDA=1
+builds the CUDA library and these are not found.
 
-pip builds a package in an environment of its own, into which it installs what a backend asks for.
+pip builds a package in an isolated environment, into which it installs the requests of a backend.
 `csrc/build.py` therefore looks for torch and nvcc in that environment, on the PATH, and in the
-environment that pip installs into; only what is in none of them is asked for and downloaded.
+environment that pip installs into. Only parts that are in none of them are requested and
+downloaded.
 """
 
 import importlib.util
@@ -44,7 +45,7 @@ def get_requires_for_build_editable(config_settings: Config = None) -> list[str]
 
 
 def cuda_requirements() -> list[str]:
-    """What the CUDA library is built with and is not found, as far as pip can install it."""
+    """The missing parts of a build of the CUDA library that pip can install."""
     if os.environ.get("GDN_BUILD_CUDA") != "1":
         return []
     # By its path: `build` is also the name of a program that calls this backend.

@@ -35,7 +35,7 @@ OBJECTS = ROOT / "build" / "cuda"
 
 TORCH_TARGET = (2, 10)  # the least torch whose stable ABI has what ops.cpp calls
 CUDA_MIN = (12, 8)
-# What pip installs to build with.
+# The packages that pip installs for a build.
 TORCH_REQUIREMENT = "torch>=2.10"
 NVCC_REQUIREMENT = "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"
 # The architectures: a folder of csrc with kernels, and the GPUs that nvcc compiles them for. sm_90
@@ -48,7 +48,7 @@ class Unbuildable(Exception):
 
 
 class BuildFailed(Exception):
-    """A compiler failed, or made what must not be used."""
+    """A compiler failed, or made code that must not be used."""
 
 
 class Toolchain(NamedTuple):
@@ -59,7 +59,7 @@ class Toolchain(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What ptxas reports of one kernel. stack: bytes of local memory, those of spills included."""
+    """The report of ptxas on one kernel. stack: bytes of local memory, including spills."""
 
     name: str
     registers: int
@@ -150,8 +150,8 @@ def find_torch() -> Path:
 
 
 def missing_requirements() -> list[str]:
-    """What pip can install of the parts that the build does not find. A compiler that an
-    environment variable names is never replaced by another one."""
+    """The parts that the build does not find and pip can install. A compiler that an environment
+    variable names is never replaced by another one."""
     found = []
     try:
         find_nvcc()
@@ -243,7 +243,7 @@ def compilers(tools: Toolchain) -> dict[Path, list[str]]:
 
 
 def run(command: list[str]) -> str:
-    """What the command said; BuildFailed with that if it failed."""
+    """The output of the command. Raises BuildFailed with it if the command failed."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
@@ -265,7 +265,7 @@ def is_current(target: Path, command: list[str]) -> bool:
 
 
 def compile_one(compiler: list[str], source: Path, target: Path) -> None:
-    """Compiles what has changed; the compiler's output is in a .log next to the object."""
+    """Compiles changed sources. The compiler's output is in a .log next to the object."""
     outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
     command = [*compiler, *outputs]
     if is_current(target, command):
@@ -279,9 +279,9 @@ def compile_one(compiler: list[str], source: Path, target: Path) -> None:
 def build(
     tools: Toolchain, library: Path = LIBRARY, objects: Path = OBJECTS, jobs: int | None = None
 ) -> list[Kernel]:
-    """Compiles what changed, judges it, links `library`; returns the kernels that are in it.
+    """Compiles changed sources, checks the code, and links `library`. Returns its kernels.
 
-    An older library is removed first: after a build that fails there is none.
+    An older library is removed first, so none is left after a build that fails.
     """
     library.unlink(missing_ok=True)
     kernel_sources = [source for source in sources() if source.suffix == ".cu"]
@@ -376,7 +376,7 @@ def make_wheel(library: Path, folder: Path) -> Path:
 
 
 def show(tools: Toolchain, library: Path, objects: Path) -> None:
-    """What a build would run."""
+    """The commands that a build would run."""
     commands = compilers(tools)
     targets = {x: objects / x.relative_to(SOURCE_DIR).with_suffix(".o") for x in commands}
     for source, target in targets.items():

@@ -50,7 +50,8 @@ def output(*command: str | Path, given: str | None = None) -> str:
 
 
 def kernels_of(sass: str, usage: str) -> list[tuple[str, str]]:
-    """Mangled names and code of what cuobjdump wrote with --dump-sass and --dump-resource-usage."""
+    """Mangled names and code in the output of cuobjdump with --dump-sass and
+    --dump-resource-usage."""
     used = re.findall(r"^ *Function (\S+):\s*\n\s*(REG:.*)$", usage, re.M)
     found, lines, gpu = [], [], ""
     for line in map(str.strip, sass.splitlines()):
@@ -61,7 +62,8 @@ def kernels_of(sass: str, usage: str) -> list[tuple[str, str]]:
             found.append((starts[1], lines))
         elif line.startswith((".headerflags", "/*")):
             lines.append(re.sub(r"\s+", " ", line))
-    # Both list the kernels of each file in one order, so that two of one name are told apart.
+    # Both outputs list the kernels of each file in one order, which tells two kernels of one name
+    # apart.
     if sorted(name for name, _ in found) != sorted(name for name, _ in used):
         raise SystemExit("cuobjdump lists other kernels with their code than with their registers")
     resources: dict[str, list[str]] = {}

@@ -2,10 +2,10 @@
 
     python examples/train_bytes.py [paths...] --out run
 
-Without paths the text is the source code of Python's own library. The directory --out gets the
-losses (losses.csv), their curve (loss.png), a text by the model (sample.txt) and a checkpoint, from
-which --resume continues with the losses of an uninterrupted run. docs/training.md has the losses of
-such runs.
+Without paths the text is the source code of Python's standard library. The run writes the losses
+(losses.csv), their curve (loss.png), a sample of the model (sample.txt) and a checkpoint to the
+directory --out. --resume continues from the checkpoint, with the same losses as an uninterrupted
+run. docs/training.md reports such runs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from gdn_triton.layers import GatedDeltaNet, GatedDeltaNetCache
 BYTES = 256
 SEPARATOR = b"\0"  # between two documents
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-VALIDATION_SHARE = 16  # every so manieth document
+VALIDATION_SHARE = 16  # every 16th document is for validation
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that, with the text, decide a run's losses. The defaults take one core a
-    minute."""
+    """The settings of a run. Together with the text they determine the losses. A run with the
+    defaults takes one minute on one CPU core."""
 
     steps: int = 160
     batch: int = 8
@@ -54,7 +54,7 @@ class Settings:
     warmup: int = 20  # steps
     weight_decay: float = 0.1
     seed: int = 0
-    eval_every: int = 40  # steps; the checkpoint is written then too
+    eval_every: int = 40  # steps between two validations; each also writes the checkpoint
     eval_batches: int = 4
 
 
@@ -77,15 +77,16 @@ ON_GPU = {
 
 
 def library_sources() -> list[Path]:
-    """Python's own library, without its tests and without installed packages."""
+    """Returns the files of Python's standard library, without its tests and without installed
+    packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = sorted(root.rglob("*.py"))
     return [p for p in found if not LEFT_OUT & set(p.relative_to(root).parts) and p.stat().st_size]
 
 
 def load_text(paths: Sequence[Path], length: int) -> tuple[Tensor, Tensor]:
-    """Bytes to train on and bytes to validate on, uint8. For validation: every sixteenth document,
-    or the last sixteenth of a single one."""
+    """Returns the bytes for training and the bytes for validation, uint8. Validation uses every
+    sixteenth document, or the last sixteenth of a single document."""
     documents = read_documents(paths or library_sources())
     if len(documents) == 1:
         cut = len(documents[0]) * (VALIDATION_SHARE - 1) // VALIDATION_SHARE
@@ -108,7 +109,8 @@ def load_text(paths: Sequence[Path], length: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(text: Tensor, settings: Settings, number: int) -> Tensor:
-    """[batch, length + 1], int64: random pieces of the text, the same for a seed and a number."""
+    """Returns [batch, length + 1], int64: random pieces of the text. The same seed and number give
+    the same pieces."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + number)
     first = torch.randint(len(text) - settings.length, (settings.batch, 1), generator=generator)
     return text[first + torch.arange(settings.length + 1)].long()
@@ -118,7 +120,7 @@ def draw(text: Tensor, settings: Settings, number: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + MLP(norm(x)) with a gated inner layer."""
+    """A block of the model: x + mixer(norm(x)), then x + MLP(norm(x)) with a gated inner layer."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -138,7 +140,8 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next byte. One matrix is both the embedding and the output projection."""
+    """Predicts the logits of the next byte. One matrix is both the embedding and the output
+    projection."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -148,7 +151,8 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(settings.width, eps=1e-6)
 
     def forward(self, tokens: Tensor, caches: Sequence[GatedDeltaNetCache] | None = None) -> Tensor:
-        """[B, T, 256] of tokens [B, T]; with caches, one a block, of the next T tokens."""
+        """Returns [B, T, 256] for tokens [B, T]. With caches, one per block, the tokens are the
+        next T of their sequences."""
         x = self.embedding(tokens)
         for n, block in enumerate(self.blocks):
             x = block(x, None if caches is None else caches[n])
@@ -160,20 +164,21 @@ class LanguageModel(nn.Module):
 
 
 def mean_loss(model: LanguageModel, pieces: Tensor) -> Tensor:
-    """Nats a byte."""
+    """Returns the mean loss in nats per byte."""
     with mixed_precision(pieces.device):
         logits = model(pieces[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), pieces[:, 1:].flatten())
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:
-    """bf16 products on a GPU; on a CPU all stays float32."""
+    """Computes products in bf16 on a GPU, and everything in float32 on a CPU."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu")
 
 
 @torch.no_grad()
 def write(model: LanguageModel, prompt: bytes, count: int, temperature: float, seed: int) -> bytes:
-    """The prompt, and `count` bytes by the model: a prefill, then a decode step for each."""
+    """Returns the prompt and `count` bytes of the model, by a prefill and one decode step per
+    byte."""
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
     caches, text = model.make_caches(1), bytearray(prompt)
@@ -192,7 +197,8 @@ def write(model: LanguageModel, prompt: bytes, count: int, temperature: float, s
 
 
 def make_optimizer(model: LanguageModel, settings: Settings) -> torch.optim.AdamW:
-    """Weight decay for the matrices only: not for norms, gates, convolutions and the embedding."""
+    """Makes an optimizer that decays only matrices, not norms, gates, convolutions and the
+    embedding."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, p in model.named_parameters():
@@ -205,8 +211,8 @@ def make_optimizer(model: LanguageModel, settings: Settings) -> torch.optim.Adam
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """The rate of step 0, 1, ...: it rises for `warmup` steps, then falls along a cosine to a
-    tenth."""
+    """Returns the learning rate of step 0, 1, ...: it rises for `warmup` steps, then falls along a
+    cosine to a tenth."""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
     done = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
@@ -215,7 +221,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 @torch.no_grad()
 def validation_loss(model: LanguageModel, text: Tensor, settings: Settings) -> float:
-    """The mean loss of pieces of the text that are the same at every call."""
+    """Returns the mean loss over fixed pieces of the text."""
     device = model.embedding.weight.device
     losses = [
         mean_loss(model, draw(text, settings, -1 - n).to(device))
@@ -226,16 +232,16 @@ def validation_loss(model: LanguageModel, text: Tensor, settings: Settings) -> f
 
 @dataclass
 class Run:
-    """All that a checkpoint holds. losses: (step, of its batch, of validation or None)."""
+    """The contents of a checkpoint. losses: (step, loss of its batch, validation loss or None)."""
 
     settings: Settings
-    text: str  # digest
+    text: str  # a digest of the text
     model: LanguageModel
     optimizer: torch.optim.AdamW
     losses: list[tuple[int, float, float | None]]
 
     def save(self, path: Path) -> None:
-        """Writes a whole checkpoint or none: an interruption leaves the previous one."""
+        """Writes a checkpoint atomically: an interruption leaves the previous one."""
         new = path.with_suffix(".new")
         torch.save(
             {
@@ -267,14 +273,15 @@ class Run:
 
 
 class Bar:
-    """One line on a terminal, rewritten; elsewhere a line for each validation."""
+    """A progress bar: on a terminal one line that is rewritten, elsewhere a line for each
+    validation."""
 
     def __init__(self, steps: int, first: int) -> None:
         self.steps, self.first, self.start = steps, first, time.perf_counter()
         self.rewrites = sys.stderr.isatty()
 
     def show(self, step: int, loss: float, validation: float | None, tokens: int) -> None:
-        """After `step` steps; tokens: bytes a step."""
+        """Shows the progress after `step` steps. tokens: bytes per step."""
         seconds = time.perf_counter() - self.start
         rate = (step - self.first) / seconds
         left = int((self.steps - step) / rate)
@@ -295,7 +302,7 @@ class Bar:
 def train(
     run: Run, train_text: Tensor, validation_text: Tensor, out: Path, seconds: float | None
 ) -> None:
-    """Trains from the run's present step to its last one, or for so many seconds."""
+    """Trains from the run's present step to its last step, or for the given number of seconds."""
     settings, model, optimizer = run.settings, run.model, run.optimizer
     device = model.embedding.weight.device
     first = run.losses[-1][0] if run.losses else 0
@@ -355,8 +362,8 @@ def plot_losses(losses: Sequence[tuple[int, float, float | None]], path: Path) -
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """The same bits at every run on the same machine and versions, or an error."""
-    # Read when the first product of matrices runs on a GPU.
+    """Gives the same bits at every run on the same machine and versions, or an error."""
+    # cuBLAS reads this variable at the first matrix product on a GPU.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     memory: Any = torch.utils.deterministic
     fill, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
@@ -445,7 +452,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains; 0, or 2 when the run could not start or go on."""
+    """Trains. Returns 0, or 2 if the run could not start or continue."""
     arguments = parser().parse_args(argv)
     try:
         with deterministic():

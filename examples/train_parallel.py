@@ -1,16 +1,16 @@
-"""Trains a small hybrid language model on several GPUs: sequences are split over them by context
-parallelism, weights by FSDP2.
+"""Trains a small hybrid language model on several GPUs. Context parallelism splits the sequences
+over the GPUs, and FSDP2 splits the weights.
 
     torchrun --standalone --nproc-per-node 2 examples/train_parallel.py --cp 2 --out run
 
-The ranks form a mesh of dp x cp. The cp ranks of a row share each sequence, in the zigzag layout;
-different rows have different sequences. Every rank holds a part of each weight and of the
+The ranks form a mesh of dp x cp. The cp ranks of a row share each sequence, in the zigzag layout,
+and different rows have different sequences. Every rank holds a part of each weight and of the
 optimizer's state. Without GPUs the same command runs on the CPU with gloo. docs/training.md
-describes the parts.
+explains this script.
 
-Three of four layers are Gated DeltaNet, which takes the layout as its `cp_context`; every fourth is
-attention without position embeddings, on k and v gathered from the cp ranks. A checkpoint holds no
-layout, so that --resume may go on with another number of processes.
+Three of four layers are Gated DeltaNet, whose argument `cp_context` describes the layout. Every
+fourth layer is attention without position embeddings, on k and v gathered from the cp ranks. A
+checkpoint does not depend on the layout, so --resume works with another number of processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ATTENTION_EVERY = 4  # the last layer of every four
 
 
 class Attention(nn.Module):
-    """Causal attention of the tokens that this rank holds over all tokens of the sequence."""
+    """Causal attention of this rank's tokens to all earlier tokens of the sequence."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, context: ContextParallel, mesh: DeviceMesh) -> Tensor:
-        """[1, T, width] of this rank's T tokens."""
+        """Returns [1, T, width] for this rank's T tokens."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         k, v = (in_order(gather(y, mesh), context) for y in (k, v))
         parts, first = [], 0
-        for start, end in context.spans:  # the tokens that this rank holds: two stretches
+        for start, end in context.spans:  # this rank's tokens are two ranges
             rows = q[:, :, first : first + end - start]
             mask: Any = causal_lower_right(end - start, end)
             parts.append(
@@ -71,14 +71,14 @@ class Attention(nn.Module):
 
 
 def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tokens (dimension 2) of all cp ranks, rank after rank. The gradient of a rank's tokens
-    is the sum over the ranks that used them."""
+    """Gathers the tokens (dimension 2) of all cp ranks, rank after rank. In the backward, the
+    gradient of a rank's tokens is the sum of the gradients from all ranks."""
     return DTensor.from_local(x, mesh, [Shard(2)]).full_tensor(grad_placements=[Partial()])
 
 
 def in_order(x: Tensor, context: ContextParallel) -> Tensor:
-    """Tokens (dimension 2) that lie rank after rank, in the order of the sequence: in the zigzag
-    layout rank r of W holds slots r and 2 W - 1 - r."""
+    """Reorders gathered tokens (dimension 2) from rank order to the order of the sequence. In the
+    zigzag layout rank r of W holds slots r and 2 W - 1 - r."""
     W = context.world_size
     held = [slot for rank in range(W) for slot in (rank, 2 * W - 1 - rank)]
     slots = x.split([context.lengths[slot] for slot in held], 2)
@@ -86,7 +86,7 @@ def in_order(x: Tensor, context: ContextParallel) -> Tensor:
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + MLP(norm(x))."""
+    """A block of the model: x + mixer(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, width: int, head_dim: int, attention: bool) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next byte."""
+    """Predicts the logits of the next byte."""
 
     def __init__(self, width: int, layers: int, head_dim: int) -> None:
         super().__init__()
@@ -132,10 +132,10 @@ class LanguageModel(nn.Module):
 
 
 def shard_weights(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Every block's weights are gathered for its forward and its backward, and freed after them.
+    """Shards each block's weights, which FSDP2 gathers for a forward or backward and then frees.
 
-    No MixedPrecisionPolicy(param_dtype=...): it would round A_log and dt_bias as well. Autocast
-    makes the products bf16 instead.
+    Autocast computes the products in bf16. MixedPrecisionPolicy(param_dtype=...) would also round
+    A_log and dt_bias.
     """
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -143,16 +143,16 @@ def shard_weights(model: LanguageModel, mesh: DeviceMesh) -> None:
 
 
 def draw(text: Tensor, length: int, number: int) -> Tensor:
-    """[1, length + 1]: the sequence of this number, the same on every rank."""
+    """Returns [1, length + 1]: the sequence with this number, which is the same on every rank."""
     generator = torch.Generator().manual_seed(number)
     first = int(torch.randint(len(text) - length, (), generator=generator))
     return text[None, first : first + length + 1].long()
 
 
 def train(options: argparse.Namespace, device: torch.device) -> list[float]:
-    """The loss of every step, in nats a byte."""
+    """Returns the loss of every step, in nats per byte."""
     world = dist.get_world_size()
-    # Weights are split over all ranks; the second mesh says who shares a sequence.
+    # Weights are split over all ranks. The second mesh defines the ranks that share a sequence.
     everyone = init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
     mesh = init_device_mesh(
         device.type, (world // options.cp, options.cp), mesh_dim_names=("dp", "cp")
@@ -163,7 +163,7 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
     torch.manual_seed(options.seed)
     model = LanguageModel(options.width, options.layers, options.head_dim).to(device)
     shard_weights(model, everyone)
-    # After fully_shard, which replaces the parameters.
+    # Collect the parameters here, because fully_shard replaces them.
     optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=options.lr)
 
     text = torch.frombuffer(bytearray(b"\0".join(read_documents(options.text))), dtype=torch.uint8)
@@ -180,7 +180,7 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 logits = model(inputs, context, mesh["cp"])
                 part = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / len(mine)
-            part.backward()  # FSDP2 takes the mean over ranks, which all have as many tokens
+            part.backward()  # FSDP2 averages over ranks, which all have as many tokens
             loss += part.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -197,13 +197,13 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
 def save(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]
 ) -> None:
-    """Every rank writes its own part of the weights."""
+    """Saves the weights. Every rank writes its own part."""
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments, "losses": losses}, checkpoint_id=path)
 
 
 def latest(out: Path) -> Path:
-    """The checkpoint after the most steps; a directory without .metadata is not whole."""
+    """Returns the checkpoint with the most steps. A directory without .metadata is incomplete."""
     found = [path.parent for path in out.glob("step-*/.metadata")]
     if not found:
         raise FileNotFoundError(f"{out} must have a checkpoint step-*, to resume from, got none")
@@ -213,7 +213,8 @@ def latest(out: Path) -> Path:
 def load(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]
 ) -> None:
-    """Every rank reads its own part, whatever number of ranks has written."""
+    """Loads a checkpoint. Every rank reads its own part, however many ranks wrote the
+    checkpoint."""
     weights, moments = get_state_dict(model, optimizer)
     stored: dict[str, Any] = {"model": weights, "optimizer": moments, "losses": losses}
     dcp.load(stored, checkpoint_id=path)
@@ -249,7 +250,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, value, divisor in (
         ("processes", world, options.cp),
         ("--batch", options.batch, world // options.cp),
-        ("--length", options.length, 2 * options.cp),  # FSDP's mean needs equal parts
+        ("--length", options.length, 2 * options.cp),  # equal parts, for FSDP's mean
     ):
         if divisor < 1 or value % divisor:
             parser.error(f"{name} must be a multiple of {divisor}, got {value}")

@@ -1,12 +1,14 @@
-"""Makes a kernel for the package `kernels` (Hugging Face) of this checkout: one folder of Python.
+"""Builds a kernel for Hugging Face's package `kernels` from this checkout: one folder of Python
+files.
 
     python hub/build.py FOLDER
 
 FOLDER/build/torch-universal then holds the package's operators. The package `kernels` imports a
-kernel by its path, possibly together with other versions of it and with an installed gdn_triton.
-Therefore the imports are relative, and the operators have a namespace in torch's library that is a
-digest of the sources. `hub/layers.py` has the layers that transformers maps. A universal kernel has
-no machine code: it runs on Triton, and on the CPU in the reference. The script needs only Python.
+kernel by its path, and one process may import several versions of it, and an installed gdn_triton
+too. Therefore the imports are relative, and the operators are registered in torch's library under a
+namespace that is a digest of the sources. `hub/layers.py` has the layers to which transformers maps
+its functions. A universal kernel contains no machine code: it runs on Triton, and on the CPU in the
+reference. The script needs only Python.
 """
 
 import argparse
@@ -26,13 +28,13 @@ LEFT_OUT = ("integrations", "layers", "demo.py", "__main__.py")
 
 
 def sources() -> list[Path]:
-    """Relative to the package, in order."""
+    """Returns the paths of the source files, relative to the package and sorted."""
     found = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
     return sorted(path for path in found if path.parts[0] not in LEFT_OUT)
 
 
 def rewritten(path: Path, text: str, namespace: str) -> str:
-    """A module's text with relative imports, and its operators in `namespace`."""
+    """Returns a module's text with relative imports, and with its operators in `namespace`."""
     dots = "." * len(path.parts)
     text = re.sub(
         r"^(\s*)from gdn_triton(?:\.([\w.]+))? import ",
@@ -52,7 +54,7 @@ def rewritten(path: Path, text: str, namespace: str) -> str:
 
 
 def build(folder: Path) -> Path:
-    """Writes the kernel's variant under `folder`, which replaces an older one."""
+    """Writes the kernel's variant under `folder`, and replaces an older one there."""
     texts = {path: (PACKAGE / path).read_text(encoding="utf-8") for path in sources()}
     texts[Path("layers.py")] = (ROOT / "hub" / "layers.py").read_text(encoding="utf-8")
     contents = "".join(f"{path}\n{text}" for path, text in texts.items())
@@ -71,7 +73,7 @@ def build(folder: Path) -> Path:
         "version": 1,
         "license": "MIT",
         "python-depends": ["einops"],
-        # Every variant names one; which of them runs is a matter of each call's tensors.
+        # Every variant must name a backend. The tensors of each call decide which backend runs.
         "backend": {"type": "cuda"},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")

@@ -1,10 +1,11 @@
-"""The layers of the kernel, by which the package `kernels` replaces functions of transformers'
+"""The layers of the kernel, with which the package `kernels` replaces functions of transformers'
 models.
 
 The parameters are those of transformers' own torch functions. A model's layer also passes on every
-keyword of the model's call. The options of the op are used; the others belong to other parts of the
-model, and are ignored, as transformers' own functions ignore them. Only `seq_idx`, the numbers of
-packed sequences, is refused without their offsets: the op would mix the sequences.
+keyword of the model's call. These layers use the options of the op and ignore the other keywords,
+which belong to other parts of the model, as transformers' own functions do. Only `seq_idx`, the
+numbers of packed sequences, is refused if the sequences' offsets are missing, because the op would
+mix the sequences.
 """
 
 import inspect
@@ -91,5 +92,6 @@ class fused_recurrent_gated_delta_rule(nn.Module):
         )
 
 
-# As the mapping of transformers 5 names the layer for the function of the long name.
+# In the mapping of transformers 5 this is the name of the layer for the function
+# fused_recurrent_gated_delta_rule.
 recurrent_gated_delta_rule = fused_recurrent_gated_delta_rule

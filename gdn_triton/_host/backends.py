@@ -10,7 +10,6 @@ name means `auto`, which is logged once. Every refusal is a sentence.
 import functools
 import importlib
 import logging
-import os
 import traceback
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ import torch
 from packaging.version import Version
 
 from gdn_triton._host.contents import Contents
-from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE
+from gdn_triton._host.environment import variable
+from gdn_triton.constants import MAX_K, MAX_ROW_STRIDE, MAX_STATE_SPAN
 
 
 class Placed(Protocol):
@@ -235,7 +235,9 @@ def _first(
 
 def requested_backend() -> str:
     """Returns the value of `GDN_BACKEND`. Raises ValueError if the value is unknown."""
-    name = os.environ.get("GDN_BACKEND", "auto")
+    name = variable("GDN_BACKEND")
+    if name is None:
+        return "auto"
     if name != "auto" and name not in NAMES:
         names = ", ".join(["auto", *sorted(NAMES)])
         raise ValueError(f"GDN_BACKEND must be one of {names}, got {name!r}")
@@ -275,11 +277,17 @@ def _triton_missing() -> str | None:
     return None
 
 
-def _interpreting() -> bool:
-    """Whether Triton kernels run in the interpreter (TRITON_INTERPRET=1), on the CPU."""
+@functools.cache
+def _knobs() -> Any:
+    """Triton's settings. The import statement of a loaded module takes longer than this cache."""
     from triton import knobs
 
-    return bool(knobs.runtime.interpret)
+    return knobs
+
+
+def _interpreting() -> bool:
+    """Whether Triton kernels run in the interpreter (TRITON_INTERPRET=1), on the CPU."""
+    return bool(_knobs().runtime.interpret)
 
 
 def triton_refusal(dtypes: tuple[torch.dtype, ...], device_type: str, K: int) -> str | None:
@@ -311,6 +319,17 @@ def states_refusal(dtype: torch.dtype) -> str | None:
     if dtype == torch.bfloat16 and _interpreting():
         return "Triton's interpreter is not used with bfloat16; the states are."
     return None
+
+
+def span_refusal(tile_span: int) -> str | None:
+    """A sentence why no Triton kernel of the recurrence can take these tensors, or None. tile_span:
+    the most elements from the first to the last of a row or a state that a program reads."""
+    if tile_span < MAX_STATE_SPAN:
+        return None
+    return (
+        "The Triton kernel takes rows and states of which the last element is less than 2^31 "
+        f"elements from the first; one is {tile_span} from it."
+    )
 
 
 def triton_limits(

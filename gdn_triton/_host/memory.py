@@ -14,8 +14,10 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import TypeAlias
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,10 +26,8 @@ from gdn_triton._host.arguments import must
 
 # Shape, strides and dtype, which give the offset of each element from the first.
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-# (stride, first, last) stands for all numbers d * stride with first <= d <= last; stride > 0.
-Term: TypeAlias = tuple[int, int, int]
 
-# Two layouts count as sharing memory if this many steps do not show that they share none. Slices,
+# Two layouts count as sharing memory if numpy does not decide it in this many steps. Slices,
 # transposes and splits of dense tensors need a few steps.
 MOST_STEPS = 20_000
 
@@ -106,30 +106,9 @@ def is_same_memory(x: Tensor, y: Tensor) -> bool:
 @functools.lru_cache(1024)
 def check_own_memory(name: str, layout: Layout) -> None:
     """Raises ValueError if two elements of a written tensor have the same address."""
-    dimensions = _dimensions(layout)
-    reach = 0
-    for stride, n in dimensions:
-        if stride <= reach:
-            # Elements of this dimension lie between elements of the other dimensions, or coincide.
-            if stride == 0 or _meets_itself(dimensions):
-                expected = "have memory of its own for every element"
-                raise ValueError(must(name, expected, f"strides {list(layout[1])}"))
-            return
-        reach += (n - 1) * stride
-
-
-def _dimensions(layout: Layout) -> list[tuple[int, int]]:
-    """(stride, size) of the dimensions with more than one element, in the order of strides. Two
-    dimensions are merged where the second continues at the end of the first."""
-    found: list[tuple[int, int]] = []
-    for stride, n in sorted(zip(layout[1], layout[0], strict=True)):
-        if n == 1:
-            continue
-        if found and stride > 0 and stride == found[-1][0] * found[-1][1]:
-            found[-1] = found[-1][0], found[-1][1] * n
-        else:
-            found.append((stride, n))
-    return found
+    if _meets_itself(layout):
+        expected = "have memory of its own for every element"
+        raise ValueError(must(name, expected, f"strides {list(layout[1])}"))
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -137,12 +116,23 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
-def _meets_itself(dimensions: Sequence[tuple[int, int]]) -> bool:
-    """Whether two elements with different indices have the same address. dimensions: (stride,
-    size), where no stride is 0."""
-    for k, (stride, n) in enumerate(dimensions):
-        others = [(s, 1 - m, m - 1) for s, m in dimensions[k + 1 :]]
-        if _reaches([(stride, 1, n - 1), *others], 0, 0):
+def _meets_itself(layout: Layout) -> bool:
+    """Whether two elements with different indices have the same address."""
+    shape, strides, dtype = layout
+    kept = sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1)
+    reach = 0
+    for stride, n in kept:
+        if stride <= reach:
+            break
+        reach += (n - 1) * stride
+    else:
+        return False
+    # If two elements have one address, let k be the largest stride in which their indices differ.
+    # Larger strides do not matter then, and after a shift one of the two has index 0 at k.
+    for k, (stride, n) in enumerate(kept):
+        rest = tuple(m for _, m in kept[:k]), tuple(s for s, _ in kept[:k])
+        later = (n - 1, *rest[0]), (stride, *rest[1]), dtype
+        if stride == 0 or _share((*rest, dtype), later, stride * dtype.itemsize):
             return True
     return False
 
@@ -151,48 +141,24 @@ def _meets_itself(dimensions: Sequence[tuple[int, int]]) -> bool:
 def _share(x: Layout, y: Layout, distance: int) -> bool:
     """Whether an element of x and an element of y share a byte. distance: the bytes from the first
     byte of x to the first byte of y."""
-    terms: list[Term] = [
-        (stride * y[2].itemsize, 0, n - 1) for stride, n in _dimensions(y) if stride > 0
-    ]
-    terms += [(stride * x[2].itemsize, 1 - n, 0) for stride, n in _dimensions(x) if stride > 0]
-    low, high = 1 - y[2].itemsize - distance, x[2].itemsize - 1 - distance
-    return _reaches(terms, low, high)
+    first, second = _array_at(2**62, x), _array_at(2**62 + distance, y)
+    try:
+        return numpy.shares_memory(first, second, max_work=MOST_STEPS)
+    except RuntimeError:  # numpy has not decided it
+        return True
 
 
-def _reaches(given: Sequence[Term], low: int, high: int) -> bool:
-    """Whether a sum with one number of each term can lie from low to high; True too if MOST_STEPS
-    do not decide it. The search runs from the largest stride to the smallest, and tries each
-    multiple that the smaller strides can still correct. For nested strides there are two or three
-    of these."""
-    merged: dict[int, tuple[int, int]] = {}
-    for stride, first, last in given:
-        known = merged.get(stride, (0, 0))
-        merged[stride] = known[0] + first, known[1] + last
-    terms = sorted(merged.items(), reverse=True)
-    least, most = [0], [0]  # the range of the sums of the last terms
-    for stride, (first, last) in reversed(terms):
-        least.append(least[-1] + stride * first)
-        most.append(most[-1] + stride * last)
-    steps = 0
-    waiting = [(0, low, high)]
-    while waiting:
-        k, low, high = waiting.pop()
-        if k == len(terms):
-            if low <= 0 <= high:
-                return True
-            continue
-        stride, (first, last) = terms[k]
-        rest = len(terms) - k - 1
-        start = max(first, -((most[rest] - low) // stride))
-        end = min(last, (high - least[rest]) // stride)
-        if rest == 0:
-            # The last term needs only one number of the range.
-            end = min(end, start)
-        steps += 1 + max(0, end - start)
-        if steps > MOST_STEPS:
-            return True
-        waiting += [(k + 1, low - d * stride, high - d * stride) for d in range(start, end + 1)]
-    return False
+def _array_at(address: int, layout: Layout) -> Any:
+    """An array of that layout, whose memory is never read."""
+    shape, strides, dtype = layout
+    interface = {
+        "version": 3,
+        "data": (address, True),
+        "shape": tuple(shape),
+        "strides": tuple(stride * dtype.itemsize for stride in strides),
+        "typestr": f"|V{dtype.itemsize}",
+    }
+    return numpy.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 # ------------------------------------------------------------------------------ versions of tensors

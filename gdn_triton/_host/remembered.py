@@ -12,11 +12,19 @@ from gdn_triton._host.tensors import PLAIN_TENSORS, is_transformed
 
 _Arguments = ParamSpec("_Arguments")
 _Judgement = TypeVar("_Judgement")
+_Kept = TypeVar("_Kept")
 
 # The number of calls that `remembered` keeps. It is bounded because lengths may never repeat.
 MOST_REMEMBERED = 1024
 MOST_COMPARED = 512  # the most integers of a CPU tensor that are part of a key
 _COUNTED = frozenset((bool, int, str, type(None)))
+
+
+def keep(kept: dict[Hashable, _Kept], key: Hashable, value: _Kept, *, most: int) -> None:
+    """Stores a value under a key. A dictionary that has `most` values is emptied first."""
+    if len(kept) >= most:
+        kept.clear()
+    kept[key] = value
 
 
 def remembered(judge: Callable[_Arguments, _Judgement]) -> Callable[_Arguments, _Judgement]:
@@ -38,9 +46,7 @@ def remembered(judge: Callable[_Arguments, _Judgement]) -> Callable[_Arguments, 
         judgement = accepted.get(key)
         if judgement is None:
             judgement = judge(*args, **kwargs)
-            if len(accepted) >= MOST_REMEMBERED:
-                accepted.clear()
-            accepted[key] = judgement
+            keep(accepted, key, judgement, most=MOST_REMEMBERED)
         return judgement
 
     return judged
@@ -67,11 +73,11 @@ def likeness(names: tuple[str, ...], values: tuple[Any, ...]) -> Hashable | None
             key.append(x)
         elif kind in PLAIN_TENSORS:
             dtype = x.dtype
-            if x.is_cpu and dtype in INDEX_DTYPES:
+            if dtype in INDEX_DTYPES and x.is_cpu:
                 if x.numel() > MOST_COMPARED:
                     return None
                 key.append(tuple(x.flatten().tolist()))
-            key.append((x.shape, dtype, x.layout, x.device, x.requires_grad))
+            key += x.shape, dtype, x.layout, x.device, x.requires_grad
         elif kind is float:
             key.append(x.hex())
         elif hasattr(kind, "_fields"):

@@ -1,1 +1,2 @@
-"""How the tokens of a call are split over the ranks of a process group, and what ranks exchange."""
+"""The split of a call's tokens over the ranks of a process group, and the exchange between
+ranks."""

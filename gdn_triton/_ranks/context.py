@@ -1,4 +1,5 @@
-"""Which tokens and sequences a rank holds, and the halo of a convolution over them."""
+"""The context of a rank: which tokens and sequences the rank holds, and the halo of a
+convolution."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -41,21 +42,22 @@ _LAYOUTS = ("contiguous", "zigzag")
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
-    """Which part of a packed batch this rank holds. Made by `build_cp_context`.
+    """The part of a packed batch that this rank holds. `build_cp_context` makes it.
 
-    All tokens are one row, cut into slots in the order of the tokens: one slot a rank
-    ("contiguous"), or two ("zigzag": rank r of W holds slots r and 2 W - 1 - r, one after the
-    other). What a rank holds of a sequence is a local sequence. The attributes up to `layout` have
-    the names and meanings of those of FLA's `FLACPContext`.
+    All tokens form one row, which is cut into slots in the order of the tokens. A rank holds one
+    slot ("contiguous") or two ("zigzag": rank r of W holds slots r and 2 W - 1 - r, one after the
+    other). A local sequence is the part of a sequence that lies on this rank. The attributes up to
+    `layout` have the names and meanings of those of FLA's `FLACPContext`.
 
     Attributes:
         group: the process group; None where the caller exchanges the maps.
-        cu_seqlens: [N + 1], int32, on the device of the builder's: offsets of the local sequences.
+        cu_seqlens: [N + 1], int32, on the device of the builder's argument: offsets of the local
+            sequences.
         cu_seqlens_cpu: the same on the CPU.
-        conv1d_kernel_size: for `conv_halo`, or None.
+        conv1d_kernel_size: the default kernel size of `conv_halo`, or None.
         layout: "contiguous" or "zigzag".
-        sequences: for each local sequence, which of all sequences it is a part of; what to take of
-            a tensor with one entry a sequence, such as the initial states.
+        sequences: for each local sequence, the number of the whole sequence. It indexes a tensor
+            with one entry per whole sequence, such as the initial states.
         lengths: the tokens of every slot.
         rank, world_size: of this process in the group.
         intervals: the slots that this rank holds.
@@ -85,27 +87,30 @@ class ContextParallel:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether no token before this rank's is of the same sequence. Contiguous layout only."""
+        """Whether no earlier rank holds tokens of the first local sequence. Contiguous layout
+        only."""
         return not self._only.before
 
     @property
     def is_last_rank(self) -> bool:
-        """Whether no token after this rank's is of the same sequence. Contiguous layout only."""
+        """Whether no later rank holds tokens of the last local sequence. Contiguous layout only."""
         return not self._only.after
 
     @property
     def pre_num_ranks(self) -> int:
-        """How many ranks back the first local sequence begins. Contiguous layout only."""
+        """How many ranks before this one the first local sequence begins. Contiguous layout
+        only."""
         return self.rank - min(self._only.before, default=self.rank)
 
     @property
     def post_num_ranks(self) -> int:
-        """How many ranks on the last local sequence ends. Contiguous layout only."""
+        """How many ranks after this one the last local sequence ends. Contiguous layout only."""
         return max(self._only.after, default=self.rank) - self.rank
 
     @property
     def pre_num_conv_tokens(self) -> int:
-        """Tokens of the first local sequence on earlier ranks. Contiguous layout only."""
+        """The number of tokens of the first local sequence on earlier ranks. Contiguous layout
+        only."""
         return self._only.history
 
     @property
@@ -121,8 +126,8 @@ class ContextParallel:
         return tuple((ends[i.slot], ends[i.slot + 1]) for i in self.intervals)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a tensor that has all of them in dimension `dim`: a view, or a copy
-        if they are two slots. ValueError if that dimension has another size."""
+        """Returns this rank's tokens of a tensor that has all tokens in dimension `dim`: a view for
+        one slot, a copy for two. Raises ValueError if that dimension has another size."""
         total = sum(self.lengths)
         if x.shape[dim] != total:
             raise ValueError(
@@ -154,24 +159,25 @@ def build_cp_context(
     layout: str = "contiguous",
     place: tuple[int, int] | None = None,
 ) -> ContextParallel:
-    """Which part of the packed sequences `cu_seqlens` this rank of `group` holds.
+    """Computes the part of the packed sequences `cu_seqlens` that this rank of `group` holds.
 
-    Every rank calls it with the same arguments. No rank talks to another here. The offsets are read
-    on the host: without `cu_seqlens_cpu` that waits for the device.
+    Every rank calls it with the same arguments, and ranks do not communicate here. The host reads
+    the offsets; without `cu_seqlens_cpu` the host waits for the device.
 
     Args:
-        cu_seqlens: [N + 1], int32 or int64: offsets of all sequences, over all ranks. Starts at 0
-            and does not decrease. One sequence of T tokens is [0, T].
+        cu_seqlens: [N + 1], int32 or int64: offsets of all sequences, over all ranks. The offsets
+            start at 0 and do not decrease. One sequence of T tokens is [0, T].
         group: the process group, its ranks in the order of their tokens.
-        conv1d_kernel_size: kept for `conv_halo`.
+        conv1d_kernel_size: the default kernel size of `conv_halo`.
         cu_seqlens_cpu: the same offsets on the CPU.
-        lengths: the tokens of each slot, 0 included; a slot is a rank's, unless the layout is
-            "zigzag". Their sum is at least cu_seqlens[-1]; tokens after that belong to no sequence.
-            None: cu_seqlens[-1] tokens in parts as equal as can be, the longer ones first.
+        lengths: the number of tokens of each slot, which may be 0; a rank has one slot, or two with
+            "zigzag". The sum is at least cu_seqlens[-1]; tokens after cu_seqlens[-1] belong to no
+            sequence. None: cu_seqlens[-1] tokens in parts that differ by at most one token, the
+            longer ones first.
         layout: "contiguous", or "zigzag" for two slots a rank, the r-th from either end.
-        place: with a group of None, the rank and the number of ranks, for a caller that exchanges
-            what `forward_prepare` and `backward_prepare` return. Only the four stages take such a
-            context.
+        place: with a group of None, the rank and the number of ranks, for a caller that itself
+            exchanges the results of `forward_prepare` and `backward_prepare`. Only the four stages
+            take such a context.
 
     A sequence without tokens belongs to the rank of the last slot that begins at or before it.
 
@@ -250,7 +256,7 @@ def _own_place(group: object, place: object) -> tuple[int, int]:
 
 
 def _place(group: Any, name: str) -> tuple[int, int]:
-    """(rank, world size) of this process in a group."""
+    """Returns (rank, world size) of this process in a group."""
     if group is None:
         raise ValueError(f"{name} must be a torch.distributed.ProcessGroup, got None")
     if not isinstance(group, dist.ProcessGroup):
@@ -267,8 +273,9 @@ def _place(group: Any, name: str) -> tuple[int, int]:
 
 
 def shard_layout(cp_context: object) -> ShardLayout:
-    """What the operator needs of a context, ours or any object with the attributes of
-    `fla.ops.cp.FLACPContext` (0.6.0). TypeError or ValueError if it does not fit."""
+    """Converts a context to the layout that the operator reads. The context is ours, or any object
+    with the attributes of `fla.ops.cp.FLACPContext` (0.6.0). Raises TypeError or ValueError if it
+    does not fit."""
     if isinstance(cp_context, ContextParallel):
         return cp_context._shard_layout
     group, cu_seqlens = _attribute(cp_context, "group"), _attribute(cp_context, "cu_seqlens")
@@ -323,7 +330,8 @@ def shard_layout(cp_context: object) -> ShardLayout:
         intervals=tuple(intervals),
         lengths=(length,) * n_slots,
         places=places_of_slots(world_size, zigzag),
-        # This rank does not know what lies on the others, and all ranks must give the same answer.
+        # This rank does not know the tokens of the other ranks, and all ranks must give the same
+        # answer.
         crosses=n_slots > 1,
     )
 
@@ -338,7 +346,8 @@ def _attribute(cp_context: object, name: str) -> Any:
 
 
 def _number(cp_context: object, name: str, least: int, most: int, at: int | None = None) -> int:
-    """An attribute, or its entry `at`, that has to be an int from least to most."""
+    """Returns an attribute, or entry `at` of it, after checking that it is an int from least to
+    most."""
     value = _attribute(cp_context, name)
     if at is not None and isinstance(value, tuple | list) and len(value) == 2:
         value = value[at]
@@ -352,18 +361,19 @@ def _number(cp_context: object, name: str, least: int, most: int, at: int | None
 
 
 def conv_halo(x: Tensor, cp_context: object, kernel_size: int | None = None) -> Tensor:
-    """The tokens that a causal convolution of `kernel_size` needs from before this rank's own.
+    """Returns the tokens before this rank's own that a causal convolution of `kernel_size` needs.
 
-    For every local sequence the kernel_size - 1 tokens of the same sequence that come before its
-    first local one, 0 where there is none: its initial state as convolutions over packed sequences
-    take it (transposed, [N, D, kernel_size - 1]). They may come from several ranks, where shards
-    are shorter than that. Differentiable once; every rank has to call it, and its
-    backward where another rank does. Both take one all-gather of the last, or first,
-    kernel_size - 1 tokens of each slot.
+    These are, for every local sequence, the kernel_size - 1 tokens of the same sequence before its
+    first local token, or 0 where the sequence has no such token. Transposed to [N, D, kernel_size -
+    1], they are the initial state of a convolution over packed sequences. The tokens come from
+    several ranks if shards are shorter than the halo. The function is differentiable once. Every
+    rank has to call it, and every rank has to run its backward if one rank does. The forward
+    all-gathers the last kernel_size - 1 tokens of each slot, and the backward all-gathers the
+    gradients of the halos.
 
     Args:
         x: [1, T, D], this rank's tokens; any dtype that the group's backend gathers.
-        cp_context: as `chunk_gated_delta_rule` takes it.
+        cp_context: as for `chunk_gated_delta_rule`.
         kernel_size: at least 1. None: that of the context.
 
     Returns:
@@ -393,14 +403,14 @@ def conv_halo(x: Tensor, cp_context: object, kernel_size: int | None = None) -> 
 
 
 def _halo_sources(layout: ShardLayout, slot: int, width: int) -> list[tuple[int, int, int]]:
-    """For each of the `width` tokens before a slot that exists: (its place in the halo, the slot
-    that holds it, its place among that slot's last `width` tokens)."""
+    """Returns, for each of the `width` tokens before a slot that exists: (its place in the halo,
+    the slot that holds it, its place among that slot's last `width` tokens)."""
     bounds = [0, *accumulate(layout.lengths)]
     sources = []
     for place in range(width):
         token = bounds[slot] - width + place
         if token >= 0:
-            # Of the slots that begin there, only the last one has tokens.
+            # Several slots begin at this token if some are empty; only the last of them has tokens.
             holder = bisect_right(bounds, token) - 1
             sources.append((place, holder, token - bounds[holder + 1] + width))
     return sources
@@ -441,7 +451,8 @@ class _ConvHalo(torch.autograd.Function):
 def _of_tokens(
     dhalo: Tensor, *, layout: ShardLayout, width: int, shape: torch.Size
 ) -> tuple[Tensor]:
-    """The gradient of this rank's tokens, [1, T, D], from those of all ranks' halos."""
+    """Returns the gradient of this rank's tokens, [1, T, D], from the gradients of all ranks'
+    halos."""
     dx = dhalo.new_zeros(shape)
     if width == 0 or not layout.crosses:
         return (dx,)
@@ -456,7 +467,7 @@ def _of_tokens(
     for interval in layout.intervals:
         end += layout.lengths[interval.slot]
         end_of[interval.slot] = end
-    # Add in the order of the slots that used the tokens, so that the sum has one order.
+    # Add in the order of the slots that used the tokens: the sum then has a fixed order.
     for slot in range(len(layout.lengths)):
         for place, holder, row in _halo_sources(layout, slot, width):
             if holder in end_of:

@@ -1,4 +1,5 @@
-"""What ranks exchange: a tensor of every slot, and the maps that lead to a slot, folded."""
+"""The exchange between ranks: gathers a tensor of every slot, and applies the maps that precede a
+slot to a state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,11 @@ from gdn_triton._ranks.layout import ShardLayout
 
 
 def start_gather(layout: ShardLayout, x: Tensor) -> Callable[[], Tensor]:
-    """Begins to gather x [intervals, ...] of every rank; the result waits for them, without the
-    host on a GPU, and returns [slots, ...], at `layout.places`."""
+    """Starts a gather of x [intervals, ...] of every rank and returns a function. That function
+    waits for the gather, on a GPU without blocking the host, and returns [slots, ...], at
+    `layout.places`."""
     everyone = x.new_empty(len(layout.places), *x.shape[1:])
-    # Its name from torch 2.13 on, where the old one warns.
+    # torch 2.13 renames this function and warns about the old name.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = gather(everyone, x.contiguous(), group=layout.group, async_op=True)
 
@@ -26,14 +28,16 @@ def start_gather(layout: ShardLayout, x: Tensor) -> Callable[[], Tensor]:
 
 
 def gather_slots(layout: ShardLayout, x: Tensor) -> Tensor:
-    """x [intervals, ...] of every rank, as [slots, ...], at `layout.places`."""
+    """Gathers x [intervals, ...] of every rank as [slots, ...], at `layout.places`."""
     return start_gather(layout, x)()
 
 
 def fold(layout: ShardLayout, maps: Tensor, V: int, *, back: bool) -> list[Tensor | None]:
-    """The state [HV, V, K] that comes to each interval of this rank, or None, from the maps of all
-    slots, [slots, HV, V + K, K] (b, then M, transposed): from the slots before it, in order. With
-    ``back`` the gradient, from those after it, the last one first, by M's own transpose."""
+    """Returns the state [HV, V, K] before each interval of this rank, or None for an interval
+    without an earlier slot. maps: the maps of all slots, [slots, HV, V + K, K] (b, then M,
+    transposed), which are applied in the order of the slots before the interval. With ``back`` it
+    returns the gradient of the state after each interval: from the slots after it, the last one
+    first, by the transpose of M."""
     incoming: list[Tensor | None] = []
     for interval in layout.intervals:
         state: Tensor | None = None
@@ -42,7 +46,7 @@ def fold(layout: ShardLayout, maps: Tensor, V: int, *, back: bool) -> list[Tenso
             if state is None:
                 state = b
             else:
-                # In float64: torch may compute a product of float32 in tf32.
+                # Use float64, because torch may compute a float32 product in tf32.
                 M = M.double()
                 state = torch.baddbmm(b.double(), state.double(), M.mT if back else M)
         incoming.append(None if state is None else state.to(maps.dtype))

@@ -1,8 +1,9 @@
-"""How the shard of one rank connects to the shards of the others: leaf records, no torch calls.
+"""The connections of one rank's shard to the shards of other ranks: plain records, without calls of
+torch.
 
-All tokens of a call, over all ranks, are one packed row. It is cut into slots, numbered in the
-order of their tokens; a rank holds one of them, or two (`layout="zigzag"`), one after the other in
-its own row. What a rank holds of a sequence is a sequence of its own row, a local one.
+All tokens of a call, over all ranks, form one packed row. The row is cut into slots, which are
+numbered in the order of their tokens. A rank's own row is one slot, or two slots one after the
+other (`layout="zigzag"`). A local sequence is the part of a sequence that lies in a rank's row.
 """
 
 from bisect import bisect_right
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 class Interval(NamedTuple):
     """A slot that this rank holds.
 
-    slot: its number. first, last: the local sequences of its first and last token; where it has no
-    token they mean nothing, and before and after are empty. before: the slots that hold earlier
-    tokens of the sequence `first`, in order; after: those that hold later tokens of `last`. Slots
-    without tokens are in neither. history: how many tokens of `first` lie before the slot.
+    slot: its number. first, last: the local sequences of its first and last token. before: the
+    slots that hold earlier tokens of the sequence `first`, in order. after: the slots that hold
+    later tokens of `last`. Slots without tokens are in neither. history: the number of tokens of
+    `first` before the slot. If the slot itself has no token, first and last are meaningless, and
+    before and after are empty.
     """
 
     slot: int
@@ -36,12 +38,12 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardLayout:
-    """What the operator needs to know of a call that is split over ranks.
+    """The properties of a call split over ranks that the operator needs.
 
     group: None where the caller exchanges the maps. cu_seqlens [N + 1], on the device, and offsets,
-    the same on the host: the local sequences.
-    lengths: tokens of each slot. places: where each slot lies in a buffer gathered from all ranks.
-    crosses: whether any sequence lies in more than one slot, as every rank must answer alike.
+    the same numbers on the host: the local sequences. lengths: the number of tokens of each slot.
+    places: the index of each slot in a buffer gathered from all ranks. crosses: whether any
+    sequence lies in more than one slot, which is the same on every rank.
     """
 
     group: "ProcessGroup | None"
@@ -54,30 +56,32 @@ class ShardLayout:
 
     @property
     def begun(self) -> frozenset[int]:
-        """Local sequences that began on an earlier slot."""
+        """The local sequences that began on an earlier slot."""
         return frozenset(i.first for i in self.intervals if i.before)
 
     @property
     def unfinished(self) -> frozenset[int]:
-        """Local sequences that end on a later slot."""
+        """The local sequences that end on a later slot."""
         return frozenset(i.last for i in self.intervals if i.after)
 
 
 def slots_of_rank(rank: int, world_size: int, zigzag: bool) -> tuple[int, ...]:
-    """The slots of a rank, in the order in which the rank's row holds them."""
+    """Returns the slots of a rank, in the order of the rank's row."""
     return (rank, 2 * world_size - 1 - rank) if zigzag else (rank,)
 
 
 def places_of_slots(world_size: int, zigzag: bool) -> tuple[int, ...]:
-    """Where each slot lies in a buffer to which every rank gave its slots, rank by rank."""
+    """Returns the index of each slot in a buffer to which every rank gave its slots, rank by
+    rank."""
     held = [slots_of_rank(rank, world_size, zigzag) for rank in range(world_size)]
     order = [slot for slots in held for slot in slots]
     return tuple(order.index(slot) for slot in range(len(order)))
 
 
 class Part(NamedTuple):
-    """The result of `cut_out`. sequences: which of all sequences the local ones are parts of.
-    lengths: the tokens of each. interval: with `first` and `last` counted from 0."""
+    """The result of `cut_out`. sequences: the number of the whole sequence of each local one.
+    lengths: the number of tokens of each local sequence. interval: its `first` and `last` are
+    counted from 0."""
 
     sequences: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -85,7 +89,7 @@ class Part(NamedTuple):
 
 
 def cut_out(offsets: Sequence[int], lengths: Sequence[int], slot: int) -> Part:
-    """The part of the sequences `offsets` that lies in a slot, for slots of `lengths`.
+    """Returns the part of the sequences `offsets` that lies in a slot, for slots of `lengths`.
 
     A sequence without tokens belongs to the last slot that begins at or before it.
     """
@@ -116,7 +120,7 @@ def cut_out(offsets: Sequence[int], lengths: Sequence[int], slot: int) -> Part:
 
 
 def any_crosses(offsets: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Whether a sequence has tokens in two slots."""
+    """Returns whether any sequence has tokens in two slots."""
     bounds = [0, *accumulate(lengths)]
     inner = [b for b, length in zip(bounds, lengths, strict=False) if length > 0]
     return any(

@@ -5,7 +5,7 @@ kernel of 45 arguments, which is longer than the kernel runs on small inputs. A 
 kernel and the arguments on which its code is specialised, and inspects only the other arguments.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from gdn_triton._host.launches import recorder
+from gdn_triton._host.launches import Again, recorder
 from gdn_triton._triton.tiles import compiler
 
 # The most variants that one Launch remembers. A few are normal, for dtypes, alignments and devices.
@@ -129,11 +129,14 @@ def _again(
     addresses: Sequence[int | None],
     numbers: Sequence[Any],
     launch: Launch,
-) -> Callable[[], None]:
+) -> Again:
     values = (*addresses, *numbers, *launch._values)
     device = driver.active.get_current_device()
+    place = launch._given.index("o") if "o" in launch._given else None
+    before, after = values[:place], values[(place or 0) + 1 :]
 
-    def again() -> None:
-        _run(variant, grid, driver.active.get_current_stream(device), values)
+    def again(o: int | None) -> None:
+        stream = driver.active.get_current_stream(device)
+        _run(variant, grid, stream, values if o is None else (*before, o, *after))
 
     return again

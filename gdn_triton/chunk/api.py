@@ -52,7 +52,7 @@ def chunk_gated_delta_rule(
     (arXiv:2412.06464), with alpha_t = exp(g_t). The chunked form is the WY form of Yang et al.,
     "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024
     (arXiv:2406.06484), extended by the gate. The parameters, their order and their defaults are
-    those of flash-linear-attention 0.6.0; what that takes through `**kwargs` is keyword-only here.
+    those of flash-linear-attention 0.6.0, whose `**kwargs` are keyword-only arguments here.
 
     Sizes: B batch, T tokens, H heads of q and k, HV heads of v (a multiple of H), K and V channels
     of a head, N sequences. "Float" is float16, bfloat16, float32 or float64. q, k, v may be strided
@@ -77,49 +77,50 @@ def chunk_gated_delta_rule(
         state_v_first: both states are [N, HV, V, K].
         cu_seqlens: [N + 1], int32 or int64: the N sequences are packed in one row (B = 1), sequence
             n in the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Starts at 0, does not decrease,
-            ends at or before T; a sequence may be empty, its final state is its initial one. Tokens
+            ends at or before T. An empty sequence keeps its initial state. Tokens
             at or after cu_seqlens[-1] belong to no sequence and their o is 0. On an accelerator the
-            contents are not read by the host, so they are not checked and may change in place
-            between calls or replays of a CUDA graph. The reference backend is the exception: it
-            reads them, and waits for the device.
+            contents are not read by the host: they are not checked, and may change in place
+            between calls or replays of a CUDA graph. Only the reference backend reads them, and
+            waits for the device.
         cu_seqlens_cpu: the same offsets on the CPU. Never needed; if given, its contents are
-            checked, and the CUDA kernels plan for its longest sequences, which is faster where one
-            is much longer than the others. Where those of cu_seqlens have changed since, results
-            stay right.
-        chunk_indices: [NT, 2], int32 or int64: the (sequence, chunk) table some callers compute
-            ahead. Never needed; if given, its shape is checked.
+            checked, and kernels plan for the longest sequences, which is faster where one is much
+            longer than the others. If cu_seqlens has changed since, results stay right.
+        chunk_indices: [NT, 2], int32 or int64: the (sequence, chunk) table that some callers
+            compute. Never needed; if given, its shape is checked.
         cp_context: the sequences are split over the ranks of a process group, and the arguments
             are this rank's part: what `gdn_triton.distributed.build_cp_context` returned, or any
             object like `fla.ops.cp.FLACPContext`. Its offsets are used in place of `cu_seqlens` and
-            `cu_seqlens_cpu`. N are then the local sequences: the state of one that began on an
-            earlier rank comes from there, its row of `initial_state` is not read and has a gradient
-            of 0; each row of the final state is the state after the last local token. Gradients of
-            A_log and dt_bias are of this rank's tokens alone, to be summed over the ranks. Every
-            rank has to make the call, and its backward (docs/context_parallel.md).
+            `cu_seqlens_cpu`. N is then the number of local sequences. The state of a sequence that
+            began on an earlier rank comes from that rank; its row of `initial_state` is not read
+            and has a gradient of 0. Each row of the final state is the state after the last local
+            token. The gradients of A_log and dt_bias are those of this rank's tokens, and have to
+            be summed over the ranks. Every rank has to make the call and its backward
+            (docs/context_parallel.md).
         use_gate_in_kernel: the decay is -exp(A_log) * softplus(g + dt_bias), in float32.
         A_log: [HV], float. Needed by, and only allowed with, `use_gate_in_kernel`.
         dt_bias: [HV], float. Only with `use_gate_in_kernel`. None: 0.
         chunk_size: tokens of a chunk: 16, 32 or 64. Changes the rounding, not the meaning.
         transpose_state_layout: deprecated name of `state_v_first`.
-        head_first: a TypeError, as flash-linear-attention has removed it: tokens come before heads.
+        head_first: raises a TypeError, because tokens always come before heads.
 
     Returns:
         o: [B, T, HV, V], the dtype of q, contiguous.
         final_state: laid out like `initial_state`, float32 (float64 if q is float64), a new tensor;
             None unless `output_final_state`.
 
-    Differentiable by every float tensor among the arguments: once in the Triton and CUDA backends,
-    which keep nothing but the arguments for it, and any number of times in the reference.
+    Every float tensor among the arguments has a gradient. The Triton and CUDA backends are
+    differentiable once, and save only the arguments and, in some calls of the CUDA backend, states;
+    the reference is differentiable any number of times.
 
-    The backend is chosen by `GDN_BACKEND` (`gdn_triton._host.backends`); `explain` says which and
-    why. Only the reference serves forward-mode AD, the transforms of torch.func and subclasses of
-    Tensor with operations of their own (docs/design.md).
+    The backend is chosen by `GDN_BACKEND` (`gdn_triton._host.backends`); `explain` names it and
+    the reason. Only the reference serves forward-mode AD, the transforms of torch.func and
+    subclasses of Tensor with operations of their own (docs/design.md).
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, with its name, what was expected and
-            what came; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
+        TypeError, ValueError: an argument that does not fit, with its name, the expected and the
+            given value; nothing has been launched. ValueError also for an unknown `GDN_BACKEND`.
         NotImplementedError: a `cp_context` whose numbers of ranks lie on the device.
-        RuntimeError: the backend asked for by name cannot run this call, with its reason. Also from
+        RuntimeError: the backend asked for by name cannot run this call, with its reason. Also for
             a second derivative in the Triton or CUDA backend, with `cp_context`, or under a
             compiler.
     """

@@ -1,6 +1,8 @@
-"""Backends by kernels under autograd: a forward that runs without gradients, and what finds them. A
-backward needs nothing of a forward but its inputs, so that each serves any of them. What a forward
-leaves beside makes its own backend's backward take less time."""
+"""Wraps a forward and a backward by kernels as one function that autograd can differentiate.
+
+The backward needs only the inputs of its forward, and therefore works with every forward. A forward
+may also leave states, with which the backward of the same backend takes less time.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -13,12 +15,12 @@ from gdn_triton._host.records import state_needs_grad
 from gdn_triton._host.tensors import readable_gradient
 from gdn_triton.chunk.problem import Gradients, Inputs, Problem, needed_inputs
 
-# What runs a forward without gradients: o, the final state, and what it leaves for the backward.
+# Runs a forward without gradients. Returns o, the final state, and states for the backward or None.
 Run = Callable[[Problem, Inputs], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
 def leaves_nothing(forward: Callable[[Problem, Inputs], tuple[Tensor, Tensor | None]]) -> Run:
-    """What runs a forward that gives o and the final state alone."""
+    """A `Run` from a forward that returns o and the final state alone."""
 
     def run(problem: Problem, x: Inputs) -> tuple[Tensor, Tensor | None, None]:
         return *forward(problem, x), None
@@ -27,8 +29,8 @@ def leaves_nothing(forward: Callable[[Problem, Inputs], tuple[Tensor, Tensor | N
 
 
 class Find(Protocol):
-    """What finds the gradients of all inputs; that of the initial state only with ``store_dh0``. Of
-    a `Run` that leaves something, it takes that as ``states`` too."""
+    """Returns the gradients of all inputs, the gradient of the initial state only with
+    ``store_dh0``. If the `Run` of the call leaves states, they are passed as ``states`` too."""
 
     def __call__(
         self,
@@ -50,7 +52,7 @@ class ByKernels(NamedTuple):
 
 
 class _Chunk(torch.autograd.Function):
-    """Keeps the inputs, its last arguments, and what the forward leaves."""
+    """Saves the inputs, which are its last arguments, and the states that the forward leaves."""
 
     @staticmethod
     def forward(
@@ -92,8 +94,8 @@ class _Chunk(torch.autograd.Function):
 
 
 def differentiable(by: ByKernels, problem: Problem, x: Inputs) -> tuple[Tensor, Tensor | None]:
-    """o and the final state or None, differentiable once; with the bits of a forward without
-    gradients."""
+    """Returns o and the final state or None, differentiable once, with the bits of a forward
+    without gradients."""
     return _Chunk.apply(  # type: ignore[no-any-return, no-untyped-call]
         by.run, by.find, problem, *x
     )

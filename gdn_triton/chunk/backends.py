@@ -1,5 +1,5 @@
-"""The backends of the chunked op, of the prefill and of a rank's part of a split call: what each
-refuses, and what runs a call."""
+"""The backends of the chunked op, of the prefill and of a rank's part of a split call: their
+refusals, and the functions that run a call."""
 
 import functools
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +16,7 @@ from gdn_triton._host.backends import (
 from gdn_triton.chunk.autograd import ByKernels
 from gdn_triton.chunk.cuda import support as cuda_support
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
-from gdn_triton.chunk.triton.hopper.support import hopper_refusal
+from gdn_triton.chunk.triton.hopper.support import hopper_refusal, walks_refusal
 from gdn_triton.chunk.triton.support import triton_supports
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 class Forward(Protocol):
-    """What runs a call of the chunked op: o and the final states, or None. With a `pool`, which is
-    there if and only if the problem has a `pool_dtype`, o and the states are written into it."""
+    """Runs a call of the chunked op. Returns o and the final states or None. With a `pool`, which
+    is given if and only if the problem has a `pool_dtype`, it writes o and the states into the
+    pool's memory."""
 
     def __call__(
         self, problem: Problem, x: Inputs, pool: Pool | None = None
@@ -68,14 +69,20 @@ def sharded_cuda_supports(problem: Problem) -> str | GradientKernels | None:
 
 
 def chunk_kernels(problem: Problem, name: str) -> str | None:
-    """A sentence on which forward of the backend of that name would run on a GPU; None where it has
-    one."""
+    """Sentences that say which of a backend's kernels would run on a GPU; None if it has one form
+    of each."""
     if name != "triton" or problem.device.type != "cuda":
         return None
-    why = hopper_refusal(problem)
-    if why is None:
-        return "The forward is by the Gluon kernel for compute capability 9.0."
-    return f"The forward is by the portable kernels. {why}"
+    said = _by_gluon("The forward is", hopper_refusal(problem))
+    if not problem.needs_grad:
+        return said
+    return f"{said} {_by_gluon('The walks of the backward are', walks_refusal(problem))}"
+
+
+def _by_gluon(subject: str, refusal: str | None) -> str:
+    if refusal is None:
+        return f"{subject} by the Gluon kernel for compute capability 9.0."
+    return f"{subject} by the portable kernels. {refusal}"
 
 
 def _load_cuda() -> Forward:
@@ -105,7 +112,7 @@ def _load_triton() -> Forward:
 def _load_triton_gradients() -> ByKernels:
     from gdn_triton.chunk.triton import autograd
 
-    return autograd.by_triton(_load_triton())
+    return autograd.by_triton(_load_triton(), lambda problem: walks_refusal(problem) is None)
 
 
 def _load_reference() -> Forward:
@@ -140,7 +147,8 @@ _BY_TRITON = GradientKernels(_load_triton_gradients)
 
 @functools.cache
 def _by_triton(why: str, *, with_walks: bool) -> GradientKernels:
-    """After a forward of the CUDA library. why: a sentence why not by the library's backward."""
+    """The Triton backward after a forward of the CUDA library. why: a sentence that says why the
+    library's own backward does not run."""
 
     def load() -> ByKernels:
         from gdn_triton.chunk.cuda import autograd
@@ -151,7 +159,7 @@ def _by_triton(why: str, *, with_walks: bool) -> GradientKernels:
     return GradientKernels(load, f"The gradients are by the Triton backward{walks}. {why}")
 
 
-# The `ShardOps` of a rank's part hold its backward, so that nothing is loaded for it.
+# The `ShardOps` of a rank's part have its backward as well, and therefore nothing is loaded for it.
 _PART_BY_LIBRARY = GradientKernels(load_nothing, _BY_LIBRARY.sentence)
 
 

@@ -1,18 +1,18 @@
-"""The public operation as two operators of torch's library, which is what a compiler sees of it.
+"""The public operation as two operators of torch's library. A compiler sees these operators only.
 
-`gdn_triton::chunk_gated_delta_rule_fwd` is opaque to torch.compile and torch.export: the arguments
-are judged, `GDN_BACKEND` is read and a backend is chosen in its implementation, at every run. The
-fake knows shapes, dtypes and strides only, and refuses what does not fit in them with the same
-errors. Its gradient is `gdn_triton::chunk_gated_delta_rule_bwd`: by kernels where `cuda` or
-`triton` serves the call; else the forward again, differentiated with autograd, right and as slow as
-both together. A second derivative is an error.
+`gdn_triton::chunk_gated_delta_rule_fwd` is opaque to torch.compile and torch.export: at every run
+its implementation validates the arguments, reads `GDN_BACKEND` and chooses a backend. Its fake
+knows only shapes, dtypes and strides, and raises the same errors as far as these show them. Its
+gradient is `gdn_triton::chunk_gated_delta_rule_bwd`. It runs kernels where `cuda` or `triton`
+serves the call. Otherwise it runs the forward again and differentiates it by autograd, which takes
+as long as both together. A second derivative is an error.
 
-`batch_invariant` is an argument, which the trace finds, since a backward must have that of its
-forward, in any thread and whatever is set by then. The forward of a program that was saved without
-it looks again.
+`batch_invariant` is an argument whose value the trace reads, because a backward must have the value
+of its forward, in any thread and whatever the variable is then. A program that was saved without it
+reads the variable at every forward.
 
-`import gdn_triton` imports this module, so that a program that torch.export or AOTInductor has
-saved finds its operators. An eager call does not pass through the dispatcher.
+`import gdn_triton` imports this module, so a program that torch.export or AOTInductor has saved
+finds its operators. An eager call does not pass through the dispatcher.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gdn_triton.chunk.backends import CHUNK
 from gdn_triton.chunk.problem import DIFFERENTIABLE, ChunkCall, Inputs
 from gdn_triton.chunk.validation import judge_chunk, validate_chunk
 
-# The arguments of a call, by their names in ChunkCall and its parts, and what else it depends on.
+# The arguments of a call by their names in ChunkCall and its parts, and `batch_invariant`.
 _SCHEMA: Final = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? A_log, "
     "Tensor? dt_bias, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? chunk_indices, "
@@ -71,7 +71,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     problem = dataclasses.replace(
         validate_chunk(x), needs_grad=needs_grad, batch_invariant=_invariant(given)
     )
-    # Without what makes the gradients: the operator's autograd formula keeps tensors for them.
+    # Choose without gradients: the operator's autograd formula saves the tensors for them.
     o, final_state = CHUNK.choose(problem).run(problem, x.inputs)
     if final_state is None:
         final_state = o.new_empty(0, dtype=_state_dtype(o))
@@ -93,11 +93,9 @@ def _state_dtype(q: Tensor) -> torch.dtype:
 
 
 def _without_contents(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that validation judges by their shapes alone, for fake tensors have nothing else.
-
-    Symbolic sizes are also why the chunk table is left out: the bounds of its length would become
-    conditions on T, and split one graph into two.
-    """
+    """The arguments in a form that validation can check by shapes alone, because fake tensors have
+    nothing else. The chunk table is left out: with symbolic sizes the bounds of its length would
+    become conditions on T, and split one graph into two."""
     if given["cu_seqlens"] is None:
         return given
     given = {**given, "cu_seqlens_cpu": None, "chunk_indices": None}
@@ -110,7 +108,8 @@ def _without_contents(given: dict[str, Any]) -> dict[str, Any]:
 @torch.library.custom_op(
     "gdn_triton::chunk_gated_delta_rule_bwd",
     mutates_args=(),
-    # One gradient for each argument that wants one, in the order of the differentiable arguments.
+    # There is one gradient for each argument that requires one, in the order of the differentiable
+    # arguments.
     schema=f"(Tensor? do, Tensor? dht, {_SCHEMA}, bool[] wanted) -> Tensor[]",
 )
 def _backward(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Tensor]:
@@ -142,7 +141,8 @@ def _backward_fake(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Te
 
 
 def _needed(ctx: Any) -> dict[str, bool]:
-    """Which arguments need a gradient. After the call's, torch has more."""
+    """Whether each argument needs a gradient. torch adds entries after those of the call's
+    arguments."""
     needed = dict(zip(_ARGUMENTS.names, ctx.needs_input_grad, strict=False))
     return {name: needed[name] for name in DIFFERENTIABLE}
 
@@ -151,7 +151,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     *values, _ = inputs
     given = _ARGUMENTS.named(values)
     ctx.save_for_backward(*(given.pop(name) for name in _ARGUMENTS.tensors))
-    # What the forward has found, in the same call and thread: a backward runs in any.
+    # The value that the forward has read, in the same call and thread, because a backward may run
+    # in any thread.
     ctx.rest = {**given, "batch_invariant": _invariant(given)}
     ctx.set_materialize_grads(False)
     if not given["output_final_state"] or not state_needs_grad(_needed(ctx)):
@@ -182,11 +183,13 @@ _backward.register_autograd(_differentiate_twice)
 
 
 def traced(x: ChunkCall) -> tuple[Tensor, Tensor | None]:
-    """`gdn_triton.chunk_gated_delta_rule` through the operator: the one function that is traced."""
+    """Runs `gdn_triton.chunk_gated_delta_rule` through its operator. This is the only function that
+    is traced."""
     given = flat(x)
-    # A fake looks at no contents: those of cu_seqlens_cpu are there even where q has no memory.
+    # A fake reads no contents, but cu_seqlens_cpu has contents even if q has no memory.
     if not _fits(given) or not torch.compiler.is_compiling():
-        # Not by way of what is remembered: a compiler would trace the comparison with other calls.
+        # Do not use remembered validations: a compiler would trace the comparison with earlier
+        # calls.
         judge_chunk(x)
     needs_grad = torch.is_grad_enabled() and any(
         y is not None and y.requires_grad for y in _differentiable(given)

@@ -1,6 +1,6 @@
-"""The records of a call of the chunked op and of the prefill: its arguments as they came; sizes,
-dtypes and flags, judged and unpacked once; its tensors, and those that only a call on a pool of
-states has."""
+"""The records of a call of the chunked op and of the prefill: its arguments as the caller gave
+them; the validated sizes, dtypes and flags; its tensors; and the tensors of a call on a pool of
+states."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ DIFFERENTIABLE: Final = tuple(name for name in Inputs._fields if name != "cu_seq
 
 
 def needed_inputs(needs_input_grad: Sequence[bool]) -> dict[str, bool]:
-    """Which of `Inputs` need a gradient, where those are the last arguments of an autograd
-    function."""
+    """Whether each of `Inputs` needs a gradient, in an autograd function whose last arguments they
+    are."""
     return dict(zip(Inputs._fields, needs_input_grad[-len(Inputs._fields) :], strict=True))
 
 
 class Gradients(NamedTuple):
-    """Of each of `Inputs`, in its shape and dtype; None where there is no such input."""
+    """The gradient of each of `Inputs`, in its shape and dtype; None without the input."""
 
     q: Tensor
     k: Tensor
@@ -53,7 +53,7 @@ class Gradients(NamedTuple):
 
 
 class ChunkCall(NamedTuple):
-    """The arguments of `gdn_triton.chunk_gated_delta_rule`, which explains them."""
+    """The arguments of `gdn_triton.chunk_gated_delta_rule`, which documents them."""
 
     inputs: Inputs
     options: Options
@@ -83,8 +83,8 @@ new_pool_arguments = constructor(PoolArguments)
 
 
 class PrefillCall(NamedTuple):
-    """The arguments of `gdn_triton.chunk_prefill`, which explains them. The initial state of the
-    inputs is None: it is in the pool."""
+    """The arguments of `gdn_triton.chunk_prefill`, which documents them. The initial state of the
+    inputs is None, because it is in the pool."""
 
     pool: PoolArguments
     inputs: Inputs
@@ -100,13 +100,14 @@ new_prefill_call = constructor(PrefillCall)
 
 
 def prefill_call(given: Mapping[str, Any]) -> PrefillCall:
-    """From all arguments of `gdn_triton.chunk_prefill`, by their names."""
+    """A record of all arguments of `gdn_triton.chunk_prefill`, which are given by their names."""
     return made(PrefillCall, {**given, "initial_state": None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What every backend may rely on. Built by `gdn_triton.chunk.validation` only.
+    """The validated properties of a call, on which every backend may rely. Only
+    `gdn_triton.chunk.validation` builds it.
 
     q, k are [B, T, H, K], v is [B, T, HV, V]; value head `hv` reads key head `hv // (HV // H)`.
     """
@@ -142,18 +143,19 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """What a call on a pool of states has beside q, k, v, g and beta (`gdn_triton.chunk_prefill`).
+    """The arguments of a call on a pool of states (`gdn_triton.chunk_prefill`) that other calls
+    lack.
 
-    Sequence n starts from slot read_slots[n], or from zeros where has_initial_state[n] is False;
-    its final state goes to slot write_slots[n], in the pool's dtype. Slots up to `last_skipped` are
-    padding: one that would be read skips its sequence, whose rows of o are then 0 and of which
-    nothing is written; one that would be written keeps nothing.
+    Sequence n starts from slot read_slots[n], or from zeros where has_initial_state[n] is False.
+    Its final state is written to slot write_slots[n] in the pool's dtype. Slots up to
+    `last_skipped` are padding. A read slot that is padding skips its sequence: the rows of o are 0,
+    and nothing else is written. A write slot that is padding is not written.
 
-    After (j + 1) * `every` tokens of a sequence that starts at token s of all B * T, its state goes
-    to row s // every + j of `checkpoints`, or to row checkpoint_slots[n, j]; a j past the columns
-    of checkpoint_slots is not kept. No row or slot is written twice, but that the state after a
-    sequence's last token may go to one slot as both; none that is written is read by another
-    sequence.
+    After (j + 1) * `every` tokens of a sequence that starts at token s of all B * T, its state is
+    written to row s // every + j of `checkpoints`, or to row checkpoint_slots[n, j]; a j past the
+    columns of checkpoint_slots is not kept. No row or slot is written twice, except that the state
+    after a sequence's last token may be a checkpoint and the final state in one slot. No slot that
+    is written is read by another sequence.
     """
 
     state: Tensor  # [slots, HV, K, V] or, as state_v_first says, [slots, HV, V, K]; any strides

@@ -10,11 +10,11 @@ from gdn_triton.chunk.problem import Inputs, Pool, Problem
 
 
 def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
-    """o [B, T, HV, V] in the dtype of q, and the final state or None; with a `pool`, its o and its
-    states, and no gradient.
+    """Returns o [B, T, HV, V] in the dtype of q and the final state or None. With a `pool`, returns
+    the pool's o and writes its states, without a gradient.
 
-    The one backend that reads the contents of cu_seqlens, and of slots, on the host, and so waits
-    for the device.
+    Only this backend reads the contents of cu_seqlens and of slots on the host, and so waits for
+    the device.
     """
     if pool is not None:
         with torch.no_grad():
@@ -45,7 +45,7 @@ def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tens
 def _chunked(
     problem: Problem, x: Inputs, *, keep_intermediates: bool = False
 ) -> reference.ChunkResult:
-    # The reference turns autocast off for itself.
+    # The specification turns autocast off by itself.
     return reference.chunk_gated_delta_rule(
         x.q,
         x.k,

@@ -1,12 +1,11 @@
-"""Judges the arguments of a call before anything is launched, and unpacks them into a `Problem`.
+"""Validates the arguments of a call before anything is launched, and unpacks them into a `Problem`.
 
-The only place where shapes are judged. Backends rely on a `Problem` without looking again; what one
-of them cannot serve is a refusal of that backend (`gdn_triton._host.backends`), not an error here.
+Shapes are checked only here, and backends rely on a `Problem`. A call that one backend cannot serve
+is a refusal of that backend (`gdn_triton._host.backends`), not an error here.
 
-Nothing here reads a value that lies on an accelerator: that would stop the host until the device
-has caught up, and would break the capture of a CUDA graph. It runs on every call, so messages are
-only built once a check has failed, and a call that is like an accepted one in all that is judged is
-not judged again.
+Nothing here reads a value on an accelerator: the host would wait for the device, and a CUDA graph
+could not be captured. Validation runs at every call. Messages are therefore built only after a
+check has failed, and a call that is like an accepted one is not checked again.
 """
 
 import heapq
@@ -44,13 +43,13 @@ from gdn_triton.constants import CHUNK_SIZES
 def judge_chunk(call: ChunkCall) -> Problem:
     """Checks a `gdn_triton.chunk.problem.ChunkCall`, field by field.
 
-    In this order: types, devices, ranks, head counts, sizes, dtypes, chunk_size, cu_seqlens,
+    The order is: types, devices, ranks, head counts, sizes, dtypes, chunk_size, cu_seqlens,
     cu_seqlens_cpu, chunk_indices, initial_state, gate, allow_neg_eigval. Raises TypeError or
-    ValueError with the argument, what was expected and what came.
+    ValueError with the argument, the expected and the given value.
 
     The contents of cu_seqlens are checked where the host can read them: in cu_seqlens_cpu, and in
-    cu_seqlens itself when that is a CPU tensor. On any other device they are not read, and offsets
-    that do not start at 0, decrease or pass T are then undefined behaviour.
+    cu_seqlens itself if it is a CPU tensor. On any other device offsets that do not start at 0,
+    decrease or pass T are undefined behaviour.
     """
     q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens = call.inputs
     cu_seqlens_cpu, chunk_indices = call.cu_seqlens_cpu, call.chunk_indices
@@ -147,8 +146,8 @@ def _check_packed(
     cu_seqlens_cpu: Tensor | None,
     chunk_indices: Tensor | None,
 ) -> tuple[int, tuple[int, int, int]]:
-    """Checks the three tensors of a packed call; returns N, the number of sequences, and the tokens
-    of the longest three by cu_seqlens_cpu, or zeros."""
+    """Checks the three tensors of a packed call. Returns N, the number of sequences, and the tokens
+    of the three longest sequences by cu_seqlens_cpu, or zeros."""
     N = count_sequences(cu_seqlens)
     if B != 1:
         raise ValueError(must("q", "have batch size B=1 with cu_seqlens", f"B={B}"))
@@ -173,7 +172,8 @@ def _check_packed(
     if chunk_indices is not None:
         if chunk_indices.dim() != 2 or chunk_indices.shape[1] != 2:
             raise ValueError(must("chunk_indices", "have shape [NT, 2]", shape_of(chunk_indices)))
-        # The rows after the last sequence need no chunk, so only the offsets tell the least NT.
+        # The rows after the last sequence need no chunk, so the least NT follows from the offsets
+        # alone.
         least = 0
         if offsets is not None:
             least = sum(-((b - e) // chunk_size) for b, e in pairwise(offsets))

@@ -1,1 +1,2 @@
-"""Other programs' calling conventions and hooks. Nothing here is imported until it is asked for."""
+"""Adapters for the calling conventions and hooks of other programs. A caller imports each adapter
+by name; importing this package imports none."""

@@ -1,5 +1,5 @@
-"""The decode steps that serving engines ask for: value-first states in a pool, and the buffers of
-drafted tokens."""
+"""The decode steps of serving engines: value-first states in a pool, and buffers of the states
+after drafted tokens."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -34,7 +34,7 @@ def packed_decode(
     use_qk_l2norm_in_kernel: bool,
     skip: str,
 ) -> tuple[Tensor, Tensor]:
-    """One token of each sequence, from one mixed_qkv; o is written to out [B, 1, HV, V]. Returns
+    """Decodes one token per sequence from one mixed_qkv, and writes o to out [B, 1, HV, V]. Returns
     (out, the pool)."""
     check_tensors({"out": out}, {})
     if out.dim() != 4 or out.shape[1] != 1:
@@ -69,8 +69,8 @@ def refuse(name: str, is_given: bool, reason: str) -> None:
 
 
 def check_convolved(x: Tensor, weight: Tensor, name: str, state: Tensor) -> None:
-    """Judges the properties that an adapter reads of the convolution's arguments, before the op
-    judges all of them. name: the state's."""
+    """Checks the properties of the convolution's arguments that an adapter reads before the op
+    validates all arguments. name: the name of the state."""
     check_tensors({"x": x, "weight": weight, name: state}, {})
     check_rank("weight", weight, "D", "W")
     check_rank(name, state, "slots", "D", "columns")
@@ -80,15 +80,15 @@ def check_convolved(x: Tensor, weight: Tensor, name: str, state: Tensor) -> None
 
 
 def check_tokens(v: Tensor, slots: Tensor, name: str, cu_seqlens: Tensor | None) -> int:
-    """Judges the arguments that cut a step of tokens [B, T, HV, V] into sequences. Returns N, the
-    number of sequences. name: the slots'."""
+    """Checks the arguments that divide a step's tokens [B, T, HV, V] into sequences. Returns N, the
+    number of sequences. name: the name of the slots."""
     check_tensors({"v": v, name: slots}, {"cu_seqlens": cu_seqlens})
     check_rank("v", v, "B", "T", "HV", "V")
     return v.shape[0] if cu_seqlens is None else count_sequences(cu_seqlens)
 
 
 def gates_of_tokens(v: Tensor, **gates: Tensor) -> dict[str, Tensor]:
-    """a and b as [B, T, HV], which may come as [B * T, HV]. v: [B, T, HV, V]."""
+    """Returns a and b as [B, T, HV]; the caller may pass them as [B * T, HV]. v: [B, T, HV, V]."""
     check_tensors({"v": v, **gates}, {})
     check_rank("v", v, "B", "T", "HV", "V")
     B, T, HV = v.shape[:3]
@@ -100,11 +100,11 @@ def gates_of_tokens(v: Tensor, **gates: Tensor) -> dict[str, Tensor]:
 
 
 class Drafts(NamedTuple):
-    """A buffer of the states after drafted tokens as one pool `rows` [states, HV, V, K], which
-    holds the states that the sequences start from once `begin` was called.
+    """A buffer of the states after drafted tokens, viewed as one pool `rows` [states, HV, V, K].
+    After a call of `begin` it also holds the states from which the sequences start.
 
-    read_slots, write_slots: the slots of these states, and the slot of the state after each token.
-    first, states: the rows that `begin` writes, and their new states.
+    read_slots, write_slots: the slots of the start states, and the slot of the state after each
+    token. first, states: the rows that `begin` writes, and the new contents of these rows.
     """
 
     rows: Tensor
@@ -130,15 +130,15 @@ def draft_states(
     names: Mapping[str, str],
     others: Mapping[str, Tensor | None],
 ) -> Drafts:
-    """A buffer [rows, steps, HV, V, K] for the states after drafted tokens. indices: [N], the row
-    of each sequence; those of sequences that are padding are not used.
+    """Returns the `Drafts` of a buffer [rows, steps, HV, V, K] for the states after drafted tokens.
+    indices: [N], the row of each sequence; the indices of padded sequences are not used.
 
-    A step reads and writes one pool, so the states that the sequences start from are copied first:
-    a state is read and one is written in addition to the one that the step reads and the T that it
-    writes. This function writes nothing.
+    A step reads and writes one pool, so the start states of the sequences must first be copied to
+    the buffer. The copy reads and writes one state per sequence, in addition to the state that the
+    step reads and the T states that it writes. This function itself writes nothing.
 
-    names: the caller's names of indices, pool and slots. others: tensors that may not share memory
-    with the buffer, as the pool may not.
+    names: the caller's names of indices, pool and slots. others: further tensors that, like the
+    pool, must not share memory with the buffer.
     """
     name = "intermediate_states_buffer"
     check_tensors({name: buffer, names["pool"]: pool}, {})
@@ -169,7 +169,7 @@ def draft_states(
     check_below(names["slots"], slots, pool.shape[0], f"slots of {names['pool']}")
     check_apart({name: buffer}, {names["pool"]: pool, **others})
     steps = buffer.shape[1]
-    # The buffer may have fewer steps than its stride leaves room for.
+    # The buffer may have fewer steps than its stride has room for.
     unit = buffer.stride(1) if steps > 1 else buffer.stride(0) or 1
     pitch, rest = divmod(buffer.stride(0), unit) if buffer.shape[0] > 1 else (steps, 0)
     if rest or pitch < steps:
@@ -189,7 +189,7 @@ def draft_states(
         start, kept = step[None], torch.zeros_like(step, dtype=torch.bool)
     else:
         step = step.to(cu_seqlens.dtype)
-        # Tokens after the last sequence belong to none.
+        # Tokens after the last sequence belong to no sequence.
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), step, right=True)
         is_token = sequence < slots.shape[0]
         sequence = sequence.clamp(max=slots.shape[0] - 1)
@@ -203,12 +203,13 @@ def draft_states(
 def _first_states(
     rows: Tensor, first: Tensor, pool: Tensor, slots: Tensor, live: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The writes of the states of sequences that are `live`, whose rows are `first`: (the rows [N],
-    the states [N, HV, V, K]).
+    """Returns the writes of the states of sequences that are `live`, whose rows are `first`: (the
+    rows [N], the states [N, HV, V, K]).
 
-    A sequence that is padding may name the row of another one. The host does not know which
-    sequences are padding, so each of the N sequences has a write. That of a padded sequence repeats
-    the write of a live one, or, where all are padding, writes the first row's own state to it.
+    The index of a padded sequence may be the row of another sequence. The host does not know which
+    sequences are padding, so each of the N sequences has a write. The write of a padded sequence
+    repeats the write of a live sequence. If all sequences are padding, the write stores the first
+    row's own state back to that row.
     """
     N = slots.shape[0]
     if N == 0:

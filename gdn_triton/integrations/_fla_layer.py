@@ -1,10 +1,10 @@
-"""The convolution and the gated norm of FLA's layers on this package's ops: its functions
+"""The convolution and the gated norm of FLA's layers on this package's ops: FLA's functions
 `causal_conv1d` and `rms_norm_gated`, with the parameters of FLA 0.5.2 to 0.6.x.
 
-These calls stay FLA's, since this package has no counterpart: a convolution with a state, a
-residual, context parallelism or another backend than FLA's Triton kernels; a norm with a residual
-or a bias, or without a weight. (A state of FLA has W columns, of which the oldest is never read,
-and ours has W - 1.) FLA's decode step, `causal_conv1d_update`, is one of them.
+FLA's own functions run the calls for which this package has no counterpart: a convolution with a
+state, a residual, context parallelism or another backend than FLA's Triton kernels; a norm with a
+residual or a bias, or without a weight; and the decode step `causal_conv1d_update`. (A state of FLA
+has W columns, the oldest of which is never read, and a state of this package has W - 1.)
 """
 
 import functools
@@ -19,12 +19,12 @@ from gdn_triton.norm.api import rms_norm_gated as norm
 ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
-# Whether a call of a function of ours runs here: (the function, its arguments).
+# A function of (our function, its arguments) that returns whether our function runs the call.
 Judge = Callable[..., bool]
 
 
 def convolution(theirs: Callable[..., Any], is_ours: Judge) -> Callable[..., Any]:
-    """FLA's `causal_conv1d`. theirs: FLA's own."""
+    """Returns a replacement of FLA's `causal_conv1d`. theirs: FLA's own function."""
 
     @functools.wraps(theirs)
     def causal_conv1d(
@@ -75,7 +75,8 @@ def convolution(theirs: Callable[..., Any], is_ours: Judge) -> Callable[..., Any
 
 
 def gated_norm(theirs: Callable[..., Any], is_ours: Judge) -> Callable[..., Any]:
-    """FLA's `rms_norm_gated`, which rounds nothing but its result. theirs: FLA's own."""
+    """Returns a replacement of FLA's `rms_norm_gated`, which rounds only its result. theirs: FLA's
+    own function."""
 
     @functools.wraps(theirs)
     def rms_norm_gated(

@@ -1,7 +1,8 @@
-"""The host's offsets of packed sequences, for calls of an engine that pass them on the device only.
+"""The host's offsets of packed sequences, for calls of an engine that pass the offsets only on the
+device.
 
-An engine's host knows the lengths of a batch, and its layers get a tensor on the device. An adapter
-keeps the host's offsets for that tensor, where the engine makes both, and gives them to
+An engine's host knows the lengths of a batch, but its layers get only a tensor on the device. Where
+the engine makes that tensor, an adapter stores the host's offsets for it, and later passes them to
 `gdn_triton.chunk_prefill` as `cu_seqlens_cpu`. Nothing is copied from the device.
 """
 
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Keyed by the tensor itself, not by its contents: an entry ends with its tensor.
+# The key is the tensor object, not its contents. An entry is deleted together with its tensor.
 _on_host = WeakTensorKeyDictionary()
 
 
 def tell_offsets(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> None:
-    """Keeps the host's offsets for cu_seqlens [N + 1], a tensor of the device. None: the host does
-    not know them, and those that were kept for this tensor are forgotten."""
+    """Stores the host's offsets for cu_seqlens [N + 1], a tensor on the device. None: the host does
+    not know the offsets, and offsets stored earlier for this tensor are deleted."""
     if cu_seqlens_cpu is None:
         _on_host.pop(cu_seqlens, None)
     else:
@@ -23,7 +24,7 @@ def tell_offsets(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> None:
 
 
 def offsets_on_host(cu_seqlens: Tensor | None) -> Tensor | None:
-    """The offsets that were kept for this tensor, or None."""
+    """Returns the offsets stored for this tensor, or None."""
     if cu_seqlens is None or torch.compiler.is_compiling():
         return None
     found: Tensor | None = _on_host.get(cu_seqlens)

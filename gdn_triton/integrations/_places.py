@@ -1,4 +1,5 @@
-"""The places where another program reaches an operator, the replacements, and their report."""
+"""Replacements of another program's functions by our ops: the places, the replacements, and a
+report."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ __all__ = ["ABSENT", "Patch", "Patches", "Place", "Status", "Target"]
 @dataclass(frozen=True, slots=True)
 class Place:
     """A place where a program reaches an op: its dotted `name`, and the `op` of ours that runs
-    there, or None and the `reason` why none does."""
+    there, or None and the `reason` why our op does not run there."""
 
     name: str
     op: str | None
@@ -22,8 +23,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Whether ours are enabled in `program`, its version (None: not installed), and every place
-    where it reaches an op that has a counterpart here. `print` it."""
+    """Whether our ops are enabled in `program`, the program's version (None: not installed), and
+    every place where the program reaches an op that this package also has. `print` it."""
 
     program: str
     enabled: bool
@@ -41,7 +42,7 @@ ABSENT = object()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """`name` of `owner`, a module or a class, where our `op` belongs."""
+    """Attribute `name` of `owner`, a module or a class, which our `op` is to replace."""
 
     owner: Any
     name: str
@@ -60,7 +61,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patch:
-    """A replacement at a target: the former object, and ours."""
+    """A replacement at a target: the former object, and our object."""
 
     target: Target
     before: Any
@@ -73,7 +74,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """All replacements, in their order."""
+    """All replacements, in the order in which they were made."""
 
     made: list[Patch] = field(default_factory=list)
 
@@ -86,7 +87,8 @@ class Patches:
         return any(patch.in_place for patch in self.at(target))
 
     def put_at(self, owner: Any, name: str) -> list[Any]:
-        """Every replacement that was made at one place, whether it is still there or not."""
+        """Returns every replacement that was made at one place, including those that have been
+        replaced since."""
         return [p.ours for p in self.made if p.target.owner is owner and p.target.name == name]
 
     def put(self, target: Target, ours: Any) -> None:
@@ -104,8 +106,8 @@ class Patches:
                 setattr(patch.target.owner, patch.target.name, patch.before)
 
     def places(self, targets: Iterable[Target], enabled: bool, missed: str) -> Iterator[Place]:
-        """A report for each target. missed: the reason for a target that should be ours and never
-        was."""
+        """Returns a report for each target. missed: the reason for a target at which our op should
+        run but was never put."""
         for target in targets:
             patches = list(self.at(target))
             if any(patch.in_place for patch in patches):

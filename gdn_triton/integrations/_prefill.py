@@ -1,4 +1,4 @@
-"""The prefill that serving engines ask for: value-first states, which may lie in a pool."""
+"""The prefill of serving engines: value-first states, which may be in a pool."""
 
 from collections.abc import Mapping
 
@@ -47,18 +47,18 @@ def prefill(
     checkpoint_slots: Tensor | None = None,
     out_name: str = "output",
 ) -> tuple[Tensor, Tensor | None]:
-    """`gdn_triton.chunk_prefill` from states [N, HV, V, K] to others.
+    """Runs `gdn_triton.chunk_prefill` on value-first states [N, HV, V, K].
 
     initial_state: None: zeros.
-    slots: [N], where in the pools `initial_state` and `out_state` sequence n's state lies; each
-        once. Where the two are one, its slots are read and written as they lie; else states are
-        gathered and scattered.
-    out: contiguous, of q's dtype, with as many elements as o or more; o is written to the first of
-        them. None: a new tensor. out_name: the caller's name for it.
-    out_state: [N, HV, V, K], or a pool: where the final states are written, in its dtype.
+    slots: [N], the slot of sequence n's state in the pools `initial_state` and `out_state`; each
+    slot at most once. If both are the same pool, the kernel reads and writes its slots in
+    place; otherwise states are gathered and scattered.
+    out: contiguous, of q's dtype, with at least as many elements as o; o is written to the first
+    elements. None: a new tensor. out_name: the caller's name of `out`.
+    out_state: [N, HV, V, K], or a pool, to which the final states are written in its dtype.
 
-    Returns o [B, T, HV, V], and the final states: `out_state` if that was given, else [N, HV, V, K]
-    in float32 (float64 if q is); None unless they are asked for by `output_final_state`.
+    Returns o [B, T, HV, V], and the final states: `out_state` if it was given, else [N, HV, V, K]
+    in float32 (float64 if q is). The second result is None unless `output_final_state` is set.
     """
     states = {"initial_state": initial_state, "output_state": out_state}
     check_tensors({"q": q, "k": k, "v": v}, {**states, out_name: out, "cu_seqlens": cu_seqlens})
@@ -87,7 +87,7 @@ def prefill(
     else:
         if out_state is not None:
             check_result("output_state", out_state, "q", q.device)
-        # The states are read before output_state is written, which may be initial_state.
+        # Read the states before output_state is written, because both may be the same tensor.
         is_read = initial_state is None or out_state is not initial_state
         read = {"initial_state": initial_state if is_read else None, "slots": slots}
         tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": cu_seqlens}
@@ -100,7 +100,8 @@ def prefill(
         else:
             if slots is not None:
                 initial_state = initial_state.index_select(0, slots)
-            # A gathered state is nobody else's; the caller's is copied once, and widened thereby.
+            # A gathered state may be overwritten. The caller's state is copied once, which also
+            # widens it.
             pool = initial_state.to(wide, copy=slots is None, memory_format=torch.contiguous_format)
     assert pool is not None and rows is not None
     o, _ = chunk_prefill(
@@ -139,9 +140,9 @@ def checkpoint_rows(
     v: Tensor,
     cu_seqlens: Tensor | None,
 ) -> Tensor | None:
-    """[N, M]: the row of each sequence's j-th checkpoint, of the rows from starts[n] to
-    starts[n + 1] - 1; -1 where it has none. None without checkpoints. starts: [N + 1]. v: the
-    tokens [B, T, HV, V]."""
+    """Returns [N, M]: the row of each sequence's j-th checkpoint, which is one of the rows
+    starts[n] to starts[n + 1] - 1, or -1 if the sequence has no such checkpoint. Returns None
+    without checkpoints. starts: [N + 1]. v: the tokens [B, T, HV, V]."""
     if type(every) is not int:
         raise TypeError(must("checkpoint_every_n_tokens", "be an int", value_of(every)))
     if any((x is None) == (every != 0) for x in (state_checkpoints, starts)):
@@ -167,7 +168,8 @@ def checkpoint_rows(
 
 
 def _check_states(name: str, x: Tensor, shape: tuple[int, ...], slots: Tensor | None) -> None:
-    """shape: of all states; with slots those are in a pool, of any number of them."""
+    """Checks states. shape: the expected shape of all states; with slots the states are in a pool
+    of any number of states."""
     if slots is None and x.shape != shape:
         expected = f"have shape [N, HV, V, K] = {list(shape)}"
         raise ValueError(must(name, expected, shape_of(x)))
@@ -179,7 +181,7 @@ def _check_states(name: str, x: Tensor, shape: tuple[int, ...], slots: Tensor | 
 def _check_slots(
     name: str, slots: Tensor, N: int, device: torch.device, pools: Mapping[str, Tensor | None]
 ) -> None:
-    """Each slot is read and written as it is: none is padding, and none comes twice."""
+    """Checks slots that are used as given: no slot is padding, and no slot occurs twice."""
     check_indices(name, slots, "q", device)
     if slots.shape != (N,):
         raise ValueError(must(name, f"have shape [N={N}], one a sequence", shape_of(slots)))

@@ -1,5 +1,5 @@
-"""Checks of the tensors that an adapter writes itself. An adapter calls them before it writes any
-tensor, as its op judges only the tensors that the op writes."""
+"""Checks of the tensors that an adapter itself writes. An op checks only the tensors that the op
+writes, so an adapter calls these functions before it writes any tensor."""
 
 import functools
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ from gdn_triton._host.tensors import PLAIN_TENSORS, host_reads, is_traced, is_tr
 
 
 def check_result(name: str, x: Tensor, first: str, device: torch.device) -> None:
-    """Judges a tensor that a result is copied to, except for its shape. first: the name of the
-    tensor that is on `device`."""
+    """Checks a tensor to which a result is copied, except its shape. first: the name of the tensor
+    that is on `device`."""
     check_tensors({name: x}, {})
     check_devices(first, device, {name: x})
     check_dtypes({name: x}, ())
@@ -39,8 +39,8 @@ def check_same_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
 def check_apart(
     written: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None] | None = None
 ) -> None:
-    """ValueError where a tensor of `written` has two elements in one place, or shares memory with
-    another one of `written` or of `read`. Tensors that need not have an address are passed over."""
+    """Raises ValueError if a tensor of `written` has two elements at one address, or shares memory
+    with another tensor of `written` or `read`. Tensors that may have no address are skipped."""
     if torch.compiler.is_compiling():
         return
     given = {**(read or {}), **written}
@@ -61,7 +61,7 @@ def _apart(
 
 
 def check_indices(name: str, x: Tensor, first: str, device: torch.device) -> None:
-    """Judges slots or rows, one a sequence, except for their number and contents."""
+    """Checks slots or rows, one per sequence, except their number and contents."""
     check_tensors({name: x}, {})
     check_devices(first, device, {name: x})
     check_rank(name, x, "N")
@@ -69,14 +69,14 @@ def check_indices(name: str, x: Tensor, first: str, device: torch.device) -> Non
 
 
 def check_below(name: str, x: Tensor, count: int, places: str) -> None:
-    """Judges the contents of slots where the host can read them. places: the name of the `count`
-    places that slots may number."""
+    """Checks the contents of slots if the host can read them. places: the name of the `count`
+    places that the slots index."""
     if host_reads(x) and x.numel() > 0 and int(x.max()) >= count:
         expected = f"be less than the {count} {places}"
         raise ValueError(must(name, expected, str(int(x.max()))))
 
 
 def fill(x: Tensor, result: Tensor) -> Tensor:
-    """Copies a result to a tensor that has been judged, and returns that."""
+    """Copies a result to a tensor that has been checked, and returns that tensor."""
     with writing(x):
         return x.copy_(result)

@@ -1,5 +1,5 @@
-"""The convolution of transformers' layers on this package's op, for the functions that their
-modeling files call."""
+"""The convolution of transformers' layers on this package's op, under the names of the functions
+that transformers' modeling files call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,17 +16,17 @@ ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 
 
 def refuse_numbers_alone(seq_idx: Tensor | None, cu_seqlens: Tensor | None, T: int) -> None:
-    """ValueError where `seq_idx` alone describes packed sequences. The gated delta rule knows the
-    sequences by `cu_seq_lens_q` only, and would mix their tokens."""
+    """Raises ValueError if only `seq_idx` describes packed sequences. The gated delta rule reads
+    only `cu_seq_lens_q` and would mix the tokens of different sequences."""
     if seq_idx is not None and cu_seqlens is None and T > 1:
         raise ValueError(must("cu_seq_lens_q", "be given with seq_idx", "seq_idx alone"))
 
 
 def _judge_bounds(seq_idx: Tensor | None, cu_seqlens: Tensor, x: Tensor, W: int) -> None:
-    """ValueError where the offsets may be of other tokens than x [B, D, T] has, or `seq_idx` [B, T]
-    of other sequences. A layer puts cached tokens before the new ones, or zeros where there are
-    fewer than the W of a state. Contents are compared on a CPU only: elsewhere the host would wait
-    for the device."""
+    """Raises ValueError if the offsets may describe other tokens than those of x [B, D, T], or
+    `seq_idx` [B, T] other sequences. A layer puts cached tokens, or zeros if there are fewer than
+    the W of a state, before the new tokens. Contents are compared only on a CPU: elsewhere the host
+    would wait for the device."""
     B, _, T = x.shape
     N = cu_seqlens.shape[0] - 1
     if seq_idx is None:
@@ -53,8 +53,8 @@ def _judge_bounds(seq_idx: Tensor | None, cu_seqlens: Tensor, x: Tensor, W: int)
 
 
 def whole(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`causal_conv1d_fn` of a modeling file, which keeps packed sequences apart. theirs: the
-    function that ours replaces."""
+    """Returns a replacement of `causal_conv1d_fn` of a modeling file, which does not convolve
+    across the bounds of packed sequences. theirs: the function that ours replaces."""
 
     def causal_conv1d_fn(
         hidden_states: Tensor,
@@ -68,14 +68,14 @@ def whole(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
         refuse_numbers_alone(seq_idx, cu_seq_lens_q, hidden_states.shape[-1])
         if cu_seq_lens_q is not None:
             _judge_bounds(seq_idx, cu_seq_lens_q, hidden_states, weight.shape[-1])
-        # A single sequence has no bounds to keep, and its offsets leave out the cached tokens.
+        # A single sequence needs no offsets, and its offsets do not count the cached tokens.
         packed = cu_seq_lens_q if cu_seq_lens_q is not None and cu_seq_lens_q.shape[0] > 2 else None
         if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
             if packed is not None:
                 expected = "be silu, swish or None with packed sequences"
                 raise ValueError(must("activation", expected, repr(activation)))
             return theirs(hidden_states, weight, bias, activation=activation, **kwargs)
-        # [B, D, T], which is a transposed [B, T, D].
+        # hidden_states [B, D, T] is a transposed [B, T, D].
         x, activation = hidden_states.mT, ACTIVATIONS[activation]
         return causal_conv1d(x, weight, bias, activation, cu_seqlens=packed).mT
 
@@ -83,8 +83,8 @@ def whole(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def step(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`causal_conv1d_update` of a modeling file, whose state [B, D, L] has W - 1 columns or more:
-    the last tokens."""
+    """A replacement of `causal_conv1d_update` of a modeling file. Its state [B, D, L] holds the
+    last tokens and has at least W - 1 columns."""
 
     def causal_conv1d_update(
         hidden_states: Tensor,
@@ -112,8 +112,8 @@ def step(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
             or (trained and torch.is_grad_enabled())
         ):
             return theirs(hidden_states, conv_state, weight, bias, activation)
-        # The update writes some of the columns that move to the front. These are copied before it,
-        # and written after it has judged the call.
+        # The update writes some of the columns that move to the front. Copy these columns before
+        # the update, and write them after the update has validated the call.
         moved = conv_state[..., 1 : older + 1].clone() if older > 0 else None
         state = conv_state[..., older:]
         y = conv_update(hidden_states.mT, weight, bias, ACTIVATIONS[activation], state=state)

@@ -1,5 +1,5 @@
-"""The host's offsets of packed sequences in transformers: from the data collator, which computes
-them, to `gdn_triton.chunk_gated_delta_rule`, which plans by them."""
+"""The host's offsets of packed sequences in transformers. The data collator computes them, and
+`gdn_triton.chunk_gated_delta_rule` uses them for its plan."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ OFFSETS, ON_HOST = "cu_seq_lens_q", "cu_seqlens_cpu"
 
 @dataclass(frozen=True, slots=True)
 class WithHostOffsets:
-    """A data collator with `cu_seqlens_cpu` in its batches. An instance can be pickled, as workers
-    of a loader of data ask."""
+    """A data collator with `cu_seqlens_cpu` in its batches. An instance can be pickled, as the
+    worker processes of a data loader require."""
 
     collator: Callable[..., Any]
 
@@ -32,7 +32,8 @@ class WithHostOffsets:
 
 
 def as_tensor(offsets: Tensor | Sequence[int] | None) -> Tensor | None:
-    """The offsets of a batch, which are a list of integers where a trainer must not move them."""
+    """Returns the offsets of a batch as a tensor. The offsets are a list of integers if a trainer
+    must not move them to the device."""
     if offsets is None or isinstance(offsets, Tensor):
         return offsets
     return torch.tensor(offsets, dtype=torch.int32, device="cpu")

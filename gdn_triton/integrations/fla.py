@@ -1,17 +1,17 @@
-"""flash-linear-attention (FLA) on this package's kernels: its layers and models train and generate
-on this package's ops.
+"""flash-linear-attention (FLA) on this package's kernels: FLA's layers and models train and
+generate with this package's ops.
 
-`register()` enters this package in FLA's registry of backends, which serves every caller of
-`chunk_gated_delta_rule`. That registry does not know `fused_recurrent_gated_delta_rule`: its name
-is replaced in every loaded module that holds it, and modules loaded later import the replacement
-from FLA's own. The
-convolution and the gated norm of FLA's layers, `causal_conv1d` and `rms_norm_gated`, are replaced
-in the same way (`gdn_triton.integrations._fla_layer`). `unregister()` undoes all of it, and
-`with routed():` does it for a block.
+`register()` adds this package to FLA's registry of backends, which serves every caller of
+`chunk_gated_delta_rule`. That registry does not cover `fused_recurrent_gated_delta_rule`.
+`register()` therefore replaces this function in every loaded module that refers to it; modules
+loaded later import the replacement from FLA's own module. `register()` replaces the convolution and
+the gated norm of FLA's layers, `causal_conv1d` and `rms_norm_gated`, in the same way
+(`gdn_triton.integrations._fla_layer`). `unregister()` undoes all of this, and `with routed():`
+registers for one block.
 
-A call that this package does not serve runs on FLA's own path, as it would without registration,
-and the logger `gdn_triton` warns once of each reason. With `GDN_BACKEND` set to the name of a
-backend, no call returns to FLA: a call that the backend cannot run is an error.
+A call that this package does not support runs on FLA's own path, as without registration, and the
+logger `gdn_triton` warns once for each reason. With `GDN_BACKEND` set to the name of a backend, no
+call falls back to FLA: a call that the backend cannot run is an error.
 """
 
 import contextlib
@@ -37,10 +37,11 @@ from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
 # 0.5.2 is the first version whose registry covers the op. A later version may give an argument
-# another meaning, so a version that has not been compared is refused.
+# another meaning, so versions that have not been compared are refused.
 OLDEST_FLA, FIRST_UNKNOWN_FLA = (0, 5, 2), (0, 7)
 
-# FLA asks backends in this order: its own for Ascend has 0, FlashQLA 3.
+# FLA asks backends in increasing order of this number: its backend for Ascend has 0, FlashQLA has
+# 3.
 PRIORITY = 1
 
 _logger = logging.getLogger("gdn_triton")
@@ -48,11 +49,12 @@ _warned: set[tuple[str, str]] = set()
 
 
 class _Routes:
-    """The state that `register` changes, in attributes: `_replace` would also replace a global."""
+    """The state that `register` changes. The state is in attributes, because `_replace` would also
+    replace a global."""
 
-    active = False  # asked by FLA's registry at every call
-    backend: object = None  # ours in FLA's registry, which has no way out
-    # FLA's functions that are replaced by name, each with ours.
+    active = False  # FLA's registry reads it at every call
+    backend: object = None  # our entry in FLA's registry, which cannot remove entries
+    # The functions of FLA that are replaced by name, each with our function.
     replaced: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = ()
 
 
@@ -63,18 +65,18 @@ def register() -> None:
     """Routes FLA's two ops of the gated delta rule to this package, and the convolution and the
     gated norm of its layers. A second call does nothing.
 
-    FLA may have been imported before or not. It is imported here, with its ops and modules.
+    This function imports FLA with its ops and modules if they have not been imported yet.
 
     Raises:
         ImportError: FLA cannot be imported.
-        RuntimeError: its version is not one of 0.5.2 to 0.6.x, or `FLA_DISABLE_BACKEND_DISPATCH=1`
-            was set when it was imported, and it asks no backend.
+        RuntimeError: FLA's version is not one of 0.5.2 to 0.6.x, or FLA was imported with
+            `FLA_DISABLE_BACKEND_DISPATCH=1` and therefore asks no backend.
     """
     if _routes.active:
         return
     version = _import_fla()
     ops = importlib.import_module("fla.ops.gated_delta_rule")
-    # FLA 0.6 keeps its registry in fla.backends, 0.5 in fla.ops.backends.
+    # FLA 0.6 has its registry in fla.backends, 0.5 in fla.ops.backends.
     is_new = version.release >= (0, 6)
     backends = importlib.import_module("fla.backends" if is_new else "fla.ops.backends")
     if backends._DISPATCH_DISABLED:
@@ -110,10 +112,10 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undoes `register`: FLA's ops are its own again. Without one it does nothing.
+    """Undoes `register` and restores FLA's ops. Does nothing if `register` was not called.
 
-    Where a replaced function was kept under no module's name, in a closure or a table, it stays and
-    calls FLA's.
+    A replacement that is referenced from a closure or a table, and not by a module's name, stays
+    there and calls FLA's function.
     """
     if _routes.active:
         _routes.active = False
@@ -123,7 +125,8 @@ def unregister() -> None:
 
 @contextlib.contextmanager
 def routed() -> Iterator[None]:
-    """`register()` for a block. A registration from before the block stays after it."""
+    """Calls `register()` for a block. A registration made before the block remains after the
+    block."""
     before = _routes.active
     register()
     try:
@@ -134,7 +137,8 @@ def routed() -> Iterator[None]:
 
 
 def _import_fla() -> Version:
-    """FLA's version; ImportError or RuntimeError if there is none that is known."""
+    """Returns FLA's version. Raises ImportError or RuntimeError if FLA is missing or its version is
+    unknown."""
     oldest, unknown = (".".join(map(str, v)) for v in (OLDEST_FLA, FIRST_UNKNOWN_FLA))
     try:
         found = getattr(importlib.import_module("fla"), "__version__", None)
@@ -156,7 +160,8 @@ def _import_fla() -> Version:
 
 
 def _replace(old: object, new: object) -> int:
-    """Puts `new` wherever a loaded module holds `old` under a name. Returns the number of names."""
+    """Replaces `old` by `new` in every loaded module that has it under a name. Returns the number
+    of replaced names."""
     places = 0
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
@@ -169,15 +174,16 @@ def _replace(old: object, new: object) -> int:
 
 
 def _named() -> bool:
-    """Whether `GDN_BACKEND` names a backend, or a name that the op then refuses."""
+    """Returns whether `GDN_BACKEND` names a backend, or has a value that the op then refuses."""
     return os.environ.get("GDN_BACKEND", "auto") != "auto"
 
 
 def _refusal(op: str, judge: Callable[..., bool], args: Any, kwargs: Any) -> str | None:
-    """A sentence why FLA's own path runs this call, which is logged once, or None."""
+    """Returns a sentence why FLA's own path runs this call, or None. The sentence is logged
+    once."""
     if _named():
         return None
-    batch_invariant()  # a bad variable is an error, whichever path runs the call
+    batch_invariant()  # an invalid variable is an error, whichever path runs the call
     try:
         judge(*args, **kwargs)
     except (TypeError, ValueError, NotImplementedError, _Unserved) as why:
@@ -191,16 +197,17 @@ def _refusal(op: str, judge: Callable[..., bool], args: Any, kwargs: Any) -> str
 
 
 def _is_ours(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether this call of a function of ours, of which FLA's layer asks, runs here."""
+    """Returns whether our function runs this call, which a layer of FLA makes."""
     if not _routes.active:
         return False
-    if torch.compiler.is_compiling():  # nothing can be judged in a trace
+    if torch.compiler.is_compiling():  # nothing can be checked in a trace
         return True
     return _refusal(function.__name__, _SERVES[function], args, kwargs) is None
 
 
 class _Unserved(Exception):
-    """On an accelerator only the reference could run a call, and FLA's kernels are faster."""
+    """Raised if only the reference could run a call on an accelerator, where FLA's kernels are
+    faster."""
 
 
 @remembered
@@ -210,7 +217,7 @@ def _serves_chunk(*args: Any, **kwargs: Any) -> bool:
 
 @remembered
 def _serves_recurrent(*args: Any, **kwargs: Any) -> bool:
-    with torch.no_grad():  # gradients are not asked of the kernel here
+    with torch.no_grad():  # the kernel is not asked for gradients here
         return _serves(fused_recurrent_gated_delta_rule, args, kwargs)
 
 
@@ -239,8 +246,9 @@ def _serves(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 
 def _backend_class(base: Any) -> Any:
-    """Our entry for FLA's registry, which calls methods by name: the op's, and the op's with
-    `_verifier`, which returns (whether it runs the call, the reason why not)."""
+    """Returns our entry class for FLA's registry. The registry calls methods by name: the op's
+    name, and that name with `_verifier`, which returns (whether our op runs the call, the reason if
+    not)."""
 
     class GdnTritonBackend(base):  # type: ignore[misc]
         backend_type = "gdn_triton"
@@ -268,13 +276,14 @@ def _backend_class(base: Any) -> Any:
 
 
 def _recurrence(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of FLA's recurrence; `inspect.signature` finds FLA's parameters."""
+    """Returns the replacement of FLA's recurrence. `inspect.signature` of it gives FLA's
+    parameters."""
 
     @functools.wraps(original)
     def routed_recurrence(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if not _routes.active:
             return original(*args, **kwargs)  # type: ignore[no-any-return]
-        if torch.compiler.is_compiling():  # nothing can be judged in a trace
+        if torch.compiler.is_compiling():  # nothing can be checked in a trace
             return fused_recurrent_gated_delta_rule(*args, **kwargs)
         op = "fused_recurrent_gated_delta_rule"
         if _refusal(op, _serves_recurrent, args, kwargs) is not None:
@@ -295,9 +304,9 @@ def _recurrence(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """FLA's recurrence takes inputs that require gradients and fails in the backward. On an
-    accelerator so does this one: our kernel has no backward either, and the reference, which has
-    one, would run there in its stead."""
+    """Runs a forward and raises an error in the backward. FLA's recurrence also accepts inputs that
+    require gradients and fails in the backward. This class does the same on an accelerator: our
+    kernel has no backward, and the reference, which has one, would otherwise run instead."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Any], *tensors: Tensor) -> Any:

@@ -6,26 +6,26 @@
     ...
     disable()
 
-A modeling file of transformers reaches the two ops, the chunked one and the recurrent one, in one
-of two ways (`docs/integrations_transformers.md` has the versions):
+A modeling file of transformers calls the chunked op and the recurrent op in one of two ways
+(`docs/integrations_transformers.md` has the versions):
 
 - its layer calls functions of the module, `torch_chunk_gated_delta_rule` and
-  `torch_recurrent_gated_delta_rule`, which a decorator may have turned to FLA. `enable` puts ours
-  in their place in the module.
-- its layer keeps them as attributes, `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`,
-  which its `__init__` sets. `enable` puts a property of the same name on the class. Therefore all
-  instances, earlier and later ones, run ours, and keep their own attributes for `disable`.
+  `torch_recurrent_gated_delta_rule`, which a decorator may have replaced by FLA's. `enable`
+  replaces them in the module by ours.
+- its layer has attributes `chunk_gated_delta_rule` and `recurrent_gated_delta_rule`, which its
+  `__init__` sets. `enable` adds a property of the same name to the class. Therefore all existing
+  and later instances run our ops, and their own attributes remain for `disable`.
 
-`enable` also replaces the convolution's functions of the first kind of module, and, in both kinds,
-the method `forward` of the class of the gated norm, where its text is known.
+`enable` also replaces the convolution's functions in modules of the first kind. In both kinds it
+replaces the method `forward` of the gated norm's class if the source text of `forward` is known.
 
-A finder on `sys.meta_path` treats modules that are imported later. Nothing of transformers is
-imported here, and importing this module changes nothing.
+A finder on `sys.meta_path` applies the replacements to modules that are imported later. This module
+imports nothing of transformers, and importing it changes nothing.
 
-`enable` and `disable` assign to modules and classes one place after the other, without a lock: call
-them while no other thread imports, enables or disables. A forward pass that runs meanwhile may use
-one implementation in one layer and the other in the next. A model that `torch.compile` has already
-traced keeps the functions of the trace until `torch.compiler.reset()`.
+`enable` and `disable` assign to modules and classes one after the other, without a lock. Call them
+while no other thread imports, enables or disables. A forward pass that runs at the same time may
+use one implementation in one layer and the other in the next. A model that `torch.compile` has
+already traced runs the functions of the trace until `torch.compiler.reset()`.
 """
 
 import importlib.abc
@@ -42,6 +42,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gdn_triton.chunk.api import chunk_gated_delta_rule
+from gdn_triton.integrations import _transformers_window as _window
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Target
 from gdn_triton.integrations._transformers_conv import refuse_numbers_alone, step, whole
 from gdn_triton.integrations._transformers_lengths import ON_HOST, WithHostOffsets, as_tensor
@@ -61,19 +62,20 @@ ATTRIBUTES = {
     "chunk_gated_delta_rule": "chunk_gated_delta_rule",
     "recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
 }
-# Further functions of the modules, from 5.15 on.
+# Further functions of the modules, since transformers 5.15.
 CONVOLUTION = {
     "causal_conv1d_fn": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d_update",
 }
-NORM = "rms_norm_gated"  # of the classes that `_norms` finds
+NORM = "rms_norm_gated"  # in the classes that `_norms` finds
+_WINDOW = "update_recurrent_state"  # in a layer of a cache, with a window
 PACKAGES = ("transformers", "transformers_modules")  # the second holds a model repository's code
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Whether ours are enabled, transformers' version (None: not installed), and every place found
-    in the modeling modules imported so far. `print` it."""
+    """Whether our ops are enabled, transformers' version (None: not installed), and every place
+    found in the modeling modules imported so far. `print` it."""
 
     enabled: bool
     version: str | None
@@ -89,34 +91,45 @@ class Status:
 
 
 _patches = Patches()
-_asked: list[ModuleType] = []  # modules that were named to `enable`
+_asked: list[ModuleType] = []  # modules that were passed to `enable`
 
 
 # ------------------------------------------------------------------------------------------- public
 
 
-def enable(*modules: ModuleType) -> Status:
+def enable(*modules: ModuleType, window: bool = False) -> Status:
     """Runs the Gated DeltaNet layers of transformers' models on this package, until `disable`.
 
-    Covers every modeling module of transformers that is imported, or will be, and the modeling
-    files of model repositories that are imported by now (`trust_remote_code`: those that come later
-    pass the import system by; call `enable` again). A second call changes nothing that is in place.
+    Covers every modeling module of transformers, whether it has been imported or is imported later,
+    and the modeling files of model repositories that have been imported (`trust_remote_code`
+    bypasses the import system, so call `enable` again after loading such a model). A second call
+    changes nothing that is already replaced.
 
     Args:
         modules: further modules with such layers, of other packages.
+        window: decode with a window in each layer of a cache (`docs/decode.md`) until `disable`,
+            with transformers 5.24 or later. Without gradients and a compiler, a step of one token
+            then writes a record instead of the state. Functions of torch that read the state get
+            the complete state; C++ extensions that read the tensor's memory do not.
 
     Returns:
         `status()`: every place found, and whether ours runs there, or why not.
 
     Raises:
         ImportError: transformers is not installed, and no module was given.
-        TypeError: an argument is no module.
+        TypeError: an argument is not a module, or window is not a bool.
+        RuntimeError: window is set, and the caches of this version of transformers are not known.
     """
     for module in modules:
         if not isinstance(module, ModuleType):
             raise TypeError(f"enable: expected modules, got a {type(module).__name__}")
     if not modules and not _is_installed():
         raise ImportError("transformers is not installed: there is nothing to enable")
+    if type(window) is not bool:
+        raise TypeError(f"window must be True or False, got {window!r}")
+    kept = _window.target() if window else None
+    if kept is not None and not _patches.is_ours(kept):
+        _patches.put(kept, _window.keeping(kept.now))
     _asked.extend(module for module in modules if module not in _asked)
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
@@ -126,8 +139,8 @@ def enable(*modules: ModuleType) -> Status:
 
 
 def disable() -> Status:
-    """Restores the functions that `enable` replaced. A place that another replacement has taken
-    since is left alone, and named in the returned status."""
+    """Restores the functions that `enable` replaced. A place that has another replacement by now is
+    not changed, and the returned status names it."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
     _patches.take_back()
@@ -138,23 +151,26 @@ def disable() -> Status:
 
 
 def status() -> Status:
-    """A report of the places in the modules that are imported now. Changes nothing."""
+    """Returns a report of the places in the modules that are imported now. Changes nothing."""
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         version = None
     enabled = _FINDER in sys.meta_path
     places = [place for module in _modules() for place in _places(module, enabled)]
+    kept = [patch.target for patch in _patches.made if patch.target.name == _WINDOW]
+    places += _patches.places(kept[:1], enabled, "")
     return Status(enabled, version, tuple(places))
 
 
 def with_host_offsets(collator: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """A data collator of packed sequences whose batches also have their offsets on the host, for
-    the plan of `gdn_triton.chunk_gated_delta_rule`: the keyword `cu_seqlens_cpu` of a model's call.
+    """Wraps a data collator of packed sequences. Its batches then also have the offsets on the
+    host, for the plan of `gdn_triton.chunk_gated_delta_rule`: the keyword `cu_seqlens_cpu` of a
+    model's call.
 
-    They are a list of integers, because a trainer moves every tensor of a batch to the device. In a
-    loop of your own pass a CPU tensor as `cu_seqlens_cpu`: `torch.compile` traces a list anew for
-    other offsets.
+    The offsets are a list of integers, because a trainer moves every tensor of a batch to the
+    device. In a training loop of your own, pass a CPU tensor as `cu_seqlens_cpu`, because
+    `torch.compile` retraces a list whenever the offsets change.
 
     Args:
         collator: `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`, or another one with
@@ -170,29 +186,29 @@ def with_host_offsets(collator: Callable[..., Any]) -> Callable[..., dict[str, A
 
 
 def _ops(module: ModuleType) -> dict[str, Op]:
-    """Our ops for the calls of one modeling module.
+    """Returns our ops for the calls of one modeling module.
 
-    The parameters are those of transformers' own torch functions. A layer also hands on whatever
-    keywords its model was called with. The options of our op among them are used; the others, such
-    as `seq_idx` or `max_length_q`, are for the model's other parts, and transformers' own functions
-    drop them too. Only `seq_idx` without offsets is refused.
+    The ops have the parameters of transformers' own torch functions. A layer also passes on every
+    keyword of its model's call. Our ops use the keywords that they know and ignore others, such as
+    `seq_idx` or `max_length_q`, which are for other parts of the model; transformers' own functions
+    ignore them too. Only `seq_idx` without offsets is refused.
     """
     convolution = _before(module, "causal_conv1d_fn")
     convolve = whole(convolution)
-    # Ours of an earlier call of `enable` may be in place.
+    # Our replacement from an earlier call of `enable` may be in place.
     packing = [convolve, *_patches.put_at(module, "causal_conv1d_fn")]
     installed = importlib.util.find_spec("causal_conv1d") is not None
     in_torch = convolution is None or (inspect.isroutine(convolution) and not installed)
 
     def mixes() -> bool:
-        """Whether the convolution before these ops is transformers' own, in torch, which runs over
-        the bounds of packed sequences."""
+        """Returns whether the convolution before these ops is transformers' own torch function,
+        which convolves across the bounds of packed sequences."""
         now = getattr(module, "causal_conv1d_fn", None)
         if any(now is ours for ours in packing):
             return False
         if not isinstance(convolution, nn.Module):
             return in_torch
-        # A function that the package `kernels` has made a module of, to replace its forward.
+        # The package `kernels` may have turned the function into a module, to replace its forward.
         own = getattr(convolution.forward, "__func__", None) is type(convolution).forward
         return own and not installed
 
@@ -242,7 +258,7 @@ def _ops(module: ModuleType) -> dict[str, Op]:
             value,
             g,
             beta,
-            initial_state=initial_state,
+            initial_state=_window.whole(initial_state),
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=cu_seqlens,
@@ -262,17 +278,25 @@ def _ops(module: ModuleType) -> dict[str, Op]:
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        T = query.shape[1]
+        further = options(_RECURRENT_OPTIONS, kwargs, cu_seqlens, initial_state, T)
+        if output_final_state and cu_seqlens is None and not further and _keeps_window():
+            found = _window.windowed_step(
+                query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel
+            )
+            if found is not None:
+                return found
         return fused_recurrent_gated_delta_rule(
             query,
             key,
             value,
             g=g,
             beta=beta,
-            initial_state=initial_state,
+            initial_state=_window.whole(initial_state),
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=cu_seqlens,
-            **options(_RECURRENT_OPTIONS, kwargs, cu_seqlens, initial_state, query.shape[1]),
+            **further,
         )
 
     return {
@@ -283,15 +307,21 @@ def _ops(module: ModuleType) -> dict[str, Op]:
     }
 
 
+def _keeps_window() -> bool:
+    """Returns whether a layer of a cache stores a state with a window."""
+    return any(patch.target.name == _WINDOW and patch.in_place for patch in _patches.made)
+
+
 def _before(owner: ModuleType | type, name: str) -> Any:
-    """The object that a module or a class holds, or held before ours replaced it."""
+    """Returns the object that a module or a class has under a name, or had before ours replaced
+    it."""
     for patch in _patches.made:
         if patch.target.owner is owner and patch.target.name == name and patch.in_place:
             return patch.before
     return vars(owner).get(name, ABSENT)
 
 
-# torch.compile traces the calls, and could not trace this.
+# These are globals, because torch.compile traces the calls and cannot trace `inspect.signature`.
 _CHUNK_OPTIONS = frozenset(inspect.signature(chunk_gated_delta_rule).parameters)
 _RECURRENT_OPTIONS = frozenset(inspect.signature(fused_recurrent_gated_delta_rule).parameters)
 
@@ -309,15 +339,16 @@ def _is_modeling(name: str) -> bool:
 
 
 def _modules() -> Iterator[ModuleType]:
-    """Modeling modules imported so far, and those that were named."""
+    """Returns the modeling modules imported so far, and the modules passed to `enable`."""
     imported = [module for name, module in sorted(sys.modules.items()) if _is_modeling(name)]
-    # An entry that forbids an import is None.
+    # An entry is None if its import is forbidden.
     yield from dict.fromkeys(x for x in (*imported, *_asked) if isinstance(x, ModuleType))
 
 
 def _names(function: Any, seen: set[Any]) -> set[str]:
-    """Every name that a function uses, and that the function in a decorator's closure uses: not
-    every decorator sets `__wrapped__`, but all hold the function in a closure."""
+    """Returns every name that a function uses, including the names used by a function in its
+    closure. Some decorators do not set `__wrapped__`, but all have the decorated function in a
+    closure."""
     if not inspect.isfunction(function) or function in seen:
         return set()
     seen.add(function)
@@ -331,8 +362,8 @@ def _names(function: Any, seen: set[Any]) -> set[str]:
 
 
 def _layers(module: ModuleType) -> Iterator[tuple[type, set[str]]]:
-    """The layers that a module defines, with every name that their methods use. `__init__` is left
-    out, as the functions that it names are not called there."""
+    """Returns the layers that a module defines, with every name that their methods use. `__init__`
+    is excluded, because it does not call the functions that it names."""
     for cls in vars(module).values():
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             continue
@@ -342,7 +373,8 @@ def _layers(module: ModuleType) -> Iterator[tuple[type, set[str]]]:
 
 
 def _targets(module: ModuleType) -> tuple[list[Target], str | None]:
-    """Where our ops belong in a module; or none, and why not if it does have gated delta rules."""
+    """Returns the targets of our ops in a module. If a module with gated delta rules has no target,
+    returns the reason too."""
     if not any("gated_delta_rule" in name for name in vars(module)):
         return [], None
     targets: list[Target] = []
@@ -367,7 +399,8 @@ def _targets(module: ModuleType) -> tuple[list[Target], str | None]:
 
 
 def _norms(module: ModuleType) -> Iterator[tuple[type, bool]]:
-    """The classes of gated norms that a module defines, and whether our norm computes the same."""
+    """Returns the classes of gated norms that a module defines, and whether our norm computes the
+    same."""
     for name, cls in vars(module).items():
         if name.endswith(SUFFIX) and isinstance(cls, type) and cls.__module__ == module.__name__:
             yield cls, rounds(_before(cls, "forward")) is not None
@@ -390,7 +423,8 @@ def _patch(module: ModuleType) -> None:
 
 
 def _attribute(name: str, ours: Op) -> Any:
-    """An attribute that reads as `ours`, whatever the instance holds and is given."""
+    """Returns a property that always reads as `ours`. Values that the instance has, or that are
+    assigned to it, remain stored in the instance."""
 
     def get(layer: nn.Module) -> Op:
         return ours
@@ -420,7 +454,12 @@ def _places(module: ModuleType, enabled: bool) -> Iterator[Place]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modeling modules as the other finders do, and has `_patch` follow their execution."""
+    """Enables our ops in each modeling module as soon as it has been imported.
+
+    The finder itself finds no files. For the name of a modeling module it asks the other finders of
+    `sys.meta_path` and puts a `_Loader` around the loader that they found. The `_Loader` executes
+    the module and then calls `_patch` on it.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -438,7 +477,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Stands in for a module's loader until the module is executed, and leaves no trace there."""
+    """Replaces a module's loader until the module is executed, and restores the module's own loader
+    just before that."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -1,5 +1,5 @@
-"""The whole Gated DeltaNet layer, its cache, and parameter groups for an optimizer. It is not
-imported by `import gdn_triton`."""
+"""The complete Gated DeltaNet layer, its cache, and parameter groups for an optimizer.
+`import gdn_triton` does not import this package."""
 
 from gdn_triton.layers.cache import GatedDeltaNetCache
 from gdn_triton.layers.gated_deltanet import GatedDeltaNet

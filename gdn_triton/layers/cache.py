@@ -1,4 +1,4 @@
-"""The cache of a layer: the states of its sequences between calls."""
+"""The cache of a layer, which stores the states of sequences between calls."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = ["GatedDeltaNetCache", "empty_cache"]
 
 
 class SlotPositions(NamedTuple):
-    """The positions of a call's sequences, and where the cache has them.
+    """The positions of a call's sequences, and their rows in the cache.
 
-    rows: [N], int64, into `positions` of the cache. now: [N], int32.
+    rows: [N], int64, indices into `positions` of the cache. now: [N], int32, the positions.
     """
 
     rows: Tensor
@@ -42,22 +42,23 @@ class SlotPositions(NamedTuple):
 class GatedDeltaNetCache:
     """The states of one layer's sequences, in numbered slots; calls update them in place.
 
-    `gdn_triton.layers.GatedDeltaNet.make_cache` makes one. A slot of zeros is a new sequence. The
-    last row of each pool is no slot: a call writes the states of skipped sequences there, so that
-    no shape depends on the number of skipped sequences.
+    `gdn_triton.layers.GatedDeltaNet.make_cache` makes a cache. A slot of zeros is a new sequence.
+    The last row of each pool is not a slot. A call writes the states of skipped sequences to this
+    row, because no shape may depend on the number of skipped sequences.
 
     Args:
         conv_state: [slots + 1, 2 * H * K + HV * V, conv_size - 1]: the last rows of q, k and v
             before the convolution, the latest last; None without a convolution.
         recurrent_state: [slots + 1, HV, V, K].
         skip: which slots are padding, as for `gdn_triton.recurrent_step`: "negative", or
-            "non_positive" where slot 0 is nobody's.
-        window: the records of the last tokens of each of the slots + 1 rows, of
-            `gdn_triton.make_window`: a state is then recurrent_state and records together. Call
-            `fold` before anything but the layer and this class reads recurrent_state, and `restart`
-            after anything else has written it.
-        positions: [slots + 1], int32, with a window: how many tokens of each slot were decoded with
-            it since `reset`, `restart` or `write`. The layer advances them.
+            "non_positive" if no sequence uses slot 0.
+        window: the records of the last tokens of each of the slots + 1 rows, from
+            `gdn_triton.make_window`. recurrent_state and the records together then hold a state.
+            Call `fold` before code other than the layer and this class reads recurrent_state, and
+            `restart` after such code has written recurrent_state.
+        positions: [slots + 1], int32, with a window: the number of tokens of each slot that were
+            decoded with the window since `reset`, `restart` or `write`. The layer advances the
+            positions.
     """
 
     conv_state: Tensor | None
@@ -84,17 +85,17 @@ class GatedDeltaNetCache:
 
     @property
     def slots(self) -> int:
-        """The number of slots, slot 0 included."""
+        """The number of slots, including slot 0."""
         return self.recurrent_state.shape[0] - 1
 
     @torch.no_grad()
     def reset(self, slots: Tensor | None = None) -> None:
-        """Sets the states in these slots, int32 or int64 [n], to zeros; None: all slots. Slots that
-        are padding are skipped, and other slots do not change.
+        """Sets the states in these slots, int32 or int64 [n], to zeros; None: all slots. Padding
+        slots are skipped, and other slots do not change.
 
         Raises:
-            TypeError, ValueError: slots that do not fit; their contents are checked on the CPU
-                only. No state has changed.
+            TypeError, ValueError: slots that do not fit; only CPU tensors have their contents
+                checked. No state has changed.
         """
         if slots is not None:
             self._check_slots(slots)
@@ -111,7 +112,8 @@ class GatedDeltaNetCache:
         return torch.where(self.is_live(slots), slots, self.slots).long()
 
     def read(self, name: Literal["conv_state", "recurrent_state"], slots: Tensor) -> Tensor:
-        """Copies of these slots' states [n, ...], whole; zeros for padding."""
+        """Returns copies of the states in these slots [n, ...], with all records folded in; zeros
+        for padding."""
         if name == "recurrent_state":
             self.fold(slots)
         pool = self._pool(name)
@@ -121,8 +123,8 @@ class GatedDeltaNetCache:
     def write(
         self, name: Literal["conv_state", "recurrent_state"], slots: Tensor, states: Tensor
     ) -> None:
-        """Puts states [n, ...] into these slots, and drops the records of a window; no gradient
-        goes that way."""
+        """Writes states [n, ...] to these slots, and drops the records of a window. The write has
+        no gradient."""
         pool = self._pool(name)
         with writing(pool):
             pool.index_copy_(0, self.rows(slots), states.detach().to(pool.dtype))
@@ -130,11 +132,12 @@ class GatedDeltaNetCache:
             self.restart(slots)
 
     def fold(self, slots: Tensor | None = None) -> None:
-        """Makes the states of these slots whole in recurrent_state, int32 or int64 [n]; None: all.
-        The layer goes on from there as without the call. Without a window nothing is to be done.
+        """Folds the records of these slots, int32 or int64 [n], into recurrent_state; None: all
+        slots. Later results of the layer do not depend on this call. Without a window it does
+        nothing.
 
         Raises:
-            TypeError, ValueError: as `gdn_triton.fold_window`.
+            TypeError, ValueError: as for `gdn_triton.fold_window`.
         """
         if self.window is not None:
             slots = self._every_slot() if slots is None else slots
@@ -149,9 +152,9 @@ class GatedDeltaNetCache:
             )
 
     def restart(self, slots: Tensor | None = None) -> None:
-        """Says that recurrent_state holds the states of these slots, int32 or int64 [n]; None: all.
-        Their records are dropped, and their positions are 0: what follows does not depend on what
-        the slots held before. Without a window nothing is to be done.
+        """Declares that recurrent_state holds the whole states of these slots, int32 or int64 [n];
+        None: all slots. The records of the slots are dropped and the positions set to 0, so later
+        results do not depend on earlier contents of the slots. Without a window it does nothing.
 
         Raises:
             TypeError, ValueError: slots that do not fit, as for `reset`.
@@ -162,14 +165,15 @@ class GatedDeltaNetCache:
             self._fill((self.positions, self.window.start), slots)
 
     def slot_positions(self, slots: Tensor) -> SlotPositions:
-        """The positions of these slots, for a step with the window."""
+        """Returns the positions of these slots, for a step with the window."""
         assert self.positions is not None
-        # Padding becomes -1, which is the last row, or 0, which is nobody's slot.
+        # Padding becomes -1, which indexes the last row, or 0, which no sequence uses.
         rows = slots.clamp(min=LAST_SKIPPED[self.skip]).long()
         return SlotPositions(rows, self.positions[rows])
 
     def advance(self, given: SlotPositions, tokens: int | Tensor) -> None:
-        """Counts the tokens of a step with the window. tokens: of each sequence, or of every."""
+        """Counts the tokens of a step with the window. tokens: the number for each sequence, or for
+        all."""
         assert self.positions is not None
         with writing(self.positions):
             self.positions[given.rows] = (given.now + tokens).to(self.positions.dtype)
@@ -194,7 +198,7 @@ class GatedDeltaNetCache:
         return torch.arange(first, max(first, self.slots), device=device)
 
     def _check_window(self) -> None:
-        """The steps judge the rest of the window."""
+        """Checks the rows of the window and the positions. The steps check everything else."""
         window, positions = self.window, self.positions
         if window is None:
             if positions is not None:
@@ -241,12 +245,13 @@ def empty_cache(
     skip: str,
     window: bool,
 ) -> GatedDeltaNetCache:
-    """A cache for a layer: `GatedDeltaNet.make_cache` has the arguments that are not here.
+    """Makes an empty cache for a layer. `GatedDeltaNet.make_cache` documents the other arguments.
 
     Args:
-        conv_shape, state_shape: of a slot: [D, W - 1], None without a convolution, and [HV, V, K].
+        conv_shape, state_shape: the shapes of one slot: [D, W - 1], None without a convolution, and
+            [HV, V, K].
         num_heads: H.
-        weight: one of the layer's, of which the dtype and the device are read.
+        weight: a weight of the layer, whose dtype and device are the defaults.
     """
     if type(slots) is not int:
         raise TypeError(must("slots", "be an int", value_of(slots)))
@@ -267,7 +272,7 @@ def empty_cache(
     if not window:
         return GatedDeltaNetCache(conv_state, recurrent_state, skip)
     HV, V, K = state_shape
-    # The tokens are no wider than the weights, and under autocast they are narrower.
+    # Tokens are never wider than the weights; under autocast they are narrower.
     key_dtype = torch.promote_types(weight.dtype, dtype)
     records = make_window(slots + 1, num_heads, HV, K, V, key_dtype, device)
     positions = torch.zeros(slots + 1, dtype=torch.int32, device=device)

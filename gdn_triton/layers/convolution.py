@@ -1,8 +1,9 @@
-"""The convolution of a layer: `gdn_triton.causal_conv1d` from states with its Triton gradients,
-which the function itself has only without states; and masks of the rows that are tokens.
+"""The convolution of a layer, and masks of the rows that are tokens. The layer's convolution starts
+from states and has Triton gradients; `gdn_triton.causal_conv1d` has Triton gradients only without
+states.
 
-The host reads no contents here, and no shape depends on contents. Therefore a call can be compiled
-as one graph and, except in the reference backend, captured in a CUDA graph.
+The host reads no contents in this module, and no shape depends on contents. Therefore a call can be
+compiled as one graph and, except in the reference backend, captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ from gdn_triton.layers.cache import GatedDeltaNetCache
 
 __all__ = ["conv_from_states", "convolved", "joined_weights", "served_rows"]
 
-# The most tokens of a sequence for which the convolution from a cache runs token by token, in one
-# kernel that also writes the states.
+# The longest sequence whose convolution from a cache runs token by token, in one kernel that also
+# writes the states.
 CONV_STEP_TOKENS: Final = 8
 
 
 def sequence_of_tokens(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Returns [T], int64: the sequence of each token, and N for tokens of no sequence."""
+    """Returns [T], int64: the number of each token's sequence, and N for tokens that belong to no
+    sequence."""
     tokens = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens.contiguous(), tokens, right=True) - 1
 
 
 def served_rows(T: int, live: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
     """Returns [1, T, 1] or [B, 1, 1], bool: which rows are tokens of a sequence that is not
-    skipped; None: all rows are. live: [N], bool, which sequences are not skipped; None: all are
-    not."""
+    skipped; None: all rows. live: [N], bool, which sequences are not skipped; None: all
+    sequences."""
     if cu_seqlens is None:
         return None if live is None else live[:, None, None]
     owner = sequence_of_tokens(cu_seqlens, T)
@@ -45,18 +47,18 @@ def served_rows(T: int, live: Tensor | None, cu_seqlens: Tensor | None) -> Tenso
 def conv_from_states(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The convolution of sequences that continue from states, with gradients, on every backend and
-    under a compiler. It copies the W - 1 tokens of each state before the tokens of its sequence,
+    """Convolves sequences that continue from states, with gradients, on every backend and under a
+    compiler. The function copies the W - 1 tokens of each state before the tokens of its sequence,
     and calls the convolution without states.
 
     Args:
         x: [B, T, D]; with cu_seqlens [1, T, D].
         weight: [D, W]. bias: [D], or None.
-        state: [N, D, W - 1], rounded to x's dtype. It is not written, and has a gradient.
+        state: [N, D, W - 1]. It is read in x's dtype, is not written, and has a gradient.
         cu_seqlens: [N + 1].
 
     Returns:
-        y: [B, T, D]; its values for tokens of no sequence are meaningless.
+        y: [B, T, D]; undefined for tokens of no sequence.
         state: [N, D, W - 1], after the last tokens.
     """
     N, D, past = state.shape
@@ -96,12 +98,12 @@ def convolved(
     *,
     cp_context: object | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns qkv after the convolution and, with a cache, the new states. The states are not yet
-    in their slots, because the rule may still refuse the call. longest: an upper bound of the
-    tokens of a sequence. cp_context: the context of sequences that are split over ranks, which have
-    no cache."""
+    """Returns qkv after the convolution and, with a cache, the new states. The new states are not
+    written to their slots yet, because the rule may still refuse the call. longest: an upper bound
+    of the tokens of a sequence. cp_context: the context of sequences that are split over ranks,
+    which have no cache."""
     if cp_context is not None:
-        # Imported here because only calls with cp_context need torch.distributed.
+        # Import here, because only calls with cp_context need torch.distributed.
         from gdn_triton.distributed import conv_halo
 
         halo = conv_halo(qkv, cp_context, weight.shape[1]).mT
@@ -112,8 +114,8 @@ def convolved(
     state = cache.read("conv_state", slots)
     if torch.is_grad_enabled():
         return conv_from_states(qkv, weight, bias, state, cu_seqlens)
-    # A cache may have a narrower dtype than the tokens. Only the tokens that stay in it are
-    # rounded.
+    # A cache may have a narrower dtype than the tokens. Round only the tokens that stay in the
+    # cache.
     state = state.to(torch.promote_types(state.dtype, qkv.dtype))
     convolve = causal_conv1d_update if longest <= CONV_STEP_TOKENS else causal_conv1d
     return convolve(qkv, weight, bias, state=state, cu_seqlens=cu_seqlens), state

@@ -1,4 +1,4 @@
-"""Tokens that a cache decodes one after the other, and the norm of any call."""
+"""Decoding token by token from a cache, and the norm of all calls."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ __all__ = ["by_token", "is_step", "normed", "step"]
 
 
 def is_step(qkv: Tensor, cache: GatedDeltaNetCache | None, cu_seqlens: Tensor | None) -> bool:
-    """Whether a call is `layer_step`, which writes the pools in place. It takes no pool that is
-    narrower than the tokens qkv [B, T, D], and no window whose keys have another dtype."""
+    """Returns whether `layer_step` can run a call. `layer_step` writes the pools in place, and
+    needs pools at least as wide as the tokens qkv [B, T, D] and a window whose keys have the
+    tokens' dtype."""
     if torch.is_grad_enabled() or cache is None or cu_seqlens is not None:
         return False
     if cache.window is not None and cache.window.k.dtype != qkv.dtype:
@@ -45,7 +46,7 @@ def step(
     activation: str,
 ) -> Tensor:
     """Returns y [B, 1, HV, V] of a call for which `is_step` is true. weights: the weights of the
-    convolution, None without one."""
+    convolution, or None without a convolution."""
     weight, bias = (None, None) if weights is None else weights
     assert norm.eps is not None
     given = None if cache.window is None else cache.slot_positions(slots)
@@ -88,8 +89,8 @@ def by_token(
     dt_bias: Tensor,
     allow_neg_eigval: bool,
 ) -> Tensor:
-    """o [B, T, HV, V] of the rule, token by token on the pool: from qkv [B, T, D] after the
-    convolution. longest: no sequence has more tokens."""
+    """Returns o [B, T, HV, V] of the rule, computed token by token on the pool from qkv [B, T, D]
+    after the convolution. longest: an upper bound of the tokens of a sequence."""
     window, given, tokens = cache.window, None, qkv
     if window is not None and longest > window.max_tokens:
         cache.fold(slots)
@@ -119,7 +120,8 @@ def by_token(
 
 
 def _widened(qkv: Tensor, dtype: torch.dtype) -> Tensor:
-    """qkv in the dtype of a window's keys, as tokens of autocast are narrower than the weights."""
+    """Converts qkv to the dtype of a window's keys. Under autocast tokens are narrower than the
+    weights."""
     if torch.promote_types(qkv.dtype, dtype) != dtype:
         expected = f"have a window whose keys hold the tokens' {qkv.dtype}"
         raise ValueError(must("cache", expected, f"keys of {dtype}"))

@@ -25,7 +25,7 @@ from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
 __all__ = ["GatedDeltaNet"]
 
-# The most tokens of a sequence that run token by token without gradients, as in FLA's layer.
+# The longest sequence that runs token by token without gradients, as in FLA's layer.
 RECURRENT_TOKENS: Final = 64
 
 _MODES: Final = ("chunk", "fused_recurrent")
@@ -45,9 +45,9 @@ class GatedDeltaNet(MarksUndecayed):
         o    = the gated delta rule of q and k over their lengths, v, g and beta
         y    = W_o (rms_norm(o) * silu(z))
 
-    with one norm for each head of o. The constructor's parameters, their order and their defaults
-    are those of the layer of that name in flash-linear-attention 0.6.0, and so are the names and
-    shapes of its weights. A state dict of one layer loads into the other.
+    There is one norm for each head of o. The constructor's parameters, their order and their
+    defaults are those of the layer of that name in flash-linear-attention 0.6.0, and so are the
+    names and shapes of its weights. A state dict of one layer loads into the other.
 
     Sizes: B batch, T tokens, N sequences, H = num_heads, HV = num_v_heads, K = head_dim,
     V = expand_v * head_dim.
@@ -58,18 +58,18 @@ class GatedDeltaNet(MarksUndecayed):
         head_dim: K, at most 256 in the Triton backend.
         num_heads: H, heads of q and k.
         num_v_heads: HV, heads of v, a multiple of H. None: H.
-        mode: the form of the rule while gradients are off. "chunk": the recurrence for sequences of
-            up to 64 tokens, otherwise the chunked form. "fused_recurrent": always the recurrence.
-            While gradients are on, the chunked form runs.
-        use_gate: have the output gate z.
-        use_short_conv: have the convolution. False: q, k, v = silu(W_qkv x).
+        mode: the form of the rule without gradients. "chunk": the recurrence for sequences of up to
+            64 tokens, otherwise the chunked form. "fused_recurrent": always the recurrence. With
+            gradients the chunked form always runs.
+        use_gate: whether the layer has the output gate z.
+        use_short_conv: whether the layer has the convolution. False: q, k, v = silu(W_qkv x).
         allow_neg_eigval: beta is 2 * sigmoid(b), so that a state's eigenvalues reach -1.
         conv_size: tokens that the convolution spans. The Triton backend has kernels for 2 to 4.
-        conv_bias: have a bias in it.
-        layer_idx: the number of the layer, kept for the caller and not used.
+        conv_bias: whether the convolution has a bias.
+        layer_idx: the number of the layer. The layer stores the number but does not use it.
         norm_eps: added to the mean square in the norm, at least 0.
         output_gate_activation: the activation of z: "swish" or its other name "silu", or "sigmoid".
-        device, dtype: those of the weights. A_log and dt_bias are always float32.
+        device, dtype: the device and dtype of the weights. A_log and dt_bias are always float32.
 
     Raises:
         TypeError, ValueError: an argument that does not fit.
@@ -186,13 +186,13 @@ class GatedDeltaNet(MarksUndecayed):
         prefix: str = "",
         norm_eps: float = 1e-6,
     ) -> GatedDeltaNet:
-        """The layer with the linear-attention weights of Qwen3-Next or Qwen3.5.
+        """Makes a layer with the linear-attention weights of Qwen3-Next or Qwen3.5.
 
-        num_heads and norm_eps do not follow from the weights. The weights are copied and keep their
-        dtypes and devices.
+        num_heads and norm_eps cannot be derived from the weights. The weights are copied and keep
+        their dtypes and devices.
 
         Args:
-            state_dict, num_heads, prefix: as `gdn_triton.layers.weights_from_qwen` takes them.
+            state_dict, num_heads, prefix: as for `gdn_triton.layers.weights_from_qwen`.
             norm_eps: `rms_norm_eps` of the configuration.
         """
         weights = weights_from_qwen(state_dict, num_heads, prefix)
@@ -211,18 +211,19 @@ class GatedDeltaNet(MarksUndecayed):
         return layer
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew. A layer made on the meta device needs it after `to_empty`."""
+        """Draws all weights anew. A layer made on the meta device needs this call after
+        `to_empty`."""
         for child in self.children():
             child.reset_parameters()  # type: ignore[operator]
         self._reset_gate()
 
     @torch.no_grad()
     def _reset_gate(self) -> None:
-        # The rate is not 0, whose logarithm is -inf, because rand is below 1.
+        # rand is below 1, so the rate is not 0, whose logarithm is -inf.
         self.A_log.copy_((_MOST_RATE * (1 - torch.rand_like(self.A_log))).log())
         least, most = map(math.log, _DT_RANGE)
         dt = (torch.rand_like(self.dt_bias) * (most - least) + least).exp()
-        self.dt_bias.copy_(dt + (-(-dt).expm1()).log())  # its softplus is dt
+        self.dt_bias.copy_(dt + (-(-dt).expm1()).log())  # softplus(dt_bias) is dt
         self._mark_undecayed()
 
     def no_weight_decay(self) -> set[str]:
@@ -246,7 +247,7 @@ class GatedDeltaNet(MarksUndecayed):
         skip: str = "negative",
         window: bool = False,
     ) -> GatedDeltaNetCache:
-        """A cache for this layer with all slots empty.
+        """Makes a cache for this layer with all slots empty.
 
         Args:
             slots: the number of sequences that the cache can hold.
@@ -254,14 +255,14 @@ class GatedDeltaNet(MarksUndecayed):
                 autocast the dtype of autocast is sufficient.
             state_dtype: the dtype of the recurrent states, rounded after every token, or every call
                 in the chunked form. None: float32, or float64 if the weights are float64.
-            device: None: that of the weights.
-            skip: which slots are padding: "negative", or "non_positive" where slot 0 is nobody's.
-            window: keep the last tokens of each slot as records: a step of one token then reads
-                states and seldom writes one (`docs/decode.md`). On an H100, with 16/32 heads, the
+            device: None: the device of the weights.
+            skip: which slots are padding: "negative", or "non_positive" if no sequence uses slot 0.
+            window: store the last tokens of each slot as records: most steps of one token then read
+                a state without writing it (`docs/decode.md`). On an H100, with 16/32 heads, the
                 recurrence of 1, 8 and 64 sequences takes 4.5, 11.4 and 58.7 us with float32 states,
                 and 4.7, 13.1 and 94.6 without a window; with bfloat16 states 4.0, 8.9 and 37.0,
-                and 2.8, 8.2 and 49.1. These figures leave out the additional launches of a step:
-                two because `layer_step` has no window, and four or five that count tokens.
+                and 2.8, 8.2 and 49.1. These times exclude the further launches of a step: six that
+                count tokens, and two where `layer_step` is three launches.
 
         Raises:
             TypeError, ValueError: an argument that does not fit.
@@ -291,35 +292,36 @@ class GatedDeltaNet(MarksUndecayed):
         cu_seqlens_cpu: Tensor | None = None,
         cp_context: object | None = None,
     ) -> Tensor:
-        """The layer over whole sequences, or over the next tokens of sequences that a cache knows.
+        """Runs the layer on whole sequences, or on the next tokens of sequences in a cache.
 
         Args:
             hidden_states: [B, T, hidden_size], float.
-            attention_mask: [B, S], S >= T, bool, integer or float: 0 where there is no token, in
-                its last T columns; earlier columns are not read. Masked tokens, on either side or
-                between others, change no other result, whatever they hold, and their y and their
-                gradient are 0. A float mask may hold 0 and 1 only, which is checked on a CPU; an
-                additive mask would be read with the opposite meaning.
+            attention_mask: [B, S], S >= T, bool, integer or float. The last T columns are 0 where
+                there is no token; earlier columns are not read. Masked tokens may be anywhere in a
+                row. Their values change no other result, and their y and gradient are 0. A float
+                mask may hold only 0 and 1, which is checked on a CPU; an additive mask would be
+                read with the opposite meaning.
             cache: from `make_cache`. Each sequence continues from its slot, which the call updates.
-                No gradient reaches earlier calls. Gradient checkpointing must not repeat a call.
+                Gradients do not flow to earlier calls. Gradient checkpointing must not repeat a
+                call.
             slots: [N], int32 or int64, with a cache: the slot of each sequence, all different. A
                 padding slot (`skip` of the cache) skips its sequence: no state is written, and its
                 y is 0. None: the first N slots.
             cu_seqlens: [N + 1], int32 or int64: the N sequences are packed in one row (B = 1), as
-                `gdn_triton.chunk_gated_delta_rule` takes them. Tokens at or after cu_seqlens[-1]
-                are masked in the same way. Not together with attention_mask.
+                for `gdn_triton.chunk_gated_delta_rule`. Tokens at or after cu_seqlens[-1] are
+                masked. Excludes attention_mask.
             cu_seqlens_cpu: the same offsets on the CPU, if the host knows them, for
                 `gdn_triton.chunk_gated_delta_rule`.
             cp_context: for sequences that are split over ranks, as in `chunk_gated_delta_rule`.
                 hidden_states has this rank's tokens in one row (B = 1), and every other argument is
-                None. All ranks have to make the call, and all or none its backward.
+                None. All ranks must make the call, and either all or no ranks run its backward.
 
         Returns:
             y: [B, T, hidden_size].
 
-        The host reads no masks, slots or offsets on an accelerator. They are not checked there and
-        may change between replays of a CUDA graph. The reference backend reads them.
-        `torch.compile(fullgraph=True)` works with and without gradients.
+        The host does not read masks, slots and offsets on an accelerator. Therefore their contents
+        are not checked there and may change between replays of a CUDA graph. The reference backend
+        reads the contents. `torch.compile(fullgraph=True)` works with and without gradients.
 
         Raises:
             TypeError, ValueError: an argument that does not fit, here or in a function that the
@@ -336,7 +338,7 @@ class GatedDeltaNet(MarksUndecayed):
         )
         B, T, _ = hidden_states.shape
         if cp_context is not None:
-            # A rank without tokens takes part in the exchange too.
+            # A rank without tokens also runs the layer, because the exchange needs all ranks.
             local = cp_context.cu_seqlens  # type: ignore[attr-defined]
             return self._run(hidden_states, None, None, local, T, False, cp_context=cp_context)
         if T == 0:
@@ -348,7 +350,8 @@ class GatedDeltaNet(MarksUndecayed):
         if attention_mask is None:
             return self._run(hidden_states, cache, slots, cu_seqlens, T, skips, cu_seqlens_cpu)
 
-        # The order is: the tokens of each sequence, then all masked tokens, which have no sequence.
+        # The order is: the tokens of each sequence, then all masked tokens, which belong to no
+        # sequence.
         kept = attention_mask[:, -T:] != 0
         offsets = F.pad(kept.sum(1).cumsum(0), (1, 0))
         kept = kept.flatten()
@@ -369,7 +372,7 @@ class GatedDeltaNet(MarksUndecayed):
         cu_seqlens_cpu: Tensor | None = None,
         cp_context: object | None = None,
     ) -> Tensor:
-        """Runs the layer. longest: a bound of a sequence's tokens. skips: slots may hold
+        """Runs the layer. longest: an upper bound of a sequence's tokens. skips: slots may hold
         padding."""
         live = None
         if skips:
@@ -377,8 +380,8 @@ class GatedDeltaNet(MarksUndecayed):
             live = cache.is_live(slots)
         served = served_rows(x.shape[1], live, cu_seqlens)
         if served is not None and torch.is_grad_enabled():
-            # Rows of no sequence may hold anything. A weight's gradient sums over all rows, and 0 *
-            # NaN in this sum would be NaN.
+            # Rows of no sequence may hold NaN. A weight's gradient sums over all rows, and 0 * NaN
+            # in this sum would be NaN.
             x = torch.where(served, x, 0)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         a, b = self.a_proj(x), self.b_proj(x)
@@ -398,11 +401,12 @@ class GatedDeltaNet(MarksUndecayed):
         else:
             o = self._mix(qkv, a, b, cache, slots, cu_seqlens, cu_seqlens_cpu, longest, cp_context)
             if served is not None and torch.is_grad_enabled():
-                # Rows of no sequence are 0 in o, where the norm has no derivative if norm_eps=0.
+                # Rows of no sequence are 0 in o, and with norm_eps=0 the norm has no derivative at
+                # 0.
                 o = torch.where(served[..., None], o, 1)
             y = normed(o, z, self.o_norm, gate)
         y = self.o_proj(y.flatten(-2))
-        # Select instead of multiplying, as 0 * NaN is NaN.
+        # Select instead of multiplying, because 0 * NaN is NaN.
         return y if served is None else torch.where(served, y, 0)
 
     def _mix(
@@ -417,9 +421,9 @@ class GatedDeltaNet(MarksUndecayed):
         longest: int,
         cp_context: object | None,
     ) -> Tensor:
-        """Runs the convolution and the rule, the operations that mix tokens. Returns o [B, T, HV,
-        V] of the projections qkv [B, T, 2 H K + HV V] and a, b [B, T, HV], and updates the cache's
-        slots."""
+        """Runs the convolution and the rule, the operations that mix tokens. Returns o
+        [B, T, HV, V] for the projections qkv [B, T, 2 H K + HV V] and a, b [B, T, HV], and updates
+        the cache's slots."""
         conv_state = None
         if self.use_short_conv:
             weights = self._conv_weights()
@@ -428,7 +432,7 @@ class GatedDeltaNet(MarksUndecayed):
             )
         else:
             qkv = F.silu(qkv)
-        # Test the length last: a trace with a symbolic length gets a guard on it only if needed.
+        # Test the length last, because the test of a symbolic length adds a guard to the trace.
         is_by_token = (
             cp_context is None
             and not torch.is_grad_enabled()
@@ -475,7 +479,7 @@ class GatedDeltaNet(MarksUndecayed):
             if cache is not None:
                 assert slots is not None and final_state is not None
                 cache.write("recurrent_state", slots, final_state)
-        # Write the states last, so that a call that raises has changed none.
+        # Write the states last: a call that raises an error must not change a state.
         if cache is not None and conv_state is not None:
             assert slots is not None
             cache.write("conv_state", slots, conv_state)

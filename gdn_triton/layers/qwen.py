@@ -1,6 +1,6 @@
-"""The linear-attention weights of Qwen3-Next and Qwen3.5, by the names of `GatedDeltaNet`.
+"""Converts the linear-attention weights of Qwen3-Next and Qwen3.5 to the names of `GatedDeltaNet`.
 
-Both models have the layer of this package, but store its projections differently:
+Both models compute the same layer as this package, but store the projections differently:
 
     Qwen3-Next  in_proj_qkvz  [H (2 K + 2 G V), hidden]   for each key head its q, k, then v and z
                 in_proj_ba    [H 2 G, hidden]             of its G = HV / H value heads; b before a
@@ -36,29 +36,29 @@ _FORMATS = {
 def weights_from_qwen(
     state_dict: Mapping[str, Tensor], num_heads: int, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """A state dict for `gdn_triton.layers.GatedDeltaNet` from one of Qwen3-Next or Qwen3.5.
+    """Returns a state dict for `gdn_triton.layers.GatedDeltaNet` from one of Qwen3-Next or Qwen3.5.
 
-    `gdn_triton.layers.GatedDeltaNet.from_qwen` makes the layer too.
+    `gdn_triton.layers.GatedDeltaNet.from_qwen` also makes the layer.
 
     Args:
         state_dict: the tensors of one layer's linear attention, among any others.
         num_heads: H, the number of key heads (`linear_num_key_heads` of the configuration), which
-            does not follow from the shapes. A wrong number that divides the sizes gives wrong
+            cannot be derived from the shapes. A wrong number that divides the sizes gives wrong
             results.
-        prefix: the prefix of these tensors' names, as "model.layers.0.linear_attn.". Other names
-            are ignored.
+        prefix: the prefix of these tensors' names, such as "model.layers.0.linear_attn.". Other
+            names are ignored.
 
     Returns:
         New tensors, which share no memory with the given ones or with each other, in the dtypes and
         on the devices of the given ones.
 
     Warns:
-        UserWarning: num_heads makes K and V differ, where another number of heads would make them
-            equal, as they are in the published models.
+        UserWarning: K and V differ with this num_heads, but would be equal with another number of
+            heads. In the published models K and V are equal.
 
     Raises:
-        ValueError: the tensors under the prefix are those of neither model, or their shapes do not
-            fit each other.
+        ValueError: the tensors with the prefix belong to neither model, or their shapes do not fit
+            each other.
     """
     given = {
         name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)

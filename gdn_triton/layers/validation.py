@@ -1,4 +1,4 @@
-"""Validates a call of the layer."""
+"""Validates the calls of a layer."""
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ def check_call(
 
 
 def _check_context(x: Tensor, cp_context: object) -> None:
-    """Validates a call with cp_context, except its number of tokens, which the exchange checks."""
+    """Validates a call with cp_context. The exchange checks the number of tokens."""
     if not isinstance(getattr(cp_context, "cu_seqlens", None), Tensor):
         expected = (
             "be a gdn_triton.distributed.ContextParallel, or have the attributes of "

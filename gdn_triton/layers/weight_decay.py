@@ -1,4 +1,4 @@
-"""Weights without weight decay, marked by name and by an attribute of the tensor."""
+"""Marks the weights without weight decay, by name and by an attribute of the tensor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class MarksUndecayed(nn.Module):
     """A module that sets the attribute `_no_weight_decay`, as Mamba and flash-linear-attention do,
     on the parameters that its method `no_weight_decay` names.
 
-    torch replaces parameters by new ones without attributes when a module is copied, converted or
-    loaded. The methods here mark the new ones too. `fully_shard` replaces parameters without a call
-    of the module: the attribute is lost, and only the names remain.
+    When a module is copied, converted or loaded, torch replaces its parameters by new ones without
+    attributes. The methods of this class mark the new parameters too. `fully_shard` replaces
+    parameters without calling a method of the module, so the attribute is lost and only the names
+    remain.
     """
 
     def no_weight_decay(self) -> set[str]:
@@ -46,20 +47,21 @@ class MarksUndecayed(nn.Module):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The parameters of a whole model in two groups for an optimizer of torch: with weight decay,
-    and without.
+    """Splits the parameters of a whole model into two groups for an optimizer of torch: with weight
+    decay, and without.
 
         optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3)
 
-    The group without weight decay has the parameters of fewer than two dimensions (gains of norms,
-    biases), the parameters that a module of the model names in a method `no_weight_decay()`, as
-    `GatedDeltaNet` and the models of timm do, and the parameters with a true attribute
-    `_no_weight_decay`. A module's names are those of its own `named_parameters()`; other names are
-    ignored, as in timm. A parameter of several names is not decayed if one of the names is listed.
+    The group without weight decay has the parameters with fewer than two dimensions (gains of
+    norms, biases), the parameters named by a method `no_weight_decay()` of a module of the model,
+    as in `GatedDeltaNet` and the models of timm, and the parameters with a true attribute
+    `_no_weight_decay`. The method's names refer to the module's own `named_parameters()`; other
+    names are ignored, as in timm. A parameter with several names is not decayed if the method lists
+    one of them.
 
     Args:
-        model: as the optimizer will see it, so after `fully_shard`. DistributedDataParallel,
-            `torch.compile` and averaged models may be around it or not.
+        model: the model in the form that the optimizer updates, so after `fully_shard`. It may be
+            wrapped by DistributedDataParallel, `torch.compile` or an averaged model.
         weight_decay: the weight decay of the first group, finite and at least 0.
 
     Returns:
@@ -67,9 +69,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         each in the model's order, without parameters that require no gradient.
 
     Raises:
-        TypeError: model is no module, or weight_decay no real number.
-        ValueError: weight_decay is out of range; or FullyShardedDataParallel has flattened the
-            parameters, which no longer have their dimensions.
+        TypeError: model is not a module, or weight_decay is not a real number.
+        ValueError: weight_decay is out of range, or FullyShardedDataParallel has flattened the
+            parameters, which then lack their dimensions.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(must("model", "be a torch.nn.Module", type_of(model)))

@@ -1,1 +1,1 @@
-"""The delta rule token by token: whole sequences, and steps of decoding on a pool of states."""
+"""The delta rule token by token: for whole sequences, and for decode steps on a pool of states."""

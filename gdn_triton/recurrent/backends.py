@@ -1,4 +1,4 @@
-"""The backends of the recurrence: their refusals, and the functions that plan a call."""
+"""The backends of the recurrence: reasons to refuse a call, and functions that plan a call."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,11 @@ from gdn_triton._host.backends import (
     Operator,
     missing,
     reference_supports,
+    span_refusal,
     states_refusal,
     triton_refusal,
 )
-from gdn_triton.constants import MAX_STATE_SPAN, MAX_TOKENS
+from gdn_triton.constants import MAX_TOKENS
 from gdn_triton.recurrent.problem import (
     FoldOperands,
     FoldProblem,
@@ -19,13 +20,13 @@ from gdn_triton.recurrent.problem import (
     RecurrentProblem,
 )
 
-# plan(problem, operands) returns a function that runs this call and all calls that are like it.
+# plan(problem, operands) returns a function that runs this call and all calls like it.
 Plan = Callable[[RecurrentProblem, Operands], PlannedCall]
 Fold = Callable[[FoldProblem, FoldOperands], None]
 
 
 def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
-    """A sentence why the Triton kernel cannot run this call of the recurrence, or None."""
+    """Returns a sentence why the Triton kernel cannot run this call of the recurrence, or None."""
     if problem.unreadable is not None:
         return problem.unreadable
     dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
@@ -35,7 +36,7 @@ def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
     refusal = states_refusal(problem.state_dtype)
     if refusal is not None:
         return refusal
-    refusal = _span_refusal(problem.tile_span)
+    refusal = span_refusal(problem.tile_span)
     if refusal is not None:
         return refusal
     if problem.T >= MAX_TOKENS:
@@ -49,22 +50,13 @@ def recurrent_triton_supports(problem: RecurrentProblem) -> str | None:
 
 
 def fold_triton_supports(problem: FoldProblem) -> str | None:
-    """A sentence why the Triton kernels cannot fold or restart these windows, or None."""
+    """Returns a sentence why the Triton kernels cannot fold or restart these windows, or None."""
     if problem.unreadable is not None:
         return problem.unreadable
     refusal = triton_refusal((problem.k_dtype,), problem.device.type, problem.K)
     if refusal is None and problem.state_dtype is not None:
         refusal = states_refusal(problem.state_dtype)
-    return refusal or _span_refusal(problem.tile_span)
-
-
-def _span_refusal(tile_span: int) -> str | None:
-    if tile_span < MAX_STATE_SPAN:
-        return None
-    return (
-        "The Triton kernel takes rows and states of which the last element is less than 2^31 "
-        f"elements from the first; one is {tile_span} from it."
-    )
+    return refusal or span_refusal(problem.tile_span)
 
 
 def _load_triton_plan() -> Plan:

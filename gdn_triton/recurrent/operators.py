@@ -1,13 +1,15 @@
-"""The recurrence as operators of torch's library. A compiler sees these operators only.
+"""The recurrence as operators of torch's library. A compiler sees only these operators.
 
-As in `gdn_triton.chunk.operators`, which gives the reasons, an operator is opaque. Its
-implementation validates the call and chooses the backend at every run, and its fake validates
-shapes only. `import gdn_triton` imports this module.
+The operators are opaque, for the reasons that `gdn_triton.chunk.operators` gives. The
+implementation of an operator validates the call and chooses the backend at every run, and its fake
+validates only shapes. `import gdn_triton` imports this module.
 
 - `gdn_triton::fused_recurrent_fwd`, with the gradient `gdn_triton::fused_recurrent_bwd`, which runs
   the forward again in a backend that has gradients.
-- `gdn_triton::recurrent_step` writes its states, `gdn_triton::recurrent_step_out` also its output.
-- `gdn_triton::recurrent_step_window` and `gdn_triton::recurrent_step_window_out` write records too.
+- `gdn_triton::recurrent_step` writes its states, and `gdn_triton::recurrent_step_out` also writes
+  its output.
+- `gdn_triton::recurrent_step_window` and `gdn_triton::recurrent_step_window_out` also write
+  records.
 - `gdn_triton::fold_window`, `gdn_triton::restart_window` and `gdn_triton::accept_window` are the
   functions of these names.
 """
@@ -55,8 +57,9 @@ def _differentiable(given: Mapping[str, Any]) -> list[Any]:
 @torch.library.custom_op(
     "gdn_triton::fused_recurrent_fwd",
     mutates_args=(),
-    # An operator cannot return None: a final state that was not asked for is empty, of shape [0].
-    # Gradients are defined outside of the implementation, which cannot see whether one is needed.
+    # An operator cannot return None, so a final state that was not asked for is an empty tensor of
+    # shape [0]. The gradient is defined outside of the implementation, which cannot see whether a
+    # gradient is needed.
     schema=f"({_SEQUENCES}, bool needs_grad) -> (Tensor o, Tensor final_state)",
 )
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -104,8 +107,8 @@ def _backward_fake(do: Tensor | None, dht: Tensor | None, *args: Any) -> list[Te
 
 
 def _needed(ctx: Any) -> dict[str, bool]:
-    """Returns which arguments need a gradient. torch's list has further entries after the
-    call's."""
+    """Returns which arguments need a gradient. torch's list has more entries than the call has
+    arguments."""
     needed = dict(zip(_ARGUMENTS.names, ctx.needs_input_grad, strict=False))
     return {name: needed[name] for name in DIFFERENTIABLE}
 
@@ -261,7 +264,7 @@ def traced_step(call: StepCall) -> Tensor:
     """Runs `gdn_triton.recurrent_step` through its operator."""
     x, given = call.inputs, flat(call)
     if not torch.compiler.is_compiling():
-        # Torch counts the writes of an operator before it finds that a tensor is elsewhere.
+        # torch counts the writes of an operator before it finds that a tensor is on another device.
         validate_step(call)
     given["is_raw"] = call.options.use_gate_in_kernel
     needs_grad = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x)
@@ -270,7 +273,7 @@ def traced_step(call: StepCall) -> Tensor:
     if has_window:
         required += ["positions", *WINDOW]
     # The operator without a window has no argument for positions, and the operator with a window
-    # none for write_slots.
+    # has none for write_slots.
     elsewhere = (x.write_slots, x.num_accepted_tokens) if has_window else (x.positions,)
     arguments = _WINDOW_OUT_ARGUMENTS if has_window else _OUT_ARGUMENTS
     if (
@@ -360,11 +363,11 @@ def _accept_fake(*args: Any) -> None:
 
 
 def traced_fold(call: FoldCall, *, folds: bool) -> None:
-    """`gdn_triton.fold_window`, `gdn_triton.restart_window` or, with a path,
+    """Runs `gdn_triton.fold_window`, `gdn_triton.restart_window` or, with a path,
     `gdn_triton.accept_window` through its operator."""
     given = flat(call)
     if not torch.compiler.is_compiling():
-        # Torch counts the writes of an operator before it finds that a tensor is elsewhere.
+        # torch counts the writes of an operator before it finds that a tensor is on another device.
         validate_fold(call, folds=folds)
     operators = torch.ops.gdn_triton
     if call.inputs.path is not None:
@@ -393,7 +396,7 @@ def traced_fold(call: FoldCall, *, folds: bool) -> None:
 def _fits(
     given: Mapping[str, Any], flags: Sequence[str], arguments: Arguments, required: Sequence[str]
 ) -> bool:
-    """Whether an operator takes the arguments without a conversion."""
+    """Returns whether an operator accepts the arguments without a conversion."""
     return schema_takes(given, arguments.tensors, required) and all(
         given[name] is True or given[name] is False for name in flags
     )

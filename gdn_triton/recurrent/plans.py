@@ -1,22 +1,22 @@
-"""Plans of the recurrence: the function that runs a call, for all calls that differ in contents
-only.
+"""Plans of the recurrence. A plan is the function that runs all calls that differ only in contents.
 
 A decode step takes microseconds, and the validation of its arguments would take as long. Therefore
-a call is validated, its backend chosen and its launch prepared once for its shapes, strides, dtypes
-and flags. The result is a plan, which is kept under these properties.
+the package validates a call, chooses its backend and prepares its launch once for each combination
+of shapes, strides, dtypes and flags. The result is a plan, which is stored under these properties.
 """
 
-import os
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from gdn_triton._host.backends import Operator
+from gdn_triton._host.environment import variable
 from gdn_triton._host.memory import Apart
+from gdn_triton._host.remembered import keep
 from gdn_triton._host.slots import check_contents, check_parents
-from gdn_triton._host.tensors import is_transformed, resolved
+from gdn_triton._host.tensors import PLAIN_TENSORS, is_transformed, resolved
 from gdn_triton.recurrent.backends import ACCEPT, FOLD, RECURRENT, RESTART, STEP, Plan
 from gdn_triton.recurrent.problem import (
     FoldCall,
@@ -34,12 +34,12 @@ from gdn_triton.recurrent.validation_window import (
     validate_fold,
 )
 
-# When there are this many plans, all are dropped.
+# All plans are dropped when their number reaches this limit.
 MOST_PLANS = 4096
 
 
 class _Plan(NamedTuple):
-    """memory: the check of a step's memory, which runs at every call."""
+    """A stored plan. memory: the check of a step's memory, which runs at every call."""
 
     problem: RecurrentProblem
     memory: Apart | None
@@ -67,14 +67,14 @@ def run_step(call: StepCall) -> Tensor:
 
 
 def judge_step(call: StepCall) -> None:
-    """Raises the errors that `run_step` of this call would raise before its launch. Writes
+    """Raises the errors that `run_step` would raise for this call before its launch. Writes
     nothing."""
     _planned(STEP, call, validate_step, step_memory)
 
 
 def run_fold(call: FoldCall, *, folds: bool) -> None:
-    """Folds the windows of slots or, where nothing is folded, restarts them or, with a path,
-    accepts it. No plan is kept: such calls are rare, or one serves all layers' graphs."""
+    """Folds the windows of slots, restarts them if there is no state, or accepts a path if there is
+    one. No plan is stored, because such calls are rare or are captured in a graph."""
     x = call.inputs
     problem = validate_fold(call, folds=folds)
     if problem.unreadable is None:
@@ -97,23 +97,23 @@ def _planned(
     try:
         key = (
             *rest,
-            # The key has the types too: True == 1 as a key, but validation refuses one of the two.
+            # The key includes the types: True == 1 as a key, but validation refuses one of the two.
             *map(type, rest),
             *map(type, call.options),
-            *map(_known, x),
+            *_known(x),
             operator.name,
             torch.is_grad_enabled(),
-            os.environ.get("GDN_BACKEND"),
+            variable("GDN_BACKEND"),
         )
         plan = None if transformed else _plans.get(key)
     except (TypeError, RuntimeError):
-        # This is an option without a hash, or a tensor without a shape or strides.
+        # An option has no hash, or a tensor has no shape or strides.
         _raise_refusal(judge, call)
         raise
     if plan is None:
         problem = judge(call)
         memory = None
-        # A tensor that no kernel can read need not have an address.
+        # A tensor that no kernel can read may have no address.
         if judge_memory is not None and problem.unreadable is None:
             memory = judge_memory(call)
             memory.check(x)
@@ -125,12 +125,10 @@ def _planned(
             # The copy has other strides, so another plan serves it.
             return _planned(operator, call._replace(inputs=inputs), judge, judge_memory)
         if transformed:
-            # Check the properties of a tensor that the key does not hold.
+            # Check the properties of a tensor that the key does not include.
             return operator.choose(problem).run(problem, x), x
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        run = operator.choose(problem).run(problem, x)
-        plan = _plans[key] = _Plan(problem, memory, run)
+        plan = _Plan(problem, memory, operator.choose(problem).run(problem, x))
+        keep(_plans, key, plan, most=MOST_PLANS)
     else:
         if plan.memory is not None:
             try:
@@ -146,9 +144,9 @@ def _planned(
 
 
 def _raise_refusal(judge: Callable[[_Call], object], call: _Call) -> None:
-    """Raises the error of validation for a call that failed, if validation refuses it. A sparse
-    tensor may have the strides of a dense one. Its call then finds the plan of the dense call and
-    fails, because a sparse tensor has no address.
+    """Raises the error of validation for a call that failed, if validation refuses the call. A
+    sparse tensor may have the strides of a dense tensor. Its call then finds the plan of the dense
+    call and fails, because a sparse tensor has no address.
     """
     try:
         judge(call)
@@ -156,12 +154,21 @@ def _raise_refusal(judge: Callable[[_Call], object], call: _Call) -> None:
         raise refusal from None
 
 
-def _known(x: object) -> object:
-    """The properties of an argument that a plan may depend on. A tensor's contents and address are
-    not among them."""
-    if x is None:
-        return None
-    if isinstance(x, Tensor):
-        layout = x.dtype, x.shape, x.stride(), x.device, x.requires_grad, x.is_neg()
-        return layout if type(x) is Tensor else (type(x), layout)
-    return type(x)
+def _known(operands: Operands) -> list[Any]:
+    """Returns the properties of the operands on which a plan may depend. The properties exclude a
+    tensor's contents and address."""
+    known: list[Any] = []
+    for x in operands:
+        kind = type(x)
+        if x is None:
+            known.append(None)
+        elif kind in PLAIN_TENSORS:
+            device, needs_grad = x.device, x.requires_grad
+            # The entries are in the key itself, because a tuple for each tensor takes longer.
+            known += kind, x.dtype, x.shape, x.stride(), device, needs_grad, x.is_neg()
+        elif isinstance(x, Tensor):
+            layout = x.dtype, x.shape, x.stride(), x.device, x.requires_grad, x.is_neg()
+            known.append((kind, layout))
+        else:
+            known.append(kind)
+    return known

@@ -1,7 +1,7 @@
-"""`prepare_step`: a decode step that holds the tensors and options that all calls of a layer
+"""`prepare_step`: a decode step that stores the tensors and options that all calls of a layer
 share."""
 
-from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -16,22 +16,24 @@ from gdn_triton._host.tensors import PLAIN_TENSORS, is_traced, is_transformed
 from gdn_triton.recurrent.api import recurrent_step
 from gdn_triton.recurrent.window import StepWindow, check_kind
 
-# The most layouts that a step remembers, and the most sets of addresses for each layout. Callers
-# reuse their buffers, so these numbers are normally small.
+# The largest number of layouts that a step remembers, and of address sets for each layout. Callers
+# reuse their buffers, so the actual numbers are normally small.
 MOST_PLACES: Final = 512
 MOST_LAYOUTS: Final = 512
 
-# dtype, shape, strides and device of a tensor; None for an argument that is not given.
-_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device] | None
+# The dtype, shape, strides, device and negative bit of a tensor; None for an argument that is not
+# given.
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool] | None
 
 
 class _Known(NamedTuple):
-    """A validated layout of calls. launches: the recorded launches by the addresses of all
-    tensors."""
+    """A validated layout of calls. launches: the recorded launches, by the addresses of all tensors
+    of the call. Without `out` the address of the output is None, because the step allocates the
+    output: a new allocation overlaps no other tensor and has the alignment of every allocation."""
 
     layouts: tuple[_Layout, ...]
     out: tuple[torch.Size, torch.dtype]
-    launches: dict[tuple[int, ...], Callable[[], None]]
+    launches: dict[tuple[int | None, ...], Again]
 
 
 def prepare_step(
@@ -46,19 +48,20 @@ def prepare_step(
     skip: str = "negative",
     window: StepWindow | None = None,
 ) -> "PreparedStep":
-    """Returns a callable that runs `gdn_triton.recurrent_step` on one pool with less time on the
-    host.
+    """Returns a callable that runs `gdn_triton.recurrent_step` on one pool with less host time.
 
         step = prepare_step(state, A_log=A_log, dt_bias=dt_bias, state_v_first=True)
         o = step(slots, mixed_qkv=mixed_qkv, a=a, b=b)
 
     Args:
-        state, A_log, dt_bias, allow_neg_eigval, use_qk_l2norm_in_kernel, scale, state_v_first,
-            skip, window: as `gdn_triton.recurrent_step`. The step keeps a reference to the tensors,
-            and each call reads their current contents. Their shapes and strides must not change.
+        state, A_log, dt_bias, window: as `gdn_triton.recurrent_step`. The step holds references to
+            the tensors, and each call reads their current contents. Their shapes and strides must
+            not change.
+        allow_neg_eigval, use_qk_l2norm_in_kernel: as `gdn_triton.recurrent_step`.
+        scale, state_v_first, skip: as `gdn_triton.recurrent_step`.
 
     Returns:
-        A `PreparedStep`, whose calls take the other arguments. Nothing has been launched or
+        A `PreparedStep`, whose calls accept the other arguments. Nothing has been launched or
         written.
 
     Raises:
@@ -92,9 +95,10 @@ class PreparedStep:
 
     A call has the bits and the errors of `gdn_triton.recurrent_step`. The first call with each
     combination of shapes, strides, dtypes and addresses of the tensors runs `recurrent_step`; later
-    calls only compare these and launch. The step remembers launches, but no tensors of a call. The
-    first call reads `GDN_BACKEND`, and later calls use the same backend. Under a compiler, on a CPU
-    and in the reference backend every call runs `gdn_triton.recurrent_step`.
+    calls only compare these properties and launch. The address of an output that the step allocates
+    is not compared. The step remembers launches, but no tensors of a call. The first call reads
+    `GDN_BACKEND`, and later calls use the same backend. Under a compiler, on a CPU and in the
+    reference backend every call runs `gdn_triton.recurrent_step`.
     """
 
     __slots__ = ("_has_memory", "_held", "_known", "_last", "_options", "_state", "_written")
@@ -131,23 +135,26 @@ class PreparedStep:
     ) -> Tensor:
         """Returns o of `gdn_triton.recurrent_step` with these arguments and those of
         `prepare_step`."""
+        # fmt: off
         given = (
-            *(out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta),
-            *(a, b, cu_seqlens, positions),
+            out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta, a, b,
+            cu_seqlens, positions,
         )
+        # fmt: on
         if not self._has_memory or is_traced(self._state) or is_transformed():
             return self._whole(given)
+        layouts = _layouts_of(given)
         known = self._last
-        if known is None or not _fits(given, known.layouts):
-            layouts = _layouts_of(given)
+        if known is None or layouts != known.layouts:
             if layouts is None:
                 return self._whole(given)
             known = self._known.get(layouts)
             if known is None:
                 o = self._whole(given)
-                if len(self._known) >= MOST_LAYOUTS:
-                    self._known.clear()
-                self._known[layouts] = self._last = _Known(layouts, (o.shape, o.dtype), {})
+                if _has_launch(given):
+                    if len(self._known) >= MOST_LAYOUTS:
+                        self._known.clear()
+                    self._known[layouts] = self._last = _Known(layouts, (o.shape, o.dtype), {})
                 return o
             self._last = known
         if torch.is_grad_enabled() and self._needs_grad(given):
@@ -155,17 +162,17 @@ class PreparedStep:
         return self._again(given, known)
 
     def _again(self, given: tuple[Tensor | None, ...], known: _Known) -> Tensor:
-        """Runs a call of a known layout."""
-        o = out = given[0]
-        if o is None:
-            shape, dtype = known.out
-            o = torch.empty(shape, dtype=dtype, device=self._state.device)
-        places = (
-            *map(_address, self._held),
-            o.data_ptr(),
-            *[x.data_ptr() for x in given[1:] if x is not None],
+        """Runs a call whose layout is known."""
+        out = given[0]
+        places = tuple(
+            [None if out is None else out.data_ptr()]
+            + [x.data_ptr() for x in self._held]
+            + [x.data_ptr() for x in given[1:] if x is not None]
         )
         again = known.launches.get(places)
+        o = out
+        if o is None:
+            o = self._state.new_empty(known.out[0], dtype=known.out[1])
         if again is None:
             with recording() as launches:
                 self._whole((o, *given[1:]))
@@ -173,11 +180,13 @@ class PreparedStep:
             return o
         count_writes(*self._written, out)
         with on_device(self._state.device):
-            again()
+            # The recorded launch has the address of `out`, which is one of its places.
+            again(o.data_ptr() if out is None else None)
         return o
 
     def _needs_grad(self, given: tuple[Tensor | None, ...]) -> bool:
-        return any(x is not None and x.requires_grad for x in (*self._held, *given))
+        present = [x for x in given if x is not None]
+        return True in map(_requires_grad, (*self._held, *present))
 
     def _whole(self, given: tuple[Tensor | None, ...]) -> Tensor:
         out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta, *rest = (
@@ -204,43 +213,38 @@ class PreparedStep:
         )
 
     @staticmethod
-    def _keep(known: _Known, places: tuple[int, ...], launches: list[Again]) -> None:
+    def _keep(known: _Known, places: tuple[int | None, ...], launches: list[Again | None]) -> None:
         if len(launches) == 1 and launches[0] is not None:
             if len(known.launches) >= MOST_PLACES:
                 known.launches.clear()
             known.launches[places] = launches[0]
 
 
-_address = Tensor.data_ptr
+_requires_grad = attrgetter("requires_grad")
+
+
+_GIVEN_TYPES: Final = frozenset((Tensor, type(None)))
 
 
 def _layouts_of(given: tuple[Tensor | None, ...]) -> tuple[_Layout, ...] | None:
-    """The layouts of the tensors. None if a launch with them cannot be repeated: an argument is no
-    plain tensor in memory, or has a negative bit."""
-    for x in given:
-        if x is None:
-            continue
-        if type(x) is not Tensor or x.layout is not STRIDED or x.is_nested or x.is_neg():
-            return None
-    return tuple(None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in given)
-
-
-def _fits(given: tuple[Tensor | None, ...], layouts: tuple[_Layout, ...]) -> bool:
+    """Returns the layouts of the tensors, or None if one is not a plain tensor with strides."""
+    if not _GIVEN_TYPES.issuperset(map(type, given)):
+        return None
     try:
-        for x, layout in zip(given, layouts, strict=True):
-            if x is None or layout is None:
-                if (x is None) != (layout is None):
-                    return False
-            elif (
-                type(x) is not Tensor
-                or x.shape != layout[1]
-                or x.stride() != layout[2]
-                or x.dtype is not layout[0]
-                or x.device != layout[3]
-                or x.is_neg()
-            ):
-                return False
+        return tuple(
+            [
+                None if x is None else (x.dtype, x.shape, x.stride(), x.device, x.is_neg())
+                for x in given
+            ]
+        )
     except RuntimeError:
-        # A sparse or a nested tensor has no strides or no shape.
-        return False
-    return True
+        # A sparse or nested tensor has no strides or no shape.
+        return None
+
+
+def _has_launch(given: tuple[Tensor | None, ...]) -> bool:
+    """Returns whether a launch with these tensors can be repeated: all are in memory, and none has
+    a negative bit."""
+    return not any(
+        x.layout is not STRIDED or x.is_nested or x.is_neg() for x in given if x is not None
+    )

@@ -1,4 +1,4 @@
-"""The frozen record of one validated call of the recurrence, and the tensors that come with it."""
+"""The frozen record of one validated call of the recurrence, and the record of its tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class RecurrentProblem:
     """The validated properties of a call, on which every backend may rely. Only
     `gdn_triton.recurrent.validation` builds it.
 
-    There are two forms. A *sequence* call returns its final states as new tensors
-    (`gdn_triton.fused_recurrent_gated_delta_rule`). A *step* call has a pool of states, which it
-    updates in place (`gdn_triton.recurrent_step`).
+    There are two kinds of calls. A *sequence* call returns its final states as new tensors
+    (`gdn_triton.fused_recurrent_gated_delta_rule`). A *step* call updates a pool of states in place
+    (`gdn_triton.recurrent_step`).
     """
 
     B: int  # rows of the token tensors: 1 when packed
@@ -41,7 +41,7 @@ class RecurrentProblem:
     use_beta_sigmoid: bool
     allow_neg_eigval: bool
     needs_grad: bool = False  # grad mode is on and some input requires a gradient
-    unreadable: str | None = None  # a sentence why no kernel can take the tensors
+    unreadable: str | None = None  # a sentence why no kernel can read the tensors
     # Sequence calls.
     output_final_state: bool = False
     # Step calls.
@@ -50,7 +50,7 @@ class RecurrentProblem:
     every_token: bool = False  # write_slots has a slot for each token
     last_skipped: int = -1  # slots up to this one are padding
     columns: int = 0  # read_slots is [N, columns], with num_accepted_tokens; 0: it is [N]
-    window_rows: int = 0  # R of the window; 0: there is none
+    window_rows: int = 0  # rows R of the window; 0: there is none
     max_tokens: int = 0  # of the window
 
     @property
@@ -59,10 +59,11 @@ class RecurrentProblem:
 
 
 class Operands(NamedTuple):
-    """The tensors of a call as the caller gave them. In a mixed call q, k and v are all mixed_qkv.
+    """The tensors of a call as given by the caller. In a mixed call q, k and v are all mixed_qkv.
 
     Token tensors are [B, T, ...], or, in step calls, [N, ...] or (packed) [T, ...]. The last six
-    fields are the tensors of a `StepWindow`; its k and g are records, not the call's k and g.
+    fields are the tensors of a `StepWindow`, whose k and g are records, not the k and g of the
+    call.
     """
 
     q: Tensor
@@ -90,8 +91,8 @@ class Operands(NamedTuple):
     scales: Tensor | None = None
 
 
-# The tensors of a window among the operands, each with its name in a `StepWindow`; every window has
-# all of them but the scales.
+# The names of a window's tensors among the operands, with their names in a `StepWindow`. Every
+# window has all of these tensors except the scales.
 WINDOW: Final = {
     "u_rows": "u",
     "k_rows": "k",
@@ -121,7 +122,8 @@ DIFFERENTIABLE: Final = (
 
 
 def sequence_call(given: Mapping[str, Any], needs_grad: bool = False) -> SequenceCall:
-    """From all arguments of `gdn_triton.fused_recurrent_gated_delta_rule`, by their names."""
+    """Builds the call from all arguments of `gdn_triton.fused_recurrent_gated_delta_rule`, by
+    name."""
     of_steps = (
         *("read_slots", "write_slots", "out", "num_accepted_tokens", "parents", "positions"),
         *WINDOW_AND_SCALES,
@@ -131,9 +133,9 @@ def sequence_call(given: Mapping[str, Any], needs_grad: bool = False) -> Sequenc
 
 
 class StepCall(NamedTuple):
-    """The arguments of `gdn_triton.recurrent_step`. is_mixed: mixed_qkv is given, not q, k and v.
-    If a and b are given, not g and beta, the options ask for the gate and the sigmoid. max_tokens:
-    the window's, None without a window."""
+    """The arguments of `gdn_triton.recurrent_step`. is_mixed: mixed_qkv is given instead of q, k
+    and v. If a and b are given instead of g and beta, the options ask for the gate and the sigmoid.
+    max_tokens: the window's max_tokens, None without a window."""
 
     inputs: Operands
     options: Options
@@ -145,8 +147,9 @@ class StepCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldProblem:
-    """One validated call of `gdn_triton.fold_window`, or of `gdn_triton.restart_window` or
-    `gdn_triton.accept_window`, which have no state: their HV, K and V are those of the window."""
+    """One validated call of `gdn_triton.fold_window`, `gdn_triton.restart_window` or
+    `gdn_triton.accept_window`. The latter two have no state: HV, K and V are then the sizes of the
+    window."""
 
     N: int
     H: int
@@ -169,7 +172,8 @@ class FoldProblem:
 
 
 class FoldOperands(NamedTuple):
-    """state: of `gdn_triton.fold_window` only; path: of `gdn_triton.accept_window` only."""
+    """The tensors of a fold. state: only of `gdn_triton.fold_window`. path: only of
+    `gdn_triton.accept_window`."""
 
     state: Tensor | None
     u_rows: Tensor
@@ -194,10 +198,10 @@ class FoldCall(NamedTuple):
 
 
 def fold_period(rows: int, max_tokens: int) -> int:
-    """The number of tokens between two folds of a head. A call reads the records of at most period
-    - 1 + max_tokens tokens, and writes the records of at most max_tokens other tokens. All of these
-    fit the rows of the window, because no program may read a row that another program of the launch
-    writes."""
+    """Returns the number of tokens between two folds of a head. A call reads the records of at most
+    period - 1 + max_tokens tokens, and writes the records of at most max_tokens other tokens. All
+    of these records have rows of their own in the window, because no program may read a row that
+    another program of the launch writes."""
     return rows + 1 - 2 * max_tokens
 
 
@@ -211,15 +215,15 @@ def turn_count(period: int) -> int:
 
 
 def turns(HV: int, period: int) -> list[int]:
-    """The turn of each value head. The state of a head in memory holds the tokens before a position
-    that equals the head's turn modulo the period. All backends fold by this rule, so one backend
-    can continue the window of another."""
+    """Returns the turn of each value head. The state of a head in memory holds the tokens before a
+    position that equals the head's turn modulo the period. All backends use this rule, so one
+    backend can continue the window of another."""
     count = turn_count(period)
     return [hv % count * period // count for hv in range(HV)]
 
 
-# A function that runs calls like a given one. It returns o, and the final states if a sequence call
-# asks for them.
+# A function that runs calls like a given call. It returns o, and the final states if a sequence
+# call asks for them.
 PlannedCall = Callable[[Operands], tuple[Tensor, Tensor | None]]
 
 

@@ -24,8 +24,8 @@ from gdn_triton.reference.window import Records, accept, fold, window_step
 
 
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
-    """Returns the function that runs this call and all calls that are like it. The function reads
-    offsets and slots on the host, and so waits for the device."""
+    """Returns the function that runs this call and all calls like it. The function reads offsets
+    and slots on the host, and therefore waits for the device."""
     run = _step if problem.is_step else _sequences
     if problem.window_rows:
         run = _window_step
@@ -33,7 +33,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
 
 
 def _recurrent(p: RecurrentProblem, x: Operands, initial_state: Tensor | None) -> RecurrentResult:
-    """x: the operands as `views` returns them."""
+    """Runs a call. x: the operands as returned by `views`."""
     if x.parents is not None:
         assert initial_state is not None
         tree = recurrent_tree(
@@ -55,7 +55,7 @@ def _recurrent(p: RecurrentProblem, x: Operands, initial_state: Tensor | None) -
             state_v_first=p.state_v_first,
             kept=p.state_dtype,
         )
-        # Every state has a slot of its own, so there is no final one.
+        # Every state has its own slot, so there is no separate final state.
         return RecurrentResult(tree.o, initial_state, tree.states)
     return recurrent(
         x.q,
@@ -103,7 +103,8 @@ def _sequences(p: RecurrentProblem, x: Operands) -> tuple[Tensor, Tensor | None]
 
 
 def _step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | None]:
-    # Do not use a decorator: a warning names the first frame outside of this package.
+    # Use a with statement. A decorator of torch adds a frame outside of this package, and a warning
+    # would name that frame.
     with torch.no_grad():
         return _on_pool(p, operands)
 
@@ -124,7 +125,7 @@ def _on_pool(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | 
     owner = _owners(p, x)  # the sequence of each token
     served = (owner >= 0) & torch.cat([live, live.new_zeros(1)])[owner]
     if x.parents is not None:
-        # Those of skipped sequences may hold anything.
+        # The slots of skipped sequences may be any numbers.
         x = x._replace(parents=torch.where(served, x.parents, -1))
     result = _recurrent(p, x, initial_state)
 
@@ -161,8 +162,8 @@ def _on_pool(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tensor | 
 
 
 def _given_back(p: RecurrentProblem, x: Operands, operands: Operands, o: Tensor) -> Tensor:
-    """Returns o [B, T, HV, V] in the dtype, shape and memory that the call asks for. x: the views
-    of the operands."""
+    """Returns o [B, T, HV, V] in the dtype, shape and memory that the call asks for. x: the
+    operands as returned by `views`."""
     if x.out is not None:
         with writing(x.out):
             x.out.copy_(o)
@@ -224,7 +225,7 @@ def _window_step(p: RecurrentProblem, operands: Operands) -> tuple[Tensor, Tenso
             dt_bias=x.dt_bias,
             state_v_first=p.state_v_first,
         )
-    # o may be a tensor of inference mode, which the caller need not be in.
+    # o may be an inference tensor although the caller is not in inference mode.
     with torch.no_grad():
         return _given_back(p, x, operands, o.to(p.v_dtype, copy=True)), None
 
@@ -247,7 +248,7 @@ def fold_slots(p: FoldProblem, x: FoldOperands) -> None:
 
 
 def _owners(p: RecurrentProblem, x: Operands) -> Tensor:
-    """Returns [B, T]: the sequence that each token belongs to, -1 for none."""
+    """Returns [B, T]: the number of the sequence of each token, -1 for tokens of no sequence."""
     if x.cu_seqlens is None:
         return torch.arange(p.N, device=p.device)[:, None].expand(p.B, p.T)
     owner = torch.full((1, p.T), -1, device=p.device)

@@ -1,9 +1,9 @@
-"""Validates the calls of the recurrence before anything is launched. The order and the words of
-errors are those of `gdn_triton.chunk.validation`, and nothing is read from an accelerator.
+"""Validates the calls of the recurrence before a launch. Errors have the order and the words of
+`gdn_triton.chunk.validation`, and nothing is read from an accelerator.
 
-`validate_sequences` and `validate_step` check everything that depends on shapes, strides, dtypes
-and flags only, and callers keep their results. `gdn_triton._host.slots.check_contents` checks
-contents that the host can read, at every call.
+`validate_sequences` and `validate_step` check only shapes, strides, dtypes and flags, and callers
+store their results. At every call `gdn_triton._host.slots.check_contents` checks contents that the
+host can read.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ from gdn_triton.recurrent.validation_window import (
     window_span,
 )
 
-# The most tokens of a sequence that are nodes of trees, with a window.
+# The largest number of tree nodes per sequence with a window.
 MOST_NODES: Final = 32
 
 
@@ -135,7 +135,7 @@ def validate_step(call: StepCall) -> RecurrentProblem:
     assert x.g is not None and x.beta is not None
     check_devices(first, x.q.device, named)
 
-    # Check the state first, because the sizes of a mixed tensor follow from it.
+    # Check the state first, because the sizes of a mixed tensor are derived from the state.
     packed = x.cu_seqlens is not None
     check_rank("state", x.state, "slots", "HV", *(("V", "K") if v_first else ("K", "V")))
     HV, K, V = x.state.shape[1:]
@@ -158,7 +158,7 @@ def validate_step(call: StepCall) -> RecurrentProblem:
         check_sizes(H, HV, K, V)
     else:
         check_qkv(x.q, x.k, x.v, **sizes)
-    # The dtypes of a window are fixed, or follow from the dtype of k.
+    # The dtypes of a window are fixed, or derived from the dtype of k.
     judged_apart = ("state", *WINDOW_NAMES.values())
     check_dtypes({name: y for name, y in named.items() if name not in judged_apart}, _INDICES)
     check_pool_dtype(x.state, x.scales)
@@ -238,8 +238,8 @@ def validate_step(call: StepCall) -> RecurrentProblem:
 
 
 def _check_read_slots(x: Operands) -> tuple[int, int]:
-    """Returns N, and the number of columns of read_slots; 0 if it has one slot for each
-    sequence."""
+    """Returns N and the number of columns of read_slots, which is 0 if read_slots has one slot for
+    each sequence."""
     slots, accepted = x.read_slots, x.num_accepted_tokens
     assert slots is not None
     if accepted is None:
@@ -261,7 +261,7 @@ def _check_read_slots(x: Operands) -> tuple[int, int]:
 
 
 def _check_parents(x: Operands, B: int, T: int, most_tokens: int) -> None:
-    """most_tokens: max_tokens of the window, 0 without one."""
+    """Checks parents. most_tokens: max_tokens of the window, 0 without a window."""
     if x.parents is None:
         return
     if x.parents.shape != (B, T):
@@ -282,8 +282,8 @@ def _check_parents(x: Operands, B: int, T: int, most_tokens: int) -> None:
 
 
 def step_memory(call: StepCall) -> Apart:
-    """Returns the memory check of steps like this one, whose arguments are valid. The check takes
-    the inputs in their order. In a mixed call k and v are the same tensor as q."""
+    """Returns the memory check of all steps like this one, whose arguments are valid. The check
+    takes the inputs in their order. In a mixed call k and v are the same tensor as q."""
     given = _step_named(call.inputs, call.is_mixed, call.options.use_gate_in_kernel)
     first, *others = ((name, layout_of(x)) for name, x in given.items())
     again = {"k": None, "v": None} if call.is_mixed else {}
@@ -300,8 +300,8 @@ _INDICES: Final = (
 
 
 def _named(x: Operands, names: Mapping[str, str]) -> dict[str, Any]:
-    """The operands by the names that callers know. names: the callers' names that differ from the
-    fields."""
+    """Returns the operands by the names that callers know. names: the callers' names that differ
+    from the fields."""
     names = {**WINDOW_NAMES, **names}
     return {names.get(name, name): given for name, given in x._asdict().items()}
 
@@ -315,8 +315,8 @@ def _step_named(x: Operands, is_mixed: bool, is_raw: bool) -> dict[str, Any]:
 
 
 def _check_lead(name: str, x: Tensor, dims: int, sizes: str, packed: bool) -> None:
-    """Checks that one or two dimensions precede the last `dims`: one with one token for each
-    sequence, two with several."""
+    """Checks that one dimension precedes the last `dims` if each sequence has one token, and that
+    two dimensions precede them otherwise."""
     either = f"[T, {sizes}] or [1, T, {sizes}]" if packed else f"[N, {sizes}] or [N, T, {sizes}]"
     if x.dim() not in (dims + 1, dims + 2):
         raise ValueError(must(name, f"have shape {either}", shape_of(x)))
@@ -327,7 +327,7 @@ def _check_lead(name: str, x: Tensor, dims: int, sizes: str, packed: bool) -> No
 def _check_mixed(
     mixed: Tensor, HV: int, K: int, V: int, packed: bool
 ) -> tuple[tuple[int, ...], int]:
-    """Checks mixed_qkv; returns its dimensions before the last, and H."""
+    """Checks mixed_qkv and returns its dimensions before the last, and H."""
     _check_lead("mixed_qkv", mixed, 1, "2 * H * K + HV * V", packed)
     keys = mixed.shape[-1] - HV * V
     if K < 1 or keys < 2 * K or keys % (2 * K) != 0:
@@ -348,7 +348,7 @@ def _needs_grad(x: Operands) -> bool:
 
 
 def _tile_span(x: Operands, max_tokens: int = 0, is_mixed: bool = False) -> int:
-    """The number of elements from the first to the last that a program reads of a tensor at
+    """Returns the number of elements of a tensor from the first to the last that a program reads at
     once."""
     rows = (x.q, x.k, x.v, x.gk, x.gv, x.beta, x.out)
     spans = [(y.shape[-1] - 1) * y.stride(-1) for y in rows if y is not None]

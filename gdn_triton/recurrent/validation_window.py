@@ -43,10 +43,10 @@ from gdn_triton.recurrent.problem import (
     fold_period,
 )
 
-# The bound of positions, because the kernels compute with positions in 32 bits.
+# The limit of positions. The kernels compute positions in 32 bits.
 MOST_POSITION: Final = 2**30
 
-# The names in errors of a window's tensors, and the names of the tensors that a step writes.
+# The names of a window's tensors in errors, and the names of the tensors that a step writes.
 WINDOW_NAMES: Final = {field: f"window.{name}" for field, name in WINDOW_AND_SCALES.items()}
 STEP_WRITES: Final = ("window.u", "window.k", "window.g", "window.calls", "window.scales")
 
@@ -75,7 +75,7 @@ def check_window_step(
     T: int,
     is_varlen: bool,
 ) -> tuple[int, int]:
-    """Checks the window of a step whose other arguments are valid, and returns R and max_tokens,
+    """Checks the window of a step whose other arguments are valid, and returns R and max_tokens, or
     (0, 0) without a window. first: the name of the token tensor in errors."""
     if max_tokens is None:
         if x.positions is not None:
@@ -90,7 +90,7 @@ def check_window_step(
         if given is not None:
             raise ValueError(must(name, "be None with window", "a tensor"))
     assert x.state is not None and x.read_slots is not None
-    # In a mixed call k is the mixed tensor, of the same dtype.
+    # In a mixed call x.k is mixed_qkv, so its dtype is the dtype of k.
     slots, k_dtype = x.state.shape[0], x.k.dtype
     rows, most = _check_window(x, max_tokens, slots=slots, H=H, HV=HV, K=K, V=V, k_dtype=k_dtype)
     check_shape("positions", x.positions, N=x.read_slots.shape[0])
@@ -134,7 +134,7 @@ def _check_window(
         if y.dtype != dtype:
             raise ValueError(must(name, f"be {dtype}{why}", str(y.dtype)))
         check_written(name, y)
-        # The kernels compute the places of records from R and the heads alone.
+        # The kernels compute the places of records only from R and the heads.
         if y is not start and not y.is_contiguous():
             raise ValueError(must(name, "be contiguous", f"strides {list(y.stride())}"))
     if type(max_tokens) is not int:
@@ -170,8 +170,9 @@ def _check_positions(
     rows: int,
     max_tokens: int,
 ) -> None:
-    """used: the sequences that have tokens and no padding slot. A valid position equals `start`, or
-    exceeds the position of the call that wrote the last record by 1 to max_tokens."""
+    """Checks positions. used: the sequences that have tokens and no padding slot. A valid position
+    equals `start`, or exceeds the position of the call that wrote the last record by 1 to
+    max_tokens."""
     _check_range(positions, used)
     assert x.start is not None and x.call_rows is not None
     for n in used:
@@ -197,7 +198,7 @@ def _check_path(
     used: list[int],
     rows: int,
 ) -> None:
-    """A path has increasing tokens of the call at its position, then -1."""
+    """Checks that a path has increasing tokens of the call at its position, and then only -1."""
     _check_range(positions, used)
     for n in used:
         tokens = [token for token in path[n] if token != -1]
@@ -227,8 +228,8 @@ def _named(x: FoldOperands) -> dict[str, Any]:
 
 
 def validate_fold(call: FoldCall, *, folds: bool) -> FoldProblem:
-    """Checks the arguments of `gdn_triton.fold_window` or, where nothing is folded, those of
-    `gdn_triton.restart_window` or, with a path, `gdn_triton.accept_window`."""
+    """Checks the arguments of `gdn_triton.fold_window`, of `gdn_triton.restart_window` if there is
+    no state, or of `gdn_triton.accept_window` if there is a path."""
     x, named = call.inputs, _named(call.inputs)
     if not folds:
         del named["state"]
@@ -288,12 +289,12 @@ def validate_fold(call: FoldCall, *, folds: bool) -> FoldProblem:
 
 
 def window_span(x: Tensor) -> int:
-    """The number of elements from the first to the last of one slot."""
+    """Returns the number of elements from the first to the last of one slot."""
     return sum((n - 1) * s for n, s in zip(x.shape[1:], x.stride()[1:], strict=True))
 
 
 def fold_memory(call: FoldCall) -> Apart:
-    """Returns the memory check of such calls, which takes the inputs."""
+    """Returns the memory check of such calls. The check takes the inputs."""
     named = _named(call.inputs)
     if call.inputs.path is None:
         del named["path"]

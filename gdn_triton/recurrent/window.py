@@ -1,5 +1,5 @@
-"""The window of a decode step: made, folded into the states, restarted, and left with one path of
-a tree. `docs/decode.md` says when each of these is called."""
+"""The window of a decode step: functions that make it, fold it into the states, restart it, and
+accept one path of a tree. `docs/decode.md` explains when to call each function."""
 
 from typing import Any, NamedTuple
 
@@ -33,9 +33,9 @@ from gdn_triton.recurrent.validation_window import check_pool_dtype
 class StepWindow(NamedTuple):
     """The records of the last tokens of each slot, for `gdn_triton.recurrent_step`.
 
-    The record of the token at position t of a sequence, counted from 0, lies in row t mod R of its
-    slot. All tensors but `start` are contiguous. Rows that no token of the slot's sequence has
-    written may hold anything.
+    The record of the token at position t of a sequence, counted from 0, is in row t mod R of its
+    slot. All tensors except `start` are contiguous. Rows that no token of the slot's sequence has
+    written are undefined.
 
     Attributes:
         u: [slots, R, HV, V], float32: the u_t of S_t = exp(g_t) S_(t-1) + k_t (x) u_t, with the key
@@ -43,12 +43,15 @@ class StepWindow(NamedTuple):
         k: [slots, R, H, K], the dtype of the step's k (or mixed_qkv): k_t before its normalisation.
         g: [slots, R, HV], float32: the natural logarithm of the decay, after its activation.
         calls: [slots, R], int32: the position at the start of the call that wrote the row.
-        start: [slots], int32: the state in memory holds at least the tokens before this position,
-            and no row of the sequence is older.
-        max_tokens: the most tokens of a sequence in one step, 1 to R / 2. Each head is folded once
-            in R + 1 - 2 * max_tokens tokens.
+        start: [slots], int32: the state in memory includes at least the tokens before this
+            position, and no row of the sequence holds an earlier token.
+        max_tokens: the largest number of tokens of a sequence in one step, 1 to R / 2. Each head is
+            folded once in R + 1 - 2 * max_tokens tokens.
         scales: [slots, HV, V], float32, for a pool of int8, and otherwise None: element (k, v) of a
             state is the pool's number times the scale of value channel v. A fold writes both.
+        tickets: [slots, H], int32, or None: counters with which a `gdn_triton.layer_step` of one
+            launch counts its programs. They are 0 before and after a step. Without tickets a step
+            is three launches.
     """
 
     u: Tensor
@@ -58,13 +61,14 @@ class StepWindow(NamedTuple):
     start: Tensor
     max_tokens: int
     scales: Tensor | None = None
+    tickets: Tensor | None = None
 
     def unpacked(self, state: Tensor, slots: Tensor, *, state_v_first: bool = False) -> Tensor:
         """Returns the states of some slots of an int8 pool as a new float32 tensor [N, HV, K, V],
-        or [N, HV, V, K] with `state_v_first`. A prefill can continue from them, or a checkpoint can
-        store them.
+        or [N, HV, V, K] with `state_v_first`. A prefill can continue from these states, or a
+        checkpoint can store them.
 
-        Call `gdn_triton.fold_window` before, so that the pool holds all tokens.
+        Call `gdn_triton.fold_window` first, so that the pool includes all tokens.
 
         Args:
             state: the pool, int8.
@@ -72,8 +76,8 @@ class StepWindow(NamedTuple):
 
         Raises:
             TypeError, ValueError: an argument that does not fit, with its name, the expected and
-                the given value. Slots are checked where they are CPU tensors; on an accelerator one
-                that is not in the pool is undefined behaviour.
+                the given value. Slots are checked if they are CPU tensors; on an accelerator a slot
+                outside of the pool is undefined behaviour.
         """
         scales = self._check_packed(state, slots, state_v_first)
         factors = scales[slots].unsqueeze(-1 if state_v_first else -2)
@@ -82,20 +86,19 @@ class StepWindow(NamedTuple):
     def pack(
         self, state: Tensor, slots: Tensor, states: Tensor, *, state_v_first: bool = False
     ) -> None:
-        """Rounds states into slots of an int8 pool and writes their scales, for states that a
-        prefill has returned or a checkpoint has stored. Call `gdn_triton.restart_window`
-        afterwards.
+        """Rounds states of a prefill or of a checkpoint into slots of an int8 pool and writes their
+        scales. Call `gdn_triton.restart_window` afterwards.
 
         Each value channel's largest magnitude becomes 127 times its scale, and every number is
         rounded to the nearest multiple of the scale. A channel whose magnitudes are all at most
-        1e-30 becomes 0, and one that is not finite becomes NaN.
+        1e-30 becomes 0, and a channel that is not finite becomes NaN.
 
         Args:
             state, slots, state_v_first: as in `unpacked`; each slot at most once.
             states: float, [N, HV, K, V] or, with `state_v_first`, [N, HV, V, K].
 
         Raises:
-            As `unpacked`.
+            TypeError, ValueError: as for `unpacked`.
         """
         scales = self._check_packed(state, slots, state_v_first)
         expected = (slots.shape[0], *state.shape[1:])
@@ -108,7 +111,7 @@ class StepWindow(NamedTuple):
         if slots.device.type == "cpu":
             named = slots.tolist()
             check_once("slots", final_writes(named, named, -1))
-        # Imported here because `import gdn_triton` does not import the reference.
+        # Import here, because `import gdn_triton` does not import the reference.
         from gdn_triton.reference.window import scaled_to_int8
 
         with torch.no_grad(), writing(state), writing(scales):
@@ -153,24 +156,25 @@ def make_window(
     max_tokens: int = 1,
     with_scales: bool = False,
 ) -> StepWindow:
-    """Makes a window for a pool of states whose slots hold no token yet. Each `start` is 0.
+    """Makes a window for a pool of states whose slots include no token yet. Each `start` is 0.
 
     Args:
         slots: the number of slots of the pool.
         H, HV, K, V: heads of k, heads of v, channels of a key and of a value.
         dtype: the dtype of k, or of mixed_qkv, in the steps.
         device: the device of the pool.
-        rows: R, the records of a slot. More make folds rarer and each step longer.
-        max_tokens: the most tokens of a sequence in one step, 1 to R / 2.
+        rows: R, the records of a slot. With more rows folds are rarer and each step is longer.
+        max_tokens: the largest number of tokens of a sequence in one step, 1 to R / 2.
         with_scales: the pool is int8, whose states need a scale for each value channel. The scales
             start at 0, as the states of new sequences do.
 
     Returns:
-        A `StepWindow` of new tensors: slots * R * (4 * HV * (V + 1) + 4) + 4 * slots bytes, and
-        slots * R * H * K numbers of `dtype`. The scales take 4 * slots * HV * V bytes more.
+        A `StepWindow` of new tensors: slots * (R * (4 * HV * (V + 1) + 4) + 4 * H + 4)
+        bytes, and slots * R * H * K numbers of `dtype`. The scales take 4 * slots * HV * V bytes
+        more.
 
     Raises:
-        TypeError, ValueError: a size that is no int or too small, or a max_tokens above R / 2.
+        TypeError, ValueError: a size that is not an int or too small, or a max_tokens above R / 2.
     """
     sizes = {"slots": slots, "H": H, "HV": HV, "K": K, "V": V}
     for name, size in {**sizes, "rows": rows, "max_tokens": max_tokens}.items():
@@ -190,6 +194,7 @@ def make_window(
         start=torch.zeros(slots, dtype=torch.int32, device=device),
         max_tokens=max_tokens,
         scales=torch.zeros(slots, HV, V, device=device) if with_scales else None,
+        tickets=torch.zeros(slots, H, dtype=torch.int32, device=device),
     )
 
 
@@ -203,11 +208,11 @@ def fold_window(
     skip: str = "negative",
 ) -> None:
     """Folds all records of some slots into their states. Afterwards the pool alone holds the
-    sequences.
+    states.
 
-    Call it before anything except a step with this window reads a state: a copy of the slot, a
-    prefill that continues from it, or a step without the window. Steps with the window may continue
-    afterwards at the same position.
+    Call this function before code other than a step with this window reads a state: a copy of the
+    slot, a prefill that continues from the slot, or a step without the window. Afterwards steps
+    with the window may continue at the same position.
 
     Args:
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float, or int8 where
@@ -215,8 +220,8 @@ def fold_window(
         window: of this pool. `start` of the slots is written.
         slots: [N], int32 or int64: which slots; each at most once. Slots that are padding (`skip`)
             are skipped.
-        positions: [N], int32 or int64: the number of tokens of each slot's sequence that are kept.
-            As in a step, later drafted tokens of the last call are dropped.
+        positions: [N], int32 or int64: the number of tokens of each slot's sequence that the state
+            will include. As in a step, later drafted tokens of the last call are dropped.
         state_v_first, skip: as in `gdn_triton.recurrent_step`.
 
     Returns:
@@ -237,23 +242,24 @@ def fold_window(
 def restart_window(
     window: StepWindow, slots: Tensor, positions: Tensor, *, skip: str = "negative"
 ) -> None:
-    """Declares that the states of some slots hold all tokens before `positions`.
+    """Declares that the states of some slots include all tokens before `positions`.
 
-    Call it after anything except a step with this window has written a state: a prefill, a copy of
-    another slot, or zeros for a new sequence at position 0. The slot's records are dropped.
+    Call this function after code other than a step with this window has written a state: a prefill,
+    a copy of another slot, or zeros for a new sequence at position 0. The slot's records are
+    dropped.
 
     Args:
         window: `start` of the slots is written.
         slots: [N], int32 or int64: which slots; each at most once. Slots that are padding (`skip`)
             are skipped.
-        positions: [N], int32 or int64: the number of tokens that each slot's state holds.
+        positions: [N], int32 or int64: the number of tokens that each slot's state includes.
         skip: as in `gdn_triton.recurrent_step`.
 
     Returns:
         Nothing.
 
     Raises:
-        As `gdn_triton.fold_window`.
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `gdn_triton.fold_window`.
     """
     _run(fold_call(None, window, slots, positions, False, skip), folds=False)
 
@@ -266,29 +272,31 @@ def accept_window(
     *,
     skip: str = "negative",
 ) -> None:
-    """Keeps one path of the trees that a step with `parents` has left in the window.
+    """Reduces the trees that a step with `parents` has written to the window to one path.
 
-    The records of the path's tokens move together: afterwards the window is that of a call that had
-    these tokens alone. The next step has the position `positions` plus the path's length. A path
-    that begins with the first tokens of the call, in their order, needs no such move.
+    The records of the path's tokens are moved to consecutive rows. Afterwards the window equals
+    that of a call with only these tokens. The next step has the position `positions` plus the
+    path's length. A path that consists of the first tokens of the call, in order, needs no call of
+    this function.
 
     Args:
         window: its u, k and g are written.
-        slots: [N], int32 or int64: which slots; each at most once. Those that are padding (`skip`)
-            are passed over.
-        positions: [N], int32 or int64: those of the step with the trees.
+        slots: [N], int32 or int64: which slots; each at most once. Padding slots (`skip`) are
+            skipped.
+        positions: [N], int32 or int64: the positions of the step with the trees.
         path: [N, L], int32 or int64: the accepted tokens of each sequence, from a root on, by their
-            numbers in the step: increasing, then -1. On an accelerator this is not checked, and is
-            undefined behaviour otherwise.
+            numbers in the step. The numbers increase and are padded with -1. On an accelerator this
+            is not checked, and other numbers are undefined behaviour.
         skip: as in `gdn_triton.recurrent_step`.
 
     Returns:
         Nothing.
 
-    No contents are read by the host on an accelerator, so the call can be part of a CUDA graph.
+    The host reads no contents on an accelerator, so the call can be part of a CUDA graph.
 
     Raises:
-        As `gdn_triton.fold_window`. The contents of path are judged where it is a CPU tensor.
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `gdn_triton.fold_window`. The
+            contents of path are checked if it is a CPU tensor.
     """
     call = fold_call(None, window, slots, positions, False, skip, path, has_path=True)
     _run(call, folds=False)

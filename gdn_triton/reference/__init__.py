@@ -1,5 +1,5 @@
-"""The specification of every op in plain torch, which is the CPU backend too. It imports only torch
-and the constants, and therefore shares no fault with the rest of the package."""
+"""The specification of every op in plain torch, which is also the CPU backend. It imports only
+torch and the constants, so it shares no code, and no fault, with the rest of the package."""
 
 from gdn_triton.reference.activations import beta_sigmoid, gate, l2norm
 from gdn_triton.reference.arithmetic import product

@@ -12,7 +12,7 @@ from gdn_triton.reference.arithmetic import compute_dtype
 
 
 def gate(g_raw: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
-    """Natural-log decay g = -exp(A_log) * softplus(g_raw + dt_bias).
+    """Computes the natural-log decay g = -exp(A_log) * softplus(g_raw + dt_bias).
 
     This is the parametrisation of Mamba-2 (arXiv:2405.21060), as used in arXiv:2412.06464, section
     3.4.
@@ -37,18 +37,19 @@ def gate(g_raw: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
 
 
 def _log_decay(x: Tensor, log_rate: Tensor) -> Tensor:
-    # Far below 0 softplus(x) is e^x, and the product is computed as exp(log_rate + x):
-    # exp(log_rate) may overflow where e^x underflows, and inf * 0 is NaN.
+    # Far below 0 softplus(x) is e^x, so compute the product as exp(log_rate + x): exp(log_rate) may
+    # overflow where e^x underflows, and inf * 0 is NaN.
     is_exp = x < -2 * SOFTPLUS_THRESHOLD
     softplus = torch.where(is_exp, 1, F.softplus(x, threshold=SOFTPLUS_THRESHOLD))
     return -torch.where(is_exp, log_rate + x, log_rate).exp() * softplus
 
 
 def beta_sigmoid(beta_raw: Tensor, allow_neg_eigval: bool = False) -> Tensor:
-    """Write strength sigmoid(beta_raw), in (0, 1); twice that, in (0, 2), if `allow_neg_eigval`.
+    """Computes the write strength sigmoid(beta_raw), in (0, 1), or twice that with
+    `allow_neg_eigval`.
 
-    With |k| = 1 the state's transition has the eigenvalue 1 - beta along k, hence the name
-    (arXiv:2411.12537).
+    With |k| = 1 the state's transition has the eigenvalue 1 - beta along k, which explains the name
+    of the option (arXiv:2411.12537).
 
     Args:
         beta_raw: [B, T, HV], any float dtype.
@@ -61,15 +62,17 @@ def beta_sigmoid(beta_raw: Tensor, allow_neg_eigval: bool = False) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x) in x's dtype, with an accurate derivative for large x too. The derivative of
-    torch's sigmoid is s (1 - s), and there the rounding of s loses e^-x."""
+    """Returns 1 / (1 + e^-x) in x's dtype, with an accurate derivative for large x too. torch
+    computes the derivative of its sigmoid as s (1 - s). For large x the rounding of s makes 1 - s
+    lose e^-x."""
     negative = x < 0
     e = torch.where(negative, x, -x).exp()
     return torch.where(negative, e, 1) / (1 + e)
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """x / sqrt(sum(x^2) + L2NORM_EPS) over the last dimension, in float32 or float64, then rounded.
+    """Computes x / sqrt(sum(x^2) + L2NORM_EPS) over the last dimension in float32 or float64 and
+    rounds it.
 
     Args:
         x: [..., K], any float dtype.

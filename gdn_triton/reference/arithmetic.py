@@ -15,20 +15,20 @@ R = TypeVar("R")
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float64 if any tensor is float64, else float32."""
+    """Returns float64 if any tensor is float64, else float32."""
     wide = any(x is not None and x.dtype == torch.float64 for x in tensors)
     return torch.float64 if wide else torch.float32
 
 
 def upcast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All tensors in their common compute dtype."""
+    """Converts all tensors to their common compute dtype."""
     dtype = compute_dtype(*tensors)
     return tuple(x.to(dtype) for x in tensors)
 
 
 def ignores_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Turns autocast off, which would silently run the products in half precision, and mix their
-    dtype with the state's."""
+    """Disables autocast, which would silently run the products in half precision, and mix their
+    dtype with the state's dtype."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -41,7 +41,7 @@ def ignores_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 # Autocast may differ between forward and backward: torch's backward of a product runs in half
 # precision if `backward` is called inside autocast, even if the forward ran outside. The gradients
-# here turn autocast off. They call the same two functions, so this holds for second derivatives
+# below disable autocast. They call the same two functions, so second derivatives ignore autocast
 # too. If autograd records nothing, torch's functions run directly.
 
 
@@ -84,7 +84,7 @@ class _TriangularSolve(torch.autograd.Function):
     @staticmethod
     def forward(A: Tensor, B: Tensor, upper: bool) -> Tensor:
         # With unitriangular=True torch does not read the diagonal and assumes ones, so A can be
-        # passed in place of I + A.
+        # passed instead of I + A.
         return torch.linalg.solve_triangular(A, B, upper=upper, unitriangular=True)
 
     @staticmethod
@@ -108,7 +108,7 @@ class _TriangularSolve(torch.autograd.Function):
 
 
 def _strict_part(A: Tensor, upper: bool) -> Tensor:
-    """A with its diagonal and the other triangle set to 0."""
+    """Returns A with its diagonal and the other triangle set to 0."""
     return A.triu(1) if upper else A.tril(-1)
 
 
@@ -117,8 +117,8 @@ def _records(*tensors: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with leading dimensions that broadcast. Its derivatives ignore autocast. The product
-    itself ignores autocast only inside of `ignores_autocast`."""
+    """Returns a @ b with leading dimensions that broadcast. The derivatives ignore autocast. The
+    product itself ignores autocast only inside of `ignores_autocast`."""
     if not _records(a, b):
         return a @ b
     c: Tensor = _Product.apply(a, b)  # type: ignore[no-untyped-call]
@@ -126,7 +126,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def triangular_solve(A: Tensor, B: Tensor, upper: bool) -> Tensor:
-    """Solves as `_TriangularSolve` does; its derivatives ignore autocast."""
+    """Solves as `_TriangularSolve` does. The derivatives ignore autocast."""
     if not _records(A, B):
         return _TriangularSolve.forward(A, B, upper)
     X: Tensor = _TriangularSolve.apply(A, B, upper)  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
-"""Gated delta rule in plain torch: the specification, and the CPU backend.
+"""The gated delta rule in plain torch: the specification, and the CPU backend.
 
-Two forms of one operator. Per sequence and value head hv, with key head h = hv // (HV // H) and a
-state S of shape [K, V] (g is the natural-log decay, at most 0; -inf forgets everything):
+This module has two forms of one operator. For each sequence and value head hv, with key head h = hv
+// (HV // H) and a state S of shape [K, V] (g is the natural-log decay, at most 0; -inf forgets
+everything):
 
     S <- exp(g_t) S,    S <- S + k_t (x) beta_t (v_t - S^T k_t),    o_t = scale S^T q_t
 
@@ -16,12 +17,14 @@ delta rule is arXiv:2406.06484 (section 3). The papers write S as [V, K] and dec
 here S is [K, V] and decays are sums of base-2 logarithms, subtracted before they are exponentiated.
 
 Arithmetic is float64 when any of q, k, v, g, beta, initial_state is float64, else float32; narrower
-inputs are upcast, which is exact. Every function is differentiable by autograd, leaves its inputs
-alone and ignores autocast. On a GPU, float32 products follow `torch.set_float32_matmul_precision`.
+inputs are upcast, which is exact. Every function is differentiable by autograd, does not write its
+inputs, and ignores autocast. On a GPU, float32 products follow
+`torch.set_float32_matmul_precision`.
 
-Layouts: padded, B sequences of T tokens; or packed, B = 1 and sequence n at tokens cu_seqlens[n] to
-cu_seqlens[n + 1] (cu_seqlens [N + 1], int32 or int64, read on the host). Chunks restart at every
-sequence's start. Shapes are not checked here; `gdn_triton.chunk.validation` checks them.
+There are two layouts: padded, with B sequences of T tokens; and packed, with B = 1 and sequence n
+at tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1 (cu_seqlens [N + 1], int32 or int64, read on the
+host). Every sequence starts with a new chunk. Shapes are not checked here;
+`gdn_triton.chunk.validation` checks them.
 """
 
 from __future__ import annotations
@@ -84,8 +87,8 @@ def _prepare(
     dtype = compute_dtype(q, k, v, g, beta, initial_state)
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
-    # Do this first, because a NaN in a token of no sequence would reach A_log's gradient through
-    # the gate.
+    # First set the tokens of no sequence to 0, because a NaN in them would reach A_log's gradient
+    # through the gate.
     q, k, v, g, beta = (chunks.without_orphans(x) for x in (q, k, v, g, beta))
     if use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
@@ -137,9 +140,10 @@ def recurrent_gated_delta_rule(
     dt_bias: Tensor | None = None,
     state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule token by token, which every other form must equal.
+    """Computes the gated delta rule token by token. Every other form must give the same result.
 
-    arXiv:2412.06464, section 3.1, equation 10; the module's docstring has it in our symbols.
+    The rule is equation 10 of arXiv:2412.06464, section 3.1. The module's docstring has the
+    equation in our symbols.
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H. Any float dtypes.
@@ -148,14 +152,14 @@ def recurrent_gated_delta_rule(
         beta: [B, T, HV], write strength; with `use_beta_sigmoid` the input of `beta_sigmoid`.
         scale: None is K**-0.5; any float is taken literally.
         initial_state: [N, HV, K, V], [N, HV, V, K] if `state_v_first`; None is 0.
-        cu_seqlens: [N + 1]; None is padded, with N = B.
+        cu_seqlens: [N + 1]; None means the padded layout, with N = B.
         use_qk_l2norm: q and k pass through `l2norm`.
         A_log, dt_bias: [HV], for `use_gate`.
 
     Returns:
         o [B, T, HV, V] in q's dtype, 0 for tokens of no sequence; and the final state, in
-        initial_state's layout, a new tensor in the compute dtype. An empty sequence passes its
-        state through.
+        initial_state's layout, a new tensor in the compute dtype. The final state of an empty
+        sequence is its initial state.
     """
     tokens = Chunks.of(q, 1, cu_seqlens)
     x = _prepare(
@@ -193,8 +197,8 @@ def recurrent_gated_delta_rule(
 class ChunkResult(NamedTuple):
     """The results of `chunk_gated_delta_rule`. BT is the chunk size, NT the number of chunks.
 
-    o is in q's dtype, the rest in the compute dtype. All but o and final_state are None unless
-    `keep_intermediates`.
+    o is in q's dtype, and all other tensors are in the compute dtype. All tensors except o and
+    final_state are None unless `keep_intermediates` is set.
     """
 
     o: Tensor  # [B, T, HV, V]
@@ -229,15 +233,16 @@ def chunk_gated_delta_rule(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     keep_intermediates: bool = False,
 ) -> ChunkResult:
-    """The gated delta rule in chunks: matrix products, and one loop over chunk positions.
+    """Computes the gated delta rule in chunks, with matrix products and one loop over chunk
+    positions.
 
-    arXiv:2412.06464, section 3.3. Arguments, o and the final state are those of
-    `recurrent_gated_delta_rule`, and so is the result up to rounding.
+    The form is that of arXiv:2412.06464, section 3.3. Arguments and results are those of
+    `recurrent_gated_delta_rule`, up to rounding.
 
     Args:
-        chunk_size: any positive int; the kernels take gdn_triton.constants.CHUNK_SIZES.
-        keep_intermediates: also return every step's result in the token layout. Without it each is
-            dropped after its last use (autograd keeps what it needs).
+        chunk_size: any positive int; the kernels accept gdn_triton.constants.CHUNK_SIZES.
+        keep_intermediates: also return every step's result in the token layout. Otherwise each
+            result is freed after its last use, except tensors that autograd needs.
 
     If many sequences are shorter than a chunk, their chunks have fewer rows
     (`gdn_triton.reference.lengths`). This changes only the order of sums.
@@ -269,7 +274,7 @@ def chunk_gated_delta_rule(
 
 
 class _Given(NamedTuple):
-    """The tensors of a call that have a part for each token or each sequence."""
+    """The tensors of a call that have one part per token or per sequence."""
 
     q: Tensor
     k: Tensor
@@ -298,7 +303,7 @@ def _with_columns(result: ChunkResult, chunk_size: int) -> ChunkResult:
 
 
 def _joined(results: list[ChunkResult], groups: list[Group], T: int) -> ChunkResult:
-    """Joins the results of groups of packed sequences to the result of the whole call, of T
+    """Concatenates the results of groups of packed sequences to the result of the whole call, of T
     tokens."""
 
     def places(name: str) -> Tensor:
@@ -364,8 +369,7 @@ def _chunked(
         if keep_intermediates:
             kept.update({name: chunks.merge(from_heads(step)) for name, step in steps.items()})
 
-    # g is 0 past a sequence's end, so the sums there repeat the last value, as `hold` does
-    # elsewhere.
+    # g is 0 past a sequence's end, so the sums there repeat the last value, like `hold` elsewhere.
     g_cumsum = to_heads(chunks.split(floored_log2_decay(x.g)).cumsum(1), H)
     k_c, v_c, beta_c = (to_heads(chunks.split(y), H) for y in (x.k, x.v, x.beta))
     A = kkt_in_chunks(k_c, g_cumsum, beta_c)

@@ -1,5 +1,5 @@
-"""Token tensors by chunks and by heads, for padded and packed calls. The specification computes in
-this view."""
+"""Token tensors in the shape of chunks and heads, for padded and packed calls. The specification
+computes in this view."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gdn_triton.reference.lengths import bounds_of, count_chunks
 
 
 class Chunks:
-    """The places of each chunk's tokens, and the order in which chunks depend on each other.
+    """The indices of each chunk's tokens, and the order in which chunks depend on each other.
 
     The chunk view of a token tensor [B, T, ...] is [C, BT, ...]: C chunks over all sequences, those
     of sequence 0 first. Sequences have ceil(length / BT) chunks, so an empty one has none. Tokens
@@ -54,14 +54,14 @@ class Chunks:
 
         per_sequence = on_host(self.num_chunks)
         sequence = torch.arange(self.N, device="cpu").repeat_interleave(per_sequence)  # [C]
-        # [C], the chunk's position within its sequence
+        # [C], the chunk's index within its sequence
         step = torch.arange(self.C, device="cpu") - on_host(self.offsets)[sequence]
         starts, ends = on_host(bounds[:-1]), on_host(bounds[1:])
         first = starts[sequence] + step * chunk_size
         token = first[:, None] + torch.arange(chunk_size, device="cpu")  # [C, BT], into B * T
         end = ends[sequence][:, None]
         valid = token < end
-        # If the chunks in order cover every token once, the chunk view is a reshape.
+        # If the chunks, in order, contain every token once, the chunk view is a reshape.
         self._aligned = bool(valid.all()) and self.C * chunk_size == B * T
         self.valid = valid.to(device)
         self._held_token = torch.minimum(token, end - 1).flatten().to(device)
@@ -72,11 +72,11 @@ class Chunks:
         # sequences of the step before.
         order = per_sequence.argsort(descending=True, stable=True)
         rank = order.argsort()
-        # Without chunks there is still one empty step, so that outputs keep their shape and
+        # Without chunks there is still one empty step, so that outputs have the right shape and a
         # gradient.
         self.counts = torch.bincount(step, minlength=1).tolist()
         by_step = (step * max(self.N, 1) + rank[sequence]).argsort()
-        # With one sequence, or one chunk in each sequence, nothing has to be moved.
+        # With one sequence, or one chunk in each sequence, the order needs no permutation.
         in_order = [torch.equal(x, torch.arange(len(x), device="cpu")) for x in (order, by_step)]
         self._in_order = all(in_order)
         self._order, self._rank = order.to(device), rank.to(device)
@@ -96,8 +96,8 @@ class Chunks:
         return x.masked_fill(orphan.reshape(self.B, self.T, *[1] * (x.dim() - 2)), 0)
 
     def split(self, x: Tensor, *, hold: bool = False) -> Tensor:
-        """[B, T, ...] -> [C, BT, ...]; rows past a sequence's end are 0, or its last row if
-        `hold`."""
+        """Converts [B, T, ...] to [C, BT, ...]. Rows past a sequence's end are 0, or the sequence's
+        last row if `hold`."""
         rows = rearrange(x, "B T ... -> (B T) ...")
         if not self._aligned:
             rows = rows.index_select(0, self._held_token)
@@ -109,7 +109,7 @@ class Chunks:
         return rows.masked_fill(~self.valid.reshape(self.C, self.BT, *ones), 0)
 
     def merge(self, x: Tensor) -> Tensor:
-        """[C, BT, ...] -> [B, T, ...]; 0 for the tokens of no sequence."""
+        """Converts [C, BT, ...] to [B, T, ...], with 0 for the tokens of no sequence."""
         tokens = rearrange(x, "C BT ... -> (C BT) ...")
         if not self._aligned:
             rows = tokens.index_select(0, self._valid_row)
@@ -118,28 +118,29 @@ class Chunks:
         return rearrange(tokens, "(B T) ... -> B T ...", B=self.B, T=self.T)
 
     def steps(self, x: Tensor) -> Sequence[Tensor]:
-        """[C, ...] -> at each step t [counts[t], ...]: chunk t of all sequences that have one."""
+        """Converts [C, ...] to one tensor [counts[t], ...] per step t: chunk t of all sequences
+        that have one."""
         # Use one permutation and one split. A gather at each step would cost a gradient of x's size
         # in the backward of each step.
         return (x if self._in_order else x.index_select(0, self._by_step)).split(self.counts)
 
     def unsteps(self, steps: Sequence[Tensor]) -> Tensor:
-        """The inverse of `steps`, as a new tensor."""
+        """Inverts `steps` and returns a new tensor."""
         x = torch.cat(tuple(steps))
         return x if self._in_order else x.index_select(0, self._by_chunk)
 
     def sort_sequences(self, x: Tensor) -> Tensor:
-        """[N, ...] in sequence order -> longest first, the order of every step."""
+        """Reorders [N, ...] from sequence order to longest first, the order of every step."""
         return x if self._in_order else x.index_select(0, self._order)
 
     def unsort_sequences(self, x: Tensor) -> Tensor:
-        """The inverse of `sort_sequences`."""
+        """Inverts `sort_sequences`."""
         return x if self._in_order else x.index_select(0, self._rank)
 
 
 class States:
-    """The states of a walk, longest sequence first. The states of sequences that have ended are
-    kept separately."""
+    """The states of sequences during a walk over their chunks, longest sequence first. The states
+    of sequences that have ended are stored separately."""
 
     def __init__(self, chunks: Chunks, initial: Tensor) -> None:
         self.chunks = chunks
@@ -147,7 +148,7 @@ class States:
         self.ended: list[Tensor] = []
 
     def running(self, count: int) -> Tensor:
-        """Returns the states of the first `count` sequences, the only ones that continue."""
+        """Returns the states of the first `count` sequences, the only sequences that continue."""
         if count < self.now.shape[0]:
             self.now, ended = self.now.split((count, self.now.shape[0] - count))
             self.ended.append(ended)
@@ -159,7 +160,7 @@ class States:
 
 
 class Rows:
-    """The results of a walk's steps, one row for each chunk, in one tensor.
+    """The results of the steps of a walk over chunks, one row for each chunk, in one tensor.
 
     If autograd records nothing, each row is copied immediately to its place in one tensor. A list
     of small tensors that stay allocated, between states that are freed, would fragment the memory:

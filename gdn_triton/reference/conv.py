@@ -1,8 +1,7 @@
 """The causal depthwise convolution in plain torch: the specification of `gdn_triton.causal_conv1d`,
 and its CPU backend.
 
-It is differentiable by autograd. Arguments are not checked here; `gdn_triton.causal_conv1d` checks
-them.
+The function is differentiable by autograd. `gdn_triton.causal_conv1d` checks the arguments.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ __all__ = ["causal_conv1d", "with_earlier"]
 
 
 def with_earlier(x: Tensor, W: int, state: Tensor | None = None) -> Tensor:
-    """Concatenates the W - 1 tokens before x, from a state [..., D, W - 1] or zeros, and x [..., T,
-    D] to [..., W - 1 + T, D]. The state after t tokens is rows t to t + W - 2 of the result."""
+    """Concatenates the W - 1 tokens before x, from a state [..., D, W - 1] or zeros, and x
+    [..., T, D] to [..., W - 1 + T, D]. The state after t tokens is rows t to t + W - 2 of the
+    result."""
     if state is None:
         return F.pad(x, (0, 0, W - 1, 0))
     return torch.cat([state.mT.to(x.dtype), x], -2)
@@ -29,12 +29,12 @@ def causal_conv1d(
     silu: bool = True,
     state: Tensor | None = None,
 ) -> Tensor:
-    """y_t = silu(bias + sum over j of weight[:, W - 1 - j] * x_(t - j)) of each sequence.
+    """Computes y_t = silu(bias + sum over j of weight[:, W - 1 - j] * x_(t - j)) for each sequence.
 
     Args:
         x: [..., T, D]: sequences of T tokens. weight: [D, W]. bias: [D], or None for 0. state:
-            [..., D, W - 1], the tokens before the first, the last of them at W - 2; None: zeros.
-            Any float dtypes.
+            [..., D, W - 1], the tokens before the first token, in order; None: zeros. Any float
+            dtypes.
         silu: False: no activation.
 
     Returns:

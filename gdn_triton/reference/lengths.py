@@ -1,7 +1,7 @@
 """Groups of sequences by length: a short sequence gets a chunk with fewer rows than chunk_size.
 
-A chunk takes the memory and the time of all its rows, also of rows past its sequence's end. If many
-sequences are shorter than a chunk, most rows would be past the end.
+A chunk costs the memory and the time of all its rows, including rows past its sequence's end. If
+many sequences are shorter than a chunk, most rows would be past the end.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A call groups its sequences if it would have this many rows more than two for each token. Below
-# this number the operations of grouping cost more than the rows.
+# A call groups its sequences if the rows of its chunks would exceed twice the number of tokens by
+# more than this number. With fewer rows, grouping costs more time than the rows.
 SPARE_ROWS = 1024
 
 
 class Group(NamedTuple):
     """The packed sequences whose chunks have `rows` rows, a power of two or chunk_size. sequences
-    [n]: the numbers of the sequences. tokens [t]: the places of their tokens among all B * T.
-    chunks [c]: the places of their chunks among the chunks of all sequences. cu_seqlens [n + 1]:
+    [n]: the numbers of the sequences. tokens [t]: the indices of their tokens among all B * T.
+    chunks [c]: the indices of their chunks among the chunks of all sequences. cu_seqlens [n + 1]:
     the offsets of their tokens. All tensors are on the CPU."""
 
     rows: int
@@ -32,7 +32,8 @@ class Group(NamedTuple):
 
 
 def bounds_of(B: int, T: int, cu_seqlens: Tensor | None) -> list[int]:
-    """Returns the first token of each sequence among all B * T, and the end of the last one."""
+    """Returns the index of the first token of each sequence among all B * T, and the end of the
+    last sequence."""
     if cu_seqlens is None:
         return [b * T for b in range(B + 1)]
     return [int(x) for x in cu_seqlens.tolist()]
@@ -47,14 +48,14 @@ def count_chunks(bounds: Sequence[int], chunk_size: int) -> tuple[list[int], lis
 
 
 def rows_for(length: int, chunk_size: int) -> int:
-    """Returns the rows of a sequence's chunks: less than twice its tokens if one chunk holds
-    them."""
+    """Returns the number of rows of a sequence's chunks. If one chunk holds the sequence, it is
+    less than twice the number of tokens."""
     return min(chunk_size, 1 << max(length - 1, 0).bit_length())
 
 
 def group_by_length(bounds: Sequence[int], chunk_size: int) -> list[Group]:
-    """Assigns every sequence to one of few groups. Returns [] if chunks of chunk_size have not many
-    more rows than there are tokens."""
+    """Assigns every sequence to one of few groups. Returns [] if chunks of chunk_size have few more
+    rows than there are tokens."""
     lengths, counts = count_chunks(bounds, chunk_size)
     if sum(counts) * chunk_size <= 2 * sum(lengths) + SPARE_ROWS:
         return []
@@ -85,7 +86,7 @@ def _on_host(numbers: Sequence[int]) -> Tensor:
 
 
 def _ranges(firsts: Tensor, counts: Tensor) -> Tensor:
-    """The numbers firsts[i] to firsts[i] + counts[i], one range after the other."""
+    """Returns the numbers firsts[i] to firsts[i] + counts[i] - 1, one range after the other."""
     before = counts.cumsum(0) - counts
     every = torch.arange(int(counts.sum()), device="cpu")
     return every + (firsts - before).repeat_interleave(counts)

@@ -1,8 +1,7 @@
 """The gated norm of a Gated DeltaNet layer, in plain torch: the specification of
 `gdn_triton.rms_norm_gated`, and its CPU backend.
 
-It is differentiable by autograd. Arguments are not checked here; `gdn_triton.rms_norm_gated` checks
-them.
+The function is differentiable by autograd. `gdn_triton.rms_norm_gated` checks the arguments.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ def rms_norm_gated(
     activation: str = "silu",
     round_norm: bool = False,
 ) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) * activation(gate), in the dtype and the shape of x.
+    """Returns weight * x / sqrt(mean(x^2) + eps) * activation(gate), in the dtype and the shape of
+    x.
 
-    The arithmetic is float32, or float64 if any argument is. round_norm: x / sqrt(..) is rounded to
-    the dtype of x, and its product with weight to the dtype that torch promotes the two to.
+    The arithmetic is float32, or float64 if any argument is. round_norm: round x / sqrt(..) to the
+    dtype of x, and its product with weight to the dtype to which torch promotes x and weight.
     """
     wide = torch.float64 if torch.float64 in (x.dtype, gate.dtype, weight.dtype) else torch.float32
     y = x.to(wide)

@@ -1,8 +1,7 @@
 """The preparation between the causal convolution and the gated delta rule, in plain torch: the
 specification of `gdn_triton.fused_post_conv_prep`, and its CPU backend.
 
-It is differentiable by autograd. Arguments are not checked here; `gdn_triton.fused_post_conv_prep`
-checks them.
+The function is differentiable by autograd. `gdn_triton.fused_post_conv_prep` checks the arguments.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ def fused_post_conv_prep(
     apply_l2norm: bool = True,
     output_g_exp: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns q, k [L, H, K], v [L, HV, V], g, beta [L, HV] of conv_output [L, 2 H K + HV V].
+    """Returns q, k [L, H, K], v [L, HV, V], g, beta [L, HV] from conv_output [L, 2 H K + HV V].
 
-    q, k: the first and the second H K columns, each head through `l2norm` if asked for; v: the
-    rest. g: `gate(a, A_log, dt_bias)`, natural log of the decay, or the decay itself with
-    `output_g_exp`. beta: `beta_sigmoid(b)`. q, k, v keep conv_output's dtype; g and beta are
+    q, k: the first and the second H K columns, with `l2norm` of each head if asked for; v: the
+    other columns. g: `gate(a, A_log, dt_bias)`, natural log of the decay, or the decay itself with
+    `output_g_exp`. beta: `beta_sigmoid(b)`. q, k, v have conv_output's dtype; g and beta are
     float32, or float64 if any argument is.
     """
     inputs = (conv_output, a, b, A_log, dt_bias)

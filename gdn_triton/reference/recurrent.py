@@ -1,15 +1,16 @@
 """The specification of the recurrence in plain torch, with all options of decoding.
 
-Per sequence and value head hv, with key head h = hv // (HV // H) and a state S of shape [K, V]:
+For each sequence and value head hv, with key head h = hv // (HV // H) and a state S of shape
+[K, V]:
 
     S <- exp(g_t) diag(exp(gk_t)) S diag(exp(gv_t))
     S <- S + k_t (x) beta_t (v_t - S^T k_t)
     o_t = scale S^T q_t
 
-g [HV] is a decay of the whole state, gk [HV, K] of its rows, gv [HV, V] of its columns, all natural
-logarithms. beta is one number for each head, or one for each value channel. With g alone this is
-`gdn_triton.reference.recurrent_gated_delta_rule` (arXiv:2412.06464, equation 10), except that
-normalised q and k are not rounded here.
+g [HV] is a decay of the whole state, gk [HV, K] are decays of its rows, and gv [HV, V] decays of
+its columns, all as natural logarithms. beta is one number per head, or one per value channel. With
+g alone this is `gdn_triton.reference.recurrent_gated_delta_rule` (arXiv:2412.06464, equation 10),
+except that normalised q and k are not rounded here.
 
 Arithmetic is float64 when any floating-point input is float64, else float32; narrower inputs are
 upcast, which is exact. The function is differentiable by autograd, does not write its inputs, and
@@ -37,7 +38,7 @@ class RecurrentResult(NamedTuple):
 
     o: Tensor  # [B, T, HV, V]; 0 for tokens of no sequence
     final_state: Tensor  # [N, HV, K, V], or [N, HV, V, K] if state_v_first
-    states: Tensor | None  # [B, T, HV, K, V] or V first: after each token, or 0
+    states: Tensor | None  # [B, T, HV, K, V] or V first: after each token; 0 for no sequence
     written: Tensor | None = None  # [B, T, HV, V]: the value that each token writes
 
 
@@ -47,12 +48,12 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def decay_of(g: Tensor) -> Tensor:
-    """exp(g), computed in base 2 like all decays."""
+    """Returns exp(g), computed in base 2 like all decays."""
     return (g * RCP_LN2).exp2()
 
 
 def _row_decay(g: Tensor | None, gk: Tensor | None, like: Tensor) -> Tensor:
-    """The decay exp(g) exp(gk) of a state's rows: [B, T, HV, K or 1, 1]."""
+    """Returns the decay exp(g) exp(gk) of a state's rows: [B, T, HV, K or 1, 1]."""
     decay = like.new_ones(*like.shape[:3], 1, 1)
     if g is not None:
         decay = decay * decay_of(g)[..., None, None]
@@ -62,7 +63,7 @@ def _row_decay(g: Tensor | None, gk: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _column_decay(gv: Tensor | None, like: Tensor) -> Tensor:
-    """The decay exp(gv) of a state's columns: [B, T, HV, 1, V or 1]."""
+    """Returns the decay exp(gv) of a state's columns: [B, T, HV, 1, V or 1]."""
     return like.new_ones(*like.shape[:3], 1, 1) if gv is None else decay_of(gv)[..., None, :]
 
 
@@ -89,7 +90,7 @@ def recurrent(
     keep_states: bool = False,
     keep_written: bool = False,
 ) -> RecurrentResult:
-    """The recurrence, token by token.
+    """Computes the recurrence token by token.
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H. Any float dtypes.
@@ -100,10 +101,10 @@ def recurrent(
             `gdn_triton.reference.beta_sigmoid`.
         scale: None is K**-0.5; any float is taken literally.
         initial_state: [N, HV, K, V], [N, HV, V, K] if `state_v_first`; None is 0.
-        cu_seqlens: [N + 1], read on the host; None is padded, with N = B.
+        cu_seqlens: [N + 1], read on the host; None means the padded layout, with N = B.
         use_qk_l2norm: divide q and k by their length, x * rsqrt(sum(x^2) + 1e-6), not rounded.
         A_log, dt_bias: [HV], for `use_gate`.
-        kept: the dtype that the state is rounded to after each token, as in a pool of that dtype.
+        kept: the dtype to which the state is rounded after each token, as in a pool of that dtype.
         keep_states: also return the states after each token.
         keep_written: also return beta_t (v_t - S^T k_t) of each token, S being the decayed state.
     """
@@ -113,7 +114,7 @@ def recurrent(
         dtype = torch.float64 if wide else torch.float32
         B, T, H, K = q.shape
         HV, V = v.shape[2:]
-        # The chunks have one token. First set the tokens of no sequence to 0, because a NaN in them
+        # Use chunks of one token. First set the tokens of no sequence to 0, because a NaN in them
         # would reach A_log's gradient through the gate.
         chunks = Chunks.of(q, 1, cu_seqlens)
         q, k, v = (chunks.without_orphans(x).to(dtype) for x in (q, k, v))
@@ -177,16 +178,16 @@ def _walk(
     keep_states: bool,
     keep_written: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Returns o [B, T, HV, V]; if asked for, the state after each token [B, T, HV, K, V] and the
-    value that it writes [B, T, HV, V]; and the final state [N, HV, K, V]. chunks: chunks of one
-    token."""
+    """Returns o [B, T, HV, V], the state after each token [B, T, HV, K, V] and the value that each
+    token writes [B, T, HV, V], both only if asked for, and the final state [N, HV, K, V]. chunks:
+    chunks of one token."""
     running = States(chunks, initial_state)
     out, states, values = Rows(chunks), Rows(chunks), Rows(chunks)
     # Each step runs the next token of all sequences that have one.
     steps = (chunks.steps(chunks.split(y).squeeze(1)) for y in x)
     for q, k, v, row_decay, column_decay, beta in zip(*steps, strict=True):
-        # Multiply the decays of rows and columns here: for all tokens at once the product would
-        # have as many numbers as all states.
+        # Multiply the decays of rows and columns here: the product for all tokens at once would be
+        # as large as all states.
         state = running.running(v.shape[0]) * (row_decay * column_decay)
         written = beta * (v - product(k, state))
         state = state + k.mT * written

@@ -3,7 +3,7 @@
     gate_cumsum -> kkt -> solve -> wy -> state_pass -> output
 
 Each step is a public function of tensors in the token layout. The function `..._in_chunks` computes
-the step in the chunk view (`gdn_triton.reference.chunk_view`), and the whole operator calls it too.
+the step in the chunk view (`gdn_triton.reference.chunk_view`); the whole operator also calls it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def chunk_local_cumsum(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """scale * (inclusive prefix sum of x inside each chunk); with `reverse` the suffix sum.
+    """Returns scale * (inclusive prefix sum of x inside each chunk), or the suffix sum with
+    `reverse`.
 
-    The reverse form is the transpose of the forward one, which is what a gradient through it needs.
+    The suffix sum is the transpose of the prefix sum, so it computes the prefix sum's gradient.
 
     Args:
         x: [B, T, HV], any float dtype.
@@ -60,11 +61,11 @@ def floored_log2_decay(g: Tensor) -> Tensor:
 def gate_cumsum(
     g: Tensor, chunk_size: int = DEFAULT_CHUNK_SIZE, *, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Chunk-local inclusive cumsum of the decay, in log2 units.
+    """Returns the chunk-local inclusive cumsum of the decay, in log2 units.
 
         g_cumsum_i = sum over l <= i in the chunk of g_l / ln 2
 
-    It is log2 of the cumulative decay gamma of arXiv:2412.06464, section 3.3. Later steps use
+    g_cumsum is log2 of the cumulative decay gamma of arXiv:2412.06464, section 3.3. Later steps use
     differences of g_cumsum, and -inf - -inf is NaN. Therefore each token's log2 decay is raised to
     at least LOG2_DECAY_FLOOR of the dtype. 2^floor is exactly 0, and any difference that spans such
     a token is at or below the floor, so no factor changes. A raised token gets no gradient, because
@@ -86,13 +87,14 @@ def gate_cumsum(
 # Rows past a sequence's end are 0, except that g_cumsum repeats its last value there: differences
 # stay at most 0, and row BT - 1 is the whole chunk's decay.
 #
-# A difference of g_cumsum with itself is left out, not computed. Its gradients x and -x would both
-# go to one gate, and x is as large as the output. With strong gates the true gradients of gates are
-# many orders of magnitude smaller than the rounding error of a sum with x and -x.
+# The diagonal exponents g_cumsum_i - g_cumsum_i are not computed, because they are 0. The two
+# gradients x and -x of such a difference would both be added to the gradient of one gate, and x is
+# as large as the output. With strong gates the true gradients of gates are many orders of magnitude
+# smaller than the rounding error of a sum with x and -x.
 
 
 def _strict_decay(g_cumsum: Tensor) -> Tensor:
-    """2^(g_cumsum_i - g_cumsum_j) where j < i, else 0: [..., BT] -> [..., BT, BT]."""
+    """Returns 2^(g_cumsum_i - g_cumsum_j) where j < i, else 0: [..., BT] -> [..., BT, BT]."""
     BT = g_cumsum.shape[-1]
     below = torch.ones(BT, BT, dtype=torch.bool, device=g_cumsum.device).tril(-1)
     difference = g_cumsum.unsqueeze(-1) - g_cumsum.unsqueeze(-2)
@@ -101,7 +103,7 @@ def _strict_decay(g_cumsum: Tensor) -> Tensor:
 
 
 def _decay_to_end(chunks: Chunks, g_cumsum: Tensor) -> Tensor:
-    """2^(g_last - g_cumsum_i), [C, H, G, BT]: 1 from a chunk's last token on."""
+    """Returns 2^(g_last - g_cumsum_i), [C, H, G, BT], which is 1 from a chunk's last token on."""
     has_next = torch.nn.functional.pad(chunks.valid[:, 1:], (0, 1))[:, None, None]
     return (g_cumsum[..., -1:] - g_cumsum).masked_fill(~has_next, 0).exp2()
 
@@ -118,7 +120,7 @@ def solve_in_chunks(A: Tensor) -> Tensor:
 def wy_in_chunks(
     k: Tensor, v: Tensor, g_cumsum: Tensor, beta: Tensor, A_inv: Tensor
 ) -> tuple[Tensor, Tensor]:
-    # The row factors of the right-hand side are applied as column factors of A_inv.
+    # Apply the row factors of the right-hand side as column factors of A_inv.
     w = product(A_inv * (beta * g_cumsum.exp2()).unsqueeze(-2), k)
     u = product(A_inv * beta.unsqueeze(-2), v)
     return w, u
@@ -127,7 +129,7 @@ def wy_in_chunks(
 def state_pass_in_chunks(
     chunks: Chunks, k: Tensor, w: Tensor, u: Tensor, g_cumsum: Tensor, initial_state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """initial_state and the final state: [N, H, G, K, V]."""
+    """Runs the state pass in the chunk view. initial_state and the final state: [N, H, G, K, V]."""
     # [C, H, G, BT, K], decayed to the chunk's end
     k_to_end = _decay_to_end(chunks, g_cumsum).unsqueeze(-1) * k
     decay = g_cumsum[..., -1:].exp2().unsqueeze(-1)  # [C, H, G, 1, 1]
@@ -164,7 +166,8 @@ def kkt(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """A_ij = beta_i (k_i . k_j) 2^(g_cumsum_i - g_cumsum_j) for j < i in one chunk, else 0.
+    """Computes A_ij = beta_i (k_i . k_j) 2^(g_cumsum_i - g_cumsum_j) for j < i in one chunk, else
+    0.
 
     A is the strictly lower matrix of the UT transform (arXiv:2406.06484, section 3) with the decay
     (arXiv:2412.06464, section 3.3). k_i . k_j is computed once for each key head.
@@ -187,7 +190,8 @@ def kkt(
 
 
 def solve(A: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """A_inv = (I + A)^-1 for each chunk, by forward substitution (arXiv:2406.06484, section 3).
+    """Computes A_inv = (I + A)^-1 for each chunk by forward substitution (arXiv:2406.06484, section
+    3).
 
     Args:
         A: [B, T, HV, BT] as `kkt` returns it, any float dtype; its BT is the chunk size. Entries at
@@ -212,9 +216,10 @@ def wy(
     *,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """w = A_inv (beta 2^g_cumsum k) and u = A_inv (beta v), chunk by chunk.
+    """Computes w = A_inv (beta 2^g_cumsum k) and u = A_inv (beta v), chunk by chunk.
 
-    arXiv:2412.06464, section 3.3; without the decay arXiv:2406.06484, section 3.
+    The formulas are from arXiv:2412.06464, section 3.3, and without the decay from
+    arXiv:2406.06484, section 3.
 
     Args:
         k: [B, T, H, K]. v: [B, T, HV, V]. g_cumsum: [B, T, HV], log2. beta: [B, T, HV].
@@ -254,12 +259,13 @@ def state_pass(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     cu_seqlens: Tensor | None = None,
 ) -> StatePass:
-    """The only serial step, chunk after chunk; h is the state that a chunk starts from:
+    """Computes the states chunk after chunk, which is the only serial step; h is the state before a
+    chunk:
 
         v_new  = u - w h
         h_next = 2^g_last h + sum over i of 2^(g_last - g_cumsum_i) k_i (x) v_new_i
 
-    with g_last the chunk's last g_cumsum (arXiv:2412.06464, section 3.3).
+    where g_last is the chunk's last g_cumsum (arXiv:2412.06464, section 3.3).
 
     Args:
         k: [B, T, H, K]. w: [B, T, HV, K]. u: [B, T, HV, V]. g_cumsum: [B, T, HV], log2.
@@ -289,7 +295,7 @@ def state_pass(
 
 
 def states_to_layout(h: Tensor, chunks: Chunks) -> Tensor:
-    """[C, H, G, K, V] -> [B, NT, HV, K, V]."""
+    """Converts [C, H, G, K, V] to [B, NT, HV, K, V]."""
     return rearrange(h, "(B NT) H G K V -> B NT (H G) K V", B=chunks.B, NT=chunks.NT)
 
 
@@ -305,13 +311,13 @@ def output(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Computes o: each token reads the state before its chunk, and the tokens of the chunk up to
+    """Computes o. Each token reads the state before its chunk, and the tokens of its chunk up to
     itself.
 
         o_i = scale (2^g_i h^T q_i + sum over j <= i of (q_i . k_j) 2^(g_i - g_j) v_new_j)
 
-    with g for g_cumsum (arXiv:2412.06464, section 3.3). q_i . k_j is computed once for each key
-    head.
+    where g stands for g_cumsum (arXiv:2412.06464, section 3.3). q_i . k_j is computed once for each
+    key head.
 
     Args:
         q, k: [B, T, H, K]. v_new: [B, T, HV, V]. h: [B, NT, HV, K, V]. g_cumsum: [B, T, HV], log2.

@@ -1,11 +1,13 @@
-"""The recurrence over tokens that are nodes of trees, in plain torch: its specification.
+"""The specification of the recurrence over tokens that are nodes of trees, in plain torch.
 
 Each sequence has nodes 0, 1, ... in an order in which a parent comes before its children. Node i
-starts from the state after its parent, parents[i], or from the initial state where that is -1:
+starts from the state after its parent, node parents[i], or from the initial state if parents[i] is
+-1:
 
     S_i = exp(g_i) S_(parent of i) + k_i (x) beta_i (v_i - exp(g_i) S_(parent of i)^T k_i)
 
-The path from a root to a node is therefore a sequence as `gdn_triton.reference.recurrent` has it.
+Therefore the path from a root to a node is a sequence in the sense of
+`gdn_triton.reference.recurrent`.
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ __all__ = ["TreeResult", "ancestors", "padded_rows", "recurrent_tree"]
 
 
 class TreeResult(NamedTuple):
-    """What `recurrent_tree` returns, in the arithmetic's dtype. 0 for tokens of no sequence."""
+    """The results of `recurrent_tree`, in the arithmetic's dtype. They are 0 for tokens of no
+    sequence."""
 
     o: Tensor  # [B, T, HV, V]
     states: Tensor  # [B, T, HV, K, V], or [B, T, HV, V, K] if state_v_first: after each node
-    written: Tensor  # [B, T, HV, V]: what each node writes under its key
+    written: Tensor  # [B, T, HV, V]: the value that each node writes
 
 
 def padded_rows(B: int, T: int, cu_seqlens: Tensor | None, device: Any) -> tuple[Tensor, Tensor]:
-    """Where the tokens of N sequences are among the B * T of a call: their places [N, most tokens],
-    int64, and which of these are tokens at all."""
+    """Returns the indices of the tokens of N sequences among the B * T tokens of a call:
+    [N, most tokens], int64, and a mask of the indices that are tokens."""
     if cu_seqlens is None:
         places = torch.arange(B * T, device=device).view(B, T)
         return places, torch.ones_like(places, dtype=torch.bool)
@@ -43,8 +46,8 @@ def padded_rows(B: int, T: int, cu_seqlens: Tensor | None, device: Any) -> tuple
 
 
 def ancestors(parents: Tensor, count: int) -> Tensor:
-    """[N, T, count] of parents [N, T]: the parent of each node, its parent, and so on. After a root
-    come -1, -2, -3, ...: the tokens before the call, the latest first."""
+    """Returns [N, T, count] for parents [N, T]: the parent of each node, the parent's parent, and
+    so on. After a root come -1, -2, -3, ...: the tokens before the call, the latest first."""
     N, T = parents.shape
     node = torch.arange(T, device=parents.device).expand(N, T)
     found = []
@@ -67,12 +70,12 @@ def recurrent_tree(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> TreeResult:
-    """The recurrence over trees, node by node.
+    """Computes the recurrence over trees, node by node.
 
     Args:
-        q, k, v, g, beta, cu_seqlens, options: as `gdn_triton.reference.recurrent` takes them.
-        parents: [B, T], int64: of each token the index in its sequence of its parent, which is less
-            than its own, or -1. Those of tokens of no sequence are not used.
+        q, k, v, g, beta, cu_seqlens, options: as for `gdn_triton.reference.recurrent`.
+        parents: [B, T], int64: the index of each token's parent in its sequence, which is less than
+            the token's own index, or -1. The parents of tokens of no sequence are not used.
         initial_state: [N, HV, K, V], or [N, HV, V, K] if state_v_first.
     """
     B, T = q.shape[:2]
@@ -98,7 +101,7 @@ def recurrent_tree(
         values.append(result.written[:, 0])
 
     def merged(rows: list[Tensor], like: Tensor) -> Tensor:
-        """[B, T, ...] of a tensor [N, ...] for each token."""
+        """Converts a tensor [N, ...] per token to [B, T, ...]."""
         whole = like.new_zeros(B * T, *like.shape[1:])
         if rows:
             whole[places[is_token]] = torch.stack(rows, 1)[is_token]

@@ -2,15 +2,16 @@
 
 A step reads the state S_0 of its slot and does not write it. Instead it writes a record of each
 token: the key k_t, the log decay g_t, and the u_t of S_t = exp(g_t) S_(t-1) + k_t (x) u_t. If S_0
-holds the tokens before `held`, the state before token t is
+includes the tokens before `held`, the state before token t is
 
     S = exp(G) S_0 + sum_j exp(G_j) k_j (x) u_j        held <= j < t
 
-where G is the sum of g over those tokens, and G_j the sum over those after j. Record t lies in row
-t mod R of the window, for R rows. Once in a period each head is folded: its S_0 is replaced by S.
-The tokens that a head's S_0 holds follow from positions alone (`held_tokens`).
+where G is the sum of g over the tokens j of this sum, and G_j is the sum of g over the tokens after
+j. Record t is in row t mod R of the window, for R rows. Each head is folded once in a period: S
+replaces its S_0. The tokens that a head's S_0 includes are derived from positions alone
+(`held_tokens`).
 
-Rows of tokens before `start` may hold anything, NaN too, so they are masked by selects. A gate of
+Rows of tokens before `start` may hold any number or NaN, so they are masked by selects. A gate of
 -inf gives exp(G_j) = 0, because no sum contains a difference.
 """
 
@@ -40,7 +41,7 @@ __all__ = [
 
 
 class Records(NamedTuple):
-    """The tensors of a window, by slot and row."""
+    """The tensors of a window, indexed by slot and row."""
 
     u: Tensor  # [slots, R, HV, V]
     k: Tensor  # [slots, R, H, K]
@@ -51,17 +52,18 @@ class Records(NamedTuple):
 
 
 def folded_before(positions: Tensor, turns: Tensor, period: int) -> Tensor:
-    """[N, HV]: the largest b <= positions [N] that is a head's turn [HV] modulo the period."""
+    """Returns [N, HV]: the largest b <= positions [N] that equals a head's turn [HV] modulo the
+    period."""
     return positions[:, None] - (positions[:, None] - turns) % period
 
 
 def held_tokens(
     records: Records, slots: Tensor, positions: Tensor, turns: Tensor, period: int
 ) -> Tensor:
-    """[N, HV]: the state in memory holds the tokens before this number. It follows from the
-    position of the call that wrote the record of token positions - 1. Where a position equals
-    `start`, another sequence may have written that row. The result is then at least `start`, so no
-    record is folded.
+    """Returns [N, HV]: the state in memory includes the tokens before this number. The number is
+    derived from the position of the call that wrote the record of token positions - 1. If a
+    position equals `start`, another sequence may have written that row. The result is then at least
+    `start`, so no record is folded.
 
     Args:
         slots, positions: [N], int64.
@@ -77,7 +79,7 @@ def with_records(
     """Returns the states after adding the records of the tokens from `first` to end - 1.
 
     Args:
-        state: [N, HV, K, V], of slots [N]; holds the tokens before `first`.
+        state: [N, HV, K, V], the states of slots [N], which include the tokens before `first`.
         first, end: [N, HV], int64.
     """
     HV, R = state.shape[1], records.u.shape[1]
@@ -111,7 +113,7 @@ def fold(
     state_v_first: bool,
 ) -> None:
     """Folds the records into the states of the slots [N] of the pool [slots, HV, K, V]. The states
-    then hold the tokens before `positions` [N], and `start` is set to `positions`."""
+    then include the tokens before `positions` [N], and `start` is set to `positions`."""
     held = held_tokens(records, slots, positions, turns, period)
     _fold(state, records, slots, held, positions[:, None].expand_as(held), state_v_first)
     records.start[slots] = positions.to(records.start.dtype)
@@ -151,15 +153,15 @@ def scaled_to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accept(records: Records, slots: Tensor, positions: Tensor, path: Tensor) -> None:
-    """Moves the records of a path together: the j-th of its tokens becomes the token at position +
-    j, as if the call at `positions` [N] had had no others.
+    """Moves the records of a path to consecutive rows. The j-th token of the path becomes the token
+    at position + j, as if the call at `positions` [N] had only had the tokens of the path.
 
     Args:
-        path: [N, L]: of each slot [N] tokens of that call, increasing, then -1.
+        path: [N, L]: for each slot [N] tokens of that call in increasing order, padded with -1.
     """
     R = records.u.shape[1]
     for j in range(path.shape[1]):
-        # The rows of later tokens of the path come after the one that is written.
+        # The rows of later tokens of the path come after the row that is written.
         live = path[:, j] >= 0
         slot, place = slots[live], positions[live]
         for x in (records.u, records.k, records.g):
@@ -196,8 +198,8 @@ def window_step(
     states of the heads that are folded in this step.
 
     Args:
-        q, k, v, g, beta, the flags, A_log, dt_bias, cu_seqlens: as `recurrent` takes them.
-        parents: [B, T], as `recurrent_tree` takes them; None: each token follows the one before.
+        q, k, v, g, beta, the flags, A_log, dt_bias, cu_seqlens: as for `recurrent`.
+        parents: [B, T], as for `recurrent_tree`; None: each token follows the token before it.
         state: [slots, HV, K, V], or [slots, HV, V, K] if `state_v_first`.
         slots, positions: [N]: the slot of each sequence, where slots up to `last_skipped` are
             padding, and the number of its tokens before this call.
@@ -205,7 +207,8 @@ def window_step(
         turns: [HV], int64: the tokens at which each head is folded, modulo the period.
 
     Returns:
-        o [B, T, HV, V] in the arithmetic's dtype; 0 for skipped sequences, and tokens of none.
+        o [B, T, HV, V] in the arithmetic's dtype; 0 for skipped sequences and for tokens of no
+        sequence.
     """
     N, HV, R = slots.shape[0], v.shape[2], records.u.shape[1]
     lengths = torch.bincount(owner[owner >= 0], minlength=N)
@@ -234,7 +237,7 @@ def window_step(
         chain = recurrent(q, k, v, g, **given, keep_written=True)
         o, written = chain.o, chain.written
     else:
-        # Those of skipped sequences may hold anything.
+        # The slots of skipped sequences may be any numbers.
         above = torch.where(served, parents, -1)
         o, _, written = recurrent_tree(q, k, v, g, **given, parents=above)
     assert written is not None

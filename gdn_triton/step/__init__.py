@@ -1,1 +1,1 @@
-"""A layer's decode step: the convolution, the rule on a pool of states, and the gated norm."""
+"""The decode step of a layer: the convolution, the rule on a pool of states, and the gated norm."""

@@ -1,4 +1,4 @@
-"""The public step of a layer: `layer_step`."""
+"""The public decode step of a layer: `layer_step`."""
 
 from torch import Tensor
 
@@ -34,9 +34,9 @@ def layer_step(
     window: StepWindow | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """The decode step of a Gated DeltaNet layer between its projections, in one launch.
+    """Runs the decode step of a Gated DeltaNet layer between its projections, in one launch.
 
-    The convolution, the rule on a pool of states, and the gated norm:
+    The step is the convolution, the rule on a pool of states, and the gated norm:
 
         x = causal_conv1d_update(mixed_qkv, conv_weight, conv_bias, activation, ..)
         o = recurrent_step(state, read_slots, mixed_qkv=x, a=a, b=b, A_log=A_log, ..)
@@ -51,8 +51,8 @@ def layer_step(
     device, and may be strided views.
 
     Args:
-        mixed_qkv: [N, D], one token for each sequence, or [N, T, D], float: q, k and v side by
-            side, before the convolution.
+        mixed_qkv: [N, D], one token for each sequence, or [N, T, D], float: q, k and v
+            concatenated, before the convolution.
         a, b: [N, HV] or [N, T, HV], float: the gates before their activations.
         A_log, dt_bias: [HV], float; dt_bias may be None.
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`, float. Written in
@@ -61,7 +61,7 @@ def layer_step(
             slot that is padding (`skip`) skips its sequence: no state is written, and its y is 0.
         conv_state: [slots, D, W - 1], float, wide enough for mixed_qkv's dtype, with conv_weight:
             the last tokens before the convolution, the latest at W - 2. Written in place. None:
-            mixed_qkv is convolved already.
+            mixed_qkv has been convolved already.
         conv_weight, conv_bias: [D, W] and [D], float; conv_bias may be None.
         activation: the activation of the convolution, "silu" or None.
         gate: [N, HV, V] or [N, T, HV, V], float, with norm_weight: the gate of the norm. None: y is
@@ -75,12 +75,13 @@ def layer_step(
     Returns:
         y: [N, HV, V] or [N, T, HV, V], the dtype of mixed_qkv, contiguous, a new tensor.
 
-    One launch on Triton: without a window, with one token a sequence, 2 to 4 taps or no
-    convolution, HV / H up to 8, V up to 256, and value-first rows [K] of up to 512 bytes or
-    key-first states of float32. Other calls, and those of the reference backend, are the functions
-    above in a row, each in the backend that is chosen for it; `gdn_triton.explain_call` says which.
-    On an accelerator no contents are read by the host, so a call can be captured in a CUDA graph.
-    Under torch.compile it is one operator, with a window one for each part.
+    On Triton a call is one launch if it has one token per sequence, 2 to 4 taps or no convolution,
+    HV / H up to 8, V up to 256, and value-first rows [K] of up to 512 bytes or key-first states of
+    float32. With a window such a call is one launch for few sequences and three launches for more,
+    with the same bits. Other calls, and all calls of the reference backend, run the three functions
+    above one after the other, each in the backend that is chosen for it; `gdn_triton.explain_call`
+    names the backends. On an accelerator the host reads no contents, so a call can be captured in a
+    CUDA graph. Under torch.compile a call is one operator.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, the expected and the

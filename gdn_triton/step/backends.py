@@ -1,5 +1,5 @@
-"""The backends of `gdn_triton.layer_step`: its kernel, and the parts of a layer one after the
-other."""
+"""The backends of `gdn_triton.layer_step`: the kernel of a whole step, and the parts of a step one
+after the other."""
 
 import functools
 from collections.abc import Callable
@@ -13,16 +13,18 @@ from gdn_triton._host.backends import (
     Operator,
     missing,
     reference_supports,
+    span_refusal,
     states_refusal,
     triton_refusal,
 )
-from gdn_triton.constants import MAX_STATE_SPAN
-from gdn_triton.step.problem import LayerCall, LayerProblem
+from gdn_triton.recurrent.api import call_of
+from gdn_triton.recurrent.validation import validate_step
+from gdn_triton.step.problem import LayerCall, LayerProblem, step_arguments
 
-# Makes a function that runs all calls that are like a given one.
+# Makes a function that runs a given call and all calls like it.
 Plan = Callable[[LayerProblem, LayerCall], Callable[[LayerCall], Tensor]]
 
-# The kernel's limits: taps, bytes of a value-first row of a state, and tiles of a program.
+# The limits of the kernel: taps, bytes of a value-first row of a state, and tiles of a program.
 WIDTHS: Final = (0, 2, 3, 4)
 MOST_ROW: Final = 512
 MOST_GROUP: Final = 8
@@ -31,9 +33,8 @@ MOST_V: Final = 256
 
 @functools.lru_cache(maxsize=256)
 def kernel_refusal(p: LayerProblem) -> str | None:
-    """A sentence why the call cannot be one launch, or None. Its parts may still run on kernels."""
-    if p.has_window:
-        return "The kernel of a layer's step has no window."
+    """Returns a sentence why the call cannot be one launch, or None. The parts may still run on
+    kernels."""
     if p.T != 1:
         return f"The kernel of a layer's step takes one token a sequence; T is {p.T}."
     if p.W not in WIDTHS:
@@ -45,6 +46,8 @@ def kernel_refusal(p: LayerProblem) -> str | None:
             f"The kernel of a layer's step takes up to {MOST_GROUP} value heads a key head and "
             f"V up to {MOST_V}; HV / H is {p.HV // p.H}, V is {p.V}."
         )
+    if p.has_window:
+        return None
     if p.state_v_first and p.K * p.state_dtype.itemsize > MOST_ROW:
         return (
             f"The kernel of a layer's step takes value-first states of up to {MOST_ROW} bytes a "
@@ -59,25 +62,29 @@ def kernel_refusal(p: LayerProblem) -> str | None:
 
 
 def triton_supports(p: LayerProblem) -> str | None:
-    """A sentence why the kernel cannot run the call, or None."""
+    """Returns a sentence why the kernel cannot run the call, or None."""
     if p.unreadable is not None:
         return p.unreadable
     refusal = kernel_refusal(p) or triton_refusal((p.dtype,), p.device.type, p.K)
-    if refusal is None:
-        refusal = states_refusal(p.state_dtype)
-    if refusal is None and p.tile_span >= MAX_STATE_SPAN:
-        refusal = (
-            "The Triton kernel takes states of which the last element of a head is less than 2^31 "
-            f"elements from the first; one is {p.tile_span} from it."
-        )
-    return refusal
+    return refusal or states_refusal(p.state_dtype) or span_refusal(p.tile_span)
 
 
 @functools.cache
-def _load_triton() -> Plan:
-    from gdn_triton.step import triton
+def load_triton() -> Plan:
+    from gdn_triton.step import parts
+    from gdn_triton.step.triton import kernel, window
 
-    return triton.plan
+    def planned(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
+        if not problem.has_window:
+            return kernel.plan(problem, call)
+        step = call_of(mixed_qkv=call.inputs.mixed_qkv, **step_arguments(call))
+        rule = validate_step(step)
+        if window.runs_at_once(problem, rule):
+            return window.plan(problem, call, rule, step.inputs)
+        norm = window.plan_norm(problem, call.inputs) if problem.has_norm else None
+        return functools.partial(parts.run, norm=norm)
+
+    return planned
 
 
 @functools.cache
@@ -91,22 +98,22 @@ LAYER_STEP: Operator[LayerProblem, Plan] = Operator(
     "layer_step",
     (
         missing("cuda", "The CUDA library has no kernel for a layer's step."),
-        Backend("triton", triton_supports, _load_triton),
-        # The parts run, each in the backend that is chosen for it.
+        Backend("triton", triton_supports, load_triton),
+        # Run the parts, each in the backend that is chosen for it.
         Backend("reference", reference_supports, _load_parts),
     ),
 )
 
 
 def runs_parts(p: LayerProblem) -> bool:
-    """Whether the parts run for every value of `GDN_BACKEND`. The value then holds for each
-    part."""
+    """Returns whether the parts run for every value of `GDN_BACKEND`. Each part then reads the
+    value."""
     return p.unreadable is None and kernel_refusal(p) is not None
 
 
 def plan_of(p: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
-    """Returns a function that makes one launch if the kernel takes the call, and else runs the
-    parts."""
+    """Returns a function that makes one launch if the kernel accepts the call, and runs the parts
+    otherwise."""
     if runs_parts(p):
         return _load_parts()(p, call)
     return LAYER_STEP.choose(p).run(p, call)

@@ -1,8 +1,8 @@
-"""`gdn_triton.layer_step` as an operator of torch's library. A compiler sees this operator only.
+"""`gdn_triton.layer_step` as an operator of torch's library. A compiler sees only this operator.
 
-As in `gdn_triton.recurrent.operators`, `gdn_triton::layer_step` is opaque, and validates its
-arguments and chooses its backend at every run. A call with a window runs its parts, each as its own
-operator. `import gdn_triton` imports this module.
+`gdn_triton::layer_step` is opaque, like the operators of `gdn_triton.recurrent.operators`: it
+validates its arguments and chooses its backend at every run. `gdn_triton::layer_step_window` also
+takes the tensors of a window. `import gdn_triton` imports this module.
 """
 
 from typing import Any, Final
@@ -13,7 +13,7 @@ from torch import Tensor
 from gdn_triton._host.memory import operator_counts_writes
 from gdn_triton._host.records import arguments_of, flat, made
 from gdn_triton._host.schema import schema_takes
-from gdn_triton.step import parts
+from gdn_triton.recurrent.window import StepWindow
 from gdn_triton.step.plans import run_layer
 from gdn_triton.step.problem import LayerCall
 from gdn_triton.step.validation import validate_layer
@@ -25,13 +25,29 @@ _SCHEMA: Final = (
     "bool allow_neg_eigval, bool use_qk_l2norm_in_kernel, float? scale, bool state_v_first, "
     "str skip"
 )
+_WINDOW_SCHEMA: Final = (
+    f"{_SCHEMA}, Tensor(c!) u, Tensor(d!) k, Tensor(e!) g, Tensor(f!) calls, Tensor start, "
+    "int max_tokens, Tensor(g!)? scales, Tensor(h!)? tickets, Tensor positions"
+)
 _ARGUMENTS: Final = arguments_of(_SCHEMA)
-_REQUIRED: Final = ("mixed_qkv", "a", "b", "A_log", "state", "read_slots")
+_WINDOW_ARGUMENTS: Final = arguments_of(_WINDOW_SCHEMA)
+_REQUIRED: Final[tuple[str, ...]] = ("mixed_qkv", "a", "b", "A_log", "state", "read_slots")
+_WINDOW_REQUIRED: Final = (*_REQUIRED, "u", "k", "g", "calls", "start", "positions")
 _NO_WINDOW: Final = {"window": None, "positions": None}
 
 
 def _call(args: Any) -> LayerCall:
     return made(LayerCall, {**_ARGUMENTS.named(args), **_NO_WINDOW})
+
+
+def _window_call(args: Any) -> LayerCall:
+    given = _WINDOW_ARGUMENTS.named(args)
+    return made(LayerCall, {**given, "window": made(StepWindow, given)})
+
+
+def _output(call: LayerCall) -> Tensor:
+    p, x = validate_layer(call), call.inputs.mixed_qkv
+    return x.new_empty(*x.shape[:-1], p.HV, p.V)
 
 
 @torch.library.custom_op(
@@ -46,19 +62,38 @@ def _step(*args: Any) -> Tensor:
 
 @_step.register_fake
 def _step_fake(*args: Any) -> Tensor:
-    call = _call(args)
-    p, x = validate_layer(call), call.inputs.mixed_qkv
-    return x.new_empty(*x.shape[:-1], p.HV, p.V)
+    return _output(_call(args))
+
+
+@torch.library.custom_op(
+    "gdn_triton::layer_step_window",
+    mutates_args=("state", "conv_state", "u", "k", "g", "calls", "scales", "tickets"),
+    schema=f"({_WINDOW_SCHEMA}) -> Tensor",
+)
+def _window_step(*args: Any) -> Tensor:
+    with operator_counts_writes():
+        return run_layer(_window_call(args))
+
+
+@_window_step.register_fake
+def _window_step_fake(*args: Any) -> Tensor:
+    return _output(_window_call(args))
 
 
 def traced_layer(call: LayerCall) -> Tensor:
-    """Runs `gdn_triton.layer_step` through its operator, or through the operators of its parts."""
+    """Runs `gdn_triton.layer_step` through its operator."""
     # Validate first, because a schema would convert a value of a wrong type.
-    if call.window is not None or call.positions is not None:
-        validate_layer(call)
-        return parts.run(call)
     given = flat(call)
-    if not torch.compiler.is_compiling() or not schema_takes(given, _ARGUMENTS.tensors, _REQUIRED):
+    has_window = isinstance(call.window, StepWindow)
+    arguments, required = _ARGUMENTS, _REQUIRED
+    if has_window:
+        arguments, required = _WINDOW_ARGUMENTS, _WINDOW_REQUIRED
+    if (
+        not torch.compiler.is_compiling()
+        or (not has_window and (call.window is not None or call.positions is not None))
+        or (has_window and type(call.window.max_tokens) is not int)
+        or not schema_takes(given, arguments.tensors, required)
+    ):
         validate_layer(call)
     options = call.options
     flags = (
@@ -77,5 +112,8 @@ def traced_layer(call: LayerCall) -> Tensor:
         validate_layer(call)
     given["norm_eps"] = float(options.norm_eps)
     given["scale"] = None if options.scale is None else float(options.scale)
-    y: Tensor = torch.ops.gdn_triton.layer_step(*_ARGUMENTS.ordered(given))
+    operator = torch.ops.gdn_triton.layer_step
+    if has_window:
+        operator = torch.ops.gdn_triton.layer_step_window
+    y: Tensor = operator(*arguments.ordered(given))
     return y

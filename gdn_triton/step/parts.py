@@ -1,5 +1,5 @@
-"""A layer's step as its parts one after the other: the convolution, the rule, the norm. They define
-the result of the step. Each part runs in the backend that is chosen for it."""
+"""A layer's step as its parts one after the other: the convolution, the rule, the norm. The parts
+define the result of a step. Each part runs in the backend that is chosen for it."""
 
 from collections.abc import Callable
 
@@ -12,21 +12,23 @@ from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.norm.backends import NORM
 from gdn_triton.norm.validation import validate_norm
 from gdn_triton.recurrent.api import check_step, recurrent_step
-from gdn_triton.step.problem import LayerCall, LayerProblem, step_arguments
+from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem, step_arguments
 
 
 def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
     return run
 
 
-def run(call: LayerCall) -> Tensor:
+def run(call: LayerCall, norm: Callable[[LayerOperands, Tensor], Tensor] | None = None) -> Tensor:
+    """Runs the parts. norm: a function that replaces o by its gated norm, except for the zeros of
+    skipped sequences; None: `gdn_triton.rms_norm_gated`."""
     x, options = call.inputs, call.options
     step = step_arguments(call)
-    norm = (options.norm_eps, options.norm_activation)
+    of_norm = (options.norm_eps, options.norm_activation)
     # Make all checks before a state changes.
     check_step(mixed_qkv=x.mixed_qkv, **step)
-    if x.gate is not None and x.norm_weight is not None and not torch.compiler.is_compiling():
-        NORM.choose(validate_norm(x.gate, x.gate, x.norm_weight, *norm, False))
+    if x.gate is not None and x.norm_weight is not None and norm is None:
+        NORM.choose(validate_norm(x.gate, x.gate, x.norm_weight, *of_norm, False))
     mixed_qkv = x.mixed_qkv
     if x.conv_weight is not None:
         assert x.conv_state is not None
@@ -42,7 +44,9 @@ def run(call: LayerCall) -> Tensor:
     o = recurrent_step(mixed_qkv=mixed_qkv, **step)
     if x.gate is None or x.norm_weight is None:
         return o
-    y = rms_norm_gated(o, x.gate, x.norm_weight, *norm)
+    if norm is not None:
+        return norm(x, o)
+    y = rms_norm_gated(o, x.gate, x.norm_weight, *of_norm)
     live = x.read_slots > LAST_SKIPPED[options.skip]
-    # Select y here, because the gate of a skipped sequence may hold anything.
+    # Select y here, because the gate of a skipped sequence may hold NaN.
     return torch.where(live.view(-1, *(1,) * (y.dim() - 1)), y, 0)

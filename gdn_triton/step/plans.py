@@ -1,25 +1,26 @@
-"""Plans of `gdn_triton.layer_step`: the function that runs a call and all calls that are like
+"""Plans of `gdn_triton.layer_step`. A plan is the function that runs a call and all calls like
 it."""
 
-import os
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gdn_triton._host.environment import variable
 from gdn_triton._host.memory import Apart
+from gdn_triton._host.remembered import keep
 from gdn_triton._host.tensors import is_transformed, resolved
 from gdn_triton.step.backends import plan_of
 from gdn_triton.step.problem import LayerCall, LayerProblem
 from gdn_triton.step.validation import (
     all_tensors,
-    check_slots,
+    check_contents,
     layer_memory,
     validate_layer,
 )
 
-# When there are this many plans, all are dropped.
+# All plans are dropped when their number reaches this limit.
 MOST_PLANS = 1024
 
 
@@ -34,41 +35,41 @@ _plans: dict[Hashable, _Plan] = {}
 
 def run_layer(call: LayerCall) -> Tensor:
     """Returns y and writes the states."""
-    inputs = call.inputs
-    key = None if is_transformed() else _key(call)
+    inputs, tensors = call.inputs, all_tensors(call)
+    key = None if is_transformed() else _key(call, tensors)
     plan = None if key is None else _plans.get(key)
     if plan is None:
         problem = validate_layer(call)
         memory = None
         if problem.unreadable is None:
-            # A tensor that no kernel can read need not have an address.
+            # Check only readable tensors, because others may have no address.
             memory = layer_memory(call)
-            memory.check(all_tensors(call))
-        check_slots(problem, inputs)
+            memory.check(tensors)
+        check_contents(problem, call)
         if memory is None or key is None:
             return plan_of(problem, call)(call)
         readable = resolved(inputs)
         if readable is not inputs:
             # The copy has other strides, so another plan serves it.
             return run_layer(call._replace(inputs=readable))
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _Plan(problem, memory, plan_of(problem, call))
+        plan = _Plan(problem, memory, plan_of(problem, call))
+        keep(_plans, key, plan, most=MOST_PLANS)
     else:
-        plan.memory.check(all_tensors(call))
-        check_slots(plan.problem, inputs)
+        plan.memory.check(tensors)
+        check_contents(plan.problem, call)
     return plan.run(call)
 
 
-def _key(call: LayerCall) -> Hashable | None:
-    """A key of all properties that the plan of a call depends on; None if no key has them all."""
-    known: list[Hashable] = [torch.is_grad_enabled(), os.environ.get("GDN_BACKEND")]
+def _key(call: LayerCall, tensors: tuple[Tensor | None, ...]) -> Hashable | None:
+    """Returns a key of all properties on which the plan of a call depends, or None if the key
+    cannot hold all of them."""
+    known: list[Hashable] = [torch.is_grad_enabled(), variable("GDN_BACKEND")]
     for option in call.options:
-        # The key has the types too: True == 1 as a key, but validation refuses one of the two.
+        # The key includes the types: True == 1 as a key, but validation refuses one of the two.
         if type(option) not in _PLAIN_OPTIONS:
             return None
         known += (option, type(option).__name__)
-    for x in all_tensors(call):
+    for x in tensors:
         if x is None:
             known.append(None)
         elif type(x) is Tensor and x.layout is torch.strided and not x.is_nested:
@@ -77,8 +78,10 @@ def _key(call: LayerCall) -> Hashable | None:
             known.append((x.dtype, x.shape, x.stride(), x.device, x.requires_grad, False))
         else:
             return None
-    # The rest of a window is judged by its own step, at every call.
-    return (*known, type(call.window), type(call.positions))
+    most = getattr(call.window, "max_tokens", None)
+    if type(most) not in _PLAIN_OPTIONS:
+        return None
+    return (*known, type(call.window), type(call.positions), most, type(most))
 
 
 _PLAIN_OPTIONS = frozenset((bool, float, int, str, type(None)))

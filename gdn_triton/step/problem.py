@@ -29,7 +29,7 @@ WRITTEN: Final = ("state", "conv_state")
 
 
 class LayerOptions(NamedTuple):
-    """The arguments that are no tensors."""
+    """The arguments that are not tensors."""
 
     activation: str | None
     norm_eps: float
@@ -42,8 +42,8 @@ class LayerOptions(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """The arguments of `gdn_triton.layer_step`. window and positions: as
-    `gdn_triton.recurrent_step` takes them."""
+    """The arguments of `gdn_triton.layer_step`. window, positions: as for
+    `gdn_triton.recurrent_step`."""
 
     inputs: LayerOperands
     options: LayerOptions
@@ -52,7 +52,7 @@ class LayerCall(NamedTuple):
 
 
 def step_arguments(call: LayerCall) -> dict[str, Any]:
-    """The arguments of the call's `gdn_triton.recurrent_step`, except mixed_qkv."""
+    """Returns the arguments of the call's `gdn_triton.recurrent_step`, except mixed_qkv."""
     x, options = call.inputs, call.options
     return {
         "state": x.state,
@@ -95,6 +95,8 @@ class LayerProblem:
     use_qk_l2norm: bool
     state_v_first: bool
     last_skipped: int  # slots up to this one are padding
-    tile_span: int  # elements from the first to the last of one head's state
+    tile_span: int  # most elements a tile spans; with a window as in `RecurrentProblem`
     has_window: bool
-    unreadable: str | None  # a sentence why no kernel can take the tensors
+    has_tickets: bool
+    has_norm: bool
+    unreadable: str | None  # a sentence why no kernel can read the tensors

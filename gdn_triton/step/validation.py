@@ -30,7 +30,8 @@ from gdn_triton._host.slots import (
     final_writes,
 )
 from gdn_triton._host.tensors import check_written, why_unreadable
-from gdn_triton.recurrent.api import check_step
+from gdn_triton.recurrent.api import call_of, check_step
+from gdn_triton.recurrent.validation import validate_step
 from gdn_triton.recurrent.validation_window import STEP_WRITES, WINDOW_NAMES
 from gdn_triton.recurrent.window import StepWindow
 from gdn_triton.step.problem import (
@@ -91,19 +92,25 @@ def validate_layer(call: LayerCall) -> LayerProblem:
             raise ValueError(must("conv_state", expected, str(x.conv_state.dtype)))
     for name in WRITTEN:
         check_written(name, named[name])
+    H = keys // (2 * K)
+    tickets, (rows, columns) = None, x.state.stride()[2:]
+    span = (x.state.shape[2] - 1) * rows + (x.state.shape[3] - 1) * columns
     if call.window is not None or call.positions is not None:
         check_step(mixed_qkv=mixed, **step_arguments(call))
+        if not torch.compiler.is_compiling():
+            span = validate_step(call_of(mixed_qkv=mixed, **step_arguments(call))).tile_span
+        tickets = _check_tickets(call.window, x.state, H)
     given = tuple(y for y in x if y is not None)
+    read = {**named, "window.tickets": tickets}
     if torch.is_grad_enabled() and any(y.requires_grad for y in given):
         raise NotImplementedError(
             "gdn_triton.layer_step updates states in place and has no gradient; an input requires "
             "one. Call under torch.no_grad()"
         )
-    rows, columns = x.state.stride()[2:]
     return LayerProblem(
         N=N,
         T=T,
-        H=keys // (2 * K),
+        H=H,
         HV=HV,
         K=K,
         V=V,
@@ -120,9 +127,11 @@ def validate_layer(call: LayerCall) -> LayerProblem:
         use_qk_l2norm=options.use_qk_l2norm_in_kernel,
         state_v_first=v_first,
         last_skipped=LAST_SKIPPED[options.skip],
-        tile_span=(x.state.shape[2] - 1) * rows + (x.state.shape[3] - 1) * columns,
+        tile_span=span,
         has_window=call.window is not None,
-        unreadable=why_unreadable(named, tuple(named.values())),
+        has_tickets=tickets is not None,
+        has_norm=x.norm_weight is not None,
+        unreadable=why_unreadable(read, tuple(read.values())),
     )
 
 
@@ -136,6 +145,22 @@ def _check_parts(x: LayerOperands) -> None:
             raise ValueError(must(missing, f"come with {name}", f"None, and {type_of(given)}"))
     if x.conv_bias is not None and x.conv_weight is None:
         raise ValueError(must("conv_bias", "be None without conv_weight", "a tensor"))
+
+
+def _check_tickets(window: StepWindow, state: Tensor, H: int) -> Tensor | None:
+    """Checks the tickets of a window that is otherwise valid, and returns them."""
+    tickets, name = window.tickets, "window.tickets"
+    if tickets is None:
+        return None
+    check_tensors({name: tickets}, {})
+    check_devices("state", state.device, {name: tickets})
+    check_shape(name, tickets, slots=state.shape[0], H=H)
+    if tickets.dtype != torch.int32:
+        raise ValueError(must(name, "be torch.int32", str(tickets.dtype)))
+    check_written(name, tickets)
+    if not tickets.is_contiguous():
+        raise ValueError(must(name, "be contiguous", f"strides {list(tickets.stride())}"))
+    return tickets
 
 
 def _check_options(options: LayerOptions) -> tuple[float | None, float]:
@@ -178,31 +203,41 @@ def _check_conv(x: LayerOperands, D: int) -> int:
 
 
 def all_tensors(call: LayerCall) -> tuple[Tensor | None, ...]:
-    """The tensors of the inputs and of a window, in the order of `_NAMES`."""
-    window: tuple[Tensor | None, ...] = (None,) * len(WINDOW_NAMES)
+    """Returns the tensors of the inputs and of a window, in the order of `_NAMES`."""
+    window: tuple[Tensor | None, ...] = (None,) * (len(WINDOW_NAMES) + 1)
     if isinstance(call.window, StepWindow):
-        window = (*call.window[:5], call.window.scales)
+        window = (*call.window[:5], call.window.scales, call.window.tickets)
     return (*call.inputs, *window, call.positions)
 
 
-_NAMES: Final = (*LayerOperands._fields, *WINDOW_NAMES.values(), "positions")
+_NAMES: Final = (
+    *LayerOperands._fields,
+    *WINDOW_NAMES.values(),
+    "window.tickets",
+    "positions",
+)
 
 
 def layer_memory(call: LayerCall) -> Apart:
-    """Returns the memory check of calls like this one, which takes `all_tensors`."""
+    """Returns the memory check of all calls like this one. The check takes `all_tensors`."""
     return _apart(tuple(map(layout_of, all_tensors(call))))
 
 
 @functools.lru_cache(1024)
 def _apart(layouts: tuple[Layout | None, ...]) -> Apart:
     named = dict(zip(_NAMES, layouts, strict=True))
-    return Apart(named, tuple(n for n in (*WRITTEN, *STEP_WRITES) if named[n] is not None))
+    return Apart(
+        named, tuple(n for n in (*WRITTEN, *STEP_WRITES, "window.tickets") if named[n] is not None)
+    )
 
 
-def check_slots(p: LayerProblem, x: LayerOperands) -> None:
-    """Checks the contents of slots on the CPU."""
+def check_contents(p: LayerProblem, call: LayerCall) -> None:
+    """Checks the contents of slots and of a window's positions on the CPU."""
     if p.device.type != "cpu":
         return
+    x = call.inputs
+    if p.has_window:
+        check_step(mixed_qkv=x.mixed_qkv, **step_arguments(call))
     slots = x.read_slots.tolist()
     for pool in (x.state, x.conv_state):
         if isinstance(pool, Tensor):

@@ -12,6 +12,7 @@ from backward_cases import (
     by_op,
     check,
     check_alone,
+    check_rows_of_no_sequence,
     check_task,
     exact,
     make_task,
@@ -294,19 +295,7 @@ def test_autocast_changes_nothing(device: str) -> None:
 
 
 def test_rows_of_no_sequence(device: str) -> None:
-    """Whatever they hold, and whatever comes from above, they have no gradient and change none."""
-    task = make_task(BITS, FP32, device, OPTIONS["all"])
-    expected = by_op(task)
-    end = sum(BITS.lengths or ())
-    for name in NAMES[:5]:
-        x = task.leaves[name].clone()
-        x[:, end:] = torch.nan
-        task.leaves[name] = x
-    task.do[:, end:] = torch.nan
-    for name, x in by_op(task).items():
-        assert same_bits(x, expected[name]), name
-        if name in NAMES[:5]:
-            assert not x[:, end:].any(), name
+    check_rows_of_no_sequence(make_task(BITS, FP32, device, OPTIONS["all"]))
 
 
 def test_nan_stays_in_its_sequence(device: str) -> None:

@@ -16,6 +16,7 @@ from gdn_triton import chunk_gated_delta_rule
 from gdn_triton.chunk.backends import chunk_kernels
 from gdn_triton.chunk.problem import Problem
 from gdn_triton.chunk.triton.hopper import support
+from gdn_triton.chunk.triton.hopper.segments import choose_segments, states_at_once
 from gdn_triton.chunk.triton.hopper.support import RELEASES, hopper_refusal
 
 # ------------------------------------------------------------------------- the calls that it takes
@@ -45,6 +46,17 @@ COMMON = Problem(
     needs_grad=False,
 )
 
+# One long sequence among 20 short ones, as cu_seqlens_cpu says.
+UNEVEN = {
+    "B": 1,
+    "T": 20 * 64 + 6912,
+    "N": 21,
+    "H": 2,
+    "HV": 8,
+    "is_varlen": True,
+    "longest": (6912, 64, 64),
+}
+
 
 @pytest.fixture
 def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,22 +74,70 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, None),
         ({"needs_grad": True}, None),
         ({"K": 8, "V": 264}, None),
-        ({"q_dtype": FP16, "k_dtype": FP16, "v_dtype": FP16}, "in bfloat16"),
-        ({"v_dtype": FP16}, "in bfloat16"),
+        ({"q_dtype": FP16, "k_dtype": FP16, "v_dtype": FP16}, "float16 on a GPU"),
+        ({"v_dtype": FP16}, "all in bfloat16 or all in float16"),
+        (dict.fromkeys(("q_dtype", "k_dtype", "v_dtype"), torch.float32), "all in bfloat16 or"),
         ({"chunk_size": 32}, "chunk_size is 32"),
         ({"K": 256}, "K is 256"),
         ({"K": 60}, "K is 60"),
         ({"V": 100}, "V is 100"),
-        ({"pool_dtype": torch.float32}, "pool"),
+        ({"pool_dtype": torch.float32}, None),
         ({"T": 0}, "empty"),
         ({"device": torch.device("cpu")}, "NVIDIA GPU"),
-        ({"N": 1, "B": 1}, "has 32 states"),
-        ({"N": 1, "B": 1, "batch_invariant": True}, None),
+        ({"N": 1, "B": 1}, None),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16}, "has 16 states"),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16, "T": 4096}, None),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16, "batch_invariant": True}, None),
     ],
 )
 def test_refusals(change: dict[str, Any], words: str | None) -> None:
     refusal = hopper_refusal(replace(COMMON, **change))
     assert refusal is None if words is None else words in str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("change", "chunks"),
+    [
+        ({}, 0),
+        ({"N": 1, "B": 1, "T": 8191}, 43),
+        ({"N": 1, "B": 1, "T": 8191, "batch_invariant": True}, 0),
+        ({"N": 1, "B": 1, "T": 7168}, 38),
+        ({"N": 1, "B": 1, "T": 7104}, 0),
+        ({"N": 1, "B": 1, "T": 8192, "HV": 16}, 32),
+        ({"N": 1, "B": 1, "T": 16384, "HV": 16}, 32),
+        ({"N": 1, "B": 1, "T": 2048, "HV": 16}, 8),
+        ({"N": 1, "B": 1, "T": 1984, "HV": 16}, 0),
+        ({"N": 1, "B": 1, "T": 4096, "HV": 8}, 8),
+        ({"N": 1, "B": 1, "T": 4096, "HV": 1}, 8),
+        ({"N": 2, "B": 1, "T": 8192, "HV": 8, "is_varlen": True}, 16),
+        ({"N": 1, "B": 1, "T": 8192, "HV": 64}, 0),
+        # The longest sequence counts, where the host knows it.
+        (UNEVEN, 18),
+        (UNEVEN | {"longest": (0, 0, 0)}, 0),
+        (UNEVEN | {"batch_invariant": True}, 0),
+        (UNEVEN | {"HV": 16}, 27),
+        (UNEVEN | {"HV": 32}, 0),
+        (UNEVEN | {"HV": 64}, 0),
+        # Of K and V that make two blocks a state.
+        ({"N": 1, "B": 1, "T": 8192, "HV": 16, "V": 256}, 43),
+    ],
+)
+def test_segments_of(change: dict[str, Any], chunks: int) -> None:
+    assert choose_segments(132, replace(COMMON, **change)) == chunks
+
+
+@pytest.mark.parametrize(
+    ("change", "states"),
+    [
+        ({}, 128),
+        ({"V": 64}, 128),
+        ({"V": 200}, 256),
+        (UNEVEN | {"T": 8192}, 8 * 8192 / 6912),
+        (UNEVEN | {"T": 8400, "longest": (0, 0, 0)}, 8 * 21),
+    ],
+)
+def test_states_at_once(change: dict[str, Any], states: float) -> None:
+    assert states_at_once(replace(COMMON, **change)) == states
 
 
 @pytest.mark.usefixtures("on_a_hopper")
@@ -127,6 +187,7 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = support._release_refusal()
     if refusal is not None:
         pytest.skip(refusal)
+    monkeypatch.setattr(support, "TAKE_UNPROVEN", True)
     monkeypatch.setenv("GDN_BACKEND", "triton")
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     monkeypatch.delenv("GDN_GLUON", raising=False)
@@ -147,7 +208,7 @@ CASES = [
     hopper_case("tail", "a ragged chunk, and B > 1", T=200, B=2),
     hopper_case("one-token", "the least sequence", T=1),
     PACKED,
-    hopper_case("wide", "blocks with all of V", lengths=(70, *(1,) * 38, 200), orphans=3),
+    hopper_case("wide", "blocks with two states", lengths=(70, *(1,) * 38, 200), orphans=3),
     hopper_case("odd-strides", "rows that TMA cannot read: copies", T=130, spare=3),
     hopper_case("small", "fewer channels than a tile has", T=200, B=2, K=40, V=72),
     hopper_case("small-packed", "the same, packed", lengths=(130, 0, 70), K=64, V=24),
@@ -160,8 +221,9 @@ CASES = [
 @pytest.mark.usefixtures("gluon")
 @pytest.mark.parametrize("case", cases(CASES))
 @pytest.mark.parametrize("v_first", [False, True])
-def test_regimes(case: Case, v_first: bool) -> None:
-    check(case, make_inputs(case, BF16, "cuda"), "cuda", state_v_first=v_first)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_regimes(case: Case, v_first: bool, dtype: torch.dtype) -> None:
+    check(case, make_inputs(case, dtype, "cuda"), "cuda", state_v_first=v_first)
 
 
 @hopper
@@ -192,16 +254,38 @@ def gates_of(kind: str, g: Tensor) -> Tensor:
 @hopper
 @pytest.mark.usefixtures("gluon")
 @pytest.mark.parametrize("kind", ["none", "strong", "growing", "far", "infinite"])
-@pytest.mark.parametrize("case", cases([PACKED]))
-def test_gates(case: Case, kind: str) -> None:
-    x = make_inputs(case, BF16, "cuda")
+@pytest.mark.parametrize("case", cases([PACKED, CASES[3]]))
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gates(case: Case, kind: str, dtype: torch.dtype) -> None:
+    x = make_inputs(case, dtype, "cuda")
     check(case, x.but(g=gates_of(kind, x.g)), "cuda")
 
 
 @hopper
 @pytest.mark.usefixtures("gluon")
+@pytest.mark.parametrize("case", cases([CASES[0], PACKED, CASES[6]]))
+@pytest.mark.parametrize("kind", ["none", "strong", "far"])
+@pytest.mark.parametrize(("with_state", "dtype"), [(False, BF16), (True, BF16), (True, FP16)])
+def test_segments(
+    case: Case,
+    kind: str,
+    with_state: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Segments of a chunk, and of two."""
+    from gdn_triton.chunk.triton.hopper import launch
+
+    x = make_inputs(case, dtype, "cuda")
+    for chunks in (1, 2):
+        monkeypatch.setattr(launch, "choose_segments", lambda *_, chunks=chunks: chunks)
+        check(case, x.but(g=gates_of(kind, x.g)), "cuda", with_state=with_state)
+
+
+@hopper
+@pytest.mark.usefixtures("gluon")
 def test_same_bits() -> None:
-    """Again; and each sequence alone, packed and padded, in the blocks that few states have."""
+    """Again; and each sequence alone, packed and padded, in blocks with one state."""
     x = make_inputs(CASES[3], BF16, "cuda")
     o, state = call_with_state(x, CASES[3])
     for _ in range(5):

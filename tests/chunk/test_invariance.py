@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BF16, FP16, FP32, RUNS, Case, Inputs, make_inputs, pieces, same_bits
+from helpers import (
+    BF16,
+    FP16,
+    FP32,
+    RUNS,
+    Case,
+    Inputs,
+    assert_within_budget,
+    make_inputs,
+    pieces,
+    same_bits,
+)
 from torch import Tensor
 
 import gdn_triton
@@ -154,6 +165,60 @@ def test_segments_are_for_few_long_sequences(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_segments(problem()) == 0
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "0")
     assert choose_segments(problem()) == 64
+
+
+def test_a_long_sequence_among_short_ones_is_cut_where_the_host_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By cu_seqlens_cpu, and only where the longest sequence is several segments long."""
+    cut = functools.partial(segment_chunks, Gpu("cuda", 90, 132))
+    uneven = {"N": 21, "HV": 8, "K": 128, "V": 128, "BT": 64}
+    assert cut(8192, **uneven, longest=6912) == 16
+    assert cut(8192, **uneven) == 0
+    assert cut(8192, **uneven, longest=3000) == 0
+    assert cut(8192, **{**uneven, "HV": 16}, longest=6912) == 32
+    assert cut(32768, **{**uneven, "N": 4}, longest=16000) == 64
+    # The states of many heads fill the GPU with two sequences; as many as there is no segment for.
+    for HV in (32, 128):
+        assert cut(8192, **{**uneven, "HV": HV}, longest=6912) == 0
+    monkeypatch.setitem(tiles._gpus, torch.device("meta"), Gpu("cuda", 90, 132))
+    offsets = torch.tensor([0, *range(64, 1281, 64), 8192], dtype=torch.int32)
+    call = sized_call(T=8192, HV=8, K=128, V=128)
+    call = call._replace(inputs=call.inputs._replace(cu_seqlens=offsets.to("meta")))
+    assert choose_segments(validate_chunk(call)) == 0
+    call = call._replace(cu_seqlens_cpu=offsets)
+    assert choose_segments(validate_chunk(call)) == 16
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    assert choose_segments(validate_chunk(call)) == 0
+
+
+def test_known_lengths_cut_and_give_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the lengths on the host are no longer those on the device."""
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    monkeypatch.setenv("GDN_GLUON", "0")
+    monkeypatch.setattr(tiles, "LEAST_KNOWN_SEGMENT", 1)
+    segment_chunks.cache_clear()
+    offsets = torch.tensor([0, 5, 8, 70, 75], dtype=torch.int32)
+    k, q = torch.nn.functional.normalize(torch.randn(2, 1, 75, 1, 16), dim=-1)
+    x = {"q": q, "k": k, "v": torch.randn(1, 75, 2, 16)}
+    x = {name: y.to(device, FP16) for name, y in x.items()}
+    x |= {"g": -torch.rand(1, 75, 2, device=device), "beta": torch.rand(1, 75, 2, device=device)}
+    options = {"cu_seqlens": offsets.to(device), "chunk_size": 16, "output_final_state": True}
+    wide = {name: y.double() for name, y in x.items()}
+    # On a CPU the call compares both offsets.
+    then = torch.tensor([0, 30, 31, 31, 74]) if device != "cpu" else offsets
+    for now in (offsets, then):
+        options["cu_seqlens"] = now.to(device, torch.int32)
+        whole = gdn_triton.chunk_gated_delta_rule(**x, **options)
+        cut = gdn_triton.chunk_gated_delta_rule(**x, **options, cu_seqlens_cpu=offsets)
+        with monkeypatch.context() as patch:
+            patch.setenv("GDN_BACKEND", "reference")
+            exact = gdn_triton.chunk_gated_delta_rule(**wide, **options)
+        for name, y, z, w in zip(("o", "final_state"), cut, whole, exact, strict=True):
+            assert not same_bits(y, z), f"{name}: the call was not cut"
+            unit = torch.finfo(FP16).eps / 2
+            assert_within_budget(name, y, w, z, dtype=z.dtype, unit=unit)
+    segment_chunks.cache_clear()
 
 
 def sized_call(T: int, HV: int, K: int, V: int) -> ChunkCall:

@@ -61,7 +61,8 @@ def test_explained(
     no_interpreter: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who makes the gradients is said where a call has some, and where it is not the name's own."""
+    """`explain` has a sentence on the gradients if the call has some and the CUDA backend is
+    chosen."""
     monkeypatch.setattr(backends, "_triton_missing", lambda: None)
     monkeypatch.setenv("GDN_BACKEND", "auto")
     own = CHUNK.explain(problem(**TRAINED))

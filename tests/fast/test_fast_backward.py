@@ -16,6 +16,7 @@ from backward_cases import (
     by_op,
     check_alone,
     check_forgetting,
+    check_rows_of_no_sequence,
     check_task,
     make_task,
 )
@@ -285,18 +286,7 @@ def test_nan_stays_in_its_sequence(own: str) -> None:
 @gpu
 @pytest.mark.parametrize("options", ["all", "none"])
 def test_rows_of_no_sequence(options: str, own: str) -> None:
-    task = make_task(RAGGED, BF16, own, OPTIONS[options])
-    expected = by_op(task)
-    end = sum(RAGGED.lengths or ())
-    for name in NAMES[:5]:
-        x = task.leaves[name].clone()
-        x[:, end:] = torch.nan
-        task.leaves[name] = x
-    task.do[:, end:] = torch.nan
-    for name, x in by_op(task).items():
-        assert same_bits(x, expected[name]), name
-        if name in NAMES[:5]:
-            assert not x[:, end:].any(), name
+    check_rows_of_no_sequence(make_task(RAGGED, BF16, own, OPTIONS[options]))
 
 
 @gpu
@@ -405,7 +395,7 @@ def leaf(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
 # Without states that the forward leaves, and with one after so many tokens each.
 for lengths, every in (((70, 0, 400, 64), 0), ((330,), 0), ((70, 0, 400, 128), 64), ((330,), 128)):
-    chunk.best_checkpoint_interval = lambda *sizes, every=every: every
+    calls.best_checkpoint_interval = lambda *sizes, every=every: every
     N, T = len(lengths), sum(lengths) + 9
     cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
     x = (leaf(1, T, 1, 128), leaf(1, T, 1, 128), leaf(1, T, 2, 128), leaf(1, T, 2), leaf(1, T, 2))

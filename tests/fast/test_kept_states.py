@@ -14,6 +14,7 @@ from helpers import BF16, Case, make_inputs, same_bits
 from torch import Tensor
 
 import gdn_triton
+from gdn_triton._host import backends
 from gdn_triton.chunk.cuda import calls
 
 Keep = Callable[[int], None]
@@ -47,6 +48,12 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(calls, "library_operator", noting)
     return found
+
+
+def replace_forward(monkeypatch: pytest.MonkeyPatch, forward: Callable[..., Any]) -> None:
+    """A choice keeps the forward that was there when it was made, so the choices are made again."""
+    monkeypatch.setattr(backends, "_choices", {})
+    monkeypatch.setattr(calls, "forward_for_gradients", forward)
 
 
 def kept(name: str) -> tuple[int, Case]:
@@ -91,7 +98,7 @@ def test_gates(name: str, strength: str, keep: Keep) -> None:
 @gpu
 @pytest.mark.parametrize("name", ["uneven", "cut"])
 def test_states_are_read(name: str, cuda: str, keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of others give other gradients of what is behind them."""
+    """Other states give other gradients of the tokens after them."""
     every, case = kept(name)
     keep(every)
     task = make_task(case, BF16, cuda, Options())
@@ -102,7 +109,7 @@ def test_states_are_read(name: str, cuda: str, keep: Keep, monkeypatch: pytest.M
         o, final_state, states = forward(*given)
         return o, final_state, torch.zeros_like(states)
 
-    monkeypatch.setattr(calls, "forward_for_gradients", other)
+    replace_forward(monkeypatch, other)
     found = by_op(task)
     for name in NAMES[:5]:
         x, y = found[name], expected[name]
@@ -135,7 +142,7 @@ def test_what_is_left(
         left.append(forward(*given)[2])
         return forward(*given)
 
-    monkeypatch.setattr(calls, "forward_for_gradients", noting)
+    replace_forward(monkeypatch, noting)
     o, final_state = run_op(task, task.copies())
     (states,) = left
     plain = {n: y.detach() for n, y in task.copies().items() if y is not None}

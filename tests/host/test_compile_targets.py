@@ -25,8 +25,8 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
         # The kernels with the widest tiles alone, for less shared memory.
         pytest.param("cuda", "120", marks=pytest.mark.long(16)),
         pytest.param("cuda", "121", marks=pytest.mark.long(11)),
-        pytest.param("hip", "gfx942", marks=pytest.mark.long(11)),
-        pytest.param("hip", "gfx950", marks=pytest.mark.long(11)),
+        pytest.param("hip", "gfx942", marks=pytest.mark.long(42)),
+        pytest.param("hip", "gfx950", marks=pytest.mark.long(42)),
     ],
 )
 def test_kernels_compile(backend: str, arch: str) -> None:
@@ -60,6 +60,29 @@ def test_unwritten_registers_are_found() -> None:
         "-",
         "5030 UPRMT UR36, UR35, 0x7632, UR37",
     ]
+
+
+def test_accesses_before_the_wait_are_found() -> None:
+    """Lines of a real kernel, whose wait is missing or comes too late."""
+    command = [sys.executable, "-c", FIND_ACCESSES]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "[]",
+        "['0130 LDG.E R0, desc[UR6][R2.64]']",
+        "['0130 LDG.E R0, desc[UR6][R2.64]', 'no wait']",
+    ]
+
+
+FIND_ACCESSES = r"""
+from target_code import accesses_before_the_wait
+start = "        /*0040*/                   S2R R5, SR_CTAID.X ;\n"
+wait = "        /*0050*/                   ACQBULK ;\n"
+load = "        /*0130*/             @!P0  LDG.E R0, desc[UR6][R2.64] ;\n"
+for kernel in (start + wait + load, start + load + wait, start + load):
+    print(accesses_before_the_wait(kernel))
+"""
 
 
 FIND = r"""

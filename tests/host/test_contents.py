@@ -157,7 +157,8 @@ def test_heads_before_tokens() -> None:
     assert "T=4 is less than H=300" in found.mistakes["layout"]
     with pytest.warns(UserWarning, match=r"T=4 is less than H=300.*\[B, H, T, ...\]"):
         chunk_gated_delta_rule(**call)
-    # A short sequence of a model's heads is shown, and not warned of.
+    # `explain` reports T below H as a mistake, but a call with at most 64 heads does not warn,
+    # because it may be a short sequence.
     short = {name: x[:, :, :16] for name, x in call.items()}
     assert list(contents_of(short).mistakes) == ["layout"]
     with warnings.catch_warnings():

@@ -37,6 +37,8 @@ def refusal(call: Call, given: str, x: Tensor, dim: int, stride: int) -> str | N
         if given in ("state", "state_checkpoints") and dim > 0:
             return SPAN
         return OUT if given == "out" and dim in (1, 3) else None
+    if call.function is not function and given in ("mixed_qkv", "b") and last:
+        return SPAN
     if function in (gdn_triton.layer_step, gdn_triton.fold_window):
         return SPAN if given == "state" and dim > 1 else None
     if function in (gdn_triton.recurrent_step, gdn_triton.fused_recurrent_gated_delta_rule):

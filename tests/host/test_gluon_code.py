@@ -1,4 +1,4 @@
-"""The Gluon forward, compiled for a GPU that need not be there: tests/support/gluon_code.py, in a
+"""The Gluon kernels, compiled for a GPU that need not be there: tests/support/gluon_code.py, in a
 process of its own, since Triton decides on import between its interpreter and its compiler."""
 
 import os
@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import triton
 from packaging.version import Version
+from target_code import stale_uniform_registers
 
 from gdn_triton.chunk.triton.hopper.support import RELEASES
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
-@pytest.mark.long(40)
+@pytest.mark.long(70)
 def test_code_for_hopper() -> None:
     release = Version(triton.__version__).base_version
     if release not in RELEASES:
@@ -60,3 +61,30 @@ def test_local_memory_is_found() -> None:
     environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2"]
+
+
+STALE = """
+.L_x_1:
+        /*0000*/              @P0 BRA `(.L_x_2) ;
+        /*0010*/                   UIADD3 UR4, UR9, 0x2, URZ ;
+.L_x_2:
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8], R3 ;
+        /*0030*/              @!P0 BRA `(.L_x_3) ;
+.L_x_4:
+        /*0040*/                   UMOV UR6, UR4 ;
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R24, R36, gdesc[UR4], R24 ;
+        /*0060*/              @!P1 BRA `(.L_x_1) ;
+        /*0070*/                   EXIT ;
+.L_x_3:
+        /*0080*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8], R3 ;
+        /*0090*/              @!P0 BRA `(.L_x_3) ;
+        /*00a0*/                   BRA `(.L_x_4) ;
+"""
+
+
+@pytest.mark.parametrize("branch", [True, False])
+def test_stale_registers_are_found(branch: bool) -> None:
+    """An address that only a branch writes."""
+    sass = STALE if branch else STALE.replace("@P0 BRA", "NOP ")
+    found = stale_uniform_registers(sass)
+    assert found == (["0040 UMOV UR6, UR4"] if branch else [])

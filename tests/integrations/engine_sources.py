@@ -72,6 +72,7 @@ IMITATED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "fused_recurrent_gated_delta_rule_packed_decode",
         ),
         f"{_FLA}/fused_sigmoid_gating.py": ("fused_sigmoid_gating_delta_rule_update",),
+        f"{_FLA}/layernorm_guard.py": ("rmsnorm_fn",),
     },
     "sglang": {
         f"{_SGLANG}/attention/fla/chunk.py": ("chunk_gated_delta_rule",),

@@ -1,4 +1,4 @@
-"""Calls of the adapter's functions that write SGLang's rings, and of its trees."""
+"""Calls of the adapter's functions that write SGLang's rings."""
 
 from typing import Any
 
@@ -83,20 +83,6 @@ def commit() -> dict[str, Any]:
     }
 
 
-def tree() -> dict[str, Any]:
-    return {
-        **decoding(3),
-        "softplus_beta": 1.0,
-        "softplus_threshold": 20.0,
-        "initial_state_source": torch.randn(6, 4, V, K),
-        "initial_state_indices": torch.tensor([4, -1, 2]),
-        "disable_state_update": True,
-        "intermediate_states_buffer": torch.zeros(4, 3, 4, V, K),
-        "intermediate_state_indices": torch.tensor([3, 0, 1]),
-        "retrieve_parent_token": torch.tensor([[0, 0, 0], [0, 5, 5], [0, 0, 1]]),
-    }
-
-
 RECORDS = ("d_cache", "k_cache", "g_cache")
 CALLS: dict[str, Op] = {
     "sglang.fused_recurrent_gdn_replayssm_decode": Op(
@@ -109,8 +95,5 @@ CALLS: dict[str, Op] = {
         sglang.commit_gdn_replayssm_circular,
         commit,
         ("checkpoint_state", "write_pos", "cache_base", "is_flush"),
-    ),
-    "sglang.fused_sigmoid_gating_delta_rule_update, tree": Op(
-        sglang.fused_sigmoid_gating_delta_rule_update, tree, ("intermediate_states_buffer",)
     ),
 }

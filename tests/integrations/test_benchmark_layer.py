@@ -38,10 +38,18 @@ def test_dry_run(
         f"{name}: not measured: --engines names no folder" for name in ("vllm", "sglang")
     ]
     calls = [(x["what"], x["sequences"], x["tokens"], x["heads"]) for x in records]
-    assert calls == [("prefill", 1, 70, "1/2"), ("prefill", 2, 70, "1/2"), ("decode", 3, 3, "1/2")]
+    assert calls == [
+        ("prefill", 1, 70, "1/2"),
+        ("prefill", 2, 70, "1/2"),
+        ("decode", 3, 3, "1/2"),
+        ("drafts", 3, 12, "1/2"),
+    ]
     for record in records:
         ours = record["results"]["gdn_triton"]
         assert ours["time"] > 0 and ours["error"] < 5e-3 and ours["launches"] is None
+        assert ours["kernels"] == {}
+        windowed = record["results"]["gdn_triton, with a window"]
+        assert ("time" in windowed) == (record["what"] != "prefill")
     assert "| decode | 3 | 3 | 1/2 | " in capsys.readouterr().out
     text = page.rows_page(path)
     assert text.startswith("# The Gated DeltaNet part of a layer\n")
@@ -57,6 +65,10 @@ def test_table() -> None:
     }
     record = {"what": "decode", "sequences": 64, "tokens": 64, "heads": "4/8", "results": results}
     last = layer.tables([record], results).splitlines()[-1]
+    results["gdn_triton"]["kernels"] = {"conv": 3.04, "norm": 9.0}
+    lines = layer.kernel_lines([record], "gdn_triton")
+    assert lines == ["gdn_triton, decode of 64, 4/8: conv 3.0, norm 9.0"]
+    assert layer.kernel_lines([record], "vLLM") == []
     assert last == "| decode | 64 | 64 | 4/8 | 12.3 (4) | 100.0 | - |"
 
 
@@ -106,7 +118,7 @@ def no_engines() -> Iterator[None]:
 
 def test_no_files(no_engines: None, tmp_path: Path) -> None:
     made, _, missing = layer.makers_of(tmp_path)
-    assert list(made) == ["gdn_triton"]
+    assert list(made) == ["gdn_triton", "gdn_triton, with a window"]
     assert [line.split(" No module")[0] for line in missing] == [
         "vllm: not measured:",
         "sglang: not measured:",

@@ -28,7 +28,7 @@ from engine_sources import (
 import gdn_triton
 from gdn_triton.integrations import flashinfer, sglang, vllm
 from gdn_triton.integrations._fla_layer import convolution, gated_norm
-from gdn_triton.integrations.vllm import layer, warming
+from gdn_triton.integrations.vllm import layer, norm, warming
 
 VLLM = [
     "causal_conv1d_fn",
@@ -45,6 +45,7 @@ PAIRS = [
     ("vllm", "ChunkGatedDeltaRule.forward_native", vllm.forward),
     ("vllm", "ChunkGatedDeltaRule.forward_cuda", vllm.forward),
     ("vllm", "_log_gdn_backend_decision", vllm._log),
+    ("vllm", "rmsnorm_fn", norm.gated_norm(lambda: None)),
     *[("sglang", name, ours) for name, ours in sglang.FUNCTIONS.items()],
     *[
         ("flashinfer_python", name, getattr(flashinfer, name))
@@ -108,14 +109,6 @@ def test_fla_layer(make):
     """The functions of FLA's layers that are replaced."""
     name = {convolution: "causal_conv1d", gated_norm: "rms_norm_gated"}[make]
     assert parameters_of(make(lambda: None, lambda: True)) == recorded("fla_core", name)
-
-
-def test_known_text_of_sglang():
-    """The method of SGLang that gives the gates to the kernel, where its text is known."""
-    text = source(wheel_of("sglang"), f"{sglang.BACKEND.replace('.', '/')}.py")
-    node = definitions(ast.parse(text))[f"{sglang.GATES_OWNER}.{sglang.EXTEND}"]
-    lines = text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
-    assert hashlib.sha256("".join(lines).encode()).hexdigest() in sglang.KNOWN
 
 
 @pytest.mark.parametrize("file", IMITATED["transformers"])

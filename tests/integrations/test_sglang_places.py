@@ -1,10 +1,8 @@
 """SGLang's convolution, jet_nemotron's recurrence, and the places where ours are put; its own
 kernels beside ours where its wheel is given."""
 
-import hashlib
-import inspect
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Optional, Union
 
 import pytest
@@ -17,7 +15,6 @@ from helpers import same_bits
 
 import gdn_triton
 from gdn_triton.integrations import sglang
-from gdn_triton.integrations.sglang.gates import gates_of
 
 D, W = 12, 4
 
@@ -140,20 +137,6 @@ def function_of(name):
     return namespace[name]
 
 
-class Backend:
-    """What SGLang's backend has of its prefill."""
-
-    def __init__(self, kernel):
-        self.kernel_dispatcher = SimpleNamespace(extend_kernel=kernel)
-
-    @staticmethod
-    def _prefill_gates(layer, a, b):
-        return "their gates"
-
-    def forward_extend(self, layer, a, b):
-        return self._prefill_gates(layer, a, b)
-
-
 @pytest.fixture
 def engine(monkeypatch):
     """SGLang's modules, with the functions that its layers look up."""
@@ -173,9 +156,6 @@ def engine(monkeypatch):
             setattr(found[module], name, function_of(name))
         for name in sglang.OTHERS.get(module, ()):
             setattr(found[module], name, object())
-    text = inspect.getsource(Backend.forward_extend)
-    monkeypatch.setattr(sglang, "KNOWN", (hashlib.sha256(text.encode()).hexdigest(),))
-    setattr(found[sglang.BACKEND], sglang.GATES_OWNER, Backend)
     yield found
     monkeypatch.undo()
     sglang._patches.take_back()
@@ -193,9 +173,9 @@ def test_enable(engine):
     assert not set(map(id, ours.values())) & set(map(id, theirs.values()))
     sglang.enable()
     assert functions_in(engine) == ours
-    assert len([place for place in report.places if place.op]) == len(theirs) + 1
+    assert len([place for place in report.places if place.op]) == len(theirs)
     assert "causal_conv1d_update with the windows of drafts: not ours: SGLang's own" in str(report)
-    assert "fused_gdn_gating: not ours: multi-item scoring and other" in str(report)
+    assert "fused_gdn_gating: not ours: a prefill takes g and beta" in str(report)
     # What the layer's call finds there now.
     inputs = decoding(1)
     call = {**inputs, "softplus_beta": 1.0, "softplus_threshold": 20.0, "is_kda": False}
@@ -226,28 +206,6 @@ def test_enable(engine):
     del theirs[(sglang.MODULE, "chunk_gated_delta_rule")]
     now = functions_in(engine)
     assert all(now[key] is function for key, function in theirs.items())
-
-
-def test_gates(engine, monkeypatch):
-    """Before the gates for the kernel whose functions are ours, and SGLang's own for another."""
-    kernel = type("Kernel", (), {"__module__": sglang.MODULE})()
-    own = vars(Backend)["_prefill_gates"]
-    layer = SimpleNamespace(A_log=torch.rand(4), dt_bias=torch.rand(4))
-    a, b = torch.randn(2, 9, 4)
-    with monkeypatch.context() as patch:
-        patch.setattr(sglang, "KNOWN", ())
-        assert "_prefill_gates: not ours: the text of forward_extend is" in str(sglang.enable())
-        assert vars(Backend)["_prefill_gates"] is own
-        sglang.disable()
-    assert "Backend._prefill_gates: gdn_triton.chunk_prefill" in str(sglang.enable())
-    sglang.enable()
-    g, beta = Backend(kernel).forward_extend(layer, a, b)
-    assert same_bits(g[0], a) and same_bits(beta[0], b)
-    assert gates_of(g)["A_log"] is layer.A_log and gates_of(g)["dt_bias"] is layer.dt_bias
-    assert gates_of(g.clone()) == {}
-    assert Backend(object()).forward_extend(layer, a, b) == "their gates"
-    sglang.disable()
-    assert vars(Backend)["_prefill_gates"] is own
 
 
 def test_unknown(engine, monkeypatch):

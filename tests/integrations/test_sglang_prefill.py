@@ -1,5 +1,4 @@
-"""SGLang's own method for a prefill, and its kernel class, on the functions of this package: the
-gates inside of the rule give the results of gates that are made before it."""
+"""SGLang's own method for a prefill, and its kernel class, on the functions of this package."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -12,8 +11,8 @@ from helpers import same_bits
 from torch import Tensor
 from torch.nn import functional as F
 
+from gdn_triton import chunk_prefill
 from gdn_triton.integrations import sglang
-from gdn_triton.integrations.sglang import functions, gates
 
 H, HV, K, V, W = 2, 4, 16, 8, 4
 D = 2 * H * K + HV * V
@@ -37,7 +36,7 @@ def made_before(layer: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_prefill(given: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill(given: Any, dtype: torch.dtype) -> None:
     names = ("GDNAttnBackend.forward_extend", "GDNAttnBackend._convolve_prefill")
     methods = load("sglang", f"{BASE}/gdn_backend.py", names, given)
     kernel = load("sglang", f"{BASE}/kernels/gdn_triton.py", ["TritonGDNKernel"], given)
@@ -55,51 +54,62 @@ def test_prefill(given: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     mixed_qkv, ba = torch.randn(T, D + HV * V).to(dtype)[:, :D], torch.randn(T, 2 * HV).to(dtype)
     b, a = ba.split(HV, 1)
     states = torch.randn(6, HV, V, K)
-    told: list[dict[str, Any]] = []
+    pools = SimpleNamespace(conv=[torch.zeros(6, D, W - 1).to(dtype)], temporal=states.clone())
+    backend = SimpleNamespace(
+        mis_metadata=None,
+        requires_contiguous_prefill_state=True,
+        _use_strided_target_verify_qkv=False,
+        req_to_token_pool=SimpleNamespace(mamba2_layer_cache=lambda layer: pools),
+        kernel_dispatcher=SimpleNamespace(extend_kernel=kernel, extend=kernel.extend),
+        forward_metadata=SimpleNamespace(
+            query_start_loc=torch.tensor([0, *LENGTHS]).cumsum(0).int(),
+            mamba_cache_indices=torch.tensor([2, 5, 1]),
+            conv_block_table=None,
+            has_mamba_track_mask=False,
+            **dict.fromkeys(("retrieve_next_token", "retrieve_next_sibling")),
+            **dict.fromkeys(("retrieve_parent_token", "state_checkpoint_cu_starts")),
+            **dict.fromkeys(("num_state_checkpoints", "state_checkpoint_every_n_tokens")),
+        ),
+    )
+    backend._convolve_prefill = partial(methods[names[1]], backend)
+    backend._prefill_gates = made_before
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_target_verify=lambda: False),
+        extend_prefix_lens=torch.tensor([0, 3, 0]),
+        extend_seq_lens_cpu=list(LENGTHS),
+    )
+    o = methods[names[0]](backend, layer, batch, mixed_qkv.clone(), a, b)
 
-    def spy(g: Tensor) -> dict[str, Any]:
-        told.append(gates.gates_of(g))
-        return told[-1]
-
-    monkeypatch.setattr(functions, "gates_of", spy)
-
-    def run(make: Any) -> tuple[Tensor, Tensor]:
-        pools = SimpleNamespace(conv=[torch.zeros(6, D, W - 1).to(dtype)], temporal=states.clone())
-        backend = SimpleNamespace(
-            mis_metadata=None,
-            requires_contiguous_prefill_state=True,
-            _use_strided_target_verify_qkv=False,
-            req_to_token_pool=SimpleNamespace(mamba2_layer_cache=lambda layer: pools),
-            kernel_dispatcher=SimpleNamespace(extend_kernel=kernel, extend=kernel.extend),
-            forward_metadata=SimpleNamespace(
-                query_start_loc=torch.tensor([0, *LENGTHS]).cumsum(0).int(),
-                mamba_cache_indices=torch.tensor([2, 5, 1]),
-                conv_block_table=None,
-                has_mamba_track_mask=False,
-                **dict.fromkeys(("retrieve_next_token", "retrieve_next_sibling")),
-                **dict.fromkeys(("retrieve_parent_token", "state_checkpoint_cu_starts")),
-                **dict.fromkeys(("num_state_checkpoints", "state_checkpoint_every_n_tokens")),
-            ),
-        )
-        backend._convolve_prefill = partial(methods[names[1]], backend)
-        backend._prefill_gates = partial(make, backend)
-        batch = SimpleNamespace(
-            forward_mode=SimpleNamespace(is_target_verify=lambda: False),
-            extend_prefix_lens=torch.tensor([0, 3, 0]),
-            extend_seq_lens_cpu=list(LENGTHS),
-        )
-        o = methods[names[0]](backend, layer, batch, mixed_qkv.clone(), a, b)
-        return o, pools.temporal
-
-    ours = gates.prefill_gates(lambda *args: pytest.fail("SGLang's own"), type(kernel).__module__)
-    o, state = run(ours)
-    assert told[0]["use_gate_in_kernel"] and told[0]["A_log"] is layer.A_log
-    expected, expected_state = run(lambda backend, *args: made_before(*args))
-    assert told[1] == {}
-    torch.testing.assert_close(o, expected)
-    torch.testing.assert_close(state, expected_state)
-    assert same_bits(state[[0, 3, 4]], states[[0, 3, 4]])
-    # Another kernel gets SGLang's own.
-    theirs = gates.prefill_gates(made_before, "another")
-    o, _ = run(theirs)
-    assert same_bits(o, expected)
+    slots, started = torch.tensor([2, 5, 1]), torch.tensor([False, True, False])
+    x = sglang.causal_conv1d_fn(
+        mixed_qkv.T,
+        layer.conv_weights,
+        None,
+        activation="silu",
+        conv_states=torch.zeros(6, D, W - 1).to(dtype),
+        has_initial_state=started,
+        cache_indices=slots,
+        query_start_loc=torch.tensor([0, *LENGTHS]).cumsum(0),
+        seq_lens_cpu=list(LENGTHS),
+    ).T
+    q, k, v = sglang.fused_qkv_split_gdn_prefill(x, H, H, HV, K, K, V)
+    expected = states.clone()
+    expected_o, _ = chunk_prefill(
+        expected,
+        slots,
+        q=q,
+        k=k,
+        v=v,
+        g=a[None],
+        beta=b[None],
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        use_qk_l2norm_in_kernel=True,
+        state_v_first=True,
+        cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0),
+    )
+    torch.testing.assert_close(o, expected_o)
+    torch.testing.assert_close(pools.temporal, expected)
+    assert same_bits(pools.temporal[[0, 3, 4]], states[[0, 3, 4]])

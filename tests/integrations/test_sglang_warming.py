@@ -20,7 +20,6 @@ import torch
 from engine_sources import load
 from gdn_triton.integrations import sglang
 from gdn_triton.integrations.sglang import warming
-from gdn_triton.integrations.sglang.gates import prefill_gates
 
 H, HV, K, V, W, BF16 = 1, 3, 64, 128, 4, torch.bfloat16
 D = 2 * H * K + HV * V
@@ -57,13 +56,10 @@ module(
     get_exec=lambda: SimpleNamespace(features=features, mamba=mamba),
     get_spec=lambda: SimpleNamespace(speculative_num_draft_tokens=DRAFTED))
 
-class GDNAttnBackend:
-    _prefill_gates = prefill_gates(None, sglang.MODULE)
-
 module(warming.RINGS, **{name: getattr(sglang, name) for name in sglang.PLACES[warming.RINGS]})
 names = ("causal_conv1d_fn", "causal_conv1d_update", "fused_qkv_split_gdn_prefill")
 backend = module(
-    "sglang.srt.layers.attention.linear.gdn_backend", GDNAttnBackend=GDNAttnBackend,
+    "sglang.srt.layers.attention.linear.gdn_backend",
     **{name: getattr(sglang, name) for name in names})
 functions = {name: getattr(sglang, name) for name in sglang.PLACES[sglang.MODULE]}
 false = lambda: False

@@ -104,6 +104,9 @@ def engine(monkeypatch, ours):
     digest = hashlib.sha256(inspect.getsource(_their_build).encode())
     monkeypatch.setattr(ours, "KNOWN_BUILDS", (digest.hexdigest(),))
     found = SimpleNamespace()
+    guard = module("vllm.third_party.flash_linear_attention.ops.layernorm_guard")
+    guard.rmsnorm_fn = function_of("rmsnorm_fn", recorded("vllm", "rmsnorm_fn"))
+    found.norm = guard
     for name, functions_ in NAMES.items():
         made = module(f"vllm.model_executor.layers.mamba.gdn.{name}")
         for function in functions_:
@@ -143,6 +146,7 @@ def test_register(ours, engine, caplog):
     assert places["QwenGatedDeltaNetAttention._forward_core"].op.endswith("forward_core")
     assert places["fi_chunk_gated_delta_rule"].op == "chunk_prefill"
     assert places["ChunkGatedDeltaRule"].op == "chunk_prefill"
+    assert places[f"{engine.norm.__name__}.rmsnorm_fn"].op == "rms_norm_gated"
     assert [name for name, place in places.items() if not place.op] == [ours.WINDOW[0]]
     assert engine.olmo.OlmoHybridGatedDeltaNetAttention._forward_core is not _their_forward_core
     # What vLLM would log of FlashInfer.
@@ -197,6 +201,16 @@ def test_unknown_text(ours, engine, monkeypatch):
     assert "QwenGatedDeltaNetAttention._forward_core: not ours: its text is of no" in str(
         ours.status()
     )
+
+
+@pytest.mark.of_no_device
+def test_no_norm(ours, engine):
+    """A version of vLLM without the function, or without its module."""
+    del engine.norm.rmsnorm_fn
+    ours.register()
+    assert "layernorm_guard.rmsnorm_fn: not ours: there is no such function" in str(ours.status())
+    del sys.modules[engine.norm.__name__]
+    assert "layernorm_guard.rmsnorm_fn: not ours: there is no such function" in str(ours.status())
 
 
 @pytest.mark.of_no_device

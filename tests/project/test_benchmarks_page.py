@@ -258,6 +258,26 @@ def test_ratios_of_each_install(files: list[Path]) -> None:
     )
 
 
+def test_the_default_install_is_shown_on_one_card(files: list[Path], tmp_path: Path) -> None:
+    """On that of the latest run, call by call only where a run has the other implementation."""
+    later = {**HEADER, "gpu": "NVIDIA new", "date": "2026-02-01"}
+    row = speed("full 16/32 1x8192", 100.0, 50.0, None) | {"gates": "model"}
+    added = write_records(tmp_path / "e.jsonl", [later, row])
+    ratios = page.all_ratios([*files, added])
+    places = {(x.device, x.install, x.other) for x in ratios if x.what.startswith("Prefill")}
+    assert places == {
+        ("new", DEFAULT, "FLA"),
+        ("a GPU", DEFAULT, "FlashInfer"),
+        ("a GPU", LIBRARY, "FLA"),
+        ("a GPU", LIBRARY, "FlashInfer"),
+        ("a GPU", LIBRARY, page.OURS_TRITON),
+    }
+    assert page.parts([*files, added])["short"].endswith(
+        "the means are: Prefill, gates of a model: FlashInfer **0.40**; Training step (forward and "
+        "backward): FLA 1.50; Prefill, gates of a model on one new: FLA **0.50**.\n"
+    )
+
+
 def test_tables_name_every_loss(files: list[Path]) -> None:
     made = page.parts(files)
     prefill_ = "| a GPU | Prefill, gates of a model |"
@@ -287,6 +307,32 @@ def test_tables_name_every_loss(files: list[Path]) -> None:
         "Decode step, float32 pool, value-first",
     ]
     assert "| FlashInfer | 1 of 1 | 16/32 1x8192: 0.40 |\n" in made["losses"]
+
+
+def test_table_of_decode_steps(files: list[Path]) -> None:
+    """A package counts with its faster function, and the least time of a row is bold."""
+    lines = page.decode_table(files).splitlines()
+    assert lines[0].startswith("a GPU, 2026-01-01")
+    assert lines[2] == (
+        "| sequences | H / HV | states | roof | value-first | key-first | value-first, window "
+        "| key-first, window | FlashInfer | FLA |"
+    )
+    assert lines[4:] == [
+        "| 8 | 16/32 | float32 | 8.0 | 16.0 | **10.0** | - | - | **10.0** | - |",
+        "| 8 | 16/32 | bfloat16 | 8.0 | 16.0 | 10.0 | - | - | **8.0** | - |",
+    ]
+    assert page.decode_table(files[:1]) == ""
+
+
+def test_drafts_come_after_decode_steps(files: list[Path], tmp_path: Path) -> None:
+    head, step, _ = page.read(files[2])
+    path = write_records(tmp_path / "drafts.jsonl", [head, step, {**step, "tokens": 4}])
+    found = [x.what for x in page.all_ratios([path]) if x.other == "FlashInfer"]
+    layouts = [f"float32 pool, {layout}" for layout in ("key-first", "value-first")]
+    assert found == [
+        f"{call}, {x}" for call in ("Decode step", "Step of 4 drafts") for x in layouts
+    ]
+    assert "| 8 x 4 tokens | 16/32 | float32 |" in page.decode_table([path])
 
 
 def test_records_need_a_header(tmp_path: Path) -> None:

@@ -278,6 +278,21 @@ def test_pages_are_short(name: str) -> None:
     assert len(words) <= MOST_WORDS[name]
 
 
+# Words of prose in all pages together, so that one subject is not told twice.
+MOST_WORDS_OF_ALL = 18_000
+
+
+def words_of_prose(document: Path) -> int:
+    """Words of a page without code blocks and rows of tables."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.S)
+    return sum(len(line.split()) for line in text.splitlines() if not line.startswith("|"))
+
+
+def test_all_pages_are_short_together() -> None:
+    words = {str(path.relative_to(ROOT)): words_of_prose(path) for path in DOCUMENTS}
+    assert sum(words.values()) <= MOST_WORDS_OF_ALL, words
+
+
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 
 
@@ -320,11 +335,13 @@ def test_commands_of_records_are_of_no_machine() -> None:
 
 
 def test_pictures_are_drawn_by_their_script() -> None:
-    """`python docs/pictures.py` changes no file, and a page shows each picture."""
+    """`python docs/pictures.py` and `python -m docs.decode_pictures` change no file, and a page
+    shows each picture."""
+    from docs import decode_pictures
     from docs.pictures import ASSETS, PICTURES
 
     pages = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
-    for name, draw in PICTURES.items():
+    for name, draw in (PICTURES | decode_pictures.PICTURES).items():
         assert (ASSETS / name).read_text(encoding="utf-8") == draw(), name
         assert f"(assets/{name})" in pages
 

@@ -173,7 +173,7 @@ def test_docstrings_say_what_comes_in_and_out(name: str) -> None:
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs, of the extra `test`, is not installed")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path / "site"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path / "site"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "reference" / "index.html").read_text(encoding="utf-8")

@@ -137,10 +137,14 @@ def conv_inputs(device: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("unused", [0, 9], ids=["", "wide"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_conv_from_accepted(dtype: torch.dtype, channels_last: bool, device: str) -> None:
-    """A row of W - 1 + S - 1 columns: call after call what decoding the accepted tokens gives."""
-    columns, slots = W + S - 2, torch.tensor([3, 1, 0, 5], device=device)
+def test_conv_from_accepted(
+    dtype: torch.dtype, unused: int, channels_last: bool, device: str
+) -> None:
+    """A row of W - 1 + S - 1 columns, and one too wide for a thread's registers: call after call
+    the result of decoding the accepted tokens."""
+    columns, slots = W + S - 2 + unused, torch.tensor([3, 1, 0, 5], device=device)
     x = conv_inputs(device, dtype)
     state = torch.randn(6, D, columns, device=device).to(dtype)
     if channels_last:
@@ -162,6 +166,7 @@ def test_conv_from_accepted(dtype: torch.dtype, channels_last: bool, device: str
             narrow[slots[done]] = now[slots[done]]
     assert not y[PADDED].any()
     assert same_bits(state[[0, 2, 4]], kept[[0, 2, 4]])
+    assert same_bits(state[..., W + S - 2 :], kept[..., W + S - 2 :])
 
 
 def test_conv_packed(device: str) -> None:

@@ -119,6 +119,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run: Decoding) -> None:
         self.whole = self.again = 0
+        self.places: list[int | None] = []
         given = run.arguments(run.tokens(1))
         held, self.given = parted(given)
         self.step = prepare_step(**held)
@@ -134,8 +135,9 @@ class Counted:
             launches.recorder.launches[:] = [self._again]
         return o
 
-    def _again(self) -> None:
+    def _again(self, o: int | None) -> None:
         self.again += 1
+        self.places.append(o)
 
     def counts(self, **changes: Any) -> tuple[int, int]:
         self.step(**{**self.given, **changes})
@@ -167,6 +169,20 @@ def test_when_a_call_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.counts(out=out) == (whole, again + 1)
     run.pool.data = run.pool.data.clone()
     assert calls.counts(out=out) == (whole + 1, again + 1)
+
+
+def test_new_outputs_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without out each call has another output. Its launch is the recorded one with the address of
+    that output, also where all earlier outputs are still there."""
+    monkeypatch.setenv("GDN_BACKEND", "auto")
+    run = Decoding(replace(DRAFTS, mixed=False), "cpu")
+    calls = Counted(monkeypatch, run)
+    calls.given["read_slots"].fill_(-1)
+    outputs = [calls.step(**calls.given) for _ in range(6)]
+    assert (calls.whole, calls.again) == (2, 4)
+    assert calls.places == [o.data_ptr() for o in outputs[2:]]
+    assert len({o.data_ptr() for o in outputs}) == 6
+    assert calls.counts(out=outputs[0]) == (3, 4)
 
 
 def test_errors_name_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gdn_triton import fused_recurrent_gated_delta_rule, recurrent_step
 from gdn_triton.recurrent import plans
+from gdn_triton.recurrent.api import check_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -227,6 +228,13 @@ def test_plans_are_kept_and_bounded(device: str, monkeypatch: pytest.MonkeyPatch
     fused_recurrent_gated_delta_rule(x, x, x)
     fused_recurrent_gated_delta_rule(x.clone(), x, x)
     assert len(plans._plans) == 1
+
+
+def test_the_check_of_a_step_refuses_an_unknown_argument(device: str) -> None:
+    row = {name: values[0] for name, values in STEPS.items()}
+    x = step_call(row, device).arguments
+    with pytest.raises(TypeError, match="has no argument decay, window_size"):
+        check_step(**x, window_size=4, decay=None)
 
 
 @pytest.mark.parametrize("change", ["dtype", "stride", "backend", "option", "alignment"])

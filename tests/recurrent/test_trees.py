@@ -29,7 +29,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def random_trees() -> Tensor:
-    """[N, T]: of each node one before it, or none."""
+    """parents [N, T]: a random earlier node for each node, or -1."""
     trees = torch.stack([torch.randint(-1, t, (N,)) if t > 0 else -torch.ones(N) for t in range(T)])
     return trees.T.to(torch.int32).contiguous()
 
@@ -47,7 +47,12 @@ def node_slots() -> Tensor:
 
 
 def packed(x: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The first tokens of each sequence, one after the other, and two of none, in one row."""
+    """The arguments of a packed call, made from those of a padded one.
+
+    Each named tensor [N, T, ...] becomes one row [1, tokens, ...]: sequence n keeps its first
+    LENGTHS[n] tokens, the sequences follow one another, and two tokens of no sequence come last.
+    `cu_seqlens` ends before these two.
+    """
     parts = {}
     for name in names:
         rows = [x[name][n, :length] for n, length in enumerate(LENGTHS)]

@@ -12,6 +12,7 @@ from window_cases import Case, Decoding, cloned_window
 
 import gdn_triton
 from gdn_triton import fold_window, recurrent_step, restart_window
+from gdn_triton.recurrent import plans
 from gdn_triton.recurrent.problem import fold_period, turns
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -31,6 +32,7 @@ def tokens_of(pool: torch.dtype) -> torch.dtype:
 
 
 LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["key-first", "value-first"])
+TOKENS = ("q", "k", "v", "mixed_qkv", "g", "beta", "a", "b")
 DRAFTS = Case(rows=7, max_tokens=3)
 REAL = [
     Case(K=128, V=128, H=16, HV=32, N=5, rows=16, dtype=BF16, raw=True, mixed=True),
@@ -286,6 +288,79 @@ def test_bits_alone_and_in_a_batch(
             for mine, theirs in zip(run.window[:5], other["window"][:5], strict=True):
                 assert same_bits(mine, theirs)
         run.positions = run.positions + 1
+
+
+@pytest.mark.gpu("real sizes, which would take minutes in the interpreter")
+@LAYOUTS
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("case", REAL, ids=lambda c: f"{c.K}-{c.V}-{c.max_tokens}")
+def test_bits_in_a_large_batch(
+    case: Case, pool: torch.dtype, v_first: bool, backend: str, device: str
+) -> None:
+    """The programs of a large batch have other sizes. Here it is the small one, many times."""
+    from gdn_triton.recurrent.triton.window import FEW_STATES
+
+    if backend == "reference":
+        pytest.skip("torch's products depend on the size of a batch")
+    run = Decoding(replace(case, pool=pool, v_first=v_first), device)
+    copies = -(-(FEW_STATES + 1) // (case.N * case.HV))
+    count = len(run.pool)
+
+    def repeated(y: Tensor) -> Tensor:
+        return y.repeat(copies, *[1] * (y.dim() - 1))
+
+    others = {name: repeated(y) for name, y in parts(run).items()}
+    many = {"state": repeated(run.pool), "window": run.window._replace(**others)}
+    shift = count * torch.arange(copies, device=device).repeat_interleave(case.N)
+    for _ in range(case.period + 3):
+        x = run.tokens(case.max_tokens)
+        given = run.arguments(x)
+        slots = repeated(run.slots)
+        many["read_slots"] = torch.where(slots < 0, slots, slots + shift).to(slots.dtype)
+        many["positions"] = repeated(run.positions)
+        tokens = {name: repeated(given[name]) for name in given if name in TOKENS}
+        o = recurrent_step(**given)
+        assert same_bits(recurrent_step(**{**given, **tokens, **many}), repeated(o))
+        run.positions = run.positions + 1
+    assert same_bits(many["state"], repeated(run.pool))
+    for mine, theirs in zip(run.window[:5], many["window"][:5], strict=True):
+        assert same_bits(theirs, repeated(mine))
+
+
+@pytest.mark.parametrize("pool, v_first", [(FP32, True), (FP16, False), (FP16, True)])
+@pytest.mark.parametrize("states", [1, 2**20], ids=["few", "many"])
+def test_both_kernels_of_one_token(
+    pool: torch.dtype,
+    v_first: bool,
+    states: int,
+    backend: str,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel that serves K = V = 128 in bf16, at sizes and in dtypes that the interpreter has,
+    against the other kernel, whose bits it has."""
+    from gdn_triton.recurrent.triton import window_plan
+    from gdn_triton.recurrent.triton.window import early_form
+
+    if backend == "reference":
+        pytest.skip("it has no kernels")
+    sizes = {"K": 128, "V": 128, "H": 2, "HV": 4} if device == "cuda" else {}
+    case = Case(N=2, pool=pool, v_first=v_first, dtype=tokens_of(pool), raw=True)
+    run = Decoding(replace(case, **sizes), device)
+    other = copied(run)
+    for _ in range(run.case.period + 3):
+        x = run.tokens(1)
+        monkeypatch.setattr(plans, "_plans", {})
+        o = recurrent_step(**{**run.arguments(x), **other})
+        monkeypatch.setattr(plans, "_plans", {})
+        with monkeypatch.context() as patch:
+            form = early_form(pool.itemsize, v_first, states)
+            patch.setattr(window_plan, "_early_form", lambda _, form=form: form)
+            assert same_bits(run.step(x), o)
+    assert same_bits(run.pool, other["state"])
+    for mine, theirs in zip(run.window[:5], other["window"][:5], strict=True):
+        assert same_bits(mine, theirs)
+    run.finish()
 
 
 def test_out_and_strides(device: str) -> None:

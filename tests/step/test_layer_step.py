@@ -1,21 +1,18 @@
 """`gdn_triton.layer_step`: the bits of its parts in a row, float64, compilers, graphs, refusals."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers import BF16, FP16, FP32, FP64, assert_within_budget, same_bits
+from layer_step_cases import CONV, NORM, POOLS, Case, copied, in_a_row, without
 from torch import Tensor
-from window_cases import Case as WindowCase
-from window_cases import Decoding, cloned_window
 
 import gdn_triton
-from gdn_triton import causal_conv1d_update, layer_step, recurrent_step, rms_norm_gated
+from gdn_triton import layer_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
-
-POOLS = ("state", "conv_state")
 
 
 @pytest.fixture(autouse=True)
@@ -23,106 +20,6 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel, wherever a test does not choose."""
     monkeypatch.setenv("GDN_BACKEND", "triton")
 
-
-@dataclass(frozen=True)
-class Case:
-    """The second sequence is padding, if there are three."""
-
-    H: int = 1
-    HV: int = 2
-    K: int = 16
-    V: int = 24
-    N: int = 3
-    W: int = 4
-    dtype: torch.dtype = FP32
-    pool: torch.dtype = FP32
-    conv_pool: torch.dtype | None = None
-    v_first: bool = True
-    bias: bool = False
-    sigmoid: bool = False
-
-    @property
-    def of_conv(self) -> torch.dtype:
-        return self.conv_pool or self.dtype
-
-    @property
-    def D(self) -> int:
-        return 2 * self.H * self.K + self.HV * self.V
-
-    def arguments(self, device: str, T: int = 0) -> dict[str, Any]:
-        """T: tokens of a sequence; 0: one, without a dimension for it."""
-        torch.manual_seed(0)
-        lead = (self.N, T) if T else (self.N,)
-
-        def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.randn(*shape).to(device, dtype)
-
-        heads = (self.V, self.K) if self.v_first else (self.K, self.V)
-        slots = torch.randperm(self.N + 2)[: self.N].int()
-        if self.N > 2:
-            slots[1] = -1
-        # Views whose rows and heads lie apart, as those of a projection do.
-        a, b = normal(*lead, 2, self.HV).unbind(-2)
-        gate = normal(*lead, self.HV, 2 * self.V)[..., : self.V]
-        return {
-            "mixed_qkv": normal(*lead, self.D + 8)[..., 8:],
-            "a": a,
-            "b": b,
-            "A_log": normal(self.HV, dtype=FP32) / 2,
-            "dt_bias": normal(self.HV, dtype=FP32),
-            "state": normal(self.N + 2, self.HV, *heads, dtype=self.pool),
-            "read_slots": slots.to(device),
-            "conv_state": normal(
-                self.N + 2, self.D, self.W - 1, dtype=self.conv_pool or self.dtype
-            ),
-            "conv_weight": normal(self.D, self.W),
-            "conv_bias": normal(self.D) if self.bias else None,
-            "gate": gate,
-            "norm_weight": normal(self.V),
-            "norm_activation": "sigmoid" if self.sigmoid else "silu",
-            "norm_eps": 1e-5,
-            "state_v_first": self.v_first,
-        }
-
-
-def copied(x: dict[str, Any]) -> dict[str, Any]:
-    return {**x, **{name: x[name].clone() for name in POOLS if x.get(name) is not None}}
-
-
-def in_a_row(x: dict[str, Any], norm: bool = True) -> Tensor:
-    """The public functions one after the other, without what makes skipped rows 0 after a norm."""
-    mixed, slots = x["mixed_qkv"], x["read_slots"]
-    if x.get("conv_weight") is not None:
-        mixed = causal_conv1d_update(
-            mixed,
-            x["conv_weight"],
-            x["conv_bias"],
-            x.get("activation", "silu"),
-            state=x["conv_state"],
-            read_slots=slots,
-        )
-    gates = {name: x[name] for name in ("a", "b", "A_log", "dt_bias")}
-    rest = {name: x[name] for name in ("window", "positions") if name in x}
-    o = recurrent_step(
-        x["state"],
-        slots,
-        mixed_qkv=mixed,
-        **gates,
-        **rest,
-        use_qk_l2norm_in_kernel=True,
-        state_v_first=x["state_v_first"],
-    )
-    if not norm:
-        return o
-    return rms_norm_gated(o, x["gate"], x["norm_weight"], x["norm_eps"], x["norm_activation"])
-
-
-def without(x: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: y for name, y in x.items() if name not in names}
-
-
-NORM = ("gate", "norm_weight", "norm_eps", "norm_activation")
-CONV = ("conv_weight", "conv_bias", "conv_state")
 
 CASES = [
     Case(),
@@ -215,23 +112,6 @@ def test_several_tokens_are_the_parts(T: int, device: str) -> None:
     torch.testing.assert_close(y[live], expected[live])
     assert y.shape == (3, T, 2, 24) and (y[~live] == 0).all()
     assert all(same_bits(given[name], parts[name]) for name in POOLS)
-
-
-def test_with_a_window(device: str) -> None:
-    """The parts, whose step has the window; over folds."""
-    run = Decoding(WindowCase(H=1, HV=2, N=3, rows=6, v_first=True, mixed=True, raw=True), device)
-    x = Case(H=1, HV=2, K=run.case.K, V=run.case.V).arguments(device)
-    x |= {"state": run.pool, "read_slots": run.slots, "window": run.window}
-    beside = {**copied(x), "window": cloned_window(run.window)}
-    live = run.slots >= 0
-    for _ in range(8):
-        step = {"positions": run.positions, "mixed_qkv": torch.randn_like(x["mixed_qkv"])}
-        y, expected = layer_step(**{**x, **step}), in_a_row({**beside, **step})
-        assert same_bits(y[live], expected[live]) and (y[~live] == 0).all()
-        run.positions = run.positions + 1
-    assert all(same_bits(x[name], beside[name]) for name in POOLS)
-    for mine, theirs in zip(run.window[:5], beside["window"][:5], strict=True):
-        assert same_bits(mine, theirs)
 
 
 def test_a_sequence_alone(device: str) -> None:

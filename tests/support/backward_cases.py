@@ -1,8 +1,9 @@
-"""What the tests of the gradients share: tasks, their gradients three times, and the comparison.
+"""Helpers that the tests of the gradients share: tasks, their gradients three times, and the
+comparison.
 
 The budget's independent computation is autograd as well, in float32 through the chunked form, with
-a rounding wherever the kernels round: of a value on the way forward, of its gradient on the way
-back. It shares no line with the kernels.
+a rounding wherever the kernels round: of a value in the forward, of its gradient in the backward.
+It shares no line with the kernels.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
-# What is done to gates of logsigmoid(randn).
+# The changes to gates of logsigmoid(randn).
 STRENGTHS: dict[str, Callable[[Tensor], Tensor]] = {
     "mild": lambda g: g / 16,
     "one": lambda g: g,
@@ -38,7 +39,8 @@ STRENGTHS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Rounded(torch.autograd.Function):
-    """What is stored, or enters a product, in the kernels' precision; so does its gradient."""
+    """A value that is stored, or is an operand of a product, in the kernels' precision; its
+    gradient likewise."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic) -> Tensor:
@@ -335,3 +337,19 @@ def check_alone(case: Case, dtype: torch.dtype, device: str) -> None:
                 state = name == "initial_state"
                 inside = inside[n : n + 1] if state else inside[:, first:end]
                 assert same_bits(inside, x), f"d{name} of sequence {n}, packed: {packed}"
+
+
+def check_rows_of_no_sequence(task: Task) -> None:
+    """NaN in rows of no sequence, and in the gradient of their o, changes no gradient, and these
+    rows have gradients of 0."""
+    expected = by_op(task)
+    end = sum(task.case.lengths or ())
+    for name in NAMES[:5]:
+        x = task.leaves[name].clone()
+        x[:, end:] = torch.nan
+        task.leaves[name] = x
+    task.do[:, end:] = torch.nan
+    for name, x in by_op(task).items():
+        assert same_bits(x, expected[name]), name
+        if name in NAMES[:5]:
+            assert not x[:, end:].any(), name

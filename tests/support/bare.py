@@ -1,4 +1,4 @@
-"""A process of its own, on no GPU and with no request for a backend."""
+"""Runs code in a separate process, without a GPU and without a request for a backend."""
 
 import os
 import subprocess

@@ -53,7 +53,7 @@ SHORT = Batch(1, 6, (0, 2, 2, 4, 5))
 # The first sequence is longer than a chunk.
 LONG = Batch(1, 21, (0, 17, 17, 19, 20))
 ROWS = Batch(2, 3)
-# The tokens that nobody's result depends on: those of no sequence, and of a skipped one too.
+# The tokens on which no result depends: those of no sequence, and of a skipped one.
 SPARE = {SHORT: [5], LONG: [20]}
 SKIPPED = {SHORT: [2, 3, 5], LONG: [17, 18, 20]}
 
@@ -80,7 +80,7 @@ def parameters() -> dict[str, Tensor]:
 
 
 def logits(batch: Batch, g: str = "a", beta: str = "b") -> dict[str, Tensor]:
-    """What comes before the activations."""
+    """The inputs of the activations."""
     return {g: torch.randn(*batch.lead, HV), beta: torch.randn(*batch.lead, HV), **parameters()}
 
 
@@ -89,7 +89,7 @@ def gates(batch: Batch) -> dict[str, Tensor]:
 
 
 def slots(batch: Batch) -> dict[str, Tensor]:
-    """Of four sequences at most. The third one is skipped."""
+    """The arguments of at most four sequences. The third one is skipped."""
     read, write = torch.tensor([4, 1, -1, 2]), torch.tensor([4, 0, 3, 5])
     return {"read_slots": read[: batch.N], "write_slots": write[: batch.N]}
 
@@ -243,8 +243,8 @@ def with_window(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(**x: Any) -> Any:
-        fields = ("u", "k", "g", "calls", "start")
-        parts = {name: x.pop(f"window.{name}") for name in fields}
+        fields = ("u", "k", "g", "calls", "start", "tickets")
+        parts = {name: x.pop(f"window.{name}") for name in fields if f"window.{name}" in x}
         return function(**{"window": gdn_triton.StepWindow(**parts, max_tokens=3), **x})
 
     return call
@@ -263,7 +263,8 @@ def make_layer_step(batch: Batch) -> dict[str, Any]:
 
 
 def make_window_layer_step(batch: Batch) -> dict[str, Any]:
-    return {**make_layer_step(batch), **window(batch)}
+    tickets = torch.zeros(7, H, dtype=torch.int32)
+    return {**make_layer_step(batch), **window(batch), "window.tickets": tickets}
 
 
 def make_conv(batch: Batch) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the tests of the choice of a backend share."""
+"""Helpers that the tests of the choice of a backend share."""
 
 import contextlib
 import dataclasses
@@ -16,8 +16,8 @@ NO_CUDA = "The CUDA library is absent in this test."
 
 
 def forget_refusals() -> None:
-    """The package asks once whether a backend can run a call, as the answer never changes outside
-    of tests. What the modules of backends keep of it is dropped."""
+    """The package asks only once whether a backend can run a call, because the answer never changes
+    outside of tests. This drops the answers that modules of backends keep."""
     for name in [name for name in sys.modules if name.startswith("gdn_triton.")]:
         if name.endswith(".backends"):
             for value in vars(sys.modules[name]).values():
@@ -27,10 +27,10 @@ def forget_refusals() -> None:
 
 @contextlib.contextmanager
 def not_interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton's kernels are not interpreted, as the choice of a backend sees it. What is kept of a
-    choice, refusals and the plans of the recurrence, is neither found inside nor left behind.
-    monkeypatch: the test's own, since one that is undone in another order than it was made would
-    bring back what the other one had put there."""
+    """The choice of a backend sees a process without Triton's interpreter. Kept choices, refusals
+    and plans of the recurrence are neither found inside nor left afterwards. monkeypatch: the
+    test's own, because a patch that is undone in another order than it was made would restore the
+    other one's value."""
     monkeypatch.setattr(backends, "_interpreting", lambda: False)
     monkeypatch.setattr(plans, "_plans", {})
     forget_refusals()
@@ -41,7 +41,7 @@ def not_interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def problem(device="cuda", dtype=torch.bfloat16, **changes):
-    """A problem that Triton takes, on a device that need not be there."""
+    """A problem that Triton serves, on a device that need not be present."""
     base = Problem(
         B=1,
         T=8,

@@ -1,4 +1,4 @@
-"""What the tests of chunk share."""
+"""Helpers that the tests of chunk share."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""What Triton would compile for a GPU that is not there.
+"""Lists the kernels that Triton would compile for a GPU that is not present.
 
-For a process of its own without TRITON_INTERPRET: `watch` changes Triton and the choice of backends
-for good. After it a kernel's launch asks for its variant, as on an H200, and nothing is compiled or
-launched; what the tensors hold then means nothing.
+It needs a separate process without TRITON_INTERPRET, because `watch` changes Triton and the choice
+of backends permanently. Afterwards a kernel's launch asks for its variant, as on an H200, and
+nothing is compiled or launched. The contents of the tensors are then meaningless.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What the tests of compile share."""
+"""Helpers that the tests of compile share."""
 
 from collections.abc import Callable
 from typing import Any

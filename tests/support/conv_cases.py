@@ -1,4 +1,4 @@
-"""What the tests of conv share."""
+"""Helpers that the tests of conv share."""
 
 from collections.abc import Callable
 from typing import Any

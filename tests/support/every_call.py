@@ -1,4 +1,4 @@
-"""A call of every public function that computes, with gradients where it has some, for tests of all
+"""A call of every public function that computes, with gradients if it has some, for tests of all
 operands."""
 
 from collections.abc import Callable
@@ -95,7 +95,7 @@ CALLS = {
     "conv, gradients": training(gdn_triton.causal_conv1d, make_conv, ("y",)),
     "norm, gradients": training(gdn_triton.rms_norm_gated, make_norm, ("y",)),
 }
-# What launches no kernel of its own.
+# Functions that launch no kernel themselves.
 OTHERS = {"Explanation", "__version__", "explain", "explain_call", "warmup"}
 OTHERS |= {"PreparedStep", "prepare_step", "StepWindow", "make_window"}
 # Other names of the same functions.

@@ -1,7 +1,6 @@
-"""Tensors whose elements lie so far apart that 32 bits do not hold an offset between them.
+"""Tensors whose elements lie so far apart that an offset between them does not fit 32 bits.
 
-They lie in memory of which nothing between the elements is ever touched, so that a CPU lends it
-without having it.
+Nothing touches the memory between the elements, so a CPU can reserve it without having it.
 """
 
 import mmap
@@ -15,12 +14,13 @@ NO_RESERVE = 0x4000
 
 
 def untouched(size: int) -> mmap.mmap:
-    """Zeros of that many bytes."""
+    """A tensor of zeros with that many bytes."""
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
 
 
 def far(x: Tensor, dim: int, stride: int) -> Tensor:
-    """The values of x, whose dimension `dim` has that stride; the others are dense."""
+    """The values of x in a tensor whose dimension `dim` has that stride; the other dimensions are
+    dense."""
     strides = list(x.new_empty(x.shape).stride())
     strides[dim] = stride
     last = sum((n - 1) * step for n, step in zip(x.shape, strides, strict=True))

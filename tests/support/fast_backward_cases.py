@@ -40,9 +40,8 @@ KEPT = [
 
 
 class Noted:
-    """In the place of the operators: notes a backward's arguments, and fills what it writes with
-    numbers of their own. A forward whose gradients are wanted leaves states where
-    `checkpoint_interval` is not 0.
+    """Replaces the operators: notes a backward's arguments, and fills its outputs with distinct
+    numbers. A forward whose gradients are wanted leaves states if `checkpoint_interval` is not 0.
     """
 
     def __init__(self) -> None:
@@ -84,14 +83,14 @@ def small_betas(case: Case, dtype: torch.dtype, device: str, strength: str) -> T
 
 
 def poison(word: float = torch.nan) -> None:
-    """All words of fresh memory of the GPU are `word`: an integer, or NaN as a float."""
+    """Fills all fresh memory of the GPU with `word`: an integer, or NaN as a float."""
     dtype = torch.int32 if isinstance(word, int) else torch.float32
     torch.full((1 << 28,), word, dtype=dtype, device="cuda")
 
 
 def check_repeats(task: Task, rounds: int = 1) -> None:
-    """The gradients have the same bits again, whatever fresh memory holds: 1 and 2 are what kernels
-    say to each other."""
+    """The gradients have the same bits again, whatever fresh memory holds; 1 and 2 are the words
+    that kernels use as signals."""
     expected = by_op(task)
     for word in (torch.nan, 0, 1, 2) * rounds:
         poison(word)
@@ -121,7 +120,7 @@ def check_nan_stays(task: Task) -> None:
 
 
 def check_replays(task: Task, lengths: tuple[int, ...]) -> None:
-    """Nothing waits for the device, and other lengths in the same graph are other sequences."""
+    """A captured call waits for no device, and the same graph serves other lengths."""
     assert task.cu_seqlens is not None
     by_op(task)
     leaves = task.copies()
@@ -137,8 +136,8 @@ def check_replays(task: Task, lengths: tuple[int, ...]) -> None:
 
 
 def random_task(number: int, device: str, *, longest: int) -> tuple[Task, torch.dtype]:
-    """The call of that number, of any sizes, options and gates, and the dtype of its q, k and v.
-    longest: tokens of a sequence."""
+    """The random call with that number, of any sizes, options and gates, and the dtype of its q, k
+    and v. longest: tokens of a sequence."""
     rng = random.Random(number)
 
     def coin() -> bool:

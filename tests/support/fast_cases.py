@@ -1,5 +1,5 @@
-"""What the tests of the CUDA library share: its problems, calls of its host code, and the cases of
-its numbers."""
+"""Helpers that the tests of the CUDA library share: its problems, calls of its host code, and the
+cases of its numbers."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def ask_again() -> str | None:
 
 
 def problem(**changes: Any) -> Problem:
-    """One that the library takes, on a device that need not be there."""
+    """A problem that the library serves, on a device that need not be present."""
     sizes = {"B": 2, "T": 100, "H": 2, "HV": 4, "K": 128, "V": 128, "N": 2}
     options = {"device": "cuda:0", "scale": 0.1, "has_initial_state": True}
     given: Problem = triton_problem(**{**sizes, **options, **changes})
@@ -56,14 +56,14 @@ def problem(**changes: Any) -> Problem:
 
 
 class Operator:
-    """Notes its arguments, and writes what a kernel would."""
+    """Notes its arguments, and writes values as a kernel would."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
         self.name = ""
 
     def named(self, name: str) -> "Operator":
-        """In place of `chunk._operator`."""
+        """Replaces `chunk._operator`."""
         self.name = name
         return self
 

@@ -1,6 +1,7 @@
-r"""One case through the backends, each held to the float64 specification and to each other.
+r"""Runs one case in the backends, and compares each with the float64 specification and with the
+others.
 
-`tests/fast` uses this for its cases. As a script it makes random ones, of lengths, heads, gates,
+`tests/fast` uses this for its cases. As a script it makes random cases, of lengths, heads, gates,
 layouts, strides and options, and runs them through the CUDA library:
 
     python tests/support/fast_parity.py --count 1000 --seed 0 --repeat 20
@@ -8,9 +9,9 @@ layouts, strides and options, and runs them through the CUDA library:
     compute-sanitizer --kernel-name kernel_substring=gdn --tool memcheck \
         python tests/support/fast_parity.py --count 8 --small
 
-Each line is a case; one that fails prints its number, which `--only` runs again. `--small` keeps to
+Each line is a case; one that fails prints its number, which `--only` runs again. `--small` makes
 short sequences and computes the specification on the CPU, for a sanitizer, under which kernels take
-a hundred times as long. `--chunked` takes the specification's form in chunks, which differs in the
+a hundred times as long. `--chunked` uses the specification's form in chunks, which differs in the
 last bits of float64 and takes less time.
 """
 
@@ -51,7 +52,7 @@ from gdn_triton.constants import RCP_LN2
 
 @dataclass(frozen=True)
 class Options:
-    """What a call asks for, beside its tensors."""
+    """The options of a call, apart from its tensors."""
 
     l2norm: bool = False
     sigmoid: bool = False
@@ -90,7 +91,7 @@ def make_call(
     seed: int = 0,
     index_dtype: torch.dtype = torch.int32,
 ) -> Call:
-    """Inputs that fit the options: raw ones for those that the kernel makes usable itself."""
+    """Inputs that fit the options: raw ones for those that the kernel activates or normalises."""
     x = make_inputs(case, dtype, device, seed=seed, raw=True, index_dtype=index_dtype)
     if not options.l2norm:
         x = x.but(k=make_inputs(case, dtype, device, seed=seed).k)
@@ -188,7 +189,7 @@ def independent(call: Call) -> tuple[Tensor, Tensor]:
 def assert_near(
     name: str, a: Tensor, b: Tensor, exact: Tensor, narrow: Tensor, unit: float
 ) -> None:
-    """Two results whose errors are roundings of their own: these add up in squares."""
+    """Compares two results with independent rounding errors, whose squares add."""
     if a.numel() == 0:
         return
     difference, allowed = a.to(FP64) - b.to(FP64), narrow.to(FP64) - exact
@@ -204,10 +205,11 @@ def check_parity(
     on: str = "cuda",
     chunked: bool = False,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Runs the backends; holds each to the specification and all to each other.
+    """Runs the backends, and compares each with the specification and with the others.
 
-    `on` is where the specification is computed, in chunks if `chunked`. Returns every backend's o
-    and final state."""
+    `on` is the device of the specification, which is computed in chunks if `chunked`. Returns every
+    backend's o and final state.
+    """
     there = call.to(on)
     exact, narrow = specification(there, chunked), independent(there)
     arithmetic = Arithmetic(call.x.q.dtype, "cuda")
@@ -299,7 +301,7 @@ FRAME = {BF16: 96.0, FP16: 8.0}
 
 
 def decay_of(kind: str, g: Tensor, rng: random.Random, frame: float) -> Tensor:
-    """The gates [B, T] of one head, of a kind, from mild random ones."""
+    """The gates [B, T] of one head, of the given kind, made from mild random gates."""
     T = g.shape[1]
     token = torch.arange(T, device=g.device)
     # A chunk, or the 16 tokens of a block, just inside of the frame or just outside.
@@ -399,7 +401,7 @@ def describe(call: Call) -> str:
 
 
 def check_random(number: int, options: argparse.Namespace) -> str | None:
-    """What is wrong with a random case, or None."""
+    """The fault of a random case, or None."""
     device = "cpu" if options.copied else "cuda"
     call, _ = random_call(number, device, options.small, options.sizes)
     call = call.to("cuda") if options.copied else call

@@ -1,5 +1,5 @@
-"""Every public function that runs something, with a small valid call: what the tests of
-`tests/functions` run over. A new function, and a new tensor of an old one, gets its entry here."""
+"""Every public function that runs something, with a small valid call. `tests/functions` runs over
+this table. A new function, and a new tensor of an old one, gets its entry here."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -75,7 +75,7 @@ class Function:
     named: Mapping[str, str] = field(default_factory=dict)
 
     def arguments(self, device: str, batch: Batch | None = None) -> dict[str, Any]:
-        """Of a valid call, the same at every time."""
+        """The arguments of a valid call, equal each time."""
         torch.manual_seed(0)
         with torch.device(device):
             return self.make(batch or self.batch)
@@ -93,7 +93,7 @@ class Function:
         return [name for name in read if x[name].is_floating_point()]
 
     def all_floats(self, x: Mapping[str, Any]) -> list[str]:
-        """Those that are read, and then those that are written."""
+        """The tensors that are read, and then those that are written."""
         return [*self.floats(x), *(n for n in self.written if x[n].is_floating_point())]
 
     def known_as(self, name: str) -> str:
@@ -109,7 +109,7 @@ def copied(x: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def wide(x: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies in float64, but for records that are float32 in every call."""
+    """Copies in float64, except records that are float32 in every call."""
 
     def widened(name: str, y: Any) -> Any:
         if name in ("window.u", "window.g"):
@@ -127,7 +127,7 @@ def wide(x: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(indices: list[int], *names: str) -> dict[str, Any]:
-    """Those tokens of [1, T, ...], or those slots of a pool by the name of one."""
+    """An index of those tokens of [1, T, ...], or of those slots of a pool by the name of one."""
     return {name: (slice(None), indices) for name in names}
 
 
@@ -401,7 +401,7 @@ TABLE = (
             "conv_state": _UNUSED,
         },
         meaningless={**_UNUSED_WINDOW, "conv_state": _UNUSED},
-        named=_WINDOW,
+        named={**_WINDOW, "window.tickets": "window.tickets"},
     ),
     Function("norm", "rms_norm_gated", gdn_triton.rms_norm_gated, make_norm, ROWS, gradients=BOTH),
     Function(

@@ -1,7 +1,8 @@
-"""Gates that a model's parameters may come to, and calls with them, against float64.
+"""Gates that a model's parameters may reach, and calls with them, against float64.
 
-Every value head has an `A_log` of its own and is judged alone: a head whose gates forget much has
-gradients of gates that are orders smaller than those of another head, whose error would hide them.
+Every value head has a separate `A_log` and is judged separately. A head whose gates forget much has
+gradients of gates that are orders of magnitude smaller than those of other heads, whose error would
+hide its own.
 """
 
 import math
@@ -20,7 +21,7 @@ UNIT, TINY = 2.0**-24, torch.finfo(torch.float32).tiny
 # A gate's own relative error on a GPU: test_softplus_far_out of tests/chunk/test_kernels.py has the
 # sum of its parts.
 GATE_UNIT = 2.0**-17
-# A gradient is a sum of terms that cancel, each with a rounding of its own.
+# A gradient is a sum of terms that cancel, each of which is rounded.
 TERMS = 8
 
 
@@ -84,7 +85,7 @@ def check_values(g: Tensor, gates: Gates, on: str) -> None:
 
 @dataclass
 class Found:
-    """Of one call: results, and gradients for fixed ones that come in. g: of the raw gates."""
+    """The results of one call, and its gradients for fixed incoming ones. g: of the raw gates."""
 
     o: Tensor
     final_state: Tensor
@@ -94,7 +95,8 @@ class Found:
 
 
 class GateCall:
-    """A call of the rule with these gates in the kernel, B = 1 and a value head an `A_log`."""
+    """A call of the rule with these gates in the kernel, B = 1, and an `A_log` for each value
+    head."""
 
     def __init__(self, gates: Gates, dtype: torch.dtype, device: str) -> None:
         T, HV = gates.raw.shape

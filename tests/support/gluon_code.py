@@ -1,4 +1,4 @@
-"""Compiles the Gluon forward for compute capability 9.0 without a GPU, and judges its code.
+"""Compiles the Gluon kernels for compute capability 9.0 without a GPU, and judges their code.
 
     python tests/support/gluon_code.py
 
@@ -15,32 +15,51 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if __name__ == "__main__":
     # Run by its path: the package is beside this folder, installed or not.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from gluon_walks import chunk_table, make_given, walk_case, walks_of
+from helpers import Case
 from target_calls import BF16, Shape, make_call
-from target_code import compile_only, disassembled, stack_and_registers, unwritten_uniform_registers
+from target_code import (
+    compile_only,
+    disassembled,
+    stack_and_registers,
+    stale_uniform_registers,
+    unwritten_uniform_registers,
+)
 from triton.backends.compiler import GPUTarget
 
+if TYPE_CHECKING:
+    from gdn_triton.chunk.problem import Pool, Problem
+
+FP16 = torch.float16
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024
 # By whether sequences are packed: bytes of spilled registers, which are mostly addresses of the
-# triangles' warps, and accesses to them in the loop of the state warps.
-STACK = {False: 128, True: 128}
-IN_LOOP = {False: 0, True: 12}
+# triangles' warps, and accesses to them in the loop of the state warps, which are mostly addresses
+# for P' of every second chunk.
+STACK = {False: 160, True: 288}
+IN_LOOP = {False: 8, True: 24}
+# The same with a pool: most are in the branch that stores a checkpoint.
+IN_LOOP_WITH_POOL = 40
 
 
 @dataclass(frozen=True)
 class Call:
     """N sequences of a shape, padded or, where the shape is `full`, packed and with every option.
-    Many states have blocks with all of V = 128, few have blocks with half of it."""
+    Many states have blocks with two states, few have blocks with one. segments: of so many chunks,
+    or 0. pool: the states are in slots of a pool, with checkpoints."""
 
     shape: Shape
     N: int
+    segments: int = 0
+    pool: bool = False
 
 
 CALLS = [
@@ -48,9 +67,30 @@ CALLS = [
     Call(Shape(128, 128, BF16, HV=32, full=True), N=4),
     Call(Shape(128, 128, BF16, HV=8, full=False), N=1),
     Call(Shape(128, 128, BF16, HV=8, full=True), N=2),
+    Call(Shape(128, 128, FP16, HV=32, full=False), N=4),
+    Call(Shape(128, 128, FP16, HV=32, full=True), N=4),
+    Call(Shape(128, 128, FP16, HV=8, full=True), N=2),
     Call(Shape(64, 64, BF16, HV=64, full=False), N=2),
     Call(Shape(96, 72, BF16, HV=64, full=True), N=4),
+    Call(Shape(128, 128, BF16, HV=32, full=False), N=4, segments=2),
+    Call(Shape(128, 128, BF16, HV=32, full=True), N=4, segments=1),
+    Call(Shape(128, 128, FP16, HV=32, full=True), N=4, segments=1),
+    Call(Shape(128, 128, BF16, HV=32, full=True), N=4, pool=True),
 ]
+
+# The walks of the backward: both in a launch, or apart, in blocks of two states or of one. Their
+# spills are addresses of the triangles' warps.
+WALKS = [
+    walk_case("apart, of two", T=128, B=4, H=16, HV=32),
+    walk_case("the same, packed", lengths=(70, 70, 70), H=16, HV=32),
+    walk_case("apart, of one", T=128, B=2, H=16, HV=32),
+    walk_case("both, of one", T=128),
+    walk_case("the same, packed", lengths=(70, 70)),
+    walk_case("small", lengths=(70, 70, 70), H=16, HV=32, K=96, V=72),
+    walk_case("least", T=128, K=64, V=64),
+]
+STACK_OF_WALKS = 128
+IN_LOOP_OF_WALKS = {False: 2, True: 8}
 
 
 def advisories(ptx: str) -> list[str]:
@@ -87,41 +127,93 @@ def local_memory_of_state(sass: str) -> int:
     return sum(first < at < last for at in local)
 
 
-def compiled(call: Call) -> Any:
-    """The kernel of a call, and the line of its sizes."""
+def pool_of(call: Call, problem: "Problem") -> "Pool":
+    from gdn_triton.chunk.problem import Pool
+
+    p = problem
+    slots = torch.zeros(call.N, dtype=torch.int32)
+    states = torch.zeros(call.N, p.HV, p.K, p.V)
+    return Pool(
+        state=states,
+        read_slots=slots,
+        write_slots=slots,
+        has_initial_state=slots == 0,
+        last_skipped=-1,
+        out=torch.zeros(p.B, p.T, p.HV, p.V, dtype=p.q_dtype),
+        every=64,
+        checkpoints=states,
+        checkpoint_slots=slots[:, None],
+    )
+
+
+def compiled(call: Call) -> list[Any]:
+    """The kernels of a call in Gluon."""
     from gdn_triton.chunk.triton.forward import readable_inputs
-    from gdn_triton.chunk.triton.hopper.launch import hopper_fwd
+    from gdn_triton.chunk.triton.hopper import launch
 
     shape, B, cu_seqlens = call.shape, call.N, None
     if shape.full:
         B, cu_seqlens = 1, torch.arange(call.N + 1, dtype=torch.int32) * 75
     problem, x = make_call(B, 300, shape.HV // 2, shape, cu_seqlens)
+    pool = pool_of(call, problem) if call.pool else None
+    with (
+        mock.patch.object(launch, "choose_segments", lambda *_: call.segments),
+        compile_only(TARGET) as kernels,
+    ):
+        launch.hopper_fwd(problem, readable_inputs(x), pool)
+    return [x.kernel for x in kernels if x.name == "hopper_fwd_kernel"]
+
+
+def compiled_walks(case: Case) -> list[tuple[Any, int]]:
+    """The kernels of a case, each with the number of its programs."""
     with compile_only(TARGET) as kernels:
-        hopper_fwd(problem, readable_inputs(x))
-    (one,) = (x for x in kernels if x.name == "hopper_fwd_kernel")
-    return one.kernel
+        walks_of(case, make_given(case, "mild", 0), chunk_table(case), v_first=False)
+    return [(x.kernel, x.grid[0]) for x in kernels]
+
+
+def judge_walks() -> list[str]:
+    wrong = []
+    for case in WALKS:
+        for kernel, blocks in compiled_walks(case):
+            stack, registers = stack_and_registers(kernel.asm["cubin"])
+            shared, sass = kernel.metadata.shared, disassembled(kernel.asm["cubin"])
+            local = local_memory_of_state(sass) if case.K > 64 else 0
+            line = f"walks {case.name:20} blocks {blocks:3} shared {shared:7} stack {stack:4}"
+            print(f"{line} in loop {local:3} registers {registers:3}", flush=True)
+            found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
+            found += stale_uniform_registers(sass)
+            if shared > SHARED_MEMORY:
+                found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
+            if stack > STACK_OF_WALKS:
+                found.append(f"{stack} bytes of stack, {STACK_OF_WALKS} allowed")
+            if local > IN_LOOP_OF_WALKS[case.packed]:
+                found.append(f"{local} accesses to the stack in the state's loop")
+            wrong += [f"walks, {case.name}: {text}" for text in found]
+    return wrong
 
 
 def main() -> int:
-    wrong = []
+    wrong = judge_walks()
     for call in CALLS:
-        kernel = compiled(call)
-        stack, registers = stack_and_registers(kernel.asm["cubin"])
-        shared = kernel.metadata.shared
-        sass = disassembled(kernel.asm["cubin"])
-        local = local_memory_of_state(sass) if call.shape.K > 64 else 0
-        line = f"{call.shape!s:52} N={call.N} shared {shared:7} stack {stack:4} in loop {local:3}"
-        print(f"{line} registers {registers:3}", flush=True)
-        found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
-        if shared > SHARED_MEMORY:
-            found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
-        if stack > STACK[call.shape.full]:
-            found.append(f"{stack} bytes of stack, {STACK[call.shape.full]} allowed")
-        if local > IN_LOOP[call.shape.full]:
-            found.append(f"{local} accesses to the stack in the state's loop")
-        if "wgmma.mma_async" not in kernel.asm["ptx"]:
-            found.append("no wgmma")
-        wrong += [f"{call.shape}, N={call.N}: {text}" for text in found]
+        for kernel in compiled(call):
+            stack, registers = stack_and_registers(kernel.asm["cubin"])
+            shared = kernel.metadata.shared
+            sass = disassembled(kernel.asm["cubin"])
+            local = local_memory_of_state(sass) if call.shape.K > 64 else 0
+            form = "pool" if call.pool else f"segments {call.segments}"
+            line = f"{call.shape!s:52} N={call.N} {form:10} shared {shared:7}"
+            print(f"{line} stack {stack:4} in loop {local:3} registers {registers:3}", flush=True)
+            found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
+            found += stale_uniform_registers(sass)
+            if shared > SHARED_MEMORY:
+                found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
+            if stack > STACK[call.shape.full]:
+                found.append(f"{stack} bytes of stack, {STACK[call.shape.full]} allowed")
+            if local > (IN_LOOP_WITH_POOL if call.pool else IN_LOOP[call.shape.full]):
+                found.append(f"{local} accesses to the stack in the state's loop")
+            if "wgmma.mma_async" not in kernel.asm["ptx"]:
+                found.append("no wgmma")
+            wrong += [f"{call}: {text}" for text in found]
     for text in wrong:
         print("WRONG", text)
     return 1 if wrong else 0

@@ -35,7 +35,7 @@ import gdn_triton
 # The sides of a chunk of 64 tokens and of a block of 16.
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
 
-# What a sequence weighs beside the others of its call, by the kind of lengths.
+# The weight of a sequence among the others of its call, by the kind of lengths.
 KINDS: dict[str, Callable[[random.Random, int], list[float]]] = {
     "equal": lambda rng, N: [1.0] * N,
     "log-uniform": lambda rng, N: [2 ** rng.uniform(0, 8) for _ in range(N)],
@@ -128,7 +128,7 @@ BACKWARD = (
 
 
 def weight(shape: Shape) -> int:
-    """A graph's share of the replays: three times as many where they take less time."""
+    """A graph's share of the replays: three times as many for those that take less time."""
     return 3 if shape.T == 2048 else 1
 
 
@@ -209,7 +209,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def wrong(found: Tensor, expected: Tensor) -> Tensor:
-    """Whether bits differ or a NaN is there, on the device: nothing waits for it."""
+    """Whether bits differ or a NaN is left, as a tensor on the device: nothing waits for it."""
     integer = INTEGERS[found.element_size()]
     return (found.view(integer) != expected.view(integer)).any() | found.isnan().any()
 
@@ -229,7 +229,7 @@ def check_shape(
     backend: str = "cuda",
     graph: type[Captured] = Captured,
 ) -> Result:
-    """`count` replays of one graph, each after other offsets, beside as many eager calls."""
+    """Runs `count` replays of one graph, each after other offsets, and as many eager calls."""
     rng, start = random.Random(f"{seed} {shape}"), time.perf_counter()
     offsets = [draw_offsets(rng, shape.N, shape.T, number) for number in range(count)]
     table = torch.tensor(offsets, dtype=torch.int32).to(device)

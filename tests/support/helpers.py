@@ -3,8 +3,7 @@
 The budget. A kernel's result is compared with the specification in float64, from the same inputs.
 Its error may be at most BUDGET times that of an independent computation in plain torch (narrow.py),
 which has the kernel's precision (`Arithmetic`) and rounds where the kernel stores, plus one unit
-roundoff. So a tolerance is never a number that happened to pass: it follows the precision and the
-problem.
+roundoff. A tolerance therefore follows from the precision and the problem.
 """
 
 import itertools
@@ -112,7 +111,8 @@ def cases(regimes: Iterable[Case]) -> list[Any]:
     return [pytest.param(c, id=c.name, marks=[mark] if c.gpu else []) for c in regimes]
 
 
-# Every way in which a chunk, a sequence or a tile can end, at the least size that shows it.
+# Regimes in which a chunk, a sequence or a tile ends in every possible way, each at the least size
+# that shows it.
 SMALL = [
     Case("one-token", "the least sequence", T=1),
     Case("below-chunk", "only a ragged chunk", T=15, B=2),
@@ -275,10 +275,10 @@ def unit_rows(*shape: int, seed: int = 7) -> Tensor:
 # ------------------------------------------------------------------------------------------- budget
 
 
-# How much larger than the independent computation's a kernel's error may be. Both are sums of many
-# roundings, taken in another order: over a tensor their root mean squares agree within this, while
-# the largest single error, a matter of luck, is only held to a multiple that a wrong mask, tile or
-# scale exceeds by far.
+# The most that a kernel's error may exceed the error of the independent computation. Both are sums
+# of many roundings in different orders. Over a tensor their root mean squares agree within this
+# factor. The largest single error is random, and only has to be below a multiple that a wrong mask,
+# tile or scale exceeds by far.
 BUDGET_RMS = 1.5
 BUDGET_WORST = 3.0
 
@@ -320,7 +320,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     """Equal bit for bit, NaNs included."""
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
-    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    as_int = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return torch.equal(x.contiguous().view(as_int), y.contiguous().view(as_int))
 
 
@@ -330,7 +330,7 @@ def pieces(x: Tensor, offsets: Sequence[int]) -> list[Tensor]:
 
 
 class Memory(NamedTuple):
-    """What a run took of the CPU's memory for tensors, in bytes and in pieces."""
+    """The CPU memory of a run's tensors, in bytes and in pieces."""
 
     made: int  # bytes of all pieces
     peak: int  # the most bytes at one time, beyond those before the run

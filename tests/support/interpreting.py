@@ -1,13 +1,13 @@
-"""Triton's interpreter with less to do: it changes `triton.language` once a launch, and makes the
-type and the shape of a tensor once a kind.
+"""Triton's interpreter with less work: it changes `triton.language` once for each launch, and makes
+the type and the shape of a tensor once for each kind.
 
-The interpreter changes the builtins of `triton.language` before a launch and puts them back after
-it. It also does so at each call of one kernel function by another, where all of them are changed
-already, and which takes a quarter to a third of the processor's time of a test of the backward.
+The interpreter changes the builtins of `triton.language` before a launch and restores them
+afterwards. It also does so at each call of one kernel function by another, although all of them are
+changed already, which takes a quarter to a third of the processor's time of a test of the backward.
 
 Each operation on a tensor makes a new type, with the product of its shape and its name as text, a
 new shape, a wrapped number for each dimension, and a table of all dtypes of NumPy. Most of a
-launch's time is spent in these, and a launch has few kinds of tensors.
+launch's time is spent on these, and a launch has few kinds of tensors.
 
 Each sum, difference and product of integers below 64 bits is computed a second time, in 64 bits,
 for an assertion that it did not overflow. The interpreter drops that assertion unless its option
@@ -23,7 +23,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-# What this module uses of Triton. The oldest supported Triton has all of it.
+# The parts of Triton that this module uses. The oldest supported Triton has all of them.
 PARTS = (
     "interpreter.TensorHandle",
     "interpreter._LangPatchScope",
@@ -62,10 +62,10 @@ def is_there(part: str) -> bool:
 
 
 MISSING = [part for part in PARTS if not is_there(part)]
-# The interpreter's own, None where this Triton's has other parts: then it runs as it comes.
+# The interpreter's own function; None if this Triton has other parts, which then stay unchanged.
 CHANGE: Callable[[Any], Any] | None = None if MISSING else interpreter._patch_lang
 
-# What is replaced here: its owner, its name, and the function as it comes.
+# The replaced functions: the owner of each, its name, and the original.
 REPLACED: list[tuple[Any, str, Any]] = []
 
 
@@ -75,7 +75,7 @@ def replace(owner: Any, name: str, new: Any) -> None:
 
 
 def change_once() -> None:
-    """From here on in this process, where this Triton's interpreter has the parts for it."""
+    """Changes the interpreter for the rest of the process, if this Triton has the parts for it."""
     if CHANGE is not None:
         replace(interpreter, "_patch_lang", changing_once(CHANGE))
         keep_types()
@@ -124,7 +124,7 @@ def keep_types() -> None:
             own["dtype"] = type.element_ty if is_block else type.scalar
 
     def common_sizes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
-        """None where the interpreter has more to do: to add dimensions, or to refuse."""
+        """None if the interpreter has more to do: to add dimensions, or to refuse."""
         found = common.get((a, b))
         if found is None:
             if len(a) != len(b):
@@ -249,7 +249,7 @@ def changing_once(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 changed.clear()
                 undo()
 
-            # The launch that began ends all: calls within it never undo what they changed.
+            # The launch restores everything at its end: calls within it never undo the changes.
             scope.restore = end
         changed.extend(wanted)
         return scope

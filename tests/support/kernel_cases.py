@@ -1,4 +1,4 @@
-"""What the tests of kernels share."""
+"""Helpers that the tests of kernels share."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the tests of layers share."""
+"""Helpers that the tests of layers share."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ def make_layer(
     given = {"hidden_size": HIDDEN, "head_dim": 8, "num_heads": 2, **OPTIONS[name], **options}
     layer = GatedDeltaNet(**given)
     with torch.no_grad():
-        # As after training: no weight is left at the 1 that it started from.
+        # Weights as after training: none is left at its initial 1.
         layer.o_norm.weight += 0.3 * torch.randn_like(layer.o_norm.weight)
         layer.dt_bias += 3.0  # time steps long enough to forget
     return layer.to(device, dtype)
@@ -43,8 +43,9 @@ def make_input(B: int, T: int, dtype: torch.dtype = FP64, device: str = "cpu") -
 
 
 def written_out(layer: GatedDeltaNet, x: Tensor, state_dtype: torch.dtype | None = None) -> Tensor:
-    """One sequence [T, hidden] through the layer, from its weights alone: nothing of the package is
-    called. What joins tokens, and the norm, is computed in state_dtype, the rest in x's dtype."""
+    """The layer on one sequence [T, hidden], computed from its weights without any function of the
+    package. The parts that join tokens, and the norm, are computed in state_dtype, the others in
+    x's dtype."""
     wide = state_dtype or x.dtype
     w = dict(layer.named_parameters())
     H, HV, K, V = layer.num_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
@@ -92,7 +93,7 @@ def offsets_of(lengths: Sequence[int], device: str = "cpu") -> Tensor:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """In float64, where only the order of the arithmetic differs."""
+    """The result in float64, where only the order of the arithmetic differs."""
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
@@ -143,7 +144,7 @@ def qwen_weights(model: str, H: int, HV: int, K: int, V: int) -> dict[str, Tenso
 
 
 class Graphs:
-    """A compiler that runs what it is given, and counts. It begins with no code compiled."""
+    """A compiler that runs the given graph, and counts. It begins with no code compiled."""
 
     def __init__(self) -> None:
         torch.compiler.reset()

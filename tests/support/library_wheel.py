@@ -1,5 +1,5 @@
-"""A wheel with the CUDA library, judged as it would be handed out: contents, tags, size, and what
-it says in an environment that has nothing else of this package."""
+"""Checks a wheel with the CUDA library as a user gets it: contents, tags, size, and the answers of
+an environment that has nothing else of this package."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ import gdn_triton
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIBRARY = "gdn_triton/fast/_gdn_fast.so"
-# What a registry takes of one file without asking.
+# The largest file that a registry accepts without a request.
 MOST_BYTES = 100 * 2**20
 
 
@@ -47,7 +47,7 @@ def check_library_wheel(library: Path, folder: Path) -> Path:
     archive = zipfile.ZipFile(wheel)
     package = {name for name in archive.namelist() if not name.startswith("gdn_triton-")}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "gdn_triton").rglob("*.py")}
-    # Nothing of a build that made none.
+    # The wheel has the package's sources and the library, and no other file of the build.
     assert package == sources | {"gdn_triton/py.typed", LIBRARY}
     assert archive.read(LIBRARY) == library.read_bytes()
     tags = archive.read(f"gdn_triton-{version}.dist-info/WHEEL").decode()
@@ -61,12 +61,14 @@ def check_library_wheel(library: Path, folder: Path) -> Path:
 
 
 def make_environment(wheel: Path, folder: Path) -> Path:
-    """Its python. The needs come from this environment, the package from the wheel alone."""
+    """Returns the environment's python. The dependencies come from this environment, the package
+    from the wheel alone."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    # A plain path: what this environment's own .pth files add, the checkout too, is left out.
+    # A plain path: the additions of this environment's own .pth files, the checkout among them, are
+    # left out.
     (site / "needs.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 

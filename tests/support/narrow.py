@@ -1,5 +1,5 @@
-"""The independent computation that the error budget of helpers.py compares with: plain torch, in
-the precision of a kernel (`Arithmetic`), rounded where the kernel stores."""
+"""The independent computation for the error budget of helpers.py: plain torch, in the precision of
+a kernel (`Arithmetic`), rounded where the kernel stores."""
 
 from dataclasses import dataclass
 
@@ -20,12 +20,12 @@ def keep_bits(x: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the products of a kernel keep of their operands, for inputs of `dtype`.
+    """The bits that the products of a kernel keep of their operands, for inputs of `dtype`.
 
-    16-bit inputs: operands are rounded to the dtype. fp32 inputs: all bits in the interpreter; on
-    a GPU a product is three tf32 products, which keep two times 11 bits of an operand.
-    Products of fp32 values between 16-bit inputs and outputs (inside the inverse): all bits in the
-    interpreter, tf32's 11 on a GPU.
+    16-bit inputs: operands are rounded to the dtype. fp32 inputs: all bits in the interpreter; on a
+    GPU a product is three tf32 products, which keep two times 11 bits of an operand. Products of
+    fp32 values between 16-bit inputs and outputs (inside the inverse): all bits in the interpreter,
+    tf32's 11 on a GPU.
     """
 
     dtype: torch.dtype
@@ -43,16 +43,16 @@ class Arithmetic:
 
     @staticmethod
     def product(a: Tensor, b: Tensor) -> Tensor:
-        """a @ b in fp32, added up like an unrolled loop: the even terms, then the odd ones. The
-        order of the tokens would be a lucky one where terms cancel from token to token, as under
-        reflections; kernels and libraries do not keep it."""
+        """a @ b in fp32, summed like an unrolled loop: the even terms, then the odd ones. The order
+        of the tokens would give an unusually small error where terms cancel from token to token, as
+        under reflections; kernels and libraries do not use it."""
         n = a.shape[-1]
         order = torch.tensor([*range(0, n, 2), *range(1, n, 2)], device=a.device)
         return a[..., order] @ b[..., order, :]
 
     @property
     def unit(self) -> float:
-        """Unit roundoff of what a product keeps."""
+        """The unit roundoff of the operands that a product keeps."""
         if self.dtype == FP32 and self.device != "cpu":
             return 2.0**-22
         return torch.finfo(self.dtype).eps / 2

@@ -1,5 +1,5 @@
-"""What may come of a call with an unusual argument: the right numbers, or a refusal by the package
-that names the argument and has written nothing."""
+"""The allowed outcomes of a call with an unusual argument: the right numbers, or a refusal by the
+package that names the argument and has written nothing."""
 
 import linecache
 import re
@@ -26,7 +26,7 @@ Results = Mapping[str, Tensor]
 
 
 class Faults:
-    """All faults of a test, so that one run shows them all."""
+    """Collects all faults of a test, so that one run shows them all."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -47,7 +47,7 @@ class Faults:
 
 
 def raised_by_the_package(error: BaseException) -> bool:
-    """By a `raise` of its own, and not by an operation that it called."""
+    """Whether the package itself raised the error, not an operation that it called."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     line = linecache.getline(last.filename, last.lineno or 0)
     return last.filename.startswith(PACKAGE) and line.strip().startswith("raise ")
@@ -67,7 +67,7 @@ def has_word(sentence: str, word: str) -> bool:
 
 
 class Untouched:
-    """What the tensors that a call writes held before it."""
+    """The contents of the tensors that a call writes, before the call."""
 
     def __init__(self, function: Function, x: Mapping[str, Any]) -> None:
         given = {name: x[name] for name in function.written if isinstance(x.get(name), Tensor)}
@@ -212,7 +212,7 @@ class Exact:
 
 
 def owned(function: Function, results: Results) -> dict[str, Tensor]:
-    """The results, with 0 in the rows that belong to nobody."""
+    """The results, with 0 in the rows that belong to no sequence."""
     found = {}
     for name, y in results.items():
         found[name] = y.detach().clone()

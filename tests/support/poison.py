@@ -1,5 +1,5 @@
-"""Memory that the package allocates without filling it, filled: a read of what nothing has written
-cannot pass for a zero."""
+"""Fills memory that the package allocates without filling it, so a read of memory that nothing has
+written cannot pass for a zero."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# What allocates: the owner of the function, and its name.
+# The functions that allocate: the owner of each, and its name.
 ALLOCATING = (
     (torch, "empty"),
     (torch, "empty_like"),
@@ -21,7 +21,7 @@ POISON_INT = -(2**28)
 
 
 def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same function; called by the package, it leaves NaN, or a far-off index."""
+    """The same function, which leaves NaN or a far-off index if the package calls it."""
 
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
         x = allocate(*args, **kwargs)

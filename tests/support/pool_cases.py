@@ -1,5 +1,5 @@
-"""What the tests of memory that calls write and read share: a call of every op, its results by
-name, and its tensors."""
+"""Helpers that the tests of written and read memory share: a call of every op, its results by name,
+and its tensors."""
 
 import functools
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def tokens(*lead: int) -> dict[str, Tensor]:
 
 
 def gates(*lead: int) -> dict[str, Tensor]:
-    """What comes before the activations."""
+    """The inputs of the activations."""
     return {
         "A_log": torch.randn(HV) * 0.5,
         "dt_bias": torch.randn(HV),
@@ -129,6 +129,7 @@ def make_windowed_step() -> dict[str, Any]:
     parts |= {"u": torch.randn_like(window.u), "k": torch.randn_like(window.k)}
     parts |= {"g": -torch.rand_like(window.g), "calls": window.calls + 5}
     parts |= {"start": torch.tensor([5] * 6, dtype=torch.int32)}
+    del parts["tickets"]  # of a layer's step
     return {
         "state": states(6),
         "read_slots": torch.tensor([4, 1, 2]),
@@ -146,7 +147,8 @@ def with_window(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(**x: Any) -> Any:
-        parts = {name: x.pop(f"window.{name}") for name in gdn_triton.StepWindow._fields}
+        fields = gdn_triton.StepWindow._fields
+        parts = {name: x.pop(f"window.{name}") for name in fields if f"window.{name}" in x}
         return function(**x, window=gdn_triton.StepWindow(**parts))
 
     return call
@@ -184,6 +186,13 @@ def make_layer_step() -> dict[str, Any]:
         "gate": torch.randn(N, HV, V),
         "norm_weight": torch.randn(V),
     }
+
+
+def make_windowed_layer_step() -> dict[str, Any]:
+    window = {n: y for n, y in make_windowed_step().items() if n.startswith("window.")}
+    tickets = torch.zeros(6, H, dtype=torch.int32)
+    positions = torch.tensor([7, 7, 7])
+    return {**make_layer_step(), **window, "window.tickets": tickets, "positions": positions}
 
 
 def make_conv() -> dict[str, Any]:
@@ -227,6 +236,11 @@ OPS = {
     ),
     "restart": Op(with_window(gdn_triton.restart_window), make_restart, ("window.start",)),
     "layer step": Op(gdn_triton.layer_step, make_layer_step, ("state", "conv_state")),
+    "windowed layer step": Op(
+        with_window(gdn_triton.layer_step),
+        make_windowed_layer_step,
+        ("state", "conv_state", "window.u", "window.k", "window.g", "window.calls"),
+    ),
     "conv": Op(gdn_triton.causal_conv1d, make_conv, ("state",)),
     "conv update": Op(gdn_triton.causal_conv1d_update, make_conv, ("state",)),
     "conv prep": Op(gdn_triton.fused_conv_prep, make_prep, ("state",)),
@@ -235,7 +249,7 @@ WRITING = [name for name, op in OPS.items() if op.written]
 
 
 def run(op: Op, x: dict[str, Any]) -> dict[str, Tensor]:
-    """All results by name, with what was written."""
+    """All results by name, including the written tensors."""
     found = op.call(**x)
     results = found if isinstance(found, tuple) else (found,)
     named = {f"result {i}": y for i, y in enumerate(results) if y is not None}

@@ -1,4 +1,4 @@
-"""What the tests of prefill share."""
+"""Helpers that the tests of prefill share."""
 
 import inspect
 import itertools

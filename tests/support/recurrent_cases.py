@@ -1,4 +1,4 @@
-"""What the tests of recurrent share."""
+"""Helpers that the tests of recurrent share."""
 
 import itertools
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the tests of reference share."""
+"""Helpers that the tests of reference share."""
 
 import math
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""How the processes of a run of the tests share its work."""
+"""Divides the work of a test run between its processes."""
 
 import fcntl
 import os
@@ -9,8 +9,8 @@ import pytest
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A folder in which `make` has run, in whichever process of the run needed it first. Where it
-    fails, the next one that needs it tries again."""
+    """A folder in which `make` has run, in the first process of the run that needed it. If it
+    fails, the next process that needs it tries again."""
     own = factory.getbasetemp()
     # The processes of pytest-xdist have their folders in one.
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
@@ -26,16 +26,15 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 
 def seconds(item: pytest.Item) -> float:
-    """What the test takes, by its marker."""
+    """The time of the test, by its marker."""
     marker = item.get_closest_marker("long")
     return float(marker.args[0]) if marker else 0.0
 
 
 def longest_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """The tests with the longest at the beginning of each process's part, so that no process runs
-    one of them when the others have nothing left. pytest-xdist gives each process an equal part of
-    the list, one after the other, and moves tests from the end of a part to a process that has
-    none left."""
+    """Moves the longest tests to the beginning of each process's part, so that no process runs one
+    of them when the others have no work left. pytest-xdist gives each process an equal part of the
+    list, one after the other, and moves tests from the end of a part to a process without work."""
     first: list[list[pytest.Item]] = [[] for _ in range(processes)]
     for item in sorted(filter(seconds, items), key=seconds, reverse=True):
         min(first, key=lambda part: sum(map(seconds, part))).append(item)

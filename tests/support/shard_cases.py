@@ -1,5 +1,5 @@
-"""What the tests of calls that are split over ranks share: a case, its tensors, and the call on one
-rank."""
+"""Helpers that the tests of calls that are split over ranks share: a case, its tensors, and the
+call on one rank."""
 
 import itertools
 import math
@@ -88,8 +88,8 @@ def make_call(case: Case, device: str) -> tuple[dict[str, Tensor], Tensor, Tenso
 
 
 def make_lasting_call(case: Case, device: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """As `make_call`, but the state that comes in is still there after the last token, so an error
-    in the map it takes is no smaller than one in what the tokens add."""
+    """As `make_call`, but the state that comes in is still present after the last token, so an
+    error in the map that it takes is no smaller than one in the tokens' part."""
     x, do, dht = make_call(case, device)
     if "dt_bias" in x:
         x["dt_bias"] -= math.log(case.tokens)
@@ -103,8 +103,8 @@ def make_lasting_call(case: Case, device: str) -> tuple[dict[str, Tensor], Tenso
 
 
 def like_fla(context: ContextParallel) -> SimpleNamespace:
-    """What FLA 0.6.0 would have made of the same arguments, of even shards without empty
-    sequences: from one rank's tokens, counted one by one."""
+    """The context that FLA 0.6.0 would have made of the same arguments, for even shards without
+    empty sequences, counted from one rank's tokens."""
     kernel = context.conv1d_kernel_size
     both = {
         "group": context.group,

@@ -1,5 +1,5 @@
-"""Calls that launch every kernel of the package, on CPU tensors whose contents mean nothing: what
-compile_targets.py compiles."""
+"""Calls that launch every kernel of the package, on CPU tensors with meaningless contents.
+compile_targets.py compiles them."""
 
 import dataclasses
 import itertools
@@ -16,8 +16,8 @@ from gdn_triton.chunk.problem import Inputs, Pool, Problem
 
 @dataclass(frozen=True)
 class Shape:
-    """One call. HV sets how many states there are, by which tiles are chosen. `full`: packed, every
-    option, strided views; else padded and none."""
+    """One call. HV sets the number of states, by which tiles are chosen. `full`: packed, every
+    option, strided views; otherwise padded without options."""
 
     K: int
     V: int
@@ -46,9 +46,9 @@ SHAPES = [
     # Products of four-byte inputs.
     Shape(128, 128, torch.float32, HV=4, full=False),
 ]
-# Targets for which a test compiles `run_sample` of some shapes. Hopper's tiles are chosen; the
-# others must run what is chosen. sm_120 and sm_121 have sm_80's instructions and three fifths of
-# its shared memory, so there the sample is all: the common head, and the widest one.
+# Targets for which a test compiles `run_sample` of some shapes. Tiles are chosen for Hopper, and
+# the other targets must run the same tiles. sm_120 and sm_121 have sm_80's instructions and three
+# fifths of its shared memory, so there the sample is enough: the common head, and the widest one.
 SAMPLES = {
     ("cuda", 80): SHAPES[:1],
     ("cuda", 100): SHAPES[:1],
@@ -63,7 +63,7 @@ TESTED = [SHAPES[0], SHAPES[3], SHAPES[5]]
 # Targets for which every kernel can be compiled for every shape, as before a release.
 WHOLE = (("cuda", 80), ("cuda", 90), ("cuda", 100), ("hip", "gfx942"), ("hip", "gfx950"))
 LEAST = SHAPES[4]
-# Where the outputs are compiled that no forward asks for.
+# The shape for which the outputs that no forward asks for are compiled.
 EXTRAS = SHAPES[2]
 
 
@@ -170,9 +170,9 @@ def run_backward(problem: Problem, x: Inputs) -> None:
 
 
 def run_states() -> None:
-    """Calls that differ in which states they have, and in dtypes: a record of a tensor's pointer
-    has another type then, and a branch on the device must not give it to the name of another one.
-    Of the least head, as these are not about tiles."""
+    """Calls that differ in their states and dtypes. A record of a tensor's pointer then has another
+    type, and a branch on a device value must not assign it to a name of another type. The head is
+    the least one, because tiles do not matter here."""
     from gdn_triton.chunk.triton import forward as chunk_fwd
     from gdn_triton.chunk.triton.backward import gradients
 
@@ -351,9 +351,10 @@ def run_conv(shape: Shape) -> None:
 def run_layer_step(shape: Shape) -> None:
     """A layer's step from pools of both layouts, of a batch and of a large one; where its kernel
     takes the shape."""
-    from gdn_triton.step.backends import kernel_refusal
+    from gdn_triton.recurrent.window import make_window
+    from gdn_triton.step.backends import kernel_refusal, load_triton
     from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions
-    from gdn_triton.step.triton import plan
+    from gdn_triton.step.triton.window import plan_norm
     from gdn_triton.step.validation import validate_layer
 
     H, HV, K, V, full = shape.HV // 2, shape.HV, shape.K, shape.V, shape.full
@@ -385,10 +386,17 @@ def run_layer_step(shape: Shape) -> None:
             state_v_first=v_first,
             skip="negative",
         )
-        call = LayerCall(operands, options)
-        problem = validate_layer(call)
-        if kernel_refusal(problem) is None:
-            plan(problem, call)(call)
+        records = make_window(N, H, HV, K, V, shape.dtype, "cpu")
+        positions = torch.zeros(N, dtype=torch.int32)
+        calls = [LayerCall(operands, options)]
+        if N == 2:
+            calls.append(LayerCall(operands, options, records, positions))
+        for call in calls:
+            problem = validate_layer(call)
+            if kernel_refusal(problem) is None:
+                load_triton()(problem, call)(call)
+                if problem.has_window and problem.has_norm:
+                    plan_norm(problem, operands)(operands, torch.empty(N, HV, V).to(BF16))
 
 
 def run_recurrent(shape: Shape) -> None:

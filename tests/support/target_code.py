@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU that is not there, and what is read in their code."""
+"""Compiles kernels for a GPU that is not present, and checks their code."""
 
 import contextlib
 import re
@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 
 class AbsentDevice:
-    """What Triton asks of a driver until a kernel is compiled."""
+    """The parts of a driver that Triton needs until a kernel is compiled."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -64,7 +64,7 @@ def compile_only(target: GPUTarget) -> Iterator[list[Compiled]]:
 
 
 def said_of(cubin: bytes, tool: str, *options: str) -> str:
-    """What one of the tools that Triton brings says of a kernel."""
+    """The output of one of Triton's tools on a kernel."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -89,6 +89,45 @@ def stack_and_registers(cubin: bytes) -> tuple[int, int]:
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 
 
+def uniform_registers(name: str, parts: list[str]) -> tuple[set[int], set[int]]:
+    """The uniform registers that an instruction reads, and those that it writes."""
+    uniform = name.startswith("U") or name.split(".")[0] in ("R2UR", "S2UR", "VOTEU", "REDUX")
+    read: set[int] = set()
+    written: set[int] = set()
+    for part in parts[1:] if uniform else parts:
+        for text in re.findall(r"gdesc\[UR(\d+)\]", part):
+            # Two registers a descriptor; of the left operand too, unless registers hold that.
+            first = int(text) + (2 if re.match(r"R\d", parts[1]) else 0)
+            read.update(range(first, int(text) + 4))
+        for text in re.findall(r"\bUR(\d+)", re.sub(r"gdesc\[UR\d+\]", "", part)):
+            read.update((int(text), int(text) + (uniform and ".64" in name)))
+    if name == "UPRMT" and parts[2:] == ["0x7632", parts[0]] and parts[1] != parts[0]:
+        # The upper half of a register to the lower one of its target, whose own upper half is
+        # left: the second of two bfloat16.
+        read.discard(int(parts[0].removeprefix("UR")))
+    target = re.match(r"UR(\d+)", parts[0]) if uniform else None
+    if target:
+        width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+        written.update(range(int(target[1]), int(target[1]) + width))
+    return read, written
+
+
+def accesses_before_the_wait(sass: str) -> list[str]:
+    """The instructions of a Hopper kernel on global memory before `griddepcontrol.wait`, in the
+    order of the text: there the kernel before it may still run."""
+    found = []
+    for line in sass.splitlines():
+        match = INSTRUCTION.match(line)
+        if match is None:
+            continue
+        address, name, operands = match.groups()
+        if name.startswith("ACQBULK"):
+            return found
+        if re.match(r"(LDG|STG|ATOMG|REDG|RED|LDGSTS|LD|ST|ATOM)(\.|$)", name):
+            found.append(f"{address} {name} {operands}")
+    return [*found, "no wait"]
+
+
 def unwritten_uniform_registers(sass: str) -> list[str]:
     """The instructions of a Hopper kernel that read a uniform register before any writes it, in the
     order of the text. ptxas 12.8 makes such code of some kernels (docs/tried.md): a matrix
@@ -96,33 +135,107 @@ def unwritten_uniform_registers(sass: str) -> list[str]:
     written: set[int] = set()
     found = []
     for line in sass.splitlines():
-        if "UR" not in line:
-            continue
-        match = INSTRUCTION.match(line)
+        match = INSTRUCTION.match(line) if "UR" in line else None
         if match is None:
             continue
         address, name, operands = match.groups()
-        parts = [part.strip() for part in operands.split(",")]
-        uniform = name.startswith("U") or name.split(".")[0] in ("R2UR", "S2UR", "VOTEU", "REDUX")
-        read: set[int] = set()
-        for part in parts[1:] if uniform else parts:
-            for text in re.findall(r"gdesc\[UR(\d+)\]", part):
-                # Two registers a descriptor; of the left operand too, unless registers hold that.
-                first = int(text) + (2 if re.match(r"R\d", parts[1]) else 0)
-                read.update(range(first, int(text) + 4))
-            for text in re.findall(r"\bUR(\d+)", re.sub(r"gdesc\[UR\d+\]", "", part)):
-                read.update((int(text), int(text) + (uniform and ".64" in name)))
-        if name == "UPRMT" and parts[2:] == ["0x7632", parts[0]] and parts[1] != parts[0]:
-            # The upper half of a register to the lower one of its target, whose own upper half is
-            # left: the second of two bfloat16.
-            read.discard(int(parts[0].removeprefix("UR")))
+        read, now = uniform_registers(name, [part.strip() for part in operands.split(",")])
         if read - written:
             found.append(f"{address} {name} {operands}")
-        target = re.match(r"UR(\d+)", parts[0]) if uniform else None
-        if target:
-            width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
-            written.update(range(int(target[1]), int(target[1]) + width))
+        written |= now
     return found
+
+
+class _Flow:
+    """The instructions of a kernel and where each one leads. The loops of waits for barriers, which
+    lie after the code of a kernel, are left out."""
+
+    def __init__(self, sass: str) -> None:
+        self.code: list[tuple[str, str, list[str], bool]] = []
+        labels: dict[str, int] = {}
+        for line in sass.splitlines():
+            if label := re.match(r"\s*(\.L_x_\d+):", line):
+                labels[label[1]] = len(self.code)
+            elif match := INSTRUCTION.match(line):
+                address, name, operands = match.groups()
+                parts = [part.strip() for part in operands.split(",")]
+                predicated = re.search(r"\*/\s+@", line) is not None
+                self.code.append((address, name, parts, predicated))
+        self.labels = labels
+        self.next: list[list[int]] = []
+        self.back: list[tuple[int, int]] = []
+        for at, (_, name, _, predicated) in enumerate(self.code):
+            ends = not predicated and name in ("BRA", "EXIT", "BRX", "RET")
+            after = [] if ends else [at + 1]
+            target = self._target(at)
+            if target is not None and not self._waits(target):
+                after.append(target)
+                last = self._target(at - 1)
+                if target <= at and (last is None or not self._waits(last)):
+                    self.back.append((target, at))
+            self.next.append([n for n in after if n < len(self.code)])
+
+    def _target(self, at: int) -> int | None:
+        _, name, parts, _ = self.code[at]
+        label = re.search(r"\.L_x_\d+", parts[-1]) if name == "BRA" else None
+        return self.labels[label[0]] if label else None
+
+    def _waits(self, at: int) -> bool:
+        """Whether the loop of a wait begins here."""
+        for n in range(at, min(at + 3, len(self.code) - 1)):
+            if "PHASECHK" in self.code[n][1]:
+                return self._target(n + 1) == at
+        return False
+
+    def loop(self, header: int, end: int) -> set[int]:
+        before: dict[int, list[int]] = {}
+        for at, after in enumerate(self.next):
+            for n in after:
+                before.setdefault(n, []).append(at)
+        inside, todo = {header, end}, [end]
+        while todo:
+            at = todo.pop()
+            if at != header:
+                new = [n for n in before.get(at, []) if n not in inside]
+                inside.update(new)
+                todo += new
+        return inside
+
+
+def stale_uniform_registers(sass: str) -> list[str]:
+    """The instructions in loops with matrix products that read a uniform register which an
+    iteration has written on some paths to them and not on others. ptxas 12.8 makes such code where
+    a branch computes the address of an operand that is needed after the branch too
+    (docs/tried.md): on the other path the product reads where an earlier iteration did."""
+    flow = _Flow(sass)
+    found: dict[str, None] = {}
+    for header, end in flow.back:
+        inside = flow.loop(header, end)
+        if not any(flow.code[at][1].startswith("HGMMA") for at in inside):
+            continue
+        effects = {at: uniform_registers(*flow.code[at][1:3]) for at in inside}
+        # Written on all paths from the header to before an instruction, and on some.
+        paths: dict[int, tuple[set[int], set[int]]] = {header: (set(), set())}
+        todo = [header]
+        while todo:
+            at = todo.pop()
+            every, some = paths[at]
+            now = effects[at][1]
+            every, some = (every if flow.code[at][3] else every | now), some | now
+            for n in flow.next[at]:
+                if n not in inside or n == header:
+                    continue
+                old = paths.get(n, (every, set()))
+                new = old[0] & every, old[1] | some
+                if n not in paths or new != old:
+                    paths[n] = new
+                    todo.append(n)
+        for at in sorted(paths):
+            address, name, parts, predicated = flow.code[at]
+            every, some = paths[at]
+            if not predicated and effects[at][0] & (some - every):
+                found[f"{address} {name} {', '.join(parts)}"] = None
+    return list(found)
 
 
 # A layout of Hopper's products, by its name; then its warps along the rows, of 16 rows each.
@@ -153,7 +266,7 @@ NARROW_STRIDES = (
     *(f"stride_{name}{i}" for name in ("h0", "ht", "dht", "dh0", "c") for i in ("k", "v")),
     *(f"stride_{name}" for name in ("qk", "kk", "vv", "gkk", "gvv", "bv", "ov")),
 )
-# What gives back numbers that it was given.
+# Operations that return numbers that they were given.
 _PASSED_ON = ("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "arith.select")
 _NARROWED = ("arith.muli", "arith.addi", "arith.subi", "arith.shli")
 _OPERATION = re.compile(r"^\s*(%\w+)(?::\d+)? = ([\w.]+)\s+(.*?) : (.*?)(?: loc\(.*)?$")

@@ -9,6 +9,7 @@ def run_windows(call: Any, H: int) -> None:
     """The step with windows, of one token and of all of its tokens, and a fold. call: a mixed one
     of several tokens, for H heads of k."""
     from gdn_triton.recurrent.problem import WINDOW_AND_SCALES, FoldCall, FoldOperands
+    from gdn_triton.recurrent.triton.window import FEW_STATES
     from gdn_triton.recurrent.triton.window_plan import fold_slots, plan
     from gdn_triton.recurrent.validation import validate_step
     from gdn_triton.recurrent.validation_window import validate_fold
@@ -36,6 +37,16 @@ def run_windows(call: Any, H: int) -> None:
         trees = [tree] if pool.dtype == torch.float32 and not v_first else []
         for x in (one, several, *trees):
             step = call._replace(inputs=x, max_tokens=window.max_tokens)
+            plan(validate_step(step), x)(x)
+        # Calls of one token in a window of such calls, of a few states and of many, have a kernel
+        # of their own.
+        count = -(-(FEW_STATES + 1) // HV)
+        repeated = {
+            name: getattr(one, name)[:1].repeat(count, *[1] * (getattr(one, name).dim() - 1))
+            for name in ("q", "k", "v", "g", "beta", "read_slots", "positions")
+        }
+        for x in (one, one._replace(**repeated)):
+            step = call._replace(inputs=x, max_tokens=1)
             plan(validate_step(step), x)(x)
         folded = FoldCall(
             inputs=FoldOperands(**rows, state=pool, slots=several.read_slots, positions=positions),

@@ -1,4 +1,4 @@
-"""What the tests of tensors share."""
+"""Helpers that the tests of tensors share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ SLOTS = 3
 
 @dataclass(frozen=True)
 class Op:
-    """run(tensors): what the function returns, None left out, with `tensors` by name. Those of
-    `written` are written in place."""
+    """run(tensors): the function's results, without None, with `tensors` by name. It writes those
+    of `written` in place."""
 
     name: str
     make: Callable[[str], dict[str, Tensor]]
@@ -160,12 +160,12 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def outcome(op: Op, tensors: dict[str, Tensor]) -> list[Tensor]:
-    """What is returned, and what was written."""
+    """The returned and the written tensors."""
     return [*op.run(tensors), *(tensors[name] for name in op.written)]
 
 
 def negative(x: Tensor) -> Tensor:
-    """x, of which memory holds -x."""
+    """x, whose memory holds -x."""
     y = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert y.is_neg() and torch.equal(y, x)
     return y

@@ -1,9 +1,9 @@
-"""What the tests of transformers' models share: the families, made small and random, and the
-comparison of a model's results.
+"""Helpers that the tests of transformers' models share: the families, made small and random, and
+the comparison of a model's results.
 
 A model's exact results come from a copy in float64 whose layers run the recurrence of
-`gdn_triton.reference`. Ours must be as near to them as the budget of helpers.py says, with the
-model on transformers' own torch functions as the independent computation at the same precision.
+`gdn_triton.reference`. The error of ours must be within the budget of helpers.py, in which the
+model on transformers' own torch functions is the independent computation at the same precision.
 """
 
 import contextlib
@@ -175,7 +175,7 @@ def compare(model: Any, compute: Callable[[Any], Result], device: str, units: fl
         # where the torch functions' terms cancel, as in the gradients of A_log and dt_bias.
         size, distance = right[name].norm(), (narrow[name].double() - right[name]).norm()
         assert distance <= 0.3 * size, f"{name}: {distance:.3e} from {size:.3e}"
-        # The root mean square of a few numbers is as much luck as their worst.
+        # The root mean square of a few numbers is as random as their maximum.
         luck = BUDGET_WORST / BUDGET_RMS if right[name].numel() < 64 else 1.0
         allowed = right[name] + luck * (narrow[name].double() - right[name])
         assert_within_budget(

@@ -1,11 +1,11 @@
-"""The trees of files that pages show."""
+"""Reads the trees of files in pages."""
 
 import re
 
 
 def files_shown(block: str) -> list[str]:
-    """The files of a block with a folder's line, then its files', further in. A line has a folder,
-    or some files, and then what they are."""
+    """The files of a block in which a line names a folder, and more indented lines name its files.
+    After the name of a folder, or of some files, a line has their description."""
     folders: list[tuple[int, str]] = []
     shown = []
     for line in block.splitlines():

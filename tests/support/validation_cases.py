@@ -1,4 +1,4 @@
-"""What the tests of validation share: the arguments of good calls, with changes."""
+"""Helpers that the tests of validation share: the arguments of valid calls, with changes."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""Both walks that the CUDA library makes for the Triton backward of wide keys, held to float64."""
+"""Both walks that the CUDA library runs for the Triton backward of wide keys, compared with
+float64."""
 
 from typing import Any
 
@@ -19,7 +20,7 @@ CASES = [
 
 
 def make_arguments(case: Case, dtype: torch.dtype, device: str, v_first: bool) -> dict[str, Any]:
-    """Of `chunk.walks`: inverses and scores are any strictly lower triangles."""
+    """The arguments of `chunk.walks`: inverses and scores are any strictly lower triangles."""
     generator = torch.Generator().manual_seed(7)
     B, T, H, HV, K, V = case.B, case.tokens, case.H, case.HV, case.K, case.V
 

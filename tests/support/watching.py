@@ -1,10 +1,11 @@
-"""Looks at what kernels do to memory in Triton's interpreter.
+"""Checks the accesses of kernels to memory in Triton's interpreter.
 
-The interpreter reads and writes whatever address a kernel makes, and it runs the programs of a
-launch one after the other. So a read past a tensor's end gives what happens to lie there, and
-programs that depend on each other's writes give the right numbers. Here each access must be of an
-element of one of the launch's tensors, not of a gap between the rows of a view, and no program may
-touch what another one of the same launch writes, unless both do it by atomic operations.
+The interpreter reads and writes any address that a kernel computes, and it runs the programs of a
+launch one after the other. A read past a tensor's end therefore returns whatever lies there, and
+programs that depend on each other's writes give the right numbers. Here each access must be to an
+element of one of the launch's tensors, not to a gap between the rows of a view, and no program may
+access an element that another program of the same launch writes, unless both accesses are atomic,
+or atomic operations of both programs on one element order the two accesses.
 """
 
 import math
@@ -27,7 +28,7 @@ _ATOMIC = 1 << 30  # added to a program's number where the access is atomic
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """The bytes of a tensor: where its elements lie."""
+    """The bytes of a tensor's elements."""
 
     first: int
     itemsize: int
@@ -45,7 +46,7 @@ class _View:
         return cls(first, x.element_size(), tuple(steps), first + extent, dense)
 
     def has(self, addresses: _Addresses, size: int) -> NDArray[np.bool_]:
-        """Which accesses of that many bytes are inside of an element."""
+        """Whether each access of that many bytes is inside of an element."""
         inside: NDArray[np.bool_] = (addresses >= self.first) & (addresses + size <= self.end)
         if self.dense or not inside.any():
             return inside
@@ -58,8 +59,8 @@ class _View:
 
 
 class _Storage:
-    """Who has read and written each byte of a storage, in the launch that runs. Most storages are
-    read only: what was read is looked at when something is written."""
+    """The programs that have read and written each byte of a storage in the current launch. Most
+    storages are only read: reads are checked when something is written."""
 
     def __init__(self, x: Tensor) -> None:
         storage = x.untyped_storage()
@@ -67,6 +68,8 @@ class _Storage:
         self.writers: NDArray[np.int32] | None = None
         self.readers: NDArray[np.int32] | None = None
         self.early: list[tuple[int, _Addresses]] = []  # programs, and what they read
+        # Each access: its program, whether it writes, and its bytes.
+        self.log: list[tuple[int, bool, _Addresses]] = []
 
     def note_read(self, program: int, at: _Addresses) -> None:
         if self.readers is None:
@@ -93,6 +96,10 @@ class Launch:
         self.views = list({_View.of(x): None for x in tensors if x.numel()})
         storages = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
         self.storages = [_Storage(x) for x in storages.values()]
+        # By the address of an atomic operation: the programs that have made one there, each with
+        # the lengths of all logs at that time. By program: those that come before it in this way.
+        self.released: dict[int, dict[int, tuple[int, ...]]] = {}
+        self.before: dict[int, dict[int, tuple[int, ...]]] = {}
 
     def look(self, what: str, pointers: Any, size: int, mask: Any = None) -> None:
         """what: "read", "written" or "changed", which is both at once."""
@@ -110,6 +117,27 @@ class Launch:
             elif most >= storage.first and least < storage.first + storage.bytes:
                 here = flat[(flat >= storage.first) & (flat < storage.first + storage.bytes)]
                 self._order(what, storage, here - storage.first)
+        if what == "changed":
+            program, times = _number(), tuple(len(storage.log) for storage in self.storages)
+            for address in flat.tolist():
+                there = self.released.setdefault(address, {})
+                self.before.setdefault(program, {}).update(
+                    {other: time for other, time in there.items() if other != program}
+                )
+                there[program] = times
+
+    def _is_after(self, storage: _Storage, at: _Addresses, only_writes: bool) -> bool:
+        """Whether atomic operations order all accesses of other programs to these bytes before the
+        program that runs."""
+        place, program = self.storages.index(storage), _number()
+        before = self.before.get(program, {})
+        return all(
+            other == program
+            or (only_writes and not writes)
+            or (other in before and time < before[other][place])
+            or not np.isin(bytes_, at).any()
+            for time, (other, writes, bytes_) in enumerate(storage.log)
+        )
 
     def _look_closely(self, what: str, flat: _Addresses, size: int) -> None:
         known = np.zeros(flat.shape, bool)
@@ -130,13 +158,15 @@ class Launch:
             wrong = (others != _NOBODY) & ((others & ~_ATOMIC) != program)
             if own >= _ATOMIC:
                 wrong &= (others < _ATOMIC) | (others == _SEVERAL)
-            if wrong.any():
+            only_writes = which == "written" and what == "read"
+            if wrong.any() and not self._is_after(storage, at[wrong], only_writes):
                 raise AssertionError(
                     f"{self.name}: program {_program()} has {what} byte "
                     f"{int(at[np.argmax(wrong)])} of a tensor's storage, which another program "
                     f"of the launch has {which}"
                 )
 
+        storage.log.append((program, what != "read", at))
         if what != "read":
             storage.begin_writing()
         if storage.writers is not None:
@@ -196,8 +226,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Every launch in the interpreter, until the end. An access that is wrong is an AssertionError,
-    which the interpreter wraps in its own error."""
+    """Checks every launch in the interpreter until the end of the context. A wrong access is an
+    AssertionError, which the interpreter wraps in its own error."""
     launches: list[Launch] = []
     executor: Any = interpreter.GridExecutor
     begin: Callable[..., Any] = executor._init_args_hst

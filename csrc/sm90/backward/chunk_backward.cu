@@ -12,17 +12,8 @@
 
 namespace gdn::sm90::backward {
 namespace {
-#ifndef GDN_BACKWARD_EXCHANGE
-#define GDN_BACKWARD_EXCHANGE 1
-#endif
-#ifndef GDN_BACKWARD_MAKES
-#define GDN_BACKWARD_MAKES 1
-#endif
 // The mean sequence length, in tokens, from which q k^T is stored in the memory of dq.
-#ifndef GDN_BACKWARD_PAIRS_TOKENS
-#define GDN_BACKWARD_PAIRS_TOKENS 4096
-#endif
-constexpr bool kExchanges = GDN_BACKWARD_EXCHANGE, kMakes = GDN_BACKWARD_MAKES;
+constexpr int64_t kPairsTokens = 4096;
 
 // Allocates the parts of the workspace, one after the other; a null `base` only counts bytes.
 class Parts {
@@ -44,7 +35,7 @@ class Parts {
 // token and value head. With many short sequences step 5 would take 1 to 4 percent longer: blocks
 // at different chunks would read rows that are far apart.
 bool keeps_pairs_with_dq(const ChunkForward& p) {
-  return is_exact(p) && p.B * p.T >= int64_t{p.N} * GDN_BACKWARD_PAIRS_TOKENS;
+  return is_exact(p) && p.B * p.T >= p.N * kPairsTokens;
 }
 // The number of tiles of q k^T in scratch memory, pairs_at.
 int64_t pairs_of(const ChunkForward& p) {
@@ -154,8 +145,7 @@ Rows whole(const ChunkForward& p, void* data, int heads, int channels) {
 Sums sums_of(const ChunkForward& p) {
   const int64_t slices = slices_of(p) / p.H;
   if (slices == 1) return Sums::kNone;
-  return kExchanges && is_exact(p) && slices == 2 && p.multiprocessors > 1 ? Sums::kCluster
-                                                                           : Sums::kLater;
+  return is_exact(p) && slices == 2 && p.multiprocessors > 1 ? Sums::kCluster : Sums::kLater;
 }
 
 template <class Kind>
@@ -200,7 +190,7 @@ const char* run(const ChunkBackward& problem, const Part* part, Stage stage, cud
   params.segments_of_batch = int(segments.of_batch);
   params.parts = int(ceil_div(p.V, kChannels));
   params.slices = int(slices_of(p));
-  params.makes_triangles = kMakes && !params.maps.exist && params.back.shape != BackShape::kHalves;
+  params.makes_triangles = !params.maps.exist && params.back.shape != BackShape::kHalves;
   params.pairs_with_dq = keeps_pairs_with_dq(p);
   params.sums = sums_of(p);
   params.heads = Divisor::of(p.HV);
@@ -300,7 +290,7 @@ size_t part_backward_workspace(const ChunkForward& p) {
 }
 
 namespace {
-// `problem` with the states of the forward, which are those that its segments start from.
+// Runs one call of a part. Its segments start from the states of the forward, Part::starts.
 const char* run_part(ChunkBackward problem, const Part& part, Stage stage, cudaStream_t stream) {
   const ChunkForward& p = problem.forward;
   if (const char* reason = unsupported(p)) return reason;

@@ -1,5 +1,5 @@
 // T of a chunk and value head, and the decayed q k^T of a steep chunk, from k k^T and q k^T: made
-// by a kernel of their own (triangles.cu), or by a warpgroup of the walk back.
+// by a separate kernel (triangles.cu), or by a warpgroup of the walk back.
 #pragma once
 #include "sm90/backward/layout.cuh"
 #include "sm90/tile/triangles.cuh"

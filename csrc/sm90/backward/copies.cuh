@@ -50,7 +50,7 @@ GDN_DEVICE void bulk_load_to(uint32_t blocks, uint32_t to, const void* from, uin
 
 // Loads kTiles * 64 columns of a chunk's rows, by a whole warp; also() issues the loads of `bytes`
 // more bytes. Rows past the sequence's end belong to others, and may be NaN: they are zeroed before
-// `full` is signalled. Only this warp waits for such a load: `aside` is a barrier of its own.
+// `full` is signalled. Only this warp waits for such a load, at a separate barrier, `aside`.
 template <int kTiles, class Also>
 GDN_DEVICE void load_rows(const CUtensorMap& map, uint8_t (*to)[kTileBytes], uint64_t& full,
                           uint64_t& aside, uint32_t& aside_phase, int column, int row, int head,

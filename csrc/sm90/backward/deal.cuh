@@ -3,7 +3,7 @@
 // block with the least work. The result depends on the lengths alone, and no gradient depends on
 // it.
 //
-// A *unit* is a sequence, or one of its segments where the walk goes in segments. Its tiles, one
+// A *unit* is a sequence, or one of its segments where the walk has segments. Its tiles, one
 // for each slice, are equally long. A cluster of two blocks takes the tiles of two neighbouring
 // slices, which count as one.
 #pragma once
@@ -240,8 +240,8 @@ GDN_DEVICE float chunks_of_fullest(const Params& params, const uint32_t (&keys)[
       __reduce_max_sync(~0u, sequence < p.N ? (i + 1) * chunks_of_key(keys[sequence]) : 0));
 }
 
-// Chooses whether the walk forward goes in segments, and the walk back over halves, where the host
-// leaves the choice to the device. A warp calls it, before any tile is dealt out.
+// Chooses whether the walk forward has segments, and whether the walk back is over halves, where
+// the host leaves the choice to the device. A warp calls it, before any tile is dealt out.
 GDN_DEVICE void choose_walks(const Params& params, uint32_t (&keys)[kMostUnits]) {
   const ChunkForward& p = params.problem.forward;
   const int lane = int(threadIdx.x) % 32;

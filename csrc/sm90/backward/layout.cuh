@@ -114,9 +114,9 @@ struct Params {
   ChunkBackward problem;
   Scratch scratch;
   int chunks, chunks_of_batch;  // of all; of a batch entry, if padded
-  // The walk forward goes in segments where whole sequences would leave multiprocessors idle. The
-  // states that they start from are left by the forward, ChunkBackward::states, or found by a walk
-  // of the state alone, which changes no bit.
+  // The walk forward has segments where whole sequences would leave multiprocessors idle. The
+  // forward has left the states that they start from, ChunkBackward::states, or a walk of the state
+  // alone finds these states, which changes no bit.
   int segment;        // chunks; 0: whole sequences
   bool may_be_whole;  // the device may use whole sequences instead, where they take less time
   int segments, segments_of_batch;  // of all; of a batch entry, if padded
@@ -143,7 +143,7 @@ GDN_DEVICE bool walks_back_over_halves(const Params& params) {
 }
 // Whether the forward has left the states that segments of the walk forward start from.
 GDN_HOST_DEVICE bool has_states(const Params& params) { return params.problem.states != nullptr; }
-// Whether a walk back over slices makes the triangles; otherwise a kernel of their own does,
+// Whether a walk back over slices makes the triangles; otherwise a separate kernel makes them,
 // because another kernel needs them earlier.
 GDN_DEVICE bool makes_triangles_walking(const Params& params) {
   return params.makes_triangles &&
@@ -365,7 +365,7 @@ GDN_DEVICE uint16_t* ds_at(const Params& params, int block, int half) {
 // unchanged copy to shared memory ldmatrix reads a line without bank conflicts.
 constexpr int kMapLine = 32, kMapPitch = kChannels + 8, kMapValues = 2 * kChannels * kMapPitch;
 
-// The launches of the steps, each in a file of its own.
+// The launches of the steps, one file for each step.
 template <class Kind>
 const char* run_frames(const Params&, cudaStream_t);
 const char* run_deals(const Params&, cudaStream_t);

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads)
 // idle. A block of this kernel has the shared memory of a whole multiprocessor, and is launched
 // before the blocks of the walk back, which wait for the triangles of each chunk
 // (Scratch::triangles_ready). The teams of a block take chunks in the order in which the walk back
-// needs them, or from both ends of a sequence by turns where the walk of the state runs as well.
+// needs them, or from both ends of a sequence in turn where the walk of the state runs as well.
 constexpr int kTeams = 4;
 template <class Kind>
 __global__ void __launch_bounds__(kTeams* kThreads, 1)

@@ -221,9 +221,9 @@ GDN_DEVICE int states_product(WalkMemory& sm, const Params& params, uint32_t it,
   return block;
 }
 
-// Stores `rows` rows of a tile of two halves, or adds them to memory, where all 64 would reach into
-// the next sequence. A warp calls it. to: the first row, of `lines` lines of 16 bytes; stride: from
-// row to row, in rows.
+// Stores the first `rows` rows of a tile of two halves, or adds them to memory. All 64 rows would
+// reach into the next sequence. A warp calls it. to: the first row, of `lines` lines of 16 bytes;
+// stride: from row to row, in rows.
 template <bool kAdds>
 GDN_DEVICE void store_some_rows(const uint8_t (*tiles)[kTileBytes], uint4* to, int lines,
                                 int stride, int rows, int lane) {

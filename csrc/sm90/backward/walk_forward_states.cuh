@@ -164,7 +164,7 @@ GDN_DEVICE void key_gradient(float (&S)[64], WalkMemory& sm, const Params& param
   pin(given);
   arrive(sm.u_empty, lead);
   arrive(sm.ds_empty, lead);
-  if constexpr (kDecaysToEnd<T>) {  // rows of u dS^T have a factor of their own
+  if constexpr (kDecaysToEnd<T>) {  // each row of u dS^T has a separate factor
     if (const int D = sm.factors[stage].steep) {
       const float w0 = power_of_two_float(D - sm.factors[stage].power[row]);
       const float w1 = power_of_two_float(D - sm.factors[stage].power[row + 8]);

@@ -37,8 +37,8 @@ struct Config {
   // The number of inverse warpgroups; a state of 256 channels leaves registers for one.
   static constexpr int kInverses = kKeys == 256 ? 1 : 3 - kStates;
   static constexpr int kThreads = 128 * (1 + kStates + kInverses);
-  // P is made by the inverse warpgroups, or by two state warpgroups by turns: these would wait for
-  // a single inverse warpgroup.
+  // The inverse warpgroups make P, or two state warpgroups in turn, which would otherwise wait for
+  // the single inverse warpgroup.
   static constexpr bool kStatesMakeP = kOutput && kStates == 2;
   static constexpr bool kInversesMakeP = kOutput && kStates == 1;
   // v is loaded by the warp that would store the o of a second state.

@@ -73,7 +73,7 @@ GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, in
     wait(sm.gates_full[now % C::kGateStages], now / C::kGateStages & 1);
     own.barrier();  // the previous chunk's scratch has been read
     own.store_a(kk, gates);
-    if constexpr (C::kInversesMakeP) {  // after A is stored: T is what the state waits for
+    if constexpr (C::kInversesMakeP) {  // after A is stored: the state waits for T
       wait(sm.q_full[q_now], q.phase);
       own.issue_product(qk, shared_address(sm.q[q_now]), shared_address(sm.k[now % C::kKStages]));
     } else {

@@ -5,7 +5,7 @@
 namespace gdn::sm90 {
 
 // One thread loads k and q, or v, or all of them. v has fewer stages: a thread that waits for one
-// of them cannot load what the inverse warpgroups need next.
+// of them cannot load the tiles that the inverse warpgroups need next.
 template <class C, bool kKeysQueries, bool kValues>
 GDN_DEVICE void loader_role(SharedMemory<C>& sm, const KernelParams& params) {
   Walk<C, kKeysQueries ? Reader::kLoader : Reader::kLane> walk(sm, params);

@@ -1,5 +1,5 @@
-// The function that runs one kind of heads. Each kind is compiled in two files of its own
-// (instantiations/): without and with a pool of states.
+// The function that runs one kind of heads. Each kind is compiled in two files (instantiations/):
+// without and with a pool of states.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,8 +10,8 @@ namespace gdn::sm90 {
 
 struct KernelParams;
 
-// Returns null, or why it did not run. `params` is complete but for its tiles. kPool: with a pool
-// of states, which has kernels of its own, since instructions cost time even where they are not
+// Returns null, or why it did not run. `params` is complete except for its tiles. kPool: with a
+// pool of states, which has separate kernels, since instructions cost time even where they are not
 // executed.
 template <class T, class Heads, bool kPool>
 const char* run_heads(KernelParams& params, const ForwardPlan& plan, cudaStream_t stream);

@@ -1,5 +1,5 @@
-// How a call is cut up into tiles: what the host chooses (forward_plan.h) and the device reads. No
-// CUDA.
+// How a call is cut up into tiles. The host chooses the cut (forward_plan.h), and the device reads
+// it. No CUDA.
 #pragma once
 #include "sm90/tile/chunk.h"
 
@@ -33,15 +33,15 @@ struct Dealing {
                  // sequences
   // The number of tiles that blocks have taken after their first one: a block takes the next tile
   // when it is free. Null: every block has its own tiles, in steps of the grid, forward and
-  // backward by turns.
+  // backward in turn.
   int* taken;
   float chunk[2];  // with `ordered`, microseconds: a chunk in a block of either shape,
   float tile;      // and the start and end of a tile
 };
 constexpr int kMostOrdered = 1024;  // sequences; more of them are taken in their own order
 
-// How a call is cut up. A plan follows from what the host knows alone, and a CUDA graph therefore
-// stays valid when the contents of cu_seqlens and of the gates change.
+// How a call is cut up. A plan depends only on values that the host knows, and a CUDA graph
+// therefore stays valid when the contents of cu_seqlens and of the gates change.
 struct ForwardPlan {
   BlockShape shape;  // of whole sequences, or of later segments
   BlockShape first;  // of first segments

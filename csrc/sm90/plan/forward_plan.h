@@ -20,21 +20,9 @@
 
 namespace gdn::sm90 {
 
-// Chunks of the segments into which all longer sequences are cut; 0: no sequence is cut; -1: as the
-// host chooses.
-#ifndef GDN_SEGMENT_CHUNKS
-#define GDN_SEGMENT_CHUNKS -1
-#endif
-// With GDN_SEGMENT_CHUNKS: whether blocks of later segments have 64 channels of V, not 128.
-#ifndef GDN_LATER_HALVES
-#define GDN_LATER_HALVES 0
-#endif
-constexpr int kForcedSegment = GDN_SEGMENT_CHUNKS;
-constexpr bool kForcedLaterHalves = GDN_LATER_HALVES;
-
-// Makes the plan of a call. plan() takes one of four cases, each a function: whole sequences,
-// segments of a forced length, known lengths, and assumed lengths. Sequences of padded calls, and a
-// single packed sequence, have one assumption, which is true.
+// Makes the plan of a call. plan() takes one of three cases, each a function: whole sequences,
+// known lengths, and assumed lengths. Sequences of padded calls, and a single packed sequence, have
+// one assumption, which is true.
 template <class Heads>
 class ForwardPlanner {
  public:
@@ -45,8 +33,7 @@ class ForwardPlanner {
   }
 
   ForwardPlan plan() const {
-    if (p_.batch_invariant || kForcedSegment == 0 || p_.N == 0) return whole_sequences();
-    if (kForcedSegment > 0) return forced_segments();
+    if (p_.batch_invariant || p_.N == 0) return whole_sequences();
     return knows_longest() ? known_lengths_plan() : assumed_lengths_plan();
   }
 
@@ -97,15 +84,6 @@ class ForwardPlanner {
   }
   ForwardPlan whole_or_cut_by_device() const {
     return or_cut_by_device<Heads>(p_, whole_sequences(), lengths_, whole_times_);
-  }
-
-  ForwardPlan forced_segments() const {
-    if (chunks_ <= kForcedSegment) return whole_sequences();
-    Cuts cuts = {};
-    add(cuts, estimate_.cut(counts_[0], kForcedSegment, kForcedSegment));
-    ForwardPlan plan = in_segments(cuts, kForcedLaterHalves || only_halves<Heads>());
-    plan.forgets = plan.later_segments <= kMostForgetting;
-    return plan;
   }
 
   // Several packed sequences of which the host knows the longest.
@@ -202,7 +180,7 @@ class ForwardPlanner {
   const int64_t chunks_;  // of a batch entry
   const bool is_uneven_;  // several packed sequences
   std::vector<ChunkCounts> counts_;
-  std::vector<SequenceLengths> lengths_;  // the same, or what the host knows
+  std::vector<SequenceLengths> lengths_;  // the same, or the known lengths
   std::vector<double> whole_times_;       // of whole sequences, for each of the lengths
   BlockShape shape_;
 };

@@ -26,7 +26,7 @@ std::pair<Cut, double> best_cut(const Estimate<Heads>& estimate, int64_t longest
   constexpr double kRatios[] = {1, 1.25, 1.5,
                                 2, 3,    4};  // of the first segment's length to the others'
   constexpr int kSteps[] = {3, 1};            // chunks
-  // With the launches for segments all the same.
+  // No cut still has the launches for segments.
   const auto [uncut, lengths] = candidate(longest, longest);
   Cut best = uncut;
   double least = estimate.segments(lengths, best, late_halves, kUnbounded);

@@ -10,8 +10,8 @@ namespace gdn::sm90 {
 
 // The sequences of a packed call by length, in shared memory after that of the block's roles.
 struct Lengths {
-  // Of LeastTime::with, in the order of BlockShape: the bits of floats, which order like integers
-  // since none is negative.
+  // Results of LeastTime::with, in the order of BlockShape: the bits of floats, which order like
+  // integers since none is negative.
   int least[2];
   int all_chunks;
   int halves;                    // whether blocks have 64 channels of V, not 128

@@ -13,8 +13,8 @@ from gdn_triton.chunk.problem import Inputs, Pool, Problem
 
 
 def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
-    """o [B, T, HV, V] in q's dtype and the final state, or None, without a gradient. With a `pool`,
-    its o and its states."""
+    """Returns o [B, T, HV, V] in q's dtype and the final state or None, without a gradient. With a
+    `pool`, o and the states are those of the pool."""
     if pool is not None:
         count_writes(pool.state, pool.out, pool.checkpoints)
     return calls.forward(problem, x, pool)
@@ -34,7 +34,7 @@ def by_triton(*, with_walks: bool) -> ByKernels:
 
 
 def _walk(*, v: Tensor, chunks: Any, A_is_strict: bool, **given: Any) -> calls.Walks:
-    """What `state_bwd` of the Triton backward is, by the library."""
+    """Does by the library what `state_bwd` of the Triton backward does."""
     assert A_is_strict  # of 16-bit inputs, the only ones that the library takes
     return calls.walks(
         v=v[..., : given["do"].shape[3]],

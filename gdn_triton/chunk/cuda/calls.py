@@ -1,9 +1,9 @@
-"""Host code of the CUDA forward and backward: a validated problem and its tensors in, one operator
-called.
+"""Host code of the CUDA forward and backward: each function passes a validated problem and its
+tensors to one operator.
 
-The operator writes into memory that is made here, or into a pool's. Under torch.compile the whole
-op is opaque already (`gdn_triton.chunk.operators`, `gdn_triton.chunk.prefill.operators`), so this
-one is never traced and has no fake.
+The operator writes into memory that is allocated here, or into a pool's memory. Under torch.compile
+the whole op is opaque already (`gdn_triton.chunk.operators`, `gdn_triton.chunk.prefill.operators`).
+This operator is therefore never traced and has no fake.
 """
 
 import functools
@@ -21,7 +21,7 @@ from gdn_triton.fast.arguments import (
     WalkArguments,
 )
 
-# What a forward leaves for its backward, if it leaves something.
+# The states that a forward leaves for its backward, if it leaves any.
 States = Tensor | None
 
 # The dtypes in which the kernels read g, beta and the initial state.
@@ -29,17 +29,17 @@ _SIDE_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 
 
 def tma_reaches(x: Tensor) -> bool:
-    """Whether TMA can read or write x [B, T, heads, D] of 2-byte elements as it lies.
+    """Whether TMA can read or write x [B, T, heads, D] of 2-byte elements in place.
 
-    TMA wants a dense last dimension, and a base address and strides that are multiples of 16 bytes.
-    The split of a projection has them if the widths of its parts are multiples of 8.
+    TMA requires a dense last dimension, and a base address and strides that are multiples of 16
+    bytes. A split of a projection meets this if the widths of its parts are multiples of 8.
     """
     batch, row, head, last = x.stride()
     return last == 1 and not (batch | row | head) & 7 and not x.data_ptr() & 15
 
 
 def tma_readable(x: Tensor) -> Tensor:
-    """x itself where TMA can read it as it lies, else a copy."""
+    """x itself if TMA can read it in place, otherwise a copy."""
     return x if tma_reaches(x) else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -70,8 +70,8 @@ def backward_floats(*sizes: int | None, checkpoint_interval: int) -> int:
 
 @functools.lru_cache(1024)
 def best_checkpoint_interval(*sizes: int | None) -> int:
-    """After how many tokens of a sequence each a forward is to leave the state, with which the
-    backward takes less time; 0: none."""
+    """The number of tokens from one state that a forward should leave for the backward to the next;
+    0: the backward takes no less time with states."""
     return ask("chunk_backward_checkpoint_interval", sizes)
 
 
@@ -83,7 +83,7 @@ def ask(name: str, sizes: tuple[int | None, ...], *more: int) -> int:
 
 
 def plan_sizes(p: Problem, device: torch.device) -> tuple[int | None, ...]:
-    """All that the library plans a call by: `PLAN_SIZES`."""
+    """The values that the library plans a call by, in the order of `PLAN_SIZES`."""
     return (
         *(device.index, p.B, p.T, p.H, p.HV, p.K, p.V, p.N, p.q_dtype is torch.bfloat16),
         *(p.is_varlen, p.use_qk_l2norm, p.batch_invariant, *p.longest),
@@ -100,11 +100,11 @@ def library_operator(name: str) -> torch._ops.OpOverload:
 
 
 def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tensor, Tensor | None]:
-    """o [B, T, HV, V] in q's dtype and the final state, or None. With a ``pool``, its o, and its
-    states and checkpoints, which are written in place.
+    """Returns o [B, T, HV, V] in q's dtype and the final state or None. With a ``pool``, returns
+    the pool's o, and writes its states and checkpoints in place.
 
-    q, k and v that TMA cannot read where they lie, and side inputs in float64, are copied first.
-    RuntimeError with the reason if the library is not there, or says that it did not run.
+    q, k and v that TMA cannot read in place, and side inputs in float64, are copied first. Raises
+    RuntimeError with the reason if the library is missing, or reports that it did not run.
     """
     if pool is not None:
         return _prefill(problem, x, pool), None
@@ -113,8 +113,8 @@ def forward(problem: Problem, x: Inputs, pool: Pool | None = None) -> tuple[Tens
 
 
 def forward_for_gradients(problem: Problem, x: Inputs) -> tuple[Tensor, Tensor | None, States]:
-    """`forward`, with the same bits, and what it leaves for `gradients`: states [rows, HV, V, K] in
-    fp32 of at most 32 bytes a token and value head, or None where the library's backward takes no
+    """Runs `forward`, with the same bits, and also returns states for `gradients`: [rows, HV, V, K]
+    in fp32, at most 32 bytes a token and value head, or None where the library's backward takes no
     less time with them."""
     return _forward(problem, x, keeps=True)
 
@@ -146,7 +146,8 @@ def _forward(problem: Problem, x: Inputs, *, keeps: bool) -> tuple[Tensor, Tenso
 
 
 def _prefill(problem: Problem, x: Inputs, pool: Pool) -> Tensor:
-    """The pool's o. One that TMA cannot write where it lies is written densely, and copied."""
+    """Returns the pool's o. If TMA cannot write it in place, the kernel writes a dense tensor,
+    which is then copied."""
     p = problem
     run = library_operator("chunk_prefill")
     if p.N == 0:  # without a token there are states to move
@@ -179,11 +180,11 @@ def gradients(
     store_dh0: bool,
     states: States = None,
 ) -> Gradients:
-    """All gradients; that of the initial state only with ``store_dh0``. do: [B, T, HV, V], or None
-    for zeros; dht: laid out like the final state, or None for zeros; states: of the
-    `forward_for_gradients` of the same problem.
+    """Returns all gradients, the gradient of the initial state only with ``store_dh0``. do: [B, T,
+    HV, V], or None for zeros. dht: laid out like the final state, or None for zeros. states: the
+    states of `forward_for_gradients` of the same problem.
 
-    RuntimeError with the reason if the library is not there, or says that it did not run.
+    Raises RuntimeError with the reason if the library is missing, or reports that it did not run.
     """
     p, device = problem, x.q.device
     run = library_operator("chunk_backward")
@@ -242,8 +243,9 @@ def gradients(
 
 
 class Walks(NamedTuple):
-    """h, dh: [slots, HV, K, V], the state before each chunk and the gradient of the one after it.
-    v_new, dx: [B, T, HV, V]. All in the dtype of A_inv. dh0: fp32, laid out as asked for."""
+    """h, dh: [slots, HV, K, V], the state before each chunk and the gradient of the state after it.
+    v_new, dx: [B, T, HV, V]. All four have the dtype of A_inv. dh0: fp32, in the requested layout.
+    """
 
     h: Tensor
     v_new: Tensor
@@ -274,12 +276,13 @@ def walks(
     store_dh0: bool,
     state_v_first: bool,
 ) -> Walks:
-    """Both walks of a backward whose other steps are not the library's, in chunks of 64 tokens.
+    """Runs both walks of a backward whose other steps run in Triton, in chunks of 64 tokens.
 
     q, k: [B, T, H, K_row], zero beyond K; v, do: [B, T, HV, V]; A_inv, A_qk: [B, T, HV, 64], dense
     and strictly lower; g_cumsum (log2), own (A_qk's diagonal), beta: [B, T, HV], fp32;
-    chunk_offsets: [N + 1], int32, the slot of each packed sequence's first chunk. Slots of no chunk
-    are not written. RuntimeError with the reason if the library is not there, or did not run.
+    chunk_offsets: [N + 1], int32, the chunk slot of each packed sequence's first chunk. Empty chunk
+    slots are not written. Raises RuntimeError with the reason if the library is missing, or did not
+    run.
     """
     B, T, HV, V = do.shape
     device = do.device
@@ -321,12 +324,12 @@ def walks(
 
 
 def inputs_and_options(p: Problem, x: Inputs) -> tuple[object, ...]:
-    """`INPUTS` and `OPTIONS` of a call, as the operators take them."""
+    """The `INPUTS` and `OPTIONS` of a call in the form that the operators read."""
     return (*_readable(x), *_options(p))
 
 
 def _readable(x: Inputs) -> tuple[Tensor | None, ...]:
-    """`INPUTS`: all but the state, as the operators take them."""
+    """The `INPUTS`, all tensors but the state, in the form that the operators read."""
     return (
         tma_readable(x.q),
         tma_readable(x.k),
@@ -340,7 +343,7 @@ def _readable(x: Inputs) -> tuple[Tensor | None, ...]:
 
 
 def _options(p: Problem) -> tuple[float | bool | tuple[int, int, int], ...]:
-    """`OPTIONS`."""
+    """The `OPTIONS` of a call."""
     activations = p.use_qk_l2norm, p.use_beta_sigmoid, p.allow_neg_eigval
     return p.scale, p.state_v_first, *activations, p.batch_invariant, p.longest
 
@@ -351,7 +354,7 @@ def _workspace(problem: Problem, device: torch.device) -> Tensor:
 
 
 def _untouched(final_state: Tensor | None, initial_state: Tensor | None) -> Tensor | None:
-    """The final states where no sequence has a token."""
+    """The final states of a call in which no sequence has a token."""
     if final_state is None:
         return None
     return final_state.zero_() if initial_state is None else final_state.copy_(initial_state)

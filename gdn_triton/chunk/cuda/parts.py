@@ -1,5 +1,6 @@
-"""Host code of the CUDA library's calls for a part of a sequence, whose other parts are on other
-devices: maps, then walks from the state or gradient that comes, in both directions.
+"""Host code of the CUDA library's calls for a part of a sequence whose other parts are on other
+devices. Each direction has two calls: the maps of the part, then the walks from the state or
+gradient that another part sends.
 
 A part is a padded problem of one sequence, with states [N, HV, K, V].
 """
@@ -26,9 +27,9 @@ def _floats(name: str, *sizes: int | None) -> int:
 
 
 class PartForward(NamedTuple):
-    """What the maps leave for the walk. arguments: inputs and options, as the operators take
-    them. starts: fp32, the states that the segments start from, after the walk; for K = V = 128
-    [segments, HV, V, K]."""
+    """Results of the maps that the walk needs. arguments: inputs and options in the form that the
+    operators read. starts: fp32, the states that the segments start from, once the walk has run;
+    for K = V = 128 [segments, HV, V, K]."""
 
     problem: Problem
     arguments: tuple[object, ...]
@@ -42,9 +43,9 @@ def _memory(name: str, problem: Problem, device: torch.device) -> Tensor:
 
 
 def forward_maps(problem: Problem, x: Inputs, carry: Tensor | None, *, comes: bool) -> PartForward:
-    """The maps of the part's segments. carry: [HV, V + K, K], fp32, where the part's own map is
-    written, transposed, with b from the initial state of `x`; None if nothing leaves the part.
-    comes: whether a state comes to the part; else M of the carry is not written."""
+    """Makes the maps of the part's segments. carry: [HV, V + K, K], fp32, to which the part's own
+    map is written, transposed, with b from the initial state of `x`; None if no state leaves the
+    part. comes: whether another part sends a state; if not, M of the carry is not written."""
     device = x.q.device
     part = PartForward(
         problem=problem,
@@ -67,7 +68,8 @@ def forward_walk(
     part: PartForward, initial_state: Tensor | None, o: Tensor, final_state: Tensor | None
 ) -> None:
     """Writes o [1, T, HV, V] and the state [1, HV, K, V] after the part. initial_state: the state
-    [1, HV, K, V] that comes, in place of that of `forward_maps`; None to keep that one."""
+    [1, HV, K, V] that another part sends, which replaces the one given to `forward_maps`; None
+    keeps that one."""
     arguments = PartWalkArguments(
         initial_state=initial_state,
         o=o,
@@ -91,7 +93,7 @@ class Outputs(NamedTuple):
 
 
 class PartBackward(NamedTuple):
-    """What the reverse maps leave for the walks."""
+    """Results of the reverse maps that the walks need."""
 
     arguments: tuple[object, ...]
     initial_state: Tensor
@@ -130,10 +132,10 @@ def backward_maps(
     outputs: Outputs,
     carry: Tensor | None,
 ) -> PartBackward:
-    """The reverse maps of the part's segments, for K = V = 128 in bfloat16. starts: of the forward;
-    do: [1, T, HV, V]; dht: [1, HV, K, V], fp32, of the part alone, or None for zeros; carry:
-    [HV, V + K, K], where the gradient of the state before the part is written, transposed, in the
-    first V rows; None if the state came from nowhere."""
+    """Makes the reverse maps of the part's segments, for K = V = 128 in bfloat16. starts: from the
+    forward. do: [1, T, HV, V]. dht: [1, HV, K, V], fp32, of the part alone, or None for zeros.
+    carry: [HV, V + K, K]; the gradient of the state before the part is written, transposed, to its
+    first V rows; None if no other part has sent the state."""
     HV, K, V = problem.HV, problem.K, problem.V
     part = PartBackward(
         arguments=calls.inputs_and_options(problem, x),
@@ -148,5 +150,5 @@ def backward_maps(
 
 
 def backward_walks(part: PartBackward, dht: Tensor | None) -> None:
-    """Writes the gradients. dht: [1, HV, K, V], fp32, with what came from other parts."""
+    """Writes the gradients. dht: [1, HV, K, V], fp32, with the gradient that other parts send."""
     part.run(walks=True, dht=dht, carry=None)

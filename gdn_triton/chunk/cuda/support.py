@@ -1,8 +1,8 @@
-"""What the CUDA library serves, forward and backward, judged from a `Problem` and by the limits of
-its device's architecture.
+"""The problems that the CUDA library serves, forward and backward, by the `Problem` and the limits
+of its device's architecture.
 
-A `Problem` has no addresses and no strides. Those are never a reason to refuse:
-`gdn_triton.chunk.cuda.calls` copies what TMA cannot read where it lies.
+A `Problem` has no addresses and no strides. These are never a reason to refuse, because
+`gdn_triton.chunk.cuda.calls` copies tensors that TMA cannot read in place.
 """
 
 import torch
@@ -50,8 +50,8 @@ def supports(problem: Problem) -> str | None:
 
 
 def backward_supports(problem: Problem) -> str | None:
-    """A sentence why the CUDA library does not make the gradients of this problem, or None. For a
-    problem whose forward it serves: where it does not, the Triton backward does."""
+    """A sentence why the CUDA library does not make the gradients of a problem whose forward it
+    serves, or None. If the library does not make them, the Triton backward does."""
     p, limits = problem, fast.architecture_on(problem.device.index)
     if p.K > limits.backward_max_K:
         return f"The CUDA backward takes K up to {limits.backward_max_K}; K is {p.K}."
@@ -71,8 +71,8 @@ def backward_supports(problem: Problem) -> str | None:
 
 
 def backward_wasteful(problem: Problem) -> str | None:
-    """A sentence why `GDN_BACKEND=auto` leaves the gradients of a problem that `backward_supports`
-    takes to Triton, or None."""
+    """A sentence why `GDN_BACKEND=auto` lets Triton make the gradients of a problem that
+    `backward_supports` accepts, or None."""
     p, limits = problem, fast.architecture_on(problem.device.index)
     K, V = limits.backward_max_K, -(-p.V // limits.backward_V) * limits.backward_V
     if p.K * p.V >= limits.backward_least_use * K * V:
@@ -85,7 +85,7 @@ def backward_wasteful(problem: Problem) -> str | None:
 
 def why_triton_gradients(problem: Problem) -> str | None:
     """A sentence why the Triton backward makes the gradients of a problem whose forward the CUDA
-    library serves, or None where the library's own does."""
+    library serves, or None if the library makes them."""
     refusal = backward_supports(problem)
     if refusal is not None:
         return refusal
@@ -96,7 +96,7 @@ def why_triton_gradients(problem: Problem) -> str | None:
 
 
 def why_no_part_gradients(problem: Problem) -> str | None:
-    """A sentence why the CUDA library does not make the gradients of a rank's part of a split call,
+    """A sentence why the CUDA library does not make the gradients of a rank's part of a split call
     whose forward it serves, or None."""
     p, limits = problem, fast.architecture_on(problem.device.index)
     channels, dtype = limits.part_backward_channels, limits.part_backward_dtype
@@ -109,8 +109,8 @@ def why_no_part_gradients(problem: Problem) -> str | None:
 
 
 def walks_support(problem: Problem) -> str | None:
-    """A sentence why the Triton backward of a problem whose forward the library serves makes its
-    own walks over the states, or None where the library makes them."""
+    """A sentence why the Triton backward of a problem whose forward the library serves makes the
+    walks over the states itself, or None if the library makes them."""
     p, limits = problem, fast.architecture_on(problem.device.index)
     if limits.backward_max_K < p.K <= limits.walks_max_K:
         return None

@@ -41,15 +41,15 @@ def chunk_prefill(
     """Whole sequences in the chunked form, from and to a pool of states that is updated in place.
 
     The rule, the tokens and the options are those of `gdn_triton.chunk_gated_delta_rule`; the pool,
-    its slots and its padding those of `gdn_triton.recurrent_step`, which goes on where this stops.
+    its slots and its padding are those of `gdn_triton.recurrent_step`, which continues from the
+    final states.
     Sequence n starts from the state in slot read_slots[n], and its final state is written to slot
     write_slots[n]. `docs/prefill.md` shows prefix caching and CUDA graphs.
 
     Sizes as there: B batch, T tokens, H and HV heads, K and V channels of a head, N sequences.
     "Float" is float16, bfloat16, float32 or float64. All tensors are on one device, except
-    `cu_seqlens_cpu`. What is written, `state`, `out` and `state_checkpoints`, has a place of its
-    own for every element and shares memory with no other argument; autograd sees that it is written
-    in place.
+    `cu_seqlens_cpu`. In the memory that is written, `state`, `out` and `state_checkpoints`, no two
+    elements share an address, and no other argument shares it. Autograd sees the writes.
 
     Args:
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float. Written in
@@ -58,13 +58,13 @@ def chunk_prefill(
             (`skip`) skips its sequence: no state is written, and its o is 0. Several sequences may
             start from one slot, if none writes it.
         write_slots: [N], int32 or int64: where each sequence's final state goes. A slot that is
-            padding keeps nothing. None: read_slots. A slot is written once at most, and not read by
-            another sequence than the one that writes it: on an accelerator this is not checked, and
-            undefined behaviour otherwise, as are slots past the pool. Those of sequences that are
-            skipped are not used and may hold anything.
+            padding keeps nothing. None: read_slots. No slot may be written twice, or be written by
+            one sequence and read by another, or lie outside of the pool. On an accelerator this is
+            not checked, and a violation is undefined behaviour. The slots of skipped sequences are
+            not used and may hold anything.
         q, k: [B, T, H, K], float. v: [B, T, HV, V], float.
-        g, beta: [B, T, HV], float: the natural logarithm of the decay, and the write strength; or
-            what comes before the gate and the sigmoid, with the flags below.
+        g, beta: [B, T, HV], float: the natural logarithm of the decay, and the write strength; with
+            the flags below, the inputs of the gate and of the sigmoid.
         A_log, dt_bias: [HV], float. Only with `use_gate_in_kernel`; dt_bias may be None.
         has_initial_state: [N], bool: where False, the sequence starts from zeros, whatever its read
             slot holds; that memory is not read. None: True for all.
@@ -75,43 +75,44 @@ def chunk_prefill(
         allow_neg_eigval: use 2 * sigmoid(beta). Only with `use_beta_sigmoid_in_kernel`.
         state_v_first: the pool, and checkpoints, are [.., HV, V, K].
         use_gate_in_kernel: the decay is -exp(A_log) * softplus(g + dt_bias), in float32.
-        skip: which slots are padding: "negative", or "non_positive" where slot 0 is nobody's.
+        skip: which slots are padding: "negative", or "non_positive" where slot 0 is unused.
         cu_seqlens: [N + 1], int32 or int64: the N sequences are packed in one row (B = 1), sequence
             n in the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Starts at 0, does not decrease,
             ends at or before T. A sequence may be empty: its state goes from its read slot to its
             write slot. The o of tokens at or after cu_seqlens[-1] is 0. None: N = B.
-        cu_seqlens_cpu: the same offsets on the CPU, if the host knows them: the CUDA kernels plan
-            for its longest sequences, which is faster where one is much longer than the others.
-            Where those of cu_seqlens have changed since, results stay right.
-        out: [B, T, HV, V], the dtype of q: where o is written. Its last dimension is dense, its
-            other strides are any. None: a new tensor.
+        cu_seqlens_cpu: the same offsets on the CPU, if the host knows them: kernels plan
+            for the longest sequences, which is faster where one is much longer than the others.
+            If cu_seqlens has changed since, results stay right.
+        out: [B, T, HV, V], the dtype of q: the memory of o. Its last dimension is dense, and its
+            other strides are free. None: a new tensor.
         checkpoint_every_n_tokens: keep each sequence's state after every so many of its tokens: a
             multiple of `chunk_size`, the same for all sequences. 0: none.
-        state_checkpoints: [rows, HV, K, V], or V first; float: where they go. The state after
-            (j + 1) * n tokens, n = checkpoint_every_n_tokens, of a sequence whose first token is
-            token s of all B * T (packed: s = cu_seqlens[i]; else s = i * T) goes to row s // n + j;
-            so at least B * T // n rows. Rows of no checkpoint are left alone. With checkpoint_slots
-            they may be `state` itself, which is what None means there. None, without
-            checkpoint_slots: a new tensor of the pool's dtype, whose other rows are undefined.
-        checkpoint_slots: [N, M], int32 or int64: which row of state_checkpoints, or, where that is
-            None, which slot of the pool a sequence's j-th checkpoint goes to, in place of the
-            formula. One that is padding, or has no column, is not kept. The rules of write_slots
-            hold for them; only the checkpoint after a sequence's last token may go where its final
-            state goes.
+        state_checkpoints: [rows, HV, K, V], or V first; float: the memory of the checkpoints. The
+            state after (j + 1) * n tokens, n = checkpoint_every_n_tokens, of a sequence whose first
+            token is token s of all B * T (packed: s = cu_seqlens[i]; else s = i * T) is written to
+            row s // n + j, so there are at least B * T // n rows. Other rows are not written. With
+            checkpoint_slots it may be `state` itself, which is the meaning of None there. None,
+            without checkpoint_slots: a new tensor of the pool's dtype, whose other rows are
+            undefined.
+        checkpoint_slots: [N, M], int32 or int64: replaces the formula: the row of
+            state_checkpoints, or, if that is None, the slot of the pool, to which a sequence's j-th
+            checkpoint is written. A checkpoint whose slot is padding, or that has no column, is not
+            kept. The rules of write_slots hold; only the checkpoint after a sequence's last token
+            may share a slot with its final state.
         chunk_size: tokens of a chunk: 16, 32 or 64. Changes the rounding, not the meaning.
 
     Returns:
         o: [B, T, HV, V], the dtype of q; `out` if that was given.
-        state_checkpoints: those that were given, or the new ones; None if there are none or they
-            are in the pool.
+        state_checkpoints: the given or the new tensor; None without checkpoints, or if they are in
+            the pool.
 
     On an accelerator no contents are read by the host: slots, flags and offsets may change in place
     between replays of a CUDA graph. The reference backend reads them, and waits for the device.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, with its name, what was expected and
-            what came; nothing has been launched or written. The contents of slots and offsets are
-            judged where they are CPU tensors.
+        TypeError, ValueError: an argument that does not fit, with its name, the expected and the
+            given value; nothing has been launched or written. The contents of slots and offsets are
+            checked if they are CPU tensors.
         NotImplementedError: an input requires a gradient, which a prefill does not have.
         RuntimeError: the backend that `GDN_BACKEND` asks for cannot run this call.
     """

@@ -1,9 +1,9 @@
-"""The prefill as an operator of torch's library, which is what a compiler sees of it.
+"""The prefill as an operator of torch's library. A compiler sees this operator only.
 
-As `gdn_triton.chunk.operators`, which says why: an operator is opaque, its implementation judges
-the call and chooses the backend at every run, and its fake judges shapes only. Imported by
-`import gdn_triton`. `gdn_triton::chunk_prefill` writes its states and, where they are given, its
-output and its checkpoints.
+As in `gdn_triton.chunk.operators`, which gives the reasons, the operator is opaque. Its
+implementation validates the call and chooses the backend at every run, and its fake validates
+shapes only. `import gdn_triton` imports this module. `gdn_triton::chunk_prefill` writes its states
+and, where they are given, its output and its checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gdn_triton.chunk.prefill.validation import checkpoint_rows, validate_prefil
 from gdn_triton.chunk.problem import PrefillCall, prefill_call
 
 _REQUIRED: Final = ("state", "read_slots", "q", "k", "v", "g", "beta")
-# The arguments of a call, by their names in PrefillCall and its parts, and what else it depends on.
+# The arguments of a call by their names in PrefillCall and its parts, and `batch_invariant`.
 _SCHEMA: Final = (
     "Tensor(a!) state, Tensor read_slots, Tensor? write_slots, Tensor? has_initial_state, "
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
@@ -38,7 +38,7 @@ _ARGUMENTS: Final = arguments_of(_SCHEMA)
 
 
 def _new_checkpoints(x: PrefillCall) -> bool:
-    """Whether they are a new tensor."""
+    """Whether the checkpoints are a new tensor."""
     given = x.pool.state_checkpoints is not None or x.pool.checkpoint_slots is not None
     return x.checkpoint_every_n_tokens > 0 and not given
 
@@ -73,12 +73,13 @@ def _prefill_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def traced_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
-    """`gdn_triton.chunk_prefill` through its operator."""
+    """Runs `gdn_triton.chunk_prefill` through its operator."""
     given = flat(x)
     needs_grad = torch.is_grad_enabled() and any(
         isinstance(y, Tensor) and y.requires_grad for y in given.values()
     )
-    # Torch counts the writes of an operator before it finds that a tensor is elsewhere.
+    # torch increments versions of written tensors before it finds that a tensor is on another
+    # device.
     tensors = [y for y in given.values() if isinstance(y, Tensor)]
     together = len({y.device for y in tensors if y is not x.cu_seqlens_cpu}) == 1
     if needs_grad or not together or not _fits(given):

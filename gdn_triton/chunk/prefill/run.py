@@ -1,4 +1,4 @@
-"""From a call of `gdn_triton.chunk_prefill` to the backend that runs it."""
+"""Runs a call of `gdn_triton.chunk_prefill` in the backend that is chosen for it."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from gdn_triton.chunk.problem import Pool, PrefillCall
 
 
 def run_prefill(x: PrefillCall) -> tuple[Tensor, Tensor | None]:
-    """o, and the checkpoints where they are in no pool; the states are written."""
+    """Returns o, and the checkpoints unless they are in the pool. Writes the states."""
     problem, given = validate_prefill(x), x.pool
     for name in ("state", "out", "state_checkpoints"):
         check_written(name, getattr(given, name))

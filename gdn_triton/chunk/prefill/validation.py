@@ -1,9 +1,9 @@
-"""Judges the calls of `gdn_triton.chunk_prefill`, as `gdn_triton.chunk.validation` does those of
-the chunked op: the same order, the same words, nothing read from an accelerator.
+"""Validates the calls of `gdn_triton.chunk_prefill` in the order and with the words of
+`gdn_triton.chunk.validation`. Nothing is read from an accelerator.
 
-What a call shares with the chunked op is judged there. `validate_prefill` judges what it has beside
-by shapes, dtypes, devices and flags; at every call `check_memory` judges strides and addresses, and
-`check_slots`, where the host can read them, the contents of slots.
+The arguments that the chunked op has as well are checked there. `validate_prefill` checks the
+others by shapes, dtypes, devices and flags. At every call `check_memory` checks strides and
+addresses, and `check_slots` the contents of slots that the host can read.
 """
 
 import dataclasses
@@ -100,8 +100,7 @@ def validate_prefill(call: PrefillCall) -> Problem:
             raise ValueError(must(name, f"have shape [N={p.N}], one a sequence", shape_of(maybe)))
     check_shape("out", out, B=p.B, T=p.T, HV=p.HV, V=p.V)
 
-    # Checkpoints.
-    # Kernels take it as a number of 32 bits.
+    # Checkpoints. Kernels take their distance as a number of 32 bits.
     if not 0 <= every < 2**31 or every % p.chunk_size != 0:
         expected = f"be 0 or a multiple of chunk_size={p.chunk_size} below 2^31"
         raise ValueError(must("checkpoint_every_n_tokens", expected, str(every)))
@@ -135,16 +134,14 @@ def validate_prefill(call: PrefillCall) -> Problem:
 
 
 def checkpoint_rows(problem: Problem, every: int) -> int:
-    """Rows that checkpoints may have where no slots say which."""
+    """The least number of rows for checkpoints without slots."""
     return problem.B * problem.T // every
 
 
 def check_memory(x: Sequence[Tensor | None]) -> None:
-    """Raises ValueError if what is written may not be: by its strides, or by where it lies.
-
-    x: the `PoolArguments` of a call, without checkpoints that are slots of the pool, and its
-    `Inputs`.
-    """
+    """Raises ValueError if memory that the call writes has strides that do not allow it, or is
+    shared. x: the `PoolArguments` of a call, without checkpoints that are slots of the pool, and
+    its `Inputs`."""
     _judged_memory(tuple(map(layout_of, x))).check(x)
 
 
@@ -191,7 +188,7 @@ def check_slots(p: Problem, pool: Pool, cu_seqlens: Tensor | None) -> None:
 def _checkpoint_writes(
     p: Problem, pool: Pool, cu_seqlens: Tensor | None, read: list[int]
 ) -> list[Write]:
-    """The checkpoints that are kept, but for one that is a final state too."""
+    """The checkpoints that are kept, except one that is a final state too."""
     assert pool.checkpoint_slots is not None and pool.checkpoints is not None
     lengths = [p.T] * p.N
     if cu_seqlens is not None:

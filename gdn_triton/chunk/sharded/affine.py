@@ -1,10 +1,11 @@
-"""What a stretch of a sequence does to the state, found without the state: an affine map,
-S_out = M S_in + b, and its gradient dS_in = M^T dS_out + c. For sequences split over ranks.
+"""The effect of a stretch of a sequence on the state, found without the state, for sequences that
+are split over ranks: an affine map S_out = M S_in + b, and its gradient dS_in = M^T dS_out + c.
 
-b is the walk from a state of zeros, and M the same walk from the identity with values of zero: both
-are columns of one recurrence. c is the walk back from a gradient of zero. Where the state at the
-stretch's start is known, b is what it becomes at the end, and no M is needed; c likewise. The
-stretches, any number of tokens each, come as a table (`Stretch`) that the host makes.
+b is the walk from a state of zeros, and M is the same walk from the identity with values of zero.
+Both are columns of one recurrence. c is the walk back from a gradient of zero. If the state at the
+stretch's start is known, the walk starts from that state, b is the state at the end, and no M is
+needed; the same holds for c. The host makes a table of the stretches (`Stretch`), each of which may
+have any number of tokens.
 """
 
 from typing import NamedTuple
@@ -30,9 +31,9 @@ from gdn_triton.chunk.triton.shared.update import (
 
 
 class Stretch(NamedTuple):
-    """row, n_rows: its tokens, of the one row of a packed call. shift: where its M lies among the
-    ones that are needed, or -1. known: where the state it starts from (or the gradient of the one
-    it ends with) lies among those given, or -1 for zeros."""
+    """row, n_rows: the tokens of the stretch in the one row of a packed call. shift: the index of
+    its M among the maps that are needed, or -1. known: the index of the state that it starts from
+    (or of the gradient of the state that it ends with) among the given ones, or -1 for zeros."""
 
     row: int
     n_rows: int

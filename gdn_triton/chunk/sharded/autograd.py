@@ -1,10 +1,11 @@
-"""Sequences that are split over ranks, in any backend: its four stages, and autograd over them.
+"""Sequences that are split over ranks, in any backend: the four stages of a rank, and one autograd
+function over them.
 
-What a shard does to the state that comes in is an affine map, S_out = M S_in + b, with M [K, K] and
-b [K, V] for each value head. Every rank finds its own from its tokens alone (prepare), all ranks
-exchange them in one all-gather, and each folds those of the ranks before it, in order, into the
+The effect of a shard on the state is an affine map, S_out = M S_in + b, with M [K, K] and b [K, V]
+for each value head. Every rank finds its maps from its own tokens (prepare), and all ranks exchange
+them in one all-gather. Each rank then folds the maps of the ranks before it, in order, into the
 state that it starts from (apply). In reverse the gradient of the state takes the transposed maps,
-dS_in = M^T dS_out + c. No rank waits for the walk of another.
+dS_in = M^T dS_out + c. No rank waits for the walk of another rank.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ from gdn_triton._ranks.exchange import fold, start_gather
 from gdn_triton._ranks.layout import ShardLayout
 from gdn_triton.chunk.problem import Inputs, Problem, needed_inputs
 
-# What waits for the other ranks, if need be, and returns the state (or gradient) that comes to each
-# interval of this rank, [HV, V, K]; None where none does. A backend calls it once, as late as it
-# can.
+# Waits for the other ranks if necessary, and returns the state (or gradient) that other ranks send
+# to each interval of this rank, [HV, V, K], or None where they send none. A backend calls it once,
+# as late as it can.
 Incoming = Callable[[], list[Tensor | None]]
 
 
@@ -36,11 +37,11 @@ class Kept(NamedTuple):
 
 
 class ShardOps(Protocol):
-    """A backend's part: the stages of one rank, on its tensors. The problem is one of states
-    [.., K, V], whatever the caller's layout. A summary is [intervals, HV, V + K, K], in fp32, or in
-    float64 where the backend computes in it: of each interval that a state leaves the transposed b,
-    where nothing comes to the interval the state that leaves it, then the transposed M. Entries
-    that nobody needs are of any value. `local` is for the stage that follows."""
+    """The stages of one rank in one backend, on the rank's tensors. The problem has states [.., K,
+    V] in any layout of the caller. A summary is [intervals, HV, V + K, K], in fp32, or in float64
+    where the backend computes in it. It has, for each interval from which a state leaves the rank,
+    b transposed, then M transposed. If no state comes to such an interval, the state that leaves it
+    replaces b. Unused entries may have any values. `local` is passed to the stage that follows."""
 
     def forward_prepare(
         self, problem: Problem, layout: ShardLayout, x: Inputs
@@ -50,8 +51,8 @@ class ShardOps(Protocol):
     def forward_apply(
         self, problem: Problem, layout: ShardLayout, x: Inputs, local: Any, incoming: Incoming
     ) -> tuple[Tensor, Tensor | None, Kept]:
-        """o, the state after the last token of each local sequence, and what to keep; the states
-        may be None unless they are asked for."""
+        """Returns o, the state after the last token of each local sequence, and the values to save.
+        The states may be None unless they are asked for."""
 
     def backward_prepare(
         self,
@@ -62,8 +63,8 @@ class ShardOps(Protocol):
         do: Tensor | None,
         dht: Tensor | None,
     ) -> tuple[Tensor, Any]:
-        """The summary in reverse: c in place of b, of each interval that a state comes to, and the
-        forward's M."""
+        """Returns the summary in reverse, for each interval to which a state comes: c in place of
+        b, and the M of the forward."""
 
     def backward_apply(
         self,
@@ -75,12 +76,12 @@ class ShardOps(Protocol):
         needed: Mapping[str, bool],
         incoming: Incoming,
     ) -> tuple[Tensor | None, ...]:
-        """The gradient of each of `Inputs` where needed; None where there is no such input.
-        needed: by the names of the inputs."""
+        """Returns the gradient of each of `Inputs` where it is needed, and None without such an
+        input. needed: by the names of the inputs."""
 
 
 def key_first(state: Tensor | None, problem: Problem) -> Tensor | None:
-    """A state in the caller's layout as [N, HV, K, V], or back."""
+    """Changes a state from the caller's layout to [N, HV, K, V], or back."""
     return state if state is None or not problem.state_v_first else state.mT
 
 
@@ -98,14 +99,14 @@ def key_first_problem(problem: Problem) -> Problem:
 
 
 def final_states(problem: Problem, final_state: Tensor | None) -> Tensor | None:
-    """The states of `ShardOps.forward_apply` as the caller wants them."""
+    """The states of `ShardOps.forward_apply` in the form that the caller asks for."""
     if not problem.output_final_state or final_state is None:
         return None
     return final_state.mT.contiguous() if problem.state_v_first else final_state
 
 
 def exchanged(problem: Problem, layout: ShardLayout, summary: Tensor, *, back: bool) -> Incoming:
-    """Begins the all-gather of this rank's summary; what is returned waits for it and folds."""
+    """Starts the all-gather of this rank's summary. The result waits for it and folds."""
     if not layout.crosses:
         return lambda: [None] * len(layout.intervals)
     gathered = start_gather(layout, summary)
@@ -170,9 +171,9 @@ def _forward(
 def forward(
     ops: ShardOps, problem: Problem, layout: ShardLayout, x: Inputs
 ) -> tuple[Tensor, Tensor | None]:
-    """o [1, T, HV, V] in q's dtype, and the state after the last local token of each local
+    """Returns o [1, T, HV, V] in q's dtype, and the state after the last local token of each local
     sequence, in the caller's layout, or None. Differentiable once. Every rank of the group has to
-    call it, and its backward where another rank does."""
+    make the call, and the backward if another rank runs it."""
     if problem.needs_grad:
         return _ContextParallel.apply(ops, problem, layout, *x)  # type: ignore[no-any-return, no-untyped-call]
     o, final_state, _ = _forward(ops, problem, layout, x)

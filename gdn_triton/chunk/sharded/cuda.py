@@ -1,12 +1,12 @@
 """A rank's part of a split call in the CUDA backend.
 
-The rank's row of tokens is cut into pieces. A local sequence that has tokens on other ranks is a
-piece of its own, which the library runs in two calls for each direction
-(`gdn_triton.chunk.cuda.parts`): maps, which are exchanged, then walks. The sequences between two
-such pieces are one piece, a call like any other, which runs while the maps are exchanged.
+The rank's row of tokens is cut into pieces. A local sequence that has tokens on other ranks is one
+piece. The library runs it in two calls for each direction (`gdn_triton.chunk.cuda.parts`): maps,
+which the ranks exchange, then walks. The sequences between two such pieces form one piece too, an
+ordinary call that runs while the maps are exchanged.
 
-Where the library's backward does not serve the parts, the Triton backend finds the gradients: the
-forward leaves what that needs.
+If the library's backward does not serve the parts, the Triton backend computes the gradients, and
+the forward saves the tensors that this needs.
 """
 
 import dataclasses
@@ -25,9 +25,10 @@ from gdn_triton.chunk.sharded.autograd import Incoming, Kept
 
 
 class Piece(NamedTuple):
-    """rows: its tokens in the rank's row. sequences: its local sequences. place: where its interval
-    lies among those of the rank; -1: all of its sequences lie on this rank. comes, leaves: whether
-    a state comes to it from another rank, and leaves it."""
+    """rows: the piece's tokens in the rank's row. sequences: its local sequences. place: the index
+    of its interval among those of the rank; -1: all of its sequences lie on this rank. comes,
+    leaves: whether another rank sends a state to it, and whether its state is sent to another rank.
+    """
 
     rows: slice
     sequences: slice
@@ -63,8 +64,8 @@ def _pieces(offsets: tuple[int, ...], intervals: tuple[Interval, ...]) -> tuple[
 
 
 def _split_sequences(intervals: tuple[Interval, ...]) -> Iterator[tuple[int, Any]]:
-    """Each local sequence that has tokens on other ranks, with its interval's place, and whether a
-    state comes and leaves."""
+    """Each local sequence that has tokens on other ranks: the index of its interval, and whether a
+    state comes to it and leaves it."""
     for place, x in enumerate(intervals):
         ends = dict.fromkeys([x.first] * bool(x.before) + [x.last] * bool(x.after))
         for n in ends:
@@ -86,13 +87,14 @@ def _problem_of(problem: Problem, tokens: int, sequences: int, crosses: bool) ->
 
 @functools.lru_cache(256)
 def _offsets(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32; the same for the same contents, so a captured CUDA graph finds it where it was."""
+    """int32. The same contents give the same tensor, so a captured CUDA graph finds it at its
+    address."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def _cut(problem: Problem, layout: ShardLayout, x: Inputs, piece: Piece) -> tuple[Problem, Inputs]:
-    """The problem and the inputs of a piece, in which no state comes from another rank."""
+    """The problem and the inputs of a piece to which no other rank sends a state."""
     rows, sequences = piece.rows, piece.sequences
     p = _problem_of(
         problem, rows.stop - rows.start, sequences.stop - sequences.start, piece.crosses
@@ -119,7 +121,8 @@ def _cut(problem: Problem, layout: ShardLayout, x: Inputs, piece: Piece) -> tupl
 
 
 class _Ready(NamedTuple):
-    """The pieces with their maps, None for a piece that does not cross; and what is sent."""
+    """The pieces with their maps, which are None for a piece that does not cross ranks; and the
+    summary."""
 
     pieces: tuple[Piece, ...]
     maps: tuple[parts.PartForward | None, ...]
@@ -129,7 +132,7 @@ class _Ready(NamedTuple):
 def forward_prepare(problem: Problem, layout: ShardLayout, x: Inputs) -> tuple[Tensor, _Ready]:
     p, pieces = problem, pieces_of(layout)
     with on_device(x.q.device):
-        # Nobody reads what an interval sends that no state leaves.
+        # No rank reads the summary of an interval that no state leaves.
         shape = (len(layout.intervals), p.HV, p.V + p.K, p.K)
         summary = torch.empty(shape, dtype=torch.float32, device=x.q.device)
         maps: list[parts.PartForward | None] = []
@@ -184,7 +187,8 @@ def _run_whole(
     o: Tensor,
     final: Tensor | None,
 ) -> Tensor | None:
-    """Runs a piece whose sequences lie on this rank; returns what it leaves for its backward."""
+    """Runs a piece whose sequences lie on this rank. Returns the states that it leaves for its
+    backward."""
     own, inputs = _cut(problem, layout, x, piece)
     states = None
     if own.needs_grad and support.why_no_part_gradients(own) is None:
@@ -201,8 +205,9 @@ def _run_whole(
 def _kept_for_triton(
     p: Problem, layout: ShardLayout, x: Inputs, local: _Ready, states: list[Tensor | None]
 ) -> Kept:
-    """What the Triton backend keeps where every local sequence is one walk: the states that they
-    start from, and M of those that a state comes to and leaves."""
+    """The tensors that the Triton backend saves if every local sequence is one walk: the states
+    that they start from, and the M of each sequence to which a state comes and that a state leaves.
+    """
     starts = torch.zeros((p.N, p.HV, p.K, p.V), dtype=torch.float32, device=x.q.device)
     if x.initial_state is not None:
         starts.copy_(x.initial_state)
@@ -218,8 +223,8 @@ def _kept_for_triton(
 
 
 class _Back(NamedTuple):
-    """The pieces with their reverse maps, None for a piece that does not cross; the memory of all
-    gradients; dht of all local sequences."""
+    """The pieces with their reverse maps, which are None for a piece that does not cross ranks; the
+    memory of all gradients; and dht of all local sequences."""
 
     pieces: tuple[Piece, ...]
     maps: tuple[parts.PartBackward | None, ...]
@@ -240,7 +245,7 @@ def backward_prepare(
 ) -> tuple[Tensor, Any]:
     p, device = problem, x.q.device
     if support.why_no_part_gradients(p) is not None:
-        # Only this needs Triton.
+        # Import here, because only this case needs Triton.
         from gdn_triton.chunk.sharded import triton
 
         return triton.backward_prepare(p, layout, x, kept, do, dht)
@@ -300,7 +305,7 @@ def _outputs(p: Problem, layout: ShardLayout, x: Inputs) -> parts.Outputs:
 
 
 def _rows_of(found: parts.Outputs, piece: Piece) -> parts.Outputs:
-    """A piece's part of the memory, and sums of its own."""
+    """A piece's part of the memory, with separate sums."""
     dh0, sums = found.initial_state, found.gate_sums
     return parts.Outputs(
         q=found.q[:, piece.rows],
@@ -342,7 +347,7 @@ def backward_apply(
                 end = state.mT.unsqueeze(0) if end is None else end + state.mT
             parts.backward_walks(part, end)
             if piece.comes and found.initial_state is not None:
-                # That sequence's initial state came from another rank, which has its gradient.
+                # The initial state of that sequence came from another rank, which has its gradient.
                 found.initial_state[piece.sequences] = 0
         sums = None if not local.sums else torch.stack(local.sums).sum(0)
         if sums is None and found.gate_sums is not None:

@@ -33,13 +33,14 @@ def _run(problem: Problem, x: Inputs) -> reference.ChunkResult:
 
 
 def _state_dtype(x: Inputs) -> torch.dtype:
-    """What the specification computes in."""
+    """The dtype that the specification computes in."""
     wide = any(y is not None and y.dtype == torch.float64 for y in x)
     return torch.float64 if wide else torch.float32
 
 
 class _Ready(NamedTuple):
-    """starts: [N, HV, K, V], of the sequences that begin here, else of any value. summary: sent."""
+    """starts: [N, HV, K, V], the states of the sequences that begin on this rank; other rows have
+    any values. summary: the tensor that is sent."""
 
     starts: Tensor
     summary: Tensor
@@ -93,7 +94,8 @@ def forward_apply(
 
 
 class _Graph(NamedTuple):
-    """The results of the rank, whose graph is kept, with what their gradients are found from."""
+    """The results of the rank with their graph, and the tensors from which their gradients are
+    found."""
 
     leaves: Inputs
     starts: Tensor

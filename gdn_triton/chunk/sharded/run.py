@@ -27,12 +27,12 @@ def sharded(x: ChunkCall, cp_context: object) -> tuple[Tensor, Tensor | None]:
 
 
 def validate_sharded(x: ChunkCall, cp_context: object) -> tuple[ShardLayout, Inputs, Problem]:
-    """Checks a call, whose offsets are the context's, in the inputs that are returned too. Raises
-    as `validate_chunk` and `shard_layout` do."""
+    """Checks a call. Its offsets are those of the context, also in the inputs that are returned.
+    Raises the errors of `validate_chunk` and `shard_layout`."""
     layout = shard_layout(cp_context)
     tokens = sum(layout.lengths[interval.slot] for interval in layout.intervals)
     q = x.inputs.q
-    # What else q may be is judged with the call.
+    # The other checks of q are those of the call.
     if isinstance(q, Tensor) and is_strided(q) and q.dim() == 4 and q.shape[1] != tokens:
         raise ValueError(
             f"q must have the T={tokens} tokens of this rank's part of cp_context, got "

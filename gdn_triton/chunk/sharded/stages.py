@@ -1,9 +1,9 @@
 """The four stages of a rank, for a caller that exchanges the maps itself.
 
-A rank makes the maps of its tokens (`forward_prepare`); the caller gathers the summaries of all
-ranks, as `torch.distributed.all_gather_into_tensor` does; every rank finds the state that comes to
-it, and its output (`forward_apply`). The gradients take the same way back. No function here talks
-to another rank or records a graph.
+A rank makes the maps of its tokens (`forward_prepare`). The caller gathers the summaries of all
+ranks, as `torch.distributed.all_gather_into_tensor` does. Each rank then finds the state that other
+ranks send to it, and its output (`forward_apply`). The gradients take the same steps in reverse. No
+function here communicates with another rank or records a graph.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from gdn_triton.constants import DEFAULT_CHUNK_SIZE
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """A judged call. x: its inputs, with states [N, HV, K, V]."""
+    """A validated call. x: its inputs, with states [N, HV, K, V]."""
 
     ops: ShardOps
     problem: Problem
@@ -58,27 +58,28 @@ class _Call:
 
 @functools.lru_cache(256)
 def _with_gradients(problem: Problem) -> Problem:
-    """A backward may follow."""
+    """Choose with gradients, because a backward may follow."""
     return dataclasses.replace(problem, needs_grad=True)
 
 
 class ForwardLocal(NamedTuple):
-    """What `forward_prepare` leaves for `forward_apply` of the same rank."""
+    """The results of `forward_prepare` that `forward_apply` of the same rank needs."""
 
     call: _Call
     local: Any
 
 
 class Saved(NamedTuple):
-    """What `forward_apply` leaves for `backward_prepare`: `tensors`, the inputs among them, which
-    an autograd function can save, and `metadata`, which holds no tensor of the call."""
+    """The results of `forward_apply` that `backward_prepare` needs: `tensors`, among them the
+    inputs, which an autograd function can save, and `metadata`, which holds no tensor of the call.
+    """
 
     tensors: tuple[Tensor | None, ...]
     metadata: Any
 
 
 class BackwardLocal(NamedTuple):
-    """What `backward_prepare` leaves for `backward_apply` of the same rank."""
+    """The results of `backward_prepare` that `backward_apply` of the same rank needs."""
 
     call: _Call
     kept: Kept
@@ -86,9 +87,9 @@ class BackwardLocal(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of this rank's inputs; None where there is no such input. Those of A_log and
-    dt_bias are of this rank's tokens, and the row of `initial_state` of a sequence that began on an
-    earlier rank is 0."""
+    """The gradients of this rank's inputs; None without such an input. The gradients of A_log and
+    dt_bias are those of this rank's tokens. The row of `initial_state` of a sequence that began on
+    an earlier rank has a gradient of 0."""
 
     q: Tensor
     k: Tensor

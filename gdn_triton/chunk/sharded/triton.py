@@ -1,10 +1,10 @@
 """A rank's part of a split call in the Triton backend.
 
-The local sequences are cut into walks, which the kernels take for packed sequences of their own:
-one walk a sequence, or several where one is long and heads are few (as `choose_segments` says for a
-call on one device). The state that each walk starts from is found first, from the walks' maps
-(affine.py) and those of other ranks; then all walk side by side. The backward does the
-same in reverse.
+The local sequences are cut into walks, which the kernels treat as packed sequences: one walk for
+each sequence, or several where a sequence is long and heads are few (as `choose_segments` decides
+for a call on one device). The start state of each walk is found first, from the maps of the walks
+(affine.py) and of other ranks. Then all walks run at the same time. The backward does the same in
+reverse.
 """
 
 import dataclasses
@@ -31,8 +31,9 @@ from gdn_triton.chunk.triton.steps.wy import wy_fwd
 
 
 class Walk(NamedTuple):
-    """number: of all walks. first, last: whether its sequence's first and last local tokens are its
-    own. begun, unfinished: whether the sequence has tokens on earlier and later slots."""
+    """number: the index among all walks. first, last: whether the walk has the first and the last
+    local token of its sequence. begun, unfinished: whether the sequence has tokens on earlier and
+    later slots."""
 
     number: int
     row: int
@@ -45,7 +46,7 @@ class Walk(NamedTuple):
 
     @property
     def state_leaves(self) -> bool:
-        """Whether another walk, here or elsewhere, needs its map."""
+        """Whether another walk, on this rank or another, needs the walk's map."""
         return not self.last or self.unfinished
 
     @property
@@ -59,7 +60,8 @@ class Walk(NamedTuple):
 
 
 def cut_offsets(layout: ShardLayout, length: int) -> tuple[int, ...]:
-    """The offsets of the walks: the local sequences in pieces of `length` tokens; whole if 0."""
+    """The offsets of the walks: the local sequences in pieces of `length` tokens; 0 leaves them
+    whole."""
     if length == 0:
         return layout.offsets
     offsets = [0]
@@ -95,7 +97,8 @@ def make_walks(layout: ShardLayout, offsets: tuple[int, ...]) -> list[list[Walk]
 
 @functools.lru_cache(maxsize=256)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32; the same for the same contents, so a captured CUDA graph finds it where it was."""
+    """int32. The same contents give the same tensor, so a captured CUDA graph finds it at its
+    address."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int32, device=device)
 
@@ -116,7 +119,7 @@ def _local_problem(problem: Problem, walks: int) -> Problem:
 
 
 class _Maps(NamedTuple):
-    """b (or c) and M of the walks whose maps are needed, and where each walk lies in them."""
+    """b (or c) and M of the walks whose maps are needed, and the index of each walk in them."""
 
     offsets: Tensor
     shifts: Tensor
@@ -141,7 +144,7 @@ def _shift_places(walks: list[list[Walk]]) -> dict[int, int]:
 
 
 class _Operands(NamedTuple):
-    """What the maps are made from, as `affine_fwd` takes it."""
+    """The tensors that the maps are made from, in the form that `affine_fwd` reads."""
 
     k: Tensor
     A_inv: Tensor
@@ -184,7 +187,8 @@ def _forward_maps(
 
 
 def _compose(maps: _Maps, mine: list[Walk]) -> tuple[Tensor, Tensor]:
-    """b and M of a sequence's walks together, whose state comes from another rank and leaves."""
+    """b and M of all walks of a sequence together, whose state comes from another rank and leaves
+    this rank."""
     b, M = maps.b(mine[0]), maps.M(mine[0])
     for walk in mine[1:]:
         b, M = torch.baddbmm(maps.b(walk), maps.M(walk), b), maps.M(walk) @ M
@@ -192,8 +196,8 @@ def _compose(maps: _Maps, mine: list[Walk]) -> tuple[Tensor, Tensor]:
 
 
 def _follow_forward(maps: _Maps, starts: Tensor, mine: list[Walk]) -> Tensor:
-    """Fills `starts` of a sequence's walks but the first, and returns the state after the last,
-    where one leaves it."""
+    """Fills `starts` of all walks of a sequence except the first. Returns the state after the last
+    walk, if a state leaves it."""
     state = starts[mine[0].number].double()
     for walk in mine:
         if not walk.first:
@@ -208,7 +212,7 @@ def _follow_forward(maps: _Maps, starts: Tensor, mine: list[Walk]) -> Tensor:
 def _summary(
     problem: Problem, layout: ShardLayout, maps: _Maps, starts: Tensor, walks: list[list[Walk]]
 ) -> Tensor:
-    """What leaves the intervals. Fills `starts` of the sequences that begin here."""
+    """The summary of the intervals. Fills `starts` of the sequences that begin on this rank."""
     p, n = problem, len(layout.intervals)
     summary = starts.new_zeros(n, p.HV, p.V + p.K, p.K)
     begun = layout.begun
@@ -227,8 +231,8 @@ def _summary(
 
 
 class _Ready(NamedTuple):
-    """What is made before the states that come are known. walk: o and the states after the walks,
-    from `starts`."""
+    """The results that need no state of another rank. walk: returns o and the states after the
+    walks, from `starts`."""
 
     problem: Problem  # of the walks
     offsets: tuple[int, ...]
@@ -312,8 +316,8 @@ def forward_apply(
 
 
 class _Back(NamedTuple):
-    """What is made before the gradients that come are known. ends: the gradient of the state after
-    each walk, so far what the caller gave for the last walk of each sequence."""
+    """The results that need no gradient of another rank. ends: the gradient of the state after each
+    walk; at first only the caller's gradients for the last walk of each sequence."""
 
     problem: Problem
     walks: list[list[Walk]]
@@ -323,8 +327,8 @@ class _Back(NamedTuple):
 
 
 def _follow_back(maps: _Maps, ends: Tensor, mine: list[Walk], *, store: bool) -> Tensor:
-    """The gradient of the state before the first of a sequence's walks, where one comes; with
-    ``store`` fills `ends` of the walks but the last."""
+    """Returns the gradient of the state before the first walk of a sequence, if a state comes to
+    it. With ``store`` fills `ends` of all walks except the last."""
     state = ends[mine[-1].number].double()
     for walk in reversed(mine):
         if store and not walk.last:

@@ -1,2 +1,2 @@
-"""The Triton backend of the chunked op: host code, and one file per mathematical step, each kernel
-with its launcher below it."""
+"""The Triton backend of the chunked op: host code, and one file for each mathematical step, in
+which the launcher follows its kernel."""

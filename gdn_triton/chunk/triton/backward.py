@@ -1,7 +1,7 @@
-"""The Triton backward: gradients of every input from those of the output and the final state.
+"""The Triton backward: the gradients of every input from those of the output and the final state.
 
-What the forward computed on the way is computed again, from the inputs alone, so that a training
-step keeps nothing but those between forward and backward. docs/backward.md has the dataflow.
+It computes the intermediate results of the forward again from the inputs, so a training step keeps
+only the inputs between forward and backward. docs/backward.md has the steps.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,11 @@ from gdn_triton.constants import LINE
 
 
 class Recomputed(NamedTuple):
-    """What the forward's first steps make. q, k: [B, T, H, K_row], normalised if asked for, zero
-    beyond K. g_cumsum, beta: [B, T, HV]. A_inv: [B, T, HV, chunk_size], without its unit diagonal
-    if ``A_is_strict``. A_qk: [B, T, HV, chunk_size], strictly lower; own: [B, T, HV], its diagonal,
-    in fp32 and the strides of g_cumsum."""
+    """The results of the forward's first steps. q, k: [B, T, H, K_row], normalised if asked for,
+    zero beyond K. g_cumsum, beta: [B, T, HV]. A_inv: [B, T, HV, chunk_size], without its unit
+    diagonal if ``A_is_strict``. A_qk: [B, T, HV, chunk_size], strictly lower. own: [B, T, HV], the
+    diagonal of A_qk, in fp32 and with the strides of g_cumsum. The walks of Hopper compute A_inv,
+    A_qk and own, which are empty here for them."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -46,15 +47,15 @@ class Recomputed(NamedTuple):
     own: torch.Tensor
 
 
-# What makes both walks over the states, from the arguments of state_bwd by name: States, or a
+# Runs both walks over the states. Takes the arguments of state_bwd by name, and returns States or a
 # record of the same fields.
 Walk = Callable[..., Any]
 
 
 def in_lines(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, heads, D], as ``readable`` leaves it, itself where its rows are whole lines; else a
-    copy in rows of whole lines, zero beyond D. So the compiler sees the same alignment for the same
-    D, and the same order of sums, wherever a sequence lies."""
+    """Returns x [B, T, heads, D], which comes from ``readable``, itself if its rows are whole
+    lines, otherwise a copy in rows of whole lines, zero beyond D. The compiler then sees the same
+    alignment for the same D, and sums have one order wherever a sequence lies in memory."""
     if whole_lines(x):
         return x
     D = x.shape[3]
@@ -63,9 +64,25 @@ def in_lines(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def recompute(problem: Problem, x: Inputs, chunks: ChunkTable) -> Recomputed:
-    """By the kernels that the forward takes for the dtype, so to the same bits."""
+def recompute(
+    problem: Problem, x: Inputs, chunks: ChunkTable, *, on_hopper: bool = False
+) -> Recomputed:
+    """Runs the kernels that the forward runs for this dtype, which give the same bits. on_hopper:
+    the walks of Hopper follow."""
     dtype = compute_dtype(problem)
+    if on_hopper:
+        q, k, g_cumsum, beta = activate(problem, x, chunks)
+        nothing = q.new_empty(0)
+        return Recomputed(
+            q=in_lines(q),
+            k=in_lines(k),
+            g_cumsum=g_cumsum,
+            beta=beta,
+            A_inv=nothing,
+            A_is_strict=True,
+            A_qk=nothing,
+            own=nothing,
+        )
     if dtype.itemsize == 2:
         prepared = prepare(problem, x, chunks)
         g_cumsum, write, own = prepared.scalars.transpose(2, 3)
@@ -100,12 +117,12 @@ def recompute(problem: Problem, x: Inputs, chunks: ChunkTable) -> Recomputed:
 def in_dtype_of(
     x: torch.Tensor | None, dx: torch.Tensor | None, *, copy: bool = False
 ) -> torch.Tensor | None:
-    """The gradient of an input in the input's dtype; None where either is not there."""
+    """The gradient of an input in the input's dtype; None without gradient or input."""
     return None if x is None or dx is None else dx.to(x.dtype, copy=copy)
 
 
 class Begun(NamedTuple):
-    """A backward before its walks. x: readable; do: [B, T, HV, V], dense."""
+    """The inputs of a backward before its walks. x: from ``readable``; do: [B, T, HV, V], dense."""
 
     x: Inputs
     do: torch.Tensor
@@ -113,12 +130,15 @@ class Begun(NamedTuple):
     recomputed: Recomputed
 
 
-def begin(problem: Problem, x: Inputs, do: torch.Tensor | None) -> Begun:
-    """What of a backward needs no gradient of a state; on the device of the inputs."""
+def begin(
+    problem: Problem, x: Inputs, do: torch.Tensor | None, *, on_hopper: bool = False
+) -> Begun:
+    """Makes all that needs no gradient of a state. Runs on the device of the inputs. on_hopper: as
+    for `recompute`."""
     p, x = problem, readable_inputs(x)
     do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
     chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens)
-    return Begun(x=x, do=do, chunks=chunks, recomputed=recompute(p, x, chunks))
+    return Begun(x=x, do=do, chunks=chunks, recomputed=recompute(p, x, chunks, on_hopper=on_hopper))
 
 
 def finish(
@@ -129,7 +149,8 @@ def finish(
     store_dh0: bool,
     walk: Walk = state_bwd,
 ) -> Gradients:
-    """The gradients, from what `begin` made; dht: fp32, dense in its last dimension, or None."""
+    """Returns the gradients from the results of `begin`. dht: fp32, dense in its last dimension, or
+    None."""
     p, (x, do, chunks, c) = problem, begun
     v = in_lines(x.v)
     states = walk(
@@ -164,8 +185,8 @@ def finish(
         chunks,
         p.scale,
     )
-    # The gradients of the normalised q and k stay in float32 until the norm's own step has read
-    # them: rounded to the inputs' dtype before it, they would be rounded twice.
+    # Keep the gradients of the normalised q and k in float32 until the norm's own step has read
+    # them; otherwise they would be rounded twice.
     dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
     dq, dk, dv, shares, across = query_key_bwd(
         c.q,
@@ -204,7 +225,7 @@ def finish(
         g=gates.dg,
         beta=gates.dbeta,
         initial_state=in_dtype_of(x.initial_state, states.dh0),
-        # Copies: what gate_bwd made are halves of one tensor.
+        # Copy, because the results of gate_bwd are halves of one tensor.
         A_log=in_dtype_of(x.A_log, gates.dA_log, copy=True),
         dt_bias=in_dtype_of(x.dt_bias, gates.ddt_bias, copy=True),
     )
@@ -218,10 +239,17 @@ def gradients(
     *,
     store_dh0: bool,
     walk: Walk = state_bwd,
+    walks_on_hopper: bool = False,
 ) -> Gradients:
-    """All gradients; that of the initial state only with ``store_dh0``. do: [B, T, HV, V], or None
-    for zeros; dht: fp32, laid out like the final state, or None for zeros. walk: makes the
-    states."""
+    """Returns all gradients, the gradient of the initial state only with ``store_dh0``. do: [B, T,
+    HV, V], or None for zeros. dht: fp32, laid out like the final state, or None for zeros. walk:
+    the function that makes the states. walks_on_hopper: the kernels for compute capability 9.0 do
+    so instead."""
+    if walks_on_hopper:
+        # Releases of Triton that are not listed in hopper/support.py may lack names of Gluon.
+        from gdn_triton.chunk.triton.hopper.walks.launch import walks
+
+        walk = walks
     with on_device(x.q.device):
-        begun = begin(problem, x, do)
+        begun = begin(problem, x, do, on_hopper=walks_on_hopper)
         return finish(problem, begun, readable_state(dht), store_dh0=store_dh0, walk=walk)

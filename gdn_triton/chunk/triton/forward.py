@@ -1,9 +1,9 @@
-"""The Triton forward, in three dataflows that compute the same thing.
+"""The Triton forward, in three dataflows that compute the same results.
 
-`forward_by_steps` runs one kernel a mathematical step and leaves every intermediate in memory,
-where a backward can find it. `forward_fused` runs two kernels: what needs no state, then the walk
-over the chunks with the state and the output in one. ``choose_dataflow`` says which of these
-portable ones a call takes. `forward_hopper` runs one kernel, for compute capability 9.0.
+`forward_by_steps` runs one kernel for each mathematical step and writes every intermediate to
+memory, where a backward can read it. `forward_fused` runs two kernels: one for all that needs no
+state, and one for the walk over the chunks, with the state and the output. ``choose_dataflow``
+chooses between these two. `forward_hopper` runs one kernel, for compute capability 9.0.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from gdn_triton.constants import MAX_ROW_STRIDE, MAX_STATE_SPAN
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, heads, D] itself when kernels can read it where it lies (any split or view of a
-    projection), else a contiguous copy: when its last dimension is strided, its rows lie too far
-    apart for 32-bit offsets inside a chunk, or the first does not start on a multiple of 16 bytes.
-    From the narrow loads of that last case, Triton 3.6's assembler makes matrix products that read
-    registers which nothing wrote (docs/tried.md)."""
+    """Returns x [B, T, heads, D] itself if kernels can read it in place, as most views of a
+    projection. Otherwise returns a contiguous copy: if the last dimension is strided, if rows lie
+    too far apart for 32-bit offsets inside of a chunk, or if the first row does not start at a
+    multiple of 16 bytes. From the narrow loads of the last case Triton 3.6's assembler makes matrix
+    products that read unwritten registers (docs/tried.md)."""
     dense = x.stride(3) == 1 or x.shape[3] == 1
     if dense and x.stride(1) < MAX_ROW_STRIDE and x.data_ptr() % 16 == 0:
         return x
@@ -38,26 +38,27 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def readable_state(x: torch.Tensor | None) -> torch.Tensor | None:
-    """States, or their gradients, [N, HV, ...], themselves or, where the elements of one lie too
-    far apart for 32-bit offsets, a contiguous copy."""
+    """Returns states, or their gradients, [N, HV, ...], in place or, if the elements of one state
+    lie too far apart for 32-bit offsets, as a contiguous copy."""
     if x is None or span(x.shape[2:], x.stride()[2:]) <= MAX_STATE_SPAN:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def readable_heads(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, HV] itself or, where its tokens lie too far apart for 32-bit offsets inside a chunk,
-    a contiguous copy."""
+    """Returns x [B, T, HV] itself or, if its tokens lie too far apart for 32-bit offsets inside of
+    a chunk, a contiguous copy."""
     if x.stride(1) < MAX_ROW_STRIDE:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def readable_inputs(x: Inputs) -> Inputs:
-    """The inputs as kernels read them: q, k and v ``readable``, beta ``readable_heads``, the
-    initial state ``readable_state``, A_log and dt_bias without a stride. g is read at 64-bit
-    offsets, and once."""
-    A_log, dt_bias = (None if y is None else y.contiguous() for y in (x.A_log, x.dt_bias))
+    """The inputs in the form that kernels read: q, k and v ``readable``, beta ``readable_heads``,
+    the initial state ``readable_state``, A_log and dt_bias without a stride. g is read once, at
+    64-bit offsets."""
+    A_log = None if x.A_log is None else x.A_log.contiguous()
+    dt_bias = None if x.dt_bias is None else x.dt_bias.contiguous()
     return new_inputs(
         q=readable(x.q),
         k=readable(x.k),
@@ -72,7 +73,7 @@ def readable_inputs(x: Inputs) -> Inputs:
 
 
 def compute_dtype(problem: Problem) -> torch.dtype:
-    """The dtype that enters the tensor cores: the common one of q, k and v."""
+    """The dtype of products: the common dtype of q, k and v."""
     p = problem
     if p.q_dtype is p.k_dtype is p.v_dtype:
         return p.q_dtype
@@ -85,7 +86,7 @@ def skipped(pool: Pool | None) -> tuple[torch.Tensor | None, int]:
 
 
 def prepare(problem: Problem, x: Inputs, chunks: ChunkTable) -> ChunkFactors:
-    """The fused dataflow's first kernel."""
+    """Runs the first kernel of the fused dataflow."""
     p = problem
     return prepare_fwd(
         x.q,
@@ -106,8 +107,8 @@ def prepare(problem: Problem, x: Inputs, chunks: ChunkTable) -> ChunkFactors:
 def activate(
     problem: Problem, x: Inputs, chunks: ChunkTable
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first steps of the dataflow by steps: q, k, g_cumsum and beta after norm, gate and
-    sigmoid, where they are asked for."""
+    """Runs the first steps of the dataflow by steps. Returns q, k, g_cumsum and beta after norm,
+    gate and sigmoid, if these are asked for."""
     p = problem
     q, k = l2norm_fwd(x.q, x.k) if p.use_qk_l2norm else (x.q, x.k)
     beta = beta_sigmoid_fwd(x.beta, p.allow_neg_eigval) if p.use_beta_sigmoid else x.beta
@@ -117,8 +118,8 @@ def activate(
 def forward_by_steps(
     problem: Problem, x: Inputs, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """gate and cumsum, norm, sigmoid -> A, its inverse, w, u -> state -> output. x as
-    ``readable_inputs`` leaves it."""
+    """Runs gate and cumsum, norm and sigmoid; then A, its inverse, w and u; then the state; then
+    the output. x: from ``readable_inputs``."""
     p = problem
     chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens, *skipped(pool))
     q, k, g_cumsum, beta = activate(p, x, chunks)
@@ -143,7 +144,7 @@ def forward_by_steps(
 def forward_fused(
     problem: Problem, x: Inputs, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """all that needs no state -> state and output. x as ``readable_inputs`` leaves it."""
+    """Runs all that needs no state, then state and output. x: from ``readable_inputs``."""
     p = problem
     chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens, *skipped(pool))
     segments = None
@@ -167,25 +168,28 @@ def forward_fused(
 
 
 def choose_segments(problem: Problem) -> int:
-    """Chunks of the segments that sequences are cut into, or 0. By the sizes of the whole call, so
-    never in the batch-invariant mode: a sequence then gives the same bits in any batch."""
+    """The number of chunks of the segments that sequences are cut into; 0: no cut. It depends on
+    the sizes of the whole call and the longest sequence that the host knows of, and is therefore 0
+    in the batch-invariant mode, where a sequence has the same bits in any batch."""
     p = problem
     if p.batch_invariant:
         return 0
-    return segment_chunks(gpu_of(p.device), p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size)
+    gpu, longest = gpu_of(p.device), p.longest[0] if p.N > 1 else 0
+    return segment_chunks(gpu, p.B * p.T, p.N, p.HV, p.K, p.V, p.chunk_size, longest)
 
 
 def choose_dataflow(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Steps for fp32, whose tiles do not fit the fused kernel's shared memory; else fused. Never by
-    the number or the lengths of the sequences: one gives the same bits alone and in any batch."""
+    """By steps for fp32, whose tiles do not fit the fused kernel's shared memory; otherwise fused.
+    The choice never depends on the number or the lengths of the sequences, so a sequence has the
+    same bits alone and in any batch."""
     return forward_by_steps if compute_dtype(problem).itemsize == 4 else forward_fused
 
 
 def forward(
     problem: Problem, x: Inputs, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o [B, T, HV, V] in q's dtype and the final state, or None. With a ``pool``, its o and its
-    states, which are written in place."""
+    """Returns o [B, T, HV, V] in q's dtype and the final state or None. With a ``pool``, o and the
+    states are those of the pool, written in place."""
     run = choose_dataflow(problem)
     with on_device(x.q.device):
         return run(problem, readable_inputs(x), pool)
@@ -194,11 +198,10 @@ def forward(
 def forward_hopper(
     problem: Problem, x: Inputs, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same in one kernel, for problems that ``hopper_refusal`` (hopper/support.py) does not
-    refuse."""
-    # Releases of Triton that are not listed there may lack names of Gluon.
+    """Does the same in one kernel, for problems that ``hopper_refusal`` (hopper/support.py) does
+    not refuse."""
+    # Import here: releases of Triton that hopper/support.py does not list may lack names of Gluon.
     from gdn_triton.chunk.triton.hopper.launch import hopper_fwd
 
-    assert pool is None
     with on_device(x.q.device):
-        return hopper_fwd(problem, readable_inputs(x))
+        return hopper_fwd(problem, readable_inputs(x), pool)

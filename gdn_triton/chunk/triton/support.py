@@ -1,4 +1,5 @@
-"""Which problems the Triton kernels of the chunked op serve. Importing this imports no Triton."""
+"""The problems that the Triton kernels of the chunked op serve. Importing this module imports no
+Triton."""
 
 from gdn_triton._host.backends import states_refusal, triton_limits
 from gdn_triton.chunk.problem import Problem
@@ -16,7 +17,7 @@ def triton_supports(problem: Problem) -> str | None:
 
 
 def _offsets_refusal(p: Problem) -> str | None:
-    """What the kernels number in 32 bits."""
+    """The sizes that the kernels number in 32 bits."""
     if p.T >= MAX_TOKENS:
         return f"The Triton kernels take less than {MAX_TOKENS} tokens; T is {p.T}."
     # Of q, k and v, and of the triangles, which have chunk_size numbers for each token and head.

@@ -19,20 +19,10 @@ import triton.language as tl
 
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named
+from gdn_triton._triton.taps import Filter, logistic, on_nvidia, taps, weighted
 from gdn_triton.conv.problem import ConvProblem
 from gdn_triton.conv.triton.forward import TOKEN_MAJOR
-from gdn_triton.conv.triton.rows import (
-    Filter,
-    Packed,
-    layout_of,
-    logistic,
-    on_nvidia,
-    sequence_of,
-    strides,
-    taps,
-    token,
-    weighted,
-)
+from gdn_triton.conv.triton.rows import Packed, layout_of, sequence_of, strides, token
 
 # The most runs of tokens that a call is cut into. Each run has its own sum in memory.
 MOST_RUNS = 32

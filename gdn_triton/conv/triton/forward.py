@@ -9,11 +9,12 @@ import triton
 
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named
+from gdn_triton._triton.taps import on_nvidia
 from gdn_triton._triton.tiles import UNFUSED
 from gdn_triton.constants import L2NORM_EPS, SOFTPLUS_THRESHOLD
 from gdn_triton.conv.problem import ConvOperands, ConvProblem, PrepOperands
 from gdn_triton.conv.triton.kernel import conv_kernel
-from gdn_triton.conv.triton.rows import layout_of, on_nvidia, strides
+from gdn_triton.conv.triton.rows import layout_of, strides
 from gdn_triton.conv.triton.update import conv_walk
 from gdn_triton.prep.triton import GATE_TILE
 

@@ -18,17 +18,8 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.activations import normalized
-from gdn_triton.conv.triton.rows import (
-    Filter,
-    Packed,
-    States,
-    logistic,
-    sequence_of,
-    state_of,
-    taps,
-    token,
-    weighted,
-)
+from gdn_triton._triton.taps import Filter, logistic, taps, weighted
+from gdn_triton.conv.triton.rows import Packed, States, sequence_of, state_of, token
 from gdn_triton.prep.triton import prepare_gates
 
 

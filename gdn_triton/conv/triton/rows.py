@@ -1,5 +1,5 @@
-"""Functions that the kernels of the convolution share: the taps, the sequences and states of a
-call, and the layout of x."""
+"""Functions that the kernels of the convolution share: the sequences and states of a call, and the
+layout of x."""
 
 from typing import Any, NamedTuple
 
@@ -7,20 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.tiles import compiler
-
 # These records group values that kernels pass to their helpers. Compile-time constants are passed
 # separately, because Triton turns them into run-time values inside of a record.
-
-
-class Filter(NamedTuple):
-    """weight [D, W], bias [D] or None."""
-
-    weight: Any
-    bias: Any
-    stride_c: Any
-    stride_w: Any
-    stride_bias: Any
 
 
 class Packed(NamedTuple):
@@ -43,55 +31,6 @@ class States(NamedTuple):
     stride_w: Any
     stride_r: Any
     stride_i: Any
-
-
-@triton.jit
-def logistic(x, NVIDIA: tl.constexpr):
-    """1 / (1 + e^-x). NVIDIA: use the hardware's reciprocal instead of a division of seven
-    instructions. Its error is at most one unit in the last place, and its argument is at least
-    1."""
-    u = 1.0 + tl.exp2(x * -1.4426950408889634)
-    if NVIDIA:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return 1.0 / u
-
-
-@triton.jit
-def tap(f, o_c, in_c, BACK: tl.constexpr, W: tl.constexpr, AS_ROW: tl.constexpr):
-    """The weights of the token BACK places before, in fp32 [channels], or [1, channels] if
-    AS_ROW."""
-    p_w = f.weight + o_c.to(tl.int64) * f.stride_c + tl.cast(f.stride_w, tl.int64) * (W - 1 - BACK)
-    w = tl.load(p_w, mask=in_c, other=0).to(tl.float32)
-    return w[None, :] if AS_ROW else w
-
-
-@triton.jit
-def taps(f, o_c, in_c, W: tl.constexpr, AS_ROW: tl.constexpr):
-    """Returns a tuple of the W weights, first the weight of the token itself and then those of the
-    tokens before it, and the bias or 0."""
-    w = (tap(f, o_c, in_c, 0, W, AS_ROW),)
-    for back in tl.static_range(1, W):
-        w += (tap(f, o_c, in_c, back, W, AS_ROW),)
-    b_bias = 0.0
-    if f.bias is not None:
-        p_b = f.bias + o_c.to(tl.int64) * f.stride_bias
-        b_bias = tl.load(p_b, mask=in_c, other=0).to(tl.float32)
-        if AS_ROW:
-            b_bias = b_bias[None, :]
-    return w, b_bias
-
-
-@triton.jit
-def weighted(x0, before, w, b_bias, W: tl.constexpr):
-    """The convolution of a token x0 and the W - 1 tokens before it, the latest first. The arguments
-    have one shape, or broadcast to it."""
-    acc = b_bias
-    for i in tl.static_range(1, W):
-        acc = tl.fma(before[W - 1 - i], w[W - i], acc)
-    return tl.fma(x0, w[0], acc)
 
 
 @triton.jit
@@ -165,9 +104,3 @@ def layout_of(x: torch.Tensor) -> tuple[torch.Tensor, Layout]:
 def strides(x: torch.Tensor | None, count: int) -> tuple[int, ...]:
     """Returns `count` strides of x; 0 for dimensions that x does not have."""
     return (0,) * count if x is None else (*x.stride(), *(0,) * (count - x.dim()))
-
-
-def on_nvidia() -> bool:
-    """Whether kernels may use NVIDIA's instructions. They may not in the interpreter and on other
-    GPUs."""
-    return compiler() == "cuda"

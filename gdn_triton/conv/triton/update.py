@@ -15,24 +15,18 @@ import triton.language as tl
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named
+from gdn_triton._triton.taps import Filter, logistic, on_nvidia, taps, weighted
 from gdn_triton._triton.tiles import UNFUSED
 from gdn_triton.conv.problem import ConvOperands, ConvProblem
-from gdn_triton.conv.triton.rows import (
-    Filter,
-    States,
-    logistic,
-    on_nvidia,
-    state_of,
-    strides,
-    taps,
-    weighted,
-)
+from gdn_triton.conv.triton.rows import States, state_of, strides
 from gdn_triton.conv.triton.runs import load_columns, store_columns
 
 # The threads of a program that walks (one warp), and the bytes of a token of x, or of the state,
 # that each thread has.
 THREADS = 32
 BYTES = 16
+# The most columns of a slot, with num_accepted_tokens, that a thread holds in registers.
+MOST_COLUMNS = 12
 
 
 @triton.jit
@@ -73,6 +67,40 @@ def known_tokens(
         for i in tl.static_range(W - 1):
             before += (tl.load(p - i * stride_w, mask=o_c < end, other=0),)
     return before
+
+
+@triton.jit
+def columns_before(columns, first, W: tl.constexpr):
+    """Selects W - 1 of a slot's columns, from column `first` on, the latest first."""
+    before = ()
+    for i in tl.static_range(W - 1):
+        token = columns[W - 2 - i]
+        for c in tl.static_range(W - 1 - i, len(columns)):
+            token = tl.where(first + W - 2 - i == c, columns[c], token)
+        before += (token,)
+    return before
+
+
+@triton.jit
+def columns_after(columns, before, W: tl.constexpr):
+    """Moves the W - 2 latest of the tokens `before` to the first columns."""
+    found = ()
+    for c in tl.static_range(W - 2):
+        found += (before[W - 3 - c],)
+    for c in tl.static_range(W - 2, len(columns)):
+        found += (columns[c],)
+    return found
+
+
+@triton.jit
+def columns_with(columns, token, place, W: tl.constexpr):
+    """Replaces column `place`, which is at least W - 2, by a token, if there is such a column."""
+    found = ()
+    for c in tl.static_range(W - 2):
+        found += (columns[c],)
+    for c in tl.static_range(W - 2, len(columns)):
+        found += (tl.where(place == c, token, columns[c]),)
+    return found
 
 
 @triton.jit
@@ -228,7 +256,13 @@ def conv_state_kernel(
         p_0 = state + slot * stride_sn + o_c * stride_sc
         if WALKS:
             end_c = tl.where(known, D, 0)
-            before = known_tokens(states, slot, o_run, o_c, end_c, first + W - 2, W, DENSE_STATE)
+            if DENSE_STATE and COLUMNS > 0:
+                columns = load_columns(state + slot * stride_sn, o_run, end_c, COLUMNS, RUN)
+                before = columns_before(columns, first, W)
+            else:
+                before = known_tokens(
+                    states, slot, o_run, o_c, end_c, first + W - 2, W, DENSE_STATE
+                )
         else:
             before = (left_behind(p_x, p_0, o_c, n_tokens, known, stride_xt, stride_sw, 1, D, W),)
             for i in tl.static_range(2, W):
@@ -243,7 +277,9 @@ def conv_state_kernel(
                 p_slot += i_row * stride_wt
             else:
                 slot = tl.load(write_slots + i_n * stride_wb).to(tl.int64)
-        if num_accepted_tokens is not None:
+        if DENSE_STATE and COLUMNS > 0:
+            columns = columns_after(columns, before, W)
+        elif num_accepted_tokens is not None:
             in_kept = o_c < tl.where(n_tokens > 0, D, 0)
             for i in tl.static_range(W - 2):
                 tl.store(p_0 + (W - 3 - i) * stride_sw, before[i], mask=in_kept)
@@ -273,13 +309,18 @@ def conv_state_kernel(
                     tl.store(p_y, b_y.to(y.dtype.element_ty), mask=in_c)
                     p_y += D
                 before = (x0.to(kept),) + before[: W - 2]
-                if num_accepted_tokens is not None:
+                if DENSE_STATE and COLUMNS > 0:
+                    columns = columns_with(columns, x0.to(kept), W - 2 + i_t, W)
+                elif num_accepted_tokens is not None:
                     in_kept = o_c < tl.where(W - 2 + i_t < COLUMNS, D, 0)
                     tl.store(p_0 + (W - 2 + i_t) * stride_sw, x0.to(kept), mask=in_kept)
                 if EVERY_TOKEN:
                     slot = tl.load(p_slot + i_t * stride_wt).to(tl.int64)
                     keep_tokens(before, states, slot, o_run, o_c, D, W, LAST_SKIPPED, DENSE_STATE)
-        if not EVERY_TOKEN and num_accepted_tokens is None:
+        if DENSE_STATE and COLUMNS > 0:
+            end_c = tl.where(n_tokens > 0, D, 0)
+            store_columns(state + slot * stride_sn, columns, o_run, end_c, COLUMNS, RUN)
+        elif not EVERY_TOKEN and num_accepted_tokens is None:
             keep_tokens(before, states, slot, o_run, o_c, D, W, LAST_SKIPPED, DENSE_STATE)
 
 
@@ -305,7 +346,7 @@ def walk_launch(
     """Returns the number of programs of a sequence, and the kernel. itemsize: the larger one of x
     and the state."""
     run = BYTES // itemsize
-    dense = weight_strides == (W, 1), state_strides[1:] == (W - 1, 1) and columns == 0
+    dense = weight_strides == (W, 1), state_strides[1:] == (columns or W - 1, 1)
     launch = Launch(
         conv_state_kernel,
         **named("xb xt xc", x_strides),
@@ -323,7 +364,7 @@ def walk_launch(
         BT=THREADS,
         RUN=run,
         DENSE_TAPS=dense[0],
-        DENSE_STATE=dense[1],
+        DENSE_STATE=dense[1] and columns <= MOST_COLUMNS,
         EVERY_TOKEN=every_token,
         COLUMNS=columns,
         LAST_SKIPPED=last_skipped,

@@ -1,16 +1,16 @@
-"""This package's ops under FlashInfer's names, with its arguments and its meaning of them.
+"""This package's ops under FlashInfer's names, with FlashInfer's arguments and their meaning.
 
-A program that was written for `flashinfer.gdn_prefill` and `flashinfer.gdn_decode` changes the
-import. The parameters, their order and their defaults are those of FlashInfer 0.7.2, which is not
-needed. FlashInfer's convention differs from this package's in these points:
+A program written for `flashinfer.gdn_prefill` and `flashinfer.gdn_decode` only changes its imports.
+The parameters, their order and their defaults are those of FlashInfer 0.7.2, which need not be
+installed. FlashInfer's convention differs from this package's in these points:
 
 - tokens are packed, [T, H, K], without a batch dimension; states are value-first, [N, HV, V, K];
-- `g` of the prefill is the decay alpha itself, in 0 to 1, not its logarithm (`log_decay`);
+- `g` of the prefill is the decay alpha itself, from 0 to 1, not its logarithm (`log_decay`);
 - there may be fewer k and v heads than q heads; then heads of k and v are repeated, in a copy;
 - states are read from and written to the caller's tensors, and `output` is filled if it is given.
 
-`backend` chooses among FlashInfer's own kernels, and has no effect here. `use_cp=False` cuts no
-sequence; its other values have no effect. Any argument that this package does not serve is an
+`backend` chooses among FlashInfer's own kernels and has no effect here. With `use_cp=False` no
+sequence is split; other values have no effect. An argument that this package does not support is an
 error.
 """
 

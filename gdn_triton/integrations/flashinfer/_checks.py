@@ -1,14 +1,14 @@
-"""Checks of the arguments that FlashInfer's functions have in common."""
+"""Checks of the arguments that FlashInfer's functions share."""
 
 from numbers import Real
 
-# FlashInfer's own kernels: a caller of these functions may have chosen one.
+# The names of FlashInfer's own kernels, which callers of these functions may pass.
 PREFILL_BACKENDS = ("auto", "flashinfer", "cake_gdn", "cudnn")
 DECODE_BACKENDS = ("auto", "flashinfer", "cake_gdn", "rubin")
 
 
 def check_backend(backend: str, known: tuple[str, ...]) -> None:
-    """Judges the name only: `GDN_BACKEND` chooses the backend."""
+    """Checks only the name. `GDN_BACKEND` chooses the backend."""
     if backend not in known:
         raise ValueError(f"backend must be one of {', '.join(known)}, got {backend!r}")
 

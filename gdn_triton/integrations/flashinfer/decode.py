@@ -41,23 +41,25 @@ def gated_delta_rule_decode_pretranspose(
     disable_state_update: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """A decode step on value-first states, as `flashinfer.gdn_decode`'s of that name.
+    """Runs a decode step on value-first states, like the function of this name in
+    `flashinfer.gdn_decode`.
 
     B sequences of T tokens. q, k: [B, T, H, K]. v: [B, T, HV, V]. a, b: [B, T, HV]. A_log, dt_bias:
-    [HV]. Either `state` [B, HV, V, K], updated in place, or the pool `initial_state`
-    [slots, HV, V, K] with `initial_state_indices` [B], and `output_state_indices` [B] where the
-    states go elsewhere. A negative index is padding. In `initial_state_indices`, o is then 0 and no
-    state is touched, whatever the dtype of the pool (FlashInfer uses slot 0 for bfloat16 states
-    instead); in `output_state_indices`, the state is not kept.
+    [HV]. The states are either `state` [B, HV, V, K], updated in place, or the pool `initial_state`
+    [slots, HV, V, K] with `initial_state_indices` [B]. `output_state_indices` [B] are the slots to
+    which states are written, if they differ. A negative index is padding. In
+    `initial_state_indices` it makes o 0 and leaves every state unchanged, whatever the dtype of the
+    pool (FlashInfer uses slot 0 for bfloat16 states instead). In `output_state_indices` it drops
+    the new state.
 
     `intermediate_states_buffer` [rows, steps, HV, V, K], of the pool's dtype, with B rows and T
-    steps or more: the state after token t of sequence n is written to [n, t]. The states that the
-    sequences start from are first copied to their first step. Where the last state goes to the pool
-    too, it is computed a second time, because a step writes one tensor. `backend` is one of the
-    names of FlashInfer's kernels; it is checked and has no effect. `output` is written directly if
-    it has the dtype of v, and otherwise o is copied to it.
+    steps or more: the state after token t of sequence n is written to [n, t]. The start states of
+    the sequences are first copied to their first step in the buffer. If the last state is also
+    written to the pool, it is computed a second time, because a step writes only one tensor.
+    `backend` is one of the names of FlashInfer's kernels; it is checked and has no effect. `output`
+    is written directly if it has the dtype of v, and otherwise o is copied to it.
 
-    Any sizes and any float dtypes; the rest is that of `gdn_triton.recurrent_step`.
+    Sizes and float dtypes may be any; otherwise the step is that of `gdn_triton.recurrent_step`.
 
     Returns:
         (o [B, T, HV, V] in the dtype of v, or `output`; the state or the pool).
@@ -123,7 +125,7 @@ def gated_delta_rule_decode_pretranspose(
         names={"indices": "q", "pool": pool_name, "slots": slots_name},
         others={"output": output},
     )
-    # Judge both steps before either is made.
+    # Check the arguments of both steps before either step runs.
     direct = _direct(output, pool, slots, step)
     check_step(drafts.rows, drafts.read_slots, drafts.write_slots, out=direct, **step)
     if not disable_state_update:
@@ -152,7 +154,8 @@ def gated_delta_rule_decode(
     use_qk_l2norm: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """A decode step on key-first states [B, HV, K, V], as `flashinfer.gdn_decode`'s of that name.
+    """Runs a decode step on key-first states [B, HV, K, V], like the function of this name in
+    `flashinfer.gdn_decode`.
 
     The other arguments, the result and the errors are those of
     `gated_delta_rule_decode_pretranspose`.
@@ -201,17 +204,17 @@ def gated_delta_rule_mtp(
     replayssm_g: Tensor | None = None,
     replayssm_beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Several tokens a sequence from a pool, to verify speculated ones, as the function of that
-    name in `flashinfer.gdn_decode`.
+    """Runs several tokens per sequence from a pool, to verify speculated tokens, like the function
+    of this name in `flashinfer.gdn_decode`.
 
     The shapes are those of `gated_delta_rule_decode_pretranspose`. `ssm_state_indices` [B, T]: the
-    slot that the state after each token is written to, and nothing else is. Without it the last
-    state is written to `output_state_indices`, by default where it was read; with
-    `disable_state_update` it is not. That flag has to be given: FlashInfer's own default is True
-    and about to become False.
+    slots to which the state after each token is written; no other slot is written. Without
+    `ssm_state_indices` the last state is written to `output_state_indices`, by default the slots
+    that were read, unless `disable_state_update` is set. That flag must be given, because
+    FlashInfer's default is True and will become False.
 
-    `intermediate_states_buffer` as there; not with ssm_state_indices. The ReplaySSM window
-    (`cache_replayssm` and its tensors) is not served.
+    `intermediate_states_buffer` as for that function; it excludes ssm_state_indices. The ReplaySSM
+    window (`cache_replayssm` and its tensors) is not supported.
     """
     replay = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
     if cache_replayssm or any(x is not None for x in replay):
@@ -253,7 +256,7 @@ def _step(
     output: Tensor | None,
     **step: Any,
 ) -> Tensor:
-    """o: output, if that is given."""
+    """Runs a step and returns o, which is output if that is given."""
     direct = _direct(output, pool, slots, step)
     o = recurrent_step(pool, slots, write_slots, out=direct, **step)
     return o if output is None or direct is not None else fill(output, o)
@@ -262,8 +265,8 @@ def _step(
 def _direct(
     output: Tensor | None, pool: Tensor, slots: Tensor, step: Mapping[str, Any]
 ) -> Tensor | None:
-    """output, if a step may write to it directly: the step judges it then. None: it is judged here,
-    and gets a copy."""
+    """Returns output if a step can write to it directly; the step then checks it. Otherwise checks
+    output here and returns None; the caller then copies o to output."""
     v = step["v"]
     if output is None or output.dtype == v.dtype:
         return output
@@ -279,7 +282,7 @@ def _order(q: Tensor) -> Tensor:
 
 
 def _rows(q: Tensor, state: Tensor) -> Tensor:
-    """The slots of states that lie in the order of their sequences."""
+    """Returns the slots of states that are in the order of their sequences."""
     rows, B = (x.shape[0] if x.dim() > 0 else 0 for x in (state, q))
     if rows != B:
         raise ValueError(f"state must have one row a sequence, {B}, got {rows}")

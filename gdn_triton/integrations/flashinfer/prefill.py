@@ -28,11 +28,12 @@ from gdn_triton.integrations.flashinfer._checks import (
 
 
 def log_decay(alpha: Tensor) -> Tensor:
-    """The natural logarithm of a decay alpha in 0 to 1, in float32 (float64 stays): the `g` of
-    `gdn_triton.chunk_gated_delta_rule`. 0, which forgets the state, gives -inf.
+    """Returns the natural logarithm of a decay alpha from 0 to 1, in float32 (float64 stays): the
+    `g` of `gdn_triton.chunk_gated_delta_rule`. alpha 0, which erases the state, gives -inf.
 
-    alpha has been rounded once: near 1 its logarithm has an absolute error of 2^-25, however small
-    the logarithm is. A caller that has the logarithm passes it instead. There is no gradient at 0.
+    alpha itself is rounded: near 1 its logarithm has an absolute error of 2^-25, however small the
+    logarithm is. A caller that has the logarithm should pass it to
+    `gdn_triton.chunk_gated_delta_rule` directly. The logarithm has no gradient at 0.
     """
     check_tensors({"alpha": alpha}, {})
     check_dtypes({"alpha": alpha}, ())
@@ -61,7 +62,7 @@ def chunk_gated_delta_rule(
     backend: str = "auto",
     max_seqlen: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Prefill, as `flashinfer.gdn_prefill.chunk_gated_delta_rule`.
+    """Runs a prefill, like `flashinfer.gdn_prefill.chunk_gated_delta_rule`.
 
     Sizes: T tokens of N sequences, packed; H heads of q, HK of k, HV of v; HO = max(H, HV).
     "Float" is float16, bfloat16, float32 or float64.
@@ -71,31 +72,31 @@ def chunk_gated_delta_rule(
             or HK = HV and H is a multiple of that.
         g: [T, HO], float: the decay alpha, 0 to 1. None: 1.
         beta: [T, HO], float. None: 1.
-        scale: factor of the output. None: K ** -0.5. 0, which FlashInfer reads as None, is an
+        scale: factor of the output. None: K ** -0.5. FlashInfer reads 0 as None; here 0 is an
             error.
         initial_state: [N, HO, V, K], or with `state_indices` a pool [slots, HO, V, K]; float. None:
             zeros.
-        output_final_state: return the final states too.
-        cu_seqlens: [N + 1], int32 or int64. Needed.
+        output_final_state: also return the final states.
+        cu_seqlens: [N + 1], int32 or int64. Required.
         use_qk_l2norm_in_kernel: normalise each q and k.
-        output: [T, HO, V], float: where o is written. It is written there directly if it is
-            contiguous and of q's dtype, and copied there otherwise. None: a new tensor.
-        output_state: [N, HO, V, K], or the pool: where the final states are written, in its dtype,
-            whether they are returned or not. None: a new float32 tensor; with `state_indices` and
-            `output_final_state` it is needed. It may be `initial_state`.
+        output: [T, HO, V], float: the tensor to which o is written, directly if `output` is
+            contiguous and has q's dtype, and otherwise by a copy. None: a new tensor.
+        output_state: [N, HO, V, K], or the pool, to which the final states are written in its
+            dtype, whether or not they are returned. It may be `initial_state`. None: a new float32
+            tensor. It is required with `state_indices` and `output_final_state`.
         state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens: the state of sequence n
-            after each so many of its tokens (a multiple of 64) is written to the rows from
-            checkpoint_cu_starts[n] to checkpoint_cu_starts[n + 1] - 1 of [rows, HO, V, K].
+            after every checkpoint_every_n_tokens tokens (a multiple of 64) is written to the rows
+            from checkpoint_cu_starts[n] to checkpoint_cu_starts[n + 1] - 1 of [rows, HO, V, K].
             checkpoint_cu_starts: [N + 1], int32 or int64.
         state_indices: [N], int32 or int64: the slots of the sequences, no two equal, none negative.
-            Where `output_state` is `initial_state` the pool is read and written as it lies.
-        max_seqlen: the length of the longest sequence, or more; an int. Nothing needs it here.
-            Less than T / N is an error, as it is in FlashInfer, and so is, where cu_seqlens is on
-            the CPU, less than the longest sequence. On an accelerator cu_seqlens is not read: a
-            max_seqlen that is too small for the longest sequence then changes nothing, since every
-            sequence may have as many checkpoints as T tokens have.
-        use_cp: False: no long sequence is cut into parts, and a sequence has the same bits in any
-            batch, as with `GDN_BATCH_INVARIANT=1`. "auto" and True: sizes decide.
+            If `output_state` is `initial_state`, the kernel reads and writes the pool in place.
+        max_seqlen: an int, at least the length of the longest sequence. It is only checked: a value
+            below T / N is an error, as in FlashInfer, and so is a value below the longest sequence
+            if cu_seqlens is on the CPU. On an accelerator cu_seqlens is not read, and a value that
+            is too small has no effect: every sequence may have as many checkpoints as T tokens
+            allow.
+        use_cp: False: no long sequence is split into parts, and a sequence gives the same bits in
+            any batch, as with `GDN_BATCH_INVARIANT=1`. "auto" and True: the sizes decide.
         backend: one of the names of FlashInfer's kernels. The name is checked and has no effect.
         _cp_chunk_len: None.
 
@@ -104,7 +105,8 @@ def chunk_gated_delta_rule(
 
     Raises:
         TypeError, ValueError: an argument that does not fit.
-        NotImplementedError: an argument that is not served, or an input that requires a gradient.
+        NotImplementedError: an argument that is not supported, or an input that requires a
+            gradient.
     """
     if use_cp != "auto" and type(use_cp) is not bool:
         raise ValueError(f'use_cp must be "auto", True or False, got {use_cp!r}')

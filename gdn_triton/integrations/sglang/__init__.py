@@ -1,4 +1,5 @@
-"""SGLang's Gated DeltaNet layers on this package's ops: `enable` puts ours in their places.
+"""SGLang's Gated DeltaNet layers on this package's ops. `enable` replaces SGLang's functions by
+ours.
 
     from gdn_triton.integrations.sglang import disable, enable, status
 
@@ -8,15 +9,14 @@
 
 The functions of `gdn_triton.integrations.sglang.functions`,
 `gdn_triton.integrations.sglang.convolution` and `gdn_triton.integrations.sglang.rings` may also be
-called by themselves.
+called directly.
 
-SGLang looks its functions up as globals of its modules at every call, so `enable` needs to run only
-once in a process: from an entry point of the group `sglang.srt.plugins`
-(`docs/integrations.md` shows one).
+SGLang looks up its functions as globals of its modules at every call. Therefore `enable` needs to
+run only once per process, from an entry point of the group `sglang.srt.plugins`
+(`docs/integrations.md` has an example).
 """
 
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import inspect
@@ -37,7 +37,6 @@ from gdn_triton.integrations.sglang.functions import (
     fused_recurrent_gated_delta_rule_update,
     fused_sigmoid_gating_delta_rule_update,
 )
-from gdn_triton.integrations.sglang.gates import prefill_gates
 from gdn_triton.integrations.sglang.rings import (
     commit_gdn_replayssm_circular,
     fused_recurrent_gdn_replayssm_decode,
@@ -64,10 +63,10 @@ __all__ = [
 ]
 
 _LINEAR: Final = "sglang.srt.layers.attention.linear"
-# Where SGLang's kernel for --linear-attn-backend triton looks its functions up.
+# The module in which SGLang's kernel for --linear-attn-backend triton looks up its functions.
 MODULE: Final = f"{_LINEAR}.kernels.gdn_triton"
 # The functions that are replaced in each module, with the op that runs. Modules after the first may
-# lack some.
+# lack some of these functions.
 PLACES: Final = {
     MODULE: {
         "chunk_gated_delta_rule": "chunk_prefill",
@@ -87,18 +86,14 @@ PLACES: Final = {
         "gdn_replayssm_spec_decode": "recurrent.rings.ring_drafts",
     },
 }
-# The runner loads the model, and then allocates SGLang's pools.
+# The runner loads the model and then allocates SGLang's pools with this method.
 RUNNER: Final = "sglang.srt.model_executor.model_runner"
 OWNER, ALLOCATE = "ModelRunner", "alloc_memory_pool"
-# The backend whose method makes g and beta of a prefill, and the text of the method that calls it
-# and gives both to the kernel, by its sha256.
 BACKEND: Final = f"{_LINEAR}.gdn_backend"
-GATES_OWNER, GATES, EXTEND = "GDNAttnBackend", "_prefill_gates", "forward_extend"
-KNOWN: Final = ("157c717197b16be15298906f144e17b29bd9d5d465753f1ddf07174fb9cff9cd",)  # 0.5.23
-# Functions that stay SGLang's, and why.
+# Functions that are not replaced, and the reasons.
 OTHERS: Final = {
     BACKEND: {
-        "fused_gdn_gating": "multi-item scoring and other prefill kernels call it",
+        "fused_gdn_gating": "a prefill takes g and beta, as SGLang's kernel does",
         "fused_qkvzba_causal_conv1d_update_contiguous": "unpacks z, b and a in the same launch",
         "fused_qkvzba_split_reshape_cat_contiguous": "a view of z would be copied before the norm",
     },
@@ -113,7 +108,7 @@ def _has(*names: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 _RINGS: Final = ("with more than 32 rows or 8 drafts, or raw values", is_left_to_sglang)
-# Which calls of a function, by their keywords, are left to SGLang's own, in words and as a test.
+# Calls of a function that SGLang's own function runs, by their keywords: a description and a test.
 # SGLang passes these arguments by name.
 THEIRS: Final[dict[str, tuple[str, Callable[[Mapping[str, Any]], bool]]]] = {
     "fused_sigmoid_gating_delta_rule_update": (
@@ -149,16 +144,16 @@ _patches = Patches()
 
 
 def enable() -> Status:
-    """Replaces SGLang's functions, where its layers call them, by ours, and returns `status()`. A
-    second call changes nothing that is in place.
+    """Replaces SGLang's functions by ours where its layers call them, and returns `status()`. A
+    second call changes nothing that is already replaced.
 
-    The convolution's windows of drafts and SGLang's other kernels stay SGLang's; `status` lists
-    them. Before a runner allocates its pools, the calls of its model's layers are made once, so
-    no request compiles a kernel (`gdn_triton.integrations.sglang.warming`).
+    SGLang's own code runs the convolution's windows of drafts and SGLang's other kernels; `status`
+    lists these places. Before a runner allocates its pools, every kind of call of its model's
+    layers runs once, so no request compiles a kernel (`gdn_triton.integrations.sglang.warming`).
 
     Raises:
-        ImportError: SGLang, or one of the functions of its kernel for "triton", is not there.
-        RuntimeError: one takes an argument that is not known here.
+        ImportError: SGLang, or one of the functions of its kernel for "triton", is missing.
+        RuntimeError: one of these functions has an argument that is not known here.
     """
     targets = list(_targets())
     for target in targets:
@@ -170,17 +165,13 @@ def enable() -> Status:
     for target in _allocations():
         if not _patches.is_ours(target):
             _patches.put(target, before_memory(target.now))
-    for target in _gates():
-        if not _patches.is_ours(target):
-            theirs = target.now.__get__(None, target.owner)
-            _patches.put(target, prefill_gates(theirs, MODULE))
     _logger.info("SGLang runs Gated DeltaNet layers with gdn_triton, where it asks for triton.")
     return status()
 
 
 def disable() -> Status:
-    """Restores the functions that `enable` replaced. A place that another replacement has taken
-    since is left alone, and named in the returned status."""
+    """Restores the functions that `enable` replaced. A place that has another replacement by now is
+    not changed, and the returned status names it."""
     _patches.take_back()
     found = status()
     _patches.made.clear()
@@ -188,10 +179,11 @@ def disable() -> Status:
 
 
 def status() -> Status:
-    """A report of every place of SGLang's modules. Changes nothing, but imports the modules.
+    """Returns a report of every place in SGLang's modules. Changes nothing, but imports the
+    modules.
 
     Raises:
-        ImportError: as `enable`.
+        ImportError: as for `enable`.
     """
     try:
         version = importlib.metadata.version("sglang")
@@ -199,7 +191,7 @@ def status() -> Status:
         version = None
     enabled = bool(_patches.made)
     missed = "not there when `enable` ran: call it again."
-    targets = (*_targets(), *_allocations(), *_gates())
+    targets = (*_targets(), *_allocations())
     places = [*_patches.places(targets, enabled, missed)]
     for target in targets:
         if _patches.is_ours(target) and target.name in THEIRS:
@@ -210,10 +202,6 @@ def status() -> Status:
         if isinstance(module, ImportError):
             places.append(Place(name, None, f"not imported: {module}"))
             continue
-        if hasattr(module, GATES_OWNER) and name == BACKEND:
-            why = _why_not_gates(getattr(module, GATES_OWNER))
-            if why is not None:
-                places.append(Place(f"{name}.{GATES_OWNER}.{GATES}", None, why))
         for other, reason in OTHERS.get(name, {}).items():
             if hasattr(module, other):
                 places.append(Place(f"{name}.{other}", None, reason))
@@ -245,21 +233,6 @@ def _allocations() -> Iterator[Target]:
     owner = getattr(_module(RUNNER), OWNER, None)
     if hasattr(owner, ALLOCATE):
         yield Target(owner, ALLOCATE, "integrations.sglang.warming")
-
-
-def _gates() -> Iterator[Target]:
-    owner = getattr(_module(BACKEND), GATES_OWNER, None)
-    if owner is not None and _why_not_gates(owner) is None:
-        yield Target(owner, GATES, "chunk_prefill")
-
-
-def _why_not_gates(owner: Any) -> str | None:
-    """Why SGLang's method makes the gates of a prefill, or None."""
-    extend = vars(owner).get(EXTEND)
-    if extend is None or GATES not in vars(owner):
-        return f"there is no {GATES} to replace."
-    digest = hashlib.sha256(inspect.getsource(extend).encode()).hexdigest()
-    return None if digest in KNOWN else f"the text of {EXTEND} is of no version that is known here."
 
 
 def _check_known(target: Target) -> None:

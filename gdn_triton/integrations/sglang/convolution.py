@@ -1,6 +1,6 @@
-"""The convolution of SGLang's Gated DeltaNet layers, and the split between it and the rule, on this
-package's ops: SGLang's functions, with the parameters, their order and their defaults of 0.5.23.
-A slot of -1 is padding: its state is not touched, and its result is 0."""
+"""The convolution of SGLang's Gated DeltaNet layers, and the split of its result into q, k and v,
+on this package's ops. The functions have the parameters, order and defaults of SGLang 0.5.23. A
+slot of -1 is padding: its state is not changed, and its result is 0."""
 
 from itertools import accumulate
 from numbers import Integral
@@ -33,11 +33,12 @@ def causal_conv1d_fn(
     block_table: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Whole sequences. x: [D, T], a transposed [T, D]. conv_states: [slots, D, W - 1 or more], of
-    which the first W - 1 columns are the state. query_start_loc: [N + 1]. cache_indices,
-    has_initial_state: [N]. seq_lens_cpu: the lengths of the sequences on the host, for the plan of
-    `chunk_gated_delta_rule`, which SGLang calls next with the same query_start_loc. `block_table`,
-    the blocks of tokens, is found on the device here; it and `validate_data` are not read.
+    """Convolves whole sequences. x: [D, T], a transposed [T, D]. conv_states:
+    [slots, D, W - 1 or more], of which the first W - 1 columns are the state. query_start_loc:
+    [N + 1]. cache_indices, has_initial_state: [N]. seq_lens_cpu: the lengths of the sequences on
+    the host, for the plan of `chunk_gated_delta_rule`, which SGLang calls next with the same
+    query_start_loc. `block_table` and `validate_data` are not read: the blocks of tokens are found
+    on the device.
 
     Returns [D, T], a transposed tensor. The errors are those of `gdn_triton.causal_conv1d`.
     """
@@ -63,8 +64,8 @@ def causal_conv1d_fn(
 
 
 def _host_offsets(lengths: list[int] | Tensor | None, query_start_loc: Tensor) -> Tensor | None:
-    """The offsets [N + 1] by the host's lengths. None where SGLang has none, or, in a batch that it
-    has padded, has them for other sequences than the device."""
+    """Returns the offsets [N + 1] from the host's lengths. Returns None if SGLang has no lengths,
+    or has padded the batch and has lengths for other sequences than the device."""
     if isinstance(lengths, Tensor) and lengths.is_cpu:
         lengths = lengths.tolist()
     if not isinstance(lengths, list | None) or not all(
@@ -95,15 +96,15 @@ def causal_conv1d_update(
     metadata: object | None = None,
     validate_data: bool = False,
 ) -> Tensor:
-    """Decoding. x: [N, D], or [N, D, T]. conv_state: [slots, D, C], whose first W - 1 columns are
-    the state; with num_accept_tokens [N] the W - 1 + T - 1 columns that
+    """Runs a decode step. x: [N, D], or [N, D, T]. conv_state: [slots, D, C], whose first W - 1
+    columns are the state; with num_accept_tokens [N] the W - 1 + T - 1 columns that
     `gdn_triton.causal_conv1d_update` describes. `metadata` and `validate_data` are not read.
 
-    Not served: the windows of drafts (`intermediate_conv_window`), drafts that are trees
+    Not supported: the windows of drafts (`intermediate_conv_window`), drafts that are trees
     (`retrieve_next_token`, `retrieve_next_sibling`, `retrieve_parent_token`), rings
     (`cache_seqlens`).
 
-    Returns a new tensor in the shape of x, its channels dense.
+    Returns a new tensor in the shape of x with dense channels.
     """
     trees = (retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
     refuse("cache_seqlens", cache_seqlens is not None, "states are no rings")
@@ -135,8 +136,8 @@ def fused_qkv_split_gdn_prefill(
     head_k: int,
     head_v: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [1, T, H, K], k and v [1, T, HV, V] of mixed_qkv [T, channels]: views, where SGLang copies,
-    since the prefill reads them where they lie."""
+    """Returns q, k [1, T, H, K] and v [1, T, HV, V] of mixed_qkv [T, channels] as views. SGLang
+    makes copies, but our prefill reads views."""
     check_tensors({"mixed_qkv": mixed_qkv}, {})
     check_rank("mixed_qkv", mixed_qkv, "T", "channels")
     sizes = (num_q_heads, head_q), (num_k_heads, head_k), (num_v_heads, head_v)

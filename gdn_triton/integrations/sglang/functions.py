@@ -1,10 +1,10 @@
-"""The rule in SGLang's Gated DeltaNet layers on this package's ops: its functions, with the
-parameters, their order and their defaults of SGLang 0.5.23, which is not needed.
+"""The rule of SGLang's Gated DeltaNet layers on this package's ops. The functions have the
+parameters, order and defaults of SGLang 0.5.23, which need not be installed.
 
 States are value-first, g is the logarithm of the decay, and a negative slot is padding: in decoding
-its o is 0, and its state is not touched. Rows of a batch that share a slot, as SGLang's padded rows
-share its reserved slot 0, leave an undefined state in the slot. (On CPU tensors, shared slots are
-an error.)
+its o is 0, and its state is not changed. If rows of a batch share a slot, as SGLang's padded rows
+share its reserved slot 0, the state in that slot is undefined afterwards. (On CPU tensors, shared
+slots are an error.)
 """
 
 from typing import Any
@@ -33,7 +33,6 @@ from gdn_triton.integrations._decode import (
 )
 from gdn_triton.integrations._lengths import offsets_on_host
 from gdn_triton.integrations._results import check_below, check_indices
-from gdn_triton.integrations.sglang.gates import gates_of
 from gdn_triton.recurrent.api import check_step, recurrent_step
 
 
@@ -51,20 +50,20 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     inplace_update: bool = True,
 ) -> tuple[Tensor, None, Tensor]:
-    """Prefill, as `sglang.kernels.ops.attention.fla.chunk`'s of that name.
+    """Runs a prefill, like the function of this name in `sglang.kernels.ops.attention.fla.chunk`.
 
-    q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay; or the
-    values before the gates, from `gdn_triton.integrations.sglang.gates`. Then beta stays float32,
-    which SGLang rounds to the dtype of b. initial_state: the pool [slots, HV, V, K], which final
-    states are written to unless `inplace_update` is False. initial_state_indices: [N], int32 or
-    int64. Both are needed, as they are there. cu_seqlens: [N + 1]. head_first: False.
+    q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay.
+    initial_state: the pool [slots, HV, V, K], to which final states are written unless
+    `inplace_update` is False. initial_state_indices: [N], int32 or int64. Both are required, as in
+    SGLang. cu_seqlens: [N + 1]. head_first: False.
 
     Returns o [B, T, HV, V] in the dtype of q, None, and h, the state before each chunk of 64
     tokens, in the dtype of k: [B, ceil(T / 64), HV, V, K], or packed [1, T // 64 + N, HV, V, K],
-    one sequence's chunks after the other's. Rows past the last chunk, which SGLang does not have
-    since it asks the device for their number, are undefined.
+    sequence after sequence. Rows past the last chunk are undefined. SGLang has no such rows,
+    because it reads the number of chunks from the device.
 
-    A sequence whose slot is negative starts from zeros, as there, and its final state is not kept.
+    A sequence with a negative slot starts from zeros, as in SGLang, and its final state is not
+    stored.
 
     Raises:
         NotImplementedError: `head_first`, or an input that requires a gradient.
@@ -104,7 +103,6 @@ def chunk_gated_delta_rule(
         v=v,
         g=g,
         beta=beta,
-        **gates_of(g),
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         scale=scale,
         state_v_first=True,
@@ -121,9 +119,10 @@ def chunk_gated_delta_rule(
 def _chunk_states(
     k: Tensor, pool: Tensor, slots: Tensor, B: int, T: int, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(h, rows): the states before each chunk, those of first chunks filled in from the pool, with
-    one row more for the sequences that have no chunk; and [N, M], the row of h for each sequence's
-    state after 64, 128, ... tokens, -1 where no chunk follows. None if no sequence has a second."""
+    """Returns (h, rows). h: the states before each chunk, with the states before first chunks
+    copied from the pool, and one further row for sequences without chunks. rows: [N, M], the row of
+    h for each sequence's state after 64, 128, ... tokens, or -1 if no chunk follows. rows is None
+    if no sequence can have a second chunk."""
     size, device = DEFAULT_CHUNK_SIZE, k.device
     N = slots.shape[0]
     if cu_seqlens is None:
@@ -155,14 +154,15 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     ssm_state_indices: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A token a sequence, as `sglang.kernels.ops.attention.fla.fused_recurrent`'s of that name.
+    """Decodes one token per sequence, like the function of this name in
+    `sglang.kernels.ops.attention.fla.fused_recurrent`.
 
-    mixed_qkv: [B, 2 * H * K + HV * V], q, k and v side by side. a, b: [B, HV]. A_log, dt_bias:
-    [HV]. initial_state: the pool [slots, HV, V, K], updated in place at ssm_state_indices [B].
-    out: [B, 1, HV, V], where o is written.
+    mixed_qkv: [B, 2 * H * K + HV * V], q, k and v concatenated. a, b: [B, HV]. A_log, dt_bias:
+    [HV]. initial_state: the pool [slots, HV, V, K], updated in place at ssm_state_indices [B]. out:
+    [B, 1, HV, V], to which o is written.
 
     Returns (out, initial_state). The errors are those of `gdn_triton.recurrent_step`. beta stays
-    float32; SGLang rounds it to the dtype of b here.
+    float32; SGLang's function rounds beta to the dtype of b.
     """
     return packed_decode(
         mixed_qkv,
@@ -208,33 +208,33 @@ def fused_sigmoid_gating_delta_rule_update(
     replayssm_beta: Tensor | None = None,
     match_cutedsl_decode: bool = False,
 ) -> Tensor:
-    """Decoding and the verification of drafted tokens, as the function of that name in
+    """Decodes tokens or verifies drafted tokens, like the function of this name in
     `sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent`.
 
     q, k: [B, T, H, K]. v: [B, T, HV, V]. a, b: [B, T, HV], or [B * T, HV]. A_log, dt_bias: [HV].
     initial_state_source: the pool [slots, HV, V, K]; sequence n's state is in slot
-    initial_state_indices[n], and updated there unless `disable_state_update`. cu_seqlens: [N + 1].
-    The indices may be more than there are sequences.
+    initial_state_indices[n], and is updated there unless `disable_state_update` is set. cu_seqlens:
+    [N + 1]. There may be more indices than sequences.
 
     intermediate_states_buffer: [rows, steps, HV, V, K], of the pool's dtype; only with
     `disable_state_update`. The state after token t of sequence n is written to
-    [intermediate_state_indices[n], t], if there are so many steps. Of sequences that are not
-    padding no index is negative and none comes twice; those of padding are not used. The states
-    that the sequences start from are copied to their first step before. cache_steps is not read:
-    the buffer has its own.
+    [intermediate_state_indices[n], t] if t is below steps. The indices of sequences that are not
+    padding must differ and not be negative; the indices of padding are not used. The start states
+    of the sequences are first copied to their first step in the buffer. cache_steps is not read,
+    because the buffer's shape has the number of steps.
 
-    retrieve_parent_token: [N, steps], with intermediate_states_buffer: each sequence has that many
-    tokens, the nodes of a tree. A token starts from the state after token
-    retrieve_parent_token[n, t] of its sequence, and the first one, the root of all others, from the
+    retrieve_parent_token: [N, steps], with intermediate_states_buffer: each sequence has `steps`
+    tokens, which are the nodes of a tree. Token t starts from the state after token
+    retrieve_parent_token[n, t] of its sequence. The first token is the root and starts from the
     sequence's own state.
 
-    The state is rounded to the pool's dtype after every token, as it is when tokens are decoded one
-    by one; SGLang rounds the states that it writes, and continues a chain in float32.
+    The state is rounded to the pool's dtype after every token, as when tokens are decoded one by
+    one. SGLang rounds only the states that it writes, and continues a chain in float32.
 
     Returns o, [B, T, HV, V] in the dtype of v.
 
     Raises:
-        NotImplementedError: an argument that is not served (key-wise gates, `is_kda` and
+        NotImplementedError: an argument that is not supported (key-wise gates, `is_kda` and
             `lower_bound`; raw values of drafts in rings; `match_cutedsl_decode`; another softplus
             than 1.0 and 20.0; a tree without a buffer; a buffer without `disable_state_update`), or
             an input that requires a gradient.
@@ -243,7 +243,7 @@ def fused_sigmoid_gating_delta_rule_update(
     rings = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
     refuse("is_kda", is_kda, "the gate is one number a head")
     refuse("lower_bound", lower_bound is not None, "the gate is -exp(A_log) * softplus")
-    refuse("cache_ring", cache_ring or any(x is not None for x in rings), "rings have records here")
+    refuse("cache_ring", cache_ring or any(x is not None for x in rings), "there are no rings")
     refuse("match_cutedsl_decode", match_cutedsl_decode, "it is another kernel's rounding")
     names = ("softplus_beta", "softplus_threshold")
     check_softplus(names, softplus_beta, softplus_threshold)
@@ -279,13 +279,13 @@ def fused_recurrent_gated_delta_rule_update(
     cache_steps: int | None = None,
     retrieve_parent_token: Tensor | None = None,
 ) -> Tensor:
-    """The recurrence of jet_nemotron's layer, as the function of that name in
+    """Runs the recurrence of jet_nemotron's layer, like the function of this name in
     `sglang.kernels.ops.attention.fla.fused_recurrent`.
 
     q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay; beta
     None: 1. The other arguments and the result are those of
-    `fused_sigmoid_gating_delta_rule_update`. o is computed whatever `disable_output_calculation`
-    says, which leaves it undefined there.
+    `fused_sigmoid_gating_delta_rule_update`. o is always computed; in SGLang
+    `disable_output_calculation` leaves o undefined.
     """
     if initial_state_source is None or initial_state_indices is None:
         raise ValueError(
@@ -321,8 +321,8 @@ def _step(
     drafted: tuple[Tensor | None, Tensor | None],
     tree: Tensor | None,
 ) -> Tensor:
-    """drafted: the buffer of the states after each token, and the row of each sequence in it.
-    tree: the parent of each token of a sequence, [rows, T]."""
+    """Runs a step. drafted: the buffer of the states after each token, and the row of each sequence
+    in the buffer. tree: the parent of each token of a sequence, [rows, T]."""
     q, k, v = qkv
     buffer, rows = drafted
     names = {
@@ -366,8 +366,8 @@ def _step(
 
 
 def _parents(tree: Tensor, N: int, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The parents of `gdn_triton.recurrent_step`, in which the root of a tree has the parent -1 and
-    not itself."""
+    """Returns the parents in the form of `gdn_triton.recurrent_step`, where the root of a tree has
+    the parent -1. In SGLang a root is its own parent."""
     name = "retrieve_parent_token"
     check_tensors({name: tree}, {})
     check_dtypes({name: tree}, (name,))

@@ -1,11 +1,11 @@
-"""Every kind of call of SGLang's Gated DeltaNet layers is made ahead of time here. Therefore no
-request compiles a kernel of this package.
+"""Runs every kind of call of SGLang's Gated DeltaNet layers ahead of time, so that no request
+compiles a kernel of this package.
 
-SGLang 0.5.23 calls `ModelRunner.alloc_memory_pool` when the model is loaded and before its pools
-take the memory. `enable` puts `before_memory` around that method. `warm_up` runs SGLang's own
-kernel class, and the functions of its backend, as the layers do: with the layers' parameters, the
-dtypes of the pools that will be allocated, and pools of two slots. Every sequence has slot -1,
-which is padding.
+SGLang 0.5.23 calls `ModelRunner.alloc_memory_pool` after the model is loaded, to allocate its
+pools. `enable` wraps that method with `before_memory`. `warm_up` calls SGLang's own kernel class
+and the functions of its backend as the layers do: with the layers' parameters, and with pools of
+two slots that have the dtypes of SGLang's later pools. Every sequence has slot -1, which is
+padding.
 """
 
 import functools
@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from gdn_triton.integrations.sglang.gates import raw_gates
 from gdn_triton.warming import series
 
 _logger = logging.getLogger("gdn_triton")
@@ -27,7 +26,8 @@ RINGS: Final = "sglang.kernels.ops.attention.linear.gdn_replayssm_spec_decode"
 
 
 def before_memory(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """`ModelRunner.alloc_memory_pool`, after a warm-up of the runner's model."""
+    """Returns a replacement of `ModelRunner.alloc_memory_pool` that first warms up the runner's
+    model."""
 
     @functools.wraps(theirs)
     def alloc_memory_pool(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,14 +38,14 @@ def before_memory(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def warm_up(runner: Any) -> int:
-    """Makes the calls of every kind of Gated DeltaNet layer that a runner's model has: none for
-    other models. runner: SGLang's `ModelRunner`, its model loaded.
+    """Runs the calls of every kind of Gated DeltaNet layer in a runner's model, and nothing for
+    other models. runner: SGLang's `ModelRunner` with its model loaded.
 
     Returns:
-        the number of calls that were made.
+        The number of calls.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as the functions of
+        TypeError, ValueError, RuntimeError: as for the functions of
             `gdn_triton.integrations.sglang.functions`.
     """
     config = importlib.import_module("sglang.srt.configs.hybrid_arch").hybrid_gdn_config(
@@ -57,7 +57,7 @@ def warm_up(runner: Any) -> int:
     radix = importlib.import_module("sglang.srt.layers.radix_linear_attention")
     kinds: dict[Any, Any] = {}
     for layer in runner.model.modules():
-        # Layers with a gate a channel are others.
+        # Layers with a gate for each channel are of another kind.
         if isinstance(layer, radix.RadixLinearAttention) and layer.A_log.dim() == 1:
             parameters = (layer.conv_weights, layer.bias, layer.A_log, layer.dt_bias)
             key = [None if x is None else (x.dtype, x.device, x.shape) for x in parameters]
@@ -77,7 +77,8 @@ def warm_up(runner: Any) -> int:
 
 
 def _sizes() -> tuple[int, int, int]:
-    """Tokens of a prefill, sequences of a step, and tokens of a draft (0: there are none)."""
+    """Returns the tokens of a prefill, the sequences of a step, and the tokens of a draft (0: no
+    drafts)."""
     context = importlib.import_module("sglang.srt.runtime_context")
     schedule = context.get_schedule()
     tokens = schedule.chunked_prefill_size
@@ -85,8 +86,8 @@ def _sizes() -> tuple[int, int, int]:
         tokens = schedule.max_prefill_tokens
     sequences = schedule.max_running_requests
     if sequences is None:
-        # SGLang derives the number from the memory that is left; larger steps than those of its
-        # graphs are rare.
+        # SGLang derives the number from the remaining memory. Steps larger than those of its graphs
+        # are rare.
         sequences = context.get_exec().graph.cuda_graph_config.decode.max_bs or 1
     return tokens, sequences, context.get_spec().speculative_num_draft_tokens or 0
 
@@ -115,8 +116,6 @@ class _Layer:
         self.state = self.zeros(2, *states.shape.temporal, dtype=states.dtype.temporal)
         self.kernel = importlib.import_module(f"{LINEAR}.kernels.gdn_triton").TritonGDNKernel()
         self.backend = importlib.import_module(f"{LINEAR}.gdn_backend")
-        context = importlib.import_module("sglang.srt.runtime_context")
-        self.scores_items = bool(context.get_exec().features.enable_mis)
         self.gates = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -136,7 +135,7 @@ class _Layer:
                 yield functools.partial(self.prefill, N, T)
 
     def tokens(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """mixed_qkv, a and b."""
+        """Returns mixed_qkv, a and b."""
         x = self.layer
         widths = (x.q_dim + x.k_dim + x.v_dim, x.num_v_heads, x.num_v_heads)
         mixed_qkv, a, b = (self.zeros(n, width, dtype=self.dtype) for width in widths)
@@ -245,7 +244,7 @@ class _Layer:
             )
 
     def verify(self, n: int, drafted: int) -> None:
-        """The convolution of drafts stays SGLang's."""
+        """Runs the rule on drafted tokens. SGLang's own convolution runs on drafts."""
         mixed_qkv, a, b = self.tokens(n * drafted)
         self.kernel.target_verify(
             **self.gates,
@@ -279,24 +278,12 @@ class _Layer:
             query_start_loc=cu_seqlens,
             seq_lens_cpu=[T] + [0] * (N - 1),
         ).transpose(0, 1)
-        for g, beta in self.gates_of(a, b):
-            self.kernel.extend(
-                **self.split(mixed_qkv),
-                g=g,
-                beta=beta,
-                ssm_states=self.state,
-                cache_indices=slots,
-                query_start_loc=cu_seqlens,
-            )
-
-    def gates_of(self, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """g and beta as prefills have them: before the gates where `enable` has replaced the method
-        that makes them, and from SGLang's kernel otherwise and in multi-item scoring."""
-        owner = getattr(self.backend, "GDNAttnBackend", None)
-        method = getattr(owner, "_prefill_gates", None)
-        is_ours = getattr(method, "__module__", None) == raw_gates.__module__
-        if is_ours:
-            yield raw_gates(self.layer, a, b)
-        if not is_ours or self.scores_items:
-            shape = (1, *a.shape)
-            yield self.zeros(*shape, dtype=torch.float32), self.zeros(*shape, dtype=torch.float32)
+        g, beta = (self.zeros(1, *x.shape, dtype=torch.float32) for x in (a, b))
+        self.kernel.extend(
+            **self.split(mixed_qkv),
+            g=g,
+            beta=beta,
+            ssm_states=self.state,
+            cache_indices=slots,
+            query_start_loc=cu_seqlens,
+        )

@@ -5,20 +5,21 @@
     register()
     print(status())
 
-`register` has to run in every process of vLLM before a model is built, so call it from an entry
-point of the group `vllm.general_plugins` (`docs/integrations.md` shows one, and lists the ops that
-run). It puts ours
+`register` must run in every process of vLLM before a model is built, so call it from an entry point
+of the group `vllm.general_plugins` (`docs/integrations.md` has an example, and lists the ops that
+run). It replaces
 
-- in place of `_forward_core` of the layers of Qwen and OLMo, where its text is one that is known
-  here (`gdn_triton.integrations.vllm.layer`);
-- in place of the functions that those modules hold (`gdn_triton.integrations.vllm.functions`), for
-  calls from outside of that method;
-- around the method that makes a step's metadata, which knows the lengths of prefills on the host
+- `_forward_core` of the layers of Qwen and OLMo, if its source text is known here
+  (`gdn_triton.integrations.vllm.layer`);
+- the functions of those modules (`gdn_triton.integrations.vllm.functions`), for calls from outside
+  of that method;
+- `rmsnorm_fn`, the gated norm of the layers (`gdn_triton.integrations.vllm.norm`);
+- the method that makes a step's metadata, which knows the lengths of prefills on the host
   (`gdn_triton.integrations.vllm.lengths`);
-- in place of `supports_batch_invariance` of vLLM's backend for these layers, which without ours
-  refuses to start with `VLLM_BATCH_INVARIANT=1`: ours is true with `GDN_BATCH_INVARIANT=1`;
-- in vLLM's registry of custom ops, in place of its class `ChunkGatedDeltaRule`. Ours is a subclass
-  of it, because Python would not initialise another class.
+- `supports_batch_invariance` of vLLM's backend for these layers: vLLM's own refuses to start with
+  `VLLM_BATCH_INVARIANT=1`, and ours returns true with `GDN_BATCH_INVARIANT=1`;
+- the class `ChunkGatedDeltaRule` in vLLM's registry of custom ops. Our class is a subclass of
+  vLLM's, because Python would not initialise another class.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from typing import Any, Final
 
 from gdn_triton._host.environment import batch_invariant
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Status, Target
-from gdn_triton.integrations.vllm import functions, layer, lengths, warming
+from gdn_triton.integrations.vllm import functions, layer, lengths, norm, warming
 from gdn_triton.integrations.vllm.functions import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -64,17 +65,20 @@ __all__ = [
 PACKAGE: Final = "vllm.model_executor.layers.mamba"
 QWEN: Final = f"{PACKAGE}.gdn.qwen_gdn_linear_attn"
 OLMO: Final = f"{PACKAGE}.gdn.olmo_gdn_linear_attn"
-# The modules with Gated DeltaNet layers, the class of each; versions before 0.24 had one module.
+# The modules with Gated DeltaNet layers, and the class of each module. Versions before 0.24 had one
+# module.
 LAYERS: Final = {
     QWEN: "QwenGatedDeltaNetAttention",
     OLMO: "OlmoHybridGatedDeltaNetAttention",
     f"{PACKAGE}.gdn_linear_attn": "QwenGatedDeltaNetAttention",
 }
+NORM: Final = "vllm.third_party.flash_linear_attention.ops.layernorm_guard"
 METADATA: Final = "vllm.v1.attention.backends.gdn_attn"
 NAME: Final = "ChunkGatedDeltaRule"
 LOG: Final = "_log_gdn_backend_decision"
 CORE: Final = "_forward_core"
 INVARIANCE: Final = "supports_batch_invariance"
+NORM_NAME: Final = "rmsnorm_fn"
 BUILDER, BUILD = "GDNAttentionMetadataBuilder", "build"
 
 # Our functions by vLLM's names, each with the op of ours that runs.
@@ -88,21 +92,22 @@ OPS: Final = {
     "fused_recurrent_gated_delta_rule_packed_decode": "recurrent_step",
     "fused_sigmoid_gating_delta_rule_update": "recurrent_step",
 }
-# The known texts of vLLM's `_forward_core`, by their sha256.
+# The known source texts of vLLM's `_forward_core`, by their sha256.
 KNOWN: Final = {
     QWEN: ("1c37fd8f806e6c01ee4d8aec92b33ad81a7ab87953669903831306ddba3f0700",),  # 0.33.0
     OLMO: ("cb7c5d20f4741ea7741080e32d4c2cbce47ea3b65f1b188083ae56a580c38d9d",),  # 0.33.0
 }
-# The texts of the method that makes the metadata.
+# The known source texts of the method that makes the metadata.
 KNOWN_BUILDS: Final = (
     "e2e6c60cbf1dedd7e2aedf82b7ea3b71e781c9b23cf0c31147c3fa2db979ecd1",
 )  # 0.33.0
-# Functions that stay vLLM's, and why.
+# Functions that are not replaced, and the reasons.
 OTHERS: Final = (
     (QWEN, "fused_mtp_decode_impl", "recurrence and gated norm in one launch, for drafts"),
     (OLMO, "fused_olmo_hybrid_gdn_gating", "reached past our `_forward_core` only"),
 )
-# A decode step with a window of records, as `gdn_triton.recurrent_step` has, for `status`.
+# The line of `status` about decode steps with a window of records, which
+# `gdn_triton.recurrent_step` has.
 WINDOW: Final = (
     "decode steps with a window",
     "vLLM's memory is pages of states, and the records of a window are no part of a page.",
@@ -110,21 +115,23 @@ WINDOW: Final = (
 
 _logger = logging.getLogger("gdn_triton")
 _patches = Patches()
-_registered: dict[Any, type[Any]] = {}  # vLLM's class: ours
+_registered: dict[Any, type[Any]] = {}  # vLLM's class: our class
 
 
 def register() -> type[Any]:
-    """Puts ours where vLLM's Gated DeltaNet layers reach an op, and registers with vLLM a subclass
-    of its `ChunkGatedDeltaRule`, which is returned.
+    """Replaces vLLM's functions wherever its Gated DeltaNet layers call an op, registers a subclass
+    of vLLM's `ChunkGatedDeltaRule` with vLLM, and returns that subclass.
 
-    A second call changes nothing. Models that exist already keep their `ChunkGatedDeltaRule`; the
-    other replacements take effect in them too. vLLM's choice of a prefill kernel is kept: where the
-    choice is FlashInfer, vLLM plans the checkpoints of a prefill, which our functions then write.
+    A second call changes nothing. Existing models continue to use their own `ChunkGatedDeltaRule`,
+    but all other replacements take effect in them. vLLM's choice of a prefill kernel does not
+    change: if the choice is FlashInfer, vLLM plans the checkpoints of a prefill, and our functions
+    write them.
 
     Raises:
-        ImportError: vLLM, or the class in one of `LAYERS`, is not there.
-        RuntimeError: a function takes an argument that is not known here.
-        AssertionError: vLLM's own, if another package has registered for this class.
+        ImportError: vLLM, or the class in one of `LAYERS`, is missing.
+        RuntimeError: a function has an argument that is not known here.
+        AssertionError: raised by vLLM, if another package has registered a replacement of this
+            class.
     """
     modules = _modules()
     in_tree = getattr(_main(modules), NAME)
@@ -142,9 +149,9 @@ def register() -> type[Any]:
 
 
 def disable() -> Status:
-    """Restores the functions that `register` replaced in vLLM's modules. A place that another
-    replacement has taken since is left alone, and named in the returned status. The registered
-    class stays, because vLLM's registry removes no class."""
+    """Restores the functions that `register` replaced in vLLM's modules. A place that has another
+    replacement by now is not changed, and the returned status names it. The registered class
+    remains, because vLLM's registry removes no class."""
     _patches.take_back()
     found = status()
     _patches.made.clear()
@@ -152,10 +159,10 @@ def disable() -> Status:
 
 
 def status() -> Status:
-    """A report of every place of vLLM's modules. Changes nothing, but imports the modules.
+    """Returns a report of every place in vLLM's modules. Changes nothing, but imports the modules.
 
     Raises:
-        ImportError: as `register`.
+        ImportError: as for `register`.
     """
     try:
         version = importlib.metadata.version("vllm")
@@ -177,6 +184,8 @@ def status() -> Status:
         for where, other, why in OTHERS:
             if module.__name__ == where and hasattr(module, other):
                 places.append(Place(f"{where}.{other}", None, why))
+    if _norm() is None:
+        places.append(Place(f"{NORM}.{NORM_NAME}", None, "there is no such function to replace."))
     reason = _why_not_build()
     if reason is not None:
         places.append(Place(f"{METADATA}.{BUILDER}.{BUILD}", None, reason))
@@ -185,7 +194,7 @@ def status() -> Status:
 
 
 def _modules() -> list[ModuleType]:
-    """vLLM's modules with Gated DeltaNet layers."""
+    """Returns vLLM's modules with Gated DeltaNet layers."""
     found, failures = [], []
     for name in LAYERS:
         try:
@@ -205,7 +214,7 @@ def _main(modules: list[ModuleType]) -> ModuleType:
 
 
 def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Any]]:
-    """Every place that may be ours, with what belongs there."""
+    """Returns every place that may have a replacement, with the replacement."""
     for module in modules:
         if _why_not_core(module) is None:
             owner = getattr(module, LAYERS[module.__name__])
@@ -218,23 +227,36 @@ def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Any]]:
             yield Target(module, LOG, "integrations.vllm"), _log
     if all(_why_not_core(module) is None for module in modules):
         backend = importlib.import_module(METADATA).GDNAttentionBackend
-        # A version of vLLM that has an answer of its own keeps it.
+        # Versions of vLLM that have their own answer are not changed.
         if vars(backend).get(INVARIANCE, _invariance) is _invariance:
             yield Target(backend, INVARIANCE, "integrations.vllm.layer"), _invariance
+    target = _norm()
+    if target is not None:
+        yield target, norm.gated_norm(target.now)
     if _why_not_build() is None:
         owner = getattr(importlib.import_module(METADATA), BUILDER)
         target = Target(owner, BUILD, "integrations.vllm.lengths")
         yield target, lengths.telling(target.now)
 
 
+def _norm() -> Target | None:
+    """Returns the place of the gated norm, which some versions of vLLM do not have."""
+    try:
+        module = importlib.import_module(NORM)
+    except ModuleNotFoundError:
+        return None
+    return Target(module, NORM_NAME, "rms_norm_gated") if hasattr(module, NORM_NAME) else None
+
+
 def _log(vllm_config: object, requested_backend: str, active_backend: str) -> None:
-    """The replacement of vLLM's log line about its own kernel."""
+    """Replaces vLLM's log line about its own kernel."""
     _logger.info("Using gdn_triton for GDN prefill (requested=%s).", requested_backend)
 
 
 def _supports_batch_invariance(cls: type[Any]) -> bool:
-    """With our layers a sequence gives the same bits in any batch if no sequence is cut. vLLM's
-    backend for another kind of layer, which is derived from this one, has kernels of its own."""
+    """Returns whether the layers are batch-invariant: with our layers a sequence gives the same
+    bits in any batch if no sequence is split. Another kind of layer has a backend derived from this
+    one, but kernels of its own."""
     return INVARIANCE in vars(cls) and batch_invariant()
 
 
@@ -242,7 +264,7 @@ _invariance: Final[Any] = classmethod(_supports_batch_invariance)
 
 
 def _why_not_core(module: ModuleType) -> str | None:
-    """Why `_forward_core` of a module's layer stays vLLM's, or None."""
+    """Returns the reason why `_forward_core` of a module's layer is not replaced, or None."""
     owner = getattr(module, LAYERS[module.__name__], None)
     if _is_ours(owner, CORE):
         return None
@@ -255,7 +277,7 @@ def _why_not_core(module: ModuleType) -> str | None:
 
 
 def _why_not_build() -> str | None:
-    """Why the method that makes the metadata tells no lengths, or None."""
+    """Returns the reason why the method that makes the metadata reports no lengths, or None."""
     owner = getattr(importlib.import_module(METADATA), BUILDER, None)
     if _is_ours(owner, BUILD):
         return None
@@ -268,7 +290,8 @@ def _is_ours(owner: Any, name: str) -> bool:
 
 
 def _why_unknown(owner: Any, name: str, known: tuple[str, ...]) -> str | None:
-    """None, or why a method's text is not one of those that are known by their sha256."""
+    """Returns the reason why a method's source text is not one of the known ones, by their sha256,
+    or None."""
     theirs: Any = ABSENT if owner is None else vars(owner).get(name, ABSENT)
     if theirs is ABSENT:
         return f"there is no {name} to replace"
@@ -299,8 +322,8 @@ def _subclass(in_tree: Any) -> type[Any]:
 
         def __init__(self) -> None:
             super().__init__()
-            # vLLM has chosen a kernel by the hardware. Its layer plans checkpoints of a prefill
-            # where the choice is FlashInfer; for other choices it prepares inputs of their kernels.
+            # vLLM has chosen a kernel by the hardware. Its layer plans the checkpoints of a prefill
+            # if the choice is FlashInfer; for other choices it prepares inputs of their kernels.
             if self.gdn_prefill_backend != "flashinfer":
                 self.gdn_prefill_backend = "triton"
             # forward() calls this attribute.

@@ -1,9 +1,9 @@
-"""The functions of vLLM's Gated DeltaNet layers on this package's ops: its parameters, their order
-and their defaults, of vLLM 0.33.0, which is not needed.
+"""The functions of vLLM's Gated DeltaNet layers on this package's ops. The functions have the
+parameters, order and defaults of vLLM 0.33.0, which need not be installed.
 
-vLLM's block 0 is nobody's, so a slot of 0 or less is padding: its state is not touched, and its o,
-or the result of its convolution, is 0. (Some kernels of vLLM leave those rows as they were.) States
-are value-first, g is the logarithm of the decay.
+No sequence uses vLLM's block 0, so a slot of 0 or less is padding: its state is not changed, and
+its o, or the result of its convolution, is 0. (Some kernels of vLLM do not write those rows.)
+States are value-first, and g is the logarithm of the decay.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ NULL_BLOCK_ID, PAD_SLOT_ID = 0, -1
 
 
 def silu_or_none(activation: bool | str | None) -> str | None:
-    """vLLM's activations as ours: True and "swish" are "silu"."""
+    """Converts the names of vLLM's activations to ours: True and "swish" are "silu"."""
     if isinstance(activation, bool):
         return "silu" if activation else None
     return "silu" if activation == "swish" else activation
@@ -51,7 +51,7 @@ def fused_post_conv_prep(
     apply_l2norm: bool = True,
     output_g_exp: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`gdn_triton.fused_post_conv_prep`, which has vLLM's parameters."""
+    """Calls `gdn_triton.fused_post_conv_prep`, which has vLLM's parameters."""
     return post_conv_prep(
         conv_output,
         a,
@@ -80,10 +80,11 @@ def causal_conv1d_fn(
     metadata: object | None = None,
     validate_data: bool = False,
 ) -> Tensor:
-    """Whole sequences. x: [D, T], a transposed [T, D]. conv_states: [slots, D, W - 1 or more], of
-    which the first W - 1 columns are the state. query_start_loc: [N + 1]. cache_indices: [N].
-    has_initial_state: [N], which vLLM's kernel reads always, so it must be given. `metadata` and
-    `validate_data` are not read: blocks of tokens are found on the device, and calls are judged.
+    """Convolves whole sequences. x: [D, T], a transposed [T, D]. conv_states:
+    [slots, D, W - 1 or more], of which the first W - 1 columns are the state. query_start_loc:
+    [N + 1]. cache_indices: [N]. has_initial_state: [N]; it is required, because vLLM's kernel
+    always reads it. `metadata` and `validate_data` are not read: blocks of tokens are found on the
+    device, and every call is validated.
 
     Returns [D, T], a transposed tensor, in the dtype of x. The errors are those of
     `gdn_triton.causal_conv1d`.
@@ -121,13 +122,14 @@ def causal_conv1d_update(
     validate_data: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decoding. x: [N, D], a token a sequence, [N, D, T], or with query_start_loc [N + 1] packed
-    [T, D]. conv_state: [slots, D, C], whose first W - 1 columns are the state; with
+    """Runs a decode step. x: [N, D], one token per sequence, [N, D, T], or with query_start_loc
+    [N + 1] packed [T, D]. conv_state: [slots, D, C], whose first W - 1 columns are the state; with
     num_accepted_tokens [N] the W - 1 + max_query_len - 1 columns that
-    `gdn_triton.causal_conv1d_update` describes. `validate_data` is not read: every call is judged.
+    `gdn_triton.causal_conv1d_update` describes. `validate_data` is not read: every call is
+    validated.
 
-    Returns the result in the shape and dtype of x: out if that is given. vLLM's writes over x
-    without out; this one leaves x alone.
+    Returns the result in the shape and dtype of x: out if that is given. Without out vLLM's
+    function overwrites x; this function does not write x.
     """
     _check_padding(PAD_SLOT_ID, null_block_id)
     check_convolved(x, weight, "conv_state", conv_state)
@@ -147,7 +149,7 @@ def causal_conv1d_update(
                 f"out must have the shape and dtype of x, {list(x.shape)} and {x.dtype}, got "
                 f"{list(out.shape)} and {out.dtype}"
             )
-        # vLLM's callers pass x itself.
+        # vLLM's callers pass x itself as out.
         others = {"weight": weight, "bias": bias, "conv_state": conv_state, **optional}
         check_apart({"out": out}, others)
     W = weight.shape[1]
@@ -159,10 +161,11 @@ def causal_conv1d_update(
     columns = W - 1 if num_accepted_tokens is None else W - 2 + tokens
     N = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
     if conv_state_indices is not None:
-        # A padded step has more offsets than sequences, and a graph's buffers more of both.
+        # A padded step has more offsets than sequences, and the buffers of a graph have more of
+        # both.
         N = min(N, conv_state_indices.shape[0])
         conv_state_indices = conv_state_indices[:N]
-    # A view of [N, T, D] where there are several tokens.
+    # vLLM's x is [N, D, T] with several tokens. The op reads [N, T, D], as a view.
     by_token = x.mT if x.dim() == 3 else x
     y = conv_update(
         by_token.to(conv_state.dtype),
@@ -191,9 +194,9 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     ssm_state_indices: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A token a sequence. mixed_qkv: [B, 2 * H * K + HV * V]. a, b: [B, HV]. initial_state: the
-    pool [slots, HV, V, K], updated at ssm_state_indices [B]. out: [B, 1, HV, V], where o is
-    written. Returns (out, initial_state)."""
+    """Decodes one token per sequence. mixed_qkv: [B, 2 * H * K + HV * V]. a, b: [B, HV].
+    initial_state: the pool [slots, HV, V, K], updated at ssm_state_indices [B]. out: [B, 1, HV, V],
+    to which o is written. Returns (out, initial_state)."""
     return packed_decode(
         mixed_qkv,
         a,
@@ -228,10 +231,10 @@ def fused_sigmoid_gating_delta_rule_update(
     use_qk_l2norm_in_kernel: bool = False,
     is_kda: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Decoding and the verification of drafted tokens, from the values before the gate.
+    """Decodes tokens or verifies drafted tokens, from the values before the gate.
 
-    q, k: [B, T, H, K]. v: [B, T, HV, V]. a, b: [B, T, HV], or [B * T, HV]. The others as in
-    `fused_recurrent_gated_delta_rule`. `beta` and `threshold` are softplus's.
+    q, k: [B, T, H, K]. v: [B, T, HV, V]. a, b: [B, T, HV], or [B * T, HV]. Other arguments are as
+    in `fused_recurrent_gated_delta_rule`. `beta` and `threshold` are the parameters of softplus.
     """
     check_softplus(("beta", "threshold"), beta, threshold)
     refuse("is_kda", is_kda, "the gate is one number a head")
@@ -262,14 +265,15 @@ def fused_recurrent_gated_delta_rule(
     num_accepted_tokens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Decoding and the verification of drafted tokens.
+    """Decodes tokens or verifies drafted tokens.
 
     q, k: [B, T, H, K]. v: [B, T, HV, V]. g, beta: [B, T, HV], g the logarithm of the decay; beta
     None: 1. initial_state: the pool [slots, HV, V, K]. cu_seqlens: [N + 1]. ssm_state_indices: [N],
-    where each sequence's state is read and written, or [N, S]: the state after token t of sequence
-    n goes to column t, and the sequence starts from column num_accepted_tokens[n] - 1, 0 without
-    them. Both may have more rows than there are sequences. A state is rounded to the pool's dtype
-    after every token, so verified tokens have the bits of decoded ones; vLLM rounds the states that
+    the slot in which each sequence's state is read and written, or [N, S]: the state after token t
+    of sequence n is written to the slot in column t, and the sequence starts from the slot in
+    column num_accepted_tokens[n] - 1, or in column 0 without num_accepted_tokens. Both tensors may
+    have more rows than there are sequences. A state is rounded to the pool's dtype after every
+    token, so verified tokens have the same bits as decoded tokens. vLLM rounds only the states that
     it writes and continues in float32.
 
     Returns o [B, T, HV, V] in the dtype of v, and the pool.
@@ -356,11 +360,12 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     core_attn_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Prefill from gathered states, as OLMo's layer calls it.
+    """Runs a prefill from gathered states, as OLMo's layer calls it.
 
     q, k: [1, T, H, K]. v: [1, T, HV, V]. g, beta: [1, T, HV]. initial_state: [N, HV, V, K].
     cu_seqlens: [N + 1]. core_attn_out: contiguous, of at least T * HV * V elements; o is written to
-    the first of them. chunk_indices and chunk_offsets are not read: ours find chunks on the device.
+    the first of them. chunk_indices and chunk_offsets are not read, because our kernels find chunks
+    on the device.
 
     Returns o [1, T, HV, V] in the dtype of q, and the final states [N, HV, V, K] in float32, or
     None. The errors are those of `gdn_triton.chunk_prefill`.
@@ -396,7 +401,7 @@ def forward(
     core_attn_out: Tensor | None = None,
     aiter_prefill_metadata: object | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_gated_delta_rule` with the parameters of the `forward` methods of vLLM's class
+    """Runs `chunk_gated_delta_rule` with the parameters of the `forward` methods of vLLM's class
     `ChunkGatedDeltaRule`."""
     return chunk_gated_delta_rule(
         q,
@@ -427,11 +432,11 @@ def fi_chunk_gated_delta_rule(
     checkpoint_every_n_tokens: int = 0,
     use_cp: bool | str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """vLLM's call of FlashInfer's prefill with checkpoints: `chunk_gated_delta_rule`, and the state
-    of sequence n after every so many tokens, a multiple of 64, in the rows from
-    checkpoint_cu_starts[n] to checkpoint_cu_starts[n + 1] - 1 of state_checkpoints
-    [rows, HV, V, K]. g is the logarithm of the decay here too. `use_cp` chooses among FlashInfer's
-    kernels, and is not read."""
+    """Runs a prefill with checkpoints, as vLLM calls FlashInfer's function. It runs
+    `chunk_gated_delta_rule` and writes the state of sequence n after every checkpoint interval, a
+    multiple of 64 tokens, to the rows from checkpoint_cu_starts[n] to checkpoint_cu_starts[n + 1] -
+    1 of state_checkpoints [rows, HV, V, K]. g is the logarithm of the decay here too. `use_cp`
+    chooses among FlashInfer's kernels and is not read."""
     rows = checkpoint_rows(
         state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, v, cu_seqlens
     )

@@ -1,16 +1,17 @@
 """The part of vLLM's Gated DeltaNet layers between the projections and the norm: the method
 `_forward_core` of its layers for Qwen and OLMo, on this package's ops.
 
-vLLM's own calls its kernels one after the other and moves states and tokens between them: it splits
-and copies q, k and v, gathers the states of a prefill, sets some to zero, and scatters the final
-ones. Here everything is read and written where it lies:
+vLLM's own method calls its kernels one after the other and copies states and tokens between them:
+it splits and copies q, k and v, gathers the states of a prefill, sets some states to zero, and
+scatters the final states. The method of this module reads and writes all tensors in place:
 
 - plain decodes: `causal_conv1d_update` and `recurrent_step`, from the projection into the output;
 - prefills: `fused_conv_prep` and `chunk_prefill`, on the pools of the convolution and of states;
-- drafts: the two of decoding, with `num_accepted_tokens`.
+- drafts: the two ops of decoding, with `num_accepted_tokens`.
 
-A batch of decodes and prefills runs the first two on its two parts; one with drafts and other
-tokens is selected apart and put together, as by vLLM, which lists its tokens by index.
+For a batch of decodes and prefills the method runs the ops on the two parts. For a batch of drafts
+and other tokens it first copies the two kinds of tokens to separate tensors, as vLLM does, which
+lists their tokens by index, and afterwards copies the results back.
 """
 
 import importlib
@@ -38,7 +39,7 @@ from gdn_triton.integrations._lengths import offsets_on_host
 from gdn_triton.integrations.vllm.functions import SKIP, silu_or_none
 from gdn_triton.recurrent.api import recurrent_step
 
-# The fields that are read of a layer, and of vLLM's metadata of a step.
+# The fields of a layer, and of vLLM's metadata of a step, that this module reads.
 LAYER = (
     *("A_log", "activation", "conv1d", "dt_bias", "head_k_dim", "head_v_dim", "kv_cache"),
     *("num_k_heads", "prefix", "tp_size"),
@@ -55,8 +56,8 @@ METADATA = (
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Some tokens of a step: [T, channels] of the convolution's input, a and b [T, HV], and where
-    their o goes, [T, HV, V]."""
+    """Some tokens of a step: the convolution's input [T, channels], a and b [T, HV], and the tensor
+    [T, HV, V] to which their o is written."""
 
     mixed_qkv: Tensor
     a: Tensor
@@ -68,7 +69,7 @@ class Tokens:
         return Tokens(self.mixed_qkv[rows], self.a[rows], self.b[rows], self.out[rows])
 
     def select(self, rows: Tensor) -> "Tokens":
-        """Copies, with an output of their own."""
+        """Returns copies of these tokens, with an output of their own."""
         return Tokens(
             self.mixed_qkv.index_select(0, rows),
             self.a.index_select(0, rows),
@@ -88,13 +89,13 @@ def forward_core(
 ) -> None:
     """Runs one step of a layer and writes o to the first rows of core_attn_out.
 
-    layer: one of vLLM's. metadata: its `GDNAttentionMetadata` of the step. conv_state:
+    layer: a layer of vLLM. metadata: vLLM's `GDNAttentionMetadata` of the step. conv_state:
     [slots, channels, W - 1 + drafted tokens], layer.kv_cache[0] with its channels second.
     mixed_qkv: [T, channels]. a, b: [T, HV]. core_attn_out: [T, HV, V].
 
     Raises:
         AttributeError: metadata of prefills or drafts lacks a field that vLLM sets.
-        TypeError, ValueError, RuntimeError: as `gdn_triton.fused_conv_prep`,
+        TypeError, ValueError, RuntimeError: as for `gdn_triton.fused_conv_prep`,
             `gdn_triton.chunk_prefill`, `gdn_triton.causal_conv1d_update` and
             `gdn_triton.recurrent_step`.
     """
@@ -105,7 +106,7 @@ def forward_core(
     _check(layer, conv_state, tokens)
     if m.spec_sequence_masks is None:
         if m.num_prefills == 0:
-            # In a graph's padded step: all its tokens, some of which have no slot.
+            # A padded step of a graph passes all its tokens, some of which have no slot.
             if m.num_decodes > 0:
                 _decode(layer, conv_state, tokens, m.non_spec_state_indices_tensor)
             return
@@ -118,7 +119,7 @@ def forward_core(
     if m.num_prefills == 0:
         _verify(layer, m, conv_state, tokens)
         return
-    # The one-token sequences without drafts are among the prefills here.
+    # In a batch with drafts, vLLM counts one-token sequences without drafts as prefills.
     drafts, others = tokens.select(m.spec_token_indx), tokens.select(m.non_spec_token_indx)
     _verify(layer, m, conv_state, drafts)
     _prefill(layer, m, conv_state, others)
@@ -128,7 +129,7 @@ def forward_core(
 
 
 def _check(layer: Any, conv_state: Tensor, x: Tokens) -> None:
-    """Judges the tensors that the second op of a step reads and writes, before the first op writes
+    """Checks the tensors that the second op of a step reads and writes, before the first op writes
     the convolution's states."""
     state, A_log = layer.kv_cache[1], layer.A_log
     tokens = {"mixed_qkv": x.mixed_qkv, "a": x.a, "b": x.b, "core_attn_out": x.out}
@@ -168,13 +169,13 @@ def _check(layer: Any, conv_state: Tensor, x: Tokens) -> None:
 
 
 def _weight(layer: Any) -> Tensor:
-    """[D, W]."""
+    """Returns the convolution's weight [D, W]."""
     weight: Tensor = layer.conv1d.weight
     return weight.view(weight.shape[0], weight.shape[-1])
 
 
 def _gates(layer: Any) -> dict[str, Any]:
-    """The arguments of `recurrent_step` that a layer has."""
+    """Returns the arguments of `recurrent_step` that are attributes of a layer."""
     return {
         "A_log": layer.A_log,
         "dt_bias": layer.dt_bias,
@@ -186,12 +187,12 @@ def _gates(layer: Any) -> dict[str, Any]:
 
 
 def _doubles_beta(layer: Any) -> bool:
-    # OLMo's layer has it, Qwen's does not.
+    # OLMo's layer has this attribute, Qwen's does not.
     return bool(getattr(layer, "allow_neg_eigval", False))
 
 
 def _decode(layer: Any, conv_state: Tensor, x: Tokens, slots: Tensor) -> None:
-    """A token a sequence."""
+    """Decodes one token per sequence."""
     slots, weight = slots[: x.mixed_qkv.shape[0]], _weight(layer)
     mixed_qkv = causal_conv1d_update(
         x.mixed_qkv,
@@ -208,7 +209,7 @@ def _decode(layer: Any, conv_state: Tensor, x: Tokens, slots: Tensor) -> None:
 
 
 def _verify(layer: Any, m: Any, conv_state: Tensor, x: Tokens) -> None:
-    """Drafted tokens, after those that were accepted of the step before."""
+    """Runs drafted tokens, after the accepted tokens of the previous step."""
     N = m.num_spec_decodes
     slots, accepted = m.spec_state_indices_tensor[:N], m.num_accepted_tokens[:N]
     cu_seqlens, weight = m.spec_query_start_loc[: N + 1], _weight(layer)
@@ -283,8 +284,8 @@ def _prefill(layer: Any, m: Any, conv_state: Tensor, x: Tokens) -> None:
 
 
 def _checkpoint_slots(checkpoint: Any, every: int, N: int) -> Tensor:
-    """[N, M]: the slot of the state after every so many tokens of each prefill, 0 but for its
-    checkpoint. The last N of vLLM's rows are the prefills'."""
+    """Returns [N, M]: the slot for the state of each prefill after every `every` tokens, which is 0
+    except at the prefill's checkpoint. The last N of vLLM's rows belong to the prefills."""
     most = max(checkpoint.offsets) // every
     offsets, slots = checkpoint.checkpoint_offsets[-N:], checkpoint.state_indices[-N:]
     after = torch.arange(every, every * most + 1, every, device=slots.device)
@@ -292,7 +293,8 @@ def _checkpoint_slots(checkpoint: Any, every: int, N: int) -> Tensor:
 
 
 def _export(layer: Any, m: Any, conv_state: Tensor, mixed_qkv: Tensor) -> None:
-    """The convolution's states at the checkpoints, by vLLM's exporter; the others are written."""
+    """Writes the convolution's states at the checkpoints with vLLM's exporter. The prefill has
+    already written the other states."""
     if m.flashinfer_checkpoint_plan is not None:
         layer._checkpoint_exporter.export(
             m.checkpoint,
@@ -303,8 +305,9 @@ def _export(layer: Any, m: Any, conv_state: Tensor, mixed_qkv: Tensor) -> None:
 
 
 def method(module: Any, warm_up: Callable[..., object]) -> Callable[..., None]:
-    """`_forward_core` for the layer that a module of vLLM's defines. warm_up: the function that
-    runs on the tokens of the run that sizes memory (`gdn_triton.integrations.vllm.warming`)."""
+    """Returns `_forward_core` for the layer that a module of vLLM defines. warm_up: the function
+    that runs on the tokens of vLLM's memory-profiling run
+    (`gdn_triton.integrations.vllm.warming`)."""
 
     def _forward_core(
         self: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
@@ -312,12 +315,13 @@ def method(module: Any, warm_up: Callable[..., object]) -> Callable[..., None]:
         metadata = module.get_forward_context().attn_metadata
         metadata = metadata.get(self.prefix) if isinstance(metadata, dict) else None
         if metadata is None:
-            # A run that sizes memory. Qwen's layer allocates a workspace for checkpoints then.
+            # This is the memory-profiling run, in which Qwen's layer allocates a workspace for
+            # checkpoints.
             theirs = getattr(self, "_warmup_prefill_kernels", None)
             if theirs is not None:
                 theirs(mixed_qkv, 0)
-            # A later run, in which FlashInfer tunes its own kernels, has no config: every kind of
-            # step has been made by then.
+            # A later run, in which FlashInfer tunes its own kernels, has no config. Every kind of
+            # step has run by then.
             config = importlib.import_module("vllm.config").get_current_vllm_config_or_none()
             if config is not None:
                 warm_up(

@@ -1,7 +1,7 @@
 """The offsets of vLLM's prefills on the host, for the plan of `gdn_triton.chunk_prefill`.
 
-`GDNAttentionMetadataBuilder.build` of vLLM computes the offsets of a step's prefills on the host
-and on the device, and its metadata has those of the device only. `telling` wraps that method.
+vLLM's `GDNAttentionMetadataBuilder.build` computes the offsets of a step's prefills on the host and
+on the device, but its metadata has only the offsets on the device. `telling` wraps that method.
 """
 
 import functools
@@ -15,8 +15,8 @@ from gdn_triton.integrations._lengths import tell_offsets
 
 
 def telling(build: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's `build`, which also keeps the host's offsets of the prefills for the tensor
-    `prefill_query_start_loc` of its metadata. Metadata that vLLM derives from it for another group
+    """Wraps vLLM's `build`. The wrapper also stores the host's offsets of the prefills for the
+    tensor `prefill_query_start_loc` of the metadata. Metadata that vLLM derives for another group
     of layers has the same tensor."""
 
     @functools.wraps(build)
@@ -33,11 +33,12 @@ def telling(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prefill_offsets(metadata: Any, query_start_loc_cpu: Tensor) -> Tensor:
-    """The offsets of a step's prefills, from those of all its sequences [N + 1]: decodes come first
-    where no sequence has drafts, and otherwise every sequence without drafts is a prefill."""
+    """Returns the offsets of a step's prefills from the offsets of all its sequences [N + 1].
+    Decodes come first if no sequence has drafts; otherwise every sequence without drafts is a
+    prefill."""
     is_draft = metadata.spec_sequence_masks_cpu
     if is_draft is None:
-        # A copy: vLLM writes the next step's offsets to the same memory.
+        # Copy the offsets, because vLLM writes the next step's offsets to the same memory.
         return query_start_loc_cpu[metadata.num_decodes :] - metadata.num_decode_tokens
     lengths = query_start_loc_cpu.diff()[~is_draft]
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(query_start_loc_cpu.dtype)

@@ -1,10 +1,10 @@
-"""Every kind of step of vLLM's Gated DeltaNet layers is made ahead of time here. Therefore no
-request compiles a kernel.
+"""Runs every kind of step of vLLM's Gated DeltaNet layers ahead of time, so that no request
+compiles a kernel.
 
-vLLM runs its model once to size memory, before it allocates its caches. `forward_core` of a layer
-gets no metadata in that run, and calls `warm_up`, which runs `forward_core` itself: on the layer's
-own parameters, on the tokens that the run has, whose strides are those of later steps, and on pools
-of two slots. Every sequence has slot 0, which is nobody's, so the warm-up writes no state.
+vLLM runs its model once to profile memory, before it allocates its caches. `_forward_core` of a
+layer gets no metadata in that run and calls `warm_up`. `warm_up` runs `forward_core` with the
+layer's own parameters, with pools of two slots, and with the tokens of that run, which have the
+strides of later steps. Every sequence has slot 0, which is padding, so the warm-up writes no state.
 """
 
 import logging
@@ -19,25 +19,29 @@ from gdn_triton.integrations.vllm.layer import LAYER, METADATA, Tokens, forward_
 from gdn_triton.warming import series
 
 _logger = logging.getLogger("gdn_triton")
-# By the properties that variants of kernels depend on: the tokens of the largest step.
+# One entry for each set of properties that select variants of kernels: the tokens of the largest
+# step that has run.
 _rows: dict[Any, int] = {}
 
 CHECKPOINT_EVERY: Final = 64
 
 
 def warm_up(layer: Any, x: Tokens, *, max_sequences: int, is_conv_state_dim_first: bool) -> int:
-    """Makes steps of every kind, with up to as many tokens as x has, and up to max_sequences.
+    """Runs steps of every kind, with up to as many tokens as x has, and up to max_sequences
+    sequences.
 
-    A second call for a layer that is like the first one, with no more tokens, does nothing.
+    A call for a layer with the same properties as an earlier layer, with no more tokens, does
+    nothing.
 
-    layer: one of vLLM's, whose caches need not be allocated. x: tokens of the layer; x.out is
+    layer: a layer of vLLM, whose caches need not be allocated. x: tokens of the layer; x.out is
     written.
 
     Returns:
-        the number of steps that were made.
+        The number of steps that ran.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `gdn_triton.integrations.vllm.layer.forward_core`.
+        TypeError, ValueError, RuntimeError: as for
+            `gdn_triton.integrations.vllm.layer.forward_core`.
     """
     tensors = (x.mixed_qkv, x.a, x.b, x.out)
     parameters = (layer.A_log, layer.dt_bias, layer.conv1d.weight, layer.conv1d.bias)
@@ -46,7 +50,7 @@ def warm_up(layer: Any, x: Tokens, *, max_sequences: int, is_conv_state_dim_firs
         for y in (*tensors, *parameters)
     ]
     checkpoints = bool(getattr(layer, "_exports_checkpoints", False))
-    # OLMo's layer may double beta, and has no state of its own to say so.
+    # Only OLMo's layer has this attribute.
     doubles_beta = bool(getattr(layer, "allow_neg_eigval", False))
     options = (layer.num_spec, max_sequences, checkpoints, doubles_beta, is_conv_state_dim_first)
     key = (*kinds, *options, layer.num_k_heads // layer.tp_size, *layer.get_state_dtype())
@@ -76,7 +80,7 @@ def warm_up(layer: Any, x: Tokens, *, max_sequences: int, is_conv_state_dim_firs
 
 
 def _steps(x: Tokens, max_sequences: int, drafted: int, checkpoints: bool) -> Iterator[Any]:
-    """The metadata of every kind of step, with sizes as close together as `series` has them."""
+    """Yields the metadata of every kind of step, with the sizes that `series` returns."""
     made = _Metadata(x.mixed_qkv.device, drafted)
     rows, S = x.mixed_qkv.shape[0], drafted + 1
     for n in series(min(max_sequences, rows)):
@@ -99,18 +103,19 @@ def _steps(x: Tokens, max_sequences: int, drafted: int, checkpoints: bool) -> It
 
 
 def _packed(max_sequences: int, rows: int) -> Iterator[tuple[int, int]]:
-    """(sequences, tokens) of packed calls of up to so many tokens."""
+    """Yields (sequences, tokens) of packed calls of at most `rows` tokens."""
     for T in series(rows) if rows > 0 else ():
         yield from ((N, T) for N in series(min(max_sequences, T)))
 
 
 def _firsts(x: Tokens) -> list[int]:
-    """Numbers of decodes before the prefills of a step, one for each combination of tensors whose
-    memory after the decodes starts at a multiple of 16 bytes: kernels have variants for these."""
+    """Returns numbers of decodes before the prefills of a step: one number for each combination of
+    tensors whose first element after the decodes is at a multiple of 16 bytes. Kernels have
+    variants for these combinations."""
     found: dict[tuple[bool, ...], int] = {}
     for n in range(16):
         after = [y.data_ptr() + n * y.stride(0) * y.itemsize for y in (x.mixed_qkv, x.a, x.b)]
-        # The slots of prefills, and their flags.
+        # The last two are the slots of prefills and the flags of prefills.
         after += [x.out.data_ptr() + n * x.out.stride(0) * x.out.itemsize, 4 * n, n]
         found.setdefault(tuple(address % 16 == 0 for address in after), n)
     return sorted(found.values())
@@ -133,7 +138,7 @@ class _Metadata:
         return SimpleNamespace(**made)
 
     def decodes(self, n: int) -> Iterator[Any]:
-        # vLLM passes a column of its table, and in graphs a buffer.
+        # vLLM passes a column of its table or, in graphs, a buffer.
         for slots in {0: self.zeros(n, self.S)[:, 0], self.S - 1: self.zeros(n)}.values():
             made = self.nothing()
             made.num_decodes = made.num_decode_tokens = made.num_actual_tokens = n
@@ -141,7 +146,7 @@ class _Metadata:
             yield made
 
     def prefills(self, N: int, T: int, first: int = 0) -> Any:
-        """T tokens of N sequences, after `first` decodes."""
+        """Returns the metadata of T tokens of N sequences, after `first` decodes."""
         made = self.nothing()
         made.num_decodes = made.num_decode_tokens = first
         made.num_prefills, made.num_actual_tokens = N, first + T
@@ -164,7 +169,7 @@ class _Metadata:
         return made
 
     def drafts(self, n: int, others: Any) -> Any:
-        """n sequences of drafts, together with the prefills of `others`."""
+        """Returns the metadata of n sequences of drafts, together with the prefills of `others`."""
         tokens, T = n * self.S, others.num_actual_tokens
         index = torch.arange(tokens + T, device=self.device)
         others.spec_token_indx, others.non_spec_token_indx = index[:tokens], index[tokens:]

@@ -1,1 +1,1 @@
-"""The Triton backend of the recurrence: a call planned once, and its kernel."""
+"""The Triton backend of the recurrence: the plan of a call, and its kernels."""

@@ -1,4 +1,4 @@
-"""How a program of the recurrence goes about a state: sizes of tiles, and the order of sums."""
+"""The form of a program of the recurrence: sizes of tiles, and the order of sums."""
 
 from typing import NamedTuple
 
@@ -6,24 +6,26 @@ import triton
 
 from gdn_triton._triton.tiles import Tile, padded
 
-# Elements of a float32 state that a thread holds: enough loads in flight, few enough registers for
-# several programs on a multiprocessor.
+# The number of float32 state elements per thread: enough loads in flight, and few enough registers
+# for several programs on a multiprocessor.
 STATE_OF_A_THREAD = 64
+# The same for value-first states of fewer bytes in a call. Then the time is that of one program,
+# which computes fewer sums.
+SHORT_OF_A_THREAD, SHORT_STATES = 16, 6 * 2**20
 
 
 class RecurrentForm(NamedTuple):
-    """How a program goes about its columns. No bit depends on `parts` and `ordered`, nor on the
-    registers of `tile`.
+    """The form of a program. `parts`, `ordered` and the registers of `tile` change no bit of the
+    result.
 
-    parts: how many times `tile.BV` columns a program owns; all are loaded before the first is used,
-        and wait in the states' dtype.
-    rows: into how many tiles the rows of these columns are divided. The sums of one tile are added
-        to those of the one before it.
-    fold: 2^fold rows of a tile that lie in one thread are added up with fused multiplications and
-        additions.
-    ordered: barriers keep the loads of a token before the wait for the slot, and those of the state
-        before the wait for the token; otherwise ptxas moves them after it.
-    words: the sums of q q, k k and q k are of words of 32 bits.
+    parts: the number of blocks of `tile.BV` columns that a program owns. All blocks are loaded
+    before the first is used, and are held in the states' dtype until they are used.
+    rows: the number of tiles into which the rows of these columns are divided. The sums of one tile
+    are added to the sums of the tile before it.
+    fold: a thread adds 2^fold rows of a tile with fused multiply-adds.
+    ordered: barriers order the loads of a token before the wait for the slot, and the loads of the
+    state before the wait for the token. Without barriers ptxas moves the loads after the waits.
+    words: the sums of q q, k k and q k are computed in words of 32 bits.
     fast: quotients and roots are off by up to two units in the last place of float32.
     """
 
@@ -36,14 +38,15 @@ class RecurrentForm(NamedTuple):
     fast: bool = False
 
 
-# Elements of 2 bytes that a thread loads at once.
+# The number of 2-byte elements that a thread loads at once.
 VECTOR = 8
-# Rows of a key-first tile of 16-bit states.
+# The rows of a key-first tile of 16-bit states.
 TILE_ROWS = 32
 
-# The cache evicts states that do not fit it before the next step reads them; others may stay.
+# States of more bytes than this do not fit in the cache, which evicts them before the next step
+# reads them.
 STATES_BEYOND_CACHE = 2**26
-# Fewer bytes of states leave multiprocessors idle if a program has many columns.
+# With fewer bytes of states than this, programs with many columns leave multiprocessors idle.
 FEW_STATES = 12 * 2**20
 
 
@@ -56,26 +59,29 @@ def recurrent_form(
     one_token: bool = True,
     state_bytes: int = 0,
 ) -> RecurrentForm:
-    """The form for a head's sizes, the states' layout and the bytes of their elements, which fix
-    the order of the sums over K. Whether each sequence has one token, and the bytes of all states
-    of a call, decide only what no bit depends on.
+    """Returns the form for a head's sizes, the states' layout and the bytes of a state's element.
+    These fix the order of the sums over K. Whether each sequence has one token, and the bytes of
+    all states of a call, decide only fields that change no bit.
 
-    Value-first rows [K] lie in one warp, whose sums need no other one. Key-first, a program takes
-    rows of 256 bytes of a float32 state, whose warps share the sums, or of 64 bytes of a 16-bit
-    one in one warp. Measured (docs/tried.md): float32 states move as fast as memory does without
-    the other options, 16-bit ones need them.
+    A value-first row [K] is held by one warp, which computes its sums alone. With key-first states
+    a program reads rows of 256 bytes of a float32 state, and its warps share the sums, or rows of
+    64 bytes of a 16-bit state in one warp. Measured (docs/tried.md): float32 states reach the
+    bandwidth of memory without the other options, and 16-bit states need them. Value-first, `words`
+    and `fast` shorten the step of a few float32 states.
     """
-    BK, narrow = padded(K, 256), itemsize == 2
+    BK, narrow, short = padded(K, 256), itemsize == 2, state_bytes < SHORT_STATES
     if not narrow:
         if state_v_first:
-            return RecurrentForm(
-                tile=Tile(BK, padded(V, 32 * STATE_OF_A_THREAD // BK, least=1), 1, 1)
-            )
+            of_thread = SHORT_OF_A_THREAD if short else STATE_OF_A_THREAD
+            tile = Tile(BK, padded(V, 32 * of_thread // BK, least=1), 1, 1)
+            return RecurrentForm(tile=tile, words=True, fast=True)
         BV = padded(V, 64)
         return RecurrentForm(tile=Tile(BK, BV, max(1, BK * BV // (32 * STATE_OF_A_THREAD)), 1))
     if state_v_first:
         BV, parts, registers = padded(V, 16 * STATE_OF_A_THREAD // BK, least=1), 1, None
-        if not one_token:
+        if short:
+            BV = padded(V, 32 * SHORT_OF_A_THREAD // BK, least=1)
+        elif not one_token:
             parts = 2
         elif state_bytes < FEW_STATES:
             BV = padded(V, 2 * BV, least=1)
@@ -84,9 +90,13 @@ def recurrent_form(
         parts = min(parts, triton.cdiv(V, BV))
         tile, rows, folded = Tile(BK, BV, 1, 1, registers), 1, min(VECTOR, BK // 2)
     else:
-        # One warp has registers for 128 rows; two of them spilled 256 with several tokens.
+        # One warp has registers for 128 rows. With two warps, 256 rows spilled in calls of several
+        # tokens.
         BV, warps, rows = padded(V, 32), 1 if BK <= 128 else 4, max(1, BK // TILE_ROWS)
-        tile, parts = Tile(BK, BV, warps, 1), 1
+        # With many states a half more programs on a multiprocessor gain more than the spills of 32
+        # bytes cost: 256 to 218 microseconds on an H100.
+        many = one_token and BK == 128 and state_bytes >= STATES_BEYOND_CACHE
+        tile, parts = Tile(BK, BV, warps, 1, 168 if many else None), 1
         folded = max(1, BK // rows * BV // (32 * warps * VECTOR))
     fold = folded.bit_length() - 1
     return RecurrentForm(
@@ -95,7 +105,7 @@ def recurrent_form(
 
 
 def eviction_policy(state_bytes: int) -> str:
-    """How the cache is to treat all states of a call, read and written. No bit depends on it.
-    Measured: states beyond the cache come and go faster when their lines are the last to leave it,
-    as writes then go out together; smaller ones when they make room for each other."""
+    """Returns the eviction policy for all states of a call, read and written. It changes no bit.
+    Measured: states larger than the cache are faster with evict_last, because their writes then
+    leave the cache together. Smaller states are faster with evict_first."""
     return "evict_last" if state_bytes >= STATES_BEYOND_CACHE else "evict_first"

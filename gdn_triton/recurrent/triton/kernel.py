@@ -3,17 +3,18 @@
     S = exp(g) S,    v_new = beta (v - S^T k),    o = scale (S^T q + (q . k) v_new),
     S = S + k (x) v_new
 
-with S on the right of a line the one of the line before: both products read the decayed state, so
-that they are independent of each other. A program owns PARTS times BV columns of the state [K, V]
-of one sequence and value head, in registers, from the first token to the last. A decode step
-is bound by the state's way from memory and back; all else is a few hundred bytes.
+S on the right of a line is the S of the line before. Both products read the decayed state, so they
+are independent of each other. A program holds PARTS times BV columns of the state [K, V] of one
+sequence and value head in registers, from the first token to the last. Memory bandwidth bounds a
+decode step: it loads and stores the state, and all other data is a few hundred bytes.
 
-The arithmetic of a token and its order do not depend on the other tokens of a call, so a call of
-several tokens gives the bits of several calls of one token.
+The arithmetic of a token and its order do not depend on the other tokens of a call. Therefore a
+call of several tokens gives the same bits as several calls of one token.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from gdn_triton._triton.activations import log_decay, sigmoid
 from gdn_triton.recurrent.triton.sums import column_sums, products
@@ -21,7 +22,7 @@ from gdn_triton.recurrent.triton.sums import column_sums, products
 
 @triton.jit
 def decay_of(b_g, RCP_LN2: tl.constexpr):
-    """exp(b_g) of natural-log decays in fp32."""
+    """Returns exp(b_g) of natural-log decays in fp32."""
     return tl.exp2(b_g.to(tl.float32) * RCP_LN2)
 
 
@@ -36,7 +37,8 @@ def load_columns(p, stride, o_v, end, BV: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def load_rows(p, stride, o_r, end, ROWS: tl.constexpr):
-    """The elements o_r below end of each of ROWS pieces of a token; p: of the first element."""
+    """Loads the elements o_r below `end` of each of ROWS pieces of a token. p points to the first
+    element."""
     BR: tl.constexpr = o_r.shape[0]
     rows = ()
     for i in tl.static_range(ROWS):
@@ -46,7 +48,8 @@ def load_rows(p, stride, o_r, end, ROWS: tl.constexpr):
 
 @triton.jit
 def strength(b_beta, FACTOR: tl.constexpr, FAST: tl.constexpr):
-    """FACTOR times the sigmoid of b_beta; 0: b_beta itself. fp32. FAST: see `RecurrentForm`."""
+    """Returns FACTOR times the sigmoid of b_beta in fp32, or b_beta itself if FACTOR is 0. FAST:
+    see `RecurrentForm`."""
     b_beta = b_beta.to(tl.float32)
     if FACTOR != 0:
         b_beta = sigmoid(b_beta, FACTOR) if FAST else tl.div_rn(FACTOR, 1 + tl.exp(-b_beta))
@@ -55,7 +58,8 @@ def strength(b_beta, FACTOR: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def normalizer(square, scale, EPS: tl.constexpr, FAST: tl.constexpr):
-    """scale over the norm of a vector with that sum of squares. FAST: see `RecurrentForm`."""
+    """Returns scale over the norm of a vector whose sum of squares is given. FAST: see
+    `RecurrentForm`."""
     if FAST:
         return scale * tl.rsqrt(square + EPS)
     return tl.div_rn(scale, tl.sqrt_rn(square + EPS))
@@ -72,11 +76,12 @@ def tiles_of_parent(
     stride_v: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, LAST_SKIPPED: tl.constexpr
 ):  # fmt: skip
-    """The tiles of the state that token i_t starts from: `tiles` are those of the token before it.
-    i_0: the slot of the sequence's own state; p_slot: where that of the parent is."""
+    """Returns the tiles of the state from which token i_t starts. tiles: the state after the token
+    before. i_0: the slot of the sequence's own state. p_slot: points to the slot of the parent's
+    state."""
     BR: tl.constexpr = o_r.shape[0]
     BV: tl.constexpr = o_v.shape[0]
-    # Another thread may have written what a thread loads.
+    # A thread may load elements that another thread has written.
     tl.debug_barrier()
     moves = parent != i_t - 1
     slot = tl.load(p_slot, mask=moves & (parent >= 0), other=LAST_SKIPPED).to(tl.int64)
@@ -190,11 +195,13 @@ def recurrent_fwd_kernel(
     ORDERED: tl.constexpr,
     WORDS: tl.constexpr,
     FAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """BETA_FACTOR: beta is that times the sigmoid of what is given; 0: beta is given. The strides
-    inside a state are constants, so that its addresses are a base and offsets that the loads and
-    stores contain. PARTS, ROWS, FOLD, ORDERED, WORDS, FAST: see `RecurrentForm`."""
-    # Decays of rows come with states of float32 only, whose form has one tile of rows.
+    """BETA_FACTOR: beta is this factor times the sigmoid of the given beta; 0: beta is the given
+    one. The strides inside a state are constants, so that an address is a base plus an offset that
+    the load or store instruction contains. PARTS, ROWS, FOLD, ORDERED, WORDS, FAST: see
+    `RecurrentForm`. DEPENDENT: see `dependent_launch`."""
+    # Only float32 states have decays of rows, and their form has one tile of rows.
     tl.static_assert(ROWS == 1 or gk is None)
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + PARTS * BV - 1) // (PARTS * BV)
@@ -203,10 +210,13 @@ def recurrent_fwd_kernel(
     i_h = i_hv // (HV // H)
     BR: tl.constexpr = BK // ROWS
     o_k, o_r = tl.arange(0, BK), tl.arange(0, BR)
-    # Columns of the first part; those of another are multiples of BV further.
+    # These are the columns of the first part. The columns of other parts are multiples of BV
+    # further.
     o_v = i_v.to(tl.int32) * (PARTS * BV) + tl.arange(0, BV)
     in_k = o_k < K
 
+    if DEPENDENT:
+        gdc_wait()
     i_0 = i_n
     live = i_n < N
     if read_slots is not None:
@@ -294,7 +304,7 @@ def recurrent_fwd_kernel(
             p_o += stride_ot
         return
 
-    # Between two tokens the state is rounded as in memory, so that the next token reads the same
+    # Round the state between two tokens as a store would, so that the next token reads the same
     # numbers as in a call of its own.
     KEPT: tl.constexpr = ht.dtype.element_ty if ht is not None else tl.float32
     if h0 is not None:
@@ -336,7 +346,7 @@ def recurrent_fwd_kernel(
             next_k_rows = load_rows(p_k, stride_kk, o_r, end_k, ROWS)
         next_v = load_columns(p_v, stride_vv, o_v, end_v, BV, PARTS)
 
-        # A scalar factor of q or k multiplies the sums of q or k, not their elements.
+        # Multiply the sums of q or k, not their elements, by a scalar factor of q or k.
         of_q, of_k = scale, 1.0
         qq, kk, qk = products(b_q, b_k, WORDS)
         if USE_QK_L2NORM:

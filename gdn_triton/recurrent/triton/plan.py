@@ -8,7 +8,7 @@ from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import named, state_strides
-from gdn_triton._triton.tiles import UNFUSED
+from gdn_triton._triton.tiles import UNFUSED, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem, views
 from gdn_triton.recurrent.triton.form import RecurrentForm, eviction_policy, recurrent_form
@@ -16,8 +16,8 @@ from gdn_triton.recurrent.triton.kernel import recurrent_fwd_kernel
 
 
 def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
-    """Returns `count` strides of x: 0 for dimensions that x does not have, and for a first
-    dimension of length 1, whose stride may be any number."""
+    """Returns `count` strides of x. The stride is 0 for a dimension that x does not have, and for a
+    first dimension of length 1, whose own stride may be any number."""
     if x is None:
         return (0,) * count
     first = 0 if x.shape[0] == 1 else x.stride(0)
@@ -45,7 +45,8 @@ def _state_bytes(p: RecurrentProblem) -> int:
 
 
 def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | None) -> Launch:
-    """x: the result of `views`; o [B, T, HV, V]; ht: the tensor that gets the states."""
+    """Returns the launch. x: the result of `views`. o: [B, T, HV, V]. ht: the tensor to which the
+    states are written."""
     p = problem
     per_value = x.beta is not None and x.beta.dim() == 4
     form = form_of(p)
@@ -95,14 +96,15 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         ORDERED=form.ordered,
         WORDS=form.words,
         FAST=form.fast,
+        **dependent_launch(gpu_of(p.device)),
         **UNFUSED,
         **form.tile.options,
     )
 
 
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
-    """Returns a function that runs calls that differ from this one in contents and addresses
-    only."""
+    """Returns a function that runs all calls that differ from this one only in contents and
+    addresses."""
     p = problem
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)

@@ -28,7 +28,7 @@ def ring_form(itemsize: int, one_token: bool) -> WindowForm:
     because the low parts of keys would spill with two."""
     if one_token or itemsize > 2:
         return window_form(itemsize, one_token)
-    return WindowForm(64, 4, 64, 32)
+    return WindowForm(BV=64, warps=4, KI=64, FI=32)
 
 
 def _tile(form: WindowForm, p: RingProblem) -> dict[str, Any]:

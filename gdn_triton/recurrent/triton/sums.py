@@ -7,8 +7,8 @@ import triton.language as tl
 
 @triton.jit
 def power_of_two(x):
-    """Returns the largest power of two up to x, at least 2^-126, and its inverse. x is not
-    negative."""
+    """Returns the largest power of two that is at most x and at least 2^-126, and its inverse. x is
+    not negative."""
     bits = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000)
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
@@ -21,15 +21,15 @@ def fixed_point(x):
 
 @triton.jit
 def largest(x):
-    """The largest magnitude of x, by a maximum of bits: of two floats that are not negative, the
-    larger one has the larger bits as an integer."""
+    """Returns the largest magnitude of x, as a maximum of bits: for floats that are not negative,
+    the larger float has the larger bits as an integer."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def sum_of_words(x):
-    """The sum of at most 256 elements, each at most 4, in units of 2^-42. The bits from the 23rd on
-    and the bits below are summed separately, so that neither sum exceeds 32 bits."""
+    """Returns the sum of at most 256 elements, each at most 4, in units of 2^-42. Bits 23 and above
+    and the lower bits are summed separately, so that neither sum exceeds 32 bits."""
     units = (x * 4398046511104.0).to(tl.int64)
     high = tl.sum((units >> 23).to(tl.int32), 0).to(tl.float32)
     low = tl.sum(units.to(tl.int32) & 0x7FFFFF, 0).to(tl.float32)
@@ -38,10 +38,10 @@ def sum_of_words(x):
 
 @triton.jit
 def products(b_q, b_k, WORDS: tl.constexpr):
-    """The sums of q q, k k and q k, in fixed point relative to the largest magnitudes of q and of
-    k. Integer addition is associative, and a maximum does not depend on the order. The same q and k
-    therefore give the same bits in every register layout, which differs between compiled variants.
-    WORDS: sum words of 32 bits, which the lanes of a warp add in one instruction."""
+    """Returns the sums of q q, k k and q k, in fixed point relative to the largest magnitudes of q
+    and of k. Integer addition is associative, and a maximum does not depend on the order. Therefore
+    the same q and k give the same bits in every register layout, which differs between compiled
+    variants. WORDS: sum words of 32 bits, which the lanes of a warp add in one instruction."""
     if WORDS:
         top_q, top_k = largest(b_q), largest(b_k)
     else:
@@ -87,9 +87,9 @@ def column_sums(
     tiles, FIRST: tl.constexpr, q, k, ROWS: tl.constexpr, FOLD: tl.constexpr,
     STATE_V_FIRST: tl.constexpr
 ):  # fmt: skip
-    """S^T q and S^T k, where S are ROWS tiles from the one FIRST on, with as many pieces of q and
-    k. Rows that lie in one thread are added up in fused steps, whose order is written here, before
-    threads share their sums."""
+    """Returns S^T q and S^T k, where S is the ROWS tiles from tile FIRST on, and q and k come in as
+    many pieces. A thread first adds its own rows with fused multiply-adds in the order written
+    here. Then threads share their sums."""
     sum_q, sum_k = 0.0, 0.0
     for i in tl.static_range(ROWS):
         b_h = tiles[FIRST + i].to(tl.float32)

@@ -1,29 +1,29 @@
-"""Decoding with a window of records: a step reads a slot's state, and writes it once in many
-tokens.
+"""Decoding with a window of records: every step reads a slot's state, and few steps write it.
 
     u_t = beta_t (v_t - x_t(k_t)),    o_t = scale (x_t(q_t) + (k_t . q_t) u_t),
     x_t(y) = exp(G) S^T y + sum over the records j of exp(G_j) (k_j . y) u_j
 
-S is the state in memory. G is the sum of the log decays of the tokens that S does not hold, and G_j
-the sum of the log decays of the tokens after record j. The record of token t is u_t, k_t and g_t,
-in row t modulo R of the window. k_t is stored before its normalisation, and u_t is scaled for it. A
+S is the state in memory. G is the sum of the log decays of the tokens that S does not include, and
+G_j is the sum of the log decays of the tokens after record j. The record of token t is u_t, k_t and
+g_t, in row t modulo R of the window. k_t is stored before its normalisation, and u_t contains the
+factor that normalises k_t. A
 fold moves records into the state:
 
     S = exp(G) S + sum over the records j of exp(G_j) k_j u_j^T
 
 Each head folds once in PERIOD = R + 1 - 2 D tokens, where D is the largest number of tokens of a
 call. A call reads the state of a head and at most R - D records, computes the outputs from these,
-and folds last: the folded state is written, and read by the next call. The rows that a call reads
-are never rows that the call writes.
+and folds last: it writes the folded state, which the next call reads. A call never writes a row
+that it reads.
 
-The tokens that a head's state holds follow from numbers that a step does not change: the position
-of the sequence at this call, the position at the call before, which is stored with the record of
-the last token, and the start of the window. A position must therefore grow by at least one token
-from call to call; a call without tokens writes nothing.
+A program derives the tokens that a head's state includes from numbers that a step does not change:
+the position of the sequence at this call, the position at the previous call, which is stored with
+the record of the last token, and the start of the window. Therefore a position must grow by at
+least one token from call to call. A call without tokens writes nothing.
 
-All factors are exponentials of sums of log decays. Sums are over the tokens after a record, never
-differences of two sums, because a log decay may be -inf. Rows that hold no record may hold NaN, and
-are deselected, not multiplied by zero.
+All factors are exponentials of sums of log decays. Each sum adds the tokens after a record; it is
+never a difference of two sums, because a log decay may be -inf. Rows without a record may hold NaN,
+so they are masked by a select, not multiplied by zero.
 """
 
 from typing import NamedTuple
@@ -39,7 +39,6 @@ from gdn_triton.recurrent.triton.window_records import (
     boundary,
     fold_records,
     has_bit,
-    load_pieces,
     padded_with_zeros,
     path_bits,
     records_dot,
@@ -47,6 +46,19 @@ from gdn_triton.recurrent.triton.window_records import (
     sums_after,
     turn_of,
 )
+
+
+@triton.jit
+def load_apart(
+    p_q, p_k, y_t, is_k, with_token, i_k, in_k, stride_qt, stride_kt, stride_qk, stride_kk
+):  # fmt: skip
+    """Loads q and k of tokens whose dtypes or channel strides differ: rows of q and, where is_k is
+    True, of k."""
+    y_q = tl.load(p_q + y_t[:, None] * stride_qt + i_k[None, :] * stride_qk,
+                  mask=(with_token & (is_k == 0))[:, None] & in_k[None, :], other=0)  # fmt: skip
+    y_k = tl.load(p_k + y_t[:, None] * stride_kt + i_k[None, :] * stride_kk,
+                  mask=(with_token & is_k)[:, None] & in_k[None, :], other=0)  # fmt: skip
+    return tl.where(is_k[:, None], y_k, y_q)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -62,20 +74,24 @@ def window_fwd_kernel(
     BR: tl.constexpr, BT: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
     K_OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr,
     THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
-    LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, STAGES: tl.constexpr,
+    ONE_LOAD: tl.constexpr,
 ):  # fmt: skip
-    """At most BT tokens a sequence: T each, or packed by cu_seqlens, whose program N of a head
-    writes the zeros of the rows after the last sequence. Each token follows the one before it, or
-    its parent. The products of the state and of the
-    records with all q and k are matrix products; the tokens then follow one another, and each adds
-    its u to the columns of the tokens after it."""
+    """Runs at most BT tokens per sequence: T each, or packed by cu_seqlens. ONE_LOAD: q and k have
+    one dtype and one channel stride, and one load has both. In a packed call
+    program N of a head writes the zeros of the rows after the last sequence. Each token follows the
+    one before it, or its parent. The products of the state and of the records with all q and k are
+    matrix products. The tokens then follow one another, and each u is subtracted from the columns
+    of the tokens after it. A program takes 10 us, because most of its 2000 instructions need the
+    result of the one before. The state is therefore loaded into shared memory: with few registers
+    more programs run at once."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
     i_v, i_nh = (pid % V_BLOCKS).to(tl.int32), pid // V_BLOCKS
     i_n, i_hv = i_nh // HV, i_nh % HV
     i_h = i_hv // (HV // H)
-    o_i, o_r, o_t = tl.arange(0, KI), tl.arange(0, BR), tl.arange(0, BT)
+    o_k, o_i, o_r, o_t = tl.arange(0, BK), tl.arange(0, KI), tl.arange(0, BR), tl.arange(0, BT)
     o_v = i_v * BV + tl.arange(0, BV)
     in_v = below(tl.arange(0, BV), i_v * BV, V, BV)
 
@@ -93,33 +109,6 @@ def window_fwd_kernel(
         end = tl.load(p_end, mask=live, other=T).to(tl.int64)
         n_tokens = (end - row).to(tl.int32)
     p_o = o + i_b * stride_ob + row * stride_ot + i_hv * stride_oh + o_v * stride_ov
-    if slot <= LAST_SKIPPED:
-        for _ in range(0, n_tokens):
-            tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=in_v)
-            p_o += stride_ot
-        return
-
-    p_state = state + slot * stride_hn + i_hv * stride_hh
-    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
-    pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
-    p_scale = None
-    if scales is not None:
-        p_scale = scales + slot * (HV * V) + i_hv * V + o_v
-        b_scale = tl.load(p_scale, mask=in_v, other=0)
-    turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
-    least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
-    age = age_of(o_r, position, R)
-    is_read = age < (position - least).to(tl.uint32)
-    p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
-    p_kr = k_rows + slot * (R * H * K) + i_h * K
-    p_gr = g_rows + slot * (R * HV) + i_hv
-    b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
-    b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
-    b_start = tl.load(start + slot * stride_start).to(tl.int32)
-    last_call = position - 1
-    if D > 1:
-        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
-
     p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh
     p_k = k + K_OFFSET * stride_kk
     p_k += i_b * stride_kb + row * stride_kt + i_h * stride_kh
@@ -130,6 +119,15 @@ def window_fwd_kernel(
     p_beta = (
         beta + i_b * stride_bb + row * stride_bt + i_hv * stride_bh + o_t.to(tl.int64) * stride_bt
     )
+    # Columns 2 t and 2 t + 1 of y are q and k of token t.
+    o_y = tl.arange(0, 2 * BT)
+    y_t, is_q, is_k = o_y // 2, o_y % 2 == 0, o_y % 2 == 1
+    with_token = y_t < n_tokens
+    wide_t = y_t.to(tl.int64)
+    if ONE_LOAD:
+        p_y = tl.where(is_k, p_k + wide_t * stride_kt, p_q + wide_t * stride_qt)
+    in_y = in_v[:, None] & (with_token & is_k)[None, :]
+    b_v = tl.load(p_v[:, None] + wide_t[None, :] * stride_vt, mask=in_y, other=0)
     b_g = tl.load(p_g, mask=in_t, other=0).to(tl.float32)
     b_beta = tl.load(p_beta, mask=in_t, other=0)
     b_A, bias = 0.0, 0.0
@@ -137,63 +135,84 @@ def window_fwd_kernel(
         b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
         if dt_bias is not None:
             bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
-    values = ()
-    for t in tl.static_range(BT):
-        end_v = tl.where(t < n_tokens, V, 0)
-        values += (tl.load(p_v + t * stride_vt, mask=o_v < end_v, other=0),)
+    if slot <= LAST_SKIPPED:
+        for _ in range(0, n_tokens):
+            tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=in_v)
+            p_o += stride_ot
+        return
 
-    # Columns 2 t and 2 t + 1 of y are q and k of token t. `own`: the token of the call whose record
-    # a row will hold. The k of this token is read from the call.
-    o_y = tl.arange(0, 2 * BT)
-    y_t, is_q, is_k = o_y // 2, o_y % 2 == 0, o_y % 2 == 1
-    with_token = y_t < n_tokens
-    # Which tokens are on the path to that of a column, itself included.
-    if parents is not None:
-        p_parents = parents + i_b * stride_ab + row * stride_at
-        path = path_bits(p_parents, stride_at, tl.where(with_token, y_t, -1), BT)
+    # The position of the previous call is not loaded yet, but is at least position - D. Therefore
+    # the state includes at least the tokens before `least`, whose rows are not loaded.
+    turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
+    least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
+    age = age_of(o_r, position, R)
+    is_read = age < (position - least).to(tl.uint32)
+    # `own`: the token of this call whose record is written to a row. The k of this token is read
+    # from the call's k.
     own = (R - 1) - age.to(tl.int32)
     is_own = (own >= 0) & (own < n_tokens)
-    y_pieces, r_pieces, own_pieces = (), (), ()
-    for i in tl.static_range(KO):
-        in_i = below(o_i, i * KI, K, BK)
-        i_k = o_i + i * KI
-        y_q = tl.load(p_q + y_t[:, None] * stride_qt + i_k[None, :] * stride_qk,
-                      mask=(with_token & is_q)[:, None] & in_i[None, :], other=0)  # fmt: skip
-        y_k = tl.load(p_k + y_t[:, None] * stride_kt + i_k[None, :] * stride_kk,
-                      mask=(with_token & is_k)[:, None] & in_i[None, :], other=0)  # fmt: skip
-        y_pieces += (tl.where(is_k[:, None], y_k, y_q),)
-        old_k = tl.load(p_kr + i_k[None, :] + o_r[:, None] * (H * K),
-                        mask=is_read[:, None] & in_i[None, :])  # fmt: skip
-        own_k = tl.load(p_k + own[:, None] * stride_kt + i_k[None, :] * stride_kk,
-                        mask=is_own[:, None] & in_i[None, :], other=0)  # fmt: skip
-        own_pieces += (own_k,)
-        old_k = padded_with_zeros(old_k, in_i, K, BK)
-        r_pieces += (tl.where(is_own[:, None], own_k, old_k),)
-    y_first, r_first = y_pieces[0], r_pieces[0]  # type: ignore[misc]
-    both = state_dot(pieces[0], tl.trans(y_first))
-    records = tl.dot(r_first.to(y_first.dtype), tl.trans(y_first), input_precision="ieee")
-    for i in tl.static_range(1, KO):
-        both += state_dot(pieces[i], tl.trans(y_pieces[i]))
-        records = tl.dot(
-            r_pieces[i].to(y_first.dtype),
-            tl.trans(y_pieces[i]),
-            records,
-            input_precision="ieee",
-        )
+    p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
+    p_kr = k_rows + slot * (R * H * K) + i_h * K
+    p_gr = g_rows + slot * (R * HV) + i_hv
+    b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
+    b_start = tl.load(start + slot * stride_start).to(tl.int32)
+    last_call = position - 1
+    if D > 1:
+        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
+    b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
+    in_k = below(o_k, 0, K, BK)
+    if ONE_LOAD:
+        b_y = tl.load(p_y[:, None] + o_k[None, :] * stride_qk,
+                      mask=with_token[:, None] & in_k[None, :], other=0)  # fmt: skip
+    else:
+        b_y = load_apart(p_q, p_k, wide_t, is_k, with_token, o_k, in_k, stride_qt, stride_kt,
+                         stride_qk, stride_kk)  # fmt: skip
+    # A record's key and k of a token are loads of the same tile: two tiles would take twice the
+    # registers.
+    own_k = p_k + own.to(tl.int64)[:, None] * stride_kt + o_k[None, :] * stride_kk
+    p_r = tl.where(is_own[:, None], own_k, p_kr + o_r[:, None] * (H * K) + o_k[None, :])
+    b_r = tl.load(p_r, mask=(is_read | is_own)[:, None] & in_k[None, :])
+    p_scale = None
+    if scales is not None:
+        p_scale = scales + slot * (HV * V) + i_hv * V + o_v
+        b_scale = tl.load(p_scale, mask=in_v, other=0)
 
     due = tl.maximum(boundary(position, turn, PERIOD), b_start)
     last_call = tl.where(position > b_start, last_call, position)
     held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
     alive = age < (position - held).to(tl.uint32)
+    # The pipeline copies all pieces of the state to shared memory before the first product. A
+    # second use of b_h would keep the compiler from copying 16 bytes at once, or from the pipeline.
+    p_state = state + slot * stride_hn + i_hv * stride_hh
+    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
+    both = tl.zeros([BV, 2 * BT], dtype=tl.float32)
+    for i in tl.range(0, KO, num_stages=STAGES):
+        in_i = below(o_i, i * KI, K, BK)
+        b_h = tl.load(p_tile + i * KI * stride_hk, mask=in_v[:, None] & in_i[None, :], other=0)
+        i_k = o_i + i * KI
+        if ONE_LOAD:
+            y_i = tl.load(p_y[:, None] + i_k[None, :] * stride_qk,
+                          mask=with_token[:, None] & in_i[None, :], other=0)  # fmt: skip
+        else:
+            y_i = load_apart(p_q, p_k, wide_t, is_k, with_token, i_k, in_i, stride_qt, stride_kt,
+                             stride_qk, stride_kk)  # fmt: skip
+        both += state_dot(b_h, tl.trans(y_i))
+
+    b_r = padded_with_zeros(b_r, in_k, K, BK)
+    records = tl.dot(b_r.to(b_y.dtype), tl.trans(b_y), input_precision="ieee")
+    # Find the tokens on the path to the token of a column, which includes that token itself.
+    if parents is not None:
+        p_parents = parents + i_b * stride_ab + row * stride_at
+        path = path_bits(p_parents, stride_at, tl.where(with_token, y_t, -1), BT)
     b_gr = tl.where(alive, b_gr, 0.0)
     b_u = tl.where(alive[None, :], b_u, 0.0)
     b_beta = strength(b_beta, BETA_FACTOR, True)
     if A_log is not None:
         b_g = tl.where(in_t, log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD), 0.0)
         # The compiler would compute an activation once for each layout in which it is used, but
-        # computes a sum once.
+        # computes a sum only once.
         b_g = tl.sum(tl.where(o_t[:, None] == o_t[None, :], b_g[None, :], 0.0), 1)
-    # The log decay after the token of a row and up to the token of a column.
+    # Sum the log decays of the tokens after the token of a row, up to the token of a column.
     owned = tl.where(is_own, own, -1)
     between = (o_t > owned[:, None, None]) & (o_t <= y_t[None, :, None])
     if parents is not None:
@@ -206,17 +225,15 @@ def window_fwd_kernel(
     log_s = tl.sum(tl.where(is_before, b_g[None, :], 0.0), 1)
     log_s += tl.sum(b_gr, 0)
 
-    # u = beta of_k (v - of_k x), with of_k the inverse norm of k: the columns of k are multiplied
-    # by beta of_k^2, and v by beta of_k.
+    # u = beta of_k (v - of_k x), where of_k is the inverse norm of k: the columns of k are
+    # multiplied by beta of_k^2, and v by beta of_k.
     of_y = tl.where(is_k, 1.0, scale)
     if USE_QK_L2NORM:
-        squares = y_first.to(tl.float32) * y_first.to(tl.float32)
-        for i in tl.static_range(1, KO):
-            squares += y_pieces[i].to(tl.float32) * y_pieces[i].to(tl.float32)
-        of_y *= tl.rsqrt(tl.sum(squares, 1) + EPS)
+        b_y = b_y.to(tl.float32)
+        of_y *= tl.rsqrt(tl.sum(b_y * b_y, 1) + EPS)
     of_token = y_t[:, None] == o_t[None, :]
-    of_v = tl.sum(tl.where(of_token & is_k[:, None], of_y[:, None], 0.0), 0) * b_beta
     y_beta = tl.sum(tl.where(of_token, b_beta[None, :], 0.0), 1)
+    of_v = tl.where(is_k, of_y * y_beta, 0.0)
     of_y *= tl.where(is_k, of_y * y_beta, 1.0)
     last = tl.where(is_k, y_t - 1, y_t)
     is_above = owned[:, None] <= last[None, :]
@@ -228,28 +245,29 @@ def window_fwd_kernel(
     if scales is not None:
         both *= b_scale[:, None]
     both += records_dot(b_u, tl.where(alive[:, None], records, 0.0), q.dtype.element_ty)
+    # From here on a column of k is u of its token, and a column of q is -o, once the u of the
+    # tokens before it have been subtracted.
+    both = b_v.to(tl.float32) * of_v[None, :] - both
     for t in tl.static_range(BT):
-        if t < n_tokens:
-            to_later = tl.sum(tl.where((own == t)[:, None], records, 0.0), 0)
-            t_v = tl.sum(tl.where(o_t == t, of_v, 0.0), 0)
-            stored = tl.sum(tl.where((o_y == 2 * t + 1)[None, :], both, 0.0), 1)
-            new_u = values[t].to(tl.float32) * t_v - stored
-            # NaN of this token times the zeros of earlier ones would be NaN.
-            is_later = last >= t
-            if parents is not None:
-                is_later = is_later & has_bit(path, t)
-            both = tl.where(is_later[None, :], both + new_u[:, None] * to_later[None, :], both)
-            tl.store(p_u + ((position + t) % R) * (HV * V), new_u, mask=in_v)
-    tl.store(p_o[:, None] + y_t[None, :] * stride_ot, both.to(o.dtype.element_ty),
+        to_later = tl.sum(tl.where((own == t)[:, None], records, 0.0), 0)
+        new_u = tl.sum(tl.where((o_y == 2 * t + 1)[None, :], both, 0.0), 1)
+        # Select the later columns. `to_later` is 0 in earlier columns, and 0 times a NaN of this
+        # token would be NaN.
+        is_later = last >= t
+        if parents is not None:
+            is_later = is_later & has_bit(path, t)
+        both = tl.where(is_later[None, :], both - new_u[:, None] * to_later[None, :], both)
+    tl.store(p_o[:, None] + wide_t[None, :] * stride_ot, (0.0 - both).to(o.dtype.element_ty),
              mask=in_v[:, None] & (with_token & is_q)[None, :])  # fmt: skip
+    tl.store(p_u[:, None] + ((position + y_t) % R)[None, :] * (HV * V), both, mask=in_y)
     if i_v == 0:
         new_r = (position + o_t) % R
         tl.store(p_gr + new_r * HV, b_g, mask=in_t)
         if i_hv % (HV // H) == 0:
-            for i in tl.static_range(KO):
-                mask = is_own[:, None] & below(o_i, i * KI, K, BK)[None, :]
-                tl.store(p_kr + (o_i + i * KI)[None, :] + o_r[:, None] * (H * K), own_pieces[i],
-                         mask=mask)  # fmt: skip
+            in_new = in_t[:, None] & in_k[None, :]
+            new_k = p_k + o_t.to(tl.int64)[:, None] * stride_kt + o_k[None, :] * stride_kk
+            tl.store(p_kr + o_k[None, :] + new_r[:, None] * (H * K), tl.load(new_k, mask=in_new),
+                     mask=in_new)  # fmt: skip
         if i_hv == 0:
             tl.store(call_rows + slot * R + new_r, position + o_t * 0, mask=in_t)
     if (held < due) & (n_tokens > 0):
@@ -259,20 +277,58 @@ def window_fwd_kernel(
 
 
 class WindowForm(NamedTuple):
-    """A program has BV columns of a state and `warps` warps. K is cut into pieces of KI, or of FI
-    in a fold."""
+    """The form of a program: BV columns of a state and `warps` warps. K is cut into pieces of KI,
+    or of FI in a fold. early: the kernel is that of `window_early.py`. registers: the largest
+    number per thread, which limits the programs per multiprocessor; None: the compiler's choice.
+    `early` and `registers` change no bit."""
 
     BV: int
     warps: int
     KI: int
     FI: int
     dot: bool = False
+    early: bool = False
+    registers: int | None = None
+
+
+# Up to this many states of a call, programs have fewer columns: there are then more programs, and
+# each waits for fewer loads. Measured with 256 states and with 2048.
+FEW_STATES = 512
 
 
 def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
-    """The form of K = V = 128. It fixes the order of all sums, so it does not depend on the batch.
-    Both layouts have the same form."""
+    """Returns the form of K = V = 128. It fixes the order of all sums, so it does not depend on the
+    batch. Both state layouts have the same form."""
     narrow = state_itemsize <= 2
     if one_token:
-        return WindowForm(64, 2, 64, 64, dot=True) if narrow else WindowForm(32, 2, 32, 32)
-    return WindowForm(64, 2, 128, 32) if narrow else WindowForm(64, 4, 32, 32)
+        if narrow:
+            return WindowForm(BV=64, warps=2, KI=64, FI=64, dot=True)
+        return WindowForm(BV=32, warps=2, KI=32, FI=32)
+    if state_itemsize == 2:
+        return WindowForm(BV=64, warps=2, KI=32, FI=32)
+    return WindowForm(BV=64, warps=4, KI=64 if narrow else 32, FI=32)
+
+
+def most_registers(state_itemsize: int, max_tokens: int) -> int | None:
+    """Returns the registers of a thread of the kernel of several tokens, for K = V = 128 and tokens
+    of 2 bytes. As many programs as fit wait for memory at once, and no register is spilled with 4
+    tokens."""
+    if max_tokens > 8:
+        return None
+    return 128 if max_tokens <= 4 and state_itemsize != 2 else 168
+
+
+def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
+    """Returns the form of a call of one token whose states are floats of 2 or 4 bytes, or None
+    where the other kernel is faster. KI and `dot` are those of `window_form`, and one warp computes
+    the sums over K of a column. Therefore the number of states changes no bit."""
+    few = states <= FEW_STATES
+    if state_itemsize == 2:
+        if few:
+            return WindowForm(BV=32, warps=2, KI=64, FI=64, dot=True, early=True)
+        return WindowForm(BV=64, warps=2, KI=64, FI=64, dot=True, early=True, registers=168)
+    if not v_first:
+        return None
+    if few:
+        return WindowForm(BV=32, warps=2, KI=32, FI=32, early=True)
+    return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)

@@ -1,5 +1,5 @@
-"""Kernels that fold the records of slots into their states outside of a step, and that restart a
-window."""
+"""Kernels that fold the records of slots into their states outside of a step, restart a window, or
+accept a path."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,8 @@ def window_fold_kernel(
     RCP_LN2: tl.constexpr, LAST_SKIPPED: tl.constexpr, FI: tl.constexpr,
 ):  # fmt: skip
     """Folds the records of all tokens before positions into the states. The caller then sets start
-    to positions. No program does this, because the other programs of the sequence read start."""
+    to positions. The programs do not set it, because the other programs of the sequence read
+    start."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_v, i_nh = (pid % V_BLOCKS).to(tl.int32), pid // V_BLOCKS
@@ -63,7 +64,8 @@ def window_fold_kernel(
 
 @triton.jit
 def move_row(p, target, source, o_x, moves, SIZE: tl.constexpr):
-    """Elements o_x of one row of a slot to another row, where it moves. SIZE: of a row."""
+    """Copies elements o_x of row `source` of a slot to row `target` if `moves`. SIZE: elements of a
+    row."""
     mask = o_x < tl.where(moves, SIZE, 0)
     tl.store(p + target * SIZE + o_x, tl.load(p + source * SIZE + o_x, mask=mask), mask=mask)
 
@@ -74,9 +76,9 @@ def window_accept_kernel(
     LENGTH, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     LAST_SKIPPED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The records of a path to the rows from that of `positions` on. A program has some elements of
-    all rows of a slot. The row of a later token of the path is none that an earlier one is moved
-    to. u_rows, k_rows and g_rows are contiguous."""
+    """Moves the records of a path to the rows from that of `positions` on. A program moves some
+    elements of all rows of a slot. No earlier token of the path is moved to the row of a later
+    token. u_rows, k_rows and g_rows are contiguous."""
     i_n, i_x = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_x = i_x * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
@@ -92,7 +94,8 @@ def window_accept_kernel(
         move_row(u_rows + slot * (R * HV * V), target, source, o_x, moves, HV * V)
         move_row(k_rows + slot * (R * H * K), target, source, o_x, moves, H * K)
         move_row(g_rows + slot * (R * HV), target, source, o_x, moves, HV)
-        # The row of this token may be written next, and by another thread than has read it.
+        # The next iteration may write the row of this token, in another thread than the one that
+        # read it.
         tl.debug_barrier()
 
 

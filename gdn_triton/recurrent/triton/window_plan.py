@@ -10,7 +10,7 @@ from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
-from gdn_triton._triton.tiles import UNFUSED
+from gdn_triton._triton.tiles import UNFUSED, compiler, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import (
     FoldOperands,
@@ -22,7 +22,14 @@ from gdn_triton.recurrent.problem import (
     views,
 )
 from gdn_triton.recurrent.triton.plan import strides
-from gdn_triton.recurrent.triton.window import WindowForm, window_form, window_fwd_kernel
+from gdn_triton.recurrent.triton.window import (
+    WindowForm,
+    early_form,
+    most_registers,
+    window_form,
+    window_fwd_kernel,
+)
+from gdn_triton.recurrent.triton.window_early import window_early_fwd_kernel
 from gdn_triton.recurrent.triton.window_fold import (
     window_accept_kernel,
     window_fold_kernel,
@@ -30,26 +37,31 @@ from gdn_triton.recurrent.triton.window_fold import (
 )
 from gdn_triton.recurrent.triton.window_one import window_one_fwd_kernel
 
-# The least sizes of products on matrix units. Each token has two columns.
+# The smallest sizes of products on matrix units. Each token has two columns.
 LEAST_BLOCK: Final = 16
 LEAST_TOKENS: Final = 4
-# A product of 64 rows is one of four warps: the layout of eight has 128 rows, and Triton 3.6 then
+# A product of 64 rows needs four warps. The layout of eight warps has 128 rows, and Triton 3.6 then
 # reads shared memory past the operand.
 MOST_WARPS: Final = 4
+# The most pieces of a state that a program has in shared memory at once.
+MOST_PIECES: Final = 4
 
 
 def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]:
-    """The sizes of a program that a step and a fold share, and its warps."""
+    """Returns the sizes of a program, which a step and a fold share, and its warps."""
     BK = max(LEAST_BLOCK, triton.next_power_of_2(p.K))
-    return {
+    tile: dict[str, Any] = {
         "BK": BK,
         "BV": min(form.BV, max(LEAST_BLOCK, triton.next_power_of_2(p.V))),
         "BR": max(LEAST_BLOCK, triton.next_power_of_2(p.window_rows)),
         "FI": min(BK, form.FI),
-        # The form is that of K = 128; its registers do not hold twice as many channels.
+        # The form is chosen for K = 128. Its registers do not suffice for twice as many channels.
         "num_warps": min(form.warps * max(1, BK // 128), MOST_WARPS),
         "num_stages": 1,
     }
+    if form.registers is not None and compiler() == "cuda":
+        tile["maxnreg"] = form.registers
+    return tile
 
 
 def _sizes(p: RecurrentProblem | FoldProblem) -> dict[str, int]:
@@ -66,27 +78,66 @@ def _sizes(p: RecurrentProblem | FoldProblem) -> dict[str, int]:
 
 
 def _takes_one(p: RecurrentProblem) -> bool:
-    """Whether each sequence of a call has one token."""
+    """Returns whether each sequence of a call has one token."""
     return p.T == 1 and not p.is_varlen
 
 
 def _step_form(p: RecurrentProblem) -> WindowForm:
-    """Returns the form of a step. The form of 16-bit states with one token needs the matrix units,
-    whose operands have one dtype. Without matrix units a program would need twice the registers,
-    and so it would with float32 tokens, which take the form of float32 states."""
-    one, itemsize = _takes_one(p), max(p.state_dtype.itemsize, p.q_dtype.itemsize)
+    """Returns the form of a step. The one-token form of 16-bit states needs the matrix units, whose
+    operands must have one dtype. Without matrix units a program would need twice the registers. The
+    same holds for float32 tokens, so they use the form of float32 states."""
+    one, itemsize = _takes_one(p), p.state_dtype.itemsize
+    if p.q_dtype.itemsize > 2:
+        itemsize = max(itemsize, p.q_dtype.itemsize)
     multiplied = p.q_dtype if p.state_dtype == torch.int8 else p.state_dtype
     if one and not (multiplied == p.q_dtype == p.k_dtype and p.q_dtype.itemsize == 2):
         itemsize = 4
-    return window_form(itemsize, one)
+    form = window_form(itemsize, one)
+    if not one and (p.K, p.V) == (128, 128) and p.q_dtype.itemsize == 2:
+        return form._replace(registers=most_registers(itemsize, p.max_tokens))
+    return form
 
 
-def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
-    """x: the result of `views`; o [B, T, HV, V]."""
+EARLY_STATES: Final = (torch.bfloat16, torch.float32)
+
+
+def _early_form(p: RecurrentProblem) -> WindowForm | None:
+    """Returns the form of a step that runs the kernel of `window_early.py`, or None. That kernel
+    serves the calls for which its registers were chosen."""
+    if not _takes_one(p) or p.max_tokens != 1 or (p.K, p.V) != (128, 128):
+        return None
+    if {p.q_dtype, p.k_dtype} != {torch.bfloat16} or p.state_dtype not in EARLY_STATES:
+        return None
+    return early_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
+
+
+# These arguments of the kernel for one token belong to a layer's step.
+NO_LAYER: Final = {
+    **named("cn cc cw", (0, 0, 0)),
+    **named("wc ww bias", (0, 0, 0)),
+    **named("zn zh zv norm", (0, 0, 0, 0)),
+    "W": 1,
+    "SILU": False,
+    "GROUP_BLOCK": 1,
+    "V_BLOCK": 1,
+    "NORM_EPS": 0.0,
+    "SIGMOID": False,
+    "NVIDIA": False,
+}
+NO_LAYER_TENSORS: Final[dict[str, Tensor | None]] = dict.fromkeys(
+    ("conv_state", "conv_weight", "conv_bias", "gate", "norm_weight", "tickets")
+)
+
+
+def make_launch(
+    problem: RecurrentProblem, x: Operands, o: Tensor, layer: dict[str, Any] = NO_LAYER
+) -> Launch:
+    """Returns the launch. x: the result of `views`. o: [B, T, HV, V]. layer: the arguments named in
+    `NO_LAYER`, for a call of one token."""
     p = problem
     assert x.read_slots is not None and x.positions is not None and x.start is not None
     one = _takes_one(p)
-    form = _step_form(p)
+    form = (_early_form(p) if layer is NO_LAYER else None) or _step_form(p)
     tile = _tile(form, p)
     all_strides = {
         **named("qb qt qh qk", strides(x.q, 4)),
@@ -105,14 +156,22 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
         **named("ab at", strides(x.parents, 2)),
     }
     if one:
-        kernel, own = window_one_fwd_kernel, {"DOT": form.dot}
+        kernel, own = window_one_fwd_kernel, {"DOT": form.dot, **layer}
+        if form.early:
+            kernel, own = window_early_fwd_kernel, {"DOT": form.dot}
+            own |= dependent_launch(gpu_of(p.device))
         of_tokens = [
             f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c", "ab", "at")
         ]
         all_strides = {n: y for n, y in all_strides.items() if n not in of_tokens}
     else:
         kernel = window_fwd_kernel
-        own = {"BT": max(LEAST_TOKENS, triton.next_power_of_2(p.max_tokens))}
+        pieces = tile["BK"] // min(tile["BK"], form.KI)
+        own = {
+            "BT": max(LEAST_TOKENS, triton.next_power_of_2(p.max_tokens)),
+            "STAGES": min(pieces, MOST_PIECES) + 1,
+            "ONE_LOAD": x.q.dtype == x.k.dtype and x.q.stride(-1) == x.k.stride(-1),
+        }
     return Launch(
         kernel,
         scale=p.scale,
@@ -133,15 +192,20 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor) -> Launch:
     )
 
 
+def step_grid(p: RecurrentProblem, form: WindowForm | None = None) -> tuple[int, int, int]:
+    BV = _tile(form or _step_form(p), p)["BV"]
+    return (-(-p.V // BV) * (p.N + p.is_varlen) * p.HV, 1, 1)
+
+
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
-    """Returns a function that runs steps that differ from this one in contents and addresses
-    only."""
+    """Returns a function that runs all steps that differ from this one only in contents and
+    addresses."""
     p = problem
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)
     one = _takes_one(p)
-    BV = _tile(_step_form(p), p)["BV"]
-    grid = (-(-p.V // BV) * (p.N + p.is_varlen) * p.HV, 1, 1)
+    early = _early_form(p)
+    grid = step_grid(p, early)
 
     def output(y: Operands) -> Tensor:
         if y.out is not None:
@@ -176,8 +240,11 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             "positions": y.positions,
             "scales": y.scales,
         }
-        if one:
+        if early is not None:
+            del pointers["scales"]
             launch(grid, **pointers, N=p.N)
+        elif one:
+            launch(grid, **pointers, **NO_LAYER_TENSORS, N=p.N)
         else:
             packed = {"cu_seqlens": y.cu_seqlens, "parents": y.parents}
             launch(grid, **pointers, **packed, N=p.N, T=p.T)
@@ -192,7 +259,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
 
 # The number of slots whose `start` one program writes.
 BLOCK = 128
-# Elements of a row that one program moves.
+# The number of elements of a row that one program moves.
 MOVED = 1024
 
 

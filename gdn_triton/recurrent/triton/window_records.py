@@ -1,10 +1,13 @@
-"""Helpers of the kernels with a window: the tokens that rows and states hold, and the products of
+"""Helpers of the kernels with a window: which tokens rows and states hold, and the products of
 states, records and tokens."""
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from gdn_triton import constants
+from gdn_triton._triton.activations import log_decay
+from gdn_triton.recurrent.triton.kernel import strength
 
 INT8_MAX = tl.constexpr(constants.INT8_MAX)
 LEAST_RANGE = tl.constexpr(constants.LEAST_INT8_RANGE)
@@ -12,13 +15,13 @@ LEAST_RANGE = tl.constexpr(constants.LEAST_INT8_RANGE)
 
 @triton.jit
 def boundary(x, turn, PERIOD: tl.constexpr):
-    """The largest b <= x with b = turn modulo PERIOD; x >= 0, and turn < PERIOD."""
+    """Returns the largest b <= x with b = turn modulo PERIOD. x >= 0 and turn < PERIOD."""
     return x - ((x - turn + PERIOD).to(tl.uint32) % PERIOD).to(tl.int32)
 
 
 @triton.jit
 def turn_of(i_hv, PERIOD: tl.constexpr, TURNS: tl.constexpr):
-    """The turn of value head i_hv, which is the place in a period where the head folds. With few
+    """Returns the turn of value head i_hv, the place in a period where the head folds. With few
     turns most calls have no fold, whose latency a small batch cannot hide. Sequences at equal
     positions fold 1 / TURNS of their heads at once."""
     return (i_hv % TURNS) * PERIOD // TURNS
@@ -26,16 +29,16 @@ def turn_of(i_hv, PERIOD: tl.constexpr, TURNS: tl.constexpr):
 
 @triton.jit
 def age_of(o_r, position, R: tl.constexpr):
-    """[BR]: the age of the token in each row, counted from the last token, position - 1, which has
-    age 0. Rows that do not exist get an age above that of any token that is read."""
+    """Returns [BR]: the age of the token in each row. The last token, position - 1, has age 0. Rows
+    that do not exist get an age above the age of every token that is read."""
     age = (position + (R - 1) - o_r).to(tl.uint32) % R
     return tl.where(o_r < R, age, R)
 
 
 @triton.jit
 def path_bits(p_parents, stride, node, BT: tl.constexpr):
-    """Bit t of each element: token t is the element's node, or an ancestor of it. At most BT nodes;
-    -1 is none."""
+    """Returns the path of each element's node as bits: bit t is set if token t is the node or an
+    ancestor of the node. There are at most BT nodes; -1 is no node."""
     bits = node * 0
     for _ in range(BT):
         is_node = node >= 0
@@ -52,7 +55,8 @@ def has_bit(bits, i):
 
 @triton.jit
 def below(o_x, offset, END: tl.constexpr, BLOCK: tl.constexpr):
-    """The mask offset + o_x < END for blocks of BLOCK. It is a constant where BLOCK divides END."""
+    """Returns the mask offset + o_x < END for blocks of BLOCK. The mask is a constant where BLOCK
+    divides END."""
     if END % BLOCK == 0:
         return tl.full(o_x.shape, True, tl.int1)
     return o_x + offset < END
@@ -69,14 +73,14 @@ def padded_with_zeros(x, in_i, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def sums_after(b_g, age):
-    """[BR]: the sum of b_g over the tokens after the token of each row."""
+    """Returns [BR]: the sum of b_g over the tokens after the token of each row."""
     return tl.sum(tl.where(age[None, :] < age[:, None], b_g[None, :], 0.0), 1)
 
 
 @triton.jit
 def load_pieces(p, in_v, stride_hk: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
                 KI: tl.constexpr):  # fmt: skip
-    """Loads a tile [BV, BK] of a state as tiles [BV, KI]. p: the pointers of the first of these."""
+    """Loads a tile [BV, BK] of a state as tiles [BV, KI]. p: the pointers of the first tile."""
     o_i = tl.arange(0, KI)
     pieces = ()
     for i in tl.static_range(BK // KI):
@@ -87,7 +91,7 @@ def load_pieces(p, in_v, stride_hk: tl.constexpr, K: tl.constexpr, BK: tl.conste
 
 @triton.jit
 def widened(b_h, LIKE: tl.constexpr):
-    """Converts an int8 state to LIKE, a float type that represents all of its numbers. Returns
+    """Converts an int8 state to LIKE, a float type that represents all numbers of int8. Returns
     other states unchanged."""
     if b_h.dtype == tl.int8:
         b_h = b_h.to(LIKE)
@@ -96,11 +100,19 @@ def widened(b_h, LIKE: tl.constexpr):
 
 @triton.jit
 def weighted(pieces, x, KO: tl.constexpr):
-    """[BV]: the sum over K of a tile times x. Both come in KO pieces."""
+    """Returns [BV]: the sum over K of a tile times x. Both come in KO pieces."""
     b_sum = pieces[0].to(tl.float32) * x[0][None, :]
     for i in tl.static_range(1, KO):
         b_sum = tl.fma(pieces[i].to(tl.float32), x[i][None, :], b_sum)
     return tl.sum(b_sum, 1)
+
+
+@triton.jit
+def in_float32(pieces, KO: tl.constexpr):
+    wide = ()
+    for i in tl.static_range(KO):
+        wide += (pieces[i].to(tl.float32),)
+    return wide
 
 
 @triton.jit
@@ -122,18 +134,74 @@ def parts_of(x):
 
 @triton.jit
 def records_dot(b_u, b_x, LIKE: tl.constexpr):
-    """b_u times b_x, both float32. LIKE: the dtype of the tokens. With 16-bit tokens three tf32
-    products are used; their error of 22 bits is below the rounding of the output."""
-    if LIKE == tl.float32:
-        return tl.dot(b_u, b_x, input_precision="ieee")
-    return tl.dot(b_u, b_x, input_precision="tf32x3")
+    """Returns b_u times b_x, both float32. LIKE: the dtype of the tokens. With 16-bit tokens the
+    product is three tf32 products, whose error of 22 bits is below the rounding of the output.
+    Triton has no such products for AMD, whose matrix units multiply float32."""
+    if LIKE == tl.float32 or is_hip():
+        product = tl.dot(b_u, b_x, input_precision="ieee")
+    else:
+        product = tl.dot(b_u, b_x, input_precision="tf32x3")
+    return product
+
+
+@triton.jit
+def factors_of(
+    q_pieces, k_pieces, b_beta, b_g, A_log, b_A, bias, scale, KO: tl.constexpr, EPS: tl.constexpr,
+    THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr
+):  # fmt: skip
+    """Returns (beta, g, of_q, of_k, qk) of one token: beta and the log decay after their
+    activations, the factors of q and k, and the product of k and the scaled q. q_pieces, k_pieces:
+    float32. A_log: None if b_g is the log decay already."""
+    b_beta = strength(b_beta, BETA_FACTOR, True)
+    b_g = b_g.to(tl.float32)
+    if A_log is not None:
+        b_g = log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD)
+    of_q, of_k = scale, 1.0
+    qk = inner(q_pieces, k_pieces, KO)
+    if USE_QK_L2NORM:
+        of_q = scale * tl.rsqrt(inner(q_pieces, q_pieces, KO) + EPS)
+        of_k = tl.rsqrt(inner(k_pieces, k_pieces, KO) + EPS)
+    return b_beta, b_g, of_q, of_k, qk * of_q
+
+
+@triton.jit
+def token_products(
+    pieces, y_pieces, q_pieces, k_pieces, records, b_u, b_scale, of_state, of_q, of_k, of_y,
+    BV: tl.constexpr, KO: tl.constexpr, DOT: tl.constexpr, LIKE: tl.constexpr
+):  # fmt: skip
+    """Returns the products of one token's q and k with a head's state and its records, float32
+    [BV] each. pieces: the state in memory. y_pieces [KI, 8]: q and k are columns 0 and 1, and the
+    other columns are zero. records: the products of the records' keys with y. b_scale: the scales
+    of an int8 state, otherwise None. DOT: the matrix units multiply the state. LIKE: the dtype of
+    the tokens."""
+    y_first = y_pieces[0]
+    if DOT:
+        both = tl.dot(widened(pieces[0], y_first.dtype), y_first)
+        for i in tl.static_range(1, KO):
+            both = tl.dot(widened(pieces[i], y_first.dtype), y_pieces[i], both)
+        both *= (of_y * of_state)[None, :]
+        if b_scale is not None:
+            both *= b_scale[:, None]
+        both += records_dot(b_u, records, LIKE)
+    else:
+        state_q = weighted(pieces, q_pieces, KO) * (of_state * of_q)
+        state_k = weighted(pieces, k_pieces, KO) * (of_state * of_k)
+        if b_scale is not None:
+            state_q *= b_scale
+            state_k *= b_scale
+        both = records_dot(b_u, records, LIKE)
+    b_q, b_k = tl.split(tl.sum(tl.reshape(both, [BV, 4, 2]), 1))
+    if not DOT:
+        b_q += state_q
+        b_k += state_k
+    return b_q, b_k
 
 
 @triton.jit
 def outer(b_u, b_k, NARROW: tl.constexpr):
-    """[BV, KI] float32: b_u [BV, BR], float32, times b_k [BR, KI] of the tokens' dtype. Products of
-    bf16 are exact on matrix units. b_u is split into three bf16 numbers; two are sufficient for a
-    state of 8 or 11 bits (NARROW)."""
+    """Returns [BV, KI] float32: b_u [BV, BR], float32, times b_k [BR, KI] of the tokens' dtype.
+    Products of bf16 are exact on matrix units. b_u is split into three bf16 numbers; two are enough
+    for a state of 8 or 11 bits (NARROW)."""
     if b_k.dtype == tl.bfloat16:
         u1, u2, u3 = parts_of(b_u)
         if NARROW:
@@ -147,23 +215,26 @@ def outer(b_u, b_k, NARROW: tl.constexpr):
 
 @triton.jit
 def state_dot(b_h, b_y):
-    """[BV, N] float32: b_h [BV, KI] of the states times b_y [KI, N] of the tokens. A float32 state
-    is the sum of its upper 11 significant bits and of the other 13, of which tf32 keeps 11; 16-bit
-    tokens are exact in tf32."""
+    """Returns [BV, N] float32: b_h [BV, KI] of the states times b_y [KI, N] of the tokens. A
+    float32 state is the sum of its upper 11 significant bits and the other 13, of which tf32
+    represents 11. 16-bit tokens are exact in tf32."""
     b_h = widened(b_h, b_y.dtype)
-    if b_y.dtype == tl.float32:
-        return tl.dot(b_h.to(tl.float32), b_y, input_precision="ieee")
-    if b_h.dtype == b_y.dtype:
-        return tl.dot(b_h, b_y)
-    b_h, b_y = b_h.to(tl.float32), b_y.to(tl.float32)
-    upper = (b_h.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    b_sum = tl.dot(b_h - upper, b_y, input_precision="tf32")
-    return tl.dot(upper, b_y, b_sum, input_precision="tf32")
+    if b_h.dtype == b_y.dtype and b_y.dtype != tl.float32:
+        b_sum = tl.dot(b_h, b_y)
+    elif b_y.dtype == tl.float32 or is_hip():
+        b_sum = tl.dot(b_h.to(tl.float32), b_y.to(tl.float32), input_precision="ieee")
+    else:
+        b_h, b_y = b_h.to(tl.float32), b_y.to(tl.float32)
+        upper = (b_h.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        b_sum = tl.dot(b_h - upper, b_y, input_precision="tf32")
+        b_sum = tl.dot(upper, b_y, b_sum, input_precision="tf32")
+    return b_sum
 
 
 @triton.jit
 def folded_piece(p_h, p_kr, f_u, of_old, to_fold, in_v, in_f, stride_kr: tl.constexpr):
-    """[BV, FI] float32: a piece of the state times of_old, plus the records to_fold."""
+    """Returns [BV, FI] float32: a piece of the state times of_old, plus the records selected by
+    to_fold."""
     o_r, o_f = tl.arange(0, to_fold.shape[0]), tl.arange(0, in_f.shape[0])
     b_k = tl.load(p_kr + o_f[None, :] + o_r[:, None] * stride_kr,
                   mask=to_fold[:, None] & in_f[None, :], other=0)  # fmt: skip
@@ -178,12 +249,12 @@ def fold_records(
     stride_hv: tl.constexpr, stride_kr: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     FI: tl.constexpr, RCP_LN2: tl.constexpr
 ):  # fmt: skip
-    """Stores a tile of the state after adding the records to_fold. The state and the keys are
-    loaded again, from the cache: holding them in registers would lower the occupancy of all
-    programs, and only few programs fold. p_scale: for an int8 state the pointers to the scales of
-    the columns o_v, otherwise None. The scale of a column follows from its largest number, so the
-    products are computed twice; keeping them between the two passes would take BK registers for
-    each column."""
+    """Adds the records selected by to_fold to a tile of the state and stores the tile. The state
+    and the keys are loaded again, from the cache: holding them in registers would lower the
+    occupancy of all programs, and only few programs fold. p_scale: for an int8 state the pointers
+    to the scales of the columns o_v, otherwise None. The scale of a column is derived from its
+    largest number, so the products are computed twice; holding them between the two passes would
+    take BK registers for each column."""
     o_f = tl.arange(0, FI)
     b_g = tl.where(to_fold, b_gr, 0.0)
     decay = tl.exp2(tl.sum(b_g, 0) * RCP_LN2)
@@ -199,13 +270,12 @@ def fold_records(
             b_h = folded_piece(p_tile + i * FI * stride_hk, p_kr + i * FI, f_u, of_old, to_fold,
                                in_v, in_f, stride_kr)  # fmt: skip
             largest = tl.maximum(largest, tl.max(tl.abs(b_h), 1))
-            # A maximum ignores NaN, so the scale of a channel that is not finite is set to NaN
-            # here.
+            # A maximum ignores NaN, so set the scale of a channel that is not finite to NaN here.
             largest += tl.sum(b_h * 0.0, 1)
         is_small = largest <= LEAST_RANGE
         scale = tl.where(is_small, 0.0, largest / INT8_MAX)
         of_new = tl.where(is_small, 0.0, INT8_MAX / largest)[:, None]
-        # All warps have read the old scales before one of them stores the new ones.
+        # All warps have read the old scales before one warp stores the new scales.
         tl.debug_barrier()
         tl.store(p_scale, scale, mask=in_v)
     for i in tl.static_range(BK // FI):

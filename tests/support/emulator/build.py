@@ -1,6 +1,6 @@
-"""Builds the CUDA library for a CPU: its own host code, and its kernels' PTX made into C++.
+"""Builds the CUDA library for a CPU: its own host code, and C++ made from the PTX of its kernels.
 
-`PYTHONPATH=.:tests/support python -m emulator.build` leaves `_gdn_fast.so` in `build/emulator`. It
+`PYTHONPATH=.:tests/support python -m emulator.build` writes `_gdn_fast.so` to `build/emulator`. It
 registers the same operators for CPU tensors. The build needs nvcc, g++ and torch, as
 `csrc/build.py` does.
 """
@@ -23,9 +23,9 @@ ROOT = HERE.parents[2]
 FOLDER = ROOT / "build" / "emulator"
 LIBRARY = "_gdn_fast.so"
 
-# PTX alone: no machine code is made, which takes most of the time of a build.
+# PTX alone: the machine code, which is not needed, takes most of the time of a build.
 _TARGET = "-gencode=arch=compute_90a,code=compute_90a"
-# No contraction: PTX says itself which products and sums are one instruction.
+# No contraction: in PTX a fused product and sum is one instruction already.
 _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-march=native", "-ffp-contract=off")
 
 # ops.cpp, which takes tensors of the CPU for those of a GPU.
@@ -48,7 +48,7 @@ extern "C" int32_t aoti_torch_delete_device_guard(void*) { return 0; }
 
 
 class _Build:
-    """What goes into one folder. A file of an earlier build that has not changed stays."""
+    """The files of one folder. A file of an earlier build that has not changed stays."""
 
     def __init__(self, folder: Path, csrc: Path, defines: tuple[str, ...] = ()) -> None:
         self.folder, self.csrc = folder, csrc
@@ -111,7 +111,7 @@ class _Build:
 
 
 def _runtime(made: _Build) -> list[Path]:
-    """The objects of the machine and of what stands in for CUDA's runtime."""
+    """The objects of the machine and of the replacement of CUDA's runtime."""
     sources = (*sorted(HERE.glob("*.cpp")), made.made("guards.cpp", _GUARDS))
     return [made.add(made.machine, source) for source in sources]
 

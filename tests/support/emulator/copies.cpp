@@ -90,21 +90,24 @@ Issue begin_copy(Thread& t, Block& block, uint32_t address, uint32_t bytes) {
 struct Box {
   const TensorMap* map;
   int64_t at[4];
+  int down;  // the dimension along which its rows lie
+  uint32_t rows() const { return uint32_t(map->box[down]); }
 };
 // The bytes of global memory of row `row` of a box, or null where it lies outside; `inside`: the bytes that exist.
 uint8_t* box_row(const Box& box, uint32_t row, uint32_t* inside) {
   const TensorMap& map = *box.map;
-  const int64_t y = box.at[1] + row;
-  if (y < 0 || y >= map.dims[1] || box.at[2] < 0 || box.at[2] >= map.dims[2] || box.at[3] < 0 ||
-      box.at[3] >= map.dims[3] || box.at[0] < 0 || box.at[0] >= map.dims[0])
-    return nullptr;
+  auto* at = static_cast<uint8_t*>(map.base) + box.at[0] * 2;
+  for (int i = 0; i < 4; ++i) {
+    const int64_t place = box.at[i] + (i == box.down ? row : 0);
+    if (place < 0 || place >= map.dims[i]) return nullptr;
+    if (i > 0) at += place * map.strides[i - 1];
+  }
   *inside = uint32_t(std::min<int64_t>(map.box[0], map.dims[0] - box.at[0]) * 2);
-  return static_cast<uint8_t*>(map.base) + box.at[0] * 2 + y * map.strides[0] + box.at[2] * map.strides[1] +
-         box.at[3] * map.strides[2];
+  return at;
 }
 
 void watch_box(Thread& t, const Box& box, GlobalAccess how, uint32_t copy) {
-  for (uint32_t row = 0; t.watched && row < uint32_t(box.map->box[1]); ++row) {
+  for (uint32_t row = 0; t.watched && row < box.rows(); ++row) {
     uint32_t inside = 0;
     const uint8_t* const at = box_row(box, row, &inside);
     if (at) watch_global(t, reinterpret_cast<uint64_t>(at), inside, how, copy);
@@ -115,8 +118,10 @@ Box box_of(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint3
   const auto* const m = reinterpret_cast<const TensorMap*>(map);
   if (m->magic != TensorMap::kMagic) fail(t, "a tensor map that was not encoded");
   if (shared % 128) fail(t, "a box that does not begin at 128 bytes");
-  if (m->box[0] * 2 != 128 || m->box[2] != 1 || m->box[3] != 1) fail(t, "a box of another shape than 64 columns");
-  return {m, {int32_t(c0), int32_t(c1), int32_t(c2), int32_t(c3)}};
+  const int down = m->box[3] != 1 ? 3 : m->box[2] != 1 ? 2 : 1;
+  if (m->box[0] * 2 != 128 || m->box[1] * m->box[2] * m->box[3] != m->box[down])
+    fail(t, "a box of another shape than 64 columns");
+  return {m, {int32_t(c0), int32_t(c1), int32_t(c2), int32_t(c3)}, down};
 }
 
 // A copy out of shared memory reads it, and writes some time later what it has read: write(bytes).
@@ -149,7 +154,7 @@ void store_later(Thread& t, uint32_t from, uint32_t bytes, bool swizzles, std::f
 }
 
 void store_box(Thread& t, const Box& box, uint32_t from, bool adds) {
-  const uint32_t rows = uint32_t(box.map->box[1]);
+  const uint32_t rows = box.rows();
   watch_box(t, box, GlobalAccess::kWrite, 0);
   store_later(t, from, rows * 128, true, [=](const uint8_t* values) {
     for (uint32_t row = 0; row < rows; ++row) {
@@ -245,7 +250,10 @@ uint32_t map_to_rank(Thread& t, uint32_t address, uint32_t rank) {
   if (rank >= t.block->cluster->blocks.size()) fail(t, "a rank that the cluster does not have");
   return (rank + 1) << 24 | (address & 0xffffff);
 }
-void fence_proxy_async(Thread& t) { ++t.fences; }
+void fence_proxy_async(Thread& t) {
+  ++t.fences;
+  if (t.watched) t.warp->fenced = t.warp->clocks.seen;
+}
 
 void copy_async(Thread& t, uint32_t to, uint64_t from, uint32_t bytes) {
   uint8_t* const target = shared_at(t, to, bytes);
@@ -277,7 +285,7 @@ void copy_async_wait(Thread& t, uint32_t groups) {
 void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
                  uint32_t barrier) {
   const Box box = box_of(t, map, c0, c1, c2, c3, to);
-  const uint32_t rows = uint32_t(box.map->box[1]), bytes = rows * 128;
+  const uint32_t rows = box.rows(), bytes = rows * 128;
   shared_at(t, to, 128);
   shared_at(t, to + bytes - 128, 128);
   barrier_at(t, *t.block, barrier);

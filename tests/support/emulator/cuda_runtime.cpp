@@ -1,5 +1,5 @@
-// Stands in for CUDA's runtime, and for the one function of the driver that the library asks for: one device, whose
-// memory is the host's, and launches that have ended when they return.
+// Replaces CUDA's runtime, and the one function of the driver that the library uses: one device, whose memory is the
+// host's, and launches that have ended when they return.
 //
 // A kernel is compiled when it is first launched, from the C++ that build.py left in EMULATOR_FOLDER. The environment:
 // EMULATOR_MULTIPROCESSORS (8), EMULATOR_SEED (0), EMULATOR_RACES (0 or 1), EMULATOR_IN_ORDER (0 or 1), EMULATOR_CXX (g++).

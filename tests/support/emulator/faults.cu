@@ -1,7 +1,7 @@
-// A copy of a tile through shared memory and a product of it, a second kernel beside the first that copies the result,
-// one whose warpgroups share registers, and two of which one reads what the other has published: right in one form and
-// wrong in one way in each other. The machine must find each wrong one. The name of a fault is the argument; the machine's
-// words go to stdout.
+// Small kernels, each right in one form and wrong in one way in each other form: a copy of a tile through shared memory
+// and a product of it; a second kernel that overlaps and copies the result; one whose warpgroups share registers; and two
+// kernels, one of which reads values that the other has published. The machine must find each wrong form. The argument is
+// the name of a fault, and the machine's words go to stdout.
 #include <cstdio>
 #include <cstring>
 #include <string>

@@ -1,7 +1,7 @@
-"""The CUDA library of `emulator.build` in the place of the real one, for tensors of the CPU.
+"""Replaces the CUDA library by that of `emulator.build`, for tensors on the CPU.
 
 `use` changes `gdn_triton.fast` for the rest of the process, whose calls with GDN_BACKEND=cuda then
-run the kernels here: for a process of its own.
+run the kernels here. It therefore needs a separate process.
 """
 
 import ctypes
@@ -48,8 +48,8 @@ def use(folder: Path) -> None:
 
 
 def _bounded(machine: ctypes.CDLL, operator: torch._ops.OpOverload) -> Callable[..., None]:
-    """The operator, whose kernels may touch the memory of its arguments alone, and write only what
-    its schema says that it writes."""
+    """The operator. Its kernels may access only the memory of its arguments, and write only the
+    arguments that its schema marks as written."""
     schema = operator._schema.arguments
 
     def run(*arguments: Any) -> None:
@@ -70,7 +70,8 @@ def _bounded(machine: ctypes.CDLL, operator: torch._ops.OpOverload) -> Callable[
 
 
 class _Torch:
-    """torch, whose `empty` begins at the multiples that a GPU's allocator gives, and is NaN."""
+    """torch with an `empty` whose memory begins at the multiples of a GPU's allocator, and is
+    NaN."""
 
     def __getattr__(self, name: str) -> Any:
         return _empty if name == "empty" else getattr(torch, name)

@@ -1,9 +1,9 @@
-// Runs the blocks of a launch, one cluster at a time. A thread runs until it waits for others, on a stack of its own; which
-// warp goes on is drawn at random, so that an order which a kernel does not enforce is not kept by chance.
+// Runs the blocks of a launch, one cluster at a time. Each thread has a stack and runs until it waits for others. The next
+// warp is drawn at random, so an order that a kernel does not enforce does not hold by chance.
 //
-// It knows nothing of times and the memory system, and of registers only how many setmaxnreg leaves to a warp: shared
-// memory and global memory are seen by all threads as soon as they are written, and two blocks that are not of one
-// cluster never run at the same time, nor do two launches.
+// The machine does not model times and the memory system, and of registers only the number that setmaxnreg leaves to a
+// warp. All threads see writes to shared and global memory at once. Two blocks of different clusters never run at the same
+// time, and neither do two launches.
 #include <sys/mman.h>
 
 #include <cstdio>

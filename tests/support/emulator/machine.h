@@ -103,7 +103,10 @@ EMULATOR_OP2(mul_hi_s32, uint32_t, (int64_t(int32_t(a)) * int32_t(b)) >> 32)
 EMULATOR_OP2(mul_hi_u32, uint32_t, (uint64_t(a) * b) >> 32)
 EMULATOR_OP2(mul_hi_u64, uint64_t, (static_cast<unsigned __int128>(a) * b) >> 64)
 inline uint64_t mul_wide_s32(uint32_t a, uint32_t b) { return uint64_t(int64_t(int32_t(a)) * int32_t(b)); }
+inline uint32_t mul_wide_u16(uint16_t a, uint16_t b) { return uint32_t(a) * b; }
+inline uint32_t mad_wide_u16(uint16_t a, uint16_t b, uint32_t c) { return uint32_t(a) * b + c; }
 inline uint64_t mul_wide_u32(uint32_t a, uint32_t b) { return uint64_t(a) * b; }
+inline uint64_t mad_lo_s64(uint64_t a, uint64_t b, uint64_t c) { return a * b + c; }
 inline uint32_t mad_lo_s32(uint32_t a, uint32_t b, uint32_t c) { return a * b + c; }
 inline uint64_t mad_wide_s32(uint32_t a, uint32_t b, uint64_t c) { return mul_wide_s32(a, b) + c; }
 inline uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) { return mul_wide_u32(a, b) + c; }
@@ -111,6 +114,12 @@ inline bool and_pred(bool a, bool b) { return a && b; }
 inline bool or_pred(bool a, bool b) { return a || b; }
 inline bool xor_pred(bool a, bool b) { return a != b; }
 inline bool not_pred(bool a) { return !a; }
+inline uint32_t bfe_u32(uint32_t a, uint32_t at, uint32_t length) {
+  return length == 0 ? 0 : (a >> at) & (length < 32 ? (1u << length) - 1 : ~0u);
+}
+inline uint32_t bfe_s32(uint32_t a, uint32_t at, uint32_t length) {  // of at most 32 bits in all
+  return length == 0 ? 0 : uint32_t(int32_t(a << (32 - at - length)) >> (32 - length));
+}
 inline uint32_t bfi_b32(uint32_t a, uint32_t b, uint32_t at, uint32_t length) {
   const uint32_t mask = length < 32 ? ((1u << length) - 1) << at : ~0u << at;
   return (b & ~mask) | (a << at & mask);
@@ -222,12 +231,14 @@ inline uint32_t cvt_u32_u64(uint64_t a) { return uint32_t(a); }
 inline uint32_t cvt_s32_s8(uint32_t a) { return uint32_t(int32_t(int8_t(a))); }
 inline uint32_t cvt_s32_s16(uint16_t a) { return uint32_t(int32_t(int16_t(a))); }
 inline uint32_t cvt_u32_u16(uint16_t a) { return a; }
+inline uint64_t cvt_u64_u16(uint16_t a) { return a; }
 inline uint16_t cvt_u16_u32(uint32_t a) { return uint16_t(a); }
 inline uint32_t cvt_rn_f32_s32(uint32_t a) { return bits(float(int32_t(a))); }
 inline uint32_t cvt_rn_f32_u32(uint32_t a) { return bits(float(a)); }
 inline uint32_t cvt_rn_f32_s16(uint16_t a) { return bits(float(int16_t(a))); }
 inline uint64_t cvt_f64_f32(uint32_t a) { return bits(double(f(a))); }
 inline uint32_t cvt_rmi_f32_f32(uint32_t a) { return bits(std::floor(f(a))); }
+inline uint32_t cvt_rmi_ftz_f32_f32(uint32_t a) { return cvt_rmi_f32_f32(flushed(a)); }
 inline uint32_t cvt_rpi_f32_f32(uint32_t a) { return bits(std::ceil(f(a))); }
 inline uint32_t cvt_rzi_s32_f32(uint32_t a) {
   const float x = f(a);
@@ -345,6 +356,7 @@ uint32_t ballot(Thread& t, bool x, uint32_t mask);
 bool vote_all(Thread& t, bool x, uint32_t mask);
 bool vote_any(Thread& t, bool x, uint32_t mask);
 uint32_t redux_max_s32(Thread& t, uint32_t x, uint32_t mask);
+uint32_t redux_add_s32(Thread& t, uint32_t x, uint32_t mask);
 void load_matrices(Thread& t, uint32_t address, uint32_t* out, int count, bool transposed);
 void store_matrices(Thread& t, uint32_t address, const uint32_t* x, int count, bool transposed);
 void mma(Thread& t, uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c, int k, bool half);

@@ -1,13 +1,14 @@
-// Looks at accesses to global memory: whether they stay inside of the tensors that a call was given, and whether something
-// orders those that conflict.
+// Checks accesses to global memory: whether they stay inside of the tensors that a call was given, and whether conflicting
+// accesses are ordered.
 //
 // Inside of a launch, blocks of different clusters are not ordered, and the warps of one cluster are as in races.cpp.
 //
-// A launch that is not beside another one begins when the one before it has ended. A launch beside another one begins as
-// soon as each block of the one before has executed launch_dependents or has ended; the one before has ended for a thread
-// that has executed griddepcontrol.wait, and for those that have learned from that thread. A launch that nobody has waited
-// for may be running still when the next one has ended: `Order` has these. Where a warp of such a launch has published a
-// number and a warp of a later launch has read it, what the reader does next comes after what the publisher knew of.
+// A launch that does not overlap begins when the previous launch has ended. An overlapping launch begins as soon as each
+// block of the previous one has executed launch_dependents or has ended. For a thread that has executed
+// griddepcontrol.wait, and for threads that have learned from it, the previous launch has ended. A launch for which no
+// thread has waited may still run when the next one has ended: `Order` has these launches. If a warp of such a launch has
+// published a number, and a warp of a later launch has read it, the reader's next accesses come after all that the
+// publisher knew.
 #include <algorithm>
 #include <map>
 #include <memory>

@@ -1,4 +1,4 @@
-// WGMMA. A product is made when it is issued, and what it read is looked at again when it is waited for.
+// WGMMA. A product is computed when it is issued, and its operands are checked again when it is waited for.
 #include "threads.h"
 
 namespace emulator {

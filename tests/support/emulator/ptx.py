@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 _LABEL = re.compile(r"([$\w]+):")
 _COMMENT = re.compile(r"//[^\n]*")
+_TARGETS = re.compile(r"([$\w]+):\s*\.branchtargets\s+([^;]*);")
 _DIRECTIVE_LINE = re.compile(r"\.(loc|file|section|version|target|address_size)\b[^\n]*")
 _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\(")
 _BOUND = re.compile(r"\.(maxntid|minnctapersm|maxnreg)\s+([\d,\s]*\d)")
@@ -48,13 +49,15 @@ class Registers(NamedTuple):
 
 class Entry(NamedTuple):
     """A kernel. Names that a scope of inline assembly declares have its number behind them.
-    bounds: the numbers of its .maxntid, .minnctapersm and .maxnreg, of those that it has."""
+    bounds: the numbers of its .maxntid, .minnctapersm and .maxnreg, of those that it has. targets:
+    the labels of each list that a branch chooses from."""
 
     name: str
     bounds: dict[str, tuple[int, ...]]
     params: tuple[Variable, ...]
     shared: tuple[Variable, ...]
     statements: tuple[Instruction | Label | Registers, ...]
+    targets: dict[str, list[str]]
 
 
 def width(type_name: str) -> int:
@@ -93,6 +96,7 @@ class _Body:
         self.opened = 0
         self.shared: list[Variable] = []
         self.statements: list[Instruction | Label | Registers] = []
+        self.targets: dict[str, list[str]] = {}
         while self._statement():
             pass
 
@@ -119,6 +123,9 @@ class _Body:
             self.scopes.pop()
         elif directive := _DIRECTIVE_LINE.match(self.text, self.at):
             self._skip(directive.end())
+        elif targets := _TARGETS.match(self.text, self.at):
+            self.targets[targets[1]] = [name.strip() for name in targets[2].split(",")]
+            self._skip(targets.end())
         elif label := _LABEL.match(self.text, self.at):
             self.statements.append(Label(label[1]))
             self._skip(label.end())
@@ -191,5 +198,6 @@ def entries(text: str) -> list[Entry]:
             for name in re.findall(r"[$\w]+", operand)
         }
         shared = [x for x in before.values() if x.name in used] + body.shared
-        result.append(Entry(head[1], bounds, params, tuple(shared), tuple(body.statements)))
+        statements = tuple(body.statements)
+        result.append(Entry(head[1], bounds, params, tuple(shared), statements, body.targets))
     return result

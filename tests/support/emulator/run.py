@@ -1,14 +1,15 @@
-r"""Runs the CUDA library's kernels on a CPU, and holds them to the float64 specification.
+r"""Runs the CUDA library's kernels on a CPU, and compares them with the float64 specification.
 
     PYTHONPATH=.:tests/support python -m emulator.build
     PYTHONPATH=.:tests/support python -m emulator.run --races --random 100
 
-A case of K = V = 128 takes a second or so for each 40 chunks of a value head, and ten seconds more
-the first time that a kernel is needed. `--select` takes the cases whose name a regular expression
-finds; `--random` adds random calls of the forward, of every size, layout and option, and a quarter
-as many each of prefills on a pool and of the backward; `--seeds` runs each case in that many orders
-of its warps and copies. `--multiprocessors` is what the library is told: few give a block several
-sequences, many cut long ones into segments. Half of the random calls are batch-invariant.
+A case of K = V = 128 takes about a second for each 40 chunks of a value head, and ten seconds more
+the first time that a kernel is needed. `--select` selects the cases whose name a regular expression
+finds. `--random` adds random calls of the forward, of every size, layout and option, and a quarter
+as many each of prefills on a pool and of the backward. `--seeds` runs each case in that many orders
+of its warps and copies. `--multiprocessors` is the number that the library is told: few give a
+block several sequences, many cut long ones into segments. Half of the random calls are
+batch-invariant.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-# Before Triton is imported: only the CUDA library is of interest here.
+# Set before Triton is imported: only the CUDA library matters here.
 os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
@@ -132,7 +133,8 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"backward-{case.name}", lambda task=task: check_task(task(), BF16, "cpu")
 
     def check_cut(case: Case) -> None:
-        # Gates of 0: others close within a segment, and nothing would depend on its map.
+        # Gates of 0, because other gates would forget within a segment, and nothing would depend on
+        # its map.
         x = make_inputs(case, BF16, "cpu")
         task = make_task(case, BF16, "cpu", Gradients(), x.but(g=STRENGTHS["none"](x.g)))
         check_task(task, BF16, "cpu")
@@ -172,7 +174,7 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def check_kept(every: int, task: Callable[[], Task]) -> None:
-    """With a state that the forward leaves after each `every` tokens."""
+    """The forward leaves a state after each `every` tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "best_checkpoint_interval", lambda *sizes: every)
         check_task(task(), BF16, "cpu")

@@ -124,6 +124,7 @@ struct Warp {
   uint32_t registers;                      // of a thread, by the last setmaxnreg that is done
   std::vector<uint32_t> set_at = {};       // the sites of its setmaxnreg, begun or done
   Clocks clocks;
+  Times fenced{};  // what it had seen at its last fence.proxy.async
 };
 
 // What the warp does from here on is later than what others have learned of it.

@@ -241,6 +241,15 @@ class _Translation:
         name = f"change_{self._where(space)}<{kind}>"
         return self._call(x, name, self.address(where), function, to=to)
 
+    def _elect(self, x: Instruction) -> str:
+        to, _, predicate = x.operands[0].partition("|")
+        return f"{self.value(to)} = 0; {self.value(predicate)} = t.lane == 0;"
+
+    def _brx(self, x: Instruction) -> str:
+        labels = self.entry.targets[x.operands[1]]
+        cases = (f"case {i}: goto {y.replace('$', 'L')};" for i, y in enumerate(labels))
+        return f"switch ({self.value(x.operands[0])}) {{ {' '.join(cases)} }}"
+
     def _bra(self, x: Instruction) -> str:
         return f"goto {x.operands[0].replace('$', 'L')};"
 
@@ -261,6 +270,8 @@ class _Translation:
         return self._call(x, "named_barrier", number, threads, waits)
 
     def _barrier(self, x: Instruction) -> str:
+        if x.opcode[1] == "sync":
+            return self._bar(x)
         if x.opcode[1] != "cluster":
             raise Untranslatable(".".join(x.opcode))
         return self._call(x, f"cluster_{x.opcode[2]}")
@@ -368,7 +379,7 @@ class _Translation:
             return self._call(x, "bulk_wait", self.value(x.operands[0]))
         if kind == "cp.async.bulk.wait_group.read":
             return self._call(x, "bulk_wait_read", self.value(x.operands[0]))
-        if kind.startswith("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier"):
+        if re.match(r"cp\.async\.bulk\.tensor\.4d\.shared::(cluster|cta)\.global\.mbarrier", kind):
             to, source, barrier = x.operands
             where = self._tensor(source)
             return self._call(x, "tensor_load", self.address(to), *where, self.address(barrier))

@@ -320,6 +320,10 @@ uint32_t redux_max_s32(Thread& t, uint32_t x, uint32_t mask) {
   meet(t, Kind::kRedux, mask, &arguments);
   return arguments.result;
 }
+uint32_t redux_add_s32(Thread& t, uint32_t x, uint32_t mask) {
+  for (uint32_t n = 1; n < 32; n *= 2) x += shuffle(t, Shuffle::kButterfly, x, n, 0x1f, mask, nullptr);
+  return x;
+}
 void load_matrices(Thread& t, uint32_t address, uint32_t* out, int count, bool transposed) {
   MatrixArguments arguments{address, out, nullptr, count, transposed};
   meet(t, Kind::kLoad, ~0u, &arguments);

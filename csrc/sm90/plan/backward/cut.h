@@ -8,13 +8,6 @@
 
 namespace gdn::sm90::backward {
 
-// Chunks of a segment in every call whose walks may both be cut (segments/maps.cu); 0: no call is
-// cut; -1: as the host chooses.
-#ifndef GDN_BACKWARD_CUT
-#define GDN_BACKWARD_CUT -1
-#endif
-constexpr int kForcedCut = GDN_BACKWARD_CUT;
-
 // Whether a call has the kernels of Kind::kExact in bf16.
 inline bool is_exact(const ChunkForward& p) {
   return p.dtype == Dtype::kBFloat16 && p.K == kChannels && p.V == kChannels;
@@ -67,8 +60,8 @@ inline int triangle_blocks_of(const ChunkForward& p, const SegmentPlan& segments
 
 // Both walks of several packed sequences are cut only where the host knows the longest.
 inline bool may_be_cut(const ChunkForward& p) {
-  const bool is_known = !is_uneven(p) || p.longest[0] > 0 || kForcedCut > 0;
-  return kForcedCut != 0 && is_exact(p) && !p.batch_invariant && p.N <= kMostCut && is_known;
+  const bool is_known = !is_uneven(p) || p.longest[0] > 0;
+  return is_exact(p) && !p.batch_invariant && p.N <= kMostCut && is_known;
 }
 // Microseconds of a walk back that is not cut; 0 where no plan cuts the walk back.
 inline double time_of_back(const ChunkForward& p) {
@@ -146,8 +139,6 @@ inline TimedPlan cut_of(const ChunkForward& p, const TimedPlan& others, double o
                    kLeast = 10;  // the least gain: as a share of the time, and in microseconds
   const int64_t chunks = ceil_div(p.T, kChunk);
   if (!may_be_cut(p)) return others;
-  if (kForcedCut > 0)
-    return chunks > kForcedCut ? TimedPlan{in_segments(p, kForcedCut, true), 0} : others;
   if (!has_room_for_halves(p)) return others;  // whole slices are walked back
   double least = kMargin * (others_time + time_of_back(p)) - kLeast;
   TimedPlan best = others;

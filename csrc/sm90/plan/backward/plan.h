@@ -1,6 +1,6 @@
 // The plan of a backward: whole sequences or segments, for both walks or the walk forward alone;
 // slices or halves of slices; and which states the forward leaves. Plans rest on models of the
-// times, and on what the host knows of the lengths. chunk_backward.cu asks for them, on the host.
+// times, and on the lengths that the host knows. chunk_backward.cu asks for them, on the host.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -128,7 +128,6 @@ inline TimedPlan segments_from_states(const ChunkForward& p, int length) {
   if (!may_be_cut(p) || segments.of_batch > kMostFolds) return others;
   const SegmentCounts counts(p, length);
   const TimedPlan cut = {segments, time_of_cut(p, length, counts, true, others.segments)};
-  if (kForcedCut > 0) return segments.of_batch > 1 ? cut : others;
   return has_room_for_halves(p) && counts.steps >= 1 && cut.time < others.time ? cut : others;
 }
 

@@ -7,13 +7,6 @@
 
 namespace gdn::sm90::backward {
 
-// The shape of the walk back where the device chooses, BackShape::kByLengths: 1: halves of slices;
-// 0: slices; -1: by the lengths.
-#ifndef GDN_BACKWARD_HALVES
-#define GDN_BACKWARD_HALVES -1
-#endif
-constexpr int kForcedHalves = GDN_BACKWARD_HALVES;
-
 // A chunk of the walk back: kBack of half a slice, kBackWhole of a slice whose triangles are ready.
 constexpr double kBack = 1.2, kBackWhole = 2.6;
 
@@ -28,9 +21,9 @@ GDN_HOST_DEVICE float time_of_segments(float share, float length, float chunk = 
 // The walk of the state to where the last segments begin. walked: chunks of the longest sequence;
 // share: chunks of a multiprocessor, where all have equally many.
 GDN_HOST_DEVICE float time_of_states(float share, float walked, bool overlaps) {
-  // kOverlap: what a chunk of the walk back takes longer while this walk overlaps with it. A chunk
-  // of this walk after the walk back takes kChain, the chain of its products, or kFull, where
-  // memory is the bound.
+  // kOverlap: the time that this walk adds to a chunk of the walk back while both run. A chunk of
+  // this walk after the walk back takes kChain, the chain of its products, or kFull, where memory
+  // is the bound.
   constexpr float kOverlap = 0.2f, kChain = 1.2f, kFull = 1.8f, kLaunch = 8, kBehind = 15;
   return kLaunch + (overlaps ? kOverlap * walked : kBehind + fmaxf(kChain * walked, kFull * share));
 }
@@ -50,7 +43,6 @@ constexpr float kTriangles = 1.35f;
 // multiprocessor; makes: a walk over slices makes the triangles, for which halves need a kernel of
 // their own.
 GDN_HOST_DEVICE bool halves_pay(float longest, float share, bool makes) {
-  if (kForcedHalves >= 0) return kForcedHalves != 0;
   // Microseconds of a chunk: by the chain of a block's products, and (Full) by memory, with a block
   // on every multiprocessor.
   constexpr float kSlice = 2.5f, kSliceFull = 5, kHalf = 1.55f, kHalfFull = 2.3f, kMargin = 0.95f;

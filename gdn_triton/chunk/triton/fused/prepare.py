@@ -1,4 +1,4 @@
-"""Everything of a chunk that needs no state, in one kernel, for the fused walk (walk.py):
+"""Computes the parts of a chunk that need no state, in one kernel, for the fused walk (walk.py):
 
     scalars  = g_cumsum, beta and scale (q_i . k_i) of each token
     q, k     -> copies, when the norm is in the kernel or their rows are not whole multiples of 16
@@ -6,8 +6,8 @@
     A_qk     = strict-lower(scale (q_i . k_j) 2^(g_i - g_j))
 
 A program owns one chunk of one value head. The first value head of each key head writes its q and
-k. The diagonals, a token's own part and often most of the result, stay fp32: A_inv's is 1 and
-A_qk's is among the scalars.
+k. The diagonals belong to a token's own part, which is often most of the result, and stay in fp32:
+the diagonal of A_inv is 1, and that of A_qk is among the scalars.
 """
 
 import functools
@@ -103,7 +103,7 @@ def prepare_fwd_kernel(
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)[None, :]
     valid = o_t < n_rows
-    # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
+    # Bases are 64-bit scalars; offsets inside of a chunk fit 32 bits (forward.py ensures it).
     base = (i_b * T + row) * HV + i_hv
     p_g = g + i_b * stride_gb + row * stride_gt + i_hv * stride_gh
     b_g = tl.load(p_g + o_t.to(tl.int64) * stride_gt, mask=valid, other=0).to(tl.float32)
@@ -201,7 +201,7 @@ def prepare_launch(
     copy: bool,
     is_varlen: bool,
 ) -> Launch:
-    """The kernel with all that is the same in calls of other lengths. Strides: ``row_strides`` of q
+    """The kernel with all arguments that do not depend on lengths. Strides: ``row_strides`` of q
     and k, ``head_strides`` of g and beta."""
     config = prepare_config(K, dtype)
     return Launch(
@@ -248,7 +248,7 @@ def prepare_fwd(
     allow_neg_eigval: bool = False,
 ) -> ChunkFactors:
     """q, k: [B, T, H, K], last stride 1; g, beta: [B, T, HV], natural-log decay and write strength,
-    or what their activations take. ``dtype`` is the one that products are computed in."""
+    or the inputs of their activations. ``dtype``: the dtype of products."""
     B, T, H, K = k.shape
     HV = g.shape[2]
     BT = chunks.chunk_size

@@ -1,14 +1,14 @@
-"""A sequence in segments that run side by side, for calls with too few states to fill a GPU.
+"""A sequence in segments that run at the same time, for calls with too few states to fill a GPU.
 
-What a segment does to the state is an affine map, S_out = M S_in + b, with M [K, K] and b [K, V].
-`segment_maps_kernel` finds the maps of all segments in parallel: b is the walk from a state of
-zeros, and M the same walk from the identity with values of zero, so both are columns of one
+The effect of a segment on the state is an affine map, S_out = M S_in + b, with M [K, K] and b [K,
+V]. `segment_maps_kernel` finds the maps of all segments in parallel: b is the walk from a state of
+zeros, and M is the same walk from the identity with values of zero, so both are columns of one
 recurrence. `segment_starts_kernel` then folds the maps of each sequence, in order, into the state
-that each segment starts from; the walk over each segment (walk.py) follows. Nothing is truncated.
+that each segment starts from. The walk over each segment (walk.py) follows. Nothing is truncated.
 
-Segments are numbered like chunks and lie in the same tables: a segment is a chunk of many tokens
-(shared/chunks.py). The map of a sequence's last segment is not needed and not made, nor the M of
-its first where that starts from zeros.
+Segments are numbered like chunks and stored in the same tables: a segment is a chunk of many tokens
+(shared/chunks.py). The map of a sequence's last segment is not needed and not made; neither is the
+M of the first segment if it starts from zeros.
 """
 
 import functools
@@ -101,8 +101,8 @@ def segment_maps_kernel(
     p_A = A_inv + base * BT
     p_s = scalars + (i_b * HV + i_hv) * T + row
     plane = tl.cast(B, tl.int64) * HV * T
-    # A segment ends with its sequence or after whole chunks: only the last one has a part of one,
-    # and that has returned.
+    # A segment ends after whole chunks, except the last one of a sequence, and for that one the
+    # program has already returned.
     for _ in range(0, n_rows, BT):
         b_g = tl.load(p_s + o_t)
         b_beta = tl.load(p_s + plane + o_t)
@@ -197,7 +197,7 @@ def segment_starts_kernel(
     if count > 0:
         tl.store(p_b, b_h, mask=in_state)
     elif STORE_HT:
-        # Not `states`, whose type may be another one: see fused_fwd_kernel.
+        # Do not reuse the name `states`, whose type may differ: see fused_fwd_kernel.
         final = StateMemory(ht, stride_htn, stride_hth, stride_htk, stride_htv)
         store_final_state(
             b_h, final, write_slots, i_n, i_nh, i_hv, o_k, o_v, in_state, K, V, LAST_SKIPPED
@@ -284,10 +284,10 @@ def segment_starts(
     state_v_first: bool,
     pool: Pool | None = None,
 ) -> torch.Tensor:
-    """The state that each segment starts from, fp32 [segments.slots, HV, K, V]; undefined in slots
-    of no sequence. ``segments`` are of a whole number of chunks each. Of ``final_state`` only the
-    sequences without a token are written: the walk writes the others. With a ``pool`` both are its
-    states."""
+    """Returns the state that each segment starts from, fp32 [segments.slots, HV, K, V]; slots of no
+    sequence are undefined. Each of ``segments`` is a whole number of chunks. Of ``final_state``
+    only the sequences without a token are written, since the walk writes the others. With a
+    ``pool`` both states are in the pool."""
     _, k, scalars, A_inv, _ = prepared
     B, T, H, K_row = k.shape
     HV, V = v.shape[2:]
@@ -329,7 +329,35 @@ def segment_starts(
         NS=segments.NT,
         segment=segments.chunk_size,
     )
-    tile = starts_config(gpu, K, V)
+    fold_maps(
+        starts,
+        shifts,
+        segments,
+        initial_state,
+        final_state,
+        N=N,
+        state_v_first=state_v_first,
+        pool=pool,
+    )
+    return starts
+
+
+def fold_maps(
+    offsets: torch.Tensor,
+    shifts: torch.Tensor,
+    segments: ChunkTable,
+    initial_state: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+    *,
+    N: int,
+    state_v_first: bool,
+    pool: Pool | None = None,
+) -> None:
+    """Replaces the b of each segment in ``offsets`` [segments.slots, HV, K, V] by the state that
+    the segment starts from. ``shifts`` [segments.slots, HV, K, K] are their M."""
+    HV, K, V = offsets.shape[1:]
+    has_h0 = initial_state is not None
+    tile = starts_config(gpu_of(offsets.device), K, V)
     fold = starts_launch(
         tile,
         state_strides(initial_state, state_v_first),
@@ -340,11 +368,11 @@ def segment_starts(
         V,
         has_h0,
         final_state is not None,
-        is_varlen,
+        segments.chunk_rows is not None,
     )
     fold(
         (N * HV * -(-V // tile.BV), 1, 1),
-        offsets=starts,
+        offsets=offsets,
         shifts=shifts,
         h0=initial_state,
         ht=final_state,
@@ -355,4 +383,3 @@ def segment_starts(
         N=N,
         NS=segments.NT,
     )
-    return starts

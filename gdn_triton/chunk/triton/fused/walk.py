@@ -1,15 +1,14 @@
-"""State and output in one pass over a sequence's chunks; w, u, v_new and the chunk states never
-leave the chip:
+"""Computes state and output in one pass over a sequence's chunks; w, u, v_new and the chunk states
+are not written to memory:
 
     x     = beta (v - 2^g (k h))
     v_new = x + A_inv x
     o_i   = scale (2^g_i q_i h + (q_i . k_i) v_new_i) + sum_{j < i} A_qk_ij v_new_j
     h     = 2^g_last h + sum_i 2^(g_last - g_i) k_i (x) v_new_i
 
-A program owns BV columns of the state [K, V] of one sequence and value head, in fp32 registers.
-What needs no state comes from prepare.py: the walk is serial, so all that can be done beside it is
-done before it. A token's own part (x in v_new, its own v_new in o) is added in fp32: A_inv and A_qk
-are strictly lower.
+A program owns BV columns of the state [K, V] of one sequence and value head, in fp32 registers. The
+walk is serial, so all that needs no state is computed before, by prepare.py. A token's own part (x
+in v_new, and v_new in o) is added in fp32, because A_inv and A_qk are strictly lower.
 """
 
 import functools
@@ -119,7 +118,7 @@ def fused_fwd_kernel(
     LAST_SKIPPED: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    """ALIGN_O: 0 where o is dense and has no strides."""
+    """ALIGN_O: 0 if o is dense, without strides."""
     stride_vb, stride_vt, stride_vh = in_elements(stride_vb, stride_vt, stride_vh, ALIGN_V)
     stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
     stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
@@ -167,7 +166,7 @@ def fused_fwd_kernel(
             return
     dtype: tl.constexpr = A_inv.dtype.element_ty
     in_state = in_k[:, None] & in_v
-    # A segment has a state to start from in any case: segments.py has looked at the flags.
+    # A segment always has a state to start from, because segments.py has read the flags.
     flags = None if IN_SEGMENTS else has_state
     states = StateMemory(h0, stride_h0n, stride_h0h, stride_h0k, stride_h0v)
     if h0 is None:
@@ -177,7 +176,7 @@ def fused_fwd_kernel(
         p_h0 = state_pointers(states, i_h0, i_hv, o_k, o_v)
         b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
 
-    # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
+    # Bases are 64-bit scalars; offsets inside of a chunk fit 32 bits (forward.py ensures it).
     base = (i_b * T + row) * HV + i_hv
     p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh
     p_k = k + i_b * stride_kb + row * stride_kt + i_h * stride_kh
@@ -197,8 +196,8 @@ def fused_fwd_kernel(
         i_c = (i_b * T + bos) // every
         states = StateMemory(checkpoints, stride_cn, stride_ch, stride_ck, stride_cv)
         kept = Checkpoints(states, checkpoint_slots, every, M)
-    # A token's q.k enters no product, so the compiler would not load it ahead: it is loaded a chunk
-    # ahead by hand.
+    # A token's q.k is no operand of a product, so the compiler would not load it ahead. It is
+    # therefore loaded one chunk ahead by hand.
     b_qk_next = tl.load(p_s + 2 * plane + o_t, mask=o_t < n_rows, other=0)
     for start in range(0, n_rows, BT):
         left = n_rows - start
@@ -240,8 +239,8 @@ def fused_fwd_kernel(
 
     if STORE_HT:
         if ends:
-            # `states` may hold None or a pointer to another dtype, and Triton refuses a branch on a
-            # value of the device that gives a name another type.
+            # `states` may hold None or a pointer to another dtype. Triton refuses a name whose type
+            # changes in a branch on a value of the device.
             final = StateMemory(ht, stride_htn, stride_hth, stride_htk, stride_htv)
             i_nh = i_n * HV + i_hv
             store_final_state(
@@ -271,7 +270,7 @@ def fused_launch(
     BN: int,
     is_varlen: bool,
 ) -> Launch:
-    """The kernel with all that is the same in calls of other lengths. Strides: ``row_strides``,
+    """The kernel with all arguments that do not depend on lengths. Strides: ``row_strides``,
     ``state_strides``, ``out_strides``. BN: a power of two above the number of sequences, if they
     are cut."""
     return Launch(
@@ -315,12 +314,12 @@ def fused_fwd(
     segments: ChunkTable | None = None,
     pool: Pool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o [B, T, HV, V] in ``dtype`` and the final state fp32, laid out as ``state_v_first`` says.
-    ``prepared`` is what ``prepare_fwd`` made with the same ``scale``; K is the keys' own width,
-    which its copies may exceed. v: [B, T, HV, V], last stride 1. segments: the sequences cut into
-    pieces of a whole number of chunks, to be walked side by side (segments.py). pool: where the
-    states are read and written, in place of the two, and where o goes; for it ``chunks`` and
-    ``segments`` know the sequences to skip."""
+    """Returns o [B, T, HV, V] in ``dtype`` and the final state in fp32, laid out as
+    ``state_v_first`` says. ``prepared``: the result of ``prepare_fwd`` with the same ``scale``. K:
+    the width of the keys, which the copies in ``prepared`` may exceed. v: [B, T, HV, V], last
+    stride 1. segments: the sequences cut into pieces of a whole number of chunks, which are walked
+    at the same time (segments.py). pool: the memory of states and o, in place of ``initial_state``
+    and new tensors; then ``chunks`` and ``segments`` know the sequences to skip."""
     q, k, scalars, A_inv, A_qk = prepared
     B, T, H, K_row = k.shape
     HV, V = v.shape[2:]
@@ -337,7 +336,7 @@ def fused_fwd(
     h0, h0_strides = initial_state, state_strides(initial_state, state_v_first)
     gpu = gpu_of(v.device)
     if segments is None:
-        # One walk more than sequences: it writes the rows that belong to no sequence.
+        # There is one more walk than sequences: it writes the rows that belong to no sequence.
         walks, segment, BN = N + 1 if is_varlen else N, 0, 1
         config = fused_config(gpu, K, V, N * HV, short=B * T <= 2 * BT * N)
     else:

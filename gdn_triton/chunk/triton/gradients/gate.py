@@ -1,4 +1,4 @@
-"""The last step for the decays and write strengths: the shares of the blocks of K are added up,
+"""The last step for the decays and write strengths: it adds the shares of the blocks of K,
 
     dg_t = sum_(i >= t) ahead_i + sum_(i < t) behind_i + across       in each chunk
 
@@ -7,8 +7,8 @@ and, with the activations in the kernel, z = g_raw + dt_bias,
     dg_raw = -exp(A_log) sigmoid(z) dg        dbeta_raw = beta (1 - sigmoid(beta_raw)) dbeta
     dA_log = sum of g dg                      ddt_bias  = sum of dg_raw
 
-A decay below the floor of g_cumsum is exactly 0 and has no gradient. The sums over all tokens go in
-two stages of a fixed order: a chunk's tokens, then the chunks.
+A decay below the floor of g_cumsum is exactly 0 and has no gradient. The sums over all tokens have
+two stages of a fixed order: the tokens of a chunk, then the chunks.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import chunk_span, store_zeros
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
-# Chunks whose sums a program of the second stage adds up at a time, and for how many heads.
+# The chunks whose sums a program of the second stage adds at a time, and the number of its heads.
 SUM_BLOCK = 64
 SUM_WIDTH = 8
 
@@ -114,7 +114,7 @@ def gate_bwd_kernel(
         b_g = log_decay(b_g, b_A, rate, THRESHOLD)
         # Where softplus is an exponential, the decay is its own derivative.
         b_slope = tl.where(is_exp, b_g, b_slope)
-        # A NaN fails both comparisons and so stays a NaN.
+        # A NaN fails both comparisons and therefore stays a NaN.
         closed = (b_g * RCP_LN2 < FLOOR) | (o_t >= n_rows)
         tl.store(sums + o_sums, tl.sum(tl.where(closed, 0.0, b_dg * b_g), 0))
         b_dg = tl.where(closed, 0.0, b_slope * b_dg)
@@ -166,8 +166,8 @@ def gate_bwd(
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
 ) -> GateGradients:
-    """pair_shares as ``pairs_bwd`` made them, shares and across as ``query_key_bwd`` did.
-    beta_used: [B, T, HV], after its sigmoid; g, beta: the caller's own."""
+    """pair_shares: from ``pairs_bwd``; shares and across: from ``query_key_bwd``. beta_used: [B, T,
+    HV], after its sigmoid; g, beta: the caller's own."""
     B, T, HV = g.shape
     dg = torch.empty(B, T, HV, dtype=g.dtype, device=g.device)
     dbeta = torch.empty(B, T, HV, dtype=beta.dtype, device=g.device)

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
-from gdn_triton.chunk.triton.steps.l2norm import TILE_ELEMENTS, row_place
-from gdn_triton.constants import L2NORM_EPS
+from gdn_triton._triton.strides import in_elements
+from gdn_triton.chunk.triton.steps.l2norm import launch_rows, row_place
 
 
 @triton.jit
@@ -20,7 +19,7 @@ def norm_gradient(b_x, b_dy, EPS: tl.constexpr):
     x, dy = b_x.to(tl.float32), b_dy.to(tl.float32)
     r = tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
     y = x * r
-    # A row without a gradient has none, whatever it holds: tokens of no sequence may be NaN.
+    # A row with a gradient of 0 gets 0, whatever it holds: tokens of no sequence may be NaN.
     none = tl.max((dy != 0).to(tl.int32), 1)[:, None] == 0
     return tl.where(none, 0.0, r * (dy - y * tl.sum(y * dy, 1)[:, None]))
 
@@ -73,29 +72,6 @@ def l2norm_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the caller's q and k [B, T, H, K] (last stride 1), in their dtypes, from those
     of the normalised ones, contiguous."""
-    B, T, H, K = q.shape
-    dq = torch.empty(B, T, H, K, dtype=q.dtype, device=q.device)
-    dk = torch.empty(B, T, H, K, dtype=k.dtype, device=k.device)
-    n = B * T * H
-    if n == 0:
-        return dq, dk
-    BK = triton.next_power_of_2(K)
-    BR = max(1, TILE_ELEMENTS // BK)
-    l2norm_bwd_kernel[(triton.cdiv(n, BR), 2)](
-        q=q,
-        k=k,
-        dq_in=dq_in,
-        dk_in=dk_in,
-        dq=dq,
-        dk=dk,
-        n=n,
-        T=T,
-        H=H,
-        **row_arguments("q", row_strides(q)),
-        **row_arguments("k", row_strides(k)),
-        EPS=L2NORM_EPS,
-        K=K,
-        BK=BK,
-        BR=BR,
-    )
+    dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    launch_rows(l2norm_bwd_kernel, q, k, dq_in=dq_in, dk_in=dk_in, dq=dq, dk=dk)
     return dq, dk

@@ -1,14 +1,14 @@
-"""What the pairs of tokens of a chunk have to do with each other in the backward, by value head:
+"""The gradients of the products of pairs of tokens in a chunk, by value head:
 
     S_ij  = scale (do_i . v_new_j) 2^(g_i - g_j)         j < i: the gradient of q_i . k_j
     N_ij  = -beta_i (dx_i . v_new_j) 2^(g_i - g_j)       j < i: the gradient of k_i . k_j
     own_i = scale (do_i . v_new_i)                       which no decay reaches: fp32
 
-and what they leave once they have met q k^T and k k^T: their part of dbeta and of the decays'
-gradient. A program owns N, or S and own, of one chunk of one key head and adds up its value heads,
-one after the other, in registers: dq and dk need no more. All that is loaded is an operand of a
-product and of nothing else, as dbeta's dx . v is the diagonal of one: what registers use too, or
-alone, is not loaded ahead.
+and, after products with q k^T and k k^T, their parts of dbeta and of the decays' gradient. A
+program owns N, or S and own, of one chunk of one key head, and adds its value heads one after the
+other in registers, because dq and dk need only the sums. Every loaded tile is an operand of a
+product and of nothing else; dbeta's dx . v is the diagonal of a product. Triton does not load ahead
+a tile that other operations read.
 """
 
 from typing import NamedTuple
@@ -55,7 +55,8 @@ def query_pairs(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """S [BT, BT] and own [BT]. Pointers are to the chunk's first row and the first of G heads."""
+    """Returns S [BT, BT] and own [BT]. Pointers are to the chunk's first row and the first of G
+    heads."""
     below = (o_t[:, None] > o_t[None, :]) & valid[:, None]
     b_qk = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(0, K_ROW, BK):
@@ -81,8 +82,8 @@ def query_pairs(
         between = decay_of_pairs(b_g, below)
         b_S = tl.where(below, b_S * (between * scale), 0.0)
         sum_S += b_S
-        # A pair counts in the gradients of the decays between its tokens: plus for the later one's
-        # and all before it, minus for the earlier one's and all before it.
+        # A pair is part of the gradients of the decays between its tokens: with a plus for the
+        # decays up to the later token, and a minus for the decays up to the earlier one.
         b_S = tl.where(below, b_S * b_qk, 0.0)
         tl.store(p_share + o_t, tl.sum(b_S, 1) - tl.sum(b_S, 0), mask=valid)
         p_g += stride_gh
@@ -121,7 +122,7 @@ def key_pairs(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """N [BT, BT]. Pointers are to the chunk's first row and the first of G heads."""
+    """Returns N [BT, BT]. Pointers are to the chunk's first row and the first of G heads."""
     dtype: tl.constexpr = p_dx.dtype.element_ty
     below = (o_t[:, None] > o_t[None, :]) & valid[:, None]
     b_kk = tl.zeros([BT, BT], dtype=tl.float32)
@@ -221,7 +222,7 @@ def pairs_bwd_kernel(
     i_c, i_h = i_ch // H, i_ch % H
     G = HV // H
     i_b, row, n_rows = chunk_span(i_c, chunk_rows, T, NT, BT, IS_VARLEN)
-    # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
+    # Bases are 64-bit scalars; offsets inside of a chunk fit 32 bits (forward.py ensures it).
     base = ((i_b * T + row) * HV + i_h * G) * V
     o_t = tl.arange(0, BT)
     if n_rows <= 0:
@@ -299,8 +300,9 @@ def pairs_bwd_kernel(
 
 class Pairs(NamedTuple):
     """Sums over the value heads of a key head: S, N: [B, T, H, chunk_size], strictly lower, in the
-    dtype of products; own: fp32 [B, H, T]. shares: fp32 [3, B, HV, T], the pairs' part of dbeta,
-    and two of the gradients of a token's decay and those before it in its chunk."""
+    dtype of products; own: fp32 [B, H, T]. shares: fp32 [3, B, HV, T], the pairs' parts of dbeta,
+    of the gradients of a token's decay, and of the gradients of the decays before it in its chunk.
+    """
 
     S: torch.Tensor
     N: torch.Tensor

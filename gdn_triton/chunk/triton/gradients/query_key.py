@@ -1,15 +1,16 @@
-"""The gradients of a chunk's q, k and v, and the states' part of those of beta and of the decays:
+"""The gradients of a chunk's q, k and v, and the states' parts of the gradients of beta and of the
+decays:
 
     dq = own k + S k + scale 2^g do h^T
     dk = own q + S^T q + (N + N^T) k - beta 2^g dx h^T + 2^(g_last - g) v_new dh^T
     dv = beta dx
 
-with h the state before the chunk, dh the gradient of the one after it, and S, N and own, summed
-over the value heads of the key head, from pairs.py. A program owns BK columns of dq or of
-dk, of one chunk of one key head, and adds up the value heads, one after the other, in registers.
-Those of one chunk are neighbours in one launch, so that the second to read h finds it in the cache.
-What dbeta and the decays' gradient need are sums over all of K: each block of columns writes its
-share. The blocks of V of dv are dealt out to the programs of dk.
+with h the state before the chunk, dh the gradient of the state after it, and S, N and own, summed
+over the value heads of the key head, from pairs.py. A program owns BK columns of dq or of dk, of
+one chunk of one key head, and adds the value heads, one after the other, in registers. The programs
+of one chunk are neighbours in the launch, so the second one reads h from the cache. The parts of
+dbeta and of the decays' gradient are sums over all of K, of which each block of columns writes its
+share. The programs of dk also have the blocks of V of dv.
 """
 
 from typing import NamedTuple
@@ -34,8 +35,8 @@ from gdn_triton.chunk.triton.shared.places import chunk_span, decay_between, sto
 
 @triton.jit
 def as_product(b_x, PRECISION: tl.constexpr, BT: tl.constexpr):
-    """b_x [BT, BK] of 16 bits in the layout of products, exactly: I b_x. To be moved there through
-    shared memory takes three times the instructions. Wider ones are moved."""
+    """Returns b_x [BT, BK] of 16 bits in the layout of products, exactly, as I b_x: a move through
+    shared memory takes three times the instructions. Wider values are moved."""
     if b_x.dtype.primitive_bitwidth == 16:
         o_t = tl.arange(0, BT)
         eye = (o_t[:, None] == o_t[None, :]).to(tl.float32).to(b_x.dtype)
@@ -72,7 +73,7 @@ def query_columns(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq [BT, BK]. Pointers are to the chunk's first row and the first of G value heads."""
+    """Returns dq [BT, BK]. Pointers are to the chunk's first row and the first of G value heads."""
     dtype: tl.constexpr = p_S.dtype.element_ty
     in_keys = valid[:, None] & (o_k < K_ROW)[None, :]
     o_q, o_key = o_t[:, None] * stride_qt, o_t[:, None] * stride_kt
@@ -144,8 +145,8 @@ def key_columns(
     PRECISION: tl.constexpr,
     K_BLOCKS: tl.constexpr,
 ):
-    """dk [BT, BK], and a share of dv. Pointers are to the chunk's first row and the first of G
-    value heads."""
+    """Returns dk [BT, BK], and a share of dv. Pointers are to the chunk's first row and the first
+    of G value heads."""
     dtype: tl.constexpr = p_S.dtype.element_ty
     in_keys = valid[:, None] & (o_k < K_ROW)[None, :]
     o_q, o_key = o_t[:, None] * stride_qt, o_t[:, None] * stride_kt
@@ -264,7 +265,7 @@ def query_key_bwd_kernel(
     o_t = tl.arange(0, BT)
     o_k = (i_k * BK).to(tl.int32) + tl.arange(0, BK)
     in_k = o_k < K
-    # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
+    # Bases are 64-bit scalars; offsets inside of a chunk fit 32 bits (forward.py ensures it).
     base = ((i_b * T + row) * HV + i_h * G) * V
     o_out = ((i_b * T + row) * H + i_h) * K + (o_t[:, None] * H * K + o_k[None, :])
     if n_rows <= 0:
@@ -366,10 +367,10 @@ def query_key_bwd_kernel(
 
 
 class QueryKeyGradients(NamedTuple):
-    """dq, dk: [B, T, H, K]; dv: [B, T, HV, V]. The rest is fp32, to be added up over the blocks of
-    K; nothing for tokens of no sequence. shares: [blocks, 3, B, HV, T]: a token's
-    q . (scale 2^g do h^T), 2^g k . (dx h^T) and 2^(g_last - g) k . (v_new dh^T). across:
-    [blocks, slots, HV], 2^g_last (h . dh) of a chunk."""
+    """dq, dk: [B, T, H, K]; dv: [B, T, HV, V]. The other tensors are fp32 shares of the blocks of
+    K, undefined for tokens of no sequence. shares: [blocks, 3, B, HV, T]: a token's q . (scale 2^g
+    do h^T), 2^g k . (dx h^T) and 2^(g_last - g) k . (v_new dh^T). across: [blocks, slots, HV],
+    2^g_last (h . dh) of a chunk."""
 
     dq: torch.Tensor
     dk: torch.Tensor

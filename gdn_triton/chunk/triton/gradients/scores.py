@@ -63,7 +63,7 @@ def scores_kernel(
     dtype: tl.constexpr = A_qk.dtype.element_ty
     o_t = tl.arange(0, BT)
     valid = o_t < n_rows
-    # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
+    # Bases are 64-bit scalars; offsets inside of a chunk fit 32 bits (forward.py ensures it).
     p_q = q + i_b * stride_qb + row * stride_qt + i_h * stride_qh
     p_k = k + i_b * stride_kb + row * stride_kt + i_h * stride_kh
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
@@ -94,8 +94,8 @@ def scores(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A_qk [B, T, HV, chunk_size] in ``dtype``, the one that products are computed in, and own
-    [B, T, HV], fp32. q, k: [B, T, H, K], last stride 1; g_cumsum: [B, T, HV] fp32, dense."""
+    """Returns A_qk [B, T, HV, chunk_size] in ``dtype``, the dtype of products, and own [B, T, HV],
+    fp32. q, k: [B, T, H, K], last stride 1; g_cumsum: [B, T, HV] fp32, dense."""
     B, T, H, K_row = k.shape
     HV, BT = g_cumsum.shape[2], chunks.chunk_size
     A_qk = torch.empty(B, T, HV, BT, dtype=dtype, device=k.device)

@@ -1,17 +1,18 @@
-"""Both serial walks of the backward, side by side in one launch. Forward, the states and what each
-chunk writes, as the forward had them:
+"""Both serial walks of the backward in one launch. The walk forward computes the states and v_new
+as the forward does:
 
     v_new = x + A_inv x,  x = beta (v - 2^g k h)
     h     = 2^g_last h + sum_i 2^(g_last - g_i) k_i (x) v_new_i
 
-and in reverse, their gradients; dh is that of the state after a chunk, dx that of x:
+The walk back computes their gradients, where dh is the gradient of the state after a chunk, and dx
+that of x:
 
     dv_new = A_qk^T do + own do + 2^(g_last - g) k dh
     dx     = dv_new + A_inv^T dv_new
     dh     = 2^g_last dh + sum_i 2^g_i (scale q_i (x) do_i - beta_i k_i (x) dx_i)
 
-A_inv and A_qk are strictly lower here, their diagonals, 1 and own, apart in fp32. Neither walk
-reads what the other writes, and both are bound by their latency: with few states they are one
+A_inv and A_qk are strictly lower here; their diagonals, 1 and own, are separate in fp32. Neither
+walk reads results of the other, and latency bounds both. With few states they therefore share a
 launch, in which even programs walk back and odd ones forward. A program owns BV columns of the
 state [K, V] of one sequence and value head, in fp32 registers.
 """
@@ -72,8 +73,8 @@ def walk_forward(
     A_IS_STRICT: tl.constexpr,
     HAS_H0: tl.constexpr,
 ):
-    """Walks from a sequence's first chunk to its last. Pointers are to its first row and chunk
-    slot."""
+    """Walks from a sequence's first chunk to its last. Pointers are to the sequence's first row and
+    chunk slot."""
     dtype: tl.constexpr = p_A.dtype.element_ty
     o_t = tl.arange(0, BT)[:, None]
     o_c = tl.arange(0, BT)[None, :]
@@ -146,8 +147,8 @@ def walk_back(
     HAS_DHT: tl.constexpr,
     STORE_DH0: tl.constexpr,
 ):
-    """Walks from a sequence's last chunk to its first. Pointers are to its first row and chunk
-    slot."""
+    """Walks from a sequence's last chunk to its first. Pointers are to the sequence's first row and
+    chunk slot."""
     dtype: tl.constexpr = p_A.dtype.element_ty
     o_t = tl.arange(0, BT)[:, None]
     o_c = tl.arange(0, BT)[None, :]
@@ -171,8 +172,8 @@ def walk_back(
     p_do += last * step * V
     p_dx += last * step * V
     p_dh += last * HV * (K * V)
-    # g_last is loaded a chunk ahead by hand: Triton would keep it in shared memory, of which two
-    # programs of 32 columns leave not a byte on a multiprocessor of Hopper.
+    # g_last is loaded one chunk ahead by hand. Triton would keep it in shared memory, of which two
+    # programs of 32 columns use all on a multiprocessor of Hopper.
     g_next = tl.load(p_g + (n_rows - 1 - (count - 1) * BT) * stride_gt, mask=count > 0, other=0)
     for i_t in range(0, count):
         left = n_rows - (count - 1 - i_t) * BT
@@ -296,7 +297,7 @@ def state_bwd_kernel(
     i_b, row, n_rows, slot = sequence_span(i_n, cu_seqlens, chunk_offsets, T, NT, IS_VARLEN)
     o_k = tl.arange(0, BK)
     o_v = (i_v * BV + tl.arange(0, BV))[None, :]
-    # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
+    # Bases are 64-bit scalars; offsets inside of a chunk fit 32 bits (forward.py ensures it).
     base = (i_b * T + row) * HV + i_hv
     p_k = k + i_b * stride_kb + row * stride_kt + i_h * stride_kh
     p_g = g_cumsum + i_b * stride_gb + row * stride_gt + i_hv * stride_gh
@@ -306,7 +307,7 @@ def state_bwd_kernel(
     if WALKS != "forward" and is_back:
         p_dht = dht
         if HAS_DHT:
-            # Each branch has a name of its own, as the types may differ: see fused_fwd_kernel.
+            # Each branch has a separate name, because the types may differ: see fused_fwd_kernel.
             final = StateMemory(dht, stride_dhtn, stride_dhth, stride_dhtk, stride_dhtv)
             p_dht = state_pointers(final, i_n, i_hv, o_k, o_v)
         p_dh0 = dh0
@@ -380,8 +381,9 @@ def state_bwd_kernel(
 
 
 class States(NamedTuple):
-    """h, dh: [slots, HV, K, V], each chunk's starting state and the gradient of its final one.
-    v_new, dx: [B, T, HV, V]. All in the dtype of A_inv. dh0: fp32, laid out as asked for."""
+    """h, dh: [slots, HV, K, V], each chunk's starting state and the gradient of its final state.
+    v_new, dx: [B, T, HV, V]. All four have the dtype of A_inv. dh0: fp32, in the requested layout.
+    """
 
     h: torch.Tensor
     v_new: torch.Tensor
@@ -411,10 +413,10 @@ def state_bwd(
     store_dh0: bool = False,
     state_v_first: bool = False,
 ) -> States:
-    """q, k: [B, T, H, K_row], zero beyond the keys' own width K, v: [B, T, HV, V], last strides 1;
-    do: [B, T, HV, V], A_inv, A_qk: [B, T, HV, chunk_size], contiguous, A_qk without its diagonal,
-    A_inv too if ``A_is_strict``; g_cumsum, own: [B, T, HV], of the same strides; beta: [B, T, HV];
-    initial_state and dht as ``state_v_first`` says."""
+    """q, k: [B, T, H, K_row], zero beyond the width K of the keys; v: [B, T, HV, V]; last strides
+    1. do: [B, T, HV, V], and A_inv, A_qk: [B, T, HV, chunk_size], contiguous; A_qk lacks its
+    diagonal, and A_inv too if ``A_is_strict``. g_cumsum, own: [B, T, HV], with the same strides;
+    beta: [B, T, HV]; initial_state and dht are laid out as ``state_v_first`` says."""
     assert own.stride() == g_cumsum.stride()
     B, T, H, K_row = k.shape
     HV, V = do.shape[2:]

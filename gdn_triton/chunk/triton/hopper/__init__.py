@@ -1,1 +1,1 @@
-"""The forward for compute capability 9.0, in Gluon: one kernel whose warps have roles."""
+"""The forward for compute capability 9.0 in Gluon: one kernel with specialized warps."""

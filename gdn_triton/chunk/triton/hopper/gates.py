@@ -1,21 +1,25 @@
 """The gates warp: the factors of each chunk's tokens, and the frame of the state.
 
-The frame is the power of two in which the state is held. With g_i the chunk's inclusive sum of log2
-decays and a state S = 2^G S' before the chunk, the equations of docs/math.md become, for
-u_i = 2^e_i u'_i with d_i = G + g_i - e_i, D = G + g_last - G1 and any e, y and G1,
+The frame is the power of two by which the stored state S' differs from the state S. With g_i the
+chunk's inclusive sum of log2 decays and S = 2^G S' before the chunk, the equations of docs/math.md
+become, for u_i = 2^e_i u'_i with d_i = G + g_i - e_i, D = G + g_last - G1 and any e, y and G1,
 
     u'  = (I + A')^-1 beta (2^-e v - 2^d k S'),   A'_ij = beta_i (k_i . k_j) 2^(d_i - d_j),  i > j
     o   = scale 2^(e - y) (2^(d + y) q S' + P' u'),  P'_ij = (q_i . k_j) 2^(y_i + d_i - d_j), i >= j
     S'1 = 2^D S' + sum_j 2^(D - d_j) k_j^T u'_j,   S1 = 2^G1 S'1
 
-In most chunks e = G + g and d = y = D = 0, therefore no matrix has a decay: G moves through the
-exponents of bfloat16 from chunk to chunk, from TOP down to TOP - RANGE. Before a chunk that would
-leave this range, S' is multiplied by a power of two, which brings G back to TOP.
+In most chunks e = G + g and d = y = D = 0, so no matrix is multiplied by a decay. G decreases from
+chunk to chunk, from TOP to TOP - RANGE, a range that the exponents of bfloat16 hold. Before a chunk
+that would leave this range, S' is multiplied by a power of two that sets G to TOP.
 
-A chunk that decays by more than the whole range is steep. Its d are whole numbers, so every factor
-of a 16-bit operand is an exact power of two. Tokens that decay by less than STEEP_UNITS to the
-chunk's end have d = D; the u' of the others, which are held 2^-STEEP_UNITS smaller than u, are
-added to the state without the rest of their decay, and y = -d, up to MOST_LIFT more than e.
+A chunk that decays by more than the whole range is steep. In a steep chunk every d is a whole
+number, so the factors of 16-bit operands are exact powers of two. Tokens that decay by less than
+STEEP_UNITS up to the chunk's end have d = D. The u' of the other tokens are 2^-STEEP_UNITS times
+smaller than u and are added to the state without the rest of their decay. y is -d, but at most e +
+MOST_LIFT.
+
+The exponents of float16 hold a range of 8. There y is 0, and in steep chunks the state warps apply
+two factors apart from all operands: 2^d to q S', and 2^(D - d) to the u' that they add to S'.
 """
 
 from triton.experimental import gluon
@@ -24,21 +28,23 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gdn_triton.chunk.triton.hopper.names import CHUNK, advance
 
-TOP = gl.constexpr(24.0)
-RANGE = gl.constexpr(96.0)
-STEEP_UNITS = gl.constexpr(49.0)
+# In the exponents of bfloat16, and in those of float16.
+TOP, TOP_16 = gl.constexpr(24.0), gl.constexpr(4.0)
+RANGE, RANGE_16 = gl.constexpr(96.0), gl.constexpr(8.0)
+STEEP_UNITS, STEEP_UNITS_16 = gl.constexpr(49.0), gl.constexpr(0.0)
 MOST_LIFT = gl.constexpr(72.0)
 MOST_POWER = gl.constexpr(100.0)
-# Growth of one token, in log2 units, that fp32 sums and factors no longer hold.
+# The limit of one token's growth, in log2 units. fp32 sums and factors cannot represent more.
 GROWTH_LIMIT = gl.constexpr(256.0)
 
 # The vectors of a chunk in shared memory, 64 numbers each:
 #     x' = C v - F (k S'),   o = R (q S' + P' u'),   beta,   d,   y + d
 C_VECTOR, F_VECTOR, R_VECTOR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# In float16 the last one is D - d, as y is 0.
 BETA_VECTOR, D_VECTOR, SCORE_VECTOR = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5)
 VECTORS = gl.constexpr(6)
-# Its numbers: factors of the state before it is read, before the tokens are added, and at the end
-# (2^G1, which makes S of S'); 1 in a steep chunk, else 0.
+# The numbers of a chunk: the factor of the state before it is read, the factor before the tokens
+# are added, the factor at the end (2^G1, which converts S' to S), and 1 in a steep chunk, else 0.
 ENTER, DECAY, END, STEEP = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 FLAGS = gl.constexpr(4)
 
@@ -59,8 +65,8 @@ def log2_decay(
     HAS_GATE: gl.constexpr,
     HAS_DT_BIAS: gl.constexpr,
 ):
-    """The log2 decay of tokens, not below the floor, from their natural-log decay or raw gate. A
-    NaN stays a NaN. The formula is explained in gdn_triton/_triton/activations.py (log_decay)."""
+    """Returns the log2 decay of tokens from their natural-log decay or raw gate, not below the
+    floor. A NaN stays a NaN. gdn_triton/_triton/activations.py (log_decay) explains the formula."""
     if HAS_GATE:
         if HAS_DT_BIAS:
             g += gl.load(p_dt_bias).to(gl.float32)
@@ -83,6 +89,7 @@ def gates_role(
     p_dt_bias,
     walk,
     scale,
+    dtype: gl.constexpr,
     RCP_LN2: gl.constexpr,
     FLOOR: gl.constexpr,
     THRESHOLD: gl.constexpr,
@@ -95,13 +102,17 @@ def gates_role(
     vectors, flags, gates_full, empty = memory
     p_g, p_beta, stride_gt, stride_betat = inputs
     n_chunks, n_rows, _ = walk
+    IS_HALF: gl.constexpr = dtype == gl.float16
+    HIGHEST: gl.constexpr = TOP_16 if IS_HALF else TOP
+    WIDTH: gl.constexpr = RANGE_16 if IS_HALF else RANGE
+    UNITS: gl.constexpr = STEEP_UNITS_16 if IS_HALF else STEEP_UNITS
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     ONE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LANES)
     o_f = gl.arange(0, FLAGS, ONE)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    G = gl.to_tensor(24.0)
+    G = gl.full([], HIGHEST, gl.float32)
     valid = o_t < n_rows
     offset = o_t.to(gl.int64)
     g_next = gl.load(p_g + offset * stride_gt, mask=valid, other=0).to(gl.float32)
@@ -113,29 +124,32 @@ def gates_role(
             beta = BETA_FACTOR / (1 + gl.exp(-beta))
         g = gl.where(valid, g, 0.0)
         beta = gl.where(valid, beta, 0.0)
-        # The next chunk's gates are loaded while this chunk's are used.
+        # Load the next chunk's gates while this chunk's gates are used.
         offset += CHUNK
         valid = offset < n_rows
         g_next = gl.load(p_g + offset * stride_gt, mask=valid, other=0).to(gl.float32)
         beta_next = gl.load(p_beta + offset * stride_betat, mask=valid, other=0).to(gl.float32)
 
-        # From a NaN on, or a growth that fp32 does not hold, all results are NaN, and none before.
+        # All results from a NaN on are NaN, and no earlier ones. The same holds for a growth that
+        # exceeds fp32.
         bad = gl.where(g < GROWTH_LIMIT, 0, 1)
         poisoned = gl.associative_scan(bad, 0, add) > 0
         any_bad = gl.sum(bad, 0) > 0
         sums = gl.associative_scan(gl.where(bad > 0, 0.0, g), 0, add)
         last = gl.sum(gl.where(o_t == CHUNK - 1, sums, 0.0), 0)
 
-        steep = last < -RANGE
-        leaves = (G + last < TOP - RANGE) | (G + last > TOP + 16)
-        leaves = gl.where(steep, (G < 0) | (G > TOP), leaves)
-        enter = gl.where(leaves, G - TOP, 0.0)
-        G = gl.where(leaves, TOP, G)
+        steep = last < -WIDTH
+        leaves = (G + last < HIGHEST - WIDTH) | (G + last > HIGHEST + 16)
+        leaves = gl.where(steep, (G < 0) | (G > HIGHEST), leaves)
+        enter = gl.where(leaves, G - HIGHEST, 0.0)
+        G = gl.where(leaves, HIGHEST, G)
         D = gl.where(steep, gl.floor(G + last), 0.0)
-        d = gl.where(steep, gl.maximum(D, gl.floor(G + sums - STEEP_UNITS)), 0.0)
+        d = gl.where(steep, gl.maximum(D, gl.floor(G + sums - UNITS)), 0.0)
         e = G + sums - d
-        most = gl.minimum(MOST_LIFT + gl.floor(e), MOST_POWER)
-        y = gl.where(steep, gl.minimum(-d, most), 0.0)
+        y = d * 0
+        if not IS_HALF:
+            most = gl.minimum(MOST_LIFT + gl.floor(e), MOST_POWER)
+            y = gl.where(steep, gl.minimum(-d, most), 0.0)
         G = gl.where(any_bad, float("nan"), G + last - D)
 
         mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -146,7 +160,7 @@ def gates_role(
         vectors.index(base + R_VECTOR).store(r)
         vectors.index(base + BETA_VECTOR).store(beta)
         vectors.index(base + D_VECTOR).store(d)
-        vectors.index(base + SCORE_VECTOR).store(y + d)
+        vectors.index(base + SCORE_VECTOR).store(D - d if IS_HALF else y + d)
         numbers = gl.where(o_f == ENTER, gl.exp2(enter), steep.to(gl.float32))
         numbers = gl.where(o_f == DECAY, gl.exp2(D), numbers)
         numbers = gl.where(o_f == END, gl.exp2(G), numbers)

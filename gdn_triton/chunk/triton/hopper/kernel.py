@@ -1,16 +1,19 @@
 """The fused forward of a sequence, for compute capability 9.0 (docs/gluon.md).
 
-A program owns BV columns of the state [K, V] of one sequence and value head. Its warps have four
-roles, which exchange chunks through rings of buffers in shared memory:
+A program owns the columns of one or two states, BV each, of one sequence, or segment of one, and
+value head. Its warps have four roles, which exchange chunks through rings of buffers in shared
+memory:
 
-    state      the state in registers, x, u, o and the update (state.py)
-    triangles  T and P of each chunk, which need no state (triangles.py)
+    state      BV columns of the state in registers, P', x, u, o and the update (state.py)
+    triangles  T of each chunk, which needs no state (triangles.py)
     gates      factors of the tokens, and the frame of the state (gates.py)
     loader     copies q, k and v of a chunk to shared memory, by TMA
 
-Each buffer has a barrier that says it is full. The state is the last to read a chunk, so one more
-barrier for each stage, at which only the state arrives, says that all buffers of that chunk are
-empty.
+Each buffer has a barrier that says it is full. The states are the last to read a chunk, so one more
+barrier for each stage, at which only they arrive, says that all buffers of that chunk are empty.
+
+Without OUTPUT it makes the maps of segments (fused/segments.py): its states begin with zeros or
+with columns of the identity, for which the columns of v beyond V are zeros, and there is no o.
 """
 
 from triton.experimental import gluon
@@ -19,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS, gates_role
 from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, load_tile, viewed
+from gdn_triton.chunk.triton.hopper.places import segment_of, sequence_of
 from gdn_triton.chunk.triton.hopper.state import state_role
 from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_role
 
@@ -33,6 +37,7 @@ def loader_role(
     BK: gl.constexpr,
     BV: gl.constexpr,
     STAGES: gl.constexpr,
+    OUTPUT: gl.constexpr,
 ):
     k_s, q_s, v_s, tile_full, empty = memory
     q_desc, k_desc, v_desc = descs
@@ -45,17 +50,23 @@ def loader_role(
         row = first_row + i * CHUNK
         mbarrier.wait(empty.index(stage), phase ^ 1)
         full = tile_full.index(stage)
-        mbarrier.expect(full, (2 * BK + BV) * CHUNK * 2)
+        mbarrier.expect(full, (BK * 2 + BV if OUTPUT else BK + BV) * CHUNK * 2)
         k = viewed(k_s.index(stage), dtype, [1, CHUNK, 1, BK], ROWS)
-        q = viewed(q_s.index(stage), dtype, [1, CHUNK, 1, BK], ROWS)
         v = viewed(v_s.index(stage), dtype, [1, CHUNK, 1, BV], ROWS)
         load_tile(k_desc, [i_b, row, i_h, 0], full, k)
-        load_tile(q_desc, [i_b, row, i_h, 0], full, q)
+        if OUTPUT:
+            q = viewed(q_s.index(stage), dtype, [1, CHUNK, 1, BK], ROWS)
+            load_tile(q_desc, [i_b, row, i_h, 0], full, q)
         load_tile(v_desc, [i_b, row, i_hv, first_v], full, v)
         stage, phase = advance(stage, phase, STAGES)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N"])
+@gluon.jit(
+    do_not_specialize=[
+        *("scale", "T", "N", "NS", "segment", "every", "M"),
+        *("stride_gb", "stride_betab", "stride_ob"),
+    ]
+)
 def hopper_fwd_kernel(
     q_desc,
     k_desc,
@@ -68,10 +79,22 @@ def hopper_fwd_kernel(
     h0,
     o,
     ht,
+    shifts,
     cu_seqlens,
+    chunk_rows,
+    chunk_offsets,
+    read_slots,
+    write_slots,
+    has_state,
+    checkpoints,
+    checkpoint_slots,
     scale,
     T,
     N,
+    NS,
+    segment,
+    every,
+    M,
     H,
     HV,
     stride_gb,
@@ -84,8 +107,17 @@ def hopper_fwd_kernel(
     stride_h0h,
     stride_h0k,
     stride_h0v,
+    stride_htn,
+    stride_hth,
     stride_htk,
     stride_htv,
+    stride_cn,
+    stride_ch,
+    stride_ck,
+    stride_cv,
+    stride_ob,
+    stride_ot,
+    stride_oh,
     RCP_LN2: gl.constexpr,
     FLOOR: gl.constexpr,
     THRESHOLD: gl.constexpr,
@@ -94,32 +126,78 @@ def hopper_fwd_kernel(
     V: gl.constexpr,
     BK: gl.constexpr,
     BV: gl.constexpr,
+    STATES: gl.constexpr,
     STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
+    STATE_REGISTERS: gl.constexpr,
     TRIANGLES_REGISTERS: gl.constexpr,
     SINGLE_REGISTERS: gl.constexpr,
     USE_SIGMOID: gl.constexpr,
+    BN: gl.constexpr,
+    OUTPUT: gl.constexpr,
+    IN_SEGMENTS: gl.constexpr,
+    HAS_START: gl.constexpr,
+    LAST_SKIPPED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    V_BLOCKS: gl.constexpr = (V + BV - 1) // BV
+    COLUMNS: gl.constexpr = STATES * BV
+    # A block of a map has columns of b, or after them columns of M.
+    V_BLOCKS: gl.constexpr = (V + COLUMNS - 1) // COLUMNS
+    BLOCKS: gl.constexpr = V_BLOCKS + (0 if OUTPUT else (K + COLUMNS - 1) // COLUMNS)
     dtype: gl.constexpr = k_desc.dtype
     pid = gl.program_id(0)
-    first_v = pid % V_BLOCKS * BV
-    i_hv = pid // V_BLOCKS % HV
-    i_n = pid // V_BLOCKS // HV
+    block = pid % BLOCKS
+    first_v = block * COLUMNS
+    i_hv = pid // BLOCKS % HV
+    i_w = pid // BLOCKS // HV
     i_h = i_hv // (HV // H)
-    if IS_VARLEN:
-        i_b = i_n * 0
-        first_row = gl.load(cu_seqlens + i_n).to(gl.int32)
-        end = gl.load(cu_seqlens + i_n + 1).to(gl.int32)
-        n_rows = end - first_row
-        n_rest = gl.where(i_n == N - 1, T - end, 0)
+    # The columns that this block stores begin at this one and end before that one. A map of keys
+    # begins with the identity's.
+    first_out = first_v
+    end_out = first_v * 0 + V
+    of_keys = first_v * 0
+    i_n = i_w
+    if IN_SEGMENTS:
+        i_b, first_row, n_rows, n_rest, i_n, is_first, is_last = segment_of(
+            i_w, chunk_rows, chunk_offsets, T, N, NS, segment, BN, IS_VARLEN
+        )
+        if OUTPUT:
+            # A sequence that is skipped has segments without rows.
+            end_out = is_last * V * (n_rows > 0).to(gl.int32)
+        else:
+            of_keys = (block >= V_BLOCKS).to(gl.int32)
+            first_out = first_v - of_keys * (V_BLOCKS * COLUMNS)
+            end_out = gl.where(of_keys == 1, K, V)
+            made = 1 - is_last
+            if not HAS_START:
+                made *= 1 - is_first * of_keys
+            n_rows *= made
+            end_out *= made * gl.where(n_rows > 0, 1, 0)
     else:
-        i_b = i_n
-        first_row = i_n * 0
-        n_rows = first_row + T
-        n_rest = first_row
+        i_b, first_row, n_rows, n_rest = sequence_of(i_w, cu_seqlens, T, N, IS_VARLEN)
+    # Columns of the initial state that are not zeros, and the number of the state to begin with.
+    end_in = first_v * 0 + V
+    i_h0 = i_w.to(gl.int64)
+    i_ht = i_n.to(gl.int64)
+    tokens = n_rows * 0
+    if read_slots is not None and not IN_SEGMENTS:
+        i_h0 = gl.load(read_slots + i_n).to(gl.int64)
+        kept = (i_h0 > LAST_SKIPPED).to(gl.int32)
+        n_rest += n_rows * (1 - kept)
+        n_rows *= kept
+        end_out *= kept
+        end_in *= kept
+        if has_state is not None:
+            end_in *= gl.load(has_state + i_n).to(gl.int32)
+    if write_slots is not None and OUTPUT:
+        i_ht = gl.load(write_slots + i_n, mask=end_out > 0, other=LAST_SKIPPED).to(gl.int64)
+        end_out *= (i_ht > LAST_SKIPPED).to(gl.int32)
+    if checkpoints is not None and IN_SEGMENTS:
+        # The tokens of its sequence before this segment.
+        tokens = first_row
+        if IS_VARLEN:
+            tokens -= gl.load(cu_seqlens + gl.minimum(i_n, N - 1)).to(gl.int32)
     n_chunks = (n_rows + CHUNK - 1) // CHUNK
 
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -127,10 +205,10 @@ def hopper_fwd_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BK], KEYS)
     q_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BK], KEYS)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BV], KEYS)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], KEYS)
     t_s = gl.allocate_shared_memory(dtype, [T_STAGES, CHUNK, CHUNK], KEYS)
     p_s = gl.allocate_shared_memory(dtype, [T_STAGES, CHUNK, CHUNK], KEYS)
-    o_s = gl.allocate_shared_memory(dtype, [1, CHUNK, BV], KEYS)
+    o_s = gl.allocate_shared_memory(dtype, [STATES, CHUNK, BV], KEYS)
     a_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
     x_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
     blocks_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
@@ -140,26 +218,40 @@ def hopper_fwd_kernel(
     gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
+    p_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
         mbarrier.init(tile_full.index(s), count=1)
         mbarrier.init(gates_full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+        mbarrier.init(empty.index(s), count=STATES)
     for s in gl.static_range(T_STAGES):
         mbarrier.init(t_full.index(s), count=1)
+        mbarrier.init(p_full.index(s), count=1)
 
     batch = i_b.to(gl.int64)
     head = i_hv.to(gl.int64)
     walk_row = first_row.to(gl.int64)
     p_g = g + batch * stride_gb + walk_row * stride_gt + head * stride_gh
     p_beta = beta + batch * stride_betab + walk_row * stride_betat + head * stride_betah
-    p_o = o + ((batch * T) * HV + head) * V + first_v
+    p_o = o + batch * stride_ob + head * stride_oh + first_v
     # A role takes no None: in its place a pointer that the role does not use.
     p_h0 = o
     if h0 is not None:
-        p_h0 = h0 + i_n.to(gl.int64) * stride_h0n + head * stride_h0h
+        p_h0 = h0 + i_h0 * stride_h0n + head * stride_h0h
     p_ht = o
     if ht is not None:
-        p_ht = ht + (i_n.to(gl.int64) * HV + head) * (K * V)
+        p_ht = ht + i_ht * stride_htn + head * stride_hth
+    p_stops = o
+    p_stop_slots = cu_seqlens if IS_VARLEN else g
+    first_stop = i_h0
+    if checkpoints is not None:
+        p_stops = checkpoints + head * stride_ch
+        first_stop = (batch * T + first_row - tokens) // every
+        if checkpoint_slots is not None:
+            p_stop_slots = checkpoint_slots + gl.minimum(i_n, N - 1).to(gl.int64) * M
+    if not OUTPUT:
+        slot = i_w.to(gl.int64) * HV + head
+        stride_htk = gl.where(of_keys == 1, K, V)
+        p_ht = gl.where(of_keys == 1, shifts + slot * (K * K), ht + slot * (K * V))
 
     gate_inputs = (p_g, p_beta, stride_gt, stride_betat)
     p_A_log = g
@@ -174,72 +266,197 @@ def hopper_fwd_kernel(
     HAS_DT_BIAS: gl.constexpr = dt_bias is not None
 
     walk = (n_chunks, n_rows, n_rest)
-    states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, tile_full, gates_full, t_full, empty)
-    strides = (HV * V, stride_h0k, stride_h0v, stride_htk, stride_htv)
-    inverses = (k_s, q_s, t_s, p_s, vectors, flags, tile_full, gates_full, t_full, empty)
+    fulls = (tile_full, gates_full, t_full, p_full)
+    states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty)
+    strides = (stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv)
+    inverses = (k_s, t_s, vectors, flags, tile_full, gates_full, t_full, empty)
     scratch = (a_s, x_s, blocks_s)
-    gl.warp_specialize(
-        [
-            (
-                state_role,
+    tiles = (k_s, q_s, v_s, tile_full, empty)
+    factors = (vectors, flags, gates_full, empty)
+    heads = (i_b, first_row, i_h, i_hv, first_v)
+    place = (i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys)
+    ends = (p_o, p_h0, p_ht)
+    stops = (p_stops, p_stop_slots, first_stop, tokens, every, M, stride_cn, stride_ck, stride_cv)
+    HAS_STOPS: gl.constexpr = checkpoints is not None
+    HAS_STOP_SLOTS: gl.constexpr = checkpoint_slots is not None
+    ZERO_ROWS: gl.constexpr = OUTPUT and (IS_VARLEN or read_slots is not None)
+    if STATES == 1:
+        gl.warp_specialize(
+            [
                 (
-                    states,
-                    o_desc,
-                    p_o,
-                    p_h0,
-                    p_ht,
-                    strides,
-                    (i_b, first_row, i_hv, first_v),
-                    walk,
-                    dtype,
-                    K,
-                    V,
-                    BK,
-                    BV,
-                    STAGES,
-                    T_STAGES,
-                    HAS_H0,
-                    STORE_HT,
-                    IS_VARLEN,
+                    state_role,
+                    (
+                        states,
+                        fulls,
+                        o_desc,
+                        ends,
+                        stops,
+                        strides,
+                        place,
+                        walk,
+                        dtype,
+                        K,
+                        V,
+                        BK,
+                        BV,
+                        0,
+                        STATES,
+                        STAGES,
+                        T_STAGES,
+                        HAS_H0,
+                        STORE_HT,
+                        OUTPUT,
+                        HAS_STOPS,
+                        HAS_STOP_SLOTS,
+                        LAST_SKIPPED,
+                        ZERO_ROWS,
+                        IS_VARLEN,
+                    ),
                 ),
-            ),
-            (
-                triangles_role,
-                (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN),
-            ),
-            (
-                gates_role,
                 (
-                    (vectors, flags, gates_full, empty),
-                    gate_inputs,
-                    p_A_log,
-                    p_dt_bias,
-                    walk,
-                    scale,
-                    RCP_LN2,
-                    FLOOR,
-                    THRESHOLD,
-                    STAGES,
-                    HAS_GATE,
-                    HAS_DT_BIAS,
-                    USE_SIGMOID,
-                    BETA_FACTOR,
+                    triangles_role,
+                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN),
                 ),
-            ),
-            (
-                loader_role,
                 (
-                    (k_s, q_s, v_s, tile_full, empty),
-                    (q_desc, k_desc, v_desc),
-                    (i_b, first_row, i_h, i_hv, first_v),
-                    walk,
-                    dtype,
-                    BK,
-                    BV,
-                    STAGES,
+                    gates_role,
+                    (
+                        factors,
+                        gate_inputs,
+                        p_A_log,
+                        p_dt_bias,
+                        walk,
+                        scale,
+                        dtype,
+                        RCP_LN2,
+                        FLOOR,
+                        THRESHOLD,
+                        STAGES,
+                        HAS_GATE,
+                        HAS_DT_BIAS,
+                        USE_SIGMOID,
+                        BETA_FACTOR,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1, 1],
-        [TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
-    )
+                (
+                    loader_role,
+                    (
+                        tiles,
+                        (q_desc, k_desc, v_desc),
+                        heads,
+                        walk,
+                        dtype,
+                        BK,
+                        COLUMNS,
+                        STAGES,
+                        OUTPUT,
+                    ),
+                ),
+            ],
+            [4, 1, 1],
+            [TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    state_role,
+                    (
+                        states,
+                        fulls,
+                        o_desc,
+                        ends,
+                        stops,
+                        strides,
+                        place,
+                        walk,
+                        dtype,
+                        K,
+                        V,
+                        BK,
+                        BV,
+                        0,
+                        STATES,
+                        STAGES,
+                        T_STAGES,
+                        HAS_H0,
+                        STORE_HT,
+                        OUTPUT,
+                        HAS_STOPS,
+                        HAS_STOP_SLOTS,
+                        LAST_SKIPPED,
+                        ZERO_ROWS,
+                        IS_VARLEN,
+                    ),
+                ),
+                (
+                    state_role,
+                    (
+                        states,
+                        fulls,
+                        o_desc,
+                        ends,
+                        stops,
+                        strides,
+                        place,
+                        walk,
+                        dtype,
+                        K,
+                        V,
+                        BK,
+                        BV,
+                        1,
+                        STATES,
+                        STAGES,
+                        T_STAGES,
+                        HAS_H0,
+                        STORE_HT,
+                        OUTPUT,
+                        HAS_STOPS,
+                        HAS_STOP_SLOTS,
+                        LAST_SKIPPED,
+                        ZERO_ROWS,
+                        IS_VARLEN,
+                    ),
+                ),
+                (
+                    triangles_role,
+                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN),
+                ),
+                (
+                    gates_role,
+                    (
+                        factors,
+                        gate_inputs,
+                        p_A_log,
+                        p_dt_bias,
+                        walk,
+                        scale,
+                        dtype,
+                        RCP_LN2,
+                        FLOOR,
+                        THRESHOLD,
+                        STAGES,
+                        HAS_GATE,
+                        HAS_DT_BIAS,
+                        USE_SIGMOID,
+                        BETA_FACTOR,
+                    ),
+                ),
+                (
+                    loader_role,
+                    (
+                        tiles,
+                        (q_desc, k_desc, v_desc),
+                        heads,
+                        walk,
+                        dtype,
+                        BK,
+                        COLUMNS,
+                        STAGES,
+                        OUTPUT,
+                    ),
+                ),
+            ],
+            [4, 4, 1, 1],
+            [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
+        )

@@ -1,59 +1,75 @@
-"""Launching the forward for compute capability 9.0."""
+"""Launches the forward for compute capability 9.0."""
 
 import functools
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import head_arguments, head_strides, named, state_strides
 from gdn_triton._triton.tiles import gpu_of
-from gdn_triton.chunk.problem import Inputs, Problem
+from gdn_triton.chunk.problem import Inputs, Pool, Problem
+from gdn_triton.chunk.triton.fused.segments import fold_maps
 from gdn_triton.chunk.triton.hopper.kernel import hopper_fwd_kernel
+from gdn_triton.chunk.triton.hopper.segments import choose_segments, states_at_once
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
+from gdn_triton.chunk.triton.shared.pool import (
+    pool_arguments,
+    pool_layout,
+    pool_numbers,
+    pool_pointers,
+)
 from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
 ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 CHUNK = 64
-# What TMA reads: strides of whole 16 bytes.
+# TMA needs strides that are multiples of 16 bytes: this many elements of 2 bytes.
 TMA_ALIGNMENT = 8
 
 
 class Shape(NamedTuple):
-    """Columns of V that a block has, and how its warps share its 64K registers: of a thread of the
-    triangles' warps, and of the single warps. The state's have the rest."""
+    """States of a block, of 64 columns of V each, and how its warps share its 64K registers: of a
+    thread of the states' warps, of the triangles' and of the single warps."""
 
-    BV: int
-    num_warps: int
+    states: int
+    state_registers: int
     triangles_registers: int
     single_registers: int
 
 
-WIDE = Shape(BV=128, num_warps=8, triangles_registers=112, single_registers=32)
-NARROW = Shape(BV=64, num_warps=4, triangles_registers=168, single_registers=40)
+TWO = Shape(states=2, state_registers=184, triangles_registers=112, single_registers=32)
+# The only state has the registers that are left, at most 256.
+ONE = Shape(states=1, state_registers=256, triangles_registers=168, single_registers=40)
+COLUMNS = 64
 
 
-def choose_shape(multiprocessors: int, states: int, V: int) -> Shape:
-    """Half of V a block, where even so each block has a multiprocessor of its own. Both give the
-    same bits."""
-    return NARROW if V <= 64 or 2 * states <= multiprocessors else WIDE
+def choose_shape(multiprocessors: int, states: float, V: int) -> Shape:
+    """One state of 64 columns a block, where even so each block has a multiprocessor of its own.
+    states: of 128 columns, at once. Both give the same bits."""
+    return ONE if V <= COLUMNS or 2 * states <= multiprocessors else TWO
+
+
+def tma_reachable(x: torch.Tensor) -> bool:
+    """Whether TMA can read and write x [B, T, heads, D], D a multiple of 8."""
+    far = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
+    rows = all(0 < stride < 2**38 and stride % TMA_ALIGNMENT == 0 for stride in far)
+    return rows and x.stride(3) == 1 and x.data_ptr() % 16 == 0
 
 
 def tma_readable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, heads, D], D a multiple of 8, itself where TMA can read it, else a contiguous
-    copy. The last dimension is dense, and the first element at a multiple of 16 bytes."""
-    far = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
-    if all(0 < stride < 2**38 and stride % TMA_ALIGNMENT == 0 for stride in far):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    """x [B, T, heads, D] itself where TMA can read it, else a contiguous copy."""
+    return x if tma_reachable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(x: torch.Tensor, width: int) -> TensorDescriptor:
-    """Of tiles of a chunk and a head of x [B, T, heads, D]. Beyond an edge a tile holds zeros, and
-    is not stored."""
-    # A dimension of one has any stride.
+    """Returns a TMA descriptor of x [B, T, heads, D] whose tiles are one chunk of one head. TMA
+    fills tiles past an edge with zeros and does not store past an edge."""
+    # The stride of a dimension of length 1 may be any number, so replace it by one that TMA
+    # accepts.
     strides = [
         stride if n > 1 else TMA_ALIGNMENT
         for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
@@ -63,7 +79,16 @@ def descriptor(x: torch.Tensor, width: int) -> TensorDescriptor:
 
 @functools.lru_cache(maxsize=64)
 def fixed_arguments(
-    shape: Shape, K: int, V: int, sigmoid: bool, neg_eigval: bool, varlen: bool
+    shape: Shape,
+    K: int,
+    V: int,
+    N: int,
+    sigmoid: bool,
+    neg_eigval: bool,
+    varlen: bool,
+    output: bool,
+    in_segments: bool,
+    has_start: bool,
 ) -> dict[str, Any]:
     return {
         "RCP_LN2": RCP_LN2,
@@ -73,52 +98,156 @@ def fixed_arguments(
         "K": K,
         "V": V,
         "BK": 64 if K <= 64 else 128,
-        "BV": shape.BV,
+        "BV": COLUMNS,
+        "STATES": shape.states,
         "STAGES": 3,
         "T_STAGES": 2,
+        "STATE_REGISTERS": shape.state_registers,
         "TRIANGLES_REGISTERS": shape.triangles_registers,
         "SINGLE_REGISTERS": shape.single_registers,
         "USE_SIGMOID": sigmoid,
+        "BN": triton.next_power_of_2(N + 1) if in_segments and varlen else 2,
+        "OUTPUT": output,
+        "IN_SEGMENTS": in_segments,
+        "HAS_START": has_start,
         "IS_VARLEN": varlen,
-        "num_warps": shape.num_warps,
+        "num_warps": 4,
     }
 
 
-def hopper_fwd(problem: Problem, x: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o [B, T, HV, V] in q's dtype and the final state, or None. x as ``readable_inputs`` of
-    forward.py leaves it; of problems that ``hopper_refusal`` of support.py does not refuse."""
+def hopper_fwd(
+    problem: Problem, x: Inputs, pool: Pool | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """o [B, T, HV, V] in q's dtype and the final state, or None; with a ``pool`` its o and its
+    states. x as ``readable_inputs`` of forward.py leaves it; of problems that ``hopper_refusal`` of
+    support.py does not refuse."""
     p = problem
     q, k = l2norm_fwd(x.q, x.k) if p.use_qk_l2norm else (x.q, x.k)
-    q, k, v = tma_readable(q), tma_readable(k), tma_readable(x.v)
-    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.q_dtype, device=p.device)
-    final_state = None
-    if p.output_final_state:
-        final_state = empty_state(p.N, p.HV, p.K, p.V, p.state_v_first, p.device)
-    shape = choose_shape(gpu_of(p.device).multiprocessors, p.N * p.HV, p.V)
-    fixed = fixed_arguments(shape, p.K, p.V, p.use_beta_sigmoid, p.allow_neg_eigval, p.is_varlen)
+    x = x._replace(q=tma_readable(q), k=tma_readable(k), v=tma_readable(x.v))
+    if pool is None:
+        o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.q_dtype, device=p.device)
+        initial_state, final_state = x.initial_state, None
+        if p.output_final_state:
+            final_state = empty_state(p.N, p.HV, p.K, p.V, p.state_v_first, p.device)
+    else:
+        o = pool.out if tma_reachable(pool.out) else torch.empty_like(pool.out).contiguous()
+        initial_state = final_state = pool.state
+    walk(p, x, o, initial_state, final_state, pool)
+    if pool is not None and o is not pool.out:
+        pool.out.copy_(o)
+        o = pool.out
+    return o, final_state
+
+
+def walk(
+    p: Problem,
+    x: Inputs,
+    o: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+    pool: Pool | None,
+) -> None:
+    """Walks all sequences, whole or in segments."""
+    multiprocessors = gpu_of(p.device).multiprocessors
+    ht_strides = state_strides(final_state, p.state_v_first)
+    length = choose_segments(multiprocessors, p)
+    if length == 0:
+        shape = choose_shape(multiprocessors, states_at_once(p), p.V)
+        h0_strides = state_strides(initial_state, p.state_v_first)
+        launch(p, x, shape, o, initial_state, h0_strides, final_state, ht_strides, pool=pool)
+        return
+    skipped = (None, -1) if pool is None else (pool.read_slots, pool.last_skipped)
+    segments = make_chunks(p.B, p.T, length * CHUNK, x.cu_seqlens, *skipped)
+    starts = torch.empty(segments.slots, p.HV, p.K, p.V, dtype=torch.float32, device=p.device)
+    shifts = torch.empty(segments.slots, p.HV, p.K, p.K, dtype=torch.float32, device=p.device)
+    strides = state_strides(starts, False)
+    none = state_strides(None, False)
+    launch(
+        *(p, x, TWO, o, None, none, starts, strides, segments),
+        shifts=shifts,
+        has_start=initial_state is not None,
+    )
+    fold_maps(
+        starts,
+        shifts,
+        segments,
+        initial_state,
+        final_state,
+        N=p.N,
+        state_v_first=p.state_v_first,
+        pool=pool,
+    )
+    at_once = p.HV * -(-p.V // 128) * p.B * p.T / (length * CHUNK)
+    shape = choose_shape(multiprocessors, at_once, p.V)
+    launch(p, x, shape, o, starts, strides, final_state, ht_strides, segments, pool=pool)
+
+
+def launch(
+    p: Problem,
+    x: Inputs,
+    shape: Shape,
+    o: torch.Tensor,
+    h0: torch.Tensor | None,
+    h0_strides: tuple[int, ...],
+    ht: torch.Tensor | None,
+    ht_strides: tuple[int, ...],
+    segments: ChunkTable | None = None,
+    shifts: torch.Tensor | None = None,
+    has_start: bool = False,
+    pool: Pool | None = None,
+) -> None:
+    """Walks sequences, or their segments, from ``h0`` to ``ht`` and o; with ``shifts`` it makes the
+    maps of the segments, without o: b goes to ``ht`` and M to ``shifts``. has_start: the sequences
+    do not start from zeros."""
+    output = shifts is None
+    fixed = fixed_arguments(
+        shape,
+        p.K,
+        p.V,
+        p.N,
+        sigmoid=p.use_beta_sigmoid,
+        neg_eigval=p.allow_neg_eigval,
+        varlen=p.is_varlen,
+        output=output,
+        in_segments=segments is not None,
+        has_start=has_start,
+    )
     BK = fixed["BK"]
-    hopper_fwd_kernel[(-(-p.V // shape.BV) * p.HV * p.N,)](
-        q_desc=descriptor(q, BK),
-        k_desc=descriptor(k, BK),
-        v_desc=descriptor(v, shape.BV),
-        o_desc=descriptor(o, shape.BV),
+    columns = shape.states * COLUMNS
+    blocks = -(-p.V // columns) + (0 if output else -(-p.K // columns))
+    walks = p.N if segments is None else segments.slots
+    hopper_fwd_kernel[(blocks * p.HV * walks,)](
+        q_desc=descriptor(x.q, BK),
+        k_desc=descriptor(x.k, BK),
+        v_desc=descriptor(x.v, columns),
+        o_desc=descriptor(o, COLUMNS),
         g=x.g,
         beta=x.beta,
         A_log=x.A_log,
         dt_bias=x.dt_bias,
-        h0=x.initial_state,
+        h0=h0,
         o=o,
-        ht=final_state,
+        ht=ht,
+        shifts=shifts,
         cu_seqlens=None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
+        chunk_rows=None if segments is None else segments.chunk_rows,
+        chunk_offsets=None if segments is None else segments.chunk_offsets,
+        **pool_pointers(pool),
         scale=p.scale,
         T=p.T,
         N=p.N,
+        NS=0 if segments is None else segments.NT,
+        segment=0 if segments is None else segments.chunk_size,
         H=p.H,
         HV=p.HV,
         **head_arguments("g", head_strides(x.g)),
         **head_arguments("beta", head_strides(x.beta)),
-        **named("h0n h0h h0k h0v", state_strides(x.initial_state, p.state_v_first)),
-        **named("htk htv", state_strides(final_state, p.state_v_first)[2:]),
+        **named("h0n h0h h0k h0v", h0_strides),
+        **{
+            **pool_arguments(pool_layout(pool, p.state_v_first)),
+            **named("htn hth htk htv", ht_strides),
+        },
+        **named("ob ot oh", o.stride()[:3]),
+        **pool_numbers(pool),
         **fixed,
     )
-    return o, final_state

@@ -1,11 +1,11 @@
-"""Names of Gluon that are not the same in all releases of Triton (support.py lists the releases),
-and what every role needs."""
+"""Names of Gluon that differ between releases of Triton (support.py lists the releases), and
+helpers that every role needs."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Tokens of a chunk.
+# The number of tokens of a chunk.
 CHUNK = gl.constexpr(64)
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -15,7 +15,7 @@ _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinter
 
 @gluon.jit
 def viewed(tile, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The bytes of a tile in shared memory, as a tile of another dtype, shape and layout."""
+    """Returns the bytes of a tile in shared memory as a tile of another dtype, shape and layout."""
     if _PUBLIC_REINTERPRET:
         return tile.reinterpret(dtype, shape, layout)
     else:
@@ -24,9 +24,9 @@ def viewed(tile, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr)
 
 @gluon.jit
 def advance(stage, phase, STAGES: gl.constexpr):
-    """The next place of a ring of buffers: the phase flips after each round. A reader waits for
-    ``phase`` at the barrier of a full buffer, a writer for the other phase at that of an empty
-    one."""
+    """Returns the next place in a ring of buffers: the phase flips after each round. A reader waits
+    for ``phase`` at the barrier of a full buffer, and a writer for the other phase at the barrier
+    of an empty buffer."""
     stage += 1
     wraps = (stage == STAGES).to(gl.int32)
     return stage * (1 - wraps), phase ^ wraps
@@ -34,8 +34,8 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def scalar_of(flags, n: gl.constexpr):
-    """Number n of a vector that every thread holds as a whole. A sum of bits, since Gluon has no
-    access to one element; the compiler makes it a move."""
+    """Returns number n of a vector of which every thread holds all elements. Gluon cannot index one
+    element, so the function sums bits; the compiler turns the sum into a move."""
     o_n = gl.arange(0, flags.shape[0], flags.type.layout)
     bits = gl.where(o_n == n, flags.to(gl.int32, bitcast=True), 0)
     return gl.sum(bits, 0).to(gl.float32, bitcast=True)
@@ -43,8 +43,57 @@ def scalar_of(flags, n: gl.constexpr):
 
 @gluon.jit
 def opaque(x):
-    """x, a number in fp32, by an instruction that the compiler neither removes nor moves: a rare
-    branch that has it stays a branch, where selects of all its results would replace it."""
+    """Returns x, a number in fp32, through an instruction that the compiler neither removes nor
+    moves. A rare branch that contains this instruction stays a branch. Otherwise the compiler would
+    replace the branch by selects of all its results."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def here(n):
+    """n, an int32, by such an instruction. What is computed from it in a branch of a loop is not
+    computed before the loop, where it would take registers of the whole loop."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def power(x):
+    """2^x, where a power below the normal numbers of fp32 is 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def masked(x, mask):
+    """x, of a 16-bit dtype, where mask, of int16, is -1, and 0 where it is 0; two elements at once,
+    where a select takes one."""
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=x.dtype, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def either(x, y):
+    """x or y, of a 16-bit dtype, of which one is 0."""
+    return gl.inline_asm_elementwise(
+        "or.b32 $0, $1, $2;", "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x, fp32, in a 16-bit dtype, two elements at once. The compiler does not move a select of x
+    past this instruction, to where it would select one element at a time."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )

@@ -1,8 +1,8 @@
-"""The state warps: columns of a state through all chunks of a sequence, and their o.
+"""The state warps: columns of a state through all chunks of a sequence, their o, and P'.
 
 All matrices are transposed: rows are channels of V, and columns are channels of K in the state and
 tokens elsewhere. The fp32 state is the accumulator of its own update and, rounded, the register
-operand of its reads. It is in the frame that gates.py explains.
+operand of its reads. gates.py explains the frame in which the state is stored.
 """
 
 from triton.experimental import gluon
@@ -17,17 +17,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gdn_triton.chunk.triton.hopper.gates import (
     C_VECTOR,
+    D_VECTOR,
     DECAY,
     END,
     ENTER,
     F_VECTOR,
     R_VECTOR,
+    SCORE_VECTOR,
+    STEEP,
     VECTORS,
 )
 from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
     advance,
+    here,
     opaque,
+    power,
+    rounded,
     scalar_of,
     store_tile,
     viewed,
@@ -59,12 +65,29 @@ def zero_rows(p_o, stride_t, n_rows, n_columns, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def scores(q, k, accumulator, vectors, base, steep, layout: gl.constexpr):
+    """P' [64, 64] in fp32, not masked. The accumulator is overwritten."""
+    o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    o_c = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    P = warpgroup_mma(q, k.permute((1, 0)), accumulator, use_acc=False, is_async=True)
+    P = warpgroup_mma_wait(0, deps=[P])
+    if steep > 0:
+        # Masked before the power, as it may overflow above the diagonal.
+        EXPONENT: gl.constexpr = D_VECTOR if q.dtype == gl.float16 else SCORE_VECTOR
+        score = vectors.index(base + EXPONENT).load(o_r.type.layout) * opaque(steep)
+        d = vectors.index(base + D_VECTOR).load(o_c.type.layout)
+        lower = (o_r + here(base * 0))[:, None] >= o_c[None, :]
+        P = P * power(gl.where(lower, score[:, None] - d[None, :], 0.0))
+    return P
+
+
+@gluon.jit
 def state_role(
     memory,
+    fulls,
     o_desc,
-    p_o,
-    p_h0,
-    p_ht,
+    ends,
+    stops,
     strides,
     place,
     walk,
@@ -73,15 +96,28 @@ def state_role(
     V: gl.constexpr,
     BK: gl.constexpr,
     BV: gl.constexpr,
+    NUMBER: gl.constexpr,
+    STATES: gl.constexpr,
     STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
     HAS_H0: gl.constexpr,
     STORE_HT: gl.constexpr,
+    OUTPUT: gl.constexpr,
+    HAS_STOPS: gl.constexpr,
+    HAS_STOP_SLOTS: gl.constexpr,
+    LAST_SKIPPED: gl.constexpr,
+    ZERO_ROWS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
-    k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, tile_full, gates_full, t_full, empty = memory
+    k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty = memory
+    tile_full, gates_full, t_full, p_full = fulls
     stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv = strides
-    i_b, first_row, i_hv, first_v = place
+    i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys = place
+    p_o, p_h0, p_ht = ends
+    first_v += NUMBER * BV
+    first_out += NUMBER * BV
+    p_o += NUMBER * BV
+    p_stops, p_stop_slots, first_stop, tokens, every, M, stride_cn, stride_ck, stride_cv = stops
     n_chunks, n_rows, n_rest = walk
     WARPS: gl.constexpr = gl.num_warps()
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BK, 16])
@@ -92,22 +128,31 @@ def state_role(
     ONE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     o_t = gl.arange(0, CHUNK, TOKEN)
+    o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, PRODUCT))
     o_v = first_v + gl.arange(0, BV, gl.SliceLayout(1, STATE))
+    o_out = first_out + gl.arange(0, BV, gl.SliceLayout(1, STATE))
     o_k = gl.arange(0, BK, gl.SliceLayout(0, STATE))
-    inside = (o_v < V)[:, None] & (o_k < K)[None, :]
+    inside = (o_v < end_in)[:, None] & (o_k < K)[None, :]
 
+    IS_HALF: gl.constexpr = dtype == gl.float16
+    # Every sequence begins in the frame TOP (gates.py): 2^TOP, and its inverse.
+    UP: gl.constexpr = 16.0 if IS_HALF else 16777216.0
+    DOWN: gl.constexpr = 0.0625 if IS_HALF else 5.9604644775390625e-08
     S = gl.zeros([BV, BK], gl.float32, STATE)
     end = gl.to_tensor(1.0)
     if HAS_H0:
         offsets = o_v[:, None] * stride_h0v + o_k[None, :] * stride_h0k
         S = gl.load(p_h0 + offsets, mask=inside, other=0).to(gl.float32)
-        # 2^-TOP: the frame that a sequence begins with (gates.py).
-        S *= 5.9604644775390625e-08
-        end = gl.to_tensor(16777216.0)
+        S *= DOWN
+        end = gl.full([], UP, gl.float32)
+    if not OUTPUT:
+        # 2^-TOP times columns of the identity, or zeros.
+        ones = (o_out[:, None] == o_k[None, :]) & (of_keys == 1)
+        S = gl.where(ones, DOWN, S)
     # The accumulator of the first product, which overwrites it. Later the registers of other dead
     # accumulators are given: zeros would be live at the same time, and spill.
     x = gl.zeros([BV, CHUNK], gl.float32, PRODUCT)
-    o_tile = o_s.index(0)
+    o_tile = o_s.index(NUMBER)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     t_stage = gl.to_tensor(0)
@@ -122,24 +167,45 @@ def state_role(
         end = scalar_of(numbers, END)
         if enter != 1.0:
             S = S * opaque(enter)
-        Sb = gl.convert_layout(S.to(dtype), OPERAND, assert_trivial=True)
         mbarrier.wait(tile_full.index(stage), phase)
         if IS_VARLEN:
-            # With T come the zeros in rows of k past the end (triangles.py).
+            # T is written after the rows of k past the end have been set to zero (triangles.py).
             mbarrier.wait(t_full.index(t_stage), t_phase, pred=left < CHUNK)
         k = k_s.index(stage)
         q = q_s.index(stage)
+        if OUTPUT:
+            # Where a block has two states, each makes P' of every second chunk.
+            if (i + NUMBER) % STATES == 0:
+                if STATES > 1:
+                    # The other state has read P' of chunk i - T_STAGES.
+                    past = gl.maximum(i - T_STAGES, 0)
+                    past_phase = (past // STAGES) & 1
+                    mbarrier.wait(empty.index(past % STAGES), past_phase, pred=i >= T_STAGES)
+                steep = scalar_of(numbers, STEEP)
+                # With the number 0, which the assembler does not know to be 0. It would else take
+                # the addresses of q from this branch in chunks without it, too (docs/tried.md).
+                this = stage + (here(n_rows) < 0).to(gl.int32)
+                x = scores(q_s.index(this), k_s.index(this), x, vectors, base, steep, PRODUCT)
+                o_row = o_r + here(i * 0)
+                P = gl.where(o_row[:, None] >= o_t[None, :], x, 0.0)
+                p_s.index(t_stage).store(rounded(P, dtype))
+                fence_async_shared()
+                mbarrier.arrive(p_full.index(t_stage), count=1)
+        Sb = gl.convert_layout(S.to(dtype), OPERAND, assert_trivial=True)
         x = warpgroup_mma(Sb, k.permute((1, 0)), x, use_acc=False, is_async=True)
         c = vectors.index(base + C_VECTOR).load(TOKEN)
         f = vectors.index(base + F_VECTOR).load(TOKEN)
-        v = v_s.index(stage).permute((1, 0)).load(PRODUCT)
+        v_tile = v_s.index(stage)
+        if STATES > 1:
+            v_tile = v_tile.slice(NUMBER * BV, BV, 1)
+        v = v_tile.permute((1, 0)).load(PRODUCT)
         x = warpgroup_mma_wait(0, deps=[x])
         if decay != 1.0:
             S = S * opaque(decay)
         x = v.to(gl.float32) * c[None, :] - x * f[None, :]
         if IS_VARLEN:
             if left < CHUNK:
-                # Rows past the end are another sequence's, and may be NaN.
+                # Rows past the end belong to another sequence and may be NaN.
                 x = gl.where((o_t < left)[None, :], x, 0.0)
         xb = gl.convert_layout(x.to(dtype), OPERAND, assert_trivial=True)
         mbarrier.wait(t_full.index(t_stage), t_phase)
@@ -148,36 +214,73 @@ def state_role(
         x = warpgroup_mma(xb, t.permute((1, 0)), x, is_async=True)
         x = warpgroup_mma_wait(0, deps=[x])
         u = x.to(dtype)
-        o = warpgroup_mma(Sb, q.permute((1, 0)), x, use_acc=False, is_async=True)
-        uo = gl.convert_layout(u, OPERAND, assert_trivial=True)
-        o = warpgroup_mma(uo, p.permute((1, 0)), o, is_async=True)
+        if IS_HALF:
+            # With the number 0, as above.
+            same = stage + (here(n_rows) < 0).to(gl.int32)
+            is_steep = scalar_of(flags.index(stage).load(ONE), STEEP)
+        if OUTPUT:
+            o = warpgroup_mma(Sb, q.permute((1, 0)), x, use_acc=False, is_async=True)
+            if IS_HALF:
+                o = warpgroup_mma_wait(0, deps=[o])
+                if is_steep > 0:
+                    d = vectors.index(same * VECTORS + D_VECTOR).load(TOKEN)
+                    o = o * power(d)[None, :]
+            uo = gl.convert_layout(u, OPERAND, assert_trivial=True)
+            mbarrier.wait(p_full.index(t_stage), t_phase)
+            o = warpgroup_mma(uo, p.permute((1, 0)), o, is_async=True)
+        if IS_HALF:
+            # The factor overwrites u, because two copies of u would spill.
+            if OUTPUT:
+                o = warpgroup_mma_wait(0, deps=[o])
+            if is_steep > 0:
+                w = vectors.index(same * VECTORS + SCORE_VECTOR).load(TOKEN)
+                u = (u.to(gl.float32) * power(w)[None, :]).to(dtype)
         S = warpgroup_mma(gl.convert_layout(u, UPDATE, assert_trivial=True), k, S, is_async=True)
-        r = vectors.index(base + R_VECTOR).load(TOKEN)
-        x = warpgroup_mma_wait(1, deps=[o])
-        tma.store_wait(0)
-        o_tile.permute((1, 0)).store((x * r[None, :]).to(dtype))
-        row = first_row + i * CHUNK
-        if IS_VARLEN:
-            if left < CHUNK:
-                p_row = p_o + row.to(gl.int64) * stride_ot
-                store_rows(p_row, o_tile, stride_ot, left, V - first_v, BV)
+        if OUTPUT:
+            r = vectors.index(base + R_VECTOR).load(TOKEN)
+            x = warpgroup_mma_wait(1, deps=[o])
+            tma.store_wait(0)
+            o_tile.permute((1, 0)).store((x * r[None, :]).to(dtype))
+            row = first_row + i * CHUNK
+            if IS_VARLEN:
+                if left < CHUNK:
+                    p_row = p_o + row.to(gl.int64) * stride_ot
+                    store_rows(p_row, o_tile, here(stride_ot), left, V - first_v, BV)
+                else:
+                    fence_async_shared()
+                    block = viewed(o_tile, dtype, [1, CHUNK, 1, BV], ROWS)
+                    store_tile(o_desc, [i_b, row, i_hv, first_v], block)
             else:
                 fence_async_shared()
                 block = viewed(o_tile, dtype, [1, CHUNK, 1, BV], ROWS)
                 store_tile(o_desc, [i_b, row, i_hv, first_v], block)
-        else:
-            fence_async_shared()
-            block = viewed(o_tile, dtype, [1, CHUNK, 1, BV], ROWS)
-            store_tile(o_desc, [i_b, row, i_hv, first_v], block)
         S = warpgroup_mma_wait(0, deps=[S])
+        if HAS_STOPS:
+            tokens += CHUNK
+            if (left >= CHUNK) & (tokens % every == 0):
+                row = tokens // every - 1
+                stop_end = gl.to_tensor(V)
+                slot = first_stop + row
+                if HAS_STOP_SLOTS:
+                    slot = gl.load(p_stop_slots + row, mask=row < M, other=LAST_SKIPPED)
+                    slot = slot.to(gl.int64)
+                    stop_end = gl.where(slot > LAST_SKIPPED, V, 0)
+                nothing = here(stop_end * 0)
+                o_sv = o_v + nothing
+                o_sk = o_k + nothing
+                stored = (o_sv < stop_end)[:, None] & (o_sk < K)[None, :]
+                offsets = o_sv[:, None] * stride_cv + o_sk[None, :] * stride_ck
+                stop = (S * end).to(p_stops.dtype.element_ty)
+                gl.store(p_stops + slot * stride_cn + offsets, stop, mask=stored)
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
         t_stage, t_phase = advance(t_stage, t_phase, T_STAGES)
     tma.store_wait(0)
-    if IS_VARLEN:
+    if ZERO_ROWS:
         # Rows that belong to no sequence, after the last one.
         p_rest = p_o + (first_row + n_rows).to(gl.int64) * stride_ot
         zero_rows(p_rest, stride_ot, n_rest, V - first_v, BV)
     if STORE_HT:
-        offsets = o_v[:, None] * stride_htv + o_k[None, :] * stride_htk
-        gl.store(p_ht + offsets, S * end, mask=inside)
+        stored = (o_out < end_out)[:, None] & (o_k < K)[None, :]
+        offsets = o_out[:, None] * stride_htv + o_k[None, :] * stride_htk
+        gl.store(p_ht + offsets, (S * end).to(p_ht.dtype.element_ty), mask=stored)

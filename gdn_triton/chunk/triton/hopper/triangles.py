@@ -1,11 +1,11 @@
-"""The triangles warpgroup: T = strict-lower((I + A')^-1) and P' = lower(q k^T) of each chunk, in
-the state's frame (gates.py).
+"""The triangles warpgroup: T = strict-lower((I + A')^-1) of each chunk, in the state's frame
+(gates.py).
 
 The inverse is built from 8 x 8 diagonal blocks, by substitution in fp32, and from blocks of twice
 the size by
     [[X, 0], [L, Y]]^-1 = [[X^-1, 0], [-Y^-1 L X^-1, Y^-1]]
-all blocks of a size in two products of fp16 operands with fp32 sums. Of A' only what lies below the
-blocks is used, so it is not masked.
+where two products of fp16 operands with fp32 sums compute all blocks of one size. A' is not masked,
+because only its elements below the diagonal blocks are used.
 """
 
 from triton.experimental import gluon
@@ -20,13 +20,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gdn_triton.chunk.triton.hopper.gates import (
     BETA_VECTOR,
     D_VECTOR,
-    SCORE_VECTOR,
     STEEP,
     VECTORS,
 )
-from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, opaque, scalar_of, viewed
+from gdn_triton.chunk.triton.hopper.names import (
+    CHUNK,
+    advance,
+    either,
+    masked,
+    opaque,
+    power,
+    scalar_of,
+    viewed,
+)
 
-# Where the scratch tile of A' has element (row, column): blocks of 8 x 8, one after another by the
+# The place of element (row, column) of A' in the scratch tile: blocks of 8 x 8, ordered by the
 # exclusive or of their row and column. The diagonal blocks are the first eight.
 BLOCKED_TILE = gl.constexpr(
     gl.SharedLinearLayout(
@@ -42,7 +50,7 @@ BLOCKED_TILE = gl.constexpr(
 
 @gluon.jit
 def clear_rows(tile, first, COLUMNS: gl.constexpr):
-    """Zeroes the rows of a tile [64, COLUMNS] from ``first`` on."""
+    """Sets the rows of a tile [64, COLUMNS] from ``first`` on to zero."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_t = gl.arange(0, CHUNK, gl.SliceLayout(1, LANES))
     x = tile.load(LANES)
@@ -52,8 +60,8 @@ def clear_rows(tile, first, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def key_products(k, left, zero, BK: gl.constexpr, IS_VARLEN: gl.constexpr):
-    """Issues k k^T. Rows of k past the sequence's end become zero before, as another sequence's NaN
-    would survive a product with 0."""
+    """Issues k k^T. First sets the rows of k past the sequence's end to zero, because a NaN of
+    another sequence would survive a product with 0."""
     if IS_VARLEN:
         if left < CHUNK:
             clear_rows(k, left, BK)
@@ -62,19 +70,21 @@ def key_products(k, left, zero, BK: gl.constexpr, IS_VARLEN: gl.constexpr):
 
 @gluon.jit
 def in_registers(x, n: gl.constexpr, o_n, axis: gl.constexpr):
-    """Number n of an axis of x that lies in each thread's registers. o_n: 0, 1, ... along that
-    axis, in the shape of x. A sum of bits, which the compiler makes a move."""
+    """Returns number n of an axis of x of which every thread has all elements in registers. o_n: 0,
+    1, ... along that axis, in the shape of x. The function sums bits, which the compiler turns into
+    a move."""
     bits = gl.where(o_n == n, x.to(gl.int32, bitcast=True), 0)
     return gl.sum(bits, axis).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def inverses_of_blocks(tile):
-    """(I + L)^-1 [8, 8, 8] of the strictly lower triangles L of the diagonal blocks of A', fp32.
+    """Returns (I + L)^-1 [8, 8, 8], fp32, for the strictly lower triangles L of the diagonal blocks
+    of A'.
 
-    x (I + L) = e for each row x of an inverse, from the last column to the first.
+    It solves x (I + L) = e for each row x of an inverse, from the last column to the first.
     """
-    # [block, row, column]: a thread has one row x, and all of L.
+    # The layout [block, row, column] gives each thread one row x and all of L.
     X_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 0, 4]],
         [[0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0], [0, 0, 0]],
@@ -104,13 +114,28 @@ def inverses_of_blocks(tile):
 
 
 @gluon.jit
-def spread(X, same, layout: gl.constexpr):
-    """The matrix [64, 64] with the blocks X [8, 8, 8] where ``same``, else 0."""
-    FOUR: gl.constexpr = gl.reshape(same, [8, 8, 8, 8]).type.layout
+def block_diagonal(X, layout: gl.constexpr):
+    """Returns the diagonal blocks of 16 x 16, whose own diagonal blocks are X [8, 8, 8], as a
+    matrix [64, 16]."""
+    o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))[:, None]
+    o_c = gl.arange(0, 16, gl.SliceLayout(0, layout))[None, :]
+    own = o_r // 8 % 2 == o_c // 8
+    FOUR: gl.constexpr = gl.reshape(own, [8, 8, 2, 8]).type.layout
     X = gl.convert_layout(X, gl.SliceLayout(2, FOUR))
-    X = gl.reshape(gl.expand_dims(X, 2).broadcast_to([8, 8, 8, 8]), [64, 64])
-    X = gl.convert_layout(X, layout, assert_trivial=True)
-    return gl.where(same, X, 0.0)
+    X = gl.reshape(gl.expand_dims(X, 2).broadcast_to([8, 8, 2, 8]), [CHUNK, 16])
+    return gl.where(own, gl.convert_layout(X, layout, assert_trivial=True), 0.0)
+
+
+@gluon.jit
+def block_of(tile, row: gl.constexpr, column: gl.constexpr, SIZE: gl.constexpr):
+    """Returns the square block of SIZE at a row and a column of a tile [64, 64]."""
+    return tile.slice(row, SIZE, 0).slice(column, SIZE, 1)
+
+
+@gluon.jit
+def columns_of(tile, column: gl.constexpr, SIZE: gl.constexpr):
+    """Returns SIZE columns of a tile [64, 64]."""
+    return tile.slice(column, SIZE, 1)
 
 
 @gluon.jit
@@ -124,19 +149,25 @@ def triangles_role(
     T_STAGES: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
-    k_s, q_s, t_s, p_s, vectors, flags, tile_full, gates_full, t_full, empty = memory
+    k_s, t_s, vectors, flags, tile_full, gates_full, t_full, empty = memory
     a_s, x_s, blocks_s = scratch
     n_chunks, n_rows, _ = walk
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, PRODUCT)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    # These are the layouts of products [64, 64], [64, 32] and [64, 16].
+    FULL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, QUARTER, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, FULL)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, FULL)
     ONE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     o_r = gl.arange(0, CHUNK, ROW)
-    o_c = gl.arange(0, CHUNK, COLUMN)
-    block_r = (o_r // 8)[:, None]
-    block_c = (o_c // 8)[None, :]
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, PRODUCT)
+    o_c = gl.arange(0, CHUNK, COLUMN)[None, :]
+    x_r = gl.arange(0, CHUNK, gl.SliceLayout(1, QUARTER))[:, None]
+    x_c = gl.arange(0, 16, gl.SliceLayout(0, QUARTER))[None, :]
+    block = x_r // 16 + x_c * 0
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, FULL)
+    half_zero = gl.zeros([CHUNK, 32], gl.float32, HALF)
+    quarter_zero = gl.zeros([CHUNK, 16], gl.float32, QUARTER)
 
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -148,57 +179,113 @@ def triangles_role(
         base = stage * VECTORS
         steep = scalar_of(flags.index(stage).load(ONE), STEEP)
         beta = vectors.index(base + BETA_VECTOR).load(ROW)
-        # Numbers that the compiler does not know to be the same in all chunks: it would keep each
-        # element of their masks in a register.
+        # The compiler does not know that these numbers are the same in all chunks. If it knew, it
+        # would keep each element of their masks in a register.
         row = gl.where(n_rows > i, o_r, -1)[:, None]
         A = warpgroup_mma_wait(0, deps=[kk])
         A = A * beta[:, None]
         if steep > 0:
             d_row = vectors.index(base + D_VECTOR).load(ROW) * opaque(steep)
             d_column = vectors.index(base + D_VECTOR).load(COLUMN)
-            A = A * gl.exp2(gl.where(row > o_c[None, :], d_row[:, None] - d_column[None, :], 0.0))
+            A = A * power(gl.where(row > o_c, d_row[:, None] - d_column[None, :], 0.0))
         Ah = A.to(gl.float16)
         a_s.store(Ah)
         blocks_s.store(Ah)
-        k = k_s.index(stage)
-        q = q_s.index(stage)
-        qk = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-        X = spread(inverses_of_blocks(blocks_s), block_r == block_c, PRODUCT)
-        # P' is finished here, since T is what the next products wait for: the state that frees its
-        # tile has read T of chunk i - T_STAGES, too.
-        past = i - T_STAGES
-        past_stage = gl.maximum(past, 0) % STAGES
-        past_phase = (gl.maximum(past, 0) // STAGES) & 1
-        mbarrier.wait(empty.index(past_stage), past_phase, pred=past >= 0)
-        P = warpgroup_mma_wait(0, deps=[qk])
-        if steep > 0:
-            score = vectors.index(base + SCORE_VECTOR).load(ROW) * opaque(steep)
-            d_column = vectors.index(base + D_VECTOR).load(COLUMN)
-            P = P * gl.exp2(gl.where(row >= o_c[None, :], score[:, None] - d_column[None, :], 0.0))
-        p_s.index(t_stage).store(gl.where(row >= o_c[None, :], P, 0.0).to(dtype))
-
-        # From blocks of 8 to one of 64.
-        for level in gl.static_range(3):
-            Xh = X.to(gl.float16)
-            x_s.store(Xh)
-            fence_async_shared()
-            Xo = gl.convert_layout(Xh, OPERAND, assert_trivial=True)
-            Y = warpgroup_mma(Xo, a_s, zero, use_acc=False, is_async=True)
-            Y = warpgroup_mma_wait(0, deps=[Y])
-            Yo = gl.convert_layout(Y.to(gl.float16), OPERAND, assert_trivial=True)
-            Z = warpgroup_mma(Yo, x_s, zero, use_acc=False, is_async=True)
-            Z = warpgroup_mma_wait(0, deps=[Z])
-            made = ((block_r >> level) == (block_c >> level) + 1) & ((block_r >> level) % 2 == 1)
-            X = gl.where(made, -Z, X)
-        t_s.index(t_stage).store(gl.where(row > o_c[None, :], X, 0.0).to(dtype))
+        D = block_diagonal(inverses_of_blocks(blocks_s), QUARTER)
+        # From blocks of 8 to blocks of 16. D has for each row of the matrix the 16 columns of its
+        # own diagonal block, and so one sum of four products is that of all four blocks.
+        Dh = D.to(gl.float16)
+        for b in gl.static_range(4):
+            columns_of(x_s, 16 * b, 16).store(masked(Dh, gl.where(block == b, -1, 0).to(gl.int16)))
         fence_async_shared()
-        mbarrier.arrive(t_full.index(t_stage), count=1)
-        t_stage = (t_stage + 1) % T_STAGES
+        Y = quarter_zero
+        for b in gl.static_range(4):
+            Y = warpgroup_mma(
+                columns_of(x_s, 16 * b, 16),
+                block_of(a_s, 16 * b, 16 * b, 16),
+                Y,
+                use_acc=b > 0,
+                is_async=True,
+            )
+        Y = warpgroup_mma_wait(0, deps=[Y])
+        Yh = Y.to(gl.float16)
+        Z = quarter_zero
+        for b in gl.static_range(4):
+            Yb = masked(Yh, gl.where(block == b, -1, 0).to(gl.int16))
+            Yo = gl.convert_layout(Yb, OPERAND, assert_trivial=True)
+            Z = warpgroup_mma(
+                Yo, block_of(x_s, 16 * b, 16 * b, 16), Z, use_acc=b > 0, is_async=True
+            )
+        Z = warpgroup_mma_wait(0, deps=[Z])
+        D = gl.where((x_r // 8 % 2 == 1) & (x_c < 8), -Z, D)
 
-        # After the last chunk this product is of stale keys, and unused.
+        # Blocks of 32: L is what lies below the first and the third block of 16.
+        Dh = D.to(gl.float16)
+        for b in gl.static_range(4):
+            columns_of(x_s, 16 * b, 16).store(masked(Dh, gl.where(block == b, -1, 0).to(gl.int16)))
+        fence_async_shared()
+        Y = quarter_zero
+        for b in gl.static_range(0, 4, 2):
+            Y = warpgroup_mma(
+                columns_of(x_s, 16 * b + 16, 16),
+                block_of(a_s, 16 * b + 16, 16 * b, 16),
+                Y,
+                use_acc=b > 0,
+                is_async=True,
+            )
+        Y = warpgroup_mma_wait(0, deps=[Y])
+        Yh = Y.to(gl.float16)
+        Z = quarter_zero
+        for b in gl.static_range(0, 4, 2):
+            Yb = masked(Yh, gl.where(block == b + 1, -1, 0).to(gl.int16))
+            Yo = gl.convert_layout(Yb, OPERAND, assert_trivial=True)
+            Z = warpgroup_mma(
+                Yo, block_of(x_s, 16 * b, 16 * b, 16), Z, use_acc=b > 0, is_async=True
+            )
+        L = -warpgroup_mma_wait(0, deps=[Z])
+
+        # The whole matrix.
+        Lh = L.to(gl.float16)
+        for b in gl.static_range(0, 4, 2):
+            own = masked(Dh, gl.where(block == b, -1, 0).to(gl.int16))
+            below = masked(Lh, gl.where(block == b + 1, -1, 0).to(gl.int16))
+            columns_of(x_s, 16 * b, 16).store(either(own, below))
+        fence_async_shared()
+        Y = warpgroup_mma(
+            columns_of(x_s, 32, 32),
+            block_of(a_s, 32, 0, 32),
+            half_zero,
+            use_acc=False,
+            is_async=True,
+        )
+        Yh = warpgroup_mma_wait(0, deps=[Y]).to(gl.float16)
+        Yo = gl.convert_layout(Yh, OPERAND, assert_trivial=True)
+        upper = x_s.slice(0, 32, 0)
+        Z0 = warpgroup_mma(Yo, columns_of(upper, 0, 16), quarter_zero, use_acc=False, is_async=True)
+        Z1 = warpgroup_mma(
+            Yo, columns_of(upper, 16, 16), quarter_zero, use_acc=False, is_async=True
+        )
+
+        # k k^T of the next chunk runs while T is stored. After the last chunk this product reads
+        # old keys, and its result is not used.
         stage, phase = advance(stage, phase, STAGES)
         mbarrier.wait(tile_full.index(stage), phase, pred=i + 1 < n_chunks)
         left = gl.where(i + 1 < n_chunks, n_rows - (i + 1) * CHUNK, CHUNK)
         kk = key_products(k_s.index(stage), left, zero, BK, IS_VARLEN)
+        Z0, Z1 = warpgroup_mma_wait(1, deps=[Z0, Z1])
+        past = i - T_STAGES
+        past_stage = gl.maximum(past, 0) % STAGES
+        past_phase = (gl.maximum(past, 0) // STAGES) & 1
+        mbarrier.wait(empty.index(past_stage), past_phase, pred=past >= 0)
+        t = t_s.index(t_stage)
+        D = gl.where(x_r % 16 > x_c, D, 0.0)
+        T = gl.where(block == 0, D, gl.where(block == 1, L, -Z0))
+        columns_of(t, 0, 16).store(T.to(dtype))
+        columns_of(t, 16, 16).store(gl.where(block == 1, D, -Z1).to(dtype))
+        T = gl.where(block == 2, D, gl.where(block == 3, L, 0.0))
+        columns_of(t, 32, 16).store(T.to(dtype))
+        columns_of(t, 48, 16).store(gl.where(block == 3, D, 0.0).to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(t_full.index(t_stage), count=1)
+        t_stage = (t_stage + 1) % T_STAGES
     warpgroup_mma_wait(0, deps=[kk])

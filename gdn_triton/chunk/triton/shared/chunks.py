@@ -1,9 +1,9 @@
-"""Packed metadata, built on the device: no value of ``cu_seqlens`` is ever read by the host.
+"""Metadata of packed sequences, built on the device: the host reads no value of ``cu_seqlens``.
 
-N packed sequences in T rows make at most ``max_chunks(T, N, chunk_size)`` chunks, a number that the
-host knows without looking. Chunk slots are numbered sequence by sequence; kernels are launched over
-all of them and leave the empty ones at once. Nothing is cached: ``cu_seqlens`` may change in place
-between calls, or between two replays of a CUDA graph.
+N packed sequences in T rows make at most ``max_chunks(T, N, chunk_size)`` chunks, a number that
+depends on sizes alone. Chunk slots are numbered sequence by sequence. Kernels are launched over all
+of them, and programs of empty slots end at once. Nothing is cached: ``cu_seqlens`` may change in
+place between calls, or between two replays of a CUDA graph.
 """
 
 import functools
@@ -20,13 +20,17 @@ METADATA_BLOCK = 256
 
 
 class ChunkTable(NamedTuple):
-    """The chunks of one call. Padded calls have no tables: the host knows everything.
+    """The chunks of one call. Padded calls have no tables, because all chunks follow from the
+    sizes.
 
     NT: chunk slots of a batch entry (padded), or of the whole call (packed).
+
     slots: chunk slots of the whole call.
+
     chunk_rows: int32 [NT, 2], (first row, number of rows) of each slot. Rows after the last
-        sequence, and those of sequences to skip, are listed too, with their number negated, for the
-        output step to write zeros there. An empty slot is (0, 0).
+    sequence, and those of sequences to skip, are listed too, with their number negated, for the
+    output step to write zeros there. An empty slot is (0, 0).
+
     chunk_offsets: int32 [N + 1], the first slot of each sequence.
     """
 
@@ -56,8 +60,8 @@ def chunk_metadata_kernel(
     BLOCK: tl.constexpr,
     LAST_SKIPPED: tl.constexpr,
 ):
-    """Program ``i_n`` numbers the chunks of sequence ``i_n``; program N those of the rows left over
-    and of the empty slots."""
+    """Program ``i_n`` numbers the chunks of sequence ``i_n``. Program N numbers the chunks of the
+    remaining rows and the empty slots."""
     i_n = tl.program_id(0)
     first = 0
     for start in range(0, i_n, BLOCK):
@@ -120,8 +124,9 @@ def make_chunks(
     N = cu_seqlens.shape[0] - 1
     NT = max_chunks(T, N, chunk_size)
     cu_seqlens = cu_seqlens.contiguous()
-    # One allocation for both tables: allocations and launches are most of a call's host time. Both
-    # begin at a multiple of 16 bytes, or kernels would have a variant for even NT and one for odd.
+    # One allocation holds both tables, because allocations and launches are most of a call's host
+    # time. Both tables begin at a multiple of 16 bytes; otherwise kernels would have a variant for
+    # even NT and one for odd.
     rows_size = -(-NT * 2 // 4) * 4
     tables = torch.empty(rows_size + N + 1, dtype=torch.int32, device=cu_seqlens.device)
     chunk_rows, chunk_offsets = tables[: NT * 2], tables[rows_size:]

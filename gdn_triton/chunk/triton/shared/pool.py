@@ -1,6 +1,6 @@
-"""States in memory, as kernels take them: in tensors of a state a sequence, and in the slots of a
-pool, of which `gdn_triton.chunk.problem.Pool` says what is read and written. Without a pool its
-pointers are None, and the code that needs them is left out."""
+"""States in memory in the form that kernels read: tensors with one state for each sequence, and the
+slots of a pool, as `gdn_triton.chunk.problem.Pool` describes. Without a pool its pointers are None,
+and the code that needs them is left out."""
 
 from typing import Any, NamedTuple
 
@@ -14,15 +14,15 @@ from gdn_triton.chunk.problem import Pool
 # The properties of a pool that a kernel is compiled for: strides, and which slots are padding.
 PoolLayout = tuple[int, ...]
 
-# Stands for the pool of a call that has none.
+# Replaces the pool of a call without one.
 _POINTERS = ("read_slots", "write_slots", "has_state", "checkpoints", "checkpoint_slots")
 _NO_POINTERS: dict[str, torch.Tensor | None] = dict.fromkeys(_POINTERS)
 _NO_NUMBERS = {"every": 0, "M": 0}
 
 
 class StateMemory(NamedTuple):
-    """Where states [K, V] of sequences or slots lie, by head: p, a pointer or None where there are
-    none, and the strides between sequences, heads, rows and columns."""
+    """The place of states [K, V] of sequences or slots, by head: p, a pointer or None without
+    states, and the strides between sequences, heads, rows and columns."""
 
     p: Any
     stride_n: Any
@@ -32,8 +32,8 @@ class StateMemory(NamedTuple):
 
 
 class Checkpoints(NamedTuple):
-    """Where the states after every ``every`` tokens of a sequence go. slots: [N, M], by checkpoint,
-    or None where they follow one another."""
+    """The place of the states after every ``every`` tokens of a sequence. slots: [N, M], by
+    checkpoint, or None if the checkpoints of a sequence have consecutive rows."""
 
     states: Any
     slots: Any
@@ -43,15 +43,16 @@ class Checkpoints(NamedTuple):
 
 @triton.jit
 def state_pointers(x, i_n, i_hv, o_k, o_v):
-    """Pointers [BK, BV] to rows o_k [BK] and columns o_v [1, BV] of a state of the memory x.
-    i_n and i_hv are int64, so that no offset of a state overflows."""
+    """Returns pointers [BK, BV] to rows o_k [BK] and columns o_v [1, BV] of a state of the memory
+    x. i_n and i_hv are int64, so no offset of a state overflows."""
     p = x.p + i_n * x.stride_n + i_hv * x.stride_h
     return p + (o_k[:, None] * x.stride_k + o_v * x.stride_v)
 
 
 @triton.jit
 def state_mask(has_state, i_n, o_v, in_state, V: tl.constexpr):
-    """``in_state``, or nothing where ``has_state`` [N] is there and false for sequence ``i_n``."""
+    """Returns ``in_state``, or no memory where ``has_state`` [N] is given and False for sequence
+    ``i_n``."""
     if has_state is not None:
         in_state = in_state & (o_v < tl.where(tl.load(has_state + i_n), V, 0))
     return in_state
@@ -101,8 +102,8 @@ def store_checkpoint(
     LAST_SKIPPED: tl.constexpr,
 ):
     """Stores b_h [BK, BV], the columns o_v of the state after ``tokens`` tokens of sequence
-    ``i_n``, where a checkpoint is due and the last chunk ``is_whole``. row: of the sequence's first
-    checkpoint, where they follow one another."""
+    ``i_n``, where a checkpoint is due and the last chunk ``is_whole``. row: the row of the
+    sequence's first checkpoint, if checkpoints have consecutive rows."""
     if is_whole & (tokens % x.every == 0):
         index = tokens // x.every - 1
         in_v = o_v < V
@@ -117,8 +118,7 @@ def store_checkpoint(
 
 
 def pool_pointers(pool: Pool | None) -> dict[str, torch.Tensor | None]:
-    """The pointers that say where the states of a walk are, in the order of the kernels'
-    parameters."""
+    """The pointers to the states of a walk, in the order of the kernels' parameters."""
     if pool is None:
         return _NO_POINTERS
     flags = pool.has_initial_state
@@ -142,7 +142,7 @@ def pool_arguments(layout: PoolLayout) -> dict[str, int]:
 
 
 def pool_numbers(pool: Pool | None) -> dict[str, int]:
-    """Tokens from a checkpoint to the next, and columns of checkpoint_slots."""
+    """The tokens from one checkpoint to the next, and the columns of checkpoint_slots."""
     if pool is None:
         return _NO_NUMBERS
     slots = pool.checkpoint_slots
@@ -150,5 +150,5 @@ def pool_numbers(pool: Pool | None) -> dict[str, int]:
 
 
 def out_strides(pool: Pool | None) -> tuple[int, int, int, int]:
-    """``row_strides`` of the o that was given; zeros where o is a new, dense tensor."""
+    """``row_strides`` of the given o; zeros if o is a new, dense tensor."""
     return (0, 0, 0, 0) if pool is None else row_strides(pool.out)

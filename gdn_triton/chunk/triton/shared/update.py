@@ -1,6 +1,6 @@
-"""What a chunk does to the state, and the gradient of that, each written once: jit functions that
-the walks over chunks call (fused/walk.py, fused/segments.py, steps/state.py, gradients/state.py,
-and affine.py of calls with ranks).
+"""The update of the state by a chunk, and its gradient, as functions that all walks over chunks
+call (fused/walk.py, fused/segments.py, steps/state.py, gradients/state.py, and affine.py of calls
+with ranks).
 
 The forward, the backward's walk forward and the walks of ranks must give the same v_new and the
 same states to the last bit. Equations are numbered as in docs/math.md.
@@ -33,7 +33,7 @@ def solve_values(b_kh, b_v, b_A, b_g, b_beta, PRECISION: tl.constexpr, A_IS_STRI
 
 @triton.jit
 def decayed_values(b_v_new, b_g, g_last, valid):
-    """v_new [BT, BV] fp32 as the chunk leaves it: 2^(g_last - g_i) v_new_i."""
+    """Returns v_new [BT, BV] fp32 decayed to the chunk's end: 2^(g_last - g_i) v_new_i."""
     return b_v_new * decay_between(g_last, b_g, valid)
 
 
@@ -49,7 +49,7 @@ def add_values(b_h, b_k, b_decayed, g_last, PRECISION: tl.constexpr):
 
 @triton.jit
 def write_values(b_h, b_k, b_v_new, b_g, g_last, valid, PRECISION: tl.constexpr):
-    """The same from b_v_new [BT, BV] fp32."""
+    """Does the same from b_v_new [BT, BV] fp32."""
     b_decayed = decayed_values(b_v_new, b_g, g_last, valid).to(b_k.dtype)
     return add_values(b_h, b_k, b_decayed, g_last, PRECISION)
 
@@ -73,8 +73,8 @@ def solve_values_bwd(
         dv_new = A_qk^T do + 2^(g_last - g) (k dh'),    dx = A_inv^T dv_new
     """
     b_dv = tl.dot(tl.trans(b_P), b_do, input_precision=PRECISION)
-    # tl.fma and not a sum: Triton would turn a sum into a product that accumulates onto own do,
-    # and it loads no accumulator ahead of its chunk, so the chunk would wait for own.
+    # Use tl.fma instead of a sum. Triton would turn a sum into a product that accumulates onto own
+    # do. It loads no accumulator ahead of its chunk, so the chunk would wait for own.
     b_dv = tl.fma(b_own, b_do.to(tl.float32), b_dv)
     b_dv += b_kdh * decay_between(g_last, b_g, valid)
     if A_IS_STRICT:

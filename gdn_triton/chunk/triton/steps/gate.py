@@ -16,10 +16,11 @@ from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import chunk_span, decay_cumsum
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
-# 64 rows x 8 heads of fp32 are one 32-byte sector a row, and 4 values a thread of 4 warps.
+# 64 rows x 8 heads of fp32 are one 32-byte sector for each row, and 4 values for each thread of 4
+# warps.
 HEADS_PER_PROGRAM = 8
-# Heads of a tile of decays, where there are so many: 16 values a thread of 2 warps need fewer
-# exchanges between threads. Decays are summed in integers, so the tile changes no bit.
+# The heads of a tile of decays, if a call has as many: 16 values for each thread of 2 warps need
+# fewer exchanges between threads. Decays are summed in integers, so the tile changes no bit.
 DECAY_HEADS_PER_PROGRAM = 16
 SIGMOID_BLOCK = 1024
 
@@ -85,10 +86,10 @@ def chunk_local_cumsum(
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sums ``scale * x`` [B, T, HV] over each chunk, inclusive; fp32 [B, T, HV]. ``reverse`` sums
-    from the chunk's end. With ``A_log``, x is the raw gate and goes through its activation first.
-    With ``floor`` the terms are log2 decays: each is held above it, and summed forward in fixed
-    point (``decay_cumsum``)."""
+    """Returns the inclusive sums of ``scale * x`` [B, T, HV] over each chunk, fp32 [B, T, HV].
+    ``reverse`` sums from the chunk's end. With ``A_log``, x is the raw gate, which is activated
+    first. With ``floor`` the terms are log2 decays, each limited to the floor, and summed forward
+    in fixed point (``decay_cumsum``)."""
     assert floor is None or not reverse, "only sums of gradients run backward"
     B, T, HV = x.shape
     out = torch.empty(B, T, HV, dtype=torch.float32, device=x.device)
@@ -128,8 +129,9 @@ def gate_cumsum_fwd(
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``g`` [B, T, HV], natural-log decay or (with ``A_log`` [HV]) the raw gate, to ``g_cumsum``
-    [B, T, HV] fp32 in log2 units. A decay of -inf is held at the floor where 2^x is 0 in fp32."""
+    """Computes ``g_cumsum`` [B, T, HV], fp32 in log2 units, from ``g`` [B, T, HV], the natural-log
+    decay or (with ``A_log`` [HV]) the raw gate. A decay of -inf is limited to the floor, where 2^x
+    is 0 in fp32."""
     return chunk_local_cumsum(
         g,
         chunks,
@@ -161,8 +163,8 @@ def beta_sigmoid_kernel(
 
 
 def beta_sigmoid_fwd(beta: torch.Tensor, allow_neg_eigval: bool = False) -> torch.Tensor:
-    """``beta`` logits [B, T, HV] to sigmoid(beta), or twice that with negative eigenvalues;
-    fp32."""
+    """Computes sigmoid(beta), fp32, of the logits ``beta`` [B, T, HV], or twice that with negative
+    eigenvalues."""
     B, T, HV = beta.shape
     out = torch.empty(B, T, HV, dtype=torch.float32, device=beta.device)
     n = out.numel()

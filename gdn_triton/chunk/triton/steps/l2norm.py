@@ -4,6 +4,8 @@ q and k go through one launch: program (i, 0) owns BR rows of q, program (i, 1) 
 A row is one head of one token.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,13 +14,13 @@ from gdn_triton._triton.activations import normalized
 from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
 from gdn_triton.constants import L2NORM_EPS
 
-# Elements of a tile: 16 a thread of 4 warps, enough loads in flight to stream.
+# Elements of a tile: 16 for each thread of 4 warps keep enough loads in flight.
 TILE_ELEMENTS = 2048
 
 
 @triton.jit
 def row_place(i, T, H):
-    """Where row i of [B, T, H] rows lies: (batch entry, token, head)."""
+    """Returns the place of row i of [B, T, H] rows: (batch entry, token, head)."""
     i_t = i // H
     i_b = i_t // T
     i_t = i_t - i_b * T
@@ -65,22 +67,18 @@ def l2norm_kernel(
         tl.store(k_out + o_out, b_k, mask=mask)
 
 
-def l2norm_fwd(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalises q and k [B, T, H, K] over K (last stride 1); each comes back contiguous in its
-    dtype."""
+def launch_rows(kernel: Any, q: torch.Tensor, k: torch.Tensor, **others: torch.Tensor) -> None:
+    """Launches a kernel over the rows of q and k [B, T, H, K]; others: its contiguous tensors."""
     B, T, H, K = q.shape
-    q_out = torch.empty(B, T, H, K, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(B, T, H, K, dtype=k.dtype, device=k.device)
     n = B * T * H
     if n == 0:
-        return q_out, k_out
+        return
     BK = triton.next_power_of_2(K)
     BR = max(1, TILE_ELEMENTS // BK)
-    l2norm_kernel[(triton.cdiv(n, BR), 2)](
+    kernel[(triton.cdiv(n, BR), 2)](
         q=q,
         k=k,
-        q_out=q_out,
-        k_out=k_out,
+        **others,
         n=n,
         T=T,
         H=H,
@@ -91,4 +89,11 @@ def l2norm_fwd(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Te
         BK=BK,
         BR=BR,
     )
+
+
+def l2norm_fwd(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalises q and k [B, T, H, K] over K (last stride 1). Returns both contiguous in their
+    dtypes."""
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    launch_rows(l2norm_kernel, q, k, q_out=q_out, k_out=k_out)
     return q_out, k_out

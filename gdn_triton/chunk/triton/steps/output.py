@@ -54,7 +54,7 @@ def output_fwd_kernel(
     LAST_SKIPPED: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
-    """ALIGN_O: 0 where o is dense and has no strides."""
+    """ALIGN_O: 0 if o is dense, without strides."""
     stride_kb, stride_kt, stride_kh = in_elements(stride_kb, stride_kt, stride_kh, ALIGN_K)
     stride_qb, stride_qt, stride_qh = in_elements(stride_qb, stride_qt, stride_qh, ALIGN_Q)
     pid = tl.program_id(0).to(tl.int64)
@@ -66,7 +66,7 @@ def output_fwd_kernel(
     o_t = tl.arange(0, BT)
     o_v = i_v * BV + tl.arange(0, BV)
     in_v = o_v < V
-    # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
+    # Bases are 64-bit scalars; offsets inside of a chunk fit 32 bits (forward.py ensures it).
     base = (i_b * T + row) * HV + i_hv
     o_o = o_t[:, None] * HV * V + o_v[None, :]
     if ALIGN_O == 0:
@@ -77,7 +77,7 @@ def output_fwd_kernel(
         p_o += o_t[:, None] * stride_ot + o_v[None, :]
     if not IS_VARLEN:
         if read_slots is not None:
-            # The rows of a packed sequence to skip have a negative number already.
+            # The rows of a packed sequence that is skipped already have a negative number.
             n_rows = tl.where(tl.load(read_slots + i_b) > LAST_SKIPPED, n_rows, -n_rows)
     if n_rows <= 0:
         store_zeros(p_o, (o_t < -n_rows)[:, None] & in_v[None, :])
@@ -123,8 +123,8 @@ def output_fwd(
     dtype: torch.dtype,
     pool: Pool | None = None,
 ) -> torch.Tensor:
-    """o [B, T, HV, V] in ``dtype``. q, k: last stride 1; h [slots, HV, K, V] and v_new as
-    ``state_fwd`` made them. pool: where o goes, and which sequences have been skipped."""
+    """Returns o [B, T, HV, V] in ``dtype``. q, k: last stride 1; h [slots, HV, K, V] and v_new:
+    from ``state_fwd``. pool: the memory of o, and the sequences that are skipped."""
     B, T, H, K = q.shape
     HV, V = v_new.shape[2:]
     o = torch.empty(B, T, HV, V, dtype=dtype, device=q.device) if pool is None else pool.out

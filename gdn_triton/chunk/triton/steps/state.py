@@ -1,12 +1,12 @@
-"""State passing, the one serial step: from chunk to chunk of a sequence,
+"""State passing, the only serial step: from chunk to chunk of a sequence,
 
     v_new = u - w h
     h     = 2^g_last h + sum_i 2^(g_last - g_i) k_i (x) v_new_i
 
 A program owns BV columns of the state [K, V] of one sequence and value head, in fp32 registers, and
-walks the sequence's chunks. Every tile is read and written as it lies in memory: with the state
-held the other way round its products need no copy of it in shared memory, but u and v_new have to
-be transposed, which costs more (docs/tried.md).
+walks the sequence's chunks. Every tile is read and written in its layout in memory. With a
+transposed state its products would need no copy of the state in shared memory, but u and v_new
+would have to be transposed, which costs more (docs/tried.md).
 """
 
 import torch
@@ -110,7 +110,7 @@ def state_fwd_kernel(
         p_h0 = state_pointers(states, i_h0, i_hv, o_k, o_v)
         b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
 
-    # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
+    # Bases are 64-bit scalars; offsets inside of a chunk fit 32 bits (forward.py ensures it).
     base = (i_b * T + row) * HV + i_hv
     p_k = k + i_b * stride_kb + row * stride_kt + i_h * stride_kh
     p_w, p_u, p_v_new, p_g = w + base * K, u + base * V, v_new + base * V, g_cumsum + base
@@ -172,10 +172,10 @@ def state_fwd(
     state_v_first: bool = False,
     pool: Pool | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """h [slots, HV, K, V] (each chunk's starting state, in w's dtype; None when not asked for),
-    v_new [B, T, HV, V], and the final state fp32, laid out as ``state_v_first`` says. pool: where
-    the states are read and written, in place of the two; of the sequences that it skips nothing is
-    written, h and v_new included."""
+    """Returns h [slots, HV, K, V] (each chunk's starting state, in w's dtype; None if not asked
+    for), v_new [B, T, HV, V], and the final state in fp32, laid out as ``state_v_first`` says.
+    pool: the memory of the states, in place of ``initial_state`` and a new tensor; for the
+    sequences that it skips nothing is written, h and v_new included."""
     T, H, K = k.shape[1:]
     HV, V = u.shape[2:]
     dtype = w.dtype

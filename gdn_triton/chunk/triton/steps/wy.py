@@ -1,14 +1,14 @@
-"""Keys and values of a chunk to its WY pair, in one kernel:
+"""Computes the WY pair of a chunk from its keys and values, in one kernel:
 
     A     = strict-lower(beta_i (k_i . k_j) 2^(g_i - g_j))
     A_inv = (I + A)^-1
     u     = (A_inv diag(beta)) v     = beta v + strict-lower(A_inv diag(beta)) v
     w     = (A_inv diag(beta 2^g)) k = beta 2^g k + strict-lower(A_inv diag(beta 2^g)) k
 
-A program owns one chunk of one value head. A lives in registers; only ``A_inv`` goes to memory, and
-only when training must keep it. The factors beta and 2^g multiply the columns of ``A_inv`` in fp32,
-so that k and v enter the tensor cores as they were loaded, without a rounding of their own, and the
-diagonal, a token's own part and often most of the result, is added in fp32.
+A program owns one chunk of one value head. A stays in registers; only ``A_inv`` is written to
+memory, and only for training. The factors beta and 2^g multiply the columns of ``A_inv`` in fp32,
+so k and v enter the tensor cores without a rounding. The diagonal, a token's own part and often
+most of the result, is added in fp32.
 """
 
 import torch
@@ -73,7 +73,7 @@ def wy_fwd_kernel(
     dtype: tl.constexpr = w.dtype.element_ty
     o_t = tl.arange(0, BT)
     valid = o_t < n_rows
-    # Bases are 64-bit scalars; offsets inside a chunk fit 32 bits (forward.py sees to it).
+    # Bases are 64-bit scalars; offsets inside of a chunk fit 32 bits (forward.py ensures it).
     base = (i_b * T + row) * HV + i_hv
     b_g = tl.load(g_cumsum + base + o_t * HV, mask=valid, other=0)
     p_beta = beta + i_b * stride_betab + row * stride_betat + i_hv * stride_betah
@@ -132,8 +132,8 @@ def wy_fwd(
     dtype: torch.dtype,
     store_A_inv: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """w [B, T, HV, K], u [B, T, HV, V] and, when asked for, A_inv [B, T, HV, chunk_size], all in
-    ``dtype``, the one that the products are computed in. k, v: last stride 1."""
+    """Returns w [B, T, HV, K], u [B, T, HV, V] and, if asked for, A_inv [B, T, HV, chunk_size], all
+    in ``dtype``, the dtype of products. k, v: last stride 1."""
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     BT = chunks.chunk_size

@@ -4,14 +4,14 @@
     S = exp(g) S + k (x) beta (v - exp(g) S^T k),    o = scale S^T q
     y = weight o / sqrt(mean(o^2) + eps) act(gate)
 
-A program has one key head of one sequence and loops over the value heads of that key head.
-Therefore no other program reads or writes its channels of the convolution's state or its states.
-With a program for each value head, one program would write channels of q and k that another one
-still has to read. The norm needs all columns of a head, which the program has.
+A program handles one key head of one sequence and loops over the value heads of that key head.
+Therefore no other program reads or writes the program's states or its channels of the convolution's
+state. With one program per value head, one program would write channels of q and k that another
+program still has to read. The norm needs all columns of a head, and one program has all of them.
 
-The arithmetic of q, k, v, of the states and of o is that of `causal_conv1d_update` and of
-`recurrent_step`, on tiles that give the same bits. The sum of squares of the norm is not that of
-`rms_norm_gated`, whose order depends on how a head lies in registers.
+q, k, v, the states and o have the same bits as those of `causal_conv1d_update` and
+`recurrent_step`. The norm's sum of squares may differ from that of `rms_norm_gated` in its last
+bits, because the order of that sum depends on the register layout of a head.
 """
 
 from collections.abc import Callable
@@ -24,73 +24,21 @@ from torch import Tensor
 
 from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
-from gdn_triton._triton.activations import log_decay, sigmoid
+from gdn_triton._triton.activations import log_decay
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
+from gdn_triton._triton.taps import Filter, convolved, earlier, keep, on_nvidia, taps
 from gdn_triton._triton.tiles import UNFUSED, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
-from gdn_triton.conv.triton.rows import Filter, logistic, on_nvidia, taps, weighted
 from gdn_triton.recurrent.triton.form import (
     STATES_BEYOND_CACHE,
     eviction_policy,
     recurrent_form,
 )
 from gdn_triton.recurrent.triton.kernel import decay_of, normalizer, strength
-from gdn_triton.recurrent.triton.sums import column_sums, fixed_point, power_of_two, products
+from gdn_triton.recurrent.triton.layer import head_norms
+from gdn_triton.recurrent.triton.sums import column_sums, products
 from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
-
-
-@triton.jit
-def earlier(p, o_c, mask, stride_c, stride_w, W: tl.constexpr):
-    """Loads the W - 1 tokens of a state, the latest first."""
-    before = ()
-    for i in tl.static_range(W - 1):
-        p_c = p + o_c.to(tl.int64) * stride_c + tl.cast(stride_w, tl.int64) * (W - 2 - i)
-        before += (tl.load(p_c, mask=mask, other=0),)
-    return before
-
-
-@triton.jit
-def keep(p, x, before, o_c, mask, stride_c, stride_w, W: tl.constexpr):
-    """Stores the state after token x."""
-    kept = (x.to(p.dtype.element_ty),)
-    for i in tl.static_range(W - 2):
-        kept += (before[i],)
-    for i in tl.static_range(W - 1):
-        p_c = p + o_c.to(tl.int64) * stride_c + tl.cast(stride_w, tl.int64) * (W - 2 - i)
-        tl.store(p_c, kept[i], mask=mask)
-
-
-@triton.jit
-def convolved(x, before, w, b_bias, W: tl.constexpr, SILU: tl.constexpr, NVIDIA: tl.constexpr):
-    wide = ()
-    for i in tl.static_range(W - 1):
-        wide += (before[i].to(tl.float32),)
-    b_y = weighted(x.to(tl.float32), wide, w, b_bias, W)
-    if SILU:
-        b_y = b_y * logistic(b_y, NVIDIA)
-    return b_y.to(x.dtype)
-
-
-@triton.jit
-def sums_of_squares(x, PARTS: tl.constexpr):
-    """[TILES]: the sum of the squares of x [BV, TILES] over the PARTS tiles of each head. It is
-    summed in fixed point relative to the largest square, so that it does not depend on the tiles of
-    a head, which differ with the number of sequences."""
-    o_t = tl.arange(0, x.shape[1])
-    same = o_t[:, None] // PARTS == o_t[None, :] // PARTS
-    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    if PARTS > 1:
-        top = tl.max(tl.where(same, top[:, None], 0), 0)
-    finite = top < 0x7F800000
-    largest = top.to(tl.float32, bitcast=True)
-    unit, inverse = power_of_two(tl.where(finite, largest, 0.0))
-    x = tl.where(finite[None, :], x, 0.0) * inverse[None, :]
-    units = tl.sum(fixed_point(x * x), 0)
-    if PARTS > 1:
-        units = tl.sum(tl.where(same, units[:, None], 0), 0)
-    squares = units.to(tl.float32) * 5.684341886080802e-14 * unit * unit
-    return tl.where(finite, squares, largest * largest)
 
 
 @triton.jit
@@ -108,17 +56,17 @@ def layer_step_kernel(
     BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, SILU: tl.constexpr,
     NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """conv_weight None: x is convolved. norm_weight None: y is o. A value head has PARTS tiles of
-    BV columns; TILES, a power of two, has room for those of a key head. PREFETCH: a tile is loaded
-    while the one before is used. FOLD, WORDS, FAST: see `RecurrentForm`."""
+    """conv_weight None: x has been convolved. norm_weight None: y is o. A value head has PARTS
+    tiles of BV columns. TILES is the power of two that holds the tiles of a key head. PREFETCH:
+    load a tile while the tile before is used. FOLD, WORDS, FAST: see `RecurrentForm`."""
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_h = pid // H, pid % H
     GROUP: tl.constexpr = HV // H
     KEPT: tl.constexpr = state.dtype.element_ty
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
-    # The channels of q and k are [2, BK], and those of the tiles' columns [BV, TILES]. These
-    # tensors are transposed, because the compiler would otherwise give a state their register
-    # layout.
+    # The channels of q and k have the shape [2, BK], and the channels of the tiles' columns
+    # [BV, TILES]. The tensors are transposed, because the compiler would otherwise give a state
+    # their register layout.
     is_k = tl.arange(0, 2)[:, None]
     c_qk = is_k * (H * K) + i_h * K + o_k[None, :]
     in_qk = (is_k < 2) & (o_k < K)[None, :]
@@ -177,7 +125,7 @@ def layer_step_kernel(
     b_q = tl.sum(tl.where(is_k == 0, qk_bits, 0), 0).to(tl.float32, bitcast=True)
     b_k = tl.sum(tl.where(is_k == 1, qk_bits, 0), 0).to(tl.float32, bitcast=True)
 
-    # A scalar factor of q or k multiplies the sums of q or k, not their elements.
+    # Multiply the sums of q or k, not their elements, by a scalar factor of q or k.
     of_q, of_k = scale, 1.0
     qq, kk, qk = products(b_q, b_k, WORDS)
     if USE_QK_L2NORM:
@@ -216,21 +164,14 @@ def layer_step_kernel(
         tl.store(p, kept, mask=in_k & (o_v < end_v)[None, :], eviction_policy=POLICY)
 
     if norm_weight is not None:
-        b_n = b_y.to(tl.float32)
-        squares = sums_of_squares(tl.where(in_d, b_n, 0.0), PARTS)
-        b_n *= tl.rsqrt(squares / V + NORM_EPS)[None, :]
-        b_n *= b_w.to(tl.float32)
-        b_z = b_z.to(tl.float32)
-        b_s = sigmoid(b_z, 1.0)
-        b_n *= b_s if SIGMOID else b_z * b_s
-        b_y = b_n.to(y.dtype.element_ty)
+        b_y = head_norms(b_y, in_d, b_w, b_z, V, PARTS, NORM_EPS, SIGMOID)
     tl.store(p_y, b_y, mask=in_d)
 
 
 class LayerForm(NamedTuple):
-    """parts: the number of tiles of BV columns of a value head. prefetch: a program loads a tile
-    while it uses the tile before. No bit depends on `prefetch`, nor, for value-first states, on the
-    warps."""
+    """The form of a program. parts: the number of tiles of BV columns of a value head. prefetch: a
+    program loads a tile while it uses the tile before. `prefetch` changes no bit of the result; nor
+    does the number of warps for value-first states."""
 
     BK: int
     BV: int
@@ -245,20 +186,22 @@ class LayerForm(NamedTuple):
 
 # The warps of a program in a batch whose programs all run at once, and in a larger batch.
 FEW_WARPS, MANY_WARPS = 8, 4
-# Below this number of programs the registers of a second float32 tile cost more than the wait for
-# its loads.
+# Below this number of programs the registers of a prefetched float32 tile cost more time than
+# waiting for its loads.
 LEAST_TO_PREFETCH = 32
 
 
 def layer_form(p: LayerProblem) -> LayerForm:
-    """The form of the kernel, derived from `recurrent_form`. With value-first states the sums over
-    K lie within a warp, so a program has more warps, which share the columns of a head.
+    """Returns the form of the kernel, derived from `recurrent_form`. With value-first states a warp
+    computes the sums over K alone. Therefore a program can have more warps, which share the columns
+    of a head.
 
-    Measured on an H100: a head in one tile is faster while every program runs at once, which are
-    one a multiprocessor with float32 states and two with 16-bit ones; tiles of half a head leave
-    room for more programs, of which some load while others compute."""
+    Measured on an H100: one tile per head is faster while all programs run at once, which means one
+    program per multiprocessor with float32 states and two with 16-bit states. With more programs,
+    tiles of half a head are faster: more programs fit a multiprocessor, and some load while others
+    compute."""
     itemsize = p.state_dtype.itemsize
-    # No bit depends on the bytes of the states, and here the form is not chosen by them.
+    # The bytes of all states change no bit, and this kernel does not choose its form by them.
     form = recurrent_form(p.K, p.V, p.state_v_first, itemsize, state_bytes=STATES_BEYOND_CACHE)
     BK, BV, warps = form.tile.BK, form.tile.BV, form.tile.num_warps
     programs, narrow = p.N * p.H, p.state_dtype.itemsize == 2
@@ -285,7 +228,8 @@ def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
 
 
 def make_launch(p: LayerProblem, x: LayerOperands) -> Launch:
-    """x: operands with one token for each sequence, without a dimension for tokens."""
+    """Returns the launch. x: operands with one token for each sequence, without a dimension for
+    tokens."""
     form = layer_form(p)
     return Launch(
         layer_step_kernel,
@@ -347,8 +291,8 @@ def one_token(x: LayerOperands) -> LayerOperands:
 
 
 def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
-    """Returns a function that runs calls that differ from this one in contents and addresses
-    only."""
+    """Returns a function that runs all calls that differ from this one only in contents and
+    addresses."""
     p = problem
     launch = make_launch(p, one_token(call.inputs))
     shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)

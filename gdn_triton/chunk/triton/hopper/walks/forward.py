@@ -1,0 +1,181 @@
+"""The memory and the roles of a block that walks forward (kernel.py)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS
+from gdn_triton.chunk.triton.hopper.names import CHUNK
+from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_role
+from gdn_triton.chunk.triton.hopper.walks.gates import gates_role
+from gdn_triton.chunk.triton.hopper.walks.loaders import forward_loader_role
+from gdn_triton.chunk.triton.hopper.walks.state import forward_role
+
+
+@gluon.jit
+def forward_block(
+    sources,
+    outputs,
+    gates,
+    ends,
+    strides,
+    heads,
+    first_slot,
+    walk,
+    scale,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+    STATES: gl.constexpr,
+    STAGES: gl.constexpr,
+    T_STAGES: gl.constexpr,
+    STATE_REGISTERS: gl.constexpr,
+    TRIANGLES_REGISTERS: gl.constexpr,
+    SINGLE_REGISTERS: gl.constexpr,
+    HAS_H0: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+):
+    COLUMNS: gl.constexpr = STATES * BV
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = sources[0].dtype
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BK], TILE)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], TILE)
+    u_s = gl.allocate_shared_memory(dtype, [STATES, CHUNK, BV], TILE)
+    h_s = gl.allocate_shared_memory(dtype, [STATES, BK, BV], TILE)
+    t_s = gl.allocate_shared_memory(dtype, [T_STAGES, CHUNK, CHUNK], TILE)
+    a_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], TILE)
+    x_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], TILE)
+    blocks_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
+    vectors = gl.allocate_shared_memory(gl.float32, [STAGES * VECTORS, CHUNK], FLAT)
+    writes = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], FLAT)
+    flags = gl.allocate_shared_memory(gl.float32, [STAGES, FLAGS], FLAT)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], BARRIER)
+    gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(gates_full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=STATES)
+    for s in gl.static_range(STAGES + 1):
+        mbarrier.init(k_full.index(s), count=1)
+    for s in gl.static_range(T_STAGES):
+        mbarrier.init(t_full.index(s), count=1)
+
+    i_b, first_row, _, i_hv, first_v = heads
+    place = (i_b, first_row, i_hv, first_v, first_slot)
+    factors = (vectors, writes, flags, gates_full, empty)
+    inverses = (k_s, t_s, vectors, flags, k_full, gates_full, t_full, empty)
+    scratch = (a_s, x_s, blocks_s)
+    states = (k_s, v_s, t_s, u_s, h_s, vectors, flags, empty)
+    fulls = (k_full, gates_full, t_full)
+    tiles = (k_s, v_s, k_full, empty)
+    if STATES == 1:
+        gl.warp_specialize(
+            [
+                (
+                    forward_role,
+                    (
+                        states,
+                        fulls,
+                        outputs,
+                        ends,
+                        strides,
+                        place,
+                        walk,
+                        dtype,
+                        K,
+                        V,
+                        BK,
+                        BV,
+                        0,
+                        STATES,
+                        STAGES,
+                        T_STAGES,
+                        HAS_H0,
+                        IS_VARLEN,
+                    ),
+                ),
+                (
+                    triangles_role,
+                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, False),
+                ),
+                (
+                    gates_role,
+                    (factors, gates, walk, scale, STAGES, False, False, 0.0),
+                ),
+                (
+                    forward_loader_role,
+                    (tiles, sources, heads, walk, dtype, BK, COLUMNS, STAGES, IS_VARLEN),
+                ),
+            ],
+            [4, 1, 1],
+            [TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    forward_role,
+                    (
+                        states,
+                        fulls,
+                        outputs,
+                        ends,
+                        strides,
+                        place,
+                        walk,
+                        dtype,
+                        K,
+                        V,
+                        BK,
+                        BV,
+                        0,
+                        STATES,
+                        STAGES,
+                        T_STAGES,
+                        HAS_H0,
+                        IS_VARLEN,
+                    ),
+                ),
+                (
+                    forward_role,
+                    (
+                        states,
+                        fulls,
+                        outputs,
+                        ends,
+                        strides,
+                        place,
+                        walk,
+                        dtype,
+                        K,
+                        V,
+                        BK,
+                        BV,
+                        1,
+                        STATES,
+                        STAGES,
+                        T_STAGES,
+                        HAS_H0,
+                        IS_VARLEN,
+                    ),
+                ),
+                (
+                    triangles_role,
+                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, False),
+                ),
+                (
+                    gates_role,
+                    (factors, gates, walk, scale, STAGES, False, False, 0.0),
+                ),
+                (
+                    forward_loader_role,
+                    (tiles, sources, heads, walk, dtype, BK, COLUMNS, STAGES, IS_VARLEN),
+                ),
+            ],
+            [4, 4, 1, 1],
+            [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
+        )

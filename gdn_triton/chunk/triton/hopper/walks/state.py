@@ -1,0 +1,314 @@
+"""The state warps of the walks: 64 columns of h, or of its gradient dh, in registers.
+
+All matrices are transposed: rows are channels of V, and columns are channels of K in h and dh and
+tokens elsewhere. The fp32 state is the accumulator of its own update and, rounded, the register
+operand of its product with k. gates.py has the equations.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gdn_triton.chunk.triton.hopper.gates import D_VECTOR, STEEP, VECTORS
+from gdn_triton.chunk.triton.hopper.names import (
+    CHUNK,
+    advance,
+    here,
+    opaque,
+    power,
+    rounded,
+    scalar_of,
+    store_tile,
+    viewed,
+)
+from gdn_triton.chunk.triton.hopper.state import store_rows
+from gdn_triton.chunk.triton.hopper.walks.gates import (
+    FIRST_VECTOR,
+    LAST,
+    OUT_VECTOR,
+    SECOND_VECTOR,
+    TO_END_VECTOR,
+)
+
+
+@gluon.jit
+def store_values(desc, at, rows, tile, left, n_columns, BV: gl.constexpr, IS_VARLEN: gl.constexpr):
+    """Starts the copy of a tile [64, BV] to the rows of a chunk. Where the sequence ends in the
+    chunk, and another may follow, it stores the first rows."""
+    i_b, row, i_hv, first_v = at
+    p, stride_t = rows
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    block = viewed(tile, tile.dtype, [1, CHUNK, 1, BV], ROWS)
+    if IS_VARLEN:
+        if left < CHUNK:
+            p_row = p + row.to(gl.int64) * stride_t
+            store_rows(p_row, tile, here(stride_t), left, n_columns, BV)
+            tma.store_wait(0)
+        else:
+            fence_async_shared()
+            store_tile(desc, [i_b, row, i_hv, first_v], block)
+    else:
+        fence_async_shared()
+        store_tile(desc, [i_b, row, i_hv, first_v], block)
+
+
+@gluon.jit
+def scores(q, k, accumulator, vectors, base, steep, layout: gl.constexpr):
+    """P' [64, 64] in fp32, not masked. The accumulator is overwritten."""
+    o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    o_c = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    P = warpgroup_mma(q, k.permute((1, 0)), accumulator, use_acc=False, is_async=True)
+    P = warpgroup_mma_wait(0, deps=[P])
+    if steep > 0:
+        # Masked before the power, as it may overflow above the diagonal.
+        d_row = vectors.index(base + D_VECTOR).load(o_r.type.layout) * opaque(steep)
+        d_column = vectors.index(base + D_VECTOR).load(o_c.type.layout)
+        lower = (o_r + here(base * 0))[:, None] >= o_c[None, :]
+        P = P * power(gl.where(lower, d_row[:, None] - d_column[None, :], 0.0))
+    return P
+
+
+@gluon.jit
+def back_role(
+    memory,
+    fulls,
+    descs,
+    ends,
+    strides,
+    place,
+    walk,
+    dtype: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+    NUMBER: gl.constexpr,
+    STATES: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    T_STAGES: gl.constexpr,
+    HAS_DHT: gl.constexpr,
+    STORE_DH0: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+):
+    q_s, k_s, do_s, t_s, p_s, dx_s, dh_s, vectors, writes, flags, empty = memory
+    k_full, q_full, gates_full, t_full, p_full = fulls
+    dx_desc, dh_desc = descs
+    p_dx, p_dht, p_dh0 = ends
+    stride_dxt, stride_dhtk, stride_dhtv, stride_dh0k, stride_dh0v = strides
+    i_b, first_row, i_hv, first_v, first_slot = place
+    n_chunks, n_rows, _ = walk
+    first_v += NUMBER * BV
+    p_dx += NUMBER * BV
+    WARPS: gl.constexpr = gl.num_warps()
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BK, 16])
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    UPDATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    TOKEN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    o_t = gl.arange(0, CHUNK, TOKEN)
+    o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, PRODUCT))
+    o_v = first_v + gl.arange(0, BV, gl.SliceLayout(1, STATE))
+    o_k = gl.arange(0, BK, gl.SliceLayout(0, STATE))
+    dh = gl.zeros([BV, BK], gl.float32, STATE)
+    if HAS_DHT:
+        inside = (o_v < V)[:, None] & (o_k < K)[None, :]
+        offsets = o_v[:, None] * stride_dhtv + o_k[None, :] * stride_dhtk
+        dh = gl.load(p_dht + offsets, mask=inside, other=0).to(gl.float32)
+    # The accumulator of the first product, which overwrites it. Later the registers of other dead
+    # accumulators are given: zeros would be live at the same time, and spill.
+    x = gl.zeros([BV, CHUNK], gl.float32, PRODUCT)
+    dx_tile = dx_s.index(NUMBER)
+    dh_tile = dh_s.index(NUMBER)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    q_stage = gl.to_tensor(0)
+    q_phase = gl.to_tensor(0)
+    t_stage = gl.to_tensor(0)
+    t_phase = gl.to_tensor(0)
+    row = first_row + (n_chunks - 1) * CHUNK
+    left = n_rows - (n_chunks - 1) * CHUNK
+    slot = first_slot + n_chunks - 1
+    for i in range(n_chunks):
+        base = stage * VECTORS
+        mbarrier.wait(gates_full.index(stage), phase)
+        numbers = flags.index(stage).load(ONE)
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(q_full.index(q_stage), q_phase)
+        k = k_s.index(stage)
+        q = q_s.index(q_stage)
+        # Where a block has two states, each makes P' of every second chunk.
+        if (i + NUMBER) % STATES == 0:
+            if STATES > 1:
+                # The other state has read P' of chunk i - T_STAGES.
+                past = gl.maximum(i - T_STAGES, 0)
+                past_phase = (past // STAGES) & 1
+                mbarrier.wait(empty.index(past % STAGES), past_phase, pred=i >= T_STAGES)
+            steep = scalar_of(numbers, STEEP)
+            # With the number 0, which the assembler does not know to be 0. It would else take the
+            # addresses of q from this branch in chunks without it, too (docs/tried.md).
+            zero = (here(n_rows) < 0).to(gl.int32)
+            q_here = q_s.index(q_stage + zero)
+            x = scores(q_here, k_s.index(stage + zero), x, vectors, base, steep, PRODUCT)
+            o_row = o_r + here(i * 0)
+            P = gl.where(o_row[:, None] >= o_t[None, :], x, 0.0)
+            p_s.index(t_stage).store(rounded(P, dtype))
+            fence_async_shared()
+            mbarrier.arrive(p_full.index(t_stage), count=1)
+        dhb = dh.to(dtype)
+        # At most the newest copy to memory, that of dx, still reads its tile.
+        tma.store_wait(1)
+        dh_tile.permute((1, 0)).store(dhb)
+        fence_async_shared()
+        dh_block = viewed(dh_tile, dtype, [1, 1, BK, BV], ROWS)
+        store_tile(dh_desc, [slot, i_hv, 0, first_v], dh_block)
+        dho = gl.convert_layout(dhb, OPERAND, assert_trivial=True)
+        x = warpgroup_mma(dho, k.permute((1, 0)), x, use_acc=False, is_async=True)
+        last = scalar_of(numbers, LAST)
+        to_end = vectors.index(base + TO_END_VECTOR).load(TOKEN)
+        do_tile = do_s.index(q_stage)
+        if STATES > 1:
+            do_tile = do_tile.slice(NUMBER * BV, BV, 1)
+        do = do_tile.permute((1, 0)).load(PRODUCT)
+        factor = vectors.index(base + FIRST_VECTOR).load(TOKEN)
+        read = (do.to(gl.float32) * factor[None, :]).to(dtype)
+        x = warpgroup_mma_wait(0, deps=[x])
+        dh = dh * last
+        x = x * to_end[None, :]
+        mbarrier.wait(p_full.index(t_stage), t_phase)
+        read = gl.convert_layout(read, OPERAND, assert_trivial=True)
+        x = warpgroup_mma(read, p_s.index(t_stage), x, is_async=True)
+        factor = vectors.index(base + SECOND_VECTOR).load(TOKEN)
+        read = (do.to(gl.float32) * factor[None, :]).to(dtype)
+        read = gl.convert_layout(read, UPDATE, assert_trivial=True)
+        dh = warpgroup_mma(read, q, dh, is_async=True)
+        x = warpgroup_mma_wait(1, deps=[x])
+        xo = gl.convert_layout(x.to(dtype), OPERAND, assert_trivial=True)
+        mbarrier.wait(t_full.index(t_stage), t_phase)
+        x = warpgroup_mma(xo, t_s.index(t_stage), x, is_async=True)
+        factor = writes.index(stage).load(TOKEN)
+        x = warpgroup_mma_wait(0, deps=[x])
+        written = gl.convert_layout((x * factor[None, :]).to(dtype), UPDATE, assert_trivial=True)
+        dh = warpgroup_mma(written, k, dh, is_async=True)
+        factor = vectors.index(base + OUT_VECTOR).load(TOKEN)
+        tma.store_wait(1)
+        dx_tile.permute((1, 0)).store((x * factor[None, :]).to(dtype))
+        at = (i_b, row, i_hv, first_v)
+        store_values(dx_desc, at, (p_dx, stride_dxt), dx_tile, left, V - first_v, BV, IS_VARLEN)
+        dh = warpgroup_mma_wait(0, deps=[dh])
+        mbarrier.arrive(empty.index(stage), count=1)
+        row -= CHUNK
+        left += CHUNK
+        slot -= 1
+        stage, phase = advance(stage, phase, STAGES)
+        q_stage, q_phase = advance(q_stage, q_phase, Q_STAGES)
+        t_stage, t_phase = advance(t_stage, t_phase, T_STAGES)
+    tma.store_wait(0)
+    if STORE_DH0:
+        stored = (o_v < V)[:, None] & (o_k < K)[None, :]
+        offsets = o_v[:, None] * stride_dh0v + o_k[None, :] * stride_dh0k
+        gl.store(p_dh0 + offsets, dh, mask=stored)
+
+
+@gluon.jit
+def forward_role(
+    memory,
+    fulls,
+    descs,
+    ends,
+    strides,
+    place,
+    walk,
+    dtype: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+    NUMBER: gl.constexpr,
+    STATES: gl.constexpr,
+    STAGES: gl.constexpr,
+    T_STAGES: gl.constexpr,
+    HAS_H0: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+):
+    k_s, v_s, t_s, u_s, h_s, vectors, flags, empty = memory
+    k_full, gates_full, t_full = fulls
+    u_desc, h_desc = descs
+    p_u, p_h0 = ends
+    stride_ut, stride_h0k, stride_h0v = strides
+    i_b, first_row, i_hv, first_v, first_slot = place
+    n_chunks, n_rows, _ = walk
+    first_v += NUMBER * BV
+    p_u += NUMBER * BV
+    WARPS: gl.constexpr = gl.num_warps()
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BK, 16])
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    UPDATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    TOKEN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    o_v = first_v + gl.arange(0, BV, gl.SliceLayout(1, STATE))
+    o_k = gl.arange(0, BK, gl.SliceLayout(0, STATE))
+    h = gl.zeros([BV, BK], gl.float32, STATE)
+    if HAS_H0:
+        inside = (o_v < V)[:, None] & (o_k < K)[None, :]
+        offsets = o_v[:, None] * stride_h0v + o_k[None, :] * stride_h0k
+        h = gl.load(p_h0 + offsets, mask=inside, other=0).to(gl.float32)
+    x = gl.zeros([BV, CHUNK], gl.float32, PRODUCT)
+    u_tile = u_s.index(NUMBER)
+    h_tile = h_s.index(NUMBER)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    t_stage = gl.to_tensor(0)
+    t_phase = gl.to_tensor(0)
+    for i in range(n_chunks):
+        base = stage * VECTORS
+        hb = h.to(dtype)
+        # At most the newest copy to memory, that of v_new, still reads its tile.
+        tma.store_wait(1)
+        h_tile.permute((1, 0)).store(hb)
+        fence_async_shared()
+        h_block = viewed(h_tile, dtype, [1, 1, BK, BV], ROWS)
+        store_tile(h_desc, [first_slot + i, i_hv, 0, first_v], h_block)
+        mbarrier.wait(k_full.index(stage), phase)
+        k = k_s.index(stage)
+        ho = gl.convert_layout(hb, OPERAND, assert_trivial=True)
+        x = warpgroup_mma(ho, k.permute((1, 0)), x, use_acc=False, is_async=True)
+        mbarrier.wait(gates_full.index(stage), phase)
+        last = scalar_of(flags.index(stage).load(ONE), LAST)
+        of_v = vectors.index(base + FIRST_VECTOR).load(TOKEN)
+        of_k = vectors.index(base + SECOND_VECTOR).load(TOKEN)
+        v_tile = v_s.index(stage)
+        if STATES > 1:
+            v_tile = v_tile.slice(NUMBER * BV, BV, 1)
+        v = v_tile.permute((1, 0)).load(PRODUCT)
+        x, h = warpgroup_mma_wait(0, deps=[x, h])
+        h = h * last
+        x = v.to(gl.float32) * of_v[None, :] - x * of_k[None, :]
+        xo = gl.convert_layout(x.to(dtype), OPERAND, assert_trivial=True)
+        mbarrier.wait(t_full.index(t_stage), t_phase)
+        x = warpgroup_mma(xo, t_s.index(t_stage).permute((1, 0)), x, is_async=True)
+        factor = vectors.index(base + TO_END_VECTOR).load(TOKEN)
+        x = warpgroup_mma_wait(0, deps=[x])
+        written = gl.convert_layout((x * factor[None, :]).to(dtype), UPDATE, assert_trivial=True)
+        h = warpgroup_mma(written, k, h, is_async=True)
+        factor = vectors.index(base + OUT_VECTOR).load(TOKEN)
+        tma.store_wait(1)
+        u_tile.permute((1, 0)).store((x * factor[None, :]).to(dtype))
+        at = (i_b, first_row + i * CHUNK, i_hv, first_v)
+        left = n_rows - i * CHUNK
+        store_values(u_desc, at, (p_u, stride_ut), u_tile, left, V - first_v, BV, IS_VARLEN)
+        h = warpgroup_mma_wait(0, deps=[h])
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = advance(stage, phase, STAGES)
+        t_stage, t_phase = advance(t_stage, t_phase, T_STAGES)
+    tma.store_wait(0)

@@ -1,0 +1,207 @@
+"""Decoding with a window, for one token in each sequence, where a program issues all loads before
+it uses the first loaded number. `window_one.py` has the kernel of int8 states, of key-first float32
+states and of a layer's step, in which a program waits for memory several times. Both kernels give
+the same bits. `window.py` has the equations."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from gdn_triton.recurrent.triton.window_records import (
+    age_of,
+    below,
+    boundary,
+    factors_of,
+    load_pieces,
+    outer,
+    padded_with_zeros,
+    sums_after,
+    token_products,
+    turn_of,
+)
+
+
+@triton.jit
+def not_before(x, is_here):
+    """Returns x, a loaded tile. is_here: a number of the program that is true wherever this call is
+    reached. Without this function the compiler moves the conversion of a loaded tile to an operand
+    of `tl.dot` up to the load, and waits for memory there before it issues the next load. The
+    compiler does not move a conversion across a select by such a number. The select costs no
+    instruction, because the program has already branched on is_here."""
+    return tl.where(is_here, x, tl.zeros_like(x))
+
+
+@triton.jit
+def fold_early(
+    p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk: tl.constexpr,
+    stride_hv: tl.constexpr, stride_kr: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    FI: tl.constexpr, RCP_LN2: tl.constexpr, is_here
+):  # fmt: skip
+    """Does the same as `fold_records` for float states, with all loads before the first product."""
+    o_f, o_r = tl.arange(0, FI), tl.arange(0, to_fold.shape[0])
+    p_tile = p_state + o_v[:, None] * stride_hv + o_f[None, :] * stride_hk
+    p_keys = p_kr + o_f[None, :] + o_r[:, None] * stride_kr
+    h_pieces, k_pieces = (), ()
+    for i in tl.static_range(BK // FI):
+        in_f = below(o_f, i * FI, K, BK)
+        h_pieces += (tl.load(p_tile + i * FI * stride_hk, mask=in_v[:, None] & in_f[None, :],
+                             other=0),)  # fmt: skip
+        k_pieces += (tl.load(p_keys + i * FI, mask=to_fold[:, None] & in_f[None, :], other=0),)
+    tl.debug_barrier()
+    b_g = tl.where(to_fold, b_gr, 0.0)
+    decay = tl.exp2(tl.sum(b_g, 0) * RCP_LN2)
+    w = tl.exp2(sums_after(b_g, age) * RCP_LN2)
+    f_u = tl.where(to_fold[None, :], b_u * w[None, :], 0.0)
+    for i in tl.static_range(BK // FI):
+        in_f = below(o_f, i * FI, K, BK)
+        b_h, b_k = not_before(h_pieces[i], is_here), not_before(k_pieces[i], is_here)
+        added = outer(f_u, b_k, b_h.dtype != tl.float32)
+        b_h = tl.fma(b_h.to(tl.float32), decay, added)
+        tl.store(p_tile + i * FI * stride_hk, b_h.to(p_state.dtype.element_ty),
+                 mask=in_v[:, None] & in_f[None, :])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["N"])
+def window_early_fwd_kernel(
+    q, k, v, g, beta, A_log, dt_bias, o, state, u_rows, k_rows, g_rows, call_rows, start, slots,
+    positions, N, scale,
+    stride_qb, stride_qh, stride_qk, stride_kb, stride_kh, stride_kk, stride_vb, stride_vh,
+    stride_vv, stride_gb, stride_gh, stride_bb, stride_bh, stride_A, stride_dt, stride_ob,
+    stride_oh, stride_ov,
+    stride_hn, stride_hh, stride_start, stride_s, stride_p,
+    stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
+    BR: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
+    K_OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr,
+    THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
+    LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, DOT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program has BV columns of the state of one sequence and value head. It waits for memory
+    twice: for the slot together with the token, and for the state together with its records. The
+    two barriers place all loads before the instructions that use a loaded number, because a program
+    issues its instructions in order. DOT: the matrix units multiply the state, which has the 16-bit
+    dtype of q and k. u_rows, k_rows, g_rows and call_rows are contiguous. DEPENDENT: see
+    `dependent_launch`."""
+    pid = tl.program_id(0).to(tl.int64)
+    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    KO: tl.constexpr = BK // KI
+    i_v, i_nh = (pid % V_BLOCKS).to(tl.int32), pid // V_BLOCKS
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // (HV // H)
+    o_k, o_i, o_r = tl.arange(0, BK), tl.arange(0, KI), tl.arange(0, BR)
+    o_v = i_v * BV + tl.arange(0, BV)
+    in_v = below(tl.arange(0, BV), i_v * BV, V, BV)
+
+    if DEPENDENT:
+        gdc_wait()
+    slot = tl.load(slots + i_n * stride_s).to(tl.int64)
+    position = tl.load(positions + i_n * stride_p).to(tl.int32)
+    p_q = q + i_n * stride_qb + i_h * stride_qh
+    p_k = k + K_OFFSET * stride_kk + i_n * stride_kb + i_h * stride_kh
+    p_v = v + V_OFFSET * stride_vv + i_n * stride_vb + i_hv * stride_vh + o_v * stride_vv
+    # Columns 0 and 1 of y are q and k; the matrix units multiply at least 8.
+    o_y = tl.arange(0, 8)
+    yq_loads, yk_loads, q_loads, k_loads = (), (), (), ()
+    for i in tl.static_range(KO):
+        in_i = below(o_i, i * KI, K, BK)
+        i_k = o_i + i * KI
+        yq_loads += (tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
+                             mask=(o_y == 0)[:, None] & in_i[None, :], other=0),)  # fmt: skip
+        yk_loads += (tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
+                             mask=(o_y == 1)[:, None] & in_i[None, :], other=0),)  # fmt: skip
+        q_loads += (tl.load(p_q + i_k * stride_qk, mask=in_i, other=0),)
+        k_loads += (tl.load(p_k + i_k * stride_kk, mask=in_i, other=0),)
+    # Only one of the programs whose value heads share a key head writes the key's record.
+    stored_k = tl.where((i_v == 0) & (i_hv % (HV // H) == 0), K, 0)
+    raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
+    raw_v = tl.load(p_v, mask=in_v, other=0)
+    raw_g = tl.load(g + i_n * stride_gb + i_hv * stride_gh)
+    raw_beta = tl.load(beta + i_n * stride_bb + i_hv * stride_bh)
+    b_A, bias = 0.0, 0.0
+    if A_log is not None:
+        b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
+        if dt_bias is not None:
+            bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
+    p_o = o + i_n * stride_ob + i_hv * stride_oh + o_v * stride_ov
+    tl.debug_barrier()
+    if slot <= LAST_SKIPPED:
+        tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=in_v)
+        return
+
+    p_state = state + slot * stride_hn + i_hv * stride_hh
+    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
+    loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+    # The position of the previous call is not loaded yet, but is at least position - D. Therefore
+    # the state includes at least the tokens before `least`, whose rows are not loaded.
+    turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
+    least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
+    age = age_of(o_r, position, R)
+    is_read = age < (position - least).to(tl.uint32)
+    p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
+    p_kr = k_rows + slot * (R * H * K) + i_h * K
+    p_gr = g_rows + slot * (R * HV) + i_hv
+    b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
+    row_loads = ()
+    for i in tl.static_range(KO):
+        in_i = below(o_i, i * KI, K, BK)
+        p_i = p_kr + (o_i + i * KI)[None, :] + o_r[:, None] * (H * K)
+        row_loads += (tl.load(p_i, mask=is_read[:, None] & in_i[None, :]),)
+    b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
+    b_start = tl.load(start + slot * stride_start).to(tl.int32)
+    last_call = position - 1
+    if D > 1:
+        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
+    tl.debug_barrier()
+
+    y_pieces, q_pieces, k_pieces = (), (), ()
+    for i in tl.static_range(KO):
+        y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
+        q_pieces += (q_loads[i].to(tl.float32),)
+        k_pieces += (k_loads[i].to(tl.float32),)
+    b_beta, b_g, of_q, of_k, qk = factors_of(
+        q_pieces, k_pieces, raw_beta, raw_g, A_log, b_A, bias, scale, KO, EPS, THRESHOLD,
+        USE_QK_L2NORM, BETA_FACTOR
+    )  # fmt: skip
+
+    # The state in memory includes the tokens before `held`, and must include the tokens before
+    # `due`.
+    due = tl.maximum(boundary(position, turn, PERIOD), b_start)
+    last_call = tl.where(position > b_start, last_call, position)
+    held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
+    alive = age < (position - held).to(tl.uint32)
+    b_gr = tl.where(alive, b_gr, 0.0)
+    b_u = tl.where(alive[None, :], b_u, 0.0)
+    pieces, r_pieces = (), ()
+    for i in tl.static_range(KO):
+        in_i = below(o_i, i * KI, K, BK)
+        pieces += (not_before(loads[i], slot > LAST_SKIPPED),)
+        r_pieces += (padded_with_zeros(not_before(row_loads[i], slot > LAST_SKIPPED), in_i, K, BK),)
+    of_state = tl.exp2((tl.sum(b_gr, 0) + b_g) * RCP_LN2)
+    w = tl.exp2((sums_after(b_gr, age) + b_g) * RCP_LN2)
+    of_y = tl.where(o_y == 0, of_q, of_k)
+    y_first, r_first = y_pieces[0], r_pieces[0]  # type: ignore[misc]
+    records = tl.dot(r_first.to(y_first.dtype), y_first, input_precision="ieee")
+    for i in tl.static_range(1, KO):
+        records = tl.dot(
+            r_pieces[i].to(y_first.dtype), y_pieces[i], records, input_precision="ieee"
+        )
+    records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
+    b_o, stored = token_products(
+        pieces, y_pieces, q_pieces, k_pieces, records, b_u, None, of_state, of_q, of_k, of_y,
+        BV, KO, DOT, q.dtype.element_ty
+    )  # fmt: skip
+    new_u = (raw_v.to(tl.float32) - stored) * (of_k * b_beta)
+    b_o = tl.fma(new_u, qk, b_o)
+    new_r = (position % R).to(tl.int64)
+    tl.store(p_o, b_o.to(o.dtype.element_ty), mask=in_v)
+    tl.store(p_u + new_r * (HV * V), new_u, mask=in_v)
+    if i_v == 0:
+        tl.store(p_gr + new_r * HV, b_g)
+        tl.store(p_kr + o_k + new_r * (H * K), raw_k, mask=o_k < stored_k)
+        if i_hv == 0:
+            tl.store(call_rows + slot * R + new_r, position)
+    if held < due:
+        to_fold = alive & (age >= (position - due).to(tl.uint32))
+        fold_early(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
+                     stride_hv, H * K, K, BK, FI, RCP_LN2, slot > LAST_SKIPPED)  # fmt: skip

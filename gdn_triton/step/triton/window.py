@@ -1,0 +1,166 @@
+"""A layer's decode step with a window, with one token for each sequence, in one launch or in three.
+
+One launch runs the kernel of `gdn_triton.recurrent_step` with a window. Each of its programs has a
+part of one value head, so a few sequences are enough to occupy a GPU. Every program computes the
+convolution of its own q and k. The last program of a key head to finish writes the convolution's
+state of these channels, which the other programs read before, and computes the norms, which need
+all parts of a head. The tickets of the window count the finished programs. No program waits for
+another program.
+
+Measured on an H100: with many programs the repeated convolution, its registers and the tickets cost
+more than two further launches. Therefore a larger call is three launches: the update of the
+convolution, the step of the recurrence, and `layer_norm_kernel`. Both forms give the same bits.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn_triton._host.device import on_device
+from gdn_triton._host.memory import count_writes
+from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.strides import named
+from gdn_triton._triton.taps import on_nvidia
+from gdn_triton._triton.tiles import UNFUSED
+from gdn_triton.recurrent.problem import Operands, RecurrentProblem, views
+from gdn_triton.recurrent.triton.layer import finish_layer
+from gdn_triton.recurrent.triton.window_plan import make_launch, step_grid
+from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
+from gdn_triton.step.triton.kernel import one_token, strides
+
+# The largest number of programs in one launch, by the bytes of an element of the states.
+MOST_PROGRAMS = {4: 256, 2: 1024}
+
+
+@triton.jit
+def layer_norm_kernel(
+    o, gate, norm_weight, slots, stride_s, stride_zn, stride_zh, stride_zv, stride_norm,
+    H: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, LAST_SKIPPED: tl.constexpr, NORM_EPS: tl.constexpr,
+    SIGMOID: tl.constexpr
+):  # fmt: skip
+    """Replaces o [N, HV, V], contiguous, by its gated norm. A program handles the value heads of
+    one key head of a sequence. It does not change the o of a skipped sequence."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_n, i_h = pid // H, pid % H
+    slot = tl.load(slots + i_n * stride_s).to(tl.int64)
+    if slot > LAST_SKIPPED:
+        p_gate = gate + i_n * stride_zn + i_h * GROUP * stride_zh
+        finish_layer(
+            o + pid * (GROUP * V), None, None, None, p_gate, norm_weight, 0, V, 1, 0, 0, 0, 0,
+            stride_zh, stride_zv, stride_norm, GROUP, 0, 1, V, 1, GROUP_BLOCK, V_BLOCK, 1,
+            NORM_EPS, SIGMOID
+        )  # fmt: skip
+
+
+def runs_at_once(p: LayerProblem, rule: RecurrentProblem) -> bool:
+    """Returns whether the call is one launch. rule: the step of the recurrence."""
+    most = MOST_PROGRAMS.get(p.state_dtype.itemsize, 0)
+    has_parts = p.W > 0 or p.has_norm
+    return not has_parts or (p.has_tickets and step_grid(rule)[0] <= most)
+
+
+def plan_norm(p: LayerProblem, x: LayerOperands) -> Callable[[LayerOperands, Tensor], Tensor]:
+    """Returns a function that replaces o, contiguous, by its gated norm and returns o."""
+    x = one_token(x)
+    group = p.HV // p.H
+    launch = Launch(
+        layer_norm_kernel,
+        **named("s", strides(x.read_slots, 1)),
+        **named("zn zh zv", strides(x.gate, 3)),
+        **named("norm", strides(x.norm_weight, 1)),
+        H=p.H,
+        GROUP=group,
+        V=p.V,
+        GROUP_BLOCK=triton.next_power_of_2(group),
+        V_BLOCK=triton.next_power_of_2(p.V),
+        LAST_SKIPPED=p.last_skipped,
+        NORM_EPS=p.norm_eps,
+        SIGMOID=p.norm_sigmoid,
+        **UNFUSED,
+        num_warps=1,
+    )
+
+    def run(given: LayerOperands, o: Tensor) -> Tensor:
+        if p.N > 0:
+            with on_device(p.device):
+                launch(
+                    (p.N * p.H, 1, 1),
+                    o=o,
+                    gate=given.gate,
+                    norm_weight=given.norm_weight,
+                    slots=given.read_slots,
+                )
+        return o
+
+    return run
+
+
+def plan(
+    problem: LayerProblem, call: LayerCall, rule: RecurrentProblem, operands: Operands
+) -> Callable[[LayerCall], Tensor]:
+    """Returns a function that makes one launch, for all calls that differ from this one only in
+    contents and addresses. rule, operands: the call's step of the recurrence and its operands."""
+    p, x = problem, one_token(call.inputs)
+    shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)
+    y = torch.empty(p.N, 1, p.HV, p.V, dtype=p.dtype, device=p.device)
+    layer = {
+        **named("cn cc cw", strides(x.conv_state, 3)),
+        **named("wc ww", strides(x.conv_weight, 2)),
+        **named("bias", strides(x.conv_bias, 1)),
+        **named("zn zh zv", strides(x.gate, 3)),
+        **named("norm", strides(x.norm_weight, 1)),
+        "W": max(p.W, 1),
+        "SILU": p.silu,
+        "GROUP_BLOCK": triton.next_power_of_2(p.HV // p.H),
+        "V_BLOCK": triton.next_power_of_2(p.V),
+        "NORM_EPS": p.norm_eps,
+        "SIGMOID": p.norm_sigmoid,
+        "NVIDIA": on_nvidia(),
+    }
+    launch, grid = make_launch(rule, views(rule, operands), y, layer), step_grid(rule)
+    counts = p.W > 0 or p.has_norm
+
+    def run(given: LayerCall) -> Tensor:
+        x, window = given.inputs, given.window
+        y = torch.empty(shape, dtype=p.dtype, device=p.device)
+        if p.N == 0:
+            return y
+        tickets = window.tickets if counts else None
+        # Every launch leaves the tickets at zero.
+        written = (window.u, window.k, window.g, window.calls, window.scales)
+        count_writes(x.state, x.conv_state, *written)
+        with on_device(p.device):
+            launch(
+                grid,
+                q=x.mixed_qkv,
+                k=x.mixed_qkv,
+                v=x.mixed_qkv,
+                g=x.a,
+                beta=x.b,
+                A_log=x.A_log,
+                dt_bias=x.dt_bias,
+                o=y,
+                state=x.state,
+                u_rows=window.u,
+                k_rows=window.k,
+                g_rows=window.g,
+                call_rows=window.calls,
+                start=window.start,
+                slots=x.read_slots,
+                positions=given.positions,
+                scales=window.scales,
+                conv_state=x.conv_state,
+                conv_weight=x.conv_weight,
+                conv_bias=x.conv_bias,
+                gate=x.gate,
+                norm_weight=x.norm_weight,
+                tickets=tickets,
+                N=p.N,
+            )
+        return y
+
+    return run

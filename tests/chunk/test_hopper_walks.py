@@ -1,0 +1,200 @@
+"""The walks of the backward for compute capability 9.0 in Gluon: the calls that they serve, and on
+such a GPU the gradients against float64 autograd of the specification."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from backward_cases import (
+    STRENGTHS,
+    Options,
+    by_op,
+    check,
+    check_alone,
+    check_rows_of_no_sequence,
+    check_task,
+    make_task,
+)
+from helpers import BF16, FP16, Case, cases, make_inputs, same_bits
+
+from gdn_triton.chunk.backends import chunk_kernels
+from gdn_triton.chunk.problem import Problem
+from gdn_triton.chunk.triton.hopper import support
+from gdn_triton.chunk.triton.hopper.support import walks_refusal
+
+COMMON = Problem(
+    B=4,
+    T=320,
+    H=16,
+    HV=32,
+    K=128,
+    V=128,
+    N=4,
+    q_dtype=BF16,
+    k_dtype=BF16,
+    v_dtype=BF16,
+    device=torch.device("cuda"),
+    scale=1.0,
+    chunk_size=64,
+    is_varlen=False,
+    has_initial_state=False,
+    output_final_state=False,
+    state_v_first=False,
+    use_qk_l2norm=False,
+    use_beta_sigmoid=False,
+    allow_neg_eigval=False,
+    use_gate=False,
+    needs_grad=True,
+)
+
+
+@pytest.fixture
+def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were one, of 132 multiprocessors, with a release of Triton that is listed."""
+    monkeypatch.delenv("GDN_GLUON", raising=False)
+    monkeypatch.setattr(support, "_device_refusal", lambda device: None)
+    monkeypatch.setattr(support, "_release_refusal", lambda: None)
+    monkeypatch.setattr(support, "_multiprocessors", lambda device: 132)
+
+
+@pytest.mark.usefixtures("on_a_hopper")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, None),
+        ({"K": 8, "V": 264}, "K is 8"),
+        ({"T": 130}, "T is 130"),
+        ({"has_initial_state": True}, "initial and final states"),
+        ({"output_final_state": True}, "initial and final states"),
+        ({"k_dtype": FP16}, "in bfloat16"),
+        ({"q_dtype": FP16, "k_dtype": FP16, "v_dtype": FP16}, "walks .* take bfloat16"),
+        ({"chunk_size": 32}, "chunk_size is 32"),
+        ({"K": 256}, "K is 256"),
+        ({"V": 100}, "V is 100"),
+        ({"T": 0}, "empty"),
+        ({"is_varlen": True}, "is_varlen is True"),
+        ({"device": torch.device("cpu")}, "NVIDIA GPU"),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16}, "has 16 states"),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16, "batch_invariant": True}, None),
+    ],
+)
+def test_refusals(change: dict[str, Any], words: str | None) -> None:
+    refusal = walks_refusal(replace(COMMON, **change))
+    assert refusal is None if words is None else re.search(words, str(refusal))
+
+
+@pytest.mark.usefixtures("on_a_hopper")
+def test_what_explain_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "The walks of the backward are by the Gluon kernel for compute capability 9.0."
+    assert str(chunk_kernels(COMMON, "triton")).endswith(said)
+    assert "walks" not in str(chunk_kernels(replace(COMMON, needs_grad=False), "triton"))
+    monkeypatch.setenv("GDN_GLUON", "0")
+    said = "The walks of the backward are by the portable kernels. GDN_GLUON=0 asks for them."
+    assert str(chunk_kernels(COMMON, "triton")).endswith(said)
+
+
+# ------------------------------------------------------------------------------------ on such a GPU
+
+hopper = pytest.mark.gpu("the interpreter runs no Gluon")
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls that they serve run them, however few states they have."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the GPU has another compute capability")
+    refusal = support._release_refusal()
+    if refusal is not None:
+        pytest.skip(refusal)
+    from gdn_triton.chunk.triton.gradients import state
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("the portable walks run")
+
+    monkeypatch.setattr(state.state_bwd_kernel, "run", forbidden)
+    monkeypatch.setattr(support, "TAKE_UNPROVEN", True)
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
+    monkeypatch.delenv("GDN_GLUON", raising=False)
+
+
+def walk_case(name: str, why: str, **sizes: Any) -> Case:
+    sizes = {"H": 2, "HV": 4, "K": 128, "V": 128, "spare": 8, **sizes}
+    return Case(name, why, chunk_size=64, gpu=True, **sizes)
+
+
+PACKED = walk_case(
+    "packed",
+    "empty sequences first, between and last; each side of a chunk; rows of none",
+    lengths=(0, 1, 150, 63, 0, 64, 65, 700, 0),
+    orphans=70,
+)
+# More states than half of the multiprocessors: blocks with two of them.
+WIDE = walk_case("wide", "blocks with two states", lengths=(70, *(1,) * 38, 200), orphans=3)
+CASES = [
+    walk_case("tail", "a ragged chunk, and B > 1", T=200, B=2),
+    walk_case("one-token", "the least sequence", T=1),
+    PACKED,
+    WIDE,
+    walk_case("odd-strides", "rows that TMA cannot read: copies", T=130, spare=3),
+    walk_case("small", "fewer channels than a tile has", T=200, B=2, K=40, V=72),
+    walk_case("small-packed", "the same, packed", lengths=(130, 0, 70), K=64, V=24),
+    walk_case("several", "several blocks of V", T=130, V=264),
+    walk_case("one-to-one", "a value head a key head", lengths=(130, 70), H=4, HV=4),
+]
+OPTIONS = {
+    "none": Options(state=False, dht=False),
+    "state": Options(dht=False, v_first=True),
+    "dht": Options(state=False, v_first=True),
+    "all": Options(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True),
+}
+
+
+@hopper
+@pytest.mark.usefixtures("walks")
+@pytest.mark.parametrize("case", cases(CASES))
+def test_gradients(case: Case) -> None:
+    check(case, BF16, "cuda")
+
+
+@hopper
+@pytest.mark.usefixtures("walks")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("case", cases([PACKED, CASES[0]]))
+def test_options(case: Case, options: Options) -> None:
+    check(case, BF16, "cuda", options)
+
+
+@hopper
+@pytest.mark.usefixtures("walks")
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("case", cases([PACKED, WIDE]))
+def test_gates(case: Case, strength: str) -> None:
+    x = make_inputs(case, BF16, "cuda")
+    x = x.but(g=STRENGTHS[strength](x.g))
+    check_task(make_task(case, BF16, "cuda", Options(), x), BF16, "cuda")
+
+
+@hopper
+@pytest.mark.usefixtures("walks")
+def test_same_bits() -> None:
+    task = make_task(WIDE, BF16, "cuda", Options())
+    found = by_op(task)
+    for _ in range(5):
+        assert all(same_bits(x, found[name]) for name, x in by_op(task).items())
+
+
+@hopper
+@pytest.mark.usefixtures("walks")
+def test_sequences_alone() -> None:
+    """In blocks with one state, packed and padded."""
+    case = walk_case("alone", "", lengths=(70, 1, 64, 200), HV=36, H=18)
+    check_alone(case, BF16, "cuda")
+
+
+@hopper
+@pytest.mark.usefixtures("walks")
+def test_rows_of_no_sequence() -> None:
+    check_rows_of_no_sequence(make_task(PACKED, BF16, "cuda", Options()))

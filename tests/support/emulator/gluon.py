@@ -1,0 +1,194 @@
+"""Runs the Gluon kernels of the package on a CPU: the PTX that Triton makes of them for compute
+capability 9.0, by the machine that also runs the CUDA library (build.py). Needs g++ on x86_64, and
+neither nvcc nor a GPU.
+
+    with emulated({"hopper_fwd_kernel": ("o", "ht", "o_desc")}, seed=1, races=True):
+        hopper_fwd(problem, x)
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import re
+import struct
+import subprocess
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from target_code import AbsentDevice
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from emulator.translate import translate
+
+HERE = Path(__file__).resolve().parent
+FOLDER = HERE.parents[2] / "build" / "emulator_gluon"
+# As in build.py: PTX says itself which products and sums are one instruction.
+_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-march=native", "-ffp-contract=off", "-shared")
+_MOST_PARAMETERS = 8192  # kMostParameters of launch.h
+_MAP_MAGIC = 0x70616D726F736E65
+_ALIGNMENT = 128
+
+
+def _compiled(target: Path, command: Sequence[str | Path]) -> Path:
+    if not target.exists():
+        # Another process may compile the same file.
+        made = target.with_name(f"{target.stem}_{os.getpid()}.so")
+        subprocess.run(["g++", *_FLAGS, *command, "-o", made], check=True)
+        made.replace(target)
+    return target
+
+
+def _named_by(*texts: bytes) -> str:
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:20]
+
+
+def _machine() -> Path:
+    """The library of the machine itself."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    sources = [x for x in sorted(HERE.glob("*.cpp")) if x.name != "cuda_runtime.cpp"]
+    digest = _named_by(*(x.read_bytes() for x in (*sources, *sorted(HERE.glob("*.h")))))
+    settings = [f'-DEMULATOR_FOLDER="{FOLDER}"', '-DEMULATOR_FLAGS=""', "-O2"]
+    return _compiled(FOLDER / f"machine_{digest}.so", (*settings, *sources, "-ldl"))
+
+
+def _as_nvcc_writes(ptx: str) -> str:
+    """What LLVM writes in another way than nvcc."""
+    ptx = re.sub(r"\.ptr \.global \.align \d+ ", "", ptx)
+    ptx = re.sub(r"\{ (%\w+) \}", r"\1", ptx)
+    # Triton's single warps share a warpgroup, each with a setmaxnreg of its own.
+    ptx = re.sub(r"\bsetmaxnreg[^;]*;", "", ptx)
+    count = 0
+
+    def told_apart(found: re.Match[str]) -> str:
+        """The labels of a scope of inline assembly are its own."""
+        nonlocal count
+        count += 1
+        return re.sub(r"\b(waitLoop|skipWait)\b", rf"\1_{count}", found[0])
+
+    ptx = re.sub(r"\{[^{}]*?\.reg \.pred complete;.*?\n\}", told_apart, ptx, flags=re.DOTALL)
+    # All threads store the same word, which tells the other warps their role.
+    return re.sub(r"(?m)^(\s*)(st\.shared\S*\s+\[global_smem\b)", r"\1@%one_thread \2", ptx)
+
+
+def _library_of(ptx: str, machine: Path) -> Path:
+    """The kernel of a module, as a library."""
+    ((_, text),) = translate(_as_nvcc_writes(ptx), "the kernel's PTX").items()
+    text = text.replace("v_one_thread", "(t.index == 0)")
+    # The name contains the machine's, since two machines in a process would share their globals.
+    source = FOLDER / f"kernel_{_named_by(machine.name.encode(), text.encode())}.cpp"
+    if not source.exists():
+        source.write_text(text)
+    return _compiled(source.with_suffix(".so"), ("-I", HERE, source, machine))
+
+
+def _tensor_map(descriptor: Any) -> bytes:
+    """A TensorMap of launch.h. Dimensions are listed from the last."""
+    x, size = descriptor.base, descriptor.base.element_size()
+    rank = len(descriptor.shape)
+    dims = [*reversed(descriptor.shape), *(1,) * (4 - rank)]
+    strides = [*(n * size for n in reversed(descriptor.strides[:-1])), *(16,) * (4 - rank)]
+    box = [64, *reversed(descriptor.block_shape[:-1]), *(1,) * (4 - rank)]
+    half = x.dtype is torch.float16
+    packed = struct.pack("<QQ4q3q4i?7x", _MAP_MAGIC, x.data_ptr(), *dims, *strides, *box, half)
+    return packed.ljust(128, b"\0")
+
+
+_SCALARS: dict[str, str] = {"fp32": "<f", "i32": "<i", "i64": "<q", "u64": "<Q"}
+
+
+def _parameters(signature: dict[str, str], given: dict[str, Any]) -> list[bytes]:
+    """The bytes of each parameter, in the order of the kernel's PTX."""
+    parts: list[bytes] = []
+    for name, kind in signature.items():
+        x = given.get(name)
+        if kind == "constexpr":
+            continue
+        if kind.startswith("tensordesc"):
+            assert x is not None
+            parts.append(_tensor_map(x))
+            parts += (struct.pack("<I", n) for n in x.shape)
+            parts += (struct.pack("<Q", n) for n in x.strides)
+        elif kind.startswith("*"):
+            assert isinstance(x, Tensor)
+            parts.append(struct.pack("<Q", x.data_ptr()))
+        else:
+            parts.append(struct.pack(_SCALARS[kind], x))
+    return parts
+
+
+class _Machine:
+    def __init__(self, writes: Mapping[str, Collection[str]], seed: int, races: bool) -> None:
+        self.writes, self.seed, self.races = writes, seed, races
+        self.path = _machine()
+        self.library = ctypes.CDLL(str(self.path), mode=ctypes.RTLD_GLOBAL)
+        self.library.emulator_launch.restype = ctypes.c_char_p
+
+    def launch(self, name: str, kernel: Any, given: dict[str, Any], grid: Sequence[int]) -> None:
+        path = str(_library_of(kernel.asm["ptx"], self.path)).encode()
+        places = (ctypes.c_uint32 * 400)()
+        count = self.library.emulator_parameters(path, places, 200)
+        parts = _parameters(kernel.src.signature, given)
+        # Triton adds pointers to scratch memory, which no kernel here has.
+        parts += [struct.pack("<Q", 0)] * (count - len(parts))
+        memory = ctypes.create_string_buffer(_MOST_PARAMETERS + _ALIGNMENT)
+        first = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+        for i, part in enumerate(parts):
+            assert len(part) == places[2 * i + 1], f"{name}: parameter {i}"
+            ctypes.memmove(first + places[2 * i], part, len(part))
+        self._allow(given, self.writes[name])
+        blocks, threads = grid[0], kernel.metadata.num_warps * 32
+        said = self.library.emulator_launch(
+            path,
+            name.encode(),
+            blocks,
+            threads,
+            kernel.metadata.shared,
+            ctypes.c_void_p(first),
+            ctypes.c_uint64(self.seed),
+            int(self.races),
+        )
+        self.library.emulator_end_call()
+        if said:
+            raise RuntimeError(f"{name}: {said.decode()}")
+
+    def _allow(self, given: dict[str, Any], written: Collection[str]) -> None:
+        """A kernel may access its arguments alone."""
+        for name, x in given.items():
+            tensor = getattr(x, "base", x)
+            if isinstance(tensor, Tensor) and tensor.numel() > 0:
+                shape, strides = tensor.shape, tensor.stride()
+                most = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+                address, size = tensor.data_ptr(), (most + 1) * tensor.element_size()
+                self.library.emulator_allow(
+                    ctypes.c_uint64(address), ctypes.c_uint64(size), int(name in written)
+                )
+
+
+@contextlib.contextmanager
+def emulated(
+    writes: Mapping[str, Collection[str]],
+    *,
+    seed: int = 0,
+    races: bool = False,
+) -> Iterator[None]:
+    """Launches run here, for tensors of the CPU, in an order of warps and copies that `seed` draws.
+    writes: of the kernels that may run, the arguments that they may write."""
+    machine = _Machine(writes, seed, races)
+    run = JITFunction.run
+
+    def one(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        machine.launch(self.fn.__name__, kernel, kwargs, grid)
+
+    driver.set_active(AbsentDevice(GPUTarget("cuda", 90, 32)))
+    JITFunction.run = one
+    try:
+        yield
+    finally:
+        JITFunction.run = run

@@ -1,0 +1,252 @@
+"""Runs the Gluon kernels on a CPU, looks for races, and holds their results to float64.
+
+    PYTHONPATH=.:tests/support python -m gluon_emulated [--random 20] [--select REGEX]
+
+With the installed Triton, of whose releases the package lists some (RELEASES of
+gdn_triton/chunk/triton/hopper/support.py). Needs g++ on x86_64. `--random` adds random calls, of
+every size, length and kind of gate. Of a call in segments, torch makes the table of the segments
+and folds their maps, as these two kernels are not in Gluon.
+"""
+
+import argparse
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+from emulator.gluon import emulated
+from helpers import BF16, FP16, FP32, FP64, Case, Inputs, assert_within_budget, make_inputs
+from narrow import Arithmetic, narrow_forward
+from torch import Tensor
+
+from gdn_triton import reference
+from gdn_triton.chunk.problem import Inputs as Operands
+from gdn_triton.chunk.problem import Problem
+from gdn_triton.chunk.triton.forward import readable_inputs
+from gdn_triton.chunk.triton.hopper import launch
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks, max_chunks
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mild": lambda g: g,
+    "none": torch.zeros_like,
+    "strong": lambda g: 60 * g,
+    "growing": lambda g: -0.02 * g,
+    # Some heads forget everything at some tokens.
+    "far": lambda g: torch.where(_every_37th(g), torch.full_like(g, -80.0), 0.05 * g),
+    "infinite": lambda g: torch.where(_every_37th(g), torch.full_like(g, -torch.inf), 0.05 * g),
+}
+
+
+def _every_37th(g: Tensor) -> Tensor:
+    return (torch.arange(g.shape[1]) % 37 == 5)[None, :, None]
+
+
+def problem_of(case: Case, dtype: torch.dtype, *, v_first: bool = False) -> Problem:
+    return Problem(
+        B=case.B,
+        T=case.tokens,
+        H=case.H,
+        HV=case.HV,
+        K=case.K,
+        V=case.V,
+        N=case.N,
+        q_dtype=dtype,
+        k_dtype=dtype,
+        v_dtype=dtype,
+        device=torch.device("cpu"),
+        scale=case.K**-0.5,
+        chunk_size=64,
+        is_varlen=case.packed,
+        has_initial_state=True,
+        output_final_state=True,
+        state_v_first=v_first,
+        use_qk_l2norm=False,
+        use_beta_sigmoid=False,
+        allow_neg_eigval=False,
+        use_gate=False,
+        needs_grad=False,
+    )
+
+
+def operands_of(x: Inputs, *, v_first: bool = False) -> Operands:
+    return readable_inputs(
+        Operands(
+            q=x.q,
+            k=x.k,
+            v=x.v,
+            g=x.g,
+            beta=x.beta,
+            initial_state=x.initial_state.mT if v_first else x.initial_state,
+            A_log=None,
+            dt_bias=None,
+            cu_seqlens=x.cu_seqlens,
+        )
+    )
+
+
+def table_of(B: int, T: int, size: int, cu_seqlens: Tensor | None, *skipped: Any) -> ChunkTable:
+    """As ``make_chunks``, of sequences of which none is skipped."""
+    assert skipped == (None, -1)
+    if cu_seqlens is None:
+        return make_chunks(B, T, size)
+    offsets = cu_seqlens.tolist()
+    rows: list[tuple[int, int]] = []
+    firsts = [0]
+    for first, end in pairwise(offsets):
+        rows += [(row, min(end - row, size)) for row in range(first, end, size)]
+        firsts.append(len(rows))
+    rows += [(row, -min(T - row, size)) for row in range(offsets[-1], T, size)]
+    NT = max_chunks(T, len(offsets) - 1, size)
+    rows += [(0, 0)] * (NT - len(rows))
+    tables = [torch.tensor(x, dtype=torch.int32) for x in (rows, firsts)]
+    return ChunkTable(size, NT, NT, cu_seqlens, *tables)
+
+
+def folded(
+    offsets: Tensor,
+    shifts: Tensor,
+    segments: ChunkTable,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    *,
+    N: int,
+    state_v_first: bool,
+    pool: None,
+) -> None:
+    """As ``fold_maps``, without a pool."""
+    firsts = [n * segments.NT for n in range(N + 1)]
+    if segments.chunk_offsets is not None:
+        firsts = segments.chunk_offsets.tolist()
+    assert initial_state is not None and final_state is not None
+    starts, ends = (x.mT if state_v_first else x for x in (initial_state, final_state))
+    for n, (first, end) in enumerate(pairwise(firsts)):
+        state = starts[n]
+        for i in range(first, end):
+            # The map of the last segment is not made.
+            after = offsets[i] + shifts[i] @ state if i + 1 < end else state
+            offsets[i], state = state, after
+        if first == end:
+            ends[n] = state
+
+
+def check_forward(
+    case: Case,
+    gates: str,
+    shape: launch.Shape,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    races: bool,
+    segments: int = 0,
+) -> None:
+    """segments: chunks of each, or 0 for whole sequences."""
+    x = make_inputs(case, dtype, "cpu", seed=seed)
+    x = x.but(g=GATES[gates](x.g))
+    v_first = seed % 2 == 1
+    problem, operands = problem_of(case, dtype, v_first=v_first), operands_of(x, v_first=v_first)
+    written = ("o", "ht", "o_desc", "shifts")
+    with (
+        mock.patch.object(launch, "choose_shape", lambda *_: shape),
+        mock.patch.object(launch, "choose_segments", lambda *_: segments),
+        mock.patch.object(launch, "make_chunks", table_of),
+        mock.patch.object(launch, "fold_maps", folded),
+        emulated({"hopper_fwd_kernel": written}, seed=seed, races=races),
+    ):
+        o, state = launch.hopper_fwd(problem, operands)
+    assert state is not None
+    exact_o, exact_state = reference.recurrent_gated_delta_rule(
+        *x.exact(), initial_state=x.initial_state.to(FP64), cu_seqlens=x.cu_seqlens
+    )
+    arithmetic = Arithmetic(dtype, "cuda")
+    narrow_o, narrow_state = narrow_forward(x, case, arithmetic)
+    unit = arithmetic.unit
+    assert_within_budget("o", o, exact_o, narrow_o, dtype=dtype, unit=unit)
+    state = state.mT if v_first else state
+    assert_within_budget("state", state, exact_state, narrow_state, dtype=FP32, unit=unit)
+    if case.packed:
+        assert (o[:, case.offsets()[-1] :] == 0).all(), "tokens of no sequence"
+
+
+def gluon_case(name: str, **sizes: Any) -> Case:
+    sizes = {"H": 1, "HV": 2, "K": 128, "V": 128, "spare": 8, **sizes}
+    return Case(name, "", chunk_size=64, **sizes)
+
+
+PACKED = gluon_case("packed", lengths=(0, 70, 64, 1, 130), orphans=70)
+PADDED = gluon_case("padded", T=150, B=2, HV=1)
+LONG = gluon_case("long", lengths=(0, 70, 64, 330), orphans=170, HV=1)
+FORWARD = [
+    (PACKED, "mild", launch.ONE, BF16, 0),
+    (PACKED, "far", launch.TWO, BF16, 0),
+    (PADDED, "strong", launch.TWO, BF16, 0),
+    (gluon_case("small", T=130, K=40, V=72), "mild", launch.ONE, BF16, 0),
+    (PACKED, "far", launch.TWO, FP16, 0),
+    (PADDED, "strong", launch.ONE, FP16, 0),
+    (LONG, "none", launch.TWO, BF16, 2),
+    (LONG, "far", launch.ONE, FP16, 1),
+    (gluon_case("small", T=200, B=2, K=40, V=72, HV=1), "strong", launch.TWO, BF16, 1),
+]
+
+
+def listed() -> Iterator[tuple[str, Callable[[], None]]]:
+    for seed, (case, gates, shape, dtype, segments) in enumerate(FORWARD):
+        name = f"forward-{case.name}-{gates}-{shape.states}-{dtype}-segments-{segments}"
+        check = partial(check_forward, case, gates, shape, dtype, seed, segments=segments)
+        yield name, partial(check, races=True)
+
+
+def drawn(seed: int) -> tuple[str, Callable[[], None]]:
+    draw = random.Random(seed)
+    sizes: dict[str, Any] = {
+        "K": draw.choice([8, 40, 64, 96, 128]),
+        "V": draw.choice([8, 24, 64, 72, 128, 200]),
+        "HV": draw.choice([1, 2]),
+        "spare": 8 * draw.randrange(2),
+    }
+    if draw.random() < 0.6:
+        some = [0, 1, draw.randrange(2, 63), 64, 65, draw.randrange(66, 200)]
+        sizes["lengths"] = tuple(draw.choice(some) for _ in range(draw.randrange(1, 5)))
+        sizes["orphans"] = draw.choice([0, 3, 70])
+        if sum(sizes["lengths"]) == 0:
+            sizes["lengths"] = (5,)
+    else:
+        sizes |= {"T": draw.choice([1, 63, 64, 65, 130, 200]), "B": draw.choice([1, 2])}
+    case, gates = gluon_case("random", **sizes), draw.choice(list(GATES))
+    shape, dtype = draw.choice([launch.ONE, launch.TWO]), draw.choice([BF16, FP16])
+    races, segments = draw.random() < 0.5, draw.choice([0, 0, 1, 2])
+    name = f"forward-random-{seed}-{gates}-{shape.states}-{dtype}-segments-{segments}-{sizes}"
+    check = partial(check_forward, case, gates, shape, dtype, seed, segments=segments)
+    return name, partial(check, races=races)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run the Gluon kernels on a CPU.")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="random calls")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first random call")
+    parser.add_argument("--select", default="", metavar="REGEX", help="some of the calls")
+    options = parser.parse_args()
+    calls = [*listed(), *(drawn(options.first + i) for i in range(options.random))]
+    failed = 0
+    for name, check in calls:
+        if not re.search(options.select, name):
+            continue
+        start = time.monotonic()
+        try:
+            check()
+            said = "right"
+        except (AssertionError, RuntimeError) as error:
+            failed += 1
+            said = f"FAILED: {error}"
+        print(f"{name}: {said} ({time.monotonic() - start:.1f} s)", flush=True)
+    print(f"{failed} failed")
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
