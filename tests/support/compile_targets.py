@@ -103,14 +103,11 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "pairs_bwd_kernel": 384,
         "query_key_bwd_kernel": 384,
         "conv_bwd_kernel": 64,
-        "ring_one_kernel": 448,  # K = 256, with keys of float32; 0 at 128
-        "ring_drafts_kernel": 192,  # K = 256; 0 at 128
         "window_fwd_kernel": 192,  # 144 with Triton 3.9.0, 48 with 3.6.0
         "window_early_fwd_kernel": 64,  # many states
     },
     # Four-byte operands hold twice the registers; accuracy comes first there, not speed.
     (90, 4): {
-        "ring_drafts_kernel": 64,  # 8 with Triton 3.6.0
         "norm_bwd_kernel": 64,  # rows of 8192 channels
         "affine_fwd_kernel": 1088,
         "affine_bwd_kernel": 3136,

@@ -1,96 +1,149 @@
 """Steps on rings and their folds on Triton. The engine captures them in CUDA graphs, so the host
 keeps no plan."""
 
-from typing import Any
+from typing import Any, Final
 
+import torch
 import triton
 from torch import Tensor
 
 from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.strides import named
-from gdn_triton._triton.tiles import UNFUSED
+from gdn_triton._triton.tiles import UNFUSED, compiler, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.ring_problem import RingOperands, RingProblem
 from gdn_triton.recurrent.triton.plan import strides
-from gdn_triton.recurrent.triton.rings import (
-    ring_drafts_kernel,
-    ring_fold_kernel,
-    ring_one_kernel,
-    ring_restart_kernel,
+from gdn_triton.recurrent.triton.rings import ring_fold_kernel, ring_restart_kernel
+from gdn_triton.recurrent.triton.window import (
+    WindowForm,
+    early_form,
+    most_registers,
+    window_form,
+    window_fwd_kernel,
 )
-from gdn_triton.recurrent.triton.window import WindowForm, window_form
-from gdn_triton.recurrent.triton.window_plan import BLOCK, LEAST_BLOCK, LEAST_TOKENS, MOST_WARPS
+from gdn_triton.recurrent.triton.window_early import window_early_fwd_kernel
+from gdn_triton.recurrent.triton.window_plan import (
+    BLOCK,
+    LEAST_BLOCK,
+    LEAST_TOKENS,
+    MOST_PIECES,
+    MOST_WARPS,
+)
+
+# Arguments of the kernels for the turns in which the heads of a window fold.
+NO_WINDOW: Final = {"D": 1, "PERIOD": 1, "TURNS": 1}
 
 
-def ring_form(itemsize: int, one_token: bool) -> WindowForm:
-    """The form of K = V = 128, as `window_form`. Drafts on 16-bit states take twice the warps,
-    because the low parts of keys would spill with two."""
-    if one_token or itemsize > 2:
-        return window_form(itemsize, one_token)
-    return WindowForm(BV=64, warps=4, KI=64, FI=32)
+def step_form(p: RingProblem) -> WindowForm:
+    """Returns the form of a step of one token. The matrix units multiply 16-bit states if q has
+    their dtype."""
+    matches = p.state_dtype == p.q_dtype and p.q_dtype.itemsize == 2
+    if (p.K, p.V) == (128, 128) and p.q_dtype == torch.bfloat16:
+        form = early_form(2 if matches else 4, True, p.N * p.HV)
+        assert form is not None
+        return form
+    return window_form(2 if matches else 4, one_token=True)
+
+
+def drafts_form(p: RingProblem) -> WindowForm:
+    """Returns the form of drafted tokens. A fold has the same tiles."""
+    itemsize = max(p.state_dtype.itemsize, p.q_dtype.itemsize)
+    form = window_form(itemsize, one_token=False)
+    if (p.K, p.V) == (128, 128) and p.q_dtype.itemsize == 2:
+        return form._replace(registers=most_registers(itemsize, p.most))
+    return form
 
 
 def _tile(form: WindowForm, p: RingProblem) -> dict[str, Any]:
     BK = max(LEAST_BLOCK, triton.next_power_of_2(p.K))
-    return {
+    tile: dict[str, Any] = {
         "BK": BK,
         "BV": min(form.BV, max(LEAST_BLOCK, triton.next_power_of_2(p.V))),
         "BR": max(LEAST_BLOCK, triton.next_power_of_2(p.L)),
         "num_warps": min(form.warps * max(1, BK // 128), MOST_WARPS),
         "num_stages": 1,
     }
+    if form.registers is not None and compiler() == "cuda":
+        tile["maxnreg"] = form.registers
+    return tile
 
 
 def _sizes(p: RingProblem) -> dict[str, Any]:
-    sizes = {"H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "L": p.L}
+    sizes = {"H": p.H, "HV": p.HV, "K": p.K, "V": p.V, "R": p.L}
     return {**sizes, "RCP_LN2": RCP_LN2, "LAST_SKIPPED": p.last_skipped}
 
 
-def _of_tokens(p: RingProblem, x: RingOperands) -> dict[str, Any]:
+def _of_tokens(p: RingProblem, x: RingOperands, token: str) -> dict[str, Any]:
+    """Returns the arguments of a call's tokens. token: the name of their dimension in strides."""
+    t = token
     return {
         "scale": p.scale,
-        **named("qt qh qk", strides(x.q, 3)),
-        **named("kt kh kk", strides(x.k, 3)),
-        **named("vt vh vv", strides(x.v, 3)),
-        **named("at ah", strides(x.a, 2)),
-        **named("bt bh", strides(x.b, 2)),
+        **named(f"q{t} qh qk", strides(x.q, 3)),
+        **named(f"k{t} kh kk", strides(x.k, 3)),
+        **named(f"v{t} vh vv", strides(x.v, 3)),
+        **named(f"g{t} gh", strides(x.a, 2)),
+        **named(f"b{t} bh", strides(x.b, 2)),
         **named("A", strides(x.A_log, 1)),
         **named("dt", strides(x.dt_bias, 1)),
-        **named("ot oh ov", strides(x.out, 3)),
+        **named(f"o{t} oh ov", strides(x.out, 3)),
         "EPS": L2NORM_EPS,
         "THRESHOLD": SOFTPLUS_THRESHOLD,
         "USE_QK_L2NORM": p.use_qk_l2norm,
+        "BETA_FACTOR": 1.0,
+        "K_OFFSET": 0,
+        "V_OFFSET": 0,
     }
 
 
 def _pointers(x: RingOperands) -> dict[str, Tensor | None]:
-    tokens = {name: getattr(x, name) for name in ("q", "k", "v", "a", "b", "A_log", "dt_bias")}
-    rows = {"d_rows": x.d, "k_rows": x.k_rows, "g_rows": x.g_rows}
-    return {**tokens, "o": x.out, "state": x.state, **rows}
+    return {
+        "q": x.q,
+        "k": x.k,
+        "v": x.v,
+        "g": x.a,
+        "beta": x.b,
+        "A_log": x.A_log,
+        "dt_bias": x.dt_bias,
+        "o": x.out,
+        "state": x.state,
+        "u_rows": x.d,
+        "k_rows": x.k_rows,
+        "g_rows": x.g_rows,
+        "call_rows": None,
+        "start": x.flags,
+        "slots": x.slots,
+        "positions": x.counts,
+    }
+
+
+def _of_rings(x: RingOperands) -> dict[str, Any]:
+    steps = (x.d.stride(0), x.k_rows.stride(0), x.g_rows.stride(0))
+    return {**NO_WINDOW, "RING": True, **named("ur kr gr", steps)}
 
 
 def step(p: RingProblem, x: RingOperands) -> None:
     if p.N == 0:
         return
-    matches = p.state_dtype == p.q_dtype and p.q_dtype.itemsize == 2
-    form = ring_form(2 if matches else 4, one_token=True)
+    assert x.out is not None
+    form = step_form(p)
     tile = _tile(form, p)
     with on_device(p.device):
         count_writes(x.state, x.out, x.d, x.k_rows, x.g_rows)
-        ring_one_kernel[(-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)](
+        window_early_fwd_kernel[(-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)](
             **_pointers(x),
-            slots=x.slots,
-            counts=x.counts,
-            forced=x.flags,
-            **_of_tokens(p, x),
+            N=p.N,
+            **_of_tokens(p, x, "b"),
             **named("hn hh hv hk", x.state.stride()),
-            **named("dn kn gn", (x.d.stride(0), x.k_rows.stride(0), x.g_rows.stride(0))),
-            **named("s c f", (*strides(x.slots, 1), *strides(x.counts, 1), *strides(x.flags, 1))),
+            **named("start", strides(x.flags, 1)),
+            **named("s", strides(x.slots, 1)),
+            **named("p", strides(x.counts, 1)),
             **_sizes(p),
+            **_of_rings(x),
             KI=min(tile["BK"], form.KI),
             FI=min(tile["BK"], form.FI),
             DOT=form.dot,
+            **dependent_launch(gpu_of(p.device)),
             **UNFUSED,
             **tile,
         )
@@ -100,30 +153,35 @@ def drafts(p: RingProblem, x: RingOperands) -> None:
     if p.N == 0 or p.T == 0:
         return
     assert x.ring_slots is not None and x.bases is not None and x.flags is not None
-    assert x.cu_seqlens is not None
-    itemsize = max(p.state_dtype.itemsize, p.q_dtype.itemsize)
-    form = ring_form(itemsize, one_token=False)
+    assert x.cu_seqlens is not None and x.q is not None and x.k is not None
+    form = drafts_form(p)
     tile = _tile(form, p)
-    at = (x.slots, x.ring_slots, x.counts, x.bases, x.flags, x.cu_seqlens)
+    KI = min(tile["BK"], form.KI)
+    at = (x.flags, x.slots, x.counts, x.cu_seqlens, x.ring_slots, x.bases)
     with on_device(p.device):
         count_writes(x.out, x.d, x.k_rows, x.g_rows, x.d_low, x.k_low)
-        ring_drafts_kernel[(-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)](
+        window_fwd_kernel[(-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)](
             **_pointers(x),
-            d_low=x.d_low,
-            k_low=x.k_low,
-            slots=x.slots,
-            rings=x.ring_slots,
-            counts=x.counts,
-            bases=x.bases,
-            idle=x.flags,
+            scales=None,
             cu_seqlens=x.cu_seqlens,
-            **_of_tokens(p, x),
+            parents=None,
+            u_low=x.d_low,
+            k_low=x.k_low,
+            rings=x.ring_slots,
+            bases=x.bases,
+            N=p.N,
+            T=p.T,
+            **_of_tokens(p, x, "t"),
+            **named("qb kb vb gb bb ob ab at", (0,) * 8),
             **named("hn hh hv hk", x.state.stride()),
-            **named("dn kn gn", (x.d.stride(0), x.k_rows.stride(0), x.g_rows.stride(0))),
-            **named("s r c e f u", tuple(y.stride(0) for y in at)),
+            **named("start s p c ring base", tuple(y.stride(0) for y in at)),
             **_sizes(p),
+            **_of_rings(x),
             BT=max(LEAST_TOKENS, triton.next_power_of_2(p.most)),
-            KI=min(tile["BK"], form.KI),
+            KI=KI,
+            FI=KI,
+            STAGES=min(tile["BK"] // KI, MOST_PIECES) + 1,
+            ONE_LOAD=x.q.dtype == x.k.dtype and x.q.stride(-1) == x.k.stride(-1),
             **UNFUSED,
             **tile,
         )
@@ -133,7 +191,7 @@ def fold(p: RingProblem, x: RingOperands) -> None:
     if p.N == 0 or p.layers == 0:
         return
     assert x.ring_slots is not None and x.bases is not None and x.flags is not None
-    form = ring_form(max(p.state_dtype.itemsize, p.q_dtype.itemsize), one_token=False)
+    form = drafts_form(p)._replace(registers=None)
     tile = _tile(form, p)
     cursors = {
         "slots": x.slots,
@@ -170,5 +228,5 @@ def fold(p: RingProblem, x: RingOperands) -> None:
             **tile,
         )
         ring_restart_kernel[(-(-p.N // BLOCK), 1, 1)](
-            **cursors, N=p.N, **places, L=p.L, LAST_SKIPPED=p.last_skipped, BLOCK=BLOCK
+            **cursors, N=p.N, **places, R=p.L, LAST_SKIPPED=p.last_skipped, BLOCK=BLOCK
         )

@@ -129,6 +129,13 @@ NO_LAYER_TENSORS: Final[dict[str, Tensor | None]] = dict.fromkeys(
 )
 
 
+# These arguments belong to an engine's rings.
+NO_RING: Final = {"RING": False, **named("ur kr gr", (0, 0, 0))}
+NO_RING_TENSORS: Final[dict[str, Tensor | None]] = dict.fromkeys(
+    ("u_low", "k_low", "rings", "bases")
+)
+
+
 def make_launch(
     problem: RecurrentProblem, x: Operands, o: Tensor, layer: dict[str, Any] = NO_LAYER
 ) -> Launch:
@@ -158,7 +165,7 @@ def make_launch(
     if one:
         kernel, own = window_one_fwd_kernel, {"DOT": form.dot, **layer}
         if form.early:
-            kernel, own = window_early_fwd_kernel, {"DOT": form.dot}
+            kernel, own = window_early_fwd_kernel, {"DOT": form.dot, **NO_RING}
             own |= dependent_launch(gpu_of(p.device))
         of_tokens = [
             f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c", "ab", "at")
@@ -171,6 +178,8 @@ def make_launch(
             "BT": max(LEAST_TOKENS, triton.next_power_of_2(p.max_tokens)),
             "STAGES": min(pieces, MOST_PIECES) + 1,
             "ONE_LOAD": x.q.dtype == x.k.dtype and x.q.stride(-1) == x.k.stride(-1),
+            **NO_RING,
+            **named("ring base", (0, 0)),
         }
     return Launch(
         kernel,
@@ -247,7 +256,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             launch(grid, **pointers, **NO_LAYER_TENSORS, N=p.N)
         else:
             packed = {"cu_seqlens": y.cu_seqlens, "parents": y.parents}
-            launch(grid, **pointers, **packed, N=p.N, T=p.T)
+            launch(grid, **pointers, **packed, **NO_RING_TENSORS, N=p.N, T=p.T)
         return o, None
 
     def guarded(y: Operands) -> tuple[Tensor, Tensor | None]:
