@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton.integrations.vllm.layer import LAYER, METADATA, Tokens, forward_core
+from gdn_triton.integrations.vllm.window import POSITIONS, WITH_RECORDS, positions_of
 from gdn_triton.warming import series
 
 _logger = logging.getLogger("gdn_triton")
@@ -59,7 +60,8 @@ def warm_up(layer: Any, x: Tokens, *, max_sequences: int, is_conv_state_dim_firs
         return 0
     pools = [
         torch.zeros(2, *shape, dtype=dtype, device=x.mixed_qkv.device)
-        for shape, dtype in zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True)
+        # With a window the dtypes have its records even where drafts leave it off.
+        for shape, dtype in zip(layer.get_state_shape(), layer.get_state_dtype(), strict=False)
     ]
     stand_in = SimpleNamespace(
         **{name: getattr(layer, name) for name in LAYER if name != "kv_cache"},
@@ -70,6 +72,10 @@ def warm_up(layer: Any, x: Tokens, *, max_sequences: int, is_conv_state_dim_firs
     conv_state = pools[0] if is_conv_state_dim_first else pools[0].transpose(-1, -2)
     count = 0
     for step in _steps(x, max_sequences, layer.num_spec, checkpoints):
+        if len(pools) == WITH_RECORDS:
+            # The positions of sequences that are all padding are not read.
+            zeros = step.non_spec_state_indices_tensor.new_zeros(rows)
+            setattr(step, POSITIONS, positions_of(step, zeros))
         forward_core(stand_in, step, conv_state, x.mixed_qkv, x.b, x.a, x.out)
         count += 1
     if x.mixed_qkv.device.type != "cpu":

@@ -119,7 +119,7 @@ def _pointers(x: RingOperands) -> dict[str, Tensor | None]:
 
 def _of_rings(x: RingOperands) -> dict[str, Any]:
     steps = (x.d.stride(0), x.k_rows.stride(0), x.g_rows.stride(0))
-    return {**NO_WINDOW, "RING": True, **named("ur kr gr", steps)}
+    return {**NO_WINDOW, "RING": True, **named("ur kr gr cr", (*steps, 0))}
 
 
 def step(p: RingProblem, x: RingOperands) -> None:

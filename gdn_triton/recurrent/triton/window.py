@@ -79,7 +79,7 @@ def window_fwd_kernel(
     stride_bt, stride_bh, stride_A, stride_dt, stride_ob, stride_ot, stride_oh, stride_ov,
     stride_hn, stride_hh, stride_start, stride_s, stride_p, stride_c, stride_ab, stride_at,
     stride_ring: tl.constexpr, stride_base: tl.constexpr, stride_ur: tl.constexpr,
-    stride_kr: tl.constexpr, stride_gr: tl.constexpr,
+    stride_kr: tl.constexpr, stride_gr: tl.constexpr, stride_cr: tl.constexpr,
     stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     BR: tl.constexpr, BT: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
@@ -191,15 +191,15 @@ def window_fwd_kernel(
         is_read = age < (position - least).to(tl.uint32)
         own = (R - 1) - age.to(tl.int32)
         is_own = (own >= 0) & (own < n_tokens)
-        p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
-        p_kr = k_rows + slot * (R * H * K) + i_h * K
-        p_gr = g_rows + slot * (R * HV) + i_hv
+        p_u = u_rows + slot * stride_ur + i_hv * V + o_v
+        p_kr = k_rows + slot * stride_kr + i_h * K
+        p_gr = g_rows + slot * stride_gr + i_hv
     b_gr = tl.load(p_gr + o_r * ROW_G, mask=is_read)
     if not RING:
         b_start = tl.load(start + slot * stride_start).to(tl.int32)
         last_call = position - 1
         if D > 1:
-            last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
+            last_call = tl.load(call_rows + slot * stride_cr + (position + R - 1) % R)
     b_u = tl.load(p_u[:, None] + o_r[None, :] * ROW_U, mask=is_read[None, :] & in_v[:, None])
     if u_low is not None:
         p_ul = u_low + ring * stride_ur + i_hv * (R * V) + o_v
@@ -361,7 +361,7 @@ def window_fwd_kernel(
                 p_new = p_kr + o_k[None, :] + new_r[:, None] * (H * K)
                 tl.store(p_new, tl.load(new_k, mask=in_new), mask=in_new)
             if i_hv == 0:
-                tl.store(call_rows + slot * R + new_r, position + o_t * 0, mask=in_t)
+                tl.store(call_rows + slot * stride_cr + new_r, position + o_t * 0, mask=in_t)
         if (held < due) & (n_tokens > 0):
             to_fold = alive & (age >= (position - due).to(tl.uint32))
             fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,

@@ -122,17 +122,18 @@ def window_early_fwd_kernel(
     THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, DOT: tl.constexpr,
     DEPENDENT: tl.constexpr, RING: tl.constexpr, stride_ur: tl.constexpr, stride_kr: tl.constexpr,
-    stride_gr: tl.constexpr,
+    stride_gr: tl.constexpr, stride_cr: tl.constexpr,
 ):  # fmt: skip
     """A program has BV columns of the state of one sequence and value head. It waits for memory
     twice: for the slot together with the token, and for the state together with its records. The
     two barriers place all loads before the instructions that use a loaded number, because a program
     issues its instructions in order. DOT: the matrix units multiply the state, which has the 16-bit
-    dtype of q and k. u_rows, k_rows, g_rows and call_rows are contiguous. DEPENDENT: see
-    `dependent_launch`.
+    dtype of q and k. DEPENDENT: see `dependent_launch`. The rows of a slot are
+    contiguous in u_rows, k_rows, g_rows and call_rows, whose slots have the strides ur, kr, gr and
+    cr.
 
     RING: the records are those of an engine's ring of R rows, which `gdn_triton.recurrent.rings`
-    describes, with the strides ur, kr and gr of a slot. positions: the records of each sequence.
+    describes. positions: the records of each sequence.
     start: not 0 where a sequence folds before its ring is full; None: nowhere. k is stored after
     its normalisation, and all heads of a sequence fold in the same call."""
     pid = tl.program_id(0).to(tl.int64)
@@ -205,9 +206,9 @@ def window_early_fwd_kernel(
         least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
         age = age_of(o_r, position, R)
         is_read = age < (position - least).to(tl.uint32)
-        p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
-        p_kr = k_rows + slot * (R * H * K) + i_h * K
-        p_gr = g_rows + slot * (R * HV) + i_hv
+        p_u = u_rows + slot * stride_ur + i_hv * V + o_v
+        p_kr = k_rows + slot * stride_kr + i_h * K
+        p_gr = g_rows + slot * stride_gr + i_hv
     b_u = tl.load(p_u[:, None] + o_r[None, :] * ROW_U, mask=is_read[None, :] & in_v[:, None])
     row_loads = ()
     for i in tl.static_range(KO):
@@ -219,7 +220,7 @@ def window_early_fwd_kernel(
         b_start = tl.load(start + slot * stride_start).to(tl.int32)
         last_call = position - 1
         if D > 1:
-            last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
+            last_call = tl.load(call_rows + slot * stride_cr + (position + R - 1) % R)
     tl.debug_barrier()
 
     y_pieces, q_pieces, k_pieces = (), (), ()
@@ -298,7 +299,7 @@ def window_early_fwd_kernel(
             tl.store(p_gr + new_r * HV, b_g)
             tl.store(p_kr + o_k + new_r * (H * K), raw_k, mask=o_k < stored_k)
             if i_hv == 0:
-                tl.store(call_rows + slot * R + new_r, position)
+                tl.store(call_rows + slot * stride_cr + new_r, position)
         if held < due:
             to_fold = alive & (age >= (position - due).to(tl.uint32))
             fold_early(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,

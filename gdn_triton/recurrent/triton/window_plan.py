@@ -77,6 +77,12 @@ def _sizes(p: RecurrentProblem | FoldProblem) -> dict[str, int]:
     }
 
 
+def _slot_strides(x: Operands | FoldOperands) -> dict[str, int]:
+    """Returns the strides of slots in the tensors of a window."""
+    rows = (x.u_rows, x.k_rows, x.g_rows, x.call_rows)
+    return named("ur kr gr cr", tuple(strides(y, 4)[0] for y in rows))
+
+
 def _takes_one(p: RecurrentProblem) -> bool:
     """Returns whether each sequence of a call has one token."""
     return p.T == 1 and not p.is_varlen
@@ -130,7 +136,7 @@ NO_LAYER_TENSORS: Final[dict[str, Tensor | None]] = dict.fromkeys(
 
 
 # These arguments belong to an engine's rings.
-NO_RING: Final = {"RING": False, **named("ur kr gr", (0, 0, 0))}
+NO_RING: Final = {"RING": False}
 NO_RING_TENSORS: Final[dict[str, Tensor | None]] = dict.fromkeys(
     ("u_low", "k_low", "rings", "bases")
 )
@@ -186,6 +192,7 @@ def make_launch(
         scale=p.scale,
         **all_strides,
         **_sizes(p),
+        **_slot_strides(x),
         **own,
         K_OFFSET=p.H * p.K if p.is_mixed else 0,
         V_OFFSET=2 * p.H * p.K if p.is_mixed else 0,
@@ -305,6 +312,7 @@ def fold_slots(problem: FoldProblem, x: FoldOperands) -> None:
                 **named("hn hh hk hv", state_strides(x.state, p.state_v_first)),
                 **places,
                 **_sizes(p),
+                **_slot_strides(x),
                 RCP_LN2=RCP_LN2,
                 LAST_SKIPPED=p.last_skipped,
                 **UNFUSED,
@@ -335,6 +343,7 @@ def _accept(p: FoldProblem, x: FoldOperands, path: Tensor) -> None:
             **named("s", strides(x.slots, 1)),
             **named("p", strides(x.positions, 1)),
             **named("ln lt", strides(path, 2)),
+            **{name: y for name, y in _slot_strides(x).items() if name != "stride_cr"},
             LENGTH=path.shape[1],
             H=p.H,
             HV=p.HV,
