@@ -297,11 +297,12 @@ DRAFTS = pytest.mark.parametrize(
 @DRAFTS
 def test_drafts(pool: torch.dtype, tokens: torch.dtype, low: bool, device: str) -> None:
     """Any number of drafts, any number of them accepted; folds, and the states of earlier tokens.
-    Records have 22 bits with low parts of fp16, and the states those of the pool."""
+    Records have 22 bits with low parts of fp16 and 16 with those of bf16, and the states have
+    those of the pool."""
     run = Drafting(pool, tokens, low, device)
     before = run.state.clone()
     seen: dict[int, list[Any]] = {0: [], 2: []}
-    unit = 2 * torch.finfo(pool).eps
+    unit = max(2 * torch.finfo(pool).eps, torch.finfo(tokens).eps ** 2)
     for i in range(9):
         lengths = [1 + i % 3, 2, 3 - i % 2]
         offsets = [0, lengths[0], lengths[0] + 2, sum(lengths)]

@@ -263,7 +263,8 @@ def _window_targets(builder: Any) -> Iterator[tuple[Target, Any]]:
         target = Target(getattr(states, owner), name, "recurrent_step")
         yield target, target.now if _patches.is_ours(target) else wrap(target.now)
     target = Target(builder, UPDATE, "integrations.vllm.window")
-    yield target, windows.carrying(target.now)
+    if target.now is not ABSENT:
+        yield target, windows.carrying(target.now)
 
 
 def _why_no_window(modules: list[ModuleType]) -> str | None:
@@ -340,8 +341,11 @@ def _metadata_class() -> Any:
 def _check_known(target: Target, ours: Callable[..., Any]) -> None:
     if target.now is ABSENT or _patches.is_ours(target):
         return
-    theirs = inspect.signature(target.now).parameters
-    known = inspect.signature(ours).parameters
+    # A class method in a class's dictionary cannot be called.
+    theirs, known = (
+        inspect.signature(getattr(function, "__func__", function)).parameters
+        for function in (target.now, ours)
+    )
     unknown = sorted(theirs.keys() - known.keys())
     if unknown:
         raise RuntimeError(

@@ -1,14 +1,16 @@
 """Decode steps of vLLM's layers with a window of records, for `register(window=True)`.
 
-A page of vLLM's memory holds the states of one sequence in one layer: vLLM asks
-`MambaStateShapeCalculator` for their shapes, makes pages of this size, and gives the layer a view of
-each state in all pages. With a window the shapes have the records too. A page therefore holds a
-state together with its records, and nothing else changes: a page of an attention layer has as many
-bytes as one of these layers, and is full of tokens.
+A page of vLLM's memory holds the states of one sequence in one layer. vLLM asks
+`MambaStateShapeCalculator` for the shapes of these states, makes pages of their size, and gives the
+layer a view of each state in all pages. With a window the shapes include the records, so a page
+holds a state together with its records. Pages of attention layers have the same size and are filled
+with tokens. Records in memory of our own would need as much memory for each of those pages too.
 
-Of the programs that copy pages only prefix caching would copy the state alone. The position of a
-token is the length of its sequence, which vLLM has on the device. A prefill folds the records of
-the sequences that it continues, and restarts the windows of all its sequences.
+Prefix caching and connectors copy or move the states of a page without its records, and drafts need
+a state for each token; a step then has no window. The position of a token is the length of its
+sequence, which vLLM has on the device. A prefill folds the records of the sequences that it
+continues, and restarts the windows of all its sequences. A preempted sequence loses its page and
+starts with a prefill again.
 """
 
 import functools
@@ -77,8 +79,8 @@ def shapes(theirs: Any) -> Any:
 
 
 def dtypes(theirs: Any) -> Any:
-    """Wraps vLLM's `gated_delta_net_state_dtype`, a class method, which is not told of drafts:
-    vLLM pairs the dtypes with the shapes and ignores those that are left."""
+    """Wraps vLLM's `gated_delta_net_state_dtype`, a class method, which has no argument for drafts.
+    vLLM pairs the dtypes with the shapes and ignores additional dtypes."""
 
     def gated_delta_net_state_dtype(
         cls: Any,

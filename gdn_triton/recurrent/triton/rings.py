@@ -69,8 +69,8 @@ def ring_fold_kernel(
             age = tl.where(is_held, end - 1 - number, BR)
             w = tl.exp2(sums_after(b_gr, age) * RCP_LN2)
             decay = tl.exp2(tl.sum(b_gr, 0) * RCP_LN2)
-            fold_ring(p_from, p_to, k_rows, k_low, None, 0, b_u * w[None, :], decay, is_held,
-                      is_held, in_v, stride_hk, K, BK, FI, k_rows.dtype.element_ty,
+            fold_ring(p_from, p_to, k_rows, k_low, b_u * w[None, :], decay, is_held, in_v, None,
+                      None, 0, stride_hk, K, BK, FI, k_rows.dtype.element_ty,
                       slot > LAST_SKIPPED)  # fmt: skip
 
 

@@ -265,11 +265,14 @@ def window_fwd_kernel(
         p_parents = parents + i_b * stride_ab + row * stride_at
         path = path_bits(p_parents, stride_at, tl.where(with_token, y_t, -1), BT)
     b_gr = tl.where(alive, b_gr, 0.0)
-    if RING:
+    TWO_PARTS: tl.constexpr = u_low is not None and u_rows.dtype.element_ty == tl.bfloat16
+    if RING and not TWO_PARTS:
         b_u = b_u.to(tl.float32)
         if u_low is not None:
             b_u += b_ul.to(tl.float32)
     b_u = tl.where(alive[None, :], b_u, 0.0)
+    if TWO_PARTS:
+        b_ul = tl.where(alive[None, :], b_ul, 0.0)
     b_beta = strength(b_beta, BETA_FACTOR, True)
     if A_log is not None:
         b_g = tl.where(in_t, log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD), 0.0)
@@ -317,7 +320,15 @@ def window_fwd_kernel(
     both *= (tl.exp2(log_s * RCP_LN2) * of_y)[None, :]
     if scales is not None:
         both *= b_scale[:, None]
-    both += records_dot(b_u, tl.where(alive[:, None], records, 0.0), q.dtype.element_ty)
+    if TWO_PARTS:
+        # u has 16 bits, and so have the products of two parts.
+        held_records = tl.where(alive[:, None], records, 0.0)
+        high = held_records.to(tl.bfloat16)
+        both = tl.dot(b_u, high, both)
+        both = tl.dot(b_u, (held_records - high.to(tl.float32)).to(tl.bfloat16), both)
+        both = tl.dot(b_ul, high, both)
+    else:
+        both += records_dot(b_u, tl.where(alive[:, None], records, 0.0), q.dtype.element_ty)
     # From here on a column of k is u of its token, and a column of q is -o, once the u of the
     # tokens before it have been subtracted.
     both = b_v.to(tl.float32) * of_v[None, :] - both

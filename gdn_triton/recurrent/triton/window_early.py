@@ -15,6 +15,7 @@ from gdn_triton.recurrent.triton.window_records import (
     load_pieces,
     outer,
     padded_with_zeros,
+    parts_of,
     records_dot,
     state_dot,
     sums_after,
@@ -64,45 +65,59 @@ def fold_early(
 
 
 @triton.jit
+def with_parts(f_u, k_high, k_low, NARROW: tl.constexpr):
+    """Returns [BV, KI] float32: f_u [BV, BR], float32, times the keys k_high + k_low [BR, KI],
+    bf16. NARROW: the result is added to a state of 8 or 11 bits."""
+    u1, u2, u3 = parts_of(f_u)
+    added = tl.dot(u1, k_low)
+    if NARROW:
+        added = tl.dot(u2, k_high, added)
+    else:
+        added = tl.dot(u2, k_low, added)
+        added = tl.dot(u3, k_high, added)
+        added = tl.dot(u2, k_high, added)
+    return tl.dot(u1, k_high, added)
+
+
+@triton.jit
 def fold_ring(
-    p_from, p_to, p_kr, p_low, p_k, stride_kk, f_u, decay, is_held, is_new, in_v,
+    p_from, p_to, p_kr, p_low, f_u, decay, is_held, in_v, new_u, p_k, stride_kk,
     stride_hk: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, FI: tl.constexpr,
     LIKE: tl.constexpr, is_here
 ):  # fmt: skip
     """Stores decay times the state at p_from, plus the records f_u, at p_to, with all loads before
     the first product. p_from, p_to: the pointers of the first column [BV, 1]. p_kr: the keys of a
-    ring [.., K], and p_low what they round off, or None. p_k: the key of the call's token, whose
-    row is_new, or None."""
+    ring [.., K], and p_low what they round off, or None. new_u [BV], p_k: u, and the pointer to k,
+    of one more record, or None."""
     o_f, o_r = tl.arange(0, FI), tl.arange(0, is_held.shape[0])
-    h_pieces, k_pieces, more_pieces = (), (), ()
+    h_pieces, k_pieces, low_pieces, new_pieces = (), (), (), ()
     for i in tl.static_range(BK // FI):
         in_f, i_k = below(o_f, i * FI, K, BK)[None, :], (o_f + i * FI)[None, :]
+        in_rows = is_held[:, None] & in_f
         h_pieces += (tl.load(p_from + i_k * stride_hk, mask=in_v[:, None] & in_f, other=0),)
-        p_rows = p_kr + o_r[:, None] * K + i_k
-        if p_k is not None and p_k.dtype == p_kr.dtype:
-            p_rows = tl.where(is_new[:, None], p_k + i_k * stride_kk, p_rows)
-            in_k = (is_held | is_new)[:, None] & in_f
-            k_pieces += (tl.load(p_rows, mask=in_k, other=0),)
-        else:
-            k_pieces += (tl.load(p_rows, mask=is_held[:, None] & in_f, other=0),)
-            if p_k is not None:
-                p_new = p_k + o_r[:, None] * 0 + i_k * stride_kk
-                more_pieces += (tl.load(p_new, mask=is_new[:, None] & in_f, other=0),)
-            elif p_low is not None:
-                p_rows = p_low + o_r[:, None] * K + i_k
-                more_pieces += (tl.load(p_rows, mask=is_held[:, None] & in_f, other=0),)
+        k_pieces += (tl.load(p_kr + o_r[:, None] * K + i_k, mask=in_rows, other=0),)
+        if p_low is not None:
+            low_pieces += (tl.load(p_low + o_r[:, None] * K + i_k, mask=in_rows, other=0),)
+        if p_k is not None:
+            in_k = below(o_f, i * FI, K, BK)
+            new_pieces += (tl.load(p_k + (o_f + i * FI) * stride_kk, mask=in_k, other=0),)
     tl.debug_barrier()
     for i in tl.static_range(BK // FI):
         in_f, i_k = below(o_f, i * FI, K, BK)[None, :], (o_f + i * FI)[None, :]
         b_h, b_k = not_before(h_pieces[i], is_here), not_before(k_pieces[i], is_here)
-        if p_low is not None or (p_k is not None and p_k.dtype != p_kr.dtype):
-            # In each row and column one of the two is 0, or both are parts of the same key.
-            b_k = b_k.to(tl.float32) + not_before(more_pieces[i], is_here).to(tl.float32)
-        if b_k.dtype == tl.bfloat16:
+        if p_low is not None:
+            b_low = not_before(low_pieces[i], is_here)
+            if b_k.dtype == tl.bfloat16:
+                added = with_parts(f_u, b_k, b_low, b_h.dtype != tl.float32)
+            else:
+                added = records_dot(f_u, b_k.to(tl.float32) + b_low.to(tl.float32), LIKE)
+        elif b_k.dtype == tl.bfloat16:
             added = outer(f_u, b_k, b_h.dtype != tl.float32)
         else:
             added = records_dot(f_u, b_k.to(tl.float32), LIKE)
         b_h = tl.fma(b_h.to(tl.float32), decay, added)
+        if p_k is not None:
+            b_h = tl.fma(new_u[:, None], new_pieces[i].to(tl.float32)[None, :], b_h)
         tl.store(p_to + i_k * stride_hk, b_h.to(p_to.dtype.element_ty),
                  mask=in_v[:, None] & in_f)  # fmt: skip
 
@@ -159,14 +174,18 @@ def window_early_fwd_kernel(
     p_v = v + V_OFFSET * stride_vv + i_n * stride_vb + i_hv * stride_vh + o_v * stride_vv
     # Columns 0 and 1 of y are q and k; the matrix units multiply at least 8.
     o_y = tl.arange(0, 8)
+    # Keys of another dtype than k, those of float32 states, would spill next to the states.
+    # Therefore both are copied to shared memory, and matrix units multiply both.
+    PIPELINED: tl.constexpr = k_rows.dtype.element_ty != q.dtype.element_ty
     yq_loads, yk_loads, q_loads, k_loads = (), (), (), ()
     for i in tl.static_range(KO):
         in_i = below(o_i, i * KI, K, BK)
         i_k = o_i + i * KI
-        yq_loads += (tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
-                             mask=(o_y == 0)[:, None] & in_i[None, :], other=0),)  # fmt: skip
-        yk_loads += (tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
-                             mask=(o_y == 1)[:, None] & in_i[None, :], other=0),)  # fmt: skip
+        if not PIPELINED:
+            yq_loads += (tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
+                                 mask=(o_y == 0)[:, None] & in_i[None, :], other=0),)  # fmt: skip
+            yk_loads += (tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
+                                 mask=(o_y == 1)[:, None] & in_i[None, :], other=0),)  # fmt: skip
         q_loads += (tl.load(p_q + i_k * stride_qk, mask=in_i, other=0),)
         k_loads += (tl.load(p_k + i_k * stride_kk, mask=in_i, other=0),)
     # Only one of the programs whose value heads share a key head writes the key's record.
@@ -188,7 +207,8 @@ def window_early_fwd_kernel(
 
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
-    loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+    if not PIPELINED:
+        loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
     ROW_U: tl.constexpr = V if RING else HV * V
     ROW_K: tl.constexpr = K if RING else H * K
     ROW_G: tl.constexpr = 1 if RING else HV
@@ -211,7 +231,7 @@ def window_early_fwd_kernel(
         p_gr = g_rows + slot * stride_gr + i_hv
     b_u = tl.load(p_u[:, None] + o_r[None, :] * ROW_U, mask=is_read[None, :] & in_v[:, None])
     row_loads = ()
-    for i in tl.static_range(KO):
+    for i in tl.static_range(0 if PIPELINED else KO):
         in_i = below(o_i, i * KI, K, BK)
         p_i = p_kr + (o_i + i * KI)[None, :] + o_r[:, None] * ROW_K
         row_loads += (tl.load(p_i, mask=is_read[:, None] & in_i[None, :]),)
@@ -225,7 +245,8 @@ def window_early_fwd_kernel(
 
     y_pieces, q_pieces, k_pieces = (), (), ()
     for i in tl.static_range(KO):
-        y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
+        if not PIPELINED:
+            y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
         q_pieces += (q_loads[i].to(tl.float32),)
         k_pieces += (k_loads[i].to(tl.float32),)
     b_beta, b_g, of_q, of_k, qk = factors_of(
@@ -248,27 +269,43 @@ def window_early_fwd_kernel(
     pieces, r_pieces = (), ()
     for i in tl.static_range(KO):
         in_i = below(o_i, i * KI, K, BK)
-        pieces += (not_before(loads[i], slot > LAST_SKIPPED),)
-        r_pieces += (padded_with_zeros(not_before(row_loads[i], slot > LAST_SKIPPED), in_i, K, BK),)
+        if not PIPELINED:
+            pieces += (not_before(loads[i], slot > LAST_SKIPPED),)
+            r_pieces += (
+                padded_with_zeros(not_before(row_loads[i], slot > LAST_SKIPPED), in_i, K, BK),
+            )
     of_state = tl.exp2((tl.sum(b_gr, 0) + b_g) * RCP_LN2)
     w = tl.exp2((sums_after(b_gr, age) + b_g) * RCP_LN2)
     of_y = tl.where(o_y == 0, of_q, of_k)
-    y_first, r_first = y_pieces[0], r_pieces[0]  # type: ignore[misc]
-    if RING and k_rows.dtype.element_ty != q.dtype.element_ty:
-        records = state_dot(r_first, y_first)
-        for i in tl.static_range(1, KO):
-            records += state_dot(r_pieces[i], y_pieces[i])
+    if PIPELINED:
+        records = tl.zeros([BR, 8], dtype=tl.float32)
+        both = tl.zeros([BV, 8], dtype=tl.float32)
+        for i in tl.range(0, KO, num_stages=KO + 1):
+            in_row = below(o_i, i * KI, K, BK)[None, :]
+            o_row = (o_i + i * KI)[None, :]
+            b_h = tl.load(p_tile + i * KI * stride_hk, mask=in_v[:, None] & in_row, other=0)
+            old_k = tl.load(p_kr + o_row + o_r[:, None] * ROW_K, mask=is_read[:, None] & in_row,
+                            other=0)  # fmt: skip
+            p_y = tl.where((o_y == 1)[:, None], p_k + o_row * stride_kk, p_q + o_row * stride_qk)
+            b_y = tl.trans(tl.load(p_y, mask=(o_y < 2)[:, None] & in_row, other=0))
+            both += state_dot(b_h, b_y)
+            records += state_dot(old_k, b_y)
+        records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
+        both *= (of_y * of_state)[None, :]
+        both += records_dot(b_u, records, q.dtype.element_ty)
+        b_o, stored = tl.split(tl.sum(tl.reshape(both, [BV, 4, 2]), 1))
     else:
+        y_first, r_first = y_pieces[0], r_pieces[0]  # type: ignore[misc]
         records = tl.dot(r_first.to(y_first.dtype), y_first, input_precision="ieee")
         for i in tl.static_range(1, KO):
             records = tl.dot(
                 r_pieces[i].to(y_first.dtype), y_pieces[i], records, input_precision="ieee"
             )
-    records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
-    b_o, stored = token_products(
-        pieces, y_pieces, q_pieces, k_pieces, records, b_u, None, of_state, of_q, of_k, of_y,
-        BV, KO, DOT, q.dtype.element_ty
-    )  # fmt: skip
+        records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
+        b_o, stored = token_products(
+            pieces, y_pieces, q_pieces, k_pieces, records, b_u, None, of_state, of_q, of_k, of_y,
+            BV, KO, DOT, q.dtype.element_ty
+        )  # fmt: skip
     # The u of a window contains the factor that normalises k.
     of_new = of_k
     if RING:
@@ -280,12 +317,9 @@ def window_early_fwd_kernel(
     tl.store(p_o, b_o.to(o.dtype.element_ty), mask=in_v)
     if RING:
         if folds:
-            is_new = o_r == position
-            f_u = b_u * w[None, :]
-            f_u = tl.where(is_new[None, :], (new_u * of_k)[:, None], f_u)
             p_rows = p_state + o_v[:, None] * stride_hv
-            fold_ring(p_rows, p_rows, p_kr, None, p_k, stride_kk, f_u, of_state, alive, is_new,
-                      in_v, stride_hk, K, BK, FI, q.dtype.element_ty,
+            fold_ring(p_rows, p_rows, p_kr, None, b_u * w[None, :], of_state, alive, in_v,
+                      new_u * of_k, p_k, stride_kk, stride_hk, K, BK, FI, q.dtype.element_ty,
                       slot > LAST_SKIPPED)  # fmt: skip
         else:
             new_k = (raw_k.to(tl.float32) * of_k).to(k_rows.dtype.element_ty)
