@@ -117,6 +117,13 @@ READ: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "GDNAttentionMetadataBuilder.build",
             "GDNAttentionMetadataBuilder.update_block_table",
         ),
+        "vllm/model_executor/layers/mamba/mamba_utils.py": (
+            "MambaStateShapeCalculator.gated_delta_net_state_shape",
+            "MambaStateDtypeCalculator.gated_delta_net_state_dtype",
+        ),
+        "vllm/model_executor/layers/mamba/abstract.py": (
+            *("MambaBase.bind_kv_cache", "MambaBase.get_kv_cache_spec"),
+        ),
     },
     "sglang": {
         f"{_LINEAR}/kernels/gdn_triton.py": ("TritonGDNKernel",),
