@@ -47,7 +47,8 @@ builder = load_builder()
 
 
 def asked_library() -> str | Path | None:
-    """What GDN_BUILD_CUDA asks for: "build", the path of a library, or None for no library."""
+    """Returns the request of GDN_BUILD_CUDA: "build", the path of a library, or None for no
+    library."""
     asked = os.environ.get("GDN_BUILD_CUDA") or "0"
     if asked.endswith(".so") and Path(asked).is_file():
         return Path(asked).resolve()

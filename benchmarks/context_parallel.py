@@ -9,7 +9,8 @@ what its inputs take. On one GPU the call is the plain one, without a context. `
 several split the call: maps of the state (cp_context); heads, where a process gets all tokens of
 some heads by an all-to-all and sends the output back by another; or fla, by the installed package
 of flash-linear-attention and its own context, which gets a row on one GPU too. `--graphs` also
-times the calls of `maps` as replays of a captured CUDA graph. Rows are printed and written to
+times the calls of `maps` as replays of a captured CUDA graph. `--tokens` chooses shapes by their
+tokens, and `--calls forward` leaves the backward out. Rows are printed and written to
 DIR/context_parallel.jsonl.
 """
 
@@ -54,6 +55,7 @@ SHAPES = [
     Shape(1_048_576, 4, 8),
 ]
 TOY = [Shape(256, 2, 4, 16, 16)]
+CALLS = ("forward", "both")
 HOST = "127.0.0.1"
 # Bytes of inputs, results and what a backward has beside them, a token and value head of 128, with
 # room to spare: a shape that would not fit on the GPUs of a row is left out.
@@ -164,9 +166,9 @@ def captured(run: Callable[[], Any], device: torch.device) -> torch.cuda.CUDAGra
 
 
 def measure(
-    shape: Shape, way: str, gates: str, device: torch.device, rounds: int, graphs: bool
+    shape: Shape, way: str, gates: str, device: torch.device, plan: "Plan"
 ) -> dict[str, Any]:
-    world = dist.get_world_size()
+    world, rounds = dist.get_world_size(), plan.rounds
     call = way_of(way, shape, device)
     x = make_inputs(shape, shape.T // world, gates, device)
     do = torch.randn_like(x["v"])
@@ -182,7 +184,7 @@ def measure(
         return torch.autograd.grad(call(**x), list(x.values()), do)
 
     record: dict[str, Any] = {"gpus": world, "way": way, "gates": gates, **asdict(shape)}
-    runs = {"forward": forward, "both": both}
+    runs = {name: {"forward": forward, "both": both}[name] for name in plan.calls}
     for name, run in runs.items():
         try:
             # Compiles, and opens NCCL's connections.
@@ -198,7 +200,7 @@ def measure(
         record[f"{name}_ms_least"] = 1e3 * min(times)
     if device.type == "cuda":
         record["peak_gib"] = (torch.cuda.max_memory_allocated(device) - before) / 2**30
-    if graphs and way == "maps" and device.type == "cuda":
+    if plan.graphs and way == "maps" and device.type == "cuda":
         for name, run in runs.items():
             graph = captured(run, device)
             seconds(graph.replay, device, 2)
@@ -219,6 +221,8 @@ class Plan(NamedTuple):
     ways: tuple[str, ...]
     graphs: bool
     gates: tuple[str, ...]
+    calls: tuple[str, ...]
+    shapes: tuple[Shape, ...]
     out: Path | None
 
 
@@ -238,13 +242,13 @@ def work(rank: int, plan: Plan) -> None:
         device_id=None if trial else device,
     )
     ways = [way for way in plan.ways if world > 1 or way != "heads"]
-    for shape, gates, way in itertools.product(TOY if trial else SHAPES, plan.gates, ways):
+    for shape, gates, way in itertools.product(plan.shapes, plan.gates, ways):
         if not trial:
             memory = torch.cuda.get_device_properties(device).total_memory
             if shape.T * shape.HV * BYTES_A_TOKEN > memory * world:
                 continue
         try:
-            record = measure(shape, way, gates, device, plan.rounds, plan.graphs)
+            record = measure(shape, way, gates, device, plan)
         except torch.OutOfMemoryError:
             if world > 1:
                 raise
@@ -273,9 +277,15 @@ def main(arguments: list[str] | None = None) -> int:
         help="how a call is split",
     )
     parser.add_argument("--graphs", action="store_true", help="replays of CUDA graphs too")
+    parser.add_argument("--tokens", nargs="+", type=int, help="of the shapes (default: all)")
+    parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS))
     parser.add_argument("--dry-run", action="store_true", help="two processes on the CPU")
     add_gates_option(parser)
     args = parser.parse_args(arguments)
+    shapes = [shape for shape in SHAPES if args.tokens is None or shape.T in args.tokens]
+    if not shapes:
+        sizes = sorted({shape.T for shape in SHAPES})
+        parser.error(f"--tokens: expected some of {sizes}, got {args.tokens}")
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     # Its names are not exported in the eyes of a type checker.
@@ -295,6 +305,8 @@ def main(arguments: list[str] | None = None) -> int:
             ways=tuple(args.ways),
             graphs=args.graphs,
             gates=args.gates,
+            calls=tuple(args.calls),
+            shapes=tuple(TOY if args.dry_run else shapes),
             out=args.out,
         )
         processes.spawn(work, (plan,), nprocs=world)

@@ -202,6 +202,38 @@ def tables(records: list[Any], names: Collection[str]) -> str:
     return "\n".join(lines)
 
 
+# Kernels of our prefill, by how their names begin.
+PARTS = {"conv": "convolution and preparation", "norm": "gated norm"}
+
+
+def prefills(records: list[Any], rate: float) -> str:
+    """Markdown: the time of each implementation, then the parts of ours with the share of `rate`,
+    bytes a second, at which the convolution and the norm move their tensors. The rule has the rest
+    of the time: its kernels overlap, so the sum of their times is larger."""
+    names = [n for n in records[0]["results"] if any("time" in x["results"][n] for x in records)]
+    has_kernels = any(x["results"][OURS].get("kernels") for x in records)
+    parts = [*PARTS.values(), "rule"] if has_kernels else []
+    columns = ["heads", "sequences", *names, *parts]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for record in records:
+        T, sizes = record["tokens"], Sizes(*map(int, record["heads"].split("/")))
+        moved = {
+            "conv": 2 * 2 * T * sizes.D + T * sizes.HV * (2 * 2 + 2 * 4),  # a and b; g and beta
+            "norm": 3 * 2 * T * sizes.HV * sizes.V,
+        }
+        cells = [record["heads"], str(record["sequences"])]
+        for name in names:
+            row = record["results"].get(name, {})
+            cells.append(f"{row['time']:.0f} ({row['launches']})" if "time" in row else "-")
+        kernels = record["results"][OURS].get("kernels", {})
+        sums = {part: sum(t for k, t in kernels.items() if k.startswith(part)) for part in PARTS}
+        for part, us in sums.items():
+            cells.append(f"{us:.0f} ({1e6 * moved[part] / us / rate:.0%})" if us else "-")
+        cells.append(f"{record['results'][OURS]['time'] - sum(sums.values()):.0f}")
+        lines.append(f"| {' | '.join(cells[: len(columns)])} |")
+    return "\n".join(lines) + "\n"
+
+
 def kernel_lines(records: list[Any], name: str) -> list[str]:
     """The kernels of one implementation, a line a call."""
     lines = []

@@ -8,9 +8,9 @@ between a line `<!-- benchmarks: NAME -->` and a line `<!-- benchmarks end -->` 
 the plots in docs/assets if matplotlib is installed, and a page of rows for each file in build/rows,
 which git ignores.
 
-A ratio is the time of another implementation over ours of the same run. Of a call that several
-files have, the file with the latest date counts. The default install is shown on one card for each
-kind of calls and each other implementation: that of the latest run.
+A ratio is the time of another implementation over ours of the same run. If several files have a
+call, the file with the latest date counts. The default install is shown on one card for each kind
+of calls and each other implementation: that of the latest run.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from benchmarks import layer, plot, rows
+from benchmarks import layer, plot, rows, vllm_engine
 from benchmarks.backward import TRITON as BACKWARD_TRITON
 from benchmarks.peers import PEERS
 from benchmarks.records import (
@@ -43,7 +43,13 @@ from benchmarks.records import (
 )
 from benchmarks.shapes import gates_of, labelled, lengths_name
 
-DOCUMENTS = ("README.md", "docs/backward.md", "docs/benchmarks.md", "docs/decode.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/backward.md",
+    "docs/benchmarks.md",
+    "docs/decode.md",
+    "docs/engines.md",
+)
 ROWS = ROOT / "build" / "rows"
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
 SMALL = "Forward, small and odd shapes too"
@@ -227,8 +233,8 @@ def summary_table(ratios: Iterable[Ratio], only: str) -> str:
 
 def short_table(ratios: Iterable[Ratio]) -> str:
     """For the card with the most calls: its name, the dates of the runs, a row for each kind of
-    call with the CUDA library; and a sentence with the means of the default install, which names
-    another card."""
+    call with the CUDA library; and for each card a sentence with the means of the default
+    install, which names another card."""
     shown = [x for x in ratios if re.match(SHORT, x.what) and x.other in OTHERS]
     card = statistics.mode(x.device for x in shown if x.install != DEFAULT)
     by_default = groups(x for x in shown if x.install == DEFAULT)
@@ -239,17 +245,17 @@ def short_table(ratios: Iterable[Ratio]) -> str:
         [what, *(cell(of_others.get(name)) for name in OTHERS)]
         for (_, what, _), of_others in groups(shown).items()
     ]
-    default = []
+    default: dict[str, list[str]] = {}
     for (device, what, _), of_others in by_default.items():
         found = [
             f"{name} {cell(of_others[name]).split(' ')[0]}" for name in OTHERS if name in of_others
         ]
-        place = "" if device == card else f" on one {device}"
-        default.append(f"{what}{place}: {', '.join(found)}")
+        default.setdefault(device, []).append(f"{what}: {', '.join(found)}")
     text = f"One {card}, runs of {made}:\n\n" + rows.table(["call", *OTHERS], lines)
-    if default:
-        means = "; ".join(default)
-        text += f"\nWithout the CUDA library, on Triton kernels, the means are: {means}.\n"
+    for device, of_device in default.items():
+        place = "" if device == card else f" on one {device}"
+        means = "; ".join(of_device)
+        text += f"\nWithout the CUDA library, on Triton kernels, the means{place} are: {means}.\n"
     return text
 
 
@@ -303,21 +309,52 @@ def runs_table(files: Iterable[Path]) -> str:
     return rows.table(["records", "device", "date", "commit", "versions"], lines)
 
 
-def layer_table(files: Iterable[Path]) -> str:
-    """The decode steps of the newest records of a layer."""
+def newest_layer(files: Iterable[Path], *whats: str) -> list[Record]:
+    """The newest records of a layer that have such calls, or none."""
     runs = [records for path in files if kind_of(records := read(path)) == "layer"]
+    runs = [x for x in runs if any(record.get("what") in whats for record in x)]
+    return max(runs, key=lambda records: str(head_of(records)["date"]), default=[])
+
+
+def made_on(records: list[Record]) -> str:
+    head = head_of(records)
+    versions = [f"{name} {v}" for name, v in head["implementations"].items() if name != OURS]
+    return f"{device_of(head)}, {head['date']}, {', '.join(versions)}:\n\n"
+
+
+def layer_table(files: Iterable[Path]) -> str:
+    """The decode steps of the newest records of a layer that have some."""
+    records = newest_layer(files, "decode", "drafts")
+    if not records:
+        return ""
+    steps = [x for x in records if x.get("what") in ("decode", "drafts")]
+    names = list(dict.fromkeys(name for x in steps for name in x["results"]))
+    notes = "".join(f"\n{x['text']}\n" for x in records if x["kind"] == "note")
+    return f"{made_on(records)}{layer.tables(steps, names)}\n{notes}"
+
+
+def prefill_table(files: Iterable[Path]) -> str:
+    """The prefills of the newest records of a layer that have some, and the kernels of ours."""
+    records = newest_layer(files, "prefill")
+    if not records:
+        return ""
+    rate = head_of(records)["bytes_per_s"]
+    found = [x for x in records if x.get("what") == "prefill"]
+    return made_on(records) + layer.prefills(found, rate)
+
+
+def kinds_table(files: Iterable[Path]) -> str:
+    """The newest records of vLLM's other kinds of calls: prefix caching, drafts, one prompt in two
+    batches."""
+    runs = [records for path in files if kind_of(records := read(path)) == "engine"]
+    runs = [x for x in runs if any(row.get("what") == "8 prompts, empty" for row in x)]
     if not runs:
         return ""
-    records = max(runs, key=lambda records: head_of(records)["date"])
-    head = head_of(records)
-    steps = [x for x in records if x.get("what") in ("decode", "drafts")]
-    versions = [
-        f"{name} {v}" for name, v in head["implementations"].items() if name != "gdn_triton"
-    ]
-    names = list(dict.fromkeys(name for x in steps for name in x["results"]))
-    text = f"{device_of(head)}, {head['date']}, {', '.join(versions)}:\n\n"
-    notes = "".join(f"\n{x['text']}\n" for x in records if x["kind"] == "note")
-    return f"{text}{layer.tables(steps, names)}\n{notes}"
+    records = max(runs, key=lambda records: str(head_of(records)["date"]))
+    found = [x for x in records if x["kind"] == "engine"]
+    names = list(dict.fromkeys(name for x in found for name in x["results"]))
+    lines = vllm_engine.tables(found, names).splitlines()
+    return "".join(f"{line}\n" for line in lines if line.startswith("|"))  # no reasons
 
 
 # The columns of the table of decode steps: ours, and the packages that it names.
@@ -372,6 +409,8 @@ def parts(files: list[Path]) -> dict[str, str]:
         "backward": backward_table(files),
         "runs": runs_table(files),
         "layer": layer_table(files),
+        "prefills": prefill_table(files),
+        "kinds": kinds_table(files),
         "decode": decode_table(files),
     }
 

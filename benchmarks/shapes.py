@@ -152,7 +152,7 @@ def make_gates(kind: str, shape: tuple[int, ...], rand: Random) -> torch.Tensor:
 
 
 def gate_kinds(text: str) -> tuple[str, ...]:
-    """Of the option `--gates`, whose type it is for argparse."""
+    """The kinds of gates that the option `--gates` names: the type of that option for argparse."""
     kinds = tuple(dict.fromkeys(text.split(",")))
     if unknown := [kind for kind in kinds if kind not in GATE_KINDS]:
         known = ",".join(GATE_KINDS)

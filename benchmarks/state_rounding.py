@@ -2,8 +2,8 @@
 
     python -m benchmarks.state_rounding [--steps 100000] [--gates model,mild,none] [--jsonl FILE]
 
-The steps run in plain torch, in float32 with the states rounded to each format, beside the same
-steps in float64: one sequence with a few value heads, K = V = 128, normal q, k and v in bf16, and
+The steps run in plain torch, in float32 with the states rounded to each format, and again
+in float64: one sequence with a few value heads, K = V = 128, normal q, k and v in bf16, and
 normal a and b before their activations. A state is rounded after each token, as a step without a
 window rounds it, or after each 15 tokens, as a step with a window of 16 rows does. The 8-bit
 formats have a float32 scale for each row of 128 numbers: the largest magnitude of the row maps to

@@ -5,7 +5,7 @@
 The steps are those of README.md's main command, run in a copy of the checkout with nothing
 installed and nothing compiled. The number is correct if the command prints the line `error: ...
 OK`. If that ran on a GPU, one row of benchmarks.run follows, without peers. A table of seconds is
-printed last. The script needs only Python, and leaves nothing behind.
+printed last. The script needs only Python, and deletes what it made.
 """
 
 import argparse

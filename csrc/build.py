@@ -210,10 +210,10 @@ def link_command(tools: Toolchain, objects: list[Path], library: Path) -> list[s
     # In the wheels nvcc.profile points to a lib64 that is called lib.
     wheel = Path(tools.nvcc).resolve().parent.parent / "lib"
     own = [f"-L{wheel}"] if (wheel / "libcudart_static.a").exists() else []
-    # libtorch.so must stay although nothing is taken from it here: with a CUDA torch it brings
+    # libtorch.so must stay, although the link needs no symbol of it: with a CUDA torch it brings
     # libtorch_cuda.so into scope, where the weak symbol of the stream is found. libstdc++ comes
-    # first, or the linker takes the parts of it that libtorch_cpu.so happens to export. All in
-    # -Xlinker, for nvcc moves plain -l options behind everything else.
+    # first, because the linker would else use the parts of it that libtorch_cpu.so exports. The
+    # options are in -Xlinker, because nvcc moves plain -l options to the end.
     libraries = "--push-state,--no-as-needed,-lstdc++,-ltorch,-ltorch_cpu,--pop-state"
     return [
         tools.nvcc,

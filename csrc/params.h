@@ -128,8 +128,8 @@ struct ChunkBackward {
 struct Part {
   int chunks;     // of a segment: part_segment()
   float* starts;  // part_starts() bytes: the states that the segments start from
-  // [HV, V + K, K] contiguous, the part's map: b, then M; null: nothing leaves the part. Of the
-  // backward the first V rows alone, the gradient of the state before the part for the given
+  // [HV, V + K, K] contiguous, the part's map: b, then M; null: nothing leaves the part. The
+  // backward writes only the first V rows: the gradient of the state before the part, for the given
   // gradient of the state after it.
   float* carry;
   bool comes;  // a state comes from another part; else M is not needed, and not written

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from docs.pictures import ASSETS, Picture
 
-# What benchmarks.state_rounding has measured.
+# The records of benchmarks.state_rounding.
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "results" / "cpu" / "state_rounding.jsonl"
 
 

@@ -290,6 +290,8 @@ def run(arguments: argparse.Namespace) -> bool:
     if explanation.chosen is None:
         raise InputError(f"GDN_BACKEND={explanation.requested} cannot run this call")
 
+    note = "comparing with the recurrence, token by token: up to a minute"
+    print(note, file=sys.stderr, flush=True)
     op = gdn_triton.chunk_gated_delta_rule
     _, first = seconds(lambda: op(**call), device)
     result, again = seconds(lambda: op(**call), device)

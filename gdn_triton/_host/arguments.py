@@ -35,6 +35,14 @@ def check_offsets(name: str, offsets: Sequence[int], T: int) -> None:
         raise ValueError(must(name, f"end at or before T={T}", str(offsets[-1])))
 
 
+def check_same_offsets(offsets: Sequence[int], on_host: Sequence[int]) -> None:
+    """Checks that cu_seqlens_cpu has the offsets of cu_seqlens, which is on the CPU too."""
+    for i, (offset, told) in enumerate(zip(offsets, on_host, strict=True)):
+        if offset != told:
+            expected = f"equal cu_seqlens, which has {offset} at index {i}"
+            raise ValueError(must("cu_seqlens_cpu", expected, str(told)))
+
+
 def count_sequences(cu_seqlens: Tensor) -> int:
     """Returns N of cu_seqlens [N + 1] from its shape alone."""
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
@@ -196,8 +204,22 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, **lead: int) -> tuple[int, int, i
     if k.shape != q.shape:
         expected = f"have the shape of q, {shaped(**lead, H=H, K=K)}"
         raise ValueError(must("k", expected, shape_of(k)))
-    check_shape("v", v, **lead, HV=HV, V=V)
+    if v.shape != (*lead.values(), HV, V):
+        expected = f"have shape {shaped(**lead, HV=HV, V=V)}"
+        raise ValueError(must("v", expected, shape_of(v)) + _hint_of_head_first(q, v))
     return H, HV, K, V
+
+
+def _hint_of_head_first(q: Tensor, v: Tensor) -> str:
+    """A sentence where q, v [B, H or HV, T, ...] explain an error of v's shape, else nothing."""
+    if q.dim() != 4 or v.dim() != 4 or not 0 < q.shape[1] < q.shape[2]:
+        return ""
+    if v.shape[2] != q.shape[2] or v.shape[1] % q.shape[1] != 0:
+        return ""
+    return (
+        ". They look like [B, H, T, ...]: q, k, v, g and beta are [B, T, H, ...], tokens before "
+        "heads, which x.transpose(1, 2) makes"
+    )
 
 
 def check_state(

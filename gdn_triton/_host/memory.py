@@ -40,8 +40,8 @@ class Apart:
     """The tensors that must not overlap in memory, for all calls that are alike.
 
     layouts: the layout of each tensor, by its name in errors; None for a tensor that is not given.
-    written: the names of the tensors that the call writes. Of two written tensors an error names
-    the earlier one first.
+    written: the names of the tensors that the call writes. If two written tensors
+    overlap, the error names the earlier one of this list first.
 
     Raises ValueError if a tensor that is written has two elements in one place.
     """

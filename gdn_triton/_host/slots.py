@@ -167,8 +167,8 @@ class TreeTensors(SlotTensors, Protocol):
 
 
 def check_parents(p: OnSlots, x: TreeTensors, *, reads_states: bool) -> None:
-    """What parents hold, where they are CPU tensors. reads_states: a token starts from the state
-    that its parent left in its slot; otherwise from the inputs of its ancestors."""
+    """Checks the contents of parents if it is a CPU tensor. reads_states: a token starts from the
+    state in its parent's slot; otherwise from the inputs of its ancestors."""
     if p.device.type != "cpu" or x.parents is None:
         return
     assert x.read_slots is not None

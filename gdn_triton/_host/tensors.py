@@ -6,8 +6,8 @@ which see all of these features:
 - A tensor without memory (on the meta device, of a FakeTensorMode, traced by `make_fx`): every
   backend's call runs through its operator, whose fake makes the shapes (`is_traced`).
 - The negative bit, a sign that is not yet applied to the elements in memory: it is applied first
-(`resolved`). A tensor that is written in place may not have one (`check_written`). - A tangent of
-forward-mode AD, a level of a transform of torch.func, a subclass with operations of
+  (`resolved`). A tensor that is written in place may not have one (`check_written`).
+- A tangent of forward-mode AD, a level of a transform of torch.func, a subclass with operations of
   its own: a reason for the kernels to refuse the call (`why_unreadable`), which `auto` then gives
   to the reference.
 - A DTensor, which has one rank's part of a tensor: a TypeError in every backend.

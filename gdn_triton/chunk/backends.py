@@ -16,7 +16,11 @@ from gdn_triton._host.backends import (
 from gdn_triton.chunk.autograd import ByKernels
 from gdn_triton.chunk.cuda import support as cuda_support
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
-from gdn_triton.chunk.triton.hopper.support import hopper_refusal, walks_refusal
+from gdn_triton.chunk.triton.hopper.support import (
+    gradients_refusal,
+    hopper_refusal,
+    walks_refusal,
+)
 from gdn_triton.chunk.triton.support import triton_supports
 
 if TYPE_CHECKING:
@@ -76,7 +80,9 @@ def chunk_kernels(problem: Problem, name: str) -> str | None:
     said = _by_gluon("The forward is", hopper_refusal(problem))
     if not problem.needs_grad:
         return said
-    return f"{said} {_by_gluon('The walks of the backward are', walks_refusal(problem))}"
+    walks = _by_gluon("The walks of the backward are", walks_refusal(problem))
+    gradients = _by_gluon("The gradients of chunks are", gradients_refusal(problem))
+    return f"{said} {walks} {gradients}"
 
 
 def _by_gluon(subject: str, refusal: str | None) -> str:
@@ -112,7 +118,11 @@ def _load_triton() -> Forward:
 def _load_triton_gradients() -> ByKernels:
     from gdn_triton.chunk.triton import autograd
 
-    return autograd.by_triton(_load_triton(), lambda problem: walks_refusal(problem) is None)
+    return autograd.by_triton(
+        _load_triton(),
+        lambda problem: walks_refusal(problem) is None,
+        lambda problem: gradients_refusal(problem) is None,
+    )
 
 
 def _load_reference() -> Forward:

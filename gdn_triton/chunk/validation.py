@@ -24,6 +24,7 @@ from gdn_triton._host.arguments import (
     check_on_host,
     check_qkv,
     check_rank,
+    check_same_offsets,
     check_shape,
     check_state,
     check_tensors,
@@ -160,10 +161,8 @@ def _check_packed(
     if cu_seqlens_cpu is not None and not is_traced(cu_seqlens_cpu):
         host_offsets: list[int] = cu_seqlens_cpu.tolist()
         check_offsets("cu_seqlens_cpu", host_offsets, T)
-        if offsets is not None and offsets != host_offsets:
-            i = next(i for i in range(N + 1) if offsets[i] != host_offsets[i])
-            expected = f"equal cu_seqlens, which has {offsets[i]} at index {i}"
-            raise ValueError(must("cu_seqlens_cpu", expected, str(host_offsets[i])))
+        if offsets is not None:
+            check_same_offsets(offsets, host_offsets)
         offsets = host_offsets
         lengths = (b - a for a, b in pairwise(host_offsets))
         first, second, third, *_ = *heapq.nlargest(3, lengths), 0, 0, 0

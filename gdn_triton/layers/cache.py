@@ -21,7 +21,7 @@ from gdn_triton._host.arguments import (
     value_of,
 )
 from gdn_triton._host.memory import check_own_memory
-from gdn_triton._host.slots import LAST_SKIPPED, check_skip
+from gdn_triton._host.slots import LAST_SKIPPED, check_once, check_skip, final_writes
 from gdn_triton._host.tensors import host_reads, writing
 from gdn_triton.recurrent.window import StepWindow, check_kind, fold_window, make_window
 
@@ -112,8 +112,13 @@ class GatedDeltaNetCache:
         return torch.where(self.is_live(slots), slots, self.slots).long()
 
     def read(self, name: Literal["conv_state", "recurrent_state"], slots: Tensor) -> Tensor:
-        """Returns copies of the states in these slots [n, ...], with all records folded in; zeros
-        for padding."""
+        """Returns copies of the states in these slots, int32 or int64 [n], with all records folded
+        in: [n, ...], zeros for padding.
+
+        Raises:
+            TypeError, ValueError: slots that do not fit, as for `reset`, or a name of no pool.
+        """
+        self._check_slots(slots)
         if name == "recurrent_state":
             self.fold(slots)
         pool = self._pool(name)
@@ -123,9 +128,24 @@ class GatedDeltaNetCache:
     def write(
         self, name: Literal["conv_state", "recurrent_state"], slots: Tensor, states: Tensor
     ) -> None:
-        """Writes states [n, ...] to these slots, and drops the records of a window. The write has
-        no gradient."""
+        """Writes states [n, ...], float, to these slots, int32 or int64 [n], all different, and
+        drops the records of a window. The write has no gradient.
+
+        Raises:
+            TypeError, ValueError: an argument that does not fit; only CPU tensors have their
+                contents checked. No state has changed.
+        """
         pool = self._pool(name)
+        self._check_slots(slots)
+        check_tensors({"states": states}, {})
+        check_devices("the cache", pool.device, {"states": states})
+        check_dtypes({"states": states}, ())
+        expected = (slots.shape[0], *pool.shape[1:])
+        if states.shape != expected:
+            raise ValueError(must("states", f"have shape {list(expected)}", shape_of(states)))
+        if host_reads(slots):
+            named = slots.tolist()
+            check_once("slots", final_writes(named, named, LAST_SKIPPED[self.skip]))
         with writing(pool):
             pool.index_copy_(0, self.rows(slots), states.detach().to(pool.dtype))
         if name == "recurrent_state":
@@ -179,8 +199,11 @@ class GatedDeltaNetCache:
             self.positions[given.rows] = (given.now + tokens).to(self.positions.dtype)
 
     def _pool(self, name: Literal["conv_state", "recurrent_state"]) -> Tensor:
-        pool = self.conv_state if name == "conv_state" else self.recurrent_state
-        assert pool is not None
+        pools = {"conv_state": self.conv_state, "recurrent_state": self.recurrent_state}
+        pool = pools.get(name)
+        if pool is None:
+            known = " or ".join(key for key, x in pools.items() if x is not None)
+            raise ValueError(must("name", f"be {known}", value_of(name)))
         return pool
 
     def _fill(self, tensors: Iterable[Tensor], slots: Tensor | None) -> None:

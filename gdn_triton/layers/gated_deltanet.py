@@ -12,14 +12,20 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gdn_triton._host.arguments import must, real_or_none, value_of
+from gdn_triton._host.arguments import (
+    check_flags,
+    check_float_dtype,
+    must,
+    real_or_none,
+    value_of,
+)
 from gdn_triton._host.slots import LAST_SKIPPED
 from gdn_triton.chunk.api import chunk_gated_delta_rule
 from gdn_triton.layers.cache import GatedDeltaNetCache, empty_cache
 from gdn_triton.layers.convolution import convolved, joined_weights, served_rows
 from gdn_triton.layers.decoding import by_token, is_step, normed, step
 from gdn_triton.layers.qwen import weights_from_qwen
-from gdn_triton.layers.validation import check_call
+from gdn_triton.layers.validation import check_call, check_sizes, value_channels
 from gdn_triton.layers.weight_decay import MarksUndecayed
 from gdn_triton.recurrent.api import fused_recurrent_gated_delta_rule
 
@@ -97,25 +103,22 @@ class GatedDeltaNet(MarksUndecayed):
     ) -> None:
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        sizes = {
-            "hidden_size": hidden_size,
-            "head_dim": head_dim,
-            "num_heads": num_heads,
-            "num_v_heads": num_v_heads,
-            "conv_size": conv_size,
-        }
-        for name, size in sizes.items():
-            if type(size) is not int:
-                raise TypeError(must(name, "be an int", value_of(size)))
-            if size < 1:
-                raise ValueError(must(name, "be at least 1", str(size)))
-        if num_v_heads % num_heads:
-            expected = f"be a multiple of num_heads={num_heads}"
-            raise ValueError(must("num_v_heads", expected, str(num_v_heads)))
-        head_v_dim = round(head_dim * expand_v)
-        if head_v_dim < 1 or not math.isclose(head_dim * expand_v, head_v_dim, rel_tol=1e-5):
-            expected = f"make expand_v * head_dim, with head_dim={head_dim}, whole and positive"
-            raise ValueError(must("expand_v", expected, str(expand_v)))
+        check_sizes(
+            hidden_size=hidden_size,
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            conv_size=conv_size,
+        )
+        check_flags(
+            use_gate=use_gate,
+            use_short_conv=use_short_conv,
+            allow_neg_eigval=allow_neg_eigval,
+            conv_bias=conv_bias,
+        )
+        if dtype is not None:
+            check_float_dtype("dtype", dtype)
+        head_v_dim = value_channels(head_dim, expand_v)
         if mode not in _MODES:
             raise ValueError(must("mode", f"be one of {', '.join(_MODES)}", repr(mode)))
         if output_gate_activation not in _ACTIVATIONS:

@@ -101,7 +101,7 @@ def weights_from_qwen(
     other, rest = divmod(keys, V)
     if not rest and other != num_heads and HV % other == 0:
         warnings.warn(
-            f"num_heads={num_heads} makes keys of K={keys // num_heads} channels beside values of "
+            f"num_heads={num_heads} makes keys of K={keys // num_heads} channels next to values of "
             f"V={V}; num_heads={other} makes K equal to V, as in the published models. The right "
             "one is linear_num_key_heads of the configuration",
             stacklevel=2,

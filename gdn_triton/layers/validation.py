@@ -1,4 +1,6 @@
-"""Validates the calls of a layer."""
+"""Validates the arguments of a layer and of its calls."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -11,15 +13,51 @@ from gdn_triton._host.arguments import (
     check_dtype,
     check_offsets,
     check_on_host,
+    check_same_offsets,
     check_tensors,
     count_sequences,
     must,
+    real_or_none,
     shape_of,
     type_of,
+    value_of,
 )
 from gdn_triton._host.slots import LAST_SKIPPED
 from gdn_triton._host.tensors import check_local, host_reads
 from gdn_triton.layers.cache import GatedDeltaNetCache
+
+
+def check_sizes(
+    *, hidden_size: int, head_dim: int, num_heads: int, num_v_heads: int, conv_size: int
+) -> None:
+    """Validates the sizes of a layer."""
+    sizes = {
+        "hidden_size": hidden_size,
+        "head_dim": head_dim,
+        "num_heads": num_heads,
+        "num_v_heads": num_v_heads,
+        "conv_size": conv_size,
+    }
+    for name, size in sizes.items():
+        if type(size) is not int:
+            raise TypeError(must(name, "be an int", value_of(size)))
+        if size < 1:
+            raise ValueError(must(name, "be at least 1", str(size)))
+    if num_v_heads % num_heads:
+        expected = f"be a multiple of num_heads={num_heads}"
+        raise ValueError(must("num_v_heads", expected, str(num_v_heads)))
+
+
+def value_channels(head_dim: int, expand_v: float) -> int:
+    """Returns V, the channels of a value head. Validates expand_v."""
+    factor = real_or_none("expand_v", expand_v)
+    if factor is None:
+        raise TypeError(must("expand_v", "be a real number", value_of(expand_v)))
+    V = round(head_dim * factor) if math.isfinite(factor) else 0
+    if V < 1 or not math.isclose(head_dim * factor, V, rel_tol=1e-5):
+        expected = f"make expand_v * head_dim, with head_dim={head_dim}, whole and positive"
+        raise ValueError(must("expand_v", expected, str(expand_v)))
+    return V
 
 
 def check_call(
@@ -112,6 +150,8 @@ def _check_host_offsets(given: Tensor, cu_seqlens: Tensor | None, T: int) -> Non
     check_dtype(name, given, INDEX_DTYPES, INDICES)
     if host_reads(given):
         check_offsets(name, given.tolist(), T)
+        if cu_seqlens is not None and host_reads(cu_seqlens):
+            check_same_offsets(cu_seqlens.tolist(), given.tolist())
 
 
 def _check_cache(

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from gdn_triton._host.arguments import STRIDED, check_flags, check_tensors
+from gdn_triton._host.arguments import STRIDED, check_flags, check_tensors, real_or_none
 from gdn_triton._host.device import on_device
 from gdn_triton._host.launches import Again, recording
 from gdn_triton._host.memory import count_writes
@@ -75,6 +75,7 @@ def prepare_step(
         state_v_first=state_v_first,
     )
     check_skip(skip)
+    real_or_none("scale", scale)
     if window is not None:
         check_kind(window)
     options = {

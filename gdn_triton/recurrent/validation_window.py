@@ -198,7 +198,7 @@ def _check_path(
     positions: list[int],
     path: list[list[int]],
     used: list[int],
-    rows: int,
+    p: FoldProblem,
 ) -> None:
     """Checks that a path has increasing tokens of the call at its position, and then only -1."""
     _check_range(positions, used)
@@ -209,8 +209,8 @@ def _check_path(
             expected = "have increasing tokens in each row, then -1"
             raise ValueError(must("path", expected, f"{path[n]} at index {n}"))
         for token in tokens:
-            call = int(x.call_rows[slots[n], (positions[n] + token) % rows])
-            if token >= rows or call != positions[n]:
+            call = int(x.call_rows[slots[n], (positions[n] + token) % p.window_rows])
+            if token >= p.max_tokens or call != positions[n]:
                 expected = "have tokens of the call at its position"
                 raise ValueError(must("path", expected, f"{token} at index {n}"))
 
@@ -322,7 +322,7 @@ def check_folds(p: FoldProblem, x: FoldOperands) -> None:
     check_once("slots", final_writes(slots, slots, p.last_skipped))
     used = [n for n, slot in enumerate(slots) if slot > p.last_skipped]
     if x.path is not None:
-        _check_path(x, slots, positions, x.path.tolist(), used, p.window_rows)
+        _check_path(x, slots, positions, x.path.tolist(), used, p)
     elif x.state is None:
         _check_range(positions, used)
     else:

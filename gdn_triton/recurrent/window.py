@@ -14,6 +14,7 @@ from gdn_triton._host.arguments import (
     check_devices,
     check_dtype,
     check_flags,
+    check_float_dtype,
     check_rank,
     check_state,
     check_tensors,
@@ -23,7 +24,7 @@ from gdn_triton._host.arguments import (
     value_of,
 )
 from gdn_triton._host.slots import check_once, final_writes
-from gdn_triton._host.tensors import is_traced, writing
+from gdn_triton._host.tensors import check_written, is_traced, writing
 from gdn_triton.recurrent.operators import traced_fold
 from gdn_triton.recurrent.plans import run_fold
 from gdn_triton.recurrent.problem import FoldCall, FoldOperands
@@ -99,15 +100,22 @@ class StepWindow(NamedTuple):
 
         Raises:
             TypeError, ValueError: as for `unpacked`.
+            NotImplementedError: states requires a gradient.
         """
         scales = self._check_packed(state, slots, state_v_first)
         expected = (slots.shape[0], *state.shape[1:])
-        if not isinstance(states, Tensor):
-            raise TypeError(must("states", "be a torch.Tensor", type_of(states)))
+        check_tensors({"states": states}, {})
         if states.shape != expected:
             raise ValueError(must("states", f"have shape {list(expected)}", shape_of(states)))
         check_dtype("states", states, FLOAT_DTYPES, FLOATS)
         check_devices("states", states.device, {"state": state})
+        check_written("state", state)
+        check_written("window.scales", scales)
+        if torch.is_grad_enabled() and states.requires_grad:
+            raise NotImplementedError(
+                "gdn_triton.StepWindow.pack rounds states to int8 and has no gradient; states "
+                "requires one. Call under torch.no_grad()"
+            )
         if slots.device.type == "cpu":
             named = slots.tolist()
             check_once("slots", final_writes(named, named, -1))
@@ -124,9 +132,14 @@ class StepWindow(NamedTuple):
         """Checks that the pool fits this window, and returns the scales."""
         if self.scales is None:
             raise ValueError(must("window.scales", "be a tensor, of an int8 pool", "None"))
-        check_tensors({"state": state, "slots": slots}, {})
+        tensors = {"window.scales": self.scales, "window.k": self.k}
+        check_tensors({"state": state, "slots": slots, **tensors}, {})
         check_flags(state_v_first=state_v_first)
         check_pool_dtype(state, self.scales)
+        check_rank("window.scales", self.scales, "slots", "HV", "V")
+        if self.scales.dtype != torch.float32:
+            raise ValueError(must("window.scales", "be torch.float32", str(self.scales.dtype)))
+        check_rank("window.k", self.k, "slots", "R", "H", "K")
         count, HV, V = self.scales.shape
         check_rank("slots", slots, "N")
         check_dtype("slots", slots, INDEX_DTYPES, INDICES)
@@ -174,7 +187,8 @@ def make_window(
         more.
 
     Raises:
-        TypeError, ValueError: a size that is not an int or too small, or a max_tokens above R / 2.
+        TypeError, ValueError: a size that is not an int or too small, an HV that is not a multiple
+            of H, a dtype that is not a float, or a max_tokens above R / 2.
     """
     sizes = {"slots": slots, "H": H, "HV": HV, "K": K, "V": V}
     for name, size in {**sizes, "rows": rows, "max_tokens": max_tokens}.items():
@@ -182,8 +196,10 @@ def make_window(
             raise TypeError(must(name, "be an int", value_of(size)))
         if size < (0 if name == "slots" else 1):
             raise ValueError(must(name, f"be at least {int(name != 'slots')}", str(size)))
-    if type(with_scales) is not bool:
-        raise TypeError(must("with_scales", "be True or False", value_of(with_scales)))
+    if HV % H != 0:
+        raise ValueError(must("HV", f"be a multiple of H={H}", str(HV)))
+    check_float_dtype("dtype", dtype)
+    check_flags(with_scales=with_scales)
     if 2 * max_tokens > rows:
         raise ValueError(must("max_tokens", f"be at most half of rows={rows}", str(max_tokens)))
     return StepWindow(

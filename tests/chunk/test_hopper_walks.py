@@ -64,19 +64,22 @@ def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "words"),
     [
         ({}, None),
-        ({"K": 8, "V": 264}, "K is 8"),
-        ({"T": 130}, "T is 130"),
-        ({"has_initial_state": True}, "initial and final states"),
-        ({"output_final_state": True}, "initial and final states"),
+        ({"K": 8, "V": 264}, None),
+        ({"T": 130}, None),
+        ({"has_initial_state": True}, None),
+        ({"output_final_state": True}, None),
         ({"k_dtype": FP16}, "in bfloat16"),
         ({"q_dtype": FP16, "k_dtype": FP16, "v_dtype": FP16}, "walks .* take bfloat16"),
         ({"chunk_size": 32}, "chunk_size is 32"),
         ({"K": 256}, "K is 256"),
         ({"V": 100}, "V is 100"),
         ({"T": 0}, "empty"),
-        ({"is_varlen": True}, "is_varlen is True"),
+        ({"is_varlen": True}, "would run 32 states at once"),
+        ({"is_varlen": True, "longest": (512, 0, 0)}, None),
+        ({"is_varlen": True, "longest": (1200, 0, 0)}, "would run 34 states at once"),
+        ({"is_varlen": True, "N": 8}, None),
         ({"device": torch.device("cpu")}, "NVIDIA GPU"),
-        ({"N": 1, "B": 1, "H": 8, "HV": 16}, "has 16 states"),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16}, "would run 16 states at once"),
         ({"N": 1, "B": 1, "H": 8, "HV": 16, "batch_invariant": True}, None),
     ],
 )
@@ -88,11 +91,11 @@ def test_refusals(change: dict[str, Any], words: str | None) -> None:
 @pytest.mark.usefixtures("on_a_hopper")
 def test_what_explain_says(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "The walks of the backward are by the Gluon kernel for compute capability 9.0."
-    assert str(chunk_kernels(COMMON, "triton")).endswith(said)
+    assert said in str(chunk_kernels(COMMON, "triton"))
     assert "walks" not in str(chunk_kernels(replace(COMMON, needs_grad=False), "triton"))
     monkeypatch.setenv("GDN_GLUON", "0")
     said = "The walks of the backward are by the portable kernels. GDN_GLUON=0 asks for them."
-    assert str(chunk_kernels(COMMON, "triton")).endswith(said)
+    assert said in str(chunk_kernels(COMMON, "triton"))
 
 
 # ------------------------------------------------------------------------------------ on such a GPU
@@ -114,7 +117,6 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the portable walks run")
 
     monkeypatch.setattr(state.state_bwd_kernel, "run", forbidden)
-    monkeypatch.setattr(support, "TAKE_UNPROVEN", True)
     monkeypatch.setenv("GDN_BACKEND", "triton")
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     monkeypatch.delenv("GDN_GLUON", raising=False)

@@ -174,8 +174,9 @@ def test_options(dataflow: str, dtype: torch.dtype, device: str) -> None:
 def test_prefill_then_decode_is_prefill(
     pool: torch.dtype, dataflow: str, dtype: torch.dtype, device: str
 ) -> None:
-    """Of 25 tokens the first 20 by prefill and five by steps, which round the state to the pool's
-    dtype after each. The narrow computation rounds it once less: the budget has that unit too."""
+    """A prefill computes the first 20 of 25 tokens, and five steps the others. Each step rounds the
+    state to the pool's dtype. The narrow computation rounds it once less: the budget has that unit
+    too."""
     case = Case("decode", "tokens on both sides of a chunk", T=25, B=2)
     call = make_call(case, dtype, device, pool)
     (exact_o, exact_final), (narrow_o, narrow_final) = expected(call, begun(call))

@@ -77,7 +77,7 @@ BAD = [
         ValueError,
         "scale must be within the range of float64, 1.8e+308, got one beyond it (int)",
     ),
-    # Of more digits than Python prints.
+    # It has more digits than Python prints.
     (
         padded(scale=Fraction(-(10**5000))),
         ValueError,
@@ -225,6 +225,18 @@ BAD = [
         padded(v=zeros(B, 6, HV, V)),
         ValueError,
         "v must have shape [B=2, T=5, HV=4, V=16], got shape [2, 6, 4, 16]",
+    ),
+    (
+        padded(q=zeros(B, H, T, K), k=zeros(B, H, T, K), v=zeros(B, HV, T, V)),
+        ValueError,
+        "v must have shape [B=2, T=2, HV=5, V=16], got shape [2, 4, 5, 16]. They look like "
+        "[B, H, T, ...]: q, k, v, g and beta are [B, T, H, ...], tokens before heads, which "
+        "x.transpose(1, 2) makes",
+    ),
+    (
+        padded(q=zeros(B, 0, H, K), k=zeros(B, 0, H, K), v=zeros(B, T, H, V)),
+        ValueError,
+        "v must have shape [B=2, T=0, HV=2, V=16], got shape [2, 5, 2, 16]",
     ),
     (
         padded(g=zeros(B, T, H)),

@@ -113,7 +113,7 @@ def test_options(
 @pytest.mark.parametrize("layout", ["dense", "view", "odd-view", "channel-major", "strided"])
 @pytest.mark.parametrize("batch", [0, 2])
 def test_layouts(layout: str, batch: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of x; and a weight whose channels are dense, which has the same bits."""
+    """x has each layout, and the weight is transposed in memory."""
     on("triton", monkeypatch)
     x, weight, bias = make(70, 24, dtype=FP16, device=device, batch=batch)
     got = causal_conv1d(in_layout(x, layout), weight.t().contiguous().t(), bias)

@@ -344,7 +344,7 @@ def test_nan_of_no_sequence_reaches_no_gradient(
 
 
 def test_compiled_gradients(device: str, fresh_compiler: None) -> None:
-    """Of the convolution, and through the preparation, which are then an operator each."""
+    """The convolution alone, and with the preparation: each is one operator in a trace."""
     args = make_prep((6, 1, 2, 4, 4), device=device)
 
     def of(function: Callable[..., Any]) -> list[Tensor | None]:

@@ -263,7 +263,8 @@ def test_the_reference_s_backward_is_linear(monkeypatch: pytest.MonkeyPatch) -> 
 def test_autocast_changes_no_gradient(
     backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the convolution, and of it and the preparation, wherever backward is called."""
+    """The convolution alone, and with the preparation, with backward inside and outside of
+    autocast."""
     on(backend, monkeypatch)
     x, weight, bias = make(9, 6, device=device)
     args = make_prep((9, 1, 2, 4, 4), dtype=FP32, device=device)

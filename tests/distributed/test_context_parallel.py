@@ -203,7 +203,7 @@ def run_shard(
     local = {name: context.shard(y) if name in tokens else y for name, y in x.items()}
     if case.with_state:
         local["initial_state"] = x["initial_state"][rows]
-        # Of a sequence that began elsewhere: not read.
+        # The state of a sequence that began on an earlier rank is not read.
         for i in context.intervals:
             if i.before:
                 local["initial_state"][i.first] = torch.nan

@@ -125,7 +125,7 @@ def test_limits_are_those_of_the_gpu(
     of_other: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two GPUs in a process each has the limits of its own row."""
+    """Two GPUs in one process have the limits of two rows."""
     other = ARCHITECTURES[9, 0]._replace(
         chunk_size=128,
         max_K=128,

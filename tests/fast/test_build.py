@@ -34,7 +34,8 @@ INSTRUCTIONS = {
     "UTMALDG": "loads by TMA",
     "UTMASTG": "stores by TMA",
 }
-# Of the C library, the compiler's runtime and torch; all torch symbols are of its stable ABI.
+# The library may need the C library, the compiler's runtime and torch, of which it uses the stable
+# ABI only.
 NEEDED = r"lib(torch|torch_cpu|stdc\+\+|gcc_s|c|m|dl|rt|pthread)\.so|ld-linux"
 UNDEFINED = r"(aoti_torch_|torch_)\w+$|.*@(GLIBC|GLIBCXX|CXXABI|GCC)_"
 

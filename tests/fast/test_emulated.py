@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from emulator.build import HERE, build, build_program
 from emulator.ptx import entries
 from emulator.translate import Untranslatable, launch_registers, translate
@@ -41,14 +42,14 @@ FAULTS = {
     "published-early": "are not ordered",
     "store-goes-on": "a number is published before a store has ended",
 }
-# Of those that are found in one way in one order of the warps, and in others in other orders.
+# Faults for which the message depends on the order of the warps, with the message of one order.
 IN_ORDER = {
     "phases": "a phase of a barrier may end before warp 0 has seen the end of the one before",
     "late-phase": "a wait that comes too late: the next phase has ended too",
     "ends-before-raise": "a setmaxnreg that not all warps of the warpgroup execute",
     "two-lowers": "a setmaxnreg before all warps of the warpgroup have executed the one before",
 }
-# Of those that do not need to look for races, one that is found by what it does then.
+# The messages without the search for races. `no-wait` then shows as a wrong number.
 WITHOUT_RACES = {
     "none": "right",
     "no-wait": "a wrong number",
@@ -110,6 +111,21 @@ def test_gates_of_any_size(tmp_path: Path) -> None:
     assert done.stdout.startswith("right: ") and done.returncode == 0, done.stdout + done.stderr
 
 
+def aborting_runtime(folder: Path) -> Path:
+    """A library with the functions of CUDA's runtime that `libemulator.so` has. Each ends the
+    process."""
+    command = ["nm", "-D", "--defined-only", "--format=just-symbols", folder / "libemulator.so"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = [x for x in said.split() if x.startswith(("cuda", "__cuda"))]
+    assert "cudaLaunchKernelExC" in names
+    source, library = folder / "aborting.cpp", folder / "aborting.so"
+    functions = (f'extern "C" void {x}() {{ std::abort(); }}\n' for x in names)
+    source.write_text("#include <cstdlib>\n" + "".join(functions))
+    cxx = load_builder().find_toolchain().cxx
+    subprocess.run([cxx, "-shared", "-fPIC", source, "-o", library], check=True)
+    return library
+
+
 @pytest.mark.long(160)
 @pytest.mark.timeout(1800)  # three minutes of two cores, which may be busy with other tests
 def test_kernels(tmp_path: Path) -> None:
@@ -118,6 +134,10 @@ def test_kernels(tmp_path: Path) -> None:
     budgets, with an end, and with no access that races."""
     build(tmp_path, heads="^heads_128(_exact(_pool)?)?$")
     command = [sys.executable, "-m", "emulator.run", "--folder", str(tmp_path), "--races"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
+    # A torch for CUDA brings the real runtime, which must not be called either.
+    if torch.version.cuda is None:
+        environment["LD_PRELOAD"] = str(aborting_runtime(tmp_path))
     # The backward cuts both walks only where a long sequence leaves most multiprocessors idle, and
     # deals segments of the walk forward only where uneven sequences leave some idle.
     runs = (
@@ -131,7 +151,7 @@ def test_kernels(tmp_path: Path) -> None:
     for select, multiprocessors, count in runs:
         done = subprocess.run(
             [*command, "--select", select, "--multiprocessors", str(multiprocessors)],
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"},
+            env=environment,
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -175,9 +175,9 @@ def test_segments_that_forget(sizes: dict[str, Any], own: str) -> None:
 
 @gpu
 def test_one_answer_whether_a_segment_forgets(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 24 chunks a segment: sums of their decays from the first to the last are 2^-18 beyond the
-    limit of 64, and from the last to the first they are not. If the walks of a segment took either,
-    the fold would read a map that none has made, here NaN."""
+    """A segment has 24 chunks. The sum of their decays from the first to the last is 2^-18 beyond
+    the limit of 64, and from the last to the first it is not. If two kernels used different sums,
+    the fold would read a map that no walk has made, here NaN."""
     case = replace(CUT, T=280 * 64)
     unit = 2.0**-18  # of a number below 64
     log2 = torch.zeros(case.T // 64)
@@ -269,7 +269,8 @@ def test_one_result_of_many_runs(name: str, own: str) -> None:
 
 @gpu
 def test_a_sequence_alone(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole in the batch, in segments alone; whole or not by the longest of three."""
+    """Without batch invariance the sequence alone would be cut into segments, and the longest of
+    three sequences would decide whether a walk goes over whole slices."""
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
     check_alone(LARGE, BF16, own)
     check_alone(replace(LARGE, lengths=(CUT.T, 300)), BF16, own)

@@ -61,7 +61,8 @@ def call(
     return {**given, "cu_seqlens": functional.pad(ends, (1, 0))}
 
 
-# Of each kind whether the guesses hold, so that nothing is walked again; None: of some heads.
+# Whether the guesses hold for all heads with gates of each kind, and nothing is walked again. None:
+# they hold for some heads.
 KINDS = {
     "mild": True,
     "none": True,

@@ -83,7 +83,7 @@ def test_namespaces_are_dropped(name: str, expected: str) -> None:
 
 
 def kernels(**codes: str) -> list[object]:
-    """Of names that are one kernel each, or with an underscore and a number one of several."""
+    """Kernels with these codes. The part of a name after an underscore is left out."""
     return [tool.Kernel(name.split("_")[0], code) for name, code in codes.items()]
 
 
@@ -132,7 +132,7 @@ __global__ void scale(float* x) {{ x[threadIdx.x] = by(x[threadIdx.x]); }}
 
 
 def test_two_builds(tmp_path: Path) -> None:
-    """Of a small kernel: another namespace and file are nothing, another number is something."""
+    """Builds of a small kernel are equal in another namespace and file, and differ in a number."""
     build = load_builder()
     try:
         tools = build.find_toolchain()

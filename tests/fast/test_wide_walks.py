@@ -21,7 +21,7 @@ from gdn_triton.chunk.cuda import calls, support
 from gdn_triton.chunk.triton.gradients import state as state_gradients
 
 ALL = Options(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True)
-# Of a block with 128 channels of V, where the cases of walk_cases.py have 64 on a whole GPU.
+# Its blocks have 128 channels of V. On a whole GPU those of the cases of walk_cases.py have 64.
 MANY = fast_case("many", "", T=130, B=4, H=8, HV=16, K=256, V=256)
 LAYER = fast_case("layer", "FLA's layer", T=500, B=2, H=4, HV=4, K=256, V=512)
 RAGGED = fast_case("ragged", "", lengths=(65, 0, 1, 127, 64, 63, 200), orphans=70, K=192, V=264)

@@ -65,8 +65,8 @@ def test_each_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.of_no_device
 def test_tiles_fit_each_gpu() -> None:
-    """Of what every table gives, the operands in flight fit the shared memory that there is, and
-    the programs are narrower where there are more multiprocessors to fill."""
+    """The operands in flight of every table fit the GPU's shared memory, and programs are narrower
+    on a GPU with more multiprocessors."""
     assert (LARGE.shared_memory, SMALL.shared_memory) == (227 * 1024, 99 * 1024)
     assert Gpu("hip", "gfx942", 304).shared_memory == 64 * 1024
     stage, other = (128 * 128 + 8192 + 64 * 64) * 2, (128 + 192) * 64 * 2

@@ -109,7 +109,7 @@ def test_preparation(
 
 @pytest.mark.parametrize("dtype", [FP32, FP64])
 def test_gradients_of_the_activation(dtype: torch.dtype) -> None:
-    """Of exp(g), which has none where g is -inf; by softplus' = e^x / (1 + e^x)."""
+    """exp(g) has a gradient of 0 where g is -inf. Elsewhere softplus' = e^x / (1 + e^x)."""
     gates = far_gates()
     x, A_log = gates.raw.to(dtype).requires_grad_(), gates.A_log.to(dtype).requires_grad_()
     reference.gate(x, A_log).exp().sum().backward()

@@ -223,7 +223,7 @@ def test_the_reference_takes_what_torch_takes(op: Op, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """Of one rank."""
+    """A mesh of one rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

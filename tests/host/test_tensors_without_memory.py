@@ -31,7 +31,7 @@ from gdn_triton.layers import GatedDeltaNet
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """Of one rank."""
+    """A mesh of one rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

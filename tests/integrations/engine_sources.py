@@ -183,7 +183,7 @@ def recorded(package: str, name: str, file: str = "") -> Parameters:
 
 
 def parameters_of(function: Any) -> Parameters:
-    """Of a function of ours, as they are recorded."""
+    """The parameters of a function of ours, in the form of the records."""
     texts: list[str] = []
     for p in inspect.signature(function, follow_wrapped=False).parameters.values():
         text = f"**{p.name}" if p.kind is inspect.Parameter.VAR_KEYWORD else p.name
@@ -238,7 +238,7 @@ def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def parameters_in(node: ast.stmt, constants: Mapping[str, str]) -> Parameters:
-    """Of a definition; a default that is a module's constant by its value."""
+    """The parameters of a definition. A default that is a module's constant has its value."""
     assert isinstance(node, ast.FunctionDef)
     a = node.args
     names = [x.arg for x in (*a.posonlyargs, *a.args)]

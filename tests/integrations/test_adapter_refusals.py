@@ -405,7 +405,7 @@ CALLS: dict[str, Op] = {
     "layers.GatedDeltaNetCache.reset": Op(reset, reset_call, ("conv_state", "recurrent_state")),
 }
 
-# Of the adapters' public functions, those that write to no argument.
+# The public functions of the adapters that write to no argument.
 WRITE_NOTHING = {
     "flashinfer": {"log_decay"},
     "sglang": {"FUNCTIONS", "disable", "enable", "fused_qkv_split_gdn_prefill", "status"},

@@ -61,6 +61,14 @@ def test_rows_and_table(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps(x) for x in (head, *rows)))
     assert page.rows_page(path).startswith("# vLLM end to end\n") and page.all_ratios([path]) == []
     assert all(json.dumps(row) for row in rows) and {row["kind"] for row in rows} == {"engine"}
+    assert page.kinds_table([path]) == ""  # no prompts from a cache
+    empty = {"Triton": {"seconds": 1.5, "cached": [0, 64]}, "gdn_triton": failed}
+    cached = {"kind": "engine", "heads": "4/8", "what": "8 prompts, empty", "results": empty}
+    path.write_text(f"{json.dumps(head)}\n{json.dumps(cached)}\n")
+    assert page.kinds_table([path]) == (
+        "| heads | what | Triton | gdn_triton |\n|---|---|---|---|\n"
+        "| 4/8 | 8 prompts, empty | 1500 ms (64 tokens cached) | - |\n"
+    )
     text = vllm_engine.tables(rows, ["Triton", "gdn_triton"])
     assert "\n| 4/8 | 8 prompts of 4096 | 2.00 | - |" in text
     assert "\n| 4/8 | launches, decode | 50 | - |" in text
@@ -166,3 +174,22 @@ def test_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="a CUDA GPU"):
         vllm_engine.main([])
+
+
+def test_each_repeat_finds_the_same_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that caches whole prompts: before each longer prompt it holds the shorter ones."""
+    held: list[int] = []
+    engine = SimpleNamespace(reset_prefix_cache=held.clear)
+
+    def generate(of: Any, given: list[Any], tokens: int, **options: Any) -> list[Any]:
+        assert of is engine and len(given) == 8
+        count = len(given[0]["prompt_token_ids"])
+        cached = max((n for n in held if n <= count), default=0)
+        held.append(count)
+        output = SimpleNamespace(token_ids=[1], logprobs=[{1: SimpleNamespace(logprob=-1.0)}])
+        return [SimpleNamespace(outputs=[output], num_cached_tokens=cached)] * 8
+
+    monkeypatch.setattr(vllm_calls, "generate", generate)
+    parts = vllm_calls.cached_parts(engine, Job("cached", "Triton", "4/8", repeats=3))
+    found = {name: part()["cached"][0] for name, part in parts.items()}
+    assert found == {"empty": 0, "again": 6096, "longer, cached": 6096, "longer, empty": 0}

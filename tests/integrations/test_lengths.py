@@ -230,7 +230,7 @@ def test_sglang(planned: Any) -> None:
         )
 
     step(lengths)
-    # Of a batch that SGLang has padded it knows other sequences than the device has.
+    # In a batch that SGLang has padded the host knows other sequences than the device has.
     step([*lengths, 0])
     step(None)
     assert planned == [(70, 9, 1), (0, 0, 0), (0, 0, 0)]

@@ -2,6 +2,7 @@
 kernels beside ours where its wheel is given."""
 
 import sys
+from importlib.machinery import BuiltinImporter
 from types import ModuleType
 from typing import Optional, Union
 
@@ -222,6 +223,11 @@ def test_unknown(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, sglang.MODULE, None)
     with pytest.raises(ImportError, match=f"finds no {sglang.MODULE}"):
         sglang.enable()
+    for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [BuiltinImporter])
+    with pytest.raises(ImportError, match="needs SGLang, which is not installed in this"):
+        sglang.status()
 
 
 def test_without_jet_nemotron(engine, monkeypatch):

@@ -29,7 +29,7 @@ from gdn_triton.layers import GatedDeltaNet
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "trainers.md"
-# Of the page's first table.
+# The versions in the page's first table.
 VERSIONS = dict(re.findall(r"`([\w-]+)==([\d.]+)`", PAGE.read_text(encoding="utf-8")))
 HIDDEN, K, V, H, HV, W = 24, 8, 8, 2, 4, 4
 LENGTHS = (9, 1, 0, 30)
@@ -229,7 +229,7 @@ from megatron.core.transformer import TransformerConfig
 common.HAVE_FLA = True
 exec(open(sys.argv[1]).read())
 gdn.causal_conv1d = causal_conv1d
-# Of FLA, for their own torch form, which is compared with.
+# FLA's norm, for Megatron's own torch form, with which the test compares.
 common.l2norm = lambda x, dim=-1, eps=1e-6: x * torch.rsqrt(x.square().sum(dim, True) + eps)
 
 

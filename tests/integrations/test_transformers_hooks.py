@@ -301,7 +301,7 @@ def test_module_past_the_import_system(style: str, tmp_path: Path) -> None:
 
 @both_styles
 def test_named_module(style: str, tmp_path: Path) -> None:
-    """Of another package, with transformers or without."""
+    """A module of another package, with transformers or without."""
     path = tmp_path / "transformers_modules" / f"modeling_{style}.py"
     spec = importlib.util.spec_from_file_location("elsewhere", path)
     assert spec is not None and spec.loader is not None

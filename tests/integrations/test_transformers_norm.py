@@ -77,7 +77,8 @@ def test_as_their_class(
 
 
 def test_enabled(modeling: ModuleType) -> None:
-    """Of instances that exist, and of others; named, and theirs again afterwards."""
+    """enable replaces the norm of earlier and of later instances and reports it; disable restores
+    it."""
     cls = norm_class(modeling)
     theirs, norm = cls.forward, cls(D)
     try:

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import logging
 import sys
+from importlib.machinery import BuiltinImporter
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -253,7 +254,7 @@ def test_window(ours, engine, monkeypatch):
 
 @pytest.mark.of_no_device
 def test_unknown_text(ours, engine, monkeypatch):
-    """Of another version only the functions that the method calls are replaced."""
+    """In another version only the functions that the method calls are replaced."""
     monkeypatch.setitem(ours.KNOWN, engine.qwen.__name__, ("another",))
     monkeypatch.setattr(ours, "KNOWN_BUILDS", ())
     ours.register()
@@ -323,4 +324,10 @@ def test_absent(ours, engine, monkeypatch):
             patch.setitem(sys.modules, name, None)
         with pytest.raises(ImportError, match="finds no ChunkGatedDeltaRule in vLLM"):
             ours.register()
+    with monkeypatch.context() as patch:
+        for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+            patch.delitem(sys.modules, name)
+        patch.setattr(sys, "meta_path", [BuiltinImporter])
+        with pytest.raises(ImportError, match="needs vLLM, which is not installed in this"):
+            ours.status()
     engine.qwen.ChunkGatedDeltaRule = CustomOp

@@ -1,5 +1,7 @@
-"""What a cache of the layer may hold, and which slots may be reset."""
+"""The contents that a cache of the layer may have, and the slots that may be read, written and
+reset."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,12 +51,52 @@ BAD_SLOTS: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("slots, error, message", BAD_SLOTS)
-def test_wrong_slots_of_a_reset(slots: Any, error: type[Exception], message: str) -> None:
+def test_wrong_slots(slots: Any, error: type[Exception], message: str) -> None:
     cache = make_layer().make_cache(3)
     cache.recurrent_state.fill_(1)
-    with pytest.raises(error, match=message):
-        cache.reset(slots)
+    states = torch.zeros(2, *cache.recurrent_state.shape[1:])
+    for call in (
+        cache.reset,
+        partial(cache.read, "recurrent_state"),
+        partial(cache.write, "recurrent_state", states=states),
+    ):
+        with pytest.raises(error, match=message):
+            call(slots)
     assert (cache.recurrent_state == 1).all()
+
+
+def test_wrong_reads_and_writes() -> None:
+    cache: Any = make_layer().make_cache(3)
+    cache.recurrent_state.fill_(1)
+    slots = torch.tensor([0, 2])
+    states = torch.zeros(2, *cache.recurrent_state.shape[1:])
+    for name in ("state", "skip", None):
+        for call in (cache.read, partial(cache.write, states=states)):
+            with pytest.raises(ValueError, match="name must be conv_state or recurrent_state, got"):
+                call(name, slots)
+    with pytest.raises(ValueError, match=r"name must be recurrent_state, got 'conv_state' \(str\)"):
+        make_layer("no-convolution").make_cache(3).read("conv_state", slots)
+    for wrong, error, message in (
+        (None, TypeError, "states must be a torch.Tensor, got NoneType"),
+        (states[:1], ValueError, r"states must have shape \[2, .*, got shape \[1, "),
+        (states.int(), ValueError, "states must be float16, .*, got torch.int32"),
+        (states.to("meta"), ValueError, "states must be on the device of the cache, cpu, got meta"),
+    ):
+        with pytest.raises(error, match=message):
+            cache.write("recurrent_state", slots, wrong)
+    with pytest.raises(ValueError, match="slots must name no slot twice"):
+        cache.write("recurrent_state", slots * 0, states)
+    assert (cache.recurrent_state == 1).all()
+
+
+def test_reads_and_writes_skip_padding() -> None:
+    cache = make_layer().make_cache(3)
+    slots = torch.tensor([-1, 2, -5])
+    states = torch.randn(3, *cache.recurrent_state.shape[1:])
+    cache.write("recurrent_state", slots, states)
+    found = cache.read("recurrent_state", slots)
+    assert torch.equal(found[1], states[1]) and not found[::2].any()
+    assert not cache.recurrent_state[:2].any()
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ each_option = pytest.mark.parametrize("name", OPTIONS)
 
 
 def packed_written_out(layer: GatedDeltaNet, x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Of sequences one after the other in x [1, T, hidden]; 0 after the last."""
+    """The layer written out for sequences in a row in x [1, T, hidden]. y is 0 after the last."""
     ends = [0, *itertools.accumulate(lengths)]
     parts = [written_out(layer, x[0, a:b]) for a, b in itertools.pairwise(ends)]
     return torch.cat([*parts, torch.zeros_like(x[0, ends[-1] :])])[None]

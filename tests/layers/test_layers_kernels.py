@@ -43,7 +43,7 @@ def test_budget(dtype: torch.dtype, grad: bool, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["default", "sigmoid-gate", "no-output-gate"])
 def test_gradients_of_kernels(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Triton's kernels alone, beside the reference in float64."""
+    """Every kernel is Triton's. The gradients are compared with the reference in float64."""
     if device != "cpu":
         pytest.skip("the kernels' products keep 22 bits on a GPU and torch's 24")
     layer = make_layer(name, FP32, device)

@@ -132,6 +132,12 @@ def test_equals_fla(options: dict[str, Any], T: int, device: str) -> None:
         ({"num_v_heads": 1}, ValueError, "num_v_heads must be a multiple of num_heads=2, got 1"),
         ({"expand_v": 1.3}, ValueError, "expand_v must make expand_v"),
         ({"expand_v": 0}, ValueError, "expand_v must make expand_v"),
+        ({"expand_v": math.nan}, ValueError, "expand_v must make expand_v .*, got nan"),
+        ({"expand_v": None}, TypeError, "expand_v must be a real number, got None"),
+        ({"expand_v": "2"}, TypeError, "expand_v must be a real number or None, got '2'"),
+        ({"use_gate": None}, TypeError, "use_gate must be True or False, got None"),
+        ({"conv_bias": 1}, TypeError, r"conv_bias must be True or False, got 1 \(int\)"),
+        ({"dtype": torch.int32}, ValueError, "dtype must be float16, .*, got torch.int32"),
         ({"mode": "parallel"}, ValueError, "mode must be one of chunk, fused_recurrent"),
         ({"output_gate_activation": "relu"}, ValueError, "must be one of swish, silu, sigmoid"),
         ({"conv_size": 0}, ValueError, "conv_size must be at least 1"),
@@ -205,8 +211,10 @@ def test_wrong_offsets() -> None:
         (torch.tensor([0.0, 3]), "cu_seqlens_cpu must be int32 or int64"),
         (torch.tensor([0, 4]), "cu_seqlens_cpu must end at or before T=3"),
         (torch.tensor([0, 3], device="meta"), "cu_seqlens_cpu must be on the CPU, got meta"),
+        (torch.tensor([0, 2]), "cu_seqlens_cpu must equal cu_seqlens, which has 3 at index 1, got"),
     ):
-        with pytest.raises(ValueError, match=message):
+        # Without gradients the rule of so few tokens does not take cu_seqlens_cpu.
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
             layer(x, cu_seqlens=torch.tensor([0, 3]), cu_seqlens_cpu=on_host)
 
 
@@ -322,8 +330,8 @@ def test_on_the_cuda_library(
     if not fast.is_available():
         pytest.skip(str(fast.why_unavailable()))
     ran: list[str] = []
-    operator = calls._operator
-    monkeypatch.setattr(calls, "_operator", lambda name: ran.append(name) or operator(name))
+    operator = calls.library_operator
+    monkeypatch.setattr(calls, "library_operator", lambda name: ran.append(name) or operator(name))
     layer, x = make_layer(dtype=dtype, device=device), make_input(2, 200, dtype, device)
     monkeypatch.setenv("GDN_BACKEND", "reference")
     wide = prefill_and_decode(copy.deepcopy(layer).double(), x.double())

@@ -84,7 +84,7 @@ def check(kind: str, sizes: list[str], tmp_path: Path) -> None:
     apart: list[Any] = [torch.load(tmp_path / f"losses-{rank}.pt") for rank in range(2)]
     assert apart[0] == apart[1]
 
-    # Of the whole computation, and at the least of the number that holds a loss.
+    # The rounding of the whole computation, or of the number that holds a loss if that is more.
     rounding = max(abs(x - y) for x, y in zip(one, exact, strict=True))
     rounding = max(rounding, torch.finfo(torch.float32).eps * max(exact))
     assert rounding < 0.1

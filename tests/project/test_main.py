@@ -53,6 +53,7 @@ def texts(tmp_path: Path) -> Path:
 def test_report(texts: Path) -> None:
     done = run_job(str(texts))
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "comparing with the recurrence, token by token: up to a minute\n" in done.stderr
     lines = report_of(done.stdout)
     assert f"torch {torch.__version__}" in lines["machine"]
     assert lines["input"].startswith("4 documents, 406 tokens, 1 to 301 a document; ")

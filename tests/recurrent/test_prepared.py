@@ -215,6 +215,7 @@ def test_errors_name_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"A_log": 1.0}, TypeError, "A_log must be a torch.Tensor or None, got float"),
         ({"state_v_first": 1}, TypeError, "state_v_first must be True or False"),
         ({"skip": "zero"}, ValueError, "skip must be one of negative, non_positive"),
+        ({"scale": "1"}, TypeError, "scale must be a real number or None, got '1'"),
         ({"window": 3}, TypeError, "window must be a gdn_triton.StepWindow, got int"),
     ],
 )

@@ -387,7 +387,8 @@ def test_wrong_steps(changes: dict[str, Any], error: type[Exception], message: s
 
 
 def test_read_and_write_of_one_sequence_may_meet(device: str) -> None:
-    """In place for some, elsewhere for others; and per token, over the slot that is read."""
+    """With a slot for each token, the state after the first token may go to the slot that its
+    sequence reads."""
     row = {name: values[0] for name, values in STEPS.items()}
     call = step_call({**row, "tokens": "several", "write": "token"}, device)
     x = call.arguments

@@ -266,8 +266,8 @@ def parts(run: Decoding) -> dict[str, Tensor]:
 def test_bits_alone_and_in_a_batch(
     T: int, v_first: bool, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of o, of the records and of the states. Padded and packed too, but for padded calls of one
-    token, which have a kernel of their own."""
+    """o, the records and the states have the same bits, padded and packed too. Padded calls of one
+    token have a kernel of their own, and are compared only with each other."""
     if backend == "reference":
         pytest.skip("torch's products depend on the size of a batch")
     run = Decoding(replace(DRAFTS, N=4, dtype=FP16, pool=FP16, v_first=v_first), device)

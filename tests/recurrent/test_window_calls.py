@@ -351,6 +351,9 @@ def test_wrong_folds(
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
         ({"slots": -1}, ValueError, "slots must be at least 0, got -1"),
         ({"K": 1.5}, TypeError, "K must be an int, got 1.5"),
+        ({"H": 2, "HV": 3}, ValueError, "HV must be a multiple of H=2, got 3"),
+        ({"dtype": torch.int32}, ValueError, "dtype must be float16, .*, got torch.int32"),
+        ({"dtype": None}, TypeError, "dtype must be a torch.dtype, got None"),
     ],
 )
 def test_wrong_sizes(changes: dict[str, Any], error: type[Exception], message: str) -> None:

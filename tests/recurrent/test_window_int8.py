@@ -96,9 +96,9 @@ def test_a_prefill_goes_on_from_a_pool(v_first: bool, device: str) -> None:
 
 
 def test_errors_do_not_grow(device: str) -> None:
-    """Of a float16 pool that is rounded after each token, and an int8 one that is rounded in a fold
-    only, the second errs less than 16 times as much after many periods: its step is 16 times as
-    wide at the largest number of a channel, and a fold rounds once where R + 1 - 2 D tokens do."""
+    """A float16 pool is rounded after each token, and an int8 pool in each fold, which is once in
+    R + 1 - 2 D tokens. A step of int8 is 16 times as wide at the largest number of a channel. After
+    many periods the error with int8 is less than 16 times that with float16."""
     run = Decoding(replace(CASE, dtype=FP32, rows=16, HV=1, max_tokens=1), device)
     other = run.pool.to(FP16).mul_(run.window.scales[..., None, :].to(FP16))
     exact = (run.pool * run.window.scales[..., None, :]).to(FP64)
@@ -161,6 +161,18 @@ def test_refusals() -> None:
         window.pack(x["state"], slots, states.mT)
     with pytest.raises(TypeError, match=r"states must be a torch.Tensor, got NoneType"):
         window.pack(x["state"], slots, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"states must be a strided tensor"):
+        window.pack(x["state"], slots, states.to_sparse())
+    with pytest.raises(NotImplementedError, match=r"pack .* has no gradient; states requires one"):
+        window.pack(x["state"], slots, states.requires_grad_())
+    with pytest.raises(ValueError, match=r"window.scales must be torch.float32, got torch.float16"):
+        half.unpacked(x["state"], slots)
+    for scales, error, message in (
+        (torch.zeros(5, 4), ValueError, "window.scales must have 3 dimensions"),
+        ([1.0], TypeError, "window.scales must be a torch.Tensor, got list"),
+    ):
+        with pytest.raises(error, match=message):
+            window._replace(scales=scales).unpacked(x["state"], slots)  # type: ignore[arg-type]
 
 
 def test_compiled(device: str) -> None:

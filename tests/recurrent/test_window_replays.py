@@ -19,9 +19,9 @@ LONGEST = 400  # tokens after which a sequence ends
 
 
 class Call(NamedTuple):
-    """Of each row: the sequence and its slot, SEQUENCES and -1 for padding; its position, the
+    """Each row has a sequence and its slot, or SEQUENCES and -1 for padding; its position, the
     number of its tokens, and how many of them count. moved: the sequences that begin before the
-    call, each in a slot that is not its former one."""
+    call, each in another slot than before."""
 
     sequence: list[int]
     slot: list[int]

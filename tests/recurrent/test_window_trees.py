@@ -204,6 +204,14 @@ def test_wrong_paths(changes: dict[str, Any], error: type[Exception], message: s
         accept_window(**{**x, "path": PATH, **changes})
 
 
+def test_path_beyond_max_tokens() -> None:
+    """No call has written these rows: `calls` of a new window holds 0, as a first call's does."""
+    window = make_window(3, 1, 2, 16, 8, FP32, "cpu", rows=8, max_tokens=4)
+    slots = torch.tensor([0, 2])
+    with pytest.raises(ValueError, match=r"path must have tokens of the call at its .*, got 4 at"):
+        accept_window(window, slots, slots * 0, torch.tensor([[0, 4], [0, 1]]))
+
+
 def test_wrong_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     # Contents are judged on the CPU, where Triton runs nothing if there is a GPU.
     monkeypatch.setenv("GDN_BACKEND", "auto")

@@ -89,7 +89,8 @@ def test_forward_mode_of_inputs_that_require_a_gradient(form: Callable[..., tupl
 
 
 def test_derivatives_of_solve() -> None:
-    """Of entries at and above the diagonal, which are not read, they are 0."""
+    """The derivatives of entries at and above the diagonal are 0, because solve does not read
+    them."""
     A = torch.randn(1, 3, 2, 2, dtype=FP64, requires_grad=True)
     assert torch.autograd.gradcheck(reference.solve, (A,), check_forward_ad=True)
     with fwAD.dual_level():
@@ -102,7 +103,7 @@ def test_derivatives_of_solve() -> None:
 
 
 def gradients(form: Callable[..., tuple], inputs: Inputs, **options: int) -> list[Tensor]:
-    """Of q, k, v, g, beta, initial_state, for random upstream gradients on both outputs."""
+    """The gradients of q, k, v, g, beta and initial_state, for random gradients of both outputs."""
     leaves = [x.clone().requires_grad_() for x in (*inputs.tokens, inputs.initial_state)]
     o, final_state = form(
         *leaves[:5], initial_state=leaves[5], cu_seqlens=inputs.cu_seqlens, **options

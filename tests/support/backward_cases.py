@@ -281,9 +281,9 @@ def check(case: Case, dtype: torch.dtype, device: str, options: Options | None =
 
 
 def check_forgetting(case: Case, device: str) -> None:
-    """Of a call whose walks are cut, with gates that forget within a segment: right gradients, and
-    where that is a wrong guess those of whole walks, by bits. Without gates bits differ from those,
-    or there is no cut."""
+    """Checks a call whose walks are cut, with gates that forget within a segment. The gradients are
+    right; if the guess that a segment forgets is wrong, they have the bits of whole walks. Without
+    gates they have other bits than whole walks, which shows that the call is cut."""
     x = make_inputs(case, BF16, device)
 
     def gradients(inputs: Inputs, invariant: bool) -> dict[str, Tensor]:

@@ -232,7 +232,7 @@ def make_tree_window_step(batch: Batch) -> dict[str, Any]:
 
 
 def make_accept(batch: Batch) -> dict[str, Any]:
-    """Of three tokens at position 3 the last two are kept."""
+    """The last two of three tokens at position 3 are kept."""
     path = torch.tensor([[1, 2], [1, 2], [0, 0], [1, 2]])[: batch.N]
     x = make_restart(batch)
     return {**x, "positions": x["positions"] - 2, "path": path}

@@ -22,9 +22,10 @@ if __name__ == "__main__":
     # Run by its path: the package is beside this folder, installed or not.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import gluon_gradients
 import torch
 from gluon_walks import chunk_table, make_given, walk_case, walks_of
-from helpers import Case
+from helpers import FP32, Case
 from target_calls import BF16, Shape, make_call
 from target_code import (
     compile_only,
@@ -48,6 +49,10 @@ STACK = {False: 160, True: 288}
 IN_LOOP = {False: 8, True: 24}
 # The same with a pool: most are in the branch that stores a checkpoint.
 IN_LOOP_WITH_POOL = 40
+# Of the kernel of the gradients: bytes of stack, mostly addresses of the warps of products, and
+# instructions of 16 bytes, because the loops of all roles share the instruction cache.
+GRADIENTS_STACK = 32
+GRADIENTS_INSTRUCTIONS = 3800
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,49 @@ def compiled(call: Call) -> list[Any]:
     return [x.kernel for x in kernels if x.name == "hopper_fwd_kernel"]
 
 
+GRADIENTS = [
+    Case("padded", "", T=200, H=1, HV=2, K=128, V=128, chunk_size=64, spare=8),
+    Case("packed", "", lengths=(70, 130), H=1, HV=2, K=128, V=128, chunk_size=64, spare=8),
+    Case("small", "", lengths=(70, 130), H=1, HV=2, K=64, V=64, chunk_size=64, spare=8),
+]
+
+
+def compiled_gradients(case: Case) -> Any:
+    from gdn_triton.chunk.triton.hopper.gradients.launch import chunk_gradients
+
+    chunks = gluon_gradients.chunk_table(case, "cpu")
+    x = gluon_gradients.make_given(case, "cpu", slots=chunks.slots, strength=0.2, seed=0)
+    out = FP32 if case.packed else BF16
+    with compile_only(TARGET) as kernels:
+        chunk_gradients(**x._asdict(), chunks=chunks, scale=0.1, out_dtype=out, K=case.K)
+    (one,) = kernels
+    return one.kernel
+
+
+def judge_gradients() -> list[str]:
+    wrong = []
+    for case in GRADIENTS:
+        kernel = compiled_gradients(case)
+        stack, registers = stack_and_registers(kernel.asm["cubin"])
+        shared, sass = kernel.metadata.shared, disassembled(kernel.asm["cubin"])
+        count = len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,}\*/", sass))
+        line = f"gradients {case.name:42} shared {shared:7} stack {stack:4} instructions {count:5}"
+        print(f"{line} registers {registers:3}", flush=True)
+        found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
+        # The places in the rings change in chunks that have rows, and in no others. Only a move or
+        # a product that reads such a register reads an address.
+        stale = stale_uniform_registers(sass)
+        found += [text for text in stale if re.search(r" (UMOV|R2UR|HGMMA)\b", text)]
+        if shared > SHARED_MEMORY:
+            found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
+        if stack > GRADIENTS_STACK:
+            found.append(f"{stack} bytes of stack, {GRADIENTS_STACK} allowed")
+        if count > GRADIENTS_INSTRUCTIONS:
+            found.append(f"{count} instructions, {GRADIENTS_INSTRUCTIONS} allowed")
+        wrong += [f"gradients, {case.name}: {text}" for text in found]
+    return wrong
+
+
 def compiled_walks(case: Case) -> list[tuple[Any, int]]:
     """The kernels of a case, each with the number of its programs."""
     with compile_only(TARGET) as kernels:
@@ -193,7 +241,7 @@ def judge_walks() -> list[str]:
 
 
 def main() -> int:
-    wrong = judge_walks()
+    wrong = [*judge_walks(), *judge_gradients()]
     for call in CALLS:
         for kernel in compiled(call):
             stack, registers = stack_and_registers(kernel.asm["cubin"])

@@ -4,8 +4,8 @@
 
 With the installed Triton, of whose releases the package lists some (RELEASES of
 gdn_triton/chunk/triton/hopper/support.py). Needs g++ on x86_64. `--random` adds random calls, of
-every size, length and kind of gate. Of a call in segments, torch makes the table of the segments
-and folds their maps, as these two kernels are not in Gluon.
+every size, length and kind of gate. For a call in segments torch makes the table of the
+segments and folds their maps, because these two kernels are not in Gluon.
 """
 
 import argparse
@@ -20,15 +20,18 @@ from unittest import mock
 
 import torch
 from emulator.gluon import emulated
+from gluon_gradients import check_gradients
 from helpers import BF16, FP16, FP32, FP64, Case, Inputs, assert_within_budget, make_inputs
 from narrow import Arithmetic, narrow_forward
 from torch import Tensor
 
 from gdn_triton import reference
+from gdn_triton._triton.tiles import Gpu
 from gdn_triton.chunk.problem import Inputs as Operands
 from gdn_triton.chunk.problem import Problem
 from gdn_triton.chunk.triton.forward import readable_inputs
 from gdn_triton.chunk.triton.hopper import launch
+from gdn_triton.chunk.triton.hopper.gradients import launch as gradients
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks, max_chunks
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -91,7 +94,7 @@ def operands_of(x: Inputs, *, v_first: bool = False) -> Operands:
 
 def table_of(B: int, T: int, size: int, cu_seqlens: Tensor | None, *skipped: Any) -> ChunkTable:
     """As ``make_chunks``, of sequences of which none is skipped."""
-    assert skipped == (None, -1)
+    assert skipped in ((), (None, -1))
     if cu_seqlens is None:
         return make_chunks(B, T, size)
     offsets = cu_seqlens.tolist()
@@ -172,6 +175,19 @@ def check_forward(
         assert (o[:, case.offsets()[-1] :] == 0).all(), "tokens of no sequence"
 
 
+# The arguments that the kernel of the gradients writes.
+GRADIENTS = {"hopper_gradients_kernel": ("dq", "dk", "shares", "across")}
+# The largest decay of a token in log2 units.
+STRENGTHS = (0.2, 0.0, 20.0)
+
+
+def check_chunks(case: Case, strength: float, seed: int, *, races: bool) -> None:
+    # Two programs, so that each has several items.
+    gradients.gpu_of = lambda device: Gpu("cuda", 90, 2)  # type: ignore[assignment]
+    with emulated(GRADIENTS, seed=seed, races=races):
+        check_gradients(case, "cpu", gradients.chunk_gradients, strength=strength, seed=seed)
+
+
 def gluon_case(name: str, **sizes: Any) -> Case:
     sizes = {"H": 1, "HV": 2, "K": 128, "V": 128, "spare": 8, **sizes}
     return Case(name, "", chunk_size=64, **sizes)
@@ -193,11 +209,22 @@ FORWARD = [
 ]
 
 
+CHUNKS = [
+    (PACKED, 0.2),
+    (gluon_case("three", T=150, B=2, H=2, HV=6), 20.0),
+    (gluon_case("small", lengths=(70, 0, 64), K=40, V=72, H=2, HV=2), 0.2),
+    (gluon_case("least", T=65, K=64, V=8, HV=1), 0.0),
+]
+
+
 def listed() -> Iterator[tuple[str, Callable[[], None]]]:
     for seed, (case, gates, shape, dtype, segments) in enumerate(FORWARD):
         name = f"forward-{case.name}-{gates}-{shape.states}-{dtype}-segments-{segments}"
         check = partial(check_forward, case, gates, shape, dtype, seed, segments=segments)
         yield name, partial(check, races=True)
+    for seed, (case, strength) in enumerate(CHUNKS):
+        name = f"gradients-{case.name}-{strength}"
+        yield name, partial(check_chunks, case, strength, seed, races=True)
 
 
 def drawn(seed: int) -> tuple[str, Callable[[], None]]:
@@ -216,6 +243,11 @@ def drawn(seed: int) -> tuple[str, Callable[[], None]]:
             sizes["lengths"] = (5,)
     else:
         sizes |= {"T": draw.choice([1, 63, 64, 65, 130, 200]), "B": draw.choice([1, 2])}
+    if draw.random() < 0.5 and sizes["V"] <= 128:
+        H = draw.choice([1, 2])
+        case = gluon_case("random", **{**sizes, "H": H, "HV": H * draw.choice([1, 2, 3])})
+        strength, name = draw.choice(STRENGTHS), f"gradients-random-{seed}-{sizes}"
+        return name, partial(check_chunks, case, strength, seed, races=draw.random() < 0.5)
     case, gates = gluon_case("random", **sizes), draw.choice(list(GATES))
     shape, dtype = draw.choice([launch.ONE, launch.TWO]), draw.choice([BF16, FP16])
     races, segments = draw.random() < 0.5, draw.choice([0, 0, 1, 2])

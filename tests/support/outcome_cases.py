@@ -18,7 +18,7 @@ from torch import Tensor
 import gdn_triton
 
 PACKAGE = str(Path(gdn_triton.__file__).parent)
-# Of a result as small as these, each step of the computation may round in the same direction: the
+# In results of so few numbers each step of the computation may round in the same direction: the
 # norm or the activation, the decay, the product and the sum.
 ROUNDINGS = 4
 REFUSALS = (TypeError, ValueError, NotImplementedError, RuntimeError)

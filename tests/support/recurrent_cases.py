@@ -365,7 +365,8 @@ def assert_step_matches(call: Step, before: Tensor, o: Tensor) -> None:
 def gradients(
     x: Mapping[str, Tensor], options: Mapping[str, Any], autocast: bool = False
 ) -> dict[str, Tensor]:
-    """Of o and the final state, squared and summed, by backward inside or outside of autocast."""
+    """The gradients of the sum of squares of o and the final state, with backward inside or outside
+    of autocast."""
     leaves = {
         name: y.clone().requires_grad_() if y.is_floating_point() else y for name, y in x.items()
     }

@@ -184,7 +184,7 @@ def _program() -> tuple[int, ...]:
 
 
 def _number() -> int:
-    """Of the program that runs, from 1."""
+    """The number of the running program, from 1."""
     x, y, z = _program()
     _, second, third = (int(n) for n in interpreter.interpreter_builder.grid_dim)
     return 1 + (x * second + y) * third + z

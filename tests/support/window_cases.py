@@ -128,7 +128,8 @@ class Decoding:
         return {**{name: y.to(case.dtype) for name, y in x.items()}, "g": g, "beta": beta}
 
     def arguments(self, x: dict[str, Tensor], lengths: list[int] | None = None) -> dict[str, Any]:
-        """Of a call with these tokens, of which sequence n has the first lengths[n], packed."""
+        """The arguments of a call with these tokens. lengths: the call is packed, and sequence n
+        has its first lengths[n] tokens."""
         case = self.case
         if lengths is not None:
             x = {

@@ -129,10 +129,10 @@ def forward_prepare(
 
     Returns:
         summary: [slots of a rank, HV, V + K, K], float32 (float64 in the reference where an input
-            is), contiguous. Of a slot with the map S_out = M S_in + b of the sequence that goes on
-            after it: b transposed, [V, K], then M transposed, [K, K]. Where the sequence begins in
-            the slot, b is the state that leaves it, and nobody reads M. A slot that no state leaves
-            may have any values.
+            is), contiguous. A slot has the map S_out = M S_in + b of the sequence that continues
+            after it: b transposed, [V, K], then M transposed, [K, K]. If the sequence begins in the
+            slot, b is the state after the slot, and no rank reads M. A slot whose last sequence
+            ends in it may have any values.
         local: for `forward_apply`.
 
     Raises:

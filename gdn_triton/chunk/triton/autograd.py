@@ -26,16 +26,23 @@ def forward(
 def by_triton(
     forward: Callable[[Problem, Inputs], tuple[Tensor, Tensor | None]],
     walks_on_hopper: Callable[[Problem], bool],
+    gradients_on_hopper: Callable[[Problem], bool],
 ) -> ByKernels:
     """forward: the function that runs the forward. walks_on_hopper: whether the kernels for compute
-    capability 9.0 walk over the states of the backward."""
+    capability 9.0 walk over the states of the backward; gradients_on_hopper: whether the kernel for
+    it makes the gradients of chunks."""
 
     def find(
         problem: Problem, x: Inputs, do: Tensor | None, dht: Tensor | None, *, store_dh0: bool
     ) -> Gradients:
-        on_hopper = walks_on_hopper(problem)
         return chunk_bwd.gradients(
-            problem, x, do, dht, store_dh0=store_dh0, walks_on_hopper=on_hopper
+            problem,
+            x,
+            do,
+            dht,
+            store_dh0=store_dh0,
+            walks_on_hopper=walks_on_hopper(problem),
+            gradients_on_hopper=gradients_on_hopper(problem),
         )
 
     return ByKernels(run=leaves_nothing(forward), find=find)

@@ -4,6 +4,7 @@ It computes the intermediate results of the forward again from the inputs, so a 
 only the inputs between forward and backward. docs/backward.md has the steps.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from gdn_triton.chunk.triton.forward import (
     readable_state,
 )
 from gdn_triton.chunk.triton.fused.prepare import whole_lines
-from gdn_triton.chunk.triton.gradients.gate import gate_bwd
+from gdn_triton.chunk.triton.gradients.gate import ChunkGradients, gate_bwd
 from gdn_triton.chunk.triton.gradients.norm import l2norm_bwd
 from gdn_triton.chunk.triton.gradients.pairs import pairs_bwd
 from gdn_triton.chunk.triton.gradients.query_key import query_key_bwd
@@ -141,6 +142,67 @@ def begin(
     return Begun(x=x, do=do, chunks=chunks, recomputed=recompute(p, x, chunks, on_hopper=on_hopper))
 
 
+def of_chunks(
+    problem: Problem, begun: Begun, v: torch.Tensor, states: Any, *, on_hopper: bool
+) -> ChunkGradients:
+    """Returns the gradients of the chunks from the states and their gradients. v: from
+    ``in_lines``; states: `States`, or a record of the same fields. on_hopper: the walk stored dv
+    instead of dx."""
+    p, (_, do, chunks, c) = problem, begun
+    # Keep the gradients of the normalised q and k in float32 until the norm's own step has read
+    # them; otherwise they would be rounded twice.
+    dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
+    if on_hopper:
+        # Releases of Triton that are not listed in hopper/support.py may lack names of Gluon.
+        from gdn_triton.chunk.triton.hopper.gradients.launch import chunk_gradients
+
+        return chunk_gradients(
+            q=c.q,
+            k=c.k,
+            do=do,
+            h=states.h,
+            u=states.v_new,
+            dh=states.dh,
+            dv=states.dx,
+            g_cumsum=c.g_cumsum,
+            beta=c.beta,
+            chunks=chunks,
+            scale=p.scale,
+            out_dtype=dq_dtype,
+            K=p.K,
+        )
+    pairs = pairs_bwd(
+        c.q,
+        c.k,
+        v,
+        do,
+        states.v_new,
+        states.dx,
+        c.g_cumsum,
+        c.beta,
+        chunks,
+        p.scale,
+    )
+    dq, dk, dv, shares, across = query_key_bwd(
+        c.q,
+        c.k,
+        do,
+        states,
+        pairs,
+        c.g_cumsum,
+        c.beta,
+        chunks,
+        p.scale,
+        dq_dtype,
+        dk_dtype,
+        p.v_dtype,
+        K=p.K,
+    )
+    return ChunkGradients(
+        dq=dq, dk=dk, dv=dv, pair_shares=pairs.shares, shares=shares, across=across
+    )
+
+
 def finish(
     problem: Problem,
     begun: Begun,
@@ -148,11 +210,14 @@ def finish(
     *,
     store_dh0: bool,
     walk: Walk = state_bwd,
+    gradients_on_hopper: bool = False,
 ) -> Gradients:
     """Returns the gradients from the results of `begin`. dht: fp32, dense in its last dimension, or
-    None."""
+    None. gradients_on_hopper: as for `gradients`."""
     p, (x, do, chunks, c) = problem, begun
     v = in_lines(x.v)
+    if gradients_on_hopper:
+        walk = functools.partial(walk, store_dv=True)
     states = walk(
         q=c.q,
         k=c.k,
@@ -173,55 +238,28 @@ def finish(
         store_dh0=store_dh0,
         state_v_first=p.state_v_first,
     )
-    pairs = pairs_bwd(
-        c.q,
-        c.k,
-        v,
-        do,
-        states.v_new,
-        states.dx,
-        c.g_cumsum,
-        c.beta,
-        chunks,
-        p.scale,
-    )
-    # Keep the gradients of the normalised q and k in float32 until the norm's own step has read
-    # them; otherwise they would be rounded twice.
-    dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
-    dq, dk, dv, shares, across = query_key_bwd(
-        c.q,
-        c.k,
-        do,
-        states,
-        pairs,
-        c.g_cumsum,
-        c.beta,
-        chunks,
-        p.scale,
-        dq_dtype,
-        dk_dtype,
-        p.v_dtype,
-        K=p.K,
-    )
+    parts = of_chunks(p, begun, v, states, on_hopper=gradients_on_hopper)
+    dq, dk = parts.dq, parts.dk
     if p.use_qk_l2norm:
         dq, dk = l2norm_bwd(x.q, x.k, dq, dk)
     gates = gate_bwd(
-        pairs.shares,
-        shares,
-        across,
+        parts.pair_shares,
+        parts.shares,
+        parts.across,
         c.beta,
         x.g,
         x.beta,
         chunks,
         x.A_log,
         x.dt_bias,
+        *((v, parts.dv) if gradients_on_hopper else ()),
         use_beta_sigmoid=p.use_beta_sigmoid,
         allow_neg_eigval=p.allow_neg_eigval,
     )
     return Gradients(
         q=dq,
         k=dk,
-        v=dv,
+        v=parts.dv,
         g=gates.dg,
         beta=gates.dbeta,
         initial_state=in_dtype_of(x.initial_state, states.dh0),
@@ -240,11 +278,12 @@ def gradients(
     store_dh0: bool,
     walk: Walk = state_bwd,
     walks_on_hopper: bool = False,
+    gradients_on_hopper: bool = False,
 ) -> Gradients:
     """Returns all gradients, the gradient of the initial state only with ``store_dh0``. do: [B, T,
     HV, V], or None for zeros. dht: fp32, laid out like the final state, or None for zeros. walk:
     the function that makes the states. walks_on_hopper: the kernels for compute capability 9.0 do
-    so instead."""
+    so instead; gradients_on_hopper: the kernel for it makes the gradients of chunks."""
     if walks_on_hopper:
         # Releases of Triton that are not listed in hopper/support.py may lack names of Gluon.
         from gdn_triton.chunk.triton.hopper.walks.launch import walks
@@ -252,4 +291,11 @@ def gradients(
         walk = walks
     with on_device(x.q.device):
         begun = begin(problem, x, do, on_hopper=walks_on_hopper)
-        return finish(problem, begun, readable_state(dht), store_dh0=store_dh0, walk=walk)
+        return finish(
+            problem,
+            begun,
+            readable_state(dht),
+            store_dh0=store_dh0,
+            walk=walk,
+            gradients_on_hopper=gradients_on_hopper,
+        )

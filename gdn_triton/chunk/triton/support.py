@@ -20,7 +20,8 @@ def _offsets_refusal(p: Problem) -> str | None:
     """The sizes that the kernels number in 32 bits."""
     if p.T >= MAX_TOKENS:
         return f"The Triton kernels take less than {MAX_TOKENS} tokens; T is {p.T}."
-    # Of q, k and v, and of the triangles, which have chunk_size numbers for each token and head.
+    # The rows of q, k and v, and those of the triangles, which have chunk_size numbers for each
+    # token and head.
     row = p.HV * max(-(-max(p.K, p.V) // LINE) * LINE, p.chunk_size)
     if row >= MAX_ROW_STRIDE:
         return (

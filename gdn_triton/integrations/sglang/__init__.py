@@ -219,6 +219,11 @@ def _targets() -> Iterator[Target]:
     for name, functions in PLACES.items():
         module = _module(name)
         if isinstance(module, ImportError):
+            if module.name == "sglang":
+                raise ImportError(
+                    "gdn_triton.integrations.sglang needs SGLang, which is not installed in this "
+                    f"environment: {module}"
+                )
             if name == MODULE:
                 raise ImportError(f"gdn_triton.integrations.sglang finds no {name}: {module}")
             continue

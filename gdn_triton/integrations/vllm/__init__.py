@@ -216,6 +216,11 @@ def _modules() -> list[ModuleType]:
         try:
             found.append(importlib.import_module(name))
         except ImportError as error:
+            if error.name == "vllm":
+                raise ImportError(
+                    "gdn_triton.integrations.vllm needs vLLM, which is not installed in this "
+                    f"environment: {error}"
+                ) from error
             failures.append(f"{name}: {error}")
     if not any(hasattr(module, NAME) for module in found):
         failures += [f"{module.__name__} has no {NAME}" for module in found]

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from gdn_triton._triton.activations import log_decay
 from gdn_triton.recurrent.triton.kernel import strength
@@ -214,13 +215,18 @@ def window_fwd_kernel(
     # A record's key and k of a token are loads of the same tile: two tiles would take twice the
     # registers.
     own_k = p_k + own.to(tl.int64)[:, None] * stride_kt + o_k[None, :] * stride_kk
-    p_r = p_kr + o_r[:, None] * ROW_K + o_k[None, :]
-    if k_rows.dtype.element_ty == k.dtype.element_ty:
-        p_r = tl.where(is_own[:, None], own_k, p_r)
-        b_r = tl.load(p_r, mask=(is_read | is_own)[:, None] & in_k[None, :])
-    else:
-        b_r = tl.load(p_r, mask=is_read[:, None] & in_k[None, :], other=0).to(tl.float32)
+    old_k = p_kr + o_r[:, None] * ROW_K + o_k[None, :]
+    if k_rows.dtype.element_ty != k.dtype.element_ty:
+        b_r = tl.load(old_k, mask=is_read[:, None] & in_k[None, :], other=0).to(tl.float32)
         b_r += tl.load(own_k, mask=is_own[:, None] & in_k[None, :], other=0).to(tl.float32)
+    elif is_hip():
+        # Triton 3.6 and 3.7 cannot compile a choice between two pointers for AMD's GPUs.
+        b_r = tl.load(old_k, mask=(is_read & (is_own == 0))[:, None] & in_k[None, :], other=0)
+        b_own = tl.load(own_k, mask=is_own[:, None] & in_k[None, :], other=0)
+        b_r = tl.where(is_own[:, None], b_own, b_r)
+    else:
+        p_r = tl.where(is_own[:, None], own_k, old_k)
+        b_r = tl.load(p_r, mask=(is_read | is_own)[:, None] & in_k[None, :])
     if k_low is not None:
         p_rl = k_low + ring * stride_kr + i_h * (R * K) + o_r[:, None] * ROW_K + o_k[None, :]
         b_rl = tl.load(p_rl, mask=is_read[:, None] & in_k[None, :], other=0)

@@ -6,6 +6,7 @@ the same bits. `window.py` has the equations."""
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
+from triton.language.target_info import is_hip
 
 from gdn_triton.recurrent.triton.window_records import (
     age_of,
@@ -286,8 +287,16 @@ def window_early_fwd_kernel(
             b_h = tl.load(p_tile + i * KI * stride_hk, mask=in_v[:, None] & in_row, other=0)
             old_k = tl.load(p_kr + o_row + o_r[:, None] * ROW_K, mask=is_read[:, None] & in_row,
                             other=0)  # fmt: skip
-            p_y = tl.where((o_y == 1)[:, None], p_k + o_row * stride_kk, p_q + o_row * stride_qk)
-            b_y = tl.trans(tl.load(p_y, mask=(o_y < 2)[:, None] & in_row, other=0))
+            row_q, row_k = p_q + o_row * stride_qk, p_k + o_row * stride_kk
+            if is_hip():
+                # Triton 3.6 cannot compile a choice between two pointers for AMD's GPUs.
+                row_q, row_k = row_q + o_y[:, None] * 0, row_k + o_y[:, None] * 0
+                b_q = tl.load(row_q, mask=(o_y == 0)[:, None] & in_row, other=0)
+                b_y = b_q + tl.load(row_k, mask=(o_y == 1)[:, None] & in_row, other=0)
+            else:
+                p_y = tl.where((o_y == 1)[:, None], row_k, row_q)
+                b_y = tl.load(p_y, mask=(o_y < 2)[:, None] & in_row, other=0)
+            b_y = tl.trans(b_y)
             both += state_dot(b_h, b_y)
             records += state_dot(old_k, b_y)
         records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)

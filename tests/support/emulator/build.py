@@ -28,6 +28,10 @@ _TARGET = "-gencode=arch=compute_90a,code=compute_90a"
 # No contraction: in PTX a fused product and sum is one instruction already.
 _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-march=native", "-ffp-contract=off")
 
+# Some installations of g++ have libstdc++ only as an archive, which is then copied into each
+# library. The symbols of an exported copy would be mixed with those of torch's libstdc++.
+PRIVATE = "-Wl,--exclude-libs,ALL"
+
 # ops.cpp, which takes tensors of the CPU for those of a GPU.
 _OPERATORS = """
 #include <torch/csrc/stable/accelerator.h>
@@ -104,7 +108,7 @@ class _Build:
         (self.folder / "kernels.txt").write_text("".join(index))
 
     def link(self, output: Path, objects: list[Path], *options: str) -> Path:
-        linker = [f"-L{self.folder}", f"-Wl,-rpath,{self.folder}", "-lemulator"]
+        linker = [f"-L{self.folder}", f"-Wl,-rpath,{self.folder}", "-lemulator", PRIVATE]
         command = [self.tools.cxx, *map(str, objects), "-o", str(output), *linker, *options]
         self.builder.run(command)
         return output
@@ -118,7 +122,8 @@ def _runtime(made: _Build) -> list[Path]:
 
 def _link_runtime(made: _Build, objects: list[Path]) -> None:
     library = str(made.folder / "libemulator.so")
-    made.builder.run([made.tools.cxx, "-shared", *map(str, objects), "-o", library, "-ldl"])
+    command = [made.tools.cxx, "-shared", *map(str, objects), "-o", library, "-ldl", PRIVATE]
+    made.builder.run(command)
 
 
 def build(

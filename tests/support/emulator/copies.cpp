@@ -173,7 +173,7 @@ void store_box(Thread& t, const Box& box, uint32_t from, bool adds) {
   });
 }
 
-// Of a copy without a tensor map; address: in global memory.
+// Checks a copy without a tensor map; address: in global memory.
 void check_bulk(Thread& t, uint64_t address, uint32_t bytes) {
   if (bytes % 16 || address % 16) fail(t, "a bulk copy that is not of whole multiples of 16 bytes");
 }

@@ -5,6 +5,7 @@ run the kernels here. It therefore needs a separate process.
 """
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,9 @@ def use(folder: Path) -> None:
     support.supports = supports
     for module in (calls, parts, cuda):
         module.torch = _Torch()  # type: ignore[attr-defined]
-    torch.ops.load_library(str(folder / LIBRARY))
+    # A torch for CUDA has put the real runtime into the process's global scope, which symbols of
+    # the library would otherwise bind to before those of libemulator.so.
+    ctypes.CDLL(str(folder / LIBRARY), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
     machine = ctypes.CDLL(str(folder / "libemulator.so"))
     operator = calls.library_operator
 

@@ -145,6 +145,7 @@ EMULATOR_FLOAT2(sub, a - b)
 EMULATOR_FLOAT2(mul, a * b)
 EMULATOR_FLOAT2(div_rn, a / b)
 EMULATOR_FLOAT2(div_approx, a / b)
+EMULATOR_FLOAT2(div_full, a / b)
 EMULATOR_FLOAT2(min, std::fmin(a, b))
 EMULATOR_FLOAT2(max, std::fmax(a, b))
 inline uint32_t fma_rn_f32(uint32_t a, uint32_t b, uint32_t c) { return bits(std::fma(f(a), f(b), f(c))); }
@@ -237,6 +238,8 @@ inline uint32_t cvt_rn_f32_s32(uint32_t a) { return bits(float(int32_t(a))); }
 inline uint32_t cvt_rn_f32_u32(uint32_t a) { return bits(float(a)); }
 inline uint32_t cvt_rn_f32_s16(uint16_t a) { return bits(float(int16_t(a))); }
 inline uint64_t cvt_f64_f32(uint32_t a) { return bits(double(f(a))); }
+inline uint64_t cvt_rzi_s64_f32(uint32_t a) { return uint64_t(int64_t(f(a))); }
+inline uint32_t cvt_rn_f32_s64(uint64_t a) { return bits(float(int64_t(a))); }
 inline uint32_t cvt_rmi_f32_f32(uint32_t a) { return bits(std::floor(f(a))); }
 inline uint32_t cvt_rmi_ftz_f32_f32(uint32_t a) { return cvt_rmi_f32_f32(flushed(a)); }
 inline uint32_t cvt_rpi_f32_f32(uint32_t a) { return bits(std::ceil(f(a))); }
@@ -260,7 +263,7 @@ inline uint32_t cvt_rn_f16x2_f32(uint32_t high, uint32_t low) {
 
 // ---- memory ----------------------------------------------------------------------------------------------------
 
-// Of parameters.
+// Loads a parameter.
 template <class T>
 inline T load(uint64_t address) {
   T x;

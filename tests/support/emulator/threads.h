@@ -24,8 +24,9 @@ constexpr int kMostWarps = 32;  // of a block
 constexpr int kMostBlocks = 8;  // of a cluster
 constexpr int kAgents = kMostBlocks * kMostWarps + kMostBlocks;  // warps, and each block's copies
 
-// Up to which clock each agent is known: accesses carry the clock of who makes them. Of the last two one is 1 where somebody
-// has waited for the launches before, and one says how many of Cluster::learned are known.
+// Up to which clock each agent is known: an access carries the clock of the agent that makes it. The last two entries are
+// others: kPrerequisites is 1 if the launches before have been waited for, and kLearned is how many of Cluster::learned are
+// known.
 constexpr int kPrerequisites = kAgents, kLearned = kAgents + 1;
 using Times = std::array<uint32_t, kAgents + 2>;
 

@@ -118,7 +118,7 @@ class _Translation:
         raise Untranslatable(operand)
 
     def address(self, operand: str) -> str:
-        """Of [register + number], [name] and the like."""
+        """The address that [register + number], [name] and the like mean."""
         base, _, offset = operand.strip("[]").partition("+")
         base = self.value(base.strip())
         return f"{base} + ({offset.strip()})" if offset else base
@@ -143,7 +143,7 @@ class _Translation:
         return f"{self.value(to)} = {'_'.join(x.opcode)}({', '.join(map(self.value, operands))});"
 
     def _call(self, x: Instruction, function: str, *arguments: str, to: str = "") -> str:
-        """Of a function that may wait or fail; `to`: the operand that its result goes to."""
+        """A call of a function that may wait or fail. `to`: the operand for its result."""
         target = f"{self.value(to)} = " if to else ""
         return f"t.site = {x.line}; {target}{function}({', '.join(('t', *arguments))});"
 

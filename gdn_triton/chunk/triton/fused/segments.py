@@ -285,9 +285,9 @@ def segment_starts(
     pool: Pool | None = None,
 ) -> torch.Tensor:
     """Returns the state that each segment starts from, fp32 [segments.slots, HV, K, V]; slots of no
-    sequence are undefined. Each of ``segments`` is a whole number of chunks. Of ``final_state``
-    only the sequences without a token are written, since the walk writes the others. With a
-    ``pool`` both states are in the pool."""
+    sequence are undefined. Each of ``segments`` is a whole number of chunks. This function
+    writes the ``final_state`` only of sequences without a token, since the walk writes the others.
+    With a ``pool`` both states are in the pool."""
     _, k, scalars, A_inv, _ = prepared
     B, T, H, K_row = k.shape
     HV, V = v.shape[2:]

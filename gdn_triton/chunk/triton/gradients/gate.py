@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.activations import log_decay
-from gdn_triton._triton.strides import head_arguments, head_strides
+from gdn_triton._triton.strides import head_arguments, head_strides, named
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import chunk_span, store_zeros
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
@@ -26,6 +26,26 @@ from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 # The chunks whose sums a program of the second stage adds at a time, and the number of its heads.
 SUM_BLOCK = 64
 SUM_WIDTH = 8
+# The channels of v and dv that a program reads at a time. With all of them at once the kernel has
+# 247 registers a thread instead of 92, in the chunks that read none too.
+VALUE_BLOCK = 16
+# Rows of dv with a smaller |beta| are dx instead of beta dx until gate_bwd has read them. dbeta of
+# the other rows comes from v_new / beta. A row of T is proportional to beta, and the inverse has
+# fp16 operands, which lose digits below 2^-14: with beta = 2^-18 dbeta has 5 times the error.
+LEAST_BETA = 2.0**-12
+
+
+class ChunkGradients(NamedTuple):
+    """The gradients of the chunks. dq, dk: [B, T, H, K]; dv: [B, T, HV, V]. The other tensors are
+    fp32 operands of ``gate_bwd``: shares and across as in ``QueryKeyGradients``; pair_shares: [3,
+    B, HV, T] as in ``Pairs``, or [4, B, HV, T] in the order of hopper/gradients/kernel.py."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    pair_shares: torch.Tensor
+    shares: torch.Tensor
+    across: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["B", "T", "NT", "SLOTS"])
@@ -38,6 +58,8 @@ def gate_bwd_kernel(
     beta,
     A_log,
     dt_bias,
+    v,
+    dv,
     dg,
     dbeta,
     sums,
@@ -56,7 +78,14 @@ def gate_bwd_kernel(
     stride_usedb,
     stride_usedt,
     stride_usedh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    LEAST_BETA: tl.constexpr,
     K_BLOCKS: tl.constexpr,
+    FROM_HOPPER: tl.constexpr,
     RCP_LN2: tl.constexpr,
     FLOOR: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -77,6 +106,10 @@ def gate_bwd_kernel(
         outside = o_t < -n_rows
         store_zeros(dg + o_out, outside)
         store_zeros(dbeta + o_out, outside)
+        if FROM_HOPPER:
+            for start in range(0, V, BV):
+                o_v = start + tl.arange(0, BV)[None, :]
+                store_zeros(dv + (o_out[:, None] * V + o_v), outside[:, None] & (o_v < V))
         if HAS_GATE:
             tl.store(sums + o_sums, 0.0)
             tl.store(sums + o_sums + HV, 0.0)
@@ -84,9 +117,20 @@ def gate_bwd_kernel(
     valid = o_t < n_rows
     plane = tl.cast(B, tl.int64) * HV * T
     o_s = (i_b * HV + i_hv) * T + row + o_t
+    p_used = beta_used + i_b * stride_usedb + (row + o_t) * stride_usedt + i_hv * stride_usedh
+    b_used = tl.load(p_used, mask=valid, other=0).to(tl.float32)
     b_dbeta = tl.load(pair_shares + o_s, mask=valid, other=0)
     b_ahead = tl.load(pair_shares + plane + o_s, mask=valid, other=0)
-    b_ahead += tl.load(pair_shares + 2 * plane + o_s, mask=valid, other=0)
+    b_third = tl.load(pair_shares + 2 * plane + o_s, mask=valid, other=0)
+    b_rest = b_used
+    if FROM_HOPPER:
+        # Elsewhere the rows of dv that the kernels read have this factor.
+        small = tl.abs(b_used) < LEAST_BETA
+        b_rest = tl.where(small, b_used, 1.0)
+        b_ahead += b_rest * b_third
+        b_ahead -= tl.load(pair_shares + 3 * plane + o_s, mask=valid, other=0)
+    else:
+        b_ahead += b_third
     b_read = tl.zeros([BT], dtype=tl.float32)
     b_behind = tl.zeros([BT], dtype=tl.float32)
     total = 0.0
@@ -96,9 +140,26 @@ def gate_bwd_kernel(
         b_read += tl.load(p_share + plane, mask=valid, other=0)
         b_behind += tl.load(p_share + 2 * plane, mask=valid, other=0)
         total += tl.load(across + (tl.cast(SLOTS, tl.int64) * i + i_c) * HV + i_hv)
-    p_used = beta_used + i_b * stride_usedb + (row + o_t) * stride_usedt + i_hv * stride_usedh
-    b_ahead -= b_read * tl.load(p_used, mask=valid, other=0).to(tl.float32)
-    b_dbeta -= b_read
+    b_ahead -= b_read * b_rest
+    if FROM_HOPPER:
+        # v_new is beta times the vector whose product with dx is dbeta.
+        b_dbeta /= tl.where(small, 1.0, b_used * b_used)
+        small &= valid
+        if tl.max(small.to(tl.int32), 0) > 0:
+            p_v = v + i_b * stride_vb + i_hv * stride_vh + (row + o_t) * stride_vt
+            b_own = b_third - b_read
+            for start in range(0, V, BV):
+                o_v = start + tl.arange(0, BV)[None, :]
+                in_values = small[:, None] & (o_v < V)
+                p_dv = dv + (o_out[:, None] * V + o_v)
+                b_v = tl.load(p_v[:, None] + o_v, mask=in_values, other=0).to(tl.float32)
+                b_dx = tl.load(p_dv, mask=in_values, other=0).to(tl.float32)
+                b_own += tl.sum(b_v * b_dx, 1)
+                b_dv = (b_dx * b_used[:, None]).to(dv.dtype.element_ty)
+                tl.store(p_dv, b_dv, mask=in_values)
+            b_dbeta = tl.where(small, b_own, b_dbeta)
+    else:
+        b_dbeta -= b_read
     from_here = o_t[:, None] >= o_t[None, :]
     b_dg = tl.sum(tl.where(from_here, b_ahead[:, None], b_behind[:, None]), 0) + total
 
@@ -162,12 +223,16 @@ def gate_bwd(
     chunks: ChunkTable,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
     *,
     use_beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
 ) -> GateGradients:
-    """pair_shares: from ``pairs_bwd``; shares and across: from ``query_key_bwd``. beta_used: [B, T,
-    HV], after its sigmoid; g, beta: the caller's own."""
+    """pair_shares, shares and across: as in ``ChunkGradients``. beta_used: [B, T, HV], after its
+    sigmoid; g, beta: the caller's own. For the pair_shares of hopper/gradients also v and dv [B, T,
+    HV, V], last strides 1 and dv contiguous; its rows with a small |beta| and those of no sequence
+    are completed."""
     B, T, HV = g.shape
     dg = torch.empty(B, T, HV, dtype=g.dtype, device=g.device)
     dbeta = torch.empty(B, T, HV, dtype=beta.dtype, device=g.device)
@@ -186,6 +251,8 @@ def gate_bwd(
             beta=beta,
             A_log=A_log,
             dt_bias=dt_bias,
+            v=v,
+            dv=dv,
             dg=dg,
             dbeta=dbeta,
             sums=sums,
@@ -198,7 +265,12 @@ def gate_bwd(
             **head_arguments("g", head_strides(g)),
             **head_arguments("beta", head_strides(beta)),
             **head_arguments("used", head_strides(beta_used)),
+            **named("vb vt vh", (0, 0, 0) if v is None else v.stride()[:3]),
+            V=0 if dv is None else dv.shape[3],
+            BV=VALUE_BLOCK,
+            LEAST_BETA=LEAST_BETA,
             K_BLOCKS=across.shape[0],
+            FROM_HOPPER=pair_shares.shape[0] == 4,
             RCP_LN2=RCP_LN2,
             FLOOR=LOG2_DECAY_FLOOR[torch.float32],
             THRESHOLD=SOFTPLUS_THRESHOLD,

@@ -34,6 +34,7 @@ from gdn_triton._triton.strides import (
     state_strides,
 )
 from gdn_triton._triton.tiles import dot_precision, gpu_of, state_bwd_config
+from gdn_triton.chunk.triton.gradients.gate import LEAST_BETA
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import sequence_span
 from gdn_triton.chunk.triton.shared.pool import StateMemory, state_pointers
@@ -146,6 +147,8 @@ def walk_back(
     A_IS_STRICT: tl.constexpr,
     HAS_DHT: tl.constexpr,
     STORE_DH0: tl.constexpr,
+    STORE_DV: tl.constexpr,
+    LEAST_BETA: tl.constexpr,
 ):
     """Walks from a sequence's last chunk to its first. Pointers are to the sequence's first row and
     chunk slot."""
@@ -197,7 +200,10 @@ def walk_back(
         b_dx = solve_values_bwd(
             b_kdh, b_do, b_P, b_A, b_own, b_g, g_last, valid, PRECISION, A_IS_STRICT
         )
-        tl.store(p_dx + (o_t * HV * V + o_v), b_dx.to(dtype), mask=in_values)
+        b_dv = b_dx
+        if STORE_DV:
+            b_dv *= tl.where(tl.abs(b_beta) < LEAST_BETA, 1.0, b_beta)
+        tl.store(p_dx + (o_t * HV * V + o_v), b_dv.to(dtype), mask=in_values)
         b_dh = write_values_bwd(b_dh, b_q, b_k, b_do, b_dx, b_g, g_last, b_beta, scale, PRECISION)
         p_q -= tl.cast(stride_qt, tl.int64) * BT
         p_k -= tl.cast(stride_kt, tl.int64) * BT
@@ -277,6 +283,8 @@ def state_bwd_kernel(
     HAS_H0: tl.constexpr,
     HAS_DHT: tl.constexpr,
     STORE_DH0: tl.constexpr,
+    STORE_DV: tl.constexpr,
+    LEAST_BETA: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     WALKS: tl.constexpr,
 ):
@@ -345,6 +353,8 @@ def state_bwd_kernel(
             A_IS_STRICT,
             HAS_DHT,
             STORE_DH0,
+            STORE_DV,
+            LEAST_BETA,
         )
     elif WALKS != "back":
         p_h0 = h0
@@ -411,12 +421,14 @@ def state_bwd(
     K: int,
     A_is_strict: bool,
     store_dh0: bool = False,
+    store_dv: bool = False,
     state_v_first: bool = False,
 ) -> States:
     """q, k: [B, T, H, K_row], zero beyond the width K of the keys; v: [B, T, HV, V]; last strides
     1. do: [B, T, HV, V], and A_inv, A_qk: [B, T, HV, chunk_size], contiguous; A_qk lacks its
     diagonal, and A_inv too if ``A_is_strict``. g_cumsum, own: [B, T, HV], with the same strides;
-    beta: [B, T, HV]; initial_state and dht are laid out as ``state_v_first`` says."""
+    beta: [B, T, HV]; initial_state and dht are laid out as ``state_v_first`` says. store_dv: the
+    result's dx is beta dx, except in rows with |beta| < LEAST_BETA."""
     assert own.stride() == g_cumsum.stride()
     B, T, H, K_row = k.shape
     HV, V = do.shape[2:]
@@ -475,6 +487,8 @@ def state_bwd(
             HAS_H0=initial_state is not None,
             HAS_DHT=dht is not None,
             STORE_DH0=store_dh0,
+            STORE_DV=store_dv,
+            LEAST_BETA=LEAST_BETA,
             IS_VARLEN=chunks.cu_seqlens is not None,
             WALKS=walks,
             **tile.options,

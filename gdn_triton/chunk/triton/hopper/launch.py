@@ -77,6 +77,12 @@ def descriptor(x: torch.Tensor, width: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, CHUNK, 1, width], ROWS)
 
 
+def state_descriptor(x: torch.Tensor, BK: int) -> TensorDescriptor:
+    """Returns a TMA descriptor of states x [slots, HV, K, V], contiguous, whose tiles are 64
+    columns of one state."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BK, COLUMNS], ROWS)
+
+
 @functools.lru_cache(maxsize=64)
 def fixed_arguments(
     shape: Shape,

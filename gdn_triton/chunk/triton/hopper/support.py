@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from gdn_triton._host.environment import variable
 from gdn_triton.chunk.problem import Problem
-from gdn_triton.chunk.triton.hopper.segments import choose_segments
+from gdn_triton.chunk.triton.hopper.segments import choose_segments, states_at_once
 
 SWITCH: Final = "GDN_GLUON"
 
@@ -22,12 +22,15 @@ RELEASES: Final = ("3.6.0", "3.7.1")
 # of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
 FEWEST_STATES: Final = 0.24
 
-# The same for the walks of the backward.
+# The same for the walks of the backward, whose chain of chunks is longer than that of the portable
+# programs: padded sequences, and packed ones.
 FEWEST_WALKS: Final = 0.24
+FEWEST_PACKED_WALKS: Final = 0.45
+# The longest packed sequence over the average, where the host does not know the lengths.
+ASSUMED_UNEVENNESS: Final = 4
 
-# Whether the kernels take the calls of `_unproven_forward` and `_unproven_walks`, which have run in
-# the emulator alone.
-TAKE_UNPROVEN = False
+# The channels of V that the kernel of the gradients of chunks has room for.
+MOST_GRADIENT_CHANNELS: Final = 128
 
 _logger = logging.getLogger("gdn_triton")
 
@@ -39,7 +42,7 @@ def hopper_refusal(problem: Problem) -> str | None:
     Raises ValueError if GDN_GLUON is neither 0 nor 1.
     """
     p = problem
-    refusal = _any_refusal(p) or _unproven_forward(p)
+    refusal = _any_refusal(p)
     if refusal is not None or p.batch_invariant:
         return refusal
     states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
@@ -52,52 +55,43 @@ def hopper_refusal(problem: Problem) -> str | None:
     return None
 
 
+def gradients_refusal(problem: Problem) -> str | None:
+    """Returns the same for the kernel of the gradients of chunks."""
+    p = problem
+    refusal = _any_refusal(p)
+    kernel = "The kernel of the gradients of chunks for compute capability 9.0"
+    if refusal is None and p.q_dtype is not torch.bfloat16:
+        return f"{kernel} takes bfloat16."
+    if refusal is None and p.V > MOST_GRADIENT_CHANNELS:
+        return f"{kernel} takes V up to {MOST_GRADIENT_CHANNELS}; V is {p.V}."
+    return refusal
+
+
 def walks_refusal(problem: Problem) -> str | None:
     """Returns the same for the walks of the backward."""
     p = problem
     refusal = _any_refusal(p)
     if refusal is None and p.q_dtype is not torch.bfloat16:
         return "The walks for compute capability 9.0 take bfloat16."
-    refusal = refusal or _unproven_walks(p)
     if refusal is not None or p.batch_invariant:
         return refusal
-    states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
-    if states < FEWEST_WALKS * multiprocessors:
+    states, least = states_at_once(p), FEWEST_WALKS
+    if p.is_varlen:
+        least = FEWEST_PACKED_WALKS
+        if p.longest[0] == 0:
+            states /= ASSUMED_UNEVENNESS
+    multiprocessors = _multiprocessors(p.device)
+    if states < least * multiprocessors:
         return (
-            f"The call has {states} states (sequences times value heads), too few for the walks "
-            f"for compute capability 9.0 on {multiprocessors} multiprocessors."
-        )
-    return None
-
-
-def _unproven_forward(problem: Problem) -> str | None:
-    """Returns the refusal of a call that has run in the emulator alone, or None."""
-    if TAKE_UNPROVEN or problem.q_dtype is torch.bfloat16:
-        return None
-    return "The kernel for compute capability 9.0 has not run with float16 on a GPU."
-
-
-def _unproven_walks(problem: Problem) -> str | None:
-    """Returns the same for the walks of the backward."""
-    p = problem
-    if TAKE_UNPROVEN:
-        return None
-    if p.is_varlen or p.T % 64 != 0 or (p.K, p.V) != (128, 128):
-        return (
-            "The walks for compute capability 9.0 have run on a GPU with padded sequences of whole "
-            f"chunks and K = V = 128 only; T is {p.T}, K is {p.K}, V is {p.V}, and is_varlen is "
-            f"{p.is_varlen}."
-        )
-    if p.has_initial_state or p.output_final_state:
-        return (
-            "The walks for compute capability 9.0 have run on a GPU without initial and final "
-            "states only."
+            f"The walks for compute capability 9.0 would run {states:.0f} states at once, too few "
+            f"on {multiprocessors} multiprocessors: the longest sequence bounds the call."
         )
     return None
 
 
 def _any_refusal(problem: Problem) -> str | None:
-    """Returns the refusal of both, which does not depend on the number of states, or None."""
+    """Returns the refusal of all kernels, which does not depend on the number of states, or
+    None."""
     p = problem
     if not _asked():
         return f"{SWITCH}=0 asks for them."

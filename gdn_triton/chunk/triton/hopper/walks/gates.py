@@ -24,10 +24,12 @@ from gdn_triton.chunk.triton.hopper.names import CHUNK, advance
 RANGE = gl.constexpr(96.0)
 
 # The vectors of a chunk in shared memory, 64 numbers each. The triangles warpgroup reads beta and d
-# by the numbers that hopper/gates.py gives them. Of the walk forward:
-#     x = V v - KEY (k h),   2^(g_last - d),   v_new = OUT u
-# and of the walk back:
-#     scale 2^e,   scale 2^g,   2^(g_last - d),   dx, or dv = beta dx, = OUT z,   -beta 2^d
+# by the numbers that hopper/gates.py gives them. The vectors FIRST, SECOND, TO_END and OUT hold in
+# the walk forward
+#     beta 2^-e,   beta 2^d,   2^(g_last - d),   2^e
+# and in the walk back
+#     scale 2^e,   scale 2^g,   2^(g_last - d),   2^-e, times beta if the walk stores dv = beta dx
+# and there the buffer `writes` holds -beta 2^d.
 FIRST_VECTOR, SECOND_VECTOR = gl.constexpr(0), gl.constexpr(1)
 TO_END_VECTOR, OUT_VECTOR = gl.constexpr(2), gl.constexpr(5)
 # The number 2^g_last of a chunk, where hopper/gates.py has others.

@@ -3,34 +3,24 @@
 from typing import NamedTuple
 
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import head_arguments, head_strides, named, state_strides
 from gdn_triton._triton.tiles import gpu_of
+from gdn_triton.chunk.triton.gradients.gate import LEAST_BETA
 from gdn_triton.chunk.triton.gradients.state import States
 from gdn_triton.chunk.triton.hopper import launch as shapes
 from gdn_triton.chunk.triton.hopper.launch import (
     COLUMNS,
     ONE,
-    ROWS,
     Shape,
     choose_shape,
     descriptor,
+    state_descriptor,
     tma_readable,
 )
 from gdn_triton.chunk.triton.hopper.walks.kernel import hopper_walks_kernel
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
-
-# Below this magnitude of beta a row of beta dx would lose digits of dx.
-LEAST_BETA = 2.0**-60
-
-
-def state_descriptor(x: torch.Tensor, BK: int) -> TensorDescriptor:
-    """Returns a TMA descriptor of states x [slots, HV, K, V], contiguous, whose tiles are 64
-    columns of one state."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BK, COLUMNS], ROWS)
-
 
 # The walk back has more to hold in the registers of its states than the forward.
 TWO = shapes.TWO._replace(state_registers=192, triangles_registers=96)

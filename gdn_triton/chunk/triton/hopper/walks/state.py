@@ -148,7 +148,7 @@ def back_role(
         # Where a block has two states, each makes P' of every second chunk.
         if (i + NUMBER) % STATES == 0:
             if STATES > 1:
-                # The other state has read P' of chunk i - T_STAGES.
+                # P' overwrites that of chunk i - T_STAGES, which the other state also reads.
                 past = gl.maximum(i - T_STAGES, 0)
                 past_phase = (past // STAGES) & 1
                 mbarrier.wait(empty.index(past % STAGES), past_phase, pred=i >= T_STAGES)

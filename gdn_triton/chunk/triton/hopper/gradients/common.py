@@ -1,0 +1,62 @@
+"""The place of a chunk, and the places of its tiles and vectors, for all roles of the gradients."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gdn_triton.chunk.triton.gradients import gate
+from gdn_triton.chunk.triton.hopper.names import CHUNK, viewed
+
+# The rows of a pair: two tiles of a chunk, one above the other, for a product of eight warps.
+PAIR = gl.constexpr(128)
+# The columns of a block, which is the unit of TMA and of the layout in shared memory.
+PART = gl.constexpr(64)
+# The rows of a piece, which the warps of <h, dh> load at a time.
+PIECE = gl.constexpr(16)
+
+LEAST_BETA = gl.constexpr(gate.LEAST_BETA)
+
+# The vectors of a value head in shared memory, PAIR numbers each. With g the sum of the chunk's
+# log2 decays, and rest the factor that a row of dv lacks of beta dx, above and below:
+#     g, g;   1, rest;   of dh: 0, 2^(g_last - g);   of h: scale 2^g, 2^g;
+#     the factors of dq and dk, of dh: 0, 2^(g_last - g);   of h: scale 2^g, -rest 2^g;
+#     2^g_last in each element
+G_VECTOR, REST_VECTOR, SHARE_VECTORS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+FACTOR_VECTORS, LAST_VECTOR = gl.constexpr(4), gl.constexpr(6)
+VECTORS = gl.constexpr(7)
+
+
+@gluon.jit
+def tile_of(blocks, first, dtype: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Returns the blocks of 64 columns from number ``first`` on as one tile."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    return viewed(blocks.index(first), dtype, [ROWS, COLUMNS], LAYOUT)
+
+
+@gluon.jit
+def chunk_place(i, chunk_rows, T, NT, H, IS_VARLEN: gl.constexpr):
+    """Returns the chunk slot and the key head of item i, and, like ``chunk_span`` of
+    shared/places.py, the batch entry, the first row there and the number of rows."""
+    i_c = i // H
+    if IS_VARLEN:
+        i_b = i_c * 0
+        row = gl.load(chunk_rows + i_c * 2)
+        n_rows = gl.load(chunk_rows + i_c * 2 + 1)
+    else:
+        i_b = i_c // NT
+        row = (i_c % NT) * CHUNK
+        n_rows = gl.minimum(T - row, CHUNK)
+    return i_c, i % H, i_b, row, n_rows
+
+
+@gluon.jit
+def store_zeros(p, stride_t, n_rows, n_columns, COLUMNS: gl.constexpr):
+    """Stores zeros in rows of p that belong to no sequence."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    o_t = gl.arange(0, PIECE, gl.SliceLayout(1, LANES))
+    o_v = gl.arange(0, COLUMNS, gl.SliceLayout(0, LANES))
+    zeros = gl.zeros([PIECE, COLUMNS], p.dtype.element_ty, LANES)
+    offsets = o_t[:, None] * stride_t + o_v[None, :]
+    for start in range(0, n_rows, PIECE):
+        mask = (o_t < n_rows - start)[:, None] & (o_v < n_columns)[None, :]
+        gl.store(p + offsets, zeros, mask=mask)
+        p += PIECE * gl.cast(stride_t, gl.int64)

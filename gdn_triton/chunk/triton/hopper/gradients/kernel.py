@@ -1,0 +1,317 @@
+"""The gradients of each chunk from the states and their gradients, for compute capability 9.0
+(docs/gluon.md): dq, dk, and the parts of the gradients of beta and of the decays.
+
+One kernel computes the results of pairs.py and query_key.py of the portable backward, and loads
+each input once. An item is a chunk of a key head. A program computes every n-th item, the value
+heads one after the other. Its warps have four roles:
+
+    products  dq and dk (products.py)
+    values    <h, dh> (values.py)
+    gates     factors of the tokens
+    loader    copies tiles to shared memory, by TMA
+
+The tiles of a value head are four units of a ring, in the order in which they are used: u, dh, do
+and dv, h. q and k have one buffer, and are loaded after the first units of their item.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from gdn_triton.chunk.triton.hopper.gradients.common import (
+    FACTOR_VECTORS,
+    G_VECTOR,
+    LAST_VECTOR,
+    LEAST_BETA,
+    PAIR,
+    PART,
+    REST_VECTOR,
+    SHARE_VECTORS,
+    VECTORS,
+    chunk_place,
+)
+from gdn_triton.chunk.triton.hopper.gradients.products import products_role
+from gdn_triton.chunk.triton.hopper.gradients.values import values_role
+from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, load_tile, viewed
+
+
+@gluon.jit
+def gates_role(vectors, gates, betas, place, sizes, scale, IS_VARLEN: gl.constexpr):
+    vectors_s, vectors_full, vectors_empty = vectors
+    p_gates, stride_gb, stride_gt, stride_gh = gates
+    p_betas, stride_betab, stride_betat, stride_betah = betas
+    first_item, n_items, step, chunk_rows = place
+    T, NT, H, G = sizes
+    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    o_r = gl.arange(0, PAIR, LANES)
+    o_t = o_r % CHUNK
+    above = o_r < CHUNK
+    heads = gl.to_tensor(0)
+    for i in range(first_item, n_items, step):
+        _, i_h, i_b, row, n_rows = chunk_place(i, chunk_rows, T, NT, H, IS_VARLEN)
+        if n_rows > 0:
+            valid = o_t < n_rows
+            p_g = p_gates + i_b.to(gl.int64) * stride_gb + row.to(gl.int64) * stride_gt
+            p_g += (i_h * G).to(gl.int64) * stride_gh
+            p_beta = p_betas + i_b.to(gl.int64) * stride_betab + row.to(gl.int64) * stride_betat
+            p_beta += (i_h * G).to(gl.int64) * stride_betah
+            for _ in range(G):
+                g = gl.load(p_g + o_t * stride_gt, mask=valid, other=0)
+                beta = gl.load(p_beta + o_t * stride_betat, mask=valid, other=0).to(gl.float32)
+                # The factor that the rows of dv lack of beta dx.
+                rest = gl.where(above | (gl.abs(beta) >= LEAST_BETA), 1.0, beta)
+                last = gl.sum(gl.where(above & (o_t == n_rows - 1), g, 0.0), 0)
+                start = gl.exp2(g)
+                # A row past the end must not have a positive exponent.
+                to_end = gl.exp2(gl.where(valid & (o_r >= CHUNK), last - g, float("-inf")))
+                stage = heads & 1
+                base = stage * VECTORS
+                mbarrier.wait(vectors_empty.index(stage), ((heads >> 1) & 1) ^ 1)
+                vectors_s.index(base + G_VECTOR).store(g)
+                vectors_s.index(base + REST_VECTOR).store(rest)
+                vectors_s.index(base + SHARE_VECTORS).store(to_end)
+                share = gl.where(above, scale * start, start)
+                vectors_s.index(base + SHARE_VECTORS + 1).store(share)
+                vectors_s.index(base + FACTOR_VECTORS).store(to_end)
+                factor = gl.where(above, scale * start, -rest * start)
+                vectors_s.index(base + FACTOR_VECTORS + 1).store(factor)
+                vectors_s.index(base + LAST_VECTOR).store(gl.exp2(gl.where(o_t >= 0, last, g)))
+                mbarrier.arrive(vectors_full.index(stage), count=1)
+                p_g += stride_gh
+                p_beta += stride_betah
+                heads += 1
+
+
+@gluon.jit
+def load_halves(desc, at, barrier, unit, half: gl.constexpr, N: gl.constexpr):
+    """Copies N blocks of 64 columns of a chunk to the upper (0) or lower half (1) of a unit."""
+    dtype: gl.constexpr = desc.dtype
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    i_b, row, head = at
+    halves = viewed(unit, dtype, [2 * N, CHUNK, PART], PAIRS)
+    for c in gl.static_range(N):
+        tile = viewed(halves.index(2 * c + half), dtype, [1, CHUNK, 1, PART], ROWS)
+        load_tile(desc, [i_b, row, head, c * PART], barrier, tile)
+
+
+@gluon.jit
+def load_state(desc, at, ring, slot, phase, BK: gl.constexpr, N: gl.constexpr):
+    """Copies N blocks of 64 columns of a state to a unit."""
+    ring_s, full, empty = ring
+    dtype: gl.constexpr = desc.dtype
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    i_c, head = at
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    barrier = full.index(slot)
+    mbarrier.expect(barrier, N * BK * PART * 2)
+    blocks = viewed(ring_s.index(slot * N), dtype, [N, BK, PART], PAIRS)
+    for c in gl.static_range(N):
+        tile = viewed(blocks.index(c), dtype, [1, 1, BK, PART], ROWS)
+        load_tile(desc, [i_c, head, 0, c * PART], barrier, tile)
+
+
+@gluon.jit
+def loader_role(
+    memory,
+    descs,
+    place,
+    sizes,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+    RING: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+):
+    qk_s, ring_s, qk_full, qk_empty, full, empty = memory
+    q_desc, k_desc, do_desc, u_desc, dv_desc, h_desc, dh_desc = descs
+    first_item, n_items, step, chunk_rows = place
+    T, NT, H, G = sizes
+    V_BLOCKS: gl.constexpr = BV // PART
+    K_BLOCKS: gl.constexpr = BK // PART
+    ring = (ring_s, full, empty)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    item_phase = gl.to_tensor(0)
+    for i in range(first_item, n_items, step):
+        i_c, i_h, i_b, row, n_rows = chunk_place(i, chunk_rows, T, NT, H, IS_VARLEN)
+        if n_rows > 0:
+            for j in range(G):
+                at = (i_b, row, i_h * G + j)
+                state = (i_c, i_h * G + j)
+                mbarrier.wait(empty.index(slot), phase ^ 1)
+                ready = full.index(slot)
+                mbarrier.expect(ready, PAIR * BV * 2)
+                unit = ring_s.index(slot * V_BLOCKS)
+                # The upper half is multiplied by 0, so it must be finite where u is.
+                load_halves(u_desc, at, ready, unit, 0, V_BLOCKS)
+                load_halves(u_desc, at, ready, unit, 1, V_BLOCKS)
+                slot, phase = advance(slot, phase, RING)
+                load_state(dh_desc, state, ring, slot, phase, BK, V_BLOCKS)
+                slot, phase = advance(slot, phase, RING)
+                mbarrier.wait(empty.index(slot), phase ^ 1)
+                ready = full.index(slot)
+                mbarrier.expect(ready, PAIR * BV * 2)
+                unit = ring_s.index(slot * V_BLOCKS)
+                load_halves(do_desc, at, ready, unit, 0, V_BLOCKS)
+                load_halves(dv_desc, at, ready, unit, 1, V_BLOCKS)
+                slot, phase = advance(slot, phase, RING)
+                load_state(h_desc, state, ring, slot, phase, BK, V_BLOCKS)
+                slot, phase = advance(slot, phase, RING)
+                if j == 0:
+                    # The buffer of q and k becomes free later than the units of a value head.
+                    mbarrier.wait(qk_empty, item_phase ^ 1)
+                    mbarrier.expect(qk_full, PAIR * BK * 2)
+                    unit = qk_s.index(0)
+                    load_halves(q_desc, (i_b, row, i_h), qk_full, unit, 0, K_BLOCKS)
+                    load_halves(k_desc, (i_b, row, i_h), qk_full, unit, 1, K_BLOCKS)
+            item_phase ^= 1
+
+
+@gluon.jit(do_not_specialize=["scale", "n_items", "B", "T", "NT"])
+def hopper_gradients_kernel(
+    q_desc,
+    k_desc,
+    do_desc,
+    u_desc,
+    dv_desc,
+    h_desc,
+    dh_desc,
+    q,
+    k,
+    g_cumsum,
+    beta,
+    dq,
+    dk,
+    shares,
+    across,
+    chunk_rows,
+    scale,
+    n_items,
+    B,
+    T,
+    NT,
+    H,
+    HV,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    stride_betab,
+    stride_betat,
+    stride_betah,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+    RING: gl.constexpr,
+    VALUE_REGISTERS: gl.constexpr,
+    SINGLE_REGISTERS: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """shares: [7, B, HV, T], numbers of a token and value head in this order: dv . u; the sums over
+    the earlier tokens of its pairs with a query, and with a key without the factor rest; the sum
+    over the later tokens of its pairs; q . (scale 2^g do h^T), 2^g k . (dv h^T) and
+    2^(g_last - g) k . (u dh^T)."""
+    dtype: gl.constexpr = k_desc.dtype
+    G = HV // H
+    V_BLOCKS: gl.constexpr = BV // PART
+    K_BLOCKS: gl.constexpr = BK // PART
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    # q on k, then S on N.
+    qk_s = gl.allocate_shared_memory(dtype, [K_BLOCKS + 1, PAIR, PART], ROWS)
+    ring_s = gl.allocate_shared_memory(dtype, [RING * V_BLOCKS, PAIR, PART], ROWS)
+    vectors_s = gl.allocate_shared_memory(gl.float32, [2 * VECTORS, PAIR], FLAT)
+    own_s = gl.allocate_shared_memory(gl.float32, [4, CHUNK], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [RING, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], BARRIER)
+    vectors_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    vectors_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    qk_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    qk_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    for s in gl.static_range(RING):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    for s in gl.static_range(2):
+        mbarrier.init(vectors_full.index(s), count=1)
+        mbarrier.init(vectors_empty.index(s), count=2)
+    mbarrier.init(qk_full, count=1)
+    mbarrier.init(qk_empty, count=1)
+    qk_ready = qk_full
+    if IS_VARLEN:
+        qk_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(qk_ready, count=1)
+
+    # A role takes no None: in its place a pointer that the role does not use.
+    p_chunk_rows = g_cumsum
+    if IS_VARLEN:
+        p_chunk_rows = chunk_rows
+    place = (gl.program_id(0), n_items, gl.num_programs(0), p_chunk_rows)
+    plane = gl.cast(B, gl.int64) * HV * T
+    gates = (g_cumsum, stride_gb, stride_gt, stride_gh)
+    vectors = (vectors_s, vectors_full, vectors_empty)
+    betas = (beta, stride_betab, stride_betat, stride_betah)
+    gl.warp_specialize(
+        [
+            (
+                products_role,
+                (
+                    (qk_s, ring_s, own_s, qk_ready, qk_empty, full, empty),
+                    (q, stride_qb, stride_qt, stride_qh, k, stride_kb, stride_kt, stride_kh),
+                    (dq, dk, shares, plane),
+                    vectors,
+                    place,
+                    (T, NT, H, G, K),
+                    scale,
+                    dtype,
+                    BK,
+                    BV,
+                    RING,
+                    K == BK,
+                    IS_VARLEN,
+                ),
+            ),
+            (
+                values_role,
+                (
+                    (qk_s, ring_s, qk_full, qk_ready, full, empty),
+                    across,
+                    vectors,
+                    place,
+                    (T, NT, H, G),
+                    dtype,
+                    BK,
+                    BV,
+                    RING,
+                    IS_VARLEN,
+                ),
+            ),
+            (
+                gates_role,
+                (vectors, gates, betas, place, (T, NT, H, G), scale, IS_VARLEN),
+            ),
+            (
+                loader_role,
+                (
+                    (qk_s, ring_s, qk_full, qk_empty, full, empty),
+                    (q_desc, k_desc, do_desc, u_desc, dv_desc, h_desc, dh_desc),
+                    place,
+                    (T, NT, H, G),
+                    BK,
+                    BV,
+                    RING,
+                    IS_VARLEN,
+                ),
+            ),
+        ],
+        [4, 1, 1],
+        [VALUE_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
+    )

@@ -1,0 +1,93 @@
+"""Launches the gradients of chunks for compute capability 9.0."""
+
+import torch
+
+from gdn_triton._triton.strides import head_arguments, head_strides, named
+from gdn_triton._triton.tiles import gpu_of
+from gdn_triton.chunk.triton.gradients.gate import ChunkGradients
+from gdn_triton.chunk.triton.hopper.gradients.kernel import hopper_gradients_kernel
+from gdn_triton.chunk.triton.hopper.launch import (
+    COLUMNS,
+    descriptor,
+    state_descriptor,
+    tma_readable,
+)
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+
+# The registers of a thread of the warps of values and of the single warps. The warps of products
+# have the others.
+VALUE_REGISTERS, SINGLE_REGISTERS = 80, 32
+# The number of units of 32 KB.
+RING = 5
+
+
+def chunk_gradients(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    do: torch.Tensor,
+    h: torch.Tensor,
+    u: torch.Tensor,
+    dh: torch.Tensor,
+    dv: torch.Tensor,
+    g_cumsum: torch.Tensor,
+    beta: torch.Tensor,
+    chunks: ChunkTable,
+    scale: float,
+    out_dtype: torch.dtype,
+    K: int,
+) -> ChunkGradients:
+    """q, k: [B, T, H, K_row], zero beyond the keys' own width K, last stride 1; do, u (v_new) and
+    dv: [B, T, HV, V], h and dh: [slots, HV, K, V], contiguous; all these are bf16. dv: as
+    ``state_bwd`` makes it with ``store_dv``; ``gate_bwd`` completes it. g_cumsum, beta: [B, T, HV].
+    out_dtype: the dtype of dq and dk."""
+    B, T, H, _ = k.shape
+    HV, V = do.shape[2:]
+    device = k.device
+    dq = torch.empty(B, T, H, K, dtype=out_dtype, device=device)
+    dk = torch.empty_like(dq)
+    shares = torch.empty(7, B, HV, T, dtype=torch.float32, device=device)
+    across = torch.empty(1, chunks.slots, HV, dtype=torch.float32, device=device)
+    n_items = chunks.slots * H
+    BK, BV = (64 if n <= 64 else 128 for n in (K, V))
+    hopper_gradients_kernel[(min(n_items, gpu_of(device).multiprocessors),)](
+        q_desc=descriptor(tma_readable(q), COLUMNS),
+        k_desc=descriptor(tma_readable(k), COLUMNS),
+        do_desc=descriptor(tma_readable(do), COLUMNS),
+        u_desc=descriptor(u, COLUMNS),
+        dv_desc=descriptor(dv, COLUMNS),
+        h_desc=state_descriptor(h, BK),
+        dh_desc=state_descriptor(dh, BK),
+        q=q,
+        k=k,
+        g_cumsum=g_cumsum,
+        beta=beta,
+        dq=dq,
+        dk=dk,
+        shares=shares,
+        across=across,
+        chunk_rows=chunks.chunk_rows,
+        scale=scale,
+        n_items=n_items,
+        B=B,
+        T=T,
+        NT=chunks.NT,
+        H=H,
+        HV=HV,
+        **named("qb qt qh", q.stride()[:3]),
+        **named("kb kt kh", k.stride()[:3]),
+        **head_arguments("g", head_strides(g_cumsum)),
+        **head_arguments("beta", head_strides(beta)),
+        K=K,
+        V=V,
+        BK=BK,
+        BV=BV,
+        RING=RING,
+        VALUE_REGISTERS=VALUE_REGISTERS,
+        SINGLE_REGISTERS=SINGLE_REGISTERS,
+        IS_VARLEN=chunks.chunk_rows is not None,
+        num_warps=8,
+    )
+    return ChunkGradients(
+        dq=dq, dk=dk, dv=dv, pair_shares=shares[:4], shares=shares[None, 4:], across=across
+    )

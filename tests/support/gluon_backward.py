@@ -1,0 +1,111 @@
+"""Runs the whole Triton backward with its Gluon kernels on a CPU, looks for races and for accesses
+outside of the tensors of a launch, and holds the gradients to float64.
+
+    PYTHONPATH=.:tests/support python -m gluon_backward [--select REGEX]
+
+With the installed Triton, of whose releases the package lists some (RELEASES of
+gdn_triton/chunk/triton/hopper/support.py). Needs g++ on x86_64. The portable kernels of such a call
+run in the emulator too, except for the one that makes the table of the chunks.
+"""
+
+import argparse
+import re
+import time
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from backward_cases import NAMES, TERMS, Options, Task, exact, make_task, rounded_gradients
+from emulator.gluon import emulated
+from gluon_emulated import gluon_case, problem_of, table_of
+from helpers import BF16, Case, assert_within_budget
+from narrow import Arithmetic
+from torch import Tensor
+
+from gdn_triton._triton import tiles
+from gdn_triton.chunk.problem import Inputs
+from gdn_triton.chunk.triton import backward
+from gdn_triton.chunk.triton.hopper.gradients import launch as gradients
+from gdn_triton.chunk.triton.hopper.walks import launch as walks
+
+WRITES = {
+    "hopper_walks_kernel": ("dx", "dh0", "dx_desc", "dh_desc", "u", "u_desc", "h_desc"),
+    "hopper_gradients_kernel": ("dq", "dk", "shares", "across"),
+}
+# Few multiprocessors, so that a program of the gradients has several chunks.
+GPU = tiles.Gpu("cuda", 90, 3)
+
+
+def by_kernels(task: Task, plan: walks.Plan, seed: int) -> dict[str, Tensor]:
+    case, options, leaves = task.case, task.options, task.leaves
+    problem = replace(
+        problem_of(case, BF16),
+        scale=task.scale,
+        has_initial_state=options.state,
+        needs_grad=True,
+    )
+    x = Inputs(**{name: leaves.get(name) for name in NAMES}, cu_seqlens=task.cu_seqlens)
+    with (
+        mock.patch.object(walks, "choose_plan", lambda *_: plan),
+        mock.patch.object(walks, "gpu_of", lambda _: GPU),
+        mock.patch.object(gradients, "gpu_of", lambda _: GPU),
+        mock.patch.object(backward, "make_chunks", table_of),
+        emulated(WRITES, seed=seed, races=True),
+    ):
+        found = backward.gradients(
+            problem,
+            x,
+            task.do,
+            task.dht if options.dht else None,
+            store_dh0=options.state,
+            walks_on_hopper=True,
+            gradients_on_hopper=True,
+        )
+    return {name: getattr(found, name) for name in leaves}
+
+
+def check_backward(case: Case, options: Options, plan: walks.Plan, seed: int) -> None:
+    task = make_task(case, BF16, "cpu", options)
+    # Rows of dv that are dx, most with numbers of T below the normal numbers of fp16.
+    for n, beta in enumerate((0.0, 2.0**-70, 2.0**-24)):
+        task.leaves["beta"][:, 4 + n :: 11] = beta
+    right, arithmetic = exact(task), Arithmetic(BF16, "cuda")
+    near, found = rounded_gradients(task, arithmetic, right), by_kernels(task, plan, seed)
+    for name, y in right.items():
+        dtype, unit = task.leaves[name].dtype, TERMS * arithmetic.unit
+        assert_within_budget(f"d{name}", found[name], y, near[name], dtype=dtype, unit=unit)
+
+
+APART = walks.Plan(("forward", "back"), walks.TWO)
+BOTH = walks.Plan(("both",), walks.ONE)
+CALLS = {
+    "padded": (gluon_case("padded", T=128, B=2, HV=3), Options(state=False, dht=False), APART),
+    "packed": (gluon_case("packed", lengths=(0, 70, 64, 1), orphans=70), Options(), BOTH),
+    "small": (gluon_case("small", T=70, B=2, K=40, V=72), Options(dht=False), APART),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run the Triton backward's kernels on a CPU.")
+    parser.add_argument("--select", default="", metavar="REGEX", help="some of the calls")
+    options = parser.parse_args()
+    failed = 0
+    torch.set_num_threads(1)
+    for seed, (name, call) in enumerate(CALLS.items()):
+        if not re.search(options.select, name):
+            continue
+        start = time.monotonic()
+        try:
+            check_backward(*call, seed)
+            said = "right"
+        except (AssertionError, RuntimeError) as error:
+            failed += 1
+            said = f"FAILED: {error}"
+        print(f"backward-{name}: {said} ({time.monotonic() - start:.1f} s)", flush=True)
+    print(f"{failed} failed")
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
