@@ -17,6 +17,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -133,6 +134,23 @@ def placing(build: Callable[..., Any]) -> Callable[..., Any]:
         return metadata
 
     return build_and_place
+
+
+def page_views(
+    states: list[tuple[tuple[int, ...], torch.dtype]],
+    count: int,
+    page_size: int | None,
+    device: torch.device,
+) -> tuple[Tensor, ...]:
+    """Returns the states of a layer in `count` pages of zeros, as views like vLLM's. page_size: in
+    bytes; None: that of the states."""
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in states]
+    pages = torch.zeros(count, page_size or sum(sizes), dtype=torch.int8, device=device)
+    views, end = [], 0
+    for (shape, dtype), size in zip(states, sizes, strict=True):
+        views.append(pages[:, end : end + size].view(dtype).view(-1, *shape))
+        end += size
+    return tuple(views)
 
 
 def positions_of(metadata: Any, lengths: Tensor) -> Positions:
