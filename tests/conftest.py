@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 
     change_once()
 
-# What tests of an op share: a comparison that fails there says as much as one in a test.
+# A comparison that fails in these modules shows as much as one in a test.
 SUPPORT = Path(__file__).resolve().parent / "support"
 pytest.register_assert_rewrite(*(path.stem for path in sorted(SUPPORT.glob("*_cases.py"))))
 
@@ -117,8 +117,8 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the package allocates without filling it holds NaN, or a far-off index: a read of memory
-    that nothing has written cannot pass for a zero."""
+    """Memory that the package allocates without filling it holds NaN, or an index out of range.
+    Without this a read of memory that nothing has written could give zeros."""
     for owner, name in ALLOCATING:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 

@@ -18,9 +18,11 @@ from gdn_triton._host.arguments import (
     check_dtype,
     check_offsets,
     check_on_host,
+    check_same_offsets,
     check_tensors,
     count_sequences,
     must,
+    shape_of,
     value_of,
 )
 from gdn_triton._host.derivatives import IN_NONE, found_once
@@ -127,12 +129,13 @@ class ContextParallel:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Returns this rank's tokens of a tensor that has all tokens in dimension `dim`: a view for
-        one slot, a copy for two. Raises ValueError if that dimension has another size."""
+        one slot, a copy for two. Raises TypeError if x is no tensor, and ValueError if that
+        dimension does not exist or has another size."""
+        check_tensors({"x": x}, {})
         total = sum(self.lengths)
-        if x.shape[dim] != total:
-            raise ValueError(
-                f"x must have all {total} tokens in dimension {dim}, got shape {list(x.shape)}"
-            )
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != total:
+            expected = f"have all {total} tokens in dimension {dim}"
+            raise ValueError(must("x", expected, shape_of(x)))
         parts = [x.narrow(dim, start, end - start) for start, end in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -195,12 +198,19 @@ def build_cp_context(
     if lengths is not None and not isinstance(lengths, Sequence):
         expected = "be a sequence of ints, one for each slot, or None"
         raise TypeError(must("lengths", expected, value_of(lengths)))
+    if conv1d_kernel_size is not None and (
+        type(conv1d_kernel_size) is not int or conv1d_kernel_size < 1
+    ):
+        given = value_of(conv1d_kernel_size)
+        raise ValueError(must("conv1d_kernel_size", "be an int >= 1 or None", given))
     rank, world_size = _place(group, "group") if place is None else _own_place(group, place)
     if cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()
     else:
         check_on_host(cu_seqlens_cpu, cu_seqlens)
     offsets: list[int] = cu_seqlens_cpu.tolist()
+    if cu_seqlens.device.type == "cpu":
+        check_same_offsets(cu_seqlens.tolist(), offsets)
     slots = world_size * (2 if layout == "zigzag" else 1)
     if lengths is None:
         least, longer = divmod(offsets[-1], slots)

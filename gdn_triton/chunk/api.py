@@ -66,7 +66,7 @@ def chunk_gated_delta_rule(
             -inf forgets it. With `use_gate_in_kernel`, the gate before its activation.
         beta: [B, T, HV], float: how far the value under a key moves to the new one, 0 to 1 (to 2
             with negative eigenvalues). With `use_beta_sigmoid_in_kernel`, its logit.
-        scale: factor of the output; any real number is taken literally. None: K ** -0.5.
+        scale: factor of the output, any real number. None: K ** -0.5.
         initial_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`; float. None: zeros.
         output_final_state: return the states after the last token.
         use_qk_l2norm_in_kernel: normalise each q and k, x * rsqrt(sum(x^2) + 1e-6), computed in

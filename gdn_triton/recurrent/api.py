@@ -82,7 +82,7 @@ def fused_recurrent_gated_delta_rule(
             0.
         beta: [B, T, HV], or [B, T, HV, V] with one number for each value channel; float, 0 to 1 (to
             2 with negative eigenvalues). None: 1. With `use_beta_sigmoid_in_kernel`, its logit.
-        scale: factor of the output; any real number is taken literally. None: K ** -0.5.
+        scale: factor of the output, any real number. None: K ** -0.5.
         initial_state: [N, HV, K, V], or [N, HV, V, K] with `state_v_first`; float. None: zeros.
         output_final_state: return the states after the last token.
         use_qk_l2norm_in_kernel: normalise each q and k, x / sqrt(sum(x^2) + 1e-6), in float32. The
@@ -237,7 +237,7 @@ def recurrent_step(
             dt_bias [HV], float; dt_bias may be None.
         allow_neg_eigval: beta = 2 * sigmoid(b). Only with b.
         use_qk_l2norm_in_kernel: normalise each q and k, x / sqrt(sum(x^2) + 1e-6), in float32.
-        scale: factor of the output; any real number is taken literally. None: K ** -0.5.
+        scale: factor of the output, any real number. None: K ** -0.5.
         state_v_first: the pool is [slots, HV, V, K].
         skip: which slots are padding: "negative", or "non_positive" where slot 0 is unused.
         cu_seqlens: [N + 1], int32 or int64: the tokens of sequence n are cu_seqlens[n] to

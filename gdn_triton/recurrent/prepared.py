@@ -1,11 +1,13 @@
 """`prepare_step`: a decode step that stores the tensors and options that all calls of a layer
 share."""
 
-from operator import attrgetter
+from collections.abc import Callable
+from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from gdn_triton._host.arguments import STRIDED, check_flags, check_tensors, real_or_none
 from gdn_triton._host.device import on_device
@@ -21,19 +23,27 @@ from gdn_triton.recurrent.window import StepWindow, check_kind
 MOST_PLACES: Final = 512
 MOST_LAYOUTS: Final = 512
 
+# The arguments of a call in the order of `PreparedStep.__call__`, with `out` first.
+_Given = tuple[Tensor | None, ...]
 # The dtype, shape, strides, device and negative bit of a tensor; None for an argument that is not
 # given.
 _Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool] | None
 
 
 class _Known(NamedTuple):
-    """A validated layout of calls. launches: the recorded launches, by the addresses of all tensors
-    of the call. Without `out` the address of the output is None, because the step allocates the
-    output: a new allocation overlaps no other tensor and has the alignment of every allocation."""
+    """A validated layout of calls. types: the types of all arguments. present: selects the
+    arguments that are tensors. guards: the guards of `torch.compile` for these tensors, which one
+    call into torch checks in 0.4 microseconds; `_layouts_of` takes 3. launches: the recorded
+    launches, by the addresses of all tensors of the call. Without `out` the address of the output
+    is not among them, because the step allocates the output: a new allocation overlaps no other
+    tensor and has the alignment of every allocation."""
 
     layouts: tuple[_Layout, ...]
+    types: tuple[type, ...]
+    present: Callable[[_Given], tuple[Tensor, ...]]
+    guards: TensorGuards
     out: tuple[torch.Size, torch.dtype]
-    launches: dict[tuple[int | None, ...], Again]
+    launches: dict[tuple[int, ...], Again]
 
 
 def prepare_step(
@@ -144,9 +154,9 @@ class PreparedStep:
         # fmt: on
         if not self._has_memory or is_traced(self._state) or is_transformed():
             return self._whole(given)
-        layouts = _layouts_of(given)
         known = self._last
-        if known is None or layouts != known.layouts:
+        if known is None or not _fits(given, known):
+            layouts = _layouts_of(given)
             if layouts is None:
                 return self._whole(given)
             known = self._known.get(layouts)
@@ -155,21 +165,18 @@ class PreparedStep:
                 if _has_launch(given):
                     if len(self._known) >= MOST_LAYOUTS:
                         self._known.clear()
-                    self._known[layouts] = self._last = _Known(layouts, (o.shape, o.dtype), {})
+                    known = _known(given, layouts, o)
+                    self._known[layouts] = self._last = known
                 return o
             self._last = known
         if torch.is_grad_enabled() and self._needs_grad(given):
             return self._whole(given)
         return self._again(given, known)
 
-    def _again(self, given: tuple[Tensor | None, ...], known: _Known) -> Tensor:
+    def _again(self, given: _Given, known: _Known) -> Tensor:
         """Runs a call whose layout is known."""
         out = given[0]
-        places = tuple(
-            [None if out is None else out.data_ptr()]
-            + [x.data_ptr() for x in self._held]
-            + [x.data_ptr() for x in given[1:] if x is not None]
-        )
+        places = (*map(_address, self._held), *map(_address, known.present(given)))
         again = known.launches.get(places)
         o = out
         if o is None:
@@ -185,11 +192,11 @@ class PreparedStep:
             again(o.data_ptr() if out is None else None)
         return o
 
-    def _needs_grad(self, given: tuple[Tensor | None, ...]) -> bool:
+    def _needs_grad(self, given: _Given) -> bool:
         present = [x for x in given if x is not None]
         return True in map(_requires_grad, (*self._held, *present))
 
-    def _whole(self, given: tuple[Tensor | None, ...]) -> Tensor:
+    def _whole(self, given: _Given) -> Tensor:
         out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta, *rest = (
             given
         )
@@ -214,7 +221,7 @@ class PreparedStep:
         )
 
     @staticmethod
-    def _keep(known: _Known, places: tuple[int | None, ...], launches: list[Again | None]) -> None:
+    def _keep(known: _Known, places: tuple[int, ...], launches: list[Again | None]) -> None:
         if len(launches) == 1 and launches[0] is not None:
             if len(known.launches) >= MOST_PLACES:
                 known.launches.clear()
@@ -222,12 +229,40 @@ class PreparedStep:
 
 
 _requires_grad = attrgetter("requires_grad")
+_address: Callable[[Tensor], int] = Tensor.data_ptr
+
+
+def _known(given: _Given, layouts: tuple[_Layout, ...], o: Tensor) -> _Known:
+    """Returns the record of a layout, without launches. o: the output of a call."""
+    present = itemgetter(*(i for i, x in enumerate(given) if x is not None))
+    tensors = present(given)
+    sizes: list[Any] = [list(x.shape) for x in tensors]
+    strides: list[Any] = [list(x.stride()) for x in tensors]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return _Known(
+        layouts=layouts,
+        types=tuple(map(type, given)),
+        present=present,
+        guards=guards,
+        out=(o.shape, o.dtype),
+        launches={},
+    )
+
+
+def _fits(given: _Given, known: _Known) -> bool:
+    """Returns whether the arguments have the known layout, by their types and the guards. The
+    guards also compare which tensors require a gradient and whether inference mode is on. If they
+    fail, the caller compares the layouts."""
+    if tuple(map(type, given)) != known.types:
+        return False
+    fits: bool = known.guards.check(*known.present(given))
+    return fits
 
 
 _GIVEN_TYPES: Final = frozenset((Tensor, type(None)))
 
 
-def _layouts_of(given: tuple[Tensor | None, ...]) -> tuple[_Layout, ...] | None:
+def _layouts_of(given: _Given) -> tuple[_Layout, ...] | None:
     """Returns the layouts of the tensors, or None if one is not a plain tensor with strides."""
     if not _GIVEN_TYPES.issuperset(map(type, given)):
         return None
@@ -243,7 +278,7 @@ def _layouts_of(given: tuple[Tensor | None, ...]) -> tuple[_Layout, ...] | None:
         return None
 
 
-def _has_launch(given: tuple[Tensor | None, ...]) -> bool:
+def _has_launch(given: _Given) -> bool:
     """Returns whether a launch with these tensors can be repeated: all are in memory, and none has
     a negative bit."""
     return not any(

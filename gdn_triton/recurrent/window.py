@@ -24,7 +24,7 @@ from gdn_triton._host.arguments import (
     value_of,
 )
 from gdn_triton._host.slots import check_once, final_writes
-from gdn_triton._host.tensors import check_written, is_traced, writing
+from gdn_triton._host.tensors import check_written, host_reads, is_traced, writing
 from gdn_triton.recurrent.operators import traced_fold
 from gdn_triton.recurrent.plans import run_fold
 from gdn_triton.recurrent.problem import FoldCall, FoldOperands
@@ -116,7 +116,7 @@ class StepWindow(NamedTuple):
                 "gdn_triton.StepWindow.pack rounds states to int8 and has no gradient; states "
                 "requires one. Call under torch.no_grad()"
             )
-        if slots.device.type == "cpu":
+        if host_reads(slots):
             named = slots.tolist()
             check_once("slots", final_writes(named, named, -1))
         # Import here, because `import gdn_triton` does not import the reference.
@@ -148,7 +148,7 @@ class StepWindow(NamedTuple):
             state_v_first=state_v_first,
         )  # fmt: skip
         check_devices("state", state.device, {"slots": slots, "window.scales": self.scales})
-        if slots.device.type == "cpu":
+        if host_reads(slots):
             for n, slot in enumerate(slots.tolist()):
                 if not 0 <= slot < count:
                     expected = f"be at least 0 and less than the {count} slots"

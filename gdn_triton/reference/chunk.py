@@ -150,7 +150,7 @@ def recurrent_gated_delta_rule(
         g: [B, T, HV], natural-log decay, at most 0, -inf allowed; with `use_gate` the input of
             `gate`.
         beta: [B, T, HV], write strength; with `use_beta_sigmoid` the input of `beta_sigmoid`.
-        scale: None is K**-0.5; any float is taken literally.
+        scale: factor of the output, any float. None: K ** -0.5.
         initial_state: [N, HV, K, V], [N, HV, V, K] if `state_v_first`; None is 0.
         cu_seqlens: [N + 1]; None means the padded layout, with N = B.
         use_qk_l2norm: q and k pass through `l2norm`.

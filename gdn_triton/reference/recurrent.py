@@ -99,7 +99,7 @@ def recurrent(
         gk, gv: [B, T, HV, K] and [B, T, HV, V], natural-log decays of the state's rows and columns.
         beta: [B, T, HV] or [B, T, HV, V]; None is 1. With `use_beta_sigmoid` the input of
             `gdn_triton.reference.beta_sigmoid`.
-        scale: None is K**-0.5; any float is taken literally.
+        scale: factor of the output, any float. None: K ** -0.5.
         initial_state: [N, HV, K, V], [N, HV, V, K] if `state_v_first`; None is 0.
         cu_seqlens: [N + 1], read on the host; None means the padded layout, with N = B.
         use_qk_l2norm: divide q and k by their length, x * rsqrt(sum(x^2) + 1e-6), not rounded.

@@ -322,7 +322,7 @@ def output(
     Args:
         q, k: [B, T, H, K]. v_new: [B, T, HV, V]. h: [B, NT, HV, K, V]. g_cumsum: [B, T, HV], log2.
             Any float dtypes.
-        scale: None is K**-0.5; any float is taken literally.
+        scale: factor of the output, any float. None: K ** -0.5.
 
     Returns:
         o [B, T, HV, V], float32 or float64; 0 for tokens of no sequence.

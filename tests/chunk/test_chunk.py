@@ -97,7 +97,7 @@ def test_options(case: Case, name: str, dtype: torch.dtype, dataflow: str, devic
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1.0, 2.5])
 def test_scale(scale: float, dataflow: str, device: str) -> None:
-    """0 and negative numbers are taken literally."""
+    """0 and negative numbers are used as given."""
     o, _ = check(PADDED, make_inputs(PADDED, FP16, device), device, scale=scale)
     assert bool((o == 0).all()) == (scale == 0)
 
@@ -165,7 +165,7 @@ def test_some_gates_forget_all(dtype: torch.dtype, dataflow: str, device: str) -
     gates = x.g.clone()
     gates[:, [0, 5, 6, 63, 64, 100]] = -torch.inf
     o, _ = check(case, x.but(g=gates), device)
-    # What came before is gone: token 64 on as if it began there, with no state.
+    # The tokens before are forgotten: token 64 and later ones are as in a call that begins there.
     late = Case("late", "", T=56, chunk_size=64)
     rest = x.but(**{n: getattr(x, n)[:, 64:] for n in ("q", "k", "v", "beta")}, g=gates[:, 64:])
     alone, _ = call_with_state(rest, late, initial_state=None)

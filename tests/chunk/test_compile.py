@@ -276,7 +276,7 @@ def test_gradients_equal_eager(case: Case, outputs: str, device: str) -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1, 3], ids=["q", "k", "g"])
 def test_one_gradient(wanted: int, device: str) -> None:
-    """What does not depend on the one input that has a gradient has none either."""
+    """A result that does not depend on the one input with a gradient has no gradient either."""
 
     def differentiate(run: Callable[..., Any]) -> tuple[Tensor, list[bool]]:
         args = dense(device)

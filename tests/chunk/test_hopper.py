@@ -236,6 +236,24 @@ def test_options(case: Case) -> None:
     check(case, x, "cuda", A_log=heads, **{**options, "with_state": False})
 
 
+@hopper
+@pytest.mark.usefixtures("gluon")
+@pytest.mark.parametrize("case", cases([*CASES[:4], *CASES[5:8]]))
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_norm(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of q and k, in the kernel, where blocks have two states: with the bits of the norm apart."""
+    from gdn_triton.chunk.triton.hopper import launch
+
+    monkeypatch.setattr(launch, "NORM_IN_KERNEL", True)
+    monkeypatch.setattr(launch, "choose_shape", lambda *_: launch.TWO)
+    x = make_inputs(case, dtype, "cuda")
+    x = x.but(q=7 * x.q, k=0.01 * x.k)
+    o, state = check(case, x, "cuda", l2norm=True)
+    monkeypatch.setattr(launch, "norm_inside", lambda *_: False)
+    apart, its_state = check(case, x, "cuda", l2norm=True)
+    assert same_bits(o, apart) and same_bits(state, its_state)
+
+
 def gates_of(kind: str, g: Tensor) -> Tensor:
     """g [B, T, HV] of a kind, natural logarithms. Some decay by more than the frame of a chunk, and
     one head forgets everything at some tokens."""

@@ -1,5 +1,5 @@
-"""What must not change a single bit: running again, the neighbours in a batch, how sequences are
-laid out, later tokens. And what must not change at all: the inputs.
+"""No bit of a result depends on the number of runs, on the neighbours in a batch, on the layout of
+the sequences, or on later tokens. No call changes its inputs.
 
 Bit for bit because nothing else is claimed: a result that moves with its neighbours is a race, or a
 tile that was chosen by something else than the problem.
@@ -145,7 +145,7 @@ def test_alone_with_nothing_forced(dtype: torch.dtype, device: str, monkeypatch:
 
 
 def test_segments_are_for_few_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is cut, and that the batch-invariant mode cuts nothing."""
+    """Which calls are cut; the batch-invariant mode cuts nothing."""
     cut = functools.partial(segment_chunks, Gpu("cuda", 90, 132))
     few = {"N": 1, "HV": 8, "K": 128, "V": 128, "BT": 64}
     assert cut(32768, **few) == 64

@@ -243,7 +243,7 @@ def test_checkpoints(
         untouched = sorted({*range(2 * N + 2, len(call.state))} - {*used})
         assert used and untouched, "the test has no such slots"
         assert same_bits(call.state[untouched], before[untouched])
-        # What follows judges the slots before these.
+        # The checks below judge the other slots.
         call.state, before = call.state[: 2 * N + 2], before[: 2 * N + 2]
     assert_prefilled(call, before, o, initial)
     assert checkpoints is not None

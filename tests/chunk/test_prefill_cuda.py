@@ -387,8 +387,8 @@ def test_errors(
 
 
 def test_rules_of_skipped_and_unused_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be wrong of a sequence that runs is not of one that is skipped, nor of a
-    checkpoint that its sequence is too short for."""
+    """Slots that would be refused for a sequence that runs are accepted for a skipped sequence, and
+    for a checkpoint that its sequence is too short for."""
     monkeypatch.setenv("GDN_BACKEND", "reference")
     x = arguments()
     x["read_slots"] = torch.tensor([0, -1, 2])
@@ -425,7 +425,8 @@ def test_no_gradient(name: str, device: str) -> None:
 
 
 def test_a_remembered_call_is_still_judged(device: str) -> None:
-    """What the memory of accepted calls does not know: strides and addresses."""
+    """Strides and addresses are checked at every call, because calls that differ in them alone are
+    alike."""
     x = arguments(device)
     out = torch.empty_like(x["v"])
     chunk_prefill(**x, out=out)

@@ -1,5 +1,5 @@
-"""What validation makes of good calls: the problem of each, what it reads of their tensors, and the
-older name of state_v_first."""
+"""The problems of good calls, the parts of their tensors that validation reads, and the older name
+of state_v_first."""
 
 import functools
 import math

@@ -1,5 +1,5 @@
-"""What is remembered of a call: none is taken for another, and one that is alike is not judged
-again."""
+"""Remembered validations: no call gets the problem of another, and a call that is alike is not
+judged again."""
 
 import math
 
@@ -27,7 +27,7 @@ from gdn_triton.chunk.validation import validate_chunk
 
 
 def judged_anew(arguments):
-    """What validation says of a call by itself: a Problem, or the type and words of the error."""
+    """The result of a call validated by itself: a Problem, or the type and words of the error."""
     try:
         return validate_chunk.__wrapped__(made(ChunkCall, {**DEFAULTS, **arguments}))
     except Exception as error:
@@ -82,13 +82,16 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("base", [{}, GATED], ids=["plain", "gated"])
-def test_no_call_is_taken_for_another(base):
+def test_no_call_is_taken_for_another(base, monkeypatch):
     """Every call after every other: the same judgement as of the call by itself."""
     calls = [padded(**base), *(padded(**{**base, **change}) for change in CHANGES)]
     expected = [str(judged_anew(call)) for call in calls]
     for _ in range(2):
         assert [str(judged(call)) for call in calls] == expected
     with torch.no_grad():
+        assert [str(judged(call)) for call in calls] == [str(judged_anew(call)) for call in calls]
+    with monkeypatch.context() as patch:
+        patch.setenv("GDN_BATCH_INVARIANT", "1")
         assert [str(judged(call)) for call in calls] == [str(judged_anew(call)) for call in calls]
     assert [str(judged(call)) for call in calls] == expected
 

@@ -313,7 +313,7 @@ def test_compiling_warns_of_nothing(
     monkeypatch: pytest.MonkeyPatch,
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    """What the compiler says once of a line of the package is of no use to a caller."""
+    """A warning of the compiler about a line of the package does not help a caller."""
     monkeypatch.setattr("torch._dynamo.utils.warn_once_cache", set())
     args = make_prep((6, 1, 2, 4, 4), device=device)
     torch.compile(causal_conv1d, fullgraph=True, backend="eager")(*args[:2])

@@ -247,7 +247,7 @@ def test_what_skipped_sequences_hold_reaches_no_gradient(device: str) -> None:
 
 
 def test_the_reference_s_backward_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it writes to memory: twice for twice as many sequences."""
+    """The bytes that it writes to memory are twice as many for twice as many sequences."""
     on("reference", monkeypatch)
 
     def made(N: int) -> int:

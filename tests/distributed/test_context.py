@@ -73,6 +73,13 @@ def test_zigzag_has_no_single_interval(group: Any) -> None:
         (ValueError, "cu_seqlens must not decrease", {"cu_seqlens": torch.tensor([0, 4, 2])}),
         (ValueError, r"cu_seqlens must end at or before T=3", {"lengths": [3]}),
         (ValueError, "cu_seqlens_cpu must have the shape", {"cu_seqlens_cpu": torch.tensor([0])}),
+        (
+            ValueError,
+            "cu_seqlens_cpu must equal cu_seqlens, which has 4 at index 1, got 3",
+            {"cu_seqlens_cpu": torch.tensor([0, 3])},
+        ),
+        (ValueError, "conv1d_kernel_size must be an int >= 1 or", {"conv1d_kernel_size": 0}),
+        (ValueError, "conv1d_kernel_size must be an int >= 1 or", {"conv1d_kernel_size": 4.0}),
         (ValueError, "lengths must be 1 ints >= 0", {"lengths": [2, 2]}),
         (ValueError, "lengths must be 1 ints >= 0", {"lengths": [-4]}),
         (TypeError, r"lengths must be a sequence of ints, .* got 5 \(int\)", {"lengths": 5}),
@@ -141,6 +148,10 @@ def test_bad_calls(group: Any) -> None:
             conv_halo(torch.zeros(1, 20, 3), context, kernel_size)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="x must have all 20 tokens in dimension 0"):
         context.shard(torch.zeros(3, 20), 0)
+    with pytest.raises(ValueError, match=r"x must have all 20 tokens in dimension 1, got shape \["):
+        context.shard(torch.zeros(20))
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got list"):
+        context.shard([0] * 20)  # type: ignore[arg-type]
 
 
 def test_cuda_by_name_refuses(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:

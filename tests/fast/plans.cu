@@ -186,7 +186,7 @@ void near_cuts() {
         for (const int other : {-1, 0, 1})
           if (cut.rest + other >= 4 && cut.first + longer >= cut.rest + other &&
               time(cut.first + longer, cut.rest + other) < chosen)
-            call.say("a cut beside the chosen one is better");
+            call.say("a cut next to the chosen one is better");
     }
 }
 

@@ -21,7 +21,7 @@ CSRC = ROOT / "csrc"
 
 
 def host_program(source: Path, program: Path) -> str:
-    """What a program prints that has csrc's host code in it, without CUDA's runtime."""
+    """The output of a program with csrc's host code, without CUDA's runtime."""
     build = load_builder()
     try:
         tools = build.find_toolchain()

@@ -81,7 +81,7 @@ def test_build_from_clean(tmp_path: Path) -> None:
 
 
 def host_program(name: str, folder: Path) -> str:
-    """What a program of tests/fast/ prints that runs functions of csrc on the CPU."""
+    """The output of a program of tests/fast/ that runs functions of csrc on the CPU."""
     tools = toolchain()
     program, source = folder / name, Path(__file__).with_name(f"{name}.cu")
     command = (tools.nvcc, "-ccbin", tools.cxx, "-std=c++17", "-O1", "-arch=sm_90a", "-o", program)
@@ -91,7 +91,7 @@ def host_program(name: str, folder: Path) -> str:
 
 def test_plans(tmp_path: Path) -> None:
     """How calls are cut into segments: whatever the lengths are, there is memory for them; and no
-    cut beside the chosen one promises more."""
+    cut next to the chosen one promises more."""
     assert host_program("plans", tmp_path) == "right: 3542 plans\n"
 
 

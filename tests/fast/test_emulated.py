@@ -15,11 +15,11 @@ from emulator.translate import Untranslatable, launch_registers, translate
 from fast_cases import ROOT
 from library_wheel import load_builder
 
-# What the machine says of each kernel of faults.cu.
+# The machine's message for each kernel of faults.cu.
 FAULTS = {
     "none": r"right",
     "no-wait": "are not ordered",
-    "no-fence": "a write without fence.proxy.async behind it",
+    "no-fence": "a write without a fence.proxy.async after it",
     "no-sync": "are not ordered",
     "too-many-bytes": "16 bytes to come",
     "outside": "an access outside of the block's shared memory",

@@ -60,7 +60,7 @@ CASES = [
     *(fast_case(f"group-{G}", "value heads on a key head", HV=2 * G, lengths=(70, 0, 130))
       for G in (1, 2, 3, 4, 6, 8)),
     fast_case("groups-padded", "pairs of heads, a part of a chunk", T=200, B=3, H=3, HV=12),
-    fast_case("edges", "every length beside every other", lengths=(*EDGES, *EDGES[::-1])),
+    fast_case("edges", "every length next to every other", lengths=(*EDGES, *EDGES[::-1])),
     fast_case("odd-rows", "rows that TMA cannot read, so copies", T=150, B=2, spare=3),
     fast_case("orphans", "more rows of no sequence than a chunk", lengths=(5, 80), orphans=200),
     fast_case("wide", "more heads than multiprocessors", T=130, B=2, H=16, HV=96),
@@ -69,7 +69,7 @@ CASES = [
     fast_case("pairs-with-dq-packed", "the same, and last chunks that are apart",
               lengths=(4200, 0, 8000, 4190), orphans=10, H=2, HV=4),
     fast_case("pairs-with-dq-three", "the same, without clusters", lengths=(5000, 4097), HV=6),
-    fast_case("segments-packed", "a long sequence beside short ones",
+    fast_case("segments-packed", "a long sequence among short ones",
           lengths=(2100, 1, 0, 300, 1024), orphans=70, H=1, HV=1),
 ]  # fmt: skip
 

@@ -22,7 +22,7 @@ Keep = Callable[[int], None]
 
 @pytest.fixture
 def keep(cuda: str, monkeypatch: pytest.MonkeyPatch) -> Keep:
-    """What makes every forward leave a state after so many tokens each."""
+    """A function that makes every forward leave a state after each so many tokens."""
     monkeypatch.setenv("GDN_BACKEND", "cuda")
     return lambda every: monkeypatch.setattr(
         calls, "best_checkpoint_interval", lambda *sizes: every

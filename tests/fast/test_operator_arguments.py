@@ -36,7 +36,7 @@ def schemas() -> dict[str, tuple[str, ...]]:
 
 
 def test_names_are_in_the_order_of_the_operators() -> None:
-    """What the host code passes by name is unpacked by position."""
+    """The library unpacks by position the arguments that the host code passes by name."""
     found = schemas()
     assert {name: found[name] for name in ARGUMENTS} == ARGUMENTS
     assert found["chunk_forward_workspace"] == ("device", "sizes")

@@ -29,7 +29,7 @@ CASES = [
       for n in EDGES),
     *(fast_case(f"group-{G}", "value heads on a key head", H=2, HV=2 * G, lengths=(70, 0, 130))
       for G in (1, 2, 3, 4, 8)),
-    fast_case("edges", "every length beside every other", lengths=(*EDGES, *EDGES[::-1])),
+    fast_case("edges", "every length next to every other", lengths=(*EDGES, *EDGES[::-1])),
     fast_case("one-head", "", T=300, H=1, HV=1),
     fast_case("odd-rows", "rows that TMA cannot read, so copies", T=150, B=2, spare=3),
     fast_case("orphans", "more rows of no sequence than a chunk", lengths=(5, 80), orphans=200),
@@ -37,7 +37,7 @@ CASES = [
               orphans=100, H=4, HV=8),
     fast_case("wide", "more heads than multiprocessors", T=130, B=2, H=16, HV=96),
     fast_case("long", "few heads and many chunks: segments side by side", T=8192, H=1, HV=2),
-    fast_case("segments", "cut sequences beside a short one",
+    fast_case("segments", "cut sequences and a short one",
               lengths=(9000, 1, 6000), orphans=70, H=1, HV=1),
     fast_case("chunks", "many chunks, no segment", T=900, B=4, H=8, HV=32),
     fast_case("halves", "more chunks than buffers, few heads", T=500, B=2, H=1, HV=3),

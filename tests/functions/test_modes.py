@@ -1,4 +1,4 @@
-"""What is set around a call, for other parts of a program, does not change its numbers."""
+"""Modes that are set around a call, for other parts of a program, do not change its numbers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gdn_triton
 from gdn_triton import layers
 
-# What runs nothing, or only what the table has.
+# Public names that run nothing, or only functions of the table.
 OTHERS = {
     "Explanation": "a record",
     "PreparedStep": "its calls are those of recurrent_step",

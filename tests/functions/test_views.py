@@ -105,7 +105,7 @@ def test_what_is_read_is_not_written(function: Function, backend: str, device: s
 def test_negative_bit(
     function: Function, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written has none: kernels write what memory holds."""
+    """A written tensor has no negative bit, because kernels write to memory."""
     x = function.arguments(device)
     exact = Exact(function, x, monkeypatch)
     function.run(copied(x))  # what is kept of a call without the bit is no other's

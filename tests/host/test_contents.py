@@ -47,7 +47,7 @@ def contents_of(call: dict[str, Any]) -> Contents:
 
 Change = dict[str, Callable[[torch.Tensor], torch.Tensor]]
 
-# What is changed, what the mistake is called, and what is said of it.
+# The change of the inputs, the name of the mistake, and words of its sentence.
 MISTAKES: dict[str, tuple[Change, str, str]] = {
     "alpha": ({"g": torch.exp}, "gate", r"looks like alpha.*alpha\.log\(\)"),
     "sign": ({"g": lambda g: -3 * g}, "gate", "wrong sign.*use_gate_in_kernel=True"),
@@ -90,7 +90,7 @@ def test_right_call(device: str) -> None:
 
 
 def test_reflections_and_long_keys_with_small_steps_are_right() -> None:
-    """What counts is beta |k|^2, up to 2, head by head."""
+    """The limit is on beta |k|^2, which may be 2, of each head."""
     call = right()
     assert not contents_of(call | {"beta": 1.99 * torch.ones_like(call["beta"])}).mistakes
     long = call | {"k": 8 * call["k"], "beta": call["beta"] / 64}

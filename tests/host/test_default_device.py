@@ -14,7 +14,7 @@ from torch.utils._device import _device_constructors
 from gdn_triton.layers import GatedDeltaNet
 
 PACKAGE = Path(__file__).resolve().parents[2] / "gdn_triton"
-# What torch makes on its default device where none is named.
+# Functions of torch that use its default device where none is named.
 MAKERS = {function.__name__ for function in _device_constructors()}
 
 

@@ -22,7 +22,7 @@ LARGE, SMALL, TINY = Gpu("cuda", 90, 132), Gpu("cuda", 86, 16), Gpu("cuda", 86, 
 
 
 class TwoGpus:
-    """What torch and Triton say of cuda:0 and cuda:1, and which of them is the current one."""
+    """The properties that torch and Triton report for cuda:0 and cuda:1, and the current device."""
 
     GPUS = (LARGE, SMALL)
 

@@ -43,7 +43,7 @@ def operator_calls():
 
 
 def run(function, args, kwargs):
-    """What it returns and what it writes; its arguments stay as they are."""
+    """The results of a call and the tensors that it writes; the given arguments do not change."""
     args, kwargs = copy.deepcopy((args, kwargs))
     found = function(*args, **kwargs)
     tensors = (*(found if isinstance(found, tuple) else (found,)), *args, *kwargs.values())
@@ -129,7 +129,7 @@ def test_a_name_that_the_operator_does_not_have(call, monkeypatch, caplog):
 
 
 def test_explained_with_gradients():
-    """What has a kernel without a backward; the parts of a fused call choose for themselves."""
+    """A kernel without a backward; the parts of a fused call choose their own backends."""
     for function, args, kwargs in CALLS:
         if function.__name__ not in ("fused_conv_prep", "fused_post_conv_prep"):
             continue

@@ -28,7 +28,7 @@ OUT = "out must have (rows of less than|a dense last dimension)"
 
 
 def refusal(call: Call, given: str, x: Tensor, dim: int, stride: int) -> str | None:
-    """What the error says where the call is to be refused."""
+    """Words of the error if the call must be refused."""
     last = dim == x.dim() - 1
     function = inspect.unwrap(call.function)
     if given.startswith("window."):

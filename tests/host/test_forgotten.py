@@ -1,4 +1,5 @@
-"""What one test decides of backends, the next one does not find: the package keeps its choices."""
+"""The choice of a backend in one test does not reach the next test, although the package keeps its
+choices."""
 
 import pytest
 import torch

@@ -82,9 +82,11 @@ STALE = """
 """
 
 
-@pytest.mark.parametrize("branch", [True, False])
-def test_stale_registers_are_found(branch: bool) -> None:
-    """An address that only a branch writes."""
-    sass = STALE if branch else STALE.replace("@P0 BRA", "NOP ")
+@pytest.mark.parametrize("written", ["in a branch", "under a predicate", "always"])
+def test_stale_registers_are_found(written: str) -> None:
+    """Some iterations do not write the address that the product reads."""
+    sass = STALE if written == "in a branch" else STALE.replace("@P0 BRA", "NOP ")
+    if written == "under a predicate":
+        sass = sass.replace("     UIADD3", "@UP0 UIADD3")
     found = stale_uniform_registers(sass)
-    assert found == (["0040 UMOV UR6, UR4"] if branch else [])
+    assert found == ([] if written == "always" else ["0040 UMOV UR6, UR4"])

@@ -154,7 +154,7 @@ class Counted:
 
 
 def triton_launches(recorder: Recorder, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """What Triton itself runs for these arguments."""
+    """The kernel that Triton itself runs for these arguments."""
     scaled_sum_kernel[GRID](**arguments, **fixed)
     return recorder.last()
 
@@ -286,7 +286,7 @@ def child_remembers_no_more_than_it_says() -> None:
 
 
 def child_nothing_is_kept_of_a_replaced_launch() -> None:
-    """What compile_targets.py does: a run that gives nothing back is asked every time."""
+    """A run that returns nothing, as in compile_targets.py, is called every time."""
     from triton.runtime.jit import JITFunction
 
     here = recorder()
@@ -336,8 +336,8 @@ CHECKS = [name for name in globals() if name.startswith("child_")]
 
 @pytest.fixture(scope="module")
 def child() -> dict[str, str]:
-    """What each check said. In a process of their own: Triton decides on import between its
-    interpreter and its compiler."""
+    """The output of each check. The checks run in a separate process, because Triton chooses
+    between its interpreter and its compiler when it is imported."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""What calls write in place: it may lie next to what they read, and only the slots that are used
-are judged. What shares memory is refused (tests/functions/test_refusals.py)."""
+"""Tensors that calls write in place may lie next to tensors that they read, and only slots that are
+used are judged. Shared memory is refused (tests/functions/test_refusals.py)."""
 
 import itertools
 import random

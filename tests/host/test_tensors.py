@@ -68,7 +68,7 @@ def test_kernels_refuse_tangents(op: Op, device: str, monkeypatch: pytest.Monkey
             with pytest.raises(RuntimeError, match=message):
                 op.run({**given, name: dual})
             assert all(torch.equal(given[y], tensors[y]) for y in op.written)
-        # What carries none is served.
+        # Tensors without a tangent are served.
         for y, z in zip(outcome(op, copied(tensors)), expected, strict=True):
             assert same_bits(y, z)
 
@@ -181,7 +181,7 @@ def test_kernels_refuse_transforms(
     for name in op.inputs(tensors):
         given = copied(tensors)
         message = f"transforms of torch.func .*; {argument(op, name)} is a tensor of one"
-        # What has no gradient at all says that first.
+        # A function without gradients refuses for that reason first.
         refusal = "has no gradient" if op.written and transform is by_grad else message
         with pytest.raises((RuntimeError, NotImplementedError), match=f"{refusal}|{message}"):
             transform(lambda y, x=given, n=name: op.run({**x, n: y})[0], given[name])

@@ -90,7 +90,7 @@ def test_gradients_without_memory(
 def test_make_fx(
     op: Op, backend: str, mode: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is traced is the call, not its result."""
+    """The trace has the call, not its result."""
     monkeypatch.setenv("GDN_BACKEND", backend)
     tensors, others = op.make(device), op.make(device)
     graph = make_fx(op.run, tracing_mode=mode)(copied(tensors))

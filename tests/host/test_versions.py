@@ -1,5 +1,5 @@
-"""What calls write in place, as autograd counts it: the version of a tensor rises where the tensor
-is written, and nowhere else."""
+"""Autograd's count of writes in place: a call increments the version of the tensors that it writes,
+and of no others."""
 
 from types import SimpleNamespace
 from typing import Any

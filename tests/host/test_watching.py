@@ -1,4 +1,4 @@
-"""What `watching` sees of kernels in Triton's interpreter: the tests' own watch over memory."""
+"""Accesses to memory that `watching` finds in kernels in Triton's interpreter."""
 
 from collections.abc import Callable
 

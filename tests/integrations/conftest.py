@@ -11,7 +11,7 @@ from gdn_triton.integrations import transformers as integration
 @pytest.fixture
 def undone() -> Iterator[None]:
     """Ends disabled; and on one thread, since a second costs such small products more than it
-    gives, above all beside other processes."""
+    gives, above all while other processes run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

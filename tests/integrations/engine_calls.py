@@ -1,5 +1,5 @@
-"""What the tests of the engines' adapters share: tensors of a call in an engine's form, and ours,
-asked directly."""
+"""Helpers of the tests of the engines' adapters: tensors of a call in an engine's form, and direct
+calls of our functions."""
 
 import math
 
@@ -16,8 +16,8 @@ PLACES = [pytest.param(("cpu", "reference"), id="cpu"), GPU]
 
 
 def at(request, monkeypatch):
-    """What is tested lies around the op: on the CPU on the reference, on a GPU on Triton. Returns
-    the device."""
+    """Runs the op in the reference on the CPU, and in Triton on a GPU, because the tests are about
+    the code around the op. Returns the device."""
     device, backend = request.param
     if device == "cuda" and request.node.get_closest_marker("of_no_device"):
         pytest.skip("nothing of this depends on the device")

@@ -1,4 +1,4 @@
-"""What the engines' Triton kernels need to run in the interpreter."""
+"""Replacements with which the engines' Triton kernels run in the interpreter."""
 
 import torch
 import triton

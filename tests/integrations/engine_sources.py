@@ -1,4 +1,4 @@
-"""What the engines' own wheels say, read without importing them.
+"""The sources in the engines' wheels, read without importing them.
 
 `tests/integrations/engine_signatures.json` has the versions that the adapters were written for and,
 for every function that an adapter replaces or imitates, its parameters with their defaults and a
@@ -266,7 +266,7 @@ IMPORTED = {
 
 
 def signatures(package: str, folder: str | None = None) -> dict[str, dict[str, Parameters]]:
-    """What `IMITATED` names, from the package's files."""
+    """The functions that `IMITATED` names, from the package's files."""
     read = reader_of(package, folder)
     found: dict[str, dict[str, Parameters]] = {}
     for file, names in IMITATED[package].items():

@@ -27,7 +27,7 @@ D, W = 6, 4
 
 @pytest.fixture(autouse=True)
 def reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is judged does not depend on the backend."""
+    """The checks do not depend on the backend."""
     monkeypatch.setenv("GDN_BACKEND", "reference")
 
 

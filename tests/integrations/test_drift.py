@@ -113,7 +113,7 @@ def test_fla_layer(make):
 
 @pytest.mark.parametrize("file", IMITATED["transformers"])
 def test_transformers(file):
-    """What the adapter's functions take by position, which the layers of all models share."""
+    """The positional parameters of the adapter's functions, which all models' layers share."""
     for name in IMITATED["transformers"][file]:
         first = recorded("transformers", name, file).split(", ")
         assert first[:5] == ["query", "key", "value", "g", "beta"]

@@ -21,7 +21,7 @@ OWN = "FLA's own"
 
 
 class StandInBackend:
-    """What the registries of FLA 0.5.2 and 0.6.0 ask of a backend."""
+    """The methods of a backend that the registries of FLA 0.5.2 and 0.6.0 call."""
 
     backend_type, priority, env_var = "base", 5, None
 

@@ -135,7 +135,7 @@ def test_flashinfer_max_seqlen(readable, monkeypatch):
     with pytest.raises(ValueError, match="max_seqlen must be at least T / N, the mean of N=3"):
         flashinfer.chunk_gated_delta_rule(**call, max_seqlen=85)
     if not readable:
-        # What the adapter does where the offsets are on a GPU.
+        # The adapter does this where the offsets are on a GPU.
         there = SimpleNamespace(dim=lambda: 1, shape=(4,), device=torch.device("cuda"))
         flashinfer_prefill._check_max_seqlen(86, T, there)
         monkeypatch.setattr(flashinfer_prefill, "_check_max_seqlen", lambda *_: None)
@@ -351,8 +351,8 @@ def test_flashinfer_output_dtype(dtype):
 
 @pytest.mark.of_no_device
 def test_flashinfer_hints(monkeypatch):
-    """What FlashInfer's callers pass for its own kernels: vLLM names a backend, and warms both of
-    its forms. Without a cut a sequence has the same bits in any batch."""
+    """Arguments that callers pass for FlashInfer's own kernels: vLLM names a backend, and warms
+    both of its forms. Without a cut a sequence has the same bits in any batch."""
     from gdn_triton._host.environment import batch_invariant
 
     inputs = packed()

@@ -177,7 +177,7 @@ def test_enable(engine):
     assert len([place for place in report.places if place.op]) == len(theirs)
     assert "causal_conv1d_update with the windows of drafts: not ours: SGLang's own" in str(report)
     assert "fused_gdn_gating: not ours: a prefill takes g and beta" in str(report)
-    # What the layer's call finds there now.
+    # The function that the layer's call finds there now.
     inputs = decoding(1)
     call = {**inputs, "softplus_beta": 1.0, "softplus_threshold": 20.0, "is_kda": False}
     call |= {"use_qk_l2norm_in_kernel": True}

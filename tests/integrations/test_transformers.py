@@ -133,7 +133,7 @@ LENGTHS = (11, 1, 17)
 
 
 def packing(device: str) -> dict[str, Any]:
-    """What transformers' collator gives to a model for sequences in one row."""
+    """The batch of transformers' collator for sequences in one row."""
     offsets = torch.tensor([0, 11, 12, 29], dtype=torch.int32, device=device)
     numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS)).to(device)
     return {

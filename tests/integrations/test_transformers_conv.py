@@ -109,7 +109,7 @@ def test_step(modeling, columns):
 
 
 def test_theirs():
-    """What is not served goes to transformers' own function, with all its arguments."""
+    """A call that is not served goes to transformers' own function, with all its arguments."""
     calls = []
 
     def theirs(*args, **kwargs):

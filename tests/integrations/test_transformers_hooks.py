@@ -168,7 +168,7 @@ def runs_ours(layer: Any, decode: bool = False) -> bool:
 
 
 def contents(module: ModuleType) -> dict[str, Any]:
-    """What can be patched of a module: its names, and those of its layer."""
+    """The parts of a module that can be patched: its names, and those of its layer."""
     return {
         **vars(module),
         **{f"layer {k}": v for k, v in vars(module.StandInGatedDeltaNet).items()},

@@ -89,7 +89,7 @@ def change(cache: Any, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["copied", "reordered", "offloaded", "reset", "disabled"])
 def test_changes_of_a_cache(how: str, device: str) -> None:
-    """What changes a cache between two steps has the effect that it has without a window."""
+    """Code that changes a cache between two steps has the same effect as without a window."""
     model = QWEN3_NEXT.make(FP32, device)
     name, last = cache_name(model), tokens(2, 3, device)
 

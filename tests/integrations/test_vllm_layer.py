@@ -69,17 +69,17 @@ def sequences(count: int) -> list[Sequence]:
 @pytest.mark.parametrize("doubles_beta", [False, True], ids=["Qwen", "OLMo"])
 def test_a_service(doubles_beta):
     """Sequences that begin, go on in pieces, decode alone and beside a prefill, verify drafts alone
-    and beside others: after every step o and states are those of the whole sequence."""
+    and with others: after every step o and states are those of the whole sequence."""
     layer, (a, b, c, d) = make_layer(doubles_beta=doubles_beta), sequences(4)
     # vLLM puts decodes first.
     steps = [
         ([a, b], [5, 70], []),  # two begin
         ([a, b], [1, 33], []),  # one decodes, the other goes on
-        ([b, a, c], [1, 1, 2], []),  # a third begins beside two decodes
+        ([b, a, c], [1, 1, 2], []),  # a third begins, and two decode
         ([a, b, c], [1, 1, 1], []),  # decodes only, in a padded graph
         ([a, b], [3, 3], [0, 1]),  # the first drafts
         ([a, b], [3, 2], [0, 1]),
-        ([d, b, c, a], [9, 3, 1, 2], [1, 3]),  # drafts beside a beginning and a decode
+        ([d, b, c, a], [9, 3, 1, 2], [1, 3]),  # drafts, a beginning and a decode
         ([b, a], [1, 3], [0, 1]),
     ]
     accepted = iter([2, 1, 3, 2, 1, 2, 1, 1])

@@ -19,7 +19,7 @@ OUT_OF_TREE = {}
 
 
 class CustomOp:
-    """What vLLM's does to a registered class: makes it in place of the one of that name."""
+    """As vLLM does, makes the registered class in place of the one of that name."""
 
     def __new__(cls, *args, **kwargs):
         return super().__new__(OUT_OF_TREE.get(cls.__name__, cls))
@@ -182,7 +182,7 @@ def test_register(ours, engine, caplog):
     assert places[f"{engine.norm.__name__}.rmsnorm_fn"].op == "rms_norm_gated"
     assert [name for name, place in places.items() if not place.op] == [ours.WINDOW]
     assert engine.olmo.OlmoHybridGatedDeltaNetAttention._forward_core is not _their_forward_core
-    # What vLLM would log of FlashInfer.
+    # vLLM would log a line about FlashInfer here.
     with caplog.at_level(logging.INFO, "gdn_triton"):
         op = engine.qwen.ChunkGatedDeltaRule()
     assert isinstance(op, registered) and "Using gdn_triton for GDN prefill" in caplog.text

@@ -17,10 +17,10 @@ from gdn_triton.reference.recurrent import recurrent
 
 H, HV, K, V, W = 2, 4, 16, 8, 4
 D = 2 * H * K + HV * V
-DRAFTS = 2  # speculated tokens of a step, beside the one that is sure
+DRAFTS = 2  # speculated tokens of a step, in addition to the sure one
 SLOTS = 16
 
-# What vLLM's own method reads besides.
+# Fields that only vLLM's own method reads.
 THEIRS = ("has_initial_state", "chunk_indices", "chunk_offsets", "aiter_prefill_metadata")
 Metadata = make_dataclass(
     "Metadata", [(name, Any, field(default=None)) for name in (*ours.METADATA, *THEIRS)]

@@ -179,7 +179,7 @@ def run_all(layer: GatedDeltaNet) -> None:
 
 @pytest.mark.parametrize("mode", ["chunk", "fused_recurrent"])
 def test_which_rule_runs(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the docstring of `mode` says."""
+    """The choice that the docstring of `mode` describes."""
     chunked, by_token = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"
     ran = watch((chunked, by_token, "recurrent_step"), monkeypatch)
     run_all(make_layer(mode=mode))
@@ -298,7 +298,7 @@ def same_bits_64(x: Tensor, y: Tensor) -> bool:
 
 
 def test_no_gradient_through_the_cache() -> None:
-    """What came before a call is constant in it."""
+    """The states from earlier calls are constants."""
     layer, x = make_layer(), make_input(1, 6)
     cache = layer.make_cache(1)
     layer(x[:, :3], cache=cache)

@@ -35,6 +35,17 @@ class Scaled(nn.Module):
         return {"table", "no_such_name"}
 
 
+class Tied(nn.Module):
+    """A module with two names of one matrix, which names the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Parameter(torch.ones(3, 4))
+
+    def no_weight_decay(self) -> set[str]:
+        return {"second"}
+
+
 def assigned() -> GatedDeltaNet:
     layer = make("meta")
     layer.load_state_dict(make().state_dict(), assign=True)
@@ -104,6 +115,9 @@ def test_an_attribute_and_shared_parameters() -> None:
     decayed, others = parameter_groups(model, 0.1)
     assert [id(p) for p in decayed["params"]] == [id(model[1].weight)]
     assert [id(p) for p in others["params"]] == [id(model[0].weight), id(model[2].weight)]
+    tied = Tied()
+    decayed, others = parameter_groups(tied, 0.1)
+    assert decayed["params"] == [] and others["params"][0] is tied.first
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -198,7 +198,7 @@ def test_dry_run_of_host_times(
 ) -> None:
     monkeypatch.setenv("GDN_BACKEND", "auto")
     host.main(["--dry-run", "--calls", "6", "--jsonl", str(tmp_path / "results.jsonl")])
-    assert os.environ["GDN_BACKEND"] == "auto"  # the run's own is not left behind
+    assert os.environ["GDN_BACKEND"] == "auto"  # the run restores the variable
     records = read(tmp_path)
     assert [record["calls"] for record in records] == [f"6, {kind}" for kind in host.KINDS]
     for record in records:

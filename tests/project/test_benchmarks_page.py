@@ -182,7 +182,7 @@ def write_records(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """A prefill on the CUDA library beside our Triton kernels, decode steps and gradients."""
+    """A prefill on the CUDA library and on our Triton kernels, decode steps, and gradients."""
     both = speed("full 16/32 1x8192", 100.0, 300.0, 125.0) | {"backend": "cuda", "gates": "model"}
     both["results"]["gdn_triton Triton"] = both["results"]["FLA"] | {"graph": 200.0}
     both["results"]["FlashInfer split"] = both["results"]["FLA"] | {"graph": 80.0}
@@ -323,6 +323,14 @@ def test_table_of_decode_steps(files: list[Path]) -> None:
         "| 8 | 16/32 | bfloat16 | 8.0 | 16.0 | 10.0 | - | - | **8.0** | - |",
     ]
     assert page.decode_table(files[:1]) == ""
+
+
+def test_table_of_decode_steps_has_one_kind_of_gates(files: list[Path], tmp_path: Path) -> None:
+    """The first by name, as times hardly depend on the gates."""
+    head, *steps = page.read(files[2])
+    others = [{**step, "gates": "strong"} for step in steps]
+    path = write_records(tmp_path / "gates.jsonl", [head, *others, *steps])
+    assert page.decode_table([path]) == page.decode_table(files)
 
 
 def test_drafts_come_after_decode_steps(files: list[Path], tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def test_summary_by_hand() -> None:
 
 
 def test_processes_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes, on the reference: a record of each row, and the same bits. What is set for
-    them is not left behind."""
+    """Two processes, on the reference: a record of each row, and the same bits. The variables
+    that are set for them are restored."""
     before = dict(os.environ)
     rows = tmp_path / "rows.jsonl"
     options = ["--select", f"^{ROW}$", "--gates", "mild,none", "--turns", "1", "--jsonl", str(rows)]
@@ -117,7 +117,7 @@ def test_every_table_has_jobs() -> None:
 
 
 def test_words_of_explain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a build's process takes for the library's own backward is what `explain` says of one."""
+    """A build's process recognises the library's own backward by the words of `explain`."""
     for name in ("supports", "backward_supports", "backward_wasteful"):
         monkeypatch.setattr(backends.cuda_support, name, lambda problem: None)
     made_by = backends.CHUNK.backends[0].supports(problem(needs_grad=True))

@@ -82,8 +82,8 @@ def test_short_part_is_of_every_folder_with_kernels() -> None:
 
 @pytest.mark.parametrize("failing", ["", "whole", *VERSIONS])
 def test_every_part_decides(tmp_path: Path, failing: str) -> None:
-    """What runs one after the other, with programs that only note their call, and that a part which
-    fails is the end."""
+    """The order of the parts, with programs that only note their call. A part that fails is the
+    last one."""
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "run").write_text(RUN, encoding="utf-8")
     bin = tmp_path / ".venv" / "bin"

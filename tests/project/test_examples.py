@@ -44,7 +44,7 @@ train_bytes = load_example("train_bytes")
 
 @pytest.fixture(autouse=True)
 def reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CPU takes outside of the suite; the interpreter would be slow here."""
+    """A CPU has this backend outside of the suite; the interpreter would be slow here."""
     if not torch.cuda.is_available():
         monkeypatch.setenv("GDN_BACKEND", "reference")
 

@@ -41,7 +41,8 @@ def test_import_loads_nothing_heavy():
 
 
 def test_import_registers_every_operator():
-    """What a saved program calls is there, and registering it asks neither Triton nor a device."""
+    """The operators of a saved program are registered, without importing Triton or querying a
+    device."""
     out = run_python(
         """
         import sys, torch

@@ -147,7 +147,7 @@ STEPS: tuple[dict[str, tuple[str, str | tuple[Edit, ...]]], ...] = (
     },
     {"tests": ("tests/scale/test_scale.py", "checks.py")},
 )
-# What the recipe points at and a new operator does not change.
+# Files to which the recipe points, and which a new operator does not change.
 EXAMPLES = {"gdn_triton/norm/", "reference.py", "tests/functions"}
 
 # The tests that the recipe promises, of all operators or of this one.

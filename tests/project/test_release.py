@@ -1,4 +1,4 @@
-"""What is handed out: the wheel, an installation of it by itself, and the documentation's site."""
+"""The files of a release: the wheel, an installation of it alone, and the documentation's site."""
 
 import importlib.util
 import inspect

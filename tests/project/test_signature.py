@@ -37,7 +37,7 @@ FLA_POSITIONAL = (
     ("chunk_indices", None),
     ("cp_context", None),
 )
-# What FLA takes out of **kwargs, with the defaults its body applies.
+# The arguments that FLA reads from **kwargs, with the defaults of its code.
 FLA_KEYWORDS = (
     ("use_gate_in_kernel", False),
     ("A_log", None),
@@ -99,7 +99,7 @@ def test_recurrent_signature_is_flas():
 def test_explain_and_validation_take_the_same_arguments():
     op = inspect.signature(gdn_triton.chunk_gated_delta_rule).parameters
     assert list(inspect.signature(gdn_triton.explain).parameters) == [*op, "contents"]
-    # What of a split call is a rank's own, cp_context says before.
+    # A split call first replaces the arguments that cp_context has.
     assert fields(ChunkCall) == set(op) - {"transpose_state_layout", "head_first", "cp_context"}
 
 

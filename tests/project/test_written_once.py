@@ -1,4 +1,4 @@
-"""What several kernels must compute to the same bits has one text that all of them call."""
+"""Computations that must have the same bits in several kernels are one function that all call."""
 
 import ast
 from collections import Counter

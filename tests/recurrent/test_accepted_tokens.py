@@ -105,7 +105,7 @@ def test_step_from_accepted(pool: torch.dtype, backend: str, device: str) -> Non
 def test_step_packed(lengths: list[int], backend: str, device: str) -> None:
     """Ragged drafts. The states of tokens that have no column are not kept; a sequence without
     tokens keeps nothing, and tokens of no sequence give 0."""
-    if backend == "reference":  # torch's sums on a GPU depend on the number of tokens beside
+    if backend == "reference":  # torch's sums on a GPU depend on the number of all tokens
         device = "cpu"
     slots = rows(device)
     x = step_inputs(device, tokens=5)

@@ -29,7 +29,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parted(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is held, and what each call has."""
+    """The arguments that the step holds, and those of each call."""
     held = {name: y for name, y in given.items() if name in HELD}
     return held, {name: y for name, y in given.items() if name not in HELD}
 

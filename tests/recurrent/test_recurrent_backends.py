@@ -167,8 +167,8 @@ def long_call(T: int, packed: bool = False) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_reference_keeps_one_state(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a gradient: the peak is what all tokens hold and a few states of each sequence, and
-    no token leaves a piece of memory of its own behind."""
+    """Without a gradient: the peak has the memory of all tokens and a few states of each sequence,
+    and no memory of each token remains allocated."""
     monkeypatch.setenv("GDN_BACKEND", "reference")
     T = 128
     x = long_call(T, packed)
@@ -183,7 +183,8 @@ def test_the_reference_keeps_one_state(packed: bool, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_reference_s_backward_is_linear(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it writes to memory, to which its time is bound: twice for twice as many tokens."""
+    """The bytes that it writes to memory, which bound its time, are twice as many for twice as many
+    tokens."""
     monkeypatch.setenv("GDN_BACKEND", "reference")
 
     def made(T: int) -> int:

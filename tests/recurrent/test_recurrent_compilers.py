@@ -142,5 +142,5 @@ def test_another_device() -> None:
 
 
 def test_interpreter_or_gpu(device: str) -> None:
-    """What the tests above run on is what they say."""
+    """The tests above run in the backend that they name."""
     assert (device == "cpu") == (os.environ.get("TRITON_INTERPRET") == "1")

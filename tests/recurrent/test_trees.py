@@ -209,7 +209,7 @@ def test_conv(dtype: torch.dtype, width: int, is_packed: bool, backend: str, dev
     weight, bias = normal(D, width, device=device), normal(D, device=device)
     parents, write = random_trees(), node_slots()
     if is_packed:
-        write[0, 1] = -1  # a parent may leave no state behind
+        write[0, 1] = -1  # a parent's state may be dropped
     before = normal(SLOTS, D, width - 1, device=device)
     has_state = torch.tensor([True, False, True, True], device=device)
     given = {"x": x, "parents": parents.to(device), "write_slots": write.to(device)}

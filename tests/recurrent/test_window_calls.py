@@ -75,7 +75,7 @@ def windowed(**x: Any) -> Any:
 def test_compiled(
     backend_name: str, mixed: bool, out: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written in place is written as in the eager call, over several calls."""
+    """Several compiled calls write the same values in place as eager calls."""
     monkeypatch.setenv("GDN_BACKEND", backend_name)
     run = Decoding(replace(DRAFTS, mixed=mixed, raw=mixed), device)
     eager = {"state": run.pool.clone(), "window": cloned_window(run.window)}
@@ -243,7 +243,7 @@ def test_wrong_calls(
 
 
 def tensors(x: dict[str, Any]) -> list[Tensor]:
-    """What a call might write."""
+    """The tensors that a call might write."""
     window = x["window"] or ()
     return [x["state"], *(y for y in window if isinstance(y, Tensor))]
 

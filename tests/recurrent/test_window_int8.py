@@ -43,20 +43,21 @@ def test_packed_and_unpacked(v_first: bool, device: str) -> None:
 
 
 def test_a_channel_that_is_zero_or_not_finite(device: str, backend: str) -> None:
-    """Zeros stay zeros through a fold; a channel with NaN or an infinity is NaN, the others are as
-    they were."""
+    """Zeros stay zeros through a fold, and a channel of magnitudes of at most 1e-30 becomes zero. A
+    channel with NaN or an infinity is NaN, the others are as they were."""
     window = make_window(1, 1, 1, 16, 16, FP32, device, with_scales=True)
     pool = torch.empty(1, 1, 16, 16, dtype=INT8, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     states = torch.randn(1, 1, 16, 16, device=device)
     states[..., 3] = 0
+    states[..., 4], states[..., 6] = 1e-30, -9e-31
     states[..., 5, 7], states[..., 2, 8] = torch.nan, torch.inf
     window.pack(pool, slots, states)
     restart_window(window, slots, slots)
-    others = [i for i in range(16) if i not in (3, 7, 8)]
+    others = [i for i in range(16) if i not in (3, 4, 6, 7, 8)]
     before = window.unpacked(pool, slots)
-    assert before[..., [7, 8]].isnan().all() and not before[..., 3].any()
-    assert before[..., others].isfinite().all()
+    assert before[..., [7, 8]].isnan().all() and not before[..., [3, 4, 6]].any()
+    assert before[..., others].isfinite().all() and before[..., others].any(-2).all()
     token = torch.zeros(1, 1, 16, device=device)
     zero = torch.zeros(1, 1, device=device)
     step = {"q": token, "k": token, "v": token, "g": zero, "beta": zero}
@@ -173,6 +174,25 @@ def test_refusals() -> None:
     ):
         with pytest.raises(error, match=message):
             window._replace(scales=scales).unpacked(x["state"], slots)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_packs(device: str) -> None:
+    """Nothing reads the slots in a trace."""
+    pools = [torch.zeros(5, 4, 8, 6, dtype=INT8, device=device) for _ in range(2)]
+    slots = torch.tensor([3, 0], device=device)
+    states = torch.randn(2, 4, 8, 6, device=device)
+    found = []
+    for pool, is_compiled in zip(pools, (False, True), strict=True):
+        window = make_window(5, 2, 4, 8, 6, FP32, device, with_scales=True)
+        pack, unpacked = (
+            torch.compile(call, fullgraph=True, backend="aot_eager") if is_compiled else call
+            for call in (window.pack, window.unpacked)
+        )
+        pack(pool, slots, states)
+        found.append((unpacked(pool, slots), window.scales))
+    assert torch.equal(*pools) and pools[0].any()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_compiled(device: str) -> None:

@@ -81,7 +81,7 @@ MATRIX_INSTRUCTION = {
 MATRIX_KERNELS = ("wy_fwd_kernel", "state_fwd_kernel", "output_fwd_kernel")
 # The least copies of 16 bytes from global to shared memory in the code of a kernel for Hopper that
 # copies its states so. Copies of 4 bytes, or loads into registers, take longer. int8 has copies of
-# fewer bytes.
+# fewer bytes, and the form of bf16 states, which is a dependent launch, loads into registers.
 LEAST_COPIES = {"window_fwd_kernel": 15}
 
 # Bytes of stack (spilled registers) that a kernel may use on an NVIDIA target, over all shapes: by
@@ -218,7 +218,8 @@ def judge(one: Compiled, shape: Shape, target: GPUTarget) -> tuple[str, list[str
     if common and one.name in MATRIX_KERNELS and instruction not in one.kernel.asm[stage]:
         wrong.append(f"no {instruction}")
     is_int8 = "!tt.ptr<i8>" in one.kernel.asm["ttir"]
-    if common and target.arch == 90 and one.name in LEAST_COPIES and not is_int8:
+    copied = not is_int8 and not one.kernel.metadata.launch_pdl
+    if common and target.arch == 90 and one.name in LEAST_COPIES and copied:
         ptx = one.kernel.asm["ptx"]
         copies, narrow = ptx.count("cp.async.cg.shared"), ptx.count("cp.async.ca.shared")
         if copies < LEAST_COPIES[one.name] or narrow > 0:

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -59,12 +59,14 @@ GRADIENTS_INSTRUCTIONS = 3800
 class Call:
     """N sequences of a shape, padded or, where the shape is `full`, packed and with every option.
     Many states have blocks with two states, few have blocks with one. segments: of so many chunks,
-    or 0. pool: the states are in slots of a pool, with checkpoints."""
+    or 0. pool: the states are in slots of a pool, with checkpoints. norm: of q and k, which calls
+    with every option have anyway."""
 
     shape: Shape
     N: int
     segments: int = 0
     pool: bool = False
+    norm: bool = False
 
 
 CALLS = [
@@ -75,6 +77,7 @@ CALLS = [
     Call(Shape(128, 128, FP16, HV=32, full=False), N=4),
     Call(Shape(128, 128, FP16, HV=32, full=True), N=4),
     Call(Shape(128, 128, FP16, HV=8, full=True), N=2),
+    Call(Shape(128, 128, BF16, HV=32, full=False), N=4, norm=True),
     Call(Shape(64, 64, BF16, HV=64, full=False), N=2),
     Call(Shape(96, 72, BF16, HV=64, full=True), N=4),
     Call(Shape(128, 128, BF16, HV=32, full=False), N=4, segments=2),
@@ -99,7 +102,7 @@ IN_LOOP_OF_WALKS = {False: 2, True: 8}
 
 
 def advisories(ptx: str) -> list[str]:
-    """What the assembler says of products that it cannot run as the code asks for."""
+    """The assembler's warnings about products that it cannot run as the code asks."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:
@@ -160,9 +163,11 @@ def compiled(call: Call) -> list[Any]:
     if shape.full:
         B, cu_seqlens = 1, torch.arange(call.N + 1, dtype=torch.int32) * 75
     problem, x = make_call(B, 300, shape.HV // 2, shape, cu_seqlens)
+    problem = replace(problem, use_qk_l2norm=shape.full or call.norm)
     pool = pool_of(call, problem) if call.pool else None
     with (
         mock.patch.object(launch, "choose_segments", lambda *_: call.segments),
+        mock.patch.object(launch, "NORM_IN_KERNEL", True),
         compile_only(TARGET) as kernels,
     ):
         launch.hopper_fwd(problem, readable_inputs(x), pool)

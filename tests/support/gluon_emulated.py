@@ -33,6 +33,7 @@ from gdn_triton.chunk.triton.forward import readable_inputs
 from gdn_triton.chunk.triton.hopper import launch
 from gdn_triton.chunk.triton.hopper.gradients import launch as gradients
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks, max_chunks
+from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "mild": lambda g: g,
@@ -49,7 +50,9 @@ def _every_37th(g: Tensor) -> Tensor:
     return (torch.arange(g.shape[1]) % 37 == 5)[None, :, None]
 
 
-def problem_of(case: Case, dtype: torch.dtype, *, v_first: bool = False) -> Problem:
+def problem_of(
+    case: Case, dtype: torch.dtype, *, v_first: bool = False, norm: bool = False
+) -> Problem:
     return Problem(
         B=case.B,
         T=case.tokens,
@@ -68,7 +71,7 @@ def problem_of(case: Case, dtype: torch.dtype, *, v_first: bool = False) -> Prob
         has_initial_state=True,
         output_final_state=True,
         state_v_first=v_first,
-        use_qk_l2norm=False,
+        use_qk_l2norm=norm,
         use_beta_sigmoid=False,
         allow_neg_eigval=False,
         use_gate=False,
@@ -137,6 +140,12 @@ def folded(
             ends[n] = state
 
 
+def normalized_apart(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``l2norm_fwd``, by its kernel. The emulator's grids have one dimension, so this kernel
+    normalises the first of its two arguments alone."""
+    return l2norm_fwd(q, k)[0], l2norm_fwd(k, q)[0]
+
+
 def check_forward(
     case: Case,
     gates: str,
@@ -146,27 +155,47 @@ def check_forward(
     *,
     races: bool,
     segments: int = 0,
+    norm: bool = False,
 ) -> None:
-    """segments: chunks of each, or 0 for whole sequences."""
+    """segments: chunks of each, or 0 for whole sequences. norm: q and k are normalised. Where the
+    kernel does this itself, the result has the same bits as with a separate norm."""
     x = make_inputs(case, dtype, "cpu", seed=seed)
     x = x.but(g=GATES[gates](x.g))
+    if norm:
+        x = x.but(q=7 * x.q, k=0.01 * x.k)
     v_first = seed % 2 == 1
-    problem, operands = problem_of(case, dtype, v_first=v_first), operands_of(x, v_first=v_first)
+    problem = problem_of(case, dtype, v_first=v_first, norm=norm)
+    operands = operands_of(x, v_first=v_first)
     written = ("o", "ht", "o_desc", "shifts")
     with (
         mock.patch.object(launch, "choose_shape", lambda *_: shape),
         mock.patch.object(launch, "choose_segments", lambda *_: segments),
         mock.patch.object(launch, "make_chunks", table_of),
         mock.patch.object(launch, "fold_maps", folded),
-        emulated({"hopper_fwd_kernel": written}, seed=seed, races=races),
+        mock.patch.object(launch, "l2norm_fwd", side_effect=normalized_apart) as separate_norm,
+        mock.patch.object(launch, "NORM_IN_KERNEL", True),
+        emulated(
+            {"hopper_fwd_kernel": written, "l2norm_kernel": ("q_out", "k_out")},
+            seed=seed,
+            races=races,
+        ),
     ):
         o, state = launch.hopper_fwd(problem, operands)
+        if norm and segments == 0 and shape is launch.TWO:
+            assert not separate_norm.called
+            with mock.patch.object(launch, "norm_inside", lambda *_: False):
+                other_o, other_state = launch.hopper_fwd(problem, operands)
+            assert separate_norm.called
+            assert torch.equal(o, other_o) and torch.equal(state, other_state), "other bits"
     assert state is not None
     exact_o, exact_state = reference.recurrent_gated_delta_rule(
-        *x.exact(), initial_state=x.initial_state.to(FP64), cu_seqlens=x.cu_seqlens
+        *x.exact(),
+        initial_state=x.initial_state.to(FP64),
+        cu_seqlens=x.cu_seqlens,
+        use_qk_l2norm=norm,
     )
     arithmetic = Arithmetic(dtype, "cuda")
-    narrow_o, narrow_state = narrow_forward(x, case, arithmetic)
+    narrow_o, narrow_state = narrow_forward(x, case, arithmetic, use_qk_l2norm=norm)
     unit = arithmetic.unit
     assert_within_budget("o", o, exact_o, narrow_o, dtype=dtype, unit=unit)
     state = state.mT if v_first else state
@@ -209,6 +238,11 @@ FORWARD = [
 ]
 
 
+# With the norm of q and k.
+NORMALIZED = [
+    (PACKED, "mild", launch.TWO, BF16, 0),
+    (gluon_case("small", T=130, K=40, V=72), "far", launch.TWO, FP16, 0),
+]
 CHUNKS = [
     (PACKED, 0.2),
     (gluon_case("three", T=150, B=2, H=2, HV=6), 20.0),
@@ -218,10 +252,11 @@ CHUNKS = [
 
 
 def listed() -> Iterator[tuple[str, Callable[[], None]]]:
-    for seed, (case, gates, shape, dtype, segments) in enumerate(FORWARD):
+    for seed, (case, gates, shape, dtype, segments) in enumerate([*FORWARD, *NORMALIZED]):
+        norm = seed >= len(FORWARD)
         name = f"forward-{case.name}-{gates}-{shape.states}-{dtype}-segments-{segments}"
         check = partial(check_forward, case, gates, shape, dtype, seed, segments=segments)
-        yield name, partial(check, races=True)
+        yield f"{name}{'-norm' * norm}", partial(check, races=True, norm=norm)
     for seed, (case, strength) in enumerate(CHUNKS):
         name = f"gradients-{case.name}-{strength}"
         yield name, partial(check_chunks, case, strength, seed, races=True)
@@ -251,8 +286,10 @@ def drawn(seed: int) -> tuple[str, Callable[[], None]]:
     case, gates = gluon_case("random", **sizes), draw.choice(list(GATES))
     shape, dtype = draw.choice([launch.ONE, launch.TWO]), draw.choice([BF16, FP16])
     races, segments = draw.random() < 0.5, draw.choice([0, 0, 1, 2])
+    norm = draw.random() < 0.25
     name = f"forward-random-{seed}-{gates}-{shape.states}-{dtype}-segments-{segments}-{sizes}"
-    check = partial(check_forward, case, gates, shape, dtype, seed, segments=segments)
+    name += "-norm" * norm
+    check = partial(check_forward, case, gates, shape, dtype, seed, segments=segments, norm=norm)
     return name, partial(check, races=races)
 
 

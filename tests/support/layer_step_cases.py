@@ -30,10 +30,6 @@ class Case:
     sigmoid: bool = False
 
     @property
-    def of_conv(self) -> torch.dtype:
-        return self.conv_pool or self.dtype
-
-    @property
     def D(self) -> int:
         return 2 * self.H * self.K + self.HV * self.V
 

@@ -74,7 +74,7 @@ def make_environment(wheel: Path, folder: Path) -> Path:
 
 
 def run_there(python: Path, code: str) -> str:
-    """What the code prints, in a process that sees no GPU and none of this one's settings."""
+    """The output of the code in a process without a GPU and without this process's settings."""
     unset = ("GDN_BACKEND", "TRITON_INTERPRET", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run(

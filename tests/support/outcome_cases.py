@@ -71,7 +71,7 @@ class Untouched:
 
     def __init__(self, function: Function, x: Mapping[str, Any]) -> None:
         given = {name: x[name] for name in function.written if isinstance(x.get(name), Tensor)}
-        # What has no memory, or one of another layout, is only given where it is refused itself.
+        # Tensors without memory, or of another layout, are only given where they are refused.
         self.given = {
             name: y
             for name, y in given.items()

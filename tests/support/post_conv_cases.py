@@ -1,4 +1,4 @@
-"""What the tests of post_conv share."""
+"""Helpers of the tests of post_conv."""
 
 from collections.abc import Callable
 from typing import Any

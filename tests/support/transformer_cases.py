@@ -35,7 +35,7 @@ LAYERS = ["linear_attention", "linear_attention", "full_attention"]
 LINEAR = LAYERS.count("linear_attention")
 TWENTY_TWO_BITS = "the kernels' products keep 22 bits on a GPU and torch's 24: see the bf16 case"
 TERMS = 8  # a gradient is a sum of terms that cancel, each with a rounding of its own
-# What runs in a modeling file, in the order of the places.
+# The functions that run in a modeling file, in the order of the places.
 OPS = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 if VERSION >= (5, 15):
     OPS += ["causal_conv1d", "causal_conv1d_update"]

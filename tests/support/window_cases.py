@@ -1,4 +1,5 @@
-"""What the tests of windows share: sequences that are decoded with one, and what they come to."""
+"""Helpers of the tests of windows: sequences that are decoded with a window, and the exact
+results."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -106,7 +106,8 @@ GDN_DEVICE void load_behind(BackMemory<C>& sm, const Params& params) {
                      tile.batch);
       }
       wait_for(sm.empty[s], it / C::kStages + 1);
-      // k, and with it all of the stage but q and do, which may have rows to zero as well.
+      // The other copies of the stage are issued together with those of k. The copies of q and do
+      // follow, since each of the three may have rows to set to zero.
       const auto rest = [&](uint32_t bar) {
         bulk_load(shared_address(&sm.factors[s]), params.scratch.factors + of_head,
                   sizeof(ChunkFactors), bar);

@@ -242,7 +242,7 @@ struct StateMemory {
       tokens += tile.first - (p.cu_seqlens ? int(sequence_bound(p, tile.n)) : 0);
     return tokens;
   }
-  // The rows that are left of the tile where a state has to be stored next, after `left`.
+  // The rows of the tile that are left, counted from `left`, when a state is stored next.
   GDN_DEVICE int next_stop(const Tile& tile, int left) const {
     const int interval = params.pool.checkpoint_interval;
     return interval == 0 ? 0 : max(0, left - (interval - tokens_before(tile, left) % interval));

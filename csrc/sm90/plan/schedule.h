@@ -1,4 +1,4 @@
-// When tiles are done of which each goes to the multiprocessor that is free first. No CUDA.
+// The times at which tiles end if each goes to the multiprocessor that is free first. No CUDA.
 #pragma once
 #include <algorithm>
 #include <cstdint>

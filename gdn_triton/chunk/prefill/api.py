@@ -68,7 +68,7 @@ def chunk_prefill(
         A_log, dt_bias: [HV], float. Only with `use_gate_in_kernel`; dt_bias may be None.
         has_initial_state: [N], bool: where False, the sequence starts from zeros, whatever its read
             slot holds; that memory is not read. None: True for all.
-        scale: factor of the output; any real number is taken literally. None: K ** -0.5.
+        scale: factor of the output, any real number. None: K ** -0.5.
         use_qk_l2norm_in_kernel: normalise each q and k, x * rsqrt(sum(x^2) + 1e-6), computed in
             float32 and rounded to the dtype of the input.
         use_beta_sigmoid_in_kernel: beta is a logit; its sigmoid is used.

@@ -135,6 +135,7 @@ def step(p: RingProblem, x: RingOperands) -> None:
         count_writes(x.state, x.out, x.d, x.k_rows, x.g_rows)
         window_early_fwd_kernel[(-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)](
             **_pointers(x),
+            scales=None,
             N=p.N,
             **_of_tokens(p, x, "b"),
             **named("hn hh hv hk", x.state.stride()),
@@ -184,6 +185,8 @@ def drafts(p: RingProblem, x: RingOperands) -> None:
             KI=KI,
             FI=KI,
             STAGES=min(tile["BK"] // KI, MOST_PIECES) + 1,
+            EARLY=False,
+            DEPENDENT=False,
             # Triton 3.6 cannot compile the choice between two pointers for AMD's GPUs.
             ONE_LOAD=compiler() != "hip" and x.q.stride(-1) == x.k.stride(-1),
             **UNFUSED,

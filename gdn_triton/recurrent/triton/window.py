@@ -30,16 +30,19 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 from triton.language.target_info import is_hip
 
 from gdn_triton._triton.activations import log_decay
 from gdn_triton.recurrent.triton.kernel import strength
+from gdn_triton.recurrent.triton.window_early import fold_early, not_before
 from gdn_triton.recurrent.triton.window_records import (
     age_of,
     below,
     boundary,
     fold_records,
     has_bit,
+    load_pieces,
     padded_with_zeros,
     path_bits,
     records_dot,
@@ -50,16 +53,30 @@ from gdn_triton.recurrent.triton.window_records import (
 
 
 @triton.jit
-def load_apart(
-    p_q, p_k, y_t, is_k, with_token, i_k, in_k, stride_qt, stride_kt, stride_qk, stride_kk
+def load_tokens(
+    p_q, p_k, y_t, is_k, with_token, i_k, in_k, stride_qt, stride_kt, stride_qk, stride_kk,
+    ONE_LOAD: tl.constexpr
 ):  # fmt: skip
-    """Loads q and k of tokens whose dtypes or channel strides differ: rows of q and, where is_k is
-    True, of k."""
-    y_q = tl.load(p_q + y_t[:, None] * stride_qt + i_k[None, :] * stride_qk,
-                  mask=(with_token & (is_k == 0))[:, None] & in_k[None, :], other=0)  # fmt: skip
-    y_k = tl.load(p_k + y_t[:, None] * stride_kt + i_k[None, :] * stride_kk,
-                  mask=(with_token & is_k)[:, None] & in_k[None, :], other=0)  # fmt: skip
-    return tl.where(is_k[:, None], y_k, y_q)
+    """Loads rows of q and, where is_k is True, of k. ONE_LOAD: both have one dtype and one channel
+    stride, and one load has both."""
+    if ONE_LOAD:
+        p_y = tl.where(is_k, p_k + y_t * stride_kt, p_q + y_t * stride_qt)
+        b_y = tl.load(p_y[:, None] + i_k[None, :] * stride_qk,
+                      mask=with_token[:, None] & in_k[None, :], other=0)  # fmt: skip
+    else:
+        in_q = (with_token & (is_k == 0))[:, None] & in_k[None, :]
+        y_q = tl.load(p_q + y_t[:, None] * stride_qt + i_k[None, :] * stride_qk, mask=in_q, other=0)
+        y_k = tl.load(p_k + y_t[:, None] * stride_kt + i_k[None, :] * stride_kk,
+                      mask=(with_token & is_k)[:, None] & in_k[None, :], other=0)  # fmt: skip
+        b_y = tl.where(is_k[:, None], y_k, y_q)
+    return b_y
+
+
+@triton.jit
+def key_products(b_r, b_y, in_k, K: tl.constexpr, BK: tl.constexpr):
+    """Returns [BR, 2 * BT] float32: the keys b_r [BR, BK] times q and k of the tokens."""
+    b_r = padded_with_zeros(b_r, in_k, K, BK)
+    return tl.dot(b_r.to(b_y.dtype), tl.trans(b_y), input_precision="ieee")
 
 
 @triton.jit
@@ -87,25 +104,30 @@ def window_fwd_kernel(
     K_OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr,
     THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, STAGES: tl.constexpr,
-    ONE_LOAD: tl.constexpr, RING: tl.constexpr,
+    ONE_LOAD: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
     """Runs at most BT tokens per sequence: T each, or packed by cu_seqlens. ONE_LOAD: q and k have
     one dtype and one channel stride, and one load has both. In a packed call
     program N of a head writes the zeros of the rows after the last sequence. Each token follows the
     one before it, or its parent. The products of the state and of the records with all q and k are
     matrix products. The tokens then follow one another, and each u is subtracted from the columns
-    of the tokens after it. A program takes 10 us, because most of its 2000 instructions need the
-    result of the one before. The state is therefore loaded into shared memory: with few registers
-    more programs run at once.
+    of the tokens after it. A program takes several us, because most of its 2000 instructions need
+    the result of the one before. The state is therefore loaded into shared memory: with few
+    registers more programs run at once. EARLY: a program uses no loaded number of a record or of
+    the state before all loads are issued. If also KI is BK, the state is loaded into registers, and
+    the numbers that depend on the tokens alone are computed meanwhile. DEPENDENT: see
+    `dependent_launch`.
 
     RING: the records are those of an engine's rings of R rows, which `gdn_triton.recurrent.rings`
     describes, with the strides ur, kr and gr of a ring. rings: the ring of each sequence.
     positions, bases, start: by ring, its records, the row of the oldest one, and not 0 where the
     sequence is left out. u_low, k_low: what u_rows and k_rows round off, or None. k is stored after
-    its normalisation, and no head folds. Program N does not run."""
+    its normalisation, and no head folds. Program N does not run, and EARLY is False."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
+    IN_REGISTERS: tl.constexpr = EARLY and KO == 1
     i_v, i_nh = (pid % V_BLOCKS).to(tl.int32), pid // V_BLOCKS
     i_n, i_hv = i_nh // HV, i_nh % HV
     i_h = i_hv // (HV // H)
@@ -113,6 +135,8 @@ def window_fwd_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     in_v = below(tl.arange(0, BV), i_v * BV, V, BV)
 
+    if DEPENDENT:
+        gdc_wait()
     live = i_n < N
     slot = tl.load(slots + i_n * stride_s, mask=live, other=LAST_SKIPPED).to(tl.int64)
     if RING:
@@ -145,8 +169,6 @@ def window_fwd_kernel(
     y_t, is_q, is_k = o_y // 2, o_y % 2 == 0, o_y % 2 == 1
     with_token = y_t < n_tokens
     wide_t = y_t.to(tl.int64)
-    if ONE_LOAD:
-        p_y = tl.where(is_k, p_k + wide_t * stride_kt, p_q + wide_t * stride_qt)
     in_y = in_v[:, None] & (with_token & is_k)[None, :]
     b_v = tl.load(p_v[:, None] + wide_t[None, :] * stride_vt, mask=in_y, other=0)
     b_g = tl.load(p_g, mask=in_t, other=0).to(tl.float32)
@@ -156,6 +178,11 @@ def window_fwd_kernel(
         b_A = tl.load(A_log + i_hv * stride_A).to(tl.float32)
         if dt_bias is not None:
             bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
+    in_k = below(o_k, 0, K, BK)
+    if EARLY:
+        b_y = load_tokens(p_q, p_k, wide_t, is_k, with_token, o_k, in_k, stride_qt, stride_kt,
+                          stride_qk, stride_kk, ONE_LOAD)  # fmt: skip
+        tl.debug_barrier()
     if slot <= LAST_SKIPPED:
         for _ in range(0, n_tokens):
             tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=in_v)
@@ -205,13 +232,13 @@ def window_fwd_kernel(
     if u_low is not None:
         p_ul = u_low + ring * stride_ur + i_hv * (R * V) + o_v
         b_ul = tl.load(p_ul[:, None] + o_r[None, :] * ROW_U, mask=is_read[None, :] & in_v[:, None])
-    in_k = below(o_k, 0, K, BK)
-    if ONE_LOAD:
-        b_y = tl.load(p_y[:, None] + o_k[None, :] * stride_qk,
-                      mask=with_token[:, None] & in_k[None, :], other=0)  # fmt: skip
-    else:
-        b_y = load_apart(p_q, p_k, wide_t, is_k, with_token, o_k, in_k, stride_qt, stride_kt,
-                         stride_qk, stride_kk)  # fmt: skip
+    p_state = state + slot * stride_hn + i_hv * stride_hh
+    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
+    if IN_REGISTERS:
+        loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+    if not EARLY:
+        b_y = load_tokens(p_q, p_k, wide_t, is_k, with_token, o_k, in_k, stride_qt, stride_kt,
+                          stride_qk, stride_kk, ONE_LOAD)  # fmt: skip
     # A record's key and k of a token are loads of the same tile: two tiles would take twice the
     # registers.
     own_k = p_k + own.to(tl.int64)[:, None] * stride_kt + o_k[None, :] * stride_kk
@@ -235,50 +262,31 @@ def window_fwd_kernel(
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
         b_scale = tl.load(p_scale, mask=in_v, other=0)
 
-    if RING:
-        alive = is_read
-    else:
-        due = tl.maximum(boundary(position, turn, PERIOD), b_start)
-        last_call = tl.where(position > b_start, last_call, position)
-        held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
-        alive = age < (position - held).to(tl.uint32)
-    # The pipeline copies all pieces of the state to shared memory before the first product. A
-    # second use of b_h would keep the compiler from copying 16 bytes at once, or from the pipeline.
-    p_state = state + slot * stride_hn + i_hv * stride_hh
-    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
-    both = tl.zeros([BV, 2 * BT], dtype=tl.float32)
-    for i in tl.range(0, KO, num_stages=STAGES):
-        in_i = below(o_i, i * KI, K, BK)
-        b_h = tl.load(p_tile + i * KI * stride_hk, mask=in_v[:, None] & in_i[None, :], other=0)
-        i_k = o_i + i * KI
-        if ONE_LOAD:
-            y_i = tl.load(p_y[:, None] + i_k[None, :] * stride_qk,
-                          mask=with_token[:, None] & in_i[None, :], other=0)  # fmt: skip
+    if not IN_REGISTERS:
+        # The pipeline copies all pieces of the state to shared memory before the first product. A
+        # second use of b_h would keep the compiler from copying 16 bytes at once, or from the
+        # pipeline.
+        both = tl.zeros([BV, 2 * BT], dtype=tl.float32)
+        for i in tl.range(0, KO, num_stages=STAGES):
+            in_i = below(o_i, i * KI, K, BK)
+            b_h = tl.load(p_tile + i * KI * stride_hk, mask=in_v[:, None] & in_i[None, :], other=0)
+            y_i = load_tokens(p_q, p_k, wide_t, is_k, with_token, o_i + i * KI, in_i, stride_qt,
+                              stride_kt, stride_qk, stride_kk, ONE_LOAD)  # fmt: skip
+            both += state_dot(b_h, tl.trans(y_i))
+        if EARLY:
+            tl.debug_barrier()
+        elif k_rows.dtype.element_ty != k.dtype.element_ty:
+            records = state_dot(padded_with_zeros(b_r, in_k, K, BK), tl.trans(b_y))
         else:
-            y_i = load_apart(p_q, p_k, wide_t, is_k, with_token, i_k, in_i, stride_qt, stride_kt,
-                             stride_qk, stride_kk)  # fmt: skip
-        both += state_dot(b_h, tl.trans(y_i))
-
-    b_r = padded_with_zeros(b_r, in_k, K, BK)
-    if k_rows.dtype.element_ty == k.dtype.element_ty:
-        records = tl.dot(b_r.to(b_y.dtype), tl.trans(b_y), input_precision="ieee")
-    else:
-        records = state_dot(b_r, tl.trans(b_y))
+            records = key_products(b_r, b_y, in_k, K, BK)
     if k_low is not None:
         records += state_dot(b_rl, tl.trans(b_y))
+
+    # The numbers up to the next barrier depend on the tokens alone.
     # Find the tokens on the path to the token of a column, which includes that token itself.
     if parents is not None:
         p_parents = parents + i_b * stride_ab + row * stride_at
         path = path_bits(p_parents, stride_at, tl.where(with_token, y_t, -1), BT)
-    b_gr = tl.where(alive, b_gr, 0.0)
-    TWO_PARTS: tl.constexpr = u_low is not None and u_rows.dtype.element_ty == tl.bfloat16
-    if RING and not TWO_PARTS:
-        b_u = b_u.to(tl.float32)
-        if u_low is not None:
-            b_u += b_ul.to(tl.float32)
-    b_u = tl.where(alive[None, :], b_u, 0.0)
-    if TWO_PARTS:
-        b_ul = tl.where(alive[None, :], b_ul, 0.0)
     b_beta = strength(b_beta, BETA_FACTOR, True)
     if A_log is not None:
         b_g = tl.where(in_t, log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD), 0.0)
@@ -290,20 +298,20 @@ def window_fwd_kernel(
     between = (o_t > owned[:, None, None]) & (o_t <= y_t[None, :, None])
     if parents is not None:
         between = between & has_bit(path[None, :, None], o_t)
-    log_w = tl.where(is_own, 0.0, sums_after(b_gr, age))[:, None]
-    log_w += tl.sum(tl.where(between, b_g, 0.0), 2)
+    own_w = tl.sum(tl.where(between, b_g, 0.0), 2)
     is_before = o_t[None, :] <= y_t[:, None]
     if parents is not None:
         is_before = is_before & has_bit(path[:, None], o_t[None, :])
     log_s = tl.sum(tl.where(is_before, b_g[None, :], 0.0), 1)
-    log_s += tl.sum(b_gr, 0)
-
     # u = beta of_k (v - of_k x), where of_k is the inverse norm of k: the columns of k are
     # multiplied by beta of_k^2, and v by beta of_k.
     of_y = tl.where(is_k, 1.0, scale)
+    is_here = slot > LAST_SKIPPED
+    if EARLY:
+        b_y = not_before(b_y, is_here)
     if USE_QK_L2NORM:
-        b_y = b_y.to(tl.float32)
-        of_y *= tl.rsqrt(tl.sum(b_y * b_y, 1) + EPS)
+        f_y = b_y.to(tl.float32)
+        of_y *= tl.rsqrt(tl.sum(f_y * f_y, 1) + EPS)
     of_token = y_t[:, None] == o_t[None, :]
     y_beta = tl.sum(tl.where(of_token, b_beta[None, :], 0.0), 1)
     if RING:
@@ -321,6 +329,30 @@ def window_fwd_kernel(
     is_above = owned[:, None] <= last[None, :]
     if parents is not None:
         is_above = is_above & has_bit(path[None, :], tl.maximum(owned, 0)[:, None])
+
+    if IN_REGISTERS:
+        tl.debug_barrier()
+        both = state_dot(not_before(loads[0], is_here), tl.trans(b_y))
+    if EARLY:
+        records = key_products(not_before(b_r, is_here), b_y, in_k, K, BK)
+    TWO_PARTS: tl.constexpr = u_low is not None and u_rows.dtype.element_ty == tl.bfloat16
+    if RING:
+        alive = is_read
+        if not TWO_PARTS:
+            b_u = b_u.to(tl.float32)
+            if u_low is not None:
+                b_u += b_ul.to(tl.float32)
+    else:
+        due = tl.maximum(boundary(position, turn, PERIOD), b_start)
+        last_call = tl.where(position > b_start, last_call, position)
+        held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
+        alive = age < (position - held).to(tl.uint32)
+    b_gr = tl.where(alive, b_gr, 0.0)
+    b_u = tl.where(alive[None, :], b_u, 0.0)
+    if TWO_PARTS:
+        b_ul = tl.where(alive[None, :], b_ul, 0.0)
+    log_w = tl.where(is_own, 0.0, sums_after(b_gr, age))[:, None] + own_w
+    log_s += tl.sum(b_gr, 0)
     used = alive[:, None] | (is_own[:, None] & is_above)
     records = tl.where(used, records * tl.exp2(log_w * RCP_LN2) * of_y[None, :], 0.0)
     both *= (tl.exp2(log_s * RCP_LN2) * of_y)[None, :]
@@ -381,15 +413,20 @@ def window_fwd_kernel(
                 tl.store(call_rows + slot * stride_cr + new_r, position + o_t * 0, mask=in_t)
         if (held < due) & (n_tokens > 0):
             to_fold = alive & (age >= (position - due).to(tl.uint32))
-            fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
-                         stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
+            if EARLY and scales is None:
+                fold_early(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk, stride_hv,
+                           H * K, K, BK, FI, RCP_LN2, is_here)  # fmt: skip
+            else:
+                fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
+                             stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
 
 
 class WindowForm(NamedTuple):
     """The form of a program: BV columns of a state and `warps` warps. K is cut into pieces of KI,
-    or of FI in a fold. early: the kernel is that of `window_early.py`. registers: the largest
-    number per thread, which limits the programs per multiprocessor; None: the compiler's choice.
-    `early` and `registers` change no bit."""
+    or of FI in a fold. early: a program issues all loads before it uses a loaded state or record;
+    with one token the kernel is that of `window_early.py`. registers: the largest number per
+    thread, which limits the programs per multiprocessor; None: the compiler's choice. `early` and
+    `registers` change no bit."""
 
     BV: int
     warps: int
@@ -427,10 +464,23 @@ def most_registers(state_itemsize: int, max_tokens: int) -> int | None:
     return 128 if max_tokens <= 4 and state_itemsize != 2 else 168
 
 
+def drafts_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
+    """Returns the form with `early` of a call of at most four bf16 tokens in each sequence, for
+    K = V = 128 and states that are floats of 2 or 4 bytes, or None where it has not been timed. The
+    form of all other calls has the same bits."""
+    if not v_first:
+        return None
+    if state_itemsize == 4:
+        return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)
+    if states <= FEW_STATES:
+        return WindowForm(BV=32, warps=2, KI=128, FI=32, early=True, registers=128)
+    return WindowForm(BV=64, warps=2, KI=128, FI=64, early=True, registers=168)
+
+
 def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
-    """Returns the form of a call of one token whose states are floats of 2 or 4 bytes, or None
-    where the other kernel is faster. KI and `dot` are those of `window_form`, and one warp computes
-    the sums over K of a column. Therefore the number of states changes no bit."""
+    """Returns the form of a call of one token whose states have 1, 2 or 4 bytes, or None where the
+    other kernel is faster. KI and `dot` are those of `window_form`, and one warp computes the sums
+    over K of a column. Therefore the number of states changes no bit."""
     few = states <= FEW_STATES
     if state_itemsize == 2:
         if few:
@@ -438,6 +488,10 @@ def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | 
         return WindowForm(BV=64, warps=2, KI=64, FI=64, dot=True, early=True, registers=168)
     if not v_first:
         return None
+    if state_itemsize == 1:
+        if few:
+            return WindowForm(BV=64, warps=4, KI=64, FI=64, dot=True, early=True, registers=96)
+        return WindowForm(BV=128, warps=4, KI=64, FI=32, dot=True, early=True, registers=128)
     if few:
         return WindowForm(BV=32, warps=2, KI=32, FI=32, early=True)
     return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)

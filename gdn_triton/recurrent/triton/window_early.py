@@ -1,7 +1,7 @@
 """Decoding with a window, for one token in each sequence, where a program issues all loads before
-it uses the first loaded number. `window_one.py` has the kernel of int8 states, of key-first float32
-states and of a layer's step, in which a program waits for memory several times. Both kernels give
-the same bits. `window.py` has the equations."""
+it uses the first loaded number. `window_one.py` has the kernel of a layer's step, of key-first
+float32 states, and of other sizes and dtypes, in which a program waits for memory several times.
+Both kernels give the same bits. `window.py` has the equations."""
 
 import triton
 import triton.language as tl
@@ -13,6 +13,7 @@ from gdn_triton.recurrent.triton.window_records import (
     below,
     boundary,
     factors_of,
+    fold_records,
     load_pieces,
     outer,
     padded_with_zeros,
@@ -126,7 +127,7 @@ def fold_ring(
 @triton.jit(do_not_specialize=["N"])
 def window_early_fwd_kernel(
     q, k, v, g, beta, A_log, dt_bias, o, state, u_rows, k_rows, g_rows, call_rows, start, slots,
-    positions, N, scale,
+    positions, scales, N, scale,
     stride_qb, stride_qh, stride_qk, stride_kb, stride_kh, stride_kk, stride_vb, stride_vh,
     stride_vv, stride_gb, stride_gh, stride_bb, stride_bh, stride_A, stride_dt, stride_ob,
     stride_oh, stride_ov,
@@ -144,7 +145,7 @@ def window_early_fwd_kernel(
     twice: for the slot together with the token, and for the state together with its records. The
     two barriers place all loads before the instructions that use a loaded number, because a program
     issues its instructions in order. DOT: the matrix units multiply the state, which has the 16-bit
-    dtype of q and k. DEPENDENT: see `dependent_launch`. The rows of a slot are
+    dtype of q and k, or int8. DEPENDENT: see `dependent_launch`. The rows of a slot are
     contiguous in u_rows, k_rows, g_rows and call_rows, whose slots have the strides ur, kr, gr and
     cr.
 
@@ -177,7 +178,7 @@ def window_early_fwd_kernel(
     o_y = tl.arange(0, 8)
     # Keys of another dtype than k, those of float32 states, would spill next to the states.
     # Therefore both are copied to shared memory, and matrix units multiply both.
-    PIPELINED: tl.constexpr = k_rows.dtype.element_ty != q.dtype.element_ty
+    PIPELINED: tl.constexpr = RING and k_rows.dtype.element_ty != q.dtype.element_ty
     yq_loads, yk_loads, q_loads, k_loads = (), (), (), ()
     for i in tl.static_range(KO):
         in_i = below(o_i, i * KI, K, BK)
@@ -242,6 +243,10 @@ def window_early_fwd_kernel(
         last_call = position - 1
         if D > 1:
             last_call = tl.load(call_rows + slot * stride_cr + (position + R - 1) % R)
+    p_scale, b_scale = None, None
+    if scales is not None:
+        p_scale = scales + slot * (HV * V) + i_hv * V + o_v
+        b_scale = tl.load(p_scale, mask=in_v, other=0)
     tl.debug_barrier()
 
     y_pieces, q_pieces, k_pieces = (), (), ()
@@ -312,7 +317,7 @@ def window_early_fwd_kernel(
             )
         records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
         b_o, stored = token_products(
-            pieces, y_pieces, q_pieces, k_pieces, records, b_u, None, of_state, of_q, of_k, of_y,
+            pieces, y_pieces, q_pieces, k_pieces, records, b_u, b_scale, of_state, of_q, of_k, of_y,
             BV, KO, DOT, q.dtype.element_ty
         )  # fmt: skip
     # The u of a window contains the factor that normalises k.
@@ -345,5 +350,9 @@ def window_early_fwd_kernel(
                 tl.store(call_rows + slot * stride_cr + new_r, position)
         if held < due:
             to_fold = alive & (age >= (position - due).to(tl.uint32))
-            fold_early(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
-                         stride_hv, H * K, K, BK, FI, RCP_LN2, slot > LAST_SKIPPED)  # fmt: skip
+            if scales is None:
+                fold_early(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk, stride_hv,
+                           H * K, K, BK, FI, RCP_LN2, slot > LAST_SKIPPED)  # fmt: skip
+            else:
+                fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
+                             stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip

@@ -24,6 +24,7 @@ from gdn_triton.recurrent.problem import (
 from gdn_triton.recurrent.triton.plan import strides
 from gdn_triton.recurrent.triton.window import (
     WindowForm,
+    drafts_form,
     early_form,
     most_registers,
     window_form,
@@ -100,11 +101,14 @@ def _step_form(p: RecurrentProblem) -> WindowForm:
         itemsize = 4
     form = window_form(itemsize, one)
     if not one and (p.K, p.V) == (128, 128) and p.q_dtype.itemsize == 2:
-        return form._replace(registers=most_registers(itemsize, p.max_tokens))
+        form = form._replace(registers=most_registers(itemsize, p.max_tokens))
+        takes_bf16 = {p.q_dtype, p.k_dtype} == {torch.bfloat16}
+        if takes_bf16 and p.max_tokens <= 4 and p.state_dtype in (torch.bfloat16, torch.float32):
+            return drafts_form(itemsize, p.state_v_first, p.N * p.HV) or form
     return form
 
 
-EARLY_STATES: Final = (torch.bfloat16, torch.float32)
+EARLY_STATES: Final = (torch.bfloat16, torch.float32, torch.int8)
 
 
 def _early_form(p: RecurrentProblem) -> WindowForm | None:
@@ -186,6 +190,8 @@ def make_launch(
             # Triton 3.6 cannot compile the choice between two pointers for AMD's GPUs.
             "ONE_LOAD": compiler() != "hip"
             and (x.q.dtype, x.q.stride(-1)) == (x.k.dtype, x.k.stride(-1)),
+            "EARLY": form.early,
+            **(dependent_launch(gpu_of(p.device)) if form.early else {"DEPENDENT": False}),
             **NO_RING,
             **named("ring base", (0, 0)),
         }
@@ -259,7 +265,6 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             "scales": y.scales,
         }
         if early is not None:
-            del pointers["scales"]
             launch(grid, **pointers, N=p.N)
         elif one:
             launch(grid, **pointers, **NO_LAYER_TENSORS, N=p.N)

@@ -133,7 +133,7 @@ thread_local std::vector<Configuration> configurations;
 
 extern "C" {
 
-// What nvcc's host code calls before main, and for a launch by <<<>>>.
+// Functions that nvcc's host code calls before main, and for a launch by <<<>>>.
 void** __cudaRegisterFatBinary(void*) {
   static void* handle = nullptr;
   return &handle;
@@ -176,7 +176,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* st
   return launch(stub, config->gridDim, config->blockDim, cluster, beside, config->dynamicSmemBytes, arguments);
 }
 
-// What the library calls by name.
+// Functions that the library calls by name.
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 cudaError_t cudaGetLastError() {
   const cudaError_t error = last_error;

@@ -62,7 +62,7 @@ def _machine() -> Path:
 
 
 def _as_nvcc_writes(ptx: str) -> str:
-    """What LLVM writes in another way than nvcc."""
+    """The text in the form of nvcc, where LLVM writes it differently."""
     ptx = re.sub(r"\.ptr \.global \.align \d+ ", "", ptx)
     ptx = re.sub(r"\{ (%\w+) \}", r"\1", ptx)
     # Triton's single warps share a warpgroup, each with a setmaxnreg of its own.

@@ -1,4 +1,4 @@
-// What the CUDA runtime's stand-in asks of the machine.
+// The machine's interface for the replacement of the CUDA runtime.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -26,7 +26,7 @@ struct Options {
   bool in_order = false;  // warps by their numbers, copies at once: for finding a fault again
 };
 
-// What lies in a CUtensorMap.
+// The contents of a CUtensorMap.
 struct TensorMap {
   static constexpr uint64_t kMagic = 0x70616d726f736e65;
   uint64_t magic;

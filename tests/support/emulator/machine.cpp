@@ -128,7 +128,7 @@ namespace {
 
 // ---- running ----------------------------------------------------------------------------------------------------
 
-// What a thread does: the kernel, and then the copies that it has not waited for.
+// Runs a thread: the kernel, and then the copies that the thread has not waited for.
 void thread_main(State* s) {
   Thread& t = s->thread;
   machine.kernel->run(t, uint64_t(machine.launch->params));

@@ -82,7 +82,7 @@ inline uint16_t to_bf16(float x) {  // to the nearest, ties to even
 EMULATOR_INTEGERS(16)
 EMULATOR_INTEGERS(32)
 EMULATOR_INTEGERS(64)
-// What dividing by zero gives is not defined in PTX; all ones on the GPUs of today.
+// PTX does not define a division by zero; today's GPUs return all ones.
 EMULATOR_OP2(div_u32, uint32_t, b ? a / b : ~0u)
 EMULATOR_OP2(rem_u32, uint32_t, b ? a % b : a)
 EMULATOR_OP2(div_u64, uint64_t, b ? a / b : ~0ull)
@@ -108,6 +108,14 @@ inline uint32_t mad_wide_u16(uint16_t a, uint16_t b, uint32_t c) { return uint32
 inline uint64_t mul_wide_u32(uint32_t a, uint32_t b) { return uint64_t(a) * b; }
 inline uint64_t mad_lo_s64(uint64_t a, uint64_t b, uint64_t c) { return a * b + c; }
 inline uint32_t mad_lo_s32(uint32_t a, uint32_t b, uint32_t c) { return a * b + c; }
+// The table says for each bit the result of the three bits there.
+inline uint32_t lop3_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
+  uint32_t out = 0;
+  for (int i = 0; i < 8; ++i) {
+    if (table >> i & 1) out |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+  }
+  return out;
+}
 inline uint64_t mad_wide_s32(uint32_t a, uint32_t b, uint64_t c) { return mul_wide_s32(a, b) + c; }
 inline uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) { return mul_wide_u32(a, b) + c; }
 inline bool and_pred(bool a, bool b) { return a && b; }
@@ -156,6 +164,7 @@ inline uint32_t rsqrt_approx_f32(uint32_t a) { return bits(float(1 / std::sqrt(d
 inline uint32_t lg2_approx_f32(uint32_t a) { return bits(std::log2(f(a))); }
 inline uint32_t ex2_approx_f32(uint32_t a) { return bits(std::exp2(f(a))); }
 inline uint32_t flushed(uint32_t a) { return (a & 0x7f800000u) ? a : a & 0x80000000u; }
+inline uint32_t rsqrt_approx_ftz_f32(uint32_t a) { return flushed(rsqrt_approx_f32(flushed(a))); }
 inline uint32_t ex2_approx_ftz_f32(uint32_t a) { return flushed(ex2_approx_f32(flushed(a))); }
 
 // Two 16-bit values a word.

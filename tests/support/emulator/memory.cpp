@@ -65,7 +65,7 @@ Unit& unit_at(uint64_t address) {
   return (*last_page)[unit % kUnits];
 }
 
-// What may be running still when this launch has ended.
+// The launches that may still run when this one has ended.
 const Launches& outlive(const Order& x) { return x.waits ? x.after_wait : x.at_start; }
 
 bool contains(const Launches& launches, uint32_t x) {
@@ -191,7 +191,7 @@ void let_next(const Block& block) {
 
 std::string begin_launch(const Launch& launch) {
   if (!options.races) return "";
-  if (launch.beside && first_of_call) return "the first launch of a call runs beside what came before";
+  if (launch.beside && first_of_call) return "the first launch of a call overlaps with earlier launches";
   first_of_call = false;
   Order order;
   order.name = launch.name;

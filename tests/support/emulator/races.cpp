@@ -3,7 +3,7 @@
 // Each warp has a clock, and knows the clocks of the others up to what barriers have told it. A word of shared memory keeps
 // who wrote it last, and when each warp last read it: an access must know of all that it conflicts with. Within a warp a
 // lane reads what another one wrote only behind __syncwarp or a barrier. What WGMMA and TMA read must have
-// fence.proxy.async behind its write, in the thread that wrote it or, with Options::readers_fence, in the one that reads.
+// fence.proxy.async after its write, in the thread that wrote it or, with Options::readers_fence, in the one that reads.
 #include <sstream>
 
 #include "threads.h"
@@ -34,7 +34,7 @@ void check_read(Thread& t, Block& block, const Clocks& clocks, uint32_t address,
     const bool by_reader = options.readers_fence && word.writer != t.warp->agent &&
                            t.warp->fenced[word.writer] >= word.write_clock;
     if (!by_reader && block.threads[word.thread]->thread.fences <= word.fences)
-      race(t, "a read by WGMMA or TMA", w * 4, word, "a write without fence.proxy.async behind it");
+      race(t, "a read by WGMMA or TMA", w * 4, word, "a write without a fence.proxy.async after it");
   }
 }
 

@@ -44,7 +44,7 @@ inline void join(Clocks& to, const Clocks& from) {
   join(to.past, from.past);
 }
 
-// What a warp knew when it published a number in global memory.
+// The clocks of a warp when it published a number in global memory.
 struct Publication {
   uint32_t launch, cluster;
   Times seen;
@@ -73,7 +73,7 @@ struct Named {
 
 enum class Kind { kSync, kShuffle, kBallot, kRedux, kLoad, kStore, kMma, kWgmma, kFence, kCommit, kWaitGroup, kNamed, kRegisters };
 
-// What the lanes of a warp do together, once all of them are there.
+// An operation of the lanes of a warp, which runs when all of them have arrived.
 struct Meeting {
   Kind kind;
   uint32_t site, mask, arrived;
@@ -128,7 +128,7 @@ struct Warp {
   Times fenced{};  // what it had seen at its last fence.proxy.async
 };
 
-// What the warp does from here on is later than what others have learned of it.
+// The warp's next accesses are later than all that other agents have learned of the warp.
 inline void tick(Warp& warp) { warp.clocks.past[warp.agent] = ++warp.clocks.seen[warp.agent]; }
 
 struct Cluster;
@@ -185,7 +185,7 @@ extern Options options;
 
 // ---- machine.cpp -------------------------------------------------------------------------------------------------
 
-// What a copy throws that fails: copies also run while no thread does.
+// A copy that fails throws this, because copies also run while no thread does.
 struct Failure {};
 
 bool chance(int one_in);

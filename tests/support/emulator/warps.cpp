@@ -1,4 +1,4 @@
-// What the lanes of a warp do together, and the barriers of warps.
+// Operations of the lanes of a warp, and the barriers of warps.
 #include <limits>
 
 #include "threads.h"

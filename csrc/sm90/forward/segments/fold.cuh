@@ -24,8 +24,8 @@ struct Fold {
   // kRows rows. A block therefore reads M once.
   static constexpr int kPairs = kKeys / 2, kShares = kFoldThreads / kPairs;
   static constexpr int kShare = kLine / kShares, kRows = kFoldRows / kShares;
-  // The next kernel starts this many steps before the end: so long does its start take, and earlier
-  // it would compete with the steps.
+  // The next kernel starts this many steps before the end, since its start takes that long. An
+  // earlier start would compete with the steps.
   static constexpr int kStepsBeforeEnd = 3;
 };
 

@@ -1,13 +1,14 @@
 """The fused forward of a sequence, for compute capability 9.0 (docs/gluon.md).
 
 A program owns the columns of one or two states, BV each, of one sequence, or segment of one, and
-value head. Its warps have four roles, which exchange chunks through rings of buffers in shared
+value head. Its warps have five roles, which exchange chunks through rings of buffers in shared
 memory:
 
     state      BV columns of the state in registers, P', x, u, o and the update (state.py)
-    triangles  T of each chunk, which needs no state (triangles.py)
+    triangles  T of each chunk, which needs no state (triangles.py), and the norm of k
     gates      factors of the tokens, and the frame of the state (gates.py)
-    loader     copies q, k and v of a chunk to shared memory, by TMA
+    loader     copies q, k and v of a chunk to shared memory, by TMA (loader.py)
+    norm       two warps that normalise q there, if the call asks for it (norms.py)
 
 Each buffer has a barrier that says it is full. The states are the last to read a chunk, so one more
 barrier for each stage, at which only they arrive, says that all buffers of that chunk are empty.
@@ -21,44 +22,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS, gates_role
-from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, load_tile, viewed
+from gdn_triton.chunk.triton.hopper.loader import loader_role
+from gdn_triton.chunk.triton.hopper.names import CHUNK
+from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS, norm_role
 from gdn_triton.chunk.triton.hopper.places import segment_of, sequence_of
 from gdn_triton.chunk.triton.hopper.state import state_role
 from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_role
-
-
-@gluon.jit
-def loader_role(
-    memory,
-    descs,
-    place,
-    walk,
-    dtype: gl.constexpr,
-    BK: gl.constexpr,
-    BV: gl.constexpr,
-    STAGES: gl.constexpr,
-    OUTPUT: gl.constexpr,
-):
-    k_s, q_s, v_s, tile_full, empty = memory
-    q_desc, k_desc, v_desc = descs
-    i_b, first_row, i_h, i_hv, first_v = place
-    n_chunks, _, _ = walk
-    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for i in range(n_chunks):
-        row = first_row + i * CHUNK
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        full = tile_full.index(stage)
-        mbarrier.expect(full, (BK * 2 + BV if OUTPUT else BK + BV) * CHUNK * 2)
-        k = viewed(k_s.index(stage), dtype, [1, CHUNK, 1, BK], ROWS)
-        v = viewed(v_s.index(stage), dtype, [1, CHUNK, 1, BV], ROWS)
-        load_tile(k_desc, [i_b, row, i_h, 0], full, k)
-        if OUTPUT:
-            q = viewed(q_s.index(stage), dtype, [1, CHUNK, 1, BK], ROWS)
-            load_tile(q_desc, [i_b, row, i_h, 0], full, q)
-        load_tile(v_desc, [i_b, row, i_hv, first_v], full, v)
-        stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit(
@@ -139,6 +108,8 @@ def hopper_fwd_kernel(
     HAS_START: gl.constexpr,
     LAST_SKIPPED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    NORM: gl.constexpr,
+    EPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     COLUMNS: gl.constexpr = STATES * BV
@@ -217,10 +188,15 @@ def hopper_fwd_kernel(
     tile_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ready = tile_full
+    if NORM:
+        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     p_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
         mbarrier.init(tile_full.index(s), count=1)
+        if NORM:
+            mbarrier.init(ready.index(s), count=NORM_WARPS + 1)
         mbarrier.init(gates_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=STATES)
     for s in gl.static_range(T_STAGES):
@@ -266,12 +242,13 @@ def hopper_fwd_kernel(
     HAS_DT_BIAS: gl.constexpr = dt_bias is not None
 
     walk = (n_chunks, n_rows, n_rest)
-    fulls = (tile_full, gates_full, t_full, p_full)
+    fulls = (ready, gates_full, t_full, p_full)
     states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty)
     strides = (stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv)
-    inverses = (k_s, t_s, vectors, flags, tile_full, gates_full, t_full, empty)
+    inverses = (k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty)
     scratch = (a_s, x_s, blocks_s)
     tiles = (k_s, q_s, v_s, tile_full, empty)
+    norms = (q_s, tile_full, ready)
     factors = (vectors, flags, gates_full, empty)
     heads = (i_b, first_row, i_h, i_hv, first_v)
     place = (i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys)
@@ -315,7 +292,7 @@ def hopper_fwd_kernel(
                 ),
                 (
                     triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN),
+                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN, NORM, EPS),
                 ),
                 (
                     gates_role,
@@ -420,7 +397,7 @@ def hopper_fwd_kernel(
                 ),
                 (
                     triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN),
+                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN, NORM, EPS),
                 ),
                 (
                     gates_role,
@@ -456,7 +433,22 @@ def hopper_fwd_kernel(
                         OUTPUT,
                     ),
                 ),
+                (
+                    norm_role,
+                    (norms, walk, dtype, BK, 0, STAGES, NORM, EPS),
+                ),
+                (
+                    norm_role,
+                    (norms, walk, dtype, BK, 1, STAGES, NORM, EPS),
+                ),
             ],
-            [4, 4, 1, 1],
-            [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
+            [4, 4, 1, 1, 1, 1],
+            [
+                STATE_REGISTERS,
+                TRIANGLES_REGISTERS,
+                SINGLE_REGISTERS,
+                SINGLE_REGISTERS,
+                SINGLE_REGISTERS,
+                SINGLE_REGISTERS,
+            ],
         )

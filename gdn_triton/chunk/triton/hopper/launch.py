@@ -23,12 +23,16 @@ from gdn_triton.chunk.triton.shared.pool import (
     pool_pointers,
 )
 from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
-from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
+from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
 ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 CHUNK = 64
 # TMA needs strides that are multiples of 16 bytes: this many elements of 2 bytes.
 TMA_ALIGNMENT = 8
+
+# Whether blocks of two states normalise q and k themselves. The emulator alone has checked the
+# results.
+NORM_IN_KERNEL = False
 
 
 class Shape(NamedTuple):
@@ -95,6 +99,7 @@ def fixed_arguments(
     output: bool,
     in_segments: bool,
     has_start: bool,
+    norm: bool,
 ) -> dict[str, Any]:
     return {
         "RCP_LN2": RCP_LN2,
@@ -117,8 +122,25 @@ def fixed_arguments(
         "IN_SEGMENTS": in_segments,
         "HAS_START": has_start,
         "IS_VARLEN": varlen,
+        "NORM": norm,
+        "EPS": L2NORM_EPS,
         "num_warps": 4,
     }
+
+
+def norm_inside(x: Inputs, shape: Shape) -> bool:
+    """Whether the kernel normalises q and k itself. In blocks of one state this takes longer than
+    the kernel apart, as the triangles' warps have no time for the keys. Rows that TMA cannot read
+    are copied anyway, by the kernel that normalises them."""
+    reachable = tma_reachable(x.q) and tma_reachable(x.k)
+    return NORM_IN_KERNEL and shape.states == 2 and reachable
+
+
+def prepared(p: Problem, x: Inputs, *, norm: bool) -> Inputs:
+    """The inputs as TMA reads them, with the norm of q and k, if the call asks for it, and unless
+    the kernel does it."""
+    q, k = l2norm_fwd(x.q, x.k) if p.use_qk_l2norm and not norm else (x.q, x.k)
+    return x._replace(q=tma_readable(q), k=tma_readable(k), v=tma_readable(x.v))
 
 
 def hopper_fwd(
@@ -128,8 +150,6 @@ def hopper_fwd(
     states. x as ``readable_inputs`` of forward.py leaves it; of problems that ``hopper_refusal`` of
     support.py does not refuse."""
     p = problem
-    q, k = l2norm_fwd(x.q, x.k) if p.use_qk_l2norm else (x.q, x.k)
-    x = x._replace(q=tma_readable(q), k=tma_readable(k), v=tma_readable(x.v))
     if pool is None:
         o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.q_dtype, device=p.device)
         initial_state, final_state = x.initial_state, None
@@ -159,9 +179,14 @@ def walk(
     length = choose_segments(multiprocessors, p)
     if length == 0:
         shape = choose_shape(multiprocessors, states_at_once(p), p.V)
+        norm = p.use_qk_l2norm and norm_inside(x, shape)
+        x = prepared(p, x, norm=norm)
         h0_strides = state_strides(initial_state, p.state_v_first)
-        launch(p, x, shape, o, initial_state, h0_strides, final_state, ht_strides, pool=pool)
+        launch(
+            p, x, shape, o, initial_state, h0_strides, final_state, ht_strides, pool=pool, norm=norm
+        )
         return
+    x = prepared(p, x, norm=False)
     skipped = (None, -1) if pool is None else (pool.read_slots, pool.last_skipped)
     segments = make_chunks(p.B, p.T, length * CHUNK, x.cu_seqlens, *skipped)
     starts = torch.empty(segments.slots, p.HV, p.K, p.V, dtype=torch.float32, device=p.device)
@@ -201,6 +226,7 @@ def launch(
     shifts: torch.Tensor | None = None,
     has_start: bool = False,
     pool: Pool | None = None,
+    norm: bool = False,
 ) -> None:
     """Walks sequences, or their segments, from ``h0`` to ``ht`` and o; with ``shifts`` it makes the
     maps of the segments, without o: b goes to ``ht`` and M to ``shifts``. has_start: the sequences
@@ -217,6 +243,7 @@ def launch(
         output=output,
         in_segments=segments is not None,
         has_start=has_start,
+        norm=norm,
     )
     BK = fixed["BK"]
     columns = shape.states * COLUMNS

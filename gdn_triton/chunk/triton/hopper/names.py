@@ -61,6 +61,23 @@ def here(n):
 
 
 @gluon.jit
+def widened(x, nothing):
+    """x, of a 16-bit dtype, in fp32. nothing: the number 0, as an int32. Where the assembler does
+    not know this number, the result does not share registers with another conversion of x."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "mad.lo.s32 $0, $2, 65536, $3; lop3.b32 $1, $2, 0xffff0000, $3, 0xea;",
+            "=&r,=r,r,r,r",
+            [x, nothing],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return either(x, gl.cast(nothing, gl.int16)).to(gl.float32)
+
+
+@gluon.jit
 def power(x):
     """2^x, where a power below the normal numbers of fp32 is 0."""
     return gl.inline_asm_elementwise(

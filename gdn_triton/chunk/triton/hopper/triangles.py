@@ -33,6 +33,7 @@ from gdn_triton.chunk.triton.hopper.names import (
     scalar_of,
     viewed,
 )
+from gdn_triton.chunk.triton.hopper.norms import normalize_keys
 
 # The place of element (row, column) of A' in the scratch tile: blocks of 8 x 8, ordered by the
 # exclusive or of their row and column. The diagonal blocks are the first eight.
@@ -59,9 +60,24 @@ def clear_rows(tile, first, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def key_products(k, left, zero, BK: gl.constexpr, IS_VARLEN: gl.constexpr):
-    """Issues k k^T. First sets the rows of k past the sequence's end to zero, because a NaN of
+def key_products(
+    k,
+    ready,
+    is_chunk,
+    left,
+    zero,
+    BK: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+    NORM: gl.constexpr,
+    EPS: gl.constexpr,
+):
+    """Issues k k^T. First normalises k, if NORM, unless this is no chunk: the states may still read
+    the old keys there. Then sets the rows of k past the sequence's end to zero, because a NaN of
     another sequence would survive a product with 0."""
+    if NORM:
+        if is_chunk:
+            normalize_keys(k, left, BK, EPS)
+            mbarrier.arrive(ready, count=1)
     if IS_VARLEN:
         if left < CHUNK:
             clear_rows(k, left, BK)
@@ -148,8 +164,10 @@ def triangles_role(
     STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    NORM: gl.constexpr = False,
+    EPS: gl.constexpr = 0.0,
 ):
-    k_s, t_s, vectors, flags, tile_full, gates_full, t_full, empty = memory
+    k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty = memory
     a_s, x_s, blocks_s = scratch
     n_chunks, n_rows, _ = walk
     # These are the layouts of products [64, 64], [64, 32] and [64, 16].
@@ -173,7 +191,9 @@ def triangles_role(
     phase = gl.to_tensor(0)
     t_stage = gl.to_tensor(0)
     mbarrier.wait(tile_full.index(0), 0, pred=n_chunks > 0)
-    kk = key_products(k_s.index(0), n_rows, zero, BK, IS_VARLEN)
+    kk = key_products(
+        k_s.index(0), ready.index(0), n_chunks > 0, n_rows, zero, BK, IS_VARLEN, NORM, EPS
+    )
     for i in range(n_chunks):
         mbarrier.wait(gates_full.index(stage), phase)
         base = stage * VECTORS
@@ -271,7 +291,17 @@ def triangles_role(
         stage, phase = advance(stage, phase, STAGES)
         mbarrier.wait(tile_full.index(stage), phase, pred=i + 1 < n_chunks)
         left = gl.where(i + 1 < n_chunks, n_rows - (i + 1) * CHUNK, CHUNK)
-        kk = key_products(k_s.index(stage), left, zero, BK, IS_VARLEN)
+        kk = key_products(
+            k_s.index(stage),
+            ready.index(stage),
+            i + 1 < n_chunks,
+            left,
+            zero,
+            BK,
+            IS_VARLEN,
+            NORM,
+            EPS,
+        )
         Z0, Z1 = warpgroup_mma_wait(1, deps=[Z0, Z1])
         past = i - T_STAGES
         past_stage = gl.maximum(past, 0) % STAGES

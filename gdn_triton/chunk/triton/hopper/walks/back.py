@@ -78,7 +78,7 @@ def back_block(
     i_b, first_row, _, i_hv, first_v = heads
     place = (i_b, first_row, i_hv, first_v, first_slot)
     factors = (vectors, writes, flags, gates_full, empty)
-    inverses = (k_s, t_s, vectors, flags, k_full, gates_full, t_full, empty)
+    inverses = (k_s, t_s, vectors, flags, k_full, k_full, gates_full, t_full, empty)
     scratch = (a_s, x_s, blocks_s)
     states = (q_s, k_s, do_s, t_s, p_s, dx_s, dh_s, vectors, writes, flags, empty)
     fulls = (k_full, q_full, gates_full, t_full, p_full)

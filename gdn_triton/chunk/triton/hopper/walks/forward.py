@@ -67,7 +67,7 @@ def forward_block(
     i_b, first_row, _, i_hv, first_v = heads
     place = (i_b, first_row, i_hv, first_v, first_slot)
     factors = (vectors, writes, flags, gates_full, empty)
-    inverses = (k_s, t_s, vectors, flags, k_full, gates_full, t_full, empty)
+    inverses = (k_s, t_s, vectors, flags, k_full, k_full, gates_full, t_full, empty)
     scratch = (a_s, x_s, blocks_s)
     states = (k_s, v_s, t_s, u_s, h_s, vectors, flags, empty)
     fulls = (k_full, gates_full, t_full)
