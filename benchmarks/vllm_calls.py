@@ -23,9 +23,10 @@ from benchmarks.measure import Device, Record, first_line
 from benchmarks.shapes import Random, gate_parameters
 
 OURS = "gdn_triton"
+WITH_WINDOW = "gdn_triton, with a window"
 # Each way through the layers, with vLLM's option for its prefill. Ours leaves vLLM's choice alone,
 # since vLLM plans checkpoints of a prefill only where it chose FlashInfer.
-WAYS = {"FlashInfer": "flashinfer", "Triton": "triton", OURS: "auto"}
+WAYS = {"FlashInfer": "flashinfer", "Triton": "triton", OURS: "auto", WITH_WINDOW: "auto"}
 LAYERS = 12
 TOKENS_A_STEP = 16384
 GIB = 1 << 30
@@ -140,9 +141,9 @@ def start(job: Job, folder: Path) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     if job.kind == "invariant":
         os.environ["VLLM_BATCH_INVARIANT"] = os.environ["GDN_BATCH_INVARIANT"] = "1"
-    if job.way == OURS:
+    if job.way in (OURS, WITH_WINDOW):
         adapter = importlib.import_module("gdn_triton.integrations.vllm")
-        adapter.register()
+        adapter.register(window=job.way == WITH_WINDOW)
         print(adapter.status(), flush=True)
     vllm: Any = importlib.import_module("vllm")
     transformers: Any = importlib.import_module("transformers")

@@ -36,7 +36,7 @@ import torch
 from benchmarks.machine import commit, header
 from benchmarks.measure import Record, cuda_device
 from benchmarks.report import append_record, us
-from benchmarks.vllm_calls import DECODES, KINDS, PROMPTS, WAYS, Job, work
+from benchmarks.vllm_calls import DECODES, KINDS, PROMPTS, WAYS, WITH_WINDOW, Job, work
 
 LEGEND = (
     "Thousands of tokens a second, of prompts or of generated tokens; then launches of a step, and "
@@ -256,7 +256,7 @@ def versions() -> dict[str, str]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), help="default: all there are")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), help="default: all but the window")
     parser.add_argument("--heads", nargs="+", default=["16/32", "4/8"], metavar="H/HV")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--attention", default="FLASH_ATTN", help="vLLM's attention backend")
@@ -273,7 +273,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--resume needs --logs, the folder of an earlier run")
     if options.ways is None:
         has_flashinfer = importlib.util.find_spec("flashinfer") is not None
-        options.ways = [way for way in WAYS if way != "FlashInfer" or has_flashinfer]
+        left_out = {WITH_WINDOW} if has_flashinfer else {WITH_WINDOW, "FlashInfer"}
+        options.ways = [way for way in WAYS if way not in left_out]
     return options
 
 
@@ -296,7 +297,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = cuda_device("vLLM's engine needs")
     if importlib.util.find_spec("vllm") is None:
         raise SystemExit("vLLM is not installed: pip install vllm==0.33.0")
-    missing = [f"{way}: not measured" for way in WAYS if way not in options.ways]
+    others = [way for way in WAYS if way not in options.ways]
+    missing = [f"{way}: not measured" for way in others if way != WITH_WINDOW]
     name = options.commit or commit()
     head = header("benchmarks.vllm_engine", versions(), missing, device, name)
     append_record(options.jsonl, head)

@@ -15,6 +15,14 @@ from gdn_triton._host.tensors import is_traced
 from gdn_triton.recurrent.operators import traced_sequences, traced_step
 from gdn_triton.recurrent.plans import judge_step, run_sequences, run_step
 from gdn_triton.recurrent.problem import Operands, SequenceCall, StepCall
+
+# The adapters of engines import these from here.
+from gdn_triton.recurrent.ring_problem import MOST_DRAFTS as MOST_DRAFTS
+from gdn_triton.recurrent.ring_problem import MOST_ROWS as MOST_ROWS
+from gdn_triton.recurrent.ring_problem import RingOperands as RingOperands
+from gdn_triton.recurrent.rings import fold_rings as fold_rings
+from gdn_triton.recurrent.rings import ring_drafts as ring_drafts
+from gdn_triton.recurrent.rings import ring_step as ring_step
 from gdn_triton.recurrent.validation import validate_step
 from gdn_triton.recurrent.window import StepWindow, check_kind
 

@@ -134,9 +134,11 @@ def _check_window(
         if y.dtype != dtype:
             raise ValueError(must(name, f"be {dtype}{why}", str(y.dtype)))
         check_written(name, y)
-        # The kernels compute the places of records only from R and the heads.
-        if y is not start and not y.is_contiguous():
-            raise ValueError(must(name, "be contiguous", f"strides {list(y.stride())}"))
+        # The kernels compute the places of records in a slot only from R and the heads.
+        is_dense = y.is_contiguous() if y is x.scales or slots == 0 else y[0].is_contiguous()
+        if y is not start and not is_dense:
+            expected = "be contiguous" if y is x.scales else "have contiguous slots"
+            raise ValueError(must(name, expected, f"strides {list(y.stride())}"))
     if type(max_tokens) is not int:
         raise TypeError(must("window.max_tokens", "be an int", value_of(max_tokens)))
     if max_tokens < 1 or fold_period(R, max_tokens) < 1:

@@ -35,8 +35,8 @@ class StepWindow(NamedTuple):
     """The records of the last tokens of each slot, for `gdn_triton.recurrent_step`.
 
     The record of the token at position t of a sequence, counted from 0, is in row t mod R of its
-    slot. All tensors except `start` are contiguous. Rows that no token of the slot's sequence has
-    written are undefined.
+    slot. The numbers of a slot are contiguous in each tensor, and `scales` is contiguous. Rows that
+    no token of the slot's sequence has written are undefined.
 
     Attributes:
         u: [slots, R, HV, V], float32: the u_t of S_t = exp(g_t) S_(t-1) + k_t (x) u_t, with the key

@@ -83,6 +83,12 @@ IMITATED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{_SGLANG}/attention/linear/fused_sigmoid_gating_recurrent.py": (
             "fused_sigmoid_gating_delta_rule_update",
         ),
+        f"{_SGLANG}/attention/linear/fused_recurrent_linear_replayssm.py": (
+            "fused_recurrent_linear_replayssm_decode",
+        ),
+        f"{_SGLANG}/attention/linear/gdn_replayssm_spec_decode.py": (
+            *("gdn_replayssm_spec_decode", "commit_gdn_replayssm_circular"),
+        ),
         f"{_SGLANG}/attention/triton_gdn_fused_proj.py": ("fused_qkv_split_gdn_prefill",),
         f"{_SGLANG}/mamba/causal_conv1d_triton.py": ("causal_conv1d_fn", "causal_conv1d_update"),
     },
@@ -111,14 +117,28 @@ READ: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "GDNAttentionMetadataBuilder.build",
             "GDNAttentionMetadataBuilder.update_block_table",
         ),
+        "vllm/model_executor/layers/mamba/mamba_utils.py": (
+            "MambaStateShapeCalculator.gated_delta_net_state_shape",
+            "MambaStateDtypeCalculator.gated_delta_net_state_dtype",
+        ),
+        "vllm/model_executor/layers/mamba/abstract.py": (
+            *("MambaBase.bind_kv_cache", "MambaBase.get_kv_cache_spec"),
+        ),
     },
     "sglang": {
         f"{_LINEAR}/kernels/gdn_triton.py": ("TritonGDNKernel",),
         f"{_LINEAR}/gdn_backend.py": (
             *("GDNAttnBackend.forward_decode", "GDNAttnBackend.forward_extend"),
             *("GDNAttnBackend._convolve_prefill", "GDNAttnBackend._prefill_gates"),
+            "GDNAttnBackend._replayssm_target_verify",
         ),
         f"{_SGLANG}/attention/linear/fused_gdn_gating.py": ("fused_gdn_gating",),
+        f"{_SGLANG}/attention/linear/gdn_replayssm_spec_decode.py": ("commit_gdn_replayssm_spec",),
+        "sglang/srt/speculative/spec_utils.py": ("commit_mamba_states_after_verify",),
+        "sglang/srt/mem_cache/memory_pool.py": ("MambaPool.__init__",),
+        "sglang/srt/layers/attention/hybrid_linear_attn_backend.py": (
+            *("MambaAttnBackendBase._forward_metadata", "MambaAttnBackendBase._replay_metadata"),
+        ),
     },
     "flashinfer_python": {},
     "transformers": {
@@ -139,6 +159,9 @@ READ: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 Parameters = str  # of a function, in order: "q, k, scale=None"
 
+# Functions of SGLang that its layers call by another name than that of their definition.
+ALIASES = {"fused_recurrent_gdn_replayssm_decode": "fused_recurrent_linear_replayssm_decode"}
+
 
 @cache
 def record() -> dict[str, Any]:
@@ -150,6 +173,7 @@ def record() -> dict[str, Any]:
 
 def recorded(package: str, name: str, file: str = "") -> Parameters:
     """The parameters of a function, in the file whose path ends so."""
+    name = ALIASES.get(name, name)
     files = record()["signatures"][package].items()
     found: list[Parameters] = [
         functions[name] for path, functions in files if path.endswith(file) and name in functions
@@ -160,10 +184,11 @@ def recorded(package: str, name: str, file: str = "") -> Parameters:
 
 def parameters_of(function: Any) -> Parameters:
     """The parameters of a function of ours, in the form of the records."""
-    texts = []
+    texts: list[str] = []
     for p in inspect.signature(function, follow_wrapped=False).parameters.values():
         text = f"**{p.name}" if p.kind is inspect.Parameter.VAR_KEYWORD else p.name
-        assert p.kind is not inspect.Parameter.KEYWORD_ONLY
+        if p.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in texts:
+            texts.append("*")
         texts.append(text if p.default is inspect.Parameter.empty else f"{text}={p.default!r}")
     return ", ".join(texts)
 
@@ -232,8 +257,12 @@ def parameters_in(node: ast.stmt, constants: Mapping[str, str]) -> Parameters:
     return ", ".join(name if d is None else f"{name}={constants.get(d, d)}" for name, d in texts)
 
 
-# Defaults that a file imports from another one.
-IMPORTED = {"NULL_BLOCK_ID": "0", "PAD_SLOT_ID": "-1"}
+# Defaults that a file imports from another one, or that depend on the GPU.
+IMPORTED = {
+    "NULL_BLOCK_ID": "0",
+    "PAD_SLOT_ID": "-1",
+    "'tf32' if is_tf32_supported else 'ieee'": "'tf32'",
+}
 
 
 def signatures(package: str, folder: str | None = None) -> dict[str, dict[str, Parameters]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_calls import B, K, N, T, V, decoding, packed
 from pool_cases import OPS, WRITING, Op, tensors_of
+from ring_calls import CALLS as RING_CALLS
 from torch import Tensor
 from tree_calls import CALLS as TREE_CALLS
 from vllm_steps import Sequence, Step, conv_state_of, make_layer
@@ -307,6 +308,7 @@ def reset(*, conv_state: Any, recurrent_state: Any, slots: Any) -> None:
 
 CALLS: dict[str, Op] = {
     **{name: OPS[name] for name in WRITING},
+    **RING_CALLS,
     **TREE_CALLS,
     "flashinfer.chunk_gated_delta_rule": Op(
         flashinfer.chunk_gated_delta_rule, prefill_of_flashinfer, ("output", "output_state")

@@ -162,6 +162,9 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
         *(("speed", "16/32"), ("speed", "4/8"), ("cached", "16/32")),
     ]
     assert len({job.name for job in jobs}) == len(jobs) == 6
+    assert vllm_calls.WITH_WINDOW not in vllm_engine.parse([]).ways
+    chosen = vllm_engine.parse(["--ways", vllm_calls.WITH_WINDOW, "--kinds", "speed"])
+    assert len(vllm_engine.jobs_of(chosen)) == 2
     with pytest.raises(SystemExit):
         vllm_engine.parse(["--resume"])
     assert "--resume needs --logs" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_sources import (
+    ALIASES,
     IMITATED,
     VERSIONS,
     bodies,
@@ -64,7 +65,7 @@ def test_parameters(package, name, ours):
 
 def test_every_function_is_compared():
     """All that is recorded of an engine has ours beside it, or is named here with its reason."""
-    compared = {(package, name) for package, name, _ in PAIRS}
+    compared = {(package, ALIASES.get(name, name)) for package, name, _ in PAIRS}
     methods = {
         ("vllm", "QwenGatedDeltaNetAttention._forward_core"),  # below
         ("vllm", "OlmoHybridGatedDeltaNetAttention._forward_core"),  # below

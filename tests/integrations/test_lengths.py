@@ -16,7 +16,7 @@ from vllm_steps import K, Sequence, Step, V, conv_state_of, make_layer
 from gdn_triton.chunk.prefill import operators
 from gdn_triton.integrations import sglang
 from gdn_triton.integrations._lengths import offsets_on_host, tell_offsets
-from gdn_triton.integrations.vllm import functions, layer
+from gdn_triton.integrations.vllm import functions, layer, window
 from gdn_triton.integrations.vllm.lengths import telling
 
 
@@ -103,21 +103,24 @@ def build() -> Any:
         num_spec=2,
         gdn_prefill_backend="flashinfer",
         plan_flashinfer_checkpoints=False,
-        kv_cache_spec=None,
-        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="none")),
+        kv_cache_spec=SimpleNamespace(shapes=(None,) * window.WITH_RECORDS),
+        vllm_config=SimpleNamespace(
+            cache_config=SimpleNamespace(mamba_cache_mode="none"), kv_transfer_config=None
+        ),
         checkpoint_builder=SimpleNamespace(build=lambda *args: None),
         **no_buffers,
     )
-    told = telling(found[f"{BUILDER}.build"])
+    told = window.placing(telling(found[f"{BUILDER}.build"]))
 
     def run(common: Common, drafted: list[int] | None) -> Any:
         drafts: dict[str, Any] = {}
+        builder.vllm_config.speculative_config = drafted
         if drafted is not None:
             drafts = {"num_decode_draft_tokens_cpu": torch.tensor(drafted)}
             drafts["num_accepted_tokens"] = torch.ones(len(drafted), dtype=torch.int32)
         metadata = told(builder, common_prefix_len=0, common_attn_metadata=common, **drafts)
         # The metadata of another group of layers has the same batch.
-        update = found[f"{BUILDER}.update_block_table"]
+        update = window.carrying(found[f"{BUILDER}.update_block_table"])
         return update(builder, metadata, common.block_table_tensor, None)
 
     return run
@@ -151,6 +154,14 @@ def test_vllm(build: Any, counts: Any, past: Any, drafted: Any, expected: Any) -
     assert on_host is not None
     assert on_host.tolist()[: len(expected)] == expected
     assert torch.equal(on_host, device.cpu())
+    # The positions of a step with a window, which has no drafts.
+    positions = getattr(metadata, window.POSITIONS, None)
+    assert (positions is None) == (drafted is not None)
+    if positions is not None:
+        prefills = [n for n, count in enumerate(counts) if count > 0 and past[n] == 0]
+        assert positions.lengths is common.seq_lens
+        assert positions.before.tolist() == [past[n] + 1 for n in prefills]
+        assert positions.after.tolist() == [past[n] + counts[n] + 1 for n in prefills]
     # vLLM writes the next step's offsets to the memory of this step's.
     common.query_start_loc_cpu.zero_()
     assert torch.equal(on_host, device.cpu())

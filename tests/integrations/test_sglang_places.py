@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Optional, Union
 
 import pytest
+import ring_calls
 import torch
 from engine_calls import B, K, V, decoding, step_of
 from engine_kernels import GIVEN, be_lenient
@@ -190,6 +191,11 @@ def test_enable(engine):
     raw = update(**call, **states, replayssm_rawv=torch.zeros(B, 1))
     assert raw == "fused_sigmoid_gating_delta_rule_update"
     assert update(**call, **states, replayssm_rawv=None).shape == o.shape
+    decode = engine[sglang.MODULE].fused_recurrent_gdn_replayssm_decode
+    rings = ring_calls.decode()
+    longer = {**rings, "d_cache": torch.zeros(1, 1, 33, 1)}
+    assert decode(**longer) == "fused_recurrent_gdn_replayssm_decode"
+    assert decode(**rings)[0] is rings["out"]
     conv = engine["sglang.srt.layers.attention.linear.gdn_backend"].causal_conv1d_update
     x = torch.randn(3, D), torch.zeros(3, D, W - 1), torch.randn(D, W)
     assert conv(*x, intermediate_conv_window=torch.zeros(1)) == "causal_conv1d_update"

@@ -48,10 +48,15 @@ schedule = SimpleNamespace(
     chunked_prefill_size=TOKENS, max_prefill_tokens=None, max_running_requests=SEQUENCES)
 module("sglang.srt.configs.hybrid_arch", hybrid_gdn_config=lambda model: config)
 module("sglang.srt.layers.radix_linear_attention", RadixLinearAttention=RadixLinearAttention)
+features = SimpleNamespace(enable_mis=True)
+mamba = SimpleNamespace(linear_replayssm_cache_len=16, enable_linear_replayssm="step" in sys.argv,
+                        enable_linear_replayssm_spec="drafts" in sys.argv)
 module(
     "sglang.srt.runtime_context", get_schedule=lambda: schedule,
+    get_exec=lambda: SimpleNamespace(features=features, mamba=mamba),
     get_spec=lambda: SimpleNamespace(speculative_num_draft_tokens=DRAFTED))
 
+module(warming.RINGS, **{name: getattr(sglang, name) for name in sglang.PLACES[warming.RINGS]})
 names = ("causal_conv1d_fn", "causal_conv1d_update", "fused_qkv_split_gdn_prefill")
 backend = module(
     "sglang.srt.layers.attention.linear.gdn_backend",
@@ -72,11 +77,11 @@ watch()
 if sys.argv[1] == "warm":
     assert warming.warm_up(runner) > 0
 before = len(asked)
-x = warming._Layer(layer, states, BF16)
+x = warming._Layer(layer, states, BF16, *warming._rings())
 for n in range(1, SEQUENCES + 1):
     x.decode(n)
-    x.verify(n, DRAFTED)
-    for T in (n, 64, 65, 130, 311, TOKENS):
+    (x.verify_rings if "drafts" in sys.argv else x.verify)(n, DRAFTED)
+    for T in () if len(sys.argv) > 2 else (n, 64, 65, 130, 311, TOKENS):
         x.prefill(n, T)
 print(before > 0, len(asked) - before)
 """
@@ -86,6 +91,13 @@ def test_calls_compile_nothing() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     wheel_of("sglang")
     assert run_watched(COUNT, "warm") == ["True", "0"]
+
+
+@pytest.mark.parametrize("rings", ["step", "drafts"])
+def test_calls_on_rings_compile_nothing(rings: str) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    wheel_of("sglang")
+    assert run_watched(COUNT, "warm", rings) == ["True", "0"]
 
 
 def test_without_it_they_compile() -> None:
@@ -162,6 +174,15 @@ def test_where_sglang_allocates_memory() -> None:
     context = text("sglang/srt/runtime_context.py")
     assert all(f"def get_{name}()" in context for name in ("schedule", "exec", "spec"))
     assert "get_exec().graph.cuda_graph_config.decode.max_bs" in context
+    flags = text("sglang/srt/mem_cache/kv_cache_configurator.py")
+    assert all(
+        f"get_exec().mamba.{name}" in flags
+        for name in (
+            "linear_replayssm_cache_len",
+            "enable_linear_replayssm",
+            "enable_linear_replayssm_spec",
+        )
+    )
     assert "self.enable_mis = get_exec().features.enable_mis" in text(
         "sglang/srt/layers/attention/linear/gdn_backend.py", "GDNAttnBackend.__init__"
     )

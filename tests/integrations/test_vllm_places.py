@@ -46,6 +46,33 @@ def _their_build(self, common_prefix_len, common_attn_metadata):
     )
 
 
+def _their_update(self, metadata, blk_table, slot_mapping):
+    return SimpleNamespace()
+
+
+class _Shapes:
+    @classmethod
+    def gated_delta_net_state_shape(
+        cls,
+        tp_world_size,
+        num_k_heads,
+        num_v_heads,
+        head_k_dim,
+        head_v_dim,
+        conv_kernel_size,
+        num_spec=0,
+    ):
+        return (conv_kernel_size - 1, 2), (num_v_heads, head_v_dim, head_k_dim)
+
+
+class _Dtypes:
+    @classmethod
+    def gated_delta_net_state_dtype(
+        cls, model_dtype, mamba_cache_dtype, mamba_ssm_cache_dtype="auto"
+    ):
+        return model_dtype, torch.float32
+
+
 def function_of(name, parameters):
     """A function of vLLM's with its parameters, that says who was called."""
     namespace = {}
@@ -101,7 +128,12 @@ def engine(monkeypatch, ours):
     metadata.GDNAttentionMetadata = Metadata
     refuses = {"supports_batch_invariance": classmethod(lambda cls: False)}
     metadata.GDNAttentionBackend = type("Backend", (type("Base", (), refuses),), {})
-    metadata.GDNAttentionMetadataBuilder = type("Builder", (), {"build": _their_build})
+    methods = {"build": _their_build, "update_block_table": _their_update}
+    own = {**methods, "kv_cache_spec": SimpleNamespace(shapes=())}
+    metadata.GDNAttentionMetadataBuilder = type("Builder", (), own)
+    states = module("vllm.model_executor.layers.mamba.mamba_utils")
+    states.MambaStateShapeCalculator = type("Shapes", (), dict(vars(_Shapes)))
+    states.MambaStateDtypeCalculator = type("Dtypes", (), dict(vars(_Dtypes)))
     digest = hashlib.sha256(inspect.getsource(_their_build).encode())
     monkeypatch.setattr(ours, "KNOWN_BUILDS", (digest.hexdigest(),))
     found = SimpleNamespace()
@@ -148,7 +180,7 @@ def test_register(ours, engine, caplog):
     assert places["fi_chunk_gated_delta_rule"].op == "chunk_prefill"
     assert places["ChunkGatedDeltaRule"].op == "chunk_prefill"
     assert places[f"{engine.norm.__name__}.rmsnorm_fn"].op == "rms_norm_gated"
-    assert [name for name, place in places.items() if not place.op] == [ours.WINDOW[0]]
+    assert [name for name, place in places.items() if not place.op] == [ours.WINDOW]
     assert engine.olmo.OlmoHybridGatedDeltaNetAttention._forward_core is not _their_forward_core
     # vLLM would log a line about FlashInfer here.
     with caplog.at_level(logging.INFO, "gdn_triton"):
@@ -186,6 +218,38 @@ def test_lengths(ours, engine):
     assert offsets_on_host(offsets).tolist() == [0, 3, 4]
     ours.disable()
     assert builder.build is _their_build
+
+
+@pytest.mark.of_no_device
+def test_window(ours, engine, monkeypatch):
+    """With a window vLLM's functions name the records as states, until they are restored."""
+    states = sys.modules["vllm.model_executor.layers.mamba.mamba_utils"]
+    builder = sys.modules["vllm.v1.attention.backends.gdn_attn"].GDNAttentionMetadataBuilder
+    shape = states.MambaStateShapeCalculator.gated_delta_net_state_shape
+    dtype = states.MambaStateDtypeCalculator.gated_delta_net_state_dtype
+    ours.register()
+    assert f"{ours.WINDOW}: not ours: `register(window=True)`" in str(ours.status())
+    sizes = (2, 4, 8, 16, 32, 4)
+    own = shape(*sizes)
+    assert states.MambaStateShapeCalculator.gated_delta_net_state_shape(*sizes) == own
+    ours.register(window=True)
+    ours.register()  # takes nothing back
+    status = str(ours.status())
+    assert f"{ours.WINDOW}: gdn_triton.recurrent_step" in status
+    assert "Builder.update_block_table: gdn_triton" in status
+    found = states.MambaStateShapeCalculator.gated_delta_net_state_shape(*sizes)
+    assert found == (*own, (16, 4, 32), (16, 2, 16), (16, 4), (16,), (4,))
+    kinds = states.MambaStateDtypeCalculator.gated_delta_net_state_dtype(torch.bfloat16, "auto")
+    floats = (torch.float32, torch.bfloat16, torch.float32)
+    assert kinds == (*dtype(torch.bfloat16, "auto"), *floats, torch.int32, torch.int32)
+    ours.disable()
+    assert states.MambaStateShapeCalculator.gated_delta_net_state_shape(*sizes) == own
+    assert builder.update_block_table is _their_update and builder.build is _their_build
+    monkeypatch.setattr(ours, "KNOWN_BUILDS", ())
+    with pytest.raises(RuntimeError, match="cannot decode with a window: its text is of no"):
+        ours.register(window=True)
+    with pytest.raises(TypeError, match="window must be True or False, got 1"):
+        ours.register(window=1)
 
 
 @pytest.mark.of_no_device

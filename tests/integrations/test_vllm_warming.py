@@ -21,7 +21,7 @@ from compilations import asked, watch
 watch()
 import torch
 import vllm_steps
-from gdn_triton.integrations.vllm import layer as ours, warming
+from gdn_triton.integrations.vllm import layer as ours, warming, window
 kind, warms = sys.argv[1], sys.argv[2] == "warm"
 drafted = {"drafts": 2}.get(kind, 0)
 HV, D = 3, 2 * 64 + 3 * 128
@@ -34,6 +34,13 @@ layer.num_k_heads, layer.tp_size = 2, 2
 shapes = [x.shape[1:] for x in layer.kv_cache]
 dtypes = [x.dtype for x in layer.kv_cache]
 layer.get_state_shape, layer.get_state_dtype = lambda: shapes, lambda: dtypes
+PAGE = 1 << 19
+if kind == "window":
+    rows = ((16, HV, 128), torch.float32), ((16, 1, 64), torch.bfloat16), ((16, HV), torch.float32)
+    rows = *zip(shapes, dtypes), *rows, ((16,), torch.int32), ((4,), torch.int32)
+    shapes, dtypes = zip(*rows)
+    layer.kv_cache = window.page_views(list(rows), 16, PAGE, torch.device("cpu"))
+    layer.cache_config = SimpleNamespace(mamba_page_size_padded=PAGE)
 layer._exports_checkpoints = kind == "checkpoints"
 layer._checkpoint_exporter = SimpleNamespace(export=lambda *args, **kwargs: None)
 
@@ -76,12 +83,15 @@ for counts, drafts in steps():
         places = {n: (64, 1) for n, c in enumerate(counts) if c > 64}
     metadata = Step(layer, members, counts, drafts, checkpoints=places).metadata
     context.attn_metadata = {layer.prefix: metadata}
+    if kind == "window":
+        lengths = torch.zeros(len(counts), dtype=torch.int32)
+        setattr(metadata, window.POSITIONS, window.positions_of(metadata, lengths))
     core(layer, *tokens(sum(counts)))
 print(before > 0, again, len(asked) - before)
 """
 
 
-@pytest.mark.parametrize("kind", ["Qwen", "OLMo", "checkpoints", "drafts"])
+@pytest.mark.parametrize("kind", ["Qwen", "OLMo", "checkpoints", "drafts", "window"])
 def test_steps_compile_nothing(kind: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     assert run_watched(COUNT, kind, "warm") == ["True", "0", "0"]

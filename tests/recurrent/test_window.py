@@ -11,7 +11,7 @@ from torch import Tensor
 from window_cases import Case, Decoding, cloned_window
 
 import gdn_triton
-from gdn_triton import fold_window, recurrent_step, restart_window
+from gdn_triton import accept_window, fold_window, recurrent_step, restart_window
 from gdn_triton.recurrent import plans
 from gdn_triton.recurrent.problem import fold_period, turns
 from gdn_triton.recurrent.window import StepWindow
@@ -369,6 +369,42 @@ def test_both_kernels_of_one_token(
     assert same_bits(run.pool, other["state"])
     assert same_windows(run.window, other["window"])
     run.finish()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+@pytest.mark.parametrize("pool", POOLS)
+def test_records_in_pages(pool: torch.dtype, max_tokens: int, device: str) -> None:
+    """Records that lie apart from slot to slot, as in pages, give the bits of dense ones, in steps,
+    paths of trees, folds and restarts."""
+    case = Case(pool=pool, dtype=tokens_of(pool), max_tokens=max_tokens, raw=True, mixed=True)
+    run = Decoding(case, device)
+    pages: dict[str, Tensor] = {}
+    for i, name in enumerate(("u", "k", "g", "calls")):
+        y = getattr(run.window, name)
+        page = torch.full((len(y), y[0].numel() + 8 * i + 8), -7, dtype=y.dtype, device=device)
+        pages[name] = page[:, 8:][:, : y[0].numel()].unflatten(1, y.shape[1:]).copy_(y)
+    before = copied(run)
+    dense, apart = before["window"], before["window"]._replace(**pages)
+    pools = [before["state"].clone(), before["state"].clone()]
+    scales = None if dense.scales is None else dense.scales.clone()
+    apart = apart._replace(start=dense.start.clone(), scales=scales)
+    positions = run.positions.clone()
+    path = torch.arange(max_tokens, device=device).expand(case.N, max_tokens)
+    for i in range(case.period + 4):
+        x = run.tokens(max_tokens)
+        found = []
+        for state, window in zip(pools, (dense, apart), strict=True):
+            given = run.arguments(x) | {"state": state, "window": window, "positions": positions}
+            found.append(recurrent_step(**given))
+            accept_window(window, run.slots, positions, path)
+            if i == case.period:
+                fold_window(state, window, run.slots, positions + 1)
+                restart_window(window, run.slots, positions + 1)
+        assert same_bits(*found) and same_bits(*pools)
+        positions += 1
+    for name, page in pages.items():
+        assert same_bits(page, getattr(dense, name))
+        assert page._base is not None and (page._base[:, :8] == -7).all()
 
 
 @pytest.mark.parametrize("v_first", [True, False])

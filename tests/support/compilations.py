@@ -25,6 +25,7 @@ def watch() -> None:
 
     from gdn_triton._host import backends
     from gdn_triton.recurrent import backends as recurrent_backends
+    from gdn_triton.recurrent import rings
 
     def compile_nothing(self: Any, key: Any, *args: Any) -> object:
         asked.append(self.fn.__name__)
@@ -41,7 +42,8 @@ def watch() -> None:
     def nothing(*args: object) -> None:
         return None
 
-    backends.triton_refusal = recurrent_backends.triton_refusal = nothing
+    for module in (backends, recurrent_backends, rings):
+        module.triton_refusal = nothing  # type: ignore[attr-defined]
 
     zeros = torch.zeros
 

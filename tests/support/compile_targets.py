@@ -50,6 +50,7 @@ from target_code import (
     stack_and_registers,
     unwritten_uniform_registers,
 )
+from target_rings import run_rings
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -252,6 +253,7 @@ def main(backend: str, arch: str, everything: bool) -> int:
                 run_conv(shape)
                 run_layer_step(shape)
                 run_recurrent(shape)
+                run_rings(shape)
             seen: set[int] = set()
             for one in compiled:
                 names.add(one.name)

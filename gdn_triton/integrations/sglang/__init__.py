@@ -7,8 +7,9 @@ ours.
     ...
     disable()
 
-The functions of `gdn_triton.integrations.sglang.functions` and
-`gdn_triton.integrations.sglang.convolution` may also be called directly.
+The functions of `gdn_triton.integrations.sglang.functions`,
+`gdn_triton.integrations.sglang.convolution` and `gdn_triton.integrations.sglang.rings` may also be
+called directly.
 
 SGLang looks up its functions as globals of its modules at every call. Therefore `enable` needs to
 run only once per process, from an entry point of the group `sglang.srt.plugins`
@@ -36,6 +37,12 @@ from gdn_triton.integrations.sglang.functions import (
     fused_recurrent_gated_delta_rule_update,
     fused_sigmoid_gating_delta_rule_update,
 )
+from gdn_triton.integrations.sglang.rings import (
+    commit_gdn_replayssm_circular,
+    fused_recurrent_gdn_replayssm_decode,
+    gdn_replayssm_spec_decode,
+    is_left_to_sglang,
+)
 from gdn_triton.integrations.sglang.warming import before_memory
 
 __all__ = [
@@ -43,12 +50,15 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
+    "commit_gdn_replayssm_circular",
     "disable",
     "enable",
     "fused_qkv_split_gdn_prefill",
     "fused_recurrent_gated_delta_rule_packed_decode",
     "fused_recurrent_gated_delta_rule_update",
+    "fused_recurrent_gdn_replayssm_decode",
     "fused_sigmoid_gating_delta_rule_update",
+    "gdn_replayssm_spec_decode",
     "status",
 ]
 
@@ -61,6 +71,7 @@ PLACES: Final = {
     MODULE: {
         "chunk_gated_delta_rule": "chunk_prefill",
         "fused_recurrent_gated_delta_rule_packed_decode": "recurrent_step",
+        "fused_recurrent_gdn_replayssm_decode": "recurrent.rings.ring_step",
         "fused_sigmoid_gating_delta_rule_update": "recurrent_step",
     },
     f"{_LINEAR}.gdn_backend": {
@@ -69,6 +80,11 @@ PLACES: Final = {
         "fused_qkv_split_gdn_prefill": "chunk_prefill",
     },
     "sglang.srt.models.jet_nemotron": {"fused_recurrent_gated_delta_rule_update": "recurrent_step"},
+    # SGLang's backend and its workers import these at every call.
+    "sglang.kernels.ops.attention.linear.gdn_replayssm_spec_decode": {
+        "commit_gdn_replayssm_circular": "recurrent.rings.fold_rings",
+        "gdn_replayssm_spec_decode": "recurrent.rings.ring_drafts",
+    },
 }
 # The runner loads the model and then allocates SGLang's pools with this method.
 RUNNER: Final = "sglang.srt.model_executor.model_runner"
@@ -81,8 +97,8 @@ OTHERS: Final = {
         "fused_qkvzba_causal_conv1d_update_contiguous": "unpacks z, b and a in the same launch",
         "fused_qkvzba_split_reshape_cat_contiguous": "a view of z would be copied before the norm",
     },
-    MODULE: {
-        "fused_recurrent_gdn_replayssm_decode": "SGLang folds all heads of a ring in one call",
+    "sglang.kernels.ops.attention.linear.gdn_replayssm_spec_decode": {
+        "commit_gdn_replayssm_spec": "it advances the cursors of rings, and reads no state",
     },
 }
 
@@ -91,6 +107,7 @@ def _has(*names: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda given: any(given.get(name) is not None for name in names)
 
 
+_RINGS: Final = ("with more than 32 rows or 8 drafts, or raw values", is_left_to_sglang)
 # Calls of a function that SGLang's own function runs, by their keywords: a description and a test.
 # SGLang passes these arguments by name.
 THEIRS: Final[dict[str, tuple[str, Callable[[Mapping[str, Any]], bool]]]] = {
@@ -102,6 +119,9 @@ THEIRS: Final[dict[str, tuple[str, Callable[[Mapping[str, Any]], bool]]]] = {
         "with the windows of drafts",
         _has("intermediate_conv_window", "retrieve_next_token"),
     ),
+    "commit_gdn_replayssm_circular": _RINGS,
+    "fused_recurrent_gdn_replayssm_decode": _RINGS,
+    "gdn_replayssm_spec_decode": _RINGS,
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -110,6 +130,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         fused_recurrent_gated_delta_rule_packed_decode,
         fused_sigmoid_gating_delta_rule_update,
         fused_recurrent_gated_delta_rule_update,
+        fused_recurrent_gdn_replayssm_decode,
+        gdn_replayssm_spec_decode,
+        commit_gdn_replayssm_circular,
         causal_conv1d_fn,
         causal_conv1d_update,
         fused_qkv_split_gdn_prefill,

@@ -22,6 +22,7 @@ from gdn_triton.warming import series
 _logger = logging.getLogger("gdn_triton")
 
 LINEAR: Final = "sglang.srt.layers.attention.linear"
+RINGS: Final = "sglang.kernels.ops.attention.linear.gdn_replayssm_spec_decode"
 
 
 def before_memory(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +65,7 @@ def warm_up(runner: Any) -> int:
     sizes = _sizes()
     count = 0
     for layer in kinds.values():
-        for call in _Layer(layer, states, runner.dtype).calls(*sizes):
+        for call in _Layer(layer, states, runner.dtype, *_rings()).calls(*sizes):
             call()
             count += 1
         if layer.A_log.device.type != "cpu":
@@ -91,11 +92,24 @@ def _sizes() -> tuple[int, int, int]:
     return tokens, sequences, context.get_spec().speculative_num_draft_tokens or 0
 
 
-class _Layer:
-    """The calls of one of SGLang's layers, on tokens that are zeros."""
+def _rings() -> tuple[int, int]:
+    """The rows of ReplaySSM's rings in decoding, and in the verification of drafts; 0: there are no
+    rings."""
+    mamba = importlib.import_module("sglang.srt.runtime_context").get_exec().mamba
+    rows = mamba.linear_replayssm_cache_len
+    decoding, drafts = mamba.enable_linear_replayssm, mamba.enable_linear_replayssm_spec
+    return rows if decoding else 0, rows if drafts else 0
 
-    def __init__(self, layer: Any, states: Any, dtype: torch.dtype) -> None:
+
+class _Layer:
+    """The calls of one layer of SGLang's, on tokens that are zeros. step_rows, draft_rows: the
+    result of `_rings`."""
+
+    def __init__(
+        self, layer: Any, states: Any, dtype: torch.dtype, step_rows: int = 0, draft_rows: int = 0
+    ) -> None:
         self.layer = layer
+        self.step_rows, self.draft_rows = step_rows, draft_rows
         self.dtype = dtype
         self.device = layer.A_log.device
         self.conv_state = self.zeros(2, *states.shape.conv[0], dtype=states.dtype.conv)
@@ -114,7 +128,8 @@ class _Layer:
         for n in series(sequences):
             yield functools.partial(self.decode, n)
             if drafted:
-                yield functools.partial(self.verify, n, drafted)
+                verify = self.verify_rings if self.draft_rows else self.verify
+                yield functools.partial(verify, n, drafted)
         for T in series(tokens):
             for N in series(min(sequences, T)):
                 yield functools.partial(self.prefill, N, T)
@@ -155,7 +170,78 @@ class _Layer:
             cache_indices=slots,
             num_v_heads=x.num_v_heads,
             head_v_dim=x.head_v_dim,
+            **self.step_rings(n),
         )
+
+    def rings(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """The u, the keys and the log decays of records, of two layers and two slots."""
+        x = self.layer
+        d = self.zeros(2, 2, x.num_v_heads, rows, x.head_v_dim, dtype=dtype)
+        k = self.zeros(2, 2, x.num_k_heads, rows, x.head_k_dim, dtype=dtype)
+        return d, k, self.zeros(2, 2, x.num_v_heads, rows, dtype=torch.float32)
+
+    def step_rings(self, n: int) -> dict[str, Tensor]:
+        if not self.step_rows:
+            return {}
+        d, k, g = self.rings(self.step_rows, self.state.dtype)
+        return {
+            "replayssm_d": d[0],
+            "replayssm_k": k[0],
+            "replayssm_g": g[0],
+            "replayssm_write_pos": self.indices(n, 0),
+            "replayssm_force_flush": self.indices(n, 0),
+        }
+
+    def verify_rings(self, n: int, drafted: int) -> None:
+        """The verification of drafts on rings, and the fold after it."""
+        functions = importlib.import_module(RINGS)
+        mixed_qkv, a, b = self.tokens(n * drafted)
+        parts = {name: y[0] for name, y in self.split(mixed_qkv).items()}
+        d, k, g = self.rings(self.draft_rows, self.conv_state.dtype)
+        has_low = self.conv_state.dtype != torch.float32
+        d_low, k_low, _ = self.rings(self.draft_rows, self.conv_state.dtype)
+        cursors = {
+            "replay_indices": self.indices(n, 0).long(),
+            "write_pos": self.indices(2, 0),
+            "cache_base": self.indices(2, 0),
+            "is_flush": self.zeros(2, dtype=torch.int8),
+            "null_block_id": -1,
+        }
+        slots = self.indices(n, -1)
+        functions.gdn_replayssm_spec_decode(
+            **parts,
+            a=a,
+            b=b,
+            **self.gates,
+            checkpoint_state=self.state,
+            d_cache=d[0],
+            k_cache=k[0],
+            g_cache=g[0],
+            rawv_cache=d_low[0] if has_low else None,
+            rawk_cache=k_low[0] if has_low else None,
+            beta_cache=None,
+            out=torch.empty_like(parts["v"]),
+            query_start_loc=drafted * torch.arange(n + 1, dtype=torch.int32, device=self.device),
+            ssm_state_indices=slots,
+            max_cache_len=self.draft_rows,
+            max_spec_len=drafted,
+            launch_mode="verify",
+            **cursors,
+        )
+        for track in (None, slots.long()):
+            functions.commit_gdn_replayssm_circular(
+                checkpoint_state=self.state.expand(2, *self.state.shape).clone(),
+                d_cache=d,
+                k_cache=k,
+                g_cache=g,
+                d_residual_cache=d_low if has_low else None,
+                k_residual_cache=k_low if has_low else None,
+                state_batch_indices=slots,
+                accept_lens=slots,
+                mamba_track_indices=track,
+                mamba_steps_to_track=track,
+                **cursors,
+            )
 
     def verify(self, n: int, drafted: int) -> None:
         """Runs the rule on drafted tokens. SGLang's own convolution runs on drafts."""

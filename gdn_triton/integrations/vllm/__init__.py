@@ -35,6 +35,7 @@ from typing import Any, Final
 from gdn_triton._host.environment import batch_invariant
 from gdn_triton.integrations._places import ABSENT, Patches, Place, Status, Target
 from gdn_triton.integrations.vllm import functions, layer, lengths, norm, warming
+from gdn_triton.integrations.vllm import window as windows
 from gdn_triton.integrations.vllm.functions import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -79,7 +80,10 @@ LOG: Final = "_log_gdn_backend_decision"
 CORE: Final = "_forward_core"
 INVARIANCE: Final = "supports_batch_invariance"
 NORM_NAME: Final = "rmsnorm_fn"
-BUILDER, BUILD = "GDNAttentionMetadataBuilder", "build"
+BUILDER, BUILD, UPDATE = "GDNAttentionMetadataBuilder", "build", "update_block_table"
+STATES: Final = f"{PACKAGE}.mamba_utils"
+SHAPES: Final = ("MambaStateShapeCalculator", "gated_delta_net_state_shape")
+DTYPES: Final = ("MambaStateDtypeCalculator", "gated_delta_net_state_dtype")
 
 # Our functions by vLLM's names, each with the op of ours that runs.
 OPS: Final = {
@@ -106,19 +110,16 @@ OTHERS: Final = (
     (QWEN, "fused_mtp_decode_impl", "recurrence and gated norm in one launch, for drafts"),
     (OLMO, "fused_olmo_hybrid_gdn_gating", "reached past our `_forward_core` only"),
 )
-# The line of `status` about decode steps with a window of records, which
-# `gdn_triton.recurrent_step` has.
-WINDOW: Final = (
-    "decode steps with a window",
-    "vLLM's memory is pages of states, and the records of a window are no part of a page.",
-)
+# The line of `status` about decode steps with a window of records.
+WINDOW: Final = "decode steps with a window"
+NO_WINDOW: Final = "`register(window=True)` adds the records to vLLM's pages of states."
 
 _logger = logging.getLogger("gdn_triton")
 _patches = Patches()
 _registered: dict[Any, type[Any]] = {}  # vLLM's class: our class
 
 
-def register() -> type[Any]:
+def register(*, window: bool = False) -> type[Any]:
     """Replaces vLLM's functions wherever its Gated DeltaNet layers call an op, registers a subclass
     of vLLM's `ChunkGatedDeltaRule` with vLLM, and returns that subclass.
 
@@ -127,15 +128,25 @@ def register() -> type[Any]:
     change: if the choice is FlashInfer, vLLM plans the checkpoints of a prefill, and our functions
     write them.
 
+    window: vLLM's pages have the records of a window, with which decode steps write few states.
+    There is none with prefix caching, with drafts and with a connector that moves states; vLLM's
+    log then names the reason. Once the pages have records, a later call does not take them back.
+
     Raises:
         ImportError: vLLM, or the class in one of `LAYERS`, is missing.
-        RuntimeError: a function has an argument that is not known here.
+        RuntimeError: a function has an argument that is not known here, or window is True and a
+            text of vLLM is of no version that is known here.
         AssertionError: raised by vLLM, if another package has registered a replacement of this
             class.
     """
     modules = _modules()
     in_tree = getattr(_main(modules), NAME)
-    for target, ours in _targets(modules):
+    if type(window) is not bool:
+        raise TypeError(f"window must be True or False, got {window!r}")
+    reason = _why_no_window(modules) if window else None
+    if reason is not None:
+        raise RuntimeError(f"vLLM cannot decode with a window: {reason}")
+    for target, ours in _targets(modules, window):
         _check_known(target, ours)
         if not _patches.is_ours(target):
             _patches.put(target, ours)
@@ -171,7 +182,9 @@ def status() -> Status:
     modules = _modules()
     enabled = bool(_patches.made)
     missed = "not there when `register` ran: call it again."
-    places = [*_patches.places([target for target, _ in _targets(modules)], enabled, missed)]
+    with_window = any(p.in_place for p in _patches.made if p.target.name == SHAPES[1])
+    targets = [target for target, _ in _targets(modules, with_window)]
+    places = [*_patches.places(targets, enabled, missed)]
     main = _main(modules)
     name, registered = f"{main.__name__}.{NAME}", getattr(main, NAME) in _registered
     places.append(Place(name, *(("chunk_prefill",) if registered else (None, "not enabled."))))
@@ -189,7 +202,10 @@ def status() -> Status:
     reason = _why_not_build()
     if reason is not None:
         places.append(Place(f"{METADATA}.{BUILDER}.{BUILD}", None, reason))
-    places.append(Place(WINDOW[0], None, WINDOW[1]))
+    if with_window:
+        places.append(Place(WINDOW, "recurrent_step"))
+    else:
+        places.append(Place(WINDOW, None, NO_WINDOW))
     return Status("vLLM", enabled, version, tuple(places))
 
 
@@ -218,7 +234,7 @@ def _main(modules: list[ModuleType]) -> ModuleType:
     return next(module for module in modules if hasattr(module, NAME))
 
 
-def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Any]]:
+def _targets(modules: list[ModuleType], with_window: bool = False) -> Iterator[tuple[Target, Any]]:
     """Returns every place that may have a replacement, with the replacement."""
     for module in modules:
         if _why_not_core(module) is None:
@@ -241,7 +257,26 @@ def _targets(modules: list[ModuleType]) -> Iterator[tuple[Target, Any]]:
     if _why_not_build() is None:
         owner = getattr(importlib.import_module(METADATA), BUILDER)
         target = Target(owner, BUILD, "integrations.vllm.lengths")
-        yield target, lengths.telling(target.now)
+        yield target, windows.placing(lengths.telling(target.now))
+        if with_window:
+            yield from _window_targets(owner)
+
+
+def _window_targets(builder: Any) -> Iterator[tuple[Target, Any]]:
+    states = importlib.import_module(STATES)
+    for (owner, name), wrap in ((SHAPES, windows.shapes), (DTYPES, windows.dtypes)):
+        target = Target(getattr(states, owner), name, "recurrent_step")
+        yield target, target.now if _patches.is_ours(target) else wrap(target.now)
+    target = Target(builder, UPDATE, "integrations.vllm.window")
+    if target.now is not ABSENT:
+        yield target, windows.carrying(target.now)
+
+
+def _why_no_window(modules: list[ModuleType]) -> str | None:
+    """Returns the reason why vLLM's pages cannot have the records of a window, or None."""
+    reasons = [_why_not_core(module) for module in modules]
+    found = [reason for reason in (*reasons, _why_not_build()) if reason is not None]
+    return found[0] if found else None
 
 
 def _norm() -> Target | None:
@@ -311,8 +346,11 @@ def _metadata_class() -> Any:
 def _check_known(target: Target, ours: Callable[..., Any]) -> None:
     if target.now is ABSENT or _patches.is_ours(target):
         return
-    theirs = inspect.signature(target.now).parameters
-    known = inspect.signature(ours).parameters
+    # A class method in a class's dictionary cannot be called.
+    theirs, known = (
+        inspect.signature(getattr(function, "__func__", function)).parameters
+        for function in (target.now, ours)
+    )
     unknown = sorted(theirs.keys() - known.keys())
     if unknown:
         raise RuntimeError(

@@ -37,6 +37,7 @@ from gdn_triton.chunk.prefill.api import chunk_prefill
 from gdn_triton.conv.api import causal_conv1d_update, fused_conv_prep
 from gdn_triton.integrations._lengths import offsets_on_host
 from gdn_triton.integrations.vllm.functions import SKIP, silu_or_none
+from gdn_triton.integrations.vllm.window import LayerWindow, window_of
 from gdn_triton.recurrent.api import recurrent_step
 
 # The fields of a layer, and of vLLM's metadata of a step, that this module reads.
@@ -99,7 +100,7 @@ def forward_core(
             `gdn_triton.chunk_prefill`, `gdn_triton.causal_conv1d_update` and
             `gdn_triton.recurrent_step`.
     """
-    m = metadata
+    m, window = metadata, window_of(layer, metadata)
     given = {"mixed_qkv": mixed_qkv, "b": b, "a": a, "core_attn_out": core_attn_out}
     check_tensors(given, {})
     tokens = Tokens(mixed_qkv, a, b, core_attn_out).part(0, m.num_actual_tokens)
@@ -108,12 +109,13 @@ def forward_core(
         if m.num_prefills == 0:
             # A padded step of a graph passes all its tokens, some of which have no slot.
             if m.num_decodes > 0:
-                _decode(layer, conv_state, tokens, m.non_spec_state_indices_tensor)
+                _decode(layer, conv_state, tokens, m.non_spec_state_indices_tensor, window)
             return
         decodes = m.num_decode_tokens
         if m.num_decodes > 0:
-            _decode(layer, conv_state, tokens.part(0, decodes), m.non_spec_state_indices_tensor)
-        _prefill(layer, m, conv_state, tokens.part(decodes))
+            slots = m.non_spec_state_indices_tensor
+            _decode(layer, conv_state, tokens.part(0, decodes), slots, window)
+        _prefill(layer, m, conv_state, tokens.part(decodes), window)
         _export(layer, m, conv_state, tokens.mixed_qkv)
         return
     if m.num_prefills == 0:
@@ -122,7 +124,7 @@ def forward_core(
     # In a batch with drafts, vLLM counts one-token sequences without drafts as prefills.
     drafts, others = tokens.select(m.spec_token_indx), tokens.select(m.non_spec_token_indx)
     _verify(layer, m, conv_state, drafts)
-    _prefill(layer, m, conv_state, others)
+    _prefill(layer, m, conv_state, others, None)
     _export(layer, m, conv_state, others.mixed_qkv)
     tokens.out.index_copy_(0, m.spec_token_indx, drafts.out)
     tokens.out.index_copy_(0, m.non_spec_token_indx, others.out)
@@ -191,7 +193,9 @@ def _doubles_beta(layer: Any) -> bool:
     return bool(getattr(layer, "allow_neg_eigval", False))
 
 
-def _decode(layer: Any, conv_state: Tensor, x: Tokens, slots: Tensor) -> None:
+def _decode(
+    layer: Any, conv_state: Tensor, x: Tokens, slots: Tensor, window: LayerWindow | None
+) -> None:
     """Decodes one token per sequence."""
     slots, weight = slots[: x.mixed_qkv.shape[0]], _weight(layer)
     mixed_qkv = causal_conv1d_update(
@@ -204,7 +208,14 @@ def _decode(layer: Any, conv_state: Tensor, x: Tokens, slots: Tensor) -> None:
         skip=SKIP,
     )
     recurrent_step(
-        layer.kv_cache[1], slots, mixed_qkv=mixed_qkv, a=x.a, b=x.b, out=x.out, **_gates(layer)
+        layer.kv_cache[1],
+        slots,
+        mixed_qkv=mixed_qkv,
+        a=x.a,
+        b=x.b,
+        out=x.out,
+        **_gates(layer),
+        **({} if window is None else window.of_decodes(slots.shape[0])),
     )
 
 
@@ -238,7 +249,7 @@ def _verify(layer: Any, m: Any, conv_state: Tensor, x: Tokens) -> None:
     )
 
 
-def _prefill(layer: Any, m: Any, conv_state: Tensor, x: Tokens) -> None:
+def _prefill(layer: Any, m: Any, conv_state: Tensor, x: Tokens, window: LayerWindow | None) -> None:
     slots, cu_seqlens = m.prefill_state_indices, m.prefill_query_start_loc
     starts = {"has_initial_state": m.prefill_has_initial_state, "skip": SKIP}
     weight = _weight(layer)
@@ -261,6 +272,8 @@ def _prefill(layer: Any, m: Any, conv_state: Tensor, x: Tokens) -> None:
     )
     if _doubles_beta(layer):
         beta *= 2
+    if window is not None:
+        window.fold(layer.kv_cache[1], slots, m.prefill_has_initial_state, SKIP)
     every, checkpoint_slots = 0, None
     if m.flashinfer_checkpoint_plan is not None:
         every = m.flashinfer_checkpoint_plan.every_n_tokens
@@ -281,6 +294,8 @@ def _prefill(layer: Any, m: Any, conv_state: Tensor, x: Tokens) -> None:
         checkpoint_slots=checkpoint_slots,
         **starts,
     )
+    if window is not None:
+        window.restart(slots, SKIP)
 
 
 def _checkpoint_slots(checkpoint: Any, every: int, N: int) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton.integrations.vllm.layer import LAYER, METADATA, Tokens, forward_core
+from gdn_triton.integrations.vllm.window import POSITIONS, WITH_RECORDS, page_views, positions_of
 from gdn_triton.warming import series
 
 _logger = logging.getLogger("gdn_triton")
@@ -57,10 +58,14 @@ def warm_up(layer: Any, x: Tokens, *, max_sequences: int, is_conv_state_dim_firs
     rows = x.mixed_qkv.shape[0]
     if rows <= _rows.get(key, 0):
         return 0
-    pools = [
-        torch.zeros(2, *shape, dtype=dtype, device=x.mixed_qkv.device)
-        for shape, dtype in zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True)
-    ]
+    device = x.mixed_qkv.device
+    # With a window the dtypes have its records even where drafts leave it off.
+    states = list(zip(layer.get_state_shape(), layer.get_state_dtype(), strict=False))
+    if len(states) == WITH_RECORDS:
+        # Kernels with a window have variants for the size of a page.
+        pools = page_views(states, 2, layer.cache_config.mamba_page_size_padded, device)
+    else:
+        pools = tuple(torch.zeros(2, *shape, dtype=y, device=device) for shape, y in states)
     stand_in = SimpleNamespace(
         **{name: getattr(layer, name) for name in LAYER if name != "kv_cache"},
         allow_neg_eigval=doubles_beta,
@@ -70,6 +75,10 @@ def warm_up(layer: Any, x: Tokens, *, max_sequences: int, is_conv_state_dim_firs
     conv_state = pools[0] if is_conv_state_dim_first else pools[0].transpose(-1, -2)
     count = 0
     for step in _steps(x, max_sequences, layer.num_spec, checkpoints):
+        if len(pools) == WITH_RECORDS:
+            # The positions of sequences that are all padding are not read.
+            zeros = step.non_spec_state_indices_tensor.new_zeros(rows)
+            setattr(step, POSITIONS, positions_of(step, zeros))
         forward_core(stand_in, step, conv_state, x.mixed_qkv, x.b, x.a, x.out)
         count += 1
     if x.mixed_qkv.device.type != "cpu":

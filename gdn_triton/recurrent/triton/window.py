@@ -79,14 +79,25 @@ def key_products(b_r, b_y, in_k, K: tl.constexpr, BK: tl.constexpr):
     return tl.dot(b_r.to(b_y.dtype), tl.trans(b_y), input_precision="ieee")
 
 
+@triton.jit
+def store_parts(p, p_low, x, mask):
+    """Stores x, float32, at p in its dtype, and the rest at p_low, if that is not None."""
+    high = x.to(p.dtype.element_ty)
+    tl.store(p, high, mask=mask)
+    if p_low is not None:
+        tl.store(p_low, (x - high.to(tl.float32)).to(p_low.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def window_fwd_kernel(
     q, k, v, g, beta, A_log, dt_bias, o, state, u_rows, k_rows, g_rows, call_rows, start, slots,
-    positions, scales, cu_seqlens, parents, N, T, scale,
+    positions, scales, cu_seqlens, parents, u_low, k_low, rings, bases, N, T, scale,
     stride_qb, stride_qt, stride_qh, stride_qk, stride_kb, stride_kt, stride_kh, stride_kk,
     stride_vb, stride_vt, stride_vh, stride_vv, stride_gb, stride_gt, stride_gh, stride_bb,
     stride_bt, stride_bh, stride_A, stride_dt, stride_ob, stride_ot, stride_oh, stride_ov,
     stride_hn, stride_hh, stride_start, stride_s, stride_p, stride_c, stride_ab, stride_at,
+    stride_ring: tl.constexpr, stride_base: tl.constexpr, stride_ur: tl.constexpr,
+    stride_kr: tl.constexpr, stride_gr: tl.constexpr, stride_cr: tl.constexpr,
     stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     BR: tl.constexpr, BT: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
@@ -94,6 +105,7 @@ def window_fwd_kernel(
     THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, STAGES: tl.constexpr,
     ONE_LOAD: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
     """Runs at most BT tokens per sequence: T each, or packed by cu_seqlens. ONE_LOAD: q and k have
     one dtype and one channel stride, and one load has both. In a packed call
@@ -105,7 +117,13 @@ def window_fwd_kernel(
     registers more programs run at once. EARLY: a program uses no loaded number of a record or of
     the state before all loads are issued. If also KI is BK, the state is loaded into registers, and
     the numbers that depend on the tokens alone are computed meanwhile. DEPENDENT: see
-    `dependent_launch`."""
+    `dependent_launch`.
+
+    RING: the records are those of an engine's rings of R rows, which `gdn_triton.recurrent.rings`
+    describes, with the strides ur, kr and gr of a ring. rings: the ring of each sequence.
+    positions, bases, start: by ring, its records, the row of the oldest one, and not 0 where the
+    sequence is left out. u_low, k_low: what u_rows and k_rows round off, or None. k is stored after
+    its normalisation, and no head folds. Program N does not run, and EARLY is False."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
@@ -121,7 +139,10 @@ def window_fwd_kernel(
         gdc_wait()
     live = i_n < N
     slot = tl.load(slots + i_n * stride_s, mask=live, other=LAST_SKIPPED).to(tl.int64)
-    position = tl.load(positions + i_n * stride_p, mask=live, other=0).to(tl.int32)
+    if RING:
+        ring = tl.load(rings + i_n * stride_ring).to(tl.int64)
+    else:
+        position = tl.load(positions + i_n * stride_p, mask=live, other=0).to(tl.int32)
     if cu_seqlens is None:
         i_b = i_n
         row = i_n * 0
@@ -168,25 +189,49 @@ def window_fwd_kernel(
             p_o += stride_ot
         return
 
-    # The position of the previous call is not loaded yet, but is at least position - D. Therefore
-    # the state includes at least the tokens before `least`, whose rows are not loaded.
-    turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
-    least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
-    age = age_of(o_r, position, R)
-    is_read = age < (position - least).to(tl.uint32)
+    ROW_U: tl.constexpr = V if RING else HV * V
+    ROW_K: tl.constexpr = K if RING else H * K
+    ROW_G: tl.constexpr = 1 if RING else HV
     # `own`: the token of this call whose record is written to a row. The k of this token is read
     # from the call's k.
-    own = (R - 1) - age.to(tl.int32)
-    is_own = (own >= 0) & (own < n_tokens)
-    p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
-    p_kr = k_rows + slot * (R * H * K) + i_h * K
-    p_gr = g_rows + slot * (R * HV) + i_hv
-    b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
-    b_start = tl.load(start + slot * stride_start).to(tl.int32)
-    last_call = position - 1
-    if D > 1:
-        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
-    b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
+    if RING:
+        if tl.load(start + ring * stride_start) != 0:
+            return
+        position = tl.load(positions + ring * stride_p).to(tl.int32)
+        base = tl.load(bases + ring * stride_base).to(tl.int32)
+        # The number of the record in a row, 0 for the oldest.
+        number = tl.where(o_r < R, (o_r + R - base) % R, R)
+        is_read = number < position
+        age = tl.where(is_read, position - 1 - number, BR)
+        own = tl.where(o_r < R, number - position, -1)
+        is_own = (own >= 0) & (own < n_tokens)
+        position += base
+        p_u = u_rows + ring * stride_ur + i_hv * (R * V) + o_v
+        p_kr = k_rows + ring * stride_kr + i_h * (R * K)
+        p_gr = g_rows + ring * stride_gr + i_hv * R
+    else:
+        # The position of the previous call is not loaded yet, but is at least position - D.
+        # Therefore the state includes at least the tokens before `least`, whose rows are not
+        # loaded.
+        turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
+        least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
+        age = age_of(o_r, position, R)
+        is_read = age < (position - least).to(tl.uint32)
+        own = (R - 1) - age.to(tl.int32)
+        is_own = (own >= 0) & (own < n_tokens)
+        p_u = u_rows + slot * stride_ur + i_hv * V + o_v
+        p_kr = k_rows + slot * stride_kr + i_h * K
+        p_gr = g_rows + slot * stride_gr + i_hv
+    b_gr = tl.load(p_gr + o_r * ROW_G, mask=is_read)
+    if not RING:
+        b_start = tl.load(start + slot * stride_start).to(tl.int32)
+        last_call = position - 1
+        if D > 1:
+            last_call = tl.load(call_rows + slot * stride_cr + (position + R - 1) % R)
+    b_u = tl.load(p_u[:, None] + o_r[None, :] * ROW_U, mask=is_read[None, :] & in_v[:, None])
+    if u_low is not None:
+        p_ul = u_low + ring * stride_ur + i_hv * (R * V) + o_v
+        b_ul = tl.load(p_ul[:, None] + o_r[None, :] * ROW_U, mask=is_read[None, :] & in_v[:, None])
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
     if IN_REGISTERS:
@@ -197,8 +242,11 @@ def window_fwd_kernel(
     # A record's key and k of a token are loads of the same tile: two tiles would take twice the
     # registers.
     own_k = p_k + own.to(tl.int64)[:, None] * stride_kt + o_k[None, :] * stride_kk
-    old_k = p_kr + o_r[:, None] * (H * K) + o_k[None, :]
-    if is_hip():
+    old_k = p_kr + o_r[:, None] * ROW_K + o_k[None, :]
+    if k_rows.dtype.element_ty != k.dtype.element_ty:
+        b_r = tl.load(old_k, mask=is_read[:, None] & in_k[None, :], other=0).to(tl.float32)
+        b_r += tl.load(own_k, mask=is_own[:, None] & in_k[None, :], other=0).to(tl.float32)
+    elif is_hip():
         # Triton 3.6 and 3.7 cannot compile a choice between two pointers for AMD's GPUs.
         b_r = tl.load(old_k, mask=(is_read & (is_own == 0))[:, None] & in_k[None, :], other=0)
         b_own = tl.load(own_k, mask=is_own[:, None] & in_k[None, :], other=0)
@@ -206,6 +254,9 @@ def window_fwd_kernel(
     else:
         p_r = tl.where(is_own[:, None], own_k, old_k)
         b_r = tl.load(p_r, mask=(is_read | is_own)[:, None] & in_k[None, :])
+    if k_low is not None:
+        p_rl = k_low + ring * stride_kr + i_h * (R * K) + o_r[:, None] * ROW_K + o_k[None, :]
+        b_rl = tl.load(p_rl, mask=is_read[:, None] & in_k[None, :], other=0)
     p_scale = None
     if scales is not None:
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
@@ -224,8 +275,12 @@ def window_fwd_kernel(
             both += state_dot(b_h, tl.trans(y_i))
         if EARLY:
             tl.debug_barrier()
+        elif k_rows.dtype.element_ty != k.dtype.element_ty:
+            records = state_dot(padded_with_zeros(b_r, in_k, K, BK), tl.trans(b_y))
         else:
             records = key_products(b_r, b_y, in_k, K, BK)
+    if k_low is not None:
+        records += state_dot(b_rl, tl.trans(b_y))
 
     # The numbers up to the next barrier depend on the tokens alone.
     # Find the tokens on the path to the token of a column, which includes that token itself.
@@ -259,8 +314,17 @@ def window_fwd_kernel(
         of_y *= tl.rsqrt(tl.sum(f_y * f_y, 1) + EPS)
     of_token = y_t[:, None] == o_t[None, :]
     y_beta = tl.sum(tl.where(of_token, b_beta[None, :], 0.0), 1)
-    of_v = tl.where(is_k, of_y * y_beta, 0.0)
-    of_y *= tl.where(is_k, of_y * y_beta, 1.0)
+    if RING:
+        # Keys are stored after their normalisation, and u does not contain its factor.
+        is_key = is_k[None, :] & (owned[:, None] == y_t[None, :])
+        of_row = tl.sum(tl.where(is_key, of_y[None, :], 0.0), 1)
+        records *= tl.where(is_own, of_row, 1.0)[:, None]
+        of_key = tl.sum(tl.where(of_token & is_k[:, None], of_y[:, None], 0.0), 0)
+        of_v = tl.where(is_k, y_beta, 0.0)
+        of_y *= tl.where(is_k, y_beta, 1.0)
+    else:
+        of_v = tl.where(is_k, of_y * y_beta, 0.0)
+        of_y *= tl.where(is_k, of_y * y_beta, 1.0)
     last = tl.where(is_k, y_t - 1, y_t)
     is_above = owned[:, None] <= last[None, :]
     if parents is not None:
@@ -271,12 +335,22 @@ def window_fwd_kernel(
         both = state_dot(not_before(loads[0], is_here), tl.trans(b_y))
     if EARLY:
         records = key_products(not_before(b_r, is_here), b_y, in_k, K, BK)
-    due = tl.maximum(boundary(position, turn, PERIOD), b_start)
-    last_call = tl.where(position > b_start, last_call, position)
-    held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
-    alive = age < (position - held).to(tl.uint32)
+    TWO_PARTS: tl.constexpr = u_low is not None and u_rows.dtype.element_ty == tl.bfloat16
+    if RING:
+        alive = is_read
+        if not TWO_PARTS:
+            b_u = b_u.to(tl.float32)
+            if u_low is not None:
+                b_u += b_ul.to(tl.float32)
+    else:
+        due = tl.maximum(boundary(position, turn, PERIOD), b_start)
+        last_call = tl.where(position > b_start, last_call, position)
+        held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
+        alive = age < (position - held).to(tl.uint32)
     b_gr = tl.where(alive, b_gr, 0.0)
     b_u = tl.where(alive[None, :], b_u, 0.0)
+    if TWO_PARTS:
+        b_ul = tl.where(alive[None, :], b_ul, 0.0)
     log_w = tl.where(is_own, 0.0, sums_after(b_gr, age))[:, None] + own_w
     log_s += tl.sum(b_gr, 0)
     used = alive[:, None] | (is_own[:, None] & is_above)
@@ -284,7 +358,15 @@ def window_fwd_kernel(
     both *= (tl.exp2(log_s * RCP_LN2) * of_y)[None, :]
     if scales is not None:
         both *= b_scale[:, None]
-    both += records_dot(b_u, tl.where(alive[:, None], records, 0.0), q.dtype.element_ty)
+    if TWO_PARTS:
+        # u has 16 bits, and so have the products of two parts.
+        held_records = tl.where(alive[:, None], records, 0.0)
+        high = held_records.to(tl.bfloat16)
+        both = tl.dot(b_u, high, both)
+        both = tl.dot(b_u, (held_records - high.to(tl.float32)).to(tl.bfloat16), both)
+        both = tl.dot(b_ul, high, both)
+    else:
+        both += records_dot(b_u, tl.where(alive[:, None], records, 0.0), q.dtype.element_ty)
     # From here on a column of k is u of its token, and a column of q is -o, once the u of the
     # tokens before it have been subtracted.
     both = b_v.to(tl.float32) * of_v[None, :] - both
@@ -299,25 +381,44 @@ def window_fwd_kernel(
         both = tl.where(is_later[None, :], both - new_u[:, None] * to_later[None, :], both)
     tl.store(p_o[:, None] + wide_t[None, :] * stride_ot, (0.0 - both).to(o.dtype.element_ty),
              mask=in_v[:, None] & (with_token & is_q)[None, :])  # fmt: skip
-    tl.store(p_u[:, None] + ((position + y_t) % R)[None, :] * (HV * V), both, mask=in_y)
-    if i_v == 0:
-        new_r = (position + o_t) % R
-        tl.store(p_gr + new_r * HV, b_g, mask=in_t)
-        if i_hv % (HV // H) == 0:
-            in_new = in_t[:, None] & in_k[None, :]
-            new_k = p_k + o_t.to(tl.int64)[:, None] * stride_kt + o_k[None, :] * stride_kk
-            tl.store(p_kr + o_k[None, :] + new_r[:, None] * (H * K), tl.load(new_k, mask=in_new),
-                     mask=in_new)  # fmt: skip
-        if i_hv == 0:
-            tl.store(call_rows + slot * R + new_r, position + o_t * 0, mask=in_t)
-    if (held < due) & (n_tokens > 0):
-        to_fold = alive & (age >= (position - due).to(tl.uint32))
-        if EARLY and scales is None:
-            fold_early(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk, stride_hv,
-                       H * K, K, BK, FI, RCP_LN2, is_here)  # fmt: skip
-        else:
-            fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
-                         stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
+    if RING:
+        at_u = (position + y_t) % R * ROW_U
+        p_rest = None
+        if u_low is not None:
+            p_rest = p_ul[:, None] + at_u[None, :]
+        store_parts(p_u[:, None] + at_u[None, :], p_rest, both, in_y)
+        if i_v == 0:
+            new_r = (position + o_t) % R
+            tl.store(p_gr + new_r, b_g, mask=in_t)
+            if i_hv % (HV // H) == 0:
+                in_new = in_t[:, None] & in_k[None, :]
+                new_k = p_k + o_t.to(tl.int64)[:, None] * stride_kt + o_k[None, :] * stride_kk
+                new_k = tl.load(new_k, mask=in_new, other=0).to(tl.float32) * of_key[:, None]
+                at_k = o_k[None, :] + new_r[:, None] * ROW_K
+                p_more = None
+                if k_low is not None:
+                    p_more = k_low + ring * stride_kr + i_h * (R * K) + at_k
+                store_parts(p_kr + at_k, p_more, new_k, in_new)
+    else:
+        tl.store(p_u[:, None] + ((position + y_t) % R)[None, :] * (HV * V), both, mask=in_y)
+        if i_v == 0:
+            new_r = (position + o_t) % R
+            tl.store(p_gr + new_r * HV, b_g, mask=in_t)
+            if i_hv % (HV // H) == 0:
+                in_new = in_t[:, None] & in_k[None, :]
+                new_k = p_k + o_t.to(tl.int64)[:, None] * stride_kt + o_k[None, :] * stride_kk
+                p_new = p_kr + o_k[None, :] + new_r[:, None] * (H * K)
+                tl.store(p_new, tl.load(new_k, mask=in_new), mask=in_new)
+            if i_hv == 0:
+                tl.store(call_rows + slot * stride_cr + new_r, position + o_t * 0, mask=in_t)
+        if (held < due) & (n_tokens > 0):
+            to_fold = alive & (age >= (position - due).to(tl.uint32))
+            if EARLY and scales is None:
+                fold_early(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk, stride_hv,
+                           H * K, K, BK, FI, RCP_LN2, is_here)  # fmt: skip
+            else:
+                fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
+                             stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
 
 
 class WindowForm(NamedTuple):

@@ -6,6 +6,7 @@ Both kernels give the same bits. `window.py` has the equations."""
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
+from triton.language.target_info import is_hip
 
 from gdn_triton.recurrent.triton.window_records import (
     age_of,
@@ -16,6 +17,9 @@ from gdn_triton.recurrent.triton.window_records import (
     load_pieces,
     outer,
     padded_with_zeros,
+    parts_of,
+    records_dot,
+    state_dot,
     sums_after,
     token_products,
     turn_of,
@@ -62,6 +66,64 @@ def fold_early(
                  mask=in_v[:, None] & in_f[None, :])  # fmt: skip
 
 
+@triton.jit
+def with_parts(f_u, k_high, k_low, NARROW: tl.constexpr):
+    """Returns [BV, KI] float32: f_u [BV, BR], float32, times the keys k_high + k_low [BR, KI],
+    bf16. NARROW: the result is added to a state of 8 or 11 bits."""
+    u1, u2, u3 = parts_of(f_u)
+    added = tl.dot(u1, k_low)
+    if NARROW:
+        added = tl.dot(u2, k_high, added)
+    else:
+        added = tl.dot(u2, k_low, added)
+        added = tl.dot(u3, k_high, added)
+        added = tl.dot(u2, k_high, added)
+    return tl.dot(u1, k_high, added)
+
+
+@triton.jit
+def fold_ring(
+    p_from, p_to, p_kr, p_low, f_u, decay, is_held, in_v, new_u, p_k, stride_kk,
+    stride_hk: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, FI: tl.constexpr,
+    LIKE: tl.constexpr, is_here
+):  # fmt: skip
+    """Stores decay times the state at p_from, plus the records f_u, at p_to, with all loads before
+    the first product. p_from, p_to: the pointers of the first column [BV, 1]. p_kr: the keys of a
+    ring [.., K], and p_low what they round off, or None. new_u [BV], p_k: u, and the pointer to k,
+    of one more record, or None."""
+    o_f, o_r = tl.arange(0, FI), tl.arange(0, is_held.shape[0])
+    h_pieces, k_pieces, low_pieces, new_pieces = (), (), (), ()
+    for i in tl.static_range(BK // FI):
+        in_f, i_k = below(o_f, i * FI, K, BK)[None, :], (o_f + i * FI)[None, :]
+        in_rows = is_held[:, None] & in_f
+        h_pieces += (tl.load(p_from + i_k * stride_hk, mask=in_v[:, None] & in_f, other=0),)
+        k_pieces += (tl.load(p_kr + o_r[:, None] * K + i_k, mask=in_rows, other=0),)
+        if p_low is not None:
+            low_pieces += (tl.load(p_low + o_r[:, None] * K + i_k, mask=in_rows, other=0),)
+        if p_k is not None:
+            in_k = below(o_f, i * FI, K, BK)
+            new_pieces += (tl.load(p_k + (o_f + i * FI) * stride_kk, mask=in_k, other=0),)
+    tl.debug_barrier()
+    for i in tl.static_range(BK // FI):
+        in_f, i_k = below(o_f, i * FI, K, BK)[None, :], (o_f + i * FI)[None, :]
+        b_h, b_k = not_before(h_pieces[i], is_here), not_before(k_pieces[i], is_here)
+        if p_low is not None:
+            b_low = not_before(low_pieces[i], is_here)
+            if b_k.dtype == tl.bfloat16:
+                added = with_parts(f_u, b_k, b_low, b_h.dtype != tl.float32)
+            else:
+                added = records_dot(f_u, b_k.to(tl.float32) + b_low.to(tl.float32), LIKE)
+        elif b_k.dtype == tl.bfloat16:
+            added = outer(f_u, b_k, b_h.dtype != tl.float32)
+        else:
+            added = records_dot(f_u, b_k.to(tl.float32), LIKE)
+        b_h = tl.fma(b_h.to(tl.float32), decay, added)
+        if p_k is not None:
+            b_h = tl.fma(new_u[:, None], new_pieces[i].to(tl.float32)[None, :], b_h)
+        tl.store(p_to + i_k * stride_hk, b_h.to(p_to.dtype.element_ty),
+                 mask=in_v[:, None] & in_f)  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["N"])
 def window_early_fwd_kernel(
     q, k, v, g, beta, A_log, dt_bias, o, state, u_rows, k_rows, g_rows, call_rows, start, slots,
@@ -76,14 +138,21 @@ def window_early_fwd_kernel(
     K_OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr,
     THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, DOT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr, RING: tl.constexpr, stride_ur: tl.constexpr, stride_kr: tl.constexpr,
+    stride_gr: tl.constexpr, stride_cr: tl.constexpr,
 ):  # fmt: skip
     """A program has BV columns of the state of one sequence and value head. It waits for memory
     twice: for the slot together with the token, and for the state together with its records. The
     two barriers place all loads before the instructions that use a loaded number, because a program
     issues its instructions in order. DOT: the matrix units multiply the state, which has the 16-bit
-    dtype of q and k, or int8. u_rows, k_rows, g_rows and call_rows are contiguous. DEPENDENT: see
-    `dependent_launch`."""
+    dtype of q and k, or int8. DEPENDENT: see `dependent_launch`. The rows of a slot are
+    contiguous in u_rows, k_rows, g_rows and call_rows, whose slots have the strides ur, kr, gr and
+    cr.
+
+    RING: the records are those of an engine's ring of R rows, which `gdn_triton.recurrent.rings`
+    describes. positions: the records of each sequence.
+    start: not 0 where a sequence folds before its ring is full; None: nowhere. k is stored after
+    its normalisation, and all heads of a sequence fold in the same call."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     KO: tl.constexpr = BK // KI
@@ -98,19 +167,27 @@ def window_early_fwd_kernel(
         gdc_wait()
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
     position = tl.load(positions + i_n * stride_p).to(tl.int32)
+    if RING:
+        folds = position == R - 1
+        if start is not None:
+            folds = folds | (tl.load(start + i_n * stride_start) != 0)
     p_q = q + i_n * stride_qb + i_h * stride_qh
     p_k = k + K_OFFSET * stride_kk + i_n * stride_kb + i_h * stride_kh
     p_v = v + V_OFFSET * stride_vv + i_n * stride_vb + i_hv * stride_vh + o_v * stride_vv
     # Columns 0 and 1 of y are q and k; the matrix units multiply at least 8.
     o_y = tl.arange(0, 8)
+    # Keys of another dtype than k, those of float32 states, would spill next to the states.
+    # Therefore both are copied to shared memory, and matrix units multiply both.
+    PIPELINED: tl.constexpr = RING and k_rows.dtype.element_ty != q.dtype.element_ty
     yq_loads, yk_loads, q_loads, k_loads = (), (), (), ()
     for i in tl.static_range(KO):
         in_i = below(o_i, i * KI, K, BK)
         i_k = o_i + i * KI
-        yq_loads += (tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
-                             mask=(o_y == 0)[:, None] & in_i[None, :], other=0),)  # fmt: skip
-        yk_loads += (tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
-                             mask=(o_y == 1)[:, None] & in_i[None, :], other=0),)  # fmt: skip
+        if not PIPELINED:
+            yq_loads += (tl.load(p_q + o_y[:, None] * 0 + i_k[None, :] * stride_qk,
+                                 mask=(o_y == 0)[:, None] & in_i[None, :], other=0),)  # fmt: skip
+            yk_loads += (tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
+                                 mask=(o_y == 1)[:, None] & in_i[None, :], other=0),)  # fmt: skip
         q_loads += (tl.load(p_q + i_k * stride_qk, mask=in_i, other=0),)
         k_loads += (tl.load(p_k + i_k * stride_kk, mask=in_i, other=0),)
     # Only one of the programs whose value heads share a key head writes the key's record.
@@ -132,27 +209,40 @@ def window_early_fwd_kernel(
 
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
-    loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
-    # The position of the previous call is not loaded yet, but is at least position - D. Therefore
-    # the state includes at least the tokens before `least`, whose rows are not loaded.
-    turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
-    least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
-    age = age_of(o_r, position, R)
-    is_read = age < (position - least).to(tl.uint32)
-    p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
-    p_kr = k_rows + slot * (R * H * K) + i_h * K
-    p_gr = g_rows + slot * (R * HV) + i_hv
-    b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
+    if not PIPELINED:
+        loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+    ROW_U: tl.constexpr = V if RING else HV * V
+    ROW_K: tl.constexpr = K if RING else H * K
+    ROW_G: tl.constexpr = 1 if RING else HV
+    if RING:
+        is_read = o_r < position
+        age = tl.where(is_read, position - 1 - o_r, BR)
+        p_u = u_rows + slot * stride_ur + i_hv * (R * V) + o_v
+        p_kr = k_rows + slot * stride_kr + i_h * (R * K)
+        p_gr = g_rows + slot * stride_gr + i_hv * R
+    else:
+        # The position of the previous call is not loaded yet, but is at least position - D.
+        # Therefore the state includes at least the tokens before `least`, whose rows are not
+        # loaded.
+        turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
+        least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
+        age = age_of(o_r, position, R)
+        is_read = age < (position - least).to(tl.uint32)
+        p_u = u_rows + slot * stride_ur + i_hv * V + o_v
+        p_kr = k_rows + slot * stride_kr + i_h * K
+        p_gr = g_rows + slot * stride_gr + i_hv
+    b_u = tl.load(p_u[:, None] + o_r[None, :] * ROW_U, mask=is_read[None, :] & in_v[:, None])
     row_loads = ()
-    for i in tl.static_range(KO):
+    for i in tl.static_range(0 if PIPELINED else KO):
         in_i = below(o_i, i * KI, K, BK)
-        p_i = p_kr + (o_i + i * KI)[None, :] + o_r[:, None] * (H * K)
+        p_i = p_kr + (o_i + i * KI)[None, :] + o_r[:, None] * ROW_K
         row_loads += (tl.load(p_i, mask=is_read[:, None] & in_i[None, :]),)
-    b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
-    b_start = tl.load(start + slot * stride_start).to(tl.int32)
-    last_call = position - 1
-    if D > 1:
-        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
+    b_gr = tl.load(p_gr + o_r * ROW_G, mask=is_read)
+    if not RING:
+        b_start = tl.load(start + slot * stride_start).to(tl.int32)
+        last_call = position - 1
+        if D > 1:
+            last_call = tl.load(call_rows + slot * stride_cr + (position + R - 1) % R)
     p_scale, b_scale = None, None
     if scales is not None:
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
@@ -161,7 +251,8 @@ def window_early_fwd_kernel(
 
     y_pieces, q_pieces, k_pieces = (), (), ()
     for i in tl.static_range(KO):
-        y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
+        if not PIPELINED:
+            y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
         q_pieces += (q_loads[i].to(tl.float32),)
         k_pieces += (k_loads[i].to(tl.float32),)
     b_beta, b_g, of_q, of_k, qk = factors_of(
@@ -169,48 +260,99 @@ def window_early_fwd_kernel(
         USE_QK_L2NORM, BETA_FACTOR
     )  # fmt: skip
 
-    # The state in memory includes the tokens before `held`, and must include the tokens before
-    # `due`.
-    due = tl.maximum(boundary(position, turn, PERIOD), b_start)
-    last_call = tl.where(position > b_start, last_call, position)
-    held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
-    alive = age < (position - held).to(tl.uint32)
+    if RING:
+        alive = is_read
+        b_u = not_before(b_u, slot > LAST_SKIPPED).to(tl.float32)
+    else:
+        # The state in memory includes the tokens before `held`, and must include the tokens before
+        # `due`.
+        due = tl.maximum(boundary(position, turn, PERIOD), b_start)
+        last_call = tl.where(position > b_start, last_call, position)
+        held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
+        alive = age < (position - held).to(tl.uint32)
     b_gr = tl.where(alive, b_gr, 0.0)
     b_u = tl.where(alive[None, :], b_u, 0.0)
     pieces, r_pieces = (), ()
     for i in tl.static_range(KO):
         in_i = below(o_i, i * KI, K, BK)
-        pieces += (not_before(loads[i], slot > LAST_SKIPPED),)
-        r_pieces += (padded_with_zeros(not_before(row_loads[i], slot > LAST_SKIPPED), in_i, K, BK),)
+        if not PIPELINED:
+            pieces += (not_before(loads[i], slot > LAST_SKIPPED),)
+            r_pieces += (
+                padded_with_zeros(not_before(row_loads[i], slot > LAST_SKIPPED), in_i, K, BK),
+            )
     of_state = tl.exp2((tl.sum(b_gr, 0) + b_g) * RCP_LN2)
     w = tl.exp2((sums_after(b_gr, age) + b_g) * RCP_LN2)
     of_y = tl.where(o_y == 0, of_q, of_k)
-    y_first, r_first = y_pieces[0], r_pieces[0]  # type: ignore[misc]
-    records = tl.dot(r_first.to(y_first.dtype), y_first, input_precision="ieee")
-    for i in tl.static_range(1, KO):
-        records = tl.dot(
-            r_pieces[i].to(y_first.dtype), y_pieces[i], records, input_precision="ieee"
-        )
-    records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
-    b_o, stored = token_products(
-        pieces, y_pieces, q_pieces, k_pieces, records, b_u, b_scale, of_state, of_q, of_k, of_y,
-        BV, KO, DOT, q.dtype.element_ty
-    )  # fmt: skip
-    new_u = (raw_v.to(tl.float32) - stored) * (of_k * b_beta)
+    if PIPELINED:
+        records = tl.zeros([BR, 8], dtype=tl.float32)
+        both = tl.zeros([BV, 8], dtype=tl.float32)
+        for i in tl.range(0, KO, num_stages=KO + 1):
+            in_row = below(o_i, i * KI, K, BK)[None, :]
+            o_row = (o_i + i * KI)[None, :]
+            b_h = tl.load(p_tile + i * KI * stride_hk, mask=in_v[:, None] & in_row, other=0)
+            old_k = tl.load(p_kr + o_row + o_r[:, None] * ROW_K, mask=is_read[:, None] & in_row,
+                            other=0)  # fmt: skip
+            row_q, row_k = p_q + o_row * stride_qk, p_k + o_row * stride_kk
+            if is_hip():
+                # Triton 3.6 cannot compile a choice between two pointers for AMD's GPUs.
+                row_q, row_k = row_q + o_y[:, None] * 0, row_k + o_y[:, None] * 0
+                b_q = tl.load(row_q, mask=(o_y == 0)[:, None] & in_row, other=0)
+                b_y = b_q + tl.load(row_k, mask=(o_y == 1)[:, None] & in_row, other=0)
+            else:
+                p_y = tl.where((o_y == 1)[:, None], row_k, row_q)
+                b_y = tl.load(p_y, mask=(o_y < 2)[:, None] & in_row, other=0)
+            b_y = tl.trans(b_y)
+            both += state_dot(b_h, b_y)
+            records += state_dot(old_k, b_y)
+        records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
+        both *= (of_y * of_state)[None, :]
+        both += records_dot(b_u, records, q.dtype.element_ty)
+        b_o, stored = tl.split(tl.sum(tl.reshape(both, [BV, 4, 2]), 1))
+    else:
+        y_first, r_first = y_pieces[0], r_pieces[0]  # type: ignore[misc]
+        records = tl.dot(r_first.to(y_first.dtype), y_first, input_precision="ieee")
+        for i in tl.static_range(1, KO):
+            records = tl.dot(
+                r_pieces[i].to(y_first.dtype), y_pieces[i], records, input_precision="ieee"
+            )
+        records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
+        b_o, stored = token_products(
+            pieces, y_pieces, q_pieces, k_pieces, records, b_u, b_scale, of_state, of_q, of_k, of_y,
+            BV, KO, DOT, q.dtype.element_ty
+        )  # fmt: skip
+    # The u of a window contains the factor that normalises k.
+    of_new = of_k
+    if RING:
+        of_new = 1.0
+        qk *= of_k
+    new_u = (raw_v.to(tl.float32) - stored) * (of_new * b_beta)
     b_o = tl.fma(new_u, qk, b_o)
-    new_r = (position % R).to(tl.int64)
+    new_r = (position if RING else position % R).to(tl.int64)
     tl.store(p_o, b_o.to(o.dtype.element_ty), mask=in_v)
-    tl.store(p_u + new_r * (HV * V), new_u, mask=in_v)
-    if i_v == 0:
-        tl.store(p_gr + new_r * HV, b_g)
-        tl.store(p_kr + o_k + new_r * (H * K), raw_k, mask=o_k < stored_k)
-        if i_hv == 0:
-            tl.store(call_rows + slot * R + new_r, position)
-    if held < due:
-        to_fold = alive & (age >= (position - due).to(tl.uint32))
-        if scales is None:
-            fold_early(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk, stride_hv,
-                       H * K, K, BK, FI, RCP_LN2, slot > LAST_SKIPPED)  # fmt: skip
+    if RING:
+        if folds:
+            p_rows = p_state + o_v[:, None] * stride_hv
+            fold_ring(p_rows, p_rows, p_kr, None, b_u * w[None, :], of_state, alive, in_v,
+                      new_u * of_k, p_k, stride_kk, stride_hk, K, BK, FI, q.dtype.element_ty,
+                      slot > LAST_SKIPPED)  # fmt: skip
         else:
-            fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
-                         stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
+            new_k = (raw_k.to(tl.float32) * of_k).to(k_rows.dtype.element_ty)
+            tl.store(p_u + new_r * ROW_U, new_u.to(u_rows.dtype.element_ty), mask=in_v)
+            tl.store(p_kr + o_k + new_r * ROW_K, new_k, mask=o_k < stored_k)
+            if i_v == 0:
+                tl.store(p_gr + new_r, b_g)
+    else:
+        tl.store(p_u + new_r * (HV * V), new_u, mask=in_v)
+        if i_v == 0:
+            tl.store(p_gr + new_r * HV, b_g)
+            tl.store(p_kr + o_k + new_r * (H * K), raw_k, mask=o_k < stored_k)
+            if i_hv == 0:
+                tl.store(call_rows + slot * stride_cr + new_r, position)
+        if held < due:
+            to_fold = alive & (age >= (position - due).to(tl.uint32))
+            if scales is None:
+                fold_early(p_state, p_kr, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk, stride_hv,
+                           H * K, K, BK, FI, RCP_LN2, slot > LAST_SKIPPED)  # fmt: skip
+            else:
+                fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
+                             stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip

@@ -20,7 +20,8 @@ def window_fold_kernel(
     stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
     BR: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr,
-    RCP_LN2: tl.constexpr, LAST_SKIPPED: tl.constexpr, FI: tl.constexpr,
+    RCP_LN2: tl.constexpr, LAST_SKIPPED: tl.constexpr, FI: tl.constexpr, stride_ur: tl.constexpr,
+    stride_kr: tl.constexpr, stride_gr: tl.constexpr, stride_cr: tl.constexpr,
 ):  # fmt: skip
     """Folds the records of all tokens before positions into the states. The caller then sets start
     to positions. The programs do not set it, because the other programs of the sequence read
@@ -41,20 +42,20 @@ def window_fold_kernel(
     b_start = tl.load(start + slot * stride_start).to(tl.int32)
     last_call = position - 1
     if D > 1:
-        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
+        last_call = tl.load(call_rows + slot * stride_cr + (position + R - 1) % R)
     last_call = tl.where(position > b_start, last_call, position)
     held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
     if held >= position:
         return
     age = age_of(o_r, position, R)
     alive = age < (position - held).to(tl.uint32)
-    p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
-    p_gr = g_rows + slot * (R * HV) + i_hv
+    p_u = u_rows + slot * stride_ur + i_hv * V + o_v
+    p_gr = g_rows + slot * stride_gr + i_hv
     b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=alive[None, :] & in_v[:, None],
                   other=0)  # fmt: skip
     b_gr = tl.load(p_gr + o_r * HV, mask=alive, other=0)
     p_state = state + slot * stride_hn + i_hv * stride_hh
-    p_kr = k_rows + slot * (R * H * K) + i_h * K
+    p_kr = k_rows + slot * stride_kr + i_h * K
     p_scale = None
     if scales is not None:
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
@@ -74,11 +75,12 @@ def move_row(p, target, source, o_x, moves, SIZE: tl.constexpr):
 def window_accept_kernel(
     u_rows, k_rows, g_rows, slots, positions, path, stride_s, stride_p, stride_ln, stride_lt,
     LENGTH, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    LAST_SKIPPED: tl.constexpr, BLOCK: tl.constexpr
+    LAST_SKIPPED: tl.constexpr, BLOCK: tl.constexpr, stride_ur: tl.constexpr,
+    stride_kr: tl.constexpr, stride_gr: tl.constexpr
 ):  # fmt: skip
     """Moves the records of a path to the rows from that of `positions` on. A program moves some
     elements of all rows of a slot. No earlier token of the path is moved to the row of a later
-    token. u_rows, k_rows and g_rows are contiguous."""
+    token. The rows of a slot are contiguous in u_rows, k_rows and g_rows."""
     i_n, i_x = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_x = i_x * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
@@ -91,9 +93,9 @@ def window_accept_kernel(
         p_path += stride_lt
         moves = token > j
         target, source = (position + j) % R, (position + token) % R
-        move_row(u_rows + slot * (R * HV * V), target, source, o_x, moves, HV * V)
-        move_row(k_rows + slot * (R * H * K), target, source, o_x, moves, H * K)
-        move_row(g_rows + slot * (R * HV), target, source, o_x, moves, HV)
+        move_row(u_rows + slot * stride_ur, target, source, o_x, moves, HV * V)
+        move_row(k_rows + slot * stride_kr, target, source, o_x, moves, H * K)
+        move_row(g_rows + slot * stride_gr, target, source, o_x, moves, HV)
         # The next iteration may write the row of this token, in another thread than the one that
         # read it.
         tl.debug_barrier()

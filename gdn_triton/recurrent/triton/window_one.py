@@ -39,12 +39,14 @@ def window_one_fwd_kernel(
     BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr,
     DOT: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr,
+    stride_ur: tl.constexpr, stride_kr: tl.constexpr, stride_gr: tl.constexpr,
+    stride_cr: tl.constexpr,
 ):  # fmt: skip
     """Each sequence has one token. A program has BV columns of the state of one sequence and value
     head. All loads precede the first barrier. The compiler moves no load across a barrier, and a
     load after the barrier would wait for memory once more. DOT: the matrix units multiply the
-    state, which has the 16-bit dtype of q and k, or int8. u_rows, k_rows, g_rows and call_rows are
-    contiguous.
+    state, which has the 16-bit dtype of q and k, or int8. The rows of a slot are contiguous in
+    u_rows, k_rows, g_rows and call_rows.
 
     conv_weight: q, k and v are the token before the convolution. Each program convolves all
     channels of its q and k. The last program of a key head to finish writes the convolution's state
@@ -74,15 +76,15 @@ def window_one_fwd_kernel(
     least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
     age = age_of(o_r, position, R)
     is_read = age < (position - least).to(tl.uint32)
-    p_u = u_rows + slot * (R * HV * V) + i_hv * V + o_v
-    p_kr = k_rows + slot * (R * H * K) + i_h * K
-    p_gr = g_rows + slot * (R * HV) + i_hv
+    p_u = u_rows + slot * stride_ur + i_hv * V + o_v
+    p_kr = k_rows + slot * stride_kr + i_h * K
+    p_gr = g_rows + slot * stride_gr + i_hv
     b_u = tl.load(p_u[:, None] + o_r[None, :] * (HV * V), mask=is_read[None, :] & in_v[:, None])
     b_gr = tl.load(p_gr + o_r * HV, mask=is_read)
     b_start = tl.load(start + slot * stride_start).to(tl.int32)
     last_call = position - 1
     if D > 1:
-        last_call = tl.load(call_rows + slot * R + (position + R - 1) % R)
+        last_call = tl.load(call_rows + slot * stride_cr + (position + R - 1) % R)
     p_q = q + i_n * stride_qb + i_h * stride_qh
     p_k = k + K_OFFSET * stride_kk + i_n * stride_kb + i_h * stride_kh
     p_v = v + V_OFFSET * stride_vv + i_n * stride_vb + i_hv * stride_vh + o_v * stride_vv
@@ -193,7 +195,7 @@ def window_one_fwd_kernel(
                 i_k = o_i + i * KI
                 tl.store(p_kr + i_k + new_r * (H * K), new_k[i], mask=i_k < stored_k)
         if i_hv == 0:
-            tl.store(call_rows + slot * R + new_r, position)
+            tl.store(call_rows + slot * stride_cr + new_r, position)
     if conv_weight is not None:
         keep(p_conv, x_new, old_v, c_v, in_v, stride_cc, stride_cw, W)
     if tickets is not None:

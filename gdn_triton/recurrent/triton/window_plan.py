@@ -78,6 +78,12 @@ def _sizes(p: RecurrentProblem | FoldProblem) -> dict[str, int]:
     }
 
 
+def _slot_strides(x: Operands | FoldOperands) -> dict[str, int]:
+    """Returns the strides of slots in the tensors of a window."""
+    rows = (x.u_rows, x.k_rows, x.g_rows, x.call_rows)
+    return named("ur kr gr cr", tuple(strides(y, 4)[0] for y in rows))
+
+
 def _takes_one(p: RecurrentProblem) -> bool:
     """Returns whether each sequence of a call has one token."""
     return p.T == 1 and not p.is_varlen
@@ -133,6 +139,13 @@ NO_LAYER_TENSORS: Final[dict[str, Tensor | None]] = dict.fromkeys(
 )
 
 
+# These arguments belong to an engine's rings.
+NO_RING: Final = {"RING": False}
+NO_RING_TENSORS: Final[dict[str, Tensor | None]] = dict.fromkeys(
+    ("u_low", "k_low", "rings", "bases")
+)
+
+
 def make_launch(
     problem: RecurrentProblem, x: Operands, o: Tensor, layer: dict[str, Any] = NO_LAYER
 ) -> Launch:
@@ -162,7 +175,7 @@ def make_launch(
     if one:
         kernel, own = window_one_fwd_kernel, {"DOT": form.dot, **layer}
         if form.early:
-            kernel, own = window_early_fwd_kernel, {"DOT": form.dot}
+            kernel, own = window_early_fwd_kernel, {"DOT": form.dot, **NO_RING}
             own |= dependent_launch(gpu_of(p.device))
         of_tokens = [
             f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c", "ab", "at")
@@ -179,12 +192,15 @@ def make_launch(
             and (x.q.dtype, x.q.stride(-1)) == (x.k.dtype, x.k.stride(-1)),
             "EARLY": form.early,
             **(dependent_launch(gpu_of(p.device)) if form.early else {"DEPENDENT": False}),
+            **NO_RING,
+            **named("ring base", (0, 0)),
         }
     return Launch(
         kernel,
         scale=p.scale,
         **all_strides,
         **_sizes(p),
+        **_slot_strides(x),
         **own,
         K_OFFSET=p.H * p.K if p.is_mixed else 0,
         V_OFFSET=2 * p.H * p.K if p.is_mixed else 0,
@@ -254,7 +270,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             launch(grid, **pointers, **NO_LAYER_TENSORS, N=p.N)
         else:
             packed = {"cu_seqlens": y.cu_seqlens, "parents": y.parents}
-            launch(grid, **pointers, **packed, N=p.N, T=p.T)
+            launch(grid, **pointers, **packed, **NO_RING_TENSORS, N=p.N, T=p.T)
         return o, None
 
     def guarded(y: Operands) -> tuple[Tensor, Tensor | None]:
@@ -303,6 +319,7 @@ def fold_slots(problem: FoldProblem, x: FoldOperands) -> None:
                 **named("hn hh hk hv", state_strides(x.state, p.state_v_first)),
                 **places,
                 **_sizes(p),
+                **_slot_strides(x),
                 RCP_LN2=RCP_LN2,
                 LAST_SKIPPED=p.last_skipped,
                 **UNFUSED,
@@ -333,6 +350,7 @@ def _accept(p: FoldProblem, x: FoldOperands, path: Tensor) -> None:
             **named("s", strides(x.slots, 1)),
             **named("p", strides(x.positions, 1)),
             **named("ln lt", strides(path, 2)),
+            **{name: y for name, y in _slot_strides(x).items() if name != "stride_cr"},
             LENGTH=path.shape[1],
             H=p.H,
             HV=p.HV,
