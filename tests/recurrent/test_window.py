@@ -354,7 +354,9 @@ def test_both_kernels_of_one_token(
     if backend == "reference":
         pytest.skip("it has no kernels")
     sizes = {"K": 128, "V": 128, "H": 2, "HV": 4} if device == "cuda" else {}
-    case = Case(N=2, pool=pool, v_first=v_first, dtype=tokens_of(pool), raw=True)
+    # With int8 states the bits are equal in bf16 alone, for which the kernel is chosen.
+    dtype = BF16 if device == "cuda" and pool is torch.int8 else tokens_of(pool)
+    case = Case(N=2, pool=pool, v_first=v_first, dtype=dtype, raw=True)
     run = Decoding(replace(case, **sizes), device)
     other = copied(run)
     for _ in range(run.case.period + 3):
