@@ -35,11 +35,13 @@ FILES: Final[Mapping[str, tuple[str, ...]]] = {
     "sglang": (
         f"{_SGLANG}/fla/",
         f"{_SGLANG}/linear/fused_gdn_gating.py",
+        f"{_SGLANG}/linear/fused_recurrent_linear_replayssm.py",
+        f"{_SGLANG}/linear/gdn_replayssm_spec_decode.py",
         f"{_SGLANG}/triton_gdn_fused_proj.py",
         "sglang/kernels/ops/mamba/causal_conv1d_triton.py",
     ),
 }
-# The functions that a layer calls, by the module of each.
+# The functions that a layer or benchmarks.rings calls, by the module of each.
 FUNCTIONS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "vllm": {
         "vllm.model_executor.layers.mamba.ops.causal_conv1d": (
@@ -60,6 +62,13 @@ FUNCTIONS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         ),
         f"{_SGLANG.replace('/', '.')}.triton_gdn_fused_proj": ("fused_qkv_split_gdn_prefill",),
         f"{_SGLANG.replace('/', '.')}.linear.fused_gdn_gating": ("fused_gdn_gating",),
+        f"{_SGLANG.replace('/', '.')}.linear.fused_recurrent_linear_replayssm": (
+            "fused_recurrent_linear_replayssm_decode",
+        ),
+        f"{_SGLANG.replace('/', '.')}.linear.gdn_replayssm_spec_decode": (
+            "gdn_replayssm_spec_decode",
+            "commit_gdn_replayssm_circular",
+        ),
         f"{_SGLANG.replace('/', '.')}.fla.chunk": ("chunk_gated_delta_rule",),
         f"{_SGLANG.replace('/', '.')}.fla.fused_recurrent": (
             "fused_recurrent_gated_delta_rule_packed_decode",
@@ -163,6 +172,7 @@ def stubs(name: str) -> dict[str, ModuleType]:
             _module("sglang.srt.utils.common", torch_release=release),
             _module(
                 "sglang.srt.utils",
+                is_gfx95_supported=_never,
                 is_hip=_never,
                 is_npu=_never,
                 is_cpu=_never,
@@ -193,7 +203,7 @@ class _Environment:
 
 
 def kernels(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
-    """The functions that a layer of an engine calls. An installed engine is not imported: its name
+    """The functions of `FUNCTIONS` of an engine. An installed engine is not imported: its name
     is replaced in this process.
 
     Raises ImportError if the folder lacks a file, or a file imports a name without a stub.

@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,20 +100,6 @@ def test_no_wheels(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------- their own files
-
-
-@pytest.fixture
-def no_engines() -> Iterator[None]:
-    """Neither before nor after."""
-
-    def take_out() -> dict[str, Any]:
-        names = [x for x in sys.modules if x.split(".")[0] in ("vllm", "sglang")]
-        return {name: sys.modules.pop(name) for name in names}
-
-    before = take_out()
-    yield
-    take_out()
-    sys.modules.update(before)
 
 
 def test_no_files(no_engines: None, tmp_path: Path) -> None:
