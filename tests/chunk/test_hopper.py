@@ -241,10 +241,10 @@ def test_options(case: Case) -> None:
 @pytest.mark.parametrize("case", cases([*CASES[:4], *CASES[5:8]]))
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_norm(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of q and k, in the kernel, where blocks have two states: with the bits of the norm apart."""
+    """In a kernel whose blocks have two states the norm has the bits of the norm apart."""
     from gdn_triton.chunk.triton.hopper import launch
 
-    monkeypatch.setattr(launch, "NORM_IN_KERNEL", True)
+    monkeypatch.setattr(launch, "norm_inside", lambda *_: True)
     monkeypatch.setattr(launch, "choose_shape", lambda *_: launch.TWO)
     x = make_inputs(case, dtype, "cuda")
     x = x.but(q=7 * x.q, k=0.01 * x.k)

@@ -32,7 +32,10 @@ def refusal(call: Call, given: str, x: Tensor, dim: int, stride: int) -> str | N
     last = dim == x.dim() - 1
     function = inspect.unwrap(call.function)
     if given.startswith("window."):
-        return None if given == "window.start" else "be contiguous"
+        if given in ("window.scales", "window.tickets"):
+            return "be contiguous"
+        # The slots may lie at any stride.
+        return None if given == "window.start" or dim == 0 else "have contiguous slots"
     if function is gdn_triton.chunk_prefill:
         if given in ("state", "state_checkpoints") and dim > 0:
             return SPAN

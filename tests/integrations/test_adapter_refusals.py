@@ -483,8 +483,7 @@ def test_refused_and_not_written(name: str) -> None:
                 assert WORDS.search(str(error)), f"{where}: {error!r}"
                 refused += 1
             else:
-                # It was right; start anew.
-                good = op.make()
+                good = op.make()  # the argument was right
                 before = copied(good)
                 versions = {x: good[x]._version for x in tensors_of(good)}
                 continue

@@ -167,7 +167,9 @@ def compiled(call: Call) -> list[Any]:
     pool = pool_of(call, problem) if call.pool else None
     with (
         mock.patch.object(launch, "choose_segments", lambda *_: call.segments),
-        mock.patch.object(launch, "NORM_IN_KERNEL", True),
+        mock.patch.object(
+            launch, "norm_inside", lambda p, _, shape: p.use_qk_l2norm and shape.states == 2
+        ),
         compile_only(TARGET) as kernels,
     ):
         launch.hopper_fwd(problem, readable_inputs(x), pool)

@@ -183,7 +183,9 @@ def check_forward(
         mock.patch.object(launch, "make_chunks", table_of),
         mock.patch.object(launch, "fold_maps", folded),
         mock.patch.object(launch, "l2norm_fwd", side_effect=normalized_apart) as separate_norm,
-        mock.patch.object(launch, "NORM_IN_KERNEL", True),
+        mock.patch.object(
+            launch, "norm_inside", lambda p, _, shape: p.use_qk_l2norm and shape.states == 2
+        ),
         emulated(
             {"hopper_fwd_kernel": written, "l2norm_kernel": ("q_out", "k_out")},
             seed=seed,

@@ -263,7 +263,7 @@ def commit_gdn_replayssm_circular(
     mamba_track_indices[n], where neither is negative.
 
     Raises:
-        As `gdn_replayssm_spec_decode`.
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `gdn_replayssm_spec_decode`.
     """
     has_track = mamba_track_indices is not None and mamba_steps_to_track is not None
     x = RingOperands(

@@ -30,10 +30,6 @@ CHUNK = 64
 # TMA needs strides that are multiples of 16 bytes: this many elements of 2 bytes.
 TMA_ALIGNMENT = 8
 
-# Whether blocks of two states normalise q and k themselves. The emulator alone has checked the
-# results.
-NORM_IN_KERNEL = False
-
 
 class Shape(NamedTuple):
     """States of a block, of 64 columns of V each, and how its warps share its 64K registers: of a
@@ -128,12 +124,13 @@ def fixed_arguments(
     }
 
 
-def norm_inside(x: Inputs, shape: Shape) -> bool:
-    """Whether the kernel normalises q and k itself. In blocks of one state this takes longer than
-    the kernel apart, as the triangles' warps have no time for the keys. Rows that TMA cannot read
-    are copied anyway, by the kernel that normalises them."""
-    reachable = tma_reachable(x.q) and tma_reachable(x.k)
-    return NORM_IN_KERNEL and shape.states == 2 and reachable
+def norm_inside(p: Problem, x: Inputs, shape: Shape) -> bool:
+    """Whether the kernel normalises q and k itself, with the bits of the kernel apart. It is slower
+    in blocks of one state, where the triangles' warps have no time for the keys, and no faster in
+    packed calls. Rows that TMA cannot read are copied anyway, by the kernel that normalises
+    them."""
+    served = p.q_dtype is torch.bfloat16 and not p.is_varlen and shape.states == 2
+    return p.use_qk_l2norm and served and tma_reachable(x.q) and tma_reachable(x.k)
 
 
 def prepared(p: Problem, x: Inputs, *, norm: bool) -> Inputs:
@@ -179,7 +176,7 @@ def walk(
     length = choose_segments(multiprocessors, p)
     if length == 0:
         shape = choose_shape(multiprocessors, states_at_once(p), p.V)
-        norm = p.use_qk_l2norm and norm_inside(x, shape)
+        norm = norm_inside(p, x, shape)
         x = prepared(p, x, norm=norm)
         h0_strides = state_strides(initial_state, p.state_v_first)
         launch(
