@@ -8,43 +8,34 @@ from typing import Any
 
 import pytest
 import torch
+from choice_cases import problem
 from chunk_cases import call_with_state, check
 from helpers import BF16, FP16, Case, Inputs, cases, make_inputs, pieces, same_bits
+from hopper_cases import (
+    ODD_STRIDES,
+    ONE_TO_ONE,
+    ONE_TOKEN,
+    PACKED,
+    SEVERAL,
+    SMALL,
+    SMALL_PACKED,
+    TAIL,
+    WIDE,
+    hopper,
+    run_by_gluon,
+)
 from torch import Tensor
 
 from gdn_triton import chunk_gated_delta_rule
 from gdn_triton.chunk.backends import chunk_kernels
-from gdn_triton.chunk.problem import Problem
+from gdn_triton.chunk.problem import Inputs as Operands
 from gdn_triton.chunk.triton.hopper import support
 from gdn_triton.chunk.triton.hopper.segments import choose_segments, states_at_once
 from gdn_triton.chunk.triton.hopper.support import RELEASES, hopper_refusal
 
 # ------------------------------------------------------------------------- the calls that it takes
 
-COMMON = Problem(
-    B=4,
-    T=300,
-    H=16,
-    HV=32,
-    K=128,
-    V=128,
-    N=4,
-    q_dtype=BF16,
-    k_dtype=BF16,
-    v_dtype=BF16,
-    device=torch.device("cuda"),
-    scale=1.0,
-    chunk_size=64,
-    is_varlen=False,
-    has_initial_state=False,
-    output_final_state=True,
-    state_v_first=False,
-    use_qk_l2norm=False,
-    use_beta_sigmoid=False,
-    allow_neg_eigval=False,
-    use_gate=False,
-    needs_grad=False,
-)
+COMMON = problem(B=4, T=300, H=16, HV=32, K=128, V=128, N=4)
 
 # One long sequence among 20 short ones, as cu_seqlens_cpu says.
 UNEVEN = {
@@ -56,15 +47,6 @@ UNEVEN = {
     "is_varlen": True,
     "longest": (6912, 64, 64),
 }
-
-
-@pytest.fixture
-def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were one, of 132 multiprocessors, with a release of Triton that is listed."""
-    monkeypatch.delenv("GDN_GLUON", raising=False)
-    monkeypatch.setattr(support, "_device_refusal", lambda device: None)
-    monkeypatch.setattr(support, "_release_refusal", lambda: None)
-    monkeypatch.setattr(support, "_multiprocessors", lambda device: 132)
 
 
 @pytest.mark.usefixtures("on_a_hopper")
@@ -140,6 +122,29 @@ def test_states_at_once(change: dict[str, Any], states: float) -> None:
     assert states_at_once(replace(COMMON, **change)) == states
 
 
+@pytest.mark.parametrize(
+    ("change", "spare", "shapes"),
+    [
+        ({}, 8, "two"),
+        ({"batch_invariant": True}, 8, "two"),
+        ({}, 3, ""),
+        ({"is_varlen": True}, 8, ""),
+        ({"use_qk_l2norm": False}, 8, ""),
+        ({"q_dtype": FP16}, 8, ""),
+    ],
+)
+def test_norm_inside(change: dict[str, Any], spare: int, shapes: str) -> None:
+    """The blocks in which the kernel normalises rows of a stride of K + spare elements."""
+    from gdn_triton.chunk.triton.hopper import launch
+
+    x = torch.zeros(1, 4, 2, 128 + spare, dtype=BF16)[..., :128]
+    given = Operands(x, x, *([None] * 7))
+    asked = replace(COMMON, **{"use_qk_l2norm": True, **change})
+    forms = {"one": launch.ONE, "two": launch.TWO}
+    found = [name for name, shape in forms.items() if launch.norm_inside(asked, given, shape)]
+    assert ", ".join(found) == shapes
+
+
 @pytest.mark.usefixtures("on_a_hopper")
 def test_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     said = chunk_kernels(COMMON, "triton")
@@ -176,43 +181,22 @@ def test_releases(
 
 # ------------------------------------------------------------------------------------ on such a GPU
 
-hopper = pytest.mark.gpu("the interpreter runs no Gluon")
-
 
 @pytest.fixture
 def gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls that it serves run it, however few states they have."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the GPU has another compute capability")
-    refusal = support._release_refusal()
-    if refusal is not None:
-        pytest.skip(refusal)
-    monkeypatch.setenv("GDN_BACKEND", "triton")
-    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
-    monkeypatch.delenv("GDN_GLUON", raising=False)
+    run_by_gluon(monkeypatch)
 
 
-def hopper_case(name: str, why: str, **sizes: Any) -> Case:
-    sizes = {"H": 2, "HV": 4, "K": 128, "V": 128, "spare": 8, **sizes}
-    return Case(name, why, chunk_size=64, gpu=True, **sizes)
-
-
-PACKED = hopper_case(
-    "packed",
-    "empty sequences first, between and last; each side of a chunk; rows of none",
-    lengths=(0, 1, 150, 63, 0, 64, 65, 700, 0),
-    orphans=70,
-)
 CASES = [
-    hopper_case("tail", "a ragged chunk, and B > 1", T=200, B=2),
-    hopper_case("one-token", "the least sequence", T=1),
+    TAIL,
+    ONE_TOKEN,
     PACKED,
-    hopper_case("wide", "blocks with two states", lengths=(70, *(1,) * 38, 200), orphans=3),
-    hopper_case("odd-strides", "rows that TMA cannot read: copies", T=130, spare=3),
-    hopper_case("small", "fewer channels than a tile has", T=200, B=2, K=40, V=72),
-    hopper_case("small-packed", "the same, packed", lengths=(130, 0, 70), K=64, V=24),
-    hopper_case("several", "several blocks of V", T=130, V=264),
-    hopper_case("one-to-one", "a value head a key head", lengths=(130, 70), H=4, HV=4),
+    WIDE,
+    ODD_STRIDES,
+    SMALL,
+    SMALL_PACKED,
+    SEVERAL,
+    ONE_TO_ONE,
 ]
 
 

@@ -8,52 +8,31 @@ from typing import Any
 import pytest
 import torch
 from backward_cases import STRENGTHS, Options, by_op, check_alone, check_task, make_task
+from choice_cases import problem
 from gluon_gradients import check_gradients
 from helpers import BF16, FP16, FP32, Case, cases, make_inputs, same_bits
+from hopper_cases import (
+    ODD_STRIDES,
+    ONE_TO_ONE,
+    ONE_TOKEN,
+    PACKED,
+    SMALL,
+    SMALL_PACKED,
+    TAIL,
+    hopper,
+    hopper_case,
+    run_by_gluon,
+)
 from torch import Tensor
 
 from gdn_triton.chunk import backends
 from gdn_triton.chunk.backends import chunk_kernels
-from gdn_triton.chunk.problem import Problem
 from gdn_triton.chunk.triton.gradients.gate import LEAST_BETA, gate_bwd
 from gdn_triton.chunk.triton.gradients.state import state_bwd
-from gdn_triton.chunk.triton.hopper import support
 from gdn_triton.chunk.triton.hopper.support import gradients_refusal
 from gdn_triton.chunk.triton.shared.chunks import make_chunks
 
-COMMON = Problem(
-    B=1,
-    T=300,
-    H=2,
-    HV=4,
-    K=128,
-    V=128,
-    N=1,
-    q_dtype=BF16,
-    k_dtype=BF16,
-    v_dtype=BF16,
-    device=torch.device("cuda"),
-    scale=1.0,
-    chunk_size=64,
-    is_varlen=False,
-    has_initial_state=False,
-    output_final_state=True,
-    state_v_first=False,
-    use_qk_l2norm=False,
-    use_beta_sigmoid=False,
-    allow_neg_eigval=False,
-    use_gate=False,
-    needs_grad=True,
-)
-
-
-@pytest.fixture
-def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were one, with a release of Triton that is listed."""
-    monkeypatch.delenv("GDN_GLUON", raising=False)
-    monkeypatch.setattr(support, "_device_refusal", lambda device: None)
-    monkeypatch.setattr(support, "_release_refusal", lambda: None)
-    monkeypatch.setattr(support, "_multiprocessors", lambda device: 132)
+COMMON = problem(T=300, H=2, HV=4, K=128, V=128, needs_grad=True)
 
 
 @pytest.mark.usefixtures("on_a_hopper")
@@ -147,26 +126,12 @@ def test_walk_stores_dv(device: str) -> None:
 
 # ------------------------------------------------------------------------------------ on such a GPU
 
-hopper = pytest.mark.gpu("the interpreter runs no Gluon")
-
 
 @pytest.fixture
 def gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls that it serves run the kernel."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the GPU has another compute capability")
-    refusal = support._release_refusal()
-    if refusal is not None:
-        pytest.skip(refusal)
-    from gdn_triton.chunk.triton.gradients import query_key
+    from gdn_triton.chunk.triton.gradients.query_key import query_key_bwd_kernel
 
-    def forbidden(*_: Any, **__: Any) -> None:
-        raise AssertionError("the portable kernels run")
-
-    monkeypatch.setattr(query_key.query_key_bwd_kernel, "run", forbidden)
-    monkeypatch.setenv("GDN_BACKEND", "triton")
-    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
-    monkeypatch.delenv("GDN_GLUON", raising=False)
+    run_by_gluon(monkeypatch, portable=query_key_bwd_kernel)
 
 
 @pytest.fixture(params=["portable walks", "Gluon walks"])
@@ -176,27 +141,16 @@ def after(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(backends, "walks_refusal", lambda problem: "They are not asked for.")
 
 
-def hopper_case(name: str, why: str, **sizes: Any) -> Case:
-    sizes = {"H": 2, "HV": 4, "K": 128, "V": 128, "spare": 8, **sizes}
-    return Case(name, why, chunk_size=64, gpu=True, **sizes)
-
-
-PACKED = hopper_case(
-    "packed",
-    "empty sequences first, between and last; each side of a chunk; rows of none",
-    lengths=(0, 1, 150, 63, 0, 64, 65, 700, 0),
-    orphans=70,
-)
 CASES = [
-    hopper_case("tail", "a ragged chunk, and B > 1", T=200, B=2),
-    hopper_case("one-token", "the least sequence", T=1),
+    TAIL,
+    ONE_TOKEN,
     PACKED,
     hopper_case("many", "several items of each program", T=2000, B=2, H=8, HV=16),
-    hopper_case("odd-strides", "rows that TMA cannot read: copies", T=130, spare=3),
-    hopper_case("small", "fewer channels than a tile has", T=200, B=2, K=40, V=72),
-    hopper_case("small-packed", "the same, packed", lengths=(130, 0, 70), K=64, V=24),
+    ODD_STRIDES,
+    SMALL,
+    SMALL_PACKED,
     hopper_case("three", "three value heads a key head", T=130, HV=6),
-    hopper_case("one-to-one", "a value head a key head", lengths=(130, 70), H=4, HV=4),
+    ONE_TO_ONE,
 ]
 
 

@@ -17,46 +17,28 @@ from backward_cases import (
     check_task,
     make_task,
 )
+from choice_cases import problem
 from helpers import BF16, FP16, Case, cases, make_inputs, same_bits
-
-from gdn_triton.chunk.backends import chunk_kernels
-from gdn_triton.chunk.problem import Problem
-from gdn_triton.chunk.triton.hopper import support
-from gdn_triton.chunk.triton.hopper.support import walks_refusal
-
-COMMON = Problem(
-    B=4,
-    T=320,
-    H=16,
-    HV=32,
-    K=128,
-    V=128,
-    N=4,
-    q_dtype=BF16,
-    k_dtype=BF16,
-    v_dtype=BF16,
-    device=torch.device("cuda"),
-    scale=1.0,
-    chunk_size=64,
-    is_varlen=False,
-    has_initial_state=False,
-    output_final_state=False,
-    state_v_first=False,
-    use_qk_l2norm=False,
-    use_beta_sigmoid=False,
-    allow_neg_eigval=False,
-    use_gate=False,
-    needs_grad=True,
+from hopper_cases import (
+    ODD_STRIDES,
+    ONE_TO_ONE,
+    ONE_TOKEN,
+    PACKED,
+    SEVERAL,
+    SMALL,
+    SMALL_PACKED,
+    TAIL,
+    WIDE,
+    hopper,
+    hopper_case,
+    run_by_gluon,
 )
 
+from gdn_triton.chunk.backends import chunk_kernels
+from gdn_triton.chunk.triton.hopper.support import walks_refusal
 
-@pytest.fixture
-def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were one, of 132 multiprocessors, with a release of Triton that is listed."""
-    monkeypatch.delenv("GDN_GLUON", raising=False)
-    monkeypatch.setattr(support, "_device_refusal", lambda device: None)
-    monkeypatch.setattr(support, "_release_refusal", lambda: None)
-    monkeypatch.setattr(support, "_multiprocessors", lambda device: 132)
+SIZES = {"B": 4, "T": 320, "H": 16, "HV": 32, "K": 128, "V": 128, "N": 4}
+COMMON = problem(**SIZES, output_final_state=False, needs_grad=True)
 
 
 @pytest.mark.usefixtures("on_a_hopper")
@@ -100,51 +82,24 @@ def test_what_explain_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ------------------------------------------------------------------------------------ on such a GPU
 
-hopper = pytest.mark.gpu("the interpreter runs no Gluon")
-
 
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls that they serve run them, however few states they have."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the GPU has another compute capability")
-    refusal = support._release_refusal()
-    if refusal is not None:
-        pytest.skip(refusal)
-    from gdn_triton.chunk.triton.gradients import state
+    from gdn_triton.chunk.triton.gradients.state import state_bwd_kernel
 
-    def forbidden(*_: Any, **__: Any) -> None:
-        raise AssertionError("the portable walks run")
-
-    monkeypatch.setattr(state.state_bwd_kernel, "run", forbidden)
-    monkeypatch.setenv("GDN_BACKEND", "triton")
-    monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
-    monkeypatch.delenv("GDN_GLUON", raising=False)
+    run_by_gluon(monkeypatch, portable=state_bwd_kernel)
 
 
-def walk_case(name: str, why: str, **sizes: Any) -> Case:
-    sizes = {"H": 2, "HV": 4, "K": 128, "V": 128, "spare": 8, **sizes}
-    return Case(name, why, chunk_size=64, gpu=True, **sizes)
-
-
-PACKED = walk_case(
-    "packed",
-    "empty sequences first, between and last; each side of a chunk; rows of none",
-    lengths=(0, 1, 150, 63, 0, 64, 65, 700, 0),
-    orphans=70,
-)
-# More states than half of the multiprocessors: blocks with two of them.
-WIDE = walk_case("wide", "blocks with two states", lengths=(70, *(1,) * 38, 200), orphans=3)
 CASES = [
-    walk_case("tail", "a ragged chunk, and B > 1", T=200, B=2),
-    walk_case("one-token", "the least sequence", T=1),
+    TAIL,
+    ONE_TOKEN,
     PACKED,
     WIDE,
-    walk_case("odd-strides", "rows that TMA cannot read: copies", T=130, spare=3),
-    walk_case("small", "fewer channels than a tile has", T=200, B=2, K=40, V=72),
-    walk_case("small-packed", "the same, packed", lengths=(130, 0, 70), K=64, V=24),
-    walk_case("several", "several blocks of V", T=130, V=264),
-    walk_case("one-to-one", "a value head a key head", lengths=(130, 70), H=4, HV=4),
+    ODD_STRIDES,
+    SMALL,
+    SMALL_PACKED,
+    SEVERAL,
+    ONE_TO_ONE,
 ]
 OPTIONS = {
     "none": Options(state=False, dht=False),
@@ -192,7 +147,7 @@ def test_same_bits() -> None:
 @pytest.mark.usefixtures("walks")
 def test_sequences_alone() -> None:
     """In blocks with one state, packed and padded."""
-    case = walk_case("alone", "", lengths=(70, 1, 64, 200), HV=36, H=18)
+    case = hopper_case("alone", "", lengths=(70, 1, 64, 200), HV=36, H=18)
     check_alone(case, BF16, "cuda")
 
 

@@ -78,6 +78,19 @@ def decoding(tokens):
     }
 
 
+def mixed_token():
+    """One token of each sequence, with q, k and v in one tensor."""
+    x = decoding(1)
+    return {
+        "mixed_qkv": torch.cat([x[name].flatten(1) for name in ("q", "k", "v")], 1),
+        "a": x["a"][:, 0],
+        "b": x["b"][:, 0],
+        "A_log": x["A_log"],
+        "dt_bias": x["dt_bias"],
+        "scale": 0.5,
+    }
+
+
 def step_of(inputs, pool, slots, write_slots=None, **options):
     """`gdn_triton.recurrent_step`, asked directly, on a copy of the pool."""
     pool = pool.clone()

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from engine_calls import B, K, V, decoding
+from engine_calls import B, K, V, decoding, mixed_token
 from pool_cases import Op
 
 from gdn_triton.integrations import sglang
@@ -20,14 +20,8 @@ def caches(*lead: int) -> dict[str, Any]:
 
 
 def decode() -> dict[str, Any]:
-    x = decoding(1)
     return {
-        "mixed_qkv": torch.cat([x[name].flatten(1) for name in ("q", "k", "v")], 1),
-        "a": x["a"][:, 0],
-        "b": x["b"][:, 0],
-        "A_log": x["A_log"],
-        "dt_bias": x["dt_bias"],
-        "scale": 0.5,
+        **mixed_token(),
         "initial_state": torch.randn(6, 4, V, K),
         **caches(),
         "out": torch.zeros(B, 1, 4, V),

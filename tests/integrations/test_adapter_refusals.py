@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_calls import B, K, N, T, V, decoding, packed
+from engine_calls import B, K, N, T, V, decoding, mixed_token, packed
 from pool_cases import OPS, WRITING, Op, tensors_of
 from ring_calls import CALLS as RING_CALLS
 from torch import Tensor
@@ -112,14 +112,8 @@ def prefill_of_sglang() -> dict[str, Any]:
 
 
 def packed_decode() -> dict[str, Any]:
-    x = decoding(1)
     return {
-        "mixed_qkv": torch.cat([x[name].flatten(1) for name in ("q", "k", "v")], 1),
-        "a": x["a"][:, 0],
-        "b": x["b"][:, 0],
-        "A_log": x["A_log"],
-        "dt_bias": x["dt_bias"],
-        "scale": 0.5,
+        **mixed_token(),
         "initial_state": pool(),
         "out": torch.zeros(B, 1, 4, V),
         "ssm_state_indices": torch.tensor([4, 1, 2]),
