@@ -58,7 +58,7 @@ def gates_role(vectors, gates, betas, place, sizes, scale, IS_VARLEN: gl.constex
             for _ in range(G):
                 g = gl.load(p_g + o_t * stride_gt, mask=valid, other=0)
                 beta = gl.load(p_beta + o_t * stride_betat, mask=valid, other=0).to(gl.float32)
-                # The factor that the rows of dv lack of beta dx.
+                # Times a row of dv it is beta dx.
                 rest = gl.where(above | (gl.abs(beta) >= LEAST_BETA), 1.0, beta)
                 last = gl.sum(gl.where(above & (o_t == n_rows - 1), g, 0.0), 0)
                 start = gl.exp2(g)
@@ -93,6 +93,18 @@ def load_halves(desc, at, barrier, unit, half: gl.constexpr, N: gl.constexpr):
     for c in gl.static_range(N):
         tile = viewed(halves.index(2 * c + half), dtype, [1, CHUNK, 1, PART], ROWS)
         load_tile(desc, [i_b, row, head, c * PART], barrier, tile)
+
+
+@gluon.jit
+def load_pair(upper, lower, at, ring, slot, phase, BV: gl.constexpr, N: gl.constexpr):
+    """Copies N blocks of 64 columns of a chunk of two tensors to the halves of a unit."""
+    ring_s, full, empty = ring
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    barrier = full.index(slot)
+    mbarrier.expect(barrier, PAIR * BV * 2)
+    unit = ring_s.index(slot * N)
+    load_halves(upper, at, barrier, unit, 0, N)
+    load_halves(lower, at, barrier, unit, 1, N)
 
 
 @gluon.jit
@@ -139,22 +151,12 @@ def loader_role(
             for j in range(G):
                 at = (i_b, row, i_h * G + j)
                 state = (i_c, i_h * G + j)
-                mbarrier.wait(empty.index(slot), phase ^ 1)
-                ready = full.index(slot)
-                mbarrier.expect(ready, PAIR * BV * 2)
-                unit = ring_s.index(slot * V_BLOCKS)
                 # The upper half is multiplied by 0, so it must be finite where u is.
-                load_halves(u_desc, at, ready, unit, 0, V_BLOCKS)
-                load_halves(u_desc, at, ready, unit, 1, V_BLOCKS)
+                load_pair(u_desc, u_desc, at, ring, slot, phase, BV, V_BLOCKS)
                 slot, phase = advance(slot, phase, RING)
                 load_state(dh_desc, state, ring, slot, phase, BK, V_BLOCKS)
                 slot, phase = advance(slot, phase, RING)
-                mbarrier.wait(empty.index(slot), phase ^ 1)
-                ready = full.index(slot)
-                mbarrier.expect(ready, PAIR * BV * 2)
-                unit = ring_s.index(slot * V_BLOCKS)
-                load_halves(do_desc, at, ready, unit, 0, V_BLOCKS)
-                load_halves(dv_desc, at, ready, unit, 1, V_BLOCKS)
+                load_pair(do_desc, dv_desc, at, ring, slot, phase, BV, V_BLOCKS)
                 slot, phase = advance(slot, phase, RING)
                 load_state(h_desc, state, ring, slot, phase, BK, V_BLOCKS)
                 slot, phase = advance(slot, phase, RING)
