@@ -1,5 +1,6 @@
-"""ReplaySSM's functions of SGLang on this package's kernels, driven as SGLang drives them: against
-the recurrence in float64, and beside SGLang's own kernels where its wheel is given."""
+"""ReplaySSM's functions of SGLang on this package's kernels, driven as SGLang drives them. The
+results are compared with the recurrence in float64, and with SGLang's own kernels where its wheel
+is given."""
 
 import sys
 from typing import Any
@@ -261,7 +262,7 @@ class Drafting:
         return out
 
     def commit(self, accepted: Tensor, track: dict[str, Tensor], every: bool, **own: Any) -> None:
-        """What `commit_gdn_replayssm_spec` does to the cursors, in torch, and the fold."""
+        """Folds, and changes the cursors as `commit_gdn_replayssm_spec` does, in torch."""
         live = self.requests[self.slots >= 0]
         self.write_pos[live] += accepted[self.slots >= 0]
         full = self.write_pos[live] + 2 * self.most > self.L
@@ -390,7 +391,7 @@ def test_refused(changes: dict[str, Any], error: type[Exception], match: str) ->
 
 
 def test_left_to_sglang() -> None:
-    """What is refused for its size or mode is what `enable` leaves to SGLang."""
+    """`enable` leaves the calls to SGLang that are refused for their size or mode."""
     cache = torch.zeros(1, 1, 33, 1)
     assert rings.is_left_to_sglang({"d_cache": cache})
     assert not rings.is_left_to_sglang({"d_cache": cache[:, :, :32], "force_flush": None})

@@ -101,7 +101,7 @@ def assert_specified(step: Step, o: Tensor) -> None:
 
 @pytest.mark.parametrize("doubles_beta", [False, True], ids=["Qwen", "OLMo"])
 def test_a_service(doubles_beta, backend):
-    """Sequences begin, are prefilled in pieces, decode for more than a fold period alone and beside
+    """Sequences begin, are prefilled in pieces, decode for more than a fold period alone and with
     prefills, are continued by a prefill after they have decoded, and leave their page to another
     sequence."""
     layer = make_layer(doubles_beta=doubles_beta)

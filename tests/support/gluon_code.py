@@ -49,8 +49,9 @@ STACK = {False: 160, True: 288}
 IN_LOOP = {False: 8, True: 24}
 # The same with a pool: most are in the branch that stores a checkpoint.
 IN_LOOP_WITH_POOL = 40
-# Of the kernel of the gradients: bytes of stack, mostly addresses of the warps of products, and
-# instructions of 16 bytes, because the loops of all roles share the instruction cache.
+# The limits of the kernel of the gradients: bytes of stack, which are mostly addresses of the warps
+# of products, and instructions of 16 bytes, because the loops of all roles share the instruction
+# cache.
 GRADIENTS_STACK = 32
 GRADIENTS_INSTRUCTIONS = 3800
 

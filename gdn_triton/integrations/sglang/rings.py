@@ -1,7 +1,7 @@
 """ReplaySSM in SGLang's Gated DeltaNet layers: its functions, with the parameters, their order and
 their defaults of SGLang 0.5.23, which is not needed.
 
-SGLang keeps a ring of records beside each state: normalised keys, the u of each token, and log
+SGLang keeps a ring of records with each state: normalised keys, the u of each token, and log
 decays. It counts the records, folds all heads of a slot in one call, and caches a prefix up to the
 token that the state in memory holds. These functions therefore read and write SGLang's own rings.
 """

@@ -95,7 +95,7 @@ def norm_role(
     PARTS: gl.constexpr = BK // 64
     STEPS: gl.constexpr = CHUNK // ROWS
     PART: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    # As above.
+    # The layout of `normalize_keys`, with the rows of one warp.
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 32]],
         [[1, 0], [2, 0], [4, 0], [0, 8], [0, 16]],

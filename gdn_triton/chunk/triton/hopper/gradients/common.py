@@ -15,11 +15,17 @@ PIECE = gl.constexpr(16)
 
 LEAST_BETA = gl.constexpr(gate.LEAST_BETA)
 
-# The vectors of a value head in shared memory, PAIR numbers each. With g the sum of the chunk's
-# log2 decays, and rest the factor that a row of dv lacks of beta dx, above and below:
-#     g, g;   1, rest;   of dh: 0, 2^(g_last - g);   of h: scale 2^g, 2^g;
-#     the factors of dq and dk, of dh: 0, 2^(g_last - g);   of h: scale 2^g, -rest 2^g;
-#     2^g_last in each element
+# The vectors of a value head in shared memory. Each has PAIR numbers, those of the upper tile and
+# those of the lower tile. g is the sum of the chunk's log2 decays, and rest times a row of dv is
+# beta dx:
+#     G                  g,          g
+#     REST               1,          rest
+#     SHARE for dh       0,          2^(g_last - g)
+#     SHARE + 1 for h    scale 2^g,  2^g
+#     FACTOR for dh      0,          2^(g_last - g)
+#     FACTOR + 1 for h   scale 2^g,  -rest 2^g
+#     LAST               2^g_last in each element
+# The factors are those of dq and dk.
 G_VECTOR, REST_VECTOR, SHARE_VECTORS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 FACTOR_VECTORS, LAST_VECTOR = gl.constexpr(4), gl.constexpr(6)
 VECTORS = gl.constexpr(7)

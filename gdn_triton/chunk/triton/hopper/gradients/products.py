@@ -185,14 +185,14 @@ def products_role(
                 P = rounded(P, dtype)
                 nothing = here(heads * 0)
                 qk = tile_of(qk_s, nothing, dtype, PAIR, BK)
-                # Its right half is S on N, its left half a block of q and k, whose product is not
-                # used.
-                beside = tile_of(qk_s, K_BLOCKS - 1 + nothing, dtype, PAIR, 2 * PART)
+                # The right half of this operand is S on N. The left half is a block of q and k,
+                # whose product is not used.
+                joined = tile_of(qk_s, K_BLOCKS - 1 + nothing, dtype, PAIR, 2 * PART)
                 qk_s.index(K_BLOCKS).store(P)
                 fence_async_shared()
                 operand = gl.convert_layout(P, WIDE_OPERAND, assert_trivial=True)
                 total = warpgroup_mma(operand, below_of(qk), total, is_async=True)
-                x = warpgroup_mma(beside.permute((1, 0)), qk, x, use_acc=False, is_async=True)
+                x = warpgroup_mma(joined.permute((1, 0)), qk, x, use_acc=False, is_async=True)
                 total, x = warpgroup_mma_wait(0, deps=[total, x])
                 o_h = w_r + here(heads * 0)
                 total += gl.where((o_h < CHUNK)[:, None], 0.0, x)
