@@ -2,17 +2,19 @@ r"""Runs one case in the backends, and compares each with the float64 specificat
 others.
 
 `tests/fast` uses this for its cases. As a script it makes random cases, of lengths, heads, gates,
-layouts, strides and options, and runs them through the CUDA library:
+layouts, strides and options, and runs them through one backend, by default the CUDA library:
 
     python tests/support/fast_parity.py --count 1000 --seed 0 --repeat 20
     python tests/support/fast_parity.py --count 9000 --small --chunked --workers 14 --quiet
+    python tests/support/fast_parity.py --count 1000 --backend triton --chunked
     compute-sanitizer --kernel-name kernel_substring=gdn --tool memcheck \
         python tests/support/fast_parity.py --count 8 --small
 
 Each line is a case; one that fails prints its number, which `--only` runs again. `--small` makes
 short sequences and computes the specification on the CPU, for a sanitizer, under which kernels take
-a hundred times as long. `--chunked` uses the specification's form in chunks, which differs in the
-last bits of float64 and takes less time.
+a hundred times as long. Cases of odd numbers have GDN_BATCH_INVARIANT=1, with which the Triton
+backend runs the Gluon kernels for few states too. `--chunked` uses the specification's form in
+chunks, which differs in the last bits of float64 and takes less time.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import multiprocessing
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -109,17 +111,20 @@ def make_call(
 
 
 @contextlib.contextmanager
-def requested(backend: str) -> Iterator[None]:
-    """GDN_BACKEND for a while: a backend that refuses raises."""
-    before = os.environ.get("GDN_BACKEND")
-    os.environ["GDN_BACKEND"] = backend
+def set_for_a_while(name: str, value: str) -> Iterator[None]:
+    """An environment variable, which gets its former value or none back."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ["GDN_BACKEND"]
+            del os.environ[name]
         else:
-            os.environ["GDN_BACKEND"] = before
+            os.environ[name] = before
+
+
+requested = partial(set_for_a_while, "GDN_BACKEND")  # a backend that refuses raises
 
 
 def run(backend: str, call: Call, **changes: Any) -> tuple[Tensor, Tensor]:
@@ -406,12 +411,14 @@ def check_random(number: int, options: argparse.Namespace) -> str | None:
     call, _ = random_call(number, device, options.small, options.sizes)
     call = call.to("cuda") if options.copied else call
     words = f"{number}: {describe(call)}"
+    backend, invariant = options.backend, str(number % 2)
     try:
         on = "cpu" if options.small else options.on
-        results = check_parity(call, ("cuda",), on=on, chunked=options.chunked)
-        for again in range(options.repeat):
-            same = map(same_bits, run("cuda", call), results["cuda"])
-            assert all(same), f"run {again + 2} has other bits than the first"
+        with set_for_a_while("GDN_BATCH_INVARIANT", invariant):
+            results = check_parity(call, (backend,), on=on, chunked=options.chunked)
+            for again in range(options.repeat):
+                same = map(same_bits, run(backend, call), results[backend])
+                assert all(same), f"run {again + 2} has other bits than the first"
     except AssertionError as why:
         return f"FAILED {words}\n    {why}"
     if not options.quiet:
@@ -419,29 +426,12 @@ def check_random(number: int, options: argparse.Namespace) -> str | None:
     return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Random cases through the CUDA library.")
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="number of the first case")
-    parser.add_argument("--only", type=int, help="this case alone")
-    parser.add_argument("--sizes", choices=("128", "others", "all"), default="all", help="K and V")
-    parser.add_argument("--small", action="store_true", help="short, and specified on the CPU")
-    parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda", help="the specification")
-    parser.add_argument("--chunked", action="store_true", help="specified in chunks")
-    parser.add_argument(
-        "--copied",
-        action="store_true",
-        help="dense inputs, made on the CPU: for initcheck, which does not see what kernels write "
-        "that its filter leaves out",
-    )
-    parser.add_argument("--repeat", type=int, default=0, help="runs more, of the same bits")
-    parser.add_argument("--quiet", action="store_true", help="no line for a case that passes")
-    parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
-    options = parser.parse_args()
+def check_numbers(check: Callable[[int], str | None], options: argparse.Namespace) -> bool:
+    """Whether one of the cases that `options` ask for has a fault, by `check`. Each fault is
+    printed, and the number of faults."""
     numbers = range(options.seed, options.seed + options.count)
     if options.only is not None:
         numbers = range(options.only, options.only + 1)
-    check = partial(check_random, options=options)
     with contextlib.ExitStack() as stack:
         if options.workers == 1:
             found = map(check, numbers)
@@ -457,7 +447,35 @@ def main() -> None:
             if done % 500 == 0:
                 print(f"{done} cases, {len(failed)} failed", flush=True)
     print(f"{len(numbers)} cases, {len(failed)} failed {failed or ''}")
-    sys.exit(bool(failed))
+    return bool(failed)
+
+
+def add_numbers(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `check_numbers`, and the backend."""
+    parser.add_argument("--backend", choices=("cuda", "triton"), default="cuda")
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="number of the first case")
+    parser.add_argument("--only", type=int, help="this case alone")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Random cases through one backend.")
+    add_numbers(parser)
+    parser.add_argument("--sizes", choices=("128", "others", "all"), default="all", help="K and V")
+    parser.add_argument("--small", action="store_true", help="short, and specified on the CPU")
+    parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda", help="the specification")
+    parser.add_argument("--chunked", action="store_true", help="specified in chunks")
+    parser.add_argument(
+        "--copied",
+        action="store_true",
+        help="dense inputs, made on the CPU: for initcheck, which does not see what kernels write "
+        "that its filter leaves out",
+    )
+    parser.add_argument("--repeat", type=int, default=0, help="runs more, of the same bits")
+    parser.add_argument("--quiet", action="store_true", help="no line for a case that passes")
+    options = parser.parse_args()
+    sys.exit(check_numbers(partial(check_random, options=options), options))
 
 
 if __name__ == "__main__":

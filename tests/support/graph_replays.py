@@ -2,12 +2,13 @@ r"""Replays of CUDA graphs with other lengths, held to eager calls on the same l
 
     python tests/support/graph_replays.py --count 10000 --backward 500
     python tests/support/graph_replays.py --count 100000 --seed 1 --workers 4
+    python tests/support/graph_replays.py --backend triton
 
-A graph holds one call of the CUDA library, with packed sequences, and a graph of a backward the
-forward too. Before each replay new offsets are copied into `cu_seqlens` and every output is filled
-with NaN. Each graph is first captured at equal lengths, and has a line that says what it was held
-to; a replay with other bits, or with a NaN left, is printed with its lengths. `--only` runs one
-graph again, with the same offsets.
+A graph holds one call of a backend, by default the CUDA library, with packed sequences, and a graph
+of a backward the forward too. Before each replay new offsets are copied into `cu_seqlens` and every
+output is filled with NaN. Each graph is first captured at equal lengths, and has a line that says
+what it was held to; a replay with other bits, or with a NaN left, is printed with its lengths.
+`--only` runs one graph again, with the same offsets.
 """
 
 import argparse
@@ -273,8 +274,8 @@ def divided(shapes: tuple[Shape, ...], count: int) -> list[int]:
 # ----------------------------------------------------------------------------------------- script
 
 
-def check_job(job: tuple[Shape, int], seed: int) -> Result:
-    result = check_shape(*job, seed)
+def check_job(job: tuple[Shape, int], seed: int, backend: str) -> Result:
+    result = check_shape(*job, seed, backend=backend)
     torch.cuda.empty_cache()  # of the graph's own memory
     return result
 
@@ -284,6 +285,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10000, help="replays of forwards")
     parser.add_argument("--backward", type=int, default=500, help="replays of backwards")
     parser.add_argument("--seed", type=int, default=0, help="of the offsets and the inputs")
+    parser.add_argument("--backend", choices=("cuda", "triton"), default="cuda")
     parser.add_argument("--only", type=int, help="the graph of this number alone")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
     options = parser.parse_args()
@@ -296,7 +298,7 @@ def main() -> None:
         for number, job in enumerate(jobs)
         if job[1] and options.only in (None, number)
     ]
-    check = partial(check_job, seed=options.seed)
+    check = partial(check_job, seed=options.seed, backend=options.backend)
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
         results = map(check, [job for _, job in numbered])
