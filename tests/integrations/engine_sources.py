@@ -28,6 +28,8 @@ from typing import Any
 
 import pytest
 
+from gdn_triton.integrations.vllm.window import UNPACKING
+
 RECORD = Path(__file__).with_name("engine_signatures.json")
 WHEELS = "ENGINE_WHEELS"
 
@@ -121,6 +123,7 @@ READ: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "MambaStateShapeCalculator.gated_delta_net_state_shape",
             "MambaStateDtypeCalculator.gated_delta_net_state_dtype",
         ),
+        _QWEN: tuple(f"QwenGatedDeltaNetAttention.{name}" for name in UNPACKING),
         "vllm/model_executor/layers/mamba/abstract.py": (
             *("MambaBase.bind_kv_cache", "MambaBase.get_kv_cache_spec"),
         ),

@@ -253,6 +253,37 @@ def test_window(ours, engine, monkeypatch):
 
 
 @pytest.mark.of_no_device
+def test_methods_that_take_two_dtypes(ours, engine):
+    """With a window such a method of vLLM's layers gets the dtypes of vLLM's own states."""
+    layer_class = engine.qwen.QwenGatedDeltaNetAttention
+    states = sys.modules["vllm.model_executor.layers.mamba.mamba_utils"]
+    dtypes = states.MambaStateDtypeCalculator
+    names = ours.windows.UNPACKING
+
+    def their_method(self, *args):
+        _, of_rule = self.get_state_dtype()
+        if args:
+            raise ValueError(*args)
+        return of_rule
+
+    layer_class.get_state_dtype = lambda self: dtypes.gated_delta_net_state_dtype(
+        torch.bfloat16, "auto"
+    )
+    setattr(layer_class, names[0], their_method)
+    ours.register(window=True)
+    layer = layer_class()
+    assert len(layer.get_state_dtype()) == ours.windows.WITH_RECORDS
+    assert getattr(layer, names[0])() == torch.float32
+    with pytest.raises(ValueError, match="theirs"):
+        getattr(layer, names[0])("theirs")
+    assert len(layer.get_state_dtype()) == ours.windows.WITH_RECORDS
+    assert not hasattr(layer, names[1])
+    assert f"{names[0]}: gdn_triton" in str(ours.status())
+    ours.disable()
+    assert vars(layer_class)[names[0]] is their_method
+
+
+@pytest.mark.of_no_device
 def test_unknown_text(ours, engine, monkeypatch):
     """In another version only the functions that the method calls are replaced."""
     monkeypatch.setitem(ours.KNOWN, engine.qwen.__name__, ("another",))

@@ -259,10 +259,10 @@ def _targets(modules: list[ModuleType], with_window: bool = False) -> Iterator[t
         target = Target(owner, BUILD, "integrations.vllm.lengths")
         yield target, windows.placing(lengths.telling(target.now))
         if with_window:
-            yield from _window_targets(owner)
+            yield from _window_targets(owner, modules)
 
 
-def _window_targets(builder: Any) -> Iterator[tuple[Target, Any]]:
+def _window_targets(builder: Any, modules: list[ModuleType]) -> Iterator[tuple[Target, Any]]:
     states = importlib.import_module(STATES)
     for (owner, name), wrap in ((SHAPES, windows.shapes), (DTYPES, windows.dtypes)):
         target = Target(getattr(states, owner), name, "recurrent_step")
@@ -270,6 +270,12 @@ def _window_targets(builder: Any) -> Iterator[tuple[Target, Any]]:
     target = Target(builder, UPDATE, "integrations.vllm.window")
     if target.now is not ABSENT:
         yield target, windows.carrying(target.now)
+    for module in modules:
+        owner = getattr(module, LAYERS[module.__name__])
+        for name in windows.UNPACKING:
+            if name in vars(owner):
+                target = Target(owner, name, "integrations.vllm.window")
+                yield target, windows.with_own_dtypes(target.now)
 
 
 def _why_no_window(modules: list[ModuleType]) -> str | None:

@@ -31,6 +31,8 @@ STARTS: Final = 4
 # The states of a layer's page: without records those of the convolution and of the rule.
 OWN, WITH_RECORDS = 2, 7
 POSITIONS: Final = "gdn_triton_positions"
+# The methods of vLLM's layers that unpack the dtypes of a page into two names.
+UNPACKING: Final = ("_fused_gdn_decode_unsupported_reason", "_warmup_prefill_kernels")
 
 _logger = logging.getLogger("gdn_triton")
 
@@ -98,6 +100,22 @@ def dtypes(theirs: Any) -> Any:
         return (*own, *rows, torch.int32, torch.int32)
 
     return classmethod(gated_delta_net_state_dtype)
+
+
+def with_own_dtypes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method of a layer that is in `UNPACKING`: while it runs, `get_state_dtype` leaves out
+    the dtypes of the records."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        dtypes = self.get_state_dtype()[:OWN]
+        self.get_state_dtype = lambda: dtypes
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            del self.get_state_dtype
+
+    return run
 
 
 def why_not(config: Any) -> str | None:
