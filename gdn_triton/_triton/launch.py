@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gdn_triton._host.launches import Again, recorder
+from gdn_triton._host.remembered import keep
 from gdn_triton._triton.tiles import compiler
 
 # The most variants that one Launch remembers. A few are normal, for dtypes, alignments and devices.
@@ -78,8 +79,8 @@ class Launch:
         variant = self._variants.get(key) if small else None
         if variant is None:
             variant = kernel[grid](**given, **self._fixed)
-            if small:
-                keep_variant(self._variants, key, variant)
+            if small and is_kept(variant):
+                keep(self._variants, key, variant, most=MOST_VARIANTS)
             if recorder.launches is not None:
                 found = self._variants.get(key) if small else None
                 again = None if found is None else _again(found, grid, addresses, numbers, self)
@@ -127,20 +128,23 @@ def are_small(numbers: Sequence[Any]) -> bool:
     return not numbers or (min(numbers) >= -(2**31) and max(numbers) < 2**31)
 
 
-def keep_variant(variants: dict[Hashable, CompiledKernel], key: Hashable, variant: Any) -> None:
-    """Keeps the result of Triton's launch, which is None where a test has replaced that launch."""
-    if isinstance(variant, CompiledKernel) and compiler() == "cuda":
-        if len(variants) >= MOST_VARIANTS:
-            variants.clear()
-        variants[key] = variant
+def is_kept(variant: Any) -> bool:
+    """Whether the result of Triton's launch is a variant that can be launched again. The result is
+    None where a test has replaced that launch."""
+    return isinstance(variant, CompiledKernel) and compiler() == "cuda"
+
+
+def has_hooks() -> bool:
+    """Whether launches call hooks."""
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def run_variant(
     variant: CompiledKernel, grid: tuple[int, int, int], stream: int, values: tuple[Any, ...]
 ) -> None:
     """Launches a variant. values: of all parameters, with addresses in place of tensors."""
-    runtime = knobs.runtime
-    if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+    if has_hooks():
         variant[grid](*values, stream=stream)
         return
     # This does the same as the line above without the 3 us that Triton takes to call no hook.

@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_launches import Counted, Recorder, said_by_child
+import triton
+from packaging.version import Version
+from recorded_launches import Counted, EncodingRecorder, Recorder, said_by_child
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn_triton._triton.tiles import compiler
 from gdn_triton.chunk.triton.hopper.descriptors import (
+    MOST_ENCODED,
+    TAKES_LIST,
     TileLaunch,
     descriptor,
     row_tile,
     tma_reachable,
     tma_readable,
 )
+from gdn_triton.chunk.triton.hopper.support import RELEASES
 
 
 @gluon.jit(do_not_specialize=["n", "stride_b"])
@@ -44,6 +49,7 @@ def tiles_kernel(
 TILES = {"x_desc": row_tile(64), "y_desc": row_tile(128)}
 FIXED = {"stride_t": 3, "WIDTH": 64, "num_warps": 4}
 GRID = (2, 1, 1)
+IS_LISTED = Version(triton.__version__).base_version in RELEASES
 
 
 def rows(*shape: int, spare: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -60,7 +66,7 @@ def recorder() -> Recorder:
     """A new driver, and nothing compiled."""
     from triton.runtime import driver
 
-    recorder = Recorder()
+    recorder = EncodingRecorder() if IS_LISTED else Recorder()
     driver.set_active(recorder)
     tiles_kernel.device_caches.clear()
     compiler.cache_clear()
@@ -137,6 +143,42 @@ def child_devices_and_streams() -> None:
     assert here.last()[4] != second
 
 
+def child_descriptors_are_encoded_once() -> None:
+    here = recorder()
+    launch = TileLaunch(tiles_kernel, TILES, **FIXED)
+    arguments = given()
+    for _ in range(2):
+        check_same(here, launch, arguments, own=int(not launch._variants))
+    if not isinstance(here, EncodingRecorder):
+        return
+    before = here.encodings
+    launch(GRID, **arguments)
+    assert here.encodings == before
+    # The tensor that lies at the same address has another width, or other rows.
+    x = rows(2, 70, 3, 64)
+    for y in (x, x.view(4, 35, 3, 64), x.view(2, 35, 6, 64), x[:, :64]):
+        check_same(here, launch, {**arguments, "x_desc": y}, own=0)
+    places = [rows(1, 1, 8 * i, 64) for i in range(1, MOST_ENCODED + 2)]
+    for x in places:
+        launch(GRID, **{**arguments, "x_desc": x})
+    (variant,) = launch._variants.values()
+    assert [len(encoded) <= MOST_ENCODED for _, encoded in variant._tiles] == [True, True]
+
+
+def child_hooks_are_called() -> None:
+    from triton import knobs
+
+    here = recorder()
+    launch = TileLaunch(tiles_kernel, TILES, **FIXED)
+    check_same(here, launch, given(), own=1)
+    seen: list[str] = []
+    enter = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(enter)
+    check_same(here, launch, given(), own=0)
+    knobs.runtime.launch_enter_hook.remove(enter)
+    assert seen == ["tiles_kernel"] * 2, seen
+
+
 def child_tensors_that_tma_cannot_access() -> None:
     here = recorder()
     launch = TileLaunch(tiles_kernel, TILES, **FIXED)
@@ -181,6 +223,10 @@ def test_copies() -> None:
     for x in UNREACHABLE:
         assert not tma_reachable(x)
         assert tma_reachable(tma_readable(x)) and torch.equal(tma_readable(x), x)
+
+
+def test_releases() -> None:
+    assert tuple(TAKES_LIST) == RELEASES
 
 
 def test_names() -> None:

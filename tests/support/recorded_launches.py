@@ -107,3 +107,47 @@ class Counted:
         from triton.runtime.jit import JITFunction
 
         JITFunction.run = self.run  # type: ignore[method-assign]
+
+
+class EncodingRecorder(Recorder):
+    """The driver of a release whose launches of descriptors the package makes itself. It writes
+    down the arguments of the driver's function in C, with the arguments of the encoding in place of
+    each descriptor."""
+
+    def __init__(self) -> None:
+        from triton.backends.nvidia import driver
+
+        super().__init__()
+        record = self
+
+        class Launcher(driver.CudaLauncher):  # type: ignore[misc]
+            def __init__(self, src: Any, metadata: Any) -> None:
+                tiles = metadata.tensordesc_meta
+                self.launch = driver.wrap_handle_tensordesc(record.write, src.signature, tiles)
+                self.arg_annotations, self.kernel_signature = "annotations", "signature"
+                self.num_ctas = metadata.num_ctas
+                for name in ("global_scratch", "profile_scratch"):
+                    for what in ("size", "align"):
+                        setattr(self, f"{name}_{what}", getattr(metadata, f"{name}_{what}"))
+                self.launch_cooperative_grid = metadata.launch_cooperative_grid
+                self.launch_pdl = metadata.launch_pdl
+
+        self.encodings = 0
+        self.launcher_cls = Launcher
+        self.fill_tma_descriptor = self.fill_tma_descriptor_tiled = self.encode
+
+    def encode(self, *given: Any) -> Any:
+        self.encodings += 1
+        return tuple(tuple(x) if isinstance(x, list | torch.Size) else x for x in given)
+
+    def write(self, *args: Any) -> None:
+        if isinstance(args[-1], list):
+            args = *args[:-1], *args[-1]
+        metadata = [x for x in args if hasattr(x, "extras")]
+        hooks = [x for x in args if hasattr(x, "calls") and x.calls]
+        for hook in hooks:
+            hook(metadata[0])
+        # Triton's own launch passes its hooks and what it tells them even if nothing is called.
+        self.launches.append(
+            tuple(None if hasattr(x, "extras") or hasattr(x, "calls") else x for x in args)
+        )

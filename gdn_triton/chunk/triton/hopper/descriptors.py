@@ -2,11 +2,14 @@
 descriptors."""
 
 import functools
-from collections.abc import Hashable, Mapping
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 import torch
+import triton
+from packaging.version import Version
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -14,11 +17,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gdn_triton._host.launches import recorder
+from gdn_triton._host.remembered import keep
 from gdn_triton._triton.launch import (
+    MOST_VARIANTS,
     are_small,
     count_pointers,
+    has_hooks,
     inspect_pointers,
-    keep_variant,
+    is_kept,
     run_variant,
 )
 
@@ -30,6 +36,11 @@ CHUNK = 64
 COLUMNS = 64
 # The number of shapes and strides of tensors whose strides are remembered.
 MOST_LAYOUTS = 1024
+# The releases of Triton whose function in C this module calls, and whether it takes the kernel's
+# arguments as one list.
+TAKES_LIST = {"3.6.0": False, "3.7.1": True}
+# The number of encoded descriptors that a variant keeps for each of its parameters.
+MOST_ENCODED = 512
 
 
 @functools.lru_cache(maxsize=MOST_LAYOUTS)
@@ -71,7 +82,7 @@ def descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(strides), list(block), ROWS)
 
 
-class _Again(TensorDescriptor):  # type: ignore[misc]
+class _Unchecked(TensorDescriptor):  # type: ignore[misc]
     """The descriptor of a launch whose variant is known: the fields that Triton's launch reads and,
     as attributes of the class, those with a default."""
 
@@ -81,11 +92,75 @@ class _Again(TensorDescriptor):  # type: ignore[misc]
     __repr__ = object.__repr__
 
 
-def _again(x: torch.Tensor) -> _Again:
+def _unchecked(x: torch.Tensor) -> _Unchecked:
     shape = x.shape
     strides = tma_strides(shape, x.stride())
     assert strides is not None and x.data_ptr() % 16 == 0, "TMA cannot access the tensor"
-    return _Again(x, shape, strides)
+    return _Unchecked(x, shape, strides)
+
+
+class _Variant:
+    """A compiled variant, which is launched without Triton's loop over all arguments. That loop
+    encodes every descriptor again, and takes longer than the rest of the launch. The encoding
+    depends on the address, the shape and the strides of the tensor alone, and is kept under them.
+
+    Triton's own loop runs where launches have hooks, for kernels that need memory of their own, and
+    with releases other than those of TAKES_LIST.
+    """
+
+    __slots__ = ("_before", "_encode", "_launch", "_takes_list", "_tiles", "_variant")
+
+    def __init__(self, variant: CompiledKernel) -> None:
+        self._variant = variant
+        self._launch: Callable[..., None] | None = None
+        takes_list = TAKES_LIST.get(Version(triton.__version__).base_version)
+        if takes_list is None:
+            return
+        from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
+
+        run = variant.run
+        is_plain = isinstance(run, CudaLauncher)
+        if not is_plain or run.global_scratch_size > 0 or run.profile_scratch_size > 0:
+            return
+        found = inspect.getclosurevars(run.launch).nonlocals
+        self._launch, self._encode = found["launcher"], make_tensordesc_arg
+        self._tiles: list[tuple[Any, dict[Hashable, list[Any]]]] = [
+            (tile, {}) for tile in found["tensordesc_meta"]
+        ]
+        self._takes_list = takes_list
+        options = variant.function, run.launch_cooperative_grid, run.launch_pdl
+        # No memory of the kernel's own, nothing to tell hooks, and no hooks.
+        memory, said = (None, None), (variant.packed_metadata, None, None, None)
+        if takes_list:
+            self._before = (*options, *said, *memory, run.arg_annotations, run.kernel_signature)
+        else:
+            self._before = (*options, *memory, *said)
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        stream: int,
+        tensors: Sequence[torch.Tensor],
+        places: Sequence[Hashable],
+        values: tuple[Any, ...],
+    ) -> None:
+        """places: the address, shape and strides of each of the tensors that TMA accesses. values:
+        of the other parameters."""
+        if self._launch is None or has_hooks():
+            run_variant(self._variant, grid, stream, (*map(_unchecked, tensors), *values))
+            return
+        arguments: list[Any] = []
+        for x, place, (tile, encoded) in zip(tensors, places, self._tiles, strict=True):
+            part = encoded.get(place)
+            if part is None:
+                part = self._encode(_unchecked(x), tile)
+                keep(encoded, place, part, most=MOST_ENCODED)
+            arguments += part
+        arguments += values
+        if self._takes_list:
+            self._launch(*grid, stream, *self._before, arguments)
+        else:
+            self._launch(*grid, stream, *self._before, *arguments)
 
 
 class TileLaunch:
@@ -124,10 +199,11 @@ class TileLaunch:
         self._kernel = kernel
         self._tiles = tiles
         self._fixed = fixed
-        names = (*given, *fixed)
+        names = (*given[len(tiles) :], *fixed)
         self._values = tuple(fixed.values())
-        self._in_order = itemgetter(*(names.index(name) for name in kernel.arg_names))
-        self._variants: dict[Hashable, CompiledKernel] = {}
+        others = kernel.arg_names[len(tiles) :]
+        self._in_order = itemgetter(*(names.index(name) for name in others))
+        self._variants: dict[Hashable, _Variant] = {}
 
     def __call__(self, grid: tuple[int, int, int], /, **given: Any) -> None:
         if tuple(given) != self._given:
@@ -145,18 +221,22 @@ class TileLaunch:
             return
         device = driver.active.get_current_device()
         decisive: list[Hashable] = [device]
-        arguments: list[Any] = []
-        for x in values[:count]:
+        tensors, places = values[:count], []
+        for x in tensors:
             decisive.append(x.dtype)
-            arguments.append(_again(x))
-        inspect_pointers(values[count:pointers], arguments, decisive)
+            places.append((x.data_ptr(), x.shape, x.stride()))
+        addresses: list[int | None] = []
+        inspect_pointers(values[count:pointers], addresses, decisive)
         key = (*decisive, *map(type, numbers))
         variant = self._variants.get(key)
         if variant is None:
-            keep_variant(self._variants, key, self._launch_by_triton(grid, given))
+            compiled = self._launch_by_triton(grid, given)
+            if is_kept(compiled):
+                keep(self._variants, key, _Variant(compiled), most=MOST_VARIANTS)
             return
         stream = driver.active.get_current_stream(device)
-        run_variant(variant, grid, stream, self._in_order((*arguments, *numbers, *self._values)))
+        others = self._in_order((*addresses, *numbers, *self._values))
+        variant.launch(grid, stream, tensors, places, others)
 
     def _launch_by_triton(self, grid: tuple[int, int, int], given: dict[str, Any]) -> Any:
         described = {name: descriptor(given[name], tile) for name, tile in self._tiles.items()}
