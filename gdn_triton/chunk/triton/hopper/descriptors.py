@@ -129,12 +129,12 @@ class _Variant:
         ]
         self._takes_list = takes_list
         options = variant.function, run.launch_cooperative_grid, run.launch_pdl
-        # No memory of the kernel's own, nothing to tell hooks, and no hooks.
-        memory, said = (None, None), (variant.packed_metadata, None, None, None)
+        # The kernel needs no memory of its own, and the launch calls no hooks.
+        memory, metadata = (None, None), (variant.packed_metadata, None, None, None)
         if takes_list:
-            self._before = (*options, *said, *memory, run.arg_annotations, run.kernel_signature)
+            self._before = (*options, *metadata, *memory, run.arg_annotations, run.kernel_signature)
         else:
-            self._before = (*options, *memory, *said)
+            self._before = (*options, *memory, *metadata)
 
     def launch(
         self,
