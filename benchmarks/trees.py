@@ -39,11 +39,26 @@ def cases(dry_run: bool, library: bool) -> list[Case]:
     device, dtype, size = ("cpu", torch.float32, 16) if dry_run else ("cuda", torch.bfloat16, 128)
     torch.manual_seed(0)
     T, H, HV = 80, 4, 8  # the layer runs fewer tokens token by token
-    q, k = torch.randn(2, 1, T, H, size, device=device, dtype=dtype)
-    v, do = torch.randn(2, 1, T, HV, size, device=device, dtype=dtype)
-    g, beta = -torch.rand(1, T, HV, device=device), torch.rand(1, T, HV, device=device)
-    plain = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    learned = {name: x.clone().requires_grad_() for name, x in plain.items()}
+
+    def tensors(H: int, HV: int) -> dict[str, Any]:
+        q, k = torch.randn(2, 1, T, H, size, device=device, dtype=dtype)
+        v = torch.randn(1, T, HV, size, device=device, dtype=dtype)
+        g, beta = -torch.rand(1, T, HV, device=device), torch.rand(1, T, HV, device=device)
+        return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+
+    def with_gradients(x: dict[str, Any]) -> Callable[[], object]:
+        learned = {name: y.clone().requires_grad_() for name, y in x.items()}
+        do = torch.randn_like(x["v"])
+
+        def both() -> object:
+            o, _ = chunk_gated_delta_rule(**learned, **options)
+            return torch.autograd.grad(o, tuple(learned.values()), do)
+
+        return both
+
+    plain = tensors(H, HV)
+    # So many heads run the Gluon kernels on Hopper.
+    wide = tensors(16, 32)
     options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
     packed = torch.tensor([0, 16, 24, T], dtype=torch.int32, device=device)
     pool = torch.zeros(8, HV, size, size, device=device)
@@ -55,10 +70,6 @@ def cases(dry_run: bool, library: bool) -> list[Case]:
     cache = layer.make_cache(8, device=device)
     prompt, tokens = (torch.randn(*x, 64, device=device, dtype=dtype) for x in ((1, T), (8, 1)))
 
-    def both() -> object:
-        o, _ = chunk_gated_delta_rule(**learned, **options)
-        return torch.autograd.grad(o, tuple(learned.values()), do)
-
     step = functools.partial(recurrent_step, pool, slots, **one, use_qk_l2norm_in_kernel=True)
     found: list[Case] = []
     for name in ("reference",) if dry_run else ("triton", "cuda") if library else ("triton",):
@@ -66,13 +77,16 @@ def cases(dry_run: bool, library: bool) -> list[Case]:
         calls: dict[str, Callable[[], object]] = {
             "forward": forward,
             "forward, packed": functools.partial(forward, cu_seqlens=packed),
+            "forward, 32 heads": functools.partial(forward, **wide),
+            "forward, 32 heads, packed": functools.partial(forward, **wide, cu_seqlens=packed),
             "layer, a prompt": functools.partial(layer, prompt),
         }
         if name != "cuda":
             calls["recurrent_step"] = step
             calls["layer, a token"] = functools.partial(layer, tokens, cache=cache, slots=slots)
         found += [(f"{name}: {what}", name, torch.no_grad()(call)) for what, call in calls.items()]
-        found.append((f"{name}: forward and backward", name, both))
+        found.append((f"{name}: forward and backward", name, with_gradients(plain)))
+        found.append((f"{name}: forward and backward, 32 heads", name, with_gradients(wide)))
     return found
 
 

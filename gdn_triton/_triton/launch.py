@@ -5,7 +5,7 @@ kernel of 45 arguments, which is longer than the kernel runs on small inputs. A 
 kernel and the arguments on which its code is specialised, and inspects only the other arguments.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gdn_triton._host.launches import Again, recorder
+from gdn_triton._host.remembered import keep
 from gdn_triton._triton.tiles import compiler
 
 # The most variants that one Launch remembers. A few are normal, for dtypes, alignments and devices.
@@ -45,22 +46,13 @@ class Launch:
     __slots__ = ("_compiled", "_fixed", "_given", "_kernel", "_pointers", "_values", "_variants")
 
     def __init__(self, kernel: Any, **fixed: Any) -> None:
-        given = tuple(name for name in kernel.arg_names if name not in fixed)
         self._compiled = isinstance(kernel, JITFunction)
-        # The interpreter has no variants.
-        params = kernel.params if self._compiled else ()
-        numbers = tuple(p.name for p in params if p.do_not_specialize)
         self._kernel = kernel
         self._fixed = fixed
-        self._given = given
-        self._pointers = len(given) - len(numbers)
+        self._given = given = tuple(name for name in kernel.arg_names if name not in fixed)
         if given + tuple(kernel.arg_names[len(given) :]) != tuple(kernel.arg_names):
             raise TypeError(f"{kernel.__name__}: {given}, not fixed, must be its first parameters")
-        if given[self._pointers :] != numbers:
-            raise TypeError(f"{kernel.__name__}: {given}, not fixed, must end with {numbers}")
-        for name, value in fixed.items():
-            if isinstance(value, torch.Tensor):
-                raise TypeError(f"{kernel.__name__}: {name} is a tensor, which cannot be fixed")
+        self._pointers = count_pointers(kernel, given, fixed)
         self._values = tuple(fixed[name] for name in kernel.arg_names[len(given) :])
         self._variants: dict[Hashable, CompiledKernel] = {}
 
@@ -81,26 +73,14 @@ class Launch:
         device = driver.active.get_current_device()
         addresses: list[int | None] = []
         decisive: list[Hashable] = [device]
-        for x in tensors:
-            if x is None:
-                addresses.append(None)
-                decisive.append(None)
-            else:
-                address = x.data_ptr()
-                addresses.append(address)
-                decisive.append(x.dtype)
-                if address % 16 != 0:
-                    decisive.append("unaligned")
+        inspect_pointers(tensors, addresses, decisive)
         key = (*decisive, *map(type, numbers))
-        small = not numbers or (min(numbers) >= -(2**31) and max(numbers) < 2**31)
+        small = are_small(numbers)
         variant = self._variants.get(key) if small else None
         if variant is None:
             variant = kernel[grid](**given, **self._fixed)
-            # This is None where a test has replaced Triton's launch.
-            if small and isinstance(variant, CompiledKernel) and compiler() == "cuda":
-                if len(self._variants) >= MOST_VARIANTS:
-                    self._variants.clear()
-                self._variants[key] = variant
+            if small and is_kept(variant):
+                keep(self._variants, key, variant, most=MOST_VARIANTS)
             if recorder.launches is not None:
                 found = self._variants.get(key) if small else None
                 again = None if found is None else _again(found, grid, addresses, numbers, self)
@@ -109,14 +89,62 @@ class Launch:
         if recorder.launches is not None:
             recorder.launches.append(_again(variant, grid, addresses, numbers, self))
         stream = driver.active.get_current_stream(device)
-        _run(variant, grid, stream, (*addresses, *numbers, *self._values))
+        run_variant(variant, grid, stream, (*addresses, *numbers, *self._values))
 
 
-def _run(
+def count_pointers(kernel: Any, given: tuple[str, ...], fixed: Mapping[str, Any]) -> int:
+    """Returns how many of the given parameters are pointers. Raises TypeError unless the others are
+    the numbers in ``do_not_specialize``, and for a fixed tensor."""
+    # The interpreter has no variants.
+    params = kernel.params if isinstance(kernel, JITFunction) else ()
+    numbers = tuple(p.name for p in params if p.do_not_specialize)
+    pointers = len(given) - len(numbers)
+    if given[pointers:] != numbers:
+        raise TypeError(f"{kernel.__name__}: {given}, not fixed, must end with {numbers}")
+    for name, value in fixed.items():
+        if isinstance(value, torch.Tensor):
+            raise TypeError(f"{kernel.__name__}: {name} is a tensor, which cannot be fixed")
+    return pointers
+
+
+def inspect_pointers(
+    tensors: Sequence[torch.Tensor | None], addresses: list[Any], decisive: list[Hashable]
+) -> None:
+    """Appends the addresses, and the properties on which the variant depends."""
+    for x in tensors:
+        if x is None:
+            addresses.append(None)
+            decisive.append(None)
+        else:
+            address = x.data_ptr()
+            addresses.append(address)
+            decisive.append(x.dtype)
+            if address % 16 != 0:
+                decisive.append("unaligned")
+
+
+def are_small(numbers: Sequence[Any]) -> bool:
+    """Whether all numbers fit 32 bits."""
+    return not numbers or (min(numbers) >= -(2**31) and max(numbers) < 2**31)
+
+
+def is_kept(variant: Any) -> bool:
+    """Whether the result of Triton's launch is a variant that can be launched again. The result is
+    None where a test has replaced that launch."""
+    return isinstance(variant, CompiledKernel) and compiler() == "cuda"
+
+
+def has_hooks() -> bool:
+    """Whether launches call hooks."""
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def run_variant(
     variant: CompiledKernel, grid: tuple[int, int, int], stream: int, values: tuple[Any, ...]
 ) -> None:
-    runtime = knobs.runtime
-    if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+    """Launches a variant. values: of all parameters, with addresses in place of tensors."""
+    if has_hooks():
         variant[grid](*values, stream=stream)
         return
     # This does the same as the line above without the 3 us that Triton takes to call no hook.
@@ -137,6 +165,6 @@ def _again(
 
     def again(o: int | None) -> None:
         stream = driver.active.get_current_stream(device)
-        _run(variant, grid, stream, values if o is None else (*before, o, *after))
+        run_variant(variant, grid, stream, values if o is None else (*before, o, *after))
 
     return again

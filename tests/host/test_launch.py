@@ -6,18 +6,15 @@ what it is asked to run, for a GPU that need not be there; on a machine with a G
 """
 
 import json
-import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from recorded_launches import Counted, Recorder, said_by_child
 
 from gdn_triton._triton.launch import MOST_VARIANTS, Launch
 from gdn_triton._triton.tiles import compiler
@@ -68,59 +65,6 @@ def given(device: str = "cpu", n: Any = 40, **changes: Any) -> dict[str, Any]:
 # --------------------------------------------------------------------------- in the child: recorded
 
 
-class Recorder:
-    """A driver that writes down what a launch was given; a handle is one compiled variant."""
-
-    def __init__(self) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", 90, 32)
-        self.device, self.stream = 0, 11
-        self.launches: list[tuple[Any, ...]] = []
-        self.loaded = 0
-        self.utils = self
-        self.launcher_cls = self.launcher
-
-    def launcher(self, src: Any, metadata: Any) -> Callable[..., None]:
-        def launch(*args: Any) -> None:
-            *head, metadata, launch_metadata, enter, leave = args[:9]
-            for hook in (enter, leave):
-                if hook is not None:
-                    hook(launch_metadata)
-            self.launches.append((*head, metadata, *args[9:]))
-
-        return launch
-
-    def load_binary(self, *_: Any) -> tuple[Any, ...]:
-        self.loaded += 1
-        return object(), 1000 + self.loaded, 32, 0, 1024
-
-    def unload_module(self, module: Any) -> None: ...
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 * 1024}
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return self.stream
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def last(self) -> tuple[Any, ...]:
-        """The last launch, with addresses in the place of tensors."""
-        plain = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in self.launches[-1])
-        return tuple(plain)
-
-
 def recorder() -> Recorder:
     """A new driver, and nothing compiled."""
     from triton.runtime import driver
@@ -130,27 +74,6 @@ def recorder() -> Recorder:
     scaled_sum_kernel.device_caches.clear()
     compiler.cache_clear()
     return recorder
-
-
-class Counted:
-    """How often Triton's own launch ran."""
-
-    def __enter__(self) -> "Counted":
-        from triton.runtime.jit import JITFunction
-
-        self.count, self.run = 0, JITFunction.run
-
-        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return self.run(kernel, *args, **kwargs)
-
-        JITFunction.run = run  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        from triton.runtime.jit import JITFunction
-
-        JITFunction.run = self.run  # type: ignore[method-assign]
 
 
 def triton_launches(recorder: Recorder, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
@@ -338,14 +261,7 @@ CHECKS = [name for name in globals() if name.startswith("child_")]
 def child() -> dict[str, str]:
     """The output of each check. The checks run in a separate process, because Triton chooses
     between its interpreter and its compiler when it is imported."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    said: dict[str, str] = json.loads(done.stdout)
-    return said
+    return said_by_child(__file__)
 
 
 @pytest.mark.parametrize("check", CHECKS)

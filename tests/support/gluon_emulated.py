@@ -144,7 +144,9 @@ class _RowsOfQueries:
     """The kernel of ``l2norm_fwd`` on the first dimension of its grid, as the emulator's grids have
     one dimension: the kernel then normalises q alone."""
 
-    def __getitem__(self, grid: tuple[int, int]) -> Any:
+    arg_names = l2norm_kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return l2norm_kernel[grid[:1]]
 
 

@@ -11,6 +11,7 @@ A decay below the floor of g_cumsum is exactly 0 and has no gradient. The sums o
 two stages of a fixed order: the tokens of a chunk, then the chunks.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.activations import log_decay
+from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import head_arguments, head_strides, named
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import chunk_span, store_zeros
@@ -213,6 +215,54 @@ class GateGradients(NamedTuple):
     ddt_bias: torch.Tensor | None
 
 
+@functools.lru_cache(maxsize=256, typed=True)
+def gate_launch(
+    HV: int,
+    g_strides: tuple[int, ...],
+    beta_strides: tuple[int, ...],
+    used_strides: tuple[int, ...],
+    v_strides: tuple[int, ...],
+    V: int,
+    K_blocks: int,
+    BT: int,
+    *,
+    from_hopper: bool,
+    neg_eigval: bool,
+    has_gate: bool,
+    has_dt_bias: bool,
+    use_sigmoid: bool,
+    is_varlen: bool,
+) -> Launch:
+    return Launch(
+        gate_bwd_kernel,
+        HV=HV,
+        **head_arguments("g", g_strides),
+        **head_arguments("beta", beta_strides),
+        **head_arguments("used", used_strides),
+        **named("vb vt vh", v_strides),
+        V=V,
+        BV=VALUE_BLOCK,
+        LEAST_BETA=LEAST_BETA,
+        K_BLOCKS=K_blocks,
+        FROM_HOPPER=from_hopper,
+        RCP_LN2=RCP_LN2,
+        FLOOR=LOG2_DECAY_FLOOR[torch.float32],
+        THRESHOLD=SOFTPLUS_THRESHOLD,
+        BETA_FACTOR=2.0 if neg_eigval else 1.0,
+        BT=BT,
+        HAS_GATE=has_gate,
+        HAS_DT_BIAS=has_dt_bias,
+        USE_SIGMOID=use_sigmoid,
+        IS_VARLEN=is_varlen,
+        num_warps=2,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def sum_launch(width: int) -> Launch:
+    return Launch(gate_sum_kernel, WIDTH=width, BLOCK=SUM_BLOCK, BW=SUM_WIDTH)
+
+
 def gate_bwd(
     pair_shares: torch.Tensor,
     shares: torch.Tensor,
@@ -242,7 +292,24 @@ def gate_bwd(
         total = torch.empty(2 * HV, dtype=torch.float32, device=g.device)
     grid = chunks.slots * HV
     if grid != 0:
-        gate_bwd_kernel[(grid,)](
+        launch = gate_launch(
+            HV,
+            head_strides(g),
+            head_strides(beta),
+            head_strides(beta_used),
+            (0, 0, 0) if v is None else v.stride()[:3],
+            0 if dv is None else dv.shape[3],
+            across.shape[0],
+            chunks.chunk_size,
+            from_hopper=pair_shares.shape[0] == 4,
+            neg_eigval=allow_neg_eigval,
+            has_gate=A_log is not None,
+            has_dt_bias=dt_bias is not None,
+            use_sigmoid=use_beta_sigmoid,
+            is_varlen=chunks.chunk_rows is not None,
+        )
+        launch(
+            (grid, 1, 1),
             pair_shares=pair_shares,
             shares=shares,
             across=across,
@@ -261,36 +328,10 @@ def gate_bwd(
             T=T,
             NT=chunks.NT,
             SLOTS=chunks.slots,
-            HV=HV,
-            **head_arguments("g", head_strides(g)),
-            **head_arguments("beta", head_strides(beta)),
-            **head_arguments("used", head_strides(beta_used)),
-            **named("vb vt vh", (0, 0, 0) if v is None else v.stride()[:3]),
-            V=0 if dv is None else dv.shape[3],
-            BV=VALUE_BLOCK,
-            LEAST_BETA=LEAST_BETA,
-            K_BLOCKS=across.shape[0],
-            FROM_HOPPER=pair_shares.shape[0] == 4,
-            RCP_LN2=RCP_LN2,
-            FLOOR=LOG2_DECAY_FLOOR[torch.float32],
-            THRESHOLD=SOFTPLUS_THRESHOLD,
-            BETA_FACTOR=2.0 if allow_neg_eigval else 1.0,
-            BT=chunks.chunk_size,
-            HAS_GATE=A_log is not None,
-            HAS_DT_BIAS=dt_bias is not None,
-            USE_SIGMOID=use_beta_sigmoid,
-            IS_VARLEN=chunks.chunk_rows is not None,
-            num_warps=2,
         )
     if total is None:
         return GateGradients(dg, dbeta, None, None)
     if HV > 0:
-        gate_sum_kernel[(triton.cdiv(2 * HV, SUM_WIDTH),)](
-            sums=sums,
-            out=total,
-            n=chunks.slots,
-            WIDTH=2 * HV,
-            BLOCK=SUM_BLOCK,
-            BW=SUM_WIDTH,
-        )
+        width = -(-2 * HV // SUM_WIDTH)
+        sum_launch(2 * HV)((width, 1, 1), sums=sums, out=total, n=chunks.slots)
     return GateGradients(dg, dbeta, total[:HV], total[HV:])

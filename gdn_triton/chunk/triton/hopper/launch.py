@@ -1,22 +1,27 @@
 """Launches the forward for compute capability 9.0."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn_triton._triton.states import empty_state
-from gdn_triton._triton.strides import head_arguments, head_strides, named, state_strides
+from gdn_triton._triton.strides import head_strides, named, state_strides
 from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.chunk.triton.fused.segments import fold_maps
+from gdn_triton.chunk.triton.hopper.descriptors import (
+    COLUMNS,
+    TileLaunch,
+    row_tile,
+    tma_reachable,
+    tma_readable,
+)
 from gdn_triton.chunk.triton.hopper.kernel import hopper_fwd_kernel
 from gdn_triton.chunk.triton.hopper.segments import choose_segments, states_at_once
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
 from gdn_triton.chunk.triton.shared.pool import (
+    PoolLayout,
     pool_arguments,
     pool_layout,
     pool_numbers,
@@ -25,10 +30,7 @@ from gdn_triton.chunk.triton.shared.pool import (
 from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
 from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
-ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 CHUNK = 64
-# TMA needs strides that are multiples of 16 bytes: this many elements of 2 bytes.
-TMA_ALIGNMENT = 8
 
 
 class Shape(NamedTuple):
@@ -44,7 +46,6 @@ class Shape(NamedTuple):
 TWO = Shape(states=2, state_registers=184, triangles_registers=112, single_registers=32)
 # The only state has the registers that are left, at most 256.
 ONE = Shape(states=1, state_registers=256, triangles_registers=168, single_registers=40)
-COLUMNS = 64
 
 
 def choose_shape(multiprocessors: int, states: float, V: int) -> Shape:
@@ -53,42 +54,21 @@ def choose_shape(multiprocessors: int, states: float, V: int) -> Shape:
     return ONE if V <= COLUMNS or 2 * states <= multiprocessors else TWO
 
 
-def tma_reachable(x: torch.Tensor) -> bool:
-    """Whether TMA can read and write x [B, T, heads, D], D a multiple of 8."""
-    far = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
-    rows = all(0 < stride < 2**38 and stride % TMA_ALIGNMENT == 0 for stride in far)
-    return rows and x.stride(3) == 1 and x.data_ptr() % 16 == 0
-
-
-def tma_readable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, heads, D] itself where TMA can read it, else a contiguous copy."""
-    return x if tma_reachable(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def descriptor(x: torch.Tensor, width: int) -> TensorDescriptor:
-    """Returns a TMA descriptor of x [B, T, heads, D] whose tiles are one chunk of one head. TMA
-    fills tiles past an edge with zeros and does not store past an edge."""
-    # The stride of a dimension of length 1 may be any number, so replace it by one that TMA
-    # accepts.
-    strides = [
-        stride if n > 1 else TMA_ALIGNMENT
-        for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-    ]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, CHUNK, 1, width], ROWS)
-
-
-def state_descriptor(x: torch.Tensor, BK: int) -> TensorDescriptor:
-    """Returns a TMA descriptor of states x [slots, HV, K, V], contiguous, whose tiles are 64
-    columns of one state."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BK, COLUMNS], ROWS)
-
-
-@functools.lru_cache(maxsize=64)
-def fixed_arguments(
+@functools.lru_cache(maxsize=256, typed=True)
+def forward_launch(
     shape: Shape,
+    H: int,
+    HV: int,
     K: int,
     V: int,
-    N: int,
+    g_strides: tuple[int, ...],
+    beta_strides: tuple[int, ...],
+    h0_strides: tuple[int, ...],
+    ht_strides: tuple[int, ...],
+    o_strides: tuple[int, ...],
+    layout: PoolLayout,
+    BN: int,
+    *,
     sigmoid: bool,
     neg_eigval: bool,
     varlen: bool,
@@ -96,32 +76,48 @@ def fixed_arguments(
     in_segments: bool,
     has_start: bool,
     norm: bool,
-) -> dict[str, Any]:
-    return {
-        "RCP_LN2": RCP_LN2,
-        "FLOOR": LOG2_DECAY_FLOOR[torch.float32],
-        "THRESHOLD": SOFTPLUS_THRESHOLD,
-        "BETA_FACTOR": 2.0 if neg_eigval else 1.0,
-        "K": K,
-        "V": V,
-        "BK": 64 if K <= 64 else 128,
-        "BV": COLUMNS,
-        "STATES": shape.states,
-        "STAGES": 3,
-        "T_STAGES": 2,
-        "STATE_REGISTERS": shape.state_registers,
-        "TRIANGLES_REGISTERS": shape.triangles_registers,
-        "SINGLE_REGISTERS": shape.single_registers,
-        "USE_SIGMOID": sigmoid,
-        "BN": triton.next_power_of_2(N + 1) if in_segments and varlen else 2,
-        "OUTPUT": output,
-        "IN_SEGMENTS": in_segments,
-        "HAS_START": has_start,
-        "IS_VARLEN": varlen,
-        "NORM": norm,
-        "EPS": L2NORM_EPS,
-        "num_warps": 4,
-    }
+) -> TileLaunch:
+    """The strides of g, beta and o are those of a token and a head."""
+    BK = 64 if K <= 64 else 128
+    return TileLaunch(
+        hopper_fwd_kernel,
+        {
+            "q_desc": row_tile(BK),
+            "k_desc": row_tile(BK),
+            "v_desc": row_tile(shape.states * COLUMNS),
+            "o_desc": row_tile(COLUMNS),
+        },
+        H=H,
+        HV=HV,
+        **named("gt gh", g_strides),
+        **named("betat betah", beta_strides),
+        **named("h0n h0h h0k h0v", h0_strides),
+        **{**pool_arguments(layout), **named("htn hth htk htv", ht_strides)},
+        **named("ot oh", o_strides),
+        RCP_LN2=RCP_LN2,
+        FLOOR=LOG2_DECAY_FLOOR[torch.float32],
+        THRESHOLD=SOFTPLUS_THRESHOLD,
+        BETA_FACTOR=2.0 if neg_eigval else 1.0,
+        K=K,
+        V=V,
+        BK=BK,
+        BV=COLUMNS,
+        STATES=shape.states,
+        STAGES=3,
+        T_STAGES=2,
+        STATE_REGISTERS=shape.state_registers,
+        TRIANGLES_REGISTERS=shape.triangles_registers,
+        SINGLE_REGISTERS=shape.single_registers,
+        USE_SIGMOID=sigmoid,
+        BN=BN,
+        OUTPUT=output,
+        IN_SEGMENTS=in_segments,
+        HAS_START=has_start,
+        IS_VARLEN=varlen,
+        NORM=norm,
+        EPS=L2NORM_EPS,
+        num_warps=4,
+    )
 
 
 def norm_inside(p: Problem, x: Inputs, shape: Shape) -> bool:
@@ -229,11 +225,23 @@ def launch(
     maps of the segments, without o: b goes to ``ht`` and M to ``shifts``. has_start: the sequences
     do not start from zeros."""
     output = shifts is None
-    fixed = fixed_arguments(
+    columns = shape.states * COLUMNS
+    blocks = -(-p.V // columns) + (0 if output else -(-p.K // columns))
+    walks = p.N if segments is None else segments.slots
+    g_strides, beta_strides, o_strides = head_strides(x.g), head_strides(x.beta), o.stride()
+    run = forward_launch(
         shape,
+        p.H,
+        p.HV,
         p.K,
         p.V,
-        p.N,
+        g_strides[1:],
+        beta_strides[1:],
+        h0_strides,
+        ht_strides,
+        o_strides[1:3],
+        pool_layout(pool, p.state_v_first),
+        1 << p.N.bit_length() if segments is not None and p.is_varlen else 2,
         sigmoid=p.use_beta_sigmoid,
         neg_eigval=p.allow_neg_eigval,
         varlen=p.is_varlen,
@@ -242,15 +250,12 @@ def launch(
         has_start=has_start,
         norm=norm,
     )
-    BK = fixed["BK"]
-    columns = shape.states * COLUMNS
-    blocks = -(-p.V // columns) + (0 if output else -(-p.K // columns))
-    walks = p.N if segments is None else segments.slots
-    hopper_fwd_kernel[(blocks * p.HV * walks,)](
-        q_desc=descriptor(x.q, BK),
-        k_desc=descriptor(x.k, BK),
-        v_desc=descriptor(x.v, columns),
-        o_desc=descriptor(o, COLUMNS),
+    run(
+        (blocks * p.HV * walks, 1, 1),
+        q_desc=x.q,
+        k_desc=x.k,
+        v_desc=x.v,
+        o_desc=o,
         g=x.g,
         beta=x.beta,
         A_log=x.A_log,
@@ -268,16 +273,8 @@ def launch(
         N=p.N,
         NS=0 if segments is None else segments.NT,
         segment=0 if segments is None else segments.chunk_size,
-        H=p.H,
-        HV=p.HV,
-        **head_arguments("g", head_strides(x.g)),
-        **head_arguments("beta", head_strides(x.beta)),
-        **named("h0n h0h h0k h0v", h0_strides),
-        **{
-            **pool_arguments(pool_layout(pool, p.state_v_first)),
-            **named("htn hth htk htv", ht_strides),
-        },
-        **named("ob ot oh", o.stride()[:3]),
         **pool_numbers(pool),
-        **fixed,
+        stride_gb=g_strides[0],
+        stride_betab=beta_strides[0],
+        stride_ob=o_strides[0],
     )

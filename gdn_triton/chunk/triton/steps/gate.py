@@ -6,11 +6,14 @@
 A program owns one chunk of BH neighbouring heads: the sum over its rows is a scan in registers.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from gdn_triton._triton.activations import log_decay, sigmoid
+from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import head_arguments, head_strides
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import chunk_span, decay_cumsum
@@ -76,6 +79,38 @@ def chunk_cumsum_kernel(
     tl.store(p_out, b_x, mask=mask)
 
 
+@functools.lru_cache(maxsize=256, typed=True)
+def cumsum_launch(
+    strides: tuple[int, ...],
+    HV: int,
+    BH: int,
+    BT: int,
+    scale: float,
+    floor: float | None,
+    *,
+    has_gate: bool,
+    has_dt_bias: bool,
+    reverse: bool,
+    is_varlen: bool,
+) -> Launch:
+    return Launch(
+        chunk_cumsum_kernel,
+        HV=HV,
+        **head_arguments("x", strides),
+        scale=scale,
+        FLOOR=0.0 if floor is None else floor,
+        THRESHOLD=SOFTPLUS_THRESHOLD,
+        BT=BT,
+        BH=BH,
+        HAS_GATE=has_gate,
+        HAS_DT_BIAS=has_dt_bias,
+        IS_DECAY=floor is not None,
+        REVERSE=reverse,
+        IS_VARLEN=is_varlen,
+        num_warps=2 if BH == DECAY_HEADS_PER_PROGRAM else 4,
+    )
+
+
 def chunk_local_cumsum(
     x: torch.Tensor,
     chunks: ChunkTable,
@@ -95,10 +130,23 @@ def chunk_local_cumsum(
     out = torch.empty(B, T, HV, dtype=torch.float32, device=x.device)
     many = floor is not None and HV >= DECAY_HEADS_PER_PROGRAM
     BH = DECAY_HEADS_PER_PROGRAM if many else HEADS_PER_PROGRAM
-    grid = chunks.slots * triton.cdiv(HV, BH)
+    grid = chunks.slots * -(-HV // BH)
     if grid == 0:
         return out
-    chunk_cumsum_kernel[(grid,)](
+    launch = cumsum_launch(
+        head_strides(x),
+        HV,
+        BH,
+        chunks.chunk_size,
+        scale,
+        floor,
+        has_gate=A_log is not None,
+        has_dt_bias=dt_bias is not None,
+        reverse=reverse,
+        is_varlen=chunks.chunk_rows is not None,
+    )
+    launch(
+        (grid, 1, 1),
         x=x,
         out=out,
         A_log=A_log,
@@ -106,19 +154,6 @@ def chunk_local_cumsum(
         chunk_rows=chunks.chunk_rows,
         T=T,
         NT=chunks.NT,
-        HV=HV,
-        **head_arguments("x", head_strides(x)),
-        scale=scale,
-        FLOOR=0.0 if floor is None else floor,
-        THRESHOLD=SOFTPLUS_THRESHOLD,
-        BT=chunks.chunk_size,
-        BH=BH,
-        HAS_GATE=A_log is not None,
-        HAS_DT_BIAS=dt_bias is not None,
-        IS_DECAY=floor is not None,
-        REVERSE=reverse,
-        IS_VARLEN=chunks.chunk_rows is not None,
-        num_warps=2 if many else 4,
     )
     return out
 
@@ -162,6 +197,21 @@ def beta_sigmoid_kernel(
     tl.store(out + i, sigmoid(b_x, FACTOR), mask=i < n)
 
 
+@functools.lru_cache(maxsize=256, typed=True)
+def sigmoid_launch(n: int, T: int, HV: int, strides: tuple[int, ...], factor: float) -> Launch:
+    return Launch(
+        beta_sigmoid_kernel,
+        n=n,
+        T=T,
+        HV=HV,
+        stride_b=strides[0],
+        stride_t=strides[1],
+        stride_h=strides[2],
+        BLOCK=SIGMOID_BLOCK,
+        FACTOR=factor,
+    )
+
+
 def beta_sigmoid_fwd(beta: torch.Tensor, allow_neg_eigval: bool = False) -> torch.Tensor:
     """Computes sigmoid(beta), fp32, of the logits ``beta`` [B, T, HV], or twice that with negative
     eigenvalues."""
@@ -170,16 +220,6 @@ def beta_sigmoid_fwd(beta: torch.Tensor, allow_neg_eigval: bool = False) -> torc
     n = out.numel()
     if n == 0:
         return out
-    beta_sigmoid_kernel[(triton.cdiv(n, SIGMOID_BLOCK),)](
-        beta=beta,
-        out=out,
-        n=n,
-        T=T,
-        HV=HV,
-        stride_b=beta.stride(0),
-        stride_t=beta.stride(1),
-        stride_h=beta.stride(2),
-        BLOCK=SIGMOID_BLOCK,
-        FACTOR=2.0 if allow_neg_eigval else 1.0,
-    )
+    launch = sigmoid_launch(n, T, HV, beta.stride(), 2.0 if allow_neg_eigval else 1.0)
+    launch((-(-n // SIGMOID_BLOCK), 1, 1), beta=beta, out=out)
     return out

@@ -4,6 +4,7 @@ q and k go through one launch: program (i, 0) owns BR rows of q, program (i, 1) 
 A row is one head of one token.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.activations import normalized
+from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
 from gdn_triton.constants import L2NORM_EPS
 
@@ -67,28 +69,36 @@ def l2norm_kernel(
         tl.store(k_out + o_out, b_k, mask=mask)
 
 
+@functools.lru_cache(maxsize=256, typed=True)
+def rows_launch(
+    kernel: Any, q_strides: tuple[int, ...], k_strides: tuple[int, ...], H: int, K: int
+) -> Launch:
+    BK = triton.next_power_of_2(K)
+    return Launch(
+        kernel,
+        H=H,
+        **row_arguments("q", q_strides),
+        **row_arguments("k", k_strides),
+        EPS=L2NORM_EPS,
+        K=K,
+        BK=BK,
+        BR=rows_of_tile(BK),
+    )
+
+
+def rows_of_tile(BK: int) -> int:
+    return max(1, TILE_ELEMENTS // BK)
+
+
 def launch_rows(kernel: Any, q: torch.Tensor, k: torch.Tensor, **others: torch.Tensor) -> None:
-    """Launches a kernel over the rows of q and k [B, T, H, K]; others: its contiguous tensors."""
+    """others: the kernel's tensors after q and k, in its order."""
     B, T, H, K = q.shape
     n = B * T * H
     if n == 0:
         return
-    BK = triton.next_power_of_2(K)
-    BR = max(1, TILE_ELEMENTS // BK)
-    kernel[(triton.cdiv(n, BR), 2)](
-        q=q,
-        k=k,
-        **others,
-        n=n,
-        T=T,
-        H=H,
-        **row_arguments("q", row_strides(q)),
-        **row_arguments("k", row_strides(k)),
-        EPS=L2NORM_EPS,
-        K=K,
-        BK=BK,
-        BR=BR,
-    )
+    launch = rows_launch(kernel, row_strides(q), row_strides(k), H, K)
+    grid = -(-n // rows_of_tile(1 << (K - 1).bit_length()))
+    launch((grid, 2, 1), q=q, k=k, **others, n=n, T=T)
 
 
 def l2norm_fwd(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,17 +1,20 @@
 """Launches the gradients of chunks for compute capability 9.0."""
 
+import functools
+
 import torch
 
 from gdn_triton._triton.strides import head_arguments, head_strides, named
 from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.triton.gradients.gate import ChunkGradients
-from gdn_triton.chunk.triton.hopper.gradients.kernel import hopper_gradients_kernel
-from gdn_triton.chunk.triton.hopper.launch import (
+from gdn_triton.chunk.triton.hopper.descriptors import (
     COLUMNS,
-    descriptor,
-    state_descriptor,
+    TileLaunch,
+    row_tile,
+    state_tile,
     tma_readable,
 )
+from gdn_triton.chunk.triton.hopper.gradients.kernel import hopper_gradients_kernel
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 
 # The registers of a thread of the warps of values and of the single warps. The warps of products
@@ -19,6 +22,43 @@ from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 VALUE_REGISTERS, SINGLE_REGISTERS = 80, 32
 # The number of units of 32 KB.
 RING = 5
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def gradients_launch(
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    q_strides: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    g_strides: tuple[int, ...],
+    beta_strides: tuple[int, ...],
+    *,
+    is_varlen: bool,
+) -> TileLaunch:
+    BK, BV = (64 if n <= 64 else 128 for n in (K, V))
+    rows = ("q_desc", "k_desc", "do_desc", "u_desc", "dv_desc")
+    tiles = dict.fromkeys(rows, row_tile(COLUMNS))
+    return TileLaunch(
+        hopper_gradients_kernel,
+        tiles | dict.fromkeys(("h_desc", "dh_desc"), state_tile(BK)),
+        H=H,
+        HV=HV,
+        **named("qb qt qh", q_strides),
+        **named("kb kt kh", k_strides),
+        **head_arguments("g", g_strides),
+        **head_arguments("beta", beta_strides),
+        K=K,
+        V=V,
+        BK=BK,
+        BV=BV,
+        RING=RING,
+        VALUE_REGISTERS=VALUE_REGISTERS,
+        SINGLE_REGISTERS=SINGLE_REGISTERS,
+        IS_VARLEN=is_varlen,
+        num_warps=8,
+    )
 
 
 def chunk_gradients(
@@ -49,15 +89,26 @@ def chunk_gradients(
     shares = torch.empty(7, B, HV, T, dtype=torch.float32, device=device)
     across = torch.empty(1, chunks.slots, HV, dtype=torch.float32, device=device)
     n_items = chunks.slots * H
-    BK, BV = (64 if n <= 64 else 128 for n in (K, V))
-    hopper_gradients_kernel[(min(n_items, gpu_of(device).multiprocessors),)](
-        q_desc=descriptor(tma_readable(q), COLUMNS),
-        k_desc=descriptor(tma_readable(k), COLUMNS),
-        do_desc=descriptor(tma_readable(do), COLUMNS),
-        u_desc=descriptor(u, COLUMNS),
-        dv_desc=descriptor(dv, COLUMNS),
-        h_desc=state_descriptor(h, BK),
-        dh_desc=state_descriptor(dh, BK),
+    run = gradients_launch(
+        H,
+        HV,
+        K,
+        V,
+        q.stride()[:3],
+        k.stride()[:3],
+        head_strides(g_cumsum),
+        head_strides(beta),
+        is_varlen=chunks.chunk_rows is not None,
+    )
+    run(
+        (min(n_items, gpu_of(device).multiprocessors), 1, 1),
+        q_desc=tma_readable(q),
+        k_desc=tma_readable(k),
+        do_desc=tma_readable(do),
+        u_desc=u,
+        dv_desc=dv,
+        h_desc=h,
+        dh_desc=dh,
         q=q,
         k=k,
         g_cumsum=g_cumsum,
@@ -72,21 +123,6 @@ def chunk_gradients(
         B=B,
         T=T,
         NT=chunks.NT,
-        H=H,
-        HV=HV,
-        **named("qb qt qh", q.stride()[:3]),
-        **named("kb kt kh", k.stride()[:3]),
-        **head_arguments("g", head_strides(g_cumsum)),
-        **head_arguments("beta", head_strides(beta)),
-        K=K,
-        V=V,
-        BK=BK,
-        BV=BV,
-        RING=RING,
-        VALUE_REGISTERS=VALUE_REGISTERS,
-        SINGLE_REGISTERS=SINGLE_REGISTERS,
-        IS_VARLEN=chunks.chunk_rows is not None,
-        num_warps=8,
     )
     return ChunkGradients(
         dq=dq, dk=dk, dv=dv, pair_shares=shares[:4], shares=shares[None, 4:], across=across

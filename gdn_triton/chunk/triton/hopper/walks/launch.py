@@ -1,24 +1,24 @@
 """Launches the walks of the backward for compute capability 9.0."""
 
+import functools
 from typing import NamedTuple
 
 import torch
 
 from gdn_triton._triton.states import empty_state
-from gdn_triton._triton.strides import head_arguments, head_strides, named, state_strides
+from gdn_triton._triton.strides import head_strides, named, state_strides
 from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.triton.gradients.gate import LEAST_BETA
 from gdn_triton.chunk.triton.gradients.state import States
 from gdn_triton.chunk.triton.hopper import launch as shapes
-from gdn_triton.chunk.triton.hopper.launch import (
+from gdn_triton.chunk.triton.hopper.descriptors import (
     COLUMNS,
-    ONE,
-    Shape,
-    choose_shape,
-    descriptor,
-    state_descriptor,
+    TileLaunch,
+    row_tile,
+    state_tile,
     tma_readable,
 )
+from gdn_triton.chunk.triton.hopper.launch import ONE, Shape, choose_shape
 from gdn_triton.chunk.triton.hopper.walks.kernel import hopper_walks_kernel
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 
@@ -40,6 +40,63 @@ def choose_plan(multiprocessors: int, states: int, V: int) -> Plan:
         return Plan(("both",), ONE)
     two = choose_shape(multiprocessors, states, V).states == 2
     return Plan(("forward", "back"), TWO if two else ONE)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def walks_launch(
+    walks: str,
+    shape: Shape,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    g_strides: tuple[int, ...],
+    beta_strides: tuple[int, ...],
+    h0_strides: tuple[int, ...],
+    dht_strides: tuple[int, ...],
+    dh0_strides: tuple[int, ...],
+    *,
+    store_dv: bool,
+    is_varlen: bool,
+) -> TileLaunch:
+    """The strides of g_cumsum and beta are those of a token and a head."""
+    columns, BK = shape.states * COLUMNS, 64 if K <= 64 else 128
+    return TileLaunch(
+        hopper_walks_kernel,
+        {
+            "q_desc": row_tile(BK),
+            "k_desc": row_tile(BK),
+            "v_desc": row_tile(columns),
+            "do_desc": row_tile(columns),
+            "dx_desc": row_tile(COLUMNS),
+            "dh_desc": state_tile(BK),
+            "u_desc": row_tile(COLUMNS),
+            "h_desc": state_tile(BK),
+        },
+        H=H,
+        HV=HV,
+        **named("gt gh", g_strides),
+        **named("betat betah", beta_strides),
+        **named("h0n h0h h0k h0v", h0_strides),
+        **named("dhtn dhth dhtk dhtv", dht_strides),
+        **named("dh0n dh0h dh0k dh0v", dh0_strides),
+        K=K,
+        V=V,
+        BK=BK,
+        BV=COLUMNS,
+        STATES=shape.states,
+        STAGES=3,
+        Q_STAGES=2,
+        T_STAGES=2,
+        STATE_REGISTERS=shape.state_registers,
+        TRIANGLES_REGISTERS=shape.triangles_registers,
+        SINGLE_REGISTERS=shape.single_registers,
+        STORE_DV=store_dv,
+        LEAST_BETA=LEAST_BETA,
+        IS_VARLEN=is_varlen,
+        WALKS=walks,
+        num_warps=4,
+    )
 
 
 def walks(
@@ -75,19 +132,35 @@ def walks(
     dh0 = empty_state(N, HV, K, V, state_v_first, k.device) if store_dh0 else None
     q, k, v, do = (tma_readable(x) for x in (q, k, v, do))
     plan = choose_plan(gpu_of(k.device).multiprocessors, N * HV, V)
-    shape = plan.shape
-    columns, BK = shape.states * COLUMNS, 64 if K <= 64 else 128
+    columns = plan.shape.states * COLUMNS
+    g_strides, beta_strides = head_strides(g_cumsum), head_strides(beta)
     for launch in plan.launches:
         grid = (2 if launch == "both" else 1) * -(-V // columns) * HV * N
-        hopper_walks_kernel[(grid,)](
-            q_desc=descriptor(q, BK),
-            k_desc=descriptor(k, BK),
-            v_desc=descriptor(v, columns),
-            do_desc=descriptor(do, columns),
-            dx_desc=descriptor(dx, COLUMNS),
-            dh_desc=state_descriptor(dh, BK),
-            u_desc=descriptor(v_new, COLUMNS),
-            h_desc=state_descriptor(h, BK),
+        run = walks_launch(
+            launch,
+            plan.shape,
+            k.shape[2],
+            HV,
+            K,
+            V,
+            g_strides[1:],
+            beta_strides[1:],
+            state_strides(initial_state, state_v_first),
+            state_strides(dht, state_v_first),
+            state_strides(dh0, state_v_first),
+            store_dv=store_dv,
+            is_varlen=chunks.cu_seqlens is not None,
+        )
+        run(
+            (grid, 1, 1),
+            q_desc=q,
+            k_desc=k,
+            v_desc=v,
+            do_desc=do,
+            dx_desc=dx,
+            dh_desc=dh,
+            u_desc=v_new,
+            h_desc=h,
             g_cumsum=g_cumsum,
             beta=beta,
             dx=dx,
@@ -101,28 +174,7 @@ def walks(
             T=T,
             N=N,
             NT=chunks.NT,
-            H=k.shape[2],
-            HV=HV,
-            **head_arguments("g", head_strides(g_cumsum)),
-            **head_arguments("beta", head_strides(beta)),
-            **named("h0n h0h h0k h0v", state_strides(initial_state, state_v_first)),
-            **named("dhtn dhth dhtk dhtv", state_strides(dht, state_v_first)),
-            **named("dh0n dh0h dh0k dh0v", state_strides(dh0, state_v_first)),
-            K=K,
-            V=V,
-            BK=BK,
-            BV=COLUMNS,
-            STATES=shape.states,
-            STAGES=3,
-            Q_STAGES=2,
-            T_STAGES=2,
-            STATE_REGISTERS=shape.state_registers,
-            TRIANGLES_REGISTERS=shape.triangles_registers,
-            SINGLE_REGISTERS=shape.single_registers,
-            STORE_DV=store_dv,
-            LEAST_BETA=LEAST_BETA,
-            IS_VARLEN=chunks.cu_seqlens is not None,
-            WALKS=launch,
-            num_warps=4,
+            stride_gb=g_strides[0],
+            stride_betab=beta_strides[0],
         )
     return States(h=h, v_new=v_new, dh=dh, dx=dx, dh0=dh0)
