@@ -2,7 +2,7 @@
 
 import torch
 
-from gdn_triton._triton.strides import head_arguments, head_strides, named
+from gdn_triton._triton.strides import head_arguments, head_strides
 from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.triton.gradients.gate import ChunkGradients
 from gdn_triton.chunk.triton.hopper.gradients.kernel import hopper_gradients_kernel
@@ -14,9 +14,9 @@ from gdn_triton.chunk.triton.hopper.launch import (
 )
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 
-# The registers of a thread of the warps of values and of the single warps. The warps of products
-# have the others.
-VALUE_REGISTERS, SINGLE_REGISTERS = 80, 32
+# The registers of a thread of the warps of keys, of values and of the single warps. The warps of
+# queries have the others.
+KEY_REGISTERS, VALUE_REGISTERS, SINGLE_REGISTERS = 208, 80, 32
 # The number of units of 32 KB.
 RING = 5
 
@@ -34,17 +34,18 @@ def chunk_gradients(
     beta: torch.Tensor,
     chunks: ChunkTable,
     scale: float,
-    out_dtype: torch.dtype,
+    factors: torch.Tensor | None,
     K: int,
 ) -> ChunkGradients:
     """q, k: [B, T, H, K_row], zero beyond the keys' own width K, last stride 1; do, u (v_new) and
     dv: [B, T, HV, V], h and dh: [slots, HV, K, V], contiguous; all these are bf16. dv: as
     ``state_bwd`` makes it with ``store_dv``; ``gate_bwd`` completes it. g_cumsum, beta: [B, T, HV].
-    out_dtype: the dtype of dq and dk."""
+    factors: those of ``l2norm_with_factors``, for dq and dk of the q and k before their norm, or
+    None."""
     B, T, H, _ = k.shape
     HV, V = do.shape[2:]
     device = k.device
-    dq = torch.empty(B, T, H, K, dtype=out_dtype, device=device)
+    dq = torch.empty(B, T, H, K, dtype=q.dtype, device=device)
     dk = torch.empty_like(dq)
     shares = torch.empty(7, B, HV, T, dtype=torch.float32, device=device)
     across = torch.empty(1, chunks.slots, HV, dtype=torch.float32, device=device)
@@ -58,10 +59,9 @@ def chunk_gradients(
         dv_desc=descriptor(dv, COLUMNS),
         h_desc=state_descriptor(h, BK),
         dh_desc=state_descriptor(dh, BK),
-        q=q,
-        k=k,
         g_cumsum=g_cumsum,
         beta=beta,
+        factors=factors,
         dq=dq,
         dk=dk,
         shares=shares,
@@ -74,8 +74,6 @@ def chunk_gradients(
         NT=chunks.NT,
         H=H,
         HV=HV,
-        **named("qb qt qh", q.stride()[:3]),
-        **named("kb kt kh", k.stride()[:3]),
         **head_arguments("g", head_strides(g_cumsum)),
         **head_arguments("beta", head_strides(beta)),
         K=K,
@@ -83,10 +81,11 @@ def chunk_gradients(
         BK=BK,
         BV=BV,
         RING=RING,
+        KEY_REGISTERS=KEY_REGISTERS,
         VALUE_REGISTERS=VALUE_REGISTERS,
         SINGLE_REGISTERS=SINGLE_REGISTERS,
         IS_VARLEN=chunks.chunk_rows is not None,
-        num_warps=8,
+        num_warps=4,
     )
     return ChunkGradients(
         dq=dq, dk=dk, dv=dv, pair_shares=shares[:4], shares=shares[None, 4:], across=across
