@@ -164,21 +164,22 @@ def gate_bwd_kernel(
             for n in range(BH):
                 of_head = tl.arange(0, BH)[:, None] == n
                 in_head = tl.max((small & of_head).to(tl.int32), 0) > 0
-                h = pid % blocks * BH + n
-                rows = row + tl.arange(0, BT)
-                p_v = v + i_b * stride_vb + h * stride_vh + rows * stride_vt
-                p_dv = dv + ((i_b * T + rows) * HV + h) * V
-                used = tl.sum(tl.where(of_head, b_used, 0.0), 0)
-                own = tl.zeros([BT], dtype=tl.float32)
-                for start in range(0, V, BV):
-                    o_v = start + tl.arange(0, BV)[None, :]
-                    in_values = in_head[:, None] & (o_v < V)
-                    b_v = tl.load(p_v[:, None] + o_v, mask=in_values, other=0).to(tl.float32)
-                    b_dx = tl.load(p_dv[:, None] + o_v, mask=in_values, other=0).to(tl.float32)
-                    own += tl.sum(b_v * b_dx, 1)
-                    b_dv = (b_dx * used[:, None]).to(dv.dtype.element_ty)
-                    tl.store(p_dv[:, None] + o_v, b_dv, mask=in_values)
-                b_own += tl.where(of_head, own[None, :], 0.0)
+                if tl.max(in_head.to(tl.int32), 0) > 0:
+                    h = pid % blocks * BH + n
+                    rows = row + tl.arange(0, BT)
+                    p_v = v + i_b * stride_vb + h * stride_vh + rows * stride_vt
+                    p_dv = dv + ((i_b * T + rows) * HV + h) * V
+                    used = tl.sum(tl.where(of_head, b_used, 0.0), 0)
+                    own = tl.zeros([BT], dtype=tl.float32)
+                    for start in range(0, V, BV):
+                        o_v = start + tl.arange(0, BV)[None, :]
+                        in_values = in_head[:, None] & (o_v < V)
+                        b_v = tl.load(p_v[:, None] + o_v, mask=in_values, other=0).to(tl.float32)
+                        b_dx = tl.load(p_dv[:, None] + o_v, mask=in_values, other=0).to(tl.float32)
+                        own += tl.sum(b_v * b_dx, 1)
+                        b_dv = (b_dx * used[:, None]).to(dv.dtype.element_ty)
+                        tl.store(p_dv[:, None] + o_v, b_dv, mask=in_values)
+                    b_own += tl.where(of_head, own[None, :], 0.0)
             b_dbeta = tl.where(small, b_own, b_dbeta)
     else:
         b_dbeta -= b_read
