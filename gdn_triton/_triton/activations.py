@@ -31,7 +31,13 @@ def sigmoid(x, FACTOR: tl.constexpr):
 
 
 @triton.jit
+def norm_factors(b_x, EPS: tl.constexpr):
+    """Returns 1 / sqrt(sum x^2 + EPS) of each row, in fp32."""
+    x = b_x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) + EPS)
+
+
+@triton.jit
 def normalized(b_x, EPS: tl.constexpr):
     """Divides the rows of b_x by their norms, in b_x's dtype."""
-    x = b_x.to(tl.float32)
-    return (x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]).to(b_x.dtype)
+    return (b_x.to(tl.float32) * norm_factors(b_x, EPS)[:, None]).to(b_x.dtype)

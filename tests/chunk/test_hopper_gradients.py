@@ -31,6 +31,8 @@ from gdn_triton.chunk.triton.gradients.gate import LEAST_BETA, gate_bwd
 from gdn_triton.chunk.triton.gradients.state import state_bwd
 from gdn_triton.chunk.triton.hopper.support import gradients_refusal
 from gdn_triton.chunk.triton.shared.chunks import make_chunks
+from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd, l2norm_with_factors
+from gdn_triton.constants import L2NORM_EPS
 
 COMMON = problem(T=300, H=2, HV=4, K=128, V=128, needs_grad=True)
 
@@ -67,10 +69,11 @@ def test_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gradients" not in str(chunk_kernels(replace(COMMON, needs_grad=False), "triton"))
 
 
-def test_gates_take_what_the_kernel_leaves(device: str) -> None:
+@pytest.mark.parametrize("HV", [2, 9])
+def test_gates_take_what_the_kernel_leaves(device: str, HV: int) -> None:
     """dg and dbeta from its four planes of pairs are those from the portable kernels' three. Where
     beta is so small that dv holds dx, dv is completed, and dbeta is found from dx."""
-    B, T, HV, V = 1, 70, 2, 24
+    B, T, V = 1, 70, 24
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
@@ -83,6 +86,7 @@ def test_gates_take_what_the_kernel_leaves(device: str) -> None:
     lines[..., V:] = 0
     v = lines[..., :V]
     beta[:, 3], beta[:, 66] = 0.0, LEAST_BETA / 2
+    beta[:, 5, -1] = LEAST_BETA / 2
     per_head = beta.transpose(1, 2)
     small = per_head.abs() < LEAST_BETA
     dbeta = torch.where(small, (dx * v).sum(-1).transpose(1, 2) + later - read, dbeta)
@@ -103,6 +107,20 @@ def test_gates_take_what_the_kernel_leaves(device: str) -> None:
     torch.testing.assert_close(found.dg, expected.dg)
     torch.testing.assert_close(found.dbeta, expected.dbeta)
     torch.testing.assert_close(dv, dx * beta[..., None])
+
+
+def test_factors_of_the_norm(device: str) -> None:
+    """They make the normalised rows, which have the bits of a norm that keeps no factors."""
+    x = torch.randn(2, 2, 19, 3, 24, generator=torch.Generator().manual_seed(5))
+    q, k = x[0].to(device), 3 * x[1].transpose(1, 2).contiguous().transpose(1, 2).to(device)
+    normalized_q, normalized_k, factors = l2norm_with_factors(q, k)
+    for y, near, alone, factor in zip(
+        (q, k), (normalized_q, normalized_k), l2norm_fwd(q, k), factors, strict=True
+    ):
+        assert same_bits(near, alone)
+        assert same_bits(near, y * factor[..., None])
+        exact = (y.double().square().sum(-1) + L2NORM_EPS).rsqrt()
+        torch.testing.assert_close(factor.double(), exact, rtol=1e-6, atol=0)
 
 
 def test_walk_stores_dv(device: str) -> None:
@@ -158,11 +176,11 @@ CASES = [
 @pytest.mark.usefixtures("gluon")
 @pytest.mark.parametrize("case", cases(CASES))
 @pytest.mark.parametrize("strength", [0.2, 20.0])
-def test_kernel(case: Case, strength: float) -> None:
+@pytest.mark.parametrize("norm", [False, True])
+def test_kernel(case: Case, strength: float, norm: bool) -> None:
     from gdn_triton.chunk.triton.hopper.gradients.launch import chunk_gradients
 
-    for seed in (0, 1):
-        check_gradients(case, "cuda", chunk_gradients, strength=strength, seed=seed)
+    check_gradients(case, "cuda", chunk_gradients, strength=strength, seed=0, norm=norm)
 
 
 @hopper

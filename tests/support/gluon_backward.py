@@ -27,6 +27,7 @@ from gdn_triton.chunk.problem import Inputs
 from gdn_triton.chunk.triton import backward
 from gdn_triton.chunk.triton.hopper.gradients import launch as gradients
 from gdn_triton.chunk.triton.hopper.walks import launch as walks
+from gdn_triton.constants import L2NORM_EPS
 
 WRITES = {
     "hopper_walks_kernel": ("dx", "dh0", "dx_desc", "dh_desc", "u", "u_desc", "h_desc"),
@@ -36,10 +37,17 @@ WRITES = {
 GPU = tiles.Gpu("cuda", 90, 3)
 
 
+def normalized(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``l2norm_with_factors``, whose kernel has a grid of two dimensions."""
+    factors = torch.stack([(x.float().square().sum(-1) + L2NORM_EPS).rsqrt() for x in (q, k)])
+    of_q, of_k = factors[..., None]
+    return (q * of_q).to(q.dtype), (k * of_k).to(k.dtype), factors
+
+
 def by_kernels(task: Task, plan: walks.Plan, seed: int) -> dict[str, Tensor]:
     case, options, leaves = task.case, task.options, task.leaves
     problem = replace(
-        problem_of(case, BF16),
+        problem_of(case, BF16, norm=options.l2norm),
         scale=task.scale,
         has_initial_state=options.state,
         needs_grad=True,
@@ -50,6 +58,7 @@ def by_kernels(task: Task, plan: walks.Plan, seed: int) -> dict[str, Tensor]:
         mock.patch.object(walks, "gpu_of", lambda _: GPU),
         mock.patch.object(gradients, "gpu_of", lambda _: GPU),
         mock.patch.object(backward, "make_chunks", table_of),
+        mock.patch.object(backward, "l2norm_with_factors", normalized),
         emulated(WRITES, seed=seed, races=True),
     ):
         found = backward.gradients(
@@ -81,7 +90,7 @@ BOTH = walks.Plan(("both",), walks.ONE)
 CALLS = {
     "padded": (gluon_case("padded", T=128, B=2, HV=3), Options(state=False, dht=False), APART),
     "packed": (gluon_case("packed", lengths=(0, 70, 64, 1), orphans=70), Options(), BOTH),
-    "small": (gluon_case("small", T=70, B=2, K=40, V=72), Options(dht=False), APART),
+    "small": (gluon_case("small", T=70, B=2, K=40, V=72), Options(dht=False, l2norm=True), APART),
 }
 
 

@@ -154,7 +154,7 @@ def normalized_apart(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """As ``l2norm_fwd``, in two launches."""
     made = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
     for x, y in zip((q, k), made, strict=True):
-        launch_rows(_RowsOfQueries(), x, x, q_out=y, k_out=y)
+        launch_rows(_RowsOfQueries(), x, x, q_out=y, k_out=y, factors=None)
     return made
 
 
@@ -224,11 +224,12 @@ GRADIENTS = {"hopper_gradients_kernel": ("dq", "dk", "shares", "across")}
 STRENGTHS = (0.2, 0.0, 20.0)
 
 
-def check_chunks(case: Case, strength: float, seed: int, *, races: bool) -> None:
+def check_chunks(case: Case, strength: float, seed: int, *, races: bool, norm: bool) -> None:
     # Two programs, so that each has several items.
     gradients.gpu_of = lambda device: Gpu("cuda", 90, 2)  # type: ignore[assignment]
     with emulated(GRADIENTS, seed=seed, races=races):
-        check_gradients(case, "cpu", gradients.chunk_gradients, strength=strength, seed=seed)
+        run = gradients.chunk_gradients
+        check_gradients(case, "cpu", run, strength=strength, seed=seed, norm=norm)
 
 
 def gluon_case(name: str, **sizes: Any) -> Case:
@@ -257,11 +258,13 @@ NORMALIZED = [
     (PACKED, "mild", launch.TWO, BF16, 0),
     (gluon_case("small", T=130, K=40, V=72), "far", launch.TWO, FP16, 0),
 ]
+# The last field: with the norm of q and k.
 CHUNKS = [
-    (PACKED, 0.2),
-    (gluon_case("three", T=150, B=2, H=2, HV=6), 20.0),
-    (gluon_case("small", lengths=(70, 0, 64), K=40, V=72, H=2, HV=2), 0.2),
-    (gluon_case("least", T=65, K=64, V=8, HV=1), 0.0),
+    (PACKED, 0.2, False),
+    (PACKED, 0.2, True),
+    (gluon_case("three", T=150, B=2, H=2, HV=6), 20.0, True),
+    (gluon_case("small", lengths=(70, 0, 64), K=40, V=72, H=2, HV=2), 0.2, False),
+    (gluon_case("least", T=65, K=64, V=8, HV=1), 0.0, True),
 ]
 
 
@@ -271,9 +274,9 @@ def listed() -> Iterator[tuple[str, Callable[[], None]]]:
         name = f"forward-{case.name}-{gates}-{shape.states}-{dtype}-segments-{segments}"
         check = partial(check_forward, case, gates, shape, dtype, seed, segments=segments)
         yield f"{name}{'-norm' * norm}", partial(check, races=True, norm=norm)
-    for seed, (case, strength) in enumerate(CHUNKS):
-        name = f"gradients-{case.name}-{strength}"
-        yield name, partial(check_chunks, case, strength, seed, races=True)
+    for seed, (case, strength, norm) in enumerate(CHUNKS):
+        name = f"gradients-{case.name}-{strength}{'-norm' * norm}"
+        yield name, partial(check_chunks, case, strength, seed, races=True, norm=norm)
 
 
 def drawn(seed: int) -> tuple[str, Callable[[], None]]:
@@ -296,7 +299,8 @@ def drawn(seed: int) -> tuple[str, Callable[[], None]]:
         H = draw.choice([1, 2])
         case = gluon_case("random", **{**sizes, "H": H, "HV": H * draw.choice([1, 2, 3])})
         strength, name = draw.choice(STRENGTHS), f"gradients-random-{seed}-{sizes}"
-        return name, partial(check_chunks, case, strength, seed, races=draw.random() < 0.5)
+        races, norm = draw.random() < 0.5, draw.random() < 0.5
+        return name, partial(check_chunks, case, strength, seed, races=races, norm=norm)
     case, gates = gluon_case("random", **sizes), draw.choice(list(GATES))
     shape, dtype = draw.choice([launch.ONE, launch.TWO]), draw.choice([BF16, FP16])
     races, segments = draw.random() < 0.5, draw.choice([0, 0, 1, 2])

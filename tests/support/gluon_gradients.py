@@ -92,8 +92,11 @@ class Expected:
     across: Tensor
 
 
-def expected(case: Case, x: Given, scale: float, *, dtype: torch.dtype, rounds: bool) -> Expected:
-    """In ``dtype``. rounds: S and N to bfloat16 where products take them."""
+def expected(
+    case: Case, x: Given, scale: float, *, dtype: torch.dtype, rounds: bool, norm: bool
+) -> Expected:
+    """In ``dtype``. rounds: S and N to bfloat16 where products take them. norm: dq and dk are
+    multiplied as by the gradient of a norm with the factors of `factors_of`."""
     given, x = x, x.to(dtype)
     B, T, HV, G = case.B, case.tokens, case.HV, case.HV // case.H
 
@@ -133,7 +136,16 @@ def expected(case: Case, x: Given, scale: float, *, dtype: torch.dtype, rounds: 
             out.ahead[b, hv, at] = ahead
             out.behind[b, hv, at] = (udh * k).sum(1)
             out.across[slot, hv] = (h * dh).sum() * g[-1].exp2()
+    if norm:
+        for dy, y, factor in zip((out.dq, out.dk), (x.q, x.k), factors_of(given), strict=True):
+            dy -= y * (y * dy).sum(-1, keepdim=True)
+            dy *= factor[..., None]
     return out
+
+
+def factors_of(x: Given) -> Tensor:
+    """Factors of a norm that could have made q and k, [2, B, T, H], fp32."""
+    return torch.stack([y[..., 0].float().exp() for y in (x.q, x.k)])
 
 
 def rest_of(beta: Tensor) -> Tensor:
@@ -153,22 +165,25 @@ def added_up(found: ChunkGradients, beta: Tensor) -> dict[str, Tensor]:
     }
 
 
-def check_gradients(case: Case, device: str, run: Any, *, strength: float, seed: int) -> None:
-    """run: ``chunk_gradients``, or what stands for it."""
+def check_gradients(
+    case: Case, device: str, run: Any, *, strength: float, seed: int, norm: bool
+) -> None:
+    """run: ``chunk_gradients``, or a function in its place. norm: with factors of a norm."""
     chunks = chunk_table(case, device)
     x = make_given(case, device, slots=chunks.slots, strength=strength, seed=seed)
-    scale, out_dtype = -0.3, FP32 if seed % 2 else BF16
-    found = run(**x._asdict(), chunks=chunks, scale=scale, out_dtype=out_dtype, K=case.K)
-    exact = expected(case, x, scale, dtype=FP64, rounds=False)
-    narrow = expected(case, x, scale, dtype=FP32, rounds=True)
+    scale = -0.3
+    factors = factors_of(x) if norm else None
+    found = run(**x._asdict(), chunks=chunks, scale=scale, factors=factors, K=case.K)
+    exact = expected(case, x, scale, dtype=FP64, rounds=False, norm=norm)
+    narrow = expected(case, x, scale, dtype=FP32, rounds=True, norm=norm)
     unit = torch.finfo(BF16).eps / 2
-    for name, dtype in (("dq", out_dtype), ("dk", out_dtype)):
+    for name in ("dq", "dk"):
         got, right = getattr(found, name), getattr(exact, name)
-        near = getattr(narrow, name).to(dtype)
+        near = getattr(narrow, name).to(BF16)
         if case.packed:
             assert (got[:, case.offsets()[-1] :] == 0).all(), f"{name}: tokens of no sequence"
             got, right, near = (case.owned(y) for y in (got, right, near))
-        assert_within_budget(name, got, right, near, dtype=dtype, unit=torch.finfo(dtype).eps)
+        assert_within_budget(name, got, right, near, dtype=BF16, unit=torch.finfo(BF16).eps)
     for name, got in added_up(found, x.beta.transpose(1, 2)).items():
         right, near = getattr(exact, name), getattr(narrow, name)
         if case.packed:

@@ -6,6 +6,7 @@ only the inputs between forward and backward. docs/backward.md has the steps.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from gdn_triton.chunk.triton.gradients.query_key import query_key_bwd
 from gdn_triton.chunk.triton.gradients.scores import scores
 from gdn_triton.chunk.triton.gradients.state import state_bwd
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
+from gdn_triton.chunk.triton.steps.l2norm import l2norm_with_factors
 from gdn_triton.chunk.triton.steps.wy import wy_fwd
 from gdn_triton.constants import LINE
 
@@ -36,7 +38,7 @@ class Recomputed(NamedTuple):
     zero beyond K. g_cumsum, beta: [B, T, HV]. A_inv: [B, T, HV, chunk_size], without its unit
     diagonal if ``A_is_strict``. A_qk: [B, T, HV, chunk_size], strictly lower. own: [B, T, HV], the
     diagonal of A_qk, in fp32 and with the strides of g_cumsum. The walks of Hopper compute A_inv,
-    A_qk and own, which are empty here for them."""
+    A_qk and own, which are empty here for them. factors: those of ``l2norm_with_factors``."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -46,6 +48,7 @@ class Recomputed(NamedTuple):
     A_is_strict: bool
     A_qk: torch.Tensor
     own: torch.Tensor
+    factors: torch.Tensor | None = None
 
 
 # Runs both walks over the states. Takes the arguments of state_bwd by name, and returns States or a
@@ -66,10 +69,20 @@ def in_lines(x: torch.Tensor) -> torch.Tensor:
 
 
 def recompute(
-    problem: Problem, x: Inputs, chunks: ChunkTable, *, on_hopper: bool = False
+    problem: Problem,
+    x: Inputs,
+    chunks: ChunkTable,
+    *,
+    on_hopper: bool = False,
+    keep_factors: bool = False,
 ) -> Recomputed:
     """Runs the kernels that the forward runs for this dtype, which give the same bits. on_hopper:
-    the walks of Hopper follow."""
+    the walks of Hopper follow. keep_factors: keep the factors of a norm of q and k."""
+    if keep_factors and problem.use_qk_l2norm:
+        q, k, factors = l2norm_with_factors(x.q, x.k)
+        problem = replace(problem, use_qk_l2norm=False)
+        found = recompute(problem, x._replace(q=q, k=k), chunks, on_hopper=on_hopper)
+        return found._replace(factors=factors)
     dtype = compute_dtype(problem)
     if on_hopper:
         q, k, g_cumsum, beta = activate(problem, x, chunks)
@@ -132,14 +145,20 @@ class Begun(NamedTuple):
 
 
 def begin(
-    problem: Problem, x: Inputs, do: torch.Tensor | None, *, on_hopper: bool = False
+    problem: Problem,
+    x: Inputs,
+    do: torch.Tensor | None,
+    *,
+    on_hopper: bool = False,
+    keep_factors: bool = False,
 ) -> Begun:
-    """Makes all that needs no gradient of a state. Runs on the device of the inputs. on_hopper: as
-    for `recompute`."""
+    """Makes all that needs no gradient of a state. Runs on the device of the inputs. on_hopper,
+    keep_factors: as for `recompute`."""
     p, x = problem, readable_inputs(x)
     do = x.v.new_zeros(p.B, p.T, p.HV, p.V) if do is None else do.contiguous()
     chunks = make_chunks(p.B, p.T, p.chunk_size, x.cu_seqlens)
-    return Begun(x=x, do=do, chunks=chunks, recomputed=recompute(p, x, chunks, on_hopper=on_hopper))
+    recomputed = recompute(p, x, chunks, on_hopper=on_hopper, keep_factors=keep_factors)
+    return Begun(x=x, do=do, chunks=chunks, recomputed=recomputed)
 
 
 def of_chunks(
@@ -149,9 +168,6 @@ def of_chunks(
     ``in_lines``; states: `States`, or a record of the same fields. on_hopper: the walk stored dv
     instead of dx."""
     p, (_, do, chunks, c) = problem, begun
-    # Keep the gradients of the normalised q and k in float32 until the norm's own step has read
-    # them; otherwise they would be rounded twice.
-    dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
     if on_hopper:
         # Releases of Triton that are not listed in hopper/support.py may lack names of Gluon.
         from gdn_triton.chunk.triton.hopper.gradients.launch import chunk_gradients
@@ -168,9 +184,12 @@ def of_chunks(
             beta=c.beta,
             chunks=chunks,
             scale=p.scale,
-            out_dtype=dq_dtype,
+            factors=c.factors,
             K=p.K,
         )
+    # Keep the gradients of the normalised q and k in float32 until the norm's own step has read
+    # them; otherwise they would be rounded twice.
+    dq_dtype, dk_dtype = (torch.float32,) * 2 if p.use_qk_l2norm else (p.q_dtype, p.k_dtype)
     pairs = pairs_bwd(
         c.q,
         c.k,
@@ -240,7 +259,7 @@ def finish(
     )
     parts = of_chunks(p, begun, v, states, on_hopper=gradients_on_hopper)
     dq, dk = parts.dq, parts.dk
-    if p.use_qk_l2norm:
+    if p.use_qk_l2norm and not gradients_on_hopper:
         dq, dk = l2norm_bwd(x.q, x.k, dq, dk)
     gates = gate_bwd(
         parts.pair_shares,
@@ -290,7 +309,7 @@ def gradients(
 
         walk = walks
     with on_device(x.q.device):
-        begun = begin(problem, x, do, on_hopper=walks_on_hopper)
+        begun = begin(problem, x, do, on_hopper=walks_on_hopper, keep_factors=gradients_on_hopper)
         return finish(
             problem,
             begun,

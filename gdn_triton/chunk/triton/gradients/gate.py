@@ -25,6 +25,9 @@ from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import chunk_span, store_zeros
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
+# The value heads of a program: their numbers of a token lie side by side in g, beta and their
+# gradients, and fill the 32 bytes that memory moves.
+HEADS = 8
 # The chunks whose sums a program of the second stage adds at a time, and the number of its heads.
 SUM_BLOCK = 64
 SUM_WIDTH = 8
@@ -93,33 +96,42 @@ def gate_bwd_kernel(
     THRESHOLD: tl.constexpr,
     BETA_FACTOR: tl.constexpr,
     BT: tl.constexpr,
+    BH: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr,
     USE_SIGMOID: tl.constexpr,
     IS_VARLEN: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
-    i_c, i_hv = pid // HV, pid % HV
+    blocks = tl.cdiv(HV, BH)
+    i_c = pid // blocks
+    heads = pid % blocks * BH + tl.arange(0, BH)
     i_b, row, n_rows = chunk_span(i_c, chunk_rows, T, NT, BT, IS_VARLEN)
-    o_t = tl.arange(0, BT)
-    o_sums = i_c * 2 * HV + i_hv
-    o_out = (i_b * T + row + o_t) * HV + i_hv
+    exists = heads < HV
+    o_h = heads[:, None]
+    o_t = tl.arange(0, BT)[None, :]
+    o_sums = i_c * 2 * HV + heads
+    o_out = (i_b * T + row + o_t) * HV + o_h
     if n_rows <= 0:
-        outside = o_t < -n_rows
+        outside = exists[:, None] & (o_t < -n_rows)
         store_zeros(dg + o_out, outside)
         store_zeros(dbeta + o_out, outside)
         if FROM_HOPPER:
-            for start in range(0, V, BV):
-                o_v = start + tl.arange(0, BV)[None, :]
-                store_zeros(dv + (o_out[:, None] * V + o_v), outside[:, None] & (o_v < V))
+            first = pid % blocks * BH
+            for h in range(first, tl.minimum(first + BH, HV)):
+                rows = (i_b * T + row + tl.arange(0, BT)) * HV + h
+                for start in range(0, V, BV):
+                    o_v = start + tl.arange(0, BV)[None, :]
+                    mask = (tl.arange(0, BT) < -n_rows)[:, None] & (o_v < V)
+                    store_zeros(dv + (rows[:, None] * V + o_v), mask)
         if HAS_GATE:
-            tl.store(sums + o_sums, 0.0)
-            tl.store(sums + o_sums + HV, 0.0)
+            store_zeros(sums + o_sums, exists)
+            store_zeros(sums + o_sums + HV, exists)
         return
-    valid = o_t < n_rows
+    valid = exists[:, None] & (o_t < n_rows)
     plane = tl.cast(B, tl.int64) * HV * T
-    o_s = (i_b * HV + i_hv) * T + row + o_t
-    p_used = beta_used + i_b * stride_usedb + (row + o_t) * stride_usedt + i_hv * stride_usedh
+    o_s = (i_b * HV + o_h) * T + row + o_t
+    p_used = beta_used + i_b * stride_usedb + (row + o_t) * stride_usedt + o_h * stride_usedh
     b_used = tl.load(p_used, mask=valid, other=0).to(tl.float32)
     b_dbeta = tl.load(pair_shares + o_s, mask=valid, other=0)
     b_ahead = tl.load(pair_shares + plane + o_s, mask=valid, other=0)
@@ -133,45 +145,55 @@ def gate_bwd_kernel(
         b_ahead -= tl.load(pair_shares + 3 * plane + o_s, mask=valid, other=0)
     else:
         b_ahead += b_third
-    b_read = tl.zeros([BT], dtype=tl.float32)
-    b_behind = tl.zeros([BT], dtype=tl.float32)
-    total = 0.0
+    b_read = tl.zeros([BH, BT], dtype=tl.float32)
+    b_behind = tl.zeros([BH, BT], dtype=tl.float32)
+    total = tl.zeros([BH], dtype=tl.float32)
     for i in tl.static_range(K_BLOCKS):
         p_share = shares + 3 * i * plane + o_s
         b_ahead += tl.load(p_share, mask=valid, other=0)
         b_read += tl.load(p_share + plane, mask=valid, other=0)
-        b_behind += tl.load(p_share + 2 * plane, mask=valid, other=0)
-        total += tl.load(across + (tl.cast(SLOTS, tl.int64) * i + i_c) * HV + i_hv)
+        # Those of the token before, because a token's own part does not count.
+        b_behind += tl.load(p_share + 2 * plane - 1, mask=valid & (o_t > 0), other=0)
+        p_across = across + (tl.cast(SLOTS, tl.int64) * i + i_c) * HV + heads
+        total += tl.load(p_across, mask=exists, other=0)
     b_ahead -= b_read * b_rest
     if FROM_HOPPER:
         # v_new is beta times the vector whose product with dx is dbeta.
         b_dbeta /= tl.where(small, 1.0, b_used * b_used)
         small &= valid
-        if tl.max(small.to(tl.int32), 0) > 0:
-            p_v = v + i_b * stride_vb + i_hv * stride_vh + (row + o_t) * stride_vt
+        if tl.max(small.to(tl.int32)) > 0:
             b_own = b_third - b_read
-            for start in range(0, V, BV):
-                o_v = start + tl.arange(0, BV)[None, :]
-                in_values = small[:, None] & (o_v < V)
-                p_dv = dv + (o_out[:, None] * V + o_v)
-                b_v = tl.load(p_v[:, None] + o_v, mask=in_values, other=0).to(tl.float32)
-                b_dx = tl.load(p_dv, mask=in_values, other=0).to(tl.float32)
-                b_own += tl.sum(b_v * b_dx, 1)
-                b_dv = (b_dx * b_used[:, None]).to(dv.dtype.element_ty)
-                tl.store(p_dv, b_dv, mask=in_values)
+            for n in range(BH):
+                of_head = tl.arange(0, BH)[:, None] == n
+                in_head = tl.max((small & of_head).to(tl.int32), 0) > 0
+                if tl.max(in_head.to(tl.int32), 0) > 0:
+                    h = pid % blocks * BH + n
+                    rows = row + tl.arange(0, BT)
+                    p_v = v + i_b * stride_vb + h * stride_vh + rows * stride_vt
+                    p_dv = dv + ((i_b * T + rows) * HV + h) * V
+                    used = tl.sum(tl.where(of_head, b_used, 0.0), 0)
+                    own = tl.zeros([BT], dtype=tl.float32)
+                    for start in range(0, V, BV):
+                        o_v = start + tl.arange(0, BV)[None, :]
+                        in_values = in_head[:, None] & (o_v < V)
+                        b_v = tl.load(p_v[:, None] + o_v, mask=in_values, other=0).to(tl.float32)
+                        b_dx = tl.load(p_dv[:, None] + o_v, mask=in_values, other=0).to(tl.float32)
+                        own += tl.sum(b_v * b_dx, 1)
+                        b_dv = (b_dx * used[:, None]).to(dv.dtype.element_ty)
+                        tl.store(p_dv[:, None] + o_v, b_dv, mask=in_values)
+                    b_own += tl.where(of_head, own[None, :], 0.0)
             b_dbeta = tl.where(small, b_own, b_dbeta)
     else:
         b_dbeta -= b_read
-    from_here = o_t[:, None] >= o_t[None, :]
-    b_dg = tl.sum(tl.where(from_here, b_ahead[:, None], b_behind[:, None]), 0) + total
+    b_dg = tl.cumsum(b_ahead, 1, reverse=True) + tl.cumsum(b_behind, 1) + total[:, None]
 
-    p_g = g + i_b * stride_gb + (row + o_t) * stride_gt + i_hv * stride_gh
+    p_g = g + i_b * stride_gb + (row + o_t) * stride_gt + o_h * stride_gh
     b_g = tl.load(p_g, mask=valid, other=0).to(tl.float32)
     if HAS_GATE:
-        b_A = tl.load(A_log + i_hv).to(tl.float32)
+        b_A = tl.load(A_log + heads, mask=exists, other=0).to(tl.float32)[:, None]
         rate = tl.exp(b_A)
         if HAS_DT_BIAS:
-            b_g += tl.load(dt_bias + i_hv).to(tl.float32)
+            b_g += tl.load(dt_bias + heads, mask=exists, other=0).to(tl.float32)[:, None]
         is_exp = b_g < -2 * THRESHOLD
         b_slope = -rate * tl.where(b_g > THRESHOLD, 1.0, 1 / (1 + tl.exp(-b_g)))
         b_g = log_decay(b_g, b_A, rate, THRESHOLD)
@@ -179,14 +201,14 @@ def gate_bwd_kernel(
         b_slope = tl.where(is_exp, b_g, b_slope)
         # A NaN fails both comparisons and therefore stays a NaN.
         closed = (b_g * RCP_LN2 < FLOOR) | (o_t >= n_rows)
-        tl.store(sums + o_sums, tl.sum(tl.where(closed, 0.0, b_dg * b_g), 0))
+        tl.store(sums + o_sums, tl.sum(tl.where(closed, 0.0, b_dg * b_g), 1), mask=exists)
         b_dg = tl.where(closed, 0.0, b_slope * b_dg)
-        tl.store(sums + o_sums + HV, tl.sum(b_dg, 0))
+        tl.store(sums + o_sums + HV, tl.sum(b_dg, 1), mask=exists)
     else:
         b_dg = tl.where(b_g * RCP_LN2 < FLOOR, 0.0, b_dg)
     tl.store(dg + o_out, b_dg.to(dg.dtype.element_ty), mask=valid)
     if USE_SIGMOID:
-        p_beta = beta + i_b * stride_betab + (row + o_t) * stride_betat + i_hv * stride_betah
+        p_beta = beta + i_b * stride_betab + (row + o_t) * stride_betat + o_h * stride_betah
         b_x = tl.load(p_beta, mask=valid, other=0).to(tl.float32)
         b_dbeta *= BETA_FACTOR / (1 + tl.exp(-b_x)) / (1 + tl.exp(b_x))
     tl.store(dbeta + o_out, b_dbeta.to(dbeta.dtype.element_ty), mask=valid)
@@ -250,12 +272,17 @@ def gate_launch(
         THRESHOLD=SOFTPLUS_THRESHOLD,
         BETA_FACTOR=2.0 if neg_eigval else 1.0,
         BT=BT,
+        BH=heads_of_program(HV),
         HAS_GATE=has_gate,
         HAS_DT_BIAS=has_dt_bias,
         USE_SIGMOID=use_sigmoid,
         IS_VARLEN=is_varlen,
-        num_warps=2,
+        num_warps=4,
     )
+
+
+def heads_of_program(HV: int) -> int:
+    return min(HEADS, triton.next_power_of_2(HV))
 
 
 @functools.lru_cache(maxsize=64)
@@ -290,7 +317,7 @@ def gate_bwd(
     if A_log is not None:
         sums = torch.empty(chunks.slots, 2 * HV, dtype=torch.float32, device=g.device)
         total = torch.empty(2 * HV, dtype=torch.float32, device=g.device)
-    grid = chunks.slots * HV
+    grid = chunks.slots * -(-HV // heads_of_program(HV))
     if grid != 0:
         launch = gate_launch(
             HV,

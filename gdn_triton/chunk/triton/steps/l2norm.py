@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn_triton._triton.activations import normalized
+from gdn_triton._triton.activations import norm_factors, normalized
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
 from gdn_triton.constants import L2NORM_EPS
@@ -36,6 +36,7 @@ def l2norm_kernel(
     k,
     q_out,
     k_out,
+    factors,
     n,
     T,
     H,
@@ -61,12 +62,16 @@ def l2norm_kernel(
     o_out = i[:, None] * K + o_k[None, :]
     if tl.program_id(1) == 0:
         p_q = q + (i_b * stride_qb + i_t * stride_qt + i_h * stride_qh)[:, None] + o_k[None, :]
-        b_q = normalized(tl.load(p_q, mask=mask, other=0), EPS)
-        tl.store(q_out + o_out, b_q, mask=mask)
+        b_q = tl.load(p_q, mask=mask, other=0)
+        tl.store(q_out + o_out, normalized(b_q, EPS), mask=mask)
+        if factors is not None:
+            tl.store(factors + i, norm_factors(b_q, EPS), mask=i < n)
     else:
         p_k = k + (i_b * stride_kb + i_t * stride_kt + i_h * stride_kh)[:, None] + o_k[None, :]
-        b_k = normalized(tl.load(p_k, mask=mask, other=0), EPS)
-        tl.store(k_out + o_out, b_k, mask=mask)
+        b_k = tl.load(p_k, mask=mask, other=0)
+        tl.store(k_out + o_out, normalized(b_k, EPS), mask=mask)
+        if factors is not None:
+            tl.store(factors + n.to(tl.int64) + i, norm_factors(b_k, EPS), mask=i < n)
 
 
 @functools.lru_cache(maxsize=256, typed=True)
@@ -90,7 +95,9 @@ def rows_of_tile(BK: int) -> int:
     return max(1, TILE_ELEMENTS // BK)
 
 
-def launch_rows(kernel: Any, q: torch.Tensor, k: torch.Tensor, **others: torch.Tensor) -> None:
+def launch_rows(
+    kernel: Any, q: torch.Tensor, k: torch.Tensor, **others: torch.Tensor | None
+) -> None:
     """others: the kernel's tensors after q and k, in its order."""
     B, T, H, K = q.shape
     n = B * T * H
@@ -105,5 +112,15 @@ def l2norm_fwd(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     """Normalises q and k [B, T, H, K] over K (last stride 1). Returns both contiguous in their
     dtypes."""
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    launch_rows(l2norm_kernel, q, k, q_out=q_out, k_out=k_out)
+    launch_rows(l2norm_kernel, q, k, q_out=q_out, k_out=k_out, factors=None)
     return q_out, k_out
+
+
+def l2norm_with_factors(
+    q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Also returns what the rows of q and those of k were multiplied by: [2, B, T, H], fp32."""
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    factors = torch.empty(2, *q.shape[:3], dtype=torch.float32, device=q.device)
+    launch_rows(l2norm_kernel, q, k, q_out=q_out, k_out=k_out, factors=factors)
+    return q_out, k_out, factors

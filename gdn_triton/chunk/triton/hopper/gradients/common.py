@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from gdn_triton.chunk.triton.gradients import gate
 from gdn_triton.chunk.triton.hopper.names import CHUNK, viewed
 
-# The rows of a pair: two tiles of a chunk, one above the other, for a product of eight warps.
+# The rows of a pair: two tiles of a chunk, one above the other.
 PAIR = gl.constexpr(128)
 # The columns of a block, which is the unit of TMA and of the layout in shared memory.
 PART = gl.constexpr(64)
@@ -15,20 +15,20 @@ PIECE = gl.constexpr(16)
 
 LEAST_BETA = gl.constexpr(gate.LEAST_BETA)
 
-# The vectors of a value head in shared memory. Each has PAIR numbers, those of the upper tile and
-# those of the lower tile. g is the sum of the chunk's log2 decays, and rest times a row of dv is
-# beta dx:
-#     G                  g,          g
-#     REST               1,          rest
-#     SHARE for dh       0,          2^(g_last - g)
-#     SHARE + 1 for h    scale 2^g,  2^g
-#     FACTOR for dh      0,          2^(g_last - g)
-#     FACTOR + 1 for h   scale 2^g,  -rest 2^g
+# The vectors of a value head in shared memory, a number of each token. g is the sum of the chunk's
+# log2 decays, and rest times a row of dv is beta dx:
+#     G                  g
+#     REST               rest
+#     SHARE for dh       2^(g_last - g)
+#     SHARE + 1 for h    2^g
+#     FACTOR for dh      2^(g_last - g)
+#     FACTOR + 1 for h   -rest 2^g
+#     QUERY              scale 2^g
 #     LAST               2^g_last in each element
-# The factors are those of dq and dk.
+# The factors are those of dk, and QUERY has that of dq.
 G_VECTOR, REST_VECTOR, SHARE_VECTORS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-FACTOR_VECTORS, LAST_VECTOR = gl.constexpr(4), gl.constexpr(6)
-VECTORS = gl.constexpr(7)
+FACTOR_VECTORS, QUERY_VECTOR, LAST_VECTOR = gl.constexpr(4), gl.constexpr(6), gl.constexpr(7)
+VECTORS = gl.constexpr(8)
 
 
 @gluon.jit

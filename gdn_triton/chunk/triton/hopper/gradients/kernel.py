@@ -3,15 +3,16 @@
 
 One kernel computes the results of pairs.py and query_key.py of the portable backward, and loads
 each input once. An item is a chunk of a key head. A program computes every n-th item, the value
-heads one after the other. Its warps have four roles:
+heads one after the other. Its warps have five roles:
 
-    products  dq and dk (products.py)
+    queries   dq (products.py)
+    keys      dk (products.py)
     values    <h, dh> (values.py)
     gates     factors of the tokens
     loader    copies tiles to shared memory, by TMA
 
-The tiles of a value head are four units of a ring, in the order in which they are used: u, dh, do
-and dv, h. q and k have one buffer, and are loaded after the first units of their item.
+The tiles of a value head are four units of a ring, in the order in which they become free: h, dh,
+u, do and dv. q and k have one buffer, and are loaded after the first units of their item.
 """
 
 from triton.experimental import gluon
@@ -25,12 +26,13 @@ from gdn_triton.chunk.triton.hopper.gradients.common import (
     LEAST_BETA,
     PAIR,
     PART,
+    QUERY_VECTOR,
     REST_VECTOR,
     SHARE_VECTORS,
     VECTORS,
     chunk_place,
 )
-from gdn_triton.chunk.triton.hopper.gradients.products import products_role
+from gdn_triton.chunk.triton.hopper.gradients.products import keys_role, queries_role
 from gdn_triton.chunk.triton.hopper.gradients.values import values_role
 from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, load_tile, viewed
 
@@ -42,10 +44,8 @@ def gates_role(vectors, gates, betas, place, sizes, scale, IS_VARLEN: gl.constex
     p_betas, stride_betab, stride_betat, stride_betah = betas
     first_item, n_items, step, chunk_rows = place
     T, NT, H, G = sizes
-    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    o_r = gl.arange(0, PAIR, LANES)
-    o_t = o_r % CHUNK
-    above = o_r < CHUNK
+    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    o_t = gl.arange(0, CHUNK, LANES)
     heads = gl.to_tensor(0)
     for i in range(first_item, n_items, step):
         _, i_h, i_b, row, n_rows = chunk_place(i, chunk_rows, T, NT, H, IS_VARLEN)
@@ -59,22 +59,21 @@ def gates_role(vectors, gates, betas, place, sizes, scale, IS_VARLEN: gl.constex
                 g = gl.load(p_g + o_t * stride_gt, mask=valid, other=0)
                 beta = gl.load(p_beta + o_t * stride_betat, mask=valid, other=0).to(gl.float32)
                 # Times a row of dv it is beta dx.
-                rest = gl.where(above | (gl.abs(beta) >= LEAST_BETA), 1.0, beta)
-                last = gl.sum(gl.where(above & (o_t == n_rows - 1), g, 0.0), 0)
+                rest = gl.where(gl.abs(beta) >= LEAST_BETA, 1.0, beta)
+                last = gl.sum(gl.where(o_t == n_rows - 1, g, 0.0), 0)
                 start = gl.exp2(g)
                 # A row past the end must not have a positive exponent.
-                to_end = gl.exp2(gl.where(valid & (o_r >= CHUNK), last - g, float("-inf")))
+                to_end = gl.exp2(gl.where(valid, last - g, float("-inf")))
                 stage = heads & 1
                 base = stage * VECTORS
                 mbarrier.wait(vectors_empty.index(stage), ((heads >> 1) & 1) ^ 1)
                 vectors_s.index(base + G_VECTOR).store(g)
                 vectors_s.index(base + REST_VECTOR).store(rest)
                 vectors_s.index(base + SHARE_VECTORS).store(to_end)
-                share = gl.where(above, scale * start, start)
-                vectors_s.index(base + SHARE_VECTORS + 1).store(share)
+                vectors_s.index(base + SHARE_VECTORS + 1).store(start)
                 vectors_s.index(base + FACTOR_VECTORS).store(to_end)
-                factor = gl.where(above, scale * start, -rest * start)
-                vectors_s.index(base + FACTOR_VECTORS + 1).store(factor)
+                vectors_s.index(base + FACTOR_VECTORS + 1).store(-rest * start)
+                vectors_s.index(base + QUERY_VECTOR).store(scale * start)
                 vectors_s.index(base + LAST_VECTOR).store(gl.exp2(gl.where(o_t >= 0, last, g)))
                 mbarrier.arrive(vectors_full.index(stage), count=1)
                 p_g += stride_gh
@@ -105,6 +104,16 @@ def load_pair(upper, lower, at, ring, slot, phase, BV: gl.constexpr, N: gl.const
     unit = ring_s.index(slot * N)
     load_halves(upper, at, barrier, unit, 0, N)
     load_halves(lower, at, barrier, unit, 1, N)
+
+
+@gluon.jit
+def load_lower(desc, at, ring, slot, phase, BV: gl.constexpr, N: gl.constexpr):
+    """Copies N blocks of 64 columns of a chunk to the lower half of a unit."""
+    ring_s, full, empty = ring
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    barrier = full.index(slot)
+    mbarrier.expect(barrier, CHUNK * BV * 2)
+    load_halves(desc, at, barrier, ring_s.index(slot * N), 1, N)
 
 
 @gluon.jit
@@ -151,14 +160,13 @@ def loader_role(
             for j in range(G):
                 at = (i_b, row, i_h * G + j)
                 state = (i_c, i_h * G + j)
-                # The upper half is multiplied by 0, so it must be finite where u is.
-                load_pair(u_desc, u_desc, at, ring, slot, phase, BV, V_BLOCKS)
+                load_state(h_desc, state, ring, slot, phase, BK, V_BLOCKS)
                 slot, phase = advance(slot, phase, RING)
                 load_state(dh_desc, state, ring, slot, phase, BK, V_BLOCKS)
                 slot, phase = advance(slot, phase, RING)
-                load_pair(do_desc, dv_desc, at, ring, slot, phase, BV, V_BLOCKS)
+                load_lower(u_desc, at, ring, slot, phase, BV, V_BLOCKS)
                 slot, phase = advance(slot, phase, RING)
-                load_state(h_desc, state, ring, slot, phase, BK, V_BLOCKS)
+                load_pair(do_desc, dv_desc, at, ring, slot, phase, BV, V_BLOCKS)
                 slot, phase = advance(slot, phase, RING)
                 if j == 0:
                     # The buffer of q and k becomes free later than the units of a value head.
@@ -179,10 +187,9 @@ def hopper_gradients_kernel(
     dv_desc,
     h_desc,
     dh_desc,
-    q,
-    k,
     g_cumsum,
     beta,
+    factors,
     dq,
     dk,
     shares,
@@ -195,12 +202,6 @@ def hopper_gradients_kernel(
     NT,
     H,
     HV,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
     stride_gb,
     stride_gt,
     stride_gh,
@@ -212,6 +213,7 @@ def hopper_gradients_kernel(
     BK: gl.constexpr,
     BV: gl.constexpr,
     RING: gl.constexpr,
+    KEY_REGISTERS: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr,
     SINGLE_REGISTERS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
@@ -223,30 +225,37 @@ def hopper_gradients_kernel(
     2^(g_last - g) k . (u dh^T)."""
     dtype: gl.constexpr = k_desc.dtype
     G = HV // H
+    NORM: gl.constexpr = factors is not None
     V_BLOCKS: gl.constexpr = BV // PART
     K_BLOCKS: gl.constexpr = BK // PART
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ONE_BY_ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # q on k, then S on N.
     qk_s = gl.allocate_shared_memory(dtype, [K_BLOCKS + 1, PAIR, PART], ROWS)
     ring_s = gl.allocate_shared_memory(dtype, [RING * V_BLOCKS, PAIR, PART], ROWS)
-    vectors_s = gl.allocate_shared_memory(gl.float32, [2 * VECTORS, PAIR], FLAT)
-    own_s = gl.allocate_shared_memory(gl.float32, [4, CHUNK], FLAT)
+    vectors_s = gl.allocate_shared_memory(gl.float32, [2 * VECTORS, CHUNK], FLAT)
+    own_s = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
+    columns_s = gl.allocate_shared_memory(gl.float32, [8, CHUNK], ONE_BY_ONE)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], BARRIER)
     vectors_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     vectors_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     qk_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     qk_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    s_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    s_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for s in gl.static_range(RING):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
+        mbarrier.init(empty.index(s), count=3)
     for s in gl.static_range(2):
         mbarrier.init(vectors_full.index(s), count=1)
-        mbarrier.init(vectors_empty.index(s), count=2)
+        mbarrier.init(vectors_empty.index(s), count=3)
     mbarrier.init(qk_full, count=1)
-    mbarrier.init(qk_empty, count=1)
+    mbarrier.init(qk_empty, count=2)
+    mbarrier.init(s_full, count=1)
+    mbarrier.init(s_empty, count=1)
     qk_ready = qk_full
     if IS_VARLEN:
         qk_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -261,14 +270,21 @@ def hopper_gradients_kernel(
     gates = (g_cumsum, stride_gb, stride_gt, stride_gh)
     vectors = (vectors_s, vectors_full, vectors_empty)
     betas = (beta, stride_betab, stride_betat, stride_betah)
+    memory = (qk_s, ring_s, qk_ready, qk_empty, full, empty)
+    exchange = (own_s, columns_s, s_full, s_empty)
+    factors_q = g_cumsum
+    factors_k = g_cumsum
+    if NORM:
+        factors_q = factors
+        factors_k = factors + gl.cast(B, gl.int64) * T * H
     gl.warp_specialize(
         [
             (
-                products_role,
+                queries_role,
                 (
-                    (qk_s, ring_s, own_s, qk_ready, qk_empty, full, empty),
-                    (q, stride_qb, stride_qt, stride_qh, k, stride_kb, stride_kt, stride_kh),
-                    (dq, dk, shares, plane),
+                    memory,
+                    exchange,
+                    (dq, factors_q, shares, plane),
                     vectors,
                     place,
                     (T, NT, H, G, K),
@@ -278,6 +294,25 @@ def hopper_gradients_kernel(
                     BV,
                     RING,
                     K == BK,
+                    NORM,
+                    IS_VARLEN,
+                ),
+            ),
+            (
+                keys_role,
+                (
+                    memory,
+                    exchange,
+                    (dk, factors_k, shares, plane),
+                    vectors,
+                    place,
+                    (T, NT, H, G, K),
+                    dtype,
+                    BK,
+                    BV,
+                    RING,
+                    K == BK,
+                    NORM,
                     IS_VARLEN,
                 ),
             ),
@@ -314,6 +349,6 @@ def hopper_gradients_kernel(
                 ),
             ),
         ],
-        [4, 1, 1],
-        [VALUE_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
+        [4, 4, 1, 1],
+        [KEY_REGISTERS, VALUE_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
     )

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from gdn_triton._triton.strides import head_arguments, head_strides, named
+from gdn_triton._triton.strides import head_arguments, head_strides
 from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.triton.gradients.gate import ChunkGradients
 from gdn_triton.chunk.triton.hopper.descriptors import (
@@ -17,9 +17,9 @@ from gdn_triton.chunk.triton.hopper.descriptors import (
 from gdn_triton.chunk.triton.hopper.gradients.kernel import hopper_gradients_kernel
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 
-# The registers of a thread of the warps of values and of the single warps. The warps of products
-# have the others.
-VALUE_REGISTERS, SINGLE_REGISTERS = 80, 32
+# The registers of a thread of the warps of keys, of values and of the single warps. The warps of
+# queries have the others.
+KEY_REGISTERS, VALUE_REGISTERS, SINGLE_REGISTERS = 208, 80, 32
 # The number of units of 32 KB.
 RING = 5
 
@@ -30,8 +30,6 @@ def gradients_launch(
     HV: int,
     K: int,
     V: int,
-    q_strides: tuple[int, ...],
-    k_strides: tuple[int, ...],
     g_strides: tuple[int, ...],
     beta_strides: tuple[int, ...],
     *,
@@ -45,8 +43,6 @@ def gradients_launch(
         tiles | dict.fromkeys(("h_desc", "dh_desc"), state_tile(BK)),
         H=H,
         HV=HV,
-        **named("qb qt qh", q_strides),
-        **named("kb kt kh", k_strides),
         **head_arguments("g", g_strides),
         **head_arguments("beta", beta_strides),
         K=K,
@@ -54,10 +50,11 @@ def gradients_launch(
         BK=BK,
         BV=BV,
         RING=RING,
+        KEY_REGISTERS=KEY_REGISTERS,
         VALUE_REGISTERS=VALUE_REGISTERS,
         SINGLE_REGISTERS=SINGLE_REGISTERS,
         IS_VARLEN=is_varlen,
-        num_warps=8,
+        num_warps=4,
     )
 
 
@@ -74,17 +71,18 @@ def chunk_gradients(
     beta: torch.Tensor,
     chunks: ChunkTable,
     scale: float,
-    out_dtype: torch.dtype,
+    factors: torch.Tensor | None,
     K: int,
 ) -> ChunkGradients:
     """q, k: [B, T, H, K_row], zero beyond the keys' own width K, last stride 1; do, u (v_new) and
     dv: [B, T, HV, V], h and dh: [slots, HV, K, V], contiguous; all these are bf16. dv: as
     ``state_bwd`` makes it with ``store_dv``; ``gate_bwd`` completes it. g_cumsum, beta: [B, T, HV].
-    out_dtype: the dtype of dq and dk."""
+    factors: those of ``l2norm_with_factors``, for dq and dk of the q and k before their norm, or
+    None."""
     B, T, H, _ = k.shape
     HV, V = do.shape[2:]
     device = k.device
-    dq = torch.empty(B, T, H, K, dtype=out_dtype, device=device)
+    dq = torch.empty(B, T, H, K, dtype=q.dtype, device=device)
     dk = torch.empty_like(dq)
     shares = torch.empty(7, B, HV, T, dtype=torch.float32, device=device)
     across = torch.empty(1, chunks.slots, HV, dtype=torch.float32, device=device)
@@ -94,8 +92,6 @@ def chunk_gradients(
         HV,
         K,
         V,
-        q.stride()[:3],
-        k.stride()[:3],
         head_strides(g_cumsum),
         head_strides(beta),
         is_varlen=chunks.chunk_rows is not None,
@@ -109,10 +105,9 @@ def chunk_gradients(
         dv_desc=dv,
         h_desc=h,
         dh_desc=dh,
-        q=q,
-        k=k,
         g_cumsum=g_cumsum,
         beta=beta,
+        factors=factors,
         dq=dq,
         dk=dk,
         shares=shares,

@@ -50,7 +50,7 @@ def values_role(
     # The same bytes in pieces of 16 rows.
     pieces = viewed(ring_s, dtype, [RING * V_BLOCKS * PIECES, PIECE, PART], ROWS)
     keys = viewed(qk_s, dtype, [K_BLOCKS * PIECES, PIECE, PART], ROWS)
-    numbers = viewed(vectors_s, gl.float32, [2 * VECTORS * PIECES, PIECE], FLAT)
+    numbers = viewed(vectors_s, gl.float32, [2 * VECTORS * PIECES // 2, PIECE], FLAT)
     UNIT: gl.constexpr = V_BLOCKS * PIECES
     STATE_PIECES: gl.constexpr = BK // PIECE
     # A number of turns that the compiler does not know.
@@ -78,29 +78,29 @@ def values_role(
                 stage = heads & 1
                 base = stage * VECTORS
                 slot_dh, phase_dh = advance(slot, phase, RING)
-                slot_do, phase_do = advance(slot_dh, phase_dh, RING)
-                slot_h, phase_h = advance(slot_do, phase_do, RING)
+                slot_u, phase_u = advance(slot_dh, phase_dh, RING)
+                slot_do, phase_do = advance(slot_u, phase_u, RING)
                 mbarrier.wait(vectors_full.index(stage), (heads >> 1) & 1)
-                # This role does not read u, do and dv. It waits for them, too, because it could
-                # otherwise take a phase of a barrier for the one before last.
                 mbarrier.wait(full.index(slot), phase)
-                mbarrier.arrive(empty.index(slot), count=1)
-                mbarrier.wait(full.index(slot_dh), phase_dh)
-                mbarrier.wait(full.index(slot_do), phase_do)
-                mbarrier.arrive(empty.index(slot_do), count=1)
                 total = gl.zeros([PIECE, PART], gl.float32, LANES)
                 for n in range(state_pieces):
                     # In each turn, because a loop in a loop is not unrolled.
-                    mbarrier.wait(full.index(slot_h), phase_h)
+                    mbarrier.wait(full.index(slot_dh), phase_dh)
                     for c in gl.static_range(V_BLOCKS):
                         dh = pieces.index(slot_dh * UNIT + c * STATE_PIECES + n).load(LANES)
-                        h = pieces.index(slot_h * UNIT + c * STATE_PIECES + n).load(LANES)
+                        h = pieces.index(slot * UNIT + c * STATE_PIECES + n).load(LANES)
                         total += dh.to(gl.float32) * h.to(gl.float32)
                 mbarrier.arrive(empty.index(slot_dh), count=1)
-                mbarrier.arrive(empty.index(slot_h), count=1)
-                last = numbers.index((base + LAST_VECTOR) * PIECES).load(TOKEN)
-                mbarrier.arrive(vectors_empty.index(stage), count=1)
+                mbarrier.arrive(empty.index(slot), count=1)
+                last = numbers.index((base + LAST_VECTOR) * (PIECES // 2)).load(TOKEN)
                 gl.store(p_across, gl.sum(gl.sum(total, 1) * last, 0))
-                slot, phase = advance(slot_h, phase_h, RING)
+                mbarrier.arrive(vectors_empty.index(stage), count=1)
+                # This role does not read u, do and dv. It waits for them, too, because it could
+                # otherwise take a phase of a barrier for the one before last.
+                mbarrier.wait(full.index(slot_u), phase_u)
+                mbarrier.arrive(empty.index(slot_u), count=1)
+                mbarrier.wait(full.index(slot_do), phase_do)
+                mbarrier.arrive(empty.index(slot_do), count=1)
+                slot, phase = advance(slot_do, phase_do, RING)
                 p_across += 1
                 heads += 1
