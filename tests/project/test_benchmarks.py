@@ -204,6 +204,8 @@ def test_dry_run_of_host_times(
     for record in records:
         assert 0 < record["median us"] <= record["99 % us"]
     assert "| 6, two shapes in turns | " in capsys.readouterr().out
+    host.main(["--dry-run", "--calls", "2", "--steps"])
+    assert "| 2, prepare_step, window | " in capsys.readouterr().out
     taken = {kind: list(itertools.islice(host.lengths(kind, 5, 24), 20)) for kind in host.KINDS}
     assert taken["two shapes in turns"] == [24, 12] * 10
     assert sorted(taken["fresh lengths"]) == list(range(5, 25)) != taken["fresh lengths"]

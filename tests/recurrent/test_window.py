@@ -299,7 +299,7 @@ def test_bits_in_a_large_batch(
     case: Case, pool: torch.dtype, v_first: bool, backend: str, device: str
 ) -> None:
     """The programs of a large batch have other sizes. Here it is the small one, many times."""
-    from gdn_triton.recurrent.triton.window import FEW_STATES
+    from gdn_triton.recurrent.triton.window_form import FEW_STATES
 
     if backend == "reference":
         pytest.skip("torch's products depend on the size of a batch")
@@ -349,7 +349,7 @@ def test_both_kernels_of_one_token(
     """The kernel that serves K = V = 128 in bf16, at sizes and in dtypes that the interpreter has,
     against the other kernel, whose bits it has."""
     from gdn_triton.recurrent.triton import window_plan
-    from gdn_triton.recurrent.triton.window import early_form
+    from gdn_triton.recurrent.triton.window_form import early_form
 
     if backend == "reference":
         pytest.skip("it has no kernels")

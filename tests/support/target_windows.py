@@ -9,7 +9,7 @@ def run_windows(call: Any, H: int) -> None:
     """The step with windows, of one token and of all of its tokens, and a fold. call: a mixed one
     of several tokens, for H heads of k."""
     from gdn_triton.recurrent.problem import WINDOW_AND_SCALES, FoldCall, FoldOperands
-    from gdn_triton.recurrent.triton.window import FEW_STATES
+    from gdn_triton.recurrent.triton.window_form import FEW_STATES
     from gdn_triton.recurrent.triton.window_plan import fold_slots, plan
     from gdn_triton.recurrent.validation import validate_step
     from gdn_triton.recurrent.validation_window import validate_fold

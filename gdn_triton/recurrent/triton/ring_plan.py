@@ -15,14 +15,14 @@ from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.ring_problem import RingOperands, RingProblem
 from gdn_triton.recurrent.triton.plan import strides
 from gdn_triton.recurrent.triton.rings import ring_fold_kernel, ring_restart_kernel
-from gdn_triton.recurrent.triton.window import (
+from gdn_triton.recurrent.triton.window import window_fwd_kernel
+from gdn_triton.recurrent.triton.window_early import window_early_fwd_kernel
+from gdn_triton.recurrent.triton.window_form import (
     WindowForm,
     early_form,
     most_registers,
     window_form,
-    window_fwd_kernel,
 )
-from gdn_triton.recurrent.triton.window_early import window_early_fwd_kernel
 from gdn_triton.recurrent.triton.window_plan import (
     BLOCK,
     LEAST_BLOCK,

@@ -26,8 +26,6 @@ never a difference of two sums, because a log decay may be -inf. Rows without a 
 so they are masked by a select, not multiplied by zero.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
@@ -37,18 +35,17 @@ from gdn_triton._triton.activations import log_decay
 from gdn_triton.recurrent.triton.kernel import strength
 from gdn_triton.recurrent.triton.window_early import fold_early, not_before
 from gdn_triton.recurrent.triton.window_records import (
-    age_of,
     below,
-    boundary,
     fold_records,
+    folds_of,
     has_bit,
     load_pieces,
     padded_with_zeros,
     path_bits,
     records_dot,
+    rows_to_load,
     state_dot,
     sums_after,
-    turn_of,
 )
 
 
@@ -115,9 +112,9 @@ def window_fwd_kernel(
     of the tokens after it. A program takes several us, because most of its 2000 instructions need
     the result of the one before. The state is therefore loaded into shared memory: with few
     registers more programs run at once. EARLY: a program uses no loaded number of a record or of
-    the state before all loads are issued. If also KI is BK, the state is loaded into registers, and
-    the numbers that depend on the tokens alone are computed meanwhile. DEPENDENT: see
-    `dependent_launch`.
+    the state before all loads are issued. If also KI is BK, the state is loaded into registers, the
+    numbers that depend on the tokens alone are computed meanwhile, and those of the records before
+    the products of the state, whose loads take longest. DEPENDENT: see `dependent_launch`.
 
     RING: the records are those of an engine's rings of R rows, which `gdn_triton.recurrent.rings`
     describes, with the strides ur, kr and gr of a ring. rings: the ring of each sequence.
@@ -189,6 +186,10 @@ def window_fwd_kernel(
             p_o += stride_ot
         return
 
+    p_state = state + slot * stride_hn + i_hv * stride_hh
+    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
+    if IN_REGISTERS:
+        loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
     ROW_U: tl.constexpr = V if RING else HV * V
     ROW_K: tl.constexpr = K if RING else H * K
     ROW_G: tl.constexpr = 1 if RING else HV
@@ -210,13 +211,7 @@ def window_fwd_kernel(
         p_kr = k_rows + ring * stride_kr + i_h * (R * K)
         p_gr = g_rows + ring * stride_gr + i_hv * R
     else:
-        # The position of the previous call is not loaded yet, but is at least position - D.
-        # Therefore the state includes at least the tokens before `least`, whose rows are not
-        # loaded.
-        turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
-        least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
-        age = age_of(o_r, position, R)
-        is_read = age < (position - least).to(tl.uint32)
+        turn, age, is_read = rows_to_load(o_r, position, i_hv, R, D, PERIOD, TURNS)
         own = (R - 1) - age.to(tl.int32)
         is_own = (own >= 0) & (own < n_tokens)
         p_u = u_rows + slot * stride_ur + i_hv * V + o_v
@@ -232,10 +227,6 @@ def window_fwd_kernel(
     if u_low is not None:
         p_ul = u_low + ring * stride_ur + i_hv * (R * V) + o_v
         b_ul = tl.load(p_ul[:, None] + o_r[None, :] * ROW_U, mask=is_read[None, :] & in_v[:, None])
-    p_state = state + slot * stride_hn + i_hv * stride_hh
-    p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
-    if IN_REGISTERS:
-        loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
     if not EARLY:
         b_y = load_tokens(p_q, p_k, wide_t, is_k, with_token, o_k, in_k, stride_qt, stride_kt,
                           stride_qk, stride_kk, ONE_LOAD)  # fmt: skip
@@ -261,8 +252,13 @@ def window_fwd_kernel(
     if scales is not None:
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
         b_scale = tl.load(p_scale, mask=in_v, other=0)
-
-    if not IN_REGISTERS:
+    if IN_REGISTERS:
+        # ptxas moves the instructions that wait for the tokens up across a barrier, to before the
+        # loads of the state, but not across a branch.
+        tl.debug_barrier()
+        if n_tokens <= 0:
+            return
+    else:
         # The pipeline copies all pieces of the state to shared memory before the first product. A
         # second use of b_h would keep the compiler from copying 16 bytes at once, or from the
         # pipeline.
@@ -332,9 +328,6 @@ def window_fwd_kernel(
 
     if IN_REGISTERS:
         tl.debug_barrier()
-        both = state_dot(not_before(loads[0], is_here), tl.trans(b_y))
-    if EARLY:
-        records = key_products(not_before(b_r, is_here), b_y, in_k, K, BK)
     TWO_PARTS: tl.constexpr = u_low is not None and u_rows.dtype.element_ty == tl.bfloat16
     if RING:
         alive = is_read
@@ -343,19 +336,21 @@ def window_fwd_kernel(
             if u_low is not None:
                 b_u += b_ul.to(tl.float32)
     else:
-        due = tl.maximum(boundary(position, turn, PERIOD), b_start)
-        last_call = tl.where(position > b_start, last_call, position)
-        held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
+        held, due = folds_of(position, last_call, b_start, turn, PERIOD)
         alive = age < (position - held).to(tl.uint32)
     b_gr = tl.where(alive, b_gr, 0.0)
-    b_u = tl.where(alive[None, :], b_u, 0.0)
     if TWO_PARTS:
         b_ul = tl.where(alive[None, :], b_ul, 0.0)
     log_w = tl.where(is_own, 0.0, sums_after(b_gr, age))[:, None] + own_w
     log_s += tl.sum(b_gr, 0)
+    if EARLY:
+        records = key_products(not_before(b_r, is_here), b_y, in_k, K, BK)
     used = alive[:, None] | (is_own[:, None] & is_above)
     records = tl.where(used, records * tl.exp2(log_w * RCP_LN2) * of_y[None, :], 0.0)
+    if IN_REGISTERS:
+        both = state_dot(not_before(loads[0], is_here), tl.trans(b_y))
     both *= (tl.exp2(log_s * RCP_LN2) * of_y)[None, :]
+    b_u = tl.where(alive[None, :], b_u, 0.0)
     if scales is not None:
         both *= b_scale[:, None]
     if TWO_PARTS:
@@ -419,79 +414,3 @@ def window_fwd_kernel(
             else:
                 fold_records(p_state, p_kr, p_scale, b_u, b_gr, age, to_fold, o_v, in_v, stride_hk,
                              stride_hv, H * K, K, BK, FI, RCP_LN2)  # fmt: skip
-
-
-class WindowForm(NamedTuple):
-    """The form of a program: BV columns of a state and `warps` warps. K is cut into pieces of KI,
-    or of FI in a fold. early: a program issues all loads before it uses a loaded state or record;
-    with one token the kernel is that of `window_early.py`. registers: the largest number per
-    thread, which limits the programs per multiprocessor; None: the compiler's choice. `early` and
-    `registers` change no bit."""
-
-    BV: int
-    warps: int
-    KI: int
-    FI: int
-    dot: bool = False
-    early: bool = False
-    registers: int | None = None
-
-
-# Up to this many states of a call, programs have fewer columns: there are then more programs, and
-# each waits for fewer loads. Measured with 256 states and with 2048.
-FEW_STATES = 512
-
-
-def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
-    """Returns the form of K = V = 128. It fixes the order of all sums, so it does not depend on the
-    batch. Both state layouts have the same form."""
-    narrow = state_itemsize <= 2
-    if one_token:
-        if narrow:
-            return WindowForm(BV=64, warps=2, KI=64, FI=64, dot=True)
-        return WindowForm(BV=32, warps=2, KI=32, FI=32)
-    if state_itemsize == 2:
-        return WindowForm(BV=64, warps=2, KI=32, FI=32)
-    return WindowForm(BV=64, warps=4, KI=64 if narrow else 32, FI=32)
-
-
-def most_registers(state_itemsize: int, max_tokens: int) -> int | None:
-    """Returns the registers of a thread of the kernel of several tokens, for K = V = 128 and tokens
-    of 2 bytes. As many programs as fit wait for memory at once, and no register is spilled with 4
-    tokens."""
-    if max_tokens > 8:
-        return None
-    return 128 if max_tokens <= 4 and state_itemsize != 2 else 168
-
-
-def drafts_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
-    """Returns the form with `early` of a call of at most four bf16 tokens in each sequence, for
-    K = V = 128 and states that are floats of 2 or 4 bytes, or None where it has not been timed. The
-    form of all other calls has the same bits."""
-    if not v_first:
-        return None
-    if state_itemsize == 4:
-        return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)
-    if states <= FEW_STATES:
-        return WindowForm(BV=32, warps=2, KI=128, FI=32, early=True, registers=128)
-    return WindowForm(BV=64, warps=2, KI=128, FI=64, early=True, registers=168)
-
-
-def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
-    """Returns the form of a call of one token whose states have 1, 2 or 4 bytes, or None where the
-    other kernel is faster. KI and `dot` are those of `window_form`, and one warp computes the sums
-    over K of a column. Therefore the number of states changes no bit."""
-    few = states <= FEW_STATES
-    if state_itemsize == 2:
-        if few:
-            return WindowForm(BV=32, warps=2, KI=64, FI=64, dot=True, early=True)
-        return WindowForm(BV=64, warps=2, KI=64, FI=64, dot=True, early=True, registers=168)
-    if not v_first:
-        return None
-    if state_itemsize == 1:
-        if few:
-            return WindowForm(BV=64, warps=4, KI=64, FI=64, dot=True, early=True, registers=96)
-        return WindowForm(BV=128, warps=4, KI=64, FI=32, dot=True, early=True, registers=128)
-    if few:
-        return WindowForm(BV=32, warps=2, KI=32, FI=32, early=True)
-    return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)

@@ -9,20 +9,20 @@ from triton.language.extra.cuda import gdc_wait
 from triton.language.target_info import is_hip
 
 from gdn_triton.recurrent.triton.window_records import (
-    age_of,
     below,
-    boundary,
     factors_of,
     fold_records,
+    folds_of,
     load_pieces,
     outer,
     padded_with_zeros,
     parts_of,
+    record_products,
     records_dot,
+    rows_to_load,
     state_dot,
     sums_after,
     token_products,
-    turn_of,
 )
 
 
@@ -142,9 +142,10 @@ def window_early_fwd_kernel(
     stride_gr: tl.constexpr, stride_cr: tl.constexpr,
 ):  # fmt: skip
     """A program has BV columns of the state of one sequence and value head. It waits for memory
-    twice: for the slot together with the token, and for the state together with its records. The
-    two barriers place all loads before the instructions that use a loaded number, because a program
-    issues its instructions in order. DOT: the matrix units multiply the state, which has the 16-bit
+    twice: for the slot, and for the token, the state and its records. A barrier and a branch place
+    all loads before the instructions that wait for the token, because a program issues its
+    instructions in order. ptxas moves such instructions up across a barrier, but not across a
+    branch. DOT: the matrix units multiply the state, which has the 16-bit
     dtype of q and k, or int8. DEPENDENT: see `dependent_launch`. The rows of a slot are
     contiguous in u_rows, k_rows, g_rows and call_rows, whose slots have the strides ur, kr, gr and
     cr.
@@ -221,13 +222,7 @@ def window_early_fwd_kernel(
         p_kr = k_rows + slot * stride_kr + i_h * (R * K)
         p_gr = g_rows + slot * stride_gr + i_hv * R
     else:
-        # The position of the previous call is not loaded yet, but is at least position - D.
-        # Therefore the state includes at least the tokens before `least`, whose rows are not
-        # loaded.
-        turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
-        least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
-        age = age_of(o_r, position, R)
-        is_read = age < (position - least).to(tl.uint32)
+        turn, age, is_read = rows_to_load(o_r, position, i_hv, R, D, PERIOD, TURNS)
         p_u = u_rows + slot * stride_ur + i_hv * V + o_v
         p_kr = k_rows + slot * stride_kr + i_h * K
         p_gr = g_rows + slot * stride_gr + i_hv
@@ -248,6 +243,10 @@ def window_early_fwd_kernel(
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
         b_scale = tl.load(p_scale, mask=in_v, other=0)
     tl.debug_barrier()
+    if DOT:
+        # No program returns here, because N is the number of sequences. float32 states would spill.
+        if i_n >= N:
+            return
 
     y_pieces, q_pieces, k_pieces = (), (), ()
     for i in tl.static_range(KO):
@@ -264,11 +263,7 @@ def window_early_fwd_kernel(
         alive = is_read
         b_u = not_before(b_u, slot > LAST_SKIPPED).to(tl.float32)
     else:
-        # The state in memory includes the tokens before `held`, and must include the tokens before
-        # `due`.
-        due = tl.maximum(boundary(position, turn, PERIOD), b_start)
-        last_call = tl.where(position > b_start, last_call, position)
-        held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
+        held, due = folds_of(position, last_call, b_start, turn, PERIOD)
         alive = age < (position - held).to(tl.uint32)
     b_gr = tl.where(alive, b_gr, 0.0)
     b_u = tl.where(alive[None, :], b_u, 0.0)
@@ -309,13 +304,7 @@ def window_early_fwd_kernel(
         both += records_dot(b_u, records, q.dtype.element_ty)
         b_o, stored = tl.split(tl.sum(tl.reshape(both, [BV, 4, 2]), 1))
     else:
-        y_first, r_first = y_pieces[0], r_pieces[0]  # type: ignore[misc]
-        records = tl.dot(r_first.to(y_first.dtype), y_first, input_precision="ieee")
-        for i in tl.static_range(1, KO):
-            records = tl.dot(
-                r_pieces[i].to(y_first.dtype), y_pieces[i], records, input_precision="ieee"
-            )
-        records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
+        records = record_products(r_pieces, y_pieces, w, of_y, alive, KO)
         b_o, stored = token_products(
             pieces, y_pieces, q_pieces, k_pieces, records, b_u, b_scale, of_state, of_q, of_k, of_y,
             BV, KO, DOT, q.dtype.element_ty

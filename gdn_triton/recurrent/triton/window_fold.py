@@ -7,8 +7,8 @@ import triton.language as tl
 from gdn_triton.recurrent.triton.window_records import (
     age_of,
     below,
-    boundary,
     fold_records,
+    folds_of,
     turn_of,
 )
 
@@ -43,8 +43,7 @@ def window_fold_kernel(
     last_call = position - 1
     if D > 1:
         last_call = tl.load(call_rows + slot * stride_cr + (position + R - 1) % R)
-    last_call = tl.where(position > b_start, last_call, position)
-    held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
+    held, _ = folds_of(position, last_call, b_start, turn, PERIOD)
     if held >= position:
         return
     age = age_of(o_r, position, R)

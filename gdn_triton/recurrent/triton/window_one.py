@@ -7,17 +7,17 @@ import triton.language as tl
 from gdn_triton._triton.taps import Filter, convolved, earlier, keep, taps
 from gdn_triton.recurrent.triton.layer import finish_layer, is_last
 from gdn_triton.recurrent.triton.window_records import (
-    age_of,
     below,
-    boundary,
     factors_of,
     fold_records,
+    folds_of,
     in_float32,
     load_pieces,
     padded_with_zeros,
+    record_products,
+    rows_to_load,
     sums_after,
     token_products,
-    turn_of,
 )
 
 
@@ -70,12 +70,7 @@ def window_one_fwd_kernel(
         tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=in_v)
         return
 
-    # The position of the previous call is not loaded yet, but is at least position - D. Therefore
-    # the state includes at least the tokens before `least`, whose rows are not loaded.
-    turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
-    least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
-    age = age_of(o_r, position, R)
-    is_read = age < (position - least).to(tl.uint32)
+    turn, age, is_read = rows_to_load(o_r, position, i_hv, R, D, PERIOD, TURNS)
     p_u = u_rows + slot * stride_ur + i_hv * V + o_v
     p_kr = k_rows + slot * stride_kr + i_h * K
     p_gr = g_rows + slot * stride_gr + i_hv
@@ -159,24 +154,14 @@ def window_one_fwd_kernel(
         USE_QK_L2NORM, BETA_FACTOR
     )  # fmt: skip
 
-    # The state in memory includes the tokens before `held`, and must include the tokens before
-    # `due`.
-    due = tl.maximum(boundary(position, turn, PERIOD), b_start)
-    last_call = tl.where(position > b_start, last_call, position)
-    held = tl.maximum(boundary(last_call, turn, PERIOD), b_start)
+    held, due = folds_of(position, last_call, b_start, turn, PERIOD)
     alive = age < (position - held).to(tl.uint32)
     b_gr = tl.where(alive, b_gr, 0.0)
     b_u = tl.where(alive[None, :], b_u, 0.0)
     of_state = tl.exp2((tl.sum(b_gr, 0) + b_g) * RCP_LN2)
     w = tl.exp2((sums_after(b_gr, age) + b_g) * RCP_LN2)
     of_y = tl.where(o_y == 0, of_q, of_k)
-    y_first, r_first = y_pieces[0], r_pieces[0]  # type: ignore[misc]
-    records = tl.dot(r_first.to(y_first.dtype), y_first, input_precision="ieee")
-    for i in tl.static_range(1, KO):
-        records = tl.dot(
-            r_pieces[i].to(y_first.dtype), y_pieces[i], records, input_precision="ieee"
-        )
-    records = tl.where(alive[:, None], records * (w[:, None] * of_y[None, :]), 0.0)
+    records = record_products(r_pieces, y_pieces, w, of_y, alive, KO)
     b_o, stored = token_products(
         pieces, y_pieces, q_pieces, k_pieces, records, b_u, b_scale, of_state, of_q, of_k, of_y,
         BV, KO, DOT, q.dtype.element_ty

@@ -22,19 +22,19 @@ from gdn_triton.recurrent.problem import (
     views,
 )
 from gdn_triton.recurrent.triton.plan import strides
-from gdn_triton.recurrent.triton.window import (
-    WindowForm,
-    drafts_form,
-    early_form,
-    most_registers,
-    window_form,
-    window_fwd_kernel,
-)
+from gdn_triton.recurrent.triton.window import window_fwd_kernel
 from gdn_triton.recurrent.triton.window_early import window_early_fwd_kernel
 from gdn_triton.recurrent.triton.window_fold import (
     window_accept_kernel,
     window_fold_kernel,
     window_start_kernel,
+)
+from gdn_triton.recurrent.triton.window_form import (
+    WindowForm,
+    drafts_form,
+    early_form,
+    most_registers,
+    window_form,
 )
 from gdn_triton.recurrent.triton.window_one import window_one_fwd_kernel
 

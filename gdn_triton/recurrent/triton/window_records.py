@@ -36,6 +36,29 @@ def age_of(o_r, position, R: tl.constexpr):
 
 
 @triton.jit
+def rows_to_load(o_r, position, i_hv, R: tl.constexpr, D: tl.constexpr, PERIOD: tl.constexpr,
+                 TURNS: tl.constexpr):  # fmt: skip
+    """Returns (turn, age, is_read): the turn of value head i_hv, and for each row the age of its
+    token and whether the row may hold a record that the head's state does not include. The position
+    of the previous call, which decides that, is not loaded yet, but is at least position - D.
+    Therefore the state includes at least the tokens before `least`."""
+    turn = turn_of(i_hv.to(tl.int32), PERIOD, TURNS)
+    least = tl.maximum(boundary(tl.maximum(position - D, 0), turn, PERIOD), 0)
+    age = age_of(o_r, position, R)
+    return turn, age, age < (position - least).to(tl.uint32)
+
+
+@triton.jit
+def folds_of(position, last_call, b_start, turn, PERIOD: tl.constexpr):
+    """Returns (held, due): the state in memory includes the tokens before `held`, and must include
+    the tokens before `due` after this call. last_call: the position of the previous call, which has
+    no meaning if no token has come since b_start."""
+    due = tl.maximum(boundary(position, turn, PERIOD), b_start)
+    last_call = tl.where(position > b_start, last_call, position)
+    return tl.maximum(boundary(last_call, turn, PERIOD), b_start), due
+
+
+@triton.jit
 def path_bits(p_parents, stride, node, BT: tl.constexpr):
     """Returns the path of each element's node as bits: bit t is set if token t is the node or an
     ancestor of the node. There are at most BT nodes; -1 is no node."""
@@ -133,14 +156,23 @@ def parts_of(x):
 
 
 @triton.jit
+def upper_bits(x):
+    """Returns the upper 11 significant bits of x, float32. tf32 represents them."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def records_dot(b_u, b_x, LIKE: tl.constexpr):
     """Returns b_u times b_x, both float32. LIKE: the dtype of the tokens. With 16-bit tokens the
-    product is three tf32 products, whose error of 22 bits is below the rounding of the output.
-    Triton has no such products for AMD, whose matrix units multiply float32."""
+    product is three tf32 products of upper and lower bits, whose error of 22 bits is below the
+    rounding of the output. AMD's matrix units multiply float32."""
     if LIKE == tl.float32 or is_hip():
         product = tl.dot(b_u, b_x, input_precision="ieee")
     else:
-        product = tl.dot(b_u, b_x, input_precision="tf32x3")
+        u_upper, x_upper = upper_bits(b_u), upper_bits(b_x)
+        product = tl.dot(b_u - u_upper, x_upper, input_precision="tf32")
+        product = tl.dot(u_upper, b_x - x_upper, product, input_precision="tf32")
+        product = tl.dot(u_upper, x_upper, product, input_precision="tf32")
     return product
 
 
@@ -162,6 +194,19 @@ def factors_of(
         of_q = scale * tl.rsqrt(inner(q_pieces, q_pieces, KO) + EPS)
         of_k = tl.rsqrt(inner(k_pieces, k_pieces, KO) + EPS)
     return b_beta, b_g, of_q, of_k, qk * of_q
+
+
+@triton.jit
+def record_products(r_pieces, y_pieces, of_row, of_y, alive, KO: tl.constexpr):
+    """Returns [BR, 8] float32: the keys of the records, r_pieces [BR, KI], times q and k of one
+    token, and times the factors of the rows and of q and k; 0 in rows that are not alive."""
+    y_first, r_first = y_pieces[0], r_pieces[0]
+    records = tl.dot(r_first.to(y_first.dtype), y_first, input_precision="ieee")
+    for i in tl.static_range(1, KO):
+        records = tl.dot(
+            r_pieces[i].to(y_first.dtype), y_pieces[i], records, input_precision="ieee"
+        )
+    return tl.where(alive[:, None], records * (of_row[:, None] * of_y[None, :]), 0.0)
 
 
 @triton.jit
@@ -225,7 +270,7 @@ def state_dot(b_h, b_y):
         b_sum = tl.dot(b_h.to(tl.float32), b_y.to(tl.float32), input_precision="ieee")
     else:
         b_h, b_y = b_h.to(tl.float32), b_y.to(tl.float32)
-        upper = (b_h.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        upper = upper_bits(b_h)
         b_sum = tl.dot(b_h - upper, b_y, input_precision="tf32")
         b_sum = tl.dot(upper, b_y, b_sum, input_precision="tf32")
     return b_sum

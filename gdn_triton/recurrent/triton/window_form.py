@@ -1,0 +1,79 @@
+"""The form of a program of a step with a window: sizes of tiles, and the order of sums."""
+
+from typing import NamedTuple
+
+
+class WindowForm(NamedTuple):
+    """The form of a program: BV columns of a state and `warps` warps. K is cut into pieces of KI,
+    or of FI in a fold. early: a program issues all loads before it uses a loaded state or record;
+    with one token the kernel is that of `window_early.py`. registers: the largest number per
+    thread, which limits the programs per multiprocessor; None: the compiler's choice. `early` and
+    `registers` change no bit."""
+
+    BV: int
+    warps: int
+    KI: int
+    FI: int
+    dot: bool = False
+    early: bool = False
+    registers: int | None = None
+
+
+# Up to this many states of a call, programs have fewer columns: there are then more programs, and
+# each waits for fewer loads. Measured with 256 states and with 2048.
+FEW_STATES = 512
+
+
+def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
+    """Returns the form of K = V = 128. It fixes the order of all sums, so it does not depend on the
+    batch. Both state layouts have the same form."""
+    narrow = state_itemsize <= 2
+    if one_token:
+        if narrow:
+            return WindowForm(BV=64, warps=2, KI=64, FI=64, dot=True)
+        return WindowForm(BV=32, warps=2, KI=32, FI=32)
+    if state_itemsize == 2:
+        return WindowForm(BV=64, warps=2, KI=32, FI=32)
+    return WindowForm(BV=64, warps=4, KI=64 if narrow else 32, FI=32)
+
+
+def most_registers(state_itemsize: int, max_tokens: int) -> int | None:
+    """Returns the registers of a thread of the kernel of several tokens, for K = V = 128 and tokens
+    of 2 bytes. As many programs as fit wait for memory at once, and no register is spilled with 4
+    tokens."""
+    if max_tokens > 8:
+        return None
+    return 128 if max_tokens <= 4 and state_itemsize != 2 else 168
+
+
+def drafts_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
+    """Returns the form with `early` of a call of at most four bf16 tokens in each sequence, for
+    K = V = 128 and states that are floats of 2 or 4 bytes, or None where it has not been timed. The
+    form of all other calls has the same bits."""
+    if not v_first:
+        return None
+    if state_itemsize == 4:
+        return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)
+    if states <= FEW_STATES:
+        return WindowForm(BV=32, warps=2, KI=128, FI=32, early=True, registers=128)
+    return WindowForm(BV=64, warps=2, KI=128, FI=64, early=True, registers=168)
+
+
+def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
+    """Returns the form of a call of one token whose states have 1, 2 or 4 bytes, or None where the
+    other kernel is faster. KI and `dot` are those of `window_form`, and one warp computes the sums
+    over K of a column. Therefore the number of states changes no bit."""
+    few = states <= FEW_STATES
+    if state_itemsize == 2:
+        if few:
+            return WindowForm(BV=32, warps=2, KI=64, FI=64, dot=True, early=True)
+        return WindowForm(BV=64, warps=2, KI=64, FI=64, dot=True, early=True, registers=168)
+    if not v_first:
+        return None
+    if state_itemsize == 1:
+        if few:
+            return WindowForm(BV=64, warps=4, KI=64, FI=64, dot=True, early=True, registers=96)
+        return WindowForm(BV=128, warps=4, KI=64, FI=32, dot=True, early=True, registers=128)
+    if few:
+        return WindowForm(BV=32, warps=2, KI=32, FI=32, early=True)
+    return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)
