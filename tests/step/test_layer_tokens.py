@@ -72,7 +72,7 @@ def is_close(y: Tensor, expected: Tensor, live: Tensor, bound: float) -> bool:
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("T", [1, 3, 4, 8])
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=ON_GPU) for case in REAL)])
 def test_bits_of_the_parts(case: Case, T: int, device: str) -> None:
     """Both pools, and o where there is no norm; with one y is within the order of a sum."""
