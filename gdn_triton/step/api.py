@@ -84,12 +84,13 @@ def layer_step(
 
     On Triton a call is one launch if it has one token per sequence, 2 to 4 taps or no convolution,
     HV / H up to 8, V up to 256, and value-first rows [K] of up to 512 bytes or key-first states of
-    float32. With a window, or with 2 to 8 tokens per sequence and value-first states, such a call
-    is one launch for few sequences and three launches for more, with the same bits. Other calls,
-    and all calls of the reference backend, run the three functions above one after the other, each
-    in the backend that is chosen for it; `gdn_triton.explain_call` names the backends. On an
-    accelerator the host reads no contents, so a call can be captured in a CUDA graph. Under
-    torch.compile a call is one operator.
+    float32. Two forms of such a call are one launch for few sequences and three launches for more,
+    with the same bits: one token with a window, and 2 to 8 tokens with value-first states of
+    float32 and no window. 2 to 8 tokens with a window, or with value-first states of 16 bits, are
+    three launches. Other calls, and all calls of the reference backend, run the three functions
+    above one after the other, each in the backend that is chosen for it;
+    `gdn_triton.explain_call` names the backends. On an accelerator the host reads no contents, so
+    a call can be captured in a CUDA graph. Under torch.compile a call is one operator.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, the expected and the

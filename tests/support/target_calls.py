@@ -351,9 +351,12 @@ def run_conv(shape: Shape) -> None:
 def run_layer_step(shape: Shape) -> None:
     """A layer's step from pools of both layouts, of a batch and of a large one, of one token and of
     several; where its kernel takes the shape."""
+    from gdn_triton.recurrent.api import call_of
+    from gdn_triton.recurrent.validation import validate_step
     from gdn_triton.recurrent.window import make_window
     from gdn_triton.step.backends import kernel_refusal, load_triton
-    from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions
+    from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions, step_arguments
+    from gdn_triton.step.triton import tokens_plan
     from gdn_triton.step.triton.window import plan_norm
     from gdn_triton.step.validation import validate_layer
 
@@ -406,6 +409,12 @@ def run_layer_step(shape: Shape) -> None:
             problem = validate_layer(call)
             if kernel_refusal(problem) is None:
                 load_triton()(problem, call)(call)
+                if problem.T > 1 and problem.has_window:
+                    step = call_of(mixed_qkv=call.inputs.mixed_qkv, **step_arguments(call))
+                    rule = validate_step(step)
+                    tokens_plan.plan_window(problem, call, rule, step.inputs)(call)
+                elif problem.T > 1:
+                    tokens_plan.plan(problem, call)(call)
                 if problem.has_window and problem.has_norm:
                     o = torch.empty(N, problem.T, HV, V).to(BF16)
                     plan_norm(problem, call.inputs)(call.inputs, o)

@@ -69,10 +69,9 @@ def layer_tokens_kernel(
     SILU: tl.constexpr, NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr,
     POLICY: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip
-    """conv_weight None: x has been convolved. norm_weight None: y is o. tickets [slots, H]; None:
-    there is neither. rows [programs, BT, 2 * BK + BV] and factors [programs, BT, 8] are memory of
-    the programs. FOLD, FAST: see `RecurrentForm`, whose `words` is True. DEPENDENT: see
-    `dependent_launch`."""
+    """conv_weight None: x has been convolved. norm_weight None: y is o. tickets: [slots, H]. rows
+    [programs, BT, 2 * BK + BV] and factors [programs, BT, 8] are memory of the programs. FOLD,
+    FAST: see `RecurrentForm`, whose `words` is True. DEPENDENT: see `dependent_launch`."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
@@ -181,13 +180,12 @@ def layer_tokens_kernel(
         kept = tl.fma(tile.to(tl.float32), of_token[6 * t + 5], b_k[:, None] * b_v[None, :])
         tile = kept.to(KEPT)
     tl.store(p_tile, tile, mask=in_tile, eviction_policy=POLICY)
-    if tickets is not None:
-        p_gate = None
-        if norm_weight is not None:
-            p_gate = gate + i_n * stride_zn + i_h * GROUP * stride_zh
-        finish_tokens(
-            tickets + slot * H + i_h, y + (i_n * (T * HV) + i_h * GROUP) * V, p_x, p_conv, p_gate,
-            norm_weight, i_h, T, HV * V, V, 1, stride_xt, stride_xc, stride_cc, stride_cw,
-            stride_zt, stride_zh, stride_zv, stride_norm, GROUP * V_BLOCKS, GROUP, H, K, V, BK, BT,
-            GROUP_BLOCK, V_BLOCK, W, NORM_EPS, SIGMOID
-        )  # fmt: skip
+    p_gate = None
+    if norm_weight is not None:
+        p_gate = gate + i_n * stride_zn + i_h * GROUP * stride_zh
+    finish_tokens(
+        tickets + slot * H + i_h, y + (i_n * (T * HV) + i_h * GROUP) * V, p_x, p_conv, p_gate,
+        norm_weight, i_h, T, HV * V, V, 1, stride_xt, stride_xc, stride_cc, stride_cw,
+        stride_zt, stride_zh, stride_zv, stride_norm, GROUP * V_BLOCKS, GROUP, H, K, V, BK, BT,
+        GROUP_BLOCK, V_BLOCK, W, NORM_EPS, SIGMOID
+    )  # fmt: skip

@@ -48,17 +48,22 @@ def tokens_form(p: LayerProblem, warps: int = MOST_WARPS) -> TokensForm:
     return TokensForm(form.tile.BK, BV * warps, warps, form.fold, form.fast)
 
 
-# The largest number of programs in one launch, without and with a window, by the bytes of an
-# element of the states.
-MOST_PROGRAMS = {4: 256, 2: 256}
-MOST_WINDOW_PROGRAMS = {4: 256, 2: 256}
-# The same for one token, where `layer_step_kernel` is the other form.
+# The largest number of programs in one launch, by the bytes of an element of the states. Measured
+# on an H100 with four tokens and float32 states: 128 and 256 programs take 6.2 to 10.3 us, where
+# three launches take 7.8 to 12.8; 1024 programs take 32.8, where three launches take 27.3, because
+# every program repeats the convolution of q and k.
+MOST_PROGRAMS = {4: 256, 2: 0}
+# The same with a window. The kernel in an earlier form took 0.93 to 0.98 of the time of three
+# launches with up to 512 programs, and has not been timed since.
+MOST_WINDOW_PROGRAMS = {4: 0, 2: 0}
+# The same for one token without a window, where `layer_step_kernel` is the other form. Not timed.
 MOST_ONE_TOKEN = {4: 0, 2: 0}
 
 
 def runs_at_once(p: LayerProblem) -> bool:
     """Returns whether a call without a window runs `layer_tokens_kernel`."""
-    if not p.state_v_first or ((p.W > 0 or p.has_norm) and not p.has_tickets):
+    has_parts = p.W > 0 or p.has_norm
+    if not has_parts or not p.has_tickets or not p.state_v_first:
         return False
     most = MOST_ONE_TOKEN if p.T == 1 else MOST_PROGRAMS
     programs = -(-p.V // tokens_form(p).BV) * p.N * p.HV
@@ -129,7 +134,6 @@ def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor
     launch = make_launch(p, all_tokens(call.inputs), form)
     shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)
     programs, BT = -(-p.V // form.BV) * p.N * p.HV, triton.next_power_of_2(p.T)
-    counts = p.W > 0 or p.has_norm
 
     def run(given: LayerCall) -> Tensor:
         x = given.inputs
@@ -155,7 +159,7 @@ def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor
                 gate=x.gate,
                 norm_weight=x.norm_weight,
                 y=y,
-                tickets=x.counters if counts else None,
+                tickets=x.counters,
                 rows=rows,
                 factors=factors,
             )
