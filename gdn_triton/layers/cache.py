@@ -59,6 +59,8 @@ class GatedDeltaNetCache:
         positions: [slots + 1], int32, with a window: the number of tokens of each slot that were
             decoded with the window since `reset`, `restart` or `write`. The layer advances the
             positions.
+        counters: [slots + 1, H], int32, zeros, without a window: as for `gdn_triton.layer_step`.
+            None: a step of several tokens is three launches.
     """
 
     conv_state: Tensor | None
@@ -66,6 +68,7 @@ class GatedDeltaNetCache:
     skip: str = "negative"
     window: StepWindow | None = None
     positions: Tensor | None = None
+    counters: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_skip(self.skip)
@@ -293,10 +296,19 @@ def empty_cache(
     recurrent_state = torch.zeros(slots + 1, *state_shape, dtype=state_dtype, device=device)
     device = recurrent_state.device
     if not window:
-        return GatedDeltaNetCache(conv_state, recurrent_state, skip)
+        counters = torch.zeros(slots + 1, num_heads, dtype=torch.int32, device=device)
+        return GatedDeltaNetCache(
+            conv_state=conv_state, recurrent_state=recurrent_state, skip=skip, counters=counters
+        )
     HV, V, K = state_shape
     # Tokens are never wider than the weights; under autocast they are narrower.
     key_dtype = torch.promote_types(weight.dtype, dtype)
     records = make_window(slots + 1, num_heads, HV, K, V, key_dtype, device)
     positions = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-    return GatedDeltaNetCache(conv_state, recurrent_state, skip, records, positions)
+    return GatedDeltaNetCache(
+        conv_state=conv_state,
+        recurrent_state=recurrent_state,
+        skip=skip,
+        window=records,
+        positions=positions,
+    )

@@ -10,7 +10,7 @@ from gdn_triton._host.arguments import must
 from gdn_triton.layers.cache import GatedDeltaNetCache
 from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.recurrent.api import recurrent_step
-from gdn_triton.step.api import layer_step
+from gdn_triton.step.api import MOST_TOKENS, layer_step
 
 __all__ = ["by_token", "is_step", "normed", "step"]
 
@@ -26,8 +26,9 @@ def is_step(qkv: Tensor, cache: GatedDeltaNetCache | None, cu_seqlens: Tensor | 
     pool = cache.conv_state
     if pool is not None and torch.promote_types(pool.dtype, qkv.dtype) != pool.dtype:
         return False
+    most = MOST_TOKENS if cache.window is None else min(MOST_TOKENS, cache.window.max_tokens)
     # Test the length last, because the test of a symbolic length adds a guard to the trace.
-    return qkv.shape[1] == 1
+    return qkv.shape[1] <= most
 
 
 def step(
@@ -45,7 +46,7 @@ def step(
     norm: nn.RMSNorm,
     activation: str,
 ) -> Tensor:
-    """Returns y [B, 1, HV, V] of a call for which `is_step` is true. weights: the weights of the
+    """Returns y [B, T, HV, V] of a call for which `is_step` is true. weights: the weights of the
     convolution, or None without a convolution."""
     weight, bias = (None, None) if weights is None else weights
     assert norm.eps is not None
@@ -65,6 +66,7 @@ def step(
         norm_weight=norm.weight,
         norm_eps=norm.eps,
         norm_activation=activation,
+        counters=cache.counters,
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=True,
         skip=cache.skip,
@@ -72,7 +74,7 @@ def step(
         positions=None if given is None else given.now,
     )
     if given is not None:
-        cache.advance(given, 1)
+        cache.advance(given, qkv.shape[1])
     return y
 
 

@@ -6,7 +6,9 @@ from gdn_triton._host.tensors import is_traced
 from gdn_triton.recurrent.window import StepWindow
 from gdn_triton.step.operators import traced_layer
 from gdn_triton.step.plans import run_layer
-from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions
+from gdn_triton.step.problem import MOST_TOKENS, LayerCall, LayerOperands, LayerOptions
+
+__all__ = ["MOST_TOKENS", "layer_step"]
 
 
 def layer_step(
@@ -26,6 +28,7 @@ def layer_step(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_activation: str = "silu",
+    counters: Tensor | None = None,
     allow_neg_eigval: bool = False,
     use_qk_l2norm_in_kernel: bool = True,
     scale: float | None = None,
@@ -67,6 +70,10 @@ def layer_step(
         gate: [N, HV, V] or [N, T, HV, V], float, with norm_weight: the gate of the norm. None: y is
             o.
         norm_weight: [V], float.
+        counters: [slots, H], int32, contiguous, without a window: zeros before and after a call, in
+            which the programs of a call of several tokens count each other. All calls on these
+            pools may share them. None: such a call is three launches. A window has tickets of its
+            own.
         norm_eps, norm_activation: eps and activation of `gdn_triton.rms_norm_gated`.
         allow_neg_eigval, scale, state_v_first, skip: as `gdn_triton.recurrent_step`.
         use_qk_l2norm_in_kernel: normalise each q and k. The default is True, as in the models.
@@ -77,11 +84,13 @@ def layer_step(
 
     On Triton a call is one launch if it has one token per sequence, 2 to 4 taps or no convolution,
     HV / H up to 8, V up to 256, and value-first rows [K] of up to 512 bytes or key-first states of
-    float32. With a window such a call is one launch for few sequences and three launches for more,
-    with the same bits. Other calls, and all calls of the reference backend, run the three functions
-    above one after the other, each in the backend that is chosen for it; `gdn_triton.explain_call`
-    names the backends. On an accelerator the host reads no contents, so a call can be captured in a
-    CUDA graph. Under torch.compile a call is one operator.
+    float32. Two forms of such a call are one launch for few sequences and three launches for more,
+    with the same bits: one token with a window, and 2 to 8 tokens with value-first states of
+    float32 and no window. 2 to 8 tokens with a window, or with value-first states of 16 bits, are
+    three launches. Other calls, and all calls of the reference backend, run the three functions
+    above one after the other, each in the backend that is chosen for it;
+    `gdn_triton.explain_call` names the backends. On an accelerator the host reads no contents, so
+    a call can be captured in a CUDA graph. Under torch.compile a call is one operator.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, the expected and the
@@ -103,6 +112,7 @@ def layer_step(
             conv_bias=conv_bias,
             gate=gate,
             norm_weight=norm_weight,
+            counters=counters,
         ),
         options=LayerOptions(
             activation=activation,

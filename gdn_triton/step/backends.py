@@ -19,12 +19,12 @@ from gdn_triton._host.backends import (
 )
 from gdn_triton.recurrent.api import call_of
 from gdn_triton.recurrent.validation import validate_step
-from gdn_triton.step.problem import LayerCall, LayerProblem, step_arguments
+from gdn_triton.step.problem import MOST_TOKENS, LayerCall, LayerProblem, step_arguments
 
 # Makes a function that runs a given call and all calls like it.
 Plan = Callable[[LayerProblem, LayerCall], Callable[[LayerCall], Tensor]]
 
-# The limits of the kernel: taps, bytes of a value-first row of a state, and tiles of a program.
+# The limits of the kernels: taps, bytes of a value-first row of a state, and tiles of a program.
 WIDTHS: Final = (0, 2, 3, 4)
 MOST_ROW: Final = 512
 MOST_GROUP: Final = 8
@@ -35,8 +35,10 @@ MOST_V: Final = 256
 def kernel_refusal(p: LayerProblem) -> str | None:
     """Returns a sentence why the call cannot be one launch, or None. The parts may still run on
     kernels."""
-    if p.T != 1:
-        return f"The kernel of a layer's step takes one token a sequence; T is {p.T}."
+    if not 1 <= p.T <= MOST_TOKENS:
+        return (
+            f"The kernels of a layer's step take 1 to {MOST_TOKENS} tokens a sequence; T is {p.T}."
+        )
     if p.W not in WIDTHS:
         return f"The Triton kernels take 2, 3 or 4 taps; conv_weight has {p.W}."
     if torch.float64 in p.dtypes:
@@ -53,6 +55,8 @@ def kernel_refusal(p: LayerProblem) -> str | None:
             f"The kernel of a layer's step takes value-first states of up to {MOST_ROW} bytes a "
             f"row; one has {p.K * p.state_dtype.itemsize}."
         )
+    if p.T > 1 and not p.state_v_first:
+        return "The kernel of a layer's step of several tokens takes value-first states only."
     if not p.state_v_first and p.state_dtype.itemsize == 2:
         return (
             "The kernel of a layer's step takes key-first states of float32 only, because the step "
@@ -72,15 +76,21 @@ def triton_supports(p: LayerProblem) -> str | None:
 @functools.cache
 def load_triton() -> Plan:
     from gdn_triton.step import parts
-    from gdn_triton.step.triton import kernel, window
+    from gdn_triton.step.triton import kernel, tokens_plan, window
 
     def planned(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
         if not problem.has_window:
-            return kernel.plan(problem, call)
-        step = call_of(mixed_qkv=call.inputs.mixed_qkv, **step_arguments(call))
-        rule = validate_step(step)
-        if window.runs_at_once(problem, rule):
-            return window.plan(problem, call, rule, step.inputs)
+            if tokens_plan.runs_at_once(problem):
+                return tokens_plan.plan(problem, call)
+            if problem.T == 1:
+                return kernel.plan(problem, call)
+        else:
+            step = call_of(mixed_qkv=call.inputs.mixed_qkv, **step_arguments(call))
+            rule = validate_step(step)
+            if problem.T == 1 and window.runs_at_once(problem, rule):
+                return window.plan(problem, call, rule, step.inputs)
+            if problem.T > 1 and tokens_plan.window_runs_at_once(problem, rule):
+                return tokens_plan.plan_window(problem, call, rule, step.inputs)
         norm = window.plan_norm(problem, call.inputs) if problem.has_norm else None
         return functools.partial(parts.run, norm=norm)
 

@@ -21,7 +21,8 @@ from gdn_triton.step.validation import validate_layer
 _SCHEMA: Final = (
     "Tensor mixed_qkv, Tensor a, Tensor b, Tensor A_log, Tensor? dt_bias, Tensor(a!) state, "
     "Tensor read_slots, Tensor(b!)? conv_state, Tensor? conv_weight, Tensor? conv_bias, "
-    "Tensor? gate, Tensor? norm_weight, str? activation, float norm_eps, str norm_activation, "
+    "Tensor? gate, Tensor? norm_weight, Tensor(i!)? counters, str? activation, float norm_eps, "
+    "str norm_activation, "
     "bool allow_neg_eigval, bool use_qk_l2norm_in_kernel, float? scale, bool state_v_first, "
     "str skip"
 )
@@ -52,7 +53,7 @@ def _output(call: LayerCall) -> Tensor:
 
 @torch.library.custom_op(
     "gdn_triton::layer_step",
-    mutates_args=("state", "conv_state"),
+    mutates_args=("state", "conv_state", "counters"),
     schema=f"({_SCHEMA}) -> Tensor",
 )
 def _step(*args: Any) -> Tensor:
@@ -67,7 +68,7 @@ def _step_fake(*args: Any) -> Tensor:
 
 @torch.library.custom_op(
     "gdn_triton::layer_step_window",
-    mutates_args=("state", "conv_state", "u", "k", "g", "calls", "scales", "tickets"),
+    mutates_args=("state", "conv_state", "counters", "u", "k", "g", "calls", "scales", "tickets"),
     schema=f"({_WINDOW_SCHEMA}) -> Tensor",
 )
 def _window_step(*args: Any) -> Tensor:

@@ -22,10 +22,14 @@ class LayerOperands(NamedTuple):
     conv_bias: Tensor | None
     gate: Tensor | None
     norm_weight: Tensor | None
+    counters: Tensor | None
 
+
+# The most tokens of a sequence in a call of the kernels.
+MOST_TOKENS: Final = 8
 
 # The tensors that a call writes in place.
-WRITTEN: Final = ("state", "conv_state")
+WRITTEN: Final = ("state", "conv_state", "counters")
 
 
 class LayerOptions(NamedTuple):
@@ -97,6 +101,6 @@ class LayerProblem:
     last_skipped: int  # slots up to this one are padding
     tile_span: int  # most elements a tile spans; with a window as in `RecurrentProblem`
     has_window: bool
-    has_tickets: bool
+    has_tickets: bool  # counters, or the tickets of a window
     has_norm: bool
     unreadable: str | None  # a sentence why no kernel can read the tensors

@@ -43,7 +43,9 @@ from gdn_triton.step.problem import (
     step_arguments,
 )
 
-_OPTIONAL: Final = ("dt_bias", "conv_state", "conv_weight", "conv_bias", "gate", "norm_weight")
+_OPTIONAL: Final = (
+    *("dt_bias", "conv_state", "conv_weight", "conv_bias", "gate", "norm_weight", "counters"),
+)
 _ACTIVATIONS: Final = ("silu", "sigmoid")
 
 
@@ -84,7 +86,7 @@ def validate_layer(call: LayerCall) -> LayerProblem:
     check_shape("gate", x.gate, **lead, HV=HV, V=V)
     check_shape("norm_weight", x.norm_weight, V=V)
     W = _check_conv(x, D)
-    check_dtypes(named, ("read_slots",))
+    check_dtypes({name: y for name, y in named.items() if name != "counters"}, ("read_slots",))
     if x.conv_state is not None:
         held = torch.promote_types(mixed.dtype, x.conv_state.dtype)
         if held != x.conv_state.dtype:
@@ -93,15 +95,21 @@ def validate_layer(call: LayerCall) -> LayerProblem:
     for name in WRITTEN:
         check_written(name, named[name])
     H = keys // (2 * K)
-    tickets, (rows, columns) = None, x.state.stride()[2:]
+    tickets, (rows, columns) = x.counters, x.state.stride()[2:]
+    _check_tickets("counters", tickets, x.state, H)
     span = (x.state.shape[2] - 1) * rows + (x.state.shape[3] - 1) * columns
     if call.window is not None or call.positions is not None:
         check_step(mixed_qkv=mixed, **step_arguments(call))
         if not torch.compiler.is_compiling():
             span = validate_step(call_of(mixed_qkv=mixed, **step_arguments(call))).tile_span
-        tickets = _check_tickets(call.window, x.state, H)
+        if x.counters is not None:
+            raise ValueError(
+                must("counters", "be None with a window, which has tickets", "a tensor")
+            )
+        tickets = call.window.tickets
+        _check_tickets("window.tickets", tickets, x.state, H)
     given = tuple(y for y in x if y is not None)
-    read = {**named, "window.tickets": tickets}
+    read = {**named, "window.tickets": None if call.window is None else tickets}
     if torch.is_grad_enabled() and any(y.requires_grad for y in given):
         raise NotImplementedError(
             "gdn_triton.layer_step updates states in place and has no gradient; an input requires "
@@ -147,11 +155,10 @@ def _check_parts(x: LayerOperands) -> None:
         raise ValueError(must("conv_bias", "be None without conv_weight", "a tensor"))
 
 
-def _check_tickets(window: StepWindow, state: Tensor, H: int) -> Tensor | None:
-    """Checks the tickets of a window that is otherwise valid, and returns them."""
-    tickets, name = window.tickets, "window.tickets"
+def _check_tickets(name: str, tickets: Tensor | None, state: Tensor, H: int) -> None:
+    """Checks the counters of a call or of a window that is otherwise valid."""
     if tickets is None:
-        return None
+        return
     check_tensors({name: tickets}, {})
     check_devices("state", state.device, {name: tickets})
     check_shape(name, tickets, slots=state.shape[0], H=H)
@@ -160,7 +167,6 @@ def _check_tickets(window: StepWindow, state: Tensor, H: int) -> Tensor | None:
     check_written(name, tickets)
     if not tickets.is_contiguous():
         raise ValueError(must(name, "be contiguous", f"strides {list(tickets.stride())}"))
-    return tickets
 
 
 def _check_options(options: LayerOptions) -> tuple[float | None, float]:

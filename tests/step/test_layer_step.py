@@ -101,11 +101,11 @@ def test_against_float64(case: Case, device: str, monkeypatch: pytest.MonkeyPatc
         assert_within_budget(name, found, expected, other, dtype=found.dtype, unit=unit)
 
 
-@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("T", [1, 3, 9])
 def test_several_tokens_are_the_parts(T: int, device: str) -> None:
     x = CASES[0].arguments(device, T)
     explained = gdn_triton.explain_call(layer_step, **x)
-    assert explained.chosen == ("triton" if T == 1 else "reference")
+    assert explained.chosen == ("reference" if T == 9 else "triton")
     given, parts = copied(x), copied(x)
     y, expected = layer_step(**given), in_a_row(parts)
     live = x["read_slots"] >= 0
@@ -233,6 +233,8 @@ def test_strides_of_the_pools(device: str) -> None:
         ({"norm_eps": None}, TypeError, "norm_eps must be a real number"),
         ({"state_v_first": 1}, TypeError, "state_v_first must be True or False"),
         ({"positions": torch.zeros(3).int()}, ValueError, "positions must be None without window"),
+        ({"counters": torch.zeros(5, 2).int()}, ValueError, r"counters must have shape \[slots=5"),
+        ({"counters": torch.zeros(5, 1)}, ValueError, "counters must be torch.int32"),
     ],
 )
 def test_refusals(changes: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -267,6 +267,21 @@ def make_window_layer_step(batch: Batch) -> dict[str, Any]:
     return {**make_layer_step(batch), **window(batch), "window.tickets": tickets}
 
 
+def make_layer_tokens(batch: Batch) -> dict[str, Any]:
+    """Two tokens for each of N sequences, in one launch."""
+    x, N = make_layer_step(batch), batch.N
+    a, b = torch.randn(2, N, 2, HV)
+    x |= {"mixed_qkv": torch.randn(N, 2, D), "a": a, "b": b, "gate": torch.randn(N, 2, HV, V)}
+    x |= {"state": torch.randn(7, HV, V, K), "state_v_first": True}
+    return {**x, "counters": torch.zeros(7, H, dtype=torch.int32)}
+
+
+def make_window_layer_tokens(batch: Batch) -> dict[str, Any]:
+    x = make_window_layer_step(batch) | make_layer_tokens(batch)
+    del x["counters"]
+    return x
+
+
 def make_conv(batch: Batch) -> dict[str, Any]:
     x = {"x": torch.randn(*batch.lead, D), "weight": torch.randn(D, W), "bias": torch.randn(D)}
     return {**x, **batch.packed()}

@@ -349,11 +349,14 @@ def run_conv(shape: Shape) -> None:
 
 
 def run_layer_step(shape: Shape) -> None:
-    """A layer's step from pools of both layouts, of a batch and of a large one; where its kernel
-    takes the shape."""
+    """A layer's step from pools of both layouts, of a batch and of a large one, of one token and of
+    several; where its kernel takes the shape."""
+    from gdn_triton.recurrent.api import call_of
+    from gdn_triton.recurrent.validation import validate_step
     from gdn_triton.recurrent.window import make_window
     from gdn_triton.step.backends import kernel_refusal, load_triton
-    from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions
+    from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions, step_arguments
+    from gdn_triton.step.triton import tokens_plan
     from gdn_triton.step.triton.window import plan_norm
     from gdn_triton.step.validation import validate_layer
 
@@ -375,6 +378,7 @@ def run_layer_step(shape: Shape) -> None:
             conv_bias=bias if full else None,
             gate=heads[..., :V] if v_first else None,
             norm_weight=torch.empty(V) if v_first else None,
+            counters=None,
         )
         options = LayerOptions(
             activation="silu",
@@ -391,12 +395,29 @@ def run_layer_step(shape: Shape) -> None:
         calls = [LayerCall(operands, options)]
         if N == 2:
             calls.append(LayerCall(operands, options, records, positions))
+            tokens = operands._replace(
+                mixed_qkv=torch.empty(N, 3, D + 8, dtype=shape.dtype)[..., 8:],
+                a=torch.empty(N, 3, HV),
+                b=torch.empty(N, 3, HV),
+                gate=torch.empty(N, 3, HV, V) if v_first else None,
+            )
+            counters = torch.zeros(N, H, dtype=torch.int32)
+            calls.append(LayerCall(tokens._replace(counters=counters), options))
+            records = make_window(N, H, HV, K, V, shape.dtype, "cpu", max_tokens=3)
+            calls.append(LayerCall(tokens, options, records, positions))
         for call in calls:
             problem = validate_layer(call)
             if kernel_refusal(problem) is None:
                 load_triton()(problem, call)(call)
+                if problem.T > 1 and problem.has_window:
+                    step = call_of(mixed_qkv=call.inputs.mixed_qkv, **step_arguments(call))
+                    rule = validate_step(step)
+                    tokens_plan.plan_window(problem, call, rule, step.inputs)(call)
+                elif problem.T > 1:
+                    tokens_plan.plan(problem, call)(call)
                 if problem.has_window and problem.has_norm:
-                    plan_norm(problem, operands)(operands, torch.empty(N, HV, V).to(BF16))
+                    o = torch.empty(N, problem.T, HV, V).to(BF16)
+                    plan_norm(problem, call.inputs)(call.inputs, o)
 
 
 def run_recurrent(shape: Shape) -> None:

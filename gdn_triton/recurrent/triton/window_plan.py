@@ -149,8 +149,16 @@ NO_RING_TENSORS: Final[dict[str, Tensor | None]] = dict.fromkeys(
 def make_launch(
     problem: RecurrentProblem, x: Operands, o: Tensor, layer: dict[str, Any] = NO_LAYER
 ) -> Launch:
-    """Returns the launch. x: the result of `views`. o: [B, T, HV, V]. layer: the arguments named in
-    `NO_LAYER`, for a call of one token."""
+    """Returns the launch. The arguments are those of `launch_arguments`."""
+    kernel, fixed = launch_arguments(problem, x, o, layer)
+    return Launch(kernel, **fixed)
+
+
+def launch_arguments(
+    problem: RecurrentProblem, x: Operands, o: Tensor, layer: dict[str, Any] = NO_LAYER
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the kernel and its fixed arguments. x: the result of `views`. o: [B, T, HV, V].
+    layer: the arguments named in `NO_LAYER`, for a call of one token."""
     p = problem
     assert x.read_slots is not None and x.positions is not None and x.start is not None
     one = _takes_one(p)
@@ -195,25 +203,24 @@ def make_launch(
             **NO_RING,
             **named("ring base", (0, 0)),
         }
-    return Launch(
-        kernel,
-        scale=p.scale,
+    return kernel, {
+        "scale": p.scale,
         **all_strides,
         **_sizes(p),
         **_slot_strides(x),
         **own,
-        K_OFFSET=p.H * p.K if p.is_mixed else 0,
-        V_OFFSET=2 * p.H * p.K if p.is_mixed else 0,
-        RCP_LN2=RCP_LN2,
-        EPS=L2NORM_EPS,
-        THRESHOLD=SOFTPLUS_THRESHOLD,
-        USE_QK_L2NORM=p.use_qk_l2norm,
-        BETA_FACTOR=(2.0 if p.allow_neg_eigval else 1.0) if p.use_beta_sigmoid else 0.0,
-        LAST_SKIPPED=p.last_skipped,
-        KI=min(tile["BK"], form.KI),
+        "K_OFFSET": p.H * p.K if p.is_mixed else 0,
+        "V_OFFSET": 2 * p.H * p.K if p.is_mixed else 0,
+        "RCP_LN2": RCP_LN2,
+        "EPS": L2NORM_EPS,
+        "THRESHOLD": SOFTPLUS_THRESHOLD,
+        "USE_QK_L2NORM": p.use_qk_l2norm,
+        "BETA_FACTOR": (2.0 if p.allow_neg_eigval else 1.0) if p.use_beta_sigmoid else 0.0,
+        "LAST_SKIPPED": p.last_skipped,
+        "KI": min(tile["BK"], form.KI),
         **UNFUSED,
         **tile,
-    )
+    }
 
 
 def step_grid(p: RecurrentProblem, form: WindowForm | None = None) -> tuple[int, int, int]:

@@ -290,6 +290,21 @@ def one_token(x: LayerOperands) -> LayerOperands:
     )
 
 
+def with_tokens(x: Tensor, dims: int) -> Tensor:
+    """Returns x with a dimension for tokens. dims: the dimensions after it."""
+    return x if x.dim() == dims + 2 else x.unsqueeze(1)
+
+
+def all_tokens(x: LayerOperands) -> LayerOperands:
+    """Returns the operands with a dimension for tokens."""
+    return x._replace(
+        mixed_qkv=with_tokens(x.mixed_qkv, 1),
+        a=with_tokens(x.a, 1),
+        b=with_tokens(x.b, 1),
+        gate=None if x.gate is None else with_tokens(x.gate, 2),
+    )
+
+
 def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
     """Returns a function that runs all calls that differ from this one only in contents and
     addresses."""

@@ -29,7 +29,7 @@ from gdn_triton.recurrent.problem import Operands, RecurrentProblem, views
 from gdn_triton.recurrent.triton.layer import finish_layer
 from gdn_triton.recurrent.triton.window_plan import make_launch, step_grid
 from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
-from gdn_triton.step.triton.kernel import one_token, strides
+from gdn_triton.step.triton.kernel import all_tokens, one_token, strides
 
 # The largest number of programs in one launch, by the bytes of an element of the states.
 MOST_PROGRAMS = {4: 256, 2: 1024}
@@ -37,18 +37,18 @@ MOST_PROGRAMS = {4: 256, 2: 1024}
 
 @triton.jit
 def layer_norm_kernel(
-    o, gate, norm_weight, slots, stride_s, stride_zn, stride_zh, stride_zv, stride_norm,
-    H: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr, LAST_SKIPPED: tl.constexpr, NORM_EPS: tl.constexpr,
-    SIGMOID: tl.constexpr
+    o, gate, norm_weight, slots, stride_s, stride_zn, stride_zt, stride_zh, stride_zv, stride_norm,
+    T: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, LAST_SKIPPED: tl.constexpr,
+    NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr
 ):  # fmt: skip
-    """Replaces o [N, HV, V], contiguous, by its gated norm. A program handles the value heads of
-    one key head of a sequence. It does not change the o of a skipped sequence."""
+    """Replaces o [N, T, HV, V], contiguous, by its gated norm. A program handles the value heads of
+    one key head of a token. It does not change the o of a skipped sequence."""
     pid = tl.program_id(0).to(tl.int64)
-    i_n, i_h = pid // H, pid % H
+    i_n, i_t, i_h = pid // (T * H), pid // H % T, pid % H
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
     if slot > LAST_SKIPPED:
-        p_gate = gate + i_n * stride_zn + i_h * GROUP * stride_zh
+        p_gate = gate + i_n * stride_zn + i_t * stride_zt + i_h * GROUP * stride_zh
         finish_layer(
             o + pid * (GROUP * V), None, None, None, p_gate, norm_weight, 0, V, 1, 0, 0, 0, 0,
             stride_zh, stride_zv, stride_norm, GROUP, 0, 1, V, 1, GROUP_BLOCK, V_BLOCK, 1,
@@ -65,13 +65,14 @@ def runs_at_once(p: LayerProblem, rule: RecurrentProblem) -> bool:
 
 def plan_norm(p: LayerProblem, x: LayerOperands) -> Callable[[LayerOperands, Tensor], Tensor]:
     """Returns a function that replaces o, contiguous, by its gated norm and returns o."""
-    x = one_token(x)
+    x = all_tokens(x)
     group = p.HV // p.H
     launch = Launch(
         layer_norm_kernel,
         **named("s", strides(x.read_slots, 1)),
-        **named("zn zh zv", strides(x.gate, 3)),
+        **named("zn zt zh zv", strides(x.gate, 4)),
         **named("norm", strides(x.norm_weight, 1)),
+        T=p.T,
         H=p.H,
         GROUP=group,
         V=p.V,
@@ -85,10 +86,10 @@ def plan_norm(p: LayerProblem, x: LayerOperands) -> Callable[[LayerOperands, Ten
     )
 
     def run(given: LayerOperands, o: Tensor) -> Tensor:
-        if p.N > 0:
+        if p.N * p.T > 0:
             with on_device(p.device):
                 launch(
-                    (p.N * p.H, 1, 1),
+                    (p.N * p.T * p.H, 1, 1),
                     o=o,
                     gate=given.gate,
                     norm_weight=given.norm_weight,

@@ -1,0 +1,191 @@
+"""A layer's decode step in one launch, for few sequences of one or several tokens.
+
+A program has a part of one value head, so a few sequences are enough to occupy a GPU. It first
+convolves all tokens of its own channels and computes their norms, decays and strengths, which do
+not depend on the state, and writes these to memory of its own. Then it loads one token after
+another: the time from token to token is that of the products with the state alone. The last program
+of a key head to finish writes the convolution's state of q and k, which the other programs read
+before, and computes the norms, which need all parts of a head. Tickets count the finished programs.
+No program waits for another program.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from gdn_triton._triton.activations import log_decay
+from gdn_triton._triton.taps import Filter, taps
+from gdn_triton.recurrent.triton.kernel import decay_of, normalizer, strength
+from gdn_triton.recurrent.triton.sums import column_sums, power_of_two
+from gdn_triton.step.triton.tokens import (
+    convolved_rows,
+    finish_tokens,
+    keep_columns,
+    last_tokens,
+    old_rows,
+    own_rows,
+)
+
+
+@triton.jit
+def largest_of_rows(x):
+    """Does the same as `largest` for each row of x [BT, BK]."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sums_of_words(x):
+    """Does the same as `sum_of_words` for each row of x [BT, BK]."""
+    units = (x * 4398046511104.0).to(tl.int64)
+    high = tl.sum((units >> 23).to(tl.int32), 1).to(tl.float32)
+    low = tl.sum(units.to(tl.int32) & 0x7FFFFF, 1).to(tl.float32)
+    return (high + low * 1.1920928955078125e-07) * 1.9073486328125e-06
+
+
+@triton.jit
+def products_of_rows(b_q, b_k):
+    """Does the same as `products`, with WORDS, for each row of b_q and b_k [BT, BK]. The sums are
+    sums of integers, so the register layout changes no bit."""
+    unit_q, inverse_q = power_of_two(largest_of_rows(b_q))
+    unit_k, inverse_k = power_of_two(largest_of_rows(b_k))
+    b_q, b_k = b_q * inverse_q[:, None], b_k * inverse_k[:, None]
+    qq, kk, qk = sums_of_words(b_q * b_q), sums_of_words(b_k * b_k), sums_of_words(b_q * b_k)
+    return qq * unit_q * unit_q, kk * unit_k * unit_k, qk * unit_q * unit_k
+
+
+@triton.jit
+def layer_tokens_kernel(
+    x, a, b, A_log, dt_bias, state, slots, conv_state, conv_weight, conv_bias, gate, norm_weight, y,
+    tickets, rows, factors,
+    scale, stride_xn, stride_xt, stride_xc, stride_an, stride_at, stride_ah, stride_bn, stride_bt,
+    stride_bh, stride_A, stride_dt, stride_hn, stride_hh, stride_s, stride_cn, stride_cc, stride_cw,
+    stride_bias, stride_zn, stride_zt, stride_zh, stride_zv, stride_norm,
+    stride_wc: tl.constexpr, stride_ww: tl.constexpr, stride_hk: tl.constexpr,
+    stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    T: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, FOLD: tl.constexpr, FAST: tl.constexpr,
+    STATE_V_FIRST: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr,
+    USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr,
+    SILU: tl.constexpr, NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr,
+    POLICY: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
+    """conv_weight None: x has been convolved. norm_weight None: y is o. tickets: [slots, H]. rows
+    [programs, BT, 2 * BK + BV] and factors [programs, BT, 8] are memory of the programs. FOLD,
+    FAST: see `RecurrentForm`, whose `words` is True. DEPENDENT: see `dependent_launch`."""
+    pid = tl.program_id(0).to(tl.int64)
+    V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    GROUP: tl.constexpr = HV // H
+    KEPT: tl.constexpr = state.dtype.element_ty
+    i_v, i_nh = (pid % V_BLOCKS).to(tl.int32), pid // V_BLOCKS
+    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_h = i_hv // GROUP
+    o_k, o_c, o_t = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BT)
+    o_v = i_v * BV + o_c
+    in_k, in_v, in_t = o_k < K, o_v < V, o_t < T
+    c_q = i_h * K + o_k
+    c_k, c_v = c_q + H * K, 2 * H * K + i_hv * V + o_v
+    p_x = x + i_n * stride_xn
+    p_y = y + i_n * (T * HV * V) + i_hv * V + o_v
+    if DEPENDENT:
+        gdc_wait()
+    slot = tl.load(slots + i_n * stride_s).to(tl.int64)
+    wide_t = o_t.to(tl.int64)
+    b_g = tl.load(a + i_n * stride_an + wide_t * stride_at + i_hv * stride_ah, mask=in_t, other=0)
+    b_beta = tl.load(
+        b + i_n * stride_bn + wide_t * stride_bt + i_hv * stride_bh, mask=in_t, other=0
+    )
+    b_A, bias = tl.load(A_log + i_hv * stride_A).to(tl.float32), 0.0
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
+    if conv_weight is not None:
+        f = Filter(conv_weight, conv_bias, stride_wc, stride_ww, stride_bias)
+        w_q, bias_q = taps(f, c_q, in_k, W, True)
+        w_k, bias_k = taps(f, c_k, in_k, W, True)
+        w_v, bias_v = taps(f, c_v, in_v, W, True)
+    x_q = own_rows(p_x, c_q, in_k, T, stride_xt, stride_xc, 0, BT, W)
+    x_k = own_rows(p_x, c_k, in_k, T, stride_xt, stride_xc, 0, BT, W)
+    x_v = own_rows(p_x, c_v, in_v, T, stride_xt, stride_xc, 0, BT, W)
+    if slot <= LAST_SKIPPED:
+        for t in tl.static_range(T):
+            tl.store(p_y + t * (HV * V), tl.zeros([BV], dtype=y.dtype.element_ty), mask=in_v)
+        return
+
+    p_tile = state + slot * stride_hn + i_hv * stride_hh
+    p_tile += o_k[:, None] * stride_hk + o_v[None, :] * stride_hv
+    in_tile = in_k[:, None] & in_v[None, :]
+    p_conv = None
+    if conv_weight is not None:
+        p_conv = conv_state + slot * stride_cn
+        old_q = old_rows(p_conv, c_q, in_k, stride_cc, stride_cw, BT, W)
+        old_k = old_rows(p_conv, c_k, in_k, stride_cc, stride_cw, BT, W)
+        old_v = old_rows(p_conv, c_v, in_v, stride_cc, stride_cw, BT, W)
+        columns = last_tokens(p_x, p_conv, c_v, in_v, T, stride_xt, stride_xc, stride_cc, stride_cw,
+                              W)  # fmt: skip
+    tile = tl.load(p_tile, mask=in_tile, other=0, eviction_policy=POLICY)
+    # The loads precede the first use of a loaded number, because a program issues its instructions
+    # in order.
+    tl.debug_barrier()
+
+    b_q, b_k, b_v = x_q[0], x_k[0], x_v[0]
+    if conv_weight is not None:
+        b_q = convolved_rows(x_q, old_q, w_q, bias_q, W, SILU, NVIDIA)
+        b_k = convolved_rows(x_k, old_k, w_k, bias_k, W, SILU, NVIDIA)
+        b_v = convolved_rows(x_v, old_v, w_v, bias_v, W, SILU, NVIDIA)
+    p_row = rows + pid * (BT * (2 * BK + BV))
+    p_rows = p_row + o_t[:, None] * (2 * BK + BV)
+    tl.store(p_rows + o_k[None, :], b_q)
+    tl.store(p_rows + (BK + o_k)[None, :], b_k)
+    tl.store(p_rows + (2 * BK + o_c)[None, :], b_v)
+    # Multiply the sums of q or k, not their elements, by a scalar factor of q or k.
+    of_q, of_k = tl.zeros([BT], dtype=tl.float32) + scale, tl.full([BT], 1.0, tl.float32)
+    qq, kk, qk = products_of_rows(b_q.to(tl.float32), b_k.to(tl.float32))
+    if USE_QK_L2NORM:
+        of_q = normalizer(qq, scale, EPS, FAST)
+        of_k = normalizer(kk, 1.0, EPS, FAST)
+    b_g = b_g.to(tl.float32)
+    if dt_bias is not None:
+        b_g += bias
+    decays = decay_of(log_decay(b_g, b_A, tl.exp(b_A), THRESHOLD), RCP_LN2)
+    p_factor = factors + pid * (BT * 8)
+    tl.store(p_factor + o_t * 8, of_q * decays)
+    tl.store(p_factor + o_t * 8 + 1, of_k * decays)
+    tl.store(p_factor + o_t * 8 + 2, of_k)
+    tl.store(p_factor + o_t * 8 + 3, strength(b_beta, BETA_FACTOR, FAST))
+    tl.store(p_factor + o_t * 8 + 4, qk * of_q)
+    tl.store(p_factor + o_t * 8 + 5, decays)
+    # Wait here, because other threads of the program load what one thread has written, and because
+    # several threads may read a channel that one of them writes.
+    tl.debug_barrier()
+    token_q, token_k, token_v, of_token = (), (), (), ()
+    for t in tl.static_range(T):
+        p_t = p_row + t * (2 * BK + BV)
+        token_q += (tl.load(p_t + o_k),)
+        token_k += (tl.load(p_t + BK + o_k),)
+        token_v += (tl.load(p_t + 2 * BK + o_c),)
+        for i in tl.static_range(6):
+            of_token += (tl.load(p_factor + t * 8 + i),)
+    if conv_weight is not None:
+        keep_columns(p_conv, columns, c_v, in_v, stride_cc, stride_cw, W)
+
+    for t in tl.static_range(T):
+        b_k = token_k[t].to(tl.float32)
+        b_o, stored = column_sums((tile,), 0, (token_q[t].to(tl.float32),), (b_k,), 1, FOLD,
+                                  STATE_V_FIRST)  # fmt: skip
+        b_o, stored = b_o * of_token[6 * t], stored * of_token[6 * t + 1]
+        b_v = (token_v[t].to(tl.float32) - stored) * of_token[6 * t + 2]
+        b_v *= of_token[6 * t + 3]
+        b_o = tl.fma(b_v, of_token[6 * t + 4], b_o)
+        tl.store(p_y + t * (HV * V), b_o.to(y.dtype.element_ty), mask=in_v)
+        # Round the state between two tokens as a store would.
+        kept = tl.fma(tile.to(tl.float32), of_token[6 * t + 5], b_k[:, None] * b_v[None, :])
+        tile = kept.to(KEPT)
+    tl.store(p_tile, tile, mask=in_tile, eviction_policy=POLICY)
+    p_gate = None
+    if norm_weight is not None:
+        p_gate = gate + i_n * stride_zn + i_h * GROUP * stride_zh
+    finish_tokens(
+        tickets + slot * H + i_h, y + (i_n * (T * HV) + i_h * GROUP) * V, p_x, p_conv, p_gate,
+        norm_weight, i_h, T, HV * V, V, 1, stride_xt, stride_xc, stride_cc, stride_cw,
+        stride_zt, stride_zh, stride_zv, stride_norm, GROUP * V_BLOCKS, GROUP, H, K, V, BK, BT,
+        GROUP_BLOCK, V_BLOCK, W, NORM_EPS, SIGMOID
+    )  # fmt: skip

@@ -1,0 +1,243 @@
+"""The launch of a layer's step in which every program has a part of one value head."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from gdn_triton._host.device import on_device
+from gdn_triton._host.memory import count_writes
+from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.strides import named, state_strides
+from gdn_triton._triton.taps import on_nvidia
+from gdn_triton._triton.tiles import UNFUSED, dependent_launch, gpu_of
+from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
+from gdn_triton.recurrent.problem import Operands, RecurrentProblem, views
+from gdn_triton.recurrent.triton.form import eviction_policy, recurrent_form
+from gdn_triton.recurrent.triton.window_plan import launch_arguments, step_grid
+from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
+from gdn_triton.step.triton.kernel import all_tokens, strides
+from gdn_triton.step.triton.tokens_kernel import layer_tokens_kernel
+from gdn_triton.step.triton.window_tokens import layer_window_kernel
+
+
+class TokensForm(NamedTuple):
+    """The form of a program: a tile of BV columns, and warps, which change no bit."""
+
+    BK: int
+    BV: int
+    warps: int
+    fold: int
+    fast: bool
+
+
+# The most warps of a program.
+MOST_WARPS = 8
+# The options of a launch that are no arguments of its kernel.
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", *UNFUSED)
+
+
+def tokens_form(p: LayerProblem, warps: int = MOST_WARPS) -> TokensForm:
+    """Returns the form, derived from `recurrent_form`. A warp computes the sums over K of its own
+    columns, so warps share the columns and change no bit."""
+    form = recurrent_form(p.K, p.V, True, p.state_dtype.itemsize)
+    BV = form.tile.BV
+    warps = min(warps, max(1, triton.next_power_of_2(p.V) // BV))
+    return TokensForm(form.tile.BK, BV * warps, warps, form.fold, form.fast)
+
+
+# The largest number of programs in one launch, by the bytes of an element of the states. Measured
+# on an H100 with four tokens and float32 states: 128 and 256 programs take 6.2 to 10.3 us, where
+# three launches take 7.8 to 12.8; 1024 programs take 32.8, where three launches take 27.3, because
+# every program repeats the convolution of q and k.
+MOST_PROGRAMS = {4: 256, 2: 0}
+# The same with a window. The kernel in an earlier form took 0.93 to 0.98 of the time of three
+# launches with up to 512 programs, and has not been timed since.
+MOST_WINDOW_PROGRAMS = {4: 0, 2: 0}
+# The same for one token without a window, where `layer_step_kernel` is the other form. Not timed.
+MOST_ONE_TOKEN = {4: 0, 2: 0}
+
+
+def runs_at_once(p: LayerProblem) -> bool:
+    """Returns whether a call without a window runs `layer_tokens_kernel`."""
+    has_parts = p.W > 0 or p.has_norm
+    if not has_parts or not p.has_tickets or not p.state_v_first:
+        return False
+    most = MOST_ONE_TOKEN if p.T == 1 else MOST_PROGRAMS
+    programs = -(-p.V // tokens_form(p).BV) * p.N * p.HV
+    return programs <= most.get(p.state_dtype.itemsize, 0)
+
+
+def window_runs_at_once(p: LayerProblem, rule: RecurrentProblem) -> bool:
+    """Returns whether a call of several tokens with a window runs `layer_window_kernel`. rule: the
+    step of the recurrence."""
+    most = MOST_WINDOW_PROGRAMS.get(p.state_dtype.itemsize, 0)
+    has_parts = p.W > 0 or p.has_norm
+    return has_parts and p.has_tickets and step_grid(rule)[0] <= most
+
+
+def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
+    """Returns the launch. x: the result of `all_tokens`."""
+    return Launch(
+        layer_tokens_kernel,
+        scale=p.scale,
+        **named("xn xt xc", strides(x.mixed_qkv, 3)),
+        **named("an at ah", strides(x.a, 3)),
+        **named("bn bt bh", strides(x.b, 3)),
+        **named("A", strides(x.A_log, 1)),
+        **named("dt", strides(x.dt_bias, 1)),
+        **named("hn hh hk hv", state_strides(x.state, p.state_v_first)),
+        **named("s", strides(x.read_slots, 1)),
+        **named("cn cc cw", strides(x.conv_state, 3)),
+        **named("wc ww", strides(x.conv_weight, 2)),
+        **named("bias", strides(x.conv_bias, 1)),
+        **named("zn zt zh zv", strides(x.gate, 4)),
+        **named("norm", strides(x.norm_weight, 1)),
+        H=p.H,
+        HV=p.HV,
+        K=p.K,
+        V=p.V,
+        T=p.T,
+        W=max(p.W, 1),
+        BK=form.BK,
+        BV=form.BV,
+        BT=triton.next_power_of_2(p.T),
+        GROUP_BLOCK=triton.next_power_of_2(p.HV // p.H),
+        V_BLOCK=triton.next_power_of_2(p.V),
+        FOLD=form.fold,
+        FAST=form.fast,
+        STATE_V_FIRST=p.state_v_first,
+        RCP_LN2=RCP_LN2,
+        EPS=L2NORM_EPS,
+        THRESHOLD=SOFTPLUS_THRESHOLD,
+        USE_QK_L2NORM=p.use_qk_l2norm,
+        BETA_FACTOR=2.0 if p.allow_neg_eigval else 1.0,
+        LAST_SKIPPED=p.last_skipped,
+        SILU=p.silu,
+        NORM_EPS=p.norm_eps,
+        SIGMOID=p.norm_sigmoid,
+        NVIDIA=on_nvidia(),
+        POLICY=eviction_policy(p.N * p.HV * p.K * p.V * p.state_dtype.itemsize),
+        **dependent_launch(gpu_of(p.device)),
+        **UNFUSED,
+        num_warps=form.warps,
+        num_stages=1,
+    )
+
+
+def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
+    """Returns a function that runs all calls that differ from this one only in contents and
+    addresses."""
+    p, form = problem, tokens_form(problem)
+    launch = make_launch(p, all_tokens(call.inputs), form)
+    shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)
+    programs, BT = -(-p.V // form.BV) * p.N * p.HV, triton.next_power_of_2(p.T)
+
+    def run(given: LayerCall) -> Tensor:
+        x = given.inputs
+        y = torch.empty(shape, dtype=p.dtype, device=p.device)
+        if programs == 0:
+            return y
+        rows = torch.empty(programs * BT * (2 * form.BK + form.BV), dtype=p.dtype, device=p.device)
+        factors = torch.empty(programs * BT * 8, dtype=torch.float32, device=p.device)
+        count_writes(x.state, x.conv_state)
+        with on_device(p.device):
+            launch(
+                (programs, 1, 1),
+                x=x.mixed_qkv,
+                a=x.a,
+                b=x.b,
+                A_log=x.A_log,
+                dt_bias=x.dt_bias,
+                state=x.state,
+                slots=x.read_slots,
+                conv_state=x.conv_state,
+                conv_weight=x.conv_weight,
+                conv_bias=x.conv_bias,
+                gate=x.gate,
+                norm_weight=x.norm_weight,
+                y=y,
+                tickets=x.counters,
+                rows=rows,
+                factors=factors,
+            )
+        return y
+
+    return run
+
+
+def plan_window(
+    problem: LayerProblem, call: LayerCall, rule: RecurrentProblem, operands: Operands
+) -> Callable[[LayerCall], Tensor]:
+    """Does the same as `plan` for a step with a window. rule, operands: the call's step of the
+    recurrence and its operands."""
+    p, x = problem, all_tokens(call.inputs)
+    shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)
+    y = torch.empty(p.N, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    _, step = launch_arguments(rule, views(rule, operands), y)
+    fixed = {
+        **step,
+        **named("xn xt xc", strides(x.mixed_qkv, 3)),
+        **named("cn cc cw", strides(x.conv_state, 3)),
+        **named("wc ww", strides(x.conv_weight, 2)),
+        **named("bias", strides(x.conv_bias, 1)),
+        **named("zn zt zh zv", strides(x.gate, 4)),
+        **named("norm", strides(x.norm_weight, 1)),
+        "W": max(p.W, 1),
+        "ROWS": triton.next_power_of_2(p.T),
+        "SILU": p.silu,
+        "GROUP_BLOCK": triton.next_power_of_2(p.HV // p.H),
+        "V_BLOCK": triton.next_power_of_2(p.V),
+        "NORM_EPS": p.norm_eps,
+        "SIGMOID": p.norm_sigmoid,
+        "NVIDIA": on_nvidia(),
+    }
+    # The limit of registers of the rule's kernel is left out: it makes room for further programs,
+    # which few sequences do not have, and the convolution would spill.
+    names = {*layer_window_kernel.arg_names, *OPTIONS}
+    launch = Launch(layer_window_kernel, **{n: z for n, z in fixed.items() if n in names})
+    programs = -(-p.V // fixed["BV"]) * p.N * p.HV
+    row = fixed["ROWS"] * (2 * fixed["BK"] + fixed["BV"])
+
+    def run(given: LayerCall) -> Tensor:
+        x, window = given.inputs, given.window
+        y = torch.empty(shape, dtype=p.dtype, device=p.device)
+        if programs == 0:
+            return y
+        rows = None
+        if p.W > 0:
+            rows = torch.empty(programs * row, dtype=p.dtype, device=p.device)
+        written = (window.u, window.k, window.g, window.calls)
+        count_writes(x.state, x.conv_state, *written)
+        with on_device(p.device):
+            launch(
+                (programs, 1, 1),
+                x=x.mixed_qkv,
+                a=x.a,
+                b=x.b,
+                A_log=x.A_log,
+                dt_bias=x.dt_bias,
+                y=y,
+                state=x.state,
+                u_rows=window.u,
+                k_rows=window.k,
+                g_rows=window.g,
+                call_rows=window.calls,
+                start=window.start,
+                slots=x.read_slots,
+                positions=given.positions,
+                conv_state=x.conv_state,
+                conv_weight=x.conv_weight,
+                conv_bias=x.conv_bias,
+                gate=x.gate,
+                norm_weight=x.norm_weight,
+                tickets=window.tickets,
+                rows=rows,
+                N=p.N,
+                T=p.T,
+            )
+        return y
+
+    return run
