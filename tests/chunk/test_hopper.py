@@ -37,6 +37,7 @@ from gdn_triton.chunk.triton.hopper.segments import (
     lengths_of,
     rounded_up,
     states_at_once,
+    states_of_whole,
 )
 from gdn_triton.chunk.triton.hopper.support import RELEASES, hopper_refusal
 
@@ -108,7 +109,8 @@ ONE_SEQUENCE = {"N": 1, "B": 1}
         (UNEVEN, True),
         (UNEVEN | {"longest": (0, 0, 0)}, False),
         (UNEVEN | {"batch_invariant": True}, False),
-        (UNEVEN | {"HV": 32}, True),
+        (UNEVEN | {"HV": 16}, True),
+        (UNEVEN | {"HV": 64}, False),
     ],
 )
 def test_calls_that_are_cut(change: dict[str, Any], is_cut: bool) -> None:
@@ -128,6 +130,21 @@ def test_cuts(HV: int, V: int, T: int, longest: tuple[float, ...]) -> None:
     if cut is not None:
         assert 4 <= cut.rest <= cut.first < max(chunks for chunks, _ in lengths_of(p))
         assert V > 64 or (cut.first_states, cut.later_states) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "states"),
+    [
+        ({}, 1),
+        ({"B": 5, "N": 5}, 2),
+        ({"B": 5, "N": 5, "V": 64}, 1),
+        # The time of one long sequence, or of all.
+        ({"B": 1, "T": 8192, "N": 6, "is_varlen": True, "longest": (6000, 500, 500)}, 1),
+        ({"B": 1, "T": 8192, "N": 6, "is_varlen": True, "longest": (1500, 1500, 1500)}, 2),
+    ],
+)
+def test_states_of_whole(change: dict[str, Any], states: int) -> None:
+    assert states_of_whole(132, replace(COMMON, **{"HV": 16, **change})) == states
 
 
 def test_lengths_of() -> None:
@@ -260,7 +277,7 @@ def test_norm(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     from gdn_triton.chunk.triton.hopper import launch
 
     monkeypatch.setattr(launch, "norm_inside", lambda *_: True)
-    monkeypatch.setattr(launch, "choose_shape", lambda *_: launch.TWO)
+    monkeypatch.setattr(launch, "shape_of_whole", lambda *_: launch.TWO)
     x = make_inputs(case, dtype, "cuda")
     x = x.but(q=7 * x.q, k=0.01 * x.k)
     o, state = check(case, x, "cuda", l2norm=True)

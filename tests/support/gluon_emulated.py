@@ -103,7 +103,7 @@ def operands_of(x: Inputs, *, v_first: bool = False) -> Operands:
 def folded(
     starts: Tensor,
     shifts: Tensor,
-    windows: Tensor,
+    windows: Tensor | None,
     cu_seqlens: Tensor | None,
     *,
     N: int,
@@ -121,8 +121,8 @@ def folded(
     for count in counts:
         end += count
         for i in range(end - count, end - 1):
-            for head, window in enumerate(windows[i, :, 0].tolist()):
-                if window == 0:
+            for head in range(starts.shape[1]):
+                if windows is None or windows[i, head, 0] == 0:
                     M = shifts[i, head, : K * K].view(K, K)
                     starts[i + 1, head] += M @ starts[i, head]
 
@@ -165,9 +165,17 @@ def check_forward(
     problem = problem_of(case, dtype, v_first=v_first, norm=norm)
     operands = operands_of(x, v_first=v_first)
     written = ("o", "ht", "o_desc", "starts", "shifts", "windows")
-    cut = Cut(segments + 1, segments, shape.states, shape.states) if segments else None
+    cut = None
+    if segments > 0:
+        cut = Cut(
+            first=segments + 1,
+            rest=segments,
+            first_states=shape.states,
+            later_states=shape.states,
+            windows=gates != "none",
+        )
     with (
-        mock.patch.object(launch, "choose_shape", lambda *_: shape),
+        mock.patch.object(launch, "shape_of_whole", lambda *_: shape),
         mock.patch.object(launch, "choose_cut", lambda *_: cut),
         mock.patch.object(launch, "fold_maps", folded),
         mock.patch.object(launch, "l2norm_fwd", side_effect=normalized_apart) as separate_norm,

@@ -50,20 +50,21 @@ def fold_maps_kernel(
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_v, i_nh = pid % V_BLOCKS, pid // V_BLOCKS
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_long, i_hv = i_nh // HV, i_nh % HV
     if IS_VARLEN:
         o_n = tl.arange(0, BN)
-        inside = o_n <= i_n
+        inside = o_n < N
         bos = tl.load(cu_seqlens + o_n, mask=inside, other=0)
         rows = (tl.load(cu_seqlens + o_n + 1, mask=inside, other=0) - bos).to(tl.int32)
         if read_slots is not None:
             kept = tl.load(read_slots + o_n, mask=inside, other=LAST_SKIPPED) > LAST_SKIPPED
             rows = tl.where(kept, rows, 0)
         counts = (tl.maximum(rows - first, 0) + segment - 1) // segment
+        i_n = tl.sum((tl.cumsum((counts > 1).to(tl.int32), 0) <= i_long).to(tl.int32), 0)
         slot = tl.sum(tl.where(o_n < i_n, counts, 0), 0).to(tl.int64)
         count = tl.sum(tl.where(o_n == i_n, counts, 0), 0)
     else:
-        slot = i_n * NS
+        slot = i_long * NS
         count = NS
     if count < 2:
         return
@@ -86,7 +87,7 @@ def fold_maps_kernel(
         if windows is not None:
             has_map = tl.load(p_window) == 0
             p_window += HV * MARKS
-            made &= has_map
+            made = in_shift & (o_k[:, None] < tl.where(has_map, K, 0))
             # Not multiplied by 0, since it may be NaN.
             b_h = tl.where(has_map, b_h, 0.0)
         b_M = tl.load(p_M, mask=made, other=0)
@@ -123,6 +124,7 @@ def fold_maps(
     cu_seqlens: torch.Tensor | None,
     *,
     N: int,
+    most_long: int,
     BN: int,
     NS: int,
     first: int,
@@ -135,7 +137,7 @@ def fold_maps(
     tile = starts_config(gpu, K, V)
     last_skipped = -1 if pool is None else pool.last_skipped
     fold_launch(gpu, tile, HV, K, V, BN, last_skipped, cu_seqlens is not None)(
-        (N * HV * -(-V // tile.BV), 1, 1),
+        (most_long * HV * -(-V // tile.BV), 1, 1),
         starts=starts,
         shifts=shifts,
         windows=windows,

@@ -13,9 +13,8 @@ memory:
 Each buffer has a barrier that says it is full. The states are the last to read a chunk, so one more
 barrier for each stage, at which only they arrive, says that all buffers of that chunk are empty.
 
-PART: the kernel walks whole sequences, or does a part of a call in segments (segments.py). For the
-maps its states begin with zeros or with columns of the identity, for which the columns of v beyond
-V are zeros, and there is no o.
+PART: whole sequences, or a part of a call in segments (segments.py). The states of maps begin with
+zeros or with columns of the identity, for which columns of v beyond V are zeros; there is no o.
 """
 
 from triton.experimental import gluon
@@ -145,13 +144,13 @@ def hopper_fwd_kernel(
     WINDOWS: gl.constexpr = IN_SEGMENTS and windows is not None
     p_marks = windows + i_hv * MARKS if WINDOWS else o
     if IN_SEGMENTS:
-        n_rest = i_w * 0
+        n_rest = 0
         if PART == "again":
             i_b, i_n, i_state, tokens, first_row, n_rows = places.rest_of(
                 *(i_w, p_marks, block + 1, HV * MARKS, cu_seqlens, read_slots, T, N, NS),
                 *(first, segment, BN, BS, LAST_SKIPPED, IS_VARLEN),
             )
-            end_out *= (n_rows > 0).to(gl.int32)
+            end_out = gl.where(n_rows > 0, V, 0)
         else:
             i_b, i_n, tokens, first_row, n_rows, is_last = places.segment_of(
                 *(i_w, cu_seqlens, read_slots, T, N, NS, first, segment),
@@ -330,6 +329,7 @@ def hopper_fwd_kernel(
                         HAS_H0,
                         STORE_HT,
                         PART,
+                        WINDOWS,
                         HAS_STOPS,
                         HAS_STOP_SLOTS,
                         LAST_SKIPPED,
@@ -405,6 +405,7 @@ def hopper_fwd_kernel(
                         HAS_H0,
                         STORE_HT,
                         PART,
+                        WINDOWS,
                         HAS_STOPS,
                         HAS_STOP_SLOTS,
                         LAST_SKIPPED,
@@ -435,6 +436,7 @@ def hopper_fwd_kernel(
                         HAS_H0,
                         STORE_HT,
                         PART,
+                        WINDOWS,
                         HAS_STOPS,
                         HAS_STOP_SLOTS,
                         LAST_SKIPPED,
@@ -493,7 +495,6 @@ def hopper_fwd_kernel(
                 SINGLE_REGISTERS,
             ],
         )
-    if PART == "first":
-        # The next kernel waits for this one alone, which may end before that of the maps.
+    if PART == "first":  # The next kernel waits for this one alone, not for that of the maps.
         if pid == gl.num_programs(0) - 1:
             gdc_wait()

@@ -14,7 +14,7 @@ from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
 from gdn_triton.chunk.triton.hopper.fold import fold_maps
 from gdn_triton.chunk.triton.hopper.kernel import hopper_fwd_kernel
-from gdn_triton.chunk.triton.hopper.segments import Cut, choose_cut, states_at_once
+from gdn_triton.chunk.triton.hopper.segments import Cut, choose_cut, states_of_whole
 from gdn_triton.chunk.triton.shared.pool import (
     pool_arguments,
     pool_layout,
@@ -55,6 +55,10 @@ def choose_shape(multiprocessors: int, states: float, V: int) -> Shape:
     """One state of 64 columns a block, where even so each block has a multiprocessor of its own.
     states: of 128 columns, at once. Both give the same bits."""
     return ONE if V <= COLUMNS or 2 * states <= multiprocessors else TWO
+
+
+def shape_of_whole(multiprocessors: int, p: Problem) -> Shape:
+    return TWO if states_of_whole(multiprocessors, p) == 2 else ONE
 
 
 def tma_reachable(x: torch.Tensor) -> bool:
@@ -184,7 +188,7 @@ def walk(
     if cut is not None:
         walk_in_segments(p, x, cut, o, initial_state, final_state, pool)
         return
-    shape = choose_shape(multiprocessors, states_at_once(p), p.V)
+    shape = shape_of_whole(multiprocessors, p)
     norm = norm_inside(p, x, shape)
     x = prepared(p, x, norm=norm)
     h0_strides = state_strides(initial_state, p.state_v_first)
@@ -290,6 +294,7 @@ def walk_in_segments(
             segments.windows,
             x.cu_seqlens,
             N=p.N,
+            most_long=segments.most_long,
             BN=sequences_at_once(p),
             NS=segments.NS,
             first=segments.first,

@@ -19,16 +19,19 @@ from gdn_triton.chunk.problem import Problem
 
 CHUNK: Final = 64
 
-# Microseconds on an H100: a chunk in a block of two states, of one, and of a map; the start and end
-# of a program; a segment of the fold; and the other launches.
-TWO_STATES, ONE_STATE, MAP = 2.65, 1.97, 2.0
-PROGRAM, FOLD, LAUNCHES = 8.0, 2.5, 16.0
+# Microseconds on an H100, between those of mild gates and of a model's: a chunk in a block of two
+# states, of one, and of a map; the start and end of a program; a segment of the fold, for each turn
+# of its programs; and the other launches, without and with windows.
+TWO_STATES, ONE_STATE, MAP = 3.0, 2.08, 2.1
+PROGRAM, FOLD, LAUNCHES, LAUNCHES_WITH_WINDOWS = 6.0, 3.2, 11.0, 20.0
+# Columns of a state in a program of the fold.
+FOLD_COLUMNS: Final = 16
 # The share of the heads that forget, and the chunks of their windows, as a plan assumes them.
-FORGETTING, WINDOW = 0.5, 10
+FORGETTING, WINDOW = 0.7, 10
 # The chunks of the shortest segments that are walked in windows, which take two launches' time.
 LEAST_WINDOWED: Final = 12
 # A cut has to take at most this share of the time of whole sequences.
-WORTH_IT: Final = 0.95
+WORTH_IT: Final = 0.9
 LEAST_SEGMENT: Final = 4
 # Later segments at most, and how many more than in the best cut so far are tried.
 MOST_LATER: Final = 16
@@ -126,13 +129,14 @@ def cut_time(
     map_blocks = HV * (-(-V // 128) + 1)
     firsts = tuple((min(chunks, first), count) for chunks, count in lengths)
     later: list[tuple[int, int]] = []
-    inner = most = 0
+    inner = most = folded = 0
     for chunks, count in lengths:
         if chunks > first:
             number = -(-(chunks - first) // rest)
             later.append((chunks - first - (number - 1) * rest, count))
             inner += count * (number - 1)
             most = max(most, number)
+            folded += count * (number > 1)
     later.append((rest, inner))
     windows = int(inner * map_blocks * share) if rest >= LEAST_WINDOWED else 0
     a_map, a_window = (chunks * MAP + PROGRAM for chunks in (rest, min(rest, WINDOW)))
@@ -153,23 +157,39 @@ def cut_time(
         for states in forms
     }
     one, other = min(early, key=lambda s: early[s]), min(late, key=lambda s: late[s])
-    time = early[one] + late[other] + LAUNCHES + FOLD * (most - 1)
+    is_windowed = rest >= LEAST_WINDOWED
+    turns = -(-folded * HV * -(-V // FOLD_COLUMNS) // multiprocessors)
+    time = early[one] + late[other] + FOLD * turns * (most - 1)
+    time += LAUNCHES_WITH_WINDOWS if is_windowed and inner else LAUNCHES
     cut = Cut(
         first=first,
         rest=rest,
         first_states=one,
         later_states=other,
-        windows=rest >= LEAST_WINDOWED,
+        windows=is_windowed,
     )
     return time, cut
 
 
 @functools.lru_cache(maxsize=1024)
-def best_cut(multiprocessors: int, lengths: Lengths, HV: int, V: int) -> Cut | None:
-    whole = min(
-        time_of(walk_programs(lengths, HV, V, states), multiprocessors)
+def whole_times(multiprocessors: int, lengths: Lengths, HV: int, V: int) -> dict[int, float]:
+    """Microseconds of whole sequences, by the states of a block."""
+    return {
+        states: time_of(walk_programs(lengths, HV, V, states), multiprocessors)
         for states in ((1, 2) if V > 64 else (1,))
-    )
+    }
+
+
+def states_of_whole(multiprocessors: int, problem: Problem) -> int:
+    """The states of a block that walks whole sequences. Both give the same bits."""
+    p = problem
+    times = whole_times(multiprocessors, lengths_of(p), p.HV, p.V)
+    return min(times, key=lambda states: times[states])
+
+
+@functools.lru_cache(maxsize=1024)
+def best_cut(multiprocessors: int, lengths: Lengths, HV: int, V: int) -> Cut | None:
+    whole = min(whole_times(multiprocessors, lengths, HV, V).values())
     # Each chunk is walked once, whatever the cut.
     both = TWO_STATES * -(-V // 128) if V > 64 else ONE_STATE
     each = HV * min(both, ONE_STATE * -(-V // 64)) / multiprocessors

@@ -119,6 +119,7 @@ def state_role(
     HAS_H0: gl.constexpr,
     STORE_HT: gl.constexpr,
     PART: gl.constexpr,
+    WINDOWS: gl.constexpr,
     HAS_STOPS: gl.constexpr,
     HAS_STOP_SLOTS: gl.constexpr,
     LAST_SKIPPED: gl.constexpr,
@@ -304,7 +305,7 @@ def state_role(
     if PART == "first":
         stored = (o_v < end_next)[:, None] & (o_k < K)[None, :]
         gl.store(p_next + (o_k[None, :] * V + o_v[:, None]), S * end, mask=stored)
-    if PART == "later":
+    if PART == "later" and WINDOWS:
         if end_next > 0:
             S = S * end
             inside = (o_v < V)[:, None] & (o_k < K)[None, :]
