@@ -22,6 +22,7 @@ from hopper_cases import (
     TAIL,
     WIDE,
     hopper,
+    hopper_case,
     run_by_gluon,
 )
 from torch import Tensor
@@ -30,7 +31,14 @@ from gdn_triton import chunk_gated_delta_rule
 from gdn_triton.chunk.backends import chunk_kernels
 from gdn_triton.chunk.problem import Inputs as Operands
 from gdn_triton.chunk.triton.hopper import support
-from gdn_triton.chunk.triton.hopper.segments import choose_segments, states_at_once
+from gdn_triton.chunk.triton.hopper.segments import (
+    Cut,
+    choose_cut,
+    lengths_of,
+    rounded_up,
+    states_at_once,
+    states_of_whole,
+)
 from gdn_triton.chunk.triton.hopper.support import RELEASES, hopper_refusal
 
 # ------------------------------------------------------------------------- the calls that it takes
@@ -77,35 +85,75 @@ def test_refusals(change: dict[str, Any], words: str | None) -> None:
     assert refusal is None if words is None else words in str(refusal)
 
 
+ONE_SEQUENCE = {"N": 1, "B": 1}
+
+
 @pytest.mark.parametrize(
-    ("change", "chunks"),
+    ("change", "is_cut"),
     [
-        ({}, 0),
-        ({"N": 1, "B": 1, "T": 8191}, 43),
-        ({"N": 1, "B": 1, "T": 8191, "batch_invariant": True}, 0),
-        ({"N": 1, "B": 1, "T": 7168}, 38),
-        ({"N": 1, "B": 1, "T": 7104}, 0),
-        ({"N": 1, "B": 1, "T": 8192, "HV": 16}, 32),
-        ({"N": 1, "B": 1, "T": 16384, "HV": 16}, 32),
-        ({"N": 1, "B": 1, "T": 2048, "HV": 16}, 8),
-        ({"N": 1, "B": 1, "T": 1984, "HV": 16}, 0),
-        ({"N": 1, "B": 1, "T": 4096, "HV": 8}, 8),
-        ({"N": 1, "B": 1, "T": 4096, "HV": 1}, 8),
-        ({"N": 2, "B": 1, "T": 8192, "HV": 8, "is_varlen": True}, 16),
-        ({"N": 1, "B": 1, "T": 8192, "HV": 64}, 0),
+        ({}, False),
+        (ONE_SEQUENCE | {"T": 8192}, True),
+        (ONE_SEQUENCE | {"T": 8192, "batch_invariant": True}, False),
+        (ONE_SEQUENCE | {"T": 1024}, False),
+        (ONE_SEQUENCE | {"T": 2048, "HV": 16}, True),
+        (ONE_SEQUENCE | {"T": 4096, "HV": 1}, True),
+        (ONE_SEQUENCE | {"T": 8192, "HV": 64}, False),
+        (ONE_SEQUENCE | {"T": 8192, "HV": 16, "V": 256}, True),
+        (ONE_SEQUENCE | {"T": 0}, False),
+        ({"N": 2, "B": 1, "T": 8192, "HV": 8, "is_varlen": True}, True),
+        (
+            {"N": 2000, "B": 1, "T": 2**20, "HV": 1, "is_varlen": True, "longest": (2**19, 0, 0)},
+            False,
+        ),
         # The longest sequence counts, where the host knows it.
-        (UNEVEN, 18),
-        (UNEVEN | {"longest": (0, 0, 0)}, 0),
-        (UNEVEN | {"batch_invariant": True}, 0),
-        (UNEVEN | {"HV": 16}, 27),
-        (UNEVEN | {"HV": 32}, 0),
-        (UNEVEN | {"HV": 64}, 0),
-        # V makes two blocks a state.
-        ({"N": 1, "B": 1, "T": 8192, "HV": 16, "V": 256}, 43),
+        (UNEVEN, True),
+        (UNEVEN | {"longest": (0, 0, 0)}, False),
+        (UNEVEN | {"batch_invariant": True}, False),
+        (UNEVEN | {"HV": 16}, True),
+        (UNEVEN | {"HV": 64}, False),
     ],
 )
-def test_segments_of(change: dict[str, Any], chunks: int) -> None:
-    assert choose_segments(132, replace(COMMON, **change)) == chunks
+def test_calls_that_are_cut(change: dict[str, Any], is_cut: bool) -> None:
+    assert (choose_cut(132, replace(COMMON, **change)) is not None) == is_cut
+
+
+@pytest.mark.parametrize("HV", [2, 8, 32, 64])
+@pytest.mark.parametrize("V", [64, 128, 256])
+@pytest.mark.parametrize("T", [600, 4000, 33000, 2**20])
+@pytest.mark.parametrize("longest", [(0, 0, 0), (0.5, 0.2, 0.1), (0.9, 0.02, 0)])
+def test_cuts(HV: int, V: int, T: int, longest: tuple[float, ...]) -> None:
+    """The first segment is the longest, and some sequence is longer. The kernels rely on the
+    former: a sequence has at most one later segment for each ``rest`` chunks of its own."""
+    tokens = [int(T * share) for share in longest]
+    p = replace(COMMON, B=1, T=T, N=4, HV=HV, V=V, is_varlen=True, longest=(*tokens,))
+    cut = choose_cut(132, p)
+    if cut is not None:
+        assert 4 <= cut.rest <= cut.first < max(chunks for chunks, _ in lengths_of(p))
+        assert V > 64 or (cut.first_states, cut.later_states) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "states"),
+    [
+        ({}, 1),
+        ({"B": 5, "N": 5}, 2),
+        ({"B": 5, "N": 5, "V": 64}, 1),
+        # The time of one long sequence, or of all.
+        ({"B": 1, "T": 8192, "N": 6, "is_varlen": True, "longest": (6000, 500, 500)}, 1),
+        ({"B": 1, "T": 8192, "N": 6, "is_varlen": True, "longest": (1500, 1500, 1500)}, 2),
+    ],
+)
+def test_states_of_whole(change: dict[str, Any], states: int) -> None:
+    assert states_of_whole(132, replace(COMMON, **{"HV": 16, **change})) == states
+
+
+def test_lengths_of() -> None:
+    assert lengths_of(replace(COMMON, T=300)) == ((5, 4),)
+    packed = replace(COMMON, B=1, T=8192, N=21, is_varlen=True)
+    assert lengths_of(packed) == ((7, 21),)
+    assert lengths_of(replace(packed, longest=(6912, 65, 1))) == ((108, 1), (2, 1), (1, 1), (1, 18))
+    assert lengths_of(replace(packed, N=2, longest=(8000, 192, 0))) == ((128, 1), (3, 1))
+    assert [rounded_up(n) for n in (1, 64, 65, 2048, 2049, 6500)] == [1, 1, 2, 32, 34, 104]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +277,7 @@ def test_norm(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     from gdn_triton.chunk.triton.hopper import launch
 
     monkeypatch.setattr(launch, "norm_inside", lambda *_: True)
-    monkeypatch.setattr(launch, "choose_shape", lambda *_: launch.TWO)
+    monkeypatch.setattr(launch, "shape_of_whole", lambda *_: launch.TWO)
     x = make_inputs(case, dtype, "cuda")
     x = x.but(q=7 * x.q, k=0.01 * x.k)
     o, state = check(case, x, "cuda", l2norm=True)
@@ -262,6 +310,9 @@ def test_gates(case: Case, kind: str, dtype: torch.dtype) -> None:
     check(case, x.but(g=gates_of(kind, x.g)), "cuda")
 
 
+CUTS = [Cut(1, 1), Cut(3, 1, first_states=2, later_states=2), Cut(2, 2, later_states=2)]
+
+
 @hopper
 @pytest.mark.usefixtures("gluon")
 @pytest.mark.parametrize("case", cases([CASES[0], PACKED, CASES[6]]))
@@ -274,13 +325,57 @@ def test_segments(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Segments of a chunk, and of two."""
+    """Segments of a chunk, and of several. With other gates than "none" some are walked in
+    windows."""
     from gdn_triton.chunk.triton.hopper import launch
 
     x = make_inputs(case, dtype, "cuda")
-    for chunks in (1, 2):
-        monkeypatch.setattr(launch, "choose_segments", lambda *_, chunks=chunks: chunks)
+    for cut in CUTS:
+        monkeypatch.setattr(launch, "choose_cut", lambda *_, cut=cut: cut)
         check(case, x.but(g=gates_of(kind, x.g)), "cuda", with_state=with_state)
+
+
+LONG = hopper_case("long", "segments of two chunks", lengths=(700, 70, 0, 1030), orphans=3)
+
+
+@hopper
+@pytest.mark.usefixtures("gluon")
+def test_windows_that_do_not_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last chunk of each segment decays by more than 2^64, and the one before it grows by as
+    much: a walk of the last one alone has another end."""
+    from gdn_triton.chunk.triton.hopper import launch
+
+    monkeypatch.setattr(launch, "choose_cut", lambda *_: Cut(3, 2, later_states=2))
+    x = make_inputs(LONG, BF16, "cuda")
+    starts = torch.tensor(LONG.offsets(), device="cuda")
+    rows = torch.arange(x.g.shape[1], device="cuda")
+    inside = rows - starts[torch.searchsorted(starts, rows, right=True) - 1]
+    odd = (inside // 64 % 2 == 1)[None, :, None]
+    g = torch.where(odd, 0.72, -0.72) + torch.zeros_like(x.g)
+    o, state = check(LONG, x.but(g=g), "cuda")
+    for _ in range(3):
+        again, its_state = call_with_state(x.but(g=g), LONG)
+        assert same_bits(o, again) and same_bits(state, its_state)
+
+
+@hopper
+@pytest.mark.usefixtures("gluon")
+@pytest.mark.parametrize("name", ["v", "g", "beta"])
+def test_not_a_number_before_a_window(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches all later tokens of its sequence, and no other sequence."""
+    from gdn_triton.chunk.triton.hopper import launch
+
+    x = make_inputs(LONG, BF16, "cuda")
+    broken = x.but(g=gates_of("strong", x.g))
+    getattr(broken, name)[:, 5] = torch.nan
+    found = []
+    for cut in (None, Cut(3, 2), Cut(3, 2, later_states=2)):
+        monkeypatch.setattr(launch, "choose_cut", lambda *_, cut=cut: cut)
+        o, state = call_with_state(broken, LONG)
+        found.append((o.isnan(), state.isnan()))
+    assert found[0][0][:, 65:700].any() and not found[0][0][:, 700:].any()
+    for nans in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(nans, found[0], strict=True))
 
 
 @hopper

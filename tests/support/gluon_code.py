@@ -160,6 +160,7 @@ def compiled(call: Call) -> list[Any]:
     """The kernels of a call in Gluon."""
     from gdn_triton.chunk.triton.forward import readable_inputs
     from gdn_triton.chunk.triton.hopper import launch
+    from gdn_triton.chunk.triton.hopper.segments import Cut
 
     shape, B, cu_seqlens = call.shape, call.N, None
     if shape.full:
@@ -167,8 +168,9 @@ def compiled(call: Call) -> list[Any]:
     problem, x = make_call(B, 300, shape.HV // 2, shape, cu_seqlens)
     problem = replace(problem, use_qk_l2norm=shape.full or call.norm)
     pool = pool_of(call, problem) if call.pool else None
+    cut = Cut(call.segments, call.segments, 2, 1) if call.segments else None
     with (
-        mock.patch.object(launch, "choose_segments", lambda *_: call.segments),
+        mock.patch.object(launch, "choose_cut", lambda *_: cut),
         mock.patch.object(
             launch, "norm_inside", lambda p, _, shape: p.use_qk_l2norm and shape.states == 2
         ),

@@ -4,8 +4,8 @@
 
 With the installed Triton, of whose releases the package lists some (RELEASES of
 gdn_triton/chunk/triton/hopper/support.py). Needs g++ on x86_64. `--random` adds random calls, of
-every size, length and kind of gate. For a call in segments torch makes the table of the
-segments and folds their maps, because these two kernels are not in Gluon.
+every size, length and kind of gate. For a call in segments torch folds the maps, because that
+kernel is not in Gluon.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -32,7 +31,7 @@ from gdn_triton.chunk.problem import Problem
 from gdn_triton.chunk.triton.forward import readable_inputs
 from gdn_triton.chunk.triton.hopper import launch
 from gdn_triton.chunk.triton.hopper.gradients import launch as gradients
-from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks, max_chunks
+from gdn_triton.chunk.triton.hopper.segments import Cut
 from gdn_triton.chunk.triton.steps.l2norm import l2norm_kernel, launch_rows
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -42,12 +41,18 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "growing": lambda g: -0.02 * g,
     # Some heads forget everything at some tokens.
     "far": lambda g: torch.where(_every_37th(g), torch.full_like(g, -80.0), 0.05 * g),
+    # A segment of two chunks forgets its start by its last chunk alone, but not by both.
+    "returning": lambda g: torch.where(_every_second_chunk(g), 0.75, -0.75) + 0 * g,
     "infinite": lambda g: torch.where(_every_37th(g), torch.full_like(g, -torch.inf), 0.05 * g),
 }
 
 
 def _every_37th(g: Tensor) -> Tensor:
     return (torch.arange(g.shape[1]) % 37 == 5)[None, :, None]
+
+
+def _every_second_chunk(g: Tensor) -> Tensor:
+    return (torch.arange(g.shape[1]) // 64 % 2 == 1)[None, :, None]
 
 
 def problem_of(
@@ -95,49 +100,31 @@ def operands_of(x: Inputs, *, v_first: bool = False) -> Operands:
     )
 
 
-def table_of(B: int, T: int, size: int, cu_seqlens: Tensor | None, *skipped: Any) -> ChunkTable:
-    """As ``make_chunks``, of sequences of which none is skipped."""
-    assert skipped in ((), (None, -1))
-    if cu_seqlens is None:
-        return make_chunks(B, T, size)
-    offsets = cu_seqlens.tolist()
-    rows: list[tuple[int, int]] = []
-    firsts = [0]
-    for first, end in pairwise(offsets):
-        rows += [(row, min(end - row, size)) for row in range(first, end, size)]
-        firsts.append(len(rows))
-    rows += [(row, -min(T - row, size)) for row in range(offsets[-1], T, size)]
-    NT = max_chunks(T, len(offsets) - 1, size)
-    rows += [(0, 0)] * (NT - len(rows))
-    tables = [torch.tensor(x, dtype=torch.int32) for x in (rows, firsts)]
-    return ChunkTable(size, NT, NT, cu_seqlens, *tables)
-
-
 def folded(
-    offsets: Tensor,
+    starts: Tensor,
     shifts: Tensor,
-    segments: ChunkTable,
-    initial_state: Tensor | None,
-    final_state: Tensor | None,
+    windows: Tensor | None,
+    cu_seqlens: Tensor | None,
     *,
     N: int,
-    state_v_first: bool,
-    pool: None,
+    NS: int,
+    first: int,
+    segment: int,
+    **_: Any,
 ) -> None:
     """As ``fold_maps``, without a pool."""
-    firsts = [n * segments.NT for n in range(N + 1)]
-    if segments.chunk_offsets is not None:
-        firsts = segments.chunk_offsets.tolist()
-    assert initial_state is not None and final_state is not None
-    starts, ends = (x.mT if state_v_first else x for x in (initial_state, final_state))
-    for n, (first, end) in enumerate(pairwise(firsts)):
-        state = starts[n]
-        for i in range(first, end):
-            # The map of the last segment is not made.
-            after = offsets[i] + shifts[i] @ state if i + 1 < end else state
-            offsets[i], state = state, after
-        if first == end:
-            ends[n] = state
+    K = starts.shape[2]
+    counts = [NS] * N
+    if cu_seqlens is not None:
+        counts = [-(-max(n - first, 0) // segment) for n in cu_seqlens.diff().tolist()]
+    end = 0
+    for count in counts:
+        end += count
+        for i in range(end - count, end - 1):
+            for head in range(starts.shape[1]):
+                if windows is None or windows[i, head, 0] == 0:
+                    M = shifts[i, head, : K * K].view(K, K)
+                    starts[i + 1, head] += M @ starts[i, head]
 
 
 class _RowsOfQueries:
@@ -169,8 +156,9 @@ def check_forward(
     segments: int = 0,
     norm: bool = False,
 ) -> None:
-    """segments: chunks of each, or 0 for whole sequences. norm: q and k are normalised. Where the
-    kernel does this itself, the result has the same bits as with a separate norm."""
+    """segments: chunks of each but the first, which has one more, or 0 for whole sequences. norm: q
+    and k are normalised. Where the kernel does this itself, the result has the same bits as with a
+    separate norm."""
     x = make_inputs(case, dtype, "cpu", seed=seed)
     x = x.but(g=GATES[gates](x.g))
     if norm:
@@ -178,11 +166,19 @@ def check_forward(
     v_first = seed % 2 == 1
     problem = problem_of(case, dtype, v_first=v_first, norm=norm)
     operands = operands_of(x, v_first=v_first)
-    written = ("o", "ht", "o_desc", "shifts")
+    written = ("o", "ht", "o_desc", "starts", "shifts", "windows")
+    cut = None
+    if segments > 0:
+        cut = Cut(
+            first=segments + 1,
+            rest=segments,
+            first_states=shape.states,
+            later_states=shape.states,
+            windows=gates != "none",
+        )
     with (
-        mock.patch.object(launch, "choose_shape", lambda *_: shape),
-        mock.patch.object(launch, "choose_segments", lambda *_: segments),
-        mock.patch.object(launch, "make_chunks", table_of),
+        mock.patch.object(launch, "shape_of_whole", lambda *_: shape),
+        mock.patch.object(launch, "choose_cut", lambda *_: cut),
         mock.patch.object(launch, "fold_maps", folded),
         mock.patch.object(launch, "l2norm_fwd", side_effect=normalized_apart) as separate_norm,
         mock.patch.object(
@@ -250,6 +246,7 @@ FORWARD = [
     (LONG, "none", launch.TWO, BF16, 2),
     (LONG, "far", launch.ONE, FP16, 1),
     (gluon_case("small", T=200, B=2, K=40, V=72, HV=1), "strong", launch.TWO, BF16, 1),
+    (gluon_case("wide", T=460, K=40, V=72, HV=1), "returning", launch.ONE, BF16, 2),
 ]
 
 

@@ -176,6 +176,7 @@ inline uint32_t by_halves(uint32_t a, uint32_t b, const Function& function) {
 inline uint32_t add_s16x2(uint32_t a, uint32_t b) {
   return by_halves(a, b, [](uint16_t x, uint16_t y) { return uint16_t(x + y); });
 }
+inline uint32_t min_relu_s32(uint32_t a, uint32_t b) { return max_s32(min_s32(a, b), 0); }
 inline uint32_t min_s16x2_relu(uint32_t a, uint32_t b) {
   return by_halves(a, b, [](uint16_t x, uint16_t y) {
     const int16_t least = int16_t(x) < int16_t(y) ? int16_t(x) : int16_t(y);

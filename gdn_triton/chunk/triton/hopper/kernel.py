@@ -13,26 +13,27 @@ memory:
 Each buffer has a barrier that says it is full. The states are the last to read a chunk, so one more
 barrier for each stage, at which only they arrive, says that all buffers of that chunk are empty.
 
-Without OUTPUT it makes the maps of segments (fused/segments.py): its states begin with zeros or
-with columns of the identity, for which the columns of v beyond V are zeros, and there is no o.
+PART: whole sequences, or a part of a call in segments (segments.py). The states of maps begin with
+zeros or with columns of the identity, for which columns of v beyond V are zeros; there is no o.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gdn_triton.chunk.triton.hopper import places
 from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS, gates_role
 from gdn_triton.chunk.triton.hopper.loader import loader_role
 from gdn_triton.chunk.triton.hopper.names import CHUNK
 from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS, norm_role
-from gdn_triton.chunk.triton.hopper.places import segment_of, sequence_of
 from gdn_triton.chunk.triton.hopper.state import state_role
 from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_role
 
 
 @gluon.jit(
     do_not_specialize=[
-        *("scale", "T", "N", "NS", "segment", "every", "M"),
+        *("scale", "T", "N", "NS", "first", "segment", "every", "M"),
         *("stride_gb", "stride_betab", "stride_ob"),
     ]
 )
@@ -48,10 +49,10 @@ def hopper_fwd_kernel(
     h0,
     o,
     ht,
+    starts,
     shifts,
+    windows,
     cu_seqlens,
-    chunk_rows,
-    chunk_offsets,
     read_slots,
     write_slots,
     has_state,
@@ -61,6 +62,7 @@ def hopper_fwd_kernel(
     T,
     N,
     NS,
+    first,
     segment,
     every,
     M,
@@ -103,15 +105,22 @@ def hopper_fwd_kernel(
     SINGLE_REGISTERS: gl.constexpr,
     USE_SIGMOID: gl.constexpr,
     BN: gl.constexpr,
-    OUTPUT: gl.constexpr,
-    IN_SEGMENTS: gl.constexpr,
-    HAS_START: gl.constexpr,
+    BS: gl.constexpr,
+    PART: gl.constexpr,
+    ORDERED: gl.constexpr,
     LAST_SKIPPED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     NORM: gl.constexpr,
     EPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
+    OUTPUT: gl.constexpr = PART != "maps"
+    IN_SEGMENTS: gl.constexpr = PART != "whole" and PART != "first"
+    if PART != "whole" and PART != "again":
+        # The next kernel of the stream may begin when all programs of this one have.
+        gdc_launch_dependents()
+    if PART == "later" or PART == "again":
+        gdc_wait()
     COLUMNS: gl.constexpr = STATES * BV
     # A block of a map has columns of b, or after them columns of M.
     V_BLOCKS: gl.constexpr = (V + COLUMNS - 1) // COLUMNS
@@ -123,35 +132,58 @@ def hopper_fwd_kernel(
     i_hv = pid // BLOCKS % HV
     i_w = pid // BLOCKS // HV
     i_h = i_hv // (HV // H)
-    # The columns that this block stores begin at this one and end before that one. A map of keys
-    # begins with the identity's.
+    # The columns that this block stores: the first, and the end. A map of keys begins with 0.
     first_out = first_v
     end_out = first_v * 0 + V
     of_keys = first_v * 0
+    end_next = first_v * 0
     i_n = i_w
+    i_state = i_w
+    # Of a segment: its window, and by columns whether its end differs from the next start.
+    MARKS: gl.constexpr = 1 + (V + BV - 1) // BV
+    WINDOWS: gl.constexpr = IN_SEGMENTS and windows is not None
+    p_marks = windows + i_hv * MARKS if WINDOWS else o
     if IN_SEGMENTS:
-        i_b, first_row, n_rows, n_rest, i_n, is_first, is_last = segment_of(
-            i_w, chunk_rows, chunk_offsets, T, N, NS, segment, BN, IS_VARLEN
-        )
-        if OUTPUT:
-            # A sequence that is skipped has segments without rows.
-            end_out = is_last * V * (n_rows > 0).to(gl.int32)
+        n_rest = 0
+        if PART == "again":
+            i_b, i_n, i_state, tokens, first_row, n_rows = places.rest_of(
+                *(i_w, p_marks, block + 1, HV * MARKS, cu_seqlens, read_slots, T, N, NS),
+                *(first, segment, BN, BS, LAST_SKIPPED, IS_VARLEN),
+            )
+            end_out = gl.where(n_rows > 0, V, 0)
         else:
+            i_b, i_n, tokens, first_row, n_rows, is_last = places.segment_of(
+                *(i_w, cu_seqlens, read_slots, T, N, NS, first, segment),
+                *(BN, LAST_SKIPPED, IS_VARLEN),
+            )
+            inner = (1 - is_last) * (n_rows > 0).to(gl.int32)
+            if WINDOWS:
+                p_marks += i_w * (HV * MARKS)
+        if PART == "maps":
             of_keys = (block >= V_BLOCKS).to(gl.int32)
             first_out = first_v - of_keys * (V_BLOCKS * COLUMNS)
-            end_out = gl.where(of_keys == 1, K, V)
-            made = 1 - is_last
-            if not HAS_START:
-                made *= 1 - is_first * of_keys
-            n_rows *= made
-            end_out *= made * gl.where(n_rows > 0, 1, 0)
+            n_rows *= inner
+            if WINDOWS:
+                p_log2 = g + i_b.to(gl.int64) * stride_gb + i_hv.to(gl.int64) * stride_gh
+                first_row, n_rows = places.in_window(
+                    *(p_marks, block, of_keys, first_row, n_rows, p_log2, stride_gt),
+                    *(A_log, dt_bias, i_hv, RCP_LN2, FLOOR, THRESHOLD),
+                )
+            end_out = gl.where(of_keys == 1, K, V) * (n_rows > 0).to(gl.int32)
+        if PART == "later":
+            end_out = is_last * V * (n_rows > 0).to(gl.int32)
+            if WINDOWS:
+                end_next = gl.where(gl.load(p_marks, mask=inner > 0, other=0) > 0, V, 0)
     else:
-        i_b, first_row, n_rows, n_rest = sequence_of(i_w, cu_seqlens, T, N, IS_VARLEN)
+        if ORDERED:
+            i_n = places.longest_first(i_w, cu_seqlens, N, BN)
+        i_b, first_row, n_rows, n_rest = places.sequence_of(i_n, cu_seqlens, T, N, IS_VARLEN)
+        i_state = i_n
+        tokens = n_rows * 0
     # Columns of the initial state that are not zeros, and the number of the state to begin with.
     end_in = first_v * 0 + V
-    i_h0 = i_w.to(gl.int64)
+    i_h0 = i_state.to(gl.int64)
     i_ht = i_n.to(gl.int64)
-    tokens = n_rows * 0
     if read_slots is not None and not IN_SEGMENTS:
         i_h0 = gl.load(read_slots + i_n).to(gl.int64)
         kept = (i_h0 > LAST_SKIPPED).to(gl.int32)
@@ -161,15 +193,21 @@ def hopper_fwd_kernel(
         end_in *= kept
         if has_state is not None:
             end_in *= gl.load(has_state + i_n).to(gl.int32)
+    rest_row = first_row + n_rows
+    next_slot = i_w + 1
+    if PART == "first":
+        order = (cu_seqlens, read_slots, N, NS, first, segment)
+        next_slot = places.slot_of(i_n, *order, BN, LAST_SKIPPED, IS_VARLEN)
+        end_next = gl.where(n_rows > first, V, 0)
+        end_out *= (n_rows <= first).to(gl.int32)
+        n_rows = gl.minimum(n_rows, first)
     if write_slots is not None and OUTPUT:
         i_ht = gl.load(write_slots + i_n, mask=end_out > 0, other=LAST_SKIPPED).to(gl.int64)
         end_out *= (i_ht > LAST_SKIPPED).to(gl.int32)
-    if checkpoints is not None and IN_SEGMENTS:
-        # The tokens of its sequence before this segment.
-        tokens = first_row
-        if IS_VARLEN:
-            tokens -= gl.load(cu_seqlens + gl.minimum(i_n, N - 1)).to(gl.int32)
     n_chunks = (n_rows + CHUNK - 1) // CHUNK
+    if PART != "whole" or ORDERED:
+        # Sums of the whole block, as in `segment_of`, pass through memory that tiles take later.
+        fence_async_shared()
 
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -216,6 +254,13 @@ def hopper_fwd_kernel(
     p_ht = o
     if ht is not None:
         p_ht = ht + i_ht * stride_htn + head * stride_hth
+    p_next = o
+    p_end = o
+    if PART == "first" or PART == "later":
+        p_next = starts + (next_slot.to(gl.int64) * HV + head) * (K * V)
+    MAP: gl.constexpr = K * (K if K > V else V)
+    if PART == "later":
+        p_end = shifts + (i_w.to(gl.int64) * HV + head) * MAP
     p_stops = o
     p_stop_slots = cu_seqlens if IS_VARLEN else g
     first_stop = i_h0
@@ -227,7 +272,8 @@ def hopper_fwd_kernel(
     if not OUTPUT:
         slot = i_w.to(gl.int64) * HV + head
         stride_htk = gl.where(of_keys == 1, K, V)
-        p_ht = gl.where(of_keys == 1, shifts + slot * (K * K), ht + slot * (K * V))
+        # b goes where the fold makes the next segment's start of it.
+        p_ht = gl.where(of_keys == 1, shifts + slot * MAP, starts + (slot + HV) * (K * V))
 
     gate_inputs = (p_g, p_beta, stride_gt, stride_betat)
     p_A_log = g
@@ -237,7 +283,7 @@ def hopper_fwd_kernel(
     if dt_bias is not None:
         p_dt_bias = dt_bias + i_hv
     HAS_H0: gl.constexpr = h0 is not None
-    STORE_HT: gl.constexpr = ht is not None
+    STORE_HT: gl.constexpr = ht is not None or not OUTPUT
     HAS_GATE: gl.constexpr = A_log is not None
     HAS_DT_BIAS: gl.constexpr = dt_bias is not None
 
@@ -251,12 +297,12 @@ def hopper_fwd_kernel(
     norms = (q_s, tile_full, ready)
     factors = (vectors, flags, gates_full, empty)
     heads = (i_b, first_row, i_h, i_hv, first_v)
-    place = (i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys)
-    ends = (p_o, p_h0, p_ht)
+    place = (i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys, end_next, rest_row)
+    ends = (p_o, p_h0, p_ht, p_next, p_end, p_marks)
     stops = (p_stops, p_stop_slots, first_stop, tokens, every, M, stride_cn, stride_ck, stride_cv)
-    HAS_STOPS: gl.constexpr = checkpoints is not None
+    HAS_STOPS: gl.constexpr = checkpoints is not None and OUTPUT
     HAS_STOP_SLOTS: gl.constexpr = checkpoint_slots is not None
-    ZERO_ROWS: gl.constexpr = OUTPUT and (IS_VARLEN or read_slots is not None)
+    ZERO_ROWS: gl.constexpr = (IS_VARLEN or read_slots is not None) and not IN_SEGMENTS
     if STATES == 1:
         gl.warp_specialize(
             [
@@ -282,7 +328,8 @@ def hopper_fwd_kernel(
                         T_STAGES,
                         HAS_H0,
                         STORE_HT,
-                        OUTPUT,
+                        PART,
+                        WINDOWS,
                         HAS_STOPS,
                         HAS_STOP_SLOTS,
                         LAST_SKIPPED,
@@ -357,7 +404,8 @@ def hopper_fwd_kernel(
                         T_STAGES,
                         HAS_H0,
                         STORE_HT,
-                        OUTPUT,
+                        PART,
+                        WINDOWS,
                         HAS_STOPS,
                         HAS_STOP_SLOTS,
                         LAST_SKIPPED,
@@ -387,7 +435,8 @@ def hopper_fwd_kernel(
                         T_STAGES,
                         HAS_H0,
                         STORE_HT,
-                        OUTPUT,
+                        PART,
+                        WINDOWS,
                         HAS_STOPS,
                         HAS_STOP_SLOTS,
                         LAST_SKIPPED,
@@ -433,14 +482,8 @@ def hopper_fwd_kernel(
                         OUTPUT,
                     ),
                 ),
-                (
-                    norm_role,
-                    (norms, walk, dtype, BK, 0, STAGES, NORM, EPS),
-                ),
-                (
-                    norm_role,
-                    (norms, walk, dtype, BK, 1, STAGES, NORM, EPS),
-                ),
+                (norm_role, (norms, walk, dtype, BK, 0, STAGES, NORM, EPS)),
+                (norm_role, (norms, walk, dtype, BK, 1, STAGES, NORM, EPS)),
             ],
             [4, 4, 1, 1, 1, 1],
             [
@@ -452,3 +495,6 @@ def hopper_fwd_kernel(
                 SINGLE_REGISTERS,
             ],
         )
+    if PART == "first":  # The next kernel waits for this one alone, not for that of the maps.
+        if pid == gl.num_programs(0) - 1:
+            gdc_wait()

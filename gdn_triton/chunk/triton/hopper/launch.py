@@ -1,15 +1,15 @@
 """Launches the forward for compute capability 9.0."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import triton
 
 from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import head_strides, named, state_strides
 from gdn_triton._triton.tiles import gpu_of
 from gdn_triton.chunk.problem import Inputs, Pool, Problem
-from gdn_triton.chunk.triton.fused.segments import fold_maps
 from gdn_triton.chunk.triton.hopper.descriptors import (
     COLUMNS,
     TileLaunch,
@@ -17,9 +17,9 @@ from gdn_triton.chunk.triton.hopper.descriptors import (
     tma_reachable,
     tma_readable,
 )
+from gdn_triton.chunk.triton.hopper.fold import fold_maps
 from gdn_triton.chunk.triton.hopper.kernel import hopper_fwd_kernel
-from gdn_triton.chunk.triton.hopper.segments import choose_segments, states_at_once
-from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
+from gdn_triton.chunk.triton.hopper.segments import Cut, choose_cut, states_of_whole
 from gdn_triton.chunk.triton.shared.pool import (
     PoolLayout,
     pool_arguments,
@@ -31,6 +31,11 @@ from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
 from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
 CHUNK = 64
+
+
+# A launch walks whole sequences; or, of a call in segments, it walks the first ones, makes the maps
+# of the inner ones, walks the later ones, or walks again the rest of a sequence.
+Part = Literal["whole", "first", "maps", "later", "again"]
 
 
 class Shape(NamedTuple):
@@ -54,6 +59,10 @@ def choose_shape(multiprocessors: int, states: float, V: int) -> Shape:
     return ONE if V <= COLUMNS or 2 * states <= multiprocessors else TWO
 
 
+def shape_of_whole(multiprocessors: int, p: Problem) -> Shape:
+    return TWO if states_of_whole(multiprocessors, p) == 2 else ONE
+
+
 @functools.lru_cache(maxsize=256, typed=True)
 def forward_launch(
     shape: Shape,
@@ -68,17 +77,19 @@ def forward_launch(
     o_strides: tuple[int, ...],
     layout: PoolLayout,
     BN: int,
+    BS: int,
+    part: Part,
     *,
+    ordered: bool,
     sigmoid: bool,
     neg_eigval: bool,
     varlen: bool,
-    output: bool,
-    in_segments: bool,
-    has_start: bool,
+    dependent: bool,
     norm: bool,
 ) -> TileLaunch:
     """The strides of g, beta and o are those of a token and a head."""
     BK = 64 if K <= 64 else 128
+    options = {"launch_pdl": True} if dependent else {}
     return TileLaunch(
         hopper_fwd_kernel,
         {
@@ -103,20 +114,22 @@ def forward_launch(
         BK=BK,
         BV=COLUMNS,
         STATES=shape.states,
-        STAGES=3,
+        # A map needs no memory for q, P' and o.
+        STAGES=4 if part == "maps" else 3,
         T_STAGES=2,
         STATE_REGISTERS=shape.state_registers,
         TRIANGLES_REGISTERS=shape.triangles_registers,
         SINGLE_REGISTERS=shape.single_registers,
         USE_SIGMOID=sigmoid,
         BN=BN,
-        OUTPUT=output,
-        IN_SEGMENTS=in_segments,
-        HAS_START=has_start,
+        BS=BS,
+        PART=part,
+        ORDERED=ordered,
         IS_VARLEN=varlen,
         NORM=norm,
         EPS=L2NORM_EPS,
         num_warps=4,
+        **options,
     )
 
 
@@ -169,41 +182,129 @@ def walk(
     """Walks all sequences, whole or in segments."""
     multiprocessors = gpu_of(p.device).multiprocessors
     ht_strides = state_strides(final_state, p.state_v_first)
-    length = choose_segments(multiprocessors, p)
-    if length == 0:
-        shape = choose_shape(multiprocessors, states_at_once(p), p.V)
-        norm = norm_inside(p, x, shape)
-        x = prepared(p, x, norm=norm)
-        h0_strides = state_strides(initial_state, p.state_v_first)
-        launch(
-            p, x, shape, o, initial_state, h0_strides, final_state, ht_strides, pool=pool, norm=norm
-        )
+    cut = choose_cut(multiprocessors, p)
+    if cut is not None:
+        walk_in_segments(p, x, cut, o, initial_state, final_state, pool)
         return
-    x = prepared(p, x, norm=False)
-    skipped = (None, -1) if pool is None else (pool.read_slots, pool.last_skipped)
-    segments = make_chunks(p.B, p.T, length * CHUNK, x.cu_seqlens, *skipped)
-    starts = torch.empty(segments.slots, p.HV, p.K, p.V, dtype=torch.float32, device=p.device)
-    shifts = torch.empty(segments.slots, p.HV, p.K, p.K, dtype=torch.float32, device=p.device)
-    strides = state_strides(starts, False)
-    none = state_strides(None, False)
-    launch(
-        *(p, x, TWO, o, None, none, starts, strides, segments),
+    shape = shape_of_whole(multiprocessors, p)
+    norm = norm_inside(p, x, shape)
+    x = prepared(p, x, norm=norm)
+    h0_strides = state_strides(initial_state, p.state_v_first)
+    launch(p, x, shape, o, initial_state, h0_strides, final_state, ht_strides, pool=pool, norm=norm)
+
+
+# Packed sequences of which kernels find the order by comparing all pairs.
+MOST_ORDERED = 128
+
+
+def is_ordered(p: Problem) -> bool:
+    """Whether the programs of the longest packed sequences begin first."""
+    return p.is_varlen and 2 <= p.N <= MOST_ORDERED
+
+
+def sequences_at_once(p: Problem) -> int:
+    """Packed sequences whose lengths a kernel reads at once: at least one for each thread."""
+    return max(triton.next_power_of_2(p.N), 128) if p.is_varlen else 2
+
+
+class Segments(NamedTuple):
+    """The segments after the first one of each sequence. They have numbers, sequence by sequence,
+    of which the kernels find the rows (places.py).
+
+    slots: an upper bound of their number. most_long: the same of the sequences with two or more,
+    which have inner segments. NS: the number of a padded sequence. first, segment: tokens of the
+    first segment, and of each other. BS: a kernel reads this many segments of a sequence at once.
+
+    starts: fp32 [slots, HV, K, V]. shifts: fp32 [slots, HV, K max(K, V)]: M [K, K]; or the end
+    [K, V] of a segment that has no M and an end other than the next start. windows: int32 [slots,
+    HV, 1 + blocks of 64 columns]: the chunks of the window, or 0; and, of these columns, whether
+    the end differs from the next start.
+    """
+
+    slots: int
+    most_long: int
+    NS: int
+    first: int
+    segment: int
+    BS: int
+    starts: torch.Tensor
+    shifts: torch.Tensor
+    windows: torch.Tensor | None
+
+
+def make_segments(p: Problem, cut: Cut) -> Segments:
+    first, segment = cut.first * CHUNK, cut.rest * CHUNK
+    if p.is_varlen:
+        # A sequence with segments after its first one, which is not the shortest, has less than one
+        # for each of these rows.
+        NS, slots = 0, max(p.T // segment, 1)
+        most_long = min(p.N, slots // 2)
+    else:
+        NS = -(-(p.T - first) // segment)
+        slots = p.B * NS
+        most_long = p.B if NS > 1 else 0
+    BS = max(triton.next_power_of_2(NS or slots), 128)
+    sizes, marks = (slots, p.HV), 1 + -(-p.V // COLUMNS)
+    starts = torch.empty(*sizes, p.K, p.V, dtype=torch.float32, device=p.device)
+    shifts = torch.empty(*sizes, p.K * max(p.K, p.V), dtype=torch.float32, device=p.device)
+    windows = None
+    if cut.windows:
+        windows = torch.empty(*sizes, marks, dtype=torch.int32, device=p.device)
+    return Segments(
+        slots=slots,
+        most_long=most_long,
+        NS=NS,
+        first=first,
+        segment=segment,
+        BS=BS,
+        starts=starts,
         shifts=shifts,
-        has_start=initial_state is not None,
+        windows=windows,
     )
-    fold_maps(
-        starts,
-        shifts,
-        segments,
-        initial_state,
-        final_state,
-        N=p.N,
-        state_v_first=p.state_v_first,
-        pool=pool,
-    )
-    at_once = p.HV * -(-p.V // 128) * p.B * p.T / (length * CHUNK)
-    shape = choose_shape(multiprocessors, at_once, p.V)
-    launch(p, x, shape, o, starts, strides, final_state, ht_strides, segments, pool=pool)
+
+
+def walk_in_segments(
+    p: Problem,
+    x: Inputs,
+    cut: Cut,
+    o: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+    pool: Pool | None,
+) -> None:
+    x = prepared(p, x, norm=False)
+    segments = make_segments(p, cut)
+    none = state_strides(None, False)
+    h0 = initial_state, state_strides(initial_state, p.state_v_first)
+    ht = final_state, state_strides(final_state, p.state_v_first)
+    starts = segments.starts, state_strides(segments.starts, False)
+    given: Any = {"segments": segments, "pool": pool}
+    shape = TWO if cut.first_states == 2 else ONE
+
+    # The first two launches do not depend on each other.
+    if segments.most_long > 0:
+        launch(p, x, TWO, o, None, none, None, starts[1], **given, part="maps")
+    launch(p, x, shape, o, *h0, *ht, **given, part="first", dependent=segments.most_long > 0)
+    if segments.most_long > 0:
+        fold_maps(
+            segments.starts,
+            segments.shifts,
+            segments.windows,
+            x.cu_seqlens,
+            N=p.N,
+            most_long=segments.most_long,
+            BN=sequences_at_once(p),
+            NS=segments.NS,
+            first=segments.first,
+            segment=segments.segment,
+            pool=pool,
+        )
+    shape = TWO if cut.later_states == 2 else ONE
+    launch(p, x, shape, o, *starts, *ht, **given, part="later", dependent=True)
+    if segments.most_long > 0 and segments.windows is not None:
+        slot, head = segments.shifts.stride()[:2]
+        ends = segments.shifts, (slot, head, p.V, 1)
+        launch(p, x, ONE, o, *ends, *ht, **given, part="again", dependent=True)
 
 
 def launch(
@@ -215,19 +316,20 @@ def launch(
     h0_strides: tuple[int, ...],
     ht: torch.Tensor | None,
     ht_strides: tuple[int, ...],
-    segments: ChunkTable | None = None,
-    shifts: torch.Tensor | None = None,
-    has_start: bool = False,
+    segments: Segments | None = None,
+    part: Part = "whole",
+    dependent: bool = False,
     pool: Pool | None = None,
     norm: bool = False,
 ) -> None:
-    """Walks sequences, or their segments, from ``h0`` to ``ht`` and o; with ``shifts`` it makes the
-    maps of the segments, without o: b goes to ``ht`` and M to ``shifts``. has_start: the sequences
-    do not start from zeros."""
-    output = shifts is None
+    """Does a part of a call, from ``h0`` to ``ht`` and o. dependent: its programs may begin before
+    those of the launch just before it have ended."""
+    ordered = part in ("whole", "first") and is_ordered(p)
     columns = shape.states * COLUMNS
-    blocks = -(-p.V // columns) + (0 if output else -(-p.K // columns))
-    walks = p.N if segments is None else segments.slots
+    blocks = -(-p.V // columns) + (0 if part != "maps" else -(-p.K // columns))
+    walks = p.N
+    if segments is not None and part != "first":
+        walks = segments.most_long if part == "again" else segments.slots
     g_strides, beta_strides, o_strides = head_strides(x.g), head_strides(x.beta), o.stride()
     run = forward_launch(
         shape,
@@ -241,13 +343,14 @@ def launch(
         ht_strides,
         o_strides[1:3],
         pool_layout(pool, p.state_v_first),
-        1 << p.N.bit_length() if segments is not None and p.is_varlen else 2,
+        sequences_at_once(p) if ordered or segments is not None else 2,
+        2 if segments is None else segments.BS,
+        part,
+        ordered=ordered,
         sigmoid=p.use_beta_sigmoid,
         neg_eigval=p.allow_neg_eigval,
         varlen=p.is_varlen,
-        output=output,
-        in_segments=segments is not None,
-        has_start=has_start,
+        dependent=dependent,
         norm=norm,
     )
     run(
@@ -263,16 +366,17 @@ def launch(
         h0=h0,
         o=o,
         ht=ht,
-        shifts=shifts,
+        starts=None if segments is None else segments.starts,
+        shifts=None if segments is None else segments.shifts,
+        windows=None if segments is None else segments.windows,
         cu_seqlens=None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
-        chunk_rows=None if segments is None else segments.chunk_rows,
-        chunk_offsets=None if segments is None else segments.chunk_offsets,
         **pool_pointers(pool),
         scale=p.scale,
         T=p.T,
         N=p.N,
-        NS=0 if segments is None else segments.NT,
-        segment=0 if segments is None else segments.chunk_size,
+        NS=0 if segments is None else segments.NS,
+        first=0 if segments is None else segments.first,
+        segment=1 if segments is None else segments.segment,
         **pool_numbers(pool),
         stride_gb=g_strides[0],
         stride_betab=beta_strides[0],

@@ -39,6 +39,11 @@ from gdn_triton.chunk.triton.hopper.names import (
     viewed,
 )
 
+# The largest difference between states that count as equal, relative to the largest entry. Two
+# walks of the same tokens round differently where their frames differ, and end 2^-8 apart (float16:
+# 2^-11), or 2^-6 (2^-8.5) where all keys are equal.
+SAME_START, SAME_START_16 = gl.constexpr(0.0625), gl.constexpr(0.015625)
+
 
 @gluon.jit
 def store_rows(p_o, tile, stride_t, n_rows, n_columns, COLUMNS: gl.constexpr):
@@ -62,6 +67,17 @@ def zero_rows(p_o, stride_t, n_rows, n_columns, COLUMNS: gl.constexpr):
         mask = (o_t < n_rows - start)[:, None] & (o_v < n_columns)[None, :]
         gl.store(p_o + offsets, zeros, mask)
         p_o += CHUNK * gl.cast(stride_t, gl.int64)
+
+
+@gluon.jit
+def differ(a, b, limit: gl.constexpr):
+    """1 if states a and b [64, BK] differ by more than the limit, relative to the largest entry of
+    b in 16 rows, or if one of these numbers is not finite; else 0."""
+    difference = gl.abs(a - b)
+    broken = gl.max(gl.where(difference < float("inf"), 0, 1), 1)
+    most = gl.max(gl.reshape(gl.max(difference, 1), [4, 16]), 1)
+    largest = gl.max(gl.reshape(gl.max(gl.abs(b), 1), [4, 16]), 1)
+    return gl.maximum(gl.max(broken, 0), gl.max((most > limit * largest).to(gl.int32), 0))
 
 
 @gluon.jit
@@ -102,7 +118,8 @@ def state_role(
     T_STAGES: gl.constexpr,
     HAS_H0: gl.constexpr,
     STORE_HT: gl.constexpr,
-    OUTPUT: gl.constexpr,
+    PART: gl.constexpr,
+    WINDOWS: gl.constexpr,
     HAS_STOPS: gl.constexpr,
     HAS_STOP_SLOTS: gl.constexpr,
     LAST_SKIPPED: gl.constexpr,
@@ -112,8 +129,9 @@ def state_role(
     k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty = memory
     tile_full, gates_full, t_full, p_full = fulls
     stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv = strides
-    i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys = place
-    p_o, p_h0, p_ht = ends
+    i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys, end_next, rest_row = place
+    p_o, p_h0, p_ht, p_next, p_end, p_marks = ends
+    OUTPUT: gl.constexpr = PART != "maps"
     first_v += NUMBER * BV
     first_out += NUMBER * BV
     p_o += NUMBER * BV
@@ -278,9 +296,22 @@ def state_role(
     tma.store_wait(0)
     if ZERO_ROWS:
         # Rows that belong to no sequence, after the last one.
-        p_rest = p_o + (first_row + n_rows).to(gl.int64) * stride_ot
+        p_rest = p_o + rest_row.to(gl.int64) * stride_ot
         zero_rows(p_rest, stride_ot, n_rest, V - first_v, BV)
     if STORE_HT:
         stored = (o_out < end_out)[:, None] & (o_k < K)[None, :]
         offsets = o_out[:, None] * stride_htv + o_k[None, :] * stride_htk
         gl.store(p_ht + offsets, (S * end).to(p_ht.dtype.element_ty), mask=stored)
+    if PART == "first":
+        stored = (o_v < end_next)[:, None] & (o_k < K)[None, :]
+        gl.store(p_next + (o_k[None, :] * V + o_v[:, None]), S * end, mask=stored)
+    if PART == "later" and WINDOWS:
+        if end_next > 0:
+            S = S * end
+            inside = (o_v < V)[:, None] & (o_k < K)[None, :]
+            offsets = o_k[None, :] * V + o_v[:, None]
+            following = gl.load(p_next + offsets, mask=inside, other=0)
+            differs = differ(S, following, SAME_START_16 if IS_HALF else SAME_START)
+            gl.store(p_marks + (1 + first_v // BV), differs, mask=first_v < V)
+            if differs > 0:
+                gl.store(p_end + offsets, S, mask=inside)

@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from gdn_triton._host.environment import variable
 from gdn_triton.chunk.problem import Problem
-from gdn_triton.chunk.triton.hopper.segments import choose_segments, states_at_once
+from gdn_triton.chunk.triton.hopper.segments import choose_cut, states_at_once
 
 SWITCH: Final = "GDN_GLUON"
 
@@ -46,7 +46,7 @@ def hopper_refusal(problem: Problem) -> str | None:
     if refusal is not None or p.batch_invariant:
         return refusal
     states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
-    is_cut = choose_segments(multiprocessors, p) > 0
+    is_cut = choose_cut(multiprocessors, p) is not None
     if states < FEWEST_STATES * multiprocessors and not is_cut:
         return (
             f"The call has {states} states (sequences times value heads), too few for the kernel "
