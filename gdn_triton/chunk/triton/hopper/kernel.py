@@ -292,7 +292,19 @@ def hopper_fwd_kernel(
                 ),
                 (
                     triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN, NORM, EPS),
+                    (
+                        inverses,
+                        scratch,
+                        walk,
+                        dtype,
+                        BK,
+                        STAGES,
+                        T_STAGES,
+                        IS_VARLEN,
+                        True,
+                        NORM,
+                        EPS,
+                    ),
                 ),
                 (
                     gates_role,
@@ -397,7 +409,19 @@ def hopper_fwd_kernel(
                 ),
                 (
                     triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN, NORM, EPS),
+                    (
+                        inverses,
+                        scratch,
+                        walk,
+                        dtype,
+                        BK,
+                        STAGES,
+                        T_STAGES,
+                        IS_VARLEN,
+                        True,
+                        NORM,
+                        EPS,
+                    ),
                 ),
                 (
                     gates_role,
